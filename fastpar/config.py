@@ -43,8 +43,8 @@ class GPTConfig:
             )
         if not self.layer_norm_eps > 0.0:
             raise ValueError(
-                f"GPTConfig: expected layer_norm_eps > 0, got layer_norm_eps={self.layer_norm_eps}; "
-                "GPT-2 uses 1e-5"
+                "GPTConfig: expected layer_norm_eps > 0, got "
+                f"layer_norm_eps={self.layer_norm_eps}; GPT-2 uses 1e-5"
             )
 
     @property
