@@ -1,8 +1,9 @@
 """Builds fastpar.kernels._C from csrc/ with ninja. Everything else is in pyproject.toml.
 
-C++ sources are compiled always. CUDA sources (csrc/*_cuda.cu) are compiled when nvcc is found, for the
-architectures named here; without nvcc the module is built for the CPU alone and says so at run time
-(`python -m fastpar.kernels.backend`). No torch header is used, so the module binds to no torch version.
+C++ sources are compiled always. CUDA sources (csrc/*_cuda.cu) are compiled when nvcc is found, for
+the architectures named here; without nvcc the module is built for the CPU alone and says so at run
+time (`python -m fastpar.kernels.backend`). No torch header is used, so the module binds to no torch
+version.
 """
 
 import os
@@ -43,7 +44,7 @@ def escape(path: str | Path) -> str:
 
 
 class NinjaBuild(build_ext):
-    """build_ext that hands the compile and link commands to ninja: parallel, incremental by depfile."""
+    """Hands the compile and link commands to ninja: parallel, incremental by depfile."""
 
     def build_extension(self, ext: Extension) -> None:
         import ninja
@@ -59,9 +60,12 @@ class NinjaBuild(build_ext):
             f"-isystem {quote(path)}"
             for path in (pybind11.get_include(), sysconfig.get_path("include"))
         )
-        # -ffp-contract=off: a sum is fused into an FMA only where the source says std::fma, so that every
-        # instruction set, vector width and loop tail gives the same bits.
-        flags = "-std=c++17 -O3 -fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno -Wall -Wextra"
+        # -ffp-contract=off: a sum is fused into an FMA only where the source says std::fma, so that
+        # every instruction set, vector width and loop tail gives the same bits.
+        flags = (
+            "-std=c++17 -O3 -fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno "
+            "-Wall -Wextra"
+        )
         openmp = "-fopenmp" if sys.platform != "darwin" else ""
         lines = [
             f"cxx = {os.environ.get('CXX', 'c++')}",
@@ -72,8 +76,8 @@ class NinjaBuild(build_ext):
         ]
         if nvcc:
             lines.append(
-                f"rule nvcc\n  command = {quote(nvcc)} -MMD -MF $out.d -std=c++17 -O3 -Xcompiler -fPIC "
-                f"-Xptxas -v --threads 2 {' '.join(CUDA_ARCHS)} -c $in -o $out\n"
+                f"rule nvcc\n  command = {quote(nvcc)} -MMD -MF $out.d -std=c++17 -O3 "
+                f"-Xcompiler -fPIC -Xptxas -v --threads 2 {' '.join(CUDA_ARCHS)} -c $in -o $out\n"
                 "  depfile = $out.d\n  deps = gcc"
             )
         objects = []

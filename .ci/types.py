@@ -1,6 +1,7 @@
-"""Runs mypy on the package as it is installed: kernels/ under fastpar/, from a folder outside the checkout.
+"""Runs mypy on the package as it is installed: kernels/ under fastpar/, outside the checkout.
 
-In the checkout mypy would skip the mapped kernels/ silently; the count of checked files is asserted here.
+In the checkout mypy would skip the mapped kernels/ silently; the count of checked files is
+asserted here.
 """
 
 import re
