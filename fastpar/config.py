@@ -1,9 +1,21 @@
-"""What a model is: frozen dataclasses that check themselves and name the value they refuse."""
+"""What a model and a run are: frozen dataclasses that check themselves and name what they refuse.
+
+The command line, the settings file and a run's config.json are made from the same classes.
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+import difflib
+import importlib
+import json
+import math
+import re
+import sys
+import types
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 VOCAB_MULTIPLE = 128  # rows of wte are padded to this, so that every GEMM of the head is aligned
 
@@ -76,3 +88,334 @@ PRESETS: dict[str, GPTConfig] = {
     "mini": GPTConfig(n_layer=4, n_head=4, n_embd=256, block_size=128, dropout=0.0),
     "small-cpu": GPTConfig(n_layer=6, n_head=6, n_embd=384, block_size=256, dropout=0.0),
 }
+
+
+# What a run is. Each class is a group of `fastpar train --help`; the text under a field is its
+# help. The defaults are the run of `make train`: minutes on two CPU cores.
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """The model."""
+
+    model: str = "mini"
+    """Size: gpt2, gpt2-medium, gpt2-large, gpt2-xl; for CPUs micro, mini, small-cpu."""
+    n_layer: int | None = None
+    """Layers, instead of the size's own."""
+    n_head: int | None = None
+    """Attention heads, instead of the size's own."""
+    n_embd: int | None = None
+    """Width, instead of the size's own."""
+    block_size: int | None = None
+    """Context in tokens, instead of the size's own."""
+    dropout: float | None = None
+    """Dropout probability, instead of the size's own."""
+    init_from: str | None = None
+    """Start from the weights of this transformers folder; its shape replaces --model."""
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """Text and batches."""
+
+    data: str = "bible"
+    """bible, stdlib, a text file or folder, a folder of .bin tokens, or hf:NAME."""
+    tokenizer: str = "bpe-4096"
+    """bytes, bpe-N (N tokens, trained on the text once), or gpt2."""
+    batch_size: int = 32
+    """Sequences a step, over all ranks and micro-batches."""
+    micro_batch_size: int | None = None
+    """Sequences a rank computes at once; unset: as many as fit 16384 tokens."""
+    grad_accum_steps: int | None = None
+    """Micro-batches a rank and step; unset: batch-size / (ranks * micro-batch-size)."""
+
+
+@dataclass(frozen=True)
+class OptimSettings:
+    """AdamW and its schedule: linear warm-up, then a cosine from lr to min-lr."""
+
+    lr: float = 1e-3
+    """Peak learning rate."""
+    min_lr: float | None = None
+    """Learning rate of the last step; unset: lr / 10."""
+    warmup_steps: int | None = None
+    """Steps of warm-up; unset: a tenth of max-steps, 1000 at most."""
+    weight_decay: float = 0.1
+    """Decay of matrices; biases and norms have none."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of the two moments."""
+    max_grad_norm: float = 1.0
+    """Clip the gradient's global norm to this; 0: no clipping."""
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """The run: how long, where to, what is kept."""
+
+    max_steps: int = 1000
+    """Steps in all; the schedule ends there."""
+    max_time: str | None = None
+    """Stop after this time: 300s, 5m, 1h30m. Counts the process, not the run."""
+    out: str | None = None
+    """Folder of the run; unset: the first free one of runs/NAME, runs/NAME-2, ..."""
+    name: str | None = None
+    """Name of the run; unset: size and text."""
+    resume: bool = False
+    """Go on with the run in --out, with its own settings where none are given."""
+    seed: int = 1
+    """Fixes weights, batches and dropout."""
+    eval_every: int = 100
+    """Steps between two validations; 0: only at the end."""
+    eval_batches: int = 8
+    """Validation batches, of batch-size sequences each."""
+    save_every: int = 500
+    """Steps between two checkpoints; 0: only at the end."""
+    keep_last: int = 2
+    """Checkpoints that are kept; 0: all."""
+
+
+@dataclass(frozen=True)
+class SystemSettings:
+    """The machine. auto is decided at the start and printed."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; auto: cuda where there is one."""
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Format of weights and activations (fp32 main copies); auto: fp32 on cpu, bf16 on cuda."""
+    nproc: int = 1
+    """Ranks to start on this machine."""
+    threads: int | None = None
+    """CPU threads a rank; unset: cores / ranks."""
+    compile: bool = False
+    """torch.compile the model: a slow start, then faster."""
+    bucket_mb: float = 25.0
+    """Gradient bytes of one all-reduce, in MB."""
+    deterministic: bool = False
+    """Sum gradients in rank order, and use deterministic CUDA kernels."""
+
+
+@dataclass(frozen=True)
+class SampleSettings:
+    """The text written at the end."""
+
+    prompt: str = ""
+    """Text to go on from; unset: a new line."""
+    num_samples: int = 2
+    """Texts; 0: none."""
+    max_new_tokens: int = 200
+    """Tokens of each text."""
+    temperature: float = 0.8
+    """0: always the likeliest token; 1: as the model says."""
+    top_k: int | None = 50
+    """Only among the k likeliest tokens; 0: among all."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Train a GPT-2 on text; every setting can stand in --config FILE.toml too.
+
+    Raises:
+        ValueError: a setting outside what its help says; names the setting.
+    """
+
+    shape: ModelSettings = field(default_factory=ModelSettings)
+    text: DataSettings = field(default_factory=DataSettings)
+    optim: OptimSettings = field(default_factory=OptimSettings)
+    run: RunSettings = field(default_factory=RunSettings)
+    system: SystemSettings = field(default_factory=SystemSettings)
+    sample: SampleSettings = field(default_factory=SampleSettings)
+
+    def __post_init__(self) -> None:
+        values = self.settings()
+        for name, low in _AT_LEAST.items():
+            value = values[name]
+            if value is not None and not low <= value < math.inf:
+                raise ValueError(
+                    f"train: expected {name} >= {low}, got {name}={value}; set {option(name)}"
+                )
+        for name in ("lr", "bucket_mb"):
+            if not 0.0 < values[name] < math.inf:
+                raise ValueError(
+                    f"train: expected {name} > 0, got {name}={values[name]}; set {option(name)}"
+                )
+        if not all(0.0 <= beta < 1.0 for beta in self.optim.betas):
+            raise ValueError(
+                f"train: expected 0 <= betas < 1, got betas={self.optim.betas}; "
+                "GPT-2 is trained with 0.9 0.95"
+            )
+        if self.optim.min_lr is not None and self.optim.min_lr > self.optim.lr:
+            raise ValueError(
+                f"train: expected min_lr <= lr={self.optim.lr}, got min_lr={self.optim.min_lr}; "
+                "lower --min-lr or raise --lr"
+            )
+        if self.run.name is not None and not re.fullmatch(r"[\w.+-]*\w[\w.+-]*", self.run.name):
+            raise ValueError(
+                f"train: expected name of letters, digits and . _ + -, got name={self.run.name!r}; "
+                "use --out for a path"
+            )
+        if self.run.max_time is not None:
+            parse_seconds(self.run.max_time)
+        if self.shape.init_from is None:
+            self.model_config(vocab_size=1)  # sizes are refused before the text is read
+
+    def settings(self) -> dict[str, Any]:
+        """Every setting by its own name, without the groups: what config.json holds."""
+        return {name: value for group in asdict(self).values() for name, value in group.items()}
+
+    def replace(self, changes: Mapping[str, Any], source: str = "settings") -> TrainConfig:
+        """A copy with the named settings changed; `source` is where errors say they stand."""
+        groups: dict[str, dict[str, Any]] = {f.name: {} for f in fields(self)}
+        for key, value in changes.items():
+            name = key.replace("-", "_")
+            if name not in _SETTINGS:
+                near = difflib.get_close_matches(name, _SETTINGS, n=1)
+                raise ValueError(
+                    f"train: expected a setting of `fastpar train --help` in {source}, got "
+                    f"key={key}; {f'did you mean {near[0]}?' if near else 'remove it'}"
+                )
+            group, hint = _SETTINGS[name]
+            if not _fits(value, hint):
+                raise ValueError(
+                    f"train: expected {_describe(hint)} for {name} in {source}, got "
+                    f"{name}={value!r}; see `fastpar train --help`"
+                )
+            groups[group][name] = tuple(value) if isinstance(value, list) else value
+        return TrainConfig(
+            **{name: type(old)(**{**vars(old), **groups[name]}) for name, old in vars(self).items()}
+        )
+
+    def model_config(self, vocab_size: int) -> GPTConfig:
+        """The GPT-2 that these settings and a vocabulary describe; not for init_from."""
+        names = ("n_layer", "n_head", "n_embd", "block_size", "dropout")
+        overrides = {n: getattr(self.shape, n) for n in names}
+        given = {name: value for name, value in overrides.items() if value is not None}
+        return GPTConfig.preset(self.shape.model, vocab_size=vocab_size, **given)
+
+    @property
+    def min_lr(self) -> float:
+        return self.optim.lr / 10 if self.optim.min_lr is None else self.optim.min_lr
+
+    @property
+    def warmup_steps(self) -> int:
+        given = self.optim.warmup_steps
+        return min(self.run.max_steps // 10, 1000) if given is None else given
+
+
+def _settings_by_name() -> dict[str, tuple[str, Any]]:
+    """Name of every setting -> (its group, its type)."""
+    groups = get_type_hints(TrainConfig)
+    return {
+        name: (group, hint)
+        for group, cls in groups.items()
+        for name, hint in get_type_hints(cls).items()
+    }
+
+
+_SETTINGS = _settings_by_name()
+_AT_LEAST: dict[str, float] = {
+    **dict.fromkeys(("batch_size", "micro_batch_size", "grad_accum_steps", "max_steps"), 1),
+    **dict.fromkeys(("eval_batches", "nproc", "threads"), 1),
+    **dict.fromkeys(("eval_every", "save_every", "keep_last", "warmup_steps", "min_lr"), 0),
+    **dict.fromkeys(("weight_decay", "max_grad_norm", "num_samples", "max_new_tokens"), 0),
+    **dict.fromkeys(("temperature", "top_k"), 0),
+}
+
+
+def option(name: str) -> str:
+    """The flag of a setting: max_steps -> --max-steps."""
+    return "--" + name.replace("_", "-")
+
+
+_TOML = "tomllib" if sys.version_info >= (3, 11) else "tomli"
+
+
+def read_settings(path: str | Path) -> dict[str, Any]:
+    """What a TOML file or the config.json of a run sets; TrainConfig.replace checks it.
+
+    Raises:
+        ValueError: no such file, or not in its format.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".json":
+            return dict(json.loads(text)["settings"])
+        return importlib.import_module(_TOML).loads(text)
+    except OSError as error:
+        raise ValueError(
+            f"read_settings: expected a file of settings, got path={path}; {error.strerror}"
+        ) from None
+    except (ValueError, KeyError, TypeError) as error:  # TOMLDecodeError is a ValueError
+        raise ValueError(
+            f"read_settings: expected TOML or the config.json of a run, got path={path}; "
+            f"it does not read: {error}"
+        ) from None
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds of a time such as 300, 300s, 5m, 1h30m or 1.5h."""
+    units = {"h": 3600.0, "m": 60.0, "s": 1.0}
+    parts = re.findall(r"(\d+(?:\.\d+)?)([hms])", text)
+    seconds = sum(float(number) * units[unit] for number, unit in parts)
+    if "".join(number + unit for number, unit in parts) != text:
+        seconds = float(text) if re.fullmatch(r"\d+(\.\d+)?", text) else 0.0
+    if not seconds:
+        raise ValueError(
+            f"train: expected a time such as 300s, 5m or 1h30m, got max_time={text}; set --max-time"
+        )
+    return seconds
+
+
+AUTO_MICRO_BATCH_TOKENS = 16384
+
+
+def derive_batch(settings: DataSettings, block_size: int, world_size: int) -> tuple[int, int]:
+    """(micro_batch_size, grad_accum_steps) with batch_size = world_size * both.
+
+    Raises:
+        ValueError: batch_size has fewer sequences than ranks, or does not divide.
+    """
+    rows, micro, accum = settings.batch_size, settings.micro_batch_size, settings.grad_accum_steps
+    if rows < world_size:
+        raise ValueError(
+            f"train: expected at least one sequence a rank, got batch_size={rows} for "
+            f"{world_size} ranks; use at most {rows} ranks or raise --batch-size"
+        )
+    if micro is None:
+        micro = max(1, rows // world_size // (accum or 1))
+        limit = micro if accum else max(1, AUTO_MICRO_BATCH_TOKENS // block_size)
+        micro = max(m for m in range(1, min(micro, limit) + 1) if micro % m == 0)
+    if accum is None:
+        accum = max(1, rows // (world_size * micro))
+    if rows != world_size * micro * accum:
+        raise ValueError(
+            "train: expected batch_size = ranks * micro_batch_size * grad_accum_steps = "
+            f"{world_size} * {micro} * {accum} = {world_size * micro * accum}, got "
+            f"batch_size={rows}; change --batch-size, or leave out --micro-batch-size and "
+            "--grad-accum-steps"
+        )
+    return micro, accum
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value read from a file is of a setting's type; integers do for floats."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return value in args
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, arg) for arg in args)
+    if origin is tuple:
+        items = isinstance(value, (list, tuple)) and len(value) == len(args)
+        return items and all(_fits(v, arg) for v, arg in zip(value, args))
+    if isinstance(value, bool):
+        return hint is bool
+    return isinstance(value, (int, float) if hint is float else hint)
+
+
+def _describe(hint: Any) -> str:
+    args = [arg for arg in get_args(hint) if arg is not types.NoneType]
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(args)
+    if get_origin(hint) is tuple:
+        return f"{len(args)} numbers"
+    return " or ".join(_describe(arg) for arg in args) if args else hint.__name__

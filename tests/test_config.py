@@ -1,0 +1,152 @@
+"""GPTConfig and TrainConfig: what they accept, what they refuse and how they say it."""
+
+from dataclasses import fields
+from typing import get_type_hints
+
+import pytest
+
+from fastpar.config import (
+    PRESETS,
+    DataSettings,
+    GPTConfig,
+    TrainConfig,
+    derive_batch,
+    option,
+    parse_seconds,
+    read_settings,
+)
+
+
+def test_published_sizes():
+    assert PRESETS["gpt2"] == GPTConfig()
+    assert (PRESETS["gpt2-xl"].n_layer, PRESETS["gpt2-xl"].n_embd) == (48, 1600)
+    for config in PRESETS.values():
+        assert config.padded_vocab_size % 128 == 0 <= config.padded_vocab_size - config.vocab_size
+        assert config.head_dim * config.n_head == config.n_embd
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (
+            {"n_layer": 0},
+            r"expected a positive integer, got n_layer=0; set n_layer >= 1",
+        ),
+        ({"block_size": True}, r"GPTConfig: expected a positive integer, got block_size=True"),
+        ({"vocab_size": 2.5}, r"GPTConfig: expected a positive integer, got vocab_size=2.5"),
+        ({"n_embd": 100, "n_head": 3}, r"expected n_embd divisible by n_head=3, got n_embd=100"),
+        ({"dropout": 1.0}, r"GPTConfig: expected 0 <= dropout < 1, got dropout=1.0"),
+        ({"layer_norm_eps": 0.0}, r"expected layer_norm_eps > 0, got layer_norm_eps=0.0"),
+    ],
+)
+def test_refused_shapes(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        GPTConfig(**sizes)
+
+
+def test_unknown_preset_names_the_known_ones():
+    with pytest.raises(ValueError, match=r"expected one of gpt2, .*got name=gpt3; choose one"):
+        GPTConfig.preset("gpt3")
+    with pytest.raises(ValueError, match=r"GPTConfig.preset: expected one of .*got name=gpt3"):
+        TrainConfig().replace({"model": "gpt3"})
+
+
+def test_sizes_are_refused_before_any_text_is_read():
+    with pytest.raises(ValueError, match="expected n_embd divisible by n_head=4, got n_embd=130"):
+        TrainConfig().replace({"model": "mini", "n_embd": 130})
+
+
+def test_settings_have_one_name_each_and_go_there_and_back():
+    names = [f.name for group in get_type_hints(TrainConfig).values() for f in fields(group)]
+    assert len(names) == len(set(names))
+    changed = TrainConfig().replace({"lr": 1, "betas": [0.8, 0.9], "max-steps": 7, "dtype": "bf16"})
+    assert (changed.optim.betas, changed.run.max_steps) == ((0.8, 0.9), 7)
+    assert TrainConfig().replace(changed.settings()) == changed
+    assert changed.settings().keys() == set(names)
+    assert option("max_steps") == "--max-steps"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_stepps": 1}, r"setting of `fastpar train --help` in f.toml, got key=max_stepps; "
+         r"did you mean max_steps\?"),
+        ({"zzz": 1}, r"got key=zzz; remove it"),
+        ({"optim": {"lr": 1.0}}, r"expected a setting .* got key=optim"),
+        ({"lr": "fast"}, r"expected float for lr in f.toml, got lr='fast'"),
+        ({"max_steps": 1.5}, r"expected int for max_steps in f.toml, got max_steps=1.5"),
+        ({"max_steps": True}, r"expected int for max_steps in f.toml, got max_steps=True"),
+        ({"betas": [0.9]}, r"expected 2 numbers for betas"),
+        ({"dtype": "fp8"}, r"expected one of auto, fp32, bf16, fp16 for dtype"),
+        ({"compile": 1}, r"expected bool for compile"),
+        ({"max_steps": 0}, r"train: expected max_steps >= 1, got max_steps=0; set --max-steps"),
+        ({"grad_accum_steps": 0}, r"expected grad_accum_steps >= 1, got grad_accum_steps=0"),
+        ({"weight_decay": -0.1}, r"expected weight_decay >= 0, got weight_decay=-0.1"),
+        ({"temperature": float("nan")}, r"expected temperature >= 0, got temperature=nan"),
+        ({"lr": 0.0}, r"train: expected lr > 0, got lr=0.0; set --lr"),
+        ({"bucket_mb": float("inf")}, r"expected bucket_mb > 0, got bucket_mb=inf"),
+        ({"betas": [0.9, 1.0]}, r"expected 0 <= betas < 1, got betas=\(0.9, 1.0\)"),
+        ({"min_lr": 1.0}, r"expected min_lr <= lr=0.001, got min_lr=1.0"),
+        ({"name": "a/b"}, r"expected name of letters, digits and . _ \+ -, got name='a/b'"),
+        ({"max_time": "5 min"}, r"expected a time such as 300s, 5m or 1h30m, got max_time=5 min"),
+    ],
+)  # fmt: skip
+def test_refused_settings(changes, message):
+    with pytest.raises(ValueError, match=message):
+        TrainConfig().replace(changes, "f.toml")
+
+
+def test_times():
+    assert [parse_seconds(t) for t in ("300", "300s", "5m", "1h30m", "1.5h")] == [
+        300, 300, 300, 5400, 5400,
+    ]  # fmt: skip
+    for text in ("", "0", "0s", "m", "5x", "5m and", "1e3", "-3s"):
+        with pytest.raises(ValueError, match=f"got max_time={text};"):
+            parse_seconds(text)
+
+
+def test_settings_files(tmp_path):
+    toml, json = tmp_path / "a.toml", tmp_path / "config.json"
+    toml.write_text('lr = 3e-4\nmodel = "gpt2"\nbetas = [0.9, 0.99]\n')
+    json.write_text('{"settings": {"lr": 0.1}, "versions": {}}')
+    assert TrainConfig().replace(read_settings(toml)).optim.lr == 3e-4
+    assert read_settings(json) == {"lr": 0.1}
+    with pytest.raises(ValueError, match=r"read_settings: expected a file of settings, got path="):
+        read_settings(tmp_path / "none.toml")
+    for path in (toml, json):
+        path.write_text("lr = = 3")
+        with pytest.raises(
+            ValueError, match=r"expected TOML or the config.json of a run, got path"
+        ):
+            read_settings(path)
+
+
+def batch(rows, micro=None, accum=None):
+    return DataSettings(batch_size=rows, micro_batch_size=micro, grad_accum_steps=accum)
+
+
+def test_batches_are_derived():
+    assert derive_batch(batch(32), 128, 1) == (32, 1)
+    assert derive_batch(batch(32), 128, 2) == (16, 1)
+    assert derive_batch(batch(480), 1024, 8) == (15, 4)  # 16 would fit 16384 tokens
+    assert derive_batch(batch(7), 100_000, 1) == (1, 7)
+    assert derive_batch(batch(24, micro=3), 64, 2) == (3, 4)
+    assert derive_batch(batch(24, accum=4), 64, 2) == (3, 4)
+    assert derive_batch(batch(24, micro=3, accum=4), 64, 2) == (3, 4)
+    assert derive_batch(batch(2), 64, 2) == (1, 1)
+
+
+def test_refused_batches():
+    with pytest.raises(
+        ValueError, match=r"at least one sequence a rank, got batch_size=2 for 4 ranks; use at most"
+    ):
+        derive_batch(batch(2), 64, 4)
+    for settings, ranks, product in (
+        (batch(32), 3, "3 . 10 . 1 = 30"),
+        (batch(32, micro=3), 2, "2 . 3 . 5 = 30"),
+        (batch(32, accum=3), 1, "1 . 10 . 3 = 30"),
+        (batch(4, micro=16), 1, "1 . 16 . 1 = 16"),
+        (batch(4, micro=2, accum=3), 1, "1 . 2 . 3 = 6"),
+    ):
+        with pytest.raises(ValueError, match=f"grad_accum_steps = {product}, got batch_size="):
+            derive_batch(settings, 64, ranks)
