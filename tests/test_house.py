@@ -10,8 +10,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 TOP_LEVEL = {
     ".ci", ".clang-format", ".gitignore", ".pre-commit-config.yaml", "CHANGELOG.md",
-    "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "bench", "csrc", "fastpar", "kernels", "pyproject.toml",
-    "setup.py", "tests",
+    "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "bench", "csrc", "fastpar", "kernels",
+    "pyproject.toml", "setup.py", "tests",
 }  # fmt: skip
 # Import direction inside fastpar/: a module may import only from lower numbers.
 LEVELS = {
