@@ -1,9 +1,161 @@
-// The one PYBIND11_MODULE: fastpar.kernels._C. Pointers travel as integers (tensor.data_ptr()).
+// The one PYBIND11_MODULE: fastpar.kernels._C. Pointers travel as integers (tensor.data_ptr());
+// every op releases the GIL, because ranks may be threads of one process.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
+#include "checks.h"
 #include "ops.h"
+
+namespace py = pybind11;
+using fastpar::Dtype;
+
+namespace {
+
+using Address = std::uintptr_t;
+using Addresses = std::vector<Address>;
+
+template <class T>
+T* at(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+Dtype dtype_of(int code) {
+  FASTPAR_CHECK(code >= 0 && code <= 2, "_C: expected dtype code 0, 1 or 2, got code=", code,
+                "; use kernels/backend.py");
+  return static_cast<Dtype>(code);
+}
+
+void adamw_step(const Addresses& params, const Addresses& grads, const Addresses& exp_avgs,
+                const Addresses& exp_avg_sqs, const Addresses& masters,
+                const std::vector<int64_t>& sizes, int param_dtype, int grad_dtype,
+                float grad_scale, float decay, float one_minus_beta1, float beta2,
+                float one_minus_beta2, float step_size, float sqrt_bias_correction2, float eps,
+                int threads) {
+  const size_t n = params.size();
+  FASTPAR_CHECK(grads.size() == n && exp_avgs.size() == n && exp_avg_sqs.size() == n &&
+                    sizes.size() == n && (masters.empty() || masters.size() == n),
+                "adamw_step: expected lists of equal length, got params=", n,
+                " grads=", grads.size(), " exp_avgs=", exp_avgs.size(),
+                " exp_avg_sqs=", exp_avg_sqs.size(), " masters=", masters.size(),
+                " sizes=", sizes.size(), "; pass one entry per tensor");
+  FASTPAR_CHECK(param_dtype == 0 || !masters.empty() || n == 0,
+                "adamw_step: expected masters for 16-bit parameters, got masters=0; pass them");
+  std::vector<fastpar::AdamwTensor> tensors(n);
+  for (size_t i = 0; i < n; ++i) {
+    tensors[i] = {at<void>(params[i]),
+                  at<const void>(grads[i]),
+                  at<float>(exp_avgs[i]),
+                  at<float>(exp_avg_sqs[i]),
+                  masters.empty() ? nullptr : at<float>(masters[i]),
+                  sizes[i]};
+  }
+  fastpar::adamw_step(tensors, dtype_of(param_dtype), dtype_of(grad_dtype),
+                      {grad_scale, decay, one_minus_beta1, beta2, one_minus_beta2, step_size,
+                       sqrt_bias_correction2, eps},
+                      threads);
+}
+
+fastpar::MaskBlock mask_block(int64_t seed, int64_t first_sample, int site, int threshold,
+                              int64_t samples, int64_t heads, int64_t rows, int64_t cols,
+                              int64_t first_head, int64_t first_row) {
+  FASTPAR_CHECK(threshold >= 0 && threshold <= 255,
+                "dropout: expected 0 <= threshold <= 255, got threshold=", threshold,
+                "; use quantize_p");
+  return {seed, first_sample, site, threshold, samples, heads, rows, cols, first_head, first_row};
+}
+
+// exp_float over an array, for tests of its accuracy.
+struct ExpArray {
+  static FASTPAR_INLINE void run(const float* x, float* y, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) y[i] = fastpar::exp_float(x[i]);
+  }
+};
+
+// Conversion to and from a storage type over an array, for tests of its rounding.
+template <class T>
+struct RoundArray {
+  static FASTPAR_INLINE void run(const float* x, float* y, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) y[i] = fastpar::to_float(fastpar::from_float<T>(x[i]));
+  }
+};
+
+}  // namespace
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "Compiled kernels of fastpar; see csrc/ops.h for every contract.";
   m.attr("built_with_cuda") = bool(FASTPAR_CUDA);
+  const auto unlocked = py::call_guard<py::gil_scoped_release>();
+
+  m.def("isa", &fastpar::isa_name);
+  m.def("isa_supported", &fastpar::isa_supported);
+  m.def("set_isa", &fastpar::set_isa);
+  m.def("keep_freed_memory", &fastpar::keep_freed_memory);
+  m.def("adamw_step", &adamw_step, unlocked);
+  m.def(
+      "bias_gelu_fwd",
+      [](Address x, Address bias, Address y, int dtype, int64_t n, int64_t c, int threads) {
+        fastpar::bias_gelu_fwd(at<const void>(x), at<const float>(bias), at<void>(y),
+                               dtype_of(dtype), n, c, threads);
+      },
+      unlocked);
+  m.def(
+      "bias_gelu_bwd",
+      [](Address dy, Address x, Address bias, Address dx, Address dbias, int dtype, int64_t n,
+         int64_t c, int threads) {
+        fastpar::bias_gelu_bwd(at<const void>(dy), at<const void>(x), at<const float>(bias),
+                               at<void>(dx), at<float>(dbias), dtype_of(dtype), n, c, threads);
+      },
+      unlocked);
+  m.def(
+      "count_targets",
+      [](Address targets, int64_t n, int64_t v, int64_t ignore_index) {
+        return fastpar::count_targets(at<const int64_t>(targets), n, v, ignore_index);
+      },
+      unlocked);
+  m.def(
+      "cross_entropy_tile",
+      [](Address logits, int dtype, int64_t n, int64_t v, int64_t stride, Address targets,
+         int64_t ignore_index, float scale, Address loss, bool write_grad, int threads) {
+        fastpar::cross_entropy_tile(at<void>(logits), dtype_of(dtype), n, v, stride,
+                                    at<const int64_t>(targets), ignore_index, scale,
+                                    at<float>(loss), write_grad, threads);
+      },
+      unlocked);
+  m.def(
+      "dropout",
+      [](Address x, Address y, int dtype, int64_t seed, int64_t first_sample, int site,
+         int threshold, int64_t samples, int64_t heads, int64_t rows, int64_t cols,
+         int64_t first_head, int64_t first_row, int threads) {
+        fastpar::dropout(at<const void>(x), at<void>(y), dtype_of(dtype),
+                         mask_block(seed, first_sample, site, threshold, samples, heads, rows, cols,
+                                    first_head, first_row),
+                         threads);
+      },
+      unlocked);
+  m.def(
+      "keep_mask",
+      [](Address keep, int64_t seed, int64_t first_sample, int site, int threshold, int64_t samples,
+         int64_t heads, int64_t rows, int64_t cols, int64_t first_head, int64_t first_row,
+         int threads) {
+        fastpar::keep_mask(at<uint8_t>(keep),
+                           mask_block(seed, first_sample, site, threshold, samples, heads, rows,
+                                      cols, first_head, first_row),
+                           threads);
+      },
+      unlocked);
+  m.def(
+      "exp_array",
+      [](Address x, Address y, int64_t n) {
+        fastpar::dispatch<ExpArray>(fastpar::isa(), at<const float>(x), at<float>(y), n);
+      },
+      unlocked);
+  m.def(
+      "round_array",
+      [](Address x, Address y, int64_t n, int dtype) {
+        fastpar::with_dtype(dtype_of(dtype), [&](auto tag) {
+          fastpar::dispatch<RoundArray<decltype(tag)>>(fastpar::isa(), at<const float>(x),
+                                                       at<float>(y), n);
+        });
+      },
+      unlocked);
 }

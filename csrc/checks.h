@@ -4,9 +4,10 @@
 #include <sstream>
 #include <stdexcept>
 
-// FASTPAR_CHECK(n >= 0, "adamw_step: expected n >= 0, got n=", n): std::invalid_argument becomes ValueError.
-#define FASTPAR_CHECK(condition, ...)                                  \
-  do {                                                                 \
+// FASTPAR_CHECK(n >= 0, "adamw_step: expected n >= 0, got n=", n): std::invalid_argument becomes
+// ValueError.
+#define FASTPAR_CHECK(condition, ...)                                            \
+  do {                                                                           \
     if (!(condition)) throw std::invalid_argument(fastpar::concat(__VA_ARGS__)); \
   } while (0)
 

@@ -1,4 +1,75 @@
 // Every compiled op with its contract: the table of contents of csrc/.
+//
+// Shape legend: N rows, C columns, V vocabulary. Pointers are to contiguous memory unless a stride
+// is named; `threads` is the number of OpenMP threads that the caller grants. Results do not depend
+// on it, nor on the instruction set (simd.h). No op holds state between calls.
 #pragma once
 
 #include <cstdint>
+#include <vector>
+
+#include "simd.h"
+
+namespace fastpar {
+
+// y[N, C] = gelu(x[N, C] + bias[C]), tanh form. bias may be null. x and y of `dtype`.
+void bias_gelu_fwd(const void* x, const float* bias, void* y, Dtype dtype, int64_t n, int64_t c,
+                   int threads);
+
+// dx[N, C] = dy * gelu'(x + bias); dbias[C] = sum of dx's rows before rounding to `dtype`.
+// bias and dbias may be null. Rows are summed within fixed blocks, blocks in order.
+void bias_gelu_bwd(const void* dy, const void* x, const float* bias, void* dx, float* dbias,
+                   Dtype dtype, int64_t n, int64_t c, int threads);
+
+// Targets that are not ignore_index, or -(i + 1) for the first i whose target is outside [0, v).
+int64_t count_targets(const int64_t* targets, int64_t n, int64_t v, int64_t ignore_index);
+
+// loss[N] = logsumexp(logits[i, :v]) - logits[i, targets[i]]; 0 where the target is ignore_index.
+// With write_grad, logits[N, :stride] become their gradient, scale * (softmax - onehot): 0 in the
+// padding columns v..stride and in ignored rows. Targets have been through count_targets.
+void cross_entropy_tile(void* logits, Dtype dtype, int64_t n, int64_t v, int64_t stride,
+                        const int64_t* targets, int64_t ignore_index, float scale, float* loss,
+                        bool write_grad, int threads);
+
+// Part of a dropout mask: heads [first_head, +heads) and rows [first_row, +rows) of `samples`
+// samples from first_sample on, `cols` columns. An element is dropped with probability threshold /
+// 256. The bits are those of kernels/philox.py [Note: the mask].
+struct MaskBlock {
+  int64_t seed, first_sample;
+  int site, threshold;
+  int64_t samples, heads, rows, cols, first_head, first_row;
+};
+
+// y = x * 256 / (256 - threshold) where kept, else 0. x and y are [samples, heads, rows, cols] of
+// `dtype`; y may be x.
+void dropout(const void* x, void* y, Dtype dtype, const MaskBlock& at, int threads);
+
+// keep[samples, heads, rows, cols] = 1 where kept, else 0.
+void keep_mask(uint8_t* keep, const MaskBlock& at, int threads);
+
+// One tensor of an AdamW step. master is null for float32 parameters; otherwise param is only
+// written, as master rounded to param_dtype.
+struct AdamwTensor {
+  void* param;
+  const void* grad;
+  float* exp_avg;
+  float* exp_avg_sq;
+  float* master;
+  int64_t size;
+};
+
+// The scalars of adamw_math.h, rounded to float once.
+struct AdamwScalars {
+  float grad_scale, decay, one_minus_beta1, beta2, one_minus_beta2, step_size,
+      sqrt_bias_correction2, eps;
+};
+
+// Updates every tensor in place; work is cut into chunks across all of them. Same bits for any cut.
+void adamw_step(const std::vector<AdamwTensor>& tensors, Dtype param_dtype, Dtype grad_dtype,
+                const AdamwScalars& scalars, int threads);
+
+// Asks the allocator to keep freed memory mapped, so that large buffers cause page faults once and
+// not in every step. False where the C library has no such setting.
+bool keep_freed_memory();
+
+}  // namespace fastpar

@@ -9,20 +9,38 @@ if __name__ != "fastpar.kernels":
         "run `pip install -e .` in the checkout and import fastpar.kernels"
     )
 
+import torch  # noqa: F401  first, so that _C binds to torch's OpenMP library
+
+try:
+    from fastpar.kernels import _C  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        f"fastpar.kernels: expected the compiled module _C, got {error}; "
+        "run `pip install -e . --no-build-isolation` in the checkout (or `make train`)"
+    ) from error
+
+from fastpar.kernels.adamw import adamw_step_
 from fastpar.kernels.attention import attention, attention_qkvpacked
+from fastpar.kernels.backend import keep_freed_memory
+from fastpar.kernels.cross_entropy import linear_cross_entropy
 from fastpar.kernels.embedding import embedding
+from fastpar.kernels.gelu import bias_gelu
 from fastpar.kernels.layer_norm import layer_norm, residual_layer_norm
 from fastpar.kernels.philox import Rng, draw_key, dropout, keep_mask, make_key, quantize_p
 
 __all__ = [
     "Rng",
+    "adamw_step_",
     "attention",
     "attention_qkvpacked",
+    "bias_gelu",
     "draw_key",
     "dropout",
     "embedding",
+    "keep_freed_memory",
     "keep_mask",
     "layer_norm",
+    "linear_cross_entropy",
     "make_key",
     "quantize_p",
     "residual_layer_norm",

@@ -1,0 +1,173 @@
+// What every CPU kernel shares: the choice of an instruction set at run time, storage types, exp.
+//
+// [Note: same bits on every instruction set]
+// A kernel is written once, as plain loops in an always_inline function, and compiled three times:
+// for the baseline of the compiler's target, for AVX2 and for AVX-512. The compiler vectorizes each
+// copy. The build forbids contraction (-ffp-contract=off) and no kernel reassociates a sum, so the
+// same operations are rounded in the same order whatever the width, and so are a loop's tail and
+// its vector body. Sums use a fixed number of lanes (kLanes), not the machine's. The dispatch is
+// our own because GCC's target_clones("arch=haswell") does not pick AMD machines.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <string>
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define FASTPAR_X86 1
+#define FASTPAR_TARGET_AVX2 __attribute__((target("avx2,fma,f16c")))
+#define FASTPAR_TARGET_AVX512 \
+  __attribute__((             \
+      target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")))
+#else
+#define FASTPAR_X86 0
+#define FASTPAR_TARGET_AVX2
+#define FASTPAR_TARGET_AVX512
+#endif
+#define FASTPAR_INLINE inline __attribute__((always_inline))
+
+namespace fastpar {
+
+enum class Isa : int { baseline = 0, avx2 = 1, avx512 = 2 };
+
+// The instruction set in use: the best that the machine supports, or what set_isa() asked for.
+Isa isa();
+std::string isa_name();
+bool isa_supported(const std::string& name);
+// name: auto | baseline | avx2 | avx512. Throws std::invalid_argument for an unknown name and
+// std::runtime_error for one that the machine does not support.
+void set_isa(const std::string& name);
+
+template <class Kernel, class... Args>
+FASTPAR_TARGET_AVX512 void run_avx512(Args... args) {
+  Kernel::run(args...);
+}
+
+template <class Kernel, class... Args>
+FASTPAR_TARGET_AVX2 void run_avx2(Args... args) {
+  Kernel::run(args...);
+}
+
+template <class Kernel, class... Args>
+void run_baseline(Args... args) {
+  Kernel::run(args...);
+}
+
+// Runs Kernel::run(args...), a static FASTPAR_INLINE function, compiled for `target`.
+template <class Kernel, class... Args>
+inline void dispatch(Isa target, Args... args) {
+#if FASTPAR_X86
+  if (target == Isa::avx512) return run_avx512<Kernel>(args...);
+  if (target == Isa::avx2) return run_avx2<Kernel>(args...);
+#endif
+  (void)target;
+  run_baseline<Kernel>(args...);
+}
+
+// Threads worth starting for `work` items of which one thread should do at least `grain`.
+inline int useful_threads(int64_t work, int64_t grain, int threads) {
+  const int64_t wanted = (work + grain - 1) / grain;
+  return static_cast<int>(wanted < 1 ? 1 : (wanted < threads ? wanted : threads));
+}
+
+constexpr int kLanes = 64;  // partial sums of a reduction: four AVX-512 registers
+
+template <class To, class From>
+FASTPAR_INLINE To bit_cast(From from) {
+  static_assert(sizeof(To) == sizeof(From), "bit_cast needs equal sizes");
+  To to;
+  std::memcpy(&to, &from, sizeof(To));
+  return to;
+}
+
+// Storage types. The codes are those of kernels/backend.py.
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+enum class Dtype : int { float32 = 0, bfloat16 = 1, float16 = 2 };
+
+// Calls body(T{}) with the storage type T that `dtype` names.
+template <class Body>
+inline void with_dtype(Dtype dtype, Body body) {
+  switch (dtype) {
+    case Dtype::float32:
+      return body(float{});
+    case Dtype::bfloat16:
+      return body(BFloat16{});
+    case Dtype::float16:
+      return body(Float16{});
+  }
+}
+
+FASTPAR_INLINE float to_float(float x) { return x; }
+
+FASTPAR_INLINE float to_float(BFloat16 x) {
+  return bit_cast<float>(static_cast<uint32_t>(x.bits) << 16);
+}
+
+FASTPAR_INLINE float to_float(Float16 x) {
+  // Moving the bits up leaves the exponent 112 too small; the product mends it, subnormals
+  // included.
+  const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16;
+  const uint32_t body = static_cast<uint32_t>(x.bits & 0x7fffu) << 13;
+  const float finite = bit_cast<float>(body) * 0x1p112f;
+  const uint32_t special = body | 0x7f800000u;  // inf and nan
+  const uint32_t bits = body >= 0x0f800000u ? special : bit_cast<uint32_t>(finite);
+  return bit_cast<float>(bits | sign);
+}
+
+template <class T>
+FASTPAR_INLINE T from_float(float x);
+
+template <>
+FASTPAR_INLINE float from_float<float>(float x) {
+  return x;
+}
+
+template <>
+FASTPAR_INLINE BFloat16 from_float<BFloat16>(float x) {
+  // Round to nearest even; a nan stays a (quiet) nan.
+  const uint32_t bits = bit_cast<uint32_t>(x);
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const uint32_t quiet = (bits >> 16) | 0x40u;
+  return {static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? quiet : rounded)};
+}
+
+template <>
+FASTPAR_INLINE Float16 from_float<Float16>(float x) {
+  const uint32_t bits = bit_cast<uint32_t>(x);
+  const uint32_t sign = (bits >> 16) & 0x8000u;
+  const uint32_t body = bits & 0x7fffffffu;
+  // Subnormal results: adding 0.5 makes the adder round at 2^-24, float16's last place there.
+  const uint32_t small = bit_cast<uint32_t>(bit_cast<float>(body) + 0.5f) - 0x3f000000u;
+  const uint32_t normal = (body - 0x38000000u + 0xfffu + ((body >> 13) & 1u)) >> 13;
+  const uint32_t large = body > 0x7f800000u ? 0x7e00u : 0x7c00u;
+  const uint32_t finite = body < 0x38800000u ? small : normal;
+  return {static_cast<uint16_t>(sign | (body >= 0x477ff000u ? large : finite))};
+}
+
+// exp(x) within 1.5 ulp (tests/test_backend.py), without FMA, see [Note: same bits on every
+// instruction set]. Results below 2^-125 are 0; nan gives nan.
+// Source of the coefficients: Cephes expf, S. Moshier.
+FASTPAR_INLINE float exp_float(float x) {
+  const float shifted = x * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23 rounds to an integer
+  const float n = shifted - 12582912.0f;
+  const float r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+  // 2^(n-1), then doubled: n reaches 128, whose power of two is not a float.
+  const uint32_t exponent = (bit_cast<uint32_t>(shifted) - 0x4b400000u + 126u) << 23;
+  const float y = p * bit_cast<float>(exponent) * 2.0f;
+  const float low = x < -86.6f ? 0.0f : y;
+  return x > 88.7228317f ? bit_cast<float>(0x7f800000u) : low;
+}
+
+}  // namespace fastpar

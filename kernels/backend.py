@@ -1,0 +1,120 @@
+"""Which implementation of each op runs, why, and how to force one.
+
+Two environment variables are read once, at import:
+
+FASTPAR_BACKEND=auto|torch|cpp
+    auto   C++ for CPU tensors where an op has a compiled implementation, torch otherwise
+    torch  torch everywhere
+    cpp    like auto, but an op that has a compiled implementation raises RuntimeError when it is
+           called with tensors that this implementation cannot serve
+FASTPAR_ISA=auto|baseline|avx2|avx512
+    the instruction set of the compiled kernels; results have the same bits on each
+
+`python -m fastpar.kernels.backend` prints what was chosen.
+"""
+
+import os
+import platform
+from importlib import metadata
+
+import torch
+from torch import Tensor
+
+from fastpar.kernels import _C
+
+# Storage types of the compiled kernels; the codes are csrc/simd.h's Dtype.
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+# op -> (on CPU tensors, on CUDA tensors); "cpp" names the compiled kernel's source.
+OPS = {
+    "attention": ("torch: SDPA; with dropout composed from torch ops", "torch: SDPA"),
+    "layer_norm": ("torch: native_layer_norm", "torch: native_layer_norm"),
+    "residual_layer_norm": ("torch, composed", "torch, composed"),
+    "bias_gelu": ("cpp: gelu_cpu.cpp (tanh form); torch (erf form)", "torch, composed"),
+    "embedding": ("torch", "torch"),
+    "linear_cross_entropy": (
+        "torch GEMMs by chunks of rows, cpp: cross_entropy_cpu.cpp between them",
+        "torch GEMMs by chunks of rows, torch softmax between them",
+    ),
+    "adamw_step_": ("cpp: adamw_cpu.cpp", "torch: _fused_adamw_"),
+    "dropout": ("cpp: dropout_cpu.cpp", "torch: Philox composed from integer ops"),
+}
+
+
+def read_backend(name: str) -> str:
+    """FASTPAR_BACKEND's value, checked."""
+    if name not in ("auto", "torch", "cpp"):
+        raise ValueError(
+            f"read_backend: expected auto, torch or cpp, got FASTPAR_BACKEND={name}; correct it"
+        )
+    return name
+
+
+choice = read_backend(os.environ.get("FASTPAR_BACKEND", "auto"))
+_C.set_isa(os.environ.get("FASTPAR_ISA", "auto"))
+
+
+def use_cpp(op: str, x: Tensor) -> bool:
+    """Whether `op`, which has a compiled CPU implementation, uses it for tensors like x.
+
+    Raises:
+        RuntimeError: FASTPAR_BACKEND=cpp and x is not a CPU tensor of a supported dtype.
+    """
+    able = x.device.type == "cpu" and x.dtype in DTYPE_CODES
+    if choice == "cpp" and not able:
+        raise RuntimeError(
+            f"{op}: expected a CPU tensor of float32, bfloat16 or float16 under "
+            f"FASTPAR_BACKEND=cpp, got device={x.device.type} dtype={x.dtype}; "
+            "unset FASTPAR_BACKEND"
+        )
+    return able and choice != "torch"
+
+
+def refuse_double_backward(op: str) -> None:
+    """Called first in an op's backward: gradients of these gradients are not computed."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{op}: expected one backward, got create_graph=True; "
+            f"use fastpar.kernels.reference.{op}_ref where second derivatives are needed"
+        )
+
+
+def keep_freed_memory() -> bool:
+    """Keeps freed CPU memory mapped in this process; returns whether the C library can.
+
+    A training step allocates and frees the same large buffers again and again. By default glibc
+    maps and unmaps each, so every step pays the page faults anew. Affects the whole process and
+    cannot be undone, so an application calls it (the trainer does), never a library on import.
+    """
+    return _C.keep_freed_memory()
+
+
+def describe() -> str:
+    """What runs where and why, one fact a line."""
+    try:
+        triton = metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        triton = "not installed"
+    cuda = torch.version.cuda or "none"
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    compiled = "with CUDA" if _C.built_with_cuda else "without CUDA (no csrc/*_cuda.cu or no nvcc)"
+    supported = [n for n in ("baseline", "avx2", "avx512") if _C.isa_supported(n)]
+    lines = [
+        f"machine   {platform.machine()}, Python {platform.python_version()}",
+        f"torch     {torch.__version__} (CUDA {cuda}), {torch.get_num_threads()} CPU threads",
+        f"GPU       {device}",
+        f"triton    {triton}",
+        f"_C        built {compiled}",
+        f"isa       {_C.isa()} (FASTPAR_ISA={os.environ.get('FASTPAR_ISA', 'auto')}; "
+        f"this machine: {', '.join(supported)})",
+        f"backend   {choice} (FASTPAR_BACKEND)",
+    ]
+    for op, (cpu, gpu) in OPS.items():
+        forced = "torch, composed (forced)" if choice == "torch" and "cpp" in cpu else cpu
+        lines.append(f"{op:<21} cpu  {forced}")
+        lines.append(f"{'':<21} cuda {gpu}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(describe())

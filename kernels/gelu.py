@@ -1,0 +1,139 @@
+"""Bias + GELU.
+
+u = x + bias, then
+    tanh form  y = 0.5 * u * (1 + tanh(k * (u + 0.044715 * u^3))),  k = sqrt(2 / pi)
+    erf form   y = 0.5 * u * (1 + erf(u / sqrt(2)))
+    backward   dx = dy * y'(u),  dbias = sum of dx over the rows
+
+The compiled tanh form is one pass each way: it evaluates u * sigmoid(2k(u + 0.044715u^3)), which is
+the same function with one exp and one division. Saved for backward: x and bias, the inputs, so that
+nothing is kept which the layer before does not hold anyway; u and the sigmoid are recomputed.
+dbias sums fixed blocks of rows, the blocks in order, so its bits do not depend on the threads.
+Source: Hendrycks, Gimpel 2016, arXiv 1606.08415.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastpar.kernels import _C
+from fastpar.kernels.backend import DTYPE_CODES, refuse_double_backward, use_cpp
+
+
+def _float_bias(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.to(torch.float32).contiguous()
+
+
+def bias_gelu_fwd(x: Tensor, bias: Tensor | None) -> Tensor:
+    """y of the tanh form by the compiled kernel."""
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    if x.numel():
+        b = _float_bias(bias)
+        c = x.shape[-1] if x.dim() else 1
+        _C.bias_gelu_fwd(
+            x.data_ptr(),
+            0 if b is None else b.data_ptr(),
+            y.data_ptr(),
+            DTYPE_CODES[x.dtype],
+            x.numel() // c,
+            c,
+            torch.get_num_threads(),
+        )
+    return y
+
+
+def bias_gelu_bwd(dy: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """dx and dbias ([0] without a bias) by the compiled kernel."""
+    dy, x = dy.contiguous(), x.contiguous()
+    dx = torch.empty_like(x)
+    b = _float_bias(bias)
+    dbias = x.new_zeros(0 if b is None else b.shape[0], dtype=torch.float32)
+    if x.numel():
+        c = x.shape[-1] if x.dim() else 1
+        _C.bias_gelu_bwd(
+            dy.data_ptr(),
+            x.data_ptr(),
+            0 if b is None else b.data_ptr(),
+            dx.data_ptr(),
+            dbias.data_ptr(),
+            DTYPE_CODES[x.dtype],
+            x.numel() // c,
+            c,
+            torch.get_num_threads(),
+        )
+    return dx, dbias if bias is None else dbias.to(bias.dtype)
+
+
+@torch.library.custom_op("fastpar::bias_gelu", mutates_args=(), device_types="cpu")
+def _bias_gelu(x: Tensor, bias: Tensor | None) -> Tensor:
+    return bias_gelu_fwd(x, bias)
+
+
+@torch.library.custom_op("fastpar::bias_gelu_bwd", mutates_args=(), device_types="cpu")
+def _bias_gelu_bwd(dy: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    return bias_gelu_bwd(dy, x, bias)
+
+
+@_bias_gelu.register_fake
+def _(x, bias):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@_bias_gelu_bwd.register_fake
+def _(dy, x, bias):
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return dx, x.new_empty(0, dtype=torch.float32) if bias is None else torch.empty_like(bias)
+
+
+def _setup_context(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx, dy):
+    refuse_double_backward("bias_gelu")
+    x, bias = ctx.saved_tensors
+    dx, dbias = _bias_gelu_bwd(dy, x, bias)
+    return dx, None if bias is None else dbias
+
+
+_bias_gelu.register_autograd(_backward, setup_context=_setup_context)
+
+
+def bias_gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh") -> Tensor:
+    """GELU of x + bias in one pass: y = gelu(x + bias).
+
+    Args:
+        x: [..., C], bf16 | fp16 | fp32.
+        bias: [C], dtype of x or fp32, or None.
+        approximate: "tanh" (GPT-2's) or "none" (the erf form, by torch).
+    Returns:
+        y: shape and dtype of x. x and bias are kept for backward.
+    Raises:
+        ValueError: bias is not [C] or of another dtype; approximate is neither form.
+        RuntimeError: a second derivative is asked for (tanh form on CPU).
+    Traffic: 2 * x.numel() * x.element_size() bytes forward, 3 * ... backward.
+    Deterministic: yes, bitwise, forward and backward, for any number of threads.
+    Oracle: fastpar.kernels.reference.bias_gelu_ref
+    Source: Hendrycks, Gimpel 2016, arXiv 1606.08415
+    """
+    if approximate not in ("tanh", "none"):
+        raise ValueError(
+            f"bias_gelu: expected tanh or none, got approximate={approximate}; "
+            "GPT-2 uses tanh, torch's default is none"
+        )
+    if bias is not None:
+        if bias.dim() != 1 or x.shape[-1:] != bias.shape:
+            raise ValueError(
+                f"bias_gelu: expected bias of shape [C] with x of shape [..., C], got "
+                f"bias={list(bias.shape)} x={list(x.shape)}; pass the bias of the last dimension"
+            )
+        if bias.dtype not in (x.dtype, torch.float32):
+            raise ValueError(
+                f"bias_gelu: expected a bias of x's dtype or float32, got bias={bias.dtype} "
+                f"x={x.dtype}; cast one of them"
+            )
+    if use_cpp("bias_gelu", x) and approximate == "tanh":
+        return _bias_gelu(x, bias)
+    u = x if bias is None else (x + bias).to(x.dtype)
+    return F.gelu(u, approximate=approximate)
