@@ -1,30 +1,36 @@
-"""Counter-based random bits and the dropout drawn from them: the same mask on every device, for any cut of the work.
+"""Counter-based random bits, and the dropout drawn from them.
 
-An element's bit depends on (seed, global sample index, dropout site, head, row, column) and on nothing
-else, so a mask does not depend on tiling, threads, device, ranks or gradient accumulation, and backward
-draws it again instead of storing it.
+An element's bit depends on (seed, global sample index, dropout site, head, row, column) and on
+nothing else: a mask is the same for any tiling, number of threads, device, number of ranks and
+accumulation. Nothing is saved for backward but the key; the mask is drawn again.
 
 [Note: the mask]
 x is seen as [B, H, R, C] (a missing H or R is 1; dimensions beyond four fold into R). With
-Philox-4x32-10 (Salmon et al. 2011, doi 10.1145/2063384.2063405):
+Philox-4x32-10:
     sample  = key[1] + b
     counter = (c // 16, r, site << 16 | h, sample & 0xffffffff)
     key     = (seed & 0xffffffff, (seed >> 32) ^ (sample >> 32))
-Element c takes byte c % 16 of the 16 output bytes (little-endian: word c % 16 // 4). It is kept iff
-byte >= threshold, threshold = round(256 * p), and then scaled by 256 / (256 - threshold). Eight bits an
-element let one Philox call serve 16 elements; p is therefore a multiple of 1/256.
+Element c takes byte c % 16 of the 16 output bytes (word c % 16 // 4, little-endian). It is kept iff
+byte >= threshold, threshold = round(256 * p), and scaled by 256 / (256 - threshold). Eight bits an
+element let one Philox call serve 16 elements; p becomes a multiple of 1/256.
+Attention drops probabilities: h = head, r = query, c = key.
+Source: Salmon, Moraes, Dror, Shaw 2011, doi 10.1145/2063384.2063405.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fastpar.kernels import _C
+from fastpar.kernels.backend import DTYPE_CODES, use_cpp
+
 MAX_SITES = 1 << 15
 MAX_HEADS = 1 << 16
-_MASK32 = 0xFFFFFFFF
+_LOW = 0xFFFFFFFF
 _MUL_0, _MUL_1 = 0xD2511F53, 0xCD9E8D57
 _WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
 
@@ -32,7 +38,7 @@ _WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
 class Rng(NamedTuple):
     """Where a dropout's bits come from.
 
-    key: int64 [2] on the CPU or on x's device: (seed, global index of the first sample of this batch).
+    key: int64 [2] on the CPU or on x's device: (seed, global index of the batch's first sample).
         Sample b of the batch has index key[1] + b.
     site: which dropout of the model; 0 <= site < 2**15.
     """
@@ -41,143 +47,244 @@ class Rng(NamedTuple):
     site: int
 
 
+class MaskBlock(NamedTuple):
+    """A part of a mask: these heads and rows, all columns, of consecutive samples."""
+
+    samples: int
+    heads: int
+    rows: int
+    cols: int
+    first_sample: int = 0
+    first_head: int = 0
+    first_row: int = 0
+
+
 def make_key(seed: int, first_sample: int, device: Any = None) -> Tensor:
-    """The key of a batch whose first sample has the global index `first_sample`: int64 [2]."""
+    """The key of a batch whose first sample has the global index first_sample: int64 [2].
+
+    Raises:
+        ValueError: a number outside [0, 2**63).
+    """
     for name, value in (("seed", seed), ("first_sample", first_sample)):
         if not 0 <= value < 1 << 63:
             raise ValueError(
-                f"make_key: expected 0 <= {name} < 2**63, got {name}={value}; "
-                "take it modulo 2**63 first"
+                f"make_key: expected 0 <= {name} < 2**63, got {name}={value}; take it modulo 2**63"
             )
     return torch.tensor((seed, first_sample), dtype=torch.int64, device=device)
 
 
 def draw_key(device: Any = None) -> Tensor:
-    """A fresh key from torch's default generator of `device`: torch.manual_seed rules it."""
+    """A fresh key from torch's default generator of `device`, which torch.manual_seed rules."""
     return torch.randint(0, 1 << 62, (2,), dtype=torch.int64, device=device)
 
 
 def quantize_p(p: float) -> int:
-    """The threshold of probability p in units of 1/256: 0 for p == 0, else 1..255."""
+    """p in units of 1/256, the resolution of a mask: 0 for p = 0, else 1..255.
+
+    Raises:
+        ValueError: p outside [0, 1), or so small that it would become 0.
+    """
     if not 0.0 <= p < 1.0:
-        raise ValueError(f"dropout: expected 0 <= p < 1, got p={p}; use p=0 to switch it off")
-    threshold = min(255, int(p * 256 + 0.5))
-    if p > 0 and threshold == 0:
+        raise ValueError(f"dropout: expected 0 <= p < 1, got p={p}; use p=0 to switch dropout off")
+    threshold = min(255, int(256 * p + 0.5))
+    if p > 0.0 and threshold == 0:
         raise ValueError(
-            f"dropout: expected p = 0 or p >= 1/512, got p={p}; p is rounded to a multiple of 1/256 "
-            "and would be 0"
+            f"dropout: expected p = 0 or p >= 1/512, got p={p}; p is rounded to a multiple of "
+            "1/256, which is 0 here"
         )
     return threshold
 
 
-def philox_4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Philox-4x32-10 on int64 tensors that hold 32-bit words; everything broadcasts."""
+def philox_4x32(counter: Sequence[Tensor], key: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Philox-4x32-10 on int64 tensors that hold 32-bit words; all of them broadcast."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
-        # A 64-bit product wraps in int64; its bits are right, and `& _MASK32` undoes the sign of >>.
+        # The 64-bit products wrap in int64: their bits are right, and & undoes the sign of >>.
         product_0, product_1 = c0 * _MUL_0, c2 * _MUL_1
-        c0, c1, c2, c3 = (
-            ((product_1 >> 32) & _MASK32) ^ c1 ^ k0,
-            product_1 & _MASK32,
-            ((product_0 >> 32) & _MASK32) ^ c3 ^ k1,
-            product_0 & _MASK32,
-        )
-        k0, k1 = (k0 + _WEYL_0) & _MASK32, (k1 + _WEYL_1) & _MASK32
+        c0, c1 = ((product_1 >> 32) & _LOW) ^ c1 ^ k0, product_1 & _LOW
+        c2, c3 = ((product_0 >> 32) & _LOW) ^ c3 ^ k1, product_0 & _LOW
+        k0, k1 = (k0 + _WEYL_0) & _LOW, (k1 + _WEYL_1) & _LOW
     return c0, c1, c2, c3
 
 
-def fold_shape(shape: Any) -> tuple[int, int, int, int]:
-    """[B, ..., C] as the (B, H, R, C) of [Note: the mask]."""
+def _keep_torch(key: Tensor, site: int, threshold: int, at: MaskBlock, device: Any) -> Tensor:
+    """bool [samples, heads, rows, cols] in torch ops, on any device."""
+
+    def count(first: int, n: int, dim: int) -> Tensor:
+        shape = [1, 1, 1, 1]
+        shape[dim] = n
+        return torch.arange(first, first + n, dtype=torch.int64, device=device).view(shape)
+
+    # 0-dim tensors of the CPU mix with any device, so a CPU key costs no copy and no wait.
+    seed, sample = key[0], key[1] + count(at.first_sample, at.samples, 0)
+    words = philox_4x32(
+        (
+            count(0, (at.cols + 15) // 16, 3),
+            count(at.first_row, at.rows, 2),
+            count(at.first_head, at.heads, 1) | site << 16,
+            sample & _LOW,
+        ),
+        (seed & _LOW, ((seed >> 32) ^ (sample >> 32)) & _LOW),
+    )
+    drawn = torch.stack(words, dim=-1).to(torch.int32).view(torch.uint8)
+    return drawn.flatten(3)[..., : at.cols] >= threshold
+
+
+def mask_shape(shape: Sequence[int]) -> MaskBlock:
+    """The whole mask of an x of this shape, [B, ..., C]; see [Note: the mask]."""
     if len(shape) < 2:
         raise ValueError(
-            f"dropout: expected [B, ..., C], got shape={tuple(shape)}; add the missing dimensions"
+            f"dropout: expected x of shape [B, ..., C], got x={list(shape)}; add a dimension"
         )
-    if len(shape) == 2:
-        return shape[0], 1, 1, shape[1]
-    if len(shape) == 3:
-        return shape[0], 1, shape[1], shape[2]
+    heads = shape[1] if len(shape) > 3 else 1
     rows = 1
-    for size in shape[2:-1]:
+    for size in shape[2 if len(shape) > 3 else 1 : -1]:
         rows *= size
-    return shape[0], shape[1], rows, shape[-1]
+    return MaskBlock(shape[0], heads, rows, shape[-1])
 
 
-def check_rng(rng: Rng, heads: int) -> None:
-    """Refuses a site, a key or a number of heads that the counter cannot hold."""
-    if not 0 <= rng.site < MAX_SITES:
+def check_rng(rng: Rng, heads: int, device: torch.device) -> None:
+    """Refuses what the counter cannot hold, and a key from another device."""
+    key, site = rng
+    if not 0 <= site < MAX_SITES:
         raise ValueError(
-            f"dropout: expected 0 <= site < {MAX_SITES}, got site={rng.site}; number the dropouts "
-            "of a model from 0"
+            f"dropout: expected 0 <= site < {MAX_SITES}, got site={site}; number the dropouts of "
+            "a model from 0"
         )
-    if rng.key.dtype != torch.int64 or rng.key.shape != (2,):
+    if key.dtype != torch.int64 or key.shape != (2,):
         raise ValueError(
-            f"dropout: expected key int64 [2], got key={rng.key.dtype} {list(rng.key.shape)}; "
-            "build it with make_key or draw_key"
+            f"dropout: expected an int64 key of shape [2], got key={key.dtype} {list(key.shape)}; "
+            "use make_key or draw_key"
+        )
+    if key.device != device and key.device.type != "cpu":
+        raise ValueError(
+            f"dropout: expected a key on the CPU or on {device}, got key on {key.device}; "
+            "move it with key.to(...)"
         )
     if heads >= MAX_HEADS:
         raise ValueError(
-            f"dropout: expected fewer than {MAX_HEADS} heads (dim 1 of four), got H={heads}; "
-            "fold them into rows"
+            f"dropout: expected fewer than {MAX_HEADS} heads (dimension 1 of 4), got H={heads}; "
+            "fold heads into rows"
         )
 
 
-def _keep_block(rng: Rng, threshold: int, sizes: Any, head: int, row: int, device: Any) -> Tensor:
-    """bool [B, H, R, C]: the part of the mask that starts at `head` and `row`."""
-    B, H, R, C = sizes
-    i64 = {"dtype": torch.int64, "device": device}
-    seed, first_sample = rng.key[0], rng.key[1]
-    sample = (first_sample + torch.arange(B, **i64)).view(B, 1, 1, 1)
-    heads = torch.arange(head, head + H, **i64).view(1, H, 1, 1) | (rng.site << 16)
-    rows = torch.arange(row, row + R, **i64).view(1, 1, R, 1)
-    groups = torch.arange((C + 15) // 16, **i64).view(1, 1, 1, -1)
-    words = philox_4x32(
-        (groups, rows, heads, sample & _MASK32),
-        (seed & _MASK32, ((seed >> 32) ^ (sample >> 32)) & _MASK32),
-    )
-    shifts = torch.arange(0, 32, 8, **i64)
-    drawn = (torch.stack(words, dim=-1).unsqueeze(-1) >> shifts) & 255
-    return drawn.view(B, H, R, -1)[..., :C] >= threshold
+def dropout_block(
+    x: Tensor, key: Tensor, site: int, threshold: int, at: MaskBlock, out: Tensor | None = None
+) -> Tensor:
+    """A block of x, contiguous, under its part of the mask. No autograd; out may be x."""
+    if not use_cpp("dropout", x):
+        keep = _keep_torch(key, site, threshold, at, x.device).view(x.shape)
+        scaled = torch.where(keep, x * (256.0 / (256 - threshold)), 0.0)
+        return scaled if out is None else out.copy_(scaled)
+    y = torch.empty_like(x) if out is None else out
+    if x.numel():
+        seed, first_sample = key.tolist()
+        _C.dropout(
+            x.data_ptr(),
+            y.data_ptr(),
+            DTYPE_CODES[x.dtype],
+            seed,
+            first_sample + at.first_sample,
+            site,
+            threshold,
+            *at[:4],
+            at.first_head,
+            at.first_row,
+            torch.get_num_threads(),
+        )
+    return y
 
 
-def keep_mask(rng: Rng, p: float, shape: Any, device: Any = None) -> Tensor:
-    """The mask that dropout(x, p, rng) applies to an x of this shape: bool, True where kept.
+@torch.library.custom_op("fastpar::dropout", mutates_args=())
+def _dropout(x: Tensor, key: Tensor, site: int, threshold: int) -> Tensor:
+    return dropout_block(x.contiguous(), key, site, threshold, mask_shape(x.shape))
+
+
+@_dropout.register_fake
+def _(x, key, site, threshold):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _setup_context(ctx, inputs, output):
+    _, key, ctx.site, ctx.threshold = inputs
+    ctx.save_for_backward(key)
+
+
+def _backward(ctx, dy):
+    return _dropout(dy, ctx.saved_tensors[0], ctx.site, ctx.threshold), None, None, None
+
+
+_dropout.register_autograd(_backward, setup_context=_setup_context)
+
+
+@torch.library.custom_op("fastpar::keep_mask", mutates_args=())
+def _keep_mask(
+    key: Tensor, site: int, threshold: int, shape: Sequence[int], device: torch.device
+) -> Tensor:
+    at = mask_shape(shape)
+    keep = torch.empty(shape, dtype=torch.bool, device=device)
+    if not use_cpp("keep_mask", keep.new_empty(0, dtype=torch.float32)):
+        return _keep_torch(key, site, threshold, at, device).view(shape)
+    if keep.numel():
+        seed, first_sample = key.tolist()
+        _C.keep_mask(
+            keep.data_ptr(),
+            seed,
+            first_sample,
+            site,
+            threshold,
+            *at[:4],
+            at.first_head,
+            at.first_row,
+            torch.get_num_threads(),
+        )
+    return keep
+
+
+@_keep_mask.register_fake
+def _(key, site, threshold, shape, device):
+    return torch.empty(shape, dtype=torch.bool, device=device)
+
+
+def keep_mask(rng: Rng, p: float, shape: Sequence[int], device: Any = None) -> Tensor:
+    """The mask that dropout(x, p, rng) puts on an x of this shape: bool, True where kept.
 
     Args:
         shape: [B, ..., C]; see [Note: the mask].
-        device: where the mask is made; the key's device by default.
+        device: of the result; the key's device by default.
+    Raises:
+        ValueError: p outside [0, 1); site, key or number of heads that the counter cannot hold.
+    Deterministic: yes; the same bits on every device.
+    Oracle: fastpar.kernels.reference.keep_mask_ref
     """
-    sizes = fold_shape(shape)
-    check_rng(rng, sizes[1])
+    device = rng.key.device if device is None else torch.device(device)
     threshold = quantize_p(p)
-    device = rng.key.device if device is None else device
-    return _keep_block(rng, threshold, sizes, 0, 0, device).view(shape)
-
-
-def _apply(x: Tensor, threshold: int, key: Tensor, site: int) -> Tensor:
-    keep = _keep_block(Rng(key, site), threshold, fold_shape(x.shape), 0, 0, x.device)
-    return torch.where(keep.view(x.shape), x * (256.0 / (256 - threshold)), 0.0)
-
-
-class _Dropout(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, threshold, key, site):
-        ctx.save_for_backward(key)
-        ctx.threshold, ctx.site = threshold, site
-        return _apply(x, threshold, key, site)
-
-    @staticmethod
-    def backward(ctx, dy):
-        (key,) = ctx.saved_tensors
-        return _apply(dy, ctx.threshold, key, ctx.site), None, None, None
+    check_rng(rng, mask_shape(shape).heads, device)
+    return _keep_mask(rng.key, rng.site, threshold, shape, device)
 
 
 def dropout(x: Tensor, p: float, rng: Rng | None = None) -> Tensor:
-    """Sets elements of x to 0 with probability p and scales the others by 1 / (1 - p)."""
+    """Sets elements of x to 0 with probability p and scales the others by 1 / (1 - p).
+
+    Args:
+        x: [B, ..., C], any floating dtype (compiled on CPU for fp32, bf16, fp16).
+        p: in [0, 1); rounded to a multiple of 1/256, and the scale with it.
+        rng: key and site of the mask; None draws a key from torch's default generator.
+    Returns:
+        y: shape and dtype of x; x itself for p = 0. Only the key is kept for backward.
+    Raises:
+        ValueError: p outside [0, 1); site, key or number of heads that the counter cannot hold;
+            fewer than two dimensions; a key on another device.
+    Traffic: 2 * x.numel() * x.element_size() bytes, forward and backward each.
+    Deterministic: yes, bitwise; see [Note: the mask].
+    Oracle: fastpar.kernels.reference.dropout_ref
+    Source: Salmon, Moraes, Dror, Shaw 2011, doi 10.1145/2063384.2063405
+    """
     threshold = quantize_p(p)
     if threshold == 0:
         return x
     if rng is None:
         rng = Rng(draw_key(x.device), 0)
-    check_rng(rng, fold_shape(x.shape)[1])
-    return _Dropout.apply(x, threshold, rng.key, rng.site)
+    check_rng(rng, mask_shape(x.shape).heads, x.device)
+    return _dropout(x, rng.key, rng.site, threshold)
