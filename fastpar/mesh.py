@@ -1,0 +1,174 @@
+"""Mesh: how the ranks of a run are laid out, and the process group of each axis.
+
+A mesh is a value: it is passed to whatever communicates, and nothing here is global. Ranks come
+from torchrun's environment, or from a process group that exists already; without either the mesh
+has one rank and no group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+_ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True, eq=False, init=False)
+class Mesh:
+    """The ranks of this run along the axis dp (data parallel).
+
+    Under torchrun it initializes torch.distributed when nobody has: gloo for CPU tensors, NCCL for
+    CUDA tensors, with the device of LOCAL_RANK bound to the process. A process group that exists is
+    used as it is.
+
+    Args:
+        dp: ranks along the data-parallel axis; None takes all ranks.
+        device: where this rank computes; None takes cuda:LOCAL_RANK if there is a GPU, or the CPU.
+        timeout_s: after this long without its peers a collective fails instead of hanging.
+    Attributes:
+        world_size, rank: over all axes.
+        dp_size, dp_rank, dp_group: of the axis dp; the group is None when dp_size is 1.
+    Ranks: every rank constructs it, before any other collective.
+    Raises:
+        ValueError: dp below 1 or different from the world size; incomplete or malformed
+            environment; a LOCAL_RANK without a GPU of its own.
+        RuntimeError: the other ranks could not be reached.
+    """
+
+    device: torch.device
+    world_size: int
+    rank: int
+    dp_size: int
+    dp_rank: int
+    dp_group: dist.ProcessGroup | None
+    owns_process_group: bool  # made here, so close() destroys it
+
+    def __init__(
+        self,
+        dp: int | None = None,
+        *,
+        device: torch.device | str | None = None,
+        timeout_s: float = 1800.0,
+    ) -> None:
+        if dp is not None and (isinstance(dp, bool) or not isinstance(dp, int) or dp < 1):
+            raise ValueError(
+                f"Mesh: expected dp to be a positive integer or None, got dp={dp}; "
+                "leave dp out to use every rank"
+            )
+        if not timeout_s > 0:
+            raise ValueError(
+                f"Mesh: expected timeout_s > 0, got timeout_s={timeout_s}; "
+                "give the seconds after which a silent peer counts as dead"
+            )
+        if dist.is_available() and dist.is_initialized():
+            rank, world_size, owns = dist.get_rank(), dist.get_world_size(), False
+            picked = _pick_device(device, dist.get_backend(), rank)
+        else:
+            rank, world_size, local_rank = _read_environment(os.environ)
+            picked, owns = _pick_device(device, None, local_rank), world_size > 1
+        # Before any connection: a wrong dp fails at once and on every rank.
+        if dp not in (None, world_size):
+            raise ValueError(
+                f"Mesh: expected dp equal to the number of ranks, got dp={dp} with "
+                f"world_size={world_size}; start {dp} ranks "
+                f"(torchrun --nproc-per-node {dp}) or leave dp out"
+            )
+        if picked.type == "cuda":
+            torch.cuda.set_device(picked)
+        if owns:
+            _initialize(rank, world_size, picked, timeout_s)
+        values = {
+            "device": picked,
+            "world_size": world_size,
+            "rank": rank,
+            "dp_size": world_size,
+            "dp_rank": rank,
+            "dp_group": dist.group.WORLD if world_size > 1 else None,
+            "owns_process_group": owns,
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def is_main(self) -> bool:
+        """Rank 0: the one that prints and writes."""
+        return self.rank == 0
+
+    def close(self) -> None:
+        """Destroy the process group if this mesh made it. Ranks: all of them, at the end."""
+        if self.owns_process_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _read_environment(environment: Mapping[str, str]) -> tuple[int, int, int]:
+    """(rank, world_size, local_rank) as torchrun sets them; a plain process is rank 0 of 1."""
+    if "RANK" not in environment and "WORLD_SIZE" not in environment:
+        return 0, 1, 0
+    missing = [name for name in _ENVIRONMENT if name not in environment]
+    if missing:
+        raise ValueError(
+            f"Mesh: expected torchrun's environment, got no {missing[0]}; start with "
+            "`torchrun --nproc-per-node N ...`, or unset RANK and WORLD_SIZE for one process"
+        )
+    numbers = {}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        text = environment.get(name, environment["RANK"])
+        if not text.isdecimal():
+            raise ValueError(
+                f"Mesh: expected an integer in the environment, got {name}={text}; "
+                "start with torchrun, which sets it"
+            )
+        numbers[name] = int(text)
+    rank, world_size = numbers["RANK"], numbers["WORLD_SIZE"]
+    if rank >= world_size:
+        raise ValueError(
+            f"Mesh: expected RANK below WORLD_SIZE={world_size}, got RANK={rank}; "
+            "start with torchrun, which sets both"
+        )
+    return rank, world_size, numbers["LOCAL_RANK"]
+
+
+def _pick_device(
+    device: torch.device | str | None, backend: str | None, local_rank: int
+) -> torch.device:
+    """The device asked for, or the GPU of this rank where there is one that the backend serves."""
+    if device is not None:
+        picked = torch.device(device)
+        if picked.type != "cuda" or picked.index is not None:
+            return picked
+    elif not torch.cuda.is_available() or (backend is not None and "nccl" not in backend):
+        return torch.device("cpu")
+    if backend is not None:  # whoever made the group has bound the device
+        return torch.device("cuda", torch.cuda.current_device())
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise ValueError(
+            f"Mesh: expected a GPU for every local rank, got LOCAL_RANK={local_rank} with "
+            f"{count} GPUs; start at most {count} ranks here, or use device='cpu'"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def _initialize(rank: int, world_size: int, device: torch.device, timeout_s: float) -> None:
+    """Make the default process group from the environment."""
+    on_gpu = device.type == "cuda"
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",  # small objects travel as CPU tensors
+            timeout=timedelta(seconds=timeout_s),
+            device_id=device if on_gpu else None,
+        )
+    except (RuntimeError, ValueError) as error:
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group()
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise RuntimeError(
+            f"Mesh: expected {world_size} ranks to meet at {address}, got an error on rank {rank} "
+            f"({error}); check that every rank runs and can reach this address"
+        ) from error

@@ -1,0 +1,366 @@
+"""What tests and benches share: ranks without a cluster, and the rule that judges numerical error.
+
+`run_ranks` starts the same function on every rank, as threads of this process (milliseconds, for
+breadth) or as gloo processes on the loopback device (seconds, for reality).
+`assert_matches_oracle` compares with fp64.
+
+[Note: how ranks are started]
+Threads use torch's threaded process group. It needs torch's thread isolation mode: without it
+the groups of all threads share one registry. Torch's default random generator is shared by
+threads too: a function that draws numbers needs its own torch.Generator.
+Processes come from a fork server that has only imported torch (no thread pool is running in it,
+so forking is safe): the first call pays the import, later ones a fork. Each worker asks the kernel
+to be killed with its parent, so a killed test run leaves nobody behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_GRACE_S = 3.0  # after the first failure the other ranks may still report theirs
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    backend: str = "threads",
+    timeout_s: float = 60.0,
+    init: bool = True,
+    return_exceptions: bool = False,
+) -> list[Any]:
+    """Call fn(*args) on world_size ranks of a fresh process group and return the results by rank.
+
+    Args:
+        fn: called once per rank; with "gloo" it must be picklable (a function at the top of a
+            module) and so must args and results (tensors travel by value).
+        backend: "threads" (one process, torch's threaded group, no send/recv) | "gloo" (one
+            process per rank).
+        timeout_s: for the whole call; also the process group's own timeout.
+        init: False leaves torch.distributed alone; torchrun's environment is set all the same
+            ("gloo" only).
+        return_exceptions: put a failed rank's exception into the list instead of raising it.
+    Raises:
+        ValueError: unknown backend, world_size below 1.
+        RuntimeError: a process died without a word.
+        TimeoutError: ranks that did not answer in time, named; processes are killed.
+        Otherwise the first exception that a rank raised, with its rank and traceback as the cause.
+    """
+    if world_size < 1:
+        raise ValueError(
+            f"run_ranks: expected world_size >= 1, got world_size={world_size}; "
+            "use at least one rank"
+        )
+    if backend not in ("threads", "gloo"):
+        raise ValueError(
+            f"run_ranks: expected backend threads or gloo, got backend={backend}; "
+            "choose one of these"
+        )
+    if backend == "threads":
+        outcomes = _run_threads(fn, world_size, args, timeout_s)
+    else:
+        outcomes = _run_processes(fn, world_size, args, timeout_s, init)
+    failures = [o for o in outcomes if o.error is not None]
+    if failures and not return_exceptions:
+        first = min(failures, key=lambda o: (o.follows, o.at))
+        assert first.error is not None
+        raise first.error from RuntimeError(f"rank {first.rank} failed:\n{first.trace}")
+    return [o.value if o.error is None else o.error for o in outcomes]
+
+
+class _Outcome:
+    """What one rank ended with."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.value: Any = None
+        self.error: BaseException | None = None
+        self.trace = ""
+        self.at = float("inf")  # when it failed: the first failure is the cause, the others follow
+        self.follows = False  # stopped by the harness because another rank failed
+        self.done = False
+
+    def finish(self, value: Any) -> None:
+        self.value, self.done = value, True
+
+    def fail(self, error: BaseException, trace: str = "", *, follows: bool = False) -> None:
+        self.error, self.trace, self.follows = error, trace, follows
+        self.at, self.done = time.monotonic(), True
+
+
+def _run_threads(
+    fn: Callable[..., Any], world_size: int, args: tuple, timeout_s: float
+) -> list[_Outcome]:
+    from torch.testing._internal.distributed import multi_threaded_pg as threaded
+
+    outcomes = [_Outcome(rank) for rank in range(world_size)]
+    isolate = torch._C._distributed_c10d._set_thread_isolation_mode
+    isolate(True)
+    threaded._install_threaded_pg()
+    threaded.ProcessLocalGroup.reset()
+    store = dist.HashStore()
+
+    def worker(outcome: _Outcome) -> None:
+        try:
+            dist.init_process_group(
+                "threaded",
+                rank=outcome.rank,
+                world_size=world_size,
+                store=store,
+                timeout=timedelta(seconds=timeout_s),
+            )
+            outcome.finish(fn(*args))
+        except BaseException as error:
+            follows = isinstance(error, SystemExit)  # raised inside a collective by the line below
+            outcome.fail(error, traceback.format_exc(), follows=follows)
+            threaded.ProcessLocalGroup.exception_handle(error)  # wakes the ranks that wait for us
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    threads = [threading.Thread(target=worker, args=(o,), daemon=True) for o in outcomes]
+    try:
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + timeout_s
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if any(thread.is_alive() for thread in threads):
+            late = [o for o in outcomes if not o.done]
+            threaded.ProcessLocalGroup.exception_handle(TimeoutError())
+            for thread in threads:
+                thread.join(_GRACE_S)
+            for outcome in late:
+                outcome.fail(_late(late, timeout_s))
+    finally:
+        threaded.ProcessLocalGroup.reset()
+        threaded._uninstall_threaded_pg()
+        isolate(False)
+    return outcomes
+
+
+def _run_processes(
+    fn: Callable[..., Any], world_size: int, args: tuple, timeout_s: float, init: bool
+) -> list[_Outcome]:
+    # The parent holds the store: its port is taken before a worker starts; it outlives any rank.
+    store = dist.TCPStore(
+        "127.0.0.1",
+        0,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed"])
+    payload = pickle.dumps((fn, args))
+    outcomes = [_Outcome(rank) for rank in range(world_size)]
+    processes, pipes = [], {}
+    try:
+        for outcome in outcomes:
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_worker,
+                args=(payload, outcome.rank, world_size, store.port, timeout_s, init, sender),
+                daemon=True,
+            )
+            process.start()
+            sender.close()  # so that the worker's death shows as the end of the pipe
+            processes.append(process)
+            pipes[receiver] = outcome
+        _collect(pipes, processes, timeout_s)
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+    return outcomes
+
+
+def _collect(pipes: dict, processes: list, timeout_s: float) -> None:
+    """Read one message per worker; after a first failure the others get a moment only."""
+    deadline = time.monotonic() + timeout_s
+    waiting = dict(pipes)
+    while waiting:
+        ready = multiprocessing.connection.wait(
+            list(waiting), timeout=max(0.0, deadline - time.monotonic())
+        )
+        if not ready:
+            late = list(waiting.values())
+            failed = any(o.error is not None for o in pipes.values())
+            for outcome in late:
+                outcome.fail(_late(late, timeout_s), follows=failed)
+            return
+        for pipe in ready:
+            outcome = waiting.pop(pipe)
+            try:
+                value, error, trace = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                process = processes[outcome.rank]
+                process.join(_GRACE_S)
+                value, trace = None, "(no traceback: the process is gone)"
+                error = RuntimeError(
+                    f"run_ranks: expected a result from rank {outcome.rank}, got exit code "
+                    f"{process.exitcode}; the process was killed or left with os._exit"
+                )
+            if error is None:
+                outcome.finish(value)
+            else:
+                outcome.fail(error, trace)
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+
+
+def _late(late: Sequence[_Outcome], timeout_s: float) -> TimeoutError:
+    ranks = ", ".join(str(o.rank) for o in late)
+    return TimeoutError(
+        f"run_ranks: expected every rank to end within {timeout_s:g} s, got no answer from rank "
+        f"{ranks}; a collective was skipped somewhere, or timeout_s is too short"
+    )
+
+
+def _worker(payload, rank, world_size, port, timeout_s, init, sender) -> None:
+    with contextlib.suppress(AttributeError):  # Linux only
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",  # the store is the parent's: rank 0 is a client too
+        GLOO_SOCKET_IFNAME="lo",
+    )
+    value, error, trace = None, None, ""
+    try:
+        fn, args = pickle.loads(payload)
+        if init:
+            dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+        value = fn(*args)
+        message = pickle.dumps((value, None, ""))
+    except BaseException as caught:
+        error, trace = caught, traceback.format_exc()
+        message = _pickle_error(error, trace)
+    with contextlib.suppress(BrokenPipeError):
+        sender.send_bytes(message)
+    sender.close()
+    if dist.is_initialized() and error is None:
+        dist.destroy_process_group()
+    # No orderly exit after a failure: gloo's destructor can wait for peers that will never answer.
+    os._exit(0 if error is None else 1)
+
+
+def _pickle_error(error: BaseException, trace: str) -> bytes:
+    message = pickle.dumps((None, error, trace))
+    with contextlib.suppress(Exception):
+        pickle.loads(message)  # an exception with its own __init__ may pickle and not come back
+        return message
+    plain = RuntimeError(f"{type(error).__name__}: {error}")
+    return pickle.dumps((None, plain, trace))
+
+
+def assert_matches_oracle(
+    fn: Callable[..., Any],
+    ref: Callable[..., Any],
+    inputs: Sequence[Any],
+    *,
+    eager: Callable[..., Any] | None = None,
+    grad: bool = True,
+    factor: float = 2.0,
+    seed: int = 0,
+) -> dict[str, tuple[float, float]]:
+    """Judge fn by the 2x rule: at most twice the error that plain PyTorch makes in the same dtype.
+
+    The oracle is ref on fp64 copies of the inputs; the yardstick is eager (default: ref) on the
+    inputs as they are. For every output and for the gradient of every input with requires_grad
+    (one random cotangent for all three), max|fn - oracle| <= factor * max|eager - oracle| + floor.
+    The floor is one rounding of the largest oracle value to the dtype of the result,
+    u * max|oracle| with u = eps / 2: a result that was exact until it was stored can be that far
+    off, and the yardstick can be lucky.
+
+    Args:
+        fn, ref, eager: take *inputs, return a tensor or a tuple of tensors.
+        inputs: tensors and other arguments; floating-point tensors are upcast for the oracle, the
+            rest is passed on.
+        grad: also compare gradients of the inputs that require them.
+        seed: of the cotangents.
+    Returns:
+        name -> (error, bound), for printing.
+    Raises:
+        AssertionError: naming the result, its error and its bound; also on a wrong shape, dtype or
+            non-finite value where the oracle is finite.
+    """
+    truth = _evaluate(ref, inputs, grad, seed, double=True)
+    base = _evaluate(eager or ref, inputs, grad, seed, double=False)
+    ours = _evaluate(fn, inputs, grad, seed, double=False)
+    assert ours.keys() == truth.keys(), f"results: expected {list(truth)}, got {list(ours)}"
+    report = {}
+    for name, exact in truth.items():
+        got, plain = ours[name], base[name]
+        assert got.shape == exact.shape, f"{name}: expected shape {exact.shape}, got {got.shape}"
+        assert got.dtype == plain.dtype, f"{name}: expected dtype {plain.dtype}, got {got.dtype}"
+        if not exact.numel():
+            continue
+        finite = exact.isfinite()
+        same = torch.equal(got.double()[~finite].nan_to_num(), exact[~finite].nan_to_num())
+        assert same, f"{name}: expected the oracle's infinities and NaNs"
+        magnitude = exact[finite].abs().max().item() if finite.any() else 0.0
+        floor = 0.5 * torch.finfo(got.dtype).eps * magnitude
+        error = _max_error(got, exact, finite)
+        bound = factor * _max_error(plain, exact, finite) + floor
+        report[name] = (error, bound)
+        assert error <= bound, f"{name}: expected error <= {bound:.3e}, got {error:.3e}"
+    return report
+
+
+def _max_error(value: Tensor, exact: Tensor, finite: Tensor) -> float:
+    difference = (value.double() - exact)[finite].abs()
+    return difference.nan_to_num(nan=float("inf")).max().item() if difference.numel() else 0.0
+
+
+def _evaluate(
+    fn: Callable[..., Any], inputs: Sequence[Any], grad: bool, seed: int, *, double: bool
+) -> dict[str, Tensor]:
+    """Outputs and gradients of fn on detached copies of the inputs, strides kept."""
+    local: list[Any] = []
+    for x in inputs:
+        if not isinstance(x, Tensor):
+            local.append(x)
+            continue
+        wide = double and x.is_floating_point()
+        copy = x.detach().to(torch.float64) if wide else x.detach()
+        local.append(copy.requires_grad_(grad and x.requires_grad))
+    outputs = fn(*local)
+    outputs = outputs if isinstance(outputs, tuple | list) else (outputs,)
+    results = {f"output {i}": o.detach() for i, o in enumerate(outputs)}
+    leaves = {i: x for i, x in enumerate(local) if isinstance(x, Tensor) and x.requires_grad}
+    if leaves:
+        generator = torch.Generator().manual_seed(seed)
+        smooth = [o for o in outputs if o.requires_grad]
+        # Rounded to bf16 first: exact in every dtype, so that all three see the same cotangent.
+        cotangents = [
+            torch.randn(o.shape, generator=generator).bfloat16().to(o.device, o.dtype)
+            for o in smooth
+        ]
+        grads = torch.autograd.grad(smooth, list(leaves.values()), cotangents, allow_unused=True)
+        for i, g in zip(leaves, grads):
+            if g is not None:
+                results[f"gradient of input {i}"] = g
+    return results
