@@ -1,0 +1,333 @@
+"""A GPT to and from the folders of transformers' GPT2LMHeadModel: config.json and *.safetensors.
+
+Names are ours with "transformer." in front (older files lack it: both are read). The matrices of a
+layer are stored by transformers' Conv1D as [in, out], ours are [out, in]. The head is tied to
+transformer.wte.weight: lm_head.weight is not written, and must be equal to it where it is found.
+Vocabulary padding is never written. No byte of a weight changes on the way in and out again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastpar.config import GPTConfig
+from fastpar.model import GPT
+
+PREFIX = "transformer."
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+MASKS = ("attn.bias", "attn.masked_bias")  # causal masks, stored as buffers by older versions
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+# What GPT2Config can ask for and this model does not do. `None`: the field may be missing.
+REQUIRED: dict[str, tuple[Any, ...]] = {
+    "activation_function": (None, "gelu_new"),
+    "scale_attn_weights": (None, True),
+    "scale_attn_by_inverse_layer_idx": (None, False),
+    "reorder_and_upcast_attn": (None, False),
+    "add_cross_attention": (None, False),
+    "tie_word_embeddings": (None, True),
+}
+
+
+def to_hf_tensors(model: GPT) -> dict[str, Tensor]:
+    """The model's weights by transformers' names: views, without the vocabulary's padding rows."""
+    tensors = {}
+    for name, p in model.named_parameters():
+        tensor = p.detach()
+        if name == "wte.weight":
+            tensor = tensor[: model.config.vocab_size]
+        tensors[PREFIX + name] = tensor.t() if name.endswith(CONV1D) else tensor
+    return tensors
+
+
+@torch.no_grad()
+def load_hf_tensors(model: GPT, tensors: Mapping[str, Tensor]) -> None:
+    """Copies transformers' weights into the model, converting to its dtype; all or nothing.
+
+    Raises:
+        ValueError: the first tensor that is missing, has another shape, or does not belong to a
+            GPT-2 of this shape; an lm_head.weight that is not wte.weight.
+    """
+    given = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+    ours = {name.removeprefix(PREFIX): p for name, p in to_hf_tensors(model).items()}
+    head = given.pop("lm_head.weight", None)
+    if head is not None:  # a writer that drops tied copies may have kept this one
+        wte = given.setdefault("wte.weight", head)
+        if not torch.equal(head.to(wte.dtype), wte):
+            raise ValueError(
+                "load_hf_tensors: expected lm_head.weight equal to transformer.wte.weight (a tied "
+                "head), got other values; untied models are not supported"
+            )
+    for name, p in ours.items():
+        if name not in given:
+            raise ValueError(
+                f"load_hf_tensors: expected a tensor {PREFIX}{name}, got none of this name; "
+                "pass the weights of a GPT2LMHeadModel of the model's shape"
+            )
+        if given[name].shape != p.shape:
+            raise ValueError(
+                f"load_hf_tensors: expected {PREFIX}{name} of shape {list(p.shape)}, got "
+                f"shape={list(given[name].shape)}; build the model with the sizes of the weights"
+            )
+    for name in given:
+        if name not in ours and not name.endswith(MASKS):
+            raise ValueError(
+                f"load_hf_tensors: expected only weights of a GPT-2 with n_layer="
+                f"{model.config.n_layer}, got {name}; build the model with the sizes of the weights"
+            )
+    for name, p in ours.items():
+        p.copy_(given[name])
+    model.wte.weight[model.config.vocab_size :] = 0.0
+
+
+def load_hf(
+    folder: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    dropout: float | None = None,
+) -> GPT:
+    """Reads a GPT2LMHeadModel's folder.
+
+    Args:
+        folder: holds config.json and model.safetensors, or the shards that
+            model.safetensors.index.json names.
+        dtype: of the parameters; the file's own by default.
+        dropout: replaces the config's three dropout rates, which must be equal otherwise.
+    Returns:
+        The model, on the CPU, in training mode.
+    Raises:
+        ValueError: a file that is missing or damaged, another architecture, a setting that this
+            model does not have; see also load_hf_tensors.
+    """
+    folder = Path(folder)
+    config = _read_config(folder, dropout)
+    tensors: dict[str, Tensor] = {}
+    for file in _weight_files(folder):
+        tensors.update(_read_safetensors(file))
+    found = {t.dtype for name, t in tensors.items() if not name.endswith(MASKS)}
+    unknown = [d for d in found if d not in DTYPES]
+    if unknown or (dtype is None and len(found) != 1):
+        raise ValueError(
+            f"load_hf: expected weights of one dtype of {', '.join(DTYPES.values())}, got dtypes="
+            f"{', '.join(sorted(map(str, found))) or 'none'} in {folder}; "
+            + ("convert them first" if unknown else "choose one with dtype=")
+        )
+    with torch.device("meta"):
+        model = GPT(config).to(dtype or found.pop())
+    model.to_empty(device="cpu")
+    load_hf_tensors(model, tensors)
+    return model
+
+
+def save_hf(
+    model: GPT,
+    folder: str | os.PathLike[str],
+    *,
+    max_shard_bytes: int = 5 * 10**9,
+    bos_token_id: int | None = None,
+    eos_token_id: int | None = None,
+) -> None:
+    """Writes the folder that GPT2LMHeadModel.from_pretrained reads.
+
+    Every file appears complete or not at all, and config.json last: a folder without it is not a
+    model. Other files in the folder stay.
+
+    Args:
+        folder: created where needed; must not hold a config.json.
+        max_shard_bytes: weights beyond this are cut into several files with an index.
+        bos_token_id, eos_token_id: for transformers' generate(); GPT-2's own are 50256.
+    Raises:
+        ValueError: the folder holds a model already; max_shard_bytes < 1; a dtype of the
+            parameters that from_pretrained would not keep.
+        ImportError: safetensors is not installed.
+    """
+    folder = Path(folder)
+    if (folder / "config.json").exists():
+        raise ValueError(
+            f"save_hf: expected a folder without a model, got folder={folder} with a config.json; "
+            "choose another one or delete it first"
+        )
+    if max_shard_bytes < 1:
+        raise ValueError(
+            f"save_hf: expected max_shard_bytes >= 1, got max_shard_bytes={max_shard_bytes}; "
+            "leave it out for 5 GB"
+        )
+    if model.wte.weight.dtype not in DTYPES:
+        raise ValueError(
+            f"save_hf: expected parameters of {', '.join(DTYPES.values())}, got "
+            f"dtype={model.wte.weight.dtype}; convert the model with .float() first"
+        )
+    save_file = _safetensors("save_hf").torch.save_file
+    tensors = to_hf_tensors(model)
+    shards: list[list[str]] = [[]]
+    shard_bytes = total_bytes = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and shard_bytes + tensor.nbytes > max_shard_bytes:
+            shards.append([])
+            shard_bytes = 0
+        shards[-1].append(name)
+        shard_bytes += tensor.nbytes
+        total_bytes += tensor.nbytes
+
+    folder.mkdir(parents=True, exist_ok=True)
+    weight_map = {}
+    for i, names in enumerate(shards, 1):
+        file = (
+            WEIGHTS_FILE if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+        )
+        shard = {name: tensors[name].cpu().contiguous() for name in names}
+        with _Replacing(folder / file) as temporary:
+            save_file(shard, temporary, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(names, file))
+    (folder / (INDEX_FILE if len(shards) == 1 else WEIGHTS_FILE)).unlink(missing_ok=True)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+        _write_json(folder / INDEX_FILE, index)
+    _write_json(folder / "config.json", _config_json(model, bos_token_id, eos_token_id))
+
+
+def _config_json(model: GPT, bos_token_id: int | None, eos_token_id: int | None) -> dict[str, Any]:
+    c = model.config
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": c.vocab_size,
+        "n_positions": c.block_size,
+        "n_embd": c.n_embd,
+        "n_layer": c.n_layer,
+        "n_head": c.n_head,
+        "n_inner": None,
+        "activation_function": "gelu_new",
+        "embd_pdrop": c.dropout,
+        "attn_pdrop": c.dropout,
+        "resid_pdrop": c.dropout,
+        "layer_norm_epsilon": c.layer_norm_eps,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": True,
+        "bos_token_id": bos_token_id,
+        "eos_token_id": eos_token_id,
+        "torch_dtype": DTYPES[model.wte.weight.dtype],
+    }
+
+
+def _read_config(folder: Path, dropout: float | None) -> GPTConfig:
+    raw = _read_json(folder / "config.json")
+    if raw.get("model_type") != "gpt2":
+        raise ValueError(
+            f"load_hf: expected model_type=gpt2, got model_type={raw.get('model_type')} in "
+            f"{folder / 'config.json'}; only GPT-2 can be loaded"
+        )
+    for name, allowed in REQUIRED.items():
+        if raw.get(name) not in allowed:
+            raise ValueError(
+                f"load_hf: expected {name}={allowed[-1]}, got {name}={raw[name]} in "
+                f"{folder / 'config.json'}; this variant of GPT-2 is not supported"
+            )
+    n_embd = raw.get("n_embd", 768)
+    if raw.get("n_inner") not in (None, 4 * n_embd):
+        raise ValueError(
+            f"load_hf: expected n_inner={4 * n_embd} (4 * n_embd), got n_inner={raw['n_inner']} in "
+            f"{folder / 'config.json'}; this variant of GPT-2 is not supported"
+        )
+    rates = [raw.get(name, 0.1) for name in ("embd_pdrop", "attn_pdrop", "resid_pdrop")]
+    if dropout is None and len(set(rates)) != 1:
+        raise ValueError(
+            f"load_hf: expected one dropout rate, got embd_pdrop={rates[0]}, "
+            f"attn_pdrop={rates[1]}, resid_pdrop={rates[2]}; choose one with dropout="
+        )
+    return GPTConfig(
+        n_layer=raw.get("n_layer", 12),
+        n_head=raw.get("n_head", 12),
+        n_embd=n_embd,
+        block_size=raw.get("n_positions", 1024),
+        vocab_size=raw.get("vocab_size", 50257),
+        dropout=rates[0] if dropout is None else dropout,
+        layer_norm_eps=raw.get("layer_norm_epsilon", 1e-5),
+    )
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if (folder / WEIGHTS_FILE).exists():
+        return [folder / WEIGHTS_FILE]
+    if not (folder / INDEX_FILE).exists():
+        raise ValueError(
+            f"load_hf: expected {WEIGHTS_FILE} or {INDEX_FILE}, got neither in folder={folder}; "
+            "save the model with save_pretrained(..., safe_serialization=True)"
+        )
+    weight_map = _read_json(folder / INDEX_FILE).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(
+            f"load_hf: expected a weight_map with file names, got weight_map={weight_map} in "
+            f"{folder / INDEX_FILE}; save the model again"
+        )
+    return [folder / Path(str(name)).name for name in sorted(set(weight_map.values()))]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = "no such file" if isinstance(error, FileNotFoundError) else error
+        raise ValueError(
+            f"load_hf: expected a readable {path.name}, got {path} ({reason}); "
+            "pass the folder that save_hf or save_pretrained wrote"
+        ) from error
+    if not isinstance(value, dict):
+        raise ValueError(
+            f"load_hf: expected a JSON object, got {path} ({type(value).__name__}); "
+            "pass the folder that save_hf or save_pretrained wrote"
+        )
+    return value
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    safetensors = _safetensors("load_hf")
+    try:
+        return safetensors.torch.load_file(path)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise ValueError(
+            f"load_hf: expected a complete safetensors file, got {path} ({error}); "
+            "copy or save it again"
+        ) from error
+
+
+def _safetensors(caller: str) -> Any:
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ImportError(
+            f"{caller}: expected the package safetensors, got none installed; "
+            "pip install 'fastpar[train]'"
+        ) from error
+    return safetensors
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    with _Replacing(path) as temporary:
+        temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+class _Replacing:
+    """A temporary name; what is written there is moved to `path`, or removed on an error."""
+
+    def __init__(self, path: Path):
+        self.path, self.temporary = path, path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
+    def __enter__(self) -> Path:
+        return self.temporary
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        if kind is not None:
+            self.temporary.unlink(missing_ok=True)
+            return
+        with open(self.temporary, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(self.temporary, self.path)
