@@ -1,12 +1,322 @@
-"""Softmax attention on [B, T, H, D] tensors. Plain torch: SDPA without dropout, composed with it."""
+"""Softmax attention per head: o = softmax(q k^T * softmax_scale + mask) v.
+
+Without dropout this is torch's scaled_dot_product_attention on strided views: it keeps [B, H, T]
+statistics, never [B, H, T, Tk] scores.
+
+With dropout, P = softmax(s) and o = (P * M) v, M the scaled mask of kernels/philox.py:
+    dv = (P * M)^T do,  dp = M * (do v^T),  ds = P * (dp - rowsum(dp * P)),
+    dq = softmax_scale * ds k,  dk = softmax_scale * ds^T q
+composed from torch ops block by block: some heads of some samples times BLOCK_QUERIES rows, so that
+the scores alive at once fit a cache and a causal block never sees the keys behind it. Kept for
+backward: q, k, v and the key of the mask; P and M are computed again. Statistics and accumulators
+are fp32 for 16-bit inputs. dk and dv add the query blocks in order.
+
+[Note: causal] The mask is aligned to the last query and the last key: query i sees keys
+j <= i + Tk - T, as in FlashAttention since 2.1 (torch's is_causal aligns to the first). With
+T < Tk the queries are the last T of Tk positions, which is what a key/value cache needs; with
+T > Tk the first T - Tk queries see nothing and their output is 0.
+
+Source: Vaswani et al. 2017, arXiv 1706.03762; Dao et al. 2022, arXiv 2205.14135.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastpar.kernels.philox import Rng, draw_key, keep_mask, quantize_p
+from fastpar.kernels.backend import refuse_double_backward
+from fastpar.kernels.philox import (
+    MaskBlock,
+    Rng,
+    check_rng,
+    draw_key,
+    dropout_block,
+    quantize_p,
+)
+
+MAX_HEAD_DIM = 256
+# Scores of a block: on a CPU 512 KB stay in a core's cache (measured best of 256 KB to 4 MB, 64 to
+# 256 queries); on a GPU launches cost more than memory.
+BLOCK_BYTES = {"cpu": 1 << 19, "cuda": 1 << 27}
+BLOCK_QUERIES = {"cpu": 64, "cuda": 512}
+
+
+class _Heads(NamedTuple):
+    """Samples [b0, b1) and query heads [h0, h1): what one set of block buffers serves."""
+
+    b0: int
+    b1: int
+    h0: int
+    h1: int
+
+
+class _Shape(NamedTuple):
+    B: int
+    T: int
+    Tk: int
+    H: int
+    Hkv: int
+    D: int
+
+
+def _split(qkv: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v of [q, k, v] or of [packed]."""
+    q, k, v = qkv if len(qkv) == 3 else qkv[0].unbind(2)
+    return q, k, v
+
+
+def _shape(q: Tensor, k: Tensor) -> _Shape:
+    B, T, H, D = q.shape
+    return _Shape(B, T, k.shape[1], H, k.shape[2], D)
+
+
+def _tile(s: _Shape, device: str, element_bytes: int) -> tuple[int, Iterator[_Heads]]:
+    """Queries a block, and the heads of each block. Query heads of one key head stay together."""
+    rows = min(s.T, BLOCK_QUERIES.get(device, 512))
+    fit = max(1, BLOCK_BYTES.get(device, 1 << 27) // (rows * s.Tk * element_bytes))
+    group = s.H // s.Hkv
+    heads = min(s.H, max(group, fit // group * group))
+    samples = max(1, min(s.B, fit // s.H))
+    return rows, (
+        _Heads(b, min(s.B, b + samples), h, min(s.H, h + heads))
+        for b in range(0, s.B, samples)
+        for h in range(0, s.H, heads)
+    )
+
+
+def _gather(x: Tensor, at: _Heads, group: int, dtype: torch.dtype) -> Tensor:
+    """x[b0:b1, :, heads] as [samples * heads, T, D] in dtype; each head repeated `group` times."""
+    part = x[at.b0 : at.b1, :, at.h0 // group : at.h1 // group].transpose(1, 2)
+    if group > 1:
+        part = part.repeat_interleave(group, 1)
+    return part.flatten(0, 1).to(dtype)
+
+
+def _scatter(out: Tensor, x: Tensor, at: _Heads, rows: slice, group: int = 1) -> None:
+    """out[b0:b1, rows, heads] = x, [samples * heads, rows, D]; sums each `group` of heads."""
+    part = x.unflatten(0, (at.b1 - at.b0, -1))
+    if group > 1:
+        part = part.unflatten(1, (-1, group)).sum(2)
+    out[at.b0 : at.b1, rows, at.h0 // group : at.h1 // group].copy_(part.transpose(1, 2))
+
+
+class _Scores:
+    """Probabilities of one block after another, in buffers that are allocated once."""
+
+    def __init__(self, q: Tensor, s: _Shape, causal: bool, scale: float, n_buffers: int):
+        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        self.s, self.causal, self.scale, self.dtype = s, causal, scale, dtype
+        self.rows, heads = _tile(s, q.device.type, dtype.itemsize)
+        self.heads = list(heads)
+        most = max(((a.b1 - a.b0) * (a.h1 - a.h0) for a in self.heads), default=0)
+        self.memory = torch.empty(n_buffers, most * self.rows * s.Tk, dtype=dtype, device=q.device)
+        ones = torch.ones(self.rows, self.rows, dtype=torch.bool, device=q.device)
+        self.future = ones.triu(1)
+
+    def query_blocks(self) -> Iterator[tuple[int, int, int]]:
+        """(q0, q1, keys that queries [q0, q1) see); queries that see none are left out."""
+        behind = self.s.Tk - self.s.T
+        for q0 in range(max(0, -behind) if self.causal else 0, self.s.T, self.rows):
+            q1 = min(self.s.T, q0 + self.rows)
+            yield q0, q1, q1 + behind if self.causal else self.s.Tk
+
+    def buffers(self, q: Tensor, keys: int) -> list[Tensor]:
+        shape = (q.shape[0], q.shape[1], keys)
+        return [m[: q.shape[0] * q.shape[1] * keys].view(shape) for m in self.memory]
+
+    def probs(self, q: Tensor, k: Tensor, scores: Tensor, out: Tensor) -> None:
+        """out = softmax(q k^T * scale), q the last queries that k's keys allow."""
+        torch.baddbmm(scores, q, k.mT, beta=0, alpha=self.scale, out=scores)
+        if self.causal:
+            n = q.shape[1]
+            scores[..., k.shape[1] - n :].masked_fill_(self.future[:n, :n], float("-inf"))
+        torch.softmax(scores, -1, out=out)
+
+
+class _Dropout(NamedTuple):
+    key: Tensor
+    site: int
+    threshold: int
+
+    def __call__(self, x: Tensor, at: _Heads, row: int, out: Tensor) -> Tensor:
+        samples, heads = at.b1 - at.b0, at.h1 - at.h0
+        block = MaskBlock(samples, heads, *x.shape[1:], at.b0, at.h0, row)
+        return dropout_block(x, *self, block, out)
+
+
+def attention_dropout_fwd(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, drop: _Dropout
+) -> Tensor:
+    s = _shape(q, k)
+    o = torch.empty(s.B, s.T, s.H, s.D, dtype=q.dtype, device=q.device)
+    if causal and s.Tk < s.T:
+        o[:, : s.T - s.Tk] = 0
+    blocks = _Scores(q, s, causal, scale, n_buffers=2)
+    group = s.H // s.Hkv
+    for at in blocks.heads:
+        qh = _gather(q, at, 1, blocks.dtype)
+        kh, vh = (_gather(x, at, group, blocks.dtype) for x in (k, v))
+        for q0, q1, keys in blocks.query_blocks():
+            scores, p = blocks.buffers(qh[:, q0:q1], keys)
+            blocks.probs(qh[:, q0:q1], kh[:, :keys], scores, p)
+            drop(p, at, q0, p)
+            _scatter(o, torch.bmm(p, vh[:, :keys]), at, slice(q0, q1))
+    return o
+
+
+def attention_dropout_bwd(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    causal: bool,
+    scale: float,
+    drop: _Dropout,
+) -> None:
+    """Writes dq, dk and dv, which may be parts of one packed tensor."""
+    s = _shape(q, k)
+    if causal and s.Tk < s.T:
+        dq[:, : s.T - s.Tk] = 0
+    blocks = _Scores(q, s, causal, scale, n_buffers=3)
+    group = s.H // s.Hkv
+    for at in blocks.heads:
+        qh, doh = (_gather(x, at, 1, blocks.dtype) for x in (q, do))
+        kh, vh = (_gather(x, at, group, blocks.dtype) for x in (k, v))
+        dkh = torch.zeros(kh.shape, dtype=kh.dtype, device=kh.device)
+        dvh = torch.zeros_like(dkh)
+        for q0, q1, keys in blocks.query_blocks():
+            qb, dob, kb = qh[:, q0:q1], doh[:, q0:q1], kh[:, :keys]
+            scores, p, dp = blocks.buffers(qb, keys)
+            blocks.probs(qb, kb, scores, p)
+            dvh[:, :keys].baddbmm_(drop(p, at, q0, dp).mT, dob)
+            torch.bmm(dob, vh[:, :keys].mT, out=dp)
+            drop(dp, at, q0, dp)
+            ds = torch.mul(dp, p, out=scores)
+            ds.addcmul_(p, ds.sum(-1, keepdim=True), value=-1)
+            _scatter(dq, torch.bmm(ds, kb).mul_(scale), at, slice(q0, q1))
+            dkh[:, :keys].baddbmm_(ds.mT, qb, alpha=scale)
+        _scatter(dk, dkh, at, slice(None), group)
+        _scatter(dv, dvh, at, slice(None), group)
+
+
+@torch.library.custom_op("fastpar::attention_dropout", mutates_args=())
+def _attention_dropout(
+    qkv: Sequence[Tensor], causal: bool, scale: float, key: Tensor, site: int, threshold: int
+) -> Tensor:
+    return attention_dropout_fwd(*_split(qkv), causal, scale, _Dropout(key, site, threshold))
+
+
+@torch.library.custom_op("fastpar::attention_dropout_bwd", mutates_args=())
+def _attention_dropout_bwd(
+    do: Tensor,
+    qkv: Sequence[Tensor],
+    causal: bool,
+    scale: float,
+    key: Tensor,
+    site: int,
+    threshold: int,
+) -> list[Tensor]:
+    grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in qkv]
+    drop = _Dropout(key, site, threshold)
+    attention_dropout_bwd(do, *_split(qkv), *_split(grads), causal, scale, drop)
+    return grads
+
+
+@_attention_dropout.register_fake
+def _(qkv, causal, scale, key, site, threshold):
+    q = _split(qkv)[0]
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+
+
+@_attention_dropout_bwd.register_fake
+def _(do, qkv, causal, scale, key, site, threshold):
+    return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in qkv]
+
+
+def _setup_context(ctx, inputs, output):
+    qkv, ctx.causal, ctx.scale, key, ctx.site, ctx.threshold = inputs
+    ctx.save_for_backward(key, *qkv)
+
+
+def _backward(ctx, do):
+    refuse_double_backward("attention")
+    key, *qkv = ctx.saved_tensors
+    grads = _attention_dropout_bwd(do, qkv, ctx.causal, ctx.scale, key, ctx.site, ctx.threshold)
+    return grads, None, None, None, None, None
+
+
+_attention_dropout.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+    """Without dropout, causal as in [Note: causal]."""
+    T, Tk = q.shape[1], k.shape[1]
+    unseeing = max(0, T - Tk) if causal else 0
+    mask = None
+    if causal and 1 < T < Tk:
+        mask = torch.ones(T, Tk, dtype=torch.bool, device=q.device).tril(Tk - T)
+    o = F.scaled_dot_product_attention(
+        q[:, unseeing:].transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=mask,
+        is_causal=causal and Tk <= T,
+        scale=scale,
+        enable_gqa=q.shape[2] != k.shape[2],
+    ).transpose(1, 2)
+    return F.pad(o, (0, 0, 0, 0, unseeing, 0)) if unseeing else o
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Refuses what attention does not compute, naming the dimension and both sizes."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            raise ValueError(
+                f"attention: expected {name} of shape [B, T, H, D], got {name}={list(x.shape)}; "
+                "unflatten the heads"
+            )
+        if x.device != q.device or x.dtype != q.dtype:
+            raise ValueError(
+                f"attention: expected q, k and v of one device and dtype, got q={q.device} "
+                f"{q.dtype}, {name}={x.device} {x.dtype}; convert them first"
+            )
+        if x.stride(-1) != 1 and x.shape[-1] > 1:
+            raise ValueError(
+                f"attention: expected {name} with a contiguous last dimension, got "
+                f"{name}.stride={x.stride()}; call {name}.contiguous()"
+            )
+    if not q.is_floating_point():
+        raise ValueError(
+            f"attention: expected a floating dtype, got q={q.dtype}; use fp32, bf16 or fp16"
+        )
+    if k.shape != v.shape:
+        raise ValueError(
+            f"attention: expected k and v of one shape, got k={list(k.shape)} v={list(v.shape)}; "
+            "one value goes with one key"
+        )
+    B, _, H, D = q.shape
+    for name, size, other in (("B", B, k.shape[0]), ("D", D, k.shape[3])):
+        if size != other:
+            raise ValueError(
+                f"attention: expected equal {name} of q and k, got q={size} k={other}; "
+                "both are [B, T, H, D]"
+            )
+    if not 1 <= D <= MAX_HEAD_DIM:
+        raise ValueError(
+            f"attention: expected head dim in [1, {MAX_HEAD_DIM}], got D={D}; use more heads"
+        )
+    if k.shape[1] == 0 or k.shape[2] == 0 or H % k.shape[2]:
+        raise ValueError(
+            f"attention: expected at least one key, and H divisible by the heads of k, got H={H} "
+            f"k={list(k.shape)}; each key head serves H / Hkv query heads"
+        )
 
 
 def attention(
@@ -19,36 +329,41 @@ def attention(
     dropout_p: float = 0.0,
     rng: Rng | None = None,
 ) -> Tensor:
-    """softmax(q k^T * softmax_scale) v per head; causal is aligned to the last query and the last key."""
+    """Scaled dot-product attention, o = dropout(softmax(q k^T * softmax_scale)) v per head.
+
+    Args:
+        q: [B, T, H, D], fp32 | bf16 | fp16, any strides with a contiguous last dimension, D <= 256.
+        k, v: [B, Tk, Hkv, D], dtype and device of q; head h reads h // (H / Hkv).
+        causal: query i sees keys j <= i + Tk - T; see [Note: causal].
+        softmax_scale: D**-0.5 when None.
+        dropout_p: of the probabilities; rounded to a multiple of 1/256.
+        rng: key and site of the mask; None draws a key from torch's default generator.
+    Returns:
+        o: [B, T, H, D], contiguous.
+    Raises:
+        ValueError: shapes, dtypes or devices that differ from the above; no key; dropout_p outside
+            [0, 1); a key, site or number of heads that the mask cannot hold.
+        RuntimeError: a second derivative is asked for (with dropout).
+    Traffic: (2 * q.numel() + k.numel() + v.numel()) * q.element_size() bytes forward.
+    Deterministic: with dropout bitwise; without, as torch's backend (bitwise on CPU).
+    Oracle: fastpar.kernels.reference.attention_ref
+    Source: Vaswani et al. 2017, arXiv 1706.03762
+    """
+    _check(q, k, v)
     threshold = quantize_p(dropout_p)
-    B, T, H, D = q.shape
-    Tk = k.shape[1]
-    qt, kt, vt = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    mask = None
-    if causal and T != Tk:
-        mask = torch.ones(T, Tk, dtype=torch.bool, device=q.device).tril(Tk - T)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
     if threshold == 0:
-        o = F.scaled_dot_product_attention(
-            qt,
-            kt,
-            vt,
-            attn_mask=mask,
-            is_causal=causal and mask is None,
-            scale=softmax_scale,
-            enable_gqa=k.shape[2] != H,
-        )
-        return o.transpose(1, 2)
+        return _sdpa(q, k, v, causal, scale)
+    return _with_dropout([q, k, v], q, causal, scale, threshold, rng)
+
+
+def _with_dropout(
+    qkv: list[Tensor], q: Tensor, causal: bool, scale: float, threshold: int, rng: Rng | None
+) -> Tensor:
     if rng is None:
         rng = Rng(draw_key(q.device), 0)
-    if k.shape[2] != H:
-        kt, vt = (t.repeat_interleave(H // k.shape[2], dim=1) for t in (kt, vt))
-    scores = (qt @ kt.mT).float() * (D**-0.5 if softmax_scale is None else softmax_scale)
-    if causal:
-        mask = torch.ones(T, Tk, dtype=torch.bool, device=q.device).tril(Tk - T)
-        scores = scores.masked_fill(~mask, float("-inf"))
-    keep = keep_mask(rng, dropout_p, scores.shape, q.device)
-    probs = scores.softmax(-1) * keep * (256.0 / (256 - threshold))
-    return (probs.to(q.dtype) @ vt).transpose(1, 2)
+    check_rng(rng, q.shape[2], q.device)
+    return _attention_dropout(qkv, causal, scale, rng.key, rng.site, threshold)
 
 
 def attention_qkvpacked(
@@ -59,8 +374,28 @@ def attention_qkvpacked(
     dropout_p: float = 0.0,
     rng: Rng | None = None,
 ) -> Tensor:
-    """attention on the output of one projection: qkv [B, T, 3, H, D] -> o [B, T, H, D]."""
+    """attention() on the output of one projection, read in place; its gradient is one tensor.
+
+    Args:
+        qkv: [B, T, 3, H, D]: q, k and v of each position. The rest as in attention().
+    Returns:
+        o: [B, T, H, D], contiguous.
+    Raises:
+        ValueError, RuntimeError: as attention().
+    Traffic: 4/3 * qkv.numel() * qkv.element_size() bytes forward.
+    Deterministic: as attention().
+    Oracle: fastpar.kernels.reference.attention_ref
+    Source: Vaswani et al. 2017, arXiv 1706.03762
+    """
+    if qkv.dim() != 5 or qkv.shape[2] != 3:
+        raise ValueError(
+            f"attention_qkvpacked: expected qkv of shape [B, T, 3, H, D], got "
+            f"qkv={list(qkv.shape)}; unflatten the projection's last dimension to (3, H, D)"
+        )
     q, k, v = qkv.unbind(2)
-    return attention(
-        q, k, v, causal=causal, softmax_scale=softmax_scale, dropout_p=dropout_p, rng=rng
-    )
+    _check(q, k, v)
+    threshold = quantize_p(dropout_p)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    if threshold == 0:
+        return _sdpa(q, k, v, causal, scale)
+    return _with_dropout([qkv], q, causal, scale, threshold, rng)
