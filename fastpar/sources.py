@@ -12,6 +12,7 @@ import importlib
 import importlib.metadata
 import json
 import mmap
+import os
 import re
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -192,9 +193,8 @@ def _open_stdlib() -> TextSource:
     skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     files = [
         file
-        for file in _files_below(root)
+        for file in _files_below(root, frozenset(skip))
         if file.suffix == ".py"
-        and not skip & set(file.relative_to(root).parts)
         and not file.name.startswith("_sysconfigdata")  # written by the build, differs by machine
     ]
     return _text_source("stdlib", files, skip_others=True)
@@ -221,15 +221,13 @@ def _open_files(files: list[Path], name: str) -> TextSource | TokenSource:
     return _open_bins(files, name, notes=_unpickled_note(files[0].parent))
 
 
-def _files_below(folder: Path) -> list[Path]:
+def _files_below(folder: Path, skip: frozenset[str] = frozenset()) -> list[Path]:
     """Files of the folder and its folders, sorted by path; hidden ones (.git) are left out."""
-    files = [
-        file
-        for file in folder.rglob("*")
-        if not any(part.startswith(".") for part in file.relative_to(folder).parts)
-        and file.is_file()
-    ]
-    return sorted(files, key=lambda file: file.relative_to(folder).as_posix())
+    files = []
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in skip]
+        files += [Path(parent, name) for name in names if not name.startswith(".")]
+    return sorted((file for file in files if file.is_file()), key=lambda file: file.parts)
 
 
 def _text_source(name: str, files: list[Path], *, skip_others: bool, where: str = "") -> TextSource:

@@ -45,7 +45,7 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
-    def decode(self, ids: Sequence[int]) -> str: ...
+    def decode(self, ids: Iterable[int]) -> str: ...
     def save(self, folder: str | Path) -> None: ...
 
 
@@ -62,9 +62,8 @@ class ByteTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [self.encode(text) for text in texts]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        _check_ids(ids, self)
-        return bytes(ids).decode("utf-8", errors="replace")
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(_checked_ids(ids, self)).decode("utf-8", errors="replace")
 
     def save(self, folder: str | Path) -> None:
         _write_config(folder, {_KEY: self.name})
@@ -97,9 +96,8 @@ class CharTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [self.encode(text) for text in texts]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        _check_ids(ids, self)
-        return "".join([self.chars[i] for i in ids])
+    def decode(self, ids: Iterable[int]) -> str:
+        return "".join([self.chars[i] for i in _checked_ids(ids, self)])
 
     def save(self, folder: str | Path) -> None:
         _write_config(folder, {_KEY: self.name, "chars": self.chars})
@@ -121,16 +119,13 @@ class IdTokenizer:
                 f"IdTokenizer.encode: expected numbers below {self.vocab_size} with blanks "
                 f"between, got text={text[:40]!r}; the data came as ids, name their tokenizer"
             )
-        ids = [int(word) for word in words]
-        _check_ids(ids, self)
-        return ids
+        return _checked_ids([int(word) for word in words], self)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [self.encode(text) for text in texts]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        _check_ids(ids, self)
-        return "".join([f"{int(i)} " for i in ids])
+    def decode(self, ids: Iterable[int]) -> str:
+        return "".join([f"{i} " for i in _checked_ids(ids, self)])
 
     def save(self, folder: str | Path) -> None:
         _write_config(folder, {_KEY: self.name, "vocab_size": self.vocab_size})
@@ -158,9 +153,8 @@ class BpeTokenizer:
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        _check_ids(ids, self)
-        return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._backend.decode(_checked_ids(ids, self), skip_special_tokens=False)
 
     def save(self, folder: str | Path) -> None:
         folder = Path(folder)
@@ -343,13 +337,16 @@ def _damaged(folder: Path, error: Exception) -> ValueError:
     )
 
 
-def _check_ids(ids: Sequence[int], tokenizer: Tokenizer) -> None:
-    for i in ids:
+def _checked_ids(ids: Iterable[int], tokenizer: Tokenizer) -> list[int]:
+    """The ids as Python integers, whatever array or tensor they came in."""
+    numbers = [int(i) for i in ids]
+    for i in numbers:
         if not 0 <= i < tokenizer.vocab_size:
             raise ValueError(
-                f"{type(tokenizer).__name__}.decode: expected ids in [0, {tokenizer.vocab_size}), "
-                f"got id={i}; these ids come from another tokenizer"
+                f"{type(tokenizer).__name__}: expected ids in [0, {tokenizer.vocab_size}), got "
+                f"id={i}; these ids come from another tokenizer"
             )
+    return numbers
 
 
 def _write_config(folder: str | Path, config: dict[str, Any]) -> None:
