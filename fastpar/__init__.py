@@ -1,5 +1,60 @@
-"""Fused kernels and a lean parallel runtime for training GPT-2-class models in PyTorch."""
+"""Fused kernels and a lean parallel runtime for training GPT-2-class models in PyTorch.
+
+The public names are loaded when they are first used: `import fastpar` itself does not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from fastpar._version import __version__
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from fastpar.config import GPTConfig
+    from fastpar.engine import engine_of, parallelize
+    from fastpar.mesh import Mesh
+    from fastpar.model import GPT
+    from fastpar.optim import AdamW
+
+__all__ = ["GPT", "AdamW", "GPTConfig", "Mesh", "__version__", "engine_of", "parallelize"]
+
+_HOMES = {
+    "AdamW": "optim",
+    "GPT": "model",
+    "GPTConfig": "config",
+    "Mesh": "mesh",
+    "engine_of": "engine",
+    "parallelize": "engine",
+}
+
+
+def _check_compiled() -> None:
+    """Say what to type when this is a checkout that was never built."""
+    spec = importlib.util.find_spec("fastpar.kernels")
+    folders = spec.submodule_search_locations if spec is not None else None
+    names = [f"_C{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
+    if not any((Path(folder) / name).exists() for folder in folders or () for name in names):
+        raise ImportError(
+            "fastpar: expected the compiled module fastpar.kernels._C, got "
+            f"{'no such module' if folders else 'a checkout that is not installed'}; "
+            "run `pip install -e . --no-build-isolation` in the checkout (or `make train`)"
+        )
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'fastpar' has no attribute '{name}'")
+    value = getattr(importlib.import_module(f"fastpar.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})
+
+
+_check_compiled()

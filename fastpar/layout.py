@@ -157,5 +157,14 @@ def parameter_names(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
     return names
 
 
+def inventory(model: nn.Module) -> list[str]:
+    """One line per parameter and buffer: what must be the same on every rank."""
+    lines = [
+        f"parameter {'='.join(names)} {list(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
+        for p, names in parameter_names(model).items()
+    ]
+    return lines + [f"buffer {n} {list(b.shape)} {b.dtype}" for n, b in model.named_buffers()]
+
+
 def _round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple

@@ -8,13 +8,19 @@ has one rank and no group.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
+# torch 2.13 warns about the old name.
+all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -104,6 +110,56 @@ class Mesh:
         """Destroy the process group if this mesh made it. Ranks: all of them, at the end."""
         if self.owns_process_group and dist.is_initialized():
             dist.destroy_process_group()
+
+    def check_same(self, caller: str, lines: Sequence[str]) -> None:
+        """Raise, on every rank alike, unless all ranks along dp pass the same lines. Ranks: all.
+
+        Wire: 8 bytes per rank; the lines themselves only when they differ.
+        """
+        if self.dp_size == 1:
+            return
+        digest = hashlib.sha256("\n".join(lines).encode()).digest()[:8]
+        mine = torch.tensor([int.from_bytes(digest, "little", signed=True)], device=self.device)
+        hashes = mine.new_empty(self.dp_size)
+        all_gather(hashes, mine, group=self.dp_group)
+        if bool((hashes == hashes[0]).all()):
+            return
+        everyone: list[Any] = [None] * self.dp_size
+        dist.all_gather_object(everyone, list(lines), group=self.dp_group)
+        for rank, theirs in enumerate(everyone):
+            for i in range(max(len(theirs), len(everyone[0]))):
+                line, expected = (x[i] if i < len(x) else "nothing" for x in (theirs, everyone[0]))
+                if line != expected:
+                    raise ValueError(
+                        f"{caller}: expected the same on every rank, got '{line}' on rank {rank} "
+                        f"where rank 0 has '{expected}'; give every rank the same model and "
+                        "arguments"
+                    )
+
+    @torch.no_grad()
+    def broadcast_(self, tensors: Sequence[Tensor]) -> None:
+        """Give the tensors of every rank along dp the values of its rank 0. Ranks: all.
+
+        Wire: the bytes of the tensors, in one collective.
+        """
+        tensors = [t for t in tensors if t.numel()]
+        if self.dp_size == 1 or not tensors:
+            return
+        raw = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in tensors]
+        packed = torch.cat(raw) if len(raw) > 1 else raw[0].clone()
+        dist.broadcast(packed, group=self.dp_group, group_src=0)
+        for t, part in zip(tensors, packed.split([r.numel() for r in raw])):
+            # clone: a part may start at an address that the wider dtype does not allow
+            t.detach().copy_(part.clone().view(t.dtype).view(t.shape))
+
+    def can_average(self) -> bool:
+        """Whether the backend's collectives divide by the number of ranks. Ranks: all."""
+        try:
+            probe = torch.ones(1, device=self.device)
+            dist.all_reduce(probe, op=dist.ReduceOp.AVG, group=self.dp_group)
+        except (RuntimeError, ValueError):
+            return False
+        return True
 
 
 def _read_environment(environment: Mapping[str, str]) -> tuple[int, int, int]:

@@ -111,7 +111,8 @@ def _run_threads(
     from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
     outcomes = [_Outcome(rank) for rank in range(world_size)]
-    isolate = torch._C._distributed_c10d._set_thread_isolation_mode
+    c10d: Any = torch._C._distributed_c10d
+    isolate = c10d._set_thread_isolation_mode
     isolate(True)
     threaded._install_threaded_pg()
     threaded.ProcessLocalGroup.reset()
@@ -193,10 +194,10 @@ def _run_processes(
     return outcomes
 
 
-def _collect(pipes: dict, processes: list, timeout_s: float) -> None:
+def _collect(pipes: dict[Any, _Outcome], processes: list, timeout_s: float) -> None:
     """Read one message per worker; after a first failure the others get a moment only."""
     deadline = time.monotonic() + timeout_s
-    waiting = dict(pipes)
+    waiting: dict[Any, _Outcome] = dict(pipes)
     while waiting:
         ready = multiprocessing.connection.wait(
             list(waiting), timeout=max(0.0, deadline - time.monotonic())
@@ -207,6 +208,7 @@ def _collect(pipes: dict, processes: list, timeout_s: float) -> None:
             for outcome in late:
                 outcome.fail(_late(late, timeout_s), follows=failed)
             return
+        pipe: Any
         for pipe in ready:
             outcome = waiting.pop(pipe)
             try:
