@@ -82,7 +82,8 @@ def load_data(
     Args:
         source: see `fastpar.sources.open_source`.
         tokenizer: see `fastpar.tokenizer.make_tokenizer`; auto is bpe-4096 for text, gpt2 for .bin
-            files (bare ids where nanoGPT's meta.pkl says that they are not GPT-2's).
+            files (ids where nanoGPT's meta.pkl says that they are not GPT-2's). ids, for .bin
+            files only, leaves them numbers; the vocabulary then ends at the largest.
         cache_dir: default $XDG_CACHE_HOME/fastpar or ~/.cache/fastpar.
         val_fraction: share of the text that is held out: whole documents spread over the text, or
             its end where there are too few documents for that. Files and datasets that bring a
@@ -101,8 +102,6 @@ def load_data(
             f"load_data: expected 0 < val_fraction < 1, got val_fraction={val_fraction}; "
             "0.05 holds out a twentieth"
         )
-    if tokenizer != "auto":
-        check_name(tokenizer)
     opened = open_source(source, text_column=text_column)
     for note in opened.notes:
         say(note, progress)
@@ -111,6 +110,7 @@ def load_data(
         data = _load_tokens(opened, tokenizer, val_fraction, cache, progress)
     else:
         name = _DEFAULT_TOKENIZER if tokenizer == "auto" else tokenizer
+        check_name(name)
         text = tokenized(opened, name, val_fraction, cache=cache, progress=progress)
         n_tokens = text.tokenizer.vocab_size
         data = TextData(
@@ -292,13 +292,15 @@ def _hash(x: np.ndarray, key: np.ndarray, factor: np.ndarray) -> np.ndarray:
 def _load_tokens(
     source: TokenSource, tokenizer: str, val_fraction: float, cache: Path, progress: bool
 ) -> TextData:
-    if tokenizer != "auto" and learns_from_text(tokenizer):
+    name = source.tokenizer if tokenizer == "auto" else tokenizer
+    if name != "ids":
+        check_name(name)
+    if learns_from_text(name):
         raise ValueError(
             f"load_data: expected the tokenizer that wrote {source.name}, got "
             f"tokenizer={tokenizer}, which learns from text; name gpt2, bytes or a folder"
         )
     max_id, where = _max_id(source, cache, progress)
-    name = source.tokenizer if tokenizer == "auto" else tokenizer
     chosen = IdTokenizer(max_id + 1) if name == "ids" else make_tokenizer(name)
     if max_id >= chosen.vocab_size:
         raise ValueError(

@@ -32,6 +32,7 @@ _SHARD_DTYPE: dict[tuple[int, int], np.dtype] = {
     (20240520, 1): np.dtype("<u2"),
     (20240801, 7): np.dtype("<u4"),
 }
+_DATASET_NAME = re.compile(r"[\w.-]+/[\w.-]+(?<!\.txt)(?<!\.bin)")
 _PART_OF_NAME = re.compile(r"(?:^|[_.-])(train|val)(?:[_.-]|$)")
 
 
@@ -119,7 +120,7 @@ def open_source(source: str, *, text_column: str = "text") -> TextSource | Token
     if source.startswith("hf:"):
         return _open_dataset(source.removeprefix("hf:"), text_column)
     path = Path(source).expanduser()
-    if path.is_dir():
+    if source and path.is_dir():
         return _open_folder(path)
     if path.is_file():
         return _open_files([path], path.stem)
@@ -127,7 +128,7 @@ def open_source(source: str, *, text_column: str = "text") -> TextSource | Token
         files = [Path(file) for file in sorted(glob.glob(str(path))) if Path(file).is_file()]
         if files:
             return _open_files(files, path.parent.name or "files")
-    elif re.fullmatch(r"[\w.-]+/[\w.-]+", source) and not path.parent.exists():
+    elif _DATASET_NAME.fullmatch(source) and not path.parent.exists():
         return _open_dataset(source, text_column)
     raise ValueError(f"load_data: expected an existing path, got source={source}; give {SOURCES}")
 
@@ -402,7 +403,12 @@ def _map_bin(file: Path) -> tuple[np.ndarray, bool]:
                 "it is empty or truncated, write it again"
             )
         return np.memmap(file, dtype="<u2", mode="r"), False
-    version, count = int(header[1]), int(header[2]) if len(header) > 2 else -1
+    if len(header) < _HEADER_INTS:
+        raise ValueError(
+            f"load_data: expected a header of {4 * _HEADER_INTS} bytes, got file={file} with "
+            f"size={size}; it is truncated, fetch it again"
+        )
+    version, count = int(header[1]), int(header[2])
     dtype = _SHARD_DTYPE.get((int(header[0]), version))
     if dtype is None:
         raise ValueError(
@@ -410,7 +416,7 @@ def _map_bin(file: Path) -> tuple[np.ndarray, bool]:
             f"version={version} in file={file}; write it with llm.c's present scripts"
         )
     expected = 4 * _HEADER_INTS + count * dtype.itemsize
-    if len(header) < _HEADER_INTS or count < 1 or size != expected:
+    if count < 1 or size != expected:
         raise ValueError(
             f"load_data: expected {expected} bytes for the {count} tokens of its header, got "
             f"file={file} with size={size}; it is truncated or damaged, fetch it again"
