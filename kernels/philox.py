@@ -86,10 +86,10 @@ def quantize_p(p: float) -> int:
     """
     if not 0.0 <= p < 1.0:
         raise ValueError(f"dropout: expected 0 <= p < 1, got p={p}; use p=0 to switch dropout off")
-    threshold = min(255, int(256 * p + 0.5))
+    threshold = min(255, round(256 * p))
     if p > 0.0 and threshold == 0:
         raise ValueError(
-            f"dropout: expected p = 0 or p >= 1/512, got p={p}; p is rounded to a multiple of "
+            f"dropout: expected p = 0 or p > 1/512, got p={p}; p is rounded to a multiple of "
             "1/256, which is 0 here"
         )
     return threshold

@@ -6,6 +6,7 @@ V vocabulary, N rows (B*T), P flat parameters, S shard of P.
 """
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -63,3 +64,124 @@ def adamw_step_ref(
         m_hat = m / (1 - beta1**step)
         v_hat = v / (1 - beta2**step)
         p.sub_(lr * m_hat / (v_hat.sqrt() + eps))
+
+
+def philox_ref(counter: tuple[int, ...], key: tuple[int, int]) -> tuple[int, ...]:
+    """Philox-4x32-10 on Python's integers."""
+    c0, c1, c2, c3 = counter
+    for i in range(10):
+        k0, k1 = ((k + i * w) % 2**32 for k, w in zip(key, (0x9E3779B9, 0xBB67AE85)))
+        high_0, low_0 = divmod(c0 * 0xD2511F53, 2**32)
+        high_1, low_1 = divmod(c2 * 0xCD9E8D57, 2**32)
+        c0, c1, c2, c3 = high_1 ^ c1 ^ k0, low_1, high_0 ^ c3 ^ k1, low_0
+    return c0, c1, c2, c3
+
+
+@lru_cache(maxsize=32)
+def _keep_ref(seed: int, first_sample: int, site: int, p: float, shape: tuple[int, ...]) -> Tensor:
+    B, C = shape[0], shape[-1]
+    H = shape[1] if len(shape) > 3 else 1
+    R = math.prod(shape) // max(1, B * H * C)
+    drawn = []
+    for sample in range(first_sample, first_sample + B):
+        key = seed % 2**32, seed // 2**32 ^ sample // 2**32
+        for h in range(H):
+            for r in range(R):
+                row: list[int] = []
+                for group in range(-(-C // 16)):
+                    words = philox_ref((group, r, site * 2**16 + h, sample % 2**32), key)
+                    row += (word // 256**i % 256 for word in words for i in range(4))
+                drawn.append(row[:C])
+    return (torch.tensor(drawn) >= min(255, round(256 * p))).view(shape)
+
+
+def keep_mask_ref(rng: tuple[Tensor, int], p: float, shape: tuple[int, ...]) -> Tensor:
+    """The dropout mask, one Philox call after another."""
+    key, site = rng
+    seed, first_sample = key.tolist()
+    return _keep_ref(seed, first_sample, site, p, tuple(shape))
+
+
+def dropout_ref(x: Tensor, p: float, rng: tuple[Tensor, int]) -> Tensor:
+    """x where kept, over the probability of being kept (which is a multiple of 1/256)."""
+    if p == 0:
+        return x
+    scale = 256 / (256 - min(255, round(256 * p)))
+    return x * keep_mask_ref(rng, p, tuple(x.shape)).to(x) * scale
+
+
+def attention_ref(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    dropout_p: float = 0.0,
+    rng: tuple[Tensor, int] | None = None,
+) -> Tensor:
+    """All scores at once; queries that see no key give 0."""
+    T, H, D = q.shape[1:]
+    Tk = k.shape[1]
+    k, v = (x.repeat_interleave(H // k.shape[2], 2) for x in (k, v))
+    scale = D**-0.5 if softmax_scale is None else softmax_scale
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * scale  # [B, H, T, Tk]
+    if causal:
+        seen = torch.ones(T, Tk, dtype=torch.bool, device=q.device).tril(Tk - T)
+        sighted = seen.any(-1, keepdim=True)
+        scores = scores.masked_fill(~seen & sighted, -math.inf)
+        probs = torch.softmax(scores, -1) * sighted
+    else:
+        probs = torch.softmax(scores, -1)
+    if dropout_p > 0:
+        assert rng is not None
+        probs = dropout_ref(probs, dropout_p, rng)
+    return torch.einsum("bhij,bjhd->bihd", probs, v)
+
+
+def layer_norm_ref(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    """Mean and biased variance, written out."""
+    centered = x - x.mean(-1, keepdim=True)
+    y = centered / torch.sqrt((centered * centered).mean(-1, keepdim=True) + eps) * weight
+    return (y if bias is None else y + bias).to(x.dtype)
+
+
+def residual_layer_norm_ref(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    x_bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng: tuple[Tensor, int] | None = None,
+    eps: float = 1e-5,
+) -> tuple[Tensor, Tensor]:
+    """One step after another."""
+    x = x if x_bias is None else (x + x_bias).to(x.dtype)
+    if dropout_p > 0:
+        assert rng is not None
+        x = dropout_ref(x, dropout_p, rng)
+    residual_out = residual + x
+    return layer_norm_ref(residual_out, weight, bias, eps), residual_out
+
+
+def embedding_ref(
+    idx: Tensor,
+    wte: Tensor,
+    wpe: Tensor | None = None,
+    *,
+    first_position: int = 0,
+    dropout_p: float = 0.0,
+    rng: tuple[Tensor, int] | None = None,
+) -> Tensor:
+    """Rows picked by advanced indexing."""
+    x = wte[idx.long()]
+    if wpe is not None:
+        x = x + wpe[first_position : first_position + idx.shape[1]]
+    if dropout_p > 0:
+        assert rng is not None
+        x = dropout_ref(x, dropout_p, rng)
+    return x

@@ -1,0 +1,331 @@
+"""One mask, everywhere: against the published generator, between implementations, for any cut.
+
+Statistical tests draw from fixed seeds, so they are either always green or always red. Bounds are
+stated as the chance that a correct generator would fail one of them for a random seed.
+"""
+
+import math
+
+import pytest
+import torch
+
+from fastpar.kernels import _C, Rng, backend, draw_key, dropout, keep_mask, make_key, quantize_p
+from fastpar.kernels.philox import MaskBlock, dropout_block, mask_shape, philox_4x32
+from fastpar.kernels.reference import dropout_ref, keep_mask_ref, philox_ref
+
+# Known answers of Philox4x32-10, from the Random123 library's own test.
+KNOWN = [
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((2**32 - 1,) * 4, (2**32 - 1,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
+SHAPES = [
+    (3, 5),
+    (2, 7, 33),
+    (1, 2, 3, 16),
+    (2, 3, 2, 5, 63),
+    (1, 1, 1, 1),
+    (2, 2, 1000),
+    (2, 70, 48),
+]
+BACKENDS = ["torch", "baseline", "avx2", "avx512"]
+
+
+@pytest.fixture(params=BACKENDS)
+def implementation(request, monkeypatch):
+    """torch ops, or the compiled kernel on each instruction set of this machine."""
+    if request.param == "torch":
+        monkeypatch.setattr(backend, "choice", "torch")
+        yield request.param
+        return
+    if not _C.isa_supported(request.param):
+        pytest.skip(f"this machine has no {request.param}")
+    before = _C.isa()
+    _C.set_isa(request.param)
+    yield request.param
+    _C.set_isa(before)
+
+
+def rng(seed=1, first_sample=0, site=0):
+    return Rng(make_key(seed, first_sample), site)
+
+
+@pytest.mark.parametrize(("counter", "key", "expected"), KNOWN)
+def test_philox_gives_the_published_words(counter, key, expected):
+    assert philox_ref(counter, key) == expected
+    words = philox_4x32([torch.tensor(c) for c in counter], [torch.tensor(k) for k in key])
+    assert tuple(int(w) for w in words) == expected
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_mask_equals_the_oracle(implementation, shape):
+    # Seed and sample beyond 32 bits, the sample crossing 2**33 within the batch.
+    for r in (rng(5, 3, 9), rng(2**62 + 12345, 2**33 - 1, 2**15 - 1)):
+        got = keep_mask(r, 0.3, shape)
+        assert got.dtype == torch.bool
+        assert torch.equal(got, keep_mask_ref(r, 0.3, shape))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_dropout_is_the_mask_times_the_scale(implementation, shape, dtype):
+    x = torch.randn(shape).to(dtype)
+    r = rng(7, 11, 3)
+    y = dropout(x, 0.3, r)
+    assert y.dtype == dtype
+    expected = torch.where(keep_mask_ref(r, 0.3, shape), x * (256 / (256 - 77)), 0.0)
+    assert torch.equal(y, expected)
+
+
+def test_infinite_and_nan_elements_are_dropped_like_others():
+    x = torch.full((2, 4, 64), math.inf)
+    x[1] = math.nan
+    keep = keep_mask(rng(), 0.5, x.shape)
+    y = dropout(x, 0.5, rng())
+    assert (y[~keep] == 0).all()
+    assert (y[0][keep[0]] == math.inf).all()
+    assert y[1][keep[1]].isnan().all()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_mask_does_not_depend_on_threads(threads):
+    x = torch.randn(3, 2, 500, 65)
+    torch.set_num_threads(1)
+    expected = dropout(x, 0.2, rng())
+    torch.set_num_threads(threads)
+    assert torch.equal(dropout(x, 0.2, rng()), expected)
+
+
+def test_a_batch_has_the_masks_of_its_samples():
+    whole = keep_mask(rng(3, 100, 4), 0.4, (4, 5, 33))
+    for cut in ((2, 2), (1, 3), (1, 1, 1, 1)):
+        parts, first = [], 100
+        for n in cut:
+            parts.append(keep_mask(rng(3, first, 4), 0.4, (n, 5, 33)))
+            first += n
+        assert torch.equal(torch.cat(parts), whole), cut
+
+
+def test_blocks_are_slices_of_the_mask(implementation):
+    x = torch.randn(3, 4, 20, 40)
+    whole = dropout(x, 0.4, rng(3, 5, 2))
+    for b, h, r, (n, m, k) in [(1, 0, 0, (2, 4, 20)), (0, 2, 7, (1, 2, 5)), (2, 3, 19, (1, 1, 1))]:
+        part = x[b : b + n, h : h + m, r : r + k].clone(memory_format=torch.contiguous_format)
+        at = MaskBlock(n, m, k, 40, b, h, r)
+        expected = whole[b : b + n, h : h + m, r : r + k]
+        key = make_key(3, 5)
+        assert torch.equal(dropout_block(part, key, 2, quantize_p(0.4), at), expected)
+        assert torch.equal(dropout_block(part, key, 2, quantize_p(0.4), at, out=part), expected)
+
+
+def test_column_slices_keep_their_bits():
+    assert torch.equal(
+        keep_mask(rng(), 0.3, (2, 9, 100))[..., :37], keep_mask(rng(), 0.3, (2, 9, 37))
+    )
+
+
+def test_extra_dimensions_fold_into_rows():
+    assert mask_shape((2, 3, 4, 5, 6)) == MaskBlock(2, 3, 20, 6)
+    flat = keep_mask(rng(), 0.3, (2, 3, 20, 6))
+    assert torch.equal(keep_mask(rng(), 0.3, (2, 3, 4, 5, 6)), flat.view(2, 3, 4, 5, 6))
+    assert torch.equal(keep_mask(rng(), 0.3, (2, 6)), keep_mask(rng(), 0.3, (2, 1, 6))[:, 0])
+
+
+@pytest.mark.parametrize("p", [1 / 256, 0.1, 0.5, 0.9, 255 / 256])
+def test_keep_rate(p):
+    """Within 6 standard deviations: a correct generator fails once in 5e8 seeds."""
+    n = 1 << 20
+    kept = keep_mask(rng(123), p, (4, 512, 512)).sum().item()
+    q = 1 - quantize_p(p) / 256
+    assert abs(kept - n * q) < 6 * math.sqrt(n * q * (1 - q))
+
+
+def test_bytes_are_uniform():
+    """Chi-squared of 2^20 bytes over 256 values within 255 +- 6 * sqrt(510).
+
+    A correct generator fails once in about 1e7 seeds.
+    """
+    words = philox_4x32(
+        [torch.arange(1 << 16), *(torch.tensor(i) for i in (1, 2, 3))],
+        [torch.tensor(4), torch.tensor(5)],
+    )
+    drawn = torch.stack(words, -1).to(torch.int32).view(torch.uint8)
+    counts = drawn.flatten().int().bincount(minlength=256).double()
+    expected = drawn.numel() / 256
+    assert abs(((counts - expected) ** 2 / expected).sum().item() - 255) < 6 * math.sqrt(510)
+
+
+def test_masks_are_independent():
+    """Agreement of masks that differ in one coordinate, |z| < 6 for each of 14 pairs.
+
+    A correct generator fails once in 3e7 seeds. (n = 2^18, p = 1/2: independent bits agree half of
+    the time.)
+    """
+    shape, p = (4, 4, 128, 128), 0.5
+    base = keep_mask(rng(17, 40, 6), p, shape)
+    pairs = {
+        "site": (base, keep_mask(rng(17, 40, 7), p, shape)),
+        "far site": (base, keep_mask(rng(17, 40, 6 + 2**14), p, shape)),
+        "seed": (base, keep_mask(rng(18, 40, 6), p, shape)),
+        "high seed": (base, keep_mask(rng(17 + 2**32, 40, 6), p, shape)),
+        "sample": (base, keep_mask(rng(17, 41, 6), p, shape)),
+        "high sample": (base, keep_mask(rng(17, 40 + 2**32, 6), p, shape)),
+        "head": (base[:, 1:], base[:, :-1]),
+        "row": (base[:, :, 1:], base[:, :, :-1]),
+        "far row": (base[:, :, 64:], base[:, :, :-64]),
+        "column": (base[..., 1:], base[..., :-1]),
+        "column of the next word": (base[..., 4:], base[..., :-4]),
+        "column of the next call": (base[..., 16:], base[..., :-16]),
+        "row and column": (base, base.mT),
+        "head and sample": (base, base.transpose(0, 1)),
+    }
+    for name, (a, b) in pairs.items():
+        same = a == b
+        if name == "row and column":
+            same = same[..., torch.ones(128, 128, dtype=torch.bool).triu(1)]
+        if name == "head and sample":
+            same = same[torch.ones(4, 4, dtype=torch.bool).triu(1)]
+        z = (same.sum().item() - same.numel() / 2) / (math.sqrt(same.numel()) / 2)
+        assert abs(z) < 6, (name, z)
+
+
+def test_backward_draws_the_same_mask():
+    x = torch.randn(2, 3, 50, requires_grad=True)
+    y = dropout(x, 0.3, rng())
+    assert y.grad_fn is not None
+    # strided and expanded gradients
+    for dy in (
+        torch.randn(2, 50, 3).mT,
+        torch.randn(50).expand(2, 3, 50),
+        torch.ones(1).expand(2, 3, 50),
+    ):
+        (dx,) = torch.autograd.grad(y, x, dy, retain_graph=True)
+        assert torch.equal(dx, dropout(dy.contiguous(), 0.3, rng()))
+
+
+def test_gradcheck():
+    x = torch.randn(2, 3, 7, dtype=torch.float64, requires_grad=True)
+    torch.autograd.gradcheck(lambda x: dropout(x, 0.3, rng()), x)
+    torch.autograd.gradgradcheck(lambda x: dropout(x, 0.3, rng()), x)
+
+
+def test_matches_oracle():
+    from fastpar.testing import assert_matches_oracle
+
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.randn(2, 5, 63).to(dtype).requires_grad_()
+        assert_matches_oracle(
+            lambda x: dropout(x, 0.1, rng()), lambda x: dropout_ref(x, 0.1, rng()), [x]
+        )
+
+
+def test_strided_and_expanded_inputs():
+    for x in (
+        torch.randn(2, 33, 5).mT,
+        torch.randn(33).expand(2, 5, 33),
+        torch.randn(2, 5, 66)[..., ::2],
+    ):
+        assert torch.equal(dropout(x, 0.3, rng()), dropout(x.contiguous(), 0.3, rng()))
+
+
+def test_without_rng_torch_decides():
+    x = torch.ones(2, 100)
+    torch.manual_seed(5)
+    first = dropout(x, 0.5)
+    assert not torch.equal(dropout(x, 0.5), first)
+    torch.manual_seed(5)
+    assert torch.equal(dropout(x, 0.5), first)
+    assert draw_key().shape == (2,)
+
+
+def test_no_dropout_returns_x():
+    x = torch.randn(3)
+    assert dropout(x, 0.0) is x
+    assert dropout(torch.empty(0, 5), 0.5).shape == (0, 5)
+    assert keep_mask(rng(), 0.5, (2, 0, 7)).shape == (2, 0, 7)
+
+
+@pytest.mark.parametrize(
+    ("p", "threshold"), [(0.0, 0), (0.1, 26), (0.5, 128), (0.002, 1), (0.999, 255)]
+)
+def test_quantize_p(p, threshold):
+    assert quantize_p(p) == threshold
+
+
+@pytest.mark.parametrize("p", [-0.1, 1.0, 1.5, math.nan])
+def test_p_outside_is_refused(p):
+    with pytest.raises(ValueError, match=r"dropout: expected 0 <= p < 1, got p="):
+        dropout(torch.randn(2, 3), p)
+
+
+KEY = make_key(0, 0)
+
+
+@pytest.mark.parametrize(
+    ("x", "rng", "message"),
+    [
+        ((2, 3), Rng(KEY, 2**15), r"expected 0 <= site < 32768, got site=32768"),
+        (
+            (2, 3),
+            Rng(KEY.float(), 0),
+            r"expected an int64 key of shape \[2\], got key=torch.flo",
+        ),
+        (
+            (2, 3),
+            Rng(KEY[:1], 0),
+            r"expected an int64 key of shape \[2\], got key=.* \[1\]",
+        ),
+        ((2, 3), Rng(KEY.to("meta"), 0), r"expected a key on the CPU or on cpu, got key on meta"),
+        ((1, 2**16, 1, 1), Rng(KEY, 0), r"expected fewer than 65536 heads .*got H=65536"),
+        ((3,), Rng(KEY, 0), r"expected x of shape \[B, ..., C\], got x=\[3\]"),
+    ],
+)
+def test_bad_rng_is_refused(x, rng, message):
+    with pytest.raises(ValueError, match="dropout: " + message):
+        dropout(torch.empty(x), 0.1, rng)
+    with pytest.raises(ValueError, match="dropout: " + message):
+        keep_mask(rng, 0.1, x, device="cpu")
+
+
+def test_bad_numbers_are_refused():
+    with pytest.raises(ValueError, match=r"dropout: expected p = 0 or p > 1/512, got p=0.001"):
+        quantize_p(0.001)
+    with pytest.raises(ValueError, match=r"make_key: expected 0 <= seed < 2\*\*63, got seed=-1"):
+        make_key(-1, 0)
+    with pytest.raises(ValueError, match=r"make_key: expected 0 <= first_sample < 2\*\*63, got"):
+        make_key(0, 2**63)
+    with pytest.raises(ValueError, match=r"dropout: expected 0 <= threshold <= 255, got thresh"):
+        _C.keep_mask(0, 0, 0, 0, 256, 1, 1, 1, 1, 0, 0, 1)
+
+
+def test_registration():
+    x = torch.randn(2, 3, 5, requires_grad=True)
+    torch.library.opcheck(torch.ops.fastpar.dropout.default, (x, make_key(1, 2), 3, 26))
+    torch.library.opcheck(
+        torch.ops.fastpar.keep_mask.default, (make_key(1, 2), 3, 26, [2, 5], torch.device("cpu"))
+    )
+
+
+def test_compiles_into_one_graph():
+    x = torch.randn(2, 3, 5, requires_grad=True)
+
+    def f(x, key):
+        return dropout(x, 0.3, Rng(key, 2)) * keep_mask(Rng(key, 1), 0.3, x.shape)
+
+    y = torch.compile(f, fullgraph=True, backend="aot_eager")(x, make_key(1, 2))
+    assert torch.equal(y, f(x, make_key(1, 2)))
+    assert torch.equal(*(torch.autograd.grad(z.sum(), x)[0] for z in (y, f(x, make_key(1, 2)))))
+
+
+@pytest.mark.gpu
+def test_mask_on_a_gpu_equals_the_cpu():
+    for key in (make_key(2**62 + 1, 2**33 - 1), make_key(2**62 + 1, 2**33 - 1, device="cuda")):
+        for shape in SHAPES:
+            expected = keep_mask(Rng(key.cpu(), 5), 0.3, shape)
+            assert torch.equal(keep_mask(Rng(key, 5), 0.3, shape, device="cuda").cpu(), expected)
+            x = torch.randn(shape, device="cuda")
+            assert torch.equal(dropout(x, 0.3, Rng(key, 5)) != 0, expected.cuda())
