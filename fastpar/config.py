@@ -120,8 +120,8 @@ class DataSettings:
 
     data: str = "bible"
     """bible, stdlib, a text file or folder, a folder of .bin tokens, or hf:NAME."""
-    tokenizer: str = "bpe-4096"
-    """bytes, bpe-N (N tokens, trained on the text once), or gpt2."""
+    tokenizer: str = "auto"
+    """bytes, chars, bpe-N (N tokens, learned from the text), gpt2, or a folder; auto: bpe-4096."""
     batch_size: int = 32
     """Sequences a step, over all ranks and micro-batches."""
     micro_batch_size: int | None = None

@@ -20,7 +20,7 @@ LEVELS = {
     **dict.fromkeys(("engine", "optim", "loss_scale"), 2),
     **dict.fromkeys(("model", "hf", "testing"), 3),
     **dict.fromkeys(("tokenizer", "data", "checkpoint", "metrics"), 4),
-    **dict.fromkeys(("train", "sample", "launch"), 5),
+    **dict.fromkeys(("train", "run_folder", "sample", "launch"), 5),
     "cli": 6,
     "__main__": 7,
     "__init__": 7,
@@ -32,6 +32,8 @@ WITHIN_LEVEL = [
     ("data", "tokenizer"),
     ("train", "sample"),
     ("train", "launch"),
+    ("train", "run_folder"),
+    ("run_folder", "sample"),
     ("engine", "optim"),
 ]
 OPTIONAL = {  # heavy or optional: only ever imported inside functions

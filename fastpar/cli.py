@@ -1,0 +1,254 @@
+"""The command fastpar. A user's mistake is one line on stderr and exit status 2."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import re
+import shutil
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from fastpar._version import __version__
+from fastpar.config import SampleSettings, TrainConfig, derive_batch, read_settings
+from fastpar.launch import (
+    LOST_PEER,
+    USER_MISTAKE,
+    available_cores,
+    follow_launcher,
+    is_rank,
+    launch,
+    launched_here,
+    lost_peer,
+)
+
+_WRITTEN_FOR_USERS = re.compile(r"[\w.]+(?: \w+)?: expected ")  # the form of all our messages
+USAGE = """usage: fastpar COMMAND [OPTIONS]
+
+  train    train a GPT-2 on text (--nproc N: on N ranks of this machine)
+  sample   write text with a trained model
+  export   copy a run's weights and tokenizer to a folder that transformers loads
+  info     what runs where on this machine, and why
+
+`fastpar COMMAND --help` lists a command's options; `fastpar --version` prints the version.
+"""
+
+
+@dataclass(frozen=True)
+class WhereSettings:
+    """Which weights."""
+
+    out: str | None = None
+    """Folder of a run; unset: the newest of runs/."""
+    checkpoint: str | None = None
+    """Folder of one checkpoint, or of transformers weights with tokenizer."""
+
+
+@dataclass(frozen=True)
+class SampleCommand:
+    """Write text with a trained model."""
+
+    where: WhereSettings = field(default_factory=WhereSettings)
+    sample: SampleSettings = field(default_factory=SampleSettings)
+    seed: int = 0
+    """Of the random draws."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; auto: cuda where there is one."""
+
+
+@dataclass(frozen=True)
+class ExportCommand:
+    """Copy weights and tokenizer of a run's newest checkpoint to a folder of their own."""
+
+    to: str
+    """Folder to make."""
+    where: WhereSettings = field(default_factory=WhereSettings)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; the exit status."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if launched_here():
+        follow_launcher()
+    commands: dict[str, Callable[[list[str]], int]] = {
+        "train": _train,
+        "sample": _sample,
+        "export": _export,
+        "info": _info,
+    }
+    name = arguments[0] if arguments else "--help"
+    if name in ("-h", "--help"):
+        print(USAGE, end="")
+        return 0
+    if name == "--version":
+        print(__version__)
+        return 0
+    try:
+        if name not in commands:
+            raise ValueError(
+                f"fastpar: expected one of {', '.join(commands)}, got command={name}; "
+                "see fastpar --help"
+            )
+        return commands[name](arguments[1:])
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        return _leave(error)
+
+
+def _leave(error: Exception) -> int:
+    """Says what went wrong: one line, or a traceback where it is a defect. The exit status."""
+    status = USER_MISTAKE if isinstance(error, ValueError) else 1
+    file = error.filename if isinstance(error, OSError) else None
+    if is_rank() and lost_peer(error):
+        status, line = LOST_PEER, f"rank {os.environ['RANK']} stops: another rank is gone"
+    elif _WRITTEN_FOR_USERS.match(str(error)):
+        line = str(error)
+    elif file is not None:
+        line = f"fastpar: {error}"
+    else:
+        line, status = "".join(traceback.format_exception(error)).rstrip(), 1
+    sys.stdout.flush()
+    print(line, file=sys.stderr, flush=True)
+    if is_rank():
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)
+        # No orderly exit: a process group's destructor can wait for peers that never answer.
+        os._exit(status)
+    return status
+
+
+def _parse(command: Any, arguments: list[str], name: str, default: Any = None) -> Any:
+    """The dataclass from flags, by tyro, which ends the process with status 2 on a mistake."""
+    try:
+        import tyro
+    except ImportError as error:
+        raise ImportError(
+            f"fastpar {name}: expected tyro, got {error}; pip install 'fastpar[train]'"
+        ) from None
+    return tyro.cli(
+        command,
+        prog=f"fastpar {name}",
+        args=arguments,
+        default=default,
+        config=(tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone),
+    )
+
+
+def _train(arguments: list[str]) -> int:
+    config = parse_train(arguments)
+    if not is_rank() and config.system.nproc > 1:
+        from fastpar.run_folder import check_out
+
+        if config.text.batch_size < config.system.nproc:
+            derive_batch(config.text, 1, config.system.nproc)
+        check_out(config)  # before the ranks start, which takes seconds
+        return launch(["train", *arguments], config.system.nproc, threads=config.system.threads)
+    from fastpar.train import train
+
+    return train(config)
+
+
+def parse_train(arguments: list[str]) -> TrainConfig:
+    """Settings of `fastpar train`: defaults < the run to go on with < --config FILE < flags.
+
+    Raises:
+        ValueError: a file or a setting that is not one; SystemExit from tyro on unknown flags.
+    """
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--config")
+    first.add_argument("--out")
+    first.add_argument("--resume", action=argparse.BooleanOptionalAction, default=False)
+    known, _ = first.parse_known_args(arguments)
+    base = TrainConfig()
+    file = Path(known.out or "") / "config.json"
+    if known.resume and known.out is not None and file.exists():
+        base = base.replace(read_settings(file), str(file))
+    if known.config is not None:
+        base = base.replace(read_settings(known.config), known.config)
+    config = _parse(TrainConfig, arguments, "train", base)
+    nproc, ranks = config.system.nproc, os.environ.get("WORLD_SIZE", "1")
+    if is_rank() and not launched_here() and nproc not in (base.system.nproc, int(ranks)):
+        raise ValueError(
+            f"train: expected no --nproc under torchrun, which has started {ranks} ranks, got "
+            f"nproc={nproc}; use --nproc-per-node of torchrun"
+        )
+    return config
+
+
+def _weights(where: WhereSettings) -> Path:
+    """The folder that holds the weights asked for."""
+    from fastpar.checkpoint import newest_checkpoint
+    from fastpar.run_folder import newest_run
+
+    if where.checkpoint is not None:
+        if where.out is not None:
+            raise ValueError(
+                f"fastpar: expected --out or --checkpoint, got out={where.out} and "
+                f"checkpoint={where.checkpoint}; give one of them"
+            )
+        return Path(where.checkpoint)
+    run = where.out or newest_run()
+    if run is None:
+        raise ValueError(
+            "fastpar: expected a run in runs/, got none; train one with `fastpar train`, or give "
+            "--out or --checkpoint"
+        )
+    folder = newest_checkpoint(run, say=lambda line: print(line, file=sys.stderr))
+    print(f"weights of {folder}", file=sys.stderr)
+    return folder
+
+
+def _sample(arguments: list[str]) -> int:
+    command = _parse(SampleCommand, arguments, "sample")
+    import torch
+
+    from fastpar.hf import load_hf
+    from fastpar.launch import threads_per_rank
+    from fastpar.run_folder import draw
+    from fastpar.tokenizer import load_tokenizer
+
+    torch.set_num_threads(threads_per_rank(None, 1))
+    device = command.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    folder = _weights(command.where)
+    model, tokenizer = load_hf(folder), load_tokenizer(folder)
+    draw(model.to(device), tokenizer, command.sample, sys.stdout, seed=command.seed)
+    return 0
+
+
+def _export(arguments: list[str]) -> int:
+    command = _parse(ExportCommand, arguments, "export")
+    from fastpar.checkpoint import OPTIMIZER, STATE, verify_checkpoint
+
+    folder, to = _weights(command.where), Path(command.to)
+    if to.exists():
+        raise ValueError(
+            f"fastpar export: expected a folder that does not exist, got to={to}; choose another"
+        )
+    names = verify_checkpoint(folder)["files"].keys() - {OPTIMIZER, STATE}
+    temporary = to.with_name(f".{to.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    for name in sorted(names):
+        shutil.copyfile(folder / name, temporary / name)
+    os.replace(temporary, to)
+    print(f"{to}: {', '.join(sorted(names))}")
+    return 0
+
+
+def _info(arguments: list[str]) -> int:
+    if arguments:
+        raise ValueError(f"fastpar info: expected no options, got {arguments[0]}; leave them out")
+    from fastpar.kernels.backend import describe
+
+    print(f"fastpar   {__version__}, {available_cores()} cores, {platform.platform()}")
+    print(describe())
+    return 0

@@ -1,0 +1,280 @@
+"""`fastpar train --nproc N`: N ranks on this machine, through torch's elastic multiprocessing.
+
+Rank 0 keeps the terminal, so its progress bar stays whole; the other ranks write to files, which
+are shown when one of them fails. Under torchrun this file has nothing to do.
+
+[Note: who stops whom] The ranks run in sessions of their own, so Ctrl-C reaches the launcher alone,
+which passes it on: every rank learns of the stop in the same step (see train.py), saves and ends. A
+second Ctrl-C kills. When a rank dies, its peers fail in their next collective by themselves (gloo),
+or wait for ever (NCCL on one machine): after GRACE_S they are killed. Without that a run hangs
+until the time-out of its process group (test_killed_rank_stops_the_others).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+GRACE_S = 5.0
+POLL_S = 0.05
+SIGNALS = tuple(  # under nohup SIGHUP stays ignored
+    number
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    if signal.getsignal(number) != signal.SIG_IGN
+)
+STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP)  # as a shell counts
+LOST_PEER = 3  # exit status of a rank that failed because another one was gone
+USER_MISTAKE = 2
+_LAUNCHER = "FASTPAR_LAUNCHER"  # in the ranks' environment: pid of the launcher
+_LOST_PEER_TEXTS = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Socket closed",
+    "Connection refused",
+    "NCCL communicator was aborted",
+    "remote process exited",
+)
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def available_cores() -> int:
+    """Cores that this process may use: affinity and the container's quota."""
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    with contextlib.suppress(OSError, ValueError):  # no cgroup v2; "max"
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        cores = min(cores, max(1, int(quota) // int(period)))
+    return cores
+
+
+def threads_per_rank(asked: int | None, ranks_here: int) -> int:
+    """CPU threads of a rank: what was asked for, or this machine's cores shared by its ranks."""
+    return asked or max(1, available_cores() // ranks_here)
+
+
+def is_rank() -> bool:
+    """Whether this process was started as a rank, by `launch` or by torchrun."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def launched_here() -> bool:
+    """Whether `launch` started this rank, not torchrun."""
+    return _LAUNCHER in os.environ
+
+
+def follow_launcher() -> None:
+    """In a rank: if the launcher is killed, stop as on SIGTERM instead of running on unseen."""
+    with contextlib.suppress(AttributeError, OSError):  # Linux only
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != int(os.environ[_LAUNCHER]):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def lost_peer(error: BaseException) -> bool:
+    """Whether an error says that another rank is gone: then the cause is over there."""
+    return any(text in str(error) for text in _LOST_PEER_TEXTS)
+
+
+@dataclass
+class _Rank:
+    """One process and how it ended."""
+
+    number: int
+    process: subprocess.Popen
+    code: int | None = None
+    ended: float = 0.0
+    killed: bool = False  # by the launcher, because another rank had failed
+
+    @property
+    def failed(self) -> bool:
+        return self.code not in (None, 0, *STOPPED)
+
+    @property
+    def is_cause(self) -> bool:
+        return self.failed and self.code != LOST_PEER and not self.killed
+
+
+@contextlib.contextmanager
+def catching_stop(*, loud: bool) -> Iterator[list[int]]:
+    """In a rank: the first signal only enters the list; a second one does what it always does."""
+    received: list[int] = []
+    old = {number: signal.getsignal(number) for number in SIGNALS}
+
+    def restore() -> None:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+    def catch(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        if loud:  # not print(): the signal may have come in the middle of one
+            os.write(2, b"\nfinishing this step, then saving; once more to quit at once\n")
+        restore()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield received  # only the main thread may set handlers
+        return
+    for number in SIGNALS:
+        signal.signal(number, catch)
+    try:
+        yield received
+    finally:
+        restore()
+
+
+def launch(arguments: Sequence[str], nproc: int, *, threads: int | None = None) -> int:
+    """Runs `python -m fastpar ARGUMENTS` as nproc ranks of one process group on this machine.
+
+    Args:
+        threads: CPU threads a rank; None shares the cores.
+    Returns:
+        The exit status: 0, 2 for a user's mistake, 128 + signal when stopped by one, 1 when a rank
+        failed; then one line on stderr has named the rank and its reason.
+    """
+    import torch.distributed as dist
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    # The launcher holds the store: its port is taken before a rank starts.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    logs = Path(tempfile.mkdtemp(prefix="fastpar_"))
+    with _restored_signals():  # torch's start_processes sets handlers of its own
+        context: Any = start_processes(
+            name="fastpar",
+            entrypoint=sys.executable,
+            args=dict.fromkeys(range(nproc), ("-m", "fastpar", *arguments)),
+            envs={
+                rank: _environment(rank, nproc, store.port, threads_per_rank(threads, nproc))
+                for rank in range(nproc)
+            },
+            logs_specs=DefaultLogsSpecs(
+                log_dir=str(logs),
+                redirects={rank: Std.ALL if rank else Std.NONE for rank in range(nproc)},
+            ),
+        )
+        ranks = [_Rank(n, handler.proc) for n, handler in context.subprocess_handlers.items()]
+        try:
+            signals = _forward_signals(ranks)
+            _watch(ranks, signals)
+            return _report(ranks, signals, logs)
+        finally:
+            context.close(death_sig=signal.SIGKILL, timeout=int(GRACE_S))
+            shutil.rmtree(logs, ignore_errors=True)
+
+
+def _environment(rank: int, nproc: int, port: int, threads: int) -> dict[str, str]:
+    environment = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(nproc),
+        "LOCAL_WORLD_SIZE": str(nproc),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 connects to the launcher's store too
+        "TORCHELASTIC_RUN_ID": "fastpar",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "OMP_NUM_THREADS": str(threads),
+        _LAUNCHER: str(os.getpid()),
+    }
+    # By default gloo resolves the host's name, which many containers and laptops do not know.
+    if any(name == "lo" for _, name in socket.if_nameindex()):
+        environment["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    return environment
+
+
+@contextlib.contextmanager
+def _restored_signals() -> Iterator[None]:
+    old = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def _forward_signals(ranks: list[_Rank]) -> list[int]:
+    """From now on the ranks get this process's signals too; returns the list of those received."""
+    received: list[int] = []
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank.process.pid, number)
+
+    for number in SIGNALS:
+        signal.signal(number, forward)
+    return received
+
+
+def _watch(ranks: list[_Rank], signals: list[int]) -> None:
+    """Until every rank has ended; see [Note: who stops whom]."""
+    deadline = float("inf")
+    while running := [rank for rank in ranks if rank.code is None]:
+        for rank in running:
+            rank.code, rank.ended = rank.process.poll(), time.monotonic()
+            if rank.failed:
+                deadline = min(deadline, rank.ended + GRACE_S)
+            elif rank.code is None and (time.monotonic() > deadline or len(signals) > 1):
+                rank.killed = True
+                os.killpg(rank.process.pid, signal.SIGKILL)
+        time.sleep(POLL_S)
+
+
+def _report(ranks: list[_Rank], signals: list[int], logs: Path) -> int:
+    """Names the cause on stderr; the exit status of the command."""
+    failed = sorted((r for r in ranks if r.failed), key=lambda r: (not r.is_cause, r.ended))
+    if not failed:
+        return max(r.code or 0 for r in ranks)
+    if signals:  # died of the signal because it came before the first step, or of the second one
+        print("fastpar: stopped before anything was saved in this step", file=sys.stderr)
+        return 128 + signals[0]
+    rank = failed[0]
+    code = rank.code or 0
+    folder = next(iter(logs.glob(f"*/attempt_0/{rank.number}")), logs)
+    words = _read(folder / "stderr.log")
+    if code == USER_MISTAKE:
+        if ranks[0].code != USER_MISTAKE:  # rank 0 has said it already
+            print(words.rstrip().rpartition("\n")[2], file=sys.stderr)
+        return USER_MISTAKE
+    if words:
+        print(words.rstrip(), file=sys.stderr)
+    if code < 0:
+        reason = f"died of {signal.Signals(-code).name}"
+        reason += " (out of memory?)" if code == -signal.SIGKILL else ""
+    else:
+        reason = f"failed: {_message(folder / 'error.json') or f'exit status {code}'}"
+    print(
+        f"fastpar: rank {rank.number} (pid {rank.process.pid}) {reason}; all ranks stopped",
+        file=sys.stderr,
+    )
+    return 1
+
+
+def _read(path: Path) -> str:
+    return path.read_text(errors="replace") if path.is_file() else ""
+
+
+def _message(error_file: Path) -> str:
+    """First line of the exception that a rank recorded for torch's launcher."""
+    try:
+        return str(json.loads(_read(error_file))["message"]["message"]).partition("\n")[0]
+    except (ValueError, KeyError, TypeError):
+        return ""

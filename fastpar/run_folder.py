@@ -1,0 +1,254 @@
+"""The folder of a run, which rank 0 alone writes: settings, metrics, picture, samples.
+
+config.json      settings (fastpar train --resume reads them), model, and each start
+metrics.jsonl    one object a step or validation        loss.png   drawn from it
+checkpoints/     see checkpoint.py                      latest     link to the newest
+samples.txt      text drawn from the model
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import re
+import signal
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+
+from fastpar._version import __version__
+from fastpar.checkpoint import LATEST
+from fastpar.config import SampleSettings, TrainConfig
+from fastpar.data import TextData
+from fastpar.metrics import MetricsLog, duration, plot_loss, read_metrics
+from fastpar.model import GPT
+from fastpar.sample import sample
+from fastpar.tokenizer import Tokenizer
+
+RUNS = "runs"
+RULE = "=" * 60
+TIME_IS_UP = -1  # why a run stopped early, beside the numbers of signals
+FILES = ("config.json", "metrics.jsonl", "checkpoints", "samples.txt", "loss.png", "latest")
+
+
+def check_out(config: TrainConfig) -> None:
+    """Raises ValueError if --out and --resume do not fit what is on disk."""
+    out, resume = config.run.out, config.run.resume
+    if resume and out is None:
+        newest = newest_run()
+        raise ValueError(
+            "train: expected --out with --resume, got out=None; name the folder of the run, as "
+            f"{newest or 'runs/NAME'}"
+        )
+    if out is None:
+        return
+    present = [name for name in FILES if (Path(out) / name).exists()]
+    if resume and "config.json" not in present:
+        raise ValueError(
+            f"train: expected a folder with a run to go on with, got out={out}; leave out --resume "
+            "to start one there"
+        )
+    if present and not resume:
+        raise ValueError(
+            f"train: expected an --out without a run, got out={out} with {present[0]}; add "
+            "--resume to go on with it, or choose another folder"
+        )
+
+
+def newest_run(runs: str | Path = RUNS) -> Path | None:
+    """The run with the newest metrics, of those in a folder."""
+    found = [(p.stat().st_mtime, p.parent) for p in Path(runs).glob("*/metrics.jsonl")]
+    return max(found)[1] if found else None
+
+
+class RunFolder:
+    """Makes the folder, or opens that of a run to go on with.
+
+    Args:
+        config: of the run; --out names the folder, otherwise the first free one of runs/NAME,
+            runs/NAME-2, ... is made.
+        step: steps done; metrics of later ones are dropped, they come again.
+        facts: what was chosen for this start: device, dtype, world_size, threads, block_size,
+            micro_batch_size, grad_accum_steps.
+    Attributes:
+        path: of the folder.
+        header: lines that say what runs where, every automatic choice among them.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        *,
+        model: GPT,
+        data: TextData,
+        step: int,
+        facts: dict[str, Any],
+    ) -> None:
+        size, note = Path(config.shape.init_from or config.shape.model).name, ""
+        if config.run.out is not None:
+            self.path = Path(config.run.out)
+            self.path.mkdir(parents=True, exist_ok=True)
+        else:
+            name = re.sub(r"[^\w.+-]+", "-", f"{size}-{Path(data.name).stem}").strip("-.")
+            wanted = Path(RUNS) / (config.run.name or name)
+            self.path = _make_next_free(wanted)
+            if self.path != wanted:
+                note = f" ({wanted} is taken)"
+        changes = self._write_config(config, model, step, facts)
+        self._log = MetricsLog(
+            self.path / "metrics.jsonl", resume_step=step, tensorboard=self.path / "tensorboard"
+        )
+        shape, rows, ranks = model.config, config.text.batch_size, facts["world_size"]
+        tokens = rows * facts["block_size"]
+        self.header = (
+            f"fastpar  {__version__}, torch {torch.__version__}, {facts['device']}, ranks {ranks}, "
+            f"threads a rank {facts['threads']}, {facts['dtype']}",
+            f"model    {size}: {shape.n_layer} layers, {shape.n_head} heads, {shape.n_embd} wide, "
+            f"context {facts['block_size']}, dropout {shape.dropout}, "
+            f"{model.num_parameters():,} parameters",
+            f"text     {data.describe()}",
+            f"batch    {tokens:,} tokens a step: {rows} sequences = {ranks} ranks * "
+            f"{facts['micro_batch_size']} * {facts['grad_accum_steps']} micro-batches",
+            f"run      {self.path}{note}, steps {step} to {config.run.max_steps}",
+            *(f"changed  {change}" for change in changes),
+        )
+
+    def write(self, row: dict[str, Any]) -> None:
+        """A row of metrics.jsonl."""
+        self._log.write(row)
+
+    def finish(
+        self,
+        model: GPT,
+        data: TextData,
+        *,
+        config: TrainConfig,
+        step: int,
+        seconds: float,
+        val_loss: float | None,
+        stopped_by: int,
+    ) -> None:
+        """The picture, a sample unless a signal stopped the run, and what to type next.
+
+        Args:
+            stopped_by: a signal, TIME_IS_UP or 0.
+        """
+        self._log.close()
+        picture = self.path / "loss.png"
+        plot_loss(read_metrics(self.path / "metrics.jsonl"), picture, title=self.path.name)
+        go_on = f"go on: fastpar train --resume --out {self.path}"
+        if stopped_by > 0:
+            name = signal.Signals(stopped_by).name
+            print(f"stopped by {name} after step {step}, saved in {self.path}\n{go_on}", flush=True)
+            return
+        with (self.path / "samples.txt").open("a", encoding="utf-8") as file:
+            file.write(f"== step {step}\n")
+            print(RULE)
+            out = _Both(sys.stdout, file)
+            draw(model, data.tokenizer, config.sample, out, seed=config.run.seed)
+            print(RULE)
+        lines = [f"{step} steps, {duration(seconds)}; see {picture}"]
+        if val_loss is not None:
+            lines[0] = f"validation loss {val_loss:.4f} after " + lines[0]
+            if data.val_bytes:  # a unit that does not depend on the tokenizer
+                bits = val_loss * len(data.val) / data.val_bytes / math.log(2)
+                lines.append(f"bits per byte of text {bits:.3f}")
+        if stopped_by == TIME_IS_UP:
+            lines.append(f"the time was up; {go_on}")
+        lines.append(f"weights, as transformers reads them: {self.path / LATEST}")
+        lines.append(f"next: fastpar sample --out {self.path} --prompt 'In the beginning'")
+        print("\n".join(lines), flush=True)
+
+    def _write_config(
+        self, config: TrainConfig, model: GPT, step: int, facts: dict[str, Any]
+    ) -> list[str]:
+        """Writes config.json; what of an earlier one it changes, a setting an entry."""
+        file = self.path / "config.json"
+        settings = {**config.settings(), "resume": False, "out": str(self.path)}
+        old: dict[str, Any] = {"settings": settings, "starts": []}
+        if file.exists():
+            old = json.loads(file.read_text(encoding="utf-8"))
+        # As JSON has them: a tuple comes back as a list.
+        before, now = (json.loads(json.dumps(each)) for each in (old["settings"], settings))
+        versions = {
+            "fastpar": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+        }
+        start = {"time": time.strftime("%Y-%m-%d %H:%M:%S"), "step": step, **facts, **versions}
+        content = {
+            "settings": settings,
+            "model": asdict(model.config),
+            "starts": [*old["starts"], start],
+        }
+        temporary = file.with_name("config.json.tmp")
+        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        os.replace(temporary, file)
+        return [f"{k} {before.get(k)} -> {now[k]}" for k in now if now[k] != before.get(k)]
+
+
+def draw(
+    model: GPT, tokenizer: Tokenizer, settings: SampleSettings, out: Any, *, seed: int
+) -> None:
+    """Writes settings.num_samples texts to `out`, token by token; without a prompt, free text."""
+    if not settings.num_samples:
+        return
+    was_training = model.training
+    model.eval()
+    sample(
+        model,
+        tokenizer,
+        settings.prompt or _free_prompt(tokenizer),
+        out,
+        n_samples=settings.num_samples,
+        max_new_tokens=settings.max_new_tokens,
+        temperature=settings.temperature,
+        top_k=settings.top_k or None,
+        seed=seed,
+    )
+    model.train(was_training)
+
+
+def _free_prompt(tokenizer: Tokenizer) -> str:
+    """A new line, or the first token of a tokenizer that has none."""
+    try:
+        if tokenizer.encode("\n"):
+            return "\n"
+    except ValueError:
+        pass
+    return tokenizer.decode([0])
+
+
+def _make_next_free(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    candidate, n = path, 1
+    while True:
+        try:
+            candidate.mkdir()  # exclusive: of two runs that start at once, one takes the next
+            return candidate
+        except FileExistsError:
+            n += 1
+            candidate = path.with_name(f"{path.name}-{n}")
+
+
+class _Both:
+    """A text stream that goes to two files."""
+
+    def __init__(self, *files: IO[str]) -> None:
+        self.files = files
+
+    def write(self, text: str) -> None:
+        for file in self.files:
+            file.write(text)
+
+    def flush(self) -> None:
+        for file in self.files:
+            file.flush()

@@ -1,0 +1,487 @@
+"""The training loop of one rank: batches by global sample index, one control all-reduce a step.
+
+[Note: who takes which samples] A step of W ranks with A micro-batches of b sequences uses the
+global samples [n, n + A*W*b), n being how many were used before; micro-batch j of rank r takes b of
+them from n + (j*W + r) * b on. The dropout key of a micro-batch names its first sample. So the same
+samples are summed, with the same masks, however W * A is split.
+
+[Note: control] Each step ends with one all-reduce of a few numbers: the loss, and who wishes to
+stop, because of a signal or of rank 0's clock. Every rank reads the same sums, so all stop after
+the same step; a rank that left by itself would leave the others waiting in a collective. On a GPU
+the numbers are read one step later, when they are there anyway: the host never waits for the
+device. With a loss scale they are read at once, because the next step's scale depends on them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastpar.checkpoint import (
+    checkpoint_folder,
+    load_checkpoint,
+    newest_checkpoint,
+    read_state,
+    rng_state,
+    save_checkpoint,
+    set_rng_state,
+    step_of,
+)
+from fastpar.config import GPTConfig, TrainConfig, derive_batch, parse_seconds
+from fastpar.data import TextData, eval_batches, load_data, sample_batch
+from fastpar.engine import engine_of, parallelize
+from fastpar.hf import load_hf
+from fastpar.kernels import keep_freed_memory, make_key
+from fastpar.launch import SIGNALS, catching_stop, threads_per_rank
+from fastpar.loss_scale import DynamicLossScale
+from fastpar.mesh import Mesh
+from fastpar.metrics import Progress, memory_mb, mfu
+from fastpar.model import GPT
+from fastpar.optim import AdamW, cosine_lr, param_groups
+from fastpar.run_folder import TIME_IS_UP, RunFolder, check_out
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+STOPS = (*SIGNALS, TIME_IS_UP)  # reasons to stop early
+
+
+def train(config: TrainConfig) -> int:
+    """Trains as one rank of a run, to its end or to a wish to stop.
+
+    Returns:
+        The exit status: 0, or 128 + signal after a stop by that signal.
+    Ranks: all, with the same settings; under torchrun's environment the process group is made here.
+    Raises:
+        ValueError: settings that do not fit together, the text, the machine or the run on disk.
+        RuntimeError: the loss is not finite; the last checkpoint could not be written.
+    """
+    if int(os.environ.get("RANK", "0")) == 0:
+        check_out(config)
+    system, ranks_here = config.system, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    torch.set_num_threads(threads_per_rank(system.threads, ranks_here))
+    if system.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            "train: expected a GPU for device=cuda, got none that torch can use; use --device cpu"
+        )
+    mesh = Mesh(device="cpu" if system.device == "cpu" else None)
+    if mesh.device.type == "cpu":
+        keep_freed_memory()
+    elif system.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    settings = {k: v for k, v in config.settings().items() if k not in ("nproc", "threads")}
+    mesh.check_same("train", [f"{name}={value}" for name, value in settings.items()])
+    return Trainer(config, mesh).run()
+
+
+@dataclass
+class _Step:
+    """What is known of a step once its numbers have arrived."""
+
+    step: int
+    lr: float
+    tokens: int
+    values: Tensor  # fp64 on the host: loss, grad_norm, and a count for each of STOPS
+    ready: torch.cuda.Event | None
+    scale: float | None
+
+
+class Trainer:
+    """One rank of a run: all that its settings describe, and the loop. See the notes above."""
+
+    def __init__(self, config: TrainConfig, mesh: Mesh) -> None:
+        self.config, self.mesh = config, mesh
+        self.began = self.clock = time.monotonic()
+        checkpoint = self._find_checkpoint()
+        state = read_state(checkpoint) if checkpoint is not None else None
+        self.dtype_name = self._pick_dtype(state)
+        dtype = DTYPES[self.dtype_name]
+        half = dtype != torch.float32
+        torch.manual_seed(config.run.seed)
+        model, self.block_size, self.data = self._load_model_and_data(state)
+        batch = derive_batch(config.text, self.block_size, mesh.dp_size)
+        self.micro_batch_size, self.grad_accum_steps = batch
+        self.model = model.to(mesh.device, dtype)
+        parallelize(
+            self.model,
+            mesh,
+            bucket_mb=config.system.bucket_mb,
+            grad_dtype=torch.float32 if half else None,
+            deterministic=config.system.deterministic,
+        )
+        self.engine = engine_of(self.model)
+        self.optimizer = AdamW(
+            param_groups(self.model, config.optim.weight_decay),
+            lr=config.optim.lr,
+            betas=config.optim.betas,
+            master_weights=half,
+            max_grad_norm=config.optim.max_grad_norm or math.inf,  # infinity measures
+        )
+        self.loss_scale = DynamicLossScale() if dtype == torch.float16 else None
+        self.forward: Any = torch.compile(self.model) if config.system.compile else self.model
+        self.step = self.next_sample = self.tokens = 0
+        self.saved_step = -1
+        self.val: tuple[int, float] | None = None  # (step, loss) of the last validation
+        if checkpoint is not None:
+            self._load(checkpoint)
+        self.pending: deque[_Step] = deque()
+        self.keep_pending = int(mesh.device.type == "cuda" and self.loss_scale is None)
+        self.stop_signals: list[int] = []
+        self.rate = 0.0  # tokens/s, smoothed
+        self.folder: RunFolder | None = None  # on rank 0, once the loop runs
+        self.progress = Progress(config.run.max_steps, self.step, enabled=mesh.is_main)
+
+    # Set-up
+
+    def _find_checkpoint(self) -> Path | None:
+        """The checkpoint to go on from. Rank 0 reads all of it; the others follow its choice."""
+        if not self.config.run.resume:
+            return None
+        run = Path(self.config.run.out or "")
+        step = torch.zeros((), dtype=torch.int64, device=self.mesh.device)
+        if self.mesh.is_main:
+            step += step_of(newest_checkpoint(run))
+        self.mesh.broadcast_([step])
+        return checkpoint_folder(run, int(step))
+
+    def _pick_dtype(self, state: dict[str, Any] | None) -> str:
+        name, on_gpu = str(self.config.system.dtype), self.mesh.device.type == "cuda"
+        if name == "auto" and state is not None:
+            name = state["dtype"]
+        if name == "auto" and on_gpu:
+            name = "bf16" if torch.cuda.is_bf16_supported() else "fp16"
+        if name == "fp16" and not on_gpu:
+            raise ValueError(
+                "train: expected dtype fp32 or bf16 on the CPU, got dtype=fp16; use --dtype bf16"
+            )
+        return "fp32" if name == "auto" else name
+
+    def _load_model_and_data(self, state: dict[str, Any] | None) -> tuple[GPT, int, TextData]:
+        """The model with its first weights, the context to train with, and the tokens."""
+        config, source = self.config, self.config.shape.init_from
+        tokenizer = config.text.tokenizer
+        model: GPT | None = None
+        if source is None:
+            block_size = config.model_config(vocab_size=1).block_size
+        else:
+            if state is not None:  # its weights come from the checkpoint
+                model = GPT(GPTConfig(**state["model"]))
+            else:
+                model = load_hf(source, dropout=config.shape.dropout)
+            block_size = config.shape.block_size or model.config.block_size
+            if block_size > model.config.block_size:
+                raise ValueError(
+                    f"train: expected block_size <= {model.config.block_size}, the context of "
+                    f"{source}, got block_size={block_size}; lower --block-size"
+                )
+            if tokenizer == "auto" and (Path(source) / "tokenizer.json").exists():
+                tokenizer = source
+        data = load_data(
+            config.text.data, tokenizer, block_size=block_size, progress=self.mesh.is_main
+        )
+        if model is None:
+            model = GPT(config.model_config(data.vocab_size), seed=config.run.seed)
+        if data.vocab_size > model.config.vocab_size:
+            raise ValueError(
+                f"train: expected tokens of the model's vocabulary of {model.config.vocab_size}, "
+                f"got tokenizer={data.tokenizer.name} with {data.vocab_size}; choose the "
+                "--tokenizer that the weights were trained with"
+            )
+        return model, block_size, data
+
+    def _load(self, checkpoint: Path) -> None:
+        state = load_checkpoint(checkpoint, model=self.model, optimizer=self.optimizer)
+        if state["dtype"] != self.dtype_name:
+            raise ValueError(
+                f"train: expected dtype={state['dtype']}, that of the run, got "
+                f"dtype={self.dtype_name}; leave out --dtype, or start a new run with --init-from "
+                f"{checkpoint}"
+            )
+        if state["data"] != _digest(self.data):
+            raise ValueError(
+                "train: expected the tokens that the run was started with, got others from data="
+                f"{self.config.text.data}; undo the change of --data, --tokenizer or the text, or "
+                f"start a new run with --init-from {checkpoint}"
+            )
+        self.step = self.saved_step = state["step"]
+        self.next_sample, self.tokens = state["next_sample"], state["tokens"]
+        set_rng_state(state["rng"])
+        if self.loss_scale is not None and state["loss_scale"] is not None:
+            self.loss_scale.load_state_dict(state["loss_scale"])
+
+    # The loop
+
+    def run(self) -> int:
+        """Trains to the end or to a wish to stop; the exit status. Closes the mesh."""
+        run = self.config.run
+        self._open_folder()
+        with catching_stop(loud=self.mesh.is_main) as self.stop_signals:
+            if self.step == 0 and run.eval_every:
+                self.validate()
+            self.clock = time.monotonic()
+            stop = 0
+            while self.step < run.max_steps and not stop:
+                self.pending.append(self.train_step())
+                stop = self._read(self.keep_pending)
+                if run.eval_every and self.step % run.eval_every == 0:
+                    stop = self._read(0) or stop
+                    self.validate()
+                if run.save_every and self.step % run.save_every == 0:
+                    stop = self._read(0) or stop
+                    self.save()
+            stop = self._read(0) or stop
+            if stop <= 0 and (self.val is None or self.val[0] != self.step):
+                self.validate()
+            if self.saved_step != self.step and not self.save():
+                raise RuntimeError(
+                    f"train: expected a checkpoint of the last step, got none of step {self.step}; "
+                    "make room, then --resume from the one before"
+                )
+        self.progress.close()
+        self.mesh.close()  # what follows is rank 0's alone
+        if self.folder is not None:
+            self.folder.finish(
+                self.model,
+                self.data,
+                config=self.config,
+                step=self.step,
+                seconds=self._elapsed(),
+                val_loss=self.val[1] if self.val else None,
+                stopped_by=stop,
+            )
+        return 128 + stop if stop > 0 else 0
+
+    def train_step(self) -> _Step:
+        """One optimizer step; returns without waiting for the device."""
+        config, mesh, optimizer = self.config, self.mesh, self.optimizer
+        rows, seed = self.micro_batch_size, config.run.seed
+        scale = self.loss_scale.scale if self.loss_scale is not None else None
+        self.model.train()
+        loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
+        for j in range(self.grad_accum_steps):
+            first = self.next_sample + (j * mesh.dp_size + mesh.dp_rank) * rows
+            x, y = sample_batch(
+                self.data.train,
+                seed=seed,
+                first_sample=first,
+                n_samples=rows,
+                block_size=self.block_size,
+                device=mesh.device,
+            )
+            key = _to_device(make_key(seed, first), mesh.device)
+            last = j == self.grad_accum_steps - 1
+            with contextlib.nullcontext() if last else self.engine.no_sync():
+                part = self.forward(x, y, rng_key=key) / self.grad_accum_steps
+                (part if scale is None else part * scale).backward()
+            loss += part.detach()
+        lr = cosine_lr(
+            self.step,
+            lr=config.optim.lr,
+            min_lr=config.min_lr,
+            warmup_steps=config.warmup_steps,
+            max_steps=config.run.max_steps,
+        )
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        if scale is not None:
+            optimizer.grad_scale = 1.0 / scale
+        optimizer.step()
+        optimizer.zero_grad()
+        samples = self.grad_accum_steps * mesh.dp_size * rows
+        self.step += 1
+        self.next_sample += samples
+        self.tokens += samples * self.block_size
+        wishes = torch.tensor(self._wishes(), dtype=torch.float64)
+        control = self.engine.all_reduce_scalars(
+            torch.cat(((loss / mesh.dp_size).reshape(1), _to_device(wishes, mesh.device)))
+        )
+        assert optimizer.grad_norm is not None
+        norm = optimizer.grad_norm.double().reshape(1)
+        values, ready = _to_host(torch.cat((control[:1], norm, control[1:])))
+        return _Step(self.step, lr, self.tokens, values, ready, scale)
+
+    def validate(self) -> None:
+        """Mean loss over the first eval_batches * batch_size windows of the validation tokens."""
+        mesh = self.mesh
+        self.model.eval()
+        total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+        with torch.no_grad():
+            for x, y in eval_batches(
+                self.data.val,
+                batch_size=self.micro_batch_size,
+                block_size=self.block_size,
+                n_batches=self.config.run.eval_batches * mesh.dp_size * self.grad_accum_steps,
+                rank=mesh.dp_rank,
+                world_size=mesh.dp_size,
+                device=mesh.device,
+            ):
+                total[0] += self.model(x, y, reduction="sum")
+                total[1] += y.numel()
+        loss, count = self.engine.all_reduce_scalars(total).tolist()
+        self.val = (self.step, loss / count)
+        if self.folder is not None:
+            row = {"step": self.step, "val_loss": self.val[1], "time_s": self._elapsed()}
+            self.folder.write(row)
+            self.progress.say(f"step {self.step}  validation loss {self.val[1]:.4f}")
+        self.clock = time.monotonic()
+
+    def save(self) -> bool:
+        """Writes a checkpoint of this step, on every rank; whether it worked, the same on all."""
+        failed = torch.zeros(1, dtype=torch.float64, device=self.mesh.device)
+        if self.folder is not None:
+            try:
+                self._save(self.folder.path)
+            except OSError as error:
+                failed += 1
+                self.progress.say(
+                    f"no checkpoint of step {self.step} ({error}); the older ones are intact"
+                )
+        if self.engine.all_reduce_scalars(failed).item():
+            return False
+        self.saved_step = self.step
+        self.clock = time.monotonic()
+        return True
+
+    def _save(self, folder: Path) -> None:
+        settings = json.dumps(self.config.settings(), sort_keys=True)
+        save_checkpoint(
+            folder,
+            step=self.step,
+            model=self.model,
+            optimizer=self.optimizer,
+            tokenizer=self.data.tokenizer,
+            state={
+                "next_sample": self.next_sample,
+                "tokens": self.tokens,
+                "dtype": self.dtype_name,
+                "loss_scale": self.loss_scale.state_dict() if self.loss_scale else None,
+                "rng": rng_state(),
+                "data": _digest(self.data),
+                "world_size": self.mesh.world_size,
+                "settings_sha256": hashlib.sha256(settings.encode()).hexdigest(),
+            },
+            keep_last=self.config.run.keep_last,
+        )
+
+    # What a step leaves behind
+
+    def _wishes(self) -> list[float]:
+        """1 for the reason in STOPS for which this rank would stop now."""
+        limit = self.config.run.max_time
+        late = limit is not None and self.mesh.is_main and self._elapsed() > parse_seconds(limit)
+        return [float(late if r == TIME_IS_UP else r in self.stop_signals) for r in STOPS]
+
+    def _read(self, keep: int) -> int:
+        """Takes in finished steps until `keep` are left; the reason to stop, one of STOPS, or 0."""
+        stop = 0
+        while len(self.pending) > keep:
+            done = self.pending.popleft()
+            if done.ready is not None:
+                done.ready.synchronize()
+            loss, norm, *wishes = done.values.tolist()
+            stop = next((reason for reason, n in zip(STOPS, wishes) if n), stop)
+            if self.loss_scale is not None:
+                self.loss_scale.update(not math.isfinite(norm))
+            elif not math.isfinite(loss + norm):
+                raise RuntimeError(
+                    f"train: expected finite numbers, got loss={loss}, grad_norm={norm} in step "
+                    f"{done.step}; lower --lr, then --resume from the last checkpoint"
+                )
+            now = time.monotonic()
+            seconds, self.clock = now - self.clock, now
+            if self.folder is not None:
+                self._record(self.folder, done, loss, norm, seconds)
+        return stop
+
+    def _record(
+        self, folder: RunFolder, done: _Step, loss: float, norm: float, seconds: float
+    ) -> None:
+        rate = self.config.text.batch_size * self.block_size / max(seconds, 1e-9)
+        self.rate = 0.9 * self.rate + 0.1 * rate if self.rate else rate
+        rss, peak = memory_mb()
+        row: dict[str, Any] = {
+            "step": done.step,
+            "loss": loss,
+            "lr": done.lr,
+            "grad_norm": norm,
+            "tokens_per_s": rate,
+            "exposed_comm_ms": self.engine.exposed_comm_ms,
+            "tokens": done.tokens,
+            "time_s": self._elapsed(),
+            "rss_mb": rss,
+            "peak_rss_mb": peak,
+        }
+        text = f"loss {loss:.3f}, {self.rate:,.0f} tokens/s"
+        if done.scale is not None:
+            row["loss_scale"] = done.scale
+        if self.mesh.device.type == "cuda":
+            row["cuda_peak_mb"] = torch.cuda.max_memory_allocated() / 1e6
+            per_gpu, flops = self.rate / self.mesh.world_size, self.model.flops_per_token()
+            used = mfu(torch.cuda.get_device_name(), per_gpu, flops)
+            if used is not None and self.dtype_name != "fp32":
+                row["mfu"] = used
+                text += f", MFU {used:.0%}"
+        folder.write(row)
+        self.progress.update(done.step, text)
+
+    def _elapsed(self) -> float:
+        return time.monotonic() - self.began
+
+    def _open_folder(self) -> None:
+        if not self.mesh.is_main:
+            return
+        mesh, on_gpu = self.mesh, self.mesh.device.type == "cuda"
+        facts = {
+            "device": torch.cuda.get_device_name() if on_gpu else "CPU",
+            "dtype": self.dtype_name,
+            "world_size": mesh.world_size,
+            "threads": torch.get_num_threads(),
+            "block_size": self.block_size,
+            "micro_batch_size": self.micro_batch_size,
+            "grad_accum_steps": self.grad_accum_steps,
+        }
+        self.folder = RunFolder(
+            self.config, model=self.model, data=self.data, step=self.step, facts=facts
+        )
+        for line in self.folder.header:
+            self.progress.say(line)
+
+
+def _to_device(values: Tensor, device: torch.device) -> Tensor:
+    """Without waiting for the device: a copy from pageable memory would."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
+
+
+def _to_host(values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """The values on the host, to be read after the event."""
+    if values.device.type != "cuda":
+        return values, None
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    host.copy_(values, non_blocking=True)
+    ready = torch.cuda.Event()
+    ready.record()
+    return host, ready
+
+
+_DIGEST_TOKENS = 1 << 16
+
+
+def _digest(data: TextData) -> str:
+    """Tells whether these are the tokens that a run was started with, from its ends and length."""
+    digest = hashlib.sha256()
+    for tokens in (data.train, data.val):
+        digest.update(f"{len(tokens)} {tokens.dtype} ".encode())
+        for start in (0, max(0, len(tokens) - _DIGEST_TOKENS)):
+            digest.update(np.asarray(tokens[start : start + _DIGEST_TOKENS]).tobytes())
+    return digest.hexdigest()
