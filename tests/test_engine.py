@@ -1,0 +1,785 @@
+"""engine.py: right gradients for every way of running backward, and collectives in one order."""
+
+import contextlib
+import copy
+import gc
+import io
+import os
+import re
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fastpar.engine import engine_of, engine_of_parameter, parallelize
+from fastpar.mesh import Mesh
+from fastpar.testing import run_ranks
+
+SMALL = {"bucket_mb": 0.0005, "first_bucket_mb": 0.0002}  # a bucket per parameter or two
+
+
+class Net(nn.Module):
+    """Tied embedding, a block used twice, norms; mode: none | checkpoint | reentrant."""
+
+    def __init__(self, mode="none", seed=0):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)  # the default one is shared by threads
+        self.mode = mode
+        self.wte = nn.Embedding(13, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 13, bias=False)
+        self.head.weight = self.wte.weight
+        self.extra = nn.Linear(8, 8)
+        with torch.no_grad():
+            for p in self.parameters():
+                p.uniform_(-0.5, 0.5, generator=generator)
+
+    def forward(self, idx, use_extra=True):
+        x = self.wte(idx)
+        for block in (*self.blocks, self.blocks[0]):
+            if self.mode == "none":
+                x = x + block(x).tanh()
+            else:
+                x = x + checkpoint(block, x, use_reentrant=self.mode == "reentrant").tanh()
+        if use_extra:
+            x = x + self.extra(x)
+        return self.head(self.norm(x))
+
+
+def one_rank():
+    return Mesh(device="cpu")
+
+
+def batch(i):
+    generator = torch.Generator().manual_seed(i)
+    return torch.randint(0, 13, (3, 5), generator=generator)
+
+
+def loss_of(model, i, **kwargs):
+    idx = batch(i)
+    logits = model(idx, **kwargs)
+    return nn.functional.cross_entropy(logits.flatten(0, 1), idx.roll(1, 1).flatten())
+
+
+def gradients(model):
+    return {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+
+
+def mean_of(models_and_batches):
+    """What the ranks should agree on: gradients of each model on its batches, summed in order."""
+    total = {}
+    for model, batches in models_and_batches:
+        for i in batches:
+            loss_of(model, i).backward()
+        for name, grad in gradients(model).items():
+            total[name] = grad if name not in total else total[name] + grad
+    return {name: grad / len(models_and_batches) for name, grad in total.items()}
+
+
+def assert_same(a, b):
+    assert a.keys() == b.keys()
+    for name, value in a.items():
+        assert (value is None) == (b[name] is None), name
+        assert value is None or torch.equal(value, b[name]), name
+
+
+# One rank: the same code without communication
+
+
+@pytest.mark.parametrize("mode", ["none", "checkpoint", "reentrant"])
+def test_one_rank_has_the_bits_of_plain_autograd(mode):
+    plain, model = Net(mode), Net(mode)
+    parallelize(model, one_rank(), **SMALL)
+    engine = engine_of(model)
+    for flat in engine.buffers.grad_buckets:
+        flat.fill_(float("nan"))
+    for step in range(6):
+        for micro in range(2):
+            for m in (plain, model):
+                loss_of(m, 2 * step + micro, use_extra=step % 2 == 0).backward()
+        assert_same(gradients(plain), gradients(model))
+        storages = {g.untyped_storage().data_ptr() for _, g in engine.grads()}
+        assert storages == {engine.buffers.grad_buckets[0].untyped_storage().data_ptr()}
+        for m in (plain, model):
+            m.zero_grad(set_to_none=step % 3 != 1)
+
+
+def test_compiled_modules_give_the_same_gradients():
+    plain, model = Net(), parallelize(Net(), one_rank(), **SMALL)
+    compiled = torch.compile(model, backend="aot_eager")
+    assert engine_of(compiled) is engine_of(model)
+    for step in range(3):
+        loss_of(plain, step).backward()
+        loss_of(compiled, step).backward()
+        assert_same(gradients(plain), gradients(model))
+        for m in (plain, model):
+            m.zero_grad()
+
+
+def test_retain_graph_and_two_forwards():
+    plain, model = Net(), parallelize(Net(), one_rank())
+    for m in (plain, model):
+        loss = loss_of(m, 0) + loss_of(m, 1)
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert_same(gradients(plain), gradients(model))
+
+
+# Several ranks
+
+
+@pytest.mark.parametrize("mode", ["none", "checkpoint"])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_gradients_are_the_mean_over_ranks(world_size, deterministic, mode):
+    def ranks():
+        mesh = Mesh()
+        model = parallelize(Net(mode), mesh, deterministic=deterministic, **SMALL)
+        result = []
+        for step in range(3):
+            loss_of(model, step * world_size + mesh.dp_rank).backward()
+            result.append(gradients(model))
+            model.zero_grad()
+        return result
+
+    results = run_ranks(ranks, world_size)
+    for step in range(3):
+        expected = mean_of([(Net(mode), [step * world_size + r]) for r in range(world_size)])
+        for result in results:
+            assert_same(result[step], results[0][step])
+            for name, grad in result[step].items():
+                if deterministic or world_size == 2:
+                    assert torch.equal(grad, expected[name]), name
+                else:  # another order of 3 or 4 terms: at most 3 roundings on each side
+                    bound = 2 * 3 * 2**-24 * 2.0
+                    assert (grad - expected[name]).abs().max() <= bound, name
+
+
+def test_reentrant_checkpoints_wait_for_the_outermost_backward():
+    def ranks():
+        mesh = Mesh()
+        model = parallelize(Net("reentrant"), mesh, **SMALL)
+        result = []
+        for step in range(3):
+            loss_of(model, 2 * step + mesh.dp_rank).backward()
+            result.append(gradients(model))
+            model.zero_grad()
+        return result
+
+    results = run_ranks(ranks, 2)
+    for step in range(3):
+        expected = mean_of([(Net("reentrant"), [2 * step + r]) for r in range(2)])
+        assert_same(results[0][step], expected)
+
+
+class SharedAcrossACheckpoint(nn.Module):
+    """One layer inside a reentrant checkpoint and again outside: a gradient in two parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.block, self.shared = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.reentrant = False
+
+    def forward(self, x):
+        inner = nn.Sequential(self.block, self.shared)
+        x = checkpoint(inner, x, use_reentrant=True) if self.reentrant else inner(x)
+        return self.shared(x).sum()
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_a_gradient_in_two_parts_is_right_or_refused(learned):
+    """Seen in the first backward, launches wait; later, a part was sent already: an error."""
+    start = [SharedAcrossACheckpoint() for _ in range(2)]
+    start[1].load_state_dict(start[0].state_dict())
+    plain = copy.deepcopy(start[0])
+
+    def ranks():
+        mesh = Mesh()
+        model = parallelize(start[mesh.rank], mesh, bucket_mb=0.001, first_bucket_mb=0.001)
+        x = torch.full((2, 16), mesh.rank + 1.0, requires_grad=True)
+        for step in range(3):
+            model.zero_grad()
+            model.reentrant = step > 0 or not learned
+            model(x).backward()
+        return gradients(model)
+
+    if learned:
+        message = r"one gradient per backward for parameter 'shared\.\w+'.*use_reentrant=False"
+        with pytest.raises(RuntimeError, match=message):
+            run_ranks(ranks, 2)
+        return
+    first, second = run_ranks(ranks, 2)
+    assert_same(first, second)
+    parts = []
+    for rank in range(2):
+        plain.reentrant = True
+        plain.zero_grad()
+        plain(torch.full((2, 16), rank + 1.0, requires_grad=True)).backward()
+        parts.append(gradients(plain))
+    assert_same(first, {n: (g + parts[1][n]) / 2 for n, g in parts[0].items()})
+
+
+def recording(monkeypatch):
+    """Log (rank, bucket) of every all-reduce that an engine launches."""
+    log, real = [], dist.all_reduce
+
+    def all_reduce(tensor, *args, **kwargs):
+        log.append((dist.get_rank(), tensor.data_ptr()))
+        return real(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    return log
+
+
+def test_launch_order_does_not_follow_the_hooks(monkeypatch):
+    """Rank 1 runs its two branches the other way round, so its hooks fire in another order."""
+
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x, swapped):
+            first, second = (self.b, self.a) if swapped else (self.a, self.b)
+            return second(first(x)).sum() if swapped is not None else x
+
+    start = [Branches() for _ in range(2)]
+    for p, q in zip(start[0].parameters(), start[1].parameters()):
+        q.data.copy_(p.data)
+    log = recording(monkeypatch)
+    order, fired = {}, {}
+
+    def ranks():
+        mesh = Mesh()
+        model = parallelize(start[mesh.rank], mesh, bucket_mb=0.001, first_bucket_mb=0.001)
+        engine = engine_of(model)
+        index = {flat.data_ptr(): i for i, flat in enumerate(engine.buffers.grad_buckets)}
+        fired[mesh.rank] = []
+        for name, p in model.named_parameters():
+            p.register_post_accumulate_grad_hook(lambda _, name=name: fired[mesh.rank].append(name))
+        for _ in range(3):
+            model(torch.ones(2, 16), mesh.rank == 1).backward()
+            model.zero_grad()
+        order[mesh.rank] = [index[p] for rank, p in log if rank == mesh.rank and p in index]
+
+    run_ranks(ranks, 2)
+    assert fired[0] != fired[1]
+    n = len(set(order[0]))
+    assert n > 1
+    assert order[0] == order[1] == list(range(n)) * 3
+
+
+def test_buckets_are_launched_while_backward_runs():
+    """From the second backward on; the hook on the first layer's input runs near the end."""
+
+    def ranks():
+        mesh = Mesh()
+        model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+        parallelize(model, mesh, bucket_mb=0.00125, first_bucket_mb=0.00125)
+        engine, launched = engine_of(model), []
+        for _ in range(3):
+            x = torch.ones(2, 16, requires_grad=True)
+            y = model[0](x)
+            y.register_hook(lambda _: launched.append(engine._next))
+            model[1:](y).sum().backward()
+            model.zero_grad()
+        return launched, len(engine.layout.buckets)
+
+    for launched, n in run_ranks(ranks, 2):
+        assert n == 4
+        assert launched == [0, 3, 3]
+
+
+def test_no_sync_adds_up_without_communication(monkeypatch):
+    log = recording(monkeypatch)
+
+    def ranks():
+        mesh = Mesh()
+        model = parallelize(Net(), mesh, **SMALL)
+        engine = engine_of(model)
+        result = []
+        for step in range(2):
+            for micro in range(3):
+                before = len([1 for rank, _ in log if rank == mesh.rank])
+                with engine.no_sync() if micro < 2 else contextlib.nullcontext():
+                    loss_of(model, step * 6 + micro * 2 + mesh.dp_rank).backward()
+                sent = len([1 for rank, _ in log if rank == mesh.rank]) - before
+                assert sent == (0 if micro < 2 else len(engine.layout.buckets))
+            result.append(gradients(model))
+            model.zero_grad()
+        return result
+
+    results = run_ranks(ranks, 2)
+    for step in range(2):
+        parts = [(Net(), [step * 6 + m * 2 + r for m in range(3)]) for r in range(2)]
+        assert_same(results[0][step], mean_of(parts))
+        assert_same(results[0][step], results[1][step])
+
+
+def test_finish_reduces_what_no_sync_left_and_nothing_twice(monkeypatch):
+    log = recording(monkeypatch)
+
+    def ranks():
+        mesh = Mesh()
+        model = parallelize(Net(), mesh, **SMALL)
+        engine = engine_of(model)
+        with engine.no_sync():
+            loss_of(model, mesh.dp_rank).backward()
+        n_before = len(log)
+        engine.finish()
+        assert len(log) > n_before
+        result = gradients(model)
+        dist.barrier()
+        n_before = len(log)
+        engine.finish()
+        dist.barrier()
+        sent = {p for _, p in log[n_before:]} & {f.data_ptr() for f in engine.buffers.grad_buckets}
+        assert not sent
+        assert_same(result, gradients(model))
+        return result
+
+    assert_same(run_ranks(ranks, 2)[0], mean_of([(Net(), [0]), (Net(), [1])]))
+
+
+def test_a_plain_loop_with_several_backward_calls():
+    """Each call reduces everything again: the mean of equal values is that value."""
+
+    def ranks():
+        mesh = Mesh()
+        model = parallelize(Net(), mesh, **SMALL)
+        for micro in range(3):
+            loss_of(model, 2 * micro + mesh.dp_rank).backward()
+        return gradients(model)
+
+    results = run_ranks(ranks, 2)
+    assert_same(results[0], results[1])
+    expected = mean_of([(Net(), [0, 2, 4]), (Net(), [1, 3, 5])])
+    for name, grad in results[0].items():
+        # 3 sums of 2 values of at most 2 against 2 sums of 3: 6 roundings on each side
+        assert (grad - expected[name]).abs().max() <= 12 * 2**-24 * 4.0, name
+
+
+@pytest.mark.parametrize("grad_dtype", [None, torch.float64])
+def test_unused_parameters_match_one_process(grad_dtype):
+    """Used by nobody: no gradient, on one rank only: a gradient everywhere."""
+
+    def ranks():
+        mesh = Mesh()
+        model = parallelize(Net(), mesh, grad_dtype=grad_dtype, **SMALL)
+        engine = engine_of(model)
+        for flat in engine.buffers.grad_buckets:
+            flat.fill_(float("nan"))
+        result = []
+        for used_by in [(), (1,), (0, 1), (), (0,)] * 20:
+            loss_of(model, mesh.dp_rank, use_extra=mesh.dp_rank in used_by).backward()
+            names = {id(p): n for n, p in model.named_parameters()}
+            grads = {names[id(p)]: g.clone() for p, g in engine.grads()}
+            assert ("extra.weight" in grads) == bool(used_by)
+            assert all(g.isfinite().all() for g in grads.values())
+            result.append(grads)
+            engine.zero_grad()
+        return result[:5]
+
+    results = run_ranks(ranks, 2)
+    plain = Net()
+    loss_of(plain, 1).backward()
+    for a, b in zip(*results):
+        assert_same(a, b)
+    if grad_dtype is None:
+        assert torch.equal(results[0][1]["extra.weight"], plain.extra.weight.grad / 2)
+
+
+def test_a_rank_without_a_batch_takes_part_in_the_step():
+    def ranks():
+        mesh = Mesh()
+        model = parallelize(Net(), mesh, **SMALL)
+        engine = engine_of(model)
+        result = []
+        for step in range(3):
+            if mesh.dp_rank == 0 or step != 1:
+                loss_of(model, step).backward()
+            engine.before_step()
+            result.append(gradients(model))
+            engine.after_step()
+            engine.zero_grad()
+        return result
+
+    results = run_ranks(ranks, 2)
+    plain = Net()
+    loss_of(plain, 1).backward()
+    for a, b in zip(*results):
+        assert_same(a, b)
+    assert_same(results[1][1], {n: g / 2 for n, g in gradients(plain).items()})
+
+
+def test_parameters_buffers_and_frozen_ones_come_from_rank_0():
+    def build(seed):
+        model = nn.ModuleDict({"net": Net(seed=seed), "norm": nn.BatchNorm1d(3)})
+        model["net"].extra.requires_grad_(False)
+        model["norm"].running_mean.fill_(float(seed))
+        model["norm"].num_batches_tracked.fill_(seed)
+        return model
+
+    def ranks():
+        mesh = Mesh()
+        return parallelize(build(mesh.rank), mesh).state_dict()
+
+    for state in run_ranks(ranks, 3):
+        assert_same(state, build(0).state_dict())
+
+
+def test_models_that_differ_between_ranks_are_refused():
+    def ranks(options):
+        mesh = Mesh()
+        model = nn.Linear(3, 2 + mesh.rank) if options is None else nn.Linear(3, 2)
+        parallelize(model, mesh, **(options or {}))
+
+    message = r"got 'parameter weight \[3, 3\] .* on rank 1 where rank 0 has '.* \[2, 3\] "
+    with pytest.raises(ValueError, match=message):
+        run_ranks(ranks, 2, None)
+
+    def other_buckets():
+        ranks({"bucket_mb": 1.0 + dist.get_rank()})
+
+    with pytest.raises(
+        ValueError, match=r"got 'bucket_mb=2\.0 .* where rank 0 has 'bucket_mb=1\.0"
+    ):
+        run_ranks(other_buckets, 2)
+
+
+def test_deterministic_sums_of_half_gradients_are_fp32():
+    def ranks():
+        mesh = Mesh()
+        model = parallelize(nn.Linear(4, 1).bfloat16(), mesh, deterministic=True)
+        (model.weight * [1.0, 2.0**-8, 2.0**-8, 2.0**-8][mesh.dp_rank]).sum().backward()
+        return model.weight.grad
+
+    # In bf16 each of the small terms would vanish next to 1.
+    expected = torch.tensor((1.0 + 3 * 2.0**-8) / 4).bfloat16()
+    for grad in run_ranks(ranks, 4):
+        assert (grad == expected).all()
+    assert expected != torch.tensor(0.25).bfloat16()
+
+
+def test_main_gradients_are_reduced():
+    def ranks():
+        mesh = Mesh()
+        model = nn.Linear(4, 2).bfloat16()
+        parallelize(model, mesh, grad_dtype=torch.float32)
+        engine = engine_of(model)
+        with engine.no_sync():
+            model.weight.sum().backward()
+        (model.weight * (mesh.dp_rank * 2.0**-9)).sum().backward()
+        return [(p.grad, g.clone()) for p, g in engine.grads()]
+
+    for grads in run_ranks(ranks, 2):
+        assert [g.tolist() for _, g in grads] == [[[1.0 + 2.0**-10] * 4] * 2]
+        assert all(grad is None for grad, _ in grads)
+
+
+def test_two_models_in_one_process():
+    def ranks():
+        mesh = Mesh()
+        models = [parallelize(Net(seed=s), mesh, **SMALL) for s in range(2)]
+        for _ in range(2):
+            for model in models:
+                model.zero_grad()
+            (loss_of(models[0], mesh.dp_rank) + loss_of(models[1], mesh.dp_rank)).backward()
+        return [gradients(model) for model in models]
+
+    first, second = run_ranks(ranks, 2)
+    for seed in range(2):
+        expected = mean_of([(Net(seed=seed), [r]) for r in range(2)])
+        assert_same(first[seed], expected)
+        assert_same(second[seed], expected)
+
+
+class Broken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ArithmeticError("broken")
+
+
+def test_a_backward_that_stopped_is_forgotten_if_nothing_was_sent():
+    plain, model = Net(), parallelize(Net(), one_rank(), **SMALL)
+    with pytest.raises(ArithmeticError):
+        model.head(Broken.apply(model.wte(batch(0)))).sum().backward()
+    for m in (plain, model):
+        m.zero_grad()
+        loss_of(m, 0).backward()
+    assert_same(gradients(plain), gradients(model))
+
+
+def test_a_backward_that_stopped_after_sending_is_an_error():
+    def ranks():
+        model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+        parallelize(model, Mesh(), bucket_mb=0.00125, first_bucket_mb=0.00125)
+        x = torch.ones(2, 16)
+        model(x).sum().backward()
+        with pytest.raises(ArithmeticError):
+            model[1](Broken.apply(model[0](x))).sum().backward()
+        model(x).sum().backward()
+
+    message = r"expected backward to run to its end, got a new one .* with 1 of 2 buckets sent on"
+    with pytest.raises(RuntimeError, match=message):
+        run_ranks(ranks, 2)
+
+
+def test_views_broken_after_parallelize_are_seen_in_backward():
+    model = parallelize(Net(), one_rank())
+    model.double()
+    with pytest.raises(RuntimeError, match=r"to stay in its flat buffer, got other memory"):
+        loss_of(model, 0).backward()
+    model = parallelize(Net(), one_rank())
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    with pytest.raises(RuntimeError, match=r"to keep its parameter 'wte\.weight', got another"):
+        loss_of(model, 0).backward()
+
+
+# The engine and its model
+
+
+def test_parallelize_twice_is_refused():
+    model = parallelize(Net(), one_rank())
+    with pytest.raises(
+        ValueError, match=r"expected a model without an engine, got .*'0\.wte\.weight'"
+    ):
+        parallelize(nn.Sequential(model, nn.Linear(2, 2)), one_rank())
+
+
+def test_engine_of_needs_parallelize():
+    with pytest.raises(ValueError, match=r"expected a module that went through fastpar\.parallel"):
+        engine_of(nn.Linear(2, 2))
+
+
+def test_copies_and_pickles_leave_the_engine_behind():
+    model = parallelize(Net(), one_rank())
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert all(engine_of_parameter(p) is None for p in other.parameters())
+        assert_same(other.state_dict(), model.state_dict())
+        other.zero_grad()
+        loss_of(other, 0).backward()
+        assert model.wte.weight.grad is None
+        parallelize(other, one_rank())
+        assert engine_of(other) is not engine_of(model)
+
+
+def test_an_engine_lives_as_long_as_a_parameter():
+    model = parallelize(Net(), one_rank())
+    parameters = list(model.parameters())
+    engine = weakref.ref(engine_of(model))
+    del model
+    gc.collect()
+    assert engine() is not None
+    del parameters
+    gc.collect()
+    assert engine() is None
+
+
+def test_grads_are_listed_in_registration_order():
+    model = parallelize(Net(), one_rank())
+    loss_of(model, 0, use_extra=False).backward()
+    expected = [p for n, p in model.named_parameters() if not n.startswith("extra")]
+    pairs = engine_of(model).grads()
+    assert [id(p) for p, _ in pairs] == [id(p) for p in expected]
+    assert all(p.grad is g for p, g in pairs)
+
+
+def test_describe_shows_every_bucket():
+    text = engine_of(parallelize(Net(), one_rank(), **SMALL)).describe()
+    assert text.startswith("engine: stage 0, dp=1, no communication, 408 trained parameters, 7 bu")
+    rows = re.findall(r"^ +(\d+)  float32 +(\d+) +([\d.]+)  (.+)$", text, re.MULTILINE)
+    assert [int(r[0]) for r in rows] == list(range(7))
+    assert rows[0][3] == "extra.bias"
+    assert rows[-1][3] == "wte.weight"
+
+    def ranks():
+        return engine_of(parallelize(nn.Linear(2**9, 2**9), Mesh(), deterministic=True)).describe()
+
+    text = run_ranks(ranks, 2)[0]
+    assert "dp=2, all-to-all + rank-order sum + all-gather" in text
+    assert "1.0 MiB on the wire per rank and step" in text
+
+
+def test_check_replicas_names_the_first_difference():
+    def ranks():
+        mesh = Mesh()
+        model = parallelize(Net(), mesh, **SMALL)
+        engine = engine_of(model)
+        engine.check_replicas()
+        if mesh.rank == 1:
+            with torch.no_grad():
+                model.blocks[1].weight[2, 3] += 1e-7
+        engine.check_replicas()
+
+    message = r"difference on rank 1 in parameter 'blocks\.1\.weight' after step 0"
+    with pytest.raises(RuntimeError, match=message):
+        run_ranks(ranks, 3)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_all_reduce_scalars(deterministic):
+    def ranks():
+        mesh = Mesh()
+        engine = engine_of(parallelize(nn.Linear(2, 2), mesh, deterministic=deterministic))
+        values = torch.tensor([mesh.rank + 1.0, 0.5], dtype=torch.float64)
+        total = engine.all_reduce_scalars(values)
+        assert values.tolist() == [mesh.rank + 1.0, 0.5]
+        return total.tolist(), total.dtype
+
+    assert run_ranks(ranks, 3) == [([6.0, 1.5], torch.float64)] * 3
+    engine = engine_of(parallelize(nn.Linear(2, 2), one_rank()))
+    assert engine.all_reduce_scalars(torch.ones(2)).tolist() == [1.0, 1.0]
+    with pytest.raises(ValueError, match=r"expected fp32 or fp64, got dtype=torch\.int64"):
+        engine.all_reduce_scalars(torch.ones(2, dtype=torch.int64))
+
+
+def test_exposed_communication_is_zero_on_one_rank():
+    model = parallelize(Net(), one_rank())
+    loss_of(model, 0).backward()
+    assert engine_of(model).exposed_comm_ms == 0.0
+
+
+def wait_for_a_slow_rank():
+    mesh = Mesh()
+    model = parallelize(Net(), mesh)
+    engine = engine_of(model)
+    assert engine.exposed_comm_ms is None
+    waited = []
+    for step in range(3):
+        dist.barrier()
+        if step == 1 and mesh.rank == 1:
+            time.sleep(0.3)
+        loss_of(model, step).backward()
+        engine.before_step()
+        engine.after_step()
+        engine.all_reduce_scalars(torch.ones(1))
+        waited.append(engine.exposed_comm_ms)
+        engine.zero_grad()
+    return waited
+
+
+def test_exposed_communication_is_the_time_spent_waiting():
+    """A lower bound only: rank 0 cannot have waited less than rank 1 slept after the barrier."""
+    fast, slow = run_ranks(wait_for_a_slow_rank, 2, backend="gloo")
+    assert fast[1] > 200
+    assert fast[1] > slow[1]
+    assert all(ms > 0 for ms in (*fast, *slow))
+
+
+def lose_a_rank(when):
+    mesh = Mesh()
+    model = parallelize(Net(), mesh, **SMALL)
+    for step in range(3):
+        if mesh.rank == 1 and step == 2:
+            if when == "between steps":
+                os._exit(9)
+            model.norm.weight.register_hook(lambda _: os._exit(9))
+        loss_of(model, step).backward()
+
+
+@pytest.mark.parametrize("when", ["between steps", "in backward"])
+def test_a_dead_rank_is_reported_with_rank_bucket_and_step(when):
+    survivor, dead = run_ranks(
+        lose_a_rank, 2, when, backend="gloo", timeout_s=30, return_exceptions=True
+    )
+    message = r"got an error on rank 0 while (starting|waiting for) bucket \d+ of step 2 "
+    with pytest.raises(RuntimeError, match=message):
+        raise survivor
+    with pytest.raises(RuntimeError, match=r"rank 1, got exit code 9"):
+        raise dead
+
+
+def lose_a_rank_before_scalars():
+    mesh = Mesh()
+    engine = engine_of(parallelize(Net(), mesh))
+    if mesh.rank == 1:
+        os._exit(9)
+    engine.all_reduce_scalars(torch.ones(1))
+
+
+def test_a_dead_rank_is_reported_by_the_control_all_reduce():
+    survivor, _ = run_ranks(
+        lose_a_rank_before_scalars, 2, backend="gloo", timeout_s=30, return_exceptions=True
+    )
+    with pytest.raises(RuntimeError, match=r"all_reduce_scalars: .* error on rank 0 in step 0"):
+        raise survivor
+
+
+def test_hooks_run_in_the_thread_of_their_rank():
+    """What the threaded tests rely on: CPU backward stays in the thread that called it."""
+    seen = []
+    model = parallelize(Net(), one_rank())
+    model.wte.weight.register_post_accumulate_grad_hook(
+        lambda _: seen.append(threading.get_ident())
+    )
+    loss_of(model, 0).backward()
+    assert seen == [threading.get_ident()]
+
+
+def gloo_gradients(deterministic):
+    mesh = Mesh()
+    model = parallelize(Net(), mesh, deterministic=deterministic, **SMALL)
+    result = []
+    for step in range(3):
+        loss_of(model, step * mesh.dp_size + mesh.dp_rank).backward()
+        result.append(gradients(model))
+        model.zero_grad()
+    engine_of(model).check_replicas()
+    return result
+
+
+@pytest.mark.parametrize(("world_size", "deterministic"), [(2, False), (3, True)])
+def test_gloo_has_the_bits_of_a_sum_in_rank_order(world_size, deterministic):
+    results = run_ranks(gloo_gradients, world_size, deterministic, backend="gloo")
+    for step in range(3):
+        expected = mean_of([(Net(), [step * world_size + r]) for r in range(world_size)])
+        for result in results:
+            assert_same(result[step], expected)
+
+
+@pytest.mark.gpu
+def test_one_gpu_has_the_gradients_of_plain_autograd():
+    mesh = Mesh(device="cuda")
+    plain, model = Net().to(mesh.device), Net().to(mesh.device)
+    parallelize(model, mesh, **SMALL)
+    idx = batch(0).to(mesh.device)
+    for m in (plain, model):
+        m(idx).square().mean().backward()
+    assert_same(gradients(plain), gradients(model))
+
+
+def gloo_ranks_on_one_gpu():
+    mesh = Mesh(device="cuda:0")
+    model = parallelize(Net().to(mesh.device), mesh, **SMALL)
+    engine = engine_of(model)
+    for step in range(3):
+        model(batch(step * 2 + mesh.dp_rank).to(mesh.device)).square().mean().backward()
+        engine.before_step()
+        engine.after_step()
+        result = {n: g.cpu() for n, g in gradients(model).items()}
+        engine.zero_grad()
+    torch.cuda.synchronize()
+    assert engine.exposed_comm_ms > 0
+    engine.check_replicas()
+    return result
+
+
+@pytest.mark.gpu
+def test_two_ranks_share_a_gpu_through_gloo():
+    """NCCL refuses two ranks on one GPU; gloo runs the engine's CUDA path there."""
+    first, second = run_ranks(gloo_ranks_on_one_gpu, 2, backend="gloo")
+    assert_same(first, second)
