@@ -37,7 +37,7 @@ from fastpar.tokenizer import (
 
 _CACHE_FORMAT = 1
 _BPE_TRAIN_BYTES = 128 << 20
-_BATCH_CHARS = 4 << 20
+_BATCH_BYTES = 4 << 20
 _CHECKSUM_BLOCK_BYTES = 1 << 20
 _CHECKSUM_BLOCKS = 256
 
@@ -175,17 +175,19 @@ def _tokenize(
         progress_bar(total, "B", f"tokenizing {source.name} with {chosen.name}", progress) as bar,
     ):
         files = {"train": train, "val": val}
-        n_chars = 0
+        n_batch = n_done = 0
         for part, document in _split(source, sizes, val_fraction):
             val_bytes += len(document) if part == "val" else 0
             for i, text in enumerate(pieces(document)):
                 batch.append((part, i == 0, text))
-                n_chars += len(text)
-                if n_chars >= _BATCH_CHARS:
+                n_batch += len(text.encode())
+                if n_batch >= _BATCH_BYTES:
                     _write_tokens(batch, chosen, dtype, joint, files)
-                    batch, n_chars = [], 0
-            bar.update(len(document))
+                    bar.update(n_batch)
+                    n_done += n_batch
+                    batch, n_batch = [], 0
         _write_tokens(batch, chosen, dtype, joint, files)
+        bar.update(total - n_done)  # to the end, although pieces leave out carriage returns
     meta = {
         "source": source.name,
         "tokenizer": chosen.name,

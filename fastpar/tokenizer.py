@@ -282,7 +282,7 @@ def _train_bpe(name: str, texts: Iterable[str]) -> BpeTokenizer:
         vocab_size=_bpe_size(name),
         min_frequency=2,
         special_tokens=[END_OF_TEXT],
-        initial_alphabet=sorted(byte_level.alphabet()),  # the library gives it in random order
+        initial_alphabet=byte_level.alphabet(),
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer=trainer)

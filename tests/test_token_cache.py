@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from fastpar import token_cache
 from fastpar.sources import TextSource
 from fastpar.token_cache import cache_folder, tokenized
+from fastpar.tokenizer import CharTokenizer
 
 DOCUMENTS = [f"document {i} says h\u00e9llo {i * 'again '}\n" for i in range(100)]
 
@@ -91,7 +92,7 @@ def test_nanogpts_characters_and_split(tmp_path):
 
 @pytest.mark.parametrize("tokenizer", ["gpt2", "bpe-300"])
 def test_documents_are_joined_by_the_end_of_text(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(token_cache, "_BATCH_CHARS", 500)
+    monkeypatch.setattr(token_cache, "_BATCH_BYTES", 500)
     data = tokens_of(source_of(DOCUMENTS), tokenizer, cache=tmp_path)
     n_texts = []
     for part in (data.train, data.val):
@@ -100,7 +101,8 @@ def test_documents_are_joined_by_the_end_of_text(tokenizer, tmp_path, monkeypatc
         n_texts.append(len(texts))
     assert sum(n_texts) == len(DOCUMENTS)
     assert data.train.dtype == np.uint16
-    one = tokens_of(source_of(["".join(DOCUMENTS)]), tokenizer, cache=tmp_path)
+    one = tokens_of(source_of(["".join(DOCUMENTS) * 5]), tokenizer, cache=tmp_path)
+    assert len(one.train) > len(data.train)
     assert data.tokenizer.eot not in one.train
 
 
@@ -115,9 +117,11 @@ def test_bpe_learns_nothing_from_what_is_held_out(tmp_path):
 
 def test_bpe_learns_from_a_bounded_part(tmp_path, monkeypatch):
     monkeypatch.setattr(token_cache, "_BPE_TRAIN_BYTES", 1000)
-    source = source_of(["abab " * 300, "zqzq " * 3000])
-    data = tokens_of(source, "bpe-300", cache=tmp_path)
-    assert len(data.tokenizer.encode("zqzq")) == 4
+    long, late = "abab " * 20_000, "zqzq " * 3000
+    for texts in ([long, late], [long + late + "."]):
+        data = tokens_of(source_of(texts), "bpe-300", cache=tmp_path)
+        assert len(data.tokenizer.encode("abab")) < 3
+        assert len(data.tokenizer.encode("zqzq")) == 4
 
 
 def test_characters_of_all_parts_are_known(tmp_path):
@@ -160,12 +164,20 @@ def test_anything_that_matters_makes_another_entry(tmp_path):
         (DOCUMENTS, "chars", 0.05),
         (DOCUMENTS[:-1], "bytes", 0.05),
         (moved, "bytes", 0.05),  # the same bytes, cut elsewhere
+        (["x" + DOCUMENTS[0][1:], *DOCUMENTS[1:]], "bytes", 0.05),  # the same sizes
     ]:
         tokens_of(source_of(texts), tokenizer, fraction, cache=tmp_path)
-    assert sum(path.is_dir() for path in tmp_path.iterdir()) == 5
+    assert sum(path.is_dir() for path in tmp_path.iterdir()) == 6
     for key in ("one", "two", "one"):
         tokens_of(source_of(DOCUMENTS, content_key=key), cache=tmp_path)
-    assert sum(path.is_dir() for path in tmp_path.iterdir()) == 7
+    assert sum(path.is_dir() for path in tmp_path.iterdir()) == 8
+
+
+def test_a_folder_with_another_tokenizer_makes_another_entry(tmp_path):
+    for chars, ids in (("abc", [2, 1]), ("bc", [1, 0])):
+        CharTokenizer(chars).save(tmp_path / "saved")
+        data = tokens_of(source_of(["cb"]), str(tmp_path / "saved"), cache=tmp_path)
+        assert data.train.tolist() + data.val.tolist() == ids
 
 
 @pytest.mark.parametrize("file", ["train.bin", "val.bin", "tokenizer.json", "meta.json"])
