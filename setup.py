@@ -61,10 +61,11 @@ class NinjaBuild(build_ext):
             for path in (pybind11.get_include(), sysconfig.get_path("include"))
         )
         # -ffp-contract=off: a sum is fused into an FMA only where the source says std::fma, so that
-        # every instruction set, vector width and loop tail gives the same bits.
+        # every instruction set, vector width and loop tail gives the same bits. -fno-math-errno and
+        # -fno-trapping-math let sqrt and selects be vectorized; they change no result.
         flags = (
             "-std=c++17 -O3 -fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno "
-            "-Wall -Wextra"
+            "-fno-trapping-math -Wall -Wextra"
         )
         openmp = "-fopenmp" if sys.platform != "darwin" else ""
         lines = [

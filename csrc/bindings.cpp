@@ -88,6 +88,7 @@ PYBIND11_MODULE(_C, m) {
 
   m.def("isa", &fastpar::isa_name);
   m.def("isa_supported", &fastpar::isa_supported);
+  m.def("cpu_is_intel", &fastpar::cpu_is_intel);
   m.def("set_isa", &fastpar::set_isa);
   m.def("keep_freed_memory", &fastpar::keep_freed_memory);
   m.def("adamw_step", &adamw_step, unlocked);

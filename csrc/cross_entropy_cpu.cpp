@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 #include <vector>
 
 #include "ops.h"
@@ -14,12 +15,12 @@ FASTPAR_INLINE double fold(const float* lanes) {
   return sum;
 }
 
-// One row: loss, and with `grad` the row's gradient in its place. `weights` holds exp(x - max) as
+// One row: loss, and with kGrad the row's gradient in its place. `weights` holds exp(x - max) as
 // float; it is the row itself for float32, so that nothing is rounded twice for the others.
-template <class T>
+template <class T, bool kGrad>
 struct CrossEntropyRow {
   static FASTPAR_INLINE void run(T* row, float* weights, int64_t v, int64_t stride, int64_t target,
-                                 float scale, float* loss, bool grad) {
+                                 float scale, float* loss) {
     float lanes[kLanes];
     const float target_logit = to_float(row[target]);
     for (int k = 0; k < kLanes; ++k) lanes[k] = -INFINITY;
@@ -41,18 +42,18 @@ struct CrossEntropyRow {
     for (i = 0; i + kLanes <= v; i += kLanes) {
       for (int k = 0; k < kLanes; ++k) {
         const float e = exp_float(to_float(row[i + k]) - max);
-        if (grad) weights[i + k] = e;
+        if (kGrad) weights[i + k] = e;
         lanes[k] += e;
       }
     }
     for (int64_t k = 0; i + k < v; ++k) {
       const float e = exp_float(to_float(row[i + k]) - max);
-      if (grad) weights[i + k] = e;
+      if (kGrad) weights[i + k] = e;
       lanes[k] += e;
     }
     const double sum = fold(lanes);
     *loss = static_cast<float>(std::log(sum) + static_cast<double>(max) - target_logit);
-    if (!grad) return;
+    if (!kGrad) return;
 
     const float factor = static_cast<float>(scale / sum);
     const float at_target = static_cast<float>(weights[target] / sum - 1.0) * scale;
@@ -65,7 +66,7 @@ struct CrossEntropyRow {
 template <class T>
 void tile(T* logits, int64_t n, int64_t v, int64_t stride, const int64_t* targets,
           int64_t ignore_index, float scale, float* loss, bool write_grad, int threads) {
-  const Isa isa_now = isa();
+  const Isa target = isa();
   constexpr bool in_place = std::is_same<T, float>::value;
   threads = useful_threads(n * v, 1 << 14, threads);
 #pragma omp parallel num_threads(threads) if (threads > 1)
@@ -80,8 +81,13 @@ void tile(T* logits, int64_t n, int64_t v, int64_t stride, const int64_t* target
         continue;
       }
       float* weights = in_place ? reinterpret_cast<float*>(row) : scratch.data();
-      dispatch<CrossEntropyRow<T>>(isa_now, row, weights, v, stride, targets[i], scale, loss + i,
-                                   write_grad);
+      if (write_grad) {
+        dispatch<CrossEntropyRow<T, true>>(target, row, weights, v, stride, targets[i], scale,
+                                           loss + i);
+      } else {
+        dispatch<CrossEntropyRow<T, false>>(target, row, weights, v, stride, targets[i], scale,
+                                            loss + i);
+      }
     }
   }
 }

@@ -47,6 +47,15 @@ Isa isa() { return current().load(std::memory_order_relaxed); }
 
 std::string isa_name() { return kNames[static_cast<int>(isa())]; }
 
+bool cpu_is_intel() {
+#if FASTPAR_X86
+  __builtin_cpu_init();
+  return __builtin_cpu_is("intel");
+#else
+  return false;
+#endif
+}
+
 bool isa_supported(const std::string& name) { return supported(parse(name)); }
 
 void set_isa(const std::string& name) {

@@ -34,6 +34,7 @@ enum class Isa : int { baseline = 0, avx2 = 1, avx512 = 2 };
 Isa isa();
 std::string isa_name();
 bool isa_supported(const std::string& name);
+bool cpu_is_intel();
 // name: auto | baseline | avx2 | avx512. Throws std::invalid_argument for an unknown name and
 // std::runtime_error for one that the machine does not support.
 void set_isa(const std::string& name);

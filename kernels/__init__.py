@@ -9,15 +9,24 @@ if __name__ != "fastpar.kernels":
         "run `pip install -e .` in the checkout and import fastpar.kernels"
     )
 
+import importlib
+import sys
+import warnings
+from typing import Any
+
 import torch  # noqa: F401  first, so that _C binds to torch's OpenMP library
 
 try:
-    from fastpar.kernels import _C  # noqa: F401
+    _C: Any = importlib.import_module("fastpar.kernels._C")
 except ImportError as error:
     raise ImportError(
         f"fastpar.kernels: expected the compiled module _C, got {error}; "
         "run `pip install -e . --no-build-isolation` in the checkout (or `make train`)"
     ) from error
+
+if "fastpar.kernels.backend" in sys.orig_argv:
+    # `python -m` warns about a module that its own package imports, as this one must.
+    warnings.filterwarnings("ignore", message="'fastpar.kernels.backend' found in sys.modules")
 
 from fastpar.kernels.adamw import adamw_step_
 from fastpar.kernels.attention import attention, attention_qkvpacked
@@ -26,6 +35,7 @@ from fastpar.kernels.cross_entropy import linear_cross_entropy
 from fastpar.kernels.embedding import embedding
 from fastpar.kernels.gelu import bias_gelu
 from fastpar.kernels.layer_norm import layer_norm, residual_layer_norm
+from fastpar.kernels.linear import linear
 from fastpar.kernels.philox import Rng, draw_key, dropout, keep_mask, make_key, quantize_p
 
 __all__ = [
@@ -40,6 +50,7 @@ __all__ = [
     "keep_freed_memory",
     "keep_mask",
     "layer_norm",
+    "linear",
     "linear_cross_entropy",
     "make_key",
     "quantize_p",

@@ -11,12 +11,25 @@ shards of any world size hold the parameters of one rank. On CUDA the step is to
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastpar.kernels import _C
 from fastpar.kernels.backend import DTYPE_CODES, use_cpp
+
+
+class Hyper(NamedTuple):
+    """The scalars of a step."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: int
+
 
 _COPIED_ELEMENTS = 1 << 26  # of scaled or widened gradients that exist at once
 
@@ -81,12 +94,7 @@ def adamw_step_cpu(
     exp_avg_sqs: list[Tensor],
     master_weights: list[Tensor],
     grad_scale: float,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
+    hyper: Hyper,
 ) -> None:
     """The compiled kernel, for tensors of one parameter and one gradient dtype."""
     grads = [
@@ -105,13 +113,13 @@ def adamw_step_cpu(
         DTYPE_CODES[params[0].dtype],
         DTYPE_CODES[grads[0].dtype],
         grad_scale,
-        1 - lr * weight_decay,
-        1 - beta1,
-        beta2,
-        1 - beta2,
-        lr / (1 - beta1**step),
-        math.sqrt(1 - beta2**step),
-        eps,
+        1 - hyper.lr * hyper.weight_decay,
+        1 - hyper.beta1,
+        hyper.beta2,
+        1 - hyper.beta2,
+        hyper.lr / (1 - hyper.beta1**hyper.step),
+        math.sqrt(1 - hyper.beta2**hyper.step),
+        hyper.eps,
         torch.get_num_threads(),
     )
 
@@ -123,17 +131,12 @@ def adamw_step_torch(
     exp_avg_sqs: list[Tensor],
     master_weights: list[Tensor],
     grad_scale: Tensor | None,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
     maximize: bool,
+    hyper: Hyper,
 ) -> None:
     """torch's fused AdamW on the fp32 tensors, then a copy to 16-bit parameters. No host sync."""
     weights = master_weights or params
-    steps = torch.full((), float(step), device=params[0].device)
+    steps = torch.full((), float(hyper.step), device=params[0].device)
     first = 0
     while first < len(params):
         last, elements = first + 1, params[first].numel()
@@ -152,11 +155,11 @@ def adamw_step_torch(
             exp_avg_sqs[part],
             [],
             [steps] * (last - first),
-            lr=lr,
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=weight_decay,
-            eps=eps,
+            lr=hyper.lr,
+            beta1=hyper.beta1,
+            beta2=hyper.beta2,
+            weight_decay=hyper.weight_decay,
+            eps=hyper.eps,
             amsgrad=False,
             maximize=maximize,
         )
@@ -185,12 +188,12 @@ def _adamw_step(
     maximize: bool,
 ) -> None:
     states = (params, grads, exp_avgs, exp_avg_sqs, master_weights)
-    scalars = (lr, beta1, beta2, eps, weight_decay, step)
+    hyper = Hyper(lr, beta1, beta2, eps, weight_decay, step)
     if use_cpp("adamw_step_", params[0]):
         scale = 1.0 if grad_scale is None else grad_scale.item()
-        adamw_step_cpu(*states, -scale if maximize else scale, *scalars)
+        adamw_step_cpu(*states, -scale if maximize else scale, hyper)
     else:
-        adamw_step_torch(*states, grad_scale, *scalars, maximize)
+        adamw_step_torch(*states, grad_scale, maximize, hyper)
 
 
 @_adamw_step.register_fake

@@ -13,6 +13,7 @@ FASTPAR_ISA=auto|baseline|avx2|avx512
 `python -m fastpar.kernels.backend` prints what was chosen.
 """
 
+import functools
 import os
 import platform
 from importlib import metadata
@@ -32,9 +33,10 @@ OPS = {
     "residual_layer_norm": ("torch, composed", "torch, composed"),
     "bias_gelu": ("cpp: gelu_cpu.cpp (tanh form); torch (erf form)", "torch, composed"),
     "embedding": ("torch", "torch"),
+    "linear": ("torch: fp32 by {gemm}", "torch"),
     "linear_cross_entropy": (
-        "torch GEMMs by chunks of rows, cpp: cross_entropy_cpu.cpp between them",
-        "torch GEMMs by chunks of rows, torch softmax between them",
+        "torch: fp32 by {gemm}, chunks of rows; cpp: cross_entropy_cpu.cpp between",
+        "torch: GEMMs by chunks of rows, softmax between",
     ),
     "adamw_step_": ("cpp: adamw_cpu.cpp", "torch: _fused_adamw_"),
     "dropout": ("cpp: dropout_cpu.cpp", "torch: Philox composed from integer ops"),
@@ -52,6 +54,20 @@ def read_backend(name: str) -> str:
 
 choice = read_backend(os.environ.get("FASTPAR_BACKEND", "auto"))
 _C.set_isa(os.environ.get("FASTPAR_ISA", "auto"))
+
+
+@functools.cache
+def has_onednn() -> bool:
+    """Whether fp32 products are faster in oneDNN on this machine, and this torch can call it.
+
+    MKL, torch's default, uses AVX-512 on Intel machines only.
+    """
+    return (
+        _C.isa_supported("avx512")
+        and not _C.cpu_is_intel()
+        and torch.backends.mkldnn.is_available()
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    )
 
 
 def use_cpp(op: str, x: Tensor) -> bool:
@@ -99,6 +115,7 @@ def describe() -> str:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     compiled = "with CUDA" if _C.built_with_cuda else "without CUDA (no csrc/*_cuda.cu or no nvcc)"
     supported = [n for n in ("baseline", "avx2", "avx512") if _C.isa_supported(n)]
+    gemm = "oneDNN (MKL has no AVX-512 here)" if has_onednn() and choice != "torch" else "torch.mm"
     lines = [
         f"machine   {platform.machine()}, Python {platform.python_version()}",
         f"torch     {torch.__version__} (CUDA {cuda}), {torch.get_num_threads()} CPU threads",
@@ -110,8 +127,9 @@ def describe() -> str:
         f"backend   {choice} (FASTPAR_BACKEND)",
     ]
     for op, (cpu, gpu) in OPS.items():
-        forced = "torch, composed (forced)" if choice == "torch" and "cpp" in cpu else cpu
-        lines.append(f"{op:<21} cpu  {forced}")
+        if choice == "torch" and "cpp" in cpu:
+            cpu = "torch, composed (forced)"
+        lines.append(f"{op:<21} cpu  {cpu.format(gemm=gemm)}")
         lines.append(f"{'':<21} cuda {gpu}")
     return "\n".join(lines)
 

@@ -12,6 +12,12 @@ import torch
 from torch import Tensor
 
 
+def linear_ref(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias."""
+    y = x @ weight.T
+    return y if bias is None else y + bias
+
+
 def bias_gelu_ref(x: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh") -> Tensor:
     """gelu(x + bias), written out."""
     u = x if bias is None else x + bias
