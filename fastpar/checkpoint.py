@@ -281,8 +281,7 @@ def _write_manifest(folder: Path, step: int) -> None:
         for path in sorted(folder.iterdir())
     }
     manifest = {"format": FORMAT, "version": VERSION, "step": step, "files": files}
-    manifest["digest"] = _digest(manifest)
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    (folder / MANIFEST).write_bytes(_sealed(manifest))
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
@@ -290,13 +289,14 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     problem = None
     manifest: Any = None
     try:
-        manifest = json.loads(file.read_bytes())
-        digest = manifest.pop("digest")
+        content = file.read_bytes()
+        manifest = json.loads(content)
+        del manifest["digest"]
         if manifest.get("format") != FORMAT:
             problem = "another format"
         elif manifest["version"] > VERSION:
             problem = f"version {manifest['version']}; this fastpar reads {VERSION}"
-        elif digest != _digest(manifest):
+        elif content != _sealed(manifest):
             problem = "its digest does not match"
         elif any(not re.fullmatch(r"\w[\w.-]*", name) for name in manifest["files"]):
             problem = "a file name with a path"
@@ -316,8 +316,10 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def _digest(manifest: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+def _sealed(manifest: dict[str, Any]) -> bytes:
+    """The manifest's file: its bytes, with a digest of the rest in the end."""
+    digest = hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
+    return (json.dumps({**manifest, "digest": digest}, indent=1) + "\n").encode()
 
 
 def _sha256(path: Path) -> str:

@@ -1,0 +1,271 @@
+"""Checkpoints: the same bits back, transformers reads them, and damage of any kind is named."""
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastpar import checkpoint
+from fastpar.checkpoint import (
+    MANIFEST,
+    OPTIMIZER,
+    STATE,
+    list_checkpoints,
+    load_checkpoint,
+    newest_checkpoint,
+    optimizer_tensors,
+    rng_state,
+    save_checkpoint,
+    set_rng_state,
+    verify_checkpoint,
+)
+from fastpar.config import GPTConfig
+from fastpar.model import GPT
+from fastpar.optim import AdamW, param_groups
+from fastpar.tokenizer import make_tokenizer
+
+CONFIG = GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=8, vocab_size=131, dropout=0.1)
+FILES = ("config.json", "model.safetensors", OPTIMIZER, STATE, "tokenizer_config.json", MANIFEST)
+
+
+def make(config=CONFIG, dtype=torch.float32, seed=0, steps=2):
+    model = GPT(config, seed=seed).to(dtype)
+    optimizer = AdamW(param_groups(model, 0.1), master_weights=dtype != torch.float32)
+    for step in range(steps):
+        idx = torch.randint(
+            0, config.vocab_size, (2, 9), generator=torch.Generator().manual_seed(step)
+        )
+        model(idx[:, :-1], idx[:, 1:], rng_key=torch.tensor([1, step])).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def save(run, step=2, *, keep_last=0, made=None, **state):
+    model, optimizer = made or make(seed=step)
+    return save_checkpoint(
+        run,
+        step=step,
+        model=model,
+        optimizer=optimizer,
+        tokenizer=make_tokenizer("bytes"),
+        state=state,
+        keep_last=keep_last,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_same_bits_back(tmp_path, dtype):
+    model, optimizer = make(dtype=dtype)
+    path = save(tmp_path, made=(model, optimizer), tokens=7, rng={"a": [1]})
+    verify_checkpoint(path)
+    again, its_optimizer = make(dtype=dtype, seed=5, steps=0)
+    state = load_checkpoint(path, model=again, optimizer=its_optimizer)
+    assert (state["step"], state["tokens"], state["rng"]) == (2, 7, {"a": [1]})
+    assert state["model"]["n_layer"] == 2
+    for (name, p), q in zip(model.named_parameters(), again.parameters()):
+        assert torch.equal(p, q), name
+    expected, got = optimizer_tensors(model, optimizer), optimizer_tensors(again, its_optimizer)
+    assert expected.keys() == got.keys()
+    assert {k.rpartition("/")[2] for k in got} == {"step", "exp_avg", "exp_avg_sq"} | (
+        {"master_weight"} if dtype == torch.bfloat16 else set()
+    )
+    for key, tensor in expected.items():
+        assert tensor.dtype == got[key].dtype
+        assert torch.equal(tensor, got[key]), key
+    # ... and an optimizer that has taken steps is overwritten in place.
+    other, its_optimizer = make(dtype=dtype, seed=6, steps=3)
+    load_checkpoint(path, model=other, optimizer=its_optimizer)
+    for key, tensor in optimizer_tensors(other, its_optimizer).items():
+        assert torch.equal(tensor, expected[key]), key
+
+
+def test_transformers_reads_the_link_to_the_newest(tmp_path):
+    # transformers looks for a package named kernels: it must not find the checkout's folder.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [p for p in sys.path if not Path(p, "kernels").is_dir()])
+        transformers = pytest.importorskip("transformers", reason="pip install -e '.[dev]'")
+        gpt2 = transformers.GPT2LMHeadModel
+    model, optimizer = make()
+    save(tmp_path, 1)
+    save(tmp_path, 2, made=(model, optimizer))
+    theirs = gpt2.from_pretrained(tmp_path / "latest").eval()
+    idx = torch.arange(8)[None]
+    with torch.no_grad():
+        assert (theirs(idx).logits - model.eval()(idx)).abs().max() < 1e-5
+
+
+def test_only_the_last_ones_are_kept(tmp_path):
+    made = make()
+    for step in (9, 10, 100, 1_000_000):
+        save(tmp_path, step, made=made, keep_last=2)
+    assert [p.name for p in list_checkpoints(tmp_path)] == ["step_000100", "step_1000000"]
+    assert os.readlink(tmp_path / "latest") == "checkpoints/step_1000000"
+    assert newest_checkpoint(tmp_path).name == "step_1000000"
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    save(tmp_path, 4, tokens=1)
+    (tmp_path / "checkpoints" / ".step_000003.tmp").mkdir()  # left by a crash
+    path = save(tmp_path, 4, tokens=2)
+    assert checkpoint.read_state(path)["tokens"] == 2
+    assert os.listdir(tmp_path / "checkpoints") == ["step_000004"]
+
+
+def test_a_save_that_fails_leaves_the_older_ones(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+
+    def full(folder, step):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "_write_manifest", full)
+    for step in (1, 2):
+        with pytest.raises(OSError, match="No space left"):
+            save(tmp_path, step)
+    assert os.listdir(tmp_path / "checkpoints") == ["step_000001"]
+    verify_checkpoint(newest_checkpoint(tmp_path))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_damage_is_named(tmp_path, name):
+    """Every file, cut at several lengths, with a bit flipped, deleted, or from another step."""
+    save(tmp_path, 1)
+    path = save(tmp_path, 2)
+    file = path / name
+    content = file.read_bytes()
+    n = len(content)
+    damaged = [content[:k] for k in (0, 1, n // 2, n - 1)]
+    generator = torch.Generator().manual_seed(n)
+    for at in torch.randint(0, n, (12,), generator=generator).tolist():
+        damaged.append(content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :])
+    damaged += [content + b"\n" * (name != MANIFEST), None]
+    other = (tmp_path / "checkpoints" / "step_000001" / name).read_bytes()
+    damaged += [other] if other != content and name != MANIFEST else []
+    for bad in damaged:
+        if bad == content:
+            continue
+        file.unlink() if bad is None else file.write_bytes(bad)
+        with pytest.raises(ValueError, match=f"verify_checkpoint: expected .*{name}.* use another"):
+            verify_checkpoint(path)
+        said = []
+        assert newest_checkpoint(tmp_path, say=said.append).name == "step_000001"
+        assert len(said) == 1
+        assert "damaged, trying the one before: verify_checkpoint: expected" in said[0]
+        file.write_bytes(content)
+    verify_checkpoint(path)
+
+
+def test_no_complete_checkpoint_at_all(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"expected a run with a complete checkpoint, .* with none"
+    ):
+        newest_checkpoint(tmp_path)
+    path = save(tmp_path, 1)
+    (path / STATE).unlink()
+    with pytest.raises(ValueError, match=r"damaged ones only; the newest: .*trainer_state.json"):
+        newest_checkpoint(tmp_path, say=lambda line: None)
+
+
+def rewrite(path, **changes):
+    manifest = json.loads((path / MANIFEST).read_text())
+    manifest.pop("digest")
+    manifest = {k: v for k, v in {**manifest, **changes}.items() if v is not None}
+    (path / MANIFEST).write_bytes(checkpoint._sealed(manifest))
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"format": "other"}, "another format"),
+        ({"version": 2}, "version 2; this fastpar reads 1"),
+        ({"version": None}, "KeyError: 'version'"),
+        ({"files": {"../../outside": {"size": 0, "sha256": ""}}}, "a file name with a path"),
+        ({"files": {"config.json": {"size": 0, "sha256": ""}}}, "files missing from its list"),
+        ({"files": 3}, "TypeError"),
+    ],
+)
+def test_foreign_manifests_are_refused(tmp_path, changes, problem):
+    path = save(tmp_path, 1)
+    rewrite(path, **changes)
+    with pytest.raises(ValueError, match=rf"expected a checkpoint's manifest, got .* \({problem}"):
+        verify_checkpoint(path)
+
+
+def test_foreign_folders_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"manifest.json \(no such file\); the folder is no check"):
+        verify_checkpoint(tmp_path / "none")
+    (tmp_path / MANIFEST).write_text("[1]")
+    with pytest.raises(ValueError, match="expected a checkpoint's manifest"):
+        verify_checkpoint(tmp_path)
+    (tmp_path / MANIFEST).unlink()
+    (tmp_path / MANIFEST).mkdir()
+    with pytest.raises(ValueError, match="Is a directory"):
+        verify_checkpoint(tmp_path)
+
+
+def test_files_that_the_manifest_does_not_list_are_not_read(tmp_path):
+    path = save(tmp_path, 1)
+    shutil.copy(path / OPTIMIZER, path / "model-extra.safetensors")
+    model, optimizer = make(steps=0)
+    load_checkpoint(path, model=model, optimizer=optimizer)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n_layer": 3}, r"expected the model of .* with n_layer=2, got n_layer=3; resume with"),
+        ({"n_embd": 32}, r"expected the model of .* with n_embd=16, got n_embd=32"),
+        ({"vocab_size": 130}, r"expected the model of .* with vocab_size=131, got vocab_size=130"),
+    ],
+)
+def test_another_model_is_refused_and_left_alone(tmp_path, changes, message):
+    path = save(tmp_path, 1)
+    model, optimizer = make(GPTConfig(**{**vars(CONFIG), **changes}), steps=1)
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match=f"load_checkpoint: {message}"):
+        load_checkpoint(path, model=model, optimizer=optimizer)
+    assert all(torch.equal(p, q) for p, q in zip(before, model.parameters()))
+
+
+def test_dropout_may_change(tmp_path):
+    path = save(tmp_path, 1)
+    model, _ = make(GPTConfig(**{**vars(CONFIG), "dropout": 0.0}), steps=0)
+    load_checkpoint(path, model=model)
+
+
+def test_other_optimizer_state_is_refused(tmp_path):
+    path = save(tmp_path, 1, made=make(dtype=torch.bfloat16))
+    model, optimizer = make(steps=1)
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match=r"got also h.0.attn.c_attn.bias/master_weight; resume"):
+        load_checkpoint(path, model=model, optimizer=optimizer)
+    path = save(tmp_path, 2)
+    half, its_optimizer = make(dtype=torch.bfloat16, steps=1)
+    with pytest.raises(ValueError, match=r"got no h.0.attn.c_attn.bias/master_weight; resume"):
+        load_checkpoint(path, model=half, optimizer=its_optimizer)
+    assert all(torch.equal(p, q) for p, q in zip(before, model.parameters()))
+
+
+def test_a_moment_of_another_shape_is_refused(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    path = save(tmp_path, 1)
+    tensors = load_file(path / OPTIMIZER)
+    save_file({**tensors, "wpe.weight/exp_avg": torch.zeros(3)}, path / OPTIMIZER)
+    model, optimizer = make(steps=0)
+    with pytest.raises(ValueError, match=r"expected wpe.weight/exp_avg of shape \[8, 16\], got"):
+        load_checkpoint(path, model=model, optimizer=optimizer)
+    save_file({**tensors, "zzz/exp_avg": torch.zeros(3)}, path / OPTIMIZER)
+    with pytest.raises(ValueError, match=r"expected zzz/exp_avg of shape None, got shape=\[3\]"):
+        load_checkpoint(path, model=model, optimizer=optimizer)
+
+
+def test_random_state_goes_there_and_back():
+    state = json.loads(json.dumps(rng_state()))
+    first = torch.rand(3)
+    set_rng_state(state)
+    assert torch.equal(first, torch.rand(3))
