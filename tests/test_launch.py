@@ -1,0 +1,192 @@
+"""The launcher's parts on plain processes; whole runs with real ranks are in test_faults.py."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from fastpar import launch
+from fastpar.launch import (
+    LOST_PEER,
+    USER_MISTAKE,
+    _forward_signals,
+    _Rank,
+    _report,
+    _restored_signals,
+    _watch,
+    available_cores,
+    catching_stop,
+    is_rank,
+    launched_here,
+    lost_peer,
+    threads_per_rank,
+)
+
+
+@pytest.fixture
+def start():
+    """Starts ranks that run a line of Python each, in sessions of their own as torch does."""
+    processes = []
+
+    def run(*codes):
+        for code in codes:
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-S", "-c", f"import os, signal, sys, time\n{code}"],
+                    start_new_session=True,
+                    stdout=subprocess.PIPE,
+                )
+            )
+        return [_Rank(n, p) for n, p in enumerate(processes)]
+
+    yield run
+    for process in processes:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.fixture
+def logs(tmp_path):
+    for rank in range(3):
+        (tmp_path / "run" / "attempt_0" / str(rank)).mkdir(parents=True)
+    return tmp_path
+
+
+def write(logs, rank, name, text):
+    (logs / "run" / "attempt_0" / str(rank) / name).write_text(text)
+
+
+def test_threads_share_the_cores():
+    assert 1 <= available_cores() <= os.cpu_count()
+    assert threads_per_rank(3, 100) == 3
+    assert threads_per_rank(None, 1) == available_cores()
+    assert threads_per_rank(None, 10_000) == 1
+
+
+def test_who_is_a_rank(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "FASTPAR_LAUNCHER"):
+        monkeypatch.delenv(name, raising=False)
+    assert not is_rank()
+    assert not launched_here()
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert is_rank()
+    assert not launched_here()
+
+
+def test_a_killed_rank_is_named_and_the_others_are_stopped(start, logs, capfd, monkeypatch):
+    monkeypatch.setattr(launch, "GRACE_S", 0.3)
+    ranks = start("time.sleep(60)", "os.kill(os.getpid(), 9)", "time.sleep(0.1); sys.exit(3)")
+    began = time.monotonic()
+    _watch(ranks, [])
+    assert time.monotonic() - began < 5
+    assert [r.code for r in ranks] == [-9, -9, LOST_PEER]
+    assert _report(ranks, [], logs) == 1
+    pid = ranks[1].process.pid
+    assert capfd.readouterr().err == (
+        f"fastpar: rank 1 (pid {pid}) died of SIGKILL (out of memory?); all ranks stopped\n"
+    )
+
+
+def test_the_cause_is_named_though_it_is_seen_last(start, logs, capfd):
+    """Rank 0 loses its peer and ends first; the error file says why the peer failed."""
+    ranks = start(f"sys.exit({LOST_PEER})", "time.sleep(0.3); sys.exit(1)")
+    write(logs, 1, "stderr.log", "Traceback ...\nRuntimeError: no memory\n")
+    write(logs, 1, "error.json", json.dumps({"message": {"message": "RuntimeError: no memory\nx"}}))
+    _watch(ranks, [])
+    assert _report(ranks, [], logs) == 1
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[:2] == ["Traceback ...", "RuntimeError: no memory"]
+    assert lines[2].startswith("fastpar: rank 1 (pid ")
+    assert lines[2].endswith(") failed: RuntimeError: no memory; all ranks stopped")
+
+
+def test_a_failure_without_last_words(start, logs, capfd):
+    ranks = start("", "sys.exit(7)")
+    _watch(ranks, [])
+    assert _report(ranks, [], logs) == 1
+    assert "rank 1" in (err := capfd.readouterr().err)
+    assert "failed: exit status 7; all ranks stopped" in err
+
+
+@pytest.mark.parametrize("rank_0_says_it", [True, False])
+def test_a_users_mistake_is_said_once(start, logs, capfd, rank_0_says_it):
+    code = f"sys.exit({USER_MISTAKE if rank_0_says_it else LOST_PEER})"
+    ranks = start(code, f"sys.exit({USER_MISTAKE})")
+    write(logs, 1, "stderr.log", "a warning\ntrain: expected x, got y\n")
+    _watch(ranks, [])
+    assert _report(ranks, [], logs) == USER_MISTAKE
+    assert capfd.readouterr().err == ("" if rank_0_says_it else "train: expected x, got y\n")
+
+
+def test_ranks_that_end_well(start, logs, capfd):
+    ranks = start("", "")
+    _watch(ranks, [])
+    assert _report(ranks, [], logs) == 0
+    assert capfd.readouterr().err == ""
+
+
+WAIT = "signal.signal(15, lambda *_: sys.exit(143)); print('up', flush=True); time.sleep(60)"
+
+
+def test_a_signal_reaches_the_ranks(start, logs):
+    ranks = start(WAIT, WAIT)
+    for rank in ranks:
+        assert rank.process.stdout.readline() == b"up\n"
+    with _restored_signals():
+        signals = _forward_signals(ranks)
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        _watch(ranks, signals)
+    assert signals == [signal.SIGTERM]
+    assert [r.code for r in ranks] == [143, 143]
+    assert _report(ranks, signals, logs) == 143
+
+
+def test_a_second_signal_kills(start, logs, capfd):
+    ranks = start("signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)")
+    for rank in ranks:
+        assert rank.process.stdout.readline() == b"up\n"
+    with _restored_signals():
+        signals = _forward_signals(ranks)
+        for after in (0.1, 0.3):
+            threading.Timer(after, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        _watch(ranks, signals)
+    assert ranks[0].code == -9
+    assert _report(ranks, signals, logs) == 143
+    assert "stopped before anything was saved" in capfd.readouterr().err
+
+
+def test_the_first_signal_in_a_rank_only_asks(capfd):
+    before = signal.getsignal(signal.SIGINT)
+    with catching_stop(loud=True) as received:
+        signal.raise_signal(signal.SIGINT)
+        assert received == [signal.SIGINT]
+        assert "finishing this step, then saving" in capfd.readouterr().err
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_signals_are_left_alone_outside_of_the_main_thread():
+    seen = []
+
+    def body():
+        with catching_stop(loud=False) as received:
+            seen.append(list(received))
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert seen == [[]]
+
+
+def test_lost_peers_are_told_from_other_errors():
+    gloo = "[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4242"
+    assert lost_peer(RuntimeError(f"Engine: expected every rank to take part, got ... ({gloo})"))
+    assert not lost_peer(RuntimeError("out of memory"))
