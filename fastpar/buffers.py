@@ -143,11 +143,15 @@ class FlatBuffers:
         self._has_main_grad[i] = self._main[i]
         self.params[i].grad = None if self._main[i] else self.views[i]
 
-    def zero_grad(self) -> None:
-        """Forget all gradients; no memory is written."""
-        for p in self.params:
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, which writes no memory; or set those that there are to zero."""
+        for i, p in enumerate(self.params):
+            grad = self.grad_of(p)
+            if grad is not None and not set_to_none:
+                grad.zero_()
+                continue
             p.grad = None
-        self._has_main_grad = [False] * len(self.params)
+            self._has_main_grad[i] = False
 
     def grad_of(self, p: Tensor) -> Tensor | None:
         """The gradient of one of the parameters, None if it has none."""

@@ -369,9 +369,9 @@ class Engine:
         self._reduced = False
         self._step_ended = True
 
-    def zero_grad(self) -> None:
-        """Forget all gradients, main gradients too; no memory is written."""
-        self.buffers.zero_grad()
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's, for main gradients too. By default no memory is written."""
+        self.buffers.zero_grad(set_to_none)
         self._unreduced = False
 
     def grad_of(self, p: Tensor) -> Tensor | None:

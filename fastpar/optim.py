@@ -25,6 +25,16 @@ from fastpar.layout import parameter_names
 
 _PIECE = 1 << 14
 _STATES = ("exp_avg", "exp_avg_sq", "master_weight")
+# Options of torch.optim.AdamW's groups that are fixed here; in state dicts, so that torch loads
+# them (it would take a missing decoupled_weight_decay for Adam's).
+_FIXED = {
+    "amsgrad": False,
+    "capturable": False,
+    "decoupled_weight_decay": True,
+    "differentiable": False,
+    "foreach": None,
+    "fused": None,
+}
 
 
 class AdamW(torch.optim.Optimizer):
@@ -51,8 +61,8 @@ class AdamW(torch.optim.Optimizer):
     State: step, exp_avg, exp_avg_sq as in torch.optim.AdamW (state dicts load both ways), and
         master_weight. Load the model before the first step: master weights are made there.
     Raises:
-        ValueError: options outside their range; 16-bit parameters without master_weights; a state
-            dict with amsgrad.
+        ValueError: options outside their range; 16-bit parameters without master_weights; the
+            state dict of Adam or of amsgrad.
         RuntimeError: sparse gradients.
     """
 
@@ -128,8 +138,7 @@ class AdamW(torch.optim.Optimizer):
         """As in torch; also clears the main gradients of an engine."""
         super().zero_grad(set_to_none)
         for engine in self._engines():
-            if set_to_none:
-                engine.zero_grad()
+            engine.zero_grad(set_to_none)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -217,19 +226,28 @@ class AdamW(torch.optim.Optimizer):
                 maximize=group["maximize"],
             )
 
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch; torch.optim.AdamW loads it."""
+        state_dict = super().state_dict()
+        groups = [{**group, **_FIXED} for group in state_dict["param_groups"]]
+        return {**state_dict, "param_groups": groups}
+
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load this optimizer's state or that of torch.optim.AdamW (without amsgrad)."""
-        if any(group.get("amsgrad") for group in state_dict["param_groups"]):
-            raise ValueError(
-                "AdamW.load_state_dict: expected a state without amsgrad, got amsgrad=True; "
-                "continue that run with torch.optim.AdamW"
-            )
+        for group in state_dict["param_groups"]:
+            for name in ("amsgrad", "decoupled_weight_decay"):
+                if group.get(name, _FIXED[name]) != _FIXED[name]:
+                    raise ValueError(
+                        f"AdamW.load_state_dict: expected {name}={_FIXED[name]}, got "
+                        f"{name}={group[name]}; continue that run with its own optimizer"
+                    )
         super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            for name in _FIXED:
+                group.pop(name, None)
         saved_ids = (i for g in state_dict["param_groups"] for i in g["params"])
         params = (p for g in self.param_groups for p in g["params"])
-        for group in self.param_groups:
-            group.setdefault("maximize", False)
         for i, p in zip(saved_ids, params):
             saved = state_dict["state"].get(i)
             if not saved:
@@ -243,6 +261,10 @@ class AdamW(torch.optim.Optimizer):
             if p.dtype == torch.float32:
                 state.pop("master_weight", None)
             state["step"] = torch.tensor(float(saved["step"]), dtype=torch.float32)
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = ("master_weights", "max_grad_norm", "grad_norm", "skipped", "_grad_scale")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
 
 
 def global_norm(grads: list[Tensor]) -> Tensor:
