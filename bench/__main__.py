@@ -1,0 +1,151 @@
+"""`python -m bench [name[:case] ...]`: runs benches, each in a process of its own.
+
+    python -m bench                          all of them on the GPU if there is one, or on the CPU
+    python -m bench layer_norm train:6x384   one bench; one case of one
+    python -m bench --commit-results         rows go to bench/results, which the README shows
+
+Without --commit-results or --out, rows go to build/bench. A bench that fails, is killed or runs out
+of its time loses neither its own earlier rows nor the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from bench.records import (
+    RESULTS,
+    SCRATCH,
+    ResultFile,
+    default_path,
+    machine,
+    machine_line,
+    reason,
+)
+from bench.report import summary
+
+FIRST, LAST = ("ceilings",), ("train",)
+
+
+def names() -> list[str]:
+    """Benches in the order they run."""
+    found = {p.stem.removeprefix("bench_") for p in Path(__file__).parent.glob("bench_*.py")}
+    middle = sorted(found - {*FIRST, *LAST})
+    return [*FIRST, *middle, *LAST]
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("names", nargs="*", metavar="name[:case]", help=", ".join(names()))
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
+    parser.add_argument("--quick", action="store_true", help="tiny shapes: does the code run?")
+    parser.add_argument("--out", type=Path, help="JSON file the rows are merged into")
+    parser.add_argument("--commit-results", action="store_true", help="write to bench/results")
+    parser.add_argument("--time-limit", type=float, help="seconds for each bench")
+    parser.add_argument("--total-limit", type=float, help="seconds for all benches together")
+    parser.add_argument("--here", action="store_true", help="in this process, without a limit")
+    args = parser.parse_args(argv)
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    args.names = args.names or names()
+    for name in args.names:
+        if name.partition(":")[0] not in names():
+            raise ValueError(
+                f"bench: expected one of {', '.join(names())}, got name={name}; choose one of these"
+            )
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError("bench: expected a GPU, got device=cuda without one; use --device cpu")
+    if args.commit_results and (args.quick or args.out):
+        raise ValueError(
+            "bench: expected full shapes and no --out with --commit-results, got "
+            f"quick={args.quick} out={args.out}; tiny shapes are no results"
+        )
+    if args.out is None:
+        folder = RESULTS if args.commit_results else SCRATCH / ("quick" if args.quick else "full")
+        args.out = default_path(machine(args.device), folder)
+    return args
+
+
+def run_here(name: str, args: argparse.Namespace) -> None:
+    from bench.harness import Bench
+
+    stem, _, case = name.partition(":")
+    module = importlib.import_module(f"bench.bench_{stem}")
+    results = ResultFile(args.out, machine(args.device))
+    module.run(Bench(stem, args.device, args.quick, results, only=case))
+
+
+def run_apart(name: str, args: argparse.Namespace, left_s: float) -> str | None:
+    """Run one bench in its own process group; why it failed, or None."""
+    stem = name.partition(":")[0]
+    limit = args.time_limit
+    if limit is None:
+        try:
+            limit = importlib.import_module(f"bench.bench_{stem}").TIME_LIMIT_S[args.device]
+        except Exception as error:  # a bench that cannot be imported fails alone
+            return reason(error)
+    limit = min(limit, left_s)
+    if limit <= 0:
+        return "not started: --total-limit is used up"
+    command = [sys.executable, "-m", "bench", name, "--here", "--device", args.device]
+    command += ["--out", str(args.out), *(["--quick"] if args.quick else [])]
+    process = subprocess.Popen(command, start_new_session=True)
+    try:
+        status = process.wait(limit)
+    except subprocess.TimeoutExpired:
+        return f"stopped after {limit:.0f} s; its rows so far are kept"
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)  # with the workers it started
+            process.wait()
+    return f"exit code {status}" if status else None
+
+
+def main(argv: list[str] | None = None) -> int:
+    try:
+        args = parse(argv)
+        if args.here:
+            run_here(args.names[0], args)
+            return 0
+        ResultFile(args.out, machine(args.device))  # refuses a file of another machine now
+    except (ValueError, RuntimeError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(machine_line(machine(args.device)), flush=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # run_apart stops its bench then
+    failures = {}
+    begin = time.monotonic()
+    for name in args.names:
+        start = time.monotonic()
+        print(f"== {name}", flush=True)
+        left_s = (args.total_limit or float("inf")) - (start - begin)
+        failure = run_apart(name, args, left_s)
+        if failure:
+            failures[name] = failure
+        print(f"== {name}: {failure or 'done'}, {time.monotonic() - start:.0f} s", flush=True)
+    results = ResultFile(args.out, machine(args.device))  # what the benches wrote
+    ran = {name.partition(":")[0] for name in args.names}
+    rows = [row for row in results.rows.values() if row.bench in ran]
+    print(f"\n{machine_line(machine(args.device))}\n{summary(rows)}")
+    red = [row for row in rows if row.refused and "fastpar" in row.variant]
+    for row in red:
+        print(f"refused: {row.key}: {row.refused}")
+    for name, failure in failures.items():
+        print(f"failed: {name}: {failure}")
+    print(f"{len(results.rows)} rows in {os.path.relpath(args.out)}")
+    return 1 if failures or red else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

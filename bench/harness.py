@@ -1,0 +1,429 @@
+"""The only timer of the project, and the gate in front of every row.
+
+[Note: timing on a GPU] Each sample is: flush the L2 cache, let the device sleep longer than the
+host needs to enqueue the call, record an event, call, record an event. Without the sleep a call
+whose kernels are shorter than their launches is timed as host time, because the stream starves
+between the two events (test_cuda_sample_hides_the_host). Host time is measured apart, on an idle
+device, as the time until the call returns. Inputs are random: zeros run up to a third faster.
+
+[Note: timing on a CPU] Variants run in turn, A B A B ..., so that a neighbour's noise hits all
+alike; medians of one run are compared with each other and with nothing else. The number of threads
+is a column of every row.
+
+[Note: the gate] Before a variant is timed, its output and gradients are compared with the op's fp64
+oracle by fastpar.testing.assert_matches_oracle, on the row's device and dtype. A red check, an
+exception and a missing backend give a row without a time that says why.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bench.records import ResultFile, Row, reason
+from fastpar.kernels import linear
+from fastpar.testing import assert_matches_oracle
+
+Call = Callable[[], Any]
+PEER_FACTOR = 8.0  # a peer must compute the same function; how well it rounds is not ours to judge
+CYCLES_PER_US = 2000.0  # of a GPU at 2 GHz: the sleep is at least as long as meant on slower ones
+
+
+class Timing(NamedTuple):
+    median_ms: float
+    p20_ms: float
+    p80_ms: float
+    runs: int
+
+    @classmethod
+    def of(cls, samples_ms: Sequence[float]) -> Timing:
+        p20, median, p80 = np.quantile(np.asarray(samples_ms, dtype=np.float64), (0.2, 0.5, 0.8))
+        return cls(float(median), float(p20), float(p80), len(samples_ms))
+
+
+class CpuClock:
+    """Wall time of one call."""
+
+    def sample(self, call: Call) -> float:
+        start = time.perf_counter()
+        call()
+        return (time.perf_counter() - start) * 1e3
+
+    def host_us(self, call: Call) -> float | None:
+        return None
+
+
+class CudaClock:
+    """Device time of one call between two events; see [Note: timing on a GPU].
+
+    Args:
+        cuda: torch.cuda, or a double of it.
+        flush: overwrites the L2 cache; by default zeroes a buffer of four times its size.
+    """
+
+    def __init__(self, cuda: Any = None, flush: Call | None = None):
+        self.cuda = torch.cuda if cuda is None else cuda
+        if flush is None:
+            l2_bytes = getattr(self.cuda.get_device_properties(0), "L2_cache_size", 64 << 20)
+            flush = torch.empty(max(4 * l2_bytes, 64 << 20), dtype=torch.int8, device="cuda").zero_
+        self.flush = flush
+        self._ahead_us: WeakKeyDictionary[Call, float] = WeakKeyDictionary()
+
+    def host_us(self, call: Call, runs: int = 15) -> float:
+        times = []
+        for _ in range(runs):
+            self.cuda.synchronize()
+            start = time.perf_counter()
+            call()
+            times.append((time.perf_counter() - start) * 1e6)
+        self.cuda.synchronize()
+        return float(np.median(times))
+
+    def sample(self, call: Call) -> float:
+        if call not in self._ahead_us:
+            self._ahead_us[call] = min(2 * self.host_us(call, runs=3) + 20, 50_000)
+        start, end = (self.cuda.Event(enable_timing=True) for _ in range(2))
+        self.flush()
+        self.cuda._sleep(int(self._ahead_us[call] * CYCLES_PER_US))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end)
+
+
+def clock_for(device: str) -> CpuClock | CudaClock:
+    return CudaClock() if device == "cuda" else CpuClock()
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def stopwatch(call: Call, device: str) -> tuple[float, Any]:
+    """(wall ms, result) of one call, the device's work included: for whole training steps."""
+    synchronize(device)
+    start = time.perf_counter()
+    result = call()
+    synchronize(device)
+    return (time.perf_counter() - start) * 1e3, result
+
+
+def interleave(
+    variants: Mapping[str, Sequence[Call]],
+    clock: Any,
+    *,
+    budget_s: float,
+    min_runs: int = 7,
+    max_runs: int = 200,
+) -> dict[str, Timing]:
+    """Time the variants in turn, round after round.
+
+    Args:
+        variants: name -> the same call on several input sets, used in rotation.
+        budget_s: wall time for all of them; rounds stay within [min_runs, max_runs].
+    """
+    start = time.perf_counter()
+    for calls in variants.values():
+        for call in calls:
+            clock.sample(call)
+    spent = time.perf_counter() - start
+    longest = max(len(calls) for calls in variants.values())
+    rounds = int(min(max_runs, max(min_runs, budget_s * longest / max(spent, 1e-9))))
+    samples: dict[str, list[float]] = {name: [] for name in variants}
+    for index in range(rounds):
+        for name, calls in variants.items():
+            samples[name].append(clock.sample(calls[index % len(calls)]))
+    return {name: Timing.of(times) for name, times in samples.items()}
+
+
+class Ceilings(NamedTuple):
+    """What this machine does at best, measured by this process."""
+
+    copy_gb_per_s: float  # bytes read plus bytes written
+    matmul_tflop_per_s: float
+    matmul: str  # "bf16 8192^3"
+
+
+def measure_ceilings(device: str, quick: bool = False) -> Ceilings:
+    clock = clock_for(device)
+    on_cuda = device == "cuda"
+    numel = (1 << 28) if on_cuda else (1 << 20 if quick else 1 << 25)
+    size = 8192 if on_cuda else (256 if quick else 1536)
+    dtype = torch.bfloat16 if on_cuda else torch.float32
+    source, target = torch.randn(numel, device=device), torch.empty(numel, device=device)
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    timings = interleave(
+        {
+            "copy": [lambda: target.copy_(source)],
+            # torch's fp32 product is not the fastest on every CPU (kernels/linear.py).
+            "torch": [lambda: a @ b],
+            "linear": [lambda: linear(a, b)],
+        },
+        clock,
+        budget_s=0.2 if quick else 1.5,
+    )
+    matmul_ms = min(timings["torch"].median_ms, timings["linear"].median_ms)
+    return Ceilings(
+        8 * numel / timings["copy"].median_ms / 1e6,
+        2 * size**3 / matmul_ms / 1e9,
+        f"{'bf16' if on_cuda else 'fp32'} {size}^3",
+    )
+
+
+@dataclass
+class Case:
+    """One shape of one op, and who computes it.
+
+    make_inputs(generator, small): fresh random inputs; small: few rows, for the fp64 oracle.
+    variants: name -> function of the inputs. "eager" is the gate's yardstick.
+    oracle: function of the inputs in fp64; None only where `check` judges instead.
+    bytes_moved, flops: direction -> per call. Percent of the ceiling is that of flops when given.
+    """
+
+    name: str
+    make_inputs: Callable[[torch.Generator, bool], tuple[Any, ...]]
+    variants: dict[str, Callable[..., Any]]
+    oracle: Callable[..., Any] | None
+    dtype: torch.dtype
+    bytes_moved: dict[str, float] = field(default_factory=dict)
+    flops: dict[str, float] = field(default_factory=dict)
+    directions: tuple[str, ...] = ("forward", "forward+backward")
+    compiled: bool = True  # adds "torch.compile" of variants["eager"], dynamic=False
+    check: Callable[[str], None] | None = None  # variant name -> raises when it is wrong
+    track_peak: bool = False  # peak memory of one call (GPU only)
+    baseline: str = "eager"  # what speedup compares with
+    unjudged: tuple[str, ...] = ()  # variants that are not comparable, element by element
+
+
+@dataclass
+class Bench:
+    """One run of one bench file: where it runs, how long it may take, where its rows go."""
+
+    name: str
+    device: str
+    quick: bool
+    results: ResultFile
+    only: str = ""  # a part of the case names to run
+    clock: Any = None
+    ceilings: Ceilings | None = None
+
+    def __post_init__(self) -> None:
+        self.clock = self.clock or clock_for(self.device)
+        self.ceilings = self.ceilings or measure_ceilings(self.device, self.quick)
+
+    def row(self, case: str, direction: str, variant: str, dtype: torch.dtype, **values) -> Row:
+        return Row(
+            bench=self.name,
+            case=case,
+            direction=direction,
+            variant=variant,
+            device=self.device,
+            dtype=str(dtype).removeprefix("torch."),
+            threads=torch.get_num_threads(),
+            **values,
+        )
+
+    def add(self, *rows: Row) -> None:
+        self.results.add(*rows)
+        for row in rows:
+            print(format_row(row), flush=True)
+
+    def run(self, cases: Sequence[Case]) -> None:
+        """Every case in every direction; rows are written after each direction."""
+        for case in cases:
+            if self.only in case.name:
+                for direction in case.directions:
+                    torch._dynamo.reset()  # a recompilation would count against dynamo's limit
+                    self._run_direction(case, direction)
+
+    def _run_direction(self, case: Case, direction: str) -> None:
+        functions = dict(case.variants)
+        if case.compiled:
+            functions["torch.compile"] = torch.compile(case.variants["eager"], dynamic=False)
+        inputs = self._input_sets(case)
+
+        def maker(name: str) -> Callable[[], list[Call]]:
+            def make() -> list[Call]:
+                self._judge(case, name, functions[name], direction, inputs[0])
+                return bind(functions[name], inputs, direction)
+
+            return make
+
+        self.run_calls(case, direction, {name: maker(name) for name in functions})
+
+    def run_calls(
+        self, case: Case, direction: str, makers: Mapping[str, Callable[[], list[Call]]]
+    ) -> None:
+        """Gate and warm up each variant, then time those that may be timed."""
+        calls: dict[str, list[Call]] = {}
+        refused: dict[str, str] = {}
+        for name, make in makers.items():
+            try:
+                if case.check is not None:
+                    case.check(name)
+                made = make()
+                for call in (*made, *made):
+                    call()
+                synchronize(self.device)
+                calls[name] = made
+            except Exception as error:
+                refused[name] = reason(error)
+        self.measure(case, direction, calls, refused)
+        calls.clear()
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
+
+    def _input_sets(self, case: Case) -> list[tuple[Any, ...]]:
+        """Two to six input sets, enough to leave the caches: 4x a GPU's L2, 256 MB on a CPU."""
+        generator = torch.Generator(self.device).manual_seed(1)
+        sets = [case.make_inputs(generator, self.quick)]
+        size = sum(t.numel() * t.element_size() for t in sets[0] if isinstance(t, Tensor))
+        count = 2 if self.quick else min(6, max(2, math.ceil((256 << 20) / max(size, 1))))
+        return sets + [case.make_inputs(generator, self.quick) for _ in range(count - 1)]
+
+    def _judge(
+        self,
+        case: Case,
+        name: str,
+        function: Callable[..., Any],
+        direction: str,
+        inputs: tuple[Any, ...],
+    ) -> None:
+        """Raises unless the variant agrees with the oracle; see [Note: the gate]."""
+        if case.oracle is None or name in ("eager", *case.unjudged):
+            return
+        if name != "torch.compile":  # that one would compile a second time for the small shape
+            inputs = case.make_inputs(torch.Generator(self.device).manual_seed(2), True)
+        grad = direction != "forward"
+        judged = function if grad else torch.no_grad()(function)  # as it will be timed
+        assert_matches_oracle(
+            judged,
+            case.oracle,
+            inputs,
+            eager=case.variants["eager"],
+            grad=grad,
+            factor=2.0 if name.startswith("fastpar") else PEER_FACTOR,
+        )
+
+    def measure(
+        self,
+        case: Case,
+        direction: str,
+        calls: Mapping[str, Sequence[Call]],
+        refused: Mapping[str, str],
+    ) -> None:
+        """Time the calls in turn and write a row for each, and one for each refused variant."""
+        timings: dict[str, Timing] = {}
+        if calls:
+            timings = interleave(
+                calls,
+                self.clock,
+                budget_s=(0.05 if self.quick else 0.5) * len(calls),
+                min_runs=2 if self.quick else 7,
+            )
+        base = timings.get(case.baseline)
+        rows = []
+        for name, timing in timings.items():
+            row = self.row(case.name, direction, name, case.dtype, **timing._asdict())
+            row.host_us = self.clock.host_us(calls[name][0])
+            if base is not None:
+                row.baseline, row.speedup = case.baseline, base.median_ms / timing.median_ms
+            if case.track_peak and self.device == "cuda":
+                row.peak_bytes = _peak_bytes(calls[name][0])
+            self.rate(row, case.bytes_moved.get(direction), case.flops.get(direction))
+            rows.append(row)
+        rows += [
+            self.row(case.name, direction, name, case.dtype, refused=why)
+            for name, why in refused.items()
+        ]
+        self.add(*rows)
+
+    def rate(self, row: Row, bytes_moved: float | None, flops: float | None) -> None:
+        """Fill in GB/s, TFLOP/s and the percent of this process's own ceiling."""
+        assert row.median_ms is not None
+        assert self.ceilings is not None
+        if bytes_moved:
+            row.gb_per_s = bytes_moved / row.median_ms / 1e6
+            row.percent_of_ceiling = 100 * row.gb_per_s / self.ceilings.copy_gb_per_s
+            row.ceiling = f"copy {self.ceilings.copy_gb_per_s:.0f} GB/s"
+        if flops:
+            row.tflop_per_s = flops / row.median_ms / 1e9
+            row.percent_of_ceiling = 100 * row.tflop_per_s / self.ceilings.matmul_tflop_per_s
+            row.ceiling = (
+                f"matmul {self.ceilings.matmul} {self.ceilings.matmul_tflop_per_s:.3g} TFLOP/s"
+            )
+
+
+def bind(
+    function: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], direction: str
+) -> list[Call]:
+    """One call without arguments per input set: forward under no_grad, or with gradients."""
+
+    def forward(args: tuple[Any, ...]) -> Call:
+        args = tuple(a.detach() if isinstance(a, Tensor) else a for a in args)
+
+        def call() -> Any:
+            with torch.no_grad():
+                return function(*args)
+
+        return call
+
+    def forward_backward(args: tuple[Any, ...]) -> Call:
+        leaves = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
+        outputs = _tensors(function(*args))
+        # A loss gets 1, as in training: ops may spare themselves that product.
+        cotangents = [torch.randn_like(y) if y.dim() else torch.ones_like(y) for y in outputs]
+        return lambda: torch.autograd.grad(_tensors(function(*args)), leaves, cotangents)
+
+    make = {"forward": forward, "forward+backward": forward_backward}[direction]
+    return [make(args) for args in inputs]
+
+
+def _tensors(outputs: Any) -> tuple[Tensor, ...]:
+    return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+
+
+def _peak_bytes(call: Call) -> int:
+    """Memory of the GPU that one call needs beyond what lives before it."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = call()
+    torch.cuda.synchronize()
+    del result
+    return torch.cuda.max_memory_allocated() - before
+
+
+def format_row(row: Row) -> str:
+    """A row as a line of the console's table."""
+    what = f"{row.case:34} {row.direction:17} {row.variant:24}"
+    if row.refused:
+        return f"{what} refused: {row.refused}"
+    cells = []
+    if row.median_ms is not None:
+        cells.append(f"{row.median_ms:10.4f} ms [{row.p20_ms:.4f} .. {row.p80_ms:.4f}]")
+    if row.host_us is not None:
+        cells.append(f"host {row.host_us:.0f} us")
+    if row.tokens_per_s is not None:
+        cells.append(f"{row.tokens_per_s:.0f} tokens/s")
+    if row.tflop_per_s is not None:
+        cells.append(f"{row.tflop_per_s:.3g} TFLOP/s")
+    elif row.gb_per_s is not None:
+        cells.append(f"{row.gb_per_s:.3g} GB/s")
+    if row.percent_of_ceiling is not None:
+        cells.append(f"{row.percent_of_ceiling:.0f} %")
+    if row.peak_bytes is not None:
+        cells.append(f"peak {row.peak_bytes / 1e6:.0f} MB")
+    if row.speedup is not None:
+        cells.append(f"{row.speedup:.2f}x {row.baseline}")
+    return f"{what} {'  '.join(cells)}"

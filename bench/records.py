@@ -1,0 +1,216 @@
+"""Rows and the files they live in: bench/results/<device>_<date>.json, merged by key.
+
+A row's key is bench/case/direction/variant/device. A new row replaces the old one of its key and no
+other, so that benches run alone, in any order, and one that dies loses nothing of the others.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import json
+import os
+import platform
+import re
+import subprocess
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SCHEMA = 1
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"  # tracked: the README's tables are made from it
+SCRATCH = ROOT / "build" / "bench"  # not tracked
+
+
+@dataclass
+class Row:
+    """One measured variant. Times are of one call; None means not measured."""
+
+    bench: str  # "layer_norm"
+    case: str  # "layer_norm N=32768 C=768"
+    direction: str  # "forward", "forward+backward", "step", ...
+    variant: str  # "eager", "torch.compile", "fastpar", ...
+    device: str  # "cpu" | "cuda"
+    dtype: str
+    threads: int  # of the process, or of each rank
+    median_ms: float | None = None
+    p20_ms: float | None = None
+    p80_ms: float | None = None
+    runs: int = 0
+    host_us: float | None = None  # to enqueue one call on an idle GPU
+    gb_per_s: float | None = None
+    tflop_per_s: float | None = None
+    percent_of_ceiling: float | None = None
+    ceiling: str | None = None  # "copy 4288 GB/s": measured by the same process
+    baseline: str | None = None  # the variant that speedup compares with, in the same run
+    speedup: float | None = None  # baseline's median / this one's
+    peak_bytes: int | None = None
+    tokens_per_s: float | None = None
+    refused: str | None = None  # why there is no time: a red check, an error, out of memory
+    notes: dict[str, Any] = field(default_factory=dict)
+    commit: str = ""
+    dirty: bool = False  # the tree differed from commit
+    date: str = ""
+
+    @property
+    def key(self) -> str:
+        return "/".join((self.bench, self.case, self.direction, self.variant, self.device))
+
+    def to_json(self) -> dict[str, Any]:
+        kept = {k: v for k, v in asdict(self).items() if v is not None and v != {}}
+        return {"key": self.key, **{k: _rounded(v) for k, v in kept.items()}}
+
+    @classmethod
+    def from_json(cls, row: dict[str, Any]) -> Row:
+        names = {f.name for f in fields(cls)}
+        unknown = set(row) - names - {"key"}
+        if unknown:
+            raise ValueError(
+                f"Row.from_json: expected the fields of schema {SCHEMA}, got "
+                f"fields={sorted(unknown)}; read the file with the version that wrote it"
+            )
+        return cls(**{k: v for k, v in row.items() if k != "key"})
+
+
+def _rounded(value: Any) -> Any:
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def reason(error: BaseException) -> str:
+    """An exception in one line that fits a table and names no path of this machine."""
+    text = " ".join(str(error).split())
+    text = re.sub(r"(?<![\w.])/[\w.+-]+(?:/[\w.+-]+)+", "<path>", text)
+    text = text.encode("ascii", "replace").decode()
+    return f"{type(error).__name__}: {text}"[:300]
+
+
+def _output(*command: str) -> str | None:
+    try:
+        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return run.stdout.strip() if run.returncode == 0 else None
+
+
+@functools.cache
+def commit() -> tuple[str, bool]:
+    """(commit, whether the tree differs from it); FASTPAR_COMMIT names it where git is missing."""
+    git = ("git", "-c", "safe.directory=*")
+    head = _output(*git, "rev-parse", "--short=12", "HEAD")
+    if head is None:
+        return os.environ.get("FASTPAR_COMMIT", "unknown"), True
+    changed = _output(*git, "status", "--porcelain", "--", ".", ":!bench/results", ":!README.md")
+    return head, changed != ""
+
+
+def _cpu_name() -> str:
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M)
+    except OSError:
+        found = None
+    return found[1].strip() if found else platform.processor() or platform.machine()
+
+
+def _triton_version() -> str | None:
+    try:
+        import triton
+    except ImportError:
+        return None
+    return triton.__version__
+
+
+@functools.cache
+def machine(device: str) -> dict[str, Any]:
+    """What the numbers were measured on."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    head, dirty = commit()
+    about: dict[str, Any] = {
+        "device": device,
+        "cpu": _cpu_name(),
+        "cores": cores,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": _triton_version(),
+        "commit": head,
+        "dirty": dirty,
+        "date": datetime.date.today().isoformat(),
+    }
+    if device == "cuda":
+        about["gpu"] = torch.cuda.get_device_name()
+        about["driver"] = _output(
+            "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"
+        )
+        about["cuda"] = torch.version.cuda
+    return about
+
+
+def machine_line(about: dict[str, Any]) -> str:
+    """One line for the top of a table."""
+    if about["device"] == "cuda":
+        where = f"{about['gpu']}, driver {about['driver']}, CUDA {about['cuda']}"
+    else:
+        where = f"CPU: {about['cpu']}, {about['cores']} cores"
+    tree = f"{about['commit']}{' + changes' if about['dirty'] else ''}"
+    triton = about["triton"] or "none"
+    return f"{where}; torch {about['torch']}, triton {triton}; commit {tree}; {about['date']}"
+
+
+def slug(about: dict[str, Any]) -> str:
+    """The machine's part of a result file's name."""
+    name = (
+        about["gpu"] if about["device"] == "cuda" else f"cpu {about['cpu']} {about['cores']} cores"
+    )
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def default_path(about: dict[str, Any], folder: Path) -> Path:
+    return folder / f"{slug(about)}_{about['date']}.json"
+
+
+class ResultFile:
+    """Rows of one machine by key; every add() leaves a complete file behind."""
+
+    def __init__(self, path: str | os.PathLike[str], about: dict[str, Any]):
+        self.path = Path(path)
+        self.about = about
+        self.rows: dict[str, Row] = {}
+        if self.path.exists():
+            old, rows = load(self.path)
+            if slug(old) != slug(about):
+                raise ValueError(
+                    f"ResultFile: expected rows of {slug(about)}, got "
+                    f"path={self.path.name} with rows of {slug(old)}; choose another --out"
+                )
+            self.rows = {row.key: row for row in rows}
+
+    def add(self, *rows: Row) -> None:
+        for row in rows:
+            row.commit, row.dirty, row.date = (self.about[k] for k in ("commit", "dirty", "date"))
+            self.rows[row.key] = row
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        lines = ",\n".join(json.dumps(row.to_json()) for row in self.rows.values())  # a row a line
+        head = json.dumps({"schema": SCHEMA, "machine": self.about})[:-1]
+        partial = self.path.with_suffix(f".{os.getpid()}.tmp")
+        partial.write_text(f'{head}, "rows": [\n{lines}\n]}}\n')
+        os.replace(partial, self.path)
+
+
+def load(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[Row]]:
+    """The machine and the rows of a result file."""
+    try:
+        stored = json.loads(Path(path).read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"load: expected a result file, got path={Path(path).name} ({error}); "
+            "delete it and run `python -m bench` again"
+        ) from None
+    schema = stored.get("schema") if isinstance(stored, dict) else None
+    if schema != SCHEMA:
+        raise ValueError(
+            f"load: expected schema={SCHEMA}, got schema={schema} in {Path(path).name}; "
+            "delete it and run `python -m bench` again"
+        )
+    return stored["machine"], [Row.from_json(row) for row in stored["rows"]]
