@@ -8,6 +8,7 @@ one the work. Checksums are compared at each opening; what does not match is bui
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import importlib
@@ -64,6 +65,7 @@ def tokenized(
         cache: a folder that `cache_folder` returned.
     Raises:
         ValueError, RuntimeError: see `make_tokenizer`.
+        RuntimeError: the disk is full.
     Ranks: any number of processes may call it at once, see [Note: cache].
     """
     sizes, key = _survey(source, tokenizer, val_fraction)
@@ -78,7 +80,15 @@ def tokenized(
             shutil.rmtree(entry)
         if not entry.exists():
             with temporary(cache, f".tmp-{key}-") as folder:
-                _tokenize(source, sizes, tokenizer, val_fraction, folder, progress)
+                try:
+                    _tokenize(source, sizes, tokenizer, val_fraction, folder, progress)
+                except OSError as error:
+                    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                        raise
+                    raise RuntimeError(
+                        f"load_data: expected room for the tokens of {source.name}, got "
+                        f"cache_dir={cache} with {error.strerror}; free some or choose another one"
+                    ) from error
                 try:
                     os.rename(folder, entry)
                 except OSError:

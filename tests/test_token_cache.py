@@ -1,5 +1,6 @@
 """The token cache: split, content, reuse, damage, and two processes at once."""
 
+import errno
 import fcntl
 import os
 import shutil
@@ -281,6 +282,22 @@ def test_a_failing_tokenizer_leaves_nothing_behind(tmp_path):
     with pytest.raises(ValueError, match="expected an intact tokenizer"):
         tokens_of(source_of(DOCUMENTS), str(tmp_path), cache=cache)
     assert [path for path in cache.iterdir() if path.is_dir()] == []
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
+    def fail(*arguments):
+        raise OSError(code, "no luck")
+
+    monkeypatch.setattr(token_cache, "_write_tokens", fail)
+    code = errno.ENOSPC
+    with pytest.raises(
+        RuntimeError, match=r"room for the tokens of texts, got .* with no luck; fre"
+    ):
+        tokens_of(source_of(DOCUMENTS), cache=tmp_path)
+    code = errno.EIO
+    with pytest.raises(OSError, match="no luck"):
+        tokens_of(source_of(DOCUMENTS), cache=tmp_path)
+    assert [path for path in tmp_path.iterdir() if path.is_dir()] == []
 
 
 def test_cache_folder(tmp_path, monkeypatch):
