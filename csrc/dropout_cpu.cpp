@@ -1,56 +1,13 @@
 // Counter-based dropout. The mask is defined once: kernels/philox.py [Note: the mask].
 #include <algorithm>
 
-#include "ops.h"
+#include "philox_cpu.h"
 
 namespace fastpar {
 namespace {
 
-constexpr uint32_t kMul0 = 0xD2511F53u, kMul1 = 0xCD9E8D57u;
-constexpr uint32_t kWeyl0 = 0x9E3779B9u, kWeyl1 = 0xBB67AE85u;
-constexpr int64_t kGroup = 16;       // elements that one Philox call serves
 constexpr int64_t kSpan = 64;        // groups drawn at a time: their bytes stay in L1
 constexpr int64_t kGrain = 1 << 15;  // elements worth a thread
-
-// Philox-4x32-10 of n counters (group[i], row[i], head, sample), n a multiple of L; 16 bytes each.
-//
-// A 32-bit word lives in the low half of a 64-bit lane: the widening product reads that half alone,
-// so what a round leaves above it is never cleared. GCC turns 32 lanes into straight AVX-512 code
-// (0.06 ns an element on an AVX-512 EPYC); without AVX-512 one lane in scalar registers is faster
-// (0.3 ns) than what it makes of more.
-template <int L>
-struct Draw {
-  static FASTPAR_INLINE void run(const uint32_t* group, const uint32_t* row, uint32_t head,
-                                 uint32_t sample, uint32_t key0, uint32_t key1, int64_t n,
-                                 uint8_t* bytes) {
-    for (int64_t i = 0; i < n; i += L) {
-      uint64_t c0[L], c1[L], c2[L], c3[L];
-      for (int l = 0; l < L; ++l) {
-        c0[l] = group[i + l];
-        c1[l] = row[i + l];
-        c2[l] = head;
-        c3[l] = sample;
-      }
-      uint32_t k0 = key0, k1 = key1;
-      for (int round = 0; round < 10; ++round) {
-        for (int l = 0; l < L; ++l) {
-          const uint64_t p0 = uint64_t(uint32_t(c0[l])) * kMul0;
-          const uint64_t p1 = uint64_t(uint32_t(c2[l])) * kMul1;
-          c0[l] = (p1 >> 32) ^ c1[l] ^ k0;
-          c2[l] = (p0 >> 32) ^ c3[l] ^ k1;
-          c1[l] = p1;
-          c3[l] = p0;
-        }
-        k0 += kWeyl0;
-        k1 += kWeyl1;
-      }
-      for (int l = 0; l < L; ++l) {
-        const uint64_t words[2] = {uint32_t(c0[l]) | c1[l] << 32, uint32_t(c2[l]) | c3[l] << 32};
-        std::memcpy(bytes + (i + l) * kGroup, words, sizeof(words));
-      }
-    }
-  }
-};
 
 template <class T>
 struct Scale {
@@ -87,8 +44,6 @@ void for_each_run(const MaskBlock& at, int threads, Body body) {
     const int64_t b = item / (at.heads * spans), h = item / spans % at.heads;
     const int64_t first = item % spans * kSpan;
     const int64_t n = std::min(kSpan, plane - first);
-    const uint64_t sample = uint64_t(at.first_sample) + uint64_t(b);
-    const uint64_t seed = uint64_t(at.seed);
     uint32_t group[kSpan] = {}, row[kSpan] = {};
     int64_t r = first / groups, g = first % groups;
     for (int64_t i = 0; i < n; ++i) {
@@ -97,13 +52,7 @@ void for_each_run(const MaskBlock& at, int threads, Body body) {
       if (++g == groups) g = 0, ++r;
     }
     alignas(64) uint8_t bytes[kSpan * kGroup];
-    const auto head = uint32_t(at.site) << 16 | uint32_t(at.first_head + h);
-    const auto key0 = uint32_t(seed), key1 = uint32_t(seed >> 32) ^ uint32_t(sample >> 32);
-    if (target == Isa::avx512) {
-      dispatch<Draw<32>>(target, group, row, head, uint32_t(sample), key0, key1, kSpan, bytes);
-    } else {
-      Draw<1>::run(group, row, head, uint32_t(sample), key0, key1, n, bytes);
-    }
+    draw(target, at, b, h, group, row, n, bytes);
     const int64_t base = (b * at.heads + h) * at.rows * at.cols;
     for (int64_t done = 0; done < n;) {
       const int64_t flat = first + done, start = flat % groups * kGroup;

@@ -47,6 +47,21 @@ void dropout(const void* x, void* y, Dtype dtype, const MaskBlock& at, int threa
 // keep[samples, heads, rows, cols] = 1 where kept, else 0.
 void keep_mask(uint8_t* keep, const MaskBlock& at, int threads);
 
+// sum[N, C] = residual + dropout(x + x_bias), y = (sum - mean) * rstd * weight + bias; `at` holds
+// the N rows, threshold 0 is no dropout. With residual null x itself is normalized; x_bias and sum
+// are not used then. No other pointer is null. mean and rstd are [N].
+void layer_norm_fwd(const void* x, const void* residual, const float* x_bias, const float* weight,
+                    const float* bias, void* sum, void* y, float* mean, float* rstd, Dtype dtype,
+                    int64_t n, int64_t c, float eps, const MaskBlock& at, int threads);
+
+// dsum[N, C] = gradient of x (the normalized rows) + dsum_out, which may be null; dx = dsum under
+// the mask unless null. dweight, dbias and dx_bias (may be null) are sums over the rows, within
+// fixed blocks, blocks in order.
+void layer_norm_bwd(const void* dy, const void* dsum_out, const void* x, const float* weight,
+                    const float* mean, const float* rstd, void* dsum, void* dx, float* dweight,
+                    float* dbias, float* dx_bias, Dtype dtype, int64_t n, int64_t c,
+                    const MaskBlock& at, int threads);
+
 // One tensor of an AdamW step. master is null for float32 parameters; otherwise param is only
 // written, as master rounded to param_dtype.
 struct AdamwTensor {

@@ -6,7 +6,6 @@ V vocabulary, N rows (B*T), P flat parameters, S shard of P.
 """
 
 import math
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -83,7 +82,6 @@ def philox_ref(counter: tuple[int, ...], key: tuple[int, int]) -> tuple[int, ...
     return c0, c1, c2, c3
 
 
-@lru_cache(maxsize=32)
 def _keep_ref(seed: int, first_sample: int, site: int, p: float, shape: tuple[int, ...]) -> Tensor:
     B, C = shape[0], shape[-1]
     H = shape[1] if len(shape) > 3 else 1

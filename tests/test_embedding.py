@@ -1,0 +1,180 @@
+"""embedding against fp64, its dense deterministic gradients, and its refusals."""
+
+import pytest
+import torch
+
+from fastpar.kernels import Rng, dropout, embedding, make_key
+from fastpar.kernels.reference import embedding_ref
+from fastpar.testing import assert_matches_oracle
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+RNG = Rng(make_key(3, 5), 0)
+
+
+def tables(V, positions, C, dtype=torch.float32):
+    return [torch.randn(n, C).to(dtype).requires_grad_() for n in (V, positions)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("B", "T", "C"), [(1, 1, 1), (2, 63, 127), (3, 5, 1000), (2, 12, 384)])
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_matches_oracle(B, T, C, dtype, p):
+    idx = torch.randint(0, 50, (B, T))
+    for first in (0, 3):
+
+        def call(op, first=first):
+            return lambda i, wte, wpe: op(i, wte, wpe, first_position=first, dropout_p=p, rng=RNG)
+
+        report = assert_matches_oracle(
+            call(embedding), call(embedding_ref), [idx, *tables(50, T + 4, C, dtype)]
+        )
+        assert len(report) == 3
+
+
+def test_without_positions():
+    wte, _ = tables(50, 1, 8)
+    idx = torch.randint(0, 50, (2, 7))
+    assert_matches_oracle(embedding, embedding_ref, [idx, wte])
+    assert torch.equal(embedding(idx.int(), wte), embedding(idx, wte))
+
+
+def test_16_bit_gradients_of_a_frequent_token_are_summed_in_float32():
+    """1000 terms of 1 + 1/128: bf16 sums stop growing at 256."""
+    wte = torch.zeros(3, 4, dtype=torch.bfloat16, requires_grad=True)
+    idx = torch.ones(1, 1000, dtype=torch.int64)
+    embedding(idx, wte).backward(torch.full((1, 1000, 4), 1.0078125, dtype=torch.bfloat16))
+    assert torch.equal(wte.grad[1], torch.full((4,), 1007.8125).bfloat16())
+    assert (wte.grad[[0, 2]] == 0).all()
+
+
+def test_only_the_gradients_that_are_needed():
+    wte, wpe = tables(5, 3, 4)
+    idx = torch.tensor([[4, 0, 4]])
+    for needed in (wte, wpe):
+        frozen = [t if t is needed else t.detach() for t in (wte, wpe)]
+        (grad,) = torch.autograd.grad(embedding(idx, *frozen).sum(), needed)
+        want = (1, 0, 0, 0, 2) if needed is wte else (1, 1, 1)
+        assert torch.equal(grad, torch.tensor(want)[:, None].expand(-1, 4).float())
+
+
+def test_expanded_gradients_and_strided_tables():
+    wte = torch.randn(8, 50).T.requires_grad_()
+    wpe = torch.randn(4).expand(6, 4).repeat(1, 2)[:, ::1].requires_grad_()
+    idx = torch.randint(0, 50, (3, 6))[:, ::2]
+    assert_matches_oracle(embedding, embedding_ref, [idx, wte, wpe])
+    x = embedding(idx, wte, wpe)
+    dx = torch.randn(8).expand_as(x)
+    got = torch.autograd.grad(x, (wte, wpe), dx)
+    want = torch.autograd.grad(embedding_ref(idx, wte, wpe), (wte, wpe), dx.contiguous())
+    for a, b in zip(got, want):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (2, 0)])
+def test_no_tokens(shape):
+    wte, wpe = tables(5, 6, 4)
+    x = embedding(torch.zeros(shape, dtype=torch.int64), wte, wpe)
+    assert x.shape == (*shape, 4)
+    x.sum().backward()
+    assert (wte.grad == 0).all()
+    assert (wpe.grad == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_depend_on_neither_run_nor_threads(dtype):
+    wte, wpe = tables(1000, 64, 48, dtype)
+    idx = torch.randint(0, 20, (8, 64))
+    dx = torch.randn(8, 64, 48).to(dtype)
+
+    def run(threads):
+        torch.set_num_threads(threads)
+        return torch.autograd.grad(embedding(idx, wte, wpe, dropout_p=0.1, rng=RNG), (wte, wpe), dx)
+
+    first = run(1)
+    for threads in (1, 2, 3):
+        for a, b in zip(run(threads), first):
+            assert torch.equal(a, b), threads
+
+
+def test_dropout_is_that_of_the_op_alone():
+    wte, wpe = tables(5, 3, 40)
+    idx = torch.tensor([[4, 0, 4], [1, 2, 3]])
+    expected = dropout(embedding(idx, wte, wpe), 0.5, RNG)
+    assert torch.equal(embedding(idx, wte, wpe, dropout_p=0.5, rng=RNG), expected)
+
+
+def test_registration():
+    wte, wpe = tables(5, 3, 4)
+    idx = torch.tensor([[4, 0]])
+    for table in (wpe, None):
+        torch.library.opcheck(torch.ops.fastpar.embedding.default, (idx, wte, table, 1))
+    for rows, positions in ((5, 3), (0, 3), (5, 0)):
+        torch.library.opcheck(
+            torch.ops.fastpar.embedding_bwd.default, (torch.randn(1, 2, 4), idx, rows, positions, 0)
+        )
+
+
+def test_compiles_into_one_graph():
+    wte, wpe = tables(5, 3, 4)
+    idx = torch.tensor([[4, 0], [4, 4]])
+    f = torch.compile(embedding, fullgraph=True, backend="aot_eager")
+    x = f(idx, wte, wpe, first_position=1)
+    want = embedding(idx, wte, wpe, first_position=1)
+    assert torch.equal(x, want)
+    for a, b in zip(*(torch.autograd.grad(z.square().sum(), (wte, wpe)) for z in (x, want))):
+        assert torch.equal(a, b)
+    with pytest.raises(ValueError, match=r"expected token ids in \[0, 5\), got id=5"):
+        f(idx + 1, wte, wpe, first_position=1)
+
+
+def test_no_second_derivative():
+    wte, _ = tables(5, 3, 4)
+    x = embedding(torch.tensor([[4, 0]]), wte)
+    with pytest.raises(RuntimeError, match=r"embedding: expected one backward, got create_graph"):
+        torch.autograd.grad(x.square().sum(), wte, create_graph=True)
+
+
+IDX = torch.tensor([[4, 0]])
+
+
+def ones(*shape, **kwargs):
+    return torch.ones(shape, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("args", "first_position", "message"),
+    [
+        ((IDX + 1, ones(5, 4)), 0, r"expected token ids in \[0, 5\), got id=5"),
+        ((IDX - 1, ones(5, 4)), 0, r"expected token ids in \[0, 5\), got id=-1"),
+        ((IDX[0], ones(5, 4)), 0, r"expected idx \[B, T\] of int64 or int32, got idx=\[2\]"),
+        ((IDX.float(), ones(5, 4)), 0, r"got idx=\[1, 2\] torch.float32"),
+        ((IDX, ones(5)), 0, r"expected wte \[V, C\] of a floating dtype, got wte=\[5\]"),
+        ((IDX, ones(5, 4).long()), 0, r"expected wte \[V, C\] of a floating dtype, got .*int64"),
+        ((IDX, ones(5, 4, device="meta")), 0, r"expected idx on wte's device meta, got idx on cpu"),
+        (
+            (IDX, ones(5, 4), ones(3, 5)),
+            0,
+            r"expected wpe \[positions, C\] with C=4, got wpe=\[3, 5",
+        ),
+        ((IDX, ones(5, 4), ones(3, 4).half()), 0, r"expected wpe like wte .*got wpe=torch.float16"),
+        ((IDX, ones(5, 4), ones(3, 4)), 2, r"expected positions in \[0, 3\), got first_position=2"),
+        (
+            (IDX, ones(5, 4), ones(3, 4)),
+            -1,
+            r"expected positions in \[0, 3\), got first_position=-1",
+        ),
+    ],
+)
+def test_bad_input_is_refused(args, first_position, message):
+    with pytest.raises(ValueError, match="embedding: .*" + message):
+        embedding(*args, first_position=first_position)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_on_a_gpu(dtype):
+    wte, wpe = (t.detach().cuda().requires_grad_() for t in tables(50, 64, 768, dtype))
+    idx = torch.randint(0, 50, (4, 60), device="cuda")
+    assert_matches_oracle(embedding, embedding_ref, [idx, wte, wpe])
+    grads = [torch.autograd.grad(embedding(idx, wte, wpe).sin().sum(), (wte, wpe)) for _ in "ab"]
+    assert all(torch.equal(a, b) for a, b in zip(*grads))

@@ -1,0 +1,270 @@
+"""layer_norm and residual_layer_norm against fp64, on hostile inputs, and their refusals."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fastpar.kernels import _C, Rng, backend, layer_norm, make_key, residual_layer_norm
+from fastpar.kernels.reference import dropout_ref, layer_norm_ref, residual_layer_norm_ref
+from fastpar.testing import assert_matches_oracle
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+RNG = Rng(make_key(3, 5), 2)
+
+
+def partial(op, p):
+    """op of (x, residual, weight, bias, x_bias) with dropout p."""
+    return lambda x, r, w, b, xb=None: op(x, r, w, b, x_bias=xb, dropout_p=p, rng=RNG)
+
+
+def eager_norm(x, weight, bias):
+    return F.layer_norm(x, weight.shape, weight.to(x.dtype), bias.to(x.dtype))
+
+
+def eager_residual(x, residual, weight, bias, *, x_bias, dropout_p, rng):
+    residual_out = residual + dropout_ref((x + x_bias).to(x.dtype), dropout_p, rng)
+    return eager_norm(residual_out, weight, bias), residual_out
+
+
+def draw(*shape, dtype=torch.float32, mean=0.0, scale=1.0):
+    return (torch.randn(shape) * scale + mean).to(dtype).requires_grad_()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("c", [1, 63, 127, 384, 1000])
+@pytest.mark.parametrize("bias", [True, False])
+def test_layer_norm_matches_oracle(c, dtype, bias):
+    inputs = [draw(3, 5, c, dtype=dtype), draw(c, dtype=dtype)]
+    if bias:
+        inputs.append(draw(c, dtype=dtype))
+    assert_matches_oracle(layer_norm, layer_norm_ref, inputs)
+
+
+@pytest.mark.parametrize("mean", [1e2, 1e4, -1e6])
+def test_large_mean(mean):
+    """Cancellation in x - mean. torch's kernel does not pass: it multiplies, then subtracts."""
+    inputs = [draw(7, 768, mean=mean), draw(768), draw(768)]
+    assert_matches_oracle(layer_norm, layer_norm_ref, inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_float32_weights_with_16_bit_rows(dtype):
+    inputs = [draw(4, 96, dtype=dtype), draw(96), draw(96)]
+    assert layer_norm(*inputs).dtype == dtype
+    assert_matches_oracle(layer_norm, layer_norm_ref, inputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.5])
+@pytest.mark.parametrize("x_bias", [True, False])
+@pytest.mark.parametrize("c", [1, 63, 384])
+def test_residual_layer_norm_matches_oracle(c, x_bias, p, dtype):
+    """y and residual_out, and dx, dresidual, dweight, dbias, dx_bias."""
+    inputs = [draw(2, 5, c, dtype=dtype) for _ in range(2)]
+    inputs += [draw(c, dtype=dtype) for _ in range(3 if x_bias else 2)]
+
+    ops = residual_layer_norm, residual_layer_norm_ref
+    report = assert_matches_oracle(*(partial(op, p) for op in ops), inputs)
+    assert len(report) == 2 + len(inputs)
+
+
+def test_16_bit_branch_on_a_float32_stream():
+    inputs = [draw(2, 3, 64, dtype=torch.bfloat16), draw(2, 3, 64), draw(64), draw(64), draw(64)]
+    fn, ref = (partial(op, 0.1) for op in (residual_layer_norm, residual_layer_norm_ref))
+    y, residual_out = fn(*inputs)
+    assert y.dtype == residual_out.dtype == torch.float32
+    assert_matches_oracle(fn, ref, inputs)
+
+
+def test_strided_and_expanded_inputs_and_gradients():
+    c = 48
+    weight, bias = draw(c), draw(c)
+    for x in (torch.randn(2, c, 5).mT, torch.randn(c).expand(2, 5, c), torch.randn(5, 2, c).mT.mT):
+        x = x.detach().requires_grad_()
+        assert_matches_oracle(layer_norm, layer_norm_ref, [x, weight, bias])
+        y = layer_norm(x, weight, bias)
+        for dy in (torch.randn(2, c, 5).mT, torch.randn(c).expand(2, 5, c)):
+            if dy.shape != y.shape:
+                continue
+            got = torch.autograd.grad(y, (x, weight, bias), dy, retain_graph=True)
+            plain = layer_norm(x, weight, bias)
+            want = torch.autograd.grad(plain, (x, weight, bias), dy.contiguous())
+            for a, b in zip(got, want):
+                torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_no_rows():
+    x, weight = draw(0, 3, 8), draw(8)
+    y = layer_norm(x, weight)
+    y.sum().backward()
+    assert y.shape == (0, 3, 8)
+    assert (weight.grad == 0).all()
+
+
+def test_constant_rows_give_the_bias():
+    bias = torch.randn(64)
+    y = layer_norm(torch.full((3, 64), 7.0), torch.randn(64), bias)
+    torch.testing.assert_close(y, bias.expand(3, 64), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_depend_on_neither_run_nor_threads_nor_isa(dtype):
+    inputs = [draw(4, 64, 390, dtype=dtype) for _ in range(2)] + [draw(390) for _ in range(3)]
+
+    def run(threads, isa):
+        torch.set_num_threads(threads)
+        _C.set_isa(isa)
+        x, r, w, b, xb = inputs
+        y, out = residual_layer_norm(x, r, w, b, x_bias=xb, dropout_p=0.1, rng=RNG)
+        return (y, out, *torch.autograd.grad((y.sin() + out).sum(), inputs))
+
+    before = _C.isa()
+    first = run(1, before)
+    isas = [isa for isa in ("baseline", "avx2", "avx512") if _C.isa_supported(isa)]
+    try:
+        for threads, isa in [(1, before), (2, before), (3, before), *((1, isa) for isa in isas)]:
+            for a, b in zip(run(threads, isa), first):
+                assert torch.equal(a, b), (threads, isa)
+    finally:
+        _C.set_isa(before)
+
+
+def test_only_the_residual_is_used():
+    """Without a gradient of y; and residual_out unused, as by the last norm of a model."""
+    x, r, w = draw(2, 3, 8), draw(2, 3, 8), draw(8)
+    _, out = residual_layer_norm(x, r, w)
+    for grad in torch.autograd.grad(out.sum(), (x, r)):
+        assert torch.equal(grad, torch.ones(2, 3, 8))
+    y, _ = residual_layer_norm(x, r, w)
+    want = residual_layer_norm_ref(x, r, w)[0]
+    for a, b in zip(*(torch.autograd.grad(z.sin().sum(), (x, r, w)) for z in (y, want))):
+        torch.testing.assert_close(a, b)
+
+
+def test_frozen_inputs():
+    """Gradients that nobody needs change nothing."""
+    x, r, w = draw(2, 3, 8), draw(2, 3, 8), draw(8)
+    for needed in (x, r, w):
+        args = [t if t is needed else t.detach() for t in (x, r, w)]
+        (got,) = torch.autograd.grad(residual_layer_norm(*args)[0].sin().sum(), needed)
+        (want,) = torch.autograd.grad(residual_layer_norm(x, r, w)[0].sin().sum(), needed)
+        assert torch.equal(got, want)
+
+
+def test_composed_form_matches_oracle(monkeypatch):
+    """What runs without the compiled kernel; yardstick: torch's own layer_norm."""
+    monkeypatch.setattr(backend, "choice", "torch")
+    inputs = [draw(2, 5, 63), draw(2, 5, 63), draw(63), draw(63), draw(63)]
+    assert_matches_oracle(layer_norm, layer_norm_ref, inputs[1:4], eager=eager_norm)
+    for p in (0.0, 0.1):
+        ops = (residual_layer_norm, residual_layer_norm_ref, eager_residual)
+        fn, ref, eager = (partial(op, p) for op in ops)
+        assert_matches_oracle(fn, ref, inputs, eager=eager)
+
+
+def test_a_batch_is_its_samples():
+    """Dropout by sample: rows do not depend on how the batch is cut."""
+    x, r, w = draw(4, 6, 32), draw(4, 6, 32), draw(32)
+    whole = residual_layer_norm(x, r, w, dropout_p=0.3, rng=Rng(make_key(1, 10), 2))
+    for first in range(4):
+        key = make_key(1, 10 + first)
+        part = slice(first, first + 1)
+        one = residual_layer_norm(x[part], r[part], w, dropout_p=0.3, rng=Rng(key, 2))
+        assert torch.equal(whole[0][part], one[0])
+        assert torch.equal(whole[1][part], one[1])
+
+
+def test_registration():
+    x, r, w = draw(2, 3, 8), draw(2, 3, 8), draw(8)
+    check = torch.library.opcheck
+    check(torch.ops.fastpar.layer_norm.default, (x, None, w, None, None, None, 0, 0, 1e-5))
+    check(torch.ops.fastpar.layer_norm.default, (x, r, w, w, w, make_key(1, 2), 3, 26, 1e-5))
+    rows = [t.detach() for t in (x, r, x, w)]
+    mean = torch.zeros(6)
+    for key, need in ((None, False), (make_key(1, 2), True)):
+        args = (*rows, mean, mean + 1, key, 3, 0 if key is None else 26, need)
+        check(torch.ops.fastpar.layer_norm_bwd.default, args)
+
+
+def test_no_second_derivative():
+    x, w = draw(2, 8), draw(8)
+    with pytest.raises(RuntimeError, match=r"layer_norm: expected one backward, got create_graph"):
+        torch.autograd.grad(layer_norm(x, w).sin().sum(), x, create_graph=True)
+
+
+def test_compiles_into_one_graph():
+    inputs = [draw(2, 3, 16), draw(2, 3, 16), draw(16), draw(16), draw(16)]
+
+    def f(x, r, w, b, xb):
+        y, out = residual_layer_norm(x, r, w, b, x_bias=xb, dropout_p=0.3, rng=RNG)
+        return layer_norm(y, w, b) + out
+
+    y = torch.compile(f, fullgraph=True, backend="aot_eager")(*inputs)
+    want = f(*inputs)
+    torch.testing.assert_close(y, want)
+    for a, b in zip(*(torch.autograd.grad(z.square().sum(), inputs) for z in (y, want))):
+        torch.testing.assert_close(a, b)
+
+
+def ones(*shape, **kwargs):
+    return torch.ones(shape, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((torch.tensor(1.0), ones(1)), r"expected x of shape \[..., C\] .*got x=\[\]"),
+        ((ones(2, 0), ones(0)), r"expected x of shape \[..., C\] .*got x=\[2, 0\]"),
+        ((ones(1, 16385), ones(16385)), r"expected .* 1 <= C <= 16384, got x=\[1, 16385\]"),
+        ((ones(2, 4).long(), ones(4)), r"expected a floating dtype, got x=torch.int64"),
+        ((ones(2, 4), ones(5)), r"expected weight of shape \[C\]=\[4\], got weight=\[5\]"),
+        ((ones(2, 4), ones(4), ones(3)), r"expected bias of shape \[C\]=\[4\], got bias=\[3\]"),
+        (
+            (ones(2, 4), ones(4).double()),
+            r"expected weight of x's dtype .*got weight=torch.float64",
+        ),
+        (
+            (ones(2, 4), ones(4, device="meta")),
+            r"expected weight on x's device cpu, got .* on meta",
+        ),
+    ],
+)
+def test_bad_input_is_refused(args, message):
+    with pytest.raises(ValueError, match="layer_norm: " + message):
+        layer_norm(*args)
+
+
+@pytest.mark.parametrize(
+    ("x", "residual", "x_bias", "message"),
+    [
+        (ones(2, 3, 4), ones(2, 4), None, r"of one shape, got x=\[2, 3, 4\] residual=\[2, 4\]"),
+        (ones(2, 4), ones(2, 4).half(), None, r"expected x of residual's dtype torch.float16"),
+        (ones(2, 4, device="meta"), ones(2, 4), None, r"expected x on residual's device cpu, got"),
+        (
+            ones(2, 4),
+            ones(2, 4),
+            ones(5),
+            r"expected x_bias of shape \[C\]=\[4\], got x_bias=\[5\]",
+        ),
+    ],
+)
+def test_bad_residual_is_refused(x, residual, x_bias, message):
+    with pytest.raises(ValueError, match="residual_layer_norm: .*" + message):
+        residual_layer_norm(x, residual, ones(4), x_bias=x_bias)
+
+
+def test_bad_dropout_is_refused():
+    with pytest.raises(ValueError, match=r"dropout: expected 0 <= p < 1, got p=1.0"):
+        residual_layer_norm(ones(2, 4), ones(2, 4), ones(4), dropout_p=1.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_on_a_gpu(dtype):
+    inputs = [draw(2, 9, 768, dtype=dtype) for _ in range(2)] + [draw(768) for _ in range(3)]
+    inputs = [x.detach().cuda().requires_grad_() for x in inputs]
+    assert_matches_oracle(layer_norm, layer_norm_ref, inputs[1:4], eager=eager_norm)
+    for p in (0.0, 0.1):
+        ops = (residual_layer_norm, residual_layer_norm_ref, eager_residual)
+        fn, ref, eager = (partial(op, p) for op in ops)
+        assert_matches_oracle(fn, ref, inputs, eager=eager)
