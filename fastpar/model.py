@@ -22,7 +22,6 @@ import math
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastpar.config import GPTConfig
@@ -33,6 +32,7 @@ from fastpar.kernels import (
     draw_key,
     embedding,
     layer_norm,
+    linear,
     linear_cross_entropy,
     residual_layer_norm,
 )
@@ -82,10 +82,10 @@ class Attention(nn.Module):
         self.c_proj = Weights(config.n_embd, config.n_embd)
 
     def forward(self, y: Tensor, **dropout: Any) -> Tensor:
-        qkv = F.linear(y, self.c_attn.weight, self.c_attn.bias)  # [B, T, 3*C]
+        qkv = linear(y, self.c_attn.weight, self.c_attn.bias)  # [B, T, 3*C]
         qkv = qkv.unflatten(-1, (3, self.n_head, -1))  # [B, T, 3, H, D]
         o = attention_qkvpacked(qkv, causal=True, **dropout)  # [B, T, H, D]
-        return F.linear(o.flatten(2), self.c_proj.weight)  # [B, T, C]
+        return linear(o.flatten(2), self.c_proj.weight)  # [B, T, C]
 
 
 class MLP(nn.Module):
@@ -95,8 +95,8 @@ class MLP(nn.Module):
         self.c_proj = Weights(config.n_embd, 4 * config.n_embd)
 
     def forward(self, y: Tensor) -> Tensor:
-        y = bias_gelu(F.linear(y, self.c_fc.weight), self.c_fc.bias)  # [B, T, F]
-        return F.linear(y, self.c_proj.weight, self.c_proj.bias)  # [B, T, C]
+        y = bias_gelu(linear(y, self.c_fc.weight), self.c_fc.bias)  # [B, T, F]
+        return linear(y, self.c_proj.weight, self.c_proj.bias)  # [B, T, C]
 
 
 class Block(nn.Module):
@@ -197,7 +197,7 @@ class GPT(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """[..., C] -> [..., V]: the tied head."""
-        return F.linear(x, self.wte.weight[: self.config.vocab_size])
+        return linear(x, self.wte.weight[: self.config.vocab_size])
 
     def num_parameters(self) -> int:
         """Weights of the published architecture: tied head once, vocabulary padding not counted."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import fastpar
 from fastpar.config import PRESETS, GPTConfig
 from fastpar.kernels import keep_mask, make_key, quantize_p
 from fastpar.kernels.philox import Rng
@@ -169,11 +170,12 @@ def test_masks_follow_the_sample_not_its_place_in_the_batch():
     assert (shifted[0] - whole[0]).abs().max() > 0.1
 
 
-def test_padding_rows_stay_zero():
+@pytest.mark.parametrize("adamw", [torch.optim.AdamW, fastpar.AdamW], ids=["torch", "fastpar"])
+def test_padding_rows_stay_zero(adamw):
     model, (idx, targets) = model_of(), batch()
     V = TINY.vocab_size
     assert model.wte.weight.shape == (256, 80)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+    optimizer = adamw(model.parameters(), lr=0.1, weight_decay=0.1)
     for step in range(3):
         optimizer.zero_grad()
         model(idx, targets, rng_key=make_key(0, step)).backward()
