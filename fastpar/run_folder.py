@@ -114,8 +114,8 @@ class RunFolder:
             f"context {facts['block_size']}, dropout {shape.dropout}, "
             f"{model.num_parameters():,} parameters",
             f"text     {data.describe()}",
-            f"batch    {tokens:,} tokens a step: {rows} sequences = {ranks} ranks * "
-            f"{facts['micro_batch_size']} * {facts['grad_accum_steps']} micro-batches",
+            f"batch    {tokens:,} tokens a step: {rows} sequences = ranks {ranks} * micro-batch "
+            f"{facts['micro_batch_size']} * accumulation {facts['grad_accum_steps']}",
             f"run      {self.path}{note}, steps {step} to {config.run.max_steps}",
             *(f"changed  {change}" for change in changes),
         )

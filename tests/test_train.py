@@ -1,0 +1,392 @@
+"""The loop: resume bit for bit, the same run however it is cut, stops, refusals."""
+
+import json
+import math
+import os
+import random
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastpar import train as train_module
+from fastpar.checkpoint import checkpoint_folder, list_checkpoints, read_state, verify_checkpoint
+from fastpar.config import TrainConfig
+from fastpar.mesh import Mesh
+from fastpar.metrics import read_metrics
+from fastpar.testing import run_ranks
+from fastpar.train import Trainer, train
+
+TINY = {
+    "data": "text.txt",
+    "tokenizer": "bytes",
+    "model": "micro",
+    "n_layer": 1,
+    "n_head": 2,
+    "n_embd": 16,
+    "block_size": 16,
+    "dropout": 0.2,
+    "batch_size": 8,
+    "max_steps": 8,
+    "eval_every": 4,
+    "eval_batches": 2,
+    "save_every": 4,
+    "keep_last": 0,
+    "num_samples": 1,
+    "max_new_tokens": 4,
+    "threads": 1,
+    "device": "cpu",
+}
+CURVE = ("step", "loss", "lr", "grad_norm", "tokens", "val_loss")
+
+
+def make_text(folder: Path) -> None:
+    words = ("the", "of", "and", "lord", "god", "unto", "shall", "he", "his", "that", "for", "was")
+    rng = random.Random(0)
+    lines = (" ".join(rng.choices(words, k=8)) for _ in range(600))
+    (folder / "text.txt").write_text("\n".join(lines))
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty folder with a text, to run in."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    make_text(tmp_path)
+    return tmp_path
+
+
+def run(out, **changes):
+    """One run in this process; its exit status."""
+    return train(TrainConfig().replace({**TINY, "out": str(out), **changes}))
+
+
+def curve(out):
+    rows = read_metrics(Path(out) / "metrics.jsonl")
+    return [{k: row[k] for k in CURVE if k in row} for row in rows]
+
+
+def bits(out, step=8):
+    """Digests of weights and moments after a step."""
+    files = verify_checkpoint(checkpoint_folder(out, step))["files"]
+    return [files[name]["sha256"] for name in ("model.safetensors", "optimizer.safetensors")]
+
+
+def forget_after(out, step):
+    """Leaves a run as a crash some steps after the checkpoint of `step` would."""
+    for path in list_checkpoints(out):
+        if int(path.name.removeprefix("step_")) > step:
+            shutil.rmtree(path)
+
+
+def test_a_run_leaves_what_it_promises(here, capsys):
+    assert run("r") == 0
+    out = capsys.readouterr().out
+    rows = read_metrics("r/metrics.jsonl")
+    steps = [r for r in rows if "loss" in r]
+    assert [r["step"] for r in steps] == list(range(1, 9))
+    assert [r["step"] for r in rows if "val_loss" in r] == [0, 4, 8]
+    assert steps[0].keys() >= {
+        "loss", "lr", "grad_norm", "tokens_per_s", "exposed_comm_ms", "rss_mb", "peak_rss_mb",
+        "tokens", "time_s",
+    }  # fmt: skip
+    assert steps[-1]["tokens"] == 8 * 8 * 16
+    assert steps[0]["exposed_comm_ms"] == 0.0
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    assert steps[0]["loss"] == pytest.approx(math.log(256), abs=0.1)
+    assert [p.name for p in list_checkpoints("r")] == ["step_000004", "step_000008"]
+    assert Path("r/loss.png").stat().st_size > 5000
+    sample = Path("r/samples.txt").read_text()
+    assert sample.startswith("== step 8\n")
+    assert sample.partition("\n")[2].rstrip("\n") in out
+    settings = json.loads(Path("r/config.json").read_text())
+    assert settings["settings"]["n_embd"] == 16
+    assert settings["starts"][0]["dtype"] == "fp32"
+    for expected in ("1 layers, 2 heads, 16 wide, context 16, dropout 0.2", "tokenizer bytes",
+                     "128 tokens a step: 8 sequences = ranks 1 * micro-batch 8 * accumulation 1",
+                     "steps 0 to 8", "validation loss", "fastpar sample --out r"):  # fmt: skip
+        assert expected in out
+
+
+@pytest.mark.parametrize("changes", [{}, {"dtype": "bf16"}, {"micro_batch_size": 2}])
+def test_resume_equals_the_uninterrupted_run(here, changes):
+    run("whole", **changes)
+    shutil.copytree("whole", "cut", symlinks=True)
+    forget_after("cut", 4)
+    assert run("cut", resume=True, **changes) == 0
+    assert curve("cut") == curve("whole")
+    assert bits("cut") == bits("whole")
+    assert read_state(checkpoint_folder("cut", 8))["next_sample"] == 64
+
+
+def test_a_damaged_newest_checkpoint_is_said_and_the_one_before_used(here, capsys):
+    run("whole")
+    shutil.copytree("whole", "cut", symlinks=True)
+    with open("cut/checkpoints/step_000008/model.safetensors", "r+b") as file:
+        file.truncate(100)
+    assert run("cut", resume=True) == 0
+    out = capsys.readouterr().out
+    assert "damaged, trying the one before: verify_checkpoint: expected" in out
+    assert "model.safetensors, got 100 bytes" in out
+    assert bits("cut") == bits("whole")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"eval_every": 1, "save_every": 1, "num_samples": 0},
+        {"bucket_mb": 1e-6},
+        {"deterministic": True},
+        {"eval_every": 0, "save_every": 0},
+    ],
+)
+def test_what_must_not_change_the_run(here, changes):
+    """Validation, saving and buckets leave no trace in the weights."""
+    run("a")
+    run("b", **changes)
+    assert bits("a") == bits("b")
+    assert [r for r in curve("a") if "loss" in r] == [r for r in curve("b") if "loss" in r]
+
+
+def test_numbers_that_are_read_a_step_later_are_the_same(here, monkeypatch):
+    """What a GPU does: the step's numbers are fetched while the next step runs."""
+    run("a")
+    late = Trainer.__init__
+
+    def init(self, config, mesh):
+        late(self, config, mesh)
+        self.keep_pending = 1
+
+    monkeypatch.setattr(Trainer, "__init__", init)
+    run("b")
+    assert curve("a") == curve("b")
+    assert bits("a") == bits("b")
+
+
+def test_every_cut_of_a_step_takes_the_same_samples_and_masks(here, monkeypatch):
+    taken = []
+    batch, key = train_module.sample_batch, train_module.make_key
+
+    def sample_batch(tokens, *, first_sample, n_samples, **rest):
+        taken.append(("samples", range(first_sample, first_sample + n_samples)))
+        return batch(tokens, first_sample=first_sample, n_samples=n_samples, **rest)
+
+    def make_key(seed, first_sample):
+        taken.append(("key", seed, first_sample))
+        return key(seed, first_sample)
+
+    monkeypatch.setattr(train_module, "sample_batch", sample_batch)
+    monkeypatch.setattr(train_module, "make_key", make_key)
+    for micro in (8, 4, 1):
+        taken.clear()
+        run(f"r{micro}", micro_batch_size=micro, max_steps=2, eval_every=0, save_every=0)
+        firsts = range(0, 16, micro)
+        assert taken == [
+            entry
+            for first in firsts
+            for entry in (("samples", range(first, first + micro)), ("key", 1, first))
+        ]
+
+
+def _one_rank(folder, changes):
+    os.chdir(folder)
+    os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
+    config = TrainConfig().replace({**TINY, **changes})
+    return Trainer(config, Mesh()).run()
+
+
+def test_two_ranks_resume_bit_for_bit_and_equal_one(here):
+    run("one", micro_batch_size=4)
+    assert run_ranks(_one_rank, 2, here, {"out": "two"}, backend="gloo") == [0, 0]
+    shutil.copytree("two", "cut", symlinks=True)
+    forget_after("cut", 4)
+    again = {"out": "cut", "resume": True}
+    assert run_ranks(_one_rank, 2, here, again, backend="gloo") == [0, 0]
+    assert curve("cut") == curve("two")
+    assert bits("cut") == bits("two")
+    # Two micro-batches of 4 are summed the same way in one process; halving them is exact.
+    assert bits("two") == bits("one")
+    for x, y in zip(curve("one"), curve("two")):
+        # Validation adds up in another order, in fp64.
+        assert x.pop("val_loss", 0.0) == pytest.approx(y.pop("val_loss", 0.0), rel=1e-12)
+        assert x == y
+    assert all(r["exposed_comm_ms"] > 0 for r in read_metrics("two/metrics.jsonl") if "loss" in r)
+
+
+def test_a_signal_stops_after_the_step_and_saves(here, monkeypatch, capsys):
+    run("whole", max_steps=6, save_every=0)
+    with monkeypatch.context() as patch:
+        real = Trainer.train_step
+
+        def step(self):
+            if self.step == 2:
+                signal.raise_signal(signal.SIGTERM)
+            return real(self)
+
+        patch.setattr(Trainer, "train_step", step)
+        capsys.readouterr()
+        assert run("cut", max_steps=6, save_every=0) == 128 + signal.SIGTERM
+    out = capsys.readouterr().out
+    assert "stopped by SIGTERM after step 3, saved in cut" in out
+    assert "go on: fastpar train --resume --out cut" in out
+    assert not Path("cut/samples.txt").exists()
+    assert Path("cut/loss.png").exists()
+    run("cut", max_steps=6, save_every=0, resume=True)
+    assert curve("cut") == curve("whole")
+    assert bits("cut", 6) == bits("whole", 6)
+
+
+def test_max_time_ends_the_run_with_a_sample(here, capsys):
+    assert run("r", max_time="0.0001s") == 0
+    out = capsys.readouterr().out
+    assert "validation loss" in out
+    assert "the time was up; go on: fastpar train --resume --out r" in out
+    assert [p.name for p in list_checkpoints("r")] == ["step_000001"]
+    assert Path("r/samples.txt").exists()
+
+
+def test_resume_says_what_has_changed(here, capsys):
+    run("r")
+    assert run("r", resume=True, max_steps=10, lr=1e-4) == 0
+    out = capsys.readouterr().out
+    assert "changed  lr 0.001 -> 0.0001" in out
+    assert "changed  max_steps 8 -> 10" in out
+    assert "steps 8 to 10" in out
+    settings = json.loads(Path("r/config.json").read_text())
+    assert settings["settings"]["max_steps"] == 10
+    assert [start["step"] for start in settings["starts"]] == [0, 8]
+
+
+def test_a_run_that_is_complete_resumes_to_nothing_new(here):
+    run("r")
+    before = curve("r")
+    assert run("r", resume=True) == 0
+    assert curve("r")[: len(before)] == before
+    assert curve("r")[len(before) :] == before[-1:]  # its validation, once more
+
+
+def test_a_full_disk_in_the_middle_is_said_and_at_the_end_an_error(here, monkeypatch, capsys):
+    real = train_module.save_checkpoint
+
+    def full(folder, *, step, **rest):
+        if step != 4:
+            raise OSError(28, "No space left on device")
+        return real(folder, step=step, **rest)
+
+    monkeypatch.setattr(train_module, "save_checkpoint", full)
+    with pytest.raises(RuntimeError, match=r"a checkpoint of the last step, got none of s"):
+        run("r", save_every=2)
+    out = capsys.readouterr().out
+    assert "no checkpoint of step 2 ([Errno 28] No space left on device); the older ones" in out
+    assert [p.name for p in list_checkpoints("r")] == ["step_000004"]
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(here):
+    with pytest.raises(RuntimeError, match=r"expected finite numbers, got .* in step [2-8]; lower"):
+        run("r", lr=1e30, min_lr=1e30, warmup_steps=0, max_grad_norm=0.0, save_every=0)
+    assert not list_checkpoints("r")
+
+
+def test_fp16_scales_skips_and_resumes(here, monkeypatch):
+    """fp16 is refused on the CPU; the loop's part of it is run there all the same."""
+    monkeypatch.setattr(Trainer, "_pick_dtype", lambda self, state: "fp16")
+    run("whole")
+    state = read_state(checkpoint_folder("whole", 4))
+    assert state["loss_scale"] == {"scale": 2.0**16, "finite_steps": 4}
+    shutil.copytree("whole", "cut", symlinks=True)
+    forget_after("cut", 4)
+    run("cut", resume=True)
+    assert curve("cut") == curve("whole")
+    assert bits("cut") == bits("whole")
+    scales = [r["loss_scale"] for r in read_metrics("whole/metrics.jsonl") if "loss" in r]
+    assert scales == [2.0**16] * 8
+
+    trainer = Trainer(TrainConfig().replace({**TINY, "out": "skip"}), Mesh(device="cpu"))
+    before = [p.clone() for p in trainer.model.parameters()]
+    handle = trainer.model.wpe.weight.register_hook(lambda g: g * math.inf)
+    trainer.pending.append(trainer.train_step())
+    trainer._read(0)
+    handle.remove()
+    assert trainer.loss_scale.scale == 2.0**15
+    assert all(torch.equal(p, q) for p, q in zip(before, trainer.model.parameters()))
+
+
+def test_weights_to_start_from(here):
+    run("first")
+    latest = "first/latest"
+    sizes = {"n_layer": None, "n_head": None, "n_embd": None, "block_size": None}
+    run("second", init_from=latest, **{**sizes, "dropout": 0.0, "seed": 3})
+    assert curve("second")[0]["val_loss"] == curve("first")[-1]["val_loss"]
+    assert json.loads(Path("second/config.json").read_text())["model"]["dropout"] == 0.0
+    # Its resume needs the folder no more.
+    shutil.rmtree("first")
+    forget_after("second", 4)
+    before = curve("second")
+    run("second", init_from=latest, resume=True, **{**sizes, "dropout": 0.0, "seed": 3})
+    assert curve("second") == before
+    with pytest.raises(ValueError, match=r"expected block_size <= 16, the context of .*, got "):
+        run("third", init_from="second/latest", **{**sizes, "block_size": 17})
+    with pytest.raises(ValueError, match=r"model's vocabulary of 256, got tokenizer=bpe-300 with"):
+        run("third", init_from="second/latest", **{**sizes, "tokenizer": "bpe-300"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": "nowhere.txt"}, "expected .*got .*nowhere.txt"),
+        ({"dtype": "fp16"}, r"dtype fp32 or bf16 on the CPU, got dtype=fp16; use --dtype bf16"),
+        ({"batch_size": 9, "micro_batch_size": 2}, r"1 \* 2 \* 4 = 8, got batch_size=9"),
+        ({"block_size": 4000}, r"expected at least block_size \+ 1 = 4001 validation tokens"),
+        ({"resume": True}, r"expected a folder with a run to go on with, got out=r; leave out"),
+    ],
+)
+def test_refused_starts_leave_no_folder(here, changes, message):
+    with pytest.raises(ValueError, match=message):
+        run("r", **changes)
+    assert not Path("r").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_cuda_without_a_gpu_is_refused(here):
+    with pytest.raises(ValueError, match=r"expected a GPU for device=cuda, got none that"):
+        run("r", device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"n_layer": 2},
+            r"expected the model of .* with n_layer=1, got n_layer=2",
+        ),
+        ({"dtype": "bf16"}, r"train: expected dtype=fp32, that of the run, got dtype=bf16; leave"),
+        (
+            {"data": "other.txt"},
+            r"the tokens that the run was started with, got others from",
+        ),
+        (
+            {"tokenizer": "bpe-300"},
+            r"expected the model of .* with vocab_size=256, got",
+        ),
+    ],
+)
+def test_resume_with_another_model_or_text_is_refused(here, changes, message):
+    Path("other.txt").write_text(Path("text.txt").read_text().replace("lord", "fish"))
+    run("r")
+    before = Path("r/metrics.jsonl").read_bytes()
+    with pytest.raises(ValueError, match=message):
+        run("r", resume=True, **{"max_steps": 9, **changes})
+    assert Path("r/metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_compiled_model_trains_the_same(here):
+    run("a", max_steps=3, save_every=0, eval_every=0)
+    run("b", max_steps=3, save_every=0, eval_every=0, compile=True)
+    # Before the first update only the order of fp32 sums differs: of 16 to 256 terms in each of
+    # some ten layers, 2**-24 * 256 * 10 of the loss at the very most.
+    plain, compiled = curve("a"), curve("b")
+    assert compiled[0]["loss"] == pytest.approx(plain[0]["loss"], rel=256 * 10 * 2**-24)
+    assert compiled[2]["loss"] < compiled[0]["loss"]
