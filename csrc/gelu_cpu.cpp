@@ -18,7 +18,8 @@ FASTPAR_INLINE float tail(float u) {
 }
 
 FASTPAR_INLINE float gelu(float u) {
-  const float small = u * tail(u);
+  const float t = tail(u);
+  const float small = t > 0.0f ? u * t : t;  // not inf * 0
   return u > 0.0f ? u - small : small;
 }
 

@@ -13,7 +13,6 @@ FASTPAR_ISA=auto|baseline|avx2|avx512
 `python -m fastpar.kernels.backend` prints what was chosen.
 """
 
-import functools
 import os
 import platform
 from importlib import metadata
@@ -29,8 +28,8 @@ DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # op -> (on CPU tensors, on CUDA tensors); "cpp" names the compiled kernel's source.
 OPS = {
     "attention": ("torch: SDPA; with dropout composed from torch ops", "torch: SDPA"),
-    "layer_norm": ("torch: native_layer_norm", "torch: native_layer_norm"),
-    "residual_layer_norm": ("torch, composed", "torch, composed"),
+    "layer_norm": ("cpp: layer_norm_cpu.cpp", "torch: native_layer_norm"),
+    "residual_layer_norm": ("cpp: layer_norm_cpu.cpp", "torch, composed"),
     "bias_gelu": ("cpp: gelu_cpu.cpp (tanh form); torch (erf form)", "torch, composed"),
     "embedding": ("torch", "torch"),
     "linear": ("torch: fp32 by {gemm}", "torch"),
@@ -53,21 +52,15 @@ def read_backend(name: str) -> str:
 
 
 choice = read_backend(os.environ.get("FASTPAR_BACKEND", "auto"))
+# Whether fp32 products are faster in oneDNN on this machine, and this torch can call it: MKL,
+# torch's default, uses AVX-512 on Intel machines only.
+has_onednn: bool = (
+    _C.isa_supported("avx512")
+    and not _C.cpu_is_intel()
+    and torch.backends.mkldnn.is_available()
+    and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+)
 _C.set_isa(os.environ.get("FASTPAR_ISA", "auto"))
-
-
-@functools.cache
-def has_onednn() -> bool:
-    """Whether fp32 products are faster in oneDNN on this machine, and this torch can call it.
-
-    MKL, torch's default, uses AVX-512 on Intel machines only.
-    """
-    return (
-        _C.isa_supported("avx512")
-        and not _C.cpu_is_intel()
-        and torch.backends.mkldnn.is_available()
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    )
 
 
 def use_cpp(op: str, x: Tensor) -> bool:
@@ -115,7 +108,7 @@ def describe() -> str:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     compiled = "with CUDA" if _C.built_with_cuda else "without CUDA (no csrc/*_cuda.cu or no nvcc)"
     supported = [n for n in ("baseline", "avx2", "avx512") if _C.isa_supported(n)]
-    gemm = "oneDNN (MKL has no AVX-512 here)" if has_onednn() and choice != "torch" else "torch.mm"
+    gemm = "oneDNN (MKL has no AVX-512 here)" if has_onednn and choice != "torch" else "torch.mm"
     lines = [
         f"machine   {platform.machine()}, Python {platform.python_version()}",
         f"torch     {torch.__version__} (CUDA {cuda}), {torch.get_num_threads()} CPU threads",

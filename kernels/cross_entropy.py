@@ -13,8 +13,8 @@ backward: dx, and dweight in fp32, in which the chunks are summed.
 [Note: chunk size]
 Every chunk reads weight twice and reads and writes the fp32 dweight: for fp32 16 * V * C bytes
 next to 6 * R * V * C operations for R rows. Against a machine of F flop/s and B bytes/s the extra
-traffic is 16 * F / (6 * B * R) of the GEMM time, whatever V and C are. One EPYC 9005 core (F / B = 9
-flop a byte), V = 50304, forward and backward of 1024 rows, ms for R = 64, 128, 256, 512, 1024:
+traffic is 16 * F / (6 * B * R) of the GEMM time, whatever V and C are. One EPYC 9005 core (F / B
+is 9 flop a byte), V = 50304, forward and backward of 1024 rows, ms for R = 64, 128, 256, 512, 1024:
     C = 384     850   719   635   616   616      (F.linear + F.cross_entropy: 1273)
     C = 768    1547  1392  1286  1238  1263      (2482)
 So R is at most 512 on CPU: 103 MB of logits. On CUDA F / B is about 230 in bf16 and a chunk moves

@@ -29,7 +29,7 @@ def use_onednn(x: Tensor, m: int, n: int, k: int) -> bool:
         and x.device.type == "cpu"
         and m * n * k >= _ONEDNN_FROM
         and backend.choice != "torch"
-        and has_onednn()
+        and has_onednn
     )
 
 

@@ -1,0 +1,163 @@
+"""The backend report, forced choices, the compiled module's numerics and its packaging guards."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastpar import kernels
+from fastpar.kernels import _C, backend
+
+ROOT = Path(kernels.__file__).parent
+ISAS = ("baseline", "avx2", "avx512")
+
+
+@pytest.fixture(params=ISAS)
+def isa(request):
+    if not _C.isa_supported(request.param):
+        pytest.skip(f"needs {request.param}: this CPU does not support it")
+    before = _C.isa()
+    _C.set_isa(request.param)
+    yield request.param
+    _C.set_isa(before)
+
+
+def run_python(*args, **env):
+    return subprocess.run(
+        [sys.executable, *args], env={**os.environ, **env}, capture_output=True, text=True
+    )
+
+
+def test_describe_lists_every_op():
+    text = backend.describe()
+    helpers = {"Rng", "draw_key", "keep_mask", "make_key", "quantize_p", "keep_freed_memory"}
+    for op in set(kernels.__all__) - helpers:
+        assert f"\n{op.split('_qkv')[0]} " in text, op
+    assert f"isa       {_C.isa()}" in text
+
+
+def test_module_prints_forced_choices_without_warning():
+    run = run_python(
+        "-m", "fastpar.kernels.backend", FASTPAR_BACKEND="torch", FASTPAR_ISA="baseline"
+    )
+    assert run.returncode == 0
+    assert not run.stderr
+    assert "isa       baseline (FASTPAR_ISA=baseline" in run.stdout
+    assert "backend   torch" in run.stdout
+    assert "adamw_step_           cpu  torch, composed (forced)" in run.stdout
+    assert "oneDNN" not in run.stdout
+
+
+def test_unknown_backend():
+    with pytest.raises(ValueError, match="expected auto, torch or cpp, got FASTPAR_BACKEND=cuda"):
+        backend.read_backend("cuda")
+
+
+def test_forced_backend_that_cannot_run(monkeypatch):
+    monkeypatch.setattr(backend, "choice", "cpp")
+    x = torch.ones(3, dtype=torch.float64)
+    with pytest.raises(
+        RuntimeError, match=r"bias_gelu: expected a CPU tensor .* dtype=torch.float64"
+    ):
+        kernels.bias_gelu(x)
+    monkeypatch.setattr(backend, "choice", "auto")
+    assert kernels.bias_gelu(x).dtype == torch.float64
+
+
+def test_unknown_isa():
+    with pytest.raises(ValueError, match="expected auto, baseline, avx2 or avx512, got isa=sse9"):
+        _C.set_isa("sse9")
+
+
+def test_isa_that_the_machine_lacks():
+    missing = [name for name in ISAS if not _C.isa_supported(name)]
+    if not missing:
+        pytest.skip("needs a CPU without AVX-512: this one supports every instruction set")
+    with pytest.raises(RuntimeError, match="expected an instruction set of this machine"):
+        _C.set_isa(missing[0])
+
+
+def test_bad_dtype_code():
+    with pytest.raises(ValueError, match="expected dtype code 0, 1 or 2, got code=7"):
+        _C.bias_gelu_fwd(0, 0, 0, 7, 0, 0, 1)
+
+
+def test_name_guard():
+    spec = importlib.util.spec_from_file_location("kernels", ROOT / "__init__.py")
+    with pytest.raises(
+        ImportError, match=r"imported as fastpar.kernels, got kernels; run `pip inst"
+    ):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def test_missing_compiled_module():
+    run = run_python(
+        "-c", "import sys; sys.modules['fastpar.kernels._C'] = None; import fastpar.kernels"
+    )
+    assert "expected the compiled module _C" in run.stderr
+    assert "pip install -e . --no-build-isolation" in run.stderr
+
+
+def test_one_openmp_library():
+    """Two would keep two thread pools that spin against each other."""
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        pytest.skip("needs /proc/self/maps: not a Linux system")
+    libraries = {line.split()[-1] for line in maps.read_text().splitlines() if "libgomp" in line}
+    assert len(libraries) == 1, libraries
+
+
+def test_exp_is_within_rounding(isa):
+    x = torch.cat([torch.linspace(-86.5, 88.7, 200_001), torch.linspace(-1, 1, 100_003)])
+    y = torch.empty_like(x)
+    _C.exp_array(x.data_ptr(), y.data_ptr(), x.numel())
+    exact = x.double().exp()
+    ulp = torch.nextafter(y, torch.full_like(y, torch.inf)).double() - y.double()
+    assert ((y.double() - exact) / ulp).abs().max() < 1.5
+
+
+def test_exp_at_the_ends(isa):
+    x = torch.tensor([-torch.inf, -1e30, -87.0, 0.0, 88.8, 1e30, torch.inf, torch.nan])
+    y = torch.empty_like(x)
+    _C.exp_array(x.data_ptr(), y.data_ptr(), x.numel())
+    expected = torch.tensor([0, 0, 0, 1, torch.inf, torch.inf, torch.inf, torch.nan])
+    assert torch.equal(y.nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_storage_types_round_like_torch(isa, dtype):
+    bits = torch.randint(-(2**31), 2**31, (400_000,), dtype=torch.int64).to(torch.int32)
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).float()
+    between = (every[1:] + every[:-1]) / 2  # ties
+    edges = torch.tensor([65519.9, 65520.0, 2.0**-25, 2.0**-24 * 1.5, 0.0, -0.0])
+    x = torch.cat([bits.view(torch.float32), every, between, edges])
+    y = torch.empty_like(x)
+    _C.round_array(x.data_ptr(), y.data_ptr(), x.numel(), backend.DTYPE_CODES[dtype])
+    expected = x.to(dtype).float()
+    nan = expected.isnan()
+    assert torch.equal(y.isnan(), nan)
+    assert torch.equal(y[~nan].view(torch.int32), expected[~nan].view(torch.int32))
+
+
+def test_freed_memory_stays_mapped():
+    """Large buffers stop causing page faults. In a child, because it cannot be undone."""
+    code = """
+import resource, torch
+from fastpar.kernels import keep_freed_memory
+kept = keep_freed_memory()
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(1 << 24)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+# The allocator's slack around an aligned block makes the first few blocks land apart.
+print(kept, *(faults() for _ in range(8)))
+"""
+    kept, first, *_, last = run_python("-c", code).stdout.split()
+    if kept == "False":
+        pytest.skip("needs glibc: this C library has no mallopt")
+    assert int(first) > 1000
+    assert int(last) < 100

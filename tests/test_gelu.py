@@ -1,0 +1,154 @@
+"""bias_gelu against its oracle, on every instruction set, with hostile inputs."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fastpar.kernels import _C, backend, bias_gelu
+from fastpar.kernels.reference import bias_gelu_ref
+from fastpar.testing import assert_matches_oracle
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def eager(x, bias=None, *, approximate="tanh"):
+    u = x if bias is None else (x + bias).to(x.dtype)
+    return F.gelu(u, approximate=approximate)
+
+
+def make(shape, dtype, bias_dtype=None):
+    x = (torch.randn(shape) * 3).to(dtype).requires_grad_()
+    return x, torch.randn(shape[-1]).to(bias_dtype or dtype).requires_grad_()
+
+
+def gradients(x, bias, dy):
+    x = x.detach().requires_grad_()
+    bias = None if bias is None else bias.detach().requires_grad_()
+    y = bias_gelu(x, bias)
+    y.backward(dy)
+    return y.detach(), x.grad, None if bias is None else bias.grad
+
+
+@pytest.fixture
+def poisoned():
+    """Memory from torch.empty holds NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("approximate", ["tanh", "none"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1), (63, 127), (2, 3, 1000), (300, 17), (4, 3072)])
+def test_matches_oracle(shape, dtype, approximate):
+    x, bias = make(shape, dtype)
+
+    def with_form(f):
+        return lambda *args: f(*args, approximate=approximate)
+
+    ours, ref, plain = (with_form(f) for f in (bias_gelu, bias_gelu_ref, eager))
+    assert_matches_oracle(ours, ref, (x, bias), eager=plain)
+    assert_matches_oracle(ours, ref, (x,), eager=plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_fp32_bias_of_a_16_bit_input(dtype):
+    assert_matches_oracle(
+        bias_gelu, bias_gelu_ref, make((33, 65), dtype, torch.float32), eager=eager
+    )
+
+
+def test_torch_backend_matches_oracle(monkeypatch):
+    monkeypatch.setattr(backend, "choice", "torch")
+    assert_matches_oracle(bias_gelu, bias_gelu_ref, make((33, 65), torch.float32), eager=eager)
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 5), (5, 0), ()])
+def test_empty_and_scalar(shape):
+    x = torch.randn(shape, requires_grad=True)
+    y = bias_gelu(x)
+    y.sum().backward()
+    assert y.shape == x.shape
+    assert x.grad.shape == x.shape
+
+
+def test_empty_rows_give_a_zero_dbias():
+    _, _, dbias = gradients(torch.ones(0, 5), torch.ones(5), torch.ones(0, 5))
+    assert torch.equal(dbias, torch.zeros(5))
+
+
+def test_strided_and_expanded():
+    x = torch.randn(8, 6, 10).transpose(0, 2)[:, ::2]  # [10, 3, 8]
+    bias, dy = torch.randn(8), torch.randn(1).expand(10, 3, 8)
+    expected = gradients(x.contiguous(), bias, dy.contiguous())
+    for got, want in zip(gradients(x, bias, dy), expected):
+        assert torch.equal(got, want)
+
+
+def test_far_out_values():
+    x = torch.tensor([1e4, -1e4, 1e30, -torch.inf, torch.inf, torch.nan, 0.0, -0.0])
+    y, dx, _ = gradients(x, None, torch.ones_like(x))
+    want = torch.tensor([1e4, 0, 1e30, 0, torch.inf, torch.nan, 0, 0])
+    assert torch.equal(y.nan_to_num(7.0, 8.0), want.nan_to_num(7.0, 8.0))
+    slope = torch.tensor([1, 0, 1, 0, 1, torch.nan, 0.5, 0.5])
+    torch.testing.assert_close(dx, slope, rtol=0, atol=1e-30, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_same_bits_for_any_threads_and_isa(dtype):
+    x, bias = make((1001, 173), dtype)
+    dy = torch.randn(1001, 173).to(dtype)
+    before = _C.isa()
+    first = gradients(x, bias, dy)
+    try:
+        for isa in ("baseline", "avx2", "avx512"):
+            if not _C.isa_supported(isa):
+                continue
+            _C.set_isa(isa)
+            for threads in (1, 2, 3):
+                torch.set_num_threads(threads)
+                for got, want in zip(gradients(x, bias, dy), first):
+                    assert torch.equal(got, want), (isa, threads)
+    finally:
+        _C.set_isa(before)
+
+
+def test_opcheck():
+    x, bias = make((5, 12), torch.float32)
+    torch.library.opcheck(torch.ops.fastpar.bias_gelu.default, (x, bias))
+    torch.library.opcheck(torch.ops.fastpar.bias_gelu.default, (x, None))
+    args = (x.detach(), x.detach(), bias.detach())
+    torch.library.opcheck(torch.ops.fastpar.bias_gelu_bwd.default, args)
+
+
+def test_compiles_without_graph_breaks():
+    x, bias = make((5, 12), torch.float32)
+    compiled = torch.compile(
+        lambda x, b: bias_gelu(x * 2, b) + 1, fullgraph=True, backend="aot_eager"
+    )
+    y = compiled(x, bias)
+    y.sum().backward()
+    torch.testing.assert_close(y, eager(x * 2, bias) + 1)
+    grad = bias.grad.clone()
+    bias.grad = None
+    eager(x * 2, bias).sum().backward()
+    torch.testing.assert_close(grad, bias.grad)
+
+
+def test_double_backward_is_refused():
+    x, bias = make((5, 12), torch.float32)
+    with pytest.raises(RuntimeError, match=r"bias_gelu: expected one backward, got create_graph=T"):
+        torch.autograd.grad(bias_gelu(x, bias).sum(), x, create_graph=True)
+
+
+def test_errors():
+    x = torch.ones(2, 3)
+    with pytest.raises(ValueError, match="expected tanh or none, got approximate=erf"):
+        bias_gelu(x, approximate="erf")
+    with pytest.raises(
+        ValueError, match=r"expected bias of shape \[C\] .* got bias=\[2\] x=\[2, 3\]"
+    ):
+        bias_gelu(x, torch.ones(2))
+    with pytest.raises(ValueError, match=r"expected a bias of x's dtype or float32, got bias"):
+        bias_gelu(x, torch.ones(3, dtype=torch.float16))
