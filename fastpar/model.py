@@ -89,6 +89,8 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
+    """c_proj(gelu(c_fc(y)))."""
+
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.c_fc = Weights(4 * config.n_embd, config.n_embd)

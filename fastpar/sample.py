@@ -14,6 +14,8 @@ SEPARATOR = "\n" + 40 * "-" + "\n"
 
 
 class Tokenizer(Protocol):
+    """What sample needs of a tokenizer."""
+
     def encode(self, text: str, /) -> list[int]: ...
 
     def decode(self, ids: list[int], /) -> str: ...
