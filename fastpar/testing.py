@@ -9,19 +9,18 @@ Threads use torch's threaded process group. It needs torch's thread isolation mo
 the groups of all threads share one registry. Torch's default random generator is shared by
 threads too: a function that draws numbers needs its own torch.Generator.
 Processes come from a fork server that has only imported torch (no thread pool is running in it,
-so forking is safe): the first call pays the import, later ones a fork. Each worker asks the kernel
-to be killed with its parent, so a killed test run leaves nobody behind.
+so forking is safe): the first call pays the import, later ones a fork. A thread of each worker
+watches its parent and ends the process when the parent is gone, so that a killed test run leaves
+nobody behind (the fork server itself lives as long as its workers).
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
-import signal
 import threading
 import time
 import traceback
@@ -33,7 +32,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _GRACE_S = 3.0  # after the first failure the other ranks may still report theirs
 
 
@@ -237,8 +235,7 @@ def _late(late: Sequence[_Outcome], timeout_s: float) -> TimeoutError:
 
 
 def _worker(payload, rank, world_size, port, timeout_s, init, sender) -> None:
-    with contextlib.suppress(AttributeError):  # Linux only
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank),
@@ -267,6 +264,13 @@ def _worker(payload, rank, world_size, port, timeout_s, init, sender) -> None:
         dist.destroy_process_group()
     # No orderly exit after a failure: gloo's destructor can wait for peers that will never answer.
     os._exit(0 if error is None else 1)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    multiprocessing.connection.wait([parent.sentinel])
+    os._exit(1)  # also out of a collective that waits for a peer
 
 
 def _pickle_error(error: BaseException, trace: str) -> bytes:
