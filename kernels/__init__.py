@@ -1,58 +1,68 @@
 """Ops for GPT-2-class models: functions from tensors to tensors, drop-in for torch's.
 
 This folder is installed as the subpackage `fastpar.kernels`.
+
+[Note: name guard] Imported as `kernels`, as happens with the checkout's root on sys.path, this
+package is empty, and asking it for anything is an ImportError that says what to do. The import
+itself does not raise: transformers probes for a package of that name, and would fail with it.
 """
 
 if __name__ != "fastpar.kernels":
-    raise ImportError(
-        f"kernels: expected to be imported as fastpar.kernels, got {__name__}; "
-        "run `pip install -e .` in the checkout and import fastpar.kernels"
-    )
+    __path__: list[str] = []  # no submodule is found under the wrong name
 
-import importlib
-import sys
-import warnings
-from typing import Any
+    def __getattr__(name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise ImportError(
+            f"kernels: expected to be imported as fastpar.kernels, got {__name__}; "
+            "run `pip install -e .` in the checkout and import fastpar.kernels"
+        )
 
-import torch  # noqa: F401  first, so that _C binds to torch's OpenMP library
+else:
+    import importlib
+    import sys
+    import warnings
+    from typing import Any
 
-try:
-    _C: Any = importlib.import_module("fastpar.kernels._C")
-except ImportError as error:
-    raise ImportError(
-        f"fastpar.kernels: expected the compiled module _C, got {error}; "
-        "run `pip install -e . --no-build-isolation` in the checkout (or `make train`)"
-    ) from error
+    import torch  # noqa: F401  first, so that _C binds to torch's OpenMP library
 
-if "fastpar.kernels.backend" in sys.orig_argv:
-    # `python -m` warns about a module that its own package imports, as this one must.
-    warnings.filterwarnings("ignore", message="'fastpar.kernels.backend' found in sys.modules")
+    try:
+        _C: Any = importlib.import_module("fastpar.kernels._C")
+    except ImportError as error:
+        raise ImportError(
+            f"fastpar.kernels: expected the compiled module _C, got {error}; "
+            "run `pip install -e . --no-build-isolation` in the checkout (or `make train`)"
+        ) from error
 
-from fastpar.kernels.adamw import adamw_step_
-from fastpar.kernels.attention import attention, attention_qkvpacked
-from fastpar.kernels.backend import keep_freed_memory
-from fastpar.kernels.cross_entropy import linear_cross_entropy
-from fastpar.kernels.embedding import embedding
-from fastpar.kernels.gelu import bias_gelu
-from fastpar.kernels.layer_norm import layer_norm, residual_layer_norm
-from fastpar.kernels.linear import linear
-from fastpar.kernels.philox import Rng, draw_key, dropout, keep_mask, make_key, quantize_p
+    if "fastpar.kernels.backend" in sys.orig_argv:
+        # `python -m` warns about a module that its own package imports, as this one must.
+        warnings.filterwarnings("ignore", message="'fastpar.kernels.backend' found in sys.modules")
 
-__all__ = [
-    "Rng",
-    "adamw_step_",
-    "attention",
-    "attention_qkvpacked",
-    "bias_gelu",
-    "draw_key",
-    "dropout",
-    "embedding",
-    "keep_freed_memory",
-    "keep_mask",
-    "layer_norm",
-    "linear",
-    "linear_cross_entropy",
-    "make_key",
-    "quantize_p",
-    "residual_layer_norm",
-]
+    from fastpar.kernels.adamw import adamw_step_
+    from fastpar.kernels.attention import attention, attention_qkvpacked
+    from fastpar.kernels.backend import keep_freed_memory
+    from fastpar.kernels.cross_entropy import linear_cross_entropy
+    from fastpar.kernels.embedding import embedding
+    from fastpar.kernels.gelu import bias_gelu
+    from fastpar.kernels.layer_norm import layer_norm, residual_layer_norm
+    from fastpar.kernels.linear import linear
+    from fastpar.kernels.philox import Rng, draw_key, dropout, keep_mask, make_key, quantize_p
+
+    __all__ = [
+        "Rng",
+        "adamw_step_",
+        "attention",
+        "attention_qkvpacked",
+        "bias_gelu",
+        "draw_key",
+        "dropout",
+        "embedding",
+        "keep_freed_memory",
+        "keep_mask",
+        "layer_norm",
+        "linear",
+        "linear_cross_entropy",
+        "make_key",
+        "quantize_p",
+        "residual_layer_norm",
+    ]
