@@ -93,6 +93,19 @@ PYBIND11_MODULE(_C, m) {
   m.def("keep_freed_memory", &fastpar::keep_freed_memory);
   m.def("adamw_step", &adamw_step, unlocked);
   m.def(
+      "gemm",
+      [](Address a, int64_t a_row, int64_t a_column, Address b, int64_t b_row, int64_t b_column,
+         Address c, int64_t ldc, int64_t rows, int64_t columns, int64_t k, bool accumulate,
+         Address bias, int threads) {
+        FASTPAR_CHECK(fastpar::isa_supported("avx512"),
+                      "gemm: expected a CPU with AVX-512, got isa=", fastpar::isa_name(),
+                      "; use torch.mm");
+        fastpar::gemm({at<const float>(a), a_row, a_column}, {at<const float>(b), b_row, b_column},
+                      at<float>(c), ldc, rows, columns, k, accumulate, at<const float>(bias),
+                      threads);
+      },
+      unlocked);
+  m.def(
       "bias_gelu_fwd",
       [](Address x, Address bias, Address y, int dtype, int64_t n, int64_t c, int threads) {
         fastpar::bias_gelu_fwd(at<const void>(x), at<const float>(bias), at<void>(y),

@@ -62,6 +62,17 @@ void layer_norm_bwd(const void* dy, const void* dsum_out, const void* x, const f
                     float* dbias, float* dx_bias, Dtype dtype, int64_t n, int64_t c,
                     const MaskBlock& at, int threads);
 
+// A float matrix of any strides.
+struct Matrix {
+  const float* data;
+  int64_t row_stride, column_stride;
+};
+
+// c[m, n] (rows ldc apart) = a[m, k] @ b[k, n] + bias[n], or with accumulate c += a @ b. bias may
+// be null. Needs AVX-512. m, n, k >= 1.
+void gemm(const Matrix& a, const Matrix& b, float* c, int64_t ldc, int64_t m, int64_t n, int64_t k,
+          bool accumulate, const float* bias, int threads);
+
 // One tensor of an AdamW step. master is null for float32 parameters; otherwise param is only
 // written, as master rounded to param_dtype.
 struct AdamwTensor {

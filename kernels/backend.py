@@ -32,9 +32,9 @@ OPS = {
     "residual_layer_norm": ("cpp: layer_norm_cpu.cpp", "torch, composed"),
     "bias_gelu": ("cpp: gelu_cpu.cpp (tanh form); torch (erf form)", "torch, composed"),
     "embedding": ("torch", "torch"),
-    "linear": ("torch: fp32 by {gemm}", "torch"),
+    "linear": ("{gemm} (fp32); torch (16 bits)", "torch"),
     "linear_cross_entropy": (
-        "torch: fp32 by {gemm}, chunks of rows; cpp: cross_entropy_cpu.cpp between",
+        "chunks of rows by {gemm}, cpp: cross_entropy_cpu.cpp between",
         "torch: GEMMs by chunks of rows, softmax between",
     ),
     "adamw_step_": ("cpp: adamw_cpu.cpp", "torch: _fused_adamw_"),
@@ -52,15 +52,9 @@ def read_backend(name: str) -> str:
 
 
 choice = read_backend(os.environ.get("FASTPAR_BACKEND", "auto"))
-# Whether fp32 products are faster in oneDNN on this machine, and this torch can call it: MKL,
-# torch's default, uses AVX-512 on Intel machines only.
-has_onednn: bool = (
-    _C.isa_supported("avx512")
-    and not _C.cpu_is_intel()
-    and torch.backends.mkldnn.is_available()
-    and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-)
 _C.set_isa(os.environ.get("FASTPAR_ISA", "auto"))
+# torch's fp32 products on CPU are MKL's, which uses AVX-512 on Intel machines only.
+has_gemm: bool = _C.isa() == "avx512" and not _C.cpu_is_intel()
 
 
 def use_cpp(op: str, x: Tensor) -> bool:
@@ -108,7 +102,7 @@ def describe() -> str:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     compiled = "with CUDA" if _C.built_with_cuda else "without CUDA (no csrc/*_cuda.cu or no nvcc)"
     supported = [n for n in ("baseline", "avx2", "avx512") if _C.isa_supported(n)]
-    gemm = "oneDNN (MKL has no AVX-512 here)" if has_onednn and choice != "torch" else "torch.mm"
+    gemm = "cpp: gemm_cpu.cpp" if has_gemm else "torch.mm"
     lines = [
         f"machine   {platform.machine()}, Python {platform.python_version()}",
         f"torch     {torch.__version__} (CUDA {cuda}), {torch.get_num_threads()} CPU threads",
@@ -120,9 +114,10 @@ def describe() -> str:
         f"backend   {choice} (FASTPAR_BACKEND)",
     ]
     for op, (cpu, gpu) in OPS.items():
+        cpu = cpu.format(gemm=gemm)
         if choice == "torch" and "cpp" in cpu:
             cpu = "torch, composed (forced)"
-        lines.append(f"{op:<21} cpu  {cpu.format(gemm=gemm)}")
+        lines.append(f"{op:<21} cpu  {cpu}")
         lines.append(f"{'':<21} cuda {gpu}")
     return "\n".join(lines)
 

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from fastpar.kernels import _C
 from fastpar.kernels.backend import DTYPE_CODES, refuse_double_backward, use_cpp
-from fastpar.kernels.linear import matmul, use_onednn
+from fastpar.kernels.linear import add_matmul_, matmul
 
 _local = threading.local()  # ranks may be threads of one process: one workspace each
 
@@ -121,7 +121,8 @@ def linear_cross_entropy_fwd(
     rows = chunk_rows or default_chunk_rows(n, x)
     for start in range(0, n, rows):
         part = slice(start, start + rows)
-        logits = _matmul("logits", x[part], weight.t())  # [R, Vp]
+        out = _workspace("logits", x[part].shape[0], weight.shape[0], x)
+        logits = matmul(x[part], weight.t(), out=out)  # [R, Vp]
         if cpp:
             _C.cross_entropy_tile(
                 logits.data_ptr(),
@@ -139,7 +140,7 @@ def linear_cross_entropy_fwd(
         else:
             losses[part] = _tile_torch(logits, vocab_size, targets[part], ignore_index, scale, grad)
         if need_dx:
-            dx[part] = _matmul("dx", logits, weight)
+            matmul(logits, weight, out=dx[part])
         if need_dweight:
             dweight = _accumulate(dweight, logits.t(), x[part])
     if dweight is None:  # no rows, or not needed
@@ -150,24 +151,14 @@ def linear_cross_entropy_fwd(
     return loss.float(), dx, dweight, factor
 
 
-def _matmul(name: str, a: Tensor, b: Tensor) -> Tensor:
-    """a @ b, in the workspace of that name where the library writes into given memory."""
-    m, n = a.shape[0], b.shape[1]
-    if use_onednn(a, m, n, a.shape[1]):
-        return matmul(a, b)
-    return torch.mm(a, b, out=_workspace(name, m, n, a))
-
-
 def _accumulate(dweight: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     """dweight + a @ b in fp32, in place; None stands for 0."""
-    if a.device.type == "cuda" and a.dtype != torch.float32:
+    if a.dtype == torch.float32:
+        return matmul(a, b) if dweight is None else add_matmul_(dweight, a, b)
+    if a.device.type == "cuda":
         product = torch.mm(a, b, out_dtype=torch.float32)
-    elif a.dtype != torch.float32:
-        product = _matmul("dweight", a, b)
-    elif use_onednn(a, a.shape[0], b.shape[1], a.shape[1]):
-        product = matmul(a, b)
     else:
-        return torch.mm(a, b) if dweight is None else dweight.addmm_(a, b)
+        product = torch.mm(a, b, out=_workspace("dweight", a.shape[0], b.shape[1], a))
     return product.float() if dweight is None else dweight.add_(product)
 
 

@@ -4,9 +4,10 @@
     dx = dy @ weight,  dweight = dy.T @ x,  dbias = sum of dy over the rows
 
 On CUDA, and in 16 bits, these are torch's own GEMMs. In fp32 on CPU torch calls MKL, which uses
-AVX-512 on Intel machines only: on an EPYC 9005 its sgemm ran at 100 Gflop/s a core where oneDNN,
-which is in the same torch, ran at 190 to 240. So on other makers' AVX-512 machines products that
-are large enough go to oneDNN, by the op that torch.compile calls it with. It reads any strides.
+AVX-512 on Intel machines only. On other makers' AVX-512 machines the products are our own
+(csrc/gemm_cpu.cpp): on one EPYC 9005 core, at GPT-2's shapes, 190 to 220 Gflop/s against MKL's 100.
+oneDNN, which torch also has, is as fast but allocates every result and sums in one long chain, so
+that its error is 2 to 3 times MKL's; ours is below MKL's. They read any strides.
 Saved for backward: x and weight, the inputs.
 """
 
@@ -14,35 +15,65 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastpar.kernels import backend
-from fastpar.kernels.backend import has_onednn, refuse_double_backward
+from fastpar.kernels import _C, backend
+from fastpar.kernels.backend import has_gemm, refuse_double_backward
 
-# Multiply-adds of a product from which oneDNN's host time (10 us a call) is won back: measured
-# equal at 100^3 on one core.
-_ONEDNN_FROM = 1 << 20
+# Multiply-adds of a product from which ours is faster than MKL's: measured equal at 64^3.
+_OURS_FROM = 1 << 18
 
 
-def use_onednn(x: Tensor, m: int, n: int, k: int) -> bool:
-    """Whether an [M, K] @ [K, N] product of tensors like x goes to oneDNN."""
+def use_gemm(x: Tensor, m: int, n: int, k: int) -> bool:
+    """Whether an [M, K] @ [K, N] product of tensors like x is our own."""
     return (
         x.dtype == torch.float32
         and x.device.type == "cpu"
-        and m * n * k >= _ONEDNN_FROM
+        and m * n * k >= _OURS_FROM
         and backend.choice != "torch"
-        and has_onednn
+        and has_gemm
     )
 
 
-def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """a [M, K] @ b [K, N] + bias [N], any strides. Outside autograd."""
-    if use_onednn(a, a.shape[0], b.shape[1], a.shape[1]):
-        return torch.ops.mkldnn._linear_pointwise(a, b.t(), bias, "none", [], "")
-    return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
+def _gemm(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, accumulate: bool) -> None:
+    if bias is not None:
+        bias = bias.contiguous()
+    _C.gemm(
+        a.data_ptr(),
+        *a.stride(),
+        b.data_ptr(),
+        *b.stride(),
+        out.data_ptr(),
+        out.stride(0),
+        *out.shape,
+        a.shape[1],
+        accumulate,
+        0 if bias is None else bias.data_ptr(),
+        torch.get_num_threads(),
+    )
+
+
+def matmul(
+    a: Tensor, b: Tensor, *, bias: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """a [M, K] @ b [K, N] + bias [N], any strides, outside autograd; in `out` (rows contiguous)."""
+    if not use_gemm(a, a.shape[0], b.shape[1], a.shape[1]):
+        return torch.mm(a, b, out=out) if bias is None else torch.addmm(bias, a, b, out=out)
+    if out is None:
+        out = a.new_empty(a.shape[0], b.shape[1])
+    _gemm(a, b, out, bias, accumulate=False)
+    return out
+
+
+def add_matmul_(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """out [M, N] += a [M, K] @ b [K, N], any strides of a and b, outside autograd."""
+    if not use_gemm(a, a.shape[0], b.shape[1], a.shape[1]):
+        return out.addmm_(a, b)
+    _gemm(a, b, out, None, accumulate=True)
+    return out
 
 
 def linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """y [..., F] of x [..., C] and weight [F, C]."""
-    y = matmul(x.reshape(-1, x.shape[-1]), weight.t(), bias)
+    y = matmul(x.reshape(-1, x.shape[-1]), weight.t(), bias=bias)
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -113,8 +144,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         y: [..., F]. x and weight are kept for backward.
     Raises:
         ValueError: shapes that do not fit.
-        RuntimeError: a second derivative is asked for where oneDNN is used.
-    Deterministic: yes, bitwise, for a given number of threads.
+        RuntimeError: a second derivative is asked for where the product is our own.
+    Traffic: x, weight, bias and y once, if the machine's caches hold what the blocking keeps there.
+    Deterministic: yes, bitwise; our own products for any number of threads.
     Oracle: fastpar.kernels.reference.linear_ref
     """
     if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
@@ -128,6 +160,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             f"weight={list(weight.shape)}; pass one bias for each row of weight"
         )
     rows = x.numel() // max(1, x.shape[-1])
-    if use_onednn(x, rows, *weight.shape):
+    if use_gemm(x, rows, *weight.shape):
         return _linear(x, weight, bias)
     return F.linear(x, weight, bias)

@@ -1,0 +1,161 @@
+"""linear against its oracle, on both GEMM libraries."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fastpar.kernels import _C, backend, linear
+from fastpar.kernels.linear import _linear, _linear_bwd, add_matmul_, matmul, use_gemm
+from fastpar.kernels.reference import linear_ref
+from fastpar.testing import assert_matches_oracle
+
+
+@pytest.fixture(params=["auto", "torch"])
+def choice(request, monkeypatch):
+    monkeypatch.setattr(backend, "choice", request.param)
+
+
+def make(n, c, f, dtype=torch.float32):
+    shapes = ((n, c), (f, c), (f,))
+    return [torch.randn(s).to(dtype).requires_grad_() for s in shapes]
+
+
+@pytest.mark.usefixtures("choice")
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (63, 127, 1000), (257, 64, 129), (0, 8, 4)])
+def test_matches_oracle(sizes):
+    x, weight, bias = make(*sizes)
+    assert_matches_oracle(linear, linear_ref, (x, weight, bias), eager=F.linear)
+    assert_matches_oracle(linear, linear_ref, (x, weight), eager=F.linear)
+
+
+def test_16_bits():
+    inputs = make(63, 127, 1000, torch.bfloat16)
+    assert_matches_oracle(linear, linear_ref, inputs, eager=F.linear)
+
+
+def test_strided_inputs_and_expanded_gradient():
+    x = torch.randn(160, 6, 50).transpose(0, 1)[::2].requires_grad_()  # [3, 160, 50]
+    weight = torch.randn(50, 200).t().requires_grad_()
+    y = linear(x, weight)
+    y.backward(torch.ones(1).expand_as(y))
+    torch.testing.assert_close(y, x @ weight.t(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(x.grad, weight.sum(0).expand_as(x).contiguous().detach())
+    want = x.detach().sum((0, 1)).expand_as(weight)
+    torch.testing.assert_close(weight.grad, want, rtol=1e-4, atol=1e-4)
+
+
+def test_only_what_is_needed():
+    x, weight, bias = make(128, 128, 128)
+    linear(x.detach(), weight, bias.detach()).sum().backward()
+    assert weight.grad is not None
+    linear(x, weight.detach()).sum().backward()
+    assert x.grad is not None
+    assert bias.grad is None
+
+
+def test_our_gemm_serves_large_fp32_products_only():
+    if not backend.has_gemm:
+        pytest.skip("needs a non-Intel CPU with AVX-512: MKL is the faster library elsewhere")
+    x = torch.ones(1)
+    assert use_gemm(x, 128, 128, 128)
+    assert not use_gemm(x, 16, 16, 16)
+    assert not use_gemm(x.bfloat16(), 128, 128, 128)
+    assert not use_gemm(x.to("meta"), 128, 128, 128)
+
+
+def need_gemm():
+    if not _C.isa_supported("avx512"):
+        pytest.skip("needs AVX-512: this CPU does not support it")
+
+
+def gemm(a, b, out, bias=None, accumulate=False, threads=1):
+    address = 0 if bias is None else bias.data_ptr()
+    inputs = (a.data_ptr(), *a.stride(), b.data_ptr(), *b.stride())
+    shape = (out.stride(0), *out.shape, a.shape[1])
+    _C.gemm(*inputs, out.data_ptr(), *shape, accumulate, address, threads)
+    return out
+
+
+LAYOUTS = {
+    "rows": lambda t: t,
+    "columns": lambda t: t.t().contiguous().t(),
+    "neither": lambda t: torch.stack([t, t], 2)[..., 0],
+}
+
+
+@pytest.mark.parametrize("b_layout", LAYOUTS)
+@pytest.mark.parametrize("a_layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "sizes", [(1, 1, 1), (14, 32, 128), (15, 33, 129), (63, 127, 1000), (257, 5, 16), (3, 600, 47)]
+)
+def test_gemm_at_its_edges(sizes, a_layout, b_layout):
+    """Error at most that of torch.mm twice over; nothing outside the result is touched."""
+    need_gemm()
+    m, n, k = sizes
+    a, b, bias = torch.randn(m, k), torch.randn(k, n), torch.randn(n)
+    wide = torch.full((m + 1, n + 3), torch.nan)
+    exact, plain = a.double() @ b.double(), a @ b
+    operands = (LAYOUTS[a_layout](a), LAYOUTS[b_layout](b))
+    floor = 2.0**-24 * exact.abs().max()  # one rounding of the result
+    bound = 2 * (plain - exact).abs().max() + floor
+    out = gemm(*operands, wide[:m, :n])
+    assert (out - exact).abs().max() <= bound
+    gemm(*operands, out, accumulate=True)
+    assert (out - 2 * exact).abs().max() <= 2 * bound + 2 * floor
+    gemm(*operands, out, bias=bias)
+    assert (out - (exact + bias)).abs().max() <= bound + 2.0**-24 * (exact + bias).abs().max()
+    assert wide[m].isnan().all()
+    assert wide[:, n:].isnan().all()
+
+
+def test_gemm_has_the_same_bits_for_any_threads_and_cut():
+    need_gemm()
+    a, b = torch.randn(700, 900), torch.randn(900, 333)
+    first = gemm(a, b, torch.empty(700, 333))
+    for threads in (2, 3, 5):
+        assert torch.equal(gemm(a, b, torch.empty(700, 333), threads=threads), first)
+    assert torch.equal(gemm(a[100:150], b, torch.empty(50, 333)), first[100:150])
+    assert torch.equal(gemm(a, b[:, 7:50], torch.empty(700, 43)), first[:, 7:50])
+
+
+@pytest.mark.usefixtures("choice")
+def test_matmul_reads_strides_adds_bias_and_accumulates():
+    a, b, bias = torch.randn(150, 100).t(), torch.randn(90, 150).t(), torch.randn(90)
+    out = torch.empty(100, 90)
+    close = {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(matmul(a, b), a @ b, **close)
+    torch.testing.assert_close(matmul(a, b, bias=bias, out=out), a @ b + bias, **close)
+    torch.testing.assert_close(add_matmul_(out, a, b), 2 * (a @ b) + bias, **close)
+
+
+def test_opcheck():
+    x, weight, bias = make(5, 12, 7)
+    torch.library.opcheck(_linear, (x, weight, bias))
+    torch.library.opcheck(_linear, (x, weight, None))
+    args = (torch.ones(5, 7), x.detach(), weight.detach(), True, True, True)
+    torch.library.opcheck(_linear_bwd, args)
+
+
+def test_compiles_without_graph_breaks():
+    x, weight, bias = make(128, 96, 128)
+    compiled = torch.compile(lambda *a: linear(*a) * 2, fullgraph=True, backend="aot_eager")
+    y = compiled(x, weight, bias)
+    y.sum().backward()
+    torch.testing.assert_close(y, F.linear(x, weight, bias) * 2, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(bias.grad, torch.full((128,), 256.0))
+
+
+def test_double_backward_is_refused():
+    if not backend.has_gemm:
+        pytest.skip("needs a non-Intel CPU with AVX-512: elsewhere this is F.linear itself")
+    x, weight, _ = make(128, 128, 128)
+    with pytest.raises(RuntimeError, match=r"linear: expected one backward, got create_graph=True"):
+        torch.autograd.grad(linear(x, weight).sum(), x, create_graph=True)
+
+
+def test_errors():
+    x = torch.ones(2, 3)
+    with pytest.raises(ValueError, match=r"expected x \[..., C\] and weight .* weight=\[4, 5\]"):
+        linear(x, torch.ones(4, 5))
+    with pytest.raises(ValueError, match=r"expected bias \[F\] .* got bias=\[3\] weight=\[4, 3\]"):
+        linear(x, torch.ones(4, 3), torch.ones(3))
