@@ -8,7 +8,7 @@ itself does not raise: transformers probes for a package of that name, and would
 """
 
 if __name__ != "fastpar.kernels":
-    __path__: list[str] = []  # no submodule is found under the wrong name
+    globals()["__path__"] = []  # no submodule is found under the wrong name
 
     def __getattr__(name: str) -> object:
         if name.startswith("__"):
