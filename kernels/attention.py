@@ -144,7 +144,8 @@ class _Dropout(NamedTuple):
 
     def __call__(self, x: Tensor, at: _Heads, row: int, out: Tensor) -> Tensor:
         samples, heads = at.b1 - at.b0, at.h1 - at.h0
-        block = MaskBlock(samples, heads, *x.shape[1:], at.b0, at.h0, row)
+        _, rows, columns = x.shape
+        block = MaskBlock(samples, heads, rows, columns, at.b0, at.h0, row)
         return dropout_block(x, *self, block, out)
 
 
