@@ -15,7 +15,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fastpar._version import __version__
-from fastpar.config import SampleSettings, TrainConfig, derive_batch, read_settings
+from fastpar.config import (
+    SampleSettings,
+    TrainConfig,
+    TrainFlags,
+    derive_batch,
+    read_settings,
+)
 from fastpar.launch import (
     LOST_PEER,
     USER_MISTAKE,
@@ -161,8 +167,9 @@ def parse_train(arguments: list[str]) -> TrainConfig:
     Raises:
         ValueError: a file or a setting that is not one; SystemExit from tyro on unknown flags.
     """
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--config")
+    first = argparse.ArgumentParser("fastpar train", add_help=False, allow_abbrev=False)
+    first.add_argument("--config", metavar="FILE")
+    files, arguments = first.parse_known_args(arguments)
     first.add_argument("--out")
     first.add_argument("--resume", action=argparse.BooleanOptionalAction, default=False)
     known, _ = first.parse_known_args(arguments)
@@ -170,9 +177,10 @@ def parse_train(arguments: list[str]) -> TrainConfig:
     file = Path(known.out or "") / "config.json"
     if known.resume and known.out is not None and file.exists():
         base = base.replace(read_settings(file), str(file))
-    if known.config is not None:
-        base = base.replace(read_settings(known.config), known.config)
-    config = _parse(TrainConfig, arguments, "train", base)
+    if files.config is not None:
+        base = base.replace(read_settings(files.config), files.config)
+    flags = _parse(TrainFlags, arguments, "train", TrainFlags(**vars(base)))
+    config = TrainConfig(**vars(flags))
     nproc, ranks = config.system.nproc, os.environ.get("WORLD_SIZE", "1")
     if is_rank() and not launched_here() and nproc not in (base.system.nproc, int(ranks)):
         raise ValueError(

@@ -196,7 +196,7 @@ class SystemSettings:
 
 @dataclass(frozen=True)
 class SampleSettings:
-    """The text written at the end."""
+    """Texts drawn from the model."""
 
     prompt: str = ""
     """Text to go on from; unset: a new line."""
@@ -211,12 +211,8 @@ class SampleSettings:
 
 
 @dataclass(frozen=True)
-class TrainConfig:
-    """Train a GPT-2 on text; every setting can stand in --config FILE.toml too.
-
-    Raises:
-        ValueError: a setting outside what its help says; names the setting.
-    """
+class TrainFlags:
+    """Train a GPT-2 on text; every setting can stand in --config FILE.toml too."""
 
     shape: ModelSettings = field(default_factory=ModelSettings)
     text: DataSettings = field(default_factory=DataSettings)
@@ -224,6 +220,15 @@ class TrainConfig:
     run: RunSettings = field(default_factory=RunSettings)
     system: SystemSettings = field(default_factory=SystemSettings)
     sample: SampleSettings = field(default_factory=SampleSettings)
+
+
+@dataclass(frozen=True)
+class TrainConfig(TrainFlags):
+    """What a run is: TrainFlags that are known to make sense.
+
+    Raises:
+        ValueError: a setting outside what its help says; names the setting.
+    """
 
     def __post_init__(self) -> None:
         values = self.settings()

@@ -5,9 +5,12 @@ are shown when one of them fails. Under torchrun this file has nothing to do.
 
 [Note: who stops whom] The ranks run in sessions of their own, so Ctrl-C reaches the launcher alone,
 which passes it on: every rank learns of the stop in the same step (see train.py), saves and ends. A
-second Ctrl-C kills. When a rank dies, its peers fail in their next collective by themselves (gloo),
-or wait for ever (NCCL on one machine): after GRACE_S they are killed. Without that a run hangs
-until the time-out of its process group (test_killed_rank_stops_the_others).
+second Ctrl-C kills, but not within REPEAT_S: a batch system signals launcher and ranks at once, and
+the kernel tells a rank of its launcher's death once for every thread that this had. Neither may cut
+off the save (test_ranks_do_not_outlive_their_launcher).
+When a rank dies, its peers fail in their next collective by themselves (gloo), or wait for ever
+(NCCL on one machine): after GRACE_S they are killed. Without that a run hangs until the time-out of
+its process group (test_killed_rank_stops_the_others).
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from types import FrameType
 from typing import Any
 
 GRACE_S = 5.0
+REPEAT_S = 1.0
 POLL_S = 0.05
 SIGNALS = tuple(  # under nohup SIGHUP stays ignored
     number
@@ -116,6 +120,7 @@ class _Rank:
 def catching_stop(*, loud: bool) -> Iterator[list[int]]:
     """In a rank: the first signal only enters the list; a second one does what it always does."""
     received: list[int] = []
+    first = 0.0
     old = {number: signal.getsignal(number) for number in SIGNALS}
 
     def restore() -> None:
@@ -123,10 +128,15 @@ def catching_stop(*, loud: bool) -> Iterator[list[int]]:
             signal.signal(number, handler)
 
     def catch(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        if loud:  # not print(): the signal may have come in the middle of one
-            os.write(2, b"\nfinishing this step, then saving; once more to quit at once\n")
-        restore()
+        nonlocal first
+        if not received:
+            first = time.monotonic()
+            received.append(number)
+            if loud:  # not print(): the signal may have come in the middle of one
+                os.write(2, b"\nfinishing this step, then saving; once more to quit at once\n")
+        elif time.monotonic() - first > REPEAT_S:
+            restore()
+            signal.raise_signal(number)
 
     if threading.current_thread() is not threading.main_thread():
         yield received  # only the main thread may set handlers
@@ -212,8 +222,13 @@ def _restored_signals() -> Iterator[None]:
 def _forward_signals(ranks: list[_Rank]) -> list[int]:
     """From now on the ranks get this process's signals too; returns the list of those received."""
     received: list[int] = []
+    last = -REPEAT_S
 
     def forward(number: int, frame: FrameType | None) -> None:
+        nonlocal last
+        if received and time.monotonic() - last <= REPEAT_S:
+            return
+        last = time.monotonic()
         received.append(number)
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):

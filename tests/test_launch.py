@@ -148,26 +148,33 @@ def test_a_signal_reaches_the_ranks(start, logs):
     assert _report(ranks, signals, logs) == 143
 
 
-def test_a_second_signal_kills(start, logs, capfd):
+def test_a_second_signal_kills_unless_it_is_the_same_again(start, logs, capfd, monkeypatch):
+    monkeypatch.setattr(launch, "REPEAT_S", 0.15)
     ranks = start("signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)")
     for rank in ranks:
         assert rank.process.stdout.readline() == b"up\n"
     with _restored_signals():
         signals = _forward_signals(ranks)
-        for after in (0.1, 0.3):
+        for after in (0.1, 0.15, 0.5):
             threading.Timer(after, os.kill, (os.getpid(), signal.SIGTERM)).start()
         _watch(ranks, signals)
+    assert signals == [signal.SIGTERM] * 2
     assert ranks[0].code == -9
     assert _report(ranks, signals, logs) == 143
     assert "stopped before anything was saved" in capfd.readouterr().err
 
 
-def test_the_first_signal_in_a_rank_only_asks(capfd):
+def test_the_first_signal_in_a_rank_only_asks(capfd, monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(launch.time, "monotonic", lambda: clock[0])
     before = signal.getsignal(signal.SIGINT)
     with catching_stop(loud=True) as received:
         signal.raise_signal(signal.SIGINT)
         assert received == [signal.SIGINT]
         assert "finishing this step, then saving" in capfd.readouterr().err
+        signal.raise_signal(signal.SIGINT)
+        assert received == [signal.SIGINT]
+        clock[0] += 2.0
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) == before

@@ -1,0 +1,207 @@
+"""The command line: what wins over what, one line for a mistake, the small commands."""
+
+import json
+import os
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastpar import cli
+from fastpar._version import __version__
+from fastpar.cli import main, parse_train
+from fastpar.config import TrainConfig
+
+TINY = {
+    "data": "text.txt", "tokenizer": "bytes", "model": "micro", "n-layer": 1, "n-embd": 16,
+    "n-head": 2, "block-size": 16, "batch-size": 4, "max-steps": 2, "eval-batches": 1,
+    "num-samples": 1, "max-new-tokens": 3, "threads": 1, "device": "cpu",
+}  # fmt: skip
+TRAIN = "train " + " ".join(f"--{name} {value}" for name, value in TINY.items())
+
+
+def fastpar(command):
+    return main(command.split())
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    rng = random.Random(0)
+    Path("text.txt").write_text(" ".join(rng.choices(("god", "lord", "unto", "sea"), k=2000)))
+    return tmp_path
+
+
+def test_help_fits_a_reader(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    assert main([]) == 0
+    assert main(["--help"]) == 0
+    with pytest.raises(SystemExit, match="0"):
+        main(["train", "--help"])
+    out = capsys.readouterr().out
+    assert out.count("usage: fastpar COMMAND") == 2
+    assert "--config FILE.toml" in out
+    for flag in ("--model", "--data", "--max-steps", "--micro-batch-size", "--lr", "--nproc"):
+        assert f" {flag} " in out
+    text = out[out.index("usage: fastpar train") :].splitlines()
+    assert len(text) < 130
+    assert max(map(len, text)) <= 100
+    for name in TrainConfig().settings():  # every setting has a flag and a word of help
+        flag = "--" + name.replace("_", "-")
+        line = next(n for n, row in enumerate(text) if f" {flag} " in row or f" {flag}," in row)
+        assert any(c.islower() for c in text[line].split(flag, 1)[1] + text[line + 1]), flag
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"{__version__}\n"
+
+
+def test_flags_win_over_the_file_over_the_run_over_defaults(here):
+    Path("a.toml").write_text("lr = 0.5\nseed = 5\n")
+    Path("r").mkdir()
+    settings = {**TrainConfig().settings(), "lr": 0.25, "seed": 25, "max_steps": 25, "min_lr": 0.0}
+    Path("r/config.json").write_text(json.dumps({"settings": settings}))
+    config = parse_train(["--resume", "--out", "r", "--config", "a.toml", "--seed", "7"])
+    assert (config.run.seed, config.optim.lr, config.run.max_steps) == (7, 0.5, 25)
+    assert config.text.batch_size == TrainConfig().text.batch_size
+    assert parse_train(["--out=r"]).run.max_steps == TrainConfig().run.max_steps
+    assert parse_train(["--config=a.toml", "--betas", "0.8", "0.9"]).optim.betas == (0.8, 0.9)
+    assert parse_train(["--compile", "--no-resume"]).system.compile is True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ("frobnicate", "fastpar: expected one of train, sample, export, info, got command=frobnic"),
+        (
+            "train --n-embd 130 --model mini",
+            "GPTConfig: expected n_embd divisible by n_head=4",
+        ),
+        ("train --model gpt5", "GPTConfig.preset: expected one of gpt2, gpt2-medium, "),
+        ("train --lr 0", "train: expected lr > 0, got lr=0.0; set --lr"),
+        ("train --nproc 4 --batch-size 2", "train: expected at least one sequence a rank, got bat"),
+        ("train --nproc 2 --resume --out none", "train: expected a folder with a run to go on wit"),
+        ("train --resume", "train: expected --out with --resume, got out=None; name the folder"),
+        (
+            "train --out .",
+            "train: expected an --out without a run, got out=. with config.json;",
+        ),
+        ("train --config none.toml", "read_settings: expected a file of settings, got path=none.t"),
+        ("train --config bad.toml", "train: expected a setting of `fastpar train --help` in bad.t"),
+        ("train --data none.txt", "load_data: expected an existing path, got source=none.txt; gi"),
+        ("sample --out none", "newest_checkpoint: expected a run with a complete checkpoint, got "),
+        ("sample --out a --checkpoint b", "fastpar: expected --out or --checkpoint, got out=a and"),
+        ("sample", "fastpar: expected a run in runs/, got none; train one with `fastpar train`"),
+        ("sample --checkpoint none", "load_hf: expected a readable config.json, got none/config.j"),
+        ("export --to .", "fastpar: expected a run in runs/, got none; train one"),
+        ("info now", "fastpar info: expected no options, got now; leave them out"),
+    ],
+)
+def test_a_users_mistake_is_one_line_and_status_2(here, capsys, arguments, line):
+    Path("bad.toml").write_text("learning_rate = 1.0")
+    if arguments == "train --out .":
+        Path("config.json").write_text("{}")
+    assert fastpar(arguments) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(line)
+
+
+@pytest.mark.parametrize("arguments", [["--max-stepps", "3"], ["--dtype", "fp8"], ["--lr", "x"]])
+def test_unknown_flags_are_refused_with_status_2(arguments, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", *arguments])
+    assert arguments[0] in capsys.readouterr().err
+
+
+def test_what_the_machine_refuses_is_one_line_and_status_1(here, capsys, monkeypatch):
+    Path("file").write_text("")
+    assert fastpar(f"{TRAIN} --out file/r") == 1
+    err = capsys.readouterr().err.splitlines()
+    assert err[-1] == "fastpar: [Errno 20] Not a directory: 'file/r'"
+
+    def fail(arguments):
+        raise RuntimeError("train: expected finite numbers, got loss=nan; lower --lr")
+
+    monkeypatch.setattr(cli, "_info", fail)
+    assert main(["info"]) == 1
+    assert capsys.readouterr().err == "train: expected finite numbers, got loss=nan; lower --lr\n"
+
+
+@pytest.mark.parametrize("error", [ValueError("shapes differ"), KeyError("x"), RuntimeError("?")])
+def test_a_defect_shows_its_traceback(capsys, monkeypatch, error):
+    def fail(arguments):
+        raise error
+
+    monkeypatch.setattr(cli, "_info", fail)
+    assert main(["info"]) == 1
+    assert capsys.readouterr().err.startswith("Traceback (most recent call last):")
+
+
+def test_ctrl_c_is_no_traceback(capsys, monkeypatch):
+    def fail(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_info", fail)
+    assert main(["info"]) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_nproc_under_torchrun_is_refused(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert parse_train([]).system.nproc == 1
+    assert parse_train(["--nproc", "4"]).system.nproc == 4
+    with pytest.raises(ValueError, match=r"no --nproc under torchrun, which has started 4 ranks"):
+        parse_train(["--nproc", "2"])
+
+
+def test_without_tyro_the_extra_is_named(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tyro", None)
+    assert main(["train"]) == 1
+    assert "fastpar train: expected tyro, got" in (err := capsys.readouterr().err)
+    assert "pip install 'fastpar[train]'" in err
+
+
+def test_train_then_sample_export_and_info(here, capsys, monkeypatch):
+    """The default folder, its next number, streaming, and a folder to give away."""
+    assert fastpar(TRAIN) == 0
+    assert fastpar(f"{TRAIN} --name micro-text") == 0
+    out = capsys.readouterr().out
+    assert "run      runs/micro-text, steps 0 to 2" in out
+    assert "run      runs/micro-text-2 (runs/micro-text is taken), steps 0 to 2" in out
+
+    pieces = []
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.stdout, "write", pieces.append)
+        sample = "--max-new-tokens 5 --num-samples 2 --temperature 0 --device cpu"
+        assert fastpar(f"sample --prompt god {sample}") == 0
+    assert "runs/micro-text-2/checkpoints/step_000002" in capsys.readouterr().err
+    assert pieces[:2] == ["", "god"]
+    assert len(pieces) > 10  # a token at a time
+    one, two = "".join(pieces).split("\n" + 40 * "-" + "\n")
+    assert one.strip() == two.strip()  # without temperature
+
+    options = "--seed 1 --top-k 0 --max-new-tokens 4"
+    assert fastpar(f"sample --out runs/micro-text {options}") == 0
+    first = capsys.readouterr().out
+    assert fastpar(f"sample --checkpoint runs/micro-text/latest {options}") == 0
+    assert capsys.readouterr().out == first
+
+    assert fastpar("export --out runs/micro-text --to given/away") == 0
+    assert sorted(os.listdir("given/away")) == [
+        "config.json", "model.safetensors", "tokenizer_config.json",
+    ]  # fmt: skip
+    assert fastpar("export --out runs/micro-text --to given/away") == 2
+    assert "expected a folder that does not exist, got to=given/away" in capsys.readouterr().err
+    assert fastpar("sample --checkpoint given/away --max-new-tokens 2") == 0
+
+    capsys.readouterr()
+    assert fastpar("info") == 0
+    info = capsys.readouterr().out
+    assert __version__ in info
+    assert torch.__version__ in info

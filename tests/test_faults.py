@@ -1,0 +1,175 @@
+"""What goes wrong in real runs of two processes: a killed rank, a stop, a mistake, no launcher."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fastpar.checkpoint import list_checkpoints, verify_checkpoint
+from fastpar.metrics import read_metrics
+
+SETTINGS = {
+    "data": "text.txt", "tokenizer": "bytes", "model": "micro", "n-layer": 1, "n-embd": 16,
+    "n-head": 2, "block-size": 16, "dropout": 0.2, "batch-size": 4, "eval-every": 0,
+    "save-every": 0, "num-samples": 1, "max-new-tokens": 3, "device": "cpu",
+}  # fmt: skip
+TRAIN = ["train", *(f"--{name}={value}" for name, value in SETTINGS.items())]
+FASTPAR = [sys.executable, "-m", "fastpar"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+CURVE = ("step", "loss", "lr", "grad_norm", "val_loss")
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    rng = random.Random(0)
+    Path("text.txt").write_text(" ".join(rng.choices(("god", "lord", "unto", "sea"), k=2000)))
+    return tmp_path
+
+
+@pytest.fixture
+def start():
+    """Starts commands; what is left of them at the end of the test is killed."""
+    started = []
+
+    def run(*command):
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        for pid in ranks_of(process.pid).values():
+            os.kill(pid, signal.SIGKILL)
+        process.kill()
+        process.communicate()
+
+
+def ranks_of(launcher: int) -> dict[int, int]:
+    """Rank -> pid of the processes that a launcher has started."""
+    found = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            environment = (stat.parent / "environ").read_bytes().split(b"\0")
+        except OSError:  # gone meanwhile
+            continue
+        rank = next((e[5:] for e in environment if e.startswith(b"RANK=")), None)
+        if parent == launcher and rank is not None:
+            found[int(rank)] = int(stat.parent.name)
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_for_steps(process, out, n, timeout_s=100):
+    deadline = time.monotonic() + timeout_s
+    while len(read_metrics(Path(out) / "metrics.jsonl")) < n:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def finish(process, timeout_s=100):
+    out, err = process.communicate(timeout=timeout_s)
+    return process.returncode, out, err
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_killed_rank_stops_the_others(here, start, victim):
+    launcher = start(*FASTPAR, *TRAIN, "--nproc=2", "--max-steps=1000000", "--out=r")
+    wait_for_steps(launcher, "r", 3)
+    ranks = ranks_of(launcher.pid)
+    assert sorted(ranks) == [0, 1]
+    os.kill(ranks[victim], signal.SIGKILL)
+    code, _, err = finish(launcher, timeout_s=15)
+    assert code == 1
+    lines = [row for row in err.strip().splitlines() if "tokenizing" not in row]
+    said = f"fastpar: rank {victim} (pid {ranks[victim]}) died of SIGKILL (out of memory?); all ra"
+    assert lines[-1].startswith(said)
+    assert len(lines) <= 2
+    assert not any(is_alive(pid) for pid in ranks.values())
+
+
+def test_stopped_run_goes_on_under_torchrun_bit_for_bit(here, start):
+    """SIGTERM to the launcher reaches both ranks: they save the same step, and no step is lost."""
+    length = "--max-steps=300"
+    whole = start(*FASTPAR, *TRAIN, length, "--nproc=2", "--out=whole")
+    code, out, err = finish(whole)
+    assert code == 0, err
+    assert out.count("fastpar  ") == 1  # rank 0 alone prints
+    assert "ranks 2, threads a rank " in out
+
+    cut = start(*FASTPAR, *TRAIN, length, "--nproc=2", "--out=cut")
+    wait_for_steps(cut, "cut", 5)
+    cut.terminate()
+    code, out, err = finish(cut)
+    assert code == 128 + signal.SIGTERM
+    assert err.count("finishing this step, then saving; once more to quit at once") == 1
+    assert out.endswith("saved in cut\ngo on: fastpar train --resume --out cut\n")
+    [saved] = list_checkpoints("cut")
+    assert read_metrics("cut/metrics.jsonl")[-1]["step"] == int(saved.name.removeprefix("step_"))
+    assert saved.name < "step_000300"
+
+    code, _, err = finish(start(*TORCHRUN, "-m", "fastpar", "train", "--resume", "--out=cut"))
+    assert code == 0, err
+    curves = [
+        [{k: row[k] for k in CURVE if k in row} for row in read_metrics(f"{out}/metrics.jsonl")]
+        for out in ("whole", "cut")
+    ]
+    assert curves[0] == curves[1]
+    assert len(curves[0]) == 301
+    files = [verify_checkpoint(list_checkpoints(out)[-1])["files"] for out in ("whole", "cut")]
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        assert files[0][name] == files[1][name]
+
+
+def test_a_mistake_found_by_the_ranks_is_one_line(here, start):
+    Path("text.txt").write_text("too short")
+    code, out, err = finish(start(*FASTPAR, *TRAIN, "--nproc=2", "--out=r"))
+    assert code == 2
+    assert out == ""
+    *progress, line = err.strip().splitlines()
+    assert line.startswith("load_data: expected at least block_size + 1 = 17 training tokens of te")
+    assert not [row for row in progress if row and "tokenizing" not in row]
+    assert not Path("r").exists()
+
+
+@pytest.mark.slow
+def test_ranks_do_not_outlive_their_launcher(here, start):
+    launcher = start(*FASTPAR, *TRAIN, "--nproc=2", "--max-steps=1000000", "--out=r")
+    wait_for_steps(launcher, "r", 3)
+    ranks = ranks_of(launcher.pid)
+    launcher.kill()
+    deadline = time.monotonic() + 15
+    while any(is_alive(pid) for pid in ranks.values()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert len(list_checkpoints("r")) == 1  # they have saved
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_on_resume_of_two_ranks(here, start):
+    run = (*FASTPAR, *TRAIN, "--nproc=2", "--out=r", "--max-steps=6")
+    assert finish(start(*run, "--save-every=3"))[0] == 0
+    shutil.copytree("r", "s", symlinks=True)
+    (list_checkpoints("r")[-1] / "optimizer.safetensors").unlink()
+    code, out, err = finish(start(*run, "--save-every=3", "--resume"))
+    assert code == 0, err
+    assert "optimizer.safetensors, got no such file" in out
+    files = [verify_checkpoint(list_checkpoints(out)[-1])["files"] for out in ("r", "s")]
+    assert files[0]["model.safetensors"] == files[1]["model.safetensors"]
