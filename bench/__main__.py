@@ -112,28 +112,37 @@ def run_apart(name: str, args: argparse.Namespace, left_s: float) -> str | None:
     return f"exit code {status}" if status else None
 
 
-def main(argv: list[str] | None = None) -> int:
-    try:
-        args = parse(argv)
-        if args.here:
-            run_here(args.names[0], args)
-            return 0
-        ResultFile(args.out, machine(args.device))  # refuses a file of another machine now
-    except (ValueError, RuntimeError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    print(machine_line(machine(args.device)), flush=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # run_apart stops its bench then
+def run_all(args: argparse.Namespace) -> dict[str, str]:
+    """Every bench in turn; name -> why it failed."""
     failures = {}
     begin = time.monotonic()
     for name in args.names:
         start = time.monotonic()
         print(f"== {name}", flush=True)
-        left_s = (args.total_limit or float("inf")) - (start - begin)
-        failure = run_apart(name, args, left_s)
+        failure = run_apart(name, args, (args.total_limit or float("inf")) - (start - begin))
         if failure:
             failures[name] = failure
         print(f"== {name}: {failure or 'done'}, {time.monotonic() - start:.0f} s", flush=True)
+    return failures
+
+
+def main(argv: list[str] | None = None) -> int:
+    try:
+        args = parse(argv)
+        ResultFile(args.out, machine(args.device))  # refuses a file of another machine now
+    except (ValueError, RuntimeError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    if args.here:
+        run_here(args.names[0], args)
+        return 0
+    print(machine_line(machine(args.device)), flush=True)
+    # Without a handler SIGTERM would leave the bench that runs behind.
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        failures = run_all(args)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
     results = ResultFile(args.out, machine(args.device))  # what the benches wrote
     ran = {name.partition(":")[0] for name in args.names}
     rows = [row for row in results.rows.values() if row.bench in ran]

@@ -113,9 +113,18 @@ def judge(answers: Sequence[dict[str, float]]) -> None:
 
 
 def to_rows(
-    bench: Bench, case: str, specs: Mapping[str, Spec], logs: Mapping[str, Log], baseline: str
+    bench: Bench,
+    case: str,
+    specs: Mapping[str, Spec],
+    logs: Mapping[str, Log],
+    baseline: str,
+    *,
+    same_steps: bool = True,
 ) -> list[Row]:
-    """A row for each variant, compared with the baseline of the same run."""
+    """A row for each variant, compared with the baseline of the same run.
+
+    same_steps: all ran the same steps from the start, so that their losses can be compared.
+    """
     rows = []
     base = logs[baseline]
     for name, log in logs.items():
@@ -140,7 +149,7 @@ def to_rows(
             row.speedup = row.tokens_per_s / 1e3 / ratio
             if base.peak_bytes and log.peak_bytes:
                 row.notes["memory_ratio"] = log.peak_bytes / base.peak_bytes
-            if spec.batch_size == specs[baseline].batch_size:
+            if same_steps:
                 pairs = list(zip(log.losses, base.losses))[:200]
                 row.notes["max_loss_difference"] = max(abs(a - b) for a, b in pairs)
     return rows
@@ -199,60 +208,95 @@ def run_char(bench: Bench) -> None:
     bench.add(*to_rows(bench, title, specs, logs, "eager"))
 
 
-def search_batch(bench: Bench, title: str, name: str, spec: Spec, batches: Sequence[int]) -> int:
+def search_batch(
+    bench: Bench, title: str, name: str, worker: Worker, batches: Sequence[int]
+) -> int | None:
     """The batch size with the most tokens/s; a row for each one tried, out of memory included."""
-    best, best_rate = batches[0], 0.0
-    with Worker(spec) as worker:
-        for batch_size in batches:
-            row = bench.row(f"{title} B={batch_size}", "step", name, torch.bfloat16)
-            tokens = batch_size * spec.config.block_size
-            try:
-                worker.call("steps", 0, 3, batch_size)
-                worker.call("reset_peak")
-                (answer,) = worker.call("steps", 3, 2 if bench.quick else 8, batch_size)
-                (row.peak_bytes,) = worker.call("peak_bytes")
-            except WorkerError as error:
-                row.refused = str(error)
-                bench.add(row)
-                break
-            timing = Timing.of(answer["ms"])
-            row.median_ms, row.p20_ms, row.p80_ms, row.runs = timing
-            row.tokens_per_s = 1e3 * tokens / timing.median_ms
+    rates: dict[int, float] = {}
+    for batch_size in batches:
+        row = bench.row(f"{title} B={batch_size}", "step", name, torch.bfloat16)
+        try:
+            worker.call("reset_peak")
+            worker.call("steps", 0, 3, batch_size)
+            (answer,) = worker.call("steps", 3, 2 if bench.quick else 8, batch_size)
+            (row.peak_bytes,) = worker.call("peak_bytes")
+        except WorkerError as error:
+            row.refused = str(error)
             bench.add(row)
-            if row.tokens_per_s > best_rate:
-                best, best_rate = batch_size, row.tokens_per_s
-            elif row.tokens_per_s < 0.97 * best_rate:
-                break
-    return best
+            break
+        row.median_ms, row.p20_ms, row.p80_ms, row.runs = Timing.of(answer["ms"])
+        rate = row.tokens_per_s = 1e3 * batch_size * worker.spec.config.block_size / row.median_ms
+        bench.add(row)
+        rates[batch_size] = rate
+        if rate < 0.97 * max(rates.values()):
+            break
+    return max(rates, key=lambda b: rates[b], default=None)
 
 
 def run_gpu(bench: Bench) -> None:
-    """124M: bf16 autocast for plain PyTorch, bf16 with fp32 master weights for fastpar."""
+    """124M: bf16 autocast for plain PyTorch, bf16 with fp32 master weights for fastpar.
+
+    Each variant searches its best batch; then they take turns at it in the same processes.
+    """
     config, _ = CONFIGS["124M"]
     batches: Sequence[int] = GPU_BATCHES
     if bench.quick:
         config, batches = QUICK, (2, 4)
-    started = time.monotonic()
-    title = f"124M T={config.block_size}"
-    stock = Spec("stock", config, batches[-1], device=bench.device)
-    ours = replace(stock, kind="fastpar")
-    best = {
-        "eager": search_batch(bench, title, "eager", stock, batches),
-        "fastpar": search_batch(bench, title, "fastpar", ours, batches),
-    }
-    # Each batch is a compilation of its own: eager's best, then its neighbour below.
-    chosen = [best["eager"]]
-    if best["eager"] > batches[0] and time.monotonic() - started < 90:
-        chosen.append(batches[batches.index(best["eager"]) - 1])
-    compiled = replace(stock, compiled=True)
-    best["torch.compile"] = search_batch(bench, title, "torch.compile", compiled, chosen)
+    title = f"{'quick' if bench.quick else '124M'} T={config.block_size}"
+    stock = Spec("stock", config, batches[0], device=bench.device)
     specs = {
-        "eager": replace(stock, batch_size=best["eager"]),
-        "fastpar": replace(ours, batch_size=best["fastpar"]),
-        "torch.compile": replace(compiled, batch_size=best["torch.compile"]),
+        "eager": stock,
+        "torch.compile": replace(stock, compiled=True),
+        "fastpar": replace(stock, kind="fastpar"),
     }
-    logs = take_turns(specs, rounds=1 if bench.quick else 4, steps=8, warmup=4, timeout_s=200)
-    bench.add(*to_rows(bench, f"{title} best batch", specs, logs, "eager"))
+    logs = {name: Log() for name in specs}
+    started = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        workers: dict[str, Worker] = {}
+        for name in specs:
+            tried: Sequence[int] = batches
+            if name == "torch.compile":
+                # Each batch is a compilation of its own: eager's best, then the one below it.
+                best = specs["eager"].batch_size
+                tried = [best, *[b for b in batches if b < best][-1:]]
+                tried = tried if time.monotonic() - started < 60 else tried[:1]
+            try:
+                workers[name] = stack.enter_context(Worker(specs[name]))
+                found = search_batch(bench, title, name, workers[name], tried)
+            except WorkerError as error:
+                logs[name].refused, found = str(error), None
+            if found is None:
+                logs[name].refused = logs[name].refused or "no batch size ran"
+            else:
+                specs[name] = replace(specs[name], batch_size=found)
+        for turn in range(1 if bench.quick else 4):
+            for name in specs:
+                run_slice(workers, specs, logs, name, first=16 + 8 * turn)
+        if logs["fastpar"].refused is None:
+            try:
+                judge(workers["fastpar"].call("check"))
+            except WorkerError as error:
+                logs["fastpar"].refused = str(error)
+    bench.add(*to_rows(bench, f"{title} best batch", specs, logs, "eager", same_steps=False))
+
+
+def run_slice(
+    workers: Mapping[str, Worker],
+    specs: Mapping[str, Spec],
+    logs: Mapping[str, Log],
+    name: str,
+    first: int,
+) -> None:
+    """Eight steps of one variant at its best batch."""
+    log = logs[name]
+    if log.refused is not None:
+        return
+    try:
+        workers[name].call("reset_peak")
+        log.extend(workers[name].call("steps", first, 8, specs[name].batch_size), timed=True)
+        log.peak_bytes = max(workers[name].call("peak_bytes"))
+    except WorkerError as error:
+        log.refused = str(error)
 
 
 def run(bench: Bench) -> None:

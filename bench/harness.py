@@ -328,7 +328,7 @@ class Bench:
             timings = interleave(
                 calls,
                 self.clock,
-                budget_s=(0.05 if self.quick else 0.5) * len(calls),
+                budget_s=(0.05 if self.quick else 0.4) * len(calls),
                 min_runs=2 if self.quick else 7,
             )
         base = timings.get(case.baseline)

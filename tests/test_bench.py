@@ -510,6 +510,29 @@ def test_a_variant_judges_its_own_gradients():
         bench_train.judge([variant.check()])
 
 
+def test_gpu_steps_are_timed_as_one_stretch_without_the_first_two(monkeypatch):
+    """The GPU's path with the CPU's data and clock: one time for steps 2..7, all eight losses."""
+    variant = worker.Variant(worker.Spec("fastpar", TINY, 4), rank=0)
+    batches = [variant._batch(i, 4) for i in range(8)]
+    done, begun = [], []
+
+    def timed(call, device):
+        begun.append(len(done))
+        call()
+        return 60.0, None
+
+    step = variant._step
+    monkeypatch.setattr(variant, "spec", replace(variant.spec, device="cuda"))
+    monkeypatch.setattr(variant, "_batch", lambda index, size: batches[index])
+    monkeypatch.setattr(variant, "_step", lambda i, x, y: done.append(i) or step(i, x, y))
+    monkeypatch.setattr(worker, "stopwatch", timed)
+    answer = variant.steps(0, 8)
+    assert answer["ms"] == [10.0]
+    assert done == list(range(8))
+    assert begun == [2]
+    assert len(answer["losses"]) == 8
+
+
 def test_two_ranks_take_turns_and_a_failure_stops_only_its_own(tmp_path):
     two = worker.Spec("fastpar", TINY, 4, world_size=2)
     specs = {"DDP": two, "broken": replace(two, kind="stock", world_size=1, device="nowhere")}
