@@ -1,5 +1,6 @@
 """The loop: resume bit for bit, the same run however it is cut, stops, refusals."""
 
+import functools
 import json
 import math
 import os
@@ -10,10 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fastpar import train as train_module
 from fastpar.checkpoint import checkpoint_folder, list_checkpoints, read_state, verify_checkpoint
 from fastpar.config import TrainConfig
+from fastpar.loss_scale import DynamicLossScale
 from fastpar.mesh import Mesh
 from fastpar.metrics import read_metrics
 from fastpar.testing import run_ranks
@@ -121,6 +124,22 @@ def test_resume_equals_the_uninterrupted_run(here, changes):
     assert read_state(checkpoint_folder("cut", 8))["next_sample"] == 64
 
 
+def test_random_numbers_of_other_code_go_on_too(here, monkeypatch):
+    drawn, real = [], Trainer.train_step
+
+    def step(self):
+        drawn.append((self.step, torch.rand(()).item()))
+        return real(self)
+
+    monkeypatch.setattr(Trainer, "train_step", step)
+    run("r")
+    whole = drawn.copy()
+    forget_after("r", 4)
+    drawn.clear()
+    run("r", resume=True)
+    assert drawn == whole[4:]
+
+
 def test_a_damaged_newest_checkpoint_is_said_and_the_one_before_used(here, capsys):
     run("whole")
     shutil.copytree("whole", "cut", symlinks=True)
@@ -188,6 +207,24 @@ def test_every_cut_of_a_step_takes_the_same_samples_and_masks(here, monkeypatch)
             for first in firsts
             for entry in (("samples", range(first, first + micro)), ("key", 1, first))
         ]
+
+
+def test_micro_batches_go_round_the_ranks(here, monkeypatch):
+    """Micro-batch j of rank r is the (j * ranks + r)-th of the step."""
+    taken, batch = {}, train_module.sample_batch
+
+    def sample_batch(tokens, *, first_sample, **rest):
+        taken.setdefault(dist.get_rank(), []).append(first_sample)
+        return batch(tokens, first_sample=first_sample, **rest)
+
+    def steps():
+        trainer = Trainer(TrainConfig().replace({**TINY, "micro_batch_size": 2}), Mesh())
+        for _ in range(2):
+            trainer.train_step()
+
+    monkeypatch.setattr(train_module, "sample_batch", sample_batch)
+    run_ranks(steps, 2)
+    assert taken == {0: [0, 4, 8, 12], 1: [2, 6, 10, 14]}
 
 
 def _one_rank(folder, changes):
@@ -292,16 +329,18 @@ def test_a_loss_that_is_not_finite_ends_the_run(here):
 def test_fp16_scales_skips_and_resumes(here, monkeypatch):
     """fp16 is refused on the CPU; the loop's part of it is run there all the same."""
     monkeypatch.setattr(Trainer, "_pick_dtype", lambda self, state: "fp16")
+    scale = functools.partial(DynamicLossScale, growth_interval=3)
+    monkeypatch.setattr(train_module, "DynamicLossScale", scale)
     run("whole")
     state = read_state(checkpoint_folder("whole", 4))
-    assert state["loss_scale"] == {"scale": 2.0**16, "finite_steps": 4}
+    assert state["loss_scale"] == {"scale": 2.0**17, "finite_steps": 1}
     shutil.copytree("whole", "cut", symlinks=True)
     forget_after("cut", 4)
     run("cut", resume=True)
     assert curve("cut") == curve("whole")
     assert bits("cut") == bits("whole")
-    scales = [r["loss_scale"] for r in read_metrics("whole/metrics.jsonl") if "loss" in r]
-    assert scales == [2.0**16] * 8
+    scales = [r["loss_scale"] for r in read_metrics("cut/metrics.jsonl") if "loss" in r]
+    assert scales[:7] == [2.0**16] * 3 + [2.0**17] * 3 + [2.0**18]
 
     trainer = Trainer(TrainConfig().replace({**TINY, "out": "skip"}), Mesh(device="cpu"))
     before = [p.clone() for p in trainer.model.parameters()]
