@@ -25,16 +25,9 @@ from fastpar.layout import parameter_names
 
 _PIECE = 1 << 14
 _STATES = ("exp_avg", "exp_avg_sq", "master_weight")
-# Options of torch.optim.AdamW's groups that are fixed here; in state dicts, so that torch loads
-# them (it would take a missing decoupled_weight_decay for Adam's).
-_FIXED = {
-    "amsgrad": False,
-    "capturable": False,
-    "decoupled_weight_decay": True,
-    "differentiable": False,
-    "foreach": None,
-    "fused": None,
-}
+# Options of torch.optim.AdamW that are fixed here; the others of its groups only choose code.
+_FIXED = {"amsgrad": False, "decoupled_weight_decay": True}
+_TORCH_ONLY = (*_FIXED, "capturable", "differentiable", "foreach", "fused")
 
 
 class AdamW(torch.optim.Optimizer):
@@ -226,25 +219,19 @@ class AdamW(torch.optim.Optimizer):
                 maximize=group["maximize"],
             )
 
-    def state_dict(self) -> dict[str, Any]:
-        """As in torch; torch.optim.AdamW loads it."""
-        state_dict = super().state_dict()
-        groups = [{**group, **_FIXED} for group in state_dict["param_groups"]]
-        return {**state_dict, "param_groups": groups}
-
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load this optimizer's state or that of torch.optim.AdamW (without amsgrad)."""
         for group in state_dict["param_groups"]:
-            for name in ("amsgrad", "decoupled_weight_decay"):
-                if group.get(name, _FIXED[name]) != _FIXED[name]:
+            for name, value in _FIXED.items():
+                if group.get(name, value) != value:
                     raise ValueError(
-                        f"AdamW.load_state_dict: expected {name}={_FIXED[name]}, got "
+                        f"AdamW.load_state_dict: expected {name}={value}, got "
                         f"{name}={group[name]}; continue that run with its own optimizer"
                     )
         super().load_state_dict(state_dict)
         for group in self.param_groups:
-            for name in _FIXED:
+            for name in _TORCH_ONLY:
                 group.pop(name, None)
         saved_ids = (i for g in state_dict["param_groups"] for i in g["params"])
         params = (p for g in self.param_groups for p in g["params"])

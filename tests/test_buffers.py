@@ -126,6 +126,19 @@ def test_main_gradients_add_up_in_fp32(dtype):
     assert bias.main_grad.tolist() == [3.0, 3.0]
 
 
+@pytest.mark.parametrize("grad_dtype", [None, torch.float32])
+def test_zero_grad_can_keep_gradients_as_zeros(grad_dtype):
+    model = nn.Linear(3, 2).bfloat16()
+    buffers = flatten(model, grad_dtype=grad_dtype)
+    bias, weight = buffers.params
+    bias.grad = torch.ones(2, dtype=torch.bfloat16)
+    buffers.store(0)
+    buffers.zero_grad(set_to_none=False)
+    assert buffers.grad_of(bias) is buffers.views[0]
+    assert buffers.views[0].tolist() == [0.0, 0.0]
+    assert buffers.grad_of(weight) is None
+
+
 def test_fp32_gradients_of_fp32_parameters_stay_in_grad():
     buffers = flatten(nn.Linear(3, 2), grad_dtype=torch.float32)
     assert not hasattr(buffers.params[0], "main_grad")
