@@ -68,6 +68,7 @@ def case(B: int, H: int, T: int, D: int, dtype: torch.dtype, device: str) -> Cas
         dtype,
         flops={"forward": forward, "forward+backward": 3.5 * forward},
         compiled=False,  # SDPA is one kernel already
+        yardstick=oracle,  # in the row's dtype, as in the op's tests
         track_peak=True,
     )
 
