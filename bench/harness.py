@@ -33,8 +33,8 @@ from fastpar.kernels import linear
 from fastpar.testing import assert_matches_oracle
 
 Call = Callable[[], Any]
-# A peer must compute the same function; how well it rounds is not ours to judge. Sums over thousands
-# of rows one after another, as torch.compile writes them, cost fp32 a factor of ten against pairwise.
+# A peer must compute the same function; how well it rounds is not ours to judge. Sums over
+# thousands of rows one after another, as torch.compile writes them on a CPU, lose an fp32 digit.
 PEER_FACTOR = {torch.float32: 64.0, torch.bfloat16: 8.0}
 CYCLES_PER_US = 2000.0  # of a GPU at 2 GHz: the sleep is at least as long as meant on slower ones
 
