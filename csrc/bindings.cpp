@@ -3,6 +3,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
+
 #include "checks.h"
 #include "ops.h"
 
@@ -62,6 +64,20 @@ fastpar::MaskBlock mask_block(int64_t seed, int64_t first_sample, int site, int 
                 "dropout: expected 0 <= threshold <= 255, got threshold=", threshold,
                 "; use quantize_p");
   return {seed, first_sample, site, threshold, samples, heads, rows, cols, first_head, first_row};
+}
+
+// (data_ptr, batch, row and head strides)
+using Layout = std::array<int64_t, 4>;
+
+fastpar::Strided strided(const Layout& x) {
+  return {at<void>(static_cast<Address>(x[0])), x[1], x[2], x[3]};
+}
+
+// (batch, t, tk, heads, key_heads, d)
+using AttentionSizes = std::array<int64_t, 6>;
+
+fastpar::AttentionShape attention_shape(const AttentionSizes& s, bool causal, float scale) {
+  return {s[0], s[1], s[2], s[3], s[4], s[5], causal, scale};
 }
 
 // exp_float over an array, for tests of its accuracy.
@@ -183,6 +199,29 @@ PYBIND11_MODULE(_C, m) {
             at<void>(dx), at<float>(dweight), at<float>(dbias), at<float>(dx_bias), dtype_of(dtype),
             n, c, mask_block(seed, first_sample, site, threshold, samples, heads, rows, c, 0, 0),
             threads);
+      },
+      unlocked);
+  m.def(
+      "attention_fwd",
+      [](const Layout& q, const Layout& k, const Layout& v, const Layout& o, Address stats,
+         int dtype, const AttentionSizes& s, bool causal, float scale, int64_t seed,
+         int64_t first_sample, int site, int threshold, int threads) {
+        fastpar::attention_fwd(
+            strided(q), strided(k), strided(v), strided(o), at<float>(stats), dtype_of(dtype),
+            attention_shape(s, causal, scale),
+            mask_block(seed, first_sample, site, threshold, s[0], s[3], s[1], s[2], 0, 0), threads);
+      },
+      unlocked);
+  m.def(
+      "attention_bwd",
+      [](const Layout& d_o, const Layout& q, const Layout& k, const Layout& v, Address stats,
+         const Layout& dq, const Layout& dk, const Layout& dv, int dtype, const AttentionSizes& s,
+         bool causal, float scale, int64_t seed, int64_t first_sample, int site, int threshold,
+         int threads) {
+        fastpar::attention_bwd(
+            strided(d_o), strided(q), strided(k), strided(v), at<const float>(stats), strided(dq),
+            strided(dk), strided(dv), dtype_of(dtype), attention_shape(s, causal, scale),
+            mask_block(seed, first_sample, site, threshold, s[0], s[3], s[1], s[2], 0, 0), threads);
       },
       unlocked);
   m.def(

@@ -193,47 +193,11 @@ constexpr int64_t kGrain = 1 << 14;  // elements worth a thread
 constexpr int64_t kBlocks = 64;      // most blocks of rows in dweight, dbias and dx_bias
 constexpr int64_t kBlockRows = 16;   // fewest rows of a block
 
-// Draws the mask of one row after another.
-class RowMask {
- public:
-  RowMask(const MaskBlock& at, Isa target) : at_(at), target_(target) {
-    if (!at.threshold) return;
-    groups_ = (at.cols + kGroup - 1) / kGroup;
-    const int64_t padded = (groups_ + kLanesDrawn - 1) / kLanesDrawn * kLanesDrawn;
-    group_.resize(padded);
-    row_.resize(padded);
-    bytes_.resize(padded * kGroup);
-    for (int64_t i = 0; i < padded; ++i) group_[i] = static_cast<uint32_t>(i);
-  }
-
-  const uint8_t* bytes(int64_t i) {  // of row i of [samples * heads * rows]
-    if (!at_.threshold) return nullptr;
-    const int64_t plane = i / at_.rows;
-    std::fill(row_.begin(), row_.end(), static_cast<uint32_t>(at_.first_row + i % at_.rows));
-    draw(target_, at_, plane / at_.heads, plane % at_.heads, group_.data(), row_.data(), groups_,
-         bytes_.data());
-    return bytes_.data();
-  }
-
- private:
-  const MaskBlock& at_;
-  Isa target_;
-  int64_t groups_ = 0;
-  std::vector<uint32_t> group_, row_;
-  std::vector<uint8_t> bytes_;
-};
-
-float dropout_scale(const MaskBlock& at) {
-  return static_cast<float>(256.0 / (256 - at.threshold));
-}
-
 template <class T>
 void fwd(const T* x, const T* residual, const float* x_bias, const float* weight, const float* bias,
          T* sum, T* y, float* mean, float* rstd, int64_t n, int64_t c, float eps,
          const MaskBlock& at, int threads) {
   const Isa target = isa();
-  const auto threshold = static_cast<uint8_t>(at.threshold);
-  const float scale = dropout_scale(at);
   threads = useful_threads(n * c, kGrain, threads);
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
@@ -242,12 +206,11 @@ void fwd(const T* x, const T* residual, const float* x_bias, const float* weight
     for (int64_t i = 0; i < n; ++i) {
       const T* row = x + i * c;
       if (residual) {
-        const uint8_t* drawn = mask.bytes(i);
-        if (drawn) {
-          dispatch<AddRow<T, true>>(target, row, x_bias, residual + i * c, drawn, threshold, scale,
-                                    sum + i * c, c);
+        if (mask.active()) {
+          dispatch<AddRow<T, true>>(target, row, x_bias, residual + i * c, mask.row(i),
+                                    mask.threshold(), mask.scale(), sum + i * c, c);
         } else {
-          dispatch<AddRow<T, false>>(target, row, x_bias, residual + i * c, drawn, threshold, scale,
+          dispatch<AddRow<T, false>>(target, row, x_bias, residual + i * c, nullptr, 0, 1.0f,
                                      sum + i * c, c);
         }
         row = sum + i * c;
@@ -262,8 +225,6 @@ void bwd(const T* dy, const T* dsum_out, const T* x, const float* weight, const 
          const float* rstd, T* dsum, T* dx, float* dweight, float* dbias, float* dx_bias, int64_t n,
          int64_t c, const MaskBlock& at, int threads) {
   const Isa target = isa();
-  const auto threshold = static_cast<uint8_t>(at.threshold);
-  const float scale = dropout_scale(at);
   threads = useful_threads(n * c, kGrain, threads);
   const int64_t rows = std::max(kBlockRows, (n + kBlocks - 1) / kBlocks);
   const int64_t blocks = (n + rows - 1) / rows;
@@ -286,7 +247,8 @@ void bwd(const T* dy, const T* dsum_out, const T* x, const float* weight, const 
           dispatch<StoreRow<T>>(target, row.data(), dsum + i * c, c);
         }
         if (dx) {
-          dispatch<DropRow<T>>(target, row.data(), mask.bytes(i), threshold, scale, dx + i * c, c);
+          dispatch<DropRow<T>>(target, row.data(), mask.row(i), mask.threshold(), mask.scale(),
+                               dx + i * c, c);
         }
         if (dx_bias) dispatch<SumRow>(target, row.data(), partial + 2 * c, c);
       }

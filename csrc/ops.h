@@ -73,6 +73,31 @@ struct Matrix {
 void gemm(const Matrix& a, const Matrix& b, float* c, int64_t ldc, int64_t m, int64_t n, int64_t k,
           bool accumulate, const float* bias, int threads);
 
+// A strided [B, T, H, D] tensor: strides in elements, the last one is 1.
+struct Strided {
+  void* data;
+  int64_t batch, row, head;
+};
+
+// q [batch, t, heads, d], k and v [batch, tk, key_heads, d], heads a multiple of key_heads.
+struct AttentionShape {
+  int64_t batch, t, tk, heads, key_heads, d;
+  bool causal;  // query i sees keys j <= i + tk - t
+  float scale;
+};
+
+// o = dropout(softmax(scale * q k^T)) v; lse[batch, heads, t] = log of the sum of exponentials.
+// `at` holds the mask [batch, heads, t, tk], threshold 0 is no dropout. Queries without a key give
+// 0.
+void attention_fwd(const Strided& q, const Strided& k, const Strided& v, const Strided& o,
+                   float* stats, Dtype dtype, const AttentionShape& shape, const MaskBlock& at,
+                   int threads);
+
+// Gradients of attention_fwd; dq, dk and dv may be parts of one tensor.
+void attention_bwd(const Strided& d_o, const Strided& q, const Strided& k, const Strided& v,
+                   const float* stats, const Strided& dq, const Strided& dk, const Strided& dv,
+                   Dtype dtype, const AttentionShape& shape, const MaskBlock& at, int threads);
+
 // One tensor of an AdamW step. master is null for float32 parameters; otherwise param is only
 // written, as master rounded to param_dtype.
 struct AdamwTensor {

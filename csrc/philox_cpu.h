@@ -2,6 +2,9 @@
 // kernels/philox.py [Note: the mask].
 #pragma once
 
+#include <algorithm>
+#include <vector>
+
 #include "ops.h"
 
 namespace fastpar {
@@ -64,5 +67,42 @@ inline void draw(Isa target, const MaskBlock& at, int64_t b, int64_t h, const ui
     Draw<1>::run(group, row, head, uint32_t(sample), key0, key1, n, bytes);
   }
 }
+
+// Draws the mask of one row after another.
+class RowMask {
+ public:
+  RowMask(const MaskBlock& at, Isa target) : at_(at), target_(target) {
+    if (!at.threshold) return;
+    const int64_t groups = (at.cols + kGroup - 1) / kGroup;
+    const int64_t padded = (groups + kLanesDrawn - 1) / kLanesDrawn * kLanesDrawn;
+    group_.resize(padded);
+    row_.resize(padded);
+    bytes_.resize(padded * kGroup);
+    for (int64_t i = 0; i < padded; ++i) group_[i] = static_cast<uint32_t>(i);
+  }
+
+  bool active() const { return at_.threshold > 0; }
+  uint8_t threshold() const { return static_cast<uint8_t>(at_.threshold); }
+  float scale() const { return static_cast<float>(256.0 / (256 - at_.threshold)); }
+
+  // The first n bytes of row r of head h of sample b, all within the block.
+  const uint8_t* bytes(int64_t b, int64_t h, int64_t r, int64_t n) {
+    std::fill(row_.begin(), row_.end(), static_cast<uint32_t>(at_.first_row + r));
+    draw(target_, at_, b, h, group_.data(), row_.data(), (n + kGroup - 1) / kGroup, bytes_.data());
+    return bytes_.data();
+  }
+
+  // The bytes of row i of [samples * heads * rows].
+  const uint8_t* row(int64_t i) {
+    const int64_t plane = i / at_.rows;
+    return bytes(plane / at_.heads, plane % at_.heads, i % at_.rows, at_.cols);
+  }
+
+ private:
+  const MaskBlock& at_;
+  Isa target_;
+  std::vector<uint32_t> group_, row_;
+  std::vector<uint8_t> bytes_;
+};
 
 }  // namespace fastpar

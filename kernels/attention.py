@@ -1,15 +1,17 @@
-"""Softmax attention per head: o = softmax(q k^T * softmax_scale + mask) v.
+"""Softmax attention per head: o = (P * M) v, P = softmax(softmax_scale * q k^T).
 
-Without dropout this is torch's scaled_dot_product_attention on strided views: it keeps [B, H, T]
-statistics, never [B, H, T, Tk] scores.
-
-With dropout, P = softmax(s) and o = (P * M) v, M the scaled mask of kernels/philox.py:
     dv = (P * M)^T do,  dp = M * (do v^T),  ds = P * (dp - rowsum(dp * P)),
     dq = softmax_scale * ds k,  dk = softmax_scale * ds^T q
-composed from torch ops block by block: some heads of some samples times BLOCK_QUERIES rows, so that
-the scores alive at once fit a cache and a causal block never sees the keys behind it. Kept for
-backward: q, k, v and the key of the mask; P and M are computed again. Statistics and accumulators
-are fp32 for 16-bit inputs. dk and dv add the query blocks in order.
+
+M is 1 without dropout, else 0 or 1 / (1 - p) by kernels/philox.py. All [B, H, T, Tk] scores are
+never alive at once. Kept for backward: q, k, v, the key of the mask and, per row, the largest score
+and the inverse sum of exponentials; P and M are computed again, with the same bits. (One number,
+their logarithm, would do, but rounds P by its own size.) Statistics and accumulators are fp32.
+
+On CPU a compiled kernel reads strided q, k, v (or the packed projection) and writes their gradients
+in place. A head belongs to one thread, so every sum has one order for any number of threads. On
+CUDA this is torch's scaled_dot_product_attention without dropout, and with dropout a composition of
+torch ops by blocks of heads and queries, which recomputes the softmax and keeps no statistics.
 
 [Note: causal] The mask is aligned to the last query and the last key: query i sees keys
 j <= i + Tk - T, as in FlashAttention since 2.1 (torch's is_causal aligns to the first). With
@@ -28,7 +30,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastpar.kernels.backend import refuse_double_backward
+from fastpar.kernels import _C
+from fastpar.kernels.backend import DTYPE_CODES, refuse_double_backward, use_cpp
 from fastpar.kernels.philox import (
     MaskBlock,
     Rng,
@@ -39,8 +42,7 @@ from fastpar.kernels.philox import (
 )
 
 MAX_HEAD_DIM = 256
-# Scores of a block: on a CPU 512 KB stay in a core's cache (measured best of 256 KB to 4 MB, 64 to
-# 256 queries); on a GPU launches cost more than memory.
+# A block of the composed form: scores that fit a CPU's cache; on a GPU launches cost more.
 BLOCK_BYTES = {"cpu": 1 << 19, "cuda": 1 << 27}
 BLOCK_QUERIES = {"cpu": 64, "cuda": 512}
 
@@ -138,7 +140,7 @@ class _Scores:
 
 
 class _Dropout(NamedTuple):
-    key: Tensor
+    key: Tensor | None
     site: int
     threshold: int
 
@@ -149,13 +151,15 @@ class _Dropout(NamedTuple):
         return dropout_block(x, *self, block, out)
 
 
-def attention_dropout_fwd(
+def _composed_fwd(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, drop: _Dropout
 ) -> Tensor:
     s = _shape(q, k)
     o = torch.empty(s.B, s.T, s.H, s.D, dtype=q.dtype, device=q.device)
     if causal and s.Tk < s.T:
         o[:, : s.T - s.Tk] = 0
+    if not o.numel():
+        return o
     blocks = _Scores(q, s, causal, scale, n_buffers=2)
     group = s.H // s.Hkv
     for at in blocks.heads:
@@ -169,7 +173,7 @@ def attention_dropout_fwd(
     return o
 
 
-def attention_dropout_bwd(
+def _composed_bwd(
     do: Tensor,
     q: Tensor,
     k: Tensor,
@@ -185,6 +189,10 @@ def attention_dropout_bwd(
     s = _shape(q, k)
     if causal and s.Tk < s.T:
         dq[:, : s.T - s.Tk] = 0
+    if not q.numel():
+        dk.zero_()
+        dv.zero_()
+        return
     blocks = _Scores(q, s, causal, scale, n_buffers=3)
     group = s.H // s.Hkv
     for at in blocks.heads:
@@ -199,65 +207,138 @@ def attention_dropout_bwd(
             dvh[:, :keys].baddbmm_(drop(p, at, q0, dp).mT, dob)
             torch.bmm(dob, vh[:, :keys].mT, out=dp)
             drop(dp, at, q0, dp)
-            ds = torch.mul(dp, p, out=scores)
-            ds.addcmul_(p, ds.sum(-1, keepdim=True), value=-1)
+            delta = torch.mul(dp, p, out=scores).sum(-1, keepdim=True)
+            ds = dp.sub_(delta).mul_(p)
             _scatter(dq, torch.bmm(ds, kb).mul_(scale), at, slice(q0, q1))
             dkh[:, :keys].baddbmm_(ds.mT, qb, alpha=scale)
         _scatter(dk, dkh, at, slice(None), group)
         _scatter(dv, dvh, at, slice(None), group)
 
 
-@torch.library.custom_op("fastpar::attention_dropout", mutates_args=())
-def _attention_dropout(
-    qkv: Sequence[Tensor], causal: bool, scale: float, key: Tensor, site: int, threshold: int
-) -> Tensor:
-    return attention_dropout_fwd(*_split(qkv), causal, scale, _Dropout(key, site, threshold))
+def _layout(x: Tensor) -> tuple[int, int, int, int]:
+    """(address, batch, row and head strides) of [B, T, H, D], as _C takes it."""
+    return x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)
 
 
-@torch.library.custom_op("fastpar::attention_dropout_bwd", mutates_args=())
-def _attention_dropout_bwd(
+def _arguments(q: Tensor, k: Tensor, causal: bool, scale: float, drop: _Dropout) -> tuple:
+    """What the two compiled functions take after the tensors."""
+    seed, first_sample = (0, 0) if drop.key is None else drop.key.tolist()
+    s = _shape(q, k)
+    sizes = (s.B, s.T, s.Tk, s.H, s.Hkv, s.D)
+    threads = torch.get_num_threads()
+    return sizes, causal, scale, seed, first_sample, drop.site, drop.threshold, threads
+
+
+def attention_fwd(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, drop: _Dropout
+) -> tuple[Tensor, Tensor]:
+    """o [B, T, H, D] and the statistics of rows [B, H, T, 2] by the compiled kernel."""
+    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    stats = q.new_empty(q.shape[0], q.shape[2], q.shape[1], 2, dtype=torch.float32)
+    if o.numel():
+        _C.attention_fwd(
+            *(_layout(x) for x in (q, k, v, o)),
+            stats.data_ptr(),
+            DTYPE_CODES[q.dtype],
+            *_arguments(q, k, causal, scale, drop),
+        )
+    return o, stats
+
+
+def attention_bwd(
     do: Tensor,
-    qkv: Sequence[Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    stats: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
     causal: bool,
     scale: float,
-    key: Tensor,
+    drop: _Dropout,
+) -> None:
+    """Writes dq, dk and dv, which may be parts of one packed tensor, by the compiled kernel."""
+    if do.stride(-1) != 1:
+        do = do.contiguous()
+    if do.numel():
+        _C.attention_bwd(
+            *(_layout(x) for x in (do, q, k, v)),
+            stats.data_ptr(),
+            *(_layout(x) for x in (dq, dk, dv)),
+            DTYPE_CODES[q.dtype],
+            *_arguments(q, k, causal, scale, drop),
+        )
+    else:
+        dk.zero_()
+        dv.zero_()
+
+
+@torch.library.custom_op("fastpar::attention", mutates_args=())
+def _attention(
+    qkv: Sequence[Tensor], causal: bool, scale: float, key: Tensor | None, site: int, threshold: int
+) -> tuple[Tensor, Tensor]:
+    q, k, v = _split(qkv)
+    drop = _Dropout(key, site, threshold)
+    if use_cpp("attention", q):
+        return attention_fwd(q, k, v, causal, scale, drop)
+    return _composed_fwd(q, k, v, causal, scale, drop), q.new_empty(0, dtype=torch.float32)
+
+
+@torch.library.custom_op("fastpar::attention_bwd", mutates_args=())
+def _attention_bwd(
+    do: Tensor,
+    qkv: Sequence[Tensor],
+    stats: Tensor,
+    causal: bool,
+    scale: float,
+    key: Tensor | None,
     site: int,
     threshold: int,
 ) -> list[Tensor]:
     grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in qkv]
     drop = _Dropout(key, site, threshold)
-    attention_dropout_bwd(do, *_split(qkv), *_split(grads), causal, scale, drop)
+    if use_cpp("attention", do):
+        attention_bwd(do, *_split(qkv), stats, *_split(grads), causal, scale, drop)
+    else:
+        _composed_bwd(do, *_split(qkv), *_split(grads), causal, scale, drop)
     return grads
 
 
-@_attention_dropout.register_fake
+@_attention.register_fake
 def _(qkv, causal, scale, key, site, threshold):
     q = _split(qkv)[0]
-    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    B, T, H, _D = q.shape
+    stats = q.new_empty((B, H, T, 2) if use_cpp("attention", q) else (0,), dtype=torch.float32)
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device), stats
 
 
-@_attention_dropout_bwd.register_fake
-def _(do, qkv, causal, scale, key, site, threshold):
+@_attention_bwd.register_fake
+def _(do, qkv, stats, causal, scale, key, site, threshold):
     return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in qkv]
 
 
 def _setup_context(ctx, inputs, output):
     qkv, ctx.causal, ctx.scale, key, ctx.site, ctx.threshold = inputs
-    ctx.save_for_backward(key, *qkv)
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(output[1], key, *qkv)
 
 
-def _backward(ctx, do):
+def _backward(ctx, do, _dstats):
     refuse_double_backward("attention")
-    key, *qkv = ctx.saved_tensors
-    grads = _attention_dropout_bwd(do, qkv, ctx.causal, ctx.scale, key, ctx.site, ctx.threshold)
-    return grads, None, None, None, None, None
+    stats, key, *qkv = ctx.saved_tensors
+    if do is None:
+        do = torch.zeros_like(_split(qkv)[0])
+    settings = (ctx.causal, ctx.scale, key, ctx.site, ctx.threshold)
+    return _attention_bwd(do, qkv, stats, *settings), None, None, None, None, None
 
 
-_attention_dropout.register_autograd(_backward, setup_context=_setup_context)
+_attention.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
-    """Without dropout, causal as in [Note: causal]."""
+    """torch's kernel, causal as in [Note: causal]."""
     T, Tk = q.shape[1], k.shape[1]
     unseeing = max(0, T - Tk) if causal else 0
     mask = None
@@ -320,6 +401,29 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
+def _run(
+    qkv: list[Tensor], causal: bool, softmax_scale: float | None, p: float, rng: Rng | None
+) -> Tensor:
+    q, k, v = _split(qkv)
+    _check(q, k, v)
+    threshold = quantize_p(p)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    if not scale > 0.0:
+        raise ValueError(
+            f"attention: expected softmax_scale > 0, got softmax_scale={softmax_scale}; "
+            "change the sign of q instead"
+        )
+    compiled = use_cpp("attention", q)
+    if not threshold:
+        if not compiled:
+            return _sdpa(q, k, v, causal, scale)
+        return _attention(qkv, causal, scale, None, 0, 0)[0]
+    if rng is None:
+        rng = Rng(draw_key(q.device), 0)
+    check_rng(rng, q.shape[2], q.device)
+    return _attention(qkv, causal, scale, rng.key, rng.site, threshold)[0]
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -336,7 +440,7 @@ def attention(
         q: [B, T, H, D], fp32 | bf16 | fp16, any strides with a contiguous last dimension, D <= 256.
         k, v: [B, Tk, Hkv, D], dtype and device of q; head h reads h // (H / Hkv).
         causal: query i sees keys j <= i + Tk - T; see [Note: causal].
-        softmax_scale: D**-0.5 when None.
+        softmax_scale: > 0; D**-0.5 when None.
         dropout_p: of the probabilities; rounded to a multiple of 1/256.
         rng: key and site of the mask; None draws a key from torch's default generator.
     Returns:
@@ -344,27 +448,14 @@ def attention(
     Raises:
         ValueError: shapes, dtypes or devices that differ from the above; no key; dropout_p outside
             [0, 1); a key, site or number of heads that the mask cannot hold.
-        RuntimeError: a second derivative is asked for (with dropout).
+        RuntimeError: a second derivative is asked for (on CPU, or with dropout).
     Traffic: (2 * q.numel() + k.numel() + v.numel()) * q.element_size() bytes forward.
-    Deterministic: with dropout bitwise; without, as torch's backend (bitwise on CPU).
+    Deterministic: on CPU bitwise, for any number of threads; on CUDA bitwise with dropout, else as
+        torch's backend.
     Oracle: fastpar.kernels.reference.attention_ref
     Source: Vaswani et al. 2017, arXiv 1706.03762
     """
-    _check(q, k, v)
-    threshold = quantize_p(dropout_p)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
-    if threshold == 0:
-        return _sdpa(q, k, v, causal, scale)
-    return _with_dropout([q, k, v], q, causal, scale, threshold, rng)
-
-
-def _with_dropout(
-    qkv: list[Tensor], q: Tensor, causal: bool, scale: float, threshold: int, rng: Rng | None
-) -> Tensor:
-    if rng is None:
-        rng = Rng(draw_key(q.device), 0)
-    check_rng(rng, q.shape[2], q.device)
-    return _attention_dropout(qkv, causal, scale, rng.key, rng.site, threshold)
+    return _run([q, k, v], causal, softmax_scale, dropout_p, rng)
 
 
 def attention_qkvpacked(
@@ -393,10 +484,4 @@ def attention_qkvpacked(
             f"attention_qkvpacked: expected qkv of shape [B, T, 3, H, D], got "
             f"qkv={list(qkv.shape)}; unflatten the projection's last dimension to (3, H, D)"
         )
-    q, k, v = qkv.unbind(2)
-    _check(q, k, v)
-    threshold = quantize_p(dropout_p)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
-    if threshold == 0:
-        return _sdpa(q, k, v, causal, scale)
-    return _with_dropout([qkv], q, causal, scale, threshold, rng)
+    return _run([qkv], causal, softmax_scale, dropout_p, rng)

@@ -27,7 +27,7 @@ DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 # op -> (on CPU tensors, on CUDA tensors); "cpp" names the compiled kernel's source.
 OPS = {
-    "attention": ("torch: SDPA; with dropout composed from torch ops", "torch: SDPA"),
+    "attention": ("cpp: attention_cpu.cpp", "torch: SDPA; with dropout composed"),
     "layer_norm": ("cpp: layer_norm_cpu.cpp", "torch: native_layer_norm"),
     "residual_layer_norm": ("cpp: layer_norm_cpu.cpp", "torch, composed"),
     "bias_gelu": ("cpp: gelu_cpu.cpp (tanh form); torch (erf form)", "torch, composed"),

@@ -1,0 +1,485 @@
+// Softmax attention, forward and backward, one key head of one sample at a time.
+//
+// A thread owns such a head with all query heads that read it, so every sum has one writer and one
+// order. Keys and values are copied once per head into panels; then blocks of kBlock queries see
+// all of their keys at once: scores, softmax, product with the values. Scores of a block stay in
+// L2; a causal block skips the panels behind its last query, tile by tile.
+//
+// The products run on tiles of 32 columns held in registers: two vectors of 16 floats by 8 rows
+// with AVX-512, four vectors of 8 by 2 rows otherwise. Each element sums in the order of k with
+// separate multiply and add, so the width changes no bit (simd.h [Note: same bits on every
+// instruction set]).
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "ops.h"
+#include "philox_cpu.h"
+
+#pragma GCC diagnostic ignored "-Wpsabi"  // vectors are arguments of inlined functions only
+
+namespace fastpar {
+namespace {
+
+constexpr int64_t kPanel = 32;  // columns of a tile
+constexpr int64_t kTile = 8;    // rows whose causal limit is common
+constexpr int64_t kSum = 128;   // products in one chain
+
+int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+
+template <int W>
+struct Simd {
+  typedef float Vec __attribute__((vector_size(W * 4)));
+  static constexpr int kVecs = kPanel / W;  // vectors of a panel's row
+  static constexpr int kRows = W == 16 ? 8 : W == 8 ? 2 : 1;
+
+  static FASTPAR_INLINE Vec load(const float* p) {
+    Vec x;
+    std::memcpy(&x, p, sizeof(x));
+    return x;
+  }
+  static FASTPAR_INLINE void store(float* p, const Vec& x) { std::memcpy(p, &x, sizeof(x)); }
+};
+
+// c[kRows, 32] (+)= a[kRows, k] b[k, 32]. Sums run in registers for kSum products and are then
+// added to c: shorter chains round less than one long one.
+template <int W>
+FASTPAR_INLINE void multiply_tile(const float* a, int64_t a_row, int64_t a_k, const float* b,
+                                  int64_t b_k, int64_t k, float* c, int64_t c_row, bool add) {
+  using S = Simd<W>;
+  using Vec = typename S::Vec;
+  for (int64_t first = 0; first < k; first += kSum) {
+    Vec sum[S::kRows][S::kVecs];
+#pragma GCC unroll 8
+    for (int r = 0; r < S::kRows; ++r) {
+#pragma GCC unroll 8
+      for (int v = 0; v < S::kVecs; ++v) sum[r][v] = Vec{};
+    }
+    const int64_t last = std::min(k, first + kSum);
+    for (int64_t i = first; i < last; ++i) {
+      Vec right[S::kVecs];
+#pragma GCC unroll 8
+      for (int v = 0; v < S::kVecs; ++v) right[v] = S::load(b + i * b_k + v * W);
+#pragma GCC unroll 8
+      for (int r = 0; r < S::kRows; ++r) {
+        const float left = a[r * a_row + i * a_k];
+#pragma GCC unroll 8
+        for (int v = 0; v < S::kVecs; ++v) sum[r][v] += left * right[v];
+      }
+    }
+    const bool more = add || first > 0;
+#pragma GCC unroll 8
+    for (int r = 0; r < S::kRows; ++r) {
+#pragma GCC unroll 8
+      for (int v = 0; v < S::kVecs; ++v) {
+        float* const to = c + r * c_row + v * W;
+        S::store(to, more ? S::load(to) + sum[r][v] : sum[r][v]);
+      }
+    }
+  }
+}
+
+// The same for kTile rows.
+template <int W>
+FASTPAR_INLINE void multiply(const float* a, int64_t a_row, int64_t a_k, const float* b,
+                             int64_t b_k, int64_t k, float* c, int64_t c_row, bool add) {
+  for (int64_t r = 0; r < kTile; r += Simd<W>::kRows) {
+    multiply_tile<W>(a + r * a_row, a_row, a_k, b, b_k, k, c + r * c_row, c_row, add);
+  }
+}
+
+// Sizes of one call, and where causal limits lie.
+struct Sizes {
+  int64_t t, tk, d, group;
+  bool causal;
+  float scale;
+  int64_t block, d_pad, k_pad, s_row;  // padded to tiles; s_row: length of a row of scores
+
+  Sizes(const AttentionShape& shape)
+      : t(shape.t),
+        tk(shape.tk),
+        d(shape.d),
+        group(shape.heads / shape.key_heads),
+        causal(shape.causal),
+        scale(shape.scale) {
+    d_pad = round_up(d, kPanel);
+    k_pad = round_up(tk, kPanel);
+    s_row = k_pad + 16;  // not a power of two, or rows would share a cache set
+    block = std::min<int64_t>(64, std::max<int64_t>(kTile, (1 << 15) / s_row / kTile * kTile));
+    block = std::min(block, round_up(t, kTile));
+  }
+  int64_t first() const { return causal ? std::max<int64_t>(0, t - tk) : 0; }
+  // Keys that query i sees.
+  int64_t keys(int64_t i) const {
+    return causal ? std::min(tk, std::max<int64_t>(0, i + tk - t + 1)) : tk;
+  }
+};
+
+// Zeroed memory, 64-byte aligned.
+class Buffer {
+ public:
+  explicit Buffer(int64_t n) : memory_(n + 16, 0.0f) {
+    const auto address = reinterpret_cast<std::uintptr_t>(memory_.data());
+    data_ = memory_.data() + (64 - address % 64) % 64 / sizeof(float);
+  }
+  float* get() { return data_; }
+
+ private:
+  std::vector<float> memory_;
+  float* data_;
+};
+
+// rows[n, d_pad] of x; columns beyond d stay 0.
+template <class T>
+FASTPAR_INLINE void copy_rows(const T* x, int64_t stride, int64_t n, int64_t d, int64_t d_pad,
+                              float* rows) {
+  for (int64_t i = 0; i < n; ++i) {
+    for (int64_t j = 0; j < d; ++j) rows[i * d_pad + j] = to_float(x[i * stride + j]);
+  }
+}
+
+// panels[n / 32][d, 32]: x transposed, so that 32 keys lie side by side; keys beyond n stay 0.
+template <class T>
+FASTPAR_INLINE void transpose_rows(const T* x, int64_t stride, int64_t n, int64_t d,
+                                   float* panels) {
+  for (int64_t i = 0; i < n; i += kPanel) {
+    float* panel = panels + i * d;
+    const int64_t keys = std::min(kPanel, n - i);
+    for (int64_t j = 0; j < d; ++j) {
+      for (int64_t l = 0; l < keys; ++l) panel[j * kPanel + l] = to_float(x[(i + l) * stride + j]);
+    }
+  }
+}
+
+// to[n, d] = rows * factor[i] (factor may be null)
+template <class T>
+FASTPAR_INLINE void store_rows(const float* rows, const float* factor, int64_t n, int64_t d,
+                               int64_t d_pad, T* to, int64_t stride) {
+  for (int64_t i = 0; i < n; ++i) {
+    const float f = factor ? factor[i] : 1.0f;
+    for (int64_t j = 0; j < d; ++j) to[i * stride + j] = from_float<T>(rows[i * d_pad + j] * f);
+  }
+}
+
+struct Add {
+  template <class Vec>
+  static FASTPAR_INLINE Vec of(const Vec& a, const Vec& b) {
+    return a + b;
+  }
+};
+struct Max {
+  template <class Vec>
+  static FASTPAR_INLINE Vec of(const Vec& a, const Vec& b) {
+    return a < b ? b : a;
+  }
+};
+
+// One number from 32 lanes: lane k with k + 16, then k + 8, ... whatever the width.
+template <class Op, int W>
+FASTPAR_INLINE float fold(const typename Simd<W>::Vec* x) {
+  using S4 = Simd<4>;
+  float lanes[kPanel];
+  for (int v = 0; v < Simd<W>::kVecs; ++v) Simd<W>::store(lanes + v * W, x[v]);
+  S4::Vec part[8];
+  for (int v = 0; v < 8; ++v) part[v] = S4::load(lanes + 4 * v);
+  for (int v = 0; v < 4; ++v) part[v] = Op::of(part[v], part[v + 4]);
+  const S4::Vec last = Op::of(Op::of(part[0], part[2]), Op::of(part[1], part[3]));
+  return Op::of(Op::of(last[0], last[2]), Op::of(last[1], last[3]));
+}
+
+template <int W>
+FASTPAR_INLINE float row_max(const float* x, int64_t wide) {
+  using S = Simd<W>;
+  typename S::Vec max[S::kVecs];
+#pragma GCC unroll 8
+  for (int v = 0; v < S::kVecs; ++v) max[v] = S::load(x + v * W);
+  for (int64_t j = kPanel; j < wide; j += kPanel) {
+#pragma GCC unroll 8
+    for (int v = 0; v < S::kVecs; ++v) max[v] = Max::of(max[v], S::load(x + j + v * W));
+  }
+  return fold<Max, W>(max);
+}
+
+template <int W>
+FASTPAR_INLINE float row_sum(const float* x, int64_t wide) {
+  using S = Simd<W>;
+  typename S::Vec sums[S::kVecs] = {};
+  for (int64_t j = 0; j < wide; j += kPanel) {
+#pragma GCC unroll 8
+    for (int v = 0; v < S::kVecs; ++v) sums[v] += S::load(x + j + v * W);
+  }
+  return fold<Add, W>(sums);
+}
+
+template <int W>
+FASTPAR_INLINE float row_dot(const float* x, const float* y, int64_t wide) {
+  using S = Simd<W>;
+  typename S::Vec sums[S::kVecs] = {};
+  for (int64_t j = 0; j < wide; j += kPanel) {
+#pragma GCC unroll 8
+    for (int v = 0; v < S::kVecs; ++v) {
+      sums[v] += S::load(x + j + v * W) * S::load(y + j + v * W);
+    }
+  }
+  return fold<Add, W>(sums);
+}
+
+FASTPAR_INLINE void drop_row(const uint8_t* drawn, uint8_t threshold, float scale, int64_t n,
+                             const float* x, float* y) {
+  for (int64_t j = 0; j < n; ++j) {
+    const uint32_t kept = -static_cast<uint32_t>(drawn[j] >= threshold);
+    y[j] = bit_cast<float>(bit_cast<uint32_t>(x[j] * scale) & kept);
+  }
+}
+
+// scores[block, keys] = rows[block, d] panels, the columns that a tile's last row sees.
+template <int W>
+FASTPAR_INLINE void multiply_panels(const Sizes& s, int64_t q0, int64_t rows, const float* left,
+                                    const float* panels, float* scores) {
+  const int64_t all = s.keys(std::min(s.t, q0 + rows) - 1);
+  for (int64_t p = 0; p < all; p += kPanel) {
+    for (int64_t i = 0; i < rows; i += kTile) {
+      if (p >= s.keys(q0 + i + kTile - 1)) continue;
+      multiply<W>(left + i * s.d_pad, s.d_pad, 1, panels + p * s.d, kPanel, s.d,
+                  scores + i * s.s_row + p, s.s_row, false);
+    }
+  }
+}
+
+// out[block, d] = weights[block, keys] right[keys, d]
+template <int W>
+FASTPAR_INLINE void multiply_keys(const Sizes& s, int64_t q0, int64_t rows, const float* weights,
+                                  const float* right, float* out) {
+  for (int64_t p = 0; p < s.d_pad; p += kPanel) {
+    for (int64_t i = 0; i < rows; i += kTile) {
+      multiply<W>(weights + i * s.s_row, s.s_row, 1, right + p, s.d_pad,
+                  s.keys(std::min(s.t, q0 + i + kTile) - 1), out + i * s.d_pad + p, s.d_pad, false);
+    }
+  }
+}
+
+// out[keys, d] += weights[block, keys]^T right[block, d]
+template <int W>
+FASTPAR_INLINE void add_queries(const Sizes& s, int64_t q0, int64_t rows, const float* weights,
+                                const float* right, float* out) {
+  const int64_t all = s.keys(q0 + rows - 1);
+  for (int64_t p = 0; p < s.d_pad; p += kPanel) {
+    for (int64_t j = 0; j < all; j += kTile) {
+      const int64_t skip = s.causal ? std::max<int64_t>(0, j - (s.tk - s.t) - q0) : 0;
+      multiply<W>(weights + skip * s.s_row + j, 1, s.s_row, right + skip * s.d_pad + p, s.d_pad,
+                  rows - skip, out + j * s.d_pad + p, s.d_pad, true);
+    }
+  }
+}
+
+template <class T>
+struct Head {  // one head of a strided [B, T, H, D] tensor
+  T* data;
+  int64_t stride;
+  Head(const Strided& x, int64_t b, int64_t h)
+      : data(static_cast<T*>(x.data) + b * x.batch + h * x.head), stride(x.row) {}
+  T* at(int64_t i) const { return data + i * stride; }
+};
+
+struct ForwardMemory {
+  Buffer key_panels, values, q, scores, o;
+  explicit ForwardMemory(const Sizes& s)
+      : key_panels(s.k_pad * s.d),
+        values(s.k_pad * s.d_pad),
+        q(s.block * s.d_pad),
+        scores(s.block * s.s_row),
+        o(s.block * s.d_pad) {}
+};
+
+// All query heads of one key head.
+template <class T, int W>
+struct Forward {
+  static FASTPAR_INLINE void run(const AttentionShape* shape, const Sizes* sizes, int64_t b,
+                                 int64_t hk, const Strided* q, const Strided* k, const Strided* v,
+                                 const Strided* o, float* stats, ForwardMemory* m, RowMask* mask) {
+    const Sizes& s = *sizes;
+    const Head<const T> kh(*k, b, hk), vh(*v, b, hk);
+    transpose_rows(kh.data, kh.stride, s.tk, s.d, m->key_panels.get());
+    copy_rows(vh.data, vh.stride, s.tk, s.d, s.d_pad, m->values.get());
+    float* const scores = m->scores.get();
+    float factor[64];
+    for (int64_t h = hk * s.group; h < (hk + 1) * s.group; ++h) {
+      const Head<const T> qh(*q, b, h);
+      const Head<T> oh(*o, b, h);
+      float* const row_stats = stats + (b * shape->heads + h) * s.t * 2;
+      for (int64_t i = 0; i < s.first(); ++i) {
+        for (int64_t j = 0; j < s.d; ++j) oh.at(i)[j] = from_float<T>(0.0f);
+        row_stats[2 * i] = row_stats[2 * i + 1] = 0.0f;
+      }
+      for (int64_t q0 = s.first(); q0 < s.t; q0 += s.block) {
+        const int64_t n = std::min(s.block, s.t - q0), rows = round_up(n, kTile);
+        copy_rows(qh.at(q0), qh.stride, n, s.d, s.d_pad, m->q.get());
+        multiply_panels<W>(s, q0, rows, m->q.get(), m->key_panels.get(), scores);
+        for (int64_t i = 0; i < n; ++i) {
+          float* const row = scores + i * s.s_row;
+          const int64_t seen = s.keys(q0 + i);
+          const int64_t wide = round_up(s.keys(q0 + round_up(i + 1, kTile) - 1), kPanel);
+          for (int64_t j = 0; j < wide; ++j) row[j] = j < seen ? row[j] * s.scale : -INFINITY;
+          const float max = row_max<W>(row, wide);
+          for (int64_t j = 0; j < wide; ++j) row[j] = exp_float(row[j] - max);
+          factor[i] = 1.0f / row_sum<W>(row, wide);
+          row_stats[2 * (q0 + i)] = max;
+          row_stats[2 * (q0 + i) + 1] = factor[i];
+          if (mask->active()) {
+            drop_row(mask->bytes(b, h, q0 + i, seen), mask->threshold(), mask->scale(), seen, row,
+                     row);
+          }
+        }
+        multiply_keys<W>(s, q0, rows, scores, m->values.get(), m->o.get());
+        store_rows(m->o.get(), factor, n, s.d, s.d_pad, oh.at(q0), oh.stride);
+      }
+    }
+  }
+};
+
+struct BackwardMemory {
+  Buffer keys, key_panels, value_panels, q, d_o, p, dropped, dp, dq, dk, dv;
+  BackwardMemory(const Sizes& s, bool mask)
+      : keys(s.k_pad * s.d_pad),
+        key_panels(s.k_pad * s.d),
+        value_panels(s.k_pad * s.d),
+        q(s.block * s.d_pad),
+        d_o(s.block * s.d_pad),
+        p(s.block * s.s_row),
+        dropped(mask ? s.block * s.s_row : 0),
+        dp(s.block * s.s_row),
+        dq(s.block * s.d_pad),
+        dk(s.k_pad * s.d_pad),
+        dv(s.k_pad * s.d_pad) {}
+};
+
+template <class T, int W>
+struct Backward {
+  static FASTPAR_INLINE void run(const AttentionShape* shape, const Sizes* sizes, int64_t b,
+                                 int64_t hk, const Strided* d_o, const Strided* q, const Strided* k,
+                                 const Strided* v, const float* stats, const Strided* dq,
+                                 const Strided* dk, const Strided* dv, BackwardMemory* m,
+                                 RowMask* mask) {
+    const Sizes& s = *sizes;
+    const Head<const T> kh(*k, b, hk), vh(*v, b, hk);
+    copy_rows(kh.data, kh.stride, s.tk, s.d, s.d_pad, m->keys.get());
+    transpose_rows(kh.data, kh.stride, s.tk, s.d, m->key_panels.get());
+    transpose_rows(vh.data, vh.stride, s.tk, s.d, m->value_panels.get());
+    std::fill(m->dk.get(), m->dk.get() + s.k_pad * s.d_pad, 0.0f);
+    std::fill(m->dv.get(), m->dv.get() + s.k_pad * s.d_pad, 0.0f);
+    float* const dropped = mask->active() ? m->dropped.get() : m->p.get();
+    for (int64_t h = hk * s.group; h < (hk + 1) * s.group; ++h) {
+      const Head<const T> qh(*q, b, h), doh(*d_o, b, h);
+      const Head<T> dqh(*dq, b, h);
+      const float* const row_stats = stats + (b * shape->heads + h) * s.t * 2;
+      for (int64_t i = 0; i < s.first(); ++i) {
+        for (int64_t j = 0; j < s.d; ++j) dqh.at(i)[j] = from_float<T>(0.0f);
+      }
+      for (int64_t q0 = s.first(); q0 < s.t; q0 += s.block) {
+        const int64_t n = std::min(s.block, s.t - q0), rows = round_up(n, kTile);
+        copy_rows(qh.at(q0), qh.stride, n, s.d, s.d_pad, m->q.get());
+        copy_rows(doh.at(q0), doh.stride, n, s.d, s.d_pad, m->d_o.get());
+        multiply_panels<W>(s, q0, rows, m->q.get(), m->key_panels.get(), m->p.get());
+        multiply_panels<W>(s, q0, rows, m->d_o.get(), m->value_panels.get(), m->dp.get());
+        for (int64_t i = 0; i < n; ++i) {
+          float* const p = m->p.get() + i * s.s_row;
+          float* const dp = m->dp.get() + i * s.s_row;
+          const int64_t seen = s.keys(q0 + i);
+          const int64_t wide = round_up(s.keys(q0 + round_up(i + 1, kTile) - 1), kPanel);
+          const float max = row_stats[2 * (q0 + i)], factor = row_stats[2 * (q0 + i) + 1];
+          for (int64_t j = 0; j < wide; ++j) {
+            const float e = exp_float(p[j] * s.scale - max) * factor;
+            p[j] = j < seen ? e : 0.0f;
+            dp[j] = j < seen ? dp[j] : 0.0f;
+          }
+          if (mask->active()) {
+            const uint8_t* drawn = mask->bytes(b, h, q0 + i, seen);
+            float* const kept = dropped + i * s.s_row;
+            drop_row(drawn, mask->threshold(), mask->scale(), seen, p, kept);
+            for (int64_t j = seen; j < wide; ++j) kept[j] = 0.0f;
+            drop_row(drawn, mask->threshold(), mask->scale(), seen, dp, dp);
+          }
+          const float delta = row_dot<W>(dp, p, wide);
+          for (int64_t j = 0; j < wide; ++j) dp[j] = p[j] * (dp[j] - delta) * s.scale;
+        }
+        multiply_keys<W>(s, q0, rows, m->dp.get(), m->keys.get(), m->dq.get());
+        store_rows(m->dq.get(), nullptr, n, s.d, s.d_pad, dqh.at(q0), dqh.stride);
+        add_queries<W>(s, q0, n, m->dp.get(), m->q.get(), m->dk.get());
+        add_queries<W>(s, q0, n, dropped, m->d_o.get(), m->dv.get());
+      }
+    }
+    const Head<T> dkh(*dk, b, hk), dvh(*dv, b, hk);
+    store_rows(m->dk.get(), nullptr, s.tk, s.d, s.d_pad, dkh.data, dkh.stride);
+    store_rows(m->dv.get(), nullptr, s.tk, s.d, s.d_pad, dvh.data, dvh.stride);
+  }
+};
+
+constexpr int64_t kGrain = 1 << 15;  // multiply-adds worth a thread
+
+}  // namespace
+
+void attention_fwd(const Strided& q, const Strided& k, const Strided& v, const Strided& o,
+                   float* stats, Dtype dtype, const AttentionShape& shape, const MaskBlock& at,
+                   int threads) {
+  const Isa target = isa();
+  const Sizes sizes(shape);
+  const int64_t items = shape.batch * shape.key_heads;
+  const int64_t work = shape.batch * shape.heads * shape.t * shape.tk * shape.d;
+  threads = static_cast<int>(std::min<int64_t>(items, useful_threads(work, kGrain, threads)));
+  with_dtype(dtype, [&](auto tag) {
+    using T = decltype(tag);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+      ForwardMemory memory(sizes);
+      RowMask mask(at, target);
+#pragma omp for schedule(static)
+      for (int64_t i = 0; i < items; ++i) {
+        const int64_t b = i / shape.key_heads, h = i % shape.key_heads;
+        if (target == Isa::avx512) {
+          dispatch<Forward<T, 16>>(target, &shape, &sizes, b, h, &q, &k, &v, &o, stats, &memory,
+                                   &mask);
+        } else if (target == Isa::avx2) {
+          dispatch<Forward<T, 8>>(target, &shape, &sizes, b, h, &q, &k, &v, &o, stats, &memory,
+                                  &mask);
+        } else {
+          dispatch<Forward<T, 4>>(target, &shape, &sizes, b, h, &q, &k, &v, &o, stats, &memory,
+                                  &mask);
+        }
+      }
+    }
+  });
+}
+
+void attention_bwd(const Strided& d_o, const Strided& q, const Strided& k, const Strided& v,
+                   const float* stats, const Strided& dq, const Strided& dk, const Strided& dv,
+                   Dtype dtype, const AttentionShape& shape, const MaskBlock& at, int threads) {
+  const Isa target = isa();
+  const Sizes sizes(shape);
+  const int64_t items = shape.batch * shape.key_heads;
+  const int64_t work = 4 * shape.batch * shape.heads * shape.t * shape.tk * shape.d;
+  threads = static_cast<int>(std::min<int64_t>(items, useful_threads(work, kGrain, threads)));
+  with_dtype(dtype, [&](auto tag) {
+    using T = decltype(tag);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+      BackwardMemory memory(sizes, at.threshold > 0);
+      RowMask mask(at, target);
+#pragma omp for schedule(static)
+      for (int64_t i = 0; i < items; ++i) {
+        const int64_t b = i / shape.key_heads, h = i % shape.key_heads;
+        if (target == Isa::avx512) {
+          dispatch<Backward<T, 16>>(target, &shape, &sizes, b, h, &d_o, &q, &k, &v, stats, &dq, &dk,
+                                    &dv, &memory, &mask);
+        } else if (target == Isa::avx2) {
+          dispatch<Backward<T, 8>>(target, &shape, &sizes, b, h, &d_o, &q, &k, &v, stats, &dq, &dk,
+                                   &dv, &memory, &mask);
+        } else {
+          dispatch<Backward<T, 4>>(target, &shape, &sizes, b, h, &d_o, &q, &k, &v, stats, &dq, &dk,
+                                   &dv, &memory, &mask);
+        }
+      }
+    }
+  });
+}
+
+}  // namespace fastpar
