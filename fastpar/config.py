@@ -122,7 +122,7 @@ class DataSettings:
     """bible, stdlib, a text file or folder, a folder of .bin tokens, or hf:NAME."""
     tokenizer: str = "auto"
     """bytes, chars, bpe-N (N tokens, learned from the text), gpt2, or a folder; auto: bpe-4096."""
-    batch_size: int = 32
+    batch_size: int = 8
     """Sequences a step, over all ranks and micro-batches."""
     micro_batch_size: int | None = None
     """Sequences a rank computes at once; unset: as many as fit 16384 tokens."""
@@ -134,7 +134,7 @@ class DataSettings:
 class OptimSettings:
     """AdamW and its schedule: linear warm-up, then a cosine from lr to min-lr."""
 
-    lr: float = 1e-3
+    lr: float = 2.5e-3
     """Peak learning rate."""
     min_lr: float | None = None
     """Learning rate of the last step; unset: lr / 10."""
@@ -152,7 +152,7 @@ class OptimSettings:
 class RunSettings:
     """The run: how long, where to, what is kept."""
 
-    max_steps: int = 1000
+    max_steps: int = 2000
     """Steps in all; the schedule ends there."""
     max_time: str | None = None
     """Stop after this time: 300s, 5m, 1h30m. Counts the process, not the run."""
@@ -164,11 +164,11 @@ class RunSettings:
     """Go on with the run in --out, with its own settings where none are given."""
     seed: int = 1
     """Fixes weights, batches and dropout."""
-    eval_every: int = 100
+    eval_every: int = 200
     """Steps between two validations; 0: only at the end."""
-    eval_batches: int = 8
+    eval_batches: int = 16
     """Validation batches, of batch-size sequences each."""
-    save_every: int = 500
+    save_every: int = 1000
     """Steps between two checkpoints; 0: only at the end."""
     keep_last: int = 2
     """Checkpoints that are kept; 0: all."""

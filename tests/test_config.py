@@ -86,7 +86,7 @@ def test_settings_have_one_name_each_and_go_there_and_back():
         ({"lr": 0.0}, r"train: expected lr > 0, got lr=0.0; set --lr"),
         ({"bucket_mb": float("inf")}, r"expected bucket_mb > 0, got bucket_mb=inf"),
         ({"betas": [0.9, 1.0]}, r"expected 0 <= betas < 1, got betas=\(0.9, 1.0\)"),
-        ({"min_lr": 1.0}, r"expected min_lr <= lr=0.001, got min_lr=1.0"),
+        ({"min_lr": 1.0}, r"expected min_lr <= lr=0.0025, got min_lr=1.0"),
         ({"name": "a/b"}, r"expected name of letters, digits and . _ \+ -, got name='a/b'"),
         ({"max_time": "5 min"}, r"expected a time such as 300s, 5m or 1h30m, got max_time=5 min"),
     ],
