@@ -113,7 +113,7 @@ FASTPAR_TARGET_AVX512 void pack_sliver(float* to, const float* from, int64_t lan
   }
 }
 
-// C[m, n] = or += A's sliver @ B's sliver (+ bias), m <= kMr, n <= kNr.
+// C[m, n] = A's sliver @ B's sliver + bias, or += without bias; m <= kMr, n <= kNr.
 FASTPAR_TARGET_AVX512 void multiply_slivers(const float* a, const float* b, int64_t k, float* c,
                                             int64_t ldc, int64_t m, int64_t n, bool accumulate,
                                             const float* bias) {
@@ -190,7 +190,6 @@ void gemm(const Matrix& a, const Matrix& b, float* c, int64_t ldc, int64_t m, in
     const float* a_pass = a.data + start * a.column_stride;
     const float* b_pass = b.data + start * b.row_stride;
     const bool add = accumulate || start > 0;
-    const float* pass_bias = start == 0 && !accumulate ? bias : nullptr;
     if (share_a) {
 #pragma omp for schedule(static)
       for (int64_t i = 0; i < m; i += kMr) {
@@ -205,8 +204,7 @@ void gemm(const Matrix& a, const Matrix& b, float* c, int64_t ldc, int64_t m, in
           pack_sliver<kNr>(packed + s * kc, b_pass + (j + s) * b.column_stride, b.column_stride,
                            b.row_stride, columns - s, kc);
         }
-        multiply_packed(panel, packed, kc, c + j, ldc, m, columns, add,
-                        pass_bias ? pass_bias + j : nullptr);
+        multiply_packed(panel, packed, kc, c + j, ldc, m, columns, add, bias ? bias + j : nullptr);
       }
     } else {
 #pragma omp for schedule(static)
@@ -222,7 +220,7 @@ void gemm(const Matrix& a, const Matrix& b, float* c, int64_t ldc, int64_t m, in
           pack_sliver<kMr>(packed + s * kc, a_pass + (i + s) * a.row_stride, a.row_stride,
                            a.column_stride, rows - s, kc);
         }
-        multiply_packed(packed, panel, kc, c + i * ldc, ldc, rows, n, add, pass_bias);
+        multiply_packed(packed, panel, kc, c + i * ldc, ldc, rows, n, add, bias);
       }
     }
   }

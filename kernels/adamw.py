@@ -43,36 +43,59 @@ def _check(params, grads, exp_avgs, exp_avg_sqs, master_weights) -> None:
             f"adamw_step_: expected lists of one length, got lengths={sizes}; "
             "pass one entry for each parameter"
         )
-    masters = [None] * len(params) if master_weights is None else master_weights
+    masters = master_weights or [None] * len(params)
+    f32 = torch.float32
     for i, (p, g, m, v, w) in enumerate(zip(params, grads, exp_avgs, exp_avg_sqs, masters)):
-        if p.dtype not in DTYPE_CODES or g.dtype not in (p.dtype, torch.float32):
-            raise ValueError(
-                "adamw_step_: expected fp32, bf16 or fp16 parameters and gradients of the same "
-                f"dtype or fp32, got params[{i}]={p.dtype} grads[{i}]={g.dtype}; cast the gradient"
-            )
-        if (w is None) != (p.dtype == torch.float32):
-            raise ValueError(
-                "adamw_step_: expected a master weight for each 16-bit parameter and None for "
-                f"fp32, got params[{i}]={p.dtype} master_weights[{i}]="
-                f"{None if w is None else w.dtype}; pass p.float() made once, before the first step"
-            )
-        states = (m, v) if w is None else (m, v, w)
-        if any(s.dtype != torch.float32 for s in states):
-            raise ValueError(
-                "adamw_step_: expected fp32 exp_avgs, exp_avg_sqs and master_weights, got "
-                f"{[s.dtype for s in states]} at index {i}; keep optimizer state in fp32"
-            )
-        if any(s.shape != p.shape for s in (g, *states)):
-            raise ValueError(
-                "adamw_step_: expected one shape per parameter, got "
-                f"{[list(s.shape) for s in (p, g, *states)]} at index {i}; pass matching tensors"
-            )
-        if any(s.stride() != p.stride() for s in states) or not _is_dense(p):
-            raise ValueError(
-                "adamw_step_: expected dense parameters and states of the same strides, got "
-                f"{[s.stride() for s in (p, *states)]} at index {i}; "
-                "create states with torch.zeros_like(param)"
-            )
+        plain = p.dtype is g.dtype is m.dtype is v.dtype is f32 and w is None
+        # The ordinary case in a microsecond; the rest, errors included, one by one.
+        if not (
+            plain
+            and p.is_contiguous()
+            and p.device == g.device == m.device == v.device
+            and p.shape == g.shape == m.shape == v.shape
+            and p.stride() == m.stride() == v.stride()
+        ):
+            _check_one(i, p, g, m, v, w)
+
+
+def _check_one(
+    i: int, p: Tensor, g: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, master: Tensor | None
+) -> None:
+    if p.dtype not in DTYPE_CODES or g.dtype not in (p.dtype, torch.float32):
+        raise ValueError(
+            "adamw_step_: expected fp32, bf16 or fp16 parameters and gradients of the same "
+            f"dtype or fp32, got params[{i}]={p.dtype} grads[{i}]={g.dtype}; cast the gradient"
+        )
+    if (master is None) != (p.dtype == torch.float32):
+        raise ValueError(
+            "adamw_step_: expected a master weight for each 16-bit parameter and None for "
+            f"fp32, got params[{i}]={p.dtype} master_weights[{i}]="
+            f"{None if master is None else master.dtype}; "
+            "pass p.float(), made once before the first step"
+        )
+    states = (exp_avg, exp_avg_sq) if master is None else (exp_avg, exp_avg_sq, master)
+    if any(s.dtype != torch.float32 for s in states):
+        raise ValueError(
+            "adamw_step_: expected fp32 exp_avgs, exp_avg_sqs and master_weights, got "
+            f"{[s.dtype for s in states]} at index {i}; keep optimizer state in fp32"
+        )
+    if any(s.shape != p.shape for s in (g, *states)):
+        raise ValueError(
+            "adamw_step_: expected one shape per parameter, got "
+            f"{[list(s.shape) for s in (p, g, *states)]} at index {i}; pass matching tensors"
+        )
+    if any(s.device != p.device for s in (g, *states)):
+        raise ValueError(
+            "adamw_step_: expected one device per parameter, got "
+            f"{[str(s.device) for s in (p, g, *states)]} at index {i}; move them together"
+        )
+    same = all(s.stride() == p.stride() for s in states)
+    if not (same and _is_dense(p)) and not all(s.is_contiguous() for s in (p, *states)):
+        raise ValueError(
+            "adamw_step_: expected dense parameters and states of the same strides, got "
+            f"{[s.stride() for s in (p, *states)]} at index {i}; "
+            "create states with torch.zeros_like(param)"
+        )
 
 
 def _is_dense(t: Tensor) -> bool:

@@ -15,8 +15,8 @@ Every chunk reads weight twice and reads and writes the fp32 dweight: for fp32 1
 next to 6 * R * V * C operations for R rows. Against a machine of F flop/s and B bytes/s the extra
 traffic is 16 * F / (6 * B * R) of the GEMM time, whatever V and C are. One EPYC 9005 core (F / B
 is 9 flop a byte), V = 50304, forward and backward of 1024 rows, ms for R = 64, 128, 256, 512, 1024:
-    C = 384     850   719   635   616   616      (F.linear + F.cross_entropy: 1273)
-    C = 768    1547  1392  1286  1238  1263      (2482)
+    C = 384    1019   817   686   629   637      (F.linear + F.cross_entropy: 1284)
+    C = 768    1959  1542  1373  1178  1199      (2529)
 So R is at most 512 on CPU: 103 MB of logits. On CUDA F / B is about 230 in bf16 and a chunk moves
 20 bytes an element of dweight: 8192 rows keep the extra below a tenth (derived, not measured).
 

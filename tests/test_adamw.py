@@ -30,28 +30,29 @@ def assert_same(got, want):
 
 
 @pytest.mark.parametrize("choice", ["auto", "torch"])
-@pytest.mark.parametrize("maximize", [False, True])
-def test_one_step_matches_the_oracle(maximize, choice, monkeypatch):
+@pytest.mark.parametrize(("maximize", "eps"), [(False, 1e-8), (True, 1e-8), (False, 0.5)])
+def test_one_step_matches_the_oracle(maximize, eps, choice, monkeypatch):
     """The 2x rule for parameters and moments, with torch's own step as the yardstick."""
     monkeypatch.setattr(backend, "choice", choice)
+    hyper = {**HYPER, "eps": eps}
     state = make()
     exact = [[t.double() for t in tensors] for tensors in state]
     ours, plain = clone(state), clone(state)
     scale = 0.37
-    adamw_step_(*ours, **HYPER, step=5, grad_scale=torch.tensor(scale), maximize=maximize)
+    adamw_step_(*ours, **hyper, step=5, grad_scale=torch.tensor(scale), maximize=maximize)
     adamw_step_ref(
-        *exact, **HYPER, step=5, grad_scale=torch.tensor(scale).item(), maximize=maximize
+        *exact, **hyper, step=5, grad_scale=torch.tensor(scale).item(), maximize=maximize
     )
     for p, g, m, v in zip(*plain):
         parameter = torch.nn.Parameter(p)
         parameter.grad = g * scale
-        betas = (HYPER["beta1"], HYPER["beta2"])
+        betas = (hyper["beta1"], hyper["beta2"])
         optimizer = torch.optim.AdamW(
             [parameter],
-            lr=HYPER["lr"],
+            lr=hyper["lr"],
             betas=betas,
-            eps=HYPER["eps"],
-            weight_decay=HYPER["weight_decay"],
+            eps=hyper["eps"],
+            weight_decay=hyper["weight_decay"],
             foreach=False,
             maximize=maximize,
         )
@@ -192,6 +193,12 @@ def test_strided_parameters_and_gradients():
     assert torch.equal(q, same)
 
 
+def test_strides_of_a_dimension_of_one_do_not_matter():
+    p, m, v = torch.ones(1, 5), torch.empty_strided((1, 5), (9, 1)).zero_(), torch.zeros(1, 5)
+    adamw_step_([p], [torch.ones(1, 5)], [m], [v], **HYPER, step=1)
+    torch.testing.assert_close(p, torch.full((1, 5), 1 - 1e-3 - 1e-2))
+
+
 def test_non_finite_gradients_reach_the_parameters():
     p, m, v = torch.zeros(3), torch.zeros(3), torch.zeros(3)
     adamw_step_([p], [torch.tensor([torch.nan, torch.inf, 1.0])], [m], [v], **HYPER, step=1)
@@ -244,6 +251,7 @@ def test_errors():
     )
     refuses("expected fp32 exp_avgs, .* at index 0", p, g, low, v)
     refuses(r"expected one shape per parameter, got \[\[4\], \[4\], \[3\]", p, g, [m[0][:3]], v)
+    refuses(r"one device per parameter, got \['cpu', 'meta'", p, [g[0].to("meta")], m, v)
     refuses("expected dense parameters and states", [torch.ones(8)[::2]], g, m, v)
     refuses("expected dense parameters and states", p, g, [torch.zeros(8)[::2]], v)
     refuses("expected step >= 1, got step=0", p, g, m, v, step=0)

@@ -158,7 +158,7 @@ def faults():
     torch.ones(1 << 24)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 # The allocator's slack around an aligned block makes the first few blocks land apart.
-print(kept, *(faults() for _ in range(8)))
+print(kept, *(faults() for _ in range(40)))
 """
     kept, first, *_, last = run_python("-c", code).stdout.split()
     if kept == "False":
