@@ -182,6 +182,14 @@ def duration(seconds: float) -> str:
     return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
 
 
+def _has_room_for_a_bar() -> bool:
+    """Whether stderr is a terminal that knows its size; tqdm draws nothing on one of 0 rows."""
+    try:
+        return sys.stderr.isatty() and all(os.get_terminal_size(sys.stderr.fileno()))
+    except (OSError, ValueError):
+        return False
+
+
 class Progress:
     """The bar on a terminal; a line every few seconds where there is none; nothing when disabled.
 
@@ -206,7 +214,7 @@ class Progress:
         self._first_step, self._started = initial, time.monotonic()
         self._last_line = -math.inf
         self._bar: Any = None
-        bar = sys.stderr.isatty() if bar is None else bar
+        bar = _has_room_for_a_bar() if bar is None else bar
         if enabled and bar and importlib.util.find_spec("tqdm") is not None:
             from tqdm import tqdm
 

@@ -1,8 +1,12 @@
 """metrics.jsonl, the picture, the bar and its lines, memory, MFU."""
 
+import fcntl
 import json
 import math
 import os
+import pty
+import struct
+import termios
 
 import pytest
 
@@ -107,6 +111,18 @@ def test_bar(capfd):
     assert out == "saved\n"
     assert "3/10" in err
     assert "loss 1.250" in err
+
+
+@pytest.mark.parametrize(("rows", "bar"), [(40, True), (0, False)])
+def test_a_bar_only_on_a_terminal_that_knows_its_size(monkeypatch, rows, bar):
+    parent, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, 100, 0, 0))
+    with os.fdopen(terminal, "w") as stderr, monkeypatch.context() as patch:
+        patch.setattr(metrics.sys, "stderr", stderr)
+        progress = Progress(10)
+        assert (progress._bar is not None) == bar
+        progress.close()
+    os.close(parent)
 
 
 def test_other_ranks_are_silent(capfd):
