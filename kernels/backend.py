@@ -86,9 +86,10 @@ def keep_freed_memory() -> bool:
     """Keeps freed CPU memory mapped in this process; returns whether the C library can.
 
     A training step allocates and frees the same large buffers again and again. By default glibc
-    maps and unmaps each, so every step pays the page faults anew. Afterwards the heap only grows:
-    in the first steps to somewhat more than the peak of what is alive (blocks land apart), then it
-    stays. Affects the whole process and cannot be undone, so an application calls it (the trainer does), never a library on import.
+    maps and unmaps many of them, so every step pays the page faults anew. Afterwards the heap only
+    grows: in the first steps to somewhat more than the peak of what is alive (blocks land apart),
+    then it stays. Affects the whole process and cannot be undone, so an application calls it (the
+    trainer does), never a library on import.
     """
     return _C.keep_freed_memory()
 
