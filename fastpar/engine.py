@@ -57,7 +57,7 @@ def parallelize(
 
     Args:
         model: on mesh.device; its parameters become contiguous views of flat buffers, with the
-            values of rank 0 (frozen parameters and buffers too).
+            values of rank 0. Buffers and frozen parameters are copied from rank 0 too, once.
         bucket_mb: cap of the gradients that one collective sends; first_bucket_mb: of the first.
         grad_dtype: of the gradient buffer, e.g. torch.float32 under bf16 parameters.
         deterministic: sum in rank order (all-to-all, local sum, all-gather), so that the bits do
@@ -66,6 +66,8 @@ def parallelize(
         The same module.
     Ranks: all, with the same model and arguments.
     Wire: 2 * (dp - 1) / dp * bytes of the gradient buffer per rank and reduction.
+    Streams: collectives run beside the compute stream, which waits for them at the end of
+        backward; the host does not wait (except for gloo, and where a parameter was unused).
     Raises:
         ValueError: no trainable parameter; a dtype, device or sharing of memory that flat buffers
             cannot hold; parallelized twice; models that differ between ranks.
@@ -243,7 +245,7 @@ class Engine:
             return
         if self._next:
             raise RuntimeError(
-                f"Engine: expected backward to run to its end, got a new one after an earlier "
+                "Engine: expected backward to run to its end, got a new one after an earlier "
                 f"stopped with {self._next} of {len(self._pending)} buckets sent on rank "
                 f"{self.mesh.rank}; the ranks are out of step: restart from a checkpoint"
             )

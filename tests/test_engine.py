@@ -82,9 +82,6 @@ def assert_same(a, b):
         assert value is None or torch.equal(value, b[name]), name
 
 
-# One rank: the same code without communication
-
-
 @pytest.mark.parametrize("mode", ["none", "checkpoint", "reentrant"])
 def test_one_rank_has_the_bits_of_plain_autograd(mode):
     plain, model = Net(mode), Net(mode)
@@ -122,9 +119,6 @@ def test_retain_graph_and_two_forwards():
         loss.backward(retain_graph=True)
         loss.backward()
     assert_same(gradients(plain), gradients(model))
-
-
-# Several ranks
 
 
 @pytest.mark.parametrize("mode", ["none", "checkpoint"])
