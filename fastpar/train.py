@@ -74,12 +74,13 @@ def train(config: TrainConfig) -> int:
         raise ValueError(
             "train: expected a GPU for device=cuda, got none that torch can use; use --device cpu"
         )
+    if system.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
     mesh = Mesh(device="cpu" if system.device == "cpu" else None)
     if mesh.device.type == "cpu":
         keep_freed_memory()
-    elif system.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
+    else:
+        torch.use_deterministic_algorithms(system.deterministic)
     settings = {k: v for k, v in config.settings().items() if k not in ("nproc", "threads")}
     mesh.check_same("train", [f"{name}={value}" for name, value in settings.items()])
     return Trainer(config, mesh).run()

@@ -32,7 +32,7 @@ def model():
 def open_folder(model, step=0, name="text.txt", **changes):
     tokens = np.zeros(100, dtype=np.uint16)
     data = TextData(name, tokens, tokens, make_tokenizer("bytes"), 256)
-    config = TrainConfig().replace(changes)
+    config = TrainConfig().replace({"model": "mini", "batch_size": 32, **changes})
     return RunFolder(config, model=model, data=data, step=step, facts=FACTS)
 
 

@@ -32,6 +32,7 @@ TINY = {
     "block_size": 16,
     "dropout": 0.2,
     "batch_size": 8,
+    "lr": 1e-3,
     "max_steps": 8,
     "eval_every": 4,
     "eval_batches": 2,
@@ -418,6 +419,24 @@ def test_resume_with_another_model_or_text_is_refused(here, changes, message):
     with pytest.raises(ValueError, match=message):
         run("r", resume=True, **{"max_steps": 9, **changes})
     assert Path("r/metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_on_a_gpu_resume_equals_the_uninterrupted_run(here, dtype):
+    changes = {"device": "cuda", "dtype": dtype, "deterministic": True}
+    try:
+        run("whole", **changes)
+        shutil.copytree("whole", "cut", symlinks=True)
+        forget_after("cut", 4)
+        run("cut", resume=True, **changes)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert curve("cut") == curve("whole")
+    assert bits("cut") == bits("whole")
+    rows = [r for r in read_metrics("whole/metrics.jsonl") if "loss" in r]
+    assert all(r["cuda_peak_mb"] > 0 for r in rows)
+    assert rows[-1]["loss"] < rows[0]["loss"]
 
 
 @pytest.mark.slow
