@@ -33,6 +33,7 @@ constexpr int64_t kMaxK = 768;              // a pass: 42 KiB of A's sliver, 96 
 constexpr int64_t kSum = 128;               // products in one chain
 constexpr int64_t kChunkBytes = 512 << 10;  // of the packed larger operand: half of L2
 constexpr int64_t kBlockBytes = 256 << 10;  // of the panel, walked through for each such chunk
+constexpr int64_t kGrain = 1 << 20;         // multiply-adds worth a thread: 10 us
 constexpr int64_t kFloat = sizeof(float);
 
 int64_t up(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
@@ -174,6 +175,7 @@ void multiply_packed(const float* a, const float* b, int64_t k, float* c, int64_
 
 void gemm(const Matrix& a, const Matrix& b, float* c, int64_t ldc, int64_t m, int64_t n, int64_t k,
           bool accumulate, const float* bias, int threads) {
+  threads = useful_threads(m * n * k, kGrain, threads);
   const bool share_a = m <= n;
   const int64_t passes = std::max<int64_t>(1, (k + kMaxK - 1) / kMaxK);
   const int64_t depth = (k + passes - 1) / passes;
