@@ -258,8 +258,8 @@ def _report(ranks: list[_Rank], signals: list[int], logs: Path) -> int:
     failed = sorted((r for r in ranks if r.failed), key=lambda r: (not r.is_cause, r.ended))
     if not failed:
         return max(r.code or 0 for r in ranks)
-    if signals:  # died of the signal because it came before the first step, or of the second one
-        print("fastpar: stopped before anything was saved in this step", file=sys.stderr)
+    if signals:  # a rank died of it: before the first step, after the last one, or the second time
+        print("fastpar: stopped at once; only earlier checkpoints are there", file=sys.stderr)
         return 128 + signals[0]
     rank = failed[0]
     code = rank.code or 0

@@ -161,7 +161,7 @@ def test_a_second_signal_kills_unless_it_is_the_same_again(start, logs, capfd, m
     assert signals == [signal.SIGTERM] * 2
     assert ranks[0].code == -9
     assert _report(ranks, signals, logs) == 143
-    assert "stopped before anything was saved" in capfd.readouterr().err
+    assert "stopped at once; only earlier checkpoints are there" in capfd.readouterr().err
 
 
 def test_the_first_signal_in_a_rank_only_asks(capfd, monkeypatch):
