@@ -153,7 +153,7 @@ def test_parameters_of_two_dtypes_have_a_buffer_each():
 
 def sparse(model):
     p = model.wte.weight
-    p.grad = torch.sparse_coo_tensor([[1]], torch.ones(1, 6), p.shape)
+    p.grad = torch.sparse_coo_tensor([[1]], torch.ones(1, 6), p.shape, check_invariants=True)
 
 
 def with_graph(model):
