@@ -123,7 +123,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     return rows
 
 
-def smoothed(values: Iterable[float], weight: float = 0.9) -> list[float]:
+def smoothed(values: Iterable[float], weight: float) -> list[float]:
     """Exponential moving average without the pull towards zero at its start."""
     average, norm, out = 0.0, 0.0, []
     for value in values:
@@ -154,7 +154,9 @@ def plot_loss(rows: list[dict[str, Any]], path: str | Path, *, title: str) -> No
     if train:
         steps, losses = zip(*train)
         axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=1)
-        axes.plot(steps, smoothed(losses), color="tab:blue", linewidth=2, label="train (smoothed)")
+        window = min(20.0, max(1.0, len(losses) / 30))  # longer lags behind in a short run
+        bold = smoothed(losses, 1 - 1 / window)
+        axes.plot(steps, bold, color="tab:blue", linewidth=2, label="train (smoothed)")
     if val:
         steps, losses = zip(*val)
         axes.plot(steps, losses, "o-", color="tab:orange", markersize=4, label="validation")
@@ -162,10 +164,11 @@ def plot_loss(rows: list[dict[str, Any]], path: str | Path, *, title: str) -> No
             f"{losses[-1]:.3f}",
             (steps[-1], losses[-1]),
             textcoords="offset points",
-            xytext=(0, 9),
+            xytext=(0, -15),
             ha="center",
             color="tab:orange",
         )
+    axes.margins(y=0.1)
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats per token)")
     axes.set_title(title)

@@ -62,9 +62,9 @@ def test_tensorboard_is_fed_where_it_is_installed(tmp_path):
 
 
 def test_smoothed_is_an_average_from_the_start():
-    assert smoothed([3.0] * 5) == pytest.approx([3.0] * 5)
+    assert smoothed([3.0] * 5, 0.9) == pytest.approx([3.0] * 5)
     assert smoothed([1.0, 2.0], weight=0.5) == pytest.approx([1.0, 5 / 3])
-    assert smoothed([]) == []
+    assert smoothed([3.0, 1.0], 0.0) == [3.0, 1.0]
 
 
 @pytest.mark.parametrize("rows", [[], [{"step": 1, "loss": 2.0}], "both"])
