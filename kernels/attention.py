@@ -23,23 +23,22 @@ Source: Vaswani et al. 2017, arXiv 1706.03762; Dao et al. 2022, arXiv 2205.14135
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fastpar.kernels import _C
-from fastpar.kernels.backend import DTYPE_CODES, refuse_double_backward, use_cpp
-from fastpar.kernels.philox import (
-    MaskBlock,
-    Rng,
-    check_rng,
-    draw_key,
-    dropout_block,
-    quantize_p,
+from fastpar.kernels.backend import (
+    DTYPE_CODES,
+    define_autograd,
+    define_op,
+    refuse_double_backward,
+    use_cpp,
 )
+from fastpar.kernels.philox import MaskBlock, Rng, check_rng, draw_key, dropout_block, quantize_p
 
 MAX_HEAD_DIM = 256
 # A block of the composed form: scores that fit a CPU's cache; on a GPU launches cost more.
@@ -65,9 +64,13 @@ class _Shape(NamedTuple):
     D: int
 
 
-def _split(qkv: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v of [q, k, v] or of [packed]."""
-    q, k, v = qkv if len(qkv) == 3 else qkv[0].unbind(2)
+_Triple = tuple[Tensor, Tensor, Tensor]
+
+
+def _split(q: Tensor, k: Tensor | None, v: Tensor | None) -> _Triple:
+    """q, k, v; without k and v, q holds the three packed, [B, T, 3, H, D]."""
+    if k is None or v is None:
+        q, k, v = q.unbind(2)
     return q, k, v
 
 
@@ -146,9 +149,9 @@ class _Dropout(NamedTuple):
 
     def __call__(self, x: Tensor, at: _Heads, row: int, out: Tensor) -> Tensor:
         samples, heads = at.b1 - at.b0, at.h1 - at.h0
-        _, rows, columns = x.shape
-        block = MaskBlock(samples, heads, rows, columns, at.b0, at.h0, row)
-        return dropout_block(x, *self, block, out)
+        block = MaskBlock(samples, heads, x.shape[1], x.shape[2], at.b0, at.h0, row)
+        assert self.key is not None
+        return dropout_block(x, self.key, self.site, self.threshold, block, out)
 
 
 def _composed_fwd(
@@ -156,10 +159,8 @@ def _composed_fwd(
 ) -> Tensor:
     s = _shape(q, k)
     o = torch.empty(s.B, s.T, s.H, s.D, dtype=q.dtype, device=q.device)
-    if causal and s.Tk < s.T:
-        o[:, : s.T - s.Tk] = 0
-    if not o.numel():
-        return o
+    if causal:
+        o[:, : max(0, s.T - s.Tk)] = 0
     blocks = _Scores(q, s, causal, scale, n_buffers=2)
     group = s.H // s.Hkv
     for at in blocks.heads:
@@ -174,25 +175,13 @@ def _composed_fwd(
 
 
 def _composed_bwd(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    causal: bool,
-    scale: float,
-    drop: _Dropout,
+    do: Tensor, inputs: _Triple, grads: _Triple, causal: bool, scale: float, drop: _Dropout
 ) -> None:
-    """Writes dq, dk and dv, which may be parts of one packed tensor."""
+    """Writes the gradients, which may be parts of one packed tensor."""
+    (q, k, v), (dq, dk, dv) = inputs, grads
     s = _shape(q, k)
     if causal and s.Tk < s.T:
         dq[:, : s.T - s.Tk] = 0
-    if not q.numel():
-        dk.zero_()
-        dv.zero_()
-        return
     blocks = _Scores(q, s, causal, scale, n_buffers=3)
     group = s.H // s.Hkv
     for at in blocks.heads:
@@ -235,106 +224,122 @@ def attention_fwd(
     """o [B, T, H, D] and the statistics of rows [B, H, T, 2] by the compiled kernel."""
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     stats = q.new_empty(q.shape[0], q.shape[2], q.shape[1], 2, dtype=torch.float32)
-    if o.numel():
-        _C.attention_fwd(
-            *(_layout(x) for x in (q, k, v, o)),
-            stats.data_ptr(),
-            DTYPE_CODES[q.dtype],
-            *_arguments(q, k, causal, scale, drop),
-        )
+    _C.attention_fwd(
+        *(_layout(x) for x in (q, k, v, o)),
+        stats.data_ptr(),
+        DTYPE_CODES[q.dtype],
+        *_arguments(q, k, causal, scale, drop),
+    )
     return o, stats
 
 
 def attention_bwd(
     do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    inputs: _Triple,
     stats: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
+    grads: _Triple,
     causal: bool,
     scale: float,
     drop: _Dropout,
 ) -> None:
-    """Writes dq, dk and dv, which may be parts of one packed tensor, by the compiled kernel."""
+    """Writes the gradients, which may be parts of one packed tensor, by the compiled kernel."""
+    q, k, _ = inputs
     if do.stride(-1) != 1:
         do = do.contiguous()
-    if do.numel():
-        _C.attention_bwd(
-            *(_layout(x) for x in (do, q, k, v)),
-            stats.data_ptr(),
-            *(_layout(x) for x in (dq, dk, dv)),
-            DTYPE_CODES[q.dtype],
-            *_arguments(q, k, causal, scale, drop),
-        )
-    else:
-        dk.zero_()
-        dv.zero_()
+    _C.attention_bwd(
+        *(_layout(x) for x in (do, *inputs)),
+        stats.data_ptr(),
+        *(_layout(x) for x in grads),
+        DTYPE_CODES[q.dtype],
+        *_arguments(q, k, causal, scale, drop),
+    )
 
 
-@torch.library.custom_op("fastpar::attention", mutates_args=())
-def _attention(
-    qkv: Sequence[Tensor], causal: bool, scale: float, key: Tensor | None, site: int, threshold: int
+def _attention_run(
+    q: Tensor, k: Tensor | None, v: Tensor | None, causal: bool, scale: float, *mask: Any
 ) -> tuple[Tensor, Tensor]:
-    q, k, v = _split(qkv)
-    drop = _Dropout(key, site, threshold)
+    if not q.numel():
+        return _fake(q, k, v)
+    q, k, v = _split(q, k, v)
+    drop = _Dropout(*mask)
     if use_cpp("attention", q):
         return attention_fwd(q, k, v, causal, scale, drop)
     return _composed_fwd(q, k, v, causal, scale, drop), q.new_empty(0, dtype=torch.float32)
 
 
-@torch.library.custom_op("fastpar::attention_bwd", mutates_args=())
-def _attention_bwd(
+def _attention_bwd_run(
     do: Tensor,
-    qkv: Sequence[Tensor],
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     stats: Tensor,
     causal: bool,
     scale: float,
-    key: Tensor | None,
-    site: int,
-    threshold: int,
-) -> list[Tensor]:
-    grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in qkv]
-    drop = _Dropout(key, site, threshold)
-    if use_cpp("attention", do):
-        attention_bwd(do, *_split(qkv), stats, *_split(grads), causal, scale, drop)
+    *mask: Any,
+) -> _Triple:
+    dq, dk, dv = _bwd_fake(do, q, k, v)
+    inputs, grads = _split(q, k, v), _split(dq, *((None, None) if k is None else (dk, dv)))
+    if not do.numel():
+        for grad in grads:
+            grad.zero_()
+    elif use_cpp("attention", do):
+        attention_bwd(do, inputs, stats, grads, causal, scale, _Dropout(*mask))
     else:
-        _composed_bwd(do, *_split(qkv), *_split(grads), causal, scale, drop)
-    return grads
+        _composed_bwd(do, inputs, grads, causal, scale, _Dropout(*mask))
+    return dq, dk, dv
 
 
-@_attention.register_fake
-def _(qkv, causal, scale, key, site, threshold):
-    q = _split(qkv)[0]
+def _fake(q, k, v, *_):
+    q, _k, _v = _split(q, k, v)
     B, T, H, _D = q.shape
     stats = q.new_empty((B, H, T, 2) if use_cpp("attention", q) else (0,), dtype=torch.float32)
     return torch.empty(q.shape, dtype=q.dtype, device=q.device), stats
 
 
-@_attention_bwd.register_fake
-def _(do, qkv, stats, causal, scale, key, site, threshold):
-    return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in qkv]
+def _bwd_fake(do, q, k, v, *_):
+    """Gradients of q, k and v, or of the packed q and twice [0]."""
+    dq, dk, dv = (
+        q.new_empty(0) if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        for x in (q, k, v)
+    )
+    return dq, dk, dv
+
+
+_attention = define_op(
+    "attention(Tensor q, Tensor? k, Tensor? v, bool causal, float scale, Tensor? key, int site, "
+    "int threshold) -> (Tensor, Tensor)",
+    _attention_run,
+    _fake,
+    ("CPU", "CUDA"),
+)
+_attention_bwd = define_op(
+    "attention_bwd(Tensor do, Tensor q, Tensor? k, Tensor? v, Tensor stats, bool causal, "
+    "float scale, Tensor? key, int site, int threshold) -> (Tensor, Tensor, Tensor)",
+    _attention_bwd_run,
+    _bwd_fake,
+    ("CPU", "CUDA"),
+)
 
 
 def _setup_context(ctx, inputs, output):
-    qkv, ctx.causal, ctx.scale, key, ctx.site, ctx.threshold = inputs
+    q, k, v, ctx.causal, ctx.scale, key, ctx.site, ctx.threshold = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(output[1], key, *qkv)
+    ctx.save_for_backward(q, k, v, output[1], key)
 
 
 def _backward(ctx, do, _dstats):
     refuse_double_backward("attention")
-    stats, key, *qkv = ctx.saved_tensors
+    q, k, v, stats, key = ctx.saved_tensors
     if do is None:
-        do = torch.zeros_like(_split(qkv)[0])
+        do = torch.zeros_like(_split(q, k, v)[0])
     settings = (ctx.causal, ctx.scale, key, ctx.site, ctx.threshold)
-    return _attention_bwd(do, qkv, stats, *settings), None, None, None, None, None
+    dq, dk, dv = _attention_bwd(do, q, k, v, stats, *settings)
+    packed = k is None
+    return dq, None if packed else dk, None if packed else dv, None, None, None, None, None
 
 
-_attention.register_autograd(_backward, setup_context=_setup_context)
+define_autograd(_attention, _setup_context, _backward)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
@@ -402,9 +407,13 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _run(
-    qkv: list[Tensor], causal: bool, softmax_scale: float | None, p: float, rng: Rng | None
+    inputs: tuple[Tensor, Tensor | None, Tensor | None],
+    causal: bool,
+    softmax_scale: float | None,
+    p: float,
+    rng: Rng | None,
 ) -> Tensor:
-    q, k, v = _split(qkv)
+    q, k, v = _split(*inputs)
     _check(q, k, v)
     threshold = quantize_p(p)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
@@ -417,11 +426,11 @@ def _run(
     if not threshold:
         if not compiled:
             return _sdpa(q, k, v, causal, scale)
-        return _attention(qkv, causal, scale, None, 0, 0)[0]
+        return _attention(*inputs, causal, scale, None, 0, 0)[0]
     if rng is None:
         rng = Rng(draw_key(q.device), 0)
     check_rng(rng, q.shape[2], q.device)
-    return _attention(qkv, causal, scale, rng.key, rng.site, threshold)[0]
+    return _attention(*inputs, causal, scale, rng.key, rng.site, threshold)[0]
 
 
 def attention(
@@ -455,7 +464,7 @@ def attention(
     Oracle: fastpar.kernels.reference.attention_ref
     Source: Vaswani et al. 2017, arXiv 1706.03762
     """
-    return _run([q, k, v], causal, softmax_scale, dropout_p, rng)
+    return _run((q, k, v), causal, softmax_scale, dropout_p, rng)
 
 
 def attention_qkvpacked(
@@ -484,4 +493,4 @@ def attention_qkvpacked(
             f"attention_qkvpacked: expected qkv of shape [B, T, 3, H, D], got "
             f"qkv={list(qkv.shape)}; unflatten the projection's last dimension to (3, H, D)"
         )
-    return _run([qkv], causal, softmax_scale, dropout_p, rng)
+    return _run((qkv, None, None), causal, softmax_scale, dropout_p, rng)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastpar.kernels.backend import refuse_double_backward
+from fastpar.kernels.backend import define_autograd, define_op, refuse_double_backward
 from fastpar.kernels.philox import Rng, dropout
 
 
@@ -55,26 +55,27 @@ def embedding_bwd(
     return dwte, dwpe
 
 
-@torch.library.custom_op("fastpar::embedding", mutates_args=())
-def _embedding(idx: Tensor, wte: Tensor, wpe: Tensor | None, first_position: int) -> Tensor:
-    return embedding_fwd(idx, wte, wpe, first_position)
-
-
-@torch.library.custom_op("fastpar::embedding_bwd", mutates_args=())
-def _embedding_bwd(
-    dx: Tensor, idx: Tensor, rows: int, positions: int, first_position: int
-) -> tuple[Tensor, Tensor]:
-    return embedding_bwd(dx, idx, rows, positions, first_position)
-
-
-@_embedding.register_fake
-def _(idx, wte, wpe, first_position):
+def _fake(idx, wte, wpe, first_position):
     return wte.new_empty(*idx.shape, wte.shape[1])
 
 
-@_embedding_bwd.register_fake
-def _(dx, idx, rows, positions, first_position):
+def _bwd_fake(dx, idx, rows, positions, first_position):
     return dx.new_empty(rows, dx.shape[-1]), dx.new_empty(positions, dx.shape[-1])
+
+
+_embedding = define_op(
+    "embedding(Tensor idx, Tensor wte, Tensor? wpe, SymInt first_position) -> Tensor",
+    embedding_fwd,
+    _fake,
+    ("CPU", "CUDA"),
+)
+_embedding_bwd = define_op(
+    "embedding_bwd(Tensor dx, Tensor idx, SymInt rows, SymInt positions, SymInt first_position)"
+    " -> (Tensor, Tensor)",
+    embedding_bwd,
+    _bwd_fake,
+    ("CPU", "CUDA"),
+)
 
 
 def _setup_context(ctx, inputs, output):
@@ -90,7 +91,7 @@ def _backward(ctx, dx):
     return None, dwte if ctx.rows else None, dwpe if ctx.positions else None, None
 
 
-_embedding.register_autograd(_backward, setup_context=_setup_context)
+define_autograd(_embedding, _setup_context, _backward)
 
 
 def _check(idx: Tensor, wte: Tensor, wpe: Tensor | None, first_position: int) -> None:

@@ -23,7 +23,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastpar.kernels import _C
-from fastpar.kernels.backend import DTYPE_CODES, refuse_double_backward, use_cpp
+from fastpar.kernels.backend import (
+    DTYPE_CODES,
+    define_autograd,
+    define_op,
+    refuse_double_backward,
+    use_cpp,
+)
 from fastpar.kernels.philox import (
     Rng,
     check_rng,
@@ -170,54 +176,38 @@ def layer_norm_bwd(
     return dsum, dx, dweight, dbias, dx_bias
 
 
-@torch.library.custom_op("fastpar::layer_norm", mutates_args=(), device_types="cpu")
-def _layer_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    x_bias: Tensor | None,
-    key: Tensor | None,
-    site: int,
-    threshold: int,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return layer_norm_fwd(x, residual, weight, bias, x_bias, key, site, threshold, eps)
-
-
-@torch.library.custom_op("fastpar::layer_norm_bwd", mutates_args=(), device_types="cpu")
-def _layer_norm_bwd(
-    dy: Tensor,
-    dtotal: Tensor | None,
-    x: Tensor,
-    weight: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    key: Tensor | None,
-    site: int,
-    threshold: int,
-    need_dx_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return layer_norm_bwd(dy, dtotal, x, weight, mean, rstd, key, site, threshold, need_dx_bias)
-
-
 def _rows_like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@_layer_norm.register_fake
-def _(x, residual, weight, bias, x_bias, key, site, threshold, eps):
+def _fake(x, residual, weight, bias, x_bias, key, site, threshold, eps):
     mean, rstd = (x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32) for _ in range(2))
     return _rows_like(x), x.new_empty(0) if residual is None else _rows_like(x), mean, rstd
 
 
-@_layer_norm_bwd.register_fake
-def _(dy, dtotal, x, weight, mean, rstd, key, site, threshold, need_dx_bias):
+def _bwd_fake(dy, dtotal, x, weight, mean, rstd, key, site, threshold, need_dx_bias):
     C = x.shape[-1]
     dweight, dbias, dx_bias = (
         x.new_empty(c, dtype=torch.float32) for c in (C, C, C if need_dx_bias else 0)
     )
     return _rows_like(x), x.new_empty(0) if key is None else _rows_like(x), dweight, dbias, dx_bias
+
+
+_layer_norm = define_op(
+    "layer_norm(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, Tensor? x_bias, "
+    "Tensor? key, int site, int threshold, float eps) -> (Tensor, Tensor, Tensor, Tensor)",
+    layer_norm_fwd,
+    _fake,
+    ("CPU",),
+)
+_layer_norm_bwd = define_op(
+    "layer_norm_bwd(Tensor dy, Tensor? dtotal, Tensor x, Tensor weight, Tensor mean, Tensor rstd, "
+    "Tensor? key, int site, int threshold, bool need_dx_bias)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    layer_norm_bwd,
+    _bwd_fake,
+    ("CPU",),
+)
 
 
 def _setup_context(ctx, inputs, output):
@@ -261,7 +251,7 @@ def _backward(ctx, dy, dtotal, _dmean, _drstd):
     )
 
 
-_layer_norm.register_autograd(_backward, setup_context=_setup_context)
+define_autograd(_layer_norm, _setup_context, _backward)
 
 
 def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from fastpar.kernels import _C
-from fastpar.kernels.backend import DTYPE_CODES, use_cpp
+from fastpar.kernels.backend import DTYPE_CODES, define_autograd, define_op, use_cpp
 
 MAX_SITES = 1 << 15
 MAX_HEADS = 1 << 16
@@ -196,14 +196,20 @@ def dropout_block(
     return y
 
 
-@torch.library.custom_op("fastpar::dropout", mutates_args=())
-def _dropout(x: Tensor, key: Tensor, site: int, threshold: int) -> Tensor:
+def _dropout_run(x: Tensor, key: Tensor, site: int, threshold: int) -> Tensor:
     return dropout_block(x.contiguous(), key, site, threshold, mask_shape(x.shape))
 
 
-@_dropout.register_fake
-def _(x, key, site, threshold):
+def _dropout_fake(x, key, site, threshold):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+_dropout = define_op(
+    "dropout(Tensor x, Tensor key, int site, int threshold) -> Tensor",
+    _dropout_run,
+    _dropout_fake,
+    ("CPU", "CUDA"),
+)
 
 
 def _setup_context(ctx, inputs, output):
@@ -215,11 +221,10 @@ def _backward(ctx, dy):
     return _dropout(dy, ctx.saved_tensors[0], ctx.site, ctx.threshold), None, None, None
 
 
-_dropout.register_autograd(_backward, setup_context=_setup_context)
+define_autograd(_dropout, _setup_context, _backward)
 
 
-@torch.library.custom_op("fastpar::keep_mask", mutates_args=())
-def _keep_mask(
+def _keep_mask_run(
     key: Tensor, site: int, threshold: int, shape: Sequence[int], device: torch.device
 ) -> Tensor:
     at = mask_shape(shape)
@@ -242,9 +247,16 @@ def _keep_mask(
     return keep
 
 
-@_keep_mask.register_fake
-def _(key, site, threshold, shape, device):
+def _keep_mask_fake(key, site, threshold, shape, device):
     return torch.empty(shape, dtype=torch.bool, device=device)
+
+
+_keep_mask = define_op(
+    "keep_mask(Tensor key, int site, int threshold, SymInt[] shape, Device device) -> Tensor",
+    _keep_mask_run,
+    _keep_mask_fake,
+    ("CPU", "CUDA"),
+)
 
 
 def keep_mask(rng: Rng, p: float, shape: Sequence[int], device: Any = None) -> Tensor:

@@ -227,7 +227,7 @@ def test_composed_scores_are_never_all_alive(monkeypatch):
     drop = _Dropout(make_key(1, 2), 3, 26)
     with LargestTensor() as mode:
         o = _composed_fwd(*qkv.unbind(2), True, 0.25, drop)
-        _composed_bwd(o, *qkv.unbind(2), *torch.empty_like(qkv).unbind(2), True, 0.25, drop)
+        _composed_bwd(o, qkv.unbind(2), torch.empty_like(qkv).unbind(2), True, 0.25, drop)
     assert 0 < mode.numel <= max(3 * BLOCK_BYTES["cpu"] // 4, qkv.numel())
     assert mode.numel < B * H * T * T / 8
 
@@ -261,14 +261,14 @@ def test_registration():
     qkv = draw(1, 3, 3, 2, 4)
     key = make_key(1, 2)
     opcheck = torch.library.opcheck
-    for tensors in ([qkv], [draw(1, 3, 2, 4) for _ in range(3)]):
+    for inputs in ((qkv, None, None), [draw(1, 3, 2, 4) for _ in range(3)]):
         for k, threshold in ((None, 0), (key, 26)):
             settings = (True, 0.5, k, 0, threshold)
-            opcheck(torch.ops.fastpar.attention.default, (tensors, *settings))
-            plain = [t.detach() for t in tensors]
-            _, stats = torch.ops.fastpar.attention(plain, *settings)
+            opcheck(torch.ops.fastpar.attention.default, (*inputs, *settings))
+            plain = [t if t is None else t.detach() for t in inputs]
+            _, stats = torch.ops.fastpar.attention(*plain, *settings)
             do = torch.randn(1, 3, 2, 4)
-            opcheck(torch.ops.fastpar.attention_bwd.default, (do, plain, stats, *settings))
+            opcheck(torch.ops.fastpar.attention_bwd.default, (do, *plain, stats, *settings))
 
 
 @pytest.mark.parametrize("p", [0.0, 0.3])
