@@ -30,6 +30,15 @@ _FIXED = {"amsgrad": False, "decoupled_weight_decay": True}
 _TORCH_ONLY = (*_FIXED, "capturable", "differentiable", "foreach", "fused")
 
 
+def _plain(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method without torch's decorator, whose first call imports torch._dynamo.
+
+    That import takes 1.4 s and over 100 MB, and only a process that compiles has a use for it
+    (test_a_step_does_not_import_the_compiler).
+    """
+    return getattr(method, "__wrapped__", method)
+
+
 class AdamW(torch.optim.Optimizer):
     """AdamW with torch.optim.AdamW's signature, fp32 moments, master weights and built-in clipping.
 
@@ -92,7 +101,7 @@ class AdamW(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its options are checked here, the constructor's too."""
-        super().add_param_group(param_group)
+        _plain(torch.optim.Optimizer.add_param_group)(self, param_group)
         group = self.param_groups[-1]
         ranges = {
             "lr": (float(group["lr"]), 0.0, math.inf),
@@ -129,7 +138,7 @@ class AdamW(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch; also clears the main gradients of an engine."""
-        super().zero_grad(set_to_none)
+        _plain(torch.optim.Optimizer.zero_grad)(self, set_to_none)
         for engine in self._engines():
             engine.zero_grad(set_to_none)
 

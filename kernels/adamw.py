@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fastpar.kernels import _C
-from fastpar.kernels.backend import DTYPE_CODES, use_cpp
+from fastpar.kernels.backend import DTYPE_CODES, define_op, use_cpp
 
 
 class Hyper(NamedTuple):
@@ -191,11 +191,7 @@ def adamw_step_torch(
         torch._foreach_copy_(params, master_weights)
 
 
-@torch.library.custom_op(
-    "fastpar::adamw_step_",
-    mutates_args=("params", "exp_avgs", "exp_avg_sqs", "master_weights"),
-)
-def _adamw_step(
+def _run(
     params: list[Tensor],
     grads: list[Tensor],
     exp_avgs: list[Tensor],
@@ -217,11 +213,18 @@ def _adamw_step(
         adamw_step_cpu(*states, -scale if maximize else scale, hyper)
     else:
         adamw_step_torch(*states, grad_scale, maximize, hyper)
+    # Memory written through pointers: autograd must know that these tensors changed.
+    torch.autograd.graph.increment_version([*params, *exp_avgs, *exp_avg_sqs, *master_weights])
 
 
-@_adamw_step.register_fake
-def _(*args):
-    return None
+_adamw_step = define_op(
+    "adamw_step_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, "
+    "Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] master_weights, Tensor? grad_scale, float lr, "
+    "float beta1, float beta2, float eps, float weight_decay, int step, bool maximize) -> ()",
+    _run,
+    lambda *args: None,
+    ("CPU", "CUDA"),
+)
 
 
 @torch.no_grad()

@@ -32,7 +32,13 @@ import torch
 from torch import Tensor
 
 from fastpar.kernels import _C
-from fastpar.kernels.backend import DTYPE_CODES, refuse_double_backward, use_cpp
+from fastpar.kernels.backend import (
+    DTYPE_CODES,
+    define_autograd,
+    define_op,
+    refuse_double_backward,
+    use_cpp,
+)
 from fastpar.kernels.linear import add_matmul_, matmul
 
 _local = threading.local()  # ranks may be threads of one process: one workspace each
@@ -162,29 +168,21 @@ def _accumulate(dweight: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     return product.float() if dweight is None else dweight.add_(product)
 
 
-@torch.library.custom_op("fastpar::linear_cross_entropy", mutates_args=())
-def _linear_cross_entropy(
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    vocab_size: int,
-    ignore_index: int,
-    mean: bool,
-    chunk_rows: int,
-    need_dx: bool,
-    need_dweight: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return linear_cross_entropy_fwd(
-        x, weight, targets, vocab_size, ignore_index, mean, chunk_rows, need_dx, need_dweight
-    )
-
-
-@_linear_cross_entropy.register_fake
-def _(x, weight, targets, vocab_size, ignore_index, mean, chunk_rows, need_dx, need_dweight):
+def _fake(x, weight, targets, vocab_size, ignore_index, mean, chunk_rows, need_dx, need_dweight):
     scalar = x.new_empty((), dtype=torch.float32)
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if need_dx else x.new_empty(0)
     dweight = weight.new_empty(weight.shape if need_dweight else (0,), dtype=torch.float32)
     return scalar, dx, dweight, torch.empty_like(scalar)
+
+
+_linear_cross_entropy = define_op(
+    "linear_cross_entropy(Tensor x, Tensor weight, Tensor targets, SymInt vocab_size, "
+    "int ignore_index, bool mean, SymInt chunk_rows, bool need_dx, bool need_dweight)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    linear_cross_entropy_fwd,
+    _fake,
+    ("CPU", "CUDA"),
+)
 
 
 def _setup_context(ctx, inputs, output):
@@ -212,7 +210,7 @@ def _backward(ctx, dloss, *_):
     return grad_x, grad_weight, None, None, None, None, None, None, None
 
 
-_linear_cross_entropy.register_autograd(_backward, setup_context=_setup_context)
+define_autograd(_linear_cross_entropy, _setup_context, _backward)
 
 
 def linear_cross_entropy(

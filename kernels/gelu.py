@@ -17,7 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastpar.kernels import _C
-from fastpar.kernels.backend import DTYPE_CODES, refuse_double_backward, use_cpp
+from fastpar.kernels.backend import (
+    DTYPE_CODES,
+    define_autograd,
+    define_op,
+    refuse_double_backward,
+    use_cpp,
+)
 
 
 def _float_bias(bias: Tensor | None) -> Tensor | None:
@@ -65,25 +71,24 @@ def bias_gelu_bwd(dy: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor, T
     return dx, dbias if bias is None else dbias.to(bias.dtype)
 
 
-@torch.library.custom_op("fastpar::bias_gelu", mutates_args=(), device_types="cpu")
-def _bias_gelu(x: Tensor, bias: Tensor | None) -> Tensor:
-    return bias_gelu_fwd(x, bias)
-
-
-@torch.library.custom_op("fastpar::bias_gelu_bwd", mutates_args=(), device_types="cpu")
-def _bias_gelu_bwd(dy: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    return bias_gelu_bwd(dy, x, bias)
-
-
-@_bias_gelu.register_fake
-def _(x, bias):
+def _fake(x, bias):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@_bias_gelu_bwd.register_fake
-def _(dy, x, bias):
+def _bwd_fake(dy, x, bias):
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     return dx, x.new_empty(0, dtype=torch.float32) if bias is None else torch.empty_like(bias)
+
+
+_bias_gelu = define_op(
+    "bias_gelu(Tensor x, Tensor? bias) -> Tensor", bias_gelu_fwd, _fake, ("CPU",)
+)
+_bias_gelu_bwd = define_op(
+    "bias_gelu_bwd(Tensor dy, Tensor x, Tensor? bias) -> (Tensor, Tensor)",
+    bias_gelu_bwd,
+    _bwd_fake,
+    ("CPU",),
+)
 
 
 def _setup_context(ctx, inputs, output):
@@ -97,7 +102,7 @@ def _backward(ctx, dy):
     return dx, None if bias is None else dbias
 
 
-_bias_gelu.register_autograd(_backward, setup_context=_setup_context)
+define_autograd(_bias_gelu, _setup_context, _backward)
 
 
 def bias_gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh") -> Tensor:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastpar.kernels import _C, backend
-from fastpar.kernels.backend import has_gemm, refuse_double_backward
+from fastpar.kernels.backend import define_autograd, define_op, has_gemm, refuse_double_backward
 
 # Multiply-adds of a product from which ours is faster than MKL's: measured equal at 64^3.
 _OURS_FROM = 1 << 18
@@ -90,30 +90,28 @@ def linear_bwd(
     )
 
 
-@torch.library.custom_op("fastpar::linear", mutates_args=(), device_types="cpu")
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return linear_fwd(x, weight, bias)
-
-
-@torch.library.custom_op("fastpar::linear_bwd", mutates_args=(), device_types="cpu")
-def _linear_bwd(
-    dy: Tensor, x: Tensor, weight: Tensor, need_dx: bool, need_dweight: bool, need_dbias: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    return linear_bwd(dy, x, weight, need_dx, need_dweight, need_dbias)
-
-
-@_linear.register_fake
-def _(x, weight, bias):
+def _fake(x, weight, bias):
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
-@_linear_bwd.register_fake
-def _(dy, x, weight, need_dx, need_dweight, need_dbias):
+def _bwd_fake(dy, x, weight, need_dx, need_dweight, need_dbias):
     return (
         x.new_empty(x.shape if need_dx else (0,)),
         x.new_empty(weight.shape if need_dweight else (0,)),
         x.new_empty((weight.shape[0],) if need_dbias else (0,)),
     )
+
+
+_linear = define_op(
+    "linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", linear_fwd, _fake, ("CPU",)
+)
+_linear_bwd = define_op(
+    "linear_bwd(Tensor dy, Tensor x, Tensor weight, bool need_dx, bool need_dweight, "
+    "bool need_dbias) -> (Tensor, Tensor, Tensor)",
+    linear_bwd,
+    _bwd_fake,
+    ("CPU",),
+)
 
 
 def _setup_context(ctx, inputs, output):
@@ -130,7 +128,7 @@ def _backward(ctx, dy):
     return tuple(grad if need else None for grad, need in zip(grads, needed))
 
 
-_linear.register_autograd(_backward, setup_context=_setup_context)
+define_autograd(_linear, _setup_context, _backward)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

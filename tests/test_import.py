@@ -21,6 +21,21 @@ def test_import_loads_nothing_heavy():
     assert done.stdout.split() == [fastpar.__version__, "False"], done.stderr
 
 
+def test_a_step_does_not_import_the_compiler():
+    program = """
+import sys, torch, fastpar
+from fastpar.config import GPTConfig
+from fastpar.model import GPT
+config = GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=8, vocab_size=32, dropout=0.1)
+model = fastpar.parallelize(GPT(config), fastpar.Mesh())
+optimizer = fastpar.AdamW(model.parameters(), max_grad_norm=1.0)
+x = torch.zeros(2, 8, dtype=torch.int64)
+model(x, x).backward(), optimizer.step(), optimizer.zero_grad()
+print([name for name in ("torch._dynamo", "sympy", "triton") if name in sys.modules])
+"""
+    assert python("-c", program).stdout.strip() == "[]"
+
+
 def test_public_names_are_there():
     for name in fastpar.__all__:
         assert getattr(fastpar, name) is not None
