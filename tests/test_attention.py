@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastpar.kernels import _C, Rng, attention, attention_qkvpacked, backend, make_key
+from fastpar.kernels.attention import BLOCK_BYTES, _composed_bwd, _composed_fwd, _Dropout
 from fastpar.kernels.reference import attention_ref
 from fastpar.testing import assert_matches_oracle
 
@@ -98,6 +99,16 @@ def test_long_sequence(form):
     """Several blocks of queries and panels of keys, sums over 1000 terms."""
     inputs = [draw(1, 1000, 2, 64) for _ in range(3)]
     check(form, inputs)
+
+
+@pytest.mark.parametrize("kilobytes", [1, 40, 100])
+def test_composed_in_many_blocks(monkeypatch, kilobytes):
+    """One head of one sample a block, some heads, some samples: the same attention and mask."""
+    monkeypatch.setattr(backend, "choice", "torch")
+    monkeypatch.setitem(BLOCK_BYTES, "cpu", kilobytes << 10)
+    inputs = [draw(3, 70, 4, 16), draw(3, 70, 2, 16), draw(3, 70, 2, 16)]
+    for causal in (True, False):
+        check("torch", inputs, causal=causal, dropout_p=0.3, rng=RNG)
 
 
 @pytest.mark.parametrize("softmax_scale", [0.02, 3.0])
@@ -220,8 +231,6 @@ class LargestTensor(TorchDispatchMode):
 
 
 def test_composed_scores_are_never_all_alive(monkeypatch):
-    from fastpar.kernels.attention import BLOCK_BYTES, _composed_bwd, _composed_fwd, _Dropout
-
     B, T, H, D = 2, 512, 8, 16
     qkv = torch.randn(B, T, 3, H, D)
     drop = _Dropout(make_key(1, 2), 3, 26)

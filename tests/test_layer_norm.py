@@ -47,6 +47,16 @@ def test_large_mean(mean):
     assert_matches_oracle(layer_norm, layer_norm_ref, inputs)
 
 
+@pytest.mark.parametrize("mean", [1e2, 1e4, -1e6])
+def test_large_mean_costs_no_accuracy(mean):
+    """x - center is exact and the mean's rounding is corrected: a few roundings of y, whatever the
+    mean. (Uncorrected, the error is half an ulp of the mean: 3e-2 at -1e6.)"""
+    x = torch.randn(7, 768) + mean
+    y = layer_norm(x, torch.ones(768))
+    exact = layer_norm_ref(x.double(), torch.ones(768).double())
+    assert (y - exact).abs().max() <= 4 * torch.finfo(torch.float32).eps * exact.abs().max()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_float32_weights_with_16_bit_rows(dtype):
     inputs = [draw(4, 96, dtype=dtype), draw(96), draw(96)]
