@@ -135,7 +135,7 @@ class _Scores:
 
     def probs(self, q: Tensor, k: Tensor, scores: Tensor, out: Tensor) -> None:
         """out = softmax(q k^T * scale), q the last queries that k's keys allow."""
-        torch.baddbmm(scores, q, k.mT, beta=0, alpha=self.scale, out=scores)
+        scores.baddbmm_(q, k.mT, beta=0, alpha=self.scale)
         if self.causal:
             n = q.shape[1]
             scores[..., k.shape[1] - n :].masked_fill_(self.future[:n, :n], float("-inf"))

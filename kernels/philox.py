@@ -157,7 +157,8 @@ def check_rng(rng: Rng, heads: int, device: torch.device) -> None:
             f"dropout: expected an int64 key of shape [2], got key={key.dtype} {list(key.shape)}; "
             "use make_key or draw_key"
         )
-    if key.device != device and key.device.type != "cpu":
+    elsewhere = key.device.type != device.type or device.index not in (None, key.device.index)
+    if key.device.type != "cpu" and elsewhere:
         raise ValueError(
             f"dropout: expected a key on the CPU or on {device}, got key on {key.device}; "
             "move it with key.to(...)"
