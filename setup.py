@@ -103,7 +103,8 @@ class NinjaBuild(build_ext):
 sources = sorted(
     str(p.relative_to(ROOT)) for p in (ROOT / "csrc").glob("*.c*") if p.suffix in (".cpp", ".cu")
 )
+headers = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").glob("*.h"))
 setup(
-    ext_modules=[Extension("fastpar.kernels._C", sources=sources)],
+    ext_modules=[Extension("fastpar.kernels._C", sources=sources, depends=headers)],
     cmdclass={"build_ext": NinjaBuild},
 )

@@ -94,10 +94,15 @@ def take_turns(
             logs[name].peak_bytes = max(tell(name, "peak_bytes"))
             if val:
                 logs[name].notes["val_loss"] = statistics.fmean(tell(name, "val_loss"))
+            if specs[name].kind != "fastpar":
+                workers[name].close()  # the gate below needs memory for fp64 gradients
+
+        def gate(name: str) -> None:
             if specs[name].kind == "fastpar":
                 judge(tell(name, "check"))
 
         each(finish)
+        each(gate)
     return logs
 
 

@@ -81,8 +81,9 @@ def test_torch_tile_matches_oracle(monkeypatch):
 
 
 def test_default_chunk_is_balanced():
-    x = torch.empty(0)
-    assert [default_chunk_rows(n, x) for n in (0, 1, 512, 513, 2048)] == [1, 1, 512, 257, 512]
+    wide, narrow = torch.empty(0, 512), torch.empty(0, 384)
+    assert [default_chunk_rows(n, wide) for n in (0, 1, 512, 513, 2048)] == [1, 1, 512, 257, 512]
+    assert [default_chunk_rows(n, narrow) for n in (1, 352, 353, 2048)] == [1, 352, 177, 342]
 
 
 @pytest.mark.parametrize("choice", ["auto", "torch"])
