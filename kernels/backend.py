@@ -2,17 +2,22 @@
 
 Two environment variables are read once, at import:
 
-FASTPAR_BACKEND=auto|torch|cpp
-    auto   C++ for CPU tensors where an op has a compiled implementation, torch otherwise
-    torch  torch everywhere
-    cpp    like auto, but an op that has a compiled implementation raises RuntimeError when it is
-           called with tensors that this implementation cannot serve
+FASTPAR_BACKEND=auto|torch|cpp|triton
+    auto    C++ for CPU tensors and Triton for CUDA tensors where an op has such an implementation,
+            torch otherwise (fp64, other devices)
+    torch   torch everywhere
+    cpp     like auto, but an op that has a compiled implementation raises RuntimeError when it is
+            called with tensors that this implementation cannot serve
+    triton  the same for Triton; CPU tensors run in Triton's interpreter, which TRITON_INTERPRET=1
+            switches on (for tests: it is slow, and its bf16 matrix products are wrong)
 FASTPAR_ISA=auto|baseline|avx2|avx512
     the instruction set of the compiled kernels; results have the same bits on each
 
 `python -m fastpar.kernels.backend` prints what was chosen.
 """
 
+import functools
+import importlib.util
 import os
 import platform
 from collections.abc import Callable, Sequence
@@ -46,9 +51,10 @@ OPS = {
 
 def read_backend(name: str) -> str:
     """FASTPAR_BACKEND's value, checked."""
-    if name not in ("auto", "torch", "cpp"):
+    if name not in ("auto", "torch", "cpp", "triton"):
         raise ValueError(
-            f"read_backend: expected auto, torch or cpp, got FASTPAR_BACKEND={name}; correct it"
+            "read_backend: expected auto, torch, cpp or triton, got "
+            f"FASTPAR_BACKEND={name}; correct it"
         )
     return name
 
@@ -72,7 +78,39 @@ def use_cpp(op: str, x: Tensor) -> bool:
             f"FASTPAR_BACKEND=cpp, got device={x.device.type} dtype={x.dtype}; "
             "unset FASTPAR_BACKEND"
         )
-    return able and choice != "torch"
+    return able and choice in ("auto", "cpp")
+
+
+@functools.cache
+def _triton_found() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def use_triton(op: str, x: Tensor) -> bool:
+    """Whether `op`, which has Triton kernels, uses them for tensors like x.
+
+    Raises:
+        RuntimeError: x is a CUDA tensor and Triton is not installed; FASTPAR_BACKEND=triton and x
+            is of another dtype or device, or on the CPU without Triton's interpreter.
+    """
+    cuda = x.device.type == "cuda"
+    if choice in ("torch", "cpp") or not (cuda or choice == "triton"):
+        return False
+    able = x.dtype in DTYPE_CODES
+    if choice == "triton":
+        interpreted = x.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+        if not (able and (cuda or interpreted)):
+            raise RuntimeError(
+                f"{op}: expected a CUDA tensor of float32, bfloat16 or float16 under "
+                "FASTPAR_BACKEND=triton (or a CPU tensor with TRITON_INTERPRET=1), got "
+                f"device={x.device.type} dtype={x.dtype}; unset FASTPAR_BACKEND"
+            )
+    if able and not _triton_found():
+        raise RuntimeError(
+            f"{op}: expected Triton for tensors on {x.device}, got no triton package; "
+            "`pip install triton`, or set FASTPAR_BACKEND=torch for plain PyTorch"
+        )
+    return able
 
 
 _library = torch.library.Library("fastpar", "FRAGMENT")

@@ -1,11 +1,16 @@
 """Every test starts from the same seeds and thread count; a missing GPU is a visible skip."""
 
 import contextlib
+import os
 import random
 
 import numpy as np
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    # Read when a kernel is defined, so before the first <op>_triton module is imported.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 with contextlib.suppress(ImportError):
     import hypothesis
@@ -34,3 +39,15 @@ def _same_start():
     torch.manual_seed(0)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def triton_device(monkeypatch) -> str:
+    """Ops run their Triton kernels: on a GPU where there is one, else on CPU tensors in Triton's
+    interpreter (where bf16 matrix products are wrong: use fp16 and fp32 for kernels with tl.dot).
+    """
+    pytest.importorskip("triton", reason="needs triton")
+    from fastpar.kernels import backend
+
+    monkeypatch.setattr(backend, "choice", "triton")
+    return "cuda" if torch.cuda.is_available() else "cpu"
