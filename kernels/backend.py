@@ -116,37 +116,85 @@ def use_triton(op: str, x: Tensor) -> bool:
 _library = torch.library.Library("fastpar", "FRAGMENT")
 
 
+class Op:
+    """An op of torch.library that plain eager calls reach without the dispatcher.
+
+    [Note: eager calls] The dispatcher parses every argument twice, once for autograd and once for
+    the device, which costs as much as a small kernel. So a call on plain CPU or CUDA tensors, with
+    no mode, transform or tracer that wants to see it, goes straight to the implementation (through
+    autograd.Function where a gradient is needed). All others, torch.compile first, see the op.
+    """
+
+    def __init__(self, overload: torch._ops.OpOverload, run: Callable[..., Any]):
+        self.overload = overload
+        self.run = run
+        self.name = overload.name().split("::")[1]
+        self.apply: Callable[..., Any] | None = None
+        self.mutates = overload._schema.is_mutable
+
+    def __call__(self, *args: Any) -> Any:
+        if torch.compiler.is_compiling() or self.mutates or _is_watched():
+            return self.overload(*args)
+        needs_grad = False
+        for a in args:
+            if isinstance(a, Tensor):
+                if type(a) not in _PLAIN or not (a.is_cpu or a.is_cuda):
+                    return self.overload(*args)
+                needs_grad = needs_grad or a.requires_grad
+        if needs_grad and self.apply is not None and torch.is_grad_enabled():
+            return self.apply(*args)
+        return self.run(*args)
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _is_watched() -> bool:
+    """Whether a mode (FakeTensor, make_fx, checkpointing) or a transform (vmap) is active."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
 def define_op(
     schema: str, run: Callable[..., Any], fake: Callable[..., Any], devices: Sequence[str]
-) -> torch._ops.OpOverload:
+) -> Op:
     """The op fastpar::<schema> that calls `run` on tensors of these devices ("CPU", "CUDA").
 
-    What torch.library.custom_op does, at half its host time: an op with ten arguments took 67 us
-    there and takes 30 us here, forward with autograd. `run` returns new tensors, never its inputs.
+    `run` returns new tensors, never its inputs. See [Note: eager calls].
     """
     name = schema.split("(")[0]
     _library.define(schema)
     for device in devices:
         _library.impl(name, run, device)
     torch.library.register_fake(f"fastpar::{name}", fake, lib=_library)
-    return getattr(torch.ops.fastpar, name).default
+    return Op(getattr(torch.ops.fastpar, name).default, run)
 
 
 def define_autograd(
-    op: torch._ops.OpOverload, setup_context: Callable[..., None], backward: Callable[..., Any]
+    op: Op, setup_context: Callable[..., None], backward: Callable[..., Any]
 ) -> None:
     """Gradients of op: setup_context(ctx, inputs, output) and backward(ctx, *grads)."""
 
-    def forward(ctx, *inputs):
+    def through_dispatcher(ctx, *inputs):
         with torch._C._AutoDispatchBelowAutograd():
-            output = op(*inputs)
+            output = op.overload(*inputs)
         setup_context(ctx, inputs, output)
         return output
 
-    name = op.name().split("::")[1]
-    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    function: Any = type(name, (torch.autograd.Function,), methods)
-    _library.impl(name, function.apply, "Autograd")
+    def eager(ctx, *inputs):
+        output = op.run(*inputs)
+        setup_context(ctx, inputs, output)
+        return output
+
+    def function(forward: Callable[..., Any]) -> Any:
+        methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+        return type(op.name, (torch.autograd.Function,), methods)
+
+    _library.impl(op.name, function(through_dispatcher).apply, "Autograd")
+    op.apply = function(eager).apply
 
 
 def refuse_double_backward(op: str) -> None:

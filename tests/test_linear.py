@@ -130,10 +130,10 @@ def test_matmul_reads_strides_adds_bias_and_accumulates():
 
 def test_opcheck():
     x, weight, bias = make(5, 12, 7)
-    torch.library.opcheck(_linear, (x, weight, bias))
-    torch.library.opcheck(_linear, (x, weight, None))
+    torch.library.opcheck(_linear.overload, (x, weight, bias))
+    torch.library.opcheck(_linear.overload, (x, weight, None))
     args = (torch.ones(5, 7), x.detach(), weight.detach(), True, True, True)
-    torch.library.opcheck(_linear_bwd, args)
+    torch.library.opcheck(_linear_bwd.overload, args)
 
 
 def test_compiles_without_graph_breaks():
