@@ -150,7 +150,7 @@ for part in $PARTS; do
       ;;
     ops)
       run_bench $((LIMIT_S - SECONDS - ($([[ $PARTS == *train* ]] && echo 160 || echo 0)))) ops \
-        ceilings attention layer_norm adamw cross_entropy gelu embedding linear philox
+        ceilings attention layer_norm adamw linear_cross_entropy gelu embedding linear philox
       ;;
     train) run_bench $((LIMIT_S - SECONDS)) train train ;;
   esac

@@ -41,11 +41,11 @@ else:
     from fastpar.kernels.adamw import adamw_step_
     from fastpar.kernels.attention import attention, attention_qkvpacked
     from fastpar.kernels.backend import keep_freed_memory
-    from fastpar.kernels.cross_entropy import linear_cross_entropy
     from fastpar.kernels.embedding import embedding
     from fastpar.kernels.gelu import bias_gelu
     from fastpar.kernels.layer_norm import layer_norm, residual_layer_norm
     from fastpar.kernels.linear import linear
+    from fastpar.kernels.linear_cross_entropy import linear_cross_entropy
     from fastpar.kernels.philox import Rng, draw_key, dropout, keep_mask, make_key, quantize_p
 
     __all__ = [

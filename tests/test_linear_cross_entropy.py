@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fastpar.kernels import _C, backend, linear_cross_entropy
-from fastpar.kernels.cross_entropy import default_chunk_rows, linear_cross_entropy_fwd
+from fastpar.kernels.linear_cross_entropy import default_chunk_rows, linear_cross_entropy_fwd
 from fastpar.kernels.reference import linear_cross_entropy_ref
 from fastpar.testing import assert_matches_oracle
 
