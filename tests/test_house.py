@@ -107,7 +107,39 @@ def test_imports_inside_fastpar_go_downward():
 def test_optional_packages_are_imported_inside_functions(room):
     for path in (ROOT / room).glob("*.py"):
         first = {n.split(".")[0] for n in imports(path, top_level_only=True)}
-        assert not first & OPTIONAL, (path.name, first & OPTIONAL)
+        allowed = {"triton"} if is_triton(path) else set()
+        assert not first & OPTIONAL - allowed, (path.name, first & OPTIONAL)
+
+
+def is_triton(path: Path) -> bool:
+    """A module that defines or launches Triton kernels."""
+    return path.parent.name == "kernels" and (
+        path.stem.endswith("_triton") or path.stem == "triton_launch"
+    )
+
+
+def test_triton_modules_are_imported_when_a_kernel_is_needed():
+    """Otherwise `import fastpar` would need Triton, and pay for its import."""
+    triton_stems = {p.stem for p in (ROOT / "kernels").glob("*.py") if is_triton(p)}
+    for path in (ROOT / "kernels").glob("*.py"):
+        if not is_triton(path):
+            found = {n.split(".")[-1] for n in imports(path, top_level_only=True)}
+            assert not found & triton_stems, path.name
+
+
+def test_triton_kernels_are_launched_in_one_place():
+    """So that what `make aot` records and checks is what a user runs."""
+    for path in (ROOT / "kernels").glob("*.py"):
+        text = path.read_text()
+        if path.stem != "triton_launch":
+            assert not re.search(r"_kernel\[", text), path.name
+            assert "autotune" not in text, path.name
+
+
+def test_every_triton_module_is_compiled_ahead_of_time():
+    for path in (ROOT / "kernels").glob("*_triton.py"):
+        names = {n.name for n in ast.parse(path.read_text()).body if isinstance(n, ast.FunctionDef)}
+        assert "aot_calls" in names, path.name
 
 
 def test_every_op_has_an_oracle_and_a_bench():
@@ -115,7 +147,8 @@ def test_every_op_has_an_oracle_and_a_bench():
 
     reference = (ROOT / "kernels" / "reference.py").read_text()
     for path in (ROOT / "kernels").glob("*.py"):
-        if path.stem in ("__init__", "backend", "reference", "philox"):
+        helpers = ("__init__", "backend", "reference", "philox", "attention_composed")
+        if path.stem in helpers or is_triton(path):
             continue
         assert (ROOT / "bench" / f"bench_{path.stem}.py").exists(), path.stem
     for name in fastpar.kernels.__all__:
