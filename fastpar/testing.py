@@ -26,7 +26,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -282,6 +282,64 @@ def _pickle_error(error: BaseException, trace: str) -> bytes:
     return pickle.dumps((None, plain, trace))
 
 
+class Errors(NamedTuple):
+    """Of one result against fp64, over all elements that are finite there."""
+
+    max: float
+    rms: float
+    eager_max: float  # of plain PyTorch in the same dtype
+    eager_rms: float
+    rounding: float  # of the largest value to the result's dtype: eps / 2 * max|oracle|
+
+
+def measure_errors(
+    fn: Callable[..., Any],
+    ref: Callable[..., Any],
+    inputs: Sequence[Any],
+    *,
+    eager: Callable[..., Any] | None = None,
+    grad: bool = True,
+    seed: int = 0,
+) -> dict[str, Errors]:
+    """The errors of fn and of eager (default: ref) against ref on fp64 copies of the inputs.
+
+    For every output and for the gradient of every input with requires_grad; one random cotangent
+    for all three.
+
+    Args:
+        fn, ref, eager: take *inputs, return a tensor or a tuple of tensors.
+        inputs: tensors and other arguments; floating-point tensors are upcast for the oracle, the
+            rest is passed on.
+        grad: also compare gradients of the inputs that require them.
+        seed: of the cotangents.
+    Returns:
+        "output 0", "gradient of input 0", ... -> Errors; results without elements are left out.
+    Raises:
+        AssertionError: on a missing result, a wrong shape or dtype, and where not both are finite.
+    """
+    truth = _evaluate(ref, inputs, grad, seed, double=True)
+    base = _evaluate(eager or ref, inputs, grad, seed, double=False)
+    ours = _evaluate(fn, inputs, grad, seed, double=False)
+    assert ours.keys() == truth.keys(), f"results: expected {list(truth)}, got {list(ours)}"
+    measured = {}
+    for name, exact in truth.items():
+        got, plain = ours[name], base[name]
+        assert got.shape == exact.shape, f"{name}: expected shape {exact.shape}, got {got.shape}"
+        assert got.dtype == plain.dtype, f"{name}: expected dtype {plain.dtype}, got {got.dtype}"
+        if not exact.numel():
+            continue
+        finite = exact.isfinite()
+        same = torch.equal(got.double()[~finite].nan_to_num(), exact[~finite].nan_to_num())
+        assert same, f"{name}: expected the oracle's infinities and NaNs"
+        magnitude = exact[finite].abs().max().item() if finite.any() else 0.0
+        measured[name] = Errors(
+            *_max_and_rms(got, exact, finite),
+            *_max_and_rms(plain, exact, finite),
+            0.5 * torch.finfo(got.dtype).eps * magnitude,
+        )
+    return measured
+
+
 def assert_matches_oracle(
     fn: Callable[..., Any],
     ref: Callable[..., Any],
@@ -294,51 +352,31 @@ def assert_matches_oracle(
 ) -> dict[str, tuple[float, float]]:
     """Judge fn by the 2x rule: at most twice the error that plain PyTorch makes in the same dtype.
 
-    The oracle is ref on fp64 copies of the inputs; the yardstick is eager (default: ref) on the
-    inputs as they are. For every output and for the gradient of every input with requires_grad
-    (one random cotangent for all three), max|fn - oracle| <= factor * max|eager - oracle| + floor.
-    The floor is one rounding of the largest oracle value to the dtype of the result,
-    u * max|oracle| with u = eps / 2: a result that was exact until it was stored can be that far
-    off, and the yardstick can be lucky.
+    For every result that measure_errors (which explains the arguments) compares,
+    max|fn - oracle| <= factor * max|eager - oracle| + floor. The floor is one rounding of the
+    largest oracle value to the dtype of the result: a result that was exact until it was stored
+    can be that far off, and the yardstick can be lucky.
 
-    Args:
-        fn, ref, eager: take *inputs, return a tensor or a tuple of tensors.
-        inputs: tensors and other arguments; floating-point tensors are upcast for the oracle, the
-            rest is passed on.
-        grad: also compare gradients of the inputs that require them.
-        seed: of the cotangents.
     Returns:
         name -> (error, bound), for printing.
     Raises:
         AssertionError: naming the result, its error and its bound; also on a wrong shape, dtype or
             non-finite value where the oracle is finite.
     """
-    truth = _evaluate(ref, inputs, grad, seed, double=True)
-    base = _evaluate(eager or ref, inputs, grad, seed, double=False)
-    ours = _evaluate(fn, inputs, grad, seed, double=False)
-    assert ours.keys() == truth.keys(), f"results: expected {list(truth)}, got {list(ours)}"
     report = {}
-    for name, exact in truth.items():
-        got, plain = ours[name], base[name]
-        assert got.shape == exact.shape, f"{name}: expected shape {exact.shape}, got {got.shape}"
-        assert got.dtype == plain.dtype, f"{name}: expected dtype {plain.dtype}, got {got.dtype}"
-        if not exact.numel():
-            continue
-        finite = exact.isfinite()
-        same = torch.equal(got.double()[~finite].nan_to_num(), exact[~finite].nan_to_num())
-        assert same, f"{name}: expected the oracle's infinities and NaNs"
-        magnitude = exact[finite].abs().max().item() if finite.any() else 0.0
-        floor = 0.5 * torch.finfo(got.dtype).eps * magnitude
-        error = _max_error(got, exact, finite)
-        bound = factor * _max_error(plain, exact, finite) + floor
-        report[name] = (error, bound)
-        assert error <= bound, f"{name}: expected error <= {bound:.3e}, got {error:.3e}"
+    measured = measure_errors(fn, ref, inputs, eager=eager, grad=grad, seed=seed)
+    for name, errors in measured.items():
+        bound = factor * errors.eager_max + errors.rounding
+        report[name] = (errors.max, bound)
+        assert errors.max <= bound, f"{name}: expected error <= {bound:.3e}, got {errors.max:.3e}"
     return report
 
 
-def _max_error(value: Tensor, exact: Tensor, finite: Tensor) -> float:
-    difference = (value.double() - exact)[finite].abs()
-    return difference.nan_to_num(nan=float("inf")).max().item() if difference.numel() else 0.0
+def _max_and_rms(value: Tensor, exact: Tensor, finite: Tensor) -> tuple[float, float]:
+    difference = (value.double() - exact)[finite].abs().nan_to_num(nan=float("inf"))
+    if not difference.numel():
+        return 0.0, 0.0
+    return difference.max().item(), difference.square().mean().sqrt().item()
 
 
 def _evaluate(

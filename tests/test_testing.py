@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fastpar.testing import assert_matches_oracle, run_ranks
+from fastpar.testing import assert_matches_oracle, measure_errors, run_ranks
 
 BACKENDS = ["threads", "gloo"]
 
@@ -240,3 +240,18 @@ def test_the_yardstick_can_be_another_function():
     with pytest.raises(AssertionError, match="output 0"):
         assert_matches_oracle(rough, square, inputs(), grad=False)
     assert_matches_oracle(rough, square, inputs(), eager=rough, grad=False)
+
+
+def test_errors_are_those_of_each_against_fp64():
+    """fn is off by 3 in one of four elements, the yardstick by 1 in all; inf is left out."""
+    exact = torch.tensor([1.0, -4.0, 2.0, 3.0, torch.inf])
+    ours = exact + torch.tensor([0.0, 3.0, 0.0, 0.0, 0.0])
+    (errors,) = measure_errors(
+        lambda x: ours.clone(), lambda x: x.clone(), [exact], eager=lambda x: x + 1
+    ).values()
+    assert errors == (3.0, 1.5, 1.0, 1.0, 4.0 * torch.finfo(torch.float32).eps / 2)
+
+
+def test_a_nan_is_an_infinite_error():
+    (errors,) = measure_errors(lambda x: x * torch.nan, square, inputs(), grad=False).values()
+    assert errors.max == errors.rms == float("inf")
