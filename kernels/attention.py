@@ -11,7 +11,7 @@ their logarithm, would do, but rounds P by its own size.) Statistics and accumul
 On CPU a compiled kernel reads strided q, k, v (or the packed projection) and writes their gradients
 in place. A head belongs to one thread, so every sum has one order for any number of threads. On
 CUDA this is torch's scaled_dot_product_attention without dropout, and with dropout a composition of
-torch ops by blocks of heads and queries, which recomputes the softmax and keeps no statistics.
+torch ops by blocks of heads and queries (attention_composed.py), which keeps no statistics.
 
 [Note: causal] The mask is aligned to the last query and the last key: query i sees keys
 j <= i + Tk - T, as in FlashAttention since 2.1 (torch's is_causal aligns to the first). With
@@ -23,14 +23,13 @@ Source: Vaswani et al. 2017, arXiv 1706.03762; Dao et al. 2022, arXiv 2205.14135
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fastpar.kernels import _C
+from fastpar.kernels.attention_composed import Dropout, Triple, composed_bwd, composed_fwd, sdpa
 from fastpar.kernels.backend import (
     DTYPE_CODES,
     define_autograd,
@@ -38,21 +37,9 @@ from fastpar.kernels.backend import (
     refuse_double_backward,
     use_cpp,
 )
-from fastpar.kernels.philox import MaskBlock, Rng, check_rng, draw_key, dropout_block, quantize_p
+from fastpar.kernels.philox import Rng, check_rng, draw_key, quantize_p
 
 MAX_HEAD_DIM = 256
-# A block of the composed form: scores that fit a CPU's cache; on a GPU launches cost more.
-BLOCK_BYTES = {"cpu": 1 << 19, "cuda": 1 << 27}
-BLOCK_QUERIES = {"cpu": 64, "cuda": 512}
-
-
-class _Heads(NamedTuple):
-    """Samples [b0, b1) and query heads [h0, h1): what one set of block buffers serves."""
-
-    b0: int
-    b1: int
-    h0: int
-    h1: int
 
 
 class _Shape(NamedTuple):
@@ -64,10 +51,7 @@ class _Shape(NamedTuple):
     D: int
 
 
-_Triple = tuple[Tensor, Tensor, Tensor]
-
-
-def _split(q: Tensor, k: Tensor | None, v: Tensor | None) -> _Triple:
+def _split(q: Tensor, k: Tensor | None, v: Tensor | None) -> Triple:
     """q, k, v; without k and v, q holds the three packed, [B, T, 3, H, D]."""
     if k is None or v is None:
         q, k, v = q.unbind(2)
@@ -79,137 +63,12 @@ def _shape(q: Tensor, k: Tensor) -> _Shape:
     return _Shape(B, T, k.shape[1], H, k.shape[2], D)
 
 
-def _tile(s: _Shape, device: str, element_bytes: int) -> tuple[int, Iterator[_Heads]]:
-    """Queries a block, and the heads of each block. Query heads of one key head stay together."""
-    rows = min(s.T, BLOCK_QUERIES.get(device, 512))
-    fit = max(1, BLOCK_BYTES.get(device, 1 << 27) // (rows * s.Tk * element_bytes))
-    group = s.H // s.Hkv
-    heads = min(s.H, max(group, fit // group * group))
-    samples = max(1, min(s.B, fit // s.H))
-    return rows, (
-        _Heads(b, min(s.B, b + samples), h, min(s.H, h + heads))
-        for b in range(0, s.B, samples)
-        for h in range(0, s.H, heads)
-    )
-
-
-def _gather(x: Tensor, at: _Heads, group: int, dtype: torch.dtype) -> Tensor:
-    """x[b0:b1, :, heads] as [samples * heads, T, D] in dtype; each head repeated `group` times."""
-    part = x[at.b0 : at.b1, :, at.h0 // group : at.h1 // group].transpose(1, 2)
-    if group > 1:
-        part = part.repeat_interleave(group, 1)
-    return part.flatten(0, 1).to(dtype)
-
-
-def _scatter(out: Tensor, x: Tensor, at: _Heads, rows: slice, group: int = 1) -> None:
-    """out[b0:b1, rows, heads] = x, [samples * heads, rows, D]; sums each `group` of heads."""
-    part = x.unflatten(0, (at.b1 - at.b0, -1))
-    if group > 1:
-        part = part.unflatten(1, (-1, group)).sum(2)
-    out[at.b0 : at.b1, rows, at.h0 // group : at.h1 // group].copy_(part.transpose(1, 2))
-
-
-class _Scores:
-    """Probabilities of one block after another, in buffers that are allocated once."""
-
-    def __init__(self, q: Tensor, s: _Shape, causal: bool, scale: float, n_buffers: int):
-        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        self.s, self.causal, self.scale, self.dtype = s, causal, scale, dtype
-        self.rows, heads = _tile(s, q.device.type, dtype.itemsize)
-        self.heads = list(heads)
-        most = max(((a.b1 - a.b0) * (a.h1 - a.h0) for a in self.heads), default=0)
-        self.memory = torch.empty(n_buffers, most * self.rows * s.Tk, dtype=dtype, device=q.device)
-        ones = torch.ones(self.rows, self.rows, dtype=torch.bool, device=q.device)
-        self.future = ones.triu(1)
-
-    def query_blocks(self) -> Iterator[tuple[int, int, int]]:
-        """(q0, q1, keys that queries [q0, q1) see); queries that see none are left out."""
-        behind = self.s.Tk - self.s.T
-        for q0 in range(max(0, -behind) if self.causal else 0, self.s.T, self.rows):
-            q1 = min(self.s.T, q0 + self.rows)
-            yield q0, q1, q1 + behind if self.causal else self.s.Tk
-
-    def buffers(self, q: Tensor, keys: int) -> list[Tensor]:
-        shape = (q.shape[0], q.shape[1], keys)
-        return [m[: q.shape[0] * q.shape[1] * keys].view(shape) for m in self.memory]
-
-    def probs(self, q: Tensor, k: Tensor, scores: Tensor, out: Tensor) -> None:
-        """out = softmax(q k^T * scale), q the last queries that k's keys allow."""
-        scores.baddbmm_(q, k.mT, beta=0, alpha=self.scale)
-        if self.causal:
-            n = q.shape[1]
-            scores[..., k.shape[1] - n :].masked_fill_(self.future[:n, :n], float("-inf"))
-        torch.softmax(scores, -1, out=out)
-
-
-class _Dropout(NamedTuple):
-    key: Tensor | None
-    site: int
-    threshold: int
-
-    def __call__(self, x: Tensor, at: _Heads, row: int, out: Tensor) -> Tensor:
-        samples, heads = at.b1 - at.b0, at.h1 - at.h0
-        block = MaskBlock(samples, heads, x.shape[1], x.shape[2], at.b0, at.h0, row)
-        assert self.key is not None
-        return dropout_block(x, self.key, self.site, self.threshold, block, out)
-
-
-def _composed_fwd(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, drop: _Dropout
-) -> Tensor:
-    s = _shape(q, k)
-    o = torch.empty(s.B, s.T, s.H, s.D, dtype=q.dtype, device=q.device)
-    if causal:
-        o[:, : max(0, s.T - s.Tk)] = 0
-    blocks = _Scores(q, s, causal, scale, n_buffers=2)
-    group = s.H // s.Hkv
-    for at in blocks.heads:
-        qh = _gather(q, at, 1, blocks.dtype)
-        kh, vh = (_gather(x, at, group, blocks.dtype) for x in (k, v))
-        for q0, q1, keys in blocks.query_blocks():
-            scores, p = blocks.buffers(qh[:, q0:q1], keys)
-            blocks.probs(qh[:, q0:q1], kh[:, :keys], scores, p)
-            drop(p, at, q0, p)
-            _scatter(o, torch.bmm(p, vh[:, :keys]), at, slice(q0, q1))
-    return o
-
-
-def _composed_bwd(
-    do: Tensor, inputs: _Triple, grads: _Triple, causal: bool, scale: float, drop: _Dropout
-) -> None:
-    """Writes the gradients, which may be parts of one packed tensor."""
-    (q, k, v), (dq, dk, dv) = inputs, grads
-    s = _shape(q, k)
-    if causal and s.Tk < s.T:
-        dq[:, : s.T - s.Tk] = 0
-    blocks = _Scores(q, s, causal, scale, n_buffers=3)
-    group = s.H // s.Hkv
-    for at in blocks.heads:
-        qh, doh = (_gather(x, at, 1, blocks.dtype) for x in (q, do))
-        kh, vh = (_gather(x, at, group, blocks.dtype) for x in (k, v))
-        dkh = torch.zeros(kh.shape, dtype=kh.dtype, device=kh.device)
-        dvh = torch.zeros_like(dkh)
-        for q0, q1, keys in blocks.query_blocks():
-            qb, dob, kb = qh[:, q0:q1], doh[:, q0:q1], kh[:, :keys]
-            scores, p, dp = blocks.buffers(qb, keys)
-            blocks.probs(qb, kb, scores, p)
-            dvh[:, :keys].baddbmm_(drop(p, at, q0, dp).mT, dob)
-            torch.bmm(dob, vh[:, :keys].mT, out=dp)
-            drop(dp, at, q0, dp)
-            delta = torch.mul(dp, p, out=scores).sum(-1, keepdim=True)
-            ds = dp.sub_(delta).mul_(p)
-            _scatter(dq, torch.bmm(ds, kb).mul_(scale), at, slice(q0, q1))
-            dkh[:, :keys].baddbmm_(ds.mT, qb, alpha=scale)
-        _scatter(dk, dkh, at, slice(None), group)
-        _scatter(dv, dvh, at, slice(None), group)
-
-
 def _layout(x: Tensor) -> tuple[int, int, int, int]:
     """(address, batch, row and head strides) of [B, T, H, D], as _C takes it."""
     return x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)
 
 
-def _arguments(q: Tensor, k: Tensor, causal: bool, scale: float, drop: _Dropout) -> tuple:
+def _arguments(q: Tensor, k: Tensor, causal: bool, scale: float, drop: Dropout) -> tuple:
     """What the two compiled functions take after the tensors."""
     seed, first_sample = (0, 0) if drop.key is None else drop.key.tolist()
     s = _shape(q, k)
@@ -219,7 +78,7 @@ def _arguments(q: Tensor, k: Tensor, causal: bool, scale: float, drop: _Dropout)
 
 
 def attention_fwd(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, drop: _Dropout
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, drop: Dropout
 ) -> tuple[Tensor, Tensor]:
     """o [B, T, H, D] and the statistics of rows [B, H, T, 2] by the compiled kernel."""
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -235,12 +94,12 @@ def attention_fwd(
 
 def attention_bwd(
     do: Tensor,
-    inputs: _Triple,
+    inputs: Triple,
     stats: Tensor,
-    grads: _Triple,
+    grads: Triple,
     causal: bool,
     scale: float,
-    drop: _Dropout,
+    drop: Dropout,
 ) -> None:
     """Writes the gradients, which may be parts of one packed tensor, by the compiled kernel."""
     q, k, _ = inputs
@@ -261,10 +120,10 @@ def _attention_run(
     if not q.numel():
         return _fake(q, k, v)
     q, k, v = _split(q, k, v)
-    drop = _Dropout(*mask)
+    drop = Dropout(*mask)
     if use_cpp("attention", q):
         return attention_fwd(q, k, v, causal, scale, drop)
-    return _composed_fwd(q, k, v, causal, scale, drop), q.new_empty(0, dtype=torch.float32)
+    return composed_fwd((q, k, v), None, causal, scale, drop), q.new_empty(0, dtype=torch.float32)
 
 
 def _attention_bwd_run(
@@ -276,16 +135,16 @@ def _attention_bwd_run(
     causal: bool,
     scale: float,
     *mask: Any,
-) -> _Triple:
+) -> Triple:
     dq, dk, dv = _bwd_fake(do, q, k, v)
     inputs, grads = _split(q, k, v), _split(dq, *((None, None) if k is None else (dk, dv)))
     if not do.numel():
         for grad in grads:
             grad.zero_()
     elif use_cpp("attention", do):
-        attention_bwd(do, inputs, stats, grads, causal, scale, _Dropout(*mask))
+        attention_bwd(do, inputs, stats, grads, causal, scale, Dropout(*mask))
     else:
-        _composed_bwd(do, inputs, grads, causal, scale, _Dropout(*mask))
+        composed_bwd(do, inputs, grads, None, causal, scale, Dropout(*mask))
     return dq, dk, dv
 
 
@@ -340,25 +199,6 @@ def _backward(ctx, do, _dstats):
 
 
 define_autograd(_attention, _setup_context, _backward)
-
-
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
-    """torch's kernel, causal as in [Note: causal]."""
-    T, Tk = q.shape[1], k.shape[1]
-    unseeing = max(0, T - Tk) if causal else 0
-    mask = None
-    if causal and 1 < T < Tk:
-        mask = torch.ones(T, Tk, dtype=torch.bool, device=q.device).tril(Tk - T)
-    o = F.scaled_dot_product_attention(
-        q[:, unseeing:].transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        attn_mask=mask,
-        is_causal=causal and Tk <= T,
-        scale=scale,
-        enable_gqa=q.shape[2] != k.shape[2],
-    ).transpose(1, 2)
-    return F.pad(o, (0, 0, 0, 0, unseeing, 0)) if unseeing else o
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -425,7 +265,7 @@ def _run(
     compiled = use_cpp("attention", q)
     if not threshold:
         if not compiled:
-            return _sdpa(q, k, v, causal, scale)
+            return sdpa(q, k, v, causal, scale)
         return _attention(*inputs, causal, scale, None, 0, 0)[0]
     if rng is None:
         rng = Rng(draw_key(q.device), 0)

@@ -1,0 +1,174 @@
+"""Attention in torch ops, one block of heads and queries at a time.
+
+What runs in fp64, under FASTPAR_BACKEND=torch and on devices without a kernel of ours. Formulas,
+mask and [Note: causal] are those of kernels/attention.py. A sample of a batch and a document of a
+packed sequence are the same thing here, [T, H, D]; all of its [H, T, Tk] scores are never alive at
+once. Kept for backward: the inputs and the key of the mask; P and M are computed again, with the
+same bits. Without dropout and documents torch has a kernel of its own: sdpa().
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastpar.kernels.philox import MaskBlock, dropout_block
+
+# A block: scores that fit a CPU's cache; on a GPU launches cost more.
+BLOCK_BYTES = {"cpu": 1 << 19, "cuda": 1 << 27}
+BLOCK_QUERIES = {"cpu": 64, "cuda": 512}
+
+Triple = tuple[Tensor, Tensor, Tensor]
+
+
+class Dropout(NamedTuple):
+    """The mask of one call; without a key all is kept."""
+
+    key: Tensor | None
+    site: int
+    threshold: int
+
+    def block(self, x: Tensor, sample: int, head: int, row: int, out: Tensor) -> Tensor:
+        """x [heads, rows, keys] under its part of the mask, in out (which may be x)."""
+        if self.key is None:
+            return x
+        at = MaskBlock(1, *x.shape, sample, head, row)
+        return dropout_block(x, self.key, self.site, self.threshold, at, out)
+
+
+class _Blocks:
+    """The blocks of one document, and buffers for their scores that are allocated once."""
+
+    def __init__(self, q: Tensor, k: Tensor, causal: bool, scale: float, n_buffers: int):
+        (self.T, self.H, _), self.Tk = q.shape, k.shape[0]
+        self.causal, self.scale = causal, scale
+        self.dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        self.group = self.H // k.shape[1]
+        device = q.device.type
+        self.rows = min(self.T, BLOCK_QUERIES.get(device, 512))
+        row_bytes = self.rows * self.Tk * self.dtype.itemsize
+        fit = BLOCK_BYTES.get(device, 1 << 27) // row_bytes // self.group * self.group
+        self.n_heads = min(self.H, max(self.group, fit))
+        size = self.n_heads * self.rows * self.Tk
+        self.memory = torch.empty(n_buffers, size, dtype=self.dtype, device=q.device)
+        ones = torch.ones(self.rows, self.rows, dtype=torch.bool, device=q.device)
+        self.future = ones.triu(1)
+
+    def heads(self) -> Iterator[slice]:
+        """Query heads of a block; those of one key head stay together."""
+        for h in range(0, self.H, self.n_heads):
+            yield slice(h, min(self.H, h + self.n_heads))
+
+    def key_heads(self, heads: slice) -> slice:
+        return slice(heads.start // self.group, heads.stop // self.group)
+
+    def queries(self) -> Iterator[tuple[int, int, int]]:
+        """(q0, q1, keys that queries [q0, q1) see); queries that see none are left out."""
+        behind = self.Tk - self.T
+        for q0 in range(max(0, -behind) if self.causal else 0, self.T, self.rows):
+            q1 = min(self.T, q0 + self.rows)
+            yield q0, q1, q1 + behind if self.causal else self.Tk
+
+    def gather(self, x: Tensor, heads: slice, repeat: int = 1) -> Tensor:
+        """x[:, heads] as [heads, T, D]; each head `repeat` times."""
+        return x[:, heads].transpose(0, 1).repeat_interleave(repeat, 0).to(self.dtype)
+
+    def buffers(self, q: Tensor, keys: int) -> list[Tensor]:
+        heads, rows = q.shape[:2]
+        return [m[: heads * rows * keys].view(heads, rows, keys) for m in self.memory]
+
+    def probs(self, q: Tensor, k: Tensor, scores: Tensor, out: Tensor) -> None:
+        """out = softmax(q k^T * scale), q the last queries that k's keys allow."""
+        scores.baddbmm_(q, k.mT, beta=0, alpha=self.scale)
+        if self.causal:
+            n = q.shape[1]
+            scores[..., k.shape[1] - n :].masked_fill_(self.future[:n, :n], float("-inf"))
+        torch.softmax(scores, -1, out=out)
+
+
+def documents(x: Tensor, bounds: Sequence[int] | None) -> Sequence[Tensor]:
+    """[T, H, D] each: the samples of x, or the documents of a packed x that begin and end there."""
+    if bounds is None:
+        return x.unbind(0)
+    return [x[start:end] for start, end in itertools.pairwise(bounds)]
+
+
+def composed_fwd(
+    inputs: Triple, bounds: Sequence[int] | None, causal: bool, scale: float, drop: Dropout
+) -> Tensor:
+    """o, shape of q. bounds: None for a batch, else where documents begin and end."""
+    q = inputs[0]
+    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    parts = (documents(x, bounds) for x in (*inputs, o))
+    for sample, (q, k, v, o_part) in enumerate(zip(*parts)):
+        if causal and k.shape[0] < q.shape[0]:
+            o_part[: q.shape[0] - k.shape[0]] = 0
+        blocks = _Blocks(q, k, causal, scale, n_buffers=2)
+        for heads in blocks.heads():
+            qh = blocks.gather(q, heads)
+            kh, vh = (blocks.gather(x, blocks.key_heads(heads), blocks.group) for x in (k, v))
+            for q0, q1, keys in blocks.queries():
+                scores, p = blocks.buffers(qh[:, q0:q1], keys)
+                blocks.probs(qh[:, q0:q1], kh[:, :keys], scores, p)
+                drop.block(p, sample, heads.start, q0, p)
+                o_part[q0:q1, heads] = torch.bmm(p, vh[:, :keys]).transpose(0, 1)
+    return o
+
+
+def composed_bwd(
+    do: Tensor,
+    inputs: Triple,
+    grads: Triple,
+    bounds: Sequence[int] | None,
+    causal: bool,
+    scale: float,
+    drop: Dropout,
+) -> None:
+    """Writes the gradients, which may be parts of one packed tensor."""
+    parts = (documents(x, bounds) for x in (do, *inputs, *grads))
+    for sample, (do, q, k, v, dq, dk, dv) in enumerate(zip(*parts)):
+        if causal and k.shape[0] < q.shape[0]:
+            dq[: q.shape[0] - k.shape[0]] = 0
+        blocks = _Blocks(q, k, causal, scale, n_buffers=3)
+        for heads in blocks.heads():
+            key_heads = blocks.key_heads(heads)
+            qh, doh = (blocks.gather(x, heads) for x in (q, do))
+            kh, vh = (blocks.gather(x, key_heads, blocks.group) for x in (k, v))
+            dkh, dvh = torch.zeros_like(kh), torch.zeros_like(vh)
+            for q0, q1, keys in blocks.queries():
+                qb, dob, kb = qh[:, q0:q1], doh[:, q0:q1], kh[:, :keys]
+                scores, p, dp = blocks.buffers(qb, keys)
+                blocks.probs(qb, kb, scores, p)
+                dvh[:, :keys].baddbmm_(drop.block(p, sample, heads.start, q0, dp).mT, dob)
+                torch.bmm(dob, vh[:, :keys].mT, out=dp)
+                drop.block(dp, sample, heads.start, q0, dp)
+                delta = torch.mul(dp, p, out=scores).sum(-1, keepdim=True)
+                ds = dp.sub_(delta).mul_(p)
+                dq[q0:q1, heads] = torch.bmm(ds, kb).mul_(scale).transpose(0, 1)
+                dkh[:, :keys].baddbmm_(ds.mT, qb, alpha=scale)
+            for grad, part in ((dk, dkh), (dv, dvh)):
+                grad[:, key_heads] = part.unflatten(0, (-1, blocks.group)).sum(1).transpose(0, 1)
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+    """torch's own kernel on [B, T, H, D], causal as in kernels/attention.py [Note: causal]."""
+    T, Tk = q.shape[1], k.shape[1]
+    unseeing = max(0, T - Tk) if causal else 0
+    mask = None
+    if causal and 1 < T < Tk:
+        mask = torch.ones(T, Tk, dtype=torch.bool, device=q.device).tril(Tk - T)
+    o = F.scaled_dot_product_attention(
+        q[:, unseeing:].transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=mask,
+        is_causal=causal and Tk <= T,
+        scale=scale,
+        enable_gqa=q.shape[2] != k.shape[2],
+    ).transpose(1, 2)
+    return F.pad(o, (0, 0, 0, 0, unseeing, 0)) if unseeing else o
