@@ -26,31 +26,34 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 INTERPRETED_ARCH = 90  # which GPU's configurations run under the interpreter
 SMS = {80: 108, 90: 132}  # streaming multiprocessors of A100 and H100/H200
 _INTERPRETED_SMS = 3
-_TYPES = {
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.int64: "i64",
-    torch.int32: "i32",
-    torch.uint8: "u8",
-    torch.bool: "i1",
-}
 
 
 @dataclass
 class Launch:
-    """One kernel as a call would launch it."""
+    """One kernel as a call would launch it. signature, constexprs and attrs are what Triton's own
+    launcher hands to its compiler: ASTSource(kernel, signature, constexprs, attrs)."""
 
     kernel: Any
     grid: tuple[int, ...]
     signature: dict[str, str]  # parameter -> "*bf16" | "i32" | "constexpr" | ...
-    constexprs: dict[str, Any]
-    divisible: tuple[str, ...]  # parameters whose value or address is a multiple of 16
+    constexprs: dict[tuple[int, ...], Any]  # parameter's index -> value: constants, None, 1
+    attrs: dict[tuple[int, ...], Any]  # parameter's index -> [["tt.divisibility", 16]] or []
     options: dict[str, Any]  # num_warps, num_stages, ...
 
     @property
     def name(self) -> str:
         return self.kernel.__name__
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        names = list(self.signature)
+        return {names[path[0]]: value for path, value in self.constexprs.items()}
+
+    @property
+    def divisible(self) -> tuple[str, ...]:
+        """Parameters whose value or address is known to be a multiple of 16."""
+        names = list(self.signature)
+        return tuple(names[path[0]] for path, attrs in self.attrs.items() if attrs)
 
 
 @dataclass
@@ -67,11 +70,12 @@ def record(arch: int) -> Iterator[list[Launch]]:
     """Collects the launches of the calls inside, on tensors of the meta device, for sm_<arch>."""
     if arch not in SMS:
         raise ValueError(f"record: expected arch in {sorted(SMS)}, got arch={arch}; choose one")
-    _local.recorder = _Recorder(arch)
+    before = _recorder()
+    recorder = _local.recorder = _Recorder(arch)
     try:
-        yield _local.recorder.launches
+        yield recorder.launches
     finally:
-        _local.recorder = None
+        _local.recorder = before
 
 
 def _recorder() -> _Recorder | None:
@@ -105,39 +109,33 @@ def device_key(key: Tensor, device: torch.device) -> Tensor:
     return key if key.device == device else key.to(device, non_blocking=True)
 
 
-def _describe(name: str, value: Any, constexpr: bool) -> tuple[str, bool]:
-    """(Triton's type, whether a multiple of 16) of an argument, as its launcher specializes it."""
-    if constexpr or value is None or value is True or value is False:
-        return "constexpr", False
-    if isinstance(value, Tensor):
-        return f"*{_TYPES[value.dtype]}", True
-    if isinstance(value, TensorDescriptor):
-        shape = ",".join(map(str, value.block_shape))
-        return f"tensordesc<{_TYPES[value.base.dtype]}[{shape}]>", False
-    if isinstance(value, int):
-        if value == 1:
-            return "constexpr", False
-        return "i32" if -(1 << 31) <= value < 1 << 31 else "i64", value % 16 == 0
-    if isinstance(value, float):
-        return "fp32", False
-    raise TypeError(f"{name}: {type(value)}")
+def _record(
+    kernel: Any, grid: tuple[int, ...], args: tuple, kwargs: dict[str, Any], arch: int
+) -> Launch:
+    """Asks Triton's launcher which types, constants and alignments it would compile for."""
+    # Not public names of Triton (the same in 3.6 and 3.9): a launch must not depend on them.
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import make_backend
+    from triton.runtime.jit import JITFunction, create_function_from_signature
+
+    if not isinstance(kernel, JITFunction):  # TRITON_INTERPRET=1 made an interpreted one
+        kernel = JITFunction(kernel.fn, **kernel.kwargs)
+    backend = make_backend(GPUTarget("cuda", arch, 32))
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialization, options = bind(*args, **kwargs)
+    _, signature, constexprs, attrs = kernel._pack_args(
+        backend, kwargs, bound, specialization, options
+    )
+    return Launch(kernel, grid, signature, constexprs, attrs, options)
 
 
-def _record(kernel: Any, grid: tuple[int, ...], args: tuple, kwargs: dict[str, Any]) -> Launch:
-    params = kernel.params
-    values = dict(zip((p.name for p in params), args))
-    names = {p.name for p in params}
-    values.update((k, v) for k, v in kwargs.items() if k in names)
-    signature, constexprs, divisible = {}, {}, []
-    for p in params:
-        value = values.get(p.name, p.default)
-        signature[p.name], by_16 = _describe(p.name, value, p.is_constexpr)
-        if signature[p.name] == "constexpr":
-            constexprs[p.name] = value
-        if by_16 and not p.do_not_specialize:
-            divisible.append(p.name)
-    options = {k: v for k, v in kwargs.items() if k not in names}
-    return Launch(kernel, grid, signature, constexprs, tuple(divisible), options)
+def _device(args: tuple) -> torch.device:
+    for a in args:
+        if isinstance(a, Tensor):
+            return a.device
+        if isinstance(a, TensorDescriptor):
+            return a.base.device
+    raise AssertionError("a kernel takes a tensor")
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
@@ -145,14 +143,17 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> Non
 
     args are the kernel's run-time parameters in their order, kwargs its constants (BLOCK_C=...) and
     options (num_warps=...). Every kernel gets all of its constants here: no decorator chooses them.
+    a * b + c is fused to one rounding unless enable_fp_fusion=False: said here because Triton's
+    own default changes between versions.
     """
     if 0 in grid:
         return
+    kwargs.setdefault("enable_fp_fusion", True)
     recorder = _recorder()
     if recorder is not None:
-        recorder.launches.append(_record(kernel, grid, args, kwargs))
+        recorder.launches.append(_record(kernel, grid, args, kwargs, recorder.arch))
         return
-    device = next(a.device for a in args if isinstance(a, Tensor))
+    device = _device(args)
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             kernel[grid](*args, **kwargs)
