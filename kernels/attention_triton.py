@@ -1,0 +1,440 @@
+"""Attention forward in Triton, and what its backward (attention_bwd_triton.py) shares with it.
+
+    s = scale * q k^T,  lse = log2(sum_j 2**(s_j log2 e)),  p = 2**(s log2 e - lse),
+    o = (p * keep / (1 - dropout)) v
+
+One program owns BLOCK_Q queries of one head and walks over the keys they see, BLOCK_K at a time,
+with the running maximum and sum of FlashAttention-2; scores never leave registers. Statistics and
+accumulators are fp32. Saved for backward besides the inputs and o: lse (base 2, fp32; +inf for a
+query that sees nothing, so that its probabilities are computed again as 0).
+
+[Note: phases] Keys come in two loops: tiles that every query of the program sees, without any
+mask, then the tiles that the diagonal or the end of the keys cuts. A mask costs as many
+instructions as a quarter of the softmax, and at T = 1024 seven tiles of eight need none.
+
+[Note: order] Programs start in the order of their index. Under a causal mask the longest come
+first, so that the last to end are short. They go through `section` heads at a time, whose keys and
+values fit in L2 together; without that the longest-first order would touch all heads at once.
+
+[Note: documents] With cu_seqlens, document d has at most cu[d+1] // BLOCK - cu[d] // BLOCK + 1
+tiles, so its first tile gets the number cu[d] // BLOCK + d: the grid of total // BLOCK + n programs
+is known without reading cu_seqlens on the host, and a program finds its document by bisection. All
+bounds are clamped to [0, total]: from a wrong cu_seqlens follow wrong results, but no address
+outside the tensors.
+
+[Note: key order] A Philox call gives the bits of 16 neighbouring keys, but a thread holds keys
+2c, 2c + 1, 2c + 8, ... of a row of scores (c = lane % 4: the fragment of the matrix instruction).
+With dropout the 64 keys of a tile are therefore loaded in an order that gives a thread 16
+neighbours: place 8 j + 2 c + e holds key 16 c + 2 j + e. Sums over keys change their order, nothing
+else changes, and no bit is exchanged between threads or computed twice.
+
+Source: Dao 2023, arXiv 2307.08691.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from fastpar.kernels.attention_configs import get_config, variant_for
+from fastpar.kernels.philox_triton import philox_words
+from fastpar.kernels.triton_launch import cdiv, device_key, gpu_arch, launch
+
+LOG2_E = math.log2(math.e)
+SECTION_BYTES = {80: 16 << 20, 90: 32 << 20}  # of keys and values that L2 holds beside the rest
+
+
+@triton.jit
+def program_tile(n_tiles, n_heads, section):
+    """(tile, head) of this program; see [Note: order]."""
+    pid = tl.program_id(0)
+    first = pid // (section * n_tiles) * section
+    inside = pid - first * n_tiles
+    size = tl.minimum(section, n_heads - first)
+    return inside // size, first + inside % size
+
+
+@triton.jit
+def document_tile(cu_ptr, n_docs, total, number, n_steps, BLOCK: tl.constexpr):
+    """(document, its first row, its length, tile of it) of a tile's number; [Note: documents]."""
+    low = number * 0
+    high = low + n_docs
+    for _ in range(n_steps):
+        middle = (low + high) // 2
+        start = tl.minimum(tl.maximum(tl.load(cu_ptr + middle), 0), total)
+        before = start // BLOCK + middle <= number
+        low = tl.where(before, middle, low)
+        high = tl.where(before, high, middle)
+    start = tl.minimum(tl.maximum(tl.load(cu_ptr + low), 0), total)
+    end = tl.minimum(tl.maximum(tl.load(cu_ptr + low + 1), start), total)
+    return low, start, end - start, number - start // BLOCK - low
+
+
+@triton.jit
+def tile_order(BLOCK: tl.constexpr, DROPOUT: tl.constexpr):
+    """Key at each place of a tile; see [Note: key order]."""
+    place = tl.arange(0, BLOCK)
+    if DROPOUT and BLOCK >= 64:
+        block, j, c, e = place // 64, place // 8 % 8, place // 2 % 4, place % 2
+        return block * 64 + c * 16 + j * 2 + e
+    return place
+
+
+@triton.jit
+def load_tile(
+    source,
+    batch,
+    head,
+    first,
+    start,
+    n,
+    stride,
+    order,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TMA: tl.constexpr,
+    MASKED: tl.constexpr,
+    VARLEN: tl.constexpr,
+):
+    """Rows start + order of one head, [BLOCK, BLOCK_D]; zeros from row n on if MASKED.
+
+    source: pointer to row 0 of the head, or a descriptor, whose row of the tensor is first + start.
+    """
+    if TMA:
+        x = source.load([batch, head, first + start, 0]).reshape(order.shape[0], BLOCK_D)
+        if MASKED and VARLEN:  # beyond the end of the document is the next one
+            x = tl.where((start + order < n)[:, None], x, 0.0)
+        return x
+    dims = tl.arange(0, BLOCK_D)
+    at = source + start.to(tl.int64) * stride + order.to(tl.int64)[:, None] * stride + dims[None, :]
+    if MASKED and BLOCK_D != D:
+        return tl.load(at, mask=(start + order < n)[:, None] & (dims < D)[None, :], other=0.0)
+    if MASKED:
+        return tl.load(at, mask=(start + order < n)[:, None], other=0.0)
+    if BLOCK_D != D:
+        return tl.load(at, mask=(dims < D)[None, :], other=0.0)
+    return tl.load(at)
+
+
+@triton.jit
+def store_tile(x, to, start, n, stride, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows start.. of one head, those below n."""
+    rows = start + tl.arange(0, x.shape[0])
+    dims = tl.arange(0, BLOCK_D)
+    at = to + rows.to(tl.int64)[:, None] * stride + dims[None, :]
+    if BLOCK_D != D:
+        tl.store(at, x.to(to.dtype.element_ty), mask=(rows < n)[:, None] & (dims < D)[None, :])
+    else:
+        tl.store(at, x.to(to.dtype.element_ty), mask=(rows < n)[:, None])
+
+
+@triton.jit
+def keep_in_order(key_ptr, sample, site_head, rows, start, threshold, BLOCK: tl.constexpr):
+    """bool [R, BLOCK]: which probabilities of these queries and the keys start + tile_order() are
+    kept: the bits of philox_triton.keep_tile. start: a multiple of 16."""
+    R: tl.constexpr = rows.shape[0]
+    G: tl.constexpr = BLOCK // 16
+    groups = start // 16 + tl.arange(0, G)
+    w0, w1, w2, w3 = philox_words(key_ptr, sample, site_head, rows[:, None], groups[None, :])
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [R, G, 2, 2], word 2 * i + j at [i, j]
+    shifts = (tl.arange(0, 4) * 8).to(tl.uint32)
+    drawn = (words.reshape(R, G, 4)[:, :, :, None] >> shifts[None, None, None, :]) & 0xFF
+    keep = drawn >= threshold
+    if BLOCK >= 64:
+        # [block, c, j, e] -> [block, j, c, e]
+        return keep.reshape(R, BLOCK // 64, 4, 8, 2).permute(0, 1, 3, 2, 4).reshape(R, BLOCK)
+    return keep.reshape(R, BLOCK)
+
+
+@triton.jit
+def _fwd_tiles(
+    acc,
+    m,
+    l,
+    q,
+    k_source,
+    v_source,
+    batch,
+    kv_head,
+    first,
+    low,
+    high,
+    n_keys,
+    limit,
+    rows,
+    stride_k_t,
+    stride_v_t,
+    scale,
+    key_ptr,
+    sample,
+    site_head,
+    threshold,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TMA: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    MASKED: tl.constexpr,
+    VARLEN: tl.constexpr,
+):
+    """One of the two loops of [Note: phases]: keys [low, high); row i sees keys below limit[i]."""
+    order = tile_order(BLOCK_K, DROPOUT)
+    for start in tl.range(low, high, BLOCK_K):
+        start = tl.multiple_of(start, BLOCK_K)
+        k = load_tile(
+            k_source, batch, kv_head, first, start, n_keys, stride_k_t, order,
+            D, BLOCK_D, TMA, MASKED, VARLEN,
+        )  # fmt: skip
+        s = tl.dot(q, k.T, input_precision="ieee")
+        if MASKED:
+            s = tl.where((start + order)[None, :] < limit[:, None], s, -float("inf"))
+        m_new = tl.maximum(m, tl.max(s, 1) * scale)
+        shift = tl.where(m_new == -float("inf"), 0.0, m_new)  # nothing seen yet: no -inf - -inf
+        p = tl.math.exp2(s * scale - shift[:, None])
+        alpha = tl.math.exp2(m - shift)
+        l = l * alpha + tl.sum(p, 1)
+        if DROPOUT:
+            keep = keep_in_order(key_ptr, sample, site_head, rows, start, threshold, BLOCK_K)
+            p = tl.where(keep, p, 0.0)
+        v = load_tile(
+            v_source, batch, kv_head, first, start, n_keys, stride_v_t, order,
+            D, BLOCK_D, TMA, MASKED, VARLEN,
+        )  # fmt: skip
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+        m = m_new
+    return acc, m, l
+
+
+@triton.jit(do_not_specialize=["n", "T", "Tk", "H", "group", "section", "site", "threshold"])
+def _attention_fwd_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    o_ptr,
+    lse_ptr,
+    key_ptr,
+    cu_ptr,
+    stride_q_b,
+    stride_q_t,
+    stride_q_h,
+    stride_k_b,
+    stride_k_t,
+    stride_k_h,
+    stride_v_b,
+    stride_v_t,
+    stride_v_h,
+    n,  # samples; documents with cu_seqlens
+    T,  # queries of a sample; of all documents
+    Tk,
+    H,
+    group,
+    section,
+    scale,
+    site,
+    threshold,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    VARLEN: tl.constexpr,
+    SEARCH_STEPS: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    if VARLEN:
+        number, head = tl.program_id(0) // H, tl.program_id(0) % H
+        sample, first, n_rows, tile = document_tile(cu_ptr, n, T, number, SEARCH_STEPS, BLOCK_Q)
+        batch = head * 0
+        n_keys = n_rows
+        tile = tl.cdiv(n_rows, BLOCK_Q) - 1 - tile
+        if (tile < 0) | (tile * BLOCK_Q >= n_rows):
+            return
+    else:
+        n_tiles = tl.cdiv(T, BLOCK_Q)
+        tile, at = program_tile(n_tiles, n * H, section)
+        tile = n_tiles - 1 - tile
+        sample, head = at // H, at % H
+        batch = sample
+        first = head * 0
+        n_rows, n_keys = T, Tk
+    kv_head = head // group
+    row = tile * BLOCK_Q
+    rows = row + tl.arange(0, BLOCK_Q)
+    behind = n_keys - n_rows
+    if CAUSAL:
+        limit = tl.minimum(rows + behind + 1, n_keys)
+        full = tl.minimum(tl.maximum(row + behind + 1, 0), n_keys) // BLOCK_K * BLOCK_K
+        end = tl.minimum(row + behind + BLOCK_Q, n_keys)
+    else:
+        limit = rows * 0 + n_keys
+        full = n_keys // BLOCK_K * BLOCK_K
+        end = n_keys
+
+    wide, wide_first = batch.to(tl.int64), first.to(tl.int64)
+    q_head = q_ptr + wide * stride_q_b + wide_first * stride_q_t + head.to(tl.int64) * stride_q_h
+    if TMA:
+        k_source, v_source = k_ptr, v_ptr
+    else:
+        at_head = kv_head.to(tl.int64)
+        k_source = k_ptr + wide * stride_k_b + wide_first * stride_k_t + at_head * stride_k_h
+        v_source = v_ptr + wide * stride_v_b + wide_first * stride_v_t + at_head * stride_v_h
+    q = load_tile(
+        q_head, batch, head, first, row, n_rows, stride_q_t, tl.arange(0, BLOCK_Q),
+        D, BLOCK_D, False, True, VARLEN,
+    )  # fmt: skip
+
+    acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+    m = tl.full([BLOCK_Q], -float("inf"), tl.float32)
+    l = tl.zeros([BLOCK_Q], tl.float32)
+    site_head = (site << 16) | head
+    acc, m, l = _fwd_tiles(
+        acc, m, l, q, k_source, v_source, batch, kv_head, first, 0, full, n_keys, limit, rows,
+        stride_k_t, stride_v_t, scale, key_ptr, sample, site_head, threshold,
+        D, BLOCK_D, BLOCK_K, TMA, DROPOUT, False, VARLEN,
+    )  # fmt: skip
+    acc, m, l = _fwd_tiles(
+        acc, m, l, q, k_source, v_source, batch, kv_head, first, full, end, n_keys, limit, rows,
+        stride_k_t, stride_v_t, scale, key_ptr, sample, site_head, threshold,
+        D, BLOCK_D, BLOCK_K, TMA, DROPOUT, True, VARLEN,
+    )  # fmt: skip
+
+    seen = l != 0.0  # also true for NaN
+    l = tl.where(seen, l, 1.0)
+    inverse = tl.where(seen, 1.0 / l, 0.0)
+    if DROPOUT:
+        inverse *= 256.0 / (256 - threshold)
+    lse = tl.where(seen, m + tl.math.log2(l), float("inf"))
+    row_0 = wide * T + wide_first
+    o_head = o_ptr + (row_0 * H + head) * D
+    store_tile(acc * inverse[:, None], o_head, row, n_rows, H * D, D, BLOCK_D)
+    lse_head = lse_ptr + (wide * H + head) * T + wide_first
+    tl.store(lse_head + rows, lse, mask=rows < n_rows)
+
+
+def descriptor(x: Tensor, block: int, block_d: int) -> TensorDescriptor:
+    """x [B, T, H, D] seen as [B, H, T, D] in boxes of [1, 1, block, block_d]."""
+    B, T, H, D = x.shape
+    b, t, h, _ = x.stride()
+    return TensorDescriptor(x, [B, H, T, D], [b, h, t, 1], [1, 1, block, block_d])
+
+
+def tma_reads(x: Tensor) -> bool:
+    """Whether a descriptor can hold x [B, T, H, D]: 16-byte steps and address, no broadcast."""
+    size = x.element_size()
+    steps = all(s * size % 16 == 0 and s > 0 for s in x.stride()[:3])
+    return steps and x.data_ptr() % 16 == 0 and x.numel() > 0
+
+
+def heads_per_section(k: Tensor, group: int, arch: int) -> int:
+    """Query heads whose keys and values fit in L2 together; see [Note: order]."""
+    each = 2 * k.shape[1] * k.shape[3] * k.element_size()
+    return max(1, SECTION_BYTES[90 if arch >= 90 else 80] // each) * group
+
+
+def attention_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float,
+    key: Tensor | None,
+    site: int,
+    threshold: int,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """o, contiguous, and lse: [B, H, T] for q [B, T, H, D], [H, total] for q [total, H, D]."""
+    arch, D = gpu_arch(q.device), q.shape[-1]
+    varlen, fp32 = cu_seqlens is not None, q.dtype == torch.float32
+    block_d = max(16, triton.next_power_of_2(D))
+    config = get_config(arch, "fwd", block_d, variant_for(threshold > 0, fp32))
+    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if varlen:
+        q, k, v = q[None], k[None], v[None]
+    B, T, H, _ = q.shape
+    Tk, group = k.shape[1], H // k.shape[2]
+    lse = torch.empty((H, T) if varlen else (B, H, T), dtype=torch.float32, device=q.device)
+    n = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    tiles = T // config.block_q + n if varlen else cdiv(T, config.block_q) * n
+    tma = config.load == "tma" and tma_reads(k) and tma_reads(v)
+    launch(
+        _attention_fwd_kernel,
+        (tiles * H,),
+        q,
+        descriptor(k, config.block_k, block_d) if tma else k,
+        descriptor(v, config.block_k, block_d) if tma else v,
+        o,
+        lse,
+        None if key is None else device_key(key, q.device),
+        cu_seqlens,
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        n,
+        T,
+        Tk,
+        H,
+        group,
+        heads_per_section(k, group, arch),
+        scale * LOG2_E,
+        site,
+        threshold,
+        D=D,
+        BLOCK_D=block_d,
+        BLOCK_Q=config.block_q,
+        BLOCK_K=config.block_k,
+        CAUSAL=causal,
+        DROPOUT=threshold > 0,
+        VARLEN=varlen,
+        SEARCH_STEPS=n.bit_length() if varlen else 0,
+        TMA=tma,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    return o, lse
+
+
+def aot_inputs(
+    D: int = 64, dtype: torch.dtype = torch.bfloat16, kv_heads: int = 12
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v of GPT-2's shape on the meta device; packed when there are 12 key heads."""
+    if kv_heads == 12:
+        q, k, v = torch.empty(8, 1024, 3, 12, D, dtype=dtype, device="meta").unbind(2)
+        return q, k, v
+    q = torch.empty(8, 1024, 12, D, dtype=dtype, device="meta")
+    k = torch.empty(8, 1024, kv_heads, D, dtype=dtype, device="meta")
+    return q, k, k.clone()
+
+
+def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
+    """What `make aot` compiles of the forward."""
+    key = torch.empty(2, dtype=torch.int64, device="meta")
+    cu = torch.empty(5, dtype=torch.int32, device="meta")
+
+    def call(dropout: bool = False, causal: bool = True, varlen: bool = False, **shape: Any) -> Any:
+        q, k, v = aot_inputs(**shape)
+        if varlen:
+            q, k, v = q[0], k[0], v[0]
+        mask = (key, 1, 26) if dropout else (None, 0, 0)
+        return lambda: attention_fwd(q, k, v, causal, 0.125, *mask, cu if varlen else None)
+
+    return [
+        ("D=64 bf16 causal", call()),
+        ("D=64 bf16 causal dropout", call(dropout=True)),
+        ("D=64 bf16 full", call(causal=False)),
+        ("D=64 fp16 causal", call(dtype=torch.float16)),
+        ("D=64 fp32 causal", call(dtype=torch.float32)),
+        ("D=64 bf16 causal varlen", call(varlen=True)),
+        ("D=64 bf16 causal varlen dropout", call(varlen=True, dropout=True)),
+        ("D=128 bf16 causal", call(D=128)),
+        ("D=128 bf16 causal dropout", call(D=128, dropout=True)),
+        ("D=80 bf16 causal", call(D=80)),
+        ("D=32 bf16 causal, 4 key heads", call(D=32, kv_heads=4)),
+    ]
