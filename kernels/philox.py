@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from fastpar.kernels import _C
-from fastpar.kernels.backend import DTYPE_CODES, define_autograd, define_op, use_cpp
+from fastpar.kernels.backend import DTYPE_CODES, define_autograd, define_op, use_cpp, use_triton
 
 MAX_SITES = 1 << 15
 MAX_HEADS = 1 << 16
@@ -174,6 +174,10 @@ def dropout_block(
     x: Tensor, key: Tensor, site: int, threshold: int, at: MaskBlock, out: Tensor | None = None
 ) -> Tensor:
     """A block of x, contiguous, under its part of the mask. No autograd; out may be x."""
+    if use_triton("dropout", x):
+        from fastpar.kernels import philox_triton
+
+        return philox_triton.dropout_fwd(x, key, site, threshold, at, out)
     if not use_cpp("dropout", x):
         keep = _keep_torch(key, site, threshold, at, x.device).view(x.shape)
         scaled = torch.where(keep, x * (256.0 / (256 - threshold)), 0.0)
@@ -229,8 +233,13 @@ def _keep_mask_run(
     key: Tensor, site: int, threshold: int, shape: Sequence[int], device: torch.device
 ) -> Tensor:
     at = mask_shape(shape)
+    like = torch.empty(0, dtype=torch.float32, device=device)
+    if use_triton("keep_mask", like):
+        from fastpar.kernels import philox_triton
+
+        return philox_triton.keep_mask_fwd(key, site, threshold, at, like.device).view(shape)
     keep = torch.empty(shape, dtype=torch.bool, device=device)
-    if not use_cpp("keep_mask", keep.new_empty(0, dtype=torch.float32)):
+    if not use_cpp("keep_mask", like):
         return _keep_torch(key, site, threshold, at, device).view(shape)
     if keep.numel():
         seed, first_sample = key.tolist()

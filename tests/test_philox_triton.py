@@ -1,0 +1,186 @@
+"""The Triton mask: the published words, the oracle's bits, and the two ops of philox.py on it."""
+
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs triton")
+import triton
+import triton.language as tl
+from test_philox import KNOWN
+
+from fastpar.kernels import Rng, dropout, keep_mask, make_key, quantize_p
+from fastpar.kernels.philox import MaskBlock, dropout_block, mask_shape
+from fastpar.kernels.philox_triton import dropout_fwd, keep_mask_fwd, keep_tile, philox_words
+from fastpar.kernels.reference import dropout_ref, keep_mask_ref
+from fastpar.testing import assert_matches_oracle
+
+SHAPES = [(3, 5), (2, 7, 33), (1, 2, 3, 16), (2, 3, 2, 5, 63), (1, 1), (2, 70, 48), (2, 3, 1000)]
+# Seed and sample beyond 32 bits, the sample crossing 2**33 within the batch.
+RNGS = [Rng(make_key(5, 3), 9), Rng(make_key(2**62 + 12345, 2**33 - 1), 2**15 - 1)]
+
+
+@triton.jit
+def words_kernel(key_ptr, counter_ptr, out_ptr):
+    group, row = tl.load(counter_ptr), tl.load(counter_ptr + 1)
+    w0, w1, w2, w3 = philox_words(key_ptr, 0, tl.load(counter_ptr + 2), row, group)
+    tl.store(out_ptr, w0)
+    tl.store(out_ptr + 1, w1)
+    tl.store(out_ptr + 2, w2)
+    tl.store(out_ptr + 3, w3)
+
+
+@triton.jit
+def tile_kernel(
+    key_ptr, out_ptr, site_head, threshold, T, C, R: tl.constexpr, BLOCK_C: tl.constexpr
+):
+    n = tl.program_id(0) * R + tl.arange(0, R)
+    first = tl.program_id(1) * BLOCK_C
+    keep = keep_tile(key_ptr, (n // T)[:, None], site_head, n % T, first // 16, threshold, BLOCK_C)
+    cols = first + tl.arange(0, BLOCK_C)
+    tl.store(out_ptr + n[:, None] * C + cols[None, :], keep, mask=cols[None, :] < C)
+
+
+def signed(value: int, bits: int) -> int:
+    return value - (value >> (bits - 1) << bits)
+
+
+@pytest.mark.parametrize(("counter", "key", "expected"), KNOWN)
+def test_philox_gives_the_published_words(triton_device, counter, key, expected):
+    """The low half of the sample is the last counter word; its high half is 0 here."""
+    seed = signed(key[1] << 32 | key[0], 64)
+    keys = torch.tensor([seed, counter[3]], dtype=torch.int64, device=triton_device)
+    counters = torch.tensor([signed(c, 32) for c in counter], dtype=torch.int32)
+    out = torch.zeros(4, dtype=torch.int32, device=triton_device)
+    words_kernel[(1,)](keys, counters.to(triton_device), out)
+    assert tuple(w % 2**32 for w in out.tolist()) == expected
+
+
+@pytest.mark.parametrize(("rows", "block_c"), [(1, 16), (4, 32), (8, 64), (2, 128)])
+def test_tiles_of_any_shape_hold_the_same_bits(triton_device, rows, block_c):
+    B, T, C = 2, 8, 100
+    for key, site in RNGS:
+        out = torch.zeros(B * T, C, dtype=torch.bool, device=triton_device)
+        tile_kernel[(B * T // rows, triton.cdiv(C, block_c))](
+            key.to(triton_device), out, site << 16, 77, T, C, R=rows, BLOCK_C=block_c
+        )
+        expected = keep_mask_ref(Rng(key, site), 77 / 256, (B, T, C))
+        assert torch.equal(out.cpu().view(B, T, C), expected)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_mask_equals_the_oracle(triton_device, shape):
+    for rng in RNGS:
+        got = keep_mask(rng, 0.3, shape, device=triton_device)
+        assert got.dtype == torch.bool
+        assert torch.equal(got.cpu(), keep_mask_ref(rng, 0.3, shape))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_dropout_is_the_mask_times_the_scale(triton_device, shape, dtype):
+    x = torch.randn(shape).to(dtype)
+    y = dropout(x.to(triton_device), 0.3, RNGS[1])
+    assert y.dtype == dtype
+    scaled = x.float() * (256 / (256 - 77))
+    if dtype == torch.bfloat16 and triton_device == "cpu":  # the interpreter cuts bits off
+        scaled = (scaled.view(torch.int32) & -(1 << 16)).view(torch.float32)
+    expected = torch.where(keep_mask_ref(RNGS[1], 0.3, shape), scaled.to(dtype), 0.0)
+    assert torch.equal(y.cpu(), expected)
+
+
+def test_every_element_is_written(triton_device, monkeypatch):
+    def poisoned(x):
+        return torch.full_like(x, math.nan)
+
+    monkeypatch.setattr(torch, "empty_like", poisoned)
+    for shape in SHAPES:
+        assert dropout(torch.ones(shape, device=triton_device), 0.3, RNGS[0]).isfinite().all()
+
+
+def test_infinite_and_nan_elements_are_dropped_like_others(triton_device):
+    x = torch.full((2, 4, 64), math.inf, device=triton_device)
+    x[1] = math.nan
+    keep = keep_mask(RNGS[0], 0.5, x.shape, device=triton_device)
+    y = dropout(x, 0.5, RNGS[0])
+    assert (y[~keep] == 0).all()
+    assert (y[0][keep[0]] == math.inf).all()
+    assert y[1][keep[1]].isnan().all()
+
+
+def test_blocks_are_slices_of_the_mask(triton_device):
+    x = torch.randn(3, 4, 20, 40, device=triton_device)
+    key, site = RNGS[0]
+    whole = dropout(x, 0.4, RNGS[0])
+    for b, h, r, (n, m, k) in [(1, 0, 0, (2, 4, 20)), (0, 2, 7, (1, 2, 5)), (2, 3, 19, (1, 1, 1))]:
+        part = x[b : b + n, h : h + m, r : r + k].clone(memory_format=torch.contiguous_format)
+        at = MaskBlock(n, m, k, 40, b, h, r)
+        expected = whole[b : b + n, h : h + m, r : r + k]
+        assert torch.equal(dropout_block(part, key, site, quantize_p(0.4), at), expected)
+        got = dropout_block(part, key, site, quantize_p(0.4), at, out=part)
+        assert got is part
+        assert torch.equal(part, expected)
+
+
+def test_blocks_of_the_mask_alone(triton_device):
+    key, site = RNGS[1]
+    whole = keep_mask_ref(RNGS[1], 0.4, (3, 4, 9, 40))
+    at = MaskBlock(2, 2, 5, 40, 1, 2, 3)
+    got = keep_mask_fwd(key, site, quantize_p(0.4), at, torch.device(triton_device))
+    assert torch.equal(got.cpu(), whole[1:3, 2:4, 3:8])
+
+
+def test_matches_oracle_and_draws_the_same_mask_backward(triton_device):
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.randn(2, 5, 63, device=triton_device).to(dtype).requires_grad_()
+        assert_matches_oracle(
+            lambda x: dropout(x, 0.1, RNGS[0]),
+            lambda x: dropout_ref(x.cpu(), 0.1, RNGS[0]).to(x.device),
+            [x],
+        )
+    dy = torch.randn(63, device=triton_device).expand(2, 5, 63)
+    (dx,) = torch.autograd.grad(dropout(x, 0.1, RNGS[0]), x, dy.to(x.dtype))
+    assert torch.equal(dx, dropout(dy.to(x.dtype).contiguous(), 0.1, RNGS[0]))
+
+
+def test_strided_and_empty_inputs(triton_device):
+    for x in (
+        torch.randn(2, 33, 5, device=triton_device).mT,
+        torch.randn(33, device=triton_device).expand(2, 5, 33),
+        torch.randn(2, 5, 66, device=triton_device)[..., ::2],
+    ):
+        assert torch.equal(dropout(x, 0.3, RNGS[0]), dropout(x.contiguous(), 0.3, RNGS[0]))
+    for shape in ((0, 5), (2, 0, 7), (3, 0)):
+        assert dropout(torch.empty(shape, device=triton_device), 0.5, RNGS[0]).shape == shape
+        assert keep_mask(RNGS[0], 0.5, shape, device=triton_device).shape == shape
+
+
+def test_key_on_either_device(triton_device):
+    x = torch.randn(2, 3, 40, device=triton_device)
+    key, site = RNGS[1]
+    first = dropout(x, 0.3, Rng(key, site))
+    assert torch.equal(dropout(x, 0.3, Rng(key.to(triton_device), site)), first)
+    at = mask_shape(x.shape)
+    assert torch.equal(dropout_fwd(x, key, site, quantize_p(0.3), at), first)
+
+
+def test_registration(triton_device):
+    x = torch.randn(2, 3, 5, device=triton_device, requires_grad=True)
+    key = make_key(1, 2, triton_device)
+    torch.library.opcheck(torch.ops.fastpar.dropout.default, (x, key, 3, 26))
+    torch.library.opcheck(
+        torch.ops.fastpar.keep_mask.default, (key, 3, 26, [2, 5], torch.device(triton_device))
+    )
+
+
+def test_compiles_into_one_graph(triton_device):
+    x = torch.randn(2, 3, 5, device=triton_device, requires_grad=True)
+
+    def f(x, key):
+        return dropout(x, 0.3, Rng(key, 2)) * keep_mask(Rng(key, 1), 0.3, x.shape, device=x.device)
+
+    key = make_key(1, 2)
+    y = torch.compile(f, fullgraph=True, backend="aot_eager")(x, key)
+    assert torch.equal(y, f(x, key))
+    assert torch.equal(*(torch.autograd.grad(z.sum(), x)[0] for z in (y, f(x, key))))
