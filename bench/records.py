@@ -15,7 +15,7 @@ import re
 import subprocess
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -25,8 +25,38 @@ RESULTS = ROOT / "bench" / "results"  # tracked: the README's tables are made fr
 SCRATCH = ROOT / "build" / "bench"  # not tracked
 
 
+class Record:
+    """What a result file holds: a dataclass with these fields, a `key`, and a JSON form."""
+
+    commit: str
+    dirty: bool  # the tree differed from commit
+    date: str
+
+    @property
+    def key(self) -> str:
+        raise NotImplementedError
+
+    def to_json(self) -> dict[str, Any]:
+        kept = {k: v for k, v in asdict(self).items() if v is not None and v != {}}  # type: ignore[call-overload]
+        return {"key": self.key, **{k: _rounded(v) for k, v in kept.items()}}
+
+    @classmethod
+    def from_json(cls, row: dict[str, Any]) -> Any:
+        names = {f.name for f in fields(cls)}  # type: ignore[arg-type]
+        unknown = set(row) - names - {"key"}
+        if unknown:
+            raise ValueError(
+                f"{cls.__name__}.from_json: expected the fields of schema {SCHEMA}, got "
+                f"fields={sorted(unknown)}; read the file with the version that wrote it"
+            )
+        return cls(**{k: v for k, v in row.items() if k != "key"})
+
+
+AnyRecord = TypeVar("AnyRecord", bound=Record)
+
+
 @dataclass
-class Row:
+class Row(Record):
     """One measured variant. Times are of one call; None means not measured."""
 
     bench: str  # "layer_norm"
@@ -59,23 +89,12 @@ class Row:
     def key(self) -> str:
         return "/".join((self.bench, self.case, self.direction, self.variant, self.device))
 
-    def to_json(self) -> dict[str, Any]:
-        kept = {k: v for k, v in asdict(self).items() if v is not None and v != {}}
-        return {"key": self.key, **{k: _rounded(v) for k, v in kept.items()}}
-
-    @classmethod
-    def from_json(cls, row: dict[str, Any]) -> Row:
-        names = {f.name for f in fields(cls)}
-        unknown = set(row) - names - {"key"}
-        if unknown:
-            raise ValueError(
-                f"Row.from_json: expected the fields of schema {SCHEMA}, got "
-                f"fields={sorted(unknown)}; read the file with the version that wrote it"
-            )
-        return cls(**{k: v for k, v in row.items() if k != "key"})
-
 
 def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _rounded(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(v) for v in value]
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
@@ -170,15 +189,20 @@ def default_path(about: dict[str, Any], folder: Path) -> Path:
     return folder / f"{slug(about)}_{about['date']}.json"
 
 
-class ResultFile:
+class ResultFile(Generic[AnyRecord]):
     """Rows of one machine by key; every add() leaves a complete file behind."""
 
-    def __init__(self, path: str | os.PathLike[str], about: dict[str, Any]):
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        about: dict[str, Any],
+        kind: type[AnyRecord] = Row,  # type: ignore[assignment]
+    ):
         self.path = Path(path)
         self.about = about
-        self.rows: dict[str, Row] = {}
+        self.rows: dict[str, AnyRecord] = {}
         if self.path.exists():
-            old, rows = load(self.path)
+            old, rows = load(self.path, kind)
             if slug(old) != slug(about):
                 raise ValueError(
                     f"ResultFile: expected rows of {slug(about)}, got "
@@ -186,7 +210,7 @@ class ResultFile:
                 )
             self.rows = {row.key: row for row in rows}
 
-    def add(self, *rows: Row) -> None:
+    def add(self, *rows: AnyRecord) -> None:
         for row in rows:
             row.commit, row.dirty, row.date = (self.about[k] for k in ("commit", "dirty", "date"))
             self.rows[row.key] = row
@@ -198,7 +222,10 @@ class ResultFile:
         os.replace(partial, self.path)
 
 
-def load(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[Row]]:
+def load(
+    path: str | os.PathLike[str],
+    kind: type[AnyRecord] = Row,  # type: ignore[assignment]
+) -> tuple[dict[str, Any], list[AnyRecord]]:
     """The machine and the rows of a result file."""
     try:
         stored = json.loads(Path(path).read_text())
@@ -213,4 +240,4 @@ def load(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[Row]]:
             f"load: expected schema={SCHEMA}, got schema={schema} in {Path(path).name}; "
             "delete it and run `python -m bench` again"
         )
-    return stored["machine"], [Row.from_json(row) for row in stored["rows"]]
+    return stored["machine"], [kind.from_json(row) for row in stored["rows"]]

@@ -290,6 +290,7 @@ class Errors(NamedTuple):
     eager_max: float  # of plain PyTorch in the same dtype
     eager_rms: float
     rounding: float  # of the largest value to the result's dtype: eps / 2 * max|oracle|
+    numel: int
 
 
 def measure_errors(
@@ -336,6 +337,7 @@ def measure_errors(
             *_max_and_rms(got, exact, finite),
             *_max_and_rms(plain, exact, finite),
             0.5 * torch.finfo(got.dtype).eps * magnitude,
+            exact.numel(),
         )
     return measured
 
