@@ -1,4 +1,5 @@
-// Softmax attention, forward and backward, one key head of one sample at a time.
+// Softmax attention, forward and backward, one key head of one document at a time. A document is a
+// sample of a batch, or a piece of a packed sequence (cu_seqlens).
 //
 // A thread owns such a head with all query heads that read it, so every sum has one writer and one
 // order. Keys and values are copied once per head into panels; then blocks of kBlock queries see
@@ -88,16 +89,22 @@ FASTPAR_INLINE void multiply(const float* a, int64_t a_row, int64_t a_k, const f
   }
 }
 
-// Sizes of one call, and where causal limits lie.
-struct Sizes {
+// One document: where it lies, its lengths, and where its causal limits lie.
+struct Document {
+  int64_t sample, start;  // index in the batch or of the document; its first row
+  int64_t stats_start, stats_head;
   int64_t t, tk, d, group;
   bool causal;
   float scale;
   int64_t block, d_pad, k_pad, s_row;  // padded to tiles; s_row: length of a row of scores
 
-  Sizes(const AttentionShape& shape)
-      : t(shape.t),
-        tk(shape.tk),
+  Document(const AttentionShape& shape, int64_t index)
+      : sample(index),
+        start(shape.cu_seqlens ? shape.cu_seqlens[index] : 0),
+        stats_start(2 * (shape.cu_seqlens ? start : index * shape.heads * shape.t)),
+        stats_head(2 * shape.t),
+        t(shape.cu_seqlens ? shape.cu_seqlens[index + 1] - start : shape.t),
+        tk(shape.cu_seqlens ? t : shape.tk),
         d(shape.d),
         group(shape.heads / shape.key_heads),
         causal(shape.causal),
@@ -108,10 +115,29 @@ struct Sizes {
     block = std::min<int64_t>(64, std::max<int64_t>(kTile, (1 << 15) / s_row / kTile * kTile));
     block = std::min(block, round_up(t, kTile));
   }
+  int64_t stats(int64_t h) const { return stats_start + h * stats_head; }
   int64_t first() const { return causal ? std::max<int64_t>(0, t - tk) : 0; }
   // Keys that query i sees.
   int64_t keys(int64_t i) const {
     return causal ? std::min(tk, std::max<int64_t>(0, i + tk - t + 1)) : tk;
+  }
+};
+
+// All documents of a call, and what buffers must hold to serve any of them.
+struct Documents {
+  std::vector<Document> all;
+  int64_t block = 0, scores = 0, keys = 0, work = 0;
+  int64_t d, d_pad;
+
+  explicit Documents(const AttentionShape& shape) : d(shape.d), d_pad(round_up(shape.d, kPanel)) {
+    all.reserve(shape.batch);
+    for (int64_t i = 0; i < shape.batch; ++i) {
+      const Document& doc = all.emplace_back(shape, i);
+      block = std::max(block, doc.block);
+      scores = std::max(scores, doc.block * doc.s_row);
+      keys = std::max(keys, doc.k_pad);
+      work += shape.heads * doc.t * doc.tk * doc.d;
+    }
   }
 };
 
@@ -234,104 +260,106 @@ FASTPAR_INLINE void drop_row(const uint8_t* drawn, uint8_t threshold, float scal
 
 // scores[block, keys] = rows[block, d] panels, the columns that a tile's last row sees.
 template <int W>
-FASTPAR_INLINE void multiply_panels(const Sizes& s, int64_t q0, int64_t rows, const float* left,
-                                    const float* panels, float* scores) {
-  const int64_t all = s.keys(std::min(s.t, q0 + rows) - 1);
+FASTPAR_INLINE void multiply_panels(const Document& doc, int64_t q0, int64_t rows,
+                                    const float* left, const float* panels, float* scores) {
+  const int64_t all = doc.keys(std::min(doc.t, q0 + rows) - 1);
   for (int64_t p = 0; p < all; p += kPanel) {
     for (int64_t i = 0; i < rows; i += kTile) {
-      if (p >= s.keys(q0 + i + kTile - 1)) continue;
-      multiply<W>(left + i * s.d_pad, s.d_pad, 1, panels + p * s.d, kPanel, s.d,
-                  scores + i * s.s_row + p, s.s_row, false);
+      if (p >= doc.keys(q0 + i + kTile - 1)) continue;
+      multiply<W>(left + i * doc.d_pad, doc.d_pad, 1, panels + p * doc.d, kPanel, doc.d,
+                  scores + i * doc.s_row + p, doc.s_row, false);
     }
   }
 }
 
 // out[block, d] = weights[block, keys] right[keys, d]
 template <int W>
-FASTPAR_INLINE void multiply_keys(const Sizes& s, int64_t q0, int64_t rows, const float* weights,
-                                  const float* right, float* out) {
-  for (int64_t p = 0; p < s.d_pad; p += kPanel) {
+FASTPAR_INLINE void multiply_keys(const Document& doc, int64_t q0, int64_t rows,
+                                  const float* weights, const float* right, float* out) {
+  for (int64_t p = 0; p < doc.d_pad; p += kPanel) {
     for (int64_t i = 0; i < rows; i += kTile) {
-      multiply<W>(weights + i * s.s_row, s.s_row, 1, right + p, s.d_pad,
-                  s.keys(std::min(s.t, q0 + i + kTile) - 1), out + i * s.d_pad + p, s.d_pad, false);
+      multiply<W>(weights + i * doc.s_row, doc.s_row, 1, right + p, doc.d_pad,
+                  doc.keys(std::min(doc.t, q0 + i + kTile) - 1), out + i * doc.d_pad + p, doc.d_pad,
+                  false);
     }
   }
 }
 
 // out[keys, d] += weights[block, keys]^T right[block, d]
 template <int W>
-FASTPAR_INLINE void add_queries(const Sizes& s, int64_t q0, int64_t rows, const float* weights,
+FASTPAR_INLINE void add_queries(const Document& doc, int64_t q0, int64_t rows, const float* weights,
                                 const float* right, float* out) {
-  const int64_t all = s.keys(q0 + rows - 1);
-  for (int64_t p = 0; p < s.d_pad; p += kPanel) {
+  const int64_t all = doc.keys(q0 + rows - 1);
+  for (int64_t p = 0; p < doc.d_pad; p += kPanel) {
     for (int64_t j = 0; j < all; j += kTile) {
-      const int64_t skip = s.causal ? std::max<int64_t>(0, j - (s.tk - s.t) - q0) : 0;
-      multiply<W>(weights + skip * s.s_row + j, 1, s.s_row, right + skip * s.d_pad + p, s.d_pad,
-                  rows - skip, out + j * s.d_pad + p, s.d_pad, true);
+      const int64_t skip = doc.causal ? std::max<int64_t>(0, j - (doc.tk - doc.t) - q0) : 0;
+      multiply<W>(weights + skip * doc.s_row + j, 1, doc.s_row, right + skip * doc.d_pad + p,
+                  doc.d_pad, rows - skip, out + j * doc.d_pad + p, doc.d_pad, true);
     }
   }
 }
 
 template <class T>
-struct Head {  // one head of a strided [B, T, H, D] tensor
+struct Head {  // one head of a document in a strided [B, T, H, D] or [total, H, D] tensor
   T* data;
   int64_t stride;
-  Head(const Strided& x, int64_t b, int64_t h)
-      : data(static_cast<T*>(x.data) + b * x.batch + h * x.head), stride(x.row) {}
+  Head(const Strided& x, const Document& doc, int64_t h)
+      : data(static_cast<T*>(x.data) + doc.sample * x.batch + doc.start * x.row + h * x.head),
+        stride(x.row) {}
   T* at(int64_t i) const { return data + i * stride; }
 };
 
 struct ForwardMemory {
   Buffer key_panels, values, q, scores, o;
-  explicit ForwardMemory(const Sizes& s)
-      : key_panels(s.k_pad * s.d),
-        values(s.k_pad * s.d_pad),
-        q(s.block * s.d_pad),
-        scores(s.block * s.s_row),
-        o(s.block * s.d_pad) {}
+  ForwardMemory(const Documents& of, bool /*mask*/)
+      : key_panels(of.keys * of.d),
+        values(of.keys * of.d_pad),
+        q(of.block * of.d_pad),
+        scores(of.scores),
+        o(of.block * of.d_pad) {}
 };
 
 // All query heads of one key head.
 template <class T, int W>
 struct Forward {
-  static FASTPAR_INLINE void run(const AttentionShape* shape, const Sizes* sizes, int64_t b,
-                                 int64_t hk, const Strided* q, const Strided* k, const Strided* v,
-                                 const Strided* o, float* stats, ForwardMemory* m, RowMask* mask) {
-    const Sizes& s = *sizes;
-    const Head<const T> kh(*k, b, hk), vh(*v, b, hk);
-    transpose_rows(kh.data, kh.stride, s.tk, s.d, m->key_panels.get());
-    copy_rows(vh.data, vh.stride, s.tk, s.d, s.d_pad, m->values.get());
+  static FASTPAR_INLINE void run(const Document* document, int64_t hk, const Strided* q,
+                                 const Strided* k, const Strided* v, const Strided* o, float* stats,
+                                 ForwardMemory* m, RowMask* mask) {
+    const Document& doc = *document;
+    const Head<const T> kh(*k, doc, hk), vh(*v, doc, hk);
+    transpose_rows(kh.data, kh.stride, doc.tk, doc.d, m->key_panels.get());
+    copy_rows(vh.data, vh.stride, doc.tk, doc.d, doc.d_pad, m->values.get());
     float* const scores = m->scores.get();
     float factor[64];
-    for (int64_t h = hk * s.group; h < (hk + 1) * s.group; ++h) {
-      const Head<const T> qh(*q, b, h);
-      const Head<T> oh(*o, b, h);
-      float* const row_stats = stats + (b * shape->heads + h) * s.t * 2;
-      for (int64_t i = 0; i < s.first(); ++i) {
-        for (int64_t j = 0; j < s.d; ++j) oh.at(i)[j] = from_float<T>(0.0f);
+    for (int64_t h = hk * doc.group; h < (hk + 1) * doc.group; ++h) {
+      const Head<const T> qh(*q, doc, h);
+      const Head<T> oh(*o, doc, h);
+      float* const row_stats = stats + doc.stats(h);
+      for (int64_t i = 0; i < doc.first(); ++i) {
+        for (int64_t j = 0; j < doc.d; ++j) oh.at(i)[j] = from_float<T>(0.0f);
         row_stats[2 * i] = row_stats[2 * i + 1] = 0.0f;
       }
-      for (int64_t q0 = s.first(); q0 < s.t; q0 += s.block) {
-        const int64_t n = std::min(s.block, s.t - q0), rows = round_up(n, kTile);
-        copy_rows(qh.at(q0), qh.stride, n, s.d, s.d_pad, m->q.get());
-        multiply_panels<W>(s, q0, rows, m->q.get(), m->key_panels.get(), scores);
+      for (int64_t q0 = doc.first(); q0 < doc.t; q0 += doc.block) {
+        const int64_t n = std::min(doc.block, doc.t - q0), rows = round_up(n, kTile);
+        copy_rows(qh.at(q0), qh.stride, n, doc.d, doc.d_pad, m->q.get());
+        multiply_panels<W>(doc, q0, rows, m->q.get(), m->key_panels.get(), scores);
         for (int64_t i = 0; i < n; ++i) {
-          float* const row = scores + i * s.s_row;
-          const int64_t seen = s.keys(q0 + i);
-          const int64_t wide = round_up(s.keys(q0 + round_up(i + 1, kTile) - 1), kPanel);
-          for (int64_t j = 0; j < wide; ++j) row[j] = j < seen ? row[j] * s.scale : -INFINITY;
+          float* const row = scores + i * doc.s_row;
+          const int64_t seen = doc.keys(q0 + i);
+          const int64_t wide = round_up(doc.keys(q0 + round_up(i + 1, kTile) - 1), kPanel);
+          for (int64_t j = 0; j < wide; ++j) row[j] = j < seen ? row[j] * doc.scale : -INFINITY;
           const float max = row_max<W>(row, wide);
           for (int64_t j = 0; j < wide; ++j) row[j] = exp_float(row[j] - max);
           factor[i] = 1.0f / row_sum<W>(row, wide);
           row_stats[2 * (q0 + i)] = max;
           row_stats[2 * (q0 + i) + 1] = factor[i];
           if (mask->active()) {
-            drop_row(mask->bytes(b, h, q0 + i, seen), mask->threshold(), mask->scale(), seen, row,
-                     row);
+            drop_row(mask->bytes(doc.sample, h, q0 + i, seen), mask->threshold(), mask->scale(),
+                     seen, row, row);
           }
         }
-        multiply_keys<W>(s, q0, rows, scores, m->values.get(), m->o.get());
-        store_rows(m->o.get(), factor, n, s.d, s.d_pad, oh.at(q0), oh.stride);
+        multiply_keys<W>(doc, q0, rows, scores, m->values.get(), m->o.get());
+        store_rows(m->o.get(), factor, n, doc.d, doc.d_pad, oh.at(q0), oh.stride);
       }
     }
   }
@@ -339,147 +367,126 @@ struct Forward {
 
 struct BackwardMemory {
   Buffer keys, key_panels, value_panels, q, d_o, p, dropped, dp, dq, dk, dv;
-  BackwardMemory(const Sizes& s, bool mask)
-      : keys(s.k_pad * s.d_pad),
-        key_panels(s.k_pad * s.d),
-        value_panels(s.k_pad * s.d),
-        q(s.block * s.d_pad),
-        d_o(s.block * s.d_pad),
-        p(s.block * s.s_row),
-        dropped(mask ? s.block * s.s_row : 0),
-        dp(s.block * s.s_row),
-        dq(s.block * s.d_pad),
-        dk(s.k_pad * s.d_pad),
-        dv(s.k_pad * s.d_pad) {}
+  BackwardMemory(const Documents& of, bool mask)
+      : keys(of.keys * of.d_pad),
+        key_panels(of.keys * of.d),
+        value_panels(of.keys * of.d),
+        q(of.block * of.d_pad),
+        d_o(of.block * of.d_pad),
+        p(of.scores),
+        dropped(mask ? of.scores : 0),
+        dp(of.scores),
+        dq(of.block * of.d_pad),
+        dk(of.keys * of.d_pad),
+        dv(of.keys * of.d_pad) {}
 };
 
 template <class T, int W>
 struct Backward {
-  static FASTPAR_INLINE void run(const AttentionShape* shape, const Sizes* sizes, int64_t b,
-                                 int64_t hk, const Strided* d_o, const Strided* q, const Strided* k,
-                                 const Strided* v, const float* stats, const Strided* dq,
-                                 const Strided* dk, const Strided* dv, BackwardMemory* m,
-                                 RowMask* mask) {
-    const Sizes& s = *sizes;
-    const Head<const T> kh(*k, b, hk), vh(*v, b, hk);
-    copy_rows(kh.data, kh.stride, s.tk, s.d, s.d_pad, m->keys.get());
-    transpose_rows(kh.data, kh.stride, s.tk, s.d, m->key_panels.get());
-    transpose_rows(vh.data, vh.stride, s.tk, s.d, m->value_panels.get());
-    std::fill(m->dk.get(), m->dk.get() + s.k_pad * s.d_pad, 0.0f);
-    std::fill(m->dv.get(), m->dv.get() + s.k_pad * s.d_pad, 0.0f);
+  static FASTPAR_INLINE void run(const Document* document, int64_t hk, const Strided* d_o,
+                                 const Strided* q, const Strided* k, const Strided* v,
+                                 const float* stats, const Strided* dq, const Strided* dk,
+                                 const Strided* dv, BackwardMemory* m, RowMask* mask) {
+    const Document& doc = *document;
+    const Head<const T> kh(*k, doc, hk), vh(*v, doc, hk);
+    copy_rows(kh.data, kh.stride, doc.tk, doc.d, doc.d_pad, m->keys.get());
+    transpose_rows(kh.data, kh.stride, doc.tk, doc.d, m->key_panels.get());
+    transpose_rows(vh.data, vh.stride, doc.tk, doc.d, m->value_panels.get());
+    std::fill(m->dk.get(), m->dk.get() + doc.k_pad * doc.d_pad, 0.0f);
+    std::fill(m->dv.get(), m->dv.get() + doc.k_pad * doc.d_pad, 0.0f);
     float* const dropped = mask->active() ? m->dropped.get() : m->p.get();
-    for (int64_t h = hk * s.group; h < (hk + 1) * s.group; ++h) {
-      const Head<const T> qh(*q, b, h), doh(*d_o, b, h);
-      const Head<T> dqh(*dq, b, h);
-      const float* const row_stats = stats + (b * shape->heads + h) * s.t * 2;
-      for (int64_t i = 0; i < s.first(); ++i) {
-        for (int64_t j = 0; j < s.d; ++j) dqh.at(i)[j] = from_float<T>(0.0f);
+    for (int64_t h = hk * doc.group; h < (hk + 1) * doc.group; ++h) {
+      const Head<const T> qh(*q, doc, h), doh(*d_o, doc, h);
+      const Head<T> dqh(*dq, doc, h);
+      const float* const row_stats = stats + doc.stats(h);
+      for (int64_t i = 0; i < doc.first(); ++i) {
+        for (int64_t j = 0; j < doc.d; ++j) dqh.at(i)[j] = from_float<T>(0.0f);
       }
-      for (int64_t q0 = s.first(); q0 < s.t; q0 += s.block) {
-        const int64_t n = std::min(s.block, s.t - q0), rows = round_up(n, kTile);
-        copy_rows(qh.at(q0), qh.stride, n, s.d, s.d_pad, m->q.get());
-        copy_rows(doh.at(q0), doh.stride, n, s.d, s.d_pad, m->d_o.get());
-        multiply_panels<W>(s, q0, rows, m->q.get(), m->key_panels.get(), m->p.get());
-        multiply_panels<W>(s, q0, rows, m->d_o.get(), m->value_panels.get(), m->dp.get());
+      for (int64_t q0 = doc.first(); q0 < doc.t; q0 += doc.block) {
+        const int64_t n = std::min(doc.block, doc.t - q0), rows = round_up(n, kTile);
+        copy_rows(qh.at(q0), qh.stride, n, doc.d, doc.d_pad, m->q.get());
+        copy_rows(doh.at(q0), doh.stride, n, doc.d, doc.d_pad, m->d_o.get());
+        multiply_panels<W>(doc, q0, rows, m->q.get(), m->key_panels.get(), m->p.get());
+        multiply_panels<W>(doc, q0, rows, m->d_o.get(), m->value_panels.get(), m->dp.get());
         for (int64_t i = 0; i < n; ++i) {
-          float* const p = m->p.get() + i * s.s_row;
-          float* const dp = m->dp.get() + i * s.s_row;
-          const int64_t seen = s.keys(q0 + i);
-          const int64_t wide = round_up(s.keys(q0 + round_up(i + 1, kTile) - 1), kPanel);
+          float* const p = m->p.get() + i * doc.s_row;
+          float* const dp = m->dp.get() + i * doc.s_row;
+          const int64_t seen = doc.keys(q0 + i);
+          const int64_t wide = round_up(doc.keys(q0 + round_up(i + 1, kTile) - 1), kPanel);
           const float max = row_stats[2 * (q0 + i)], factor = row_stats[2 * (q0 + i) + 1];
           for (int64_t j = 0; j < wide; ++j) {
-            const float e = exp_float(p[j] * s.scale - max) * factor;
+            const float e = exp_float(p[j] * doc.scale - max) * factor;
             p[j] = j < seen ? e : 0.0f;
             dp[j] = j < seen ? dp[j] : 0.0f;
           }
           if (mask->active()) {
-            const uint8_t* drawn = mask->bytes(b, h, q0 + i, seen);
-            float* const kept = dropped + i * s.s_row;
+            const uint8_t* drawn = mask->bytes(doc.sample, h, q0 + i, seen);
+            float* const kept = dropped + i * doc.s_row;
             drop_row(drawn, mask->threshold(), mask->scale(), seen, p, kept);
             for (int64_t j = seen; j < wide; ++j) kept[j] = 0.0f;
             drop_row(drawn, mask->threshold(), mask->scale(), seen, dp, dp);
           }
           const float delta = row_dot<W>(dp, p, wide);
-          for (int64_t j = 0; j < wide; ++j) dp[j] = p[j] * (dp[j] - delta) * s.scale;
+          for (int64_t j = 0; j < wide; ++j) dp[j] = p[j] * (dp[j] - delta) * doc.scale;
         }
-        multiply_keys<W>(s, q0, rows, m->dp.get(), m->keys.get(), m->dq.get());
-        store_rows(m->dq.get(), nullptr, n, s.d, s.d_pad, dqh.at(q0), dqh.stride);
-        add_queries<W>(s, q0, n, m->dp.get(), m->q.get(), m->dk.get());
-        add_queries<W>(s, q0, n, dropped, m->d_o.get(), m->dv.get());
+        multiply_keys<W>(doc, q0, rows, m->dp.get(), m->keys.get(), m->dq.get());
+        store_rows(m->dq.get(), nullptr, n, doc.d, doc.d_pad, dqh.at(q0), dqh.stride);
+        add_queries<W>(doc, q0, n, m->dp.get(), m->q.get(), m->dk.get());
+        add_queries<W>(doc, q0, n, dropped, m->d_o.get(), m->dv.get());
       }
     }
-    const Head<T> dkh(*dk, b, hk), dvh(*dv, b, hk);
-    store_rows(m->dk.get(), nullptr, s.tk, s.d, s.d_pad, dkh.data, dkh.stride);
-    store_rows(m->dv.get(), nullptr, s.tk, s.d, s.d_pad, dvh.data, dvh.stride);
+    const Head<T> dkh(*dk, doc, hk), dvh(*dv, doc, hk);
+    store_rows(m->dk.get(), nullptr, doc.tk, doc.d, doc.d_pad, dkh.data, dkh.stride);
+    store_rows(m->dv.get(), nullptr, doc.tk, doc.d, doc.d_pad, dvh.data, dvh.stride);
   }
 };
 
 constexpr int64_t kGrain = 1 << 15;  // multiply-adds worth a thread
 
-}  // namespace
-
-void attention_fwd(const Strided& q, const Strided& k, const Strided& v, const Strided& o,
-                   float* stats, Dtype dtype, const AttentionShape& shape, const MaskBlock& at,
-                   int threads) {
+// Kernel on every key head of every document, each by one thread.
+template <template <class, int> class Kernel, class Memory, class... Tensors>
+void run_heads(const AttentionShape& shape, Dtype dtype, const MaskBlock& at, int64_t products,
+               int threads, const Tensors&... tensors) {
   const Isa target = isa();
-  const Sizes sizes(shape);
+  const Documents documents(shape);
   const int64_t items = shape.batch * shape.key_heads;
-  const int64_t work = shape.batch * shape.heads * shape.t * shape.tk * shape.d;
-  threads = static_cast<int>(std::min<int64_t>(items, useful_threads(work, kGrain, threads)));
+  const int64_t wanted = useful_threads(products * documents.work, kGrain, threads);
+  threads = static_cast<int>(std::min(items, wanted));
   with_dtype(dtype, [&](auto tag) {
     using T = decltype(tag);
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-      ForwardMemory memory(sizes);
+      Memory memory(documents, at.threshold > 0);
       RowMask mask(at, target);
-#pragma omp for schedule(static)
+#pragma omp for schedule(dynamic)
       for (int64_t i = 0; i < items; ++i) {
-        const int64_t b = i / shape.key_heads, h = i % shape.key_heads;
+        const Document* const doc = &documents.all[i / shape.key_heads];
+        const int64_t h = i % shape.key_heads;
         if (target == Isa::avx512) {
-          dispatch<Forward<T, 16>>(target, &shape, &sizes, b, h, &q, &k, &v, &o, stats, &memory,
-                                   &mask);
+          dispatch<Kernel<T, 16>>(target, doc, h, tensors..., &memory, &mask);
         } else if (target == Isa::avx2) {
-          dispatch<Forward<T, 8>>(target, &shape, &sizes, b, h, &q, &k, &v, &o, stats, &memory,
-                                  &mask);
+          dispatch<Kernel<T, 8>>(target, doc, h, tensors..., &memory, &mask);
         } else {
-          dispatch<Forward<T, 4>>(target, &shape, &sizes, b, h, &q, &k, &v, &o, stats, &memory,
-                                  &mask);
+          dispatch<Kernel<T, 4>>(target, doc, h, tensors..., &memory, &mask);
         }
       }
     }
   });
 }
 
+}  // namespace
+
+void attention_fwd(const Strided& q, const Strided& k, const Strided& v, const Strided& o,
+                   float* stats, Dtype dtype, const AttentionShape& shape, const MaskBlock& at,
+                   int threads) {
+  run_heads<Forward, ForwardMemory>(shape, dtype, at, 1, threads, &q, &k, &v, &o, stats);
+}
+
 void attention_bwd(const Strided& d_o, const Strided& q, const Strided& k, const Strided& v,
                    const float* stats, const Strided& dq, const Strided& dk, const Strided& dv,
                    Dtype dtype, const AttentionShape& shape, const MaskBlock& at, int threads) {
-  const Isa target = isa();
-  const Sizes sizes(shape);
-  const int64_t items = shape.batch * shape.key_heads;
-  const int64_t work = 4 * shape.batch * shape.heads * shape.t * shape.tk * shape.d;
-  threads = static_cast<int>(std::min<int64_t>(items, useful_threads(work, kGrain, threads)));
-  with_dtype(dtype, [&](auto tag) {
-    using T = decltype(tag);
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
-      BackwardMemory memory(sizes, at.threshold > 0);
-      RowMask mask(at, target);
-#pragma omp for schedule(static)
-      for (int64_t i = 0; i < items; ++i) {
-        const int64_t b = i / shape.key_heads, h = i % shape.key_heads;
-        if (target == Isa::avx512) {
-          dispatch<Backward<T, 16>>(target, &shape, &sizes, b, h, &d_o, &q, &k, &v, stats, &dq, &dk,
-                                    &dv, &memory, &mask);
-        } else if (target == Isa::avx2) {
-          dispatch<Backward<T, 8>>(target, &shape, &sizes, b, h, &d_o, &q, &k, &v, stats, &dq, &dk,
-                                   &dv, &memory, &mask);
-        } else {
-          dispatch<Backward<T, 4>>(target, &shape, &sizes, b, h, &d_o, &q, &k, &v, stats, &dq, &dk,
-                                   &dv, &memory, &mask);
-        }
-      }
-    }
-  });
+  run_heads<Backward, BackwardMemory>(shape, dtype, at, 4, threads, &d_o, &q, &k, &v, stats, &dq,
+                                      &dk, &dv);
 }
 
 }  // namespace fastpar

@@ -73,11 +73,13 @@ fastpar::Strided strided(const Layout& x) {
   return {at<void>(static_cast<Address>(x[0])), x[1], x[2], x[3]};
 }
 
-// (batch, t, tk, heads, key_heads, d)
-using AttentionSizes = std::array<int64_t, 6>;
+// (batch, t, tk, heads, key_heads, d, address of cu_seqlens or 0)
+using AttentionSizes = std::array<int64_t, 7>;
 
 fastpar::AttentionShape attention_shape(const AttentionSizes& s, bool causal, float scale) {
-  return {s[0], s[1], s[2], s[3], s[4], s[5], causal, scale};
+  return {s[0],   s[1],  s[2],
+          s[3],   s[4],  s[5],
+          causal, scale, at<const int32_t>(static_cast<Address>(s[6]))};
 }
 
 // exp_float over an array, for tests of its accuracy.

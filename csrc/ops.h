@@ -73,22 +73,27 @@ struct Matrix {
 void gemm(const Matrix& a, const Matrix& b, float* c, int64_t ldc, int64_t m, int64_t n, int64_t k,
           bool accumulate, const float* bias, int threads);
 
-// A strided [B, T, H, D] tensor: strides in elements, the last one is 1.
+// A strided [B, T, H, D] tensor, or with batch stride 0 [total, H, D]: strides in elements, the
+// last one is 1.
 struct Strided {
   void* data;
   int64_t batch, row, head;
 };
 
-// q [batch, t, heads, d], k and v [batch, tk, key_heads, d], heads a multiple of key_heads.
+// q [batch, t, heads, d], k and v [batch, tk, key_heads, d], heads a multiple of key_heads. With
+// cu_seqlens [batch + 1] documents of these lengths lie one after another: q [t, heads, d], k and v
+// [t, key_heads, d], and document i is the rows from cu_seqlens[i] to cu_seqlens[i + 1]; the caller
+// guarantees that these increase from 0 to t.
 struct AttentionShape {
   int64_t batch, t, tk, heads, key_heads, d;
   bool causal;  // query i sees keys j <= i + tk - t
   float scale;
+  const int32_t* cu_seqlens;  // null for a batch
 };
 
-// o = dropout(softmax(scale * q k^T)) v; lse[batch, heads, t] = log of the sum of exponentials.
-// `at` holds the mask [batch, heads, t, tk], threshold 0 is no dropout. Queries without a key give
-// 0.
+// o = dropout(softmax(scale * q k^T)) v; stats[batch, heads, t, 2] (documents: [heads, t, 2]): the
+// largest score of a row and the inverse of its sum of exponentials. `at` holds the mask [batch,
+// heads, t, tk], threshold 0 is no dropout. Queries without a key give 0.
 void attention_fwd(const Strided& q, const Strided& k, const Strided& v, const Strided& o,
                    float* stats, Dtype dtype, const AttentionShape& shape, const MaskBlock& at,
                    int threads);

@@ -4,26 +4,35 @@
     dq = softmax_scale * ds k,  dk = softmax_scale * ds^T q
 
 M is 1 without dropout, else 0 or 1 / (1 - p) by kernels/philox.py. All [B, H, T, Tk] scores are
-never alive at once. Kept for backward: q, k, v, the key of the mask and, per row, the largest score
-and the inverse sum of exponentials; P and M are computed again, with the same bits. (One number,
-their logarithm, would do, but rounds P by its own size.) Statistics and accumulators are fp32.
+never alive at once. Kept for backward: q, k, v, the key of the mask and one or two numbers per row;
+P and M are computed again, with the same bits. Statistics and accumulators are fp32.
 
-On CPU a compiled kernel reads strided q, k, v (or the packed projection) and writes their gradients
-in place. A head belongs to one thread, so every sum has one order for any number of threads. On
-CUDA this is torch's scaled_dot_product_attention without dropout, and with dropout a composition of
-torch ops by blocks of heads and queries (attention_composed.py), which keeps no statistics.
+On CUDA the kernels are those of attention_triton.py and attention_bwd_triton.py, which keep the
+logarithm of a row's sum of exponentials, and o, because rowsum(dp * P) = rowsum(do * o). On CPU a compiled kernel reads strided
+q, k, v (or the packed projection) and writes their gradients in place. A head belongs to one
+thread, so every sum has one order for any number of threads. It keeps a row's largest score and the
+inverse of its sum: their logarithm rounds P by its own size. fp64, FASTPAR_BACKEND=torch and other
+devices take attention_composed.py.
 
 [Note: causal] The mask is aligned to the last query and the last key: query i sees keys
 j <= i + Tk - T, as in FlashAttention since 2.1 (torch's is_causal aligns to the first). With
 T < Tk the queries are the last T of Tk positions, which is what a key/value cache needs; with
 T > Tk the first T - Tk queries see nothing and their output is 0.
 
+[Note: documents] With cu_seqlens, int32 [n + 1], n documents lie one after another in
+[total, H, D]: document i is rows cu_seqlens[i] to cu_seqlens[i + 1], none is empty, and a query
+sees keys of its own document only. The dropout mask of document i is that of sample i of a batch,
+with rows and columns counted from the document's start. On the CPU the numbers are checked. On a
+GPU reading them would make the host wait, so they are not: wrong ones give a wrong result, but
+nothing outside the tensors is read or written. (The composed form needs them on the host: it waits
+and checks.)
+
 Source: Vaswani et al. 2017, arXiv 1706.03762; Dao et al. 2022, arXiv 2205.14135.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import operator
 
 import torch
 from torch import Tensor
@@ -36,58 +45,63 @@ from fastpar.kernels.backend import (
     define_op,
     refuse_double_backward,
     use_cpp,
+    use_triton,
 )
 from fastpar.kernels.philox import Rng, check_rng, draw_key, quantize_p
 
 MAX_HEAD_DIM = 256
-
-
-class _Shape(NamedTuple):
-    B: int
-    T: int
-    Tk: int
-    H: int
-    Hkv: int
-    D: int
+TRITON_HEAD_DIMS = range(16, 129, 8)
 
 
 def _split(q: Tensor, k: Tensor | None, v: Tensor | None) -> Triple:
-    """q, k, v; without k and v, q holds the three packed, [B, T, 3, H, D]."""
-    if k is None or v is None:
-        q, k, v = q.unbind(2)
-    return q, k, v
-
-
-def _shape(q: Tensor, k: Tensor) -> _Shape:
-    B, T, H, D = q.shape
-    return _Shape(B, T, k.shape[1], H, k.shape[2], D)
+    """q, k, v; without k and v, q holds the three packed, [B, T, 3, H, D] or [total, 3, H, D]."""
+    return (q, k, v) if k is not None and v is not None else q.unbind(-3)
 
 
 def _layout(x: Tensor) -> tuple[int, int, int, int]:
-    """(address, batch, row and head strides) of [B, T, H, D], as _C takes it."""
-    return x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)
+    """(address, batch, row and head strides), as _C takes [B, T, H, D] and [total, H, D]."""
+    strides = x.stride()
+    return (x.data_ptr(), *(strides[:3] if len(strides) == 4 else (0, *strides[:2])))
 
 
-def _arguments(q: Tensor, k: Tensor, causal: bool, scale: float, drop: Dropout) -> tuple:
+def _arguments(
+    q: Tensor, k: Tensor, causal: bool, scale: float, drop: Dropout, cu_seqlens: Tensor | None
+) -> tuple:
     """What the two compiled functions take after the tensors."""
     seed, first_sample = (0, 0) if drop.key is None else drop.key.tolist()
-    s = _shape(q, k)
-    sizes = (s.B, s.T, s.Tk, s.H, s.Hkv, s.D)
+    T, H, D = q.shape[-3:]
+    if cu_seqlens is None:
+        B, address = q.shape[0], 0
+    else:
+        B, address = cu_seqlens.shape[0] - 1, cu_seqlens.data_ptr()
+    sizes = (B, T, k.shape[-3], H, k.shape[-2], D, address)
     threads = torch.get_num_threads()
     return sizes, causal, scale, seed, first_sample, drop.site, drop.threshold, threads
 
 
+def _stats_shape(q: Tensor) -> tuple[int, ...]:
+    """[B, H, T] or [H, total]: the rows of q in the order of their statistics."""
+    *B, T, H, _D = q.shape
+    return *B, H, T
+
+
 def attention_fwd(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, drop: Dropout
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float,
+    drop: Dropout,
+    cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """o [B, T, H, D] and the statistics of rows [B, H, T, 2] by the compiled kernel."""
+    """o, shape of q, and the two statistics of each row by the compiled kernel."""
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    stats = q.new_empty(q.shape[0], q.shape[2], q.shape[1], 2, dtype=torch.float32)
+    stats = q.new_empty(*_stats_shape(q), 2, dtype=torch.float32)
     _C.attention_fwd(
         *(_layout(x) for x in (q, k, v, o)),
         stats.data_ptr(),
         DTYPE_CODES[q.dtype],
-        *_arguments(q, k, causal, scale, drop),
+        *_arguments(q, k, causal, scale, drop, cu_seqlens),
     )
     return o, stats
 
@@ -100,30 +114,72 @@ def attention_bwd(
     causal: bool,
     scale: float,
     drop: Dropout,
+    cu_seqlens: Tensor | None,
 ) -> None:
     """Writes the gradients, which may be parts of one packed tensor, by the compiled kernel."""
     q, k, _ = inputs
-    if do.stride(-1) != 1:
-        do = do.contiguous()
     _C.attention_bwd(
         *(_layout(x) for x in (do, *inputs)),
         stats.data_ptr(),
         *(_layout(x) for x in grads),
         DTYPE_CODES[q.dtype],
-        *_arguments(q, k, causal, scale, drop),
+        *_arguments(q, k, causal, scale, drop, cu_seqlens),
     )
 
 
+def _bounds(cu_seqlens: Tensor, total: int) -> list[int]:
+    """Where documents begin and end; refuses what does not cut [0, total) into documents."""
+    bounds = cu_seqlens.tolist()
+    if bounds[0] != 0:
+        raise ValueError(
+            f"attention: expected cu_seqlens to start at 0, got cu_seqlens[0]={bounds[0]}; "
+            "it holds the running sum of the documents' lengths, with 0 in front"
+        )
+    if not all(map(operator.lt, bounds, bounds[1:])):
+        i = next(i for i in range(1, len(bounds)) if bounds[i] <= bounds[i - 1])
+        raise ValueError(
+            f"attention: expected cu_seqlens to increase, got cu_seqlens[{i - 1}]={bounds[i - 1]} "
+            f"cu_seqlens[{i}]={bounds[i]}; leave out empty documents"
+        )
+    if bounds[-1] != total:
+        raise ValueError(
+            f"attention: expected cu_seqlens to end at q's total, got "
+            f"cu_seqlens[{len(bounds) - 1}]={bounds[-1]} total={total}; "
+            "the documents' lengths add up to the rows of q"
+        )
+    return bounds
+
+
 def _attention_run(
-    q: Tensor, k: Tensor | None, v: Tensor | None, causal: bool, scale: float, *mask: Any
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    causal: bool,
+    scale: float,
+    key: Tensor | None,
+    site: int,
+    threshold: int,
+    cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
+    triton = use_triton("attention", q)
+    bounds = None
+    if cu_seqlens is not None:
+        cu_seqlens = cu_seqlens.contiguous()
+        bounds = None if triton and q.is_cuda else _bounds(cu_seqlens, q.shape[0])
     if not q.numel():
         return _fake(q, k, v)
     q, k, v = _split(q, k, v)
-    drop = Dropout(*mask)
+    if triton:
+        from fastpar.kernels import attention_triton
+
+        return attention_triton.attention_fwd(
+            q, k, v, causal, scale, key, site, threshold, cu_seqlens
+        )
+    drop = Dropout(key, site, threshold)
     if use_cpp("attention", q):
-        return attention_fwd(q, k, v, causal, scale, drop)
-    return composed_fwd((q, k, v), None, causal, scale, drop), q.new_empty(0, dtype=torch.float32)
+        return attention_fwd(q, k, v, causal, scale, drop, cu_seqlens)
+    o = composed_fwd((q, k, v), bounds, causal, scale, drop)
+    return o, q.new_empty(0, dtype=torch.float32)
 
 
 def _attention_bwd_run(
@@ -131,28 +187,51 @@ def _attention_bwd_run(
     q: Tensor,
     k: Tensor | None,
     v: Tensor | None,
+    o: Tensor | None,
     stats: Tensor,
     causal: bool,
     scale: float,
-    *mask: Any,
+    key: Tensor | None,
+    site: int,
+    threshold: int,
+    cu_seqlens: Tensor | None,
 ) -> Triple:
-    dq, dk, dv = _bwd_fake(do, q, k, v)
-    inputs, grads = _split(q, k, v), _split(dq, *((None, None) if k is None else (dk, dv)))
+    results = _bwd_fake(do, q, k, v)
+    inputs = _split(q, k, v)
+    grads = results if k is not None else results[0].unbind(-3)
+    triton = use_triton("attention", q)
+    bounds = None
+    if cu_seqlens is not None:
+        cu_seqlens = cu_seqlens.contiguous()
+        bounds = None if triton and q.is_cuda else _bounds(cu_seqlens, q.shape[0])
+    if do.stride(-1) != 1:
+        do = do.contiguous()
     if not do.numel():
         for grad in grads:
             grad.zero_()
-    elif use_cpp("attention", do):
-        attention_bwd(do, inputs, stats, grads, causal, scale, Dropout(*mask))
+    elif triton:
+        from fastpar.kernels import attention_bwd_triton
+
+        attention_bwd_triton.attention_bwd(
+            do, *inputs, o, stats, *grads, causal, scale, key, site, threshold, cu_seqlens
+        )
     else:
-        composed_bwd(do, inputs, grads, None, causal, scale, Dropout(*mask))
-    return dq, dk, dv
+        drop = Dropout(key, site, threshold)
+        if use_cpp("attention", q):
+            attention_bwd(do, inputs, stats, grads, causal, scale, drop, cu_seqlens)
+        else:
+            composed_bwd(do, inputs, grads, bounds, causal, scale, drop)
+    return results
 
 
 def _fake(q, k, v, *_):
     q, _k, _v = _split(q, k, v)
-    B, T, H, _D = q.shape
-    stats = q.new_empty((B, H, T, 2) if use_cpp("attention", q) else (0,), dtype=torch.float32)
-    return torch.empty(q.shape, dtype=q.dtype, device=q.device), stats
+    if use_triton("attention", q):
+        stats = _stats_shape(q)
+    else:
+        stats = (*_stats_shape(q), 2) if use_cpp("attention", q) else (0,)
+    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    return o, torch.empty(stats, dtype=torch.float32, device=q.device)
 
 
 def _bwd_fake(do, q, k, v, *_):
@@ -166,14 +245,15 @@ def _bwd_fake(do, q, k, v, *_):
 
 _attention = define_op(
     "attention(Tensor q, Tensor? k, Tensor? v, bool causal, float scale, Tensor? key, int site, "
-    "int threshold) -> (Tensor, Tensor)",
+    "int threshold, Tensor? cu_seqlens) -> (Tensor, Tensor)",
     _attention_run,
     _fake,
     ("CPU", "CUDA"),
 )
 _attention_bwd = define_op(
-    "attention_bwd(Tensor do, Tensor q, Tensor? k, Tensor? v, Tensor stats, bool causal, "
-    "float scale, Tensor? key, int site, int threshold) -> (Tensor, Tensor, Tensor)",
+    "attention_bwd(Tensor do, Tensor q, Tensor? k, Tensor? v, Tensor? o, Tensor stats, "
+    "bool causal, float scale, Tensor? key, int site, int threshold, Tensor? cu_seqlens) "
+    "-> (Tensor, Tensor, Tensor)",
     _attention_bwd_run,
     _bwd_fake,
     ("CPU", "CUDA"),
@@ -181,96 +261,134 @@ _attention_bwd = define_op(
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, ctx.causal, ctx.scale, key, ctx.site, ctx.threshold = inputs
-    ctx.mark_non_differentiable(output[1])
+    q, k, v, ctx.causal, ctx.scale, key, ctx.site, ctx.threshold, cu_seqlens = inputs
+    o, stats = output
+    ctx.mark_non_differentiable(stats)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, output[1], key)
+    kept = o if use_triton("attention", q) else None
+    ctx.save_for_backward(q, k, v, kept, stats, key, cu_seqlens)
 
 
 def _backward(ctx, do, _dstats):
     refuse_double_backward("attention")
-    q, k, v, stats, key = ctx.saved_tensors
+    q, k, v, o, stats, key, cu_seqlens = ctx.saved_tensors
     if do is None:
         do = torch.zeros_like(_split(q, k, v)[0])
-    settings = (ctx.causal, ctx.scale, key, ctx.site, ctx.threshold)
-    dq, dk, dv = _attention_bwd(do, q, k, v, stats, *settings)
-    packed = k is None
-    return dq, None if packed else dk, None if packed else dv, None, None, None, None, None
+    settings = (ctx.causal, ctx.scale, key, ctx.site, ctx.threshold, cu_seqlens)
+    dq, dk, dv = _attention_bwd(do, q, k, v, o, stats, *settings)
+    return dq, *((None, None) if k is None else (dk, dv)), *[None] * 6
 
 
 define_autograd(_attention, _setup_context, _backward)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Refuses what attention does not compute, naming the dimension and both sizes."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 4:
-            raise ValueError(
-                f"attention: expected {name} of shape [B, T, H, D], got {name}={list(x.shape)}; "
-                "unflatten the heads"
-            )
-        if x.device != q.device or x.dtype != q.dtype:
-            raise ValueError(
-                f"attention: expected q, k and v of one device and dtype, got q={q.device} "
-                f"{q.dtype}, {name}={x.device} {x.dtype}; convert them first"
-            )
-        if x.stride(-1) != 1 and x.shape[-1] > 1:
-            raise ValueError(
-                f"attention: expected {name} with a contiguous last dimension, got "
-                f"{name}.stride={x.stride()}; call {name}.contiguous()"
-            )
-    if not q.is_floating_point():
+def _check_tensor(name: str, x: Tensor, shape: str) -> None:
+    if x.dim() != shape.count(",") + 1:
         raise ValueError(
-            f"attention: expected a floating dtype, got q={q.dtype}; use fp32, bf16 or fp16"
+            f"attention: expected {name} of shape {shape}, got {name}={list(x.shape)}; "
+            "unflatten the heads (and give cu_seqlens with packed documents only)"
         )
+    if x.stride(-1) != 1 and x.shape[-1] > 1:
+        raise ValueError(
+            f"attention: expected {name} with a contiguous last dimension, got "
+            f"{name}.stride={x.stride()}; call {name}.contiguous()"
+        )
+
+
+def _check_inputs(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
+    """Refuses q, k and v that do not fit each other, naming the dimension and both sizes."""
+    shape = "[total, H, D]" if packed else "[B, T, H, D]"
+    _check_tensor("q", q, shape)
+    _check_tensor("k", k, shape)
+    _check_tensor("v", v, shape)
+    device, dtype = q.device, q.dtype
+    for name, x in (("k", k), ("v", v)):
+        if x.device != device or x.dtype != dtype:
+            raise ValueError(
+                f"attention: expected q, k and v of one device and dtype, got q={device} "
+                f"{dtype}, {name}={x.device} {x.dtype}; convert them first"
+            )
     if k.shape != v.shape:
         raise ValueError(
             f"attention: expected k and v of one shape, got k={list(k.shape)} v={list(v.shape)}; "
             "one value goes with one key"
         )
-    B, _, H, D = q.shape
-    for name, size, other in (("B", B, k.shape[0]), ("D", D, k.shape[3])):
-        if size != other:
-            raise ValueError(
-                f"attention: expected equal {name} of q and k, got q={size} k={other}; "
-                "both are [B, T, H, D]"
-            )
-    if not 1 <= D <= MAX_HEAD_DIM:
+    first, size, other = "total" if packed else "B", q.shape[0], k.shape[0]
+    if size != other:
         raise ValueError(
-            f"attention: expected head dim in [1, {MAX_HEAD_DIM}], got D={D}; use more heads"
+            f"attention: expected equal {first} of q and k, got q={size} k={other}; "
+            f"both are {shape}"
         )
-    if k.shape[1] == 0 or k.shape[2] == 0 or H % k.shape[2]:
+    *_, Tk, Hkv, D = k.shape
+    H = q.shape[-2]
+    if q.shape[-1] != D:
+        raise ValueError(
+            f"attention: expected equal D of q and k, got q={q.shape[-1]} k={D}; both are {shape}"
+        )
+    if Tk == 0 or Hkv == 0 or H % Hkv:
         raise ValueError(
             f"attention: expected at least one key, and H divisible by the heads of k, got H={H} "
             f"k={list(k.shape)}; each key head serves H / Hkv query heads"
         )
 
 
+def _check_cu_seqlens(cu_seqlens: Tensor, device: torch.device) -> None:
+    if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+        raise ValueError(
+            "attention: expected cu_seqlens int32 of shape [n + 1], n >= 1, got "
+            f"cu_seqlens={cu_seqlens.dtype} {list(cu_seqlens.shape)}; "
+            "F.pad(lengths.cumsum(0), (1, 0)).int() makes it"
+        )
+    if cu_seqlens.device != device:
+        raise ValueError(
+            f"attention: expected cu_seqlens on q's device, got cu_seqlens={cu_seqlens.device} "
+            f"q={device}; move it once, where the batch is made"
+        )
+
+
 def _run(
-    inputs: tuple[Tensor, Tensor | None, Tensor | None],
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     causal: bool,
     softmax_scale: float | None,
     p: float,
     rng: Rng | None,
+    cu_seqlens: Tensor | None,
 ) -> Tensor:
-    q, k, v = _split(*inputs)
-    _check(q, k, v)
+    """The call after the checks of q, k and v against each other; q may be packed."""
+    H, D = q.shape[-2:]
+    if not q.is_floating_point():
+        raise ValueError(
+            f"attention: expected a floating dtype, got q={q.dtype}; use fp32, bf16 or fp16"
+        )
+    triton = use_triton("attention", q)
+    if triton and D not in TRITON_HEAD_DIMS:
+        raise ValueError(
+            f"attention: expected head dim 16, 24, ... 128 for the Triton kernels, got D={D}; pad "
+            "the heads with zeros and give softmax_scale, or set FASTPAR_BACKEND=torch"
+        )
+    if not 1 <= D <= MAX_HEAD_DIM:
+        raise ValueError(
+            f"attention: expected head dim in [1, {MAX_HEAD_DIM}], got D={D}; use more heads"
+        )
     threshold = quantize_p(p)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    scale = D**-0.5 if softmax_scale is None else float(softmax_scale)
     if not scale > 0.0:
         raise ValueError(
             f"attention: expected softmax_scale > 0, got softmax_scale={softmax_scale}; "
             "change the sign of q instead"
         )
-    compiled = use_cpp("attention", q)
-    if not threshold:
-        if not compiled:
-            return sdpa(q, k, v, causal, scale)
-        return _attention(*inputs, causal, scale, None, 0, 0)[0]
-    if rng is None:
-        rng = Rng(draw_key(q.device), 0)
-    check_rng(rng, q.shape[2], q.device)
-    return _attention(*inputs, causal, scale, rng.key, rng.site, threshold)[0]
+    if cu_seqlens is not None:
+        _check_cu_seqlens(cu_seqlens, q.device)
+    if threshold:
+        if rng is None:
+            rng = Rng(draw_key(q.device), 0)
+        check_rng(rng, H, q.device)
+        return _attention(q, k, v, causal, scale, rng.key, rng.site, threshold, cu_seqlens)[0]
+    if cu_seqlens is None and not triton and not use_cpp("attention", q):
+        return sdpa(*_split(q, k, v), causal, scale)
+    return _attention(q, k, v, causal, scale, None, 0, 0, cu_seqlens)[0]
 
 
 def attention(
@@ -282,29 +400,38 @@ def attention(
     softmax_scale: float | None = None,
     dropout_p: float = 0.0,
     rng: Rng | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> Tensor:
     """Scaled dot-product attention, o = dropout(softmax(q k^T * softmax_scale)) v per head.
 
     Args:
-        q: [B, T, H, D], fp32 | bf16 | fp16, any strides with a contiguous last dimension, D <= 256.
+        q: [B, T, H, D], fp32 | bf16 | fp16, any strides with a contiguous last dimension.
+            D is at most 256 on a CPU; on a GPU 16 to 128 in steps of 8.
         k, v: [B, Tk, Hkv, D], dtype and device of q; head h reads h // (H / Hkv).
         causal: query i sees keys j <= i + Tk - T; see [Note: causal].
         softmax_scale: > 0; D**-0.5 when None.
         dropout_p: of the probabilities; rounded to a multiple of 1/256.
         rng: key and site of the mask; None draws a key from torch's default generator.
+        cu_seqlens: int32 [n + 1] on q's device, for n documents one after another: then q is
+            [total, H, D], k and v are [total, Hkv, D], and document i is rows cu_seqlens[i] to
+            cu_seqlens[i + 1]; see [Note: documents].
     Returns:
-        o: [B, T, H, D], contiguous.
+        o: shape of q, contiguous.
     Raises:
         ValueError: shapes, dtypes or devices that differ from the above; no key; dropout_p outside
-            [0, 1); a key, site or number of heads that the mask cannot hold.
-        RuntimeError: a second derivative is asked for (on CPU, or with dropout).
+            [0, 1); a key, site or number of heads that the mask cannot hold; on the CPU, cu_seqlens
+            that do not increase from 0 to total.
+        RuntimeError: a second derivative is asked for (torch's own kernel, which runs under
+            FASTPAR_BACKEND=torch without dropout and documents, has one); no Triton on a machine
+            with a GPU.
     Traffic: (2 * q.numel() + k.numel() + v.numel()) * q.element_size() bytes forward.
-    Deterministic: on CPU bitwise, for any number of threads; on CUDA bitwise with dropout, else as
-        torch's backend.
+    Deterministic: yes, bitwise, forward and backward, for any number of threads (torch's own
+        kernel: as torch's backend).
     Oracle: fastpar.kernels.reference.attention_ref
     Source: Vaswani et al. 2017, arXiv 1706.03762
     """
-    return _run((q, k, v), causal, softmax_scale, dropout_p, rng)
+    _check_inputs(q, k, v, cu_seqlens is not None)
+    return _run(q, k, v, causal, softmax_scale, dropout_p, rng, cu_seqlens)
 
 
 def attention_qkvpacked(
@@ -314,13 +441,15 @@ def attention_qkvpacked(
     softmax_scale: float | None = None,
     dropout_p: float = 0.0,
     rng: Rng | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> Tensor:
     """attention() on the output of one projection, read in place; its gradient is one tensor.
 
     Args:
-        qkv: [B, T, 3, H, D]: q, k and v of each position. The rest as in attention().
+        qkv: [B, T, 3, H, D], or [total, 3, H, D] with cu_seqlens: q, k and v of each position, any
+            strides with a contiguous last dimension. The rest as in attention().
     Returns:
-        o: [B, T, H, D], contiguous.
+        o: [B, T, H, D] or [total, H, D], contiguous.
     Raises:
         ValueError, RuntimeError: as attention().
     Traffic: 4/3 * qkv.numel() * qkv.element_size() bytes forward.
@@ -328,9 +457,11 @@ def attention_qkvpacked(
     Oracle: fastpar.kernels.reference.attention_ref
     Source: Vaswani et al. 2017, arXiv 1706.03762
     """
-    if qkv.dim() != 5 or qkv.shape[2] != 3:
+    shape = "[B, T, 3, H, D]" if cu_seqlens is None else "[total, 3, H, D]"
+    _check_tensor("qkv", qkv, shape)
+    if qkv.shape[-3] != 3:
         raise ValueError(
-            f"attention_qkvpacked: expected qkv of shape [B, T, 3, H, D], got "
-            f"qkv={list(qkv.shape)}; unflatten the projection's last dimension to (3, H, D)"
+            f"attention: expected qkv of shape {shape}, got qkv={list(qkv.shape)}; "
+            "unflatten the projection's last dimension to (3, H, D)"
         )
-    return _run((qkv, None, None), causal, softmax_scale, dropout_p, rng)
+    return _run(qkv, None, None, causal, softmax_scale, dropout_p, rng, cu_seqlens)

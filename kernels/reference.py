@@ -123,8 +123,17 @@ def attention_ref(
     softmax_scale: float | None = None,
     dropout_p: float = 0.0,
     rng: tuple[Tensor, int] | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """All scores at once; queries that see no key give 0."""
+    """All scores at once; queries that see no key give 0. Documents one after another."""
+    if cu_seqlens is not None:
+        outputs = []
+        for i, (start, end) in enumerate(zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist())):
+            sample = None if rng is None else (rng[0].cpu() + torch.tensor([0, i]), rng[1])
+            one = (x[None, start:end] for x in (q, k, v))
+            settings = {"causal": causal, "softmax_scale": softmax_scale, "dropout_p": dropout_p}
+            outputs.append(attention_ref(*one, **settings, rng=sample)[0])
+        return torch.cat(outputs)
     T, H, D = q.shape[1:]
     Tk = k.shape[1]
     k, v = (x.repeat_interleave(H // k.shape[2], 2) for x in (k, v))

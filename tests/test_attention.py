@@ -235,12 +235,12 @@ def test_registration():
     opcheck = torch.library.opcheck
     for inputs in ((qkv, None, None), [draw(1, 3, 2, 4) for _ in range(3)]):
         for k, threshold in ((None, 0), (key, 26)):
-            settings = (True, 0.5, k, 0, threshold)
+            settings = (True, 0.5, k, 0, threshold, None)
             opcheck(torch.ops.fastpar.attention.default, (*inputs, *settings))
             plain = [t if t is None else t.detach() for t in inputs]
             _, stats = torch.ops.fastpar.attention(*plain, *settings)
             do = torch.randn(1, 3, 2, 4)
-            opcheck(torch.ops.fastpar.attention_bwd.default, (do, *plain, stats, *settings))
+            opcheck(torch.ops.fastpar.attention_bwd.default, (do, *plain, None, stats, *settings))
 
 
 @pytest.mark.parametrize("p", [0.0, 0.3])

@@ -97,6 +97,28 @@ def test_attention_drops_probabilities():
     close(ref.attention_ref(q, k, v, dropout_p=0.5, rng=rng), expected)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_of_documents(causal):
+    """As torch computes it: a mask that is 1 where query and key are of one document."""
+    q, k, v = (draw(9, 2, 8, seed=s) for s in range(3))  # [total, H, D]
+    cu_seqlens = torch.tensor([0, 4, 5, 9], dtype=torch.int32)
+    document = torch.tensor([0, 0, 0, 0, 1, 2, 2, 2, 2])
+    seen = document[:, None] == document
+    heads_first = (x.transpose(0, 1) for x in (q, k, v))
+    mask = seen.tril() if causal else seen
+    expected = F.scaled_dot_product_attention(*heads_first, attn_mask=mask).transpose(0, 1)
+    close(ref.attention_ref(q, k, v, causal=causal, cu_seqlens=cu_seqlens), expected)
+
+
+def test_attention_drops_as_document_i_what_sample_i_drops():
+    q, k, v = (draw(2, 4, 2, 8, seed=s) for s in range(3))
+    settings = {"dropout_p": 0.5, "rng": (make_key(1, 2**32 - 1), 3)}
+    expected = ref.attention_ref(q, k, v, **settings).flatten(0, 1)
+    cu_seqlens = torch.tensor([0, 4, 8], dtype=torch.int32)
+    flat = (x.flatten(0, 1) for x in (q, k, v))
+    close(ref.attention_ref(*flat, **settings, cu_seqlens=cu_seqlens), expected)
+
+
 def test_layer_norm_and_residual():
     x, residual = 3 + draw(4, 6, 10), draw(4, 6, 10, seed=1)
     weight, bias, x_bias = draw(10, seed=2), draw(10, seed=3), draw(10, seed=4)
