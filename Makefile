@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/c
 BUILD_INPUTS := pyproject.toml setup.py .ci/constraints.txt $(wildcard csrc/*)
 ARGS ?=
 
-.PHONY: train test test-slow bench lint gpu clean
+.PHONY: train test test-slow bench lint aot gpu clean
 
 train: $(VENV)/train.done  ## train GPT-2 on the text that ships with a dependency, two ranks, 3 to 6 minutes on two cores
 	$(BIN)/fastpar train --nproc 2 $(ARGS)
@@ -28,6 +28,9 @@ lint: $(VENV)/dev.done  ## format, lint, types
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror csrc/*.h csrc/*.c*
 	$(BIN)/python .ci/types.py
+
+aot: $(VENV)/dev.done build/triton-3.6.done  ## compile every Triton kernel for sm_80 and sm_90, without a GPU: registers, spills, SASS
+	$(BIN)/python -m bench.aot $(ARGS)
 
 gpu:  ## on a machine with an NVIDIA GPU and no network: build there, GPU tests, all benches, results to bench/results
 	bash bench/gpu.sh $(ARGS)
@@ -55,4 +58,11 @@ $(VENV)/train.done: $(VENV)/torch.done $(BUILD_INPUTS)
 $(VENV)/dev.done: $(VENV)/train.done
 	@echo "== set-up: test tools"
 	$(PIP) --no-build-isolation -e '.[dev]'
+	touch $@
+
+# The oldest Triton that the kernels are compiled with: the one that torch 2.11 comes with.
+build/triton-3.6.done: | $(VENV)/dev.done
+	@echo "== set-up: Triton 3.6.0 for make aot"
+	rm -rf build/triton-3.6
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/triton-3.6 triton==3.6.0
 	touch $@

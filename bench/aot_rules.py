@@ -1,0 +1,171 @@
+"""What is asked of every compiled launch: RULES on the rows that aot.py makes.
+
+A launch with tl.dot is a matrix kernel, every other a memory kernel. A kernel that rightly breaks a
+rule says so where it lives, and the table shows it:
+AOT_EXEMPT = {"<kernel> <call>": {"<rule>": "<reason>"}}, the key an fnmatch pattern. An exemption
+that nothing needs is an error too.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What one streaming multiprocessor has."""
+
+    shared_per_cta: int
+    shared_per_sm: int
+    registers: int = 65536
+    warps: int = 64
+    ctas: int = 32
+    shared_reserved: int = 1024  # by the system, for each CTA
+
+    def ctas_per_sm(self, registers: int, shared_bytes: int, warps: int) -> int:
+        """How many CTAs of a kernel are resident at once."""
+        per_warp = -(-registers * 32 // 256) * 256
+        scheduler = self.registers // 4 // per_warp  # warps that each of the four can hold
+        shared = -(-(shared_bytes + self.shared_reserved) // 128) * 128
+        in_fours = -(-warps // 4) * 4
+        return min(
+            self.ctas, self.warps // warps, scheduler * 4 // in_fours, self.shared_per_sm // shared
+        )
+
+
+GPUS = {
+    80: Gpu(shared_per_cta=163 * 1024, shared_per_sm=164 * 1024),
+    90: Gpu(shared_per_cta=227 * 1024, shared_per_sm=228 * 1024),
+}
+
+
+# Rules: what is wrong with a row, or None.
+
+
+def spills(row: Row) -> str | None:
+    if row["spill_instructions"] or row["stack_bytes"]:
+        return f"{row['spill_instructions']} LDL/STL, {row['stack_bytes']} bytes of stack a thread"
+    return None
+
+
+def shared_memory(row: Row) -> str | None:
+    limit = GPUS[row["arch"]].shared_per_cta
+    if row["shared_bytes"] > limit:
+        return f"{row['shared_bytes']} bytes, limit {limit}"
+    return None
+
+
+def resident(row: Row) -> str | None:
+    return None if row["ctas_per_sm"] else "no CTA fits on a multiprocessor"
+
+
+def grid(row: Row) -> str | None:
+    limits = (2**31 - 1, 65535, 65535)
+    if any(size > limit for size, limit in zip(row["grid"], limits)):
+        return f"{row['grid']}, limit {limits}"
+    return None
+
+
+def atomics(row: Row) -> str | None:
+    if row["float_atomics"]:
+        return f"{row['float_atomics']} floating-point atomics: sums in no fixed order"
+    return None
+
+
+def tensor_cores(row: Row) -> str | None:
+    if not set(row["dots"]) & {"bf16", "f16"}:
+        return None  # fp32 products stay exact: FFMA
+    wanted = "hgmma" if row["arch"] >= 90 else "hmma"
+    return None if row[wanted] else f"tl.dot of {'/'.join(row['dots'])} without {wanted.upper()}"
+
+
+def _mostly_narrow(row: Row, what: str) -> str | None:
+    """Where a memory kernel moves tiles; single numbers (a key, a row's mean) are as they are."""
+    wide, narrow = row[f"wide_{what}_bytes"], row[f"narrow_{what}_bytes"]
+    if row["kind"] == "matrix" or not row[f"tile_{what}s"] or narrow < max(wide, 1):
+        return None
+    return (
+        f"{row[f'narrow_{what}s']} narrower ones ({narrow} bytes a thread) against "
+        f"{row[f'wide_{what}s']} of 16 bytes"
+    )
+
+
+def wide_loads(row: Row) -> str | None:
+    return _mostly_narrow(row, "load")
+
+
+def wide_stores(row: Row) -> str | None:
+    return _mostly_narrow(row, "store")
+
+
+RULES: dict[str, Callable[[Row], str | None]] = {
+    "spills": spills,
+    "shared memory": shared_memory,
+    "resident": resident,
+    "grid": grid,
+    "atomics": atomics,
+    "tensor cores": tensor_cores,
+    "16-byte loads": wide_loads,
+    "16-byte stores": wide_stores,
+}
+
+
+@dataclass(frozen=True)
+class Broken:
+    row: Row
+    rule: str
+    detail: str
+
+
+def judge(row: Row, exempt: dict[str, dict[str, str]]) -> tuple[list[Broken], set[tuple[str, str]]]:
+    """(broken rules, exemptions that were needed); row["exempt"] gets the reasons of the latter."""
+    if "error" in row:
+        return [Broken(row, "compiles", row["error"])], set()
+    broken, needed = [], set()
+    row["exempt"] = {}
+    names = [f"{row['kernel']} {call}" for call in row["calls"]]
+    for rule, check in RULES.items():
+        wrong = check(row)
+        if wrong is None:
+            continue
+        patterns = [p for p in exempt if rule in exempt[p]]
+        allowed = [p for p in patterns if all(fnmatch.fnmatchcase(n, p) for n in names)]
+        if allowed:
+            row["exempt"][rule] = exempt[allowed[0]][rule]
+            needed.update((p, rule) for p in allowed)
+        else:
+            broken.append(Broken(row, rule, wrong))
+    return broken, needed
+
+
+def describe(broken: Iterable[Broken]) -> list[str]:
+    """A line for each kernel, call and rule, with the GPUs and versions where it is broken."""
+    groups: dict[tuple[str, ...], list[Broken]] = {}
+    for b in broken:
+        row = b.row
+        key = (row["module"], row["kernel"], row["calls"][0], row["types"], b.rule)
+        groups.setdefault(key, []).append(b)
+    lines = []
+    for (module, kernel, call, types, rule), group in sorted(groups.items()):
+        where = sorted({f"sm_{b.row['arch']} triton {b.row['triton']}" for b in group})
+        lines.append(
+            f"{module} {kernel} ({call}; {types}; {group[0].row['config']}): {rule}: "
+            f"{group[0].detail} [{', '.join(where)}]"
+        )
+    return lines
+
+
+def stale_exemptions(exempt: dict[str, Any], needed: Iterable[tuple[str, str, str]]) -> list[str]:
+    used = set(needed)
+    return [
+        f"{name}: exemption: nothing breaks {rule!r} under {pattern!r}; delete it from AOT_EXEMPT"
+        for name, patterns in exempt.items()
+        for pattern, rules in patterns.items()
+        for rule in rules
+        if (name, pattern, rule) not in used
+    ]

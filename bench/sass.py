@@ -1,0 +1,169 @@
+"""What a compiled kernel will do, read from the machine code: no GPU is needed.
+
+The disassemblers are those inside Triton. Byte counts are per thread: an LDG.E.128 is 16 bytes.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(@!?\w+\s+)?([A-Z][\w.]*)([^;]*);")
+_LABEL = re.compile(r"^(\.L\w*):")
+_TARGET = re.compile(r"^(.*)`\((\.L\w*)\)")
+_USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
+_ATOMIC = re.compile(r"^(?:RED|ATOM|ATOMG|REDG)\.(?:.*\.)?(?:F16|F32|F64|BF16)")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    opcode: str  # "LDG.E.128"
+    target: int | None = None  # of a branch: index of the instruction it goes to
+    conditional: bool = False  # whether the next instruction may follow a branch or exit
+
+    @property
+    def name(self) -> str:
+        return self.opcode.partition(".")[0]
+
+    @property
+    def bytes(self) -> int:
+        """Of one thread's memory access."""
+        parts = self.opcode.split(".")
+        for part, size in (("128", 16), ("64", 8), ("U16", 2), ("S16", 2), ("U8", 1), ("S8", 1)):
+            if part in parts:
+                return size
+        return 4
+
+
+def parse(text: str) -> list[Instruction]:
+    """The instructions of `nvdisasm -c`."""
+    starts = {}  # label -> index of the first instruction behind it
+    found: list[tuple[str, str, str]] = []
+    for line in text.splitlines():
+        if label := _LABEL.match(line):
+            starts[label[1]] = len(found)
+        elif instruction := _INSTRUCTION.match(line):
+            found.append((instruction[1] or "", instruction[2], instruction[3]))
+    code = []
+    for predicate, opcode, operands in found:
+        target = _TARGET.match(operands) if opcode.startswith("BRA") else None
+        if target is None:
+            code.append(Instruction(opcode, None, bool(predicate)))
+        else:  # BRA.U and BRA.DIV have their conditions among the operands
+            conditional = bool(predicate or target[1].strip() or opcode != "BRA")
+            code.append(Instruction(opcode, starts.get(target[2]), conditional))
+    return code
+
+
+def _next(code: Sequence[Instruction]) -> list[list[int]]:
+    """For each instruction those that may follow it."""
+    edges = []
+    for at, i in enumerate(code):
+        to = [] if i.target is None else [i.target]
+        ends = i.name == "EXIT" or i.target is not None
+        if at + 1 < len(code) and (i.conditional or not ends):
+            to.append(at + 1)
+        edges.append(to)
+    return edges
+
+
+def _reached(start: int, edges: Sequence[Sequence[int]], closed: int) -> set[int]:
+    """What a walk from start meets that does not go through closed."""
+    seen = {start} - {closed}
+    todo = list(seen)
+    while todo:
+        for to in edges[todo.pop()]:
+            if to != closed and to not in seen:
+                seen.add(to)
+                todo.append(to)
+    return seen
+
+
+def loops(code: Sequence[Instruction]) -> list[list[int]]:
+    """Indices in the natural loops: a branch back to an instruction that every way to the branch
+    passes. Jumps back from code that was moved out of line, as waits for a barrier are, are none.
+    """
+    edges = _next(code)
+    back: list[list[int]] = [[] for _ in code]
+    for at, to in enumerate(edges):
+        for there in to:
+            back[there].append(at)
+    bodies: dict[int, set[int]] = {}
+    for at, i in enumerate(code):
+        head = i.target
+        if head is not None and head < at and at not in _reached(0, edges, head):
+            bodies.setdefault(head, {head}).update(_reached(at, back, head))
+    return [sorted(body) for _, body in sorted(bodies.items())]
+
+
+def main_loop(code: Sequence[Instruction]) -> Sequence[Instruction]:
+    """The shortest loop with most tensor-core work, then most memory traffic; [] without one."""
+
+    def work(body: Sequence[int]) -> tuple[int, int]:
+        here = [code[at] for at in body]
+        traffic = sum(i.bytes for i in here if i.name in ("LDG", "STG", "LDGSTS"))
+        return count(here, "HMMA", "HGMMA"), traffic
+
+    busy = [set(body) for body in loops(code) if work(body) != (0, 0)]
+    inner = [sorted(body) for body in busy if not any(other < body for other in busy)]
+    return [code[at] for at in max(inner, key=work, default=[])]
+
+
+@dataclass(frozen=True)
+class Accesses:
+    """Global loads or stores: instructions of 16 bytes and narrower ones, and the bytes of each."""
+
+    wide: int
+    narrow: int
+    wide_bytes: int
+    narrow_bytes: int
+
+    @classmethod
+    def of(cls, code: Sequence[Instruction], *names: str) -> Accesses:
+        sizes = [i.bytes for i in code if i.name in names]
+        wide = [s for s in sizes if s == 16]
+        narrow = [s for s in sizes if s < 16]
+        return cls(len(wide), len(narrow), sum(wide), sum(narrow))
+
+
+def loads(code: Sequence[Instruction]) -> Accesses:
+    return Accesses.of(code, "LDG", "LDGSTS")
+
+
+def stores(code: Sequence[Instruction]) -> Accesses:
+    return Accesses.of(code, "STG")
+
+
+def count(code: Sequence[Instruction], *names: str) -> int:
+    return sum(i.name in names for i in code)
+
+
+def float_atomics(code: Sequence[Instruction]) -> int:
+    """Sums whose order, and so whose last bits, change from run to run."""
+    return sum(bool(_ATOMIC.match(i.opcode)) for i in code)
+
+
+def disassemble(cubin: bytes) -> tuple[list[Instruction], int, int]:
+    """(instructions, registers of a thread, bytes of its stack) of a compiled kernel."""
+    from triton import knobs
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+
+        def output(*command: str) -> str:
+            run = subprocess.run([*command, str(path)], capture_output=True, text=True)
+            if run.returncode:
+                raise RuntimeError(
+                    f"disassemble: expected exit code 0 of {Path(command[0]).name}, got "
+                    f"{run.returncode} ({run.stderr.strip()}); reinstall triton"
+                )
+            return run.stdout
+
+        usage = _USAGE.search(output(knobs.nvidia.cuobjdump.path, "-res-usage"))
+        assert usage is not None, "cuobjdump names registers and stack"
+        return parse(output(knobs.nvidia.nvdisasm.path, "-c")), int(usage[1]), int(usage[2])
