@@ -111,16 +111,19 @@ def load_tile(
         x = source.load([batch, head, first + start, 0]).reshape(order.shape[0], BLOCK_D)
         if MASKED and VARLEN:  # beyond the end of the document is the next one
             x = tl.where((start + order < n)[:, None], x, 0.0)
-        return x
-    dims = tl.arange(0, BLOCK_D)
-    at = source + start.to(tl.int64) * stride + order.to(tl.int64)[:, None] * stride + dims[None, :]
-    if MASKED and BLOCK_D != D:
-        return tl.load(at, mask=(start + order < n)[:, None] & (dims < D)[None, :], other=0.0)
-    if MASKED:
-        return tl.load(at, mask=(start + order < n)[:, None], other=0.0)
-    if BLOCK_D != D:
-        return tl.load(at, mask=(dims < D)[None, :], other=0.0)
-    return tl.load(at)
+    else:
+        dims = tl.arange(0, BLOCK_D)
+        tile = source + start.to(tl.int64) * stride
+        at = tile + order.to(tl.int64)[:, None] * stride + dims[None, :]
+        if MASKED and BLOCK_D != D:
+            x = tl.load(at, mask=(start + order < n)[:, None] & (dims < D)[None, :], other=0.0)
+        elif MASKED:
+            x = tl.load(at, mask=(start + order < n)[:, None], other=0.0)
+        elif BLOCK_D != D:
+            x = tl.load(at, mask=(dims < D)[None, :], other=0.0)
+        else:
+            x = tl.load(at)
+    return x
 
 
 @triton.jit
@@ -157,7 +160,7 @@ def keep_in_order(key_ptr, sample, site_head, rows, start, threshold, BLOCK: tl.
 def _fwd_tiles(
     acc,
     m,
-    l,
+    sums,
     q,
     k_source,
     v_source,
@@ -199,7 +202,7 @@ def _fwd_tiles(
         shift = tl.where(m_new == -float("inf"), 0.0, m_new)  # nothing seen yet: no -inf - -inf
         p = tl.math.exp2(s * scale - shift[:, None])
         alpha = tl.math.exp2(m - shift)
-        l = l * alpha + tl.sum(p, 1)
+        sums = sums * alpha + tl.sum(p, 1)
         if DROPOUT:
             keep = keep_in_order(key_ptr, sample, site_head, rows, start, threshold, BLOCK_K)
             p = tl.where(keep, p, 0.0)
@@ -209,7 +212,7 @@ def _fwd_tiles(
         )  # fmt: skip
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
         m = m_new
-    return acc, m, l
+    return acc, m, sums
 
 
 @triton.jit(do_not_specialize=["n", "T", "Tk", "H", "group", "section", "site", "threshold"])
@@ -293,25 +296,25 @@ def _attention_fwd_kernel(
 
     acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     m = tl.full([BLOCK_Q], -float("inf"), tl.float32)
-    l = tl.zeros([BLOCK_Q], tl.float32)
+    sums = tl.zeros([BLOCK_Q], tl.float32)
     site_head = (site << 16) | head
-    acc, m, l = _fwd_tiles(
-        acc, m, l, q, k_source, v_source, batch, kv_head, first, 0, full, n_keys, limit, rows,
+    acc, m, sums = _fwd_tiles(
+        acc, m, sums, q, k_source, v_source, batch, kv_head, first, 0, full, n_keys, limit, rows,
         stride_k_t, stride_v_t, scale, key_ptr, sample, site_head, threshold,
         D, BLOCK_D, BLOCK_K, TMA, DROPOUT, False, VARLEN,
     )  # fmt: skip
-    acc, m, l = _fwd_tiles(
-        acc, m, l, q, k_source, v_source, batch, kv_head, first, full, end, n_keys, limit, rows,
+    acc, m, sums = _fwd_tiles(
+        acc, m, sums, q, k_source, v_source, batch, kv_head, first, full, end, n_keys, limit, rows,
         stride_k_t, stride_v_t, scale, key_ptr, sample, site_head, threshold,
         D, BLOCK_D, BLOCK_K, TMA, DROPOUT, True, VARLEN,
     )  # fmt: skip
 
-    seen = l != 0.0  # also true for NaN
-    l = tl.where(seen, l, 1.0)
-    inverse = tl.where(seen, 1.0 / l, 0.0)
+    seen = sums != 0.0  # also true for NaN
+    sums = tl.where(seen, sums, 1.0)
+    inverse = tl.where(seen, 1.0 / sums, 0.0)
     if DROPOUT:
         inverse *= 256.0 / (256 - threshold)
-    lse = tl.where(seen, m + tl.math.log2(l), float("inf"))
+    lse = tl.where(seen, m + tl.math.log2(sums), float("inf"))
     row_0 = wide * T + wide_first
     o_head = o_ptr + (row_0 * H + head) * D
     store_tile(acc * inverse[:, None], o_head, row, n_rows, H * D, D, BLOCK_D)
