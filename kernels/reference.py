@@ -25,24 +25,82 @@ def bias_gelu_ref(x: Tensor, bias: Tensor | None = None, *, approximate: str = "
     return 0.5 * u * (1 + torch.erf(u / math.sqrt(2)))
 
 
-def linear_cross_entropy_ref(
-    x: Tensor,
-    weight: Tensor,
+def cross_entropy_ref(
+    logits: Tensor,
     targets: Tensor,
     *,
     vocab_size: int | None = None,
     ignore_index: int = -100,
     reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
 ) -> Tensor:
-    """Cross-entropy of softmax(x @ weight[:vocab_size].T), all logits at once."""
-    vocab_size = weight.shape[0] if vocab_size is None else vocab_size
-    logits = x.reshape(-1, x.shape[-1]) @ weight[:vocab_size].T  # [N, V]
-    targets = targets.reshape(-1)
+    """-sum of log softmax(logits[..., :vocab_size]) over the smoothed targets, + z * lse^2."""
+    logits = logits[..., :vocab_size].flatten(0, -2)  # [N, V]
+    shape, targets = targets.shape, targets.reshape(-1)
     valid = targets != ignore_index
     picked = torch.where(valid, targets, torch.zeros_like(targets))
-    losses = logits.logsumexp(-1) - logits.gather(1, picked[:, None])[:, 0]  # [N]
-    total = torch.where(valid, losses, torch.zeros_like(losses)).sum()
-    return total / valid.sum() if reduction == "mean" else total
+    lse = logits.logsumexp(-1)  # [N]
+    losses = (1 - label_smoothing) * (lse - logits.gather(1, picked[:, None])[:, 0])
+    if label_smoothing:
+        losses = losses + label_smoothing * (lse - logits.mean(-1))
+    if z_loss:
+        losses = losses + z_loss * lse**2
+    losses = torch.where(valid, losses, torch.zeros_like(losses))
+    if reduction == "none":
+        return losses.view(shape)
+    return losses.sum() / valid.sum() if reduction == "mean" else losses.sum()
+
+
+def linear_cross_entropy_ref(x: Tensor, weight: Tensor, targets: Tensor, **kwargs) -> Tensor:
+    """Cross-entropy of x @ weight.T, all logits at once."""
+    return cross_entropy_ref(x @ weight.T, targets, **kwargs)
+
+
+def cross_entropy_shard_ref(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    first: int = 0,
+    vocab_size: int | None = None,
+    ignore_index: int = -100,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Max, sum of exp(logits - max), target's logit (0 if elsewhere); 0, 1, 0 if ignored."""
+    targets = targets.reshape(-1)
+    classes = first + torch.arange(logits.shape[-1], device=logits.device)
+    real = classes < (first + logits.shape[-1] if vocab_size is None else vocab_size)
+    rows = logits.reshape(-1, logits.shape[-1]).masked_fill(~real, -math.inf)  # [N, V]
+    top = rows.amax(-1)
+    total = (rows - torch.where(top > -math.inf, top, 0.0)[:, None]).exp().sum(-1)
+    hit = (classes == targets[:, None]) & real
+    target_logit = torch.where(hit, rows, 0.0).sum(-1)
+    valid = targets != ignore_index
+    return (
+        torch.where(valid, top, 0.0),
+        torch.where(valid, total, 1.0),
+        torch.where(valid, target_logit, 0.0),
+    )
+
+
+def cross_entropy_shard_grad_ref(
+    logits: Tensor,
+    targets: Tensor,
+    lse: Tensor,
+    scale: Tensor,
+    *,
+    first: int = 0,
+    vocab_size: int | None = None,
+    ignore_index: int = -100,
+    z_loss: float = 0.0,
+) -> Tensor:
+    """scale * (softmax * (1 + 2 * z * lse) - onehot) in the classes from `first` on."""
+    targets = targets.reshape(-1, 1)
+    classes = first + torch.arange(logits.shape[-1], device=logits.device)
+    real = classes < (first + logits.shape[-1] if vocab_size is None else vocab_size)
+    rows, lse = logits.reshape(-1, logits.shape[-1]), lse[:, None]
+    grad = (rows - lse).exp() * (1 + 2 * z_loss * lse) - (classes == targets).to(lse.dtype)
+    grad = grad * (scale if scale.dim() == 0 else scale[:, None])
+    return torch.where(real & (targets != ignore_index), grad, 0.0).view(logits.shape)
 
 
 def adamw_step_ref(

@@ -31,12 +31,45 @@ def test_bias_gelu(approximate):
     close(ref.bias_gelu_ref(x, bias, approximate=approximate), expected)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_linear_cross_entropy(reduction):
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_linear_cross_entropy(reduction, label_smoothing):
     x, weight = draw(6, 8), draw(11, 8, seed=1)
     targets = torch.tensor([0, 9, -100, 4, 4, 1])
-    got = ref.linear_cross_entropy_ref(x, weight, targets, vocab_size=10, reduction=reduction)
-    close(got.double(), F.cross_entropy((x @ weight.T)[:, :10], targets, reduction=reduction))
+    options = {"reduction": reduction, "label_smoothing": label_smoothing}
+    got = ref.linear_cross_entropy_ref(x, weight, targets, vocab_size=10, **options)
+    close(got, F.cross_entropy((x @ weight.T)[:, :10], targets, **options))
+
+
+def test_cross_entropy_z_loss():
+    """The penalty is what log softmax leaves out: the square of the logits' common offset."""
+    logits, targets = draw(4, 7), torch.tensor([0, 6, -100, 2])
+    plain = ref.cross_entropy_ref(logits, targets, reduction="none")
+    normalized = logits.log_softmax(-1)  # lse = 0
+    close(ref.cross_entropy_ref(normalized, targets, reduction="none", z_loss=5.0), plain)
+    moved = ref.cross_entropy_ref(normalized + 3.0, targets, reduction="none", z_loss=5.0)
+    close(moved - plain, torch.tensor([45.0, 45.0, 0.0, 45.0], dtype=torch.float64))
+
+
+def test_cross_entropy_shards():
+    logits = draw(5, 12).requires_grad_()
+    targets = torch.tensor([0, 9, -100, 4, 5])
+    loss = ref.cross_entropy_ref(logits, targets, vocab_size=10, reduction="sum", z_loss=0.1)
+    (expected,) = torch.autograd.grad(loss, logits)
+    logits = logits.detach()
+    cuts = [(0, logits[:, :5]), (5, logits[:, 5:])]
+    parts = [ref.cross_entropy_shard_ref(c, targets, first=f, vocab_size=10) for f, c in cuts]
+    tops, sums, target_logits = (torch.stack(p) for p in zip(*parts))
+    top = tops.amax(0)
+    lse = top + (sums * (tops - top).exp()).sum(0).log()
+    losses = (lse - target_logits.sum(0) + 0.1 * lse**2)[targets != -100]
+    close(losses.sum(), loss.detach())
+    options = {"vocab_size": 10, "z_loss": 0.1}
+    one = torch.ones((), dtype=torch.float64)
+    grads = [
+        ref.cross_entropy_shard_grad_ref(c, targets, lse, one, first=f, **options) for f, c in cuts
+    ]
+    close(torch.cat(grads, 1), expected)
 
 
 @pytest.mark.parametrize("maximize", [False, True])
