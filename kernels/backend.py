@@ -16,7 +16,6 @@ FASTPAR_ISA=auto|baseline|avx2|avx512
 `python -m fastpar.kernels.backend` prints what was chosen.
 """
 
-import functools
 import importlib.util
 import os
 import platform
@@ -34,7 +33,7 @@ DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 # op -> (on CPU tensors, on CUDA tensors); "cpp" names the compiled kernel's source.
 OPS = {
-    "attention": ("cpp: attention_cpu.cpp", "torch: SDPA; with dropout composed"),
+    "attention": ("cpp: attention_cpu.cpp", "triton: attention_triton.py, attention_bwd_triton.py"),
     "layer_norm": ("cpp: layer_norm_cpu.cpp", "torch: native_layer_norm"),
     "residual_layer_norm": ("cpp: layer_norm_cpu.cpp", "torch, composed"),
     "bias_gelu": ("cpp: gelu_cpu.cpp (tanh form); torch (erf form)", "torch, composed"),
@@ -81,9 +80,11 @@ def use_cpp(op: str, x: Tensor) -> bool:
     return able and choice in ("auto", "cpp")
 
 
-@functools.cache
+_has_triton: bool = importlib.util.find_spec("triton") is not None
+
+
 def _triton_found() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    return _has_triton  # found at import: torch.compile warns about functools.cache
 
 
 def use_triton(op: str, x: Tensor) -> bool:
