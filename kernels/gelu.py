@@ -5,10 +5,11 @@ u = x + bias, then
     erf form   y = 0.5 * u * (1 + erf(u / sqrt(2)))
     backward   dx = dy * y'(u),  dbias = sum of dx over the rows
 
-The compiled tanh form is one pass each way: it evaluates u * sigmoid(2k(u + 0.044715u^3)), which is
-the same function with one exp and one division. Saved for backward: x and bias, the inputs, so that
-nothing is kept which the layer before does not hold anyway; u and the sigmoid are recomputed.
-dbias sums fixed blocks of rows, the blocks in order, so its bits do not depend on the threads.
+The compiled tanh form (C++) and both forms in Triton are one pass each way. The tanh form is
+evaluated as u * sigmoid(2k(u + 0.044715u^3)), the same function with one exp and one division; on
+CPU the erf form is torch's. Saved for backward: x and bias, the inputs, so that nothing is kept
+which the layer before does not hold anyway; u and the sigmoid are recomputed. dbias sums fixed
+blocks of rows, the blocks in order, so its bits depend neither on threads nor on the run.
 Source: Hendrycks, Gimpel 2016, arXiv 1606.08415.
 """
 
@@ -23,14 +24,17 @@ from fastpar.kernels.backend import (
     define_op,
     refuse_double_backward,
     use_cpp,
+    use_triton,
 )
+
+_FORMS = ("none", "tanh")  # torch's names, by whether it is the tanh form
 
 
 def _float_bias(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else bias.to(torch.float32).contiguous()
 
 
-def bias_gelu_fwd(x: Tensor, bias: Tensor | None) -> Tensor:
+def _bias_gelu_cpp(x: Tensor, bias: Tensor | None) -> Tensor:
     """y of the tanh form by the compiled kernel."""
     x = x.contiguous()
     y = torch.empty_like(x)
@@ -49,8 +53,8 @@ def bias_gelu_fwd(x: Tensor, bias: Tensor | None) -> Tensor:
     return y
 
 
-def bias_gelu_bwd(dy: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """dx and dbias ([0] without a bias) by the compiled kernel."""
+def _bias_gelu_bwd_cpp(dy: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """dx and dbias of the tanh form by the compiled kernel."""
     dy, x = dy.contiguous(), x.contiguous()
     dx = torch.empty_like(x)
     b = _float_bias(bias)
@@ -71,35 +75,73 @@ def bias_gelu_bwd(dy: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor, T
     return dx, dbias if bias is None else dbias.to(bias.dtype)
 
 
-def _fake(x, bias):
+def _pre_activation(x: Tensor, bias: Tensor | None) -> Tensor:
+    return x if bias is None else (x + bias).to(x.dtype)
+
+
+def bias_gelu_fwd(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
+    """y = gelu(x + bias), contiguous."""
+    if use_triton("bias_gelu", x):
+        from fastpar.kernels import gelu_triton
+
+        return gelu_triton.bias_gelu_fwd(x, bias, tanh)
+    if use_cpp("bias_gelu", x) and tanh:
+        return _bias_gelu_cpp(x, bias)
+    return F.gelu(_pre_activation(x, bias).contiguous(), approximate=_FORMS[tanh])
+
+
+def bias_gelu_bwd(dy: Tensor, x: Tensor, bias: Tensor | None, tanh: bool) -> tuple[Tensor, Tensor]:
+    """dx and dbias ([0] fp32 without a bias), contiguous."""
+    if use_triton("bias_gelu", x):
+        from fastpar.kernels import gelu_triton
+
+        return gelu_triton.bias_gelu_bwd(dy, x, bias, tanh)
+    if use_cpp("bias_gelu", x) and tanh:
+        return _bias_gelu_bwd_cpp(dy, x, bias)
+    u = _pre_activation(x, bias).contiguous()
+    dx = torch.ops.aten.gelu_backward(dy.contiguous(), u, approximate=_FORMS[tanh])
+    if bias is None:
+        return dx, x.new_empty(0, dtype=torch.float32)
+    rows = dx.reshape(-1, dx.shape[-1]) if dx.numel() else dx.new_zeros(1, dx.shape[-1])
+    wide = torch.promote_types(dx.dtype, torch.float32)  # 16-bit sums are kept in fp32
+    return dx, rows.sum(0, dtype=wide).to(bias.dtype)
+
+
+def _fake(x, bias, tanh):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _bwd_fake(dy, x, bias):
+def _bwd_fake(dy, x, bias, tanh):
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return dx, x.new_empty(0, dtype=torch.float32) if bias is None else torch.empty_like(bias)
+    if bias is None:
+        return dx, x.new_empty(0, dtype=torch.float32)
+    return dx, torch.empty_like(bias, memory_format=torch.contiguous_format)
 
 
 _bias_gelu = define_op(
-    "bias_gelu(Tensor x, Tensor? bias) -> Tensor", bias_gelu_fwd, _fake, ("CPU",)
+    "bias_gelu(Tensor x, Tensor? bias, bool tanh) -> Tensor",
+    bias_gelu_fwd,
+    _fake,
+    ("CPU", "CUDA"),
 )
 _bias_gelu_bwd = define_op(
-    "bias_gelu_bwd(Tensor dy, Tensor x, Tensor? bias) -> (Tensor, Tensor)",
+    "bias_gelu_bwd(Tensor dy, Tensor x, Tensor? bias, bool tanh) -> (Tensor, Tensor)",
     bias_gelu_bwd,
     _bwd_fake,
-    ("CPU",),
+    ("CPU", "CUDA"),
 )
 
 
 def _setup_context(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
+    x, bias, ctx.tanh = inputs
+    ctx.save_for_backward(x, bias)
 
 
 def _backward(ctx, dy):
     refuse_double_backward("bias_gelu")
     x, bias = ctx.saved_tensors
-    dx, dbias = _bias_gelu_bwd(dy, x, bias)
-    return dx, None if bias is None else dbias
+    dx, dbias = _bias_gelu_bwd(dy, x, bias, ctx.tanh)
+    return dx, None if bias is None else dbias, None
 
 
 define_autograd(_bias_gelu, _setup_context, _backward)
@@ -109,14 +151,15 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh
     """GELU of x + bias in one pass: y = gelu(x + bias).
 
     Args:
-        x: [..., C], bf16 | fp16 | fp32.
-        bias: [C], dtype of x or fp32, or None.
-        approximate: "tanh" (GPT-2's) or "none" (the erf form, by torch).
+        x: [..., C], bf16 | fp16 | fp32 (fp64 by torch).
+        bias: [C], dtype of x or fp32, on x's device, or None.
+        approximate: "tanh" (GPT-2's) or "none" (the erf form).
     Returns:
         y: shape and dtype of x. x and bias are kept for backward.
     Raises:
-        ValueError: bias is not [C] or of another dtype; approximate is neither form.
-        RuntimeError: a second derivative is asked for (tanh form on CPU).
+        ValueError: bias is not [C], of another dtype or on another device; x has no floating
+            dtype; approximate is neither form.
+        RuntimeError: a second derivative is asked for.
     Traffic: 2 * x.numel() * x.element_size() bytes forward, 3 * ... backward.
     Deterministic: yes, bitwise, forward and backward, for any number of threads.
     Oracle: fastpar.kernels.reference.bias_gelu_ref
@@ -127,6 +170,8 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh
             f"bias_gelu: expected tanh or none, got approximate={approximate}; "
             "GPT-2 uses tanh, torch's default is none"
         )
+    if not x.is_floating_point():
+        raise ValueError(f"bias_gelu: expected a floating dtype, got x={x.dtype}; cast it first")
     if bias is not None:
         if bias.dim() != 1 or x.shape[-1:] != bias.shape:
             raise ValueError(
@@ -138,7 +183,9 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh
                 f"bias_gelu: expected a bias of x's dtype or float32, got bias={bias.dtype} "
                 f"x={x.dtype}; cast one of them"
             )
-    if use_cpp("bias_gelu", x) and approximate == "tanh":
-        return _bias_gelu(x, bias)
-    u = x if bias is None else (x + bias).to(x.dtype)
-    return F.gelu(u, approximate=approximate)
+        if bias.device != x.device:
+            raise ValueError(
+                f"bias_gelu: expected bias on x's device {x.device}, got bias on {bias.device}; "
+                "move one of them"
+            )
+    return _bias_gelu(x, bias, approximate == "tanh")

@@ -116,10 +116,11 @@ def test_same_bits_for_any_threads_and_isa(dtype):
 
 def test_opcheck():
     x, bias = make((5, 12), torch.float32)
-    torch.library.opcheck(torch.ops.fastpar.bias_gelu.default, (x, bias))
-    torch.library.opcheck(torch.ops.fastpar.bias_gelu.default, (x, None))
-    args = (x.detach(), x.detach(), bias.detach())
-    torch.library.opcheck(torch.ops.fastpar.bias_gelu_bwd.default, args)
+    for tanh in (True, False):
+        torch.library.opcheck(torch.ops.fastpar.bias_gelu.default, (x, bias, tanh))
+        torch.library.opcheck(torch.ops.fastpar.bias_gelu.default, (x, None, tanh))
+        args = (x.detach(), x.detach(), bias.detach(), tanh)
+        torch.library.opcheck(torch.ops.fastpar.bias_gelu_bwd.default, args)
 
 
 def test_compiles_without_graph_breaks():

@@ -1,0 +1,172 @@
+"""bias_gelu's Triton kernels against the oracle, with hostile inputs, on each table's tiles."""
+
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs triton")
+
+from test_gelu import DTYPES, eager, gradients, make
+from test_philox_triton import bf16_rounds_to_nearest  # noqa: F401  used by every test
+
+from fastpar.kernels import bias_gelu, gelu_triton, triton_launch
+from fastpar.kernels.reference import bias_gelu_ref
+from fastpar.testing import assert_matches_oracle
+
+# One tile and less, many tiles both ways, several row ranges a program, no multiple of 16.
+SHAPES = [(1, 1), (63, 127), (2, 3, 1000), (300, 17), (50, 256), (2, 3072)]
+
+
+@pytest.fixture(params=sorted(gelu_triton.CONFIGS))
+def arch(request, monkeypatch):
+    """Each architecture's table (on a GPU, too)."""
+    monkeypatch.setattr(triton_launch, "INTERPRETED_ARCH", request.param)
+    monkeypatch.setattr(gelu_triton, "gpu_arch", lambda device: request.param)
+    return request.param
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """Memory from torch.empty holds NaN."""
+    empty_like = torch.empty_like
+
+    def fill(x):
+        return x.fill_(math.nan) if x.is_floating_point() else x
+
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: fill(empty_like(*a, **k)))
+    torch.use_deterministic_algorithms(True)  # Tensor.new_empty
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("approximate", ["tanh", "none"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_matches_oracle(triton_device, shape, dtype, approximate):
+    def with_form(f):
+        return lambda *args: f(*args, approximate=approximate)
+
+    ours, ref, plain = (with_form(f) for f in (bias_gelu, bias_gelu_ref, eager))
+    x, bias = (t.detach().to(triton_device).requires_grad_() for t in make(shape, dtype))
+    assert len(assert_matches_oracle(ours, ref, (x, bias), eager=plain)) == 3
+    assert len(assert_matches_oracle(ours, ref, (x,), eager=plain)) == 2
+
+
+@pytest.mark.usefixtures("poisoned", "arch")
+def test_each_architecture_matches_oracle(triton_device):
+    inputs = [t.detach().to(triton_device) for t in make((70, 600), torch.float16)]
+    inputs = [t.requires_grad_() for t in inputs]
+    assert_matches_oracle(bias_gelu, bias_gelu_ref, inputs, eager=eager)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_fp32_bias_of_a_16_bit_input(triton_device, dtype):
+    inputs = [t.detach().to(triton_device) for t in make((33, 65), dtype, torch.float32)]
+    inputs = [t.requires_grad_() for t in inputs]
+    assert_matches_oracle(bias_gelu, bias_gelu_ref, inputs, eager=eager)
+    assert gradients(*inputs, torch.ones_like(inputs[0]))[2].dtype == torch.float32
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 5), (5, 0), ()])
+def test_empty_and_scalar(triton_device, shape):
+    x = torch.randn(shape, device=triton_device, requires_grad=True)
+    y = bias_gelu(x)
+    y.sum().backward()
+    assert y.shape == x.shape
+    assert x.grad.shape == x.shape
+
+
+def test_empty_rows_give_a_zero_dbias(triton_device):
+    ones = [torch.ones(s, device=triton_device) for s in ((0, 5), (5,), (0, 5))]
+    assert torch.equal(gradients(*ones)[2].cpu(), torch.zeros(5))
+
+
+def test_strided_and_expanded(triton_device):
+    x = torch.randn(8, 6, 10, device=triton_device).transpose(0, 2)[:, ::2]  # [10, 3, 8]
+    bias = torch.randn(16, device=triton_device)[::2]
+    dy = torch.randn(1, device=triton_device).expand(10, 3, 8)
+    expected = gradients(x.contiguous(), bias.contiguous(), dy.contiguous())
+    for got, want in zip(gradients(x, bias, dy), expected):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("approximate", ["tanh", "none"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_far_out_values(triton_device, dtype, approximate):
+    big = torch.finfo(dtype).max
+    x = [1e4, -1e4, big, -big, -torch.inf, torch.inf, torch.nan, 0.0, -0.0, 21.0, -21.0]
+    x = torch.tensor(x, dtype=dtype, device=triton_device, requires_grad=True)
+    y = bias_gelu(x, approximate=approximate)
+    y.sum().backward()
+    want = torch.tensor([1e4, 0, big, 0, 0, torch.inf, torch.nan, 0, 0, 21, 0]).to(dtype)
+    torch.testing.assert_close(y.cpu(), want, rtol=0, atol=0, equal_nan=True)
+    slope = torch.tensor([1, 0, 1, 0, 0, 1, torch.nan, 0.5, 0.5, 1, 0]).to(dtype)
+    torch.testing.assert_close(x.grad.cpu(), slope, rtol=0, atol=0, equal_nan=True)
+
+
+def test_tails_are_as_accurate_as_torch(triton_device):
+    """Where y is small, the error of y itself: absolute errors of large elements hide it."""
+    for low, high in ((-9.0, -3.0), (-3.0, -0.5), (-0.5, 0.5)):
+        x = torch.linspace(low, high, 999, device=triton_device, requires_grad=True)
+        assert_matches_oracle(bias_gelu, bias_gelu_ref, (x,), eager=eager)
+
+
+@pytest.mark.usefixtures("arch")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_two_runs_give_the_same_bits(triton_device, dtype):
+    x, bias = (t.detach().to(triton_device) for t in make((90, 173), dtype))
+    dy = torch.randn(90, 173).to(triton_device, dtype)
+    for a, b in zip(gradients(x, bias, dy), gradients(x, bias, dy)):
+        assert torch.equal(a, b)
+
+
+def test_dbias_of_16_bits_is_summed_in_float32(triton_device):
+    """1000 terms of 1 + 1/128: bf16 sums stop growing at 256."""
+    x = torch.full((1000, 4), 30.0, dtype=torch.bfloat16, device=triton_device)
+    dy = torch.full_like(x, 1.0078125)
+    dbias = gradients(x, torch.zeros_like(x[0]), dy)[2]
+    assert torch.equal(dbias.float().cpu(), torch.full((4,), 1008.0))
+
+
+def test_row_ranges_cover_every_row_once(triton_device, monkeypatch):
+    """For more programs than tiles, fewer, and one."""
+    x, bias = (t.detach().to(triton_device) for t in make((150, 20), torch.float32))
+    dy = torch.randn(150, 20, device=triton_device)
+    want = gradients(x, bias, dy)
+    for sms in (1, 2, 7, 200):
+        monkeypatch.setattr(gelu_triton, "sm_count", lambda device, sms=sms: sms)
+        _, dx, dbias = gradients(x, bias, dy)
+        assert torch.equal(dx, want[1])
+        torch.testing.assert_close(dbias, want[2])
+
+
+def test_configurations():
+    widths = {C: gelu_triton.block_columns(C) for C in (1, 17, 127, 173, 768, 1000, 3072, 6400)}
+    assert widths == {1: 16, 17: 32, 127: 128, 173: 128, 768: 256, 1000: 512, 3072: 512, 6400: 256}
+    assert gelu_triton.config(75) == gelu_triton.config(86) == gelu_triton.CONFIGS[80]
+    assert gelu_triton.config(100) == gelu_triton.CONFIGS[90]
+    for how in gelu_triton.CONFIGS.values():
+        assert how.tile == 16 * 32 * how.num_warps
+
+
+def test_opcheck(triton_device):
+    x, bias = (t.detach().to(triton_device) for t in make((5, 12), torch.float32))
+    for tanh in (True, False):
+        args = (x.clone().requires_grad_(), bias.clone().requires_grad_(), tanh)
+        torch.library.opcheck(torch.ops.fastpar.bias_gelu.default, args)
+    torch.library.opcheck(torch.ops.fastpar.bias_gelu_bwd.default, (x, x, bias, True))
+    torch.library.opcheck(torch.ops.fastpar.bias_gelu_bwd.default, (x, x, None, True))
+
+
+def test_compiles_without_graph_breaks(triton_device):
+    x, bias = (t.detach().to(triton_device).requires_grad_() for t in make((5, 12), torch.float32))
+
+    def f(x, b):
+        return bias_gelu(x * 2, b) + bias_gelu(x, approximate="none")
+
+    y = torch.compile(f, fullgraph=True, backend="aot_eager")(x, bias)
+    assert torch.equal(y, f(x, bias))
+    for a, b in zip(*(torch.autograd.grad(z.sum(), (x, bias)) for z in (y, f(x, bias)))):
+        assert torch.equal(a, b)
