@@ -3,6 +3,8 @@
     python -m bench                          all of them on the GPU if there is one, or on the CPU
     python -m bench layer_norm train:6x384   one bench; one case of one
     python -m bench --commit-results         rows go to bench/results, which the README shows
+    python -m bench attention --tune         tiles of the attention kernels (bench/tune.py)
+    python -m bench errors                   errors against fp64 (bench/errors.py)
 
 Without --commit-results or --out, rows go to build/bench. A bench that fails, is killed or runs out
 of its time loses neither its own earlier rows nor the others.
@@ -25,6 +27,7 @@ from bench.records import (
     RESULTS,
     SCRATCH,
     ResultFile,
+    Row,
     default_path,
     machine,
     machine_line,
@@ -56,6 +59,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--time-limit", type=float, help="seconds for each bench")
     parser.add_argument("--total-limit", type=float, help="seconds for all benches together")
     parser.add_argument("--here", action="store_true", help="in this process, without a limit")
+    parser.add_argument("--tune", action="store_true", help="attention on a GPU: choose its tiles")
     args = parser.parse_args(argv)
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     args.names = args.names or names()
@@ -64,6 +68,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             raise ValueError(
                 f"bench: expected one of {', '.join(names())}, got name={name}; choose one of these"
             )
+    if args.tune and [name.partition(":")[0] for name in args.names] != ["attention"]:
+        raise ValueError(
+            f"bench: expected attention alone with --tune, got names={' '.join(args.names)}; "
+            "run `python -m bench attention --tune`"
+        )
+    if args.tune and args.device != "cuda":
+        raise RuntimeError(
+            f"bench: expected a GPU with --tune, got device={args.device}; tiles are chosen by "
+            "their time on the GPU that they serve"
+        )
     if args.device == "cuda" and not torch.cuda.is_available():
         raise RuntimeError("bench: expected a GPU, got device=cuda without one; use --device cpu")
     if args.commit_results and (args.quick or args.out):
@@ -82,7 +96,7 @@ def run_here(name: str, args: argparse.Namespace) -> None:
 
     stem, _, case = name.partition(":")
     module = importlib.import_module(f"bench.bench_{stem}")
-    results = ResultFile(args.out, machine(args.device))
+    results = ResultFile(args.out, machine(args.device), Row)
     module.run(Bench(stem, args.device, args.quick, results, only=case))
 
 
@@ -126,13 +140,34 @@ def run_all(args: argparse.Namespace) -> dict[str, str]:
     return failures
 
 
+def tune(args: argparse.Namespace) -> int:
+    from bench import tune as tuner
+    from bench.harness import clock_for
+
+    print(machine_line(machine(args.device)), flush=True)
+    tuner.run(
+        clock_for(args.device),
+        only=args.names[0].partition(":")[2],
+        write=args.commit_results,
+        limit_s=args.total_limit or float("inf"),
+    )
+    return 0
+
+
 def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["errors"]:
+        from bench import errors
+
+        return errors.main(argv[1:])
     try:
         args = parse(argv)
-        ResultFile(args.out, machine(args.device))  # refuses a file of another machine now
+        ResultFile(args.out, machine(args.device), Row)  # refuses a file of another machine now
     except (ValueError, RuntimeError) as error:
         print(error, file=sys.stderr)
         return 2
+    if args.tune:
+        return tune(args)
     if args.here:
         run_here(args.names[0], args)
         return 0
@@ -143,7 +178,7 @@ def main(argv: list[str] | None = None) -> int:
         failures = run_all(args)
     finally:
         signal.signal(signal.SIGTERM, previous)
-    results = ResultFile(args.out, machine(args.device))  # what the benches wrote
+    results = ResultFile(args.out, machine(args.device), Row)  # what the benches wrote
     ran = {name.partition(":")[0] for name in args.names}
     rows = [row for row in results.rows.values() if row.bench in ran]
     print(f"\n{machine_line(machine(args.device))}\n{summary(rows)}")

@@ -27,8 +27,10 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 from torch import Tensor
+from torch._functorch import config as functorch_config
 
 from bench.records import ResultFile, Row, reason
+from bench.targets import HOST_US, Target, note
 from fastpar.kernels import linear
 from fastpar.testing import assert_matches_oracle
 
@@ -203,8 +205,10 @@ class Case:
     check: Callable[[str], None] | None = None  # variant name -> raises when it is wrong
     track_peak: bool = False  # peak memory of one call (GPU only)
     baseline: str = "eager"  # what speedup compares with
+    in_place: tuple[str, ...] = ()  # variants that overwrite their inputs
     yardstick: Callable[..., Any] | None = None  # of the gate; None: variants["eager"]
     unjudged: tuple[str, ...] = ()  # variants that are not comparable, element by element
+    targets: Mapping[str, Sequence[Target]] = field(default_factory=dict)  # direction -> of fastpar
 
 
 @dataclass
@@ -214,7 +218,7 @@ class Bench:
     name: str
     device: str
     quick: bool
-    results: ResultFile
+    results: ResultFile[Row]
     only: str = ""  # a part of the case names to run
     clock: Any = None
     ceilings: Ceilings | None = None
@@ -246,12 +250,16 @@ class Bench:
             if self.only in case.name:
                 for direction in case.directions:
                     torch._dynamo.reset()  # a recompilation would count against dynamo's limit
-                    self._run_direction(case, direction)
+                    # Where one graph is run backward again and again, its buffers must stay.
+                    with functorch_config.patch(donated_buffer=direction != "backward"):
+                        self._run_direction(case, direction)
 
     def _run_direction(self, case: Case, direction: str) -> None:
         functions = dict(case.variants)
         if case.compiled:
             functions["torch.compile"] = torch.compile(case.variants["eager"], dynamic=False)
+        # Those that overwrite their input come last, after all others were judged and bound.
+        functions = {n: functions[n] for n in sorted(functions, key=case.in_place.__contains__)}
         inputs = self._input_sets(case)
 
         def maker(name: str) -> Callable[[], list[Call]]:
@@ -336,9 +344,14 @@ class Bench:
                 min_runs=2 if self.quick else 7,
             )
         base = timings.get(case.baseline)
+        targets = list(case.targets.get(direction, ()))
+        if self.device == "cuda" and direction == "forward":
+            targets.append(Target("host", HOST_US))
+        notes = {"fastpar": note(targets)}
         rows = []
         for name, timing in timings.items():
             row = self.row(case.name, direction, name, case.dtype, **timing._asdict())
+            row.notes = notes.get(name, {})
             row.host_us = self.clock.host_us(calls[name][0])
             if base is not None:
                 row.baseline, row.speedup = case.baseline, base.median_ms / timing.median_ms
@@ -347,7 +360,7 @@ class Bench:
             self.rate(row, case.bytes_moved.get(direction), case.flops.get(direction))
             rows.append(row)
         rows += [
-            self.row(case.name, direction, name, case.dtype, refused=why)
+            self.row(case.name, direction, name, case.dtype, refused=why, notes=notes.get(name, {}))
             for name, why in refused.items()
         ]
         self.add(*rows)
@@ -371,7 +384,9 @@ class Bench:
 def bind(
     function: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], direction: str
 ) -> list[Call]:
-    """One call without arguments per input set: forward under no_grad, or with gradients."""
+    """One call without arguments per input set: forward under no_grad, with its backward, or the
+    backward alone of a forward that ran once.
+    """
 
     def forward(args: tuple[Any, ...]) -> Call:
         args = tuple(a.detach() if isinstance(a, Tensor) else a for a in args)
@@ -382,14 +397,17 @@ def bind(
 
         return call
 
-    def forward_backward(args: tuple[Any, ...]) -> Call:
+    def with_gradients(args: tuple[Any, ...]) -> Call:
         leaves = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
         outputs = _tensors(function(*args))
         # A loss gets 1, as in training: ops may spare themselves that product.
         cotangents = [torch.randn_like(y) if y.dim() else torch.ones_like(y) for y in outputs]
+        if direction == "backward":
+            return lambda: torch.autograd.grad(outputs, leaves, cotangents, retain_graph=True)
         return lambda: torch.autograd.grad(_tensors(function(*args)), leaves, cotangents)
 
-    make = {"forward": forward, "forward+backward": forward_backward}[direction]
+    makers = {"forward": forward, "forward+backward": with_gradients, "backward": with_gradients}
+    make = makers[direction]
     return [make(args) for args in inputs]
 
 

@@ -2,9 +2,11 @@
 
     python -m bench.report [FILE ...]    rewrite the tables of these files (README.md)
     python -m bench.report --check       exit code 1 when a table is not what the results say
+    python -m bench.report --pictures    draw bench/results/<op>.png for every op measured
 
-NAME is <table>-<device>: train, char, ops or ceilings, and cpu or cuda. Rows come from the newest
-machine of that device; where several of its files hold a key, the newest row counts.
+NAME is <table>-<device>: train, char, ops, ceilings, targets, errors or one bench (attention, ...),
+and cpu or cuda. Rows come from the newest machine of that device; where several of its files hold a
+key, the newest row counts.
 """
 
 from __future__ import annotations
@@ -16,8 +18,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.records import RESULTS, ROOT, Row, load, machine_line, slug
+from bench.errors import ErrorRow
+from bench.records import (
+    RESULTS,
+    ROOT,
+    AnyRecord,
+    Row,
+    load,
+    machine_line,
+    slug,
+)
+from bench.targets import targets_of
 
+ASIDE = "fastpar without dropout"  # what a row with dropout is compared with: no result by itself
 MARKER = re.compile(r"<!-- bench:([\w-]+) -->\n(.*?)<!-- /bench:\1 -->", re.DOTALL)
 OPENING = re.compile(r"<!-- bench:([\w-]+) -->")
 
@@ -90,58 +103,118 @@ def char_table(rows: Sequence[Row]) -> str:
     return table([*head, "largest loss difference in 200 steps"], lines)
 
 
-def ops_table(rows: Sequence[Row]) -> str:
-    """fastpar beside eager and beside the fastest other variant."""
+def by_case(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
+    """(case, direction) -> its variants."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
-        if row.bench not in ("train", "ceilings"):
-            groups.setdefault((row.case, row.direction), []).append(row)
+        groups.setdefault((row.case, row.direction), []).append(row)
+    return groups
+
+
+def is_ours(row: Row) -> bool:
+    return row.variant.startswith("fastpar") and row.variant != ASIDE
+
+
+def rate(row: Row) -> str:
+    if row.tflop_per_s:
+        return f"{number(row.tflop_per_s)} TFLOP/s"
+    return f"{number(row.gb_per_s)} GB/s"
+
+
+def ops_table(rows: Sequence[Row]) -> str:
+    """fastpar beside eager and beside the fastest other variant; memory and host time where known.
+
+    A row that is slower than the fastest other one says so.
+    """
+    rows = [r for r in rows if r.bench not in ("train", "ceilings")]
+    with_peak = any(r.peak_bytes is not None for r in rows)
+    with_host = any(r.host_us is not None for r in rows)
+    extra = ["peak MB", "stock peak MB"] * with_peak + ["host us"] * with_host
     lines = []
-    for (case, direction), group in groups.items():
+    for (case, direction), group in by_case(rows).items():
         timed = [r for r in group if r.median_ms is not None]
         peers = [r for r in timed if not r.variant.startswith("fastpar")]
         best = min(peers, key=lambda r: r.median_ms or 0.0, default=None)
         base = next((r for r in peers if r.variant == r.baseline), None)
-        for row in (r for r in group if r.variant.startswith("fastpar")):
+        for row in filter(is_ours, group):
             name = case if row.variant == "fastpar" else f"{case} ({row.variant})"
             cells = [f"{name}, {direction}"]
             cells.append(f"{number(base.median_ms)} ({base.variant})" if base else "")
             cells.append(f"{number(best.median_ms)} ({best.variant})" if best else "")
             if row.median_ms is None:
-                lines.append([*cells, f"refused: {row.refused}", "", "", ""])
+                lines.append([*cells, f"refused: {row.refused}", "", "", "", *([""] * len(extra))])
                 continue
-            rate = (
-                f"{number(row.tflop_per_s)} TFLOP/s"
-                if row.tflop_per_s
-                else f"{number(row.gb_per_s)} GB/s"
-            )
             against = best.median_ms / row.median_ms if best and best.median_ms else None
-            percent = f"{number(row.percent_of_ceiling)} %"
-            lines.append([*cells, number(row.median_ms), times(against), rate, percent])
+            lost = ", loses" if against is not None and against < 1 else ""
+            cells += [number(row.median_ms), times(against) + lost, rate(row)]
+            cells.append(f"{number(row.percent_of_ceiling)} %")
+            if with_peak:
+                cells += [megabytes(row), megabytes(base)]
+            if with_host:
+                cells.append(number(row.host_us))
+            lines.append(cells)
     head = ["op", "stock ms", "fastest stock ms", "fastpar ms", "against fastest", "rate"]
-    return table([*head, "of the ceiling"], lines)
+    return table([*head, "of the ceiling", *extra], lines)
+
+
+def megabytes(row: Row | None) -> str:
+    return "" if row is None or row.peak_bytes is None else number(row.peak_bytes / 1e6)
+
+
+def targets_table(rows: Sequence[Row]) -> str:
+    """Every target of every row: what it reached, and whether that is enough."""
+    lines = []
+    for (case, direction), group in by_case(rows).items():
+        for row in group:
+            for target in targets_of(row):
+                cells = [f"{case}, {direction}", str(target)]
+                reached = target.reached(row, group)
+                if row.refused:
+                    cells += [f"refused: {row.refused}", "no"]
+                elif reached is None:
+                    cells += ["nothing to compare with", "open"]
+                else:
+                    cells += [target.show(reached), "yes" if target.met(reached) else "**no**"]
+                lines.append(cells)
+    return table(["op", "target", "reached", "met"], lines)
+
+
+def errors_table(rows: Sequence[ErrorRow]) -> str:
+    """A line for each op, implementation and dtype: the worst ratios over shapes and results."""
+    groups: dict[tuple[str, str, str], list[ErrorRow]] = {}
+    for row in rows:
+        groups.setdefault((row.op, row.implementation, row.dtype), []).append(row)
+    lines = []
+    for (op, implementation, dtype), group in groups.items():
+        ratios = [
+            (worst, rms, f"{result}, {row.shape}")
+            for row in group
+            for result, (worst, rms) in row.ratios().items()
+        ]
+        cells = [op, implementation, dtype]
+        if ratios:
+            worst, _, where = max(ratios)
+            cells += [f"{worst:.2f}x", where, f"{max(rms for _, rms, _ in ratios):.2f}x"]
+        else:
+            cells += ["", "", ""]
+        held = sum(not row.fails for row in group)
+        lines.append([*cells, f"{held} of {len(group)} shapes"])
+    head = ["op", "implementation", "dtype", "largest error / PyTorch's, worst", "where"]
+    return table([*head, "RMS error / PyTorch's, worst", "2x rule holds"], lines)
 
 
 def ceilings_table(rows: Sequence[Row]) -> str:
     lines = []
     for row in rows:
         if row.bench == "ceilings" and row.median_ms is not None:
-            rate = (
-                f"{number(row.tflop_per_s)} TFLOP/s"
-                if row.tflop_per_s
-                else f"{number(row.gb_per_s)} GB/s"
-            )
-            lines.append([row.case, row.dtype, number(row.median_ms), rate])
+            lines.append([row.case, row.dtype, number(row.median_ms), rate(row)])
     return table(["ceiling", "dtype", "ms", "rate"], lines)
 
 
 def summary(rows: Sequence[Row]) -> str:
     """For the console: a line for each case and direction with all its variants."""
-    groups: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row.case, row.direction), []).append(row)
     lines = []
-    for (case, direction), group in groups.items():
+    for (case, direction), group in by_case(rows).items():
         cells = []
         for row in group:
             if row.refused:
@@ -163,16 +236,33 @@ TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
     "char": char_table,
     "ops": ops_table,
     "ceilings": ceilings_table,
+    "targets": targets_table,
 }
 
 
-def newest(device: str, folder: Path) -> tuple[dict[str, Any], list[Row]]:
+def op_benches() -> list[str]:
+    """Benches that have a table and a picture of their own."""
+    found = {p.stem.removeprefix("bench_") for p in Path(__file__).parent.glob("bench_*.py")}
+    return sorted(found - {"train", "ceilings"})
+
+
+class NoResultsError(ValueError):
+    """There is no result file of a device."""
+
+
+def newest(
+    device: str,
+    folder: Path,
+    kind: type[AnyRecord] = Row,  # type: ignore[assignment]
+) -> tuple[dict[str, Any], list[AnyRecord]]:
     """The newest machine of this device and its newest row of every key."""
-    files = [load(path) for path in sorted(folder.glob("*.json"))]
+    files = [load(path, kind) for path in sorted(folder.glob("*.json"))]
     files = [(about, rows) for about, rows in files if about["device"] == device]
     if not files:
         how = "make gpu" if device == "cuda" else "python -m bench --commit-results"
-        raise ValueError(
+        if kind is ErrorRow:
+            how = f"python -m bench errors --device {device} --commit-results"
+        raise NoResultsError(
             f"newest: expected results of device {device}, got none in {folder.name}; "
             f"run `{how}` first"
         )
@@ -185,11 +275,19 @@ def newest(device: str, folder: Path) -> tuple[dict[str, Any], list[Row]]:
 def render(name: str, folder: Path) -> str:
     """The text between one pair of markers."""
     kind, _, device = name.rpartition("-")
-    if kind not in TABLES or device not in ("cpu", "cuda"):
-        known = ", ".join(f"{k}-{d}" for k in TABLES for d in ("cpu", "cuda"))
-        raise ValueError(f"render: expected one of {known}, got name={name}; correct the marker")
-    about, rows = newest(device, folder)
-    text = TABLES[kind](rows)
+    known = [*TABLES, "errors", *op_benches()]
+    if kind not in known or device not in ("cpu", "cuda"):
+        raise ValueError(
+            f"render: expected one of {', '.join(known)} with -cpu or -cuda, got name={name}; "
+            "correct the marker"
+        )
+    if kind == "errors":
+        about, errors = newest(device, folder / "errors", ErrorRow)
+        text = errors_table(errors)
+    else:
+        about, rows = newest(device, folder, Row)
+        own = [row for row in rows if row.bench == kind]
+        text = TABLES[kind](rows) if kind in TABLES else ops_table(own)
     if text.count("\n") < 2:
         raise ValueError(
             f"render: expected rows for the table {name}, got none in {folder.name}; "
@@ -223,7 +321,13 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("files", nargs="*", type=Path, default=[ROOT / "README.md"])
     parser.add_argument("--check", action="store_true", help="change nothing; 1 if out of date")
+    parser.add_argument("--pictures", action="store_true", help="draw one picture for each op")
     args = parser.parse_args(argv)
+    if args.pictures:
+        from bench.pictures import draw_all
+
+        for path in draw_all(RESULTS):
+            print(f"{path.name}: drawn")
     stale = 0
     for path in args.files:
         try:

@@ -1,0 +1,71 @@
+"""Public kernels that a GPU row is compared with where they are installed.
+
+A package that is missing leaves a visible row: refused, not installed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+LIGER = "liger_kernel.transformers.functional"
+
+
+def installed(module: str, name: str) -> Callable[..., Any]:
+    """module.name, or a function that raises ImportError when it is called."""
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ImportError:
+        package = module.partition(".")[0]
+
+        def missing(*args: Any, **kwargs: Any) -> Any:
+            raise ImportError(f"{package} is not installed")
+
+        return missing
+
+
+def _first(result: Any) -> Any:
+    """Some versions return statistics beside the result."""
+    return result[0] if isinstance(result, tuple) else result
+
+
+def layer_norms() -> dict[str, Callable[..., Any]]:
+    """Of (x, weight, bias)."""
+    op = installed(LIGER, "liger_layer_norm")
+    return {"liger": lambda x, weight, bias: op(x, weight, bias, 1e-5)}
+
+
+def rms_norms() -> dict[str, Callable[..., Any]]:
+    """Of (x, weight)."""
+    op = installed(LIGER, "liger_rms_norm")
+    # In place it would overwrite the gradient that the other variants are given too.
+    return {"liger": lambda x, weight: op(x, weight, 1e-6, in_place=False)}
+
+
+def cross_entropies() -> dict[str, Callable[..., Any]]:
+    """Of (logits, targets); overwrites logits with their gradient."""
+    op = installed(LIGER, "liger_cross_entropy")
+    return {"liger": lambda logits, targets: _first(op(logits, targets))}
+
+
+def linear_cross_entropies() -> dict[str, Callable[..., Any]]:
+    """Of (x, weight, targets)."""
+    op = installed(LIGER, "liger_fused_linear_cross_entropy")
+    return {"liger": lambda x, weight, targets: _first(op(x, weight, targets))}
+
+
+def attentions(dropout_p: float) -> dict[str, Callable[..., Any]]:
+    """Causal, of one packed projection [B, T, 3, H, D]. FlashAttention 3 has no dropout."""
+    two = installed("flash_attn", "flash_attn_qkvpacked_func")
+    three = installed("flash_attn_interface", "flash_attn_func")
+
+    def flash_attn_3(qkv: Tensor) -> Tensor:
+        return _first(three(*qkv.unbind(2), causal=True))
+
+    found: dict[str, Callable[..., Any]] = {
+        "flash-attn 2": lambda qkv: two(qkv, dropout_p=dropout_p, causal=True)
+    }
+    return found if dropout_p else {**found, "flash-attn 3": flash_attn_3}

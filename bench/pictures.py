@@ -1,0 +1,147 @@
+"""One picture for each op: the rate of every variant at every shape, beside the machine's ceiling.
+
+Drawn by `python -m bench.report --pictures` from committed rows only: a row of panels for each
+device that has results, a column for each direction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.records import Row, machine_line
+from bench.report import ASIDE, NoResultsError, newest, op_benches
+
+# Okabe and Ito's colours, which the colour-blind can tell apart; others never get fastpar's.
+OURS = "#D55E00"
+OURS_TOO = ("#E69F00", "#F0E442")
+OTHERS = ("#999999", "#0072B2", "#56B4E9", "#009E73", "#CC79A7", "#666666", "#BBBBBB", "#000000")
+DIRECTIONS = ("forward", "backward", "forward+backward", "step")
+BAR_INCHES = 0.17
+
+
+def colours(variants: Sequence[str]) -> dict[str, str]:
+    """The same colour for a variant in every panel."""
+    ours = [v for v in variants if v.startswith("fastpar") and v != "fastpar"]
+    others = [v for v in variants if not v.startswith("fastpar")]
+    found = {v: OTHERS[i % len(OTHERS)] for i, v in enumerate(others)}
+    found |= {v: OURS_TOO[i % len(OURS_TOO)] for i, v in enumerate(ours)}
+    return found | {"fastpar": OURS}
+
+
+def _rate(row: Row) -> tuple[float, str]:
+    """In TFLOP/s or GB/s; larger is faster, at any shape."""
+    if row.tflop_per_s is not None:
+        return row.tflop_per_s, "TFLOP/s"
+    return row.gb_per_s or 0.0, "GB/s"
+
+
+def _panel(
+    axes: Any, rows: Sequence[Row], colour: dict[str, str], bench: str, *, labelled: bool
+) -> None:
+    """Horizontal bars in groups: a group for each case, in the order of the rows."""
+    cases = list(dict.fromkeys(r.case for r in rows))
+    ticks, labels = [], []
+    at, unit, ceilings = 0.0, "", []
+    for case in cases:
+        group = [r for r in rows if r.case == case]
+        start = at
+        for row in sorted(group, key=lambda r: list(colour).index(r.variant)):
+            if row.median_ms is None:
+                axes.text(0, at, f" {row.variant}: refused", va="center", fontsize=7)
+            else:
+                rate, unit = _rate(row)
+                axes.barh(at, rate, 0.9, color=colour[row.variant])
+                axes.text(rate, at, f" {row.median_ms:.3g} ms", va="center", fontsize=7)
+                if row.percent_of_ceiling:
+                    ceilings.append(100 * rate / row.percent_of_ceiling)
+            at += 1
+        ticks.append((start + at - 1) / 2)
+        labels.append(case.removeprefix(f"{bench} "))
+        at += 1
+    axes.set_yticks(ticks, labels if labelled else [""] * len(labels), fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel(f"{unit} (longer is faster; the numbers are medians)", fontsize=8)
+    axes.tick_params(axis="x", labelsize=8)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    right = axes.get_xlim()[1] * 1.18
+    if ceilings:
+        ceiling = max(ceilings)
+        if ceiling <= 1.5 * right:  # far away, the line would only shrink the bars
+            axes.axvline(ceiling, color="#444444", linestyle="--", linewidth=1)
+            right = max(right, 1.05 * ceiling)
+    axes.set_xlim(0, right)
+
+
+def draw(bench: str, results: Sequence[tuple[dict[str, Any], Sequence[Row]]], path: Path) -> None:
+    """Draw the rows of one bench on one or several machines into path.
+
+    Args:
+        results: (machine, its rows of this bench), each with at least one row.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.patches import Patch
+
+    kept = [(about, [r for r in rows if r.variant != ASIDE]) for about, rows in results]
+    variants = dict.fromkeys(r.variant for _, rows in kept for r in rows)
+    colour = {v: c for v, c in colours(list(variants)).items() if v in variants}
+    found = {r.direction for _, rows in kept for r in rows}
+    directions = [d for d in DIRECTIONS if d in found] + sorted(found - {*DIRECTIONS})
+    heights = []
+    for _, rows in kept:
+        bars = max(len([r for r in rows if r.direction == d]) for d in directions)
+        groups = len({r.case for r in rows})
+        heights.append(BAR_INCHES * (bars + groups) + 0.9)
+    figure, panels = pyplot.subplots(
+        len(kept),
+        len(directions),
+        figsize=(1.6 + 4.8 * len(directions), sum(heights) + 0.8),
+        height_ratios=heights,
+        squeeze=False,
+        layout="constrained",
+    )
+    for (about, rows), line in zip(kept, panels):
+        before: list[str] = []
+        for direction, axes in zip(directions, line):
+            part = [r for r in rows if r.direction == direction]
+            if not part:
+                axes.set_axis_off()
+                continue
+            cases = list(dict.fromkeys(r.case for r in part))
+            _panel(axes, part, colour, bench, labelled=cases != before)
+            before = cases
+            where = about["gpu"] if about["device"] == "cuda" else "CPU"
+            axes.set_title(f"{bench}, {direction}, {part[0].dtype} ({where})", fontsize=10)
+    keys = [Patch(color=c, label=v) for v, c in colour.items()]
+    figure.legend(
+        handles=keys, loc="outside upper center", ncols=min(6, len(keys)), fontsize=8, frameon=False
+    )
+    lines = [machine_line(about) for about, _ in kept]
+    lines.append("dashed: the ceiling that the same process measured")
+    figure.supxlabel("\n".join(lines), fontsize=7)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def draw_all(folder: Path) -> list[Path]:
+    """<folder>/<op>.png for every op with rows there, of the newest machine of each device."""
+    machines = []
+    for device in ("cuda", "cpu"):
+        try:
+            machines.append(newest(device, folder, Row))
+        except NoResultsError:
+            continue
+    drawn = []
+    for bench in op_benches():
+        parts = [(about, [r for r in rows if r.bench == bench]) for about, rows in machines]
+        parts = [part for part in parts if part[1]]
+        if parts:
+            draw(bench, parts, folder / f"{bench}.png")
+            drawn.append(folder / f"{bench}.png")
+    return drawn

@@ -1,0 +1,82 @@
+"""What a row of fastpar has to reach, and whether it does. The numbers are for an H200."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bench.records import Row
+
+HOST_US = 15.0  # of a forward call
+MEASURES = ("speed", "ceiling", "memory", "host")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A bound for one measure of a row.
+
+    measure: "speed": at least `value` times that of the fastest variant in `of`; "ceiling": at
+        least `value` percent; "memory": peak at most `value` times that of the one variant in
+        `of`; "host": at most `value` microseconds a call.
+    """
+
+    measure: str
+    value: float
+    of: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.measure not in MEASURES:
+            raise ValueError(
+                f"Target: expected measure in {MEASURES}, got measure={self.measure}; choose one"
+            )
+
+    def __str__(self) -> str:
+        others = self.of[0] if len(self.of) == 1 else f"the best of {', '.join(self.of)}"
+        return {
+            "speed": f">= {self.value:.3g}x {others}",
+            "ceiling": f">= {self.value:.3g} % of the ceiling",
+            "memory": f"peak <= {100 * self.value:.3g} % of {others}",
+            "host": f"host <= {self.value:.3g} us",
+        }[self.measure]
+
+    def reached(self, row: Row, others: Iterable[Row]) -> float | None:
+        """What the row reaches, in the target's unit; None where it or every peer has no time."""
+        peers = [r for r in others if r.variant in self.of and r.median_ms is not None]
+        if row.median_ms is None or (self.of and not peers):
+            return None
+        if self.measure == "speed":
+            return min(r.median_ms or 0.0 for r in peers) / row.median_ms
+        if self.measure == "memory":
+            peak = peers[0].peak_bytes
+            return row.peak_bytes / peak if row.peak_bytes is not None and peak else None
+        return row.percent_of_ceiling if self.measure == "ceiling" else row.host_us
+
+    def met(self, reached: float) -> bool:
+        if self.measure in ("speed", "ceiling"):
+            return reached >= self.value
+        return reached <= self.value
+
+    def show(self, reached: float) -> str:
+        return {
+            "speed": f"{reached:.2f}x",
+            "ceiling": f"{reached:.0f} %",
+            "memory": f"{100 * reached:.1f} %",
+            "host": f"{reached:.1f} us",
+        }[self.measure]
+
+    def to_json(self) -> list[Any]:
+        return [self.measure, self.value, *self.of]
+
+
+def targets_of(row: Row) -> list[Target]:
+    """Those that the bench wrote into the row's notes."""
+    return [Target(t[0], t[1], tuple(t[2:])) for t in row.notes.get("targets", ())]
+
+
+def faster(value: float, *of: str) -> Target:
+    return Target("speed", value, of)
+
+
+def note(targets: Sequence[Target]) -> dict[str, Any]:
+    return {"targets": [t.to_json() for t in targets]} if targets else {}
