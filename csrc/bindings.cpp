@@ -82,6 +82,28 @@ fastpar::AttentionShape attention_shape(const AttentionSizes& s, bool causal, fl
           causal, scale, at<const int32_t>(static_cast<Address>(s[6]))};
 }
 
+// (n, v, width, stride, grad_stride, scale_stride, ignore_index)
+using CrossEntropySizes = std::array<int64_t, 7>;
+
+fastpar::CrossEntropyRows cross_entropy_rows(const CrossEntropySizes& s, Address logits,
+                                             Address targets, Address scale, double label_smoothing,
+                                             double z_loss) {
+  fastpar::CrossEntropyRows rows;
+  rows.logits = at<const void>(logits);
+  rows.targets = at<const int64_t>(targets);
+  rows.n = s[0];
+  rows.v = s[1];
+  rows.width = s[2];
+  rows.stride = s[3];
+  rows.grad_stride = s[4];
+  rows.scale = at<const float>(scale);
+  rows.scale_stride = s[5];
+  rows.ignore_index = s[6];
+  rows.label_smoothing = label_smoothing;
+  rows.z_loss = z_loss;
+  return rows;
+}
+
 // exp_float over an array, for tests of its accuracy.
 struct ExpArray {
   static FASTPAR_INLINE void run(const float* x, float* y, int64_t n) {
@@ -145,12 +167,31 @@ PYBIND11_MODULE(_C, m) {
       },
       unlocked);
   m.def(
-      "cross_entropy_tile",
-      [](Address logits, int dtype, int64_t n, int64_t v, int64_t stride, Address targets,
-         int64_t ignore_index, float scale, Address loss, bool write_grad, int threads) {
-        fastpar::cross_entropy_tile(at<void>(logits), dtype_of(dtype), n, v, stride,
-                                    at<const int64_t>(targets), ignore_index, scale,
-                                    at<float>(loss), write_grad, threads);
+      "cross_entropy_rows",
+      [](const CrossEntropySizes& sizes, Address logits, Address targets, Address scale,
+         double label_smoothing, double z_loss, Address grad, Address loss, int dtype,
+         int threads) {
+        fastpar::cross_entropy_rows(
+            cross_entropy_rows(sizes, logits, targets, scale, label_smoothing, z_loss),
+            at<void>(grad), at<float>(loss), dtype_of(dtype), threads);
+      },
+      unlocked);
+  m.def(
+      "cross_entropy_shard",
+      [](const CrossEntropySizes& sizes, Address logits, Address targets, int64_t first,
+         Address max, Address sum, Address target_logit, int dtype, int threads) {
+        fastpar::cross_entropy_shard(cross_entropy_rows(sizes, logits, targets, 0, 0.0, 0.0), first,
+                                     at<float>(max), at<float>(sum), at<float>(target_logit),
+                                     dtype_of(dtype), threads);
+      },
+      unlocked);
+  m.def(
+      "cross_entropy_shard_grad",
+      [](const CrossEntropySizes& sizes, Address logits, Address targets, int64_t first,
+         Address lse, Address scale, double z_loss, Address grad, int dtype, int threads) {
+        fastpar::cross_entropy_shard_grad(
+            cross_entropy_rows(sizes, logits, targets, scale, 0.0, z_loss), first,
+            at<const float>(lse), at<void>(grad), dtype_of(dtype), threads);
       },
       unlocked);
   m.def(

@@ -15,79 +15,139 @@ FASTPAR_INLINE double fold(const float* lanes) {
   return sum;
 }
 
-// One row: loss, and with kGrad the row's gradient in its place. `weights` holds exp(x - max) as
-// float; it is the row itself for float32, so that nothing is rounded twice for the others.
-template <class T, bool kGrad>
-struct CrossEntropyRow {
-  static FASTPAR_INLINE void run(T* row, float* weights, int64_t v, int64_t stride, int64_t target,
-                                 float scale, float* loss) {
-    float lanes[kLanes];
-    const float target_logit = to_float(row[target]);
-    for (int k = 0; k < kLanes; ++k) lanes[k] = -INFINITY;
-    int64_t i = 0;
-    for (; i + kLanes <= v; i += kLanes) {
-      for (int k = 0; k < kLanes; ++k) {
-        const float x = to_float(row[i + k]);
-        lanes[k] = lanes[k] < x ? x : lanes[k];
-      }
-    }
-    for (int64_t k = 0; i + k < v; ++k) {
+template <class T>
+FASTPAR_INLINE float row_max(const T* row, int64_t v) {
+  float lanes[kLanes];
+  for (int k = 0; k < kLanes; ++k) lanes[k] = -INFINITY;
+  int64_t i = 0;
+  for (; i + kLanes <= v; i += kLanes) {
+    for (int k = 0; k < kLanes; ++k) {
       const float x = to_float(row[i + k]);
       lanes[k] = lanes[k] < x ? x : lanes[k];
     }
-    float max = lanes[0];
-    for (int k = 1; k < kLanes; ++k) max = max < lanes[k] ? lanes[k] : max;
+  }
+  for (int64_t k = 0; i + k < v; ++k) {
+    const float x = to_float(row[i + k]);
+    lanes[k] = lanes[k] < x ? x : lanes[k];
+  }
+  float max = lanes[0];
+  for (int k = 1; k < kLanes; ++k) max = max < lanes[k] ? lanes[k] : max;
+  return max;
+}
 
-    for (int k = 0; k < kLanes; ++k) lanes[k] = 0.0f;
-    for (i = 0; i + kLanes <= v; i += kLanes) {
-      for (int k = 0; k < kLanes; ++k) {
-        const float e = exp_float(to_float(row[i + k]) - max);
-        if (kGrad) weights[i + k] = e;
-        lanes[k] += e;
-      }
-    }
-    for (int64_t k = 0; i + k < v; ++k) {
-      const float e = exp_float(to_float(row[i + k]) - max);
-      if (kGrad) weights[i + k] = e;
+// Sum of exp(x - max), which `weights` keeps with kKeep; with kSmooth also the sum of x - max.
+template <class T, bool kKeep, bool kSmooth>
+FASTPAR_INLINE double row_sum(const T* row, float* weights, int64_t v, float max, double* below) {
+  float lanes[kLanes], distances[kLanes];
+  for (int k = 0; k < kLanes; ++k) lanes[k] = distances[k] = 0.0f;
+  int64_t i = 0;
+  for (; i + kLanes <= v; i += kLanes) {
+    for (int k = 0; k < kLanes; ++k) {
+      const float x = to_float(row[i + k]) - max;
+      const float e = exp_float(x);
+      if (kKeep) weights[i + k] = e;
       lanes[k] += e;
+      if (kSmooth) distances[k] += x;
     }
-    const double sum = fold(lanes);
-    *loss = static_cast<float>(std::log(sum) + static_cast<double>(max) - target_logit);
+  }
+  for (int64_t k = 0; i + k < v; ++k) {
+    const float x = to_float(row[i + k]) - max;
+    const float e = exp_float(x);
+    if (kKeep) weights[i + k] = e;
+    lanes[k] += e;
+    if (kSmooth) distances[k] += x;
+  }
+  if (kSmooth) *below = fold(distances);
+  return fold(lanes);
+}
+
+// One row: loss, and with kGrad its gradient in `grad`, which may be the row. `weights` holds
+// exp(x - max) as float; it is `grad` itself for float32, so that nothing is rounded twice for the
+// others. kPlain: neither label smoothing nor z-loss.
+template <class T, bool kGrad, bool kPlain>
+struct CrossEntropyRow {
+  static FASTPAR_INLINE void run(const T* row, T* grad, float* weights, int64_t v, int64_t width,
+                                 int64_t target, float scale, double label_smoothing, double z_loss,
+                                 float* loss) {
+    const float target_logit = to_float(row[target]);
+    const float max = row_max(row, v);
+    double below = 0.0;
+    const double sum = row_sum<T, kGrad, !kPlain>(row, weights, v, max, &below);
+    const double lse = std::log(sum) + static_cast<double>(max);
+    double growth = 1.0;  // of the softmax's part of the gradient
+    if (kPlain) {
+      *loss = static_cast<float>(lse - target_logit);
+    } else {
+      const double hard = static_cast<double>(target_logit) - max;
+      double value = std::log(sum) - (1.0 - label_smoothing) * hard + z_loss * lse * lse;
+      if (label_smoothing != 0.0) value -= label_smoothing * (below / v);
+      *loss = static_cast<float>(value);
+      growth = 1.0 + 2.0 * z_loss * lse;
+    }
     if (!kGrad) return;
 
-    const float factor = static_cast<float>(scale / sum);
-    const float at_target = static_cast<float>(weights[target] / sum - 1.0) * scale;
-    for (i = 0; i < v; ++i) row[i] = from_float<T>(weights[i] * factor);
-    row[target] = from_float<T>(at_target);
-    for (i = v; i < stride; ++i) row[i] = from_float<T>(0.0f);
+    const double spread = label_smoothing / v;
+    const double at_target = weights[target] / sum * growth - 1.0 + (label_smoothing - spread);
+    if (kPlain) {
+      const float factor = static_cast<float>(scale / sum);
+      for (int64_t i = 0; i < v; ++i) grad[i] = from_float<T>(weights[i] * factor);
+    } else {
+      const float factor = static_cast<float>(scale * growth / sum);
+      const float shift = static_cast<float>(scale * spread);
+      for (int64_t i = 0; i < v; ++i) grad[i] = from_float<T>(weights[i] * factor - shift);
+    }
+    grad[target] = from_float<T>(static_cast<float>(at_target) * scale);
+    for (int64_t i = v; i < width; ++i) grad[i] = from_float<T>(0.0f);
   }
 };
 
 template <class T>
-void tile(T* logits, int64_t n, int64_t v, int64_t stride, const int64_t* targets,
-          int64_t ignore_index, float scale, float* loss, bool write_grad, int threads) {
-  const Isa target = isa();
+struct ShardRow {
+  static FASTPAR_INLINE void run(const T* row, int64_t v, float* max, float* sum) {
+    *max = row_max(row, v);
+    double unused = 0.0;
+    // A shard of only -inf has a share of 0, where exp(x - max) would be nan.
+    const float from = *max == -INFINITY ? 0.0f : *max;
+    *sum = static_cast<float>(row_sum<T, false, false>(row, nullptr, v, from, &unused));
+  }
+};
+
+template <class T>
+struct ShardGradRow {
+  static FASTPAR_INLINE void run(const T* row, T* grad, int64_t v, int64_t width, int64_t target,
+                                 float lse, float scale, float growth) {
+    for (int64_t i = 0; i < v; ++i) {
+      grad[i] = from_float<T>(exp_float(to_float(row[i]) - lse) * growth * scale);
+    }
+    if (target >= 0 && target < v) {
+      const double p = exp_float(to_float(row[target]) - lse);
+      grad[target] = from_float<T>(static_cast<float>(p * growth - 1.0) * scale);
+    }
+    for (int64_t i = v; i < width; ++i) grad[i] = from_float<T>(0.0f);
+  }
+};
+
+template <class T, bool kGrad, bool kPlain>
+void rows(const CrossEntropyRows& at, T* grad, float* loss, int threads) {
+  const Isa isa_now = isa();
   constexpr bool in_place = std::is_same<T, float>::value;
-  threads = useful_threads(n * v, 1 << 14, threads);
+  threads = useful_threads(at.n * at.v, 1 << 14, threads);
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
-    std::vector<float> scratch(in_place || !write_grad ? 0 : v);
+    std::vector<float> scratch(in_place || !kGrad ? 0 : at.v);
 #pragma omp for schedule(static)
-    for (int64_t i = 0; i < n; ++i) {
-      T* row = logits + i * stride;
-      if (targets[i] == ignore_index) {
+    for (int64_t i = 0; i < at.n; ++i) {
+      const T* row = static_cast<const T*>(at.logits) + i * at.stride;
+      T* out = kGrad ? grad + i * at.grad_stride : nullptr;
+      if (at.targets[i] == at.ignore_index) {
         loss[i] = 0.0f;
-        if (write_grad) std::fill(row, row + stride, from_float<T>(0.0f));
+        if (kGrad) std::fill(out, out + at.width, from_float<T>(0.0f));
         continue;
       }
-      float* weights = in_place ? reinterpret_cast<float*>(row) : scratch.data();
-      if (write_grad) {
-        dispatch<CrossEntropyRow<T, true>>(target, row, weights, v, stride, targets[i], scale,
-                                           loss + i);
-      } else {
-        dispatch<CrossEntropyRow<T, false>>(target, row, weights, v, stride, targets[i], scale,
-                                            loss + i);
-      }
+      float* weights = in_place ? reinterpret_cast<float*>(out) : scratch.data();
+      dispatch<CrossEntropyRow<T, kGrad, kPlain>>(isa_now, row, out, weights, at.v, at.width,
+                                                  at.targets[i], at.scale[i * at.scale_stride],
+                                                  at.label_smoothing, at.z_loss, loss + i);
     }
   }
 }
@@ -104,13 +164,56 @@ int64_t count_targets(const int64_t* targets, int64_t n, int64_t v, int64_t igno
   return valid;
 }
 
-void cross_entropy_tile(void* logits, Dtype dtype, int64_t n, int64_t v, int64_t stride,
-                        const int64_t* targets, int64_t ignore_index, float scale, float* loss,
-                        bool write_grad, int threads) {
+void cross_entropy_rows(const CrossEntropyRows& at, void* grad, float* loss, Dtype dtype,
+                        int threads) {
   with_dtype(dtype, [&](auto tag) {
     using T = decltype(tag);
-    tile(static_cast<T*>(logits), n, v, stride, targets, ignore_index, scale, loss, write_grad,
-         threads);
+    T* out = static_cast<T*>(grad);
+    const bool plain = at.label_smoothing == 0.0 && at.z_loss == 0.0;
+    if (out != nullptr && plain) return rows<T, true, true>(at, out, loss, threads);
+    if (out != nullptr) return rows<T, true, false>(at, out, loss, threads);
+    if (plain) return rows<T, false, true>(at, out, loss, threads);
+    rows<T, false, false>(at, out, loss, threads);
+  });
+}
+
+void cross_entropy_shard(const CrossEntropyRows& at, int64_t first, float* max, float* sum,
+                         float* target_logit, Dtype dtype, int threads) {
+  const Isa isa_now = isa();
+  threads = useful_threads(at.n * at.v, 1 << 14, threads);
+  with_dtype(dtype, [&](auto tag) {
+    using T = decltype(tag);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    for (int64_t i = 0; i < at.n; ++i) {
+      const T* row = static_cast<const T*>(at.logits) + i * at.stride;
+      const int64_t target = at.targets[i] - first;
+      const bool ignored = at.targets[i] == at.ignore_index;
+      max[i] = 0.0f;
+      sum[i] = 1.0f;
+      if (!ignored) dispatch<ShardRow<T>>(isa_now, row, at.v, max + i, sum + i);
+      target_logit[i] = !ignored && target >= 0 && target < at.v ? to_float(row[target]) : 0.0f;
+    }
+  });
+}
+
+void cross_entropy_shard_grad(const CrossEntropyRows& at, int64_t first, const float* lse,
+                              void* grad, Dtype dtype, int threads) {
+  const Isa isa_now = isa();
+  threads = useful_threads(at.n * at.v, 1 << 14, threads);
+  with_dtype(dtype, [&](auto tag) {
+    using T = decltype(tag);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    for (int64_t i = 0; i < at.n; ++i) {
+      const T* row = static_cast<const T*>(at.logits) + i * at.stride;
+      T* out = static_cast<T*>(grad) + i * at.grad_stride;
+      if (at.targets[i] == at.ignore_index) {
+        std::fill(out, out + at.width, from_float<T>(0.0f));
+        continue;
+      }
+      const float growth = static_cast<float>(1.0 + 2.0 * at.z_loss * lse[i]);
+      dispatch<ShardGradRow<T>>(isa_now, row, out, at.v, at.width, at.targets[i] - first, lse[i],
+                                at.scale[i * at.scale_stride], growth);
+    }
   });
 }
 

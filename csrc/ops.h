@@ -24,12 +24,33 @@ void bias_gelu_bwd(const void* dy, const void* x, const float* bias, void* dx, f
 // Targets that are not ignore_index, or -(i + 1) for the first i whose target is outside [0, v).
 int64_t count_targets(const int64_t* targets, int64_t n, int64_t v, int64_t ignore_index);
 
-// loss[N] = logsumexp(logits[i, :v]) - logits[i, targets[i]]; 0 where the target is ignore_index.
-// With write_grad, logits[N, :stride] become their gradient, scale * (softmax - onehot): 0 in the
-// padding columns v..stride and in ignored rows. Targets have been through count_targets.
-void cross_entropy_tile(void* logits, Dtype dtype, int64_t n, int64_t v, int64_t stride,
-                        const int64_t* targets, int64_t ignore_index, float scale, float* loss,
-                        bool write_grad, int threads);
+// Rows of logits [N, width], `stride` elements apart, of which the columns from v on are padding.
+struct CrossEntropyRows {
+  const void* logits;
+  int64_t stride, n, v, width;
+  const int64_t* targets;  // [N]
+  int64_t ignore_index;
+  int64_t grad_stride;  // of the gradient's rows
+  const float* scale;   // scale[i * scale_stride] multiplies the gradient of row i
+  int64_t scale_stride;
+  double label_smoothing, z_loss;
+};
+
+// loss[N] = lse - (1 - label_smoothing) * logits[i, targets[i]] - label_smoothing * mean(logits[i])
+// + z_loss * lse^2, lse = logsumexp(logits[i, :v]); 0 where the target is ignore_index. Its
+// gradient times scale goes to grad [N, width] unless null: 0 in padding and ignored rows. grad may
+// be logits. Targets have been through count_targets.
+void cross_entropy_rows(const CrossEntropyRows& at, void* grad, float* loss, Dtype dtype,
+                        int threads);
+
+// One shard's part, its columns being the classes from `first` on: max[N], sum[N] of exp(x - max),
+// target_logit[N], 0 where another shard holds the target; 0, 1, 0 in ignored rows.
+void cross_entropy_shard(const CrossEntropyRows& at, int64_t first, float* max, float* sum,
+                         float* target_logit, Dtype dtype, int threads);
+
+// grad[N, width] of the shard, given lse[N] of the whole rows; label_smoothing is not used.
+void cross_entropy_shard_grad(const CrossEntropyRows& at, int64_t first, const float* lse,
+                              void* grad, Dtype dtype, int threads);
 
 // Part of a dropout mask: heads [first_head, +heads) and rows [first_row, +rows) of `samples`
 // samples from first_sample on, `cols` columns. An element is dropped with probability threshold /

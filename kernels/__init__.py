@@ -41,6 +41,11 @@ else:
     from fastpar.kernels.adamw import adamw_step_
     from fastpar.kernels.attention import attention, attention_qkvpacked
     from fastpar.kernels.backend import keep_freed_memory
+    from fastpar.kernels.cross_entropy import cross_entropy
+    from fastpar.kernels.cross_entropy_shard import (
+        cross_entropy_shard,
+        cross_entropy_shard_grad,
+    )
     from fastpar.kernels.embedding import embedding
     from fastpar.kernels.gelu import bias_gelu
     from fastpar.kernels.layer_norm import layer_norm, residual_layer_norm
@@ -54,6 +59,9 @@ else:
         "attention",
         "attention_qkvpacked",
         "bias_gelu",
+        "cross_entropy",
+        "cross_entropy_shard",
+        "cross_entropy_shard_grad",
         "draw_key",
         "dropout",
         "embedding",

@@ -1,14 +1,17 @@
 """Linear + cross-entropy without the full logits.
 
-    logits = x @ weight.T            [N, V]
-    loss_i = logsumexp(logits_i) - logits_i[target_i],  summed or averaged over the valid targets
-    dlogits = (softmax(logits) - onehot(targets)) * scale,  0 in ignored rows and padding columns
+    logits = x @ weight.T                             [N, V]
+    loss_i, dlogits_i: as in kernels/cross_entropy.py, summed or averaged over the valid targets
     dx = dlogits @ weight,  dweight = dlogits.T @ x
 
 The rows are cut into chunks. For each chunk the logits are computed into one workspace, turned into
 their gradient in place and multiplied into dx and dweight, all in forward: logits are computed once
 and never held for more than one chunk. Backward only multiplies by the incoming gradient. Saved for
 backward: dx, and dweight in fp32, in which the chunks are summed.
+
+With reduction="none" the incoming gradient differs from row to row, and dweight is a sum over the
+rows, so forward cannot compute it: backward computes the logits of each chunk once more (4 GEMMs
+instead of 3). Saved for backward: the inputs.
 
 [Note: chunk size]
 Every chunk reads weight twice and reads and writes the fp32 dweight: for fp32 16 * V * C bytes
@@ -18,14 +21,25 @@ is 9 flop a byte), V = 50304, forward and backward of 1024 rows, ms for R = 64, 
     C = 384    1019   817   686   629   637      (F.linear + F.cross_entropy: 1284)
     C = 768    1959  1542  1373  1178  1199      (2529)
 So R is at most 512 on CPU: 103 MB of logits; for C < 512, where 341 rows are as fast as 512 (2048
-rows, two threads: 692 and 697 ms; at C = 768 1419 and 1300), at most 352: 71 MB. On CUDA F / B is
-about 230 in bf16 and a chunk moves 20 bytes an element of dweight: 8192 rows keep the extra below a
-tenth (derived, not measured).
+rows, two threads: 692 and 697 ms; at C = 768 1419 and 1300), at most 352: 71 MB.
 
-[Note: fp16]
-A gradient divided by the number of targets underflows in fp16 before a loss scale could save it. So
-fp16 tiles hold the undivided gradient, dx and dweight are kept undivided, and backward applies
-1 / targets together with the incoming gradient, in fp32 for dweight.
+On CUDA, derived, not measured. In 16 bits a chunk moves 12 * V * C bytes (weight twice, dweight
+read and written by the GEMM itself), 2 * F / (B * R) of the GEMM time if none of it overlaps; F / B
+is 150 (A100) to 230 (H100): R = 8192 costs at most 6 %, 4096 11 %, 2048 22 %. And the GEMM of
+dweight stays compute bound only from R = 4 * C * F / (B * C - F) on, 1100 to 1340 rows for C = 1600
+and 768. So R is between 2048 and 8192, and between them as large as memory allows: eager PyTorch
+peaks at 6 * N * V bytes (log-probabilities, their gradient and the logits' gradient), and 15 % of
+that must hold 2 * R * V of logits, 4 * V * C of dweight and 2 * N * C of dx. With 14 %:
+    R = 0.42 * N - 2 * C - N * C / V
+For V = 50304 that is, with the whole peak over eager's,
+    N = 16384   C = 768: R = 4096, 12 %    C = 1600: R = 2816, 13 %
+    N = 32768   C = 768: R = 8192, 10 %    C = 1600: R = 8192, 13 %
+where rows are rounded up to 256, the GEMM's tile. Below N = 12000 dweight alone outweighs the rule,
+and 2048 rows are taken for the time's sake.
+
+[Note: dweight]
+On CUDA torch.addmm(dweight, a, b, out_dtype=torch.float32, out=dweight) multiplies 16-bit matrices
+and adds them to the fp32 sum inside the GEMM: no temporary of dweight's size, no further pass.
 """
 
 import threading
@@ -33,13 +47,18 @@ import threading
 import torch
 from torch import Tensor
 
-from fastpar.kernels import _C
 from fastpar.kernels.backend import (
     DTYPE_CODES,
     define_autograd,
     define_op,
     refuse_double_backward,
-    use_cpp,
+)
+from fastpar.kernels.cross_entropy import (
+    check_loss,
+    count_targets,
+    cross_entropy_rows,
+    gradient_scale,
+    reduce_losses,
 )
 from fastpar.kernels.linear import add_matmul_, matmul
 
@@ -57,35 +76,72 @@ def _workspace(name: str, rows: int, columns: int, like: Tensor) -> Tensor:
     return buffer[: rows * columns].view(rows, columns)
 
 
-def default_chunk_rows(n: int, x: Tensor) -> int:
+def default_chunk_rows(n: int, c: int, v: int, device: str) -> int:
     """Rows of a chunk, see [Note: chunk size]: the fewest equal chunks of at most the limit."""
-    limit = 8192
-    if x.device.type == "cpu":
-        limit = 512 if x.shape[-1] >= 512 else 352
+    if device == "cpu":
+        limit = 512 if c >= 512 else 352
+    else:
+        limit = min(8192, max(2048, int(0.42 * n - 2 * c - n * c / v)))
     chunks = max(1, -(-n // limit))
-    return max(1, -(-n // chunks))
+    rows = max(1, -(-n // chunks))
+    if device != "cpu" and chunks > 1:
+        rows = -(-rows // 256) * 256
+    return rows
 
 
-def _tile_torch(
-    logits: Tensor, vocab_size: int, targets: Tensor, ignore_index: int, scale: Tensor, grad: bool
-) -> Tensor:
-    """The loss of each row; with `grad`, logits become their gradient. Composed of torch ops."""
-    valid = targets != ignore_index
-    picked = torch.where(valid, targets, 0)[:, None]
-    wide = logits[:, :vocab_size].float()  # [R, V]
-    lse = wide.logsumexp(-1, keepdim=True)
-    losses = torch.where(valid, (lse - wide.gather(1, picked))[:, 0], 0.0)
-    if grad:
-        if wide.data_ptr() == logits.data_ptr():
-            wide.sub_(lse).exp_()
-        else:
-            wide = wide.sub_(lse).exp_()
-        wide.scatter_add_(1, picked, torch.full_like(lse, -1.0))
-        wide.mul_(scale)
-        wide.masked_fill_(~valid[:, None], 0.0)
-        logits[:, :vocab_size].copy_(wide)
-        logits[:, vocab_size:].zero_()
-    return losses
+def _run_chunks(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    vocab_size: int,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    chunk_rows: int,
+    need_dx: bool,
+    need_dweight: bool,
+    scale: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(losses [N], dx, dweight in fp32), the gradients times scale ([] or [N])."""
+    n, c = x.shape
+    rows = chunk_rows or default_chunk_rows(n, c, weight.shape[0], x.device.type)
+    losses = torch.empty(n, dtype=torch.float32, device=x.device)
+    dx = torch.empty_like(x) if need_dx else x.new_empty(0)
+    dweight = None
+    for start in range(0, n, rows):
+        part = slice(start, start + rows)
+        out = _workspace("logits", x[part].shape[0], weight.shape[0], x)
+        logits = matmul(x[part], weight.t(), out=out)  # [R, Vp]
+        losses[part] = cross_entropy_rows(
+            "linear_cross_entropy",
+            logits,
+            targets[part],
+            logits if need_dx or need_dweight else None,
+            vocab_size,
+            ignore_index,
+            label_smoothing,
+            z_loss,
+            scale if scale.dim() == 0 else scale[part],
+        )
+        if need_dx:
+            matmul(logits, weight, out=dx[part])
+        if need_dweight:
+            dweight = _accumulate(dweight, logits.t(), x[part])
+    if dweight is None:  # no rows, or not needed
+        dweight = weight.new_zeros(weight.shape if need_dweight else 0, dtype=torch.float32)
+    return losses, dx, dweight
+
+
+def _accumulate(dweight: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """dweight + a @ b in fp32, in place; None stands for 0. See [Note: dweight]."""
+    if a.dtype == torch.float32:
+        return matmul(a, b) if dweight is None else add_matmul_(dweight, a, b)
+    if a.device.type == "cuda":
+        if dweight is None:
+            return torch.mm(a, b, out_dtype=torch.float32)
+        return torch.addmm(dweight, a, b, out_dtype=torch.float32, out=dweight)
+    product = torch.mm(a, b, out=_workspace("dweight", a.shape[0], b.shape[1], a))
+    return product.float() if dweight is None else dweight.add_(product)
 
 
 def linear_cross_entropy_fwd(
@@ -94,108 +150,121 @@ def linear_cross_entropy_fwd(
     targets: Tensor,
     vocab_size: int,
     ignore_index: int,
-    mean: bool,
+    reduction: str,
+    label_smoothing: float,
+    z_loss: float,
     chunk_rows: int,
     need_dx: bool,
     need_dweight: bool,
+    weight_grad: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(loss, dx, dweight in fp32, the factor that dx and dweight still lack).
 
-    x [N, C], weight [Vp, C], targets [N]. What is not needed is [0]. chunk_rows 0: chosen here.
+    x [N, C], weight [Vp, C], targets [N]. What is not needed is [0], with reduction "none" both
+    gradients. chunk_rows 0: chosen here. weight_grad: for backward only.
     """
-    n = x.shape[0]
     x, targets = x.contiguous(), targets.contiguous()
-    cpp = use_cpp("linear_cross_entropy", x)
-    if x.device.type == "cpu":
-        valid = _C.count_targets(targets.data_ptr(), n, vocab_size, ignore_index)
-        if valid < 0:
-            i = -valid - 1
-            raise ValueError(
-                f"linear_cross_entropy: expected targets in [0, {vocab_size}) or "
-                f"ignore_index={ignore_index}, got targets[{i}]={targets[i].item()}; "
-                "check the tokenizer against vocab_size"
-            )
-        count = torch.tensor(float(valid))
-    else:
-        count = (targets != ignore_index).sum().float()
-    # [Note: fp16]
-    deferred = mean and x.dtype == torch.float16
-    one = torch.ones_like(count)
-    inverse = 1.0 / count.clamp(min=1.0) if mean else one
-    scale, factor = (one, inverse) if deferred else (inverse, one)
-
-    grad = need_dx or need_dweight
-    losses = torch.empty(n, dtype=torch.float32, device=x.device)
-    dx = torch.empty_like(x) if need_dx else x.new_empty(0)
-    dweight = None
-    rows = chunk_rows or default_chunk_rows(n, x)
-    for start in range(0, n, rows):
-        part = slice(start, start + rows)
-        out = _workspace("logits", x[part].shape[0], weight.shape[0], x)
-        logits = matmul(x[part], weight.t(), out=out)  # [R, Vp]
-        if cpp:
-            _C.cross_entropy_tile(
-                logits.data_ptr(),
-                DTYPE_CODES[x.dtype],
-                logits.shape[0],
-                vocab_size,
-                logits.shape[1],
-                targets[part].data_ptr(),
-                ignore_index,
-                scale.item(),
-                losses[part].data_ptr(),
-                grad,
-                torch.get_num_threads(),
-            )
-        else:
-            losses[part] = _tile_torch(logits, vocab_size, targets[part], ignore_index, scale, grad)
-        if need_dx:
-            matmul(logits, weight, out=dx[part])
-        if need_dweight:
-            dweight = _accumulate(dweight, logits.t(), x[part])
-    if dweight is None:  # no rows, or not needed
-        dweight = weight.new_zeros(weight.shape if need_dweight else 0, dtype=torch.float32)
-    loss = losses.sum(dtype=torch.float64)
-    if mean:
-        loss = loss / count
-    return loss.float(), dx, dweight, factor
+    count = count_targets("linear_cross_entropy", targets, vocab_size, ignore_index)
+    scale, factor = gradient_scale(count, reduction, x.dtype)
+    now = reduction != "none"
+    losses, dx, dweight = _run_chunks(
+        x,
+        weight,
+        targets,
+        vocab_size,
+        ignore_index,
+        label_smoothing,
+        z_loss,
+        chunk_rows,
+        need_dx and now,
+        need_dweight and now,
+        scale,
+    )
+    return reduce_losses(losses, count, reduction), dx, dweight, factor
 
 
-def _accumulate(dweight: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """dweight + a @ b in fp32, in place; None stands for 0."""
-    if a.dtype == torch.float32:
-        return matmul(a, b) if dweight is None else add_matmul_(dweight, a, b)
-    if a.device.type == "cuda":
-        product = torch.mm(a, b, out_dtype=torch.float32)
-    else:
-        product = torch.mm(a, b, out=_workspace("dweight", a.shape[0], b.shape[1], a))
-    return product.float() if dweight is None else dweight.add_(product)
+def linear_cross_entropy_bwd(
+    dlosses: Tensor, x: Tensor, weight: Tensor, targets: Tensor, *options
+) -> tuple[Tensor, Tensor]:
+    """dx and dweight (fp32) for the gradients dlosses [N]; [0] for what is not needed.
+
+    options: vocab_size to need_dweight of linear_cross_entropy_fwd, without reduction.
+    """
+    x, targets, scale = x.contiguous(), targets.contiguous(), dlosses.float().contiguous()
+    if x.dtype != torch.float16:
+        return _run_chunks(x, weight, targets, *options, scale)[1:]
+    # As in [Note: fp16] of cross_entropy.py: the stored gradients of the logits stay near 1.
+    largest = scale.abs().amax() if scale.numel() else scale.new_ones(())
+    largest = torch.where(largest > 0, largest, 1.0)
+    _, dx, dweight = _run_chunks(x, weight, targets, *options, scale / largest)
+    return dx.mul_(largest), dweight.mul_(largest)
 
 
-def _fake(x, weight, targets, vocab_size, ignore_index, mean, chunk_rows, need_dx, need_dweight):
-    scalar = x.new_empty((), dtype=torch.float32)
+def _fake(
+    x,
+    weight,
+    targets,
+    vocab_size,
+    ignore_index,
+    reduction,
+    label_smoothing,
+    z_loss,
+    chunk_rows,
+    need_dx,
+    need_dweight,
+    weight_grad,
+):
+    none = reduction == "none"
+    loss = x.new_empty(x.shape[:1] if none else (), dtype=torch.float32)
+    dx, dweight = _fake_gradients(x, weight, need_dx and not none, need_dweight and not none)
+    return loss, dx, dweight, x.new_empty((), dtype=torch.float32)
+
+
+def _fake_gradients(x, weight, need_dx, need_dweight):
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if need_dx else x.new_empty(0)
-    dweight = weight.new_empty(weight.shape if need_dweight else (0,), dtype=torch.float32)
-    return scalar, dx, dweight, torch.empty_like(scalar)
+    return dx, weight.new_empty(weight.shape if need_dweight else (0,), dtype=torch.float32)
 
 
+def _bwd_fake(dlosses, x, weight, targets, *options):
+    return _fake_gradients(x, weight, *options[-2:])
+
+
+def add_gradient_(buffer: Tensor, grad: Tensor, by: Tensor) -> None:
+    """buffer += grad * by, by [] a tensor."""
+    buffer.addcmul_(grad, by)
+
+
+_OPTIONS = "float label_smoothing, float z_loss, SymInt chunk_rows, bool need_dx, bool need_dweight"
 _linear_cross_entropy = define_op(
     "linear_cross_entropy(Tensor x, Tensor weight, Tensor targets, SymInt vocab_size, "
-    "int ignore_index, bool mean, SymInt chunk_rows, bool need_dx, bool need_dweight)"
+    f"int ignore_index, str reduction, {_OPTIONS}, Tensor? weight_grad)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     linear_cross_entropy_fwd,
     _fake,
     ("CPU", "CUDA"),
 )
+_linear_cross_entropy_bwd = define_op(
+    "linear_cross_entropy_bwd(Tensor dlosses, Tensor x, Tensor weight, Tensor targets, "
+    f"SymInt vocab_size, int ignore_index, {_OPTIONS}) -> (Tensor, Tensor)",
+    linear_cross_entropy_bwd,
+    _bwd_fake,
+    ("CPU", "CUDA"),
+)
 
 
 def _setup_context(ctx, inputs, output):
+    x, weight, targets, vocab_size, ignore_index, reduction, smoothing, z_loss = inputs[:8]
+    chunk_rows, ctx.need_dx, ctx.need_dweight, ctx.weight_grad = inputs[8:]
     _, dx, dweight, factor = output
     ctx.mark_non_differentiable(dx, dweight, factor)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(dx, dweight, factor)
-    ctx.need_dx, ctx.need_dweight = inputs[7], inputs[8]
-    ctx.dtype = inputs[1].dtype
+    ctx.none = reduction == "none"
+    ctx.dtype = weight.dtype
+    if ctx.none:
+        ctx.save_for_backward(x, weight, targets)
+        ctx.options = (vocab_size, ignore_index, smoothing, z_loss, chunk_rows)
+    else:
+        ctx.save_for_backward(dx, dweight, factor)
 
 
 def _scaled(grad: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
@@ -207,11 +276,20 @@ def _scaled(grad: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _backward(ctx, dloss, *_):
     refuse_double_backward("linear_cross_entropy")
-    dx, dweight, factor = ctx.saved_tensors
-    by = dloss * factor
+    if ctx.none:
+        needed = (ctx.need_dx, ctx.need_dweight)
+        dx, dweight = _linear_cross_entropy_bwd(dloss, *ctx.saved_tensors, *ctx.options, *needed)
+        by = torch.ones((), device=dloss.device)
+    else:
+        dx, dweight, factor = ctx.saved_tensors
+        by = dloss * factor
     grad_x = _scaled(dx, by, dx.dtype) if ctx.need_dx else None
-    grad_weight = _scaled(dweight, by, ctx.dtype) if ctx.need_dweight else None
-    return grad_x, grad_weight, None, None, None, None, None, None, None
+    grad_weight = None
+    if ctx.weight_grad is not None:
+        add_gradient_(ctx.weight_grad, dweight, by)
+    elif ctx.need_dweight:
+        grad_weight = _scaled(dweight, by, ctx.dtype)
+    return grad_x, grad_weight, *[None] * 10
 
 
 define_autograd(_linear_cross_entropy, _setup_context, _backward)
@@ -225,7 +303,10 @@ def linear_cross_entropy(
     vocab_size: int | None = None,
     ignore_index: int = -100,
     reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
     chunk_rows: int | None = None,
+    weight_grad: Tensor | None = None,
 ) -> Tensor:
     """Cross-entropy of the logits x @ weight.T, which never exist at once.
 
@@ -235,28 +316,31 @@ def linear_cross_entropy(
         x: [..., C], bf16 | fp16 | fp32.
         weight: [Vp, C], dtype of x. Rows from vocab_size on are padding: left out of the softmax,
             their gradient is 0. They must be finite.
-        targets: [...], int64, in [0, vocab_size) or ignore_index (checked on CPU).
+        targets: [...], int64, in [0, vocab_size) or ignore_index. Checked on CPU; on a GPU the loss
+            of a row with any other target is nan and its gradient 0.
         vocab_size: V <= Vp; None means Vp.
         ignore_index: targets that count neither in the loss nor in its mean.
         reduction: "mean" over the targets that are not ignored (nan if there are none, like torch;
-            the gradients are 0 then), or "sum".
+            the gradients are 0 then), "sum", or "none" for the loss of each row, whose backward
+            computes the logits once more.
+        label_smoothing: share of the target that is spread evenly over the V classes.
+        z_loss: adds z_loss * logsumexp(logits)^2 to the loss of each row.
         chunk_rows: rows whose logits exist at once; None chooses by traffic. Other sizes sum
             dweight in another order.
+        weight_grad: [Vp, C] fp32; backward adds dweight to it and returns no gradient for weight
+            (weight.grad stays as it is).
     Returns:
-        loss: [], fp32. Gradients are kept for backward: dx (x's size) and dweight (fp32).
+        loss: [], or targets' shape for "none", fp32. Gradients are kept for backward: dx (x's size)
+            and dweight (fp32).
     Raises:
-        ValueError: shapes or dtypes that do not fit, a target out of range, an unknown reduction.
+        ValueError: shapes, dtypes or devices that do not fit, a target out of range (CPU), options
+            outside their range.
         RuntimeError: a second derivative is asked for.
     Traffic: per chunk of R rows 3 GEMMs, about 5 * R * Vp elements of logits, weight read twice,
         dweight (fp32) read and written once. Memory: R * Vp elements, dx and dweight.
     Deterministic: yes, bitwise, for a given chunk_rows.
     Oracle: fastpar.kernels.reference.linear_cross_entropy_ref
     """
-    if reduction not in ("mean", "sum"):
-        raise ValueError(
-            f"linear_cross_entropy: expected mean or sum, got reduction={reduction}; "
-            "per-token losses would need all logits at once"
-        )
     if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
             "linear_cross_entropy: expected x [..., C] and weight [Vp, C], got "
@@ -267,32 +351,60 @@ def linear_cross_entropy(
             "linear_cross_entropy: expected x and weight of one dtype, bf16, fp16 or fp32, got "
             f"x={x.dtype} weight={weight.dtype}; cast one of them"
         )
-    if targets.shape != x.shape[:-1] or targets.dtype != torch.int64:
+    if x.device != weight.device:
         raise ValueError(
-            f"linear_cross_entropy: expected int64 targets of shape {list(x.shape[:-1])}, got "
-            f"targets={list(targets.shape)} {targets.dtype}; pass one target for each row of x"
+            "linear_cross_entropy: expected x and weight on one device, got "
+            f"x.device={x.device} weight.device={weight.device}; move one of them"
         )
-    vocab_size = weight.shape[0] if vocab_size is None else vocab_size
-    if not 0 < vocab_size <= weight.shape[0]:
-        raise ValueError(
-            f"linear_cross_entropy: expected vocab_size in 1..{weight.shape[0]} (rows of weight), "
-            f"got vocab_size={vocab_size}; pad weight or correct vocab_size"
-        )
+    vocab_size = check_loss(
+        "linear_cross_entropy",
+        weight.shape[0],
+        x.shape[:-1],
+        x,
+        targets,
+        vocab_size,
+        reduction,
+        label_smoothing,
+        z_loss,
+    )
     if chunk_rows is not None and chunk_rows < 1:
         raise ValueError(
             f"linear_cross_entropy: expected chunk_rows >= 1, got chunk_rows={chunk_rows}; "
             "leave it out to have it chosen"
         )
     grad = torch.is_grad_enabled()
+    if weight_grad is not None:
+        _check_weight_grad(weight_grad, weight, grad)
     loss, _, _, _ = _linear_cross_entropy(
         x.reshape(-1, x.shape[-1]),
         weight,
         targets.reshape(-1),
         vocab_size,
         ignore_index,
-        reduction == "mean",
+        reduction,
+        float(label_smoothing),
+        float(z_loss),
         chunk_rows or 0,
         grad and x.requires_grad,
         grad and weight.requires_grad,
+        weight_grad,
     )
-    return loss
+    return loss.view(targets.shape) if reduction == "none" else loss
+
+
+def _check_weight_grad(weight_grad: Tensor, weight: Tensor, grad: bool) -> None:
+    if (
+        weight_grad.dtype != torch.float32
+        or weight_grad.shape != weight.shape
+        or weight_grad.device != weight.device
+    ):
+        raise ValueError(
+            f"linear_cross_entropy: expected an fp32 weight_grad {list(weight.shape)} on "
+            f"{weight.device}, got weight_grad={list(weight_grad.shape)} {weight_grad.dtype} on "
+            f"{weight_grad.device}; make it with torch.zeros_like(weight, dtype=torch.float32)"
+        )
+    if grad and not weight.requires_grad:
+        raise ValueError(
+            "linear_cross_entropy: expected a weight that requires a gradient, got weight_grad "
+            "with weight.requires_grad=False; leave weight_grad out"
+        )

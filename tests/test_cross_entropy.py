@@ -1,0 +1,397 @@
+"""cross_entropy against its oracle: values, gradients, memory, hostile inputs."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fastpar.kernels import _C, backend, cross_entropy
+from fastpar.kernels.cross_entropy import cross_entropy_rows
+from fastpar.kernels.reference import cross_entropy_ref
+from fastpar.testing import assert_matches_oracle
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+OPTIONS = ({}, {"label_smoothing": 0.1}, {"z_loss": 1e-3}, {"label_smoothing": 1.0, "z_loss": 0.1})
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def eager(logits, targets, *, vocab_size=None, z_loss=0.0, reduction="mean", **kwargs):
+    """F.cross_entropy in fp32, which the op promises for 16 bits too, and z-loss as one adds it."""
+    wide = logits[..., :vocab_size].flatten(0, -2).float()
+    flat = targets.flatten()
+    losses = F.cross_entropy(wide, flat, reduction="none", **kwargs)
+    if z_loss:
+        valid = flat != kwargs.get("ignore_index", -100)
+        losses = losses + torch.where(valid, z_loss * wide.logsumexp(-1) ** 2, 0.0)
+    if reduction == "none":
+        return losses.view(targets.shape)
+    valid = (flat != kwargs.get("ignore_index", -100)).sum()
+    return losses.sum() / valid if reduction == "mean" else losses.sum()
+
+
+def make(n, v, *, pad=0, dtype=torch.float32, ignored=True, scale=3.0):
+    logits = (torch.randn(n, v + pad) * scale).to(dtype)
+    targets = torch.randint(0, v, (n,))
+    if ignored:
+        targets[::5] = -100
+    return logits.requires_grad_(), targets
+
+
+def gradients(logits, targets, dloss=1.0, **kwargs):
+    """(loss, dlogits) with the incoming gradient dloss, a number or a tensor."""
+    leaf = logits.detach().requires_grad_()
+    loss = cross_entropy(leaf * 1.0 if kwargs.get("inplace") else leaf, targets, **kwargs)
+    loss.backward(torch.as_tensor(dloss, dtype=torch.float32).expand(loss.shape))
+    return loss.detach(), leaf.grad
+
+
+def check(inputs, **kwargs):
+    return assert_matches_oracle(
+        lambda *a: cross_entropy(*a, **kwargs),
+        lambda *a: cross_entropy_ref(*a, **kwargs),
+        inputs,
+        eager=lambda *a: eager(*a, **kwargs),
+    )
+
+
+@pytest.fixture(params=["auto", "torch"])
+def choice(request, monkeypatch):
+    monkeypatch.setattr(backend, "choice", request.param)
+    return request.param
+
+
+@pytest.fixture
+def poisoned():
+    """Memory from torch.empty holds NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("poisoned", "choice")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("sizes", [(2, 1, 0), (7, 63, 1), (31, 127, 0), (9, 1000, 24)])
+def test_matches_oracle(sizes, options, reduction, dtype):
+    n, v, pad = sizes
+    check(make(n, v, pad=pad, dtype=dtype), vocab_size=v, reduction=reduction, **options)
+
+
+@pytest.mark.usefixtures("choice")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("pad", [0, 47])
+def test_gpt2_vocabulary(pad, dtype):
+    inputs = make(6, 50257, pad=pad, dtype=dtype)
+    check(inputs, vocab_size=50257, label_smoothing=0.1, z_loss=1e-4)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.3])
+def test_means_what_torch_means(reduction, label_smoothing):
+    """In ignored rows and in the mean too; fp32, so that torch's own loss is fp32."""
+    logits, targets = make(24, 50)
+    options = {"reduction": reduction, "label_smoothing": label_smoothing, "ignore_index": 7}
+    targets = torch.where(targets < 0, 7, targets)
+    want = F.cross_entropy(logits, targets, **options)
+    torch.testing.assert_close(cross_entropy(logits, targets, **options), want)
+
+
+@pytest.mark.usefixtures("choice")
+def test_padding_is_left_out():
+    """Whatever the padding columns hold; their gradient is exactly 0."""
+    logits, targets = make(30, 100, pad=28)
+    logits = logits.detach()
+    options = {"label_smoothing": 0.1, "z_loss": 0.01}
+    expected = gradients(logits[:, :100], targets, **options)
+    for value in (1e4, -torch.inf, torch.inf, torch.nan):
+        logits[:, 100:] = value
+        loss, dlogits = gradients(logits, targets, vocab_size=100, **options)
+        assert torch.equal(loss, expected[0])
+        assert torch.equal(dlogits[:, :100], expected[1])
+        assert torch.equal(dlogits[:, 100:], torch.zeros(30, 28))
+
+
+def test_shapes():
+    logits, targets = make(24, 50)
+    expected = gradients(logits, targets, reduction="none")
+    got = gradients(logits.view(2, 3, 4, 50), targets.view(2, 3, 4), reduction="none")
+    assert torch.equal(got[0], expected[0].view(2, 3, 4))
+    assert torch.equal(got[1], expected[1].view(2, 3, 4, 50))
+    one = gradients(logits[1], targets[1])
+    assert one[0].shape == ()
+    torch.testing.assert_close(one[1], expected[1][1])
+
+
+@pytest.mark.usefixtures("choice")
+def test_strided_and_expanded():
+    logits, targets = make(24, 50)
+    logits = logits.detach()
+    expected = gradients(logits, targets)
+    views = (
+        torch.stack([logits, logits], 2)[:, :, 0],  # stride 2 in the last dimension
+        logits.t().contiguous().t(),
+        torch.cat([logits, logits], 1)[:, 50:],  # rows apart
+        torch.stack([logits, logits], 1)[:, 1],
+    )
+    for view in views:
+        for got, want in zip(gradients(view, targets), expected):
+            assert torch.equal(got, want)
+    shifted = logits.view(2, 12, 50)[:, :-1]  # two blocks of rows
+    got = gradients(shifted, targets.view(2, 12)[:, 1:])
+    want = gradients(shifted.reshape(22, 50), targets.view(2, 12)[:, 1:].reshape(22))
+    assert torch.equal(got[1].view(22, 50), want[1])
+    same = gradients(logits[:1].expand(24, 50), targets[1:2].expand(24))
+    want = gradients(logits[:1].repeat(24, 1), targets[1:2].repeat(24))
+    assert torch.equal(same[1], want[1])
+
+
+@pytest.mark.usefixtures("choice")
+def test_incoming_gradient():
+    logits, targets = make(20, 70)
+    _, dlogits = gradients(logits, targets, reduction="none")
+    dloss = torch.randn(20)
+    want = dlogits * dloss[:, None]
+    torch.testing.assert_close(gradients(logits, targets, dloss, reduction="none")[1], want)
+    strided = torch.stack([dloss, dloss], 1)[:, 0]
+    assert torch.equal(gradients(logits, targets, strided, reduction="none")[1], want)
+    _, dsum = gradients(logits, targets, 4.0, reduction="sum")
+    assert torch.equal(dsum, dlogits * 4.0)
+
+
+@pytest.mark.usefixtures("choice")
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_all_targets_ignored(options, reduction):
+    logits, targets = make(6, 10)
+    targets = torch.full_like(targets, -100)
+    loss, dlogits = gradients(logits, targets, reduction=reduction, **options)
+    want = eager(logits, targets, reduction=reduction, **options).detach()
+    assert torch.equal(loss.nan_to_num(7.0), want.nan_to_num(7.0))
+    assert not dlogits.any()
+
+
+@pytest.mark.usefixtures("choice")
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_no_rows(reduction):
+    logits, targets = torch.ones(0, 8), torch.ones(0, dtype=torch.int64)
+    loss, dlogits = gradients(logits, targets, reduction=reduction)
+    want = eager(logits, targets, reduction=reduction)
+    assert torch.equal(loss.nan_to_num(7.0), want.nan_to_num(7.0))
+    assert dlogits.shape == (0, 8)
+
+
+@pytest.mark.usefixtures("choice")
+@pytest.mark.parametrize("options", OPTIONS[:2])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_extreme_logits(dtype, options):
+    """1e4 logits neither overflow nor lose the loss."""
+    logits, targets = make(8, 300, dtype=dtype)
+    logits = logits.detach() * 3000
+    logits[:, 7] = 1e4
+    targets[1::2] = 7
+    check((logits.requires_grad_(), targets), **options)
+
+
+@pytest.mark.usefixtures("choice")
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_classes_at_minus_infinity(label_smoothing):
+    """Such a class has probability 0; smoothed over, its loss is infinite, as torch has it."""
+    logits, targets = make(6, 70, ignored=False)
+    logits = logits.detach()
+    logits[:, ::3] = -torch.inf
+    targets = targets // 3 * 3 + 1
+    targets[5] = 0
+    leaf = logits.requires_grad_()
+    want = F.cross_entropy(leaf, targets, reduction="none", label_smoothing=label_smoothing)
+    (expected,) = torch.autograd.grad(want, leaf, torch.ones(6))
+    options = {"label_smoothing": label_smoothing, "reduction": "none"}
+    loss, dlogits = gradients(leaf, targets, **options)
+    torch.testing.assert_close(loss, want.detach())
+    torch.testing.assert_close(dlogits, expected)
+    assert loss[5] == torch.inf
+
+
+@pytest.mark.usefixtures("choice")
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_non_finite_rows_say_so(value):
+    logits, targets = make(4, 70, ignored=False)
+    logits = logits.detach()
+    logits[2, 3] = value
+    loss, dlogits = gradients(logits, targets, reduction="none")
+    assert loss.isnan().tolist() == [False, False, True, False]
+    assert dlogits[2].isnan().any()
+    assert dlogits[[0, 1, 3]].isfinite().all()
+    targets[2] = -100  # what an ignored row holds does not matter
+    loss, dlogits = gradients(logits, targets, reduction="none")
+    assert loss[2] == 0
+    assert not dlogits[2].any()
+
+
+def test_fp16_gradients_survive_a_loss_scale():
+    """Gradients below fp16's range / 65536 are there once a loss scale is applied."""
+    logits, targets = make(8192, 300, dtype=torch.float16, ignored=False, scale=0.02)
+    exact = logits.detach().double().requires_grad_()
+    cross_entropy_ref(exact, targets).backward()
+    _, dlogits = gradients(logits, targets, dloss=65536.0)
+    error = (dlogits.double() / 65536 - exact.grad).norm() / exact.grad.norm()
+    assert error < 2.0**-10  # two roundings of fp16, 2^-11 each
+
+
+@pytest.mark.usefixtures("choice")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_inplace(reduction, dtype):
+    """The same bits, and the gradient lies where the logits were."""
+    logits, targets = make(20, 70, pad=3, dtype=dtype)
+    options = {"reduction": reduction, "vocab_size": 70, "label_smoothing": 0.1}
+    expected = gradients(logits, targets, 2.0, **options)
+    leaf = logits.detach().requires_grad_()
+    hidden = leaf * 1.0
+    loss = cross_entropy(hidden, targets, inplace=True, **options)
+    version, address = hidden._version, hidden.data_ptr()
+    seen = []
+    hidden.register_hook(lambda g: seen.append(g.data_ptr()))
+    loss.backward(torch.tensor(2.0).expand(loss.shape))
+    assert torch.equal(loss, expected[0])
+    assert torch.equal(leaf.grad, expected[1])
+    assert version > 0
+    assert seen == [address]
+
+
+def test_inplace_leaves_the_logits_without_gradients():
+    logits, targets = make(20, 70)
+    before = logits.detach().clone()
+    with torch.no_grad():
+        cross_entropy(logits, targets, inplace=True)
+    cross_entropy(before, targets, inplace=True)
+    assert torch.equal(before, logits)
+
+
+def test_inplace_is_noticed_by_whoever_needs_the_logits():
+    logits, targets = make(20, 70)
+    hidden = logits.tanh()  # keeps its result for backward
+    loss = cross_entropy(hidden, targets, inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    hidden = logits * 1.0
+    loss = cross_entropy(hidden, targets, inplace=True)
+    hidden.detach().zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_no_gradient_work_without_gradients():
+    logits, targets = make(20, 70)
+    with torch.no_grad():
+        loss = cross_entropy(logits, targets)
+    assert not loss.requires_grad
+    assert torch.equal(loss, cross_entropy(logits, targets))
+    op = torch.ops.fastpar.cross_entropy.default
+    outputs = op(logits.detach(), targets, 70, -100, "mean", 0.0, 0.0, False)
+    assert [t.numel() for t in outputs] == [1, 0, 1]
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_backward_twice_with_retained_graph(inplace):
+    logits, targets = make(20, 70)
+    loss = cross_entropy(logits * 1.0, targets, inplace=inplace)
+    (first,) = torch.autograd.grad(3 * loss, logits, retain_graph=True)
+    (second,) = torch.autograd.grad(loss, logits)
+    torch.testing.assert_close(first, 3 * second)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", [(0.0, 0.0), (0.1, 0.01)])
+def test_same_bits_for_any_threads_and_isa(options, dtype):
+    logits = torch.randn(37, 1003).to(dtype) * 3
+    targets = torch.randint(0, 1001, (37,))
+    before, first = _C.isa(), None
+    try:
+        for isa in ("baseline", "avx2", "avx512"):
+            for threads in (1, 2, 3):
+                if not _C.isa_supported(isa):
+                    continue
+                _C.set_isa(isa)
+                torch.set_num_threads(threads)
+                grad = logits.clone()
+                losses = cross_entropy_rows(
+                    "test", grad, targets, grad, 1001, -100, *options, torch.tensor(0.25)
+                )
+                first = first or (grad, losses)
+                assert torch.equal(grad, first[0]), (isa, threads)
+                assert torch.equal(losses, first[1]), (isa, threads)
+    finally:
+        _C.set_isa(before)
+
+
+def test_two_runs_have_the_same_bits():
+    inputs = make(64, 1000, pad=24)
+    for a, b in zip(gradients(*inputs, z_loss=0.1), gradients(*inputs, z_loss=0.1)):
+        assert torch.equal(a, b)
+
+
+def test_opcheck():
+    logits, targets = make(6, 20, pad=4)
+    ops = torch.ops.fastpar
+    options = (20, -100, "mean", 0.1, 0.01)
+    torch.library.opcheck(ops.cross_entropy.default, (logits, targets, *options, True))
+    rows = logits.detach()
+    none = (20, -100, "none", 0.0, 0.0)
+    torch.library.opcheck(ops.cross_entropy.default, (rows, targets, *none, False))
+    torch.library.opcheck(ops.cross_entropy_.default, (rows.clone(), targets, *options))
+    torch.library.opcheck(ops.cross_entropy_bwd.default, (rows, torch.randn(6)))
+    torch.library.opcheck(ops.cross_entropy_bwd.default, (rows, torch.tensor(2.0)))
+    loss = torch.tensor(1.0)
+    torch.library.opcheck(ops.cross_entropy_attach.default, (logits, loss, torch.tensor(0.5)))
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_compiles_without_graph_breaks(reduction, inplace):
+    logits, targets = make(30, 100, pad=4)
+    options = {"reduction": reduction, "vocab_size": 100, "label_smoothing": 0.1}
+    expected = gradients(logits, targets, 0.5, **options)
+
+    def loss(leaf, targets):
+        return cross_entropy(leaf * 1.0, targets, inplace=inplace, **options) * 0.5
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    compiled(logits, targets).sum().backward()
+    torch.testing.assert_close(logits.grad, expected[1])
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_double_backward_is_refused(inplace):
+    logits, targets = make(6, 20)
+    loss = cross_entropy(logits * 1.0, targets, inplace=inplace)
+    with pytest.raises(RuntimeError, match=r"cross_entropy: expected one backward"):
+        torch.autograd.grad(loss, logits, create_graph=True)
+
+
+def test_errors():
+    logits, targets = make(6, 20)
+
+    def refuses(match, *args, **kwargs):
+        with pytest.raises(ValueError, match=r"cross_entropy: " + match):
+            cross_entropy(*args, **kwargs)
+
+    refuses("expected mean, sum or none, got reduction=max", logits, targets, reduction="max")
+    refuses(r"expected logits \[..., V\] .* torch.float64", logits.double(), targets)
+    refuses(r"expected logits .* got logits=\[\]", torch.tensor(1.0), targets)
+    refuses(r"expected int64 targets of shape \[6\], got targets=\[5\]", logits, targets[:5])
+    refuses(r"expected int64 .* got targets=\[6\] torch.int32", logits, targets.int())
+    refuses("expected targets on cpu, got targets.device=meta", logits, targets.to("meta"))
+    refuses("expected vocab_size in 1..20 .* got vocab_size=21", logits, targets, vocab_size=21)
+    refuses("expected vocab_size in 1..20 .* got vocab_size=0", logits, targets, vocab_size=0)
+    refuses(r"expected label_smoothing in \[0, 1\]", logits, targets, label_smoothing=1.5)
+    refuses("expected a finite z_loss >= 0, got z_loss=-1.0", logits, targets, z_loss=-1.0)
+    refuses("expected a finite z_loss >= 0, got z_loss=nan", logits, targets, z_loss=torch.nan)
+    refuses("expected logits that were computed .* leaf", logits, targets, inplace=True)
+    wide = (logits * 1.0)[:1].expand(6, 20)
+    refuses("expected logits whose rows are evenly apart", wide, targets, inplace=True)
+    turned = (logits * 1.0).t().contiguous().t()
+    refuses(r"expected logits whose rows .* strides=\[1, 6\]", turned, targets, inplace=True)
+    targets[4] = 19
+    refuses(r"expected targets in \[0, 19\) .* got targets\[4\]=19", logits, targets, vocab_size=19)
+    targets[2] = -1
+    refuses(r"expected targets .* got targets\[2\]=-1", logits, targets)
