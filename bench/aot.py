@@ -12,8 +12,10 @@ GPU of that kind would run them. The versions are the installed Triton and the c
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import importlib
+import io
 import json
 import multiprocessing
 import os
@@ -43,12 +45,21 @@ LIMIT_S = 300.0  # for one kernel
 
 @dataclass
 class Job:
-    """One distinct launch of a module on one architecture."""
+    """One distinct launch on one architecture."""
 
-    module: str
     arch: int
     launch: Any
     calls: list[str] = field(default_factory=list)
+
+    @property
+    def module(self) -> str:
+        """Where the kernel is defined, which need not be the module that launches it."""
+        return self.launch.kernel.__module__.rpartition(".")[2].removesuffix("_triton")
+
+    @property
+    def key(self) -> tuple[int, str, str, str]:
+        row = self.row()
+        return self.arch, row["module"], row["kernel"], row["launch"]
 
     def row(self) -> Row:
         """Everything known before compiling."""
@@ -75,27 +86,32 @@ def modules() -> list[str]:
     return sorted(p.stem.removesuffix("_triton") for p in (ROOT / "kernels").glob("*_triton.py"))
 
 
-def collect(name: str, calls: Sequence[tuple[str, Callable[[], Any]]]) -> list[Job]:
-    """The distinct launches of a module's calls; the largest grid of each."""
+def collect(calls: Sequence[tuple[str, Callable[[], Any]]]) -> list[Job]:
+    """What these calls launch on each architecture."""
     from fastpar.kernels.triton_launch import record
 
-    jobs: dict[tuple[int, str, str], Job] = {}
+    jobs = []
     for arch in GPUS:
         for label, call in calls:
             with record(arch) as launches:
                 call()
             if not launches:
                 raise ValueError(
-                    f"collect: expected a launch, got none from aot_calls()={label} of {name}; "
+                    f"collect: expected a launch, got none from call={label}; "
                     "give it tensors that are not empty"
                 )
-            for launch in launches:
-                job = Job(name, arch, launch, [label])
-                known = jobs.setdefault((arch, launch.name, job.row()["launch"]), job)
-                if label not in known.calls:
-                    known.calls.append(label)
-                known.launch.grid = tuple(map(max, known.launch.grid, launch.grid))
-    return list(jobs.values())
+            jobs += [Job(arch, launch, [label]) for launch in launches]
+    return jobs
+
+
+def distinct(jobs: Sequence[Job]) -> list[Job]:
+    """One job for each key, with the calls of all and the largest grid."""
+    found: dict[tuple[int, str, str, str], Job] = {}
+    for job in jobs:
+        known = found.setdefault(job.key, job)
+        known.calls += [call for call in job.calls if call not in known.calls]
+        known.launch.grid = tuple(map(max, known.launch.grid, job.launch.grid))
+    return list(found.values())
 
 
 # Compiling
@@ -128,17 +144,20 @@ def measure(
 ) -> Row:
     ttir = compiled.asm["ttir"]
     dots = re.findall(r"tt\.dot(?:_scaled)? .*? : tensor<[\dx]*x(\w+)", ttir)
+    kind = "matrix" if dots else "memory"
     loop = sass.main_loop(code)
-    path = loop if sass.count(loop, "LDG", "LDGSTS") else code  # where the memory kernels live
-    loads, stores = sass.loads(path), sass.stores(path)
+    inner = loop if kind == "memory" else []  # where a memory kernel lives, if it has a loop
+    loads = sass.loads(inner if sass.count(inner, "LDG", "LDGSTS") else code)
+    stores = sass.stores(inner if sass.count(inner, "STG") else code)
     shared_bytes, warps = compiled.metadata.shared, compiled.metadata.num_warps
     return {
         **job.row(),
-        "kind": "matrix" if dots else "memory",
+        "kind": kind,
         "dots": sorted(set(dots)),
         "registers": registers,
         "stack_bytes": stack_bytes,
         "spill_instructions": sass.count(code, "LDL", "STL"),
+        "loop_spills": sass.count(loop, "LDL", "STL"),
         "shared_bytes": shared_bytes,
         "warps": warps,
         "ctas_per_sm": GPUS[job.arch].ctas_per_sm(registers, shared_bytes, warps),
@@ -166,7 +185,8 @@ def measure(
 
 def _child(job: Job, pipe: Connection) -> None:
     try:
-        row = compile_one(job)
+        with contextlib.redirect_stdout(io.StringIO()):  # Triton prints what ptxas refuses
+            row = compile_one(job)
     except Exception as error:
         row = {**job.row(), "error": reason(error)}
     pipe.send(row)
@@ -209,15 +229,20 @@ def work(names: Sequence[str], processes: int) -> Row:
     """In a process of one Triton version: all rows and exemptions of these modules."""
     import triton
 
-    jobs, exempt, errors = [], {}, []
+    jobs: list[Job] = []
+    exempt: dict[str, Any] = {}
+    errors: list[str] = []
     for name in names:
         try:
             module = importlib.import_module(f"fastpar.kernels.{name}_triton")
             exempt[name] = getattr(module, "AOT_EXEMPT", {})
-            jobs += collect(name, module.aot_calls())
+            jobs += collect(module.aot_calls())
         except Exception as error:
             errors.append(f"{name} triton {triton.__version__}: records: {reason(error)}")
-    rows = compile_all(jobs, processes)
+    for job in jobs:
+        source = sys.modules[job.launch.kernel.__module__]
+        exempt.setdefault(job.module, getattr(source, "AOT_EXEMPT", {}))
+    rows = compile_all(distinct(jobs), processes)
     for row in rows:
         row["triton"] = triton.__version__
     return {"triton": triton.__version__, "rows": rows, "exempt": exempt, "errors": errors}
@@ -299,7 +324,7 @@ def main(argv: list[str] | None = None) -> int:
         rows += found["rows"]
     problems += describe(broken)
     if not args.installed:
-        problems += stale_exemptions(exempt, needed)
+        problems += stale_exemptions({name: exempt.get(name, {}) for name in names}, needed)
     rows.sort(key=aot_table.order)
     if args.check:
         problems += aot_table.differences(TABLE, rows)

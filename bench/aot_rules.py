@@ -49,7 +49,10 @@ GPUS = {
 
 def spills(row: Row) -> str | None:
     if row["spill_instructions"] or row["stack_bytes"]:
-        return f"{row['spill_instructions']} LDL/STL, {row['stack_bytes']} bytes of stack a thread"
+        return (
+            f"{row['spill_instructions']} LDL/STL, {row['loop_spills']} of them in the main loop; "
+            f"{row['stack_bytes']} bytes of stack a thread"
+        )
     return None
 
 
@@ -126,7 +129,8 @@ def judge(row: Row, exempt: dict[str, dict[str, str]]) -> tuple[list[Broken], se
     """(broken rules, exemptions that were needed); row["exempt"] gets the reasons of the latter."""
     if "error" in row:
         return [Broken(row, "compiles", row["error"])], set()
-    broken, needed = [], set()
+    broken: list[Broken] = []
+    needed: set[tuple[str, str]] = set()
     row["exempt"] = {}
     names = [f"{row['kernel']} {call}" for call in row["calls"]]
     for rule, check in RULES.items():

@@ -14,11 +14,18 @@ from typing import Any
 from bench.aot_rules import GPUS, Row
 
 SCHEMA = 1
+COUNTS = (
+    "stack_bytes", "spill_instructions", "loop_spills", "shared_bytes", "ctas_per_sm",
+    "loop_instructions", "tile_loads", "tile_stores", "wide_loads", "narrow_loads",
+    "wide_load_bytes", "narrow_load_bytes", "wide_stores", "narrow_stores", "wide_store_bytes",
+    "narrow_store_bytes", "hmma", "hgmma", "ldgsts", "tma", "mufu", "float_atomics",
+)  # fmt: skip
 LEGEND = """\
-Compiled, not run. Registers, spills (LDL + STL instructions, bytes of stack) and bytes are of one
-thread. CTA/SM: how many fit by registers, shared memory and warps. Loads and stores: global ones of
-16 bytes + narrower ones, in the main loop if it loads, else in the whole kernel. Instructions: main
-loop of whole kernel. a / b: the two versions differ."""
+Compiled, not run. Registers, bytes of stack and of accesses are of one thread. Spills: LDL + STL
+instructions, those in the main loop among them, stack. CTA/SM: how many fit by registers, shared
+memory and warps. Loads and stores: global ones of 16 bytes + narrower ones; in a kernel without
+matrix products those of its main loop, if that has any. Instructions: main loop of whole kernel.
+a / b: the two versions differ."""
 
 
 def order(row: Row) -> tuple[Any, ...]:
@@ -49,7 +56,8 @@ def _both(wide: str, narrow: str, row: Row) -> str:
 
 def _spills(row: Row) -> str:
     count, stack = row.get("spill_instructions", 0), row.get("stack_bytes", 0)
-    return f"{count} ({stack} B)" if count or stack else "0"
+    inner = row.get("loop_spills", 0)
+    return f"{count} ({inner} in the loop; {stack} B)" if count or stack else "0"
 
 
 CELLS = {
@@ -137,6 +145,8 @@ def load(folder: Path) -> dict[str, Any]:
             f"load: expected schema={SCHEMA}, got schema={stored.get('schema')} in {path.name}; "
             "run `make aot`"
         )
+    nothing = {"dots": [], "exempt": {}, **dict.fromkeys(COUNTS, 0)}
+    stored["rows"] = [{**nothing, **row} for row in stored["rows"]]
     return stored
 
 
