@@ -26,14 +26,14 @@ outside the tensors.
 2c, 2c + 1, 2c + 8, ... of a row of scores (c = lane % 4: the fragment of the matrix instruction).
 With dropout the 64 keys of a tile are therefore loaded in an order that gives a thread 16
 neighbours: place 8 j + 2 c + e holds key 16 c + 2 j + e. Sums over keys change their order, nothing
-else changes, and no bit is exchanged between threads or computed twice.
+else changes, and no bit is exchanged between threads or computed twice. K and V are then read by
+pointers: a descriptor's box has the order of memory.
 
 Source: Dao 2023, arXiv 2307.08691.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -47,12 +47,12 @@ from fastpar.kernels.attention_configs import get_config, variant_for
 from fastpar.kernels.philox_triton import philox_words
 from fastpar.kernels.triton_launch import cdiv, device_key, gpu_arch, launch
 
-LOG2_E = math.log2(math.e)
+LOG2_E = tl.constexpr(1.4426950408889634)
 SECTION_BYTES = {80: 16 << 20, 90: 32 << 20}  # of keys and values that L2 holds beside the rest
 
 
 @triton.jit
-def program_tile(n_tiles, n_heads, section):
+def _program_tile(n_tiles, n_heads, section):
     """(tile, head) of this program; see [Note: order]."""
     pid = tl.program_id(0)
     first = pid // (section * n_tiles) * section
@@ -62,11 +62,11 @@ def program_tile(n_tiles, n_heads, section):
 
 
 @triton.jit
-def document_tile(cu_ptr, n_docs, total, number, n_steps, BLOCK: tl.constexpr):
+def _document_tile(cu_ptr, n_docs, total, number, BLOCK: tl.constexpr, STEPS: tl.constexpr):
     """(document, its first row, its length, tile of it) of a tile's number; [Note: documents]."""
     low = number * 0
     high = low + n_docs
-    for _ in range(n_steps):
+    for _ in range(STEPS):
         middle = (low + high) // 2
         start = tl.minimum(tl.maximum(tl.load(cu_ptr + middle), 0), total)
         before = start // BLOCK + middle <= number
@@ -78,31 +78,67 @@ def document_tile(cu_ptr, n_docs, total, number, n_steps, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def find_tile(
+    cu_ptr, n, length, n_heads, section,
+    BLOCK: tl.constexpr, VARLEN: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """What this program owns: (sample or document, index in the batch dimension, head, first row,
+    rows from there on, tile of BLOCK of them). The tile of a surplus program is outside."""
+    if VARLEN:
+        number, head = tl.program_id(0) // n_heads, tl.program_id(0) % n_heads
+        sample, first, rows, tile = _document_tile(cu_ptr, n, length, number, BLOCK, STEPS)
+        batch = head * 0
+    else:
+        tile, at = _program_tile(tl.cdiv(length, BLOCK), n * n_heads, section)
+        sample, head = at // n_heads, at % n_heads
+        batch = sample
+        first = head * 0
+        rows = first + length
+    return sample, batch, head, first, rows, tile
+
+
+@triton.jit
+def key_range(
+    row, n_rows, n_keys, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, CAUSAL: tl.constexpr
+):
+    """(keys below which each query sees, end of the tiles that need no mask, end of all)."""
+    rows = row + tl.arange(0, BLOCK_Q)
+    behind = n_keys - n_rows
+    if CAUSAL:
+        limit = tl.minimum(rows + behind + 1, n_keys)
+        full = tl.minimum(tl.maximum(row + behind + 1, 0), n_keys) // BLOCK_K * BLOCK_K
+        end = tl.minimum(row + behind + BLOCK_Q, n_keys)
+    else:
+        limit = rows * 0 + n_keys
+        full = n_keys // BLOCK_K * BLOCK_K
+        end = n_keys
+    return limit, full, end
+
+
+@triton.jit
 def tile_order(BLOCK: tl.constexpr, DROPOUT: tl.constexpr):
     """Key at each place of a tile; see [Note: key order]."""
     place = tl.arange(0, BLOCK)
     if DROPOUT and BLOCK >= 64:
-        block, j, c, e = place // 64, place // 8 % 8, place // 2 % 4, place % 2
-        return block * 64 + c * 16 + j * 2 + e
+        place = place // 64 * 64 + place // 2 % 4 * 16 + place // 8 % 8 * 2 + place % 2
     return place
 
 
 @triton.jit
+def head_ptr(ptr, batch, first, head, stride_b, stride_t, stride_h):
+    """Row `first` of one head."""
+    return (
+        ptr + batch.to(tl.int64) * stride_b + first.to(tl.int64) * stride_t
+        + head.to(tl.int64) * stride_h
+    )  # fmt: skip
+
+
+@triton.jit
 def load_tile(
-    source,
-    batch,
-    head,
-    first,
-    start,
-    n,
-    stride,
-    order,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    TMA: tl.constexpr,
-    MASKED: tl.constexpr,
+    source, batch, head, first, start, n, stride, order,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
     VARLEN: tl.constexpr,
-):
+):  # fmt: skip
     """Rows start + order of one head, [BLOCK, BLOCK_D]; zeros from row n on if MASKED.
 
     source: pointer to row 0 of the head, or a descriptor, whose row of the tensor is first + start.
@@ -127,67 +163,49 @@ def load_tile(
 
 
 @triton.jit
-def store_tile(x, to, start, n, stride, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows start.. of one head, those below n."""
-    rows = start + tl.arange(0, x.shape[0])
+def store_tile(x, to, start, n, stride, order, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows start + order of one head, those below n."""
     dims = tl.arange(0, BLOCK_D)
-    at = to + rows.to(tl.int64)[:, None] * stride + dims[None, :]
+    at = to + (start + order).to(tl.int64)[:, None] * stride + dims[None, :]
+    inside = (start + order < n)[:, None]
     if BLOCK_D != D:
-        tl.store(at, x.to(to.dtype.element_ty), mask=(rows < n)[:, None] & (dims < D)[None, :])
-    else:
-        tl.store(at, x.to(to.dtype.element_ty), mask=(rows < n)[:, None])
+        inside = inside & (dims < D)[None, :]
+    tl.store(at, x.to(to.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def keep_in_order(key_ptr, sample, site_head, rows, start, threshold, BLOCK: tl.constexpr):
-    """bool [R, BLOCK]: which probabilities of these queries and the keys start + tile_order() are
-    kept: the bits of philox_triton.keep_tile. start: a multiple of 16."""
-    R: tl.constexpr = rows.shape[0]
+def drop(p, key_ptr, sample, site_head, rows, start, threshold):
+    """p [R, BLOCK] of these queries and the keys start + tile_order(), with 0 where the mask of
+    philox_triton.keep_tile drops. start: a multiple of 16."""
+    R: tl.constexpr = p.shape[0]
+    BLOCK: tl.constexpr = p.shape[1]
     G: tl.constexpr = BLOCK // 16
     groups = start // 16 + tl.arange(0, G)
     w0, w1, w2, w3 = philox_words(key_ptr, sample, site_head, rows[:, None], groups[None, :])
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [R, G, 2, 2], word 2 * i + j at [i, j]
-    shifts = (tl.arange(0, 4) * 8).to(tl.uint32)
-    drawn = (words.reshape(R, G, 4)[:, :, :, None] >> shifts[None, None, None, :]) & 0xFF
-    keep = drawn >= threshold
-    if BLOCK >= 64:
-        # [block, c, j, e] -> [block, j, c, e]
-        return keep.reshape(R, BLOCK // 64, 4, 8, 2).permute(0, 1, 3, 2, 4).reshape(R, BLOCK)
-    return keep.reshape(R, BLOCK)
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(R, G, 4)
+    # Four bytes at a time: the highest bit of each tells whether it reaches the threshold.
+    limit = threshold.to(tl.uint32) * 0x01010101
+    low = (words | 0x80808080) - (limit & 0x7F7F7F7F)
+    reached = (words & ~limit) | (~(words ^ limit) & low)
+    signs = tl.full([4], 0x80, tl.uint32) << (tl.arange(0, 4) * 8).to(tl.uint32)
+    keep = (reached[:, :, :, None] & signs[None, None, None, :]) != 0
+    if BLOCK >= 64:  # [block, c, j, e] -> [block, j, c, e]
+        keep = keep.reshape(R, BLOCK // 64, 4, 8, 2).permute(0, 1, 3, 2, 4)
+    # A 0 that the compiler does not know: given a constant, it selects after rounding p to 16 bits,
+    # which takes two more instructions to part and join each pair.
+    zero = (threshold >> 8).to(tl.float32)
+    return tl.where(keep.reshape(R, BLOCK), p, zero)
 
 
 @triton.jit
 def _fwd_tiles(
-    acc,
-    m,
-    sums,
-    q,
-    k_source,
-    v_source,
-    batch,
-    kv_head,
-    first,
-    low,
-    high,
-    n_keys,
-    limit,
-    rows,
-    stride_k_t,
-    stride_v_t,
-    scale,
-    key_ptr,
-    sample,
-    site_head,
-    threshold,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    TMA: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    MASKED: tl.constexpr,
-    VARLEN: tl.constexpr,
-):
-    """One of the two loops of [Note: phases]: keys [low, high); row i sees keys below limit[i]."""
+    acc, m, sums, q, k_source, v_source, batch, kv_head, first, low, high, n_keys, limit, rows,
+    stride_k_t, stride_v_t, scale, key_ptr, sample, site_head, threshold,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
+    DROPOUT: tl.constexpr, MASKED: tl.constexpr, VARLEN: tl.constexpr,
+):  # fmt: skip
+    """One of the two loops of [Note: phases]: keys [low, high); row i sees keys below limit[i].
+    scale: with log2(e)."""
     order = tile_order(BLOCK_K, DROPOUT)
     for start in tl.range(low, high, BLOCK_K):
         start = tl.multiple_of(start, BLOCK_K)
@@ -204,8 +222,7 @@ def _fwd_tiles(
         alpha = tl.math.exp2(m - shift)
         sums = sums * alpha + tl.sum(p, 1)
         if DROPOUT:
-            keep = keep_in_order(key_ptr, sample, site_head, rows, start, threshold, BLOCK_K)
-            p = tl.where(keep, p, 0.0)
+            p = drop(p, key_ptr, sample, site_head, rows, start, threshold)
         v = load_tile(
             v_source, batch, kv_head, first, start, n_keys, stride_v_t, order,
             D, BLOCK_D, TMA, MASKED, VARLEN,
@@ -217,80 +234,37 @@ def _fwd_tiles(
 
 @triton.jit(do_not_specialize=["n", "T", "Tk", "H", "group", "section", "site", "threshold"])
 def _attention_fwd_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    o_ptr,
-    lse_ptr,
-    key_ptr,
-    cu_ptr,
-    stride_q_b,
-    stride_q_t,
-    stride_q_h,
-    stride_k_b,
-    stride_k_t,
-    stride_k_h,
-    stride_v_b,
-    stride_v_t,
-    stride_v_h,
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, key_ptr, cu_ptr,
+    stride_q_b, stride_q_t, stride_q_h,
+    stride_k_b, stride_k_t, stride_k_h,
+    stride_v_b, stride_v_t, stride_v_h,
     n,  # samples; documents with cu_seqlens
     T,  # queries of a sample; of all documents
-    Tk,
-    H,
-    group,
-    section,
-    scale,
-    site,
-    threshold,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    VARLEN: tl.constexpr,
-    SEARCH_STEPS: tl.constexpr,
+    Tk, H, group, section, scale, site, threshold,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr, STEPS: tl.constexpr,
     TMA: tl.constexpr,
-):
-    if VARLEN:
-        number, head = tl.program_id(0) // H, tl.program_id(0) % H
-        sample, first, n_rows, tile = document_tile(cu_ptr, n, T, number, SEARCH_STEPS, BLOCK_Q)
-        batch = head * 0
-        n_keys = n_rows
-        tile = tl.cdiv(n_rows, BLOCK_Q) - 1 - tile
-        if (tile < 0) | (tile * BLOCK_Q >= n_rows):
-            return
-    else:
-        n_tiles = tl.cdiv(T, BLOCK_Q)
-        tile, at = program_tile(n_tiles, n * H, section)
-        tile = n_tiles - 1 - tile
-        sample, head = at // H, at % H
-        batch = sample
-        first = head * 0
-        n_rows, n_keys = T, Tk
+):  # fmt: skip
+    sample, batch, head, first, n_rows, tile = find_tile(
+        cu_ptr, n, T, H, section, BLOCK_Q, VARLEN, STEPS
+    )
+    tile = tl.cdiv(n_rows, BLOCK_Q) - 1 - tile
+    if (tile < 0) | (tile * BLOCK_Q >= n_rows):
+        return
+    n_keys = n_rows if VARLEN else Tk
     kv_head = head // group
     row = tile * BLOCK_Q
-    rows = row + tl.arange(0, BLOCK_Q)
-    behind = n_keys - n_rows
-    if CAUSAL:
-        limit = tl.minimum(rows + behind + 1, n_keys)
-        full = tl.minimum(tl.maximum(row + behind + 1, 0), n_keys) // BLOCK_K * BLOCK_K
-        end = tl.minimum(row + behind + BLOCK_Q, n_keys)
-    else:
-        limit = rows * 0 + n_keys
-        full = n_keys // BLOCK_K * BLOCK_K
-        end = n_keys
-
-    wide, wide_first = batch.to(tl.int64), first.to(tl.int64)
-    q_head = q_ptr + wide * stride_q_b + wide_first * stride_q_t + head.to(tl.int64) * stride_q_h
+    within = tl.arange(0, BLOCK_Q)
+    rows = row + within
+    limit, full, end = key_range(row, n_rows, n_keys, BLOCK_Q, BLOCK_K, CAUSAL)
     if TMA:
         k_source, v_source = k_ptr, v_ptr
     else:
-        at_head = kv_head.to(tl.int64)
-        k_source = k_ptr + wide * stride_k_b + wide_first * stride_k_t + at_head * stride_k_h
-        v_source = v_ptr + wide * stride_v_b + wide_first * stride_v_t + at_head * stride_v_h
+        k_source = head_ptr(k_ptr, batch, first, kv_head, stride_k_b, stride_k_t, stride_k_h)
+        v_source = head_ptr(v_ptr, batch, first, kv_head, stride_v_b, stride_v_t, stride_v_h)
+    q_source = head_ptr(q_ptr, batch, first, head, stride_q_b, stride_q_t, stride_q_h)
     q = load_tile(
-        q_head, batch, head, first, row, n_rows, stride_q_t, tl.arange(0, BLOCK_Q),
+        q_source, batch, head, first, row, n_rows, stride_q_t, within,
         D, BLOCK_D, False, True, VARLEN,
     )  # fmt: skip
 
@@ -300,12 +274,12 @@ def _attention_fwd_kernel(
     site_head = (site << 16) | head
     acc, m, sums = _fwd_tiles(
         acc, m, sums, q, k_source, v_source, batch, kv_head, first, 0, full, n_keys, limit, rows,
-        stride_k_t, stride_v_t, scale, key_ptr, sample, site_head, threshold,
+        stride_k_t, stride_v_t, scale * LOG2_E, key_ptr, sample, site_head, threshold,
         D, BLOCK_D, BLOCK_K, TMA, DROPOUT, False, VARLEN,
     )  # fmt: skip
     acc, m, sums = _fwd_tiles(
         acc, m, sums, q, k_source, v_source, batch, kv_head, first, full, end, n_keys, limit, rows,
-        stride_k_t, stride_v_t, scale, key_ptr, sample, site_head, threshold,
+        stride_k_t, stride_v_t, scale * LOG2_E, key_ptr, sample, site_head, threshold,
         D, BLOCK_D, BLOCK_K, TMA, DROPOUT, True, VARLEN,
     )  # fmt: skip
 
@@ -315,10 +289,12 @@ def _attention_fwd_kernel(
     if DROPOUT:
         inverse *= 256.0 / (256 - threshold)
     lse = tl.where(seen, m + tl.math.log2(sums), float("inf"))
-    row_0 = wide * T + wide_first
-    o_head = o_ptr + (row_0 * H + head) * D
-    store_tile(acc * inverse[:, None], o_head, row, n_rows, H * D, D, BLOCK_D)
-    lse_head = lse_ptr + (wide * H + head) * T + wide_first
+    row_0 = batch.to(tl.int64) * T + first
+    store_tile(
+        acc * inverse[:, None], o_ptr + (row_0 * H + head) * D, row, n_rows, H * D, within,
+        D, BLOCK_D,
+    )  # fmt: skip
+    lse_head = lse_ptr + (batch.to(tl.int64) * H + head) * T + first
     tl.store(lse_head + rows, lse, mask=rows < n_rows)
 
 
@@ -366,7 +342,7 @@ def attention_fwd(
     lse = torch.empty((H, T) if varlen else (B, H, T), dtype=torch.float32, device=q.device)
     n = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     tiles = T // config.block_q + n if varlen else cdiv(T, config.block_q) * n
-    tma = config.load == "tma" and tma_reads(k) and tma_reads(v)
+    tma = config.load == "tma" and threshold == 0 and tma_reads(k) and tma_reads(v)
     launch(
         _attention_fwd_kernel,
         (tiles * H,),
@@ -386,7 +362,7 @@ def attention_fwd(
         H,
         group,
         heads_per_section(k, group, arch),
-        scale * LOG2_E,
+        scale,
         site,
         threshold,
         D=D,
@@ -396,7 +372,7 @@ def attention_fwd(
         CAUSAL=causal,
         DROPOUT=threshold > 0,
         VARLEN=varlen,
-        SEARCH_STEPS=n.bit_length() if varlen else 0,
+        STEPS=n.bit_length() if varlen else 0,
         TMA=tma,
         num_warps=config.num_warps,
         num_stages=config.num_stages,

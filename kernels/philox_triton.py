@@ -28,19 +28,27 @@ def philox_words(key_ptr, sample, site_head, rows, groups):
     """The four 32-bit words of these rows and groups of 16 columns, which broadcast.
 
     sample: index in the batch (added to key[1]); site_head: site << 16 | head, 32 bits.
+    Written with 64-bit products, each one instruction; tl.philox takes two for a product's halves.
     """
-    seed = tl.load(key_ptr).to(tl.int64)
-    sample = tl.load(key_ptr + 1).to(tl.int64) + sample
-    seed = seed ^ ((sample >> 32) << 32)
+    seed = tl.load(key_ptr).to(tl.uint64)
+    sample = (tl.load(key_ptr + 1) + sample).to(tl.uint64)
+    k0 = seed.to(tl.uint32)
+    k1 = (seed >> 32).to(tl.uint32) ^ (sample >> 32).to(tl.uint32)
     zero = rows * 0 + groups * 0
-    return tl.philox(
-        seed,
-        (groups + zero).to(tl.uint32),
-        (rows + zero).to(tl.uint32),
-        (zero + site_head).to(tl.uint32),
-        (zero + sample).to(tl.uint32),
-        10,
-    )
+    c0 = (groups + zero).to(tl.uint32)
+    c1 = (rows + zero).to(tl.uint32)
+    c2 = (zero + site_head).to(tl.uint32)
+    c3 = (zero.to(tl.int64) + sample.to(tl.int64)).to(tl.uint32)
+    for _ in tl.static_range(10):
+        product_0 = c0.to(tl.uint64) * 0xD2511F53
+        product_1 = c2.to(tl.uint64) * 0xCD9E8D57
+        c0 = (product_1 >> 32).to(tl.uint32) ^ c1 ^ k0
+        c1 = product_1.to(tl.uint32)
+        c2 = (product_0 >> 32).to(tl.uint32) ^ c3 ^ k1
+        c3 = product_0.to(tl.uint32)
+        k0 = tl.add(k0, 0x9E3779B9, sanitize_overflow=False)
+        k1 = tl.add(k1, 0xBB67AE85, sanitize_overflow=False)
+    return c0, c1, c2, c3
 
 
 @triton.jit
