@@ -7,12 +7,12 @@ M is 1 without dropout, else 0 or 1 / (1 - p) by kernels/philox.py. All [B, H, T
 never alive at once. Kept for backward: q, k, v, the key of the mask and one or two numbers per row;
 P and M are computed again, with the same bits. Statistics and accumulators are fp32.
 
-On CUDA the kernels are those of attention_triton.py and attention_bwd_triton.py, which keep the
-logarithm of a row's sum of exponentials, and o, because rowsum(dp * P) = rowsum(do * o). On CPU a compiled kernel reads strided
-q, k, v (or the packed projection) and writes their gradients in place. A head belongs to one
-thread, so every sum has one order for any number of threads. It keeps a row's largest score and the
-inverse of its sum: their logarithm rounds P by its own size. fp64, FASTPAR_BACKEND=torch and other
-devices take attention_composed.py.
+On CUDA the kernels are those of attention_triton.py and attention_bwd_triton.py. They keep the
+logarithm of a row's sum of exponentials, and o, because rowsum(dp * P) = rowsum(do * o). On CPU a
+compiled kernel reads strided q, k, v (or the packed projection) and writes their gradients in
+place. A head belongs to one thread, so every sum has one order for any number of threads. It keeps
+a row's largest score and the inverse of its sum: their logarithm would round P by its own size.
+fp64, FASTPAR_BACKEND=torch and other devices take attention_composed.py.
 
 [Note: causal] The mask is aligned to the last query and the last key: query i sees keys
 j <= i + Tk - T, as in FlashAttention since 2.1 (torch's is_causal aligns to the first). With
@@ -50,7 +50,7 @@ from fastpar.kernels.backend import (
 from fastpar.kernels.philox import Rng, check_rng, draw_key, quantize_p
 
 MAX_HEAD_DIM = 256
-TRITON_HEAD_DIMS = range(16, 129, 8)
+TRITON_HEAD_DIM = (16, 128, 8)  # from, to, in steps of
 
 
 def _split(q: Tensor, k: Tensor | None, v: Tensor | None) -> Triple:
@@ -363,10 +363,12 @@ def _run(
             f"attention: expected a floating dtype, got q={q.dtype}; use fp32, bf16 or fp16"
         )
     triton = use_triton("attention", q)
-    if triton and D not in TRITON_HEAD_DIMS:
+    least, most, step = TRITON_HEAD_DIM
+    if triton and (D % step or not least <= D <= most):
         raise ValueError(
-            f"attention: expected head dim 16, 24, ... 128 for the Triton kernels, got D={D}; pad "
-            "the heads with zeros and give softmax_scale, or set FASTPAR_BACKEND=torch"
+            f"attention: expected head dim {least} to {most} in steps of {step} for the Triton "
+            f"kernels, got D={D}; pad the heads with zeros and give softmax_scale, or set "
+            "FASTPAR_BACKEND=torch"
         )
     if not 1 <= D <= MAX_HEAD_DIM:
         raise ValueError(

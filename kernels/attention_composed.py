@@ -158,17 +158,22 @@ def composed_bwd(
 def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
     """torch's own kernel on [B, T, H, D], causal as in kernels/attention.py [Note: causal]."""
     T, Tk = q.shape[1], k.shape[1]
-    unseeing = max(0, T - Tk) if causal else 0
-    mask = None
-    if causal and 1 < T < Tk:
-        mask = torch.ones(T, Tk, dtype=torch.bool, device=q.device).tril(Tk - T)
+    unseeing, mask = 0, None
+    if causal and Tk < T:
+        unseeing = T - Tk
+    elif causal and Tk > T:  # torch would align the mask to the first key
+        causal = False
+        if T > 1:
+            mask = torch.ones(T, Tk, dtype=torch.bool, device=q.device).tril(Tk - T)
+    # A branch, because comparing sizes gives no bool while torch.compile treats them as symbols.
+    grouped = {"enable_gqa": True} if q.shape[2] != k.shape[2] else {}
     o = F.scaled_dot_product_attention(
         q[:, unseeing:].transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),
         attn_mask=mask,
-        is_causal=causal and Tk <= T,
+        is_causal=causal,
         scale=scale,
-        enable_gqa=q.shape[2] != k.shape[2],
+        **grouped,
     ).transpose(1, 2)
     return F.pad(o, (0, 0, 0, 0, unseeing, 0)) if unseeing else o

@@ -1,10 +1,13 @@
 """attention against fp64: compiled and composed, packed and strided, with the mask of philox.py."""
 
+import importlib
 import math
+import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastpar.kernels import _C, Rng, attention, attention_qkvpacked, backend, make_key
 from fastpar.kernels.reference import attention_ref
@@ -229,18 +232,19 @@ def test_equals_torch():
     torch.testing.assert_close(attention(q, k, v), want)
 
 
-def test_registration():
-    qkv = draw(1, 3, 3, 2, 4)
-    key = make_key(1, 2)
-    opcheck = torch.library.opcheck
-    for inputs in ((qkv, None, None), [draw(1, 3, 2, 4) for _ in range(3)]):
-        for k, threshold in ((None, 0), (key, 26)):
-            settings = (True, 0.5, k, 0, threshold, None)
-            opcheck(torch.ops.fastpar.attention.default, (*inputs, *settings))
-            plain = [t if t is None else t.detach() for t in inputs]
-            _, stats = torch.ops.fastpar.attention(*plain, *settings)
-            do = torch.randn(1, 3, 2, 4)
-            opcheck(torch.ops.fastpar.attention_bwd.default, (do, *plain, None, stats, *settings))
+def opcheck_both(inputs, settings, do, *, o_kept):
+    """The op with gradients, and its backward op on what the forward returned."""
+    torch.library.opcheck(torch.ops.fastpar.attention.default, (*inputs, *settings))
+    plain = [x if x is None else x.detach() for x in inputs]
+    o, stats = torch.ops.fastpar.attention(*plain, *settings)
+    arguments = (do, *plain, o if o_kept else None, stats, *settings)
+    torch.library.opcheck(torch.ops.fastpar.attention_bwd.default, arguments)
+
+
+def test_registration(form):
+    do, separate = torch.randn(1, 3, 2, 4), [draw(1, 3, 2, 4) for _ in range(3)]
+    opcheck_both((draw(1, 3, 3, 2, 4), None, None), (True, 0.5, None, 0, 0, None), do, o_kept=False)
+    opcheck_both(separate, (True, 0.5, RNG.key, 0, 77, None), do, o_kept=False)
 
 
 @pytest.mark.parametrize("p", [0.0, 0.3])
@@ -257,6 +261,21 @@ def test_compiles_into_one_graph(form, p):
     torch.testing.assert_close(o, want)
     grads = [torch.autograd.grad(x.square().sum(), qkv)[0] for x in (o, want)]
     torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_compiles_for_any_length(form, p):
+    def f(qkv):
+        return attention_qkvpacked(qkv, dropout_p=p, rng=RNG)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager", dynamic=True)
+    for B, T in ((2, 6), (3, 9), (2, 11)):
+        qkv = draw(B, T, 3, 2, 4)
+        o, want = compiled(qkv), f(qkv)
+        torch.testing.assert_close(o, want)
+        grads = [torch.autograd.grad(x.square().sum(), qkv)[0] for x in (o, want)]
+        torch.testing.assert_close(*grads)
 
 
 def test_no_second_derivative():
@@ -309,14 +328,138 @@ def test_bad_packed_input_and_dropout_are_refused():
         attention(X, X, X, softmax_scale=-0.5)
 
 
+def on_fake_gpu(*shape, dtype=torch.bfloat16):
+    """What a program that is compiled for a GPU sees, on any machine. No autograd: its graph asks
+    for the device's streams."""
+    return torch.empty(shape, dtype=dtype, device="cuda")
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_a_gpu_takes_triton(p):
+    pytest.importorskip("triton", reason="needs triton")
+    with FakeTensorMode():
+        qkv = on_fake_gpu(2, 5, 3, 4, 16)
+        o = attention_qkvpacked(qkv, dropout_p=p)
+        assert (o.shape, o.dtype, o.device.type) == ((2, 5, 4, 16), torch.bfloat16, "cuda")
+        packed, cu_seqlens = on_fake_gpu(10, 3, 4, 16), torch.empty(3, device="cuda").int()
+        for x, lse, c in ((qkv, (2, 4, 5), None), (packed, (4, 10), cu_seqlens)):
+            settings = (True, 0.5, None, 0, 0, c)
+            o, stats = torch.ops.fastpar.attention(x, None, None, *settings)
+            assert stats.shape == lse
+            dqkv, *_ = torch.ops.fastpar.attention_bwd(o, x, None, None, o, stats, *settings)
+            assert dqkv.shape == x.shape
+
+
+@pytest.mark.parametrize(("dtype", "choice"), [(torch.float64, "auto"), (torch.float16, "torch")])
+def test_a_gpu_without_triton_kernels_takes_torch(monkeypatch, dtype, choice):
+    monkeypatch.setattr(backend, "choice", choice)
+    monkeypatch.setattr(backend, "_triton_found", lambda: False)
+    module = importlib.import_module("fastpar.kernels.attention")
+    monkeypatch.setattr(module, "sdpa", lambda *_: "torch's own kernel")
+    with FakeTensorMode():
+        q, k, v = (on_fake_gpu(2, 5, 4, 12, dtype=dtype) for _ in range(3))
+        assert attention(q, k, v) == "torch's own kernel"
+        assert attention(q, k, v, dropout_p=0.3).shape == q.shape
+        q, k, v = (on_fake_gpu(5, 4, 12, dtype=dtype) for _ in range(3))
+        assert attention(q, k, v, cu_seqlens=on_fake_gpu(3, dtype=torch.int32)).shape == q.shape
+
+
+def test_missing_triton_on_a_gpu_is_refused(monkeypatch):
+    monkeypatch.setattr(backend, "_triton_found", lambda: False)
+    message = r"attention: expected Triton for tensors on cuda.*, got no triton package; `pip inst"
+    with FakeTensorMode(), pytest.raises(RuntimeError, match=message):
+        attention_qkvpacked(on_fake_gpu(2, 5, 3, 4, 16))
+
+
+@pytest.mark.parametrize("D", [8, 20, 136, 257])
+def test_head_dims_that_triton_lacks_are_refused(monkeypatch, D):
+    monkeypatch.setattr(backend, "_triton_found", lambda: True)
+    message = rf"attention: expected head dim 16 to 128 in steps of 8 .*got D={D}; pad the heads"
+    with FakeTensorMode(), pytest.raises(ValueError, match=message):
+        attention_qkvpacked(on_fake_gpu(2, 5, 3, 4, D))
+
+
+def on(device, tensors):
+    return [x.detach().to(device).requires_grad_() for x in tensors]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_triton(triton_device, p, causal):
+    """Through the public op; tests/test_attention_triton.py judges the kernels."""
+    for T, Tk in ((20, 20), (3, 20), (20, 3)):
+        inputs = [draw(2, n, H, 24, dtype=torch.float16) for n, H in ((T, 4), (Tk, 2), (Tk, 2))]
+        check("cpp", on(triton_device, inputs), causal=causal, dropout_p=p, rng=RNG)
+
+
+def test_triton_draws_the_mask_of_the_cpu(triton_device, monkeypatch):
+    inputs = on(triton_device, [draw(2, 20, 2, 16) for _ in range(3)])
+    o = attention(*inputs, dropout_p=0.5, rng=RNG)
+    monkeypatch.setattr(backend, "choice", "auto")
+    want = attention(*(x.cpu() for x in inputs), dropout_p=0.5, rng=RNG)
+    torch.testing.assert_close(o.cpu(), want)
+
+
+def test_triton_reads_and_writes_the_packed_tensor_in_place(triton_device, monkeypatch):
+    from fastpar.kernels import attention_bwd_triton, attention_triton
+
+    calls = []
+    for module, name in (
+        (attention_triton, "attention_fwd"),
+        (attention_bwd_triton, "attention_bwd"),
+    ):
+        host = getattr(module, name)
+        record = lambda *args, host=host: (calls.append(args), host(*args))[1]  # noqa: E731
+        monkeypatch.setattr(module, name, record)
+    (qkv,) = on(triton_device, [draw(2, 20, 3, 2, 16)])
+    o = attention_qkvpacked(qkv, dropout_p=0.3, rng=RNG)
+    (dqkv,) = torch.autograd.grad(o, qkv, torch.ones_like(o))
+    (q, k, v, *_), (_, q2, k2, v2, o2, lse, dq, dk, dv, *_) = calls
+
+    def where(x):
+        return x.data_ptr(), x.stride(), x.shape
+
+    for whole, parts in ((qkv, (q, k, v)), (qkv, (q2, k2, v2)), (dqkv, (dq, dk, dv))):
+        assert [where(x) for x in parts] == [where(x) for x in whole.unbind(2)]
+    assert where(o2) == where(o)
+    assert lse.shape == (2, 2, 20)
+    separate = on(triton_device, qkv.unbind(2))
+    want = attention(*separate, dropout_p=0.3, rng=RNG)
+    torch.testing.assert_close(o, want)
+    for got, grad in zip(dqkv.unbind(2), torch.autograd.grad(want.sum(), separate)):
+        torch.testing.assert_close(got, grad)
+
+
+def test_triton_registration(triton_device):
+    (qkv,) = on(triton_device, [draw(1, 3, 3, 2, 16)])
+    do = torch.randn(1, 3, 2, 16, device=triton_device)
+    opcheck_both((qkv, None, None), (True, 0.5, None, 0, 0, None), do, o_kept=True)
+    separate = on(triton_device, qkv.unbind(2))
+    opcheck_both(separate, (True, 0.5, RNG.key, 0, 77, None), do, o_kept=True)
+
+
+def test_triton_compiles_into_one_graph(triton_device):
+    (qkv,) = on(triton_device, [draw(1, 6, 3, 2, 16)])
+
+    def f(qkv):
+        return attention_qkvpacked(qkv, dropout_p=0.3, rng=RNG)
+
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        o = torch.compile(f, fullgraph=True, backend="aot_eager")(qkv)
+    want = f(qkv)
+    torch.testing.assert_close(o, want)
+    grads = [torch.autograd.grad(x.square().sum(), qkv)[0] for x in (o, want)]
+    torch.testing.assert_close(*grads)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("p", [0.0, 0.3])
-def test_on_a_gpu(dtype, p):
+@pytest.mark.parametrize("choice", ["auto", "torch"])
+def test_on_a_gpu(monkeypatch, choice, p, dtype):
+    monkeypatch.setattr(backend, "choice", choice)
     for T, Tk, Hkv in ((65, 65, 4), (1, 40, 2), (33, 40, 1), (40, 33, 4)):
-        inputs = [
-            draw(2, T, 4, 64, dtype=dtype),
-            *(draw(2, Tk, Hkv, 64, dtype=dtype) for _ in "kv"),
-        ]
-        inputs = [x.detach().cuda().requires_grad_() for x in inputs]
-        check(form, inputs, dropout_p=p, rng=RNG)
+        inputs = [draw(2, n, H, 64, dtype=dtype) for n, H in ((T, 4), (Tk, Hkv), (Tk, Hkv))]
+        check("torch", on("cuda", inputs), dropout_p=p, rng=RNG)
