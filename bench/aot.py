@@ -146,9 +146,9 @@ def measure(
     dots = re.findall(r"tt\.dot(?:_scaled)? .*? : tensor<[\dx]*x(\w+)", ttir)
     kind = "matrix" if dots else "memory"
     loop = sass.main_loop(code)
-    inner = loop if kind == "memory" else []  # where a memory kernel lives, if it has a loop
-    loads = sass.loads(inner if sass.count(inner, "LDG", "LDGSTS") else code)
-    stores = sass.stores(inner if sass.count(inner, "STG") else code)
+    # Where a memory kernel's traffic is: its main loop, if that loads.
+    path = loop if kind == "memory" and sass.count(loop, "LDG", "LDGSTS") else code
+    loads, stores = sass.loads(path), sass.stores(path)
     shared_bytes, warps = compiled.metadata.shared, compiled.metadata.num_warps
     return {
         **job.row(),

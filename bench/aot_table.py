@@ -24,7 +24,7 @@ LEGEND = """\
 Compiled, not run. Registers, bytes of stack and of accesses are of one thread. Spills: LDL + STL
 instructions, those in the main loop among them, stack. CTA/SM: how many fit by registers, shared
 memory and warps. Loads and stores: global ones of 16 bytes + narrower ones; in a kernel without
-matrix products those of its main loop, if that has any. Instructions: main loop of whole kernel.
+matrix products those of its main loop, if that loads. Instructions: main loop of whole kernel.
 a / b: the two versions differ."""
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(@!?\w+\s+)?([A-Z][\w.]*)([^;]*);")
 _LABEL = re.compile(r"^(\.L\w*):")
 _TARGET = re.compile(r"^(.*)`\((\.L\w*)\)")
+_JUMP = re.compile(r"BRA\b|CALL\.REL\.NOINC")  # that call never returns: a jump out of a loop
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
 _ATOMIC = re.compile(r"^(?:RED|ATOM|ATOMG|REDG)\.(?:.*\.)?(?:F16|F32|F64|BF16)")
 
@@ -50,11 +51,11 @@ def parse(text: str) -> list[Instruction]:
             found.append((instruction[1] or "", instruction[2], instruction[3]))
     code = []
     for predicate, opcode, operands in found:
-        target = _TARGET.match(operands) if opcode.startswith("BRA") else None
+        target = _TARGET.match(operands) if _JUMP.match(opcode) else None
         if target is None:
             code.append(Instruction(opcode, None, bool(predicate)))
         else:  # BRA.U and BRA.DIV have their conditions among the operands
-            conditional = bool(predicate or target[1].strip() or opcode != "BRA")
+            conditional = bool(predicate or target[1].strip() or opcode.startswith("BRA."))
             code.append(Instruction(opcode, starts.get(target[2]), conditional))
     return code
 

@@ -123,13 +123,15 @@ def test_the_main_loop_of_a_memory_kernel_is_the_inner_one():
         /*0000*/                   LDG.E R2, desc[UR8][R2.64] ;
 .L_x_1:
         /*0010*/                   LDG.E.128 R2, desc[UR8][R2.64] ;
-        /*0020*/               @P0 BRA `(.L_x_1) ;
-        /*0030*/               @P1 BRA `(.L_x_0) ;
-        /*0040*/                   EXIT ;
+        /*0020*/               @P0 CALL.REL.NOINC `(.L_x_2) ;
+        /*0030*/                   BRA `(.L_x_1) ;
+.L_x_2:
+        /*0040*/               @P1 BRA `(.L_x_0) ;
+        /*0050*/                   EXIT ;
 """
     code = sass.parse(listing)
-    assert sass.loops(code) == [[0, 1, 2, 3], [1, 2]]
-    assert [i.opcode for i in sass.main_loop(code)] == ["LDG.E.128", "BRA"]
+    assert sass.loops(code) == [[0, 1, 2, 3, 4], [1, 2, 3]]
+    assert [i.opcode for i in sass.main_loop(code)] == ["LDG.E.128", "CALL.REL.NOINC", "BRA"]
     assert list(sass.main_loop(code[:1])) == []
 
 
