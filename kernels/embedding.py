@@ -1,12 +1,16 @@
 """Token plus position embedding: x[b, t] = wte[idx[b, t]] + wpe[first_position + t], then dropout.
 
-    dwte[v] = sum of dx over the places where idx is v, in their order; 0 elsewhere
-    dwpe[first_position + t] = sum of dx over the batch
+    dwte[v] = sum of dx, under the mask, over the places where idx is v, in their order; 0 elsewhere
+    dwpe[first_position + t] = sum of dx, under the mask, over the batch
 
-Saved for backward: idx. Sums of 16-bit gradients are kept in fp32: a frequent token has hundreds of
-terms. dwte is dense, because in a model with a tied head the same parameter also gets the dense
-gradient of the loss; with freed memory kept mapped (backend.keep_freed_memory) that costs 2.7 ms at
-V = 50304, C = 384, and 31 ms of page faults without.
+Saved for backward: idx and the mask's key; the mask is drawn again. Sums of 16-bit gradients are
+kept in fp32: a frequent token has hundreds of terms. dwte is dense, because in a model with a tied
+head the same parameter also gets the dense gradient of the loss; with freed memory kept mapped
+(backend.keep_freed_memory) that costs 2.7 ms at V = 50304, C = 384, and 31 ms of page faults
+without. Given the buffer wte_grad, backward adds only the rows that occur to it.
+
+On a GPU each pass is one kernel or two (embedding_triton.py); elsewhere it is torch ops, and the
+compiled dropout in place.
 """
 
 from __future__ import annotations
@@ -15,86 +19,196 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastpar.kernels.backend import define_autograd, define_op, refuse_double_backward
-from fastpar.kernels.philox import Rng, dropout
+from fastpar.kernels.backend import define_autograd, define_op, refuse_double_backward, use_triton
+from fastpar.kernels.philox import Rng, check_rng, draw_key, dropout_block, mask_shape, quantize_p
 
 
-def embedding_fwd(idx: Tensor, wte: Tensor, wpe: Tensor | None, first_position: int) -> Tensor:
-    """x before dropout. Ids are checked on CPU; on a GPU torch asserts on the device."""
+def _check_ids(idx: Tensor, rows: int) -> None:
+    """On CPU; a GPU would have to wait for the answer."""
     if idx.device.type == "cpu" and idx.numel():
         low, high = torch.aminmax(idx)
-        if low < 0 or high >= wte.shape[0]:
+        if low < 0 or high >= rows:
             raise ValueError(
-                f"embedding: expected token ids in [0, {wte.shape[0]}), got "
+                f"embedding: expected token ids in [0, {rows}), got "
                 f"id={int(low if low < 0 else high)}; encode the text with the model's tokenizer"
             )
+
+
+def embedding_fwd(
+    idx: Tensor,
+    wte: Tensor,
+    wpe: Tensor | None,
+    first_position: int,
+    key: Tensor | None,
+    site: int,
+    threshold: int,
+    wte_grad: Tensor | None = None,
+) -> Tensor:
+    """x, under its mask when there is a key. wte_grad is for backward only."""
+    _check_ids(idx, wte.shape[0])
+    if use_triton("embedding", wte):
+        from fastpar.kernels import embedding_triton
+
+        return embedding_triton.embedding_fwd(idx, wte, wpe, first_position, key, site, threshold)
     x = F.embedding(idx, wte)
-    return x if wpe is None else x.add_(wpe[first_position : first_position + idx.shape[1]])
+    if wpe is not None:
+        x.add_(wpe[first_position : first_position + idx.shape[1]])
+    if key is None:
+        return x
+    return dropout_block(x, key, site, threshold, mask_shape(x.shape), out=x)
+
+
+def _sums_of_tokens(dx: Tensor, idx: Tensor) -> tuple[Tensor, Tensor]:
+    """The ids that occur and the sums of their rows, at least fp32."""
+    tokens, place = idx.flatten().unique(return_inverse=True)
+    wide = torch.promote_types(dx.dtype, torch.float32)
+    sums = dx.new_zeros(tokens.numel(), dx.shape[-1], dtype=wide)
+    return tokens, sums.index_add_(0, place, dx.flatten(0, 1).to(wide))
 
 
 def _sum_by_token(dx: Tensor, idx: Tensor, rows: int) -> Tensor:
     """dwte: [rows, C]."""
     if dx.dtype.itemsize > 2 or dx.device.type != "cpu":  # torch's CUDA kernel sums in fp32
         return torch.ops.aten.embedding_dense_backward(dx, idx, rows, -1, False)
-    tokens, place = idx.flatten().unique(return_inverse=True)
-    sums = dx.new_zeros(tokens.numel(), dx.shape[-1], dtype=torch.float32)
-    sums.index_add_(0, place, dx.flatten(0, 1).float())
-    return dx.new_zeros(rows, dx.shape[-1]).index_copy_(0, tokens, sums.to(dx.dtype))
+    tokens, sums = _sums_of_tokens(dx, idx)
+    return dx.new_zeros(rows, dx.shape[-1]).index_copy_(0, tokens.long(), sums.to(dx.dtype))
+
+
+def _add_by_token(dx: Tensor, idx: Tensor, wte_grad: Tensor) -> None:
+    if dx.device.type != "cpu":  # index_add_ is not deterministic there
+        wte_grad.add_(_sum_by_token(dx, idx, wte_grad.shape[0]))
+        return
+    tokens, sums = _sums_of_tokens(dx, idx)
+    tokens = tokens.long()
+    sums += wte_grad[tokens]
+    wte_grad.index_copy_(0, tokens, sums.to(wte_grad.dtype))
+
+
+def _sum_by_position(dx: Tensor, T: int, positions: int, first_position: int) -> Tensor:
+    """dwpe: [positions, C]."""
+    dwpe = dx.new_zeros(positions, dx.shape[-1])
+    if positions:
+        torch.sum(dx, 0, out=dwpe[first_position : first_position + T])
+    return dwpe
+
+
+def _masked(dx: Tensor, key: Tensor | None, site: int, threshold: int) -> Tensor:
+    dx = dx.contiguous()
+    if key is None:
+        return dx
+    return dropout_block(dx, key, site, threshold, mask_shape(dx.shape))
 
 
 def embedding_bwd(
-    dx: Tensor, idx: Tensor, rows: int, positions: int, first_position: int
+    dx: Tensor,
+    idx: Tensor,
+    key: Tensor | None,
+    site: int,
+    threshold: int,
+    rows: int,
+    positions: int,
+    first_position: int,
 ) -> tuple[Tensor, Tensor]:
     """dwte [rows, C] and dwpe [positions, C]; either is [0, C] when its size is given as 0."""
-    dx = dx.contiguous()
-    C, T = dx.shape[-1], idx.shape[1]
+    C = dx.shape[-1]
+    if use_triton("embedding", dx):
+        from fastpar.kernels import embedding_triton
+
+        dx, mask = dx.contiguous(), (key, site, threshold)
+        dwte = dx.new_zeros(rows, C)
+        if rows:
+            embedding_triton.embedding_bwd_wte(dx, idx, *mask, dwte, add=False)
+        return dwte, embedding_triton.embedding_bwd_wpe(dx, idx, *mask, positions, first_position)
+    dx = _masked(dx, key, site, threshold)
     dwte = _sum_by_token(dx, idx, rows) if rows else dx.new_empty(0, C)
-    dwpe = dx.new_zeros(positions, C)
-    if positions:
-        torch.sum(dx, 0, out=dwpe[first_position : first_position + T])
-    return dwte, dwpe
+    return dwte, _sum_by_position(dx, idx.shape[1], positions, first_position)
 
 
-def _fake(idx, wte, wpe, first_position):
+def embedding_bwd_(
+    wte_grad: Tensor,
+    dx: Tensor,
+    idx: Tensor,
+    key: Tensor | None,
+    site: int,
+    threshold: int,
+    positions: int,
+    first_position: int,
+) -> Tensor:
+    """Adds dwte to wte_grad and returns dwpe as embedding_bwd."""
+    if use_triton("embedding", dx):
+        from fastpar.kernels import embedding_triton
+
+        dx, mask = dx.contiguous(), (key, site, threshold)
+        embedding_triton.embedding_bwd_wte(dx, idx, *mask, wte_grad, add=True)
+        return embedding_triton.embedding_bwd_wpe(dx, idx, *mask, positions, first_position)
+    dx = _masked(dx, key, site, threshold)
+    _add_by_token(dx, idx, wte_grad)
+    return _sum_by_position(dx, idx.shape[1], positions, first_position)
+
+
+def _fake(idx, wte, wpe, first_position, key, site, threshold, wte_grad=None):
     return wte.new_empty(*idx.shape, wte.shape[1])
 
 
-def _bwd_fake(dx, idx, rows, positions, first_position):
+def _bwd_fake(dx, idx, key, site, threshold, rows, positions, first_position):
     return dx.new_empty(rows, dx.shape[-1]), dx.new_empty(positions, dx.shape[-1])
 
 
+def _add_fake(wte_grad, dx, idx, key, site, threshold, positions, first_position):
+    return dx.new_empty(positions, dx.shape[-1])
+
+
 _embedding = define_op(
-    "embedding(Tensor idx, Tensor wte, Tensor? wpe, SymInt first_position) -> Tensor",
+    "embedding(Tensor idx, Tensor wte, Tensor? wpe, SymInt first_position, Tensor? key, int site, "
+    "int threshold, Tensor? wte_grad) -> Tensor",
     embedding_fwd,
     _fake,
     ("CPU", "CUDA"),
 )
 _embedding_bwd = define_op(
-    "embedding_bwd(Tensor dx, Tensor idx, SymInt rows, SymInt positions, SymInt first_position)"
-    " -> (Tensor, Tensor)",
+    "embedding_bwd(Tensor dx, Tensor idx, Tensor? key, int site, int threshold, SymInt rows, "
+    "SymInt positions, SymInt first_position) -> (Tensor, Tensor)",
     embedding_bwd,
     _bwd_fake,
+    ("CPU", "CUDA"),
+)
+_embedding_bwd_ = define_op(
+    "embedding_bwd_(Tensor(a!) wte_grad, Tensor dx, Tensor idx, Tensor? key, int site, "
+    "int threshold, SymInt positions, SymInt first_position) -> Tensor",
+    embedding_bwd_,
+    _add_fake,
     ("CPU", "CUDA"),
 )
 
 
 def _setup_context(ctx, inputs, output):
-    idx, wte, wpe, ctx.first_position = inputs
-    ctx.save_for_backward(idx)
-    ctx.rows = wte.shape[0] if wte.requires_grad else 0
+    idx, wte, wpe, ctx.first_position, key, ctx.site, ctx.threshold, wte_grad = inputs
+    ctx.save_for_backward(idx, key)
+    # Not saved: between forward and backward others add to the same buffer (the tied head does).
+    ctx.wte_grad = wte_grad if wte.requires_grad else None
+    ctx.rows = wte.shape[0] if wte.requires_grad and wte_grad is None else 0
     ctx.positions = wpe.shape[0] if wpe is not None and wpe.requires_grad else 0
 
 
 def _backward(ctx, dx):
     refuse_double_backward("embedding")
-    dwte, dwpe = _embedding_bwd(dx, *ctx.saved_tensors, ctx.rows, ctx.positions, ctx.first_position)
-    return None, dwte if ctx.rows else None, dwpe if ctx.positions else None, None
+    idx, key = ctx.saved_tensors
+    mask, places = (key, ctx.site, ctx.threshold), (ctx.positions, ctx.first_position)
+    dwte = None
+    if ctx.wte_grad is None:
+        dwte, dwpe = _embedding_bwd(dx, idx, *mask, ctx.rows, *places)
+    else:
+        dwpe = _embedding_bwd_(ctx.wte_grad, dx, idx, *mask, *places)
+    none = (None,) * 5
+    return None, dwte if ctx.rows else None, dwpe if ctx.positions else None, *none
 
 
 define_autograd(_embedding, _setup_context, _backward)
 
 
-def _check(idx: Tensor, wte: Tensor, wpe: Tensor | None, first_position: int) -> None:
+def _check(
+    idx: Tensor, wte: Tensor, wpe: Tensor | None, first_position: int, wte_grad: Tensor | None
+) -> None:
     if idx.dim() != 2 or idx.dtype not in (torch.int64, torch.int32):
         raise ValueError(
             f"embedding: expected idx [B, T] of int64 or int32, got idx={list(idx.shape)} "
@@ -110,6 +224,8 @@ def _check(idx: Tensor, wte: Tensor, wpe: Tensor | None, first_position: int) ->
             f"embedding: expected idx on wte's device {wte.device}, got idx on {idx.device}; "
             "move one of them"
         )
+    if wte_grad is not None:
+        _check_wte_grad(wte_grad, wte)
     if wpe is None:
         return
     if wpe.dim() != 2 or wpe.shape[1] != wte.shape[1]:
@@ -129,6 +245,24 @@ def _check(idx: Tensor, wte: Tensor, wpe: Tensor | None, first_position: int) ->
         )
 
 
+def _check_wte_grad(wte_grad: Tensor, wte: Tensor) -> None:
+    if wte_grad.shape != wte.shape or wte_grad.device != wte.device:
+        raise ValueError(
+            f"embedding: expected wte_grad like wte ({list(wte.shape)}, {wte.device}), got "
+            f"wte_grad={list(wte_grad.shape)} on {wte_grad.device}; pass the buffer of its gradient"
+        )
+    if wte_grad.dtype not in (wte.dtype, torch.float32):
+        raise ValueError(
+            f"embedding: expected wte_grad of wte's dtype {wte.dtype} or float32, got "
+            f"wte_grad={wte_grad.dtype}; pass the buffer of its gradient"
+        )
+    if wte_grad.stride(1) != 1 and wte_grad.shape[1] != 1:
+        raise ValueError(
+            "embedding: expected wte_grad with contiguous rows, got "
+            f"wte_grad.stride()={wte_grad.stride()}; allocate it as [V, C]"
+        )
+
+
 def embedding(
     idx: Tensor,
     wte: Tensor,
@@ -137,6 +271,7 @@ def embedding(
     first_position: int = 0,
     dropout_p: float = 0.0,
     rng: Rng | None = None,
+    wte_grad: Tensor | None = None,
 ) -> Tensor:
     """Token plus position embedding: x = dropout(wte[idx] + wpe[first_position:][:T]).
 
@@ -147,17 +282,29 @@ def embedding(
         first_position: position of the first token.
         dropout_p: rounded to a multiple of 1/256.
         rng: key and site of the mask; None draws a key from torch's default generator.
+        wte_grad: [V, C], fp32 or dtype of wte, rows contiguous: backward adds the gradient of wte
+            to it, in place, and leaves wte.grad alone. For a tied head, which adds to the same
+            buffer.
     Returns:
-        x: [B, T, C], dtype of wte. idx is kept for backward.
+        x: [B, T, C], dtype of wte. idx and the key are kept for backward.
     Raises:
         ValueError: shapes, dtypes or devices that differ from the above; a position beyond wpe; an
-            id outside [0, V) (on a GPU this is a device-side assert of torch); dropout_p outside
-            [0, 1).
+            id outside [0, V), on CPU; dropout_p outside [0, 1); a key or site that the mask cannot
+            hold.
         RuntimeError: a second derivative is asked for.
-    Traffic: 2 * x.numel() * x.element_size() bytes forward; backward writes dwte once.
+    Ids outside [0, V) on a GPU, which nothing waits for: the row is NaN (0 where dropped) and has
+    no gradient; nothing outside the tables is read or written. (With FASTPAR_BACKEND=torch or fp64,
+    torch's device-side assert.)
+    Traffic: 2 * x.numel() * x.element_size() bytes forward; backward reads dx once for each table
+        and writes dwte once, or with wte_grad only the rows that occur.
     Deterministic: yes, bitwise.
     Oracle: fastpar.kernels.reference.embedding_ref
     Source: Radford et al. 2019, Language Models are Unsupervised Multitask Learners
     """
-    _check(idx, wte, wpe, first_position)
-    return dropout(_embedding(idx, wte, wpe, first_position), dropout_p, rng)
+    _check(idx, wte, wpe, first_position, wte_grad)
+    key, site, threshold = None, 0, quantize_p(dropout_p)
+    if threshold:
+        rng = Rng(draw_key(wte.device), 0) if rng is None else rng
+        check_rng(rng, 1, wte.device)
+        key, site = rng
+    return _embedding(idx, wte, wpe, first_position, key, site, threshold, wte_grad)

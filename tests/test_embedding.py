@@ -103,15 +103,99 @@ def test_dropout_is_that_of_the_op_alone():
     assert torch.equal(embedding(idx, wte, wpe, dropout_p=0.5, rng=RNG), expected)
 
 
+def added(op, p):
+    """(idx, wte, wpe, wte_grad, dx) -> wte_grad with the gradient of wte added, and that of wpe."""
+
+    def run(idx, wte, wpe, total, dx):
+        wte, wpe = (t.detach().requires_grad_() for t in (wte, wpe))
+        if op is embedding_ref:
+            x = op(idx, wte, wpe, dropout_p=p, rng=RNG)
+            dwte, dwpe = torch.autograd.grad(x, (wte, wpe), dx)
+            return total + dwte, dwpe
+        total = total.clone()
+        op(idx, wte, wpe, dropout_p=p, rng=RNG, wte_grad=total).backward(dx)
+        assert wte.grad is None
+        return total, wpe.grad
+
+    return run
+
+
+@pytest.mark.parametrize(("dtype", "wide"), [(d, w) for d in DTYPES for w in (d, torch.float32)])
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_wte_grad_gets_the_gradient_added(dtype, wide, p):
+    wte, wpe = tables(50, 20, 33, dtype)
+    idx = torch.randint(0, 20, (4, 17), dtype=torch.int32)
+    dx, total = torch.randn(4, 17, 33).to(dtype), torch.randn(50, 33).to(wide)
+    inputs = [idx, wte.detach(), wpe.detach(), total, dx]
+    assert_matches_oracle(added(embedding, p), added(embedding_ref, p), inputs)
+    got, _ = added(embedding, p)(*inputs)
+    assert torch.equal(got[20:], total[20:])
+
+
+def test_wte_grad_with_rows_apart():
+    wte, _ = tables(5, 1, 4)
+    both = torch.zeros(5, 8)
+    embedding(torch.tensor([[4, 0, 4]]), wte, wte_grad=both[:, 4:]).sum().backward()
+    assert torch.equal(both[:, 4], torch.tensor([1.0, 0, 0, 0, 2]))
+    assert (both[:, :4] == 0).all()
+
+
+def test_wte_grad_sums_in_float32_before_it_rounds():
+    """256 + 1000 terms of 1/128: in bf16 not one of them would change 256."""
+    wte = torch.zeros(3, 4, dtype=torch.bfloat16, requires_grad=True)
+    total = torch.full((3, 4), 256.0, dtype=torch.bfloat16)
+    x = embedding(torch.ones(1, 1000, dtype=torch.int64), wte, wte_grad=total)
+    x.backward(torch.full((1, 1000, 4), 1 / 128, dtype=torch.bfloat16))
+    assert torch.equal(total[1], torch.full((4,), 256 + 1000 / 128).bfloat16())
+    assert (total[[0, 2]] == 256).all()
+
+
+def test_wte_grad_may_change_between_forward_and_backward():
+    """The tied head adds to it."""
+    wte, _ = tables(5, 3, 4)
+    total = torch.zeros(5, 4)
+    x = embedding(torch.tensor([[4, 0, 4]]), wte, wte_grad=total)
+    total += 1
+    x.sum().backward()
+    assert torch.equal(total[:, 0], torch.tensor([2.0, 1, 1, 1, 3]))
+
+
+def test_frozen_wte_leaves_wte_grad_alone():
+    wte, wpe = tables(5, 3, 4)
+    total = torch.zeros(5, 4)
+    embedding(torch.tensor([[4, 0]]), wte.detach(), wpe, wte_grad=total).sum().backward()
+    assert (total == 0).all()
+    assert torch.equal(wpe.grad[:, 0], torch.tensor([1.0, 1, 0]))
+
+
+def test_compiles_into_one_graph_with_wte_grad():
+    wte, wpe = tables(5, 3, 4)
+    idx = torch.tensor([[4, 0], [4, 4]])
+
+    def f(idx, wte, wpe, total):
+        return embedding(idx, wte, wpe, dropout_p=0.3, rng=RNG, wte_grad=total)
+
+    totals = [torch.ones(5, 4) for _ in "ab"]
+    for g, total in zip((f, torch.compile(f, fullgraph=True, backend="aot_eager")), totals):
+        wpe.grad = None
+        g(idx, wte, wpe, total).square().sum().backward()
+        assert wte.grad is None
+    assert torch.equal(*totals)
+    assert not torch.equal(totals[0], torch.ones(5, 4))
+
+
 def test_registration():
     wte, wpe = tables(5, 3, 4)
     idx = torch.tensor([[4, 0]])
+    ops, mask, dx = torch.ops.fastpar, (make_key(3, 5), 1, 77), torch.randn(1, 2, 4)
     for table in (wpe, None):
-        torch.library.opcheck(torch.ops.fastpar.embedding.default, (idx, wte, table, 1))
+        torch.library.opcheck(ops.embedding.default, (idx, wte, table, 1, None, 0, 0, None))
+    torch.library.opcheck(ops.embedding.default, (idx, wte, wpe, 1, *mask, None))
     for rows, positions in ((5, 3), (0, 3), (5, 0)):
-        torch.library.opcheck(
-            torch.ops.fastpar.embedding_bwd.default, (torch.randn(1, 2, 4), idx, rows, positions, 0)
-        )
+        torch.library.opcheck(ops.embedding_bwd.default, (dx, idx, *mask, rows, positions, 0))
+    for positions in (0, 3):
+        args = (torch.randn(5, 4), dx, idx, *mask, positions, 0)
+        torch.library.opcheck(ops.embedding_bwd_.default, args)
 
 
 def test_compiles_into_one_graph():
@@ -168,6 +252,23 @@ def ones(*shape, **kwargs):
 def test_bad_input_is_refused(args, first_position, message):
     with pytest.raises(ValueError, match="embedding: .*" + message):
         embedding(*args, first_position=first_position)
+
+
+@pytest.mark.parametrize(
+    ("wte_grad", "message"),
+    [
+        (ones(5, 3), r"expected wte_grad like wte \(\[5, 4\], cpu\), got wte_grad=\[5, 3\] on cpu"),
+        (ones(5, 4, device="meta"), r"got wte_grad=\[5, 4\] on meta"),
+        (
+            ones(5, 4).half(),
+            r"expected wte_grad of wte's dtype .*float32, got wte_grad=torch.float16",
+        ),
+        (ones(4, 5).T, r"expected wte_grad with contiguous rows, got wte_grad.stride\(\)=\(1, 5\)"),
+    ],
+)
+def test_bad_wte_grad_is_refused(wte_grad, message):
+    with pytest.raises(ValueError, match="embedding: .*" + message):
+        embedding(IDX, ones(5, 4), wte_grad=wte_grad)
 
 
 @pytest.mark.gpu
