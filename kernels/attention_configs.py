@@ -8,6 +8,7 @@ with set_config(). A GPU without a table of its own uses that of table_for().
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,7 +70,7 @@ def _check(key: tuple[str, ...], entry: Any) -> Config:
 
 
 @functools.cache
-def load_configs(path: Path = PATH) -> dict[tuple[int, str, int, str], Config]:
+def load_configs(path: Path) -> dict[tuple[int, str, int, str], Config]:
     """(arch, kernel, padded head dim, variant) -> Config, all of them, checked.
 
     Raises:
@@ -92,14 +93,14 @@ def load_configs(path: Path = PATH) -> dict[tuple[int, str, int, str], Config]:
 @functools.cache
 def get_config(arch: int, kernel: str, head_dim: int, variant: str) -> Config:
     """The Config of a kernel on a GPU of this compute capability; head_dim already padded."""
-    config = load_configs()[table_for(arch), kernel, head_dim, variant]
+    config = load_configs(PATH)[table_for(arch), kernel, head_dim, variant]
     return config if arch == 90 else config._replace(load="ptr")
 
 
 def set_config(
-    arch: int, kernel: str, head_dim: int, variant: str, config: Config, path: Path = PATH
+    arch: int, kernel: str, head_dim: int, variant: str, config: Config, path: Path | None = None
 ) -> None:
-    """Writes one entry of the table; calls from now on use it.
+    """Writes one entry of the table (of PATH by default); calls from now on use it.
 
     Raises:
         ValueError: no such place in the table, or an impossible config.
@@ -111,6 +112,7 @@ def set_config(
             f"of {VARIANTS}, got place={' / '.join(key)}; choose one of these"
         )
     _check(key, config._asdict())
+    path = PATH if path is None else path
     table = json.loads(path.read_text())
     table[key[0]][kernel][str(head_dim)][variant] = config._asdict()
     path.write_text(_render(table))
@@ -134,29 +136,24 @@ def _render(table: dict[str, Any], depth: int = 3) -> str:
 def candidates(arch: int, kernel: str, head_dim: int, variant: str) -> list[Config]:
     """Configs worth timing: tiles that fit registers and shared memory by arithmetic.
 
-    Accumulators of more than 160 registers a thread spill, and more warps than 16-row slices of a
-    tile compute the same rows twice.
+    More than 160 values of scores and accumulators a thread spill, and more warps than 16-row
+    slices of the scores compute the same rows twice.
     """
-    table = table_for(arch)
     element_bytes = 4 if variant == "fp32" else 2
+    n_scores, n_outputs = {"fwd": (1, 1), "bwd_dq": (2, 1), "bwd_dkdv": (2, 2)}[kernel]
+    ordered = variant == "dropout" and kernel != "bwd_dkdv"  # keys in an order no descriptor has
+    loads = ("tma", "ptr") if arch == 90 and variant != "fp32" and not ordered else ("ptr",)
     found = []
-    for block_q in (32, 64, 128):
-        for block_k in (32, 64, 128):
-            for num_warps in (4, 8):
-                rows, cols = (block_k, block_q) if kernel == "bwd_dkdv" else (block_q, block_k)
-                if num_warps * 16 > rows and not (variant == "fp32" and num_warps == 4):
-                    continue
-                n_scores, n_outputs = (2, 2) if kernel == "bwd_dkdv" else (1, 1)
-                values = rows * (n_scores * cols + n_outputs * head_dim)
-                if values > 160 * 32 * num_warps:
-                    continue
-                for num_stages in (1, 2, 3):
-                    held = rows * head_dim * (1 if kernel == "fwd" else 2)
-                    streamed = 2 * cols * head_dim * num_stages
-                    if (held + streamed) * element_bytes > SHARED_BYTES[table]:
-                        continue
-                    loads = ("tma", "ptr") if arch == 90 and variant != "fp32" else ("ptr",)
-                    found += [
-                        Config(block_q, block_k, num_warps, num_stages, load) for load in loads
-                    ]
+    for block_q, block_k, num_warps in itertools.product((32, 64, 128), (32, 64, 128), (4, 8)):
+        owned, walked = (block_k, block_q) if kernel == "bwd_dkdv" else (block_q, block_k)
+        score_rows = block_q if variant == "dropout" else owned
+        if num_warps * 16 > score_rows and variant != "fp32":
+            continue
+        values = n_scores * block_q * block_k + n_outputs * owned * head_dim
+        if values > 160 * 32 * num_warps:
+            continue
+        for num_stages in (1, 2, 3):
+            rows = owned * n_scores + 2 * walked * num_stages
+            if rows * head_dim * element_bytes <= SHARED_BYTES[table_for(arch)]:
+                found += [Config(block_q, block_k, num_warps, num_stages, x) for x in loads]
     return found
