@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -124,6 +125,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="tiny shapes: does the code run?")
     parser.add_argument("--out", type=Path, help="JSON file the rows are merged into")
     parser.add_argument("--commit-results", action="store_true", help="write to bench/results")
+    parser.add_argument("--total-limit", type=float, default=float("inf"), help="seconds")
     args = parser.parse_args(argv)
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     implementation = args.implementation or {"cuda": "triton", "cpu": "cpp"}[device]
@@ -151,11 +153,15 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     print("ratios of the largest and the RMS error to PyTorch's; single numbers: error (PyTorch's)")
     failing = []
+    start = time.monotonic()
     for row in measure(implementation, device, quick=args.quick, only=args.op):
         print(format_row(row), flush=True)
         file.add(row)
         if row.fails:
             failing.append(row.key)
+        if time.monotonic() - start > args.total_limit:
+            failing.append(f"all after {row.key}: --total-limit is used up")
+            break
     for key in failing:
         print(f"fails: {key}")
     print(f"{len(file.rows)} rows in {os.path.relpath(out)}")

@@ -1,10 +1,13 @@
 #!/usr/bin/env bash
 # What `make gpu` runs on a machine with an NVIDIA GPU and no network: build there, GPU tests, all
-# benches, results to bench/results/<gpu>_<date>.json. Under 9 minutes on one H200; every part keeps
-# what it has when its time is up, and no part's failure stops the others.
+# benches, results to bench/results/<gpu>_<date>.json, errors to bench/results/errors. Under 9 minutes
+# on one H200; every part keeps what it has when its time is up, and no part's failure stops the
+# others.
 #
-#   bench/gpu.sh                    everything
-#   bench/gpu.sh --part ops         one part: tests | ops | train (may be given several times)
+#   bench/gpu.sh                    tests, ops, errors and train
+#   bench/gpu.sh --part ops         one part: tests | ops | errors | tune | train (also several)
+#   bench/gpu.sh --part ops --op attention --op gelu  of the ops only these
+#   bench/gpu.sh --part tune        tiles of the attention kernels: writes kernels/attention_configs.json
 #   bench/gpu.sh --device cpu --quick --part ops      the same code without a GPU, tiny shapes
 #
 # PYTHON names the interpreter: it needs torch, pybind11, ninja, setuptools, numpy, pytest.
@@ -13,20 +16,24 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
-PARTS="" DEVICE=cuda QUICK=""
+PARTS="" DEVICE=cuda QUICK="" OPS=()
 usage() {
-  echo "gpu.sh: expected --part tests|ops|train, --device cuda|cpu or --quick, got $1; see bench/gpu.sh" >&2
+  echo "gpu.sh: expected --part tests|ops|errors|tune|train, --op NAME, --device cuda|cpu or --quick, got $1;" \
+    "see bench/gpu.sh" >&2
   exit 2
 }
 while (($#)); do
   case "$1 ${2:-}" in
-    "--part tests" | "--part ops" | "--part train") PARTS+=" $2"; shift 2 ;;
+    "--part tests" | "--part ops" | "--part errors" | "--part tune" | "--part train") PARTS+=" $2"; shift 2 ;;
+    "--op "?*) OPS+=("$2"); shift 2 ;;
     "--device cuda" | "--device cpu") DEVICE=$2; shift 2 ;;
     "--quick "*) QUICK=--quick; shift ;;
     *) usage "$1 ${2:-}" ;;
   esac
 done
-PARTS=${PARTS:-tests ops train}
+PARTS=${PARTS:-tests ops errors train}
+# The issue's targets first, in case the time runs out.
+((${#OPS[@]})) || OPS=(ceilings attention layer_norm linear_cross_entropy cross_entropy gelu embedding adamw philox linear)
 LIMIT_S=520  # of all parts together; the build comes before
 LOGS=${OUT:-build/gpu}
 mkdir -p "$LOGS"
@@ -87,12 +94,15 @@ build >"$LOGS/build.log" 2>&1 || { cat "$LOGS/build.log"; echo "gpu.sh: the buil
 tail -n 25 "$LOGS/build.log"
 SECONDS=0
 
-# Newest result file of this device, for $OUT.
+# For $OUT: the newest result file, the newest error ledger, a table of tiles that was tuned.
 bring_results() {
   [[ -n ${OUT:-} ]] || return 0
   local newest
-  newest=$(ls -t bench/results/*.json build/bench/*/*.json 2>/dev/null | head -n 1)
+  newest=$(ls -t bench/results/*.json build/bench/{full,quick}/*.json 2>/dev/null | head -n 1)
   [[ -z $newest ]] || cp "$newest" "$OUT/"
+  newest=$(ls -t bench/results/errors/*.json build/bench/errors/*.json 2>/dev/null | head -n 1)
+  [[ -z $newest ]] || { mkdir -p "$OUT/errors" && cp "$newest" "$OUT/errors/"; }
+  [[ $PARTS != *tune* ]] || cp kernels/attention_configs.json "$OUT/"
 }
 trap bring_results EXIT
 
@@ -114,12 +124,12 @@ run_tests() {
   esac
   echo "($((SECONDS - started)) s)"
 }
-run_bench() {
-  local started=$SECONDS limit=$1 name=$2 target=--commit-results
-  shift 2
-  [[ -z $QUICK ]] || target=--quick
-  "$PYTHON" -m bench "$@" --device "$DEVICE" $target --total-limit "$limit" 2>&1 |
-    tee "$LOGS/bench_$name.log"
+
+# run_logged <name> <arguments of python -m bench>
+run_logged() {
+  local started=$SECONDS name=$1
+  shift
+  "$PYTHON" -m bench "$@" 2>&1 | tee "$LOGS/bench_$name.log"
   if ((PIPESTATUS[0])); then
     fail "bench $name: something failed or was refused, see above"
   else
@@ -129,9 +139,19 @@ run_bench() {
   bring_results
 }
 
+TARGET=--commit-results
+[[ -z $QUICK ]] || TARGET=--quick
+
 # Alone, the part tests runs the whole suite but the slow ones; beside others, what a GPU can change:
-# the tests that need one and those of the ops.
+# the tests that need one and those of the ops, their Triton kernels first.
 ALONE=$([[ $PARTS == *ops* || $PARTS == *train* ]] && echo 0 || echo 1)
+# Seconds that the parts after this one need.
+reserve() {
+  local seconds=0
+  [[ $1 == errors || $PARTS != *errors* ]] || seconds=45
+  [[ $PARTS != *train* ]] || seconds=$((seconds + 130))
+  echo "$seconds"
+}
 least() { echo $(($1 < $2 ? $1 : $2)); }
 for part in $PARTS; do
   echo "=== $part ($((LIMIT_S - SECONDS)) s left)"
@@ -140,19 +160,27 @@ for part in $PARTS; do
       run_tests "$(least 100 $((LIMIT_S - SECONDS)))" gpu -m gpu
       selected=(-m "not slow and not gpu")
       if ((!ALONE)); then
-        for file in kernels/*.py; do
+        for file in $(ls kernels/*_triton.py) $(ls kernels/*.py | grep -v _triton.py); do
           file=tests/test_$(basename "$file" .py).py
           [[ ! -e $file ]] || selected+=("$file")
         done
       fi
       "$PYTHON" -c 'import xdist' 2>/dev/null && selected+=(-n 8)
-      run_tests "$(least $((ALONE ? 400 : 70)) $((LIMIT_S - SECONDS)))" rest "${selected[@]}"
+      run_tests "$(least $((ALONE ? 400 : 100)) $((LIMIT_S - SECONDS)))" rest "${selected[@]}"
       ;;
     ops)
-      run_bench $((LIMIT_S - SECONDS - ($([[ $PARTS == *train* ]] && echo 160 || echo 0)))) ops \
-        ceilings attention layer_norm adamw linear_cross_entropy gelu embedding linear philox
+      run_logged ops "${OPS[@]}" --device "$DEVICE" $TARGET \
+        --total-limit $((LIMIT_S - SECONDS - $(reserve ops)))
       ;;
-    train) run_bench $((LIMIT_S - SECONDS)) train train ;;
+    errors)
+      run_logged errors errors --device "$DEVICE" $TARGET \
+        --total-limit $((LIMIT_S - SECONDS - $(reserve errors)))
+      ;;
+    tune)
+      run_logged tune attention --tune --device "$DEVICE" --commit-results \
+        --total-limit $((LIMIT_S - SECONDS - $(reserve tune)))
+      ;;
+    train) run_logged train train --device "$DEVICE" $TARGET --total-limit $((LIMIT_S - SECONDS)) ;;
   esac
 done
 

@@ -13,7 +13,7 @@ import torch
 from test_records import ABOUT
 
 from bench import __main__ as door
-from bench import bench_adamw
+from bench import bench_adamw, peers
 from bench.harness import (
     CYCLES_PER_US,
     Bench,
@@ -27,6 +27,7 @@ from bench.harness import (
     stopwatch,
 )
 from bench.records import ResultFile, load
+from bench.targets import faster
 from fastpar.kernels.reference import bias_gelu_ref
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -157,6 +158,19 @@ def test_bind_forward_has_no_graph_and_backward_gives_every_gradient():
     torch.testing.assert_close(dw, x.sum(0))  # the cotangent of a loss is 1
 
 
+def test_bind_backward_runs_the_forward_once():
+    w, forwards = torch.randn(3, requires_grad=True), []
+
+    def function(w):
+        forwards.append(w)
+        return (w * w).sum()
+
+    (call,) = bind(function, [(w,)], "backward")
+    for _ in range(3):
+        torch.testing.assert_close(call(), (2 * w.detach(),))
+    assert len(forwards) == 1
+
+
 # The gate
 
 
@@ -251,6 +265,66 @@ def test_peers_may_round_worse_but_not_compute_something_else(tmp_path):
     assert refused["other"]
 
 
+def test_compiled_backward_alone(tmp_path):
+    """Runs again and again although torch.compile would give its buffers away."""
+    case = gelu_case(bias_gelu_ref, compiled=True, directions=("backward",))
+    make_bench(tmp_path).run([case])
+    _, rows = load(tmp_path / "rows.json")
+    assert {r.variant: r.refused for r in rows} == {
+        "eager": None,
+        "fastpar": None,
+        "torch.compile": None,
+    }
+
+
+def test_a_variant_that_overwrites_its_input_comes_last(tmp_path):
+    """Or those after it would be judged and timed on what it left."""
+
+    def overwrites(x, b):
+        y = bias_gelu_ref(x, b)
+        with torch.no_grad():
+            x.zero_()
+        return y
+
+    case = gelu_case(bias_gelu_ref, directions=("forward",), in_place=("liger",), compiled=True)
+    case.variants = {"liger": overwrites, **case.variants}
+    make_bench(tmp_path).run([case])
+    _, rows = load(tmp_path / "rows.json")
+    assert [r.variant for r in rows] == ["eager", "fastpar", "torch.compile", "liger"]
+    assert all(r.refused is None for r in rows)
+
+
+def test_targets_go_into_the_notes_of_fastpar_alone(tmp_path):
+    case = gelu_case(bias_gelu_ref, targets={"forward": [faster(2.0, "eager")]})
+    make_bench(tmp_path).run([case])
+    case.variants["fastpar"] = lambda x, b: x  # wrong: refused, and still bound to its target
+    make_bench(tmp_path, only="bias").run([replace(case, name="bias wrong")])
+    _, rows = load(tmp_path / "rows.json")
+    noted = {(r.case, r.direction, r.variant): r.notes for r in rows if r.notes}
+    assert noted == {
+        (name, "forward", "fastpar"): {"targets": [["speed", 2.0, "eager"]]}
+        for name in ("bias_gelu", "bias wrong")
+    }
+
+
+def test_a_peer_that_is_not_installed_is_a_visible_row(tmp_path):
+    case = gelu_case(bias_gelu_ref, directions=("forward",))
+    case.variants["liger"] = peers.installed("no_such_package.ops", "gelu")
+    make_bench(tmp_path).run([case])
+    _, rows = load(tmp_path / "rows.json")
+    assert rows[-1].refused == "ImportError: no_such_package is not installed"
+    assert peers.installed("math", "sqrt")(9.0) == 3.0
+
+
+def test_peers_of_a_missing_package_are_all_refused():
+    found = [peers.layer_norms(), peers.rms_norms(), peers.cross_entropies()]
+    found += [peers.linear_cross_entropies(), peers.attentions(0.0), peers.attentions(0.1)]
+    assert [list(f) for f in found] == [["liger"]] * 4 + [
+        ["flash-attn 2", "flash-attn 3"],
+        ["flash-attn 2"],
+    ]
+
+
 def test_only_runs_the_named_cases(tmp_path):
     bench = make_bench(tmp_path, only="N=7")
     bench.run([gelu_case(bias_gelu_ref)])
@@ -328,7 +402,7 @@ def test_one_bench_that_runs_out_of_time_does_not_stop_the_next(tmp_path, monkey
 def test_gpu_script_refuses_bad_arguments():
     failed = run("bash", "bench/gpu.sh", "--part", "nope")
     assert failed.returncode == 2
-    assert "gpu.sh: expected --part tests|ops|train" in failed.stderr
+    assert "gpu.sh: expected --part tests|ops|errors|tune|train" in failed.stderr
     if not torch.cuda.is_available():
         failed = run("bash", "bench/gpu.sh", PYTHON=sys.executable)
         assert failed.returncode == 2
