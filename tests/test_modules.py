@@ -1,0 +1,362 @@
+"""fastpar's nn.Modules against torch's: results, dtypes, keys, copies, compilation, errors."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrize
+
+import fastpar
+from fastpar.kernels import keep_mask
+from fastpar.kernels.philox import Rng, draw_key
+from fastpar.testing import assert_matches_oracle
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# ours, torch's, an input: every module that has a counterpart in torch.
+PAIRS = {
+    "LayerNorm": (fastpar.LayerNorm, nn.LayerNorm, (24,), {}),
+    "LayerNorm eps": (fastpar.LayerNorm, nn.LayerNorm, (24, 1e-2), {}),
+    "LayerNorm of two dims": (fastpar.LayerNorm, nn.LayerNorm, ((6, 24),), {}),
+    "LayerNorm without bias": (fastpar.LayerNorm, nn.LayerNorm, (24,), {"bias": False}),
+    "LayerNorm without weights": (
+        fastpar.LayerNorm, nn.LayerNorm, (24,), {"elementwise_affine": False},
+    ),
+    "RMSNorm": (fastpar.RMSNorm, nn.RMSNorm, (24,), {}),
+    "RMSNorm eps": (fastpar.RMSNorm, nn.RMSNorm, (24, 1e-2), {}),
+    "RMSNorm of two dims": (fastpar.RMSNorm, nn.RMSNorm, ((6, 24),), {}),
+    "RMSNorm without weights": (
+        fastpar.RMSNorm, nn.RMSNorm, (24,), {"elementwise_affine": False},
+    ),
+    "GELU": (fastpar.GELU, nn.GELU, (), {}),
+    "GELU tanh": (fastpar.GELU, nn.GELU, ("tanh",), {}),
+}  # fmt: skip
+
+
+def randomize(module):
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.add_(torch.randn(p.shape, generator=generator).to(p.dtype), alpha=0.5)
+    return module
+
+
+def make(name, dtype=torch.float32):
+    ours, torchs, args, options = PAIRS[name]
+    ours, torchs = ours(*args, **options).to(dtype), torchs(*args, **options).to(dtype)
+    randomize(torchs)
+    ours.load_state_dict(torchs.state_dict())
+    return ours, torchs
+
+
+def functional(module):
+    names = [name for name, _ in module.named_parameters()]
+
+    def run(x, *parameters):
+        return torch.func.functional_call(module, dict(zip(names, parameters)), (x,))
+
+    return run
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", PAIRS)
+def test_matches_torch(name, dtype):
+    ours, torchs = make(name, dtype)
+    # Small rows, so that eps counts.
+    x = (torch.randn(3, 5, 6, 24) * 0.1).to(dtype).requires_grad_()
+    inputs = (x, *torchs.parameters())
+    report = assert_matches_oracle(functional(ours), functional(torchs), inputs)
+    assert len(report) == 1 + len(inputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_default_eps_of_rms_norm_is_torchs(dtype):
+    ours, torchs = make("RMSNorm", dtype)
+    x = (torch.randn(4, 24) * 1e-4).to(dtype)  # the mean square is far below fp16's epsilon
+    assert_matches_oracle(ours, lambda x: F.rms_norm(x, (24,), torchs.weight.to(x.dtype),
+                          torch.finfo(torch.float32).eps), (x,), eager=torchs)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_signature_keys_and_repr_are_torchs(name):
+    ours, torchs = make(name)
+    assert isinstance(ours, type(torchs))
+    assert list(ours.state_dict()) == list(torchs.state_dict())
+    assert repr(ours) == repr(torchs)
+
+
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", PAIRS)
+def test_dtypes_under_autocast_are_torchs(name, x_dtype):
+    ours, torchs = make(name)
+    x = torch.randn(2, 6, 24).to(x_dtype)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = torchs(x)
+        y = ours(x)
+    assert y.dtype == expected.dtype
+    torch.testing.assert_close(y, expected)
+
+
+class Double(nn.Module):
+    def forward(self, w):
+        return 2 * w
+
+
+def everything():
+    """One of each, with an input."""
+    x = torch.randn(2, 5, 16)
+    return [
+        (fastpar.LayerNorm(16), x),
+        (fastpar.RMSNorm(16), x),
+        (fastpar.GELU(), x),
+        (fastpar.Embedding(11, 16), torch.randint(11, (2, 5))),
+        (fastpar.MLP(16), x),
+        (fastpar.CausalSelfAttention(16, 2), x),
+    ]
+
+
+def test_copies_pickles_and_dtypes():
+    for module, x in everything():
+        y = module(x)
+        for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+            assert type(other) is type(module)
+            assert torch.equal(other(x), y)
+        half = module.to(torch.bfloat16)
+        x = x if x.dtype == torch.int64 else x.bfloat16()
+        assert half(x).dtype == torch.bfloat16
+
+
+def test_no_grad_is_the_same_and_keeps_nothing():
+    for module, x in everything():
+        with torch.no_grad():
+            y = module(x)
+        assert not y.requires_grad
+        assert torch.equal(y, module(x))
+
+
+def test_compiles_without_graph_breaks():
+    for module, x in everything():
+        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+        y = compiled(x)
+        assert torch.equal(y, module(x)), type(module).__name__
+        if y.requires_grad:
+            y.sum().backward()
+
+
+def test_parametrized_weights_are_used():
+    for module, x in everything():
+        for part in module.modules():
+            if isinstance(getattr(part, "weight", None), nn.Parameter):
+                y = module(x)
+                parametrize.register_parametrization(part, "weight", Double())
+                assert not torch.equal(module(x), y), type(module).__name__
+                parametrize.remove_parametrizations(part, "weight", leave_parametrized=False)
+                assert torch.equal(module(x), y)
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (2, 5), (2, 3, 4), (0, 5), (2, 0)])
+@pytest.mark.parametrize("idx_dtype", [torch.int64, torch.int32])
+def test_embedding_is_torchs_for_any_index(shape, idx_dtype):
+    ours, torchs = fastpar.Embedding(11, 16), nn.Embedding(11, 16)
+    ours.load_state_dict(torchs.state_dict())
+    idx = torch.randint(11, shape, dtype=idx_dtype)
+    y, expected = ours(idx), torchs(idx)
+    assert torch.equal(y, expected)
+    y.sum().backward()
+    expected.sum().backward()
+    assert torch.equal(ours.weight.grad, torchs.weight.grad)
+
+
+def test_embedding_from_pretrained():
+    weight = torch.randn(11, 16)
+    ours = fastpar.Embedding.from_pretrained(weight)
+    assert not ours.weight.requires_grad
+    assert torch.equal(ours(torch.tensor([3])), weight[3:4])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"padding_idx": 0}, "padding_idx to be left out, got padding_idx=0"),
+        ({"max_norm": 1.0}, "max_norm to be left out, got max_norm=1.0"),
+        ({"scale_grad_by_freq": True}, "scale_grad_by_freq to be left out, got scale_grad_by_f"),
+        ({"sparse": True}, "sparse to be left out, got sparse=True; use torch.nn.Embedding"),
+    ],
+)
+def test_embedding_refuses_what_it_does_not_do(options, message):
+    with pytest.raises(ValueError, match=f"Embedding: expected {message}"):
+        fastpar.Embedding(11, 16, **options)
+
+
+class StockMLP(nn.Module):
+    def __init__(self, approximate, bias):
+        super().__init__()
+        self.c_fc = nn.Linear(16, 40, bias)
+        self.c_proj = nn.Linear(40, 16, bias)
+        self.approximate = approximate
+
+    def forward(self, x):
+        return self.c_proj(F.gelu(self.c_fc(x), approximate=self.approximate))
+
+
+class StockAttention(nn.Module):
+    def __init__(self, bias, scale=None):
+        super().__init__()
+        self.c_attn = nn.Linear(16, 48, bias)
+        self.c_proj = nn.Linear(16, 16, bias)
+        self.scale = scale
+
+    def forward(self, x):
+        q, k, v = self.c_attn(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
+        return self.c_proj(o.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("approximate", ["tanh", "none"])
+def test_mlp_matches_torch(approximate, bias):
+    ours = fastpar.MLP(16, 40, bias, approximate=approximate)
+    torchs = StockMLP(approximate, bias)
+    assert list(ours.state_dict()) == list(torchs.state_dict())
+    torchs.load_state_dict(randomize(ours).state_dict())
+    x = torch.randn(3, 7, 16, requires_grad=True)
+    assert_matches_oracle(functional(ours), functional(torchs), (x, *torchs.parameters()))
+    assert fastpar.MLP(16).c_fc.out_features == 64
+
+
+@pytest.mark.parametrize("scale", [None, 0.7])
+@pytest.mark.parametrize("bias", [True, False])
+def test_attention_matches_torch(bias, scale):
+    ours = fastpar.CausalSelfAttention(16, 2, bias=bias, softmax_scale=scale)
+    torchs = StockAttention(bias, scale)
+    assert list(ours.state_dict()) == list(torchs.state_dict())
+    torchs.load_state_dict(randomize(ours).state_dict())
+    x = torch.randn(3, 7, 16, requires_grad=True)
+    assert_matches_oracle(functional(ours), functional(torchs), (x, *torchs.parameters()))
+
+
+def test_attention_of_documents_is_that_of_each():
+    attention = fastpar.CausalSelfAttention(16, 2)
+    x = torch.randn(12, 16)
+    y = attention(x, cu_seqlens=torch.tensor([0, 5, 12], dtype=torch.int32))
+    torch.testing.assert_close(y[:5], attention(x[None, :5])[0])
+    torch.testing.assert_close(y[5:], attention(x[None, 5:])[0])
+
+
+@pytest.mark.parametrize("module", ["MLP", "CausalSelfAttention"])
+def test_autocast_computes_in_its_dtype(module):
+    """At most twice the error of torch's own composition under the same autocast."""
+    if module == "MLP":
+        ours, torchs = fastpar.MLP(16, 40), StockMLP("tanh", True)
+    else:
+        ours, torchs = fastpar.CausalSelfAttention(16, 2), StockAttention(True)
+    torchs.load_state_dict(randomize(ours).state_dict())
+
+    def cast(f):
+        def run(*inputs):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return f(*inputs)
+
+        return run
+
+    x = torch.randn(3, 7, 16, requires_grad=True)
+    inputs = (x, *torchs.parameters())
+    eager = cast(functional(torchs))
+    assert_matches_oracle(cast(functional(ours)), functional(torchs), inputs, eager=eager)
+
+
+def test_dropout_follows_training_and_the_seed():
+    module, x = fastpar.CausalSelfAttention(16, 2, dropout=0.5), torch.randn(2, 9, 16)
+    assert torch.equal(module.eval()(x), module(x))
+    module.train()
+    torch.manual_seed(5)
+    y = module(x)
+    assert not torch.equal(module(x), y)
+    torch.manual_seed(5)
+    assert torch.equal(module(x), y)
+    # The probabilities' mask is the one that the key drawn first names.
+    module.resid_dropout.p = 0.0
+    torch.manual_seed(5)
+    y = module(x)
+    torch.manual_seed(5)
+    keep = keep_mask(Rng(draw_key(), 0), 0.5, (2, 2, 9, 9))
+    q, k, v = module.c_attn(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+    scores = (q @ k.mT / 8**0.5).masked_fill(torch.ones(9, 9).triu(1).bool(), -torch.inf)
+    o = (scores.softmax(-1) * keep * 2) @ v
+    torch.testing.assert_close(y, module.c_proj(o.transpose(1, 2).flatten(2)))
+
+    mlp = fastpar.MLP(16, dropout=0.5)
+    assert (mlp(x) == 0).float().mean() > 0.3
+    assert not (mlp.eval()(x) == 0).any()
+
+
+def test_parts_with_hooks_are_called():
+    for module, x in everything():
+        expected, seen = module(x), []
+        parts = [p for p in module.children() if isinstance(p, nn.Linear | nn.GELU)]
+        for part in parts:
+            part.register_forward_hook(lambda m, i, o, seen=seen: seen.append(m))
+        torch.testing.assert_close(module(x), expected)
+        assert seen == parts
+
+
+def test_a_part_with_another_forward_is_called():
+    mlp, x = fastpar.MLP(16), torch.randn(2, 3, 16)
+    own = mlp.c_fc.forward
+    mlp.c_fc.forward = lambda x: own(x) + 1  # as offloading libraries wrap it
+    expected = mlp.c_proj(F.gelu(own(x) + 1, approximate="tanh"))
+    torch.testing.assert_close(mlp(x), expected)
+    mlp.gelu = nn.SiLU()
+    torch.testing.assert_close(mlp(x), mlp.c_proj(F.silu(own(x) + 1)))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_loss_is_cross_entropy_of_the_logits(reduction):
+    ours = fastpar.LinearCrossEntropyLoss(
+        reduction=reduction, ignore_index=3, label_smoothing=0.1, z_loss=1e-2, vocab_size=13
+    )
+    assert not ours.state_dict()
+    targets = torch.randint(13, (4, 5))
+
+    def stock(x, weight, targets):
+        logits = (x @ weight.T)[..., :13].flatten(0, 1)
+        loss = F.cross_entropy(
+            logits, targets.flatten(), reduction="none", ignore_index=3, label_smoothing=0.1
+        )
+        valid = targets.flatten() != 3
+        loss = loss + 1e-2 * logits.logsumexp(-1).square() * valid
+        if reduction == "none":
+            return loss.view(targets.shape)
+        return loss.sum() / (valid.sum() if reduction == "mean" else 1)
+
+    x = torch.randn(4, 5, 8, requires_grad=True)
+    weight = torch.randn(16, 8, requires_grad=True)
+    assert_matches_oracle(ours, stock, (x, weight, targets))
+
+
+def test_loss_under_autocast_is_fp32():
+    x, weight = torch.randn(6, 8, requires_grad=True), torch.randn(13, 8, requires_grad=True)
+    targets = torch.randint(13, (6,))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = fastpar.LinearCrossEntropyLoss()(x, weight, targets)
+    loss.backward()
+    assert loss.dtype == x.grad.dtype == weight.grad.dtype == torch.float32
+    expected = fastpar.LinearCrossEntropyLoss()(x.bfloat16(), weight.bfloat16(), targets)
+    assert torch.equal(loss, expected)
+
+
+def test_errors():
+    with pytest.raises(ValueError, match=r"LayerNorm: expected x of shape \[..., 3, 4\], got x="):
+        fastpar.LayerNorm((3, 4))(torch.ones(2, 6, 2))
+    with pytest.raises(ValueError, match=r"RMSNorm: expected x of shape \[..., 4\], got x=\[2, 3"):
+        fastpar.RMSNorm(4)(torch.ones(2, 3))
+    with pytest.raises(ValueError, match="n_embd to be a multiple of n_head, got n_embd=10 n_hea"):
+        fastpar.CausalSelfAttention(10, 3)
+    with pytest.raises(
+        ValueError, match=r"CausalSelfAttention: expected x \[B, T, 16\].* got x=\["
+    ):
+        fastpar.CausalSelfAttention(16, 2)(torch.ones(3, 16))
+    with pytest.raises(ValueError, match=r"expected weight=None, got weight=Tensor .* pass the"):
+        fastpar.LinearCrossEntropyLoss(torch.ones(5))
