@@ -33,9 +33,9 @@ def cross_entropy_shard_fwd(
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     targets = targets.contiguous()
     if use_triton("cross_entropy_shard", logits):
-        from fastpar.kernels import cross_entropy_triton
+        from fastpar.kernels import cross_entropy_shard_triton
 
-        return cross_entropy_triton.shard_fwd(logits, targets, first, v, ignore_index)
+        return cross_entropy_shard_triton.shard_fwd(logits, targets, first, v, ignore_index)
     if use_cpp("cross_entropy_shard", logits):
         top, total, target_logit = (torch.empty(logits.shape[0]) for _ in range(3))
         _C.cross_entropy_shard(
@@ -79,9 +79,9 @@ def cross_entropy_shard_bwd(
     targets, lse, scale = targets.contiguous(), lse.contiguous(), scale.float()
     grad = logits.new_empty(logits.shape)
     if use_triton("cross_entropy_shard_grad", logits):
-        from fastpar.kernels import cross_entropy_triton
+        from fastpar.kernels import cross_entropy_shard_triton
 
-        return cross_entropy_triton.shard_bwd(
+        return cross_entropy_shard_triton.shard_bwd(
             logits, targets, lse, scale, grad, first, v, ignore_index, z_loss
         )
     if use_cpp("cross_entropy_shard_grad", logits):

@@ -1,0 +1,390 @@
+"""Cross-entropy in Triton: the rows of cross_entropy.py.
+
+    sweep 1   m = max(x), s = sum(exp(x - m)), online and per lane; with smoothing also sum(x - x_t)
+    loss      log(s) + (1 - a) * (m - x_t) + a * (m - mean(x)) + z * lse^2,  lse = log(s) + m
+    sweep 2   dx = exp(x - m) * scale * (1 + 2 * z * lse) / s - scale * a / V, at t another scalar
+
+Nothing is saved but dx, and one program does both sweeps of a row, so that the second reads from
+L2: HBM moves each logit once and each gradient once. Sweep 2 goes backwards, from what was read
+last. exp is exp2((x - m) * log2(e)): the difference first, since at logits of 1e4 a product before
+it would lose what the difference holds exactly.
+
+[Note: lanes] A tile is [U, W], and W is one 16-byte access of each thread. So the maximum and the
+sums over U stay in the registers of a thread, the W lanes are merged once a row, and the loop has
+neither barrier nor shuffle. The rescaling costs 1 / U of an exp2 an element: with U = 2 a logit
+takes 2.5 in both sweeps, 13 for the 5 logits a clock that HBM gives a multiprocessor of an H200,
+which does 16. U = 4 spills where registers end at 64. Sweep 2 has nothing to merge and takes U / 2.
+
+[Note: any alignment] Rows of V = 50257 start at odd addresses. Sweeps start at the 16-byte boundary
+at or before the row, so all tiles but the first and the last are loaded and stored by 16 bytes
+whatever V and the stride are. Only those two are masked, and so accessed element by element.
+
+[Note: rows in flight] Rows of 100 KB (bf16, V = 50304) have to stay in L2 (40 MB A100, 50 MB H200)
+between the sweeps. With 16 warps of 64 registers a thread two rows are in flight on a
+multiprocessor, 22 and 26 MB; with 8 warps it would be four. Rows of fp32 have 32 warps: one.
+
+[Note: bad targets] A target that is neither ignored nor a class is found by comparing: its row gets
+the loss nan and the gradient 0, and nothing is addressed with it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastpar.kernels.triton_launch import launch
+
+_LOG2E = tl.constexpr(math.log2(math.e))
+_LN2 = tl.constexpr(math.log(2.0))
+# Where maxima start: below every finite logit, and unlike -inf its difference to itself is 0.
+LOWEST = tl.constexpr(-2.0e38)
+
+
+@triton.jit
+def exp_fast(x):
+    return tl.exp2(x * _LOG2E)
+
+
+@triton.jit
+def _bounds(shift, columns, U: tl.constexpr, W: tl.constexpr):
+    """Where the tiles [U, W], the tiles [1, W] and the masked tail of a row start."""
+    wide = tl.where(shift > 0, W, 0)
+    single = wide + tl.maximum(shift + columns - wide, 0) // (U * W) * (U * W)
+    tail = single + tl.maximum(shift + columns - single, 0) // W * W
+    return wide, single, tail
+
+
+@triton.jit
+def _step(x, top, total, below, origin, SMOOTH: tl.constexpr):
+    """The tile x [U, W] joins the statistics [W]."""
+    new = tl.maximum(top, tl.max(x, 0))
+    total = total * exp_fast(top - new) + tl.sum(exp_fast(x - new[None, :]), 0)
+    if SMOOTH:
+        below += tl.sum(x - origin, 0)
+    return new, total, below
+
+
+@triton.jit
+def _masked_step(
+    ptr, j, shift, v, top, total, below, origin, W: tl.constexpr, SMOOTH: tl.constexpr
+):
+    cols = j + tl.arange(0, W)[None, :] - shift
+    inside = (cols >= 0) & (cols < v)
+    x = tl.load(ptr + j + tl.arange(0, W)[None, :], mask=inside, other=-float("inf"))
+    x = x.to(tl.float32)
+    if SMOOTH:
+        below += tl.sum(tl.where(inside, x - origin, 0.0), 0)
+    top, total, _ = _step(x, top, total, below, origin, False)
+    return top, total, below
+
+
+@triton.jit
+def row_statistics(ptr, shift, v, origin, U: tl.constexpr, W: tl.constexpr, SMOOTH: tl.constexpr):
+    """max, sum of exp(x - max), sum of x - origin over the v columns of the row at ptr + shift."""
+    top = tl.full([W], LOWEST, tl.float32)
+    total = tl.zeros([W], tl.float32)
+    below = tl.zeros([W], tl.float32)
+    wide, single, tail = _bounds(shift, v, U, W)
+    lanes = tl.arange(0, W)[None, :]
+    unrolled = tl.arange(0, U)[:, None] * W + lanes
+    for j in range(0, wide, W):
+        top, total, below = _masked_step(ptr, j, shift, v, top, total, below, origin, W, SMOOTH)
+    for j in range(wide, single, U * W):
+        x = tl.load(ptr + tl.multiple_of(j, 16) + unrolled).to(tl.float32)
+        top, total, below = _step(x, top, total, below, origin, SMOOTH)
+    for j in range(single, tail, W):
+        x = tl.load(ptr + tl.multiple_of(j, 16) + lanes).to(tl.float32)
+        top, total, below = _step(x, top, total, below, origin, SMOOTH)
+    for j in range(tail, shift + v, W):
+        top, total, below = _masked_step(ptr, j, shift, v, top, total, below, origin, W, SMOOTH)
+    row_top = tl.max(top, 0)
+    return row_top, tl.sum(total * exp_fast(top - row_top), 0), tl.sum(below, 0)
+
+
+@triton.jit
+def _gradient(x, cols, top, factor, spread, target, chosen):
+    return tl.where(cols == target, chosen, exp_fast(x - top) * factor - spread)
+
+
+@triton.jit
+def _masked_gradient(
+    ptr, out_ptr, j, shift, v, width, top, factor, spread, target, chosen, W: tl.constexpr
+):
+    at = j + tl.arange(0, W)[None, :]
+    cols = at - shift
+    inside = (cols >= 0) & (cols < width)
+    x = tl.load(ptr + at, mask=inside & (cols < v), other=0.0).to(tl.float32)
+    g = _gradient(x, cols, top, factor, spread, target, chosen)
+    g = tl.where(cols < v, g, 0.0)
+    tl.store(out_ptr + at, g.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def write_gradient(
+    ptr,
+    out_ptr,
+    shift,
+    v,
+    width,
+    top,
+    factor,
+    spread,
+    target,
+    chosen,
+    U: tl.constexpr,
+    W: tl.constexpr,
+):
+    """The gradient of the row, from its end to its start; chosen is that of the target."""
+    wide, single, tail = _bounds(shift, v, U, W)
+    lanes = tl.arange(0, W)[None, :]
+    unrolled = tl.arange(0, U)[:, None] * W + lanes
+    for j in range(tail, shift + width, W):
+        _masked_gradient(ptr, out_ptr, j, shift, v, width, top, factor, spread, target, chosen, W)
+    for i in range(0, tail - single, W):
+        at = tl.multiple_of(tail - W - i, 16) + lanes
+        x = tl.load(ptr + at).to(tl.float32)
+        g = _gradient(x, at - shift, top, factor, spread, target, chosen)
+        tl.store(out_ptr + at, g.to(out_ptr.dtype.element_ty))
+    for i in range(0, single - wide, U * W):
+        at = tl.multiple_of(single - U * W - i, 16) + unrolled
+        x = tl.load(ptr + at).to(tl.float32)
+        g = _gradient(x, at - shift, top, factor, spread, target, chosen)
+        tl.store(out_ptr + at, g.to(out_ptr.dtype.element_ty))
+    for j in range(0, wide, W):
+        _masked_gradient(ptr, out_ptr, j, shift, v, width, top, factor, spread, target, chosen, W)
+
+
+@triton.jit
+def write_zeros(out_ptr, width, W: tl.constexpr):
+    for j in range(0, width, W):
+        cols = j + tl.arange(0, W)
+        tl.store(out_ptr + cols, tl.zeros([W], out_ptr.dtype.element_ty), mask=cols < width)
+
+
+@triton.jit
+def rows_of(ptr, out_ptr, row, stride, out_stride, ALIGNED: tl.constexpr):
+    """(row of ptr less shift, the same of out_ptr, shift), see [Note: any alignment]."""
+    start = row * stride
+    shift = (start % 8).to(tl.int32)
+    out_start = row * out_stride - shift
+    if ALIGNED:  # otherwise the two rows do not stand alike
+        out_start = tl.multiple_of(out_start, 8)
+    return ptr + tl.multiple_of(start - shift, 8), out_ptr + out_start, shift
+
+
+@triton.jit(do_not_specialize=["ignore_index"])
+def _cross_entropy_kernel(
+    logits_ptr,
+    grad_ptr,
+    targets_ptr,
+    scale_ptr,
+    loss_ptr,
+    stride,
+    grad_stride,
+    scale_stride,
+    v,
+    width,
+    ignore_index,
+    label_smoothing,
+    z_loss,
+    GRAD: tl.constexpr,
+    SMOOTH: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    U: tl.constexpr,
+    W: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets_ptr + row)
+    counts = target != ignore_index
+    known = (target >= 0) & (target < v)
+    if counts & known:
+        ptr, out_ptr, shift = rows_of(logits_ptr, grad_ptr, row, stride, grad_stride, ALIGNED)
+        hit = tl.load(logits_ptr + row * stride + target).to(tl.float32)
+        origin = tl.where(hit > -float("inf"), hit, 0.0)
+        top, total, below = row_statistics(ptr, shift, v, origin, U, W, SMOOTH)
+        log_total = tl.log2(total) * _LN2
+        lse = log_total + top
+        loss = log_total + (top - hit)
+        if SMOOTH:
+            hard = (1.0 - label_smoothing) * (top - hit)
+            soft = (top - origin) - below / v
+            loss = log_total + (hard + label_smoothing * soft)
+        tl.store(loss_ptr + row, loss + z_loss * lse * lse)
+        if GRAD:
+            scale = tl.load(scale_ptr + row * scale_stride)
+            p = exp_fast(hit - top) / total
+            extra = 2.0 * z_loss * lse
+            spread = label_smoothing / v
+            chosen = (p - 1.0) + (extra * p + (label_smoothing - spread))
+            write_gradient(
+                ptr,
+                out_ptr,
+                shift,
+                v,
+                width,
+                top,
+                scale * (1.0 + extra) / total,
+                scale * spread,
+                target,
+                scale * chosen,
+                U // 2,
+                W,
+            )
+    else:
+        tl.store(loss_ptr + row, tl.where(counts, float("nan"), 0.0))
+        if GRAD:
+            write_zeros(grad_ptr + row * grad_stride, width, W)
+
+
+@triton.jit
+def _cross_entropy_bwd_kernel(
+    grad_ptr,
+    by_ptr,
+    out_ptr,
+    stride,
+    out_stride,
+    by_stride,
+    width,
+    INPLACE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    U: tl.constexpr,
+    W: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    by = tl.load(by_ptr + row * by_stride)
+    if (by != 1.0) | (not INPLACE):
+        ptr, to_ptr, shift = rows_of(grad_ptr, out_ptr, row, stride, out_stride, ALIGNED)
+        wide, single, _ = _bounds(shift, width, U, W)
+        lanes = tl.arange(0, W)[None, :]
+        unrolled = tl.arange(0, U)[:, None] * W + lanes
+        for j in range(0, wide, W):
+            inside = (j + lanes >= shift) & (j + lanes < shift + width)
+            x = tl.load(ptr + j + lanes, mask=inside, other=0.0).to(tl.float32)
+            tl.store(to_ptr + j + lanes, (x * by).to(out_ptr.dtype.element_ty), mask=inside)
+        for j in range(wide, single, U * W):
+            at = tl.multiple_of(j, 16) + unrolled
+            x = tl.load(ptr + at).to(tl.float32)
+            tl.store(to_ptr + at, (x * by).to(out_ptr.dtype.element_ty))
+        for j in range(single, shift + width, W):
+            inside = j + lanes < shift + width
+            x = tl.load(ptr + j + lanes, mask=inside, other=0.0).to(tl.float32)
+            tl.store(to_ptr + j + lanes, (x * by).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def config(row_bytes: int, element_size: int) -> dict[str, int]:
+    """Constants and options for rows of this size, on every GPU; see the notes above."""
+    warps = [(16 << 10, 4), (64 << 10, 8), (128 << 10, 16)]
+    num_warps = next((w for size, w in warps if row_bytes <= size), 32)
+    lanes = num_warps * 32 * (16 // element_size)
+    return {"U": 2, "W": lanes, "num_warps": num_warps, "maxnreg": 64}
+
+
+def config_of(logits: Tensor) -> dict[str, int]:
+    size = logits.element_size()
+    return config(logits.shape[1] * size, size)
+
+
+def aligned_alike(a: Tensor, b: Tensor) -> bool:
+    """Whether rows of the same index are equally far from a 16-byte boundary."""
+    return (a.stride(0) - b.stride(0)) % 8 == 0
+
+
+def scale_stride_of(scale: Tensor) -> int:
+    return scale.stride(0) if scale.dim() else 0
+
+
+def cross_entropy_rows(
+    logits: Tensor,
+    targets: Tensor,
+    grad: Tensor | None,
+    vocab_size: int,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    scale: Tensor,
+) -> Tensor:
+    """The loss of each row, [N] fp32; its gradient times scale ([] or [N]) in `grad`."""
+    losses = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
+    out = logits if grad is None else grad
+    launch(
+        _cross_entropy_kernel,
+        (logits.shape[0],),
+        logits,
+        out,
+        targets,
+        scale,
+        losses,
+        logits.stride(0),
+        out.stride(0),
+        scale_stride_of(scale),
+        vocab_size,
+        logits.shape[1],
+        ignore_index,
+        label_smoothing,
+        z_loss,
+        GRAD=grad is not None,
+        SMOOTH=label_smoothing != 0.0,
+        ALIGNED=aligned_alike(logits, out),
+        **config_of(logits),
+    )
+    return losses
+
+
+def multiply_rows(grad: Tensor, by: Tensor, out: Tensor) -> Tensor:
+    """out = grad [N, Vp] * by ([] or [N]); out may be grad, and is left alone where by is 1."""
+    launch(
+        _cross_entropy_bwd_kernel,
+        (grad.shape[0],),
+        grad,
+        by,
+        out,
+        grad.stride(0),
+        out.stride(0),
+        scale_stride_of(by),
+        grad.shape[1],
+        INPLACE=out is grad,
+        ALIGNED=aligned_alike(grad, out),
+        **config_of(grad),
+    )
+    return out
+
+
+def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
+    """What `make aot` compiles: GPT-2's vocabulary, padded and not, and a small one."""
+
+    def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def rows(v: int, width: int, dtype: torch.dtype, smoothing: float, grad: bool) -> Any:
+        def call() -> None:
+            logits, targets = meta(8, width, dtype=dtype), meta(8, dtype=torch.int64)
+            out = logits if grad else None
+            cross_entropy_rows(logits, targets, out, v, -100, smoothing, 0.0, meta())
+
+        return call
+
+    def multiply(width: int, dtype: torch.dtype) -> Any:
+        def call() -> None:
+            grad = meta(8, width, dtype=dtype)
+            multiply_rows(grad, meta(), grad)
+
+        return call
+
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    return [
+        ("padded bf16", rows(50257, 50304, bf16, 0.0, True)),
+        ("padded bf16 smoothed", rows(50257, 50304, bf16, 0.1, True)),
+        ("padded bf16 loss only", rows(50257, 50304, bf16, 0.0, False)),
+        ("odd bf16", rows(50257, 50257, bf16, 0.0, True)),
+        ("padded fp16", rows(50257, 50304, fp16, 0.0, True)),
+        ("padded fp32", rows(50257, 50304, fp32, 0.0, True)),
+        ("V=4096 bf16", rows(4096, 4096, bf16, 0.0, True)),
+        ("multiply bf16", multiply(50304, bf16)),
+        ("multiply odd bf16", multiply(50257, bf16)),
+    ]
