@@ -86,8 +86,8 @@ class PatchReport:
         lines += [f"  {count:>4} {reason}" for reason, count in self.fallbacks.items()]
         if self.replaced:
             lines.append(
-                "dropout in attention and before LayerNorm: torch.manual_seed rules its masks, which "
-                "are not torch's"
+                "dropout in attention and before LayerNorm: torch.manual_seed rules its masks, "
+                "which are not torch's"
             )
         return "\n".join(lines)
 

@@ -404,3 +404,13 @@ def test_fused_loss_has_no_logits():
     assert torch.equal(model(idx, None, None, None, None, None, None, None, idx)[0], output.loss)
     assert model(idx).logits.shape == (2, 23, 101)
     assert model.eval()(idx, labels=idx).logits.shape == (2, 23, 101)
+
+
+def test_matches_through_triton(triton_device):
+    """The same classes run Triton's kernels: on a GPU, or in Triton's interpreter."""
+    theirs = random_weights(Nano(32, 2, approximate="tanh")).to(triton_device)
+    ours = copy.deepcopy(theirs)
+    fastpar.patch(ours)
+    idx = ids_for(theirs, T=5, B=1).to(triton_device)
+    inputs = list(theirs.parameters())
+    assert_matches_oracle(functional(ours, idx), functional(theirs, idx), inputs)

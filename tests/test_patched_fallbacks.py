@@ -145,7 +145,11 @@ def test_settings_of_the_module_fall_back(settings, reason):
     import transformers
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    transformers.AttentionInterface.register("fastpar_test", sdpa_attention_forward)
+    def attend(*args, **kwargs):
+        assert not [name for name in kwargs if "fastpar" in name]
+        return sdpa_attention_forward(*args, **kwargs)
+
+    transformers.AttentionInterface.register("fastpar_test", attend)
     theirs, ours, report = fallback_pair()
     for model in (theirs, ours):
         for layer in model.transformer.h:
