@@ -118,7 +118,7 @@ def distinct(jobs: Sequence[Job]) -> list[Job]:
 
 
 def compile_one(job: Job) -> Row:
-    """Runs in a process of its own: a compiler that aborts takes no other launch with it."""
+    """Runs in a process apart: a compiler that aborts takes no other launch with it."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -183,45 +183,80 @@ def measure(
     }
 
 
-def _child(job: Job, pipe: Connection) -> None:
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):  # Triton prints what ptxas refuses
-            row = compile_one(job)
-    except Exception as error:
-        row = {**job.row(), "error": reason(error)}
-    pipe.send(row)
+def _serve(jobs: Sequence[Job], pipe: Connection) -> None:
+    """Compiles the jobs whose numbers come in, until the parent is gone."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    while pipe in wait([pipe, parent.sentinel]):
+        job = jobs[pipe.recv()]
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):  # Triton prints what ptxas refuses
+                row = compile_one(job)
+        except Exception as error:
+            row = {**job.row(), "error": reason(error)}
+        pipe.send(row)
+
+
+class _Compiler:
+    """A process that compiles one job at a time; a new one takes the place of one that dies."""
+
+    def __init__(self, jobs: Sequence[Job]):
+        self.jobs = jobs
+        self._start()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("fork")  # the modules and their launches are there
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(self.jobs, theirs), daemon=True)
+        self.process.start()
+        theirs.close()  # so that a process that dies is an end of file here
+
+    def give(self, index: int) -> None:
+        self.job = self.jobs[index]
+        self.since = time.monotonic()
+        self.pipe.send(index)
+
+    def late(self) -> bool:
+        return time.monotonic() - self.since > LIMIT_S
+
+    def take(self, ready: bool) -> Row:
+        """The row of the job, or why there is none."""
+        if ready:
+            try:
+                return self.pipe.recv()
+            except EOFError:
+                self.process.join()
+                error = f"the compiler ended with exit code {self.process.exitcode}"
+        else:
+            error = f"the compiler took more than {LIMIT_S:.0f} s"
+        self.stop()
+        self._start()
+        return {**self.job.row(), "error": error}
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
 
 
 def compile_all(jobs: Sequence[Job], processes: int) -> list[Row]:
     """A row for every job, in any order."""
-    context = multiprocessing.get_context("fork")  # the modules and their launches are there
-    waiting, rows = list(reversed(jobs)), []
-    running: dict[Connection, tuple[Job, Any, float]] = {}
-    while waiting or running:
-        while waiting and len(running) < processes:
-            job = waiting.pop()
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_child, args=(job, theirs))
-            process.start()
-            theirs.close()  # so that a child that dies is an end of file here
-            running[ours] = (job, process, time.monotonic())
-        done = wait(list(running), timeout=1.0)
-        late = [c for c, (_, _, start) in running.items() if time.monotonic() - start > LIMIT_S]
-        for pipe in {*done, *late}:
-            assert isinstance(pipe, Connection)
-            job, process, _ = running.pop(pipe)
-            if pipe in done:
-                try:
-                    rows.append(pipe.recv())
-                except EOFError:
-                    process.join()
-                    died = f"the compiler ended with exit code {process.exitcode}"
-                    rows.append({**job.row(), "error": died})
-            else:
-                process.kill()
-                rows.append({**job.row(), "error": f"the compiler took more than {LIMIT_S:.0f} s"})
-            process.join()
-            pipe.close()
+    waiting = list(reversed(range(len(jobs))))
+    idle = [_Compiler(jobs) for _ in range(min(processes, len(jobs)))]
+    busy: list[_Compiler] = []
+    rows: list[Row] = []
+    while waiting or busy:
+        while waiting and idle:
+            compiler = idle.pop()
+            compiler.give(waiting.pop())
+            busy.append(compiler)
+        ready = wait([c.pipe for c in busy], timeout=1.0)
+        for compiler in [c for c in busy if c.pipe in ready or c.late()]:
+            rows.append(compiler.take(compiler.pipe in ready))
+            busy.remove(compiler)
+            idle.append(compiler)
+    for compiler in idle:
+        compiler.stop()
     return rows
 
 
