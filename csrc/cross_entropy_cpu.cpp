@@ -105,10 +105,14 @@ template <class T>
 struct ShardRow {
   static FASTPAR_INLINE void run(const T* row, int64_t v, float* max, float* sum) {
     *max = row_max(row, v);
-    double unused = 0.0;
     // A shard of only -inf has a share of 0, where exp(x - max) would be nan.
     const float from = *max == -INFINITY ? 0.0f : *max;
-    *sum = static_cast<float>(row_sum<T, false, false>(row, nullptr, v, from, &unused));
+    double total = 0.0, unused = 0.0;
+    for (int64_t i = 0; i < v; i += 4096) {  // short chains of float additions
+      const int64_t size = v - i < 4096 ? v - i : 4096;
+      total += row_sum<T, false, false>(row + i, nullptr, size, from, &unused);
+    }
+    *sum = static_cast<float>(total);
   }
 };
 

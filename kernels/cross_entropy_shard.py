@@ -100,7 +100,7 @@ def cross_entropy_shard_bwd(
         return grad
     valid, local = targets != ignore_index, targets - first
     wide = (logits[:, :v].float() - lse[:, None]).exp() * (1.0 + 2.0 * z_loss * lse[:, None])
-    wide -= torch.arange(v, device=local.device) == local[:, None]
+    wide -= (torch.arange(v, device=local.device) == local[:, None]).float()
     wide *= scale if scale.dim() == 0 else scale[:, None]
     grad[:, :v].copy_(wide.masked_fill_(~valid[:, None], 0.0))
     grad[:, v:].zero_()

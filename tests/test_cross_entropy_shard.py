@@ -1,0 +1,218 @@
+"""The pieces of a vocabulary-parallel loss: against their oracles, and put together again."""
+
+import itertools
+
+import pytest
+import torch
+
+from fastpar.kernels import backend, cross_entropy_shard, cross_entropy_shard_grad
+from fastpar.kernels.reference import (
+    cross_entropy_ref,
+    cross_entropy_shard_grad_ref,
+    cross_entropy_shard_ref,
+)
+from fastpar.testing import assert_matches_oracle
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(params=["auto", "torch"])
+def choice(request, monkeypatch):
+    monkeypatch.setattr(backend, "choice", request.param)
+    return request.param
+
+
+def make(n, v, *, dtype=torch.float32, vocabulary=None):
+    logits = (torch.randn(n, v) * 3).to(dtype)
+    targets = torch.randint(0, vocabulary or v, (n,))
+    targets[::5] = -100
+    return logits, targets
+
+
+def in_fp32(ref):
+    """The oracle on fp32 copies of 16-bit logits, which is what eager PyTorch would compute."""
+    return lambda logits, *a: ref(logits.float(), *a)
+
+
+def combine(logits, targets, cuts, scale, *, z_loss=0.0, vocab_size=None):
+    """(losses [N], dlogits) as the ranks that own the columns between the cuts find them."""
+    edges = [0, *cuts, logits.shape[1]]
+    shards = [(a, logits[:, a:b]) for a, b in itertools.pairwise(edges)]
+    options = {"vocab_size": vocab_size}
+    parts = [cross_entropy_shard(x, targets, first=a, **options) for a, x in shards]
+    tops, sums, target_logits = (torch.stack(p) for p in zip(*parts))
+    top = tops.amax(0)
+    lse = top + (sums * (tops - top).exp()).sum(0).log()
+    losses = lse - target_logits.sum(0) + z_loss * lse**2
+    grads = [
+        cross_entropy_shard_grad(x, targets, lse, scale, first=a, z_loss=z_loss, **options)
+        for a, x in shards
+    ]
+    return torch.where(targets == -100, 0.0, losses), torch.cat(grads, 1)
+
+
+@pytest.mark.usefixtures("choice")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("n", "v", "first"), [(2, 1, 0), (7, 63, 40), (9, 1000, 500), (3, 25147, 9)]
+)
+def test_matches_oracles(n, v, first, dtype):
+    logits, targets = make(n, v, dtype=dtype, vocabulary=2 * v)
+    options = {"first": first, "vocab_size": first + v - v // 10}
+    assert_matches_oracle(
+        lambda x, t: cross_entropy_shard(x, t, **options),
+        lambda x, t: cross_entropy_shard_ref(x, t, **options),
+        (logits, targets),
+        eager=in_fp32(lambda x, t: cross_entropy_shard_ref(x, t, **options)),
+    )
+    lse = logits.float().logsumexp(-1) + 0.5
+    for scale in (torch.tensor(0.25), torch.randn(n)):
+        for z_loss in (0.0, 0.01):
+            kwargs = {**options, "z_loss": z_loss}
+
+            def eager(x, *a, kwargs=kwargs):
+                return cross_entropy_shard_grad_ref(x.float(), *a, **kwargs).to(x.dtype)
+
+            assert_matches_oracle(
+                lambda *a, kwargs=kwargs: cross_entropy_shard_grad(
+                    *a[:-2], *map(float32, a[-2:]), **kwargs
+                ),
+                lambda *a, kwargs=kwargs: cross_entropy_shard_grad_ref(*a, **kwargs),
+                (logits, targets, lse, scale),
+                eager=eager,
+            )
+
+
+def float32(x):
+    return x.float()
+
+
+@pytest.mark.usefixtures("choice")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("z_loss", [0.0, 0.01])
+@pytest.mark.parametrize("cuts", [(500,), (333, 700), (1, 999)])
+def test_shards_make_the_whole_loss(cuts, z_loss, dtype):
+    """Two and three shards, the last with padding, against the oracle of the whole."""
+    logits, targets = make(9, 1000, dtype=dtype, vocabulary=990)
+    targets[1] = 989
+
+    def shards(x, t):
+        return combine(x, t, cuts, torch.tensor(1.0), z_loss=z_loss, vocab_size=990)
+
+    def whole(x, t):
+        leaf = x.detach().requires_grad_()
+        losses = cross_entropy_ref(leaf, t, vocab_size=990, reduction="none", z_loss=z_loss)
+        return losses.detach(), torch.autograd.grad(losses.sum(), leaf)[0]
+
+    def eager(x, t):
+        losses, grad = whole(x.float(), t)
+        return losses, grad.to(x.dtype)
+
+    assert_matches_oracle(shards, whole, (logits, targets), eager=eager)
+
+
+@pytest.mark.usefixtures("choice")
+def test_a_shard_of_padding_has_no_share():
+    logits, targets = make(4, 20, vocabulary=30)
+    logits[:, :] = torch.nan  # whatever padding holds
+    top, total, hit = cross_entropy_shard(logits, targets, first=32, vocab_size=30)
+    valid = targets != -100
+    assert torch.equal(top, torch.where(valid, -torch.inf, 0.0))
+    assert torch.equal(total, torch.where(valid, 0.0, 1.0))
+    assert not hit.any()
+    grad = cross_entropy_shard_grad(
+        logits, targets, torch.ones(4), torch.tensor(1.0), first=32, vocab_size=30
+    )
+    assert torch.equal(grad, torch.zeros(4, 20))
+
+
+@pytest.mark.usefixtures("choice")
+def test_hostile_logits():
+    """-inf in a whole shard, 1e4, nan, and ignored rows of anything."""
+    logits, targets = make(5, 12)
+    targets[:] = torch.tensor([0, 7, 3, 2, -100])
+    logits[0, 6:] = -torch.inf
+    logits[1] = 1e4
+    logits[1, 6] = 1e4 - 1
+    logits[2, 8] = torch.nan
+    logits[4] = torch.nan
+    losses, grad = combine(logits, targets, (6,), torch.tensor(1.0))
+    leaf = logits.double().requires_grad_()
+    want = torch.nn.functional.cross_entropy(leaf, targets, reduction="none")
+    (expected,) = torch.autograd.grad(want.sum(), leaf)
+    assert losses[2].isnan()
+    assert grad[2].isnan().all()
+    assert losses[4] == 0
+    assert not grad[4].any()
+    keep = [0, 1, 3]
+    torch.testing.assert_close(losses[keep].double(), want[keep].detach(), rtol=1e-6, atol=2e-3)
+    # lse itself is rounded at 1e4, 2^-11 apart
+    torch.testing.assert_close(grad[keep].double(), expected[keep], rtol=2.0**-10, atol=1e-7)
+
+
+@pytest.mark.usefixtures("choice")
+def test_no_rows_and_any_strides():
+    empty = torch.empty(0, 8), torch.empty(0, dtype=torch.int64)
+    assert [t.shape for t in cross_entropy_shard(*empty)] == [(0,)] * 3
+    grad = cross_entropy_shard_grad(*empty, torch.empty(0), torch.tensor(1.0))
+    assert grad.shape == (0, 8)
+    logits, targets = make(6, 50)
+    want = cross_entropy_shard(logits, targets)
+    lse, scale = torch.full((6,), 5.0), torch.arange(6.0)
+    expected = cross_entropy_shard_grad(logits, targets, lse, scale)
+    views = (logits.t().contiguous().t(), torch.stack([logits, logits], 1)[:, 1])
+    for view in views:
+        for got, exact in zip(cross_entropy_shard(view, targets), want):
+            assert torch.equal(got, exact)
+        strided = torch.stack([scale, scale], 1)[:, 0]
+        got = cross_entropy_shard_grad(view, targets, lse[:1].expand(6), strided)
+        assert torch.equal(got, expected)
+    shaped = cross_entropy_shard_grad(logits.view(2, 3, 50), targets.view(2, 3), lse, scale)
+    assert torch.equal(shaped, expected.view(2, 3, 50))
+
+
+def test_opcheck_and_compile():
+    logits, targets = make(6, 20, vocabulary=40)
+    ops = torch.ops.fastpar
+    torch.library.opcheck(ops.cross_entropy_shard.default, (logits, targets, 20, 18, -100))
+    lse, scale = torch.ones(6), torch.tensor(0.5)
+    torch.library.opcheck(
+        ops.cross_entropy_shard_grad.default, (logits, targets, lse, scale, 20, 18, -100, 0.1)
+    )
+
+    def both(x, t):
+        top, total, hit = cross_entropy_shard(x, t, first=20)
+        return top + hit, cross_entropy_shard_grad(x, t, total.log() + top, scale, first=20)
+
+    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
+    for got, want in zip(compiled(logits, targets), both(logits, targets)):
+        assert torch.equal(got, want)
+
+
+def test_errors():
+    logits, targets = make(6, 20)
+    lse, scale = torch.ones(6), torch.tensor(1.0)
+
+    def refuses(match, logits, targets, lse=lse, scale=scale, **kwargs):
+        with pytest.raises(ValueError, match="cross_entropy_shard_grad: " + match):
+            cross_entropy_shard_grad(logits, targets, lse, scale, **kwargs)
+
+    def both_refuse(match, *args, **kwargs):
+        refuses(match, *args, **kwargs)
+        with pytest.raises(ValueError, match="cross_entropy_shard: " + match):
+            cross_entropy_shard(*args, **kwargs)
+
+    both_refuse(r"expected logits \[..., V\] .* torch.float64", logits.double(), targets)
+    both_refuse(r"expected int64 targets of shape \[6\], got targets=\[5\]", logits, targets[:5])
+    both_refuse(r"expected int64 .* torch.int32", logits, targets.int())
+    both_refuse("expected targets on cpu, got targets.device=meta", logits, targets.to("meta"))
+    both_refuse("expected first >= 0, got first=-1", logits, targets, first=-1)
+    refuses(r"expected fp32 lse \[6\] .* got lse=\[5\]", logits, targets, lse=lse[:5])
+    refuses(r"expected fp32 lse .* torch.float64", logits, targets, lse=lse.double())
+    refuses(r"expected fp32 lse .* scale=\[3\]", logits, targets, scale=lse[:3])
+    refuses(
+        "expected lse and scale on cpu, .* scale.device=meta",
+        logits,
+        targets,
+        scale=scale.to("meta"),
+    )
