@@ -55,13 +55,15 @@ TRITON_HEAD_DIM = (16, 128, 8)  # from, to, in steps of
 
 def _split(q: Tensor, k: Tensor | None, v: Tensor | None) -> Triple:
     """q, k, v; without k and v, q holds the three packed, [B, T, 3, H, D] or [total, 3, H, D]."""
-    return (q, k, v) if k is not None and v is not None else q.unbind(-3)
+    if k is None or v is None:
+        q, k, v = q.unbind(-3)
+    return q, k, v
 
 
 def _layout(x: Tensor) -> tuple[int, int, int, int]:
     """(address, batch, row and head strides), as _C takes [B, T, H, D] and [total, H, D]."""
-    strides = x.stride()
-    return (x.data_ptr(), *(strides[:3] if len(strides) == 4 else (0, *strides[:2])))
+    *batch, row, head, _ = x.stride()
+    return x.data_ptr(), batch[0] if batch else 0, row, head
 
 
 def _arguments(
@@ -198,7 +200,7 @@ def _attention_bwd_run(
 ) -> Triple:
     results = _bwd_fake(do, q, k, v)
     inputs = _split(q, k, v)
-    grads = results if k is not None else results[0].unbind(-3)
+    grads: Triple = results if k is not None else _split(results[0], None, None)
     triton = use_triton("attention", q)
     bounds = None
     if cu_seqlens is not None:
@@ -212,6 +214,7 @@ def _attention_bwd_run(
     elif triton:
         from fastpar.kernels import attention_bwd_triton
 
+        assert o is not None  # _setup_context keeps it where Triton runs
         attention_bwd_triton.attention_bwd(
             do, *inputs, o, stats, *grads, causal, scale, key, site, threshold, cu_seqlens
         )

@@ -37,7 +37,8 @@ class Dropout(NamedTuple):
         """x [heads, rows, keys] under its part of the mask, in out (which may be x)."""
         if self.key is None:
             return x
-        at = MaskBlock(1, *x.shape, sample, head, row)
+        heads, rows, keys = x.shape
+        at = MaskBlock(1, heads, rows, keys, sample, head, row)
         return dropout_block(x, self.key, self.site, self.threshold, at, out)
 
 

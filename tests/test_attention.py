@@ -67,7 +67,9 @@ def test_matches_oracle(form, T, D, p, causal, dtype):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(("T", "Tk"), [(1, 50), (5, 50), (40, 50), (50, 3), (50, 1), (70, 33)])
+@pytest.mark.parametrize(
+    ("T", "Tk"), [(1, 50), (2, 50), (5, 50), (40, 50), (50, 3), (50, 1), (70, 33)]
+)
 @pytest.mark.parametrize("p", [0.0, 0.3])
 def test_other_lengths(form, T, Tk, p, causal):
     """Aligned to the last query and the last key; queries that see nothing give 0."""

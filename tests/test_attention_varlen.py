@@ -223,7 +223,7 @@ def int32(*values):
     ("cu_seqlens", "message"),
     [
         (int32(0, 3, 8).long(), r"cu_seqlens int32 of shape \[n \+ 1\], n >= 1, got .*int64 \[3\]"),
-        (int32(0, 3, 8)[None], r"cu_seqlens int32 of shape .*got cu_seqlens=torch.int32 \[1, 3\]"),
+        (int32(0, 3, 5, 8).view(2, 2), r"int32 of shape .*got cu_seqlens=torch.int32 \[2, 2\]"),
         (int32(0), r"cu_seqlens int32 of shape .*got cu_seqlens=torch.int32 \[1\]"),
         (int32(), r"cu_seqlens int32 of shape .*got cu_seqlens=torch.int32 \[0\]"),
         (int32(0, 8).to("meta"), r"cu_seqlens on q's device, got cu_seqlens=meta q=cpu"),
