@@ -36,15 +36,15 @@ OPS = {
     "attention": ("cpp: attention_cpu.cpp", "triton: attention_triton.py, attention_bwd_triton.py"),
     "layer_norm": ("cpp: layer_norm_cpu.cpp", "torch: native_layer_norm"),
     "residual_layer_norm": ("cpp: layer_norm_cpu.cpp", "torch, composed"),
-    "bias_gelu": ("cpp: gelu_cpu.cpp (tanh form); torch (erf form)", "torch, composed"),
-    "embedding": ("torch", "torch"),
+    "bias_gelu": ("cpp: gelu_cpu.cpp (tanh form); torch (erf form)", "triton: gelu_triton.py"),
+    "embedding": ("torch; cpp: dropout_cpu.cpp", "triton: embedding_triton.py"),
     "linear": ("{gemm} (fp32); torch (16 bits)", "torch"),
     "linear_cross_entropy": (
         "chunks of rows by {gemm}, cpp: cross_entropy_cpu.cpp between",
         "torch: GEMMs by chunks of rows, softmax between",
     ),
     "adamw_step_": ("cpp: adamw_cpu.cpp", "torch: _fused_adamw_"),
-    "dropout": ("cpp: dropout_cpu.cpp", "torch: Philox composed from integer ops"),
+    "dropout": ("cpp: dropout_cpu.cpp", "triton: philox_triton.py"),
 }
 
 
