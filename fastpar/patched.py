@@ -153,14 +153,18 @@ def swapped_class(mixin: Any, original: Any) -> Any:
     return type(original)(original.__name__, (mixin, original), body)
 
 
-def dropout_rate(module: nn.Module, name: str | None) -> float:
-    """The rate of the dropout `name` of module: an nn.Dropout, a number, or None for 0."""
-    source: Any = None if name is None else getattr(module, name)
-    if source is None or not module.training:
+def probs_rate(attn: nn.Module, name: str | None) -> float:
+    """Rate of the probabilities' dropout, read from an nn.Dropout or a number; None is 0."""
+    if name is None or not attn.training:
         return 0.0
-    if isinstance(source, nn.Dropout):
-        return source.p if source.training else 0.0
-    return source
+    source: Any = getattr(attn, name)
+    return source.p if isinstance(source, nn.Dropout) else source
+
+
+def resid_rate(attn: nn.Module, name: str | None) -> float:
+    """Rate of the output's dropout, an nn.Dropout that may be in another mode than attn."""
+    dropout: Any = None if name is None else getattr(attn, name)
+    return dropout.p if dropout is not None and dropout.training else 0.0
 
 
 def rate_fits(p: float) -> bool:
@@ -251,14 +255,14 @@ class Attention(Swapped):
         x = given.get(self.names[0])
         if not isinstance(x, Tensor) or x.dim() != 3:
             return "x is not [B, T, C]"
-        if not rate_fits(dropout_rate(self, self.option("probs"))):
+        if not rate_fits(probs_rate(self, self.option("probs"))):
             return "a dropout rate of 1, or of 1/512 and less"
         return None
 
     def heads(self, x: Tensor, given: dict[str, Any]) -> tuple[Tensor, Any]:
         """[B, T, C] -> the heads' outputs, [B, T, C], for c_proj; and what result() wants."""
         qkv = project(self.c_attn, x).unflatten(-1, (3, self.n_head, -1))  # [B, T, 3, H, D]
-        p = dropout_rate(self, self.option("probs"))
+        p = probs_rate(self, self.option("probs"))
         return attention_qkvpacked(qkv, dropout_p=p).flatten(2), None
 
     def forward(self, *args, **kwargs):
@@ -341,7 +345,7 @@ class GPT2Attention(Attention):
             cache.update(k, v, self.layer_idx)
         elif "layer_past" in self.names and given.get("use_cache"):  # transformers before 4.53
             present = (k, v)
-        p = dropout_rate(self, "attn_dropout")
+        p = probs_rate(self, "attn_dropout")
         o = attention_qkvpacked(qkv, softmax_scale=self.scale(), dropout_p=p)
         return o.flatten(2), present
 
@@ -389,16 +393,17 @@ class Block(Swapped):
             weight,
             bias,
             x_bias=attn.c_proj.bias,
-            dropout_p=dropout_rate(attn, attn.option("resid")),
+            dropout_p=resid_rate(attn, attn.option("resid")),
             eps=eps,
         )
         return x + self.mlp(y)
 
     def _dropout_fits(self, attn: Any) -> bool:
         name = attn.option("resid")
-        return rate_fits(dropout_rate(attn, name)) and (
-            name is None or _is_one_of(getattr(attn, name), nn.Dropout)
-        )
+        if name is None:
+            return True
+        plain = _is_one_of(getattr(attn, name), nn.Dropout)
+        return plain and rate_fits(resid_rate(attn, name))
 
 
 class Model(Swapped):

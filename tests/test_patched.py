@@ -297,6 +297,23 @@ def test_dropout_is_where_theirs_is():
         assert abs(spread[0] / spread[1] - 1) < 0.1, rates
 
 
+def test_modes_of_parts_are_theirs():
+    """Evaluation of a model whose rate is a number; one dropout in another mode than the rest."""
+    theirs = stock_bench_model(p=0.3).eval()
+    ours = copy.deepcopy(theirs)
+    fastpar.patch(ours)
+    idx = ids_for(theirs)
+    torch.testing.assert_close(ours(idx, idx), theirs(idx, idx))
+    for model in (theirs, ours):
+        model.train()
+        for part in (model.dropout, *(layer.mlp.dropout for layer in model.h)):
+            part.eval()
+        for layer in model.h:
+            layer.attn.p = 0.0
+            layer.attn.dropout.eval()
+    torch.testing.assert_close(ours(idx, idx), theirs(idx, idx))
+
+
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable")
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("name", ["transformers D40", "nanoGPT"])
