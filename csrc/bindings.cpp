@@ -220,12 +220,12 @@ PYBIND11_MODULE(_C, m) {
       "layer_norm_fwd",
       [](Address x, Address residual, Address x_bias, Address weight, Address bias, Address sum,
          Address y, Address mean, Address rstd, int dtype, int64_t n, int64_t c, float eps,
-         int64_t seed, int64_t first_sample, int site, int threshold, int64_t samples,
+         bool rms, int64_t seed, int64_t first_sample, int site, int threshold, int64_t samples,
          int64_t heads, int64_t rows, int threads) {
         fastpar::layer_norm_fwd(
             at<const void>(x), at<const void>(residual), at<const float>(x_bias),
             at<const float>(weight), at<const float>(bias), at<void>(sum), at<void>(y),
-            at<float>(mean), at<float>(rstd), dtype_of(dtype), n, c, eps,
+            at<float>(mean), at<float>(rstd), dtype_of(dtype), n, c, eps, rms,
             mask_block(seed, first_sample, site, threshold, samples, heads, rows, c, 0, 0),
             threads);
       },
@@ -234,13 +234,14 @@ PYBIND11_MODULE(_C, m) {
       "layer_norm_bwd",
       [](Address dy, Address dsum_out, Address x, Address weight, Address mean, Address rstd,
          Address dsum, Address dx, Address dweight, Address dbias, Address dx_bias, int dtype,
-         int64_t n, int64_t c, int64_t seed, int64_t first_sample, int site, int threshold,
-         int64_t samples, int64_t heads, int64_t rows, int threads) {
+         int64_t n, int64_t c, bool rms, int64_t seed, int64_t first_sample, int site,
+         int threshold, int64_t samples, int64_t heads, int64_t rows, int threads) {
         fastpar::layer_norm_bwd(
             at<const void>(dy), at<const void>(dsum_out), at<const void>(x),
             at<const float>(weight), at<const float>(mean), at<const float>(rstd), at<void>(dsum),
             at<void>(dx), at<float>(dweight), at<float>(dbias), at<float>(dx_bias), dtype_of(dtype),
-            n, c, mask_block(seed, first_sample, site, threshold, samples, heads, rows, c, 0, 0),
+            n, c, rms,
+            mask_block(seed, first_sample, site, threshold, samples, heads, rows, c, 0, 0),
             threads);
       },
       unlocked);

@@ -70,17 +70,18 @@ void keep_mask(uint8_t* keep, const MaskBlock& at, int threads);
 
 // sum[N, C] = residual + dropout(x + x_bias), y = (sum - mean) * rstd * weight + bias; `at` holds
 // the N rows, threshold 0 is no dropout. With residual null x itself is normalized; x_bias and sum
-// are not used then. No other pointer is null. mean and rstd are [N].
+// are not used then. No other pointer is null. mean and rstd are [N]. rms: mean is 0 and not
+// written, bias is not used.
 void layer_norm_fwd(const void* x, const void* residual, const float* x_bias, const float* weight,
                     const float* bias, void* sum, void* y, float* mean, float* rstd, Dtype dtype,
-                    int64_t n, int64_t c, float eps, const MaskBlock& at, int threads);
+                    int64_t n, int64_t c, float eps, bool rms, const MaskBlock& at, int threads);
 
 // dsum[N, C] = gradient of x (the normalized rows) + dsum_out, which may be null; dx = dsum under
-// the mask unless null. dweight, dbias and dx_bias (may be null) are sums over the rows, within
-// fixed blocks, blocks in order.
+// the mask unless null. dweight, dbias (may be null) and dx_bias (may be null) are sums over the
+// rows, within fixed blocks, blocks in order. rms: mean and dbias are not touched.
 void layer_norm_bwd(const void* dy, const void* dsum_out, const void* x, const float* weight,
                     const float* mean, const float* rstd, void* dsum, void* dx, float* dweight,
-                    float* dbias, float* dx_bias, Dtype dtype, int64_t n, int64_t c,
+                    float* dbias, float* dx_bias, Dtype dtype, int64_t n, int64_t c, bool rms,
                     const MaskBlock& at, int threads);
 
 // A float matrix of any strides.

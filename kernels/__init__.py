@@ -48,7 +48,12 @@ else:
     )
     from fastpar.kernels.embedding import embedding
     from fastpar.kernels.gelu import bias_gelu
-    from fastpar.kernels.layer_norm import layer_norm, residual_layer_norm
+    from fastpar.kernels.layer_norm import (
+        layer_norm,
+        residual_layer_norm,
+        residual_rms_norm,
+        rms_norm,
+    )
     from fastpar.kernels.linear import linear
     from fastpar.kernels.linear_cross_entropy import linear_cross_entropy
     from fastpar.kernels.philox import Rng, draw_key, dropout, keep_mask, make_key, quantize_p
@@ -73,4 +78,6 @@ else:
         "make_key",
         "quantize_p",
         "residual_layer_norm",
+        "residual_rms_norm",
+        "rms_norm",
     ]

@@ -34,8 +34,10 @@ DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # op -> (on CPU tensors, on CUDA tensors); "cpp" names the compiled kernel's source.
 OPS = {
     "attention": ("cpp: attention_cpu.cpp", "triton: attention_triton.py, attention_bwd_triton.py"),
-    "layer_norm": ("cpp: layer_norm_cpu.cpp", "torch: native_layer_norm"),
-    "residual_layer_norm": ("cpp: layer_norm_cpu.cpp", "torch, composed"),
+    "layer_norm": ("cpp: layer_norm_cpu.cpp", "triton: layer_norm_triton.py"),
+    "rms_norm": ("cpp: layer_norm_cpu.cpp", "triton: layer_norm_triton.py"),
+    "residual_layer_norm": ("cpp: layer_norm_cpu.cpp", "triton: layer_norm_triton.py"),
+    "residual_rms_norm": ("cpp: layer_norm_cpu.cpp", "triton: layer_norm_triton.py"),
     "bias_gelu": ("cpp: gelu_cpu.cpp (tanh form); torch (erf form)", "triton: gelu_triton.py"),
     "embedding": ("torch; cpp: dropout_cpu.cpp", "triton: embedding_triton.py"),
     "linear": ("{gemm} (fp32); torch (16 bits)", "torch"),

@@ -1,19 +1,20 @@
-"""LayerNorm over the last dimension, alone and after the residual add of a pre-norm block.
+"""LayerNorm and RMSNorm over the last dimension, alone and behind the residual add of a block.
 
-    y = (x - mean) * rstd * weight + bias,  rstd = 1 / sqrt(var + eps)
-    n = (x - mean) * rstd,  g = dy * weight
+    y = n * weight + bias,  n = (x - mean) * rstd,  rstd = 1 / sqrt(var + eps),  g = dy * weight
     dx = rstd * (g - mean(g) - n * mean(g * n)),  dweight = sum of dy * n,  dbias = sum of dy
 
-residual_layer_norm is the unit between two matmuls of a transformer: the bias of the linear before,
-dropout, residual add, norm. Its backward adds the residual stream's own gradient to the norm's:
+RMSNorm takes the mean as 0 and has no bias: n = x * rstd, rstd = 1 / sqrt(mean(x * x) + eps), and
+dx has no mean(g). residual_layer_norm and residual_rms_norm are the unit between two matmuls of a
+transformer: the bias of the linear before, dropout, residual add, norm. Their backward adds the
+residual stream's own gradient to the norm's:
     dresidual = dresidual_out + dnorm,  dx = dropout'(dresidual),  dx_bias = sum of dx
 
-On CPU a compiled kernel makes one pass over the rows each way. The variance is computed in a second
-pass over the row in cache, corrected for the rounding of the mean, so a mean far from 0 costs no
-accuracy. Sums over rows add fixed blocks of rows in order: their bits do not depend on the threads
-(those of torch's kernel do). Elsewhere it is composed from torch ops, which torch.compile fuses.
+One pass over the rows each way. The variance is computed in a second pass over the row in cache
+(CPU) or registers (Triton), corrected for the rounding of the mean, so a mean far from 0 costs no
+accuracy. Sums over rows add fixed blocks of rows in order: their bits do not depend on threads or
+run (those of torch's kernel do). fp64 and FASTPAR_BACKEND=torch are composed from torch ops.
 Saved for backward: the normalized rows (x or residual_out), mean and rstd ([N] fp32).
-Source: Ba, Kiros, Hinton 2016, arXiv 1607.06450.
+Source: Ba, Kiros, Hinton 2016, arXiv 1607.06450; Zhang, Sennrich 2019, arXiv 1910.07467.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from fastpar.kernels.backend import (
     define_op,
     refuse_double_backward,
     use_cpp,
+    use_triton,
 )
 from fastpar.kernels.philox import (
     Rng,
@@ -98,13 +100,20 @@ def layer_norm_fwd(
     site: int,
     threshold: int,
     eps: float,
+    rms: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(y, residual_out, mean, rstd) by the compiled kernel; residual None: residual_out is [0]."""
-    x = x.contiguous()
+    """(y, residual_out, mean, rstd); residual None: residual_out is [0]; rms: mean is [0]."""
+    if x.is_cuda or use_triton("layer_norm", x):
+        from fastpar.kernels import layer_norm_triton
+
+        return layer_norm_triton.layer_norm_fwd(
+            x, residual, weight, bias, x_bias, key, site, threshold, eps, rms
+        )
+    x = x.contiguous() if residual is None else x.to(residual.dtype).contiguous()
     y = torch.empty_like(x)
     total = torch.empty_like(x) if residual is not None else x.new_empty(0)
     n = x.numel() // x.shape[-1]
-    mean, rstd = (x.new_empty(n, dtype=torch.float32) for _ in range(2))
+    mean, rstd = (x.new_empty(m, dtype=torch.float32) for m in (0 if rms else n, n))
     if n:
         # Named, so that the copies live until the call returns.
         r = None if residual is None else residual.contiguous()
@@ -123,6 +132,7 @@ def layer_norm_fwd(
             n,
             x.shape[-1],
             eps,
+            rms,
             *_mask(x, key, site, threshold),
             torch.get_num_threads(),
         )
@@ -139,19 +149,42 @@ def layer_norm_bwd(
     key: Tensor | None,
     site: int,
     threshold: int,
-    need_dx_bias: bool,
+    x_dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
+    x_bias_dtype: torch.dtype | None,
+    rms: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(dtotal, dx, dweight, dbias, dx_bias) of the rows x that were normalized; sums in fp32.
+    """(dtotal, dx, dweight, dbias, dx_bias) of the rows x that were normalized.
 
-    dx is [0] without a mask (it equals dtotal then), dx_bias is [0] when not needed.
+    dx is [0] where it would equal dtotal (no mask, x_dtype is x's); dbias and dx_bias are [0] for a
+    dtype of None.
     """
+    if x.is_cuda or use_triton("layer_norm", x):
+        from fastpar.kernels import layer_norm_bwd_triton
+
+        return layer_norm_bwd_triton.layer_norm_bwd(
+            dy,
+            dtotal,
+            x,
+            weight,
+            mean,
+            rstd,
+            key,
+            site,
+            threshold,
+            x_dtype,
+            bias_dtype,
+            x_bias_dtype,
+            rms,
+        )
     dy, x = dy.contiguous(), x.contiguous()
     C = x.shape[-1]
     n = x.numel() // C
     dsum = torch.empty_like(x)
     dx = torch.empty_like(x) if key is not None else x.new_empty(0)
     dweight, dbias, dx_bias = (
-        x.new_zeros(c, dtype=torch.float32) for c in (C, C, C if need_dx_bias else 0)
+        x.new_zeros(0 if dtype is None else C, dtype=torch.float32)
+        for dtype in (weight.dtype, bias_dtype, x_bias_dtype)
     )
     if n:
         given, w = None if dtotal is None else dtotal.contiguous(), _float(weight, x)
@@ -165,64 +198,82 @@ def layer_norm_bwd(
             dsum.data_ptr(),
             dx.data_ptr() if key is not None else 0,
             dweight.data_ptr(),
-            dbias.data_ptr(),
-            dx_bias.data_ptr() if need_dx_bias else 0,
+            dbias.data_ptr() if bias_dtype is not None else 0,
+            dx_bias.data_ptr() if x_bias_dtype is not None else 0,
             DTYPE_CODES[x.dtype],
             n,
             C,
+            rms,
             *_mask(x, key, site, threshold),
             torch.get_num_threads(),
         )
-    return dsum, dx, dweight, dbias, dx_bias
-
-
-def _rows_like(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def _fake(x, residual, weight, bias, x_bias, key, site, threshold, eps):
-    mean, rstd = (x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32) for _ in range(2))
-    return _rows_like(x), x.new_empty(0) if residual is None else _rows_like(x), mean, rstd
-
-
-def _bwd_fake(dy, dtotal, x, weight, mean, rstd, key, site, threshold, need_dx_bias):
-    C = x.shape[-1]
-    dweight, dbias, dx_bias = (
-        x.new_empty(c, dtype=torch.float32) for c in (C, C, C if need_dx_bias else 0)
+    if x_dtype != x.dtype:
+        dx = (dsum if key is None else dx).to(x_dtype)
+    return (
+        dsum,
+        dx,
+        dweight.to(weight.dtype),
+        dbias.to(bias_dtype or torch.float32),
+        dx_bias.to(x_bias_dtype or torch.float32),
     )
-    return _rows_like(x), x.new_empty(0) if key is None else _rows_like(x), dweight, dbias, dx_bias
+
+
+def _rows_like(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def _fake(x, residual, weight, bias, x_bias, key, site, threshold, eps, rms):
+    n = x.numel() // x.shape[-1]
+    mean, rstd = (x.new_empty(m, dtype=torch.float32) for m in (0 if rms else n, n))
+    dtype = x.dtype if residual is None else residual.dtype
+    total = x.new_empty(0) if residual is None else _rows_like(x, dtype)
+    return _rows_like(x, dtype), total, mean, rstd
+
+
+def _bwd_fake(
+    dy, dtotal, x, weight, mean, rstd, key, site, threshold, x_dtype, bias_dtype, x_bias_dtype, rms
+):
+    writes_dx = key is not None or x_dtype != x.dtype
+    dx = _rows_like(x, x_dtype) if writes_dx else x.new_empty(0, dtype=x_dtype)
+    sums = (
+        x.new_empty(0 if dtype is None else x.shape[-1], dtype=dtype or torch.float32)
+        for dtype in (weight.dtype, bias_dtype, x_bias_dtype)
+    )
+    return _rows_like(x, x.dtype), dx, *sums
 
 
 _layer_norm = define_op(
     "layer_norm(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, Tensor? x_bias, "
-    "Tensor? key, int site, int threshold, float eps) -> (Tensor, Tensor, Tensor, Tensor)",
+    "Tensor? key, int site, int threshold, float eps, bool rms)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
     layer_norm_fwd,
     _fake,
-    ("CPU",),
+    ("CPU", "CUDA"),
 )
 _layer_norm_bwd = define_op(
     "layer_norm_bwd(Tensor dy, Tensor? dtotal, Tensor x, Tensor weight, Tensor mean, Tensor rstd, "
-    "Tensor? key, int site, int threshold, bool need_dx_bias)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "Tensor? key, int site, int threshold, ScalarType x_dtype, ScalarType? bias_dtype, "
+    "ScalarType? x_bias_dtype, bool rms) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     layer_norm_bwd,
     _bwd_fake,
-    ("CPU",),
+    ("CPU", "CUDA"),
 )
 
 
 def _setup_context(ctx, inputs, output):
-    x, residual, weight, bias, x_bias, key, ctx.site, ctx.threshold, _ = inputs
+    x, residual, weight, bias, x_bias, key, ctx.site, ctx.threshold, _, ctx.rms = inputs
     _, total, mean, rstd = output
     ctx.mark_non_differentiable(mean, rstd)
     ctx.set_materialize_grads(False)
     ctx.plain = residual is None
     ctx.save_for_backward(x if ctx.plain else total, weight, mean, rstd, key)
+    ctx.x_dtype = x.dtype
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.x_bias_dtype = None if x_bias is None else x_bias.dtype
 
 
 def _backward(ctx, dy, dtotal, _dmean, _drstd):
-    refuse_double_backward("layer_norm")
+    refuse_double_backward("rms_norm" if ctx.rms else "layer_norm")
     rows, weight, mean, rstd, key = ctx.saved_tensors
     if dy is None:
         dy = torch.zeros_like(rows)
@@ -236,53 +287,127 @@ def _backward(ctx, dy, dtotal, _dmean, _drstd):
         key,
         ctx.site,
         ctx.threshold,
-        ctx.x_bias_dtype is not None,
+        ctx.x_dtype,
+        ctx.bias_dtype,
+        ctx.x_bias_dtype,
+        ctx.rms,
     )
     return (
-        dsum if key is None else dx,
+        dx if key is not None or ctx.x_dtype != rows.dtype else dsum,
         None if ctx.plain else dsum,
-        dweight.to(weight.dtype),
-        None if ctx.bias_dtype is None else dbias.to(ctx.bias_dtype),
-        None if ctx.x_bias_dtype is None else dx_bias.to(ctx.x_bias_dtype),
-        None,
-        None,
-        None,
-        None,
+        dweight,
+        None if ctx.bias_dtype is None else dbias,
+        None if ctx.x_bias_dtype is None else dx_bias,
+        *[None] * 5,
     )
 
 
 define_autograd(_layer_norm, _setup_context, _backward)
 
 
-def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    if weight.dtype == x.dtype and (bias is None or bias.dtype == x.dtype):
-        return F.layer_norm(x, weight.shape, weight, bias, eps)
-    # torch's CUDA kernel wants one dtype.
-    wide = None if bias is None else bias.float()
-    return F.layer_norm(x.float(), weight.shape, weight.float(), wide, eps).to(x.dtype)
+def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, rms: bool) -> Tensor:
+    """Composed from torch ops. torch's CUDA kernels want one dtype."""
+    same = weight.dtype == x.dtype and (bias is None or bias.dtype == x.dtype)
+    wide = x if same else x.float()
+    w, b = weight.to(wide.dtype), None if bias is None else bias.to(wide.dtype)
+    shape = weight.shape
+    y = F.rms_norm(wide, shape, w, eps) if rms else F.layer_norm(wide, shape, w, b, eps)
+    return y.to(x.dtype)
+
+
+def _plain(
+    name: str, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, rms: bool
+) -> Tensor:
+    _check(name, x, weight=weight, bias=bias)
+    if use_triton(name, x) or use_cpp(name, x):
+        return _layer_norm(x, None, weight, bias, None, None, 0, 0, eps, rms)[0]
+    return _norm(x, weight, bias, eps, rms)
+
+
+def _after_residual(
+    name: str,
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    x_bias: Tensor | None,
+    dropout_p: float,
+    rng: Rng | None,
+    eps: float,
+    rms: bool,
+) -> tuple[Tensor, Tensor]:
+    """(y, residual_out)"""
+    _check(name, residual, weight=weight, bias=bias)
+    if x.shape != residual.shape:
+        raise ValueError(
+            f"{name}: expected x and residual of one shape, got x={list(x.shape)} "
+            f"residual={list(residual.shape)}; they are added element by element"
+        )
+    narrow = residual.dtype == torch.float32 and x.dtype in (torch.bfloat16, torch.float16)
+    if x.dtype != residual.dtype and not narrow:
+        raise ValueError(
+            f"{name}: expected x of residual's dtype {residual.dtype}, or 16 bits with a float32 "
+            f"residual, got x={x.dtype}; cast one of them"
+        )
+    if x.device != residual.device:
+        raise ValueError(
+            f"{name}: expected x on residual's device {residual.device}, got x on {x.device}; "
+            "move one of them"
+        )
+    if x_bias is not None:
+        _check(name, x, x_bias=x_bias)
+    threshold = quantize_p(dropout_p)
+    if threshold and rng is None:
+        rng = Rng(draw_key(x.device), 0)
+    if use_triton(name, residual) or use_cpp(name, residual):
+        key, site = None, 0
+        if threshold and rng is not None:
+            check_rng(rng, mask_shape(x.shape).heads, x.device)
+            key, site = rng
+        y, residual_out, *_ = _layer_norm(
+            x, residual, weight, bias, x_bias, key, site, threshold, eps, rms
+        )
+        return y, residual_out
+    if x_bias is not None:
+        x = (x + x_bias).to(x.dtype)
+    residual_out = residual + dropout(x, dropout_p, rng)
+    return _norm(residual_out, weight, bias, eps, rms), residual_out
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     """LayerNorm over the last dimension: y = (x - mean) * rstd * weight + bias.
 
     Args:
-        x: [..., C], bf16 | fp16 | fp32, C <= 16384.
+        x: [..., C], bf16 | fp16 | fp32, C <= 16384. Rows may be any distance apart; elements of a
+            row that are not neighbours cost a copy.
         weight: [C], dtype of x or fp32.
         bias: [C], dtype of x or fp32, or None.
     Returns:
         y: [..., C], dtype and device of x. x, mean and rstd ([N], fp32) are kept for backward.
     Raises:
         ValueError: shapes, dtypes or devices that differ from the above.
-        RuntimeError: a second derivative is asked for (on CPU).
-    Traffic: 2 * x.numel() * x.element_size() bytes forward, 3 * ... backward.
-    Deterministic: yes, bitwise, forward and backward, for any number of threads on CPU.
+        RuntimeError: a second derivative is asked for; a GPU without Triton.
+    Traffic: 2 * x.numel() * x.element_size() bytes forward, 3 * ... backward (5 from C > 4096 on
+        with Triton).
+    Deterministic: yes, bitwise, forward and backward; on a CPU for any number of threads.
     Oracle: fastpar.kernels.reference.layer_norm_ref
     Source: Ba, Kiros, Hinton 2016, arXiv 1607.06450
     """
-    _check("layer_norm", x, weight=weight, bias=bias)
-    if use_cpp("layer_norm", x):
-        return _layer_norm(x, None, weight, bias, None, None, 0, 0, eps)[0]
-    return _norm(x, weight, bias, eps)
+    return _plain("layer_norm", x, weight, bias, eps, False)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    """RMSNorm over the last dimension: y = x * rstd * weight, rstd = 1 / sqrt(mean(x * x) + eps).
+
+    Args:
+        x, weight: as in layer_norm.
+    Returns:
+        y: [..., C], dtype and device of x. x and rstd ([N], fp32) are kept for backward.
+    Raises, Traffic, Deterministic: as layer_norm.
+    Oracle: fastpar.kernels.reference.rms_norm_ref
+    Source: Zhang, Sennrich 2019, arXiv 1910.07467
+    """
+    return _plain("rms_norm", x, weight, None, eps, True)
 
 
 def residual_layer_norm(
@@ -311,45 +436,33 @@ def residual_layer_norm(
     Raises:
         ValueError: shapes, dtypes or devices that differ from the above; dropout_p outside [0, 1);
             a key or site that the mask cannot hold.
-        RuntimeError: a second derivative is asked for (on CPU).
+        RuntimeError: a second derivative is asked for; a GPU without Triton.
     Traffic: 4 * x.numel() * x.element_size() bytes forward, 4 * ... backward (5 with dropout).
-    Deterministic: yes, bitwise, forward and backward, for any number of threads on CPU.
+    Deterministic: yes, bitwise, forward and backward; on a CPU for any number of threads.
     Oracle: fastpar.kernels.reference.residual_layer_norm_ref
     Source: Ba, Kiros, Hinton 2016, arXiv 1607.06450
     """
-    name = "residual_layer_norm"
-    _check(name, residual, weight=weight, bias=bias)
-    if x.shape != residual.shape:
-        raise ValueError(
-            f"{name}: expected x and residual of one shape, got x={list(x.shape)} "
-            f"residual={list(residual.shape)}; they are added element by element"
-        )
-    if x.dtype != residual.dtype and residual.dtype != torch.float32:
-        raise ValueError(
-            f"{name}: expected x of residual's dtype {residual.dtype}, or a float32 residual, got "
-            f"x={x.dtype}; cast one of them"
-        )
-    if x.device != residual.device:
-        raise ValueError(
-            f"{name}: expected x on residual's device {residual.device}, got x on {x.device}; "
-            "move one of them"
-        )
-    if x_bias is not None:
-        _check(name, x, x_bias=x_bias)
-    threshold = quantize_p(dropout_p)
-    if threshold and rng is None:
-        rng = Rng(draw_key(x.device), 0)
-    if use_cpp(name, residual):
-        key, site = None, 0
-        if threshold and rng is not None:
-            check_rng(rng, mask_shape(x.shape).heads, x.device)
-            key, site = rng
-        x = x.to(residual.dtype)
-        y, residual_out, *_ = _layer_norm(
-            x, residual, weight, bias, x_bias, key, site, threshold, eps
-        )
-        return y, residual_out
-    if x_bias is not None:
-        x = (x + x_bias).to(x.dtype)
-    residual_out = residual + dropout(x, dropout_p, rng)
-    return _norm(residual_out, weight, bias, eps), residual_out
+    return _after_residual(
+        "residual_layer_norm", x, residual, weight, bias, x_bias, dropout_p, rng, eps, False
+    )
+
+
+def residual_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    *,
+    x_bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng: Rng | None = None,
+    eps: float = 1e-6,
+) -> tuple[Tensor, Tensor]:
+    """Residual add and RMSNorm: residual_out = residual + dropout(x + x_bias), y = its norm.
+
+    Args, Returns, Raises, Traffic, Deterministic: as residual_layer_norm; there is no mean to keep.
+    Oracle: fastpar.kernels.reference.residual_rms_norm_ref
+    Source: Zhang, Sennrich 2019, arXiv 1910.07467
+    """
+    return _after_residual(
+        "residual_rms_norm", x, residual, weight, None, x_bias, dropout_p, rng, eps, True
+    )

@@ -219,6 +219,11 @@ def layer_norm_ref(
     return (y if bias is None else y + bias).to(x.dtype)
 
 
+def rms_norm_ref(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    """Division by the root of the mean square."""
+    return (x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
+
+
 def residual_layer_norm_ref(
     x: Tensor,
     residual: Tensor,
@@ -237,6 +242,25 @@ def residual_layer_norm_ref(
         x = dropout_ref(x, dropout_p, rng)
     residual_out = residual + x
     return layer_norm_ref(residual_out, weight, bias, eps), residual_out
+
+
+def residual_rms_norm_ref(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    *,
+    x_bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng: tuple[Tensor, int] | None = None,
+    eps: float = 1e-6,
+) -> tuple[Tensor, Tensor]:
+    """One step after another."""
+    x = x if x_bias is None else (x + x_bias).to(x.dtype)
+    if dropout_p > 0:
+        assert rng is not None
+        x = dropout_ref(x, dropout_p, rng)
+    residual_out = residual + x
+    return rms_norm_ref(residual_out, weight, eps), residual_out
 
 
 def embedding_ref(

@@ -1,11 +1,26 @@
-"""layer_norm and residual_layer_norm against fp64, on hostile inputs, and their refusals."""
+"""layer_norm, rms_norm and their residual forms against fp64, on hostile inputs; refusals."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from fastpar.kernels import _C, Rng, backend, layer_norm, make_key, residual_layer_norm
-from fastpar.kernels.reference import dropout_ref, layer_norm_ref, residual_layer_norm_ref
+from fastpar.kernels import (
+    _C,
+    Rng,
+    backend,
+    layer_norm,
+    make_key,
+    residual_layer_norm,
+    residual_rms_norm,
+    rms_norm,
+)
+from fastpar.kernels.reference import (
+    dropout_ref,
+    layer_norm_ref,
+    residual_layer_norm_ref,
+    residual_rms_norm_ref,
+    rms_norm_ref,
+)
 from fastpar.testing import assert_matches_oracle
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -15,6 +30,11 @@ RNG = Rng(make_key(3, 5), 2)
 def partial(op, p):
     """op of (x, residual, weight, bias, x_bias) with dropout p."""
     return lambda x, r, w, b, xb=None: op(x, r, w, b, x_bias=xb, dropout_p=p, rng=RNG)
+
+
+def partial_rms(op, p):
+    """op of (x, residual, weight, x_bias) with dropout p."""
+    return lambda x, r, w, xb=None: op(x, r, w, x_bias=xb, dropout_p=p, rng=RNG)
 
 
 def eager_norm(x, weight, bias):
@@ -38,6 +58,14 @@ def test_layer_norm_matches_oracle(c, dtype, bias):
     if bias:
         inputs.append(draw(c, dtype=dtype))
     assert_matches_oracle(layer_norm, layer_norm_ref, inputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("c", [1, 63, 384, 1000])
+def test_rms_norm_matches_oracle(c, dtype):
+    assert_matches_oracle(
+        rms_norm, rms_norm_ref, [draw(3, 5, c, dtype=dtype), draw(c, dtype=dtype)]
+    )
 
 
 @pytest.mark.parametrize("mean", [1e2, 1e4, -1e6])
@@ -78,12 +106,25 @@ def test_residual_layer_norm_matches_oracle(c, x_bias, p, dtype):
     assert len(report) == 2 + len(inputs)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("p", [0.0, 0.1])
+@pytest.mark.parametrize("x_bias", [True, False])
+def test_residual_rms_norm_matches_oracle(x_bias, p, dtype):
+    inputs = [draw(2, 5, 63, dtype=dtype) for _ in range(2)]
+    inputs += [draw(63, dtype=dtype) for _ in range(2 if x_bias else 1)]
+    ops = residual_rms_norm, residual_rms_norm_ref
+    report = assert_matches_oracle(*(partial_rms(op, p) for op in ops), inputs)
+    assert len(report) == 2 + len(inputs)
+
+
 def test_16_bit_branch_on_a_float32_stream():
     inputs = [draw(2, 3, 64, dtype=torch.bfloat16), draw(2, 3, 64), draw(64), draw(64), draw(64)]
     fn, ref = (partial(op, 0.1) for op in (residual_layer_norm, residual_layer_norm_ref))
     y, residual_out = fn(*inputs)
     assert y.dtype == residual_out.dtype == torch.float32
     assert_matches_oracle(fn, ref, inputs)
+    fn, ref = (partial_rms(op, 0.0) for op in (residual_rms_norm, residual_rms_norm_ref))
+    assert_matches_oracle(fn, ref, inputs[:4])
 
 
 def test_strided_and_expanded_inputs_and_gradients():
@@ -126,7 +167,8 @@ def test_bits_depend_on_neither_run_nor_threads_nor_isa(dtype):
         _C.set_isa(isa)
         x, r, w, b, xb = inputs
         y, out = residual_layer_norm(x, r, w, b, x_bias=xb, dropout_p=0.1, rng=RNG)
-        return (y, out, *torch.autograd.grad((y.sin() + out).sum(), inputs))
+        z, _ = residual_rms_norm(x, r, w, x_bias=xb, dropout_p=0.1, rng=RNG)
+        return (y, out, z, *torch.autograd.grad((y.sin() + z.cos() + out).sum(), inputs))
 
     before = _C.isa()
     first = run(1, before)
@@ -170,6 +212,9 @@ def test_composed_form_matches_oracle(monkeypatch):
         ops = (residual_layer_norm, residual_layer_norm_ref, eager_residual)
         fn, ref, eager = (partial(op, p) for op in ops)
         assert_matches_oracle(fn, ref, inputs, eager=eager)
+    assert_matches_oracle(rms_norm, rms_norm_ref, inputs[1:3])
+    fn, ref = (partial_rms(op, 0.1) for op in (residual_rms_norm, residual_rms_norm_ref))
+    assert_matches_oracle(fn, ref, inputs[:4])
 
 
 def test_a_batch_is_its_samples():
@@ -186,20 +231,30 @@ def test_a_batch_is_its_samples():
 
 def test_registration():
     x, r, w = draw(2, 3, 8), draw(2, 3, 8), draw(8)
+    narrow = draw(2, 3, 8, dtype=torch.bfloat16)
     check = torch.library.opcheck
-    check(torch.ops.fastpar.layer_norm.default, (x, None, w, None, None, None, 0, 0, 1e-5))
-    check(torch.ops.fastpar.layer_norm.default, (x, r, w, w, w, make_key(1, 2), 3, 26, 1e-5))
+    key = make_key(1, 2)
+    fwd = torch.ops.fastpar.layer_norm.default
+    check(fwd, (x, None, w, None, None, None, 0, 0, 1e-5, False))
+    check(fwd, (x, None, w, None, None, None, 0, 0, 1e-5, True))
+    check(fwd, (x, r, w, w, w, key, 3, 26, 1e-5, False))
+    check(fwd, (narrow, r, w, None, w, key, 3, 26, 1e-5, True))
     rows = [t.detach() for t in (x, r, x, w)]
-    mean = torch.zeros(6)
-    for key, need in ((None, False), (make_key(1, 2), True)):
-        args = (*rows, mean, mean + 1, key, 3, 0 if key is None else 26, need)
-        check(torch.ops.fastpar.layer_norm_bwd.default, args)
+    mean, f32 = torch.zeros(6), torch.float32
+    for options in (
+        (None, 3, 0, f32, f32, None, False),
+        (key, 3, 26, f32, f32, f32, False),
+        (None, 3, 0, torch.bfloat16, None, torch.bfloat16, True),
+    ):
+        check(torch.ops.fastpar.layer_norm_bwd.default, (*rows, mean, mean + 1, *options))
 
 
 def test_no_second_derivative():
     x, w = draw(2, 8), draw(8)
     with pytest.raises(RuntimeError, match=r"layer_norm: expected one backward, got create_graph"):
         torch.autograd.grad(layer_norm(x, w).sin().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"rms_norm: expected one backward, got create_graph"):
+        torch.autograd.grad(rms_norm(x, w).sin().sum(), x, create_graph=True)
 
 
 def test_compiles_into_one_graph():
@@ -207,7 +262,8 @@ def test_compiles_into_one_graph():
 
     def f(x, r, w, b, xb):
         y, out = residual_layer_norm(x, r, w, b, x_bias=xb, dropout_p=0.3, rng=RNG)
-        return layer_norm(y, w, b) + out
+        z, out = residual_rms_norm(x, out, w, x_bias=xb, dropout_p=0.3, rng=RNG)
+        return layer_norm(y, w, b) + rms_norm(z, w) + out
 
     y = torch.compile(f, fullgraph=True, backend="aot_eager")(*inputs)
     want = f(*inputs)
@@ -242,6 +298,9 @@ def ones(*shape, **kwargs):
 def test_bad_input_is_refused(args, message):
     with pytest.raises(ValueError, match="layer_norm: " + message):
         layer_norm(*args)
+    if len(args) == 2:
+        with pytest.raises(ValueError, match="rms_norm: " + message):
+            rms_norm(*args)
 
 
 @pytest.mark.parametrize(
@@ -249,6 +308,12 @@ def test_bad_input_is_refused(args, message):
     [
         (ones(2, 3, 4), ones(2, 4), None, r"of one shape, got x=\[2, 3, 4\] residual=\[2, 4\]"),
         (ones(2, 4), ones(2, 4).half(), None, r"expected x of residual's dtype torch.float16"),
+        (
+            ones(2, 4).double(),
+            ones(2, 4),
+            None,
+            r"or 16 bits with a float32 residual, got x=torch.f",
+        ),
         (ones(2, 4, device="meta"), ones(2, 4), None, r"expected x on residual's device cpu, got"),
         (
             ones(2, 4),
@@ -261,6 +326,8 @@ def test_bad_input_is_refused(args, message):
 def test_bad_residual_is_refused(x, residual, x_bias, message):
     with pytest.raises(ValueError, match="residual_layer_norm: .*" + message):
         residual_layer_norm(x, residual, ones(4), x_bias=x_bias)
+    with pytest.raises(ValueError, match="residual_rms_norm: .*" + message):
+        residual_rms_norm(x, residual, ones(4), x_bias=x_bias)
 
 
 def test_bad_dropout_is_refused():

@@ -1,0 +1,457 @@
+"""Backward of the kernels in layer_norm_triton.py, whose notes explain the tiles."""
+
+# ruff: noqa: RUF005  Triton compiles a + (b,), not (*a, b)
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastpar.kernels.layer_norm_triton import (
+    FWD_VALUES,
+    Tile,
+    drop,
+    flat_rows,
+    load_rows,
+    load_vector,
+    row_means,
+    store_rows,
+    tile_of,
+)
+from fastpar.kernels.philox import mask_shape
+from fastpar.kernels.triton_launch import cdiv, device_key, launch, sm_count
+
+
+@triton.jit
+def _bwd_rows(
+    dy_ptr,
+    given_ptr,
+    x_ptr,
+    mean_ptr,
+    rstd_ptr,
+    stride_dy_row,
+    stride_given_row,
+    stride_x_row,
+    rows,
+    n,
+    first_col,
+    C: tl.constexpr,
+    CHUNK: tl.constexpr,
+    K: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """What backward reads of these rows, by chunks, in the types it is stored in."""
+    inside = rows < n
+    starts = rows.to(tl.int64)[:, None]
+    dys, given, xs = (), (), ()
+    for k in tl.static_range(K):
+        cols = first_col + k * CHUNK + tl.arange(0, CHUNK)
+        ok = inside[:, None]
+        if not (WHOLE and (k + 1) * CHUNK <= C):
+            ok = ok & (cols < C)[None, :]
+        cols = cols[None, :]
+        dys = dys + (tl.load(dy_ptr + starts * stride_dy_row + cols, mask=ok, other=0.0),)
+        xs = xs + (tl.load(x_ptr + starts * stride_x_row + cols, mask=ok, other=0.0),)
+        if given_ptr is not None:
+            at = given_ptr + starts * stride_given_row + cols
+            given = given + (tl.load(at, mask=ok, other=0.0),)
+    rstd = tl.load(rstd_ptr + rows, mask=inside, other=0.0)[:, None]
+    mean = rstd
+    if mean_ptr is not None:
+        mean = tl.load(mean_ptr + rows, mask=inside, other=0.0)[:, None]
+    return dys, given, xs, mean, rstd
+
+
+@triton.jit(do_not_specialize=["n"])
+def _layer_norm_bwd_rows_kernel(
+    dy_ptr,
+    x_ptr,
+    weight_ptr,
+    mean_ptr,
+    rstd_ptr,
+    slope_ptr,
+    offset_ptr,
+    stride_dy_row,
+    stride_x_row,
+    n,
+    C: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
+    SIDE: tl.constexpr,
+):
+    """mean(g * n) and mean(g) of each row, for rows too wide for _layer_norm_bwd_kernel."""
+    K: tl.constexpr = (C + CHUNK - 1) // CHUNK
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    ok = (rows < n)[:, None]
+    starts = rows.to(tl.int64)[:, None]
+    rstd = tl.load(rstd_ptr + rows, mask=rows < n, other=0.0)[:, None]
+    if mean_ptr is not None:
+        mean = tl.load(mean_ptr + rows, mask=rows < n, other=0.0)[:, None]
+    slope = tl.zeros([ROWS, CHUNK], tl.float32)
+    offset = tl.zeros([ROWS, CHUNK], tl.float32)
+    for k in tl.static_range(K):
+        cols = k * CHUNK + tl.arange(0, CHUNK)
+        normal = load_rows(x_ptr, starts * stride_x_row, cols, ok, C, (k + 1) * CHUNK <= C).to(
+            tl.float32
+        )
+        if mean_ptr is not None:
+            normal = normal - mean
+        g = load_rows(dy_ptr, starts * stride_dy_row, cols, ok, C, (k + 1) * CHUNK <= C).to(
+            tl.float32
+        )
+        g *= load_vector(weight_ptr, rows, cols, C, (k + 1) * CHUNK <= C)
+        slope += g * (normal * rstd)
+        offset += g
+    slope, offset = row_means(slope, offset, C, SIDE)
+    tl.store(slope_ptr + rows[:, None], slope, mask=ok)
+    if mean_ptr is not None:
+        tl.store(offset_ptr + rows[:, None], offset, mask=ok)
+
+
+@triton.jit(do_not_specialize=["n", "plane_rows", "heads", "site", "threshold"])
+def _layer_norm_bwd_kernel(
+    dy_ptr,
+    given_ptr,
+    x_ptr,
+    weight_ptr,
+    mean_ptr,
+    rstd_ptr,
+    slope_ptr,
+    offset_ptr,
+    key_ptr,
+    dsum_ptr,
+    dx_ptr,
+    partial_ptr,
+    stride_dy_row,
+    stride_given_row,
+    stride_x_row,
+    n,
+    plane_rows,
+    heads,
+    site,
+    threshold,
+    scale,
+    C: tl.constexpr,
+    CHUNK: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    SIDE: tl.constexpr,
+    DBIAS: tl.constexpr,
+    DX_BIAS: tl.constexpr,
+):
+    first_col = tl.program_id(1) * (K * CHUNK)
+    WHOLE: tl.constexpr = slope_ptr is None
+    dweight, dbias, dx_bias = (), (), ()
+    for _k in tl.static_range(K):
+        dweight = dweight + (tl.zeros([ROWS, CHUNK], tl.float32),)
+        dbias = dbias + (tl.zeros([ROWS, CHUNK], tl.float32),)
+        dx_bias = dx_bias + (tl.zeros([ROWS, CHUNK], tl.float32),)
+
+    step = tl.num_programs(0) * ROWS
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    dys, given, xs, mean, rstd = _bwd_rows(
+        dy_ptr,
+        given_ptr,
+        x_ptr,
+        mean_ptr,
+        rstd_ptr,
+        stride_dy_row,
+        stride_given_row,
+        stride_x_row,
+        rows,
+        n,
+        first_col,
+        C,
+        CHUNK,
+        K,
+        WHOLE,
+    )
+    for first in range(tl.program_id(0) * ROWS, n, step):
+        rows = first + tl.arange(0, ROWS)
+        next_dys, next_given, next_xs, next_mean, next_rstd = _bwd_rows(
+            dy_ptr,
+            given_ptr,
+            x_ptr,
+            mean_ptr,
+            rstd_ptr,
+            stride_dy_row,
+            stride_given_row,
+            stride_x_row,
+            rows + step,
+            n,
+            first_col,
+            C,
+            CHUNK,
+            K,
+            WHOLE,
+        )
+        ok = (rows < n)[:, None]
+        starts = rows.to(tl.int64)[:, None]
+        slope = tl.zeros([ROWS, CHUNK], tl.float32)
+        offset = tl.zeros([ROWS, CHUNK], tl.float32)
+        normals, gs, new_dweight, new_dbias = (), (), (), ()
+        for k in tl.static_range(K):
+            cols = first_col + k * CHUNK + tl.arange(0, CHUNK)
+            normal = xs[k].to(tl.float32)
+            if mean_ptr is not None:
+                normal = normal - mean
+            normal = normal * rstd
+            dy = dys[k].to(tl.float32)
+            new_dweight = new_dweight + (dweight[k] + dy * normal,)
+            if DBIAS:
+                new_dbias = new_dbias + (dbias[k] + dy,)
+            g = dy * load_vector(weight_ptr, rows, cols, C, WHOLE and (k + 1) * CHUNK <= C)
+            slope += g * normal
+            offset += g
+            normals = normals + (normal,)
+            gs = gs + (g,)
+        dweight = new_dweight
+        if DBIAS:
+            dbias = new_dbias
+        if slope_ptr is None:
+            slope, offset = row_means(slope, offset, C, SIDE)
+        else:
+            slope = tl.load(slope_ptr + rows, mask=rows < n, other=0.0)[:, None]
+            if mean_ptr is not None:
+                offset = tl.load(offset_ptr + rows, mask=rows < n, other=0.0)[:, None]
+
+        new_dx_bias = ()
+        for k in tl.static_range(K):
+            cols = first_col + k * CHUNK + tl.arange(0, CHUNK)
+            d = gs[k] - normals[k] * slope
+            if mean_ptr is not None:
+                d = d - offset
+            d = d * rstd
+            if given_ptr is not None:
+                d += given[k].to(tl.float32)
+            store_rows(dsum_ptr, starts * C, cols, ok, d, C, WHOLE and (k + 1) * CHUNK <= C)
+            if key_ptr is not None:
+                d = drop(
+                    d,
+                    key_ptr,
+                    site,
+                    threshold,
+                    scale,
+                    rows,
+                    plane_rows,
+                    heads,
+                    first_col + k * CHUNK,
+                    CHUNK,
+                    SIDE,
+                )
+            if dx_ptr is not None:
+                store_rows(dx_ptr, starts * C, cols, ok, d, C, WHOLE and (k + 1) * CHUNK <= C)
+            if DX_BIAS:
+                new_dx_bias = new_dx_bias + (dx_bias[k] + d,)
+        if DX_BIAS:
+            dx_bias = new_dx_bias
+        dys, given, xs, mean, rstd = next_dys, next_given, next_xs, next_mean, next_rstd
+
+    programs = tl.num_programs(0)
+    at = partial_ptr + tl.program_id(0) * C
+    for k in tl.static_range(K):
+        cols = first_col + k * CHUNK + tl.arange(0, CHUNK)
+        tl.store(at + cols, tl.sum(dweight[k], 0), mask=cols < C)
+        if DBIAS:
+            tl.store(at + programs * C + cols, tl.sum(dbias[k], 0), mask=cols < C)
+        if DX_BIAS:
+            out = at + (1 + DBIAS) * programs * C + cols
+            tl.store(out, tl.sum(dx_bias[k], 0), mask=cols < C)
+
+
+@triton.jit(do_not_specialize=["programs"])
+def _layer_norm_bwd_sum_kernel(
+    partial_ptr,
+    first_ptr,
+    second_ptr,
+    third_ptr,
+    programs,
+    C: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Sums of the programs' partials, in an order that C and their number fix."""
+    which = tl.program_id(1)
+    cols = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    total = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
+    for first in range(0, programs, BLOCK_P):
+        p = first + tl.arange(0, BLOCK_P)
+        at = partial_ptr + ((which * programs + p) * C)[:, None] + cols[None, :]
+        total += tl.load(at, mask=(p < programs)[:, None] & (cols < C)[None, :], other=0.0)
+    out = tl.sum(total, 0)
+    if which == 0:
+        tl.store(first_ptr + cols, out, mask=cols < C)
+    elif which == 1 and second_ptr is not None:
+        tl.store(second_ptr + cols, out, mask=cols < C)
+    elif third_ptr is not None:
+        tl.store(third_ptr + cols, out, mask=cols < C)
+
+
+_BWD_VALUES = 24
+_WIDE = 4096  # rows that backward reads twice
+
+
+def bwd_tile_of(C: int, itemsize: int, sums: int, tensors: int, rms: bool) -> tuple[Tile, int, int]:
+    """(tile, programs that an SM holds at once, registers a thread may have for that).
+
+    The limits on what is live come from ptxas's reports: with them nothing spills.
+    """
+    # The sums; what is made of x and dy; the next row, most of it packed as it is stored.
+    each = sums + (3.1 if rms else 2) + 1.2 * tensors * itemsize / 4
+    tile = tile_of(C, itemsize, min(_BWD_VALUES, int(160 / each)))
+    live = cdiv(C, tile.chunk) * tile.side * each
+    groups, registers = (4, 128) if live <= 89 else (3, 168) if live <= 125 else (2, 255)
+    return tile, max(1, groups * 4 // tile.num_warps), registers
+
+
+def layer_norm_bwd(
+    dy: Tensor,
+    dtotal: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    key: Tensor | None,
+    site: int,
+    threshold: int,
+    x_dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
+    x_bias_dtype: torch.dtype | None,
+    rms: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(dtotal, dx, dweight, dbias, dx_bias); see fastpar.kernels.layer_norm."""
+    shape, C = x.shape, x.shape[-1]
+    n = x.numel() // C
+    dsum = torch.empty(shape, dtype=x.dtype, device=x.device)
+    writes_dx = key is not None or x_dtype != x.dtype
+    dx = torch.empty(shape if writes_dx else 0, dtype=x_dtype, device=x.device)
+    dweight = x.new_empty(C, dtype=weight.dtype)
+    dbias = x.new_empty(0 if bias_dtype is None else C, dtype=bias_dtype or torch.float32)
+    dx_bias = x.new_empty(0 if x_bias_dtype is None else C, dtype=x_bias_dtype or torch.float32)
+    sums = [t for t in (dweight, dbias, dx_bias) if t.numel()]
+    if not n:
+        for t in sums:
+            t.zero_()
+        return dsum, dx, dweight, dbias, dx_bias
+    at = None if key is None else mask_shape(shape)
+    dy, x = flat_rows(dy, n, C), flat_rows(x, n, C)
+    given = None if dtotal is None else flat_rows(dtotal, n, C)
+    weight = weight.contiguous()
+    blocks = cdiv(C, _WIDE)
+    width = cdiv(C, blocks)
+    tile, programs, registers = bwd_tile_of(
+        width, x.element_size(), len(sums), 2 if given is None else 3, rms
+    )
+    programs = min(cdiv(n, tile.rows), cdiv(programs * sm_count(x.device), blocks))
+    slope = offset = None
+    if blocks > 1:
+        slope, offset = (x.new_empty(m, dtype=torch.float32) for m in (n, 0 if rms else n))
+        wide = tile_of(C, x.element_size(), FWD_VALUES)
+        launch(
+            _layer_norm_bwd_rows_kernel,
+            (cdiv(n, wide.rows),),
+            dy,
+            x,
+            weight,
+            None if rms else mean,
+            rstd,
+            slope,
+            None if rms else offset,
+            dy.stride(0),
+            x.stride(0),
+            n,
+            C=C,
+            CHUNK=wide.chunk,
+            ROWS=wide.rows,
+            SIDE=wide.side,
+            num_warps=wide.num_warps,
+        )
+    partials = x.new_empty((len(sums), programs, C), dtype=torch.float32)
+    launch(
+        _layer_norm_bwd_kernel,
+        (programs, blocks),
+        dy,
+        given,
+        x,
+        weight,
+        None if rms else mean,
+        rstd,
+        slope,
+        None if rms else offset,
+        None if key is None else device_key(key, x.device),
+        dsum,
+        dx if writes_dx else None,
+        partials,
+        dy.stride(0),
+        0 if given is None else given.stride(0),
+        x.stride(0),
+        n,
+        1 if at is None else at.rows,
+        1 if at is None else at.heads,
+        site,
+        threshold,
+        256.0 / (256 - threshold),
+        C=C,
+        CHUNK=tile.chunk,
+        K=cdiv(width, tile.chunk),
+        ROWS=tile.rows,
+        SIDE=tile.side,
+        DBIAS=bias_dtype is not None,
+        DX_BIAS=x_bias_dtype is not None,
+        num_warps=tile.num_warps,
+        maxnreg=registers,
+    )
+    launch(
+        _layer_norm_bwd_sum_kernel,
+        (cdiv(C, 16), len(sums)),
+        partials,
+        *sums,
+        *([None] * (3 - len(sums))),
+        programs,
+        C=C,
+        BLOCK_P=128,
+        BLOCK_C=16,
+        num_warps=4,
+    )
+    return dsum, dx, dweight, dbias, dx_bias
+
+
+def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
+    """Every kernel, in the variants that GPT-2's shapes and options lead to."""
+
+    def call(
+        C: int,
+        dtype: torch.dtype = torch.bfloat16,
+        x_dtype: torch.dtype | None = None,
+        residual: bool = False,
+        dropout: bool = False,
+        rms: bool = False,
+    ) -> Callable[[], Any]:
+        """residual: with x_bias."""
+        narrow = x_dtype or dtype
+        x = torch.empty((8, 1024, C), dtype=dtype, device="meta")
+        weight, rstd = x.new_empty(C), x.new_empty(8 * 1024, dtype=torch.float32)
+        key, threshold = (x.new_empty(2, dtype=torch.int64), 26) if dropout else (None, 0)
+        given, x_bias = (x, narrow) if residual else (None, None)
+        bias = None if rms else dtype
+        options = (key, 1, threshold, narrow, bias, x_bias, rms)
+        return lambda: layer_norm_bwd(x, given, x, weight, rstd, rstd, *options)
+
+    f32, f16, bf16 = torch.float32, torch.float16, torch.bfloat16
+    return [
+        ("bf16 768", call(768)),
+        ("bf16 1024", call(1024)),
+        ("bf16 1280 residual", call(1280, residual=True)),
+        ("bf16 1600", call(1600)),
+        ("bf16 768 residual dropout", call(768, residual=True, dropout=True)),
+        ("bf16 1600 residual dropout", call(1600, residual=True, dropout=True)),
+        ("fp16 768 rms", call(768, f16, rms=True)),
+        ("bf16 1600 rms residual", call(1600, residual=True, rms=True)),
+        ("fp32 768 residual dropout", call(768, f32, residual=True, dropout=True)),
+        ("bf16 on fp32 1600 residual", call(1600, f32, bf16, residual=True)),
+        ("bf16 16384 residual dropout", call(16384, residual=True, dropout=True)),
+    ]
