@@ -1,6 +1,6 @@
 """Cross-entropy in Triton: the rows of cross_entropy.py.
 
-    sweep 1   m = max(x), s = sum(exp(x - m)), online and per lane; with smoothing also sum(x - x_t)
+    sweep 1   m = max(x), s = sum(exp(x - m)), online and per lane; with smoothing also sum(x)
     loss      log(s) + (1 - a) * (m - x_t) + a * (m - mean(x)) + z * lse^2,  lse = log(s) + m
     sweep 2   dx = exp(x - m) * scale * (1 + 2 * z * lse) / s - scale * a / V, at t another scalar
 
@@ -41,7 +41,6 @@ from torch import Tensor
 from fastpar.kernels.triton_launch import launch
 
 _LOG2E = tl.constexpr(math.log2(math.e))
-_LN2 = tl.constexpr(math.log(2.0))
 # Where maxima start: below every finite logit, and unlike -inf its difference to itself is 0.
 LOWEST = tl.constexpr(-2.0e38)
 
@@ -61,50 +60,48 @@ def _bounds(shift, columns, U: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def _step(x, top, total, below, origin, SMOOTH: tl.constexpr):
+def _step(x, top, total, logit_sum, SMOOTH: tl.constexpr):
     """The tile x [U, W] joins the statistics [W]."""
     new = tl.maximum(top, tl.max(x, 0))
     total = total * exp_fast(top - new) + tl.sum(exp_fast(x - new[None, :]), 0)
     if SMOOTH:
-        below += tl.sum(x - origin, 0)
-    return new, total, below
+        logit_sum += tl.sum(x, 0)
+    return new, total, logit_sum
 
 
 @triton.jit
-def _masked_step(
-    ptr, j, shift, v, top, total, below, origin, W: tl.constexpr, SMOOTH: tl.constexpr
-):
+def _masked_step(ptr, j, shift, v, top, total, logit_sum, W: tl.constexpr, SMOOTH: tl.constexpr):
     cols = j + tl.arange(0, W)[None, :] - shift
     inside = (cols >= 0) & (cols < v)
     x = tl.load(ptr + j + tl.arange(0, W)[None, :], mask=inside, other=-float("inf"))
     x = x.to(tl.float32)
     if SMOOTH:
-        below += tl.sum(tl.where(inside, x - origin, 0.0), 0)
-    top, total, _ = _step(x, top, total, below, origin, False)
-    return top, total, below
+        logit_sum += tl.sum(tl.where(inside, x, 0.0), 0)
+    top, total, _ = _step(x, top, total, logit_sum, False)
+    return top, total, logit_sum
 
 
 @triton.jit
-def row_statistics(ptr, shift, v, origin, U: tl.constexpr, W: tl.constexpr, SMOOTH: tl.constexpr):
-    """max, sum of exp(x - max), sum of x - origin over the v columns of the row at ptr + shift."""
+def row_statistics(ptr, shift, v, U: tl.constexpr, W: tl.constexpr, SMOOTH: tl.constexpr):
+    """max, sum of exp(x - max), sum of x over the v columns of the row at ptr + shift."""
     top = tl.full([W], LOWEST, tl.float32)
     total = tl.zeros([W], tl.float32)
-    below = tl.zeros([W], tl.float32)
+    logit_sum = tl.zeros([W], tl.float32)
     wide, single, tail = _bounds(shift, v, U, W)
     lanes = tl.arange(0, W)[None, :]
     unrolled = tl.arange(0, U)[:, None] * W + lanes
     for j in range(0, wide, W):
-        top, total, below = _masked_step(ptr, j, shift, v, top, total, below, origin, W, SMOOTH)
+        top, total, logit_sum = _masked_step(ptr, j, shift, v, top, total, logit_sum, W, SMOOTH)
     for j in range(wide, single, U * W):
         x = tl.load(ptr + tl.multiple_of(j, 16) + unrolled).to(tl.float32)
-        top, total, below = _step(x, top, total, below, origin, SMOOTH)
+        top, total, logit_sum = _step(x, top, total, logit_sum, SMOOTH)
     for j in range(single, tail, W):
         x = tl.load(ptr + tl.multiple_of(j, 16) + lanes).to(tl.float32)
-        top, total, below = _step(x, top, total, below, origin, SMOOTH)
+        top, total, logit_sum = _step(x, top, total, logit_sum, SMOOTH)
     for j in range(tail, shift + v, W):
-        top, total, below = _masked_step(ptr, j, shift, v, top, total, below, origin, W, SMOOTH)
+        top, total, logit_sum = _masked_step(ptr, j, shift, v, top, total, logit_sum, W, SMOOTH)
     row_top = tl.max(top, 0)
-    return row_top, tl.sum(total * exp_fast(top - row_top), 0), tl.sum(below, 0)
+    return row_top, tl.sum(total * exp_fast(top - row_top), 0), tl.sum(logit_sum, 0)
 
 
 @triton.jit
@@ -206,20 +203,18 @@ def _cross_entropy_kernel(
     if counts & known:
         ptr, out_ptr, shift = rows_of(logits_ptr, grad_ptr, row, stride, grad_stride, ALIGNED)
         hit = tl.load(logits_ptr + row * stride + target).to(tl.float32)
-        origin = tl.where(hit > -float("inf"), hit, 0.0)
-        top, total, below = row_statistics(ptr, shift, v, origin, U, W, SMOOTH)
-        log_total = tl.log2(total) * _LN2
+        top, total, logit_sum = row_statistics(ptr, shift, v, U, W, SMOOTH)
+        # A few scalars a row, in fp64: their roundings would be most of the loss's error.
+        log_total = tl.log(total).to(tl.float64)
         lse = log_total + top
-        loss = log_total + (top - hit)
+        loss = log_total + (top - hit.to(tl.float64)) * (1.0 - label_smoothing)
         if SMOOTH:
-            hard = (1.0 - label_smoothing) * (top - hit)
-            soft = (top - origin) - below / v
-            loss = log_total + (hard + label_smoothing * soft)
-        tl.store(loss_ptr + row, loss + z_loss * lse * lse)
+            loss += (top - logit_sum.to(tl.float64) / v) * label_smoothing
+        tl.store(loss_ptr + row, (loss + z_loss * lse * lse).to(tl.float32))
         if GRAD:
             scale = tl.load(scale_ptr + row * scale_stride)
             p = exp_fast(hit - top) / total
-            extra = 2.0 * z_loss * lse
+            extra = (2.0 * z_loss * lse).to(tl.float32)
             spread = label_smoothing / v
             chosen = (p - 1.0) + (extra * p + (label_smoothing - spread))
             write_gradient(
