@@ -243,12 +243,11 @@ class CausalSelfAttention(nn.Module):
                 f"with cu_seqlens, got x={list(x.shape)}; reshape it"
             )
         qkv = project(self.c_attn, x).unflatten(-1, (3, self.n_head, -1))  # [B, T, 3, H, D]
-        packed = {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}
         o = attention_qkvpacked(
             qkv,
             softmax_scale=self.softmax_scale,
             dropout_p=self.attn_dropout.p if self.training else 0.0,
-            **packed,
+            cu_seqlens=cu_seqlens,
         )
         return self.resid_dropout(project(self.c_proj, o.flatten(-2)))
 
