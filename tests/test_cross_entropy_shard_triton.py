@@ -1,0 +1,167 @@
+"""The Triton kernels of the vocabulary shards: on a GPU, or in Triton's interpreter."""
+
+import itertools
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs triton")
+
+from fastpar.kernels import (
+    cross_entropy_shard,
+    cross_entropy_shard_grad,
+    cross_entropy_shard_triton,
+    cross_entropy_triton,
+)
+from fastpar.kernels.reference import (
+    cross_entropy_ref,
+    cross_entropy_shard_grad_ref,
+    cross_entropy_shard_ref,
+)
+from fastpar.kernels.triton_launch import record
+from fastpar.testing import assert_matches_oracle
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TRUNCATES = "Triton's interpreter truncates to bf16 where a GPU rounds: needs a GPU"
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")  # numpy's
+
+
+def make(n, v, vocabulary, device, dtype=torch.float32):
+    logits = (torch.randn(n, v) * 3).to(device, dtype)
+    targets = torch.randint(0, vocabulary, (n,))
+    targets[::5] = -100
+    return logits, targets.to(device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("n", "v", "first"), [(2, 1, 0), (7, 63, 40), (6, 1000, 500), (2, 25147, 9)]
+)
+def test_forward_matches_oracle(n, v, first, dtype, triton_device):
+    options = {"first": first, "vocab_size": first + v - v // 10}
+    assert_matches_oracle(
+        lambda x, t: cross_entropy_shard(x, t, **options),
+        lambda x, t: cross_entropy_shard_ref(x, t, **options),
+        make(n, v, 2 * v, triton_device, dtype),
+        eager=lambda x, t: cross_entropy_shard_ref(x.float(), t, **options),
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("z_loss", [0.0, 0.01])
+@pytest.mark.parametrize(
+    ("n", "v", "first"), [(2, 1, 0), (7, 63, 40), (6, 1000, 500), (2, 25147, 9)]
+)
+def test_backward_matches_oracle(n, v, first, z_loss, dtype, triton_device):
+    if dtype == torch.bfloat16 and triton_device == "cpu":
+        pytest.skip(TRUNCATES)
+    logits, targets = make(n, v, 2 * v, triton_device, dtype)
+    lse = logits.float().logsumexp(-1) + 0.5
+    options = {"first": first, "vocab_size": first + v - v // 10, "z_loss": z_loss}
+
+    def eager(x, *a):
+        return cross_entropy_shard_grad_ref(x.float(), *a, **options).to(x.dtype)
+
+    for scale in (torch.tensor(0.25), torch.randn(n)):
+        assert_matches_oracle(
+            lambda *a: cross_entropy_shard_grad(*a, **options),
+            lambda *a: cross_entropy_shard_grad_ref(*a, **options),
+            (logits, targets, lse, scale.to(triton_device)),
+            eager=eager,
+        )
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.01])
+@pytest.mark.parametrize("cuts", [(50,), (33, 70), (1, 99)])
+def test_shards_make_the_whole_loss(cuts, z_loss, triton_device):
+    """Two and three shards, the last with padding, against the oracle of the whole."""
+    logits, targets = make(9, 130, 90, triton_device)
+    edges = [0, *cuts, 130]
+
+    def shards(x, t):
+        parts = [
+            cross_entropy_shard(x[:, a:b], t, first=a, vocab_size=97)
+            for a, b in itertools.pairwise(edges)
+        ]
+        tops, sums, hits = (torch.stack(p) for p in zip(*parts))
+        top = tops.amax(0)
+        lse = top + (sums * (tops - top).exp()).sum(0).log()
+        one = torch.ones((), device=x.device)
+        options = {"vocab_size": 97, "z_loss": z_loss}
+        grads = [
+            cross_entropy_shard_grad(x[:, a:b], t, lse, one, first=a, **options)
+            for a, b in itertools.pairwise(edges)
+        ]
+        losses = lse - hits.sum(0) + z_loss * lse**2
+        return torch.where(t == -100, 0.0, losses), torch.cat(grads, 1)
+
+    def whole(x, t):
+        leaf = x.detach().requires_grad_()
+        losses = cross_entropy_ref(leaf, t, vocab_size=97, reduction="none", z_loss=z_loss)
+        return losses.detach(), torch.autograd.grad(losses.sum(), leaf)[0]
+
+    assert_matches_oracle(shards, whole, (logits, targets))
+
+
+def test_hostile_rows(triton_device):
+    logits, targets = make(5, 64, 64, "cpu")
+    targets[:] = torch.tensor([3, -100, 70, 2**40, -5])  # the last three are other shards'
+    logits[0] = -torch.inf
+    logits[1] = torch.nan
+    logits[2, 5] = torch.nan
+    got = cross_entropy_shard(logits.to(triton_device), targets.to(triton_device))
+    for ours, want in zip(got, cross_entropy_shard_ref(logits, targets)):
+        keep = [0, 1, 3, 4]
+        torch.testing.assert_close(ours.cpu()[keep], want[keep])
+    assert got[1][2].isnan()
+    lse, scale = torch.full((5,), 7.0), torch.tensor(1.0)
+    inputs = [t.to(triton_device) for t in (logits, targets, lse, scale)]
+    grad = cross_entropy_shard_grad(*inputs).cpu()
+    want = cross_entropy_shard_grad_ref(logits, targets, lse, scale)
+    torch.testing.assert_close(grad, want, equal_nan=True)
+    assert not grad[1].any()
+
+
+def test_padding_only_and_no_rows(triton_device):
+    logits, targets = make(4, 20, 30, triton_device)
+    logits[:, :] = torch.nan
+    options = {"first": 32, "vocab_size": 30}
+    top, total, hit = cross_entropy_shard(logits, targets, **options)
+    valid = targets != -100
+    assert torch.equal(top, torch.where(valid, -torch.inf, 0.0))
+    assert torch.equal(total, torch.where(valid, 0.0, 1.0))
+    assert not hit.any()
+    lse, one = torch.ones(4, device=triton_device), torch.ones((), device=triton_device)
+    assert not cross_entropy_shard_grad(logits, targets, lse, one, **options).any()
+    assert [t.shape for t in cross_entropy_shard(logits[:0], targets[:0])] == [(0,)] * 3
+
+
+def test_two_runs_have_the_same_bits(triton_device):
+    logits, targets = make(3, 5000, 5000, triton_device, torch.bfloat16)
+    first, second = (cross_entropy_shard(logits, targets) for _ in range(2))
+    for a, b in zip(first, second):
+        assert torch.equal(a, b)
+    lse, one = first[0] + first[1].log(), torch.ones((), device=triton_device)
+    grads = [cross_entropy_shard_grad(logits, targets, lse, one) for _ in range(2)]
+    assert torch.equal(*grads)
+
+
+def test_opcheck(triton_device):
+    logits, targets = make(3, 20, 40, triton_device)
+    ops = torch.ops.fastpar
+    torch.library.opcheck(ops.cross_entropy_shard.default, (logits, targets, 20, 18, -100))
+    lse, scale = torch.ones(3, device=triton_device), torch.ones((), device=triton_device)
+    torch.library.opcheck(
+        ops.cross_entropy_shard_grad.default, (logits, targets, lse, scale, 20, 18, -100, 0.1)
+    )
+
+
+def test_launches_are_recorded():
+    for arch in (80, 90):
+        for label, call in cross_entropy_shard_triton.aot_calls():
+            with record(arch) as launches:
+                call()
+            assert len(launches) == 2, label
+            assert all(x.options["num_warps"] in (8, 16) for x in launches)
+    assert cross_entropy_triton.config(25216 * 2, 2)["num_warps"] == 8
