@@ -62,6 +62,7 @@ def test_padding_falls_back():
     assert report.fallbacks == {"GPT2Attention: attention_mask": 4}
 
 
+@pytest.mark.filterwarnings("ignore:fastpar.patch")
 def test_output_attentions_falls_back():
     theirs, ours, report = fallback_pair(attn="eager")
     idx = ids_for(theirs)
@@ -75,6 +76,7 @@ def test_output_attentions_falls_back():
     assert report.fallbacks["GPT2Attention: output_attentions=True"] == 2
 
 
+@pytest.mark.filterwarnings("ignore:fastpar.patch")
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
 def test_output_hidden_states(attn):
     """transformers leaves hooks on attn behind; they cost nothing while they record nothing."""
