@@ -9,20 +9,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fastpar.kernels import backend, linear_cross_entropy
-from fastpar.kernels.linear_cross_entropy import default_chunk_rows, linear_cross_entropy_fwd
-from fastpar.kernels.reference import linear_cross_entropy_ref
+from fastpar.kernels.linear_cross_entropy import (
+    default_chunk_rows,
+    linear_cross_entropy_bwd,
+    linear_cross_entropy_fwd,
+)
+from fastpar.kernels.reference import cross_entropy_ref, linear_cross_entropy_ref
 from fastpar.testing import assert_matches_oracle
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+REDUCTIONS = ("mean", "sum", "none")
+OPTIONS = ({}, {"label_smoothing": 0.1}, {"z_loss": 1e-3}, {"label_smoothing": 0.2, "z_loss": 0.1})
 
 
-def eager(x, weight, targets, *, vocab_size=None, ignore_index=-100, reduction="mean"):
-    """F.cross_entropy on the stored logits, summed in fp32 as the op promises."""
+def eager(x, weight, targets, *, vocab_size=None, **kwargs):
+    """The loss of the stored logits, summed in fp32 as the op promises."""
     logits = F.linear(x, weight)[..., :vocab_size].flatten(0, -2)
-    losses = F.cross_entropy(
-        logits.float(), targets.flatten(), ignore_index=ignore_index, reduction=reduction
-    )
-    return losses.float()
+    if kwargs.get("z_loss"):
+        return cross_entropy_ref(logits.float(), targets.flatten(), **kwargs)
+    kwargs.pop("z_loss", None)
+    return F.cross_entropy(logits.float(), targets.flatten(), **kwargs)
 
 
 def make(n, c, v, *, pad=0, dtype=torch.float32, ignored=True, scale=0.3):
@@ -38,7 +44,7 @@ def make(n, c, v, *, pad=0, dtype=torch.float32, ignored=True, scale=0.3):
 def gradients(x, weight, targets, dloss=1.0, **kwargs):
     x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
     loss = linear_cross_entropy(x, weight, targets, **kwargs)
-    loss.backward(torch.tensor(dloss))
+    loss.backward(torch.as_tensor(dloss).expand(loss.shape))
     return loss.detach(), x.grad, weight.grad
 
 
@@ -62,11 +68,13 @@ def poisoned():
 
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("sizes", [(2, 1, 1, 0), (63, 17, 127, 1), (127, 64, 1000, 24)])
-def test_matches_oracle(sizes, reduction, dtype):
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("sizes", [(5, 8, 1, 0), (63, 17, 127, 1), (127, 64, 1000, 24)])
+def test_matches_oracle(sizes, options, reduction, dtype):
     n, c, v, pad = sizes
-    check(make(n, c, v, pad=pad, dtype=dtype), vocab_size=v, reduction=reduction, chunk_rows=50)
+    inputs = make(n, c, v, pad=pad, dtype=dtype)
+    check(inputs, vocab_size=v, reduction=reduction, chunk_rows=50, **options)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -77,7 +85,9 @@ def test_gpt2_vocabulary(dtype):
 def test_torch_tile_matches_oracle(monkeypatch):
     monkeypatch.setattr(backend, "choice", "torch")
     for dtype in DTYPES:
-        check(make(63, 17, 127, pad=1, dtype=dtype), vocab_size=127, chunk_rows=20)
+        for reduction in REDUCTIONS:
+            options = {"reduction": reduction, "label_smoothing": 0.1, "z_loss": 1e-3}
+            check(make(63, 17, 127, pad=1, dtype=dtype), vocab_size=127, chunk_rows=20, **options)
 
 
 def test_default_chunk_is_balanced():
@@ -85,6 +95,28 @@ def test_default_chunk_is_balanced():
     assert rows == [1, 1, 512, 257, 512]
     rows = [default_chunk_rows(n, 384, 50304, "cpu") for n in (1, 352, 353, 2048)]
     assert rows == [1, 352, 177, 342]
+
+
+@pytest.mark.parametrize("c", [768, 1280, 1600])
+@pytest.mark.parametrize("n", [16384, 32768, 65536])
+def test_chunk_on_a_gpu_keeps_its_promises(n, c):
+    """[Note: chunk size]: at most 15 % of eager's peak, chunks the GEMMs can use."""
+    v = 50304
+    rows = default_chunk_rows(n, c, v, "cuda")
+    assert 2048 <= rows <= 8192
+    assert rows % 256 == 0
+    assert 2 * rows * v + 4 * v * c + 2 * n * c <= 0.15 * 6 * n * v
+
+
+def test_chunks_on_a_gpu():
+    rows = [default_chunk_rows(n, c, 50304, "cuda") for n in (16384, 32768) for c in (768, 1600)]
+    assert rows == [4096, 2816, 8192, 8192]
+    assert [default_chunk_rows(n, 768, 50304, "cuda") for n in (0, 3, 2048, 2049)] == [
+        1,
+        3,
+        2048,
+        1280,
+    ]
 
 
 @pytest.mark.parametrize("choice", ["auto", "torch"])
@@ -122,7 +154,7 @@ def test_strided_and_expanded():
     assert same[1].shape == (24, 16)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_all_targets_ignored(reduction):
     x, weight, targets = make(6, 8, 10)
     loss, dx, dweight = gradients(x, weight, torch.full_like(targets, -100), reduction=reduction)
@@ -132,7 +164,7 @@ def test_all_targets_ignored(reduction):
     assert not dweight.any()
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_no_rows(reduction):
     x, weight, targets = torch.ones(0, 8), torch.ones(10, 8), torch.ones(0, dtype=torch.int64)
     loss, dx, dweight = gradients(x, weight, targets, reduction=reduction)
@@ -182,6 +214,24 @@ def test_fp16_gradients_survive_a_loss_scale():
         assert error < 2.0**-9  # two roundings of fp16
 
 
+def test_fp16_gradients_of_single_losses_survive():
+    """Incoming gradients below fp16's range, one for each row, and a loss scale afterwards."""
+    x, weight, targets = make(64, 8, 500, dtype=torch.float16, ignored=False, scale=0.02)
+    exact = [t.detach().double().requires_grad_() for t in (x, weight)]
+    dloss = torch.rand(64) / 2**26
+    losses = linear_cross_entropy_ref(*exact, targets, reduction="none")
+    losses.backward(dloss.double() * 2**26)
+    _, dx, dweight = gradients(x, weight, targets, dloss * 2**26, reduction="none")
+    _, _, small = gradients(x, weight, targets, dloss, reduction="none", weight_grad=None)
+    for got, want in ((dx, exact[0].grad), (dweight, exact[1].grad)):
+        assert (got.double() - want).norm() / want.norm() < 2.0**-9  # two roundings of fp16
+    buffer = torch.zeros(500, 8)
+    gradients(x, weight, targets, dloss, reduction="none", weight_grad=buffer)
+    want = exact[1].grad / 2**26
+    assert (buffer.double() - want).norm() / want.norm() < 2.0**-10  # one, of the logits' gradient
+    assert small.abs().max() <= 2.0**-24  # without the buffer fp16 itself ends here
+
+
 def test_gradient_of_one_input_only():
     x, weight, targets = make(20, 8, 70)
     _, dx, dweight = gradients(x, weight, targets)
@@ -201,6 +251,53 @@ def test_no_gradient_work_without_gradients():
         loss = linear_cross_entropy(x, weight, targets)
     assert not loss.requires_grad
     assert torch.equal(loss, linear_cross_entropy(x, weight, targets))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_weight_grad(reduction, dtype):
+    """backward adds to the buffer what it would have returned, before rounding, and twice."""
+    x, weight, targets = make(63, 17, 127, dtype=dtype)
+    _, dx, dweight = gradients(x, weight, targets, 3.0, reduction=reduction, chunk_rows=20)
+    buffer = torch.full((127, 17), 7.0)
+    for times in (1, 2):
+        leaves = [t.detach().requires_grad_() for t in (x, weight)]
+        options = {"reduction": reduction, "chunk_rows": 20, "weight_grad": buffer}
+        loss = linear_cross_entropy(*leaves, targets, **options)
+        before = buffer.clone()
+        loss.backward(torch.tensor(3.0).expand(loss.shape))
+        assert leaves[1].grad is None
+        assert torch.equal(leaves[0].grad, dx)
+        rounding = torch.finfo(dtype).eps * dweight.abs().max().item() + 14 * times * 2.0**-23
+        torch.testing.assert_close(buffer - before, dweight.float(), rtol=0, atol=rounding)
+
+
+def test_weight_grad_is_left_alone_without_backward():
+    x, weight, targets = make(20, 8, 70)
+    buffer = torch.ones(70, 8)
+    linear_cross_entropy(x, weight, targets, weight_grad=buffer)
+    with torch.no_grad():
+        linear_cross_entropy(x, weight.detach(), targets, weight_grad=buffer)
+    assert torch.equal(buffer, torch.ones(70, 8))
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_rows_have_their_own_gradient(reduction):
+    """An expanded and a strided incoming gradient, and one that differs from row to row."""
+    x, weight, targets = make(24, 16, 100)
+    if reduction != "none":
+        want = gradients(x, weight, targets, reduction=reduction)
+        got = gradients(x, weight, targets, torch.ones(1)[0], reduction=reduction)
+    else:
+        dloss = torch.randn(24)
+        exact = [t.detach().requires_grad_() for t in (x, weight)]
+        losses = linear_cross_entropy_ref(*exact, targets, reduction="none")
+        losses.backward(dloss)
+        want = (losses.detach(), exact[0].grad, exact[1].grad)
+        strided = torch.stack([dloss, dloss], 1)[:, 1]
+        got = gradients(x, weight, targets, strided, reduction="none", chunk_rows=7)
+    for a, b in zip(got, want):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 def test_incoming_gradient_scales_both():
@@ -234,14 +331,15 @@ class LargestOutput(TorchDispatchMode):
         return out
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("choice", ["auto", "torch"])
-def test_never_holds_all_logits(choice, monkeypatch):
+def test_never_holds_all_logits(choice, reduction, monkeypatch):
     monkeypatch.setattr(backend, "choice", choice)
     x, weight, targets = make(400, 4, 300)
+    inputs = (x.detach(), weight.detach(), targets, 300, -100)
     with LargestOutput() as largest:
-        linear_cross_entropy_fwd(
-            x.detach(), weight.detach(), targets, 300, -100, "mean", 0.0, 0.0, 40, True, True, None
-        )
+        linear_cross_entropy_fwd(*inputs, reduction, 0.0, 0.0, 40, True, True, None)
+        linear_cross_entropy_bwd(torch.ones(400), *inputs, 0.0, 0.0, 40, True, True)
     assert largest.elements == 40 * 300  # the logits of one chunk, not 400 * 300
 
 
@@ -283,21 +381,27 @@ def test_opcheck():
         torch.library.opcheck(bwd, (torch.ones(6), *detached, 20, -100, 0.1, 0.01, 4, *needs))
 
 
-def test_compiles_without_graph_breaks():
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_compiles_without_graph_breaks(reduction):
     x, weight, targets = make(30, 16, 100)
-    expected = gradients(x, weight, targets, dloss=0.5)
+    expected = gradients(x, weight, targets, dloss=0.5, reduction=reduction)
     compiled = torch.compile(
-        lambda *a: linear_cross_entropy(*a) * 0.5, fullgraph=True, backend="aot_eager"
+        lambda *a: linear_cross_entropy(*a, reduction=reduction) * 0.5,
+        fullgraph=True,
+        backend="aot_eager",
     )
-    compiled(x, weight, targets).backward()
+    loss = compiled(x, weight, targets)
+    loss.backward(torch.ones_like(loss))
     torch.testing.assert_close(x.grad, expected[1])
     torch.testing.assert_close(weight.grad, expected[2])
 
 
 def test_double_backward_is_refused():
     x, weight, targets = make(6, 8, 20)
-    with pytest.raises(RuntimeError, match=r"linear_cross_entropy: expected one backward"):
-        torch.autograd.grad(linear_cross_entropy(x, weight, targets), x, create_graph=True)
+    for reduction in REDUCTIONS:
+        loss = linear_cross_entropy(x, weight, targets, reduction=reduction)
+        with pytest.raises(RuntimeError, match=r"linear_cross_entropy: expected one backward"):
+            torch.autograd.grad(loss.sum(), x, create_graph=True)
 
 
 def test_errors():
@@ -314,6 +418,17 @@ def test_errors():
     refuses(r"int64 targets of shape \[6\], got targets=\[5\]", x, weight, targets[:5])
     refuses(r"got targets=\[6\] torch.int32", x, weight, targets.int())
     refuses("expected vocab_size in 1..20 .* got vocab_size=21", x, weight, targets, vocab_size=21)
+    refuses(
+        r"expected x and weight on one device.* weight.device=meta", x, weight.to("meta"), targets
+    )
+    refuses("expected targets on cpu, got targets.device=meta", x, weight, targets.to("meta"))
+    refuses(r"expected label_smoothing in \[0, 1\]", x, weight, targets, label_smoothing=-0.1)
+    refuses("expected a finite z_loss >= 0", x, weight, targets, z_loss=torch.inf)
+    buffer = torch.zeros(20, 8)
+    refuses(r"expected an fp32 weight_grad \[20, 8\]", x, weight, targets, weight_grad=buffer[1:])
+    refuses(r"weight_grad .*torch.float64", x, weight, targets, weight_grad=buffer.double())
+    refuses(r"weight_grad .* on meta", x, weight, targets, weight_grad=buffer.to("meta"))
+    refuses("weight.requires_grad=False", x, weight.detach(), targets, weight_grad=buffer)
     refuses("expected chunk_rows >= 1, got chunk_rows=0", x, weight, targets, chunk_rows=0)
     targets[4] = 19
     refuses(
