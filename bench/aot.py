@@ -355,7 +355,10 @@ def main(argv: list[str] | None = None) -> int:
         slowest = max(found["rows"], key=lambda row: row.get("seconds", 0.0), default=None)
         note = f"; slowest {slowest['kernel']} {slowest.get('seconds', 0):.1f} s" if slowest else ""
         seconds = time.monotonic() - start
-        print(f"triton {found['triton']}: {len(found['rows'])} launches in {seconds:.0f} s{note}")
+        print(
+            f"triton {found['triton']}: {len(found['rows'])} launches in {seconds:.0f} s{note}",
+            flush=True,
+        )
         rows += found["rows"]
     problems += describe(broken)
     if not args.installed:
