@@ -9,9 +9,13 @@ BLOCK_K keys of one key head and walks over the queries that see them, of each q
 group in turn. So every sum has one order, without atomics: gradients are the same bits in every
 run. The price is that scores and dp are computed twice (seven matrix products instead of five).
 
-With dropout, kept = p * keep is the only element-wise trace of the mask:
-ds * (1 - dropout) = kept * (do v^T) - p * delta * (1 - dropout), and the factor 1 / (1 - dropout)
-is applied once to dq, dk and dv.
+With dropout, kept = p * keep: ds * (1 - dropout) = kept * (do v^T) - p * delta * (1 - dropout), and
+dq, dk and dv are scaled once by 1 / (1 - dropout).
+
+[Note: fp32] In fp32 the statistics themselves are what is rounded: lse by its own size, and delta
+and dp by two different sums, which shows where few keys share a row. So for fp32 inputs
+_attention_bwd_dq_kernel first walks over the keys once more for sum(p), whose inverse it writes
+beside delta as `norm` and by which both kernels correct p, and for delta = sum(p * keep * dp).
 
 [Note: transposed] Without dropout _attention_bwd_dkdv_kernel holds scores as [BLOCK_K, BLOCK_Q]:
 p^T and ds^T are then left operands and stay in registers. With dropout it holds them as
@@ -50,12 +54,14 @@ from fastpar.kernels.triton_launch import cdiv, device_key, gpu_arch, launch
 
 @triton.jit
 def _dq_tiles(
-    dq, q, do, lse, delta, k_source, v_source, batch, kv_head, first, low, high, n_keys, limit,
-    rows, stride_k_t, stride_v_t, scale, key_ptr, sample, site_head, threshold,
+    dq, sum_p, sum_dp, q, do, lse, norm, delta, k_source, v_source, batch, kv_head, first, low,
+    high, n_keys, limit, rows, stride_k_t, stride_v_t, scale, key_ptr, sample, site_head, threshold,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
-    DROPOUT: tl.constexpr, MASKED: tl.constexpr, VARLEN: tl.constexpr,
+    DROPOUT: tl.constexpr, MASKED: tl.constexpr, VARLEN: tl.constexpr, FP32: tl.constexpr,
+    SUMS: tl.constexpr,
 ):  # fmt: skip
-    """One loop of [Note: phases]: adds ds k of keys [low, high). scale: with log2(e)."""
+    """One loop of [Note: phases] over keys [low, high): adds ds k to dq or, if SUMS, p and
+    p * keep * dp to the sums of [Note: fp32]. scale: with log2(e)."""
     order = tile_order(BLOCK_K, DROPOUT)
     for start in tl.range(low, high, BLOCK_K):
         start = tl.multiple_of(start, BLOCK_K)
@@ -69,21 +75,29 @@ def _dq_tiles(
         )  # fmt: skip
         s = tl.dot(q, k.T, input_precision="ieee")
         p = tl.math.exp2(s * scale - lse[:, None])
+        if FP32:
+            p *= norm[:, None]
         if MASKED:
             p = tl.where((start + order)[None, :] < limit[:, None], p, 0.0)
         dp = tl.dot(do, v.T, input_precision="ieee")
+        kept = p
         if DROPOUT:
             kept = drop(p, key_ptr, sample, site_head, rows, start, threshold)
-            ds = kept * dp - p * delta[:, None]
+        if SUMS:
+            sum_p += tl.sum(p, 1)
+            sum_dp += tl.sum(kept * dp, 1)
         else:
-            ds = p * (dp - delta[:, None])
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
-    return dq
+            if DROPOUT:
+                ds = kept * dp - p * delta[:, None]
+            else:
+                ds = p * (dp - delta[:, None])
+            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+    return dq, sum_p, sum_dp
 
 
 @triton.jit(do_not_specialize=["n", "T", "Tk", "H", "group", "section", "site", "threshold"])
 def _attention_bwd_dq_kernel(
-    do_ptr, q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, delta_ptr, dq_ptr, key_ptr, cu_ptr,
+    do_ptr, q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, delta_ptr, norm_ptr, dq_ptr, key_ptr, cu_ptr,
     stride_do_b, stride_do_t, stride_do_h,
     stride_q_b, stride_q_t, stride_q_h,
     stride_k_b, stride_k_t, stride_k_h,
@@ -94,7 +108,7 @@ def _attention_bwd_dq_kernel(
     Tk, H, group, section, scale, site, threshold,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr, STEPS: tl.constexpr,
-    TMA: tl.constexpr,
+    TMA: tl.constexpr, FP32: tl.constexpr,
 ):  # fmt: skip
     sample, batch, head, first, n_rows, tile = find_tile(
         cu_ptr, n, T, H, section, BLOCK_Q, VARLEN, STEPS
@@ -115,7 +129,6 @@ def _attention_bwd_dq_kernel(
         v_source = head_ptr(v_ptr, batch, first, kv_head, stride_v_b, stride_v_t, stride_v_h)
     q_source = head_ptr(q_ptr, batch, first, head, stride_q_b, stride_q_t, stride_q_h)
     do_source = head_ptr(do_ptr, batch, first, head, stride_do_b, stride_do_t, stride_do_h)
-    o_source = o_ptr + ((batch.to(tl.int64) * T + first) * H + head) * D
     q = load_tile(
         q_source, batch, head, first, row, n_rows, stride_q_t, within,
         D, BLOCK_D, False, True, VARLEN,
@@ -124,43 +137,64 @@ def _attention_bwd_dq_kernel(
         do_source, batch, head, first, row, n_rows, stride_do_t, within,
         D, BLOCK_D, False, True, VARLEN,
     )  # fmt: skip
-    o = load_tile(
-        o_source, batch, head, first, row, n_rows, H * D, within,
-        D, BLOCK_D, False, True, VARLEN,
-    )  # fmt: skip
-    delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
     statistics = (batch.to(tl.int64) * H + head) * T + first + rows
-    if DROPOUT:
-        delta *= (256 - threshold) / 256.0
-        scale_dq = scale * (256.0 / (256 - threshold))
-    else:
-        scale_dq = scale
-    tl.store(delta_ptr + statistics, delta, mask=rows < n_rows)
     lse = tl.load(lse_ptr + statistics, mask=rows < n_rows, other=float("inf"))
-
     dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+    norm = tl.full([BLOCK_Q], 1.0, tl.float32)
+    sum_p = tl.zeros([BLOCK_Q], tl.float32)
+    delta = tl.zeros([BLOCK_Q], tl.float32)
     site_head = (site << 16) | head
-    dq = _dq_tiles(
-        dq, q, do, lse, delta, k_source, v_source, batch, kv_head, first, 0, full, n_keys, limit,
-        rows, stride_k_t, stride_v_t, scale * LOG2_E, key_ptr, sample, site_head, threshold,
-        D, BLOCK_D, BLOCK_K, TMA, DROPOUT, False, VARLEN,
+    if FP32:
+        dq, sum_p, delta = _dq_tiles(
+            dq, sum_p, delta, q, do, lse, norm, delta, k_source, v_source, batch, kv_head, first,
+            0, full, n_keys, limit, rows, stride_k_t, stride_v_t, scale * LOG2_E, key_ptr, sample,
+            site_head, threshold,
+            D, BLOCK_D, BLOCK_K, TMA, DROPOUT, False, VARLEN, False, True,
+        )  # fmt: skip
+        dq, sum_p, delta = _dq_tiles(
+            dq, sum_p, delta, q, do, lse, norm, delta, k_source, v_source, batch, kv_head, first,
+            full, end, n_keys, limit, rows, stride_k_t, stride_v_t, scale * LOG2_E, key_ptr, sample,
+            site_head, threshold,
+            D, BLOCK_D, BLOCK_K, TMA, DROPOUT, True, VARLEN, False, True,
+        )  # fmt: skip
+        norm = 1.0 / tl.where(lse < float("inf"), sum_p, 1.0)
+        delta *= norm
+        tl.store(norm_ptr + statistics, norm, mask=rows < n_rows)
+    else:
+        o_source = o_ptr + ((batch.to(tl.int64) * T + first) * H + head) * D
+        o = load_tile(
+            o_source, batch, head, first, row, n_rows, H * D, within,
+            D, BLOCK_D, False, True, VARLEN,
+        )  # fmt: skip
+        delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
+        if DROPOUT:
+            delta *= (256 - threshold) / 256.0
+    tl.store(delta_ptr + statistics, delta, mask=rows < n_rows)
+
+    dq, sum_p, _ = _dq_tiles(
+        dq, sum_p, delta, q, do, lse, norm, delta, k_source, v_source, batch, kv_head, first,
+        0, full, n_keys, limit, rows, stride_k_t, stride_v_t, scale * LOG2_E, key_ptr, sample,
+        site_head, threshold, D, BLOCK_D, BLOCK_K, TMA, DROPOUT, False, VARLEN, FP32, False,
     )  # fmt: skip
-    dq = _dq_tiles(
-        dq, q, do, lse, delta, k_source, v_source, batch, kv_head, first, full, end, n_keys, limit,
-        rows, stride_k_t, stride_v_t, scale * LOG2_E, key_ptr, sample, site_head, threshold,
-        D, BLOCK_D, BLOCK_K, TMA, DROPOUT, True, VARLEN,
+    dq, sum_p, _ = _dq_tiles(
+        dq, sum_p, delta, q, do, lse, norm, delta, k_source, v_source, batch, kv_head, first,
+        full, end, n_keys, limit, rows, stride_k_t, stride_v_t, scale * LOG2_E, key_ptr, sample,
+        site_head, threshold, D, BLOCK_D, BLOCK_K, TMA, DROPOUT, True, VARLEN, FP32, False,
     )  # fmt: skip
+    if DROPOUT:
+        scale *= 256.0 / (256 - threshold)
     dq_head = head_ptr(dq_ptr, batch, first, head, stride_dq_b, stride_dq_t, stride_dq_h)
-    store_tile(dq * scale_dq, dq_head, row, n_rows, stride_dq_t, within, D, BLOCK_D)
+    store_tile(dq * scale, dq_head, row, n_rows, stride_dq_t, within, D, BLOCK_D)
 
 
 @triton.jit
 def _dkdv_tiles(
-    dk, dv, k, v, keys, q_source, do_source, lse_head, delta_head, batch, head, first, low, high,
-    n_rows, behind, stride_q_t, stride_do_t, scale, key_ptr, sample, site_head, first_key,
-    threshold,
+    dk, dv, k, v, keys, q_source, do_source, lse_head, delta_head, norm_head, batch, head, first,
+    low, high, n_rows, behind, stride_q_t, stride_do_t, scale, key_ptr, sample, site_head,
+    first_key, threshold,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, TMA: tl.constexpr,
     DROPOUT: tl.constexpr, CUT: tl.constexpr, TAIL: tl.constexpr, VARLEN: tl.constexpr,
+    FP32: tl.constexpr,
 ):  # fmt: skip
     """Adds ds^T q and (p * keep)^T do of queries [low, high). CUT: the diagonal may pass through;
     TAIL: the last tile may reach beyond n_rows, where lse = inf makes p = 0."""
@@ -185,6 +219,8 @@ def _dkdv_tiles(
         if DROPOUT:
             s = tl.dot(q, k.T, input_precision="ieee")
             p = tl.math.exp2(s * scale - lse[:, None])
+            if FP32:
+                p *= tl.load(norm_head + rows, mask=rows < n_rows, other=1.0)[:, None]
             if CUT:
                 p = tl.where(keys[None, :] <= (rows + behind)[:, None], p, 0.0)
             kept = drop(p, key_ptr, sample, site_head, rows, first_key, threshold)
@@ -195,6 +231,8 @@ def _dkdv_tiles(
         else:
             s = tl.dot(k, q.T, input_precision="ieee")
             p = tl.math.exp2(s * scale - lse[None, :])
+            if FP32:
+                p *= tl.load(norm_head + rows, mask=rows < n_rows, other=1.0)[None, :]
             if CUT:
                 p = tl.where(keys[:, None] <= (rows + behind)[None, :], p, 0.0)
             dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
@@ -206,12 +244,12 @@ def _dkdv_tiles(
 
 @triton.jit
 def _dkdv_head(
-    dk, dv, k, v, keys, do_ptr, q_ptr, lse_ptr, delta_ptr, key_ptr,
+    dk, dv, k, v, keys, do_ptr, q_ptr, lse_ptr, delta_ptr, norm_ptr, key_ptr,
     stride_do_b, stride_do_t, stride_do_h, stride_q_b, stride_q_t, stride_q_h,
     sample, batch, head, first, n_rows, behind, first_key, T, H, scale, site, threshold,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr, TMA: tl.constexpr,
-    EVEN: tl.constexpr,
+    EVEN: tl.constexpr, FP32: tl.constexpr,
 ):  # fmt: skip
     """_dkdv_tiles of the queries of one head that see these keys: first those on the diagonal."""
     if TMA:
@@ -228,21 +266,21 @@ def _dkdv_head(
         full = tl.cdiv(cut, BLOCK_Q) * BLOCK_Q
         dk, dv = _dkdv_tiles(
             dk, dv, k, v, keys, q_source, do_source, lse_ptr + statistics, delta_ptr + statistics,
-            batch, head, first, low, tl.minimum(full, n_rows), n_rows, behind, stride_q_t,
-            stride_do_t, scale, key_ptr, sample, site_head, first_key, threshold,
-            D, BLOCK_D, BLOCK_Q, TMA, DROPOUT, True, not EVEN, VARLEN,
+            norm_ptr + statistics, batch, head, first, low, tl.minimum(full, n_rows), n_rows,
+            behind, stride_q_t, stride_do_t, scale, key_ptr, sample, site_head, first_key,
+            threshold, D, BLOCK_D, BLOCK_Q, TMA, DROPOUT, True, not EVEN, VARLEN, FP32,
         )  # fmt: skip
     return _dkdv_tiles(
         dk, dv, k, v, keys, q_source, do_source, lse_ptr + statistics, delta_ptr + statistics,
-        batch, head, first, full, n_rows, n_rows, behind, stride_q_t,
+        norm_ptr + statistics, batch, head, first, full, n_rows, n_rows, behind, stride_q_t,
         stride_do_t, scale, key_ptr, sample, site_head, first_key, threshold,
-        D, BLOCK_D, BLOCK_Q, TMA, DROPOUT, False, not EVEN, VARLEN,
+        D, BLOCK_D, BLOCK_Q, TMA, DROPOUT, False, not EVEN, VARLEN, FP32,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["n", "T", "Tk", "H", "group", "section", "site", "threshold"])
 def _attention_bwd_dkdv_kernel(
-    do_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, key_ptr, cu_ptr,
+    do_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, norm_ptr, dk_ptr, dv_ptr, key_ptr, cu_ptr,
     stride_do_b, stride_do_t, stride_do_h,
     stride_q_b, stride_q_t, stride_q_h,
     stride_k_b, stride_k_t, stride_k_h,
@@ -252,7 +290,7 @@ def _attention_bwd_dkdv_kernel(
     n, T, Tk, H, group, section, scale, site, threshold,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr, STEPS: tl.constexpr,
-    TMA: tl.constexpr,
+    TMA: tl.constexpr, FP32: tl.constexpr,
     EVEN: tl.constexpr,  # T is a multiple of BLOCK_Q
     GROUPED: tl.constexpr,  # group > 1; a loop over one head costs registers
 ):  # fmt: skip
@@ -281,19 +319,19 @@ def _attention_bwd_dkdv_kernel(
     if GROUPED:
         for i in range(group):
             dk, dv = _dkdv_head(
-                dk, dv, k, v, keys, do_ptr, q_ptr, lse_ptr, delta_ptr, key_ptr,
+                dk, dv, k, v, keys, do_ptr, q_ptr, lse_ptr, delta_ptr, norm_ptr, key_ptr,
                 stride_do_b, stride_do_t, stride_do_h, stride_q_b, stride_q_t, stride_q_h,
                 sample, batch, kv_head * group + i, first, n_rows, behind, first_key, T, H,
                 scale * LOG2_E, site, threshold,
-                D, BLOCK_D, BLOCK_Q, BLOCK_K, CAUSAL, DROPOUT, VARLEN, TMA, EVEN,
+                D, BLOCK_D, BLOCK_Q, BLOCK_K, CAUSAL, DROPOUT, VARLEN, TMA, EVEN, FP32,
             )  # fmt: skip
     else:
         dk, dv = _dkdv_head(
-            dk, dv, k, v, keys, do_ptr, q_ptr, lse_ptr, delta_ptr, key_ptr,
+            dk, dv, k, v, keys, do_ptr, q_ptr, lse_ptr, delta_ptr, norm_ptr, key_ptr,
             stride_do_b, stride_do_t, stride_do_h, stride_q_b, stride_q_t, stride_q_h,
             sample, batch, kv_head, first, n_rows, behind, first_key, T, H,
-            scale * LOG2_E, site, threshold,
-            D, BLOCK_D, BLOCK_Q, BLOCK_K, CAUSAL, DROPOUT, VARLEN, TMA, EVEN,
+            scale * LOG2_E, site, threshold, D, BLOCK_D, BLOCK_Q, BLOCK_K, CAUSAL, DROPOUT, VARLEN,
+            TMA, EVEN, FP32,
         )  # fmt: skip
     if DROPOUT:
         dk *= 256.0 / (256 - threshold)
@@ -323,7 +361,8 @@ def attention_bwd(
 ) -> None:
     """Writes dq, dk and dv, maybe parts of one packed tensor; o and lse are the forward's."""
     arch, D = gpu_arch(q.device), q.shape[-1]
-    varlen, variant = cu_seqlens is not None, variant_for(threshold > 0, q.dtype == torch.float32)
+    varlen, fp32 = cu_seqlens is not None, q.dtype == torch.float32
+    variant = variant_for(threshold > 0, fp32)
     block_d = max(16, triton.next_power_of_2(D))
     if do.stride(-1) != 1:
         do = do.contiguous()
@@ -333,6 +372,7 @@ def attention_bwd(
     Tk, Hkv = k.shape[1], k.shape[2]
     n = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     delta = torch.empty_like(lse)
+    norm = torch.empty_like(lse) if fp32 else delta  # not touched otherwise
     if key is not None:
         key = device_key(key, q.device)
     section = heads_per_section(k, 1, arch)
@@ -342,6 +382,7 @@ def attention_bwd(
         "CAUSAL": causal,
         "DROPOUT": threshold > 0,
         "VARLEN": varlen,
+        "FP32": fp32,
         "STEPS": n.bit_length() if varlen else 0,
     }
 
@@ -358,6 +399,7 @@ def attention_bwd(
         o,
         lse,
         delta,
+        norm,
         dq,
         key,
         cu_seqlens,
@@ -395,6 +437,7 @@ def attention_bwd(
         v,
         lse,
         delta,
+        norm,
         dk,
         dv,
         key,
