@@ -439,7 +439,7 @@ def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
         wte, wpe = (torch.empty(n, C, dtype=dtype, device=meta) for n in (V, T))
         dx = torch.empty(B, T, C, dtype=dtype, device=meta)
         wide = torch.empty(V, C, dtype=torch.float32, device=meta)
-        mask = (key, 0, 26) if p else (None, 0, 0)
+        mask: tuple[Tensor | None, int, int] = (key, 0, 26) if p else (None, 0, 0)
         about = f"{str(dtype).removeprefix('torch.')} C={C}{' dropout' if p else ''}"
         return [
             (f"fwd {about}", lambda: embedding_fwd(idx, wte, wpe, 0, *mask)),
