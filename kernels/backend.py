@@ -41,9 +41,15 @@ OPS = {
     "bias_gelu": ("cpp: gelu_cpu.cpp (tanh form); torch (erf form)", "triton: gelu_triton.py"),
     "embedding": ("torch; cpp: dropout_cpu.cpp", "triton: embedding_triton.py"),
     "linear": ("{gemm} (fp32); torch (16 bits)", "torch"),
+    "cross_entropy": ("cpp: cross_entropy_cpu.cpp", "triton: cross_entropy_triton.py"),
+    "cross_entropy_shard": ("cpp: cross_entropy_cpu.cpp", "triton: cross_entropy_shard_triton.py"),
+    "cross_entropy_shard_grad": (
+        "cpp: cross_entropy_cpu.cpp",
+        "triton: cross_entropy_shard_triton.py",
+    ),
     "linear_cross_entropy": (
         "chunks of rows by {gemm}, cpp: cross_entropy_cpu.cpp between",
-        "torch: GEMMs by chunks of rows, softmax between",
+        "torch: GEMMs by chunks of rows, triton: cross_entropy_triton.py between",
     ),
     "adamw_step_": ("cpp: adamw_cpu.cpp", "torch: _fused_adamw_"),
     "dropout": ("cpp: dropout_cpu.cpp", "triton: philox_triton.py"),

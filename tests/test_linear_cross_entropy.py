@@ -396,6 +396,22 @@ def test_compiles_without_graph_breaks(reduction):
     torch.testing.assert_close(weight.grad, expected[2])
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_weight_grad_compiles(reduction):
+    x, weight, targets = make(30, 16, 100)
+    buffers = torch.zeros(100, 16), torch.zeros(100, 16)
+    options = {"reduction": reduction}
+    linear_cross_entropy(x, weight, targets, weight_grad=buffers[0], **options).sum().backward()
+
+    def loss(x, weight, targets, weight_grad):
+        return linear_cross_entropy(x, weight, targets, weight_grad=weight_grad, **options).sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    compiled(x, weight, targets, buffers[1]).backward()
+    assert torch.equal(*buffers)
+    assert weight.grad is None
+
+
 def test_double_backward_is_refused():
     x, weight, targets = make(6, 8, 20)
     for reduction in REDUCTIONS:
