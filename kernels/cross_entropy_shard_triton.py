@@ -16,12 +16,12 @@ from torch import Tensor
 
 from fastpar.kernels.cross_entropy_triton import (
     LOWEST,
-    aligned_alike,
     config_of,
     exp_fast,
     row_statistics,
     rows_of,
     scale_stride_of,
+    stand_alike,
     write_gradient,
     write_zeros,
 )
@@ -154,7 +154,7 @@ def shard_bwd(
         logits.shape[1],
         ignore_index,
         z_loss,
-        ALIGNED=aligned_alike(logits, grad),
+        ALIGNED=stand_alike(logits, grad),
         **config_of(logits),
     )
     return grad

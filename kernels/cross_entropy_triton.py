@@ -41,12 +41,13 @@ from torch import Tensor
 from fastpar.kernels.triton_launch import launch
 
 _LOG2E = tl.constexpr(math.log2(math.e))
-# Where maxima start: below every finite logit, and unlike -inf its difference to itself is 0.
+# Where maxima start: lower than logits are, and unlike -inf its difference to itself is 0.
 LOWEST = tl.constexpr(-2.0e38)
 
 
 @triton.jit
 def exp_fast(x):
+    """exp by the hardware's exp2."""
     return tl.exp2(x * _LOG2E)
 
 
@@ -159,6 +160,7 @@ def write_gradient(
 
 @triton.jit
 def write_zeros(out_ptr, width, W: tl.constexpr):
+    """The gradient of a row that does not count."""
     for j in range(0, width, W):
         cols = j + tl.arange(0, W)
         tl.store(out_ptr + cols, tl.zeros([W], out_ptr.dtype.element_ty), mask=cols < width)
@@ -281,16 +283,18 @@ def config(row_bytes: int, element_size: int) -> dict[str, int]:
 
 
 def config_of(logits: Tensor) -> dict[str, int]:
+    """config() for rows like those of logits."""
     size = logits.element_size()
     return config(logits.shape[1] * size, size)
 
 
-def aligned_alike(a: Tensor, b: Tensor) -> bool:
+def stand_alike(a: Tensor, b: Tensor) -> bool:
     """Whether rows of the same index are equally far from a 16-byte boundary."""
     return (a.stride(0) - b.stride(0)) % 8 == 0
 
 
 def scale_stride_of(scale: Tensor) -> int:
+    """0 for one factor, which every row then reads."""
     return scale.stride(0) if scale.dim() else 0
 
 
@@ -325,7 +329,7 @@ def cross_entropy_rows(
         z_loss,
         GRAD=grad is not None,
         SMOOTH=label_smoothing != 0.0,
-        ALIGNED=aligned_alike(logits, out),
+        ALIGNED=stand_alike(logits, out),
         **config_of(logits),
     )
     return losses
@@ -344,7 +348,7 @@ def multiply_rows(grad: Tensor, by: Tensor, out: Tensor) -> Tensor:
         scale_stride_of(by),
         grad.shape[1],
         INPLACE=out is grad,
-        ALIGNED=aligned_alike(grad, out),
+        ALIGNED=stand_alike(grad, out),
         **config_of(grad),
     )
     return out
