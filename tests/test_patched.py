@@ -417,7 +417,9 @@ def test_fused_loss_has_no_logits():
     output = model(idx, labels=idx)
     assert output.logits is None
     assert output.past_key_values.get_seq_length() == 23
-    assert torch.equal(model(idx, labels=idx, return_dict=False)[0], output.loss)
+    as_tuple = model(idx, labels=idx, return_dict=False)
+    assert type(as_tuple) is tuple
+    assert torch.equal(as_tuple[0], output.loss)
     assert torch.equal(model(idx, None, None, None, None, None, None, None, idx)[0], output.loss)
     assert model(idx).logits.shape == (2, 23, 101)
     assert model.eval()(idx, labels=idx).logits.shape == (2, 23, 101)
