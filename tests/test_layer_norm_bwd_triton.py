@@ -1,0 +1,119 @@
+"""What only the norms' backward kernels have: columns shared by programs, partial sums, grids."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs triton")
+
+from fastpar.kernels import (
+    Rng,
+    layer_norm,
+    make_key,
+    residual_layer_norm,
+    rms_norm,
+    triton_launch,
+)
+from fastpar.kernels import layer_norm_bwd_triton as bwd
+from fastpar.kernels.reference import layer_norm_ref, residual_layer_norm_ref, rms_norm_ref
+from fastpar.testing import assert_matches_oracle
+
+RNG = Rng(make_key(3, 5), 2)
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """Memory that kernels are given is NaN until they write it."""
+
+    def fill(allocate):
+        def allocate_and_fill(*args, **kwargs):
+            x = allocate(*args, **kwargs)
+            return x.fill_(float("nan")) if x.is_floating_point() else x
+
+        return allocate_and_fill
+
+    monkeypatch.setattr(torch, "empty", fill(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", fill(torch.empty_like))
+    monkeypatch.setattr(torch.Tensor, "new_empty", fill(torch.Tensor.new_empty))
+
+
+@pytest.fixture
+def draw(triton_device):
+    def draw(*shape, dtype=torch.float32, mean=0.0):
+        x = (torch.randn(shape) + mean).to(dtype)
+        return x.to(triton_device).requires_grad_()
+
+    return draw
+
+
+def with_bias(op, p=0.0, rng=RNG):
+    """op of (x, residual, weight, bias, x_bias)."""
+    return lambda x, r, w, b=None, xb=None: op(x, r, w, b, x_bias=xb, dropout_p=p, rng=rng)
+
+
+def test_large_mean_gradients(draw):
+    inputs = [draw(5, 300, mean=1e4), draw(300), draw(300)]
+    assert_matches_oracle(layer_norm, layer_norm_ref, inputs)
+
+
+@pytest.mark.parametrize("c", [2500, 5000])
+def test_wide_rows(draw, c, triton_device):
+    """Rows that warps share; from 4096 on rows whose columns programs share in backward."""
+    # fp16, because the interpreter adds what warps exchange one after another, a GPU in a tree.
+    dtype = torch.float32 if triton_device == "cuda" else torch.float16
+    inputs = [draw(1, 3, c, dtype=dtype), draw(1, 3, c, dtype=dtype)]
+    inputs += [draw(c, dtype=dtype) for _ in range(3)]
+    ops = residual_layer_norm, residual_layer_norm_ref
+    assert_matches_oracle(*(with_bias(op, 0.1) for op in ops), inputs)
+    assert_matches_oracle(rms_norm, rms_norm_ref, inputs[1:3])
+
+
+def test_widest_rows(draw, triton_device):
+    dtype = torch.float32 if triton_device == "cuda" else torch.float16
+    c = 16384
+    inputs = [draw(1, c, dtype=dtype), draw(c, dtype=dtype), draw(c, dtype=dtype)]
+    assert_matches_oracle(layer_norm, layer_norm_ref, inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_runs_are_bitwise_equal(draw, dtype):
+    inputs = [draw(2, 11, 130, dtype=dtype) for _ in range(2)]
+    inputs += [draw(130, dtype=dtype) for _ in range(3)]
+
+    def run():
+        y, out = with_bias(residual_layer_norm, 0.1)(*inputs)
+        return (y, out, *torch.autograd.grad((y.sin() + out).sum(), inputs))
+
+    for a, b in zip(run(), run()):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("arch", sorted(triton_launch.SMS))
+def test_every_arch(monkeypatch, draw, arch):
+    """Its number of programs; one that does not divide the tiles, and one program."""
+    monkeypatch.setattr(triton_launch, "INTERPRETED_ARCH", arch)
+    inputs = [draw(2, 33, 15) for _ in range(2)] + [draw(15) for _ in range(3)]
+    for sms in (1, 3, triton_launch.SMS[arch]):
+        monkeypatch.setattr(triton_launch, "_INTERPRETED_SMS", sms)
+        ops = residual_layer_norm, residual_layer_norm_ref
+        assert_matches_oracle(*(with_bias(op, 0.1) for op in ops), inputs)
+
+
+def test_only_the_residual_is_used(draw):
+    x, r, w = draw(2, 3, 8), draw(2, 3, 8), draw(8)
+    _, out = residual_layer_norm(x, r, w)
+    for grad in torch.autograd.grad(out.sum(), (x, r)):
+        assert torch.equal(grad, torch.ones_like(grad))
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("c", [1, 63, 768, 1024, 1280, 1600, 4096])
+@pytest.mark.parametrize("sums", [1, 2, 3])
+@pytest.mark.parametrize("tensors", [2, 3])
+def test_programs_of_an_sm_fit_together(c, itemsize, sums, tensors):
+    """Or the last of a fixed number of programs would run alone, after the others."""
+    for rms in (False, True):
+        tile, programs, registers = bwd.bwd_tile_of(c, itemsize, sums, tensors, rms)
+        assert tile.rows * tile.chunk == 32 * tile.num_warps * tile.side
+        assert programs * 32 * tile.num_warps * registers <= 65536
+        assert programs * tile.num_warps >= 8

@@ -1,0 +1,239 @@
+"""The norms' Triton kernels, through the public ops: on a GPU, else in Triton's interpreter."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs triton")
+
+from fastpar.kernels import (
+    Rng,
+    layer_norm,
+    make_key,
+    residual_layer_norm,
+    residual_rms_norm,
+    rms_norm,
+    triton_launch,
+)
+from fastpar.kernels import layer_norm_triton as fwd
+from fastpar.kernels.reference import (
+    layer_norm_ref,
+    residual_layer_norm_ref,
+    residual_rms_norm_ref,
+    rms_norm_ref,
+)
+from fastpar.testing import assert_matches_oracle
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+RNG = Rng(make_key(3, 5), 2)
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """Memory that kernels are given is NaN until they write it."""
+
+    def fill(allocate):
+        def allocate_and_fill(*args, **kwargs):
+            x = allocate(*args, **kwargs)
+            return x.fill_(float("nan")) if x.is_floating_point() else x
+
+        return allocate_and_fill
+
+    monkeypatch.setattr(torch, "empty", fill(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", fill(torch.empty_like))
+    monkeypatch.setattr(torch.Tensor, "new_empty", fill(torch.Tensor.new_empty))
+
+
+@pytest.fixture
+def draw(triton_device):
+    def draw(*shape, dtype=torch.float32, mean=0.0):
+        x = (torch.randn(shape) + mean).to(dtype)
+        return x.to(triton_device).requires_grad_()
+
+    return draw
+
+
+def with_bias(op, p=0.0, rng=RNG):
+    """op of (x, residual, weight, bias, x_bias)."""
+    return lambda x, r, w, b=None, xb=None: op(x, r, w, b, x_bias=xb, dropout_p=p, rng=rng)
+
+
+def without_bias(op, p=0.0):
+    """op of (x, residual, weight, x_bias)."""
+    return lambda x, r, w, xb=None: op(x, r, w, x_bias=xb, dropout_p=p, rng=RNG)
+
+
+@pytest.mark.parametrize(
+    ("c", "dtype"),
+    [
+        *((c, torch.float32) for c in (1, 127, 768)),
+        *((c, torch.bfloat16) for c in (1, 63, 768, 1600)),
+        *((c, torch.float16) for c in (127, 1000)),
+    ],
+)
+def test_layer_norm_matches_oracle(draw, c, dtype):
+    """More rows than a tile has, for the widths that share one."""
+    inputs = [draw(3, 7, c, dtype=dtype), draw(c, dtype=dtype), draw(c, dtype=dtype)]
+    assert_matches_oracle(layer_norm, layer_norm_ref, inputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("c", [1, 127, 600])
+def test_rms_norm_matches_oracle(draw, c, dtype):
+    inputs = [draw(3, 5, c, dtype=dtype), draw(c, dtype=dtype)]
+    if c == 1 and dtype == torch.bfloat16 and not inputs[0].is_cuda:
+        pytest.skip("needs a GPU: the interpreter cuts fp32 off to bf16, here y is weight exactly")
+    assert_matches_oracle(rms_norm, rms_norm_ref, inputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("p", [0.0, 0.1])
+@pytest.mark.parametrize("x_bias", [True, False])
+@pytest.mark.parametrize("c", [63, 300])
+def test_residual_forms_match_oracle(draw, c, x_bias, p, dtype):
+    """y and residual_out, and dx, dresidual, dweight, dbias, dx_bias."""
+    inputs = [draw(2, 7, c, dtype=dtype) for _ in range(2)]
+    inputs += [draw(c, dtype=dtype) for _ in range(3 if x_bias else 2)]
+    ops = residual_layer_norm, residual_layer_norm_ref
+    report = assert_matches_oracle(*(with_bias(op, p) for op in ops), inputs)
+    assert len(report) == 2 + len(inputs)
+    ops = residual_rms_norm, residual_rms_norm_ref
+    report = assert_matches_oracle(*(without_bias(op, p) for op in ops), inputs[:-1])
+    assert len(report) == 1 + len(inputs)
+
+
+def test_weight_without_bias(draw):
+    inputs = [draw(2, 3, 40), draw(2, 3, 40), draw(40)]
+    assert_matches_oracle(layer_norm, layer_norm_ref, inputs[1:])
+    ops = residual_layer_norm, residual_layer_norm_ref
+    assert_matches_oracle(*(with_bias(op) for op in ops), inputs)
+
+
+@pytest.mark.parametrize("mean", [1e2, 1e4, -1e6])
+@pytest.mark.parametrize("c", [768, 2500])
+def test_large_mean_costs_no_accuracy(draw, c, mean):
+    """A few roundings of y, whatever the mean: one warp to a row, and several."""
+    x = draw(5, c, mean=mean).detach()
+    y = layer_norm(x, torch.ones(c, device=x.device))
+    exact = layer_norm_ref(x.double(), torch.ones(c, device=x.device).double())
+    assert (y - exact).abs().max() <= 4 * torch.finfo(torch.float32).eps * exact.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("p", [0.0, 0.1])
+def test_mixed_dtypes(draw, dtype, p):
+    """fp32 weights; a 16-bit branch on a fp32 stream, read as it is."""
+    inputs = [draw(2, 3, 96, dtype=dtype), draw(96), draw(96)]
+    assert layer_norm(*inputs).dtype == dtype
+    assert_matches_oracle(layer_norm, layer_norm_ref, inputs)
+    inputs = [inputs[0], draw(2, 3, 96), *inputs[1:], draw(96, dtype=dtype)]
+    y, residual_out = with_bias(residual_layer_norm)(*inputs)
+    assert y.dtype == residual_out.dtype == torch.float32
+    ops = residual_layer_norm, residual_layer_norm_ref
+    assert_matches_oracle(*(with_bias(op, p) for op in ops), inputs)
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 40), (2, 3, 4, 40), (7, 40)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_mask_is_the_oracles(draw, shape, dtype, triton_device):
+    """Its bits, forward and backward, in every sample, head and row."""
+    x, w = torch.ones(shape, dtype=dtype, device=triton_device), draw(shape[-1], dtype=dtype)
+    x = x.requires_grad_()
+    key = make_key(1 << 40, (1 << 33) - 2)
+    rng = Rng(key, 32767)
+    _, out = residual_layer_norm(x, torch.zeros_like(x), w, dropout_p=0.4, rng=rng)
+    _, want = residual_layer_norm_ref(
+        x.detach().cpu(), torch.zeros(shape, dtype=dtype), w.detach().cpu(), dropout_p=0.4, rng=rng
+    )
+    assert torch.equal(out.cpu() != 0, want != 0)
+    (dx,) = torch.autograd.grad(out.sum(), x)
+    assert torch.equal(dx.cpu() != 0, want != 0)
+
+
+def test_strided_and_expanded(draw, triton_device):
+    c = 48
+    weight, bias = draw(c), draw(c)
+    base = torch.randn(2, c, 10, device=triton_device)
+    cases = [base.mT, base.mT[:, ::2], torch.randn(c, device=triton_device).expand(2, 10, c)]
+    cases += [torch.randn(2, 10, 3 * c, device=triton_device)[..., c : 2 * c]]
+    for x in cases:
+        x = x.detach().requires_grad_()
+        assert_matches_oracle(layer_norm, layer_norm_ref, [x, weight, bias])
+        y, plain = layer_norm(x, weight, bias), layer_norm(x.contiguous(), weight, bias)
+        assert torch.equal(y, plain)
+        ones = torch.ones((), device=triton_device).expand(y.shape)
+        row = torch.randn(c, device=triton_device).expand(y.shape)
+        column = torch.randn(*y.shape[:-2], c, y.shape[-2], device=triton_device).mT
+        for dy in (ones, row, column):
+            got = torch.autograd.grad(y, (x, weight, bias), dy, retain_graph=True)
+            want = torch.autograd.grad(plain, (x, weight, bias), dy.contiguous(), retain_graph=True)
+            for a, b in zip(got, want):
+                assert torch.equal(a, b)
+
+
+def test_rows_apart_are_not_copied(monkeypatch, draw):
+    """A slice of a wider tensor is read in place."""
+    seen = []
+    launch = triton_launch.launch
+    monkeypatch.setattr(
+        fwd, "launch", lambda k, g, *args, **kw: (seen.append(args), launch(k, g, *args, **kw))
+    )
+    wide = draw(2, 5, 96).detach()
+    part = wide[..., 32:64]
+    layer_norm(part, draw(32))
+    assert seen[0][0].data_ptr() == part.data_ptr()
+
+
+@pytest.mark.parametrize("key", [None, make_key(0, 0)])
+def test_no_rows(draw, key):
+    x, w = draw(0, 3, 8), draw(8)
+    assert layer_norm(x, w).shape == (0, 3, 8)
+    rng = None if key is None else Rng(key, 0)
+    y, out = with_bias(residual_layer_norm, 0.1 if key is not None else 0.0, rng)(x, x, w, w, w)
+    assert y.shape == out.shape == (0, 3, 8)
+    for grad in torch.autograd.grad((y + out).sum(), (x, w)):
+        assert (grad == 0).all()
+
+
+def test_registration(draw, triton_device):
+    x, r, w = draw(2, 3, 8), draw(2, 3, 8), draw(8)
+    narrow = draw(2, 3, 8, dtype=torch.bfloat16)
+    check = torch.library.opcheck
+    key = make_key(1, 2)
+    op = torch.ops.fastpar.layer_norm.default
+    check(op, (x, None, w, None, None, None, 0, 0, 1e-5, False))
+    check(op, (x, r, w, w, w, key, 3, 26, 1e-5, False))
+    check(op, (narrow, r, w, None, w, key, 3, 26, 1e-5, True))
+    rows = [t.detach() for t in (x, r, x, w)]
+    rstd, f32 = torch.ones(6, device=triton_device), torch.float32
+    for options in (
+        (None, 3, 0, f32, f32, None, False),
+        (key, 3, 26, f32, f32, f32, False),
+        (None, 3, 0, torch.bfloat16, None, torch.bfloat16, True),
+    ):
+        check(torch.ops.fastpar.layer_norm_bwd.default, (*rows, rstd, rstd, *options))
+
+
+def test_compiles_into_one_graph(draw):
+    inputs = [draw(2, 3, 16), draw(2, 3, 16), draw(16), draw(16), draw(16)]
+
+    def f(x, r, w, b, xb):
+        y, out = residual_layer_norm(x, r, w, b, x_bias=xb, dropout_p=0.3, rng=RNG)
+        z, out = residual_rms_norm(y, out, w)
+        return layer_norm(z, w, b) + rms_norm(y, w) + out
+
+    y = torch.compile(f, fullgraph=True, backend="aot_eager")(*inputs)
+    want = f(*inputs)
+    torch.testing.assert_close(y, want)
+    for a, b in zip(*(torch.autograd.grad(z.square().sum(), inputs) for z in (y, want))):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("c", [1, 16, 63, 768, 1024, 1280, 1600, 4096, 16384])
+def test_tiles(c, itemsize):
+    """Every column is in a chunk, a thread's part of a row stays small, warps have whole tiles."""
+    tile = fwd.tile_of(c, itemsize, fwd.FWD_VALUES)
+    threads = 32 * tile.num_warps
+    assert tile.rows * tile.chunk == threads * tile.side
+    assert triton_launch.cdiv(c, tile.chunk) * tile.side <= fwd.FWD_VALUES
