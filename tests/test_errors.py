@@ -116,7 +116,7 @@ def test_every_public_op_is_in_the_ledger():
 
 
 def test_quick_ledger_is_complete_and_written(tmp_path, capsys):
-    """Every op, dtype and hostile shape in small. The ops' own tests judge; few elements are luck."""
+    """Every op, dtype and hostile shape in small; judging few elements is the ops' own tests'."""
     out = tmp_path / "ledger.json"
     status = door.main(["errors", "--quick", "--device", "cpu", "--out", str(out)])
     printed = capsys.readouterr().out
