@@ -130,6 +130,16 @@ def test_dbias_of_16_bits_is_summed_in_float32(triton_device):
     assert torch.equal(dbias.float().cpu(), torch.full((4,), 1008.0))
 
 
+def test_dbias_sums_terms_before_they_are_rounded(triton_device):
+    """y'(1) = 1.0830 lies between bf16's 1.0781 and 1.0859; n fp32 additions err by n * eps / 2."""
+    x = torch.ones(1000, 4, dtype=torch.bfloat16, device=triton_device)
+    dbias = gradients(x, torch.zeros(4, device=triton_device), torch.ones_like(x))[2].cpu()
+    one = torch.ones(1, dtype=torch.float64, requires_grad=True)
+    bias_gelu_ref(one).backward()
+    want = 1000 * one.grad
+    assert ((dbias - want).abs() <= 1000 * torch.finfo(torch.float32).eps / 2 * want).all()
+
+
 def test_row_ranges_cover_every_row_once(triton_device, monkeypatch):
     """For more programs than tiles, fewer, and one."""
     x, bias = (t.detach().to(triton_device) for t in make((150, 20), torch.float32))
