@@ -183,7 +183,9 @@ def errors_table(rows: Sequence[ErrorRow]) -> str:
     """A line for each op, implementation and dtype: the worst ratios over shapes and results."""
     groups: dict[tuple[str, str, str], list[ErrorRow]] = {}
     for row in rows:
-        groups.setdefault((row.op, row.implementation, row.dtype), []).append(row)
+        interpreted = row.implementation == "triton" and row.device == "cpu"
+        name = "triton, interpreted" if interpreted else row.implementation
+        groups.setdefault((row.op, name, row.dtype), []).append(row)
     lines = []
     for (op, implementation, dtype), group in groups.items():
         ratios = [
