@@ -43,7 +43,7 @@ from fastpar.modules import (
 )
 
 # Set by Model for the attention of its blocks: "causal" (whatever mask comes with it is the causal
-# one), "given" (the caller's own), or "attentions" (the caller wants the probabilities).
+# one) or "attentions" (the caller wants the probabilities).
 MASK_HINT = "fastpar_mask"
 # Arguments of GPT-2's blocks and attention that do not change what they compute, or are looked at.
 HARMLESS = {
@@ -176,13 +176,12 @@ def _is_one_of(part: nn.Module, *kinds: type) -> bool:
     return type(part) in kinds and not has_hooks(part) and "forward" not in vars(part)
 
 
-def _is_observed(attn: nn.Module, given: dict[str, Any]) -> bool:
-    """Whether attn has hooks, apart from transformers' own recorder when it records nothing.
+def _is_observed(attn: nn.Module) -> bool:
+    """Whether attn has hooks, apart from transformers' recorder of probabilities.
 
-    transformers leaves the recorder in place after the first call with output_hidden_states.
+    That stays in place after the first call with output_hidden_states. When it does record, attn
+    has a mask or MASK_HINT that makes it fall back.
     """
-    if given.get(MASK_HINT) not in ("causal", "given"):
-        return has_hooks(attn)
     if attn._forward_pre_hooks or attn._backward_hooks or attn._backward_pre_hooks:
         return True
     names = [getattr(hook, "__name__", "") for hook in attn._forward_hooks.values()]
@@ -301,7 +300,7 @@ class GPT2Attention(Attention):
         if given.get("output_attentions") or hint == "attentions":
             return "output_attentions=True"
         # A hook may want the probabilities, which only the eager implementation returns.
-        causal = hint == "causal" and not _is_observed(self, given)
+        causal = hint == "causal" and not _is_observed(self)
         if given.get("attention_mask") is not None and not causal:
             return "attention_mask"
         for name in ("head_mask", "encoder_hidden_states"):
@@ -366,7 +365,7 @@ class Block(Swapped):
         norm = _norm_weights(self.ln_2)
         fused = (
             isinstance(attn, Attention)
-            and not _is_observed(attn, given)
+            and not _is_observed(attn)
             and "forward" not in vars(attn)
             and is_plain(attn.c_proj)
             and self._dropout_fits(attn)
@@ -419,8 +418,6 @@ class Model(Swapped):
         elif given.get("attention_mask") is None and given.get("position_ids") is None:
             # With position_ids transformers looks for several documents in a row.
             kwargs[MASK_HINT] = "causal"
-        else:
-            kwargs[MASK_HINT] = "given"
         return super().forward(*args, **kwargs)
 
 

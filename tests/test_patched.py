@@ -423,6 +423,8 @@ def test_fused_loss_has_no_logits():
     assert torch.equal(model(idx, None, None, None, None, None, None, None, idx)[0], output.loss)
     assert model(idx).logits.shape == (2, 23, 101)
     assert model.eval()(idx, labels=idx).logits.shape == (2, 23, 101)
+    another = type(model)(model.config).train()  # was not patched itself
+    assert another(idx, labels=idx).logits.shape == (2, 23, 101)
 
 
 def test_matches_through_triton(triton_device):

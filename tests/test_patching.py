@@ -42,6 +42,9 @@ def test_state_is_untouched_and_unpatch_restores_every_bit(name):
     report = fastpar.patch(model)
     assert_same_state(model, state)
     assert [type(m).__name__ for m in model.modules()] == [c.__name__ for c in classes]
+    for old, new in zip(classes, map(type, model.modules())):
+        if not old.__module__.startswith("torch."):
+            assert (old.__module__, old.__qualname__) == (new.__module__, new.__qualname__)
     assert all(isinstance(m, c) for m, c in zip(model.modules(), classes))
     assert not torch.equal(logits_of(model, idx), expected)
 
