@@ -153,3 +153,7 @@ def test_errors():
         bias_gelu(x, torch.ones(2))
     with pytest.raises(ValueError, match=r"expected a bias of x's dtype or float32, got bias"):
         bias_gelu(x, torch.ones(3, dtype=torch.float16))
+    with pytest.raises(ValueError, match=r"expected bias on x's device cpu, got bias on meta"):
+        bias_gelu(x, torch.ones(3, device="meta"))
+    with pytest.raises(ValueError, match=r"expected a floating dtype, got x=torch.int64"):
+        bias_gelu(x.long())
