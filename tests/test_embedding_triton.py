@@ -76,7 +76,7 @@ RUNS = {
     "one token": [5 * PIECE + 3],
     "whole pieces": [PIECE, PIECE, 2 * PIECE],
     "crosses every border": [PIECE - 1, 2, PIECE - 1, PIECE + 1, 3 * PIECE, 1],
-    "more pieces than the adding tile": [10, 19 * PIECE, 7],
+    "more pieces than are added at once": [10, 11 * PIECE, 7],
     "single ones": [1] * (PIECE + 5),
     "begins and ends at a border": [3, PIECE - 3, 3 * PIECE, 5],
 }
@@ -88,8 +88,8 @@ def test_runs_of_every_length(triton_device, runs):
     """Small whole numbers: the sums are exact, so a term lost or counted twice shows."""
     ids = torch.repeat_interleave(torch.arange(len(runs)) * 2 + 1, torch.tensor(runs))
     order = torch.randperm(len(ids))
-    idx, dx = ids[order][None], torch.randint(-8, 9, (1, len(ids), 20)).float()
-    wte = torch.zeros(2 * len(runs) + 2, 20)
+    idx, dx = ids[order][None], torch.randint(-8, 9, (1, len(ids), 128)).float()
+    wte = torch.zeros(2 * len(runs) + 2, 128)
     want = torch.zeros_like(wte).index_add_(0, idx[0], dx[0])
     got = torch.autograd.grad(
         embedding(idx.to(triton_device), *(w := on(triton_device, wte.requires_grad_()))),
