@@ -352,7 +352,7 @@ def _times_incoming(ctx, dloss: Tensor) -> Tensor:
     dlogits, factor = ctx.saved_tensors
     by = dloss * factor
     # The gradient is this node's own memory: it is scaled there unless it will be asked for again.
-    keep = torch._C._autograd._get_current_graph_task_keep_graph  # type: ignore[attr-defined]
+    keep = torch._C._autograd._get_current_graph_task_keep_graph
     if _is_watched() or type(dlogits) is not Tensor or keep():
         return _cross_entropy_bwd(dlogits, by)
     return multiply_rows(dlogits, by, dlogits)

@@ -93,6 +93,7 @@ def _run_chunks(
     x: Tensor,
     weight: Tensor,
     targets: Tensor,
+    scale: Tensor,
     vocab_size: int,
     ignore_index: int,
     label_smoothing: float,
@@ -100,7 +101,6 @@ def _run_chunks(
     chunk_rows: int,
     need_dx: bool,
     need_dweight: bool,
-    scale: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(losses [N], dx, dweight in fp32), the gradients times scale ([] or [N])."""
     n, c = x.shape
@@ -171,6 +171,7 @@ def linear_cross_entropy_fwd(
         x,
         weight,
         targets,
+        scale,
         vocab_size,
         ignore_index,
         label_smoothing,
@@ -178,7 +179,6 @@ def linear_cross_entropy_fwd(
         chunk_rows,
         need_dx and now,
         need_dweight and now,
-        scale,
     )
     return reduce_losses(losses, count, reduction), dx, dweight, factor
 
@@ -192,11 +192,11 @@ def linear_cross_entropy_bwd(
     """
     x, targets, scale = x.contiguous(), targets.contiguous(), dlosses.float().contiguous()
     if x.dtype != torch.float16:
-        return _run_chunks(x, weight, targets, *options, scale)[1:]
+        return _run_chunks(x, weight, targets, scale, *options)[1:]
     # As in [Note: fp16] of cross_entropy.py: the stored gradients of the logits stay near 1.
     largest = scale.abs().amax() if scale.numel() else scale.new_ones(())
     largest = torch.where(largest > 0, largest, 1.0)
-    _, dx, dweight = _run_chunks(x, weight, targets, *options, scale / largest)
+    _, dx, dweight = _run_chunks(x, weight, targets, scale / largest, *options)
     return dx.mul_(largest), dweight.mul_(largest)
 
 

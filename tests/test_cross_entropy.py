@@ -295,9 +295,12 @@ def test_no_gradient_work_without_gradients():
 def test_backward_twice_with_retained_graph(inplace):
     logits, targets = make(20, 70)
     loss = cross_entropy(logits * 1.0, targets, inplace=inplace)
-    (first,) = torch.autograd.grad(3 * loss, logits, retain_graph=True)
-    (second,) = torch.autograd.grad(loss, logits)
-    torch.testing.assert_close(first, 3 * second)
+    (plain,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    (third,) = torch.autograd.grad(3 * loss, logits, retain_graph=True)
+    (again,) = torch.autograd.grad(loss, logits)
+    assert torch.equal(plain, gradients(logits, targets)[1])
+    assert torch.equal(plain, again)
+    torch.testing.assert_close(third, 3 * plain)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
