@@ -183,6 +183,15 @@ def measure(
     }
 
 
+def _why(error: BaseException) -> str:
+    """The innermost error in a line: where it is and what it says, without the source between."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = str(error).strip().splitlines()
+    text = " ... ".join(dict.fromkeys((lines[0], lines[-1]))) if lines else ""
+    return reason(RuntimeError(text)).replace("RuntimeError", type(error).__name__, 1)
+
+
 def _serve(jobs: Sequence[Job], pipe: Connection) -> None:
     """Compiles the jobs whose numbers come in, until the parent is gone."""
     parent = multiprocessing.parent_process()
@@ -193,7 +202,7 @@ def _serve(jobs: Sequence[Job], pipe: Connection) -> None:
             with contextlib.redirect_stdout(io.StringIO()):  # Triton prints what ptxas refuses
                 row = compile_one(job)
         except Exception as error:
-            row = {**job.row(), "error": reason(error)}
+            row = {**job.row(), "error": _why(error)}
         pipe.send(row)
 
 

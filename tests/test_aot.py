@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -384,7 +385,8 @@ def test_what_is_read_from_real_kernels(real_rows):
         assert matrix["shared_bytes"] >= 2 * 64 * 64 * 2
         assert real_rows["product fp32", arch]["dots"] == ["f32"]
         assert real_rows["product spilled", arch]["registers"] <= 24
-        assert "undefined_name" in real_rows["wrong", arch]["error"]
+        wrong = real_rows["wrong", arch]["error"]
+        assert re.match(r"\w+Error: at 2:\d+: \.\.\. .*undefined_name", wrong), wrong
     assert real_rows["product", 80]["hmma"] > 0 == real_rows["product", 80]["hgmma"]
     assert real_rows["product", 90]["hgmma"] > 0 == real_rows["product", 90]["hmma"]
 
