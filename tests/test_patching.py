@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize
 import fastpar
 from fastpar import modules, patched, patching
 from fastpar.config import GPTConfig
+from fastpar.kernels import backend
 
 MODELS = {"transformers": gpt2, "nanoGPT": Nano}
 
@@ -346,11 +347,18 @@ def test_looking_leaves_no_trace():
         part.register_forward_hook(lambda *_: seen.append(1))
     state = state_of(model)
     generator = torch.get_rng_state()
-    fastpar.patch(model)
+    report = fastpar.patch(model)
+    assert len(report.replaced["Layer"]) == 2
     assert not seen
     assert torch.equal(torch.get_rng_state(), generator)
     assert_same_state(model, state)
     assert all(m.training for m in model.modules())
+
+
+def test_looking_uses_no_kernel(monkeypatch):
+    """A forced backend that does not take fp64 is no reason to leave a part."""
+    monkeypatch.setattr(backend, "choice", "cpp")
+    assert len(fastpar.patch(Nano()).replaced["Layer"]) == 2
 
 
 def test_equal_parts_are_looked_at_once(monkeypatch):
