@@ -373,8 +373,7 @@ def attention_bwd(
     n = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     delta = torch.empty_like(lse)
     norm = torch.empty_like(lse) if fp32 else delta  # not touched otherwise
-    if key is not None:
-        key = device_key(key, q.device)
+    key = None if key is None else device_key(key, q.device)
     section = heads_per_section(k, 1, arch)
     constants = {
         "D": D,
@@ -480,9 +479,10 @@ def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
         o = torch.empty(q.shape, dtype=q.dtype, device="meta")
         rows = (o.shape[-2], o.shape[0]) if varlen else (o.shape[0], o.shape[2], o.shape[1])
         lse = torch.empty(rows, device="meta")
-        mask = (key, 1, 26) if dropout else (None, 0, 0)
-        tensors = (o, q, k, v, o, lse, q, k, v)
-        return lambda: attention_bwd(*tensors, causal, 0.125, *mask, cu if varlen else None)
+        mask: tuple[Tensor | None, int, int] = (key, 1, 26) if dropout else (None, 0, 0)
+        return lambda: attention_bwd(
+            o, q, k, v, o, lse, q, k, v, causal, 0.125, *mask, cu if varlen else None
+        )
 
     return [
         ("D=64 bf16 causal", call()),

@@ -285,7 +285,7 @@ def _attention_fwd_kernel(
 
     seen = sums != 0.0  # also true for NaN
     sums = tl.where(seen, sums, 1.0)
-    inverse = tl.where(seen, 1.0 / sums, 0.0)
+    inverse = 1.0 / sums
     if DROPOUT:
         inverse *= 256.0 / (256 - threshold)
     lse = tl.where(seen, m + tl.math.log2(sums), float("inf"))
@@ -401,7 +401,7 @@ def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
         q, k, v = aot_inputs(**shape)
         if varlen:
             q, k, v = q[0], k[0], v[0]
-        mask = (key, 1, 26) if dropout else (None, 0, 0)
+        mask: tuple[Tensor | None, int, int] = (key, 1, 26) if dropout else (None, 0, 0)
         return lambda: attention_fwd(q, k, v, causal, 0.125, *mask, cu if varlen else None)
 
     return [

@@ -20,7 +20,8 @@ from fastpar.testing import assert_matches_oracle
 
 RNG = Rng(make_key(3, 2**32 - 1), 4)
 DTYPES = [torch.float16, torch.float32, torch.bfloat16]
-NO_MASK = (None, 0, 0)
+Mask = tuple[torch.Tensor | None, int, int]
+NO_MASK: Mask = (None, 0, 0)
 
 
 @pytest.fixture(params=[80, 86, 90])
@@ -45,7 +46,7 @@ def check(inputs, **settings):
     return assert_matches_oracle(call(attention), call(attention_ref), inputs)
 
 
-def run(q, k, v, do, mask=NO_MASK, cu=None, causal=True):
+def run(q, k, v, do, mask: Mask = NO_MASK, cu=None, causal=True):
     """o, lse, dq, dk, dv by the host functions."""
     scale = q.shape[-1] ** -0.5
     o, lse = fwd.attention_fwd(q, k, v, causal, scale, *mask, cu)
@@ -119,7 +120,7 @@ def test_the_mask_does_not_depend_on_the_tile(triton_device, monkeypatch, block_
 @pytest.mark.parametrize("p", [0.0, 0.3])
 def test_two_runs_are_equal_bit_for_bit(triton_device, p):
     inputs = [draw(triton_device, 2, n, h, 64).detach() for n, h in ((70, 2), (80, 1), (80, 1))]
-    mask = (RNG.key, 4, round(256 * p)) if p else NO_MASK
+    mask: Mask = (RNG.key, 4, round(256 * p)) if p else NO_MASK
     do = torch.randn(2, 70, 2, 64).to(inputs[0])
     first, second = (run(*inputs, do, mask) for _ in range(2))
     for a, b in zip(first, second):
@@ -130,7 +131,10 @@ def test_two_runs_are_equal_bit_for_bit(triton_device, p):
 def test_every_output_is_written(triton_device, monkeypatch, causal):
     """NaN in fresh memory and in the gradients reaches no result; unseeing queries included."""
     empty = torch.empty
-    poisoned = lambda *a, **k: empty(*a, **k).fill_(math.nan)  # noqa: E731
+
+    def poisoned(*args, **kwargs):
+        return empty(*args, **kwargs).fill_(math.nan)
+
     monkeypatch.setattr(torch, "empty", poisoned)
     monkeypatch.setattr(torch, "empty_like", lambda x: poisoned(x.shape, dtype=x.dtype))
     q, k, v = (torch.randn(1, n, 2, 40).to(triton_device) for n in (70, 65, 65))
@@ -200,11 +204,11 @@ def documents(device, lengths, H=2, D=32, dtype=torch.float16, Hkv=None):
 def test_documents_are_samples(triton_device, lengths, causal, threshold):
     """A document has the bits that it has alone, as sample d of a batch."""
     cu, (q, k, v, do) = documents(triton_device, lengths, H=2, Hkv=1)
-    mask = (RNG.key, 4, threshold) if threshold else NO_MASK
+    mask: Mask = (RNG.key, 4, threshold) if threshold else NO_MASK
     o, lse, *grads = run(q, k, v, do, mask, cu, causal)
     assert lse.shape == (2, sum(lengths))
     for d, (a, b) in enumerate(zip(cu.tolist(), cu.tolist()[1:])):
-        alone = (make_key(3, 2**32 - 1 + d), 4, threshold) if threshold else NO_MASK
+        alone: Mask = (make_key(3, 2**32 - 1 + d), 4, threshold) if threshold else NO_MASK
         parts = [x[a:b][None] for x in (q, k, v, do)]
         o_d, lse_d, *grads_d = run(*parts, alone, None, causal)
         assert torch.equal(lse[:, a:b], lse_d[0])
