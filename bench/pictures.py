@@ -39,9 +39,10 @@ def _rate(row: Row) -> tuple[float, str]:
 
 def _panel(
     axes: Any, rows: Sequence[Row], colour: dict[str, str], bench: str, *, labelled: bool
-) -> None:
-    """Horizontal bars in groups: a group for each case, in the order of the rows."""
+) -> bool:
+    """Horizontal bars in groups, one for each case; whether the ceiling is drawn too."""
     cases = list(dict.fromkeys(r.case for r in rows))
+    prefix = f"{bench} " if all(case.startswith(f"{bench} ") for case in cases) else ""
     ticks, labels = [], []
     at, unit, ceilings = 0.0, "", []
     for case in cases:
@@ -58,7 +59,7 @@ def _panel(
                     ceilings.append(100 * rate / row.percent_of_ceiling)
             at += 1
         ticks.append((start + at - 1) / 2)
-        labels.append(case.removeprefix(f"{bench} "))
+        labels.append(case.removeprefix(prefix))
         at += 1
     axes.set_yticks(ticks, labels if labelled else [""] * len(labels), fontsize=8)
     axes.invert_yaxis()
@@ -67,12 +68,13 @@ def _panel(
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     right = axes.get_xlim()[1] * 1.18
-    if ceilings:
-        ceiling = max(ceilings)
-        if ceiling <= 1.5 * right:  # far away, the line would only shrink the bars
-            axes.axvline(ceiling, color="#444444", linestyle="--", linewidth=1)
-            right = max(right, 1.05 * ceiling)
+    ceiling = max(ceilings, default=float("inf"))
+    near = bool(ceiling <= 1.5 * right)  # far away, the line would only shrink the bars
+    if near:
+        axes.axvline(ceiling, color="#444444", linestyle="--", linewidth=1)
+        right = max(right, 1.05 * ceiling)
     axes.set_xlim(0, right)
+    return near
 
 
 def draw(bench: str, results: Sequence[tuple[dict[str, Any], Sequence[Row]]], path: Path) -> None:
@@ -105,6 +107,7 @@ def draw(bench: str, results: Sequence[tuple[dict[str, Any], Sequence[Row]]], pa
         squeeze=False,
         layout="constrained",
     )
+    dashed = False
     for (about, rows), line in zip(kept, panels):
         before: list[str] = []
         for direction, axes in zip(directions, line):
@@ -113,16 +116,20 @@ def draw(bench: str, results: Sequence[tuple[dict[str, Any], Sequence[Row]]], pa
                 axes.set_axis_off()
                 continue
             cases = list(dict.fromkeys(r.case for r in part))
-            _panel(axes, part, colour, bench, labelled=cases != before)
+            dashed |= _panel(axes, part, colour, bench, labelled=cases != before)
             before = cases
             where = about["gpu"] if about["device"] == "cuda" else "CPU"
             axes.set_title(f"{bench}, {direction}, {part[0].dtype} ({where})", fontsize=10)
     keys = [Patch(color=c, label=v) for v, c in colour.items()]
     figure.legend(
-        handles=keys, loc="outside upper center", ncols=min(6, len(keys)), fontsize=8, frameon=False
+        handles=keys,
+        loc="outside upper center",
+        ncols=min(3 * len(directions), len(keys)),
+        fontsize=8,
+        frameon=False,
     )
     lines = [machine_line(about) for about, _ in kept]
-    lines.append("dashed: the ceiling that the same process measured")
+    lines += ["dashed: the ceiling that the same process measured"] * dashed
     figure.supxlabel("\n".join(lines), fontsize=7)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)

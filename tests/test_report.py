@@ -235,6 +235,7 @@ def test_picture_shows_every_variant_case_and_direction(tmp_path, monkeypatch):
     assert forward.lines[0].get_xdata()[0] == pytest.approx(50.0)
     assert [label.get_text() for label in backward.get_yticklabels()] == ["bias_gelu N=9"]
     assert "CPU: Test CPU (R) 9000, 2 cores" in figure.get_supxlabel()
+    assert "dashed" in figure.get_supxlabel()
     monkeypatch.undo()
     pyplot.close(figure)
 
