@@ -17,6 +17,7 @@ import hashlib
 import importlib
 import io
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -134,6 +135,13 @@ def compile_one(job: Job) -> Row:
     return measure(job, code, registers, stack_bytes, compiled, seconds)
 
 
+def _tiles(ttir: str, what: str, threads: int) -> int:
+    """Loads or stores with an element for every thread, unlike those of a row's statistics."""
+    shapes = re.findall(rf"tt\.{what} .* : tensor<([\dx]+)x!tt\.ptr", ttir)
+    descriptors = ttir.count(f"tt.descriptor_{what}")
+    return descriptors + sum(math.prod(map(int, s.split("x"))) >= threads for s in shapes)
+
+
 def measure(
     job: Job,
     code: Sequence[sass.Instruction],
@@ -163,8 +171,8 @@ def measure(
         "ctas_per_sm": GPUS[job.arch].ctas_per_sm(registers, shared_bytes, warps),
         "instructions": len(code),
         "loop_instructions": len(loop),
-        "tile_loads": len(re.findall(r"tt\.load .* : tensor<|tt\.descriptor_load", ttir)),
-        "tile_stores": len(re.findall(r"tt\.store .* : tensor<|tt\.descriptor_store", ttir)),
+        "tile_loads": _tiles(ttir, "load", 32 * warps),
+        "tile_stores": _tiles(ttir, "store", 32 * warps),
         "wide_loads": loads.wide,
         "narrow_loads": loads.narrow,
         "wide_load_bytes": loads.wide_bytes,

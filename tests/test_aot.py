@@ -391,6 +391,19 @@ def test_what_is_read_from_real_kernels(real_rows):
     assert real_rows["product", 90]["hgmma"] > 0 == real_rows["product", 90]["hmma"]
 
 
+def test_a_tile_has_an_element_for_every_thread():
+    ttir = """
+    %a = tt.load %p, %m : tensor<8x16x!tt.ptr<bf16>> loc(#loc1)
+    %b = tt.load %p : tensor<64x!tt.ptr<f32>> loc(#loc1)
+    %c = tt.load %p : !tt.ptr<i64> loc(#loc1)
+    tt.store %p, %a, %m : tensor<1x256x!tt.ptr<f16>> loc(#loc1)
+    tt.store %p, %a, %m : tensor<4x!tt.ptr<f32>> loc(#loc1)
+    tt.descriptor_store %d[%i], %a : !tt.tensordesc<tensor<64x64xbf16>>, tensor<64x64xbf16>
+    """
+    assert [aot._tiles(ttir, "load", threads) for threads in (32, 128, 256)] == [2, 1, 0]
+    assert aot._tiles(ttir, "store", 128) == 2
+
+
 # Collecting and compiling
 
 
