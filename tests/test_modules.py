@@ -267,6 +267,14 @@ def test_autocast_computes_in_its_dtype(module):
     assert_matches_oracle(cast(functional(ours)), functional(torchs), inputs, eager=eager)
 
 
+def test_autocast_rules_large_products_too():
+    """From a size on, fp32 products on CPU are fastpar's own, which autocast does not see."""
+    x = torch.randn(4, 64, 64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert fastpar.MLP(64)(x).dtype == torch.bfloat16
+        assert fastpar.CausalSelfAttention(64, 2)(x).dtype == torch.bfloat16
+
+
 def test_dropout_follows_training_and_the_seed():
     module, x = fastpar.CausalSelfAttention(16, 2, dropout=0.5), torch.randn(2, 9, 16)
     assert torch.equal(module.eval()(x), module(x))
