@@ -148,6 +148,10 @@ def test_wte_grad_sums_in_float32_before_it_rounds():
     x.backward(torch.full((1, 1000, 4), 1 / 128, dtype=torch.bfloat16))
     assert torch.equal(total[1], torch.full((4,), 256 + 1000 / 128).bfloat16())
     assert (total[[0, 2]] == 256).all()
+    # 256 + (1 + 2^-8) is nearer to 258; with the sum rounded to 1 first it would stay 256.
+    x = embedding(torch.tensor([[0, 0]]), wte, wte_grad=total)
+    x.backward(torch.tensor([1.0, 2**-8]).bfloat16()[None, :, None].expand(1, 2, 4))
+    assert (total[0] == 258).all()
 
 
 def test_wte_grad_may_change_between_forward_and_backward():
