@@ -90,13 +90,20 @@ def test_two_runs_are_bitwise_equal(draw, dtype):
 
 @pytest.mark.parametrize("arch", sorted(triton_launch.SMS))
 def test_every_arch(monkeypatch, draw, arch):
-    """Its number of programs; one that does not divide the tiles, and one program."""
+    """Its number of programs, and so few that each walks over several tiles, some over one more."""
     monkeypatch.setattr(triton_launch, "INTERPRETED_ARCH", arch)
-    inputs = [draw(2, 33, 15) for _ in range(2)] + [draw(15) for _ in range(3)]
-    for sms in (1, 3, triton_launch.SMS[arch]):
+    inputs = [draw(2, 13, 200) for _ in range(2)] + [draw(200) for _ in range(3)]
+    for sms in (1, triton_launch.SMS[arch]):
         monkeypatch.setattr(triton_launch, "_INTERPRETED_SMS", sms)
         ops = residual_layer_norm, residual_layer_norm_ref
         assert_matches_oracle(*(with_bias(op, 0.1) for op in ops), inputs)
+
+
+def test_more_programs_than_one_block_of_partials(monkeypatch, draw):
+    monkeypatch.setattr(triton_launch, "_INTERPRETED_SMS", 132)
+    torch.manual_seed(1)  # or x would be the cotangent: sums of squares, in the interpreter's order
+    inputs = [draw(4300, 16), draw(16), draw(16)]
+    assert_matches_oracle(layer_norm, layer_norm_ref, inputs)
 
 
 def test_only_the_residual_is_used(draw):
