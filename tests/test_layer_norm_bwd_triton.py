@@ -100,10 +100,11 @@ def test_every_arch(monkeypatch, draw, arch):
 
 
 def test_more_programs_than_one_block_of_partials(monkeypatch, draw):
+    """Counts rows: exact in fp32."""
     monkeypatch.setattr(triton_launch, "_INTERPRETED_SMS", 132)
-    torch.manual_seed(1)  # or x would be the cotangent: sums of squares, in the interpreter's order
-    inputs = [draw(4300, 16), draw(16), draw(16)]
-    assert_matches_oracle(layer_norm, layer_norm_ref, inputs)
+    x, weight, bias = draw(4300, 3), draw(3), draw(3)
+    layer_norm(x, weight, bias).sum().backward()
+    assert torch.equal(bias.grad, torch.full_like(bias, 4300.0))
 
 
 def test_only_the_residual_is_used(draw):
