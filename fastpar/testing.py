@@ -24,7 +24,7 @@ import pickle
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -410,3 +410,40 @@ def _evaluate(
             if g is not None:
                 results[f"gradient of input {i}"] = g
     return results
+
+
+@contextlib.contextmanager
+def gpu_arithmetic() -> Iterator[None]:
+    """Makes Triton's interpreter round as a GPU does, where it does not by itself.
+
+    fp32 -> bf16 is rounded to nearest (the interpreter cuts bits off). Matrix products of bf16 are
+    products of its values (the interpreter multiplies their bits as integers). Matrix products of
+    fp32 are summed in fp64 and rounded once, so that an element has the same bits in tiles of any
+    shape, which a GPU's order of sums gives, too (BLAS chooses an order by the shape); kernels that
+    compute scores twice rely on it.
+    """
+    from triton.runtime import interpreter
+
+    builder: Any = interpreter.InterpreterBuilder
+    tl, handle = interpreter.tl, interpreter.TensorHandle
+    cast, dot = builder.cast_impl, builder.create_dot
+
+    def cast_impl(self, src, dst_type):
+        if (src.dtype.scalar, dst_type.scalar) != (tl.float32, tl.bfloat16):
+            return cast(self, src, dst_type)
+        rounded = torch.from_numpy(src.data.copy()).bfloat16().view(torch.int16)
+        return handle(rounded.numpy().view("uint16"), dst_type.scalar)
+
+    def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+        if a.dtype.scalar == tl.bfloat16:
+            a, b = (cast(self, x, tl.float32) for x in (a, b))
+        elif a.dtype.scalar != tl.float32:
+            return dot(self, a, b, d, input_precision, max_num_imprecise_acc)
+        total = a.data.astype("float64") @ b.data.astype("float64") + d.data
+        return handle(total.astype(d.data.dtype), d.dtype.scalar)
+
+    builder.cast_impl, builder.create_dot = cast_impl, create_dot
+    try:
+        yield
+    finally:
+        builder.cast_impl, builder.create_dot = cast, dot

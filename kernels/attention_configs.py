@@ -42,6 +42,7 @@ def table_for(arch: int) -> int:
 
 
 def variant_for(dropout: bool, fp32: bool) -> str:
+    """The table's column for a call: fp32 tiles hold half as much, dropout needs registers."""
     return "fp32" if fp32 else "dropout" if dropout else "plain"
 
 

@@ -57,6 +57,7 @@ def load_rows(ptr, starts, cols, ok, C: tl.constexpr, EVEN: tl.constexpr):
 
 @triton.jit
 def store_rows(ptr, starts, cols, ok, value, C: tl.constexpr, EVEN: tl.constexpr):
+    """Writes [ROWS, CHUNK] where ok, within C columns, in the type of ptr."""
     if not EVEN:
         ok = ok & (cols < C)[None, :]
     tl.store(ptr + starts + cols[None, :], value.to(ptr.dtype.element_ty), mask=ok)

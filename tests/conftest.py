@@ -3,6 +3,7 @@
 import contextlib
 import os
 import random
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -42,12 +43,16 @@ def _same_start():
 
 
 @pytest.fixture
-def triton_device(monkeypatch) -> str:
+def triton_device(monkeypatch) -> Iterator[str]:
     """Ops run their Triton kernels: on a GPU where there is one, else on CPU tensors in Triton's
-    interpreter (where bf16 matrix products are wrong: use fp16 and fp32 for kernels with tl.dot).
-    """
+    interpreter, with a GPU's rounding."""
     pytest.importorskip("triton", reason="needs triton")
     from fastpar.kernels import backend
+    from fastpar.testing import gpu_arithmetic
 
     monkeypatch.setattr(backend, "choice", "triton")
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    if torch.cuda.is_available():
+        yield "cuda"
+        return
+    with gpu_arithmetic():
+        yield "cpu"

@@ -52,7 +52,9 @@ def test_module_prints_forced_choices_without_warning():
 
 
 def test_unknown_backend():
-    with pytest.raises(ValueError, match="expected auto, torch, cpp or triton, got FASTPAR_BACKEND=cuda"):
+    with pytest.raises(
+        ValueError, match="expected auto, torch, cpp or triton, got FASTPAR_BACKEND=cuda"
+    ):
         backend.read_backend("cuda")
 
 

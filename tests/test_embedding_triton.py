@@ -6,7 +6,6 @@ import torch
 pytest.importorskip("triton", reason="needs triton")
 
 from test_embedding import DTYPES, RNG, added, tables
-from test_philox_triton import bf16_rounds_to_nearest  # noqa: F401  used by every test
 
 from fastpar.kernels import Rng, embedding, embedding_triton, make_key
 from fastpar.kernels.reference import embedding_ref

@@ -8,7 +8,6 @@ import torch
 pytest.importorskip("triton", reason="needs triton")
 
 from test_gelu import DTYPES, eager, gradients, make
-from test_philox_triton import bf16_rounds_to_nearest  # noqa: F401  used by every test
 
 from fastpar.kernels import bias_gelu, gelu_triton, triton_launch
 from fastpar.kernels.reference import bias_gelu_ref

@@ -148,7 +148,14 @@ def test_every_op_has_an_oracle_and_a_bench():
 
     reference = (ROOT / "kernels" / "reference.py").read_text()
     for path in (ROOT / "kernels").glob("*.py"):
-        helpers = ("__init__", "backend", "reference", "philox", "attention_composed")
+        helpers = (
+            "__init__",
+            "backend",
+            "reference",
+            "philox",
+            "attention_composed",
+            "attention_configs",
+        )
         if path.stem in helpers or is_triton(path):
             continue
         bench = f"bench_{path.stem.removesuffix('_shard')}.py"  # the shards are cross_entropy's

@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 
@@ -41,22 +40,6 @@ def tile_kernel(
     keep = keep_tile(key_ptr, (n // T)[:, None], site_head, n % T, first // 16, threshold, BLOCK_C)
     cols = first + tl.arange(0, BLOCK_C)
     tl.store(out_ptr + n[:, None] * C + cols[None, :], keep, mask=cols[None, :] < C)
-
-
-@pytest.fixture(autouse=True)
-def bf16_rounds_to_nearest(monkeypatch):
-    """As on a GPU: Triton's interpreter cuts bits off instead."""
-    from triton.runtime import interpreter
-
-    builder, cast = interpreter.InterpreterBuilder, interpreter.InterpreterBuilder.cast_impl
-
-    def to_nearest(self, src, dst_type):
-        if (src.dtype.scalar, dst_type.scalar) != (tl.float32, tl.bfloat16):
-            return cast(self, src, dst_type)
-        rounded = torch.from_numpy(src.data.copy()).bfloat16().view(torch.int16)
-        return interpreter.TensorHandle(rounded.numpy().view(np.uint16), dst_type.scalar)
-
-    monkeypatch.setattr(builder, "cast_impl", to_nearest)
 
 
 def signed(value: int, bits: int) -> int:
