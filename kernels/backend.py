@@ -252,8 +252,10 @@ def describe() -> str:
         cpu = cpu.format(gemm=gemm)
         if choice == "torch" and "cpp" in cpu:
             cpu = "torch, composed (forced)"
-        lines.append(f"{op:<21} cpu  {cpu}")
-        lines.append(f"{'':<21} cuda {gpu}")
+        if choice in ("torch", "cpp") and "triton" in gpu:
+            gpu = "torch, composed (forced)"
+        lines.append(f"{op:<24} cpu  {cpu}")
+        lines.append(f"{'':<24} cuda {gpu}")
     return "\n".join(lines)
 
 

@@ -162,8 +162,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> Non
 
 
 def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
     return -(-a // b)
 
 
 def next_power_of_2(n: int) -> int:
+    """The smallest power of 2 that is at least n."""
     return triton.next_power_of_2(n)

@@ -47,7 +47,7 @@ def test_module_prints_forced_choices_without_warning():
     assert not run.stderr
     assert "isa       baseline (FASTPAR_ISA=baseline" in run.stdout
     assert "backend   torch" in run.stdout
-    assert "adamw_step_           cpu  torch, composed (forced)" in run.stdout
+    assert "adamw_step_              cpu  torch, composed (forced)" in run.stdout
     assert "gemm_cpu" not in run.stdout
 
 
