@@ -188,9 +188,14 @@ def attention_ref(
         outputs = []
         for i, (start, end) in enumerate(zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist())):
             sample = None if rng is None else (rng[0].cpu() + torch.tensor([0, i]), rng[1])
-            one = (x[None, start:end] for x in (q, k, v))
-            settings = {"causal": causal, "softmax_scale": softmax_scale, "dropout_p": dropout_p}
-            outputs.append(attention_ref(*one, **settings, rng=sample)[0])
+            o = attention_ref(
+                *(x[None, start:end] for x in (q, k, v)),
+                causal=causal,
+                softmax_scale=softmax_scale,
+                dropout_p=dropout_p,
+                rng=sample,
+            )
+            outputs.append(o[0])
         return torch.cat(outputs)
     T, H, D = q.shape[1:]
     Tk = k.shape[1]
