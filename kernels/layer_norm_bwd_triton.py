@@ -305,6 +305,8 @@ def bwd_tile_of(C: int, itemsize: int, sums: int, tensors: int, rms: bool) -> tu
     # The sums; what is made of x and dy; the next row, most of it packed as it is stored.
     each = sums + (3.1 if rms else 2) + 1.2 * tensors * itemsize / 4
     tile = tile_of(C, itemsize, min(_BWD_VALUES, int(164 / each)))
+    if C % tile.chunk:  # the mask of the last chunk is live, too
+        tile = tile_of(C, itemsize, min(_BWD_VALUES, int(160 / each)))
     live = cdiv(C, tile.chunk) * tile.side * each
     groups, registers = (4, 128) if live <= 89 else (3, 168) if live <= 125 else (2, 255)
     return tile, max(1, groups * 4 // tile.num_warps), registers
