@@ -116,9 +116,16 @@ def key_range(
 
 
 @triton.jit
-def tile_order(BLOCK: tl.constexpr, DROPOUT: tl.constexpr):
+def unknown_zero(threshold):
+    """A 0 that the compiler does not know, as thresholds are below 256. Indices that it is added to
+    are computed again where a kernel ends, not kept in registers, or spilled, from its start on."""
+    return threshold >> 8
+
+
+@triton.jit
+def tile_order(BLOCK: tl.constexpr, DROPOUT: tl.constexpr, zero=0):
     """Key at each place of a tile; see [Note: key order]."""
-    place = tl.arange(0, BLOCK)
+    place = tl.arange(0, BLOCK) + zero
     if DROPOUT and BLOCK >= 64:
         place = place // 64 * 64 + place // 2 % 4 * 16 + place // 8 % 8 * 2 + place % 2
     return place
@@ -191,9 +198,9 @@ def drop(p, key_ptr, sample, site_head, rows, start, threshold):
     keep = (reached[:, :, :, None] & signs[None, None, None, :]) != 0
     if BLOCK >= 64:  # [block, c, j, e] -> [block, j, c, e]
         keep = keep.reshape(R, BLOCK // 64, 4, 8, 2).permute(0, 1, 3, 2, 4)
-    # A 0 that the compiler does not know: given a constant, it selects after rounding p to 16 bits,
-    # which takes two more instructions to part and join each pair.
-    zero = (threshold >> 8).to(tl.float32)
+    # Given a constant, the compiler selects after rounding p to 16 bits, which takes two more
+    # instructions to part and join each pair.
+    zero = unknown_zero(threshold).to(tl.float32)
     return tl.where(keep.reshape(R, BLOCK), p, zero)
 
 
@@ -290,12 +297,14 @@ def _attention_fwd_kernel(
         inverse *= 256.0 / (256 - threshold)
     lse = tl.where(seen, m + tl.math.log2(sums), float("inf"))
     row_0 = batch.to(tl.int64) * T + first
+    if DROPOUT or VARLEN:
+        within += unknown_zero(threshold)
     store_tile(
         acc * inverse[:, None], o_ptr + (row_0 * H + head) * D, row, n_rows, H * D, within,
         D, BLOCK_D,
     )  # fmt: skip
     lse_head = lse_ptr + (batch.to(tl.int64) * H + head) * T + first
-    tl.store(lse_head + rows, lse, mask=rows < n_rows)
+    tl.store(lse_head + row + within, lse, mask=row + within < n_rows)
 
 
 def descriptor(x: Tensor, block: int, block_d: int) -> TensorDescriptor:
@@ -392,18 +401,8 @@ def aot_inputs(
     return q, k, k.clone()
 
 
-def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
-    """What `make aot` compiles of the forward."""
-    key = torch.empty(2, dtype=torch.int64, device="meta")
-    cu = torch.empty(5, dtype=torch.int32, device="meta")
-
-    def call(dropout: bool = False, causal: bool = True, varlen: bool = False, **shape: Any) -> Any:
-        q, k, v = aot_inputs(**shape)
-        if varlen:
-            q, k, v = q[0], k[0], v[0]
-        mask: tuple[Tensor | None, int, int] = (key, 1, 26) if dropout else (None, 0, 0)
-        return lambda: attention_fwd(q, k, v, causal, 0.125, *mask, cu if varlen else None)
-
+def aot_variants(call: Callable[..., Any]) -> list[tuple[str, Callable[[], Any]]]:
+    """What `make aot` compiles of the forward and of the backward, by label."""
     return [
         ("D=64 bf16 causal", call()),
         ("D=64 bf16 causal dropout", call(dropout=True)),
@@ -417,3 +416,18 @@ def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
         ("D=80 bf16 causal", call(D=80)),
         ("D=32 bf16 causal, 4 key heads", call(D=32, kv_heads=4)),
     ]
+
+
+def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
+    """What `make aot` compiles of the forward."""
+    key = torch.empty(2, dtype=torch.int64, device="meta")
+    cu = torch.empty(5, dtype=torch.int32, device="meta")
+
+    def call(dropout: bool = False, causal: bool = True, varlen: bool = False, **shape: Any) -> Any:
+        q, k, v = aot_inputs(**shape)
+        if varlen:
+            q, k, v = q[0], k[0], v[0]
+        mask: tuple[Tensor | None, int, int] = (key, 1, 26) if dropout else (None, 0, 0)
+        return lambda: attention_fwd(q, k, v, causal, 0.125, *mask, cu if varlen else None)
+
+    return aot_variants(call)
