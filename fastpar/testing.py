@@ -252,6 +252,8 @@ def _worker(payload, rank, world_size, port, timeout_s, init, sender) -> None:
         fn, args = pickle.loads(payload)
         if init:
             dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+            # A rank that ends at once would break the connections its peers are still making.
+            dist.barrier()
         value = fn(*args)
         message = pickle.dumps((value, None, ""))
     except BaseException as caught:
