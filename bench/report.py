@@ -1,6 +1,6 @@
 """Writes README tables between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->` from bench/results.
 
-    python -m bench.report [FILE ...]    rewrite the tables of these files (README.md)
+    python -m bench.report [FILE ...]    rewrite the tables of these files (README, error ledger)
     python -m bench.report --check       exit code 1 when a table is not what the results say
     python -m bench.report --pictures    draw bench/results/<op>.png for every op measured
 
@@ -32,6 +32,7 @@ from bench.targets import targets_of
 
 ASIDE = "fastpar without dropout"  # what a row with dropout is compared with: no result by itself
 MARKER = re.compile(r"<!-- bench:([\w-]+) -->\n(.*?)<!-- /bench:\1 -->", re.DOTALL)
+DOCUMENTS = [ROOT / "README.md", RESULTS / "errors" / "table.md"]
 OPENING = re.compile(r"<!-- bench:([\w-]+) -->")
 
 
@@ -321,7 +322,7 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("files", nargs="*", type=Path, default=[ROOT / "README.md"])
+    parser.add_argument("files", nargs="*", type=Path, default=DOCUMENTS)
     parser.add_argument("--check", action="store_true", help="change nothing; 1 if out of date")
     parser.add_argument("--pictures", action="store_true", help="draw one picture for each op")
     args = parser.parse_args(argv)
