@@ -6,6 +6,7 @@ other, so that benches run alone, in any order, and one that dies loses nothing 
 
 from __future__ import annotations
 
+import abc
 import datetime
 import functools
 import json
@@ -25,7 +26,7 @@ RESULTS = ROOT / "bench" / "results"  # tracked: the README's tables are made fr
 SCRATCH = ROOT / "build" / "bench"  # not tracked
 
 
-class Record:
+class Record(abc.ABC):
     """What a result file holds: a dataclass with these fields, a `key`, and a JSON form."""
 
     commit: str
@@ -33,8 +34,9 @@ class Record:
     date: str
 
     @property
+    @abc.abstractmethod
     def key(self) -> str:
-        raise NotImplementedError
+        """Rows of one key replace each other."""
 
     def to_json(self) -> dict[str, Any]:
         kept = {k: v for k, v in asdict(self).items() if v is not None and v != {}}  # type: ignore[call-overload]

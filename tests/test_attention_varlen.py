@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from test_attention import opcheck_both
 
 from fastpar.kernels import _C, Rng, attention, attention_qkvpacked, backend, make_key
 from fastpar.kernels.reference import attention_ref
@@ -179,15 +180,6 @@ def test_float64():
     for p in (0.0, 0.3):
         settings = {"dropout_p": p, "rng": RNG, "cu_seqlens": cumulate([4, 2])}
         torch.autograd.gradcheck(lambda q, k, v, s=settings: attention(q, k, v, **s), inputs)
-
-
-def opcheck_both(inputs, settings, do, *, o_kept):
-    """The op with gradients, and its backward op on what the forward returned."""
-    torch.library.opcheck(torch.ops.fastpar.attention.default, (*inputs, *settings))
-    plain = [x if x is None else x.detach() for x in inputs]
-    o, stats = torch.ops.fastpar.attention(*plain, *settings)
-    arguments = (do, *plain, o if o_kept else None, stats, *settings)
-    torch.library.opcheck(torch.ops.fastpar.attention_bwd.default, arguments)
 
 
 def test_registration(form):
