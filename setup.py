@@ -4,6 +4,9 @@ C++ sources are compiled always. CUDA sources (csrc/*_cuda.cu) are compiled when
 the architectures named here; without nvcc the module is built for the CPU alone and says so at run
 time (`python -m fastpar.kernels.backend`). No torch header is used, so the module binds to no torch
 version.
+
+FASTPAR_CUDA=0 builds without nvcc even when it is there. FASTPAR_CUDA=emulated builds what the
+tests of the CUDA kernels run on a CPU: the same sources, compiled as C++ (csrc/cuda_launch.h).
 """
 
 import os
@@ -25,9 +28,13 @@ CUDA_ARCHS = (
 )
 
 
+# --fmad=false: the device rounds each operation as the host does (-ffp-contract=off there).
+NVCC_FLAGS = "-std=c++17 -O3 --fmad=false"
+
+
 def find_nvcc() -> str | None:
-    """Path of nvcc, or None. FASTPAR_CUDA=0 builds without it even when it is there."""
-    if os.environ.get("FASTPAR_CUDA") == "0":
+    """Path of nvcc, or None."""
+    if os.environ.get("FASTPAR_CUDA") in ("0", "emulated"):
         return None
     home = os.environ.get("CUDA_HOME")
     return shutil.which("nvcc", path=str(Path(home) / "bin") if home else None)
@@ -50,8 +57,9 @@ class NinjaBuild(build_ext):
         import ninja
         import pybind11
 
-        cuda = [s for s in ext.sources if s.endswith(".cu")]
-        nvcc = find_nvcc() if cuda else None
+        emulated = os.environ.get("FASTPAR_CUDA") == "emulated"
+        nvcc = find_nvcc()
+        with_cuda = bool(nvcc or emulated)
         out = (ROOT / self.get_ext_fullpath(ext.name)).resolve()
         work = (Path(self.build_temp) / "ninja").resolve()
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -70,29 +78,38 @@ class NinjaBuild(build_ext):
         openmp = "-fopenmp" if sys.platform != "darwin" else ""
         lines = [
             f"cxx = {os.environ.get('CXX', 'c++')}",
-            f"flags = {flags} {openmp} {include} -DFASTPAR_CUDA={int(nvcc is not None)}",
-            "rule cxx\n  command = $cxx -MMD -MF $out.d $flags -c $in -o $out\n"
+            f"flags = {flags} {openmp} {include}",
+            "rule cxx\n  command = $cxx -MMD -MF $out.d $flags $more -c $in -o $out\n"
             "  depfile = $out.d\n  deps = gcc",
-            f"rule link\n  command = $cxx -shared {openmp} $in -o $out $libs",
+            # nvcc knows where its own libraries are.
+            f"rule link\n  command = {quote(nvcc) + ' -Xcompiler' if nvcc else '$cxx'} "
+            f"{openmp or '-O3'} -shared $in -o $out",
         ]
         if nvcc:
             lines.append(
-                f"rule nvcc\n  command = {quote(nvcc)} -MMD -MF $out.d -std=c++17 -O3 "
-                f"-Xcompiler -fPIC -Xptxas -v --threads 2 {' '.join(CUDA_ARCHS)} -c $in -o $out\n"
-                "  depfile = $out.d\n  deps = gcc"
+                f"rule nvcc\n  command = {quote(nvcc)} -MMD -MF $out.d {NVCC_FLAGS} "
+                f"-Xcompiler -fPIC,-fvisibility=hidden --threads 2 {' '.join(CUDA_ARCHS)} "
+                "-c $in -o $out\n  depfile = $out.d\n  deps = gcc"
             )
+        emulation = f"-DFASTPAR_EMULATED -I{quote(ROOT.resolve() / 'tests')} -x c++"
         objects = []
         for source in ext.sources:
-            rule = "nvcc" if source.endswith(".cu") else "cxx"
-            if rule == "nvcc" and not nvcc:
+            stem, is_cuda = Path(source).stem, source.endswith(".cu")
+            if is_cuda and not with_cuda:
                 continue
-            obj = f"{Path(source).stem}.{rule}.o"
+            rule, more, name = "cxx", "", "cxx"
+            if is_cuda:
+                rule, more, name = (
+                    ("cxx", emulation, "emulated") if emulated else ("nvcc", "", "nvcc")
+                )
+            elif stem.startswith("bindings"):
+                more, name = f"-DFASTPAR_CUDA={int(with_cuda)}", f"cuda{int(with_cuda)}"
+            obj = f"{stem}.{name}.o"
             objects.append(obj)
             lines.append(f"build {obj}: {rule} {escape(ROOT.resolve() / source)}")
+            if more:
+                lines.append(f"  more = {more}")
         lines.append(f"build {escape(out)}: link {' '.join(objects)}")
-        if nvcc:
-            lib = Path(nvcc).resolve().parent.parent / "lib64"
-            lines.append(f"  libs = -L{quote(lib)} -lcudart_static -ldl -lrt")
         (work / "build.ninja").write_text("\n".join(lines) + "\n")
         command = [str(Path(ninja.BIN_DIR) / "ninja"), "-C", str(work)]
         if os.environ.get("MAX_JOBS"):

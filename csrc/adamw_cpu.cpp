@@ -2,6 +2,7 @@
 
 #include "adamw_math.h"
 #include "ops.h"
+#include "simd.h"
 
 namespace fastpar {
 namespace {

@@ -14,16 +14,10 @@
 
 #include "ops.h"
 
-#ifdef __CUDACC__
-#define FASTPAR_HOST_DEVICE __host__ __device__
-#else
-#define FASTPAR_HOST_DEVICE
-#endif
-
 namespace fastpar {
 
-FASTPAR_HOST_DEVICE FASTPAR_INLINE void adamw_update(float grad, float* p, float* m, float* v,
-                                                     const AdamwScalars& s) {
+FASTPAR_HOST_DEVICE void adamw_update(float grad, float* p, float* m, float* v,
+                                      const AdamwScalars& s) {
   const float g = grad * s.grad_scale;
   const float exp_avg = *m + (g - *m) * s.one_minus_beta1;
   const float exp_avg_sq = *v * s.beta2 + s.one_minus_beta2 * g * g;

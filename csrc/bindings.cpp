@@ -1,61 +1,17 @@
-// The one PYBIND11_MODULE: fastpar.kernels._C. Pointers travel as integers (tensor.data_ptr());
-// every op releases the GIL, because ranks may be threads of one process.
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
+// The one PYBIND11_MODULE: fastpar.kernels._C. The ops of a model are bound here, those of the
+// runtime in bindings_<op>.cpp.
+#include "bindings.h"
 
 #include <array>
 
-#include "checks.h"
-#include "ops.h"
+#include "simd.h"
 
+using fastpar::Address;
+using fastpar::at;
+using fastpar::dtype_of;
 namespace py = pybind11;
-using fastpar::Dtype;
 
 namespace {
-
-using Address = std::uintptr_t;
-using Addresses = std::vector<Address>;
-
-template <class T>
-T* at(Address address) {
-  return reinterpret_cast<T*>(address);
-}
-
-Dtype dtype_of(int code) {
-  FASTPAR_CHECK(code >= 0 && code <= 2, "_C: expected dtype code 0, 1 or 2, got code=", code,
-                "; use kernels/backend.py");
-  return static_cast<Dtype>(code);
-}
-
-void adamw_step(const Addresses& params, const Addresses& grads, const Addresses& exp_avgs,
-                const Addresses& exp_avg_sqs, const Addresses& masters,
-                const std::vector<int64_t>& sizes, int param_dtype, int grad_dtype,
-                float grad_scale, float decay, float one_minus_beta1, float beta2,
-                float one_minus_beta2, float step_size, float sqrt_bias_correction2, float eps,
-                int threads) {
-  const size_t n = params.size();
-  FASTPAR_CHECK(grads.size() == n && exp_avgs.size() == n && exp_avg_sqs.size() == n &&
-                    sizes.size() == n && (masters.empty() || masters.size() == n),
-                "adamw_step: expected lists of equal length, got params=", n,
-                " grads=", grads.size(), " exp_avgs=", exp_avgs.size(),
-                " exp_avg_sqs=", exp_avg_sqs.size(), " masters=", masters.size(),
-                " sizes=", sizes.size(), "; pass one entry per tensor");
-  FASTPAR_CHECK(param_dtype == 0 || !masters.empty() || n == 0,
-                "adamw_step: expected masters for 16-bit parameters, got masters=0; pass them");
-  std::vector<fastpar::AdamwTensor> tensors(n);
-  for (size_t i = 0; i < n; ++i) {
-    tensors[i] = {at<void>(params[i]),
-                  at<const void>(grads[i]),
-                  at<float>(exp_avgs[i]),
-                  at<float>(exp_avg_sqs[i]),
-                  masters.empty() ? nullptr : at<float>(masters[i]),
-                  sizes[i]};
-  }
-  fastpar::adamw_step(tensors, dtype_of(param_dtype), dtype_of(grad_dtype),
-                      {grad_scale, decay, one_minus_beta1, beta2, one_minus_beta2, step_size,
-                       sqrt_bias_correction2, eps},
-                      threads);
-}
 
 fastpar::MaskBlock mask_block(int64_t seed, int64_t first_sample, int site, int threshold,
                               int64_t samples, int64_t heads, int64_t rows, int64_t cols,
@@ -131,7 +87,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("cpu_is_intel", &fastpar::cpu_is_intel);
   m.def("set_isa", &fastpar::set_isa);
   m.def("keep_freed_memory", &fastpar::keep_freed_memory);
-  m.def("adamw_step", &adamw_step, unlocked);
+  fastpar::bind_adamw(m);
+  fastpar::bind_bucket(m);
   m.def(
       "gemm",
       [](Address a, int64_t a_row, int64_t a_column, Address b, int64_t b_row, int64_t b_column,

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "ops.h"
+#include "simd.h"
 
 namespace fastpar {
 namespace {

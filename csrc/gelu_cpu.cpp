@@ -2,6 +2,7 @@
 #include <vector>
 
 #include "ops.h"
+#include "simd.h"
 
 namespace fastpar {
 namespace {

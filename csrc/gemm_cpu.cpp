@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "ops.h"
+#include "simd.h"
 
 #if FASTPAR_X86
 #if !defined(__clang__)

@@ -9,6 +9,7 @@
 
 #include "ops.h"
 #include "philox_cpu.h"
+#include "simd.h"
 
 #pragma GCC diagnostic ignored "-Wpsabi"  // vectors are arguments of inlined functions only
 

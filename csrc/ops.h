@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "simd.h"
+#include "numeric.h"
 
 namespace fastpar {
 

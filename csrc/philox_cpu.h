@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "ops.h"
+#include "simd.h"
 
 namespace fastpar {
 

@@ -88,6 +88,34 @@ def use_cpp(op: str, x: Tensor) -> bool:
     return able and choice in ("auto", "cpp")
 
 
+# The module whose CUDA kernels serve CUDA tensors; the tests of these kernels put the one that runs
+# them on a CPU here, and `cuda_on_cpu` lets CPU tensors in.
+cuda_kernels: Any = _C if _C.built_with_cuda else None
+cuda_on_cpu = False
+
+
+def use_cuda(op: str, x: Tensor) -> bool:
+    """Whether `op`, which has a CUDA kernel of its own in csrc/, uses it for tensors like x.
+
+    Raises:
+        RuntimeError: x is a CUDA tensor and the module was built without CUDA.
+    """
+    if not (x.is_cuda or cuda_on_cpu) or choice == "torch":
+        return False
+    if cuda_kernels is None:
+        raise RuntimeError(
+            f"{op}: expected fastpar.kernels._C with CUDA for tensors on {x.device}, got one built "
+            "without nvcc; put nvcc on the PATH (or set CUDA_HOME) and repeat "
+            "`pip install --no-build-isolation -e .`, or set FASTPAR_BACKEND=torch"
+        )
+    return True
+
+
+def cuda_stream(x: Tensor) -> int:
+    """The current stream of x's device as an integer; call under torch.cuda.device(x.device)."""
+    return torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
+
+
 _has_triton: bool = importlib.util.find_spec("triton") is not None
 
 
@@ -235,7 +263,7 @@ def describe() -> str:
         triton = "not installed"
     cuda = torch.version.cuda or "none"
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    compiled = "with CUDA" if _C.built_with_cuda else "without CUDA (no csrc/*_cuda.cu or no nvcc)"
+    compiled = "with CUDA" if _C.built_with_cuda else "without CUDA (no nvcc)"
     supported = [n for n in ("baseline", "avx2", "avx512") if _C.isa_supported(n)]
     gemm = "cpp: gemm_cpu.cpp" if has_gemm else "torch.mm"
     lines = [

@@ -1,9 +1,14 @@
 """Every test starts from the same seeds and thread count; a missing GPU is a visible skip."""
 
 import contextlib
+import importlib.util
 import os
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -56,3 +61,40 @@ def triton_device(monkeypatch) -> Iterator[str]:
         return
     with gpu_arithmetic():
         yield "cpu"
+
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def emulated_cuda() -> ModuleType:
+    """_C with its CUDA kernels compiled for the CPU: csrc/cuda_launch.h says how."""
+    folder = ROOT / "build" / "emulated"
+    built = subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(folder)],
+        cwd=ROOT,
+        env={**os.environ, "FASTPAR_CUDA": "emulated"},
+        capture_output=True,
+        text=True,
+    )
+    assert built.returncode == 0, built.stdout + built.stderr
+    (path,) = (folder / "fastpar" / "kernels").glob("_C*.so")
+    spec = importlib.util.spec_from_file_location("emulated_cuda._C", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def cuda_device(request, monkeypatch) -> str:
+    """Ops run their own CUDA kernels: on a GPU where there is one, else the kernels' source on CPU
+    tensors through tests/cuda_emulator.h."""
+    from fastpar.kernels import backend
+
+    if torch.cuda.is_available():
+        return "cuda"
+    monkeypatch.setattr(backend, "cuda_kernels", request.getfixturevalue("emulated_cuda"))
+    monkeypatch.setattr(backend, "cuda_on_cpu", True)
+    return "cpu"

@@ -1,0 +1,84 @@
+// What every CUDA source shares: launching on a stream, 16-byte accesses, facts about the device.
+//
+// [Note: CUDA without a GPU]
+// With FASTPAR_EMULATED a *_cuda.cu file is plain C++: tests/cuda_emulator.h gives the words of
+// CUDA their meaning on a CPU (a block's threads run as fibers, blocks one after another), so the
+// tests run the kernels' own source, barriers and shuffles included. A kernel may therefore use:
+// static
+// __shared__ arrays of plain types, __syncthreads, the warp functions that the emulator lists with
+// all 32 lanes, integer atomics, one-dimensional grids and blocks (whole warps). It must not let
+// threads return before a barrier that others reach.
+#pragma once
+
+#ifdef FASTPAR_EMULATED
+#include "cuda_emulator.h"
+#else
+#include <cuda_runtime.h>
+#endif
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "checks.h"
+#include "numeric.h"
+#include "ops_cuda.h"
+
+namespace fastpar {
+
+constexpr int kWarp = 32;
+
+struct alignas(16) Words16 {
+  uint32_t word[4];
+};
+
+// One 16-byte access; p is aligned to 16 bytes.
+__device__ FASTPAR_INLINE Words16 load16(const void* p) {
+#ifdef FASTPAR_EMULATED
+  emulator::check_aligned(p, 16);
+#endif
+  return *static_cast<const Words16*>(p);
+}
+
+__device__ FASTPAR_INLINE void store16(void* p, const Words16& value) {
+#ifdef FASTPAR_EMULATED
+  emulator::check_aligned(p, 16);
+#endif
+  *static_cast<Words16*>(p) = value;
+}
+
+// Starts kernel(args...) on `blocks` blocks. Never waits; can be captured in a CUDA graph.
+template <class... Parameters, class... Args>
+void launch(void (*kernel)(Parameters...), int64_t blocks, int threads, Stream stream,
+            const Args&... args) {
+  if (blocks == 0) return;
+#ifdef FASTPAR_EMULATED
+  (void)stream;
+  emulator::run(blocks, threads, [&] { kernel(args...); });
+#else
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(threads);
+  config.stream = static_cast<cudaStream_t>(stream);
+  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, args...);
+  if (error != cudaSuccess) {
+    throw std::runtime_error(concat("launch: expected a kernel to start, got ",
+                                    cudaGetErrorString(error), "; ", blocks, " blocks of ", threads,
+                                    " threads"));
+  }
+#endif
+}
+
+// Streaming multiprocessors of the current device: what a persistent grid is sized by. Results must
+// not depend on it.
+inline int multiprocessors() {
+#ifdef FASTPAR_EMULATED
+  return 2;
+#else
+  int device = 0, count = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  return count > 0 ? count : 1;
+#endif
+}
+
+}  // namespace fastpar
