@@ -69,6 +69,23 @@ def test_forced_backend_that_cannot_run(monkeypatch):
     assert kernels.bias_gelu(x).dtype == torch.float64
 
 
+def test_cuda_kernels_are_chosen_or_missed_with_a_message(monkeypatch):
+    x = torch.ones(3)
+    assert not backend.use_cuda("adamw_step_", x)
+    assert backend.cuda_stream(x) == 0
+    monkeypatch.setattr(backend, "cuda_on_cpu", True)  # as if x were a CUDA tensor
+    monkeypatch.setattr(backend, "cuda_kernels", _C)
+    assert backend.use_cuda("adamw_step_", x)
+    monkeypatch.setattr(backend, "choice", "torch")
+    assert not backend.use_cuda("adamw_step_", x)
+    monkeypatch.setattr(backend, "choice", "auto")
+    monkeypatch.setattr(backend, "cuda_kernels", None)
+    with pytest.raises(
+        RuntimeError, match=r"adamw_step_: expected fastpar.kernels._C with CUDA .* put nvcc on the"
+    ):
+        backend.use_cuda("adamw_step_", x)
+
+
 def test_unknown_isa():
     with pytest.raises(ValueError, match="expected auto, baseline, avx2 or avx512, got isa=sse9"):
         _C.set_isa("sse9")
