@@ -1,17 +1,128 @@
+#include <algorithm>
+
 #include "bindings.h"
 #include "ops_cuda.h"
 
 namespace fastpar {
+namespace {
+
+// (to, from, size, to_dtype, from_dtype)
+using Range = std::tuple<Address, Address, int64_t, int, int>;
+
+int64_t element_size(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
+
+// Refuses destinations that meet each other, or another element's source: the result would depend
+// on the order of the work.
+void refuse_overlap(const std::string& op, const std::vector<BucketRange>& ranges) {
+  struct Span {
+    Address first, last;
+    size_t index;
+  };
+  std::vector<Span> spans;
+  spans.reserve(ranges.size());
+  for (size_t i = 0; i < ranges.size(); ++i) {
+    const Address first = reinterpret_cast<Address>(ranges[i].to);
+    const int64_t bytes = ranges[i].size * element_size(ranges[i].to_dtype);
+    if (bytes > 0) spans.push_back({first, first + static_cast<Address>(bytes), i});
+  }
+  std::sort(spans.begin(), spans.end(),
+            [](const Span& a, const Span& b) { return a.first < b.first; });
+  for (size_t i = 1; i < spans.size(); ++i) {
+    FASTPAR_CHECK(spans[i].first >= spans[i - 1].last, op,
+                  ": expected destinations apart from each other, got entry ",
+                  std::max(spans[i].index, spans[i - 1].index), " over entry ",
+                  std::min(spans[i].index, spans[i - 1].index), "; pass distinct tensors");
+  }
+  for (size_t i = 0; i < ranges.size(); ++i) {
+    const Address first = reinterpret_cast<Address>(ranges[i].from);
+    const int64_t bytes = ranges[i].size * element_size(ranges[i].from_dtype);
+    const Address last = first + static_cast<Address>(bytes);
+    if (bytes == 0) continue;
+    auto span = std::upper_bound(spans.begin(), spans.end(), first,
+                                 [](Address at, const Span& s) { return at < s.last; });
+    for (; span != spans.end() && span->first < last; ++span) {
+      const bool in_place = span->index == i && span->first == first && span->last == last &&
+                            ranges[i].to_dtype == ranges[i].from_dtype;
+      FASTPAR_CHECK(in_place, op, ": expected sources apart from destinations, got source ", i,
+                    " over destination ", span->index, "; clone() the source");
+    }
+  }
+}
+
+std::vector<BucketRange> checked_ranges(const std::string& op, const std::vector<Range>& entries) {
+  std::vector<BucketRange> ranges;
+  ranges.reserve(entries.size());
+  for (const auto& [to, from, size, to_dtype, from_dtype] : entries) {
+    ranges.push_back(
+        {at<void>(to), at<const void>(from), size, dtype_of(to_dtype), dtype_of(from_dtype)});
+  }
+  refuse_overlap(op, ranges);
+  return ranges;
+}
+
+// Every shard lies apart from out or is out itself.
+void check_shards(const Addresses& shards, Address out, int64_t n, Dtype shard_dtype,
+                  Dtype out_dtype) {
+  FASTPAR_CHECK(!shards.empty(), "sum_shards: expected at least one shard, got 0; pass one a rank");
+  const Address last = out + static_cast<Address>(n * element_size(out_dtype));
+  for (size_t w = 0; w < shards.size(); ++w) {
+    const bool apart =
+        shards[w] >= last || shards[w] + static_cast<Address>(n * element_size(shard_dtype)) <= out;
+    const bool same = shards[w] == out && shard_dtype == out_dtype;
+    FASTPAR_CHECK(n == 0 || apart || same,
+                  "sum_shards: expected out apart from every shard, or one of them, got shard ", w,
+                  " partly over out; pass another out");
+  }
+}
+
+std::vector<const void*> pointers(const Addresses& addresses) {
+  std::vector<const void*> result;
+  result.reserve(addresses.size());
+  for (const Address a : addresses) result.push_back(at<const void>(a));
+  return result;
+}
+
+}  // namespace
 
 void bind_bucket(py::module_& m) {
   const auto unlocked = py::call_guard<py::gil_scoped_release>();
+  m.def(
+      "bucket_copy",
+      [](const std::string& op, const std::vector<Range>& entries, bool add, float scale,
+         Address scale_at, int threads) {
+        const auto ranges = checked_ranges(op, entries);
+        bucket_copy(ranges.data(), static_cast<int64_t>(ranges.size()), add,
+                    {scale, at<const float>(scale_at)}, threads);
+      },
+      unlocked);
+  m.def(
+      "sum_shards",
+      [](const Addresses& shards, Address out, int64_t n, int shard_dtype, int out_dtype,
+         float scale, Address scale_at, int threads) {
+        check_shards(shards, out, n, dtype_of(shard_dtype), dtype_of(out_dtype));
+        sum_shards(pointers(shards).data(), static_cast<int64_t>(shards.size()), at<void>(out), n,
+                   dtype_of(shard_dtype), dtype_of(out_dtype), {scale, at<const float>(scale_at)},
+                   threads);
+      },
+      unlocked);
 #if FASTPAR_CUDA
   m.def(
-      "accumulate_cuda",
-      [](Address total, Address values, int total_dtype, int values_dtype, int64_t n,
-         Address stream) {
-        accumulate_cuda(at<void>(total), at<const void>(values), dtype_of(total_dtype),
-                        dtype_of(values_dtype), n, at<void>(stream));
+      "bucket_copy_cuda",
+      [](const std::string& op, const std::vector<Range>& entries, bool add, float scale,
+         Address scale_at, Address stream) {
+        const auto ranges = checked_ranges(op, entries);
+        bucket_copy_cuda(ranges.data(), static_cast<int64_t>(ranges.size()), add,
+                         {scale, at<const float>(scale_at)}, at<void>(stream));
+      },
+      unlocked);
+  m.def(
+      "sum_shards_cuda",
+      [](const Addresses& shards, Address out, int64_t n, int shard_dtype, int out_dtype,
+         float scale, Address scale_at, Address stream) {
+        check_shards(shards, out, n, dtype_of(shard_dtype), dtype_of(out_dtype));
+        sum_shards_cuda(pointers(shards).data(), static_cast<int64_t>(shards.size()), at<void>(out),
+                        n, dtype_of(shard_dtype), dtype_of(out_dtype),
+                        {scale, at<const float>(scale_at)}, at<void>(stream));
       },
       unlocked);
 #endif

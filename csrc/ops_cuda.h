@@ -9,8 +9,12 @@ namespace fastpar {
 
 using Stream = void*;  // a cudaStream_t; null is the default stream
 
-// total[n] += values[n], summed in float.
-void accumulate_cuda(void* total, const void* values, Dtype total_dtype, Dtype values_dtype,
-                     int64_t n, Stream stream);
+// One launch for about a thousand ranges.
+void bucket_copy_cuda(const BucketRange* ranges, int64_t count, bool add, const Factor& scale,
+                      Stream stream);
+
+// One launch; world <= 4087.
+void sum_shards_cuda(const void* const* shards, int64_t world, void* out, int64_t n,
+                     Dtype shard_dtype, Dtype out_dtype, const Factor& scale, Stream stream);
 
 }  // namespace fastpar

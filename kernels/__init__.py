@@ -41,6 +41,7 @@ else:
     from fastpar.kernels.adamw import adamw_step_
     from fastpar.kernels.attention import attention, attention_qkvpacked
     from fastpar.kernels.backend import keep_freed_memory
+    from fastpar.kernels.bucket import accumulate_, pack_, sum_shards, unpack_
     from fastpar.kernels.cross_entropy import cross_entropy
     from fastpar.kernels.cross_entropy_shard import (
         cross_entropy_shard,
@@ -60,6 +61,7 @@ else:
 
     __all__ = [
         "Rng",
+        "accumulate_",
         "adamw_step_",
         "attention",
         "attention_qkvpacked",
@@ -76,8 +78,11 @@ else:
         "linear",
         "linear_cross_entropy",
         "make_key",
+        "pack_",
         "quantize_p",
         "residual_layer_norm",
         "residual_rms_norm",
         "rms_norm",
+        "sum_shards",
+        "unpack_",
     ]

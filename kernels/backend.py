@@ -52,6 +52,8 @@ OPS = {
         "torch: GEMMs by chunks of rows, triton: cross_entropy_triton.py between",
     ),
     "adamw_step_": ("cpp: adamw_cpu.cpp", "torch: _fused_adamw_"),
+    "pack_, unpack_, accumulate_": ("cpp: bucket_cpu.cpp", "cuda: bucket_cuda.cu"),
+    "sum_shards": ("cpp: bucket_cpu.cpp", "cuda: bucket_cuda.cu"),
     "dropout": ("cpp: dropout_cpu.cpp", "triton: philox_triton.py"),
 }
 

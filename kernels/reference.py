@@ -285,3 +285,39 @@ def embedding_ref(
         assert rng is not None
         x = dropout_ref(x, dropout_p, rng)
     return x
+
+
+def pack_ref(
+    flat: Tensor, tensors: list[Tensor], scale: float = 1.0, offsets: list[int] | None = None
+) -> None:
+    """flat[o_i : o_i + n_i] = tensors[i] * scale, tensor by tensor."""
+    at = 0
+    for i, x in enumerate(tensors):
+        start = at if offsets is None else offsets[i]
+        flat[start : start + x.numel()] = (x.flatten() * scale).to(flat.dtype)
+        at += x.numel()
+
+
+def unpack_ref(
+    tensors: list[Tensor], flat: Tensor, scale: float = 1.0, offsets: list[int] | None = None
+) -> None:
+    """tensors[i] = flat[o_i : o_i + n_i] * scale, tensor by tensor."""
+    at = 0
+    for i, x in enumerate(tensors):
+        start = at if offsets is None else offsets[i]
+        x.copy_((flat[start : start + x.numel()] * scale).view(x.shape))
+        at += x.numel()
+
+
+def accumulate_ref(totals: list[Tensor], values: list[Tensor], scale: float = 1.0) -> None:
+    """totals[i] += values[i] * scale, tensor by tensor."""
+    for total, value in zip(totals, values):
+        total.add_(value.to(total.dtype) * scale)
+
+
+def sum_shards_ref(received: Tensor, out: Tensor, scale: float = 1.0) -> None:
+    """out = sum of received's rows, first to last, * scale."""
+    total = received[0]
+    for w in range(1, received.shape[0]):
+        total = total + received[w]
+    out.copy_(total * scale)

@@ -1,0 +1,394 @@
+"""Bucket operations: a list of tensors to and from one flat buffer, sums of lists, sums of shards.
+
+    pack_         flat[o_i : o_i + n_i] = tensors[i] * scale
+    unpack_       tensors[i] = flat[o_i : o_i + n_i] * scale
+    accumulate_   totals[i] = totals[i] + values[i] * scale
+    sum_shards    out = (received[0] + received[1] + ... + received[W - 1]) * scale
+
+Every product and sum is rounded in fp32 and stored in the destination's dtype with one more
+rounding, element by element, so the bits depend neither on how a list is cut nor on threads, device
+or instruction set (a nan's sign and payload excepted). One pass over memory, whose work is cut into
+chunks across the whole list; on CUDA one launch, whatever the mixture of dtypes
+(csrc/bucket_cuda.cu, [Note: one launch]).
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from fastpar.kernels import _C, backend
+from fastpar.kernels.backend import DTYPE_CODES, define_op, use_cpp, use_cuda
+
+# (destination, source, elements, code of the destination's dtype, of the source's)
+_Range = tuple[int, int, int, int, int]
+
+
+def _copy(op: str, x: Tensor, ranges: list[_Range], add: bool, scale: float, at: Tensor | None):
+    """Runs csrc's bucket_copy on x's device."""
+    address = 0 if at is None else at.data_ptr()
+    if use_cuda(op, x):
+        with torch.cuda.device_of(x):
+            stream = backend.cuda_stream(x)
+            backend.cuda_kernels.bucket_copy_cuda(op, ranges, add, scale, address, stream)
+    else:
+        _C.bucket_copy(op, ranges, add, scale, address, torch.get_num_threads())
+
+
+def _is_compiled(op: str, x: Tensor) -> bool:
+    return use_cuda(op, x) or use_cpp(op, x)
+
+
+def _scaled(x: Tensor, scale: float, at: Tensor | None) -> Tensor:
+    """x * scale in fp32, for the composed path."""
+    return x.float() * (scale if at is None else at)
+
+
+def _bump(tensors: Sequence[Tensor]) -> None:
+    # Memory written through pointers: autograd must know that these tensors changed.
+    torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
+
+
+def _same_order(x: Tensor, like: Tensor) -> Tensor:
+    """x, laid out in memory as `like`."""
+    if x.stride() == like.stride():
+        return x
+    return torch.empty_strided(like.shape, like.stride(), dtype=x.dtype, device=x.device).copy_(x)
+
+
+def _is_dense(t: Tensor) -> bool:
+    """Whether t's elements fill one block of memory without overlap."""
+    if t.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(t.stride(), t.shape)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _pack(
+    flat: Tensor, tensors: list[Tensor], offsets: list[int], scale: float, at: Tensor | None
+) -> None:
+    if not _is_compiled("pack_", flat):
+        for t, o in zip(tensors, offsets):
+            flat[o : o + t.numel()].copy_(_scaled(t, scale, at).reshape(-1))
+        return
+    tensors = [t.contiguous() for t in tensors]
+    start, size, code = flat.data_ptr(), flat.element_size(), DTYPE_CODES[flat.dtype]
+    ranges = [
+        (start + o * size, t.data_ptr(), t.numel(), code, DTYPE_CODES[t.dtype])
+        for t, o in zip(tensors, offsets)
+    ]
+    _copy("pack_", flat, ranges, False, scale, at)
+    _bump([flat])
+
+
+def _unpack(
+    tensors: list[Tensor], flat: Tensor, offsets: list[int], scale: float, at: Tensor | None
+) -> None:
+    if not _is_compiled("unpack_", flat):
+        for t, o in zip(tensors, offsets):
+            t.copy_(_scaled(flat[o : o + t.numel()], scale, at).view(t.shape))
+        return
+    outputs = [t if t.is_contiguous() else t.contiguous() for t in tensors]
+    start, size, code = flat.data_ptr(), flat.element_size(), DTYPE_CODES[flat.dtype]
+    ranges = [
+        (t.data_ptr(), start + o * size, t.numel(), DTYPE_CODES[t.dtype], code)
+        for t, o in zip(outputs, offsets)
+    ]
+    _copy("unpack_", flat, ranges, False, scale, at)
+    for t, output in zip(tensors, outputs):
+        if t is not output:
+            t.copy_(output)
+    _bump(tensors)
+
+
+def _accumulate(
+    totals: list[Tensor], values: list[Tensor], scale: float, at: Tensor | None
+) -> None:
+    if not _is_compiled("accumulate_", totals[0]):
+        for total, value in zip(totals, values):
+            total.copy_(total.float() + _scaled(value, scale, at))
+        return
+    outputs = [t if _is_dense(t) else t.contiguous() for t in totals]
+    values = [_same_order(v, t) for v, t in zip(values, outputs)]
+    ranges = [
+        (t.data_ptr(), v.data_ptr(), t.numel(), DTYPE_CODES[t.dtype], DTYPE_CODES[v.dtype])
+        for t, v in zip(outputs, values)
+    ]
+    _copy("accumulate_", totals[0], ranges, True, scale, at)
+    for total, output in zip(totals, outputs):
+        if total is not output:
+            total.copy_(output)
+    _bump(totals)
+
+
+def _sum_shards(shards: list[Tensor], out: Tensor, scale: float, at: Tensor | None) -> None:
+    if not _is_compiled("sum_shards", out):
+        total = shards[0].float()
+        for shard in shards[1:]:
+            total = total + shard.float()
+        out.copy_(_scaled(total, scale, at))
+        return
+    codes = DTYPE_CODES[shards[0].dtype], DTYPE_CODES[out.dtype]
+    pointers = [s.data_ptr() for s in shards]
+    address = 0 if at is None else at.data_ptr()
+    if use_cuda("sum_shards", out):
+        with torch.cuda.device_of(out):
+            backend.cuda_kernels.sum_shards_cuda(
+                pointers,
+                out.data_ptr(),
+                out.numel(),
+                *codes,
+                scale,
+                address,
+                backend.cuda_stream(out),
+            )
+    else:
+        threads = torch.get_num_threads()
+        _C.sum_shards(pointers, out.data_ptr(), out.numel(), *codes, scale, address, threads)
+    _bump([out])
+
+
+_DEVICES = ("CPU", "CUDA")
+_pack_op = define_op(
+    "pack_(Tensor(a!) flat, Tensor[] tensors, int[] offsets, float scale, Tensor? at) -> ()",
+    _pack,
+    lambda *args: None,
+    _DEVICES,
+)
+_unpack_op = define_op(
+    "unpack_(Tensor(a!)[] tensors, Tensor flat, int[] offsets, float scale, Tensor? at) -> ()",
+    _unpack,
+    lambda *args: None,
+    _DEVICES,
+)
+_accumulate_op = define_op(
+    "accumulate_(Tensor(a!)[] totals, Tensor[] values, float scale, Tensor? at) -> ()",
+    _accumulate,
+    lambda *args: None,
+    _DEVICES,
+)
+_sum_shards_op = define_op(
+    "sum_shards(Tensor[] shards, Tensor(a!) out, float scale, Tensor? at) -> ()",
+    _sum_shards,
+    lambda *args: None,
+    _DEVICES,
+)
+
+
+def _split_scale(
+    op: str, scale: float | Tensor | None, device: torch.device
+) -> tuple[float, Tensor | None]:
+    """The factor by value, and the tensor to read it from instead."""
+    if not isinstance(scale, Tensor):
+        return 1.0 if scale is None else float(scale), None
+    if scale.numel() != 1 or scale.dtype != torch.float32 or scale.device != device:
+        raise ValueError(
+            f"{op}: expected a scale of one fp32 element on {device}, got scale="
+            f"{list(scale.shape)} {scale.dtype} on {scale.device}; pass a number or move it"
+        )
+    return 1.0, scale
+
+
+def _check_list(op: str, name: str, tensors: Sequence[Tensor], device: torch.device) -> None:
+    for i, t in enumerate(tensors):
+        if t.dtype not in DTYPE_CODES:
+            raise ValueError(
+                f"{op}: expected fp32, bf16 or fp16, got {name}[{i}]={t.dtype}; cast it"
+            )
+        if t.device != device:
+            raise ValueError(
+                f"{op}: expected one device, got {name}[{i}] on {t.device} and the first tensor "
+                f"on {device}; move them together"
+            )
+
+
+def _check_writable(op: str, name: str, tensors: Sequence[Tensor]) -> None:
+    for i, t in enumerate(tensors):
+        if not t.is_contiguous() and any(s == 0 and n > 1 for s, n in zip(t.stride(), t.shape)):
+            raise ValueError(
+                f"{op}: expected an address of its own for each element, got {name}[{i}] "
+                f"expanded, stride={t.stride()}; pass {name}[{i}].contiguous()"
+            )
+
+
+def _check_flat(op: str, flat: Tensor) -> None:
+    if flat.dim() != 1 or not flat.is_contiguous():
+        raise ValueError(
+            f"{op}: expected a contiguous flat of one dimension, got flat={list(flat.shape)} "
+            f"stride={flat.stride()}; pass flat.view(-1)"
+        )
+
+
+def _place(
+    op: str, flat: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int] | None
+) -> list[int]:
+    """Checked offsets of the tensors in flat."""
+    sizes = [t.numel() for t in tensors]
+    if offsets is None:
+        if sum(sizes) != flat.numel():
+            raise ValueError(
+                f"{op}: expected flat to hold the tensors exactly, got flat of {flat.numel()} "
+                f"elements for {sum(sizes)}; pass the part that they fill, or offsets"
+            )
+        return list(accumulate(sizes, initial=0))[:-1]
+    if len(offsets) != len(sizes):
+        raise ValueError(
+            f"{op}: expected one offset for each tensor, got {len(offsets)} offsets for "
+            f"{len(sizes)} tensors; pass lists of one length"
+        )
+    for i, (o, n) in enumerate(zip(offsets, sizes)):
+        if o < 0 or o + n > flat.numel():
+            raise ValueError(
+                f"{op}: expected every tensor inside flat of {flat.numel()} elements, got "
+                f"offsets[{i}]={o} with {n} elements; correct the layout"
+            )
+    return list(offsets)
+
+
+@torch.no_grad()
+def pack_(
+    flat: Tensor,
+    tensors: Sequence[Tensor],
+    *,
+    scale: float | Tensor | None = None,
+    offsets: Sequence[int] | None = None,
+) -> None:
+    """Writes the tensors into flat, cast and scaled: flat[o_i : o_i + n_i] = tensors[i] * scale.
+
+    Args:
+        flat: [P], fp32 | bf16 | fp16, contiguous.
+        tensors: fp32 | bf16 | fp16 in any mixture, any shapes and strides (elements go in the order
+            of tensors[i].flatten()), size 0 included. One that already is its place in flat is
+            scaled there.
+        scale: factor, a number or fp32 [] on flat's device; None means 1.
+        offsets: first element of each tensor; what lies between them is left alone. None: one after
+            the other, and they fill flat.
+    Raises:
+        ValueError: sizes or offsets that do not fit; another dtype or device; memory that overlaps.
+    Traffic: bytes of the tensors read and of their places written; a strided tensor is copied
+        first.
+    Deterministic: yes, bitwise, for any number of threads, device and instruction set.
+    Oracle: fastpar.kernels.reference.pack_ref
+    """
+    _check_flat("pack_", flat)
+    _check_list("pack_", "flat", [flat], flat.device)
+    _check_list("pack_", "tensors", tensors, flat.device)
+    places = _place("pack_", flat, tensors, offsets)
+    factor, at = _split_scale("pack_", scale, flat.device)
+    if tensors:
+        _pack_op(flat, list(tensors), places, factor, at)
+
+
+@torch.no_grad()
+def unpack_(
+    tensors: Sequence[Tensor],
+    flat: Tensor,
+    *,
+    scale: float | Tensor | None = None,
+    offsets: Sequence[int] | None = None,
+) -> None:
+    """Reads the tensors from flat, cast and scaled: tensors[i] = flat[o_i : o_i + n_i] * scale.
+
+    Args:
+        tensors, flat, scale, offsets: as in pack_; the tensors are written, flat is not.
+    Raises:
+        ValueError: as pack_; a tensor that is expanded.
+    Traffic: bytes of the tensors written and of their places read; a strided tensor costs a copy.
+    Deterministic: yes, bitwise, for any number of threads, device and instruction set.
+    Oracle: fastpar.kernels.reference.unpack_ref
+    """
+    _check_flat("unpack_", flat)
+    _check_list("unpack_", "flat", [flat], flat.device)
+    _check_list("unpack_", "tensors", tensors, flat.device)
+    _check_writable("unpack_", "tensors", tensors)
+    places = _place("unpack_", flat, tensors, offsets)
+    factor, at = _split_scale("unpack_", scale, flat.device)
+    if tensors:
+        _unpack_op(list(tensors), flat, places, factor, at)
+
+
+@torch.no_grad()
+def accumulate_(
+    totals: Sequence[Tensor],
+    values: Sequence[Tensor],
+    *,
+    scale: float | Tensor | None = None,
+) -> None:
+    """Adds a list to a list, for example 16-bit gradients to fp32 ones: totals += values * scale.
+
+    Args:
+        totals: fp32 | bf16 | fp16 in any mixture, any shapes and strides, size 0 included.
+        values: shapes of totals, fp32 | bf16 | fp16 in any mixture, any strides.
+        scale: factor, a number or fp32 [] on the tensors' device; None means 1.
+    Raises:
+        ValueError: lists of unequal length; shapes that differ; another dtype or device; memory
+            that overlaps (a value may be its total itself); a total that is expanded.
+    Traffic: bytes of totals twice and of values once; a value in another memory order than its
+        total is copied first.
+    Deterministic: yes, bitwise, for any number of threads, device and instruction set.
+    Oracle: fastpar.kernels.reference.accumulate_ref
+    """
+    if len(totals) != len(values):
+        raise ValueError(
+            f"accumulate_: expected lists of one length, got {len(totals)} totals and "
+            f"{len(values)} values; pass one value for each total"
+        )
+    if not totals:
+        return
+    device = totals[0].device
+    _check_list("accumulate_", "totals", totals, device)
+    _check_list("accumulate_", "values", values, device)
+    _check_writable("accumulate_", "totals", totals)
+    for i, (t, v) in enumerate(zip(totals, values)):
+        if t.shape != v.shape:
+            raise ValueError(
+                f"accumulate_: expected values of the totals' shapes, got totals[{i}]="
+                f"{list(t.shape)} values[{i}]={list(v.shape)}; expand or reshape the value"
+            )
+    factor, at = _split_scale("accumulate_", scale, device)
+    _accumulate_op(list(totals), list(values), factor, at)
+
+
+@torch.no_grad()
+def sum_shards(
+    received: Tensor | Sequence[Tensor],
+    out: Tensor,
+    *,
+    scale: float | Tensor | None = None,
+) -> None:
+    """Sums the shards of all ranks in rank order: the reduce half of an all-to-all reduce-scatter.
+
+    out = (received[0] + received[1] + ... + received[W - 1]) * scale, summed in fp32 and rounded
+    once, so that the result does not depend on who computes it.
+
+    Args:
+        received: [W, S] with contiguous rows, or W tensors [S] of one dtype; fp32 | bf16 | fp16.
+            W >= 1, on CUDA <= 4087.
+        out: [S], fp32 | bf16 | fp16, contiguous; may be one of the shards.
+        scale: factor, a number or fp32 [] on out's device (1 / W for the mean); None means 1.
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit; out partly over a shard.
+    Traffic: bytes of received and of out.
+    Deterministic: yes, bitwise, for any number of threads, device and instruction set.
+    Oracle: fastpar.kernels.reference.sum_shards_ref
+    """
+    shards = list(received.unbind(0)) if isinstance(received, Tensor) else list(received)
+    if not shards:
+        raise ValueError("sum_shards: expected at least one shard, got 0; pass one of each rank")
+    _check_flat("sum_shards", out)
+    _check_list("sum_shards", "out", [out], out.device)
+    _check_list("sum_shards", "received", shards, out.device)
+    for w, shard in enumerate(shards):
+        if shard.shape != out.shape or shard.dtype != shards[0].dtype or not shard.is_contiguous():
+            raise ValueError(
+                f"sum_shards: expected contiguous shards of shape {list(out.shape)} and one dtype, "
+                f"got received[{w}]={list(shard.shape)} {shard.dtype} stride={shard.stride()} and "
+                f"received[0]={shards[0].dtype}; pass [W, S] with contiguous rows"
+            )
+    factor, at = _split_scale("sum_shards", scale, out.device)
+    _sum_shards_op(shards, out, factor, at)

@@ -1,0 +1,419 @@
+"""Bucket operations: bit for bit what plain torch gives in fp32 with one rounding, for every type,
+offset, tail, cut, thread count, instruction set and device."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastpar.kernels import _C, accumulate_, backend, pack_, sum_shards, unpack_
+from fastpar.kernels import reference as ref
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SIZES = (0, 1, 7, 63, 127, 1000, 0, 20011)
+SCALES = (None, 0.37, "tensor")
+
+
+@pytest.fixture(params=["cpp", "torch", "cuda"])
+def device(request, monkeypatch):
+    """Every test that uses it runs the compiled CPU kernels, the composed path and CUDA's."""
+    if request.param == "torch":
+        monkeypatch.setattr(backend, "choice", "torch")
+    return request.getfixturevalue("cuda_device") if request.param == "cuda" else "cpu"
+
+
+def rand(n, dtype, device="cpu", offset=0):
+    """Random values of many magnitudes, `offset` elements into their memory."""
+    x = torch.randn(n + offset) * torch.exp2(torch.randint(-12, 12, (n + offset,)).float())
+    return x.to(device, dtype)[offset:]
+
+
+def factor_of(scale, device):
+    """(what the op gets, the number)"""
+    if scale == "tensor":
+        return torch.tensor(0.37, device=device), torch.tensor(0.37).item()
+    return scale, 1.0 if scale is None else torch.tensor(scale).item()
+
+
+def assert_same(got, want):
+    """Same dtype and bits; nan equals nan."""
+    assert got.dtype == want.dtype
+    torch.testing.assert_close(got.cpu(), want.cpu(), rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(
+        got.cpu().signbit() & ~got.cpu().isnan(), want.cpu().signbit() & ~want.cpu().isnan()
+    )
+
+
+def expected_copy(x, dtype, scale):
+    out = torch.empty(x.numel())
+    ref.pack_ref(out, [x.cpu().float()], scale)
+    return out.to(dtype)
+
+
+def expected_add(total, x, scale):
+    out = total.cpu().float()
+    ref.accumulate_ref([out], [x.cpu().float()], scale)
+    return out.to(total.dtype)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("to", DTYPES)
+@pytest.mark.parametrize("source", DTYPES)
+def test_pack_unpack_accumulate(source, to, scale, device):
+    given_scale, number = factor_of(scale, device)
+    tensors = [rand(n, source, device) for n in SIZES]
+    flat = torch.full((sum(SIZES),), torch.nan, dtype=to, device=device)
+    pack_(flat, tensors, scale=given_scale)
+    assert_same(flat, torch.cat([expected_copy(t, to, number) for t in tensors]))
+
+    flat = rand(sum(SIZES), source, device)
+    outs = [torch.full((n,), torch.nan, dtype=to, device=device) for n in SIZES]
+    unpack_(outs, flat, scale=given_scale)
+    for out, part in zip(outs, flat.split(SIZES)):
+        assert_same(out, expected_copy(part, to, number))
+
+    totals = [rand(n, to, device) for n in SIZES]
+    want = [expected_add(t, x, number) for t, x in zip(totals, tensors)]
+    accumulate_(totals, tensors, scale=given_scale)
+    for got, expected in zip(totals, want):
+        assert_same(got, expected)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 9])
+@pytest.mark.parametrize("out_dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sum_shards_is_the_sum_in_rank_order(dtype, out_dtype, world, device):
+    n = 3001
+    received = rand(world * n, dtype, device).view(world, n)
+    for scale in SCALES:
+        given_scale, number = factor_of(scale, device)
+        out = torch.full((n,), torch.nan, dtype=out_dtype, device=device)
+        sum_shards(received, out, scale=given_scale)
+        want = torch.empty(n)
+        ref.sum_shards_ref(received.cpu().float(), want, number)
+        assert_same(out, want.to(out_dtype))
+
+
+def test_oracles_round_trip():
+    x = [torch.randn(3, 4), torch.randn(5)]
+    flat = torch.zeros(20)
+    ref.pack_ref(flat, x, 2.0, [0, 14])
+    back = [torch.zeros(3, 4), torch.zeros(5)]
+    ref.unpack_ref(back, flat, 0.5, [0, 14])
+    assert all(torch.equal(a, b) for a, b in zip(x, back))
+
+
+@pytest.mark.parametrize("kind", ["cpp", "cuda"])
+def test_lists_of_mixed_types_in_one_call(kind, request, monkeypatch):
+    device = request.getfixturevalue("cuda_device") if kind == "cuda" else "cpu"
+    calls = []
+    module = backend.cuda_kernels if kind == "cuda" else _C
+    name = "bucket_copy_cuda" if kind == "cuda" else "bucket_copy"
+    run = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *args: calls.append(1) or run(*args))
+    totals = [rand(n, d, device) for n in (5, 300) for d in DTYPES for _ in DTYPES]
+    values = [rand(n, d, device) for n in (5, 300) for _ in DTYPES for d in DTYPES]
+    want = [expected_add(t, x, 0.5) for t, x in zip(totals, values)]
+    accumulate_(totals, values, scale=0.5)
+    for got, expected in zip(totals, want):
+        assert_same(got, expected)
+    assert len(calls) == 1
+
+
+def test_one_launch_for_a_thousand_tensors_and_more_launches_beyond(cuda_device):
+    """The descriptors of a launch fit its arguments; a longer list is cut."""
+    for count in (1000, 2500):
+        tensors = list(rand(3 * count, torch.float32, cuda_device).split(3))
+        flat = torch.empty(3 * count, device=cuda_device)
+        pack_(flat, tensors)
+        assert_same(flat, torch.cat(tensors))
+
+
+@pytest.mark.parametrize("to", DTYPES[:2])
+@pytest.mark.parametrize("source", DTYPES[:2])
+def test_every_offset_and_tail(source, to, device):
+    """Offsets 0..63 bytes of source and destination, all tails of 16 elements, nothing outside."""
+    steps_to, steps_source = 64 // to.itemsize, 64 // source.itemsize
+    pairs = {(i, 0) for i in range(steps_to)} | {(0, i) for i in range(steps_source)}
+    pairs |= {(i, i * 5 % steps_source) for i in range(steps_to)} | {(i, i) for i in range(8)}
+    for k, (a, b) in enumerate(sorted(pairs)):
+        n = (k % 17) + (300 if k % 3 == 0 else 0)
+        memory = torch.full((a + n + 9,), 7.0, dtype=to, device=device)
+        x = rand(n, source, device, offset=b)
+        pack_(memory[a : a + n], [x], scale=0.37)
+        assert_same(memory[a : a + n], expected_copy(x, to, torch.tensor(0.37).item()))
+        want = expected_add(memory[a : a + n], x, 1.0)
+        accumulate_([memory[a : a + n]], [x])
+        assert_same(memory[a : a + n], want)
+        out = memory[a : a + n]
+        sum_shards([x, x.clone()], out)
+        assert_same(out, (2 * x.float()).to(to))
+        assert (memory[:a] == 7).all()
+        assert (memory[a + n :] == 7).all()
+
+
+@pytest.mark.parametrize("n", range(34))
+def test_every_short_length_of_a_shard(n, device):
+    for offset in (0, 1, 3, 4):
+        shards = [rand(n, torch.bfloat16, device, offset=offset) for _ in range(3)]
+        out = torch.zeros(n + offset, device=device)[offset:]
+        sum_shards(shards, out)
+        want = torch.empty(n)
+        ref.sum_shards_ref(torch.stack(shards).cpu().float(), want)
+        assert_same(out, want)
+
+
+def test_special_values(device):
+    """Infinities, nans, signed zeros, subnormals and overflow into float16's infinity."""
+    x = torch.tensor(
+        [torch.inf, -torch.inf, torch.nan, -0.0, 0.0, 1e-40, -6e-8, 65519.0, 65520.0, 3e38, -3e38]
+    ).to(device)
+    for to in DTYPES:
+        flat = torch.ones(x.numel(), dtype=to, device=device)
+        pack_(flat, [x])
+        assert_same(flat, x.cpu().to(to))
+        sum_shards([x, x], flat)
+        assert_same(flat, (x.cpu() + x.cpu()).to(to))
+
+
+def test_strided_tensors(device):
+    base = rand(600, torch.float32, device).view(20, 30)
+    strided = [base.t(), base[:, ::2], base[3].expand(4, 30), base[:, 5]]
+    flat = torch.empty(sum(t.numel() for t in strided), dtype=torch.bfloat16, device=device)
+    pack_(flat, strided)
+    assert_same(flat, torch.cat([t.flatten() for t in strided]).bfloat16())
+
+    outs = [torch.zeros(30, 20, device=device).t(), torch.zeros(20, 8, device=device)[:, ::3]]
+    flat = rand(660, torch.float32, device)
+    unpack_(outs, flat)
+    assert_same(outs[0], flat[:600].view(20, 30))
+    assert_same(outs[1], flat[600:].view(20, 3))
+
+    for total in (base.clone().t(), torch.zeros(30, 40, device=device)[:, ::2]):
+        value = rand(600, torch.bfloat16, device).view(30, 20)
+        want = (total + value.float()).cpu()
+        accumulate_([total], [value])
+        assert_same(total, want)
+    row = rand(20, torch.float32, device)
+    total = torch.zeros(30, 20, device=device)
+    accumulate_([total], [row.expand(30, 20)])
+    assert_same(total, row.expand(30, 20))
+
+
+def test_in_place(device):
+    """A tensor that already lies at its place, a value that is its total, out that is a shard."""
+    flat = rand(300, torch.bfloat16, device)
+    want = (flat.float() * 0.5).bfloat16()
+    pack_(flat, [flat[:100], flat[100:]], scale=0.5)
+    assert_same(flat, want)
+    accumulate_([flat], [flat])
+    assert_same(flat, (want.float() * 2).bfloat16())
+    for own in range(3):
+        shards = rand(3 * 3000, torch.float32, device).view(3, 3000)
+        want = shards[0] + shards[1] + shards[2]
+        sum_shards(shards, shards[own])
+        assert_same(shards[own], want)
+
+
+def test_offsets_leave_gaps_alone(device):
+    flat = torch.full((20,), 7.0, device=device)
+    x = [torch.arange(3.0, device=device), torch.arange(4.0, device=device)]
+    pack_(flat, x, offsets=[16, 2])
+    assert flat.tolist() == [7, 7, 0, 1, 2, 3, *[7] * 10, 0, 1, 2, 7]
+    back = [torch.zeros(3, device=device), torch.zeros(4, device=device)]
+    unpack_(back, flat, offsets=[16, 2], scale=2)
+    assert [t.tolist() for t in back] == [[0, 2, 4], [0, 2, 4, 6]]
+
+
+def test_empty_lists_and_tensors(device):
+    pack_(torch.empty(0, device=device), [])
+    unpack_([], torch.empty(0, device=device))
+    accumulate_([], [])
+    accumulate_([torch.zeros(0, device=device)], [torch.zeros(0, device=device)])
+    sum_shards(torch.empty(2, 0, device=device), torch.empty(0, device=device))
+    one = torch.ones((), device=device)
+    accumulate_([one], [torch.full((), 2.0, device=device)])
+    assert one.item() == 3
+
+
+@pytest.mark.parametrize("name", ["baseline", "avx2", "avx512"])
+def test_same_bits_on_every_instruction_set_and_thread_count(name):
+    if not _C.isa_supported(name):
+        pytest.skip(f"this machine has no {name}")
+    sizes = (100_003, 5, 70_001)
+    values = [rand(n, d) for n, d in zip(sizes, DTYPES)]
+    received = rand(3 * 100_003, torch.bfloat16).view(3, -1)
+    results = []
+    for isa, threads in ((_C.isa(), 1), (name, 3)):
+        totals = [torch.linspace(-1, 1, n).to(d) for n, d in zip(sizes, reversed(DTYPES))]
+        out = torch.empty(100_003, dtype=torch.float16)
+        before = _C.isa()
+        _C.set_isa(isa)
+        torch.set_num_threads(threads)
+        try:
+            accumulate_(totals, values, scale=0.37)
+            sum_shards(received, out, scale=0.37)
+        finally:
+            _C.set_isa(before)
+        results.append([*totals, out])
+    for a, b in zip(*results):
+        assert_same(a, b)
+
+
+@st.composite
+def lists(draw):
+    sizes = draw(st.lists(st.integers(0, 70), min_size=1, max_size=6))
+    dtypes = draw(
+        st.lists(st.sampled_from(DTYPES), min_size=2 * len(sizes), max_size=2 * len(sizes))
+    )
+    offsets = draw(st.lists(st.integers(0, 20), min_size=len(sizes), max_size=len(sizes)))
+    scale = draw(st.floats(-4, 4, width=32))
+    return sizes, dtypes, offsets, scale, draw(st.integers(0, 2**31))
+
+
+@given(lists())
+def test_hypothesis_finds_nothing(case):
+    sizes, dtypes, offsets, scale, seed = case
+    torch.manual_seed(seed)
+    values = [rand(n, d, offset=o) for n, d, o in zip(sizes, dtypes, offsets)]
+    totals = [rand(n, d) for n, d in zip(sizes, dtypes[len(sizes) :])]
+    want = [expected_add(t, v, scale) for t, v in zip(totals, values)]
+    accumulate_(totals, values, scale=scale)
+    for got, expected in zip(totals, want):
+        assert_same(got, expected)
+    flat = torch.empty(sum(sizes), dtype=dtypes[-1])
+    pack_(flat, values, scale=scale)
+    assert_same(flat, torch.cat([expected_copy(v, flat.dtype, scale) for v in values]))
+    unpack_(totals, flat, scale=scale)
+    for got, part in zip(totals, flat.split(sizes)):
+        assert_same(got, expected_copy(part, got.dtype, scale))
+
+
+def test_autograd_notices_the_change():
+    for write in (
+        lambda p: pack_(p, [torch.ones(5)]),
+        lambda p: unpack_([p], torch.ones(5)),
+        lambda p: accumulate_([p], [torch.ones(5)]),
+        lambda p: sum_shards(torch.ones(2, 5), p),
+    ):
+        p = torch.randn(5, requires_grad=True)
+        y = (p * p).sum()
+        write(p)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.backward()
+
+
+def test_inference_mode():
+    with torch.inference_mode():
+        flat = torch.empty(5)
+        pack_(flat, [torch.ones(5)])
+    assert flat.sum() == 5
+
+
+def test_opcheck():
+    ops, at = torch.ops.fastpar, torch.tensor(0.5)
+    lists = [torch.randn(3), torch.randn(2, 2)], [torch.randn(3).bfloat16(), torch.randn(2, 2)]
+    torch.library.opcheck(ops.pack_.default, (torch.randn(7), lists[0], [0, 3], 1.0, at))
+    torch.library.opcheck(ops.unpack_.default, (lists[0], torch.randn(7), [0, 3], 2.0, None))
+    torch.library.opcheck(ops.accumulate_.default, (*lists, 1.0, at))
+    torch.library.opcheck(ops.sum_shards.default, ([torch.randn(3)] * 2, torch.randn(3), 1.0, None))
+
+
+def test_compiles_without_graph_breaks():
+    def run(tensors, received, scale):
+        flat = torch.empty(7)
+        pack_(flat, tensors, scale=scale)
+        out = torch.empty(7)
+        sum_shards(received, out)
+        accumulate_([flat], [out])
+        unpack_(tensors, flat)
+        return flat
+
+    start = [torch.randn(3), torch.randn(2, 2)], torch.randn(2, 7), torch.tensor(0.5)
+    a = [t.clone() for t in start[0]]
+    want = run(a, *start[1:])
+    b = [t.clone() for t in start[0]]
+    got = torch.compile(run, fullgraph=True, backend="aot_eager")(b, *start[1:])
+    for x, y in zip([got, *b], [want, *a]):
+        assert_same(x, y)
+
+
+def test_errors():
+    x, low, flat = torch.ones(4), torch.ones(4).bfloat16(), torch.zeros(8)
+
+    def refuses(match, op, *args, **kwargs):
+        with pytest.raises(ValueError, match=match):
+            op(*args, **kwargs)
+
+    refuses(r"pack_: expected a contiguous flat .* flat=\[2, 4\]", pack_, flat.view(2, 4), [x])
+    refuses(r"unpack_: expected a contiguous flat .* stride=\(2,\)", unpack_, [x], flat[::2])
+    refuses("pack_: expected flat to hold the tensors exactly, got flat of 8", pack_, flat, [x])
+    refuses("got 1 offsets for 2 tensors", pack_, flat, [x, x], offsets=[0])
+    refuses(r"every tensor inside flat .* offsets\[0\]=5 with 4", pack_, flat, [x], offsets=[5])
+    refuses(r"offsets\[0\]=-1", unpack_, [x], flat, offsets=[-1])
+    refuses(r"pack_: expected fp32, .* tensors\[1\]=torch.float64", pack_, flat, [x, x.double()])
+    refuses("pack_: .* flat.0.=torch.int32", pack_, flat.int(), [x, x])
+    refuses(r"one device, got tensors\[0\] on meta", unpack_, [x.to("meta")], flat)
+    refuses("one fp32 element on cpu, got scale=.2.", pack_, flat, [x, x], scale=torch.ones(2))
+    refuses("got scale=.. torch.float64", pack_, flat, [x, x], scale=torch.tensor(1.0).double())
+    refuses("on meta; pass a number", accumulate_, [x], [x], scale=torch.ones(1, device="meta"))
+    refuses("got 1 totals and 2 values", accumulate_, [x], [x, x])
+    refuses(r"totals\[0\]=\[4\] values\[0\]=\[3\]", accumulate_, [x], [x[:3]])
+    refuses(r"totals\[0\] expanded, stride=\(0,\)", accumulate_, [x[:1].expand(4)], [low])
+    refuses(r"tensors\[0\] expanded", unpack_, [x[:1].expand(8)], flat)
+    refuses("sum_shards: expected at least one shard", sum_shards, [], x)
+    refuses(r"shards of shape \[4\] .* received\[1\]=\[3\]", sum_shards, [x, x[:3]], flat[:4])
+    refuses(r"received\[1\]=.* torch.bfloat16", sum_shards, [x, low], flat[:4])
+    refuses(r"stride=\(2,\)", sum_shards, [flat[::2]], x)
+    refuses("sum_shards: .* received.0. on meta", sum_shards, [x.to("meta")], x)
+    with pytest.raises(ValueError, match="sum_shards: expected at least one shard, got 0"):
+        _C.sum_shards([], 0, 0, 0, 0, 1.0, 0, 1)
+
+
+def test_overlap_is_refused(cuda_device, monkeypatch):
+    for _ in range(2):  # the CUDA kernels' binding, then the CPU kernels'
+        flat = torch.zeros(12, device=cuda_device)
+        x = torch.ones(4, device=cuda_device)
+        with pytest.raises(
+            ValueError, match=r"pack_: .* apart from each other, got entry 1 over entry 0"
+        ):
+            pack_(flat, [x, x], offsets=[0, 3])
+        with pytest.raises(ValueError, match=r"accumulate_: .* got entry 2 over entry 0"):
+            accumulate_([x, flat[:4], x], [flat[4:8], flat[8:], flat[4:8]])
+        with pytest.raises(ValueError, match="got source 1 over destination 0; clone"):
+            pack_(flat, [x, flat[:4]], offsets=[0, 4])
+        with pytest.raises(ValueError, match=r"unpack_: .* got source 0 over destination 0"):
+            unpack_([flat[1:5]], flat[:4])
+        with pytest.raises(ValueError, match="got source 0 over destination 0"):
+            pack_(flat[:4].view(torch.bfloat16)[:4], [flat[:4]])
+        with pytest.raises(ValueError, match="got shard 1 partly over out"):
+            sum_shards([x, flat[1:5]], flat[:4])
+        with pytest.raises(ValueError, match="got shard 0 partly over out"):
+            sum_shards([flat[:4]], flat[:4].view(torch.bfloat16)[:4])
+        unpack_([x, flat[4:8]], flat, offsets=[0, 0])  # sources may overlap
+        monkeypatch.setattr(backend, "cuda_on_cpu", False)
+
+
+def test_too_many_shards_for_one_launch(cuda_device):
+    shards = [torch.ones(1, device=cuda_device)] * 4088
+    with pytest.raises(
+        ValueError, match="sum_shards: expected at most 4087 shards, got world=4088"
+    ):
+        sum_shards(shards, torch.zeros(1, device=cuda_device))
+    out = torch.zeros(1, device=cuda_device)
+    sum_shards(shards[1:], out)
+    assert out.item() == 4087
+
+
+@pytest.mark.slow
+def test_more_than_2_to_the_31_elements():
+    n = 2**31 + 5
+    x = torch.ones(n, dtype=torch.bfloat16)
+    x[-3:] = 3
+    flat = torch.zeros(n, dtype=torch.bfloat16)
+    pack_(flat, [x[:7], x[7:]], scale=2)
+    assert flat[-4:].tolist() == [2, 6, 6, 6]
+    accumulate_([flat], [x])
+    sum_shards([flat, x], flat)
+    assert flat[-4:].tolist() == [4, 12, 12, 12]
+    assert flat.view(torch.int16).min() == flat[0].view(torch.int16)
