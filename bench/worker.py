@@ -33,7 +33,8 @@ from fastpar.engine import engine_of, parallelize
 from fastpar.kernels import keep_freed_memory
 from fastpar.mesh import Mesh
 from fastpar.model import GPT
-from fastpar.optim import AdamW, cosine_lr, param_groups
+from fastpar.optim import AdamW
+from fastpar.schedule import cosine_lr, param_groups
 
 BETAS, WEIGHT_DECAY, MAX_GRAD_NORM = (0.9, 0.99), 0.1, 1.0
 CHECK_TOKENS = 32

@@ -1,4 +1,4 @@
-"""fastpar.AdamW, parameter groups and the learning-rate schedule.
+"""fastpar.AdamW.
 
 The step is one kernel call per group: the clip factor goes in as a tensor, so clipping costs no
 pass over the gradients beyond the norm.
@@ -17,11 +17,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastpar.engine import Engine, engine_of_parameter
 from fastpar.kernels.adamw import adamw_step_
-from fastpar.layout import parameter_names
 
 _PIECE = 1 << 14
 _STATES = ("exp_avg", "exp_avg_sq", "master_weight")
@@ -273,37 +272,3 @@ def global_norm(grads: list[Tensor]) -> Tensor:
         pieces = [piece for g in grads for piece in g.reshape(-1).split(_PIECE)]
     norms = torch._foreach_norm(pieces, 2.0, dtype=torch.float32)
     return torch.stack(norms).double().norm().float()
-
-
-def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two optimizer groups: decay for trained tensors of two dims and more, none for the rest."""
-    trained = [p for p in parameter_names(model) if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
-
-
-def cosine_lr(step: int, *, lr: float, min_lr: float, warmup_steps: int, max_steps: int) -> float:
-    """Learning rate of a step: a line up to lr over warmup_steps, then half a cosine to min_lr.
-
-    Args:
-        step: 0 in the first step, which gets lr / warmup_steps; from max_steps on it is min_lr.
-    """
-    if not 0 <= min_lr <= lr:
-        raise ValueError(
-            f"cosine_lr: expected 0 <= min_lr <= lr={lr}, got min_lr={min_lr}; "
-            "set min_lr to a fraction of lr"
-        )
-    if not 0 <= warmup_steps <= max_steps:
-        raise ValueError(
-            f"cosine_lr: expected 0 <= warmup_steps <= max_steps={max_steps}, got "
-            f"warmup_steps={warmup_steps}; warm up for a few percent of the run"
-        )
-    if step < warmup_steps:
-        return lr * (step + 1) / warmup_steps
-    if step >= max_steps:
-        return min_lr
-    progress = (step - warmup_steps) / (max_steps - warmup_steps)
-    return min_lr + 0.5 * (1.0 + math.cos(math.pi * progress)) * (lr - min_lr)

@@ -49,8 +49,9 @@ from fastpar.loss_scale import DynamicLossScale
 from fastpar.mesh import Mesh
 from fastpar.metrics import Progress, memory_mb, mfu
 from fastpar.model import GPT
-from fastpar.optim import AdamW, cosine_lr, param_groups
+from fastpar.optim import AdamW
 from fastpar.run_folder import TIME_IS_UP, RunFolder, check_out
+from fastpar.schedule import cosine_lr, param_groups
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STOPS = (*SIGNALS, TIME_IS_UP)  # reasons to stop early

@@ -23,7 +23,8 @@ from fastpar.checkpoint import (
 )
 from fastpar.config import GPTConfig
 from fastpar.model import GPT
-from fastpar.optim import AdamW, param_groups
+from fastpar.optim import AdamW
+from fastpar.schedule import param_groups
 from fastpar.tokenizer import make_tokenizer
 
 CONFIG = GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=8, vocab_size=131, dropout=0.1)

@@ -25,7 +25,8 @@ from fastpar.kernels import make_key
 from fastpar.kernels import make_key as make_key_of
 from fastpar.mesh import Mesh
 from fastpar.model import GPT
-from fastpar.optim import AdamW, cosine_lr, param_groups
+from fastpar.optim import AdamW
+from fastpar.schedule import cosine_lr, param_groups
 from fastpar.testing import run_ranks
 
 STEPS, T, SEED = 20, 12, 5

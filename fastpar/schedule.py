@@ -1,0 +1,44 @@
+"""What an optimizer is given: groups of parameters, and the learning rate of each step."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import nn
+
+from fastpar.layout import parameter_names
+
+
+def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Two optimizer groups: decay for trained tensors of two dims and more, none for the rest."""
+    trained = [p for p in parameter_names(model) if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def cosine_lr(step: int, *, lr: float, min_lr: float, warmup_steps: int, max_steps: int) -> float:
+    """Learning rate of a step: a line up to lr over warmup_steps, then half a cosine to min_lr.
+
+    Args:
+        step: 0 in the first step, which gets lr / warmup_steps; from max_steps on it is min_lr.
+    """
+    if not 0 <= min_lr <= lr:
+        raise ValueError(
+            f"cosine_lr: expected 0 <= min_lr <= lr={lr}, got min_lr={min_lr}; "
+            "set min_lr to a fraction of lr"
+        )
+    if not 0 <= warmup_steps <= max_steps:
+        raise ValueError(
+            f"cosine_lr: expected 0 <= warmup_steps <= max_steps={max_steps}, got "
+            f"warmup_steps={warmup_steps}; warm up for a few percent of the run"
+        )
+    if step < warmup_steps:
+        return lr * (step + 1) / warmup_steps
+    if step >= max_steps:
+        return min_lr
+    progress = (step - warmup_steps) / (max_steps - warmup_steps)
+    return min_lr + 0.5 * (1.0 + math.cos(math.pi * progress)) * (lr - min_lr)
