@@ -20,7 +20,7 @@ struct AdamwChunk {
       float p = master[i];
       float m = exp_avg[i];
       float v = exp_avg_sq[i];
-      adamw_update(to_float(grad[i]), &p, &m, &v, s);
+      adamw_update(to_float(grad[i]), &p, &m, &v, nullptr, s);
       exp_avg[i] = m;
       exp_avg_sq[i] = v;
       master[i] = p;
@@ -39,7 +39,7 @@ struct AdamwChunk<float, G> {
       float p = param[i];
       float m = exp_avg[i];
       float v = exp_avg_sq[i];
-      adamw_update(to_float(grad[i]), &p, &m, &v, s);
+      adamw_update(to_float(grad[i]), &p, &m, &v, nullptr, s);
       exp_avg[i] = m;
       exp_avg_sq[i] = v;
       param[i] = p;

@@ -1,3 +1,4 @@
+#include "adamw_math.h"
 #include "bindings.h"
 
 namespace fastpar {
@@ -29,7 +30,7 @@ void step_tensors(const Addresses& params, const Addresses& grads, const Address
   }
   fastpar::adamw_step(tensors, dtype_of(param_dtype), dtype_of(grad_dtype),
                       {grad_scale, decay, one_minus_beta1, beta2, one_minus_beta2, step_size,
-                       sqrt_bias_correction2, eps},
+                       sqrt_bias_correction2, eps, 0, 0, 0, 0},
                       threads);
 }
 

@@ -125,8 +125,51 @@ void attention_bwd(const Strided& d_o, const Strided& q, const Strided& k, const
                    const float* stats, const Strided& dq, const Strided& dk, const Strided& dv,
                    Dtype dtype, const AttentionShape& shape, const MaskBlock& at, int threads);
 
-// One tensor of an AdamW step. master is null for float32 parameters; otherwise param is only
-// written, as master rounded to param_dtype.
+// How an AdamW step stores the moments: floats, bfloat16 with stochastic rounding, or codes of 8
+// bits with a scale for each 256 elements (adamw_math.h).
+enum class Moment : int { float32 = 0, bfloat16 = 1, uint8 = 2 };
+
+// Where the master of a parameter is: none: a float32 parameter is its own; full: float32, of which
+// the 16-bit parameter is the rounded image, only written; remainder: bfloat16 parameter and int16
+// remainder together; stochastic: none, a bfloat16 parameter is rounded stochastically.
+enum class Master : int { none = 0, full = 1, remainder = 2, stochastic = 3 };
+
+// The scalars of a step. Where <name>_at is not null, the value is read from that address, on the
+// parameters' device.
+struct AdamwHyper {
+  double lr, beta1, beta2, eps, weight_decay, step;  // step: 1 in the first one
+  const float *lr_at, *beta1_at, *beta2_at, *eps_at, *weight_decay_at, *step_at;
+};
+
+// Contiguous elements with the same scalars: a tensor or a part of a flat buffer.
+struct AdamwRange {
+  void *param, *grad, *exp_avg, *exp_avg_sq;
+  void* max_exp_avg_sq;  // null without amsgrad, for all ranges of a call or none
+  void* master;          // float32 or int16, null for Master::none and stochastic
+  float *exp_avg_scale, *exp_avg_sq_scale;  // one for each 256 elements; Moment::uint8 only
+  int64_t size;
+  int64_t first_index;  // of element 0, for random bits; a multiple of 256 for Moment::uint8
+  int hyper;            // index of its AdamwHyper
+};
+
+// What all ranges of a call share.
+struct AdamwModes {
+  Dtype param, grad;
+  Moment moment;
+  Master master;
+  bool maximize, zero_grad;
+  const float* grad_scale;  // multiplied into the gradients; null is 1
+  const float* found_inf;   // nonzero: nothing changes but the gradients zeroed; null is 0
+  uint64_t seed;            // of the random bits
+};
+
+// Updates every range in place; work is cut into chunks across all of them. Same bits for any cut,
+// with Moment::uint8 for any cut at multiples of 256. max_exp_avg_sq and Moment::uint8 exclude each
+// other.
+void adamw_step(const AdamwRange* ranges, int64_t range_count, const AdamwHyper* hypers,
+                int64_t hyper_count, const AdamwModes& modes, int threads);
+
+struct AdamwScalars;
 struct AdamwTensor {
   void* param;
   const void* grad;
@@ -135,40 +178,8 @@ struct AdamwTensor {
   float* master;
   int64_t size;
 };
-
-// The scalars of adamw_math.h, rounded to float once.
-struct AdamwScalars {
-  float grad_scale, decay, one_minus_beta1, beta2, one_minus_beta2, step_size,
-      sqrt_bias_correction2, eps;
-};
-
-// Updates every tensor in place; work is cut into chunks across all of them. Same bits for any cut.
 void adamw_step(const std::vector<AdamwTensor>& tensors, Dtype param_dtype, Dtype grad_dtype,
                 const AdamwScalars& scalars, int threads);
-
-// One tensor of a bucket operation. to and from share memory entirely or not at all.
-struct BucketRange {
-  void* to;
-  const void* from;
-  int64_t size;
-  Dtype to_dtype, from_dtype;
-};
-
-// A factor: *at (memory of the tensors' device) where at is not null, else value.
-struct Factor {
-  float value;
-  const float* at;
-};
-
-// to[size] = from[size] * scale, with add to += from * scale, in float and rounded once. The work
-// is cut into chunks across all ranges.
-void bucket_copy(const BucketRange* ranges, int64_t count, bool add, const Factor& scale,
-                 int threads);
-
-// out[n] = (shards[0][n] + shards[1][n] + ... + shards[world - 1][n]) * scale, in float and in this
-// order, rounded once. out may be one of the shards. world >= 1.
-void sum_shards(const void* const* shards, int64_t world, void* out, int64_t n, Dtype shard_dtype,
-                Dtype out_dtype, const Factor& scale, int threads);
 
 // Asks the allocator to keep freed memory mapped, so that large buffers cause page faults once and
 // not in every step. False where the C library has no such setting.
