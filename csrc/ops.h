@@ -181,6 +181,30 @@ struct AdamwTensor {
 void adamw_step(const std::vector<AdamwTensor>& tensors, Dtype param_dtype, Dtype grad_dtype,
                 const AdamwScalars& scalars, int threads);
 
+// One tensor of a bucket operation. to and from share memory entirely or not at all.
+struct BucketRange {
+  void* to;
+  const void* from;
+  int64_t size;
+  Dtype to_dtype, from_dtype;
+};
+
+// A factor: *at (memory of the tensors' device) where at is not null, else value.
+struct Factor {
+  float value;
+  const float* at;
+};
+
+// to[size] = from[size] * scale, with add to += from * scale, in float and rounded once. The work
+// is cut into chunks across all ranges.
+void bucket_copy(const BucketRange* ranges, int64_t count, bool add, const Factor& scale,
+                 int threads);
+
+// out[n] = (shards[0][n] + shards[1][n] + ... + shards[world - 1][n]) * scale, in float and in this
+// order, rounded once. out may be one of the shards. world >= 1.
+void sum_shards(const void* const* shards, int64_t world, void* out, int64_t n, Dtype shard_dtype,
+                Dtype out_dtype, const Factor& scale, int threads);
+
 // Asks the allocator to keep freed memory mapped, so that large buffers cause page faults once and
 // not in every step. False where the C library has no such setting.
 bool keep_freed_memory();
