@@ -26,7 +26,7 @@
 
 #include <cmath>
 
-#include "numeric.h"
+#include "ops.h"
 
 namespace fastpar {
 
@@ -95,13 +95,8 @@ FASTPAR_HOST_DEVICE double norm_bin(const int64_t* words, int bin, bool* zero) {
   return units * bit_cast<double>(exponent << 52);
 }
 
-struct NormResult {
-  float norm, grad_scale, found_inf;
-};
-
-// max_norm < 0: no clipping. Infinities give norm inf, nans nan, as torch's norm does.
-FASTPAR_HOST_DEVICE NormResult norm_result(const int64_t* words, double max_norm, double loss_scale,
-                                           double eps) {
+// Infinities give norm inf, nans nan, as in torch.
+FASTPAR_HOST_DEVICE void norm_result(const int64_t* words, const NormClip& clip, float* result) {
   double sum = 0.0;
   for (int bin = kNormBins - 1; bin > 0; --bin) {
     bool zero, zero_below;
@@ -111,13 +106,16 @@ FASTPAR_HOST_DEVICE NormResult norm_result(const int64_t* words, double max_norm
       break;
     }
   }
+  const Factor& scale = clip.loss_scale;
+  const double loss_scale = static_cast<double>(scale.at ? *scale.at : scale.value);
   float norm = static_cast<float>(std::sqrt(sum) / loss_scale);
   if (words[kNormInfinities] != 0) norm = bit_cast<float>(0x7f800000u);
   if (words[kNormNans] != 0) norm = bit_cast<float>(0x7fc00000u);
-  const double clip = max_norm / (static_cast<double>(norm) + eps);
-  const double factor = max_norm < 0 || clip > 1.0 ? 1.0 : clip;  // a nan stays
-  const bool finite = (bit_cast<uint32_t>(norm) & 0x7fffffffu) < 0x7f800000u;
-  return {norm, static_cast<float>(factor / loss_scale), finite ? 0.0f : 1.0f};
+  const double clipped = clip.max_norm / (static_cast<double>(norm) + clip.eps);
+  const double factor = clip.max_norm < 0 || clipped > 1.0 ? 1.0 : clipped;  // a nan stays
+  result[0] = norm;
+  result[1] = static_cast<float>(factor / loss_scale);
+  result[2] = (bit_cast<uint32_t>(norm) & 0x7fffffffu) < 0x7f800000u ? 0.0f : 1.0f;
 }
 
 }  // namespace fastpar

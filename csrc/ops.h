@@ -205,6 +205,29 @@ void bucket_copy(const BucketRange* ranges, int64_t count, bool add, const Facto
 void sum_shards(const void* const* shards, int64_t world, void* out, int64_t n, Dtype shard_dtype,
                 Dtype out_dtype, const Factor& scale, int threads);
 
+// A flat range of a global norm. What is not `counted` (because another rank counts it) is only
+// searched for values that are not finite.
+struct NormRange {
+  const void* data;
+  int64_t size;
+  Dtype dtype;
+  bool counted;
+};
+
+// words[kNormWords] += the exact sum of squares of all ranges and the number of infinities and nans
+// (norm_math.h).
+void norm_bins(const NormRange* ranges, int64_t count, int64_t* words, int threads);
+
+// What is made of a sum of squares: norm = sqrt(sum) / loss_scale and the factor for gradients that
+// clips it, min(1, max_norm / (norm + eps)) / loss_scale. max_norm < 0: no clipping.
+struct NormClip {
+  double max_norm, eps;
+  Factor loss_scale;
+};
+
+// result[3]: norm, factor for gradients, 1 where the norm is not finite and else 0.
+void norm_from_bins(const int64_t* words, const NormClip& clip, float* result);
+
 // Asks the allocator to keep freed memory mapped, so that large buffers cause page faults once and
 // not in every step. False where the C library has no such setting.
 bool keep_freed_memory();

@@ -17,4 +17,16 @@ void bucket_copy_cuda(const BucketRange* ranges, int64_t count, bool add, const 
 void sum_shards_cuda(const void* const* shards, int64_t world, void* out, int64_t n,
                      Dtype shard_dtype, Dtype out_dtype, const Factor& scale, Stream stream);
 
+// The rows that norm_partials_cuda may write for `count` ranges.
+int64_t norm_rows_cuda(int64_t count);
+
+// rows[returned number][kNormWords] = parts of what norm_bins adds. One launch for about a thousand
+// ranges.
+int64_t norm_partials_cuda(const NormRange* ranges, int64_t count, int64_t* rows, Stream stream);
+
+// Sums the rows into words[kNormWords] and makes norm_from_bins' result[3] of them; either may be
+// null. One launch.
+void norm_finish_cuda(const int64_t* rows, int64_t count, const NormClip& clip, int64_t* words,
+                      float* result, Stream stream);
+
 }  // namespace fastpar

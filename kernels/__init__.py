@@ -49,6 +49,7 @@ else:
     )
     from fastpar.kernels.embedding import embedding
     from fastpar.kernels.gelu import bias_gelu
+    from fastpar.kernels.global_norm import global_norm
     from fastpar.kernels.layer_norm import (
         layer_norm,
         residual_layer_norm,
@@ -72,6 +73,7 @@ else:
         "draw_key",
         "dropout",
         "embedding",
+        "global_norm",
         "keep_freed_memory",
         "keep_mask",
         "layer_norm",

@@ -54,6 +54,7 @@ OPS = {
     "adamw_step_": ("cpp: adamw_cpu.cpp", "torch: _fused_adamw_"),
     "pack_, unpack_, accumulate_": ("cpp: bucket_cpu.cpp", "cuda: bucket_cuda.cu"),
     "sum_shards": ("cpp: bucket_cpu.cpp", "cuda: bucket_cuda.cu"),
+    "global_norm": ("cpp: global_norm_cpu.cpp", "cuda: global_norm_cuda.cu"),
     "dropout": ("cpp: dropout_cpu.cpp", "triton: philox_triton.py"),
 }
 

@@ -321,3 +321,23 @@ def sum_shards_ref(received: Tensor, out: Tensor, scale: float = 1.0) -> None:
     for w in range(1, received.shape[0]):
         total = total + received[w]
     out.copy_(total * scale)
+
+
+def global_norm_ref(
+    tensors: list[Tensor],
+    counted: list[bool] | None = None,
+    max_norm: float | None = None,
+    loss_scale: float = 1.0,
+    eps: float = 1e-6,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(norm, grad_scale, found_inf) in fp64, element by element."""
+    kept = [t for i, t in enumerate(tensors) if counted is None or counted[i]]
+    norm = torch.cat([torch.zeros(1).double(), *[t.double().flatten() for t in kept]]).norm()
+    finite = all(bool(t.isfinite().all()) for t in tensors)
+    if not finite:
+        norm = torch.cat([t.double().flatten() for t in tensors]).abs().sum()  # inf or nan
+    norm = norm / loss_scale
+    factor = torch.ones_like(norm)
+    if max_norm is not None:
+        factor = torch.clamp(max_norm / (norm + eps), max=1.0)
+    return norm, factor / loss_scale, torch.tensor(float(not finite))
