@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <optional>
 
 #include "bindings.h"
 #include "ops_cuda.h"
@@ -82,6 +83,15 @@ std::vector<const void*> pointers(const Addresses& addresses) {
   return result;
 }
 
+QuantizeBlocks blocks_of(Address codes, Address scales, int64_t block, int code) {
+  FASTPAR_CHECK(code >= 0 && code <= 2, "_C: expected code 0, 1 or 2, got code=", code,
+                "; use kernels/quantize.py");
+  FASTPAR_CHECK(block >= 16 && block <= kMaxQuantizeBlock && (block & (block - 1)) == 0,
+                "_C: expected a power of two from 16 to ", kMaxQuantizeBlock, ", got block=", block,
+                "; use 256");
+  return {at<void>(codes), at<float>(scales), block, static_cast<Code>(code)};
+}
+
 }  // namespace
 
 void bind_bucket(py::module_& m) {
@@ -105,7 +115,43 @@ void bind_bucket(py::module_& m) {
                    threads);
       },
       unlocked);
+  m.def(
+      "quantize_blockwise",
+      [](Address x, int x_dtype, Address error, int error_dtype, Address codes, Address scales,
+         int64_t block, int code, int64_t n, std::optional<uint64_t> seed, uint64_t first_index,
+         int threads) {
+        quantize_blockwise(at<const void>(x), dtype_of(x_dtype), at<void>(error),
+                           dtype_of(error_dtype), blocks_of(codes, scales, block, code), n,
+                           seed ? &*seed : nullptr, first_index, threads);
+      },
+      unlocked);
+  m.def(
+      "dequantize_blockwise",
+      [](Address codes, Address scales, int64_t block, int code, Address out, int out_dtype,
+         int64_t n, int threads) {
+        dequantize_blockwise(blocks_of(codes, scales, block, code), at<void>(out),
+                             dtype_of(out_dtype), n, threads);
+      },
+      unlocked);
 #if FASTPAR_CUDA
+  m.def(
+      "quantize_blockwise_cuda",
+      [](Address x, int x_dtype, Address error, int error_dtype, Address codes, Address scales,
+         int64_t block, int code, int64_t n, std::optional<uint64_t> seed, uint64_t first_index,
+         Address stream) {
+        quantize_blockwise_cuda(at<const void>(x), dtype_of(x_dtype), at<void>(error),
+                                dtype_of(error_dtype), blocks_of(codes, scales, block, code), n,
+                                seed ? &*seed : nullptr, first_index, at<void>(stream));
+      },
+      unlocked);
+  m.def(
+      "dequantize_blockwise_cuda",
+      [](Address codes, Address scales, int64_t block, int code, Address out, int out_dtype,
+         int64_t n, Address stream) {
+        dequantize_blockwise_cuda(blocks_of(codes, scales, block, code), at<void>(out),
+                                  dtype_of(out_dtype), n, at<void>(stream));
+      },
+      unlocked);
   m.def(
       "bucket_copy_cuda",
       [](const std::string& op, const std::vector<Range>& entries, bool add, float scale,

@@ -228,6 +228,31 @@ struct NormClip {
 // result[3]: norm, factor for gradients, 1 where the norm is not finite and else 0.
 void norm_from_bins(const int64_t* words, const NormClip& clip, float* result);
 
+// Codes of one byte; the numbers are those of kernels/quantize.py.
+enum class Code : int { int8 = 0, e4m3 = 1, e5m2 = 2 };
+
+constexpr int64_t kMaxQuantizeBlock = 4096;
+
+// Blocks of `block` elements, a power of two from 16 to kMaxQuantizeBlock: a code of one byte for
+// each element and a scale for each block (quantize_math.h). The last block may be shorter.
+struct QuantizeBlocks {
+  void* codes;
+  float* scales;
+  int64_t block;
+  Code code;
+};
+
+// to = blocks of x[n] + error[n]; error (float32 or bfloat16, or null) then holds what the codes
+// lost, except in blocks with an inf or nan. seed null: to nearest even; else stochastic with the
+// random bits of (*seed, first_index + i).
+void quantize_blockwise(const void* x, Dtype x_dtype, void* error, Dtype error_dtype,
+                        const QuantizeBlocks& to, int64_t n, const uint64_t* seed,
+                        uint64_t first_index, int threads);
+
+// out[n] = code * scale.
+void dequantize_blockwise(const QuantizeBlocks& from, void* out, Dtype out_dtype, int64_t n,
+                          int threads);
+
 // Asks the allocator to keep freed memory mapped, so that large buffers cause page faults once and
 // not in every step. False where the C library has no such setting.
 bool keep_freed_memory();

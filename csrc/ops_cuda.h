@@ -29,4 +29,12 @@ int64_t norm_partials_cuda(const NormRange* ranges, int64_t count, int64_t* rows
 void norm_finish_cuda(const int64_t* rows, int64_t count, const NormClip& clip, int64_t* words,
                       float* result, Stream stream);
 
+// One launch each. codes are aligned to 16 bytes in quantize_blockwise, out in
+// dequantize_blockwise.
+void quantize_blockwise_cuda(const void* x, Dtype x_dtype, void* error, Dtype error_dtype,
+                             const QuantizeBlocks& to, int64_t n, const uint64_t* seed,
+                             uint64_t first_index, Stream stream);
+void dequantize_blockwise_cuda(const QuantizeBlocks& from, void* out, Dtype out_dtype, int64_t n,
+                               Stream stream);
+
 }  // namespace fastpar

@@ -59,6 +59,7 @@ else:
     from fastpar.kernels.linear import linear
     from fastpar.kernels.linear_cross_entropy import linear_cross_entropy
     from fastpar.kernels.philox import Rng, draw_key, dropout, keep_mask, make_key, quantize_p
+    from fastpar.kernels.quantize import dequantize_blockwise, quantize_blockwise
 
     __all__ = [
         "Rng",
@@ -70,6 +71,7 @@ else:
         "cross_entropy",
         "cross_entropy_shard",
         "cross_entropy_shard_grad",
+        "dequantize_blockwise",
         "draw_key",
         "dropout",
         "embedding",
@@ -81,6 +83,7 @@ else:
         "linear_cross_entropy",
         "make_key",
         "pack_",
+        "quantize_blockwise",
         "quantize_p",
         "residual_layer_norm",
         "residual_rms_norm",

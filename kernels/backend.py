@@ -55,6 +55,8 @@ OPS = {
     "pack_, unpack_, accumulate_": ("cpp: bucket_cpu.cpp", "cuda: bucket_cuda.cu"),
     "sum_shards": ("cpp: bucket_cpu.cpp", "cuda: bucket_cuda.cu"),
     "global_norm": ("cpp: global_norm_cpu.cpp", "cuda: global_norm_cuda.cu"),
+    "quantize_blockwise": ("cpp: quantize_cpu.cpp", "cuda: quantize_cuda.cu"),
+    "dequantize_blockwise": ("cpp: quantize_cpu.cpp", "cuda: quantize_cuda.cu"),
     "dropout": ("cpp: dropout_cpu.cpp", "triton: philox_triton.py"),
 }
 

@@ -341,3 +341,91 @@ def global_norm_ref(
     if max_norm is not None:
         factor = torch.clamp(max_norm / (norm + eps), max=1.0)
     return norm, factor / loss_scale, torch.tensor(float(not finite))
+
+
+def _random_bits_ref(seed: int, index: Tensor) -> Tensor:
+    """32 random bits of (seed, step 0, stream 0) and each index, as csrc/random.h defines them."""
+    key, words, mask64 = 0, (seed, 0, 0), 2**64 - 1
+    for word in words:
+        key = (key + word + 0x9E3779B97F4A7C15) & mask64
+        key = ((key ^ key >> 30) * 0xBF58476D1CE4E5B9) & mask64
+        key = ((key ^ key >> 27) * 0x94D049BB133111EB) & mask64
+        key ^= key >> 31
+    mask = 2**32 - 1
+
+    def times(x: Tensor, factor: int) -> Tensor:  # without overflow of int64
+        low = (x & 0xFFFF) * factor
+        high = ((x >> 16) * factor & 0xFFFF) << 16
+        return (low + high) & mask
+
+    def mix(x: Tensor) -> Tensor:
+        x = times(x ^ x >> 16, 0x7FEB352D)
+        x = times(x ^ x >> 15, 0x846CA68B)
+        return x ^ x >> 16
+
+    x = mix((index & mask) ^ (key & mask))
+    return mix((x + (key >> 32) + times(index >> 32, 0x9E3779B9)) & mask)
+
+
+def quantize_blockwise_ref(
+    x: Tensor,
+    *,
+    dtype: torch.dtype,
+    block: int = 256,
+    seed: int | None = None,
+    first_index: int = 0,
+    error: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """codes and scales of an fp32 x, block by block, from the table of the codes' values.
+
+    error is updated in place.
+    """
+    if dtype == torch.int8:
+        levels = torch.arange(128, dtype=torch.float32)
+    else:
+        levels = torch.arange(128, dtype=torch.uint8).view(dtype).float()
+        levels = levels[levels.isfinite()]
+    codes, scales = torch.zeros(x.numel(), dtype=torch.uint8), []
+    flat = x.flatten() if error is None else x.flatten() + error.flatten().float()
+    for start in range(0, x.numel(), block):
+        v = flat[start : start + block]
+        top = v.abs().max()
+        scale = top / levels[-1]
+        if torch.isfinite(scale) and torch.isinf(scale * levels[-1]):
+            scale = torch.nextafter(scale, torch.zeros(()))
+        if top > 0:
+            scale = scale.clamp(min=2.0**-126)
+        scales.append(scale)
+        if not torch.isfinite(scale):
+            continue
+        values = torch.zeros_like(v)
+        if scale > 0:
+            scaled = (v * (1 / scale)).clamp(-levels[-1], levels[-1])
+            if seed is None:
+                code = (scaled.round() if dtype == torch.int8 else scaled).to(dtype)
+            else:
+                magnitude = scaled.abs()
+                low = torch.searchsorted(levels, magnitude, right=True) - 1
+                high = (low + 1).clamp(max=len(levels) - 1)
+                gap = (levels[high] - levels[low]).double().clamp(min=2.0**-149)
+                part = ((magnitude - levels[low]).double() / gap * 2**31).floor()
+                index = torch.arange(start, start + v.numel()) + first_index
+                up = (_random_bits_ref(seed, index) >> 1) < part
+                code = torch.where(up, high, low)
+                if dtype == torch.int8:
+                    code = torch.where(scaled < 0, -code, code).to(torch.int8)
+                else:
+                    code = (code + 128 * scaled.signbit()).to(torch.uint8).view(dtype)
+            codes[start : start + block] = code.view(torch.uint8)
+            values = code.float() * scale
+        if error is not None:
+            error.view(-1)[start : start + block] = (v - values).to(error.dtype)
+    result = torch.stack(scales) if scales else x.new_empty(0)
+    return codes.view(dtype).view(x.shape), result
+
+
+def dequantize_blockwise_ref(codes: Tensor, scales: Tensor, *, block: int = 256) -> Tensor:
+    """codes * scales of their blocks, in the dtype of scales."""
+    return (
+        codes.flatten().to(scales.dtype) * scales.repeat_interleave(block)[: codes.numel()]
+    ).view(codes.shape)

@@ -1,0 +1,250 @@
+"""Blockwise 8-bit codes for compressed collectives.
+
+Each block of v = x (+ error) has scale = max|v| / q, q = 127 (int8), 448 (float8_e4m3fn) or 57344
+(float8_e5m2), and an element becomes the code of v * (1 / scale), to nearest even or, unbiased, to
+one of its two neighbours at random: the upper one with probability (distance from the lower one) /
+(distance of the two). The random bits are a function of (seed, index) alone, so that a cut at a
+multiple of the block changes nothing. With error feedback the buffer takes what the codes lost and
+gives it back in the next call: sums over calls are those of the inputs.
+
+Scales are at least 2^-126 (smaller blocks lose what lies below that), but that of a block of zeros
+is 0. A block with an inf or nan has that scale and decodes to nan as a whole, so that an overflow
+is seen after the collective too; its error stays as it was, because such a step is skipped.
+The bits are the same for any number of threads, instruction set and device (csrc/quantize_math.h).
+Source: Seide et al. 2014 (error feedback), Interspeech; Micikevicius et al. 2022, arXiv 2209.05433.
+"""
+
+import torch
+from torch import Tensor
+
+from fastpar.kernels import _C, backend
+from fastpar.kernels.backend import DTYPE_CODES, define_op, use_cpp, use_cuda
+
+# The codes' numbers are csrc/quantize_math.h's; then the largest magnitude.
+_CODES = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
+_DTYPES = tuple(_CODES)
+_LARGEST = (127.0, 448.0, 57344.0)
+_MIN_BLOCK, _MAX_BLOCK = 16, 4096
+
+
+def _quantize_torch(
+    x: Tensor, error: Tensor | None, code: int, block: int, seed: int | None
+) -> tuple[Tensor, Tensor]:
+    """The composed path, to nearest."""
+    if seed is not None:
+        raise RuntimeError(
+            "quantize_blockwise: expected the compiled kernel for stochastic rounding, got "
+            f"device={x.device} FASTPAR_BACKEND={backend.choice} seed={seed}; unset "
+            "FASTPAR_BACKEND, or pass seed=None"
+        )
+    n, largest = x.numel(), _LARGEST[code]
+    v = x.flatten().float()
+    if error is not None:
+        v = v + error.flatten().float()
+    rows = torch.nn.functional.pad(v, (0, -n % block)).view(-1, block)
+    top = rows.abs().amax(1)  # nan stays
+    scales = top / largest
+    below = scales.nextafter(torch.zeros_like(scales))
+    scales = torch.where((scales * largest).isinf() & scales.isfinite(), below, scales)
+    scales = torch.where(top > 0, scales.clamp(min=2.0**-126), scales)
+    usable = scales.isfinite() & (scales > 0)
+    inverse = torch.where(usable, 1 / scales, torch.zeros_like(scales))
+    scaled = torch.where(usable[:, None], rows * inverse[:, None], torch.zeros_like(rows))
+    scaled = scaled.clamp(-largest, largest)
+    codes = (scaled.round() if code == 0 else scaled).to(_DTYPES[code])
+    if error is not None:
+        lost = (rows - codes.float() * scales[:, None]).view(-1)[:n].view_as(error)
+        keep = (~scales.isfinite()).repeat_interleave(block)[:n].view_as(error)
+        error.copy_(torch.where(keep, error, lost.to(error.dtype)))
+    return codes.view(-1)[:n].view(x.shape), scales
+
+
+def _quantize(
+    x: Tensor, error: Tensor | None, code: int, block: int, seed: int | None, first_index: int
+) -> tuple[Tensor, Tensor]:
+    cuda = use_cuda("quantize_blockwise", x)
+    if not (cuda or use_cpp("quantize_blockwise", x)):
+        return _quantize_torch(x, error, code, block, seed)
+    x = x.contiguous()
+    codes, scales = _outputs(x, code, block)
+    args = (
+        x.data_ptr(),
+        DTYPE_CODES[x.dtype],
+        0 if error is None else error.data_ptr(),
+        0 if error is None else DTYPE_CODES[error.dtype],
+        codes.data_ptr(),
+        scales.data_ptr(),
+        block,
+        code,
+        x.numel(),
+        None if seed is None else seed % 2**64,
+        first_index,
+    )
+    if cuda:
+        with torch.cuda.device_of(x):
+            backend.cuda_kernels.quantize_blockwise_cuda(*args, backend.cuda_stream(x))
+    else:
+        _C.quantize_blockwise(*args, torch.get_num_threads())
+    if error is not None and not error.is_inference():
+        torch.autograd.graph.increment_version(error)
+    return codes, scales
+
+
+def _outputs(x: Tensor, code: int, block: int) -> tuple[Tensor, Tensor]:
+    codes = torch.empty(x.shape, dtype=_DTYPES[code], device=x.device)
+    return codes, x.new_empty((x.numel() + block - 1) // block, dtype=torch.float32)
+
+
+def _dequantize(codes: Tensor, scales: Tensor, dtype: int, block: int) -> Tensor:
+    out_dtype = tuple(DTYPE_CODES)[dtype]
+    op = "dequantize_blockwise"
+    cuda = use_cuda(op, scales)
+    if not (cuda or use_cpp(op, scales)):
+        each = scales.repeat_interleave(block)[: codes.numel()].view(codes.shape)
+        return (codes.float() * each).to(out_dtype)
+    codes, scales = codes.contiguous(), scales.contiguous()
+    out = torch.empty(codes.shape, dtype=out_dtype, device=codes.device)
+    args = (
+        codes.data_ptr(),
+        scales.data_ptr(),
+        block,
+        _CODES[codes.dtype],
+        out.data_ptr(),
+        dtype,
+        codes.numel(),
+    )
+    if cuda:
+        with torch.cuda.device_of(codes):
+            backend.cuda_kernels.dequantize_blockwise_cuda(*args, backend.cuda_stream(codes))
+    else:
+        _C.dequantize_blockwise(*args, torch.get_num_threads())
+    return out
+
+
+def _dequantize_fake(codes: Tensor, scales: Tensor, dtype: int, block: int) -> Tensor:
+    return torch.empty(codes.shape, dtype=tuple(DTYPE_CODES)[dtype], device=codes.device)
+
+
+_DEVICES = ("CPU", "CUDA")
+_quantize_op = define_op(
+    "quantize_blockwise(Tensor x, int code, int block, int? seed, int first_index) "
+    "-> (Tensor, Tensor)",
+    lambda x, *args: _quantize(x, None, *args),
+    lambda x, code, block, *args: _outputs(x, code, block),
+    _DEVICES,
+)
+_feedback_op = define_op(
+    "quantize_blockwise_feedback(Tensor x, Tensor(a!) error, int code, int block, int? seed, "
+    "int first_index) -> (Tensor, Tensor)",
+    _quantize,
+    lambda x, error, code, block, *args: _outputs(x, code, block),
+    _DEVICES,
+)
+_dequantize_op = define_op(
+    "dequantize_blockwise(Tensor codes, Tensor scales, int dtype, int block) -> Tensor",
+    _dequantize,
+    _dequantize_fake,
+    _DEVICES,
+)
+
+
+def _check_block(op: str, block: int) -> None:
+    if not _MIN_BLOCK <= block <= _MAX_BLOCK or block & (block - 1):
+        raise ValueError(
+            f"{op}: expected a power of two from {_MIN_BLOCK} to {_MAX_BLOCK}, got block={block}; "
+            "256 costs 1.6 % for the scales"
+        )
+
+
+@torch.no_grad()
+def quantize_blockwise(
+    x: Tensor,
+    *,
+    dtype: torch.dtype = torch.int8,
+    block: int = 256,
+    seed: int | None = None,
+    first_index: int = 0,
+    error: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """8-bit codes of x, one fp32 scale for each block of consecutive elements.
+
+    Args:
+        x: fp32 | bf16 | fp16, any shape; blocks go through x.flatten(), the last may be shorter.
+        dtype: torch.int8 | torch.float8_e4m3fn | torch.float8_e5m2.
+        block: elements that share a scale, a power of two from 16 to 4096.
+        seed: None rounds to nearest even; a number from 0 to 2^64 - 1 rounds stochastically with
+            the random bits of (seed, first_index + i). Use another one for each step and rank.
+        first_index: index of x's first element in the array that x is a part of.
+        error: shape of x, fp32 | bf16, contiguous: added to x, then takes what the codes lost.
+    Returns:
+        codes: [shape of x] of dtype, and scales: [ceil(x.numel() / block)] fp32.
+    Raises:
+        ValueError: another dtype, block, seed or first_index; an error that does not fit x.
+        RuntimeError: seed with FASTPAR_BACKEND=torch.
+    Traffic: bytes of x (and twice of error) read and written, 1 + 4 / block bytes per element.
+    Deterministic: yes, bitwise, for any number of threads, device, instruction set and any cut at
+        multiples of block.
+    Oracle: fastpar.kernels.reference.quantize_blockwise_ref
+    """
+    op = "quantize_blockwise"
+    if x.dtype not in DTYPE_CODES:
+        raise ValueError(f"{op}: expected fp32, bf16 or fp16, got x={x.dtype}; cast it")
+    if dtype not in _CODES:
+        raise ValueError(
+            f"{op}: expected int8, float8_e4m3fn or float8_e5m2, got dtype={dtype}; choose one"
+        )
+    _check_block(op, block)
+    if seed is not None and not 0 <= seed < 2**64:
+        raise ValueError(f"{op}: expected 0 <= seed < 2**64, got seed={seed}; reduce it")
+    if not 0 <= first_index < 2**63:
+        raise ValueError(
+            f"{op}: expected 0 <= first_index < 2**63, got first_index={first_index}; "
+            "count from the array's first element"
+        )
+    if seed is not None and seed >= 2**63:
+        seed -= 2**64  # the op's integers are signed
+    if error is None:
+        return _quantize_op(x, _CODES[dtype], block, seed, first_index)
+    fits = error.shape == x.shape and error.device == x.device and error.is_contiguous()
+    if not fits or error.dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(
+            f"{op}: expected a contiguous fp32 or bf16 error of shape {list(x.shape)} on "
+            f"{x.device}, got error={list(error.shape)} {error.dtype} stride={error.stride()} on "
+            f"{error.device}; make it with torch.zeros"
+        )
+    return _feedback_op(x, error, _CODES[dtype], block, seed, first_index)
+
+
+@torch.no_grad()
+def dequantize_blockwise(
+    codes: Tensor, scales: Tensor, *, out_dtype: torch.dtype = torch.float32, block: int = 256
+) -> Tensor:
+    """Values of quantize_blockwise's codes: code * scale, rounded to out_dtype.
+
+    Args:
+        codes, scales, block: of quantize_blockwise.
+        out_dtype: fp32 | bf16 | fp16.
+    Returns:
+        x: [shape of codes] of out_dtype, on the codes' device.
+    Raises:
+        ValueError: another dtype or block; scales that do not fit codes.
+    Traffic: 1 + 4 / block bytes read and out_dtype's bytes written per element.
+    Deterministic: yes, bitwise, for any number of threads, device and instruction set.
+    Oracle: fastpar.kernels.reference.dequantize_blockwise_ref
+    """
+    op = "dequantize_blockwise"
+    if codes.dtype not in _CODES or out_dtype not in DTYPE_CODES:
+        raise ValueError(
+            f"{op}: expected codes of int8, float8_e4m3fn or float8_e5m2 and out_dtype fp32, bf16 "
+            f"or fp16, got codes={codes.dtype} out_dtype={out_dtype}; pass what "
+            "quantize_blockwise returned"
+        )
+    _check_block(op, block)
+    count = (codes.numel() + block - 1) // block
+    if scales.shape != (count,) or scales.dtype != torch.float32 or scales.device != codes.device:
+        raise ValueError(
+            f"{op}: expected {count} fp32 scales on {codes.device} for {codes.numel()} codes in "
+            f"blocks of {block}, got scales={list(scales.shape)} {scales.dtype} on "
+            f"{scales.device}; pass what quantize_blockwise returned"
+        )
+    return _dequantize_op(codes, scales, DTYPE_CODES[out_dtype], block)

@@ -1,0 +1,424 @@
+"""Blockwise codes: the oracle's bits for every type, block, tail and device; torch's rounding to
+nearest; unbiased otherwise; nothing lost over steps; nothing that is not finite vanishes."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastpar.kernels import _C, backend, dequantize_blockwise, quantize_blockwise
+from fastpar.kernels.reference import dequantize_blockwise_ref, quantize_blockwise_ref
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+CODES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+BIG = torch.finfo(torch.float32).max
+U = 2.0**-24  # unit roundoff of fp32
+
+
+@pytest.fixture(params=["cpp", "cuda"])
+def device(request):
+    return request.getfixturevalue("cuda_device") if request.param == "cuda" else "cpu"
+
+
+def rand(n, dtype=torch.float32, device="cpu"):
+    """Random values of many magnitudes, blocks of zeros and of tiny numbers among them."""
+    x = torch.randn(n) * torch.exp2(torch.randint(-10, 4, (n,)).float())
+    x[n // 3 : n // 3 + n // 4] *= 2.0**-140
+    x[n // 2 : n // 2 + n // 4] = 0
+    return x.to(device, dtype)
+
+
+def assert_same(got, want):
+    """Same dtype and bits; nan equals nan."""
+    assert got.dtype == want.dtype
+    assert got.shape == want.shape
+    if got.element_size() == 1:
+        assert torch.equal(got.cpu().view(torch.uint8), want.cpu().view(torch.uint8))
+    else:
+        torch.testing.assert_close(got.cpu(), want.cpu(), rtol=0, atol=0, equal_nan=True)
+
+
+def check(x, dtype, device, *, block=256, seed=None, first_index=0, error=None):
+    """Op and oracle agree in codes, scales, error and values."""
+    kwargs = {"dtype": dtype, "block": block, "seed": seed, "first_index": first_index}
+    lost = None if error is None else error.to(device, copy=True)
+    codes, scales = quantize_blockwise(x.to(device), error=lost, **kwargs)
+    want_error = None if error is None else error.clone()
+    want, want_scales = quantize_blockwise_ref(x.float(), error=want_error, **kwargs)
+    assert_same(codes, want)
+    assert_same(scales, want_scales)
+    if error is not None:
+        assert_same(lost, want_error)
+    for out_dtype in FLOATS:
+        got = dequantize_blockwise(codes, scales, out_dtype=out_dtype, block=block)
+        assert_same(got, dequantize_blockwise_ref(want, want_scales, block=block).to(out_dtype))
+
+
+@pytest.mark.parametrize("seed", [None, 5, 2**64 - 3])
+@pytest.mark.parametrize("dtype", CODES)
+def test_matches_the_oracle(dtype, seed, device):
+    for n, block in ((0, 256), (1, 256), (255, 256), (257, 64), (1003, 256), (517, 16)):
+        for i, x_dtype in enumerate(FLOATS):
+            error = (None, torch.randn(n), torch.randn(n).bfloat16())[i]
+            check(rand(n, x_dtype), dtype, device, block=block, seed=seed, error=error)
+    for block in (512, 1024, 4096):  # a warp's, and more than a warp holds at once
+        x = rand(9001, torch.bfloat16)
+        check(x, dtype, device, block=block, seed=seed, first_index=2**33 + 7)
+        check(x, dtype, device, block=block, seed=seed, error=torch.randn(9001).bfloat16())
+
+
+@pytest.mark.parametrize("dtype", CODES)
+def test_the_composed_path_has_the_same_bits(dtype, monkeypatch):
+    monkeypatch.setattr(backend, "choice", "torch")
+    x = rand(1003)
+    check(x, dtype, "cpu", error=torch.randn(1003))
+    x[[300, 700]] = torch.tensor([torch.inf, BIG])
+    check(x, dtype, "cpu", block=64, error=torch.randn(1003).bfloat16())
+    with pytest.raises(RuntimeError, match="FASTPAR_BACKEND=torch seed=1; unset"):
+        quantize_blockwise(x, seed=1)
+
+
+@pytest.mark.parametrize("dtype", CODES[1:])
+def test_rounding_to_nearest_is_torchs(dtype, device):
+    """Every float16, which holds every tie of the 8-bit formats, and random fp32 numbers, at scale
+    1: the largest code in each block sees to it."""
+    largest = LARGEST[dtype]
+    x = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
+    x = torch.cat([x, torch.randn(50_000) * torch.exp2(torch.randint(-20, 10, (50_000,)).float())])
+    x = x[x.abs() <= largest]
+    x = torch.nn.functional.pad(x, (0, -len(x) % 255)).view(-1, 255)
+    x = torch.cat([x, torch.full((len(x), 1), largest)], dim=1)
+    codes, scales = quantize_blockwise(x.to(device), dtype=dtype)
+    assert (scales == 1).all()
+    assert_same(codes, x.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", CODES)
+def test_every_code_decodes_as_torchs(dtype, device):
+    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(dtype).to(device)
+    for scale in (1.0, 0.37, 2.0**-126):
+        scales = torch.tensor([scale], device=device)
+        got = dequantize_blockwise(codes, scales)
+        assert_same(got, codes.cpu().float() * scales.cpu())
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("dtype", CODES)
+def test_the_error_is_at_most_one_step(dtype, seed):
+    """Half a step to nearest, one step otherwise; U * |x| covers the roundings of 1 / scale, of the
+    product, of the scale and of the way back."""
+    x = torch.randn(5000)
+    codes, scales = quantize_blockwise(x, dtype=dtype, seed=seed)
+    scale = scales.repeat_interleave(256)[:5000]
+    if dtype == torch.int8:
+        step = scale
+    else:
+        bits, floor = (3, 2.0**-9) if dtype == torch.float8_e4m3fn else (2, 2.0**-16)
+        _, exponent = torch.frexp(x / scale)
+        step = torch.exp2((exponent - 1 - bits).float()).clamp(min=floor) * scale
+    error = (dequantize_blockwise(codes, scales) - x).abs()
+    assert (error <= step * (0.5 if seed is None else 1.0) + 4 * U * x.abs()).all()
+
+
+FRACTIONS = (0.5, 0.25, 0.9, 1 / 3, 2.0**-10)
+
+
+@pytest.mark.parametrize("dtype", CODES)
+def test_stochastic_rounding_is_unbiased(dtype):
+    """The count of roundings up is binomial; six deviations are exceeded with probability 2e-9, by
+    any of the 75 counts with less than 2e-7 (normal approximation: at least 256 are expected)."""
+    n, largest = 2**18, LARGEST[dtype]
+    if dtype == torch.int8:
+        levels = torch.arange(128).float()
+    else:
+        levels = torch.arange(128, dtype=torch.uint8).view(dtype).float()
+        levels = levels[levels.isfinite()]
+    for k, position in enumerate((0, 1, 7, 40, len(levels) - 2)):
+        low, high = levels[position].item(), levels[position + 1].item()
+        for f, fraction in enumerate(FRACTIONS):
+            value = torch.tensor(low + fraction * (high - low))
+            p = (value.item() - low) / (high - low)  # of the rounded number
+            x = value.repeat(n)
+            x[::4096] = largest
+            sign = -1.0 if f % 2 else 1.0
+            codes, scales = quantize_blockwise(
+                sign * x, dtype=dtype, block=4096, seed=1000 * k + f, first_index=2**32 - 5000
+            )
+            assert (scales == 1).all()
+            y = sign * codes.float().view(-1, 4096)[:, 1:]
+            assert ((y == low) | (y == high)).all()
+            ups, draws = (y == high).sum().item(), y.numel()
+            assert abs(ups - p * draws) < 6 * math.sqrt(draws * p * (1 - p)), (low, fraction)
+
+
+@pytest.mark.parametrize("dtype", CODES)
+def test_exact_values_are_kept(dtype, device):
+    """A number that is a code is that code, whatever the random bits."""
+    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(dtype)
+    x = codes.float()
+    x = torch.where((x.abs() <= LARGEST[dtype]), x, torch.zeros(())).to(device)
+    for seed in (None, 1, 2):
+        y, scales = quantize_blockwise(x * 2.0**-20, dtype=dtype, seed=seed)
+        assert torch.equal(dequantize_blockwise(y, scales), x * 2.0**-20)
+
+
+def test_seeds_and_cuts(device):
+    """Same seed, same bits; another seed, others; a cut at a multiple of the block changes none."""
+    x = rand(4000, torch.bfloat16, device)
+    for dtype in CODES:
+        kwargs = {"dtype": dtype, "block": 64, "seed": 9}
+        whole, scales = quantize_blockwise(x, first_index=128, **kwargs)
+        again, _ = quantize_blockwise(x, first_index=128, **kwargs)
+        assert_same(again, whole)
+        for cut in (64, 1280, 3968):
+            left = quantize_blockwise(x[:cut], first_index=128, **kwargs)
+            right = quantize_blockwise(x[cut:], first_index=128 + cut, **kwargs)
+            assert_same(
+                torch.cat([left[0].view(torch.uint8), right[0].view(torch.uint8)]),
+                whole.view(torch.uint8),
+            )
+            assert_same(torch.cat([left[1], right[1]]), scales)
+        for other in ({"seed": 10, "first_index": 128}, {"seed": 9, "first_index": 192}):
+            codes, _ = quantize_blockwise(x, **{**kwargs, **other})
+            unlike = (codes.view(torch.uint8) != whole.view(torch.uint8)).float().mean()
+            assert unlike > 0.1
+
+
+@pytest.mark.parametrize("error_dtype", FLOATS[:2])
+@pytest.mark.parametrize("seed", [None, 4])
+@pytest.mark.parametrize("dtype", CODES)
+def test_error_feedback_loses_nothing_over_steps(dtype, seed, error_dtype):
+    """sum of values + last error = sum of inputs, up to the rounding of x + e and of the new e in
+    each step: U * |v| + u_e * |e|, u_e = U, and 2^-8 where e is bf16."""
+    torch.manual_seed(1)
+    n, steps = 600, 50
+    x = torch.randn(n)
+    unit = U if error_dtype == torch.float32 else 2.0**-8
+    error = torch.zeros(n, dtype=error_dtype)
+    total, inputs = torch.zeros(n).double(), torch.zeros(n).double()
+    bound, plain = torch.zeros(n).double(), torch.zeros(n).double()
+    for step in range(steps):
+        part = x + 0.1 * torch.randn(n)
+        kwargs = {"dtype": dtype, "seed": None if seed is None else seed + step}
+        v = (part + error.float()).double().abs()
+        values = dequantize_blockwise(*quantize_blockwise(part, error=error, **kwargs))
+        total += values.double()
+        plain += dequantize_blockwise(*quantize_blockwise(part, **kwargs)).double()
+        inputs += part.double()
+        bound += U * v + (unit + U) * error.double().abs()
+    assert ((total + error.double() - inputs).abs() <= bound).all()
+    lost = (total - inputs).norm()
+    assert lost < 0.5 * (plain - inputs).norm()  # what it would be without
+    assert error.float().abs().max() < x.abs().max() / 3
+
+
+def test_what_is_not_finite_does_not_vanish(device):
+    for dtype in CODES:
+        for seed in (None, 3):
+            x = torch.randn(5 * 64, device=device)
+            clean, clean_scales = quantize_blockwise(x, dtype=dtype, block=64, seed=seed)
+            x[70], x[140], x[141], x[200] = torch.inf, -torch.inf, torch.nan, BIG
+            error = torch.full((5 * 64,), 0.25, device=device)
+            error[200] = BIG  # x + error overflows
+            codes, scales = quantize_blockwise(x, dtype=dtype, block=64, seed=seed, error=error)
+            assert scales.isinf().tolist() == [False, True, False, True, False]
+            assert scales.isnan().tolist() == [False, False, True, False, False]
+            values = dequantize_blockwise(codes, scales, block=64).view(5, 64)
+            assert values[1:4].isnan().all()
+            assert values[[0, 4]].isfinite().all()
+            assert (codes.view(torch.uint8).view(5, 64)[1:4] == 0).all()
+            assert (error.view(5, 64)[1:3] == 0.25).all()  # as it was
+            assert error[200] == BIG
+            assert (error.view(5, 64)[[0, 4]] != 0.25).any()
+            codes, scales = quantize_blockwise(x, dtype=dtype, block=64, seed=seed)
+            for b in (0, 4):  # neighbours do not suffer
+                part = slice(64 * b, 64 * b + 64)
+                assert_same(codes[part], clean[part])
+                assert scales[b] == clean_scales[b]
+
+
+def test_zeros_and_tiny_blocks(device):
+    for dtype in CODES:
+        for seed in (None, 3):
+            x = torch.zeros(256, device=device)
+            x[:16] = -0.0
+            codes, scales = quantize_blockwise(x, dtype=dtype, block=64, seed=seed)
+            assert (codes.view(torch.uint8) == 0).all()
+            assert (scales == 0).all()
+            assert (dequantize_blockwise(codes, scales, block=64) == 0).all()
+            x = torch.full((64,), 2.0**-149, device=device)
+            x[0] = 2.0**-126
+            error = torch.zeros(64, device=device)
+            codes, scales = quantize_blockwise(x, dtype=dtype, block=64, seed=seed, error=error)
+            assert scales.item() == 2.0**-126
+            values = dequantize_blockwise(codes, scales, block=64)
+            assert values[0] == 2.0**-126
+            assert torch.equal(values + error, x)  # what is lost is kept
+
+
+def test_the_largest_numbers_stay_finite(device):
+    for dtype in CODES:
+        x = torch.tensor([BIG, -BIG, 1.0, BIG / 2], device=device)
+        for top in (BIG, BIG * (1 - 2**-20), 3e38):
+            x[0], x[1] = top, -top
+            values = dequantize_blockwise(*quantize_blockwise(x, dtype=dtype))
+            assert values.isfinite().all()
+            torch.testing.assert_close(values[0].item(), top, rtol=2.0**-20, atol=0)
+
+
+def test_every_offset_and_tail(device):
+    """Offsets 0..63 bytes of x and error, all tails, codes that start anywhere."""
+    for offset in range(16):
+        n = 64 + 7 * offset
+        x, error = torch.randn(n + offset, device=device), torch.randn(n + offset, device=device)
+        kwargs = {"block": 32, "seed": 1}
+        want_error = error[offset:].clone()
+        want, scales = quantize_blockwise(x[offset:].clone(), error=want_error, **kwargs)
+        got, got_scales = quantize_blockwise(x[offset:], error=error[offset:], **kwargs)
+        assert_same(got, want)
+        assert_same(got_scales, scales)
+        assert_same(error[offset:], want_error)
+        moved = torch.zeros(n + offset, dtype=torch.int8, device=device)
+        moved[offset:] = want
+        values = dequantize_blockwise(moved[offset:], scales, block=32)
+        assert_same(values, dequantize_blockwise(want, scales, block=32))
+    for n in range(1, 70):
+        x = torch.randn(n)
+        check(x, torch.float8_e5m2, device, block=32, seed=2, error=torch.randn(n).bfloat16())
+
+
+def test_shapes_and_strides(device):
+    x = torch.randn(30, 20, device=device)
+    codes, scales = quantize_blockwise(x.t(), block=64)
+    assert codes.shape == (20, 30)
+    assert scales.shape == (10,)
+    want, _ = quantize_blockwise(x.t().contiguous(), block=64)
+    assert_same(codes, want)
+    values = dequantize_blockwise(codes.t(), scales, block=64)
+    assert_same(values, dequantize_blockwise(codes.t().contiguous(), scales, block=64))
+    codes, scales = quantize_blockwise(torch.tensor(3.0, device=device))
+    assert dequantize_blockwise(codes, scales).item() == 3.0
+
+
+@pytest.mark.parametrize("name", ["baseline", "avx2", "avx512"])
+def test_same_bits_on_every_instruction_set_and_thread_count(name):
+    if not _C.isa_supported(name):
+        pytest.skip(f"this machine has no {name}")
+    x = rand(200_003, torch.bfloat16)
+    results = []
+    for isa, threads in ((_C.isa(), 1), (name, 3)):
+        before = _C.isa()
+        _C.set_isa(isa)
+        torch.set_num_threads(threads)
+        try:
+            found = []
+            for dtype in CODES:
+                for seed in (None, 8):
+                    error = torch.linspace(-1, 1, 200_003)
+                    codes, scales = quantize_blockwise(x, dtype=dtype, seed=seed, error=error)
+                    values = dequantize_blockwise(codes, scales, out_dtype=torch.float16)
+                    found += [codes, scales, error, values]
+            results.append(found)
+        finally:
+            _C.set_isa(before)
+    for a, b in zip(*results):
+        assert_same(a, b)
+
+
+@given(
+    st.integers(0, 300),
+    st.sampled_from(FLOATS),
+    st.sampled_from(CODES),
+    st.sampled_from([16, 32, 64, 256]),
+    st.none() | st.integers(0, 2**64 - 1),
+    st.integers(0, 2**40),
+    st.sampled_from([None, torch.float32, torch.bfloat16]),
+    st.integers(-140, 120),
+)
+def test_hypothesis_finds_nothing(
+    n, x_dtype, dtype, block, seed, first_index, error_dtype, exponent
+):
+    torch.manual_seed(n + block)
+    x = (torch.randn(n) * 2.0**exponent).to(x_dtype)
+    error = None if error_dtype is None else (torch.randn(n) * 2.0**exponent).to(error_dtype)
+    check(x, dtype, "cpu", block=block, seed=seed, first_index=first_index, error=error)
+
+
+def test_autograd_notices_the_change():
+    error = torch.randn(5, requires_grad=True)
+    y = (error * error).sum()
+    quantize_blockwise(torch.ones(5), error=error)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+def test_opcheck():
+    ops, x = torch.ops.fastpar, torch.randn(70)
+    for code in range(3):
+        torch.library.opcheck(ops.quantize_blockwise.default, (x, code, 32, 5, 0))
+    args = (x, torch.zeros(70), 0, 32, None, 64)
+    torch.library.opcheck(ops.quantize_blockwise_feedback.default, args)
+    codes, scales = quantize_blockwise(x, block=32)
+    torch.library.opcheck(ops.dequantize_blockwise.default, (codes, scales, 1, 32))
+
+
+def test_compiles_without_graph_breaks():
+    def run(x, error):
+        codes, scales = quantize_blockwise(x, seed=1, error=error, dtype=torch.float8_e4m3fn)
+        return dequantize_blockwise(codes, scales, out_dtype=torch.bfloat16) * 2
+
+    x, error = torch.randn(700), torch.randn(700)
+    other = error.clone()
+    want = run(x, error)
+    got = torch.compile(run, fullgraph=True, backend="aot_eager")(x, other)
+    assert_same(got, want)
+    assert_same(other, error)
+
+
+def test_errors():
+    x = torch.ones(300)
+    codes, scales = quantize_blockwise(x)
+
+    def refuses(match, op, *args, **kwargs):
+        with pytest.raises(ValueError, match=match):
+            op(*args, **kwargs)
+
+    refuses("expected fp32, bf16 or fp16, got x=torch.float64", quantize_blockwise, x.double())
+    refuses("got dtype=torch.uint8", quantize_blockwise, x, dtype=torch.uint8)
+    for block in (0, 8, 48, 8192):
+        refuses(
+            f"power of two from 16 to 4096, got block={block}", quantize_blockwise, x, block=block
+        )
+    refuses("got block=8", dequantize_blockwise, codes, scales, block=8)
+    refuses(r"expected 0 <= seed < 2\*\*64, got seed=-1", quantize_blockwise, x, seed=-1)
+    refuses("got seed=18446744073709551616", quantize_blockwise, x, seed=2**64)
+    refuses("got first_index=-1", quantize_blockwise, x, first_index=-1)
+    refuses(r"error of shape \[300\] .* got error=\[2\]", quantize_blockwise, x, error=x[:2])
+    refuses("got error=.* torch.float16", quantize_blockwise, x, error=x.half())
+    refuses("on cpu, got error=.* on meta", quantize_blockwise, x, error=x.to("meta"))
+    strided = torch.zeros(600)[::2]
+    refuses(r"got error=.* stride=\(2,\)", quantize_blockwise, x, error=strided)
+    refuses("got codes=torch.float32 out", dequantize_blockwise, x, scales)
+    refuses("out_dtype=torch.float64", dequantize_blockwise, codes, scales, out_dtype=torch.float64)
+    refuses(r"2 fp32 scales .* got scales=\[1\]", dequantize_blockwise, codes, scales[:1])
+    refuses("got scales=.* torch.float64", dequantize_blockwise, codes, scales.double())
+    refuses("got scales=.* on meta", dequantize_blockwise, codes, scales.to("meta"))
+    with pytest.raises(ValueError, match="expected code 0, 1 or 2, got code=3"):
+        _C.dequantize_blockwise(0, 0, 256, 3, 0, 0, 0, 1)
+    with pytest.raises(ValueError, match="a power of two from 16 to 4096, got block=100"):
+        _C.dequantize_blockwise(0, 0, 100, 0, 0, 0, 0, 1)
+
+
+@pytest.mark.slow
+def test_more_than_2_to_the_31_elements():
+    n = 2**31 + 5
+    x = torch.ones(n, dtype=torch.bfloat16)
+    x[-5:] = torch.arange(5.0).bfloat16()
+    codes, scales = quantize_blockwise(x, seed=1)
+    assert codes[-5:].tolist() == quantize_blockwise(x[-5:], seed=1, first_index=2**31)[0].tolist()
+    assert codes.view(torch.int8)[:-5].min() == 127
+    values = dequantize_blockwise(codes, scales, out_dtype=torch.bfloat16)
+    assert values[-1] == 4
