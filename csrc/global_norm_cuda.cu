@@ -12,7 +12,7 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kLoads = 4;          // 16-byte loads of a thread that are in flight at once
 constexpr int kSteps = 4;          // times a thread does that within a tile
-constexpr int kBlocksPerUnit = 4;  // of a multiprocessor
+constexpr int kBlocksPerUnit = 3;  // of a multiprocessor
 constexpr int kFinishThreads = 1024;
 constexpr int64_t kTileWords = int64_t(kThreads) * kLoads * kSteps;  // of 16 bytes
 constexpr int64_t kArgumentBytes = 32764;                            // of all arguments of a kernel
@@ -31,17 +31,13 @@ struct Table {
   Range ranges[kRanges];
 };
 
+__device__ FASTPAR_INLINE void set_first(Words16* words, float x) {
+  words->word[0] = bit_cast<uint32_t>(x);
+}
+
 template <class T>
-__device__ FASTPAR_INLINE void unpack(const Words16& words, float* x) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if constexpr (sizeof(T) == 4) {
-      x[i] = bit_cast<float>(words.word[i]);
-    } else {
-      x[2 * i] = to_float(T{static_cast<uint16_t>(words.word[i])});
-      x[2 * i + 1] = to_float(T{static_cast<uint16_t>(words.word[i] >> 16)});
-    }
-  }
+__device__ FASTPAR_INLINE void set_first(Words16* words, T x) {
+  words->word[0] = x.bits;
 }
 
 // Tile `tile` of data[size]: kTileWords of its aligned 16-byte words; the first tile also takes the
@@ -58,23 +54,23 @@ __device__ FASTPAR_INLINE void add_tile(const T* data, int64_t size, int64_t til
   const int64_t first = tile * kTileWords;
   const int64_t last = first + kTileWords < words ? first + kTileWords : words;
   for (int64_t start = first; start < last; start += kThreads * kLoads) {
-    float x[kLoads * kGroup];
+    Words16 x[kLoads];
 #pragma unroll
     for (int u = 0; u < kLoads; ++u) {
       const int64_t at = start + u * kThreads + threadIdx.x;
-      const Words16 word = at < last ? load16(body + at * kGroup) : Words16{};
-      unpack<T>(word, x + u * kGroup);
+      x[u] = at < last ? load16(body + at * kGroup) : Words16{};
     }
-    lane->add(x, counted);
+    lane->add<T>(x, counted);
   }
   if (tile == 0) {
     const int64_t edge = threadIdx.x < head ? threadIdx.x : threadIdx.x + words * kGroup;
-    float x[1] = {edge < size ? to_float(data[edge]) : 0.0f};
-    lane->add(x, counted);
+    Words16 x[1] = {};
+    if (edge < size) set_first(&x[0], data[edge]);
+    lane->add<T>(x, counted);
   }
 }
 
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocksPerUnit)
     norm_partials_kernel(const __grid_constant__ Table table, int64_t* rows) {
   __shared__ int64_t bins[kWarps * kNormWords];
   for (int i = threadIdx.x; i < kWarps * kNormWords; i += kThreads) bins[i] = 0;

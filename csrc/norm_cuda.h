@@ -25,24 +25,27 @@ struct NormLane {
 
   __device__ FASTPAR_INLINE explicit NormLane(int64_t* row) : words(row) {}
 
-  // Adds n values of each lane; values beyond the end of the data are 0.
-  template <int n>
-  __device__ FASTPAR_INLINE void add(float (&x)[n], bool counted) {
-    uint32_t most = largest(x);
-    if (most >= 0x7f800000u) {
-      count_and_clear(x);
-      most = largest(x);
+  // Adds n 16-byte words of each lane, of values stored as T; values beyond the end of the data are
+  // 0. What is not finite is cleared in x.
+  template <class T, int n>
+  __device__ FASTPAR_INLINE void add(Words16 (&x)[n], bool counted) {
+    float most = largest<T>(x);
+    if (!is_finite(most)) {
+      count_and_clear<T>(x);
+      most = largest<T>(x);
     }
     if (!counted) return;
-    const int reached = norm_top(bit_cast<float>(most));
-    if (reached > top || count + n > kNormChunk) {
+    constexpr int kValues = n * sizeof(Words16) / sizeof(T);
+    const int reached = norm_top(most);
+    if (reached > top || count + kValues > kNormChunk) {
       flush();
       top = reached > top ? reached : top;
     }
     const double rounder = norm_rounder(top), rounder_below = norm_rounder(top - 1);
 #pragma unroll
-    for (int i = 0; i < n; ++i) norm_add(x[i], rounder, rounder_below, &sums);
-    count += n;
+    for (int i = 0; i < kValues; ++i)
+      norm_add(to_float(get<T>(x, i)), rounder, rounder_below, &sums);
+    count += kValues;
   }
 
   // Moves everything into the warp's row.
@@ -57,27 +60,57 @@ struct NormLane {
   }
 
  private:
-  template <int n>
-  __device__ FASTPAR_INLINE uint32_t largest(const float (&x)[n]) const {
-    uint32_t most = 0;
-#pragma unroll
-    for (int i = 0; i < n; ++i) {
-      const uint32_t bits = bit_cast<uint32_t>(x[i]) & 0x7fffffffu;
-      most = bits > most ? bits : most;
+  template <class T, int n>
+  __device__ static FASTPAR_INLINE T get(const Words16 (&x)[n], int i) {
+    constexpr int kPerWord = 4 / sizeof(T);
+    const uint32_t word = x[i / kPerWord / 4].word[i / kPerWord % 4];
+    if constexpr (sizeof(T) == 4) {
+      return bit_cast<T>(word);
+    } else {
+      return T{static_cast<uint16_t>(word >> (16 * (i % kPerWord)))};
     }
-    return __reduce_max_sync(kAllLanes, most);
   }
 
-  template <int n>
-  __device__ FASTPAR_INLINE void count_and_clear(float (&x)[n]) {
+  // Of the warp. Bits without the sign are ordered like magnitudes, inf and nan last.
+  template <class T, int n>
+  __device__ static FASTPAR_INLINE float largest(const Words16 (&x)[n]) {
+    uint32_t most = 0;
 #pragma unroll
-    for (int i = 0; i < n; ++i) {
-      const uint32_t bits = bit_cast<uint32_t>(x[i]) & 0x7fffffffu;
-      infinities += bits == 0x7f800000u;
-      nans += bits > 0x7f800000u;
-      if (bits >= 0x7f800000u) x[i] = 0.0f;
+    for (int i = 0; i < 4 * n; ++i) {
+      const uint32_t word = x[i / 4].word[i % 4];
+      if constexpr (sizeof(T) == 4) {
+        most = max_of(most, word & 0x7fffffffu);
+      } else {
+        most = max_of(most, max_of(word & 0x7fffu, word >> 16 & 0x7fffu));
+      }
+    }
+    most = __reduce_max_sync(kAllLanes, most);
+    if constexpr (sizeof(T) == 4) {
+      return bit_cast<float>(most);
+    } else {
+      return to_float(T{static_cast<uint16_t>(most)});
     }
   }
+
+  template <class T, int n>
+  __device__ FASTPAR_INLINE void count_and_clear(Words16 (&x)[n]) {
+    constexpr int kParts = 4 / sizeof(T);
+#pragma unroll
+    for (int i = 0; i < 4 * n * kParts; ++i) {
+      const float value = to_float(get<T>(x, i));
+      const bool nan = value != value, infinite = !nan && !is_finite(value);
+      infinities += infinite;
+      nans += nan;
+      const uint32_t part = sizeof(T) == 4 ? 0xffffffffu : 0xffffu << (16 * (i % kParts));
+      x[i / kParts / 4].word[i / kParts % 4] &= nan || infinite ? ~part : 0xffffffffu;
+    }
+  }
+
+  __device__ static FASTPAR_INLINE bool is_finite(float x) {
+    return (bit_cast<uint32_t>(x) & 0x7fffffffu) < 0x7f800000u;
+  }
+
+  __device__ static FASTPAR_INLINE uint32_t max_of(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
   __device__ FASTPAR_INLINE void flush() {
     if (count == 0) return;

@@ -57,3 +57,387 @@ def test_lists_match_the_oracle_and_the_exact_sum(dtype, device):
         # The factor inherits the norm's rounding and adds one of its own.
         assert abs(got.cpu().double() - expected) <= 2.0**-23 * expected
     assert_rounded(result.norm.cpu(), exact_norm(tensors) / 8, sum(SIZES))
+
+
+RANGES = {
+    "small": lambda: rand(5000) * 1e-30,
+    "large": lambda: rand(5000) * 1e30,
+    "mixed": lambda: torch.exp2(torch.rand(9000) * 270 - 145),
+    "subnormal": lambda: torch.rand(5000) * 1e-40,
+    "smallest": lambda: torch.full((5000,), 2.0**-149),
+    "largest": lambda: torch.full((3,), torch.finfo(torch.float32).max / 2),
+    "equal": lambda: torch.full((20_000,), 0.1),
+    "zeros": lambda: torch.zeros(5000),
+    "negative": lambda: -rand(5000).abs(),
+    "outlier first": lambda: torch.cat([torch.ones(1), torch.full((10_000,), 1e-7)]),
+    "outlier last": lambda: torch.cat([torch.full((10_000,), 1e-7), torch.ones(1)]),
+    "one": lambda: torch.tensor([0.3]),
+}
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_ranges(name, device):
+    x = RANGES[name]()
+    assert_rounded(global_norm([x.to(device)]).norm.cpu(), exact_norm([x]), x.numel())
+
+
+def test_an_outlier_among_a_million(device):
+    x = torch.full((1_000_000,), 1e-3).normal_(1e-3, 1e-4)
+    x[777_777] = 1e6
+    assert_rounded(global_norm([x.to(device)]).norm.cpu(), exact_norm([x]), x.numel())
+
+
+def bin_edges():
+    """The floats on both sides of each bin's largest square, 2^(52 b - 299)."""
+    low = [math.ldexp(math.sqrt(2), 26 * b - 150) for b in range(1, 12) if 26 * b - 150 < 127]
+    x = torch.tensor(low).float()
+    return torch.cat([x.nextafter(torch.zeros(())), x, x.nextafter(torch.tensor(torch.inf))])
+
+
+def farthest_from_a_unit():
+    """Floats near 1 whose squares are almost half a unit of their bin, 2^14, away from a multiple
+    of it, above and below."""
+    x = torch.randint(1 << 23, 1 << 24, (200_000,)).float() * 2.0**-13
+    square = x.double() ** 2 / 2.0**14
+    away = square - square.round()
+    return x[away.argmax()], x[away.argmin()]
+
+
+def test_bins_hold_their_worst_sums(device):
+    """Equal elements of the largest counts that a bin or the one below sees, both signs."""
+    edges = bin_edges()[:11]  # just below each bin's largest square
+    for value in (*edges[::3], *farthest_from_a_unit()):
+        n = 1_050_000 if device == "cpu" and backend.cuda_on_cpu else 20_000
+        exact = float(value) * math.sqrt(n)
+        got = global_norm([torch.full((n,), float(value)).to(device)]).norm.cpu()
+        if math.isfinite(torch.tensor(exact).item()):
+            assert_rounded(got, exact, n)
+
+
+def test_any_order_and_cut_of_elements_of_every_size(device):
+    """Sorted both ways, shuffled, one by one and in pieces that cross chunks: the running top of
+    the kernels takes every course."""
+    x = torch.cat([torch.exp2(torch.rand(9000) * 250 - 145), bin_edges(), torch.zeros(50)])
+    x = x.to(device)
+    want = bits(global_norm([x], max_norm=1.0))
+    for y in (x.sort().values, x.sort(descending=True).values, x[torch.randperm(x.numel())]):
+        assert bits(global_norm([y], max_norm=1.0)) == want
+        for cuts in ([1], [4, 2049, 4099], [3, 8192], list(range(0, 40))):
+            assert bits(global_norm(list(y.tensor_split(cuts)), max_norm=1.0)) == want
+    some = torch.cat([bin_edges(), torch.zeros(3)]).to(device)
+    singles = list(some.split(1))
+    assert bits(global_norm(singles)) == bits(global_norm([some]))
+    assert bits(global_norm(singles[::-1])) == bits(global_norm([some]))
+
+
+floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+@given(st.lists(floats, min_size=1, max_size=60), st.data())
+def test_hypothesis_any_cut_and_order(values, data):
+    """Parts, ranks and single elements give the bits of the whole, and these are right."""
+    x = torch.tensor(values)
+    whole = global_norm([x], max_norm=1.0)
+    exact = exact_norm([x])
+    if exact < 3.4e38:
+        assert_rounded(whole.norm, exact, len(values))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(values)), max_size=5)))
+    order = torch.tensor(data.draw(st.permutations(range(len(values)))))
+    parts = x[order].tensor_split(cuts)
+    assert bits(global_norm(parts, max_norm=1.0)) == bits(whole)
+    ranks = torch.stack([norm_bins([p]) for p in parts]).sum(0)
+    assert bits(norm_from_bins(ranks, max_norm=1.0)) == bits(whole)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_storage_of_the_same_values_does_not_matter(dtype, device):
+    x = rand(30_001, dtype, spread=6).to(device)
+    want = bits(global_norm([x]))
+    assert bits(global_norm([x.float()])) == want
+    assert bits(global_norm([x[:999], x[999:20_000].float(), x[20_000:]])) == want
+
+
+@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
+def test_threads_and_instruction_sets_give_the_same_bits(isa, monkeypatch):
+    if not _C.isa_supported(isa):
+        pytest.skip(f"needs a machine with {isa}")
+    tensors = [rand(n, d) for d in DTYPES for n in (150_001, 3, 70_000)]
+    bad = [torch.tensor([1.0, torch.inf, 2.0] * 2000), torch.tensor([torch.nan])]
+    monkeypatch.setattr(backend, "choice", "torch")
+    want = bits(global_norm(tensors)), norm_bins(bad, counted=[True, False])[-2:].tolist()
+    monkeypatch.setattr(backend, "choice", "auto")
+    before = _C.isa()
+    _C.set_isa(isa)
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            assert bits(global_norm(tensors)) == want[0]
+            assert norm_bins(bad, counted=[True, False])[-2:].tolist() == want[1]
+    finally:
+        _C.set_isa(before)
+
+
+def test_devices_give_the_same_bits(cuda_device, monkeypatch):
+    tensors = [rand(n, d) for d in DTYPES for n in (50_001, 3, 20_000)]
+    got = bits(global_norm([t.to(cuda_device) for t in tensors], max_norm=1.0))
+    monkeypatch.setattr(backend, "cuda_on_cpu", False)
+    assert got == bits(global_norm(tensors, max_norm=1.0))
+
+
+def total(words):
+    """What the bins hold, an exact number of units 2^-350."""
+    units = [low + (high << 32) for low, high in zip(words[:-2:2], words[1:-2:2])]
+    return sum(n << (52 * b) for b, n in enumerate(units))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_offset_and_tail(dtype, device):
+    """All starts within 64 bytes, tails of up to two vectors, exactly; what lies around is not
+    read."""
+    integers = torch.randint(-999, 999, (400,)).to(dtype)
+    for k, offset in enumerate(range(64 // dtype.itemsize)):
+        parts, exact = [], 0
+        for n in (*range(k % 3, 34, 3), 130 + k % 16):
+            around = torch.full((400,), torch.nan, dtype=dtype, device=device)
+            parts.append(around[offset : offset + n].copy_(integers[offset : offset + n]))
+            exact += sum(int(x) ** 2 for x in integers[offset : offset + n].tolist())
+        assert total(norm_bins(parts).tolist()) == exact << 350
+
+
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_not_finite_is_found_anywhere(dtype, bad, device):
+    n = 4500
+    whole = rand(n + 1, dtype, spread=6).to(device)
+    for at in (0, 1, 63, 2047, 2048, n - 9, n - 1):
+        x = whole[at % 2 :][:n].clone()
+        rest = bits(global_norm([x[:at], x[at + 1 :]]))
+        x[at] = bad
+        result = global_norm([whole[:9], x], max_norm=1.0)
+        assert result.found_inf.item() == 1
+        assert result.norm.isnan().item() == math.isnan(bad)
+        assert result.norm.isinf().item() == math.isinf(bad)
+        assert (result.grad_scale.item() == 0) == math.isinf(bad)  # nan stays nan, as in torch
+        words = norm_bins([x])
+        assert words[-2:].tolist() == ([0, 1] if math.isnan(bad) else [1, 0])
+        words[-2:] = 0
+        assert bits(norm_from_bins(words)) == rest
+
+
+def test_everything_not_finite(device):
+    x = torch.tensor([torch.inf, torch.nan, -torch.inf] * 1500).to(device)
+    words = norm_bins([x]).tolist()
+    assert words == [0] * (NORM_WORDS - 2) + [3000, 1500]
+    assert global_norm([x]).norm.isnan()
+
+
+def test_a_norm_beyond_fp32_is_an_overflow(device):
+    x = torch.full((50,), 3e38).to(device)
+    result = global_norm([x], max_norm=1.0)
+    assert result.norm.isinf()
+    assert result.found_inf.item() == 1
+    scaled = global_norm([x], loss_scale=1024.0)
+    assert scaled.found_inf.item() == 0
+    assert scaled.norm.item() == pytest.approx(3e38 * 50**0.5 / 1024, rel=1e-6)
+
+
+def test_what_another_rank_counts(device):
+    mine, theirs = rand(3000).to(device), rand(5000).to(device)
+    got = global_norm([theirs, mine, theirs], counted=[False, True, False])
+    assert bits(got) == bits(global_norm([mine]))
+    theirs[4321] = torch.inf
+    assert global_norm([mine, theirs], counted=[True, False]).found_inf.item() == 1
+    assert global_norm([theirs], counted=[False]).norm.isinf()
+
+
+def test_ranks_add_their_bins(device):
+    """Uneven shards, one empty; a sum of words is what an all-reduce makes."""
+    tensors = [rand(n).to(device) for n in (5000, 0, 1, 3333)]
+    want = bits(global_norm(tensors, max_norm=0.5, loss_scale=2.0))
+    shards = [tensors[:2], [tensors[2], tensors[3][:100]], [tensors[3][100:]]]
+    total = torch.zeros(NORM_WORDS, dtype=torch.int64, device=device)
+    for shard in shards:
+        total += norm_bins(shard)
+    assert bits(norm_from_bins(total, max_norm=0.5, loss_scale=2.0)) == want
+    out = torch.zeros(NORM_WORDS, dtype=torch.int64, device=device)
+    for shard in shards:
+        assert norm_bins(shard, out=out) is out
+    assert torch.equal(out, total)
+    assert norm_bins([], out=out) is out
+    assert torch.equal(out, total)
+
+
+def test_words_of_many_chunks_carry(device):
+    """The value of bins does not depend on how it is spread over their words."""
+    words = norm_bins([rand(3000).to(device)])
+    want = bits(norm_from_bins(words))
+    for b in range(0, NORM_WORDS - 2, 2):
+        if words[b] == 0 and words[b + 1] == 0:
+            continue
+        for carry in (-1, 1, 77):
+            spread = words.clone()
+            spread[b] += carry * 2**32
+            spread[b + 1] -= carry
+            assert bits(norm_from_bins(spread)) == want
+    zero = torch.zeros_like(words)
+    zero[8], zero[9] = 2**32, -1
+    assert norm_from_bins(zero).norm.item() == 0
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.01, 1.0, 1e6, math.inf])
+@pytest.mark.parametrize("loss_scale", [None, 65536.0, 0.3])
+def test_factor(max_norm, loss_scale, device):
+    x = [torch.randn(2000).to(device), torch.randn(30).to(device)]
+    got = global_norm(x, max_norm=max_norm, loss_scale=loss_scale)
+    scale = torch.tensor(1.0 if loss_scale is None else loss_scale).item()
+    as_tensor = torch.tensor([scale]).to(device)
+    assert bits(global_norm(x, max_norm=max_norm, loss_scale=as_tensor)) == bits(got)
+    bins = norm_bins(x)
+    assert bits(norm_from_bins(bins, max_norm=max_norm, loss_scale=as_tensor)) == bits(got)
+    norm = float(got.norm)
+    assert_rounded(got.norm.cpu(), exact_norm(x) / scale, 2030)
+    factor = 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
+    assert got.grad_scale.item() == torch.tensor(factor / scale, dtype=torch.float64).float().item()
+    assert got.found_inf.item() == 0
+
+
+def test_factor_is_torchs(device):
+    """clip_grad_norm_ forms the same expression in fp32, with four roundings."""
+    grads = [torch.randn(100), torch.randn(7, 5)]
+    params = [torch.nn.Parameter(torch.zeros_like(g)) for g in grads]
+    for p, g in zip(params, grads):
+        p.grad = g.clone()
+    torch.nn.utils.clip_grad_norm_(params, 0.5)
+    factor = global_norm([g.to(device) for g in grads], max_norm=0.5).grad_scale.cpu()
+    for p, g in zip(params, grads):
+        assert p.grad is not None
+        torch.testing.assert_close(p.grad, g * factor, rtol=6 * 2.0**-24, atol=0)
+
+
+def test_eps(device):
+    x = [torch.tensor([3.0, 4.0]).to(device)]
+    assert global_norm(x, max_norm=1.0, eps=5.0).grad_scale.item() == torch.tensor(0.1).item()
+    assert global_norm([x[0] * 0], max_norm=1.0, eps=0.0).grad_scale.item() == 1
+
+
+def test_shapes_and_strides(device):
+    x = rand(600).to(device)
+    want = bits(global_norm([x]))
+    assert bits(global_norm([x.view(20, 30).t()])) == want
+    assert bits(global_norm([x.view(20, 30)[:, ::2], x.view(20, 30)[:, 1::2]])) == want
+    assert bits(global_norm([x[0], x[1:].view(1, 599, 1)])) == want
+    assert global_norm([torch.ones(1).to(device).expand(100)]).norm.item() == 10
+
+
+def test_empty(device):
+    for tensors in ([], [torch.ones(0).to(device)], [torch.ones(3, 0).to(device)] * 5):
+        result = global_norm(tensors, max_norm=1.0)
+        assert [x.item() for x in result] == [0, 1, 0]
+        assert not norm_bins(tensors).any()
+
+
+def test_more_tensors_than_a_launch_takes(cuda_device):
+    x = rand(3000).to(cuda_device)
+    assert bits(global_norm(list(x.split(1)))) == bits(global_norm([x]))
+
+
+def test_norm_takes_two_launches(cuda_device, monkeypatch):
+    module, calls = backend.cuda_kernels, []
+    for name in ("norm_partials_cuda", "norm_finish_cuda"):
+        run = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, r=run, n=name: calls.append(n) or r(*a))
+    tensors = [rand(100, d).to(cuda_device) for d in DTYPES for _ in range(300)]
+    global_norm(tensors, max_norm=1.0, loss_scale=torch.ones((), device=cuda_device))
+    assert calls == ["norm_partials_cuda", "norm_finish_cuda"]
+
+
+@pytest.mark.gpu
+def test_captured_in_a_cuda_graph():
+    x = [torch.randn(100_003, device="cuda"), torch.randn(70_001, device="cuda").bfloat16()]
+    scale = torch.ones((), device="cuda")
+    global_norm(x, max_norm=1.0, loss_scale=scale)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = global_norm(x, max_norm=1.0, loss_scale=scale)
+    for factor in (1.0, 3.0):
+        x[0].mul_(factor)
+        scale.fill_(factor)
+        graph.replay()
+        assert bits(captured) == bits(global_norm(x, max_norm=1.0, loss_scale=scale))
+
+
+@pytest.mark.slow
+def test_more_than_two_to_the_31_elements():
+    n = 2**31 + 5
+    x = torch.ones(n, dtype=torch.bfloat16)
+    x[-1] = 2.0**15
+    exact = math.sqrt(n - 1 + 2.0**30)
+    assert_rounded(global_norm([x]).norm, exact, n)
+    x[-2] = torch.nan
+    assert global_norm([x], counted=[False]).norm.isnan()
+
+
+def test_gradients_that_require_grad_and_autograd():
+    x = torch.randn(50, requires_grad=True)
+    result = global_norm([x])
+    assert not result.norm.requires_grad
+    with torch.inference_mode():
+        assert bits(global_norm([x.detach()])) == bits(result)
+
+
+def test_opcheck(device):
+    x = [rand(70).to(device), rand(9, torch.bfloat16).to(device)]
+    ops = torch.ops.fastpar
+    scale = torch.ones((), device=device)
+    torch.library.opcheck(ops.global_norm.default, (x, [True, False], 1.0, 1e-6, 1.0, scale))
+    torch.library.opcheck(ops.norm_bins.default, (x, [True, True]))
+    torch.library.opcheck(ops.norm_from_bins.default, (norm_bins(x), -1.0, 1e-6, 1.0, None))
+
+
+def test_compiles_without_graph_breaks(device):
+    x = [rand(70).to(device), rand(9, torch.bfloat16).to(device)]
+
+    def step(tensors):
+        bins = norm_bins(tensors)
+        return *global_norm(tensors, max_norm=1.0), *norm_from_bins(bins, max_norm=1.0)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert bits(compiled(x)) == bits(step(x))
+
+
+def test_errors():
+    x = [torch.ones(3), torch.ones(2)]
+
+    def refuses(match, function, *args, **kwargs):
+        with pytest.raises(ValueError, match=match):
+            function(*args, **kwargs)
+
+    for f in (global_norm, norm_bins):
+        refuses(r"expected one entry of counted .* got 1 for 2 tensors", f, x, counted=[True])
+        refuses(r"got tensors\[1\]=torch.float64; cast it", f, [x[0], x[1].double()])
+        refuses(r"dense tensors, got tensors\[0\]=torch.sparse_coo", f, [x[0].to_sparse()])
+        refuses(r"one device, got tensors\[1\] on meta", f, [x[0], x[1].to("meta")])
+    for f, first in ((global_norm, x), (norm_from_bins, norm_bins(x))):
+        for bad in (0.0, -1.0, math.nan):
+            refuses(r"expected max_norm > 0 or None, got max_norm=", f, first, max_norm=bad)
+        for bad in (-1.0, math.inf, math.nan):
+            refuses(r"expected 0 <= eps < inf, got eps=", f, first, eps=bad)
+        for bad in (0.0, -1.0, math.inf, math.nan):
+            refuses(r"expected 0 < loss_scale < inf, got loss_scale=", f, first, loss_scale=bad)
+        for scale in (torch.ones(2), torch.ones(1).double(), torch.ones((), device="meta")):
+            refuses(r"a loss_scale of one fp32 element on cpu", f, first, loss_scale=scale)
+    for bins in (torch.zeros(3).long(), torch.zeros(NORM_WORDS), torch.zeros(NORM_WORDS, 2)[:, 0]):
+        refuses(r"expected contiguous bins of shape \[26\] int64", norm_from_bins, bins)
+        refuses(r"expected contiguous bins of shape \[26\] int64", norm_bins, x, out=bins)
+
+
+def test_compiled_module_checks_codes():
+    with pytest.raises(ValueError, match="expected dtype code 0, 1 or 2, got code=3"):
+        _C.norm_bins([(0, 0, 3, True)], 0, 1)
+
+
+def test_cuda_without_cuda_says_how_to_build(monkeypatch):
+    monkeypatch.setattr(backend, "cuda_kernels", None)
+    monkeypatch.setattr(backend, "cuda_on_cpu", True)
+    with pytest.raises(RuntimeError, match=r"global_norm: expected .* with CUDA .* put nvcc"):
+        global_norm([torch.ones(2)])
