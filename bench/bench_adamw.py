@@ -15,7 +15,7 @@ from torch import Tensor
 from bench import stock
 from bench.harness import Bench, Call, Case
 from fastpar.config import GPTConfig
-from fastpar.kernels import adamw_step_
+from fastpar.kernels import Hyper, adamw_step_
 from fastpar.kernels.reference import adamw_step_ref
 from fastpar.optim import AdamW
 from fastpar.testing import assert_matches_oracle
@@ -54,11 +54,16 @@ def parameters(shapes: list[torch.Size], device: str) -> list[Tensor]:
     return params
 
 
+def by_keywords(*lists: list[Tensor], **hyper: float) -> None:
+    """adamw_step_, called as its oracle is."""
+    adamw_step_(*lists, Hyper(**hyper))  # type: ignore[misc]
+
+
 def op_call(shapes: list[torch.Size], device: str) -> Call:
     params = [p.detach() for p in parameters(shapes, device)]
     grads, exp_avgs = ([torch.randn_like(p) for p in params] for _ in range(2))
     exp_avg_sqs = [torch.rand_like(p) for p in params]
-    return lambda: adamw_step_(params, grads, exp_avgs, exp_avg_sqs, **OP_HYPER)
+    return lambda: adamw_step_(params, grads, exp_avgs, exp_avg_sqs, Hyper(**OP_HYPER))
 
 
 def build_calls(
@@ -137,7 +142,7 @@ def check(variant: str, device: str) -> None:
 
         return function
 
-    ours = by_op(adamw_step_) if variant.endswith("_") else by_optimizer(AdamW)
+    ours = by_op(by_keywords) if variant.endswith("_") else by_optimizer(AdamW)
     assert_matches_oracle(
         ours,
         by_op(adamw_step_ref),

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fastpar.kernels import (
     Rng,
+    Hyper,
     adamw_step_,
     attention,
     bias_gelu,
@@ -388,7 +389,11 @@ def _adamw_steps(numel: int) -> Iterator[ErrorCase]:
         return p, m, v
 
     outputs = ("p", "exp_avg", "exp_avg_sq")
-    calls = by(adamw_step_), by(reference.adamw_step_ref), fused
+
+    def ours(*lists: list[Tensor], **h: float) -> None:
+        adamw_step_(*lists, Hyper(**h))  # type: ignore[misc]
+
+    calls = by(ours), by(reference.adamw_step_ref), fused
     yield ErrorCase("adamw_step_", f"P={numel}", make, *calls, outputs, (torch.float32,))
 
 

@@ -107,13 +107,18 @@ FASTPAR_HOST_DEVICE uint32_t random_bits_from(uint64_t key, uint64_t first, uint
                high * 0x9E3779B9u);
 }
 
-// The master as it is kept for a bfloat16 parameter.
-FASTPAR_HOST_DEVICE float canonical_master(float master) {
+// The master as it is kept: for bfloat16 parameters there is one nan.
+template <class P>
+FASTPAR_HOST_DEVICE float keep_master(float master) {
+  return master;
+}
+
+template <>
+FASTPAR_HOST_DEVICE float keep_master<BFloat16>(float master) {
   return master != master ? bit_cast<float>(0x7fc00000u) : master;
 }
 
-// The parameter of a master; for bfloat16 one that has been through canonical_master. See [Note:
-// how bfloat16 parameters follow their master].
+// The parameter of a kept master. See [Note: how bfloat16 parameters follow their master].
 template <class P>
 FASTPAR_HOST_DEVICE P round_master(float master) {
   return from_float<P>(master);
@@ -124,7 +129,7 @@ FASTPAR_HOST_DEVICE BFloat16 round_master<BFloat16>(float master) {
   return {static_cast<uint16_t>((bit_cast<uint32_t>(master) + 0x8000u) >> 16)};
 }
 
-// What remains of a canonical master beside round_master<BFloat16>(master).
+// What remains of a kept master beside round_master<BFloat16>(master).
 FASTPAR_HOST_DEVICE int16_t master_remainder(float master) {
   return static_cast<int16_t>(static_cast<uint16_t>(bit_cast<uint32_t>(master)));
 }

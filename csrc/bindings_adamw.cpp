@@ -1,44 +1,137 @@
-#include "adamw_math.h"
+#include <algorithm>
+#include <array>
+
 #include "bindings.h"
 
 namespace fastpar {
 namespace {
 
-void step_tensors(const Addresses& params, const Addresses& grads, const Addresses& exp_avgs,
-                  const Addresses& exp_avg_sqs, const Addresses& masters,
-                  const std::vector<int64_t>& sizes, int param_dtype, int grad_dtype,
-                  float grad_scale, float decay, float one_minus_beta1, float beta2,
-                  float one_minus_beta2, float step_size, float sqrt_bias_correction2, float eps,
-                  int threads) {
-  const size_t n = params.size();
-  FASTPAR_CHECK(grads.size() == n && exp_avgs.size() == n && exp_avg_sqs.size() == n &&
-                    sizes.size() == n && (masters.empty() || masters.size() == n),
-                "adamw_step: expected lists of equal length, got params=", n,
-                " grads=", grads.size(), " exp_avgs=", exp_avgs.size(),
-                " exp_avg_sqs=", exp_avg_sqs.size(), " masters=", masters.size(),
-                " sizes=", sizes.size(), "; pass one entry per tensor");
-  FASTPAR_CHECK(param_dtype == 0 || !masters.empty() || n == 0,
-                "adamw_step: expected masters for 16-bit parameters, got masters=0; pass them");
-  std::vector<AdamwTensor> tensors(n);
-  for (size_t i = 0; i < n; ++i) {
-    tensors[i] = {at<void>(params[i]),
-                  at<const void>(grads[i]),
-                  at<float>(exp_avgs[i]),
-                  at<float>(exp_avg_sqs[i]),
-                  masters.empty() ? nullptr : at<float>(masters[i]),
-                  sizes[i]};
+// Of one argument for each tensor; the optional ones are empty lists where they are not used.
+// params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters, exp_avg_scales,
+// exp_avg_sq_scales
+using Columns = std::array<Addresses, 8>;
+constexpr const char* kColumns[8] = {
+    "params",          "grads",          "exp_avgs",       "exp_avg_sqs",
+    "max_exp_avg_sqs", "master_weights", "exp_avg_scales", "exp_avg_sq_scales"};
+
+struct AdamwCall {
+  std::vector<AdamwRange> ranges;
+  std::vector<AdamwHyper> hypers;
+  AdamwModes modes;
+};
+
+// Memory of one column of one tensor.
+struct Extent {
+  Address begin, end;
+  int column;
+  int64_t tensor;
+};
+
+// Every element is written by one thread only if no two ranges share memory. Gradients that are
+// only read may.
+void refuse_overlap(std::vector<Extent>& extents, bool grads_too) {
+  std::sort(extents.begin(), extents.end(),
+            [](const Extent& a, const Extent& b) { return a.begin < b.begin; });
+  const Extent* last = nullptr;  // the one that reaches furthest so far
+  for (const Extent& next : extents) {
+    const bool read = last && last->column == 1 && next.column == 1 && !grads_too;
+    FASTPAR_CHECK(!last || read || last->end <= next.begin,
+                  "adamw_step_: expected tensors and ranges that share no memory, got ",
+                  kColumns[last->column], "[", last->tensor, "] overlapping ",
+                  kColumns[next.column], "[", next.tensor,
+                  "]; pass each parameter once and give it states of its own");
+    if (!last || next.end > last->end) last = &next;
   }
-  fastpar::adamw_step(tensors, dtype_of(param_dtype), dtype_of(grad_dtype),
-                      {grad_scale, decay, one_minus_beta1, beta2, one_minus_beta2, step_size,
-                       sqrt_bias_correction2, eps, 0, 0, 0, 0},
-                      threads);
+}
+
+// ranges: 5 numbers each: tensor, start, stop, hyper, first_index. hypers: 6 each, in the order of
+// AdamwHyper, and hypers_at as many addresses, 0 where the number counts.
+AdamwCall adamw_call(const Columns& columns, const std::vector<int64_t>& ranges,
+                     const std::vector<double>& hypers, const Addresses& hypers_at,
+                     const std::array<int, 4>& storage, bool maximize, bool zero_grad,
+                     Address grad_scale, Address found_inf, uint64_t seed) {
+  AdamwCall call;
+  const int64_t n = static_cast<int64_t>(columns[0].size());
+  for (int c = 1; c < 8; ++c) {
+    const int64_t size = static_cast<int64_t>(columns[c].size());
+    FASTPAR_CHECK(size == n || (c >= 4 && size == 0),
+                  "adamw_step: expected lists of equal length, got params=", n, " ", kColumns[c],
+                  "=", size, "; pass one entry per tensor");
+  }
+  const int64_t hyper_count = static_cast<int64_t>(hypers.size()) / 6;
+  FASTPAR_CHECK(hypers.size() == static_cast<size_t>(hyper_count) * 6 &&
+                    hypers_at.size() == hypers.size() && ranges.size() % 5 == 0,
+                "adamw_step: expected 6 numbers and addresses per hyper and 5 per range, got ",
+                hypers.size(), ", ", hypers_at.size(), " and ", ranges.size(),
+                "; use kernels/adamw.py");
+  for (int64_t h = 0; h < hyper_count; ++h) {
+    const double* x = &hypers[h * 6];
+    const Address* p = &hypers_at[h * 6];
+    call.hypers.push_back({x[0], x[1], x[2], x[3], x[4], x[5], at<const float>(p[0]),
+                           at<const float>(p[1]), at<const float>(p[2]), at<const float>(p[3]),
+                           at<const float>(p[4]), at<const float>(p[5])});
+  }
+  FASTPAR_CHECK(storage[2] >= 0 && storage[2] <= 2 && storage[3] >= 0 && storage[3] <= 3,
+                "adamw_step: expected moment codes 0 to 2 and master codes 0 to 3, got ",
+                storage[2], " and ", storage[3], "; use kernels/adamw.py");
+  call.modes = {dtype_of(storage[0]),
+                dtype_of(storage[1]),
+                static_cast<Moment>(storage[2]),
+                static_cast<Master>(storage[3]),
+                maximize,
+                zero_grad,
+                at<const float>(grad_scale),
+                at<const float>(found_inf),
+                seed};
+  const Address param_bytes = call.modes.param == Dtype::float32 ? 4 : 2;
+  const Address grad_bytes = call.modes.grad == Dtype::float32 ? 4 : 2;
+  const Address moment_bytes = call.modes.moment == Moment::float32    ? 4
+                               : call.modes.moment == Moment::bfloat16 ? 2
+                                                                       : 1;
+  const Address master_bytes = call.modes.master == Master::remainder ? 2 : 4;
+  const Address bytes[6] = {param_bytes,  grad_bytes,   moment_bytes,
+                            moment_bytes, moment_bytes, master_bytes};
+  std::vector<Extent> extents;
+  extents.reserve(ranges.size() / 5 * 6);
+  for (size_t i = 0; i < ranges.size(); i += 5) {
+    const int64_t tensor = ranges[i], start = ranges[i + 1], stop = ranges[i + 2];
+    FASTPAR_CHECK(tensor >= 0 && tensor < n && 0 <= start && start <= stop && ranges[i + 3] >= 0 &&
+                      ranges[i + 3] < hyper_count && ranges[i + 4] >= 0,
+                  "adamw_step: expected ranges within their lists, got range ", i / 5, "; use ",
+                  "kernels/adamw.py");
+    if (start == stop) continue;
+    Address found[8] = {};
+    for (int c = 0; c < 8; ++c) {
+      if (columns[c].empty()) continue;
+      const Address offset = c < 6 ? start * bytes[c] : start / 256 * 4;
+      const Address size = c < 6 ? (stop - start) * bytes[c] : (stop - start + 255) / 256 * 4;
+      found[c] = columns[c][tensor] + offset;
+      extents.push_back({found[c], found[c] + size, c, tensor});
+    }
+    call.ranges.push_back({at<void>(found[0]), at<void>(found[1]), at<void>(found[2]),
+                           at<void>(found[3]), at<void>(found[4]), at<void>(found[5]),
+                           at<float>(found[6]), at<float>(found[7]), stop - start, ranges[i + 4],
+                           static_cast<int>(ranges[i + 3])});
+  }
+  refuse_overlap(extents, zero_grad);
+  return call;
+}
+
+void step(const Columns& columns, const std::vector<int64_t>& ranges,
+          const std::vector<double>& hypers, const Addresses& hypers_at,
+          const std::array<int, 4>& storage, bool maximize, bool zero_grad, Address grad_scale,
+          Address found_inf, uint64_t seed, int threads) {
+  const AdamwCall call = adamw_call(columns, ranges, hypers, hypers_at, storage, maximize,
+                                    zero_grad, grad_scale, found_inf, seed);
+  adamw_step(call.ranges.data(), static_cast<int64_t>(call.ranges.size()), call.hypers.data(),
+             static_cast<int64_t>(call.hypers.size()), call.modes, threads);
 }
 
 }  // namespace
 
 void bind_adamw(py::module_& m) {
   const auto unlocked = py::call_guard<py::gil_scoped_release>();
-  m.def("adamw_step", &step_tensors, unlocked);
+  m.def("adamw_step", &step, unlocked);
 }
 
 }  // namespace fastpar

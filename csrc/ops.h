@@ -169,18 +169,6 @@ struct AdamwModes {
 void adamw_step(const AdamwRange* ranges, int64_t range_count, const AdamwHyper* hypers,
                 int64_t hyper_count, const AdamwModes& modes, int threads);
 
-struct AdamwScalars;
-struct AdamwTensor {
-  void* param;
-  const void* grad;
-  float* exp_avg;
-  float* exp_avg_sq;
-  float* master;
-  int64_t size;
-};
-void adamw_step(const std::vector<AdamwTensor>& tensors, Dtype param_dtype, Dtype grad_dtype,
-                const AdamwScalars& scalars, int threads);
-
 // One tensor of a bucket operation. to and from share memory entirely or not at all.
 struct BucketRange {
   void* to;

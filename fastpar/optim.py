@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fastpar.engine import Engine, engine_of_parameter
-from fastpar.kernels.adamw import adamw_step_
+from fastpar.kernels.adamw import Hyper, adamw_step_
 
 _PIECE = 1 << 14
 _STATES = ("exp_avg", "exp_avg_sq", "master_weight")
@@ -216,12 +216,9 @@ class AdamW(torch.optim.Optimizer):
                 [grad for _, grad in rows],
                 [s["exp_avg"] for s in states],
                 [s["exp_avg_sq"] for s in states],
-                lr=float(group["lr"]),
-                beta1=beta1,
-                beta2=beta2,
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
-                step=step,
+                Hyper(
+                    float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], step
+                ),
                 master_weights=[s.get("master_weight") for s in states],
                 grad_scale=factor,
                 maximize=group["maximize"],

@@ -38,7 +38,7 @@ else:
         # `python -m` warns about a module that its own package imports, as this one must.
         warnings.filterwarnings("ignore", message="'fastpar.kernels.backend' found in sys.modules")
 
-    from fastpar.kernels.adamw import adamw_step_
+    from fastpar.kernels.adamw import Hyper, adamw_step_, adamw_step_flat_
     from fastpar.kernels.attention import attention, attention_qkvpacked
     from fastpar.kernels.backend import keep_freed_memory
     from fastpar.kernels.bucket import accumulate_, pack_, sum_shards, unpack_
@@ -62,9 +62,11 @@ else:
     from fastpar.kernels.quantize import dequantize_blockwise, quantize_blockwise
 
     __all__ = [
+        "Hyper",
         "Rng",
         "accumulate_",
         "adamw_step_",
+        "adamw_step_flat_",
         "attention",
         "attention_qkvpacked",
         "bias_gelu",

@@ -117,15 +117,20 @@ def adamw_step_ref(
     step: int,
     grad_scale: float = 1.0,
     maximize: bool = False,
+    max_exp_avg_sqs: list[Tensor] | None = None,
 ) -> None:
-    """One AdamW step in place, as in the paper: decay, moments, corrected update."""
-    for p, grad, m, v in zip(params, grads, exp_avgs, exp_avg_sqs):
+    """One AdamW step in place, as in the paper: decay, moments, corrected update.
+
+    max_exp_avg_sqs: largest second moments so far, which take their place (amsgrad).
+    """
+    largest = max_exp_avg_sqs or exp_avg_sqs
+    for p, grad, m, v, max_v in zip(params, grads, exp_avgs, exp_avg_sqs, largest):
         g = grad.to(p.dtype) * (-grad_scale if maximize else grad_scale)
         p.mul_(1 - lr * weight_decay)
         m.mul_(beta1).add_(g * (1 - beta1))
         v.mul_(beta2).add_(g * g * (1 - beta2))
         m_hat = m / (1 - beta1**step)
-        v_hat = v / (1 - beta2**step)
+        v_hat = max_v.copy_(torch.maximum(max_v, v)) / (1 - beta2**step)
         p.sub_(lr * m_hat / (v_hat.sqrt() + eps))
 
 
