@@ -320,11 +320,8 @@ def test_same_bits_for_any_cut_threads_and_isa(mode):
             if not _C.isa_supported(isa):
                 continue  # test_isa_is_there says so
             _C.set_isa(isa)
-            for threads, cuts in (
-                (1, ()),
-                (3, (unit,)),
-                (2, (256 * 5, 16_384, 16_384 + unit, 69_888)),
-            ):
+            far = (16_384, 16_384 + unit, n - n % 256 - unit)
+            for threads, cuts in ((1, ()), (3, (unit,)), (2, (5 * unit, 7 * unit, *far))):
                 got = clone(start)
                 edges = (0, *cuts, n)
                 pieces = [part(got, a, b) for a, b in itertools.pairwise(edges)]
