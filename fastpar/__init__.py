@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fastpar._version import __version__
 
 if TYPE_CHECKING:
+    from fastpar.adafactor import Adafactor
     from fastpar.config import GPTConfig
     from fastpar.engine import engine_of, parallelize
     from fastpar.mesh import Mesh
@@ -34,6 +35,7 @@ __all__ = [
     "GELU",
     "GPT",
     "MLP",
+    "Adafactor",
     "AdamW",
     "CausalSelfAttention",
     "Embedding",
@@ -50,6 +52,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Adafactor": "adafactor",
     "AdamW": "optim",
     "CausalSelfAttention": "modules",
     "Embedding": "modules",
