@@ -196,9 +196,10 @@ def _checked(
             f"{len(tensors)} tensors; pass lists of one length"
         )
     for i, t in enumerate(tensors):
-        if t.dtype not in DTYPE_CODES:
+        if t.dtype not in DTYPE_CODES and t.dtype != torch.float64:
             raise ValueError(
-                f"{op}: expected fp32, bf16 or fp16, got tensors[{i}]={t.dtype}; cast it"
+                f"{op}: expected a float tensor of 16, 32 or 64 bits, got tensors[{i}]={t.dtype}; "
+                "cast it"
             )
         if t.layout != torch.strided:
             raise ValueError(
@@ -209,6 +210,7 @@ def _checked(
                 f"{op}: expected one device, got tensors[{i}] on {t.device} and tensors[0] on "
                 f"{tensors[0].device}; add norm_bins of each device"
             )
+    tensors = [t.float() if t.dtype == torch.float64 else t for t in tensors]
     return [t if t.is_contiguous() else t.contiguous() for t in tensors], counted
 
 
@@ -258,7 +260,7 @@ def global_norm(
 
     Args:
         tensors: fp32 | bf16 | fp16 in any mixture, any shapes, size 0 included, one device; an
-            empty list has norm 0 (on CPU).
+            empty list has norm 0 (on CPU). fp64 is rounded to fp32 first: beyond its range is inf.
         counted: False for a tensor that another rank counts: it takes no part in the sum, but what
             is not finite in it is found. None counts all.
         max_norm: grad_scale = min(1, max_norm / (norm + eps)) / loss_scale; None does not clip.

@@ -329,6 +329,12 @@ def test_shapes_and_strides(device):
     assert global_norm([torch.ones(1).to(device).expand(100)]).norm.item() == 10
 
 
+def test_fp64_is_rounded_to_fp32_first(device):
+    x = torch.randn(3000, dtype=torch.float64).to(device)
+    assert bits(global_norm([x, x[:5].float()])) == bits(global_norm([x.float(), x[:5].float()]))
+    assert global_norm([x * 1e300]).found_inf.item() == 1
+
+
 def test_empty(device):
     for tensors in ([], [torch.ones(0).to(device)], [torch.ones(3, 0).to(device)] * 5):
         result = global_norm(tensors, max_norm=1.0)
@@ -414,7 +420,7 @@ def test_errors():
 
     for f in (global_norm, norm_bins):
         refuses(r"expected one entry of counted .* got 1 for 2 tensors", f, x, counted=[True])
-        refuses(r"got tensors\[1\]=torch.float64; cast it", f, [x[0], x[1].double()])
+        refuses(r"got tensors\[1\]=torch.int32; cast it", f, [x[0], x[1].int()])
         refuses(r"dense tensors, got tensors\[0\]=torch.sparse_coo", f, [x[0].to_sparse()])
         refuses(r"one device, got tensors\[1\] on meta", f, [x[0], x[1].to("meta")])
     for f, first in ((global_norm, x), (norm_from_bins, norm_bins(x))):
