@@ -31,6 +31,7 @@ from torch import Tensor
 
 from fastpar.hf import load_hf_tensors, save_hf
 from fastpar.model import GPT
+from fastpar.optim import AdamW
 
 FORMAT = "fastpar-checkpoint"
 VERSION = 1
@@ -105,7 +106,7 @@ def load_checkpoint(
     path: str | Path,
     *,
     model: GPT,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: AdamW | None = None,
 ) -> dict[str, Any]:
     """Puts a verified checkpoint's weights and moments into the model and the optimizer.
 
@@ -240,19 +241,21 @@ def set_rng_state(state: dict[str, str]) -> None:
             torch.cuda.set_rng_state(value)
 
 
-def _check_moments(
-    path: Path, model: GPT, optimizer: torch.optim.Optimizer, moments: dict[str, Tensor]
-) -> None:
+def _check_moments(path: Path, model: GPT, optimizer: AdamW, moments: dict[str, Tensor]) -> None:
     expected = optimizer_tensors(model, optimizer)
-    shapes = {name: p.shape for name, p in model.named_parameters()}
+    shapes = {
+        f"{name}/{entry}": shape
+        for name, p in model.named_parameters()
+        for entry, shape in optimizer.entry_shapes(p).items()
+    }
     for key in sorted(expected.keys() ^ moments.keys()) if expected else ():
         raise ValueError(
             f"load_checkpoint: expected the optimizer's state in {path / OPTIMIZER}, got "
             f"{'no' if key in expected else 'also'} {key}; resume with the run's own settings"
         )
     for key, tensor in moments.items():
-        shape = shapes.get(key.rpartition("/")[0])
-        if shape is None or tensor.shape not in (shape, torch.Size()):
+        shape = shapes.get(key)
+        if tensor.shape != shape:
             raise ValueError(
                 f"load_checkpoint: expected {key} of shape {shape and list(shape)}, got "
                 f"shape={list(tensor.shape)} in {path / OPTIMIZER}; resume with the run's own "

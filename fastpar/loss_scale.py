@@ -8,7 +8,7 @@ from typing import Any
 class DynamicLossScale:
     """The factor that keeps small fp16 gradients from vanishing.
 
-    Multiply the loss by scale, set the optimizer's grad_scale to 1 / scale, step, then call
+    Multiply the loss by scale, set the optimizer's grad_scale to scale, step, then call
     update(optimizer.skipped). Reduced gradients are the same on every rank, so the ranks agree on
     every overflow without talking about it.
 

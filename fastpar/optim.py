@@ -1,146 +1,181 @@
-"""fastpar.AdamW.
+"""fastpar.AdamW: torch.optim.AdamW's interface on one kernel call for all groups.
 
-The step is one kernel call per group: the clip factor goes in as a tensor, so clipping costs no
-pass over the gradients beyond the norm.
+The step is three launches on a GPU: the gradient norm is two, and its clip factor goes into the
+third as a tensor, so clipping costs no pass over the gradients beyond the norm, and no wait.
 
-[Note: the norm]
-The global norm is built from norms of pieces of at most 2**14 elements of one parameter, in the
-order of the groups, summed in fp64: its bits do not depend on buckets. On CPU the pieces are needed
-for accuracy too: one fp32 norm over the 38.6 M elements of GPT-2's embedding is off by 2.7e-3 (more
-for equal values), because torch keeps few partial sums there; with pieces it is 2.5e-8.
+[Note: step counters]
+As in torch, a parameter's counter is a tensor on the host, which the bias corrections read without
+waiting for the device, and on the parameter's device with capturable=True. A step that is skipped
+must not count, and on a GPU only the device knows that it was: under a loss scale counters move to
+the device too, and the kernel reads them there.
 """
 
 from __future__ import annotations
 
-import math
+import copy
+import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastpar.engine import Engine, engine_of_parameter
-from fastpar.kernels.adamw import Hyper, adamw_step_
+from fastpar.kernels.adamw import MOMENT_BLOCK, Hyper, adamw_step_
+from fastpar.optim_base import EngineOptimizer, plain, scalar, uncompiled
+from fastpar.optim_checks import check_group, check_overlap, check_same_groups, where
+from fastpar.optim_state import Storage, torch_state
 
-_PIECE = 1 << 14
-_STATES = ("exp_avg", "exp_avg_sq", "master_weight")
-# Options of torch.optim.AdamW that are fixed here; the others of its groups only choose code.
-_FIXED = {"amsgrad": False, "decoupled_weight_decay": True}
-_TORCH_ONLY = (*_FIXED, "capturable", "differentiable", "foreach", "fused")
+# Of the whole optimizer; in a group they would be ignored.
+_NOT_IN_GROUPS = (
+    "master_weights",
+    "stochastic_rounding",
+    "seed",
+    "moment_dtype",
+    "max_grad_norm",
+    "zero_grad_in_step",
+)
+_ATTRIBUTES = (
+    "storage",
+    "seed",
+    "max_grad_norm",
+    "zero_grad_in_step",
+    "grad_norm",
+    "grad_scale",
+    "found_inf",
+    "_found",
+)
+_ONE = torch.ones(())
+_HOST = torch.device("cpu")
 
 
-def _plain(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method without torch's decorator, whose first call imports torch._dynamo.
+class _Row(NamedTuple):
+    """A parameter that takes part in a step."""
 
-    That import takes 1.4 s and over 100 MB, and only a process that compiles has a use for it
-    (test_a_step_does_not_import_the_compiler).
-    """
-    return getattr(method, "__wrapped__", method)
+    param: Tensor
+    grad: Tensor
+    group: int
+    first_index: int
 
 
-class AdamW(torch.optim.Optimizer):
-    """AdamW with torch.optim.AdamW's signature, fp32 moments, master weights and built-in clipping.
+class AdamW(EngineOptimizer):
+    """AdamW: torch.optim.AdamW's signature, plus what mixed-precision training needs.
 
     Parameters of a parallelized model need nothing more: step() first finishes the engine's
     reduction, so the gradients it uses are the mean over the ranks, and main gradients
     (parallelize(grad_dtype=...)) are found. Parameters without a gradient are skipped.
 
     Args:
-        params: parameters or groups; lr, betas, eps, weight_decay may differ per group.
-        master_weights: keep an fp32 copy of bf16 and fp16 parameters; needed to train those.
+        params: parameters, named parameters, or groups; options up to fused may differ per group.
+        lr, betas, eps, weight_decay: numbers or tensors of one element. A tensor on the parameters'
+            GPU is read by the kernel there; one on the host when step() is called.
+        amsgrad: divide by the largest second moment so far.
+        maximize: ascend instead of descend.
+        foreach, fused: accepted and kept for torch; there is one implementation, which is both.
+        capturable: counters live on the parameters' device and step() never reads it, so that the
+            step can be captured in a CUDA graph after a first step outside of it.
+        differentiable: refused.
+        master_weights: True keeps an fp32 copy of bf16 and fp16 parameters; "remainder" only the
+            16 bits that bf16 parameters lack, with the same bits as True.
+        stochastic_rounding: update bf16 parameters without a master, rounding up or down with the
+            probability that makes the mean right.
+        seed: of stochastic rounding, of moments too; the same seed gives the same run. Saved.
+        moment_dtype: torch.float32, torch.bfloat16 or torch.uint8 (8 bits, and a scale for each 256
+            elements); the latter two are rounded stochastically. fp64 parameters have fp64 moments.
         max_grad_norm: scale gradients so that their norm over all groups is at most this; infinity
             only measures. The factor is min(1, max_grad_norm / (norm + 1e-6)), as in
             torch.nn.utils.clip_grad_norm_; gradients themselves are not changed.
+        zero_grad_in_step: set used gradients to zero in the same pass, in skipped steps too, as
+            zero_grad(set_to_none=False) would.
     Attributes:
-        grad_norm: fp32 tensor [], of the last step, before clipping, after grad_scale; None
-            without max_grad_norm and grad_scale.
-        grad_scale: factor for every gradient, 1 by default; 1 / loss scale in fp16 training.
+        grad_norm: fp32 tensor [], of the last step, before clipping, after division by grad_scale;
+            None where nothing asked for it: no max_grad_norm, and no loss scale or one whose
+            overflows found_inf tells.
+        grad_scale: the loss scale, by which gradients are divided; 1 by default.
+        found_inf: tensor of one element, nonzero if the gradients are known to be not finite.
+            torch.amp.GradScaler sets both around step(); so may any other training loop.
         skipped: whether the last step changed nothing because its gradients were not finite. That
-            happens only once grad_scale has been set, and reads the norm on the host. Without a
-            loss scale, non-finite gradients go into the parameters, as in torch.
+            happens only once grad_scale or found_inf has been set. Reading it on a GPU waits for
+            the step. Without a loss scale, non-finite gradients go into the parameters, as with
+            torch.optim.AdamW.
     Ranks: step() is called by all ranks of the model's mesh.
-    State: step, exp_avg, exp_avg_sq as in torch.optim.AdamW (state dicts load both ways), and
-        master_weight. Load the model before the first step: master weights are made there.
+    State: entries are listed in fastpar/optim_state.py; state dicts of torch.optim.AdamW load here,
+        and ours there (with 8-bit moments: torch_state_dict()). Saved in one form of storage they
+        load in any. Load the model before its state and before the first step: master weights are
+        made there.
     Raises:
-        ValueError: options outside their range; 16-bit parameters without master_weights; the
-            state dict of Adam or of amsgrad.
-        RuntimeError: sparse gradients.
+        ValueError: options outside their range or without sense together; 16-bit parameters without
+            master weights or stochastic rounding; parameters that overlap; the state of another
+            model, or of Adam.
+        RuntimeError: sparse gradients; a CUDA graph captures a step that is not capturable.
     """
 
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        amsgrad: bool = False,
         *,
         maximize: bool = False,
-        master_weights: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        master_weights: bool | str = False,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
+        moment_dtype: torch.dtype = torch.float32,
         max_grad_norm: float | None = None,
+        zero_grad_in_step: bool = False,
     ) -> None:
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise ValueError(
-                f"AdamW: expected max_grad_norm > 0 or None, got max_grad_norm={max_grad_norm}; "
-                "None switches clipping off"
-            )
-        self.master_weights = master_weights
-        self.max_grad_norm = max_grad_norm
-        self.grad_norm: Tensor | None = None
-        self.skipped = False
-        self._grad_scale: float | Tensor | None = None
+        self.set_max_grad_norm(max_grad_norm)
+        if not 0 <= seed < 1 << 63:
+            raise ValueError(f"AdamW: expected 0 <= seed < 2**63, got seed={seed}; 0 will do")
+        self.storage = Storage(master_weights, stochastic_rounding, moment_dtype)
+        self.seed = seed
+        self.zero_grad_in_step = zero_grad_in_step
         defaults = {
             "lr": lr,
             "betas": betas,
             "eps": eps,
             "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
             "maximize": maximize,
+            "foreach": foreach,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            "fused": fused,
+            "decoupled_weight_decay": True,
         }
         super().__init__(params, defaults)
 
+    # Groups
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; its options are checked here, the constructor's too."""
-        _plain(torch.optim.Optimizer.add_param_group)(self, param_group)
+        """Add a group; its options and parameters are checked here, the constructor's too."""
+        for name in _NOT_IN_GROUPS:
+            if name in param_group:
+                raise ValueError(
+                    f"AdamW: expected {name} as an option of the optimizer, got {name}="
+                    f"{param_group[name]} in a group; use one optimizer for each {name}"
+                )
+        plain(torch.optim.Optimizer.add_param_group)(self, param_group)
         group = self.param_groups[-1]
-        ranges = {
-            "lr": (float(group["lr"]), 0.0, math.inf),
-            "betas[0]": (group["betas"][0], 0.0, 1.0),
-            "betas[1]": (group["betas"][1], 0.0, 1.0),
-            "eps": (group["eps"], 0.0, math.inf),
-            "weight_decay": (group["weight_decay"], 0.0, math.inf),
-        }
-        for name, (value, low, high) in ranges.items():
-            if not low <= value < high:
-                self.param_groups.pop()
-                raise ValueError(
-                    f"AdamW: expected {low} <= {name} < {high}, got {name}={value}; "
-                    "correct the option of this group"
-                )
-        for p in group["params"]:
-            half = p.dtype in (torch.bfloat16, torch.float16)
-            if p.dtype != torch.float32 and not (half and self.master_weights):
-                self.param_groups.pop()
-                raise ValueError(
-                    "AdamW: expected fp32 parameters, or bf16 and fp16 with master_weights=True, "
-                    f"got dtype={p.dtype} with master_weights={self.master_weights}; "
-                    "pass master_weights=True or convert the model"
-                )
+        try:
+            check_group(group)
+            for p in group["params"]:
+                self.storage.check(p, amsgrad=group["amsgrad"])
+            check_overlap(self.param_groups)
+        except ValueError:
+            self.param_groups.pop()
+            raise
 
-    @property
-    def grad_scale(self) -> float | Tensor:
-        """Factor for every gradient; setting it makes step() skip non-finite gradients."""
-        return 1.0 if self._grad_scale is None else self._grad_scale
+    # The step
 
-    @grad_scale.setter
-    def grad_scale(self, value: float | Tensor) -> None:
-        self._grad_scale = value
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch; also clears the main gradients of an engine."""
-        _plain(torch.optim.Optimizer.zero_grad)(self, set_to_none)
-        for engine in self._engines():
-            engine.zero_grad(set_to_none)
-
+    @uncompiled
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step on all groups; returns the closure's loss."""
@@ -148,124 +183,194 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        engines = self._engines()
+        engines = self.engines()
         for engine in engines:
             engine.before_step()
-        rows = [self._collect(group) for group in self.param_groups]
-        factor = self._factor([grad for pairs in rows for _, grad in pairs])
-        if not self.skipped:
-            for group, pairs in zip(self.param_groups, rows):
-                self._update(group, pairs, factor)
+        rows = self._rows()
+        for row in rows[:1]:
+            if _capturing(row.param.device) and not all(g["capturable"] for g in self.param_groups):
+                raise RuntimeError(
+                    "AdamW.step: expected capturable=True while a CUDA graph is captured, got "
+                    "capturable=False; pass capturable=True, or step outside of the capture"
+                )
+        factor, found = self.factor([row.grad for row in rows])
+        batches: dict[tuple, list[_Row]] = {}
+        for row in rows:
+            group = self.param_groups[row.group]
+            key = (row.param.device, group["maximize"], group["amsgrad"])
+            batches.setdefault(key, []).append(row)
+        for (device, _, _), batch in batches.items():
+            factor, found = (t if t is None else t.to(device) for t in (factor, found))
+            self._update(batch, device, factor, found)
         for engine in engines:
             engine.after_step()
         return loss
 
-    def _engines(self) -> list[Engine]:
-        found = (engine_of_parameter(p) for g in self.param_groups for p in g["params"])
-        return list({id(e): e for e in found if e is not None}.values())
-
-    def _collect(self, group: dict[str, Any]) -> list[tuple[Tensor, Tensor]]:
-        pairs = []
-        for p in group["params"]:
-            engine = engine_of_parameter(p)
-            grad = p.grad if engine is None else engine.grad_of(p)
-            if grad is None:
-                continue
-            if grad.layout != torch.strided:
-                raise RuntimeError(
-                    f"AdamW.step: expected dense gradients, got layout={grad.layout}; "
-                    "build the embedding with sparse=False"
-                )
-            pairs.append((p, grad))
-        return pairs
-
-    def _factor(self, grads: list[Tensor]) -> Tensor | None:
-        """What the kernel multiplies gradients by; sets grad_norm and skipped."""
-        self.skipped, self.grad_norm = False, None
-        if not grads or (self.max_grad_norm is None and self._grad_scale is None):
-            return None
-        device = grads[0].device
-        factor = torch.as_tensor(self.grad_scale, dtype=torch.float32, device=device)
-        self.grad_norm = global_norm(grads).mul_(factor)
-        if self._grad_scale is not None:
-            self.skipped = not bool(self.grad_norm.isfinite())
-        if self.max_grad_norm is None:
-            return factor
-        return factor * (self.max_grad_norm / (self.grad_norm + 1e-6)).clamp_(max=1.0)
+    def _rows(self) -> list[_Row]:
+        rows, first_index = [], 0
+        for i, group in enumerate(self.param_groups):
+            for p in group["params"]:
+                index = first_index
+                first_index += -(-p.numel() // MOMENT_BLOCK) * MOMENT_BLOCK
+                grad = self.gradient(p)
+                if grad is not None:
+                    rows.append(_Row(p, grad, i, index))
+        return rows
 
     def _update(
-        self, group: dict[str, Any], pairs: list[tuple[Tensor, Tensor]], factor: Tensor | None
+        self, rows: list[_Row], device: torch.device, factor: Tensor | None, found: Tensor | None
     ) -> None:
-        by_step: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        for p, grad in pairs:
-            state = self.state[p]
-            if not state:
-                # On the host, as in torch: the bias corrections never wait for the device.
-                state["step"] = torch.tensor(0.0, dtype=torch.float32)
-                state["exp_avg"] = torch.zeros_like(p, dtype=torch.float32)
-                state["exp_avg_sq"] = torch.zeros_like(p, dtype=torch.float32)
-            if p.dtype != torch.float32 and "master_weight" not in state:
-                state["master_weight"] = p.detach().float()
-            state["step"] += 1
-            by_step.setdefault(int(state["step"].item()), []).append((p, grad))
-        beta1, beta2 = group["betas"]
-        for step, rows in by_step.items():
-            states = [self.state[p] for p, _ in rows]
-            adamw_step_(
-                [p for p, _ in rows],
-                [grad for _, grad in rows],
-                [s["exp_avg"] for s in states],
-                [s["exp_avg_sq"] for s in states],
-                Hyper(
-                    float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], step
-                ),
-                master_weights=[s.get("master_weight") for s in states],
-                grad_scale=factor,
-                maximize=group["maximize"],
-            )
+        """One kernel call for rows of one device, maximize and amsgrad."""
+        options, storage = self.param_groups[rows[0].group], self.storage
+        amsgrad, eight_bit = options["amsgrad"], storage.moment_dtype == torch.uint8
+        # Where the kernel reads the counters of a group: see [Note: step counters].
+        skipping_on_gpu = found is not None and device.type != "cpu"
+        on_device = [g["capturable"] or skipping_on_gpu for g in self.param_groups]
+        states = [self._state(row, on_device[row.group]) for row in rows]
+        counted = [s["step"] for row, s in zip(rows, states) if on_device[row.group]]
+        if counted:
+            _count(counted, None if found is None else 1.0 - found.ne(0).float())
+        numbered = [s["step"] for row, s in zip(rows, states) if not on_device[row.group]]
+        hypers, hyper_index = self._hypers(rows, states, on_device, device)
+        adamw_step_(
+            [row.param for row in rows],
+            [row.grad for row in rows],
+            [storage.moment(s, "exp_avg") for s in states],
+            [storage.moment(s, "exp_avg_sq") for s in states],
+            hypers,
+            hyper_index=hyper_index,
+            master_weights=[storage.master(s, row.param) for row, s in zip(rows, states)],
+            max_exp_avg_sqs=[s["max_exp_avg_sq"] for s in states] if amsgrad else None,
+            exp_avg_scales=[s["exp_avg_scale"] for s in states] if eight_bit else None,
+            exp_avg_sq_scales=[s["exp_avg_sq_scale"] for s in states] if eight_bit else None,
+            grad_scale=factor,
+            found_inf=found,
+            maximize=options["maximize"],
+            zero_grad=self.zero_grad_in_step,
+            stochastic_rounding_seed=self.seed if storage.random else None,
+            first_indices=[row.first_index for row in rows] if storage.random else None,
+        )
+        if numbered and (found is None or not found.item()):
+            _count(numbered)
+
+    def _state(self, row: _Row, on_device: bool) -> dict[str, Any]:
+        """The state of a parameter, made or completed where needed."""
+        p, amsgrad = row.param, self.param_groups[row.group]["amsgrad"]
+        state = self.state.get(p)
+        if not state:
+            if _capturing(p.device):
+                raise RuntimeError(
+                    "AdamW.step: expected a first step before the capture of a CUDA graph, got a "
+                    "parameter without state; each replay would begin anew: call step() once"
+                )
+            state = self.state[p] = self.storage.new_state(p, amsgrad=amsgrad)
+        elif amsgrad and "max_exp_avg_sq" not in state:  # switched on in the group since
+            state["max_exp_avg_sq"] = state["exp_avg_sq"].clone()
+        self.storage.add_master(state, p)
+        home = p.device if on_device else _HOST
+        if state["step"].device != home:
+            state["step"] = state["step"].to(home)
+        return state
+
+    def _hypers(
+        self,
+        rows: list[_Row],
+        states: list[dict[str, Any]],
+        on_device: list[bool],
+        device: torch.device,
+    ) -> tuple[list[Hyper], list[int]]:
+        """The scalars: one entry for each group and count, and which of them each row takes."""
+        names = ("lr", "eps", "weight_decay")
+        scalars = [
+            [scalar(v, device) for v in (*(group[n] for n in names), *group["betas"])]
+            for group in self.param_groups
+        ]
+        hypers: list[Hyper] = []
+        index: list[int] = []
+        known: dict[tuple[int, float], int] = {}
+        for row, state in zip(rows, states):
+            step, by_kernel = state["step"], on_device[row.group]
+            t = step if by_kernel else step.item() + 1.0
+            # Counters on the device cannot be compared here: each has its own entry.
+            key = (row.group, id(step) if by_kernel else t)
+            if key not in known:
+                known[key] = len(hypers)
+                lr, eps, weight_decay, beta1, beta2 = scalars[row.group]
+                hypers.append(Hyper(lr, beta1, beta2, eps, weight_decay, t))
+            index.append(known[key])
+        return hypers, index
+
+    # State
+
+    def entry_shapes(self, p: Tensor) -> dict[str, torch.Size]:
+        """The entries that a parameter's state may have with these options, for checkpoints."""
+        return self.storage.entry_shapes(p)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch; with the seed where steps draw random bits."""
+        state_dict = plain(torch.optim.Optimizer.state_dict)(self)
+        if self.storage.random:
+            state_dict["seed"] = self.seed
+        return state_dict
+
+    def torch_state_dict(self) -> dict[str, Any]:
+        """state_dict() as torch.optim.AdamW would have written it: moments are fp32 copies."""
+        state_dict = plain(torch.optim.Optimizer.state_dict)(self)
+        params = list(itertools.chain.from_iterable(g["params"] for g in self.param_groups))
+        state = {i: torch_state(s, params[i]) for i, s in state_dict["state"].items()}
+        return {"state": state, "param_groups": state_dict["param_groups"]}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load this optimizer's state or that of torch.optim.AdamW (without amsgrad)."""
-        for group in state_dict["param_groups"]:
-            for name, value in _FIXED.items():
-                if group.get(name, value) != value:
-                    raise ValueError(
-                        f"AdamW.load_state_dict: expected {name}={value}, got "
-                        f"{name}={group[name]}; continue that run with its own optimizer"
+        """Load the state of an AdamW of this package or of torch; nothing changes if it is refused.
+
+        torch's own would cast fp32 moments of 16-bit parameters to 16 bits.
+        """
+        state_dict = state_dict.copy()
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = pre_hook(self, state_dict) or state_dict
+        saved_groups = [{**g} for g in state_dict["param_groups"]]
+        check_same_groups(self.param_groups, saved_groups)
+        groups = []
+        for group, saved in zip(self.param_groups, saved_groups):
+            values = {k: copy.deepcopy(v) for k, v in saved.items() if k != "params"}
+            new = {**self.defaults, **values, "params": group["params"]}
+            if "param_names" in group:
+                new.setdefault("param_names", group["param_names"])
+            check_group(new, "AdamW.load_state_dict")
+            groups.append(new)
+        state: dict[Any, Any] = {}
+        known = set()
+        for i, (group, saved) in enumerate(zip(groups, saved_groups)):
+            for position, (p, key) in enumerate(zip(group["params"], saved["params"])):
+                self.storage.check(p, amsgrad=group["amsgrad"])
+                known.add(key)
+                if state_dict["state"].get(key):
+                    state[p] = self.storage.convert_state(
+                        state_dict["state"][key],
+                        p,
+                        amsgrad=group["amsgrad"],
+                        where=where(group, i, position),
                     )
-        super().load_state_dict(state_dict)
-        for group in self.param_groups:
-            for name in _TORCH_ONLY:
-                group.pop(name, None)
-        saved_ids = (i for g in state_dict["param_groups"] for i in g["params"])
-        params = (p for g in self.param_groups for p in g["params"])
-        for i, p in zip(saved_ids, params):
-            saved = state_dict["state"].get(i)
-            if not saved:
-                continue
-            state = self.state[p]
-            # torch has cast these to the dtype of the parameter: fp32 moments of bf16 parameters
-            # would lose half of their bits (test_state_of_half_parameters_stays_fp32).
-            for name in _STATES:
-                if name in saved:
-                    state[name] = saved[name].to(p.device, torch.float32, copy=True)
-            if p.dtype == torch.float32:
-                state.pop("master_weight", None)
-            state["step"] = torch.tensor(float(saved["step"]), dtype=torch.float32)
+        state.update({k: v for k, v in state_dict["state"].items() if k not in known})
+        self.seed = state_dict.get("seed", self.seed)
+        fresh: defaultdict[Any, Any] = defaultdict(dict)
+        fresh.update(state)
+        self.__setstate__({"state": fresh, "param_groups": groups})
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("master_weights", "max_grad_norm", "grad_norm", "skipped", "_grad_scale")
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
+        own = {name: self.__dict__[name] for name in _ATTRIBUTES if name in self.__dict__}
+        return {**super().__getstate__(), **own}
 
 
-def global_norm(grads: list[Tensor]) -> Tensor:
-    """2-norm over all gradients, fp32 []; the same bits for any buckets. See [Note: the norm].
+def _count(counters: list[Tensor], by: Tensor | None = None) -> None:
+    if by is None and not counters[0].is_cpu:
+        torch._foreach_add_(counters, 1.0)
+    else:  # a tensor and alpha: for a number, torch makes a tensor of it for each counter
+        torch._foreach_add_(counters, _ONE if by is None else by, alpha=1.0)
 
-    Traffic: one read of the gradients. No host synchronization.
-    """
-    pieces = grads
-    if grads[0].device.type == "cpu":
-        pieces = [piece for g in grads for piece in g.reshape(-1).split(_PIECE)]
-    norms = torch._foreach_norm(pieces, 2.0, dtype=torch.float32)
-    return torch.stack(norms).double().norm().float()
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -297,7 +297,7 @@ class Trainer:
         for group in optimizer.param_groups:
             group["lr"] = lr
         if scale is not None:
-            optimizer.grad_scale = 1.0 / scale
+            optimizer.grad_scale = scale
         optimizer.step()
         optimizer.zero_grad()
         samples = self.grad_accum_steps * mesh.dp_size * rows

@@ -31,9 +31,10 @@ CONFIG = GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=8, vocab_size=131,
 FILES = ("config.json", "model.safetensors", OPTIMIZER, STATE, "tokenizer_config.json", MANIFEST)
 
 
-def make(config=CONFIG, dtype=torch.float32, seed=0, steps=2):
+def make(config=CONFIG, dtype=torch.float32, seed=0, steps=2, **options):
     model = GPT(config, seed=seed).to(dtype)
-    optimizer = AdamW(param_groups(model, 0.1), master_weights=dtype != torch.float32)
+    options = options or {"master_weights": dtype != torch.float32}
+    optimizer = AdamW(param_groups(model, 0.1), **options)
     for step in range(steps):
         idx = torch.randint(
             0, config.vocab_size, (2, 9), generator=torch.Generator().manual_seed(step)
@@ -81,6 +82,30 @@ def test_same_bits_back(tmp_path, dtype):
     load_checkpoint(path, model=other, optimizer=its_optimizer)
     for key, tensor in optimizer_tensors(other, its_optimizer).items():
         assert torch.equal(tensor, expected[key]), key
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.bfloat16, {"master_weights": "remainder", "moment_dtype": torch.bfloat16}),
+        (torch.bfloat16, {"stochastic_rounding": True, "moment_dtype": torch.uint8}),
+        (torch.float32, {"amsgrad": True}),
+    ],
+)
+def test_every_form_of_state_comes_back(tmp_path, dtype, options):
+    model, optimizer = make(dtype=dtype, **options)
+    path = save(tmp_path, made=(model, optimizer))
+    again, its_optimizer = make(dtype=dtype, seed=5, steps=0, **options)
+    load_checkpoint(path, model=again, optimizer=its_optimizer)
+    expected, got = optimizer_tensors(model, optimizer), optimizer_tensors(again, its_optimizer)
+    assert expected.keys() == got.keys()
+    for key, tensor in expected.items():
+        assert tensor.dtype == got[key].dtype
+        assert torch.equal(tensor, got[key]), key
+    plain, its_optimizer = make(dtype=torch.float32, steps=0)
+    if dtype == torch.bfloat16:
+        with pytest.raises(ValueError, match=r"of shape None, got shape=.*run's own settings"):
+            load_checkpoint(path, model=plain, optimizer=its_optimizer)
 
 
 def test_transformers_reads_the_link_to_the_newest(tmp_path):

@@ -73,7 +73,7 @@ def train(
         master_weights=dtype != torch.float32,
     )
     if loss_scale != 1.0:
-        optimizer.grad_scale = 1 / loss_scale
+        optimizer.grad_scale = loss_scale
     if noise_seed is not None:
         generator = torch.Generator().manual_seed(noise_seed)
         for p in model.parameters():

@@ -15,8 +15,8 @@ TOP_LEVEL = {
 }  # fmt: skip
 # Import direction inside fastpar/: a module may import only those that stand before it.
 ORDER = [
-    "_version", "config", "mesh", "layout", "buffers", "engine", "optim_base", "optim", "adafactor",
-    "loss_scale", "schedule",
+    "_version", "config", "mesh", "layout", "buffers", "engine", "optim_base", "optim_checks",
+    "optim_state", "optim", "adafactor", "loss_scale", "schedule",
     "model", "hf", "modules", "patched", "patching", "tokenizer", "sources", "token_cache",
     "data", "checkpoint", "metrics", "testing", "sample", "run_folder", "launch", "train", "cli",
     "__main__", "__init__",

@@ -1,0 +1,88 @@
+"""What an AdamW refuses: options out of range, parameters that overlap, groups of another model."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def check_group(group: dict[str, Any], caller: str = "AdamW") -> None:
+    """Refuse options outside their range."""
+    betas = tuple(group["betas"])
+    ranges = {
+        "lr": (group["lr"], math.inf),
+        "betas[0]": (betas[0], 1.0),
+        "betas[1]": (betas[1], 1.0),
+        "eps": (group["eps"], math.inf),
+        "weight_decay": (group["weight_decay"], math.inf),
+    }
+    for name, (value, high) in ranges.items():
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(
+                f"{caller}: expected a number or a tensor of one element, got {name} of "
+                f"shape={list(value.shape)}; use a group for each value"
+            )
+        if not 0.0 <= float(value) < high:
+            raise ValueError(
+                f"{caller}: expected 0.0 <= {name} < {high}, got {name}={float(value)}; "
+                "correct the option of this group"
+            )
+    for name, only, advice in (
+        ("differentiable", False, "use torch.optim.AdamW to differentiate through a step"),
+        ("decoupled_weight_decay", True, "continue that run with its own optimizer"),
+    ):
+        if group[name] != only:
+            raise ValueError(
+                f"{caller}: expected {name}={only}, got {name}={group[name]}; {advice}"
+            )
+    if group["foreach"] and group["fused"]:
+        raise ValueError(
+            f"{caller}: expected at most one of foreach and fused, got foreach=True and "
+            "fused=True; leave both out: there is one implementation"
+        )
+
+
+def check_overlap(groups: list[dict[str, Any]]) -> None:
+    """Refuse parameters that share memory: both would be updated there, in any order."""
+    spans = []
+    for i, group in enumerate(groups):
+        for position, p in enumerate(group["params"]):
+            if p.numel() and p.layout is torch.strided and p.device.type != "meta":
+                last = sum((n - 1) * stride for n, stride in zip(p.shape, p.stride()))
+                start, size = p.data_ptr(), (last + 1) * p.element_size()
+                spans.append((str(p.device), start, start + size, where(group, i, position)))
+    spans.sort()
+    for (device, _, stop, name), (other, start, _, other_name) in itertools.pairwise(spans):
+        if device == other and start < stop:
+            raise ValueError(
+                f"AdamW: expected parameters in memory of their own, got {other_name} overlapping "
+                f"{name}; pass a tied weight once, and views as one parameter"
+            )
+
+
+def check_same_groups(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
+    """Refuse saved groups of other lengths."""
+    advice = "load the state that was saved with this model and these groups"
+    if len(groups) != len(saved):
+        raise ValueError(
+            f"AdamW.load_state_dict: expected {len(groups)} parameter groups, got {len(saved)}; "
+            f"{advice}"
+        )
+    for i, (group, other) in enumerate(zip(groups, saved)):
+        mine, theirs = len(group["params"]), len(other["params"])
+        if mine != theirs:
+            raise ValueError(
+                f"AdamW.load_state_dict: expected {mine} parameters in group {i}, got {theirs}; "
+                f"{advice}"
+            )
+
+
+def where(group: dict[str, Any], i: int, position: int) -> str:
+    """How errors call a parameter."""
+    names = group.get("param_names")
+    name = f" ('{names[position]}')" if names else ""
+    return f"parameter {position} of group {i}{name}"

@@ -1,0 +1,269 @@
+"""How AdamW keeps its state: master weights, moments of few bits, and state dicts.
+
+The entries of one parameter's state, by the optimizer's options:
+
+    step                                  fp32 [], counts from 1, as in torch.optim.AdamW
+    exp_avg, exp_avg_sq                   moments in fp32 or bf16 (fp64 of fp64 parameters), and
+    max_exp_avg_sq                        with amsgrad, as in torch.optim.AdamW too
+    exp_avg_codes, exp_avg_scale          moments in 8 bits: uint8, and fp32 for each 256 elements
+    exp_avg_sq_codes, exp_avg_sq_scale    (never under torch's names, which hold values)
+    master_weight                         fp32, of a 16-bit parameter
+    master_remainder                      int16, the low half of the master of a bf16 parameter
+
+A state saved in one form loads in any other (convert_state), and torch_state has torch's form.
+Entries of another dtype than above have been through an optimizer that casts its state to that of
+the parameter and does not know master weights: those are stale then, and are made anew.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastpar.kernels.adamw import (
+    MOMENT_BLOCK,
+    decode_moment,
+    encode_moment,
+    master_join,
+    master_split,
+    new_moment,
+)
+
+MOMENT_DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
+_HALF = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Storage:
+    """The options of an AdamW that say how its state is stored.
+
+    Raises:
+        ValueError: options that contradict each other; in check(), a parameter that does not fit.
+    """
+
+    master_weights: bool | str
+    stochastic_rounding: bool
+    moment_dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        if self.master_weights not in (False, True, "remainder"):
+            raise ValueError(
+                "AdamW: expected master_weights to be False, True or 'remainder', got "
+                f"master_weights={self.master_weights!r}; True keeps 32 bits more, 'remainder' 16"
+            )
+        if self.moment_dtype not in MOMENT_DTYPES:
+            raise ValueError(
+                "AdamW: expected moment_dtype torch.float32, torch.bfloat16 or torch.uint8, got "
+                f"moment_dtype={self.moment_dtype}; torch.uint8 is 8 bits with a scale per block"
+            )
+        if self.stochastic_rounding and self.master_weights:
+            raise ValueError(
+                "AdamW: expected stochastic_rounding=True without master weights, got "
+                f"master_weights={self.master_weights!r}; rounding stochastically is what trains "
+                "bf16 parameters without them: choose one"
+            )
+
+    @property
+    def random(self) -> bool:
+        """Whether a step draws random bits."""
+        return self.stochastic_rounding or self.moment_dtype != torch.float32
+
+    def check(self, p: Tensor, *, amsgrad: bool) -> None:
+        """Refuse a parameter that these options cannot train."""
+        got = f"got a parameter of dtype={p.dtype}"
+        if p.dtype not in (torch.float32, torch.float64, *_HALF):
+            raise ValueError(
+                f"AdamW: expected fp32, bf16, fp16 or fp64 parameters, {got}; convert the model"
+            )
+        if p.dtype == torch.float64 and self.moment_dtype != torch.float32:
+            raise ValueError(
+                f"AdamW: expected moment_dtype=torch.float32 with fp64 parameters, {got} with "
+                f"moment_dtype={self.moment_dtype}; their moments are fp64: leave it out"
+            )
+        if p.dtype in _HALF and not (self.master_weights or self.stochastic_rounding):
+            raise ValueError(
+                "AdamW: expected fp32 parameters, or bf16 and fp16 with master_weights=True, "
+                f"{got} with master_weights=False and stochastic_rounding=False; pass "
+                "master_weights=True (or 'remainder' or stochastic_rounding=True for bf16), or "
+                "convert the model"
+            )
+        if p.dtype == torch.float16 and self.master_weights is not True:
+            what = "stochastic_rounding=True" if self.stochastic_rounding else "'remainder'"
+            raise ValueError(
+                f"AdamW: expected fp16 parameters with master_weights=True, {got} with {what}, "
+                "which is made of bf16's bits; pass master_weights=True"
+            )
+        if amsgrad and self.moment_dtype == torch.uint8:
+            raise ValueError(
+                "AdamW: expected amsgrad=False with moment_dtype=torch.uint8, got amsgrad=True; "
+                "a running maximum of rounded values drifts: use torch.bfloat16 or torch.float32"
+            )
+
+    def master_entry(self, p: Tensor) -> str | None:
+        """The name under which a parameter's master is kept."""
+        if p.dtype not in _HALF or self.stochastic_rounding:
+            return None
+        return "master_remainder" if self.master_weights == "remainder" else "master_weight"
+
+    def new_state(self, p: Tensor, *, amsgrad: bool) -> dict[str, Tensor]:
+        """State before the first step."""
+        state = {"step": torch.zeros((), dtype=torch.float32)}
+        for name in moment_names(amsgrad):
+            if p.dtype == torch.float64:
+                state[name] = torch.zeros_like(p, requires_grad=False)
+            else:
+                state.update(self._entries(name, *new_moment(p, self.moment_dtype)))
+        self.add_master(state, p)
+        return state
+
+    def add_master(self, state: dict[str, Tensor], p: Tensor) -> None:
+        """The master of a parameter as it is now, where the state lacks it."""
+        entry = self.master_entry(p)
+        if entry is not None and entry not in state:
+            exact = entry == "master_weight"
+            state[entry] = p.detach().float() if exact else torch.zeros_like(p, dtype=torch.int16)
+
+    def entry_shapes(self, p: Tensor) -> dict[str, torch.Size]:
+        """The shape of each entry that a parameter's state may have."""
+        names = ["step", *moment_names(True)]
+        if self.moment_dtype == torch.uint8:
+            moments = moment_names(False)
+            names = ["step", *(f"{m}_{part}" for m in moments for part in ("codes", "scale"))]
+        master = self.master_entry(p)
+        return {name: _shape(name, p) for name in ([*names, master] if master else names)}
+
+    def moment(self, state: dict[str, Tensor], name: str) -> Tensor:
+        """exp_avg, exp_avg_sq or max_exp_avg_sq as the kernel takes it."""
+        return state[f"{name}_codes" if self.moment_dtype == torch.uint8 else name]
+
+    def master(self, state: dict[str, Tensor], p: Tensor) -> Tensor | None:
+        """The master of a parameter as the kernel takes it."""
+        entry = self.master_entry(p)
+        return None if entry is None else state[entry]
+
+    def _entries(self, name: str, values: Tensor, scale: Tensor | None) -> dict[str, Tensor]:
+        return (
+            {name: values} if scale is None else {f"{name}_codes": values, f"{name}_scale": scale}
+        )
+
+    def convert_state(
+        self, saved: dict[str, Any], p: Tensor, *, amsgrad: bool, where: str
+    ) -> dict[str, Any]:
+        """A copy of a saved state in the form of these options, on the parameter's device.
+
+        Args:
+            saved: of an AdamW of this package or of torch, in any form.
+            where: names the parameter in errors.
+        Raises:
+            ValueError: an entry is missing or not of the parameter's shape.
+        """
+        check_entries(saved, p, amsgrad=amsgrad, where=where)
+        state: dict[str, Any] = {
+            "step": torch.tensor(float(saved["step"]), dtype=torch.float32),
+        }
+        for name in moment_names(amsgrad):
+            state.update(self._convert_moment(saved, name, p))
+        entry = self.master_entry(p)
+        if entry is not None:
+            master = _master(saved, p)
+            if entry in saved and saved[entry] is master:
+                state[entry] = _like(master, p, master.dtype)
+            elif master is not None and entry == "master_weight":
+                state[entry] = _like(master_join(p, _like(master, p, torch.int16)), p)
+            elif master is not None:
+                rounded, remainder = master_split(_like(master, p))
+                if not torch.equal(rounded, p):
+                    raise ValueError(
+                        f"AdamW.load_state_dict: expected {where} to be the rounding of its saved "
+                        "master_weight, got other values; load the model's weights first"
+                    )
+                state[entry] = remainder
+            else:
+                self.add_master(state, p)
+        known = {*_ENTRIES, "step"}
+        state.update({key: value for key, value in saved.items() if key not in known})
+        return state
+
+    def _convert_moment(self, saved: dict[str, Any], name: str, p: Tensor) -> dict[str, Tensor]:
+        if f"{name}_codes" in saved:
+            codes = _like(saved[f"{name}_codes"], p, torch.uint8)
+            scale = saved[f"{name}_scale"].to(p.device, torch.float32, copy=True)
+            if self.moment_dtype == torch.uint8:
+                return self._entries(name, codes, scale)
+            values = decode_moment(codes, scale, signed=name == "exp_avg")
+        else:
+            values = saved[name]
+        if self.moment_dtype != torch.uint8:
+            dtype = torch.float64 if p.dtype == torch.float64 else self.moment_dtype
+            return self._entries(name, _like(values, p, dtype), None)
+        return self._entries(name, *encode_moment(_like(values, p), signed=name == "exp_avg"))
+
+
+def moment_names(amsgrad: bool) -> tuple[str, ...]:
+    """torch's names of the moments."""
+    return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if amsgrad else ("exp_avg", "exp_avg_sq")
+
+
+_ENTRIES = (
+    *moment_names(True),
+    "exp_avg_codes",
+    "exp_avg_scale",
+    "exp_avg_sq_codes",
+    "exp_avg_sq_scale",
+    "master_weight",
+    "master_remainder",
+)
+
+
+def _shape(entry: str, p: Tensor) -> torch.Size:
+    if entry == "step":
+        return torch.Size()
+    return torch.Size([-(-p.numel() // MOMENT_BLOCK)]) if entry.endswith("_scale") else p.shape
+
+
+def check_entries(saved: dict[str, Any], p: Tensor, *, amsgrad: bool, where: str) -> None:
+    """Refuse a state that is not of this parameter, by the name of its first wrong entry."""
+    advice = "load the state that was saved with this model, in the order of its parameters"
+    if "step" not in saved:
+        raise ValueError(f"AdamW.load_state_dict: expected step for {where}, got none; {advice}")
+    for name in moment_names(amsgrad):
+        if name not in saved and not {f"{name}_codes", f"{name}_scale"} <= saved.keys():
+            raise ValueError(
+                f"AdamW.load_state_dict: expected {name} for {where}, got entries="
+                f"{sorted(saved)}; {advice}"
+            )
+    for name in _ENTRIES:
+        if name in saved and saved[name].shape != _shape(name, p):
+            raise ValueError(
+                f"AdamW.load_state_dict: expected {name} of shape {list(_shape(name, p))} for "
+                f"{where}, got "
+                f"shape={list(saved[name].shape)}; {advice}"
+            )
+
+
+def torch_state(state: dict[str, Any], p: Tensor) -> dict[str, Any]:
+    """A parameter's state with torch's entries alone: moments as fp32 values, no master weight."""
+    result: dict[str, Any] = {"step": state["step"]}
+    for name in moment_names(True):
+        if f"{name}_codes" in state:
+            codes, scale = state[f"{name}_codes"], state[f"{name}_scale"]
+            result[name] = _like(decode_moment(codes, scale, signed=name == "exp_avg"), p)
+        elif name in state:
+            result[name] = state[name] if p.dtype == torch.float64 else state[name].float()
+    return result
+
+
+def _master(saved: dict[str, Any], p: Tensor) -> Tensor | None:
+    """The saved master, either form, unless it is stale (see above)."""
+    for name, dtype in (("master_weight", torch.float32), ("master_remainder", torch.int16)):
+        if name in saved and saved[name].dtype == dtype and p.dtype in _HALF:
+            return saved[name]
+    return None
+
+
+def _like(values: Tensor, p: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A copy with the parameter's device and strides."""
+    return torch.empty_like(p, dtype=dtype, requires_grad=False).copy_(values)
