@@ -191,6 +191,8 @@ class Case:
     variants: name -> function of the inputs; "eager" is plain PyTorch.
     oracle: function of the inputs in fp64; None only where `check` judges instead.
     bytes_moved, flops: direction -> per call. Percent of the ceiling is that of flops when given.
+    directions: "forward", "backward", "forward+backward", or "call" for what no gradient flows
+        through.
     """
 
     name: str
@@ -209,6 +211,8 @@ class Case:
     yardstick: Callable[..., Any] | None = None  # of the gate; None: variants["eager"]
     unjudged: tuple[str, ...] = ()  # variants that are not comparable, element by element
     targets: Mapping[str, Sequence[Target]] = field(default_factory=dict)  # direction -> of fastpar
+    # variant -> instead of bytes_moved, where it stores less than the others
+    own_bytes: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -316,13 +320,16 @@ class Bench:
             return  # eager is plain PyTorch, by whose error the others are judged
         if name != "torch.compile":  # that one would compile a second time for the small shape
             inputs = case.make_inputs(torch.Generator(self.device).manual_seed(2), True)
-        grad = direction != "forward"
+        grad = direction not in ("forward", "call")
         judged = function if grad else torch.no_grad()(function)  # as it will be timed
+        eager = case.yardstick or case.variants["eager"]
+        if "eager" in case.in_place:  # each has to see what the first one saw
+            judged, eager = on_copies(judged), on_copies(eager)
         assert_matches_oracle(
             judged,
             case.oracle,
             inputs,
-            eager=case.yardstick or case.variants["eager"],
+            eager=eager,
             grad=grad,
             factor=2.0 if name.startswith("fastpar") else PEER_FACTOR[case.dtype],
         )
@@ -344,7 +351,7 @@ class Bench:
                 min_runs=2 if self.quick else 7,
             )
         base = timings.get(case.baseline)
-        targets = list(case.targets.get(direction, ()))
+        targets = [] if self.quick else list(case.targets.get(direction, ()))
         if self.device == "cuda" and direction == "forward":
             targets.append(Target("host", HOST_US))
         notes = {"fastpar": note(targets)}
@@ -357,7 +364,8 @@ class Bench:
                 row.baseline, row.speedup = case.baseline, base.median_ms / timing.median_ms
             if case.track_peak and self.device == "cuda":
                 row.peak_bytes = _peak_bytes(calls[name][0])
-            self.rate(row, case.bytes_moved.get(direction), case.flops.get(direction))
+            moved = case.own_bytes.get(name, case.bytes_moved.get(direction))
+            self.rate(row, moved, case.flops.get(direction))
             rows.append(row)
         rows += [
             self.row(case.name, direction, name, case.dtype, refused=why, notes=notes.get(name, {}))
@@ -406,9 +414,13 @@ def bind(
             return lambda: torch.autograd.grad(outputs, leaves, cotangents, retain_graph=True)
         return lambda: torch.autograd.grad(_tensors(function(*args)), leaves, cotangents)
 
-    makers = {"forward": forward, "forward+backward": with_gradients, "backward": with_gradients}
-    make = makers[direction]
+    make = forward if direction in ("forward", "call") else with_gradients
     return [make(args) for args in inputs]
+
+
+def on_copies(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, reading and overwriting copies of its tensors."""
+    return lambda *args: function(*(a.clone() if isinstance(a, Tensor) else a for a in args))
 
 
 def _tensors(outputs: Any) -> tuple[Tensor, ...]:
@@ -424,6 +436,14 @@ def _peak_bytes(call: Call) -> int:
     torch.cuda.synchronize()
     del result
     return torch.cuda.max_memory_allocated() - before
+
+
+def short(count: int) -> str:
+    """1500000000 -> 1.5B"""
+    for unit, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if count >= unit:
+            return f"{count / unit:.4g}{letter}"
+    return str(count)
 
 
 def format_row(row: Row) -> str:
