@@ -69,3 +69,20 @@ def attentions(dropout_p: float) -> dict[str, Callable[..., Any]]:
         "flash-attn 2": lambda qkv: two(qkv, dropout_p=dropout_p, causal=True)
     }
     return found if dropout_p else {**found, "flash-attn 3": flash_attn_3}
+
+
+def adamws(device: str, hyper: dict[str, Any]) -> dict[str, Callable[[list[Tensor]], Any]]:
+    """AdamW optimizers of (fp32 parameters), with decoupled decay."""
+    if device == "cpu":
+        deepspeed = installed("deepspeed.ops.adam", "DeepSpeedCPUAdam")
+        return {"deepspeed": lambda params: deepspeed(params, **hyper, adamw_mode=True)}
+    apex = installed("apex.optimizers", "FusedAdam")
+    engine = installed("transformer_engine.pytorch.optimizers", "FusedAdam")
+    bits = installed("bitsandbytes.optim", "AdamW8bit")
+    torchao = installed("torchao.optim", "AdamW8bit")
+    return {
+        "apex": lambda params: apex(params, **hyper, adam_w_mode=True),
+        "transformer-engine": lambda params: engine(params, **hyper, adam_w_mode=True),
+        "bitsandbytes 8-bit": lambda params: bits(params, **hyper),
+        "torchao 8-bit": lambda params: torchao(params, **hyper),
+    }

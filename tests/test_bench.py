@@ -13,7 +13,7 @@ import torch
 from test_records import ABOUT
 
 from bench import __main__ as door
-from bench import bench_adamw, peers
+from bench import bench_adamw, bench_quantize, peers
 from bench.harness import (
     CYCLES_PER_US,
     Bench,
@@ -24,6 +24,7 @@ from bench.harness import (
     Timing,
     bind,
     interleave,
+    short,
     stopwatch,
 )
 from bench.records import ResultFile, load
@@ -331,15 +332,77 @@ def test_only_runs_the_named_cases(tmp_path):
     assert not bench.results.rows
 
 
-def test_adamw_check_sees_a_wrong_step(monkeypatch):
-    bench_adamw.check("fastpar", "cpu")
-    bench_adamw.check("fastpar adamw_step_", "cpu")
+@pytest.mark.parametrize("variant", [*bench_adamw.STORAGE, "fp32"])
+@pytest.mark.parametrize("wrong", [{"lr": 1.2e-3}, {"beta1": 0.8}, {"beta2": 0.8}])
+def test_adamw_check_sees_a_wrong_step(variant, wrong, monkeypatch):
+    mode = bench_adamw.STORAGE.get(variant, bench_adamw.FP32)
+    bench_adamw.check("fastpar", mode, "cpu")
     right = bench_adamw.adamw_step_
-    monkeypatch.setattr(
-        bench_adamw, "adamw_step_", lambda *a: right(*a[:-1], a[-1]._replace(weight_decay=0.11))
-    )
+
+    def step(*args, **kwargs):
+        *tensors, values = args
+        right(*tensors, values._replace(**wrong), **kwargs)
+
+    monkeypatch.setattr(bench_adamw, "adamw_step_", step)
+    with pytest.raises(AssertionError, match="expected error"):
+        bench_adamw.check("fastpar", mode, "cpu")
+
+
+def test_adamw_check_sees_a_wrong_optimizer(monkeypatch):
+    bench_adamw.check("fastpar AdamW", bench_adamw.FP32, "cpu")
+    monkeypatch.setattr(bench_adamw, "AdamW", lambda params, **k: torch.optim.Adam(params, **k))
     with pytest.raises(AssertionError, match="output 0: expected error"):
-        bench_adamw.check("fastpar adamw_step_", "cpu")
+        bench_adamw.check("fastpar AdamW", bench_adamw.FP32, "cpu")
+
+
+@pytest.mark.parametrize("variant", ["fastpar", "fastpar seeded", "fastpar error feedback"])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_quantize_check_sees_a_wrong_code(variant, dtype, monkeypatch):
+    bench_quantize.check(variant, dtype, "cpu")
+    right = bench_quantize.quantize_blockwise
+
+    def one_level_off(x, **how):
+        codes, scales = right(x, **how)
+        codes.view(torch.int8)[3] += 2
+        return codes, scales
+
+    monkeypatch.setattr(bench_quantize, "quantize_blockwise", one_level_off)
+    with pytest.raises(AssertionError, match="codes: expected errors within"):
+        bench_quantize.check(variant, dtype, "cpu")
+
+
+def test_in_place_variants_are_judged_on_copies(tmp_path):
+    def eager(x, bias):
+        return x.add_(bias)
+
+    def wrong(x, bias):
+        return x.add_(bias, alpha=1.001)
+
+    variants = {"eager": eager, "ours": eager, "fastpar": eager, "fastpar wrong": wrong}
+    case = gelu_case(
+        eager, variants=variants, oracle=eager, directions=("call",), in_place=tuple(variants)
+    )
+    bench = make_bench(tmp_path)
+    bench.run([case])
+    refused = {row.variant: row.refused for row in bench.results.rows.values()}
+    assert refused.pop("fastpar wrong").startswith("AssertionError: output 0")
+    assert set(refused.values()) == {None}
+
+
+def test_rows_count_the_bytes_of_their_own_variant(tmp_path):
+    case = gelu_case(bias_gelu_ref, directions=("forward",))
+    case = replace(case, bytes_moved={"forward": 1e6}, own_bytes={"fastpar": 2e6})
+    bench = make_bench(tmp_path)
+    bench.run([case])
+    for row in bench.results.rows.values():
+        moved = 2e6 if row.variant == "fastpar" else 1e6
+        assert row.gb_per_s == pytest.approx(moved / row.median_ms / 1e6)
+
+
+def test_short_counts():
+    assert [short(n) for n in (999, 1000, 50_000_000, 124_439_808, 1_500_000_000)] == [
+        "999", "1k", "50M", "124.4M", "1.5B",
+    ]
 
 
 def test_every_op_has_a_bench_that_can_be_run():
