@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastpar.kernels import (
-    Rng,
     Hyper,
+    Rng,
     adamw_step_,
     attention,
     bias_gelu,

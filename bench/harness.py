@@ -351,7 +351,7 @@ class Bench:
                 min_runs=2 if self.quick else 7,
             )
         base = timings.get(case.baseline)
-        targets = [] if self.quick else list(case.targets.get(direction, ()))
+        targets = list(case.targets.get(direction, ()))
         if self.device == "cuda" and direction == "forward":
             targets.append(Target("host", HOST_US))
         notes = {"fastpar": note(targets)}

@@ -136,7 +136,7 @@ def test_gpu_cases_of_the_losses(gpu_cases):
 @pytest.mark.parametrize("name", BY_CASE)
 def test_every_gpu_case_has_an_oracle_and_a_rate(name, gpu_cases):
     for case in gpu_cases(name).values():
-        assert case.oracle is not None
+        assert case.oracle is not None or case.check is not None
         for direction in case.directions:
             assert case.bytes_moved.get(direction) or case.flops.get(direction)
         assert {*case.unjudged} <= {*case.variants, "torch.compile"}
