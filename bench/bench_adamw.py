@@ -107,9 +107,9 @@ class State:
     def step(self, **gates: Tensor) -> None:
         lists: tuple[Any, ...] = (self.params, self.grads, self.exp_avgs, self.exp_avg_sqs)
         states: dict[str, Any] = dict(gates)
+        step: Callable[..., None] = adamw_step_flat_ if self.flat else adamw_step_
         if self.flat:
             states |= {name: scales[0] for name, scales in self.scales.items()}
-            step: Callable[..., None] = adamw_step_flat_
             step(
                 *(tensors[0] for tensors in lists),
                 [(0, self.params[0].numel(), 0, 0)],
@@ -120,7 +120,6 @@ class State:
             )
         else:
             states |= {f"{name}s": scales for name, scales in self.scales.items()}
-            step = adamw_step_
             step(
                 *lists,
                 VALUES,
