@@ -89,6 +89,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("keep_freed_memory", &fastpar::keep_freed_memory);
   fastpar::bind_adamw(m);
   fastpar::bind_bucket(m);
+  fastpar::bind_shm(m);
   fastpar::bind_global_norm(m);
   m.def(
       "gemm",

@@ -29,6 +29,7 @@ inline Dtype dtype_of(int code) {
 // One for each file bindings_<name>.cpp.
 void bind_adamw(py::module_& m);
 void bind_bucket(py::module_& m);
+void bind_shm(py::module_& m);
 void bind_global_norm(py::module_& m);
 
 }  // namespace fastpar

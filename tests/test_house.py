@@ -15,10 +15,10 @@ TOP_LEVEL = {
 }  # fmt: skip
 # Import direction inside fastpar/: a module may import only those that stand before it.
 ORDER = [
-    "_version", "config", "mesh", "layout", "buffers", "engine", "optim_base", "optim_checks",
-    "optim_state", "optim", "adafactor", "loss_scale", "schedule",
-    "model", "hf", "modules", "patched", "patching", "tokenizer", "sources", "token_cache",
-    "data", "checkpoint", "metrics", "testing", "sample", "run_folder", "launch", "train", "cli",
+    "_version", "config", "mesh", "collectives", "shm", "transport", "layout", "buffers", "engine",
+    "optim_base", "optim_checks", "optim_state", "optim", "adafactor", "loss_scale", "schedule",
+    "model", "hf", "modules", "patched", "patching", "tokenizer", "sources", "token_cache", "data",
+    "checkpoint", "metrics", "testing", "sample", "run_folder", "launch", "train", "cli",
     "__main__", "__init__",
 ]  # fmt: skip
 OPTIONAL = {  # heavy or optional: only ever imported inside functions
@@ -176,13 +176,13 @@ def test_every_op_has_an_oracle_and_a_bench():
 
 
 def test_each_collective_has_one_home():
-    """Data-parallel collectives live in the engine; set-up in the mesh; nowhere else."""
+    """The engine's, those of a transport, and set-up in the mesh; nowhere else."""
     verbs = re.compile(
         r"dist\.(all_reduce|reduce_scatter\w*|all_gather\w*|all_to_all\w*|broadcast)\b"
     )
     for path in (ROOT / "fastpar").glob("*.py"):
         if verbs.search(path.read_text()):
-            assert path.stem in ("engine", "mesh"), path.name
+            assert path.stem in ("collectives", "engine", "mesh", "shm"), path.name
 
 
 def test_public_functions_have_docstrings():

@@ -1,0 +1,378 @@
+// Collectives of ranks that share one block of memory.
+//
+// [Note: rounds]
+// A collective is cut into rounds of one chunk a peer. In a round each rank copies what the others
+// need of its tensor into its staging area, says so by advancing its counter, waits until every
+// counter has come as far, and takes what it needs from the others' areas. A chunk is small enough
+// to be still in the last-level cache when it is taken, so main memory sees each tensor about once.
+// Rounds alternate between two staging areas: what a rank overwrites in round r + 2 was taken in
+// round r, and every rank had left round r when it advanced its counter in r + 1
+// (test_many_rounds). All-reduce adds a second exchange to each round, of the sums.
+//
+// [Note: waiting]
+// Ranks may be more than cores. A waiting rank spins for some microseconds, then sleeps on the
+// peer's counter (futex), and every kSliceNs it looks whether the peer still lives: the descriptor
+// of a process (pidfd) becomes readable when it ends, however it ends.
+#include <linux/futex.h>
+#include <poll.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <climits>
+#include <cstring>
+
+#include "checks.h"
+#include "shm.h"
+#include "simd.h"
+
+namespace fastpar {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int kSpins = 4000;              // some 20 us
+constexpr int64_t kSliceNs = 50'000'000;  // between two looks at a peer
+constexpr int64_t kTile = 1 << 10;        // partial sums that stay in the first cache
+constexpr int64_t kPage = 4096;
+
+// What a type is added in.
+template <class T>
+struct Sum {
+  using Type = T;
+  static FASTPAR_INLINE T widen(T x) { return x; }
+  static FASTPAR_INLINE T narrow(T x) { return x; }
+};
+struct Sum16 {
+  using Type = float;
+};
+template <>
+struct Sum<BFloat16> : Sum16 {
+  static FASTPAR_INLINE float widen(BFloat16 x) { return to_float(x); }
+  static FASTPAR_INLINE BFloat16 narrow(float x) { return from_float<BFloat16>(x); }
+};
+template <>
+struct Sum<Float16> : Sum16 {
+  static FASTPAR_INLINE float widen(Float16 x) { return to_float(x); }
+  static FASTPAR_INLINE Float16 narrow(float x) { return from_float<Float16>(x); }
+};
+
+// out[i] = from[0][i] + from[1][i] + ..., divided by `divisor`.
+template <class T>
+struct SumInRankOrder {
+  static FASTPAR_INLINE void run(const T* const* from, int world, T* out, int64_t n, int divisor) {
+    using S = typename Sum<T>::Type;
+    S sum[kTile];
+    for (int64_t first = 0; first < n; first += kTile) {
+      const int64_t size = std::min(kTile, n - first);
+      for (int64_t i = 0; i < size; ++i) sum[i] = Sum<T>::widen(from[0][first + i]);
+      for (int r = 1; r < world; ++r) {
+        const T* x = from[r] + first;
+        for (int64_t i = 0; i < size; ++i) sum[i] += Sum<T>::widen(x[i]);
+      }
+      if (divisor != 1) {
+        for (int64_t i = 0; i < size; ++i) sum[i] /= static_cast<S>(divisor);
+      }
+      for (int64_t i = 0; i < size; ++i) out[first + i] = Sum<T>::narrow(sum[i]);
+    }
+  }
+};
+
+template <class Body>
+void with_type(ShmType type, Body body) {
+  switch (type) {
+    case ShmType::float32:
+      return body(float{});
+    case ShmType::bfloat16:
+      return body(BFloat16{});
+    case ShmType::float16:
+      return body(Float16{});
+    case ShmType::float64:
+      return body(double{});
+    case ShmType::int64:
+      return body(int64_t{});
+  }
+}
+
+int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
+
+void pause_cpu() {
+#if FASTPAR_X86
+  __builtin_ia32_pause();
+#endif
+}
+
+}  // namespace
+
+// What a rank says of the collective that it has entered.
+struct ShmGroup::Record {
+  uint64_t call;
+  int64_t size, place;  // place in the heap, -1 outside
+  int type, detail;
+  char name[16];
+};
+
+struct ShmGroup::Control {
+  alignas(64) std::atomic<uint32_t> counter;
+  std::atomic<uint32_t> sleepers;
+  alignas(64) std::atomic<uint32_t> failed;
+  Record records[2];  // of calls with even and odd number
+};
+
+int64_t ShmGroup::block_bytes(int world, int64_t chunk_bytes, int64_t heap_bytes) {
+  const int64_t controls = round_up(world * int64_t(sizeof(Control)), kPage);
+  const int64_t areas = int64_t(world) * 2 * (world + 1) * chunk_bytes;
+  return controls + areas + world * round_up(heap_bytes, kPage);
+}
+
+ShmGroup::ShmGroup(void* block, int rank, int world, int64_t chunk_bytes, int64_t heap_bytes,
+                   std::vector<int> pidfds, double timeout_s)
+    : block_(static_cast<char*>(block)),
+      rank_(rank),
+      world_(world),
+      chunk_bytes_(chunk_bytes),
+      heap_bytes_(round_up(heap_bytes, kPage)),
+      pidfds_(std::move(pidfds)),
+      timeout_s_(timeout_s) {
+  FASTPAR_CHECK(chunk_bytes > 0 && chunk_bytes % kPage == 0, "ShmGroup: expected whole pages of ",
+                kPage, " bytes, got chunk_bytes=", chunk_bytes, "; round it up");
+  FASTPAR_CHECK(static_cast<int>(pidfds_.size()) == world, "ShmGroup: expected ", world,
+                " descriptors, got ", pidfds_.size(), "; pass -1 for none");
+}
+
+ShmGroup::Control& ShmGroup::control(int rank) const {
+  return reinterpret_cast<Control*>(block_)[rank];
+}
+
+char* ShmGroup::staging(int rank, int slot) const {
+  const int64_t controls = round_up(world_ * int64_t(sizeof(Control)), kPage);
+  const int64_t index = (int64_t(rank) * 2 + parity_) * (world_ + 1) + slot;
+  return block_ + controls + index * chunk_bytes_;
+}
+
+char* ShmGroup::heap_of(int rank) const {
+  return block_ + block_bytes(world_, chunk_bytes_, 0) + rank * heap_bytes_;
+}
+
+char* ShmGroup::heap() const { return heap_of(rank_); }
+
+void ShmGroup::fail(const std::string& why) {
+  broken_ = why;
+  control(rank_).failed.store(1);
+  syscall(SYS_futex, &control(rank_).counter, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+  throw std::runtime_error(why);
+}
+
+void ShmGroup::wait_for(int peer) {
+  Control& at = control(peer);
+  const auto behind = [&](uint32_t seen) { return static_cast<int32_t>(seen - counter_) < 0; };
+  for (int spin = 0; spin < kSpins; ++spin) {
+    if (!behind(at.counter.load(std::memory_order_acquire))) return;
+    pause_cpu();
+  }
+  const auto start = Clock::now();
+  while (true) {
+    at.sleepers.fetch_add(1);
+    const uint32_t seen = at.counter.load();
+    if (behind(seen) && !at.failed.load()) {
+      const timespec slice = {0, kSliceNs};
+      syscall(SYS_futex, &at.counter, FUTEX_WAIT, seen, &slice, nullptr, 0);
+    }
+    at.sleepers.fetch_sub(1);
+    if (!behind(at.counter.load(std::memory_order_acquire))) return;
+    const char* advice = "; restart the run from its last checkpoint";
+    if (at.failed.load()) {
+      fail(concat(call_, ": expected every rank to take part, got an error on rank ", peer,
+                  "; its own message says why"));
+    }
+    pollfd ended = {pidfds_[peer], POLLIN, 0};
+    // Looked at again: it may have advanced and then ended.
+    if (pidfds_[peer] >= 0 && poll(&ended, 1, 0) == 1 && behind(at.counter.load())) {
+      fail(concat(call_, ": expected every rank to live, got the end of rank ", peer, advice));
+    }
+    const double waited = std::chrono::duration<double>(Clock::now() - start).count();
+    if (waited > timeout_s_) {
+      fail(concat(call_, ": expected rank ", peer, " within timeout_s=", timeout_s_, ", got ",
+                  waited, " s of silence", advice));
+    }
+  }
+}
+
+void ShmGroup::exchange() {
+  Control& mine = control(rank_);
+  mine.counter.store(++counter_);
+  if (mine.sleepers.load() > 0) {
+    syscall(SYS_futex, &mine.counter, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+  }
+  for (int peer = 0; peer < world_; ++peer) {
+    if (peer != rank_) wait_for(peer);
+  }
+}
+
+// Enters a collective: every rank must mean the same one. Returns whether x lies at one place of
+// every rank's heap; tensors are then ready to be read by the others.
+bool ShmGroup::begin(const char* name, int64_t size, int type, int detail, const void* x) {
+  call_ = concat("ShmCollectives.", name);
+  if (!broken_.empty()) {
+    throw std::runtime_error(concat(call_,
+                                    ": expected a working group, got one that failed before (",
+                                    broken_, "); make a new one"));
+  }
+  const char* address = static_cast<const char*>(x);
+  const bool mine_in_heap = address >= heap() && address < heap() + heap_bytes_;
+  Record mine = {++calls_, size, mine_in_heap ? address - heap() : -1, type, detail, {}};
+  std::strncpy(mine.name, name, sizeof(mine.name) - 1);
+  control(rank_).records[calls_ % 2] = mine;
+  exchange();
+  bool in_heap = mine_in_heap;
+  for (int peer = 0; peer < world_; ++peer) {
+    const Record& theirs = control(peer).records[calls_ % 2];
+    const auto show = [](const Record& r) {
+      return concat(r.name, " of ", r.size, " elements (type ", r.type, ", detail ", r.detail, ")");
+    };
+    if (std::strcmp(theirs.name, mine.name) != 0 || theirs.size != size || theirs.type != type ||
+        theirs.detail != detail) {
+      fail(concat(call_, ": expected the same call on every rank, got ", show(mine), " on rank ",
+                  rank_, " and ", show(theirs), " on rank ", peer,
+                  "; give every rank the same calls in the same order"));
+    }
+    in_heap = in_heap && theirs.place == mine.place;
+  }
+  return in_heap;
+}
+
+template <class T>
+void ShmGroup::all_reduce_of(T* x, int64_t n, bool mean, bool in_heap) {
+  const Isa target = isa();
+  const int divisor = mean ? world_ : 1;
+  std::vector<const T*> from(world_);
+  if (in_heap) {
+    // Each rank sums one part of the tensor where it lies, then takes the others' parts.
+    const int64_t part = round_up((n + world_ - 1) / world_, 64);
+    const auto begin = [&](int r) { return std::min(n, r * part); };
+    const auto theirs = [&](int r) {
+      return reinterpret_cast<T*>(heap_of(r) + (reinterpret_cast<char*>(x) - heap()));
+    };
+    for (int r = 0; r < world_; ++r) from[r] = theirs(r) + begin(rank_);
+    dispatch<SumInRankOrder<T>>(target, from.data(), world_, x + begin(rank_),
+                                begin(rank_ + 1) - begin(rank_), divisor);
+    exchange();
+    for (int r = 0; r < world_; ++r) {
+      if (r != rank_) {
+        std::memcpy(x + begin(r), theirs(r) + begin(r), (begin(r + 1) - begin(r)) * sizeof(T));
+      }
+    }
+    exchange();  // nobody reads x any more
+    return;
+  }
+  const int64_t most = chunk_bytes_ / int64_t(sizeof(T));
+  for (int64_t start = 0; start < n;) {
+    const int64_t chunk = std::min(most, round_up((n - start + world_ - 1) / world_, 64));
+    const auto begin = [&](int r) { return std::min(n, start + r * chunk); };
+    const auto size = [&](int r) { return begin(r + 1) - begin(r); };
+    parity_ ^= 1;
+    for (int r = 0; r < world_; ++r) {
+      if (r != rank_) std::memcpy(staging(rank_, r), x + begin(r), size(r) * sizeof(T));
+    }
+    exchange();
+    for (int r = 0; r < world_; ++r) {
+      from[r] = r == rank_ ? x + begin(r) : reinterpret_cast<const T*>(staging(r, rank_));
+    }
+    T* sum = reinterpret_cast<T*>(staging(rank_, world_));
+    dispatch<SumInRankOrder<T>>(target, from.data(), world_, sum, size(rank_), divisor);
+    exchange();
+    for (int r = 0; r < world_; ++r) {
+      std::memcpy(x + begin(r), staging(r, world_), size(r) * sizeof(T));
+    }
+    start = begin(world_);
+  }
+}
+
+template <class T>
+void ShmGroup::reduce_scatter_of(T* out, T* x, int64_t n, bool mean, bool in_heap) {
+  const Isa target = isa();
+  const int divisor = mean ? world_ : 1;
+  std::vector<const T*> from(world_);
+  if (in_heap) {
+    for (int r = 0; r < world_; ++r) {
+      from[r] =
+          reinterpret_cast<T*>(heap_of(r) + (reinterpret_cast<char*>(x) - heap())) + rank_ * n;
+    }
+    dispatch<SumInRankOrder<T>>(target, from.data(), world_, out, n, divisor);
+    exchange();
+    return;
+  }
+  const int64_t most = chunk_bytes_ / int64_t(sizeof(T));
+  for (int64_t start = 0; start < n; start += most) {
+    const int64_t size = std::min(most, n - start);
+    parity_ ^= 1;
+    for (int r = 0; r < world_; ++r) {
+      if (r != rank_) std::memcpy(staging(rank_, r), x + r * n + start, size * sizeof(T));
+    }
+    exchange();
+    for (int r = 0; r < world_; ++r) {
+      from[r] = r == rank_ ? x + r * n + start : reinterpret_cast<const T*>(staging(r, rank_));
+    }
+    dispatch<SumInRankOrder<T>>(target, from.data(), world_, out + start, size, divisor);
+  }
+}
+
+void ShmGroup::all_reduce(void* x, int64_t n, ShmType type, bool mean) {
+  const bool in_heap = begin("all_reduce", n, static_cast<int>(type), mean, x);
+  with_type(type,
+            [&](auto tag) { all_reduce_of(static_cast<decltype(tag)*>(x), n, mean, in_heap); });
+}
+
+void ShmGroup::reduce_scatter(void* out, void* x, int64_t n, ShmType type, bool mean) {
+  const bool in_heap = begin("reduce_scatter", n, static_cast<int>(type), mean, x);
+  with_type(type, [&](auto tag) {
+    using T = decltype(tag);
+    reduce_scatter_of(static_cast<T*>(out), static_cast<T*>(x), n, mean, in_heap);
+  });
+}
+
+void ShmGroup::all_gather(void* out, const void* x, int64_t bytes) {
+  char* to = static_cast<char*>(out);
+  const char* mine = static_cast<const char*>(x);
+  const bool in_place = mine == to + rank_ * bytes;
+  const bool in_heap = begin("all_gather", bytes, -1, in_place, out);
+  if (in_heap && in_place) {
+    for (int r = 0; r < world_; ++r) {
+      if (r != rank_) {
+        std::memcpy(to + r * bytes, heap_of(r) + (to - heap()) + r * bytes, bytes);
+      }
+    }
+    exchange();
+    return;
+  }
+  if (!in_place) std::memcpy(to + rank_ * bytes, mine, bytes);
+  const int64_t most = chunk_bytes_ * (world_ + 1);  // all slots of an area
+  for (int64_t start = 0; start < bytes; start += most) {
+    const int64_t size = std::min(most, bytes - start);
+    parity_ ^= 1;
+    std::memcpy(staging(rank_, 0), mine + start, size);
+    exchange();
+    for (int r = 0; r < world_; ++r) {
+      if (r != rank_) std::memcpy(to + r * bytes + start, staging(r, 0), size);
+    }
+  }
+}
+
+void ShmGroup::broadcast(void* x, int64_t bytes, int source) {
+  begin("broadcast", bytes, -1, source, nullptr);
+  char* to = static_cast<char*>(x);
+  const int64_t most = chunk_bytes_ * (world_ + 1);
+  for (int64_t start = 0; start < bytes; start += most) {
+    const int64_t size = std::min(most, bytes - start);
+    parity_ ^= 1;
+    if (rank_ == source) std::memcpy(staging(rank_, 0), to + start, size);
+    exchange();
+    if (rank_ != source) std::memcpy(to + start, staging(source, 0), size);
+  }
+}
+
+void ShmGroup::barrier() { begin("barrier", 0, -1, 0, nullptr); }
+
+}  // namespace fastpar

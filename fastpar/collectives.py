@@ -1,0 +1,230 @@
+"""Collectives over the ranks of one group, whatever carries them: the interface, and the
+implementation by torch.distributed.
+
+A transport moves bytes and adds them; which one suits a group is decided in fastpar/transport.py.
+Every operation is collective: all ranks of the group call the same ones in the same order. Sums are
+in rank order where a class says so, 16-bit types are added in fp32 and rounded once, and a mean is
+the sum divided by the number of ranks: then every rank, every chunking and both ways to reduce
+(all_reduce, or reduce_scatter and all_gather) give the same bits.
+
+[Note: streams] On a GPU an operation is enqueued behind what the current stream has been given, and
+Handle.wait() makes the current stream wait for it; the host waits for neither. On a CPU the
+operation runs in another thread and wait() blocks. A transport between GPUs of one host (peer to
+peer) implements the same class: empty() then gives memory that the peers can read.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fastpar.kernels import sum_shards
+from fastpar.mesh import all_gather
+
+SUMMABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64)
+
+
+class Handle(ABC):
+    """An operation under way; its tensors must stay as they are until wait() has returned."""
+
+    @abstractmethod
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Return when the result is there; raise what the operation raised."""
+
+    @abstractmethod
+    def is_completed(self) -> bool:
+        """Whether wait() would return at once."""
+
+
+class Collectives(ABC):
+    """What a transport offers to one rank of a group.
+
+    Attributes:
+        rank, world_size: in the group.
+        device: of the tensors.
+        transport: "shm" | "gloo" | "nccl" ...; why: the reason for it, for people.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    transport: str
+    why: str
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A new [numel] tensor in memory that this transport reads and writes without a copy.
+
+        Ranks: all, in the same order with the same sizes.
+        """
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def all_reduce(self, x: Tensor, *, mean: bool = False, async_op: bool = False) -> Handle | None:
+        """Replace x[P] by its sum (or mean) over the ranks."""
+        self._check("all_reduce", x, summed=True, mean=mean)
+        return self._run(self._all_reduce(x, mean), async_op)
+
+    def reduce_scatter(
+        self, out: Tensor, x: Tensor, *, mean: bool = False, async_op: bool = False
+    ) -> Handle | None:
+        """out[P / W] = this rank's slice of the sum (or mean) of x[P]; x is left in any state.
+
+        out may be that slice of x itself.
+        """
+        self._check("reduce_scatter", x, out, summed=True, mean=mean)
+        self._check_sizes("reduce_scatter", x, out)
+        return self._run(self._reduce_scatter(out, x, mean), async_op)
+
+    def all_gather(self, out: Tensor, x: Tensor, *, async_op: bool = False) -> Handle | None:
+        """out[W * S] = the x[S] of every rank; x may be its slice of out."""
+        self._check("all_gather", out, x)
+        self._check_sizes("all_gather", out, x)
+        return self._run(self._all_gather(out, x), async_op)
+
+    def broadcast(self, x: Tensor, src: int, *, async_op: bool = False) -> Handle | None:
+        """Replace x by that of rank src of the group."""
+        self._check("broadcast", x)
+        if not 0 <= src < self.world_size:
+            raise ValueError(
+                f"broadcast: expected 0 <= src < {self.world_size}, got src={src}; "
+                "name a rank of the group"
+            )
+        return self._run(self._broadcast(x, src), async_op)
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Return when every rank has called it."""
+
+    def close(self) -> None:
+        """Give back what the group holds. Not collective; nothing may be under way."""
+        return
+
+    @abstractmethod
+    def _all_reduce(self, x: Tensor, mean: bool) -> Handle: ...
+
+    @abstractmethod
+    def _reduce_scatter(self, out: Tensor, x: Tensor, mean: bool) -> Handle: ...
+
+    @abstractmethod
+    def _all_gather(self, out: Tensor, x: Tensor) -> Handle: ...
+
+    @abstractmethod
+    def _broadcast(self, x: Tensor, src: int) -> Handle: ...
+
+    def _run(self, handle: Handle, async_op: bool) -> Handle | None:
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def _check(self, op: str, *tensors: Tensor, summed: bool = False, mean: bool = False) -> None:
+        for t in tensors:
+            if not t.is_contiguous() or t.device.type != self.device.type:
+                raise ValueError(
+                    f"{op}: expected contiguous tensors on {self.device}, got shape="
+                    f"{list(t.shape)} stride={t.stride()} on {t.device}; pass x.contiguous()"
+                )
+            if t.dtype != tensors[0].dtype or (summed and t.dtype not in SUMMABLE):
+                raise ValueError(
+                    f"{op}: expected one dtype{' of ' + ', '.join(map(str, SUMMABLE)) * summed}, "
+                    f"got dtype={t.dtype} beside {tensors[0].dtype}; cast it"
+                )
+        if mean and not tensors[0].dtype.is_floating_point:
+            raise ValueError(
+                f"{op}: expected a floating-point dtype for mean=True, got {tensors[0].dtype}; "
+                "divide the sum"
+            )
+
+    def _check_sizes(self, op: str, whole: Tensor, part: Tensor) -> None:
+        if whole.numel() != part.numel() * self.world_size:
+            raise ValueError(
+                f"{op}: expected {self.world_size} slices of {part.numel()} elements, got a whole "
+                f"of {whole.numel()}; pad it to a multiple of the ranks"
+            )
+
+
+class _TorchHandle(Handle):
+    """A Work of torch.distributed, and what is left to do on this rank when it is over."""
+
+    def __init__(self, work: dist.Work, finish: Callable[[], None] = lambda: None) -> None:
+        self._work: dist.Work | None = work
+        self._finish = finish
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+            self._finish()
+
+    def is_completed(self) -> bool:
+        return self._work is None or self._work.is_completed()
+
+
+class TorchCollectives(Collectives):
+    """torch.distributed's own: NCCL for GPUs, gloo across hosts.
+
+    gloo's reduce-scatter moves as much as its all-reduce, so on a CPU it is an all-to-all and a
+    local sum in rank order, which half of the bytes do.
+
+    Args:
+        in_rank_order: all_reduce too adds in rank order (reduce-scatter, then all-gather); x needs
+            a size that the ranks divide. Otherwise the backend's own order.
+    Wire: per rank 2 * (W - 1) / W * bytes for all_reduce, (W - 1) / W for the halves of it.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        device: torch.device | str = "cpu",
+        in_rank_order: bool = False,
+        why: str = "asked for",
+    ) -> None:
+        self.group = group if group is not None else dist.group.WORLD
+        self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.device = torch.device(device)
+        self.transport = "nccl" if self.device.type == "cuda" else "gloo"
+        self.in_rank_order = in_rank_order
+        self.why = why
+
+    def barrier(self) -> None:
+        self._run(self._all_reduce(torch.zeros(1, device=self.device), False), False)
+
+    def _all_reduce(self, x: Tensor, mean: bool) -> Handle:
+        if self.in_rank_order and x.numel() % self.world_size == 0:
+            part = x.view(-1).view(self.world_size, -1)[self.rank]
+            self._reduce_scatter(part, x.view(-1), mean).wait()
+            return self._all_gather(x.view(-1), part)
+        work = dist.all_reduce(x, group=self.group, async_op=True)
+        return _TorchHandle(work, lambda: x.div_(self.world_size) if mean else None)
+
+    def _reduce_scatter(self, out: Tensor, x: Tensor, mean: bool) -> Handle:
+        received = torch.empty_like(x)
+        work = dist.all_to_all_single(received, x, group=self.group, async_op=True)
+
+        def finish() -> None:
+            parts, total = received.view(self.world_size, -1), out.view(-1)
+            if x.dtype in (torch.float64, torch.int64):
+                torch.add(parts[0], parts[1], out=total) if self.world_size > 1 else total.copy_(x)
+                for part in parts[2:]:
+                    total.add_(part)
+                if mean:
+                    total.div_(self.world_size)
+            elif mean:  # divided before the one rounding
+                wide = torch.empty_like(total, dtype=torch.float32)
+                sum_shards(parts, wide)
+                total.copy_(wide.div_(self.world_size))
+            else:
+                sum_shards(parts, total)
+
+        return _TorchHandle(work, finish)
+
+    def _all_gather(self, out: Tensor, x: Tensor) -> Handle:
+        flat = out.view(-1), x.view(-1)
+        return _TorchHandle(all_gather(*flat, group=self.group, async_op=True))
+
+    def _broadcast(self, x: Tensor, src: int) -> Handle:
+        return _TorchHandle(dist.broadcast(x, group=self.group, group_src=src, async_op=True))

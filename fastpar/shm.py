@@ -1,0 +1,224 @@
+"""Collectives of ranks on one host over shared memory: no socket, no copy through the kernel.
+
+[Note: the block]
+Rank 0 makes one block of memory with memfd_create: a file of the system's memory that has no name
+at all, so nobody can guess one, nothing can be left behind in /dev/shm, and a container's small
+/dev/shm does not limit it. The others open it through /proc/<pid of rank 0>/fd, which the system
+allows to the same user only, and make sure by a random token in it that it is the right one. It is
+gone when the last rank that maps it is, however that ended (test_kill_leaves_nothing_behind).
+
+What the ranks do in it is csrc/shm_cpu.cpp. Each group has one thread that runs its operations in
+the order of the calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import secrets
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fastpar.collectives import Collectives, Handle
+from fastpar.kernels import _C
+
+_CODES = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.float16: 2,
+    torch.float64: 3,
+    torch.int64: 4,
+}
+_PAGE = 4096
+_ALIGNMENT = 4096  # of tensors in the heap
+
+
+class ShmUnavailable(RuntimeError):  # noqa: N818 - a reason, not a mistake
+    """Why these ranks cannot share memory; the same on every rank."""
+
+
+class _ShmHandle(Handle):
+    def __init__(self, op: str, future: Future, tensors: tuple[Tensor, ...]) -> None:
+        self._op, self._future = op, future
+        self._tensors = tensors  # alive until the operation is over
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        try:
+            self._future.result(timeout_s)
+        except FutureTimeout:
+            raise TimeoutError(
+                f"{self._op}: expected to end within timeout_s={timeout_s}, got an operation still "
+                "under way; wait again, or look for a rank that did not call it"
+            ) from None
+
+    def is_completed(self) -> bool:
+        return self._future.done()
+
+
+class ShmCollectives(Collectives):
+    """Shared memory; every sum is in rank order.
+
+    Args:
+        group: of torch.distributed, used only to meet; None is all ranks. Ranks may be threads.
+        timeout_s: after this long without a peer an operation fails; a peer that died is noticed
+            within about 0.1 s.
+        chunk_kb: what a rank hands to one other at a time; None derives it from the ranks.
+        heap_gb: address space for empty() per rank; memory is taken when it is written.
+    Ranks: all of the group construct it together.
+    Raises:
+        ShmUnavailable: ranks on several hosts or in several containers, or no access to each other.
+        RuntimeError: from an operation, when a rank died, failed, or called something else; the
+            message names it. The group is broken then.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        timeout_s: float = 1800.0,
+        chunk_kb: int | None = None,
+        heap_gb: float = 16.0,
+    ) -> None:
+        group = group if group is not None else dist.group.WORLD
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.device = torch.device("cpu")
+        self.transport, self.why = "shm", "all ranks are on this host"
+        chunk = (chunk_kb or 4096 // (self.world_size + 1)) << 10
+        chunk = max(16 << 10, -(-chunk // _PAGE) * _PAGE)
+        heap = int(heap_gb * 2**30) // _PAGE * _PAGE
+        size = _C.ShmGroup.block_bytes(self.world_size, chunk, heap)
+        self._block, everyone = _share(group, self.rank, size)
+        self._bytes = torch.frombuffer(self._block, dtype=torch.uint8)
+        mine = os.getpid()
+        self._pidfds = [-1 if pid == mine else _pidfd(pid) for pid in everyone]
+        self._group = _C.ShmGroup(
+            self._bytes.data_ptr(), self.rank, self.world_size, chunk, heap, self._pidfds, timeout_s
+        )
+        self._heap_start = self._group.heap - self._bytes.data_ptr()
+        self._heap_bytes, self._heap_used = heap, 0
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="fastpar-shm")
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        start = -(-self._heap_used // _ALIGNMENT) * _ALIGNMENT
+        end = start + numel * dtype.itemsize
+        if end > self._heap_bytes:
+            raise RuntimeError(
+                f"ShmCollectives.empty: expected at most {self._heap_bytes} bytes in all, got "
+                f"{end}; make the group with a larger heap_gb"
+            )
+        self._heap_used = end
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        place = self._heap_start + start
+        return torch.frombuffer(self._block, dtype=dtype, count=numel, offset=place)
+
+    def barrier(self) -> None:
+        self._submit("barrier", self._group.barrier).wait()
+
+    def close(self) -> None:
+        self._worker.shutdown(wait=False)
+        for fd in self._pidfds:
+            if fd >= 0:
+                os.close(fd)
+        self._pidfds = []
+
+    def _submit(self, op: str, call: Callable[..., Any], *args: Any, of: Any = ()) -> Handle:
+        return _ShmHandle(op, self._worker.submit(call, *args), tuple(of))
+
+    def _all_reduce(self, x: Tensor, mean: bool) -> Handle:
+        args = (x.data_ptr(), x.numel(), _CODES[x.dtype], mean)
+        return self._submit("all_reduce", self._group.all_reduce, *args, of=[x])
+
+    def _reduce_scatter(self, out: Tensor, x: Tensor, mean: bool) -> Handle:
+        args = (out.data_ptr(), x.data_ptr(), out.numel(), _CODES[x.dtype], mean)
+        return self._submit("reduce_scatter", self._group.reduce_scatter, *args, of=[out, x])
+
+    def _all_gather(self, out: Tensor, x: Tensor) -> Handle:
+        args = (out.data_ptr(), x.data_ptr(), x.numel() * x.element_size())
+        return self._submit("all_gather", self._group.all_gather, *args, of=[out, x])
+
+    def _broadcast(self, x: Tensor, src: int) -> Handle:
+        args = (x.data_ptr(), x.numel() * x.element_size(), src)
+        return self._submit("broadcast", self._group.broadcast, *args, of=[x])
+
+
+def _place() -> tuple[str, str, int]:
+    """What ranks that can share memory have in common."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return boot, os.readlink("/proc/self/ns/pid"), os.getuid()
+
+
+def _pidfd(pid: int) -> int:
+    """A descriptor that becomes readable when the process ends; -1 on systems without."""
+    with contextlib.suppress(AttributeError, OSError):
+        return os.pidfd_open(pid)
+    return -1
+
+
+def _share(group: dist.ProcessGroup, rank: int, size: int) -> tuple[mmap.mmap, list[int]]:
+    """The block of all ranks, and the process of each."""
+    token, fd, reason = secrets.token_bytes(16), -1, ""
+    place: tuple[str, str, int] | None = None
+    try:
+        place = _place()
+        if rank == 0:
+            fd = os.memfd_create("fastpar", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.fchmod(fd, 0o600)
+            os.ftruncate(fd, size + _PAGE)
+            os.pwrite(fd, token, size)
+            # Nobody can make it shorter under the others' feet.
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    except (OSError, AttributeError) as error:
+        reason = f"rank {rank} cannot make shared memory ({error})"
+    try:
+        first, pids = _meet(group, (place, os.getpid(), fd, token, reason))
+        try:
+            block = _attach(rank, fd, first, size)
+        except OSError as error:
+            block, reason = None, f"rank {rank} cannot open the memory of rank 0 ({error})"
+        everyone: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(everyone, reason, group=group)
+        for reason in everyone:
+            if reason:
+                raise ShmUnavailable(reason)
+        assert block is not None
+        return block, pids
+    finally:
+        if fd >= 0:
+            os.close(fd)
+
+
+def _meet(group: dist.ProcessGroup, mine: tuple) -> tuple[tuple, list[int]]:
+    """What rank 0 says, and every rank's process; ShmUnavailable unless they are in one place."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    for rank, (place, _, _, _, reason) in enumerate(everyone):
+        if reason:
+            raise ShmUnavailable(reason)
+        if place != everyone[0][0]:
+            raise ShmUnavailable(
+                f"rank {rank} is on another host, in another container or of another user than "
+                "rank 0"
+            )
+    return everyone[0], [pid for _, pid, *_ in everyone]
+
+
+def _attach(rank: int, fd: int, first: tuple, size: int) -> mmap.mmap:
+    """This rank's mapping of rank 0's block."""
+    _, pid, theirs, token, _ = first
+    opened = os.dup(fd) if rank == 0 else os.open(f"/proc/{pid}/fd/{theirs}", os.O_RDWR)
+    try:
+        if os.pread(opened, len(token), size) != token:
+            raise OSError(f"process {pid} is another one than rank 0")
+        return mmap.mmap(opened, size)
+    finally:
+        os.close(opened)

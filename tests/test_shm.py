@@ -1,0 +1,259 @@
+"""Shared memory: order, failures, dead ranks, and that nothing is left behind."""
+
+import os
+import signal
+import stat
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastpar import shm
+from fastpar.shm import ShmCollectives
+from fastpar.testing import run_ranks
+
+
+def make(**options):
+    return ShmCollectives(**{"timeout_s": 20.0, "chunk_kb": 16, "heap_gb": 0.01, **options})
+
+
+def rounds(seed):
+    c = make()
+    generator = torch.Generator().manual_seed(seed)
+    wrong = 0
+    for _ in range(60):
+        n = int(torch.randint(1, 60_000, (1,), generator=generator)) * c.world_size
+        if torch.rand((), generator=generator) < 0.3 * c.rank:
+            time.sleep(0.002)  # ranks drift apart
+        x = torch.full((n,), float(c.rank + 1))
+        c.all_reduce(x)
+        wrong += not bool((x == sum(range(1, c.world_size + 1))).all())
+        full = torch.empty(n)
+        c.all_gather(full, torch.full((n // c.world_size,), float(c.rank)))
+        wrong += not torch.equal(
+            full.view(c.world_size, -1)[:, 0], torch.arange(c.world_size) * 1.0
+        )
+    return wrong
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_many_rounds(world_size):
+    assert run_ranks(rounds, world_size, 5) == [0] * world_size
+
+
+def asynchronous():
+    c, other = make(), make()
+    xs = [torch.full((20_000,), float(i + c.rank)) for i in range(12)]
+    handles = [(c if i % 2 else other).all_reduce(x, async_op=True) for i, x in enumerate(xs)]
+    for handle in reversed(handles):
+        handle.wait()
+    assert all(handle.is_completed() for handle in handles)
+    handles[0].wait()  # again
+    return [x[-1].item() for x in xs]
+
+
+def test_many_in_flight_and_two_groups_at_once():
+    assert run_ranks(asynchronous, 3) == [[3.0 * i + 3 for i in range(12)]] * 3
+
+
+def unlike(kind):
+    c = make()
+    try:
+        if kind == "sizes":
+            c.all_reduce(torch.ones(10 + c.rank))
+        elif kind == "dtypes":
+            c.all_reduce(torch.ones(10, dtype=torch.float64 if c.rank else torch.float32))
+        else:
+            c.all_reduce(torch.ones(10)) if c.rank else c.barrier()
+    except RuntimeError as error:
+        first = str(error)
+    try:
+        c.barrier()
+    except RuntimeError as error:
+        return first, str(error)
+
+
+@pytest.mark.parametrize("kind", ["sizes", "dtypes", "calls"])
+def test_unlike_calls_are_errors_on_every_rank(kind):
+    for first, later in run_ranks(unlike, 2, kind):
+        assert "expected the same call on every rank, got " in first or "its own message" in first
+        assert "barrier: expected a working group, got one that failed before" in later
+    firsts = [first for first, _ in run_ranks(unlike, 2, kind)]
+    named = {"sizes": "all_reduce of 11 elements", "dtypes": "type 3", "calls": "barrier of 0"}
+    assert any(named[kind] in first for first in firsts)
+
+
+def silent():
+    c = make(timeout_s=0.3)
+    if c.rank == 0:
+        with pytest.raises(
+            RuntimeError, match=r"expected rank 1 within timeout_s=0.3, got .* s of"
+        ):
+            c.barrier()
+    else:
+        time.sleep(0.8)
+
+
+def test_a_silent_rank():
+    run_ranks(silent, 2)
+
+
+def waits_briefly():
+    c = make()
+    if c.rank == 0:
+        handle = c.all_reduce(torch.ones(3), async_op=True)
+        assert not handle.is_completed()
+        with pytest.raises(
+            TimeoutError, match=r"all_reduce: expected to end within timeout_s=0.05"
+        ):
+            handle.wait(0.05)
+        time.sleep(0.1)
+        handle.wait()
+    else:
+        time.sleep(0.15)
+        c.all_reduce(torch.ones(3))
+
+
+def test_a_wait_that_ends_before_the_operation():
+    run_ranks(waits_briefly, 2)
+
+
+def dies(victim, large):
+    c = make(chunk_kb=16)
+    c.barrier()
+    c.empty(1 << 18, torch.float32).fill_(1.0)
+    x = torch.ones(large)
+    if c.rank == victim:
+        handle = c.all_reduce(x, async_op=True)
+        time.sleep(0.02)
+        del handle
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    try:
+        while True:
+            c.all_reduce(x)
+    except RuntimeError as error:
+        return str(error), time.monotonic() - start
+
+
+def shared_memory_kib():
+    (line,) = [x for x in Path("/proc/meminfo").read_text().splitlines() if x.startswith("Shmem:")]
+    return int(line.split()[1])
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_is_an_error_on_the_others(victim):
+    """Also in the middle of an operation of many rounds, and well within the time-out of 20 s."""
+    outcomes = run_ranks(
+        dies, 3, victim, 4_000_000, backend="gloo", timeout_s=60, return_exceptions=True
+    )
+    for rank, outcome in enumerate(outcomes):
+        if rank == victim:
+            assert isinstance(outcome, Exception)
+        else:
+            message, seconds = outcome
+            assert "expected every rank to live, got the end of rank" in message or (
+                "got an error on rank" in message  # the other survivor saw it first
+            )
+            assert seconds < 10
+    first = [o[0] for o in outcomes if not isinstance(o, Exception)]
+    assert any(f"the end of rank {victim};" in message for message in first)
+
+
+def test_kill_leaves_nothing_behind():
+    before, memory = set(os.listdir("/dev/shm")), shared_memory_kib()
+    run_ranks(dies, 2, 0, 4_000_000, backend="gloo", timeout_s=60, return_exceptions=True)
+    assert set(os.listdir("/dev/shm")) <= before
+    # Other programs' shared memory may grow a little meanwhile; the block held over 1 MiB a rank.
+    assert shared_memory_kib() - memory < 1024
+
+
+def who_may_open_it():
+    made = []
+    real = os.memfd_create
+    os.memfd_create = lambda *args: made.append(real(*args)) or os.dup(made[0])
+    try:
+        make()
+    finally:
+        os.memfd_create = real
+    link = os.readlink(f"/proc/self/fd/{made[0]}")
+    mode = stat.S_IMODE(os.fstat(made[0]).st_mode)
+    with pytest.raises(PermissionError):
+        os.ftruncate(made[0], 0)
+    return link, mode
+
+
+def test_the_block_has_no_name_and_belongs_to_its_user():
+    assert run_ranks(who_may_open_it, 1) == [("/memfd:fastpar (deleted)", 0o600)]
+
+
+def wrong_block(kind):
+    """Rank 1 finds another file than rank 0 meant, or none."""
+    attach = shm._attach
+
+    def other(rank, fd, first, size):
+        place, pid, theirs, token, reason = first
+        if kind == "token":
+            token = bytes(16)
+        elif rank:
+            theirs = 999
+        return attach(rank, fd, (place, pid, theirs, token, reason), size)
+
+    shm._attach = other
+    try:
+        make()
+    except shm.ShmUnavailable as error:
+        return str(error)
+    finally:
+        shm._attach = attach
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [("token", "is another one than rank 0"), ("file", "rank 1 cannot open the memory of rank 0")],
+)
+def test_a_block_that_is_not_rank_0s(kind, message):
+    for said in run_ranks(wrong_block, 2, kind, backend="gloo"):
+        assert message in said
+
+
+def no_memory():
+    real = os.memfd_create
+
+    def refuse(*args):
+        raise OSError("no such call")
+
+    os.memfd_create = refuse
+    try:
+        make()
+    except shm.ShmUnavailable as error:
+        return str(error)
+    finally:
+        os.memfd_create = real
+
+
+def test_a_system_without_memfd():
+    assert run_ranks(no_memory, 1) == ["rank 0 cannot make shared memory (no such call)"]
+
+
+def outlives():
+    c = make()
+    x = c.empty(1000, torch.float32).fill_(float(c.rank))
+    c.barrier()
+    c.close()
+    del c
+    return x.sum().item()
+
+
+def test_a_tensor_outlives_its_group():
+    assert run_ranks(outlives, 2) == [0.0, 1000.0]
+
+
+def test_bad_codes():
+    from fastpar.kernels import _C
+
+    with pytest.raises(ValueError, match=r"expected whole pages of 4096 bytes, got chunk_bytes=5"):
+        _C.ShmGroup(0, 0, 1, 5, 0, [-1], 1.0)
+    with pytest.raises(ValueError, match=r"expected 2 descriptors, got 1"):
+        _C.ShmGroup(0, 0, 2, 4096, 0, [-1], 1.0)
