@@ -108,11 +108,11 @@ void bind_bucket(py::module_& m) {
   m.def(
       "sum_shards",
       [](const Addresses& shards, Address out, int64_t n, int shard_dtype, int out_dtype,
-         float scale, Address scale_at, int threads) {
+         float scale, Address scale_at, Address words, int threads) {
         check_shards(shards, out, n, dtype_of(shard_dtype), dtype_of(out_dtype));
         sum_shards(pointers(shards).data(), static_cast<int64_t>(shards.size()), at<void>(out), n,
                    dtype_of(shard_dtype), dtype_of(out_dtype), {scale, at<const float>(scale_at)},
-                   threads);
+                   at<int64_t>(words), threads);
       },
       unlocked);
   m.def(
@@ -164,11 +164,11 @@ void bind_bucket(py::module_& m) {
   m.def(
       "sum_shards_cuda",
       [](const Addresses& shards, Address out, int64_t n, int shard_dtype, int out_dtype,
-         float scale, Address scale_at, Address stream) {
+         float scale, Address scale_at, Address words, Address stream) {
         check_shards(shards, out, n, dtype_of(shard_dtype), dtype_of(out_dtype));
         sum_shards_cuda(pointers(shards).data(), static_cast<int64_t>(shards.size()), at<void>(out),
                         n, dtype_of(shard_dtype), dtype_of(out_dtype),
-                        {scale, at<const float>(scale_at)}, at<void>(stream));
+                        {scale, at<const float>(scale_at)}, at<int64_t>(words), at<void>(stream));
       },
       unlocked);
 #endif

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "norm_cpu.h"
 #include "ops.h"
 #include "simd.h"
 
@@ -26,7 +27,7 @@ struct CopyChunk {
 template <class Shard, class Out>
 struct SumChunk {
   static FASTPAR_INLINE void run(const void* const* shards, int64_t world, Out* out, int64_t start,
-                                 int64_t n, float scale) {
+                                 int64_t n, float scale, NormBins* bins) {
     float sum[kTile];
     for (int64_t first = 0; first < n; first += kTile) {
       const int64_t size = std::min(kTile, n - first);
@@ -38,6 +39,7 @@ struct SumChunk {
       }
       Out* to = out + start + first;
       for (int64_t i = 0; i < size; ++i) to[i] = from_float<Out>(sum[i] * scale);
+      if (bins) norm_add_chunk(to, size, true, bins);
     }
   }
 };
@@ -85,7 +87,7 @@ void bucket_copy(const BucketRange* ranges, int64_t count, bool add, const Facto
 }
 
 void sum_shards(const void* const* shards, int64_t world, void* out, int64_t n, Dtype shard_dtype,
-                Dtype out_dtype, const Factor& scale, int threads) {
+                Dtype out_dtype, const Factor& scale, int64_t* words, int threads) {
   const float factor = read(scale);
   const int64_t chunks = (n + kChunk - 1) / kChunk;
   const Isa target = isa();
@@ -93,11 +95,20 @@ void sum_shards(const void* const* shards, int64_t world, void* out, int64_t n, 
   with_dtype(shard_dtype, [&](auto shard) {
     with_dtype(out_dtype, [&](auto to) {
       using Out = decltype(to);
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-      for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-        const int64_t start = chunk * kChunk;
-        dispatch<SumChunk<decltype(shard), Out>>(target, shards, world, static_cast<Out*>(out),
-                                                 start, std::min(kChunk, n - start), factor);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+      {
+        NormBins bins;
+        NormBins* own = words ? &bins : nullptr;
+#pragma omp for schedule(static) nowait
+        for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+          const int64_t start = chunk * kChunk;
+          dispatch<SumChunk<decltype(shard), Out>>(target, shards, world, static_cast<Out*>(out),
+                                                   start, std::min(kChunk, n - start), factor, own);
+        }
+        if (words) {
+#pragma omp critical(fastpar_norm)
+          norm_merge(bins, words);
+        }
       }
     });
   });

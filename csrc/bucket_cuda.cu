@@ -2,12 +2,13 @@
 // CUDA allows, about a thousand ranges. Longer lists take one launch per Table. Each block copies
 // one chunk of one range; which one, it finds in the table. The types are read there too, so a list
 // may mix them.
-#include "cuda_launch.h"
+#include "norm_cuda.h"
 
 namespace fastpar {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / kWarp;
 constexpr int kGroup = 8;   // elements of one step of a thread: 16 bytes of a 16-bit type
 constexpr int kUnroll = 4;  // groups of which a thread has the loads in flight at once
 constexpr int64_t kChunk = kThreads * kGroup * kUnroll;
@@ -175,47 +176,83 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-template <class Shard, class Out>
+// The sum over all shards of one group of elements, in the order of the shards.
+template <class Shard>
+__device__ FASTPAR_INLINE void sum_group(const Shards& shards, int64_t at, float* sum) {
+  for (int first = 0; first < shards.world; first += kUnroll) {
+    Group<Shard> x[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (first + u < shards.world) {
+        x[u].load(static_cast<const Shard*>(shards.data[first + u]) + at);
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (first + u < shards.world) {
+#pragma unroll
+        for (int i = 0; i < kGroup; ++i) {
+          sum[i] = first + u == 0 ? x[u].get(i) : sum[i] + x[u].get(i);
+        }
+      }
+    }
+  }
+}
+
+// All lanes of a warp go round the loops together, because NormLane needs them all; those beyond
+// the end add zeros. The blocks' bins meet in `words` by integer atomics, whose order does not
+// show.
+template <class Shard, class Out, bool bins>
 __global__ void __launch_bounds__(kThreads)
-    sum_shards_kernel(const __grid_constant__ Shards shards, Out* out, int64_t n, int head) {
+    sum_shards_kernel(const __grid_constant__ Shards shards, Out* out, int64_t n, int head,
+                      int64_t* words) {
+  __shared__ int64_t rows[bins ? kWarps * kNormWords : 1];
+  if constexpr (bins) {
+    for (int i = threadIdx.x; i < kWarps * kNormWords; i += kThreads) rows[i] = 0;
+    __syncthreads();
+  }
+  NormLane lane(rows + (bins ? threadIdx.x / kWarp * kNormWords : 0));
   const float scale = read(shards.scale);
-  const int64_t thread = int64_t(blockIdx.x) * kThreads + threadIdx.x;
+  const int64_t first = int64_t(blockIdx.x) * kThreads;
   const int64_t step = int64_t(gridDim.x) * kThreads;
   const int64_t groups = head < 0 ? 0 : (n - head) / kGroup;
-  for (int64_t g = thread; g < groups; g += step) {
-    const int64_t at = head + g * kGroup;
-    float sum[kGroup];
-    for (int first = 0; first < shards.world; first += kUnroll) {
-      Group<Shard> x[kUnroll];
+  for (int64_t start = first; start < groups; start += step) {
+    const int64_t g = start + threadIdx.x;
+    Group<Out> y = {};
+    if (g < groups) {
+      const int64_t at = head + g * kGroup;
+      float sum[kGroup];
+      sum_group<Shard>(shards, at, sum);
 #pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        if (first + u < shards.world) {
-          x[u].load(static_cast<const Shard*>(shards.data[first + u]) + at);
-        }
-      }
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        if (first + u < shards.world) {
-#pragma unroll
-          for (int i = 0; i < kGroup; ++i) {
-            sum[i] = first + u == 0 ? x[u].get(i) : sum[i] + x[u].get(i);
-          }
-        }
-      }
+      for (int i = 0; i < kGroup; ++i) y.set(i, sum[i] * scale);
+      y.store(out + at);
     }
-    Group<Out> y;
-#pragma unroll
-    for (int i = 0; i < kGroup; ++i) y.set(i, sum[i] * scale);
-    y.store(out + at);
+    if constexpr (bins) lane.template add<Out>(y.words, true);
   }
   const int64_t inner = groups * kGroup;
-  for (int64_t i = thread; i < n - inner; i += step) {
-    const int64_t at = i < head ? i : i + inner;
-    float sum = to_float(static_cast<const Shard*>(shards.data[0])[at]);
-    for (int w = 1; w < shards.world; ++w) {
-      sum += to_float(static_cast<const Shard*>(shards.data[w])[at]);
+  for (int64_t start = first; start < n - inner; start += step) {
+    const int64_t i = start + threadIdx.x;
+    Group<Out> y = {};
+    if (i < n - inner) {
+      const int64_t at = i < head ? i : i + inner;
+      float sum = to_float(static_cast<const Shard*>(shards.data[0])[at]);
+      for (int w = 1; w < shards.world; ++w) {
+        sum += to_float(static_cast<const Shard*>(shards.data[w])[at]);
+      }
+      y.set(0, sum * scale);
+      out[at] = from_float<Out>(sum * scale);
     }
-    out[at] = from_float<Out>(sum * scale);
+    if constexpr (bins) lane.template add<Out>(y.words, true);
+  }
+  if constexpr (bins) {
+    lane.finish();
+    __syncthreads();
+    if (threadIdx.x < kNormWords) {
+      int64_t sum = 0;
+      for (int w = 0; w < kWarps; ++w) sum += rows[w * kNormWords + threadIdx.x];
+      using Word = unsigned long long;
+      if (sum != 0) atomicAdd(reinterpret_cast<Word*>(words) + threadIdx.x, static_cast<Word>(sum));
+    }
   }
 }
 
@@ -269,7 +306,8 @@ void bucket_copy_cuda(const BucketRange* ranges, int64_t count, bool add, const 
 }
 
 void sum_shards_cuda(const void* const* shards, int64_t world, void* out, int64_t n,
-                     Dtype shard_dtype, Dtype out_dtype, const Factor& scale, Stream stream) {
+                     Dtype shard_dtype, Dtype out_dtype, const Factor& scale, int64_t* words,
+                     Stream stream) {
   FASTPAR_CHECK(world <= kShards, "sum_shards: expected at most ", kShards,
                 " shards, got world=", world, "; sum parts of them first");
   Shards table;
@@ -284,8 +322,15 @@ void sum_shards_cuda(const void* const* shards, int64_t world, void* out, int64_
       const int64_t steps = head < 0 || head > n ? n : n / kGroup + 1;
       const int64_t blocks =
           std::min<int64_t>((steps + kThreads - 1) / kThreads, 16 * multiprocessors());
-      launch(sum_shards_kernel<Shard, Out>, n ? blocks : 0, kThreads, stream, table,
-             static_cast<Out*>(out), n, head > n ? -1 : head);
+      const int used_head = head > n ? -1 : head;
+      Out* to = static_cast<Out*>(out);
+      if (words) {
+        launch(sum_shards_kernel<Shard, Out, true>, blocks, kThreads, stream, table, to, n,
+               used_head, words);
+      } else {
+        launch(sum_shards_kernel<Shard, Out, false>, blocks, kThreads, stream, table, to, n,
+               used_head, words);
+      }
     });
   });
 }

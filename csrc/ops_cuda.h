@@ -15,7 +15,8 @@ void bucket_copy_cuda(const BucketRange* ranges, int64_t count, bool add, const 
 
 // One launch; world <= 4087.
 void sum_shards_cuda(const void* const* shards, int64_t world, void* out, int64_t n,
-                     Dtype shard_dtype, Dtype out_dtype, const Factor& scale, Stream stream);
+                     Dtype shard_dtype, Dtype out_dtype, const Factor& scale, int64_t* words,
+                     Stream stream);
 
 // The rows that norm_partials_cuda may write for `count` ranges.
 int64_t norm_rows_cuda(int64_t count);

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fastpar.kernels import _C, backend
 from fastpar.kernels.backend import DTYPE_CODES, define_op, use_cpp, use_cuda
+from fastpar.kernels.global_norm import NORM_WORDS, norm_bins
 
 # (destination, source, elements, code of the destination's dtype, of the source's)
 _Range = tuple[int, int, int, int, int]
@@ -126,31 +127,33 @@ def _accumulate(
     _bump(totals)
 
 
-def _sum_shards(shards: list[Tensor], out: Tensor, scale: float, at: Tensor | None) -> None:
+def _sum_shards(
+    shards: list[Tensor], out: Tensor, scale: float, at: Tensor | None, bins: Tensor | None
+) -> None:
     if not _is_compiled("sum_shards", out):
         total = shards[0].float()
         for shard in shards[1:]:
             total = total + shard.float()
         out.copy_(_scaled(total, scale, at))
+        if bins is not None:
+            norm_bins([out], out=bins)
         return
-    codes = DTYPE_CODES[shards[0].dtype], DTYPE_CODES[out.dtype]
-    pointers = [s.data_ptr() for s in shards]
-    address = 0 if at is None else at.data_ptr()
+    args = (
+        [s.data_ptr() for s in shards],
+        out.data_ptr(),
+        out.numel(),
+        DTYPE_CODES[shards[0].dtype],
+        DTYPE_CODES[out.dtype],
+        scale,
+        0 if at is None else at.data_ptr(),
+        0 if bins is None else bins.data_ptr(),
+    )
     if use_cuda("sum_shards", out):
         with torch.cuda.device_of(out):
-            backend.cuda_kernels.sum_shards_cuda(
-                pointers,
-                out.data_ptr(),
-                out.numel(),
-                *codes,
-                scale,
-                address,
-                backend.cuda_stream(out),
-            )
+            backend.cuda_kernels.sum_shards_cuda(*args, backend.cuda_stream(out))
     else:
-        threads = torch.get_num_threads()
-        _C.sum_shards(pointers, out.data_ptr(), out.numel(), *codes, scale, address, threads)
-    _bump([out])
+        _C.sum_shards(*args, torch.get_num_threads())
+    _bump([out] if bins is None else [out, bins])
 
 
 _DEVICES = ("CPU", "CUDA")
@@ -173,7 +176,7 @@ _accumulate_op = define_op(
     _DEVICES,
 )
 _sum_shards_op = define_op(
-    "sum_shards(Tensor[] shards, Tensor(a!) out, float scale, Tensor? at) -> ()",
+    "sum_shards(Tensor[] shards, Tensor(a!) out, float scale, Tensor? at, Tensor(b!)? bins) -> ()",
     _sum_shards,
     lambda *args: None,
     _DEVICES,
@@ -360,6 +363,7 @@ def sum_shards(
     out: Tensor,
     *,
     scale: float | Tensor | None = None,
+    bins: Tensor | None = None,
 ) -> None:
     """Sums the shards of all ranks in rank order: the reduce half of an all-to-all reduce-scatter.
 
@@ -371,6 +375,8 @@ def sum_shards(
             W >= 1, on CUDA <= 4087.
         out: [S], fp32 | bf16 | fp16, contiguous; may be one of the shards.
         scale: factor, a number or fp32 [] on out's device (1 / W for the mean); None means 1.
+        bins: int64 [NORM_WORDS] on out's device: norm_bins of out is added to it in the same pass,
+            so that the gradient's norm needs no pass of its own.
     Raises:
         ValueError: shapes, dtypes or devices that do not fit; out partly over a shard.
     Traffic: bytes of received and of out.
@@ -391,4 +397,12 @@ def sum_shards(
                 f"received[0]={shards[0].dtype}; pass [W, S] with contiguous rows"
             )
     factor, at = _split_scale("sum_shards", scale, out.device)
-    _sum_shards_op(shards, out, factor, at)
+    if bins is not None:
+        fits = bins.shape == (NORM_WORDS,) and bins.dtype == torch.int64 and bins.is_contiguous()
+        if not fits or bins.device != out.device:
+            raise ValueError(
+                f"sum_shards: expected contiguous int64 bins [{NORM_WORDS}] on {out.device}, got "
+                f"bins={list(bins.shape)} {bins.dtype} on {bins.device}; pass what norm_bins "
+                "returns, or zeros"
+            )
+    _sum_shards_op(shards, out, factor, at, bins)

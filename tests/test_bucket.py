@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from fastpar.kernels import _C, accumulate_, backend, pack_, sum_shards, unpack_
 from fastpar.kernels import reference as ref
+from fastpar.kernels.global_norm import NORM_WORDS, norm_bins, norm_from_bins
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = (0, 1, 7, 63, 127, 1000, 0, 20011)
@@ -92,6 +93,31 @@ def test_sum_shards_is_the_sum_in_rank_order(dtype, out_dtype, world, device):
         want = torch.empty(n)
         ref.sum_shards_ref(received.cpu().float(), want, number)
         assert_same(out, want.to(out_dtype))
+
+
+@pytest.mark.parametrize("out_dtype", DTYPES)
+def test_sum_shards_fills_the_bins_of_its_result(out_dtype, device):
+    """The norm of these bins has the bits of norm_bins of the result, and adds up over calls."""
+    for n, offset in ((0, 0), (1, 0), (5, 3), (3001, 1), (20_000, 2)):
+        shards = [rand(n, torch.bfloat16, device, offset=offset) for _ in range(3)]
+        shards[0][: n // 2] *= 2.0**-40
+        out = torch.zeros(n + 1, dtype=out_dtype, device=device)[1:]
+        plain = out.clone()
+        bins = torch.zeros(NORM_WORDS, dtype=torch.int64, device=device)
+        sum_shards(shards, out, scale=0.5, bins=bins)
+        sum_shards(shards, plain, scale=0.5)
+        assert_same(out, plain)
+        assert norm_from_bins(bins).norm.item() == norm_from_bins(norm_bins([out])).norm.item()
+        sum_shards(shards, out, scale=0.5, bins=bins)
+        twice = norm_from_bins(norm_bins([out, plain]))
+        assert norm_from_bins(bins).norm.item() == twice.norm.item()
+    shards[1][77] = torch.inf
+    shards[2][19_000] = torch.nan
+    bins.zero_()
+    sum_shards(shards, out, bins=bins)
+    assert bins[-2:].tolist() == norm_bins([out])[-2:].tolist()
+    assert bins[-1] == 1
+    assert norm_from_bins(bins).found_inf == 1
 
 
 def test_oracles_round_trip():
@@ -252,9 +278,11 @@ def test_same_bits_on_every_instruction_set_and_thread_count(name):
         torch.set_num_threads(threads)
         try:
             accumulate_(totals, values, scale=0.37)
-            sum_shards(received, out, scale=0.37)
+            bins = torch.zeros(NORM_WORDS, dtype=torch.int64)
+            sum_shards(received, out, scale=0.37, bins=bins)
         finally:
             _C.set_isa(before)
+        assert norm_from_bins(bins).norm.item() == norm_from_bins(norm_bins([out])).norm.item()
         results.append([*totals, out])
     for a, b in zip(*results):
         assert_same(a, b)
@@ -316,7 +344,10 @@ def test_opcheck():
     torch.library.opcheck(ops.pack_.default, (torch.randn(7), lists[0], [0, 3], 1.0, at))
     torch.library.opcheck(ops.unpack_.default, (lists[0], torch.randn(7), [0, 3], 2.0, None))
     torch.library.opcheck(ops.accumulate_.default, (*lists, 1.0, at))
-    torch.library.opcheck(ops.sum_shards.default, ([torch.randn(3)] * 2, torch.randn(3), 1.0, None))
+    bins = torch.zeros(NORM_WORDS, dtype=torch.int64)
+    for given_bins in (None, bins):
+        args = ([torch.randn(3)] * 2, torch.randn(3), 1.0, None, given_bins)
+        torch.library.opcheck(ops.sum_shards.default, args)
 
 
 def test_compiles_without_graph_breaks():
@@ -366,8 +397,13 @@ def test_errors():
     refuses(r"received\[1\]=.* torch.bfloat16", sum_shards, [x, low], flat[:4])
     refuses(r"stride=\(2,\)", sum_shards, [flat[::2]], x)
     refuses("sum_shards: .* received.0. on meta", sum_shards, [x.to("meta")], x)
+    bins = torch.zeros(NORM_WORDS, dtype=torch.int64)
+    for bad in (bins[1:], bins.int(), bins.to("meta")):
+        refuses(
+            "sum_shards: expected contiguous int64 bins", sum_shards, [x], low.float(), bins=bad
+        )
     with pytest.raises(ValueError, match="sum_shards: expected at least one shard, got 0"):
-        _C.sum_shards([], 0, 0, 0, 0, 1.0, 0, 1)
+        _C.sum_shards([], 0, 0, 0, 0, 1.0, 0, 0, 1)
 
 
 def test_overlap_is_refused(cuda_device, monkeypatch):
