@@ -18,7 +18,7 @@ element of a batch, or of a larger parameter, which is a batch of its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -150,10 +150,10 @@ class Adafactor(EngineOptimizer):
         engines = self.engines()
         for engine in engines:
             engine.before_step()
-        rows = []
+        rows: list[list[_Pair]] = []
         for group in self.param_groups:
-            pairs = [(p, self.gradient(p)) for p in group["params"]]
-            rows.append([(p, grad) for p, grad in pairs if grad is not None])
+            found_here = [(p, self.gradient(p)) for p in group["params"]]
+            rows.append([(p, grad) for p, grad in found_here if grad is not None])
         factor, found = self.factor([grad for pairs in rows for _, grad in pairs])
         if found is None or not found.item():
             for group, pairs in zip(self.param_groups, rows):
@@ -318,7 +318,7 @@ def _estimates(
 ) -> list[Tensor]:
     """Moves the second moments on; the estimate of each element, as new tensors."""
 
-    def move(name: str, squares: list[Tensor]) -> list[Tensor]:
+    def move(name: str, squares: Sequence[Tensor]) -> list[Tensor]:
         if added:
             torch._foreach_add_(squares, added)
         moments = [s[name] for s in states]
@@ -328,7 +328,8 @@ def _estimates(
 
     if "variance" in states[0]:
         scaled = [g.float() for g in grads]
-        scaled = scaled if factor is None else torch._foreach_mul(scaled, factor)
+        if factor is not None:
+            scaled = list(torch._foreach_mul(scaled, factor))
         found = [v.clone() for v in move("variance", torch._foreach_mul(scaled, scaled))]
     else:
         rows = move("row_var", [_mean_of_squares(g, -1, factor) for g in grads])
@@ -336,10 +337,10 @@ def _estimates(
         means = [r.mean(dim=-2, keepdim=True) for r in rows]
         if clamped:
             torch._foreach_clamp_min_(means, clamped)
-        found = torch._foreach_mul(torch._foreach_div(rows, means), columns)
+        found = list(torch._foreach_mul(torch._foreach_div(rows, means), columns))
     if clamped:
         torch._foreach_clamp_min_(found, clamped * clamped)
-    return list(found)
+    return found
 
 
 def _mean_of_squares(grad: Tensor, dim: int, factor: Tensor | None) -> Tensor:

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastpar.adafactor import Adafactor
 from fastpar.hf import load_hf_tensors, save_hf
 from fastpar.model import GPT
 from fastpar.optim import AdamW
@@ -106,7 +107,7 @@ def load_checkpoint(
     path: str | Path,
     *,
     model: GPT,
-    optimizer: AdamW | None = None,
+    optimizer: AdamW | Adafactor | None = None,
 ) -> dict[str, Any]:
     """Puts a verified checkpoint's weights and moments into the model and the optimizer.
 
@@ -241,7 +242,9 @@ def set_rng_state(state: dict[str, str]) -> None:
             torch.cuda.set_rng_state(value)
 
 
-def _check_moments(path: Path, model: GPT, optimizer: AdamW, moments: dict[str, Tensor]) -> None:
+def _check_moments(
+    path: Path, model: GPT, optimizer: AdamW | Adafactor, moments: dict[str, Tensor]
+) -> None:
     expected = optimizer_tensors(model, optimizer)
     shapes = {
         f"{name}/{entry}": shape

@@ -132,10 +132,18 @@ class DataSettings:
 
 @dataclass(frozen=True)
 class OptimSettings:
-    """AdamW and its schedule: linear warm-up, then a cosine from lr to min-lr."""
+    """The optimizer and its schedule: linear warm-up, then a cosine from lr to min-lr."""
 
+    optimizer: Literal["adamw", "adafactor"] = "adamw"
+    """adafactor: no first moments, and of the second only means of rows and columns."""
+    master_weights: Literal["auto", "full", "remainder"] = "auto"
+    """What 16-bit weights keep beside them: fp32 copies, or (bf16) just the 16 bits they lack."""
+    moment_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
+    """Format of adamw's moments; bf16 and int8 are rounded stochastically."""
+    stochastic_rounding: bool = False
+    """Train bf16 weights without more bits, by adamw, rounding up or down at random."""
     lr: float = 2.5e-3
-    """Peak learning rate."""
+    """Peak learning rate; of adafactor relative to each matrix: 0.02 to 0.05."""
     min_lr: float | None = None
     """Learning rate of the last step; unset: lr / 10."""
     warmup_steps: int | None = None
@@ -143,7 +151,7 @@ class OptimSettings:
     weight_decay: float = 0.1
     """Decay of matrices; biases and norms have none."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Decay rates of the two moments."""
+    """Decay rates of adamw's two moments."""
     max_grad_norm: float = 1.0
     """Clip the gradient's global norm to this; 0: no clipping."""
 
@@ -253,6 +261,7 @@ class TrainConfig(TrainFlags):
                 f"train: expected min_lr <= lr={self.optim.lr}, got min_lr={self.optim.min_lr}; "
                 "lower --min-lr or raise --lr"
             )
+        check_storage(self.optim, str(self.system.dtype))
         if self.run.name is not None and not re.fullmatch(r"[\w.+-]*\w[\w.+-]*", self.run.name):
             raise ValueError(
                 f"train: expected name of letters, digits and . _ + -, got name={self.run.name!r}; "
@@ -304,6 +313,36 @@ class TrainConfig(TrainFlags):
     def warmup_steps(self) -> int:
         given = self.optim.warmup_steps
         return min(self.run.max_steps // 10, 1000) if given is None else given
+
+
+def check_storage(optim: OptimSettings, dtype: str) -> None:
+    """Refuse storage of the optimizer's numbers that contradicts itself or the weights' format.
+
+    Args:
+        dtype: fp32, bf16, fp16, or auto where it is not known yet.
+    """
+    rounding, masters = optim.stochastic_rounding, optim.master_weights
+    if optim.optimizer == "adafactor" and (rounding or optim.moment_dtype != "fp32"):
+        name = "stochastic_rounding" if rounding else "moment_dtype"
+        raise ValueError(
+            f"train: expected {name}={False if rounding else 'fp32'} with optimizer=adafactor, got "
+            f"{name}={getattr(optim, name)}; use --optimizer adamw, or leave {option(name)} out"
+        )
+    if rounding and masters != "auto":
+        raise ValueError(
+            "train: expected stochastic_rounding or master_weights, got both: master_weights="
+            f"{masters}; leave one of them out"
+        )
+    if rounding and dtype not in ("auto", "bf16"):
+        raise ValueError(
+            "train: expected bf16 weights with stochastic_rounding, got "
+            f"dtype={dtype}; use --dtype bf16, or leave --stochastic-rounding out"
+        )
+    if masters == "remainder" and dtype == "fp16":
+        raise ValueError(
+            "train: expected bf16 weights with master_weights=remainder, got dtype=fp16; use "
+            "--master-weights full"
+        )
 
 
 def _settings_by_name() -> dict[str, tuple[str, Any]]:

@@ -1,13 +1,19 @@
-"""What an optimizer is given: groups of parameters, and the learning rate of each step."""
+"""The optimizer of a run: which one, its groups of parameters, the learning rate of each step."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
+import torch
 from torch import nn
 
+from fastpar.adafactor import Adafactor
+from fastpar.config import OptimSettings
 from fastpar.layout import parameter_names
+from fastpar.optim import AdamW
+
+_MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
 
 
 def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -18,6 +24,44 @@ def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
+
+
+def make_optimizer(
+    model: nn.Module, settings: OptimSettings, *, dtype: torch.dtype, seed: int
+) -> AdamW | Adafactor:
+    """The optimizer that the settings of a run describe.
+
+    Args:
+        dtype: of the model's weights.
+        seed: of stochastic rounding.
+    """
+    half = dtype != torch.float32
+    masters: bool | str = half and not settings.stochastic_rounding
+    if masters and settings.master_weights == "remainder":
+        masters = "remainder"
+    groups = param_groups(model, settings.weight_decay)
+    limit = settings.max_grad_norm or math.inf  # infinity measures
+    if settings.optimizer == "adafactor":
+        # As in the paper: max(mean, eps) instead would act on gradients as small as a clipped
+        # model's are.
+        return Adafactor(
+            groups,
+            lr=settings.lr,
+            eps=(1e-30, 1e-3),
+            add_eps=True,
+            master_weights=masters,
+            max_grad_norm=limit,
+        )
+    return AdamW(
+        groups,
+        lr=settings.lr,
+        betas=settings.betas,
+        master_weights=masters,
+        stochastic_rounding=settings.stochastic_rounding,
+        seed=seed,
+        moment_dtype=_MOMENTS[settings.moment_dtype],
+        max_grad_norm=limit,
+    )
 
 
 def cosine_lr(step: int, *, lr: float, min_lr: float, warmup_steps: int, max_steps: int) -> float:

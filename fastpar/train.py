@@ -39,7 +39,7 @@ from fastpar.checkpoint import (
     set_rng_state,
     step_of,
 )
-from fastpar.config import GPTConfig, TrainConfig, derive_batch, parse_seconds
+from fastpar.config import GPTConfig, TrainConfig, check_storage, derive_batch, parse_seconds
 from fastpar.data import TextData, eval_batches, load_data, sample_batch
 from fastpar.engine import engine_of, parallelize
 from fastpar.hf import load_hf
@@ -49,9 +49,8 @@ from fastpar.loss_scale import DynamicLossScale
 from fastpar.mesh import Mesh
 from fastpar.metrics import Progress, memory_mb, mfu
 from fastpar.model import GPT
-from fastpar.optim import AdamW
 from fastpar.run_folder import TIME_IS_UP, RunFolder, check_out
-from fastpar.schedule import cosine_lr, param_groups
+from fastpar.schedule import cosine_lr, make_optimizer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STOPS = (*SIGNALS, TIME_IS_UP)  # reasons to stop early
@@ -123,13 +122,7 @@ class Trainer:
             deterministic=config.system.deterministic,
         )
         self.engine = engine_of(self.model)
-        self.optimizer = AdamW(
-            param_groups(self.model, config.optim.weight_decay),
-            lr=config.optim.lr,
-            betas=config.optim.betas,
-            master_weights=half,
-            max_grad_norm=config.optim.max_grad_norm or math.inf,  # infinity measures
-        )
+        self.optimizer = make_optimizer(self.model, config.optim, dtype=dtype, seed=config.run.seed)
         self.loss_scale = DynamicLossScale() if dtype == torch.float16 else None
         self.forward: Any = torch.compile(self.model) if config.system.compile else self.model
         self.step = self.next_sample = self.tokens = 0
@@ -167,7 +160,9 @@ class Trainer:
             raise ValueError(
                 "train: expected dtype fp32 or bf16 on the CPU, got dtype=fp16; use --dtype bf16"
             )
-        return "fp32" if name == "auto" else name
+        name = "fp32" if name == "auto" else name
+        check_storage(self.config.optim, name)
+        return name
 
     def _load_model_and_data(self, state: dict[str, Any] | None) -> tuple[GPT, int, TextData]:
         """The model with its first weights, the context to train with, and the tokens."""

@@ -1,9 +1,15 @@
-"""schedule.py: who is decayed, and the learning rate over a run."""
+"""schedule.py: the optimizer that settings describe, who is decayed, the learning rate of a run."""
+
+import math
 
 import pytest
+import torch
 from torch import nn
 
-from fastpar.schedule import cosine_lr, param_groups
+from fastpar.adafactor import Adafactor
+from fastpar.config import OptimSettings
+from fastpar.optim import AdamW
+from fastpar.schedule import cosine_lr, make_optimizer, param_groups
 
 
 def test_param_groups_decay_matrices_only_and_tied_ones_once():
@@ -17,6 +23,49 @@ def test_param_groups_decay_matrices_only_and_tied_ones_once():
     assert [p.dim() for p in rest["params"]] == [1, 1, 1]
     assert rest["weight_decay"] == 0.0
     assert len(param_groups(nn.Embedding(5, 3), 0.1)) == 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "settings", "entries"),
+    [
+        (torch.float32, {}, {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}),
+        (torch.float32, {"master_weights": "remainder", "moment_dtype": "bf16"},
+         {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16}),
+        (torch.bfloat16, {}, {"master_weight": torch.float32}),
+        (torch.float16, {"master_weights": "full"}, {"master_weight": torch.float32}),
+        (torch.bfloat16, {"master_weights": "remainder"}, {"master_remainder": torch.int16}),
+        (torch.bfloat16, {"stochastic_rounding": True, "moment_dtype": "int8"},
+         {"exp_avg_codes": torch.uint8, "exp_avg_sq_codes": torch.uint8}),
+        (torch.float32, {"optimizer": "adafactor"}, {"row_var": torch.float32}),
+        (torch.bfloat16, {"optimizer": "adafactor", "master_weights": "remainder"},
+         {"col_var": torch.float32, "master_remainder": torch.int16}),
+    ],
+)  # fmt: skip
+def test_settings_choose_what_the_optimizer_keeps(dtype, settings, entries):
+    model = nn.Linear(4, 3).to(dtype)
+    settings = OptimSettings(lr=0.25, betas=(0.5, 0.75), weight_decay=0.125, **settings)
+    optimizer = make_optimizer(model, settings, dtype=dtype, seed=7)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    state = optimizer.state[model.weight]
+    assert {name: state[name].dtype for name in entries} == entries
+    assert {name for name in state if "master" in name} == {n for n in entries if "master" in n}
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.125, 0.0]
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    assert optimizer.max_grad_norm == 1.0
+    if isinstance(optimizer, AdamW):
+        assert (optimizer.seed, optimizer.param_groups[0]["betas"]) == (7, (0.5, 0.75))
+    else:
+        assert isinstance(optimizer, Adafactor)
+        assert optimizer.param_groups[0]["add_eps"]
+
+
+def test_no_limit_still_measures_the_norm():
+    for name in ("adamw", "adafactor"):
+        settings = OptimSettings(optimizer=name, max_grad_norm=0)
+        optimizer = make_optimizer(nn.Linear(2, 2), settings, dtype=torch.float32, seed=0)
+        assert optimizer.max_grad_norm == math.inf
 
 
 def test_cosine_lr():

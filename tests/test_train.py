@@ -114,7 +114,15 @@ def test_a_run_leaves_what_it_promises(here, capsys):
         assert expected in out
 
 
-@pytest.mark.parametrize("changes", [{}, {"dtype": "bf16"}, {"micro_batch_size": 2}])
+BF16 = {"dtype": "bf16"}
+STORAGE = [
+    {**BF16, "master_weights": "remainder", "moment_dtype": "bf16"},
+    {**BF16, "stochastic_rounding": True, "moment_dtype": "int8"},
+    {**BF16, "optimizer": "adafactor"},
+]
+
+
+@pytest.mark.parametrize("changes", [{}, BF16, {"micro_batch_size": 2}, *STORAGE])
 def test_resume_equals_the_uninterrupted_run(here, changes):
     run("whole", **changes)
     shutil.copytree("whole", "cut", symlinks=True)
@@ -251,6 +259,38 @@ def test_two_ranks_resume_bit_for_bit_and_equal_one(here):
         assert x.pop("val_loss", 0.0) == pytest.approx(y.pop("val_loss", 0.0), rel=1e-12)
         assert x == y
     assert all(r["exposed_comm_ms"] > 0 for r in read_metrics("two/metrics.jsonl") if "loss" in r)
+
+
+def test_two_ranks_resume_bit_for_bit_however_the_optimizer_stores(here):
+    for i, changes in enumerate(STORAGE):
+        changes = {**changes, "max_steps": 4, "save_every": 2, "eval_every": 0}
+        whole, cut = f"whole{i}", f"cut{i}"
+        run_ranks(_one_rank, 2, here, {**changes, "out": whole}, backend="gloo")
+        shutil.copytree(whole, cut, symlinks=True)
+        forget_after(cut, 2)
+        run_ranks(_one_rank, 2, here, {**changes, "out": cut, "resume": True}, backend="gloo")
+        assert bits(cut, 4) == bits(whole, 4)
+        assert curve(cut) == curve(whole)
+
+
+def test_random_rounding_follows_the_seed(here):
+    changes = {**STORAGE[1], "max_steps": 2, "eval_every": 0, "save_every": 0}
+    run("a", **changes)
+    run("b", **changes)
+    run("c", **{**changes, "seed": 2})
+    assert bits("a", 2) == bits("b", 2) != bits("c", 2)
+
+
+def test_the_format_that_auto_finds_must_fit_the_storage(here):
+    with pytest.raises(ValueError, match=r"bf16 weights with stochastic_rounding, got dtype=fp32"):
+        run("r", stochastic_rounding=True)
+
+
+def test_a_run_goes_on_with_the_storage_it_was_started_with(here):
+    run("r", **STORAGE[0])
+    forget_after("r", 4)
+    with pytest.raises(ValueError, match=r"of shape None, got .* resume with the run's own"):
+        run("r", **{**STORAGE[1], "resume": True})
 
 
 def test_a_signal_stops_after_the_step_and_saves(here, monkeypatch, capsys):
