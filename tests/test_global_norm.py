@@ -2,6 +2,7 @@
 device and storage of the same values."""
 
 import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -112,6 +113,36 @@ def test_bins_hold_their_worst_sums(device):
         got = global_norm([torch.full((n,), float(value)).to(device)]).norm.cpu()
         if math.isfinite(torch.tensor(exact).item()):
             assert_rounded(got, exact, n)
+
+
+def top_bins(words):
+    """What makes the norm: the highest bin that is not zero, its total, that of the one below."""
+    units = [low + (high << 32) for low, high in zip(words[:-2:2], words[1:-2:2])]
+    top = max(b for b, n in enumerate(units) if n)
+    return top, units[top], units[top - 1]
+
+
+def split(x):
+    """The same in rational arithmetic, from the rule in csrc/norm_math.h."""
+    squares = [Fraction(value) ** 2 for value in x.tolist()]
+    unit = [Fraction(2) ** (52 * b - 350) for b in range(12)]
+    top = max(b for b in range(12) if max(squares) > unit[b] / 2)
+    high = [round(s / unit[top]) for s in squares]
+    below = [round((s - n * unit[top]) / unit[top - 1]) for s, n in zip(squares, high)]
+    return top, sum(high), sum(below)
+
+
+def test_bins_are_the_documented_split(device):
+    """Also where the largest element lies just below or above the edge of a bin, and in parts."""
+    small = torch.exp2(-torch.rand(40) * 60)
+    for value in bin_edges():
+        x = torch.cat([value.view(1), value * small])
+        want = split(x)
+        assert top_bins(norm_bins([x.to(device)]).tolist()) == want
+        parts = [p.to(device) for p in (x[20:], x[:1], x[1:20])]
+        if device == "cpu" and not backend.cuda_on_cpu:
+            assert top_bins(sum(norm_bins([p]) for p in parts).tolist()) == want
+        assert top_bins(norm_bins(parts).tolist()) == want
 
 
 def test_any_order_and_cut_of_elements_of_every_size(device):
