@@ -390,8 +390,10 @@ def _adamw_steps(numel: int) -> Iterator[ErrorCase]:
 
     outputs = ("p", "exp_avg", "exp_avg_sq")
 
-    def ours(*lists: list[Tensor], **h: float) -> None:
-        adamw_step_(*lists, Hyper(**h))  # type: ignore[misc]
+    def ours(
+        p: list[Tensor], g: list[Tensor], m: list[Tensor], v: list[Tensor], **h: float
+    ) -> None:
+        adamw_step_(p, g, m, v, Hyper(**h))
 
     calls = by(ours), by(reference.adamw_step_ref), fused
     yield ErrorCase("adamw_step_", f"P={numel}", make, *calls, outputs, (torch.float32,))

@@ -87,6 +87,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("cpu_is_intel", &fastpar::cpu_is_intel);
   m.def("set_isa", &fastpar::set_isa);
   m.def("keep_freed_memory", &fastpar::keep_freed_memory);
+  m.def("bind_workers", &fastpar::bind_workers, unlocked);
+  m.def("worker_cpus", &fastpar::worker_cpus, unlocked);
   fastpar::bind_adamw(m);
   fastpar::bind_bucket(m);
   fastpar::bind_shm(m);

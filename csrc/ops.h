@@ -246,4 +246,9 @@ void dequantize_blockwise(const QuantizeBlocks& from, void* out, Dtype out_dtype
 // not in every step. False where the C library has no such setting.
 bool keep_freed_memory();
 
+// Lets the calling thread and its OpenMP workers, `threads` together, run on these CPUs only; asks
+// each of them where it may run. Linux only: elsewhere an error, and empty lists.
+void bind_workers(const std::vector<int>& cpus, int threads);
+std::vector<std::vector<int>> worker_cpus(int threads);
+
 }  // namespace fastpar

@@ -18,7 +18,7 @@ element of a batch, or of a larger parameter, which is a batch of its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -318,7 +318,7 @@ def _estimates(
 ) -> list[Tensor]:
     """Moves the second moments on; the estimate of each element, as new tensors."""
 
-    def move(name: str, squares: Sequence[Tensor]) -> list[Tensor]:
+    def move(name: str, squares: list[Tensor] | tuple[Tensor, ...]) -> list[Tensor]:
         if added:
             torch._foreach_add_(squares, added)
         moments = [s[name] for s in states]

@@ -158,6 +158,7 @@ def test_every_op_has_an_oracle_and_a_bench():
             "adamw_storage",
             "attention_composed",
             "attention_configs",
+            "host",
         )
         if path.stem in helpers or is_triton(path):
             continue

@@ -337,6 +337,19 @@ def test_amsgrad_can_be_switched_on_later():
         assert (state["max_exp_avg_sq"] > state["exp_avg_sq"]).all()
 
 
+@modes
+def test_what_is_loaded_is_a_copy(dtype, options):
+    model = build(dtype)
+    a = AdamW(model.parameters(), lr=torch.tensor(0.5), **options)
+    run(model, a, 1)
+    b = AdamW(model.parameters(), **options)
+    b.load_state_dict(a.state_dict())
+    assert b.param_groups[0]["lr"] is not a.param_groups[0]["lr"]
+    for p in model.parameters():
+        for name, value in a.state[p].items():
+            assert b.state[p][name].data_ptr() != value.data_ptr(), name
+
+
 def test_hooks_see_what_is_loaded():
     model = build()
     a, b = AdamW(model.parameters(), **HYPER), AdamW(model.parameters())

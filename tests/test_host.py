@@ -1,0 +1,122 @@
+"""Threads, their CPUs and the instruction set can be asked for and set."""
+
+import os
+import sys
+
+import pytest
+import torch
+
+from fastpar.kernels import _C, host
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="CPUs can be bound on Linux only")
+
+
+@pytest.fixture
+def free_again():
+    before = host.cpus()
+    yield
+    if sys.platform == "linux":
+        _C.bind_workers(list(before), 3)
+
+
+def test_threads():
+    host.set_threads(2)
+    assert host.threads() == torch.get_num_threads() == 2
+    with pytest.raises(ValueError, match="set_threads: expected count >= 1, got count=0"):
+        host.set_threads(0)
+
+
+def test_isa():
+    before = host.isa()
+    assert before in host.supported_isas()
+    try:
+        for name in host.supported_isas():
+            host.set_isa(name)
+            assert host.isa() == name
+        host.set_isa("auto")
+        assert host.isa() == host.supported_isas()[-1]
+        with pytest.raises(
+            ValueError, match="expected auto, baseline, avx2 or avx512, got isa=sse"
+        ):
+            host.set_isa("sse")
+    finally:
+        host.set_isa(before)
+
+
+def test_a_machine_without_an_isa_says_so(monkeypatch):
+    monkeypatch.setattr(_C, "isa_supported", lambda name: name != "avx512")
+    assert host.supported_isas() == ("baseline", "avx2")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("0-3\n", (0, 1, 2, 3)),
+        ("0,2-3,9", (0, 2, 3, 9)),
+        ("7", (7,)),
+        ("\n", ()),
+    ],
+)
+def test_cpu_lists(text, expected):
+    assert host.read_cpu_list(text) == expected
+
+
+def test_nodes_are_read_from_the_system(tmp_path):
+    for node, text in ((0, "0-1,4"), (10, "8-9"), (2, "2"), (3, "\n")):  # node 3 has memory only
+        (tmp_path / f"node{node}").mkdir()
+        (tmp_path / f"node{node}" / "cpulist").write_text(text)
+    (tmp_path / "online").write_text("0-10")
+    nodes = host.numa_nodes(tmp_path)
+    assert nodes == {0: (0, 1, 4), 2: (2,), 10: (8, 9)}
+    assert list(nodes) == [0, 2, 10]
+    assert host.numa_nodes(tmp_path / "nothing") == {0: host.cpus()}
+
+
+@linux
+def test_every_cpu_of_this_process_is_on_a_node():
+    known = {cpu for found in host.numa_nodes().values() for cpu in found}
+    assert known.issuperset(host.cpus())
+
+
+@linux
+def test_bound_threads_are_where_they_were_put(free_again):
+    allowed = host.cpus()
+    for wanted in ((allowed[-1],), allowed[:1], allowed):
+        assert host.bind_threads(cpus=wanted, count=3) == wanted
+        assert host.worker_cpus(3) == [wanted] * 3
+        assert host.cpus() == wanted == tuple(sorted(os.sched_getaffinity(0)))
+
+
+@linux
+def test_bind_to_a_node(free_again, monkeypatch):
+    cpu = host.cpus()[-1]
+    monkeypatch.setattr(host, "numa_nodes", lambda: {0: host.cpus(), 7: (cpu,)})
+    assert host.bind_threads(node=7, count=2) == (cpu,)
+    assert host.worker_cpus(2) == [(cpu,), (cpu,)]
+    assert len(host.worker_cpus()) == host.threads()
+
+
+@linux
+def test_a_limit_of_the_process_is_an_error_and_changes_nothing(free_again, monkeypatch):
+    """The system cuts a request down to a container's CPUs without a word."""
+    before = host.cpus()
+    beyond = max(before) + 1
+    monkeypatch.setattr(host, "numa_nodes", lambda: {0: (*before, beyond)})
+    with pytest.raises(RuntimeError, match=r"got .*the limit of this process"):
+        host.bind_threads(cpus=[before[0], beyond], count=2)
+    assert host.worker_cpus(2) == [before] * 2
+    with pytest.raises(RuntimeError, match="expected CPUs that this process may use, got Invalid"):
+        host.bind_threads(cpus=[beyond], count=2)
+
+
+def test_bind_errors():
+    with pytest.raises(ValueError, match="expected node or cpus, got node=None cpus=None"):
+        host.bind_threads()
+    with pytest.raises(ValueError, match="expected node or cpus, got node=0 cpus="):
+        host.bind_threads(0, [0])
+    with pytest.raises(ValueError, match=r"expected a node of .* got node=99"):
+        host.bind_threads(99)
+    with pytest.raises(ValueError, match=r"expected CPUs of .* got cpus=\[\]"):
+        host.bind_threads(cpus=[])
+    with pytest.raises(ValueError, match=r"expected CPUs of .* got cpus=\[-1\]"):
+        host.bind_threads(cpus=[-1])
