@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/c
 BUILD_INPUTS := pyproject.toml setup.py .ci/constraints.txt $(wildcard csrc/*)
 ARGS ?=
 
-.PHONY: train test test-slow bench lint aot gpu clean
+.PHONY: train test test-slow bench lint aot cuda-check gpu clean
 
 train: $(VENV)/train.done  ## train GPT-2 on the text that ships with a dependency, two ranks, 3 to 6 minutes on two cores
 	$(BIN)/fastpar train --nproc 2 $(ARGS)
@@ -31,6 +31,9 @@ lint: $(VENV)/dev.done  ## format, lint, types
 
 aot: $(VENV)/dev.done build/triton-3.6.done  ## compile every Triton kernel for sm_80 and sm_90, without a GPU: registers, spills, SASS
 	$(BIN)/python -m bench.aot $(ARGS)
+
+cuda-check: $(VENV)/dev.done  ## compile every CUDA kernel for sm_80 and sm_90a, without a GPU: registers, spills, SASS (skips without nvcc)
+	$(BIN)/python -m bench.cuda_check $(ARGS)
 
 gpu:  ## on a machine with an NVIDIA GPU and no network: build there, GPU tests, all benches, results to bench/results
 	bash bench/gpu.sh $(ARGS)

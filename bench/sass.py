@@ -11,12 +11,14 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(@!?\w+\s+)?([A-Z][\w.]*)([^;]*);")
 _LABEL = re.compile(r"^(\.L\w*):")
 _TARGET = re.compile(r"^(.*)`\((\.L\w*)\)")
 _JUMP = re.compile(r"BRA\b|CALL\.REL\.NOINC")  # that call never returns: a jump out of a loop
-_USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
+_USAGE = re.compile(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+)")
+_SECTION = re.compile(r"^\s*\.section\s+\.text\.(\S+?),.*$", re.MULTILINE)
 _ATOMIC = re.compile(r"^(?:RED|ATOM|ATOMG|REDG)\.(?:.*\.)?(?:F16|F32|F64|BF16)")
 
 
@@ -148,24 +150,39 @@ def float_atomics(code: Sequence[Instruction]) -> int:
     return sum(bool(_ATOMIC.match(i.opcode)) for i in code)
 
 
-def disassemble(cubin: bytes) -> tuple[list[Instruction], int, int]:
-    """(instructions, registers of a thread, bytes of its stack) of a compiled kernel."""
+class Kernel(NamedTuple):
+    code: list[Instruction]
+    registers: int  # of a thread
+    stack_bytes: int
+    shared_bytes: int  # static, of a block
+
+
+def kernels(cubin: Path) -> dict[str, Kernel]:
+    """What a file of machine code holds, by mangled name."""
     from triton import knobs
 
+    def output(*command: str) -> str:
+        run = subprocess.run([*command, str(cubin)], capture_output=True, text=True)
+        if run.returncode:
+            raise RuntimeError(
+                f"disassemble: expected exit code 0 of {Path(command[0]).name}, got "
+                f"{run.returncode} ({run.stderr.strip()}); reinstall triton"
+            )
+        return run.stdout
+
+    usages = output(knobs.nvidia.cuobjdump.path, "-res-usage")
+    listing = output(knobs.nvidia.nvdisasm.path, "-c", "-ndf")  # no data flow: a third faster
+    texts = dict(zip(*[iter(_SECTION.split(listing)[1:])] * 2))
+    return {
+        name: Kernel(parse(texts[name]), int(registers), int(stack), int(shared))
+        for name, registers, stack, shared in _USAGE.findall(usages)
+    }
+
+
+def disassemble(cubin: bytes) -> tuple[list[Instruction], int, int]:
+    """(instructions, registers of a thread, bytes of its stack) of a file of one kernel."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-
-        def output(*command: str) -> str:
-            run = subprocess.run([*command, str(path)], capture_output=True, text=True)
-            if run.returncode:
-                raise RuntimeError(
-                    f"disassemble: expected exit code 0 of {Path(command[0]).name}, got "
-                    f"{run.returncode} ({run.stderr.strip()}); reinstall triton"
-                )
-            return run.stdout
-
-        usage = _USAGE.search(output(knobs.nvidia.cuobjdump.path, "-res-usage"))
-        assert usage is not None, "cuobjdump names registers and stack"
-        listing = output(knobs.nvidia.nvdisasm.path, "-c", "-ndf")  # no data flow: a third faster
-        return parse(listing), int(usage[1]), int(usage[2])
+        (kernel,) = kernels(path).values()
+    return kernel.code, kernel.registers, kernel.stack_bytes

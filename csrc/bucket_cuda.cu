@@ -147,7 +147,7 @@ __device__ FASTPAR_INLINE void copy_to(To* to, const void* from, uint8_t from_dt
 }
 
 template <bool add>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 2)
     bucket_copy_kernel(const __grid_constant__ Table table) {
   const int chunk = blockIdx.x;
   int low = 0, high = table.count - 1;  // the last range that starts at or before the chunk

@@ -84,7 +84,7 @@ __device__ FASTPAR_INLINE void load_sum(const Source& from, int64_t start, int s
 }
 
 template <class X, class C, bool seeded>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 2)
     quantize_kernel(const Source from, const QuantizeBlocks to) {
   const int steps = static_cast<int>(to.block / kElements);  // of threads, in a block
   const int lanes = steps < kWarp ? steps : kWarp;
