@@ -106,9 +106,11 @@ def test_other_kernels_than_the_table_lists(monkeypatch, tmp_path):
 
 SPILLING = """
 __global__ void sum_kernel(const float* x, float* y, int i) {
-  volatile float row[64];
-  for (int k = 0; k < 64; ++k) row[k] = x[k * 64 + threadIdx.x];
-  y[threadIdx.x] = row[i] + row[i + 1];  // an index of run time: the array has no registers
+  float row[64];
+  for (int k = 0; k < 64; ++k) row[(k * i) % 64] = x[k];  // indices of run time: no registers
+  float sum = 0;
+  for (int k = 0; k < 64; ++k) sum += row[k] * row[(k + i) % 64];
+  y[threadIdx.x] = sum;
 }
 """
 
