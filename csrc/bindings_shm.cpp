@@ -35,17 +35,18 @@ void bind_shm(py::module_& m) {
           unlocked)
       .def(
           "all_gather",
-          [](ShmGroup& group, Address out, Address x, int64_t bytes) {
-            group.all_gather(at<void>(out), at<const void>(x), bytes);
+          [](ShmGroup& group, Address out, Address x, int64_t n, const std::string& name,
+             int64_t bytes) {
+            group.all_gather(at<void>(out), at<const void>(x), n, {name.c_str(), bytes});
           },
           unlocked)
       .def(
           "broadcast",
-          [](ShmGroup& group, Address x, int64_t bytes, int source) {
-            group.broadcast(at<void>(x), bytes, source);
-          },
+          [](ShmGroup& group, Address x, int64_t n, const std::string& name, int64_t bytes,
+             int source) { group.broadcast(at<void>(x), n, {name.c_str(), bytes}, source); },
           unlocked)
       .def("barrier", &ShmGroup::barrier, unlocked)
+      .def("stop", &ShmGroup::stop, unlocked)
       .def_property_readonly(
           "heap", [](const ShmGroup& group) { return reinterpret_cast<Address>(group.heap()); });
 }

@@ -10,6 +10,12 @@ namespace fastpar {
 
 enum class ShmType : int { float32 = 0, bfloat16 = 1, float16 = 2, float64 = 3, int64 = 4 };
 
+// An element that is moved and not added; the name is what the ranks compare.
+struct ShmElement {
+  const char* name;
+  int64_t bytes;
+};
+
 // One rank's view of a block of memory that all ranks map. The block begins zeroed. Every rank
 // calls the same collectives in the same order, one at a time. Sums are in rank order, 16-bit types
 // are added in float and rounded once, mean divides the sum; so every rank gets the same bits,
@@ -27,11 +33,15 @@ class ShmGroup {
   void all_reduce(void* x, int64_t n, ShmType type, bool mean);
   // out[n] = the sum or mean over ranks of x[rank * n : (rank + 1) * n]; out may be that slice.
   void reduce_scatter(void* out, void* x, int64_t n, ShmType type, bool mean);
-  // out[r * bytes : (r + 1) * bytes] = rank r's x; x may be its slice of out.
-  void all_gather(void* out, const void* x, int64_t bytes);
-  // x[bytes] = that of rank `source`.
-  void broadcast(void* x, int64_t bytes, int source);
+  // out[r * n : (r + 1) * n] = rank r's x; x may be its slice of out.
+  void all_gather(void* out, const void* x, int64_t n, ShmElement element);
+  // x[n] = that of rank `source`.
+  void broadcast(void* x, int64_t n, ShmElement element, int source);
   void barrier();
+
+  // The one call for another thread than that of the collectives: this rank leaves. A collective
+  // under way on this rank fails, and so do those of the others that need this rank.
+  void stop();
 
   // This rank's heap: tensors at the same place in the heap of every rank are exchanged without a
   // copy in or out.
@@ -40,15 +50,16 @@ class ShmGroup {
  private:
   struct Control;
   struct Record;
-  struct Piece;
 
   Control& control(int rank) const;
   char* staging(int rank, int slot) const;
   char* heap_of(int rank) const;
-  bool begin(const char* name, int64_t size, int type, int detail, const void* x);
+  bool begin(const char* name, int64_t size, const char* element, int detail, const void* x);
   void exchange();
   void wait_for(int peer);
-  [[noreturn]] void fail(const std::string& why);
+  bool behind(int peer) const;
+  void look_at(int peer);
+  [[noreturn]] void fail(const std::string& why, uint32_t kind, int culprit);
   template <class T>
   void all_reduce_of(T* x, int64_t n, bool mean, bool in_heap);
   template <class T>
@@ -62,6 +73,7 @@ class ShmGroup {
   uint32_t counter_ = 0;  // what this rank's counter stands at
   uint64_t calls_ = 0;
   int parity_ = 0;
+  std::atomic<bool> stopped_{false};
   std::string broken_;
   std::string call_;  // for messages
 };

@@ -12,7 +12,9 @@
 // [Note: waiting]
 // Ranks may be more than cores. A waiting rank spins for some microseconds, then sleeps on the
 // peer's counter (futex), and every kSliceNs it looks whether the peer still lives: the descriptor
-// of a process (pidfd) becomes readable when it ends, however it ends.
+// of a process (pidfd) becomes readable when it ends, however it ends. It looks at all of them, not
+// only at the one it waits for, which may itself be waiting for a dead one. A rank that gives up
+// says why and because of whom, so that every survivor names the same rank.
 #include <linux/futex.h>
 #include <poll.h>
 #include <sys/syscall.h>
@@ -37,6 +39,17 @@ constexpr int kSpins = 4000;              // some 20 us
 constexpr int64_t kSliceNs = 50'000'000;  // between two looks at a peer
 constexpr int64_t kTile = 1 << 10;        // partial sums that stay in the first cache
 constexpr int64_t kPage = 4096;
+
+// Why a rank gave up: the low byte of Control::failed, above it the rank that was the cause.
+constexpr uint32_t kError = 1;
+constexpr uint32_t kEnded = 2;
+constexpr uint32_t kSilent = 3;
+constexpr uint32_t kLeft = 4;
+
+const char* name_of(ShmType type) {
+  constexpr const char* kNames[] = {"float32", "bfloat16", "float16", "float64", "int64"};
+  return kNames[static_cast<int>(type)];
+}
 
 // What a type is added in.
 template <class T>
@@ -98,6 +111,10 @@ void with_type(ShmType type, Body body) {
 
 int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
+void wake(std::atomic<uint32_t>* counter) {
+  syscall(SYS_futex, counter, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
 void pause_cpu() {
 #if FASTPAR_X86
   __builtin_ia32_pause();
@@ -110,8 +127,8 @@ void pause_cpu() {
 struct ShmGroup::Record {
   uint64_t call;
   int64_t size, place;  // place in the heap, -1 outside
-  int type, detail;
-  char name[16];
+  int detail;
+  char name[16], element[20];
 };
 
 struct ShmGroup::Control {
@@ -158,44 +175,86 @@ char* ShmGroup::heap_of(int rank) const {
 
 char* ShmGroup::heap() const { return heap_of(rank_); }
 
-void ShmGroup::fail(const std::string& why) {
+void ShmGroup::fail(const std::string& why, uint32_t kind, int culprit) {
   broken_ = why;
-  control(rank_).failed.store(1);
-  syscall(SYS_futex, &control(rank_).counter, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+  uint32_t none = 0;
+  const uint32_t word = static_cast<uint32_t>(culprit) << 8 | kind;
+  control(rank_).failed.compare_exchange_strong(none, word);
+  wake(&control(rank_).counter);
   throw std::runtime_error(why);
 }
 
+void ShmGroup::stop() {
+  stopped_.store(true);
+  uint32_t none = 0;
+  control(rank_).failed.compare_exchange_strong(none, static_cast<uint32_t>(rank_) << 8 | kLeft);
+  for (int r = 0; r < world_; ++r) wake(&control(r).counter);  // this rank sleeps on a peer's
+}
+
+bool ShmGroup::behind(int peer) const {
+  const uint32_t seen = control(peer).counter.load(std::memory_order_acquire);
+  return static_cast<int32_t>(seen - counter_) < 0;
+}
+
+// Throws if `peer` will never come as far as this rank. Its counter is read last: it may have
+// advanced and then ended, which is no failure.
+void ShmGroup::look_at(int peer) {
+  const uint32_t word = control(peer).failed.load();
+  pollfd process = {pidfds_[peer], POLLIN, 0};
+  const bool ended = pidfds_[peer] >= 0 && poll(&process, 1, 0) == 1;
+  if ((!word && !ended) || !behind(peer)) return;
+  const uint32_t kind = word ? word & 255 : kEnded;
+  const int culprit = word ? static_cast<int>(word >> 8) : peer;
+  const char* advice = "; restart the run from its last checkpoint";
+  if (kind == kEnded) {
+    fail(concat(call_, ": expected every rank to live, got the end of rank ", culprit, advice),
+         kind, culprit);
+  }
+  if (kind == kLeft) {
+    fail(concat(call_, ": expected every rank to take part, got rank ", culprit,
+                " that closed its group", advice),
+         kind, culprit);
+  }
+  if (kind == kSilent) {
+    fail(concat(call_, ": expected every rank to take part, got rank ", peer,
+                " that gave up waiting for rank ", culprit, advice),
+         kind, culprit);
+  }
+  fail(concat(call_, ": expected every rank to take part, got an error on rank ", peer,
+              "; its own message says why"),
+       kind, peer);
+}
+
 void ShmGroup::wait_for(int peer) {
-  Control& at = control(peer);
-  const auto behind = [&](uint32_t seen) { return static_cast<int32_t>(seen - counter_) < 0; };
   for (int spin = 0; spin < kSpins; ++spin) {
-    if (!behind(at.counter.load(std::memory_order_acquire))) return;
+    if (!behind(peer)) return;
     pause_cpu();
   }
+  Control& at = control(peer);
   const auto start = Clock::now();
   while (true) {
     at.sleepers.fetch_add(1);
     const uint32_t seen = at.counter.load();
-    if (behind(seen) && !at.failed.load()) {
+    if (behind(peer) && !at.failed.load() && !stopped_.load()) {
       const timespec slice = {0, kSliceNs};
       syscall(SYS_futex, &at.counter, FUTEX_WAIT, seen, &slice, nullptr, 0);
     }
     at.sleepers.fetch_sub(1);
-    if (!behind(at.counter.load(std::memory_order_acquire))) return;
-    const char* advice = "; restart the run from its last checkpoint";
-    if (at.failed.load()) {
-      fail(concat(call_, ": expected every rank to take part, got an error on rank ", peer,
-                  "; its own message says why"));
+    if (!behind(peer)) return;
+    if (stopped_.load()) {
+      fail(concat(call_,
+                  ": expected an open group, got close() before the operation ended; "
+                  "wait for its handle first"),
+           kLeft, rank_);
     }
-    pollfd ended = {pidfds_[peer], POLLIN, 0};
-    // Looked at again: it may have advanced and then ended.
-    if (pidfds_[peer] >= 0 && poll(&ended, 1, 0) == 1 && behind(at.counter.load())) {
-      fail(concat(call_, ": expected every rank to live, got the end of rank ", peer, advice));
+    for (int r = 0; r < world_; ++r) {
+      if (r != rank_) look_at(r);
     }
     const double waited = std::chrono::duration<double>(Clock::now() - start).count();
     if (waited > timeout_s_) {
       fail(concat(call_, ": expected rank ", peer, " within timeout_s=", timeout_s_, ", got ",
-                  waited, " s of silence", advice));
+                  waited, " s of silence; restart the run from its last checkpoint"),
+           kSilent, peer);
     }
   }
 }
@@ -203,9 +262,7 @@ void ShmGroup::wait_for(int peer) {
 void ShmGroup::exchange() {
   Control& mine = control(rank_);
   mine.counter.store(++counter_);
-  if (mine.sleepers.load() > 0) {
-    syscall(SYS_futex, &mine.counter, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
-  }
+  if (mine.sleepers.load() > 0) wake(&mine.counter);
   for (int peer = 0; peer < world_; ++peer) {
     if (peer != rank_) wait_for(peer);
   }
@@ -213,30 +270,38 @@ void ShmGroup::exchange() {
 
 // Enters a collective: every rank must mean the same one. Returns whether x lies at one place of
 // every rank's heap; tensors are then ready to be read by the others.
-bool ShmGroup::begin(const char* name, int64_t size, int type, int detail, const void* x) {
+bool ShmGroup::begin(const char* name, int64_t size, const char* element, int detail,
+                     const void* x) {
   call_ = concat("ShmCollectives.", name);
   if (!broken_.empty()) {
     throw std::runtime_error(concat(call_,
                                     ": expected a working group, got one that failed before (",
                                     broken_, "); make a new one"));
   }
+  if (stopped_.load()) {
+    throw std::runtime_error(
+        concat(call_, ": expected an open group, got one after close(); make a new one"));
+  }
   const char* address = static_cast<const char*>(x);
   const bool mine_in_heap = address >= heap() && address < heap() + heap_bytes_;
-  Record mine = {++calls_, size, mine_in_heap ? address - heap() : -1, type, detail, {}};
+  Record mine = {++calls_, size, mine_in_heap ? address - heap() : -1, detail, {}, {}};
   std::strncpy(mine.name, name, sizeof(mine.name) - 1);
+  std::strncpy(mine.element, element, sizeof(mine.element) - 1);
   control(rank_).records[calls_ % 2] = mine;
   exchange();
   bool in_heap = mine_in_heap;
   for (int peer = 0; peer < world_; ++peer) {
     const Record& theirs = control(peer).records[calls_ % 2];
     const auto show = [](const Record& r) {
-      return concat(r.name, " of ", r.size, " elements (type ", r.type, ", detail ", r.detail, ")");
+      return concat(r.name, " of ", r.size, " elements (", r.element, ", option ", r.detail, ")");
     };
-    if (std::strcmp(theirs.name, mine.name) != 0 || theirs.size != size || theirs.type != type ||
-        theirs.detail != detail) {
+    if (theirs.call != mine.call || theirs.size != size || theirs.detail != detail ||
+        std::strcmp(theirs.name, mine.name) != 0 ||
+        std::strcmp(theirs.element, mine.element) != 0) {
       fail(concat(call_, ": expected the same call on every rank, got ", show(mine), " on rank ",
                   rank_, " and ", show(theirs), " on rank ", peer,
-                  "; give every rank the same calls in the same order"));
+                  "; give every rank the same calls in the same order"),
+           kError, rank_);
     }
     in_heap = in_heap && theirs.place == mine.place;
   }
@@ -320,37 +385,38 @@ void ShmGroup::reduce_scatter_of(T* out, T* x, int64_t n, bool mean, bool in_hea
 }
 
 void ShmGroup::all_reduce(void* x, int64_t n, ShmType type, bool mean) {
-  const bool in_heap = begin("all_reduce", n, static_cast<int>(type), mean, x);
+  const bool in_heap = begin("all_reduce", n, name_of(type), mean, x);
   with_type(type,
             [&](auto tag) { all_reduce_of(static_cast<decltype(tag)*>(x), n, mean, in_heap); });
 }
 
 void ShmGroup::reduce_scatter(void* out, void* x, int64_t n, ShmType type, bool mean) {
-  const bool in_heap = begin("reduce_scatter", n, static_cast<int>(type), mean, x);
+  const bool in_heap = begin("reduce_scatter", n, name_of(type), mean, x);
   with_type(type, [&](auto tag) {
     using T = decltype(tag);
     reduce_scatter_of(static_cast<T*>(out), static_cast<T*>(x), n, mean, in_heap);
   });
 }
 
-void ShmGroup::all_gather(void* out, const void* x, int64_t bytes) {
+void ShmGroup::all_gather(void* out, const void* x, int64_t n, ShmElement element) {
   char* to = static_cast<char*>(out);
   const char* mine = static_cast<const char*>(x);
+  const int64_t bytes = n * element.bytes;
   const bool in_place = mine == to + rank_ * bytes;
-  const bool in_heap = begin("all_gather", bytes, -1, in_place, out);
-  if (in_heap && in_place) {
+  // Without a copy only if every rank's part lies in its place already.
+  const bool in_heap = begin("all_gather", n, element.name, 0, in_place ? out : nullptr);
+  if (in_heap) {
     for (int r = 0; r < world_; ++r) {
       if (r != rank_) {
         std::memcpy(to + r * bytes, heap_of(r) + (to - heap()) + r * bytes, bytes);
       }
     }
-    exchange();
+    exchange();  // nobody reads out any more
     return;
   }
   if (!in_place) std::memcpy(to + rank_ * bytes, mine, bytes);
-  const int64_t most = chunk_bytes_ * (world_ + 1);  // all slots of an area
-  for (int64_t start = 0; start < bytes; start += most) {
-    const int64_t size = std::min(most, bytes - start);
+  for (int64_t start = 0; start < bytes; start += chunk_bytes_) {
+    const int64_t size = std::min(chunk_bytes_, bytes - start);
     parity_ ^= 1;
     std::memcpy(staging(rank_, 0), mine + start, size);
     exchange();
@@ -360,12 +426,17 @@ void ShmGroup::all_gather(void* out, const void* x, int64_t bytes) {
   }
 }
 
-void ShmGroup::broadcast(void* x, int64_t bytes, int source) {
-  begin("broadcast", bytes, -1, source, nullptr);
+void ShmGroup::broadcast(void* x, int64_t n, ShmElement element, int source) {
+  const bool in_heap = begin("broadcast", n, element.name, source, x);
   char* to = static_cast<char*>(x);
-  const int64_t most = chunk_bytes_ * (world_ + 1);
-  for (int64_t start = 0; start < bytes; start += most) {
-    const int64_t size = std::min(most, bytes - start);
+  const int64_t bytes = n * element.bytes;
+  if (in_heap) {
+    if (rank_ != source) std::memcpy(to, heap_of(source) + (to - heap()), bytes);
+    exchange();  // nobody reads the source's x any more
+    return;
+  }
+  for (int64_t start = 0; start < bytes; start += chunk_bytes_) {
+    const int64_t size = std::min(chunk_bytes_, bytes - start);
     parity_ ^= 1;
     if (rank_ == source) std::memcpy(staging(rank_, 0), to + start, size);
     exchange();
@@ -373,6 +444,6 @@ void ShmGroup::broadcast(void* x, int64_t bytes, int source) {
   }
 }
 
-void ShmGroup::barrier() { begin("barrier", 0, -1, 0, nullptr); }
+void ShmGroup::barrier() { begin("barrier", 0, "none", 0, nullptr); }
 
 }  // namespace fastpar

@@ -7,19 +7,26 @@ at all, so nobody can guess one, nothing can be left behind in /dev/shm, and a c
 allows to the same user only, and make sure by a random token in it that it is the right one. It is
 gone when the last rank that maps it is, however that ended (test_kill_leaves_nothing_behind).
 
-What the ranks do in it is csrc/shm_cpu.cpp. Each group has one thread that runs its operations in
-the order of the calls.
+What the ranks do in it is csrc/shm_cpu.cpp.
+
+[Note: the thread of a group]
+Each group has one daemon thread that runs its operations in the order of the calls. It is stopped
+by close(), when nothing refers to the group any more, and at the end of the interpreter: a rank
+that leaves with an operation under way ends at once and so do its peers' operations, where joining
+an ordinary thread would wait for peers that wait for it (test_exit_with_an_operation_under_way).
 """
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import mmap
 import os
+import queue
 import secrets
+import threading
+import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 from typing import Any
@@ -47,9 +54,9 @@ class ShmUnavailable(RuntimeError):  # noqa: N818 - a reason, not a mistake
 
 
 class _ShmHandle(Handle):
-    def __init__(self, op: str, future: Future, tensors: tuple[Tensor, ...]) -> None:
+    def __init__(self, op: str, future: Future, owner: ShmCollectives) -> None:
         self._op, self._future = op, future
-        self._tensors = tensors  # alive until the operation is over
+        self._owner = owner  # a group that nothing refers to stops
 
     def wait(self, timeout_s: float | None = None) -> None:
         try:
@@ -96,16 +103,20 @@ class ShmCollectives(Collectives):
         chunk = max(16 << 10, -(-chunk // _PAGE) * _PAGE)
         heap = int(heap_gb * 2**30) // _PAGE * _PAGE
         size = _C.ShmGroup.block_bytes(self.world_size, chunk, heap)
-        self._block, everyone = _share(group, self.rank, size)
-        self._bytes = torch.frombuffer(self._block, dtype=torch.uint8)
-        mine = os.getpid()
-        self._pidfds = [-1 if pid == mine else _pidfd(pid) for pid in everyone]
+        self._block, pidfds = _share(group, self.rank, size)
+        memory = torch.frombuffer(self._block, dtype=torch.uint8)
         self._group = _C.ShmGroup(
-            self._bytes.data_ptr(), self.rank, self.world_size, chunk, heap, self._pidfds, timeout_s
+            memory.data_ptr(), self.rank, self.world_size, chunk, heap, pidfds, timeout_s
         )
-        self._heap_start = self._group.heap - self._bytes.data_ptr()
+        self._heap_start = self._group.heap - memory.data_ptr()
         self._heap_bytes, self._heap_used = heap, 0
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="fastpar-shm")
+        self._pid = os.getpid()
+        self._queue: queue.SimpleQueue = queue.SimpleQueue()
+        worker = threading.Thread(target=_work, args=(self._queue,), daemon=True)
+        worker.start()
+        self._stop = weakref.finalize(
+            self, _stop, self._pid, self._group, self._queue, worker, pidfds, memory
+        )
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         start = -(-self._heap_used // _ALIGNMENT) * _ALIGNMENT
@@ -125,14 +136,22 @@ class ShmCollectives(Collectives):
         self._submit("barrier", self._group.barrier).wait()
 
     def close(self) -> None:
-        self._worker.shutdown(wait=False)
-        for fd in self._pidfds:
-            if fd >= 0:
-                os.close(fd)
-        self._pidfds = []
+        self._stop()
 
     def _submit(self, op: str, call: Callable[..., Any], *args: Any, of: Any = ()) -> Handle:
-        return _ShmHandle(op, self._worker.submit(call, *args), tuple(of))
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"ShmCollectives.{op}: expected process {self._pid}, got its fork {os.getpid()}; "
+                "make a group in the processes that use it"
+            )
+        if not self._stop.alive:
+            raise RuntimeError(
+                f"ShmCollectives.{op}: expected an open group, got one after close(); "
+                "make a new one"
+            )
+        future: Future = Future()
+        self._queue.put((future, call, args, of))
+        return _ShmHandle(op, future, self)
 
     def _all_reduce(self, x: Tensor, mean: bool) -> Handle:
         args = (x.data_ptr(), x.numel(), _CODES[x.dtype], mean)
@@ -143,11 +162,11 @@ class ShmCollectives(Collectives):
         return self._submit("reduce_scatter", self._group.reduce_scatter, *args, of=[out, x])
 
     def _all_gather(self, out: Tensor, x: Tensor) -> Handle:
-        args = (out.data_ptr(), x.data_ptr(), x.numel() * x.element_size())
+        args = (out.data_ptr(), x.data_ptr(), x.numel(), *_element(x))
         return self._submit("all_gather", self._group.all_gather, *args, of=[out, x])
 
     def _broadcast(self, x: Tensor, src: int) -> Handle:
-        args = (x.data_ptr(), x.numel() * x.element_size(), src)
+        args = (x.data_ptr(), x.numel(), *_element(x), src)
         return self._submit("broadcast", self._group.broadcast, *args, of=[x])
 
 
@@ -157,15 +176,48 @@ def _place() -> tuple[str, str, int]:
     return boot, os.readlink("/proc/self/ns/pid"), os.getuid()
 
 
-def _pidfd(pid: int) -> int:
-    """A descriptor that becomes readable when the process ends; -1 on systems without."""
-    with contextlib.suppress(AttributeError, OSError):
-        return os.pidfd_open(pid)
-    return -1
+def _element(x: Tensor) -> tuple[str, int]:
+    return str(x.dtype).removeprefix("torch."), x.element_size()
+
+
+def _work(tasks: queue.SimpleQueue) -> None:
+    """The thread of a group; see the note. A task holds its tensors: nobody else may."""
+    while (task := tasks.get()) is not None:
+        future, call, args, _ = task
+        try:
+            call(*args)
+            future.set_result(None)
+        except BaseException as error:
+            future.set_exception(error)
+        del task, future, call, args, _
+
+
+def _stop(
+    pid: int,
+    group: _C.ShmGroup,
+    tasks: queue.SimpleQueue,
+    worker: threading.Thread,
+    pidfds: list[int],
+    memory: Tensor,
+) -> None:
+    """Ends what a group holds; memory stays mapped until its thread is over."""
+    if os.getpid() != pid:
+        return  # a fork: the group and its descriptors are the parent's
+    group.stop()
+    tasks.put(None)
+    if worker is not threading.current_thread():
+        worker.join()
+    for fd in pidfds:
+        if fd >= 0:
+            os.close(fd)
+    del memory
 
 
 def _share(group: dist.ProcessGroup, rank: int, size: int) -> tuple[mmap.mmap, list[int]]:
-    """The block of all ranks, and the process of each."""
+    """The block of all ranks, and for each a descriptor that is readable when it ended.
+
+    The descriptor of a rank that is a thread of this process is -1.
+    """
     token, fd, reason = secrets.token_bytes(16), -1, ""
     place: tuple[str, str, int] | None = None
     try:
@@ -179,19 +231,32 @@ def _share(group: dist.ProcessGroup, rank: int, size: int) -> tuple[mmap.mmap, l
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     except (OSError, AttributeError) as error:
         reason = f"rank {rank} cannot make shared memory ({error})"
+    pidfds: list[int] = []
+    block: mmap.mmap | None = None
     try:
         first, pids = _meet(group, (place, os.getpid(), fd, token, reason))
         try:
             block = _attach(rank, fd, first, size)
         except OSError as error:
-            block, reason = None, f"rank {rank} cannot open the memory of rank 0 ({error})"
+            reason = f"rank {rank} cannot open the memory of rank 0 ({error})"
+        # Before the ranks meet again: who dies from here on is seen through its descriptor.
+        try:
+            for pid in pids:
+                pidfds.append(-1 if pid == os.getpid() else os.pidfd_open(pid))
+        except (OSError, AttributeError) as error:
+            reason = reason or f"rank {rank} cannot watch process {pid} ({error})"
         everyone: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(everyone, reason, group=group)
         for reason in everyone:
             if reason:
                 raise ShmUnavailable(reason)
         assert block is not None
-        return block, pids
+        return block, pidfds
+    except BaseException:
+        for opened in pidfds:
+            if opened >= 0:
+                os.close(opened)
+        raise
     finally:
         if fd >= 0:
             os.close(fd)
