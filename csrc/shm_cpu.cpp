@@ -415,8 +415,9 @@ void ShmGroup::all_gather(void* out, const void* x, int64_t n, ShmElement elemen
     return;
   }
   if (!in_place) std::memcpy(to + rank_ * bytes, mine, bytes);
-  for (int64_t start = 0; start < bytes; start += chunk_bytes_) {
-    const int64_t size = std::min(chunk_bytes_, bytes - start);
+  const int64_t most = chunk_bytes_ * (world_ + 1);  // all slots of an area
+  for (int64_t start = 0; start < bytes; start += most) {
+    const int64_t size = std::min(most, bytes - start);
     parity_ ^= 1;
     std::memcpy(staging(rank_, 0), mine + start, size);
     exchange();
@@ -435,8 +436,9 @@ void ShmGroup::broadcast(void* x, int64_t n, ShmElement element, int source) {
     exchange();  // nobody reads the source's x any more
     return;
   }
-  for (int64_t start = 0; start < bytes; start += chunk_bytes_) {
-    const int64_t size = std::min(chunk_bytes_, bytes - start);
+  const int64_t most = chunk_bytes_ * (world_ + 1);  // all slots of an area
+  for (int64_t start = 0; start < bytes; start += most) {
+    const int64_t size = std::min(most, bytes - start);
     parity_ ^= 1;
     if (rank_ == source) std::memcpy(staging(rank_, 0), to + start, size);
     exchange();

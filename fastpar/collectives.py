@@ -149,7 +149,7 @@ class Collectives(ABC):
 class _TorchHandle(Handle):
     """A Work of torch.distributed, and what is left to do on this rank when it is over."""
 
-    def __init__(self, work: dist.Work, finish: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, work: dist.Work, finish: Callable[[], object] = lambda: None) -> None:
         self._work: dist.Work | None = work
         self._finish = finish
 

@@ -213,7 +213,7 @@ def _stop(
     del memory
 
 
-def _share(group: dist.ProcessGroup, rank: int, size: int) -> tuple[mmap.mmap, list[int]]:
+def _share(group: dist.ProcessGroup | None, rank: int, size: int) -> tuple[mmap.mmap, list[int]]:
     """The block of all ranks, and for each a descriptor that is readable when it ended.
 
     The descriptor of a rank that is a thread of this process is -1.
@@ -262,7 +262,7 @@ def _share(group: dist.ProcessGroup, rank: int, size: int) -> tuple[mmap.mmap, l
             os.close(fd)
 
 
-def _meet(group: dist.ProcessGroup, mine: tuple) -> tuple[tuple, list[int]]:
+def _meet(group: dist.ProcessGroup | None, mine: tuple) -> tuple[tuple, list[int]]:
     """What rank 0 says, and every rank's process; ShmUnavailable unless they are in one place."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
