@@ -33,7 +33,8 @@ while (($#)); do
 done
 PARTS=${PARTS:-tests ops errors train}
 # The targets first, in case the time runs out.
-((${#OPS[@]})) || OPS=(ceilings attention layer_norm linear_cross_entropy cross_entropy gelu embedding adamw philox linear)
+((${#OPS[@]})) || OPS=(ceilings adamw global_norm bucket quantize attention layer_norm linear_cross_entropy
+  cross_entropy gelu embedding philox linear)
 LIMIT_S=520  # of all parts together; the build comes before
 LOGS=${OUT:-build/gpu}
 mkdir -p "$LOGS"
@@ -160,6 +161,9 @@ for part in $PARTS; do
       run_tests "$(least 100 $((LIMIT_S - SECONDS)))" gpu -m gpu
       selected=(-m "not slow and not gpu")
       if ((!ALONE)); then
+        for file in tests/test_*_cuda.py; do
+          [[ ! -e $file ]] || selected+=("$file")
+        done
         for file in $(ls kernels/*_triton.py) $(ls kernels/*.py | grep -v _triton.py); do
           file=tests/test_$(basename "$file" .py).py
           [[ ! -e $file ]] || selected+=("$file")

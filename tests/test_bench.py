@@ -13,7 +13,7 @@ import torch
 from test_records import ABOUT
 
 from bench import __main__ as door
-from bench import bench_adamw, bench_quantize, peers
+from bench import bench_adamw, bench_quantize, bench_shm, peers
 from bench.harness import (
     CYCLES_PER_US,
     Bench,
@@ -353,6 +353,20 @@ def test_adamw_check_sees_a_wrong_optimizer(monkeypatch):
     monkeypatch.setattr(bench_adamw, "AdamW", lambda params, **k: torch.optim.Adam(params, **k))
     with pytest.raises(AssertionError, match="output 0: expected error"):
         bench_adamw.check("fastpar AdamW", bench_adamw.FP32, "cpu")
+
+
+def test_shm_rows_are_of_the_slowest_rank_and_say_who_cannot(tmp_path):
+    bench = make_bench(tmp_path, name="shm")
+    ranks = [
+        {"fastpar": [1.0, 2.0, 3.0], "gloo": [8.0, 8.0, 8.0], "fastpar copied": "RuntimeError: x"},
+        {"fastpar": [4.0, 4.0, 1.0], "gloo": [8.0, 6.0, 8.0], "fastpar copied": "RuntimeError: x"},
+    ]
+    bench.add(*bench_shm.rows_of(bench, "all_gather", 2, 1000, ranks))
+    rows = {row.variant: row for row in bench.results.rows.values()}
+    assert rows["fastpar"].median_ms == 4.0
+    assert rows["fastpar"].speedup == 2.0
+    assert rows["fastpar"].gb_per_s == pytest.approx(3 * 4000 / 4.0 / 1e6)
+    assert rows["fastpar copied"].refused == "RuntimeError: x"
 
 
 @pytest.mark.parametrize("variant", ["fastpar", "fastpar seeded", "fastpar error feedback"])
