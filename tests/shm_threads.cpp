@@ -32,6 +32,7 @@ void rank_main(char* block, int rank, bool* wrong) {
     for (int64_t j = 0; j < kSize; ++j) x[j] = float(rank);
     group.broadcast(x, kSize, {"float32", 4}, i % kWorld);
     for (int64_t j = 0; j < kSize; ++j) check(x[j] == float(i % kWorld));
+    for (int64_t j = 0; j < kSize; ++j) x[j] = -1.0f;  // nobody may still be reading it
     group.all_gather(gathered.data(), x, kSize, {"float32", 4});
     group.barrier();
   }
