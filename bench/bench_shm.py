@@ -180,9 +180,9 @@ def rows_of(bench: Bench, op: str, world_size: int, numel: int, ranks: list[Any]
 def run(bench: Bench) -> None:
     if bench.device != "cpu":
         return  # ranks on a CPU; GPUs have NCCL
-    sizes, rounds, worlds = (25, 100, 400), 9, (2, 4)
+    sizes, rounds, worlds = [25, 100, 400], 9, [2, 4]
     if bench.quick:
-        sizes, rounds, worlds = (1,), 2, (2,)
+        sizes, rounds, worlds = [1], 2, [2]
     for world_size in worlds:
         for size in sizes:
             numel = size * 250_000  # a million bytes in fp32
