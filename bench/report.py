@@ -31,6 +31,7 @@ from bench.records import (
 from bench.targets import targets_of
 
 ASIDE = "fastpar without dropout"  # what a row with dropout is compared with: no result by itself
+NOT_OPS = {"train", "ceilings", "build"}
 MARKER = re.compile(r"<!-- bench:([\w-]+) -->\n(.*?)<!-- /bench:\1 -->", re.DOTALL)
 DOCUMENTS = [ROOT / "README.md", RESULTS / "errors" / "table.md"]
 OPENING = re.compile(r"<!-- bench:([\w-]+) -->")
@@ -127,7 +128,7 @@ def ops_table(rows: Sequence[Row]) -> str:
 
     A row that is slower than the fastest other one says so.
     """
-    rows = [r for r in rows if r.bench not in ("train", "ceilings")]
+    rows = [r for r in rows if r.bench not in NOT_OPS]
     with_peak = any(r.peak_bytes is not None for r in rows)
     with_host = any(r.host_us is not None for r in rows)
     extra = ["peak MB", "stock peak MB"] * with_peak + ["host us"] * with_host
@@ -246,7 +247,7 @@ TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
 def op_benches() -> list[str]:
     """Benches that have a table and a picture of their own."""
     found = {p.stem.removeprefix("bench_") for p in Path(__file__).parent.glob("bench_*.py")}
-    return sorted(found - {"train", "ceilings"})
+    return sorted(found - NOT_OPS)
 
 
 class NoResultsError(ValueError):
