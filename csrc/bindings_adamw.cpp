@@ -2,6 +2,7 @@
 #include <array>
 
 #include "bindings.h"
+#include "ops_cuda.h"
 
 namespace fastpar {
 namespace {
@@ -127,11 +128,27 @@ void step(const Columns& columns, const std::vector<int64_t>& ranges,
              static_cast<int64_t>(call.hypers.size()), call.modes, threads);
 }
 
+#if FASTPAR_CUDA
+int64_t step_cuda(const Columns& columns, const std::vector<int64_t>& ranges,
+                  const std::vector<double>& hypers, const Addresses& hypers_at,
+                  const std::array<int, 4>& storage, bool maximize, bool zero_grad,
+                  Address grad_scale, Address found_inf, uint64_t seed, Address stream) {
+  const AdamwCall call = adamw_call(columns, ranges, hypers, hypers_at, storage, maximize,
+                                    zero_grad, grad_scale, found_inf, seed);
+  return adamw_step_cuda(call.ranges.data(), static_cast<int64_t>(call.ranges.size()),
+                         call.hypers.data(), static_cast<int64_t>(call.hypers.size()), call.modes,
+                         at<void>(stream));
+}
+#endif
+
 }  // namespace
 
 void bind_adamw(py::module_& m) {
   const auto unlocked = py::call_guard<py::gil_scoped_release>();
   m.def("adamw_step", &step, unlocked);
+#if FASTPAR_CUDA
+  m.def("adamw_step_cuda", &step_cuda, unlocked);
+#endif
 }
 
 }  // namespace fastpar

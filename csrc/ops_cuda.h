@@ -9,6 +9,12 @@ namespace fastpar {
 
 using Stream = void*;  // a cudaStream_t; null is the default stream
 
+// Returns the number of launches: one where the ranges fit into a kernel's argument, about 800 in
+// fp32 and 450 in the mode that needs most, with at most 32 hypers (adamw_cuda.cu [Note: one
+// launch]).
+int64_t adamw_step_cuda(const AdamwRange* ranges, int64_t range_count, const AdamwHyper* hypers,
+                        int64_t hyper_count, const AdamwModes& modes, Stream stream);
+
 // One launch for about a thousand ranges.
 void bucket_copy_cuda(const BucketRange* ranges, int64_t count, bool add, const Factor& scale,
                       Stream stream);

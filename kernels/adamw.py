@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fastpar.kernels import _C
+from fastpar.kernels import _C, backend
 from fastpar.kernels.adamw_checks import (
     MOMENT_CODES,
     Hyper,
@@ -41,7 +41,7 @@ from fastpar.kernels.adamw_storage import (
     new_moment,
     round_to_bf16,
 )
-from fastpar.kernels.backend import DTYPE_CODES, define_op, use_cpp
+from fastpar.kernels.backend import DTYPE_CODES, define_op, use_cpp, use_cuda
 
 __all__ = [
     "MOMENT_BLOCK",
@@ -82,6 +82,7 @@ def _step_compiled(
     zero_grad: bool,
     seed: int,
     threads: int,
+    on_cuda: bool,
 ) -> None:
     params, grads = columns[0], columns[1]
     in_order = [
@@ -94,7 +95,7 @@ def _step_compiled(
     hypers_at = [0] * len(hypers)
     for slot, t in zip(hyper_slots, hyper_tensors):
         hypers_at[slot] = t.data_ptr()
-    _C.adamw_step(
+    call = (
         addresses,
         ranges,
         hypers,
@@ -105,8 +106,12 @@ def _step_compiled(
         0 if grad_scale is None else grad_scale.data_ptr(),
         0 if found_inf is None else found_inf.data_ptr(),
         seed,
-        threads,
     )
+    if on_cuda:
+        with torch.cuda.device_of(params[0]):
+            backend.cuda_kernels.adamw_step_cuda(*call, backend.cuda_stream(params[0]))
+    else:
+        _C.adamw_step(*call, threads)
     if zero_grad:
         for g, used in zip(grads, in_order):
             if used is not g:
@@ -226,8 +231,10 @@ def _run(
     states = (exp_avgs, exp_avg_sqs, max_exp_avg_sqs, master_weights)
     columns = [params, grads, *states, exp_avg_scales, exp_avg_sq_scales]
     call = (columns, grad_scale, found_inf, ranges, hypers, hyper_tensors, hyper_slots)
-    if use_cpp("adamw_step_", params[0]):
-        _step_compiled(*call, maximize, zero_grad, seed, threads or torch.get_num_threads())
+    on_cuda = params[0].dtype in DTYPE_CODES and use_cuda("adamw_step_", params[0])
+    if on_cuda or use_cpp("adamw_step_", params[0]):
+        threads = threads or torch.get_num_threads()
+        _step_compiled(*call, maximize, zero_grad, seed, threads, on_cuda)
     else:
         _step_torch(*call, maximize, zero_grad)
     # Memory written through pointers: autograd must know that these tensors changed.

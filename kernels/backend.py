@@ -51,7 +51,7 @@ OPS = {
         "chunks of rows by {gemm}, cpp: cross_entropy_cpu.cpp between",
         "torch: GEMMs by chunks of rows, triton: cross_entropy_triton.py between",
     ),
-    "adamw_step_": ("cpp: adamw_cpu.cpp", "torch: _fused_adamw_"),
+    "adamw_step_": ("cpp: adamw_cpu.cpp", "cuda: adamw_cuda.cu"),
     "pack_": ("cpp: bucket_cpu.cpp", "cuda: bucket_cuda.cu"),
     "unpack_": ("cpp: bucket_cpu.cpp", "cuda: bucket_cuda.cu"),
     "accumulate_": ("cpp: bucket_cpu.cpp", "cuda: bucket_cuda.cu"),

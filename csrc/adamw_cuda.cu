@@ -1,0 +1,596 @@
+// [Note: one launch] A call's ranges travel as a kernel argument, the only memory that neither a
+// copy to the device nor its lifetime in a captured graph troubles. Table is as large as CUDA
+// allows; a range takes the words of range_words(): its pointers, a word for size and first chunk
+// and, where bits are random, one for the first index. That is 5 words in fp32 and 7 with a full
+// master and bfloat16 moments, so the 580 tensors of GPT-2 XL fit. Longer lists take one launch per
+// Table. Each block walks over the chunks of all ranges and finds the range of a chunk in the
+// table.
+//
+// [Note: bytes in flight] A thread loads everything that its 8 elements need, 128 bytes in fp32,
+// before it uses any: 64 KiB for two blocks on a multiprocessor. Memory answers after somewhat less
+// than a microsecond, so a third of that would keep it busy.
+//
+// [Note: 8-bit blocks] A warp owns a block of 256 elements, 8 a lane, and finds the new scale with
+// one warp maximum. Where the block is short or pointers are not aligned, the warp goes over it
+// twice with narrow accesses, once for the scale and once to store: the new moments are computed
+// again rather than kept.
+#include <type_traits>
+
+#include "adamw_math.h"
+#include "cuda_launch.h"
+
+namespace fastpar {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kBlocksPerUnit = 2;  // of a multiprocessor
+constexpr int kGroup = 8;          // elements of one step of a thread: 16 bytes of a 16-bit type
+constexpr int kGroups = 4;         // steps of a thread within a chunk
+constexpr int kChunk = kThreads * kGroup * kGroups;
+constexpr int kHypers = 32;  // of one launch
+constexpr int kHyperWords = sizeof(AdamwHyper) / sizeof(uint64_t);
+constexpr int kSizeBits = 40;     // of a range; the other 24 bits are its first chunk
+constexpr int kAddressBits = 48;  // of a pointer; the others of param's word are its hyper
+constexpr int kArgumentBytes = 32764;
+constexpr int kWords = (kArgumentBytes - sizeof(AdamwModes) - 8) / sizeof(uint64_t);
+
+static_assert(kWarp * kGroup == kMomentBlock, "a warp takes a block of scales");
+static_assert(kChunk % kMomentBlock == 0, "a block of scales is not cut");
+static_assert(sizeof(AdamwHyper) % sizeof(uint64_t) == 0, "hypers are whole words");
+
+struct Table {
+  AdamwModes modes;
+  int32_t count, hypers;
+  uint64_t words[kWords];  // ranges from the front, hypers from the back
+};
+static_assert(sizeof(Table) <= kArgumentBytes, "CUDA allows no larger argument");
+
+FASTPAR_HOST_DEVICE bool has_master(const AdamwModes& modes) {
+  return modes.master == Master::full || modes.master == Master::remainder;
+}
+
+FASTPAR_HOST_DEVICE bool is_random(const AdamwModes& modes) {
+  return modes.master == Master::stochastic || modes.moment != Moment::float32;
+}
+
+FASTPAR_HOST_DEVICE int range_words(const AdamwModes& modes, bool amsgrad) {
+  return 5 + amsgrad + has_master(modes) + 2 * (modes.moment == Moment::uint8) + is_random(modes);
+}
+
+FASTPAR_HOST_DEVICE int first_chunk(const Table& table, int stride, int index) {
+  return static_cast<int>(table.words[index * stride] >> kSizeBits);
+}
+
+// Eight elements as they are stored.
+struct Eight {
+  uint32_t word[8];
+
+  __device__ FASTPAR_INLINE void load(int at, const void* p) {  // 16 bytes into word[at..at + 3]
+    const Words16 x = load16(p);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) word[at + i] = x.word[i];
+  }
+  __device__ FASTPAR_INLINE void store(int at, void* p) const {
+    store16(p, Words16{{word[at], word[at + 1], word[at + 2], word[at + 3]}});
+  }
+  __device__ FASTPAR_INLINE float full(int i) const { return bit_cast<float>(word[i]); }
+  __device__ FASTPAR_INLINE uint16_t half(int i) const {
+    return static_cast<uint16_t>(word[i / 2] >> (16 * (i % 2)));
+  }
+  __device__ FASTPAR_INLINE uint8_t byte(int i) const {
+    return static_cast<uint8_t>(word[i / 4] >> (8 * (i % 4)));
+  }
+  __device__ FASTPAR_INLINE void set_full(int i, float x) { word[i] = bit_cast<uint32_t>(x); }
+  __device__ FASTPAR_INLINE void set_half(int i, uint16_t bits) {
+    word[i / 2] = i % 2 ? word[i / 2] | static_cast<uint32_t>(bits) << 16 : bits;
+  }
+  __device__ FASTPAR_INLINE void set_byte(int i, uint8_t bits) {
+    word[i / 4] = i % 4 ? word[i / 4] | static_cast<uint32_t>(bits) << (8 * (i % 4)) : bits;
+  }
+};
+
+struct alignas(8) Words8 {
+  uint32_t word[2];
+};
+
+struct Updated {
+  float p, m, v, u;
+};
+
+// One range's part in a chunk.
+template <Moment kMoment, bool kAmsgrad>
+struct Part {
+  using Stored =
+      std::conditional_t<kMoment == Moment::float32, float,
+                         std::conditional_t<kMoment == Moment::bfloat16, BFloat16, uint8_t>>;
+  char *param, *grad, *master;
+  Stored *m, *v, *u;
+  float *m_scale, *v_scale;
+  uint64_t first;
+  int size;
+  const AdamwModes* modes;
+  const AdamwScalars* s;
+
+  __device__ FASTPAR_INLINE int grad_bytes() const { return modes->grad == Dtype::float32 ? 4 : 2; }
+  __device__ FASTPAR_INLINE bool is_full() const {
+    return modes->master == Master::none || modes->master == Master::full;
+  }
+  // The floats that are updated, where floats are stored.
+  __device__ FASTPAR_INLINE float* floats() const {
+    return reinterpret_cast<float*>(modes->master == Master::full ? master : param);
+  }
+
+  // Elements after which every pointer is aligned to 16 bytes (codes to 8), -1 where there are
+  // none.
+  __device__ FASTPAR_INLINE int head() const {
+    for (int n = 0; n < kGroup; ++n) {
+      const auto off = [n](const void* p, int bytes) {
+        return static_cast<uint32_t>(reinterpret_cast<std::uintptr_t>(p)) + n * bytes;
+      };
+      const int kept = modes->master == Master::remainder ? 2 : 4;
+      uint32_t any = off(param, modes->param == Dtype::float32 ? 4 : 2) | off(grad, grad_bytes());
+      if (has_master(*modes)) any |= off(master, kept);
+      const int scale = kMoment == Moment::uint8 ? 2 : 1;
+      uint32_t moments = off(m, sizeof(Stored)) | off(v, sizeof(Stored));
+      if (kAmsgrad) moments |= off(u, sizeof(Stored));
+      if ((any | moments * scale) % 16 == 0) return n;
+    }
+    return -1;
+  }
+
+  __device__ FASTPAR_INLINE float to_grad(uint16_t bits) const {
+    return modes->grad == Dtype::bfloat16 ? to_float(BFloat16{bits}) : to_float(Float16{bits});
+  }
+
+  template <bool kSigned>
+  __device__ FASTPAR_INLINE float to_moment(Stored x, float scale) const {
+    if constexpr (kMoment == Moment::uint8) {
+      return kSigned ? decode_signed(x, scale) : decode_positive(x, scale);
+    } else {
+      return to_float(x);
+    }
+  }
+
+  template <bool kSigned>
+  __device__ FASTPAR_INLINE Stored from_moment(float x, float scale, uint64_t key, int at) const {
+    if constexpr (kMoment == Moment::uint8) {
+      const uint32_t random = random_bits(key, first + at);
+      return kSigned ? encode_signed(x, scale, random) : encode_positive(x, scale, random);
+    } else if constexpr (kMoment == Moment::bfloat16) {
+      return round_stochastic(x, random_bits(key, first + at));
+    } else {
+      return x;
+    }
+  }
+
+  __device__ FASTPAR_INLINE uint16_t round_param(float kept) const {
+    return modes->param == Dtype::bfloat16 ? round_master<BFloat16>(kept).bits
+                                           : round_master<Float16>(kept).bits;
+  }
+
+  // Narrow accesses
+
+  __device__ FASTPAR_INLINE Updated updated_one(int at, float old_m_scale,
+                                                float old_v_scale) const {
+    Updated x;
+    if (is_full()) {
+      x.p = floats()[at];
+    } else {
+      const BFloat16 top = reinterpret_cast<const BFloat16*>(param)[at];
+      x.p = modes->master == Master::remainder
+                ? master_join(top, reinterpret_cast<const int16_t*>(master)[at])
+                : to_float(top);
+    }
+    const float g = modes->grad == Dtype::float32
+                        ? reinterpret_cast<const float*>(grad)[at]
+                        : to_grad(reinterpret_cast<const uint16_t*>(grad)[at]);
+    x.m = to_moment<true>(m[at], old_m_scale);
+    x.v = to_moment<false>(v[at], old_v_scale);
+    if (kAmsgrad) x.u = to_moment<false>(u[at], 0.0f);
+    adamw_update(g, &x.p, &x.m, &x.v, kAmsgrad ? &x.u : nullptr, *s);
+    return x;
+  }
+
+  __device__ FASTPAR_INLINE void store_one(int at, const Updated& x, float new_m_scale,
+                                           float new_v_scale) const {
+    m[at] = from_moment<true>(x.m, new_m_scale, s->exp_avg_key, at);
+    v[at] = from_moment<false>(x.v, new_v_scale, s->exp_avg_sq_key, at);
+    if (kAmsgrad) u[at] = from_moment<false>(x.u, 0.0f, s->max_exp_avg_sq_key, at);
+    uint16_t* halves = reinterpret_cast<uint16_t*>(param);
+    switch (modes->master) {
+      case Master::none:
+        floats()[at] = x.p;
+        break;
+      case Master::full: {
+        const float kept = modes->param == Dtype::bfloat16 ? keep_master<BFloat16>(x.p) : x.p;
+        floats()[at] = kept;
+        halves[at] = round_param(kept);
+        break;
+      }
+      case Master::remainder: {
+        const float kept = keep_master<BFloat16>(x.p);
+        halves[at] = round_master<BFloat16>(kept).bits;
+        reinterpret_cast<int16_t*>(master)[at] = master_remainder(kept);
+        break;
+      }
+      case Master::stochastic:
+        halves[at] = round_stochastic(x.p, random_bits(s->param_key, first + at)).bits;
+        break;
+    }
+  }
+
+  __device__ FASTPAR_INLINE void zero_one(int at) const {
+    if (modes->grad == Dtype::float32) {
+      reinterpret_cast<float*>(grad)[at] = 0.0f;
+    } else {
+      reinterpret_cast<uint16_t*>(grad)[at] = 0;
+    }
+  }
+
+  // Wide accesses: elements [at, at + 8), all pointers aligned there.
+
+  template <bool kSigned>
+  __device__ FASTPAR_INLINE void load_moment(const Stored* from, int at, Eight* to) const {
+    if constexpr (kMoment == Moment::uint8) {
+#ifdef FASTPAR_EMULATED
+      emulator::check_aligned(from + at, 8);
+#endif
+      const Words8 x = *reinterpret_cast<const Words8*>(from + at);
+      to->word[0] = x.word[0];
+      to->word[1] = x.word[1];
+    } else {
+      to->load(0, from + at);
+      if constexpr (kMoment == Moment::float32) to->load(4, from + at + 4);
+    }
+  }
+
+  template <bool kSigned>
+  __device__ FASTPAR_INLINE float get_moment(const Eight& from, int i, float scale) const {
+    if constexpr (kMoment == Moment::uint8) {
+      return to_moment<kSigned>(from.byte(i), scale);
+    } else if constexpr (kMoment == Moment::bfloat16) {
+      return to_float(BFloat16{from.half(i)});
+    } else {
+      return from.full(i);
+    }
+  }
+
+  template <bool kSigned>
+  __device__ FASTPAR_INLINE void store_moment(const float* x, float scale, uint64_t key, Stored* to,
+                                              int at) const {
+    Eight packed;
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) {
+      const Stored stored = from_moment<kSigned>(x[i], scale, key, at + i);
+      if constexpr (kMoment == Moment::uint8) {
+        packed.set_byte(i, stored);
+      } else if constexpr (kMoment == Moment::bfloat16) {
+        packed.set_half(i, stored.bits);
+      } else {
+        packed.set_full(i, stored);
+      }
+    }
+    if constexpr (kMoment == Moment::uint8) {
+      *reinterpret_cast<Words8*>(to + at) = Words8{{packed.word[0], packed.word[1]}};
+    } else {
+      packed.store(0, to + at);
+      if constexpr (kMoment == Moment::float32) packed.store(4, to + at + 4);
+    }
+  }
+
+  __device__ FASTPAR_INLINE void step_eight(int at) const {
+    Eight p_in = {}, g_in = {}, m_in = {}, v_in = {}, u_in = {};
+    if (is_full()) {
+      p_in.load(0, floats() + at);
+      p_in.load(4, floats() + at + 4);
+    } else {
+      p_in.load(0, param + 2 * at);
+      if (modes->master == Master::remainder) p_in.load(4, master + 2 * at);
+    }
+    g_in.load(0, grad + grad_bytes() * at);
+    if (modes->grad == Dtype::float32) g_in.load(4, grad + 4 * at + 16);
+    load_moment<true>(m, at, &m_in);
+    load_moment<false>(v, at, &v_in);
+    if (kAmsgrad) load_moment<false>(u, at, &u_in);
+    float old_m_scale = 0.0f, old_v_scale = 0.0f;
+    if (kMoment == Moment::uint8) {
+      old_m_scale = m_scale[at / kMomentBlock];
+      old_v_scale = v_scale[at / kMomentBlock];
+    }
+
+    float g[kGroup], p[kGroup], new_m[kGroup], new_v[kGroup], new_u[kGroup];
+    if (modes->grad == Dtype::float32) {
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) g[i] = g_in.full(i);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) g[i] = to_grad(g_in.half(i));
+    }
+    if (is_full()) {
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) p[i] = p_in.full(i);
+    } else if (modes->master == Master::remainder) {
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) {
+        const int16_t remainder = static_cast<int16_t>(p_in.half(kGroup + i));
+        p[i] = master_join(BFloat16{p_in.half(i)}, remainder);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) p[i] = to_float(BFloat16{p_in.half(i)});
+    }
+    uint32_t largest_m = 0, largest_v = 0;
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) {
+      new_m[i] = get_moment<true>(m_in, i, old_m_scale);
+      new_v[i] = get_moment<false>(v_in, i, old_v_scale);
+      if (kAmsgrad) new_u[i] = get_moment<false>(u_in, i, 0.0f);
+      adamw_update(g[i], &p[i], &new_m[i], &new_v[i], kAmsgrad ? &new_u[i] : nullptr, *s);
+      largest_m = larger(largest_m, magnitude_bits(new_m[i]));
+      largest_v = larger(largest_v, magnitude_bits(new_v[i]));
+    }
+    float new_m_scale = 0.0f, new_v_scale = 0.0f;
+    if (kMoment == Moment::uint8) {
+      new_m_scale = block_scale(__reduce_max_sync(0xffffffffu, largest_m));
+      new_v_scale = block_scale(__reduce_max_sync(0xffffffffu, largest_v));
+      if (at % kMomentBlock == 0) store_scales(at, new_m_scale, new_v_scale);
+    }
+    store_moment<true>(new_m, new_m_scale, s->exp_avg_key, m, at);
+    store_moment<false>(new_v, new_v_scale, s->exp_avg_sq_key, v, at);
+    if (kAmsgrad) store_moment<false>(new_u, 0.0f, s->max_exp_avg_sq_key, u, at);
+    store_params(p, at);
+  }
+
+  __device__ FASTPAR_INLINE void store_params(const float* p, int at) const {
+    Eight out;
+    if (modes->master == Master::stochastic) {
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) {
+        const uint32_t random = random_bits(s->param_key, first + at + i);
+        out.set_half(i, round_stochastic(p[i], random).bits);
+      }
+      out.store(0, param + 2 * at);
+      return;
+    }
+    if (modes->master != Master::none) {
+      float kept[kGroup];
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) {
+        kept[i] = modes->param == Dtype::bfloat16 ? keep_master<BFloat16>(p[i]) : p[i];
+        out.set_half(i, round_param(kept[i]));
+        if (modes->master == Master::remainder) {
+          out.set_half(kGroup + i, static_cast<uint16_t>(master_remainder(kept[i])));
+        }
+      }
+      out.store(0, param + 2 * at);
+      if (modes->master == Master::remainder) {
+        out.store(4, master + 2 * at);
+        return;
+      }
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) out.set_full(i, kept[i]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) out.set_full(i, p[i]);
+    }
+    out.store(0, floats() + at);
+    out.store(4, floats() + at + 4);
+  }
+
+  __device__ FASTPAR_INLINE void zero_eight(int at) const {
+    store16(grad + grad_bytes() * at, Words16{});
+    if (modes->grad == Dtype::float32) store16(grad + 4 * at + 16, Words16{});
+  }
+
+  static __device__ FASTPAR_INLINE uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
+
+  __device__ FASTPAR_INLINE void store_scales(int at, float new_m_scale, float new_v_scale) const {
+    m_scale[at / kMomentBlock] = new_m_scale;
+    v_scale[at / kMomentBlock] = new_v_scale;
+  }
+
+  // A warp's way over elements [at, stop) of one block of scales with narrow accesses.
+  __device__ FASTPAR_INLINE void step_block(int at, int stop) const {
+    const int lane = threadIdx.x % kWarp;
+    const float old_m_scale = m_scale[at / kMomentBlock];
+    const float old_v_scale = v_scale[at / kMomentBlock];
+    uint32_t largest_m = 0, largest_v = 0;
+#pragma unroll 1
+    for (int i = at + lane; i < stop; i += kWarp) {
+      const Updated x = updated_one(i, old_m_scale, old_v_scale);
+      largest_m = larger(largest_m, magnitude_bits(x.m));
+      largest_v = larger(largest_v, magnitude_bits(x.v));
+    }
+    const float new_m_scale = block_scale(__reduce_max_sync(0xffffffffu, largest_m));
+    const float new_v_scale = block_scale(__reduce_max_sync(0xffffffffu, largest_v));
+#pragma unroll 1
+    for (int i = at + lane; i < stop; i += kWarp) {
+      const Updated x = updated_one(i, old_m_scale, old_v_scale);
+      store_one(i, x, new_m_scale, new_v_scale);
+      if (modes->zero_grad) zero_one(i);
+    }
+    if (lane == 0) store_scales(at, new_m_scale, new_v_scale);
+  }
+
+  __device__ FASTPAR_INLINE void run(bool skips) const {
+    const bool blocks = kMoment == Moment::uint8;
+    const int aligned_from = head();
+    const bool wide = blocks ? aligned_from == 0 : aligned_from >= 0 && aligned_from < size;
+    const int start = wide ? aligned_from : 0;
+    const int unit = blocks ? kMomentBlock : kGroup;  // what wide accesses take whole
+    const int inner = wide ? (size - start) / unit * unit : 0;
+#pragma unroll 1
+    for (int i = threadIdx.x * kGroup; i < inner; i += kThreads * kGroup) {
+      if (!skips) step_eight(start + i);
+      if (modes->zero_grad) zero_eight(start + i);
+    }
+    if (blocks && !skips) {
+#pragma unroll 1
+      for (int at = inner + threadIdx.x / kWarp * kMomentBlock; at < size;
+           at += kThreads * kGroup) {
+        step_block(at, at + kMomentBlock < size ? at + kMomentBlock : size);
+      }
+      return;
+    }
+#pragma unroll 1
+    for (int i = threadIdx.x; i < size - inner; i += kThreads) {
+      const int at = i < start ? i : i + inner;
+      if (!skips) store_one(at, updated_one(at, 0.0f, 0.0f), 0.0f, 0.0f);
+      if (modes->zero_grad) zero_one(at);
+    }
+  }
+};
+
+// What a chunk of a range is.
+template <Moment kMoment, bool kAmsgrad>
+__device__ FASTPAR_INLINE Part<kMoment, kAmsgrad> part_of(const Table& table, int stride, int chunk,
+                                                          const AdamwScalars* scalars) {
+  int low = 0, high = table.count - 1;  // the last range that starts at or before the chunk
+  while (low < high) {
+    const int middle = (low + high + 1) / 2;
+    if (first_chunk(table, stride, middle) <= chunk) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  const uint64_t* word = table.words + low * stride;
+  const int64_t start = int64_t(chunk - first_chunk(table, stride, low)) * kChunk;
+  const int64_t left = static_cast<int64_t>(*word++ & ((uint64_t(1) << kSizeBits) - 1)) - start;
+  const auto next = [&](int64_t bytes) {
+    const uint64_t address = *word++ & ((uint64_t(1) << kAddressBits) - 1);
+    return reinterpret_cast<char*>(address) + bytes;
+  };
+  using Stored = typename Part<kMoment, kAmsgrad>::Stored;
+  const auto next_moment = [&] { return reinterpret_cast<Stored*>(next(start * sizeof(Stored))); };
+  Part<kMoment, kAmsgrad> part = {};
+  part.modes = &table.modes;
+  part.s = scalars + (*word >> kAddressBits);
+  part.size = static_cast<int>(left < kChunk ? left : kChunk);
+  part.param = next(start * (table.modes.param == Dtype::float32 ? 4 : 2));
+  part.grad = next(start * (table.modes.grad == Dtype::float32 ? 4 : 2));
+  part.m = next_moment();
+  part.v = next_moment();
+  if (kAmsgrad) part.u = next_moment();
+  if (has_master(table.modes)) {
+    part.master = next(start * (table.modes.master == Master::remainder ? 2 : 4));
+  }
+  if (kMoment == Moment::uint8) {
+    const int64_t bytes = start / kMomentBlock * sizeof(float);
+    part.m_scale = reinterpret_cast<float*>(next(bytes));
+    part.v_scale = reinterpret_cast<float*>(next(bytes));
+  }
+  if (is_random(table.modes)) part.first = *word + start;
+  return part;
+}
+
+template <Moment kMoment, bool kAmsgrad>
+__global__ void __launch_bounds__(kThreads, kBlocksPerUnit)
+    adamw_kernel(const __grid_constant__ Table table, int chunks) {
+  __shared__ AdamwScalars scalars[kHypers];
+  const bool skips = adamw_skips(table.modes);
+  if (skips && !table.modes.zero_grad) return;
+  if (static_cast<int>(threadIdx.x) < table.hypers) {
+    AdamwHyper hyper;
+    std::memcpy(&hyper, table.words + kWords - (threadIdx.x + 1) * kHyperWords, sizeof(hyper));
+    scalars[threadIdx.x] = adamw_scalars(hyper, table.modes);
+  }
+  __syncthreads();
+  const int stride = range_words(table.modes, kAmsgrad);
+  for (int chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
+    part_of<kMoment, kAmsgrad>(table, stride, chunk, scalars).run(skips);
+  }
+}
+
+uint64_t address_word(const void* p, int high) {
+  const uint64_t address = reinterpret_cast<std::uintptr_t>(p);
+  FASTPAR_CHECK(address >> kAddressBits == 0, "adamw_step_: expected addresses of ", kAddressBits,
+                " bits, got address=", address, "; use memory of torch's CUDA allocator");
+  return address | static_cast<uint64_t>(high) << kAddressBits;
+}
+
+// A launch that is being filled.
+class Launch {
+ public:
+  Launch(const AdamwModes& modes, bool amsgrad)
+      : amsgrad_(amsgrad), stride_(range_words(modes, amsgrad)) {
+    table_.modes = modes;
+    table_.count = table_.hypers = 0;
+  }
+
+  // Whether the range found room.
+  bool add(const AdamwRange& r, const AdamwHyper* hypers) {
+    int hyper = 0;
+    while (hyper < table_.hypers && used_[hyper] != r.hyper) ++hyper;
+    const bool is_new = hyper == table_.hypers;
+    const int used = (table_.count + 1) * stride_ + (table_.hypers + is_new) * kHyperWords;
+    const int64_t chunks = chunks_ + (r.size + kChunk - 1) / kChunk;
+    if (used > kWords || hyper == kHypers || chunks >> (64 - kSizeBits)) return false;
+    if (is_new) {
+      used_[table_.hypers++] = r.hyper;
+      std::memcpy(table_.words + kWords - table_.hypers * kHyperWords, hypers + r.hyper,
+                  sizeof(AdamwHyper));
+    }
+    uint64_t* word = table_.words + table_.count++ * stride_;
+    *word++ = static_cast<uint64_t>(r.size) | static_cast<uint64_t>(chunks_) << kSizeBits;
+    *word++ = address_word(r.param, hyper);
+    for (const void* p : {r.grad, r.exp_avg, r.exp_avg_sq}) *word++ = address_word(p, 0);
+    if (amsgrad_) *word++ = address_word(r.max_exp_avg_sq, 0);
+    if (has_master(table_.modes)) *word++ = address_word(r.master, 0);
+    if (table_.modes.moment == Moment::uint8) {
+      *word++ = address_word(r.exp_avg_scale, 0);
+      *word++ = address_word(r.exp_avg_sq_scale, 0);
+    }
+    if (is_random(table_.modes)) *word++ = static_cast<uint64_t>(r.first_index);
+    chunks_ = chunks;
+    return true;
+  }
+
+  void start(Stream stream) {
+    switch (table_.modes.moment) {
+      case Moment::float32:
+        return start(
+            amsgrad_ ? adamw_kernel<Moment::float32, true> : adamw_kernel<Moment::float32, false>,
+            stream);
+      case Moment::bfloat16:
+        return start(
+            amsgrad_ ? adamw_kernel<Moment::bfloat16, true> : adamw_kernel<Moment::bfloat16, false>,
+            stream);
+      case Moment::uint8:
+        return start(adamw_kernel<Moment::uint8, false>, stream);
+    }
+  }
+
+ private:
+  void start(void (*kernel)(const Table, int), Stream stream) {
+    const int64_t blocks = std::min<int64_t>(chunks_, kBlocksPerUnit * multiprocessors());
+    launch(kernel, blocks, kThreads, stream, table_, static_cast<int>(chunks_));
+  }
+
+  bool amsgrad_;
+  int stride_;
+  int64_t chunks_ = 0;
+  int used_[kHypers];
+  Table table_;
+};
+
+}  // namespace
+
+int64_t adamw_step_cuda(const AdamwRange* ranges, int64_t range_count, const AdamwHyper* hypers,
+                        int64_t, const AdamwModes& modes, Stream stream) {
+  int64_t launches = 0;
+  const bool amsgrad = range_count > 0 && ranges[0].max_exp_avg_sq;
+  for (int64_t next = 0; next < range_count;) {
+    Launch launch(modes, amsgrad);
+    const int64_t first = next;
+    while (next < range_count && launch.add(ranges[next], hypers)) ++next;
+    FASTPAR_CHECK(next > first,
+                  "adamw_step_: expected fewer than 2^37 elements, got size=", ranges[first].size,
+                  "; pass the tensor in parts");
+    launch.start(stream);
+    ++launches;
+  }
+  return launches;
+}
+
+}  // namespace fastpar
