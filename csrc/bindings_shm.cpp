@@ -14,7 +14,7 @@ ShmType shm_type(int code) {
 
 void bind_shm(py::module_& m) {
   const auto unlocked = py::call_guard<py::gil_scoped_release>();
-  py::class_<ShmGroup>(m, "ShmGroup")
+  py::class_<ShmGroup>(m, "ShmGroup", py::module_local())  // the tests load a second module
       .def(py::init([](Address block, int rank, int world, int64_t chunk_bytes, int64_t heap_bytes,
                        const std::vector<int>& pidfds, double timeout_s) {
         return new ShmGroup(at<void>(block), rank, world, chunk_bytes, heap_bytes, pidfds,

@@ -38,7 +38,7 @@ def on_cpu(states: list[State], mode: Mode, **kwargs) -> list[State]:
     return copies
 
 
-def check(states: list[State], mode: Mode, device: str, expect_change: bool = True, **kwargs):
+def check(states: list[State], mode: Mode, device: str, **kwargs) -> list[State]:
     """One step of clones on the device against the CPU's."""
     expected = on_cpu(states, mode, **kwargs)
     moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
@@ -47,7 +47,7 @@ def check(states: list[State], mode: Mode, device: str, expect_change: bool = Tr
     for before, one, wanted in zip(states, got, expected):
         back = to(one, "cpu")
         assert same_bits(back, wanted), [n for n in wanted if not back[n].equal(wanted[n])]
-        if expect_change and before["param"].numel():
+        if before["param"].numel() > 200:  # a few moments may be rounded back to what they were
             assert not back["exp_avg_sq"].equal(before["exp_avg_sq"])
     return got
 
