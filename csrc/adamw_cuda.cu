@@ -10,6 +10,12 @@
 // before it uses any: 64 KiB for two blocks on a multiprocessor. Memory answers after somewhat less
 // than a microsecond, so a third of that would keep it busy.
 //
+// [Note: whole sectors] A warp takes 256 elements at a time. Were a lane's 8 floats neighbours,
+// each 16-byte store of the warp would fill every other half of 64 sectors, and the cache would be
+// asked twice. So a lane takes two groups of four, kSecond elements apart: what a warp touches at
+// once is one piece, of floats and of 16-bit types alike. Only beside 8-bit codes the 8 are
+// neighbours.
+//
 // [Note: 8-bit blocks] A warp owns a block of 256 elements, 8 a lane, and finds the new scale with
 // one warp maximum. Where the block is short or pointers are not aligned, the warp goes over it
 // twice with narrow accesses, once for the scale and once to store: the new moments are computed
@@ -61,6 +67,24 @@ FASTPAR_HOST_DEVICE int first_chunk(const Table& table, int stride, int index) {
   return static_cast<int>(table.words[index * stride] >> kSizeBits);
 }
 
+struct alignas(8) Words8 {
+  uint32_t word[2];
+};
+
+__device__ FASTPAR_INLINE Words8 load8(const void* p) {
+#ifdef FASTPAR_EMULATED
+  emulator::check_aligned(p, 8);
+#endif
+  return *static_cast<const Words8*>(p);
+}
+
+__device__ FASTPAR_INLINE void store8(void* p, const Words8& value) {
+#ifdef FASTPAR_EMULATED
+  emulator::check_aligned(p, 8);
+#endif
+  *static_cast<Words8*>(p) = value;
+}
+
 // Eight elements as they are stored.
 struct Eight {
   uint32_t word[8];
@@ -72,6 +96,14 @@ struct Eight {
   }
   __device__ FASTPAR_INLINE void store(int at, void* p) const {
     store16(p, Words16{{word[at], word[at + 1], word[at + 2], word[at + 3]}});
+  }
+  __device__ FASTPAR_INLINE void load_half(int at, const void* p) {  // 8 bytes
+    const Words8 x = load8(p);
+    word[at] = x.word[0];
+    word[at + 1] = x.word[1];
+  }
+  __device__ FASTPAR_INLINE void store_half(int at, void* p) const {
+    store8(p, Words8{{word[at], word[at + 1]}});
   }
   __device__ FASTPAR_INLINE float full(int i) const { return bit_cast<float>(word[i]); }
   __device__ FASTPAR_INLINE uint16_t half(int i) const {
@@ -87,10 +119,6 @@ struct Eight {
   __device__ FASTPAR_INLINE void set_byte(int i, uint8_t bits) {
     word[i / 4] = i % 4 ? word[i / 4] | static_cast<uint32_t>(bits) << (8 * (i % 4)) : bits;
   }
-};
-
-struct alignas(8) Words8 {
-  uint32_t word[2];
 };
 
 struct Updated {
@@ -227,20 +255,57 @@ struct Part {
     }
   }
 
-  // Wide accesses: elements [at, at + 8), all pointers aligned there.
+  // Wide accesses: elements place(at, 0..7), all pointers aligned there.
+  // See [Note: whole sectors].
 
-  template <bool kSigned>
+  static constexpr int kSecond = kMoment == Moment::uint8 ? kGroup / 2 : kMomentBlock / 2;
+
+  static __device__ FASTPAR_INLINE int place(int at, int i) {
+    return i < kGroup / 2 ? at + i : at + kSecond + i - kGroup / 2;
+  }
+  // The first of a thread's elements; i counts 8 a thread.
+  static __device__ FASTPAR_INLINE int first_place(int i) {
+    const int lanes = i % kMomentBlock;
+    return kMoment == Moment::uint8 ? i : i - lanes + lanes / 2;
+  }
+
+  static __device__ FASTPAR_INLINE void load_floats(const void* from, int at, Eight* to) {
+    const float* x = static_cast<const float*>(from) + at;
+    to->load(0, x);
+    to->load(4, x + kSecond);
+  }
+  static __device__ FASTPAR_INLINE void store_floats(const Eight& from, void* to, int at) {
+    float* x = static_cast<float*>(to) + at;
+    from.store(0, x);
+    from.store(4, x + kSecond);
+  }
+  static __device__ FASTPAR_INLINE void load_halves(int word, const void* from, int at, Eight* to) {
+    const uint16_t* x = static_cast<const uint16_t*>(from) + at;
+    if constexpr (kMoment == Moment::uint8) {
+      to->load(word, x);
+    } else {
+      to->load_half(word, x);
+      to->load_half(word + 2, x + kSecond);
+    }
+  }
+  static __device__ FASTPAR_INLINE void store_halves(int word, const Eight& from, void* to,
+                                                     int at) {
+    uint16_t* x = static_cast<uint16_t*>(to) + at;
+    if constexpr (kMoment == Moment::uint8) {
+      from.store(word, x);
+    } else {
+      from.store_half(word, x);
+      from.store_half(word + 2, x + kSecond);
+    }
+  }
+
   __device__ FASTPAR_INLINE void load_moment(const Stored* from, int at, Eight* to) const {
     if constexpr (kMoment == Moment::uint8) {
-#ifdef FASTPAR_EMULATED
-      emulator::check_aligned(from + at, 8);
-#endif
-      const Words8 x = *reinterpret_cast<const Words8*>(from + at);
-      to->word[0] = x.word[0];
-      to->word[1] = x.word[1];
+      to->load_half(0, from + at);
+    } else if constexpr (kMoment == Moment::bfloat16) {
+      load_halves(0, from, at, to);
     } else {
-      to->load(0, from + at);
-      if constexpr (kMoment == Moment::float32) to->load(4, from + at + 4);
+      load_floats(from, at, to);
     }
   }
 
@@ -261,7 +326,7 @@ struct Part {
     Eight packed;
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) {
-      const Stored stored = from_moment<kSigned>(x[i], scale, key, at + i);
+      const Stored stored = from_moment<kSigned>(x[i], scale, key, place(at, i));
       if constexpr (kMoment == Moment::uint8) {
         packed.set_byte(i, stored);
       } else if constexpr (kMoment == Moment::bfloat16) {
@@ -271,27 +336,30 @@ struct Part {
       }
     }
     if constexpr (kMoment == Moment::uint8) {
-      *reinterpret_cast<Words8*>(to + at) = Words8{{packed.word[0], packed.word[1]}};
+      packed.store_half(0, to + at);
+    } else if constexpr (kMoment == Moment::bfloat16) {
+      store_halves(0, packed, to, at);
     } else {
-      packed.store(0, to + at);
-      if constexpr (kMoment == Moment::float32) packed.store(4, to + at + 4);
+      store_floats(packed, to, at);
     }
   }
 
   __device__ FASTPAR_INLINE void step_eight(int at) const {
     Eight p_in = {}, g_in = {}, m_in = {}, v_in = {}, u_in = {};
     if (is_full()) {
-      p_in.load(0, floats() + at);
-      p_in.load(4, floats() + at + 4);
+      load_floats(floats(), at, &p_in);
     } else {
-      p_in.load(0, param + 2 * at);
-      if (modes->master == Master::remainder) p_in.load(4, master + 2 * at);
+      load_halves(0, param, at, &p_in);
+      if (modes->master == Master::remainder) load_halves(4, master, at, &p_in);
     }
-    g_in.load(0, grad + grad_bytes() * at);
-    if (modes->grad == Dtype::float32) g_in.load(4, grad + 4 * at + 16);
-    load_moment<true>(m, at, &m_in);
-    load_moment<false>(v, at, &v_in);
-    if (kAmsgrad) load_moment<false>(u, at, &u_in);
+    if (modes->grad == Dtype::float32) {
+      load_floats(grad, at, &g_in);
+    } else {
+      load_halves(0, grad, at, &g_in);
+    }
+    load_moment(m, at, &m_in);
+    load_moment(v, at, &v_in);
+    if (kAmsgrad) load_moment(u, at, &u_in);
     float old_m_scale = 0.0f, old_v_scale = 0.0f;
     if (kMoment == Moment::uint8) {
       old_m_scale = m_scale[at / kMomentBlock];
@@ -346,10 +414,10 @@ struct Part {
     if (modes->master == Master::stochastic) {
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) {
-        const uint32_t random = random_bits(s->param_key, first + at + i);
+        const uint32_t random = random_bits(s->param_key, first + place(at, i));
         out.set_half(i, round_stochastic(p[i], random).bits);
       }
-      out.store(0, param + 2 * at);
+      store_halves(0, out, param, at);
       return;
     }
     if (modes->master != Master::none) {
@@ -362,9 +430,9 @@ struct Part {
           out.set_half(kGroup + i, static_cast<uint16_t>(master_remainder(kept[i])));
         }
       }
-      out.store(0, param + 2 * at);
+      store_halves(0, out, param, at);
       if (modes->master == Master::remainder) {
-        out.store(4, master + 2 * at);
+        store_halves(4, out, master, at);
         return;
       }
 #pragma unroll
@@ -373,13 +441,16 @@ struct Part {
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) out.set_full(i, p[i]);
     }
-    out.store(0, floats() + at);
-    out.store(4, floats() + at + 4);
+    store_floats(out, floats(), at);
   }
 
   __device__ FASTPAR_INLINE void zero_eight(int at) const {
-    store16(grad + grad_bytes() * at, Words16{});
-    if (modes->grad == Dtype::float32) store16(grad + 4 * at + 16, Words16{});
+    const Eight zeros = {};
+    if (modes->grad == Dtype::float32) {
+      store_floats(zeros, grad, at);
+    } else {
+      store_halves(0, zeros, grad, at);
+    }
   }
 
   static __device__ FASTPAR_INLINE uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
@@ -417,12 +488,13 @@ struct Part {
     const int aligned_from = head();
     const bool wide = blocks ? aligned_from == 0 : aligned_from >= 0 && aligned_from < size;
     const int start = wide ? aligned_from : 0;
-    const int unit = blocks ? kMomentBlock : kGroup;  // what wide accesses take whole
-    const int inner = wide ? (size - start) / unit * unit : 0;
+    // Wide accesses take what a warp takes whole.
+    const int inner = wide ? (size - start) / kMomentBlock * kMomentBlock : 0;
 #pragma unroll 1
     for (int i = threadIdx.x * kGroup; i < inner; i += kThreads * kGroup) {
-      if (!skips) step_eight(start + i);
-      if (modes->zero_grad) zero_eight(start + i);
+      const int at = start + first_place(i);
+      if (!skips) step_eight(at);
+      if (modes->zero_grad) zero_eight(at);
     }
     if (blocks && !skips) {
 #pragma unroll 1
