@@ -91,7 +91,9 @@ class NinjaBuild(build_ext):
                 f"-Xcompiler -fPIC,-fvisibility=hidden --threads 2 {' '.join(CUDA_ARCHS)} "
                 "-c $in -o $out\n  depfile = $out.d\n  deps = gcc"
             )
-        emulation = f"-DFASTPAR_EMULATED -Wno-unknown-pragmas -I{quote(ROOT.resolve() / 'tests')} -x c++"
+        emulation = (
+            f"-DFASTPAR_EMULATED -Wno-unknown-pragmas -I{quote(ROOT.resolve() / 'tests')} -x c++"
+        )
         objects = []
         for source in ext.sources:
             stem, is_cuda = Path(source).stem, source.endswith(".cu")

@@ -40,8 +40,8 @@ and stores: global ones of 16 bytes + narrower ones, on the main path: the inner
 # kernel pattern -> rule -> why the rule does not fit
 EXEMPT = {
     "adamw_kernel<(Moment)1*": {
-        rule: "arrays of 16-bit types go by 8 bytes a thread, so that a warp's floats fill whole sectors"
-        for rule in ("16-byte loads", "16-byte stores")
+        "16-byte loads": "16-bit arrays go by 8 bytes, so that a warp fills whole sectors of all",
+        "16-byte stores": "16-bit arrays go by 8 bytes, so that a warp fills whole sectors of all",
     },
     "dequantize_kernel*": {
         "16-byte loads": "16 codes of a byte each are one load; the others are the unaligned path's"

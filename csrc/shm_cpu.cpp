@@ -58,6 +58,12 @@ struct Sum {
   static FASTPAR_INLINE T widen(T x) { return x; }
   static FASTPAR_INLINE T narrow(T x) { return x; }
 };
+template <>
+struct Sum<int64_t> {
+  using Type = uint64_t;  // wraps around where a signed sum would be undefined
+  static FASTPAR_INLINE uint64_t widen(int64_t x) { return static_cast<uint64_t>(x); }
+  static FASTPAR_INLINE int64_t narrow(uint64_t x) { return static_cast<int64_t>(x); }
+};
 struct Sum16 {
   using Type = float;
 };
