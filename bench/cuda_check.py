@@ -84,7 +84,7 @@ def sources() -> list[str]:
 
 def find_nvcc() -> tuple[str | None, str]:
     """setup.py's nvcc and flags."""
-    import setuptools
+    import setuptools  # type: ignore[import-untyped]
 
     real, setuptools.setup = setuptools.setup, lambda **options: None
     try:
@@ -169,7 +169,8 @@ def compile_source(nvcc: str, flags: str, source: str, arch: str) -> list[Row]:
 
 def judge(rows: Sequence[Row], exempt: dict[str, dict[str, str]]) -> list[str]:
     """A line for each broken rule and each exemption without use."""
-    problems, needed = [], set()
+    problems: list[str] = []
+    needed: set[tuple[str, str]] = set()
     for row in rows:
         for rule, check in RULES.items():
             wrong = check(row)
