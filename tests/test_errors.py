@@ -108,6 +108,9 @@ def test_every_public_op_is_in_the_ledger():
         "adamw_step_flat_", "attention_qkvpacked", "cross_entropy_shard",
         "cross_entropy_shard_grad", "draw_key", "keep_freed_memory", "keep_mask", "make_key",
         "quantize_p",
+    } | {  # rounded once: their tests know every bit
+        "accumulate_", "dequantize_blockwise", "global_norm", "pack_", "quantize_blockwise",
+        "sum_shards", "unpack_",
     }  # fmt: skip
     public = {n for n in fastpar.kernels.__all__ if re.match("[a-z]", n)} - apart
     assert {case.op for case in error_cases.cases("cpu")} == public

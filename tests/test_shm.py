@@ -278,7 +278,10 @@ def closes_early():
     start = time.monotonic()
     c.close()
     c.close()
-    with pytest.raises(RuntimeError, match=r"got close\(\) before the operation ended"):
+    # Under way, or not begun yet.
+    with pytest.raises(
+        RuntimeError, match=r"got close\(\) before the operation|got one after clos"
+    ):
         handle.wait()
     with pytest.raises(RuntimeError, match=r"barrier: expected an open group, got one after clos"):
         c.barrier()
