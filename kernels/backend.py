@@ -287,7 +287,9 @@ def describe() -> str:
         cpu = cpu.format(gemm=gemm)
         if choice == "torch" and "cpp" in cpu:
             cpu = "torch, composed (forced)"
-        if choice in ("torch", "cpp") and "triton" in gpu:
+        if (choice == "torch" and "cuda:" in gpu) or (
+            choice in ("torch", "cpp") and "triton" in gpu
+        ):
             gpu = "torch, composed (forced)"
         lines.append(f"{op:<24} cpu  {cpu}")
         lines.append(f"{'':<24} cuda {gpu}")

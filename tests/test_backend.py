@@ -33,7 +33,15 @@ def run_python(*args, **env):
 
 def test_describe_lists_every_op():
     text = backend.describe()
-    helpers = {"Rng", "draw_key", "keep_mask", "make_key", "quantize_p", "keep_freed_memory"}
+    helpers = {
+        "Hyper",
+        "Rng",
+        "draw_key",
+        "keep_mask",
+        "make_key",
+        "quantize_p",
+        "keep_freed_memory",
+    }
     for op in set(kernels.__all__) - helpers:
         assert f"\n{op.split('_qkv')[0].replace('_flat', '')} " in text, op
     assert f"isa       {_C.isa()}" in text
@@ -49,6 +57,7 @@ def test_module_prints_forced_choices_without_warning():
     assert "backend   torch" in run.stdout
     assert "adamw_step_              cpu  torch, composed (forced)" in run.stdout
     assert "gemm_cpu" not in run.stdout
+    assert "adamw_cuda" not in run.stdout
 
 
 def test_unknown_backend():
