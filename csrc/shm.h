@@ -54,7 +54,8 @@ class ShmGroup {
   Control& control(int rank) const;
   char* staging(int rank, int slot) const;
   char* heap_of(int rank) const;
-  bool begin(const char* name, int64_t size, const char* element, int detail, const void* x);
+  bool begin(const char* name, int64_t size, const char* element, int detail, const void* x,
+             bool in_place = false);
   void exchange();
   void wait_for(int peer);
   bool behind(int peer) const;

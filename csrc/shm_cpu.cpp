@@ -132,7 +132,7 @@ void pause_cpu() {
 // What a rank says of the collective that it has entered.
 struct ShmGroup::Record {
   uint64_t call;
-  int64_t size, place;  // place in the heap, -1 outside
+  int64_t size, place;  // place in the heap doubled, plus one for a call in place; -1 outside
   int detail;
   char name[16], element[20];
 };
@@ -276,8 +276,8 @@ void ShmGroup::exchange() {
 
 // Enters a collective: every rank must mean the same one. Returns whether x lies at one place of
 // every rank's heap; tensors are then ready to be read by the others.
-bool ShmGroup::begin(const char* name, int64_t size, const char* element, int detail,
-                     const void* x) {
+bool ShmGroup::begin(const char* name, int64_t size, const char* element, int detail, const void* x,
+                     bool in_place) {
   call_ = concat("ShmCollectives.", name);
   if (!broken_.empty()) {
     throw std::runtime_error(concat(call_,
@@ -290,7 +290,8 @@ bool ShmGroup::begin(const char* name, int64_t size, const char* element, int de
   }
   const char* address = static_cast<const char*>(x);
   const bool mine_in_heap = address >= heap() && address < heap() + heap_bytes_;
-  Record mine = {++calls_, size, mine_in_heap ? address - heap() : -1, detail, {}, {}};
+  Record mine = {++calls_, size, mine_in_heap ? (address - heap()) * 2 + in_place : -1,
+                 detail,   {},   {}};
   std::strncpy(mine.name, name, sizeof(mine.name) - 1);
   std::strncpy(mine.element, element, sizeof(mine.element) - 1);
   control(rank_).records[calls_ % 2] = mine;
@@ -409,23 +410,25 @@ void ShmGroup::all_gather(void* out, const void* x, int64_t n, ShmElement elemen
   const char* mine = static_cast<const char*>(x);
   const int64_t bytes = n * element.bytes;
   const bool in_place = mine == to + rank_ * bytes;
-  // Without a copy only if every rank's part lies in its place already.
-  const bool in_heap = begin("all_gather", n, element.name, 0, in_place ? out : nullptr);
-  if (in_heap) {
+  // Without staging if the others can read this rank's part where it lies: in its place in out, or
+  // at one place of every heap.
+  const char* read = in_place ? to : mine;
+  if (begin("all_gather", n, element.name, 0, read, in_place)) {
+    if (!in_place) std::memcpy(to + rank_ * bytes, mine, bytes);
     for (int r = 0; r < world_; ++r) {
-      if (r != rank_) {
-        std::memcpy(to + r * bytes, heap_of(r) + (to - heap()) + r * bytes, bytes);
-      }
+      const char* theirs = heap_of(r) + (read - heap()) + (in_place ? r * bytes : 0);
+      if (r != rank_) std::memcpy(to + r * bytes, theirs, bytes);
     }
-    exchange();  // nobody reads out any more
+    exchange();  // nobody reads this rank's part any more
     return;
   }
-  if (!in_place) std::memcpy(to + rank_ * bytes, mine, bytes);
   const int64_t most = chunk_bytes_ * (world_ + 1);  // all slots of an area
   for (int64_t start = 0; start < bytes; start += most) {
     const int64_t size = std::min(most, bytes - start);
     parity_ ^= 1;
     std::memcpy(staging(rank_, 0), mine + start, size);
+    if (!in_place)
+      std::memcpy(to + rank_ * bytes + start, mine + start, size);  // still in the cache
     exchange();
     for (int r = 0; r < world_; ++r) {
       if (r != rank_) std::memcpy(to + r * bytes + start, staging(r, 0), size);

@@ -73,6 +73,18 @@ def reductions(transport, n, dtype, mean):
     c.reduce_scatter(own, x, mean=mean)
     c.all_gather(x, own)
     results["both halves of empty()"] = torch.equal(x, whole)
+
+    shard = c.empty(n // c.world_size, dtype).copy_(part)
+    full = torch.empty(n, dtype=dtype)
+    c.all_gather(full, shard)
+    results["all_gather from empty()"] = torch.equal(full, whole)
+
+    # Ranks may differ in being in place, even where the places are the same numbers.
+    room = c.empty(n, dtype)
+    mine = room.view(c.world_size, -1)[c.rank] if c.rank else room[: n // c.world_size].clone()
+    mine.copy_(part)
+    c.all_gather(room, mine)
+    results["all_gather, some in place"] = torch.equal(room, whole)
     c.barrier()
     c.close()
     return [name for name, right in results.items() if not right]
