@@ -13,10 +13,14 @@ from typing import Any
 from bench.records import Row, machine_line
 from bench.report import ASIDE, NoResultsError, newest, op_benches
 
-# Okabe and Ito's colours, which the colour-blind can tell apart; others never get fastpar's.
+# Okabe and Ito's colours first, which the colour-blind can tell apart; fastpar's are warm ones, and
+# others never get them.
 OURS = "#D55E00"
-OURS_TOO = ("#E69F00", "#F0E442")
-OTHERS = ("#999999", "#0072B2", "#56B4E9", "#009E73", "#CC79A7", "#666666", "#BBBBBB", "#000000")
+OURS_TOO = ("#E69F00", "#F0E442", "#8C2D04", "#FDC086", "#C9A227", "#F4A582", "#5B3A00")
+OTHERS = (
+    "#999999", "#0072B2", "#56B4E9", "#009E73", "#CC79A7", "#666666", "#BBBBBB", "#000000",
+    "#44AA99", "#882255",
+)  # fmt: skip
 DIRECTIONS = ("forward", "backward", "forward+backward", "step")
 BAR_INCHES = 0.17
 
@@ -119,7 +123,8 @@ def draw(bench: str, results: Sequence[tuple[dict[str, Any], Sequence[Row]]], pa
             dashed |= _panel(axes, part, colour, bench, labelled=cases != before)
             before = cases
             where = about["gpu"] if about["device"] == "cuda" else "CPU"
-            axes.set_title(f"{bench}, {direction}, {part[0].dtype} ({where})", fontsize=10)
+            dtypes = " and ".join(dict.fromkeys(r.dtype for r in part))
+            axes.set_title(f"{bench}, {direction}, {dtypes} ({where})", fontsize=10)
     keys = [Patch(color=c, label=v) for v, c in colour.items()]
     figure.legend(
         handles=keys,
