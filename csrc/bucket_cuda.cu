@@ -150,15 +150,8 @@ template <bool add>
 __global__ void __launch_bounds__(kThreads, 2)
     bucket_copy_kernel(const __grid_constant__ Table table) {
   const int chunk = blockIdx.x;
-  int low = 0, high = table.count - 1;  // the last range that starts at or before the chunk
-  while (low < high) {
-    const int middle = (low + high + 1) / 2;
-    if (table.ranges[middle].first_chunk <= chunk) {
-      low = middle;
-    } else {
-      high = middle - 1;
-    }
-  }
+  const int low =
+      range_of_chunk(table.count, chunk, [&](int i) { return table.ranges[i].first_chunk; });
   const Range& range = table.ranges[low];
   const int64_t start = (chunk - range.first_chunk) * kChunk;
   const int64_t size = range.size - start;

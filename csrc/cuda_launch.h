@@ -54,6 +54,21 @@ __device__ FASTPAR_INLINE void store16(void* p, const Words16& value) {
 #endif
 }
 
+// The last of `count` ranges that starts at or before a chunk; first(i) is range i's first chunk.
+template <class First>
+__device__ FASTPAR_INLINE int range_of_chunk(int count, int chunk, First first) {
+  int low = 0, high = count - 1;
+  while (low < high) {
+    const int middle = (low + high + 1) / 2;
+    if (first(middle) <= chunk) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  return low;
+}
+
 // Starts kernel(args...) on `blocks` blocks. Never waits; can be captured in a CUDA graph.
 template <class... Parameters, class... Args>
 void launch(void (*kernel)(Parameters...), int64_t blocks, int threads, Stream stream,

@@ -77,15 +77,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerUnit)
   __syncthreads();
   NormLane lane(bins + threadIdx.x / kWarp * kNormWords);
   for (int tile = blockIdx.x; tile < table.tiles; tile += gridDim.x) {
-    int low = 0, high = table.count - 1;  // the last range that starts at or before the tile
-    while (low < high) {
-      const int middle = (low + high + 1) / 2;
-      if (table.ranges[middle].first_tile <= tile) {
-        low = middle;
-      } else {
-        high = middle - 1;
-      }
-    }
+    const int low =
+        range_of_chunk(table.count, tile, [&](int i) { return table.ranges[i].first_tile; });
     const Range& range = table.ranges[low];
     const int64_t within = tile - range.first_tile;
     switch (static_cast<Dtype>(range.dtype)) {

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fastpar.kernels import _C, backend
+from fastpar.kernels.adamw_storage import is_dense
 from fastpar.kernels.backend import DTYPE_CODES, define_op, use_cpp, use_cuda
 from fastpar.kernels.global_norm import NORM_WORDS, norm_bins
 
@@ -56,18 +57,6 @@ def _same_order(x: Tensor, like: Tensor) -> Tensor:
     if x.stride() == like.stride():
         return x
     return torch.empty_strided(like.shape, like.stride(), dtype=x.dtype, device=x.device).copy_(x)
-
-
-def _is_dense(t: Tensor) -> bool:
-    """Whether t's elements fill one block of memory without overlap."""
-    if t.is_contiguous():
-        return True
-    expected = 1
-    for stride, size in sorted(zip(t.stride(), t.shape)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _pack(
@@ -114,7 +103,7 @@ def _accumulate(
         for total, value in zip(totals, values):
             total.copy_(total.float() + _scaled(value, scale, at))
         return
-    outputs = [t if _is_dense(t) else t.contiguous() for t in totals]
+    outputs = [t if is_dense(t) else t.contiguous() for t in totals]
     values = [_same_order(v, t) for v, t in zip(values, outputs)]
     ranges = [
         (t.data_ptr(), v.data_ptr(), t.numel(), DTYPE_CODES[t.dtype], DTYPE_CODES[v.dtype])
