@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from fastpar.kernels import Hyper, adamw_step_
 from fastpar.kernels.adamw_storage import (
     MOMENT_BLOCK,
     decode_moment,
@@ -137,3 +138,37 @@ def test_errors():
         master_split(torch.ones(2, dtype=torch.float64))
     with pytest.raises(ValueError, match="master_join: expected a bf16 parameter and an int16"):
         master_join(torch.ones(2), torch.zeros(2, dtype=torch.int16))
+
+
+def test_small_second_moments_are_never_stored_as_zero():
+    """A small exp_avg over the root of 0 would be a step that Adam does not make."""
+    grad = torch.full((512,), 1e-9)
+    grad[::256] = 1.0
+    grad[7::256] = 0.0
+    param, exp_avg = torch.zeros(512), new_moment(torch.zeros(512), torch.uint8)
+    exp_avg_sq = new_moment(torch.zeros(512), torch.uint8)
+    adamw_step_(
+        [param],
+        [grad],
+        [exp_avg[0]],
+        [exp_avg_sq[0]],
+        Hyper(1e-3, 0.9, 0.999, 1e-8, 0.0, 1),
+        exp_avg_scales=[exp_avg[1]],
+        exp_avg_sq_scales=[exp_avg_sq[1]],
+    )
+    assert torch.equal(exp_avg_sq[0] > 0, grad != 0)
+
+
+@pytest.mark.parametrize("master_dtype", [torch.float32, torch.int16])
+def test_a_nan_stays_one_whatever_its_lower_bits(master_dtype):
+    """The upper half of some nans is an infinity, and rounding others would make them -0."""
+    bits = torch.tensor([0x7F800001, 0x7FC0FFFF, 0x7FFFFFFF, -1], dtype=torch.int32)
+    param = torch.zeros(4, dtype=torch.bfloat16)
+    master = torch.zeros(4, dtype=master_dtype)
+    moments = torch.zeros(4), torch.zeros(4)
+    hyper = Hyper(1e-3, 0.9, 0.999, 1e-8, 0.0, 1)
+    adamw_step_([param], [bits.view(torch.float32)], *([m] for m in moments), hyper,
+                master_weights=[master])  # fmt: skip
+    assert param.isnan().all()
+    whole = master if master_dtype == torch.float32 else master_join(param, master)
+    assert torch.equal(whole.view(torch.int32), torch.full((4,), 0x7FC00000, dtype=torch.int32))
