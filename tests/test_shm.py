@@ -7,6 +7,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from pathlib import Path
@@ -325,7 +326,7 @@ def test_exit_with_an_operation_under_way(tmp_path):
             rank.communicate()
 
 
-def drops():
+def drops(looked):
     c = make()
     if c.rank == 0:
         x = torch.ones(50_000)
@@ -333,16 +334,17 @@ def drops():
         c.all_reduce(x, async_op=True)
         del x
         gc.collect()
-        assert alive() is not None  # the operation under way writes to it
-        c.barrier()
-        return
-    time.sleep(0.2)
-    c.all_reduce(torch.ones(50_000))
+        kept = alive() is not None  # the operation under way writes to it
+        looked.set()
+        assert kept
+    else:
+        assert looked.wait(30)
+        c.all_reduce(torch.ones(50_000))
     c.barrier()
 
 
 def test_an_operation_keeps_its_tensors():
-    run_ranks(drops, 2)
+    run_ranks(drops, 2, threading.Event())
 
 
 def forks():
