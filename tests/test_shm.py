@@ -113,7 +113,7 @@ def test_a_silent_rank():
     run_ranks(silent, 2)
 
 
-def waits_briefly():
+def waits_briefly(gave_up):
     c = make()
     if c.rank == 0:
         handle = c.all_reduce(torch.ones(3), async_op=True)
@@ -122,15 +122,15 @@ def waits_briefly():
             TimeoutError, match=r"all_reduce: expected to end within timeout_s=0.05"
         ):
             handle.wait(0.05)
-        time.sleep(0.1)
+        gave_up.set()
         handle.wait()
     else:
-        time.sleep(0.15)
+        assert gave_up.wait(30)
         c.all_reduce(torch.ones(3))
 
 
 def test_a_wait_that_ends_before_the_operation():
-    run_ranks(waits_briefly, 2)
+    run_ranks(waits_briefly, 2, threading.Event())
 
 
 def dies(victim, large):
@@ -267,11 +267,11 @@ def test_a_system_that_cannot_watch_a_process():
         assert "cannot watch process" in said
 
 
-def closes_early():
+def closes_early(closed):
     c = make()
     c.barrier()
     if c.rank == 1:
-        time.sleep(0.2)
+        assert closed.wait(30)
         with pytest.raises(RuntimeError, match=r"got rank 0 that closed its group"):
             c.all_reduce(torch.ones(3_000_000))
         return
@@ -279,6 +279,7 @@ def closes_early():
     start = time.monotonic()
     c.close()
     c.close()
+    closed.set()
     # Under way, or not begun yet.
     with pytest.raises(
         RuntimeError, match=r"got close\(\) before the operation|got one after clos"
@@ -290,7 +291,7 @@ def closes_early():
 
 
 def test_close_with_an_operation_under_way():
-    run_ranks(closes_early, 2)
+    run_ranks(closes_early, 2, threading.Event())
 
 
 EXITS = """
