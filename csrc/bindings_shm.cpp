@@ -23,27 +23,29 @@ void bind_shm(py::module_& m) {
       .def_static("block_bytes", &ShmGroup::block_bytes)
       .def(
           "all_reduce",
-          [](ShmGroup& group, Address x, int64_t n, int type, bool mean) {
-            group.all_reduce(at<void>(x), n, shm_type(type), mean);
+          [](ShmGroup& group, Address x, int64_t n, int type, bool mean, int64_t tag) {
+            group.all_reduce(at<void>(x), n, shm_type(type), mean, tag);
           },
           unlocked)
       .def(
           "reduce_scatter",
-          [](ShmGroup& group, Address out, Address x, int64_t n, int type, bool mean) {
-            group.reduce_scatter(at<void>(out), at<void>(x), n, shm_type(type), mean);
+          [](ShmGroup& group, Address out, Address x, int64_t n, int type, bool mean, int64_t tag) {
+            group.reduce_scatter(at<void>(out), at<void>(x), n, shm_type(type), mean, tag);
           },
           unlocked)
       .def(
           "all_gather",
           [](ShmGroup& group, Address out, Address x, int64_t n, const std::string& name,
-             int64_t bytes) {
-            group.all_gather(at<void>(out), at<const void>(x), n, {name.c_str(), bytes});
+             int64_t bytes, int64_t tag) {
+            group.all_gather(at<void>(out), at<const void>(x), n, {name.c_str(), bytes}, tag);
           },
           unlocked)
       .def(
           "broadcast",
           [](ShmGroup& group, Address x, int64_t n, const std::string& name, int64_t bytes,
-             int source) { group.broadcast(at<void>(x), n, {name.c_str(), bytes}, source); },
+             int source, int64_t tag) {
+            group.broadcast(at<void>(x), n, {name.c_str(), bytes}, source, tag);
+          },
           unlocked)
       .def("barrier", &ShmGroup::barrier, unlocked)
       .def("stop", &ShmGroup::stop, unlocked)

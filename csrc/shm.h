@@ -19,7 +19,8 @@ struct ShmElement {
 // One rank's view of a block of memory that all ranks map. The block begins zeroed. Every rank
 // calls the same collectives in the same order, one at a time. Sums are in rank order, 16-bit types
 // are added in float and rounded once, mean divides the sum; so every rank gets the same bits,
-// whatever the chunks. A call that fails leaves the group broken: every later call throws.
+// whatever the chunks. `tag` names a call: ranks that pass unlike tags are out of step, which is an
+// error on each of them. A call that fails leaves the group broken: every later call throws.
 class ShmGroup {
  public:
   // Bytes of the block for `world` ranks, each with a heap of heap_bytes.
@@ -30,14 +31,14 @@ class ShmGroup {
            std::vector<int> pidfds, double timeout_s);
 
   // x[n] = the sum or mean over ranks.
-  void all_reduce(void* x, int64_t n, ShmType type, bool mean);
+  void all_reduce(void* x, int64_t n, ShmType type, bool mean, int64_t tag);
   // out[n] = the sum or mean over ranks of x[rank * n : (rank + 1) * n]; out may be that slice.
-  void reduce_scatter(void* out, void* x, int64_t n, ShmType type, bool mean);
+  void reduce_scatter(void* out, void* x, int64_t n, ShmType type, bool mean, int64_t tag);
   // out[r * n : (r + 1) * n] = rank r's x; x may be its slice of out.
-  void all_gather(void* out, const void* x, int64_t n, ShmElement element);
+  void all_gather(void* out, const void* x, int64_t n, ShmElement element, int64_t tag);
   // x[n] = that of rank `source`.
-  void broadcast(void* x, int64_t n, ShmElement element, int source);
-  void barrier();
+  void broadcast(void* x, int64_t n, ShmElement element, int source, int64_t tag);
+  void barrier(int64_t tag);
 
   // The one call for another thread than that of the collectives: this rank leaves. A collective
   // under way on this rank fails, and so do those of the others that need this rank.
@@ -54,8 +55,8 @@ class ShmGroup {
   Control& control(int rank) const;
   char* staging(int rank, int slot) const;
   char* heap_of(int rank) const;
-  bool begin(const char* name, int64_t size, const char* element, int detail, const void* x,
-             bool in_place = false);
+  bool begin(const char* name, int64_t size, const char* element, int detail, int64_t tag,
+             const void* x, bool in_place = false);
   void exchange();
   void wait_for(int peer);
   bool behind(int peer) const;

@@ -132,7 +132,8 @@ void pause_cpu() {
 // What a rank says of the collective that it has entered.
 struct ShmGroup::Record {
   uint64_t call;
-  int64_t size, place;  // place in the heap doubled, plus one for a call in place; -1 outside
+  int64_t size, tag;
+  int64_t place;  // in the heap, doubled, plus one for a call in place; -1 outside
   int detail;
   char name[16], element[20];
 };
@@ -276,8 +277,8 @@ void ShmGroup::exchange() {
 
 // Enters a collective: every rank must mean the same one. Returns whether x lies at one place of
 // every rank's heap; tensors are then ready to be read by the others.
-bool ShmGroup::begin(const char* name, int64_t size, const char* element, int detail, const void* x,
-                     bool in_place) {
+bool ShmGroup::begin(const char* name, int64_t size, const char* element, int detail, int64_t tag,
+                     const void* x, bool in_place) {
   call_ = concat("ShmCollectives.", name);
   if (!broken_.empty()) {
     throw std::runtime_error(concat(call_,
@@ -290,8 +291,8 @@ bool ShmGroup::begin(const char* name, int64_t size, const char* element, int de
   }
   const char* address = static_cast<const char*>(x);
   const bool mine_in_heap = address >= heap() && address < heap() + heap_bytes_;
-  Record mine = {++calls_, size, mine_in_heap ? (address - heap()) * 2 + in_place : -1,
-                 detail,   {},   {}};
+  const int64_t place = mine_in_heap ? (address - heap()) * 2 + in_place : -1;
+  Record mine = {++calls_, size, tag, place, detail, {}, {}};
   std::strncpy(mine.name, name, sizeof(mine.name) - 1);
   std::strncpy(mine.element, element, sizeof(mine.element) - 1);
   control(rank_).records[calls_ % 2] = mine;
@@ -300,10 +301,11 @@ bool ShmGroup::begin(const char* name, int64_t size, const char* element, int de
   for (int peer = 0; peer < world_; ++peer) {
     const Record& theirs = control(peer).records[calls_ % 2];
     const auto show = [](const Record& r) {
-      return concat(r.name, " of ", r.size, " elements (", r.element, ", option ", r.detail, ")");
+      return concat(r.name, " of ", r.size, " elements (", r.element, ", option ", r.detail, ", tag ",
+                    r.tag, ")");
     };
-    if (theirs.call != mine.call || theirs.size != size || theirs.detail != detail ||
-        std::strcmp(theirs.name, mine.name) != 0 ||
+    if (theirs.call != mine.call || theirs.size != size || theirs.tag != tag ||
+        theirs.detail != detail || std::strcmp(theirs.name, mine.name) != 0 ||
         std::strcmp(theirs.element, mine.element) != 0) {
       fail(concat(call_, ": expected the same call on every rank, got ", show(mine), " on rank ",
                   rank_, " and ", show(theirs), " on rank ", peer,
@@ -391,21 +393,22 @@ void ShmGroup::reduce_scatter_of(T* out, T* x, int64_t n, bool mean, bool in_hea
   }
 }
 
-void ShmGroup::all_reduce(void* x, int64_t n, ShmType type, bool mean) {
-  const bool in_heap = begin("all_reduce", n, name_of(type), mean, x);
+void ShmGroup::all_reduce(void* x, int64_t n, ShmType type, bool mean, int64_t tag) {
+  const bool in_heap = begin("all_reduce", n, name_of(type), mean, tag, x);
   with_type(type,
-            [&](auto tag) { all_reduce_of(static_cast<decltype(tag)*>(x), n, mean, in_heap); });
+            [&](auto t) { all_reduce_of(static_cast<decltype(t)*>(x), n, mean, in_heap); });
 }
 
-void ShmGroup::reduce_scatter(void* out, void* x, int64_t n, ShmType type, bool mean) {
-  const bool in_heap = begin("reduce_scatter", n, name_of(type), mean, x);
-  with_type(type, [&](auto tag) {
-    using T = decltype(tag);
+void ShmGroup::reduce_scatter(void* out, void* x, int64_t n, ShmType type, bool mean,
+                              int64_t tag) {
+  const bool in_heap = begin("reduce_scatter", n, name_of(type), mean, tag, x);
+  with_type(type, [&](auto t) {
+    using T = decltype(t);
     reduce_scatter_of(static_cast<T*>(out), static_cast<T*>(x), n, mean, in_heap);
   });
 }
 
-void ShmGroup::all_gather(void* out, const void* x, int64_t n, ShmElement element) {
+void ShmGroup::all_gather(void* out, const void* x, int64_t n, ShmElement element, int64_t tag) {
   char* to = static_cast<char*>(out);
   const char* mine = static_cast<const char*>(x);
   const int64_t bytes = n * element.bytes;
@@ -413,7 +416,7 @@ void ShmGroup::all_gather(void* out, const void* x, int64_t n, ShmElement elemen
   // Without staging if the others can read this rank's part where it lies: in its place in out, or
   // at one place of every heap.
   const char* read = in_place ? to : mine;
-  if (begin("all_gather", n, element.name, 0, read, in_place)) {
+  if (begin("all_gather", n, element.name, 0, tag, read, in_place)) {
     if (!in_place) std::memcpy(to + rank_ * bytes, mine, bytes);
     for (int r = 0; r < world_; ++r) {
       const char* theirs = heap_of(r) + (read - heap()) + (in_place ? r * bytes : 0);
@@ -436,8 +439,8 @@ void ShmGroup::all_gather(void* out, const void* x, int64_t n, ShmElement elemen
   }
 }
 
-void ShmGroup::broadcast(void* x, int64_t n, ShmElement element, int source) {
-  const bool in_heap = begin("broadcast", n, element.name, source, x);
+void ShmGroup::broadcast(void* x, int64_t n, ShmElement element, int source, int64_t tag) {
+  const bool in_heap = begin("broadcast", n, element.name, source, tag, x);
   char* to = static_cast<char*>(x);
   const int64_t bytes = n * element.bytes;
   if (in_heap) {
@@ -455,6 +458,6 @@ void ShmGroup::broadcast(void* x, int64_t n, ShmElement element, int source) {
   }
 }
 
-void ShmGroup::barrier() { begin("barrier", 0, "none", 0, nullptr); }
+void ShmGroup::barrier(int64_t tag) { begin("barrier", 0, "none", 0, tag, nullptr); }
 
 }  // namespace fastpar

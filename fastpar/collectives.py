@@ -2,10 +2,13 @@
 implementation by torch.distributed.
 
 A transport moves bytes and adds them; which one suits a group is decided in fastpar/transport.py.
-Every operation is collective: all ranks of the group call the same ones in the same order. Sums are
-in rank order where a class says so, 16-bit types are added in fp32 and rounded once, and a mean is
-the sum divided by the number of ranks: then every rank, every chunking and both ways to reduce
-(all_reduce, or reduce_scatter and all_gather) give the same bits.
+Every operation is collective: all ranks of the group call the same ones in the same order. A tag
+names a call, so that a transport that compares tags (shared memory) finds ranks that are out of
+step; torch does not compare.
+
+Sums are in rank order where a class says so, 16-bit types are added in fp32 and rounded once, and a
+mean is the sum divided by the number of ranks: then every rank, every chunking and both ways to
+reduce (all_reduce, or reduce_scatter and all_gather) give the same bits.
 
 [Note: streams] On a GPU an operation is enqueued behind what the current stream has been given, and
 Handle.wait() makes the current stream wait for it; the host waits for neither. On a CPU the
@@ -29,7 +32,13 @@ SUMMABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.i
 
 
 class Handle(ABC):
-    """An operation under way; its tensors must stay as they are until wait() has returned."""
+    """An operation under way; its tensors must stay as they are until wait() has returned.
+
+    Attributes:
+        ms: after wait(), how long the operation itself took, peers included, where it was measured.
+    """
+
+    ms: float | None = None
 
     @abstractmethod
     def wait(self, timeout_s: float | None = None) -> None:
@@ -62,13 +71,21 @@ class Collectives(ABC):
         """
         return torch.empty(numel, dtype=dtype, device=self.device)
 
-    def all_reduce(self, x: Tensor, *, mean: bool = False, async_op: bool = False) -> Handle | None:
+    def all_reduce(
+        self, x: Tensor, *, mean: bool = False, async_op: bool = False, tag: int = 0
+    ) -> Handle | None:
         """Replace x[P] by its sum (or mean) over the ranks."""
         self._check("all_reduce", x, summed=True, mean=mean)
-        return self._run(self._all_reduce(x, mean), async_op)
+        return self._run(self._all_reduce(x, mean, tag), async_op)
 
     def reduce_scatter(
-        self, out: Tensor, x: Tensor, *, mean: bool = False, async_op: bool = False
+        self,
+        out: Tensor,
+        x: Tensor,
+        *,
+        mean: bool = False,
+        async_op: bool = False,
+        tag: int = 0,
     ) -> Handle | None:
         """out[P / W] = this rank's slice of the sum (or mean) of x[P]; x is left in any state.
 
@@ -76,15 +93,19 @@ class Collectives(ABC):
         """
         self._check("reduce_scatter", x, out, summed=True, mean=mean)
         self._check_sizes("reduce_scatter", x, out)
-        return self._run(self._reduce_scatter(out, x, mean), async_op)
+        return self._run(self._reduce_scatter(out, x, mean, tag), async_op)
 
-    def all_gather(self, out: Tensor, x: Tensor, *, async_op: bool = False) -> Handle | None:
+    def all_gather(
+        self, out: Tensor, x: Tensor, *, async_op: bool = False, tag: int = 0
+    ) -> Handle | None:
         """out[W * S] = the x[S] of every rank; x may be its slice of out."""
         self._check("all_gather", out, x)
         self._check_sizes("all_gather", out, x)
-        return self._run(self._all_gather(out, x), async_op)
+        return self._run(self._all_gather(out, x, tag), async_op)
 
-    def broadcast(self, x: Tensor, src: int, *, async_op: bool = False) -> Handle | None:
+    def broadcast(
+        self, x: Tensor, src: int, *, async_op: bool = False, tag: int = 0
+    ) -> Handle | None:
         """Replace x by that of rank src of the group."""
         self._check("broadcast", x)
         if not 0 <= src < self.world_size:
@@ -92,10 +113,10 @@ class Collectives(ABC):
                 f"broadcast: expected 0 <= src < {self.world_size}, got src={src}; "
                 "name a rank of the group"
             )
-        return self._run(self._broadcast(x, src), async_op)
+        return self._run(self._broadcast(x, src, tag), async_op)
 
     @abstractmethod
-    def barrier(self) -> None:
+    def barrier(self, *, tag: int = 0) -> None:
         """Return when every rank has called it."""
 
     def close(self) -> None:
@@ -103,16 +124,16 @@ class Collectives(ABC):
         return
 
     @abstractmethod
-    def _all_reduce(self, x: Tensor, mean: bool) -> Handle: ...
+    def _all_reduce(self, x: Tensor, mean: bool, tag: int) -> Handle: ...
 
     @abstractmethod
-    def _reduce_scatter(self, out: Tensor, x: Tensor, mean: bool) -> Handle: ...
+    def _reduce_scatter(self, out: Tensor, x: Tensor, mean: bool, tag: int) -> Handle: ...
 
     @abstractmethod
-    def _all_gather(self, out: Tensor, x: Tensor) -> Handle: ...
+    def _all_gather(self, out: Tensor, x: Tensor, tag: int) -> Handle: ...
 
     @abstractmethod
-    def _broadcast(self, x: Tensor, src: int) -> Handle: ...
+    def _broadcast(self, x: Tensor, src: int, tag: int) -> Handle: ...
 
     def _run(self, handle: Handle, async_op: bool) -> Handle | None:
         if async_op:
@@ -190,18 +211,18 @@ class TorchCollectives(Collectives):
         self.in_rank_order = in_rank_order
         self.why = why
 
-    def barrier(self) -> None:
-        self._run(self._all_reduce(torch.zeros(1, device=self.device), False), False)
+    def barrier(self, *, tag: int = 0) -> None:
+        self._run(self._all_reduce(torch.zeros(1, device=self.device), False, tag), False)
 
-    def _all_reduce(self, x: Tensor, mean: bool) -> Handle:
+    def _all_reduce(self, x: Tensor, mean: bool, tag: int) -> Handle:
         if self.in_rank_order and x.numel() % self.world_size == 0:
             part = x.view(-1).view(self.world_size, -1)[self.rank]
-            self._reduce_scatter(part, x.view(-1), mean).wait()
-            return self._all_gather(x.view(-1), part)
+            self._reduce_scatter(part, x.view(-1), mean, tag).wait()
+            return self._all_gather(x.view(-1), part, tag)
         work = dist.all_reduce(x, group=self.group, async_op=True)
         return _TorchHandle(work, lambda: x.div_(self.world_size) if mean else None)
 
-    def _reduce_scatter(self, out: Tensor, x: Tensor, mean: bool) -> Handle:
+    def _reduce_scatter(self, out: Tensor, x: Tensor, mean: bool, tag: int) -> Handle:
         received = torch.empty_like(x)
         work = dist.all_to_all_single(received, x, group=self.group, async_op=True)
 
@@ -222,9 +243,9 @@ class TorchCollectives(Collectives):
 
         return _TorchHandle(work, finish)
 
-    def _all_gather(self, out: Tensor, x: Tensor) -> Handle:
+    def _all_gather(self, out: Tensor, x: Tensor, tag: int) -> Handle:
         flat = out.view(-1), x.view(-1)
         return _TorchHandle(all_gather(*flat, group=self.group, async_op=True))
 
-    def _broadcast(self, x: Tensor, src: int) -> Handle:
+    def _broadcast(self, x: Tensor, src: int, tag: int) -> Handle:
         return _TorchHandle(dist.broadcast(x, group=self.group, group_src=src, async_op=True))

@@ -24,6 +24,7 @@ import os
 import queue
 import secrets
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -60,7 +61,7 @@ class _ShmHandle(Handle):
 
     def wait(self, timeout_s: float | None = None) -> None:
         try:
-            self._future.result(timeout_s)
+            self.ms = self._future.result(timeout_s)
         except FutureTimeout:
             raise TimeoutError(
                 f"{self._op}: expected to end within timeout_s={timeout_s}, got an operation still "
@@ -132,8 +133,8 @@ class ShmCollectives(Collectives):
         place = self._heap_start + start
         return torch.frombuffer(self._block, dtype=dtype, count=numel, offset=place)
 
-    def barrier(self) -> None:
-        self._submit("barrier", self._group.barrier).wait()
+    def barrier(self, *, tag: int = 0) -> None:
+        self._submit("barrier", self._group.barrier, tag).wait()
 
     def close(self) -> None:
         self._stop()
@@ -153,20 +154,20 @@ class ShmCollectives(Collectives):
         self._queue.put((future, call, args, of))
         return _ShmHandle(op, future, self)
 
-    def _all_reduce(self, x: Tensor, mean: bool) -> Handle:
-        args = (x.data_ptr(), x.numel(), _CODES[x.dtype], mean)
+    def _all_reduce(self, x: Tensor, mean: bool, tag: int) -> Handle:
+        args = (x.data_ptr(), x.numel(), _CODES[x.dtype], mean, tag)
         return self._submit("all_reduce", self._group.all_reduce, *args, of=[x])
 
-    def _reduce_scatter(self, out: Tensor, x: Tensor, mean: bool) -> Handle:
-        args = (out.data_ptr(), x.data_ptr(), out.numel(), _CODES[x.dtype], mean)
+    def _reduce_scatter(self, out: Tensor, x: Tensor, mean: bool, tag: int) -> Handle:
+        args = (out.data_ptr(), x.data_ptr(), out.numel(), _CODES[x.dtype], mean, tag)
         return self._submit("reduce_scatter", self._group.reduce_scatter, *args, of=[out, x])
 
-    def _all_gather(self, out: Tensor, x: Tensor) -> Handle:
-        args = (out.data_ptr(), x.data_ptr(), x.numel(), *_element(x))
+    def _all_gather(self, out: Tensor, x: Tensor, tag: int) -> Handle:
+        args = (out.data_ptr(), x.data_ptr(), x.numel(), *_element(x), tag)
         return self._submit("all_gather", self._group.all_gather, *args, of=[out, x])
 
-    def _broadcast(self, x: Tensor, src: int) -> Handle:
-        args = (x.data_ptr(), x.numel(), *_element(x), src)
+    def _broadcast(self, x: Tensor, src: int, tag: int) -> Handle:
+        args = (x.data_ptr(), x.numel(), *_element(x), src, tag)
         return self._submit("broadcast", self._group.broadcast, *args, of=[x])
 
 
@@ -185,8 +186,9 @@ def _work(tasks: queue.SimpleQueue) -> None:
     while (task := tasks.get()) is not None:
         future, call, args, _ = task
         try:
+            start = time.perf_counter()
             call(*args)
-            future.set_result(None)
+            future.set_result((time.perf_counter() - start) * 1e3)
         except BaseException as error:
             future.set_exception(error)
         del task, future, call, args, _

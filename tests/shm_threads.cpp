@@ -22,19 +22,19 @@ void rank_main(char* block, int rank, bool* wrong) {
   for (int i = 0; i < 8; ++i) {
     float* x = i % 2 ? own.data() : reinterpret_cast<float*>(group.heap());
     for (int64_t j = 0; j < kSize; ++j) x[j] = float(rank + i);
-    group.all_reduce(x, kSize, ShmType::float32, false);
+    group.all_reduce(x, kSize, ShmType::float32, false, i);
     for (int64_t j = 0; j < kSize; ++j) check(x[j] == 3.0f * i + 3);
     const int64_t part = kSize / kWorld;
     for (int64_t j = 0; j < kSize; ++j) x[j] = float(rank);
-    group.reduce_scatter(x + rank * part, x, part, ShmType::float32, false);
-    group.all_gather(x, x + rank * part, part, {"float32", 4});
+    group.reduce_scatter(x + rank * part, x, part, ShmType::float32, false, i);
+    group.all_gather(x, x + rank * part, part, {"float32", 4}, i);
     for (int64_t j = 0; j < kSize; ++j) check(x[j] == 3.0f);
     for (int64_t j = 0; j < kSize; ++j) x[j] = float(rank);
-    group.broadcast(x, kSize, {"float32", 4}, i % kWorld);
+    group.broadcast(x, kSize, {"float32", 4}, i % kWorld, i);
     for (int64_t j = 0; j < kSize; ++j) check(x[j] == float(i % kWorld));
     for (int64_t j = 0; j < kSize; ++j) x[j] = -1.0f;  // nobody may still be reading it
-    group.all_gather(gathered.data(), x, kSize, {"float32", 4});
-    group.barrier();
+    group.all_gather(gathered.data(), x, kSize, {"float32", 4}, i);
+    group.barrier(i);
   }
 }
 

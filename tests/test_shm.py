@@ -73,6 +73,10 @@ def unlike(kind):
         elif kind == "moved dtypes":  # of one size
             x = torch.ones(10, dtype=torch.int32 if c.rank else torch.float32)
             c.broadcast(x, 0)
+        elif kind == "tags":
+            c.all_gather(torch.empty(20), torch.ones(10), tag=7 + c.rank)
+        elif kind == "tags of barriers":
+            c.barrier(tag=-c.rank)
         else:
             c.all_reduce(torch.ones(10)) if c.rank else c.barrier()
     except RuntimeError as error:
@@ -83,7 +87,9 @@ def unlike(kind):
         return first, str(error)
 
 
-@pytest.mark.parametrize("kind", ["sizes", "dtypes", "moved dtypes", "calls"])
+@pytest.mark.parametrize(
+    "kind", ["sizes", "dtypes", "moved dtypes", "calls", "tags", "tags of barriers"]
+)
 def test_unlike_calls_are_errors_on_every_rank(kind):
     outcomes = run_ranks(unlike, 2, kind)
     for first, later in outcomes:
@@ -91,11 +97,30 @@ def test_unlike_calls_are_errors_on_every_rank(kind):
         assert "barrier: expected a working group, got one that failed before" in later
     named = {
         "sizes": "all_reduce of 11 elements",
-        "dtypes": "(float64, option 0) on rank 1",
-        "moved dtypes": "(int32, option 0) on rank 1",
+        "dtypes": "(float64, option 0, tag 0) on rank 1",
+        "moved dtypes": "(int32, option 0, tag 0) on rank 1",
         "calls": "barrier of 0",
+        "tags": "all_gather of 10 elements (float32, option 0, tag 8) on rank 1",
+        "tags of barriers": "tag -1) on rank 1",
     }
     assert any(named[kind] in first for first, _ in outcomes)
+
+
+def measured():
+    c = make()
+    handle = c.all_reduce(torch.ones(10), async_op=True)
+    before = handle.ms
+    handle.wait()
+    slow = c._submit("sleep", time.sleep, 0.02)
+    slow.wait()
+    return before, handle.ms, slow.ms
+
+
+def test_a_handle_knows_how_long_its_operation_took():
+    for before, reduction, slow in run_ranks(measured, 2):
+        assert before is None
+        assert reduction > 0
+        assert 20 <= slow < 20_000
 
 
 def silent():
