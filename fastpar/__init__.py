@@ -16,7 +16,7 @@ from fastpar._version import __version__
 if TYPE_CHECKING:
     from fastpar.adafactor import Adafactor
     from fastpar.config import GPTConfig
-    from fastpar.engine import engine_of, parallelize
+    from fastpar.engine import engine_of
     from fastpar.mesh import Mesh
     from fastpar.model import GPT
     from fastpar.modules import (
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         RMSNorm,
     )
     from fastpar.optim import AdamW
+    from fastpar.parallel import parallelize
     from fastpar.patching import patch, unpatch
 
 __all__ = [
@@ -65,7 +66,7 @@ _HOMES = {
     "Mesh": "mesh",
     "RMSNorm": "modules",
     "engine_of": "engine",
-    "parallelize": "engine",
+    "parallelize": "parallel",
     "patch": "patching",
     "unpatch": "patching",
 }

@@ -1,215 +1,417 @@
-"""The flat memory of a model: parameters are views of one buffer per dtype, gradients of another.
+"""The memory of one bucket on one rank: parameters are views of it, gradients are brought into it.
+
+    stage   parameters          gradients                     reduced gradients
+    0       whole               whole, kept                   in place, on every rank
+    1       whole               whole, kept                   own slice, in place
+    2       whole               whole, freed when reduced     own slice
+    3       own slice; whole    whole, freed when reduced     own slice
+            only around use
+
+[Note: stale parameters]
+After a step a rank knows only its own slice of the new parameters, at stage 3 also between uses.
+Until they are gathered, p.data is a placeholder of the right shape with one nan for all elements:
+whoever reads it sees nans instead of old values, and not the memory that was freed, which would
+crash. Tensors that autograd saved keep the storage, which is resized and filled again in place.
 
 [Note: where gradients live]
-Autograd may put its own tensor into p.grad (it does after zero_grad()); store() copies that into
-the view and puts the view back, at the cost that zeroing the buffer would have. Nothing is zeroed
-beforehand: the slice of a parameter without a gradient keeps old bytes until collect() is asked.
-Where the gradient's dtype is not the parameter's, autograd's tensor is added to p.main_grad and
-p.grad stays None.
+Autograd puts its own tensor into p.grad; take() copies it into the bucket, or adds it, at the cost
+that zeroing the bucket beforehand would have. Nothing is zeroed: the places of parameters without a
+gradient keep old bytes until fill_missing(). At stage 0 p.grad is then a view of the bucket (or
+p.main_grad, where the gradient's dtype is not the parameter's); otherwise p.grad is None.
 """
 
 from __future__ import annotations
 
-import weakref
+import functools
 
 import torch
 from torch import Tensor, nn
 
-from fastpar.layout import Layout, ParamSpec, build_layout, parameter_names
+from fastpar.collectives import Collectives, Handle
+from fastpar.layout import Bucket, Layout
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-class FlatBuffers:
-    """Parameters and gradients of a model in the places that a Layout gives them.
+class PairwiseSum:
+    """A sum of tensors in a fixed tree: ((0 + 1) + (2 + 3)) + ..., the rest from the right."""
 
-    Args:
-        model: its trained parameters become contiguous views; values and objects are kept.
-        device: where all of them must be.
-        grad_dtype: of the gradients; None is each parameter's own.
+    def __init__(self) -> None:
+        self.count = 0
+        self._parts: list[Tensor] = []
+
+    def push(self, x: Tensor) -> None:
+        """Add the next tensor; it belongs to the sum from now on."""
+        order = self.count
+        while order & 1:
+            x = self._parts.pop().add_(x)
+            order >>= 1
+        self._parts.append(x)
+        self.count += 1
+
+    def total(self) -> Tensor:
+        """A new tensor; the sum can go on."""
+        x = self._parts[-1].clone()
+        for left in reversed(self._parts[:-1]):
+            x = left + x
+        return x
+
+
+class BucketState:
+    """One bucket; made by the engine, which decides when what happens.
+
     Attributes:
-        layout: the places; slot i belongs to params[i].
-        params, views: parameters and their gradient views, in launch order.
-        frozen: parameters without requires_grad, left where they are, with their names.
-        param_buckets, grad_buckets: the slices of the flat buffers that are sent.
-        used: one element per parameter of a bucket, see layout.py.
-    Raises:
-        ValueError: nothing to train; a dtype, device or sharing of memory that does not fit.
+        params: its parameters; the slots of the layout in order.
+        flat: [P] parameters; without memory while a bucket of stage 3 is freed.
+        shard: [S] this rank's slice of the newest parameters.
+        live: whether the parameters are views of flat.
+        grad: [P] gradients of this rank, None while they are freed.
+        reduced: [S] ([P] at stage 0) mean over the ranks, None before the first reduction of a step.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        layout: Layout,
+        spec: Bucket,
+        params: list[nn.Parameter],
         *,
+        stage: int,
+        rank: int,
         device: torch.device,
-        world_size: int = 1,
-        bucket_bytes: float = 25 * 2**20,
-        first_bucket_bytes: float = 2**20,
-        grad_dtype: torch.dtype | None = None,
+        grad_dtype: torch.dtype | None,
+        deterministic: bool,
+        reduce: Collectives | None,
+        gather: Collectives | None,
+        poison: bool = False,
     ) -> None:
-        if grad_dtype not in (None, *DTYPES):
-            raise ValueError(
-                f"parallelize: expected a floating-point grad_dtype, got grad_dtype={grad_dtype}; "
-                "use torch.float32 or None"
-            )
-        named = parameter_names(model)
-        _check_parameters(named, device)
-        trained = [p for p in named if p.requires_grad]
-        self.layout: Layout = build_layout(
-            [ParamSpec(named[p], tuple(p.shape), p.dtype) for p in trained],
-            world_size=world_size,
-            bucket_bytes=bucket_bytes,
-            first_bucket_bytes=first_bucket_bytes,
-            grad_dtype=grad_dtype,
-        )
-        self.params = [trained[slot.registered] for slot in self.layout.slots]
-        self.frozen = {p: names[0] for p, names in named.items() if not p.requires_grad}
-        self._index = {p: i for i, p in enumerate(self.params)}
-        self._homes = [
-            (weakref.ref(module), attribute, p)
-            for module in model.modules()
-            for attribute, p in module._parameters.items()
-            if p in self._index
+        self.spec, self.params, self.stage = spec, params, stage
+        self.slots = [layout.slots[i] for i in spec.slots]
+        self.deterministic, self.poison = deterministic, poison
+        self.grad_dtype = grad_dtype or spec.dtype
+        self.device = device
+        self._own = slice(*spec.shard(rank))
+        self.pieces = [layout.piece(i, rank) for i in spec.slots]
+        shared = gather if stage in (1, 2) else None  # memory that the peers read without a copy
+        self.flat = self._empty(shared, spec.numel, spec.dtype).zero_()
+        self.views = [self.flat[s.start : s.stop].view(s.spec.shape) for s in self.slots]
+        self.shard = self.flat if stage == 0 else self.flat[self._own]
+        if stage == 3:
+            self.shard = self._empty(gather, spec.shard_numel, spec.dtype)
+        self._placeholders = [
+            _nan(spec.dtype, device).expand(s.spec.shape) if stage else v
+            for s, v in zip(self.slots, self.views)
         ]
-        sizes = self.layout.buffer_numel
-        values = {d: torch.zeros(n, dtype=d, device=device) for d, n in sizes.items()}
-        grads = {d: torch.zeros(n, dtype=grad_dtype or d, device=device) for d, n in sizes.items()}
-        self.views: list[Tensor] = []
-        self._pointers: list[int] = []
-        for slot, p in zip(self.layout.slots, self.params):
-            place = values[p.dtype][slot.start : slot.stop].view(p.shape)
-            p.data = place.copy_(p.data)
-            self._pointers.append(p.data_ptr())
-            self.views.append(grads[p.dtype][slot.start : slot.stop].view(p.shape))
+        self.live = True
+        self.gathering: Handle | None = None
+        # Gradients
+        self._main = self.grad_dtype != spec.dtype
+        self.grad: Tensor | None = None
+        if stage <= 1:
+            self.grad = self._empty(reduce, spec.numel, self.grad_dtype)
+        self.grad_shard: Tensor | None = None
+        if stage >= 2:
+            self.grad_shard = torch.empty(spec.shard_numel, dtype=self.grad_dtype, device=device)
+        self.has: set[int] = set()  # positions with a gradient of this rank in `grad`
+        self.seen: set[int] = set()  # since zero_grad(), wherever it is by now
+        self.unreduced: PairwiseSum | None = None  # earlier micro-batches that stayed here
+        self.reduced: Tensor | None = None
+        self._reductions: PairwiseSum | None = None
+        self._aside = self.marked = False
+        if stage == 0:
+            for p, view in zip(params, self.grad_views):
+                if self._main:
+                    p.main_grad = view  # type: ignore[attr-defined]
+
+    def _empty(self, group: Collectives | None, numel: int, dtype: torch.dtype) -> Tensor:
+        if group is None:
+            return torch.empty(numel, dtype=dtype, device=self.device)
+        return group.empty(numel, dtype)
+
+    def name(self, position: int) -> str:
+        """The first name of a parameter."""
+        return self.slots[position].spec.names[0]
+
+    # Parameters
+
+    def attach(self) -> None:
+        """The values are in flat, for the first time: parameters become views."""
+        if self.stage == 3:
+            self.shard.copy_(self.flat[self._own])
+        for p in self.params:
             p.grad = None
-        self._main = [v.dtype != p.dtype for v, p in zip(self.views, self.params)]
-        for p, view, main in zip(self.params, self.views, self._main):
-            if main:
-                p.main_grad = view  # type: ignore[attr-defined]
-        self._has_main_grad = [False] * len(self.params)
-        buckets = self.layout.buckets
-        self.param_buckets = [values[b.dtype][b.start : b.stop] for b in buckets]
-        self.grad_buckets = [grads[b.dtype][b.start : b.stop] for b in buckets]
-        self.used = [grads[b.dtype][b.used_start :][: len(b.slots)] for b in buckets]
+        self.make_live()
 
-    def name(self, i: int) -> str:
-        """The first name of parameter i."""
-        return self.layout.slots[i].spec.names[0]
+    def allocate(self) -> None:
+        """Memory for all parameters, their values unknown."""
+        if self.stage == 3 and not self.flat.untyped_storage().nbytes():
+            self.flat.untyped_storage().resize_(self.spec.numel * self.spec.dtype.itemsize)
 
-    def store(self, i: int) -> None:
-        """Bring what a backward left in the .grad of parameter i into its view."""
-        p, view = self.params[i], self.views[i]
+    def make_live(self) -> None:
+        """The values are there: parameters are views of them."""
+        for p, view in zip(self.params, self.views):
+            p.data = view
+        self.live = True
+
+    def make_stale(self) -> None:
+        """See [Note: stale parameters]; at stage 3 the memory is given back."""
+        if not self.live:
+            return
+        self.live = False
+        for p, placeholder in zip(self.params, self._placeholders):
+            p.data = placeholder
+        if self.stage == 3:
+            if self.poison:
+                self.flat.fill_(float("nan"))
+            self.flat.untyped_storage().resize_(0)
+
+    def save_writes(self) -> None:
+        """Somebody wrote into the whole parameters: this rank's slice of them is the truth."""
+        if self.stage == 3:
+            self.shard.copy_(self.flat[self._own])
+
+    def piece(self, position: int) -> tuple[Tensor, Tensor | None, int]:
+        """(values, reduced gradient, first element) of what this rank owns of a parameter."""
+        start, stop = self.pieces[position]
+        at = self.slots[position].start + start - self._own.start
+        place = slice(at, at + stop - start)
+        return self.shard[place], None if self.reduced is None else self.reduced[place], start
+
+    # Gradients
+
+    @functools.cached_property
+    def grad_views(self) -> list[Tensor]:
+        """Of `grad`, where it is kept."""
+        assert self.grad is not None
+        return [self.grad[s.start : s.stop].view(s.spec.shape) for s in self.slots]
+
+    def _grad_view(self, position: int) -> Tensor:
+        if self.stage <= 1:
+            return self.grad_views[position]
+        assert self.grad is not None
+        slot = self.slots[position]
+        return self.grad[slot.start : slot.stop].view(slot.spec.shape)
+
+    def take(self, position: int) -> None:
+        """Bring what a backward left in the .grad of a parameter into the bucket."""
+        p = self.params[position]
         grad = p.grad
         assert grad is not None
-        if p.data_ptr() != self._pointers[i]:
-            self.check()
+        self._check_grad(position, grad)
+        if self.stage >= 2 and self.grad is None:
+            self.grad = torch.empty(self.spec.numel, dtype=self.grad_dtype, device=self.device)
+        elif self.stage == 1 and self.reduced is not None and not self.has:
+            self._keep_reduced()
+        view = self._grad_view(position)
+        if self.stage == 0 and not self._main:
+            if grad.data_ptr() != view.data_ptr():
+                view.copy_(grad)
+                p.grad = view
+        else:
+            if position in self.has:
+                view.add_(grad)
+            else:
+                view.copy_(grad)
+            p.grad = None
+        self.has.add(position)
+        self.seen.add(position)
+
+    def _keep_reduced(self) -> None:
+        """Stage 1: the own slice of `grad` holds the sum so far, and is about to be overwritten."""
+        assert self.grad is not None and self.reduced is not None
+        if self.reduced.data_ptr() == self.grad[self._own].data_ptr():
+            self.reduced = self.reduced.clone()
+
+    def fill_missing(self, *, flags: bool) -> list[int]:
+        """Zero the places without a gradient and set `used`; returns them. p.grad may be new."""
+        if self.grad is None:
+            self.grad = torch.empty(self.spec.numel, dtype=self.grad_dtype, device=self.device)
+        elif self.stage == 1 and self.reduced is not None and not self.has:
+            self._keep_reduced()
+        missing = []
+        for position, p in enumerate(self.params):
+            if self.stage == 0 and not self._main:
+                # By hand between two backward passes, or forgotten by zero_grad() of a module.
+                if p.grad is None:
+                    self.has.discard(position)
+                elif position not in self.has or p.grad.data_ptr() != (
+                    self.grad_views[position].data_ptr()
+                ):
+                    self.grad_views[position].copy_(p.grad)
+                    p.grad = self.grad_views[position]
+                    self.has.add(position)
+            if position not in self.has:
+                self._grad_view(position).zero_()
+                missing.append(position)
+        if flags:
+            used = self.used()
+            used.fill_(1.0)
+            for position in missing:
+                # Deterministic: the gradients of earlier micro-batches lie elsewhere.
+                used[position] = float(self.deterministic and position in self.seen)
+        return missing
+
+    def used(self) -> Tensor:
+        """Stage 0: one element per parameter, see layout.py."""
+        assert self.grad is not None
+        return self.grad[self.spec.used_start :][: len(self.params)]
+
+    def keep_local(self) -> None:
+        """Deterministic: this micro-batch stays here, apart from the next, for the tree."""
+        self.fill_missing(flags=False)
+        assert self.grad is not None
+        if self.unreduced is None:
+            self.unreduced = PairwiseSum()
+        self.unreduced.push(self.grad.clone() if self.stage <= 1 else self.grad)
+        if self.stage >= 2:
+            self.grad = None
+        self._forget_local()
+
+    def add_local(self) -> None:
+        """Deterministic: the tree over the micro-batches that stayed here, into `grad`."""
+        if self.unreduced is not None:
+            assert self.grad is not None
+            self.unreduced.push(self.grad.clone())
+            self.grad.copy_(self.unreduced.total())
+            self.unreduced = None
+
+    def _forget_local(self) -> None:
+        self.has.clear()
+        for p in self.params:
+            p.grad = None
+
+    def target(self) -> Tensor:
+        """Where the next reduction puts its result."""
+        assert self.grad is not None
+        if self.stage == 0:
+            return self.grad
+        if self.stage == 1:
+            return self.grad[self._own]
+        if self.reduced is None and not self.deterministic:
+            assert self.grad_shard is not None
+            return self.grad_shard
+        return torch.empty(self.spec.shard_numel, dtype=self.grad_dtype, device=self.device)
+
+    def add_reduced(self, result: Tensor) -> None:
+        """Take in what target() was given; at stage >= 2 the whole gradients are freed."""
+        if self.deterministic:
+            if self._reductions is None or (self.stage == 0 and not self._aside):
+                self._reductions = PairwiseSum()
+            self._reductions.push(result.clone() if self.stage <= 1 else result)
+            if self._reductions.count > 1 or self.stage >= 2:
+                self._collect_tree(result)
+            else:
+                self.reduced = result
+            self._aside = False
+        elif self.reduced is None or self.stage == 0:
+            self.reduced = result
+        else:
+            self.reduced = self.reduced.add_(result)
+        if self.stage:
+            self.has.clear()
+        self.free_grad()
+
+    def free_grad(self) -> None:
+        """The whole gradients have been sent."""
+        if self.stage >= 2:
+            if self.poison and self.grad is not None:
+                self.grad.fill_(float("nan"))
+            self.grad = None
+
+    def _collect_tree(self, result: Tensor) -> None:
+        assert self._reductions is not None
+        total = self._reductions.total()
+        if self.stage >= 2:
+            assert self.grad_shard is not None
+            self.reduced = self.grad_shard.copy_(total)
+        else:
+            self.reduced = result.copy_(total)
+
+    def set_aside(self) -> None:
+        """Deterministic stage 0: a new backward must not add to the sum of the last ones."""
+        if self.stage == 0 and self.reduced is not None:
+            self._aside = True
+            self._forget_local()
+
+    def adopt(self, position: int) -> None:
+        """Stage 0: a parameter has a gradient from now on: other ranks gave its view one."""
+        self.has.add(position)
+        self.seen.add(position)
+        self.params[position].grad = None if self._main else self.grad_views[position]
+
+    def grad_of(self, position: int) -> Tensor | None:
+        """Stage 0: the gradient of a parameter, None if it has none."""
+        if not self._main:
+            return self.params[position].grad
+        return self.grad_views[position] if position in self.has else None
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Forget all gradients, which writes no memory; or set those that there are to zero."""
+        self.marked = False
+        self.unreduced = self._reductions = None
+        if not set_to_none:
+            kept = [self.grad_of(i) for i in range(len(self.params))] if self.stage == 0 else []
+            for grad in [*kept, self.reduced]:
+                if grad is not None:
+                    grad.zero_()
+            if self.stage:
+                self._forget_local()
+            return
+        self._forget_local()
+        self.seen.clear()
+        self.reduced = None
+        if self.stage >= 2:
+            self.grad = None
+
+    # [Note: marks] At stages >= 1 p.grad is a placeholder of nans between a reduction and the next
+    # backward: whoever reads it (clip_grad_norm_) sees that the gradient is not there, and whoever
+    # sets it to None (zero_grad of any module or optimizer) is understood.
+
+    def mark(self) -> None:
+        """See [Note: marks]."""
+        for position in self.seen:
+            p = self.params[position]
+            p.grad = _nan(p.dtype, self.device).expand(p.shape)
+        self.marked = True
+
+    def unmark(self) -> None:
+        """Before a backward: autograd must find no gradient; those that were cleared are forgotten."""
+        if not self.marked:
+            return
+        self.marked = False
+        cleared = [position for position in self.seen if self.params[position].grad is None]
+        if len(cleared) == len(self.seen):
+            self.zero_grad(True)
+            return
+        for position in self.seen:
+            self.params[position].grad = None
+        for position in cleared:
+            self.seen.discard(position)
+            _, grad, _ = self.piece(position)
+            if grad is not None:
+                grad.zero_()
+
+    # Checks
+
+    def is_in_place(self, position: int) -> bool:
+        """Whether the parameter still uses the bucket's memory."""
+        expected = self.views[position] if self.live else self._placeholders[position]
+        p = self.params[position]
+        return p.data_ptr() == expected.data_ptr() and p.dtype == self.spec.dtype
+
+    def _check_grad(self, position: int, grad: Tensor) -> None:
+        name = self.name(position)
         if grad.layout != torch.strided:
             raise RuntimeError(
-                f"Engine: expected a dense gradient for parameter '{self.name(i)}', got "
+                f"Engine: expected a dense gradient for parameter '{name}', got "
                 f"layout={grad.layout}; build the embedding with sparse=False"
             )
         if grad.requires_grad:
             raise RuntimeError(
                 "Engine: expected backward without create_graph, got a gradient with a graph for "
-                f"parameter '{self.name(i)}'; use torch.autograd.grad for higher derivatives"
+                f"parameter '{name}'; use torch.autograd.grad for higher derivatives"
             )
-        if self._main[i]:
-            if self._has_main_grad[i]:
-                view.add_(grad)
-            else:
-                view.copy_(grad)
-            self._has_main_grad[i] = True
-            p.grad = None
-        elif grad.data_ptr() != view.data_ptr():
-            view.copy_(grad)
-            p.grad = view
-
-    def collect(self, i: int) -> bool:
-        """Whether parameter i has a gradient; its view then holds it, and zeros otherwise."""
-        p, view = self.params[i], self.views[i]
-        if self._main[i]:
-            if self._has_main_grad[i]:
-                return True
-        elif p.grad is not None:
-            if p.grad.data_ptr() != view.data_ptr():  # put there between two backward passes
-                view.copy_(p.grad)
-                p.grad = view
-            return True
-        view.zero_()
-        return False
-
-    def adopt(self, i: int) -> None:
-        """Parameter i has a gradient from now on: other ranks gave its view one."""
-        self._has_main_grad[i] = self._main[i]
-        self.params[i].grad = None if self._main[i] else self.views[i]
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, which writes no memory; or set those that there are to zero."""
-        for i, p in enumerate(self.params):
-            grad = self.grad_of(p)
-            if grad is not None and not set_to_none:
-                grad.zero_()
-                continue
-            p.grad = None
-            self._has_main_grad[i] = False
-
-    def grad_of(self, p: Tensor) -> Tensor | None:
-        """The gradient of one of the parameters, None if it has none."""
-        i = self._index.get(p)  # type: ignore[call-overload]
-        if i is None or not self._main[i]:
-            return p.grad
-        return self.views[i] if self._has_main_grad[i] else None
-
-    def check(self) -> None:
-        """Parameters must still be those that the model uses, and views of the flat buffer."""
-        for i, p in enumerate(self.params):
-            if p.data_ptr() != self._pointers[i]:
-                raise RuntimeError(
-                    f"Engine: expected parameter '{self.name(i)}' to stay in its flat buffer, got "
-                    f"other memory (dtype={p.dtype}, device={p.device}); call module.to() before "
-                    "fastpar.parallelize"
-                )
-        for module_ref, attribute, p in self._homes:
-            module = module_ref()
-            if module is not None and module._parameters.get(attribute) is not p:
-                raise RuntimeError(
-                    "Engine: expected the model to keep its parameter "
-                    f"'{self.name(self._index[p])}', got another object in its place; load with "
-                    "load_state_dict(assign=False), and tie or replace parameters before "
-                    "fastpar.parallelize"
-                )
-        for p, name in self.frozen.items():
-            if p.requires_grad:
-                raise RuntimeError(
-                    f"Engine: expected parameter '{name}' to stay frozen, got requires_grad=True; "
-                    "set requires_grad before fastpar.parallelize"
-                )
 
 
-def _check_parameters(named: dict[nn.Parameter, tuple[str, ...]], device: torch.device) -> None:
-    """What flat buffers cannot hold is refused before anything is changed."""
-    if not any(p.requires_grad for p in named):
-        raise ValueError(
-            f"parallelize: expected a model with parameters to train, got {len(named)} parameters "
-            "and none with requires_grad; pass the whole model and unfreeze what is to be trained"
-        )
-    memory: dict[int, str] = {}
-    for p, names in named.items():
-        if p.device != device:
-            raise ValueError(
-                f"parallelize: expected every parameter on mesh.device={device}, got "
-                f"device={p.device} for '{names[0]}'; call model.to(mesh.device) first"
-            )
-        if not p.requires_grad:
-            continue
-        if p.dtype not in DTYPES:
-            raise ValueError(
-                f"parallelize: expected fp32, bf16, fp16 or fp64 parameters, got dtype={p.dtype} "
-                f"for '{names[0]}'; convert it, or set requires_grad=False"
-            )
-        other = memory.setdefault(p.data_ptr(), names[0]) if p.numel() else names[0]
-        if other != names[0]:
-            raise ValueError(
-                f"parallelize: expected tied weights to be one Parameter, got '{other}' and "
-                f"'{names[0]}' sharing memory; assign the Parameter itself, not its data"
-            )
+@functools.lru_cache
+def _nan(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((), float("nan"), dtype=dtype, device=device)

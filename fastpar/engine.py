@@ -1,86 +1,687 @@
-"""The data-parallel engine: flat buffers, hooks, and one collective per bucket while backward runs.
+"""The engine of ZeRO stages 0 to 3: hooks, and one collective per bucket while backward runs.
 
-Stage 0: every rank holds all parameters and all gradients; each bucket of gradients is all-reduced.
+    stage   while backward runs          after the step                  around a module
+    0       all-reduce                   -                               -
+    1, 2    reduce-scatter               all-gather, under the forward   wait for its buckets
+    3       reduce-scatter               -                               all-gather, free
+
+With shard_size the shards are those of a group of neighbours, and each reduced shard is averaged
+with its copies in the other groups (HSDP).
 
 [Note: when a bucket is launched]
 A bucket is ready when each of its parameters had its hook in this backward. Ready buckets are
 launched in index order, bucket i only after i - 1: hooks fire in another order under torch.compile
 and for other inputs, and ranks that issue collectives in different orders add up different buckets.
-The first backward only learns: it launches at its end. What is not ready at the end of a backward
-is launched then, and everything is waited for, so that p.grad holds the mean when backward returns.
-Reentrant checkpoints run a backward inside a backward; their parameters can fire several times with
-partial sums, so once one is seen all launches wait for the end of the outermost backward.
+What is not ready at the end of a backward is launched then, and everything is waited for. Reentrant
+checkpoints run a backward inside a backward; their parameters can fire several times with partial
+sums, so their buckets wait for the end of the outermost backward. At stages 0 and 1 the first
+backward only learns whether there are any.
 
 [Note: who used a parameter]
-A parameter that no rank used must keep p.grad None (an optimizer skips it), but one that only
-other ranks used has a gradient. Each bucket carries one element per parameter, 1 where this rank
-has a gradient; it is read back only by ranks that had none, so the usual step never waits
-(test_unused_parameters_match_one_process).
+A parameter that no rank used is not stepped, but one that only other ranks used has a gradient. At
+stage 0 each bucket carries one element per parameter, 1 where this rank has a gradient; it is read
+back only by ranks that had none, so the usual step never waits. Sharded stages tell it in the
+control exchange (test_unused_parameters_match_one_process).
+
+[Note: several backward passes before a step]
+They add up. Each is reduced into the shard, or, under no_sync() and accumulate="full", stays in the
+whole gradients of this rank. In deterministic mode both kinds of sums are pairwise trees over the
+micro-batches, and the ranks' sum is one too: equal micro-batches, however they are split, give the
+same bits.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
-import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from fastpar.buffers import FlatBuffers
-from fastpar.layout import inventory
-from fastpar.mesh import Mesh, all_gather
+from fastpar.buffers import BucketState
+from fastpar.collectives import Collectives, Handle
+from fastpar.control import Control
+from fastpar.layout import Layout
+from fastpar.mesh import Mesh
+from fastpar.step_report import StepReport, StepTimer
+from fastpar.units import ROOT, Gathers
+
+_IN_FLIGHT = 2  # whole gradients of so many buckets may wait for their reduction at stages 2 and 3
+_HASH = (1 << 61) - 1
 
 
-def parallelize(
-    model: nn.Module,
-    mesh: Mesh,
-    *,
-    bucket_mb: float = 25.0,
-    first_bucket_mb: float = 1.0,
-    grad_dtype: torch.dtype | None = None,
-    deterministic: bool = False,
-) -> nn.Module:
-    """Make the ranks of mesh train model together; an ordinary training loop stays as it was.
+class Piece(NamedTuple):
+    """What a rank owns of a parameter: elements from `start` on, [S]; at stage 0 all of it."""
 
-    After backward() the gradients are the mean over the ranks (the convention of torch's DDP), in
-    p.grad, or in p.main_grad where grad_dtype differs from the parameter's. Several backward()
-    calls before a step add up as in one process; each of them communicates unless it runs under
-    engine_of(model).no_sync(), where the sums stay local until a backward outside of it, finish(),
-    or fastpar.AdamW.step().
+    param: Tensor
+    grad: Tensor | None
+    start: int
 
-    Args:
-        model: on mesh.device; its parameters become contiguous views of flat buffers, with the
-            values of rank 0. Buffers and frozen parameters are copied from rank 0 too, once.
-        bucket_mb: cap of the gradients that one collective sends; first_bucket_mb: of the first.
-        grad_dtype: of the gradient buffer, e.g. torch.float32 under bf16 parameters.
-        deterministic: sum in rank order (all-to-all, local sum, all-gather), so that the bits do
-            not depend on bucket sizes; costs a second gradient buffer and part of the overlap.
-    Returns:
-        The same module.
-    Ranks: all, with the same model and arguments.
-    Wire: 2 * (dp - 1) / dp * bytes of the gradient buffer per rank and reduction.
-    Streams: collectives run beside the compute stream, which waits for them at the end of
-        backward; the host does not wait (except for gloo, and where a parameter was unused).
-    Raises:
-        ValueError: no trainable parameter; a dtype, device or sharing of memory that flat buffers
-            cannot hold; parallelized twice; models that differ between ranks.
+
+@dataclass(frozen=True)
+class Settings:
+    """What parallelize() was asked for; see there."""
+
+    zero_stage: int
+    n_shards: int
+    bucket_mb: float
+    first_bucket_mb: float
+    grad_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    accumulate: str
+    grad_accum_steps: int
+    prefetch: int
+    deterministic: bool
+
+
+@dataclass
+class Groups:
+    """The collectives of an engine; None where there is nobody to talk to."""
+
+    reduce: Collectives | None  # stage 0: of all ranks, otherwise of those that share a copy
+    gather: Collectives | None
+    replicate: Collectives | None  # of the ranks with the same shard
+    control: Collectives | None
+
+
+class Engine:
+    """Reduces gradients and gathers parameters of one model; made by parallelize().
+
+    Reentrant activation checkpoints work but lose the overlap; if no parameter at all lies outside
+    of them, the reduction happens in finish(), which fastpar.AdamW.step() calls.
+
+    Attributes:
+        zero_stage: that is run; 0 if nobody shares a copy, whatever was asked for.
+        n_shards: ranks that share one copy; layout: the places of the parameters.
+        report: StepReport of the last step, None before it.
     """
-    Engine(
-        model,
-        mesh,
-        bucket_mb=bucket_mb,
-        first_bucket_mb=first_bucket_mb,
-        grad_dtype=grad_dtype,
-        deterministic=deterministic,
-    )
-    return model
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        settings: Settings,
+        groups: Groups,
+        layout: Layout,
+        buckets: list[BucketState],
+        frozen: dict[nn.Parameter, str],
+        homes: list[tuple[weakref.ref[nn.Module], str, nn.Parameter]],
+        debug: Any,
+    ) -> None:
+        self.mesh, self.settings, self.groups, self.layout = mesh, settings, groups, layout
+        self.buckets, self.frozen, self._homes, self.debug = buckets, frozen, homes, debug
+        self.zero_stage, self.n_shards = settings.zero_stage, settings.n_shards
+        self.params = [p for bucket in buckets for p in bucket.params]
+        self._place = {
+            p: (bucket, position) for bucket in buckets for position, p in enumerate(bucket.params)
+        }
+        self._index = {p: i for i, p in enumerate(self.params)}
+        self.gathers: Gathers | None = None
+        first = mesh.dp_rank // self.n_shards * self.n_shards
+        shard_ranks = range(first, first + self.n_shards) if self.zero_stage else [mesh.dp_rank]
+        self._control = Control(groups.control, len(self.params), shard_ranks, mesh.device)
+        self._timer = StepTimer(mesh.device)
+        self.report: StepReport | None = None
+
+        self._synchronize = True  # False under no_sync()
+        self.n_reductions = 0  # since parallelize(); names the step in errors
+        self._backwards = 0  # since the last step
+        self._reduced = False  # since the last step
+        self._unreduced = False  # there are sums that only this rank knows
+        self._step_ended = True
+        self._learned = self._reentrant = False
+        self._root = self._task = -1  # graph tasks of autograd: outermost, last seen
+        self._nested_tasks: set[int] = set()
+        self._hashes = [0, 0]  # reductions, gathers: what was launched since the last step
+        self._pending: deque[tuple[BucketState, Handle, Tensor]] = deque()
+        self._replicating: list[tuple[BucketState, Handle, Tensor]] = []
+        self._missing: list[tuple[BucketState, int]] = []
+        self._reset_launches()
+        me = weakref.ref(self)  # parameters own the engine, not the hooks: no cycle through C++
+        for p in self.params:
+            p._fastpar_engine = _Link(self)  # type: ignore[attr-defined]
+            p.register_post_accumulate_grad_hook(_GradHook(me, "_on_grad"))
+            if self.zero_stage or settings.deterministic:
+                p.register_hook(_GradHook(me, "_before_grad", p))
+
+    # Backward
+
+    def _before_grad(self, p: nn.Parameter) -> None:
+        """Autograd is about to add to p.grad."""
+        self._enter_backward(torch._C._current_graph_task_id())
+
+    def _on_grad(self, p: nn.Parameter) -> None:
+        """Post-accumulate hook: the gradient of p is final for this graph."""
+        bucket, position = self._place[p]
+        if p.data_ptr() != bucket.views[position].data_ptr():
+            self.check()
+        task = torch._C._current_graph_task_id()
+        self._enter_backward(task)
+        index = bucket.spec.index
+        if index < self._next:
+            raise RuntimeError(
+                "Engine: expected one gradient per backward for parameter "
+                f"'{bucket.name(position)}', got another after bucket {index} was sent; "
+                "use checkpoint(..., use_reentrant=False)"
+            )
+        bucket.take(position)
+        if task in self._nested_tasks:
+            self._reentrant = self._unreduced = True
+            self._deferred.add(index)
+            return
+        if p in self._fired:
+            return
+        self._fired.add(p)
+        self._waiting[index] -= 1
+        if self._waiting[index]:
+            return
+        if self.zero_stage == 3 and self.gathers is not None and bucket.spec.unit != ROOT:
+            if index not in self._deferred:
+                self.gathers.release(bucket.spec.unit)
+        if self._will_reduce and (self.zero_stage >= 2 or (self._learned and not self._reentrant)):
+            while self._next < len(self.buckets) and not self._waiting[self._next]:
+                if self._next in self._deferred:
+                    break
+                self._launch(self._next)
+
+    def _enter_backward(self, task: int, frames: int = 1) -> None:
+        if task == self._task:
+            return
+        self._task = task
+        if task == self._root or task in self._nested_tasks:
+            return
+        if _inside_backward_of_a_function(frames):
+            self._nested_tasks.add(task)
+            return
+        if self._next:
+            raise RuntimeError(
+                "Engine: expected backward to run to its end, got a new one after an earlier "
+                f"stopped with {self._next} of {len(self.buckets)} buckets sent on rank "
+                f"{self.mesh.rank}; the ranks are out of step: restart from a checkpoint"
+            )
+        self._reset_launches()  # an earlier backward may have stopped before it sent anything
+        self._root = task
+        self._timer.begin()
+        self._step_ended = False
+        for bucket in self.buckets:
+            bucket.unmark()
+            if self.settings.deterministic:
+                bucket.set_aside()
+        self._backwards += 1
+        full = self.settings.accumulate == "full"
+        last = not full or self._backwards >= self.settings.grad_accum_steps
+        self._will_reduce = self._synchronize and last and self.mesh.dp_size > 1
+        if self.gathers is not None:
+            self.gathers.begin("backward")
+        torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
+
+    def on_gate(self) -> None:
+        """The backward of a unit begins, told by an autograd.Function's backward."""
+        self._enter_backward(torch._C._current_graph_task_id(), frames=2)
+
+    def on_pass(self, with_grad: bool) -> None:
+        """A forward of the whole model begins."""
+        if with_grad:
+            self._timer.begin()
+
+    def _on_backward_end(self) -> None:
+        full = self.settings.accumulate == "full"
+        last = not full or self._backwards >= self.settings.grad_accum_steps
+        self._root = self._task = -1
+        self._nested_tasks.clear()
+        self._learned = self._unreduced = True
+        if self.gathers is not None and self.zero_stage == 3:
+            self.gathers.end()
+            for unit in range(len(self.gathers.buckets)):
+                self.gathers.release(unit)
+        if self._synchronize and last:
+            self._reduce()
+        else:
+            if self.settings.deterministic:
+                for bucket in self.buckets:
+                    bucket.keep_local()
+            self._reset_launches()
+
+    # Reductions
+
+    def _launch(self, index: int) -> None:
+        """Start the reduction of one bucket; its memory stays as it is until _finish()."""
+        bucket = self.buckets[index]
+        missing = bucket.fill_missing(flags=self.zero_stage == 0)
+        self._missing.extend((bucket, position) for position in missing)
+        bucket.add_local()
+        target, grad = bucket.target(), bucket.grad
+        assert grad is not None and self.groups.reduce is not None
+        wire_dtype = self.settings.reduce_dtype or grad.dtype
+        wire = grad if grad.dtype == wire_dtype else grad.to(wire_dtype)
+        self._note(0, index)
+        with self._blame("starting", bucket):
+            if self.zero_stage == 0:
+                handle = self.groups.reduce.all_reduce(wire, mean=True, async_op=True, tag=index)
+                target = wire
+            else:
+                handle = self.groups.reduce.reduce_scatter(
+                    target, wire, mean=True, async_op=True, tag=index
+                )
+        assert handle is not None
+        self._timer.add(handle, self._wire_bytes(wire, self.groups.reduce, self.zero_stage == 0))
+        self._pending.append((bucket, handle, target))
+        self._next = index + 1
+        while self.zero_stage >= 2 and len(self._pending) > _IN_FLIGHT:
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        bucket, handle, target = self._pending.popleft()
+        with self._blame("waiting for", bucket), self._timer.waiting():
+            handle.wait()
+        replicate = self.groups.replicate
+        if replicate is None:
+            self._take_reduced(bucket, target)
+            return
+        bucket.free_grad()
+        with self._blame("starting the copies' mean of", bucket):
+            again = replicate.all_reduce(target, mean=True, async_op=True, tag=bucket.spec.index)
+        assert again is not None
+        self._timer.add(again, self._wire_bytes(target, replicate, True))
+        self._replicating.append((bucket, again, target))
+
+    def _take_reduced(self, bucket: BucketState, target: Tensor) -> None:
+        if bucket.grad is not None and self.zero_stage == 0 and target is not bucket.grad:
+            target = bucket.grad.copy_(target)  # another dtype on the wire
+        bucket.add_reduced(target)
+
+    def _reduce(self) -> None:
+        """Launch what is left and wait for everything: afterwards gradients are means."""
+        self.check()
+        if self.mesh.dp_size > 1:
+            for index in range(self._next, len(self.buckets)):
+                self._launch(index)
+            while self._pending:
+                self._finish_oldest()
+            for bucket, handle, target in self._replicating:
+                with self._blame("waiting for the copies' mean of", bucket), self._timer.waiting():
+                    handle.wait()
+                self._take_reduced(bucket, target)
+            self._replicating.clear()
+        elif self.settings.deterministic:
+            for bucket in self.buckets:
+                bucket.fill_missing(flags=False)
+                bucket.add_local()
+                bucket.add_reduced(bucket.target())
+        if self.zero_stage == 0:
+            self._show_gradients()
+        else:
+            for bucket in self.buckets:
+                bucket.mark()
+        self._reset_launches()
+        self.n_reductions += 1
+        self._reduced, self._unreduced = True, False
+
+    def _show_gradients(self) -> None:
+        """Stage 0: p.grad of what other ranks used, and of what was put aside for the tree."""
+        if self.settings.deterministic:
+            for bucket in self.buckets:
+                for position in sorted(bucket.seen):
+                    bucket.adopt(position)
+        for bucket, position in self._missing:
+            if bucket.used()[position].item() > 0:
+                bucket.adopt(position)
+
+    def _reset_launches(self) -> None:
+        self._next = 0  # buckets below it are launched
+        self._waiting = [len(b.params) for b in self.buckets]
+        self._fired: set[nn.Parameter] = set()
+        self._deferred: set[int] = set()
+        self._pending.clear()
+        self._replicating.clear()
+        self._missing.clear()
+        self._will_reduce = False
+
+    # Gathers
+
+    def launch_gather(self, bucket: BucketState) -> None:
+        """Start filling a bucket with everybody's slices."""
+        gather = self.groups.gather
+        assert gather is not None
+        bucket.allocate()
+        self._note(1, bucket.spec.index)
+        with self._blame("gathering", bucket):
+            bucket.gathering = gather.all_gather(
+                bucket.flat, bucket.shard, async_op=True, tag=bucket.spec.index
+            )
+        assert bucket.gathering is not None
+        self._timer.add(bucket.gathering, self._wire_bytes(bucket.flat, gather, False))
+
+    def finish_gather(self, bucket: BucketState) -> None:
+        """Wait until a bucket is filled: its parameters are whole."""
+        if bucket.gathering is not None:
+            with self._blame("gathering", bucket), self._timer.waiting():
+                bucket.gathering.wait()
+            bucket.gathering = None
+            bucket.make_live()
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """All parameters are whole inside; what is written there is kept. Ranks: all.
+
+        Every rank must write the same values: each keeps its own slice of them.
+        """
+        if self.gathers is None or self.zero_stage == 0:
+            yield
+            return
+        stale = [bucket for bucket in self.buckets if not bucket.live]
+        for bucket in stale:
+            if bucket.gathering is None:
+                self.launch_gather(bucket)
+        for bucket in stale:
+            self.finish_gather(bucket)
+        try:
+            yield
+        finally:
+            for bucket in self.buckets:
+                bucket.save_writes()
+                if self.zero_stage == 3:
+                    bucket.make_stale()
+
+    # The optimizer's side
+
+    def before_step(self) -> None:
+        """Gradients are reduced, also those of other ranks if this one had no backward at all."""
+        if self.gathers is not None:
+            self.gathers.participate()
+            for bucket in self.buckets if self.zero_stage < 3 else ():
+                self.finish_gather(bucket)
+        if self._unreduced or not self._reduced:
+            self._reduce()
+
+    def finish(self) -> None:
+        """Reduce gradients that only this rank knows (after no_sync); else nothing. Ranks: all."""
+        if self._unreduced:
+            self._reduce()
+
+    def piece(self, p: Tensor) -> Piece:
+        """What this rank owns of a parameter, and its gradient."""
+        bucket, position = self._place[p]  # type: ignore[index]
+        if self.zero_stage == 0:
+            return Piece(p, bucket.grad_of(position), 0)
+        return Piece(*bucket.piece(position))
+
+    def exchange(self, bins: Tensor | None) -> Tensor | None:
+        """The control exchange: norm bins of this rank's pieces -> of all. Ranks: all, each step."""
+        used = [i in bucket.seen for bucket in self.buckets for i in range(len(bucket.params))]
+        with self._blame("in the control exchange after", self.buckets[-1]), self._timer.waiting():
+            return self._control.exchange(
+                bins, hashes=self._hashes, backwards=self._backwards, used=used
+            )
+
+    def has_grad(self, p: Tensor) -> bool:
+        """After exchange(): whether any rank had a gradient. Waits only if this one had none."""
+        bucket, position = self._place[p]  # type: ignore[index]
+        if self.zero_stage == 0:
+            return bucket.grad_of(position) is not None
+        return position in bucket.seen or self._control.used_anywhere(self._index[p])  # type: ignore[index]
+
+    @property
+    def token_scale(self) -> Tensor | None:
+        """After exchange(): gradients are to be divided by it, None without count_tokens()."""
+        return self._control.token_scale
+
+    def after_step(self) -> None:
+        """The optimizer has used the gradients: the next backward begins a new step."""
+        self._reduced = False
+        if self.gathers is not None:
+            for bucket in self.buckets:
+                self.finish_gather(bucket)
+                bucket.make_stale()
+            self.gathers.passes_since_step.clear()
+        if not self._step_ended:
+            self.report = self._timer.end_step()
+            self._step_ended = True
+            self._backwards, self._hashes = 0, [0, 0]
+            if self.debug is not None and self.debug.check_replicas:
+                self.check_replicas()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's, for main gradients and shards too. By default no memory is written."""
+        for bucket in self.buckets:
+            bucket.zero_grad(set_to_none)
+        self._unreduced = False
+        if self._step_ended:
+            self._backwards = 0
+            if self.gathers is not None:
+                self.gathers.launch_stale()
+
+    # Public
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside add up locally and do not communicate gradients."""
+        before, self._synchronize = self._synchronize, False
+        try:
+            yield
+        finally:
+            self._synchronize = before
+
+    def contribute(self, values: Tensor) -> None:
+        """Add numbers (loss, flags) to this step's control exchange; see contributed.
+
+        Args:
+            values: any shape, on any device; every rank the same number of them.
+        """
+        self._control.contribute(values)
+
+    @property
+    def contributed(self) -> Tensor | None:
+        """fp64 [k]: the sums over the ranks of what was contributed to the last step."""
+        return self._control.contributed
+
+    def count_tokens(self, n: int | Tensor) -> None:
+        """This rank's losses are sums over n valid tokens: divide by the count of all ranks.
+
+        Once per micro-batch; fastpar's optimizers then divide gradients, on the device. A rank
+        without any calls it with 0.
+        """
+        self._control.count_tokens(n)
+
+    def grad_of(self, p: Tensor) -> Tensor | None:
+        """The gradient of one parameter: p.grad, or p.main_grad where it is valid; of its piece."""
+        return self.piece(p).grad if p in self._place else p.grad
+
+    def grads(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """(parameter, reduced gradient) in registration order. Ranks: all.
+
+        Of parameters that have one on this rank (sharded stages: of all, zero where none has).
+        """
+        self.finish()
+        found = []
+        for i in sorted(range(len(self.params)), key=lambda i: self.layout.slots[i].registered):
+            p = self.params[i]
+            grad = self.piece(p).grad
+            if grad is not None:
+                found.append((p, grad if self.zero_stage == 0 else self.full(grad, p)))
+        return found
+
+    def full(self, values: Tensor, p: Tensor, *, block: int = 1) -> Tensor:
+        """A whole tensor from every rank's part of it. Ranks: all that share the copy.
+
+        Args:
+            values: [S] for this rank's piece of p, any dtype; block: elements of p for each value.
+        Returns:
+            [P / block] in p's shape if block is 1.
+        Wire: the tensor's bytes, padded to equal parts.
+        """
+        numel = -(-p.numel() // block)
+        if self.zero_stage == 0:
+            return values.clone()
+        gather = self.groups.gather
+        assert gather is not None
+        parts = [
+            slice(-(-start // block), -(-stop // block))
+            for start, stop in (
+                self.layout.piece(self._index[p], rank)  # type: ignore[index]
+                for rank in range(self.n_shards)
+            )
+        ]
+        most = max(part.stop - part.start for part in parts)
+        mine = values.new_zeros(most)
+        mine[: values.numel()] = values.view(-1)
+        rows = values.new_empty(self.n_shards, most)
+        with self._timer.waiting():
+            gather.all_gather(rows.view(-1).view(torch.uint8), mine.view(torch.uint8))
+        whole = values.new_empty(numel)
+        for row, part in zip(rows, parts):
+            whole[part] = row[: part.stop - part.start]
+        return whole.view(p.shape) if block == 1 else whole
+
+    def full_on_main(self, values: Tensor, p: Tensor, *, block: int = 1) -> Tensor | None:
+        """full(), of which only rank 0 keeps the result."""
+        whole = self.full(values, p, block=block)
+        return whole if self.mesh.is_main else None
+
+    def shard_of(self, whole: Tensor, p: Tensor, *, block: int = 1) -> Tensor:
+        """This rank's part of a whole tensor, a copy: the inverse of full()."""
+        if self.zero_stage == 0:
+            return whole.clone()
+        rank = self.mesh.dp_rank % self.n_shards
+        start, stop = self.layout.piece(self._index[p], rank)  # type: ignore[index]
+        return whole.reshape(-1)[-(-start // block) : -(-stop // block)].clone()
+
+    def all_reduce_scalars(self, values: Tensor) -> Tensor:
+        """Sum a small vector over the ranks, apart from a step (validation). Ranks: all.
+
+        Args:
+            values: fp32 or fp64, on mesh.device; loss, token count, flags.
+        Returns:
+            A new tensor, the same bits on every rank.
+        """
+        if values.dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"all_reduce_scalars: expected fp32 or fp64, got dtype={values.dtype}; "
+                "pack the values with torch.tensor([...], dtype=torch.float64)"
+            )
+        group, mine = self.groups.control, values.detach().clone()
+        if group is None:
+            return mine
+        rows = mine.new_empty((group.world_size, *mine.shape))
+        with self._blame("summing scalars after", self.buckets[-1]), self._timer.waiting():
+            group.all_gather(rows.view(-1), mine.view(-1))
+        total = rows[0].clone()
+        for row in rows[1:]:
+            total.add_(row)
+        return total
+
+    # Checks
+
+    def check(self) -> None:
+        """Parameters must still be those that the model uses, in the memory of their buckets."""
+        for bucket in self.buckets:
+            for position, p in enumerate(bucket.params):
+                if not bucket.is_in_place(position):
+                    raise RuntimeError(
+                        f"Engine: expected parameter '{bucket.name(position)}' to stay in its flat "
+                        f"buffer, got other memory (dtype={p.dtype}, device={p.device}); call "
+                        "module.to() before fastpar.parallelize"
+                    )
+        for module_ref, attribute, p in self._homes:
+            module = module_ref()
+            if module is not None and module._parameters.get(attribute) is not p:
+                bucket, position = self._place[p]
+                raise RuntimeError(
+                    f"Engine: expected the model to keep its parameter '{bucket.name(position)}', "
+                    "got another object in its place; load with load_state_dict(assign=False), and "
+                    "tie or replace parameters before fastpar.parallelize"
+                )
+        for p, name in self.frozen.items():
+            if p.requires_grad:
+                raise RuntimeError(
+                    f"Engine: expected parameter '{name}' to stay frozen, got requires_grad=True; "
+                    "set requires_grad before fastpar.parallelize"
+                )
+
+    @torch.no_grad()
+    def check_replicas(self) -> None:
+        """Raise unless every rank holds the same bits in every whole parameter. Ranks: all.
+
+        Wire: one broadcast of all parameters, a bucket at a time.
+        """
+        if self.mesh.dp_size == 1:
+            return
+        first = n = len(self.params)
+        with self.gathered():
+            for bucket in self.buckets:
+                theirs = bucket.flat.clone()
+                self.mesh.broadcast_([theirs])
+                for slot, p in zip(bucket.slots, bucket.params):
+                    part = slice(slot.start, slot.stop)
+                    a, b = (x[part].view(torch.uint8) for x in (bucket.flat, theirs))
+                    if self._index[p] < first and not torch.equal(a, b):
+                        first = self._index[p]
+        found = torch.zeros(self.mesh.dp_size, dtype=torch.float64, device=self.mesh.device)
+        found[self.mesh.dp_rank] = n - first
+        everyone = self.all_reduce_scalars(found).tolist()
+        wrong = [(n - int(late), rank) for rank, late in enumerate(everyone) if late]
+        if wrong:
+            i, rank = min(wrong)
+            raise RuntimeError(
+                "Engine.check_replicas: expected the same bits on every rank, got a difference on "
+                f"rank {rank} in parameter '{self.layout.slots[i].spec.names[0]}' after step "
+                f"{self.n_reductions}; something changed it on one rank only"
+            )
+
+    def _note(self, kind: int, index: int) -> None:
+        self._hashes[kind] = (self._hashes[kind] * 1000003 + index + 1) % _HASH
+
+    def _wire_bytes(self, x: Tensor, group: Collectives, both_ways: bool) -> int:
+        part = x.numel() * x.element_size() // group.world_size
+        return part * (group.world_size - 1) * (2 if both_ways else 1)
+
+    @contextlib.contextmanager
+    def _blame(self, action: str, bucket: BucketState) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            if str(error).startswith("Engine:"):
+                raise
+            raise RuntimeError(
+                f"Engine: expected every rank to take part, got an error on rank {self.mesh.rank} "
+                f"while {action} bucket {bucket.spec.index} of step {self.n_reductions} ({error}); "
+                "another rank stopped or skipped a collective: its own message says why"
+            ) from error
+
+
+class _Link:
+    """Link from a parameter to its engine. Copies and pickles of it are empty."""
+
+    def __init__(self, engine: Engine | None = None) -> None:
+        self.engine = engine
+
+    def __deepcopy__(self, memo: dict) -> _Link:
+        return _Link()
+
+    def __reduce__(self) -> tuple:
+        return (_Link, ())
+
+
+class _GradHook:
+    """A hook of a parameter that does not keep the engine alive."""
+
+    _torchdynamo_disable = True
+
+    def __init__(
+        self, engine: Callable[[], Engine | None], method: str, p: nn.Parameter | None = None
+    ) -> None:
+        self.engine, self.method = engine, method
+        self.p = None if p is None else weakref.ref(p)
+
+    def __call__(self, x: Tensor) -> None:
+        engine = self.engine()
+        if engine is not None:
+            getattr(engine, self.method)(x if self.p is None else self.p())
 
 
 def engine_of(model: nn.Module) -> Engine:
@@ -101,398 +702,16 @@ def engine_of_parameter(parameter: Tensor) -> Engine | None:
     return handle.engine if handle is not None else None
 
 
-class _Handle:
-    """Link from a parameter to its engine. Copies and pickles of it are empty."""
+def _inside_backward_of_a_function(frames: int) -> bool:
+    """Whether this hook runs in a backward that an autograd.Function's backward has started.
 
-    def __init__(self, engine: Engine | None = None) -> None:
-        self.engine = engine
-
-    def __deepcopy__(self, memo: dict) -> _Handle:
-        return _Handle()
-
-    def __reduce__(self) -> tuple:
-        return (_Handle, ())
-
-
-class _ExposedTime:
-    """Time in which this rank waits for communication, per step; never blocks the host on a GPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._steps: deque[list] = deque([[]], maxlen=8)
-        self._known: float | None = None
-
-    def start_step(self) -> None:
-        self._steps.append([])
-
-    @contextlib.contextmanager
-    def measure(self) -> Iterator[None]:
-        if self._on_gpu:
-            # Between the two events the compute stream does nothing but wait for the collectives.
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            yield
-            end.record()
-            self._steps[-1].append((start, end))
-        else:
-            begin = time.perf_counter()
-            yield
-            self._steps[-1].append((time.perf_counter() - begin) * 1e3)
-
-    def last_ms(self) -> float | None:
-        """Of the newest step whose waits are over."""
-        for entries in filter(None, reversed(self._steps)):
-            if not self._on_gpu:
-                return sum(entries)
-            if all(end.query() for _, end in entries):
-                self._known = sum(start.elapsed_time(end) for start, end in entries)
-                break
-        return self._known
-
-
-class Engine:
-    """Reduces the gradients of one model; made by parallelize(). See the notes above.
-
-    Reentrant activation checkpoints work but lose the overlap; if no parameter at all lies outside
-    of them, the reduction happens in finish(), which fastpar.AdamW.step() calls.
+    frames: of such functions on the stack that say so; 2 in a function's own backward.
     """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        mesh: Mesh,
-        *,
-        bucket_mb: float,
-        first_bucket_mb: float,
-        grad_dtype: torch.dtype | None,
-        deterministic: bool,
-    ) -> None:
-        for name, p in model.named_parameters():
-            if engine_of_parameter(p) is not None:
-                raise ValueError(
-                    f"parallelize: expected a model without an engine, got parameter '{name}' of "
-                    "an earlier fastpar.parallelize; call it once"
-                )
-        options = f"{bucket_mb=} {first_bucket_mb=} {grad_dtype=} {deterministic=}"
-        mesh.check_same("parallelize", [options, *inventory(model)])
-        self.mesh = mesh
-        self.deterministic = deterministic
-        self.buffers = FlatBuffers(
-            model,
-            device=mesh.device,
-            world_size=mesh.dp_size,
-            bucket_bytes=bucket_mb * 2**20,
-            first_bucket_bytes=first_bucket_mb * 2**20,
-            grad_dtype=grad_dtype,
-        )
-        self.layout = self.buffers.layout
-        for flat in self.buffers.param_buckets:  # a bucket at a time: little extra memory
-            mesh.broadcast_([flat])
-        mesh.broadcast_([*self.buffers.frozen, *model.buffers()])
-        # The mean on the wire where the backend has it: no pass over the gradients for it.
-        average = not deterministic and mesh.dp_size > 1 and mesh.can_average()
-        self._op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
-
-        self._synchronize = True  # False under no_sync()
-        self._exposed = _ExposedTime(mesh.device)
-        self.n_reductions = 0  # since parallelize(); names the step in errors
-        self._reduced = False  # since the last optimizer step
-        self._unreduced = False  # there are sums that only this rank knows
-        self._step_ended = True
-        self._learned = self._reentrant = False
-        self._root = self._task = -1  # graph tasks of autograd: outermost, last seen
-        self._nested_tasks: set[int] = set()
-        self._works: list[tuple[dist.Work, Tensor | None]] = []
-        self._missing: list[tuple[int, int, int]] = []  # (bucket, position in it, parameter)
-        self._reset_launches()
-        me = weakref.ref(self)  # parameters own the engine, not the hooks: no cycle through C++
-        for i, p in enumerate(self.buffers.params):
-            p._fastpar_engine = _Handle(self)  # type: ignore[attr-defined]
-            p.register_post_accumulate_grad_hook(functools.partial(_call_hook, me, i))
-
-    # Backward
-
-    def _on_grad(self, i: int) -> None:
-        """Post-accumulate hook: the gradient of parameter i is final for this graph."""
-        self.buffers.store(i)
-        task = torch._C._current_graph_task_id()
-        if task != self._task:
-            self._enter_backward(task)
-        bucket = self.layout.slots[i].bucket
-        if bucket < self._next:
-            raise RuntimeError(
-                "Engine: expected one gradient per backward for parameter "
-                f"'{self.buffers.name(i)}', got another after bucket {bucket} was sent; "
-                "use checkpoint(..., use_reentrant=False)"
-            )
-        if task in self._nested_tasks:
-            self._reentrant = self._unreduced = True
-            return
-        if i in self._fired:
-            return
-        self._fired.add(i)
-        self._pending[bucket] -= 1
-        if self._synchronize and self._learned and not self._reentrant and self.mesh.dp_size > 1:
-            while self._next < len(self._pending) and not self._pending[self._next]:
-                self._launch(self._next)
-
-    def _enter_backward(self, task: int) -> None:
-        self._task = task
-        if task == self._root or task in self._nested_tasks:
-            return
-        if _inside_backward_of_a_function():
-            self._nested_tasks.add(task)
-            return
-        if self._next:
-            raise RuntimeError(
-                "Engine: expected backward to run to its end, got a new one after an earlier "
-                f"stopped with {self._next} of {len(self._pending)} buckets sent on rank "
-                f"{self.mesh.rank}; the ranks are out of step: restart from a checkpoint"
-            )
-        self._reset_launches()  # an earlier backward may have stopped before it sent anything
-        self._root = task
-        if self._step_ended:
-            self._exposed.start_step()
-            self._step_ended = False
-        torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
-
-    def _on_backward_end(self) -> None:
-        self._root = self._task = -1
-        self._nested_tasks.clear()
-        self._learned = self._unreduced = True
-        if self._synchronize:
-            self._reduce()
-        else:
-            self._reset_launches()
-
-    # Communication
-
-    def _launch(self, index: int) -> None:
-        """Start the collective of one bucket. Buffers live as long as the engine."""
-        flat, used = self.buffers.grad_buckets[index], self.buffers.used[index]
-        used.fill_(1.0)
-        for position, i in enumerate(self.layout.buckets[index].slots):
-            if not self.buffers.collect(i):
-                used[position] = 0.0
-                self._missing.append((index, position, i))
-        group = self.mesh.dp_group
-        with self._blame("starting", index):
-            if self.deterministic:
-                received = torch.empty_like(flat)
-                work = dist.all_to_all_single(received, flat, group=group, async_op=True)
-                self._works.append((work, received))
-            else:
-                work = dist.all_reduce(flat, op=self._op, group=group, async_op=True)
-                self._works.append((work, None))
-        self._next = index + 1
-
-    def _reduce(self) -> None:
-        """Launch what is left, wait for everything: afterwards gradients are means over ranks."""
-        self.buffers.check()
-        if self.mesh.dp_size > 1:
-            for index in range(self._next, len(self._pending)):
-                self._launch(index)
-            with self._exposed.measure():
-                self._wait()
-            for index, position, i in self._missing:
-                if self.buffers.used[index][position].item() > 0:
-                    self.buffers.adopt(i)
-        self._reset_launches()
-        self.n_reductions += 1
-        self._reduced, self._unreduced = True, False
-
-    def _wait(self) -> None:
-        gathers = []
-        for index, (work, received) in enumerate(self._works):
-            with self._blame("waiting for", index):
-                work.wait()
-                if received is not None:
-                    gathers.append(self._sum_in_rank_order(index, received))
-            if received is None and self._op == dist.ReduceOp.SUM:
-                self.buffers.grad_buckets[index].div_(self.mesh.dp_size)
-        for index, work in enumerate(gathers):
-            with self._blame("waiting for", index):
-                work.wait()
-
-    def _sum_in_rank_order(self, index: int, received: Tensor) -> dist.Work:
-        """received[r] is rank r's version of my shard: ((r0 + r1) + r2) + ..., then all-gather."""
-        parts = received.view(self.mesh.dp_size, -1)
-        half = received.dtype in (torch.bfloat16, torch.float16)
-        total = parts[0].float() if half else parts[0]
-        for part in parts[1:]:
-            total.add_(part)
-        bucket = self.layout.buckets[index]
-        start, stop = (x - bucket.start for x in bucket.shard(self.mesh.dp_rank))
-        flat = self.buffers.grad_buckets[index]
-        flat[start:stop].copy_(total.div_(self.mesh.dp_size))
-        return all_gather(flat, flat[start:stop], group=self.mesh.dp_group, async_op=True)
-
-    def _reset_launches(self) -> None:
-        self._next = 0  # buckets below it are launched
-        self._pending = [len(b.slots) for b in self.layout.buckets]
-        self._fired: set[int] = set()
-        self._works.clear()
-        self._missing.clear()
-
-    @contextlib.contextmanager
-    def _blame(self, action: str, index: int) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"Engine: expected every rank to take part, got an error on rank {self.mesh.rank} "
-                f"while {action} bucket {index} of step {self.n_reductions} ({error}); another "
-                "rank stopped or skipped a collective: its own message says why"
-            ) from error
-
-    # Public
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backward passes inside add up locally and do not communicate."""
-        before, self._synchronize = self._synchronize, False
-        try:
-            yield
-        finally:
-            self._synchronize = before
-
-    def finish(self) -> None:
-        """Reduce gradients that only this rank knows (after no_sync); else nothing. Ranks: all."""
-        if self._unreduced:
-            self._reduce()
-
-    def before_step(self) -> None:
-        """finish(), and take part in the others' reduction if this rank had no backward at all."""
-        if self._unreduced or not self._reduced:
-            self._reduce()
-
-    def after_step(self) -> None:
-        """The optimizer has used the gradients: the next backward begins a new step."""
-        self._reduced = False
-        self._step_ended = True
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's, for main gradients too. By default no memory is written."""
-        self.buffers.zero_grad(set_to_none)
-        self._unreduced = False
-
-    def grad_of(self, p: Tensor) -> Tensor | None:
-        """The gradient of one parameter: p.grad, or p.main_grad where it is valid."""
-        return self.buffers.grad_of(p)
-
-    def grads(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """(parameter, reduced gradient) in registration order, for parameters that have one."""
-        self.finish()
-        slots = self.layout.slots
-        order = sorted(range(len(slots)), key=lambda i: slots[i].registered)
-        params = [self.buffers.params[i] for i in order]
-        return [(p, grad) for p in params if (grad := self.grad_of(p)) is not None]
-
-    @property
-    def exposed_comm_ms(self) -> float | None:
-        """Time of the last step in which this rank waited for communication.
-
-        From the first backward after an optimizer step on: waits for buckets, and
-        all_reduce_scalars(). On a GPU it is measured by events on the compute stream, and is the
-        newest known step's. None until one is known.
-        """
-        return 0.0 if self.mesh.dp_size == 1 else self._exposed.last_ms()
-
-    def all_reduce_scalars(self, values: Tensor) -> Tensor:
-        """Sum a small vector over the ranks: the one control all-reduce of a step.
-
-        Args:
-            values: fp32 or fp64, on mesh.device; loss, token count, flags.
-        Returns:
-            A new tensor, the same bits on every rank.
-        Ranks: all, in the same order relative to backward passes.
-        """
-        if values.dtype not in (torch.float32, torch.float64):
-            raise ValueError(
-                f"all_reduce_scalars: expected fp32 or fp64, got dtype={values.dtype}; "
-                "pack the values with torch.tensor([...], dtype=torch.float64)"
-            )
-        total = values.detach().clone()
-        if self.mesh.dp_size == 1:
-            return total
-        with self._exposed.measure():
-            try:
-                if self.deterministic:
-                    parts = total.new_empty((self.mesh.dp_size, *total.shape))
-                    all_gather(parts.view(-1), total.view(-1), group=self.mesh.dp_group)
-                    total = functools.reduce(torch.add, parts)
-                else:
-                    dist.all_reduce(total, group=self.mesh.dp_group)
-            except RuntimeError as error:
-                raise RuntimeError(
-                    f"Engine.all_reduce_scalars: expected every rank to take part, got an error on "
-                    f"rank {self.mesh.rank} in step {self.n_reductions} ({error}); another rank "
-                    "stopped or skipped a collective: its own message says why"
-                ) from error
-        return total
-
-    @torch.no_grad()
-    def check_replicas(self) -> None:
-        """Raise unless every rank holds the same bits in every parameter. Ranks: all.
-
-        Wire: one broadcast of all parameters, a bucket at a time.
-        """
-        if self.mesh.dp_size == 1:
-            return
-        first = n = len(self.layout.slots)
-        for bucket, mine in zip(self.layout.buckets, self.buffers.param_buckets):
-            theirs = mine.clone()
-            self.mesh.broadcast_([theirs])
-            for i in bucket.slots:
-                slot = self.layout.slots[i]
-                part = slice(slot.start - bucket.start, slot.stop - bucket.start)
-                a, b = (x[part].view(torch.uint8) for x in (mine, theirs))
-                if i < first and not torch.equal(a, b):
-                    first = i
-        found = torch.tensor([first], device=self.mesh.device)
-        everyone = found.new_empty(self.mesh.dp_size)
-        all_gather(everyone, found, group=self.mesh.dp_group)
-        wrong = [(i, rank) for rank, i in enumerate(everyone.tolist()) if i < n]
-        if wrong:
-            i, rank = min(wrong)
-            raise RuntimeError(
-                "Engine.check_replicas: expected the same bits on every rank, got a difference on "
-                f"rank {rank} in parameter '{self.buffers.name(i)}' after step "
-                f"{self.n_reductions}; something changed it on one rank only"
-            )
-
-    def describe(self) -> str:
-        """Buckets in launch order, with what they hold and what they send."""
-        world_size = self.mesh.dp_size
-        sizes = [flat.numel() * flat.element_size() for flat in self.buffers.grad_buckets]
-        how = "all-to-all + rank-order sum + all-gather" if self.deterministic else "all-reduce"
-        parameters = sum(slot.spec.numel for slot in self.layout.slots)
-        wire = 2 * (world_size - 1) / world_size * sum(sizes)
-        lines = [
-            f"engine: stage 0, dp={world_size}, {how if world_size > 1 else 'no communication'}, "
-            f"{parameters:,} trained parameters, {len(sizes)} buckets, "
-            f"{wire / 2**20:.1f} MiB on the wire per rank and step",
-            "bucket  dtype     params      MiB  parameters",
-        ]
-        for bucket, size, flat in zip(self.layout.buckets, sizes, self.buffers.grad_buckets):
-            names = [self.buffers.name(bucket.slots[0]), self.buffers.name(bucket.slots[-1])]
-            lines.append(
-                f"{bucket.index:6d}  {str(flat.dtype).removeprefix('torch.'):8s}  "
-                f"{len(bucket.slots):6d}  {size / 2**20:7.2f}  {' .. '.join(dict.fromkeys(names))}"
-            )
-        return "\n".join(lines)
-
-
-def _call_hook(engine_ref: weakref.ref[Engine], i: int, p: nn.Parameter) -> None:
-    engine = engine_ref()
-    if engine is not None:
-        engine._on_grad(i)
-
-
-def _inside_backward_of_a_function() -> bool:
-    """Whether this hook runs in a backward that an autograd.Function's backward has started."""
     code = torch.autograd.function.BackwardCFunction.apply.__code__
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not code:
+    while frame is not None and frames:
+        frames -= frame.f_code is code
         frame = frame.f_back
-    return frame is not None
+    return frames == 0
+
+

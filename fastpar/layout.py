@@ -1,15 +1,21 @@
-"""Where each parameter lives: offsets, padding and buckets of the flat buffers. Arithmetic only.
+"""Where each parameter lives: buckets, offsets, padding and shards. Arithmetic only.
 
 Parameters lie in reverse registration order, which is about the order in which backward finishes
-their gradients. There is one flat buffer per dtype; a parameter has the same offset in the
-parameter buffer and in the gradient buffer.
+their gradients. A bucket is the unit of one collective; it has a dtype, and a parameter has the
+same place in the parameters and in the gradients of its bucket.
 
-    bucket = | param | pad | param | pad | ... | used | pad to world_size * ALIGN |
-                 starts are multiples of ALIGN     one element per parameter
+    bucket = | param | pad | param | pad | ... | used | pad to n_shards * ALIGN |
+                 starts are multiples of ALIGN     stage 0: one element per parameter
+
+The end of a bucket is padded so that it splits into n_shards equal slices that start at multiples
+of ALIGN: rank r owns slice r. Nothing depends on whether sizes are divisible. A parameter lies in
+one bucket, so what a rank owns of it is one range of its elements (piece), maybe empty.
+
+Up to stage 2 buckets are cut by size. At stage 3 a bucket holds the parameters of one unit, the
+modules whose parameters are gathered and freed together.
 
 `used` carries, in the same collective as the gradients, which parameters took part in a step on any
-rank. The end of a bucket is padded so that it splits into world_size equal slices that start at
-multiples of ALIGN: rank r owns slice r. Nothing depends on whether sizes are divisible.
+rank; sharded stages tell it in the control exchange, because one rank would own the slice.
 """
 
 from __future__ import annotations
@@ -21,7 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-ALIGN = 64  # elements; 128 bytes in bf16: vector loads, and AdamW's bits do not depend on the cut
+ALIGN = 256  # elements: vector loads, AdamW's bits, and blocks of 8-bit moments do not see cuts
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,7 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of one parameter: elements [start, stop) of the flat buffer of its dtype."""
+    """The place of one parameter: elements [start, stop) of its bucket."""
 
     spec: ParamSpec
     registered: int  # position in registration order
@@ -53,24 +59,23 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """The unit of one collective: elements [start, stop) of the flat buffer of its dtype."""
+    """The unit of one collective."""
 
     index: int  # launch order
     dtype: torch.dtype
     slots: tuple[int, ...]  # indices into Layout.slots
-    start: int
-    used_start: int  # one element per slot from here, see the top of the file
-    stop: int
-    world_size: int
+    used_start: int  # one element per slot from here if there are flags, see the top of the file
+    numel: int
+    n_shards: int
+    unit: int  # -1 up to stage 2
 
     @property
-    def numel(self) -> int:
-        return self.stop - self.start
+    def shard_numel(self) -> int:
+        return self.numel // self.n_shards
 
     def shard(self, rank: int) -> tuple[int, int]:
         """Elements [start, stop) that rank owns."""
-        size = self.numel // self.world_size
-        return self.start + rank * size, self.start + (rank + 1) * size
+        return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
 
 @dataclass(frozen=True)
@@ -79,35 +84,46 @@ class Layout:
 
     slots: tuple[Slot, ...]
     buckets: tuple[Bucket, ...]
-    buffer_numel: dict[torch.dtype, int]
-    world_size: int
+    n_shards: int
+
+    def piece(self, slot: int, rank: int) -> tuple[int, int]:
+        """Elements [start, stop) of a flattened parameter that rank owns; start == stop: none."""
+        place = self.slots[slot]
+        start, stop = self.buckets[place.bucket].shard(rank)
+        first = min(max(start - place.start, 0), place.spec.numel)
+        return first, max(first, min(stop - place.start, place.spec.numel))
 
 
 def build_layout(
     specs: Sequence[ParamSpec],
     *,
-    world_size: int = 1,
+    n_shards: int = 1,
     bucket_bytes: float = 25 * 2**20,
     first_bucket_bytes: float = 2**20,
     grad_dtype: torch.dtype | None = None,
+    unit_of: Sequence[int] | None = None,
+    flags: bool = True,
 ) -> Layout:
-    """Place parameters, given in registration order, into buckets of at most bucket_bytes.
+    """Place parameters, given in registration order, into buckets.
 
-    A bucket is closed before it would exceed its cap (in bytes of gradient); a parameter above the
-    cap has a bucket of its own. The first bucket of each dtype has its own cap: small, so that
-    communication starts early. Buckets are numbered by their last parameter, the one that makes
-    them ready.
+    Without units a bucket is closed before it would exceed its cap (in bytes of gradient); a
+    parameter above the cap has a bucket of its own. The first bucket of each dtype has its own cap:
+    small, so that communication starts early. With units each has one bucket per dtype, whatever
+    its size. Buckets are numbered by their last parameter, the one that makes them ready.
 
     Args:
         specs: each parameter once, tied ones with all their names.
-        grad_dtype: of the gradient buffer; None is each parameter's own.
+        n_shards: ranks that share one copy.
+        grad_dtype: of the gradients; None is each parameter's own.
+        unit_of: the unit of each parameter.
+        flags: whether `used` has room, see the top of the file.
     Raises:
-        ValueError: world_size below 1; a cap that is not above 0.
+        ValueError: n_shards below 1; a cap that is not above 0.
     """
-    if world_size < 1:
+    if n_shards < 1:
         raise ValueError(
-            f"build_layout: expected world_size >= 1, got world_size={world_size}; "
-            "pass the number of data-parallel ranks"
+            f"build_layout: expected n_shards >= 1, got n_shards={n_shards}; "
+            "pass the number of ranks that share one copy"
         )
     caps = {"bucket_bytes": bucket_bytes, "first_bucket_bytes": first_bucket_bytes}
     for name, value in caps.items():
@@ -116,37 +132,47 @@ def build_layout(
                 f"build_layout: expected {name} > 0, got {name}={value}; "
                 "use a large value for one bucket"
             )
-    closed: list[tuple[torch.dtype, list[int]]] = []
-    for dtype in dict.fromkeys(spec.dtype for spec in specs):
+    units = [-1] * len(specs) if unit_of is None else unit_of
+    closed: list[tuple[torch.dtype, int, list[int]]] = []
+    kinds = dict.fromkeys((spec.dtype, unit) for spec, unit in zip(specs, units))
+    for dtype, unit in kinds:
         itemsize = (grad_dtype or dtype).itemsize
         group: list[int] = []
-        cap, size = first_bucket_bytes, 0
+        cap = math.inf if unit_of is not None else first_bucket_bytes
+        size = 0
         for i in reversed(range(len(specs))):
-            if specs[i].dtype != dtype:
+            if specs[i].dtype != dtype or units[i] != unit:
                 continue
             n_bytes = _round_up(specs[i].numel, ALIGN) * itemsize
             if group and size + n_bytes > cap:
-                closed.append((dtype, group))
+                closed.append((dtype, unit, group))
                 group, cap, size = [], bucket_bytes, 0
             group.append(i)
             size += n_bytes
-        closed.append((dtype, group))
-    closed.sort(key=lambda entry: -entry[1][-1])
+        closed.append((dtype, unit, group))
+    closed.sort(key=lambda entry: -entry[2][-1])
 
     slots: list[Slot] = []
     buckets: list[Bucket] = []
-    filled: dict[torch.dtype, int] = {}
-    for index, (dtype, group) in enumerate(closed):
-        start = offset = filled.get(dtype, 0)
-        first_slot = len(slots)
+    for index, (dtype, unit, group) in enumerate(closed):
+        first_slot, offset = len(slots), 0
         for i in group:
             slots.append(Slot(specs[i], i, index, offset))
             offset = _round_up(offset + specs[i].numel, ALIGN)
-        stop = start + _round_up(offset + len(group) - start, world_size * ALIGN)
+        numel = _round_up(offset + (len(group) if flags else 0), n_shards * ALIGN)
         indices = tuple(range(first_slot, len(slots)))
-        buckets.append(Bucket(index, dtype, indices, start, offset, stop, world_size))
-        filled[dtype] = stop
-    return Layout(tuple(slots), tuple(buckets), filled, world_size)
+        buckets.append(Bucket(index, dtype, indices, offset, numel, n_shards, unit))
+    return Layout(tuple(slots), tuple(buckets), n_shards)
+
+
+def default_bucket_mb(n_ranks: int, transport: str) -> float:
+    """The cap of a bucket that hides a collective's latency without a long tail.
+
+    Latency grows with the ranks, the last bucket is exposed whole: on slow links small ones win
+    (gloo over 1 Gbit/s: 5 to 8 MiB), on fast ones latency is most of a small one.
+    """
+    base = {"gloo": 8.0, "shm": 16.0}.get(transport, 25.0)
+    return base * max(1.0, n_ranks / 8)
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:

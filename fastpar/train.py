@@ -41,7 +41,8 @@ from fastpar.checkpoint import (
 )
 from fastpar.config import GPTConfig, TrainConfig, check_storage, derive_batch, parse_seconds
 from fastpar.data import TextData, eval_batches, load_data, sample_batch
-from fastpar.engine import engine_of, parallelize
+from fastpar.engine import engine_of
+from fastpar.parallel import parallelize
 from fastpar.hf import load_hf
 from fastpar.kernels import keep_freed_memory, make_key
 from fastpar.launch import SIGNALS, catching_stop, threads_per_rank

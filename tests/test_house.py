@@ -15,7 +15,8 @@ TOP_LEVEL = {
 }  # fmt: skip
 # Import direction inside fastpar/: a module may import only those that stand before it.
 ORDER = [
-    "_version", "config", "mesh", "collectives", "shm", "transport", "layout", "buffers", "engine",
+    "_version", "config", "mesh", "collectives", "shm", "transport", "layout", "buffers", "units", "control", "step_report",
+    "engine", "parallel",
     "optim_base", "optim_checks", "optim_state", "optim", "adafactor", "loss_scale", "schedule",
     "recompute", "model", "hf", "modules", "patched", "patching", "tokenizer", "sources",
     "token_cache", "data", "checkpoint", "metrics", "testing", "sample", "run_folder", "launch",

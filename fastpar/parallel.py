@@ -1,0 +1,430 @@
+"""fastpar.parallelize: makes the ranks of a mesh train one model together."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fastpar.buffers import DTYPES, BucketState
+from fastpar.collectives import Collectives
+from fastpar.engine import Engine, Groups, Settings, engine_of_parameter
+from fastpar.layout import ParamSpec, build_layout, default_bucket_mb, inventory, parameter_names
+from fastpar.mesh import Mesh
+from fastpar.transport import make_collectives
+from fastpar.units import Gathers, find_units, unit_of_parameters
+
+Materialize = Callable[[str, Tensor], None]
+Factory = Callable[[Any, str], Collectives]
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: Mesh,
+    *,
+    zero_stage: int = 0,
+    shard_size: int | None = None,
+    bucket_mb: float | None = None,
+    first_bucket_mb: float = 1.0,
+    grad_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    accumulate: str = "shard",
+    grad_accum_steps: int = 1,
+    units: Sequence[nn.Module] | type | tuple[type, ...] | None = None,
+    prefetch: int = 1,
+    deterministic: bool = False,
+    transport: str = "auto",
+    materialize: Materialize | None = None,
+    debug: Any = None,
+    collectives: Factory | None = None,
+) -> nn.Module:
+    """Make the ranks of mesh train model together; an ordinary training loop stays as it was.
+
+    Gradients are the mean over the ranks (the convention of torch's DDP). At stage 0 they are in
+    p.grad after backward(), or in p.main_grad where grad_dtype differs from the parameter's. At
+    stages 1 to 3 each rank has a part of them, which fastpar.AdamW finds; p.grad then reads as nan.
+    Several backward() calls before a step add up as in one process.
+
+    Between a step and the next forward, at stage 3 always outside of forward and backward,
+    parameters of stages 1 to 3 read as nan: engine_of(model).gathered() makes them whole.
+    state_dict() and load_state_dict() do so themselves, and are called by all ranks.
+
+    Args:
+        model: on mesh.device (or on the meta device, see materialize); its parameters become views
+            of flat buckets, with the values of rank 0. Buffers and frozen parameters are copied
+            from rank 0 too, once; frozen parameters stay whole on every rank.
+        zero_stage: 0 shares nothing; 1 the optimizer's state; 2 also gradients; 3 also parameters.
+        shard_size: ranks that share one copy, a divisor of dp; None: all. Neighbours share.
+        bucket_mb: cap of the gradients that one collective sends, in MiB; None: by the number of
+            ranks and the transport. At stage 3 a bucket is a unit.
+        first_bucket_mb: cap of the first bucket; units below it are merged with their neighbours.
+        grad_dtype: in which gradients are kept and added up, e.g. torch.float32 under bf16
+            parameters; None: the parameter's own.
+        reduce_dtype: of gradients on the wire; None: grad_dtype. Sums are fp32 (fp64 of fp64).
+        accumulate: "shard" reduces every backward into the shard; "full" keeps whole gradients
+            until backward number grad_accum_steps since the last step, or step() if fewer come.
+        units: modules, or their types, whose parameters are gathered together; None: the elements
+            of ModuleLists and Sequentials.
+        prefetch: units gathered ahead of use.
+        deterministic: sums over ranks and micro-batches in a fixed tree, so that the same bits come
+            out at every stage and for any split of equal micro-batches into ranks and accumulation
+            (sizes that are powers of two); costs a copy of the gradients at stages 0 and 1.
+        transport: "auto" (shared memory between CPU ranks of one host, otherwise gloo or NCCL),
+            "shm" or "torch".
+        materialize: fills one tensor, given its name, of a model on the meta device; parameters
+            and buffers are then made bucket by bucket, so that no rank holds more than its part.
+        debug: a fastpar.debug.Debug.
+        collectives: makes the collectives of (process group, role) instead of the transport.
+    Returns:
+        The same module (of a model on the meta device, with new parameters).
+    Ranks: all, with the same model and arguments.
+    Wire: per step and rank, P bytes of gradients and of parameters: 2 * (dp - 1) / dp * P at stages
+        0 to 2, 3 * at stage 3; see engine_of(model).describe().
+    Streams: collectives run beside the compute stream, which waits for them where it needs them;
+        the host does not wait (except for gloo, and where a parameter was unused).
+    Raises:
+        ValueError: a stage outside 0..3; no trainable parameter; a dtype, device or sharing of
+            memory that buckets cannot hold; parallelized twice; models that differ between ranks.
+    Source: Rajbhandari et al. 2020, arXiv 1910.02054
+    """
+    dp = mesh.dp_size
+    _check_arguments(
+        model,
+        dp,
+        zero_stage=zero_stage,
+        shard_size=shard_size,
+        grad_dtype=grad_dtype,
+        reduce_dtype=reduce_dtype,
+        accumulate=accumulate,
+        grad_accum_steps=grad_accum_steps,
+        prefetch=prefetch,
+    )
+    named = parameter_names(model)
+    _check_parameters(named, mesh.device, materialize is not None)
+    options = (
+        f"{zero_stage=} {shard_size=} {bucket_mb=} {first_bucket_mb=} {grad_dtype=} {reduce_dtype=}"
+        f" {accumulate=} {grad_accum_steps=} {prefetch=} {deterministic=} {transport=}"
+    )
+    mesh.check_same("parallelize", [options, *inventory(model)])
+    n_shards = 1 if zero_stage == 0 or dp == 1 else shard_size or dp
+    stage = zero_stage if n_shards > 1 else 0
+    groups = _make_groups(mesh, stage, n_shards, transport, collectives)
+    if bucket_mb is None:
+        bucket_mb = default_bucket_mb(dp, groups.reduce.transport if groups.reduce else "none")
+    settings = Settings(
+        stage,
+        n_shards,
+        bucket_mb,
+        first_bucket_mb,
+        grad_dtype,
+        reduce_dtype,
+        accumulate,
+        grad_accum_steps,
+        prefetch,
+        deterministic,
+    )
+    _check_deterministic(settings, named)
+    if materialize is not None:
+        _materialize_shells(model, mesh.device)
+        named = parameter_names(model)
+    engine = _build(model, mesh, settings, groups, named, units, materialize, debug)
+    if stage:
+        _guard_state_dicts(model, engine)
+    return model
+
+
+def _build(
+    model: nn.Module,
+    mesh: Mesh,
+    settings: Settings,
+    groups: Groups,
+    named: dict[nn.Parameter, tuple[str, ...]],
+    units: Any,
+    materialize: Materialize | None,
+    debug: Any,
+) -> Engine:
+    stage, mib = settings.zero_stage, 2**20
+    modules = find_units(model, units, merge_bytes=settings.first_bucket_mb * mib)
+    unit_of = unit_of_parameters(modules)
+    trained = [p for p in named if p.requires_grad]
+    layout = build_layout(
+        [ParamSpec(named[p], tuple(p.shape), p.dtype) for p in trained],
+        n_shards=settings.n_shards,
+        bucket_bytes=settings.bucket_mb * mib,
+        first_bucket_bytes=settings.first_bucket_mb * mib,
+        grad_dtype=settings.grad_dtype,
+        unit_of=[unit_of[p] for p in trained] if stage == 3 else None,
+        flags=stage == 0,
+    )
+    homes = [
+        (weakref.ref(module), attribute, p)
+        for module in model.modules()
+        for attribute, p in module._parameters.items()
+        if p is not None and p.requires_grad
+    ]
+    buckets = []
+    for spec in layout.buckets:  # one after another: little extra memory
+        params = [trained[layout.slots[i].registered] for i in spec.slots]
+        bucket = BucketState(
+            layout,
+            spec,
+            params,
+            stage=stage,
+            rank=mesh.dp_rank % settings.n_shards,
+            device=mesh.device,
+            grad_dtype=settings.grad_dtype,
+            deterministic=settings.deterministic,
+            reduce=groups.reduce,
+            gather=groups.gather,
+            poison=debug is not None and debug.poison,
+        )
+        for view, p in zip(bucket.views, params):
+            if materialize is not None:
+                materialize(named[p][0], view)
+            else:
+                view.copy_(p.detach())
+        mesh.broadcast_([bucket.flat])
+        bucket.attach()
+        if stage == 3:
+            bucket.make_stale()
+        buckets.append(bucket)
+    frozen = {p: names[0] for p, names in named.items() if not p.requires_grad}
+    if materialize is not None:
+        for tensor, name in [*frozen.items(), *((b, n) for n, b in model.named_buffers())]:
+            materialize(name, tensor.data)
+    mesh.broadcast_([*frozen, *model.buffers()])
+    engine = Engine(mesh, settings, groups, layout, buckets, frozen, homes, debug)
+    if stage:
+        of_units = [
+            [b for b in buckets if any(unit_of[p] == index for p in b.params)]
+            for index in range(len(modules))
+        ]
+        engine.gathers = Gathers(
+            modules,
+            of_units,
+            stage=stage,
+            prefetch=settings.prefetch,
+            engine=engine,
+        )
+    return engine
+
+
+def _make_groups(
+    mesh: Mesh, stage: int, n_shards: int, transport: str, factory: Factory | None
+) -> Groups:
+    """The collectives of each role; gather and reduce never queue behind each other."""
+    if mesh.dp_size == 1:
+        return Groups(None, None, None, None)
+
+    def make(group: Any, role: str, kind: str = transport) -> Collectives:
+        if factory is not None:
+            return factory(group, role)
+        return make_collectives(group, device=mesh.device, transport=kind)
+
+    whole = make(mesh.dp_group, "reduce")
+    if stage == 0:
+        return Groups(whole, None, None, whole)
+    kind = "shm" if whole.transport == "shm" else transport
+    new = factory is None and whole.transport != "shm"  # shared memory needs a group to meet only
+    if n_shards == mesh.dp_size:
+        group = _new_groups(mesh, n_shards, 1)[0] if new else mesh.dp_group
+        return Groups(whole, make(group, "gather", kind), None, whole)
+    shard = _new_groups(mesh, n_shards, 1)[0]
+    gather = _new_groups(mesh, n_shards, 1)[0] if new else shard
+    replicate = _new_groups(mesh, n_shards, n_shards)[1]
+    return Groups(
+        make(shard, "reduce", kind),
+        make(gather, "gather", kind),
+        make(replicate, "replicate", kind),
+        whole,
+    )
+
+
+def _new_groups(mesh: Mesh, n_shards: int, stride: int) -> tuple[Any, Any]:
+    """(group of this rank's neighbours, group of the ranks with its shard); one of them if asked."""
+    ranks = dist.get_process_group_ranks(mesh.dp_group or dist.group.WORLD)
+    mine: list[Any] = [None, None]
+    if stride == 1:
+        sets = [(0, ranks[i : i + n_shards]) for i in range(0, len(ranks), n_shards)]
+    else:
+        sets = [(1, ranks[i::stride]) for i in range(stride)]
+    for kind, members in sets:
+        group = dist.new_group(members)  # every rank makes all of them
+        if ranks[mesh.dp_rank] in members:
+            mine[kind] = group
+    return mine[0], mine[1]
+
+
+def _check_arguments(
+    model: nn.Module,
+    dp: int,
+    *,
+    zero_stage: int,
+    shard_size: int | None,
+    grad_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
+    accumulate: str,
+    grad_accum_steps: int,
+    prefetch: int,
+) -> None:
+    for name, p in model.named_parameters():
+        if engine_of_parameter(p) is not None:
+            raise ValueError(
+                f"parallelize: expected a model without an engine, got parameter '{name}' of "
+                "an earlier fastpar.parallelize; call it once"
+            )
+    if isinstance(zero_stage, bool) or zero_stage not in (0, 1, 2, 3):
+        raise ValueError(
+            f"parallelize: expected zero_stage 0, 1, 2 or 3, got zero_stage={zero_stage!r}; "
+            "0 shares nothing, 3 everything"
+        )
+    if shard_size is not None and (
+        isinstance(shard_size, bool)
+        or not isinstance(shard_size, int)
+        or shard_size < 1
+        or dp % shard_size
+    ):
+        raise ValueError(
+            f"parallelize: expected shard_size to divide dp={dp}, got shard_size={shard_size}; "
+            "leave it out to share one copy among all ranks"
+        )
+    for name, value in (("grad_dtype", grad_dtype), ("reduce_dtype", reduce_dtype)):
+        if value not in (None, *DTYPES):
+            raise ValueError(
+                f"parallelize: expected a floating-point {name}, got {name}={value}; "
+                "use torch.float32 or None"
+            )
+    if accumulate not in ("shard", "full"):
+        raise ValueError(
+            f"parallelize: expected accumulate 'shard' or 'full', got accumulate={accumulate!r}; "
+            "'shard' reduces every backward, 'full' the last one"
+        )
+    for name, count, least in (
+        ("grad_accum_steps", grad_accum_steps, 1),
+        ("prefetch", prefetch, 0),
+    ):
+        if isinstance(count, bool) or not isinstance(count, int) or count < least:
+            raise ValueError(
+                f"parallelize: expected an integer {name} >= {least}, got {name}={count!r}; "
+                f"{least} is the least"
+            )
+
+
+def _check_deterministic(
+    settings: Settings, named: dict[nn.Parameter, tuple[str, ...]]
+) -> None:
+    """Sums that are rounded to 16 bits on the way depend on how they are split."""
+    if not settings.deterministic:
+        return
+    for p, names in named.items():
+        kept = settings.grad_dtype or p.dtype
+        wire = settings.reduce_dtype or kept
+        if p.requires_grad and (kept.itemsize < 4 or wire.itemsize < kept.itemsize):
+            raise ValueError(
+                "parallelize: expected gradients kept and sent in fp32 with deterministic=True, "
+                f"got grad_dtype={kept}, reduce_dtype={wire} for '{names[0]}'; pass "
+                "grad_dtype=torch.float32 and leave reduce_dtype out"
+            )
+
+
+def _check_parameters(
+    named: dict[nn.Parameter, tuple[str, ...]], device: torch.device, meta: bool
+) -> None:
+    """What buckets cannot hold is refused before anything is changed."""
+    if not any(p.requires_grad for p in named):
+        raise ValueError(
+            f"parallelize: expected a model with parameters to train, got {len(named)} parameters "
+            "and none with requires_grad; pass the whole model and unfreeze what is to be trained"
+        )
+    expected = torch.device("meta") if meta else device
+    memory: dict[int, str] = {}
+    for p, names in named.items():
+        if p.device.type == "meta" and not meta:
+            raise ValueError(
+                f"parallelize: expected parameters with values, got device=meta for '{names[0]}'; "
+                "pass materialize=, which fills them"
+            )
+        if p.device != expected:
+            raise ValueError(
+                f"parallelize: expected every parameter on {'' if meta else 'mesh.device='}"
+                f"{expected}, got device={p.device} for '{names[0]}'; "
+                + ("build the model on the meta device" if meta else "call model.to(mesh.device)")
+                + " first"
+            )
+        if not p.requires_grad:
+            continue
+        if p.dtype not in DTYPES:
+            raise ValueError(
+                f"parallelize: expected fp32, bf16, fp16 or fp64 parameters, got dtype={p.dtype} "
+                f"for '{names[0]}'; convert it, or set requires_grad=False"
+            )
+        other = memory.setdefault(p.data_ptr(), names[0]) if p.numel() and not meta else names[0]
+        if other != names[0]:
+            raise ValueError(
+                f"parallelize: expected tied weights to be one Parameter, got '{other}' and "
+                f"'{names[0]}' sharing memory; assign the Parameter itself, not its data"
+            )
+
+
+def _materialize_shells(model: nn.Module, device: torch.device) -> None:
+    """Parameters of the meta device -> parameters on device, trained ones without memory yet."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is None:
+                continue
+            if p not in made:
+                shape = torch.empty((), dtype=p.dtype, device=device).expand(p.shape)
+                data = shape if p.requires_grad else torch.empty_like(p, device=device)
+                made[p] = nn.Parameter(data, requires_grad=p.requires_grad)
+            module._parameters[name] = made[p]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+
+
+def _guard_state_dicts(model: nn.Module, engine: Engine) -> None:
+    """state_dict() and load_state_dict() see whole parameters."""
+    guard = _StateDicts(weakref.ref(engine))
+    model.register_state_dict_pre_hook(guard.enter)
+    model._register_state_dict_hook(guard.copy)
+    model.register_load_state_dict_pre_hook(guard.enter)
+    model.register_load_state_dict_post_hook(guard.leave)
+
+
+class _StateDicts:
+    """Holds gathered() open between two hooks. Copies and pickles of it do nothing."""
+
+    def __init__(self, engine: Callable[[], Engine | None] = lambda: None) -> None:
+        self._engine = engine
+        self._open: contextlib.ExitStack | None = None
+
+    def __deepcopy__(self, memo: dict) -> _StateDicts:
+        return _StateDicts()
+
+    def __reduce__(self) -> tuple:
+        return (_StateDicts, ())
+
+    def enter(self, *args: Any, **kwargs: Any) -> None:
+        engine = self._engine()
+        if engine is not None:
+            self._open = contextlib.ExitStack()
+            self._open.enter_context(engine.gathered())
+
+    def copy(self, module: nn.Module, state: dict, prefix: str, metadata: Any) -> None:
+        if self._open is not None:
+            for name, p in module.named_parameters(remove_duplicate=False):
+                value = state.get(prefix + name)
+                if value is not None and value.data_ptr() == p.data_ptr():
+                    state[prefix + name] = value.clone()
+        self.leave()
+
+    def leave(self, *args: Any) -> None:
+        if self._open is not None:
+            self._open.close()
+            self._open = None

@@ -1,0 +1,347 @@
+"""Which modules are gathered together, and when: forward hooks, backward gates, prefetch.
+
+A unit is a block of the model: an element of a ModuleList or Sequential. Parameters outside of all
+blocks, and those that several blocks share, belong to the root unit, which is needed from the
+beginning of a forward to the end of its backward.
+
+[Note: order of gathers]
+Every rank must launch the same gathers in the same order, or one rank's block is filled with the
+values of another. The first pass of a kind (forward, forward without gradients, backward) records
+its order; later passes launch in this order, `prefetch` units ahead of use. A rank that skips a
+unit launches its gather all the same when it comes to a later one, or at the end of the pass, for
+the others' sake. At stages 1 and 2 all gathers follow a step, in the order of the modules. What is
+launched goes into a hash, which the control exchange compares.
+
+[Note: when a unit is freed]
+Stage 3: after its forward, except the last one's, which backward needs next; in backward when all
+of its parameters have their gradients. Hooks in a recomputation (activation checkpointing) gather
+but do not free: the backward of the unit is about to begin. The gate, an identity on the outputs of
+a unit, is what tells that its backward begins.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from fastpar.buffers import BucketState
+
+if TYPE_CHECKING:
+    from fastpar.engine import Engine
+
+ROOT = 0  # index of the root unit
+
+
+def find_units(
+    model: nn.Module,
+    units: Sequence[nn.Module] | type | tuple[type, ...] | None,
+    *,
+    merge_bytes: float,
+) -> list[list[nn.Module]]:
+    """The modules of each unit in registration order; the first is the root's.
+
+    Neighbours are merged into one unit while their parameters fit into merge_bytes.
+
+    Raises:
+        ValueError: a module that is not in the model, or inside another unit.
+    """
+    if units is None:
+        candidates = _elements(model)
+    elif isinstance(units, type | tuple):
+        candidates = [m for m in model.modules() if isinstance(m, units) and m is not model]
+    else:
+        candidates = list(units)
+    inside = {id(m): i for i, m in enumerate(model.modules())}
+    owner: dict[int, nn.Module] = {}
+    for module in candidates:
+        if id(module) not in inside or module is model:
+            raise ValueError(
+                f"parallelize: expected units inside the model, got units with a "
+                f"{type(module).__name__} that is not; pass modules of model.modules()"
+            )
+        for part in module.modules():
+            if owner.setdefault(id(part), module) is not module:
+                raise ValueError(
+                    "parallelize: expected units beside each other, got units with a "
+                    f"{type(part).__name__} in two of them; leave the inner ones out"
+                )
+    found: list[list[nn.Module]] = [[model]]
+    room = 0.0
+    for module in sorted(candidates, key=lambda m: inside[id(m)]):
+        size = sum(p.numel() * p.element_size() for p in module.parameters())
+        if not size:
+            continue
+        if size <= room:
+            found[-1].append(module)
+            room -= size
+        else:
+            found.append([module])
+            room = merge_bytes - size
+    return found
+
+
+def _elements(module: nn.Module) -> list[nn.Module]:
+    found = []
+    for child in module.children():
+        listed = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+        if listed and not isinstance(child, nn.ModuleList | nn.ModuleDict):
+            found.append(child)
+        else:
+            found.extend(_elements(child))
+    return found
+
+
+def unit_of_parameters(units: list[list[nn.Module]]) -> dict[nn.Parameter, int]:
+    """The unit of each parameter of the model; the root's where units share one."""
+    homes: dict[nn.Parameter, set[int]] = {}
+    inner: set[int] = set()
+    for index, modules in enumerate(units[1:], 1):
+        for module in modules:
+            for part in module.modules():
+                inner.add(id(part))
+                for p in part._parameters.values():
+                    if p is not None:
+                        homes.setdefault(p, set()).add(index)
+    for part in units[ROOT][0].modules():
+        if id(part) not in inner:
+            for p in part._parameters.values():
+                if p is not None:
+                    homes.setdefault(p, set()).add(ROOT)
+    return {p: next(iter(found)) if len(found) == 1 else ROOT for p, found in homes.items()}
+
+
+class _Pass:
+    """The order of one kind of pass, see [Note: order of gathers]."""
+
+    def __init__(self) -> None:
+        self.recorded: list[int] = []
+        self.launched: list[int] = []
+        self.next = 0  # in recorded
+
+    def begin(self) -> None:
+        self.launched, self.next = [], 0
+
+
+class Gathers:
+    """When the units of a model are gathered and freed.
+
+    Args:
+        units: modules of each unit, the root's first; buckets: of each unit.
+        engine: starts and completes the gather of a bucket, and hears of passes that begin.
+    """
+
+    def __init__(
+        self,
+        units: list[list[nn.Module]],
+        buckets: list[list[BucketState]],
+        *,
+        stage: int,
+        prefetch: int,
+        engine: Engine,
+    ) -> None:
+        self.buckets, self.stage, self.prefetch = buckets, stage, prefetch
+        self._engine = weakref.ref(engine)
+        self._passes = {name: _Pass() for name in ("forward", "evaluation", "backward")}
+        self._pass = self._passes["forward"]
+        self.passes_since_step: set[str] = set()
+        self._depth = 0
+        me = weakref.ref(self)
+        for index, modules in enumerate(units):
+            for module in modules:
+                last = module is modules[-1]
+                module.register_forward_pre_hook(_PreForward(me, index), with_kwargs=True)
+                module.register_forward_hook(_PostForward(me, index, last), always_call=index == 0)
+
+    # Stages 1 and 2
+
+    def launch_stale(self) -> None:
+        """Start gathering everything that a step has changed, in the order of use."""
+        if self.stage in (1, 2):
+            for buckets in self.buckets:
+                for bucket in buckets:
+                    if not bucket.live and bucket.gathering is None:
+                        self.engine.launch_gather(bucket)
+
+    # Stage 3
+
+    def begin(self, name: str) -> None:
+        """A pass begins."""
+        self._pass = self._passes[name]
+        self._pass.begin()
+        self.passes_since_step.add(name)
+
+    def end(self) -> None:
+        """A pass is over: launch what this rank skipped, and remember the order."""
+        now = self._pass
+        for index in now.recorded[now.next :]:
+            if not self._is_live(index):
+                self._launch(index)
+                self.release(index)
+        now.recorded = now.launched
+        now.next = len(now.recorded)
+
+    def need(self, index: int) -> None:
+        """The unit is used now: gather it if it is not there, and prefetch."""
+        if self.stage < 3:
+            self.launch_stale()
+        elif not self._is_live(index) and not self._is_launched(index):
+            now = self._pass
+            rest = now.recorded[now.next :]
+            if index in rest:
+                for skipped in rest[: rest.index(index)]:
+                    if not self._is_live(skipped) and not self._is_launched(skipped):
+                        self._launch(skipped)
+                        self.release(skipped)
+                now.next += rest.index(index) + 1
+            self._launch(index)
+        for bucket in self.buckets[index]:
+            if not bucket.live:
+                self.engine.finish_gather(bucket)
+        if self.stage == 3:
+            self._prefetch(index)
+
+    def release(self, index: int) -> None:
+        """The unit is not needed for now."""
+        if self.stage < 3:
+            return
+        for bucket in self.buckets[index]:
+            if bucket.gathering is not None:
+                self.engine.finish_gather(bucket)
+            bucket.make_stale()
+
+    def participate(self) -> None:
+        """This rank had no batch, the others a forward and a backward: launch what they launch."""
+        if self.stage == 3 and "forward" not in self.passes_since_step:
+            for name in ("forward", "backward"):
+                self.begin(name)
+                for index in list(self._pass.recorded):
+                    if not self._is_live(index):
+                        self._launch(index)
+                    if index != self._last_forward():
+                        self.release(index)
+                self._pass.next = len(self._pass.recorded)
+                self.end()
+        self.launch_stale()
+
+    def _prefetch(self, index: int) -> None:
+        now = self._pass
+        if now.next < len(now.recorded) and now.recorded[now.next] == index:
+            now.next += 1  # it was live already
+        ahead = sum(self._is_launched(i) for i in set(now.launched[-self.prefetch - 1 :]))
+        while ahead < self.prefetch and now.next < len(now.recorded):
+            following = now.recorded[now.next]
+            if self._is_launched(following):
+                break
+            now.next += 1
+            if not self._is_live(following):
+                self._launch(following)
+                ahead += 1
+
+    @property
+    def engine(self) -> Engine:
+        """Whose parameters these are."""
+        engine = self._engine()
+        assert engine is not None
+        return engine
+
+    def _launch(self, index: int) -> None:
+        self._pass.launched.append(index)
+        for bucket in self.buckets[index]:
+            self.engine.launch_gather(bucket)
+
+    def _is_live(self, index: int) -> bool:
+        return all(bucket.live for bucket in self.buckets[index])
+
+    def _is_launched(self, index: int) -> bool:
+        return any(bucket.gathering is not None for bucket in self.buckets[index])
+
+    def _last_forward(self) -> int:
+        recorded = self._passes["forward"].recorded
+        return recorded[-1] if recorded else -1
+
+    # Hooks
+
+    def before_forward(self, index: int) -> None:
+        """A module of the unit is called."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        if index == ROOT and not in_backward:
+            self._depth += 1
+            if self._depth == 1:
+                self.begin("forward" if torch.is_grad_enabled() else "evaluation")
+                self.engine.on_pass(torch.is_grad_enabled())
+        if self.stage:
+            self.need(index)
+
+    def after_forward(self, index: int, last: bool, output: Any) -> Any:
+        """A module of the unit has returned, or the root has failed."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        if not in_backward:
+            with_grad = torch.is_grad_enabled()
+            if index == ROOT:
+                self._depth -= 1
+                if self._depth == 0 and self.stage:
+                    self.end()
+                    if not with_grad:
+                        self.release(ROOT)
+            elif last and not (with_grad and index == self._last_forward()):
+                self.release(index)
+        if not torch.is_grad_enabled():
+            return output
+        return tree_map_only(
+            Tensor, lambda x: _Gate.apply(self, index, x) if x.requires_grad else x, output
+        )
+
+    def before_backward(self, index: int) -> None:
+        """The gradient of an output of the unit is there."""
+        self.engine.on_gate()
+        if self.stage == 3:
+            self.need(index)
+
+
+class _Gate(torch.autograd.Function):
+    """Identity whose backward tells that the backward of a unit begins."""
+
+    @staticmethod
+    def forward(ctx: Any, gathers: Gathers, index: int, x: Tensor) -> Tensor:
+        ctx.gathers, ctx.index = weakref.ref(gathers), index
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        gathers = ctx.gathers()
+        if gathers is not None:
+            gathers.before_backward(ctx.index)
+        return None, None, grads[0]
+
+
+class _Hook:
+    """A hook without a reference to the engine. Copies and pickles of it do nothing."""
+
+    _torchdynamo_disable = True
+
+    def __init__(self, gathers: Any = None, index: int = 0, last: bool = False) -> None:
+        self.gathers, self.index, self.last = gathers or (lambda: None), index, last
+
+    def __deepcopy__(self, memo: dict) -> _Hook:
+        return type(self)()
+
+    def __reduce__(self) -> tuple:
+        return (type(self), ())
+
+
+class _PreForward(_Hook):
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        gathers = self.gathers()
+        if gathers is not None and gathers._engine() is not None:
+            gathers.before_forward(self.index)
+
+
+class _PostForward(_Hook):
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        gathers = self.gathers()
+        return output if gathers is None else gathers.after_forward(self.index, self.last, output)
