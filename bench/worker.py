@@ -29,11 +29,12 @@ from bench.harness import stopwatch
 from bench.records import reason
 from fastpar.config import GPTConfig
 from fastpar.data import eval_batches, load_data, sample_batch
-from fastpar.engine import engine_of, parallelize
+from fastpar.engine import engine_of
 from fastpar.kernels import keep_freed_memory
 from fastpar.mesh import Mesh
 from fastpar.model import GPT
 from fastpar.optim import AdamW
+from fastpar.parallel import parallelize
 from fastpar.schedule import cosine_lr, param_groups
 
 BETAS, WEIGHT_DECAY, MAX_GRAD_NORM = (0.9, 0.99), 0.1, 1.0
@@ -273,7 +274,8 @@ class Variant:
     def _exposed_comm_ms(self) -> float | None:
         if self.spec.kind == "stock" or self.spec.world_size == 1:
             return None
-        return engine_of(self.module).exposed_comm_ms
+        report = engine_of(self.module).report
+        return report.exposed_ms if report is not None else None
 
     @torch.no_grad()
     def val_loss(self) -> float:

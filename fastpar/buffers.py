@@ -49,6 +49,11 @@ class PairwiseSum:
         self._parts.append(x)
         self.count += 1
 
+    def zero_(self, place: slice) -> None:
+        """Forget what was added to these elements."""
+        for x in self._parts:
+            x[place].zero_()
+
     def total(self) -> Tensor:
         """A new tensor; the sum can go on."""
         x = self._parts[-1].clone()
@@ -66,7 +71,7 @@ class BucketState:
         shard: [S] this rank's slice of the newest parameters.
         live: whether the parameters are views of flat.
         grad: [P] gradients of this rank, None while they are freed.
-        reduced: [S] ([P] at stage 0) mean over the ranks, None before the first reduction of a step.
+        reduced: [S] ([P] at stage 0) mean over the ranks, None until the first of a step.
     """
 
     def __init__(
@@ -217,7 +222,8 @@ class BucketState:
 
     def _keep_reduced(self) -> None:
         """Stage 1: the own slice of `grad` holds the sum so far, and is about to be overwritten."""
-        assert self.grad is not None and self.reduced is not None
+        assert self.grad is not None
+        assert self.reduced is not None
         if self.reduced.data_ptr() == self.grad[self._own].data_ptr():
             self.reduced = self.reduced.clone()
 
@@ -362,19 +368,21 @@ class BucketState:
         if self.stage >= 2:
             self.grad = None
 
-    # [Note: marks] At stages >= 1 p.grad is a placeholder of nans between a reduction and the next
-    # backward: whoever reads it (clip_grad_norm_) sees that the gradient is not there, and whoever
-    # sets it to None (zero_grad of any module or optimizer) is understood.
+    # [Note: marks] Where the gradient is not in p.grad (stages >= 1, and micro-batches that wait
+    # for the tree), p.grad is a placeholder of nans from the end of a backward to the next: whoever
+    # reads it (clip_grad_norm_) sees that the gradient is not there, and whoever sets it to None
+    # (zero_grad of any module or optimizer) is understood.
 
-    def mark(self) -> None:
-        """See [Note: marks]."""
-        for position in self.seen:
-            p = self.params[position]
-            p.grad = _nan(p.dtype, self.device).expand(p.shape)
+    def mark(self, *, hidden: bool = True) -> None:
+        """See [Note: marks]; not hidden: p.grad is what it should be."""
+        if hidden:
+            for position in self.seen:
+                p = self.params[position]
+                p.grad = _nan(p.dtype, self.device).expand(p.shape)
         self.marked = True
 
     def unmark(self) -> None:
-        """Before a backward: autograd must find no gradient; those that were cleared are forgotten."""
+        """Before a backward: autograd must find no gradient; cleared ones are forgotten."""
         if not self.marked:
             return
         self.marked = False
@@ -385,10 +393,21 @@ class BucketState:
         for position in self.seen:
             self.params[position].grad = None
         for position in cleared:
-            self.seen.discard(position)
-            _, grad, _ = self.piece(position)
-            if grad is not None:
-                grad.zero_()
+            self._forget(position)
+
+    def _forget(self, position: int) -> None:
+        self.seen.discard(position)
+        self.has.discard(position)
+        slot = self.slots[position]
+        whole = slice(slot.start, slot.stop)
+        start, stop = self.pieces[position]
+        first = slot.start - self._own.start
+        part = whole if self.stage == 0 else slice(first + start, first + stop)
+        for tree, place in ((self.unreduced, whole), (self._reductions, part)):
+            if tree is not None:
+                tree.zero_(place)
+        if self.reduced is not None:
+            self.reduced[part].zero_()
 
     # Checks
 

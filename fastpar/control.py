@@ -33,7 +33,11 @@ class Control:
     """
 
     def __init__(
-        self, group: Collectives | None, n_params: int, shard_ranks: Sequence[int], device: torch.device
+        self,
+        group: Collectives | None,
+        n_params: int,
+        shard_ranks: Sequence[int],
+        device: torch.device,
     ) -> None:
         self._group, self._n_params, self._device = group, n_params, device
         self._ranks = slice(shard_ranks[0], shard_ranks[-1] + 1)

@@ -47,6 +47,7 @@ from torch import Tensor, nn
 from fastpar.buffers import BucketState
 from fastpar.collectives import Collectives, Handle
 from fastpar.control import Control
+from fastpar.describe import describe, memory, wire_bytes
 from fastpar.layout import Layout
 from fastpar.mesh import Mesh
 from fastpar.step_report import StepReport, StepTimer
@@ -180,9 +181,8 @@ class Engine:
         self._waiting[index] -= 1
         if self._waiting[index]:
             return
-        if self.zero_stage == 3 and self.gathers is not None and bucket.spec.unit != ROOT:
-            if index not in self._deferred:
-                self.gathers.release(bucket.spec.unit)
+        if self.gathers is not None and bucket.spec.unit > ROOT and index not in self._deferred:
+            self.gathers.release(bucket.spec.unit)
         if self._will_reduce and (self.zero_stage >= 2 or (self._learned and not self._reentrant)):
             while self._next < len(self.buckets) and not self._waiting[self._next]:
                 if self._next in self._deferred:
@@ -242,9 +242,11 @@ class Engine:
         if self._synchronize and last:
             self._reduce()
         else:
-            if self.settings.deterministic:
-                for bucket in self.buckets:
+            for bucket in self.buckets:
+                if self.settings.deterministic:
                     bucket.keep_local()
+                if self.zero_stage or self.settings.deterministic:
+                    bucket.mark()
             self._reset_launches()
 
     # Reductions
@@ -256,7 +258,8 @@ class Engine:
         self._missing.extend((bucket, position) for position in missing)
         bucket.add_local()
         target, grad = bucket.target(), bucket.grad
-        assert grad is not None and self.groups.reduce is not None
+        assert grad is not None
+        assert self.groups.reduce is not None
         wire_dtype = self.settings.reduce_dtype or grad.dtype
         wire = grad if grad.dtype == wire_dtype else grad.to(wire_dtype)
         self._note(0, index)
@@ -328,6 +331,7 @@ class Engine:
             for bucket in self.buckets:
                 for position in sorted(bucket.seen):
                     bucket.adopt(position)
+                bucket.mark(hidden=False)
         for bucket, position in self._missing:
             if bucket.used()[position].item() > 0:
                 bucket.adopt(position)
@@ -412,7 +416,7 @@ class Engine:
         return Piece(*bucket.piece(position))
 
     def exchange(self, bins: Tensor | None) -> Tensor | None:
-        """The control exchange: norm bins of this rank's pieces -> of all. Ranks: all, each step."""
+        """The control exchange: norm bins of this rank's pieces -> of all. Ranks: all, once."""
         used = [i in bucket.seen for bucket in self.buckets for i in range(len(bucket.params))]
         with self._blame("in the control exchange after", self.buckets[-1]), self._timer.waiting():
             return self._control.exchange(
@@ -575,6 +579,24 @@ class Engine:
             total.add_(row)
         return total
 
+    @property
+    def last_unit(self) -> int:
+        """Stage 3: the unit that stays from forward to backward, -1 as long as it is unknown."""
+        return self.gathers.last_forward() if self.gathers is not None else -1
+
+    @property
+    def wire_bytes_per_step(self) -> int:
+        """Bytes that this rank sends for one backward and step."""
+        return sum(wire_bytes(self).values())
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that are alive on this rank, by kind; see fastpar/describe.py."""
+        return memory(self)
+
+    def describe(self) -> str:
+        """Units, buckets in launch order, shards, bytes by kind, and the collectives of a step."""
+        return describe(self)
+
     # Checks
 
     def check(self) -> None:
@@ -713,5 +735,3 @@ def _inside_backward_of_a_function(frames: int) -> bool:
         frames -= frame.f_code is code
         frame = frame.f_back
     return frames == 0
-
-

@@ -106,11 +106,21 @@ def parallelize(
     )
     named = parameter_names(model)
     _check_parameters(named, mesh.device, materialize is not None)
-    options = (
-        f"{zero_stage=} {shard_size=} {bucket_mb=} {first_bucket_mb=} {grad_dtype=} {reduce_dtype=}"
-        f" {accumulate=} {grad_accum_steps=} {prefetch=} {deterministic=} {transport=}"
-    )
-    mesh.check_same("parallelize", [options, *inventory(model)])
+    options = {
+        "zero_stage": zero_stage,
+        "shard_size": shard_size,
+        "bucket_mb": bucket_mb,
+        "first_bucket_mb": first_bucket_mb,
+        "grad_dtype": grad_dtype,
+        "reduce_dtype": reduce_dtype,
+        "accumulate": accumulate,
+        "grad_accum_steps": grad_accum_steps,
+        "prefetch": prefetch,
+        "deterministic": deterministic,
+        "transport": transport,
+    }
+    lines = [f"{name}={value}" for name, value in options.items()]
+    mesh.check_same("parallelize", [*lines, *inventory(model)])
     n_shards = 1 if zero_stage == 0 or dp == 1 else shard_size or dp
     stage = zero_stage if n_shards > 1 else 0
     groups = _make_groups(mesh, stage, n_shards, transport, collectives)
@@ -246,7 +256,7 @@ def _make_groups(
 
 
 def _new_groups(mesh: Mesh, n_shards: int, stride: int) -> tuple[Any, Any]:
-    """(group of this rank's neighbours, group of the ranks with its shard); one of them if asked."""
+    """(group of this rank's neighbours, group of the ranks with its shard), one of them None."""
     ranks = dist.get_process_group_ranks(mesh.dp_group or dist.group.WORLD)
     mine: list[Any] = [None, None]
     if stride == 1:
@@ -315,9 +325,7 @@ def _check_arguments(
             )
 
 
-def _check_deterministic(
-    settings: Settings, named: dict[nn.Parameter, tuple[str, ...]]
-) -> None:
+def _check_deterministic(settings: Settings, named: dict[nn.Parameter, tuple[str, ...]]) -> None:
     """Sums that are rounded to 16 bits on the way depend on how they are split."""
     if not settings.deterministic:
         return

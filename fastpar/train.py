@@ -42,7 +42,6 @@ from fastpar.checkpoint import (
 from fastpar.config import GPTConfig, TrainConfig, check_storage, derive_batch, parse_seconds
 from fastpar.data import TextData, eval_batches, load_data, sample_batch
 from fastpar.engine import engine_of
-from fastpar.parallel import parallelize
 from fastpar.hf import load_hf
 from fastpar.kernels import keep_freed_memory, make_key
 from fastpar.launch import SIGNALS, catching_stop, threads_per_rank
@@ -50,6 +49,7 @@ from fastpar.loss_scale import DynamicLossScale
 from fastpar.mesh import Mesh
 from fastpar.metrics import Progress, memory_mb, mfu
 from fastpar.model import GPT
+from fastpar.parallel import parallelize
 from fastpar.run_folder import TIME_IS_UP, RunFolder, check_out
 from fastpar.schedule import cosine_lr, make_optimizer
 
@@ -414,7 +414,7 @@ class Trainer:
             "lr": done.lr,
             "grad_norm": norm,
             "tokens_per_s": rate,
-            "exposed_comm_ms": self.engine.exposed_comm_ms,
+            "exposed_comm_ms": self.engine.report.exposed_ms if self.engine.report else None,
             "tokens": done.tokens,
             "time_s": self._elapsed(),
             "rss_mb": rss,

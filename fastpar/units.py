@@ -222,7 +222,7 @@ class Gathers:
                 for index in list(self._pass.recorded):
                     if not self._is_live(index):
                         self._launch(index)
-                    if index != self._last_forward():
+                    if index != self.last_forward():
                         self.release(index)
                 self._pass.next = len(self._pass.recorded)
                 self.end()
@@ -260,7 +260,8 @@ class Gathers:
     def _is_launched(self, index: int) -> bool:
         return any(bucket.gathering is not None for bucket in self.buckets[index])
 
-    def _last_forward(self) -> int:
+    def last_forward(self) -> int:
+        """The unit that is gathered last in a forward with gradients, -1 before the first."""
         recorded = self._passes["forward"].recorded
         return recorded[-1] if recorded else -1
 
@@ -288,7 +289,7 @@ class Gathers:
                     self.end()
                     if not with_grad:
                         self.release(ROOT)
-            elif last and not (with_grad and index == self._last_forward()):
+            elif last and not (with_grad and index == self.last_forward()):
                 self.release(index)
         if not torch.is_grad_enabled():
             return output

@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fastpar.engine import engine_of, parallelize
+from fastpar.engine import engine_of
 from fastpar.mesh import Mesh
+from fastpar.parallel import parallelize
 from fastpar.testing import run_ranks
 
 SMALL = {"bucket_mb": 0.0005, "first_bucket_mb": 0.0002}  # a bucket per parameter or two

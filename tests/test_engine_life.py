@@ -15,8 +15,9 @@ import torch.distributed as dist
 from test_engine import SMALL, Net, assert_same, batch, gradients, loss_of, mean_of, one_rank
 from torch import nn
 
-from fastpar.engine import engine_of, engine_of_parameter, parallelize
+from fastpar.engine import engine_of, engine_of_parameter
 from fastpar.mesh import Mesh
+from fastpar.parallel import parallelize
 from fastpar.testing import run_ranks
 
 

@@ -20,12 +20,13 @@ import pytest
 import torch
 
 from fastpar.config import GPTConfig
-from fastpar.engine import engine_of, parallelize
+from fastpar.engine import engine_of
 from fastpar.kernels import make_key
 from fastpar.kernels import make_key as make_key_of
 from fastpar.mesh import Mesh
 from fastpar.model import GPT
 from fastpar.optim import AdamW
+from fastpar.parallel import parallelize
 from fastpar.schedule import cosine_lr, param_groups
 from fastpar.testing import run_ranks
 

