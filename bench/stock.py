@@ -6,6 +6,8 @@ Shape legend: B batch, T time, C n_embd, H heads, D head dim, F 4*C, V vocabular
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -92,11 +94,15 @@ class GPT(nn.Module):
         return self
 
 
-def adamw(model: nn.Module, lr: float, betas: tuple[float, float], weight_decay: float):
-    """torch's fused AdamW with decay on matrices only, as nanoGPT configures it."""
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Decay on matrices only, as nanoGPT configures it."""
     params = [p for p in model.parameters() if p.requires_grad]
-    groups = [
+    return [
         {"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay},
         {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
+
+
+def adamw(model: nn.Module, lr: float, betas: tuple[float, float], weight_decay: float):
+    """torch's fused AdamW over decay_groups."""
+    return torch.optim.AdamW(decay_groups(model, weight_decay), lr=lr, betas=betas, fused=True)
