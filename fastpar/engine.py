@@ -396,6 +396,8 @@ class Engine:
 
     def before_step(self) -> None:
         """Gradients are reduced, also those of other ranks if this one had no backward at all."""
+        self._timer.begin()
+        self._step_ended = False
         if self.gathers is not None:
             self.gathers.participate()
             for bucket in self.buckets if self.zero_stage < 3 else ():
@@ -443,10 +445,10 @@ class Engine:
                 self.finish_gather(bucket)
                 bucket.make_stale()
             self.gathers.passes_since_step.clear()
+        self._backwards, self._hashes = 0, [0, 0]
         if not self._step_ended:
             self.report = self._timer.end_step()
             self._step_ended = True
-            self._backwards, self._hashes = 0, [0, 0]
             if self.debug is not None and self.debug.check_replicas:
                 self.check_replicas()
 
