@@ -29,8 +29,9 @@ void bind_shm(py::module_& m) {
           unlocked)
       .def(
           "reduce_scatter",
-          [](ShmGroup& group, Address out, Address x, int64_t n, int type, bool mean, int64_t tag) {
-            group.reduce_scatter(at<void>(out), at<void>(x), n, shm_type(type), mean, tag);
+          [](ShmGroup& group, Address out, Address x, int64_t n, int type, bool mean, bool widened,
+             int64_t tag) {
+            group.reduce_scatter(at<void>(out), at<void>(x), n, shm_type(type), mean, widened, tag);
           },
           unlocked)
       .def(

@@ -3,14 +3,13 @@
 
 #include "norm_cpu.h"
 #include "ops.h"
-#include "simd.h"
+#include "sum_tree.h"
 
 namespace fastpar {
 namespace {
 
 // 16 K elements: enough to hide the loop over chunks, small enough to balance the threads.
 constexpr int64_t kChunk = 1 << 14;
-constexpr int64_t kTile = 1 << 10;  // partial sums of sum_shards that stay in the first cache
 
 // ivdep: to and from are disjoint, or equal and then of one type.
 template <class To, class From, bool add>
@@ -26,17 +25,13 @@ struct CopyChunk {
 
 template <class Shard, class Out>
 struct SumChunk {
-  static FASTPAR_INLINE void run(const void* const* shards, int64_t world, Out* out, int64_t start,
+  static FASTPAR_INLINE void run(const Shard* const* shards, int64_t world, Out* out, int64_t start,
                                  int64_t n, float scale, NormBins* bins) {
-    float sum[kTile];
-    for (int64_t first = 0; first < n; first += kTile) {
-      const int64_t size = std::min(kTile, n - first);
-      const Shard* shard = static_cast<const Shard*>(shards[0]) + start + first;
-      for (int64_t i = 0; i < size; ++i) sum[i] = to_float(shard[i]);
-      for (int64_t w = 1; w < world; ++w) {
-        shard = static_cast<const Shard*>(shards[w]) + start + first;
-        for (int64_t i = 0; i < size; ++i) sum[i] += to_float(shard[i]);
-      }
+    SumTree<Shard> tree;
+    const float* sum = tree.levels[0];
+    for (int64_t first = 0; first < n; first += tree.kTile) {
+      const int64_t size = std::min(tree.kTile, n - first);
+      tree.add_up(shards, world, start + first, size);
       Out* to = out + start + first;
       for (int64_t i = 0; i < size; ++i) to[i] = from_float<Out>(sum[i] * scale);
       if (bins) norm_add_chunk(to, size, true, bins);
@@ -94,7 +89,10 @@ void sum_shards(const void* const* shards, int64_t world, void* out, int64_t n, 
   threads = useful_threads(chunks * world, 4, threads);
   with_dtype(shard_dtype, [&](auto shard) {
     with_dtype(out_dtype, [&](auto to) {
+      using Shard = decltype(shard);
       using Out = decltype(to);
+      std::vector<const Shard*> from(world);
+      for (int64_t w = 0; w < world; ++w) from[w] = static_cast<const Shard*>(shards[w]);
 #pragma omp parallel num_threads(threads) if (threads > 1)
       {
         NormBins bins;
@@ -102,8 +100,8 @@ void sum_shards(const void* const* shards, int64_t world, void* out, int64_t n, 
 #pragma omp for schedule(static) nowait
         for (int64_t chunk = 0; chunk < chunks; ++chunk) {
           const int64_t start = chunk * kChunk;
-          dispatch<SumChunk<decltype(shard), Out>>(target, shards, world, static_cast<Out*>(out),
-                                                   start, std::min(kChunk, n - start), factor, own);
+          dispatch<SumChunk<Shard, Out>>(target, from.data(), world, static_cast<Out*>(out), start,
+                                         std::min(kChunk, n - start), factor, own);
         }
         if (words) {
 #pragma omp critical(fastpar_norm)

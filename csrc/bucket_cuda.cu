@@ -31,6 +31,9 @@ struct Table {
 };
 
 constexpr int64_t kShards = (kArgumentBytes - 64) / sizeof(void*);
+constexpr int kLeaf = 4;     // shards that are added in registers
+constexpr int kLevels = 10;  // of the tree above the leaves
+static_assert(kShards <= kLeaf << kLevels, "more shards than the tree holds");
 
 struct Shards {
   int32_t world;
@@ -169,27 +172,73 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 }
 
-// The sum over all shards of one group of elements, in the order of the shards.
+// (x[0] + x[1]) + (x[2] + x[3]) of the first `count` of them.
+__device__ FASTPAR_INLINE float leaf_sum(int count, const float* x) {
+  const float left = count > 1 ? x[0] + x[1] : x[0];
+  const float right = count > 3 ? x[2] + x[3] : x[2];
+  return count > 2 ? left + right : left;
+}
+
+// sum[kGroup] of shards[first : first + kLeaf], or of as many as there are.
+template <class Shard>
+__device__ FASTPAR_INLINE void sum_leaf(const Shards& shards, int first, int64_t at, float* sum) {
+  const int count = shards.world - first;
+  Group<Shard> x[kLeaf] = {};
+#pragma unroll
+  for (int u = 0; u < kLeaf; ++u) {
+    if (u < count) x[u].load(static_cast<const Shard*>(shards.data[first + u]) + at);
+  }
+#pragma unroll
+  for (int i = 0; i < kGroup; ++i) {
+    const float values[kLeaf] = {x[0].get(i), x[1].get(i), x[2].get(i), x[3].get(i)};
+    sum[i] = leaf_sum(count, values);
+  }
+}
+
+// The sum of one group of elements over at most 2 * kLeaf shards.
 template <class Shard>
 __device__ FASTPAR_INLINE void sum_group(const Shards& shards, int64_t at, float* sum) {
-  for (int first = 0; first < shards.world; first += kUnroll) {
-    Group<Shard> x[kUnroll];
+  sum_leaf<Shard>(shards, 0, at, sum);
+  if (shards.world > kLeaf) {
+    float right[kGroup];
+    sum_leaf<Shard>(shards, kLeaf, at, right);
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      if (first + u < shards.world) {
-        x[u].load(static_cast<const Shard*>(shards.data[first + u]) + at);
-      }
+    for (int i = 0; i < kGroup; ++i) sum[i] += right[i];
+  }
+}
+
+// The sum of one element over any number of shards. level[l] is the sum of 2^l leaves that waits
+// for its right neighbour; unrolled, so that it is in registers.
+template <class Shard>
+__device__ FASTPAR_INLINE float sum_element(const Shards& shards, int64_t at) {
+  float level[kLevels] = {};
+  const int leaves = (shards.world + kLeaf - 1) / kLeaf;
+  for (int leaf = 0; leaf < leaves; ++leaf) {
+    const int first = leaf * kLeaf, count = shards.world - first;
+    float x[kLeaf] = {};
+#pragma unroll
+    for (int u = 0; u < kLeaf; ++u) {
+      if (u < count) x[u] = to_float(static_cast<const Shard*>(shards.data[first + u])[at]);
     }
+    float sum = leaf_sum(count, x);
+    bool placed = false;
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      if (first + u < shards.world) {
-#pragma unroll
-        for (int i = 0; i < kGroup; ++i) {
-          sum[i] = first + u == 0 ? x[u].get(i) : sum[i] + x[u].get(i);
-        }
-      }
+    for (int l = 0; l < kLevels; ++l) {
+      const bool waits = leaf >> l & 1;
+      if (!placed && waits) sum = level[l] + sum;
+      if (!placed && !waits) level[l] = sum;
+      placed = placed || !waits;
     }
   }
+  float total = 0.0f;
+  bool begun = false;  // from the right: what is left over is added to what stands before it
+#pragma unroll
+  for (int l = 0; l < kLevels; ++l) {
+    const bool waits = leaves >> l & 1;
+    if (waits) total = begun ? level[l] + total : level[l];
+    begun = begun || waits;
+  }
+  return total;
 }
 
 // All lanes of a warp go round the loops together, because NormLane needs them all; those beyond
@@ -228,10 +277,7 @@ __global__ void __launch_bounds__(kThreads)
     Group<Out> y = {};
     if (i < n - inner) {
       const int64_t at = i < head ? i : i + inner;
-      float sum = to_float(static_cast<const Shard*>(shards.data[0])[at]);
-      for (int w = 1; w < shards.world; ++w) {
-        sum += to_float(static_cast<const Shard*>(shards.data[w])[at]);
-      }
+      const float sum = sum_element<Shard>(shards, at);
       y.set(0, sum * scale);
       out[at] = from_float<Out>(sum * scale);
     }
@@ -274,9 +320,10 @@ void copy_all(const BucketRange* ranges, int64_t count, const Factor& scale, Str
 }
 
 // The fewest elements after which out and every shard are aligned to 16 bytes, -1 if there are
-// none.
+// none, or more shards than sum_group adds.
 template <class Shard, class Out>
 int common_head(const void* const* shards, int64_t world, const void* out) {
+  if (world > 2 * kLeaf) return -1;
   for (int head = 0; head < kGroup; ++head) {
     if (aligned16(out, head * sizeof(Out)) &&
         std::all_of(shards, shards + world,

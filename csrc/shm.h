@@ -17,10 +17,11 @@ struct ShmElement {
 };
 
 // One rank's view of a block of memory that all ranks map. The block begins zeroed. Every rank
-// calls the same collectives in the same order, one at a time. Sums are in rank order, 16-bit types
-// are added in float and rounded once, mean divides the sum; so every rank gets the same bits,
-// whatever the chunks. `tag` names a call: ranks that pass unlike tags are out of step, which is an
-// error on each of them. A call that fails leaves the group broken: every later call throws.
+// calls the same collectives in the same order, one at a time. Sums are trees in rank order
+// (sum_tree.h), 16-bit types are added in float and rounded once, mean divides the sum; so every
+// rank gets the same bits, whatever the chunks. `tag` names a call: ranks that pass unlike tags are
+// out of step, which is an error on each of them. A call that fails leaves the group broken: every
+// later call throws.
 class ShmGroup {
  public:
   // Bytes of the block for `world` ranks, each with a heap of heap_bytes.
@@ -33,7 +34,9 @@ class ShmGroup {
   // x[n] = the sum or mean over ranks.
   void all_reduce(void* x, int64_t n, ShmType type, bool mean, int64_t tag);
   // out[n] = the sum or mean over ranks of x[rank * n : (rank + 1) * n]; out may be that slice.
-  void reduce_scatter(void* out, void* x, int64_t n, ShmType type, bool mean, int64_t tag);
+  // widened: out is float32 of a 16-bit x, and nothing is rounded to 16 bits.
+  void reduce_scatter(void* out, void* x, int64_t n, ShmType type, bool mean, bool widened,
+                      int64_t tag);
   // out[r * n : (r + 1) * n] = rank r's x; x may be its slice of out.
   void all_gather(void* out, const void* x, int64_t n, ShmElement element, int64_t tag);
   // x[n] = that of rank `source`.
@@ -64,8 +67,8 @@ class ShmGroup {
   [[noreturn]] void fail(const std::string& why, uint32_t kind, int culprit);
   template <class T>
   void all_reduce_of(T* x, int64_t n, bool mean, bool in_heap);
-  template <class T>
-  void reduce_scatter_of(T* out, T* x, int64_t n, bool mean, bool in_heap);
+  template <class T, class Out>
+  void reduce_scatter_of(Out* out, T* x, int64_t n, bool mean, bool in_heap);
 
   char* block_;
   int rank_, world_;

@@ -28,7 +28,7 @@
 
 #include "checks.h"
 #include "shm.h"
-#include "simd.h"
+#include "sum_tree.h"
 
 namespace fastpar {
 namespace {
@@ -37,7 +37,6 @@ using Clock = std::chrono::steady_clock;
 
 constexpr int kSpins = 4000;              // some 20 us
 constexpr int64_t kSliceNs = 50'000'000;  // between two looks at a peer
-constexpr int64_t kTile = 1 << 10;        // partial sums that stay in the first cache
 constexpr int64_t kPage = 4096;
 
 // Why a rank gave up: the low byte of Control::failed, above it the rank that was the cause.
@@ -51,50 +50,21 @@ const char* name_of(ShmType type) {
   return kNames[static_cast<int>(type)];
 }
 
-// What a type is added in.
-template <class T>
-struct Sum {
-  using Type = T;
-  static FASTPAR_INLINE T widen(T x) { return x; }
-  static FASTPAR_INLINE T narrow(T x) { return x; }
-};
-template <>
-struct Sum<int64_t> {
-  using Type = uint64_t;  // wraps around where a signed sum would be undefined
-  static FASTPAR_INLINE uint64_t widen(int64_t x) { return static_cast<uint64_t>(x); }
-  static FASTPAR_INLINE int64_t narrow(uint64_t x) { return static_cast<int64_t>(x); }
-};
-struct Sum16 {
-  using Type = float;
-};
-template <>
-struct Sum<BFloat16> : Sum16 {
-  static FASTPAR_INLINE float widen(BFloat16 x) { return to_float(x); }
-  static FASTPAR_INLINE BFloat16 narrow(float x) { return from_float<BFloat16>(x); }
-};
-template <>
-struct Sum<Float16> : Sum16 {
-  static FASTPAR_INLINE float widen(Float16 x) { return to_float(x); }
-  static FASTPAR_INLINE Float16 narrow(float x) { return from_float<Float16>(x); }
-};
-
-// out[i] = from[0][i] + from[1][i] + ..., divided by `divisor`.
-template <class T>
-struct SumInRankOrder {
-  static FASTPAR_INLINE void run(const T* const* from, int world, T* out, int64_t n, int divisor) {
+// out[i] = the tree over ranks of from[r][i], divided by `divisor`, rounded once.
+template <class T, class Out>
+struct SumOverRanks {
+  static FASTPAR_INLINE void run(const T* const* from, int world, Out* out, int64_t n,
+                                 int divisor) {
     using S = typename Sum<T>::Type;
-    S sum[kTile];
-    for (int64_t first = 0; first < n; first += kTile) {
-      const int64_t size = std::min(kTile, n - first);
-      for (int64_t i = 0; i < size; ++i) sum[i] = Sum<T>::widen(from[0][first + i]);
-      for (int r = 1; r < world; ++r) {
-        const T* x = from[r] + first;
-        for (int64_t i = 0; i < size; ++i) sum[i] += Sum<T>::widen(x[i]);
-      }
+    SumTree<T> tree;
+    for (int64_t first = 0; first < n; first += tree.kTile) {
+      const int64_t size = std::min(tree.kTile, n - first);
+      tree.add_up(from, world, first, size);
+      S* sum = tree.levels[0];
       if (divisor != 1) {
         for (int64_t i = 0; i < size; ++i) sum[i] /= static_cast<S>(divisor);
       }
-      for (int64_t i = 0; i < size; ++i) out[first + i] = Sum<T>::narrow(sum[i]);
+      for (int64_t i = 0; i < size; ++i) out[first + i] = Sum<Out>::narrow(sum[i]);
     }
   }
 };
@@ -330,7 +300,7 @@ void ShmGroup::all_reduce_of(T* x, int64_t n, bool mean, bool in_heap) {
       return reinterpret_cast<T*>(heap_of(r) + (reinterpret_cast<char*>(x) - heap()));
     };
     for (int r = 0; r < world_; ++r) from[r] = theirs(r) + begin(rank_);
-    dispatch<SumInRankOrder<T>>(target, from.data(), world_, x + begin(rank_),
+    dispatch<SumOverRanks<T, T>>(target, from.data(), world_, x + begin(rank_),
                                 begin(rank_ + 1) - begin(rank_), divisor);
     exchange();
     for (int r = 0; r < world_; ++r) {
@@ -355,7 +325,7 @@ void ShmGroup::all_reduce_of(T* x, int64_t n, bool mean, bool in_heap) {
       from[r] = r == rank_ ? x + begin(r) : reinterpret_cast<const T*>(staging(r, rank_));
     }
     T* sum = reinterpret_cast<T*>(staging(rank_, world_));
-    dispatch<SumInRankOrder<T>>(target, from.data(), world_, sum, size(rank_), divisor);
+    dispatch<SumOverRanks<T, T>>(target, from.data(), world_, sum, size(rank_), divisor);
     exchange();
     for (int r = 0; r < world_; ++r) {
       std::memcpy(x + begin(r), staging(r, world_), size(r) * sizeof(T));
@@ -364,8 +334,8 @@ void ShmGroup::all_reduce_of(T* x, int64_t n, bool mean, bool in_heap) {
   }
 }
 
-template <class T>
-void ShmGroup::reduce_scatter_of(T* out, T* x, int64_t n, bool mean, bool in_heap) {
+template <class T, class Out>
+void ShmGroup::reduce_scatter_of(Out* out, T* x, int64_t n, bool mean, bool in_heap) {
   const Isa target = isa();
   const int divisor = mean ? world_ : 1;
   std::vector<const T*> from(world_);
@@ -374,7 +344,7 @@ void ShmGroup::reduce_scatter_of(T* out, T* x, int64_t n, bool mean, bool in_hea
       from[r] =
           reinterpret_cast<T*>(heap_of(r) + (reinterpret_cast<char*>(x) - heap())) + rank_ * n;
     }
-    dispatch<SumInRankOrder<T>>(target, from.data(), world_, out, n, divisor);
+    dispatch<SumOverRanks<T, Out>>(target, from.data(), world_, out, n, divisor);
     exchange();
     return;
   }
@@ -389,7 +359,7 @@ void ShmGroup::reduce_scatter_of(T* out, T* x, int64_t n, bool mean, bool in_hea
     for (int r = 0; r < world_; ++r) {
       from[r] = r == rank_ ? x + r * n + start : reinterpret_cast<const T*>(staging(r, rank_));
     }
-    dispatch<SumInRankOrder<T>>(target, from.data(), world_, out + start, size, divisor);
+    dispatch<SumOverRanks<T, Out>>(target, from.data(), world_, out + start, size, divisor);
   }
 }
 
@@ -400,10 +370,16 @@ void ShmGroup::all_reduce(void* x, int64_t n, ShmType type, bool mean, int64_t t
 }
 
 void ShmGroup::reduce_scatter(void* out, void* x, int64_t n, ShmType type, bool mean,
-                              int64_t tag) {
-  const bool in_heap = begin("reduce_scatter", n, name_of(type), mean, tag, x);
+                              bool widened, int64_t tag) {
+  const std::string element = widened ? concat(name_of(type), " to float32") : name_of(type);
+  const bool in_heap = begin("reduce_scatter", n, element.c_str(), mean, tag, x);
   with_type(type, [&](auto t) {
     using T = decltype(t);
+    if constexpr (sizeof(T) == 2) {
+      if (widened) {
+        return reduce_scatter_of(static_cast<float*>(out), static_cast<T*>(x), n, mean, in_heap);
+      }
+    }
     reduce_scatter_of(static_cast<T*>(out), static_cast<T*>(x), n, mean, in_heap);
   });
 }

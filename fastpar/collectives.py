@@ -6,9 +6,10 @@ Every operation is collective: all ranks of the group call the same ones in the 
 names a call, so that a transport that compares tags (shared memory) finds ranks that are out of
 step; torch does not compare.
 
-Sums are in rank order where a class says so, 16-bit types are added in fp32 and rounded once, and a
-mean is the sum divided by the number of ranks: then every rank, every chunking and both ways to
-reduce (all_reduce, or reduce_scatter and all_gather) give the same bits.
+Sums are a tree in rank order where a class says so (csrc/sum_tree.h, [Note: the tree]), 16-bit
+types are added in fp32 and rounded once, and a mean is the sum divided by the number of ranks: then
+every rank, every chunking, every transport and both ways to reduce (all_reduce, or reduce_scatter
+and all_gather) give the same bits.
 
 [Note: streams] On a GPU an operation is enqueued behind what the current stream has been given, and
 Handle.wait() makes the current stream wait for it; the host waits for neither. On a CPU the
@@ -89,9 +90,16 @@ class Collectives(ABC):
     ) -> Handle | None:
         """out[P / W] = this rank's slice of the sum (or mean) of x[P]; x is left in any state.
 
-        out may be that slice of x itself.
+        out may be that slice of x itself. An fp32 out of a 16-bit x is the sum as it was made, not
+        rounded to 16 bits; it lies apart from x.
         """
-        self._check("reduce_scatter", x, out, summed=True, mean=mean)
+        widened = out.dtype == torch.float32 and x.dtype in (torch.bfloat16, torch.float16)
+        if widened:
+            self._check("reduce_scatter", x, summed=True, mean=mean)
+            self._check("reduce_scatter", out)
+            self._check_apart("reduce_scatter", x, out)
+        else:
+            self._check("reduce_scatter", x, out, summed=True, mean=mean)
         self._check_sizes("reduce_scatter", x, out)
         return self._run(self._reduce_scatter(out, x, mean, tag), async_op)
 
@@ -157,6 +165,14 @@ class Collectives(ABC):
             raise ValueError(
                 f"{op}: expected a floating-point dtype for mean=True, got {tensors[0].dtype}; "
                 "divide the sum"
+            )
+
+    def _check_apart(self, op: str, x: Tensor, out: Tensor) -> None:
+        start, other = x.data_ptr(), out.data_ptr()
+        if start < other + out.nbytes and other < start + x.nbytes:
+            raise ValueError(
+                f"{op}: expected out apart from x where it is wider, got out={out.dtype} inside "
+                f"x={x.dtype}; pass another out"
             )
 
     def _check_sizes(self, op: str, whole: Tensor, part: Tensor) -> None:
@@ -226,22 +242,8 @@ class TorchCollectives(Collectives):
         received = torch.empty_like(x)
         work = dist.all_to_all_single(received, x, group=self.group, async_op=True)
 
-        def finish() -> None:
-            parts, total = received.view(self.world_size, -1), out.view(-1)
-            if x.dtype in (torch.float64, torch.int64):
-                torch.add(parts[0], parts[1], out=total) if self.world_size > 1 else total.copy_(x)
-                for part in parts[2:]:
-                    total.add_(part)
-                if mean:
-                    total.div_(self.world_size)
-            elif mean:  # divided before the one rounding
-                wide = torch.empty_like(total, dtype=torch.float32)
-                sum_shards(parts, wide)
-                total.copy_(wide.div_(self.world_size))
-            else:
-                sum_shards(parts, total)
-
-        return _TorchHandle(work, finish)
+        parts, total = received.view(self.world_size, -1), out.view(-1)
+        return _TorchHandle(work, lambda: _sum_parts(parts, total, mean))
 
     def _all_gather(self, out: Tensor, x: Tensor, tag: int) -> Handle:
         flat = out.view(-1), x.view(-1)
@@ -249,3 +251,23 @@ class TorchCollectives(Collectives):
 
     def _broadcast(self, x: Tensor, src: int, tag: int) -> Handle:
         return _TorchHandle(dist.broadcast(x, group=self.group, group_src=src, async_op=True))
+
+
+def _sum_parts(parts: Tensor, out: Tensor, mean: bool) -> None:
+    """out[S] = the tree over the rows of parts[W, S] (which is overwritten), or the mean."""
+    world_size = parts.shape[0]
+    if parts.dtype in (torch.float64, torch.int64):
+        step = 1
+        while step < world_size:  # each row adds its right neighbour of those still there
+            for left in range(0, world_size - step, 2 * step):
+                parts[left].add_(parts[left + step])
+            step *= 2
+        torch.div(parts[0], world_size, out=out) if mean else out.copy_(parts[0])
+    elif not mean or world_size & (world_size - 1) == 0:  # a power of two: the product is exact
+        sum_shards(parts, out, scale=1.0 / world_size if mean else None)
+    else:  # divided before the one rounding
+        wide = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+        sum_shards(parts, wide)
+        torch.div(wide, world_size, out=wide)
+        if wide is not out:
+            out.copy_(wide)

@@ -73,7 +73,7 @@ class _ShmHandle(Handle):
 
 
 class ShmCollectives(Collectives):
-    """Shared memory; every sum is in rank order.
+    """Shared memory; every sum is a tree in rank order.
 
     Args:
         group: of torch.distributed, used only to meet; None is all ranks. Ranks may be threads.
@@ -159,7 +159,8 @@ class ShmCollectives(Collectives):
         return self._submit("all_reduce", self._group.all_reduce, *args, of=[x])
 
     def _reduce_scatter(self, out: Tensor, x: Tensor, mean: bool, tag: int) -> Handle:
-        args = (out.data_ptr(), x.data_ptr(), out.numel(), _CODES[x.dtype], mean, tag)
+        widened = out.dtype != x.dtype
+        args = (out.data_ptr(), x.data_ptr(), out.numel(), _CODES[x.dtype], mean, widened, tag)
         return self._submit("reduce_scatter", self._group.reduce_scatter, *args, of=[out, x])
 
     def _all_gather(self, out: Tensor, x: Tensor, tag: int) -> Handle:

@@ -3,7 +3,7 @@
     pack_         flat[o_i : o_i + n_i] = tensors[i] * scale
     unpack_       tensors[i] = flat[o_i : o_i + n_i] * scale
     accumulate_   totals[i] = totals[i] + values[i] * scale
-    sum_shards    out = (received[0] + received[1] + ... + received[W - 1]) * scale
+    sum_shards    out = ((received[0] + received[1]) + (received[2] + received[3]) + ...) * scale
 
 Every product and sum is rounded in fp32 and stored in the destination's dtype with one more
 rounding, element by element, so the bits depend neither on how a list is cut nor on threads, device
@@ -116,14 +116,19 @@ def _accumulate(
     _bump(totals)
 
 
+def _tree(parts: list[Tensor]) -> Tensor:
+    """The sum in the order of csrc/sum_tree.h."""
+    if len(parts) == 1:
+        return parts[0]
+    left = 1 << (len(parts) - 1).bit_length() - 1
+    return _tree(parts[:left]) + _tree(parts[left:])
+
+
 def _sum_shards(
     shards: list[Tensor], out: Tensor, scale: float, at: Tensor | None, bins: Tensor | None
 ) -> None:
     if not _is_compiled("sum_shards", out):
-        total = shards[0].float()
-        for shard in shards[1:]:
-            total = total + shard.float()
-        out.copy_(_scaled(total, scale, at))
+        out.copy_(_scaled(_tree([shard.float() for shard in shards]), scale, at))
         if bins is not None:
             norm_bins([out], out=bins)
         return
@@ -354,10 +359,11 @@ def sum_shards(
     scale: float | Tensor | None = None,
     bins: Tensor | None = None,
 ) -> None:
-    """Sums the shards of all ranks in rank order: the reduce half of an all-to-all reduce-scatter.
+    """Sums the shards of all ranks as a tree: the reduce half of an all-to-all reduce-scatter.
 
-    out = (received[0] + received[1] + ... + received[W - 1]) * scale, summed in fp32 and rounded
-    once, so that the result does not depend on who computes it.
+    out = ((received[0] + received[1]) + (received[2] + received[3]) + ...) * scale, summed in fp32
+    and rounded once, so that the result does not depend on who computes it; neighbours first, and
+    the largest power of two below W stands left of the rest (csrc/sum_tree.h, [Note: the tree]).
 
     Args:
         received: [W, S] with contiguous rows, or W tensors [S] of one dtype; fp32 | bf16 | fp16.

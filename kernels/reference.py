@@ -321,11 +321,12 @@ def accumulate_ref(totals: list[Tensor], values: list[Tensor], scale: float = 1.
 
 
 def sum_shards_ref(received: Tensor, out: Tensor, scale: float = 1.0) -> None:
-    """out = sum of received's rows, first to last, * scale."""
-    total = received[0]
-    for w in range(1, received.shape[0]):
-        total = total + received[w]
-    out.copy_(total * scale)
+    """out = sum of received's rows * scale: neighbours are added, then the sums' neighbours."""
+    sums = list(received)
+    while len(sums) > 1:
+        pairs = [a + b for a, b in zip(sums[::2], sums[1::2])]
+        sums = pairs + sums[len(pairs) * 2 :]
+    out.copy_(sums[0] * scale)
 
 
 def global_norm_ref(

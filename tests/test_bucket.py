@@ -80,10 +80,10 @@ def test_pack_unpack_accumulate(source, to, scale, device):
         assert_same(got, expected)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 9])
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 6, 7, 8, 9, 13])
 @pytest.mark.parametrize("out_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_sum_shards_is_the_sum_in_rank_order(dtype, out_dtype, world, device):
+def test_sum_shards_is_a_tree_over_the_ranks(dtype, out_dtype, world, device):
     n = 3001
     received = rand(world * n, dtype, device).view(world, n)
     for scale in SCALES:
@@ -118,6 +118,28 @@ def test_sum_shards_fills_the_bins_of_its_result(out_dtype, device):
     assert bins[-2:].tolist() == norm_bins([out])[-2:].tolist()
     assert bins[-1] == 1
     assert norm_from_bins(bins).found_inf == 1
+
+
+@pytest.mark.parametrize("world", [29, 129, 515])
+def test_sum_shards_of_many(world, device):
+    """Deep trees, with a rest on every level."""
+    received = rand(world * 67, torch.bfloat16, device).view(world, 67)
+    out, want = torch.empty(67, device=device), torch.empty(67)
+    sum_shards(received, out)
+    ref.sum_shards_ref(received.cpu().float(), want)
+    assert_same(out, want)
+
+
+def test_the_tree_written_out():
+    x = [rand(100, torch.float32) for _ in range(7)]
+    out = torch.empty(100)
+    for got, want in (
+        (x[:3], (x[0] + x[1]) + x[2]),
+        (x[:6], ((x[0] + x[1]) + (x[2] + x[3])) + (x[4] + x[5])),
+        (x, ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + x[6])),
+    ):
+        ref.sum_shards_ref(torch.stack(got), out)
+        assert_same(out, want)
 
 
 def test_oracles_round_trip():
