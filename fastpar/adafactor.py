@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastpar.engine import engine_of_parameter
 from fastpar.kernels.adamw_storage import master_join, master_split, round_to_bf16
 from fastpar.optim_base import EngineOptimizer, plain, uncompiled
 
@@ -66,8 +67,8 @@ class Adafactor(EngineOptimizer):
         exp_avg; master_weight or master_remainder. State dicts load both ways. Load the model
         before its state and before the first step: master weights are made there.
     Raises:
-        ValueError: options outside their range; 16-bit parameters without master weights; the
-            state of another model.
+        ValueError: options outside their range; 16-bit parameters without master weights;
+            parameters of an engine with zero_stage >= 1; the state of another model.
         RuntimeError: sparse gradients.
     Source: Shazeer, Stern 2018, arXiv 1804.04235; the paper's own are eps=(1e-30, 1e-3) and
         add_eps=True.
@@ -115,7 +116,7 @@ class Adafactor(EngineOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its options and parameters are checked here, the constructor's too."""
-        plain(torch.optim.Optimizer.add_param_group)(self, param_group)
+        super().add_param_group(param_group)
         try:
             _check_options(self.param_groups[-1], "Adafactor")
             for p in self.param_groups[-1]["params"]:
@@ -125,6 +126,13 @@ class Adafactor(EngineOptimizer):
             raise
 
     def _check_parameter(self, p: Tensor) -> None:
+        engine = engine_of_parameter(p)
+        if engine is not None and engine.zero_stage:
+            raise ValueError(
+                "Adafactor: expected parameters of an engine with zero_stage=0, got zero_stage="
+                f"{engine.zero_stage}; its row and column means need whole matrices: use "
+                "fastpar.AdamW, or parallelize with zero_stage=0"
+            )
         got = f"got a parameter of dtype={p.dtype} with master_weights={self.master_weights!r}"
         if p.dtype != torch.float32 and not (p.dtype in _HALF and self.master_weights):
             raise ValueError(
@@ -147,14 +155,10 @@ class Adafactor(EngineOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        engines = self.engines()
-        for engine in engines:
-            engine.before_step()
-        rows: list[list[_Pair]] = []
-        for group in self.param_groups:
-            found_here = [(p, self.gradient(p)) for p in group["params"]]
-            rows.append([(p, grad) for p, grad in found_here if grad is not None])
-        factor, found = self.factor([grad for pairs in rows for _, grad in pairs])
+        engines, taken, factor, found = self.begin_step()
+        rows: list[list[_Pair]] = [[] for _ in self.param_groups]
+        for row in taken:
+            rows[row.group].append((row.param, row.grad))
         if found is None or not found.item():
             for group, pairs in zip(self.param_groups, rows):
                 for batch in _batches(pairs, group["foreach"]):

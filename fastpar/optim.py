@@ -12,19 +12,27 @@ the device too, and the kernel reads them there.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastpar.kernels.adamw import MOMENT_BLOCK, Hyper, adamw_step_
-from fastpar.optim_base import EngineOptimizer, plain, scalar, uncompiled
-from fastpar.optim_checks import check_group, check_overlap, check_same_groups, where
-from fastpar.optim_state import Storage, torch_state
+from fastpar.engine import engine_of_parameter
+from fastpar.kernels.adamw import Hyper, adamw_step_
+from fastpar.optim_base import EngineOptimizer, Row, plain, scalar, uncompiled
+from fastpar.optim_checks import (
+    check_engines,
+    check_group,
+    check_overlap,
+    check_same_groups,
+    where,
+)
+from fastpar.optim_state import Storage, check_entries, cut_entry, torch_state, whole_entry
 
 # Of the whole optimizer; in a group they would be ignored.
 _NOT_IN_GROUPS = (
@@ -47,15 +55,6 @@ _ATTRIBUTES = (
 )
 _ONE = torch.ones(())
 _HOST = torch.device("cpu")
-
-
-class _Row(NamedTuple):
-    """A parameter that takes part in a step."""
-
-    param: Tensor
-    grad: Tensor
-    group: int
-    first_index: int
 
 
 class AdamW(EngineOptimizer):
@@ -98,16 +97,19 @@ class AdamW(EngineOptimizer):
             happens only once grad_scale or found_inf has been set. Reading it on a GPU waits for
             the step. Without a loss scale, non-finite gradients go into the parameters, as with
             torch.optim.AdamW.
-    Ranks: step() is called by all ranks of the model's mesh.
-    State: entries are listed in fastpar/optim_state.py; state dicts of torch.optim.AdamW load here,
-        and ours there (with 8-bit moments: torch_state_dict()). Saved in one form of storage they
-        load in any. Load the model before its state and before the first step: master weights are
-        made there.
+    Ranks: step() is called by all ranks of the model's mesh, and so are state_dict() and
+        torch_state_dict() at zero_stage >= 1.
+    State: at zero_stage >= 1 each rank keeps that of its elements; state_dict() is the whole one,
+        on the CPU of every rank, and load_state_dict() takes a whole one. Entries are listed in
+        fastpar/optim_state.py; state dicts of torch.optim.AdamW load here, and ours there (with
+        8-bit moments: torch_state_dict()). Saved in one form of storage they load in any. Load the
+        model before its state and before the first step: master weights are made there.
     Raises:
         ValueError: options outside their range or without sense together; 16-bit parameters without
             master weights or stochastic rounding; parameters that overlap; the state of another
             model, or of Adam.
-        RuntimeError: sparse gradients; a CUDA graph captures a step that is not capturable.
+        RuntimeError: sparse gradients; a CUDA graph captures a step that is not capturable; the
+            model was parallelized after the optimizer was built.
     """
 
     def __init__(
@@ -162,10 +164,11 @@ class AdamW(EngineOptimizer):
                     f"AdamW: expected {name} as an option of the optimizer, got {name}="
                     f"{param_group[name]} in a group; use one optimizer for each {name}"
                 )
-        plain(torch.optim.Optimizer.add_param_group)(self, param_group)
+        super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
             check_group(group)
+            check_engines(group["params"], zero_grad_in_step=self.zero_grad_in_step)
             for p in group["params"]:
                 self.storage.check(p, amsgrad=group["amsgrad"])
             check_overlap(self.param_groups)
@@ -183,18 +186,9 @@ class AdamW(EngineOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        engines = self.engines()
-        for engine in engines:
-            engine.before_step()
-        rows = self._rows()
-        for row in rows[:1]:
-            if _capturing(row.param.device) and not all(g["capturable"] for g in self.param_groups):
-                raise RuntimeError(
-                    "AdamW.step: expected capturable=True while a CUDA graph is captured, got "
-                    "capturable=False; pass capturable=True, or step outside of the capture"
-                )
-        factor, found = self.factor([row.grad for row in rows])
-        batches: dict[tuple, list[_Row]] = {}
+        self._check_capture()
+        engines, rows, factor, found = self.begin_step()
+        batches: dict[tuple, list[Row]] = {}
         for row in rows:
             group = self.param_groups[row.group]
             key = (row.param.device, group["maximize"], group["amsgrad"])
@@ -206,19 +200,24 @@ class AdamW(EngineOptimizer):
             engine.after_step()
         return loss
 
-    def _rows(self) -> list[_Row]:
-        rows, first_index = [], 0
-        for i, group in enumerate(self.param_groups):
-            for p in group["params"]:
-                index = first_index
-                first_index += -(-p.numel() // MOMENT_BLOCK) * MOMENT_BLOCK
-                grad = self.gradient(p)
-                if grad is not None:
-                    rows.append(_Row(p, grad, i, index))
-        return rows
+    def _check_capture(self) -> None:
+        first = next((p for group in self.param_groups for p in group["params"]), None)
+        if first is None or not _capturing(first.device):
+            return
+        if not all(g["capturable"] for g in self.param_groups):
+            raise RuntimeError(
+                "AdamW.step: expected capturable=True while a CUDA graph is captured, got "
+                "capturable=False; pass capturable=True, or step outside of the capture"
+            )
+        stage = max((engine.zero_stage for engine in self.engines()), default=0)
+        if stage:
+            raise RuntimeError(
+                "AdamW.step: expected zero_stage=0 while a CUDA graph is captured, got zero_stage="
+                f"{stage}, where the ranks' hosts agree on each step; step outside of the capture"
+            )
 
     def _update(
-        self, rows: list[_Row], device: torch.device, factor: Tensor | None, found: Tensor | None
+        self, rows: list[Row], device: torch.device, factor: Tensor | None, found: Tensor | None
     ) -> None:
         """One kernel call for rows of one device, maximize and amsgrad."""
         options, storage = self.param_groups[rows[0].group], self.storage
@@ -231,39 +230,42 @@ class AdamW(EngineOptimizer):
         if counted:
             _count(counted, None if found is None else 1.0 - found.ne(0).float())
         numbered = [s["step"] for row, s in zip(rows, states) if not on_device[row.group]]
-        hypers, hyper_index = self._hypers(rows, states, on_device, device)
-        adamw_step_(
-            [row.param for row in rows],
-            [row.grad for row in rows],
-            [storage.moment(s, "exp_avg") for s in states],
-            [storage.moment(s, "exp_avg_sq") for s in states],
-            hypers,
-            hyper_index=hyper_index,
-            master_weights=[storage.master(s, row.param) for row, s in zip(rows, states)],
-            max_exp_avg_sqs=[s["max_exp_avg_sq"] for s in states] if amsgrad else None,
-            exp_avg_scales=[s["exp_avg_scale"] for s in states] if eight_bit else None,
-            exp_avg_sq_scales=[s["exp_avg_sq_scale"] for s in states] if eight_bit else None,
-            grad_scale=factor,
-            found_inf=found,
-            maximize=options["maximize"],
-            zero_grad=self.zero_grad_in_step,
-            stochastic_rounding_seed=self.seed if storage.random else None,
-            first_indices=[row.first_index for row in rows] if storage.random else None,
-        )
+        owned = [(row, s) for row, s in zip(rows, states) if row.grad.numel()]
+        if owned:  # a rank may own no element of any of them
+            rows, states = zip(*owned)
+            hypers, hyper_index = self._hypers(rows, states, on_device, device)
+            adamw_step_(
+                [row.piece for row in rows],
+                [row.grad for row in rows],
+                [storage.moment(s, "exp_avg") for s in states],
+                [storage.moment(s, "exp_avg_sq") for s in states],
+                hypers,
+                hyper_index=hyper_index,
+                master_weights=[storage.master(s, row.param) for row, s in owned],
+                max_exp_avg_sqs=[s["max_exp_avg_sq"] for s in states] if amsgrad else None,
+                exp_avg_scales=[s["exp_avg_scale"] for s in states] if eight_bit else None,
+                exp_avg_sq_scales=[s["exp_avg_sq_scale"] for s in states] if eight_bit else None,
+                grad_scale=factor,
+                found_inf=found,
+                maximize=options["maximize"],
+                zero_grad=self.zero_grad_in_step,
+                stochastic_rounding_seed=self.seed if storage.random else None,
+                first_indices=[row.first_index for row in rows] if storage.random else None,
+            )
         if numbered and (found is None or not found.item()):
             _count(numbered)
 
-    def _state(self, row: _Row, on_device: bool) -> dict[str, Any]:
+    def _state(self, row: Row, on_device: bool) -> dict[str, Any]:
         """The state of a parameter, made or completed where needed."""
-        p, amsgrad = row.param, self.param_groups[row.group]["amsgrad"]
-        state = self.state.get(p)
+        p, amsgrad = row.piece, self.param_groups[row.group]["amsgrad"]
+        state = self.state.get(row.param)
         if not state:
             if _capturing(p.device):
                 raise RuntimeError(
                     "AdamW.step: expected a first step before the capture of a CUDA graph, got a "
                     "parameter without state; each replay would begin anew: call step() once"
                 )
-            state = self.state[p] = self.storage.new_state(p, amsgrad=amsgrad)
+            state = self.state[row.param] = self.storage.new_state(p, amsgrad=amsgrad)
         elif amsgrad and "max_exp_avg_sq" not in state:  # switched on in the group since
             state["max_exp_avg_sq"] = state["exp_avg_sq"].clone()
         self.storage.add_master(state, p)
@@ -274,8 +276,8 @@ class AdamW(EngineOptimizer):
 
     def _hypers(
         self,
-        rows: list[_Row],
-        states: list[dict[str, Any]],
+        rows: Sequence[Row],
+        states: Sequence[dict[str, Any]],
         on_device: list[bool],
         device: torch.device,
     ) -> tuple[list[Hyper], list[int]]:
@@ -307,18 +309,41 @@ class AdamW(EngineOptimizer):
         return self.storage.entry_shapes(p)
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch; with the seed where steps draw random bits."""
-        state_dict = plain(torch.optim.Optimizer.state_dict)(self)
+        """As in torch; with the seed where steps draw random bits. See Ranks and State above."""
+        with self._whole_state():
+            state_dict = plain(torch.optim.Optimizer.state_dict)(self)
         if self.storage.random:
             state_dict["seed"] = self.seed
         return state_dict
 
     def torch_state_dict(self) -> dict[str, Any]:
         """state_dict() as torch.optim.AdamW would have written it: moments are fp32 copies."""
-        state_dict = plain(torch.optim.Optimizer.state_dict)(self)
+        with self._whole_state():
+            state_dict = plain(torch.optim.Optimizer.state_dict)(self)
         params = list(itertools.chain.from_iterable(g["params"] for g in self.param_groups))
         state = {i: torch_state(s, params[i]) for i, s in state_dict["state"].items()}
         return {"state": state, "param_groups": state_dict["param_groups"]}
+
+    @contextlib.contextmanager
+    def _whole_state(self) -> Iterator[None]:
+        """Inside, self.state has whole entries, on the CPU, for parameters of sharded engines."""
+        mine, whole = self.state, {}
+        for p in itertools.chain.from_iterable(g["params"] for g in self.param_groups):
+            engine = engine_of_parameter(p)
+            if engine is not None and engine.zero_stage:
+                whole[p] = {
+                    name: x.cpu() if isinstance(x, Tensor) else x
+                    for name, value in mine.get(p, {}).items()
+                    for x in [whole_entry(name, value, p, engine)]
+                }
+        if not whole:
+            yield
+            return
+        self.state = defaultdict(dict, {**mine, **{p: s for p, s in whole.items() if s}})
+        try:
+            yield
+        finally:
+            self.state = mine
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -345,13 +370,20 @@ class AdamW(EngineOptimizer):
             for position, (p, key) in enumerate(zip(group["params"], saved["params"])):
                 self.storage.check(p, amsgrad=group["amsgrad"])
                 known.add(key)
-                if state_dict["state"].get(key):
-                    state[p] = self.storage.convert_state(
-                        state_dict["state"][key],
-                        p,
-                        amsgrad=group["amsgrad"],
-                        where=where(group, i, position),
-                    )
+                if not state_dict["state"].get(key):
+                    continue
+                saved_state, place = state_dict["state"][key], where(group, i, position)
+                target, engine = p, engine_of_parameter(p)
+                if engine is not None and engine.zero_stage:
+                    check_entries(saved_state, p, amsgrad=group["amsgrad"], where=place)
+                    target = engine.piece(p).param
+                    saved_state = {
+                        name: cut_entry(name, value, p, engine)
+                        for name, value in saved_state.items()
+                    }
+                state[p] = self.storage.convert_state(
+                    saved_state, target, amsgrad=group["amsgrad"], where=place
+                )
         state.update({k: v for k, v in state_dict["state"].items() if k not in known})
         self.seed = state_dict.get("seed", self.seed)
         fresh: defaultdict[Any, Any] = defaultdict(dict)

@@ -1,5 +1,11 @@
 """What AdamW and Adafactor share: gradients of engines, the norm, the clip factor, skipped steps.
 
+[Note: who decides]
+A rank of a sharded engine sees only its pieces of the gradients. Norm, clip factor and overflow are
+made from bins that the engine's control exchange has added up over the shards; bins are integers,
+so all ranks get the same bits, and those of one process. has_grad() is agreed on as well: all ranks
+step the same parameters, and count the steps of those of which they own no element.
+
 [Note: torch.compile]
 A compiled training step runs step() and zero_grad() as they are, between its graphs: they are a few
 kernel calls already, and to trace their bookkeeping would only add guards. torch's own decorator
@@ -12,14 +18,22 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastpar.engine import Engine, engine_of_parameter
-from fastpar.kernels.global_norm import GlobalNorm, global_norm, norm_bins, norm_from_bins
+from fastpar.kernels.adamw import MOMENT_BLOCK
+from fastpar.kernels.global_norm import (
+    NORM_WORDS,
+    GlobalNorm,
+    global_norm,
+    norm_bins,
+    norm_from_bins,
+)
+from fastpar.optim_state import cut_entry, whole_entry
 
 
 def uncompiled(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -41,14 +55,24 @@ def plain(method: Callable[..., Any]) -> Callable[..., Any]:
     return getattr(method, "__wrapped__", method)
 
 
+class Row(NamedTuple):
+    """A parameter that takes part in a step, and what this rank updates of it."""
+
+    param: Tensor
+    piece: Tensor  # the parameter itself, or this rank's elements of it
+    grad: Tensor  # of the piece
+    group: int
+    first_index: int  # of the piece's first element among the random bits
+
+
 class EngineOptimizer(torch.optim.Optimizer):
     """An optimizer that knows engines, clips by the global norm and skips overflows.
 
     Attributes:
         max_grad_norm: of the constructor; infinity only measures.
-        grad_norm: fp32 tensor [], of the last step, before clipping, after division by grad_scale;
-            None where nothing asked for it: no max_grad_norm, and no loss scale or one whose
-            overflows found_inf tells.
+        grad_norm: fp32 tensor [], of the last step, before clipping, after division by grad_scale
+            and by the engine's count of tokens; None where nothing asked for it: no max_grad_norm,
+            and no loss scale or one whose overflows found_inf tells.
         grad_scale: the loss scale, by which gradients are divided; 1 by default.
         found_inf: tensor of one element, nonzero if the gradients are known to be not finite.
             torch.amp.GradScaler sets both around step(); so may any other training loop.
@@ -58,6 +82,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True
+    steps_engines = True  # see fastpar/optim_guard.py
     grad_scale: float | Tensor = 1.0
     found_inf: Tensor | None = None
     grad_norm: Tensor | None = None
@@ -77,6 +102,13 @@ class EngineOptimizer(torch.optim.Optimizer):
         """Whether the last step changed nothing because its gradients were not finite."""
         return self._found is not None and bool(self._found.item())
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch; remembers which parameters had no engine."""
+        plain(torch.optim.Optimizer.add_param_group)(self, param_group)
+        alone = self.__dict__.setdefault("_alone", set())
+        for p in self.param_groups[-1]["params"]:
+            (alone.add if engine_of_parameter(p) is None else alone.discard)(p)
+
     @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch; also clears the main gradients of an engine."""
@@ -89,66 +121,207 @@ class EngineOptimizer(torch.optim.Optimizer):
         found = (engine_of_parameter(p) for g in self.param_groups for p in g["params"])
         return list({id(e): e for e in found if e is not None}.values())
 
-    def gradient(self, p: Tensor) -> Tensor | None:
-        """The gradient to step with: p.grad, or the main gradient of an engine.
+    # The step
 
+    def begin_step(self) -> tuple[list[Engine], list[Row], Tensor | None, Tensor | None]:
+        """Finish the engines' reductions and agree with the other ranks on this step.
+
+        Sets grad_norm and skipped. No host synchronization.
+
+        Returns:
+            The engines, whose after_step() is to be called; the rows; what their gradients are to
+            be multiplied by; the flag under which nothing may change.
+        Ranks: all, for every engine.
         Raises:
-            RuntimeError: it is sparse.
+            RuntimeError: a sparse gradient; an optimizer older than the engine; GradScaler with
+                gradients that it does not see.
         """
-        engine = engine_of_parameter(p)
-        grad = p.grad if engine is None else engine.grad_of(p)
-        if grad is not None and grad.layout is not torch.strided:
+        members = self._members()
+        engines = list({id(e): e for _, _, _, e in members if e is not None}.values())
+        self._check_scaler(engines)
+        for engine in engines:
+            engine.before_step()
+        asked = self._scaled or self.max_grad_norm is not None
+        rows: list[tuple[Engine | None, Row]] = []
+        owned: dict[int, list[Tensor]] = {id(e): [] for e in engines}
+        for p, group, first_index, engine in members:
+            if engine is None:
+                if p.grad is not None:
+                    rows.append((None, Row(p, p, self._dense(p.grad), group, first_index)))
+                continue
+            piece, grad, start = engine.piece(p)
+            if grad is not None:
+                rows.append((engine, Row(p, piece, grad, group, first_index + start)))
+                if engine.zero_stage and grad.numel():
+                    owned[id(engine)].append(grad)
+        bins = [self._exchange(engine, owned[id(engine)] if asked else None) for engine in engines]
+        rows = [(e, row) for e, row in rows if e is None or e.has_grad(row.param)]
+        whole = [row.grad for e, row in rows if e is None or not e.zero_stage]
+        taken = [row for _, row in rows]
+        factor, found = self._factor(taken, whole, [b for b in bins if b is not None], engines)
+        return engines, taken, factor, found
+
+    def _members(self) -> list[tuple[Tensor, int, int, Engine | None]]:
+        """(parameter, its group, index of its first element among the random bits, its engine)"""
+        members, first_index, alone = [], 0, self.__dict__.get("_alone", ())
+        for i, group in enumerate(self.param_groups):
+            for position, p in enumerate(group["params"]):
+                engine = engine_of_parameter(p)
+                if engine is not None and p in alone:
+                    raise RuntimeError(
+                        f"{type(self).__name__}.step: expected parameters as they were when the "
+                        f"optimizer was built, got parameter {position} of group {i} with an "
+                        "engine since; build the optimizer after fastpar.parallelize"
+                    )
+                members.append((p, i, first_index, engine))
+                first_index += -(-p.numel() // MOMENT_BLOCK) * MOMENT_BLOCK
+        return members
+
+    def _dense(self, grad: Tensor) -> Tensor:
+        if grad.layout is not torch.strided:
             raise RuntimeError(
                 f"{type(self).__name__}.step: expected dense gradients, got layout={grad.layout}; "
                 "build the embedding with sparse=False"
             )
         return grad
 
-    def factor(self, grads: list[Tensor]) -> tuple[Tensor | None, Tensor | None]:
-        """What gradients are to be multiplied by, and the flag under which nothing may change.
+    @property
+    def _scaled(self) -> bool:
+        """Whether there is a loss scale: only then a step may be skipped."""
+        return "grad_scale" in self.__dict__ or self.found_inf is not None
 
-        Sets grad_norm and skipped. No host synchronization.
-        """
-        self.grad_norm = self._found = None
-        scaled = "grad_scale" in self.__dict__ or self.found_inf is not None
-        limit = self.max_grad_norm
-        if not grads or not (scaled or limit):
-            return None, None
-        known = self.found_inf
-        if known is not None and not isinstance(known, Tensor):  # GradScaler saw no p.grad
+    def _check_scaler(self, engines: list[Engine]) -> None:
+        """GradScaler sets found_inf; what it says about gradients that it cannot see is wrong."""
+        stage = max((engine.zero_stage for engine in engines), default=0)
+        if self.found_inf is not None and stage:
+            raise RuntimeError(
+                f"{type(self).__name__}.step: expected no found_inf (GradScaler sets it) with "
+                f"zero_stage >= 1, got one with zero_stage={stage}; gradients are not in p.grad: "
+                "set grad_scale from a fastpar.loss_scale.DynamicLossScale"
+            )
+        if self.found_inf is not None and not isinstance(self.found_inf, Tensor):  # saw no p.grad
             raise RuntimeError(
                 f"{type(self).__name__}.step: expected gradients in p.grad under GradScaler, got "
                 "main gradients; parallelize without grad_dtype, or set grad_scale from a "
                 "DynamicLossScale"
             )
+
+    def _exchange(self, engine: Engine, grads: list[Tensor] | None) -> Tensor | None:
+        """The control exchange of one engine: bins of all its shards, if a norm is asked for."""
+        if grads is None or not engine.zero_stage:
+            engine.exchange(None)
+            return None
+        none = torch.zeros(NORM_WORDS, dtype=torch.int64, device=engine.mesh.device)
+        return engine.exchange(norm_bins(grads, out=none))
+
+    def _factor(
+        self, rows: list[Row], whole: list[Tensor], bins: list[Tensor], engines: list[Engine]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """What gradients are to be multiplied by, and the flag under which nothing may change.
+
+        Args:
+            whole: gradients of which every rank has all elements.
+            bins: of all others, over all ranks.
+        """
+        self.grad_norm = self._found = None
+        limit, scaled, tokens = self.max_grad_norm, self._scaled, self._tokens(engines)
+        if not rows:
+            return None, None
+        device = rows[0].grad.device
+        loss_scale = scalar(self.grad_scale, device) if scaled else None
+        if tokens is not None:
+            tokens = tokens.to(device, torch.float32).reshape(())
+            loss_scale = tokens if loss_scale is None else tokens * loss_scale
+        known = self.found_inf
         if known is not None:
-            known = known.reshape(()).to(grads[0].device, torch.float32)
-        if known is not None and limit is None:
+            known = known.reshape(()).to(device, torch.float32)
+        if limit is None and not bins and (known is not None or not scaled):
             self._found = known
-            return torch.ones_like(known) / self.grad_scale, known
-        by_device: dict[torch.device, list[Tensor]] = {}
-        for grad in grads:
-            by_device.setdefault(grad.device, []).append(grad)
-        norm = _norm(
-            list(by_device.values()),
-            max_norm=None if limit == math.inf else limit,
-            loss_scale=scalar(self.grad_scale, grads[0].device) if scaled else None,
-        )
+            if loss_scale is None:
+                return None, None
+            return torch.ones((), device=device) / loss_scale, known
+        max_norm = None if limit == math.inf else limit
+        norm = _norm(whole, bins, device, max_norm=max_norm, loss_scale=loss_scale)
         self.grad_norm = norm.norm
-        if not scaled:
-            return None if limit == math.inf else norm.grad_scale, None
-        self._found = norm.found_inf if known is None else norm.found_inf.maximum(known)
-        return norm.grad_scale, self._found
+        factor = None if limit == math.inf and loss_scale is None else norm.grad_scale
+        if scaled:
+            self._found = norm.found_inf if known is None else norm.found_inf.maximum(known)
+        return factor, self._found
+
+    def _tokens(self, engines: list[Engine]) -> Tensor | None:
+        """What the losses of this step are sums over."""
+        found = [engine.token_scale for engine in engines]
+        if len(found) > 1 and any(t is not None for t in found):
+            raise RuntimeError(
+                f"{type(self).__name__}.step: expected one engine where tokens are counted, got "
+                f"{len(found)} engines; build one optimizer for each model"
+            )
+        return found[0] if found else None
+
+    # Whole entries of the state, for checkpoints
+
+    def whole_entries(self, p: Tensor) -> Iterator[tuple[str, Tensor | None]]:
+        """(name, value) of a parameter's state; values only on rank 0 of an engine, else None.
+
+        Ranks: all, in the same order; an entry is gathered when it is asked for.
+        """
+        engine = engine_of_parameter(p)
+        for name, value in self.state.get(p, {}).items():
+            if not isinstance(value, Tensor):
+                value = torch.tensor(float(value), dtype=torch.float64)
+            if engine is not None and engine.zero_stage:
+                yield name, whole_entry(name, value, p, engine, main_only=True)
+            else:
+                yield name, value.detach() if engine is None or engine.mesh.is_main else None
+
+    @torch.no_grad()
+    def load_entry(self, p: Tensor, name: str, whole: Tensor) -> None:
+        """Put one entry of whole_entries() into the state of a parameter: this rank's part of it.
+
+        Raises:
+            ValueError: not an entry of this optimizer, or not of this parameter's shape.
+        """
+        shape = self.entry_shapes(p).get(name)
+        if whole.shape != shape:
+            raise ValueError(
+                f"{type(self).__name__}.load_entry: expected {name} of shape "
+                f"{shape and list(shape)}, got shape={list(whole.shape)}; load the state that was "
+                "saved with this model and these options"
+            )
+        engine, state = engine_of_parameter(p), self.state[p]
+        if engine is not None and engine.zero_stage:
+            whole = cut_entry(name, whole, p, engine)
+        old = state.get(name)
+        if isinstance(old, Tensor):
+            old.copy_(whole)
+        elif old is not None:
+            state[name] = type(old)(whole.item())
+        else:
+            state[name] = whole.to(p.device) if whole.dim() else whole
+
+    def entry_shapes(self, p: Tensor) -> dict[str, torch.Size]:
+        """The entries that a parameter's state may have with these options, for checkpoints."""
+        raise NotImplementedError
 
 
 def _norm(
-    lists: list[list[Tensor]], *, max_norm: float | None, loss_scale: float | Tensor | None
+    whole: list[Tensor],
+    bins: list[Tensor],
+    device: torch.device,
+    *,
+    max_norm: float | None,
+    loss_scale: float | Tensor | None,
 ) -> GlobalNorm:
-    """Of gradients on one or several devices; the result is on the first."""
-    if len(lists) == 1:
+    """Of gradients on one or several devices and of bins, on the device."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for grad in whole:
+        by_device.setdefault(grad.device, []).append(grad)
+    lists = list(by_device.values())
+    if len(lists) == 1 and not bins:
         return global_norm(lists[0], max_norm=max_norm, loss_scale=loss_scale)
-    bins = torch.stack([norm_bins(grads).to(lists[0][0].device) for grads in lists]).sum(0)
-    return norm_from_bins(bins, max_norm=max_norm, loss_scale=loss_scale)
+    parts = [b.to(device) for b in (*bins, *map(norm_bins, lists))]
+    total = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+    return norm_from_bins(total, max_norm=max_norm, loss_scale=loss_scale)
 
 
 def scalar(value: float | Tensor, device: torch.device) -> float | Tensor:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastpar.engine import engine_of_parameter
+
 
 def check_group(group: dict[str, Any], caller: str = "AdamW") -> None:
     """Refuse options outside their range."""
@@ -46,11 +48,27 @@ def check_group(group: dict[str, Any], caller: str = "AdamW") -> None:
         )
 
 
+def check_engines(params: list[Tensor], *, zero_grad_in_step: bool) -> None:
+    """Refuse options that make no sense for parameters of a sharded engine."""
+    for p in params if zero_grad_in_step else ():
+        engine = engine_of_parameter(p)
+        if engine is not None and engine.zero_stage:
+            raise ValueError(
+                "AdamW: expected zero_grad_in_step=False with zero_stage >= 1, got True with "
+                f"zero_stage={engine.zero_stage}; the engine frees gradients itself: leave it out"
+            )
+
+
 def check_overlap(groups: list[dict[str, Any]]) -> None:
-    """Refuse parameters that share memory: both would be updated there, in any order."""
+    """Refuse parameters that share memory: both would be updated there, in any order.
+
+    Engines look at theirs themselves; what is gathered later shares one element until then.
+    """
     spans = []
     for i, group in enumerate(groups):
         for position, p in enumerate(group["params"]):
+            if engine_of_parameter(p) is not None:
+                continue
             if p.numel() and p.layout is torch.strided and p.device.type != "meta":
                 last = sum((n - 1) * stride for n, stride in zip(p.shape, p.stride()))
                 start, size = p.data_ptr(), (last + 1) * p.element_size()

@@ -10,6 +10,10 @@ The entries of one parameter's state, by the optimizer's options:
     master_weight                         fp32, of a 16-bit parameter
     master_remainder                      int16, the low half of the master of a bf16 parameter
 
+Parameters of a sharded engine have the same entries of this rank's piece alone, in one dimension;
+pieces begin at multiples of 256 elements. state_dict() puts the pieces together (whole_entry) and
+load_state_dict() cuts them (cut_entry), so a saved state knows neither stage nor world size.
+
 A state saved in one form loads in any other (convert_state), and torch_state has torch's form.
 Entries of another dtype than above have been through an optimizer that casts its state to that of
 the parameter and does not know master weights: those are stale then, and are made anew.
@@ -23,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastpar.engine import Engine
 from fastpar.kernels.adamw import (
     MOMENT_BLOCK,
     decode_moment,
@@ -244,13 +249,38 @@ def check_entries(saved: dict[str, Any], p: Tensor, *, amsgrad: bool, where: str
             )
 
 
+def whole_entry(
+    name: str, value: Any, p: Tensor, engine: Engine, *, main_only: bool = False
+) -> Any:
+    """An entry for all elements of a parameter of a sharded engine; None where nobody wants it.
+
+    Args:
+        main_only: only rank 0 does.
+    Ranks: all.
+    """
+    if name not in _ENTRIES:  # a count, or what others put there: every rank has it
+        return None if main_only and not engine.mesh.is_main else value
+    gather = engine.full_on_main if main_only else engine.full
+    return gather(value, p, block=_block(name))
+
+
+def cut_entry(name: str, whole: Any, p: Tensor, engine: Engine) -> Any:
+    """This rank's part of a whole entry, a copy."""
+    return engine.shard_of(whole, p, block=_block(name)) if name in _ENTRIES else whole
+
+
+def _block(entry: str) -> int:
+    """Elements of the parameter for each element of an entry."""
+    return MOMENT_BLOCK if entry.endswith("_scale") else 1
+
+
 def torch_state(state: dict[str, Any], p: Tensor) -> dict[str, Any]:
     """A parameter's state with torch's entries alone: moments as fp32 values, no master weight."""
     result: dict[str, Any] = {"step": state["step"]}
     for name in moment_names(True):
         if f"{name}_codes" in state:
             codes, scale = state[f"{name}_codes"], state[f"{name}_scale"]
-            result[name] = _like(decode_moment(codes, scale, signed=name == "exp_avg"), p)
+            result[name] = decode_moment(codes, scale, signed=name == "exp_avg")
         elif name in state:
             result[name] = state[name] if p.dtype == torch.float64 else state[name].float()
     return result

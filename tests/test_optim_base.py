@@ -10,6 +10,7 @@ from torch import nn
 
 import fastpar
 from fastpar import optim_base
+from fastpar.kernels.global_norm import norm_bins
 from fastpar.loss_scale import DynamicLossScale
 from fastpar.optim import AdamW
 
@@ -54,13 +55,16 @@ def test_the_norm_is_over_all_groups():
     assert not torch.equal(before, vector(model))
 
 
-def test_the_norm_of_several_devices_is_one_norm():
-    """Lists of one device each, as a model that is spread over GPUs has them."""
+def test_the_norm_of_gradients_and_of_bins_is_one_norm():
+    """Bins come from other devices and from other ranks."""
     grads = [torch.randn(n) for n in (3, 1000, 64)]
     options = {"max_norm": 1.0, "loss_scale": torch.tensor(4.0)}
-    whole = optim_base._norm([grads], **options)
-    for one, other in zip(whole, optim_base._norm([grads[:1], grads[1:]], **options)):
-        assert torch.equal(one, other)
+    cpu = torch.device("cpu")
+    whole = optim_base._norm(grads, [], cpu, **options)
+    for n in range(4):
+        parts = optim_base._norm(grads[n:], [norm_bins(grads[:n])], cpu, **options)
+        for one, other in zip(whole, parts):
+            assert torch.equal(one, other)
     exact = torch.cat(grads).double().norm().item() / 4
     assert whole.norm.item() == pytest.approx(exact, rel=1e-6)
 
