@@ -57,9 +57,18 @@ class Control:
         self._tokens = n if self._tokens is None else self._tokens + n
 
     def exchange(
-        self, bins: Tensor | None, *, hashes: Sequence[int], backwards: int, used: Sequence[bool]
+        self,
+        bins: Tensor | None,
+        *,
+        hashes: Sequence[int],
+        backwards: int,
+        used: Sequence[bool],
+        again: bool = False,
     ) -> Tensor | None:
-        """Tell and hear everything; the bins of all shards together. Ranks: all, once per step."""
+        """Tell and hear everything; the bins of all shards together. Ranks: all, once per step.
+
+        again: for one more optimizer: what is not told anew is kept.
+        """
         counted = self._tokens is not None
         words = [*hashes, backwards, -1 if isinstance(self._tokens, Tensor) or not counted else 0]
         if counted and not isinstance(self._tokens, Tensor):
@@ -77,6 +86,7 @@ class Control:
         zero = bins if bins is not None else host.new_zeros(NORM_WORDS)
         values = torch.cat(self._values) if self._values else host.new_zeros(0).double()
         mine = torch.cat([*parts, zero, host[_HEAD:], values.view(torch.int64)])
+        keep_values, keep_scale = again and not self._values, again and not counted
         self._values, self._tokens = [], None
         if self._group is None:
             rows = mine.view(1, -1)
@@ -86,8 +96,10 @@ class Control:
             self._check(rows[:, :_HEAD])
         self._rows = rows
         start = _HEAD + NORM_WORDS + len(flags)
-        self.contributed = _sum_rows(rows[:, start:].contiguous().view(torch.float64))
-        self.token_scale = None
+        if not keep_values:
+            self.contributed = _sum_rows(rows[:, start:].contiguous().view(torch.float64))
+        if not keep_scale:
+            self.token_scale = None
         if counted:
             tokens = rows[:, _HEAD - 1].clamp(min=0).sum()
             self.token_scale = tokens.clamp(min=1).float() / rows.shape[0]

@@ -135,6 +135,8 @@ class Engine:
         self._reduced = False  # since the last step
         self._unreduced = False  # there are sums that only this rank knows
         self._step_ended = True
+        self._stepped: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers, with these gradients
+        self._again = False  # another one steps with them
         self._learned = self._reentrant = False
         self._root = self._task = -1  # graph tasks of autograd: outermost, last seen
         self._nested_tasks: set[int] = set()
@@ -394,8 +396,19 @@ class Engine:
 
     # The optimizer's side
 
-    def before_step(self) -> None:
-        """Gradients are reduced, also those of other ranks if this one had no backward at all."""
+    def before_step(self, optimizer: object = None) -> None:
+        """Gradients are reduced, also those of other ranks if this one had no backward at all.
+
+        Not once more for another optimizer with parameters of this engine, which steps with the
+        same gradients.
+        """
+        self._again = bool(self._stepped) and optimizer not in self._stepped
+        if not self._again:
+            self._stepped.clear()
+        if optimizer is not None:
+            self._stepped.add(optimizer)
+        if self._again and not self._reduced and not self._unreduced:
+            return
         self._timer.begin()
         self._step_ended = False
         if self.gathers is not None:
@@ -422,7 +435,11 @@ class Engine:
         used = [i in bucket.seen for bucket in self.buckets for i in range(len(bucket.params))]
         with self._blame("in the control exchange after", self.buckets[-1]), self._timer.waiting():
             return self._control.exchange(
-                bins, hashes=self._hashes, backwards=self._backwards, used=used
+                bins,
+                hashes=self._hashes,
+                backwards=self._backwards,
+                used=used,
+                again=self._again,
             )
 
     def has_grad(self, p: Tensor) -> bool:
@@ -457,6 +474,7 @@ class Engine:
         for bucket in self.buckets:
             bucket.zero_grad(set_to_none)
         self._unreduced = False
+        self._stepped.clear()
         if self._step_ended:
             self._backwards = 0
             if self.gathers is not None:

@@ -33,6 +33,7 @@ from fastpar.kernels.global_norm import (
     norm_bins,
     norm_from_bins,
 )
+from fastpar.optim_checks import where
 from fastpar.optim_state import cut_entry, whole_entry
 
 
@@ -81,7 +82,6 @@ class EngineOptimizer(torch.optim.Optimizer):
             the step.
     """
 
-    _step_supports_amp_scaling = True
     steps_engines = True  # see fastpar/optim_guard.py
     grad_scale: float | Tensor = 1.0
     found_inf: Tensor | None = None
@@ -138,9 +138,9 @@ class EngineOptimizer(torch.optim.Optimizer):
         """
         members = self._members()
         engines = list({id(e): e for _, _, _, e in members if e is not None}.values())
-        self._check_scaler(engines)
+        self._check_found_inf(engines)
         for engine in engines:
-            engine.before_step()
+            engine.before_step(self)
         asked = self._scaled or self.max_grad_norm is not None
         rows: list[tuple[Engine | None, Row]] = []
         owned: dict[int, list[Tensor]] = {id(e): [] for e in engines}
@@ -170,8 +170,8 @@ class EngineOptimizer(torch.optim.Optimizer):
                 if engine is not None and p in alone:
                     raise RuntimeError(
                         f"{type(self).__name__}.step: expected parameters as they were when the "
-                        f"optimizer was built, got parameter {position} of group {i} with an "
-                        "engine since; build the optimizer after fastpar.parallelize"
+                        f"optimizer was built, got {where(group, i, position)} with an engine "
+                        "since; build the optimizer after fastpar.parallelize"
                     )
                 members.append((p, i, first_index, engine))
                 first_index += -(-p.numel() // MOMENT_BLOCK) * MOMENT_BLOCK
@@ -190,16 +190,26 @@ class EngineOptimizer(torch.optim.Optimizer):
         """Whether there is a loss scale: only then a step may be skipped."""
         return "grad_scale" in self.__dict__ or self.found_inf is not None
 
-    def _check_scaler(self, engines: list[Engine]) -> None:
-        """GradScaler sets found_inf; what it says about gradients that it cannot see is wrong."""
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """GradScaler asks for it in step(), before it looks at p.grad."""
+        self._refuse_scaler(self.engines())
+        return True
+
+    def _refuse_scaler(self, engines: list[Engine]) -> None:
         stage = max((engine.zero_stage for engine in engines), default=0)
-        if self.found_inf is not None and stage:
+        if stage:
             raise RuntimeError(
-                f"{type(self).__name__}.step: expected no found_inf (GradScaler sets it) with "
+                f"{type(self).__name__}.step: expected neither GradScaler nor found_inf with "
                 f"zero_stage >= 1, got one with zero_stage={stage}; gradients are not in p.grad: "
                 "set grad_scale from a fastpar.loss_scale.DynamicLossScale"
             )
-        if self.found_inf is not None and not isinstance(self.found_inf, Tensor):  # saw no p.grad
+
+    def _check_found_inf(self, engines: list[Engine]) -> None:
+        if self.found_inf is None:
+            return
+        self._refuse_scaler(engines)
+        if not isinstance(self.found_inf, Tensor):  # GradScaler saw no p.grad
             raise RuntimeError(
                 f"{type(self).__name__}.step: expected gradients in p.grad under GradScaler, got "
                 "main gradients; parallelize without grad_dtype, or set grad_scale from a "

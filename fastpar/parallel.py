@@ -16,6 +16,7 @@ from fastpar.collectives import Collectives
 from fastpar.engine import Engine, Groups, Settings, engine_of_parameter
 from fastpar.layout import ParamSpec, build_layout, default_bucket_mb, inventory, parameter_names
 from fastpar.mesh import Mesh
+from fastpar.optim_guard import guard_stock_optimizers
 from fastpar.transport import make_collectives
 from fastpar.units import Gathers, find_units, unit_of_parameters
 
@@ -144,6 +145,7 @@ def parallelize(
         named = parameter_names(model)
     engine = _build(model, mesh, settings, groups, named, units, materialize, debug)
     if stage:
+        guard_stock_optimizers()
         _guard_state_dicts(model, engine)
     return model
 

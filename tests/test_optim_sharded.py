@@ -29,7 +29,8 @@ class Bag(nn.Module):
     def __init__(self, dtype=torch.float32, seed=0):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
-        for name, shape in {"weight": (40, 33), "bias": (33,), "table": (2, 700), "one": ()}.items():
+        shapes = {"weight": (40, 33), "bias": (33,), "table": (2, 700), "one": ()}
+        for name, shape in shapes.items():
             value = torch.randn(shape, generator=generator, dtype=torch.float64)
             self.register_parameter(name, nn.Parameter(value.to(dtype)))
 
@@ -497,9 +498,9 @@ def test_entries_of_an_optimizer_without_engine():
 def test_a_wrong_entry_is_refused():
     model = Bag()
     optimizer = AdamW(model.parameters())
-    with pytest.raises(ValueError, match=r"AdamW\.load_entry: expected exp_avg of shape \[33\], go"):
+    with pytest.raises(ValueError, match=r"AdamW\.load_entry: expected exp_avg of shape \[33\], "):
         optimizer.load_entry(model.bias, "exp_avg", torch.zeros(34))
-    with pytest.raises(ValueError, match=r"expected nonsense of shape None, got shape=\[33\]; load"):
+    with pytest.raises(ValueError, match=r"expected nonsense of shape None, got shape=\[33\]; "):
         optimizer.load_entry(model.bias, "nonsense", torch.zeros(33))
 
 
