@@ -155,8 +155,8 @@ class EngineOptimizer(torch.optim.Optimizer):
                 if engine.zero_stage and grad.numel():
                     owned[id(engine)].append(grad)
         bins = [self._exchange(engine, owned[id(engine)] if asked else None) for engine in engines]
-        rows = [(e, row) for e, row in rows if e is None or e.has_grad(row.param)]
-        whole = [row.grad for e, row in rows if e is None or not e.zero_stage]
+        rows = [(of, row) for of, row in rows if of is None or of.has_grad(row.param)]
+        whole = [row.grad for of, row in rows if of is None or not of.zero_stage]
         taken = [row for _, row in rows]
         factor, found = self._factor(taken, whole, [b for b in bins if b is not None], engines)
         return engines, taken, factor, found
