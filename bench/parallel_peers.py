@@ -82,7 +82,7 @@ class Contender:
             yield name, p.detach()
 
     def report(self) -> dict[str, float]:
-        """What the engine says about the last step: exposed_ms, wire_bytes, ... (fastpar)."""
+        """Of fastpar's engine: exposed_ms, wire_bytes, ... of the last step, live_bytes now."""
         return {}
 
     def close(self) -> None:
@@ -137,6 +137,7 @@ class _Fastpar(Contender):
         found = getattr(self.engine, "report", None)
         names = ("step_ms", "compute_ms", "comm_ms", "exposed_ms", "wire_bytes")
         values = {n: getattr(found, n, None) for n in names}
+        values["live_bytes"] = sum(self.engine.memory().values())
         return {n: v for n, v in values.items() if v is not None}
 
 
@@ -217,7 +218,9 @@ def _fsdp2(reshard: bool) -> Callable[[str, ModelFactory, Settings], Contender]:
 
 def _deepspeed(stage: int) -> Callable[[str, ModelFactory, Settings], Contender]:
     def build(name: str, make: ModelFactory, settings: Settings) -> Contender:
-        deepspeed = _import_deepspeed(settings.device)
+        deepspeed = import_deepspeed(settings.device)
+        if not deepspeed.comm.is_initialized():
+            deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
         model = make().to(settings.device)
         zero: dict[str, Any] = {"stage": stage, "overlap_comm": True}
         if settings.bucket_mb is not None:
@@ -227,6 +230,7 @@ def _deepspeed(stage: int) -> Callable[[str, ModelFactory, Settings], Contender]
             "gradient_accumulation_steps": 1,
             "zero_optimization": zero,
             "zero_allow_untested_optimizer": True,
+            "gradient_clipping": 0.0,  # its default is 1.0
             "zero_force_ds_cpu_optimizer": False,
             "steps_per_print": 10**9,
         }
@@ -241,7 +245,8 @@ def _deepspeed(stage: int) -> Callable[[str, ModelFactory, Settings], Contender]
     return build
 
 
-def _import_deepspeed(device: str) -> Any:
+def import_deepspeed(device: str) -> Any:
+    """The package, told which device to serve; ImportError in one line where it is missing."""
     os.environ["DS_ACCELERATOR"] = device
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
     try:
@@ -251,8 +256,6 @@ def _import_deepspeed(device: str) -> Any:
             raise
         raise ImportError("deepspeed is not installed") from None
     deepspeed.utils.logger.setLevel("ERROR")
-    if not deepspeed.comm.is_initialized():
-        deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
     return deepspeed
 
 

@@ -69,8 +69,10 @@ class WorkerError(RuntimeError):
 class Worker:
     """The processes of one variant, seen from the one that drives them."""
 
-    def __init__(self, spec: Spec, timeout_s: float = 300.0):
+    def __init__(self, spec: Any, timeout_s: float = 300.0, make: Callable[..., Any] | None = None):
+        """make(spec, rank) builds what answers; the spec names at least world_size and threads."""
         self.spec = spec
+        make = make or Variant
         context = multiprocessing.get_context("spawn")
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -79,7 +81,9 @@ class Worker:
         self._processes = []
         for rank in range(spec.world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(theirs, spec, rank, port), daemon=True)
+            process = context.Process(
+                target=serve, args=(theirs, spec, rank, port, make), daemon=True
+            )
             process.start()
             theirs.close()  # so that the process's death shows as the end of the pipe
             self._pipes.append(ours)
@@ -129,7 +133,9 @@ class Worker:
         self.close()
 
 
-def serve(pipe: Connection, spec: Spec, rank: int, port: int) -> None:
+def serve(
+    pipe: Connection, spec: Any, rank: int, port: int, make: Callable[[Any, int], Any]
+) -> None:
     """A worker's life: build the variant, then answer commands until the pipe ends."""
     torch.set_num_threads(spec.threads)
     if spec.world_size > 1:
@@ -141,7 +147,7 @@ def serve(pipe: Connection, spec: Spec, rank: int, port: int) -> None:
             MASTER_PORT=str(port),
         )
     try:
-        variant = Variant(spec, rank)
+        variant = make(spec, rank)
         pipe.send((None, None))
     except Exception as error:
         pipe.send((reason(error), None))
@@ -300,7 +306,7 @@ class Variant:
         """Highest memory so far: of the GPU's allocator, or resident in this process."""
         if self.spec.device == "cuda":
             return torch.cuda.max_memory_allocated()
-        return resident_peak_bytes()
+        return resident_bytes()
 
     def check(self) -> dict[str, float]:
         """Gradient error of this variant and of plain PyTorch; see [Note: the gate ...]."""
@@ -356,10 +362,13 @@ def load_text() -> Any:
     return load_data("bible", "chars", val_fraction=0.1, progress=False)
 
 
-def resident_peak_bytes() -> int:
-    """Peak resident memory of this process; unlike getrusage's, without what it was forked from."""
+def resident_bytes(which: str = "VmHWM") -> int:
+    """Peak (VmHWM) or present (VmRSS) memory of this process, shared memory included.
+
+    Unlike getrusage's, the peak is without what the process was forked from.
+    """
     with contextlib.suppress(OSError):
-        found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        found = re.search(rf"{which}:\s+(\d+) kB", Path("/proc/self/status").read_text())
         if found:
             return int(found[1]) * 1024
     import resource
