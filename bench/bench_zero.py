@@ -112,6 +112,12 @@ def stock_model(config: GPTConfig) -> nn.Module:
     return stock.GPT(config).load_fastpar(GPT(config, seed=0).state_dict())
 
 
+def model_of(trial: Trial) -> nn.Module:
+    """The module that the trial's name asks for."""
+    own = trial.name.startswith("fastpar") and not trial.name.endswith(STOCK)
+    return GPT(trial.config, seed=0) if own else stock_model(trial.config)
+
+
 class Reference:
     """One process of plain PyTorch in fp64 and in fp32: what the gate compares with."""
 
@@ -152,14 +158,9 @@ class Rank:
         if trial.name.startswith("DeepSpeed"):
             import_deepspeed(trial.device)
         before = resident_bytes("VmRSS")
-        own = trial.name.startswith("fastpar") and not trial.name.endswith(STOCK)
-
-        def make() -> nn.Module:
-            return GPT(trial.config, seed=0) if own else stock_model(trial.config)
-
-        self.contender = build(trial.name.removesuffix(STOCK), make, trial.settings)
+        name = trial.name.removesuffix(STOCK)
+        self.contender = build(name, lambda: model_of(trial), trial.settings)
         gc.collect()
-        self.before = before
         forget_peak()
         self.first_losses = self.steps(0, GATE_STEPS)["losses"]
         self.peak = resident_bytes() - before

@@ -25,10 +25,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor
 
 import fastpar
 from bench import stock
@@ -98,7 +94,7 @@ class _DDP(Contender):
 class _FSDP2(Contender):
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, p in super().weights():
-            yield name, p.full_tensor() if isinstance(p, DTensor) else p
+            yield name, p.full_tensor() if hasattr(p, "full_tensor") else p
 
 
 class _DeepSpeed(Contender):
@@ -166,6 +162,8 @@ def _ddp(name: str, make: ModelFactory, settings: Settings) -> Contender:
 
 def _ddp_zero(name: str, make: ModelFactory, settings: Settings) -> Contender:
     """One ZeroRedundancyOptimizer for each group of hyper-parameters: it takes only one."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # slow to import
+
     model = _wrapped(make, settings)
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = {
@@ -206,7 +204,9 @@ class _Together:
 def _fsdp2(reshard: bool) -> Callable[[str, ModelFactory, Settings], Contender]:
     def build(name: str, make: ModelFactory, settings: Settings) -> Contender:
         """A unit for each block; the root's holds both embeddings, the tied head and ln_f."""
-        mesh = init_device_mesh(settings.device, (dist.get_world_size(),))
+        from torch.distributed.fsdp import fully_shard  # slow to import
+
+        mesh = dist.device_mesh.init_device_mesh(settings.device, (dist.get_world_size(),))
         model = make().to(settings.device)
         for block in model.h:  # type: ignore[union-attr]
             fully_shard(block, mesh=mesh, reshard_after_forward=reshard)

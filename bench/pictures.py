@@ -1,7 +1,8 @@
 """One picture for each op: the rate of every variant at every shape, beside the machine's ceiling.
 
 Drawn by `python -m bench.report --pictures` from committed rows only: a row of panels for each
-device that has results, a column for each direction.
+device that has results, a column for each direction. zero.png: tokens/s and memory of the
+data-parallel engines.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.records import Row, machine_line
-from bench.report import ASIDE, NoResultsError, newest, op_benches
+from bench.report import ASIDE, NoResultsError, is_ours, newest, op_benches
 
 # Okabe and Ito's colours first, which the colour-blind can tell apart; fastpar's are warm ones, and
 # others never get them.
@@ -23,6 +24,7 @@ OTHERS = (
 )  # fmt: skip
 DIRECTIONS = ("forward", "backward", "forward+backward", "step")
 BAR_INCHES = 0.17
+STOCK = ", stock model"  # bench_zero.py's: fastpar's engine alone
 
 
 def colours(variants: Sequence[str]) -> dict[str, str]:
@@ -141,8 +143,47 @@ def draw(bench: str, results: Sequence[tuple[dict[str, Any], Sequence[Row]]], pa
     pyplot.close(figure)
 
 
+def draw_zero(about: dict[str, Any], rows: Sequence[Row], path: Path) -> None:
+    """Tokens/s and peak memory a rank of every contender of bench_zero.py, one under another."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = [r for r in rows if r.bench == "zero"]
+    figure, panels = pyplot.subplots(
+        1, 2, figsize=(11, 1.4 + 1.6 * BAR_INCHES * len(rows)), sharey=True, layout="constrained"
+    )
+    measures = (
+        ("tokens/s over all ranks (longer is faster)", [r.tokens_per_s for r in rows]),
+        ("peak MB a rank (shorter is better)", [r.peak_bytes and r.peak_bytes / 1e6 for r in rows]),
+    )
+    colour = [OURS if is_ours(r) and STOCK not in r.variant else "" for r in rows]
+    colour = [c or (OURS_TOO[0] if is_ours(r) else OTHERS[0]) for c, r in zip(colour, rows)]
+    for (label, values), axes in zip(measures, panels):
+        for at, (row, value) in enumerate(zip(rows, values)):
+            text = " refused" if row.refused else f" {value or 0:.3g}"
+            axes.barh(at, 0.0 if row.refused else value or 0.0, 0.8, color=colour[at])
+            axes.text(0.0 if row.refused else value or 0.0, at, text, va="center", fontsize=8)
+        axes.set_xlabel(label, fontsize=9)
+        axes.margins(x=0.12)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+    panels[0].set_yticks(range(len(rows)), [r.variant for r in rows], fontsize=9)
+    panels[0].invert_yaxis()
+    device = "CPU" if about["device"] == "cpu" else about["gpu"]
+    figure.suptitle(f"{rows[0].case} ({device})", fontsize=11)
+    figure.supxlabel(machine_line(about), fontsize=7)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
 def draw_all(folder: Path) -> list[Path]:
-    """<folder>/<op>.png for every op with rows there, of the newest machine of each device."""
+    """<folder>/<op>.png for every op with rows there, of the newest machine of each device.
+
+    And zero.png, of the first machine that has such rows.
+    """
     machines = []
     for device in ("cuda", "cpu"):
         try:
@@ -156,4 +197,8 @@ def draw_all(folder: Path) -> list[Path]:
         if parts:
             draw(bench, parts, folder / f"{bench}.png")
             drawn.append(folder / f"{bench}.png")
+    for about, rows in machines:
+        if any(r.bench == "zero" for r in rows):
+            draw_zero(about, rows, folder / "zero.png")
+            return [*drawn, folder / "zero.png"]
     return drawn

@@ -2,11 +2,11 @@
 
     python -m bench.report [FILE ...]    rewrite the tables of these files (README, error ledger)
     python -m bench.report --check       exit code 1 when a table is not what the results say
-    python -m bench.report --pictures    draw bench/results/<op>.png for every op measured
+    python -m bench.report --pictures    draw bench/results/<op>.png for every op, and zero.png
 
-NAME is <table>-<device>: train, char, ops, ceilings, targets, errors or one bench (attention, ...),
-and cpu or cuda. Rows come from the newest machine of that device; where several of its files hold a
-key, the newest row counts.
+NAME is <table>-<device>: train, char, zero, ops, ceilings, targets, errors or one bench
+(attention, ...), and cpu or cuda. Rows come from the newest machine of that device; where several
+of its files hold a key, the newest row counts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from bench.records import (
 from bench.targets import targets_of
 
 ASIDE = "fastpar without dropout"  # what a row with dropout is compared with: no result by itself
-NOT_OPS = {"train", "ceilings", "build"}
+NOT_OPS = {"train", "ceilings", "build", "zero"}
+ZERO_TARGETS = {"DDP": 1.2, "FSDP2": 1.6, "DeepSpeed": 1.6}  # of every stage of fastpar
 MARKER = re.compile(r"<!-- bench:([\w-]+) -->\n(.*?)<!-- /bench:\1 -->", re.DOTALL)
 DOCUMENTS = [ROOT / "README.md", RESULTS / "errors" / "table.md"]
 OPENING = re.compile(r"<!-- bench:([\w-]+) -->")
@@ -103,6 +104,45 @@ def char_table(rows: Sequence[Row]) -> str:
         )
     head = ["run", "variant", "seconds", "ms a step", "speed-up", "validation loss"]
     return table([*head, "largest loss difference in 200 steps"], lines)
+
+
+def zero_table(rows: Sequence[Row]) -> str:
+    """fastpar's stages beside DDP and the fastest FSDP2 and DeepSpeed; what falls short says so.
+
+    Rates are compared by their speed-up over DDP, which took turns with each of them.
+    """
+    rows = [row for row in rows if row.bench == "zero"]
+    best = {
+        family: max(
+            (r.speedup for r in rows if r.variant.startswith(family) and r.speedup), default=None
+        )
+        for family in ZERO_TARGETS
+    }
+    lines = []
+    for row in rows:
+        what = [row.variant, f"{row.notes.get('ranks', 1)} x {row.threads}"]
+        if row.refused:
+            lines.append([*what, f"refused: {row.refused}", *[""] * 7])
+            continue
+        cells = [*what, number(row.median_ms), number(row.tokens_per_s)]
+        for family, target in ZERO_TARGETS.items():
+            peer = best[family]
+            ratio = row.speedup / peer if row.speedup and peer else None
+            short = row.variant.startswith("fastpar") and ratio is not None and ratio < target
+            cells.append(times(ratio) + f", short of {target}x" * short)
+        notes = row.notes
+        wire = notes.get("wire_bytes")
+        live = notes.get("live_bytes")
+        cells += [
+            megabytes(row),
+            "" if live is None else number(live / 1e6),
+            number(notes.get("exposed_ms")),
+            "" if wire is None else number(wire / 1e6),
+        ]
+        lines.append(cells)
+    head = ["contender", "ranks x threads", "ms", "tokens/s"]
+    head += [f"against {'the fastest ' * (f != 'DDP')}{f}" for f in ZERO_TARGETS]
+    return table([*head, "peak MB", "live MB", "exposed ms", "wire MB"], lines)
 
 
 def by_case(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
@@ -238,6 +278,7 @@ def summary(rows: Sequence[Row]) -> str:
 TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
     "train": train_table,
     "char": char_table,
+    "zero": zero_table,
     "ops": ops_table,
     "ceilings": ceilings_table,
     "targets": targets_table,

@@ -110,7 +110,7 @@ class Worker:
                 raise WorkerError(f"rank {rank}: no answer within {timeout_s:g} s")
             try:
                 error, answer = pipe.recv()
-            except EOFError:
+            except (EOFError, OSError):
                 raise WorkerError(f"rank {rank}: the process is gone") from None
             if error is not None:
                 raise WorkerError(f"rank {rank}: {error}" if len(self._pipes) > 1 else error)
