@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench import bench_emulated
 from bench.records import Row, machine_line
 from bench.report import ASIDE, NoResultsError, is_ours, newest, op_benches
 
@@ -182,7 +183,7 @@ def draw_zero(about: dict[str, Any], rows: Sequence[Row], path: Path) -> None:
 def draw_all(folder: Path) -> list[Path]:
     """<folder>/<op>.png for every op with rows there, of the newest machine of each device.
 
-    And zero.png, of the first machine that has such rows.
+    And zero.png, of the first machine that has such rows; of emulated links one for each device.
     """
     machines = []
     for device in ("cuda", "cpu"):
@@ -197,6 +198,11 @@ def draw_all(folder: Path) -> list[Path]:
         if parts:
             draw(bench, parts, folder / f"{bench}.png")
             drawn.append(folder / f"{bench}.png")
+    for about, rows in machines:
+        own = [r for r in rows if r.bench == "emulated"]
+        if own:
+            drawn.append(folder / f"emulated_{about['device']}.png")
+            bench_emulated.draw(about, own, drawn[-1])
     for about, rows in machines:
         if any(r.bench == "zero" for r in rows):
             draw_zero(about, rows, folder / "zero.png")

@@ -4,7 +4,7 @@
     python -m bench.report --check       exit code 1 when a table is not what the results say
     python -m bench.report --pictures    draw bench/results/<op>.png for every op, and zero.png
 
-NAME is <table>-<device>: train, char, zero, ops, ceilings, targets, errors or one bench
+NAME is <table>-<device>: train, char, zero, emulated, ops, ceilings, targets, errors or one bench
 (attention, ...), and cpu or cuda. Rows come from the newest machine of that device; where several
 of its files hold a key, the newest row counts.
 """
@@ -31,7 +31,7 @@ from bench.records import (
 from bench.targets import targets_of
 
 ASIDE = "fastpar without dropout"  # what a row with dropout is compared with: no result by itself
-NOT_OPS = {"train", "ceilings", "build", "zero"}
+NOT_OPS = {"train", "ceilings", "build", "zero", "emulated"}
 ZERO_TARGETS = {"DDP": 1.2, "FSDP2": 1.6, "DeepSpeed": 1.6}  # of every stage of fastpar
 MARKER = re.compile(r"<!-- bench:([\w-]+) -->\n(.*?)<!-- /bench:\1 -->", re.DOTALL)
 DOCUMENTS = [ROOT / "README.md", RESULTS / "errors" / "table.md"]
@@ -255,6 +255,32 @@ def ceilings_table(rows: Sequence[Row]) -> str:
     return table(["ceiling", "dtype", "ms", "rate"], lines)
 
 
+def emulated_table(rows: Sequence[Row]) -> str:
+    """Steps behind emulated links: what communication takes, and what of it a step waits for."""
+    lines = []
+    for (case, _), group in by_case([r for r in rows if r.bench == "emulated"]).items():
+        base = next((r.median_ms for r in group if r.variant == r.baseline), None)
+        for row in group:
+            if row.refused:
+                lines.append([case, row.variant, f"refused: {row.refused}", "", "", "", "", ""])
+            elif row.variant != row.baseline:
+                notes = row.notes
+                lines.append(
+                    [
+                        case,
+                        row.variant,
+                        number(row.median_ms),
+                        number(base),
+                        number(notes["comm_ms"]),
+                        number(notes["exposed_ms"]),
+                        f"{100 * notes['exposed']:.0f} %",
+                        number(notes["wire_mb"]),
+                    ]
+                )
+    head = ["one rank of many", "link", "step ms", "without link", "communication ms"]
+    return table([*head, "exposed ms", "exposed", "MB sent"], lines)
+
+
 def summary(rows: Sequence[Row]) -> str:
     """For the console: a line for each case and direction with all its variants."""
     lines = []
@@ -281,6 +307,7 @@ TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
     "zero": zero_table,
     "ops": ops_table,
     "ceilings": ceilings_table,
+    "emulated": emulated_table,
     "targets": targets_table,
 }
 

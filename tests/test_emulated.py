@@ -8,7 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from test_bench import make_bench
+from test_records import ABOUT, make_row
 
+from bench import bench_emulated, pictures, report
+from bench.bench_emulated import BASELINE, QUICK, Rank, Setting, settings
 from bench.emulated import (
     ETHERNET_1,
     ETHERNET_25,
@@ -21,6 +25,8 @@ from bench.emulated import (
     Profile,
     emulated,
 )
+from bench.harness import steady_ms
+from bench.records import ResultFile, load
 
 W, RANK = 4, 1
 SLOW = Profile("slow", 0.001, 1000.0, "a test")  # 1 MB/s, 1 ms
@@ -274,3 +280,104 @@ def test_a_mesh_of_ranks_that_do_not_exist():
             EmulatedMesh(2)
         link.close()
     assert not dist.is_initialized()
+
+
+# The bench
+
+
+def test_steady_ms_leaves_the_first_step_out():
+    ran = []
+
+    def step():
+        ran.append(None)
+        if len(ran) == 1:
+            time.sleep(0.2)
+
+    assert steady_ms(step, 3, "cpu") < 100
+    assert len(ran) == 4
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_step_behind_a_slow_link_lasts_as_long_as_its_operations(stage):
+    """They pass one after another, and each is waited for in the step or the next forward."""
+    rank = Rank(Setting("tiny", QUICK, 2, 8, stage), "cpu")
+    rank.step()
+    ms, comm_ms, wire = rank.sample(SLOW, 1)
+    n_ops, numel = len(rank.link.ops) / 2, sum(p.numel() for p in rank.model.parameters())
+    rank.close()
+    assert wire >= 2 * 7 / 8 * 4 * numel
+    assert comm_ms >= 0.999 * SLOW.ms(wire, passes=int(n_ops))
+    assert ms >= 0.99 * comm_ms
+
+
+def test_quick_bench_writes_a_row_for_every_link(tmp_path):
+    bench_emulated.run(make_bench(tmp_path, "emulated"))
+    _, rows = load(tmp_path / "rows.json")
+    assert all(row.refused is None for row in rows), [row.refused for row in rows]
+    assert [row.variant for row in rows] == [
+        BASELINE, "emulated 25 GbE", "emulated 1 GbE",
+    ] * 4  # fmt: skip
+    assert [row.notes["zero_stage"] for row in rows[::3]] == [0, 1, 2, 3]
+    for row in rows:
+        assert row.baseline == BASELINE
+        assert row.notes["wire_mb"] > 0
+        if row.variant != BASELINE:
+            assert row.notes["comm_ms"] > 0
+            base = next(r for r in rows if (r.case, r.variant) == (row.case, BASELINE))
+            assert row.notes["exposed_ms"] == pytest.approx(
+                row.median_ms - base.median_ms, abs=1e-3
+            )
+
+
+def test_the_bench_ends_in_time_and_a_failure_stops_one_case(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FASTPAR_EMULATED_S", "-1")
+    bench_emulated.run(make_bench(tmp_path, "emulated"))
+    assert "emulated: time is up, 4 cases left out" in capsys.readouterr().out
+    monkeypatch.delenv("FASTPAR_EMULATED_S")
+
+    def broken(setting, device):
+        raise RuntimeError("no such rank")
+
+    monkeypatch.setattr(bench_emulated, "Rank", broken)
+    bench_emulated.run(make_bench(tmp_path, "emulated"))
+    _, rows = load(tmp_path / "rows.json")
+    assert [row.refused for row in rows] == ["RuntimeError: no such rank"] * 4
+
+
+def test_settings_cover_sizes_stages_ranks_and_buckets():
+    for device, sizes, ranks in (
+        ("cuda", {"124M", "350M", "774M", "1.5B"}, {8, 64}),
+        ("cpu", {"30M"}, {8}),
+    ):
+        every = list(settings(device, quick=False))
+        assert len({str(s) for s in every}) == len(every)
+        found = {(s.size, s.ranks, s.zero_stage) for s in every}
+        assert found == {(s, w, z) for s in sizes for w in ranks for z in range(4)}
+        assert {s.bucket_mb for s in every} == {None, 1.0, 5.0, 25.0, 100.0}
+        assert {s.prefetch for s in every} == {0, 1, 2}
+
+
+def emulated_row(stage, link, **notes):
+    notes = {"size": "124M", "ranks": 64, "zero_stage": stage, "prefetch": 1, **notes}
+    case = f"124M, stage {stage} {notes.get('bucket_mb', '')}"
+    return make_row(
+        bench="emulated", case=case, direction="step", variant=link, baseline=BASELINE,
+        median_ms=10.0 + notes.get("exposed_ms", 0), notes=notes,
+    )  # fmt: skip
+
+
+def test_table_and_picture(tmp_path):
+    rows = []
+    for stage in range(4):
+        for mb in (None, 1.0, 25.0) if stage in (0, 2) else (None,):
+            rows.append(emulated_row(stage, BASELINE, bucket_mb=mb))
+            for link in ("emulated NVLink", "emulated 25 GbE"):
+                notes = {"comm_ms": 4.0, "exposed_ms": 1.0, "exposed": 0.25, "wire_mb": 500.0}
+                rows.append(emulated_row(stage, link, bucket_mb=mb, **notes))
+    rows.append(make_row(bench="emulated", case="124M, stage 9", variant=BASELINE, refused="no"))
+    ResultFile(tmp_path / "a.json", ABOUT).add(*rows)
+    text = report.render("emulated-cpu", tmp_path)
+    assert "| 124M, stage 3  | emulated 25 GbE | 11 | 10 | 4 | 1 | 25 % | 500 |" in text
+    assert "refused: no" in text
+    assert pictures.draw_all(tmp_path)[-1] == tmp_path / "emulated_cpu.png"
+    assert (tmp_path / "emulated_cpu.png").stat().st_size > 20_000
