@@ -359,7 +359,7 @@ def test_settings_cover_sizes_stages_ranks_and_buckets():
 
 def emulated_row(stage, link, **notes):
     notes = {"size": "124M", "ranks": 64, "zero_stage": stage, "prefetch": 1, **notes}
-    case = f"124M, stage {stage} {notes.get('bucket_mb', '')}"
+    case = f"124M, stage {stage}, {notes.get('bucket_mb')} MB"
     return make_row(
         bench="emulated", case=case, direction="step", variant=link, baseline=BASELINE,
         median_ms=10.0 + notes.get("exposed_ms", 0), notes=notes,
@@ -377,7 +377,7 @@ def test_table_and_picture(tmp_path):
     rows.append(make_row(bench="emulated", case="124M, stage 9", variant=BASELINE, refused="no"))
     ResultFile(tmp_path / "a.json", ABOUT).add(*rows)
     text = report.render("emulated-cpu", tmp_path)
-    assert "| 124M, stage 3  | emulated 25 GbE | 11 | 10 | 4 | 1 | 25 % | 500 |" in text
+    assert "| 124M, stage 3, None MB | emulated 25 GbE | 11 | 10 | 4 | 1 | 25 % | 500 |" in text
     assert "refused: no" in text
     assert pictures.draw_all(tmp_path)[-1] == tmp_path / "emulated_cpu.png"
     assert (tmp_path / "emulated_cpu.png").stat().st_size > 20_000
