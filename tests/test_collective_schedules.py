@@ -14,6 +14,7 @@ from torch import nn
 from bench.emulated import EmulatedMesh, Link, emulated
 from fastpar.engine import engine_of
 from fastpar.kernels.global_norm import NORM_WORDS
+from fastpar.optim import AdamW
 from fastpar.parallel import parallelize
 
 W, RANK = 64, 5
@@ -491,3 +492,32 @@ def test_accumulation_sends_each_micro_batch_or_the_sum(stage):
     assert reduced["shard"] == n_micro * reduced["full"]
     expected = {0: 0, 1: P, 2: P, 3: n_micro * (2 * P - ROOT - LAST)}[stage]
     assert gathered == {"shard": expected, "full": expected}
+
+
+def test_16_bit_gradients_halve_the_reduction():
+    with Run(zero_stage=2, reduce_dtype=torch.bfloat16) as run:
+        run.train()
+        ops = run.ops(run.train())
+        assert sum(op.tensor_bytes for op in ops if op.kind == "reduce_scatter") == P * KIB / 2
+        assert sum(op.tensor_bytes for op in ops if op.kind == "all_gather") == P * KIB
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_adamw_with_clipping_adds_nothing(stage):
+    """Its norm, and whatever else the ranks have to agree on, is in the one control exchange."""
+    with Run(zero_stage=stage) as run:
+        run.train()
+        expected = run.train()
+    with Run(zero_stage=stage) as run:
+        run.optimizer = AdamW(run.model.parameters(), max_grad_norm=1.0)
+        run.engine.contribute(torch.ones(1))
+        run.train()
+        assert run.train() == expected
+
+
+@pytest.mark.parametrize("shard_size", [None, 8])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_describe_tells_what_is_sent(stage, shard_size):
+    with Run(zero_stage=stage, shard_size=shard_size) as run:
+        run.train()
+        assert run.engine.wire_bytes_per_step == sent(run.ops(run.train()))
