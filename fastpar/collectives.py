@@ -19,8 +19,16 @@ peer) implements the same class: empty() then gives memory that the peers can re
 
 from __future__ import annotations
 
+import functools
+import queue
+import threading
+import time
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,13 +41,12 @@ SUMMABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.i
 
 
 class Handle(ABC):
-    """An operation under way; its tensors must stay as they are until wait() has returned.
+    """An operation under way; its tensors must stay as they are until wait() has returned."""
 
-    Attributes:
-        ms: after wait(), how long the operation itself took, peers included, where it was measured.
-    """
-
-    ms: float | None = None
+    @property
+    def ms(self) -> float | None:
+        """After wait(), how long the operation itself took, peers included; None if not known."""
+        return None
 
     @abstractmethod
     def wait(self, timeout_s: float | None = None) -> None:
@@ -183,33 +190,105 @@ class Collectives(ABC):
             )
 
 
-class _TorchHandle(Handle):
-    """A Work of torch.distributed, and what is left to do on this rank when it is over."""
+class FutureHandle(Handle):
+    """A call that runs in the thread of a group (start_worker)."""
 
-    def __init__(self, work: dist.Work, finish: Callable[[], object] = lambda: None) -> None:
-        self._work: dist.Work | None = work
-        self._finish = finish
+    def __init__(self, op: str, future: Future, owner: Collectives) -> None:
+        self._op, self._future = op, future
+        self._owner = owner  # a group that nothing refers to stops
+        self._ms: float | None = None
 
     def wait(self, timeout_s: float | None = None) -> None:
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-            self._finish()
+        try:
+            self._ms = self._future.result(timeout_s)
+        except FutureTimeout:
+            raise TimeoutError(
+                f"{self._op}: expected to end within timeout_s={timeout_s}, got an operation still "
+                "under way; wait again, or look for a rank that did not call it"
+            ) from None
 
     def is_completed(self) -> bool:
-        return self._work is None or self._work.is_completed()
+        return self._future.done()
+
+    @property
+    def ms(self) -> float | None:
+        return self._ms
+
+
+# (where the result goes, call, its arguments, what the call needs to live)
+Task = tuple[Future, Callable[..., Any], tuple, Sequence[Tensor]]
+
+
+def start_worker() -> tuple[queue.SimpleQueue, threading.Thread]:
+    """A daemon thread that runs the tasks of a queue in order, until one is None."""
+    tasks: queue.SimpleQueue = queue.SimpleQueue()
+    worker = threading.Thread(target=_work, args=(tasks,), daemon=True)
+    worker.start()
+    return tasks, worker
+
+
+def _work(tasks: queue.SimpleQueue) -> None:
+    """A task holds its tensors: nobody else may."""
+    while (task := tasks.get()) is not None:
+        _run_task(task)
+        del task
+
+
+def _run_task(task: Task) -> None:
+    future, call, args, _ = task
+    try:
+        start = time.perf_counter()
+        call(*args)
+        future.set_result((time.perf_counter() - start) * 1e3)
+    except BaseException as error:
+        future.set_exception(error)
+
+
+class _StreamHandle(Handle):
+    """Work on a stream of its own: behind what the current stream has been given by now."""
+
+    def __init__(self, stream: torch.cuda.Stream, call: Callable[[], None], of: tuple) -> None:
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        self._device = stream.device
+        self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.stream(stream):
+            self._start.record(stream)
+            call()
+            self._end.record(stream)
+        self._tensors = of  # their memory belongs to the current stream: not to be reused before
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._end)
+        self._tensors = ()
+
+    def is_completed(self) -> bool:
+        return self._end.query()
+
+    @property
+    def ms(self) -> float | None:
+        return self._start.elapsed_time(self._end) if self._end.query() else None
 
 
 class TorchCollectives(Collectives):
     """torch.distributed's own: NCCL for GPUs, gloo across hosts.
 
     gloo's reduce-scatter moves as much as its all-reduce, so on a CPU it is an all-to-all and a
-    local sum in rank order, which half of the bytes do.
+    local sum, which half of the bytes do.
+
+    [Note: who runs it] On a CPU each instance has a thread that runs its operations one after the
+    other in the order of the calls, local sums included, so the caller never waits before wait().
+    The process group is that thread's while an operation is under way: whoever calls
+    torch.distributed on the same group meanwhile, an instance beside this one too, mixes up the
+    order of the ranks' messages. On a GPU a stream takes the thread's place. Groups that cannot be
+    used from another thread (torch's threaded and fake ones) run in the caller.
 
     Args:
-        in_rank_order: all_reduce too adds in rank order (reduce-scatter, then all-gather); x needs
-            a size that the ranks divide. Otherwise the backend's own order.
+        in_rank_order: all_reduce too is the tree in rank order (reduce-scatter, then all-gather),
+            the same bytes), otherwise the backend's own order, which changes with sizes and ranks.
     Wire: per rank 2 * (W - 1) / W * bytes for all_reduce, (W - 1) / W for the halves of it.
+    Raises:
+        RuntimeError: from an operation that failed, or that a rank did not take part in within the
+            process group's timeout; from every later one, with the first error.
     """
 
     def __init__(
@@ -223,34 +302,113 @@ class TorchCollectives(Collectives):
         self.group = group if group is not None else dist.group.WORLD
         self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.device = torch.device(device)
-        self.transport = "nccl" if self.device.type == "cuda" else "gloo"
+        on_gpu = self.device.type == "cuda"
+        self.transport = "nccl" if on_gpu else "gloo"
         self.in_rank_order = in_rank_order
         self.why = why
+        self._failed: BaseException | None = None
+        self._closed = False
+        self._stream = torch.cuda.Stream(self.device) if on_gpu else None
+        self._tasks: queue.SimpleQueue | None = None
+        if not on_gpu and dist.get_backend(self.group) not in ("threaded", "fake"):
+            self._tasks, _ = start_worker()
+            weakref.finalize(self, self._tasks.put, None)
 
     def barrier(self, *, tag: int = 0) -> None:
-        self._run(self._all_reduce(torch.zeros(1, device=self.device), False, tag), False)
+        x = torch.zeros(1, device=self.device)
+        self._all_reduce(x, False, tag).wait()
+
+    def close(self) -> None:
+        if self._tasks is not None and not self._closed:
+            self._tasks.put(None)
+        self._closed = True
+
+    def _submit(self, op: str, call: Callable[[], object], *of: Tensor) -> Handle:
+        if self._closed:
+            raise RuntimeError(
+                f"TorchCollectives.{op}: expected an open group, got one after close(); "
+                "make a new one"
+            )
+        if self._stream is not None:
+            return _StreamHandle(self._stream, lambda: self._guard(op, call, False), of)
+        future: Future = Future()
+        inference = torch.is_inference_mode_enabled()  # a thread has a mode of its own
+        task = (future, self._guard, (op, call, inference), of)
+        if self._tasks is not None:
+            self._tasks.put(task)
+        else:
+            _run_task(task)
+        return FutureHandle(op, future, self)
+
+    def _guard(self, op: str, call: Callable[[], object], inference: bool) -> None:
+        """call(), unless an earlier one failed; says who failed where."""
+        if self._failed is not None:
+            raise RuntimeError(
+                f"TorchCollectives.{op}: expected a working group, got one that failed before on "
+                f"rank {self.rank} ({self._failed}); make a new one"
+            ) from self._failed
+        try:
+            with torch.inference_mode(inference), torch.no_grad():
+                call()
+        except Exception as error:
+            self._failed = error
+            raise RuntimeError(
+                f"TorchCollectives.{op}: expected every rank to take part, got an error on rank "
+                f"{self.rank} of {self.world_size} ({error}); another rank ended or skipped an "
+                "operation: its own message says why"
+            ) from error
+
+    def _finish(self, work: dist.Work) -> None:
+        """work.wait(), which on a CPU the thread of the group enters when there is no wait left.
+
+        A thread that waits inside of torch when the interpreter ends aborts the process.
+        """
+        start = time.perf_counter()
+        while self._tasks is not None and not work.is_completed():
+            time.sleep(min(1e-3, max(5e-5, (time.perf_counter() - start) / 10)))
+        work.wait()
 
     def _all_reduce(self, x: Tensor, mean: bool, tag: int) -> Handle:
-        if self.in_rank_order and x.numel() % self.world_size == 0:
-            part = x.view(-1).view(self.world_size, -1)[self.rank]
-            self._reduce_scatter(part, x.view(-1), mean, tag).wait()
-            return self._all_gather(x.view(-1), part, tag)
-        work = dist.all_reduce(x, group=self.group, async_op=True)
-        return _TorchHandle(work, lambda: x.div_(self.world_size) if mean else None)
+        def own_order() -> None:
+            self._finish(dist.all_reduce(x, group=self.group, async_op=True))
+            if mean:
+                x.div_(self.world_size)
+
+        def tree() -> None:
+            size = -(-x.numel() // self.world_size) * self.world_size
+            whole = x.view(-1)
+            if size != x.numel():
+                whole = torch.cat([whole, whole.new_zeros(size - x.numel())])
+            part = whole.view(self.world_size, -1)[self.rank]
+            self._sum_into(part, whole, mean)
+            self._gather_into(whole, part)
+            if size != x.numel():
+                x.view(-1).copy_(whole[: x.numel()])
+
+        return self._submit("all_reduce", tree if self.in_rank_order else own_order, x)
+
+    def _sum_into(self, out: Tensor, x: Tensor, mean: bool) -> None:
+        received = torch.empty_like(x)
+        self._finish(dist.all_to_all_single(received, x, group=self.group, async_op=True))
+        _sum_parts(received.view(self.world_size, -1), out, mean)
+
+    def _gather_into(self, out: Tensor, x: Tensor) -> None:
+        self._finish(all_gather(out, x, group=self.group, async_op=True))
 
     def _reduce_scatter(self, out: Tensor, x: Tensor, mean: bool, tag: int) -> Handle:
-        received = torch.empty_like(x)
-        work = dist.all_to_all_single(received, x, group=self.group, async_op=True)
-
-        parts, total = received.view(self.world_size, -1), out.view(-1)
-        return _TorchHandle(work, lambda: _sum_parts(parts, total, mean))
+        part, whole = out.view(-1), x.view(-1)
+        call = functools.partial(self._sum_into, part, whole, mean)
+        return self._submit("reduce_scatter", call, out, x)
 
     def _all_gather(self, out: Tensor, x: Tensor, tag: int) -> Handle:
-        flat = out.view(-1), x.view(-1)
-        return _TorchHandle(all_gather(*flat, group=self.group, async_op=True))
+        call = functools.partial(self._gather_into, out.view(-1), x.view(-1))
+        return self._submit("all_gather", call, out, x)
 
     def _broadcast(self, x: Tensor, src: int, tag: int) -> Handle:
-        return _TorchHandle(dist.broadcast(x, group=self.group, group_src=src, async_op=True))
+        def call() -> None:
+            self._finish(dist.broadcast(x, group=self.group, group_src=src, async_op=True))
+
+        return self._submit("broadcast", call, x)
 
 
 def _sum_parts(parts: Tensor, out: Tensor, mean: bool) -> None:

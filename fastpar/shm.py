@@ -24,11 +24,9 @@ import os
 import queue
 import secrets
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastpar.collectives import Collectives, Handle
+from fastpar.collectives import Collectives, FutureHandle, Handle, start_worker
 from fastpar.kernels import _C
 
 _CODES = {
@@ -52,24 +50,6 @@ _ALIGNMENT = 4096  # of tensors in the heap
 
 class ShmUnavailable(RuntimeError):  # noqa: N818 - a reason, not a mistake
     """Why these ranks cannot share memory; the same on every rank."""
-
-
-class _ShmHandle(Handle):
-    def __init__(self, op: str, future: Future, owner: ShmCollectives) -> None:
-        self._op, self._future = op, future
-        self._owner = owner  # a group that nothing refers to stops
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        try:
-            self.ms = self._future.result(timeout_s)
-        except FutureTimeout:
-            raise TimeoutError(
-                f"{self._op}: expected to end within timeout_s={timeout_s}, got an operation still "
-                "under way; wait again, or look for a rank that did not call it"
-            ) from None
-
-    def is_completed(self) -> bool:
-        return self._future.done()
 
 
 class ShmCollectives(Collectives):
@@ -112,9 +92,7 @@ class ShmCollectives(Collectives):
         self._heap_start = self._group.heap - memory.data_ptr()
         self._heap_bytes, self._heap_used = heap, 0
         self._pid = os.getpid()
-        self._queue: queue.SimpleQueue = queue.SimpleQueue()
-        worker = threading.Thread(target=_work, args=(self._queue,), daemon=True)
-        worker.start()
+        self._queue, worker = start_worker()
         self._stop = weakref.finalize(
             self, _stop, self._pid, self._group, self._queue, worker, pidfds, memory
         )
@@ -152,7 +130,7 @@ class ShmCollectives(Collectives):
             )
         future: Future = Future()
         self._queue.put((future, call, args, of))
-        return _ShmHandle(op, future, self)
+        return FutureHandle(op, future, self)
 
     def _all_reduce(self, x: Tensor, mean: bool, tag: int) -> Handle:
         args = (x.data_ptr(), x.numel(), _CODES[x.dtype], mean, tag)
@@ -180,19 +158,6 @@ def _place() -> tuple[str, str, int]:
 
 def _element(x: Tensor) -> tuple[str, int]:
     return str(x.dtype).removeprefix("torch."), x.element_size()
-
-
-def _work(tasks: queue.SimpleQueue) -> None:
-    """The thread of a group; see the note. A task holds its tensors: nobody else may."""
-    while (task := tasks.get()) is not None:
-        future, call, args, _ = task
-        try:
-            start = time.perf_counter()
-            call(*args)
-            future.set_result((time.perf_counter() - start) * 1e3)
-        except BaseException as error:
-            future.set_exception(error)
-        del task, future, call, args, _
 
 
 def _stop(

@@ -17,6 +17,7 @@ def make_collectives(
     device: torch.device | str = "cpu",
     transport: str = "auto",
     timeout_s: float = 1800.0,
+    in_rank_order: bool = False,
 ) -> Collectives:
     """The collectives of one group of ranks.
 
@@ -25,6 +26,7 @@ def make_collectives(
         transport: "shm" (CPU tensors of ranks on one host), "torch" (gloo or NCCL), or "auto":
             shared memory for CPU ranks that can share it, else torch with a warning that says why.
         timeout_s: after this long without its peers an operation fails (torch: the group's own).
+        in_rank_order: every transport's all_reduce gives the bits of shared memory's.
     Ranks: all of the group, with the same arguments.
     Raises:
         ValueError: an unknown transport; shm for CUDA tensors.
@@ -43,7 +45,7 @@ def make_collectives(
         )
     if transport == "torch" or device.type != "cpu":
         why = "asked for" if transport == "torch" else f"tensors are on {device.type}"
-        return TorchCollectives(group, device=device, why=why)
+        return TorchCollectives(group, device=device, in_rank_order=in_rank_order, why=why)
     try:
         return ShmCollectives(group, timeout_s=timeout_s)
     except ShmUnavailable as reason:
@@ -53,4 +55,4 @@ def make_collectives(
                 "use transport='torch'"
             ) from reason
         warnings.warn(f"fastpar: gloo instead of shared memory: {reason}", stacklevel=2)
-        return TorchCollectives(group, device=device, why=str(reason))
+        return TorchCollectives(group, device=device, in_rank_order=in_rank_order, why=str(reason))

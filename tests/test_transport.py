@@ -10,12 +10,13 @@ from fastpar.testing import run_ranks
 from fastpar.transport import make_collectives
 
 
-def chosen(transport):
+def chosen(transport, in_rank_order=False):
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        c = make_collectives(transport=transport, timeout_s=30.0)
+        c = make_collectives(transport=transport, timeout_s=30.0, in_rank_order=in_rank_order)
     x = torch.ones(4)
     c.all_reduce(x)
+    assert in_rank_order == getattr(c, "in_rank_order", in_rank_order)
     return c.transport, c.why, x.tolist(), [str(w.message) for w in seen]
 
 
@@ -27,23 +28,25 @@ def test_ranks_of_one_host_share_memory():
 
 
 def test_asked_for_torch():
-    assert run_ranks(chosen, 2, "torch")[0] == ("gloo", "asked for", [2.0] * 4, [])
+    for in_rank_order in (False, True):
+        outcome = run_ranks(chosen, 2, "torch", in_rank_order)[0]
+        assert outcome == ("gloo", "asked for", [2.0] * 4, [])
 
 
-def elsewhere(transport):
+def elsewhere(transport, in_rank_order=False):
     """As if each rank were on a host of its own."""
     import torch.distributed as dist
 
     here = shm._place
     shm._place = lambda: (f"host {dist.get_rank()}", *here()[1:])
     try:
-        return chosen(transport)
+        return chosen(transport, in_rank_order)
     finally:
         shm._place = here
 
 
 def test_ranks_of_several_hosts_fall_back_with_a_warning():
-    for transport, why, x, warned in run_ranks(elsewhere, 2, "auto", backend="gloo"):
+    for transport, why, x, warned in run_ranks(elsewhere, 2, "auto", True, backend="gloo"):
         assert transport == "gloo"
         assert "rank 1 is on another host" in why
         assert x == [2.0] * 4
