@@ -50,6 +50,7 @@ from fastpar.control import Control
 from fastpar.describe import describe, memory, wire_bytes
 from fastpar.layout import Layout
 from fastpar.mesh import Mesh
+from fastpar.split_embedding import SplitEmbedding
 from fastpar.step_report import StepReport, StepTimer
 from fastpar.units import ROOT, Gathers
 
@@ -123,6 +124,7 @@ class Engine:
         }
         self._index = {p: i for i, p in enumerate(self.params)}
         self.gathers: Gathers | None = None
+        self.split: SplitEmbedding | None = None
         first = mesh.dp_rank // self.n_shards * self.n_shards
         shard_ranks = range(first, first + self.n_shards) if self.zero_stage else [mesh.dp_rank]
         self._control = Control(groups.control, len(self.params), shard_ranks, mesh.device)
@@ -166,6 +168,9 @@ class Engine:
         task = torch._C._current_graph_task_id()
         self._enter_backward(task)
         index = bucket.spec.index
+        if self.split is not None and p is self.split.p:
+            self._on_tokens()
+            return
         if index < self._next:
             raise RuntimeError(
                 "Engine: expected one gradient per backward for parameter "
@@ -185,11 +190,37 @@ class Engine:
             return
         if self.gathers is not None and bucket.spec.unit > ROOT and index not in self._deferred:
             self.gathers.release(bucket.spec.unit)
+        self._launch_ready()
+
+    def _launch_ready(self) -> None:
         if self._will_reduce and (self.zero_stage >= 2 or (self._learned and not self._reentrant)):
             while self._next < len(self.buckets) and not self._waiting[self._next]:
                 if self._next in self._deferred:
                     break
                 self._launch(self._next)
+
+    def on_head(self, alias: Tensor) -> None:
+        """The head's part of the split embedding's gradient is there."""
+        split = self.split
+        assert split is not None
+        self._enter_backward(torch._C._current_graph_task_id())
+        if split.bucket.spec.index < self._next:
+            raise RuntimeError(
+                f"Engine: expected one head per backward for parameter '{split.bucket.name(0)}', "
+                "got another after its gradient was sent; pass split_embedding=False to "
+                "fastpar.parallelize"
+            )
+        split.take_head(alias)
+        if self._will_reduce and self._task == self._root and split.pays():
+            self._waiting[split.bucket.spec.index] = 0
+            self._launch_ready()
+
+    def _on_tokens(self) -> None:
+        """The embedding's part of the split embedding's gradient is there."""
+        assert self.split is not None
+        if not self.split.take_tokens():
+            self._waiting[self.split.bucket.spec.index] = 0
+            self._launch_ready()
 
     def _enter_backward(self, task: int, frames: int = 1) -> None:
         if task == self._task:
@@ -249,6 +280,8 @@ class Engine:
                     bucket.keep_local()
                 if self.zero_stage or self.settings.deterministic:
                     bucket.mark()
+            if self.split is not None:
+                self.split.reset()
             self._reset_launches()
 
     # Reductions
@@ -256,8 +289,13 @@ class Engine:
     def _launch(self, index: int) -> None:
         """Start the reduction of one bucket; its memory stays as it is until _finish()."""
         bucket = self.buckets[index]
+        if self.split is not None and bucket is self.split.bucket:
+            with self._blame("starting", bucket):
+                self.split.before_launch(in_backward=self._root != -1)
         missing = bucket.fill_missing(flags=self.zero_stage == 0)
         self._missing.extend((bucket, position) for position in missing)
+        if self.split is not None and bucket is self.split.bucket:
+            self.split.after_fill()
         bucket.add_local()
         target, grad = bucket.target(), bucket.grad
         assert grad is not None
@@ -313,6 +351,10 @@ class Engine:
                     handle.wait()
                 self._take_reduced(bucket, target)
             self._replicating.clear()
+            if self.split is not None:
+                bucket = self.split.bucket
+                with self._blame("exchanging rows of", bucket), self._timer.waiting():
+                    self.split.exchange_rows(self.settings.reduce_dtype or bucket.grad_dtype)
         elif self.settings.deterministic:
             for bucket in self.buckets:
                 bucket.fill_missing(flags=False)

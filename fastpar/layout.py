@@ -103,6 +103,7 @@ def build_layout(
     grad_dtype: torch.dtype | None = None,
     unit_of: Sequence[int] | None = None,
     flags: bool = True,
+    first: int | None = None,
 ) -> Layout:
     """Place parameters, given in registration order, into buckets.
 
@@ -117,6 +118,7 @@ def build_layout(
         grad_dtype: of the gradients; None is each parameter's own.
         unit_of: the unit of each parameter.
         flags: whether `used` has room, see the top of the file.
+        first: a parameter with the first bucket to itself (see split_embedding.py).
     Raises:
         ValueError: n_shards below 1; a cap that is not above 0.
     """
@@ -141,7 +143,7 @@ def build_layout(
         cap = math.inf if unit_of is not None else first_bucket_bytes
         size = 0
         for i in reversed(range(len(specs))):
-            if specs[i].dtype != dtype or units[i] != unit:
+            if specs[i].dtype != dtype or units[i] != unit or i == first:
                 continue
             n_bytes = _round_up(specs[i].numel, ALIGN) * itemsize
             if group and size + n_bytes > cap:
@@ -149,8 +151,11 @@ def build_layout(
                 group, cap, size = [], bucket_bytes, 0
             group.append(i)
             size += n_bytes
-        closed.append((dtype, unit, group))
+        if group:
+            closed.append((dtype, unit, group))
     closed.sort(key=lambda entry: -entry[2][-1])
+    if first is not None:
+        closed.insert(0, (specs[first].dtype, units[first], [first]))
 
     slots: list[Slot] = []
     buckets: list[Bucket] = []

@@ -36,6 +36,7 @@ from fastpar.kernels import (
     linear_cross_entropy,
     residual_layer_norm,
 )
+from fastpar.split_embedding import head_weight, note_tokens
 
 
 def dropout_at(site: int, p: float, rng_key: Tensor | None) -> dict[str, Any]:
@@ -137,6 +138,8 @@ class GPT(nn.Module):
             other tensors or the padding of the vocabulary. On the meta device nothing is drawn.
     """
 
+    tied_embedding = "wte.weight"  # see fastpar/split_embedding.py
+
     def __init__(self, config: GPTConfig, *, seed: int = 0):
         super().__init__()
         self.config = config
@@ -181,12 +184,17 @@ class GPT(nn.Module):
         if targets is None:
             return self.logits(x)
         return linear_cross_entropy(
-            x, self.wte.weight, targets, vocab_size=self.config.vocab_size, reduction=reduction
+            x,
+            head_weight(self.wte.weight),
+            targets,
+            vocab_size=self.config.vocab_size,
+            reduction=reduction,
         )
 
     def features(self, idx: Tensor, rng_key: Tensor | None = None) -> Tensor:
         """[B, T] token ids -> [B, T, C], the head's input; dropout only when rng_key is given."""
         self._check_ids(idx)
+        note_tokens(self.wte.weight, idx)
         p, site = self.config.dropout, 3 * self.config.n_layer
         x = embedding(
             idx, self.wte.weight, self.wpe.weight, **dropout_at(0, p, rng_key)
@@ -199,7 +207,7 @@ class GPT(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """[..., C] -> [..., V]: the tied head."""
-        return linear(x, self.wte.weight[: self.config.vocab_size])
+        return linear(x, head_weight(self.wte.weight)[: self.config.vocab_size])
 
     def num_parameters(self) -> int:
         """Weights of the published architecture: tied head once, vocabulary padding not counted."""

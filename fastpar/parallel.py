@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fastpar.buffers import DTYPES, BucketState
-from fastpar.collectives import Collectives
+from fastpar.collectives import Collectives, TorchCollectives
 from fastpar.engine import Engine, Groups, Settings, engine_of_parameter
 from fastpar.layout import ParamSpec, build_layout, default_bucket_mb, inventory, parameter_names
 from fastpar.mesh import Mesh
 from fastpar.optim_guard import guard_stock_optimizers
+from fastpar.split_embedding import SplitEmbedding, tied_embedding
 from fastpar.transport import make_collectives
 from fastpar.units import Gathers, find_units, unit_of_parameters
 
@@ -40,6 +41,7 @@ def parallelize(
     prefetch: int = 1,
     deterministic: bool = False,
     transport: str = "auto",
+    split_embedding: bool | None = None,
     materialize: Materialize | None = None,
     debug: Any = None,
     collectives: Factory | None = None,
@@ -77,6 +79,9 @@ def parallelize(
             (sizes that are powers of two); costs a copy of the gradients at stages 0 and 1.
         transport: "auto" (shared memory between CPU ranks of one host, otherwise gloo or NCCL),
             "shm" or "torch".
+        split_embedding: reduce the head's part of a tied embedding's gradient when backward begins
+            and the tokens' rows at its end (fastpar/split_embedding.py); None: if its gradient is
+            larger than a bucket. Not with deterministic.
         materialize: fills one tensor, given its name, of a model on the meta device; parameters
             and buffers are then made bucket by bucket, so that no rank holds more than its part.
         debug: a fastpar.debug.Debug.
@@ -119,6 +124,7 @@ def parallelize(
         "prefetch": prefetch,
         "deterministic": deterministic,
         "transport": transport,
+        "split_embedding": split_embedding,
     }
     lines = [f"{name}={value}" for name, value in options.items()]
     mesh.check_same("parallelize", [*lines, *inventory(model)])
@@ -143,7 +149,8 @@ def parallelize(
     if materialize is not None:
         _materialize_shells(model, mesh.device)
         named = parameter_names(model)
-    engine = _build(model, mesh, settings, groups, named, units, materialize, debug)
+    tied = _pick_split(model, settings, named, split_embedding, dp)
+    engine = _build(model, mesh, settings, groups, named, units, materialize, debug, tied)
     if stage:
         guard_stock_optimizers()
         _guard_state_dicts(model, engine)
@@ -159,6 +166,7 @@ def _build(
     units: Any,
     materialize: Materialize | None,
     debug: Any,
+    tied: nn.Parameter | None,
 ) -> Engine:
     stage, mib = settings.zero_stage, 2**20
     modules = find_units(model, units, merge_bytes=settings.first_bucket_mb * mib)
@@ -172,6 +180,7 @@ def _build(
         grad_dtype=settings.grad_dtype,
         unit_of=[unit_of[p] for p in trained] if stage == 3 else None,
         flags=stage == 0,
+        first=None if tied is None else next(i for i, p in enumerate(trained) if p is tied),
     )
     homes = [
         (weakref.ref(module), attribute, p)
@@ -223,7 +232,38 @@ def _build(
             prefetch=settings.prefetch,
             engine=engine,
         )
+    if tied is not None and groups.control is not None:
+        on_gpu = mesh.device.type == "cuda"
+        engine.split = SplitEmbedding(
+            model,
+            tied,
+            buckets[0],
+            rows_group=groups.control,
+            sizes_group=TorchCollectives(mesh.dp_group) if on_gpu else groups.control,
+            on_head=engine.on_head,
+        )
     return engine
+
+
+def _pick_split(
+    model: nn.Module,
+    settings: Settings,
+    named: dict[nn.Parameter, tuple[str, ...]],
+    asked: bool | None,
+    dp: int,
+) -> nn.Parameter | None:
+    """The parameter whose gradient is reduced in two parts, see split_embedding.py."""
+    tied = tied_embedding(model, named) if asked is not False else None
+    if asked and (tied is None or settings.deterministic):
+        raise ValueError(
+            "parallelize: expected split_embedding=True with a tied embedding and without "
+            f"deterministic, got deterministic={settings.deterministic} and "
+            f"{'no such parameter' if tied is None else named[tied][0]}; leave it out"
+        )
+    if tied is None or dp == 1 or settings.deterministic:
+        return None
+    n_bytes = tied.numel() * (settings.grad_dtype or tied.dtype).itemsize
+    return tied if asked or n_bytes > settings.bucket_mb * 2**20 else None
 
 
 def _make_groups(

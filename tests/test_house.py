@@ -16,8 +16,9 @@ TOP_LEVEL = {
 # Import direction inside fastpar/: a module may import only those that stand before it.
 ORDER = [
     "_version", "config", "mesh", "collectives", "shm", "transport", "layout", "buffers", "units",
-    "control", "step_report", "describe", "engine", "optim_guard", "parallel", "optim_checks",
-    "optim_state", "optim_base", "optim", "adafactor", "loss_scale", "schedule", "model", "hf",
+    "split_embedding", "control", "step_report", "describe", "engine", "optim_guard", "parallel",
+    "optim_checks", "optim_state", "optim_base", "optim", "adafactor", "loss_scale", "schedule",
+    "model", "hf",
     "modules", "recompute", "patched", "patching", "tokenizer", "sources", "token_cache", "data",
     "checkpoint", "metrics", "testing", "sample", "run_folder", "launch", "train", "cli",
     "__main__", "__init__",
