@@ -178,6 +178,7 @@ class Gathers:
     def end(self) -> None:
         """A pass is over: launch what this rank skipped, and remember the order."""
         now = self._pass
+        self._drop_skipped(len(now.launched))
         for index in now.recorded[now.next :]:
             if not self._is_live(index):
                 self._launch(index)
@@ -199,6 +200,9 @@ class Gathers:
                         self.release(skipped)
                 now.next += rest.index(index) + 1
             self._launch(index)
+        if self.stage == 3 and self._is_launched(index):
+            launched = self._pass.launched
+            self._drop_skipped(len(launched) - 1 - launched[::-1].index(index))
         for bucket in self.buckets[index]:
             if not bucket.live:
                 self.engine.finish_gather(bucket)
@@ -227,6 +231,12 @@ class Gathers:
                 self._pass.next = len(self._pass.recorded)
                 self.end()
         self.launch_stale()
+
+    def _drop_skipped(self, stop: int) -> None:
+        """Units that were launched ahead of others and not used."""
+        for index in set(self._pass.launched[:stop]) - set(self._pass.launched[stop:]):
+            if self._is_launched(index):
+                self.release(index)
 
     def _prefetch(self, index: int) -> None:
         now = self._pass

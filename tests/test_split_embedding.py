@@ -1,0 +1,202 @@
+"""split_embedding.py: both parts of a tied embedding's gradient, sent apart, are its gradient."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from fastpar import GPT, GPTConfig, Mesh, engine_of, parallelize
+from fastpar.split_embedding import head_weight
+from fastpar.testing import run_ranks
+
+V, C = 400, 16
+SMALL = {"bucket_mb": 0.005, "first_bucket_mb": 0.002}
+
+
+class Net(nn.Module):
+    """nn.Embedding and nn.Linear that share their weight."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)  # the default one is shared by threads
+        self.wte = nn.Embedding(V, C)
+        self.h = nn.ModuleList(nn.Linear(C, C) for _ in range(3))
+        self.head = nn.Linear(C, V, bias=False)
+        self.head.weight = self.wte.weight
+        self.double()
+        with torch.no_grad():
+            for p in self.parameters():
+                p.uniform_(-0.3, 0.3, generator=generator)
+
+    def forward(self, idx, part="all"):
+        if part == "head":
+            return self.head(torch.ones(2, C, dtype=torch.float64))
+        x = self.wte(idx)
+        if part == "embedding":
+            return x
+        for block in self.h:
+            x = x + block(x).tanh()
+        return self.head(x)
+
+
+def loss_of(model, idx):
+    logits = model(idx[:, :-1])
+    return nn.functional.cross_entropy(logits.flatten(0, 1), idx[:, 1:].flatten())
+
+
+def batch(step, rows=12, vocab=V):
+    return torch.randint(0, vocab, (rows, 9), generator=torch.Generator().manual_seed(step))
+
+
+def steps(build, backward, accum, early, **options):
+    """Four steps of gradient descent; (parameters, how often rows were sent)."""
+    model, mesh = build(), Mesh()
+    parallelize(model, mesh, split_embedding=early, grad_accum_steps=accum, **SMALL, **options)
+    engine, sent = engine_of(model), 0
+    if engine.split is not None:
+        keep = engine.split._keep_rows
+
+        def counted(grad):
+            nonlocal sent
+            sent += 1
+            keep(grad)
+
+        engine.split._keep_rows = counted
+    for step in range(4):
+        parts = batch(step).chunk(mesh.dp_size * accum)
+        for j in range(accum):
+            backward(model, parts[mesh.dp_rank * accum + j], step)
+        engine.before_step()
+        engine.exchange(None)
+        with torch.no_grad():
+            for p in engine.params:
+                piece = engine.piece(p)
+                if piece.grad is not None:
+                    piece.param.sub_(piece.grad, alpha=0.5)
+        engine.after_step()
+        model.zero_grad()
+    with engine.gathered():
+        return [p.detach().clone() for p in model.parameters()], sent
+
+
+def once(model, idx, step):
+    loss_of(model, idx).backward()
+
+
+def twice(model, idx, step):
+    """Two heads and two embeddings in one backward."""
+    (loss_of(model, idx) + loss_of(model, idx.flip(0))).backward()
+
+
+def without_tokens(model, idx, step):
+    """Step 1: nobody uses the embedding; step 2: nobody uses the head."""
+    if step == 1:
+        model(idx, "head").logsumexp(-1).sum().backward()
+    elif step == 2:
+        model(idx, "embedding").square().sum().backward()
+    else:
+        once(model, idx, step)
+
+
+def assert_close(a, b):
+    """Sums in another order: a few roundings of values below 1."""
+    for x, y in zip(a, b, strict=True):
+        assert (x - y).abs().max() < 32 * torch.finfo(x.dtype).eps
+
+
+@pytest.mark.parametrize(("accum", "accumulate"), [(1, "shard"), (2, "shard"), (2, "full")])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_it_is_the_unsplit_gradient(ranks, stage, accum, accumulate):
+    options = {"zero_stage": stage, "accumulate": accumulate}
+
+    def whole():
+        return steps(Net, once, accum, False, accumulate=accumulate)
+
+    def split():
+        return steps(Net, once, accum, True, **options)
+
+    expected = run_ranks(whole, ranks)[0][0]
+    for params, sent in run_ranks(split, ranks):
+        assert_close(params, expected)
+        # Stages 0 and 1 learn in their first backward; "full" sends in the last of a step.
+        learned = (accumulate == "shard" or stage >= 2) and stage < 2
+        assert sent == 4 * (accum if accumulate == "shard" else 1) - learned
+
+
+@pytest.mark.parametrize("backward", [twice, without_tokens])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_other_uses_of_the_parameter(stage, backward):
+    expected = run_ranks(lambda: steps(Net, backward, 1, False), 2)[0][0]
+    for params, _ in run_ranks(lambda: steps(Net, backward, 1, True, zero_stage=stage), 2):
+        assert_close(params, expected)
+
+
+def test_with_copies_of_the_shards():
+    expected = run_ranks(lambda: steps(Net, once, 1, False), 4)[0][0]
+    results = run_ranks(lambda: steps(Net, once, 1, True, zero_stage=2, shard_size=2), 4)
+    for params, sent in results:
+        assert_close(params, expected)
+        assert sent == 4
+
+
+def gpt():
+    return GPT(GPTConfig(vocab_size=V, block_size=8, n_layer=2, n_head=2, n_embd=C, dropout=0.0))
+
+
+def gpt_step(model, idx, step):
+    model(idx[:, :-1], idx[:, 1:]).backward()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_gpt_of_this_package(stage):
+    expected = run_ranks(lambda: steps(gpt, gpt_step, 1, False), 2)[0][0]
+    for params, sent in run_ranks(lambda: steps(gpt, gpt_step, 1, True, zero_stage=stage), 2):
+        assert_close(params, expected)
+        assert sent
+
+
+def test_a_large_batch_is_sent_in_one_part():
+    def many(model, idx, step):
+        loss_of(model, torch.arange(V).view(-1, 8)).backward()
+
+    for _, sent in run_ranks(lambda: steps(Net, many, 1, True, zero_stage=2), 2):
+        assert sent == 0
+
+
+def test_it_is_used_where_the_gradient_exceeds_a_bucket():
+    def used(bucket_mb, **options):
+        model = parallelize(Net(), Mesh(), bucket_mb=bucket_mb, **options)
+        return engine_of(model).split is not None
+
+    size = V * C * 8 / 2**20  # fp64
+    assert run_ranks(used, 2, size * 0.9) == [True, True]
+    assert run_ranks(used, 2, size * 1.1) == [False, False]
+    assert run_ranks(lambda: used(size * 0.9, deterministic=True), 2) == [False, False]
+    assert used(size * 0.9) is False  # one rank
+
+
+@pytest.mark.parametrize("options", [{"deterministic": True}, {}])
+def test_it_cannot_be_had_without_a_tied_embedding_or_with_fixed_sums(options):
+    model = Net() if options else nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="expected split_embedding=True with a tied embedding"):
+        parallelize(model, Mesh(), split_embedding=True, **options)
+
+
+def test_copies_and_evaluation_do_not_know_the_split():
+    def ranks():
+        model = parallelize(Net(), Mesh(), split_embedding=True, **SMALL)
+        weight = model.wte.weight
+        with torch.no_grad():
+            assert head_weight(weight) is weight
+        assert head_weight(weight) is not weight
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert head_weight(other.wte.weight) is other.wte.weight
+            assert other.head.weight is other.wte.weight
+            loss_of(other, batch(0)).backward()
+        model(batch(0))
+        assert model.head.weight is weight
+
+    run_ranks(ranks, 2)

@@ -1,0 +1,167 @@
+"""units.py: which modules form a unit, and the order in which units are gathered."""
+
+import pytest
+import torch
+from torch import nn
+
+from fastpar import Mesh, engine_of, parallelize
+from fastpar.testing import run_ranks
+from fastpar.units import find_units, unit_of_parameters
+
+C = 8
+
+
+class Net(nn.Module):
+    """Blocks called in the order of `path`, an embedding and a norm outside of them."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)  # the default one is shared by threads
+        self.first = nn.Linear(C, C)
+        self.h = nn.ModuleList(nn.Linear(C, C) for _ in range(4))
+        self.last = nn.LayerNorm(C)
+        with torch.no_grad():
+            for p in self.parameters():
+                p.uniform_(-0.5, 0.5, generator=generator)
+
+    def forward(self, x, path=(0, 1, 2, 3)):
+        x = self.first(x)
+        for i in path:
+            x = x + self.h[i](x).tanh()
+        return self.last(x)
+
+
+def test_blocks_are_units_and_the_rest_is_the_roots():
+    model = Net()
+    units = find_units(model, None, merge_bytes=0)
+    assert units == [[model], *([block] for block in model.h)]
+    of = unit_of_parameters(units)
+    assert {of[p] for p in (*model.first.parameters(), *model.last.parameters())} == {0}
+    assert [of[block.weight] for block in model.h] == [1, 2, 3, 4]
+
+
+def test_shared_parameters_belong_to_the_root():
+    model = Net()
+    model.h[2].weight = model.h[0].weight
+    model.h[3].bias = model.first.bias
+    of = unit_of_parameters(find_units(model, None, merge_bytes=0))
+    assert of[model.h[0].weight] == of[model.first.bias] == 0
+    assert of[model.h[0].bias] == 1
+
+
+def test_containers_are_looked_through():
+    inner = nn.ModuleList([nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)])
+    model = nn.Sequential(
+        nn.Linear(2, 2), nn.ModuleList([inner, nn.Linear(2, 2)]), nn.Sequential(nn.Linear(2, 2))
+    )
+    units = find_units(model, None, merge_bytes=0)
+    assert units[1:] == [[model[0]], [inner[0]], [inner[2]], [model[1][1]], [model[2]]]
+
+
+def test_small_neighbours_are_merged():
+    model = Net()
+    size = 4 * (C * C + C)
+    assert [len(u) for u in find_units(model, None, merge_bytes=2 * size)] == [1, 2, 2]
+    assert [len(u) for u in find_units(model, None, merge_bytes=3 * size)] == [1, 3, 1]
+    assert [len(u) for u in find_units(model, None, merge_bytes=2 * size - 1)] == [1, 1, 1, 1, 1]
+
+
+def test_units_by_hand():
+    model = Net()
+    by_type = find_units(model, nn.Linear, merge_bytes=0)
+    assert by_type[1:] == [[model.first], *([b] for b in model.h)]
+    assert find_units(model, [model.h[2], model.last], merge_bytes=0)[1:] == [
+        [model.h[2]],
+        [model.last],
+    ]
+    with pytest.raises(ValueError, match=r"units inside the model, got .* a Linear that"):
+        find_units(model, [nn.Linear(2, 2)], merge_bytes=0)
+    with pytest.raises(ValueError, match="beside each other, got units with a Linear in two"):
+        find_units(model, [model.h, model.h[0]], merge_bytes=0)
+
+
+def gathers_of(paths, *, prefetch=1, ranks=2, evaluate=False):
+    """What a rank gathered in each pass, given one path per step, and the parameters at the end."""
+
+    def rank_of():
+        model, mesh = Net(), Mesh()
+        small = {"bucket_mb": 1e-4, "first_bucket_mb": 1e-4}
+        parallelize(model, mesh, zero_stage=3, prefetch=prefetch, **small)
+        engine, log = engine_of(model), []
+        launch = engine.gathers._launch
+        engine.gathers._launch = lambda index: (log.append(index), launch(index))
+        x = torch.randn(3, C, generator=torch.Generator().manual_seed(mesh.rank))
+        for path in paths(mesh.rank):
+            log.append("forward")
+            if evaluate:
+                with torch.no_grad():
+                    model(x, path)
+                continue
+            y = model(x, path)
+            log.append("backward")
+            y.square().sum().backward()
+            engine.before_step()
+            engine.exchange(None)
+            for p in engine.params:
+                piece = engine.piece(p)
+                piece.param.detach().sub_(piece.grad, alpha=0.1)
+            engine.after_step()
+            engine.zero_grad()
+        with engine.gathered():
+            return log, [p.detach().clone() for p in model.parameters()]
+
+    return run_ranks(rank_of, ranks)
+
+
+def test_order_of_a_forward_and_backward():
+    first, second = (0, 1, 2, 3), (0, 1, 2, 3)
+    for log, _ in gathers_of(lambda rank: [first, second]):
+        # The first pass does not know its last unit; later ones keep it for the backward.
+        learning = ["forward", 0, 1, 2, 3, 4, "backward", 4, 3, 2, 1]
+        known = ["forward", 0, 1, 2, 3, 4, "backward", 3, 2, 1]
+        assert log == learning + known
+
+
+def test_evaluation_has_an_order_of_its_own():
+    for log, _ in gathers_of(lambda rank: [(0, 1, 2, 3)] * 2, evaluate=True):
+        assert log == ["forward", 0, 1, 2, 3, 4] * 2
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 9])
+def test_prefetch_depth_changes_no_bit(prefetch):
+    paths = [(0, 1, 2, 3), (0, 1, 2, 3), (0, 1, 2, 3)]
+    expected = gathers_of(lambda rank: paths, prefetch=0)[0][1]
+    for _, params in gathers_of(lambda rank: paths, prefetch=prefetch):
+        assert all(map(torch.equal, params, expected))
+
+
+@pytest.mark.parametrize("path", [(3, 2, 1, 0), (0, 1, 0, 2, 3), (1, 3), ()])
+def test_other_paths_are_gathered_in_one_order_on_every_rank(path):
+    logs = [log for log, _ in gathers_of(lambda rank: [(0, 1, 2, 3), path, (0, 1, 2, 3)])]
+    assert logs[0] == logs[1]
+
+
+@pytest.mark.parametrize("skipped", [0, 1, 3])
+def test_a_rank_may_skip_a_block(skipped):
+    """The others need its slices: it takes part in the gather, and sends no gradient."""
+    rest = tuple(i for i in range(4) if i != skipped)
+    whole = (0, 1, 2, 3)
+
+    def mean_of_two():
+        models = [Net(), Net()]
+        for step in range(4):
+            for rank, model in enumerate(models):
+                x = torch.randn(3, C, generator=torch.Generator().manual_seed(rank))
+                model.zero_grad()
+                model(x, rest if rank == 1 and step == 2 else whole).square().sum().backward()
+            for pair in zip(*(m.parameters() for m in models), strict=True):
+                grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in pair]
+                for p in pair:
+                    p.data.sub_((grads[0] + grads[1]) / 2, alpha=0.1)
+        return list(models[0].parameters())
+
+    def paths(rank):
+        return [whole, whole, rest if rank == 1 else whole, whole]
+
+    for _, params in gathers_of(paths):
+        assert all(map(torch.equal, params, mean_of_two()))
