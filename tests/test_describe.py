@@ -1,0 +1,90 @@
+"""describe.py: what it prints is what the engine holds and sends."""
+
+import pytest
+import torch
+from torch import nn
+
+from fastpar import AdamW, Mesh, engine_of, parallelize
+from fastpar.testing import run_ranks
+
+SMALL = {"bucket_mb": 0.05, "first_bucket_mb": 0.01}
+
+
+def model_of():
+    generator = torch.Generator().manual_seed(0)  # the default one is shared by threads
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.uniform_(-0.1, 0.1, generator=generator)
+    return model
+
+
+def engine_after(steps, **options):
+    model = parallelize(model_of(), Mesh(), **SMALL, **options)
+    optimizer, engine, sent = AdamW(model.parameters()), engine_of(model), []
+    for _ in range(steps):
+        model(torch.ones(2, 64)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sent.append(engine.report.wire_bytes)
+    return model, engine, sent
+
+
+@pytest.mark.parametrize("options", [{}, {"reduce_dtype": torch.bfloat16}])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_wire_bytes_are_those_of_a_step(stage, options):
+    def ranks():
+        _, engine, sent = engine_after(4, zero_stage=stage, **options)
+        # The gathers that zero_grad() launches belong to the step that follows.
+        assert sent[2] == sent[3] == engine.wire_bytes_per_step
+
+    run_ranks(ranks, 2)
+
+
+@pytest.mark.parametrize(
+    ("stage", "kinds"),
+    [
+        (0, {"parameters": 4, "gradients": 4}),
+        (1, {"parameters": 4, "gradients": 4}),
+        (2, {"parameters": 4, "gradient shards": 2}),
+        (3, {"parameter shards": 2, "gradient shards": 2}),
+    ],
+)
+def test_memory_between_steps(stage, kinds):
+    def ranks():
+        _, engine, _ = engine_after(2, zero_stage=stage)
+        if stage == 3:
+            engine.zero_grad()
+        return engine.memory(), sum(b.spec.numel for b in engine.buckets)
+
+    for memory, numel in run_ranks(ranks, 2):
+        assert {k: n for k, n in memory.items() if n} == {k: n * numel for k, n in kinds.items()}
+
+
+def test_what_it_says():
+    def ranks(**options):
+        _, engine, _ = engine_after(1, **options)
+        return engine.describe()
+
+    one = ranks()
+    assert "stage 0, dp=1, 1 shards, no communication" in one
+    assert one.endswith("schedule: nothing to send")
+    text = run_ranks(lambda: ranks(zero_stage=3), 2)[0]
+    assert "engine: stage 3, dp=2, 2 shards, shm (all ranks are on this host), 16,640 tra" in text
+    assert "all-gather each unit before its forward and backward, 1 ahead; reduce-scatter" in text
+    assert len(text.splitlines()) == 4 + 4 + 1
+    assert "     0     4  float32        2     0.02       0.01  3.bias .. 3.weight" in text
+    text = run_ranks(lambda: ranks(zero_stage=2, shard_size=2, deterministic=True), 4)[0]
+    assert "then all-reduce each shard with its 2 copies" in text
+    assert "deterministic" in text
+    assert "sums in a fixed tree" in text
+    assert "under the next forward" in text
+    text = run_ranks(ranks, 2)[0]
+    assert "schedule: all-reduce buckets 0 to" in text
+
+
+def test_frozen_parameters_are_counted():
+    model = model_of()
+    model[0].requires_grad_(False)
+    parallelize(model, Mesh())
+    assert engine_of(model).memory()["frozen parameters"] == 4 * (64 * 64 + 64)
