@@ -4,8 +4,8 @@
     python -m bench.report --check       exit code 1 when a table is not what the results say
     python -m bench.report --pictures    draw bench/results/<op>.png for every op, and zero.png
 
-NAME is <table>-<device>: train, char, zero, emulated, ops, ceilings, targets, errors or one bench
-(attention, ...), and cpu or cuda. Rows come from the newest machine of that device; where several
+NAME is <table>-<device>: train, char, zero, overlap, emulated, ops, ceilings, targets, errors or one
+bench (attention, ...), and cpu or cuda. Rows come from the newest machine of that device; where several
 of its files hold a key, the newest row counts.
 """
 
@@ -31,7 +31,7 @@ from bench.records import (
 from bench.targets import targets_of
 
 ASIDE = "fastpar without dropout"  # what a row with dropout is compared with: no result by itself
-NOT_OPS = {"train", "ceilings", "build", "zero", "emulated"}
+NOT_OPS = {"train", "ceilings", "build", "zero", "emulated", "overlap"}
 ZERO_TARGETS = {"DDP": 1.2, "FSDP2": 1.6, "DeepSpeed": 1.6}  # of every stage of fastpar
 MARKER = re.compile(r"<!-- bench:([\w-]+) -->\n(.*?)<!-- /bench:\1 -->", re.DOTALL)
 DOCUMENTS = [ROOT / "README.md", RESULTS / "errors" / "table.md"]
@@ -143,6 +143,34 @@ def zero_table(rows: Sequence[Row]) -> str:
     head = ["contender", "ranks x threads", "ms", "tokens/s"]
     head += [f"against {'the fastest ' * (f != 'DDP')}{f}" for f in ZERO_TARGETS]
     return table([*head, "peak MB", "live MB", "exposed ms", "wire MB"], lines)
+
+
+def overlap_table(rows: Sequence[Row]) -> str:
+    """Step time on the rate-limited link, and how much of the communication shows in it."""
+    lines = []
+    for (case, _), group in by_case([r for r in rows if r.bench == "overlap"]).items():
+        medians = {row.variant: row.median_ms for row in group}
+        for row in group:
+            what = f"{case}, {row.variant}"
+            if row.median_ms is None:
+                lines.append([what, f"refused: {row.refused}", *[""] * 6])
+                continue
+            notes, fsdp2 = row.notes, medians.get("FSDP2")
+            percent = notes.get("exposed_percent")
+            lines.append(
+                [
+                    what,
+                    number(row.median_ms),
+                    number(notes["sent_bytes"] / 1e6),
+                    number(notes.get("comm_ms")),
+                    number(notes.get("exposed_ms")),
+                    "" if percent is None else f"{percent:.0f} %",
+                    times(row.speedup),
+                    times(fsdp2 and fsdp2 / row.median_ms),
+                ]
+            )
+    head = ["step on a limited link", "ms", "MB sent", "communication ms", "exposed ms", "exposed"]
+    return table([*head, "against DDP", "against FSDP2"], lines)
 
 
 def by_case(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
@@ -309,6 +337,7 @@ TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
     "ceilings": ceilings_table,
     "emulated": emulated_table,
     "targets": targets_table,
+    "overlap": overlap_table,
 }
 
 
