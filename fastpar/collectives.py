@@ -45,7 +45,7 @@ class Handle(ABC):
 
     @property
     def ms(self) -> float | None:
-        """After wait(), how long the operation itself took, peers included; None if not known."""
+        """How long the operation itself took, peers included; None while it is not known."""
         return None
 
     @abstractmethod
@@ -196,11 +196,10 @@ class FutureHandle(Handle):
     def __init__(self, op: str, future: Future, owner: Collectives) -> None:
         self._op, self._future = op, future
         self._owner = owner  # a group that nothing refers to stops
-        self._ms: float | None = None
 
     def wait(self, timeout_s: float | None = None) -> None:
         try:
-            self._ms = self._future.result(timeout_s)
+            self._future.result(timeout_s)
         except FutureTimeout:
             raise TimeoutError(
                 f"{self._op}: expected to end within timeout_s={timeout_s}, got an operation still "
@@ -212,7 +211,8 @@ class FutureHandle(Handle):
 
     @property
     def ms(self) -> float | None:
-        return self._ms
+        over = self._future.done() and self._future.exception() is None
+        return self._future.result() if over else None
 
 
 # (where the result goes, call, its arguments, what the call needs to live)
