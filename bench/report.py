@@ -122,7 +122,7 @@ def zero_table(rows: Sequence[Row]) -> str:
     for row in rows:
         what = [row.variant, f"{row.notes.get('ranks', 1)} x {row.threads}"]
         if row.refused:
-            lines.append([*what, f"refused: {row.refused}", *[""] * 7])
+            lines.append([*what, f"refused: {row.refused}", *[""] * 8])
             continue
         cells = [*what, number(row.median_ms), number(row.tokens_per_s)]
         for family, target in ZERO_TARGETS.items():
