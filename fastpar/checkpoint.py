@@ -10,6 +10,13 @@ manifest comes last, and one rename makes the folder visible under its name. A c
 leaves the older checkpoints as they are and at most a hidden folder, which the next save removes.
 Reading starts with the manifest: what it does not list is not read, what does not match it is
 refused by name (test_damage_is_named).
+
+[Note: shards]
+A checkpoint holds whole tensors whatever the ranks shared out, so it goes on at another stage or
+number of ranks. Rank 0 writes while all ranks gather one tensor after another, in the order of
+_whole_tensors; if its disk fails, it still takes part in what is left of them, or its peers would
+wait for it for ever (test_a_full_disk_is_learned_by_all_ranks). On the way back each rank reads the
+files and keeps its part.
 """
 
 from __future__ import annotations
@@ -21,18 +28,21 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastpar.adafactor import Adafactor
+from fastpar.engine import Engine, engine_of_parameter
 from fastpar.hf import load_hf_tensors, save_hf
 from fastpar.model import GPT
 from fastpar.optim import AdamW
+from fastpar.tensor_file import Spec, TensorFile
 
 FORMAT = "fastpar-checkpoint"
 VERSION = 1
@@ -45,32 +55,54 @@ _READ_BYTES = 1 << 22
 
 
 def save_checkpoint(
-    run: str | Path,
+    run: str | Path | None,
     *,
     step: int,
     model: GPT,
-    optimizer: torch.optim.Optimizer,
+    optimizer: AdamW | Adafactor,
     tokenizer: Any,
     state: dict[str, Any],
     keep_last: int = 0,
-) -> Path:
+) -> Path | None:
     """Writes run/checkpoints/step_NNNNNN, then points the link run/latest at it.
 
     Args:
-        run: folder of the run.
+        run: folder of the run; only rank 0 needs it, as all that is written.
         step: optimizer steps done.
         tokenizer: has save(folder) and eot; None saves none.
         state: JSON values, back from load_checkpoint as they are.
         keep_last: afterwards only so many newest checkpoints are kept; 0 keeps all.
     Returns:
-        The checkpoint's folder. One of the same step that was there before is replaced.
+        The checkpoint's folder, on rank 0. One of the same step that was there before is replaced.
     Raises:
-        OSError: the disk is full or not writable; older checkpoints are as before.
-    Ranks: one alone, and no other may read the folder before it returns.
+        OSError: on rank 0, the disk is full or not writable; older checkpoints are as before.
+    Ranks: all of the model's; nobody may read the folder before rank 0 returns.
+    Wire: at stages 1 to 3 the weights and the optimizer's state, one tensor after another.
     """
-    from safetensors.torch import save_file
+    tensors = _whole_tensors(model, optimizer)
+    engine = _engine(model)
+    if engine is not None and not engine.mesh.is_main:
+        deque(tensors, maxlen=0)
+        return None
+    assert run is not None
+    try:
+        return _write(Path(run), step, model, optimizer, tokenizer, state, keep_last, tensors)
+    except Exception:
+        deque(tensors, maxlen=0)  # the other ranks gather them with this one
+        raise
 
-    folder = Path(run) / "checkpoints"
+
+def _write(
+    run: Path,
+    step: int,
+    model: GPT,
+    optimizer: AdamW | Adafactor,
+    tokenizer: Any,
+    state: dict[str, Any],
+    keep_last: int,
+    tensors: Iterator[tuple[str, Tensor]],
+) -> Path:
+    folder = run / "checkpoints"
     folder.mkdir(parents=True, exist_ok=True)
     for leftover in folder.glob(".*.tmp"):
         shutil.rmtree(leftover)
@@ -78,11 +110,18 @@ def save_checkpoint(
     temporary = folder / f".{final.name}.tmp"
     try:
         eot = getattr(tokenizer, "eot", None)
-        save_hf(model, temporary, bos_token_id=eot, eos_token_id=eot)
+        save_hf(
+            model,
+            temporary,
+            bos_token_id=eot,
+            eos_token_id=eot,
+            whole=lambda p: next(tensors)[1],
+        )
         if tokenizer is not None:
             tokenizer.save(temporary)
-        tensors = optimizer_tensors(model, optimizer)
-        save_file({k: v.cpu().contiguous() for k, v in tensors.items()}, temporary / OPTIMIZER)
+        with TensorFile(temporary / OPTIMIZER, optimizer_specs(model, optimizer)) as file:
+            for name, tensor in tensors:
+                file.write(name, tensor)
         state = {"step": step, "model": asdict(model.config), **state}
         (temporary / STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
         _write_manifest(temporary, step)
@@ -94,13 +133,37 @@ def save_checkpoint(
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    _point_latest(Path(run), final)
+    _point_latest(run, final)
     for leftover in folder.glob(".*.tmp"):
         shutil.rmtree(leftover, ignore_errors=True)
     if keep_last:
         for old in list_checkpoints(run)[:-keep_last]:
             shutil.rmtree(old, ignore_errors=True)
     return final
+
+
+def _whole_tensors(model: GPT, optimizer: AdamW | Adafactor) -> Iterator[tuple[str, Tensor]]:
+    """Weights by parameter, then the optimizer's entries; nothing but names off rank 0. Ranks: all.
+
+    The order is that in which save_hf and _write ask for them.
+    """
+    engine = _engine(model)
+    for name, p in model.named_parameters():
+        yield name, _whole(p, engine)
+    for name, p in model.named_parameters():
+        for entry, value in optimizer.whole_entries(p):
+            yield f"{name}/{entry}", value
+
+
+def _whole(p: nn.Parameter, engine: Engine | None) -> Any:
+    if engine is None or not engine.zero_stage or not p.requires_grad:
+        return p
+    return engine.full_on_main(engine.piece(p).param, p)
+
+
+def _engine(model: nn.Module) -> Engine | None:
+    found = (engine_of_parameter(p) for p in model.parameters())
+    return next((engine for engine in found if engine is not None), None)
 
 
 def load_checkpoint(
@@ -114,16 +177,18 @@ def load_checkpoint(
     Args:
         path: a folder that verify_checkpoint accepted.
         model: of the same shape; its tensors are written in place, dtype converted.
-        optimizer: of the model's parameters; None loads weights only.
+        optimizer: of the model's parameters; None loads weights only. Each rank keeps its part.
     Returns:
         The `state` of save_checkpoint, with "step" and "model".
     Raises:
         ValueError: another model or other optimizer state; names the first difference. Nothing is
             changed then.
+    Ranks: all of the model's.
     """
     from safetensors.torch import load_file
 
     path = Path(path)
+    engine = _engine(model)
     state = read_state(path)
     ours = asdict(model.config)
     for name, theirs in state["model"].items():
@@ -140,9 +205,13 @@ def load_checkpoint(
     moments = load_file(path / OPTIMIZER) if optimizer is not None else {}
     if optimizer is not None:
         _check_moments(path, model, optimizer, moments)
-    load_hf_tensors(model, weights)
+    with contextlib.nullcontext() if engine is None else engine.gathered():
+        load_hf_tensors(model, weights)
     if optimizer is not None:
-        _load_moments(model, optimizer, moments)
+        parameters = dict(model.named_parameters())
+        for key, tensor in moments.items():
+            name, _, entry = key.rpartition("/")
+            optimizer.load_entry(parameters[name], entry, tensor)
     return state
 
 
@@ -214,14 +283,15 @@ def verify_checkpoint(path: str | Path) -> dict[str, Any]:
     return manifest
 
 
-def optimizer_tensors(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """PARAMETER/FIELD -> tensor for every field of the optimizer's state; numbers as fp64 []."""
-    tensors = {}
+def optimizer_specs(model: GPT, optimizer: AdamW | Adafactor) -> dict[str, Spec]:
+    """PARAMETER/ENTRY -> dtype and whole shape, of every entry of the optimizer's state."""
+    specs = {}
     for name, p in model.named_parameters():
-        for key, value in optimizer.state.get(p, {}).items():
-            tensor = value if isinstance(value, Tensor) else torch.tensor(float(value)).double()
-            tensors[f"{name}/{key}"] = tensor.detach()
-    return tensors
+        shapes = optimizer.entry_shapes(p)
+        for entry, value in optimizer.state.get(p, {}).items():
+            dtype = value.dtype if isinstance(value, Tensor) else torch.float64
+            specs[f"{name}/{entry}"] = Spec(dtype, shapes.get(entry, getattr(value, "shape", ())))
+    return specs
 
 
 def rng_state() -> dict[str, str]:
@@ -245,7 +315,7 @@ def set_rng_state(state: dict[str, str]) -> None:
 def _check_moments(
     path: Path, model: GPT, optimizer: AdamW | Adafactor, moments: dict[str, Tensor]
 ) -> None:
-    expected = optimizer_tensors(model, optimizer)
+    expected = optimizer_specs(model, optimizer)
     shapes = {
         f"{name}/{entry}": shape
         for name, p in model.named_parameters()
@@ -264,21 +334,6 @@ def _check_moments(
                 f"shape={list(tensor.shape)} in {path / OPTIMIZER}; resume with the run's own "
                 "settings"
             )
-
-
-@torch.no_grad()
-def _load_moments(model: GPT, optimizer: torch.optim.Optimizer, moments: dict[str, Tensor]) -> None:
-    parameters = dict(model.named_parameters())
-    for key, tensor in moments.items():
-        name, _, field = key.rpartition("/")
-        state = optimizer.state[parameters[name]]
-        old = state.get(field)
-        if isinstance(old, Tensor):
-            old.copy_(tensor)
-        elif old is not None:
-            state[field] = type(old)(tensor.item())
-        else:
-            state[field] = tensor.to(parameters[name].device) if tensor.dim() else tensor
 
 
 def _write_manifest(folder: Path, step: int) -> None:

@@ -20,7 +20,6 @@ from fastpar.config import (
     TrainConfig,
     TrainFlags,
     derive_batch,
-    read_settings,
 )
 from fastpar.launch import (
     LOST_PEER,
@@ -32,6 +31,7 @@ from fastpar.launch import (
     launched_here,
     lost_peer,
 )
+from fastpar.settings import read_settings
 
 _WRITTEN_FOR_USERS = re.compile(r"[\w.]+(?: \w+)?: expected ")  # the form of all our messages
 USAGE = """usage: fastpar COMMAND [OPTIONS]

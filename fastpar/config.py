@@ -6,16 +6,14 @@ The command line, the settings file and a run's config.json are made from the sa
 from __future__ import annotations
 
 import difflib
-import importlib
-import json
 import math
 import re
 import sys
-import types
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
+
+from fastpar.settings import describe, fits, option, parse_seconds
 
 VOCAB_MULTIPLE = 128  # rows of wte are padded to this, so that every GEMM of the head is aligned
 
@@ -92,6 +90,12 @@ PRESETS: dict[str, GPTConfig] = {
 
 # What a run is. Each class is a group of `fastpar train --help`; the text under a field is its
 # help. The defaults are the run of `make train`: minutes on two CPU cores.
+
+
+def _also(flag: str) -> Any:
+    """A second flag of a setting, for tyro; others, which may not have it, see nothing."""
+    tyro = sys.modules.get("tyro")
+    return tyro.conf.arg(aliases=[flag]) if tyro is not None else None
 
 
 @dataclass(frozen=True)
@@ -196,10 +200,30 @@ class SystemSettings:
     """CPU threads a rank; unset: cores / ranks."""
     compile: bool = False
     """torch.compile the model: a slow start, then faster."""
-    bucket_mb: float = 25.0
-    """Gradient bytes of one all-reduce, in MB."""
     deterministic: bool = False
-    """Sum gradients in rank order, and use deterministic CUDA kernels."""
+    """The same bits at every stage and split of a step into ranks and micro-batches."""
+
+
+@dataclass(frozen=True)
+class ParallelSettings:
+    """What ranks share out, how gradients are summed, what blocks keep for backward."""
+
+    zero_stage: Annotated[Literal[0, 1, 2, 3], _also("--zero")] = 0
+    """Ranks share 0: nothing, 1: the optimizer's state, 2: and gradients, 3: and weights."""
+    shard_size: int | None = None
+    """Ranks that share one copy, if there are to be several copies; unset: all."""
+    accumulate: Literal["auto", "shard", "full"] = "auto"
+    """Reduce each micro-batch's gradients, or their full sum once; auto: full at 0 and 1."""
+    grad_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Format in which gradients are kept and summed; auto: fp32."""
+    reduce_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Format of gradients on the wire; auto: that of grad-dtype."""
+    activation_checkpointing: Literal["none", "full", "selective"] = "none"
+    """Compute blocks again in backward; selective: all but matrix products and attention."""
+    transport: Literal["auto", "shm", "torch"] = "auto"
+    """auto: shared memory between CPU ranks of one host, else gloo or NCCL."""
+    bucket_mb: float | None = None
+    """Gradients of one collective, in MB; unset: by the number of ranks."""
 
 
 @dataclass(frozen=True)
@@ -227,6 +251,7 @@ class TrainFlags:
     optim: OptimSettings = field(default_factory=OptimSettings)
     run: RunSettings = field(default_factory=RunSettings)
     system: SystemSettings = field(default_factory=SystemSettings)
+    parallel: ParallelSettings = field(default_factory=ParallelSettings)
     sample: SampleSettings = field(default_factory=SampleSettings)
 
 
@@ -247,7 +272,7 @@ class TrainConfig(TrainFlags):
                     f"train: expected {name} >= {low}, got {name}={value}; set {option(name)}"
                 )
         for name in ("lr", "bucket_mb"):
-            if not 0.0 < values[name] < math.inf:
+            if values[name] is not None and not 0.0 < values[name] < math.inf:
                 raise ValueError(
                     f"train: expected {name} > 0, got {name}={values[name]}; set {option(name)}"
                 )
@@ -261,7 +286,16 @@ class TrainConfig(TrainFlags):
                 f"train: expected min_lr <= lr={self.optim.lr}, got min_lr={self.optim.min_lr}; "
                 "lower --min-lr or raise --lr"
             )
+        if self.optim.optimizer == "adafactor" and self.parallel.zero_stage:
+            raise ValueError(
+                "train: expected zero_stage=0 with optimizer=adafactor, whose means of rows and "
+                f"columns need whole matrices, got zero_stage={self.parallel.zero_stage}; use "
+                "--optimizer adamw, or leave --zero out"
+            )
         check_storage(self.optim, str(self.system.dtype))
+        check_parallel(
+            self.parallel, str(self.system.dtype), deterministic=self.system.deterministic
+        )
         if self.run.name is not None and not re.fullmatch(r"[\w.+-]*\w[\w.+-]*", self.run.name):
             raise ValueError(
                 f"train: expected name of letters, digits and . _ + -, got name={self.run.name!r}; "
@@ -280,7 +314,7 @@ class TrainConfig(TrainFlags):
         """A copy with the named settings changed; `source` is where errors say they stand."""
         groups: dict[str, dict[str, Any]] = {f.name: {} for f in fields(self)}
         for key, value in changes.items():
-            name = key.replace("-", "_")
+            name = {"zero": "zero_stage"}.get(key, key.replace("-", "_"))  # as the flag has it
             if name not in _SETTINGS:
                 near = difflib.get_close_matches(name, _SETTINGS, n=1)
                 raise ValueError(
@@ -288,9 +322,9 @@ class TrainConfig(TrainFlags):
                     f"key={key}; {f'did you mean {near[0]}?' if near else 'remove it'}"
                 )
             group, hint = _SETTINGS[name]
-            if not _fits(value, hint):
+            if not fits(value, hint):
                 raise ValueError(
-                    f"train: expected {_describe(hint)} for {name} in {source}, got "
+                    f"train: expected {describe(hint)} for {name} in {source}, got "
                     f"{name}={value!r}; see `fastpar train --help`"
                 )
             groups[group][name] = tuple(value) if isinstance(value, list) else value
@@ -345,6 +379,33 @@ def check_storage(optim: OptimSettings, dtype: str) -> None:
         )
 
 
+def check_parallel(parallel: ParallelSettings, dtype: str, *, deterministic: bool) -> None:
+    """Refuse shards of nothing, and formats of gradients that do not fit the weights'.
+
+    Args:
+        dtype: fp32, bf16, fp16, or auto where it is not known yet.
+    """
+    if parallel.shard_size is not None and parallel.zero_stage == 0:
+        raise ValueError(
+            "train: expected zero_stage 1, 2 or 3 with shard_size, got zero_stage=0 with "
+            f"shard_size={parallel.shard_size}; add --zero, or leave --shard-size out"
+        )
+    for name in ("grad_dtype", "reduce_dtype"):
+        value = getattr(parallel, name)
+        if deterministic and value not in ("auto", "fp32"):
+            raise ValueError(
+                f"train: expected {name}=fp32 with deterministic, got {name}={value}; sums of 16 "
+                f"bits depend on how they are split: leave {option(name)} out"
+            )
+        # On the wire bf16 has fp32's range; fp16 needs gradients that a loss scale keeps in it.
+        known = ("auto", "fp32", dtype, "bf16" if name == "reduce_dtype" else "auto")
+        if dtype != "auto" and value not in known:
+            raise ValueError(
+                f"train: expected {name} to be fp32 or the weights' dtype={dtype}, got "
+                f"{name}={value}; leave {option(name)} out"
+            )
+
+
 def _settings_by_name() -> dict[str, tuple[str, Any]]:
     """Name of every setting -> (its group, its type)."""
     groups = get_type_hints(TrainConfig)
@@ -358,56 +419,11 @@ def _settings_by_name() -> dict[str, tuple[str, Any]]:
 _SETTINGS = _settings_by_name()
 _AT_LEAST: dict[str, float] = {
     **dict.fromkeys(("batch_size", "micro_batch_size", "grad_accum_steps", "max_steps"), 1),
-    **dict.fromkeys(("eval_batches", "nproc", "threads"), 1),
+    **dict.fromkeys(("eval_batches", "nproc", "threads", "shard_size"), 1),
     **dict.fromkeys(("eval_every", "save_every", "keep_last", "warmup_steps", "min_lr"), 0),
     **dict.fromkeys(("weight_decay", "max_grad_norm", "num_samples", "max_new_tokens"), 0),
     **dict.fromkeys(("temperature", "top_k"), 0),
 }
-
-
-def option(name: str) -> str:
-    """The flag of a setting: max_steps -> --max-steps."""
-    return "--" + name.replace("_", "-")
-
-
-_TOML = "tomllib" if sys.version_info >= (3, 11) else "tomli"
-
-
-def read_settings(path: str | Path) -> dict[str, Any]:
-    """What a TOML file or the config.json of a run sets; TrainConfig.replace checks it.
-
-    Raises:
-        ValueError: no such file, or not in its format.
-    """
-    path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-        if path.suffix == ".json":
-            return dict(json.loads(text)["settings"])
-        return importlib.import_module(_TOML).loads(text)
-    except OSError as error:
-        raise ValueError(
-            f"read_settings: expected a file of settings, got path={path}; {error.strerror}"
-        ) from None
-    except (ValueError, KeyError, TypeError) as error:  # TOMLDecodeError is a ValueError
-        raise ValueError(
-            f"read_settings: expected TOML or the config.json of a run, got path={path}; "
-            f"it does not read: {error}"
-        ) from None
-
-
-def parse_seconds(text: str) -> float:
-    """Seconds of a time such as 300, 300s, 5m, 1h30m or 1.5h."""
-    units = {"h": 3600.0, "m": 60.0, "s": 1.0}
-    parts = re.findall(r"(\d+(?:\.\d+)?)([hms])", text)
-    seconds = sum(float(number) * units[unit] for number, unit in parts)
-    if "".join(number + unit for number, unit in parts) != text:
-        seconds = float(text) if re.fullmatch(r"\d+(\.\d+)?", text) else 0.0
-    if not seconds:
-        raise ValueError(
-            f"train: expected a time such as 300s, 5m or 1h30m, got max_time={text}; set --max-time"
-        )
-    return seconds
 
 
 AUTO_MICRO_BATCH_TOKENS = 16384
@@ -439,27 +455,3 @@ def derive_batch(settings: DataSettings, block_size: int, world_size: int) -> tu
             "--grad-accum-steps"
         )
     return micro, accum
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value read from a file is of a setting's type; integers do for floats."""
-    origin, args = get_origin(hint), get_args(hint)
-    if origin is Literal:
-        return value in args
-    if origin in (Union, types.UnionType):
-        return any(_fits(value, arg) for arg in args)
-    if origin is tuple:
-        items = isinstance(value, (list, tuple)) and len(value) == len(args)
-        return items and all(_fits(v, arg) for v, arg in zip(value, args))
-    if isinstance(value, bool):
-        return hint is bool
-    return isinstance(value, (int, float) if hint is float else hint)
-
-
-def _describe(hint: Any) -> str:
-    args = [arg for arg in get_args(hint) if arg is not types.NoneType]
-    if get_origin(hint) is Literal:
-        return "one of " + ", ".join(args)
-    if get_origin(hint) is tuple:
-        return f"{len(args)} numbers"
-    return " or ".join(_describe(arg) for arg in args) if args else hint.__name__

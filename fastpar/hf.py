@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastpar.config import GPTConfig
 from fastpar.model import GPT
+from fastpar.tensor_file import Spec, TensorFile
 
 PREFIX = "transformer."
 WEIGHTS_FILE = "model.safetensors"
@@ -39,13 +40,14 @@ REQUIRED: dict[str, tuple[Any, ...]] = {
 
 def to_hf_tensors(model: GPT) -> dict[str, Tensor]:
     """The model's weights by transformers' names: views, without the vocabulary's padding rows."""
-    tensors = {}
-    for name, p in model.named_parameters():
-        tensor = p.detach()
-        if name == "wte.weight":
-            tensor = tensor[: model.config.vocab_size]
-        tensors[PREFIX + name] = tensor.t() if name.endswith(CONV1D) else tensor
-    return tensors
+    return {PREFIX + name: _to_hf(model, name, p) for name, p in model.named_parameters()}
+
+
+def _to_hf(model: GPT, name: str, p: Tensor) -> Tensor:
+    tensor = p.detach()
+    if name == "wte.weight":
+        tensor = tensor[: model.config.vocab_size]
+    return tensor.t() if name.endswith(CONV1D) else tensor
 
 
 @torch.no_grad()
@@ -134,6 +136,7 @@ def save_hf(
     max_shard_bytes: int = 5 * 10**9,
     bos_token_id: int | None = None,
     eos_token_id: int | None = None,
+    whole: Callable[[nn.Parameter], Tensor] | None = None,
 ) -> None:
     """Writes the folder that GPT2LMHeadModel.from_pretrained reads.
 
@@ -144,10 +147,11 @@ def save_hf(
         folder: created where needed; must not hold a config.json.
         max_shard_bytes: weights beyond this are cut into several files with an index.
         bos_token_id, eos_token_id: for transformers' generate(); GPT-2's own are 50256.
+        whole: the values of a parameter that this rank has a part of; asked for once each, in the
+            order of model.named_parameters(), and dropped when they are written.
     Raises:
         ValueError: the folder holds a model already; max_shard_bytes < 1; a dtype of the
             parameters that from_pretrained would not keep.
-        ImportError: safetensors is not installed.
     """
     folder = Path(folder)
     if (folder / "config.json").exists():
@@ -165,7 +169,7 @@ def save_hf(
             f"save_hf: expected parameters of {', '.join(DTYPES.values())}, got "
             f"dtype={model.wte.weight.dtype}; convert the model with .float() first"
         )
-    save_file = _safetensors("save_hf").torch.save_file
+    parameters = dict(model.named_parameters())
     tensors = to_hf_tensors(model)
     shards: list[list[str]] = [[]]
     shard_bytes = total_bytes = 0
@@ -183,9 +187,15 @@ def save_hf(
         file = (
             WEIGHTS_FILE if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
         )
-        shard = {name: tensors[name].cpu().contiguous() for name in names}
-        with _Replacing(folder / file) as temporary:
-            save_file(shard, temporary, metadata={"format": "pt"})
+        specs = {name: Spec(tensors[name].dtype, tensors[name].shape) for name in names}
+        with (
+            _Replacing(folder / file) as temporary,
+            TensorFile(temporary, specs, {"format": "pt"}) as out,
+        ):
+            for name in names:
+                p = parameters[name.removeprefix(PREFIX)]
+                values = p if whole is None else whole(p)
+                out.write(name, _to_hf(model, name.removeprefix(PREFIX), values))
         weight_map.update(dict.fromkeys(names, file))
     (folder / (INDEX_FILE if len(shards) == 1 else WEIGHTS_FILE)).unlink(missing_ok=True)
     if len(shards) > 1:

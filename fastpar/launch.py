@@ -54,6 +54,10 @@ _LOST_PEER_TEXTS = (
     "Connection refused",
     "NCCL communicator was aborted",
     "remote process exited",
+    "got the end of rank",  # these four: csrc/shm_cpu.cpp
+    "that closed its group",
+    "that gave up waiting for rank",
+    "; its own message says why",
 )
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 

@@ -76,7 +76,8 @@ class RunFolder:
             runs/NAME-2, ... is made.
         step: steps done; metrics of later ones are dropped, they come again.
         facts: what was chosen for this start: device, dtype, world_size, threads, block_size,
-            micro_batch_size, grad_accum_steps.
+            micro_batch_size, grad_accum_steps, zero_stage, n_shards, accumulate, transport,
+            storage.
     Attributes:
         path: of the folder.
         header: lines that say what runs where, every automatic choice among them.
@@ -116,6 +117,8 @@ class RunFolder:
             f"text     {data.describe()}",
             f"batch    {tokens:,} tokens a step: {rows} sequences = ranks {ranks} * micro-batch "
             f"{facts['micro_batch_size']} * accumulation {facts['grad_accum_steps']}",
+            f"ranks    stage {facts['zero_stage']}, shards {facts['n_shards']}, transport "
+            f"{facts['transport']}, accumulate {facts['accumulate']}; {facts['storage']}",
             f"run      {self.path}{note}, steps {step} to {config.run.max_steps}",
             *(f"changed  {change}" for change in changes),
         )

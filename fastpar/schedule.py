@@ -35,10 +35,7 @@ def make_optimizer(
         dtype: of the model's weights.
         seed: of stochastic rounding.
     """
-    half = dtype != torch.float32
-    masters: bool | str = half and not settings.stochastic_rounding
-    if masters and settings.master_weights == "remainder":
-        masters = "remainder"
+    masters = _masters(settings, dtype)
     groups = param_groups(model, settings.weight_decay)
     limit = settings.max_grad_norm or math.inf  # infinity measures
     if settings.optimizer == "adafactor":
@@ -62,6 +59,20 @@ def make_optimizer(
         moment_dtype=_MOMENTS[settings.moment_dtype],
         max_grad_norm=limit,
     )
+
+
+def describe_storage(settings: OptimSettings, dtype: torch.dtype) -> str:
+    """The optimizer and how it stores its numbers, in a few words."""
+    masters = {True: "full", False: "none"}.get(_masters(settings, dtype), "remainder")
+    if settings.stochastic_rounding:
+        masters = "none, rounded stochastically"
+    moments = "rows and columns" if settings.optimizer == "adafactor" else settings.moment_dtype
+    return f"{settings.optimizer}, master weights {masters}, moments {moments}"
+
+
+def _masters(settings: OptimSettings, dtype: torch.dtype) -> bool | str:
+    masters = dtype != torch.float32 and not settings.stochastic_rounding
+    return "remainder" if masters and settings.master_weights == "remainder" else masters
 
 
 def cosine_lr(step: int, *, lr: float, min_lr: float, warmup_steps: int, max_steps: int) -> float:

@@ -1,20 +1,25 @@
-"""The training loop of one rank: batches by global sample index, one control all-reduce a step.
+"""The training loop of one rank: batches by global sample index, one control exchange a step.
 
 [Note: who takes which samples] A step of W ranks with A micro-batches of b sequences uses the
-global samples [n, n + A*W*b), n being how many were used before; micro-batch j of rank r takes b of
-them from n + (j*W + r) * b on. The dropout key of a micro-batch names its first sample. So the same
-samples are summed, with the same masks, however W * A is split.
+global samples [n, n + A*W*b), n being how many were used before; micro-batch m of the step takes b
+of them from n + m*b on, and its dropout key names the first. Micro-batch j of rank r is number
+j*W + r where each is reduced when it is there (accumulate="shard"), r*A + j where a rank first adds
+up its own ("full"). So the same samples are summed, with the same masks, however W * A is split,
+and in deterministic mode they are added in the same tree: the same bits, at every stage.
 
-[Note: control] Each step ends with one all-reduce of a few numbers: the loss, and who wishes to
-stop, because of a signal or of rank 0's clock. Every rank reads the same sums, so all stop after
-the same step; a rank that left by itself would leave the others waiting in a collective. On a GPU
-the numbers are read one step later, when they are there anyway: the host never waits for the
-device. With a loss scale they are read at once, because the next step's scale depends on them.
+[Note: control] A step has one small exchange, the engine's: the trainer adds its loss to it, and
+who wishes to stop, because of a signal or of rank 0's clock. Every rank reads the same sums, so all
+stop after the same step; a rank that left by itself would leave the others waiting in a collective.
+On a GPU the numbers are read one step later, when they are there anyway: the host never waits for
+the device. With a loss scale they are read at once, because the next step's scale depends on them.
+
+[Note: who forwards] At stage 3 a forward gathers weights, so all ranks forward together: in
+validation, a rank whose share of the windows is used up goes through the model once more for
+nothing. The sample at the end is rank 0's alone: there the model of the last checkpoint draws.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
@@ -25,22 +30,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from fastpar.checkpoint import (
     checkpoint_folder,
     load_checkpoint,
-    newest_checkpoint,
     read_state,
     rng_state,
     save_checkpoint,
     set_rng_state,
-    step_of,
 )
-from fastpar.config import GPTConfig, TrainConfig, check_storage, derive_batch, parse_seconds
-from fastpar.data import TextData, eval_batches, load_data, sample_batch
+from fastpar.config import TrainConfig, check_parallel, check_storage, derive_batch
+from fastpar.data import eval_batches, sample_batch
 from fastpar.engine import engine_of
 from fastpar.hf import load_hf
 from fastpar.kernels import keep_freed_memory, make_key
@@ -50,8 +52,11 @@ from fastpar.mesh import Mesh
 from fastpar.metrics import Progress, memory_mb, mfu
 from fastpar.model import GPT
 from fastpar.parallel import parallelize
+from fastpar.recompute import recompute
 from fastpar.run_folder import TIME_IS_UP, RunFolder, check_out
-from fastpar.schedule import cosine_lr, make_optimizer
+from fastpar.schedule import cosine_lr, describe_storage, make_optimizer
+from fastpar.settings import parse_seconds
+from fastpar.start import digest, find_checkpoint, load_model_and_data
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STOPS = (*SIGNALS, TIME_IS_UP)  # reasons to stop early
@@ -105,23 +110,36 @@ class Trainer:
     def __init__(self, config: TrainConfig, mesh: Mesh) -> None:
         self.config, self.mesh = config, mesh
         self.began = self.clock = time.monotonic()
-        checkpoint = self._find_checkpoint()
+        checkpoint = find_checkpoint(config, mesh)
         state = read_state(checkpoint) if checkpoint is not None else None
         self.dtype_name = self._pick_dtype(state)
         dtype = DTYPES[self.dtype_name]
         half = dtype != torch.float32
         torch.manual_seed(config.run.seed)
-        model, self.block_size, self.data = self._load_model_and_data(state)
+        model, self.block_size, self.data = load_model_and_data(
+            config, state, progress=mesh.is_main
+        )
         batch = derive_batch(config.text, self.block_size, mesh.dp_size)
         self.micro_batch_size, self.grad_accum_steps = batch
         self.model = model.to(mesh.device, dtype)
+        parallel = config.parallel
+        self.accumulate = parallel.accumulate
+        if self.accumulate == "auto":
+            self.accumulate = "full" if parallel.zero_stage < 2 else "shard"
         parallelize(
             self.model,
             mesh,
-            bucket_mb=config.system.bucket_mb,
-            grad_dtype=torch.float32 if half else None,
+            zero_stage=parallel.zero_stage,
+            shard_size=parallel.shard_size,
+            bucket_mb=parallel.bucket_mb,
+            grad_dtype=DTYPES.get(parallel.grad_dtype, torch.float32 if half else None),
+            reduce_dtype=DTYPES.get(parallel.reduce_dtype),
+            accumulate=self.accumulate,
+            grad_accum_steps=self.grad_accum_steps,
             deterministic=config.system.deterministic,
+            transport=parallel.transport,
         )
+        recompute(self.model, parallel.activation_checkpointing)
         self.engine = engine_of(self.model)
         self.optimizer = make_optimizer(self.model, config.optim, dtype=dtype, seed=config.run.seed)
         self.loss_scale = DynamicLossScale() if dtype == torch.float16 else None
@@ -140,17 +158,6 @@ class Trainer:
 
     # Set-up
 
-    def _find_checkpoint(self) -> Path | None:
-        """The checkpoint to go on from. Rank 0 reads all of it; the others follow its choice."""
-        if not self.config.run.resume:
-            return None
-        run = Path(self.config.run.out or "")
-        step = torch.zeros((), dtype=torch.int64, device=self.mesh.device)
-        if self.mesh.is_main:
-            step += step_of(newest_checkpoint(run))
-        self.mesh.broadcast_([step])
-        return checkpoint_folder(run, int(step))
-
     def _pick_dtype(self, state: dict[str, Any] | None) -> str:
         name, on_gpu = str(self.config.system.dtype), self.mesh.device.type == "cuda"
         if name == "auto" and state is not None:
@@ -163,40 +170,9 @@ class Trainer:
             )
         name = "fp32" if name == "auto" else name
         check_storage(self.config.optim, name)
+        deterministic = self.config.system.deterministic
+        check_parallel(self.config.parallel, name, deterministic=deterministic)
         return name
-
-    def _load_model_and_data(self, state: dict[str, Any] | None) -> tuple[GPT, int, TextData]:
-        """The model with its first weights, the context to train with, and the tokens."""
-        config, source = self.config, self.config.shape.init_from
-        tokenizer = config.text.tokenizer
-        model: GPT | None = None
-        if source is None:
-            block_size = config.model_config(vocab_size=1).block_size
-        else:
-            if state is not None:  # its weights come from the checkpoint
-                model = GPT(GPTConfig(**state["model"]))
-            else:
-                model = load_hf(source, dropout=config.shape.dropout)
-            block_size = config.shape.block_size or model.config.block_size
-            if block_size > model.config.block_size:
-                raise ValueError(
-                    f"train: expected block_size <= {model.config.block_size}, the context of "
-                    f"{source}, got block_size={block_size}; lower --block-size"
-                )
-            if tokenizer == "auto" and (Path(source) / "tokenizer.json").exists():
-                tokenizer = source
-        data = load_data(
-            config.text.data, tokenizer, block_size=block_size, progress=self.mesh.is_main
-        )
-        if model is None:
-            model = GPT(config.model_config(data.vocab_size), seed=config.run.seed)
-        if data.vocab_size > model.config.vocab_size:
-            raise ValueError(
-                f"train: expected tokens of the model's vocabulary of {model.config.vocab_size}, "
-                f"got tokenizer={data.tokenizer.name} with {data.vocab_size}; choose the "
-                "--tokenizer that the weights were trained with"
-            )
-        return model, block_size, data
 
     def _load(self, checkpoint: Path) -> None:
         state = load_checkpoint(checkpoint, model=self.model, optimizer=self.optimizer)
@@ -206,7 +182,7 @@ class Trainer:
                 f"dtype={self.dtype_name}; leave out --dtype, or start a new run with --init-from "
                 f"{checkpoint}"
             )
-        if state["data"] != _digest(self.data):
+        if state["data"] != digest(self.data):
             raise ValueError(
                 "train: expected the tokens that the run was started with, got others from data="
                 f"{self.config.text.data}; undo the change of --data, --tokenizer or the text, or "
@@ -249,8 +225,11 @@ class Trainer:
         self.progress.close()
         self.mesh.close()  # what follows is rank 0's alone
         if self.folder is not None:
+            model: GPT = self.model
+            if self.engine.zero_stage and stop <= 0:
+                model = load_hf(checkpoint_folder(self.folder.path, self.step))
             self.folder.finish(
-                self.model,
+                model.to(self.mesh.device),
                 self.data,
                 config=self.config,
                 step=self.step,
@@ -268,7 +247,7 @@ class Trainer:
         self.model.train()
         loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
         for j in range(self.grad_accum_steps):
-            first = self.next_sample + (j * mesh.dp_size + mesh.dp_rank) * rows
+            first = self.next_sample + self._number(j) * rows
             x, y = sample_batch(
                 self.data.train,
                 seed=seed,
@@ -278,10 +257,8 @@ class Trainer:
                 device=mesh.device,
             )
             key = _to_device(make_key(seed, first), mesh.device)
-            last = j == self.grad_accum_steps - 1
-            with contextlib.nullcontext() if last else self.engine.no_sync():
-                part = self.forward(x, y, rng_key=key) / self.grad_accum_steps
-                (part if scale is None else part * scale).backward()
+            part = self.forward(x, y, rng_key=key) / self.grad_accum_steps
+            (part if scale is None else part * scale).backward()
             loss += part.detach()
         lr = cosine_lr(
             self.step,
@@ -294,36 +271,50 @@ class Trainer:
             group["lr"] = lr
         if scale is not None:
             optimizer.grad_scale = scale
+        wishes = _to_device(torch.tensor(self._wishes(), dtype=torch.float64), mesh.device)
+        self.engine.contribute(torch.cat(((loss / mesh.dp_size).reshape(1), wishes)))
         optimizer.step()
         optimizer.zero_grad()
         samples = self.grad_accum_steps * mesh.dp_size * rows
         self.step += 1
         self.next_sample += samples
         self.tokens += samples * self.block_size
-        wishes = torch.tensor(self._wishes(), dtype=torch.float64)
-        control = self.engine.all_reduce_scalars(
-            torch.cat(((loss / mesh.dp_size).reshape(1), _to_device(wishes, mesh.device)))
-        )
+        control = self.engine.contributed
+        assert control is not None
         assert optimizer.grad_norm is not None
         norm = optimizer.grad_norm.double().reshape(1)
         values, ready = _to_host(torch.cat((control[:1], norm, control[1:])))
         return _Step(self.step, lr, self.tokens, values, ready, scale)
 
+    def _number(self, j: int) -> int:
+        """Of micro-batch j of this rank in the step: see [Note: who takes which samples]."""
+        if self.accumulate == "full":
+            return self.mesh.dp_rank * self.grad_accum_steps + j
+        return j * self.mesh.dp_size + self.mesh.dp_rank
+
     def validate(self) -> None:
         """Mean loss over the first eval_batches * batch_size windows of the validation tokens."""
-        mesh = self.mesh
+        mesh, rows = self.mesh, self.micro_batch_size
         self.model.eval()
         total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+        n_batches = self.config.run.eval_batches * mesh.dp_size * self.grad_accum_steps
+        batches = eval_batches(
+            self.data.val,
+            batch_size=rows,
+            block_size=self.block_size,
+            n_batches=n_batches,
+            rank=mesh.dp_rank,
+            world_size=mesh.dp_size,
+            device=mesh.device,
+        )
+        windows = min((len(self.data.val) - 1) // self.block_size, n_batches * rows)
+        nothing = torch.zeros(1, self.block_size, dtype=torch.int64, device=mesh.device)
         with torch.no_grad():
-            for x, y in eval_batches(
-                self.data.val,
-                batch_size=self.micro_batch_size,
-                block_size=self.block_size,
-                n_batches=self.config.run.eval_batches * mesh.dp_size * self.grad_accum_steps,
-                rank=mesh.dp_rank,
-                world_size=mesh.dp_size,
-                device=mesh.device,
-            ):
+            for _ in range(math.ceil(windows / (rows * mesh.dp_size))):
+                x, y = next(batches, (nothing, None))  # see [Note: who forwards]
+                if y is None:
+                    self.model(x)
+                    continue
                 total[0] += self.model(x, y, reduction="sum")
                 total[1] += y.numel()
         loss, count = self.engine.all_reduce_scalars(total).tolist()
@@ -337,24 +328,23 @@ class Trainer:
     def save(self) -> bool:
         """Writes a checkpoint of this step, on every rank; whether it worked, the same on all."""
         failed = torch.zeros(1, dtype=torch.float64, device=self.mesh.device)
-        if self.folder is not None:
-            try:
-                self._save(self.folder.path)
-            except OSError as error:
-                failed += 1
-                self.progress.say(
-                    f"no checkpoint of step {self.step} ({error}); the older ones are intact"
-                )
+        try:
+            self._save()
+        except OSError as error:
+            failed += 1
+            self.progress.say(
+                f"no checkpoint of step {self.step} ({error}); the older ones are intact"
+            )
         if self.engine.all_reduce_scalars(failed).item():
             return False
         self.saved_step = self.step
         self.clock = time.monotonic()
         return True
 
-    def _save(self, folder: Path) -> None:
+    def _save(self) -> None:
         settings = json.dumps(self.config.settings(), sort_keys=True)
         save_checkpoint(
-            folder,
+            self.folder.path if self.folder is not None else None,
             step=self.step,
             model=self.model,
             optimizer=self.optimizer,
@@ -365,7 +355,7 @@ class Trainer:
                 "dtype": self.dtype_name,
                 "loss_scale": self.loss_scale.state_dict() if self.loss_scale else None,
                 "rng": rng_state(),
-                "data": _digest(self.data),
+                "data": digest(self.data),
                 "world_size": self.mesh.world_size,
                 "settings_sha256": hashlib.sha256(settings.encode()).hexdigest(),
             },
@@ -414,7 +404,7 @@ class Trainer:
             "lr": done.lr,
             "grad_norm": norm,
             "tokens_per_s": rate,
-            "exposed_comm_ms": self.engine.report.exposed_ms if self.engine.report else None,
+            **self._costs(),
             "tokens": done.tokens,
             "time_s": self._elapsed(),
             "rss_mb": rss,
@@ -433,6 +423,13 @@ class Trainer:
         folder.write(row)
         self.progress.update(done.step, text)
 
+    def _costs(self) -> dict[str, float | None]:
+        """Of the newest step that is known: times of this rank in ms, MB it sent."""
+        report = self.engine.report
+        names = ("step_ms", "compute_ms", "comm_ms", "exposed_ms")
+        costs = {name: None if report is None else getattr(report, name) for name in names}
+        return {**costs, "wire_mb": None if report is None else report.wire_bytes / 1e6}
+
     def _elapsed(self) -> float:
         return time.monotonic() - self.began
 
@@ -448,6 +445,11 @@ class Trainer:
             "block_size": self.block_size,
             "micro_batch_size": self.micro_batch_size,
             "grad_accum_steps": self.grad_accum_steps,
+            "zero_stage": self.engine.zero_stage,
+            "n_shards": self.engine.n_shards,
+            "accumulate": self.accumulate,
+            "transport": getattr(self.engine.groups.control, "transport", "none"),
+            "storage": describe_storage(self.config.optim, DTYPES[self.dtype_name]),
         }
         self.folder = RunFolder(
             self.config, model=self.model, data=self.data, step=self.step, facts=facts
@@ -470,16 +472,3 @@ def _to_host(values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     ready = torch.cuda.Event()
     ready.record()
     return host, ready
-
-
-_DIGEST_TOKENS = 1 << 16
-
-
-def _digest(data: TextData) -> str:
-    """Tells whether these are the tokens that a run was started with, from its ends and length."""
-    digest = hashlib.sha256()
-    for tokens in (data.train, data.val):
-        digest.update(f"{len(tokens)} {tokens.dtype} ".encode())
-        for start in (0, max(0, len(tokens) - _DIGEST_TOKENS)):
-            digest.update(np.asarray(tokens[start : start + _DIGEST_TOKENS]).tobytes())
-    return digest.hexdigest()

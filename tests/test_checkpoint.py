@@ -15,7 +15,6 @@ from fastpar.checkpoint import (
     list_checkpoints,
     load_checkpoint,
     newest_checkpoint,
-    optimizer_tensors,
     rng_state,
     save_checkpoint,
     set_rng_state,
@@ -43,6 +42,15 @@ def make(config=CONFIG, dtype=torch.float32, seed=0, steps=2, **options):
         optimizer.step()
         optimizer.zero_grad()
     return model, optimizer
+
+
+def optimizer_tensors(model, optimizer):
+    """PARAMETER/ENTRY -> whole tensor."""
+    return {
+        f"{name}/{entry}": value
+        for name, p in model.named_parameters()
+        for entry, value in optimizer.whole_entries(p)
+    }
 
 
 def save(run, step=2, *, keep_last=0, made=None, **state):

@@ -47,7 +47,7 @@ def test_help_fits_a_reader(capsys, monkeypatch):
     for flag in ("--model", "--data", "--max-steps", "--micro-batch-size", "--lr", "--nproc"):
         assert f" {flag} " in out
     text = out[out.index("usage: fastpar train") :].splitlines()
-    assert len(text) < 130
+    assert len(text) < 140
     assert max(map(len, text)) <= 100
     for name in TrainConfig().settings():  # every setting has a flag and a word of help
         flag = "--" + name.replace("_", "-")
@@ -71,6 +71,8 @@ def test_flags_win_over_the_file_over_the_run_over_defaults(here):
     assert parse_train(["--out=r"]).run.max_steps == TrainConfig().run.max_steps
     assert parse_train(["--config=a.toml", "--betas", "0.8", "0.9"]).optim.betas == (0.8, 0.9)
     assert parse_train(["--compile", "--no-resume"]).system.compile is True
+    for flag in ("--zero", "--zero-stage"):
+        assert parse_train([flag, "2"]).parallel.zero_stage == 2
 
 
 @pytest.mark.parametrize(
@@ -83,6 +85,10 @@ def test_flags_win_over_the_file_over_the_run_over_defaults(here):
         ),
         ("train --model gpt5", "GPTConfig.preset: expected one of gpt2, gpt2-medium, "),
         ("train --lr 0", "train: expected lr > 0, got lr=0.0; set --lr"),
+        (
+            "train --shard-size 2",
+            "train: expected zero_stage 1, 2 or 3 with shard_size, got zero_st",
+        ),
         ("train --nproc 4 --batch-size 2", "train: expected at least one sequence a rank, got bat"),
         ("train --nproc 2 --resume --out none", "train: expected a folder with a run to go on wit"),
         ("train --resume", "train: expected --out with --resume, got out=None; name the folder"),
@@ -111,7 +117,9 @@ def test_a_users_mistake_is_one_line_and_status_2(here, capsys, arguments, line)
     assert err.startswith(line)
 
 
-@pytest.mark.parametrize("arguments", [["--max-stepps", "3"], ["--dtype", "fp8"], ["--lr", "x"]])
+@pytest.mark.parametrize(
+    "arguments", [["--max-stepps", "3"], ["--dtype", "fp8"], ["--lr", "x"], ["--zero", "4"]]
+)
 def test_unknown_flags_are_refused_with_status_2(arguments, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["train", *arguments])

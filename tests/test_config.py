@@ -11,10 +11,8 @@ from fastpar.config import (
     GPTConfig,
     TrainConfig,
     derive_batch,
-    option,
-    parse_seconds,
-    read_settings,
 )
+from fastpar.settings import option
 
 
 def test_published_sizes():
@@ -51,6 +49,17 @@ def test_unknown_preset_names_the_known_ones():
         TrainConfig().replace({"model": "gpt3"})
 
 
+def test_formats_of_gradients_that_go_together():
+    for changes in (
+        {"grad_dtype": "bf16", "dtype": "bf16"},
+        {"reduce_dtype": "bf16", "dtype": "fp32"},
+        {"reduce_dtype": "fp16", "dtype": "fp16"},
+        {"grad_dtype": "bf16"},  # its auto may turn out as bf16
+        {"zero_stage": 3, "shard_size": 2, "deterministic": True, "reduce_dtype": "fp32"},
+    ):
+        TrainConfig().replace(changes)
+
+
 def test_sizes_are_refused_before_any_text_is_read():
     with pytest.raises(ValueError, match="expected n_embd divisible by n_head=4, got n_embd=130"):
         TrainConfig().replace({"model": "mini", "n_embd": 130})
@@ -64,6 +73,8 @@ def test_settings_have_one_name_each_and_go_there_and_back():
     assert TrainConfig().replace(changed.settings()) == changed
     assert changed.settings().keys() == set(names)
     assert option("max_steps") == "--max-steps"
+    for key in ("zero", "zero_stage", "zero-stage"):
+        assert TrainConfig().replace({key: 2}).parallel.zero_stage == 2
 
 
 @pytest.mark.parametrize(
@@ -99,6 +110,25 @@ def test_settings_have_one_name_each_and_go_there_and_back():
          r"expected bf16 weights with stochastic_rounding, got dtype=fp32; use --dtype bf16"),
         ({"master_weights": "remainder", "dtype": "fp16"},
          r"expected bf16 weights with master_weights=remainder, got dtype=fp16; use --master-w"),
+        ({"zero_stage": 4}, r"one of 0, 1, 2, 3 for zero_stage in f.toml, got zero_stage=4; see"),
+        ({"zero_stage": True}, r"expected one of 0, 1, 2, 3 for zero_stage .* got zero_stage=True"),
+        ({"zero": 4}, r"expected one of 0, 1, 2, 3 for zero_stage in f.toml"),
+        ({"shard_size": 2}, r"expected zero_stage 1, 2 or 3 with shard_size, got zero_stage=0 "
+         r"with shard_size=2; add --zero, or"),
+        ({"optimizer": "adafactor", "zero_stage": 1},
+         r"expected zero_stage=0 with optimizer=adafactor, .* got zero_stage=1; use --op"),
+        ({"shard_size": 0, "zero_stage": 1}, r"expected shard_size >= 1, got shard_size=0"),
+        ({"accumulate": "none"}, r"expected one of auto, shard, full for accumulate"),
+        ({"activation_checkpointing": "block"}, r"one of none, full, selective for activ"),
+        ({"transport": "tcp"}, r"expected one of auto, shm, torch for transport"),
+        ({"grad_dtype": "bf16", "dtype": "fp32"},
+         r"expected grad_dtype to be fp32 or the weights' dtype=fp32, got grad_dtype=bf16; leave"),
+        ({"reduce_dtype": "fp16", "dtype": "bf16"},
+         r"expected reduce_dtype to be fp32 or the weights' dtype=bf16, got reduce_dtype=fp16"),
+        ({"reduce_dtype": "bf16", "deterministic": True},
+         r"expected reduce_dtype=fp32 with deterministic, got reduce_dtype=bf16; sums of 16 bits"),
+        ({"grad_dtype": "bf16", "dtype": "bf16", "deterministic": True},
+         r"expected grad_dtype=fp32 with deterministic, got grad_dtype=bf16; .* leave --grad-dty"),
         ({"name": "a/b"}, r"expected name of letters, digits and . _ \+ -, got name='a/b'"),
         ({"max_time": "5 min"}, r"expected a time such as 300s, 5m or 1h30m, got max_time=5 min"),
     ],
@@ -106,31 +136,6 @@ def test_settings_have_one_name_each_and_go_there_and_back():
 def test_refused_settings(changes, message):
     with pytest.raises(ValueError, match=message):
         TrainConfig().replace(changes, "f.toml")
-
-
-def test_times():
-    assert [parse_seconds(t) for t in ("300", "300s", "5m", "1h30m", "1.5h")] == [
-        300, 300, 300, 5400, 5400,
-    ]  # fmt: skip
-    for text in ("", "0", "0s", "m", "5x", "5m and", "1e3", "-3s"):
-        with pytest.raises(ValueError, match=f"got max_time={text};"):
-            parse_seconds(text)
-
-
-def test_settings_files(tmp_path):
-    toml, json = tmp_path / "a.toml", tmp_path / "config.json"
-    toml.write_text('lr = 3e-4\nmodel = "gpt2"\nbetas = [0.9, 0.99]\n')
-    json.write_text('{"settings": {"lr": 0.1}, "versions": {}}')
-    assert TrainConfig().replace(read_settings(toml)).optim.lr == 3e-4
-    assert read_settings(json) == {"lr": 0.1}
-    with pytest.raises(ValueError, match=r"read_settings: expected a file of settings, got path="):
-        read_settings(tmp_path / "none.toml")
-    for path in (toml, json):
-        path.write_text("lr = = 3")
-        with pytest.raises(
-            ValueError, match=r"expected TOML or the config.json of a run, got path"
-        ):
-            read_settings(path)
 
 
 def batch(rows, micro=None, accum=None):

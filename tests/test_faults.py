@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -89,9 +90,12 @@ def finish(process, timeout_s=100):
     return process.returncode, out, err
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_killed_rank_stops_the_others(here, start, victim):
-    launcher = start(*FASTPAR, *TRAIN, "--nproc=2", "--max-steps=1000000", "--out=r")
+@pytest.mark.parametrize(
+    ("victim", "options"),
+    [(0, []), (1, ["--zero=2"]), (0, ["--zero=3"]), (1, ["--zero=3", "--transport=torch"])],
+)
+def test_killed_rank_stops_the_others(here, start, victim, options):
+    launcher = start(*FASTPAR, *TRAIN, "--nproc=2", "--max-steps=1000000", "--out=r", *options)
     wait_for_steps(launcher, "r", 3)
     ranks = ranks_of(launcher.pid)
     assert sorted(ranks) == [0, 1]
@@ -136,6 +140,26 @@ def test_stopped_run_goes_on_under_torchrun_bit_for_bit(here, start):
     files = [verify_checkpoint(list_checkpoints(out)[-1])["files"] for out in ("whole", "cut")]
     for name in ("model.safetensors", "optimizer.safetensors"):
         assert files[0][name] == files[1][name]
+
+
+def test_every_stage_prints_the_same_curve(here, start):
+    """Dropout and clipping are on; two micro-batches, which stages 2 and 3 reduce one by one."""
+    options = ("--nproc=2", "--max-steps=12", "--micro-batch-size=1", "--eval-every=4")
+    told = []
+    for stage in range(4):
+        run = start(*FASTPAR, *TRAIN, *options, f"--zero={stage}", f"--out=z{stage}")
+        code, out, err = finish(run)
+        assert code == 0, err
+        assert f"ranks    stage {stage}, shards {2 if stage else 1}, transport " in out
+        rows = read_metrics(f"z{stage}/metrics.jsonl")
+        curve = [
+            (r["step"], f"{r.get('loss', 0):.3f}", f"{r.get('val_loss', 0):.4f}") for r in rows
+        ]
+        printed = re.findall(r"(step \d+/\d+  loss \S+|validation loss \S+)", out)
+        assert len(printed) >= 6
+        told.append((curve, printed))
+    assert told[1:] == told[:1] * 3
+    assert len(told[0][0]) == 16
 
 
 def test_a_mistake_found_by_the_ranks_is_one_line(here, start):

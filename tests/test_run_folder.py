@@ -21,6 +21,11 @@ FACTS = {
     "block_size": 8,
     "micro_batch_size": 4,
     "grad_accum_steps": 2,
+    "zero_stage": 2,
+    "n_shards": 2,
+    "accumulate": "shard",
+    "transport": "shm",
+    "storage": "adamw, master weights none, moments fp32",
 }
 
 
@@ -76,6 +81,7 @@ def test_header_names_every_automatic_choice(tmp_path, model):
     text = "\n".join(open_folder(model, out=str(tmp_path / "r")).header)
     for part in ("CPU, ranks 2, threads a rank 1, fp32", "tokenizer bytes, 256 tokens",
                  "256 tokens a step: 32 sequences = ranks 2 * micro-batch 4 * accumulation 2",
+                 "ranks    stage 2, shards 2, transport shm, accumulate shard; adamw, master weigh",
                  f"{model.num_parameters():,} parameters"):  # fmt: skip
         assert part in text
 

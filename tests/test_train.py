@@ -93,11 +93,12 @@ def test_a_run_leaves_what_it_promises(here, capsys):
     assert [r["step"] for r in steps] == list(range(1, 9))
     assert [r["step"] for r in rows if "val_loss" in r] == [0, 4, 8]
     assert steps[0].keys() >= {
-        "loss", "lr", "grad_norm", "tokens_per_s", "exposed_comm_ms", "rss_mb", "peak_rss_mb",
-        "tokens", "time_s",
+        "loss", "lr", "grad_norm", "tokens_per_s", "step_ms", "compute_ms", "comm_ms",
+        "exposed_ms", "wire_mb", "rss_mb", "peak_rss_mb", "tokens", "time_s",
     }  # fmt: skip
     assert steps[-1]["tokens"] == 8 * 8 * 16
-    assert steps[0]["exposed_comm_ms"] == 0.0
+    assert steps[0]["wire_mb"] == 0.0
+    assert steps[0]["exposed_ms"] < steps[0]["step_ms"]
     assert steps[-1]["loss"] < steps[0]["loss"]
     assert steps[0]["loss"] == pytest.approx(math.log(256), abs=0.1)
     assert [p.name for p in list_checkpoints("r")] == ["step_000004", "step_000008"]
@@ -218,8 +219,16 @@ def test_every_cut_of_a_step_takes_the_same_samples_and_masks(here, monkeypatch)
         ]
 
 
-def test_micro_batches_go_round_the_ranks(here, monkeypatch):
-    """Micro-batch j of rank r is the (j * ranks + r)-th of the step."""
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"accumulate": "shard"}, {0: [0, 4, 8, 12], 1: [2, 6, 10, 14]}),
+        ({"accumulate": "full"}, {0: [0, 2, 8, 10], 1: [4, 6, 12, 14]}),
+        ({"zero_stage": 1}, {0: [0, 2, 8, 10], 1: [4, 6, 12, 14]}),
+        ({"zero_stage": 2}, {0: [0, 4, 8, 12], 1: [2, 6, 10, 14]}),
+    ],
+)
+def test_who_takes_which_micro_batches(here, monkeypatch, changes, expected):
     taken, batch = {}, train_module.sample_batch
 
     def sample_batch(tokens, *, first_sample, **rest):
@@ -227,13 +236,14 @@ def test_micro_batches_go_round_the_ranks(here, monkeypatch):
         return batch(tokens, first_sample=first_sample, **rest)
 
     def steps():
-        trainer = Trainer(TrainConfig().replace({**TINY, "micro_batch_size": 2}), Mesh())
+        config = TrainConfig().replace({**TINY, "micro_batch_size": 2, **changes})
+        trainer = Trainer(config, Mesh())
         for _ in range(2):
             trainer.train_step()
 
     monkeypatch.setattr(train_module, "sample_batch", sample_batch)
     run_ranks(steps, 2)
-    assert taken == {0: [0, 4, 8, 12], 1: [2, 6, 10, 14]}
+    assert taken == expected
 
 
 def _one_rank(folder, changes):
@@ -258,7 +268,10 @@ def test_two_ranks_resume_bit_for_bit_and_equal_one(here):
         # Validation adds up in another order, in fp64.
         assert x.pop("val_loss", 0.0) == pytest.approx(y.pop("val_loss", 0.0), rel=1e-12)
         assert x == y
-    assert all(r["exposed_comm_ms"] > 0 for r in read_metrics("two/metrics.jsonl") if "loss" in r)
+    for row in (r for r in read_metrics("two/metrics.jsonl") if "loss" in r):
+        assert 0 < row["exposed_ms"] < row["step_ms"]
+        assert row["comm_ms"] > 0
+        assert row["wire_mb"] > 0
 
 
 def test_two_ranks_resume_bit_for_bit_however_the_optimizer_stores(here):

@@ -1,0 +1,84 @@
+"""A setting by its flag, from files, and as text: what config.py needs to read one.
+
+Nothing here knows which settings there are.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+import types
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+
+def option(name: str) -> str:
+    """The flag of a setting: max_steps -> --max-steps."""
+    return "--" + name.replace("_", "-")
+
+
+_TOML = "tomllib" if sys.version_info >= (3, 11) else "tomli"
+
+
+def read_settings(path: str | Path) -> dict[str, Any]:
+    """What a TOML file or the config.json of a run sets; TrainConfig.replace checks it.
+
+    Raises:
+        ValueError: no such file, or not in its format.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".json":
+            return dict(json.loads(text)["settings"])
+        return importlib.import_module(_TOML).loads(text)
+    except OSError as error:
+        raise ValueError(
+            f"read_settings: expected a file of settings, got path={path}; {error.strerror}"
+        ) from None
+    except (ValueError, KeyError, TypeError) as error:  # TOMLDecodeError is a ValueError
+        raise ValueError(
+            f"read_settings: expected TOML or the config.json of a run, got path={path}; "
+            f"it does not read: {error}"
+        ) from None
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds of a time such as 300, 300s, 5m, 1h30m or 1.5h."""
+    units = {"h": 3600.0, "m": 60.0, "s": 1.0}
+    parts = re.findall(r"(\d+(?:\.\d+)?)([hms])", text)
+    seconds = sum(float(number) * units[unit] for number, unit in parts)
+    if "".join(number + unit for number, unit in parts) != text:
+        seconds = float(text) if re.fullmatch(r"\d+(\.\d+)?", text) else 0.0
+    if not seconds:
+        raise ValueError(
+            f"train: expected a time such as 300s, 5m or 1h30m, got max_time={text}; set --max-time"
+        )
+    return seconds
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value read from a file is of a setting's type; integers do for floats."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return any(value == arg and type(value) is type(arg) for arg in args)
+    if origin in (Union, types.UnionType):
+        return any(fits(value, arg) for arg in args)
+    if origin is tuple:
+        items = isinstance(value, (list, tuple)) and len(value) == len(args)
+        return items and all(fits(v, arg) for v, arg in zip(value, args))
+    if isinstance(value, bool):
+        return hint is bool
+    return isinstance(value, (int, float) if hint is float else hint)
+
+
+def describe(hint: Any) -> str:
+    """A type in words."""
+    args = [arg for arg in get_args(hint) if arg is not types.NoneType]
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(map(str, args))
+    if get_origin(hint) is tuple:
+        return f"{len(args)} numbers"
+    return " or ".join(describe(arg) for arg in args) if args else hint.__name__

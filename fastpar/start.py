@@ -1,0 +1,81 @@
+"""What a run starts from: its checkpoint, its model and its tokens."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fastpar.checkpoint import checkpoint_folder, newest_checkpoint, step_of
+from fastpar.config import GPTConfig, TrainConfig
+from fastpar.data import TextData, load_data
+from fastpar.hf import load_hf
+from fastpar.mesh import Mesh
+from fastpar.model import GPT
+
+
+def find_checkpoint(config: TrainConfig, mesh: Mesh) -> Path | None:
+    """The checkpoint to go on from. Rank 0 reads all of it; the others follow. Ranks: all."""
+    if not config.run.resume:
+        return None
+    run = Path(config.run.out or "")
+    step = torch.zeros((), dtype=torch.int64, device=mesh.device)
+    if mesh.is_main:
+        step += step_of(newest_checkpoint(run))
+    mesh.broadcast_([step])
+    return checkpoint_folder(run, int(step))
+
+
+def load_model_and_data(
+    config: TrainConfig, state: dict[str, Any] | None, *, progress: bool
+) -> tuple[GPT, int, TextData]:
+    """The model with its first weights, the context to train with, and the tokens.
+
+    Args:
+        state: of the checkpoint to go on from, whose weights come later.
+        progress: of tokenizing.
+    """
+    source = config.shape.init_from
+    tokenizer = config.text.tokenizer
+    model: GPT | None = None
+    if source is None:
+        block_size = config.model_config(vocab_size=1).block_size
+    else:
+        if state is not None:  # its weights come from the checkpoint
+            model = GPT(GPTConfig(**state["model"]))
+        else:
+            model = load_hf(source, dropout=config.shape.dropout)
+        block_size = config.shape.block_size or model.config.block_size
+        if block_size > model.config.block_size:
+            raise ValueError(
+                f"train: expected block_size <= {model.config.block_size}, the context of "
+                f"{source}, got block_size={block_size}; lower --block-size"
+            )
+        if tokenizer == "auto" and (Path(source) / "tokenizer.json").exists():
+            tokenizer = source
+    data = load_data(config.text.data, tokenizer, block_size=block_size, progress=progress)
+    if model is None:
+        model = GPT(config.model_config(data.vocab_size), seed=config.run.seed)
+    if data.vocab_size > model.config.vocab_size:
+        raise ValueError(
+            f"train: expected tokens of the model's vocabulary of {model.config.vocab_size}, "
+            f"got tokenizer={data.tokenizer.name} with {data.vocab_size}; choose the "
+            "--tokenizer that the weights were trained with"
+        )
+    return model, block_size, data
+
+
+_DIGEST_TOKENS = 1 << 16
+
+
+def digest(data: TextData) -> str:
+    """Tells whether these are the tokens that a run was started with, from its ends and length."""
+    known = hashlib.sha256()
+    for tokens in (data.train, data.val):
+        known.update(f"{len(tokens)} {tokens.dtype} ".encode())
+        for start in (0, max(0, len(tokens) - _DIGEST_TOKENS)):
+            known.update(np.asarray(tokens[start : start + _DIGEST_TOKENS]).tobytes())
+    return known.hexdigest()

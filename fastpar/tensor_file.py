@@ -1,0 +1,126 @@
+"""A safetensors file that is written one tensor after another, in any order.
+
+safetensors' own save_file needs all tensors at once: a rank that collects the shards of a model
+would hold all of it, and all of its optimizer's state, beside its part. Here the header comes
+first, from dtypes and shapes; each tensor then goes to its place and can be dropped. The bytes are
+those of save_file (test_the_same_bytes_as_save_file).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# safetensors' names, in the order in which it stores tensors: by alignment, then by name.
+_NAMES = {
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class Spec(NamedTuple):
+    """What is known of a tensor before it is there."""
+
+    dtype: torch.dtype
+    shape: Sequence[int]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class TensorFile:
+    """Use as a context manager: write() every tensor once; leaving it checks that all are there.
+
+    Args:
+        path: created, or overwritten.
+        specs: of the tensors by name.
+        metadata: strings for the header.
+    Raises:
+        ValueError: a dtype that the format does not have.
+    """
+
+    def __init__(
+        self, path: str | Path, specs: Mapping[str, Spec], metadata: Mapping[str, str] | None = None
+    ) -> None:
+        order = list(_NAMES)
+        header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+        self._specs, self._places, end = dict(specs), {}, 0
+        for name, spec in specs.items():
+            if spec.dtype not in _NAMES:
+                raise ValueError(
+                    f"TensorFile: expected a dtype of safetensors, got dtype={spec.dtype} for "
+                    f"'{name}'; convert it"
+                )
+        for name in sorted(specs, key=lambda n: (order.index(specs[n].dtype), n)):
+            spec = specs[name]
+            self._places[name] = end
+            end += spec.nbytes
+            header[name] = {
+                "dtype": _NAMES[spec.dtype],
+                "shape": list(spec.shape),
+                "data_offsets": [self._places[name], end],
+            }
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        self._start, self._end = 8 + len(text), 8 + len(text) + end
+        self._file = open(path, "wb")  # noqa: SIM115 - closed by __exit__
+        self._file.write(len(text).to_bytes(8, "little") + text)
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Put one tensor into its place.
+
+        Raises:
+            ValueError: no such tensor is expected, or it was written already.
+        """
+        place, spec = self._places.pop(name, None), self._specs.get(name)
+        if (
+            place is None
+            or spec is None
+            or (tensor.dtype, list(tensor.shape))
+            != (
+                spec.dtype,
+                list(spec.shape),
+            )
+        ):
+            raise ValueError(
+                f"TensorFile.write: expected {spec if place is not None else 'one of the others'}, "
+                f"got '{name}' of dtype={tensor.dtype}, shape={list(tensor.shape)}; write each "
+                "tensor once, as announced"
+            )
+        raw = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
+        self._file.seek(self._start + place)
+        self._file.write(memoryview(raw.numpy()))
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        with self._file:
+            if kind is None and self._places:
+                raise ValueError(
+                    f"TensorFile: expected all of {len(self._specs)} tensors, got none for "
+                    f"'{next(iter(self._places))}'; write each tensor once"
+                )
+            self._file.flush()
+            size = os.fstat(self._file.fileno()).st_size
+            if kind is None and size < self._end:  # tensors without elements at the end
+                self._file.truncate(self._end)
