@@ -4,9 +4,9 @@
     python -m bench.report --check       exit code 1 when a table is not what the results say
     python -m bench.report --pictures    draw bench/results/<op>.png for every op, and zero.png
 
-NAME is <table>-<device>: train, char, zero, overlap, emulated, ops, ceilings, targets, errors or one
-bench (attention, ...), and cpu or cuda. Rows come from the newest machine of that device; where several
-of its files hold a key, the newest row counts.
+NAME is <table>-<device>: train, char, zero, overlap, emulated, ops, ceilings, targets, errors or
+one bench (attention, ...), and cpu or cuda. Rows come from the newest machine of that device; where
+several of its files hold a key, the newest row counts.
 """
 
 from __future__ import annotations
