@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fastpar.engine import engine_of_parameter
-from fastpar.kernels.adamw import Hyper, adamw_step_
+from fastpar.kernels.adamw import MOMENT_BLOCK, Hyper, adamw_step_
 from fastpar.optim_base import EngineOptimizer, Row, plain, scalar, uncompiled
 from fastpar.optim_checks import (
     check_engines,
@@ -32,7 +32,14 @@ from fastpar.optim_checks import (
     check_same_groups,
     where,
 )
-from fastpar.optim_state import Storage, check_entries, cut_entry, torch_state, whole_entry
+from fastpar.optim_state import (
+    Storage,
+    check_entries,
+    cut_entry,
+    moment_names,
+    torch_state,
+    whole_entry,
+)
 
 # Of the whole optimizer; in a group they would be ignored.
 _NOT_IN_GROUPS = (
@@ -225,7 +232,8 @@ class AdamW(EngineOptimizer):
         # Where the kernel reads the counters of a group: see [Note: step counters].
         skipping_on_gpu = found is not None and device.type != "cpu"
         on_device = [g["capturable"] or skipping_on_gpu for g in self.param_groups]
-        states = [self._state(row, on_device[row.group]) for row in rows]
+        masters = {dtype: storage.master_entry(dtype) for dtype in {r.piece.dtype for r in rows}}
+        states = [self._state(r, on_device[r.group], masters[r.piece.dtype]) for r in rows]
         counted = [s["step"] for row, s in zip(rows, states) if on_device[row.group]]
         if counted:
             _count(counted, None if found is None else 1.0 - found.ne(0).float())
@@ -234,14 +242,15 @@ class AdamW(EngineOptimizer):
         if owned:  # a rank may own no element of any of them
             rows, states = zip(*owned)
             hypers, hyper_index = self._hypers(rows, states, on_device, device)
+            exp_avg, exp_avg_sq = map(storage.moment_entry, moment_names(amsgrad=False))
             adamw_step_(
                 [row.piece for row in rows],
                 [row.grad for row in rows],
-                [storage.moment(s, "exp_avg") for s in states],
-                [storage.moment(s, "exp_avg_sq") for s in states],
+                [s[exp_avg] for s in states],
+                [s[exp_avg_sq] for s in states],
                 hypers,
                 hyper_index=hyper_index,
-                master_weights=[storage.master(s, row.param) for row, s in owned],
+                master_weights=[s.get(masters[row.piece.dtype]) for row, s in owned],
                 max_exp_avg_sqs=[s["max_exp_avg_sq"] for s in states] if amsgrad else None,
                 exp_avg_scales=[s["exp_avg_scale"] for s in states] if eight_bit else None,
                 exp_avg_sq_scales=[s["exp_avg_sq_scale"] for s in states] if eight_bit else None,
@@ -250,12 +259,19 @@ class AdamW(EngineOptimizer):
                 maximize=options["maximize"],
                 zero_grad=self.zero_grad_in_step,
                 stochastic_rounding_seed=self.seed if storage.random else None,
-                first_indices=[row.first_index for row in rows] if storage.random else None,
+                first_indices=self._first_indices(rows) if storage.random else None,
             )
         if numbered and (found is None or not found.item()):
             _count(numbered)
 
-    def _state(self, row: Row, on_device: bool) -> dict[str, Any]:
+    def _first_indices(self, rows: Sequence[Row]) -> list[int]:
+        """Of each piece's first element among the random bits, which all parameters share."""
+        params = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
+        blocks = (-(-p.numel() // MOMENT_BLOCK) for p in params)
+        before = list(itertools.accumulate(blocks, initial=0))
+        return [before[row.position] * MOMENT_BLOCK + row.start for row in rows]
+
+    def _state(self, row: Row, on_device: bool, master: str | None) -> dict[str, Any]:
         """The state of a parameter, made or completed where needed."""
         p, amsgrad = row.piece, self.param_groups[row.group]["amsgrad"]
         state = self.state.get(row.param)
@@ -268,7 +284,8 @@ class AdamW(EngineOptimizer):
             state = self.state[row.param] = self.storage.new_state(p, amsgrad=amsgrad)
         elif amsgrad and "max_exp_avg_sq" not in state:  # switched on in the group since
             state["max_exp_avg_sq"] = state["exp_avg_sq"].clone()
-        self.storage.add_master(state, p)
+        if master is not None and master not in state:
+            self.storage.add_master(state, p)
         home = p.device if on_device else _HOST
         if state["step"].device != home:
             state["step"] = state["step"].to(home)

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from fastpar.engine import Engine, engine_of_parameter
-from fastpar.kernels.adamw import MOMENT_BLOCK
 from fastpar.kernels.global_norm import (
     NORM_WORDS,
     GlobalNorm,
@@ -63,7 +62,9 @@ class Row(NamedTuple):
     piece: Tensor  # the parameter itself, or this rank's elements of it
     grad: Tensor  # of the piece
     group: int
-    first_index: int  # of the piece's first element among the random bits
+    position: int  # among all parameters of the optimizer
+    start: int  # the piece's first element
+    engine: Engine | None
 
 
 class EngineOptimizer(torch.optim.Optimizer):
@@ -136,54 +137,47 @@ class EngineOptimizer(torch.optim.Optimizer):
             RuntimeError: a sparse gradient; an optimizer older than the engine; GradScaler with
                 gradients that it does not see.
         """
-        members = self._members()
-        engines = list({id(e): e for _, _, _, e in members if e is not None}.values())
+        engines = self.engines()
+        if engines:
+            self._check_age()
         self._check_found_inf(engines)
         for engine in engines:
             engine.before_step(self)
         asked = self._scaled or self.max_grad_norm is not None
-        rows: list[tuple[Engine | None, Row]] = []
+        rows: list[Row] = []
         owned: dict[int, list[Tensor]] = {id(e): [] for e in engines}
-        for p, group, first_index, engine in members:
-            if engine is None:
-                if p.grad is not None:
-                    rows.append((None, Row(p, p, self._dense(p.grad), group, first_index)))
-                continue
-            piece, grad, start = engine.piece(p)
-            if grad is not None:
-                rows.append((engine, Row(p, piece, grad, group, first_index + start)))
-                if engine.zero_stage and grad.numel():
-                    owned[id(engine)].append(grad)
-        bins = [self._exchange(engine, owned[id(engine)] if asked else None) for engine in engines]
-        rows = [(of, row) for of, row in rows if of is None or of.has_grad(row.param)]
-        whole = [row.grad for of, row in rows if of is None or not of.zero_stage]
-        taken = [row for _, row in rows]
-        factor, found = self._factor(taken, whole, [b for b in bins if b is not None], engines)
-        return engines, taken, factor, found
-
-    def _members(self) -> list[tuple[Tensor, int, int, Engine | None]]:
-        """(parameter, its group, index of its first element among the random bits, its engine)"""
-        members, first_index, alone = [], 0, self.__dict__.get("_alone", ())
+        position = -1
         for i, group in enumerate(self.param_groups):
+            for p in group["params"]:
+                position += 1
+                of = engine_of_parameter(p) if engines else None
+                piece, grad, start = (p, p.grad, 0) if of is None else of.piece(p)
+                if grad is None:
+                    continue
+                if grad.layout is not torch.strided:
+                    raise RuntimeError(
+                        f"{type(self).__name__}.step: expected dense gradients, got layout="
+                        f"{grad.layout}; build the embedding with sparse=False"
+                    )
+                rows.append(Row(p, piece, grad, i, position, start, of))
+                if of is not None and of.zero_stage and grad.numel():
+                    owned[id(of)].append(grad)
+        bins = [self._exchange(engine, owned[id(engine)] if asked else None) for engine in engines]
+        if engines:
+            rows = [row for row in rows if row.engine is None or row.engine.has_grad(row.param)]
+        factor, found = self._factor(rows, [b for b in bins if b is not None], engines)
+        return engines, rows, factor, found
+
+    def _check_age(self) -> None:
+        alone = self.__dict__.get("_alone")
+        for i, group in enumerate(self.param_groups if alone else ()):
             for position, p in enumerate(group["params"]):
-                engine = engine_of_parameter(p)
-                if engine is not None and p in alone:
+                if p in alone and engine_of_parameter(p) is not None:
                     raise RuntimeError(
                         f"{type(self).__name__}.step: expected parameters as they were when the "
                         f"optimizer was built, got {where(group, i, position)} with an engine "
                         "since; build the optimizer after fastpar.parallelize"
                     )
-                members.append((p, i, first_index, engine))
-                first_index += -(-p.numel() // MOMENT_BLOCK) * MOMENT_BLOCK
-        return members
-
-    def _dense(self, grad: Tensor) -> Tensor:
-        if grad.layout is not torch.strided:
-            raise RuntimeError(
-                f"{type(self).__name__}.step: expected dense gradients, got layout={grad.layout}; "
-                "build the embedding with sparse=False"
-            )
-        return grad
 
     @property
     def _scaled(self) -> bool:
@@ -225,13 +219,12 @@ class EngineOptimizer(torch.optim.Optimizer):
         return engine.exchange(norm_bins(grads, out=none))
 
     def _factor(
-        self, rows: list[Row], whole: list[Tensor], bins: list[Tensor], engines: list[Engine]
+        self, rows: list[Row], bins: list[Tensor], engines: list[Engine]
     ) -> tuple[Tensor | None, Tensor | None]:
         """What gradients are to be multiplied by, and the flag under which nothing may change.
 
         Args:
-            whole: gradients of which every rank has all elements.
-            bins: of all others, over all ranks.
+            bins: of the sharded engines' gradients, over all ranks.
         """
         self.grad_norm = self._found = None
         limit, scaled, tokens = self.max_grad_norm, self._scaled, self._tokens(engines)
@@ -250,6 +243,7 @@ class EngineOptimizer(torch.optim.Optimizer):
             if loss_scale is None:
                 return None, None
             return torch.ones((), device=device) / loss_scale, known
+        whole = [row.grad for row in rows if row.engine is None or not row.engine.zero_stage]
         max_norm = None if limit == math.inf else limit
         norm = _norm(whole, bins, device, max_norm=max_norm, loss_scale=loss_scale)
         self.grad_norm = norm.norm

@@ -107,9 +107,9 @@ class Storage:
                 "a running maximum of rounded values drifts: use torch.bfloat16 or torch.float32"
             )
 
-    def master_entry(self, p: Tensor) -> str | None:
-        """The name under which a parameter's master is kept."""
-        if p.dtype not in _HALF or self.stochastic_rounding:
+    def master_entry(self, dtype: torch.dtype) -> str | None:
+        """The name under which the master of parameters of this dtype is kept."""
+        if dtype not in _HALF or self.stochastic_rounding:
             return None
         return "master_remainder" if self.master_weights == "remainder" else "master_weight"
 
@@ -126,7 +126,7 @@ class Storage:
 
     def add_master(self, state: dict[str, Tensor], p: Tensor) -> None:
         """The master of a parameter as it is now, where the state lacks it."""
-        entry = self.master_entry(p)
+        entry = self.master_entry(p.dtype)
         if entry is not None and entry not in state:
             exact = entry == "master_weight"
             state[entry] = p.detach().float() if exact else torch.zeros_like(p, dtype=torch.int16)
@@ -137,17 +137,12 @@ class Storage:
         if self.moment_dtype == torch.uint8:
             moments = moment_names(False)
             names = ["step", *(f"{m}_{part}" for m in moments for part in ("codes", "scale"))]
-        master = self.master_entry(p)
+        master = self.master_entry(p.dtype)
         return {name: _shape(name, p) for name in ([*names, master] if master else names)}
 
-    def moment(self, state: dict[str, Tensor], name: str) -> Tensor:
-        """exp_avg, exp_avg_sq or max_exp_avg_sq as the kernel takes it."""
-        return state[f"{name}_codes" if self.moment_dtype == torch.uint8 else name]
-
-    def master(self, state: dict[str, Tensor], p: Tensor) -> Tensor | None:
-        """The master of a parameter as the kernel takes it."""
-        entry = self.master_entry(p)
-        return None if entry is None else state[entry]
+    def moment_entry(self, name: str) -> str:
+        """Under which name the kernel's exp_avg, exp_avg_sq or max_exp_avg_sq is kept."""
+        return f"{name}_codes" if self.moment_dtype == torch.uint8 else name
 
     def _entries(self, name: str, values: Tensor, scale: Tensor | None) -> dict[str, Tensor]:
         return (
@@ -171,7 +166,7 @@ class Storage:
         }
         for name in moment_names(amsgrad):
             state.update(self._convert_moment(saved, name, p))
-        entry = self.master_entry(p)
+        entry = self.master_entry(p.dtype)
         if entry is not None:
             master = _master(saved, p)
             if entry in saved and saved[entry] is master:

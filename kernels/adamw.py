@@ -18,6 +18,7 @@ stochastically as well, because to nearest exp_avg_sq would stop moving at beta2
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -242,6 +243,34 @@ def _run(
     torch.autograd.graph.increment_version(written)
 
 
+_accepted_dtypes: set[tuple] = set()  # of rows that check_one has accepted
+
+
+def _have_one_form(row: tuple[Any, ...]) -> bool:
+    """Whether a row has nothing that check_one could refuse but dtypes."""
+    p, g, exp_avg, exp_avg_sq, max_exp_avg_sq, master, *scales = row
+    if not (
+        p.is_contiguous()
+        and p.device == g.device == exp_avg.device == exp_avg_sq.device
+        and p.shape == g.shape == exp_avg.shape == exp_avg_sq.shape
+        and p.stride() == exp_avg.stride() == exp_avg_sq.stride()
+    ):
+        return False
+    for t in (max_exp_avg_sq, master):
+        if t is not None and not (
+            p.shape == t.shape and p.stride() == t.stride() and p.device == t.device
+        ):
+            return False
+    for t in scales:
+        if t is not None and not (
+            t.shape == (-(-p.numel() // MOMENT_BLOCK),)
+            and t.is_contiguous()
+            and p.device == t.device
+        ):
+            return False
+    return True
+
+
 _adamw_step = define_op(
     "adamw_step_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, "
     "Tensor(d!)[] exp_avg_sqs, Tensor(e!)[] max_exp_avg_sqs, Tensor(f!)[] master_weights, "
@@ -348,23 +377,14 @@ def adamw_step_(
         for given in (max_exp_avg_sqs, master_weights, exp_avg_scales, exp_avg_sq_scales)
     ]
     groups: dict[tuple, tuple[list[list[Tensor]], list[int]]] = {}
-    first_index = 0
+    first_index, stochastic = 0, stochastic_rounding_seed is not None
     for i, row in enumerate(zip(params, grads, exp_avgs, exp_avg_sqs, *optional)):
-        p, g, exp_avg, exp_avg_sq, max_exp_avg_sq, master, *scales = row
-        plain = (
-            p.dtype is g.dtype is exp_avg.dtype is exp_avg_sq.dtype is torch.float32
-            and max_exp_avg_sq is master is scales[0] is scales[1] is None
-        )
+        p, exp_avg = row[0], row[2]
+        dtypes = tuple([None if t is None else t.dtype for t in row])
         # The ordinary case in a microsecond; the rest, errors included, one by one.
-        if not (
-            plain
-            and p.is_contiguous()
-            and p.device == g.device == exp_avg.device == exp_avg_sq.device
-            and p.shape == g.shape == exp_avg.shape == exp_avg_sq.shape
-            and p.stride() == exp_avg.stride() == exp_avg_sq.stride()
-        ):
-            stochastic = stochastic_rounding_seed is not None
-            check_one(i, p, g, exp_avg, exp_avg_sq, max_exp_avg_sq, master, scales, stochastic)
+        if (dtypes, stochastic) not in _accepted_dtypes or not _have_one_form(row):
+            check_one(i, *row[:6], row[6:], stochastic)
+            _accepted_dtypes.add((dtypes, stochastic))
         if first_indices is not None:
             first_index = first_indices[i]
         if first_index < 0 or (exp_avg.dtype == torch.uint8 and first_index % MOMENT_BLOCK):
@@ -372,8 +392,10 @@ def adamw_step_(
                 "adamw_step_: expected first_indices >= 0 and multiples of 256 for uint8 moments, "
                 f"got first_indices[{i}]={first_index}; cut at multiples of 256"
             )
-        key = (p.device, p.dtype, g.dtype, exp_avg.dtype, None if master is None else master.dtype)
-        columns, ranges = groups.setdefault(key, ([[] for _ in range(8)], []))
+        key = (p.device, *dtypes[:3], dtypes[5])
+        if key not in groups:
+            groups[key] = [[] for _ in row], []
+        columns, ranges = groups[key]
         ranges += (len(columns[0]), 0, p.numel(), indices[i], first_index)
         for column, t in zip(columns, row):
             if t is not None:

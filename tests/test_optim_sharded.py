@@ -1,6 +1,7 @@
 """AdamW on parameters of sharded engines: the bits, the state and the decisions of one process."""
 
 import math
+import threading
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from test_optim_state import MODES, assert_same_state
 from torch import nn
 
 import fastpar
+from fastpar import control, optim
 from fastpar.loss_scale import DynamicLossScale
 from fastpar.mesh import Mesh
 from fastpar.optim import AdamW
@@ -149,8 +151,6 @@ def test_ranks_may_own_nothing_and_count_all_the_same():
 
 def test_all_pieces_are_one_call(monkeypatch):
     """As many launches as without shards, also for groups with other options."""
-    from fastpar import optim
-
     calls = []
 
     def spy(*args, **kwargs):
@@ -167,6 +167,63 @@ def test_all_pieces_are_one_call(monkeypatch):
     run_ranks(ranks, 2)
     assert len(calls) == 4
     assert all(0 < n <= 4 for n in calls)
+
+
+def test_a_step_reads_nothing_on_the_host(monkeypatch):
+    """Where counters are tensors; the engine's own checks read theirs a step later on a GPU."""
+
+    def refuse(*args):
+        raise AssertionError("a value was read on the host")
+
+    barrier = threading.Barrier(2)
+
+    def ranks():
+        model = sharded(3)
+        engine = fastpar.engine_of(model)
+        options = {"lr": torch.tensor(1e-2), "capturable": True, "max_grad_norm": 1.0}
+        optimizer = AdamW(model.parameters(), **options)
+        optimizer.grad_scale = torch.tensor(4.0)
+        train(model, optimizer, range(1))
+        model(gradients(1)).backward()
+        engine.count_tokens(torch.tensor(3))
+        counts = [s["step"] for s in optimizer.state.values()]
+        if barrier.wait() == 0:
+            for name in ("item", "tolist", "__bool__", "__float__"):
+                monkeypatch.setattr(torch.Tensor, name, refuse)
+        barrier.wait()
+        optimizer.step()
+        if barrier.wait() == 0:
+            monkeypatch.undo()
+        barrier.wait()
+        return {count.item() for count in counts}
+
+    monkeypatch.setattr(control.Control, "_check", lambda *args: None)
+    monkeypatch.setattr(optim, "adamw_step_", lambda *args, **kwargs: None)
+    assert run_ranks(ranks, 2) == [{2.0}, {2.0}]
+
+
+@stages
+def test_main_gradients_are_used(stage):
+    """fp32 gradients of bf16 parameters, two micro-batches added up."""
+
+    def steps(model):
+        optimizer = AdamW(groups(model), **HYPER, master_weights="remainder", max_grad_norm=1.0)
+        for step in range(3):
+            for half in range(2):
+                grads = gradients(2 * step + half)
+                model({n: g / 2**half / 64 for n, g in grads.items()}).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return values(model), optimizer.grad_norm
+
+    def ranks():
+        return steps(sharded(stage, torch.bfloat16, grad_dtype=torch.float32))
+
+    expected, alone_norm = steps(sharded(0, torch.bfloat16, grad_dtype=torch.float32))
+    for mine, norm in run_ranks(ranks, 2):
+        assert torch.equal(norm, alone_norm)
+        for n, value in mine.items():
+            assert torch.equal(value, expected[n]), n
 
 
 def test_hsdp_counts_each_element_once():
@@ -225,7 +282,7 @@ def test_one_optimizer_for_two_models_and_a_parameter_alone(stage):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_optimizers_for_one_model(stage):
-    """Each has its own norm; the second does not reduce again."""
+    """Each has its own norm; the second does not reduce again. One rank has no batch once."""
 
     def optimizers(model):
         first, second = ([model.weight, model.bias], [model.table, model.one])
@@ -235,13 +292,14 @@ def test_two_optimizers_for_one_model(stage):
         model = sharded(stage)
         engine, pair = fastpar.engine_of(model), optimizers(model)
         for step in range(3):
-            engine.count_tokens(4)
+            batch = engine.mesh.rank == 0 or step != 1
+            engine.count_tokens(4 * batch)
             engine.contribute(torch.tensor([float(step)]))
-            model({n: 8 * g for n, g in gradients(step).items()}).backward()
-            reductions = engine.n_reductions
+            if batch:
+                model({n: 8 * g for n, g in gradients(step).items()}).backward()
             for optimizer in pair:
                 optimizer.step()
-            assert engine.n_reductions == reductions
+            assert engine.n_reductions == step + 1
             assert engine.contributed.tolist() == [2.0 * step]
             for optimizer in pair:
                 optimizer.zero_grad()
@@ -375,162 +433,3 @@ def test_all_ranks_skip_or_none(stage, dtype, world):
         assert [row[2] for row in seen] == [16.0, 8.0, 8.0, 16.0, 8.0, 8.0]
         assert [bool(row[3]) for row in seen] == [not row[0] for row in seen]
         assert counts == {4.0}
-
-
-# State
-
-
-def resume(stage, world, dtype, options, model_state, state, steps):
-    """Values and state after a run on other ranks; stage None: one process without engine."""
-
-    def run():
-        model = Bag(dtype, seed=9)
-        if stage is not None:
-            fastpar.parallelize(model, Mesh(), zero_stage=stage, **SMALL)
-        optimizer = AdamW(groups(model), **HYPER, **options, max_grad_norm=2.0, seed=5)
-        if state is None:
-            model.load_state_dict(Bag(dtype).state_dict())
-        else:
-            model.load_state_dict(model_state)
-            optimizer.load_state_dict(state)
-        train(model, optimizer, steps)
-        return model.state_dict(), optimizer.state_dict()
-
-    return run() if stage is None else run_ranks(run, world)[world - 1]
-
-
-@modes
-@pytest.mark.parametrize(
-    "path", [((1, 2), (3, 4)), ((2, 4), (None, 1)), ((None, 1), (2, 4)), ((3, 2), (0, 2))], ids=str
-)
-def test_state_goes_to_other_stages_and_ranks(dtype, options, path):
-    model_state, state = None, None
-    for (stage, world), steps in zip(path, (range(2), range(2, 4))):
-        model_state, state = resume(stage, world, dtype, options, model_state, state, steps)
-    model = Bag(dtype)
-    alone = AdamW(groups(model), **HYPER, **options, max_grad_norm=2.0, seed=5)
-    train_alone(model, alone, range(4))
-    assert_same_values(model, model_state)
-    assert_same_state(state, alone.state_dict())
-
-
-@stages
-@pytest.mark.parametrize("form", [{}, {"moment_dtype": torch.uint8}, {"amsgrad": True}], ids=str)
-def test_state_of_torch_loads_into_any_stage_and_goes_back(stage, form):
-    model = Bag()
-    theirs = torch.optim.AdamW(groups(model), **HYPER, amsgrad="amsgrad" in form)
-    train_alone(model, theirs, range(2))
-    saved = theirs.state_dict()
-    model_state = {n: p.clone() for n, p in model.state_dict().items()}
-
-    def ranks():
-        mine = sharded(stage)
-        optimizer = AdamW(groups(mine), **HYPER, **form, seed=5)
-        mine.load_state_dict(model_state)
-        optimizer.load_state_dict(saved)
-        train(mine, optimizer, range(2, 4))
-        return values(mine), optimizer.torch_state_dict()
-
-    alone = AdamW(groups(model), **HYPER, **form, seed=5)
-    alone.load_state_dict(saved)
-    train_alone(model, alone, range(2, 4))
-    for mine, state in run_ranks(ranks, 2):
-        assert_same_values(model, mine)
-        assert_same_state(state, alone.torch_state_dict())
-        torch.optim.AdamW(groups(model)).load_state_dict(state)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_entries_are_gathered_one_by_one_and_cut_again(stage, dtype):
-    """What a checkpoint does: rank 0 gets them, every rank takes its part."""
-    options = {"moment_dtype": torch.uint8, "seed": 5}
-    if dtype == torch.bfloat16:
-        options["master_weights"] = "remainder"
-
-    def ranks():
-        model = sharded(stage, dtype)
-        optimizer = AdamW(groups(model), **HYPER, **options)
-        train(model, optimizer, range(2))
-        entries = {n: dict(optimizer.whole_entries(p)) for n, p in model.named_parameters()}
-        return values(model), entries, optimizer.state_dict()
-
-    def again(model_values, entries):
-        model = sharded(stage, dtype, seed=3)
-        model.load_state_dict(model_values)
-        optimizer = AdamW(groups(model), **HYPER, **options)
-        for n, p in model.named_parameters():
-            for name, whole in entries[n].items():
-                optimizer.load_entry(p, name, torch.zeros_like(whole))
-                optimizer.load_entry(p, name, whole)
-        train(model, optimizer, range(2, 4))
-        return values(model), optimizer.state_dict()
-
-    model = Bag(dtype)
-    alone = AdamW(groups(model), **HYPER, **options)
-    train_alone(model, alone, range(2))
-    (model_values, entries, state), (_, others, _) = run_ranks(ranks, 2)
-    assert_same_state(state, alone.state_dict())
-    for n, p in model.named_parameters():
-        assert entries[n].keys() == alone.state[p].keys() == others[n].keys()
-        assert all(torch.equal(entries[n][name], x) for name, x in alone.state[p].items())
-        assert set(others[n].values()) == {None}
-        assert alone.entry_shapes(p) == {name: x.shape for name, x in entries[n].items()}
-    train_alone(model, alone, range(2, 4))
-    for mine, state in run_ranks(again, 2, model_values, entries):
-        assert_same_values(model, mine)
-        assert_same_state(state, alone.state_dict())
-
-
-def test_entries_of_an_optimizer_without_engine():
-    model = Bag()
-    optimizer = AdamW(model.parameters())
-    assert dict(optimizer.whole_entries(model.one)) == {}
-    train_alone(model, optimizer, range(1))
-    optimizer.state[model.one]["mine"] = 3
-    entries = dict(optimizer.whole_entries(model.one))
-    assert entries.keys() == {"step", "exp_avg", "exp_avg_sq", "mine"}
-    assert entries["mine"].item() == 3
-    optimizer.load_entry(model.one, "exp_avg", torch.tensor(7.0))
-    assert optimizer.state[model.one]["exp_avg"].item() == 7.0
-
-
-def test_a_wrong_entry_is_refused():
-    model = Bag()
-    optimizer = AdamW(model.parameters())
-    with pytest.raises(ValueError, match=r"AdamW\.load_entry: expected exp_avg of shape \[33\], "):
-        optimizer.load_entry(model.bias, "exp_avg", torch.zeros(34))
-    with pytest.raises(ValueError, match=r"expected nonsense of shape None, got shape=\[33\]; "):
-        optimizer.load_entry(model.bias, "nonsense", torch.zeros(33))
-
-
-@stages
-def test_a_wrong_state_is_refused_by_its_whole_shape(stage):
-    def ranks():
-        model = sharded(stage)
-        optimizer = AdamW(model.parameters())
-        train(model, optimizer, range(1))
-        state = optimizer.state_dict()
-        state["state"][0]["exp_avg"] = torch.zeros(40, 34)
-        optimizer.load_state_dict(state)
-
-    with pytest.raises(ValueError, match=r"expected exp_avg of shape \[40, 33\] for parameter 0 "):
-        run_ranks(ranks, 2)
-
-
-@stages
-def test_hooks_see_the_whole_state(stage):
-    def ranks():
-        model = sharded(stage)
-        optimizer = AdamW(model.parameters())
-        train(model, optimizer, range(1))
-        seen = []
-        optimizer.register_state_dict_post_hook(
-            lambda _, state: seen.append(state["state"][0]["exp_avg"].shape)
-        )
-        optimizer.state_dict()
-        return seen, optimizer.state[model.weight]["exp_avg"].dim()
-
-    for seen, dim in run_ranks(ranks, 2):
-        assert seen == [(40, 33)]
-        assert dim == 1

@@ -1,0 +1,179 @@
+"""State of parameters of sharded engines: whole in state dicts and checkpoints, cut when loaded."""
+
+import pytest
+import torch
+from test_optim_sharded import (
+    HYPER,
+    SMALL,
+    Bag,
+    assert_same_values,
+    groups,
+    modes,
+    sharded,
+    stages,
+    train,
+    train_alone,
+    values,
+)
+from test_optim_state import assert_same_state
+
+import fastpar
+from fastpar.mesh import Mesh
+from fastpar.optim import AdamW
+from fastpar.testing import run_ranks
+
+
+def resume(stage, world, dtype, options, model_state, state, steps):
+    """Values and state after a run on other ranks; stage None: one process without engine."""
+
+    def run():
+        model = Bag(dtype, seed=9)
+        if stage is not None:
+            fastpar.parallelize(model, Mesh(), zero_stage=stage, **SMALL)
+        optimizer = AdamW(groups(model), **HYPER, **options, max_grad_norm=2.0, seed=5)
+        if state is None:
+            model.load_state_dict(Bag(dtype).state_dict())
+        else:
+            model.load_state_dict(model_state)
+            optimizer.load_state_dict(state)
+        train(model, optimizer, steps)
+        return model.state_dict(), optimizer.state_dict()
+
+    return run() if stage is None else run_ranks(run, world)[world - 1]
+
+
+@modes
+@pytest.mark.parametrize(
+    "path", [((1, 2), (3, 4)), ((2, 4), (None, 1)), ((None, 1), (2, 4)), ((3, 2), (0, 2))], ids=str
+)
+def test_state_goes_to_other_stages_and_ranks(dtype, options, path):
+    model_state, state = None, None
+    for (stage, world), steps in zip(path, (range(2), range(2, 4))):
+        model_state, state = resume(stage, world, dtype, options, model_state, state, steps)
+    model = Bag(dtype)
+    alone = AdamW(groups(model), **HYPER, **options, max_grad_norm=2.0, seed=5)
+    train_alone(model, alone, range(4))
+    assert_same_values(model, model_state)
+    assert_same_state(state, alone.state_dict())
+
+
+@stages
+@pytest.mark.parametrize("form", [{}, {"moment_dtype": torch.uint8}, {"amsgrad": True}], ids=str)
+def test_state_of_torch_loads_into_any_stage_and_goes_back(stage, form):
+    model = Bag()
+    theirs = torch.optim.AdamW(groups(model), **HYPER, amsgrad="amsgrad" in form)
+    train_alone(model, theirs, range(2))
+    saved = theirs.state_dict()
+    model_state = {n: p.clone() for n, p in model.state_dict().items()}
+
+    def ranks():
+        mine = sharded(stage)
+        optimizer = AdamW(groups(mine), **HYPER, **form, seed=5)
+        mine.load_state_dict(model_state)
+        optimizer.load_state_dict(saved)
+        train(mine, optimizer, range(2, 4))
+        return values(mine), optimizer.torch_state_dict()
+
+    alone = AdamW(groups(model), **HYPER, **form, seed=5)
+    alone.load_state_dict(saved)
+    train_alone(model, alone, range(2, 4))
+    for mine, state in run_ranks(ranks, 2):
+        assert_same_values(model, mine)
+        assert_same_state(state, alone.torch_state_dict())
+        torch.optim.AdamW(groups(model)).load_state_dict(state)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_entries_are_gathered_one_by_one_and_cut_again(stage, dtype):
+    """What a checkpoint does: rank 0 gets them, every rank takes its part."""
+    options = {"moment_dtype": torch.uint8, "seed": 5}
+    if dtype == torch.bfloat16:
+        options["master_weights"] = "remainder"
+
+    def ranks():
+        model = sharded(stage, dtype)
+        optimizer = AdamW(groups(model), **HYPER, **options)
+        train(model, optimizer, range(2))
+        entries = {n: dict(optimizer.whole_entries(p)) for n, p in model.named_parameters()}
+        return values(model), entries, optimizer.state_dict()
+
+    def again(model_values, entries):
+        model = sharded(stage, dtype, seed=3)
+        model.load_state_dict(model_values)
+        optimizer = AdamW(groups(model), **HYPER, **options)
+        for n, p in model.named_parameters():
+            for name, whole in entries[n].items():
+                optimizer.load_entry(p, name, torch.zeros_like(whole))
+                optimizer.load_entry(p, name, whole)
+        train(model, optimizer, range(2, 4))
+        return values(model), optimizer.state_dict()
+
+    model = Bag(dtype)
+    alone = AdamW(groups(model), **HYPER, **options)
+    train_alone(model, alone, range(2))
+    (model_values, entries, state), (_, others, _) = run_ranks(ranks, 2)
+    assert_same_state(state, alone.state_dict())
+    for n, p in model.named_parameters():
+        assert entries[n].keys() == alone.state[p].keys() == others[n].keys()
+        assert all(torch.equal(entries[n][name], x) for name, x in alone.state[p].items())
+        assert set(others[n].values()) == {None}
+        assert alone.entry_shapes(p) == {name: x.shape for name, x in entries[n].items()}
+    train_alone(model, alone, range(2, 4))
+    for mine, state in run_ranks(again, 2, model_values, entries):
+        assert_same_values(model, mine)
+        assert_same_state(state, alone.state_dict())
+
+
+def test_entries_of_an_optimizer_without_engine():
+    model = Bag()
+    optimizer = AdamW(model.parameters())
+    assert dict(optimizer.whole_entries(model.one)) == {}
+    train_alone(model, optimizer, range(1))
+    optimizer.state[model.one]["mine"] = 3
+    entries = dict(optimizer.whole_entries(model.one))
+    assert entries.keys() == {"step", "exp_avg", "exp_avg_sq", "mine"}
+    assert entries["mine"].item() == 3
+    optimizer.load_entry(model.one, "exp_avg", torch.tensor(7.0))
+    assert optimizer.state[model.one]["exp_avg"].item() == 7.0
+
+
+def test_a_wrong_entry_is_refused():
+    model = Bag()
+    optimizer = AdamW(model.parameters())
+    with pytest.raises(ValueError, match=r"AdamW\.load_entry: expected exp_avg of shape \[33\], "):
+        optimizer.load_entry(model.bias, "exp_avg", torch.zeros(34))
+    with pytest.raises(ValueError, match=r"expected nonsense of shape None, got shape=\[33\]; "):
+        optimizer.load_entry(model.bias, "nonsense", torch.zeros(33))
+
+
+@stages
+def test_a_wrong_state_is_refused_by_its_whole_shape(stage):
+    def ranks():
+        model = sharded(stage)
+        optimizer = AdamW(model.parameters())
+        train(model, optimizer, range(1))
+        state = optimizer.state_dict()
+        state["state"][0]["exp_avg"] = torch.zeros(40, 34)
+        optimizer.load_state_dict(state)
+
+    with pytest.raises(ValueError, match=r"expected exp_avg of shape \[40, 33\] for parameter 0 "):
+        run_ranks(ranks, 2)
+
+
+@stages
+def test_hooks_see_the_whole_state(stage):
+    def ranks():
+        model = sharded(stage)
+        optimizer = AdamW(model.parameters())
+        train(model, optimizer, range(1))
+        seen = []
+        optimizer.register_state_dict_post_hook(
+            lambda _, state: seen.append(state["state"][0]["exp_avg"].shape)
+        )
+        optimizer.state_dict()
+        return seen, optimizer.state[model.weight]["exp_avg"].dim()
+
+    for seen, dim in run_ranks(ranks, 2):
+        assert seen == [(40, 33)]
+        assert dim == 1
