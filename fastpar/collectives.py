@@ -64,6 +64,7 @@ class Collectives(ABC):
         rank, world_size: in the group.
         device: of the tensors.
         transport: "shm" | "gloo" | "nccl" ...; why: the reason for it, for people.
+        in_caller: operations run in the thread that calls them, before the call returns.
     """
 
     rank: int
@@ -71,6 +72,7 @@ class Collectives(ABC):
     device: torch.device
     transport: str
     why: str
+    in_caller: bool = False
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A new [numel] tensor in memory that this transport reads and writes without a copy.
@@ -191,7 +193,7 @@ class Collectives(ABC):
 
 
 class FutureHandle(Handle):
-    """A call that runs in the thread of a group (start_worker)."""
+    """A call that runs in the thread of a group."""
 
     def __init__(self, op: str, future: Future, owner: Collectives) -> None:
         self._op, self._future = op, future
@@ -219,22 +221,28 @@ class FutureHandle(Handle):
 Task = tuple[Future, Callable[..., Any], tuple, Sequence[Tensor]]
 
 
-def start_worker() -> tuple[queue.SimpleQueue, threading.Thread]:
-    """A daemon thread that runs the tasks of a queue in order, until one is None."""
-    tasks: queue.SimpleQueue = queue.SimpleQueue()
-    worker = threading.Thread(target=_work, args=(tasks,), daemon=True)
-    worker.start()
-    return tasks, worker
+class TaskThread:
+    """A daemon thread that runs tasks in order. It ends after stop() and when it is collected."""
+
+    def __init__(self) -> None:
+        self._tasks: queue.SimpleQueue = queue.SimpleQueue()
+        self.thread = threading.Thread(target=_work, args=(self._tasks,), daemon=True)
+        self.thread.start()
+        self.stop = weakref.finalize(self, self._tasks.put, None)
+
+    def put(self, task: Task) -> None:
+        self._tasks.put(task)
 
 
 def _work(tasks: queue.SimpleQueue) -> None:
     """A task holds its tensors: nobody else may."""
     while (task := tasks.get()) is not None:
-        _run_task(task)
+        run_task(task)
         del task
 
 
-def _run_task(task: Task) -> None:
+def run_task(task: Task) -> None:
+    """The call, with its time or its error for the future."""
     future, call, args, _ = task
     try:
         start = time.perf_counter()
@@ -244,7 +252,7 @@ def _run_task(task: Task) -> None:
         future.set_exception(error)
 
 
-class _StreamHandle(Handle):
+class StreamHandle(Handle):
     """Work on a stream of its own: behind what the current stream has been given by now."""
 
     def __init__(self, stream: torch.cuda.Stream, call: Callable[[], None], of: tuple) -> None:
@@ -309,18 +317,16 @@ class TorchCollectives(Collectives):
         self._failed: BaseException | None = None
         self._closed = False
         self._stream = torch.cuda.Stream(self.device) if on_gpu else None
-        self._tasks: queue.SimpleQueue | None = None
-        if not on_gpu and dist.get_backend(self.group) not in ("threaded", "fake"):
-            self._tasks, _ = start_worker()
-            weakref.finalize(self, self._tasks.put, None)
+        self.in_caller = dist.get_backend(self.group) in ("threaded", "fake")
+        self._thread = None if on_gpu or self.in_caller else TaskThread()
 
     def barrier(self, *, tag: int = 0) -> None:
         x = torch.zeros(1, device=self.device)
         self._all_reduce(x, False, tag).wait()
 
     def close(self) -> None:
-        if self._tasks is not None and not self._closed:
-            self._tasks.put(None)
+        if self._thread is not None:
+            self._thread.stop()
         self._closed = True
 
     def _submit(self, op: str, call: Callable[[], object], *of: Tensor) -> Handle:
@@ -330,14 +336,14 @@ class TorchCollectives(Collectives):
                 "make a new one"
             )
         if self._stream is not None:
-            return _StreamHandle(self._stream, lambda: self._guard(op, call, False), of)
+            return StreamHandle(self._stream, lambda: self._guard(op, call, False), of)
         future: Future = Future()
         inference = torch.is_inference_mode_enabled()  # a thread has a mode of its own
         task = (future, self._guard, (op, call, inference), of)
-        if self._tasks is not None:
-            self._tasks.put(task)
+        if self._thread is not None:
+            self._thread.put(task)
         else:
-            _run_task(task)
+            run_task(task)
         return FutureHandle(op, future, self)
 
     def _guard(self, op: str, call: Callable[[], object], inference: bool) -> None:
@@ -364,7 +370,7 @@ class TorchCollectives(Collectives):
         A thread that waits inside of torch when the interpreter ends aborts the process.
         """
         start = time.perf_counter()
-        while self._tasks is not None and not work.is_completed():
+        while self._thread is not None and not work.is_completed():
             time.sleep(min(1e-3, max(5e-5, (time.perf_counter() - start) / 10)))
         work.wait()
 

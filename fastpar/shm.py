@@ -21,7 +21,6 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import queue
 import secrets
 import threading
 import weakref
@@ -34,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastpar.collectives import Collectives, FutureHandle, Handle, start_worker
+from fastpar.collectives import Collectives, FutureHandle, Handle, TaskThread
 from fastpar.kernels import _C
 
 _CODES = {
@@ -92,9 +91,9 @@ class ShmCollectives(Collectives):
         self._heap_start = self._group.heap - memory.data_ptr()
         self._heap_bytes, self._heap_used = heap, 0
         self._pid = os.getpid()
-        self._queue, worker = start_worker()
+        self._thread = TaskThread()
         self._stop = weakref.finalize(
-            self, _stop, self._pid, self._group, self._queue, worker, pidfds, memory
+            self, _stop, self._pid, self._group, self._thread, pidfds, memory
         )
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -129,7 +128,7 @@ class ShmCollectives(Collectives):
                 "make a new one"
             )
         future: Future = Future()
-        self._queue.put((future, call, args, of))
+        self._thread.put((future, call, args, of))
         return FutureHandle(op, future, self)
 
     def _all_reduce(self, x: Tensor, mean: bool, tag: int) -> Handle:
@@ -163,8 +162,7 @@ def _element(x: Tensor) -> tuple[str, int]:
 def _stop(
     pid: int,
     group: _C.ShmGroup,
-    tasks: queue.SimpleQueue,
-    worker: threading.Thread,
+    worker: TaskThread,
     pidfds: list[int],
     memory: Tensor,
 ) -> None:
@@ -172,9 +170,9 @@ def _stop(
     if os.getpid() != pid:
         return  # a fork: the group and its descriptors are the parent's
     group.stop()
-    tasks.put(None)
-    if worker is not threading.current_thread():
-        worker.join()
+    worker.stop()
+    if worker.thread is not threading.current_thread():
+        worker.thread.join()
     for fd in pidfds:
         if fd >= 0:
             os.close(fd)

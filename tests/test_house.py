@@ -16,7 +16,8 @@ TOP_LEVEL = {
 # Import direction inside fastpar/: a module may import only those that stand before it.
 ORDER = [
     "_version", "settings", "tensor_file",
-    "config", "mesh", "collectives", "shm", "transport", "layout", "buffers", "units",
+    "config", "mesh", "collectives", "shm", "transport", "debug",
+    "layout", "buffers", "units",
     "split_embedding", "control", "step_report", "describe", "engine", "optim_guard", "parallel",
     "optim_checks", "optim_state", "optim_base", "optim", "adafactor", "loss_scale", "schedule",
     "model", "hf",

@@ -147,7 +147,7 @@ def test_a_gpu_is_never_waited_for(monkeypatch):
     assert all(event.recorded for event in Event.made)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.gpu
 def test_events_on_a_gpu():
     timer = StepTimer(torch.device("cuda"))
     timer.begin()
