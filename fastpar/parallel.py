@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fastpar.buffers import DTYPES, BucketState
 from fastpar.collectives import Collectives, TorchCollectives
+from fastpar.debug import Debug
 from fastpar.engine import Engine, Groups, Settings, engine_of_parameter
 from fastpar.layout import ParamSpec, build_layout, default_bucket_mb, inventory, parameter_names
 from fastpar.mesh import Mesh
@@ -43,7 +44,7 @@ def parallelize(
     transport: str = "auto",
     split_embedding: bool | None = None,
     materialize: Materialize | None = None,
-    debug: Any = None,
+    debug: Debug | None = None,
     collectives: Factory | None = None,
 ) -> nn.Module:
     """Make the ranks of mesh train model together; an ordinary training loop stays as it was.
@@ -130,7 +131,9 @@ def parallelize(
     mesh.check_same("parallelize", [*lines, *inventory(model)])
     n_shards = 1 if zero_stage == 0 or dp == 1 else shard_size or dp
     stage = zero_stage if n_shards > 1 else 0
-    groups = _make_groups(mesh, stage, n_shards, transport, collectives)
+    groups = _make_groups(
+        mesh, stage, n_shards, transport, collectives, deterministic, debug or Debug()
+    )
     if bucket_mb is None:
         bucket_mb = default_bucket_mb(dp, groups.reduce.transport if groups.reduce else "none")
     settings = Settings(
@@ -267,7 +270,13 @@ def _pick_split(
 
 
 def _make_groups(
-    mesh: Mesh, stage: int, n_shards: int, transport: str, factory: Factory | None
+    mesh: Mesh,
+    stage: int,
+    n_shards: int,
+    transport: str,
+    factory: Factory | None,
+    deterministic: bool,
+    debug: Debug,
 ) -> Groups:
     """The collectives of each role; gather and reduce never queue behind each other."""
     if mesh.dp_size == 1:
@@ -275,8 +284,10 @@ def _make_groups(
 
     def make(group: Any, role: str, kind: str = transport) -> Collectives:
         if factory is not None:
-            return factory(group, role)
-        return make_collectives(group, device=mesh.device, transport=kind)
+            return debug.delayed(factory(group, role))
+        return debug.delayed(
+            make_collectives(group, device=mesh.device, transport=kind, in_rank_order=deterministic)
+        )
 
     whole = make(mesh.dp_group, "reduce")
     if stage == 0:

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from fastpar import debug
+from fastpar import AdamW, Mesh, debug, engine_of, parallelize
 from fastpar.collectives import TorchCollectives
 from fastpar.debug import Debug, DelayedCollectives
 from fastpar.shm import ShmCollectives
@@ -106,3 +106,56 @@ def test_nothing_is_delayed_unless_asked():
 def test_bad_delay(delay_ms):
     with pytest.raises(ValueError, match=r"Debug: expected 0 <= delay_ms, got delay_ms="):
         Debug(delay_ms=delay_ms)
+
+
+def trains(zero_stage, debug, backend_is_threads):
+    """Parameters after some steps of two ranks; a race would change their bits."""
+    layers = [torch.nn.Linear(8, 8) for _ in range(4)]
+    model = torch.nn.Sequential(*layers, torch.nn.Linear(8, 1))
+    generator = torch.Generator().manual_seed(3)  # torch's own is shared by the threads
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) / 3)
+    transport = "auto" if backend_is_threads else "torch"
+    parallelize(
+        model,
+        Mesh(),
+        zero_stage=zero_stage,
+        bucket_mb=0.0005,
+        first_bucket_mb=0.0001,
+        deterministic=True,
+        transport=transport,
+        debug=debug,
+    )
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(engine_of(model).mesh.rank)
+    for _ in range(4):
+        for _ in range(2):
+            model(torch.randn(4, 8, generator=generator)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with engine_of(model).gathered():
+        return torch.cat([p.detach().flatten().clone() for p in model.parameters()])
+
+
+@pytest.fixture(scope="module")
+def on_time():
+    return {stage: run_ranks(trains, 2, stage, None, True) for stage in range(4)}
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_training_has_the_same_bits_with_late_collectives(zero_stage, on_time):
+    late = Debug(check_replicas=True, poison=True, delay_ms=3.0, seed=zero_stage)
+    for expected, got in zip(
+        on_time[zero_stage], run_ranks(trains, 2, zero_stage, late, True), strict=True
+    ):
+        assert expected.isfinite().all()
+        assert torch.equal(got, expected)
+
+
+def test_training_over_gloo_with_late_collectives(on_time):
+    late = Debug(poison=True, delay_ms=3.0)
+    for expected, got in zip(
+        on_time[3], run_ranks(trains, 2, 3, late, False, backend="gloo"), strict=True
+    ):
+        assert torch.equal(got, expected)
