@@ -1,0 +1,625 @@
+"""Models and loops that engines usually stumble over: every stage gives the bits of one process.
+
+`plain` is the yardstick: one process without an engine that adds up the gradients of the ranks'
+batches in a pairwise tree, as the collectives do, and steps a fastpar.AdamW.
+"""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fastpar
+from fastpar import AdamW, Mesh, engine_of, parallelize
+from fastpar.recompute import recompute
+from fastpar.testing import run_ranks
+
+SMALL = {"bucket_mb": 0.004, "first_bucket_mb": 0.001}  # several buckets of a few parameters
+STEPS = 3
+OPTIMIZER = {"lr": 0.05, "weight_decay": 0.1, "max_grad_norm": 1.0}
+V, C = 13, 8
+
+
+class Block(nn.Module):
+    def __init__(self, width=C):
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(width), nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        return x + self.down(self.up(self.norm(x)).tanh())
+
+
+class Net(nn.Module):
+    """Embedding, blocks, head; run: how a block is called."""
+
+    def __init__(self, *, tied=True, n_block=3, run=None):
+        super().__init__()
+        self.wte = nn.Embedding(V, C)
+        self.blocks = nn.ModuleList(Block() for _ in range(n_block))
+        self.norm, self.head = nn.LayerNorm(C), nn.Linear(C, V, bias=False)
+        if tied:
+            self.head.weight = self.wte.weight
+        self.run = run or (lambda block, x: block(x))
+
+    def forward(self, idx):
+        x = self.wte(idx)
+        for block in self.blocks:
+            x = self.run(block, x)
+        return self.head(self.norm(x))
+
+
+def batch(i, n=3):
+    return torch.randint(0, V, (n, 5), generator=torch.Generator().manual_seed(i))
+
+
+def loss_of(model, i, reduction="mean", n=3):
+    idx = batch(i, n)
+    logits = model(idx)
+    targets = idx.roll(1, 1).flatten()
+    return F.cross_entropy(logits.flatten(0, -2).float(), targets, reduction=reduction)
+
+
+def backward(model, i):
+    loss_of(model, i).backward()
+
+
+class Case(NamedTuple):
+    """backward(model, i) is batch i; between(model, i) runs after each step."""
+
+    build: Callable[[], nn.Module] = Net
+    backward: Callable[[nn.Module, int], None] = backward
+    groups: Callable[[nn.Module], Any] = lambda model: model.parameters()
+    between: Callable[[nn.Module, int], None] = lambda model, i: None
+    options: dict[str, Any] = {}
+
+
+def fill(model):
+    """The same values on every rank: torch's default generator is shared by threads."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for p in model.parameters():
+            values = torch.empty(p.shape, dtype=torch.float64)
+            p.copy_(values.uniform_(-0.5, 0.5, generator=generator))
+    return model
+
+
+def tree(terms):
+    """((0 + 1) + (2 + 3)) + ..., what is left over folded from the right; None: a missing term."""
+    while len(terms) > 1:
+        pairs = [a + b for a, b in zip(terms[::2], terms[1::2])]
+        terms = pairs + terms[2 * len(pairs) :]
+    return terms[0]
+
+
+def set_mean(model, gradients):
+    """p.grad = the mean of one gradient a rank; None where no rank has one."""
+    for name, p in model.named_parameters():
+        terms = [g[name] for g in gradients]
+        if all(t is None for t in terms):
+            p.grad = None
+            continue
+        wide = torch.float64 if p.dtype == torch.float64 else torch.float32
+        terms = [torch.zeros_like(p, dtype=wide) if t is None else t.to(wide) for t in terms]
+        p.grad = (tree(terms) / len(terms)).to(p.dtype)
+
+
+def gradients(model):
+    return {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+
+
+def snapshot(model, optimizer):
+    """Everything that training changes, whole, as plain tensors. Ranks: all."""
+    result = {f"model.{n}": v.clone() for n, v in model.state_dict().items()}
+    for i, state in optimizer.state_dict()["state"].items():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                result[f"optimizer.{i}.{key}"] = value.clone()
+    return result
+
+
+def plain(case, world_size, steps=STEPS):
+    model = fill(case.build())
+    optimizer = AdamW(case.groups(model), **OPTIMIZER)
+    for step in range(steps):
+        parts = []
+        for rank in range(world_size):
+            model.zero_grad()
+            case.backward(model, step * world_size + rank)
+            parts.append(gradients(model))
+        set_mean(model, parts)
+        optimizer.step()
+        case.between(model, step)
+    return snapshot(model, optimizer)
+
+
+def on_ranks(case, world_size, stage, steps=STEPS, **options):
+    def ranks():
+        mesh = Mesh()
+        model = parallelize(
+            fill(case.build()), mesh, zero_stage=stage, **{**SMALL, **case.options, **options}
+        )
+        optimizer = AdamW(case.groups(model), **OPTIMIZER)
+        for step in range(steps):
+            case.backward(model, step * world_size + mesh.dp_rank)
+            optimizer.step()
+            optimizer.zero_grad()
+            case.between(model, step)
+        return snapshot(model, optimizer)
+
+    return run_ranks(ranks, world_size)
+
+
+def assert_same(got, expected):
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert got[name].dtype == value.dtype, name
+        assert torch.equal(got[name].reshape(value.shape), value), name
+
+
+stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+sharded = pytest.mark.parametrize("stage", [1, 2, 3])
+worlds = pytest.mark.parametrize("world_size", [2, 3])
+
+
+# Which parameters, how often, of which kind
+
+
+def frozen():
+    model = Net(tied=False)
+    for p in (model.wte.weight, model.blocks[1].up.weight, model.blocks[2].norm.bias):
+        p.requires_grad_(False)
+    model.blocks[0].requires_grad_(False)  # a whole unit
+    return model
+
+
+class Extra(Net):
+    """extra is used by batches of some numbers only, never by none of the ranks' modules."""
+
+    def __init__(self, used):
+        super().__init__()
+        self.extra = Block()
+        self.blocks[1].idle = nn.Linear(C, C)  # inside a unit, used with extra
+        self.never = nn.Linear(C, C)
+        self.used, self.i = used, 0
+
+    def forward(self, idx):
+        if not self.used(self.i):
+            return super().forward(idx)
+        x = self.extra(self.wte(idx))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(self.blocks[1].idle(x)))
+
+
+def backward_extra(model, i):
+    model.i = i
+    backward(model, i)
+
+
+class Reused(Net):
+    """A block three times, a parameter in two modules, a module called twice in one place."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[2].up.weight = self.blocks[0].up.weight
+        self.blocks[2].norm = self.blocks[1].norm
+
+    def forward(self, idx):
+        x = self.wte(idx)
+        for block in (*self.blocks, self.blocks[0], self.blocks[2], self.blocks[0]):
+            x = block(x) + 0.1 * self.norm(self.norm(x))
+        return self.head(self.norm(x))
+
+
+class Dtypes(Net):
+    """A float64 and a bf16 block among fp32 ones."""
+
+    def __init__(self):
+        super().__init__(tied=False)
+        self.blocks[0].double()
+        self.blocks[2].bfloat16()
+        self.run = lambda block, x: block(x.to(block.up.weight.dtype)).to(x.dtype)
+
+
+def groups_of(model):
+    """Three groups with their own options, across buckets and units."""
+    named = dict(model.named_parameters())
+    norms = [p for n, p in named.items() if "norm" in n]
+    ups = [p for n, p in named.items() if ".up." in n]
+    rest = [p for n, p in named.items() if "norm" not in n and ".up." not in n]
+    return [
+        {"params": norms, "weight_decay": 0.0, "lr": 0.02},
+        {"params": ups, "betas": (0.5, 0.7), "eps": 1e-3},
+        {"params": rest},
+    ]
+
+
+class Small(nn.Module):
+    """0-dim and one-element parameters, one without elements; less than one shard per rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.shift = nn.Parameter(torch.ones(1))
+        self.empty = nn.Parameter(torch.ones(0, 3))
+        self.table = nn.Parameter(torch.ones(V, 1))
+
+    def forward(self, idx):
+        return self.scale * self.table[idx].squeeze(-1) @ torch.ones(5, V) + self.shift
+
+
+def backward_small(model, i):
+    (model(batch(i)) + model.empty.sum()).square().mean().backward()
+
+
+class Lists(nn.Module):
+    """ModuleLists in a ModuleList, and one inside a block."""
+
+    def __init__(self):
+        super().__init__()
+        self.wte, self.head = nn.Embedding(V, C), nn.Linear(C, V)
+        self.stages = nn.ModuleList(nn.ModuleList(Block() for _ in range(2)) for _ in range(2))
+        self.stages[0][0].experts = nn.ModuleList(nn.Linear(C, C) for _ in range(2))
+
+    def forward(self, idx):
+        x = self.wte(idx)
+        for stage in self.stages:
+            for block in stage:
+                x = block(x)
+                for expert in getattr(block, "experts", ()):
+                    x = x + expert(x)
+        return self.head(x)
+
+
+class NoList(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wte, self.first, self.second = nn.Embedding(V, C), Block(), Block()
+        self.head = nn.Linear(C, V)
+
+    def forward(self, idx):
+        return self.head(self.second(self.first(self.wte(idx))))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(Case(), id="tied"),
+        pytest.param(Case(frozen), id="frozen"),
+        pytest.param(Case(lambda: Extra(lambda i: i % 2), backward_extra), id="unused on a rank"),
+        pytest.param(Case(lambda: Extra(lambda i: 1 < i < 4), backward_extra), id="unused a step"),
+        pytest.param(Case(lambda: Extra(lambda i: False), backward_extra), id="never used"),
+        pytest.param(Case(Reused), id="used several times"),
+        pytest.param(Case(groups=groups_of), id="parameter groups"),
+        pytest.param(Case(Dtypes), id="dtypes"),
+        pytest.param(Case(Small, backward_small), id="small"),
+        pytest.param(Case(Lists), id="lists in lists"),
+        pytest.param(Case(NoList), id="no list"),
+        pytest.param(Case(lambda: nn.Sequential(nn.Embedding(V, C), Block(), nn.Linear(C, V)))),
+        pytest.param(Case(NoList, options={"units": Block}), id="units of a class"),
+    ],
+)
+@stages
+@worlds
+def test_models(case, stage, world_size):
+    expected = plain(case, world_size)
+    for result in on_ranks(case, world_size, stage):
+        assert_same(result, expected)
+
+
+@stages
+def test_what_no_rank_uses_does_not_move(stage):
+    """Neither its value nor its state; weight decay would show it."""
+    case = Case(lambda: Extra(lambda i: i < 2), backward_extra)
+    start = fill(case.build()).state_dict()
+    after_one = on_ranks(case, 2, stage, steps=1)
+    for result, early in zip(on_ranks(case, 2, stage), after_one):
+        for name, value in result.items():
+            if "never" in name:
+                assert torch.equal(value, start[name.removeprefix("model.")])
+            if "extra" in name or "idle" in name:
+                assert torch.equal(value, early[name])
+                assert not torch.equal(value, start[name.removeprefix("model.")])
+
+
+# What blocks return
+
+
+@dataclass
+class Output:
+    x: torch.Tensor
+    count: int = 0
+    more: dict = field(default_factory=dict)
+
+
+class Wrapped(Block):
+    """Takes and returns x inside a structure of the given kind."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x):
+        if self.kind == "dict":
+            return {"x": super().forward(x["x"]), "extra": [x["x"] * 2.0, None]}
+        if self.kind == "tuple":
+            return super().forward(x[0]), (x[0], {"n": 3})
+        return Output(super().forward(x.x), x.count + 1, {"skip": x.x * 2.0})
+
+
+class Structured(Net):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.blocks = nn.ModuleList(Wrapped(kind) for _ in range(3))
+
+    def forward(self, idx):
+        x = self.wte(idx)
+        if self.kind == "dict":
+            x = {"x": x}
+            for block in self.blocks:
+                x = block(x)
+            x = x["x"] + x["extra"][0]
+        elif self.kind == "tuple":
+            x = (x, None)
+            for block in self.blocks:
+                x = block(x)
+            x = x[0] + x[1][0]
+        else:
+            x = Output(x)
+            for block in self.blocks:
+                x = block(x)
+            x = x.x + x.more["skip"]
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize("kind", ["dict", "tuple", "dataclass"])
+@stages
+def test_outputs(kind, stage):
+    case = Case(lambda: Structured(kind))
+    expected = plain(case, 2)
+    for result in on_ranks(case, 2, stage):
+        assert_same(result, expected)
+
+
+# Activation checkpointing
+
+
+def around(use_reentrant):
+    return lambda block, x: checkpoint(block, x, use_reentrant=use_reentrant)
+
+
+class Whole(Net):
+    """The whole stack in one checkpoint."""
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.use_reentrant = use_reentrant
+
+    def forward(self, idx):
+        x = self.wte(idx)
+        x = checkpoint(self.stack, x, use_reentrant=self.use_reentrant)
+        return self.head(self.norm(x))
+
+    def stack(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def gpt(mode):
+    def build():
+        config = fastpar.GPTConfig(
+            n_layer=3, n_head=2, n_embd=C, block_size=5, vocab_size=V, dropout=0.0
+        )
+        return recompute(fastpar.GPT(config), mode)
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("build", "same_as"),
+    [
+        pytest.param(lambda: Net(run=around(False)), Net, id="blocks"),
+        pytest.param(lambda: Net(run=around(True)), None, id="blocks reentrant"),
+        pytest.param(lambda: Whole(False), Net, id="stack"),
+        pytest.param(lambda: Whole(True), None, id="stack reentrant"),
+        pytest.param(lambda: recompute(Net()), Net, id="recompute full"),
+        pytest.param(lambda: recompute(Net(), "selective"), Net, id="recompute selective"),
+        pytest.param(lambda: recompute(Net(), every=2), Net, id="recompute every second"),
+        pytest.param(gpt("full"), gpt("none"), id="GPT full"),
+        pytest.param(gpt("selective"), gpt("none"), id="GPT selective"),
+    ],
+)
+@stages
+def test_checkpointing(build, same_as, stage):
+    expected = plain(Case(build), 2)
+    if same_as is not None:
+        assert_same(plain(Case(same_as), 2), expected)
+    for result in on_ranks(Case(build), 2, stage):
+        assert_same(result, expected)
+
+
+# Loops
+
+
+def evaluate(no_grad):
+    """Several forwards, as generate() runs them, in eval mode and back."""
+
+    def between(model, i):
+        model.eval()
+        with torch.no_grad() if no_grad else contextlib.nullcontext():
+            idx = batch(100 + i)
+            for _ in range(3):
+                logits = model(idx)
+                idx = torch.cat([idx[:, 1:], logits[:, -1:].argmax(-1)], 1)
+        model.train()
+
+    return between
+
+
+def backward_after_evaluation(model, i):
+    """The graph of the step is alive while other forwards run."""
+    loss = loss_of(model, i)
+    evaluate(True)(model, i)
+    loss.backward()
+
+
+def two_forwards(model, i):
+    (loss_of(model, i) + 0.5 * loss_of(model, 50 + i)).backward()
+
+
+def forwards_then_backwards(model, i):
+    losses = [loss_of(model, i), loss_of(model, 50 + i)]
+    total = losses[0] + losses[1]
+    total.backward()
+
+
+def twice(model, i):
+    loss = loss_of(model, i)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def inference(model, i):
+    with torch.inference_mode():
+        model(batch(100 + i))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(Case(between=evaluate(True)), id="evaluation without gradients"),
+        pytest.param(Case(between=evaluate(False)), id="evaluation with gradients"),
+        pytest.param(Case(between=inference), id="inference mode"),
+        pytest.param(Case(backward=backward_after_evaluation), id="evaluation before backward"),
+        pytest.param(Case(backward=two_forwards), id="two forwards"),
+        pytest.param(Case(backward=forwards_then_backwards), id="losses added"),
+        pytest.param(Case(backward=twice, options={"accumulate": "full"}), id="retain_graph full"),
+        pytest.param(Case(backward=twice), id="retain_graph"),
+        pytest.param(
+            Case(lambda: Net(run=around(False)), two_forwards), id="two forwards, checkpoints"
+        ),
+    ],
+)
+@stages
+def test_loops(case, stage):
+    expected = plain(case, 2)
+    for result in on_ranks(case, 2, stage):
+        assert_same(result, expected)
+
+
+@stages
+@worlds
+def test_batches_of_different_sizes(stage, world_size):
+    """Losses are sums; the gradients are divided by the tokens of all ranks: 5, 10, 15 and 0."""
+
+    def sizes(step, rank):
+        return (step + rank) % 3 + (step != 1)
+
+    def ranks():
+        mesh = Mesh()
+        model = parallelize(fill(Net()), mesh, zero_stage=stage, **SMALL)
+        engine, optimizer = engine_of(model), AdamW(model.parameters(), **OPTIMIZER)
+        for step in range(STEPS):
+            n = sizes(step, mesh.dp_rank)
+            engine.count_tokens(5 * n)
+            loss_of(model, step * world_size + mesh.dp_rank, "sum", n).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return snapshot(model, optimizer)
+
+    results = run_ranks(ranks, world_size)
+    model = fill(Net())
+    optimizer = AdamW(model.parameters(), **OPTIMIZER)
+    for step in range(STEPS):
+        model.zero_grad()
+        tokens = 5 * sum(sizes(step, rank) for rank in range(world_size))
+        for rank in range(world_size):
+            n = sizes(step, rank)
+            loss_of(model, step * world_size + rank, "sum", n).div(tokens).backward()
+        optimizer.step()
+    expected = snapshot(model, optimizer)
+    for result in results:
+        assert_same(result, results[0])
+        for name, value in expected.items():  # divided before or after the sum: a few roundings
+            assert torch.allclose(result[name], value, rtol=2e-5, atol=1e-6), name
+
+
+@stages
+@worlds
+def test_a_rank_without_a_batch(stage, world_size):
+    """At the end of an epoch one rank has nothing left; it only steps."""
+
+    def ranks():
+        mesh = Mesh()
+        model = parallelize(fill(Net()), mesh, zero_stage=stage, **SMALL)
+        optimizer = AdamW(model.parameters(), **OPTIMIZER)
+        for step in range(STEPS):
+            if not (step == 1 and mesh.dp_rank == 1):
+                loss_of(model, step * world_size + mesh.dp_rank).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return snapshot(model, optimizer)
+
+    def skip(model, i):
+        if i != world_size + 1:
+            backward(model, i)
+
+    expected = plain(Case(backward=skip), world_size)
+    for result in run_ranks(ranks, world_size):
+        assert_same(result, expected)
+
+
+@pytest.mark.parametrize("one_optimizer", [False, True])
+@stages
+def test_two_models(stage, one_optimizer):
+    """Two engines in one process; the second model feeds on the first's output in backward too."""
+
+    def losses(models, i):
+        first = loss_of(models[0], i)
+        second = loss_of(models[1], i + 30)
+        return first + second * first.detach()
+
+    def optimizers(models):
+        sets = [[*models[0].parameters(), *models[1].parameters()]]
+        if not one_optimizer:
+            sets = [models[0].parameters(), models[1].parameters()]
+        return [AdamW(params, **OPTIMIZER) for params in sets]
+
+    def ranks():
+        mesh = Mesh()
+        models = [fill(Net(n_block=n)) for n in (2, 3)]
+        for model, zero_stage in zip(models, (stage, 3 - stage)):
+            parallelize(model, mesh, zero_stage=zero_stage, **SMALL)
+        steppers = optimizers(models)
+        for step in range(STEPS):
+            losses(models, step * 2 + mesh.dp_rank).backward()
+            for optimizer in steppers:
+                optimizer.step()
+                optimizer.zero_grad()
+        return [{n: v.clone() for n, v in model.state_dict().items()} for model in models]
+
+    models = [fill(Net(n_block=n)) for n in (2, 3)]
+    steppers = optimizers(models)
+    for step in range(STEPS):
+        parts = []
+        for rank in range(2):
+            for model in models:
+                model.zero_grad()
+            losses(models, step * 2 + rank).backward()
+            parts.append([gradients(model) for model in models])
+        for k, model in enumerate(models):
+            set_mean(model, [part[k] for part in parts])
+        for optimizer in steppers:
+            optimizer.step()
+    for result in run_ranks(ranks, 2):
+        for got, model in zip(result, models):
+            assert_same(got, model.state_dict())
