@@ -16,18 +16,22 @@ launched goes into a hash, which the control exchange compares.
 Stage 3: after its forward, except the last one's, which backward needs next; in backward when all
 of its parameters have their gradients. Hooks in a recomputation (activation checkpointing) gather
 but do not free: the backward of the unit is about to begin. The gate, an identity on the outputs of
-a unit, is what tells that its backward begins.
+a unit, is what tells that its backward begins; a unit whose outputs show no tensor to put it on
+stays until the end of backward. A part of a unit that is called from outside of it counts as the
+unit; inside of it, its parameters are there and nothing happens.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map
 
 from fastpar.buffers import BucketState
 
@@ -57,22 +61,24 @@ def find_units(
     else:
         candidates = list(units)
     inside = {id(m): i for i, m in enumerate(model.modules())}
-    owner: dict[int, nn.Module] = {}
+    candidates = list({id(m): m for m in candidates}.values())
+    parts = {id(part) for m in candidates for part in m.modules() if part is not m}
     for module in candidates:
         if id(module) not in inside or module is model:
             raise ValueError(
                 f"parallelize: expected units inside the model, got units with a "
                 f"{type(module).__name__} that is not; pass modules of model.modules()"
             )
-        for part in module.modules():
-            if owner.setdefault(id(part), module) is not module:
-                raise ValueError(
-                    "parallelize: expected units beside each other, got units with a "
-                    f"{type(part).__name__} in two of them; leave the inner ones out"
-                )
+        if id(module) in parts and units is not None:
+            raise ValueError(
+                "parallelize: expected units beside each other, got units with a "
+                f"{type(module).__name__} inside another; leave the inner ones out"
+            )
     found: list[list[nn.Module]] = [[model]]
     room = 0.0
     for module in sorted(candidates, key=lambda m: inside[id(m)]):
+        if id(module) in parts:
+            continue
         size = sum(p.numel() * p.element_size() for p in module.parameters())
         if not size:
             continue
@@ -150,12 +156,20 @@ class Gathers:
         self._pass = self._passes["forward"]
         self.passes_since_step: set[str] = set()
         self._depth = 0
+        self._opened: list[nn.Module] = []  # parts called while their unit was not there
         me = weakref.ref(self)
         for index, modules in enumerate(units):
             for module in modules:
                 last = module is modules[-1]
                 module.register_forward_pre_hook(_PreForward(me, index), with_kwargs=True)
                 module.register_forward_hook(_PostForward(me, index, last), always_call=index == 0)
+            mine = {id(p) for bucket in buckets[index] for p in bucket.params}
+            for part in {
+                id(p): p for m in modules for p in m.modules() if p not in modules
+            }.values():
+                if any(id(p) in mine for p in part._parameters.values()):
+                    part.register_forward_pre_hook(_PrePart(me, index))
+                    part.register_forward_hook(_PostPart(me, index))
 
     # Stages 1 and 2
 
@@ -173,6 +187,7 @@ class Gathers:
         """A pass begins."""
         self._pass = self._passes[name]
         self._pass.begin()
+        self._opened.clear()
         self.passes_since_step.add(name)
 
     def end(self) -> None:
@@ -224,7 +239,7 @@ class Gathers:
             for name in ("forward", "backward"):
                 self.begin(name)
                 for index in list(self._pass.recorded):
-                    if not self._is_live(index):
+                    if not self._is_live(index) and not self._is_launched(index):
                         self._launch(index)
                     if index != self.last_forward():
                         self.release(index)
@@ -291,21 +306,35 @@ class Gathers:
     def after_forward(self, index: int, last: bool, output: Any) -> Any:
         """A module of the unit has returned, or the root has failed."""
         in_backward = torch._C._current_graph_task_id() != -1
+        with_grad = torch.is_grad_enabled()
+        gates = _Gates(self, index)
+        if with_grad:
+            output = gates.apply(output)
         if not in_backward:
-            with_grad = torch.is_grad_enabled()
             if index == ROOT:
                 self._depth -= 1
                 if self._depth == 0 and self.stage:
                     self.end()
                     if not with_grad:
                         self.release(ROOT)
-            elif last and not (with_grad and index == self.last_forward()):
+            elif last and not (with_grad and (index == self.last_forward() or not gates.n)):
                 self.release(index)
-        if not torch.is_grad_enabled():
+        return output
+
+    def before_part(self, index: int, part: nn.Module) -> None:
+        """A module inside of the unit is called; from outside of it if the unit is not there."""
+        if self._is_live(index):
+            return
+        self.need(index)
+        if index != ROOT and torch._C._current_graph_task_id() == -1:
+            self._opened.append(part)
+
+    def after_part(self, index: int, part: nn.Module, output: Any) -> Any:
+        """The module has returned."""
+        if not self._opened or self._opened[-1] is not part:
             return output
-        return tree_map_only(
-            Tensor, lambda x: _Gate.apply(self, index, x) if x.requires_grad else x, output
-        )
+        self._opened.pop()
+        return self.after_forward(index, True, output)
 
     def before_backward(self, index: int) -> None:
         """The gradient of an output of the unit is there."""
@@ -328,6 +357,29 @@ class _Gate(torch.autograd.Function):
         if gathers is not None:
             gathers.before_backward(ctx.index)
         return None, None, grads[0]
+
+
+class _Gates:
+    """Puts gates on the tensors of an output, whatever they are wrapped in; n: how many."""
+
+    def __init__(self, gathers: Gathers, index: int) -> None:
+        self.gathers, self.index, self.n = gathers, index, 0
+
+    def apply(self, output: Any) -> Any:
+        return tree_map(self._leaf, output)
+
+    def _leaf(self, x: Any) -> Any:
+        if isinstance(x, Tensor) and x.requires_grad:
+            self.n += 1
+            return _Gate.apply(self.gathers, self.index, x)
+        if dataclasses.is_dataclass(x) and not isinstance(x, type):
+            fields = {f.name: getattr(x, f.name) for f in dataclasses.fields(x)}
+            gated = {name: self.apply(value) for name, value in fields.items()}
+            if any(gated[name] is not value for name, value in fields.items()):
+                x = copy.copy(x)
+                for name, value in gated.items():
+                    object.__setattr__(x, name, value)  # frozen ones too
+        return x
 
 
 class _Hook:
@@ -356,3 +408,24 @@ class _PostForward(_Hook):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         gathers = self.gathers()
         return output if gathers is None else gathers.after_forward(self.index, self.last, output)
+
+
+class _PrePart(_Hook):
+    _torchdynamo_disable = False  # compiled with its unit
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        gathers = self.gathers()
+        if gathers is not None and gathers._engine() is not None:
+            gathers.before_part(self.index, module)
+
+
+class _PostPart(_Hook):
+    _torchdynamo_disable = False
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return output
+        gathers = self.gathers()
+        return output if gathers is None else gathers.after_part(self.index, module, output)
