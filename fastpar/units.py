@@ -6,11 +6,11 @@ beginning of a forward to the end of its backward.
 
 [Note: order of gathers]
 Every rank must launch the same gathers in the same order, or one rank's block is filled with the
-values of another. The first pass of a kind (forward, forward without gradients, backward) records
-its order; later passes launch in this order, `prefetch` units ahead of use. A rank that skips a
-unit launches its gather all the same when it comes to a later one, or at the end of the pass, for
-the others' sake. At stages 1 and 2 all gathers follow a step, in the order of the modules. What is
-launched goes into a hash, which the control exchange compares.
+values of another. A pass of a kind (forward, forward without gradients, backward) launches in the
+order of the last one, `prefetch` units ahead of use; the first in the order of the modules. A rank
+that skips a unit launches its gather all the same when it comes to a later one, or at the end of
+the pass, for the others' sake. At stages 1 and 2 all gathers follow a step, in the order of the
+modules. What is launched goes into a hash, which the control exchange compares.
 
 [Note: when a unit is freed]
 Stage 3: after its forward, except the last one's, which backward needs next; in backward when all
@@ -154,6 +154,9 @@ class Gathers:
         self._engine = weakref.ref(engine)
         self._passes = {name: _Pass() for name in ("forward", "evaluation", "backward")}
         self._pass = self._passes["forward"]
+        order = [index for index, mine in enumerate(buckets) if mine]
+        self._passes["forward"].recorded = self._passes["evaluation"].recorded = order
+        self._passes["backward"].recorded = [i for i in order[-2::-1] if i != ROOT]
         self.passes_since_step: set[str] = set()
         self._depth = 0
         self._opened: list[nn.Module] = []  # parts called while their unit was not there
