@@ -155,6 +155,8 @@ def _cycles_per_ms(cuda: Any) -> float:
 
 
 class _ThreadHandle(Handle):
+    ms: float | None = None  # in the place of the property
+
     def __init__(self, work: Callable[[], None], ms: float) -> None:
         self.work: Callable[[], None] | None = work
         self.takes_ms = ms
@@ -217,6 +219,8 @@ class _Thread:
 
 
 class _StreamHandle(Handle):
+    ms: float | None = None
+
     def __init__(self, cuda: Any, work: Callable[[], None], ms: float, events: Any) -> None:
         self._cuda, self._work, self.ms = cuda, work, ms
         self._start, self._end, self._over = events
