@@ -44,9 +44,8 @@ void bind_shm(py::module_& m) {
       .def(
           "broadcast",
           [](ShmGroup& group, Address x, int64_t n, const std::string& name, int64_t bytes,
-             int source, int64_t tag) {
-            group.broadcast(at<void>(x), n, {name.c_str(), bytes}, source, tag);
-          },
+             int source,
+             int64_t tag) { group.broadcast(at<void>(x), n, {name.c_str(), bytes}, source, tag); },
           unlocked)
       .def("barrier", &ShmGroup::barrier, unlocked)
       .def("stop", &ShmGroup::stop, unlocked)

@@ -189,8 +189,8 @@ void bucket_copy(const BucketRange* ranges, int64_t count, bool add, const Facto
                  int threads);
 
 // out[n] = ((shards[0][n] + shards[1][n]) + (shards[2][n] + shards[3][n]) + ...) * scale, in float
-// and in the order of sum_tree.h, rounded once. out may be one of the shards. world >= 1. words[kNormWords], unless null,
-// += the bins of out (norm_bins below).
+// and in the order of sum_tree.h, rounded once. out may be one of the shards. world >= 1.
+// words[kNormWords], unless null, += the bins of out (norm_bins below).
 void sum_shards(const void* const* shards, int64_t world, void* out, int64_t n, Dtype shard_dtype,
                 Dtype out_dtype, const Factor& scale, int64_t* words, int threads);
 

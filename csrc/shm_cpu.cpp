@@ -271,8 +271,8 @@ bool ShmGroup::begin(const char* name, int64_t size, const char* element, int de
   for (int peer = 0; peer < world_; ++peer) {
     const Record& theirs = control(peer).records[calls_ % 2];
     const auto show = [](const Record& r) {
-      return concat(r.name, " of ", r.size, " elements (", r.element, ", option ", r.detail, ", tag ",
-                    r.tag, ")");
+      return concat(r.name, " of ", r.size, " elements (", r.element, ", option ", r.detail,
+                    ", tag ", r.tag, ")");
     };
     if (theirs.call != mine.call || theirs.size != size || theirs.tag != tag ||
         theirs.detail != detail || std::strcmp(theirs.name, mine.name) != 0 ||
@@ -301,7 +301,7 @@ void ShmGroup::all_reduce_of(T* x, int64_t n, bool mean, bool in_heap) {
     };
     for (int r = 0; r < world_; ++r) from[r] = theirs(r) + begin(rank_);
     dispatch<SumOverRanks<T, T>>(target, from.data(), world_, x + begin(rank_),
-                                begin(rank_ + 1) - begin(rank_), divisor);
+                                 begin(rank_ + 1) - begin(rank_), divisor);
     exchange();
     for (int r = 0; r < world_; ++r) {
       if (r != rank_) {
@@ -365,12 +365,11 @@ void ShmGroup::reduce_scatter_of(Out* out, T* x, int64_t n, bool mean, bool in_h
 
 void ShmGroup::all_reduce(void* x, int64_t n, ShmType type, bool mean, int64_t tag) {
   const bool in_heap = begin("all_reduce", n, name_of(type), mean, tag, x);
-  with_type(type,
-            [&](auto t) { all_reduce_of(static_cast<decltype(t)*>(x), n, mean, in_heap); });
+  with_type(type, [&](auto t) { all_reduce_of(static_cast<decltype(t)*>(x), n, mean, in_heap); });
 }
 
-void ShmGroup::reduce_scatter(void* out, void* x, int64_t n, ShmType type, bool mean,
-                              bool widened, int64_t tag) {
+void ShmGroup::reduce_scatter(void* out, void* x, int64_t n, ShmType type, bool mean, bool widened,
+                              int64_t tag) {
   const std::string element = widened ? concat(name_of(type), " to float32") : name_of(type);
   const bool in_heap = begin("reduce_scatter", n, element.c_str(), mean, tag, x);
   with_type(type, [&](auto t) {

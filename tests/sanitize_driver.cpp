@@ -120,15 +120,16 @@ void run_bucket(const std::vector<int64_t>& sizes, int64_t offset, int threads) 
                     threads);
       }
       for (int64_t n : sizes) {
+        const int world = 3 + 10 * (n % 2);  // within a leaf of the tree, and of several levels
         std::vector<Memory> shards;
         std::vector<const void*> at;
-        for (int w = 0; w < 3; ++w) {
+        for (int w = 0; w < world; ++w) {
           shards.emplace_back(n, bytes_of(from), offset);
           at.push_back(shards.back().at());
         }
         Memory out(n, bytes_of(to), 1);
         int64_t words[kNormWords] = {};
-        sum_shards(at.data(), 3, out.at(), n, from, to, {0.5F, nullptr}, words, threads);
+        sum_shards(at.data(), world, out.at(), n, from, to, {0.5F, nullptr}, words, threads);
       }
     }
   }
@@ -206,14 +207,18 @@ void run_shm(int world, int64_t n) {
         for (ShmType type : {ShmType::float32, ShmType::bfloat16, ShmType::int64}) {
           const int64_t element = type == ShmType::int64 ? 8 : type == ShmType::float32 ? 4 : 2;
           Memory whole(n * world, element, 1), part(n, element, 1);
-          group.all_reduce(whole.at(), n * world, type, false);
-          group.reduce_scatter(part.at(), whole.at(), n, type, false);
-          group.all_gather(whole.at(), part.at(), n, {"x", element});
-          group.broadcast(part.at(), n, {"x", element}, world - 1);
+          group.all_reduce(whole.at(), n * world, type, false, round);
+          group.reduce_scatter(part.at(), whole.at(), n, type, false, false, round);
+          if (element == 2) {
+            Memory wide(n, 4, 1);
+            group.reduce_scatter(wide.at(), whole.at(), n, type, true, true, round);
+          }
+          group.all_gather(whole.at(), part.at(), n, {"x", element}, round);
+          group.broadcast(part.at(), n, {"x", element}, world - 1, round);
         }
         std::memset(group.heap(), rank, heap);
-        group.all_reduce(group.heap(), n * world, ShmType::float32, false);
-        group.barrier();
+        group.all_reduce(group.heap(), n * world, ShmType::float32, false, round);
+        group.barrier(round);
       }
     });
   }

@@ -26,7 +26,7 @@ void rank_main(char* block, int rank, bool* wrong) {
     for (int64_t j = 0; j < kSize; ++j) check(x[j] == 3.0f * i + 3);
     const int64_t part = kSize / kWorld;
     for (int64_t j = 0; j < kSize; ++j) x[j] = float(rank);
-    group.reduce_scatter(x + rank * part, x, part, ShmType::float32, false, i);
+    group.reduce_scatter(x + rank * part, x, part, ShmType::float32, false, false, i);
     group.all_gather(x, x + rank * part, part, {"float32", 4}, i);
     for (int64_t j = 0; j < kSize; ++j) check(x[j] == 3.0f);
     for (int64_t j = 0; j < kSize; ++j) x[j] = float(rank);
