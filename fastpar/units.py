@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -410,7 +411,15 @@ class _PreForward(_Hook):
 class _PostForward(_Hook):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         gathers = self.gathers()
-        return output if gathers is None else gathers.after_forward(self.index, self.last, output)
+        if gathers is None:
+            return output
+        failed = output is None and sys.exc_info()[0] is not None
+        try:
+            return gathers.after_forward(self.index, self.last, output)
+        except RuntimeError:
+            if not failed:  # the forward's own error says more, and torch would warn of this one
+                raise
+            return None
 
 
 class _PrePart(_Hook):

@@ -164,3 +164,24 @@ def test_a_rank_may_skip_a_block(skipped):
 
     for _, params in gathers_of(paths):
         assert all(map(torch.equal, params, mean_of_two()))
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_a_failed_forward_says_is_not_drowned(monkeypatch):
+    """A rank that lost its peer fails in the forward, and again where the root cleans up."""
+
+    def gone(*args):
+        raise RuntimeError("the end of rank 1")
+
+    def run():
+        model = parallelize(Net(), Mesh(), zero_stage=3)
+        with pytest.raises(IndexError, match="out of range"):
+            model(torch.zeros(1, C), path=(9,))
+        with monkeypatch.context() as patch:
+            patch.setattr(engine_of(model).gathers, "end", gone)
+            with pytest.raises(IndexError, match="out of range"):
+                model(torch.zeros(1, C), path=(9,))
+            with pytest.raises(RuntimeError, match="the end of rank 1"):
+                model(torch.zeros(1, C))
+
+    run_ranks(run, 2)
