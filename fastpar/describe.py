@@ -65,6 +65,7 @@ def describe(engine: Engine) -> str:
         f"engine: stage {engine.zero_stage}, dp={ranks}, {engine.n_shards} shards, {how}, "
         f"{parameters:,} trained parameters, {len(engine.buckets)} buckets"
         + (", deterministic" if settings.deterministic else ""),
+        *([] if engine.auto_bucket is None else [str(engine.auto_bucket)]),
         "memory: " + _mib(memory(engine)),
         "wire per rank and step: " + (_mib(wire_bytes(engine)) or "nothing"),
         "bucket  unit  dtype     params      MiB  shard MiB  parameters",

@@ -39,7 +39,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,9 @@ from fastpar.mesh import Mesh
 from fastpar.split_embedding import SplitEmbedding
 from fastpar.step_report import StepReport, StepTimer
 from fastpar.units import ROOT, Gathers
+
+if TYPE_CHECKING:
+    from fastpar.autobucket import AutoBucket
 
 _IN_FLIGHT = 2  # whole gradients of so many buckets may wait for their reduction at stages 2 and 3
 _HASH = (1 << 61) - 1
@@ -115,16 +118,16 @@ class Engine:
         homes: list[tuple[weakref.ref[nn.Module], str, nn.Parameter]],
         debug: Any,
     ) -> None:
-        self.mesh, self.settings, self.groups, self.layout = mesh, settings, groups, layout
-        self.buckets, self.frozen, self._homes, self.debug = buckets, frozen, homes, debug
+        self.mesh, self.settings, self.groups = mesh, settings, groups
+        self.frozen, self._homes, self.debug = frozen, homes, debug
         self.zero_stage, self.n_shards = settings.zero_stage, settings.n_shards
-        self.params = [p for bucket in buckets for p in bucket.params]
-        self._place = {
-            p: (bucket, position) for bucket in buckets for position, p in enumerate(bucket.params)
-        }
-        self._index = {p: i for i, p in enumerate(self.params)}
+        self._pending: deque[tuple[BucketState, Handle, Tensor]] = deque()
+        self._replicating: list[tuple[BucketState, Handle, Tensor]] = []
+        self._missing: list[tuple[BucketState, int]] = []
+        self.use(layout, buckets)
         self.gathers: Gathers | None = None
         self.split: SplitEmbedding | None = None
+        self.auto_bucket: AutoBucket | None = None
         first = mesh.dp_rank // self.n_shards * self.n_shards
         shard_ranks = range(first, first + self.n_shards) if self.zero_stage else [mesh.dp_rank]
         self._control = Control(groups.control, len(self.params), shard_ranks, mesh.device)
@@ -143,16 +146,22 @@ class Engine:
         self._root = self._task = -1  # graph tasks of autograd: outermost, last seen
         self._nested_tasks: set[int] = set()
         self._hashes = [0, 0]  # reductions, gathers: what was launched since the last step
-        self._pending: deque[tuple[BucketState, Handle, Tensor]] = deque()
-        self._replicating: list[tuple[BucketState, Handle, Tensor]] = []
-        self._missing: list[tuple[BucketState, int]] = []
-        self._reset_launches()
         me = weakref.ref(self)  # parameters own the engine, not the hooks: no cycle through C++
         for p in self.params:
             p._fastpar_engine = _Link(self)  # type: ignore[attr-defined]
             p.register_post_accumulate_grad_hook(_GradHook(me, "_on_grad"))
             if self.zero_stage or settings.deterministic:
                 p.register_hook(_GradHook(me, "_before_grad", p))
+
+    def use(self, layout: Layout, buckets: list[BucketState]) -> None:
+        """Work with these buckets from now on; no gradients are under way."""
+        self.layout, self.buckets = layout, buckets
+        self.params = [p for bucket in buckets for p in bucket.params]
+        self._place = {
+            p: (bucket, position) for bucket in buckets for position, p in enumerate(bucket.params)
+        }
+        self._index = {p: i for i, p in enumerate(self.params)}
+        self._reset_launches()
 
     # Backward
 
@@ -449,6 +458,8 @@ class Engine:
             self._stepped.clear()
         if optimizer is not None:
             self._stepped.add(optimizer)
+            if self.auto_bucket is not None:
+                self.auto_bucket.add(optimizer)
         if self._again and not self._reduced and not self._unreduced:
             return
         self._timer.begin()
@@ -519,6 +530,8 @@ class Engine:
         self._stepped.clear()
         if self._step_ended:
             self._backwards = 0
+            if self.auto_bucket is not None and set_to_none:
+                self.auto_bucket.next_step()
             if self.gathers is not None:
                 self.gathers.launch_stale()
 

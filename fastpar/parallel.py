@@ -11,11 +11,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fastpar.autobucket import Arenas, AutoBucket, candidates
 from fastpar.buffers import DTYPES, BucketState
 from fastpar.collectives import Collectives, TorchCollectives
 from fastpar.debug import Debug
 from fastpar.engine import Engine, Groups, Settings, engine_of_parameter
-from fastpar.layout import ParamSpec, build_layout, default_bucket_mb, inventory, parameter_names
+from fastpar.layout import (
+    Layout,
+    ParamSpec,
+    build_layout,
+    default_bucket_mb,
+    inventory,
+    parameter_names,
+)
 from fastpar.mesh import Mesh
 from fastpar.optim_guard import guard_stock_optimizers
 from fastpar.split_embedding import SplitEmbedding, tied_embedding
@@ -32,7 +40,7 @@ def parallelize(
     *,
     zero_stage: int = 0,
     shard_size: int | None = None,
-    bucket_mb: float | None = None,
+    bucket_mb: float | str | None = None,
     first_bucket_mb: float = 1.0,
     grad_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
@@ -65,7 +73,9 @@ def parallelize(
         zero_stage: 0 shares nothing; 1 the optimizer's state; 2 also gradients; 3 also parameters.
         shard_size: ranks that share one copy, a divisor of dp; None: all. Neighbours share.
         bucket_mb: cap of the gradients that one collective sends, in MiB; None: by the number of
-            ranks and the transport. At stage 3 a bucket is a unit.
+            ranks and the transport; "auto": a quarter of that, that, or four times that, whichever
+            makes the first steps fastest (all ranks must call zero_grad() after each of them). At
+            stage 3 a bucket is a unit.
         first_bucket_mb: cap of the first bucket; units below it are merged with their neighbours.
         grad_dtype: in which gradients are kept and added up, e.g. torch.float32 under bf16
             parameters; None: the parameter's own.
@@ -105,6 +115,7 @@ def parallelize(
         dp,
         zero_stage=zero_stage,
         shard_size=shard_size,
+        bucket_mb=bucket_mb,
         grad_dtype=grad_dtype,
         reduce_dtype=reduce_dtype,
         accumulate=accumulate,
@@ -134,7 +145,8 @@ def parallelize(
     groups = _make_groups(
         mesh, stage, n_shards, transport, collectives, deterministic, debug or Debug()
     )
-    if bucket_mb is None:
+    auto = bucket_mb == "auto"
+    if bucket_mb is None or isinstance(bucket_mb, str):
         bucket_mb = default_bucket_mb(dp, groups.reduce.transport if groups.reduce else "none")
     settings = Settings(
         stage,
@@ -153,7 +165,9 @@ def parallelize(
         _materialize_shells(model, mesh.device)
         named = parameter_names(model)
     tied = _pick_split(model, settings, named, split_embedding, dp)
-    engine = _build(model, mesh, settings, groups, named, units, materialize, debug, tied)
+    engine = _build(
+        model, mesh, settings, groups, named, units, materialize, debug, tied, auto=auto
+    )
     if stage:
         guard_stock_optimizers()
         _guard_state_dicts(model, engine)
@@ -170,53 +184,80 @@ def _build(
     materialize: Materialize | None,
     debug: Any,
     tied: nn.Parameter | None,
+    *,
+    auto: bool,
 ) -> Engine:
     stage, mib = settings.zero_stage, 2**20
     modules = find_units(model, units, merge_bytes=settings.first_bucket_mb * mib)
     unit_of = unit_of_parameters(modules)
     trained = [p for p in named if p.requires_grad]
-    layout = build_layout(
-        [ParamSpec(named[p], tuple(p.shape), p.dtype) for p in trained],
-        n_shards=settings.n_shards,
-        bucket_bytes=settings.bucket_mb * mib,
-        first_bucket_bytes=settings.first_bucket_mb * mib,
-        grad_dtype=settings.grad_dtype,
-        unit_of=[unit_of[p] for p in trained] if stage == 3 else None,
-        flags=stage == 0,
-        first=None if tied is None else next(i for i, p in enumerate(trained) if p is tied),
-    )
+
+    def lay_out(bucket_mb: float) -> Layout:
+        return build_layout(
+            [ParamSpec(named[p], tuple(p.shape), p.dtype) for p in trained],
+            n_shards=settings.n_shards,
+            bucket_bytes=bucket_mb * mib,
+            first_bucket_bytes=settings.first_bucket_mb * mib,
+            grad_dtype=settings.grad_dtype,
+            unit_of=[unit_of[p] for p in trained] if stage == 3 else None,
+            flags=stage == 0,
+            first=None if tied is None else next(i for i, p in enumerate(trained) if p is tied),
+        )
+
+    layouts = {settings.bucket_mb: lay_out(settings.bucket_mb)}
+    memory: Any = groups
+    if auto and groups.reduce is not None:
+        layouts = candidates(layouts, lay_out)
+        memory = Arenas.of(groups, stage, list(layouts.values()), settings.grad_dtype)
+    layout = layouts[settings.bucket_mb]
     homes = [
         (weakref.ref(module), attribute, p)
         for module in model.modules()
         for attribute, p in module._parameters.items()
         if p is not None and p.requires_grad
     ]
-    buckets = []
-    for spec in layout.buckets:  # one after another: little extra memory
-        params = [trained[layout.slots[i].registered] for i in spec.slots]
-        bucket = BucketState(
-            layout,
-            spec,
-            params,
-            stage=stage,
-            rank=mesh.dp_rank % settings.n_shards,
-            device=mesh.device,
-            grad_dtype=settings.grad_dtype,
-            deterministic=settings.deterministic,
-            reduce=groups.reduce,
-            gather=groups.gather,
-            poison=debug is not None and debug.poison,
-        )
-        for view, p in zip(bucket.views, params):
-            if materialize is not None:
-                materialize(named[p][0], view)
-            else:
-                view.copy_(p.detach())
-        mesh.broadcast_([bucket.flat])
-        bucket.attach()
-        if stage == 3:
-            bucket.make_stale()
-        buckets.append(bucket)
+
+    def make(layout: Layout, fill: Callable[[nn.Parameter, Tensor], None]) -> list[BucketState]:
+        buckets = []
+        for spec in layout.buckets:  # one after another: little extra memory
+            params = [trained[layout.slots[i].registered] for i in spec.slots]
+            bucket = BucketState(
+                layout,
+                spec,
+                params,
+                stage=stage,
+                rank=mesh.dp_rank % settings.n_shards,
+                device=mesh.device,
+                grad_dtype=settings.grad_dtype,
+                deterministic=settings.deterministic,
+                reduce=memory.reduce,
+                gather=memory.gather,
+                poison=debug is not None and debug.poison,
+            )
+            for view, p in zip(bucket.views, params):
+                fill(p, view)
+            if engine is None:
+                mesh.broadcast_([bucket.flat])
+            bucket.attach()
+            if stage == 3:
+                bucket.make_stale()
+            buckets.append(bucket)
+        return buckets
+
+    def by_unit(buckets: list[BucketState]) -> list[list[BucketState]]:
+        return [
+            [b for b in buckets if any(unit_of[p] == index for p in b.params)]
+            for index in range(len(modules))
+        ]
+
+    def first_values(p: nn.Parameter, view: Tensor) -> None:
+        if materialize is not None:
+            materialize(named[p][0], view)
+        else:
+            view.copy_(p.detach())
+
+    engine: Engine | None = None
+    buckets = make(layout, first_values)
     frozen = {p: names[0] for p, names in named.items() if not p.requires_grad}
     if materialize is not None:
         for tensor, name in [*frozen.items(), *((b, n) for n, b in model.named_buffers())]:
@@ -224,13 +265,9 @@ def _build(
     mesh.broadcast_([*frozen, *model.buffers()])
     engine = Engine(mesh, settings, groups, layout, buckets, frozen, homes, debug)
     if stage:
-        of_units = [
-            [b for b in buckets if any(unit_of[p] == index for p in b.params)]
-            for index in range(len(modules))
-        ]
         engine.gathers = Gathers(
             modules,
-            of_units,
+            by_unit(buckets),
             stage=stage,
             prefetch=settings.prefetch,
             engine=engine,
@@ -245,6 +282,8 @@ def _build(
             sizes_group=TorchCollectives(mesh.dp_group) if on_gpu else groups.control,
             on_head=engine.on_head,
         )
+    if len(layouts) > 1:
+        engine.auto_bucket = AutoBucket(engine, layouts, make, by_unit, memory)
     return engine
 
 
@@ -329,6 +368,7 @@ def _check_arguments(
     *,
     zero_stage: int,
     shard_size: int | None,
+    bucket_mb: float | str | None,
     grad_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
     accumulate: str,
@@ -355,6 +395,11 @@ def _check_arguments(
         raise ValueError(
             f"parallelize: expected shard_size to divide dp={dp}, got shard_size={shard_size}; "
             "leave it out to share one copy among all ranks"
+        )
+    if isinstance(bucket_mb, str) and bucket_mb != "auto":
+        raise ValueError(
+            f"parallelize: expected bucket_mb in MiB, None or 'auto', got bucket_mb={bucket_mb!r}; "
+            "leave it out for a size that fits ranks and transport"
         )
     for name, value in (("grad_dtype", grad_dtype), ("reduce_dtype", reduce_dtype)):
         if value not in (None, *DTYPES):
