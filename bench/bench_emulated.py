@@ -281,12 +281,14 @@ def draw(about: dict[str, Any], rows: Sequence[Row], path: Path) -> None:
         axes.set_axis_on()
         for link in links:
             for stage, style in ((0, "-"), (2, "--")):
-                own = [
+                points = [
                     (r.notes["bucket_mb"], r.notes["exposed_ms"])
                     for r in swept
                     if (r.notes["size"], r.variant, r.notes["zero_stage"]) == (size, link, stage)
                 ]
-                axes.plot(*zip(*sorted(own)), style, marker="o", markersize=3, color=colour[link])
+                axes.plot(
+                    *zip(*sorted(points)), style, marker="o", markersize=3, color=colour[link]
+                )
         axes.set_xscale("log")
         axes.set_title(f"{size}, {ranks} ranks (emulated)", fontsize=10)
         axes.set_xlabel("bucket, MB; full lines: stage 0, dashed: stage 2", fontsize=8)

@@ -95,7 +95,7 @@ def candidates(
     return found
 
 
-Fill = Callable[[torch.nn.Parameter, Tensor], None]
+Fill = Callable[[torch.nn.Parameter, Tensor], object]
 Buckets = list[BucketState]
 
 

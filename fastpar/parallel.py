@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fastpar.autobucket import Arenas, AutoBucket, candidates
+from fastpar.autobucket import Arenas, AutoBucket, Fill, candidates
 from fastpar.buffers import DTYPES, BucketState
 from fastpar.collectives import Collectives, TorchCollectives
 from fastpar.debug import Debug
@@ -217,7 +217,7 @@ def _build(
         if p is not None and p.requires_grad
     ]
 
-    def make(layout: Layout, fill: Callable[[nn.Parameter, Tensor], None]) -> list[BucketState]:
+    def make(layout: Layout, fill: Fill) -> list[BucketState]:
         buckets = []
         for spec in layout.buckets:  # one after another: little extra memory
             params = [trained[layout.slots[i].registered] for i in spec.slots]
