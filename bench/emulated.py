@@ -160,6 +160,7 @@ class _ThreadHandle(Handle):
     def __init__(self, work: Callable[[], None], ms: float) -> None:
         self.work: Callable[[], None] | None = work
         self.takes_ms = ms
+        self.took_ms = 0.0
         self.called = time.perf_counter()
         self.over = threading.Event()
         self.error: BaseException | None = None
@@ -176,10 +177,13 @@ class _ThreadHandle(Handle):
     def is_completed(self) -> bool:
         return self.over.is_set()
 
+    @property
+    def ms(self) -> float | None:
+        return self.took_ms if self.over.is_set() else None
+
     def elapsed_ms(self) -> float:
         self.wait()
-        assert self.ms is not None
-        return self.ms
+        return self.took_ms
 
 
 class _Thread:
@@ -209,7 +213,7 @@ class _Thread:
             self._free = end = max(begin + task.takes_ms / 1e3, time.perf_counter())
             while (now := time.perf_counter()) < end:
                 time.sleep(end - now)
-            task.ms = (end - begin) * 1e3
+            task.took_ms = (end - begin) * 1e3
             task.over.set()
             del task
 
@@ -219,10 +223,8 @@ class _Thread:
 
 
 class _StreamHandle(Handle):
-    ms: float | None = None
-
-    def __init__(self, cuda: Any, work: Callable[[], None], ms: float, events: Any) -> None:
-        self._cuda, self._work, self.ms = cuda, work, ms
+    def __init__(self, cuda: Any, work: Callable[[], None], events: Any) -> None:
+        self._cuda, self._work = cuda, work
         self._start, self._end, self._over = events
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -231,6 +233,10 @@ class _StreamHandle(Handle):
 
     def is_completed(self) -> bool:
         return self._over.query()
+
+    @property
+    def ms(self) -> float | None:
+        return self.elapsed_ms() if self._end.query() else None
 
     def elapsed_ms(self) -> float:
         return self._start.elapsed_time(self._end)
@@ -260,7 +266,7 @@ class _Stream:
             work()
             self._arithmetic.wait_event(end)
             over.record()
-        return _StreamHandle(cuda, work, ms, (start, end, over))
+        return _StreamHandle(cuda, work, (start, end, over))
 
     def close(self) -> None:
         self._link.synchronize()
