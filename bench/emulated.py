@@ -155,8 +155,6 @@ def _cycles_per_ms(cuda: Any) -> float:
 
 
 class _ThreadHandle(Handle):
-    ms: float | None = None  # in the place of the property
-
     def __init__(self, work: Callable[[], None], ms: float) -> None:
         self.work: Callable[[], None] | None = work
         self.takes_ms = ms

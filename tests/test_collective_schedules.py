@@ -285,7 +285,7 @@ def test_schedule(case):
 
 
 def test_first_step_of_stage_3_has_the_schedule_of_the_others():
-    """Blocks are taken to run in the order of the modules: the last one is kept for the backward."""
+    """Blocks are taken to run in the order of the modules: the last one stays for the backward."""
     with Run(zero_stage=3) as run:
         first = run.table(run.train())
         assert sorted(first) == sorted(run.table(run.train()))
