@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from fastpar.units import ROOT
 
 if TYPE_CHECKING:
-    from fastpar.engine import Engine
+    from fastpar.shards import Shards
 
 _MIB = 2**20
 
 
-def memory(engine: Engine) -> dict[str, int]:
+def memory(engine: Shards) -> dict[str, int]:
     """Bytes that are alive on this rank, by kind; without the optimizer's state and activations."""
     kinds = dict.fromkeys(("parameters", "parameter shards", "gradients", "gradient shards"), 0)
     for bucket in engine.buckets:
@@ -28,7 +28,7 @@ def memory(engine: Engine) -> dict[str, int]:
     return kinds
 
 
-def wire_bytes(engine: Engine) -> dict[str, int]:
+def wire_bytes(engine: Shards) -> dict[str, int]:
     """Bytes that this rank sends for one backward and step, by kind of collective.
 
     Without evaluation, recomputed gathers and the control exchange.
@@ -55,7 +55,7 @@ def wire_bytes(engine: Engine) -> dict[str, int]:
     return sent
 
 
-def describe(engine: Engine) -> str:
+def describe(engine: Shards) -> str:
     """One line on the engine, one on memory and wire, a table of buckets, and the schedule."""
     settings, ranks = engine.settings, engine.mesh.dp_size
     parameters = sum(slot.spec.numel for slot in engine.layout.slots)
@@ -82,7 +82,7 @@ def describe(engine: Engine) -> str:
     return "\n".join([*lines, "schedule: " + _schedule(engine)])
 
 
-def _schedule(engine: Engine) -> str:
+def _schedule(engine: Shards) -> str:
     if engine.mesh.dp_size == 1:
         return "nothing to send"
     first, last = 0, len(engine.buckets) - 1

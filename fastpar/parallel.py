@@ -15,7 +15,7 @@ from fastpar.autobucket import Arenas, AutoBucket, Fill, candidates
 from fastpar.buffers import DTYPES, BucketState
 from fastpar.collectives import Collectives, TorchCollectives
 from fastpar.debug import Debug
-from fastpar.engine import Engine, Groups, Settings, engine_of_parameter
+from fastpar.engine import Engine, engine_of_parameter
 from fastpar.layout import (
     Layout,
     ParamSpec,
@@ -26,6 +26,7 @@ from fastpar.layout import (
 )
 from fastpar.mesh import Mesh
 from fastpar.optim_guard import guard_stock_optimizers
+from fastpar.shards import Groups, Settings
 from fastpar.split_embedding import SplitEmbedding, tied_embedding
 from fastpar.transport import make_collectives
 from fastpar.units import Gathers, find_units, unit_of_parameters

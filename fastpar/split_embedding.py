@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from fastpar.buffers import BucketState
 from fastpar.collectives import Collectives, Handle
+from fastpar.hooks import Hook, Link
 
 
 def head_weight(weight: Tensor) -> Tensor:
@@ -43,20 +44,7 @@ def _split_of(weight: Tensor) -> SplitEmbedding | None:
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return None
     link = getattr(weight, "_fastpar_split", None)
-    return None if link is None else link.split
-
-
-class _Link:
-    """From the parameter to its split. Copies and pickles of it are empty."""
-
-    def __init__(self, split: SplitEmbedding | None = None) -> None:
-        self.split = split
-
-    def __deepcopy__(self, memo: dict) -> _Link:
-        return _Link()
-
-    def __reduce__(self) -> tuple:
-        return (_Link, ())
+    return None if link is None else link.target
 
 
 def tied_embedding(
@@ -108,26 +96,39 @@ class SplitEmbedding:
         self.early = False  # the head's part was sent in this backward, without the tokens'
         self._parts: set[str] = set()  # what the bucket holds of this backward
         self._heads = 0  # uses as a head since the last backward
-        p._fastpar_split = _Link(self)  # type: ignore[attr-defined]
+        p._fastpar_split = Link(self)  # type: ignore[attr-defined]
         homes = _homes(model, p)
         if homes is not None:
             embedding, head = homes
-            embedding.register_forward_pre_hook(_TokensHook(weakref.ref(self)))
-            head.register_forward_pre_hook(_HeadHook(weakref.ref(self), enter=True))
-            head.register_forward_hook(_HeadHook(weakref.ref(self)), always_call=True)
+            me = weakref.ref(self)
+            embedding.register_forward_pre_hook(Hook(me, "_before_embedding"))
+            head.register_forward_pre_hook(Hook(me, "_before_head"))
+            head.register_forward_hook(Hook(me, "_after_head"), always_call=True)
 
     # Forward
 
     def head(self) -> Tensor:
         """A leaf with the parameter's memory and a gradient of its own."""
         alias = self.p.detach().requires_grad_()
-        alias.register_post_accumulate_grad_hook(_AliasHook(weakref.ref(self)))
+        alias.register_post_accumulate_grad_hook(Hook(weakref.ref(self), "on_head"))
         self._heads += 1
         return alias
 
     def tokens(self, idx: Tensor) -> None:
         """Rows that this forward uses."""
         self._ids.append(idx.detach().reshape(-1))
+
+    def _before_embedding(self, module: nn.Module, args: tuple) -> None:
+        if args and _split_of(self.p) is self:
+            self.tokens(args[0])
+
+    def _before_head(self, module: nn.Module, args: tuple) -> None:
+        """For one call the head's alias is in the place of the parameter."""
+        if _split_of(self.p) is self:
+            module._parameters["weight"] = self.head()  # type: ignore[assignment]
+
+    def _after_head(self, module: nn.Module, args: tuple, output: Any) -> None:
+        module._parameters["weight"] = self.p
 
     # Backward
 
@@ -243,44 +244,3 @@ class SplitEmbedding:
             low, high = max(start, row * width), min(stop, (row + 1) * width)
             part = torch.where((ids == row)[:, None], rows, torch.zeros_like(rows)).sum(0)
             mine[low - start : high - start] += part[low - row * width : high - row * width]
-
-
-class _Hook:
-    """A hook that does not keep the split alive. Copies and pickles of it do nothing."""
-
-    _torchdynamo_disable = True
-
-    def __init__(self, split: Any = lambda: None, *, enter: bool = False) -> None:
-        self.split, self.enter = split, enter
-
-    def __deepcopy__(self, memo: dict) -> _Hook:
-        return type(self)()
-
-    def __reduce__(self) -> tuple:
-        return (type(self), ())
-
-
-class _AliasHook(_Hook):
-    def __call__(self, alias: Tensor) -> None:
-        split = self.split()
-        if split is not None:
-            split.on_head(alias)
-
-
-class _TokensHook(_Hook):
-    def __call__(self, module: nn.Module, args: tuple) -> None:
-        split = self.split()
-        if split is not None and args and _split_of(split.p) is split:
-            split.tokens(args[0])
-
-
-class _HeadHook(_Hook):
-    """Puts the head's alias in the place of the parameter, for one call."""
-
-    def __call__(self, module: nn.Module, args: Any, output: Any = None) -> Any:
-        split = self.split()
-        if split is not None and not self.enter:
-            module._parameters["weight"] = split.p
-        elif split is not None and _split_of(split.p) is split:
-            module._parameters["weight"] = split.head()  # type: ignore[assignment]
-        return None

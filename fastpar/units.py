@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from fastpar.buffers import BucketState
+from fastpar.hooks import Hook
 
 if TYPE_CHECKING:
     from fastpar.engine import Engine
@@ -165,15 +166,16 @@ class Gathers:
         for index, modules in enumerate(units):
             for module in modules:
                 last = module is modules[-1]
-                module.register_forward_pre_hook(_PreForward(me, index), with_kwargs=True)
-                module.register_forward_hook(_PostForward(me, index, last), always_call=index == 0)
+                module.register_forward_pre_hook(Hook(me, "before_forward", index))
+                after = Hook(me, "after_module", index, last)
+                module.register_forward_hook(after, always_call=index == ROOT)
             mine = {id(p) for bucket in buckets[index] for p in bucket.params}
             for part in {
                 id(p): p for m in modules for p in m.modules() if p not in modules
             }.values():
                 if any(id(p) in mine for p in part._parameters.values()):
-                    part.register_forward_pre_hook(_PrePart(me, index))
-                    part.register_forward_hook(_PostPart(me, index))
+                    part.register_forward_pre_hook(_PartHook(me, "before_part", index))
+                    part.register_forward_hook(_PartHook(me, "after_part", index))
 
     # Stages 1 and 2
 
@@ -296,8 +298,10 @@ class Gathers:
 
     # Hooks
 
-    def before_forward(self, index: int) -> None:
+    def before_forward(self, index: int, module: nn.Module, args: tuple) -> None:
         """A module of the unit is called."""
+        if self._engine() is None:
+            return
         in_backward = torch._C._current_graph_task_id() != -1
         if index == ROOT and not in_backward:
             self._depth += 1
@@ -307,8 +311,21 @@ class Gathers:
         if self.stage:
             self.need(index)
 
-    def after_forward(self, index: int, last: bool, output: Any) -> Any:
+    def after_module(
+        self, index: int, last: bool, module: nn.Module, args: tuple, output: Any
+    ) -> Any:
         """A module of the unit has returned, or the root has failed."""
+        if self._engine() is None:
+            return output
+        failed = output is None and sys.exc_info()[0] is not None
+        try:
+            return self._after(index, last, output)
+        except RuntimeError:
+            if not failed:  # the forward's own error says more, and torch would warn of this one
+                raise
+            return None
+
+    def _after(self, index: int, last: bool, output: Any) -> Any:
         in_backward = torch._C._current_graph_task_id() != -1
         with_grad = torch.is_grad_enabled()
         gates = _Gates(self, index)
@@ -325,20 +342,20 @@ class Gathers:
                 self.release(index)
         return output
 
-    def before_part(self, index: int, part: nn.Module) -> None:
+    def before_part(self, index: int, part: nn.Module, args: tuple) -> None:
         """A module inside of the unit is called; from outside of it if the unit is not there."""
-        if self._is_live(index):
+        if self._engine() is None or self._is_live(index):
             return
         self.need(index)
         if index != ROOT and torch._C._current_graph_task_id() == -1:
             self._opened.append(part)
 
-    def after_part(self, index: int, part: nn.Module, output: Any) -> Any:
+    def after_part(self, index: int, part: nn.Module, args: tuple, output: Any) -> Any:
         """The module has returned."""
         if not self._opened or self._opened[-1] is not part:
             return output
         self._opened.pop()
-        return self.after_forward(index, True, output)
+        return self._after(index, True, output)
 
     def before_backward(self, index: int) -> None:
         """The gradient of an output of the unit is there."""
@@ -386,58 +403,10 @@ class _Gates:
         return x
 
 
-class _Hook:
-    """A hook without a reference to the engine. Copies and pickles of it do nothing."""
+class _PartHook(Hook):
+    """Of a module inside of a unit, compiled with it."""
 
-    _torchdynamo_disable = True
-
-    def __init__(self, gathers: Any = None, index: int = 0, last: bool = False) -> None:
-        self.gathers, self.index, self.last = gathers or (lambda: None), index, last
-
-    def __deepcopy__(self, memo: dict) -> _Hook:
-        return type(self)()
-
-    def __reduce__(self) -> tuple:
-        return (type(self), ())
-
-
-class _PreForward(_Hook):
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        gathers = self.gathers()
-        if gathers is not None and gathers._engine() is not None:
-            gathers.before_forward(self.index)
-
-
-class _PostForward(_Hook):
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        gathers = self.gathers()
-        if gathers is None:
-            return output
-        failed = output is None and sys.exc_info()[0] is not None
-        try:
-            return gathers.after_forward(self.index, self.last, output)
-        except RuntimeError:
-            if not failed:  # the forward's own error says more, and torch would warn of this one
-                raise
-            return None
-
-
-class _PrePart(_Hook):
-    _torchdynamo_disable = False  # compiled with its unit
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        gathers = self.gathers()
-        if gathers is not None and gathers._engine() is not None:
-            gathers.before_part(self.index, module)
-
-
-class _PostPart(_Hook):
     _torchdynamo_disable = False
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return output
-        gathers = self.gathers()
-        return output if gathers is None else gathers.after_part(self.index, module, output)
+    def __call__(self, *args: Any) -> Any:
+        return None if torch.compiler.is_compiling() else super().__call__(*args)

@@ -1,0 +1,313 @@
+"""A model's parameters as this rank has them: pieces, gathers, whole tensors of pieces, checks."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fastpar.buffers import BucketState
+from fastpar.collectives import Collectives
+from fastpar.describe import describe, memory, wire_bytes
+from fastpar.layout import Layout
+from fastpar.mesh import Mesh
+from fastpar.step_report import StepTimer
+from fastpar.units import Gathers
+
+_HASH = (1 << 61) - 1
+
+
+class Piece(NamedTuple):
+    """What a rank owns of a parameter: elements from `start` on, [S]; at stage 0 all of it."""
+
+    param: Tensor
+    grad: Tensor | None
+    start: int
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What parallelize() was asked for; see there."""
+
+    zero_stage: int
+    n_shards: int
+    bucket_mb: float
+    first_bucket_mb: float
+    grad_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    accumulate: str
+    grad_accum_steps: int
+    prefetch: int
+    deterministic: bool
+
+
+@dataclass
+class Groups:
+    """The collectives of an engine; None where there is nobody to talk to."""
+
+    reduce: Collectives | None  # stage 0: of all ranks, otherwise of those that share a copy
+    gather: Collectives | None
+    replicate: Collectives | None  # of the ranks with the same shard
+    control: Collectives | None
+
+
+class Shards:
+    """The buckets of one model on one rank, and the collectives that make parameters whole.
+
+    Attributes:
+        zero_stage: that is run; 0 if nobody shares a copy, whatever was asked for.
+        n_shards: ranks that share one copy; layout: the places of the parameters.
+        params: in launch order.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        settings: Settings,
+        groups: Groups,
+        frozen: dict[nn.Parameter, str],
+        homes: list[tuple[weakref.ref[nn.Module], str, nn.Parameter]],
+    ) -> None:
+        self.mesh, self.settings, self.groups = mesh, settings, groups
+        self.frozen, self._homes = frozen, homes
+        self.zero_stage, self.n_shards = settings.zero_stage, settings.n_shards
+        self.gathers: Gathers | None = None
+        self.n_reductions = 0  # since parallelize(); names the step in errors
+        self._timer = StepTimer(mesh.device)
+        self._hashes = [0, 0]  # reductions, gathers: what was launched since the last step
+
+    def use(self, layout: Layout, buckets: list[BucketState]) -> None:
+        """Have these buckets from now on."""
+        self.layout, self.buckets = layout, buckets
+        self.params = [p for bucket in buckets for p in bucket.params]
+        self._place = {
+            p: (bucket, position) for bucket in buckets for position, p in enumerate(bucket.params)
+        }
+        self._index = {p: i for i, p in enumerate(self.params)}
+
+    # Gathers
+
+    def launch_gather(self, bucket: BucketState) -> None:
+        """Start filling a bucket with everybody's slices."""
+        gather = self.groups.gather
+        assert gather is not None
+        bucket.allocate()
+        self._note(1, bucket.spec.index)
+        with self._blame("gathering", bucket):
+            bucket.gathering = gather.all_gather(
+                bucket.flat, bucket.shard, async_op=True, tag=bucket.spec.index
+            )
+        assert bucket.gathering is not None
+        self._timer.add(bucket.gathering, self._wire_bytes(bucket.flat, gather, False))
+
+    def finish_gather(self, bucket: BucketState) -> None:
+        """Wait until a bucket is filled: its parameters are whole."""
+        if bucket.gathering is not None:
+            with self._blame("gathering", bucket), self._timer.waiting():
+                bucket.gathering.wait()
+            bucket.gathering = None
+            bucket.make_live()
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """All parameters are whole inside; what is written there is kept. Ranks: all.
+
+        Every rank must write the same values: each keeps its own slice of them.
+        """
+        if self.gathers is None or self.zero_stage == 0:
+            yield
+            return
+        stale = [bucket for bucket in self.buckets if not bucket.live]
+        for bucket in stale:
+            if bucket.gathering is None:
+                self.launch_gather(bucket)
+        for bucket in stale:
+            self.finish_gather(bucket)
+        try:
+            yield
+        finally:
+            for bucket in self.buckets:
+                bucket.save_writes()
+                if self.zero_stage == 3:
+                    bucket.make_stale()
+
+    # Pieces
+
+    def piece(self, p: Tensor) -> Piece:
+        """What this rank owns of a parameter, and its gradient."""
+        bucket, position = self._place[p]  # type: ignore[index]
+        if self.zero_stage == 0:
+            return Piece(p, bucket.grad_of(position), 0)
+        return Piece(*bucket.piece(position))
+
+    def full(self, values: Tensor, p: Tensor, *, block: int = 1) -> Tensor:
+        """A whole tensor from every rank's part of it. Ranks: all that share the copy.
+
+        Args:
+            values: [S] for this rank's piece of p, any dtype; block: elements of p for each value.
+        Returns:
+            [P / block] in p's shape if block is 1.
+        Wire: the tensor's bytes, padded to equal parts.
+        """
+        numel = -(-p.numel() // block)
+        if self.zero_stage == 0:
+            return values.clone()
+        gather = self.groups.gather
+        assert gather is not None
+        parts = [
+            slice(-(-start // block), -(-stop // block))
+            for start, stop in (
+                self.layout.piece(self._index[p], rank)  # type: ignore[index]
+                for rank in range(self.n_shards)
+            )
+        ]
+        most = max(part.stop - part.start for part in parts)
+        mine = values.new_zeros(most)
+        mine[: values.numel()] = values.view(-1)
+        rows = values.new_empty(self.n_shards, most)
+        with self._timer.waiting():
+            gather.all_gather(rows.view(-1).view(torch.uint8), mine.view(torch.uint8))
+        whole = values.new_empty(numel)
+        for row, part in zip(rows, parts):
+            whole[part] = row[: part.stop - part.start]
+        return whole.view(p.shape) if block == 1 else whole
+
+    def full_on_main(self, values: Tensor, p: Tensor, *, block: int = 1) -> Tensor | None:
+        """full(), of which only rank 0 keeps the result."""
+        whole = self.full(values, p, block=block)
+        return whole if self.mesh.is_main else None
+
+    def shard_of(self, whole: Tensor, p: Tensor, *, block: int = 1) -> Tensor:
+        """This rank's part of a whole tensor, a copy: the inverse of full()."""
+        if self.zero_stage == 0:
+            return whole.clone()
+        rank = self.mesh.dp_rank % self.n_shards
+        start, stop = self.layout.piece(self._index[p], rank)  # type: ignore[index]
+        return whole.reshape(-1)[-(-start // block) : -(-stop // block)].clone()
+
+    def all_reduce_scalars(self, values: Tensor) -> Tensor:
+        """Sum a small vector over the ranks, apart from a step (validation). Ranks: all.
+
+        Args:
+            values: fp32 or fp64, on mesh.device; loss, token count, flags.
+        Returns:
+            A new tensor, the same bits on every rank.
+        """
+        if values.dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"all_reduce_scalars: expected fp32 or fp64, got dtype={values.dtype}; "
+                "pack the values with torch.tensor([...], dtype=torch.float64)"
+            )
+        group, mine = self.groups.control, values.detach().clone()
+        if group is None:
+            return mine
+        rows = mine.new_empty((group.world_size, *mine.shape))
+        with self._blame("summing scalars after", self.buckets[-1]), self._timer.waiting():
+            group.all_gather(rows.view(-1), mine.view(-1))
+        total = rows[0].clone()
+        for row in rows[1:]:
+            total.add_(row)
+        return total
+
+    # For people
+
+    @property
+    def last_unit(self) -> int:
+        """Stage 3: the unit that stays from forward to backward, -1 as long as it is unknown."""
+        return self.gathers.last_forward() if self.gathers is not None else -1
+
+    @property
+    def wire_bytes_per_step(self) -> int:
+        """Bytes that this rank sends for one backward and step."""
+        return sum(wire_bytes(self).values())
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that are alive on this rank, by kind; see fastpar/describe.py."""
+        return memory(self)
+
+    def describe(self) -> str:
+        """Units, buckets in launch order, shards, bytes by kind, and the collectives of a step."""
+        return describe(self)
+
+    # Checks
+
+    def check(self) -> None:
+        """Parameters must still be those that the model uses, in the memory of their buckets."""
+        for bucket in self.buckets:
+            for position, p in enumerate(bucket.params):
+                if not bucket.is_in_place(position):
+                    raise RuntimeError(
+                        f"Engine: expected parameter '{bucket.name(position)}' to stay in its flat "
+                        f"buffer, got other memory (dtype={p.dtype}, device={p.device}); call "
+                        "module.to() before fastpar.parallelize"
+                    )
+        for module_ref, attribute, p in self._homes:
+            module = module_ref()
+            if module is not None and module._parameters.get(attribute) is not p:
+                bucket, position = self._place[p]
+                raise RuntimeError(
+                    f"Engine: expected the model to keep its parameter '{bucket.name(position)}', "
+                    "got another object in its place; load with load_state_dict(assign=False), and "
+                    "tie or replace parameters before fastpar.parallelize"
+                )
+        for p, name in self.frozen.items():
+            if p.requires_grad:
+                raise RuntimeError(
+                    f"Engine: expected parameter '{name}' to stay frozen, got requires_grad=True; "
+                    "set requires_grad before fastpar.parallelize"
+                )
+
+    @torch.no_grad()
+    def check_replicas(self) -> None:
+        """Raise unless every rank holds the same bits in every whole parameter. Ranks: all.
+
+        Wire: one broadcast of all parameters, a bucket at a time.
+        """
+        if self.mesh.dp_size == 1:
+            return
+        first = n = len(self.params)
+        with self.gathered():
+            for bucket in self.buckets:
+                theirs = bucket.flat.clone()
+                self.mesh.broadcast_([theirs])
+                for slot, p in zip(bucket.slots, bucket.params):
+                    part = slice(slot.start, slot.stop)
+                    a, b = (x[part].view(torch.uint8) for x in (bucket.flat, theirs))
+                    if self._index[p] < first and not torch.equal(a, b):
+                        first = self._index[p]
+        found = torch.zeros(self.mesh.dp_size, dtype=torch.float64, device=self.mesh.device)
+        found[self.mesh.dp_rank] = n - first
+        everyone = self.all_reduce_scalars(found).tolist()
+        wrong = [(n - int(late), rank) for rank, late in enumerate(everyone) if late]
+        if wrong:
+            i, rank = min(wrong)
+            raise RuntimeError(
+                "Engine.check_replicas: expected the same bits on every rank, got a difference on "
+                f"rank {rank} in parameter '{self.layout.slots[i].spec.names[0]}' after step "
+                f"{self.n_reductions}; something changed it on one rank only"
+            )
+
+    def _note(self, kind: int, index: int) -> None:
+        self._hashes[kind] = (self._hashes[kind] * 1000003 + index + 1) % _HASH
+
+    def _wire_bytes(self, x: Tensor, group: Collectives, both_ways: bool) -> int:
+        part = x.numel() * x.element_size() // group.world_size
+        return part * (group.world_size - 1) * (2 if both_ways else 1)
+
+    @contextlib.contextmanager
+    def _blame(self, action: str, bucket: BucketState) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            if str(error).startswith("Engine:"):
+                raise
+            raise RuntimeError(
+                f"Engine: expected every rank to take part, got an error on rank {self.mesh.rank} "
+                f"while {action} bucket {bucket.spec.index} of step {self.n_reductions} ({error}); "
+                "another rank stopped or skipped a collective: its own message says why"
+            ) from error
