@@ -121,6 +121,9 @@ class BucketState:
         self.unreduced: PairwiseSum | None = None  # earlier micro-batches that stayed here
         self.reduced: Tensor | None = None
         self._reductions: PairwiseSum | None = None
+        self._piece_views: tuple[Tensor | None, list[tuple[Tensor, Tensor | None, int]]] | None = (
+            None
+        )
         self._aside = self.marked = False
         if stage == 0:
             for p, view in zip(params, self.grad_views):
@@ -176,10 +179,15 @@ class BucketState:
 
     def piece(self, position: int) -> tuple[Tensor, Tensor | None, int]:
         """(values, reduced gradient, first element) of what this rank owns of a parameter."""
-        start, stop = self.pieces[position]
-        at = self.slots[position].start + start - self._own.start
-        place = slice(at, at + stop - start)
-        return self.shard[place], None if self.reduced is None else self.reduced[place], start
+        if self._piece_views is None or self._piece_views[0] is not self.reduced:
+            views = []
+            for slot, (start, stop) in zip(self.slots, self.pieces):
+                at = slot.start + start - self._own.start
+                place = slice(at, at + stop - start)
+                grad = None if self.reduced is None else self.reduced[place]
+                views.append((self.shard[place], grad, start))
+            self._piece_views = self.reduced, views  # of a stage >= 2, the same in every step
+        return self._piece_views[1][position]
 
     # Gradients
 
@@ -369,6 +377,8 @@ class BucketState:
             return
         self._forget_local()
         self.seen.clear()
+        if self.reduced is not self.grad_shard:
+            self._piece_views = None  # they would keep it alive
         self.reduced = None
         if self.stage >= 2:
             self.grad = None

@@ -9,8 +9,8 @@ class DynamicLossScale:
     """The factor that keeps small fp16 gradients from vanishing.
 
     Multiply the loss by scale, set the optimizer's grad_scale to scale, step, then call
-    update(optimizer.skipped). Reduced gradients are the same on every rank, so the ranks agree on
-    every overflow without talking about it.
+    update(optimizer.skipped). All ranks skip a step or none does, also where each sees only its
+    shards of the gradients, so their scales stay the same without talking about it.
 
     Args:
         init: first scale; growth_interval: finite steps in a row after which it is doubled.

@@ -92,18 +92,19 @@ class AdamW(EngineOptimizer):
             only measures. The factor is min(1, max_grad_norm / (norm + 1e-6)), as in
             torch.nn.utils.clip_grad_norm_; gradients themselves are not changed.
         zero_grad_in_step: set used gradients to zero in the same pass, in skipped steps too, as
-            zero_grad(set_to_none=False) would.
+            zero_grad(set_to_none=False) would. Not with zero_stage >= 1.
     Attributes:
-        grad_norm: fp32 tensor [], of the last step, before clipping, after division by grad_scale;
-            None where nothing asked for it: no max_grad_norm, and no loss scale or one whose
-            overflows found_inf tells.
+        grad_norm: fp32 tensor [], of the last step, over all shards, before clipping, after
+            division by grad_scale and by the engine's count of tokens; None where nothing asked for
+            it: no max_grad_norm, and no loss scale or one whose overflows found_inf tells.
         grad_scale: the loss scale, by which gradients are divided; 1 by default.
         found_inf: tensor of one element, nonzero if the gradients are known to be not finite.
-            torch.amp.GradScaler sets both around step(); so may any other training loop.
-        skipped: whether the last step changed nothing because its gradients were not finite. That
-            happens only once grad_scale or found_inf has been set. Reading it on a GPU waits for
-            the step. Without a loss scale, non-finite gradients go into the parameters, as with
-            torch.optim.AdamW.
+            torch.amp.GradScaler sets both around step(); so may any other training loop, but not
+            found_inf with zero_stage >= 1, where no rank sees all gradients.
+        skipped: whether the last step changed nothing because its gradients were not finite; the
+            same on all ranks. That happens only once grad_scale or found_inf has been set. Reading
+            it on a GPU waits for the step. Without a loss scale, non-finite gradients go into the
+            parameters, as with torch.optim.AdamW.
     Ranks: step() is called by all ranks of the model's mesh, and so are state_dict() and
         torch_state_dict() at zero_stage >= 1.
     State: at zero_stage >= 1 each rank keeps that of its elements; state_dict() is the whole one,
