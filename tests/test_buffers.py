@@ -1,4 +1,4 @@
-"""buffers.py: gradients end in the flat buffer whatever autograd does; broken views are seen."""
+"""buffers.py: one bucket at each stage: where parameters and gradients are, and what is freed."""
 
 import copy
 
@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from fastpar.buffers import FlatBuffers
-from fastpar.layout import ALIGN
+from fastpar.buffers import BucketState, PairwiseSum
+from fastpar.layout import ALIGN, ParamSpec, build_layout, parameter_names
 
 CPU = torch.device("cpu")
+stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+sharded = pytest.mark.parametrize("stage", [1, 2, 3])
 
 
 class Tied(nn.Module):
@@ -17,10 +19,10 @@ class Tied(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.wte = nn.Embedding(11, 6)
+        self.wte = nn.Embedding(91, 6)
         self.mlp = nn.Linear(6, 6)
         self.frozen = nn.Linear(6, 6).requires_grad_(False)
-        self.head = nn.Linear(6, 11, bias=False)
+        self.head = nn.Linear(6, 91, bias=False)
         self.head.weight = self.wte.weight
         self.register_buffer("scale", torch.ones(()))
 
@@ -28,35 +30,130 @@ class Tied(nn.Module):
         return self.head(self.frozen(self.mlp(self.wte(idx))) * self.scale)
 
 
-def flatten(model, **options):
-    return FlatBuffers(model, device=CPU, **options)
+def flatten(model, stage=0, *, rank=0, n_shards=2, grad_dtype=None, deterministic=False):
+    """The buckets of a model, one a dtype, on one rank that never communicates."""
+    named = {p: n for p, n in parameter_names(model).items() if p.requires_grad}
+    layout = build_layout(
+        [ParamSpec(names, tuple(p.shape), p.dtype) for p, names in named.items()],
+        n_shards=n_shards if stage else 1,
+        bucket_bytes=1e9,
+        first_bucket_bytes=1e9,
+        grad_dtype=grad_dtype,
+        flags=stage == 0,
+    )
+    params, buckets = list(named), []
+    for spec in layout.buckets:
+        bucket = BucketState(
+            layout,
+            spec,
+            [params[layout.slots[i].registered] for i in spec.slots],
+            stage=stage,
+            rank=rank if stage else 0,
+            device=CPU,
+            grad_dtype=grad_dtype,
+            deterministic=deterministic,
+            reduce=None,
+            gather=None,
+        )
+        for view, p in zip(bucket.views, bucket.params):
+            view.copy_(p.detach())
+        bucket.attach()
+        buckets.append(bucket)
+    return buckets
 
 
-def test_values_stay_and_parameters_become_views_of_one_buffer():
+def one(model, stage=0, **options):
+    (bucket,) = flatten(model, stage, **options)
+    return bucket
+
+
+# Parameters
+
+
+@stages
+def test_values_stay_and_parameters_become_views_of_one_memory(stage):
     model = Tied()
     before = copy.deepcopy(model.state_dict())
-    frozen = model.frozen.weight.data_ptr()
-    buffers = flatten(model, world_size=3)
+    bucket = one(model, stage)
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
     assert model.head.weight is model.wte.weight
-    assert model.frozen.weight.data_ptr() == frozen
-    assert list(buffers.frozen.values()) == ["frozen.weight", "frozen.bias"]
-    for bucket, flat in zip(buffers.layout.buckets, buffers.param_buckets):
-        for i in bucket.slots:
-            p = buffers.params[i]
-            assert p.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
-            assert p.data_ptr() % (ALIGN * 4) == flat.data_ptr() % (ALIGN * 4)
-    names = [buffers.name(i) for i in range(len(buffers.params))]
-    assert names == ["mlp.bias", "mlp.weight", "wte.weight"]
+    for p in bucket.params:
+        assert p.untyped_storage().data_ptr() == bucket.flat.untyped_storage().data_ptr()
+        assert (p.data_ptr() - bucket.flat.data_ptr()) % (ALIGN * 4) == 0
+    assert [bucket.name(i) for i in range(3)] == ["mlp.bias", "mlp.weight", "wte.weight"]
+    assert all(bucket.is_in_place(i) for i in range(3))
+    model.mlp.weight.data = model.mlp.weight.data.clone()
+    assert [bucket.is_in_place(i) for i in range(3)] == [True, False, True]
 
 
-def test_a_non_contiguous_parameter_becomes_contiguous_with_its_values():
+@stages
+def test_a_non_contiguous_parameter_becomes_contiguous_with_its_values(stage):
     model = nn.Linear(3, 5)
     model.weight = nn.Parameter(torch.arange(15.0).view(3, 5).t())
-    flatten(model)
+    one(model, stage)
     assert model.weight.is_contiguous()
     assert model.weight[1, 2] == 11.0
+
+
+def test_parameters_of_two_dtypes_have_a_bucket_each():
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 3).bfloat16())
+    buckets = flatten(model)
+    assert {b.flat.dtype for b in buckets} == {torch.float32, torch.bfloat16}
+    assert all(b.grad.dtype == b.flat.dtype for b in buckets)
+
+
+@sharded
+def test_the_shards_of_all_ranks_are_the_bucket(stage):
+    models = [Tied() for _ in range(3)]
+    for model in models[1:]:
+        model.load_state_dict(models[0].state_dict())
+    buckets = [one(model, stage, rank=r, n_shards=3) for r, model in enumerate(models)]
+    assert torch.equal(torch.cat([b.shard for b in buckets]), buckets[0].flat)
+    for position, p in enumerate(buckets[0].params):
+        pieces = [b.piece(position) for b in buckets]
+        assert torch.equal(torch.cat([values for values, _, _ in pieces]), p.flatten())
+        at = 0
+        for values, grad, start in pieces:
+            assert grad is None
+            assert start == at or not values.numel()
+            at += values.numel()
+
+
+@sharded
+def test_stale_parameters_read_as_nan_and_come_back(stage):
+    model = Tied()
+    before = copy.deepcopy(model.state_dict())
+    bucket = one(model, stage)
+    loss = model(torch.tensor([[1, 2]])).sum()
+    bucket.make_stale()
+    assert all(bucket.is_in_place(i) for i in range(3))
+    assert model.wte.weight.shape == (91, 6)
+    assert all(p.isnan().all() for p in bucket.params)
+    assert bucket.flat.untyped_storage().nbytes() == (0 if stage == 3 else bucket.spec.numel * 4)
+    bucket.allocate()
+    whole = torch.zeros(bucket.spec.numel)
+    for slot, view in zip(bucket.slots, [before[bucket.name(i)] for i in range(3)]):
+        whole[slot.start : slot.stop] = view.flatten()
+    bucket.flat.copy_(whole)
+    bucket.make_live()
+    assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
+    loss.backward()  # what autograd saved is the same memory, filled again
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_writes_into_whole_parameters_reach_the_shard(stage):
+    model = nn.Linear(8, 64)
+    bucket = one(model, stage, rank=1)
+    with torch.no_grad():
+        model.weight.fill_(3.0)
+    bucket.save_writes()
+    values, _, start = bucket.piece(1)
+    assert (start, values.numel()) == (256, 256)
+    assert (values == 3.0).all()
+
+
+# Gradients
 
 
 def backward(model):
@@ -64,101 +161,150 @@ def backward(model):
 
 
 @pytest.mark.parametrize("state", ["none", "zeroed", "foreign"])
-def test_store_brings_any_gradient_into_the_view(state):
+@stages
+def test_take_brings_any_gradient_into_the_bucket(state, stage):
     model = Tied()
     plain = copy.deepcopy(model)
-    buffers = flatten(model)
-    for view in buffers.views:
-        view.fill_(float("nan"))
+    bucket = one(model, stage)
+    if bucket.grad is not None:
+        bucket.grad.fill_(float("nan"))
     backward(plain)
-    if state == "zeroed":  # what zero_grad(set_to_none=False) leaves
-        for p, view in zip(buffers.params, buffers.views):
+    if state == "zeroed" and stage == 0:  # what zero_grad(set_to_none=False) leaves
+        for p, view in zip(bucket.params, bucket.grad_views):
             p.grad = view.zero_()
     backward(model)
     if state == "foreign":
-        for p in buffers.params:
+        for p in bucket.params:
             p.grad = p.grad.clone()
-    for i, p in enumerate(buffers.params):
-        buffers.store(i)
-        assert p.grad is buffers.views[i]
-        twin = plain.get_parameter(buffers.name(i))
-        assert torch.equal(buffers.views[i], twin.grad)
-        assert torch.equal(buffers.grad_of(p), twin.grad)
+    for i, p in enumerate(bucket.params):
+        bucket.take(i)
+        twin = plain.get_parameter(bucket.name(i)).grad
+        slot = bucket.slots[i]
+        assert torch.equal(bucket.grad[slot.start : slot.stop], twin.flatten())
+        assert p.grad is (bucket.grad_views[i] if stage == 0 else None)
+        if stage == 0:
+            assert torch.equal(bucket.grad_of(i), twin)
 
 
-def test_collect_zeroes_the_view_of_a_missing_gradient_and_repairs_a_replaced_one():
+def test_a_missing_gradient_is_zero_and_a_replaced_one_is_brought_back():
     model = nn.Linear(3, 2)
-    buffers = flatten(model)
-    bias, weight = buffers.params
-    buffers.views[0].fill_(float("nan"))
+    bucket = one(model)
+    bias, weight = bucket.params
+    bucket.grad.fill_(float("nan"))
     weight.grad = torch.full((2, 3), 5.0)
-    assert not buffers.collect(0)
-    assert buffers.collect(1)
-    assert (bias.grad, weight.grad) == (None, buffers.views[1])
-    assert buffers.views[0].tolist() == [0.0, 0.0]
-    assert buffers.views[1].tolist() == [[5.0] * 3] * 2
-    buffers.adopt(0)
-    assert bias.grad is buffers.views[0]
-    buffers.zero_grad()
+    assert bucket.fill_missing(flags=True) == [0]
+    assert bucket.used().tolist() == [0.0, 1.0]
+    assert (bias.grad, weight.grad) == (None, bucket.grad_views[1])
+    assert bucket.grad_views[0].tolist() == [0.0, 0.0]
+    assert bucket.grad_views[1].tolist() == [[5.0] * 3] * 2
+    bucket.adopt(0)
+    assert bias.grad is bucket.grad_views[0]
+    bucket.zero_grad(True)
     assert (bias.grad, weight.grad) == (None, None)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_main_gradients_add_up_in_fp32(dtype):
+@stages
+def test_gradients_in_fp32_add_up_in_fp32(dtype, stage):
     model = nn.Linear(3, 2).to(dtype)
-    buffers = flatten(model, grad_dtype=torch.float32)
-    buffers.grad_buckets[0].fill_(float("nan"))
-    bias = buffers.params[0]
-    assert buffers.grad_of(bias) is None
-    assert not buffers.collect(1)
+    bucket = one(model, stage, grad_dtype=torch.float32)
+    if bucket.grad is not None:
+        bucket.grad.fill_(float("nan"))
+    bias = bucket.params[0]
     for value in (1.0, 2.0**-12):  # lost in 16 bits
         bias.grad = torch.full((2,), value, dtype=dtype)
-        buffers.store(0)
+        bucket.take(0)
         assert bias.grad is None
-    assert bias.main_grad.dtype == torch.float32
-    assert buffers.grad_of(bias) is bias.main_grad
-    assert bias.main_grad.tolist() == [1.0 + 2.0**-12] * 2
-    assert buffers.collect(0)
-    buffers.zero_grad()
-    assert buffers.grad_of(bias) is None
+    assert bucket.fill_missing(flags=stage == 0) == [1]
+    assert bucket.grad.dtype == torch.float32
+    assert bucket.grad[:2].tolist() == [1.0 + 2.0**-12] * 2
+    if stage == 0:
+        assert bucket.grad_of(0) is bias.main_grad
+    assert hasattr(bias, "main_grad") == (stage == 0)
+    bucket.zero_grad(True)
     bias.grad = torch.full((2,), 3.0, dtype=dtype)
-    buffers.store(0)
-    assert bias.main_grad.tolist() == [3.0, 3.0]
+    bucket.take(0)
+    assert bucket.grad[:2].tolist() == [3.0, 3.0]
 
 
 @pytest.mark.parametrize("grad_dtype", [None, torch.float32])
 def test_zero_grad_can_keep_gradients_as_zeros(grad_dtype):
     model = nn.Linear(3, 2).bfloat16()
-    buffers = flatten(model, grad_dtype=grad_dtype)
-    bias, weight = buffers.params
+    bucket = one(model, grad_dtype=grad_dtype)
+    bias = bucket.params[0]
     bias.grad = torch.ones(2, dtype=torch.bfloat16)
-    buffers.store(0)
-    buffers.zero_grad(set_to_none=False)
-    assert buffers.grad_of(bias) is buffers.views[0]
-    assert buffers.views[0].tolist() == [0.0, 0.0]
-    assert buffers.grad_of(weight) is None
+    bucket.take(0)
+    bucket.zero_grad(False)
+    assert bucket.grad_of(0) is bucket.grad_views[0]
+    assert bucket.grad_views[0].tolist() == [0.0, 0.0]
+    assert bucket.grad_of(1) is None
 
 
 def test_fp32_gradients_of_fp32_parameters_stay_in_grad():
-    buffers = flatten(nn.Linear(3, 2), grad_dtype=torch.float32)
-    assert not hasattr(buffers.params[0], "main_grad")
+    bucket = one(nn.Linear(3, 2), grad_dtype=torch.float32)
+    assert not hasattr(bucket.params[0], "main_grad")
 
 
-def test_parameters_of_two_dtypes_have_a_buffer_each():
-    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 3).bfloat16())
-    buffers = flatten(model)
-    assert {b.dtype for b in buffers.param_buckets} == {torch.float32, torch.bfloat16}
-    assert all(g.dtype == p.dtype for g, p in zip(buffers.views, buffers.params))
+def reduce(bucket):
+    """What the engine does, without other ranks: this rank's slice is the mean."""
+    bucket.fill_missing(flags=False)
+    target, own = bucket.target(), slice(*bucket.spec.shard(1))
+    bucket.add_reduced(target.copy_(bucket.grad[own]))
 
 
-def sparse(model):
-    p = model.wte.weight
+@pytest.mark.parametrize("deterministic", [False, True])
+@sharded
+def test_reductions_add_up_in_the_shard_and_whole_gradients_are_freed(stage, deterministic):
+    model = nn.Linear(8, 64)
+    bucket = one(model, stage, rank=1, deterministic=deterministic)
+    for value in (1.0, 2.0, 4.0):
+        for i, p in enumerate(bucket.params):
+            p.grad = torch.full_like(p, value)
+            bucket.take(i)
+        reduce(bucket)
+        assert (bucket.grad is None) == (stage >= 2)
+    assert bucket.reduced.numel() == bucket.spec.shard_numel
+    assert (bucket.piece(1)[1] == 7.0).all()
+    bucket.zero_grad(True)
+    assert bucket.piece(1)[1] is None
+
+
+@sharded
+def test_marks_say_that_the_gradient_is_elsewhere_and_hear_zero_grad(stage):
+    model = nn.Linear(8, 64)
+    bucket = one(model, stage, rank=1)
+    weight = bucket.params[1]
+
+    def step():
+        for i, p in enumerate(bucket.params):
+            p.grad = torch.ones_like(p)
+            bucket.take(i)
+        reduce(bucket)
+        bucket.mark()
+
+    step()
+    assert weight.grad.isnan().all()
+    bucket.unmark()
+    assert weight.grad is None
+    assert (bucket.piece(1)[1] == 1.0).all()  # kept: it goes on
+    bucket.mark()
+    weight.grad = None  # one of two was cleared by hand
+    bucket.unmark()
+    assert (bucket.piece(1)[1] == 0.0).all()
+    bucket.zero_grad(True)
+    step()
+    model.zero_grad()
+    bucket.unmark()
+    assert bucket.reduced is None
+
+
+def sparse(p):
     p.grad = torch.sparse_coo_tensor([[1]], torch.ones(1, 6), p.shape, check_invariants=True)
 
 
-def with_graph(model):
+def with_graph(p):
     x = torch.ones((), requires_grad=True)
-    model.wte.weight.grad = torch.ones(11, 6) * x
+    p.grad = torch.ones(91, 6) * x
 
 
 @pytest.mark.parametrize(
@@ -168,85 +314,28 @@ def with_graph(model):
         (with_graph, r"expected backward without create_graph, .* parameter 'wte\.weight'"),
     ],
 )
-def test_gradients_that_do_not_fit(put, message):
+@stages
+def test_gradients_that_do_not_fit(put, message, stage):
     model = Tied()
-    buffers = flatten(model)
-    put(model)
+    bucket = one(model, stage)
+    put(model.wte.weight)
     with pytest.raises(RuntimeError, match=message):
-        buffers.store(2)
+        bucket.take(2)
 
 
-def to_half(model):
-    model.half()
-
-
-def assign(model):
-    state = {k: v.clone() for k, v in model.state_dict().items()}
-    model.load_state_dict(state, assign=True)
-
-
-def untie(model):
-    model.head.weight = nn.Parameter(model.wte.weight.detach().clone())
-
-
-def unfreeze(model):
-    model.frozen.requires_grad_(True)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (to_half, r"expected parameter 'mlp\.bias' to stay in its flat buffer, got other memory "),
-        (assign, r"expected the model to keep its parameter 'wte\.weight', got another object"),
-        (untie, r"expected the model to keep its parameter 'wte\.weight', got another object"),
-        (unfreeze, r"expected parameter 'frozen\.weight' to stay frozen, got requires_grad=True"),
-    ],
-)
-def test_broken_views_are_named(change, message):
-    model = Tied()
-    buffers = flatten(model)
-    buffers.check()
-    change(model)
-    with pytest.raises(RuntimeError, match=message):
-        buffers.check()
-
-
-def test_what_keeps_views_passes_the_check():
-    model = Tied()
-    buffers = flatten(model)
-    model.load_state_dict(copy.deepcopy(model.state_dict()))
-    model.float().cpu().train().requires_grad_(False)
-    buffers.check()
-
-
-def shared_memory():
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    model[1].weight.data = model[0].weight.data
-    return model
-
-
-def complex_parameter():
-    model = nn.Linear(3, 3)
-    model.weight = nn.Parameter(model.weight.to(torch.complex64))
-    return model
-
-
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (nn.ReLU, r"expected a model with parameters to train, got 0 parameters"),
-        (lambda: nn.Linear(2, 2).requires_grad_(False), r"got 2 parameters and none with"),
-        (lambda: nn.Linear(2, 2, device="meta"), r"mesh\.device=cpu, got device=meta for 'weight'"),
-        (complex_parameter, r"got dtype=torch\.complex64 for 'weight'"),
-        (shared_memory, r"got '0\.weight' and '1\.weight' sharing memory"),
-    ],
-)
-def test_models_that_do_not_fit(build, message):
-    model = build()
-    with pytest.raises(ValueError, match=message):
-        flatten(model)
-
-
-def test_grad_dtype_must_be_floating_point():
-    with pytest.raises(ValueError, match=r"expected a floating-point grad_dtype, got .*int32"):
-        flatten(nn.Linear(2, 2), grad_dtype=torch.int32)
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 6, 8])
+def test_pairwise_sums_have_the_order_of_the_tree(count):
+    """fp32 numbers for which each order has other bits."""
+    generator = torch.Generator().manual_seed(count)
+    terms = [torch.randn(500, generator=generator) * 10.0**k for k in range(count)]
+    total = PairwiseSum()
+    for term in terms:
+        total.push(term.clone())
+    level = list(terms)
+    while len(level) > 1:
+        pairs = [a + b for a, b in zip(level[::2], level[1::2])]
+        level = pairs + level[2 * len(pairs) :]
+    assert torch.equal(total.total(), level[0])
+    total.zero_(slice(0, 100))
+    assert (total.total()[:100] == 0).all()
+    assert torch.equal(total.total()[100:], level[0][100:])

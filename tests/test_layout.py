@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fastpar.config import GPTConfig
-from fastpar.layout import ALIGN, ParamSpec, build_layout, inventory, parameter_names
+from fastpar.layout import (
+    ALIGN,
+    ParamSpec,
+    build_layout,
+    default_bucket_mb,
+    inventory,
+    parameter_names,
+)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -23,10 +30,11 @@ specs_of_a_model = st.lists(
 ).map(lambda rows: [ParamSpec((f"p{i}",), (n,), d) for i, (n, d) in enumerate(rows)])
 layouts = st.fixed_dictionaries(
     {
-        "world_size": st.integers(1, 9),
+        "n_shards": st.integers(1, 9),
         "bucket_bytes": st.sampled_from([1, 1000, 4096, 1e5, float("inf")]),
         "first_bucket_bytes": st.sampled_from([1, 500, 1e5]),
         "grad_dtype": st.sampled_from([None, torch.float32]),
+        "flags": st.booleans(),
     }
 )
 
@@ -45,38 +53,48 @@ def test_every_parameter_has_one_aligned_place(specs, options):
 
 
 @given(specs_of_a_model, layouts)
-def test_nothing_overlaps_and_buffers_are_covered(specs, options):
+def test_nothing_overlaps_and_buckets_are_covered(specs, options):
     layout = build_layout(specs, **options)
-    for dtype, numel in layout.buffer_numel.items():
+    for bucket in layout.buckets:
         end = 0
-        for bucket in (b for b in layout.buckets if b.dtype == dtype):
-            assert bucket.start == end
-            for i in bucket.slots:
-                assert end <= layout.slots[i].start < end + ALIGN
-                end = layout.slots[i].stop
-            assert end <= bucket.used_start < end + ALIGN
-            end = bucket.used_start + len(bucket.slots)
-            assert end <= bucket.stop < end + options["world_size"] * ALIGN
-            end = bucket.stop
-        assert end == numel
+        for i in bucket.slots:
+            assert end <= layout.slots[i].start < end + ALIGN
+            end = layout.slots[i].stop
+        assert end <= bucket.used_start < end + ALIGN
+        end = bucket.used_start + (len(bucket.slots) if options["flags"] else 0)
+        assert end <= bucket.numel < end + options["n_shards"] * ALIGN
 
 
 @given(specs_of_a_model, layouts)
 def test_ranks_own_equal_aligned_slices(specs, options):
     layout = build_layout(specs, **options)
     for bucket in layout.buckets:
-        shards = [bucket.shard(rank) for rank in range(options["world_size"])]
-        assert shards[0][0] == bucket.start
-        assert shards[-1][1] == bucket.stop
+        shards = [bucket.shard(rank) for rank in range(options["n_shards"])]
+        assert shards[0][0] == 0
+        assert shards[-1][1] == bucket.numel
         assert all(a[1] == b[0] for a, b in pairwise(shards))
-        assert len({stop - start for start, stop in shards}) == 1
+        assert {stop - start for start, stop in shards} == {bucket.shard_numel}
         assert all(start % ALIGN == 0 for start, _ in shards)
+
+
+@given(specs_of_a_model, layouts)
+def test_pieces_of_a_parameter_follow_each_other_and_are_cut_at_multiples(specs, options):
+    layout = build_layout(specs, **options)
+    for i, slot in enumerate(layout.slots):
+        pieces = [layout.piece(i, rank) for rank in range(options["n_shards"])]
+        owned = [piece for piece in pieces if piece[0] < piece[1]]
+        assert sum(stop - start for start, stop in pieces) == slot.spec.numel
+        assert all(a[1] == b[0] for a, b in pairwise(owned))
+        assert all(start % ALIGN == 0 for start, _ in owned)
+        for rank, (start, stop) in enumerate(pieces):
+            first, last = layout.buckets[slot.bucket].shard(rank)
+            assert start == stop or first <= slot.start + start < slot.start + stop <= last
 
 
 @given(specs_of_a_model, layouts)
 def test_order_is_reverse_registration_and_buckets_follow_their_last_parameter(specs, options):
     layout = build_layout(specs, **options)
-    for dtype in layout.buffer_numel:
+    for dtype in DTYPES:
         order = [slot.registered for slot in layout.slots if slot.spec.dtype == dtype]
         assert order == sorted(order, reverse=True)
     last = [layout.slots[b.slots[-1]].registered for b in layout.buckets]
@@ -92,7 +110,7 @@ def test_a_bucket_is_full_but_not_overfull(specs, options):
         spec = layout.slots[i].spec
         return -(-spec.numel // ALIGN) * ALIGN * (options["grad_dtype"] or spec.dtype).itemsize
 
-    for dtype in layout.buffer_numel:
+    for dtype in DTYPES:
         buckets = [b for b in layout.buckets if b.dtype == dtype]
         for k, bucket in enumerate(buckets):
             cap = options["bucket_bytes"] if k else options["first_bucket_bytes"]
@@ -102,22 +120,29 @@ def test_a_bucket_is_full_but_not_overfull(specs, options):
                 assert size + n_bytes(buckets[k + 1].slots[0]) > cap
 
 
+@given(specs_of_a_model, layouts, st.integers(1, 5))
+def test_a_unit_has_one_bucket_a_dtype(specs, options, n_units):
+    unit_of = [i * 7 % n_units for i in range(len(specs))]
+    layout = build_layout(specs, unit_of=unit_of, **options)
+    kinds = [(b.dtype, b.unit) for b in layout.buckets]
+    assert sorted(map(str, kinds)) == sorted({str((s.dtype, u)) for s, u in zip(specs, unit_of)})
+    for slot in layout.slots:
+        assert layout.buckets[slot.bucket].unit == unit_of[slot.registered]
+    assert all(b.unit == -1 for b in build_layout(specs, **options).buckets)
+
+
 def test_a_small_model_by_hand():
     specs = [
-        ParamSpec(("wte.weight", "head.weight"), (10, 7), torch.float32),
-        ParamSpec(("h.weight",), (64,), torch.float32),
+        ParamSpec(("wte.weight", "head.weight"), (20, 15), torch.float32),
+        ParamSpec(("h.weight",), (256,), torch.float32),
         ParamSpec(("h.bias",), (1,), torch.float32),
     ]
-    layout = build_layout(specs, world_size=2, bucket_bytes=600, first_bucket_bytes=300)
+    layout = build_layout(specs, n_shards=2, bucket_bytes=4000, first_bucket_bytes=1500)
     places = [(s.spec.names[0], s.bucket, s.start, s.stop) for s in layout.slots]
-    assert places == [
-        ("h.bias", 0, 0, 1),
-        ("h.weight", 1, 128, 192),
-        ("wte.weight", 2, 256, 326),
-    ]
-    buckets = [(b.start, b.used_start, b.stop) for b in layout.buckets]
-    assert buckets == [(0, 64, 128), (128, 192, 256), (256, 384, 512)]
-    assert layout.buffer_numel == {torch.float32: 512}
+    assert places == [("h.bias", 0, 0, 1), ("h.weight", 1, 0, 256), ("wte.weight", 1, 256, 556)]
+    assert [(b.used_start, b.numel) for b in layout.buckets] == [(256, 512), (768, 1024)]
+    assert [layout.piece(2, rank) for rank in range(2)] == [(0, 256), (256, 300)]
+    assert [layout.piece(1, rank) for rank in range(2)] == [(0, 256), (256, 256)]
 
 
 def test_padding_of_gpt2_is_small_and_its_embedding_has_its_own_bucket():
@@ -127,12 +152,20 @@ def test_padding_of_gpt2_is_small_and_its_embedding_has_its_own_bucket():
         model = GPT(GPTConfig.preset("gpt2"))
     names = parameter_names(model)
     specs = [ParamSpec(n, tuple(p.shape), p.dtype) for p, n in names.items()]
-    for world_size in (1, 2, 8, 64):
-        layout = build_layout(specs, world_size=world_size)
+    for n_shards in (1, 2, 8, 64):
+        layout = build_layout(specs, n_shards=n_shards)
         numel = sum(spec.numel for spec in specs)
-        assert layout.buffer_numel[torch.float32] < 1.002 * numel
+        assert sum(b.numel for b in layout.buckets) < 1.003 * numel
         last = layout.buckets[-1]
         assert [layout.slots[i].spec.names[0] for i in last.slots] == ["wte.weight"]
+
+
+def test_the_default_cap_grows_with_the_ranks_and_with_the_speed_of_the_link():
+    caps = [default_bucket_mb(8, link) for link in ("gloo", "shm", "nccl")]
+    assert caps == sorted(caps)
+    assert caps[0] < caps[2]
+    assert default_bucket_mb(2, "nccl") == default_bucket_mb(8, "nccl")
+    assert default_bucket_mb(64, "nccl") == 8 * default_bucket_mb(8, "nccl")
 
 
 def test_parameter_names_lists_a_tied_parameter_once_with_all_names():
@@ -157,7 +190,7 @@ def test_inventory_names_what_ranks_must_share():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"world_size": 0}, r"expected world_size >= 1, got world_size=0"),
+        ({"n_shards": 0}, r"expected n_shards >= 1, got n_shards=0"),
         ({"bucket_bytes": 0}, r"expected bucket_bytes > 0, got bucket_bytes=0"),
         ({"first_bucket_bytes": -1}, r"expected first_bucket_bytes > 0, got .*=-1"),
         ({"bucket_bytes": float("nan")}, r"expected bucket_bytes > 0, got bucket_bytes=nan"),
