@@ -150,6 +150,43 @@ def test_auto_over_gloo_between_processes():
         assert_same_bits(state, expected)
 
 
+class Tied(nn.Module):
+    """Embedding and head are one matrix, larger than a bucket."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(256, 32)
+        self.middle = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
+        self.head = nn.Linear(32, 256, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def train_tied(bucket_mb, stage):
+    torch.manual_seed(0)
+    mesh, model = Mesh(device="cpu"), Tied()
+    parallelize(model, mesh, zero_stage=stage, bucket_mb=bucket_mb, first_bucket_mb=QUARTER)
+    engine = engine_of(model)
+    if engine.auto_bucket is not None:
+        engine.auto_bucket._mark = Clock(engine, {3: 3.0, 7: 1.0})
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    for step in range(N_STEPS):
+        tokens = torch.arange(8).add(7 * step + mesh.rank)
+        model.head(model.middle(model.embed(tokens))).square().mean().backward()
+        assert engine.split.bucket is engine.buckets[0]
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict(), len(engine.buckets)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_split_embedding_moves_with_its_bucket(stage):
+    """Two ranks: a + b has the same bits in any order."""
+    auto, fixed = (run_ranks(train_tied, 2, mb, stage) for mb in ("auto", DEFAULT))
+    for (parameters, n_buckets), (expected, _) in zip(auto, fixed):
+        assert n_buckets == 7
+        assert_same_bits(parameters, expected)
+
+
 def choose(ms):
     run = Run("auto", 2, ms=ms)
     said = [run.engine.describe().splitlines()[1]]
