@@ -57,6 +57,7 @@ BUCKET_MB = 4.0  # of DDP, DeepSpeed and fastpar alike
 EXPOSED_PERCENT = 15.0
 LOSS_BOUND = 1e-4  # see [Note: the gate of overlap]
 TIMEOUT_S = 90.0
+QUIET_BYTES = 10_000  # in a tenth of a second: keep-alives, no collective
 MEMORY_BYTES = 1 << 30  # that two more ranks need
 
 ALONE = "no communication"
@@ -208,6 +209,16 @@ def busy_cores(seconds: float = 0.5) -> float:
     return cores * (after[0] - before[0]) / max(1, after[1] - before[1])
 
 
+def settled_bytes(link: Link) -> list[int]:
+    """What each end has sent, after what a step left to the next one has gone too."""
+    sent = link.sent_bytes()
+    while True:
+        time.sleep(0.1)
+        before, sent = sent, link.sent_bytes()
+        if max(now - then for now, then in zip(sent, before)) < QUIET_BYTES:
+            return sent
+
+
 def free_bytes() -> float:
     try:
         text = Path("/proc/meminfo").read_text()
@@ -248,10 +259,10 @@ def measure(plan: Plan, link: Link) -> tuple[dict[str, Log], dict[str, Any]]:
             ranks[variant] = stack.enter_context(Ranks(link, *args, timeout_s=TIMEOUT_S))
 
         def turn(variant: str, index: int) -> None:
-            before = link.sent_bytes()
+            before = settled_bytes(link)
             first = index * (plan.steps + 1)
             answers = ranks[variant].call("steps", first, plan.steps, timeout_s=TIMEOUT_S)
-            sent = max(now - then for now, then in zip(link.sent_bytes(), before))
+            sent = max(now - then for now, then in zip(settled_bytes(link), before))
             # The first turn also holds what is done once.
             logs[variant].extend(answers, sent / (plan.steps + 1))
 
