@@ -25,6 +25,7 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -177,8 +178,7 @@ class Collectives(ABC):
             )
 
     def _check_apart(self, op: str, x: Tensor, out: Tensor) -> None:
-        start, other = x.data_ptr(), out.data_ptr()
-        if start < other + out.nbytes and other < start + x.nbytes:
+        if _overlap(x, out):
             raise ValueError(
                 f"{op}: expected out apart from x where it is wider, got out={out.dtype} inside "
                 f"x={x.dtype}; pass another out"
@@ -190,6 +190,12 @@ class Collectives(ABC):
                 f"{op}: expected {self.world_size} slices of {part.numel()} elements, got a whole "
                 f"of {whole.numel()}; pad it to a multiple of the ranks"
             )
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two contiguous tensors share memory."""
+    start, other = a.data_ptr(), b.data_ptr()
+    return start < other + b.nbytes and other < start + a.nbytes
 
 
 class FutureHandle(Handle):
@@ -217,12 +223,19 @@ class FutureHandle(Handle):
         return self._future.result() if over else None
 
 
+# A call that returns a callable has only begun: the operation is over when that returns None.
+Rest = Any
+Call = Callable[[], Rest]
 # (where the result goes, call, its arguments, what the call needs to live)
 Task = tuple[Future, Callable[..., Any], tuple, Sequence[Tensor]]
+_AHEAD = 1  # operations that a thread begins while an earlier one is under way
 
 
 class TaskThread:
-    """A daemon thread that runs tasks in order. It ends after stop() and when it is collected."""
+    """A daemon thread that begins tasks, and ends them, in order.
+
+    It ends after stop() and when it is collected.
+    """
 
     def __init__(self) -> None:
         self._tasks: queue.SimpleQueue = queue.SimpleQueue()
@@ -235,21 +248,64 @@ class TaskThread:
 
 
 def _work(tasks: queue.SimpleQueue) -> None:
-    """A task holds its tensors: nobody else may."""
-    while (task := tasks.get()) is not None:
-        run_task(task)
-        del task
+    """The next operation begins before an earlier one is over, unless it uses the same memory."""
+    under_way: deque[_Begun] = deque()
+    over_at = 0.0
+    while True:
+        if under_way and (under_way[0].is_over or len(under_way) > _AHEAD or tasks.empty()):
+            over_at = under_way.popleft().end(over_at)
+            continue
+        task = tasks.get()
+        if task is None:
+            break
+        while any(begun.shares(task[3]) for begun in under_way):
+            over_at = under_way.popleft().end(over_at)
+        under_way.append(_Begun(task))
+        del task  # a task holds its tensors: nobody else may
+    while under_way:
+        over_at = under_way.popleft().end(over_at)
 
 
 def run_task(task: Task) -> None:
     """The call, with its time or its error for the future."""
-    future, call, args, _ = task
-    try:
-        start = time.perf_counter()
-        call(*args)
-        future.set_result((time.perf_counter() - start) * 1e3)
-    except BaseException as error:
-        future.set_exception(error)
+    _Begun(task).end(0.0)
+
+
+class _Begun:
+    """A task whose call has returned."""
+
+    def __init__(self, task: Task) -> None:
+        self._future, call, args, self._tensors = task
+        self._start = time.perf_counter()
+        self._error: BaseException | None = None
+        self._rest: Any = None
+        try:
+            self._rest = call(*args)
+        except BaseException as error:
+            self._error = error
+
+    @property
+    def is_over(self) -> bool:
+        """Whether end() has nothing to wait for."""
+        return not callable(self._rest)
+
+    def shares(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether some of these tensors are in memory that this operation uses."""
+        return any(_overlap(a, b) for a in self._tensors for b in tensors)
+
+    def end(self, earlier: float) -> float:
+        """Wait for it and tell the future; when it was over. Its time counts from `earlier` on."""
+        try:
+            if self._error is not None:
+                raise self._error
+            if callable(self._rest):
+                _through(self._rest)
+            over_at = time.perf_counter()
+            self._future.set_result((over_at - max(self._start, earlier)) * 1e3)
+        except BaseException as error:
+            over_at = time.perf_counter()
+            self._future.set_exception(error)
+        return over_at
 
 
 class StreamHandle(Handle):
@@ -283,8 +339,10 @@ class TorchCollectives(Collectives):
     gloo's reduce-scatter moves as much as its all-reduce, so on a CPU it is an all-to-all and a
     local sum, which half of the bytes do.
 
-    [Note: who runs it] On a CPU each instance has a thread that runs its operations one after the
-    other in the order of the calls, local sums included, so the caller never waits before wait().
+    [Note: who runs it] On a CPU each instance has a thread that runs its operations in the order of
+    the calls, local sums included, so the caller never waits before wait(). The next one is sent
+    while an earlier one is under way or being added up, unless they share memory: otherwise the
+    link is idle in between.
     The process group is that thread's while an operation is under way: whoever calls
     torch.distributed on the same group meanwhile, an instance beside this one too, mixes up the
     order of the ranks' messages. On a GPU a stream takes the thread's place. Groups that cannot be
@@ -329,14 +387,14 @@ class TorchCollectives(Collectives):
             self._thread.stop()
         self._closed = True
 
-    def _submit(self, op: str, call: Callable[[], object], *of: Tensor) -> Handle:
+    def _submit(self, op: str, call: Call, *of: Tensor) -> Handle:
         if self._closed:
             raise RuntimeError(
                 f"TorchCollectives.{op}: expected an open group, got one after close(); "
                 "make a new one"
             )
         if self._stream is not None:
-            return StreamHandle(self._stream, lambda: self._guard(op, call, False), of)
+            return StreamHandle(self._stream, lambda: _through(self._guard(op, call, False)), of)
         future: Future = Future()
         inference = torch.is_inference_mode_enabled()  # a thread has a mode of its own
         task = (future, self._guard, (op, call, inference), of)
@@ -346,8 +404,8 @@ class TorchCollectives(Collectives):
             run_task(task)
         return FutureHandle(op, future, self)
 
-    def _guard(self, op: str, call: Callable[[], object], inference: bool) -> None:
-        """call(), unless an earlier one failed; says who failed where."""
+    def _guard(self, op: str, call: Call, inference: bool) -> Rest:
+        """call(), unless an earlier one failed; says who failed where. What is left is guarded."""
         if self._failed is not None:
             raise RuntimeError(
                 f"TorchCollectives.{op}: expected a working group, got one that failed before on "
@@ -355,7 +413,7 @@ class TorchCollectives(Collectives):
             ) from self._failed
         try:
             with torch.inference_mode(inference), torch.no_grad():
-                call()
+                rest = call()
         except Exception as error:
             self._failed = error
             raise RuntimeError(
@@ -363,6 +421,7 @@ class TorchCollectives(Collectives):
                 f"{self.rank} of {self.world_size} ({error}); another rank ended or skipped an "
                 "operation: its own message says why"
             ) from error
+        return None if rest is None else functools.partial(self._guard, op, rest, inference)
 
     def _finish(self, work: dist.Work) -> None:
         """work.wait(), which on a CPU the thread of the group enters when there is no wait left.
@@ -375,31 +434,42 @@ class TorchCollectives(Collectives):
         work.wait()
 
     def _all_reduce(self, x: Tensor, mean: bool, tag: int) -> Handle:
-        def own_order() -> None:
-            self._finish(dist.all_reduce(x, group=self.group, async_op=True))
-            if mean:
-                x.div_(self.world_size)
+        def own_order() -> Rest:
+            work = dist.all_reduce(x, group=self.group, async_op=True)
 
-        def tree() -> None:
+            def rest() -> None:
+                self._finish(work)
+                if mean:
+                    x.div_(self.world_size)
+
+            return rest
+
+        def tree() -> None:  # at once: the order of its two messages is that of the calls
             size = -(-x.numel() // self.world_size) * self.world_size
             whole = x.view(-1)
             if size != x.numel():
                 whole = torch.cat([whole, whole.new_zeros(size - x.numel())])
             part = whole.view(self.world_size, -1)[self.rank]
-            self._sum_into(part, whole, mean)
-            self._gather_into(whole, part)
+            _through(self._sum_into(part, whole, mean))
+            _through(self._gather_into(whole, part))
             if size != x.numel():
                 x.view(-1).copy_(whole[: x.numel()])
 
         return self._submit("all_reduce", tree if self.in_rank_order else own_order, x)
 
-    def _sum_into(self, out: Tensor, x: Tensor, mean: bool) -> None:
+    def _sum_into(self, out: Tensor, x: Tensor, mean: bool) -> Rest:
         received = torch.empty_like(x)
-        self._finish(dist.all_to_all_single(received, x, group=self.group, async_op=True))
-        _sum_parts(received.view(self.world_size, -1), out, mean)
+        work = dist.all_to_all_single(received, x, group=self.group, async_op=True)
 
-    def _gather_into(self, out: Tensor, x: Tensor) -> None:
-        self._finish(all_gather(out, x, group=self.group, async_op=True))
+        def rest() -> None:
+            self._finish(work)
+            _sum_parts(received.view(self.world_size, -1), out, mean)
+
+        return rest
+
+    def _gather_into(self, out: Tensor, x: Tensor) -> Rest:
+        work = all_gather(out, x, group=self.group, async_op=True)
+        return functools.partial(self._finish, work)
 
     def _reduce_scatter(self, out: Tensor, x: Tensor, mean: bool, tag: int) -> Handle:
         part, whole = out.view(-1), x.view(-1)
@@ -411,10 +481,17 @@ class TorchCollectives(Collectives):
         return self._submit("all_gather", call, out, x)
 
     def _broadcast(self, x: Tensor, src: int, tag: int) -> Handle:
-        def call() -> None:
-            self._finish(dist.broadcast(x, group=self.group, group_src=src, async_op=True))
+        def call() -> Rest:
+            work = dist.broadcast(x, group=self.group, group_src=src, async_op=True)
+            return functools.partial(self._finish, work)
 
         return self._submit("broadcast", call, x)
+
+
+def _through(rest: Rest) -> None:
+    """An operation from its begin to its end."""
+    while rest is not None:
+        rest = rest()
 
 
 def _sum_parts(parts: Tensor, out: Tensor, mean: bool) -> None:

@@ -8,13 +8,14 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from fastpar.collectives import TorchCollectives
+from fastpar.collectives import TaskThread, TorchCollectives
 from fastpar.testing import run_ranks
 
 
@@ -133,7 +134,7 @@ def test_a_fake_group_needs_no_thread():
 
 EXITS = """
 import sys, torch, torch.distributed as dist
-from fastpar.collectives import TorchCollectives
+from fastpar.collectives import TaskThread, TorchCollectives
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)
 c = TorchCollectives()
@@ -163,3 +164,66 @@ def test_exit_with_an_operation_under_way(tmp_path):
         for rank in ranks:
             rank.kill()
             rank.communicate()
+
+
+def test_the_next_operation_begins_while_an_earlier_one_is_under_way():
+    """Without, a link is idle while one is added up; more than two would fill the memory."""
+    thread = TaskThread()
+    queued, second, over = (threading.Event() for _ in range(3))
+    order, futures = [], [Future() for _ in range(3)]
+
+    def begin(name):
+        if name == 0:
+            assert queued.wait(10)
+        order.append(f"begin {name}")
+        if name == 1:
+            second.set()
+
+        def rest():
+            if name == 0:
+                assert over.wait(10)
+            order.append(f"end {name}")
+
+        return rest
+
+    for name, future in enumerate(futures):
+        thread.put((future, begin, (name,), ()))
+    queued.set()
+    assert second.wait(10)
+    assert not futures[0].done()
+    over.set()
+    assert all(future.result(10) >= 0 for future in futures)
+    assert order == ["begin 0", "begin 1", "end 0", "begin 2", "end 1", "end 2"]
+    thread.stop()
+    thread.thread.join(10)
+    assert not thread.thread.is_alive()
+
+
+def test_an_operation_that_fails_at_its_end_does_not_stop_the_next():
+    thread = TaskThread()
+    futures = [Future(), Future(), Future()]
+
+    def fail():
+        raise ValueError("at the end")
+
+    for future, rest in zip(futures, (fail, None, lambda: None)):
+        thread.put((future, lambda rest: rest, (rest,), ()))
+    with pytest.raises(ValueError, match="at the end"):
+        futures[0].result(10)
+    assert futures[1].result(10) >= 0
+    assert futures[2].result(10) >= 0
+    thread.stop()
+
+
+def test_an_operation_without_a_second_half_is_over_at_once():
+    """Its result does not wait for the operation behind it."""
+    thread = TaskThread()
+    queued, seen = threading.Event(), threading.Event()
+    first, second = Future(), Future()
+    thread.put((first, lambda: queued.wait(10) and None, (), ()))
+    thread.put((second, lambda: seen.wait(30) and None, (), ()))
+    queued.set()
+    assert first.result(10) >= 0
+    seen.set()
+    assert second.result(10) >= 0
+    thread.stop()
