@@ -233,7 +233,8 @@ class AdamW(EngineOptimizer):
         # Where the kernel reads the counters of a group: see [Note: step counters].
         skipping_on_gpu = found is not None and device.type != "cpu"
         on_device = [g["capturable"] or skipping_on_gpu for g in self.param_groups]
-        masters = {dtype: storage.master_entry(dtype) for dtype in {r.piece.dtype for r in rows}}
+        dtypes = {row.piece.dtype for row in rows}
+        masters: dict[torch.dtype, Any] = {dtype: storage.master_entry(dtype) for dtype in dtypes}
         states = [self._state(r, on_device[r.group], masters[r.piece.dtype]) for r in rows]
         counted = [s["step"] for row, s in zip(rows, states) if on_device[row.group]]
         if counted:

@@ -169,7 +169,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         return engines, rows, factor, found
 
     def _check_age(self) -> None:
-        alone = self.__dict__.get("_alone")
+        alone: set[Tensor] = self.__dict__.get("_alone", set())
         for i, group in enumerate(self.param_groups if alone else ()):
             for position, p in enumerate(group["params"]):
                 if p in alone and engine_of_parameter(p) is not None:

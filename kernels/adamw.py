@@ -383,7 +383,8 @@ def adamw_step_(
         dtypes = tuple([None if t is None else t.dtype for t in row])
         # The ordinary case in a microsecond; the rest, errors included, one by one.
         if (dtypes, stochastic) not in _accepted_dtypes or not _have_one_form(row):
-            check_one(i, *row[:6], row[6:], stochastic)
+            _, g, _, exp_avg_sq, max_exp_avg_sq, master, *scales = row
+            check_one(i, p, g, exp_avg, exp_avg_sq, max_exp_avg_sq, master, scales, stochastic)
             _accepted_dtypes.add((dtypes, stochastic))
         if first_indices is not None:
             first_index = first_indices[i]
