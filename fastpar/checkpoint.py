@@ -100,7 +100,7 @@ def _write(
     tokenizer: Any,
     state: dict[str, Any],
     keep_last: int,
-    tensors: Iterator[tuple[str, Tensor]],
+    tensors: Iterator[tuple[str, Any]],
 ) -> Path:
     folder = run / "checkpoints"
     folder.mkdir(parents=True, exist_ok=True)
@@ -142,7 +142,7 @@ def _write(
     return final
 
 
-def _whole_tensors(model: GPT, optimizer: AdamW | Adafactor) -> Iterator[tuple[str, Tensor]]:
+def _whole_tensors(model: GPT, optimizer: AdamW | Adafactor) -> Iterator[tuple[str, Any]]:
     """Weights by parameter, then the optimizer's entries; nothing but names off rank 0. Ranks: all.
 
     The order is that in which save_hf and _write ask for them.

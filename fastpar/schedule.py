@@ -63,7 +63,8 @@ def make_optimizer(
 
 def describe_storage(settings: OptimSettings, dtype: torch.dtype) -> str:
     """The optimizer and how it stores its numbers, in a few words."""
-    masters = {True: "full", False: "none"}.get(_masters(settings, dtype), "remainder")
+    kept = _masters(settings, dtype)
+    masters = kept if isinstance(kept, str) else "full" if kept else "none"
     if settings.stochastic_rounding:
         masters = "none, rounded stochastically"
     moments = "rows and columns" if settings.optimizer == "adafactor" else settings.moment_dtype

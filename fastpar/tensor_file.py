@@ -106,7 +106,7 @@ class TensorFile:
             )
         raw = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
         self._file.seek(self._start + place)
-        self._file.write(memoryview(raw.numpy()))
+        self._file.write(raw.numpy().data)
 
     def __enter__(self) -> TensorFile:
         return self

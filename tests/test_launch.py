@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -199,4 +200,12 @@ def test_signals_are_left_alone_outside_of_the_main_thread():
 def test_lost_peers_are_told_from_other_errors():
     gloo = "[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4242"
     assert lost_peer(RuntimeError(f"Engine: expected every rank to take part, got ... ({gloo})"))
+    shm = "all_reduce: expected every rank to live, got the end of rank 1; restart the run"
+    assert lost_peer(RuntimeError(shm))
     assert not lost_peer(RuntimeError("out of memory"))
+
+
+def test_shared_memory_still_says_what_is_looked_for():
+    source = (Path(__file__).parent.parent / "csrc/shm_cpu.cpp").read_text()
+    ours = [text for text in launch._LOST_PEER_TEXTS if text in source]
+    assert len(ours) == 4

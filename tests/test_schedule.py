@@ -9,7 +9,7 @@ from torch import nn
 from fastpar.adafactor import Adafactor
 from fastpar.config import OptimSettings
 from fastpar.optim import AdamW
-from fastpar.schedule import cosine_lr, make_optimizer, param_groups
+from fastpar.schedule import cosine_lr, describe_storage, make_optimizer, param_groups
 
 
 def test_param_groups_decay_matrices_only_and_tied_ones_once():
@@ -66,6 +66,28 @@ def test_no_limit_still_measures_the_norm():
         settings = OptimSettings(optimizer=name, max_grad_norm=0)
         optimizer = make_optimizer(nn.Linear(2, 2), settings, dtype=torch.float32, seed=0)
         assert optimizer.max_grad_norm == math.inf
+
+
+@pytest.mark.parametrize(
+    ("dtype", "settings", "words"),
+    [
+        (torch.float32, {}, "adamw, master weights none, moments fp32"),
+        (torch.bfloat16, {}, "adamw, master weights full, moments fp32"),
+        (
+            torch.bfloat16,
+            {"master_weights": "remainder", "moment_dtype": "int8"},
+            "adamw, master weights remainder, moments int8",
+        ),
+        (
+            torch.bfloat16,
+            {"stochastic_rounding": True, "moment_dtype": "bf16"},
+            "adamw, master weights none, rounded stochastically, moments bf16",
+        ),
+        (torch.float32, {"optimizer": "adafactor"}, "adafactor, master weights none, moments row"),
+    ],
+)
+def test_storage_in_words(dtype, settings, words):
+    assert describe_storage(OptimSettings(**settings), dtype).startswith(words)
 
 
 def test_cosine_lr():
