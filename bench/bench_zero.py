@@ -278,7 +278,7 @@ def to_row(bench: Bench, case: str, entry: Entry, base_ms: Sequence[float]) -> R
 def run(bench: Bench) -> None:
     """Group after group beside DDP; rows are kept as soon as their group is done."""
     config = QUICK if bench.quick else CONFIG
-    rounds = 2 if bench.quick else 4
+    rounds = 2 if bench.quick else 3
     names = [n for n in (QUICK_ORDER if bench.quick else ORDER) if bench.only in n]
     size = "quick" if bench.quick else "GPT-2 124M"
     case = f"{size} T={config.block_size} B=1 a rank, {WORLD_SIZE} ranks"
