@@ -22,6 +22,25 @@ from fastpar.mesh import Mesh
 from fastpar.optim import AdamW
 from fastpar.testing import run_ranks
 
+OPTIONS = {"master_weights": "remainder", "moment_dtype": torch.uint8, "max_grad_norm": 2.0}
+
+
+def train_in_a_process(transport):
+    model = sharded(3, torch.bfloat16, transport=transport)
+    optimizer = AdamW(groups(model), **HYPER, **OPTIONS)
+    train(model, optimizer, range(3))
+    return values(model), optimizer.state_dict()
+
+
+@pytest.mark.parametrize("transport", ["torch", "shm"])
+def test_processes_have_the_state_of_one(transport):
+    model = Bag(torch.bfloat16)
+    alone = AdamW(groups(model), **HYPER, **OPTIONS)
+    train_alone(model, alone, range(3))
+    for mine, state in run_ranks(train_in_a_process, 2, transport, backend="gloo"):
+        assert_same_values(model, mine)
+        assert_same_state(state, alone.state_dict())
+
 
 def resume(stage, world, dtype, options, model_state, state, steps):
     """Values and state after a run on other ranks; stage None: one process without engine."""
