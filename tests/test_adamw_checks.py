@@ -68,6 +68,47 @@ def test_eight_bit_moments():
     )
 
 
+LISTS = ("p", "g", "m", "v", "max_exp_avg_sqs", "master_weights")
+SCALES = ("exp_avg_scales", "exp_avg_sq_scales")
+FORMS = {
+    "shape": lambda t: t[:, :4].clone(),
+    "strides": lambda t: t.t().contiguous().t(),
+    "device": lambda t: t.to("meta"),
+}
+
+
+def call(lists):
+    """adamw_step_ on lists by name."""
+    lists = dict(lists)
+    adamw_step_(*(lists.pop(name) for name in LISTS[:4]), HYPER, **lists)
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        (name, form)
+        for name in (*LISTS, *SCALES)
+        for form in FORMS
+        if form != "strides" or name not in ("g", *SCALES)  # which may have any, and have none
+    ],
+)
+def test_dtypes_that_were_accepted_are_no_reason_to_look_less(name, form):
+    """Dtypes are checked once in a process; all else in each call."""
+    lists = {n: [torch.ones(8, 6)] for n in LISTS[:5]}
+    if name == "master_weights":
+        lists["p"] = [torch.ones(8, 6, dtype=torch.bfloat16)]
+        lists["master_weights"] = [torch.ones(8, 6)]
+    if name in SCALES:
+        del lists["max_exp_avg_sqs"]
+        lists |= {n: [torch.ones(8, 6, dtype=torch.uint8)] for n in "mv"}
+        lists |= {n: [torch.ones(1)] for n in SCALES}
+    call(lists)
+    x = lists[name][0]
+    lists[name] = [torch.ones(2) if name in SCALES and form == "shape" else FORMS[form](x)]
+    with pytest.raises(ValueError, match=r"adamw_step_: expected (one|dense|fp32 exp_avg_scales)"):
+        call(lists)
+
+
 def test_shapes_devices_and_strides():
     p, g, m, v = four()
     refuses(r"expected one shape per parameter, got \[\[4\], \[4\], \[3\]", p, g, [m[0][:3]], v)
