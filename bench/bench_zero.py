@@ -53,20 +53,20 @@ CONFIG = GPTConfig(12, 12, 768, 256, 50304, dropout=0.0)
 QUICK = GPTConfig(2, 2, 32, 32, 256, dropout=0.0)
 WORLD_SIZE = 2
 STOCK = ", stock model"
-ORDER = (
-    SINGLE,
-    "DDP + ZeRO optimizer",
+ORDER = (  # what is compared runs side by side; a run that is stopped has the most important rows
     "FSDP2",
-    "FSDP2, no reshard",
-    "fastpar ZeRO-0",
     "fastpar ZeRO-3",
-    "fastpar ZeRO-1",
-    "fastpar ZeRO-2",
-    "DeepSpeed ZeRO-1",
-    "DeepSpeed ZeRO-2",
     "DeepSpeed ZeRO-3",
+    "fastpar ZeRO-0",
+    "DeepSpeed ZeRO-1",
+    "fastpar ZeRO-1",
+    "DeepSpeed ZeRO-2",
+    "fastpar ZeRO-2",
+    SINGLE,
     f"fastpar ZeRO-0{STOCK}",
+    "FSDP2, no reshard",
     f"fastpar ZeRO-3{STOCK}",
+    "DDP + ZeRO optimizer",
     f"fastpar ZeRO-1{STOCK}",
     f"fastpar ZeRO-2{STOCK}",
 )

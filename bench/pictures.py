@@ -13,7 +13,7 @@ from typing import Any
 
 from bench import bench_emulated
 from bench.records import Row, machine_line
-from bench.report import ASIDE, NoResultsError, is_ours, newest, op_benches
+from bench.report import ASIDE, NoResultsError, is_ours, newest, op_benches, zero_rows
 
 # Okabe and Ito's colours first, which the colour-blind can tell apart; fastpar's are warm ones, and
 # others never get them.
@@ -151,7 +151,7 @@ def draw_zero(about: dict[str, Any], rows: Sequence[Row], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows = [r for r in rows if r.bench == "zero"]
+    rows = zero_rows(rows)
     figure, panels = pyplot.subplots(
         1, 2, figsize=(11, 1.4 + 1.6 * BAR_INCHES * len(rows)), sharey=True, layout="constrained"
     )

@@ -106,12 +106,23 @@ def char_table(rows: Sequence[Row]) -> str:
     return table([*head, "largest loss difference in 200 steps"], lines)
 
 
+def zero_rows(rows: Sequence[Row]) -> list[Row]:
+    """One process, DDP, FSDP2, DeepSpeed, fastpar, fastpar's engine on the stock model."""
+    families = ("one process", "DDP", "FSDP2", "DeepSpeed", "fastpar")
+
+    def place(row: Row) -> tuple[int, bool, str]:
+        family = next((i for i, f in enumerate(families) if row.variant.startswith(f)), -1)
+        return family, row.variant.endswith("stock model"), row.variant
+
+    return sorted((row for row in rows if row.bench == "zero"), key=place)
+
+
 def zero_table(rows: Sequence[Row]) -> str:
     """fastpar's stages beside DDP and the fastest FSDP2 and DeepSpeed; what falls short says so.
 
     Rates are compared by their speed-up over DDP, which took turns with each of them.
     """
-    rows = [row for row in rows if row.bench == "zero"]
+    rows = zero_rows(rows)
     best = {
         family: max(
             (r.speedup for r in rows if r.variant.startswith(family) and r.speedup), default=None

@@ -163,7 +163,10 @@ def rows():
 
 
 def test_the_table_compares_through_ddp(rows):
-    text = report.zero_table(rows)
+    text = report.zero_table(rows[::-1])
+    assert [line.split(" | ")[0] for line in text.splitlines()[2:]] == [
+        f"| {row.variant}" for row in rows
+    ]
     assert "| DDP | 1 x 1 | 4000 | 128 | 1.00x | 1.25x |  | 3000 |" in text
     assert "refused: gone" in text
     assert "| fastpar ZeRO-0 | 1 x 1 | 2000 | 256 | 2.00x | 2.50x |  | 1000 | 500 |  | 1 |" in text
