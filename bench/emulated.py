@@ -333,13 +333,21 @@ class EmulatedCollectives(Collectives):
 
 
 def emulated(link: Link) -> Callable[[dist.ProcessGroup | None, str], EmulatedCollectives]:
-    """For parallelize(collectives=...): every group of an EmulatedMesh goes over this link."""
+    """For parallelize(collectives=...): every group of an EmulatedMesh goes over this link.
+
+    But for the few bytes of host tensors beside a GPU (role "sizes"), which take no time.
+    """
     device = "cpu" if link._cuda is None else "cuda"
 
     def factory(group: dist.ProcessGroup | None, role: str) -> EmulatedCollectives:
         group = group if group is not None else dist.group.WORLD
+        on_host = role == "sizes"
         return EmulatedCollectives(
-            link, role, dist.get_rank(group), dist.get_world_size(group), device
+            Link(None) if on_host else link,
+            role,
+            dist.get_rank(group),
+            dist.get_world_size(group),
+            "cpu" if on_host else device,
         )
 
     return factory

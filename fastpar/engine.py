@@ -36,7 +36,7 @@ import contextlib
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,9 +51,6 @@ from fastpar.shards import Groups, Settings, Shards
 from fastpar.split_embedding import SplitEmbedding
 from fastpar.step_report import StepReport
 from fastpar.units import ROOT
-
-if TYPE_CHECKING:
-    from fastpar.autobucket import AutoBucket
 
 _IN_FLIGHT = 2  # whole gradients of so many buckets may wait for their reduction at stages 2 and 3
 
@@ -86,7 +83,6 @@ class Engine(Shards):
         self._missing: list[tuple[BucketState, int]] = []
         self.use(layout, buckets)
         self.split: SplitEmbedding | None = None
-        self.auto_bucket: AutoBucket | None = None
         first = mesh.dp_rank // self.n_shards * self.n_shards
         shard_ranks = range(first, first + self.n_shards) if self.zero_stage else [mesh.dp_rank]
         self._control = Control(groups.control, len(self.params), shard_ranks, mesh.device)

@@ -167,7 +167,17 @@ def parallelize(
         named = parameter_names(model)
     tied = _pick_split(model, settings, named, split_embedding, dp)
     engine = _build(
-        model, mesh, settings, groups, named, units, materialize, debug, tied, auto=auto
+        model,
+        mesh,
+        settings,
+        groups,
+        named,
+        units,
+        materialize,
+        debug,
+        tied,
+        collectives,
+        auto=auto,
     )
     if stage:
         guard_stock_optimizers()
@@ -185,6 +195,7 @@ def _build(
     materialize: Materialize | None,
     debug: Any,
     tied: nn.Parameter | None,
+    collectives: Factory | None,
     *,
     auto: bool,
 ) -> Engine:
@@ -274,18 +285,23 @@ def _build(
             engine=engine,
         )
     if tied is not None and groups.control is not None:
-        on_gpu = mesh.device.type == "cuda"
         engine.split = SplitEmbedding(
             model,
             tied,
             buckets[0],
             rows_group=groups.control,
-            sizes_group=TorchCollectives(mesh.dp_group) if on_gpu else groups.control,
+            sizes_group=_for_host_tensors(mesh, groups.control, collectives),
             on_head=engine.on_head,
         )
     if len(layouts) > 1:
         engine.auto_bucket = AutoBucket(engine, layouts, make, by_unit, memory)
     return engine
+
+
+def _for_host_tensors(mesh: Mesh, control: Collectives, factory: Factory | None) -> Collectives:
+    if mesh.device.type == "cpu":
+        return control
+    return TorchCollectives(mesh.dp_group) if factory is None else factory(mesh.dp_group, "sizes")
 
 
 def _pick_split(

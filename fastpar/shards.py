@@ -6,7 +6,7 @@ import contextlib
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from fastpar.layout import Layout
 from fastpar.mesh import Mesh
 from fastpar.step_report import StepTimer
 from fastpar.units import Gathers
+
+if TYPE_CHECKING:
+    from fastpar.autobucket import AutoBucket
 
 _HASH = (1 << 61) - 1
 
@@ -77,6 +80,7 @@ class Shards:
         self.frozen, self._homes = frozen, homes
         self.zero_stage, self.n_shards = settings.zero_stage, settings.n_shards
         self.gathers: Gathers | None = None
+        self.auto_bucket: AutoBucket | None = None
         self.n_reductions = 0  # since parallelize(); names the step in errors
         self._timer = StepTimer(mesh.device)
         self._hashes = [0, 0]  # reductions, gathers: what was launched since the last step

@@ -264,6 +264,19 @@ def test_the_link_of_a_real_gpu_takes_its_time():
     assert bool((x == 8).all())
 
 
+def test_host_tensors_beside_a_gpu_do_not_go_over_its_stream():
+    with EmulatedMesh(4, 1) as mesh:
+        cuda = FakeCuda(cycles_per_ms=1.7e6)
+        factory = emulated(Link(SLOW, cuda=cuda))
+        assert factory(mesh.dp_group, "reduce").device.type == "cuda"
+        cuda.log.clear()
+        sizes, group = torch.empty(4, dtype=torch.int64), factory(mesh.dp_group, "sizes")
+        group.all_gather(sizes, torch.tensor([3]))
+        assert sizes.tolist() == [3] * 4
+        assert not cuda.log
+        group.link.close()
+
+
 # Mesh
 
 
@@ -276,6 +289,7 @@ def test_a_mesh_of_ranks_that_do_not_exist():
         assert (whole.rank, whole.world_size, whole.role) == (5, 64, "reduce")
         part = emulated(link)(dist.new_group([4, 5, 6, 7]), "gather")
         assert (part.rank, part.world_size, part.transport) == (1, 4, "emulated")
+        assert part.link is link
         with pytest.raises(RuntimeError, match="EmulatedMesh: expected a process without"):
             EmulatedMesh(2)
         link.close()
