@@ -42,12 +42,16 @@ class Clock:
         return self.now
 
 
-def model_of(dtype=torch.float32):
+def drawn(model, dtype=torch.float32):
+    """From a generator of its own: threads share torch's."""
     generator = torch.Generator().manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(6)))
     for p in model.parameters():
         p.data = torch.randn(p.shape, generator=generator).mul_(0.2).to(dtype)
     return model
+
+
+def model_of(dtype):
+    return drawn(nn.Sequential(*(nn.Linear(32, 32) for _ in range(6))), dtype)
 
 
 class Run:
@@ -162,8 +166,7 @@ class Tied(nn.Module):
 
 
 def train_tied(bucket_mb, stage):
-    torch.manual_seed(0)
-    mesh, model = Mesh(device="cpu"), Tied()
+    mesh, model = Mesh(device="cpu"), drawn(Tied())
     parallelize(model, mesh, zero_stage=stage, bucket_mb=bucket_mb, first_bucket_mb=QUARTER)
     engine = engine_of(model)
     if engine.auto_bucket is not None:
