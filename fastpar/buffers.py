@@ -394,7 +394,7 @@ class BucketState:
             for position in self.seen:
                 p = self.params[position]
                 p.grad = _nan(p.dtype, self.device).expand(p.shape)
-        self.marked = True
+        self.marked = hidden or not self._main  # a main gradient leaves p.grad None
 
     def unmark(self) -> None:
         """Before a backward: autograd must find no gradient; cleared ones are forgotten."""
