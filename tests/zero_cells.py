@@ -145,7 +145,7 @@ class Module(nn.Module):
         super().__init__()
         self.mode = mode
         self.wte, self.wpe = nn.Embedding(V, C), nn.Embedding(T, C)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.ln_f, self.head = nn.LayerNorm(C), nn.Linear(C, V, bias=False)
         if tied:
             self.head.weight = self.wte.weight
@@ -264,7 +264,7 @@ def train(cell: Cell, options: dict, with_state: bool = False) -> dict:
         **{
             "zero_stage": cell.stage,
             "shard_size": cell.shard_size,
-            "bucket_mb": 0.01,
+            "bucket_mb": 0.015,
             "first_bucket_mb": 0.003,
             "grad_dtype": torch.float32 if half else None,
             "accumulate": accumulate,
