@@ -297,6 +297,8 @@ class Engine(Shards):
     def _reduce(self) -> None:
         """Launch what is left and wait for everything: afterwards gradients are means."""
         self.check()
+        for bucket in self.buckets:  # in step() marks are still there, and are no gradients
+            bucket.unmark()
         if self.mesh.dp_size > 1:
             for index in range(self._next, len(self.buckets)):
                 self._launch(index)

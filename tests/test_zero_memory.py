@@ -34,7 +34,7 @@ from fastpar.optim import AdamW
 from fastpar.parallel import parallelize
 from fastpar.testing import run_ranks
 
-C, LAYERS, V = 160, 12, 64
+C, LAYERS, V = 192, 8, 64
 BUCKET_MB = 2.0
 
 
@@ -47,7 +47,6 @@ class Alive(TorchDispatchMode):
         self.peak = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.now()
         out = func(*args, **(kwargs or {}))
         self.see((args, kwargs, out))
         self.now()
@@ -218,6 +217,8 @@ def materialized(stage):
 
 
 def test_no_rank_ever_holds_more_than_its_part_of_a_model_from_the_meta_device():
-    total, root, layer, _ = sizes()
-    for peak in run_ranks(functools.partial(materialized, 3), 4):
-        assert peak <= 1.03 * ((2 + 4) / 4 * total + 2 * max(root, 2 * layer))
+    """Parameters and gradients of all units sharded, and one unit whole: itself and as broadcast,
+    with a copy of that. Processes: threaded ranks would see each other's broadcasts."""
+    total, _, layer, _ = sizes()
+    for peak in run_ranks(functools.partial(materialized, 3), 4, backend="gloo"):
+        assert peak == pytest.approx((2 + 4) / 4 * total + 3 * 2 * layer, rel=0.03)

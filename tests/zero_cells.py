@@ -362,7 +362,9 @@ def _expected(cell: Cell) -> dict:
         for name, p in model.named_parameters()
         if p.requires_grad
     }
-    holder = nn.ParameterDict({name.replace(".", "/"): p for name, p in wide.items()})
+    holder = nn.Module()
+    for name, p in wide.items():
+        holder.register_parameter(name.replace(".", "/"), p)
     optimizer = make_optimizer(cell, holder)
     scaler = Scaler(cell, optimizer)
     losses, norms = {}, []
