@@ -6,8 +6,8 @@ parameter that stay, and what a step needs on top of them at its peak:
     stage   parameters   gradients   optimizer     sum         for a moment
     0       2            4           12            18          w
     1       2            4           12 / d        6 + 12/d    w
-    2       2            4 / d       12 / d        2 + 16/d    w + 4 * (3 largest buckets)
-    3       2 / d        4 / d       12 / d        18/d        w + 4 * (3 largest units)
+    2       2            4 / d       12 / d        2 + 16/d    w + 4 * (3 buckets in a row)
+    3       2 / d        4 / d       12 / d        18/d        w + 4 * (3 units in a row)
                                                                  + 2 * (root + 2 largest units)
 
 w: one weight's gradient as autograd gives it, in bf16. Three: two whole gradients wait for their
@@ -148,7 +148,14 @@ def train(stage, shard_size, accumulate, n_accum):
         told = engine_of(model).memory()
         states = [v for s in optimizer.state.values() for v in s.values()]
         told["optimizer"] = sum(v.numel() * v.element_size() for v in states if v.dim())
-    return {"after": after[-1][0], "step": after[-1][1], "peak": peaks[-1], "told": told}
+        buckets = [4 * b.numel for b in engine_of(model).layout.buckets]
+    return {
+        "after": after[-1][0],
+        "step": after[-1][1],
+        "peak": peaks[-1],
+        "told": told,
+        "three": max(sum(buckets[i : i + 3]) for i in range(len(buckets))),
+    }
 
 
 def stays(stage, d):
@@ -156,14 +163,13 @@ def stays(stage, d):
     return {0: 18, 1: 6 + 12 / d, 2: 2 + 16 / d, 3: 18 / d}[stage]
 
 
-def for_a_moment(stage, accumulate):
+def for_a_moment(stage, accumulate, three_buckets):
     total, root, layer, weight = sizes()
     moment = 2 * weight
     if stage == 3:
         moment += 2 * (root + 2 * layer)
     if stage >= 2:
-        bucket = min(BUCKET_MB * 2**20 / 4, total) if stage == 2 else layer
-        moment += 4 * (total if accumulate == "full" else 3 * bucket)
+        moment += 4 * total if accumulate == "full" else three_buckets
     return moment
 
 
@@ -195,8 +201,9 @@ def test_bytes_that_stay(world_size, stage, shard_size, accumulate):
 @pytest.mark.parametrize("accumulate", ["shard", "full"])
 @pytest.mark.parametrize(("world_size", "stage", "shard_size"), CASES)
 def test_bytes_at_the_peak(world_size, stage, shard_size, accumulate):
-    formula = stays(stage, shard_size or world_size) * sizes()[0] + for_a_moment(stage, accumulate)
+    constant = stays(stage, shard_size or world_size) * sizes()[0]
     for rank in measure(world_size, stage, shard_size, accumulate):
+        formula = constant + for_a_moment(stage, accumulate, rank["three"])
         assert rank["peak"] == pytest.approx(formula, rel=0.03)
 
 
@@ -220,5 +227,6 @@ def test_no_rank_ever_holds_more_than_its_part_of_a_model_from_the_meta_device()
     """Parameters and gradients of all units sharded, and one unit whole: itself and as broadcast,
     with a copy of that. Processes: threaded ranks would see each other's broadcasts."""
     total, _, layer, _ = sizes()
-    for peak in run_ranks(functools.partial(materialized, 3), 4, backend="gloo"):
-        assert peak == pytest.approx((2 + 4) / 4 * total + 3 * 2 * layer, rel=0.03)
+    for peak in run_ranks(functools.partial(materialized, 3), 2, backend="gloo"):
+        formula = (2 + 4) / 2 * total + 3 * 2 * layer
+        assert 0.9 * formula < peak <= formula * 1.01  # unseen: what has not been written yet
