@@ -41,6 +41,18 @@ def test_prefetch_and_many_buckets(options):
     fuzz(Cell(3, 3, accum="shard", clip=True, deterministic=False), 1, 1.0, **options)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_split_embedding(stage):
+    """Its order of sums is not the reference's: compared with the run without delays."""
+    cell = Cell(stage, 3, accum="shard", clip=True, deterministic=False)
+    debug = Debug(delay_ms=1.0, poison=True, check_replicas=True)
+    for late, prompt in zip(
+        run(cell, split_embedding=True, debug=debug), run(cell, split_embedding=True)
+    ):
+        assert late["losses"] == prompt["losses"]
+        assert late["norms"] == prompt["norms"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("cell", [c for c in all_cells() if c.world_size > 1], ids=str)

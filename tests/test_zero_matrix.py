@@ -152,9 +152,9 @@ def test_optimizer_state_is_whole_and_the_same(cell):
 # fp64 against plain PyTorch on the whole batch
 
 
-def train_fp64(stage, shard_size, accumulate, n_accum):
+def train_fp64(stage, shard_size, accumulate, n_accum, tied=False):
     mesh = Mesh(device="cpu")
-    model = fp64_model(mesh.rank)
+    model = fp64_model(mesh.rank, tied)
     options = {"zero_stage": stage, "shard_size": shard_size, "accumulate": accumulate}
     parallelize(
         model,
@@ -163,6 +163,7 @@ def train_fp64(stage, shard_size, accumulate, n_accum):
         grad_accum_steps=n_accum if accumulate == "full" else 1,
         bucket_mb=0.02,
         first_bucket_mb=0.005,
+        split_embedding=tied,
     )
     optimizer = AdamW(model.parameters(), lr=1e-2, eps=1e-5)
     for step in range(STEPS):
@@ -175,11 +176,13 @@ def train_fp64(stage, shard_size, accumulate, n_accum):
         return {n: p.detach().clone() for n, p in model.named_parameters()}
 
 
-def fp64_model(seed):
+def fp64_model(seed, tied=False):
     generator = torch.Generator().manual_seed(seed)
     with torch.device("meta"):
         model = Module("none", tied=False)
     model.to_empty(device="cpu").double()
+    if tied:
+        model.head.weight = model.wte.weight
     model.forward = functools.partial(fp64_forward, model)
     with torch.no_grad():
         for p in model.parameters():
@@ -196,13 +199,13 @@ def fp64_forward(model, idx, targets, rng_key=None):
 
 
 @functools.lru_cache
-def plain_fp64(n):
+def plain_fp64(n, tied=False):
     """The whole batch at once, torch's AdamW.
 
     Clipping is not compared here: fastpar's factor is fp32. eps: the exact gradient of a key bias
     is 0, what rounding leaves of it must not become movement.
     """
-    model = fp64_model(0)
+    model = fp64_model(0, tied)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-5)
     for step in range(STEPS):
         x, y = (torch.cat(t) for t in zip(*(micro_batch(step, i)[:2] for i in range(n))))
@@ -220,6 +223,20 @@ def plain_fp64(n):
 def test_fp64_is_plain_pytorch(stage, world_size, shard_size, n_accum, accumulate):
     truth = plain_fp64(world_size * n_accum)
     fn = functools.partial(train_fp64, stage, shard_size, accumulate, n_accum)
+    for result in run_ranks(fn, world_size):
+        for name, p in truth.items():
+            assert (result[name] - p).abs().max().item() <= 1e-12, name
+
+
+@pytest.mark.parametrize(
+    ("stage", "world_size", "shard_size"),
+    [(0, 3, None), (1, 2, None), (2, 3, None), (3, 4, None), (3, 4, 2)],
+)
+@pytest.mark.parametrize(("n_accum", "accumulate"), [(1, "shard"), (4, "shard"), (4, "full")])
+def test_fp64_with_a_split_embedding(stage, world_size, shard_size, n_accum, accumulate):
+    """Whose parts are summed apart."""
+    truth = plain_fp64(world_size * n_accum, tied=True)
+    fn = functools.partial(train_fp64, stage, shard_size, accumulate, n_accum, tied=True)
     for result in run_ranks(fn, world_size):
         for name, p in truth.items():
             assert (result[name] - p).abs().max().item() <= 1e-12, name

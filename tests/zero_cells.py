@@ -270,6 +270,7 @@ def train(cell: Cell, options: dict, with_state: bool = False) -> dict:
             "accumulate": accumulate,
             "grad_accum_steps": grad_accum_steps,
             "deterministic": cell.deterministic,
+            "split_embedding": False,  # has an order of its own
             **options,
         },
     )
