@@ -12,8 +12,9 @@ start to start, so that a gather which a step leaves to the next forward is paid
 [Note: what the columns mean] comm_ms is the time that the link needs for the bytes that this
 variant was seen to send, at the rate of a bare all-reduce; exposed_ms is the step's time beyond
 that of the same step without communication, so the processor time that sending takes counts as
-exposed, and a sharded optimizer, which has half of the work, as a gain. For fastpar the
-engine's own account stands beside it.
+exposed, and a sharded optimizer, which has half of the work, as a gain. cpu_ms is the processor
+time of a rank's step: where the ranks fill the cores, what it has beyond that of the step without
+communication cannot be hidden. For fastpar the engine's own account stands beside it.
 
 [Note: the gate of overlap] All variants see the same batches: their losses, as means over the
 ranks, may differ from DDP's by rounding only.
@@ -26,6 +27,7 @@ import ctypes
 import functools
 import itertools
 import math
+import os
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -110,15 +112,16 @@ class Trainer:
         batches = [self._batch(first + i) for i in range(count + 1)]
         if self.variant != ALONE:
             dist.barrier()
-        begins, losses, reports = [], [], []
+        begins, losses, reports, cpu = [], [], [], time.process_time()
         for x, y in batches:
             begins.append(time.perf_counter())
             losses.append(self.contender.step(x, y).item())
             reports.append(self.contender.report())
         begins.append(time.perf_counter())
+        cpu = (time.process_time() - cpu) * 1e3 / len(batches)
         _give_memory_back()
         ms = [(b - a) * 1e3 for a, b in itertools.pairwise(begins)]
-        return {"ms": ms[1:], "losses": losses, "reports": reports[1:]}
+        return {"ms": ms[1:], "losses": losses, "reports": reports[1:], "cpu_ms": [cpu]}
 
     def phases(self, first: int, count: int) -> dict[str, float]:
         """Median ms of forward, backward and optimizer; the first two steps are not counted."""
@@ -168,6 +171,7 @@ class Log:
     ms: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     reports: list[dict[str, float]] = field(default_factory=list)
+    cpu_ms: list[float] = field(default_factory=list)  # of all threads per step, of each turn
     sent_bytes: list[float] = field(default_factory=list)  # per step, of each turn
     spans: list[Span] = field(default_factory=list)
     refused: str | None = None
@@ -177,6 +181,7 @@ class Log:
         self.losses += [statistics.fmean(both) for both in zip(*(a["losses"] for a in answers))]
         for both in zip(*(a["reports"] for a in answers)):
             self.reports.append({name: max(r[name] for r in both) for name in both[0]})
+        self.cpu_ms.append(max(a["cpu_ms"][0] for a in answers))
         self.sent_bytes.append(sent_bytes)
 
 
@@ -207,6 +212,15 @@ def busy_cores(seconds: float = 0.5) -> float:
     except (OSError, ValueError):
         return math.nan
     return cores * (after[0] - before[0]) / max(1, after[1] - before[1])
+
+
+def priority() -> str:
+    """How the scheduler treats this process beside others."""
+    try:
+        group = Path("/proc/self/autogroup").read_text().split()[-1]
+    except OSError:
+        group = "none"
+    return f"nice {os.nice(0)}, group nice {group}"
 
 
 def settled_bytes(link: Link) -> list[int]:
@@ -242,8 +256,8 @@ def measure(plan: Plan, link: Link) -> tuple[dict[str, Log], dict[str, Any]]:
     with contextlib.ExitStack() as stack:
         ranks: dict[str, Ranks] = {}
 
-        def each(job: Any) -> None:
-            for variant in plan.variants:
+        def each(job: Any, variants: Sequence[str] = plan.variants) -> None:
+            for variant in variants:
                 if logs[variant].refused is None:
                     try:
                         job(variant)
@@ -280,12 +294,14 @@ def measure(plan: Plan, link: Link) -> tuple[dict[str, Log], dict[str, Any]]:
         about["link_mbit"] = link.mbit
         about["link_bytes_per_ms"] = PROBE_BYTES / probe
         about["all_reduce_25MiB_ms"] = probe
-        each(lambda variant: variant == ALONE or start(variant))
+        started = sorted(plan.variants, key=lambda v: v not in STAGES)  # while there is memory
+        each(lambda variant: variant == ALONE or start(variant), started)
         for index in range(plan.rounds):
             each(functools.partial(turn, index=index))
             busy.append(busy_cores())
         each(trace)
     about["busy_cores"] = statistics.fmean(busy)
+    about["priority"] = priority()
     return logs, about
 
 
@@ -325,6 +341,7 @@ def to_rows(bench: Bench, plan: Plan, logs: Mapping[str, Log], about: dict[str, 
             continue
         row.median_ms, row.p20_ms, row.p80_ms, row.runs = timing = Timing.of(log.ms)
         row.notes["sent_bytes"] = min(log.sent_bytes)  # of turns without set-up
+        row.notes["cpu_ms"] = statistics.median(log.cpu_ms)
         if base.refused is None and base.ms:
             row.baseline, row.speedup = DDP, statistics.median(base.ms) / timing.median_ms
         if variant == ALONE:
@@ -345,7 +362,7 @@ def describe(about: dict[str, Any]) -> str:
         f"2 ranks x 1 CPU thread, link of {about['link_mbit']:.0f} Mbit/s (all-reduce of 25 MiB: "
         f"{about['all_reduce_25MiB_ms']:.0f} ms); alone: forward {about['forward_ms']:.0f}, "
         f"backward {about['backward_ms']:.0f}, optimizer {about['optimizer_ms']:.0f} ms; "
-        f"{about['busy_cores']:.1f} cores busy with other work"
+        f"{about['busy_cores']:.1f} cores busy with other work between turns ({about['priority']})"
     )
 
 

@@ -22,6 +22,7 @@ ABOUT = {
     "link_bytes_per_ms": 95e3,
     "all_reduce_25MiB_ms": 275.0,
     "busy_cores": 0.1,
+    "priority": "nice 0, group nice 0",
 }
 PLAN = Plan("tiny", overlap.QUICK, 2, 1, 2)
 
@@ -29,10 +30,10 @@ PLAN = Plan("tiny", overlap.QUICK, 2, 1, 2)
 def logs():
     report = {"exposed_ms": 90.0, "comm_ms": 980.0}
     return {
-        ALONE: Log([1200.0, 1250.0, 1300.0], [9.0], [{}], [0.0]),
-        DDP: Log([1500.0] * 3, [5.0, 4.0], [{}], [96e6, 95e6]),
-        "FSDP2": Log([1800.0] * 3, [5.0, 4.0], [{}], [142.5e6]),
-        STAGES[2]: Log([1350.0] * 3, [5.0, 4.00002], [report, report], [95e6]),
+        ALONE: Log([1200.0, 1250.0, 1300.0], [9.0], [{}], [1500.0], [0.0]),
+        DDP: Log([1500.0] * 3, [5.0, 4.0], [{}], [1600.0, 1700.0], [96e6, 95e6]),
+        "FSDP2": Log([1800.0] * 3, [5.0, 4.0], [{}], [1900.0], [142.5e6]),
+        STAGES[2]: Log([1350.0] * 3, [5.0, 4.00002], [report, report], [1550.0], [95e6]),
         STAGES[3]: Log(refused="rank 1: it broke"),
     }
 
@@ -46,6 +47,7 @@ def test_exposed_is_what_a_step_takes_beyond_compute(tmp_path):
     ddp = rows[DDP].notes
     assert (ddp["sent_bytes"], ddp["comm_ms"], ddp["exposed_ms"]) == (95e6, 1000.0, 250.0)
     assert ddp["exposed_percent"] == 25.0
+    assert ddp["cpu_ms"] == 1650.0
     two = rows[STAGES[2]]
     assert two.notes["exposed_percent"] == 10.0
     assert (two.notes["engine_exposed_ms"], two.notes["engine_comm_ms"]) == (90.0, 980.0)
@@ -195,7 +197,9 @@ def test_a_variant_that_dies_is_refused_and_closed(link, monkeypatch):
                 return [{"forward": 1.0, "backward": 2.0, "optimizer": 0.1}] * 2
             if self.variant == DDP:
                 raise RankError("rank 1: the process is gone")
-            return [{"ms": [1.0] * 2, "losses": [1.0] * 3, "reports": [{}] * 2}] * 2
+            return [
+                {"ms": [1.0] * 2, "losses": [1.0] * 3, "reports": [{}] * 2, "cpu_ms": [1.0]}
+            ] * 2
 
         def close(self):
             closed.append(self.variant)
