@@ -12,7 +12,18 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from test_engine import SMALL, Net, assert_same, batch, gradients, loss_of, mean_of, one_rank
+from test_engine import (
+    SMALL,
+    Net,
+    assert_same,
+    batch,
+    gradients,
+    loss_of,
+    mean_of,
+    one_rank,
+    reduced,
+    stages,
+)
 from torch import nn
 
 from fastpar.engine import engine_of, engine_of_parameter
@@ -21,7 +32,8 @@ from fastpar.parallel import parallelize
 from fastpar.testing import run_ranks
 
 
-def test_parameters_buffers_and_frozen_ones_come_from_rank_0():
+@stages
+def test_parameters_buffers_and_frozen_ones_come_from_rank_0(stage):
     def build(seed):
         model = nn.ModuleDict({"net": Net(seed=seed), "norm": nn.BatchNorm1d(3)})
         model["net"].extra.requires_grad_(False)
@@ -31,7 +43,7 @@ def test_parameters_buffers_and_frozen_ones_come_from_rank_0():
 
     def ranks():
         mesh = Mesh()
-        return parallelize(build(mesh.rank), mesh).state_dict()
+        return parallelize(build(mesh.rank), mesh, zero_stage=stage).state_dict()
 
     for state in run_ranks(ranks, 3):
         assert_same(state, build(0).state_dict())
@@ -51,7 +63,7 @@ def test_models_that_differ_between_ranks_are_refused():
         ranks({"bucket_mb": 1.0 + dist.get_rank()})
 
     with pytest.raises(
-        ValueError, match=r"got 'bucket_mb=2\.0 .* where rank 0 has 'bucket_mb=1\.0"
+        ValueError, match=r"got 'bucket_mb=2\.0' on rank 1 where rank 0 has 'bucket_mb=1\.0'"
     ):
         run_ranks(other_buckets, 2)
 
@@ -118,22 +130,24 @@ def test_a_backward_that_stopped_is_forgotten_if_nothing_was_sent():
     assert_same(gradients(plain), gradients(model))
 
 
-def test_ranks_go_on_after_a_backward_that_stopped_before_sending():
+@stages
+def test_ranks_go_on_after_a_backward_that_stopped_before_sending(stage):
     """The hooks that fired in it must not count towards the next one's buckets."""
 
     def ranks():
         mesh = Mesh()
-        model = parallelize(Net(), mesh)  # one bucket
+        model = parallelize(Net(), mesh, zero_stage=stage)  # one bucket, or one unit
         result = []
         for step in range(3):
             if step == 1:
                 x = Broken.apply(torch.ones(8, requires_grad=True))
                 with pytest.raises(ArithmeticError):
                     (x + model.wte(batch(0))).sum().backward()
-                assert model.wte.weight.grad is not None  # fires last otherwise
+                if stage == 0:
+                    assert model.wte.weight.grad is not None  # fires last otherwise
             model.zero_grad()
             loss_of(model, 2 * step + mesh.dp_rank).backward()
-            result.append(gradients(model))
+            result.append(reduced(model))
         return result
 
     results = run_ranks(ranks, 2)
@@ -145,7 +159,7 @@ def test_ranks_go_on_after_a_backward_that_stopped_before_sending():
 def test_a_backward_that_stopped_after_sending_is_an_error():
     def ranks():
         model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
-        parallelize(model, Mesh(), bucket_mb=0.00125, first_bucket_mb=0.00125)
+        parallelize(model, Mesh(), bucket_mb=0.0025, first_bucket_mb=0.0025)
         x = torch.ones(2, 16)
         model(x).sum().backward()
         with pytest.raises(ArithmeticError):
@@ -222,34 +236,38 @@ def test_grads_are_listed_in_registration_order():
 
 def test_describe_shows_every_bucket():
     text = engine_of(parallelize(Net(), one_rank(), **SMALL)).describe()
-    assert text.startswith("engine: stage 0, dp=1, no communication, 408 trained parameters, 7 bu")
-    rows = re.findall(r"^ +(\d+)  float32 +(\d+) +([\d.]+)  (.+)$", text, re.MULTILINE)
-    assert [int(r[0]) for r in rows] == list(range(7))
-    assert rows[0][3] == "extra.bias"
-    assert rows[-1][3] == "wte.weight"
+    assert text.startswith("engine: stage 0, dp=1, 1 shards, no communication, 408 trained param")
+    rows = re.findall(r"^ +(\d+) +- +float32 +(\d+) +[\d.]+ +[\d.]+  (.+)$", text, re.MULTILINE)
+    assert [int(r[0]) for r in rows] == list(range(6))
+    assert rows[0][2] == "extra.bias"
+    assert rows[-1][2].endswith(" .. wte.weight")
 
     def ranks():
         return engine_of(parallelize(nn.Linear(2**9, 2**9), Mesh(), deterministic=True)).describe()
 
     text = run_ranks(ranks, 2)[0]
-    assert "dp=2, all-to-all + rank-order sum + all-gather" in text
-    assert "1.0 MiB on the wire per rank and step" in text
+    assert "dp=2, 1 shards, shm" in text
+    assert "2 buckets, deterministic" in text
+    assert "all-reduce 1.0 MiB" in text
 
 
-def test_check_replicas_names_the_first_difference():
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_check_replicas_names_the_first_difference(stage):
+    """With shards each rank has its own part: copies are those of another group of ranks."""
+
     def ranks():
         mesh = Mesh()
-        model = parallelize(Net(), mesh, **SMALL)
+        model = parallelize(Net(), mesh, zero_stage=stage, shard_size=2 if stage else None, **SMALL)
         engine = engine_of(model)
         engine.check_replicas()
-        if mesh.rank == 1:
-            with torch.no_grad():
+        with engine.gathered(), torch.no_grad():
+            if mesh.rank >= 2:
                 model.blocks[1].weight[2, 3] += 1e-7
         engine.check_replicas()
 
-    message = r"difference on rank 1 in parameter 'blocks\.1\.weight' after step 0"
+    message = r"difference on rank 2 in parameter 'blocks\.1\.weight' after step 0"
     with pytest.raises(RuntimeError, match=message):
-        run_ranks(ranks, 3)
+        run_ranks(ranks, 4)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -271,15 +289,18 @@ def test_all_reduce_scalars(deterministic):
 
 def test_exposed_communication_is_zero_on_one_rank():
     model = parallelize(Net(), one_rank())
+    engine = engine_of(model)
+    assert engine.report is None
     loss_of(model, 0).backward()
-    assert engine_of(model).exposed_comm_ms == 0.0
+    engine.before_step()
+    engine.after_step()
+    assert engine.report.exposed_ms == 0.0
 
 
 def wait_for_a_slow_rank():
     mesh = Mesh()
     model = parallelize(Net(), mesh)
     engine = engine_of(model)
-    assert engine.exposed_comm_ms is None
     waited = []
     for step in range(3):
         dist.barrier()
@@ -287,9 +308,9 @@ def wait_for_a_slow_rank():
             time.sleep(0.5)
         loss_of(model, step).backward()
         engine.before_step()
+        engine.exchange(None)
         engine.after_step()
-        engine.all_reduce_scalars(torch.ones(1))
-        waited.append(engine.exposed_comm_ms)
+        waited.append(engine.report.exposed_ms)
         engine.zero_grad()
     return waited
 
@@ -303,9 +324,9 @@ def test_exposed_communication_is_the_time_spent_waiting():
     assert all(ms > 0 for ms in (*fast, *slow))
 
 
-def lose_a_rank(when):
+def lose_a_rank(when, stage):
     mesh = Mesh()
-    model = parallelize(Net(), mesh, **SMALL)
+    model = parallelize(Net(), mesh, zero_stage=stage, **SMALL)
     for step in range(3):
         if mesh.rank == 1 and step == 2:
             if when == "between steps":
@@ -314,12 +335,14 @@ def lose_a_rank(when):
         loss_of(model, step).backward()
 
 
-@pytest.mark.parametrize("when", ["between steps", "in backward"])
-def test_a_dead_rank_is_reported_with_rank_bucket_and_step(when):
+@pytest.mark.parametrize(
+    ("when", "stage"), [("between steps", 0), ("in backward", 0), ("in backward", 3)]
+)
+def test_a_dead_rank_is_reported_with_rank_bucket_and_step(when, stage):
     survivor, dead = run_ranks(
-        lose_a_rank, 2, when, backend="gloo", timeout_s=30, return_exceptions=True
+        lose_a_rank, 2, when, stage, backend="gloo", timeout_s=30, return_exceptions=True
     )
-    message = r"got an error on rank 0 while (starting|waiting for) bucket \d+ of step 2 "
+    message = r"error on rank 0 while (starting|waiting for|gathering) bucket \d+ of step 2 "
     with pytest.raises(RuntimeError, match=message):
         raise survivor
     with pytest.raises(RuntimeError, match=r"rank 1, got exit code 9"):
@@ -338,5 +361,7 @@ def test_a_dead_rank_is_reported_by_the_control_all_reduce():
     survivor, _ = run_ranks(
         lose_a_rank_before_scalars, 2, backend="gloo", timeout_s=30, return_exceptions=True
     )
-    with pytest.raises(RuntimeError, match=r"all_reduce_scalars: .* error on rank 0 in step 0"):
+    with pytest.raises(
+        RuntimeError, match=r"error on rank 0 while summing scalars after bucket \d of step 0"
+    ):
         raise survivor
