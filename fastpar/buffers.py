@@ -125,6 +125,7 @@ class BucketState:
             None
         )
         self._aside = self.marked = False
+        self._began_empty = True  # the last backward
         if stage == 0:
             for p, view in zip(params, self.grad_views):
                 if self._main:
@@ -382,6 +383,14 @@ class BucketState:
         self.reduced = None
         if self.stage >= 2:
             self.grad = None
+
+    def begin_backward(self, *, stopped: bool) -> None:
+        """Sharded: what a backward has left that stopped before is dropped, if it was the first
+        since zero_grad(), which does not reach it when called on the module."""
+        if stopped and self._began_empty:
+            self.zero_grad(True)
+        self.unmark()
+        self._began_empty = not self.seen
 
     # [Note: marks] Where the gradient is not in p.grad (stages >= 1, and micro-batches that wait
     # for the tree), p.grad is a placeholder of nans from the end of a backward to the next: whoever

@@ -193,12 +193,13 @@ class Engine(Shards):
                 f"stopped with {self._next} of {len(self.buckets)} buckets sent on rank "
                 f"{self.mesh.rank}; the ranks are out of step: restart from a checkpoint"
             )
-        self._reset_launches()  # an earlier backward may have stopped before it sent anything
+        stopped = self._root != -1  # an earlier backward, before it sent anything
+        self._reset_launches()
         self._root = task
         self._timer.begin()
         self._step_ended = False
         for bucket in self.buckets:
-            bucket.unmark()
+            bucket.begin_backward(stopped=stopped and self.zero_stage > 0)
             if self.settings.deterministic:
                 bucket.set_aside()
         self._backwards += 1
