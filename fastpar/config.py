@@ -222,8 +222,8 @@ class ParallelSettings:
     """Compute blocks again in backward; selective: all but matrix products and attention."""
     transport: Literal["auto", "shm", "torch"] = "auto"
     """auto: shared memory between CPU ranks of one host, else gloo or NCCL."""
-    bucket_mb: float | None = None
-    """Gradients of one collective, in MB; unset: by the number of ranks."""
+    bucket_mb: float | Literal["auto"] | None = None
+    """Gradients of one collective, in MB; unset: by the number of ranks; auto: measured."""
 
 
 @dataclass(frozen=True)
@@ -272,7 +272,7 @@ class TrainConfig(TrainFlags):
                     f"train: expected {name} >= {low}, got {name}={value}; set {option(name)}"
                 )
         for name in ("lr", "bucket_mb"):
-            if values[name] is not None and not 0.0 < values[name] < math.inf:
+            if values[name] not in (None, "auto") and not 0.0 < values[name] < math.inf:
                 raise ValueError(
                     f"train: expected {name} > 0, got {name}={values[name]}; set {option(name)}"
                 )
