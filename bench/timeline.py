@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import json
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,6 +40,7 @@ COLOURS = {  # Okabe and Ito
     WAIT: "#D55E00",
 }
 LOOK_S = 0.001
+LINE_LENGTH = 170  # that fits below the picture
 
 
 @dataclass
@@ -245,7 +247,8 @@ def draw(panels: Mapping[str, Sequence[Span]], lines: Sequence[str], path: Path)
     figure.legend(
         handles=keys, loc="outside upper center", ncols=len(keys), fontsize=8, frameon=False
     )
-    figure.supxlabel("\n".join(lines), fontsize=7)
+    wrapped = [part for line in lines for part in textwrap.wrap(line, LINE_LENGTH)]
+    figure.supxlabel("\n".join(wrapped), fontsize=7)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

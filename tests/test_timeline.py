@@ -164,11 +164,15 @@ def test_titles_say_what_a_panel_shows(monkeypatch, tmp_path):
     pyplot = pytest.importorskip("matplotlib.pyplot")
     shown = []
     monkeypatch.setattr(pyplot, "close", shown.append)
-    timeline.draw(PANELS, ["a line"], tmp_path / "x.png")
+    timeline.draw(PANELS, ["a line", "long " * 60], tmp_path / "x.png")
     (figure,) = shown
     titles = [axes.get_title(loc="left") for axes in figure.axes]
     assert titles[0] == ("fastpar ZeRO-0: step 30 ms; collectives under way 13 ms, waited for 2 ms")
     assert titles[1].startswith("fastpar ZeRO-3: step 3 ms")
     rows = [label.get_text() for label in figure.axes[0].get_yticklabels()]
     assert rows == ["compute", "reduce", "gather"]
+    lines = figure.get_supxlabel().split("\n")
+    assert lines[0] == "a line"
+    assert len(lines) == 3
+    assert max(map(len, lines)) <= timeline.LINE_LENGTH
     pyplot.close("all")
