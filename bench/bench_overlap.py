@@ -304,8 +304,8 @@ def measure(plan: Plan, link: Link) -> tuple[dict[str, Log], dict[str, Any]]:
         about["link_mbit"] = link.mbit
         about["link_bytes_per_ms"] = PROBE_BYTES / probe
         about["all_reduce_25MiB_ms"] = probe
-        started = sorted(plan.variants, key=lambda v: v not in STAGES)  # while there is memory
-        each(lambda variant: variant == ALONE or start(variant), started)
+        others = [v for v in plan.variants if v != ALONE]
+        each(start, sorted(others, key=lambda v: v not in STAGES))  # while there is memory
         for index in range(plan.rounds):
             each(functools.partial(turn, index=index))
             busy.append(busy_cores())

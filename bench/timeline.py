@@ -107,7 +107,7 @@ class _RecordedHandle(Handle):
         self._lock = threading.Lock()  # inner is looked at by one thread at a time
 
     @property
-    def ms(self) -> float | None:  # type: ignore[override]
+    def ms(self) -> float | None:
         return self._inner.ms
 
     def wait(self, timeout_s: float | None = None) -> None:
