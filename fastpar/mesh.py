@@ -54,6 +54,7 @@ class Mesh:
     dp_rank: int
     dp_group: dist.ProcessGroup | None
     owns_process_group: bool  # made here, so close() destroys it
+    timeout_s: float  # of every collective
 
     def __init__(
         self,
@@ -97,6 +98,7 @@ class Mesh:
             "dp_rank": rank,
             "dp_group": dist.group.WORLD if world_size > 1 else None,
             "owns_process_group": owns,
+            "timeout_s": timeout_s,
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)

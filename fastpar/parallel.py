@@ -342,7 +342,13 @@ def _make_groups(
         if factory is not None:
             return debug.delayed(factory(group, role))
         return debug.delayed(
-            make_collectives(group, device=mesh.device, transport=kind, in_rank_order=deterministic)
+            make_collectives(
+                group,
+                device=mesh.device,
+                transport=kind,
+                timeout_s=mesh.timeout_s,
+                in_rank_order=deterministic,
+            )
         )
 
     whole = make(mesh.dp_group, "reduce")
