@@ -27,7 +27,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
@@ -228,11 +228,10 @@ Rest = Any
 Call = Callable[[], Rest]
 # (where the result goes, call, its arguments, what the call needs to live)
 Task = tuple[Future, Callable[..., Any], tuple, Sequence[Tensor]]
-_AHEAD = 1  # operations that a thread begins while an earlier one is under way
 
 
 class TaskThread:
-    """A daemon thread that begins tasks, and ends them, in order.
+    """A daemon thread that ends operations, and begins those that are not begun yet, in order.
 
     It ends after stop() and when it is collected.
     """
@@ -243,39 +242,28 @@ class TaskThread:
         self.thread.start()
         self.stop = weakref.finalize(self, self._tasks.put, None)
 
-    def put(self, task: Task) -> None:
+    def put(self, task: Task | Begun) -> None:
         self._tasks.put(task)
 
 
 def _work(tasks: queue.SimpleQueue) -> None:
-    """The next operation begins before an earlier one is over, unless it uses the same memory."""
-    under_way: deque[_Begun] = deque()
     over_at = 0.0
-    while True:
-        if under_way and (under_way[0].is_over or len(under_way) > _AHEAD or tasks.empty()):
-            over_at = under_way.popleft().end(over_at)
-            continue
-        task = tasks.get()
-        if task is None:
-            break
-        while any(begun.shares(task[3]) for begun in under_way):
-            over_at = under_way.popleft().end(over_at)
-        under_way.append(_Begun(task))
-        del task  # a task holds its tensors: nobody else may
-    while under_way:
-        over_at = under_way.popleft().end(over_at)
+    while (task := tasks.get()) is not None:
+        begun = task if isinstance(task, Begun) else Begun(task)
+        over_at = begun.end(over_at)
+        del task, begun  # they hold their tensors: nobody else may
 
 
 def run_task(task: Task) -> None:
     """The call, with its time or its error for the future."""
-    _Begun(task).end(0.0)
+    Begun(task).end(0.0)
 
 
-class _Begun:
+class Begun:
     """A task whose call has returned."""
 
     def __init__(self, task: Task) -> None:
-        self._future, call, args, self._tensors = task
+        self.future, call, args, self._tensors = task
         self._start = time.perf_counter()
         self._error: BaseException | None = None
         self._rest: Any = None
@@ -283,11 +271,6 @@ class _Begun:
             self._rest = call(*args)
         except BaseException as error:
             self._error = error
-
-    @property
-    def is_over(self) -> bool:
-        """Whether end() has nothing to wait for."""
-        return not callable(self._rest)
 
     def shares(self, tensors: Sequence[Tensor]) -> bool:
         """Whether some of these tensors are in memory that this operation uses."""
@@ -301,10 +284,11 @@ class _Begun:
             if callable(self._rest):
                 _through(self._rest)
             over_at = time.perf_counter()
-            self._future.set_result((over_at - max(self._start, earlier)) * 1e3)
+            self.future.set_result((over_at - max(self._start, earlier)) * 1e3)
         except BaseException as error:
             over_at = time.perf_counter()
-            self._future.set_exception(error)
+            self.future.set_exception(error)
+        self._tensors, self._rest = (), None
         return over_at
 
 
@@ -377,6 +361,8 @@ class TorchCollectives(Collectives):
         self._stream = torch.cuda.Stream(self.device) if on_gpu else None
         self.in_caller = dist.get_backend(self.group) in ("threaded", "fake")
         self._thread = None if on_gpu or self.in_caller else TaskThread()
+        self._under_way: deque[Begun] = deque()
+        self._received: dict[tuple[int, torch.dtype], list[Tensor]] = {}
 
     def barrier(self, *, tag: int = 0) -> None:
         x = torch.zeros(1, device=self.device)
@@ -398,11 +384,25 @@ class TorchCollectives(Collectives):
         future: Future = Future()
         inference = torch.is_inference_mode_enabled()  # a thread has a mode of its own
         task = (future, self._guard, (op, call, inference), of)
-        if self._thread is not None:
+        if self._thread is None:
+            run_task(task)
+        elif self.in_rank_order:  # its all_reduce sends twice: the thread keeps the order
             self._thread.put(task)
         else:
-            run_task(task)
+            self._begin(task)
         return FutureHandle(op, future, self)
+
+    def _begin(self, task: Task) -> None:
+        """Sends at once, beside earlier operations unless they use the same memory."""
+        while self._under_way and self._under_way[0].future.done():
+            self._under_way.popleft()
+        for begun in self._under_way:
+            if begun.shares(task[3]):
+                wait([begun.future])
+        begun = Begun(task)
+        self._under_way.append(begun)
+        assert self._thread is not None
+        self._thread.put(begun)
 
     def _guard(self, op: str, call: Call, inference: bool) -> Rest:
         """call(), unless an earlier one failed; says who failed where. What is left is guarded."""
@@ -458,12 +458,16 @@ class TorchCollectives(Collectives):
         return self._submit("all_reduce", tree if self.in_rank_order else own_order, x)
 
     def _sum_into(self, out: Tensor, x: Tensor, mean: bool) -> Rest:
-        received = torch.empty_like(x)
+        kind = x.numel(), x.dtype
+        free = self._received.setdefault(kind, [])
+        received = free.pop() if free else torch.empty_like(x)
         work = dist.all_to_all_single(received, x, group=self.group, async_op=True)
 
         def rest() -> None:
             self._finish(work)
             _sum_parts(received.view(self.world_size, -1), out, mean)
+            if self._thread is not None:
+                free.append(received)  # new memory of this size would be faulted in each time
 
         return rest
 

@@ -383,7 +383,9 @@ class Engine(Shards):
     def exchange(self, bins: Tensor | None) -> Tensor | None:
         """The control exchange: norm bins of this rank's pieces -> of all. Ranks: all, once."""
         used = [i in bucket.seen for bucket in self.buckets for i in range(len(bucket.params))]
-        with self._blame("in the control exchange after", self.buckets[-1]), self._timer.waiting():
+        alone = self.groups.control is None
+        waiting = contextlib.nullcontext() if alone else self._timer.waiting()
+        with self._blame("in the control exchange after", self.buckets[-1]), waiting:
             return self._control.exchange(
                 bins,
                 hashes=self._hashes,

@@ -166,37 +166,51 @@ def test_exit_with_an_operation_under_way(tmp_path):
             rank.communicate()
 
 
-def test_the_next_operation_begins_while_an_earlier_one_is_under_way():
-    """Without, a link is idle while one is added up; more than two would fill the memory."""
-    thread = TaskThread()
-    queued, second, over = (threading.Event() for _ in range(3))
-    order, futures = [], [Future() for _ in range(3)]
+def begun_and_ended(monkeypatch, same_memory):
+    """Three operations of one rank: the order in which they are sent and over."""
+    order, over = [], threading.Event()
+    group = TorchCollectives(dist.group.WORLD)
+    send = dist.broadcast
 
-    def begin(name):
-        if name == 0:
-            assert queued.wait(10)
-        order.append(f"begin {name}")
-        if name == 1:
-            second.set()
+    def sent(x, **kwargs):
+        order.append(f"send {x.numel()}")
+        return send(x, **kwargs)
 
-        def rest():
-            if name == 0:
-                assert over.wait(10)
-            order.append(f"end {name}")
+    def finish(work):
+        assert over.wait(10)
+        work.wait()
 
-        return rest
-
-    for name, future in enumerate(futures):
-        thread.put((future, begin, (name,), ()))
-    queued.set()
-    assert second.wait(10)
-    assert not futures[0].done()
+    monkeypatch.setattr(dist, "broadcast", sent)
+    monkeypatch.setattr(group, "_finish", finish)
+    x = torch.ones(3)
+    xs = [x, x[:2], x[:1]] if same_memory else [torch.ones(n) for n in (3, 2, 1)]
+    if same_memory:
+        over.set()
+    handles = []
+    for t in xs:
+        handles.append(group.broadcast(t, 0, async_op=True))
+        order.append(f"returned {t.numel()}")
+    done_early = handles[-1].is_completed()
     over.set()
-    assert all(future.result(10) >= 0 for future in futures)
-    assert order == ["begin 0", "begin 1", "end 0", "begin 2", "end 1", "end 2"]
-    thread.stop()
-    thread.thread.join(10)
-    assert not thread.thread.is_alive()
+    for handle in handles:
+        handle.wait()
+    monkeypatch.undo()
+    return order, done_early
+
+
+def later_operations():
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        order, done = begun_and_ended(monkeypatch, same_memory=False)
+        assert order == [f"{what} {n}" for n in (3, 2, 1) for what in ("send", "returned")]
+        assert not done
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        order, _ = begun_and_ended(monkeypatch, same_memory=True)
+        assert order == [f"{what} {n}" for n in (3, 2, 1) for what in ("send", "returned")]
+
+
+def test_operations_are_sent_while_earlier_ones_are_under_way():
+    """Without, a link is idle while one is added up. Those in the same memory wait for it."""
+    run_ranks(later_operations, 2, backend="gloo")
 
 
 def test_an_operation_that_fails_at_its_end_does_not_stop_the_next():
