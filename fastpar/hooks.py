@@ -28,14 +28,26 @@ class Link(Generic[T]):
 
 
 class Hook:
-    """Calls owner's method; owner is a weak reference, so that nobody is kept alive by a hook."""
+    """Calls owner's method; owner is a weak reference, so that nobody is kept alive by a hook.
+
+    torch.compile does not look inside (test_compiled_models_match_one_process): where dynamo is
+    loaded the call is disabled for it. It is not imported for that, which takes a second.
+    """
 
     _torchdynamo_disable = True
 
     def __init__(self, owner: Any = None, method: str = "", *args: Any) -> None:
         self._owner, self._method, self._args = owner, method, args
+        self._disabled: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if "torch._dynamo" in sys.modules:
+            if self._disabled is None:
+                self._disabled = torch.compiler.disable(self._call)
+            return self._disabled(*args, **kwargs)
+        return self._call(*args, **kwargs)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
         owner = None if self._owner is None else self._owner()
         return None if owner is None else getattr(owner, self._method)(*self._args, *args, **kwargs)
 
