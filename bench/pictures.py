@@ -13,7 +13,7 @@ from typing import Any
 
 from bench import bench_emulated
 from bench.records import Row, machine_line
-from bench.report import ASIDE, NoResultsError, is_ours, newest, op_benches, zero_rows
+from bench.report import ASIDE, NoResultsError, is_ours, newest, number, op_benches, zero_rows
 
 # Okabe and Ito's colours first, which the colour-blind can tell apart; fastpar's are warm ones, and
 # others never get them.
@@ -163,7 +163,7 @@ def draw_zero(about: dict[str, Any], rows: Sequence[Row], path: Path) -> None:
     colour = [c or (OURS_TOO[0] if is_ours(r) else OTHERS[0]) for c, r in zip(colour, rows)]
     for (label, values), axes in zip(measures, panels):
         for at, (row, value) in enumerate(zip(rows, values)):
-            text = " refused" if row.refused else f" {value or 0:.3g}"
+            text = " refused" if row.refused else f" {number(value)}"
             axes.barh(at, 0.0 if row.refused else value or 0.0, 0.8, color=colour[at])
             axes.text(0.0 if row.refused else value or 0.0, at, text, va="center", fontsize=8)
         axes.set_xlabel(label, fontsize=9)
