@@ -33,7 +33,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastpar.collectives import Collectives, FutureHandle, Handle, TaskThread
+from fastpar.collectives import Collectives
+from fastpar.tasks import FutureHandle, Handle, TaskThread
 from fastpar.kernels import _C
 
 _CODES = {

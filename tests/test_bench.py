@@ -504,5 +504,6 @@ def test_gpu_script_runs_without_a_gpu(tmp_path):
     assert "bench ops: done" in done.stdout
     assert "bench train: done" in done.stdout
     (results,) = tmp_path.glob("*.json")
-    assert {row.bench for row in load(results)[1]} == set(door.names())
+    elsewhere = {"build", "emulated", "overlap", "shm", "zero"}  # parts of their own, or of CPUs
+    assert {row.bench for row in load(results)[1]} == set(door.names()) - elsewhere
     assert (tmp_path / "bench_ops.log").exists()
