@@ -34,8 +34,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastpar.collectives import Collectives, Handle
+from fastpar.collectives import Collectives
 from fastpar.mesh import Mesh
+from fastpar.tasks import Handle
 
 _CALIBRATION_CYCLES = 20_000_000  # about 10 ms
 

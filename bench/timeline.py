@@ -26,7 +26,8 @@ from typing import Any
 import torch.distributed as dist
 
 from bench.records import RESULTS, machine_line
-from fastpar.collectives import Collectives, Handle
+from fastpar.collectives import Collectives
+from fastpar.tasks import Handle
 from fastpar.transport import make_collectives
 
 FOLDER = RESULTS / "overlap"

@@ -27,8 +27,9 @@ import functools
 import torch
 from torch import Tensor, nn
 
-from fastpar.collectives import Collectives, Handle
+from fastpar.collectives import Collectives
 from fastpar.layout import Bucket, Layout
+from fastpar.tasks import Handle
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

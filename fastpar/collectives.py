@@ -24,7 +24,6 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from concurrent.futures import Future, wait
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,6 +40,7 @@ from fastpar.tasks import (
     StreamHandle,
     Task,
     TaskThread,
+    overlap,
     run_task,
     through,
 )
@@ -168,7 +168,7 @@ class Collectives(ABC):
             )
 
     def _check_apart(self, op: str, x: Tensor, out: Tensor) -> None:
-        if _overlap(x, out):
+        if overlap(x, out):
             raise ValueError(
                 f"{op}: expected out apart from x where it is wider, got out={out.dtype} inside "
                 f"x={x.dtype}; pass another out"

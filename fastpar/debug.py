@@ -19,14 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastpar.collectives import (
-    Collectives,
-    FutureHandle,
-    Handle,
-    StreamHandle,
-    TaskThread,
-    run_task,
-)
+from fastpar.collectives import Collectives
+from fastpar.tasks import FutureHandle, Handle, StreamHandle, TaskThread, run_task
 
 _CYCLES_PER_MS = 1_500_000  # of a GPU, about
 

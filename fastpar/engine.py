@@ -42,7 +42,6 @@ import torch
 from torch import Tensor, nn
 
 from fastpar.buffers import BucketState
-from fastpar.collectives import Handle
 from fastpar.control import Control
 from fastpar.hooks import Hook, Link, inside_backward_of_a_function
 from fastpar.layout import Layout
@@ -50,6 +49,7 @@ from fastpar.mesh import Mesh
 from fastpar.shards import Groups, Settings, Shards
 from fastpar.split_embedding import SplitEmbedding
 from fastpar.step_report import StepReport
+from fastpar.tasks import Handle
 from fastpar.units import ROOT
 
 _IN_FLIGHT = 2  # whole gradients of so many buckets may wait for their reduction at stages 2 and 3

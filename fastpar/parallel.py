@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fastpar.autobucket import Arenas, AutoBucket, Fill, candidates
-from fastpar.buffers import DTYPES, BucketState
+from fastpar.buffers import BucketState
 from fastpar.collectives import Collectives, TorchCollectives
 from fastpar.debug import Debug
-from fastpar.engine import Engine, engine_of_parameter
+from fastpar.engine import Engine
 from fastpar.layout import (
     Layout,
     ParamSpec,

@@ -23,6 +23,7 @@ def check_arguments(
     grad_accum_steps: int,
     prefetch: int,
 ) -> None:
+    """Options outside their range, and a model that has an engine."""
     for name, p in model.named_parameters():
         if engine_of_parameter(p) is not None:
             raise ValueError(

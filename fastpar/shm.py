@@ -34,8 +34,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastpar.collectives import Collectives
-from fastpar.tasks import FutureHandle, Handle, TaskThread
 from fastpar.kernels import _C
+from fastpar.tasks import FutureHandle, Handle, TaskThread
 
 _CODES = {
     torch.float32: 0,

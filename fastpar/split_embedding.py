@@ -23,8 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from fastpar.buffers import BucketState
-from fastpar.collectives import Collectives, Handle
+from fastpar.collectives import Collectives
 from fastpar.hooks import Hook, Link
+from fastpar.tasks import Handle
 
 
 def head_weight(weight: Tensor) -> Tensor:

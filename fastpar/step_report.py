@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fastpar.collectives import Handle
+from fastpar.tasks import Handle
 
 _KEPT = 8  # steps on a GPU whose events may still be ahead of the host
 

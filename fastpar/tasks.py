@@ -33,7 +33,7 @@ class Handle(ABC):
         """Whether wait() would return at once."""
 
 
-def _overlap(a: Tensor, b: Tensor) -> bool:
+def overlap(a: Tensor, b: Tensor) -> bool:
     """Whether two contiguous tensors share memory."""
     start, other = a.data_ptr(), b.data_ptr()
     return start < other + b.nbytes and other < start + a.nbytes
@@ -115,7 +115,7 @@ class Begun:
 
     def shares(self, tensors: Sequence[Tensor]) -> bool:
         """Whether some of these tensors are in memory that this operation uses."""
-        return any(_overlap(a, b) for a in self._tensors for b in tensors)
+        return any(overlap(a, b) for a in self._tensors for b in tensors)
 
     def end(self, earlier: float) -> float:
         """Wait for it and tell the future; when it was over. Its time counts from `earlier` on."""

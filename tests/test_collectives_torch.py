@@ -8,14 +8,13 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import Future
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from fastpar.collectives import TaskThread, TorchCollectives
+from fastpar.collectives import TorchCollectives
 from fastpar.testing import run_ranks
 
 
@@ -134,7 +133,8 @@ def test_a_fake_group_needs_no_thread():
 
 EXITS = """
 import sys, torch, torch.distributed as dist
-from fastpar.collectives import TaskThread, TorchCollectives
+from fastpar.collectives import TorchCollectives
+from fastpar.tasks import TaskThread
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)
 c = TorchCollectives()
@@ -211,33 +211,3 @@ def later_operations():
 def test_operations_are_sent_while_earlier_ones_are_under_way():
     """Without, a link is idle while one is added up. Those in the same memory wait for it."""
     run_ranks(later_operations, 2, backend="gloo")
-
-
-def test_an_operation_that_fails_at_its_end_does_not_stop_the_next():
-    thread = TaskThread()
-    futures = [Future(), Future(), Future()]
-
-    def fail():
-        raise ValueError("at the end")
-
-    for future, rest in zip(futures, (fail, None, lambda: None)):
-        thread.put((future, lambda rest: rest, (rest,), ()))
-    with pytest.raises(ValueError, match="at the end"):
-        futures[0].result(10)
-    assert futures[1].result(10) >= 0
-    assert futures[2].result(10) >= 0
-    thread.stop()
-
-
-def test_an_operation_without_a_second_half_is_over_at_once():
-    """Its result does not wait for the operation behind it."""
-    thread = TaskThread()
-    queued, seen = threading.Event(), threading.Event()
-    first, second = Future(), Future()
-    thread.put((first, lambda: queued.wait(10) and None, (), ()))
-    thread.put((second, lambda: seen.wait(30) and None, (), ()))
-    queued.set()
-    assert first.result(10) >= 0
-    seen.set()
-    assert second.result(10) >= 0
-    thread.stop()

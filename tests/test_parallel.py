@@ -1,4 +1,4 @@
-"""parallel.py: groups, state dicts, models without memory. Wrong arguments: test_zero_errors.py."""
+"""parallel.py: groups, state dicts, models without memory."""
 
 import copy
 import pickle

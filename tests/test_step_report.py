@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from fastpar import step_report
-from fastpar.collectives import Handle
 from fastpar.step_report import StepReport, StepTimer
+from fastpar.tasks import Handle
 
 
 class Clock:

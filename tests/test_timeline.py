@@ -9,7 +9,8 @@ from test_records import ABOUT
 
 from bench import timeline
 from bench.timeline import COMPUTE, GATHER, REDUCE, WAIT, Recorder, Span, busy_ms, window
-from fastpar.collectives import Handle, TorchCollectives
+from fastpar.collectives import TorchCollectives
+from fastpar.tasks import Handle
 from fastpar.testing import run_ranks
 
 

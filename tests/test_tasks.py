@@ -1,0 +1,38 @@
+"""tasks.py: the thread that ends operations in order."""
+
+import threading
+from concurrent.futures import Future
+
+import pytest
+
+from fastpar.tasks import TaskThread
+
+
+def test_an_operation_that_fails_at_its_end_does_not_stop_the_next():
+    thread = TaskThread()
+    futures = [Future(), Future(), Future()]
+
+    def fail():
+        raise ValueError("at the end")
+
+    for future, rest in zip(futures, (fail, None, lambda: None)):
+        thread.put((future, lambda rest: rest, (rest,), ()))
+    with pytest.raises(ValueError, match="at the end"):
+        futures[0].result(10)
+    assert futures[1].result(10) >= 0
+    assert futures[2].result(10) >= 0
+    thread.stop()
+
+
+def test_an_operation_without_a_second_half_is_over_at_once():
+    """Its result does not wait for the operation behind it."""
+    thread = TaskThread()
+    queued, seen = threading.Event(), threading.Event()
+    first, second = Future(), Future()
+    thread.put((first, lambda: queued.wait(10) and None, (), ()))
+    thread.put((second, lambda: seen.wait(30) and None, (), ()))
+    queued.set()
+    assert first.result(10) >= 0
+    seen.set()
+    assert second.result(10) >= 0
+    thread.stop()
