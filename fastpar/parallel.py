@@ -94,7 +94,7 @@ def parallelize(
             "shm" or "torch".
         split_embedding: reduce the head's part of a tied embedding's gradient when backward begins
             and the tokens' rows at its end (fastpar/split_embedding.py); None: if its gradient is
-            larger than a bucket. Not with deterministic.
+            larger than a default bucket. Not with deterministic.
         materialize: fills one tensor, given its name, of a model on the meta device; parameters
             and buffers are then made bucket by bucket, so that no rank holds more than its part.
         debug: a fastpar.debug.Debug.
@@ -148,8 +148,9 @@ def parallelize(
         mesh, stage, n_shards, transport, collectives, deterministic, debug or Debug()
     )
     auto = bucket_mb == "auto"
+    usual_mb = default_bucket_mb(dp, groups.reduce.transport if groups.reduce else "none")
     if bucket_mb is None or isinstance(bucket_mb, str):
-        bucket_mb = default_bucket_mb(dp, groups.reduce.transport if groups.reduce else "none")
+        bucket_mb = usual_mb
     settings = Settings(
         stage,
         n_shards,
@@ -166,7 +167,7 @@ def parallelize(
     if materialize is not None:
         _materialize_shells(model, mesh.device)
         named = parameter_names(model)
-    tied = _pick_split(model, settings, named, split_embedding, dp)
+    tied = _pick_split(model, settings, named, split_embedding, dp, usual_mb)
     engine = _build(
         model,
         mesh,
@@ -311,8 +312,12 @@ def _pick_split(
     named: dict[nn.Parameter, tuple[str, ...]],
     asked: bool | None,
     dp: int,
+    usual_mb: float,
 ) -> nn.Parameter | None:
-    """The parameter whose gradient is reduced in two parts, see split_embedding.py."""
+    """The parameter whose gradient is reduced in two parts, see split_embedding.py.
+
+    Not by settings.bucket_mb: bucket sizes change no bits, and this does.
+    """
     tied = tied_embedding(model, named) if asked is not False else None
     if asked and (tied is None or settings.deterministic):
         raise ValueError(
@@ -323,7 +328,7 @@ def _pick_split(
     if tied is None or dp == 1 or settings.deterministic:
         return None
     n_bytes = tied.numel() * (settings.grad_dtype or tied.dtype).itemsize
-    return tied if asked or n_bytes > settings.bucket_mb * 2**20 else None
+    return tied if asked or n_bytes > usual_mb * 2**20 else None
 
 
 def _make_groups(

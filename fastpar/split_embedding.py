@@ -8,10 +8,10 @@ ranks exchange and add in rank order.
 
 [Note: when the split is used]
 The parameter has a bucket of its own, in front of all others, if its gradient is larger than a
-bucket and the sums need no fixed tree. In a backward that reduces, a rank sends the head's part
-early if the exchange of rows is small against the whole: ranks * rows <= half of the vocabulary.
-Otherwise, and where the head took no part, it sends both parts together and no rows: the ranks need
-not agree on it. In a backward that stays local both parts are added up as usual.
+bucket by default and the sums need no fixed tree. In a backward that reduces, a rank sends the
+head's part early if the exchange of rows is small against the whole: ranks * rows <= half of the
+vocabulary. Otherwise, and where the head took no part, it sends both parts together and no rows:
+the ranks need not agree on it. In a backward that stays local both parts are added up as usual.
 """
 
 from __future__ import annotations

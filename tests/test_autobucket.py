@@ -167,7 +167,8 @@ class Tied(nn.Module):
 
 def train_tied(bucket_mb, stage):
     mesh, model = Mesh(device="cpu"), drawn(Tied())
-    parallelize(model, mesh, zero_stage=stage, bucket_mb=bucket_mb, first_bucket_mb=QUARTER)
+    options = {"bucket_mb": bucket_mb, "first_bucket_mb": QUARTER, "split_embedding": True}
+    parallelize(model, mesh, zero_stage=stage, **options)
     engine = engine_of(model)
     if engine.auto_bucket is not None:
         engine.auto_bucket._mark = Clock(engine, {3: 3.0, 7: 1.0})

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from fastpar import GPT, GPTConfig, Mesh, engine_of, parallelize
+from fastpar.layout import default_bucket_mb
 from fastpar.split_embedding import head_weight
 from fastpar.testing import run_ranks
 
@@ -166,16 +167,21 @@ def test_a_large_batch_is_sent_in_one_part():
         assert sent == 0
 
 
-def test_it_is_used_where_the_gradient_exceeds_a_bucket():
-    def used(bucket_mb, **options):
-        model = parallelize(Net(), Mesh(), bucket_mb=bucket_mb, **options)
+def test_it_is_used_where_the_gradient_exceeds_a_default_bucket():
+    def used(rows, **options):
+        model = nn.ModuleDict({"wte": nn.Embedding(rows, 64), "head": nn.Linear(64, rows, False)})
+        model["head"].weight = model["wte"].weight
+        parallelize(model, Mesh(), **options)
         return engine_of(model).split is not None
 
-    size = V * C * 8 / 2**20  # fp64
-    assert run_ranks(used, 2, size * 0.9) == [True, True]
-    assert run_ranks(used, 2, size * 1.1) == [False, False]
-    assert run_ranks(lambda: used(size * 0.9, deterministic=True), 2) == [False, False]
-    assert used(size * 0.9) is False  # one rank
+    rows = int(default_bucket_mb(2, "shm") * 2**20 / (64 * 4))
+    assert run_ranks(used, 2, rows + 1) == [True, True]
+    assert run_ranks(used, 2, rows) == [False, False]
+    # Bucket sizes change no bits, and the split does.
+    assert run_ranks(lambda: used(rows, bucket_mb=1e-3), 2) == [False, False]
+    assert run_ranks(lambda: used(rows + 1, bucket_mb=100.0), 2) == [True, True]
+    assert run_ranks(lambda: used(rows + 1, deterministic=True), 2) == [False, False]
+    assert used(rows + 1) is False  # one rank
 
 
 @pytest.mark.parametrize("options", [{"deterministic": True}, {}])
