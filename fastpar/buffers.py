@@ -22,7 +22,10 @@ p.main_grad, where the gradient's dtype is not the parameter's); otherwise p.gra
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import time
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +52,11 @@ class PairwiseSum:
             order >>= 1
         self._parts.append(x)
         self.count += 1
+
+    @property
+    def nbytes(self) -> int:
+        """Of the partial sums."""
+        return sum(x.nbytes for x in self._parts)
 
     def zero_(self, place: slice) -> None:
         """Forget what was added to these elements."""
@@ -122,6 +130,7 @@ class BucketState:
         self.unreduced: PairwiseSum | None = None  # earlier micro-batches that stayed here
         self.reduced: Tensor | None = None
         self._reductions: PairwiseSum | None = None
+        self._tree_ms = 0.0
         self._piece_views: tuple[Tensor | None, list[tuple[Tensor, Tensor | None, int]]] | None = (
             None
         )
@@ -282,7 +291,8 @@ class BucketState:
         assert self.grad is not None
         if self.unreduced is None:
             self.unreduced = PairwiseSum()
-        self.unreduced.push(self.grad.clone() if self.stage <= 1 else self.grad)
+        with self._summing():
+            self.unreduced.push(self.grad.clone() if self.stage <= 1 else self.grad)
         if self.stage >= 2:
             self.grad = None
         self._forget_local()
@@ -291,9 +301,16 @@ class BucketState:
         """Deterministic: the tree over the micro-batches that stayed here, into `grad`."""
         if self.unreduced is not None:
             assert self.grad is not None
-            self.unreduced.push(self.grad.clone())
-            self.grad.copy_(self.unreduced.total())
+            with self._summing():
+                self.unreduced.push(self.grad.clone())
+                self.grad.copy_(self.unreduced.total())
             self.unreduced = None
+
+    @contextlib.contextmanager
+    def _summing(self) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self._tree_ms += (time.perf_counter() - begin) * 1e3
 
     def _forget_local(self) -> None:
         self.has.clear()
@@ -317,11 +334,12 @@ class BucketState:
         if self.deterministic:
             if self._reductions is None or (self.stage == 0 and not self._aside):
                 self._reductions = PairwiseSum()
-            self._reductions.push(result.clone() if self.stage <= 1 else result)
-            if self._reductions.count > 1 or self.stage >= 2:
-                self._collect_tree(result)
-            else:
-                self.reduced = result
+            with self._summing():
+                self._reductions.push(result.clone() if self.stage <= 1 else result)
+                if self._reductions.count > 1 or self.stage >= 2:
+                    self._collect_tree(result)
+                else:
+                    self.reduced = result
             self._aside = False
         elif self.reduced is None or self.stage == 0:
             self.reduced = result
@@ -433,6 +451,17 @@ class BucketState:
                 tree.zero_(place)
         if self.reduced is not None:
             self.reduced[part].zero_()
+
+    def take_tree_ms(self) -> float:
+        """The host's time in fixed sums since the last call."""
+        ms, self._tree_ms = self._tree_ms, 0.0
+        return ms
+
+    @property
+    def tree_bytes(self) -> int:
+        """What fixed sums cost in memory now."""
+        trees = (self.unreduced, self._reductions)
+        return sum(tree.nbytes for tree in trees if tree is not None)
 
     # Checks
 

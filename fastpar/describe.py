@@ -24,6 +24,7 @@ def memory(engine: Shards) -> dict[str, int]:
         for kind, x in (("gradients", bucket.grad), ("gradient shards", bucket.grad_shard)):
             if x is not None:
                 kinds[kind] += x.numel() * x.element_size()
+    kinds["partial sums"] = sum(bucket.tree_bytes for bucket in engine.buckets)
     kinds["frozen parameters"] = sum(p.numel() * p.element_size() for p in engine.frozen)
     return kinds
 
@@ -65,6 +66,7 @@ def describe(engine: Shards) -> str:
         f"engine: stage {engine.zero_stage}, dp={ranks}, {engine.n_shards} shards, {how}, "
         f"{parameters:,} trained parameters, {len(engine.buckets)} buckets"
         + (", deterministic" if settings.deterministic else ""),
+        *([_cost_of_fixed_sums(engine)] if settings.deterministic else []),
         *([] if engine.auto_bucket is None else [str(engine.auto_bucket)]),
         "memory: " + _mib(memory(engine)),
         "wire per rank and step: " + (_mib(wire_bytes(engine)) or "nothing"),
@@ -80,6 +82,11 @@ def describe(engine: Shards) -> str:
             f"{size / spec.n_shards:9.2f}  {' .. '.join(names)}"
         )
     return "\n".join([*lines, "schedule: " + _schedule(engine)])
+
+
+def _cost_of_fixed_sums(engine: Shards) -> str:
+    held = memory(engine)["partial sums"] / _MIB
+    return f"deterministic: {engine.tree_ms:.1f} ms of the last step, {held:.1f} MiB held now"
 
 
 def _schedule(engine: Shards) -> str:

@@ -416,6 +416,7 @@ class Engine(Shards):
             self.gathers.passes_since_step.clear()
         self._backwards, self._hashes = 0, [0, 0]
         if not self._step_ended:
+            self.tree_ms = sum(bucket.take_tree_ms() for bucket in self.buckets)
             self.report = self._timer.end_step()
             self._step_ended = True
             if self.debug is not None and self.debug.check_replicas:

@@ -82,6 +82,7 @@ class Shards:
         self.gathers: Gathers | None = None
         self.auto_bucket: AutoBucket | None = None
         self.n_reductions = 0  # since parallelize(); names the step in errors
+        self.tree_ms = 0.0  # the host's, in the fixed sums of the last step
         self._timer = StepTimer(mesh.device)
         self._hashes = [0, 0]  # reductions, gathers: what was launched since the last step
 
