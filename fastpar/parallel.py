@@ -278,6 +278,7 @@ def _build(
             materialize(name, tensor.data)
     mesh.broadcast_([*frozen, *model.buffers()])
     engine = Engine(mesh, settings, groups, layout, buckets, frozen, homes, debug)
+    engine.model = weakref.ref(model)
     if stage:
         engine.gathers = Gathers(
             modules,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -80,6 +80,7 @@ class Shards:
         self.frozen, self._homes = frozen, homes
         self.zero_stage, self.n_shards = settings.zero_stage, settings.n_shards
         self.gathers: Gathers | None = None
+        self.model: Callable[[], nn.Module | None] = lambda: None  # a weak reference to it
         self.auto_bucket: AutoBucket | None = None
         self.n_reductions = 0  # since parallelize(); names the step in errors
         self.tree_ms = 0.0  # the host's, in the fixed sums of the last step
@@ -259,6 +260,13 @@ class Shards:
                     f"Engine: expected the model to keep its parameter '{bucket.name(position)}', "
                     "got another object in its place; load with load_state_dict(assign=False), and "
                     "tie or replace parameters before fastpar.parallelize"
+                )
+        model = self.model()
+        for name, p in model.named_parameters() if model is not None else ():
+            if p.requires_grad and p not in self._place and p not in self.frozen:
+                raise RuntimeError(
+                    f"Engine: expected the model's parameters of fastpar.parallelize, got '{name}' "
+                    "beside them; add parameters before fastpar.parallelize"
                 )
         for p, name in self.frozen.items():
             if p.requires_grad:

@@ -111,6 +111,17 @@ def test_a_parameter_put_in_the_place_of_another(stage):
 
 
 @stages
+def test_a_parameter_beside_the_others(stage):
+    def ranks():
+        model = parallelize(stack(), Mesh(), zero_stage=stage, **SMALL)
+        model[1].scale = nn.Parameter(torch.ones(16))
+        (model(torch.ones(2, 16)) * model[1].scale).sum().backward()
+
+    message = r"expected the model's parameters of fastpar.parallelize, got '1\.scale' beside them"
+    assert_all_raise(on_ranks(ranks), RuntimeError, message)
+
+
+@stages
 def test_backward_twice_without_need(stage):
     """torch's own error, and the ranks go on."""
 
