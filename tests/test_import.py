@@ -40,7 +40,7 @@ def test_public_names_are_there():
     for name in fastpar.__all__:
         assert getattr(fastpar, name) is not None
         assert name in dir(fastpar)
-    assert fastpar.parallelize.__module__ == "fastpar.engine"
+    assert fastpar.parallelize.__module__ == "fastpar.parallel"
 
 
 def test_unknown_names_are_attribute_errors():
