@@ -111,10 +111,7 @@ class BucketState:
         self.shard = self.flat if stage == 0 else self.flat[self._own]
         if stage == 3:
             self.shard = self._empty(gather, spec.shard_numel, spec.dtype)
-        self._placeholders = [
-            _nan(spec.dtype, device).expand(s.spec.shape) if stage else v
-            for s, v in zip(self.slots, self.views)
-        ]
+        self._placeholders = list(self.views)
         self.live = True
         self.gathering: Handle | None = None
         # Gradients
@@ -176,6 +173,8 @@ class BucketState:
         if not self.live:
             return
         self.live = False
+        nan = self._nan(self.spec.dtype)
+        self._placeholders = [nan.expand(s.spec.shape) for s in self.slots]
         for p, placeholder in zip(self.params, self._placeholders):
             p.data = placeholder
         if self.stage == 3:
@@ -419,9 +418,10 @@ class BucketState:
     def mark(self, *, hidden: bool = True) -> None:
         """See [Note: marks]; not hidden: p.grad is what it should be."""
         if hidden:
+            nan = self._nan(self.spec.dtype)
             for position in self.seen:
                 p = self.params[position]
-                p.grad = _nan(p.dtype, self.device).expand(p.shape)
+                p.grad = nan.expand(p.shape)
         self.marked = hidden or not self._main  # a main gradient leaves p.grad None
 
     def unmark(self) -> None:
@@ -463,6 +463,10 @@ class BucketState:
         trees = (self.unreduced, self._reductions)
         return sum(tree.nbytes for tree in trees if tree is not None)
 
+    def _nan(self, dtype: torch.dtype) -> Tensor:
+        """A new one: somebody may write into that of a parameter with one element."""
+        return torch.full((), float("nan"), dtype=dtype, device=self.device)
+
     # Checks
 
     def is_in_place(self, position: int) -> bool:
@@ -483,8 +487,3 @@ class BucketState:
                 "Engine: expected backward without create_graph, got a gradient with a graph for "
                 f"parameter '{name}'; use torch.autograd.grad for higher derivatives"
             )
-
-
-@functools.lru_cache
-def _nan(dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.full((), float("nan"), dtype=dtype, device=device)

@@ -139,3 +139,25 @@ def test_materialize_and_the_meta_device_go_together():
         parallelize(model, Mesh(device="cpu"))
     with pytest.raises(ValueError, match="every parameter on meta, got device=cpu for 'frozen'"):
         parallelize(Net(), Mesh(device="cpu"), materialize=fill)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_writing_into_a_placeholder_spoils_no_other(stage):
+    """Those of one element can be written: the nan is not shared for ever."""
+
+    def ranks():
+        model = nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 1), nn.Linear(1, 4))
+        parallelize(model, Mesh(), zero_stage=stage, **SMALL)
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+            assert all(p.grad.isnan().all() for p in model.parameters())
+            model[1].bias.grad.zero_()
+            engine = engine_of(model)
+            engine.before_step()
+            engine.exchange(None)
+            engine.after_step()
+            assert all(p.isnan().all() for p in model.parameters())
+            model[1].bias.data.zero_()
+            model.zero_grad()
+
+    run_ranks(ranks, 2)
