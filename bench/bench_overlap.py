@@ -227,9 +227,10 @@ def busy_cores(seconds: float = 0.5) -> float:
 def priority() -> str:
     """How the scheduler treats this process beside others."""
     try:
-        group = Path("/proc/self/autogroup").read_text().split()[-1]
+        words = Path("/proc/self/autogroup").read_text().split()
     except OSError:
-        group = "none"
+        words = []
+    group = words[-1] if words else "none"  # empty where the kernel was started without groups
     return f"nice {os.nice(0)}, group nice {group}"
 
 

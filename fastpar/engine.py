@@ -12,6 +12,7 @@ with its copies in the other groups (HSDP).
 A bucket is ready when each of its parameters had its hook in this backward. Ready buckets are
 launched in index order, bucket i only after i - 1: hooks fire in another order under torch.compile
 and for other inputs, and ranks that issue collectives in different orders add up different buckets.
+A unit that this rank's forward skipped has no gradient: its buckets are ready from the beginning.
 What is not ready at the end of a backward is launched then, and everything is waited for. Reentrant
 checkpoints run a backward inside a backward; their parameters can fire several times with partial
 sums, so their buckets wait for the end of the outermost backward. At stages 0 and 1 the first
@@ -50,9 +51,9 @@ from fastpar.shards import Groups, Settings, Shards
 from fastpar.split_embedding import SplitEmbedding
 from fastpar.step_report import StepReport
 from fastpar.tasks import Handle
-from fastpar.units import ROOT
 
-_IN_FLIGHT = 2  # whole gradients of so many buckets may wait for their reduction at stages 2 and 3
+_IN_FLIGHT = 2  # largest buckets, as bytes whose reduction may be under way at stages 2 and 3
+_PATIENCE_S = 1.0  # see [Note: when a bucket is launched]
 
 
 class Engine(Shards):
@@ -144,8 +145,8 @@ class Engine(Shards):
         self._waiting[index] -= 1
         if self._waiting[index]:
             return
-        if self.gathers is not None and bucket.spec.unit > ROOT and index not in self._deferred:
-            self.gathers.release(bucket.spec.unit)
+        if self.gathers is not None and index not in self._deferred:
+            self.gathers.release_bucket(bucket)
         self._launch_ready()
 
     def _launch_ready(self) -> None:
@@ -208,6 +209,10 @@ class Engine(Shards):
         self._will_reduce = self._synchronize and last and self.mesh.dp_size > 1
         if self.gathers is not None:
             self.gathers.begin("backward")
+            skipped = self.gathers.skipped()
+            for index, bucket in enumerate(self.buckets):
+                if bucket.spec.unit in skipped:
+                    self._waiting[index] = 0
         torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
 
     def on_gate(self) -> None:
@@ -272,13 +277,23 @@ class Engine(Shards):
         self._timer.add(handle, self._wire_bytes(wire, self.groups.reduce, self.zero_stage == 0))
         self._pending.append((bucket, handle, target))
         self._next = index + 1
-        while self.zero_stage >= 2 and len(self._pending) > _IN_FLIGHT:
-            self._finish_oldest()
+        if self.zero_stage >= 2:
+            self._limit_pending()
 
-    def _finish_oldest(self) -> None:
-        bucket, handle, target = self._pending.popleft()
+    def _limit_pending(self) -> None:
+        room = _IN_FLIGHT * max(bucket.spec.numel for bucket in self.buckets)
+        late = self.zero_stage == 3 and self.mesh.device.type == "cpu" and self._root != -1
+        while sum(bucket.spec.numel for bucket, _, _ in self._pending) > room and self._patient:
+            try:
+                self._finish_oldest(_PATIENCE_S if late else None)
+            except TimeoutError:
+                self._patient = False
+
+    def _finish_oldest(self, timeout_s: float | None = None) -> None:
+        bucket, handle, target = self._pending[0]
         with self._blame("waiting for", bucket), self._timer.waiting():
-            handle.wait()
+            handle.wait(timeout_s)
+        self._pending.popleft()
         replicate = self.groups.replicate
         if replicate is None:
             self._take_reduced(bucket, target)
@@ -342,6 +357,7 @@ class Engine(Shards):
     def _reset_launches(self) -> None:
         self._next = 0  # buckets below it are launched
         self._waiting = [len(b.params) for b in self.buckets]
+        self._patient = True
         self._fired: set[nn.Parameter] = set()
         self._deferred: set[int] = set()
         self._pending.clear()
@@ -414,6 +430,7 @@ class Engine(Shards):
                 self.finish_gather(bucket)
                 bucket.make_stale()
             self.gathers.passes_since_step.clear()
+            self.gathers.entered.clear()
         self._backwards, self._hashes = 0, [0, 0]
         if not self._step_ended:
             self.tree_ms = sum(bucket.take_tree_ms() for bucket in self.buckets)

@@ -11,8 +11,8 @@ The end of a bucket is padded so that it splits into n_shards equal slices that 
 of ALIGN: rank r owns slice r. Nothing depends on whether sizes are divisible. A parameter lies in
 one bucket, so what a rank owns of it is one range of its elements (piece), maybe empty.
 
-Up to stage 2 buckets are cut by size. At stage 3 a bucket holds the parameters of one unit, the
-modules whose parameters are gathered and freed together.
+Buckets are cut by size, at the sharded stages also where a unit ends (the modules whose parameters
+are gathered together, see units.py): a forward then waits for nothing that it does not need yet.
 
 `used` carries, in the same collective as the gradients, which parameters took part in a step on any
 rank; sharded stages tell it in the control exchange, because one rank would own the slice.
@@ -67,7 +67,7 @@ class Bucket:
     used_start: int  # one element per slot from here if there are flags, see the top of the file
     numel: int
     n_shards: int
-    unit: int  # -1 up to stage 2
+    unit: int  # -1 without units
 
     @property
     def shard_numel(self) -> int:
@@ -107,10 +107,11 @@ def build_layout(
 ) -> Layout:
     """Place parameters, given in registration order, into buckets.
 
-    Without units a bucket is closed before it would exceed its cap (in bytes of gradient); a
-    parameter above the cap has a bucket of its own. The first bucket of each dtype has its own cap:
-    small, so that communication starts early. With units each has one bucket per dtype, whatever
-    its size. Buckets are numbered by their last parameter, the one that makes them ready.
+    A bucket is closed before it would exceed its cap (in bytes of gradient), unless that would leave
+    it below a quarter of it; a parameter above the cap has a bucket of its own, or with such a rest.
+    The first bucket of each dtype has its own cap: small, so that communication starts early. A
+    bucket also ends with its unit; a rest below a quarter of the first cap goes to the unit's next
+    parameters, if it has any. Buckets are numbered by their last parameter, which makes them ready.
 
     Args:
         specs: each parameter once, tied ones with all their names.
@@ -136,23 +137,25 @@ def build_layout(
             )
     units = [-1] * len(specs) if unit_of is None else unit_of
     closed: list[tuple[torch.dtype, int, list[int]]] = []
-    kinds = dict.fromkeys((spec.dtype, unit) for spec, unit in zip(specs, units))
-    for dtype, unit in kinds:
+    for dtype in dict.fromkeys(spec.dtype for spec in specs):
         itemsize = (grad_dtype or dtype).itemsize
-        group: list[int] = []
-        cap = math.inf if unit_of is not None else first_bucket_bytes
-        size = 0
+        cap, before = first_bucket_bytes, -1
+        groups: dict[int, list[int]] = {}  # open, of each unit
+        sizes: dict[int, int] = {}  # their bytes
         for i in reversed(range(len(specs))):
-            if specs[i].dtype != dtype or units[i] != unit or i == first:
+            if specs[i].dtype != dtype or i == first:
                 continue
+            unit = units[i]
             n_bytes = _round_up(specs[i].numel, ALIGN) * itemsize
-            if group and size + n_bytes > cap:
-                closed.append((dtype, unit, group))
-                group, cap, size = [], bucket_bytes, 0
-            group.append(i)
-            size += n_bytes
-        if group:
-            closed.append((dtype, unit, group))
+            ended = before != unit and sizes.get(before, 0) >= first_bucket_bytes / 4
+            full = sizes.get(unit, 0) >= cap / 4 and sizes[unit] + n_bytes > cap
+            for other in [before] * ended + [unit] * full:
+                closed.append((dtype, other, groups.pop(other)))
+                sizes[other], cap = 0, bucket_bytes
+            groups.setdefault(unit, []).append(i)
+            sizes[unit] = sizes.get(unit, 0) + n_bytes
+            before = unit
+        closed.extend((dtype, unit, group) for unit, group in groups.items())
     closed.sort(key=lambda entry: -entry[2][-1])
     if first is not None:
         closed.insert(0, (specs[first].dtype, units[first], [first]))

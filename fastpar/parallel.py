@@ -76,8 +76,7 @@ def parallelize(
         shard_size: ranks that share one copy, a divisor of dp; None: all. Neighbours share.
         bucket_mb: cap of the gradients that one collective sends, in MiB; None: by the number of
             ranks and the transport; "auto": a quarter of that, that, or four times that, whichever
-            makes the first steps fastest (all ranks must call zero_grad() after each of them). At
-            stage 3 a bucket is a unit.
+            makes the first steps fastest (all ranks must call zero_grad() after each of them).
         first_bucket_mb: cap of the first bucket; units below it are merged with their neighbours.
         grad_dtype: in which gradients are kept and added up, e.g. torch.float32 under bf16
             parameters; None: the parameter's own.
@@ -213,7 +212,7 @@ def _build(
             bucket_bytes=bucket_mb * mib,
             first_bucket_bytes=settings.first_bucket_mb * mib,
             grad_dtype=settings.grad_dtype,
-            unit_of=[unit_of[p] for p in trained] if stage == 3 else None,
+            unit_of=[unit_of[p] for p in trained] if stage else None,
             flags=stage == 0,
             first=None if tied is None else next(i for i, p in enumerate(trained) if p is tied),
         )
@@ -259,10 +258,7 @@ def _build(
         return buckets
 
     def by_unit(buckets: list[BucketState]) -> list[list[BucketState]]:
-        return [
-            [b for b in buckets if any(unit_of[p] == index for p in b.params)]
-            for index in range(len(modules))
-        ]
+        return [[b for b in buckets if b.spec.unit == index] for index in range(len(modules))]
 
     def first_values(p: nn.Parameter, view: Tensor) -> None:
         if materialize is not None:

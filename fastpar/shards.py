@@ -144,6 +144,10 @@ class Shards:
 
     # Pieces
 
+    def bucket_of(self, p: nn.Parameter) -> BucketState:
+        """Where it lives."""
+        return self._place[p][0]
+
     def piece(self, p: Tensor) -> Piece:
         """What this rank owns of a parameter, and its gradient."""
         bucket, position = self._place[p]  # type: ignore[index]

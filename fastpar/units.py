@@ -12,9 +12,15 @@ that skips a unit launches its gather all the same when it comes to a later one,
 the pass, for the others' sake. At stages 1 and 2 all gathers follow a step, in the order of the
 modules. What is launched goes into a hash, which the control exchange compares.
 
+[Note: what a forward waits for]
+A module waits for its own parameters, not for the rest of its unit, if the last pass of this kind
+called it inside of the unit's forward; the unit waits at once for all others, which it may use
+without a call. After its forward all are there. What is compiled runs without the modules' hooks:
+once anything was, units wait for all.
+
 [Note: when a unit is freed]
-Stage 3: after its forward, except the last one's, which backward needs next; in backward when all
-of its parameters have their gradients. Hooks in a recomputation (activation checkpointing) gather
+Stage 3: after its forward, except the last one's, which backward needs next; in backward bucket by
+bucket, when all of its parameters have their gradients. Hooks in a recomputation (activation checkpointing) gather
 but do not free: the backward of the unit is about to begin. The gate, an identity on the outputs of
 a unit, is what tells that its backward begins; a unit whose outputs show no tensor to put it on
 stays until the end of backward. A part of a unit that is called from outside of it counts as the
@@ -130,9 +136,12 @@ class _Pass:
         self.recorded: list[int] = []
         self.launched: list[int] = []
         self.next = 0  # in recorded
+        self.called: set[nn.Module] = set()  # parts of units, inside of them
+        self.will_call: set[nn.Module] = set()  # by the last pass
 
     def begin(self) -> None:
         self.launched, self.next = [], 0
+        self.will_call, self.called = self.called, set()
 
 
 class Gathers:
@@ -160,8 +169,13 @@ class Gathers:
         self._passes["forward"].recorded = self._passes["evaluation"].recorded = order
         self._passes["backward"].recorded = [i for i in order[-2::-1] if i != ROOT]
         self.passes_since_step: set[str] = set()
+        self.entered: set[int] = set()  # units that a forward with gradients used, since a step
+        self._ever: set[int] = set()  # of all steps
         self._depth = 0
+        self._inside: set[int] = set()  # units whose forward runs
+        self._done: set[BucketState] = set()  # not needed any more in this backward
         self._opened: list[nn.Module] = []  # parts called while their unit was not there
+        self._owners: dict[nn.Parameter, list[nn.Module]] = {}  # parts of units
         me = weakref.ref(self)
         for index, modules in enumerate(units):
             for module in modules:
@@ -169,13 +183,14 @@ class Gathers:
                 module.register_forward_pre_hook(Hook(me, "before_forward", index))
                 after = Hook(me, "after_module", index, last)
                 module.register_forward_hook(after, always_call=index == ROOT)
-            mine = {id(p) for bucket in buckets[index] for p in bucket.params}
-            for part in {
-                id(p): p for m in modules for p in m.modules() if p not in modules
-            }.values():
-                if any(id(p) in mine for p in part._parameters.values()):
+            mine = {p for bucket in buckets[index] for p in bucket.params}
+            for part in dict.fromkeys(p for m in modules for p in m.modules() if p not in modules):
+                owned = [p for p in part._parameters.values() if p in mine]
+                if owned:
                     part.register_forward_pre_hook(_PartHook(me, "before_part", index))
                     part.register_forward_hook(_PartHook(me, "after_part", index))
+                for p in owned:
+                    self._owners.setdefault(p, []).append(part)
 
     # Stages 1 and 2
 
@@ -183,7 +198,7 @@ class Gathers:
         """Start gathering everything that a step has changed, in the order of use."""
         if self.stage in (1, 2):
             for buckets in self.buckets:
-                for bucket in buckets:
+                for bucket in reversed(buckets):
                     if not bucket.live and bucket.gathering is None:
                         self.engine.launch_gather(bucket)
 
@@ -193,7 +208,8 @@ class Gathers:
         """A pass begins."""
         self._pass = self._passes[name]
         self._pass.begin()
-        self._opened.clear()
+        for known in (self._opened, self._inside, self._done):
+            known.clear()
         self.passes_since_step.add(name)
 
     def end(self) -> None:
@@ -206,9 +222,13 @@ class Gathers:
                 self.release(index)
         now.recorded = now.launched
         now.next = len(now.recorded)
+        self._done.clear()
 
-    def need(self, index: int) -> None:
-        """The unit is used now: gather it if it is not there, and prefetch."""
+    def need(self, index: int, *, calls: bool = False) -> None:
+        """The unit is used now: gather it if it is not there, and prefetch.
+
+        calls: wait only for what is not owned by parts that will be called.
+        """
         if self.stage < 3:
             self.launch_stale()
         elif not self._is_live(index) and not self._is_launched(index):
@@ -225,18 +245,38 @@ class Gathers:
             launched = self._pass.launched
             self._drop_skipped(len(launched) - 1 - launched[::-1].index(index))
         for bucket in self.buckets[index]:
-            if not bucket.live:
+            if not (calls and bucket.gathering and self._will_be_called(bucket)):
                 self.engine.finish_gather(bucket)
         if self.stage == 3:
             self._prefetch(index)
 
+    def _enter(self, index: int) -> None:
+        if torch.is_grad_enabled():
+            self.entered.add(index)
+            self._ever.add(index)
+
+    def skipped(self) -> set[int]:
+        """Units that no forward since the last step used, but one before did."""
+        return self._ever - self.entered - {ROOT}
+
+    def _will_be_called(self, bucket: BucketState) -> bool:
+        """Whether each parameter belongs to a part that will wait for it."""
+        parts = self._pass.will_call
+        return all(
+            any(owner in parts for owner in self._owners.get(p, ())) for p in bucket.params
+        )
+
     def release(self, index: int) -> None:
         """The unit is not needed for now."""
-        if self.stage < 3:
-            return
-        for bucket in self.buckets[index]:
-            if bucket.gathering is not None:
-                self.engine.finish_gather(bucket)
+        for bucket in self.buckets[index] if self.stage == 3 else ():
+            self.engine.finish_gather(bucket)
+            bucket.make_stale()
+
+    def release_bucket(self, bucket: BucketState) -> None:
+        """A part of a unit is not needed any more in this backward."""
+        if self.stage == 3 and bucket.spec.unit != ROOT:
+            self._done.add(bucket)
+            self.engine.finish_gather(bucket)
             bucket.make_stale()
 
     def participate(self) -> None:
@@ -255,7 +295,8 @@ class Gathers:
 
     def _drop_skipped(self, stop: int) -> None:
         """Units that were launched ahead of others and not used."""
-        for index in set(self._pass.launched[:stop]) - set(self._pass.launched[stop:]):
+        launched = self._pass.launched
+        for index in set(launched[:stop]) - set(launched[stop:]) - self._inside:
             if self._is_launched(index):
                 self.release(index)
 
@@ -263,7 +304,8 @@ class Gathers:
         now = self._pass
         if now.next < len(now.recorded) and now.recorded[now.next] == index:
             now.next += 1  # it was live already
-        ahead = sum(self._is_launched(i) for i in set(now.launched[-self.prefetch - 1 :]))
+        last = set(now.launched[-self.prefetch - 1 :]) - self._inside - {index}
+        ahead = sum(self._is_launched(i) for i in last)
         while ahead < self.prefetch and now.next < len(now.recorded):
             following = now.recorded[now.next]
             if self._is_launched(following):
@@ -282,11 +324,13 @@ class Gathers:
 
     def _launch(self, index: int) -> None:
         self._pass.launched.append(index)
-        for bucket in self.buckets[index]:
-            self.engine.launch_gather(bucket)
+        buckets = self.buckets[index]
+        for bucket in buckets if self._pass is self._passes["backward"] else reversed(buckets):
+            if not bucket.live and bucket not in self._done:
+                self.engine.launch_gather(bucket)
 
     def _is_live(self, index: int) -> bool:
-        return all(bucket.live for bucket in self.buckets[index])
+        return all(bucket.live or bucket in self._done for bucket in self.buckets[index])
 
     def _is_launched(self, index: int) -> bool:
         return any(bucket.gathering is not None for bucket in self.buckets[index])
@@ -309,7 +353,10 @@ class Gathers:
                 self.begin("forward" if torch.is_grad_enabled() else "evaluation")
                 self.engine.on_pass(torch.is_grad_enabled())
         if self.stage:
-            self.need(index)
+            if not in_backward:
+                self._enter(index)
+                self._inside.add(index)
+            self.need(index, calls=not in_backward and not _anything_compiled())
 
     def after_module(
         self, index: int, last: bool, module: nn.Module, args: tuple, output: Any
@@ -332,6 +379,9 @@ class Gathers:
         if with_grad:
             output = gates.apply(output)
         if not in_backward:
+            self._inside.discard(index)
+            for bucket in self.buckets[index]:
+                self.engine.finish_gather(bucket)
             if index == ROOT:
                 self._depth -= 1
                 if self._depth == 0 and self.stage:
@@ -344,11 +394,21 @@ class Gathers:
 
     def before_part(self, index: int, part: nn.Module, args: tuple) -> None:
         """A module inside of the unit is called; from outside of it if the unit is not there."""
-        if self._engine() is None or self._is_live(index):
+        engine = self._engine()
+        if engine is None:
+            return
+        if index in self._inside:
+            self._pass.called.add(part)
+            for p in part._parameters.values():
+                if p in self._owners:
+                    engine.finish_gather(engine.bucket_of(p))
+        if self._is_live(index) or (index in self._inside and self._is_launched(index)):
             return
         self.need(index)
-        if index != ROOT and torch._C._current_graph_task_id() == -1:
-            self._opened.append(part)
+        if torch._C._current_graph_task_id() == -1:
+            self._enter(index)
+            if index != ROOT:
+                self._opened.append(part)
 
     def after_part(self, index: int, part: nn.Module, args: tuple, output: Any) -> Any:
         """The module has returned."""
@@ -401,6 +461,12 @@ class _Gates:
                 for name, value in gated.items():
                     object.__setattr__(x, name, value)  # frozen ones too
         return x
+
+
+def _anything_compiled() -> bool:
+    """Whether torch.compile has seen any code; see [Note: what a forward waits for]."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and dynamo.counters["frames"]["total"] > 0
 
 
 class _PartHook(Hook):

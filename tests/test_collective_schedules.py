@@ -172,15 +172,16 @@ SCATTER = """
 """
 GATHER = f"""
     control {CONTROL} B 64
-    gather  all_gather      head        64  64
     gather  all_gather      embed       64  64
+    gather  all_gather      head        64  64
     gather  all_gather      blocks.0   256  64
     gather  all_gather      blocks.1   256  64
     gather  all_gather      blocks.2   256  64
     gather  all_gather      blocks.3   256  64
 """
 FORWARD_3 = """
-    gather  all_gather      head+embed 128  64
+    gather  all_gather      embed       64  64
+    gather  all_gather      head        64  64
     gather  all_gather      blocks.0   256  64
     gather  all_gather      blocks.1   256  64
     gather  all_gather      blocks.2   256  64
@@ -188,13 +189,14 @@ FORWARD_3 = """
 """
 BACKWARD_3 = """
     gather  all_gather      blocks.2   256  64
+    reduce  reduce_scatter  head        64  64
     reduce  reduce_scatter  blocks.3   256  64
     gather  all_gather      blocks.1   256  64
     reduce  reduce_scatter  blocks.2   256  64
     gather  all_gather      blocks.0   256  64
     reduce  reduce_scatter  blocks.1   256  64
     reduce  reduce_scatter  blocks.0   256  64
-    reduce  reduce_scatter  head+embed 128  64
+    reduce  reduce_scatter  embed       64  64
 """
 BACKWARD_3_LOCAL = """
     gather  all_gather      blocks.2   256  64
@@ -240,8 +242,8 @@ SCHEDULES = {
     replicate  all_reduce      blocks.0    32  8
     replicate  all_reduce      embed        8  8
     control {CONTROL} B 64
-    gather     all_gather      head        64  8
     gather     all_gather      embed       64  8
+    gather     all_gather      head        64  8
     gather     all_gather      blocks.0   256  8
     gather     all_gather      blocks.1   256  8
     gather     all_gather      blocks.2   256  8
@@ -251,24 +253,27 @@ SCHEDULES = {
     "HSDP, stage 3": (
         {"zero_stage": 3, "shard_size": 8},
         f"""
-    gather     all_gather      head+embed 128  8
+    gather     all_gather      embed       64  8
+    gather     all_gather      head        64  8
     gather     all_gather      blocks.0   256  8
     gather     all_gather      blocks.1   256  8
     gather     all_gather      blocks.2   256  8
     gather     all_gather      blocks.3   256  8
     gather     all_gather      blocks.2   256  8
+    reduce     reduce_scatter  head        64  8
     reduce     reduce_scatter  blocks.3   256  8
     gather     all_gather      blocks.1   256  8
     reduce     reduce_scatter  blocks.2   256  8
+    replicate  all_reduce      head         8  8
     gather     all_gather      blocks.0   256  8
     reduce     reduce_scatter  blocks.1   256  8
     replicate  all_reduce      blocks.3    32  8
     reduce     reduce_scatter  blocks.0   256  8
     replicate  all_reduce      blocks.2    32  8
-    reduce     reduce_scatter  head+embed 128  8
+    reduce     reduce_scatter  embed       64  8
     replicate  all_reduce      blocks.1    32  8
     replicate  all_reduce      blocks.0    32  8
-    replicate  all_reduce      head+embed  16  8
+    replicate  all_reduce      embed        8  8
     control {CONTROL} B 64
 """,
     ),
@@ -303,7 +308,8 @@ def test_every_rank_has_the_same_schedule(stage):
 # Order: what is launched before what is computed
 
 PREFETCH_1 = """
-    gather all_gather head+embed 128 64
+    gather all_gather embed 64 64
+    gather all_gather head 64 64
     gather all_gather blocks.0 256 64
     gather all_gather blocks.1 256 64
     forward 0
@@ -313,6 +319,7 @@ PREFETCH_1 = """
     forward 2
     forward 3
     gather all_gather blocks.2 256 64
+    reduce reduce_scatter head 64 64
     backward 3
     reduce reduce_scatter blocks.3 256 64
     gather all_gather blocks.1 256 64
@@ -323,10 +330,11 @@ PREFETCH_1 = """
     reduce reduce_scatter blocks.1 256 64
     backward 0
     reduce reduce_scatter blocks.0 256 64
-    reduce reduce_scatter head+embed 128 64
+    reduce reduce_scatter embed 64 64
 """
 PREFETCH_0 = """
-    gather all_gather head+embed 128 64
+    gather all_gather embed 64 64
+    gather all_gather head 64 64
     gather all_gather blocks.0 256 64
     forward 0
     gather all_gather blocks.1 256 64
@@ -335,6 +343,7 @@ PREFETCH_0 = """
     forward 2
     gather all_gather blocks.3 256 64
     forward 3
+    reduce reduce_scatter head 64 64
     backward 3
     reduce reduce_scatter blocks.3 256 64
     gather all_gather blocks.2 256 64
@@ -346,7 +355,7 @@ PREFETCH_0 = """
     gather all_gather blocks.0 256 64
     backward 0
     reduce reduce_scatter blocks.0 256 64
-    reduce reduce_scatter head+embed 128 64
+    reduce reduce_scatter embed 64 64
 """
 
 

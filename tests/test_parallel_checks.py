@@ -253,7 +253,7 @@ for x, y in loader:
     opt.step()
     opt.zero_grad()
 total = sum(v.double().sum() for v in model.state_dict().values())
-print(f"rank {mesh.rank}: {total.item()!r}", flush=True)
+print(f"rank {mesh.rank}: {total.item()!r}\\n", end="", flush=True)  # one write: ranks share a pipe
 """
 
 

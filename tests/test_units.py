@@ -1,5 +1,7 @@
 """units.py: which modules form a unit, and the order in which units are gathered."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -14,11 +16,11 @@ C = 8
 class Net(nn.Module):
     """Blocks called in the order of `path`, an embedding and a norm outside of them."""
 
-    def __init__(self):
+    def __init__(self, n=4):
         super().__init__()
         generator = torch.Generator().manual_seed(0)  # the default one is shared by threads
         self.first = nn.Linear(C, C)
-        self.h = nn.ModuleList(nn.Linear(C, C) for _ in range(4))
+        self.h = nn.ModuleList(nn.Linear(C, C) for _ in range(n))
         self.last = nn.LayerNorm(C)
         with torch.no_grad():
             for p in self.parameters():
@@ -80,6 +82,16 @@ def test_units_by_hand():
         find_units(model, [model.h, model.h[0]], merge_bytes=0)
 
 
+def sgd_step(engine):
+    engine.before_step()
+    engine.exchange(None)
+    for p in engine.params:
+        piece = engine.piece(p)
+        piece.param.detach().sub_(piece.grad, alpha=0.1)
+    engine.after_step()
+    engine.zero_grad()
+
+
 def gathers_of(paths, *, prefetch=1, ranks=2, evaluate=False):
     """What a rank gathered in each pass, given one path per step, and the parameters at the end."""
 
@@ -100,13 +112,7 @@ def gathers_of(paths, *, prefetch=1, ranks=2, evaluate=False):
             y = model(x, path)
             log.append("backward")
             y.square().sum().backward()
-            engine.before_step()
-            engine.exchange(None)
-            for p in engine.params:
-                piece = engine.piece(p)
-                piece.param.detach().sub_(piece.grad, alpha=0.1)
-            engine.after_step()
-            engine.zero_grad()
+            sgd_step(engine)
         with engine.gathered():
             return log, [p.detach().clone() for p in model.parameters()]
 
@@ -164,6 +170,77 @@ def test_a_rank_may_skip_a_block(skipped):
 
     for _, params in gathers_of(paths):
         assert all(map(torch.equal, params, mean_of_two()))
+
+
+class Pair(nn.Module):
+    """Two weights, of which one can be left out."""
+
+    def __init__(self, generator):
+        super().__init__()
+        self.a, self.b = (
+            nn.Parameter(torch.rand(C, C, generator=generator) - 0.5) for _ in range(2)
+        )
+
+    def forward(self, x, left_out):
+        return (x @ self.a if left_out else x @ self.a @ self.b).tanh()
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.h = nn.ModuleList(Pair(generator) for _ in range(8))
+
+    def forward(self, x, left_out):
+        for i, block in enumerate(self.h):
+            x = block(x, i == left_out)
+        return x.square().sum()
+
+
+@pytest.mark.parametrize("left_out", [7, 5])
+def test_a_rank_that_leaves_out_a_late_weight_stops_nobody(left_out, monkeypatch):
+    """It sends its gradients at the end of its backward, and needs gathers before: the others must
+    come to them, though more of their gradients are under way than usual."""
+    monkeypatch.setattr("fastpar.engine._PATIENCE_S", 0.05)
+
+    def mean_of_two():
+        models = [Branches(), Branches()]
+        for _ in range(2):
+            for rank, model in enumerate(models):
+                model.zero_grad()
+                model(torch.ones(2, C) + rank, left_out if rank else -1).backward()
+            for pair in zip(*(m.parameters() for m in models), strict=True):
+                grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in pair]
+                for p in pair:
+                    p.data.sub_((grads[0] + grads[1]) / 2, alpha=0.1)
+        return list(models[0].parameters())
+
+    def train():
+        model, mesh = Branches(), Mesh()
+        model = parallelize(model, mesh, zero_stage=3, bucket_mb=1e-4, first_bucket_mb=1e-4)
+        engine = engine_of(model)
+        for _ in range(2):
+            model(torch.ones(2, C) + mesh.rank, left_out if mesh.rank else -1).backward()
+            sgd_step(engine)
+        with engine.gathered():
+            return [p.detach().clone() for p in model.parameters()]
+
+    for params in run_ranks(train, 2, timeout_s=30):
+        assert all(map(torch.equal, params, mean_of_two()))
+
+
+def test_a_deep_block_that_a_rank_skips_costs_no_patience(monkeypatch):
+    """From the second time on: units that a forward did not call send zeros at once."""
+    monkeypatch.setattr("fastpar.engine._PATIENCE_S", 60.0)
+
+    def train():
+        model, mesh = Net(12), Mesh()
+        model = parallelize(model, mesh, zero_stage=3, bucket_mb=1e-4, first_bucket_mb=1e-4)
+        for path in (range(12), range(11) if mesh.rank else range(12)):
+            model(torch.ones(2, C), path).square().sum().backward()
+            sgd_step(engine_of(model))
+
+    run_ranks(train, 2, timeout_s=30)
 
 
 @pytest.mark.filterwarnings("error")
