@@ -1,5 +1,6 @@
 # Two commands do everything on a machine with Python >= 3.10 and a C++ compiler: `make train`, `make test`.
-# Each makes .venv, installs pinned versions, builds csrc/ and runs. VENV=dir and PYTHON=python3.12 are yours to set.
+# Each makes .venv, installs pinned versions, builds csrc/ and runs. VENV=dir, PYTHON=python3.12 and
+# WORKERS= (tests one after another) are yours to set.
 
 SHELL := bash
 PYTHON ?= python3
@@ -8,6 +9,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt
 BUILD_INPUTS := pyproject.toml setup.py .ci/constraints.txt $(wildcard csrc/*)
 ARGS ?=
+WORKERS ?= -n logical --maxprocesses 4
 
 .PHONY: train test test-slow bench lint aot cuda-check gpu clean
 
@@ -15,10 +17,10 @@ train: $(VENV)/train.done  ## train GPT-2 on the text that ships with a dependen
 	$(BIN)/fastpar train --nproc 2 $(ARGS)
 
 test: $(VENV)/dev.done  ## the test suite, under 15 minutes on two cores
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
 test-slow: $(VENV)/dev.done  ## the long tests
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/python -m pytest $(WORKERS) -m slow $(ARGS)
 
 bench: $(VENV)/dev.done  ## microbenchmarks and the training step against plain PyTorch
 	$(BIN)/python -m bench $(ARGS)

@@ -107,11 +107,11 @@ def build_layout(
 ) -> Layout:
     """Place parameters, given in registration order, into buckets.
 
-    A bucket is closed before it would exceed its cap (in bytes of gradient), unless that would leave
-    it below a quarter of it; a parameter above the cap has a bucket of its own, or with such a rest.
-    The first bucket of each dtype has its own cap: small, so that communication starts early. A
-    bucket also ends with its unit; a rest below a quarter of the first cap goes to the unit's next
-    parameters, if it has any. Buckets are numbered by their last parameter, which makes them ready.
+    A bucket is closed before it would exceed its cap (in bytes of gradient), unless it is below a
+    quarter of it; a parameter above the cap has a bucket of its own, or with such a rest. The first
+    bucket of each dtype has its own cap: small, so that communication starts early. A bucket also
+    ends with its unit; a rest below a quarter of the first cap goes to the unit's next parameters,
+    if there are any. Buckets are numbered by their last parameter, which makes them ready.
 
     Args:
         specs: each parameter once, tied ones with all their names.

@@ -20,11 +20,11 @@ once anything was, units wait for all.
 
 [Note: when a unit is freed]
 Stage 3: after its forward, except the last one's, which backward needs next; in backward bucket by
-bucket, when all of its parameters have their gradients. Hooks in a recomputation (activation checkpointing) gather
-but do not free: the backward of the unit is about to begin. The gate, an identity on the outputs of
-a unit, is what tells that its backward begins; a unit whose outputs show no tensor to put it on
-stays until the end of backward. A part of a unit that is called from outside of it counts as the
-unit; inside of it, its parameters are there and nothing happens.
+bucket, when all of its parameters have their gradients. Hooks in a recomputation (activation
+checkpointing) gather but do not free: the backward of the unit is about to begin. The gate, an
+identity on the outputs of a unit, is what tells that its backward begins; a unit whose outputs show
+no tensor to put it on stays until the end of backward. A part of a unit that is called from outside
+of it counts as the unit; inside of it, its parameters are there and nothing happens.
 """
 
 from __future__ import annotations
@@ -262,9 +262,7 @@ class Gathers:
     def _will_be_called(self, bucket: BucketState) -> bool:
         """Whether each parameter belongs to a part that will wait for it."""
         parts = self._pass.will_call
-        return all(
-            any(owner in parts for owner in self._owners.get(p, ())) for p in bucket.params
-        )
+        return all(any(owner in parts for owner in self._owners.get(p, ())) for p in bucket.params)
 
     def release(self, index: int) -> None:
         """The unit is not needed for now."""

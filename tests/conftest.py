@@ -1,6 +1,7 @@
 """Every test starts from the same seeds and thread count; a missing GPU is a visible skip."""
 
 import contextlib
+import fcntl
 import importlib.util
 import os
 import random
@@ -70,13 +71,16 @@ ROOT = Path(__file__).resolve().parent.parent
 def emulated_cuda() -> ModuleType:
     """_C with its CUDA kernels compiled for the CPU: csrc/cuda_launch.h says how."""
     folder = ROOT / "build" / "emulated"
-    built = subprocess.run(
-        [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(folder)],
-        cwd=ROOT,
-        env={**os.environ, "FASTPAR_CUDA": "emulated"},
-        capture_output=True,
-        text=True,
-    )
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:  # of several test processes one builds
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        built = subprocess.run(
+            [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(folder)],
+            cwd=ROOT,
+            env={**os.environ, "FASTPAR_CUDA": "emulated"},
+            capture_output=True,
+            text=True,
+        )
     assert built.returncode == 0, built.stdout + built.stderr
     (path,) = (folder / "fastpar" / "kernels").glob("_C*.so")
     spec = importlib.util.spec_from_file_location("emulated_cuda._C", path)

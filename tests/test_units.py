@@ -1,7 +1,5 @@
 """units.py: which modules form a unit, and the order in which units are gathered."""
 
-import functools
-
 import pytest
 import torch
 from torch import nn
