@@ -182,6 +182,9 @@ class Collectives(ABC):
             )
 
 
+_MOST_EXCHANGES = 7  # beyond it an all-gather goes around a ring
+
+
 class TorchCollectives(Collectives):
     """torch.distributed's own: NCCL for GPUs, gloo across hosts.
 
@@ -228,6 +231,7 @@ class TorchCollectives(Collectives):
         self._thread = None if on_gpu or self.in_caller else TaskThread()
         self._under_way: deque[Begun] = deque()
         self._received: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        self._took_s: dict[tuple, float] = {}  # by operation and size
 
     def barrier(self, *, tag: int = 0) -> None:
         x = torch.zeros(1, device=self.device)
@@ -255,7 +259,7 @@ class TorchCollectives(Collectives):
             self._thread.put(task)
         else:
             self._begin(task)
-        return FutureHandle(op, future, self)
+        return FutureHandle(op, future, self, self._thread and self._thread.hurry)
 
     def _begin(self, task: Task) -> None:
         """Sends at once, beside earlier operations unless they use the same memory."""
@@ -288,14 +292,22 @@ class TorchCollectives(Collectives):
             ) from error
         return None if rest is None else functools.partial(self._guard, op, rest, inference)
 
-    def _finish(self, work: dist.Work) -> None:
+    def _finish(self, work: dist.Work, kind: tuple = ()) -> None:
         """work.wait(), which on a CPU the thread of the group enters when there is no wait left.
 
-        A thread that waits inside of torch when the interpreter ends aborts the process.
+        A thread that waits inside of torch when the interpreter ends aborts the process. Each look
+        interrupts a core that computes, so nobody looks before most of the time has passed that the
+        last operation of this kind took, unless somebody waits.
         """
         start = time.perf_counter()
         while self._thread is not None and not work.is_completed():
-            time.sleep(min(1e-3, max(5e-5, (time.perf_counter() - start) / 10)))
+            passed = time.perf_counter() - start
+            if self._thread.hurry.is_set():
+                time.sleep(min(5e-4, max(5e-5, passed / 10)))
+            else:
+                ahead = 0.9 * self._took_s.get(kind, 0.0) - passed
+                self._thread.hurry.wait(max(ahead, 5e-5, min(5e-3, passed / 8)))
+        self._took_s[kind] = time.perf_counter() - start
         work.wait()
 
     def _all_reduce(self, x: Tensor, mean: bool, tag: int) -> Handle:
@@ -303,7 +315,7 @@ class TorchCollectives(Collectives):
             work = dist.all_reduce(x, group=self.group, async_op=True)
 
             def rest() -> None:
-                self._finish(work)
+                self._finish(work, ("all_reduce", x.nbytes))
                 if mean:
                     x.div_(self.world_size)
 
@@ -329,7 +341,7 @@ class TorchCollectives(Collectives):
         work = dist.all_to_all_single(received, x, group=self.group, async_op=True)
 
         def rest() -> None:
-            self._finish(work)
+            self._finish(work, ("reduce_scatter", x.nbytes))
             _sum_parts(received.view(self.world_size, -1), out, mean)
             if self._thread is not None:
                 free.append(received)  # new memory of this size would be faulted in each time
@@ -337,8 +349,30 @@ class TorchCollectives(Collectives):
         return rest
 
     def _gather_into(self, out: Tensor, x: Tensor) -> Rest:
-        work = all_gather(out, x, group=self.group, async_op=True)
-        return functools.partial(self._finish, work)
+        if self._thread is None or self.world_size > _MOST_EXCHANGES + 1:
+            works = [all_gather(out, x, group=self.group, async_op=True)]
+        else:
+            works = [self._exchange(out, x, shift) for shift in range(1, self.world_size)]
+            mine = out.view(self.world_size, -1)[self.rank]
+            if mine.data_ptr() != x.data_ptr():
+                mine.copy_(x)
+
+        def rest() -> None:
+            for i, work in enumerate(works):
+                self._finish(work, ("all_gather", out.nbytes, i))
+
+        return rest
+
+    def _exchange(self, out: Tensor, x: Tensor, shift: int) -> dist.Work:
+        """x to the rank `shift` to the right, that from the left into its place in out.
+
+        gloo's own all-gather copies what it has received from memory that it allocates each time.
+        """
+        right = (self.rank + shift) % self.world_size
+        left = (self.rank - shift) % self.world_size
+        sizes = [[x.numel() * (r == peer) for r in range(self.world_size)] for peer in (left, right)]
+        place = out.view(self.world_size, -1)[left]
+        return dist.all_to_all_single(place, x, *sizes, group=self.group, async_op=True)
 
     def _reduce_scatter(self, out: Tensor, x: Tensor, mean: bool, tag: int) -> Handle:
         part, whole = out.view(-1), x.view(-1)
@@ -352,7 +386,7 @@ class TorchCollectives(Collectives):
     def _broadcast(self, x: Tensor, src: int, tag: int) -> Handle:
         def call() -> Rest:
             work = dist.broadcast(x, group=self.group, group_src=src, async_op=True)
-            return functools.partial(self._finish, work)
+            return functools.partial(self._finish, work, ("broadcast", x.nbytes))
 
         return self._submit("broadcast", call, x)
 

@@ -40,20 +40,28 @@ def overlap(a: Tensor, b: Tensor) -> bool:
 
 
 class FutureHandle(Handle):
-    """A call that runs in the thread of a group."""
+    """A call that runs in the thread of a group; `hurry` is set while somebody waits for it."""
 
-    def __init__(self, op: str, future: Future, owner: object) -> None:
+    def __init__(
+        self, op: str, future: Future, owner: object, hurry: threading.Event | None = None
+    ) -> None:
         self._op, self._future = op, future
         self._owner = owner  # a group that nothing refers to stops
+        self._hurry = hurry
 
     def wait(self, timeout_s: float | None = None) -> None:
         try:
+            if self._hurry is not None and not self._future.done():
+                self._hurry.set()
             self._future.result(timeout_s)
         except FutureTimeout:
             raise TimeoutError(
                 f"{self._op}: expected to end within timeout_s={timeout_s}, got an operation still "
                 "under way; wait again, or look for a rank that did not call it"
             ) from None
+        finally:
+            if self._hurry is not None:
+                self._hurry.clear()
 
     def is_completed(self) -> bool:
         return self._future.done()
@@ -74,10 +82,11 @@ Task = tuple[Future, Callable[..., Any], tuple, Sequence[Tensor]]
 class TaskThread:
     """A daemon thread that ends operations, and begins those that are not begun yet, in order.
 
-    It ends after stop() and when it is collected.
+    It ends after stop() and when it is collected. `hurry`: somebody waits for an operation.
     """
 
     def __init__(self) -> None:
+        self.hurry = threading.Event()
         self._tasks: queue.SimpleQueue = queue.SimpleQueue()
         self.thread = threading.Thread(target=_work, args=(self._tasks,), daemon=True)
         self.thread.start()

@@ -176,7 +176,7 @@ def begun_and_ended(monkeypatch, same_memory):
         order.append(f"send {x.numel()}")
         return send(x, **kwargs)
 
-    def finish(work):
+    def finish(work, kind):
         assert over.wait(10)
         work.wait()
 
