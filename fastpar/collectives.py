@@ -370,7 +370,9 @@ class TorchCollectives(Collectives):
         """
         right = (self.rank + shift) % self.world_size
         left = (self.rank - shift) % self.world_size
-        sizes = [[x.numel() * (r == peer) for r in range(self.world_size)] for peer in (left, right)]
+        sizes = [
+            [x.numel() * (r == peer) for r in range(self.world_size)] for peer in (left, right)
+        ]
         place = out.view(self.world_size, -1)[left]
         return dist.all_to_all_single(place, x, *sizes, group=self.group, async_op=True)
 

@@ -52,7 +52,7 @@ from fastpar.split_embedding import SplitEmbedding
 from fastpar.step_report import StepReport
 from fastpar.tasks import Handle
 
-_IN_FLIGHT = 2  # largest buckets, as bytes whose reduction may be under way at stages 2 and 3
+_IN_FLIGHT = 4  # largest buckets, as bytes whose reduction may be under way at stages 2 and 3
 _PATIENCE_S = 1.0  # see [Note: when a bucket is launched]
 
 

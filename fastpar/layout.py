@@ -107,8 +107,9 @@ def build_layout(
 ) -> Layout:
     """Place parameters, given in registration order, into buckets.
 
-    A bucket is closed before it would exceed its cap (in bytes of gradient), unless it is below a
-    quarter of it; a parameter above the cap has a bucket of its own, or with such a rest. The first
+    A bucket is closed before it would exceed its cap (in bytes of gradient) by more than an eighth,
+    unless it is below a quarter of it: two weights of half a cap and their biases go together, and
+    a bias never goes alone. A parameter above the cap is joined by such a rest only. The first
     bucket of each dtype has its own cap: small, so that communication starts early. A bucket also
     ends with its unit; a rest below a quarter of the first cap goes to the unit's next parameters,
     if there are any. Buckets are numbered by their last parameter, which makes them ready.
@@ -148,7 +149,7 @@ def build_layout(
             unit = units[i]
             n_bytes = _round_up(specs[i].numel, ALIGN) * itemsize
             ended = before != unit and sizes.get(before, 0) >= first_bucket_bytes / 4
-            full = sizes.get(unit, 0) >= cap / 4 and sizes[unit] + n_bytes > cap
+            full = sizes.get(unit, 0) >= cap / 4 and sizes[unit] + n_bytes > cap * 9 / 8
             for other in [before] * ended + [unit] * full:
                 closed.append((dtype, other, groups.pop(other)))
                 sizes[other], cap = 0, bucket_bytes

@@ -248,7 +248,7 @@ def test_describe_shows_every_bucket():
 
     text = run_ranks(ranks, 2)[0]
     assert "dp=2, 1 shards, shm" in text
-    assert "2 buckets, deterministic" in text
+    assert "1 buckets, deterministic" in text
     assert "all-reduce 1.0 MiB" in text
 
 
