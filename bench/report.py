@@ -164,10 +164,10 @@ def overlap_table(rows: Sequence[Row]) -> str:
         for row in group:
             what = f"{case}, {row.variant}"
             if row.median_ms is None:
-                lines.append([what, f"refused: {row.refused}", *[""] * 6])
+                lines.append([what, f"refused: {row.refused}", *[""] * 7])
                 continue
             notes, fsdp2 = row.notes, medians.get("FSDP2")
-            percent = notes.get("exposed_percent")
+            percent, waited = notes.get("exposed_percent"), notes.get("engine_exposed_ms")
             lines.append(
                 [
                     what,
@@ -176,12 +176,13 @@ def overlap_table(rows: Sequence[Row]) -> str:
                     number(notes.get("comm_ms")),
                     number(notes.get("exposed_ms")),
                     "" if percent is None else f"{percent:.0f} %",
+                    "" if waited is None else f"{100 * waited / notes['comm_ms']:.0f} %",
                     times(row.speedup),
                     times(fsdp2 and fsdp2 / row.median_ms),
                 ]
             )
     head = ["step on a limited link", "ms", "MB sent", "communication ms", "exposed ms", "exposed"]
-    return table([*head, "against DDP", "against FSDP2"], lines)
+    return table([*head, "waited", "against DDP", "against FSDP2"], lines)
 
 
 def by_case(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
