@@ -359,9 +359,10 @@ def to_rows(bench: Bench, plan: Plan, logs: Mapping[str, Log], about: dict[str, 
             row.notes |= about
             continue
         comm_ms = row.notes["sent_bytes"] / about["link_bytes_per_ms"]
-        exposed_ms = timing.median_ms - alone_ms
-        row.notes |= {"comm_ms": comm_ms, "exposed_ms": exposed_ms}
-        row.notes["exposed_percent"] = 100 * exposed_ms / comm_ms
+        row.notes["comm_ms"] = comm_ms
+        if variant != OWN:  # another model than the one that ran alone
+            exposed_ms = timing.median_ms - alone_ms
+            row.notes |= {"exposed_ms": exposed_ms, "exposed_percent": 100 * exposed_ms / comm_ms}
         for name in log.reports[-1] if log.reports else ():
             row.notes[f"engine_{name}"] = statistics.median(r[name] for r in log.reports)
     return rows

@@ -143,6 +143,11 @@ class BucketState:
             return torch.empty(numel, dtype=dtype, device=self.device)
         return group.empty(numel, dtype)
 
+    @property
+    def grad_bytes(self) -> int:
+        """Of the whole gradients."""
+        return self.spec.numel * self.grad_dtype.itemsize
+
     def name(self, position: int) -> str:
         """The first name of a parameter."""
         return self.slots[position].spec.names[0]

@@ -52,7 +52,7 @@ from fastpar.split_embedding import SplitEmbedding
 from fastpar.step_report import StepReport
 from fastpar.tasks import Handle
 
-_IN_FLIGHT = 4  # largest buckets, as bytes whose reduction may be under way at stages 2 and 3
+_IN_FLIGHT = 3  # caps of a bucket: bytes of gradient that may be under way at stages 2 and 3
 _PATIENCE_S = 1.0  # see [Note: when a bucket is launched]
 
 
@@ -281,9 +281,12 @@ class Engine(Shards):
             self._limit_pending()
 
     def _limit_pending(self) -> None:
-        room = _IN_FLIGHT * max(bucket.spec.numel for bucket in self.buckets)
+        """Free whole gradients that have been sent, so that few are alive; two in any case."""
+        room = _IN_FLIGHT * self.settings.bucket_mb * 2**20
         late = self.zero_stage == 3 and self.mesh.device.type == "cpu" and self._root != -1
-        while sum(bucket.spec.numel for bucket, _, _ in self._pending) > room and self._patient:
+        while len(self._pending) > 2 and self._patient:
+            if sum(bucket.grad_bytes for bucket, _, _ in self._pending) <= room:
+                return
             try:
                 self._finish_oldest(_PATIENCE_S if late else None)
             except TimeoutError:

@@ -75,8 +75,12 @@ def test_targets_are_judged_from_the_rows(tmp_path):
 def test_the_report_has_a_line_for_each_variant(tmp_path):
     rows = overlap.to_rows(make_bench(tmp_path, "overlap"), PLAN, logs(), ABOUT)
     lines = report.overlap_table(rows).splitlines()[2:]
-    assert lines[1] == "| tiny, DDP, same buckets | 1500 | 95 | 1000 | 250 | 25 % |  | 1.00x | 1.20x |"
-    assert lines[3] == "| tiny, fastpar ZeRO-2 | 1350 | 95 | 1000 | 100 | 10 % | 9 % | 1.11x | 1.33x |"
+    assert (
+        lines[1] == "| tiny, DDP, same buckets | 1500 | 95 | 1000 | 250 | 25 % |  | 1.00x | 1.20x |"
+    )
+    assert (
+        lines[3] == "| tiny, fastpar ZeRO-2 | 1350 | 95 | 1000 | 100 | 10 % | 9 % | 1.11x | 1.33x |"
+    )
     assert lines[4].startswith("| tiny, fastpar ZeRO-3 | refused: rank 1: it broke |")
 
 

@@ -225,7 +225,7 @@ SCHEDULES = {
         FORWARD_3 + BACKWARD_3_LOCAL + FORWARD_3 + BACKWARD_3 + CONTROL_LINE,
     ),
     # Shards in groups of 8 neighbours; a bucket's mean over the 8 copies follows when the bucket's
-    # reduce-scatter is over, which is waited for when four large buckets are under way.
+    # reduce-scatter is over, which is waited for when more than three caps are under way.
     "HSDP, stage 2": (
         {"zero_stage": 2, "shard_size": 8},
         f"""
@@ -233,10 +233,10 @@ SCHEDULES = {
     reduce     reduce_scatter  blocks.3   256  8
     reduce     reduce_scatter  blocks.2   256  8
     reduce     reduce_scatter  blocks.1   256  8
-    reduce     reduce_scatter  blocks.0   256  8
     replicate  all_reduce      head         8  8
-    reduce     reduce_scatter  embed       64  8
+    reduce     reduce_scatter  blocks.0   256  8
     replicate  all_reduce      blocks.3    32  8
+    reduce     reduce_scatter  embed       64  8
     replicate  all_reduce      blocks.2    32  8
     replicate  all_reduce      blocks.1    32  8
     replicate  all_reduce      blocks.0    32  8
@@ -266,10 +266,10 @@ SCHEDULES = {
     reduce     reduce_scatter  blocks.2   256  8
     gather     all_gather      blocks.0   256  8
     reduce     reduce_scatter  blocks.1   256  8
-    reduce     reduce_scatter  blocks.0   256  8
     replicate  all_reduce      head         8  8
-    reduce     reduce_scatter  embed       64  8
+    reduce     reduce_scatter  blocks.0   256  8
     replicate  all_reduce      blocks.3    32  8
+    reduce     reduce_scatter  embed       64  8
     replicate  all_reduce      blocks.2    32  8
     replicate  all_reduce      blocks.1    32  8
     replicate  all_reduce      blocks.0    32  8
