@@ -16,7 +16,7 @@ modules. What is launched goes into a hash, which the control exchange compares.
 A module waits for its own parameters, not for the rest of its unit, if the last pass of this kind
 called it inside of the unit's forward; the unit waits at once for all others, which it may use
 without a call. After its forward all are there. What is compiled runs without the modules' hooks:
-once anything was, units wait for all.
+where something is or was, units wait for all.
 
 [Note: when a unit is freed]
 Stage 3: after its forward, except the last one's, which backward needs next; in backward bucket by
@@ -354,7 +354,7 @@ class Gathers:
             if not in_backward:
                 self._enter(index)
                 self._inside.add(index)
-            self.need(index, calls=not in_backward and not _anything_compiled())
+            self.need(index, calls=not in_backward and not _may_be_compiled(module))
 
     def after_module(
         self, index: int, last: bool, module: nn.Module, args: tuple, output: Any
@@ -461,10 +461,18 @@ class _Gates:
         return x
 
 
-def _anything_compiled() -> bool:
-    """Whether torch.compile has seen any code; see [Note: what a forward waits for]."""
+def _may_be_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile has seen any code, or will see this; see the note on waiting."""
     dynamo = sys.modules.get("torch._dynamo.utils")
-    return dynamo is not None and dynamo.counters["frames"]["total"] > 0
+    return dynamo is not None and (
+        dynamo.counters["frames"]["total"] > 0
+        or any(
+            m._compiled_call_impl is not None
+            or type(m).__name__ == "OptimizedModule"
+            or hasattr(m.__dict__.get("forward"), "_torchdynamo_orig_callable")
+            for m in module.modules()
+        )
+    )
 
 
 class _PartHook(Hook):

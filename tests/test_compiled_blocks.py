@@ -11,21 +11,23 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 STEPS = 2
 
 
-def train(how, backend, stage):
+def train(how, backend, stage, eager_steps):
     """In processes: dynamo's state belongs to a process."""
     torch._dynamo.reset()
     mesh = Mesh()
-    model = parallelize(fill(Net()), mesh, zero_stage=stage, **SMALL)
-    called = model
-    for block in model.blocks:
-        if how == "block":
-            block.compile(backend=backend)
-        elif how == "forward":
-            block.forward = torch.compile(block.forward, backend=backend)
-    if how == "model":
-        called = torch.compile(model, backend=backend)
+    called = model = parallelize(fill(Net()), mesh, zero_stage=stage, **SMALL)
     optimizer = AdamW(model.parameters(), lr=0.05)
     for step in range(STEPS):
+        if step == eager_steps:
+            for block in model.blocks:
+                if how == "block":
+                    block.compile(backend=backend)
+                elif how == "part":
+                    next(block.children()).compile(backend=backend)
+                elif how == "forward":
+                    block.forward = torch.compile(block.forward, backend=backend)
+            if how == "model":
+                called = torch.compile(model, backend=backend)
         backward(called, step * mesh.dp_size + mesh.dp_rank)
         optimizer.step()
         optimizer.zero_grad()
@@ -47,16 +49,18 @@ def plain(world_size):
 
 
 @pytest.mark.parametrize(
-    ("how", "backend", "stage"),
+    ("how", "backend", "stage", "eager_steps"),
     [
-        ("block", "aot_eager", 2),
-        ("block", "eager", 3),
-        ("forward", "aot_eager", 3),
-        ("model", "aot_eager", 3),
+        ("block", "aot_eager", 2, 0),
+        ("block", "eager", 3, 0),
+        ("forward", "aot_eager", 3, 0),
+        ("model", "aot_eager", 3, 0),
+        ("part", "eager", 1, 1),  # a forward has learned which modules it calls
+        ("forward", "eager", 1, 1),
     ],
 )
-def test_compiled_models_match_one_process(how, backend, stage):
-    results = run_ranks(train, 2, how, backend, stage, backend="gloo", timeout_s=180)
+def test_compiled_models_match_one_process(how, backend, stage, eager_steps):
+    results = run_ranks(train, 2, how, backend, stage, eager_steps, backend="gloo", timeout_s=180)
     expected = plain(2)
     for result in results:
         for name, value in results[0].items():
