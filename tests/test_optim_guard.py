@@ -143,11 +143,12 @@ def test_a_capture_is_refused(stage, monkeypatch):
 
 
 def test_placeholders_are_no_overlap():
-    """All parameters of stage 3 share one nan until they are gathered."""
+    """Parameters of a bucket of stage 3 share one nan until they are gathered."""
 
     def ranks():
         model = sharded(3)
-        assert len({p.data_ptr() for p in model.parameters()}) == 1
+        parameters = list(model.parameters())
+        assert len({p.data_ptr() for p in parameters}) < len(parameters)
         AdamW(model.parameters())
 
     run_ranks(ranks, 2)
