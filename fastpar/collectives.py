@@ -259,7 +259,8 @@ class TorchCollectives(Collectives):
             self._thread.put(task)
         else:
             self._begin(task)
-        return FutureHandle(op, future, self, self._thread and self._thread.hurry)
+        hurry = None if self._thread is None else self._thread.hurry
+        return FutureHandle(op, future, self, hurry)
 
     def _begin(self, task: Task) -> None:
         """Sends at once, beside earlier operations unless they use the same memory."""
@@ -370,11 +371,14 @@ class TorchCollectives(Collectives):
         """
         right = (self.rank + shift) % self.world_size
         left = (self.rank - shift) % self.world_size
-        sizes = [
-            [x.numel() * (r == peer) for r in range(self.world_size)] for peer in (left, right)
-        ]
-        place = out.view(self.world_size, -1)[left]
-        return dist.all_to_all_single(place, x, *sizes, group=self.group, async_op=True)
+        return dist.all_to_all_single(
+            out.view(self.world_size, -1)[left],
+            x,
+            output_split_sizes=[x.numel() * (r == left) for r in range(self.world_size)],
+            input_split_sizes=[x.numel() * (r == right) for r in range(self.world_size)],
+            group=self.group,
+            async_op=True,
+        )
 
     def _reduce_scatter(self, out: Tensor, x: Tensor, mean: bool, tag: int) -> Handle:
         part, whole = out.view(-1), x.view(-1)

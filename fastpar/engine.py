@@ -80,6 +80,7 @@ class Engine(Shards):
         super().__init__(mesh, settings, groups, frozen, homes)
         self.debug = debug
         self._pending: deque[tuple[BucketState, Handle, Tensor]] = deque()
+        self._patient = True  # in this backward, see [Note: when a bucket is launched]
         self._replicating: list[tuple[BucketState, Handle, Tensor]] = []
         self._missing: list[tuple[BucketState, int]] = []
         self.use(layout, buckets)
