@@ -24,7 +24,7 @@ bucket, when all of its parameters have their gradients. Hooks in a recomputatio
 checkpointing) gather but do not free: the backward of the unit is about to begin. The gate, an
 identity on the outputs of a unit, is what tells that its backward begins; a unit whose outputs show
 no tensor to put it on stays until the end of backward. A part of a unit that is called from outside
-of it counts as the unit; inside of it, its parameters are there and nothing happens.
+of it counts as the unit; inside of it, it waits for its parameters and gathers nothing.
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ class _Pass:
         self.recorded: list[int] = []
         self.launched: list[int] = []
         self.next = 0  # in recorded
-        self.called: set[nn.Module] = set()  # parts of units, inside of them
-        self.will_call: set[nn.Module] = set()  # by the last pass
+        self.called: set[int] = set()  # ids of parts of units, inside of them
+        self.will_call: set[int] = set()  # by the last pass
 
     def begin(self) -> None:
         self.launched, self.next = [], 0
@@ -175,7 +175,7 @@ class Gathers:
         self._inside: set[int] = set()  # units whose forward runs
         self._done: set[BucketState] = set()  # not needed any more in this backward
         self._opened: list[nn.Module] = []  # parts called while their unit was not there
-        self._owners: dict[nn.Parameter, list[nn.Module]] = {}  # parts of units
+        self._owners: dict[nn.Parameter, list[int]] = {}  # ids of parts: no cycle with the model
         me = weakref.ref(self)
         for index, modules in enumerate(units):
             for module in modules:
@@ -190,7 +190,7 @@ class Gathers:
                     part.register_forward_pre_hook(_PartHook(me, "before_part", index))
                     part.register_forward_hook(_PartHook(me, "after_part", index))
                 for p in owned:
-                    self._owners.setdefault(p, []).append(part)
+                    self._owners.setdefault(p, []).append(id(part))
 
     # Stages 1 and 2
 
@@ -396,7 +396,7 @@ class Gathers:
         if engine is None:
             return
         if index in self._inside:
-            self._pass.called.add(part)
+            self._pass.called.add(id(part))
             for p in part._parameters.values():
                 if p in self._owners:
                     engine.finish_gather(engine.bucket_of(p))

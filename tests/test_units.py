@@ -1,5 +1,7 @@
 """units.py: which modules form a unit, and the order in which units are gathered."""
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -239,6 +241,22 @@ def test_a_deep_block_that_a_rank_skips_costs_no_patience(monkeypatch):
             sgd_step(engine_of(model))
 
     run_ranks(train, 2, timeout_s=30)
+
+
+def test_a_model_that_nobody_uses_is_gone_at_once():
+    """Its modules are in no cycle with the engine, which would wait for a garbage collection."""
+
+    def train():
+        model = parallelize(Net(), Mesh(), zero_stage=3)
+        engine = engine_of(model)
+        for _ in range(2):
+            model(torch.ones(2, C)).square().sum().backward()
+            sgd_step(engine)
+        parts = [weakref.ref(part) for part in (model, model.first, model.last, *model.h)]
+        del model, engine
+        assert [part() for part in parts] == [None] * 7
+
+    run_ranks(train, 2)
 
 
 @pytest.mark.filterwarnings("error")
