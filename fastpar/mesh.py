@@ -3,6 +3,9 @@
 A mesh is a value: it is passed to whatever communicates, and nothing here is global. Ranks come
 from torchrun's environment, or from a process group that exists already; without either the mesh
 has one rank and no group.
+
+The ranks of one tensor-parallel group are neighbours, rank = dp_rank * tp + tp_rank: they exchange
+activations several times a layer, so they should share the fastest links.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 # torch 2.13 warns about the old name.
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -27,23 +31,26 @@ _ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True, eq=False, init=False)
 class Mesh:
-    """The ranks of this run along the axis dp (data parallel).
+    """The ranks of this run along the axes dp (data parallel) and tp (tensor parallel).
 
     Under torchrun it initializes torch.distributed when nobody has: gloo for CPU tensors, NCCL for
     CUDA tensors, with the device of LOCAL_RANK bound to the process. A process group that exists is
     used as it is.
 
     Args:
-        dp: ranks along the data-parallel axis; None takes all ranks.
+        dp: ranks along the data-parallel axis; None takes all that tp leaves.
+        tp: ranks along the tensor-parallel axis, neighbours, which split one model.
         device: where this rank computes; None takes cuda:LOCAL_RANK if there is a GPU, or the CPU.
         timeout_s: after this long without its peers a collective fails instead of hanging.
     Attributes:
         world_size, rank: over all axes.
         dp_size, dp_rank, dp_group: of the axis dp; the group is None when dp_size is 1.
+        tp_size, tp_rank, tp_group: of the axis tp, likewise.
+        device_mesh: torch's DeviceMesh of the axes ("dp", "tp"); None with one rank.
     Ranks: every rank constructs it, before any other collective.
     Raises:
-        ValueError: dp below 1 or different from the world size; incomplete or malformed
-            environment; a LOCAL_RANK without a GPU of its own.
+        ValueError: dp or tp below 1, or their product different from the world size; incomplete or
+            malformed environment; a LOCAL_RANK without a GPU of its own.
         RuntimeError: the other ranks could not be reached.
     """
 
@@ -53,21 +60,30 @@ class Mesh:
     dp_size: int
     dp_rank: int
     dp_group: dist.ProcessGroup | None
+    tp_size: int
+    tp_rank: int
+    tp_group: dist.ProcessGroup | None
+    device_mesh: DeviceMesh | None
     owns_process_group: bool  # made here, so close() destroys it
     timeout_s: float  # of every collective
 
     def __init__(
         self,
         dp: int | None = None,
+        tp: int = 1,
         *,
         device: torch.device | str | None = None,
         timeout_s: float = 1800.0,
     ) -> None:
-        if dp is not None and (isinstance(dp, bool) or not isinstance(dp, int) or dp < 1):
-            raise ValueError(
-                f"Mesh: expected dp to be a positive integer or None, got dp={dp}; "
-                "leave dp out to use every rank"
-            )
+        for name, size in (("dp", dp), ("tp", tp)):
+            if size is None and name == "dp":
+                continue
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ValueError(
+                    f"Mesh: expected {name} to be a positive integer{' or None' * (name == 'dp')}, "
+                    f"got {name}={size}; leave {name} out to "
+                    + ("use every rank" if name == "dp" else "split no model")
+                )
         if not timeout_s > 0:
             raise ValueError(
                 f"Mesh: expected timeout_s > 0, got timeout_s={timeout_s}; "
@@ -79,24 +95,26 @@ class Mesh:
         else:
             rank, world_size, local_rank = _read_environment(os.environ)
             picked, owns = _pick_device(device, None, local_rank), world_size > 1
-        # Before any connection: a wrong dp fails at once and on every rank.
-        if dp not in (None, world_size):
-            raise ValueError(
-                f"Mesh: expected dp equal to the number of ranks, got dp={dp} with "
-                f"world_size={world_size}; start {dp} ranks "
-                f"(torchrun --nproc-per-node {dp}) or leave dp out"
-            )
+        # Before any connection: wrong sizes fail at once and on every rank.
+        dp_size = world_size // tp if dp is None else dp
+        if dp_size * tp != world_size:
+            raise ValueError(_wrong_sizes(dp, tp, world_size))
         if picked.type == "cuda":
             torch.cuda.set_device(picked)
         if owns:
             _initialize(rank, world_size, picked, timeout_s)
+        axes = _make_axes(picked, dp_size, tp) if world_size > 1 else None
         values = {
             "device": picked,
             "world_size": world_size,
             "rank": rank,
-            "dp_size": world_size,
-            "dp_rank": rank,
-            "dp_group": dist.group.WORLD if world_size > 1 else None,
+            "dp_size": dp_size,
+            "dp_rank": rank // tp,
+            "dp_group": axes.get_group("dp") if axes is not None and dp_size > 1 else None,
+            "tp_size": tp,
+            "tp_rank": rank % tp,
+            "tp_group": axes.get_group("tp") if axes is not None and tp > 1 else None,
+            "device_mesh": axes,
             "owns_process_group": owns,
             "timeout_s": timeout_s,
         }
@@ -114,20 +132,20 @@ class Mesh:
             dist.destroy_process_group()
 
     def check_same(self, caller: str, lines: Sequence[str]) -> None:
-        """Raise, on every rank alike, unless all ranks along dp pass the same lines. Ranks: all.
+        """Raise, on every rank alike, unless all ranks pass the same lines. Ranks: all.
 
         Wire: 8 bytes per rank; the lines themselves only when they differ.
         """
-        if self.dp_size == 1:
+        if self.world_size == 1:
             return
         digest = hashlib.sha256("\n".join(lines).encode()).digest()[:8]
         mine = torch.tensor([int.from_bytes(digest, "little", signed=True)], device=self.device)
-        hashes = mine.new_empty(self.dp_size)
-        all_gather(hashes, mine, group=self.dp_group)
+        hashes = mine.new_empty(self.world_size)
+        all_gather(hashes, mine)
         if bool((hashes == hashes[0]).all()):
             return
-        everyone: list[Any] = [None] * self.dp_size
-        dist.all_gather_object(everyone, list(lines), group=self.dp_group)
+        everyone: list[Any] = [None] * self.world_size
+        dist.all_gather_object(everyone, list(lines))
         for rank, theirs in enumerate(everyone):
             for i in range(max(len(theirs), len(everyone[0]))):
                 line, expected = (x[i] if i < len(x) else "nothing" for x in (theirs, everyone[0]))
@@ -139,17 +157,18 @@ class Mesh:
                     )
 
     @torch.no_grad()
-    def broadcast_(self, tensors: Sequence[Tensor]) -> None:
-        """Give the tensors of every rank along dp the values of its rank 0. Ranks: all.
+    def broadcast_(self, tensors: Sequence[Tensor], axis: str = "dp") -> None:
+        """Give the tensors of every rank along an axis the values of its rank 0. Ranks: all.
 
         Wire: the bytes of the tensors, in one collective.
         """
         tensors = [t for t in tensors if t.numel()]
-        if self.dp_size == 1 or not tensors:
+        group = self.dp_group if axis == "dp" else self.tp_group
+        if group is None or not tensors:
             return
         raw = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in tensors]
         packed = torch.cat(raw) if len(raw) > 1 else raw[0].clone()
-        dist.broadcast(packed, group=self.dp_group, group_src=0)
+        dist.broadcast(packed, group=group, group_src=0)
         for t, part in zip(tensors, packed.split([r.numel() for r in raw])):
             # clone: a part may start at an address that the wider dtype does not allow
             t.detach().copy_(part.clone().view(t.dtype).view(t.shape))
@@ -162,6 +181,29 @@ class Mesh:
         except (RuntimeError, ValueError):
             return False
         return True
+
+
+def _wrong_sizes(dp: int | None, tp: int, world_size: int) -> str:
+    if tp == 1:
+        return (
+            f"Mesh: expected dp equal to the number of ranks, got dp={dp} with "
+            f"world_size={world_size}; start {dp} ranks "
+            f"(torchrun --nproc-per-node {dp}) or leave dp out"
+        )
+    if dp is None:
+        return (
+            f"Mesh: expected tp to divide the number of ranks, got tp={tp} with "
+            f"world_size={world_size}; start a multiple of {tp} ranks"
+        )
+    return (
+        f"Mesh: expected dp * tp equal to the number of ranks, got dp={dp}, tp={tp} with "
+        f"world_size={world_size}; start {dp * tp} ranks (torchrun --nproc-per-node {dp * tp}) "
+        "or leave dp out"
+    )
+
+
+def _make_axes(device: torch.device, dp: int, tp: int) -> DeviceMesh:
+    return init_device_mesh(device.type, (dp, tp), mesh_dim_names=("dp", "tp"))
 
 
 def _read_environment(environment: Mapping[str, str]) -> tuple[int, int, int]:
