@@ -65,7 +65,7 @@ from fastpar.kernels.linear import add_matmul_, matmul
 _local = threading.local()  # ranks may be threads of one process: one workspace each
 
 
-def _workspace(name: str, rows: int, columns: int, like: Tensor) -> Tensor:
+def workspace(name: str, rows: int, columns: int, like: Tensor) -> Tensor:
     """[rows, columns] of like's dtype and device; on CPU the same memory in every call."""
     if like.device.type != "cpu":
         return like.new_empty(rows, columns)
@@ -110,7 +110,7 @@ def _run_chunks(
     dweight = None
     for start in range(0, n, rows):
         part = slice(start, start + rows)
-        out = _workspace("logits", x[part].shape[0], weight.shape[0], x)
+        out = workspace("logits", x[part].shape[0], weight.shape[0], x)
         logits = matmul(x[part], weight.t(), out=out)  # [R, Vp]
         losses[part] = cross_entropy_rows(
             "linear_cross_entropy",
@@ -126,13 +126,13 @@ def _run_chunks(
         if need_dx:
             matmul(logits, weight, out=dx[part])
         if need_dweight:
-            dweight = _accumulate(dweight, logits.t(), x[part])
+            dweight = accumulate(dweight, logits.t(), x[part])
     if dweight is None:  # no rows, or not needed
         dweight = weight.new_zeros(weight.shape if need_dweight else 0, dtype=torch.float32)
     return losses, dx, dweight
 
 
-def _accumulate(dweight: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+def accumulate(dweight: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     """dweight + a @ b in fp32, in place; None stands for 0. See [Note: dweight]."""
     if a.dtype == torch.float32:
         return matmul(a, b) if dweight is None else add_matmul_(dweight, a, b)
@@ -140,7 +140,7 @@ def _accumulate(dweight: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
         if dweight is None:
             return torch.mm(a, b, out_dtype=torch.float32)
         return torch.addmm(dweight, a, b, out_dtype=torch.float32, out=dweight)
-    product = torch.mm(a, b, out=_workspace("dweight", a.shape[0], b.shape[1], a))
+    product = torch.mm(a, b, out=workspace("dweight", a.shape[0], b.shape[1], a))
     return product.float() if dweight is None else dweight.add_(product)
 
 
@@ -267,7 +267,7 @@ def _setup_context(ctx, inputs, output):
         ctx.save_for_backward(dx, dweight, factor)
 
 
-def _scaled(grad: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
+def scaled(grad: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
     """grad * by, as dtype; grad itself where that is the same (on CPU, where looking is free)."""
     if by.device.type == "cpu" and type(by) is Tensor and by.item() == 1.0:
         return grad.to(dtype)
@@ -283,12 +283,12 @@ def _backward(ctx, dloss, *_):
     else:
         dx, dweight, factor = ctx.saved_tensors
         by = dloss * factor
-    grad_x = _scaled(dx, by, dx.dtype) if ctx.need_dx else None
+    grad_x = scaled(dx, by, dx.dtype) if ctx.need_dx else None
     grad_weight = None
     if ctx.weight_grad is not None:
         add_gradient_(ctx.weight_grad, dweight, by)
     elif ctx.need_dweight:
-        grad_weight = _scaled(dweight, by, ctx.dtype)
+        grad_weight = scaled(dweight, by, ctx.dtype)
     return grad_x, grad_weight, *[None] * 10
 
 
