@@ -69,9 +69,9 @@ void dropout(const void* x, void* y, Dtype dtype, const MaskBlock& at, int threa
 void keep_mask(uint8_t* keep, const MaskBlock& at, int threads);
 
 // sum[N, C] = residual + dropout(x + x_bias), y = (sum - mean) * rstd * weight + bias; `at` holds
-// the N rows, threshold 0 is no dropout. With residual null x itself is normalized; x_bias and sum
-// are not used then. No other pointer is null. mean and rstd are [N]. rms: mean is 0 and not
-// written, bias is not used.
+// the N rows from first_row on, threshold 0 is no dropout. With residual null x itself is
+// normalized; x_bias and sum are not used then. No other pointer is null. mean and rstd are [N].
+// rms: mean is 0 and not written, bias is not used.
 void layer_norm_fwd(const void* x, const void* residual, const float* x_bias, const float* weight,
                     const float* bias, void* sum, void* y, float* mean, float* rstd, Dtype dtype,
                     int64_t n, int64_t c, float eps, bool rms, const MaskBlock& at, int threads);

@@ -88,18 +88,22 @@ class RowMask {
 
   // The first n bytes of row r of head h of sample b, all within the block.
   const uint8_t* bytes(int64_t b, int64_t h, int64_t r, int64_t n) {
-    std::fill(row_.begin(), row_.end(), static_cast<uint32_t>(at_.first_row + r));
+    return drawn(b, h, at_.first_row + r, n);
+  }
+
+  // The bytes of row first_row + i of whole [samples * heads * rows].
+  const uint8_t* row(int64_t i) {
+    const int64_t g = at_.first_row + i, plane = g / at_.rows;
+    return drawn(plane / at_.heads, plane % at_.heads, g % at_.rows, at_.cols);
+  }
+
+ private:
+  const uint8_t* drawn(int64_t b, int64_t h, int64_t r, int64_t n) {
+    std::fill(row_.begin(), row_.end(), static_cast<uint32_t>(r));
     draw(target_, at_, b, h, group_.data(), row_.data(), (n + kGroup - 1) / kGroup, bytes_.data());
     return bytes_.data();
   }
 
-  // The bytes of row i of [samples * heads * rows].
-  const uint8_t* row(int64_t i) {
-    const int64_t plane = i / at_.rows;
-    return bytes(plane / at_.heads, plane % at_.heads, i % at_.rows, at_.cols);
-  }
-
- private:
   const MaskBlock& at_;
   Isa target_;
   std::vector<uint32_t> group_, row_;

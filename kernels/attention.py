@@ -47,7 +47,7 @@ from fastpar.kernels.backend import (
     use_cpp,
     use_triton,
 )
-from fastpar.kernels.philox import Rng, check_rng, draw_key, quantize_p
+from fastpar.kernels.philox import Rng, check_rng, draw_key, quantize_p, refuse_parts
 
 MAX_HEAD_DIM = 256
 TRITON_HEAD_DIM = (16, 128, 8)  # from, to, in steps of
@@ -78,7 +78,7 @@ def _arguments(
         B, address = cu_seqlens.shape[0] - 1, cu_seqlens.data_ptr()
     sizes = (B, T, k.shape[-3], H, k.shape[-2], D, address)
     threads = torch.get_num_threads()
-    return sizes, causal, scale, seed, first_sample, drop.site, drop.threshold, threads
+    return sizes, causal, scale, seed, first_sample, drop.site_head, drop.threshold, threads
 
 
 def _stats_shape(q: Tensor) -> tuple[int, ...]:
@@ -159,7 +159,7 @@ def _attention_run(
     causal: bool,
     scale: float,
     key: Tensor | None,
-    site: int,
+    site_head: int,
     threshold: int,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
@@ -175,9 +175,9 @@ def _attention_run(
         from fastpar.kernels import attention_triton
 
         return attention_triton.attention_fwd(
-            q, k, v, causal, scale, key, site, threshold, cu_seqlens
+            q, k, v, causal, scale, key, site_head, threshold, cu_seqlens
         )
-    drop = Dropout(key, site, threshold)
+    drop = Dropout(key, site_head, threshold)
     if use_cpp("attention", q):
         return attention_fwd(q, k, v, causal, scale, drop, cu_seqlens)
     o = composed_fwd((q, k, v), bounds, causal, scale, drop)
@@ -194,7 +194,7 @@ def _attention_bwd_run(
     causal: bool,
     scale: float,
     key: Tensor | None,
-    site: int,
+    site_head: int,
     threshold: int,
     cu_seqlens: Tensor | None,
 ) -> Triple:
@@ -216,10 +216,10 @@ def _attention_bwd_run(
 
         assert o is not None  # _setup_context keeps it where Triton runs
         attention_bwd_triton.attention_bwd(
-            do, *inputs, o, stats, *grads, causal, scale, key, site, threshold, cu_seqlens
+            do, *inputs, o, stats, *grads, causal, scale, key, site_head, threshold, cu_seqlens
         )
     else:
-        drop = Dropout(key, site, threshold)
+        drop = Dropout(key, site_head, threshold)
         if use_cpp("attention", q):
             attention_bwd(do, inputs, stats, grads, causal, scale, drop, cu_seqlens)
         else:
@@ -247,15 +247,15 @@ def _bwd_fake(do, q, k, v, *_):
 
 
 _attention = define_op(
-    "attention(Tensor q, Tensor? k, Tensor? v, bool causal, float scale, Tensor? key, int site, "
-    "int threshold, Tensor? cu_seqlens) -> (Tensor, Tensor)",
+    "attention(Tensor q, Tensor? k, Tensor? v, bool causal, float scale, Tensor? key, "
+    "int site_head, int threshold, Tensor? cu_seqlens) -> (Tensor, Tensor)",
     _attention_run,
     _fake,
     ("CPU", "CUDA"),
 )
 _attention_bwd = define_op(
     "attention_bwd(Tensor do, Tensor q, Tensor? k, Tensor? v, Tensor? o, Tensor stats, "
-    "bool causal, float scale, Tensor? key, int site, int threshold, Tensor? cu_seqlens) "
+    "bool causal, float scale, Tensor? key, int site_head, int threshold, Tensor? cu_seqlens) "
     "-> (Tensor, Tensor, Tensor)",
     _attention_bwd_run,
     _bwd_fake,
@@ -264,7 +264,7 @@ _attention_bwd = define_op(
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, ctx.causal, ctx.scale, key, ctx.site, ctx.threshold, cu_seqlens = inputs
+    q, k, v, ctx.causal, ctx.scale, key, ctx.site_head, ctx.threshold, cu_seqlens = inputs
     o, stats = output
     ctx.mark_non_differentiable(stats)
     ctx.set_materialize_grads(False)
@@ -277,7 +277,7 @@ def _backward(ctx, do, _dstats):
     q, k, v, o, stats, key, cu_seqlens = ctx.saved_tensors
     if do is None:
         do = torch.zeros_like(_split(q, k, v)[0])
-    settings = (ctx.causal, ctx.scale, key, ctx.site, ctx.threshold, cu_seqlens)
+    settings = (ctx.causal, ctx.scale, key, ctx.site_head, ctx.threshold, cu_seqlens)
     dq, dk, dv = _attention_bwd(do, q, k, v, o, stats, *settings)
     return dq, *((None, None) if k is None else (dk, dv)), *[None] * 6
 
@@ -389,8 +389,9 @@ def _run(
     if threshold:
         if rng is None:
             rng = Rng(draw_key(q.device), 0)
+        refuse_parts("attention", rng, "first_head")
         check_rng(rng, H, q.device)
-        return _attention(q, k, v, causal, scale, rng.key, rng.site, threshold, cu_seqlens)[0]
+        return _attention(q, k, v, causal, scale, rng.key, rng.site_head, threshold, cu_seqlens)[0]
     if cu_seqlens is None and not triton and not use_cpp("attention", q):
         return sdpa(*_split(q, k, v), causal, scale)
     return _attention(q, k, v, causal, scale, None, 0, 0, cu_seqlens)[0]
@@ -416,7 +417,8 @@ def attention(
         causal: query i sees keys j <= i + Tk - T; see [Note: causal].
         softmax_scale: > 0; D**-0.5 when None.
         dropout_p: of the probabilities; rounded to a multiple of 1/256.
-        rng: key and site of the mask; None draws a key from torch's default generator.
+        rng: key and site of the mask, and the head of the model that q's first is (first_head);
+            None draws a key from torch's default generator.
         cu_seqlens: int32 [n + 1] on q's device, for n documents one after another: then q is
             [total, H, D], k and v are [total, Hkv, D], and document i is rows cu_seqlens[i] to
             cu_seqlens[i + 1]; see [Note: documents].
@@ -424,8 +426,8 @@ def attention(
         o: shape of q, contiguous.
     Raises:
         ValueError: shapes, dtypes or devices that differ from the above; no key; dropout_p outside
-            [0, 1); a key, site or number of heads that the mask cannot hold; on the CPU, cu_seqlens
-            that do not increase from 0 to total.
+            [0, 1); a key, site or heads that the mask cannot hold; an rng with rows; on the CPU,
+            cu_seqlens that do not increase from 0 to total.
         RuntimeError: a second derivative is asked for (torch's own kernel, which runs under
             FASTPAR_BACKEND=torch without dropout and documents, has one); no Triton on a machine
             with a GPU.

@@ -98,7 +98,7 @@ def _dq_tiles(
     return dq, sum_p, sum_dp
 
 
-@triton.jit(do_not_specialize=["n", "T", "Tk", "H", "group", "section", "site", "threshold"])
+@triton.jit(do_not_specialize=["n", "T", "Tk", "H", "group", "section", "site_head", "threshold"])
 def _attention_bwd_dq_kernel(
     do_ptr, q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, delta_ptr, norm_ptr, dq_ptr, key_ptr, cu_ptr,
     stride_do_b, stride_do_t, stride_do_h,
@@ -108,7 +108,7 @@ def _attention_bwd_dq_kernel(
     stride_dq_b, stride_dq_t, stride_dq_h,
     n,  # samples; documents with cu_seqlens
     T,  # queries of a sample; of all documents
-    Tk, H, group, section, scale, site, threshold,
+    Tk, H, group, section, scale, site_head, threshold,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr, STEPS: tl.constexpr,
     TMA: tl.constexpr, FP32: tl.constexpr,
@@ -146,7 +146,7 @@ def _attention_bwd_dq_kernel(
     norm = tl.full([BLOCK_Q], 1.0, tl.float32)
     sum_p = tl.zeros([BLOCK_Q], tl.float32)
     delta = tl.zeros([BLOCK_Q], tl.float32)
-    site_head = (site << 16) | head
+    site_head += head
     if FP32:
         dq, sum_p, delta = _dq_tiles(
             dq, sum_p, delta, q, do, lse, norm, delta, k_source, v_source, batch, kv_head, first,
@@ -250,7 +250,7 @@ def _dkdv_tiles(
 def _dkdv_head(
     dk, dv, k, v, keys, do_ptr, q_ptr, lse_ptr, delta_ptr, norm_ptr, key_ptr,
     stride_do_b, stride_do_t, stride_do_h, stride_q_b, stride_q_t, stride_q_h,
-    sample, batch, head, first, n_rows, behind, first_key, T, H, scale, site, threshold,
+    sample, batch, head, first, n_rows, behind, first_key, T, H, scale, site_head, threshold,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr, TMA: tl.constexpr,
     EVEN: tl.constexpr, FP32: tl.constexpr,
@@ -262,7 +262,7 @@ def _dkdv_head(
         q_source = head_ptr(q_ptr, batch, first, head, stride_q_b, stride_q_t, stride_q_h)
         do_source = head_ptr(do_ptr, batch, first, head, stride_do_b, stride_do_t, stride_do_h)
     statistics = (batch.to(tl.int64) * H + head) * T + first
-    site_head = (site << 16) | head
+    site_head += head
     full = n_rows * 0
     if CAUSAL:
         low = tl.maximum(first_key - behind, 0) // BLOCK_Q * BLOCK_Q
@@ -282,7 +282,7 @@ def _dkdv_head(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["n", "T", "Tk", "H", "group", "section", "site", "threshold"])
+@triton.jit(do_not_specialize=["n", "T", "Tk", "H", "group", "section", "site_head", "threshold"])
 def _attention_bwd_dkdv_kernel(
     do_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, norm_ptr, dk_ptr, dv_ptr, key_ptr, cu_ptr,
     stride_do_b, stride_do_t, stride_do_h,
@@ -291,7 +291,7 @@ def _attention_bwd_dkdv_kernel(
     stride_v_b, stride_v_t, stride_v_h,
     stride_dk_b, stride_dk_t, stride_dk_h,
     stride_dv_b, stride_dv_t, stride_dv_h,
-    n, T, Tk, H, group, section, scale, site, threshold,
+    n, T, Tk, H, group, section, scale, site_head, threshold,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr, STEPS: tl.constexpr,
     TMA: tl.constexpr, FP32: tl.constexpr,
@@ -326,7 +326,7 @@ def _attention_bwd_dkdv_kernel(
                 dk, dv, k, v, keys, do_ptr, q_ptr, lse_ptr, delta_ptr, norm_ptr, key_ptr,
                 stride_do_b, stride_do_t, stride_do_h, stride_q_b, stride_q_t, stride_q_h,
                 sample, batch, kv_head * group + i, first, n_rows, behind, first_key, T, H,
-                scale * LOG2_E, site, threshold,
+                scale * LOG2_E, site_head, threshold,
                 D, BLOCK_D, BLOCK_Q, BLOCK_K, CAUSAL, DROPOUT, VARLEN, TMA, EVEN, FP32,
             )  # fmt: skip
     else:
@@ -334,8 +334,8 @@ def _attention_bwd_dkdv_kernel(
             dk, dv, k, v, keys, do_ptr, q_ptr, lse_ptr, delta_ptr, norm_ptr, key_ptr,
             stride_do_b, stride_do_t, stride_do_h, stride_q_b, stride_q_t, stride_q_h,
             sample, batch, kv_head, first, n_rows, behind, first_key, T, H,
-            scale * LOG2_E, site, threshold, D, BLOCK_D, BLOCK_Q, BLOCK_K, CAUSAL, DROPOUT, VARLEN,
-            TMA, EVEN, FP32,
+            scale * LOG2_E, site_head, threshold, D, BLOCK_D, BLOCK_Q, BLOCK_K, CAUSAL, DROPOUT,
+            VARLEN, TMA, EVEN, FP32,
         )  # fmt: skip
     if DROPOUT:
         dk *= 256.0 / (256 - threshold)
@@ -360,7 +360,7 @@ def attention_bwd(
     causal: bool,
     scale: float,
     key: Tensor | None,
-    site: int,
+    site_head: int,
     threshold: int,
     cu_seqlens: Tensor | None,
 ) -> None:
@@ -419,7 +419,7 @@ def attention_bwd(
         H // Hkv,
         section * (H // Hkv),
         scale,
-        site,
+        site_head,
         threshold,
         BLOCK_Q=config.block_q,
         BLOCK_K=config.block_k,
@@ -459,7 +459,7 @@ def attention_bwd(
         H // Hkv,
         section,
         scale,
-        site,
+        site_head,
         threshold,
         BLOCK_Q=config.block_q,
         BLOCK_K=config.block_k,

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastpar.kernels.philox import MaskBlock, dropout_block
+from fastpar.kernels.philox import MAX_HEADS, MaskBlock, dropout_block
 
 # A block: scores that fit a CPU's cache; on a GPU launches cost more.
 BLOCK_BYTES = {"cpu": 1 << 19, "cuda": 1 << 27}
@@ -30,7 +30,7 @@ class Dropout(NamedTuple):
     """The mask of one call; without a key all is kept."""
 
     key: Tensor | None
-    site: int
+    site_head: int
     threshold: int
 
     def block(self, x: Tensor, sample: int, head: int, row: int, out: Tensor) -> Tensor:
@@ -38,8 +38,9 @@ class Dropout(NamedTuple):
         if self.key is None:
             return x
         heads, rows, keys = x.shape
-        at = MaskBlock(1, heads, rows, keys, sample, head, row)
-        return dropout_block(x, self.key, self.site, self.threshold, at, out)
+        site, first_head = divmod(self.site_head, MAX_HEADS)
+        at = MaskBlock(1, heads, rows, keys, sample, first_head + head, row)
+        return dropout_block(x, self.key, site, self.threshold, at, out)
 
 
 class _Blocks:

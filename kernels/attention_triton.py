@@ -239,7 +239,7 @@ def _fwd_tiles(
     return acc, m, sums
 
 
-@triton.jit(do_not_specialize=["n", "T", "Tk", "H", "group", "section", "site", "threshold"])
+@triton.jit(do_not_specialize=["n", "T", "Tk", "H", "group", "section", "site_head", "threshold"])
 def _attention_fwd_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, key_ptr, cu_ptr,
     stride_q_b, stride_q_t, stride_q_h,
@@ -247,7 +247,7 @@ def _attention_fwd_kernel(
     stride_v_b, stride_v_t, stride_v_h,
     n,  # samples; documents with cu_seqlens
     T,  # queries of a sample; of all documents
-    Tk, H, group, section, scale, site, threshold,
+    Tk, H, group, section, scale, site_head, threshold,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr, STEPS: tl.constexpr,
     TMA: tl.constexpr,
@@ -278,7 +278,7 @@ def _attention_fwd_kernel(
     acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     m = tl.full([BLOCK_Q], -float("inf"), tl.float32)
     sums = tl.zeros([BLOCK_Q], tl.float32)
-    site_head = (site << 16) | head
+    site_head += head
     acc, m, sums = _fwd_tiles(
         acc, m, sums, q, k_source, v_source, batch, kv_head, first, 0, full, n_keys, limit, rows,
         stride_k_t, stride_v_t, scale * LOG2_E, key_ptr, sample, site_head, threshold,
@@ -334,7 +334,7 @@ def attention_fwd(
     causal: bool,
     scale: float,
     key: Tensor | None,
-    site: int,
+    site_head: int,
     threshold: int,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
@@ -372,7 +372,7 @@ def attention_fwd(
         group,
         heads_per_section(k, group, arch),
         scale,
-        site,
+        site_head,
         threshold,
         D=D,
         BLOCK_D=block_d,

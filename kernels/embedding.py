@@ -20,7 +20,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastpar.kernels.backend import define_autograd, define_op, refuse_double_backward, use_triton
-from fastpar.kernels.philox import Rng, check_rng, draw_key, dropout_block, mask_shape, quantize_p
+from fastpar.kernels.philox import (
+    Rng,
+    check_rng,
+    draw_key,
+    dropout_block,
+    mask_shape,
+    quantize_p,
+    refuse_parts,
+)
 
 
 def _check_ids(idx: Tensor, rows: int) -> None:
@@ -290,7 +298,7 @@ def embedding(
     Raises:
         ValueError: shapes, dtypes or devices that differ from the above; a position beyond wpe; an
             id outside [0, V), on CPU; dropout_p outside [0, 1); a key or site that the mask cannot
-            hold.
+            hold; an rng of a part of a mask.
         RuntimeError: a second derivative is asked for.
     Ids outside [0, V) on a GPU, which nothing waits for: the row is NaN (0 where dropped) and has
     no gradient; nothing outside the tables is read or written. (With FASTPAR_BACKEND=torch or fp64,
@@ -305,6 +313,7 @@ def embedding(
     key, site, threshold = None, 0, quantize_p(dropout_p)
     if threshold:
         rng = Rng(draw_key(wte.device), 0) if rng is None else rng
+        refuse_parts("embedding", rng)
         check_rng(rng, 1, wte.device)
-        key, site = rng
+        key, site = rng.key, rng.site
     return _embedding(idx, wte, wpe, first_position, key, site, threshold, wte_grad)

@@ -35,10 +35,12 @@ from fastpar.kernels.backend import (
 from fastpar.kernels.philox import (
     Rng,
     check_rng,
+    check_rows,
     draw_key,
     dropout,
     mask_shape,
     quantize_p,
+    refuse_parts,
 )
 
 MAX_COLUMNS = 16384
@@ -81,13 +83,18 @@ def _float(vector: Tensor | None, like: Tensor) -> Tensor:
     return vector.float().contiguous()
 
 
-def _mask(x: Tensor, key: Tensor | None, site: int, threshold: int) -> tuple[int, ...]:
+def _mask(
+    x: Tensor, key: Tensor | None, site: int, threshold: int, rows: int | None, first_row: int
+) -> tuple[int, ...]:
     """The mask of x's rows, as _C takes it."""
+    n = x.numel() // x.shape[-1]
     if key is None:
-        return 0, 0, 0, 0, 1, 1, max(1, x.numel() // x.shape[-1])
+        return 0, 0, 0, 0, 1, 1, max(1, n), 0
     seed, first_sample = key.tolist()
+    if rows is not None:
+        return seed, first_sample, site, threshold, n, 1, rows, first_row
     at = mask_shape(x.shape)
-    return seed, first_sample, site, threshold, at.samples, at.heads, at.rows
+    return seed, first_sample, site, threshold, at.samples, at.heads, at.rows, 0
 
 
 def layer_norm_fwd(
@@ -99,6 +106,8 @@ def layer_norm_fwd(
     key: Tensor | None,
     site: int,
     threshold: int,
+    rows: int | None,
+    first_row: int,
     eps: float,
     rms: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -107,7 +116,7 @@ def layer_norm_fwd(
         from fastpar.kernels import layer_norm_triton
 
         return layer_norm_triton.layer_norm_fwd(
-            x, residual, weight, bias, x_bias, key, site, threshold, eps, rms
+            x, residual, weight, bias, x_bias, key, site, threshold, rows, first_row, eps, rms
         )
     x = x.contiguous() if residual is None else x.to(residual.dtype).contiguous()
     y = torch.empty_like(x)
@@ -133,7 +142,7 @@ def layer_norm_fwd(
             x.shape[-1],
             eps,
             rms,
-            *_mask(x, key, site, threshold),
+            *_mask(x, key, site, threshold, rows, first_row),
             torch.get_num_threads(),
         )
     return y, total, mean, rstd
@@ -149,6 +158,8 @@ def layer_norm_bwd(
     key: Tensor | None,
     site: int,
     threshold: int,
+    rows: int | None,
+    first_row: int,
     x_dtype: torch.dtype,
     bias_dtype: torch.dtype | None,
     x_bias_dtype: torch.dtype | None,
@@ -172,6 +183,8 @@ def layer_norm_bwd(
             key,
             site,
             threshold,
+            rows,
+            first_row,
             x_dtype,
             bias_dtype,
             x_bias_dtype,
@@ -204,7 +217,7 @@ def layer_norm_bwd(
             n,
             C,
             rms,
-            *_mask(x, key, site, threshold),
+            *_mask(x, key, site, threshold, rows, first_row),
             torch.get_num_threads(),
         )
     if x_dtype != x.dtype:
@@ -222,7 +235,7 @@ def _rows_like(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-def _fake(x, residual, weight, bias, x_bias, key, site, threshold, eps, rms):
+def _fake(x, residual, weight, bias, x_bias, key, site, threshold, rows, first_row, eps, rms):
     n = x.numel() // x.shape[-1]
     mean, rstd = (x.new_empty(m, dtype=torch.float32) for m in (0 if rms else n, n))
     dtype = x.dtype if residual is None else residual.dtype
@@ -230,9 +243,8 @@ def _fake(x, residual, weight, bias, x_bias, key, site, threshold, eps, rms):
     return _rows_like(x, dtype), total, mean, rstd
 
 
-def _bwd_fake(
-    dy, dtotal, x, weight, mean, rstd, key, site, threshold, x_dtype, bias_dtype, x_bias_dtype, rms
-):
+def _bwd_fake(dy, dtotal, x, weight, mean, rstd, key, *options):
+    *_, x_dtype, bias_dtype, x_bias_dtype, _rms = options
     writes_dx = key is not None or x_dtype != x.dtype
     dx = _rows_like(x, x_dtype) if writes_dx else x.new_empty(0, dtype=x_dtype)
     sums = (
@@ -244,7 +256,7 @@ def _bwd_fake(
 
 _layer_norm = define_op(
     "layer_norm(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, Tensor? x_bias, "
-    "Tensor? key, int site, int threshold, float eps, bool rms)"
+    "Tensor? key, int site, int threshold, SymInt? rows, SymInt first_row, float eps, bool rms)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     layer_norm_fwd,
     _fake,
@@ -252,8 +264,9 @@ _layer_norm = define_op(
 )
 _layer_norm_bwd = define_op(
     "layer_norm_bwd(Tensor dy, Tensor? dtotal, Tensor x, Tensor weight, Tensor mean, Tensor rstd, "
-    "Tensor? key, int site, int threshold, ScalarType x_dtype, ScalarType? bias_dtype, "
-    "ScalarType? x_bias_dtype, bool rms) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "Tensor? key, int site, int threshold, SymInt? rows, SymInt first_row, ScalarType x_dtype, "
+    "ScalarType? bias_dtype, ScalarType? x_bias_dtype, bool rms)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     layer_norm_bwd,
     _bwd_fake,
     ("CPU", "CUDA"),
@@ -261,7 +274,7 @@ _layer_norm_bwd = define_op(
 
 
 def _setup_context(ctx, inputs, output):
-    x, residual, weight, bias, x_bias, key, ctx.site, ctx.threshold, _, ctx.rms = inputs
+    x, residual, weight, bias, x_bias, key, *ctx.mask, _, ctx.rms = inputs
     _, total, mean, rstd = output
     ctx.mark_non_differentiable(mean, rstd)
     ctx.set_materialize_grads(False)
@@ -285,8 +298,7 @@ def _backward(ctx, dy, dtotal, _dmean, _drstd):
         mean,
         rstd,
         key,
-        ctx.site,
-        ctx.threshold,
+        *ctx.mask,
         ctx.x_dtype,
         ctx.bias_dtype,
         ctx.x_bias_dtype,
@@ -298,7 +310,7 @@ def _backward(ctx, dy, dtotal, _dmean, _drstd):
         dweight,
         None if ctx.bias_dtype is None else dbias,
         None if ctx.x_bias_dtype is None else dx_bias,
-        *[None] * 5,
+        *[None] * 7,
     )
 
 
@@ -320,7 +332,7 @@ def _plain(
 ) -> Tensor:
     _check(name, x, weight=weight, bias=bias)
     if use_triton(name, x) or use_cpp(name, x):
-        return _layer_norm(x, None, weight, bias, None, None, 0, 0, eps, rms)[0]
+        return _layer_norm(x, None, weight, bias, None, None, 0, 0, None, 0, eps, rms)[0]
     return _norm(x, weight, bias, eps, rms)
 
 
@@ -359,14 +371,14 @@ def _after_residual(
     threshold = quantize_p(dropout_p)
     if threshold and rng is None:
         rng = Rng(draw_key(x.device), 0)
+    key, mask = None, (0, 0, None, 0)
+    if threshold and rng is not None:
+        refuse_parts(name, rng, "rows", "first_row")
+        check_rows(name, rng, x.numel() // x.shape[-1])
+        check_rng(rng, mask_shape(x.shape).heads, x.device)
+        key, mask = rng.key, (rng.site, threshold, rng.rows, rng.first_row)
     if use_triton(name, residual) or use_cpp(name, residual):
-        key, site = None, 0
-        if threshold and rng is not None:
-            check_rng(rng, mask_shape(x.shape).heads, x.device)
-            key, site = rng
-        y, residual_out, *_ = _layer_norm(
-            x, residual, weight, bias, x_bias, key, site, threshold, eps, rms
-        )
+        y, residual_out, *_ = _layer_norm(x, residual, weight, bias, x_bias, key, *mask, eps, rms)
         return y, residual_out
     if x_bias is not None:
         x = (x + x_bias).to(x.dtype)
@@ -429,13 +441,14 @@ def residual_layer_norm(
         weight, bias: [C], dtype of residual or fp32; bias may be None.
         x_bias: [C], dtype of x or fp32: the bias of the linear that made x; None is 0.
         dropout_p: rounded to a multiple of 1/256.
-        rng: key and site of the mask; None draws a key from torch's default generator.
+        rng: key and site of the mask, and which rows of a batch x holds (rows, first_row); None
+            draws a key from torch's default generator.
     Returns:
         (y, residual_out), both [B, ..., C], dtype of residual. residual_out, mean and rstd ([N],
         fp32) are kept for backward.
     Raises:
         ValueError: shapes, dtypes or devices that differ from the above; dropout_p outside [0, 1);
-            a key or site that the mask cannot hold.
+            a key, site or rows that the mask cannot hold; an rng with first_head.
         RuntimeError: a second derivative is asked for; a GPU without Triton.
     Traffic: 4 * x.numel() * x.element_size() bytes forward, 4 * ... backward (5 with dropout).
     Deterministic: yes, bitwise, forward and backward; on a CPU for any number of threads.

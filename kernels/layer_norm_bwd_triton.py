@@ -24,7 +24,7 @@ from fastpar.kernels.layer_norm_triton import (
     store_rows,
     tile_of,
 )
-from fastpar.kernels.philox import mask_shape
+from fastpar.kernels.philox import MaskBlock, mask_shape
 from fastpar.kernels.triton_launch import cdiv, device_key, launch, sm_count
 
 
@@ -114,7 +114,7 @@ def _layer_norm_bwd_rows_kernel(
         tl.store(offset_ptr + rows[:, None], offset, mask=ok)
 
 
-@triton.jit(do_not_specialize=["n", "plane_rows", "heads", "site", "threshold"])
+@triton.jit(do_not_specialize=["n", "plane_rows", "heads", "first_row", "site", "threshold"])
 def _layer_norm_bwd_kernel(
     dy_ptr,
     given_ptr,
@@ -134,6 +134,7 @@ def _layer_norm_bwd_kernel(
     n,
     plane_rows,
     heads,
+    first_row,
     site,
     threshold,
     scale,
@@ -238,7 +239,7 @@ def _layer_norm_bwd_kernel(
                     site,
                     threshold,
                     scale,
-                    rows,
+                    rows + first_row,
                     plane_rows,
                     heads,
                     first_col + k * CHUNK,
@@ -322,6 +323,8 @@ def layer_norm_bwd(
     key: Tensor | None,
     site: int,
     threshold: int,
+    sample_rows: int | None,
+    first_row: int,
     x_dtype: torch.dtype,
     bias_dtype: torch.dtype | None,
     x_bias_dtype: torch.dtype | None,
@@ -341,7 +344,9 @@ def layer_norm_bwd(
         for t in sums:
             t.zero_()
         return dsum, dx, dweight, dbias, dx_bias
-    at = None if key is None else mask_shape(shape)
+    at = MaskBlock(n, 1, sample_rows or 1, C)
+    if key is not None and sample_rows is None:
+        at = mask_shape(shape)
     dy, x = flat_rows(dy, n, C), flat_rows(x, n, C)
     given = None if dtotal is None else flat_rows(dtotal, n, C)
     weight = weight.contiguous()
@@ -394,8 +399,9 @@ def layer_norm_bwd(
         0 if given is None else given.stride(0),
         x.stride(0),
         n,
-        1 if at is None else at.rows,
-        1 if at is None else at.heads,
+        at.rows,
+        at.heads,
+        first_row,
         site,
         threshold,
         256.0 / (256 - threshold),
@@ -442,7 +448,7 @@ def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
         key, threshold = (x.new_empty(2, dtype=torch.int64), 26) if dropout else (None, 0)
         given, x_bias = (x, narrow) if residual else (None, None)
         bias = None if rms else dtype
-        options = (key, 1, threshold, narrow, bias, x_bias, rms)
+        options = (key, 1, threshold, None, 0, narrow, bias, x_bias, rms)
         return lambda: layer_norm_bwd(x, given, x, weight, rstd, rstd, *options)
 
     f32, f16, bf16 = torch.float32, torch.float16, torch.bfloat16

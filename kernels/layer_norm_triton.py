@@ -42,7 +42,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastpar.kernels.philox import mask_shape
+from fastpar.kernels.philox import MaskBlock, mask_shape
 from fastpar.kernels.philox_triton import philox_words
 from fastpar.kernels.triton_launch import cdiv, device_key, launch, next_power_of_2
 
@@ -121,7 +121,7 @@ def drop(
     return tl.where(keep, value * scale, 0.0)
 
 
-@triton.jit(do_not_specialize=["n", "plane_rows", "heads", "site", "threshold"])
+@triton.jit(do_not_specialize=["n", "plane_rows", "heads", "first_row", "site", "threshold"])
 def _layer_norm_fwd_kernel(
     x_ptr,
     residual_ptr,
@@ -138,6 +138,7 @@ def _layer_norm_fwd_kernel(
     n,
     plane_rows,
     heads,
+    first_row,
     site,
     threshold,
     scale,
@@ -169,7 +170,7 @@ def _layer_norm_fwd_kernel(
                     site,
                     threshold,
                     scale,
-                    rows,
+                    rows + first_row,
                     plane_rows,
                     heads,
                     k * CHUNK,
@@ -258,6 +259,8 @@ def layer_norm_fwd(
     key: Tensor | None,
     site: int,
     threshold: int,
+    sample_rows: int | None,
+    first_row: int,
     eps: float,
     rms: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -269,7 +272,9 @@ def layer_norm_fwd(
     total = x.new_empty(0, dtype=dtype) if residual is None else torch.empty_like(y)
     mean = x.new_empty(0 if rms else n, dtype=torch.float32)
     rstd = x.new_empty(n, dtype=torch.float32)
-    at = None if key is None else mask_shape(shape)
+    at = MaskBlock(n, 1, sample_rows or 1, C)
+    if key is not None and sample_rows is None:
+        at = mask_shape(shape)
     tile = tile_of(C, _itemsize(x, residual), FWD_VALUES)
     x = flat_rows(x, n, C)
     residual = None if residual is None else flat_rows(residual, n, C)
@@ -289,8 +294,9 @@ def layer_norm_fwd(
         x.stride(0),
         0 if residual is None else residual.stride(0),
         n,
-        1 if at is None else at.rows,
-        1 if at is None else at.heads,
+        at.rows,
+        at.heads,
+        first_row,
         site,
         threshold,
         256.0 / (256 - threshold),
@@ -322,7 +328,7 @@ def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
         key, threshold = (x.new_empty(2, dtype=torch.int64), 26) if dropout else (None, 0)
         stream, x_bias = (x.to(dtype), x.new_empty(C)) if residual else (None, None)
         bias = None if rms else weight
-        options = (key, 1, threshold, 1e-5, rms)
+        options = (key, 1, threshold, None, 0, 1e-5, rms)
         return lambda: layer_norm_fwd(x, stream, weight, bias, x_bias, *options)
 
     f32, f16, bf16 = torch.float32, torch.float16, torch.bfloat16

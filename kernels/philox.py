@@ -38,13 +38,29 @@ _WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
 class Rng(NamedTuple):
     """Where a dropout's bits come from.
 
+    The last three say which part of the whole mask belongs to an x that is a part of a model's
+    tensor; its bits are those that the whole would get there. An op that cannot draw such a part
+    refuses them.
+
     key: int64 [2] on the CPU or on x's device: (seed, global index of the batch's first sample).
         Sample b of the batch has index key[1] + b.
     site: which dropout of the model; 0 <= site < 2**15.
+    first_head: x holds the heads from this one on (attention; dropout of four dimensions).
+    rows: how many rows make a sample, where x [..., C] is seen as rows [N, C] that may begin and
+        end inside one (dropout, residual_layer_norm, residual_rms_norm). None: x is [B, ..., C].
+    first_row: with rows: the index of x's first row, counted from the first row of sample key[1].
     """
 
     key: Tensor
     site: int
+    first_head: int = 0
+    first_row: int = 0
+    rows: int | None = None
+
+    @property
+    def site_head(self) -> int:
+        """Counter word of x's head 0; that of head h is h more."""
+        return self.site << 16 | self.first_head
 
 
 class MaskBlock(NamedTuple):
@@ -144,9 +160,38 @@ def mask_shape(shape: Sequence[int]) -> MaskBlock:
     return MaskBlock(shape[0], heads, rows, shape[-1])
 
 
+def refuse_parts(op: str, rng: Rng, *allowed: str) -> None:
+    """Refuses the fields of rng that choose a part of the mask, but for those that op can draw."""
+    for name in ("first_head", "first_row", "rows"):
+        value = getattr(rng, name)
+        if name not in allowed and value != Rng._field_defaults[name]:
+            raise ValueError(
+                f"{op}: expected an rng without {name}, got {name}={value}; {op} cannot draw such "
+                "a part of a mask"
+            )
+
+
+def check_rows(op: str, rng: Rng, n: int) -> None:
+    """Refuses rows that are no part of a batch's; n: rows of x."""
+    if rng.rows is None:
+        refuse_parts(op, rng, "first_head")
+        return
+    refuse_parts(op, rng, "first_row", "rows")
+    if rng.rows < 1:
+        raise ValueError(
+            f"{op}: expected rng.rows >= 1, got rows={rng.rows}; it is the number of rows of a "
+            "whole sample"
+        )
+    if rng.first_row < 0 or rng.first_row + n >= 1 << 31:
+        raise ValueError(
+            f"{op}: expected 0 <= rng.first_row and first_row + N < 2**31, got "
+            f"first_row={rng.first_row} N={n}; count rows from the first of sample key[1]"
+        )
+
+
 def check_rng(rng: Rng, heads: int, device: torch.device) -> None:
     """Refuses what the counter cannot hold, and a key from another device."""
-    key, site = rng
+    key, site = rng.key, rng.site
     if not 0 <= site < MAX_SITES:
         raise ValueError(
             f"dropout: expected 0 <= site < {MAX_SITES}, got site={site}; number the dropouts of "
@@ -168,6 +213,32 @@ def check_rng(rng: Rng, heads: int, device: torch.device) -> None:
             f"dropout: expected fewer than {MAX_HEADS} heads (dimension 1 of 4), got H={heads}; "
             "fold heads into rows"
         )
+    if rng.first_head < 0 or rng.first_head + heads >= MAX_HEADS:
+        raise ValueError(
+            f"dropout: expected 0 <= rng.first_head and first_head + H < {MAX_HEADS}, got "
+            f"first_head={rng.first_head} H={heads}; count heads from the model's first"
+        )
+
+
+def mask_parts(
+    shape: Sequence[int], first_head: int, rows: int | None, first_row: int
+) -> list[MaskBlock]:
+    """The mask of an x of this shape as blocks that follow each other in memory: one without rows,
+    else the end of a sample, whole samples, the begin of a sample, as far as x has them."""
+    whole = mask_shape(shape)
+    if rows is None:
+        return [whole._replace(first_head=first_head)]
+    parts, left = [], whole.samples * whole.heads * whole.rows
+    while left:
+        sample, row = divmod(first_row, rows)
+        n = left // rows if row == 0 and left >= rows else 0
+        block = MaskBlock(
+            n or 1, 1, rows if n else min(left, rows - row), whole.cols, sample, 0, row
+        )
+        parts.append(block)
+        left -= block.samples * block.rows
+        first_row += block.samples * block.rows
+    return parts
 
 
 def dropout_block(
@@ -201,16 +272,28 @@ def dropout_block(
     return y
 
 
-def _dropout_run(x: Tensor, key: Tensor, site: int, threshold: int) -> Tensor:
-    return dropout_block(x.contiguous(), key, site, threshold, mask_shape(x.shape))
+def _dropout_run(
+    x: Tensor, key: Tensor, site_head: int, threshold: int, rows: int | None, first_row: int
+) -> Tensor:
+    x, site = x.contiguous(), site_head // MAX_HEADS
+    parts = mask_parts(x.shape, site_head % MAX_HEADS, rows, first_row)
+    if len(parts) == 1:
+        return dropout_block(x, key, site, threshold, parts[0])
+    y = torch.empty_like(x)
+    sizes = [at.samples * at.rows for at in parts]
+    pieces = (t.flatten(0, -2).split(sizes) for t in (x, y))
+    for at, x_part, y_part in zip(parts, *pieces):
+        dropout_block(x_part, key, site, threshold, at, y_part)
+    return y
 
 
-def _dropout_fake(x, key, site, threshold):
+def _dropout_fake(x, *_):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 _dropout = define_op(
-    "dropout(Tensor x, Tensor key, int site, int threshold) -> Tensor",
+    "dropout(Tensor x, Tensor key, int site_head, int threshold, SymInt? rows, SymInt first_row)"
+    " -> Tensor",
     _dropout_run,
     _dropout_fake,
     ("CPU", "CUDA"),
@@ -218,35 +301,35 @@ _dropout = define_op(
 
 
 def _setup_context(ctx, inputs, output):
-    _, key, ctx.site, ctx.threshold = inputs
+    _, key, *ctx.mask = inputs
     ctx.save_for_backward(key)
 
 
 def _backward(ctx, dy):
-    return _dropout(dy, ctx.saved_tensors[0], ctx.site, ctx.threshold), None, None, None
+    return _dropout(dy, ctx.saved_tensors[0], *ctx.mask), *[None] * 5
 
 
 define_autograd(_dropout, _setup_context, _backward)
 
 
-def _keep_mask_run(
-    key: Tensor, site: int, threshold: int, shape: Sequence[int], device: torch.device
+def _keep_block(
+    key: Tensor, site: int, threshold: int, at: MaskBlock, device: torch.device
 ) -> Tensor:
-    at = mask_shape(shape)
+    """bool [samples, heads, rows, cols]"""
     like = torch.empty(0, dtype=torch.float32, device=device)
     if use_triton("keep_mask", like):
         from fastpar.kernels import philox_triton
 
-        return philox_triton.keep_mask_fwd(key, site, threshold, at, like.device).view(shape)
-    keep = torch.empty(shape, dtype=torch.bool, device=device)
+        return philox_triton.keep_mask_fwd(key, site, threshold, at, like.device)
     if not use_cpp("keep_mask", like):
-        return _keep_torch(key, site, threshold, at, device).view(shape)
+        return _keep_torch(key, site, threshold, at, device)
+    keep = torch.empty(at[:4], dtype=torch.bool, device=device)
     if keep.numel():
         seed, first_sample = key.tolist()
         _C.keep_mask(
             keep.data_ptr(),
             seed,
-            first_sample,
+            first_sample + at.first_sample,
             site,
             threshold,
             *at[:4],
@@ -257,12 +340,35 @@ def _keep_mask_run(
     return keep
 
 
-def _keep_mask_fake(key, site, threshold, shape, device):
+def _keep_mask_run(
+    key: Tensor,
+    site_head: int,
+    threshold: int,
+    rows: int | None,
+    first_row: int,
+    shape: Sequence[int],
+    device: torch.device,
+) -> Tensor:
+    site, first_head = divmod(site_head, MAX_HEADS)
+    parts = [
+        _keep_block(key, site, threshold, at, device)
+        for at in mask_parts(shape, first_head, rows, first_row)
+    ]
+    if len(parts) == 1:
+        return parts[0].view(shape)
+    keep = torch.empty(shape, dtype=torch.bool, device=device)
+    if parts:
+        torch.cat([part.flatten(0, 2) for part in parts], out=keep.view(-1, shape[-1]))
+    return keep
+
+
+def _keep_mask_fake(key, site_head, threshold, rows, first_row, shape, device):
     return torch.empty(shape, dtype=torch.bool, device=device)
 
 
 _keep_mask = define_op(
-    "keep_mask(Tensor key, int site, int threshold, SymInt[] shape, Device device) -> Tensor",
+    "keep_mask(Tensor key, int site_head, int threshold, SymInt? rows, SymInt first_row, "
+    "SymInt[] shape, Device device) -> Tensor",
     _keep_mask_run,
     _keep_mask_fake,
     ("CPU", "CUDA"),
@@ -276,14 +382,16 @@ def keep_mask(rng: Rng, p: float, shape: Sequence[int], device: Any = None) -> T
         shape: [B, ..., C]; see [Note: the mask].
         device: of the result; the key's device by default.
     Raises:
-        ValueError: p outside [0, 1); site, key or number of heads that the counter cannot hold.
+        ValueError: p outside [0, 1); site, key, heads or rows that the counter cannot hold.
     Deterministic: yes; the same bits on every device.
     Oracle: fastpar.kernels.reference.keep_mask_ref
     """
     device = rng.key.device if device is None else torch.device(device)
     threshold = quantize_p(p)
-    check_rng(rng, mask_shape(shape).heads, device)
-    return _keep_mask(rng.key, rng.site, threshold, shape, device)
+    whole = mask_shape(shape)
+    check_rng(rng, whole.heads, device)
+    check_rows("keep_mask", rng, whole.samples * whole.heads * whole.rows)
+    return _keep_mask(rng.key, rng.site_head, threshold, rng.rows, rng.first_row, shape, device)
 
 
 def dropout(x: Tensor, p: float, rng: Rng | None = None) -> Tensor:
@@ -292,12 +400,13 @@ def dropout(x: Tensor, p: float, rng: Rng | None = None) -> Tensor:
     Args:
         x: [B, ..., C], any floating dtype (compiled on CPU for fp32, bf16, fp16).
         p: in [0, 1); rounded to a multiple of 1/256, and the scale with it.
-        rng: key and site of the mask; None draws a key from torch's default generator.
+        rng: key and site of the mask, and which part of one x is; None draws a key from torch's
+            default generator.
     Returns:
         y: shape and dtype of x; x itself for p = 0. Only the key is kept for backward.
     Raises:
-        ValueError: p outside [0, 1); site, key or number of heads that the counter cannot hold;
-            fewer than two dimensions; a key on another device.
+        ValueError: p outside [0, 1); site, key, heads or rows that the counter cannot hold; fewer
+            than two dimensions; a key on another device.
     Traffic: 2 * x.numel() * x.element_size() bytes, forward and backward each.
     Deterministic: yes, bitwise; see [Note: the mask].
     Oracle: fastpar.kernels.reference.dropout_ref
@@ -308,5 +417,7 @@ def dropout(x: Tensor, p: float, rng: Rng | None = None) -> Tensor:
         return x
     if rng is None:
         rng = Rng(draw_key(x.device), 0)
-    check_rng(rng, mask_shape(x.shape).heads, x.device)
-    return _dropout(x, rng.key, rng.site, threshold)
+    whole = mask_shape(x.shape)
+    check_rng(rng, whole.heads, x.device)
+    check_rows("dropout", rng, whole.samples * whole.heads * whole.rows)
+    return _dropout(x, rng.key, rng.site_head, threshold, rng.rows, rng.first_row)

@@ -162,14 +162,22 @@ def _keep_ref(seed: int, first_sample: int, site: int, p: float, shape: tuple[in
     return (torch.tensor(drawn) >= min(255, round(256 * p))).view(shape)
 
 
-def keep_mask_ref(rng: tuple[Tensor, int], p: float, shape: tuple[int, ...]) -> Tensor:
-    """The dropout mask, one Philox call after another."""
-    key, site = rng
+def keep_mask_ref(rng: tuple, p: float, shape: tuple[int, ...]) -> Tensor:
+    """The dropout mask, one Philox call after another; a part of a mask is cut from the whole."""
+    key, site, first_head, first_row, rows = (*rng, *(0, 0, None)[len(rng) - 2 :])
     seed, first_sample = key.tolist()
+    if rows is not None:
+        n = math.prod(shape[:-1])
+        samples = -(-(first_row + n) // rows)
+        whole = _keep_ref(seed, first_sample, site, p, (samples, rows, shape[-1]))
+        return whole.flatten(0, 1)[first_row : first_row + n].view(shape)
+    if first_head:
+        heads = (shape[0], first_head + shape[1], *shape[2:])
+        return _keep_ref(seed, first_sample, site, p, heads)[:, first_head:].contiguous()
     return _keep_ref(seed, first_sample, site, p, tuple(shape))
 
 
-def dropout_ref(x: Tensor, p: float, rng: tuple[Tensor, int]) -> Tensor:
+def dropout_ref(x: Tensor, p: float, rng: tuple) -> Tensor:
     """x where kept, over the probability of being kept (which is a multiple of 1/256)."""
     if p == 0:
         return x
@@ -185,14 +193,14 @@ def attention_ref(
     causal: bool = True,
     softmax_scale: float | None = None,
     dropout_p: float = 0.0,
-    rng: tuple[Tensor, int] | None = None,
+    rng: tuple | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
     """All scores at once; queries that see no key give 0. Documents one after another."""
     if cu_seqlens is not None:
         outputs = []
         for i, (start, end) in enumerate(zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist())):
-            sample = None if rng is None else (rng[0].cpu() + torch.tensor([0, i]), rng[1])
+            sample = None if rng is None else (rng[0].cpu() + torch.tensor([0, i]), *rng[1:])
             o = attention_ref(
                 *(x[None, start:end] for x in (q, k, v)),
                 causal=causal,
@@ -242,7 +250,7 @@ def residual_layer_norm_ref(
     *,
     x_bias: Tensor | None = None,
     dropout_p: float = 0.0,
-    rng: tuple[Tensor, int] | None = None,
+    rng: tuple | None = None,
     eps: float = 1e-5,
 ) -> tuple[Tensor, Tensor]:
     """One step after another."""
@@ -261,7 +269,7 @@ def residual_rms_norm_ref(
     *,
     x_bias: Tensor | None = None,
     dropout_p: float = 0.0,
-    rng: tuple[Tensor, int] | None = None,
+    rng: tuple | None = None,
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor]:
     """One step after another."""
@@ -280,7 +288,7 @@ def embedding_ref(
     *,
     first_position: int = 0,
     dropout_p: float = 0.0,
-    rng: tuple[Tensor, int] | None = None,
+    rng: tuple | None = None,
 ) -> Tensor:
     """Rows picked by advanced indexing."""
     x = wte[idx.long()]

@@ -60,7 +60,7 @@ def test_philox_gives_the_published_words(triton_device, counter, key, expected)
 @pytest.mark.parametrize(("rows", "block_c"), [(1, 16), (4, 32), (8, 64), (2, 128)])
 def test_tiles_of_any_shape_hold_the_same_bits(triton_device, rows, block_c):
     B, T, C = 2, 8, 100
-    for key, site in RNGS:
+    for key, site, *_ in RNGS:
         out = torch.zeros(B * T, C, dtype=torch.bool, device=triton_device)
         tile_kernel[(B * T // rows, triton.cdiv(C, block_c))](
             key.to(triton_device), out, site << 16, 77, T, C, R=rows, BLOCK_C=block_c
@@ -108,7 +108,7 @@ def test_infinite_and_nan_elements_are_dropped_like_others(triton_device):
 
 def test_blocks_are_slices_of_the_mask(triton_device):
     x = torch.randn(3, 4, 20, 40, device=triton_device)
-    key, site = RNGS[0]
+    key, site, *_ = RNGS[0]
     whole = dropout(x, 0.4, RNGS[0])
     for b, h, r, (n, m, k) in [(1, 0, 0, (2, 4, 20)), (0, 2, 7, (1, 2, 5)), (2, 3, 19, (1, 1, 1))]:
         part = x[b : b + n, h : h + m, r : r + k].clone(memory_format=torch.contiguous_format)
@@ -121,7 +121,7 @@ def test_blocks_are_slices_of_the_mask(triton_device):
 
 
 def test_blocks_of_the_mask_alone(triton_device):
-    key, site = RNGS[1]
+    key, site, *_ = RNGS[1]
     whole = keep_mask_ref(RNGS[1], 0.4, (3, 4, 9, 40))
     at = MaskBlock(2, 2, 5, 40, 1, 2, 3)
     got = keep_mask_fwd(key, site, quantize_p(0.4), at, torch.device(triton_device))
@@ -155,7 +155,7 @@ def test_strided_and_empty_inputs(triton_device):
 
 def test_key_on_either_device(triton_device):
     x = torch.randn(2, 3, 40, device=triton_device)
-    key, site = RNGS[1]
+    key, site, *_ = RNGS[1]
     first = dropout(x, 0.3, Rng(key, site))
     assert torch.equal(dropout(x, 0.3, Rng(key.to(triton_device), site)), first)
     at = mask_shape(x.shape)
@@ -165,9 +165,10 @@ def test_key_on_either_device(triton_device):
 def test_registration(triton_device):
     x = torch.randn(2, 3, 5, device=triton_device, requires_grad=True)
     key = make_key(1, 2, triton_device)
-    torch.library.opcheck(torch.ops.fastpar.dropout.default, (x, key, 3, 26))
+    torch.library.opcheck(torch.ops.fastpar.dropout.default, (x, key, 3, 26, None, 0))
     torch.library.opcheck(
-        torch.ops.fastpar.keep_mask.default, (key, 3, 26, [2, 5], torch.device(triton_device))
+        torch.ops.fastpar.keep_mask.default,
+        (key, 3, 26, None, 0, [2, 5], torch.device(triton_device)),
     )
 
 

@@ -1,0 +1,249 @@
+"""A rank that holds some heads, or some rows of the flattened tokens, draws their part of the mask
+that one process draws: the same bits, forward and backward."""
+
+import itertools
+
+import pytest
+import torch
+
+from fastpar.kernels import (
+    Rng,
+    attention,
+    attention_qkvpacked,
+    backend,
+    dropout,
+    embedding,
+    keep_mask,
+    make_key,
+    residual_layer_norm,
+    residual_rms_norm,
+)
+from fastpar.kernels.philox import MaskBlock, mask_parts
+from fastpar.kernels.reference import (
+    attention_ref,
+    dropout_ref,
+    keep_mask_ref,
+    residual_layer_norm_ref,
+    residual_rms_norm_ref,
+)
+
+P = 0.3
+KEY = make_key(3, 2**32 - 2)  # the sample index crosses 2**32 within the batch
+RNG = Rng(KEY, 2**15 - 1)
+# Cuts of 4 samples of 7 rows: at a sample, inside one, a part inside one sample, ranks of 2, 3, 4.
+CUTS = [(0, 14, 28), (0, 9, 28), (0, 3, 6, 28), (0, 5, 23, 28), (0, 7, 14, 21, 28), (0, 1, 27, 28)]
+B, T, C = 4, 7, 37
+
+
+@pytest.fixture(params=["torch", "cpp", "triton"])
+def form(request, monkeypatch):
+    """(implementation, device): what runs without kernels, the compiled one, Triton."""
+    if request.param == "triton":
+        return request.param, request.getfixturevalue("triton_device")
+    if request.param == "torch":
+        monkeypatch.setattr(backend, "choice", "torch")
+    return request.param, "cpu"
+
+
+def parts(cut):
+    for start, end in itertools.pairwise(cut):
+        yield slice(start, end), Rng(*RNG[:2], first_row=start, rows=T)
+
+
+def with_grads(fn, *inputs):
+    """Outputs and the gradients of every input, for the same dy at every row."""
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    outputs = fn(*inputs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    loss = sum((y * y.detach().cos()).sum() for y in outputs)
+    return [*outputs, *torch.autograd.grad(loss, inputs)]
+
+
+def residual_ops(device):
+    weight, bias = torch.randn(C, device=device), torch.randn(C, device=device)
+    yield lambda x, r, rng, op=residual_layer_norm: op(x, r, weight, bias, dropout_p=P, rng=rng)
+    yield lambda x, r, rng, op=residual_rms_norm: op(
+        x, r, weight, x_bias=bias, dropout_p=P, rng=rng
+    )
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("shape", [(T, C), (T, 2, 16), (T, 3, 5, 64)])
+def test_dropout_of_rows(form, cut, shape):
+    x = torch.randn(B, *shape, device=form[1])
+    (T, *_), cols, per = shape, shape[-1], x[0, 0].numel() // shape[-1]
+    whole = with_grads(lambda x: dropout(x.view(B, -1, cols), P, RNG), x)
+    flat = x.view(B * T, *shape[1:])
+    for part, rng in parts(cut):
+        rng = rng._replace(rows=T * per, first_row=part.start * per)
+        got = with_grads(lambda x, rng=rng: dropout(x, P, rng), flat[part])
+        for a, b in zip(got, whole):
+            assert torch.equal(a, b.reshape(flat.shape)[part])
+        mask = keep_mask(rng, P, flat[part].shape, device=form[1])
+        assert torch.equal(mask, whole[1].reshape(flat.shape)[part] != 0)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_residual_norms_of_rows(form, cut):
+    x, r = (torch.randn(B, T, C, device=form[1]) for _ in range(2))
+    for op in residual_ops(form[1]):
+        whole = with_grads(lambda x, r, op=op: op(x, r, RNG), x, r)
+        for part, rng in parts(cut):
+            for shape in ((1, -1, C), (-1, 1, C), (-1, C)):
+                rows = (t.view(B * T, C)[part].view(shape) for t in (x, r))
+                got = with_grads(lambda x, r, op=op, rng=rng: op(x, r, rng), *rows)
+                for a, b in zip(got, whole):
+                    assert torch.equal(a.view(-1, C), b.view(B * T, C)[part])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("cut", [(0, 3, 6), (0, 1, 3, 6), (0, 1, 2, 5, 6)])
+def test_attention_of_heads(form, cut, packed):
+    qkv = torch.randn(2, 19, 3, 6, 16, device=form[1])
+    cu_seqlens = None
+    if packed:
+        qkv, cu_seqlens = qkv.flatten(0, 1), torch.tensor([0, 11, 38], dtype=torch.int32)
+        cu_seqlens = cu_seqlens.to(form[1])
+
+    def run(heads, rng):
+        settings = {"dropout_p": P, "rng": rng, "cu_seqlens": cu_seqlens}
+        first = with_grads(lambda x: attention_qkvpacked(x, **settings), heads)
+        q, k, v = heads.unbind(-3)
+        return first, with_grads(lambda *x: attention(*x, **settings), q, k, v)
+
+    whole = run(qkv, RNG)
+    same = torch.testing.assert_close if form[0] == "torch" else assert_equal
+    for start, end in itertools.pairwise(cut):
+        got = run(qkv[..., start:end, :], RNG._replace(first_head=start))
+        for a, b in zip(itertools.chain(*got), itertools.chain(*whole)):
+            same(a, b[..., start:end, :])
+
+
+def assert_equal(a, b):
+    assert torch.equal(a, b)
+
+
+def test_grouped_key_heads(form):
+    q, kv = torch.randn(1, 9, 6, 16, device=form[1]), torch.randn(2, 1, 9, 2, 16, device=form[1])
+    whole = attention(q, *kv, dropout_p=P, rng=RNG)
+    part = attention(q[:, :, 3:], *kv[:, :, :, 1:], dropout_p=P, rng=RNG._replace(first_head=3))
+    torch.testing.assert_close(part, whole[:, :, 3:])
+
+
+def test_oracles_know_parts():
+    x = torch.randn(B, T, C, dtype=torch.float64)
+    whole = dropout(x, P, RNG).view(B * T, C)
+    for part, rng in parts(CUTS[3]):
+        rows = x.view(B * T, C)[part]
+        assert torch.equal(dropout_ref(rows, P, rng), whole[part])
+        for op, ref in (
+            (residual_layer_norm, residual_layer_norm_ref),
+            (residual_rms_norm, residual_rms_norm_ref),
+        ):
+            got = op(rows, rows, rows[0], dropout_p=P, rng=rng)
+            torch.testing.assert_close(got, ref(rows, rows, rows[0], dropout_p=P, rng=rng))
+    q = torch.randn(2, 5, 4, 8, dtype=torch.float64)
+    rng = RNG._replace(first_head=9)
+    got = attention(q, q, q, dropout_p=P, rng=rng)
+    torch.testing.assert_close(got, attention_ref(q, q, q, dropout_p=P, rng=rng))
+    heads = keep_mask(rng, P, (2, 4, 5, 33))
+    assert torch.equal(heads, keep_mask_ref(rng, P, (2, 4, 5, 33)))
+    assert torch.equal(heads, keep_mask(RNG, P, (2, 13, 5, 33))[:, 9:])
+
+
+def test_nothing_is_a_part(form):
+    rng = Rng(KEY, 1, first_row=5, rows=3)
+    x = torch.empty(0, C, device=form[1])
+    assert dropout(x, P, rng).shape == (0, C)
+    assert dropout(x.view(2, 0, C), P, rng).shape == (2, 0, C)
+    assert dropout(torch.empty(4, 0, device=form[1]), P, rng).shape == (4, 0)
+    assert keep_mask(rng, P, (0, C), device=form[1]).shape == (0, C)
+    assert residual_layer_norm(x, x, torch.ones(C, device=form[1]), dropout_p=P, rng=rng)[0].shape
+
+
+def test_whole_samples_are_one_block():
+    assert mask_parts((2, 6, 8), 0, 4, 8) == [MaskBlock(3, 1, 4, 8, 2, 0, 0)]
+    assert mask_parts((12, 8), 0, 4, 7) == [
+        MaskBlock(1, 1, 1, 8, 1, 0, 3),
+        MaskBlock(2, 1, 4, 8, 2, 0, 0),
+        MaskBlock(1, 1, 3, 8, 4, 0, 0),
+    ]
+
+
+def test_registration_and_compile():
+    x = torch.randn(9, C, requires_grad=True)
+    w, key = torch.randn(C, requires_grad=True), make_key(1, 2)
+    check, ops = torch.library.opcheck, torch.ops.fastpar
+    check(ops.dropout.default, (x, key, 3 << 16, 26, 4, 2))
+    check(ops.keep_mask.default, (key, 3 << 16, 26, 4, 2, [9, C], torch.device("cpu")))
+    check(ops.layer_norm.default, (x, x.detach(), w, w, w, key, 3, 26, 4, 2, 1e-5, False))
+    q = torch.randn(1, 5, 2, 8, requires_grad=True)
+    check(ops.attention.default, (q, q, q, True, 0.5, key, 3 << 16 | 7, 26, None))
+
+    def f(x, w, q, rows, first):
+        rng = Rng(key, 3, first_row=first, rows=rows)
+        y, out = residual_layer_norm(x, x, w, w, dropout_p=P, rng=rng)
+        y = dropout(y, P, rng) + residual_rms_norm(out, y, w, dropout_p=P, rng=rng)[0]
+        return y, attention(q, q, q, dropout_p=P, rng=Rng(key, 4, first_head=first))
+
+    for dynamic in (False, True):
+        compiled = torch.compile(f, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+        for rows, first in ((4, 2), (5, 3)):
+            for a, b in zip(
+                with_grads(lambda *x, g=compiled, r=rows, i=first: g(*x, r, i), x, w, q),
+                with_grads(lambda *x, r=rows, i=first: f(*x, r, i), x, w, q),
+            ):
+                torch.testing.assert_close(a, b)
+
+
+ROWS = Rng(KEY, 0, first_row=2, rows=3)
+X = torch.ones(2, 3, 8)
+
+
+@pytest.mark.parametrize("op", [residual_layer_norm, residual_rms_norm])
+def test_a_part_of_heads_is_refused_by_norms(op):
+    for x in (X, X.double()):
+        with pytest.raises(ValueError, match=rf"{op.__name__}: expected an rng without first_head"):
+            op(x, x, x[0, 0], dropout_p=P, rng=RNG._replace(first_head=1))
+
+
+@pytest.mark.parametrize("rng", [ROWS, RNG._replace(first_row=2), RNG._replace(rows=0)])
+def test_a_part_of_rows_is_refused_by_attention_and_embedding(rng):
+    q = torch.ones(1, 2, 3, 8)
+    for x in (q, q.double()):
+        with pytest.raises(
+            ValueError, match=r"attention: expected an rng without (first_row|rows)"
+        ):
+            attention(x, x, x, dropout_p=P, rng=rng)
+    idx = torch.zeros(2, 3, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"embedding: expected an rng without (first_row|rows)"):
+        embedding(idx, X[0], dropout_p=P, rng=rng)
+    with pytest.raises(ValueError, match=r"embedding: expected an rng without first_head, got fir"):
+        embedding(idx, X[0], dropout_p=P, rng=RNG._replace(first_head=2))
+
+
+@pytest.mark.parametrize(
+    ("rng", "message"),
+    [
+        (ROWS._replace(rows=0), r": expected rng.rows >= 1, got rows=0"),
+        (ROWS._replace(first_row=-1), r": expected 0 <= rng.first_row .*got first_row=-1 N=6"),
+        (ROWS._replace(first_row=2**31 - 6), r": expected 0 <= .* first_row=2147483642 N=6"),
+        (ROWS._replace(first_head=1), r": expected an rng without first_head, got first_head=1"),
+        (ROWS._replace(rows=None), r": expected an rng without first_row, got first_row=2"),
+    ],
+)
+def test_bad_parts_are_refused(rng, message):
+    with pytest.raises(ValueError, match="dropout" + message):
+        dropout(X, P, rng)
+    with pytest.raises(ValueError, match="keep_mask" + message):
+        keep_mask(rng, P, X.shape)
+    with pytest.raises(ValueError, match="residual_layer_norm" + message):
+        residual_layer_norm(X, X, X[0, 0], dropout_p=P, rng=rng)
+
+
+@pytest.mark.parametrize("first_head", [-1, 2**16 - 3])
+def test_bad_heads_are_refused(first_head):
+    q = torch.ones(1, 2, 3, 8)
+    message = rf"dropout: expected 0 <= rng.first_head .*got first_head={first_head} H=3"
+    with pytest.raises(ValueError, match=message):
+        attention(q, q, q, dropout_p=P, rng=RNG._replace(first_head=first_head))
