@@ -127,11 +127,11 @@ class Adafactor(EngineOptimizer):
 
     def _check_parameter(self, p: Tensor) -> None:
         engine = engine_of_parameter(p)
-        if engine is not None and engine.zero_stage:
+        if engine is not None and engine.shares:
             raise ValueError(
-                "Adafactor: expected parameters of an engine with zero_stage=0, got zero_stage="
-                f"{engine.zero_stage}; its row and column means need whole matrices: use "
-                "fastpar.AdamW, or parallelize with zero_stage=0"
+                "Adafactor: expected parameters of an engine with zero_stage=0 and tp=1, got "
+                f"zero_stage={engine.zero_stage}, tp={engine.mesh.tp_size}; its row and column "
+                "means need whole matrices: use fastpar.AdamW, or parallelize without sharing"
             )
         got = f"got a parameter of dtype={p.dtype} with master_weights={self.master_weights!r}"
         if p.dtype != torch.float32 and not (p.dtype in _HALF and self.master_weights):

@@ -156,7 +156,7 @@ def _whole_tensors(model: GPT, optimizer: AdamW | Adafactor) -> Iterator[tuple[s
 
 
 def _whole(p: nn.Parameter, engine: Engine | None) -> Any:
-    if engine is None or not engine.zero_stage or not p.requires_grad:
+    if engine is None or not engine.shares or not p.requires_grad:
         return p
     return engine.full_on_main(engine.piece(p).param, p)
 

@@ -26,7 +26,7 @@ class Control:
 
     Args:
         n_params: of the engine.
-        shard_ranks: the ranks that hold the shards of one copy with this one; the norm is theirs.
+        copy_ranks: the ranks that have one copy of the model with this one; the norm is theirs.
     Attributes:
         contributed: fp64 [k], sum over the ranks of what they contributed to the last step.
         token_scale: fp32 [], by which gradients are divided, None if nobody counts tokens.
@@ -36,11 +36,11 @@ class Control:
         self,
         group: Collectives | None,
         n_params: int,
-        shard_ranks: Sequence[int],
+        copy_ranks: Sequence[int],
         device: torch.device,
     ) -> None:
         self._group, self._n_params, self._device = group, n_params, device
-        self._ranks = slice(shard_ranks[0], shard_ranks[-1] + 1)
+        self._ranks = slice(copy_ranks[0], copy_ranks[-1] + 1)
         self._values: list[Tensor] = []
         self._tokens: Tensor | int | None = None
         self._rows: Tensor | None = None

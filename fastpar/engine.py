@@ -44,9 +44,11 @@ from torch import Tensor, nn
 
 from fastpar.buffers import BucketState
 from fastpar.control import Control
+from fastpar.declared import Declared
 from fastpar.hooks import Hook, Link, inside_backward_of_a_function
 from fastpar.layout import Layout
 from fastpar.mesh import Mesh
+from fastpar.partials import PartialGradients
 from fastpar.shards import Groups, Settings, Shards
 from fastpar.split_embedding import SplitEmbedding
 from fastpar.step_report import StepReport
@@ -75,19 +77,22 @@ class Engine(Shards):
         buckets: list[BucketState],
         frozen: dict[nn.Parameter, str],
         homes: list[tuple[weakref.ref[nn.Module], str, nn.Parameter]],
+        declared: Declared | None,
         debug: Any,
     ) -> None:
-        super().__init__(mesh, settings, groups, frozen, homes)
+        super().__init__(mesh, settings, groups, frozen, homes, declared)
         self.debug = debug
         self._pending: deque[tuple[BucketState, Handle, Tensor]] = deque()
         self._patient = True  # in this backward, see [Note: when a bucket is launched]
         self._replicating: list[tuple[BucketState, Handle, Tensor]] = []
         self._missing: list[tuple[BucketState, int]] = []
         self.use(layout, buckets)
+        self.partials = None if declared is None else PartialGradients(self, declared)
         self.split: SplitEmbedding | None = None
         first = mesh.dp_rank // self.n_shards * self.n_shards
-        shard_ranks = range(first, first + self.n_shards) if self.zero_stage else [mesh.dp_rank]
-        self._control = Control(groups.control, len(self.params), shard_ranks, mesh.device)
+        n_copies = self.n_shards if self.zero_stage else 1
+        copy = range(first * mesh.tp_size, (first + n_copies) * mesh.tp_size)
+        self._control = Control(groups.control, len(self.params), copy, mesh.device)
         self.report: StepReport | None = None
 
         self._synchronize = True  # False under no_sync()
@@ -104,7 +109,7 @@ class Engine(Shards):
         for p in self.params:
             p._fastpar_engine = Link(self)  # type: ignore[attr-defined]
             p.register_post_accumulate_grad_hook(Hook(me, "_on_grad"))
-            if self.zero_stage or settings.deterministic:
+            if self.shares or settings.deterministic:
                 p.register_hook(Hook(me, "_before_grad"))
 
     def use(self, layout: Layout, buckets: list[BucketState]) -> None:
@@ -200,6 +205,8 @@ class Engine(Shards):
         self._root = task
         self._timer.begin()
         self._step_ended = False
+        if self.partials is not None:
+            self.partials.split()
         for bucket in self.buckets:
             bucket.begin_backward(stopped=stopped and self.zero_stage > 0)
             if self.settings.deterministic:
@@ -340,6 +347,9 @@ class Engine(Shards):
                 bucket.add_reduced(bucket.target())
         if self.zero_stage == 0:
             self._show_gradients()
+            if self.partials is not None:
+                self.partials.sum()
+                self.partials.show()
         else:
             for bucket in self.buckets:
                 bucket.mark()
@@ -394,11 +404,16 @@ class Engine(Shards):
                 self.finish_gather(bucket)
         if self._unreduced or not self._reduced:
             self._reduce()
+        if self.partials is not None:
+            self.partials.check()
+            self.partials.sum()
 
     def finish(self) -> None:
         """Reduce gradients that only this rank knows (after no_sync); else nothing. Ranks: all."""
         if self._unreduced:
             self._reduce()
+        if self.partials is not None:
+            self.partials.sum()
 
     def exchange(self, bins: Tensor | None) -> Tensor | None:
         """The control exchange: norm bins of this rank's pieces -> of all. Ranks: all, once."""
@@ -448,6 +463,8 @@ class Engine(Shards):
         for bucket in self.buckets:
             bucket.zero_grad(set_to_none)
         self._unreduced = False
+        if self.partials is not None:
+            self.partials.forget()
         self._stepped.clear()
         if self._step_ended:
             self._backwards = 0
@@ -491,7 +508,8 @@ class Engine(Shards):
     def grads(self) -> list[tuple[nn.Parameter, Tensor]]:
         """(parameter, reduced gradient) in registration order. Ranks: all.
 
-        Of parameters that have one on this rank (sharded stages: of all, zero where none has).
+        Of parameters that have one on this rank (sharded stages: of all, zero where none has);
+        whole tensors, whatever is shared out.
         """
         self.finish()
         found = []
@@ -499,7 +517,7 @@ class Engine(Shards):
             p = self.params[i]
             grad = self.piece(p).grad
             if grad is not None:
-                found.append((p, grad if self.zero_stage == 0 else self.full(grad, p)))
+                found.append((p, self.full(grad, p) if self.shares else grad))
         return found
 
 

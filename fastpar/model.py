@@ -13,23 +13,32 @@ linear_cross_entropy masks their logits. AdamW leaves them at 0 (test_padding_ro
 [Note: dropout sites] A dropout's number goes into its random bits: 0 is the embedding, and layer i
 has 3*i + 1 (attention), 3*i + 2 (attention's residual) and 3*i + 3 (the MLP's residual). The key
 names the batch's first sample: a sample's masks do not depend on how a batch is cut over ranks.
+
+[Note: tensor parallel] parallelize() calls the modules' tensor_parallel(), which says how their
+parameters are split and keeps the TensorParallel; None is one rank. Under sequence parallelism x
+and delta are this rank's part of the tokens, [N/tp, C], and what needs the whole batch is told its
+shape by Tokens. A batch that the ranks do not divide is padded behind its last position, where
+attention does not look and targets do not count.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastpar.config import GPTConfig
+from fastpar.config import VOCAB_MULTIPLE, GPTConfig
+from fastpar.grad_state import Shard, State
 from fastpar.kernels import (
     Rng,
     attention_qkvpacked,
     bias_gelu,
     draw_key,
+    dropout,
     embedding,
     layer_norm,
     linear,
@@ -37,11 +46,32 @@ from fastpar.kernels import (
     residual_layer_norm,
 )
 from fastpar.split_embedding import head_weight, note_tokens
+from fastpar.tensor_parallel import TensorParallel, column_linear, row_linear
+from fastpar.vocab_parallel import vocab_embedding, vocab_linear, vocab_linear_cross_entropy
 
 
-def dropout_at(site: int, p: float, rng_key: Tensor | None) -> dict[str, Any]:
+class Tokens(NamedTuple):
+    """The tokens of a batch [B, T] that a rank has under sequence parallelism."""
+
+    batch: int
+    time: int
+    first: int  # in the batch's N = B*T tokens
+
+
+def dropout_at(
+    site: int,
+    p: float,
+    rng_key: Tensor | None,
+    tokens: Tokens | None = None,
+    first_head: int = 0,
+) -> dict[str, Any]:
     """An op's dropout arguments at this site (none without a key); see [Note: dropout sites]."""
-    return {} if rng_key is None else {"dropout_p": p, "rng": Rng(rng_key, site)}
+    if rng_key is None:
+        return {}
+    rng = Rng(rng_key, site, first_head=first_head)
+    if tokens is not None:
+        rng = Rng(rng_key, site, first_row=tokens.first, rows=tokens.time)
+    return {"dropout_p": p, "rng": rng}
 
 
 class Weights(nn.Module):
@@ -63,6 +93,9 @@ class LayerNorm(Weights):
         super().__init__(config.n_embd)
         self.eps = config.layer_norm_eps
 
+    def tensor_parallel(self, tp: TensorParallel) -> dict[str, State]:
+        return {"weight": tp.per_token, "bias": tp.per_token}
+
     def forward(
         self, x: Tensor, delta: Tensor | None, delta_bias: Tensor | None = None, **dropout: Any
     ) -> tuple[Tensor, Tensor]:
@@ -76,30 +109,66 @@ class LayerNorm(Weights):
 class Attention(nn.Module):
     """Causal self-attention, without c_proj's bias: the norm that follows adds it."""
 
+    tp: TensorParallel | None = None
+
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.n_head = config.n_head
+        self.n_head, self.head_dim = config.n_head, config.head_dim
         self.c_attn = Weights(3 * config.n_embd, config.n_embd)
         self.c_proj = Weights(config.n_embd, config.n_embd)
 
-    def forward(self, y: Tensor, **dropout: Any) -> Tensor:
-        qkv = linear(y, self.c_attn.weight, self.c_attn.bias)  # [B, T, 3*C]
-        qkv = qkv.unflatten(-1, (3, self.n_head, -1))  # [B, T, 3, H, D]
-        o = attention_qkvpacked(qkv, causal=True, **dropout)  # [B, T, H, D]
-        return linear(o.flatten(2), self.c_proj.weight)  # [B, T, C]
+    def tensor_parallel(self, tp: TensorParallel) -> dict[str, State]:
+        if self.n_head % tp.size:
+            raise ValueError(
+                f"parallelize: expected tp to divide n_head={self.n_head}, got tp={tp.size}; "
+                "attention is split by heads: choose another tp"
+            )
+        self.tp = tp
+        return {
+            "c_attn.weight": Shard(0, groups=3),
+            "c_attn.bias": Shard(0, groups=3),
+            "c_proj.weight": Shard(1),
+            "c_proj.bias": tp.per_token,
+        }
+
+    @property
+    def first_head(self) -> int:
+        """Of this rank's heads."""
+        return 0 if self.tp is None else self.tp.rank * self.n_head // self.tp.size
+
+    def forward(self, y: Tensor, tokens: Tokens | None = None, **dropout: Any) -> Tensor:
+        qkv = column_linear(y, self.c_attn.weight, self.c_attn.bias, self.tp)  # [B, T, 3*C/tp]
+        if tokens is not None:
+            qkv = qkv.view(tokens.batch, tokens.time, -1)
+        qkv = qkv.unflatten(-1, (3, -1, self.head_dim))  # [B, T, 3, H/tp, D]
+        o = attention_qkvpacked(qkv, causal=True, **dropout).flatten(2)  # [B, T, C/tp]
+        if tokens is not None:
+            o = o.flatten(0, 1)
+        return row_linear(o, self.c_proj.weight, tp=self.tp)  # [B, T, C]
 
 
 class MLP(nn.Module):
     """c_proj(gelu(c_fc(y)))."""
+
+    tp: TensorParallel | None = None
 
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.c_fc = Weights(4 * config.n_embd, config.n_embd)
         self.c_proj = Weights(config.n_embd, 4 * config.n_embd)
 
+    def tensor_parallel(self, tp: TensorParallel) -> dict[str, State]:
+        self.tp = tp
+        return {
+            "c_fc.weight": Shard(0),
+            "c_fc.bias": Shard(0),
+            "c_proj.weight": Shard(1),
+            "c_proj.bias": tp.per_token,
+        }
+
     def forward(self, y: Tensor) -> Tensor:
-        y = bias_gelu(linear(y, self.c_fc.weight), self.c_fc.bias)  # [B, T, F]
-        return linear(y, self.c_proj.weight, self.c_proj.bias)  # [B, T, C]
+        y = bias_gelu(column_linear(y, self.c_fc.weight, tp=self.tp), self.c_fc.bias)  # [..., F/tp]
+        return row_linear(y, self.c_proj.weight, self.c_proj.bias, self.tp)  # [..., C]
 
 
 class Block(nn.Module):
@@ -114,17 +183,22 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self, x: Tensor, delta: Tensor | None, rng_key: Tensor | None = None
+        self,
+        x: Tensor,
+        delta: Tensor | None,
+        rng_key: Tensor | None = None,
+        tokens: Tokens | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The pair of the layer below -> this one's, [B, T, C] each; delta None: nothing to add.
 
-        Dropout is applied exactly when rng_key is given.
+        Dropout is applied exactly when rng_key is given. Under sequence parallelism [N/tp, C]
+        each, and tokens says of which batch.
         """
-        y, x = self.ln_1(x, delta, **dropout_at(self.site, self.p, rng_key))
-        delta = self.attn(y, **dropout_at(self.site + 1, self.p, rng_key))
-        y, x = self.ln_2(
-            x, delta, self.attn.c_proj.bias, **dropout_at(self.site + 2, self.p, rng_key)
-        )
+        site, p, attn = self.site, self.p, self.attn
+        y, x = self.ln_1(x, delta, **dropout_at(site, p, rng_key, tokens))
+        heads = dropout_at(site + 1, p, rng_key, first_head=attn.first_head)
+        delta = attn(y, tokens, **heads)
+        y, x = self.ln_2(x, delta, attn.c_proj.bias, **dropout_at(site + 2, p, rng_key, tokens))
         return x, self.mlp(y)
 
 
@@ -139,6 +213,7 @@ class GPT(nn.Module):
     """
 
     tied_embedding = "wte.weight"  # see fastpar/split_embedding.py
+    tp: TensorParallel | None = None
 
     def __init__(self, config: GPTConfig, *, seed: int = 0):
         super().__init__()
@@ -148,6 +223,16 @@ class GPT(nn.Module):
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.ln_f = LayerNorm(config)
         self._init_weights(seed)
+
+    def tensor_parallel(self, tp: TensorParallel) -> dict[str, State]:
+        if tp.sequence_parallel and self.config.block_size % tp.size:
+            raise ValueError(
+                f"parallelize: expected tp to divide block_size={self.config.block_size} under "
+                f"sequence parallelism, got tp={tp.size}; pass sequence_parallel=False, or choose "
+                "another tp"
+            )
+        self.tp = tp
+        return {"wte.weight": Shard(0, pad_to=VOCAB_MULTIPLE), "wpe.weight": tp.per_token}
 
     def forward(
         self,
@@ -180,39 +265,72 @@ class GPT(nn.Module):
             rng_key = None
         elif rng_key is None:
             rng_key = draw_key(idx.device)
+        length, behind = idx.shape[-1], self._padding(idx)
+        if behind:
+            idx = F.pad(idx, (0, behind))
+            targets = targets if targets is None else F.pad(targets, (0, behind), value=-100)
         x = self.features(idx, rng_key)
         if targets is None:
-            return self.logits(x)
-        return linear_cross_entropy(
-            x,
-            head_weight(self.wte.weight),
-            targets,
-            vocab_size=self.config.vocab_size,
-            reduction=reduction,
-        )
+            logits = self.logits(x)
+            return logits.view(*idx.shape, -1)[:, :length]
+        weight, vocab_size = head_weight(self.wte.weight), self.config.vocab_size
+        if self.tp is not None:
+            return vocab_linear_cross_entropy(
+                x, weight, targets, self.tp, vocab_size=vocab_size, reduction=reduction
+            )
+        return linear_cross_entropy(x, weight, targets, vocab_size=vocab_size, reduction=reduction)
+
+    def _padding(self, idx: Tensor) -> int:
+        """Positions to add, see [Note: tensor parallel]."""
+        if self.tp is None or not self.tp.sequence_parallel or idx.numel() % self.tp.size == 0:
+            return 0
+        return -idx.shape[-1] % self.tp.size
 
     def features(self, idx: Tensor, rng_key: Tensor | None = None) -> Tensor:
-        """[B, T] token ids -> [B, T, C], the head's input; dropout only when rng_key is given."""
+        """[B, T] token ids -> [B, T, C], the head's input; dropout only when rng_key is given.
+
+        Under sequence parallelism [N/tp, C], this rank's tokens.
+        """
         self._check_ids(idx)
-        note_tokens(self.wte.weight, idx)
+        tokens = self._tokens(*idx.shape)
         p, site = self.config.dropout, 3 * self.config.n_layer
-        x = embedding(
-            idx, self.wte.weight, self.wpe.weight, **dropout_at(0, p, rng_key)
-        )  # [B, T, C]
+        x = self._embed(idx, tokens, dropout_at(0, p, rng_key, tokens))  # [B, T, C]
         delta = None
         for block in self.h:
-            x, delta = block(x, delta, rng_key)
-        y, _ = self.ln_f(x, delta, **dropout_at(site, p, rng_key))
+            x, delta = block(x, delta, rng_key, tokens)
+        y, _ = self.ln_f(x, delta, **dropout_at(site, p, rng_key, tokens))
         return y
 
+    def _tokens(self, batch: int, time: int) -> Tokens | None:
+        if self.tp is None or not self.tp.sequence_parallel:
+            return None
+        return Tokens(batch, time, self.tp.rank * (batch * time // self.tp.size))
+
+    def _embed(self, idx: Tensor, tokens: Tokens | None, mask: dict[str, Any]) -> Tensor:
+        wte, wpe = self.wte.weight, self.wpe.weight
+        if self.tp is None:
+            note_tokens(wte, idx)
+            return embedding(idx, wte, wpe, **mask)
+        x = vocab_embedding(idx, wte, self.tp)
+        if tokens is None:
+            x = x + wpe[: idx.shape[1]]
+        else:
+            mine = torch.arange(tokens.first, tokens.first + x.shape[0], device=idx.device)
+            x = x + embedding(mine[None] % tokens.time, wpe)[0]
+        return dropout(x, mask["dropout_p"], mask["rng"]) if mask else x
+
     def logits(self, x: Tensor) -> Tensor:
-        """[..., C] -> [..., V]: the tied head."""
-        return linear(x, head_weight(self.wte.weight)[: self.config.vocab_size])
+        """[..., C] -> [..., V]: the tied head. Of all tokens, also under sequence parallelism."""
+        weight, vocab_size = head_weight(self.wte.weight), self.config.vocab_size
+        if self.tp is not None:
+            return vocab_linear(x, weight, self.tp)[..., :vocab_size]
+        return linear(x, weight[:vocab_size])
 
     def num_parameters(self) -> int:
         """Weights of the published architecture: tied head once, vocabulary padding not counted."""
-        padding = self.config.padded_vocab_size - self.config.vocab_size
-        return sum(p.numel() for p in self.parameters()) - padding * self.config.n_embd
+        c = self.config
+        layer = 12 * c.n_embd**2 + 13 * c.n_embd
+        return (c.vocab_size + c.block_size + 2) * c.n_embd + c.n_layer * layer
 
     def flops_per_token(self) -> int:
         """Model FLOPs of forward + backward a token at T = block_size: 6*P + 12*n_layer*T*C.

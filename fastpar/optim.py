@@ -100,16 +100,17 @@ class AdamW(EngineOptimizer):
         grad_scale: the loss scale, by which gradients are divided; 1 by default.
         found_inf: tensor of one element, nonzero if the gradients are known to be not finite.
             torch.amp.GradScaler sets both around step(); so may any other training loop, but not
-            found_inf with zero_stage >= 1, where no rank sees all gradients.
+            found_inf with zero_stage >= 1 or tp > 1, where no rank sees all gradients.
         skipped: whether the last step changed nothing because its gradients were not finite; the
             same on all ranks. That happens only once grad_scale or found_inf has been set. Reading
             it on a GPU waits for the step. Without a loss scale, non-finite gradients go into the
             parameters, as with torch.optim.AdamW.
     Ranks: step() is called by all ranks of the model's mesh, and so are state_dict() and
-        torch_state_dict() at zero_stage >= 1.
-    State: at zero_stage >= 1 each rank keeps that of its elements; state_dict() is the whole one,
-        on the CPU of every rank, and load_state_dict() takes a whole one. Entries are listed in
-        fastpar/optim_state.py; state dicts of torch.optim.AdamW load here, and ours there (with
+        torch_state_dict() at zero_stage >= 1 or with tp > 1.
+    State: at zero_stage >= 1, or with tp > 1, each rank keeps that of its elements; state_dict() is
+        the whole one, on the CPU of every rank, and load_state_dict() takes a whole one. Entries
+        are listed in fastpar/optim_state.py; state dicts of torch.optim.AdamW load here, and
+        ours there (with
         8-bit moments: torch_state_dict()). Saved in one form of storage they load in any. Load the
         model before its state and before the first step: master weights are made there.
     Raises:
@@ -217,12 +218,13 @@ class AdamW(EngineOptimizer):
                 "AdamW.step: expected capturable=True while a CUDA graph is captured, got "
                 "capturable=False; pass capturable=True, or step outside of the capture"
             )
-        stage = max((engine.zero_stage for engine in self.engines()), default=0)
-        if stage:
-            raise RuntimeError(
-                "AdamW.step: expected zero_stage=0 while a CUDA graph is captured, got zero_stage="
-                f"{stage}, where the ranks' hosts agree on each step; step outside of the capture"
-            )
+        for engine in self.engines():
+            if engine.shares:
+                raise RuntimeError(
+                    "AdamW.step: expected zero_stage=0 and tp=1 while a CUDA graph is captured, "
+                    f"got zero_stage={engine.zero_stage}, tp={engine.mesh.tp_size}, where the "
+                    "ranks' hosts agree on each step; step outside of the capture"
+                )
 
     def _update(
         self, rows: list[Row], device: torch.device, factor: Tensor | None, found: Tensor | None
@@ -349,7 +351,7 @@ class AdamW(EngineOptimizer):
         mine, whole = self.state, {}
         for p in itertools.chain.from_iterable(g["params"] for g in self.param_groups):
             engine = engine_of_parameter(p)
-            if engine is not None and engine.zero_stage:
+            if engine is not None and engine.shares:
                 whole[p] = {
                     name: x.cpu() if isinstance(x, Tensor) else x
                     for name, value in mine.get(p, {}).items()
@@ -393,7 +395,7 @@ class AdamW(EngineOptimizer):
                     continue
                 saved_state, place = state_dict["state"][key], where(group, i, position)
                 target, engine = p, engine_of_parameter(p)
-                if engine is not None and engine.zero_stage:
+                if engine is not None and engine.shares:
                     check_entries(saved_state, p, amsgrad=group["amsgrad"], where=place)
                     target = engine.piece(p).param
                     saved_state = {

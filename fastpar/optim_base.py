@@ -160,7 +160,7 @@ class EngineOptimizer(torch.optim.Optimizer):
                         f"{grad.layout}; build the embedding with sparse=False"
                     )
                 rows.append(Row(p, piece, grad, i, position, start, of))
-                if of is not None and of.zero_stage and grad.numel():
+                if of is not None and of.shares and of.counts(p) and grad.numel():
                     owned[id(of)].append(grad)
         bins = [self._exchange(engine, owned[id(engine)] if asked else None) for engine in engines]
         if engines:
@@ -191,13 +191,14 @@ class EngineOptimizer(torch.optim.Optimizer):
         return True
 
     def _refuse_scaler(self, engines: list[Engine]) -> None:
-        stage = max((engine.zero_stage for engine in engines), default=0)
-        if stage:
-            raise RuntimeError(
-                f"{type(self).__name__}.step: expected neither GradScaler nor found_inf with "
-                f"zero_stage >= 1, got one with zero_stage={stage}; gradients are not in p.grad: "
-                "set grad_scale from a fastpar.loss_scale.DynamicLossScale"
-            )
+        for engine in engines:
+            if engine.shares:
+                raise RuntimeError(
+                    f"{type(self).__name__}.step: expected neither GradScaler nor found_inf with "
+                    f"zero_stage >= 1 or tp > 1, got one with zero_stage={engine.zero_stage}, tp="
+                    f"{engine.mesh.tp_size}; no rank has all gradients in p.grad: set grad_scale "
+                    "from a fastpar.loss_scale.DynamicLossScale"
+                )
 
     def _check_found_inf(self, engines: list[Engine]) -> None:
         if self.found_inf is None:
@@ -212,7 +213,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def _exchange(self, engine: Engine, grads: list[Tensor] | None) -> Tensor | None:
         """The control exchange of one engine: bins of all its shards, if a norm is asked for."""
-        if grads is None or not engine.zero_stage:
+        if grads is None or not engine.shares:
             engine.exchange(None)
             return None
         none = torch.zeros(NORM_WORDS, dtype=torch.int64, device=engine.mesh.device)
@@ -243,7 +244,7 @@ class EngineOptimizer(torch.optim.Optimizer):
             if loss_scale is None:
                 return None, None
             return torch.ones((), device=device) / loss_scale, known
-        whole = [row.grad for row in rows if row.engine is None or not row.engine.zero_stage]
+        whole = [row.grad for row in rows if row.engine is None or not row.engine.shares]
         max_norm = None if limit == math.inf else limit
         norm = _norm(whole, bins, device, max_norm=max_norm, loss_scale=loss_scale)
         self.grad_norm = norm.norm
@@ -273,7 +274,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         for name, value in self.state.get(p, {}).items():
             if not isinstance(value, Tensor):
                 value = torch.tensor(float(value), dtype=torch.float64)
-            if engine is not None and engine.zero_stage:
+            if engine is not None and engine.shares:
                 yield name, whole_entry(name, value, p, engine, main_only=True)
             else:
                 yield name, value.detach() if engine is None or engine.mesh.is_main else None
@@ -293,7 +294,7 @@ class EngineOptimizer(torch.optim.Optimizer):
                 "saved with this model and these options"
             )
         engine, state = engine_of_parameter(p), self.state[p]
-        if engine is not None and engine.zero_stage:
+        if engine is not None and engine.shares:
             whole = cut_entry(name, whole, p, engine)
         old = state.get(name)
         if isinstance(old, Tensor):

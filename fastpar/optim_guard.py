@@ -17,7 +17,7 @@ _installed = False
 def guard_stock_optimizers() -> None:
     """From now on, step() of an optimizer that does not know engines refuses sharded parameters.
 
-    Called when an engine with zero_stage >= 1 is made; installed once in a process.
+    Called when an engine with zero_stage >= 1 or tp > 1 is made; installed once in a process.
     """
     global _installed
     with _lock:
@@ -32,6 +32,8 @@ def _refuse_sharded(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) ->
     for group in optimizer.param_groups:
         for p in group["params"]:
             engine = engine_of_parameter(p)
+            if engine is not None and engine.partials is not None:
+                engine.partials.check()
             if engine is not None and engine.zero_stage:
                 name = type(optimizer).__name__
                 raise RuntimeError(

@@ -12,7 +12,8 @@ The entries of one parameter's state, by the optimizer's options:
 
 Parameters of a sharded engine have the same entries of this rank's piece alone, in one dimension;
 pieces begin at multiples of 256 elements. state_dict() puts the pieces together (whole_entry) and
-load_state_dict() cuts them (cut_entry), so a saved state knows neither stage nor world size.
+load_state_dict() cuts them (cut_entry), so a saved state knows neither stage nor world size, nor tp
+(with tp > 1 not in 8 bits, whose blocks are those of a rank's slice).
 
 A state saved in one form loads in any other (convert_state), and torch_state has torch's form.
 Entries of another dtype than above have been through an optimizer that casts its state to that of
@@ -27,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastpar.engine import Engine
+from fastpar.engine import Engine, engine_of_parameter
 from fastpar.kernels.adamw import (
     MOMENT_BLOCK,
     decode_moment,
@@ -132,13 +133,14 @@ class Storage:
             state[entry] = p.detach().float() if exact else torch.zeros_like(p, dtype=torch.int16)
 
     def entry_shapes(self, p: Tensor) -> dict[str, torch.Size]:
-        """The shape of each entry that a parameter's state may have."""
+        """The whole shape of each entry that a parameter's state may have."""
         names = ["step", *moment_names(True)]
         if self.moment_dtype == torch.uint8:
             moments = moment_names(False)
             names = ["step", *(f"{m}_{part}" for m in moments for part in ("codes", "scale"))]
         master = self.master_entry(p.dtype)
-        return {name: _shape(name, p) for name in ([*names, master] if master else names)}
+        shape = whole_shape(p)
+        return {name: _shape(name, shape) for name in ([*names, master] if master else names)}
 
     def moment_entry(self, name: str) -> str:
         """Under which name the kernel's exp_avg, exp_avg_sq or max_exp_avg_sq is kept."""
@@ -218,10 +220,17 @@ _ENTRIES = (
 )
 
 
-def _shape(entry: str, p: Tensor) -> torch.Size:
+def whole_shape(p: Tensor) -> torch.Size:
+    """Of a parameter, whatever ranks share out of it; of other tensors their own."""
+    engine = engine_of_parameter(p)
+    return p.shape if engine is None else engine.whole_shape(p)
+
+
+def _shape(entry: str, of: torch.Size) -> torch.Size:
+    """Of an entry for a tensor of shape `of`."""
     if entry == "step":
         return torch.Size()
-    return torch.Size([-(-p.numel() // MOMENT_BLOCK)]) if entry.endswith("_scale") else p.shape
+    return torch.Size([-(-of.numel() // MOMENT_BLOCK)]) if entry.endswith("_scale") else of
 
 
 def check_entries(saved: dict[str, Any], p: Tensor, *, amsgrad: bool, where: str) -> None:
@@ -236,10 +245,10 @@ def check_entries(saved: dict[str, Any], p: Tensor, *, amsgrad: bool, where: str
                 f"{sorted(saved)}; {advice}"
             )
     for name in _ENTRIES:
-        if name in saved and saved[name].shape != _shape(name, p):
+        shape = _shape(name, whole_shape(p))
+        if name in saved and saved[name].shape != shape:
             raise ValueError(
-                f"AdamW.load_state_dict: expected {name} of shape {list(_shape(name, p))} for "
-                f"{where}, got "
+                f"AdamW.load_state_dict: expected {name} of shape {list(shape)} for {where}, got "
                 f"shape={list(saved[name].shape)}; {advice}"
             )
 
@@ -247,7 +256,7 @@ def check_entries(saved: dict[str, Any], p: Tensor, *, amsgrad: bool, where: str
 def whole_entry(
     name: str, value: Any, p: Tensor, engine: Engine, *, main_only: bool = False
 ) -> Any:
-    """An entry for all elements of a parameter of a sharded engine; None where nobody wants it.
+    """An entry for all elements of a parameter that ranks share out; None where nobody wants it.
 
     Args:
         main_only: only rank 0 does.

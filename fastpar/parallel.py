@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from fastpar.autobucket import Arenas, AutoBucket, Fill, candidates
 from fastpar.buffers import BucketState
 from fastpar.collectives import Collectives, TorchCollectives
 from fastpar.debug import Debug
+from fastpar.declared import Declared, find_states, split_parameters
 from fastpar.engine import Engine
+from fastpar.grad_state import Shard
+from fastpar.groups import Factory, GroupMaker
 from fastpar.layout import (
     Layout,
     ParamSpec,
@@ -29,11 +30,11 @@ from fastpar.optim_guard import guard_stock_optimizers
 from fastpar.parallel_checks import check_arguments, check_deterministic, check_parameters
 from fastpar.shards import Groups, Settings
 from fastpar.split_embedding import SplitEmbedding, tied_embedding
-from fastpar.transport import make_collectives
+from fastpar.state_dicts import guard_state_dicts
+from fastpar.tensor_parallel import TensorParallel
 from fastpar.units import Gathers, find_units, unit_of_parameters
 
 Materialize = Callable[[str, Tensor], None]
-Factory = Callable[[Any, str], Collectives]
 
 
 def parallelize(
@@ -56,6 +57,8 @@ def parallelize(
     materialize: Materialize | None = None,
     debug: Debug | None = None,
     collectives: Factory | None = None,
+    tp_plan: Mapping[str, Any] | None = None,
+    sequence_parallel: bool = True,
 ) -> nn.Module:
     """Make the ranks of mesh train model together; an ordinary training loop stays as it was.
 
@@ -100,6 +103,8 @@ def parallelize(
             and buffers are then made bucket by bucket, so that no rank holds more than its part.
         debug: a fastpar.debug.Debug.
         collectives: makes the collectives of (process group, role) instead of the transport.
+        tp_plan: what tp ranks split of a model that does not say so itself (fastpar/tp_plan.py).
+        sequence_parallel: tp ranks also share out the tokens between split layers.
     Returns:
         The same module (of a model on the meta device, with new parameters).
     Ranks: all, with the same model and arguments.
@@ -140,14 +145,22 @@ def parallelize(
         "deterministic": deterministic,
         "transport": transport,
         "split_embedding": split_embedding,
+        "tp_plan": tp_plan,
+        "sequence_parallel": sequence_parallel,
     }
     lines = [f"{name}={value}" for name, value in options.items()]
     mesh.check_same("parallelize", [*lines, *inventory(model)])
     n_shards = 1 if zero_stage == 0 or dp == 1 else shard_size or dp
     stage = zero_stage if n_shards > 1 else 0
-    groups = _make_groups(
-        mesh, stage, n_shards, transport, collectives, deterministic, debug or Debug()
+    maker = GroupMaker(
+        mesh, transport, collectives, deterministic=deterministic, debug=debug or Debug()
     )
+    declared = None
+    if mesh.tp_size > 1:
+        tp = TensorParallel(maker.of_tp(), sequence_parallel=sequence_parallel)
+        declared = _split(model, mesh, tp, tp_plan)
+        named = parameter_names(model)
+    groups = maker.of_engine(stage, n_shards)
     auto = bucket_mb == "auto"
     usual_mb = default_bucket_mb(dp, groups.reduce.transport if groups.reduce else "none")
     if bucket_mb is None or isinstance(bucket_mb, str):
@@ -166,9 +179,12 @@ def parallelize(
     )
     check_deterministic(settings, named)
     if materialize is not None:
+        old = named
         _materialize_shells(model, mesh.device)
         named = parameter_names(model)
-    tied = _pick_split(model, settings, named, split_embedding, dp, usual_mb)
+        if declared is not None:
+            declared.rename(old, named)
+    tied = _pick_split(model, settings, named, split_embedding, mesh, usual_mb)
     engine = _build(
         model,
         mesh,
@@ -180,11 +196,12 @@ def parallelize(
         debug,
         tied,
         collectives,
+        declared,
         auto=auto,
     )
-    if stage:
+    if engine.shares:
         guard_stock_optimizers()
-        _guard_state_dicts(model, engine)
+        guard_state_dicts(model, engine)
     return model
 
 
@@ -199,6 +216,7 @@ def _build(
     debug: Any,
     tied: nn.Parameter | None,
     collectives: Factory | None,
+    declared: Declared | None,
     *,
     auto: bool,
 ) -> Engine:
@@ -262,9 +280,18 @@ def _build(
     def by_unit(buckets: list[BucketState]) -> list[list[BucketState]]:
         return [[b for b in buckets if b.spec.unit == index] for index in range(len(modules))]
 
+    def fill_from_name(p: nn.Parameter, view: Tensor) -> None:
+        assert materialize is not None
+        if declared is None or not isinstance(declared.state(p), Shard):
+            materialize(named[p][0], view)
+            return
+        whole = view.new_empty(declared.whole_shape(p))
+        materialize(named[p][0], whole)
+        view.copy_(declared.cut(whole, p))
+
     def first_values(p: nn.Parameter, view: Tensor) -> None:
         if materialize is not None:
-            materialize(named[p][0], view)
+            fill_from_name(p, view)
         else:
             view.copy_(p.detach())
 
@@ -272,10 +299,12 @@ def _build(
     buckets = make(layout, first_values)
     frozen = {p: names[0] for p, names in named.items() if not p.requires_grad}
     if materialize is not None:
-        for tensor, name in [*frozen.items(), *((b, n) for n, b in model.named_buffers())]:
-            materialize(name, tensor.data)
+        for p in frozen:
+            fill_from_name(p, p.data)
+        for name, buffer in model.named_buffers():
+            materialize(name, buffer.data)
     mesh.broadcast_([*frozen, *model.buffers()])
-    engine = Engine(mesh, settings, groups, layout, buckets, frozen, homes, debug)
+    engine = Engine(mesh, settings, groups, layout, buckets, frozen, homes, declared, debug)
     engine.model = weakref.ref(model)
     if stage:
         engine.gathers = Gathers(
@@ -299,6 +328,15 @@ def _build(
     return engine
 
 
+def _split(
+    model: nn.Module, mesh: Mesh, tp: TensorParallel, plan: Mapping[str, Any] | None
+) -> Declared:
+    """Each rank of tp keeps its part of the model."""
+    states = find_states(model, tp)
+    named = parameter_names(model)
+    return split_parameters(named, states, tp, lambda tensors: mesh.broadcast_(tensors, "tp"))
+
+
 def _for_host_tensors(mesh: Mesh, control: Collectives, factory: Factory | None) -> Collectives:
     if mesh.device.type == "cpu":
         return control
@@ -310,7 +348,7 @@ def _pick_split(
     settings: Settings,
     named: dict[nn.Parameter, tuple[str, ...]],
     asked: bool | None,
-    dp: int,
+    mesh: Mesh,
     usual_mb: float,
 ) -> nn.Parameter | None:
     """The parameter whose gradient is reduced in two parts, see split_embedding.py.
@@ -318,76 +356,16 @@ def _pick_split(
     Not by settings.bucket_mb: bucket sizes change no bits, and this does.
     """
     tied = tied_embedding(model, named) if asked is not False else None
-    if asked and (tied is None or settings.deterministic):
+    if asked and (tied is None or settings.deterministic or mesh.tp_size > 1):
         raise ValueError(
             "parallelize: expected split_embedding=True with a tied embedding and without "
-            f"deterministic, got deterministic={settings.deterministic} and "
-            f"{'no such parameter' if tied is None else named[tied][0]}; leave it out"
+            f"deterministic and tp, got deterministic={settings.deterministic}, tp={mesh.tp_size} "
+            f"and {'no such parameter' if tied is None else named[tied][0]}; leave it out"
         )
-    if tied is None or dp == 1 or settings.deterministic:
+    if tied is None or mesh.dp_size == 1 or settings.deterministic or mesh.tp_size > 1:
         return None
     n_bytes = tied.numel() * (settings.grad_dtype or tied.dtype).itemsize
     return tied if asked or n_bytes > usual_mb * 2**20 else None
-
-
-def _make_groups(
-    mesh: Mesh,
-    stage: int,
-    n_shards: int,
-    transport: str,
-    factory: Factory | None,
-    deterministic: bool,
-    debug: Debug,
-) -> Groups:
-    """The collectives of each role; gather and reduce never queue behind each other."""
-    if mesh.dp_size == 1:
-        return Groups(None, None, None, None)
-
-    def make(group: Any, role: str, kind: str = transport) -> Collectives:
-        if factory is not None:
-            return debug.delayed(factory(group, role))
-        return debug.delayed(
-            make_collectives(
-                group,
-                device=mesh.device,
-                transport=kind,
-                timeout_s=mesh.timeout_s,
-                in_rank_order=deterministic,
-            )
-        )
-
-    whole = make(mesh.dp_group, "reduce")
-    if stage == 0:
-        return Groups(whole, None, None, whole)
-    kind = "shm" if whole.transport == "shm" else transport
-    new = factory is None and whole.transport != "shm"  # shared memory needs a group to meet only
-    if n_shards == mesh.dp_size:
-        group = _new_groups(mesh, n_shards, 1)[0] if new else mesh.dp_group
-        return Groups(whole, make(group, "gather", kind), None, whole)
-    shard = _new_groups(mesh, n_shards, 1)[0]
-    gather = _new_groups(mesh, n_shards, 1)[0] if new else shard
-    replicate = _new_groups(mesh, n_shards, n_shards)[1]
-    return Groups(
-        make(shard, "reduce", kind),
-        make(gather, "gather", kind),
-        make(replicate, "replicate", kind),
-        whole,
-    )
-
-
-def _new_groups(mesh: Mesh, n_shards: int, stride: int) -> tuple[Any, Any]:
-    """(group of this rank's neighbours, group of the ranks with its shard), one of them None."""
-    ranks = dist.get_process_group_ranks(mesh.dp_group or dist.group.WORLD)
-    mine: list[Any] = [None, None]
-    if stride == 1:
-        sets = [(0, ranks[i : i + n_shards]) for i in range(0, len(ranks), n_shards)]
-    else:
-        sets = [(1, ranks[i::stride]) for i in range(stride)]
-    for kind, members in sets:
-        group = dist.new_group(members)  # every rank makes all of them
-        if ranks[mesh.dp_rank] in members:
-            mine[kind] = group
-    return mine[0], mine[1]
 
 
 def _materialize_shells(model: nn.Module, device: torch.device) -> None:
@@ -405,45 +383,3 @@ def _materialize_shells(model: nn.Module, device: torch.device) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty_like(buffer, device=device)
-
-
-def _guard_state_dicts(model: nn.Module, engine: Engine) -> None:
-    """state_dict() and load_state_dict() see whole parameters."""
-    guard = _StateDicts(weakref.ref(engine))
-    model.register_state_dict_pre_hook(guard.enter)
-    model._register_state_dict_hook(guard.copy)
-    model.register_load_state_dict_pre_hook(guard.enter)
-    model.register_load_state_dict_post_hook(guard.leave)
-
-
-class _StateDicts:
-    """Holds gathered() open between two hooks. Copies and pickles of it do nothing."""
-
-    def __init__(self, engine: Callable[[], Engine | None] = lambda: None) -> None:
-        self._engine = engine
-        self._open: contextlib.ExitStack | None = None
-
-    def __deepcopy__(self, memo: dict) -> _StateDicts:
-        return _StateDicts()
-
-    def __reduce__(self) -> tuple:
-        return (_StateDicts, ())
-
-    def enter(self, *args: Any, **kwargs: Any) -> None:
-        engine = self._engine()
-        if engine is not None:
-            self._open = contextlib.ExitStack()
-            self._open.enter_context(engine.gathered())
-
-    def copy(self, module: nn.Module, state: dict, prefix: str, metadata: Any) -> None:
-        if self._open is not None:
-            for name, p in module.named_parameters(remove_duplicate=False):
-                value = state.get(prefix + name)
-                if value is not None and value.data_ptr() == p.data_ptr():
-                    state[prefix + name] = value.clone()
-        self.leave()
-
-    def leave(self, *args: Any) -> None:
-        if self._open is not None:
-            self._open.close()
-            self._open = None

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from fastpar.buffers import BucketState
 from fastpar.collectives import Collectives
+from fastpar.declared import Declared
 from fastpar.describe import describe, memory, wire_bytes
+from fastpar.grad_state import Shard
 from fastpar.layout import Layout
 from fastpar.mesh import Mesh
 from fastpar.step_report import StepTimer
@@ -53,10 +55,10 @@ class Settings:
 class Groups:
     """The collectives of an engine; None where there is nobody to talk to."""
 
-    reduce: Collectives | None  # stage 0: of all ranks, otherwise of those that share a copy
+    reduce: Collectives | None  # stage 0: of all ranks of dp, else of those that share a copy
     gather: Collectives | None
     replicate: Collectives | None  # of the ranks with the same shard
-    control: Collectives | None
+    control: Collectives | None  # of all ranks of the mesh
 
 
 class Shards:
@@ -66,6 +68,7 @@ class Shards:
         zero_stage: that is run; 0 if nobody shares a copy, whatever was asked for.
         n_shards: ranks that share one copy; layout: the places of the parameters.
         params: in launch order.
+        declared: the parameters' states along tp, None with tp=1.
     """
 
     def __init__(
@@ -75,8 +78,10 @@ class Shards:
         groups: Groups,
         frozen: dict[nn.Parameter, str],
         homes: list[tuple[weakref.ref[nn.Module], str, nn.Parameter]],
+        declared: Declared | None,
     ) -> None:
         self.mesh, self.settings, self.groups = mesh, settings, groups
+        self.declared = declared
         self.frozen, self._homes = frozen, homes
         self.zero_stage, self.n_shards = settings.zero_stage, settings.n_shards
         self.gathers: Gathers | None = None
@@ -144,6 +149,33 @@ class Shards:
 
     # Pieces
 
+    @property
+    def shares(self) -> bool:
+        """Whether a rank has less than whole parameters, or gradients of less."""
+        return self.zero_stage > 0 or self.declared is not None
+
+    def counts(self, p: Tensor) -> bool:
+        """Whether this rank's piece of p counts in sums over the whole model."""
+        return self.declared is None or self.declared.counts(p)
+
+    def whole_shape(self, p: Tensor) -> torch.Size:
+        """Of the parameter, over all ranks that share it out."""
+        return p.shape if self.declared is None else self.declared.whole_shape(p)
+
+    def place(self, p: Tensor) -> tuple[BucketState, int, int]:
+        """(bucket, start, stop) of the elements of p that this rank steps."""
+        bucket, position = self._place[p]  # type: ignore[index]
+        return (bucket, *(bucket.pieces[position] if self.zero_stage else (0, p.numel())))
+
+    def sum_over(self, group: Collectives, x: Tensor, action: str) -> None:
+        """Replace x by its sum over a group, as a part of the step."""
+        with self._blame(f"{action} after", self.buckets[-1]):
+            handle = group.all_reduce(x, async_op=True)
+            assert handle is not None
+            self._timer.add(handle, self._wire_bytes(x, group, True))
+            with self._timer.waiting():
+                handle.wait()
+
     def bucket_of(self, p: nn.Parameter) -> BucketState:
         """Where it lives."""
         return self._place[p][0]
@@ -161,9 +193,32 @@ class Shards:
         Args:
             values: [S] for this rank's piece of p, any dtype; block: elements of p for each value.
         Returns:
-            [P / block] in p's shape if block is 1.
+            [P / block] in the whole parameter's shape if block is 1.
+        Raises:
+            ValueError: blocks of a parameter that is split along tp.
         Wire: the tensor's bytes, padded to equal parts.
         """
+        local = self._full_of_shards(values, p, block)
+        if self.declared is None:
+            return local
+        self._check_block(p, block)
+        return self.declared.whole(local, p) if block == 1 else local
+
+    def _is_split(self, p: Tensor) -> bool:
+        return self.declared is not None and isinstance(self.declared.state(p), Shard)
+
+    def _check_block(self, p: Tensor, block: int) -> None:
+        if block > 1 and self._is_split(p):
+            raise ValueError(
+                "Engine: expected values of single elements of a parameter that is split along tp, "
+                f"got one for {block} of '{self._name(p)}'; keep the optimizer's state in fp32 or "
+                "bf16"
+            )
+
+    def _name(self, p: Tensor) -> str:
+        return self.layout.slots[self._index[p]].spec.names[0]  # type: ignore[index]
+
+    def _full_of_shards(self, values: Tensor, p: Tensor, block: int) -> Tensor:
         numel = -(-p.numel() // block)
         if self.zero_stage == 0:
             return values.clone()
@@ -194,6 +249,9 @@ class Shards:
 
     def shard_of(self, whole: Tensor, p: Tensor, *, block: int = 1) -> Tensor:
         """This rank's part of a whole tensor, a copy: the inverse of full()."""
+        if self.declared is not None:
+            self._check_block(p, block)
+            whole = self.declared.cut(whole, p) if block == 1 else whole
         if self.zero_stage == 0:
             return whole.clone()
         rank = self.mesh.dp_rank % self.n_shards
@@ -204,7 +262,8 @@ class Shards:
         """Sum a small vector over the ranks, apart from a step (validation). Ranks: all.
 
         Args:
-            values: fp32 or fp64, on mesh.device; loss, token count, flags.
+            values: fp32 or fp64, on mesh.device; loss, token count, flags. Those of every rank of
+                the mesh are added up.
         Returns:
             A new tensor, the same bits on every rank.
         """
@@ -281,24 +340,28 @@ class Shards:
 
     @torch.no_grad()
     def check_replicas(self) -> None:
-        """Raise unless every rank holds the same bits in every whole parameter. Ranks: all.
+        """Raise unless the ranks hold the same bits in what they should have alike. Ranks: all.
 
-        Wire: one broadcast of all parameters, a bucket at a time.
+        That is every parameter along dp, and along tp those that are not split.
+
+        Wire: one broadcast of these along each axis, a bucket at a time.
         """
-        if self.mesh.dp_size == 1:
+        if self.mesh.world_size == 1:
             return
         first = n = len(self.params)
         with self.gathered():
             for bucket in self.buckets:
-                theirs = bucket.flat.clone()
-                self.mesh.broadcast_([theirs])
-                for slot, p in zip(bucket.slots, bucket.params):
-                    part = slice(slot.start, slot.stop)
-                    a, b = (x[part].view(torch.uint8) for x in (bucket.flat, theirs))
-                    if self._index[p] < first and not torch.equal(a, b):
-                        first = self._index[p]
-        found = torch.zeros(self.mesh.dp_size, dtype=torch.float64, device=self.mesh.device)
-        found[self.mesh.dp_rank] = n - first
+                for axis in ("dp", "tp"):
+                    theirs = bucket.flat.clone()
+                    self.mesh.broadcast_([theirs], axis)
+                    for slot, p in zip(bucket.slots, bucket.params):
+                        part = slice(slot.start, slot.stop)
+                        a, b = (x[part].view(torch.uint8) for x in (bucket.flat, theirs))
+                        alike = axis == "dp" or not self._is_split(p)
+                        if alike and self._index[p] < first and not torch.equal(a, b):
+                            first = self._index[p]
+        found = torch.zeros(self.mesh.world_size, dtype=torch.float64, device=self.mesh.device)
+        found[self.mesh.rank] = n - first
         everyone = self.all_reduce_scalars(found).tolist()
         wrong = [(n - int(late), rank) for rank, late in enumerate(everyone) if late]
         if wrong:
