@@ -94,8 +94,8 @@ def test_a_group_that_was_refused_may_come_again_after_parallelize():
 def test_adafactor_is_refused(stage):
     with pytest.raises(
         ValueError,
-        match=rf"Adafactor: expected parameters of an engine with zero_stage=0, got zero_stage="
-        rf"{stage}; its row and column means need whole matrices: use fastpar\.AdamW",
+        match=rf"Adafactor: expected parameters of an engine with zero_stage=0 and tp=1, got zero_stage="
+        rf"{stage}, tp=1; its row and column means need whole matrices: use fastpar\.AdamW",
     ):
         step_with(stage, lambda model: Adafactor(model.parameters()))
 
