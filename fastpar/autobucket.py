@@ -164,9 +164,9 @@ class AutoBucket:
 
     def _agree(self, engine: Engine) -> None:
         """A step lasts as long as the slowest rank's; every rank knows the same times."""
-        world = engine.mesh.dp_size
+        world = engine.mesh.world_size
         mine = torch.zeros(world, len(self.times_ms), dtype=torch.float64)
-        mine[engine.mesh.dp_rank] = torch.tensor(list(self.times_ms.values()))
+        mine[engine.mesh.rank] = torch.tensor(list(self.times_ms.values()))
         everyone = engine.all_reduce_scalars(mine.to(engine.mesh.device).view(-1))
         slowest = everyone.view(world, -1).amax(0).tolist()
         self.times_ms = dict(zip(self.times_ms, slowest))
@@ -179,9 +179,10 @@ class AutoBucket:
         for optimizer in optimizers if engine.zero_stage else ():
             for p in engine.params:
                 for name, value in list(optimizer.state.get(p, {}).items()):
-                    whole = whole_entry(name, value, p, engine)
+                    whole = whole_entry(name, value, p, engine, along_tp=False)
                     with _laid_out(engine, new):
-                        optimizer.state[p][name] = cut_entry(name, whole, p, engine)
+                        cut = cut_entry(name, whole, p, engine, along_tp=False)
+                    optimizer.state[p][name] = cut
         with engine.gathered():
             values = {p: p.detach().clone() for p in engine.params}
         for arena in self._arenas:

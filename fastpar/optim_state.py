@@ -254,23 +254,34 @@ def check_entries(saved: dict[str, Any], p: Tensor, *, amsgrad: bool, where: str
 
 
 def whole_entry(
-    name: str, value: Any, p: Tensor, engine: Engine, *, main_only: bool = False
+    name: str,
+    value: Any,
+    p: Tensor,
+    engine: Engine,
+    *,
+    main_only: bool = False,
+    along_tp: bool = True,
 ) -> Any:
     """An entry for all elements of a parameter that ranks share out; None where nobody wants it.
 
     Args:
-        main_only: only rank 0 does.
+        main_only: only rank 0 does; along_tp: False: of this rank's slice along tp.
     Ranks: all.
     """
     if name not in _ENTRIES:  # a count, or what others put there: every rank has it
         return None if main_only and not engine.mesh.is_main else value
+    if not along_tp:
+        return engine.slice_of_pieces(value, p, block=_block(name))
     gather = engine.full_on_main if main_only else engine.full
     return gather(value, p, block=_block(name))
 
 
-def cut_entry(name: str, whole: Any, p: Tensor, engine: Engine) -> Any:
-    """This rank's part of a whole entry, a copy."""
-    return engine.shard_of(whole, p, block=_block(name)) if name in _ENTRIES else whole
+def cut_entry(name: str, whole: Any, p: Tensor, engine: Engine, *, along_tp: bool = True) -> Any:
+    """This rank's part of a whole entry, a copy; the inverse of whole_entry()."""
+    if name not in _ENTRIES:
+        return whole
+    cut = engine.shard_of if along_tp else engine.piece_of_slice
+    return cut(whole, p, block=_block(name))
 
 
 def _block(entry: str) -> int:

@@ -198,7 +198,7 @@ class Shards:
             ValueError: blocks of a parameter that is split along tp.
         Wire: the tensor's bytes, padded to equal parts.
         """
-        local = self._full_of_shards(values, p, block)
+        local = self.slice_of_pieces(values, p, block=block)
         if self.declared is None:
             return local
         self._check_block(p, block)
@@ -218,7 +218,8 @@ class Shards:
     def _name(self, p: Tensor) -> str:
         return self.layout.slots[self._index[p]].spec.names[0]  # type: ignore[index]
 
-    def _full_of_shards(self, values: Tensor, p: Tensor, block: int) -> Tensor:
+    def slice_of_pieces(self, values: Tensor, p: Tensor, *, block: int = 1) -> Tensor:
+        """full(), but of this rank's slice along tp."""
         numel = -(-p.numel() // block)
         if self.zero_stage == 0:
             return values.clone()
@@ -249,9 +250,13 @@ class Shards:
 
     def shard_of(self, whole: Tensor, p: Tensor, *, block: int = 1) -> Tensor:
         """This rank's part of a whole tensor, a copy: the inverse of full()."""
-        if self.declared is not None:
-            self._check_block(p, block)
-            whole = self.declared.cut(whole, p) if block == 1 else whole
+        if self.declared is not None and block == 1:
+            whole = self.declared.cut(whole, p)
+        self._check_block(p, block)
+        return self.piece_of_slice(whole, p, block=block)
+
+    def piece_of_slice(self, whole: Tensor, p: Tensor, *, block: int = 1) -> Tensor:
+        """shard_of(), but of this rank's slice along tp."""
         if self.zero_stage == 0:
             return whole.clone()
         rank = self.mesh.dp_rank % self.n_shards
