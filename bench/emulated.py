@@ -361,7 +361,7 @@ class EmulatedMesh(Mesh):
     """
 
     def __init__(
-        self, world_size: int, rank: int = 0, *, device: torch.device | str = "cpu"
+        self, world_size: int, rank: int = 0, *, tp: int = 1, device: torch.device | str = "cpu"
     ) -> None:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -371,12 +371,12 @@ class EmulatedMesh(Mesh):
                 "torch.distributed; close the other mesh first"
             )
         dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-        super().__init__(device=device)
+        super().__init__(tp=tp, device=device)
 
     def check_same(self, caller: str, lines: Any) -> None:
         """Nobody to differ from."""
 
-    def broadcast_(self, tensors: Any) -> None:
+    def broadcast_(self, tensors: Any, axis: str = "dp") -> None:
         """Everybody has these values."""
 
     def close(self) -> None:
