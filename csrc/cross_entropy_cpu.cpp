@@ -121,11 +121,13 @@ template <class T>
 struct ShardGradRow {
   static FASTPAR_INLINE void run(const T* row, T* grad, int64_t v, int64_t width, int64_t target,
                                  float lse, float scale, float growth) {
+    const bool here = target >= 0 && target < v;
+    const float target_logit = here ? to_float(row[target]) : 0.0f;  // grad may be row
     for (int64_t i = 0; i < v; ++i) {
       grad[i] = from_float<T>(exp_float(to_float(row[i]) - lse) * growth * scale);
     }
-    if (target >= 0 && target < v) {
-      const double p = exp_float(to_float(row[target]) - lse);
+    if (here) {
+      const double p = exp_float(target_logit - lse);
       grad[target] = from_float<T>(static_cast<float>(p * growth - 1.0) * scale);
     }
     for (int64_t i = v; i < width; ++i) grad[i] = from_float<T>(0.0f);

@@ -48,7 +48,8 @@ void cross_entropy_rows(const CrossEntropyRows& at, void* grad, float* loss, Dty
 void cross_entropy_shard(const CrossEntropyRows& at, int64_t first, float* max, float* sum,
                          float* target_logit, Dtype dtype, int threads);
 
-// grad[N, width] of the shard, given lse[N] of the whole rows; label_smoothing is not used.
+// grad[N, width] of the shard, given lse[N] of the whole rows; label_smoothing is not used. grad
+// may be logits.
 void cross_entropy_shard_grad(const CrossEntropyRows& at, int64_t first, const float* lse,
                               void* grad, Dtype dtype, int threads);
 

@@ -251,7 +251,8 @@ class GPT(nn.Module):
                 mode draws it from torch's default generator. Without effect in eval mode.
             reduction: of the loss: "mean" over the valid targets or "sum".
         Returns:
-            loss: [] fp32, or logits: [B, T, V] in the parameters' dtype (no padding).
+            loss: [] fp32 (fp64 for fp64 parameters), or logits: [B, T, V] in the parameters' dtype
+                (no padding).
         Raises:
             ValueError: a shape or dtype that differs from the above; T > block_size; on CPU also a
                 token id outside the vocabulary (on a GPU that is a device-side assert).

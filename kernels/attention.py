@@ -411,7 +411,7 @@ def attention(
     """Scaled dot-product attention, o = dropout(softmax(q k^T * softmax_scale)) v per head.
 
     Args:
-        q: [B, T, H, D], fp32 | bf16 | fp16, any strides with a contiguous last dimension.
+        q: [B, T, H, D], fp32 | bf16 | fp16 | fp64, any strides with a contiguous last dimension.
             D is at most 256 on a CPU; on a GPU 16 to 128 in steps of 8.
         k, v: [B, Tk, Hkv, D], dtype and device of q; head h reads h // (H / Hkv).
         causal: query i sees keys j <= i + Tk - T; see [Note: causal].

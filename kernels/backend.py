@@ -31,6 +31,15 @@ from fastpar.kernels import _C
 # Storage types of the compiled kernels; the codes are csrc/simd.h's Dtype.
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
+# What the losses take; fp64 has no kernel, it runs in torch ops.
+FLOATS = (*DTYPE_CODES, torch.float64)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What sums, statistics and losses of such tensors are kept in: fp64 for fp64, else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 # op -> (on CPU tensors, on CUDA tensors); "cpp" names the compiled kernel's source.
 OPS = {
     "attention": ("cpp: attention_cpu.cpp", "triton: attention_triton.py, attention_bwd_triton.py"),

@@ -31,12 +31,14 @@ from torch import Tensor
 from fastpar.kernels import _C
 from fastpar.kernels.backend import (
     DTYPE_CODES,
+    FLOATS,
     _is_watched,
     define_autograd,
     define_op,
     refuse_double_backward,
     use_cpp,
     use_triton,
+    wide,
 )
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -102,6 +104,7 @@ def count_targets(op: str, targets: Tensor, vocab_size: int, ignore_index: int) 
 
 def gradient_scale(count: Tensor, reduction: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(what gradients are multiplied by at once, what they still lack), see [Note: fp16]."""
+    count = count.to(wide(dtype))
     one = torch.ones_like(count)
     if reduction != "mean":
         return one, one
@@ -114,7 +117,7 @@ def reduce_losses(losses: Tensor, count: Tensor, reduction: str) -> Tensor:
     if reduction == "none":
         return losses
     loss = losses.sum(dtype=torch.float64)
-    return (loss / count if reduction == "mean" else loss).float()
+    return (loss / count if reduction == "mean" else loss).to(losses.dtype)
 
 
 def _rows_torch(
@@ -131,17 +134,17 @@ def _rows_torch(
     inside = (targets >= 0) & (targets < vocab_size)
     picked = torch.where(inside, targets, 0)[:, None]
     real = logits[:, :vocab_size]
-    wide = real.float()  # [R, V]
-    top = wide.amax(-1, keepdim=True)
-    distance = top - wide.gather(1, picked)  # of the target from the top
+    x = real.to(wide(real.dtype))  # [R, V]
+    top = x.amax(-1, keepdim=True)
+    distance = top - x.gather(1, picked)  # of the target from the top
     if label_smoothing:
         distance = (1.0 - label_smoothing) * distance
-        distance = distance + label_smoothing * (top - wide.mean(-1, keepdim=True))
-    fresh = wide.data_ptr() != real.data_ptr() or (
+        distance = distance + label_smoothing * (top - x.mean(-1, keepdim=True))
+    fresh = x.data_ptr() != real.data_ptr() or (
         grad is not None and grad.data_ptr() == logits.data_ptr()
     )
-    softmax = wide.sub_(top).exp_() if fresh else (wide - top).exp_()
-    total = softmax.sum(-1, keepdim=True, dtype=torch.float64).float()
+    softmax = x.sub_(top).exp_() if fresh else (x - top).exp_()
+    total = softmax.sum(-1, keepdim=True, dtype=torch.float64).to(x.dtype)
     lse = total.log() + top
     losses = total.log() + distance
     if z_loss:
@@ -190,7 +193,8 @@ def cross_entropy_rows(
     z_loss: float,
     scale: Tensor,
 ) -> Tensor:
-    """The loss of each row, [N] fp32; its gradient times scale ([] or [N]) in `grad`.
+    """The loss of each row, [N] fp32 (fp64 for fp64); its gradient times scale ([] or [N]) in
+    `grad`.
 
     logits [N, Vp], last dimension contiguous; grad the same, or logits themselves, or None.
     targets [N] contiguous, checked on CPU.
@@ -297,16 +301,17 @@ def multiply_rows(grad: Tensor, by: Tensor, out: Tensor) -> Tensor:
 
 
 def _fake_loss(logits: Tensor, reduction: str) -> Tensor:
-    return logits.new_empty(logits.shape[:1] if reduction == "none" else (), dtype=torch.float32)
+    shape = logits.shape[:1] if reduction == "none" else ()
+    return logits.new_empty(shape, dtype=wide(logits.dtype))
 
 
 def _fake(logits, targets, vocab_size, ignore_index, reduction, label_smoothing, z_loss, need_grad):
     grad = logits.new_empty(logits.shape if need_grad else (0,))
-    return _fake_loss(logits, reduction), grad, logits.new_empty((), dtype=torch.float32)
+    return _fake_loss(logits, reduction), grad, logits.new_empty((), dtype=wide(logits.dtype))
 
 
 def _fake_(logits, targets, vocab_size, ignore_index, reduction, label_smoothing, z_loss):
-    return _fake_loss(logits, reduction), logits.new_empty((), dtype=torch.float32)
+    return _fake_loss(logits, reduction), logits.new_empty((), dtype=wide(logits.dtype))
 
 
 _OPTIONS = (
@@ -377,9 +382,9 @@ define_autograd(_attach, _attach_setup_context, _attach_backward)
 
 
 def _check_logits(op: str, logits: Tensor) -> None:
-    if logits.dim() < 1 or logits.dtype not in DTYPE_CODES:
+    if logits.dim() < 1 or logits.dtype not in FLOATS:
         raise ValueError(
-            f"{op}: expected logits [..., V] in bf16, fp16 or fp32, got "
+            f"{op}: expected logits [..., V] in bf16, fp16, fp32 or fp64, got "
             f"logits={list(logits.shape)} {logits.dtype}; cast them"
         )
 
@@ -420,8 +425,9 @@ def cross_entropy(
     """Cross-entropy over the last dimension, for F.cross_entropy on [N, V] logits.
 
     Args:
-        logits: [..., Vp], bf16 | fp16 | fp32. Rows are read where they are if they are evenly apart
-            and their elements contiguous; others are copied.
+        logits: [..., Vp], bf16 | fp16 | fp32 | fp64. Rows are read where they are if they are
+            evenly apart and their elements contiguous; others are copied. fp64 is computed in fp64
+            throughout, by torch ops.
         targets: [...], int64, in [0, vocab_size) or ignore_index. Checked on CPU; on a GPU the loss
             of a row with any other target is nan and its gradient 0.
         vocab_size: V <= Vp; columns from V on are padding: left out of every sum, gradient 0.
@@ -434,7 +440,8 @@ def cross_entropy(
         inplace: the gradient overwrites the logits, see [Note: in place]; without gradients
             (torch.no_grad) they are left alone.
     Returns:
-        loss: [], or targets' shape for "none", fp32. The gradient is kept for backward.
+        loss: [], or targets' shape for "none", fp32 (fp64 for fp64). The gradient is kept for
+            backward.
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, a target out of range (CPU), options
             outside their range, inplace where the logits may be needed or share memory.

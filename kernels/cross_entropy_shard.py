@@ -16,14 +16,21 @@ import torch
 from torch import Tensor
 
 from fastpar.kernels import _C
-from fastpar.kernels.backend import DTYPE_CODES, define_op, use_cpp, use_triton
+from fastpar.kernels.backend import DTYPE_CODES, FLOATS, define_op, use_cpp, use_triton, wide
 
 
-def _sizes(logits: Tensor, v: int, ignore_index: int, scale: Tensor | None = None) -> tuple:
+def _sizes(
+    logits: Tensor,
+    v: int,
+    ignore_index: int,
+    grad: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> tuple:
     """csrc's (n, v, width, stride, grad_stride, scale_stride, ignore_index)."""
     n, width = logits.shape
+    grad_stride = 0 if grad is None else grad.stride(0)
     scale_stride = 0 if scale is None or scale.dim() == 0 else scale.stride(0)
-    return n, v, width, logits.stride(0), width, scale_stride, ignore_index
+    return n, v, width, logits.stride(0), grad_stride, scale_stride, ignore_index
 
 
 def cross_entropy_shard_fwd(
@@ -52,19 +59,20 @@ def cross_entropy_shard_fwd(
         return top, total, target_logit
     valid, local = targets != ignore_index, targets - first
     here = valid & (local >= 0) & (local < v)
-    wide = logits[:, :v].float()
+    x = logits[:, :v].to(wide(logits.dtype))
     if v == 0:
-        top = torch.full_like(targets, -torch.inf, dtype=torch.float32)
+        top = torch.full_like(targets, -torch.inf, dtype=x.dtype)
         total, target_logit = torch.zeros_like(top), torch.zeros_like(top)
     else:
-        top = wide.amax(-1)
-        total = (wide - torch.where(top == -torch.inf, 0.0, top)[:, None]).exp().sum(-1)
-        picked = wide.gather(1, torch.where(here, local, 0)[:, None])[:, 0]
+        top = x.amax(-1)
+        total = (x - torch.where(top == -torch.inf, 0.0, top)[:, None]).exp().sum(-1)
+        picked = x.gather(1, torch.where(here, local, 0)[:, None])[:, 0]
         target_logit = torch.where(here, picked, 0.0)
     return torch.where(valid, top, 0.0), torch.where(valid, total, 1.0), target_logit
 
 
-def cross_entropy_shard_bwd(
+def _write_gradient(
+    grad: Tensor,
     logits: Tensor,
     targets: Tensor,
     lse: Tensor,
@@ -73,20 +81,19 @@ def cross_entropy_shard_bwd(
     v: int,
     ignore_index: int,
     z_loss: float,
-) -> Tensor:
-    """dlogits [N, Vp]; lse [N], scale [] or [N]."""
+) -> None:
+    """Writes dlogits [N, Vp] into grad, which may be logits; lse [N], scale [] or [N]."""
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    targets, lse, scale = targets.contiguous(), lse.contiguous(), scale.float()
-    grad = logits.new_empty(logits.shape)
+    targets, lse, scale = targets.contiguous(), lse.contiguous(), scale.to(lse.dtype)
     if use_triton("cross_entropy_shard_grad", logits):
         from fastpar.kernels import cross_entropy_shard_triton
 
-        return cross_entropy_shard_triton.shard_bwd(
+        cross_entropy_shard_triton.shard_bwd(
             logits, targets, lse, scale, grad, first, v, ignore_index, z_loss
         )
-    if use_cpp("cross_entropy_shard_grad", logits):
+    elif use_cpp("cross_entropy_shard_grad", logits):
         _C.cross_entropy_shard_grad(
-            _sizes(logits, v, ignore_index, scale),
+            _sizes(logits, v, ignore_index, grad, scale),
             logits.data_ptr(),
             targets.data_ptr(),
             first,
@@ -97,18 +104,31 @@ def cross_entropy_shard_bwd(
             DTYPE_CODES[logits.dtype],
             torch.get_num_threads(),
         )
-        return grad
-    valid, local = targets != ignore_index, targets - first
-    wide = (logits[:, :v].float() - lse[:, None]).exp() * (1.0 + 2.0 * z_loss * lse[:, None])
-    wide -= (torch.arange(v, device=local.device) == local[:, None]).float()
-    wide *= scale if scale.dim() == 0 else scale[:, None]
-    grad[:, :v].copy_(wide.masked_fill_(~valid[:, None], 0.0))
-    grad[:, v:].zero_()
+    else:
+        valid, local = targets != ignore_index, targets - first
+        x = (logits[:, :v] - lse[:, None]).exp() * (1.0 + 2.0 * z_loss * lse[:, None])
+        x -= (torch.arange(v, device=local.device) == local[:, None]).to(x.dtype)
+        x *= scale if scale.dim() == 0 else scale[:, None]
+        grad[:, :v].copy_(x.masked_fill_(~valid[:, None], 0.0))
+        grad[:, v:].zero_()
+
+
+def cross_entropy_shard_bwd(logits: Tensor, *options) -> Tensor:
+    """dlogits [N, Vp] in new memory."""
+    grad = logits.new_empty(logits.shape)
+    _write_gradient(grad, logits, *options)
     return grad
 
 
+def cross_entropy_shard_bwd_(out: Tensor, logits: Tensor, *options) -> None:
+    """dlogits in out."""
+    _write_gradient(out, logits, *options)
+    torch.autograd.graph.increment_version(out)
+
+
 def _fake_fwd(logits, targets, first, v, ignore_index):
-    return tuple(logits.new_empty(logits.shape[:1], dtype=torch.float32) for _ in range(3))
+    dtype = wide(logits.dtype)
+    return tuple(logits.new_empty(logits.shape[:1], dtype=dtype) for _ in range(3))
 
 
 _cross_entropy_shard = define_op(
@@ -125,13 +145,20 @@ _cross_entropy_shard_grad = define_op(
     lambda logits, *_: logits.new_empty(logits.shape),
     ("CPU", "CUDA"),
 )
+_cross_entropy_shard_grad_ = define_op(
+    "cross_entropy_shard_grad_(Tensor(a!) out, Tensor logits, Tensor targets, Tensor lse, "
+    "Tensor scale, SymInt first, SymInt v, int ignore_index, float z_loss) -> ()",
+    cross_entropy_shard_bwd_,
+    lambda *_: None,
+    ("CPU", "CUDA"),
+)
 
 
 def _check(op: str, logits: Tensor, targets: Tensor, first: int, vocab_size: int | None) -> int:
     """The number of columns that are classes."""
-    if logits.dim() < 1 or logits.dtype not in DTYPE_CODES:
+    if logits.dim() < 1 or logits.dtype not in FLOATS:
         raise ValueError(
-            f"{op}: expected logits [..., V] in bf16, fp16 or fp32, got "
+            f"{op}: expected logits [..., V] in bf16, fp16, fp32 or fp64, got "
             f"logits={list(logits.shape)} {logits.dtype}; cast them"
         )
     if targets.shape != logits.shape[:-1] or targets.dtype != torch.int64:
@@ -163,7 +190,7 @@ def cross_entropy_shard(
     """One shard's part of the loss: max, sum of exponentials, logit of the target.
 
     Args:
-        logits: [..., Vp], bf16 | fp16 | fp32: the classes first .. first + Vp - 1.
+        logits: [..., Vp], bf16 | fp16 | fp32 | fp64: the classes first .. first + Vp - 1.
         targets: [...], int64, classes of the whole vocabulary or ignore_index.
         first: the class of column 0.
         vocab_size: classes of the whole vocabulary: columns from vocab_size - first on are padding
@@ -171,7 +198,8 @@ def cross_entropy_shard(
         ignore_index: targets of rows that do not count.
     Returns:
         max [N], sum_exp [N] of exp(logits - max), target_logit [N], 0 where another shard holds the
-        target; all fp32. In ignored rows 0, 1, 0; where all columns are padding -inf, 0, 0.
+        target; all fp32 (fp64 for fp64). In ignored rows 0, 1, 0; where all columns are padding
+        -inf, 0, 0.
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, first < 0.
     Traffic: N * Vp elements read.
@@ -193,14 +221,17 @@ def cross_entropy_shard_grad(
     vocab_size: int | None = None,
     ignore_index: int = -100,
     z_loss: float = 0.0,
+    out: Tensor | None = None,
 ) -> Tensor:
     """One shard's dlogits = scale * (softmax * (1 + 2 * z_loss * lse) - onehot).
 
     Args:
         logits, targets, first, vocab_size, ignore_index: as for cross_entropy_shard.
-        lse: [N], fp32, logsumexp over the whole vocabulary.
+        lse: [N], fp32 (fp64 for fp64), logsumexp over the whole vocabulary.
         scale: [] or [N], the incoming gradient, over the number of targets for a mean.
         z_loss: as in cross_entropy, for a loss that adds z_loss * lse^2.
+        out: shape, dtype and device of logits, rows contiguous and evenly apart: what is written
+            and returned. It may be logits itself; other overlaps give a wrong result.
     Returns:
         dlogits: [..., Vp], dtype of logits; 0 in padding columns and ignored rows.
     Raises:
@@ -212,9 +243,10 @@ def cross_entropy_shard_grad(
     op = "cross_entropy_shard_grad"
     v = _check(op, logits, targets, first, vocab_size)
     n = targets.numel()
-    if lse.shape != (n,) or lse.dtype != torch.float32 or scale.shape not in ((), (n,)):
+    dtype = wide(logits.dtype)
+    if lse.shape != (n,) or lse.dtype != dtype or scale.shape not in ((), (n,)):
         raise ValueError(
-            f"{op}: expected fp32 lse [{n}] and scale [] or [{n}], got lse={list(lse.shape)} "
+            f"{op}: expected {dtype} lse [{n}] and scale [] or [{n}], got lse={list(lse.shape)} "
             f"{lse.dtype} scale={list(scale.shape)}; pass one value for each row"
         )
     if lse.device != logits.device or scale.device != logits.device:
@@ -223,14 +255,32 @@ def cross_entropy_shard_grad(
             f"scale.device={scale.device}; move them"
         )
     rows = logits.detach().reshape(n, logits.shape[-1])
-    grad = _cross_entropy_shard_grad(
-        rows,
-        targets.reshape(-1),
-        lse.detach(),
-        scale.detach(),
-        first,
-        v,
-        ignore_index,
-        float(z_loss),
-    )
-    return grad.view(logits.shape)
+    tensors = (rows, targets.reshape(-1), lse.detach(), scale.detach())
+    options = (first, v, ignore_index, float(z_loss))
+    if out is None:
+        return _cross_entropy_shard_grad(*tensors, *options).view(logits.shape)
+    _cross_entropy_shard_grad_(_out_rows(op, out, logits), *tensors, *options)
+    return out
+
+
+def _out_rows(op: str, out: Tensor, logits: Tensor) -> Tensor:
+    """out as the [N, Vp] view that is written."""
+    if out.shape != logits.shape or out.dtype != logits.dtype or out.device != logits.device:
+        raise ValueError(
+            f"{op}: expected out like logits ({list(logits.shape)}, {logits.dtype}, "
+            f"{logits.device}), got out={list(out.shape)} {out.dtype} on {out.device}; "
+            "make it with torch.empty_like(logits)"
+        )
+    columns = out.shape[-1]
+    rows: Tensor | None = None
+    if out.numel() == 0 or out.stride(-1) == 1 or columns == 1:
+        try:
+            rows = out.detach().view(-1, columns) if columns else out.detach().flatten(0, -2)
+        except RuntimeError:
+            rows = None
+    if rows is None or (rows.shape[0] > 1 and rows.stride(0) < columns):
+        raise ValueError(
+            f"{op}: expected out with contiguous rows evenly apart, got out.stride()="
+            f"{out.stride()}; make it with torch.empty_like(logits)"
+        )
+    return rows

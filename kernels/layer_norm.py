@@ -31,6 +31,7 @@ from fastpar.kernels.backend import (
     refuse_double_backward,
     use_cpp,
     use_triton,
+    wide,
 )
 from fastpar.kernels.philox import (
     Rng,
@@ -320,10 +321,10 @@ define_autograd(_layer_norm, _setup_context, _backward)
 def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, rms: bool) -> Tensor:
     """Composed from torch ops. torch's CUDA kernels want one dtype."""
     same = weight.dtype == x.dtype and (bias is None or bias.dtype == x.dtype)
-    wide = x if same else x.float()
-    w, b = weight.to(wide.dtype), None if bias is None else bias.to(wide.dtype)
+    u = x if same else x.to(wide(x.dtype))
+    w, b = weight.to(u.dtype), None if bias is None else bias.to(u.dtype)
     shape = weight.shape
-    y = F.rms_norm(wide, shape, w, eps) if rms else F.layer_norm(wide, shape, w, b, eps)
+    y = F.rms_norm(u, shape, w, eps) if rms else F.layer_norm(u, shape, w, b, eps)
     return y.to(x.dtype)
 
 
@@ -371,7 +372,8 @@ def _after_residual(
     threshold = quantize_p(dropout_p)
     if threshold and rng is None:
         rng = Rng(draw_key(x.device), 0)
-    key, mask = None, (0, 0, None, 0)
+    key: Tensor | None = None
+    mask: tuple[int, int, int | None, int] = (0, 0, None, 0)
     if threshold and rng is not None:
         refuse_parts(name, rng, "rows", "first_row")
         check_rows(name, rng, x.numel() // x.shape[-1])
@@ -390,8 +392,8 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float
     """LayerNorm over the last dimension: y = (x - mean) * rstd * weight + bias.
 
     Args:
-        x: [..., C], bf16 | fp16 | fp32, C <= 16384. Rows may be any distance apart; elements of a
-            row that are not neighbours cost a copy.
+        x: [..., C], bf16 | fp16 | fp32 | fp64 (by torch ops), C <= 16384. Rows may be any
+            distance apart; elements of a row that are not neighbours cost a copy.
         weight: [C], dtype of x or fp32.
         bias: [C], dtype of x or fp32, or None.
     Returns:

@@ -135,7 +135,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias, drop-in for F.linear.
 
     Args:
-        x: [..., C], any dtype that F.linear takes; strides are free.
+        x: [..., C], any dtype that F.linear takes (fp64 too); strides are free.
         weight: [F, C], dtype of x.
         bias: [F], dtype of x, or None.
     Returns:

@@ -48,10 +48,11 @@ import torch
 from torch import Tensor
 
 from fastpar.kernels.backend import (
-    DTYPE_CODES,
+    FLOATS,
     define_autograd,
     define_op,
     refuse_double_backward,
+    wide,
 )
 from fastpar.kernels.cross_entropy import (
     check_loss,
@@ -105,7 +106,7 @@ def _run_chunks(
     """(losses [N], dx, dweight in fp32), the gradients times scale ([] or [N])."""
     n, c = x.shape
     rows = chunk_rows or default_chunk_rows(n, c, weight.shape[0], x.device.type)
-    losses = torch.empty(n, dtype=torch.float32, device=x.device)
+    losses = torch.empty(n, dtype=wide(x.dtype), device=x.device)
     dx = torch.empty_like(x) if need_dx else x.new_empty(0)
     dweight = None
     for start in range(0, n, rows):
@@ -128,13 +129,13 @@ def _run_chunks(
         if need_dweight:
             dweight = accumulate(dweight, logits.t(), x[part])
     if dweight is None:  # no rows, or not needed
-        dweight = weight.new_zeros(weight.shape if need_dweight else 0, dtype=torch.float32)
+        dweight = weight.new_zeros(weight.shape if need_dweight else 0, dtype=wide(x.dtype))
     return losses, dx, dweight
 
 
 def accumulate(dweight: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """dweight + a @ b in fp32, in place; None stands for 0. See [Note: dweight]."""
-    if a.dtype == torch.float32:
+    """dweight + a @ b in fp32 (fp64 for fp64), in place; None stands for 0; [Note: dweight]."""
+    if a.dtype == wide(a.dtype):
         return matmul(a, b) if dweight is None else add_matmul_(dweight, a, b)
     if a.device.type == "cuda":
         if dweight is None:
@@ -190,7 +191,8 @@ def linear_cross_entropy_bwd(
 
     options: vocab_size to need_dweight of linear_cross_entropy_fwd, without reduction.
     """
-    x, targets, scale = x.contiguous(), targets.contiguous(), dlosses.float().contiguous()
+    x, targets = x.contiguous(), targets.contiguous()
+    scale = dlosses.to(wide(x.dtype)).contiguous()
     if x.dtype != torch.float16:
         return _run_chunks(x, weight, targets, scale, *options)[1:]
     # As in [Note: fp16] of cross_entropy.py: the stored gradients of the logits stay near 1.
@@ -215,14 +217,14 @@ def _fake(
     weight_grad,
 ):
     none = reduction == "none"
-    loss = x.new_empty(x.shape[:1] if none else (), dtype=torch.float32)
+    loss = x.new_empty(x.shape[:1] if none else (), dtype=wide(x.dtype))
     dx, dweight = _fake_gradients(x, weight, need_dx and not none, need_dweight and not none)
-    return loss, dx, dweight, x.new_empty((), dtype=torch.float32)
+    return loss, dx, dweight, x.new_empty((), dtype=wide(x.dtype))
 
 
 def _fake_gradients(x, weight, need_dx, need_dweight):
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if need_dx else x.new_empty(0)
-    return dx, weight.new_empty(weight.shape if need_dweight else (0,), dtype=torch.float32)
+    return dx, weight.new_empty(weight.shape if need_dweight else (0,), dtype=wide(x.dtype))
 
 
 def _bwd_fake(dlosses, x, weight, targets, *options):
@@ -313,7 +315,7 @@ def linear_cross_entropy(
     For F.cross_entropy(F.linear(x, weight)[..., :vocab_size].flatten(0, -2), targets.flatten()).
 
     Args:
-        x: [..., C], bf16 | fp16 | fp32.
+        x: [..., C], bf16 | fp16 | fp32 | fp64. In fp64 all that is fp32 below is fp64, too.
         weight: [Vp, C], dtype of x. Rows from vocab_size on are padding: left out of the softmax,
             their gradient is 0. They must be finite.
         targets: [...], int64, in [0, vocab_size) or ignore_index. Checked on CPU; on a GPU the loss
@@ -346,10 +348,10 @@ def linear_cross_entropy(
             "linear_cross_entropy: expected x [..., C] and weight [Vp, C], got "
             f"x={list(x.shape)} weight={list(weight.shape)}; pass the weight as F.linear takes it"
         )
-    if x.dtype != weight.dtype or x.dtype not in DTYPE_CODES:
+    if x.dtype != weight.dtype or x.dtype not in FLOATS:
         raise ValueError(
-            "linear_cross_entropy: expected x and weight of one dtype, bf16, fp16 or fp32, got "
-            f"x={x.dtype} weight={weight.dtype}; cast one of them"
+            "linear_cross_entropy: expected x and weight of one dtype, bf16, fp16, fp32 or fp64, "
+            f"got x={x.dtype} weight={weight.dtype}; cast one of them"
         )
     if x.device != weight.device:
         raise ValueError(
@@ -394,14 +396,15 @@ def linear_cross_entropy(
 
 def _check_weight_grad(weight_grad: Tensor, weight: Tensor, grad: bool) -> None:
     if (
-        weight_grad.dtype != torch.float32
+        weight_grad.dtype != wide(weight.dtype)
         or weight_grad.shape != weight.shape
         or weight_grad.device != weight.device
     ):
         raise ValueError(
-            f"linear_cross_entropy: expected an fp32 weight_grad {list(weight.shape)} on "
-            f"{weight.device}, got weight_grad={list(weight_grad.shape)} {weight_grad.dtype} on "
-            f"{weight_grad.device}; make it with torch.zeros_like(weight, dtype=torch.float32)"
+            f"linear_cross_entropy: expected a {wide(weight.dtype)} weight_grad "
+            f"{list(weight.shape)} on {weight.device}, got weight_grad={list(weight_grad.shape)} "
+            f"{weight_grad.dtype} on {weight_grad.device}; make it with "
+            f"torch.zeros_like(weight, dtype={wide(weight.dtype)})"
         )
     if grad and not weight.requires_grad:
         raise ValueError(

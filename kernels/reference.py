@@ -164,7 +164,8 @@ def _keep_ref(seed: int, first_sample: int, site: int, p: float, shape: tuple[in
 
 def keep_mask_ref(rng: tuple, p: float, shape: tuple[int, ...]) -> Tensor:
     """The dropout mask, one Philox call after another; a part of a mask is cut from the whole."""
-    key, site, first_head, first_row, rows = (*rng, *(0, 0, None)[len(rng) - 2 :])
+    fields: tuple = (*rng, *(0, 0, None)[len(rng) - 2 :])
+    key, site, first_head, first_row, rows = fields
     seed, first_sample = key.tolist()
     if rows is not None:
         n = math.prod(shape[:-1])

@@ -379,7 +379,7 @@ def test_errors():
             cross_entropy(*args, **kwargs)
 
     refuses("expected mean, sum or none, got reduction=max", logits, targets, reduction="max")
-    refuses(r"expected logits \[..., V\] .* torch.float64", logits.double(), targets)
+    refuses(r"expected logits \[..., V\] .* torch.int32", logits.int(), targets)
     refuses(r"expected logits .* got logits=\[\]", torch.tensor(1.0), targets)
     refuses(r"expected int64 targets of shape \[6\], got targets=\[5\]", logits, targets[:5])
     refuses(r"expected int64 .* got targets=\[6\] torch.int32", logits, targets.int())

@@ -171,18 +171,59 @@ def test_no_rows_and_any_strides():
     assert torch.equal(shaped, expected.view(2, 3, 50))
 
 
+@pytest.mark.usefixtures("choice")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("v", [1, 63, 1000])
+def test_gradient_written_where_the_caller_says(v, dtype):
+    """Into the logits, other memory, or rows of a wider workspace: the same bits."""
+    logits, targets = make(9, v, dtype=dtype)
+    targets[1], targets[2], targets[3] = v - 1, 0, v + 5
+    lse, scale = logits.float().logsumexp(-1), torch.randn(9)
+    options = {"vocab_size": max(1, v - 3), "z_loss": 0.01}
+    want = cross_entropy_shard_grad(logits, targets, lse, scale, **options)
+    wide = torch.full((9, v + 7), torch.nan, dtype=dtype)
+    columns_first = logits.t().clone(memory_format=torch.contiguous_format).t()
+    for x, out in (
+        (logits, torch.full_like(logits, torch.nan)),
+        (columns_first, wide[:, 3 : v + 3]),
+        (columns_first, columns_first.clone(memory_format=torch.contiguous_format)),
+        (logits, logits),
+    ):
+        version = out._version
+        got = cross_entropy_shard_grad(x, targets, lse, scale, **options, out=out)
+        assert got is out
+        assert out._version > version
+        assert torch.equal(out, want)
+    assert wide[:, :3].isnan().all()
+    assert wide[:, v + 3 :].isnan().all()
+    shaped = wide[:, :v].unflatten(0, (3, 3))
+    cross_entropy_shard_grad(
+        columns_first.unflatten(0, (3, 3)),
+        targets.view(3, 3),
+        lse,
+        scale,
+        **options,
+        out=shaped,
+    )
+    assert torch.equal(shaped.flatten(0, 1), want)
+
+
 def test_opcheck_and_compile():
     logits, targets = make(6, 20, vocabulary=40)
     ops = torch.ops.fastpar
     torch.library.opcheck(ops.cross_entropy_shard.default, (logits, targets, 20, 18, -100))
     lse, scale = torch.ones(6), torch.tensor(0.5)
-    torch.library.opcheck(
-        ops.cross_entropy_shard_grad.default, (logits, targets, lse, scale, 20, 18, -100, 0.1)
-    )
+    arguments = (logits, targets, lse, scale, 20, 18, -100, 0.1)
+    torch.library.opcheck(ops.cross_entropy_shard_grad.default, arguments)
+    out = torch.empty_like(logits)
+    torch.library.opcheck(ops.cross_entropy_shard_grad_.default, (out, *arguments))
 
     def both(x, t):
         top, total, hit = cross_entropy_shard(x, t, first=20)
-        return top + hit, cross_entropy_shard_grad(x, t, total.log() + top, scale, first=20)
+        lse = total.log() + top
+        work = x * 1.0
+        cross_entropy_shard_grad(work, t, lse, scale, first=20, out=work)
+        return top + hit, cross_entropy_shard_grad(x, t, lse, scale, first=20), work
 
     compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
     for got, want in zip(compiled(logits, targets), both(logits, targets)):
@@ -202,17 +243,25 @@ def test_errors():
         with pytest.raises(ValueError, match="cross_entropy_shard: " + match):
             cross_entropy_shard(*args, **kwargs)
 
-    both_refuse(r"expected logits \[..., V\] .* torch.float64", logits.double(), targets)
+    both_refuse(r"expected logits \[..., V\] .* torch.int32", logits.int(), targets)
     both_refuse(r"expected int64 targets of shape \[6\], got targets=\[5\]", logits, targets[:5])
     both_refuse(r"expected int64 .* torch.int32", logits, targets.int())
     both_refuse("expected targets on cpu, got targets.device=meta", logits, targets.to("meta"))
     both_refuse("expected first >= 0, got first=-1", logits, targets, first=-1)
-    refuses(r"expected fp32 lse \[6\] .* got lse=\[5\]", logits, targets, lse=lse[:5])
-    refuses(r"expected fp32 lse .* torch.float64", logits, targets, lse=lse.double())
-    refuses(r"expected fp32 lse .* scale=\[3\]", logits, targets, scale=lse[:3])
+    refuses(r"expected torch.float32 lse \[6\] .* got lse=\[5\]", logits, targets, lse=lse[:5])
+    refuses(r"expected torch.float32 lse .* torch.float64", logits, targets, lse=lse.double())
+    refuses(r"expected torch.float64 lse .* torch.float32", logits.double(), targets)
+    refuses(r"expected torch.float32 lse .* scale=\[3\]", logits, targets, scale=lse[:3])
     refuses(
         "expected lse and scale on cpu, .* scale.device=meta",
         logits,
         targets,
         scale=scale.to("meta"),
     )
+    message = r"expected out like logits \(\[6, 20\], torch.float32, cpu\), got out="
+    for out in (logits[1:], logits.half(), logits.to("meta")):
+        refuses(message, logits, targets, out=out)
+    for out in (torch.empty(20, 6).t(), torch.empty(20).expand(6, 20)):
+        refuses("expected out with contiguous rows evenly apart", logits, targets, out=out)
+    uneven = torch.empty(2, 4, 20)[:, :3]
+    refuses(".*rows evenly", logits.view(2, 3, 20), targets.view(2, 3), out=uneven)

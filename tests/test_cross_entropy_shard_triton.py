@@ -69,6 +69,23 @@ def test_backward_matches_oracle(n, v, first, z_loss, dtype, triton_device):
         )
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("v", [63, 1000, 5003])
+def test_gradient_over_the_logits(v, dtype, triton_device):
+    """In place, and in rows of a wider workspace that stand elsewhere: the same bits."""
+    logits, targets = make(6, v, v, triton_device, dtype)
+    targets[1] = v + 5
+    lse, scale = logits.float().logsumexp(-1), torch.randn(6).to(triton_device)
+    options = {"vocab_size": v - 3, "z_loss": 0.01}
+    want = cross_entropy_shard_grad(logits, targets, lse, scale, **options)
+    wide = torch.full((6, v + 9), torch.nan, dtype=dtype, device=triton_device)
+    for out in (wide[:, 5 : v + 5], logits):
+        cross_entropy_shard_grad(logits, targets, lse, scale, **options, out=out)
+        assert torch.equal(out, want)
+    assert wide[:, :5].isnan().all()
+    assert wide[:, v + 5 :].isnan().all()
+
+
 @pytest.mark.parametrize("z_loss", [0.0, 0.01])
 @pytest.mark.parametrize("cuts", [(50,), (33, 70), (1, 99)])
 def test_shards_make_the_whole_loss(cuts, z_loss, triton_device):
@@ -159,6 +176,6 @@ def test_launches_are_recorded():
         for label, call in cross_entropy_shard_triton.aot_calls():
             with record(arch) as launches:
                 call()
-            assert len(launches) == 2, label
+            assert len(launches) == 3, label
             assert all(x.options["num_warps"] in (8, 16) for x in launches)
     assert cross_entropy_triton.config(25216 * 2, 2)["num_warps"] == 8

@@ -430,7 +430,7 @@ def test_errors():
     refuses("expected mean, sum or none, got reduction=max", x, weight, targets, reduction="max")
     refuses(r"got x=\[6, 8\] weight=\[20, 7\]", x, weight[:, :7], targets)
     refuses(r"one dtype.* weight=torch.bfloat16", x, weight.bfloat16(), targets)
-    refuses(r"one dtype.* x=torch.float64", x.double(), weight.double(), targets)
+    refuses(r"one dtype.* x=torch.int32", x.int(), weight.int(), targets)
     refuses(r"int64 targets of shape \[6\], got targets=\[5\]", x, weight, targets[:5])
     refuses(r"got targets=\[6\] torch.int32", x, weight, targets.int())
     refuses("expected vocab_size in 1..20 .* got vocab_size=21", x, weight, targets, vocab_size=21)
@@ -441,8 +441,16 @@ def test_errors():
     refuses(r"expected label_smoothing in \[0, 1\]", x, weight, targets, label_smoothing=-0.1)
     refuses("expected a finite z_loss >= 0", x, weight, targets, z_loss=torch.inf)
     buffer = torch.zeros(20, 8)
-    refuses(r"expected an fp32 weight_grad \[20, 8\]", x, weight, targets, weight_grad=buffer[1:])
+    refuses(
+        r"expected a torch.float32 weight_grad \[20, 8\]",
+        x,
+        weight,
+        targets,
+        weight_grad=buffer[1:],
+    )
     refuses(r"weight_grad .*torch.float64", x, weight, targets, weight_grad=buffer.double())
+    wide = (x.double(), weight.double().detach().requires_grad_(), targets)
+    refuses(r"a torch.float64 weight_grad .*got .*torch.float32", *wide, weight_grad=buffer)
     refuses(r"weight_grad .* on meta", x, weight, targets, weight_grad=buffer.to("meta"))
     refuses("weight.requires_grad=False", x, weight.detach(), targets, weight_grad=buffer)
     refuses("expected chunk_rows >= 1, got chunk_rows=0", x, weight, targets, chunk_rows=0)

@@ -1,6 +1,7 @@
 """fastpar.model against GPT-2 written down in plain torch, in fp64."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -323,3 +324,30 @@ def test_bad_targets_are_refused():
     targets[1, 2] = 211
     with pytest.raises(ValueError, match="211"):
         model(idx, targets)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_fp64_is_exact_throughout(dropout):
+    """Loss, logits, gradients and a step of AdamW of the whole model, to 1e-12 of plain torch."""
+    config = replace(TINY, dropout=dropout)
+    model = model_of(config).double()
+    idx, targets = batch(config)
+    key = make_key(7, 100)
+    want = results_of_ref(model, torch.float64, idx, targets, key if dropout else None)
+    start = {n: p.detach().clone() for n, p in model.named_parameters()}
+    optimizer = fastpar.AdamW(model.parameters(), lr=1e-3)
+    loss = model(idx, targets, rng_key=key)
+    loss.backward()
+    got = {"logits": model(idx, rng_key=key).detach(), "loss": loss.detach()}
+    got.update({n: p.grad for n, p in model.named_parameters()})
+    assert got.keys() == want.keys()
+    for name, exact in want.items():
+        assert got[name].dtype == torch.float64, name
+        assert (got[name] - exact).norm() <= 1e-12 * exact.norm(), name
+    optimizer.step()
+    exact = [start[n].requires_grad_() for n in start]
+    for p, n in zip(exact, start):
+        p.grad = want[n]
+    torch.optim.AdamW(exact, lr=1e-3).step()
+    for p, q in zip(model.parameters(), exact):
+        assert (p - q).norm() <= 1e-12 * q.norm()
