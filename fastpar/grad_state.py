@@ -55,11 +55,12 @@ class Shard:
         return torch.Size([*whole[: self.dim], size, *whole[self.dim + 1 :]])
 
     def cut(self, whole: Tensor, rank: int, ranks: int) -> Tensor:
-        """The slice of one rank, a copy."""
+        """The slice of one rank, a contiguous copy."""
         shape = self.local_shape(whole.shape, ranks)
         if self.pad_to is None:
-            parts = whole.unflatten(self.dim, (self.groups, ranks, -1))
-            return parts.select(self.dim + 1, rank).flatten(self.dim, self.dim + 1).clone()
+            each = shape[self.dim] // self.groups
+            parts = whole.unflatten(self.dim, (self.groups, ranks, each)).select(self.dim + 1, rank)
+            return parts.clone(memory_format=torch.contiguous_format).view(shape)
         size = shape[self.dim]
         local = whole.new_zeros(shape)
         first = min(rank * size, whole.shape[self.dim])
@@ -70,7 +71,8 @@ class Shard:
     def join(self, slices: Sequence[Tensor], whole: Sequence[int]) -> Tensor:
         """The whole tensor, of this shape, from the slices of all ranks."""
         if self.groups > 1:
-            grouped = [x.unflatten(self.dim, (self.groups, -1)) for x in slices]
+            each = slices[0].shape[self.dim] // self.groups
+            grouped = [x.unflatten(self.dim, (self.groups, each)) for x in slices]
             return torch.stack(grouped, self.dim + 1).reshape(tuple(whole))
         return torch.cat(list(slices), self.dim).narrow(self.dim, 0, whole[self.dim])
 

@@ -47,10 +47,19 @@ class _StateDicts:
         engine = self._engine()
         if engine is None or engine.declared is None:
             return
+        errors: list[str] = args[-1]  # torch raises them together with its own
         for name, p in module.named_parameters(remove_duplicate=False):
-            value = state.get(prefix + name)
-            if isinstance(value, Tensor) and value.shape == engine.declared.whole_shape(p):
+            value, whole = state.get(prefix + name), engine.declared.whole_shape(p)
+            if not isinstance(value, Tensor):
+                continue
+            if value.shape == whole:
                 state[prefix + name] = engine.declared.cut(value, p)
+            else:  # torch would take it if it happened to have the shape of a slice
+                state[prefix + name] = p.detach().clone()
+                errors.append(
+                    f"size mismatch for {prefix}{name}: expected the whole tensor's shape "
+                    f"{list(whole)}, got {list(value.shape)}; load a state_dict of the same model"
+                )
 
     def copy(self, module: nn.Module, state: dict, prefix: str, metadata: Any) -> None:
         engine = self._engine()
