@@ -156,9 +156,11 @@ def _whole_tensors(model: GPT, optimizer: AdamW | Adafactor) -> Iterator[tuple[s
 
 
 def _whole(p: nn.Parameter, engine: Engine | None) -> Any:
-    if engine is None or not engine.shares or not p.requires_grad:
+    if engine is None or not engine.shares:
         return p
-    return engine.full_on_main(engine.piece(p).param, p)
+    if p.requires_grad:
+        return engine.full_on_main(engine.piece(p).param, p)
+    return p if engine.declared is None else engine.declared.whole(p.detach(), p)
 
 
 def _engine(model: nn.Module) -> Engine | None:

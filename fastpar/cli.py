@@ -149,11 +149,17 @@ def _parse(command: Any, arguments: list[str], name: str, default: Any = None) -
 
 def _train(arguments: list[str]) -> int:
     config = parse_train(arguments)
-    if not is_rank() and config.system.nproc > 1:
+    nproc, tp = config.system.nproc, config.parallel.tp
+    if not is_rank() and nproc % tp:
+        raise ValueError(
+            f"train: expected nproc to be a multiple of tp={tp}, got nproc={nproc}; use --nproc "
+            f"{-(-nproc // tp) * tp}, or change --tp"
+        )
+    if not is_rank() and nproc > 1:
         from fastpar.run_folder import check_out
 
-        if config.text.batch_size < config.system.nproc:
-            derive_batch(config.text, 1, config.system.nproc)
+        if config.text.batch_size < nproc // tp:
+            derive_batch(config.text, 1, nproc // tp)
         check_out(config)  # before the ranks start, which takes seconds
         return launch(["train", *arguments], config.system.nproc, threads=config.system.threads)
     from fastpar.train import train

@@ -131,7 +131,7 @@ class DataSettings:
     micro_batch_size: int | None = None
     """Sequences a rank computes at once; unset: as many as fit 16384 tokens."""
     grad_accum_steps: int | None = None
-    """Micro-batches a rank and step; unset: batch-size / (ranks * micro-batch-size)."""
+    """Micro-batches a rank and step; unset: batch-size / (nproc / tp * micro-batch-size)."""
 
 
 @dataclass(frozen=True)
@@ -201,13 +201,17 @@ class SystemSettings:
     compile: bool = False
     """torch.compile the model: a slow start, then faster."""
     deterministic: bool = False
-    """The same bits at every stage and split of a step into ranks and micro-batches."""
+    """The same bits at every stage and split of a step into dp ranks and micro-batches."""
 
 
 @dataclass(frozen=True)
 class ParallelSettings:
     """What ranks share out, how gradients are summed, what blocks keep for backward."""
 
+    tp: int = 1
+    """Neighbouring ranks that split every layer; nproc / tp such groups share out the batch."""
+    sequence_parallel: bool = True
+    """Ranks of --tp share out the tokens between split layers, or each works on all of them."""
     zero_stage: Annotated[Literal[0, 1, 2, 3], _also("--zero")] = 0
     """Ranks share 0: nothing, 1: the optimizer's state, 2: and gradients, 3: and weights."""
     shard_size: int | None = None
@@ -286,11 +290,18 @@ class TrainConfig(TrainFlags):
                 f"train: expected min_lr <= lr={self.optim.lr}, got min_lr={self.optim.min_lr}; "
                 "lower --min-lr or raise --lr"
             )
-        if self.optim.optimizer == "adafactor" and self.parallel.zero_stage:
+        stage, tp = self.parallel.zero_stage, self.parallel.tp
+        if self.optim.optimizer == "adafactor" and (stage or tp > 1):
             raise ValueError(
-                "train: expected zero_stage=0 with optimizer=adafactor, whose means of rows and "
-                f"columns need whole matrices, got zero_stage={self.parallel.zero_stage}; use "
-                "--optimizer adamw, or leave --zero out"
+                "train: expected zero_stage=0 and tp=1 with optimizer=adafactor, whose means of "
+                f"rows and columns need whole matrices, got zero_stage={stage}, tp={tp}; use "
+                "--optimizer adamw, or leave --zero and --tp out"
+            )
+        if self.optim.moment_dtype == "int8" and tp > 1:
+            raise ValueError(
+                "train: expected moment_dtype fp32 or bf16 with tp > 1, got moment_dtype=int8 with "
+                f"tp={tp}; blocks of 8-bit numbers end with a rank's slice and make no checkpoint: "
+                "use --moment-dtype bf16"
             )
         check_storage(self.optim, str(self.system.dtype))
         check_parallel(
@@ -304,7 +315,8 @@ class TrainConfig(TrainFlags):
         if self.run.max_time is not None:
             parse_seconds(self.run.max_time)
         if self.shape.init_from is None:
-            self.model_config(vocab_size=1)  # sizes are refused before the text is read
+            # Sizes are refused before the text is read.
+            check_split(self.parallel, self.model_config(vocab_size=1))
 
     def settings(self) -> dict[str, Any]:
         """Every setting by its own name, without the groups: what config.json holds."""
@@ -406,6 +418,20 @@ def check_parallel(parallel: ParallelSettings, dtype: str, *, deterministic: boo
             )
 
 
+def check_split(parallel: ParallelSettings, shape: GPTConfig) -> None:
+    """Refuse a tp that does not divide what it splits of a model."""
+    if shape.n_head % parallel.tp:
+        raise ValueError(
+            f"train: expected tp to divide n_head={shape.n_head}, got tp={parallel.tp}; attention "
+            "is split by heads: change --tp"
+        )
+    if parallel.sequence_parallel and shape.block_size % parallel.tp:
+        raise ValueError(
+            f"train: expected tp to divide block_size={shape.block_size} under sequence "
+            f"parallelism, got tp={parallel.tp}; change --tp, or add --no-sequence-parallel"
+        )
+
+
 def _settings_by_name() -> dict[str, tuple[str, Any]]:
     """Name of every setting -> (its group, its type)."""
     groups = get_type_hints(TrainConfig)
@@ -419,7 +445,7 @@ def _settings_by_name() -> dict[str, tuple[str, Any]]:
 _SETTINGS = _settings_by_name()
 _AT_LEAST: dict[str, float] = {
     **dict.fromkeys(("batch_size", "micro_batch_size", "grad_accum_steps", "max_steps"), 1),
-    **dict.fromkeys(("eval_batches", "nproc", "threads", "shard_size"), 1),
+    **dict.fromkeys(("eval_batches", "nproc", "threads", "shard_size", "tp"), 1),
     **dict.fromkeys(("eval_every", "save_every", "keep_last", "warmup_steps", "min_lr"), 0),
     **dict.fromkeys(("weight_decay", "max_grad_norm", "num_samples", "max_new_tokens"), 0),
     **dict.fromkeys(("temperature", "top_k"), 0),
@@ -429,29 +455,30 @@ _AT_LEAST: dict[str, float] = {
 AUTO_MICRO_BATCH_TOKENS = 16384
 
 
-def derive_batch(settings: DataSettings, block_size: int, world_size: int) -> tuple[int, int]:
-    """(micro_batch_size, grad_accum_steps) with batch_size = world_size * both.
+def derive_batch(settings: DataSettings, block_size: int, dp_size: int) -> tuple[int, int]:
+    """(micro_batch_size, grad_accum_steps) with batch_size = dp_size * both.
 
+    Args:
+        dp_size: ranks, or groups of tp ranks, that compute different sequences.
     Raises:
-        ValueError: batch_size has fewer sequences than ranks, or does not divide.
+        ValueError: batch_size has fewer sequences than these, or does not divide.
     """
     rows, micro, accum = settings.batch_size, settings.micro_batch_size, settings.grad_accum_steps
-    if rows < world_size:
+    if rows < dp_size:
         raise ValueError(
-            f"train: expected at least one sequence a rank, got batch_size={rows} for "
-            f"{world_size} ranks; use at most {rows} ranks or raise --batch-size"
+            f"train: expected at least one sequence for each of dp={dp_size} (ranks / tp), got "
+            f"batch_size={rows}; use fewer ranks or raise --batch-size"
         )
     if micro is None:
-        micro = max(1, rows // world_size // (accum or 1))
+        micro = max(1, rows // dp_size // (accum or 1))
         limit = micro if accum else max(1, AUTO_MICRO_BATCH_TOKENS // block_size)
         micro = max(m for m in range(1, min(micro, limit) + 1) if micro % m == 0)
     if accum is None:
-        accum = max(1, rows // (world_size * micro))
-    if rows != world_size * micro * accum:
+        accum = max(1, rows // (dp_size * micro))
+    if rows != dp_size * micro * accum:
         raise ValueError(
-            "train: expected batch_size = ranks * micro_batch_size * grad_accum_steps = "
-            f"{world_size} * {micro} * {accum} = {world_size * micro * accum}, got "
-            f"batch_size={rows}; change --batch-size, or leave out --micro-batch-size and "
-            "--grad-accum-steps"
+            "train: expected batch_size = dp (ranks / tp) * micro_batch_size * grad_accum_steps = "
+            f"{dp_size} * {micro} * {accum} = {dp_size * micro * accum}, got batch_size={rows}; "
+            "change --batch-size, or leave out --micro-batch-size and --grad-accum-steps"
         )
     return micro, accum

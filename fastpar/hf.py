@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpar.config import GPTConfig
+from fastpar.engine import engine_of_parameter
 from fastpar.model import GPT
 from fastpar.tensor_file import Spec, TensorFile
 
@@ -39,8 +40,21 @@ REQUIRED: dict[str, tuple[Any, ...]] = {
 
 
 def to_hf_tensors(model: GPT) -> dict[str, Tensor]:
-    """The model's weights by transformers' names: views, without the vocabulary's padding rows."""
+    """The model's weights by transformers' names: views, without the vocabulary's padding rows.
+
+    Raises:
+        ValueError: a model that tp ranks split.
+    """
+    _check_whole("to_hf_tensors", model)
     return {PREFIX + name: _to_hf(model, name, p) for name, p in model.named_parameters()}
+
+
+def _check_whole(caller: str, model: GPT) -> None:
+    if model.tp is not None:
+        raise ValueError(
+            f"{caller}: expected a model whose weights are whole on a rank, got one with "
+            f"tp={model.tp.size}; load_hf() reads it from a checkpoint of save_checkpoint"
+        )
 
 
 def _to_hf(model: GPT, name: str, p: Tensor) -> Tensor:
@@ -50,16 +64,29 @@ def _to_hf(model: GPT, name: str, p: Tensor) -> Tensor:
     return tensor.t() if name.endswith(CONV1D) else tensor
 
 
+def _hf_specs(model: GPT) -> dict[str, Spec]:
+    """Name -> dtype and shape in transformers' files, of whole tensors also where ranks split."""
+    specs = {}
+    for name, p in model.named_parameters():
+        engine = engine_of_parameter(p)
+        shape = p.shape if engine is None else engine.whole_shape(p)
+        whole = torch.empty(shape, dtype=p.dtype, device="meta")
+        specs[PREFIX + name] = Spec(p.dtype, _to_hf(model, name, whole).shape)
+    return specs
+
+
 @torch.no_grad()
 def load_hf_tensors(model: GPT, tensors: Mapping[str, Tensor]) -> None:
     """Copies transformers' weights into the model, converting to its dtype; all or nothing.
+
+    Of a model that tp ranks split each copies its slices; all pass whole tensors.
 
     Raises:
         ValueError: the first tensor that is missing, has another shape, or does not belong to a
             GPT-2 of this shape; an lm_head.weight that is not wte.weight.
     """
     given = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
-    ours = {name.removeprefix(PREFIX): p for name, p in to_hf_tensors(model).items()}
+    ours = {name.removeprefix(PREFIX): spec for name, spec in _hf_specs(model).items()}
     head = given.pop("lm_head.weight", None)
     if head is not None:  # a writer that drops tied copies may have kept this one
         wte = given.setdefault("wte.weight", head)
@@ -68,15 +95,15 @@ def load_hf_tensors(model: GPT, tensors: Mapping[str, Tensor]) -> None:
                 "load_hf_tensors: expected lm_head.weight equal to transformer.wte.weight (a tied "
                 "head), got other values; untied models are not supported"
             )
-    for name, p in ours.items():
+    for name, (_, shape) in ours.items():
         if name not in given:
             raise ValueError(
                 f"load_hf_tensors: expected a tensor {PREFIX}{name}, got none of this name; "
                 "pass the weights of a GPT2LMHeadModel of the model's shape"
             )
-        if given[name].shape != p.shape:
+        if given[name].shape != shape:
             raise ValueError(
-                f"load_hf_tensors: expected {PREFIX}{name} of shape {list(p.shape)}, got "
+                f"load_hf_tensors: expected {PREFIX}{name} of shape {list(shape)}, got "
                 f"shape={list(given[name].shape)}; build the model with the sizes of the weights"
             )
     for name in given:
@@ -85,9 +112,14 @@ def load_hf_tensors(model: GPT, tensors: Mapping[str, Tensor]) -> None:
                 f"load_hf_tensors: expected only weights of a GPT-2 with n_layer="
                 f"{model.config.n_layer}, got {name}; build the model with the sizes of the weights"
             )
-    for name, p in ours.items():
-        p.copy_(given[name])
-    model.wte.weight[model.config.vocab_size :] = 0.0
+    for name, p in model.named_parameters():
+        values = given[name].t() if name.endswith(CONV1D) else given[name]
+        engine = engine_of_parameter(p)
+        if engine is not None and engine.declared is not None:
+            p.copy_(engine.declared.cut(values, p))  # pads the vocabulary's last slice with 0
+        else:
+            p[: len(values)].copy_(values)
+            p[len(values) :] = 0.0
 
 
 def load_hf(
@@ -151,8 +183,11 @@ def save_hf(
             order of model.named_parameters(), and dropped when they are written.
     Raises:
         ValueError: the folder holds a model already; max_shard_bytes < 1; a dtype of the
-            parameters that from_pretrained would not keep.
+            parameters that from_pretrained would not keep; a model that tp ranks split, without
+            whole.
     """
+    if whole is None:
+        _check_whole("save_hf", model)
     folder = Path(folder)
     if (folder / "config.json").exists():
         raise ValueError(
@@ -170,16 +205,16 @@ def save_hf(
             f"dtype={model.wte.weight.dtype}; convert the model with .float() first"
         )
     parameters = dict(model.named_parameters())
-    tensors = to_hf_tensors(model)
+    specs = _hf_specs(model)
     shards: list[list[str]] = [[]]
     shard_bytes = total_bytes = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and shard_bytes + tensor.nbytes > max_shard_bytes:
+    for name, spec in specs.items():
+        if shards[-1] and shard_bytes + spec.nbytes > max_shard_bytes:
             shards.append([])
             shard_bytes = 0
         shards[-1].append(name)
-        shard_bytes += tensor.nbytes
-        total_bytes += tensor.nbytes
+        shard_bytes += spec.nbytes
+        total_bytes += spec.nbytes
 
     folder.mkdir(parents=True, exist_ok=True)
     weight_map = {}
@@ -187,10 +222,9 @@ def save_hf(
         file = (
             WEIGHTS_FILE if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
         )
-        specs = {name: Spec(tensors[name].dtype, tensors[name].shape) for name in names}
         with (
             _Replacing(folder / file) as temporary,
-            TensorFile(temporary, specs, {"format": "pt"}) as out,
+            TensorFile(temporary, {name: specs[name] for name in names}, {"format": "pt"}) as out,
         ):
             for name in names:
                 p = parameters[name.removeprefix(PREFIX)]

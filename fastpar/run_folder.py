@@ -75,9 +75,9 @@ class RunFolder:
         config: of the run; --out names the folder, otherwise the first free one of runs/NAME,
             runs/NAME-2, ... is made.
         step: steps done; metrics of later ones are dropped, they come again.
-        facts: what was chosen for this start: device, dtype, world_size, threads, block_size,
-            micro_batch_size, grad_accum_steps, zero_stage, n_shards, accumulate, transport,
-            storage.
+        facts: what was chosen for this start: device, dtype, world_size, tp, sequence_parallel,
+            threads, block_size, micro_batch_size, grad_accum_steps, zero_stage, n_shards,
+            accumulate, transport, storage.
     Attributes:
         path: of the folder.
         header: lines that say what runs where, every automatic choice among them.
@@ -106,18 +106,24 @@ class RunFolder:
         self._log = MetricsLog(
             self.path / "metrics.jsonl", resume_step=step, tensorboard=self.path / "tensorboard"
         )
-        shape, rows, ranks = model.config, config.text.batch_size, facts["world_size"]
-        tokens = rows * facts["block_size"]
+        shape, rows, tp = model.config, config.text.batch_size, facts["tp"]
+        tokens, axes = rows * facts["block_size"], ""
+        dp = f"ranks {facts['world_size']}"
+        if tp > 1:
+            dp = f"dp {facts['world_size'] // tp}"
+            kind = "sequence parallel" if facts["sequence_parallel"] else "no sequence parallelism"
+            axes = f"{dp} * tp {tp} ({kind}), "
         self.header = (
-            f"fastpar  {__version__}, torch {torch.__version__}, {facts['device']}, ranks {ranks}, "
+            f"fastpar  {__version__}, torch {torch.__version__}, {facts['device']}, "
+            f"ranks {facts['world_size']}, "
             f"threads a rank {facts['threads']}, {facts['dtype']}",
             f"model    {size}: {shape.n_layer} layers, {shape.n_head} heads, {shape.n_embd} wide, "
             f"context {facts['block_size']}, dropout {shape.dropout}, "
             f"{model.num_parameters():,} parameters",
             f"text     {data.describe()}",
-            f"batch    {tokens:,} tokens a step: {rows} sequences = ranks {ranks} * micro-batch "
+            f"batch    {tokens:,} tokens a step: {rows} sequences = {dp} * micro-batch "
             f"{facts['micro_batch_size']} * accumulation {facts['grad_accum_steps']}",
-            f"ranks    stage {facts['zero_stage']}, shards {facts['n_shards']}, transport "
+            f"ranks    {axes}stage {facts['zero_stage']}, shards {facts['n_shards']}, transport "
             f"{facts['transport']}, accumulate {facts['accumulate']}; {facts['storage']}",
             f"run      {self.path}{note}, steps {step} to {config.run.max_steps}",
             *(f"changed  {change}" for change in changes),

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from fastpar.checkpoint import checkpoint_folder, newest_checkpoint, step_of
-from fastpar.config import GPTConfig, TrainConfig
+from fastpar.config import GPTConfig, TrainConfig, check_split
 from fastpar.data import TextData, load_data
 from fastpar.hf import load_hf
 from fastpar.mesh import Mesh
@@ -48,6 +48,7 @@ def load_model_and_data(
             model = GPT(GPTConfig(**state["model"]))
         else:
             model = load_hf(source, dropout=config.shape.dropout)
+        check_split(config.parallel, model.config)
         block_size = config.shape.block_size or model.config.block_size
         if block_size > model.config.block_size:
             raise ValueError(

@@ -1,11 +1,12 @@
 """The training loop of one rank: batches by global sample index, one control exchange a step.
 
-[Note: who takes which samples] A step of W ranks with A micro-batches of b sequences uses the
+[Note: who takes which samples] A step of W dp ranks with A micro-batches of b sequences uses the
 global samples [n, n + A*W*b), n being how many were used before; micro-batch m of the step takes b
 of them from n + m*b on, and its dropout key names the first. Micro-batch j of rank r is number
 j*W + r where each is reduced when it is there (accumulate="shard"), r*A + j where a rank first adds
 up its own ("full"). So the same samples are summed, with the same masks, however W * A is split,
-and in deterministic mode they are added in the same tree: the same bits, at every stage.
+and in deterministic mode they are added in the same tree: the same bits, at every stage. The ranks
+that split one model have one dp rank, so they take the same samples.
 
 [Note: control] A step has one small exchange, the engine's: the trainer adds its loss to it, and
 who wishes to stop, because of a signal or of rank 0's clock. Every rank reads the same sums, so all
@@ -15,7 +16,8 @@ the device. With a loss scale they are read at once, because the next step's sca
 
 [Note: who forwards] At stage 3 a forward gathers weights, so all ranks forward together: in
 validation, a rank whose share of the windows is used up goes through the model once more for
-nothing. The sample at the end is rank 0's alone: there the model of the last checkpoint draws.
+nothing. The sample at the end is rank 0's alone, which may have a part of the weights: there the
+model of the last checkpoint draws.
 """
 
 from __future__ import annotations
@@ -82,7 +84,7 @@ def train(config: TrainConfig) -> int:
         )
     if system.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
-    mesh = Mesh(device="cpu" if system.device == "cpu" else None)
+    mesh = Mesh(tp=config.parallel.tp, device="cpu" if system.device == "cpu" else None)
     if mesh.device.type == "cpu":
         keep_freed_memory()
     else:
@@ -138,6 +140,7 @@ class Trainer:
             grad_accum_steps=self.grad_accum_steps,
             deterministic=config.system.deterministic,
             transport=parallel.transport,
+            sequence_parallel=parallel.sequence_parallel,
         )
         recompute(self.model, parallel.activation_checkpointing)
         self.engine = engine_of(self.model)
@@ -226,7 +229,7 @@ class Trainer:
         self.mesh.close()  # what follows is rank 0's alone
         if self.folder is not None:
             model: GPT = self.model
-            if self.engine.zero_stage and stop <= 0:
+            if self.engine.shares and stop <= 0:
                 model = load_hf(checkpoint_folder(self.folder.path, self.step))
             self.folder.finish(
                 model.to(self.mesh.device),
@@ -272,7 +275,7 @@ class Trainer:
         if scale is not None:
             optimizer.grad_scale = scale
         wishes = _to_device(torch.tensor(self._wishes(), dtype=torch.float64), mesh.device)
-        self.engine.contribute(torch.cat(((loss / mesh.dp_size).reshape(1), wishes)))
+        self.engine.contribute(torch.cat(((loss / mesh.world_size).reshape(1), wishes)))
         optimizer.step()
         optimizer.zero_grad()
         samples = self.grad_accum_steps * mesh.dp_size * rows
@@ -441,6 +444,8 @@ class Trainer:
             "device": torch.cuda.get_device_name() if on_gpu else "CPU",
             "dtype": self.dtype_name,
             "world_size": mesh.world_size,
+            "tp": mesh.tp_size,
+            "sequence_parallel": mesh.tp_size > 1 and self.config.parallel.sequence_parallel,
             "threads": torch.get_num_threads(),
             "block_size": self.block_size,
             "micro_batch_size": self.micro_batch_size,
