@@ -209,9 +209,9 @@ class ParallelSettings:
     """What ranks share out, how gradients are summed, what blocks keep for backward."""
 
     tp: int = 1
-    """Neighbouring ranks that split every layer; nproc / tp such groups share out the batch."""
+    """Neighbouring ranks that split each layer."""
     sequence_parallel: bool = True
-    """Ranks of --tp share out the tokens between split layers, or each works on all of them."""
+    """They share out the tokens, too, where layers are not split."""
     zero_stage: Annotated[Literal[0, 1, 2, 3], _also("--zero")] = 0
     """Ranks share 0: nothing, 1: the optimizer's state, 2: and gradients, 3: and weights."""
     shard_size: int | None = None

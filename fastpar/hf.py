@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpar.config import GPTConfig
+from fastpar.declared import Declared
 from fastpar.engine import engine_of_parameter
 from fastpar.model import GPT
 from fastpar.tensor_file import Spec, TensorFile
@@ -64,12 +65,17 @@ def _to_hf(model: GPT, name: str, p: Tensor) -> Tensor:
     return tensor.t() if name.endswith(CONV1D) else tensor
 
 
+def _declared(model: GPT) -> Declared | None:
+    """The states of parameters that tp ranks split, the frozen ones' among them."""
+    engines = map(engine_of_parameter, model.parameters())
+    return next((engine.declared for engine in engines if engine is not None), None)
+
+
 def _hf_specs(model: GPT) -> dict[str, Spec]:
     """Name -> dtype and shape in transformers' files, of whole tensors also where ranks split."""
-    specs = {}
+    specs, declared = {}, _declared(model)
     for name, p in model.named_parameters():
-        engine = engine_of_parameter(p)
-        shape = p.shape if engine is None else engine.whole_shape(p)
+        shape = p.shape if declared is None else declared.whole_shape(p)
         whole = torch.empty(shape, dtype=p.dtype, device="meta")
         specs[PREFIX + name] = Spec(p.dtype, _to_hf(model, name, whole).shape)
     return specs
@@ -112,11 +118,11 @@ def load_hf_tensors(model: GPT, tensors: Mapping[str, Tensor]) -> None:
                 f"load_hf_tensors: expected only weights of a GPT-2 with n_layer="
                 f"{model.config.n_layer}, got {name}; build the model with the sizes of the weights"
             )
+    declared = _declared(model)
     for name, p in model.named_parameters():
         values = given[name].t() if name.endswith(CONV1D) else given[name]
-        engine = engine_of_parameter(p)
-        if engine is not None and engine.declared is not None:
-            p.copy_(engine.declared.cut(values, p))  # pads the vocabulary's last slice with 0
+        if declared is not None:
+            p.copy_(declared.cut(values, p))  # pads the vocabulary's last slice with 0
         else:
             p[: len(values)].copy_(values)
             p[len(values) :] = 0.0

@@ -25,7 +25,8 @@ def find_checkpoint(config: TrainConfig, mesh: Mesh) -> Path | None:
     step = torch.zeros((), dtype=torch.int64, device=mesh.device)
     if mesh.is_main:
         step += step_of(newest_checkpoint(run))
-    mesh.broadcast_([step])
+    for axis in ("tp", "dp"):
+        mesh.broadcast_([step], axis)
     return checkpoint_folder(run, int(step))
 
 

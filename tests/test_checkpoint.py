@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,9 +22,12 @@ from fastpar.checkpoint import (
     verify_checkpoint,
 )
 from fastpar.config import GPTConfig
+from fastpar.mesh import Mesh
 from fastpar.model import GPT
 from fastpar.optim import AdamW
+from fastpar.parallel import parallelize
 from fastpar.schedule import param_groups
+from fastpar.testing import run_ranks
 from fastpar.tokenizer import make_tokenizer
 
 CONFIG = GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=8, vocab_size=131, dropout=0.1)
@@ -114,6 +118,104 @@ def test_every_form_of_state_comes_back(tmp_path, dtype, options):
     if dtype == torch.bfloat16:
         with pytest.raises(ValueError, match=r"of shape None, got shape=.*run's own settings"):
             load_checkpoint(path, model=plain, optimizer=its_optimizer)
+
+
+MESHES = [
+    (1, 1, 0), (2, 1, 3), (2, 2, 0), (4, 4, 0), (4, 2, 0), (4, 2, 1), (4, 2, 2), (4, 2, 3),
+]  # fmt: skip
+WIDE = replace(CONFIG, n_head=4, vocab_size=301)  # with tp=2 slices of 256 rows, the last with 45
+
+
+def on_mesh(ranks, tp, stage, work, *, frozen=(), dtype=torch.float32, **options):
+    """work(model, optimizer) on all ranks, after two steps."""
+
+    def one():
+        mesh = Mesh(tp=tp, device="cpu")
+        model = GPT(WIDE, seed=1).to(dtype)
+        for name in frozen:
+            model.get_parameter(name).requires_grad_(False)
+        parallelize(model, mesh, zero_stage=stage, grad_dtype=torch.float32)
+        optimizer = AdamW(param_groups(model, 0.1), **options)
+        generator = torch.Generator().manual_seed(ranks + tp + stage)  # others on each mesh
+        for _ in range(2):
+            idx = torch.randint(0, WIDE.vocab_size, (4, 9), generator=generator)
+            idx = idx.chunk(mesh.dp_size)[mesh.dp_rank]
+            model(idx[:, :-1], idx[:, 1:], rng_key=torch.tensor([1, 2])).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return work(model, optimizer)
+
+    return run_ranks(one, ranks)
+
+
+def written(path):
+    """The files of the weights and of the optimizer's state."""
+    return [(path / name).read_bytes() for name in ("model.safetensors", OPTIMIZER)]
+
+
+FROZEN = ("wte.weight", "h.0.attn.c_attn.weight", "h.1.ln_1.bias")
+
+
+@pytest.mark.parametrize(
+    ("frozen", "dtype", "options"),
+    [
+        ((), torch.float32, {}),
+        (FROZEN, torch.bfloat16, {"master_weights": True}),
+        pytest.param(
+            (),
+            torch.bfloat16,
+            {"master_weights": "remainder", "moment_dtype": torch.bfloat16},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(FROZEN, torch.float32, {"amsgrad": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_the_same_bytes_from_every_mesh(tmp_path, frozen, dtype, options):
+    """What a mesh has trained goes through the next one, and what one process has through all.
+
+    So a state has one form on disk, whoever read it before.
+    """
+
+    def work(model, optimizer):
+        made = model, optimizer
+        found = {"own": save(tmp_path / f"own {mesh}", made=made)}
+        for name, path in sources.items():
+            load_checkpoint(path, model=model, optimizer=optimizer)
+            found[name] = save(tmp_path / f"{name} {mesh}", made=made)
+        return found
+
+    sources = {}
+    for mesh in MESHES:
+        found = on_mesh(*mesh, work, frozen=frozen, dtype=dtype, **options)[0]
+        for name, path in sources.items():
+            assert written(found[name]) == written(path), (name, mesh)
+        assert all(written(found["own"]) != written(path) for path in sources.values())
+        sources = {"one": sources.get("one", found["own"]), "before": found["own"]}
+
+
+def test_with_tp_blocks_of_eight_bits_are_refused_on_every_rank(tmp_path):
+    def work(model, optimizer):
+        save(tmp_path, made=(model, optimizer))
+
+    with pytest.raises(ValueError, match=r"values of single elements of a parameter that is split"):
+        on_mesh(2, 2, 0, work, moment_dtype=torch.uint8)
+    assert not list_checkpoints(tmp_path)
+
+
+def test_the_checkpoint_of_another_model_is_refused_by_ranks_that_split_it(tmp_path):
+    for changes, message in (
+        ({"vocab_size": 300}, "vocab_size=300, got vocab_size=301"),  # in as many padded rows
+        ({"n_embd": 32}, "n_embd=32, got n_embd=16"),
+    ):
+        path = save(tmp_path, made=make(replace(WIDE, **changes)))
+
+        def work(model, optimizer, path=path, message=message):
+            before = [p.detach().clone() for p in model.parameters()]
+            with pytest.raises(ValueError, match=f"expected the model of .* with {message}; resu"):
+                load_checkpoint(path, model=model, optimizer=optimizer)
+            return all(map(torch.equal, before, model.parameters()))
+
+        assert on_mesh(2, 2, 0, work) == [True, True]
 
 
 def test_transformers_reads_the_link_to_the_newest(tmp_path):

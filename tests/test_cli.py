@@ -91,7 +91,20 @@ def test_flags_win_over_the_file_over_the_run_over_defaults(here):
             "train --shard-size 2",
             "train: expected zero_stage 1, 2 or 3 with shard_size, got zero_st",
         ),
-        ("train --nproc 4 --batch-size 2", "train: expected at least one sequence a rank, got bat"),
+        ("train --nproc 4 --batch-size 2", "train: expected at least one sequence for each of dp="),
+        (
+            "train --nproc 8 --tp 2 --batch-size 3",
+            "train: expected at least one sequence for each of dp=4 (ranks / tp), got batch_size=3",
+        ),
+        (
+            "train --nproc 6 --tp 4",
+            "train: expected nproc to be a multiple of tp=4, got nproc=6; use --nproc 8, or change",
+        ),
+        (
+            "train --tp 2",
+            "train: expected nproc to be a multiple of tp=2, got nproc=1; use --nproc 2",
+        ),
+        ("train --nproc 3 --tp 3", "train: expected tp to divide n_head=4, got tp=3; attention is"),
         ("train --nproc 2 --resume --out none", "train: expected a folder with a run to go on wit"),
         ("train --resume", "train: expected --out with --resume, got out=None; name the folder"),
         (

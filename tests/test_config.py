@@ -61,6 +61,16 @@ def test_formats_of_gradients_that_go_together():
         TrainConfig().replace(changes)
 
 
+def test_splits_that_go_together():
+    for changes in (
+        {"model": "micro", "tp": 4, "zero": 3, "moment_dtype": "bf16"},
+        {"model": "micro", "tp": 4, "block_size": 66, "sequence-parallel": False},
+        {"model": "gpt2-xl", "tp": 5, "block_size": 1000},
+        {"init_from": "a folder whose heads are not known yet", "tp": 3},
+    ):
+        TrainConfig().replace(changes)
+
+
 def test_sizes_are_refused_before_any_text_is_read():
     with pytest.raises(ValueError, match="expected n_embd divisible by n_head=4, got n_embd=130"):
         TrainConfig().replace({"model": "mini", "n_embd": 130})
@@ -118,7 +128,18 @@ def test_settings_have_one_name_each_and_go_there_and_back():
         ({"shard_size": 2}, r"expected zero_stage 1, 2 or 3 with shard_size, got zero_stage=0 "
          r"with shard_size=2; add --zero, or"),
         ({"optimizer": "adafactor", "zero_stage": 1},
-         r"expected zero_stage=0 with optimizer=adafactor, .* got zero_stage=1; use --op"),
+         r"zero_stage=0 and tp=1 with optimizer=adafactor, .* got zero_stage=1, tp=1; use --op"),
+        ({"optimizer": "adafactor", "tp": 2},
+         r"whose means of rows and columns need whole matrices, got zero_stage=0, tp=2; use --op"),
+        ({"moment_dtype": "int8", "tp": 2},
+         r"moment_dtype fp32 or bf16 with tp > 1, got moment_dtype=int8 with tp=2; .* --moment-d"),
+        ({"tp": 0}, r"train: expected tp >= 1, got tp=0; set --tp"),
+        ({"tp": True}, r"expected int for tp in f.toml, got tp=True"),
+        ({"sequence_parallel": 1}, r"expected bool for sequence_parallel in f.toml, got sequen"),
+        ({"model": "micro", "tp": 3}, r"train: expected tp to divide n_head=4, got tp=3; attent"),
+        ({"model": "micro", "tp": 8}, r"to divide n_head=4, got tp=8; .* by heads: change --tp"),
+        ({"model": "micro", "tp": 4, "block_size": 66},
+         r"to divide block_size=66 under sequence parallelism, got tp=4; .* --no-sequence-parall"),
         ({"shard_size": 0, "zero_stage": 1}, r"expected shard_size >= 1, got shard_size=0"),
         ({"accumulate": "none"}, r"expected one of auto, shard, full for accumulate"),
         ({"activation_checkpointing": "block"}, r"one of none, full, selective for activ"),
@@ -157,7 +178,8 @@ def test_batches_are_derived():
 
 def test_refused_batches():
     with pytest.raises(
-        ValueError, match=r"at least one sequence a rank, got batch_size=2 for 4 ranks; use at most"
+        ValueError,
+        match=r"at least one sequence for each of dp=4 \(ranks / tp\), got batch_size=2; use fewer",
     ):
         derive_batch(batch(2), 64, 4)
     for settings, ranks, product in (

@@ -3,6 +3,7 @@
 import copy
 import json
 import sys
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -12,9 +13,13 @@ from safetensors.torch import load_file, save_file
 
 import fastpar.hf as hf
 from fastpar.config import GPTConfig
+from fastpar.engine import engine_of
 from fastpar.hf import load_hf, load_hf_tensors, save_hf, to_hf_tensors
+from fastpar.mesh import Mesh
 from fastpar.model import GPT
+from fastpar.parallel import parallelize
 from fastpar.tensor_file import TensorFile
+from fastpar.testing import run_ranks
 
 TINY = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=67, dropout=0.0)
 # Odd vocabularies; head dims 40 and 64.
@@ -404,6 +409,46 @@ def test_parameters_are_asked_for_one_at_a_time_and_in_order(model, tmp_path):
     assert asked == list(values)
     for file in (tmp_path / "b").iterdir():
         assert (tmp_path / "a" / file.name).read_bytes() == file.read_bytes()
+
+
+@pytest.mark.parametrize("vocab_size", [67, 256, 301])  # 1, 2 and 3 times 128 rows
+@pytest.mark.parametrize("stage", [0, 3])
+def test_ranks_that_split_a_model_read_and_write_whole_tensors(tmp_path, vocab_size, stage):
+    config = replace(TINY, vocab_size=vocab_size)
+    model = GPT(config, seed=1)
+    save_hf(model, tmp_path / "whole")
+
+    def split():
+        parts = parallelize(GPT(config, seed=0), Mesh(tp=2, device="cpu"), zero_stage=stage)
+        engine = engine_of(parts)
+        with engine.gathered():
+            parts.wte.weight.detach().fill_(torch.nan)  # the padding's rows too
+        with engine.gathered():
+            load_hf_tensors(parts, load_file(tmp_path / "whole" / hf.WEIGHTS_FILE))
+        state = parts.state_dict()  # joins the slices
+        with engine.gathered():
+            rows = parts.wte.weight.detach().clone()
+        for call in (
+            lambda: to_hf_tensors(parts),
+            lambda: save_hf(parts, tmp_path / "not written"),
+        ):
+            with pytest.raises(ValueError, match=r"whole on a rank, got one with tp=2; load_hf"):
+                call()
+        if engine.mesh.is_main:
+            whole = iter(state.values())
+            save_hf(parts, tmp_path / "again", max_shard_bytes=30_000, whole=lambda p: next(whole))
+        return state, rows
+
+    for state, rows in run_ranks(split, 4 if stage else 2):
+        for name, p in model.state_dict().items():
+            assert torch.equal(state[name], p), name
+        assert rows.shape[0] == (256 if vocab_size == 301 else 128)
+        assert rows.isfinite().all()
+    save_hf(model, tmp_path / "expected", max_shard_bytes=30_000)
+    assert not (tmp_path / "not written").exists()
+    assert len(list((tmp_path / "expected").iterdir())) > 3
+    for file in (tmp_path / "expected").iterdir():
+        assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()
 
 
 def test_files_of_an_unfinished_save_are_not_read(model, tmp_path):

@@ -17,6 +17,8 @@ FACTS = {
     "device": "CPU",
     "dtype": "fp32",
     "world_size": 2,
+    "tp": 1,
+    "sequence_parallel": False,
     "threads": 1,
     "block_size": 8,
     "micro_batch_size": 4,
@@ -83,6 +85,19 @@ def test_header_names_every_automatic_choice(tmp_path, model):
                  "256 tokens a step: 32 sequences = ranks 2 * micro-batch 4 * accumulation 2",
                  "ranks    stage 2, shards 2, transport shm, accumulate shard; adamw, master weigh",
                  f"{model.num_parameters():,} parameters"):  # fmt: skip
+        assert part in text
+    assert "tp" not in text
+
+
+@pytest.mark.parametrize(
+    ("shared", "words"), [(True, "sequence parallel"), (False, "no sequence parallelism")]
+)
+def test_header_tells_how_ranks_are_split(tmp_path, monkeypatch, model, shared, words):
+    for key, value in {"world_size": 8, "tp": 4, "sequence_parallel": shared}.items():
+        monkeypatch.setitem(FACTS, key, value)
+    text = "\n".join(open_folder(model, out=str(tmp_path / "r")).header)
+    for part in ("CPU, ranks 8, threads", "32 sequences = dp 2 * micro-batch 4 * accumulation 2",
+                 f"ranks    dp 2 * tp 4 ({words}), stage 2, shards 2, tr"):  # fmt: skip
         assert part in text
 
 

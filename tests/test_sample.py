@@ -6,8 +6,11 @@ import pytest
 import torch
 
 from fastpar.config import GPTConfig
+from fastpar.mesh import Mesh
 from fastpar.model import GPT
+from fastpar.parallel import parallelize
 from fastpar.sample import SEPARATOR, _draw, generate, sample, stream_text
+from fastpar.testing import run_ranks
 
 TINY = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=8, vocab_size=67, dropout=0.5)
 
@@ -135,6 +138,14 @@ def test_top_k_of_one_and_a_tiny_temperature_are_greedy(model):
 def test_bad_arguments_are_refused_at_the_call(model, kwargs, message):
     with pytest.raises(ValueError, match=f"generate: {message}"):
         generate(model, **{"idx": torch.tensor([[1]]), "max_new_tokens": 1, **kwargs})
+
+
+def test_a_split_model_is_refused():
+    def draw():
+        generate(parallelize(GPT(TINY), Mesh(device="cpu", tp=2)), torch.tensor([[1]]), 1)
+
+    with pytest.raises(ValueError, match=r"generate: expected a model .* got one with tp=2; load_"):
+        run_ranks(draw, 2)
 
 
 def test_ids_outside_the_vocabulary_are_refused(model):

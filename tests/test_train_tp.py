@@ -1,0 +1,160 @@
+"""The trainer on ranks that split the model: the curve of one process, checkpoints, resume."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_train import TINY, bits, curve, forget_after, here  # noqa: F401
+
+from fastpar.cli import main
+from fastpar.config import TrainConfig
+from fastpar.mesh import Mesh
+from fastpar.metrics import read_metrics
+from fastpar.testing import run_ranks
+from fastpar.train import Trainer
+
+FEW = {**TINY, "n_head": 4, "n_layer": 2, "micro_batch_size": 2, "max_steps": 4, "save_every": 2}
+MESHES = [
+    (2, {"tp": 2}),
+    (2, {"tp": 2, "sequence_parallel": False}),
+    (4, {"tp": 4}),
+    (4, {"tp": 4, "sequence_parallel": False, "accumulate": "shard"}),
+    *((4, {"tp": 2, "zero_stage": stage}) for stage in range(4)),
+    (4, {"tp": 2, "zero_stage": 2, "sequence_parallel": False}),
+    (4, {"tp": 2, "zero_stage": 3, "activation_checkpointing": "full"}),
+    (4, {"tp": 2, "zero_stage": 1, "activation_checkpointing": "selective"}),
+]
+# The losses of these runs are near 5.5, their norms below that; single precision has 24 bits, and
+# before clipping and dividing by sqrt(exp_avg_sq) a step hands on what its sums of some hundred
+# products were rounded by: less than 2**5 units in the last place.
+ROUNDING = 2.0 ** -(24 - 5)
+
+
+def rank(changes):
+    """One rank of a run; its exit status."""
+    config = TrainConfig().replace({**FEW, **changes})
+    return Trainer(config, Mesh(tp=config.parallel.tp, device="cpu")).run()
+
+
+def run(out, ranks, **changes):
+    """All ranks, as threads."""
+    assert run_ranks(rank, ranks, {"out": out, **changes}) == [0] * ranks
+
+
+def values(out, *names):
+    """Of every row that has them."""
+    return [row[name] for row in curve(out) for name in names if name in row]
+
+
+def numbers(changes):
+    """(step, loss) of validations and (loss, norm, wishes) of steps, on one rank."""
+    config = TrainConfig().replace({**FEW, **changes})
+    trainer = Trainer(config, Mesh(tp=config.parallel.tp, device="cpu"))
+    found = []
+    for _ in range(3):
+        trainer.validate()
+        found += [torch.tensor(trainer.val).double(), trainer.train_step().values]
+    return torch.cat(found)
+
+
+def test_every_mesh_gives_the_curve_of_one_process(here):  # noqa: F811
+    """Dropout and clipping are on; 8 sequences in micro-batches of two."""
+    [one] = run_ranks(numbers, 1, {})
+    for ranks, changes in MESHES:
+        found = run_ranks(numbers, ranks, changes)
+        assert all(torch.equal(x, found[0]) for x in found), changes
+        torch.testing.assert_close(found[0], one, rtol=ROUNDING, atol=0)
+
+
+def test_ranks_of_one_tp_give_the_same_bits_at_every_stage_and_cut(here):  # noqa: F811
+    """In deterministic mode."""
+    whole = {"deterministic": True, "tp": 2}
+    run("one", 2, **whole)
+    for stage in range(4):
+        run(f"z{stage}", 4, **whole, zero_stage=stage)
+        assert bits(f"z{stage}", 4) == bits("one", 4)
+        assert values(f"z{stage}", "loss", "grad_norm") == values("one", "loss", "grad_norm")
+        assert Path(f"z{stage}/samples.txt").read_bytes() == Path("one/samples.txt").read_bytes()
+
+
+def test_resume_equals_the_uninterrupted_run_on_the_same_mesh(here):  # noqa: F811
+    changes = {"tp": 2, "zero_stage": 3}
+    run("r", 4, **changes)
+    before = curve("r"), bits("r", 4)
+    forget_after("r", 2)
+    run("r", 4, **changes, resume=True)
+    assert (curve("r"), bits("r", 4)) == before
+
+
+def test_a_run_goes_on_on_any_mesh(here):  # noqa: F811
+    """One process, then meshes that split it, one step each: the curve of one process."""
+    run("whole", 1, save_every=1)
+    run("cut", 1, save_every=1)
+    for step, (ranks, changes) in enumerate(
+        [
+            (4, {"tp": 2, "zero_stage": 3}),
+            (4, {"tp": 4, "sequence_parallel": False}),
+            (2, {"tp": 1, "zero_stage": 1}),
+        ],
+        1,
+    ):
+        forget_after("cut", step)
+        run("cut", ranks, **changes, save_every=1, resume=True)
+    names = ("loss", "grad_norm", "val_loss")
+    assert values("cut", *names) == pytest.approx(values("whole", *names), rel=ROUNDING)
+
+
+def test_another_models_checkpoint_is_refused_on_every_rank(here):  # noqa: F811
+    run("r", 2, tp=2, max_steps=1)
+    changes = {"out": "r", "resume": True, "tp": 4, "n_embd": 32}
+    errors = run_ranks(rank, 4, changes, return_exceptions=True)
+    for error in errors:
+        assert "expected the model of r/checkpoints/step_000001 with n_embd=16, got n_embd" in str(
+            error
+        )
+
+
+def test_the_time_is_up_for_all_ranks(here):  # noqa: F811
+    run("r", 4, tp=2, zero_stage=2, max_steps=10**6, max_time="1s", eval_every=0, save_every=0)
+    [step] = [p.name for p in Path("r/checkpoints").iterdir()]
+    assert int(step.removeprefix("step_")) == read_metrics("r/metrics.jsonl")[-1]["step"] < 10**6
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_sample_and_export_take_a_run_of_tp_ranks(here, capsys, tp):  # noqa: F811
+    """The text at the end of the run is that of the weights it saved, whole."""
+    run("r", 4, tp=tp, num_samples=2)
+    drawn = Path("r/samples.txt").read_text().partition("\n")[2]
+    capsys.readouterr()
+    options = ["--num-samples=2", f"--max-new-tokens={TINY['max_new_tokens']}", "--seed=1"]
+    assert main(["sample", "--out=r", *options]) == 0
+    assert capsys.readouterr().out == drawn
+    assert main(["export", "--out=r", "--to=given"]) == 0
+    assert main(["sample", "--checkpoint=given", *options]) == 0
+    assert capsys.readouterr().out.endswith(drawn)
+
+
+FLAGS = [f"--{name.replace('_', '-')}={value}" for name, value in FEW.items()]
+FASTPAR = [sys.executable, "-m", "fastpar"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+def command(*arguments):
+    """What a command printed."""
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_processes_print_the_curve_of_one(here):  # noqa: F811
+    run("one", 1)
+    told = command(*FASTPAR, "train", *FLAGS, "--nproc=4", "--tp=2", "--zero=2", "--out=four")
+    assert "ranks    dp 2 * tp 2 (sequence parallel), stage 2, shards 2, transport shm" in told
+    command(*TORCHRUN, "-m", "fastpar", "train", *FLAGS, "--tp=2", "--out=two")
+    names = ("loss", "grad_norm", "val_loss")
+    for out in ("four", "two"):
+        assert values(out, *names) == pytest.approx(values("one", *names), rel=ROUNDING)
+    command(*TORCHRUN, "-m", "fastpar", "train", "--resume", "--out=four", "--max-steps=5")
+    assert len(values("four", "loss")) == 5
