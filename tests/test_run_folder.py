@@ -86,7 +86,7 @@ def test_header_names_every_automatic_choice(tmp_path, model):
                  "ranks    stage 2, shards 2, transport shm, accumulate shard; adamw, master weigh",
                  f"{model.num_parameters():,} parameters"):  # fmt: skip
         assert part in text
-    assert "tp" not in text
+    assert " tp " not in text
 
 
 @pytest.mark.parametrize(

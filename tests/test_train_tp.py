@@ -8,6 +8,7 @@ import pytest
 import torch
 from test_train import TINY, bits, curve, forget_after, here  # noqa: F401
 
+from fastpar import train as train_module
 from fastpar.cli import main
 from fastpar.config import TrainConfig
 from fastpar.mesh import Mesh
@@ -48,6 +49,17 @@ def values(out, *names):
     return [row[name] for row in curve(out) for name in names if name in row]
 
 
+@pytest.fixture
+def double(monkeypatch):
+    """Trains in fp64, where a difference that is no rounding cannot hide."""
+    real = train_module.parallelize
+    monkeypatch.setitem(train_module.DTYPES, "fp64", torch.float64)
+    monkeypatch.setattr(Trainer, "_pick_dtype", lambda self, state: "fp64")
+    monkeypatch.setattr(
+        train_module, "parallelize", lambda *a, **k: real(*a, **{**k, "grad_dtype": None})
+    )
+
+
 def numbers(changes):
     """(step, loss) of validations and (loss, norm, wishes) of steps, on one rank."""
     config = TrainConfig().replace({**FEW, **changes})
@@ -59,13 +71,13 @@ def numbers(changes):
     return torch.cat(found)
 
 
-def test_every_mesh_gives_the_curve_of_one_process(here):  # noqa: F811
+def test_every_mesh_gives_the_curve_of_one_process(here, double):  # noqa: F811
     """Dropout and clipping are on; 8 sequences in micro-batches of two."""
     [one] = run_ranks(numbers, 1, {})
     for ranks, changes in MESHES:
         found = run_ranks(numbers, ranks, changes)
         assert all(torch.equal(x, found[0]) for x in found), changes
-        torch.testing.assert_close(found[0], one, rtol=ROUNDING, atol=0)
+        torch.testing.assert_close(found[0], one, rtol=1e-12, atol=0)
 
 
 def test_ranks_of_one_tp_give_the_same_bits_at_every_stage_and_cut(here):  # noqa: F811
@@ -106,14 +118,10 @@ def test_a_run_goes_on_on_any_mesh(here):  # noqa: F811
     assert values("cut", *names) == pytest.approx(values("whole", *names), rel=ROUNDING)
 
 
-def test_another_models_checkpoint_is_refused_on_every_rank(here):  # noqa: F811
+def test_another_models_checkpoint_is_refused(here):  # noqa: F811
     run("r", 2, tp=2, max_steps=1)
-    changes = {"out": "r", "resume": True, "tp": 4, "n_embd": 32}
-    errors = run_ranks(rank, 4, changes, return_exceptions=True)
-    for error in errors:
-        assert "expected the model of r/checkpoints/step_000001 with n_embd=16, got n_embd" in str(
-            error
-        )
+    with pytest.raises(ValueError, match="the model of r/checkpoints/step_000001 with n_embd=16, "):
+        run("r", 4, tp=4, n_embd=32, resume=True)
 
 
 def test_the_time_is_up_for_all_ranks(here):  # noqa: F811
@@ -150,11 +158,10 @@ def command(*arguments):
 
 def test_processes_print_the_curve_of_one(here):  # noqa: F811
     run("one", 1)
+    names = ("loss", "grad_norm", "val_loss")
     told = command(*FASTPAR, "train", *FLAGS, "--nproc=4", "--tp=2", "--zero=2", "--out=four")
     assert "ranks    dp 2 * tp 2 (sequence parallel), stage 2, shards 2, transport shm" in told
-    command(*TORCHRUN, "-m", "fastpar", "train", *FLAGS, "--tp=2", "--out=two")
-    names = ("loss", "grad_norm", "val_loss")
-    for out in ("four", "two"):
-        assert values(out, *names) == pytest.approx(values("one", *names), rel=ROUNDING)
-    command(*TORCHRUN, "-m", "fastpar", "train", "--resume", "--out=four", "--max-steps=5")
-    assert len(values("four", "loss")) == 5
+    assert values("four", *names) == pytest.approx(values("one", *names), rel=ROUNDING)
+    forget_after("four", 2)
+    command(*TORCHRUN, "-m", "fastpar", "train", "--resume", "--out=four", "--zero=0")
+    assert values("four", *names) == pytest.approx(values("one", *names), rel=ROUNDING)
