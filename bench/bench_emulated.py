@@ -16,7 +16,7 @@ import contextlib
 import os
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,9 @@ from torch import Tensor
 from bench.emulated import (
     ETHERNET_1,
     ETHERNET_25,
+    NODES,
+    NVLINK,
+    PCIE,
     PROFILES,
     EmulatedMesh,
     Link,
@@ -61,10 +64,14 @@ class Setting:
     zero_stage: int
     bucket_mb: float | None = None
     prefetch: int = 1
+    tp: int = 1
+    sequence_parallel: bool = True
 
     def __str__(self) -> str:
         title = f"{self.size} T={self.config.block_size} B={self.batch_size}, {self.ranks} ranks, "
         title += f"stage {self.zero_stage}"
+        if self.tp > 1:
+            title += f", tp {self.tp}" + ", whole sequences" * (not self.sequence_parallel)
         if self.bucket_mb is not None:
             title += f", buckets of {self.bucket_mb:g} MB"
         return title + (f", prefetch {self.prefetch}" if self.prefetch != 1 else "")
@@ -92,6 +99,22 @@ def settings(device: str, quick: bool) -> Iterator[Setting]:
             yield Setting(size, config, 8, 8, stage)
 
 
+def tp_settings(device: str, quick: bool) -> Iterator[Setting]:
+    """For bench_tp.py: tp ranks that split a model, and data-parallel ones of the others."""
+    if device == "cpu" or quick:
+        size, config, batch = ("tiny", QUICK, 2) if quick else ("30M", SMALL, 4)
+        splits = [(size, config, batch, 2)]
+    else:
+        large = [("350M", 8), ("774M", 4), ("124M", 4), ("124M", 2)]
+        splits = [(n, GPTConfig.preset(SIZES[n], dropout=0.0), 8, tp) for n, tp in large]
+    for size, config, batch, tp in splits:
+        for ranks, stage in ((tp, 0), (8 * tp, 2)):
+            for sequence_parallel in (True, False):
+                yield Setting(
+                    size, config, batch, ranks, stage, tp=tp, sequence_parallel=sequence_parallel
+                )
+
+
 def curves(size: str, config: GPTConfig, batch_size: int, ranks: int) -> Iterator[Setting]:
     for bucket_mb in BUCKETS_MB:
         for stage in (0, 2):
@@ -107,7 +130,7 @@ class Rank:
         self.device = device
         on_gpu = device == "cuda"
         with contextlib.ExitStack() as stack:
-            mesh = stack.enter_context(EmulatedMesh(setting.ranks, device=device))
+            mesh = stack.enter_context(EmulatedMesh(setting.ranks, device=device, tp=setting.tp))
             self.link = Link(None, device)
             stack.callback(self.link.close)
             with torch.device("meta"):
@@ -123,6 +146,7 @@ class Rank:
                 reduce_dtype=torch.bfloat16 if on_gpu else None,
                 materialize=fill,
                 collectives=emulated(self.link),
+                sequence_parallel=setting.sequence_parallel,
             )
             self.engine: Engine = engine_of(self.model)
             self.optimizer: Any = AdamW(
@@ -164,7 +188,9 @@ def fill(name: str, tensor: Tensor) -> None:
             tensor.normal_(0.0, 0.02)
 
 
-def profiles_of(device: str) -> Sequence[Profile]:
+def profiles_of(device: str, tp: int = 1) -> Sequence[Profile]:
+    if tp > 1 and device == "cuda":
+        return (NVLINK, PCIE, NODES)
     return PROFILES if device == "cuda" else (ETHERNET_25, ETHERNET_1)
 
 
@@ -204,6 +230,7 @@ def rows_of(
             "zero_stage": setting.zero_stage,
             "bucket_mb": setting.bucket_mb,
             "prefetch": setting.prefetch,
+            "tp": setting.tp,
             "buckets": len(rank.engine.layout.buckets),
             "wire_mb": taken[0][2] / 1e6,
         }
@@ -215,8 +242,13 @@ def rows_of(
 
 
 def run(bench: Bench) -> None:
+    run_settings(bench, settings(bench.device, bench.quick))
+
+
+def run_settings(bench: Bench, these: Iterable[Setting]) -> None:
+    """Rows of each, as far as the time goes."""
     rounds, budget_s = (1, 0.0) if bench.quick else (5, 8.0 if bench.device == "cuda" else 40.0)
-    chosen = [s for s in settings(bench.device, bench.quick) if bench.only in str(s)]
+    chosen = [s for s in these if bench.only in str(s)]
     deadline = time.monotonic() + float(os.environ.get("FASTPAR_EMULATED_S", "inf"))
     for index, setting in enumerate(chosen):
         if time.monotonic() > deadline:
@@ -225,7 +257,9 @@ def run(bench: Bench) -> None:
         rank = None
         try:
             rank = Rank(setting, bench.device)
-            taken = measure(rank, profiles_of(bench.device), rounds=rounds, budget_s=budget_s)
+            taken = measure(
+                rank, profiles_of(bench.device, setting.tp), rounds=rounds, budget_s=budget_s
+            )
             rows = rows_of(bench, setting, rank, taken)
         except Exception as error:
             rows = [bench.row(str(setting), "step", BASELINE, torch.float32, refused=reason(error))]

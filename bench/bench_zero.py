@@ -37,6 +37,7 @@ from bench.harness import Bench, Timing, stopwatch
 from bench.parallel_peers import (
     DDP,
     SINGLE,
+    Contender,
     Settings,
     adamw_of,
     build,
@@ -165,18 +166,24 @@ class Rank:
         if trial.name.startswith("DeepSpeed"):
             import_deepspeed(trial.device)
         before = resident_bytes("VmRSS")
-        name = trial.name.removesuffix(STOCK)
-        self.contender = build(name, lambda: model_of(trial), trial.settings)
+        self.contender = self.build()
         gc.collect()
         forget_peak()
         self.first_losses = self.steps(0, GATE_STEPS)["losses"]
         self.peak = resident_bytes() - before
 
+    def build(self) -> Contender:
+        trial = self.trial
+        return build(trial.name.removesuffix(STOCK), lambda: model_of(trial), trial.settings)
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        return batch(self.trial.config, step, self.rank, self.trial.world_size)
+
     def steps(self, first: int, count: int) -> dict[str, list]:
         """Steps first .. first + count - 1: ms and loss of each, and what the engine reports."""
         times, losses, reports = [], [], []
         for index in range(first, first + count):
-            x, y = batch(self.trial.config, index, self.rank, self.trial.world_size)
+            x, y = self.batch(index)
             ms, _ = stopwatch(lambda x=x, y=y: losses.append(self.contender.step(x, y)), "cpu")  # type: ignore[misc]
             times.append(ms)
             reports.append(self.contender.report())
@@ -234,7 +241,7 @@ def judge(answers: Sequence[dict[str, float]], reference: dict[str, float]) -> f
 class Entry:
     """A contender that runs: its worker, its times, why it stopped."""
 
-    def __init__(self, trial: Trial, reference: dict[str, float]):
+    def __init__(self, trial: Trial, reference: dict[str, float], make: type[Rank] = Rank):
         self.trial = trial
         self.ms: list[float] = []
         self.notes: dict[str, Any] = {}
@@ -242,7 +249,7 @@ class Entry:
         self.refused: str | None = None
         self.worker: Worker | None = None
         try:
-            self.worker = Worker(trial, make=Rank)
+            self.worker = Worker(trial, make=make)
             self.peak_bytes = max(self.worker.call("peak_bytes"))
             self.notes["update_error"] = judge(self.worker.call("check"), reference)
         except WorkerError as error:
@@ -271,8 +278,8 @@ class Entry:
             self.worker = None
 
 
-def to_row(bench: Bench, case: str, entry: Entry, base_ms: Sequence[float]) -> Row:
-    """The row of an entry; base_ms: DDP's times of the same group."""
+def to_row(bench: Bench, case: str, entry: Entry, base_ms: Sequence[float], base: str = DDP) -> Row:
+    """The row of an entry; base_ms: the times of `base` in the same group."""
     trial = entry.trial
     row = bench.row(case, "step", trial.name, torch.float32, refused=entry.refused)
     row.threads = trial.threads
@@ -287,7 +294,7 @@ def to_row(bench: Bench, case: str, entry: Entry, base_ms: Sequence[float]) -> R
     row.tokens_per_s = 1e3 * trial.tokens_per_step / row.median_ms
     row.peak_bytes = entry.peak_bytes
     if base_ms:
-        row.baseline, row.speedup = DDP, statistics.median(base_ms) / row.median_ms
+        row.baseline, row.speedup = base, statistics.median(base_ms) / row.median_ms
     return row
 
 
@@ -320,12 +327,14 @@ def run_group(
     trials: Sequence[Trial],
     reference: dict[str, float],
     rounds: int,
+    make: type[Rank] = Rank,
 ) -> None:
+    """Turns of base and of each trial; their rows, with speed-ups over base."""
     entries: list[Entry] = []
     known = len(base.ms)
     try:
         for trial in trials:
-            entries.append(Entry(trial, reference))
+            entries.append(Entry(trial, reference, make))
         for turn in range(rounds):
             for entry in (base, *entries):
                 entry.turn(GATE_STEPS + turn, 1)
@@ -333,5 +342,6 @@ def run_group(
         for entry in entries:
             entry.close()
     base_ms = base.ms[known:]
-    bench.add(to_row(bench, case, base, base.ms))
-    bench.add(*(to_row(bench, case, entry, base_ms) for entry in entries))
+    name = base.trial.name
+    bench.add(to_row(bench, case, base, base.ms, name))
+    bench.add(*(to_row(bench, case, entry, base_ms, name) for entry in entries))

@@ -49,6 +49,7 @@ class Profile:
         gb_per_s: 1e9 bytes per second that one rank sends while it receives as many.
         latency_us: of one operation; bandwidths are line rates, latencies are assumptions.
         shared: see [Note: what is emulated].
+        inner: a link of its own for the ranks along tp, which are neighbours; None: they share it.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Profile:
     latency_us: float
     source: str
     shared: bool = True
+    inner: Profile | None = None
 
     def ms(self, n_bytes: float, passes: int = 1) -> float:
         """How long an operation takes that sends n_bytes and pays the latency `passes` times."""
@@ -75,6 +77,7 @@ ETHERNET_100 = Profile("100 GbE", 12.5, 30.0, "100 Gbit/s a rank (IEEE 802.3ba)"
 ETHERNET_25 = Profile("25 GbE", 3.125, 50.0, "25 Gbit/s a rank (IEEE 802.3by)")
 ETHERNET_1 = Profile("1 GbE", 0.125, 100.0, "1 Gbit/s a rank (IEEE 802.3ab); for CPUs")
 PROFILES = (NVLINK, PCIE, ETHERNET_100, ETHERNET_25)
+NODES = Profile("NVLink in 100 GbE", 12.5, 30.0, "nodes of tp ranks with NVLink", inner=NVLINK)
 
 
 class Op(NamedTuple):
@@ -114,8 +117,11 @@ class Link:
         self.ops.append(op)
         ms, name = 0.0, ""
         if self.profile is not None and op.world_size > 1:
-            ms = self.profile.ms(op.wire_bytes, passes)
-            name = "" if self.profile.shared else op.role
+            inside = self.profile.inner is not None and op.role == "tp"
+            profile = self.profile.inner if inside else self.profile
+            assert profile is not None
+            ms = profile.ms(op.wire_bytes, passes)
+            name = op.role if inside or not profile.shared else ""
         if name not in self._channels:
             self._channels[name] = _Thread() if self._cuda is None else _Stream(self._cuda)
         handle = self._channels[name].submit(ms, int(ms * self.cycles_per_ms), work)

@@ -4,10 +4,11 @@
 # on one H200; every part keeps what it has when its time is up, and no part's failure stops the
 # others.
 #
-#   bench/gpu.sh                    tests, ops, errors, train and emulated
-#   bench/gpu.sh --part ops         one part: tests | ops | errors | tune | train | emulated (also several)
+#   bench/gpu.sh                    tests, ops, errors, train, emulated and tp
+#   bench/gpu.sh --part ops         one part: tests | ops | errors | tune | train | emulated | tp (also several)
 #   bench/gpu.sh --part ops --op attention --op gelu  of the ops only these
 #   bench/gpu.sh --part emulated    overlap behind emulated links: alone it has time for all of them
+#   bench/gpu.sh --part tp          tensor parallelism behind emulated links
 #   bench/gpu.sh --part tune        tiles of the attention kernels: writes kernels/attention_configs.json
 #   bench/gpu.sh --device cpu --quick --part ops      the same code without a GPU, tiny shapes
 #
@@ -19,20 +20,20 @@ cd "$(dirname "$0")/.."
 
 PARTS="" DEVICE=cuda QUICK="" OPS=()
 usage() {
-  echo "gpu.sh: expected --part tests|ops|errors|tune|train|emulated, --op NAME, --device cuda|cpu or --quick, got $1;" \
+  echo "gpu.sh: expected --part tests|ops|errors|tune|train|emulated|tp, --op NAME, --device cuda|cpu or --quick, got $1;" \
     "see bench/gpu.sh" >&2
   exit 2
 }
 while (($#)); do
   case "$1 ${2:-}" in
-    "--part tests" | "--part ops" | "--part errors" | "--part tune" | "--part train" | "--part emulated") PARTS+=" $2"; shift 2 ;;
+    "--part tests" | "--part ops" | "--part errors" | "--part tune" | "--part train" | "--part emulated" | "--part tp") PARTS+=" $2"; shift 2 ;;
     "--op "?*) OPS+=("$2"); shift 2 ;;
     "--device cuda" | "--device cpu") DEVICE=$2; shift 2 ;;
     "--quick "*) QUICK=--quick; shift ;;
     *) usage "$1 ${2:-}" ;;
   esac
 done
-PARTS=${PARTS:-tests ops errors train emulated}
+PARTS=${PARTS:-tests ops errors train emulated tp}
 # The targets first, in case the time runs out.
 ((${#OPS[@]})) || OPS=(ceilings adamw global_norm bucket quantize attention layer_norm linear_cross_entropy
   cross_entropy gelu embedding philox linear)
@@ -152,7 +153,8 @@ reserve() {
   local seconds=0
   [[ $1 == errors || $PARTS != *errors* ]] || seconds=45
   [[ $1 == train || $PARTS != *train* ]] || seconds=$((seconds + 130))
-  [[ $PARTS != *emulated* ]] || seconds=$((seconds + 45))
+  [[ $1 == emulated || $PARTS != *emulated* ]] || seconds=$((seconds + 45))
+  [[ $PARTS != *tp* ]] || seconds=$((seconds + 45))
   echo "$seconds"
 }
 least() { echo $(($1 < $2 ? $1 : $2)); }
@@ -191,7 +193,11 @@ for part in $PARTS; do
         --total-limit $((LIMIT_S - SECONDS - $(reserve train)))
       ;;
     emulated)  # as far as the time goes: it begins with what tells most
-      FASTPAR_EMULATED_S=$((LIMIT_S - SECONDS - 15)) run_logged emulated emulated \
+      FASTPAR_EMULATED_S=$((LIMIT_S - SECONDS - 15 - $(reserve emulated))) \
+        run_logged emulated emulated --device "$DEVICE" $TARGET --total-limit $((LIMIT_S - SECONDS))
+      ;;
+    tp)
+      FASTPAR_EMULATED_S=$((LIMIT_S - SECONDS - 15)) run_logged tp tp \
         --device "$DEVICE" $TARGET --total-limit $((LIMIT_S - SECONDS))
       ;;
   esac

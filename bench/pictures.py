@@ -1,8 +1,8 @@
 """One picture for each op: the rate of every variant at every shape, beside the machine's ceiling.
 
 Drawn by `python -m bench.report --pictures` from committed rows only: a row of panels for each
-device that has results, a column for each direction. zero.png: tokens/s and memory of the
-data-parallel engines.
+device that has results, a column for each direction. zero.png and tp_<ranks>.png: tokens/s and
+memory of the data-parallel engines and of the tensor-parallel ones.
 """
 
 from __future__ import annotations
@@ -13,7 +13,17 @@ from typing import Any
 
 from bench import bench_emulated
 from bench.records import Row, machine_line
-from bench.report import ASIDE, NoResultsError, is_ours, newest, number, op_benches, zero_rows
+from bench.report import (
+    ASIDE,
+    NoResultsError,
+    by_case,
+    is_ours,
+    newest,
+    number,
+    op_benches,
+    tp_rows,
+    zero_rows,
+)
 
 # Okabe and Ito's colours first, which the colour-blind can tell apart; fastpar's are warm ones, and
 # others never get them.
@@ -144,14 +154,13 @@ def draw(bench: str, results: Sequence[tuple[dict[str, Any], Sequence[Row]]], pa
     pyplot.close(figure)
 
 
-def draw_zero(about: dict[str, Any], rows: Sequence[Row], path: Path) -> None:
-    """Tokens/s and peak memory a rank of every contender of bench_zero.py, one under another."""
+def draw_steps(about: dict[str, Any], rows: Sequence[Row], path: Path) -> None:
+    """Tokens/s and peak memory a rank of every contender of one case, one under another."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows = zero_rows(rows)
     figure, panels = pyplot.subplots(
         1, 2, figsize=(11, 1.4 + 1.6 * BAR_INCHES * len(rows)), sharey=True, layout="constrained"
     )
@@ -183,7 +192,8 @@ def draw_zero(about: dict[str, Any], rows: Sequence[Row], path: Path) -> None:
 def draw_all(folder: Path) -> list[Path]:
     """<folder>/<op>.png for every op with rows there, of the newest machine of each device.
 
-    And zero.png, of the first machine that has such rows; of emulated links one for each device.
+    And zero.png and tp_<ranks>.png, of the first machine that has such rows; of emulated links one
+    for each device.
     """
     machines = []
     for device in ("cuda", "cpu"):
@@ -203,8 +213,11 @@ def draw_all(folder: Path) -> list[Path]:
         if own:
             drawn.append(folder / f"emulated_{about['device']}.png")
             bench_emulated.draw(about, own, drawn[-1])
-    for about, rows in machines:
-        if any(r.bench == "zero" for r in rows):
-            draw_zero(about, rows, folder / "zero.png")
-            return [*drawn, folder / "zero.png"]
+    for name, choose in (("zero", zero_rows), ("tp", tp_rows)):
+        for about, rows in machines:
+            for own in by_case(choose(rows)).values():
+                file = name if name == "zero" else f"tp_{own[0].notes.get('ranks', 1)}"
+                if folder / f"{file}.png" not in drawn:
+                    drawn.append(folder / f"{file}.png")
+                    draw_steps(about, own, drawn[-1])
     return drawn

@@ -2,11 +2,11 @@
 
     python -m bench.report [FILE ...]    rewrite the tables of these files (README, error ledger)
     python -m bench.report --check       exit code 1 when a table is not what the results say
-    python -m bench.report --pictures    draw bench/results/<op>.png for every op, and zero.png
+    python -m bench.report --pictures    draw bench/results/<op>.png for every op, of zero and of tp
 
-NAME is <table>-<device>: train, char, zero, overlap, emulated, ops, ceilings, targets, errors or
-one bench (attention, ...), and cpu or cuda. Rows come from the newest machine of that device; where
-several of its files hold a key, the newest row counts.
+NAME is <table>-<device>: train, char, zero, tp, overlap, emulated, ops, ceilings, targets, errors
+or one bench (attention, ...), and cpu or cuda. Rows come from the newest machine of that device;
+where several of its files hold a key, the newest row counts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from bench.records import (
 from bench.targets import targets_of
 
 ASIDE = "fastpar without dropout"  # what a row with dropout is compared with: no result by itself
-NOT_OPS = {"train", "ceilings", "build", "zero", "emulated", "overlap"}
+NOT_OPS = {"train", "ceilings", "build", "zero", "tp", "emulated", "overlap"}
 ZERO_TARGETS = {"DDP": 1.2, "FSDP2": 1.6, "DeepSpeed": 1.6}  # of every stage of fastpar
 MARKER = re.compile(r"<!-- bench:([\w-]+) -->\n(.*?)<!-- /bench:\1 -->", re.DOTALL)
 DOCUMENTS = [ROOT / "README.md", RESULTS / "errors" / "table.md"]
@@ -154,6 +154,35 @@ def zero_table(rows: Sequence[Row]) -> str:
     head = ["contender", "ranks x threads", "ms", "tokens/s"]
     head += [f"against {'the fastest ' * (f != 'DDP')}{f}" for f in ZERO_TARGETS]
     return table([*head, "peak MB", "live MB", "exposed ms", "wire MB"], lines)
+
+
+def tp_rows(rows: Sequence[Row]) -> list[Row]:
+    """Side by side, torch's first; not those behind emulated links."""
+    own = [r for r in rows if r.bench == "tp" and not r.notes.get("emulated")]
+    return sorted(own, key=lambda r: (len(r.case), is_ours(r)))
+
+
+def tp_table(rows: Sequence[Row]) -> str:
+    """fastpar's tensor parallelism beside the fastest way of torch; or one rank behind links.
+
+    Rates are compared by their speed-up over one way of torch, which took turns with all others.
+    """
+    if not tp_rows(rows):
+        return emulated_table(rows, "tp")
+    lines = []
+    for (case, _), group in by_case(tp_rows(rows)).items():
+        best = max((r.speedup for r in group if not is_ours(r) and r.speedup), default=None)
+        for row in group:
+            what = [f"{case}: {row.variant}", f"{row.notes.get('ranks', 1)} x {row.threads}"]
+            if row.refused:
+                lines.append([*what, f"refused: {row.refused}", "", "", ""])
+                continue
+            ratio = row.speedup / best if row.speedup and best else None
+            lost = ", loses" * (is_ours(row) and ratio is not None and ratio < 1)
+            cells = [number(row.median_ms), number(row.tokens_per_s), times(ratio) + lost]
+            lines.append([*what, *cells, megabytes(row)])
+    head = ["training step", "ranks x threads", "ms", "tokens/s", "against the fastest DTensor"]
+    return table([*head, "peak MB"], lines)
 
 
 def overlap_table(rows: Sequence[Row]) -> str:
@@ -295,10 +324,10 @@ def ceilings_table(rows: Sequence[Row]) -> str:
     return table(["ceiling", "dtype", "ms", "rate"], lines)
 
 
-def emulated_table(rows: Sequence[Row]) -> str:
+def emulated_table(rows: Sequence[Row], bench: str = "emulated") -> str:
     """Steps behind emulated links: what communication takes, and what of it a step waits for."""
     lines = []
-    for (case, _), group in by_case([r for r in rows if r.bench == "emulated"]).items():
+    for (case, _), group in by_case([r for r in rows if r.bench == bench]).items():
         base = next((r.median_ms for r in group if r.variant == r.baseline), None)
         for row in group:
             if row.refused:
@@ -345,6 +374,7 @@ TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
     "train": train_table,
     "char": char_table,
     "zero": zero_table,
+    "tp": tp_table,
     "ops": ops_table,
     "ceilings": ceilings_table,
     "emulated": emulated_table,

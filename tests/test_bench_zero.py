@@ -176,5 +176,5 @@ def test_the_table_compares_through_ddp(rows):
 
 
 def test_the_picture_shows_every_contender(tmp_path, rows):
-    pictures.draw_zero(ABOUT, rows, tmp_path / "zero.png")
+    pictures.draw_steps(ABOUT, rows, tmp_path / "zero.png")
     assert (tmp_path / "zero.png").stat().st_size > 5000
