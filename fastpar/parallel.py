@@ -332,6 +332,8 @@ def _split(
     model: nn.Module, mesh: Mesh, tp: TensorParallel, plan: Mapping[str, Any] | None
 ) -> Declared:
     """Each rank of tp keeps its part of the model."""
+    # Before modules are told of tp: buffers that they make then may be those of a slice.
+    mesh.broadcast_([buffer for buffer in model.buffers() if not buffer.is_meta], "tp")
     states = find_states(model, tp)
     named = parameter_names(model)
     return split_parameters(named, states, tp, lambda tensors: mesh.broadcast_(tensors, "tp"))

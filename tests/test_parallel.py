@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from typing import ClassVar
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fastpar import Mesh, engine_of, parallelize
+from fastpar.grad_state import Replicate
 from fastpar.testing import run_ranks
 
 SMALL = {"bucket_mb": 0.001, "first_bucket_mb": 0.0001}
@@ -48,6 +50,33 @@ def assert_same(a, b):
     assert a.keys() == b.keys()
     for name in a:
         assert torch.equal(a[name], b[name]), name
+
+
+class Split(Net):
+    """With a buffer that is another one on each rank of tp."""
+
+    tp_states: ClassVar = {
+        name: Replicate() for name in ("wte.weight", "head.weight", "frozen", "h.0.weight",
+                                       "h.0.bias", "h.1.weight", "h.1.bias")
+    }  # fmt: skip
+
+    def tensor_parallel(self, tp):
+        self.register_buffer("first_row", torch.tensor([tp.rank]))
+        return {}
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_all_ranks_begin_with_the_values_of_the_first(tp):
+    def ranks():
+        model = Split(seed=dist.get_rank())
+        parallelize(model, Mesh(tp=tp))
+        return values(model)
+
+    first = Split(seed=0)
+    for rank, found in enumerate(run_ranks(ranks, 4)):
+        if tp > 1:
+            assert found.pop("first_row") == rank % tp
+        assert_same(found, values(first))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
