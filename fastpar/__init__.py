@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fastpar.adafactor import Adafactor
     from fastpar.config import GPTConfig
     from fastpar.engine import engine_of
+    from fastpar.grad_state import Partial, Replicate, Shard
     from fastpar.mesh import Mesh
     from fastpar.model import GPT
     from fastpar.modules import (
@@ -31,6 +32,12 @@ if TYPE_CHECKING:
     from fastpar.optim import AdamW
     from fastpar.parallel import parallelize
     from fastpar.patching import patch, unpatch
+    from fastpar.tp_layers import (
+        ColumnParallelLinear,
+        RowParallelLinear,
+        VocabParallelEmbedding,
+        VocabParallelLinear,
+    )
 
 __all__ = [
     "GELU",
@@ -39,12 +46,19 @@ __all__ = [
     "Adafactor",
     "AdamW",
     "CausalSelfAttention",
+    "ColumnParallelLinear",
     "Embedding",
     "GPTConfig",
     "LayerNorm",
     "LinearCrossEntropyLoss",
     "Mesh",
+    "Partial",
     "RMSNorm",
+    "Replicate",
+    "RowParallelLinear",
+    "Shard",
+    "VocabParallelEmbedding",
+    "VocabParallelLinear",
     "__version__",
     "engine_of",
     "parallelize",
@@ -56,6 +70,7 @@ _HOMES = {
     "Adafactor": "adafactor",
     "AdamW": "optim",
     "CausalSelfAttention": "modules",
+    "ColumnParallelLinear": "tp_layers",
     "Embedding": "modules",
     "GELU": "modules",
     "GPT": "model",
@@ -64,7 +79,13 @@ _HOMES = {
     "LinearCrossEntropyLoss": "modules",
     "MLP": "modules",
     "Mesh": "mesh",
+    "Partial": "grad_state",
     "RMSNorm": "modules",
+    "Replicate": "grad_state",
+    "RowParallelLinear": "tp_layers",
+    "Shard": "grad_state",
+    "VocabParallelEmbedding": "tp_layers",
+    "VocabParallelLinear": "tp_layers",
     "engine_of": "engine",
     "parallelize": "parallel",
     "patch": "patching",

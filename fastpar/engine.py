@@ -66,6 +66,7 @@ class Engine(Shards):
 
     Attributes:
         report: StepReport of the last step, None before it.
+        tp_report: what is split along tp, and why; print it.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class Engine(Shards):
         copy = range(first * mesh.tp_size, (first + n_copies) * mesh.tp_size)
         self._control = Control(groups.control, len(self.params), copy, mesh.device)
         self.report: StepReport | None = None
+        self.tp_report = ""
 
         self._synchronize = True  # False under no_sync()
         self._backwards = 0  # since the last step

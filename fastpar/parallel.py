@@ -32,6 +32,8 @@ from fastpar.shards import Groups, Settings
 from fastpar.split_embedding import SplitEmbedding, tied_embedding
 from fastpar.state_dicts import guard_state_dicts
 from fastpar.tensor_parallel import TensorParallel
+from fastpar.tp_plan import Plan, Planned, plan_for, use_tokens
+from fastpar.tp_report import tp_report
 from fastpar.units import Gathers, find_units, unit_of_parameters
 
 Materialize = Callable[[str, Tensor], None]
@@ -57,8 +59,8 @@ def parallelize(
     materialize: Materialize | None = None,
     debug: Debug | None = None,
     collectives: Factory | None = None,
-    tp_plan: Mapping[str, Any] | None = None,
-    sequence_parallel: bool = True,
+    tp_plan: Plan | str | None = None,
+    sequence_parallel: bool | None = None,
 ) -> nn.Module:
     """Make the ranks of mesh train model together; an ordinary training loop stays as it was.
 
@@ -103,8 +105,10 @@ def parallelize(
             and buffers are then made bucket by bucket, so that no rank holds more than its part.
         debug: a fastpar.debug.Debug.
         collectives: makes the collectives of (process group, role) instead of the transport.
-        tp_plan: what tp ranks split of a model that does not say so itself (fastpar/tp_plan.py).
-        sequence_parallel: tp ranks also share out the tokens between split layers.
+        tp_plan: what tp ranks split of a model that does not say so itself (fastpar/tp_plan.py);
+            "gpt2", "nanogpt"; None: one of these where it fits.
+        sequence_parallel: tp ranks also share out the tokens between split layers; None: where the
+            model or its plan can. engine_of(model).tp_report says what was chosen.
     Returns:
         The same module (of a model on the meta device, with new parameters).
     Ranks: all, with the same model and arguments.
@@ -145,7 +149,7 @@ def parallelize(
         "deterministic": deterministic,
         "transport": transport,
         "split_embedding": split_embedding,
-        "tp_plan": tp_plan,
+        "tp_plan": dict(tp_plan) if isinstance(tp_plan, Mapping) else tp_plan,
         "sequence_parallel": sequence_parallel,
     }
     lines = [f"{name}={value}" for name, value in options.items()]
@@ -155,11 +159,15 @@ def parallelize(
     maker = GroupMaker(
         mesh, transport, collectives, deterministic=deterministic, debug=debug or Debug()
     )
-    declared = None
+    declared, report = None, "tensor parallelism: tp=1, nothing is split"
+    planned = plan_for(model, tp_plan)
+    tokens = use_tokens(planned, sequence_parallel)
     if mesh.tp_size > 1:
-        tp = TensorParallel(maker.of_tp(), sequence_parallel=sequence_parallel)
-        declared = _split(model, mesh, tp, tp_plan)
+        tp = TensorParallel(maker.of_tp(), sequence_parallel=tokens)
+        declared = _split(model, mesh, tp, planned)
         named = parameter_names(model)
+        by = "declared by its modules" if planned is None else planned.why
+        report = tp_report(declared, named, by, planned.left if planned else ())
     groups = maker.of_engine(stage, n_shards)
     auto = bucket_mb == "auto"
     usual_mb = default_bucket_mb(dp, groups.reduce.transport if groups.reduce else "none")
@@ -199,6 +207,7 @@ def parallelize(
         declared,
         auto=auto,
     )
+    engine.tp_report = report
     if engine.shares:
         guard_stock_optimizers()
         guard_state_dicts(model, engine)
@@ -328,15 +337,24 @@ def _build(
     return engine
 
 
-def _split(
-    model: nn.Module, mesh: Mesh, tp: TensorParallel, plan: Mapping[str, Any] | None
-) -> Declared:
+def _split(model: nn.Module, mesh: Mesh, tp: TensorParallel, planned: Planned | None) -> Declared:
     """Each rank of tp keeps its part of the model."""
     # Before modules are told of tp: buffers that they make then may be those of a slice.
     mesh.broadcast_([buffer for buffer in model.buffers() if not buffer.is_meta], "tp")
-    states = find_states(model, tp)
     named = parameter_names(model)
-    return split_parameters(named, states, tp, lambda tensors: mesh.broadcast_(tensors, "tp"))
+    if planned is not None:
+        planned.check(tp)
+    try:
+        if planned is not None:
+            planned.convert(tp)
+        states = find_states(model, tp)
+        if planned is not None:
+            planned.add_states(states, named, tp)
+        return split_parameters(named, states, tp, lambda tensors: mesh.broadcast_(tensors, "tp"))
+    except BaseException:
+        if planned is not None:
+            planned.undo()
+        raise
 
 
 def _for_host_tensors(mesh: Mesh, control: Collectives, factory: Factory | None) -> Collectives:

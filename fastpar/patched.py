@@ -10,6 +10,10 @@ own class.
 forward as a whole. It warns once for each reason and model, and is counted in the report. What
 torch.compile traces is not counted, and warns when it is traced.
 
+[Note: split parts] parallelize() may split the parts, see tp_layers.py: a rank then has some of the
+heads, and draws their part of the masks. A call with dropout in attention that would fall back is
+refused: torch would draw the same mask on every rank, for other heads.
+
 [Note: parts that are not called] A swapped module uses the weights of its plain parts directly. A
 part with hooks, a wrapped forward or another class than it had is called instead, and what would
 have been fused with it is not (test_hooks_run_in_a_patched_model).
@@ -26,12 +30,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fastpar.kernels import (
-    attention_qkvpacked,
-    layer_norm,
-    linear_cross_entropy,
-    residual_layer_norm,
-)
+from fastpar.kernels import attention_qkvpacked, layer_norm, linear_cross_entropy
 from fastpar.modules import (
     LayerNorm,
     autocast_dtype,
@@ -40,6 +39,14 @@ from fastpar.modules import (
     is_plain,
     linear_gelu,
     project,
+)
+from fastpar.tp_layers import (
+    TokenDropout,
+    VocabParallelLinear,
+    gives_product,
+    head_dropout,
+    residual_norm,
+    tp_of,
 )
 
 # Set by Model for the attention of its blocks: "causal" (whatever mask comes with it is the causal
@@ -262,12 +269,19 @@ class Attention(Swapped):
         """[B, T, C] -> the heads' outputs, [B, T, C], for c_proj; and what result() wants."""
         qkv = project(self.c_attn, x).unflatten(-1, (3, self.n_head, -1))  # [B, T, 3, H, D]
         p = probs_rate(self, self.option("probs"))
-        return attention_qkvpacked(qkv, dropout_p=p).flatten(2), None
+        dropout = head_dropout(self.c_attn, qkv, p)
+        return attention_qkvpacked(qkv, **dropout).flatten(2), None
 
     def forward(self, *args, **kwargs):
         given = self.given(args, kwargs)
         reason = self.refusal(given)
         if reason is not None:
+            if tp_of(self.c_attn) is not None and probs_rate(self, self.option("probs")) > 0.0:
+                raise ValueError(
+                    f"{type(self).__name__}: expected a call that needs no fallback while dropout "
+                    f"is on in split attention, got {reason}; see fastpar.patch's report, or set "
+                    "attention's dropout to 0"
+                )
             fall_back(self, reason)
             kwargs.pop(MASK_HINT, None)
             return super().forward(*args, **kwargs)
@@ -345,8 +359,8 @@ class GPT2Attention(Attention):
         elif "layer_past" in self.names and given.get("use_cache"):  # transformers before 4.53
             present = (k, v)
         p = probs_rate(self, "attn_dropout")
-        o = attention_qkvpacked(qkv, softmax_scale=self.scale(), dropout_p=p)
-        return o.flatten(2), present
+        dropout = head_dropout(self.c_attn, qkv, p)
+        return attention_qkvpacked(qkv, softmax_scale=self.scale(), **dropout).flatten(2), present
 
     def result(self, y: Tensor, present: Any) -> Any:
         return y, present
@@ -367,7 +381,7 @@ class Block(Swapped):
             isinstance(attn, Attention)
             and not _is_observed(attn)
             and "forward" not in vars(attn)
-            and is_plain(attn.c_proj)
+            and (is_plain(attn.c_proj) or gives_product(attn.c_proj))
             and self._dropout_fits(attn)
         )
         if not fused or norm is None:
@@ -385,23 +399,15 @@ class Block(Swapped):
             fall_back(self, "a 16-bit residual stream with autocast or weights of another dtype")
             return super().forward(*args, **kwargs)
         y, _ = attn.heads(self.ln_1(x), rest)
-        weight, bias, eps = norm
-        y, x = residual_layer_norm(
-            project(attn.c_proj, y, with_bias=False),
-            x,
-            weight,
-            bias,
-            x_bias=attn.c_proj.bias,
-            dropout_p=resid_rate(attn, attn.option("resid")),
-            eps=eps,
-        )
+        p = resid_rate(attn, attn.option("resid"))
+        y, x = residual_norm(attn.c_proj, y, x, norm, p)
         return x + self.mlp(y)
 
     def _dropout_fits(self, attn: Any) -> bool:
         name = attn.option("resid")
         if name is None:
             return True
-        plain = _is_one_of(getattr(attn, name), nn.Dropout)
+        plain = _is_one_of(getattr(attn, name), nn.Dropout, TokenDropout)
         return plain and rate_fits(resid_rate(attn, name))
 
 
@@ -436,11 +442,13 @@ class LMHead(Swapped):
         keep = [given.pop(name, 0) for name in ("logits_to_keep", "num_logits_to_keep")]
         loss_function = getattr(self, "loss_function", None)
         head: Any = self.lm_head
+        split = isinstance(head, VocabParallelLinear) and tp_of(head) is not None
         if (
             any(isinstance(k, Tensor) or k for k in keep)
             or getattr(loss_function, "__name__", "ForCausalLMLoss") != "ForCausalLMLoss"
-            or not (is_plain(head) and type(head) is nn.Linear and head.bias is None)
-            or head.weight.dtype == torch.float64
+            or not (split or (is_plain(head) and type(head) is nn.Linear))
+            or head.bias is not None
+            or (head.weight.dtype == torch.float64 and not split)
         ):
             fall_back(self, self.falls_back[0])
             return super().forward(*args, **kwargs)
@@ -449,21 +457,21 @@ class LMHead(Swapped):
         if return_dict is None:
             return_dict = getattr(self.config, "return_dict", True)
         outputs = self.transformer(**given, return_dict=True)
-        x, weight = outputs.last_hidden_state, head.weight
+        x = outputs.last_hidden_state
         ignore_index = given.get("ignore_index", -100)
         if shift_labels is None:
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         items = given.get("num_items_in_batch")
-        dtype = autocast_dtype(x)
-        if dtype is not None:
-            x, weight = x.to(dtype), weight.to(dtype)
-        loss = linear_cross_entropy(
-            x,
-            weight,
-            shift_labels.to(x.device),
-            ignore_index=ignore_index,
-            reduction="mean" if items is None else "sum",
-        )
+        options = {
+            "ignore_index": ignore_index,
+            "reduction": "mean" if items is None else "sum",
+        }
+        if split:
+            loss = head.loss(x, shift_labels.to(x.device), **options)
+        else:
+            dtype = autocast_dtype(x) or x.dtype
+            weight = head.weight if dtype == x.dtype else head.weight.to(dtype)
+            loss = linear_cross_entropy(x.to(dtype), weight, shift_labels.to(x.device), **options)
         if items is not None:
             loss = loss / (items.to(loss.device) if isinstance(items, Tensor) else items)
         output = self.option("output")(

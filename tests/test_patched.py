@@ -36,7 +36,7 @@ def gpt2(size="D40", *, kind="GPT2LMHeadModel", dropout=0.0, attn="sdpa", **opti
     transformers.utils.logging.set_verbosity_error()
     rates = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), dropout)
     config = transformers.GPT2Config(
-        **SIZES[size], **{**rates, **options}, bos_token_id=None, eos_token_id=None,
+        **{**SIZES[size], **rates, **options}, bos_token_id=None, eos_token_id=None,
         attn_implementation=attn,
     )  # fmt: skip
     return random_weights(getattr(transformers, kind)(config)).train()
@@ -183,7 +183,7 @@ def functional(model, idx):
 
 def fused_calls(monkeypatch):
     """Counts of what ran in patched modules, by name."""
-    calls = dict.fromkeys(("attention_qkvpacked", "residual_layer_norm", "linear_gelu"), 0)
+    calls = dict.fromkeys(("attention_qkvpacked", "residual_norm", "linear_gelu"), 0)
 
     def counting(name, run):
         def call(*args, **kwargs):
@@ -336,7 +336,7 @@ def test_gradient_checkpointing_changes_nothing(name, reentrant, monkeypatch):
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     calls = fused_calls(monkeypatch)
     again = run()
-    assert calls["residual_layer_norm"] == 4  # 2 layers, twice
+    assert calls["residual_norm"] == 4  # 2 layers, twice
     assert not report.fallbacks
     assert all(torch.equal(a, b) for a, b in zip(plain, again))
 
