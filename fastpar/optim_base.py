@@ -145,7 +145,7 @@ class EngineOptimizer(torch.optim.Optimizer):
             engine.before_step(self)
         asked = self._scaled or self.max_grad_norm is not None
         rows: list[Row] = []
-        owned: dict[int, list[Tensor]] = {id(e): [] for e in engines}
+        owned: dict[int, list[tuple[Tensor, bool]]] = {id(e): [] for e in engines}
         position = -1
         for i, group in enumerate(self.param_groups):
             for p in group["params"]:
@@ -160,8 +160,8 @@ class EngineOptimizer(torch.optim.Optimizer):
                         f"{grad.layout}; build the embedding with sparse=False"
                     )
                 rows.append(Row(p, piece, grad, i, position, start, of))
-                if of is not None and of.shares and of.counts(p) and grad.numel():
-                    owned[id(of)].append(grad)
+                if of is not None and of.shares and grad.numel():
+                    owned[id(of)].append((grad, of.counts(p)))
         bins = [self._exchange(engine, owned[id(engine)] if asked else None) for engine in engines]
         if engines:
             rows = [row for row in rows if row.engine is None or row.engine.has_grad(row.param)]
@@ -211,13 +211,17 @@ class EngineOptimizer(torch.optim.Optimizer):
                 "DynamicLossScale"
             )
 
-    def _exchange(self, engine: Engine, grads: list[Tensor] | None) -> Tensor | None:
-        """The control exchange of one engine: bins of all its shards, if a norm is asked for."""
+    def _exchange(self, engine: Engine, grads: list[tuple[Tensor, bool]] | None) -> Tensor | None:
+        """The control exchange of one engine: bins of all its shards, if a norm is asked for.
+
+        Of what several ranks have alike one rank's elements count, but an overflow on any.
+        """
         if grads is None or not engine.shares:
             engine.exchange(None)
             return None
         none = torch.zeros(NORM_WORDS, dtype=torch.int64, device=engine.mesh.device)
-        return engine.exchange(norm_bins(grads, out=none))
+        tensors, counted = [g for g, _ in grads], [c for _, c in grads]
+        return engine.exchange(norm_bins(tensors, counted=counted, out=none))
 
     def _factor(
         self, rows: list[Row], bins: list[Tensor], engines: list[Engine]

@@ -23,15 +23,19 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-import fastpar.kernels  # noqa: F401 (defines the ops that KEPT names)
+import fastpar.kernels
+import fastpar.tensor_parallel  # noqa: F401 (both define ops that KEPT names)
 
 MODES = ("none", "full", "selective")
 
 aten, ours = torch.ops.aten, torch.ops.fastpar
 # Matrix products, convolutions and attention: most of a block's time, and outputs no larger than
-# what the cheap ops between them would keep.
+# what the cheap ops between them would keep. Of split layers, running again would also be sending
+# again.
 KEPT = [
     ours.linear.default,
+    ours.column_linear.default,
+    ours.row_linear.default,
     ours.attention.default,
     aten.mm.default,
     aten.addmm.default,
