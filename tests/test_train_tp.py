@@ -64,7 +64,8 @@ def numbers(changes):
     """(step, loss) of validations and (loss, norm, wishes) of steps, on one rank."""
     config = TrainConfig().replace({**FEW, **changes})
     trainer = Trainer(config, Mesh(tp=config.parallel.tp, device="cpu"))
-    found = []
+    tp, found = trainer.model.tp, []
+    assert tp is None or tp.sequence_parallel == config.parallel.sequence_parallel
     for _ in range(3):
         trainer.validate()
         found += [torch.tensor(trainer.val).double(), trainer.train_step().values]
