@@ -196,3 +196,117 @@ def test_a_dead_rank_does_not_hang_the_others():
     )
     assert all(isinstance(r, RuntimeError) for r in results)
     assert not any(isinstance(r, TimeoutError) for r in results)
+
+
+# The axis tp
+
+
+def places():
+    mesh = Mesh(tp=2)
+    sums = []
+    for group in (mesh.dp_group, mesh.tp_group):
+        total = torch.tensor([2.0**mesh.rank])
+        dist.all_reduce(total, group=group)
+        sums.append(int(total.item()))
+    assert mesh.device_mesh is not None
+    assert mesh.device_mesh.mesh_dim_names == ("dp", "tp")
+    assert mesh.device_mesh["tp"].get_group() is mesh.tp_group
+    return mesh.rank, mesh.dp_rank, mesh.dp_size, mesh.tp_rank, mesh.tp_size, *sums
+
+
+@pytest.mark.parametrize("backend", ["threads", "gloo"])
+def test_ranks_of_a_tp_group_are_neighbours(backend):
+    assert run_ranks(places, 4, backend=backend) == [
+        (0, 0, 2, 0, 2, 0b0101, 0b0011),
+        (1, 0, 2, 1, 2, 0b1010, 0b0011),
+        (2, 1, 2, 0, 2, 0b0101, 0b1100),
+        (3, 1, 2, 1, 2, 0b1010, 0b1100),
+    ]
+
+
+def test_an_axis_of_one_rank_has_no_group():
+    def rank():
+        all_dp, all_tp = Mesh(), Mesh(tp=4)
+        assert (all_dp.tp_size, all_dp.tp_rank, all_dp.tp_group) == (1, 0, None)
+        assert (all_tp.dp_size, all_tp.dp_rank, all_tp.dp_group) == (1, 0, None)
+        return dist.get_process_group_ranks(all_tp.tp_group)
+
+    assert run_ranks(rank, 4) == [[0, 1, 2, 3]] * 4
+
+
+def test_a_large_world_of_fake_ranks():
+    """64 ranks of which one exists: dp=8, tp=8."""
+    dist.init_process_group("fake", rank=43, world_size=64)
+    try:
+        mesh = Mesh(dp=8, tp=8)
+        assert (mesh.dp_rank, mesh.tp_rank) == (5, 3)
+        assert dist.get_process_group_ranks(mesh.tp_group) == list(range(40, 48))
+        assert dist.get_process_group_ranks(mesh.dp_group) == list(range(3, 64, 8))
+    finally:
+        dist.destroy_process_group()
+
+
+def mesh_from_torchruns_environment():
+    mesh = Mesh(dp=1, tp=2, timeout_s=20)
+    values = [torch.full((3,), mesh.tp_rank + 1.0)]
+    mesh.broadcast_(values, "tp")
+    mesh.broadcast_(values)  # nobody along dp
+    mesh.close()
+    return mesh.tp_rank, values[0].tolist()
+
+
+def test_torchruns_environment_with_tp():
+    results = run_ranks(mesh_from_torchruns_environment, 2, backend="gloo", init=False)
+    assert results == [(0, [1.0] * 3), (1, [1.0] * 3)]
+
+
+def test_broadcast_goes_along_one_axis():
+    def rank():
+        mesh, found = Mesh(tp=2), []
+        for axis in ("dp", "tp"):
+            x = torch.tensor([float(mesh.rank)])
+            mesh.broadcast_([x], axis)
+            found.append(int(x.item()))
+        return found
+
+    assert run_ranks(rank, 4) == [[0, 0], [1, 0], [0, 2], [1, 2]]
+
+
+@pytest.mark.parametrize("tp", [0, -2, True, 2.0, None])
+def test_tp_must_be_a_positive_integer(tp):
+    message = rf"Mesh: expected tp to be a positive integer, got tp={tp}; leave tp out to split no"
+    with pytest.raises(ValueError, match=message):
+        Mesh(tp=tp)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (
+            {"tp": 3},
+            r"Mesh: expected tp to divide the number of ranks, got tp=3 with world_size=4; start a "
+            r"multiple of 3 ranks",
+        ),
+        ({"tp": 8}, r"expected tp to divide the number of ranks, got tp=8 with world_size=4"),
+        (
+            {"dp": 4, "tp": 2},
+            r"Mesh: expected dp \* tp equal to the number of ranks, got dp=4, tp=2 with "
+            r"world_size=4; start 8 ranks \(torchrun --nproc-per-node 8\) or leave dp out",
+        ),
+        ({"dp": 1, "tp": 2}, r"got dp=1, tp=2 with world_size=4; start 2 ranks"),
+        ({"dp": 2, "tp": 1}, r"expected dp equal to the number of ranks, got dp=2"),
+    ],
+)
+def test_axes_that_do_not_make_the_world(sizes, message):
+    def rank():
+        with pytest.raises(ValueError, match=message):
+            Mesh(**sizes)
+
+    run_ranks(rank, 4)
+
+
+def test_wrong_sizes_are_refused_before_a_connection(environment):
+    environment(**TORCHRUN)
+    with pytest.raises(ValueError, match=r"got tp=3 with world_size=2"):
+        Mesh(tp=3, device="cpu")
+    assert not dist.is_initialized()
