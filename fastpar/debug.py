@@ -1,5 +1,5 @@
-"""What makes mistakes of a training step loud: replicas compared, freed memory poisoned, and
-collectives that start late.
+"""What makes mistakes of a training step loud: replicas and inputs compared, freed memory poisoned,
+and collectives that start late.
 
 [Note: late collectives] A buffer that is written before its collective has read it, or read before
 the collective has written it, mostly goes unseen: the collective is under way at once and wins the
@@ -9,17 +9,22 @@ GPU a stream) of its own, in the order of the calls. The same seed gives the sam
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import random
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from fastpar.collectives import Collectives
+from fastpar.hooks import Hook
 from fastpar.tasks import FutureHandle, Handle, StreamHandle, TaskThread, run_task
 
 _CYCLES_PER_MS = 1_500_000  # of a GPU, about
@@ -34,6 +39,8 @@ class Debug:
         poison: fill buffers with NaN before they are freed.
         delay_ms: every collective starts after a random delay of up to this; 0: at once.
         seed: of the delays.
+        check_inputs: before each forward compare the model's tensor arguments over the ranks of a
+            tp group, which must have the same.
     Raises:
         ValueError: delay_ms below 0.
     """
@@ -42,6 +49,7 @@ class Debug:
     poison: bool = False
     delay_ms: float = 0.0
     seed: int = 0
+    check_inputs: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.delay_ms < float("inf"):
@@ -121,3 +129,101 @@ class DelayedCollectives(Collectives):
 
     def _broadcast(self, x: Tensor, src: int, tag: int) -> Handle:
         return self._submit("broadcast", lambda: self.inner.broadcast(x, src, tag=tag), x)
+
+
+class InputCheck:
+    """Compares what the ranks of a tp group give to their parts of one model.
+
+    Args:
+        group: of these ranks.
+    """
+
+    def __init__(self, group: Collectives) -> None:
+        self.group = group
+
+    def attach(self, model: nn.Module) -> None:
+        """From now on before each forward, as long as somebody keeps this object."""
+        hook = Hook(weakref.ref(self), "compare")
+        model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+
+    @torch.no_grad()
+    def compare(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Raise, on every rank of the group alike, unless all have the same. Ranks: all.
+
+        Wire: 8 bytes a rank; the tensors only when they differ.
+        """
+        named = _named_tensors(model, args, kwargs)
+        lines = [f"{name}: {x.dtype} {list(x.shape)}" for name, x in named]
+        raw = [x.detach().cpu().contiguous().view(-1).view(torch.uint8) for _, x in named]
+        digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8)
+        for x in raw:
+            digest.update(x.numpy())
+        mine = torch.tensor([int.from_bytes(digest.digest(), "little", signed=True)])
+        if bool((self._gather(mine) == mine).all()):  # so it is on all ranks, or on none
+            return
+        found = self._unlike(lines) or self._first(named, raw)
+        raise RuntimeError(
+            "parallelize: expected the same inputs on all ranks of a tp group, got a difference in "
+            f"argument {found}; give them the same batch: choose it by mesh.dp_rank, not by "
+            "mesh.rank"
+        )
+
+    def _unlike(self, lines: Sequence[str]) -> str | None:
+        """The first argument of another shape, dtype or name."""
+        text = torch.frombuffer(bytearray("\n".join(lines).encode() or b" "), dtype=torch.uint8)
+        size = int(self._gather(torch.tensor([text.numel()])).max())
+        padded = torch.full((size,), ord(" "), dtype=torch.uint8)
+        padded[: text.numel()] = text
+        rows = self._gather(padded).view(-1, size)
+        everyone = [bytes(row.tolist()).decode().rstrip(" ").split("\n") for row in rows]
+        for rank, theirs in enumerate(everyone):
+            for i in range(max(len(theirs), len(everyone[0]))):
+                a, b = (x[i] if i < len(x) else "" for x in (theirs, everyone[0]))
+                if a != b:
+                    name = (b or a).split(":")[0]
+                    return (
+                        f"'{name}' on tp rank {rank}: {a or 'nothing'} where rank 0 has "
+                        f"{b or 'nothing'}"
+                    )
+        return None
+
+    def _first(self, named: Sequence[tuple[str, Tensor]], raw: Sequence[Tensor]) -> str:
+        """The first element that differs from that of rank 0."""
+        none = len(named)
+        mine = torch.tensor([none, 0])
+        for i, x in enumerate(raw):
+            theirs = self._gather(x).view(self.group.world_size, -1)[0] if x.numel() else x
+            unequal = (theirs != x).nonzero()
+            if mine[0] == none and unequal.numel():
+                mine = torch.tensor([i, int(unequal[0]) // named[i][1].element_size()])
+        i, rank, element = min(
+            (i, rank, element)
+            for rank, (i, element) in enumerate(self._gather(mine).view(-1, 2).tolist())
+        )
+        name, x = named[i]
+        index = [int(n) for n in torch.unravel_index(torch.tensor(element), x.shape)]
+        return f"'{name}' first at index {index} on tp rank {rank}"
+
+    def _gather(self, x: Tensor) -> Tensor:
+        """Of every rank, [W * S], on the host."""
+        x = x.to(self.group.device)
+        out = x.new_empty(self.group.world_size * x.numel())
+        self.group.all_gather(out, x)
+        return out.cpu()
+
+
+def _named_tensors(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[tuple[str, Tensor]]:
+    """Also those in lists and dicts; by the names of forward's parameters."""
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(model.forward).parameters.values()
+    names = [p.name for p in parameters if p.kind in by_place]
+    names += [f"*{i}" for i in range(len(names), len(args))]
+    given = [*zip(names, args), *sorted(kwargs.items())]
+    return [
+        (name + keystr(path), leaf)
+        for name, value in given
+        for path, leaf in tree_flatten_with_path(value)[0]
+        if isinstance(leaf, Tensor)
+    ]

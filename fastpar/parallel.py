@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fastpar.autobucket import Arenas, AutoBucket, Fill, candidates
 from fastpar.buffers import BucketState
 from fastpar.collectives import Collectives, TorchCollectives
-from fastpar.debug import Debug
+from fastpar.debug import Debug, InputCheck
 from fastpar.declared import Declared, find_states, split_parameters
 from fastpar.engine import Engine
 from fastpar.grad_state import Shard
@@ -211,6 +211,9 @@ def parallelize(
     if engine.shares:
         guard_stock_optimizers()
         guard_state_dicts(model, engine)
+    if declared is not None and debug is not None and debug.check_inputs:
+        engine.input_check = InputCheck(declared.tp.group)
+        engine.input_check.attach(model)
     return model
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fastpar.buffers import BucketState
 from fastpar.collectives import Collectives
+from fastpar.debug import InputCheck
 from fastpar.declared import Declared
 from fastpar.describe import describe, memory, wire_bytes
 from fastpar.grad_state import Shard
@@ -87,6 +88,7 @@ class Shards:
         self.gathers: Gathers | None = None
         self.model: Callable[[], nn.Module | None] = lambda: None  # a weak reference to it
         self.auto_bucket: AutoBucket | None = None
+        self.input_check: InputCheck | None = None
         self.n_reductions = 0  # since parallelize(); names the step in errors
         self.tree_ms = 0.0  # the host's, in the fixed sums of the last step
         self._timer = StepTimer(mesh.device)

@@ -1,6 +1,9 @@
-"""Late collectives: the same results in the same order, and races that show."""
+"""Late collectives: the same results in the same order, and races that show. Inputs and replicas
+that differ: told by every rank."""
 
+import copy
 import functools
+import pickle
 import random
 import threading
 import time
@@ -8,9 +11,10 @@ import time
 import pytest
 import torch
 
-from fastpar import AdamW, Mesh, debug, engine_of, parallelize
+from fastpar import GPT, AdamW, GPTConfig, Mesh, debug, engine_of, parallelize
 from fastpar.collectives import TorchCollectives
 from fastpar.debug import Debug, DelayedCollectives
+from fastpar.grad_state import Replicate
 from fastpar.shm import ShmCollectives
 from fastpar.testing import run_ranks
 
@@ -99,7 +103,7 @@ def plain():
 
 def test_nothing_is_delayed_unless_asked():
     assert run_ranks(plain, 1) == [True]
-    assert Debug() == Debug(False, False, 0.0, 0)
+    assert Debug() == Debug(False, False, 0.0, 0, False)
 
 
 @pytest.mark.parametrize("delay_ms", [-1.0, float("inf"), float("nan")])
@@ -159,3 +163,211 @@ def test_training_over_gloo_with_late_collectives(on_time):
         on_time[3], run_ranks(trains, 2, 3, late, False, backend="gloo"), strict=True
     ):
         assert torch.equal(got, expected)
+
+
+# Inputs of a tp group
+
+
+class Takes(torch.nn.Module):
+    """A model of any arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(3))
+        self.tp_states = {"weight": Replicate()}
+
+    def forward(self, idx, targets=None, *rest, **kwargs):
+        return self.weight.sum()
+
+
+def idx_of(change=()):
+    idx = torch.arange(24).view(4, 6)
+    for place in change:
+        idx[place] += 1
+    return idx
+
+
+SAME = {
+    "one": lambda r: ((idx_of(),), {}),
+    "none": lambda r: ((), {"idx": None}),
+    "no number": lambda r: ((torch.tensor([float("nan"), 1.0]),), {}),
+    "not tensors": lambda r: ((idx_of(), None, r), {"name": str(r)}),
+    "views": lambda r: ((idx_of().T,), {"b": torch.tensor(True), "c": torch.zeros(0, 3)}),
+}
+WHERE = "expected the same inputs on all ranks of a tp group, got a difference in argument "
+BUT = "; give them the same batch: choose it by mesh.dp_rank, not by mesh.rank"
+ROWS = "torch.int64 [4, 6]"
+DIFFERENT = {
+    "an element": (
+        lambda r: ((idx_of([(2, 5)] * (r == 1)),), {}),
+        "'idx' first at index [2, 5] on tp rank 1",
+    ),
+    "two ranks": (
+        lambda r: ((idx_of([(3, 0)] * (r == 2) + [(1, 1)] * (r == 3)),), {}),
+        "'idx' first at index [3, 0] on tp rank 2",
+    ),
+    "all but one": (
+        lambda r: ((idx_of([(0, 0)] * (r > 0)),), {}),
+        "'idx' first at index [0, 0] on tp rank 1",
+    ),
+    "a keyword": (
+        lambda r: ((idx_of(),), {"targets": idx_of([(0, 4)] * (r == 3)), "key": torch.ones(2)}),
+        "'targets' first at index [0, 4] on tp rank 3",
+    ),
+    "the sign of zero": (
+        lambda r: ((torch.tensor([1.0, -0.0 if r == 1 else 0.0], dtype=torch.bfloat16),), {}),
+        "'idx' first at index [1] on tp rank 1",
+    ),
+    "a number": (
+        lambda r: ((torch.tensor(r == 1),), {}),
+        "'idx' first at index [] on tp rank 1",
+    ),
+    "in a list": (
+        lambda r: (([idx_of(), {"a": idx_of([(0, 1)] * (r == 1))}],), {}),
+        "'idx[1]['a']' first at index [0, 1] on tp rank 1",
+    ),
+    "beyond the names": (
+        lambda r: ((None, None, None, idx_of([(0, 1)] * (r == 1))), {}),
+        "'*3' first at index [0, 1] on tp rank 1",
+    ),
+    "a shape": (
+        lambda r: ((idx_of()[: 4 - (r == 2)],), {}),
+        f"'idx' on tp rank 2: idx: torch.int64 [3, 6] where rank 0 has idx: {ROWS}",
+    ),
+    "a dtype": (
+        lambda r: ((idx_of().to(torch.int32 if r == 1 else torch.int64),), {}),
+        f"'idx' on tp rank 1: idx: torch.int32 [4, 6] where rank 0 has idx: {ROWS}",
+    ),
+    "one less": (
+        lambda r: ((idx_of(),), {"targets": None if r == 1 else idx_of()}),
+        f"'targets' on tp rank 1: nothing where rank 0 has targets: {ROWS}",
+    ),
+    "one more": (
+        lambda r: ((), {"idx": idx_of() if r == 1 else None}),
+        f"'idx' on tp rank 1: idx: {ROWS} where rank 0 has nothing",
+    ),
+}
+
+
+def call_with(make, dp=1):
+    """A forward; every rank waits until all have one, or have raised."""
+    mesh = Mesh(dp=dp) if dp > 1 else Mesh(tp=4)
+    model = parallelize(Takes(), mesh, debug=Debug(check_inputs=True))
+    args, kwargs = make(mesh.rank)
+    try:
+        model(*args, **kwargs)
+    except RuntimeError as error:
+        return str(error)
+    return "ran"
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_equal_inputs_pass(case):
+    assert run_ranks(call_with, 4, SAME[case]) == ["ran"] * 4
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_different_inputs_are_told_on_every_rank(case):
+    make, found = DIFFERENT[case]
+    assert run_ranks(call_with, 4, make) == [f"parallelize: {WHERE}{found}{BUT}"] * 4
+
+
+def test_ranks_of_dp_have_other_inputs():
+    def rank():
+        mesh = Mesh(tp=2)
+        model = parallelize(Takes(), mesh, debug=Debug(check_inputs=True))
+        model(idx_of([(0, mesh.dp_rank)]))
+
+    run_ranks(rank, 4)
+    assert run_ranks(call_with, 2, DIFFERENT["an element"][0], 2) == ["ran"] * 2
+
+
+def gpt():
+    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 8, "vocab_size": 30}
+    return GPT(GPTConfig(**sizes, dropout=0.0))
+
+
+def sends(check_inputs):
+    model = parallelize(gpt(), Mesh(tp=2), debug=Debug(check_inputs=check_inputs))
+    sizes = []
+    group = engine_of(model).declared.tp.group
+    inner = group._all_gather
+
+    def noted(out, x, tag):
+        sizes.append(x.numel() * x.element_size())
+        return inner(out, x, tag)
+
+    group._all_gather = noted
+    model(torch.arange(8)[None])
+    return sizes
+
+
+def test_equal_inputs_cost_eight_bytes():
+    plain = run_ranks(sends, 2, False)
+    assert run_ranks(sends, 2, True) == [[8, *sizes] for sizes in plain]
+
+
+def test_copies_and_pickles_do_not_compare():
+    def rank():
+        model = parallelize(Takes(), Mesh(tp=2), debug=Debug(check_inputs=True))
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            other(idx_of([(0, engine_of(model).mesh.rank)]))  # alone, on one rank after another
+
+    run_ranks(rank, 2)
+
+
+def compiled_inputs():
+    model = parallelize(Takes(), Mesh(tp=2), debug=Debug(check_inputs=True))
+    run = torch.compile(model, backend="eager")
+    run(idx_of())
+    with pytest.raises(RuntimeError, match=r"'idx' first at index \[0, 1\] on tp rank 1"):
+        run(idx_of([(0, 1)] * engine_of(model).mesh.rank))
+
+
+def test_compiled_models_compare():
+    run_ranks(compiled_inputs, 2, backend="gloo", timeout_s=120.0)
+
+
+# Replicas along tp
+
+
+def corrupts(name, wrong, stage):
+    """A step on 4 ranks, of which some change a parameter behind the others' back."""
+    model = parallelize(
+        gpt(), Mesh(tp=2), zero_stage=stage, debug=Debug(check_replicas=True, check_inputs=True)
+    )
+    mesh = engine_of(model).mesh
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    idx = torch.arange(8)[None]
+    model(idx, idx).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model(idx, idx).backward()
+    with torch.no_grad():
+        for p in [p for n, p in model.named_parameters() if n == name]:
+            if mesh.rank in wrong:
+                p[0] += 1.0
+    optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["h.0.ln_1.weight", "wpe.weight", "h.0.mlp.c_proj.bias"])
+def test_a_replica_that_drifts_on_one_rank_of_tp(name):
+    message = (
+        r"Engine\.check_replicas: expected the same bits on every rank, got a difference on rank 1 "
+        rf"in parameter '{name}' after step 2; something changed it on one rank only"
+    )
+    for error in run_ranks(corrupts, 4, name, (1, 3), 0, return_exceptions=True):
+        if not isinstance(error, SystemExit):  # a thread that was stopped by the others' failure
+            with pytest.raises(RuntimeError, match=message):
+                raise error
+
+
+def test_slices_differ_along_tp_but_not_along_dp():
+    run_ranks(corrupts, 4, "h.0.mlp.c_fc.weight", (1, 3), 0)  # both ranks of dp alike
+    with pytest.raises(RuntimeError, match=r"on rank 3 in parameter 'h\.0\.mlp\.c_fc\.weight'"):
+        run_ranks(corrupts, 4, "h.0.mlp.c_fc.weight", (3,), 0)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_replicas_agree_at_every_stage(stage):
+    run_ranks(corrupts, 4, "", (), stage)
