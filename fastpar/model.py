@@ -46,7 +46,7 @@ from fastpar.kernels import (
     residual_layer_norm,
 )
 from fastpar.split_embedding import head_weight, note_tokens
-from fastpar.tensor_parallel import TensorParallel, column_linear, row_linear
+from fastpar.tensor_parallel import TensorParallel, column_linear, gather, row_linear
 from fastpar.vocab_parallel import vocab_embedding, vocab_linear, vocab_linear_cross_entropy
 
 
@@ -248,7 +248,8 @@ class GPT(nn.Module):
             idx: [B, T] int64 token ids in [0, vocab_size), 1 <= T <= block_size.
             targets: [B, T] int64; -100 marks positions without a loss.
             rng_key: key of the dropout masks (kernels.make_key); without one, a model in training
-                mode draws it from torch's default generator. Without effect in eval mode.
+                mode draws it from torch's default generator, with tp from that of tp's first rank.
+                Without effect in eval mode.
             reduction: of the loss: "mean" over the valid targets or "sum".
         Returns:
             loss: [] fp32 (fp64 for fp64 parameters), or logits: [B, T, V] in the parameters' dtype
@@ -266,6 +267,8 @@ class GPT(nn.Module):
             rng_key = None
         elif rng_key is None:
             rng_key = draw_key(idx.device)
+            if self.tp is not None:  # whose generators need not be those of one process
+                rng_key = gather(rng_key[None], 0, self.tp, partial=False)[0]
         length, behind = idx.shape[-1], self._padding(idx)
         if behind:
             idx = F.pad(idx, (0, behind))

@@ -1,5 +1,6 @@
 """fastpar.model against GPT-2 written down in plain torch, in fp64."""
 
+import copy
 import math
 from dataclasses import replace
 
@@ -8,10 +9,12 @@ import torch
 import torch.nn.functional as F
 
 import fastpar
+from fastpar import Mesh, parallelize
 from fastpar.config import PRESETS, GPTConfig
 from fastpar.kernels import keep_mask, make_key, quantize_p
 from fastpar.kernels.philox import Rng
 from fastpar.model import GPT
+from fastpar.testing import run_ranks
 
 TINY = GPTConfig(n_layer=2, n_head=2, n_embd=80, block_size=37, vocab_size=211, dropout=0.2)
 
@@ -351,3 +354,20 @@ def test_fp64_is_exact_throughout(dropout):
     torch.optim.AdamW(exact, lr=1e-3).step()
     for p, q in zip(model.parameters(), exact):
         assert (p - q).norm() <= 1e-12 * q.norm()
+
+
+def test_ranks_of_tp_draw_one_key_for_dropout(monkeypatch):
+    """Whatever their generators are: that of the first rank."""
+    base = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=8, block_size=8, vocab_size=31, dropout=0.5))
+    idx = torch.arange(16).view(2, 8)
+    rank = torch.distributed.get_rank
+    monkeypatch.setattr("fastpar.model.draw_key", lambda device: make_key(rank(), 0, device))
+
+    def run():
+        model = copy.deepcopy(base)
+        parallelize(model, Mesh(tp=2), sequence_parallel=False)
+        return model(idx), model(idx, rng_key=make_key(0, 0)), model(idx, rng_key=make_key(1, 0))
+
+    for drawn, first, second in run_ranks(run, 2):
+        assert torch.equal(drawn, first)
+        assert not torch.equal(drawn, second)
