@@ -11,6 +11,7 @@ A module says which states its parameters have, in one of two ways. Names may ha
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 
 import torch
@@ -80,6 +81,14 @@ class Declared:
         return state.join(rows.unbind(0), self.whole_shape(p))
 
 
+def speaker(module: nn.Module) -> Callable[[TensorParallel], dict[str, State]] | None:
+    """A module's tensor_parallel(tp); others have methods of that name (transformers 4.46)."""
+    method = getattr(module, "tensor_parallel", None)
+    if not callable(method) or list(inspect.signature(method).parameters)[:1] != ["tp"]:
+        return None
+    return method
+
+
 def find_states(model: nn.Module, tp: TensorParallel) -> dict[nn.Parameter, State]:
     """What the modules of a model say of their parameters.
 
@@ -89,8 +98,8 @@ def find_states(model: nn.Module, tp: TensorParallel) -> dict[nn.Parameter, Stat
     states: dict[nn.Parameter, State] = {}
     for prefix, module in model.named_modules():
         told: dict[str, State] = dict(getattr(module, "tp_states", {}))
-        method = getattr(module, "tensor_parallel", None)
-        if callable(method):
+        method = speaker(module)
+        if method is not None:
             told.update(method(tp))
         own = dict(module.named_parameters(remove_duplicate=False)) if told else {}
         for name, state in told.items():

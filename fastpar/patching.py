@@ -112,11 +112,18 @@ def patch(model: nn.Module, *, fused_loss: bool = False) -> PatchReport:
         What was replaced, what was left and why, what falls back for a call, and a running count of
         the calls that did; print it.
     Raises:
-        ValueError: model is not a module; fused_loss without a GPT2LMHeadModel.
+        ValueError: model is not a module, or split along tp; fused_loss without a
+            GPT2LMHeadModel.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(
             f"patch: expected a torch.nn.Module, got model={type(model).__name__}; pass the model"
+        )
+    split = next((name for name, m in model.named_modules() if getattr(m, "tp", None)), None)
+    if split is not None:
+        raise ValueError(
+            f"patch: expected a model before parallelize(), got '{split}' split over ranks of tp; "
+            "call fastpar.patch(model) first"
         )
     if fused_loss and not any(_is_gpt2(m, "GPT2LMHeadModel") for m in model.modules()):
         raise ValueError(

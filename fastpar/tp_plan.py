@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from fastpar import tp_layers
-from fastpar.declared import add_state
+from fastpar.declared import add_state, speaker
 from fastpar.grad_state import Partial, Replicate, Shard, State
 from fastpar.modules import LinearCrossEntropyLoss
 from fastpar.patched import Attention, swap_of
@@ -322,7 +322,7 @@ def plan_for(model: nn.Module, given: Plan | str | None) -> Planned | None:
         if name is None:
             return None
         return Planned(model, READY[name], f"plan {name}, chosen for its modules", ready=True)
-    if callable(getattr(model, "tensor_parallel", None)):
+    if speaker(model) is not None:
         raise ValueError(
             f"parallelize: expected no tp_plan for {type(model).__name__}, which declares its own "
             f"states, got tp_plan={_short(given)}; leave it out"
@@ -357,7 +357,7 @@ def _short(given: Plan | str) -> str:
 
 
 def _declares(module: nn.Module) -> bool:
-    return callable(getattr(module, "tensor_parallel", None)) or hasattr(module, "tp_states")
+    return speaker(module) is not None or hasattr(module, "tp_states")
 
 
 def _choose(model: nn.Module) -> str | None:

@@ -322,3 +322,11 @@ def test_a_module_that_says_nothing_is_refused_by_parallelize():
             parallelize(nn.Sequential(nn.Linear(4, 4)), Mesh(tp=2))
 
     run_ranks(rank, 2)
+
+
+def test_a_method_of_that_name_which_means_something_else_is_not_called():
+    class Foreign(nn.Linear):
+        def tensor_parallel(self, device_mesh):
+            raise AssertionError("transformers' own")
+
+    assert run_ranks(lambda: find_states(Foreign(2, 2), one_rank()), 1) == [{}]

@@ -15,6 +15,7 @@ import fastpar
 from fastpar import modules, patched, patching
 from fastpar.config import GPTConfig
 from fastpar.kernels import backend
+from fastpar.testing import run_ranks
 
 MODELS = {"transformers": gpt2, "nanoGPT": Nano}
 
@@ -441,3 +442,20 @@ def test_errors():
     parametrize.remove_parametrizations(model.transformer.h[0].ln_1, "weight")
     assert [type(m) for m in model.modules()] == classes
     fastpar.unpatch(model)
+
+
+def test_a_split_model_is_refused():
+    base = Nano().double()
+
+    def run():
+        model = copy.deepcopy(base)
+        fastpar.patch(model)
+        fastpar.parallelize(model, fastpar.Mesh(tp=3))
+        fastpar.patch(model)
+
+    message = (
+        r"patch: expected a model before parallelize\(\), got 'transformer\.wte' split over ranks "
+        r"of tp; call fastpar\.patch\(model\) first"
+    )
+    with pytest.raises(ValueError, match=message):
+        run_ranks(run, 3)
