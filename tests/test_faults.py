@@ -92,7 +92,14 @@ def finish(process, timeout_s=100):
 
 @pytest.mark.parametrize(
     ("victim", "options"),
-    [(0, []), (1, ["--zero=2"]), (0, ["--zero=3"]), (1, ["--zero=3", "--transport=torch"])],
+    [
+        (0, []),
+        (1, ["--zero=2"]),
+        (0, ["--zero=3"]),
+        (1, ["--zero=3", "--transport=torch"]),
+        (0, ["--tp=2"]),
+        (1, ["--tp=2", "--transport=torch"]),
+    ],
 )
 def test_killed_rank_stops_the_others(here, start, victim, options):
     launcher = start(*FASTPAR, *TRAIN, "--nproc=2", "--max-steps=1000000", "--out=r", *options)

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from test_train import TINY, bits, curve, forget_after, here  # noqa: F401
 from fastpar import train as train_module
 from fastpar.cli import main
 from fastpar.config import TrainConfig
+from fastpar.loss_scale import DynamicLossScale
 from fastpar.mesh import Mesh
 from fastpar.metrics import read_metrics
 from fastpar.testing import run_ranks
@@ -81,6 +83,34 @@ def test_every_mesh_gives_the_curve_of_one_process(here, double):  # noqa: F811
         torch.testing.assert_close(found[0], one, rtol=1e-12, atol=0)
 
 
+def test_all_ranks_skip_a_step_that_overflows(here, monkeypatch):  # noqa: F811
+    """fp16 is refused on the CPU; the loop's part of it, a loss scale for all ranks, is run.
+
+    Each against the run with as many dp ranks, whose micro-batches have the same weight in fp16.
+    Under sequence parallelism a bias' gradient is summed over 1/tp of the tokens in fp16, and these
+    sums in fp32: what overflows in one process may not there.
+    """
+    monkeypatch.setattr(Trainer, "_pick_dtype", lambda self, state: "fp16")
+    monkeypatch.setattr(train_module, "DynamicLossScale", partial(DynamicLossScale, init=2.0**20))
+    for dp, tp, stage in ((2, 2, 3), (1, 4, 0)):
+        run(f"{dp} {tp}", dp, zero_stage=stage)
+        expected = skipped(f"{dp} {tp}")
+        assert expected[0] > expected[-1]
+        for shared in (True, False):
+            out = f"{dp} {tp} {shared}"
+            run(out, dp * tp, tp=tp, zero_stage=stage, sequence_parallel=shared)
+            assert skipped(out)[0] > skipped(out)[-1]
+            if not shared:
+                assert skipped(out) == expected
+                # fp16 has 11 bits; a loss is a mean of losses that are computed from fp16 logits.
+                losses = values(f"{dp} {tp}", "loss")
+                assert values(out, "loss") == pytest.approx(losses, rel=2.0**-11)
+
+
+def skipped(out):
+    return [row["grad_norm"] is None for row in curve(out) if "loss" in row]
+
+
 def test_ranks_of_one_tp_give_the_same_bits_at_every_stage_and_cut(here):  # noqa: F811
     """In deterministic mode."""
     whole = {"deterministic": True, "tp": 2}
@@ -129,6 +159,18 @@ def test_the_time_is_up_for_all_ranks(here):  # noqa: F811
     run("r", 4, tp=2, zero_stage=2, max_steps=10**6, max_time="1s", eval_every=0, save_every=0)
     [step] = [p.name for p in Path("r/checkpoints").iterdir()]
     assert int(step.removeprefix("step_")) == read_metrics("r/metrics.jsonl")[-1]["step"] < 10**6
+
+
+def test_validation_where_a_group_of_tp_ranks_has_nothing_to_read(here):  # noqa: F811
+    """Three windows for two groups of two rows; one window, which is the first group's alone."""
+    text = Path("text.txt").read_text()
+    changes = {"batch_size": 4, "max_steps": 1, "save_every": 0, "num_samples": 0}
+    for size in (1000, 400):  # a twentieth is for validation
+        Path("text.txt").write_text(text[:size])
+        run(f"one {size}", 1, **changes)
+        run(f"four {size}", 4, **changes, tp=2, zero_stage=3)
+        losses = [values(f"{name} {size}", "val_loss") for name in ("one", "four")]
+        assert losses[1] == pytest.approx(losses[0], rel=ROUNDING)
 
 
 @pytest.mark.parametrize("tp", [2, 4])
