@@ -28,14 +28,21 @@ def most_are_slow(cells, every):
 
 
 ACCUMULATION = [
-    Cell(tp, dp, stage, bool(i % 2), model, dropout=i % 3 > 0, clip=i % 5 > 1, accum=accum)
-    for i, (tp, dp, stage, model, accum) in enumerate(
-        (tp, dp, stage, model, accum)
-        for accum in ("shard", "full", "no_sync")
-        for tp, dp in ((2, 2), (4, 1), (2, 1))
-        for stage in ((0, 1, 2, 3) if dp > 1 else (0,))
-        for model in ("tied", "untied")
-    )
+    Cell(2, 1, 0, True, "tied", dropout=True, accum="shard"),
+    Cell(2, 2, 0, True, "untied", clip=True, accum="shard"),
+    Cell(2, 2, 3, True, "tied", dropout=True, clip=True, accum="shard"),
+    Cell(4, 1, 0, False, "untied", dropout=True, accum="full"),
+    Cell(2, 2, 2, True, "tied", clip=True, accum="full"),
+    Cell(2, 2, 1, False, "tied", dropout=True, accum="no_sync"),
+    Cell(2, 2, 0, True, "untied", accum="no_sync"),
+]
+MORE_ACCUMULATION = [
+    Cell(tp, dp, stage, sequence, model, dropout=True, clip=stage > 1, accum=accum)
+    for accum in ("shard", "full", "no_sync")
+    for tp, dp in ((2, 2), (4, 1), (2, 1))
+    for stage in ((0, 1, 2, 3) if dp > 1 else (0,))
+    for sequence in (True, False)
+    for model in ("tied", "untied")
 ]
 HSDP = [
     Cell(2, 4, stage, sequence, dropout=True, clip=clip, shard_size=2, accum=accum)
@@ -62,8 +69,14 @@ HALF = [
 ]
 
 
-@pytest.mark.parametrize("cell", most_are_slow(ACCUMULATION, 5), ids=str)
+@pytest.mark.parametrize("cell", ACCUMULATION, ids=str)
 def test_accumulation(cell):
+    assert_same_run(cell, run(cell))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", MORE_ACCUMULATION, ids=str)
+def test_more_accumulation(cell):
     assert_same_run(cell, run(cell))
 
 
