@@ -8,6 +8,7 @@ from fastpar.units import ROOT
 
 if TYPE_CHECKING:
     from fastpar.shards import Shards
+    from fastpar.tensor_parallel import TensorParallel
 
 _MIB = 2**20
 
@@ -66,6 +67,7 @@ def describe(engine: Shards) -> str:
         f"engine: stage {engine.zero_stage}, dp={ranks}, {engine.n_shards} shards, {how}, "
         f"{parameters:,} trained parameters, {len(engine.buckets)} buckets"
         + (", deterministic" if settings.deterministic else ""),
+        *([] if engine.declared is None else [_tp(engine.declared.tp)]),
         *([_cost_of_fixed_sums(engine)] if settings.deterministic else []),
         *([] if engine.auto_bucket is None else [str(engine.auto_bucket)]),
         "memory: " + _mib(memory(engine)),
@@ -82,6 +84,12 @@ def describe(engine: Shards) -> str:
             f"{size / spec.n_shards:9.2f}  {' .. '.join(names)}"
         )
     return "\n".join([*lines, "schedule: " + _schedule(engine)])
+
+
+def _tp(tp: TensorParallel) -> str:
+    tokens = "sequence parallel" if tp.sequence_parallel else "whole sequences"
+    group = tp.group
+    return f"tp={tp.size}: {group.transport} ({group.why}), {tokens}, {tp.overlap}"
 
 
 def _cost_of_fixed_sums(engine: Shards) -> str:

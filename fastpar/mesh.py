@@ -183,6 +183,13 @@ class Mesh:
         return True
 
 
+def gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
+    """What every rank of a group says, in rank order. Ranks: all of the group."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    return everyone
+
+
 def _wrong_sizes(dp: int | None, tp: int, world_size: int) -> str:
     if tp == 1:
         return (

@@ -32,6 +32,7 @@ from fastpar.shards import Groups, Settings
 from fastpar.split_embedding import SplitEmbedding, tied_embedding
 from fastpar.state_dicts import guard_state_dicts
 from fastpar.tensor_parallel import TensorParallel
+from fastpar.tp_overlap import check_overlap, choose_overlap
 from fastpar.tp_plan import Plan, Planned, plan_for, use_tokens
 from fastpar.tp_report import tp_report
 from fastpar.units import Gathers, find_units, unit_of_parameters
@@ -61,6 +62,7 @@ def parallelize(
     collectives: Factory | None = None,
     tp_plan: Plan | str | None = None,
     sequence_parallel: bool | None = None,
+    tp_overlap: int | str | None = None,
 ) -> nn.Module:
     """Make the ranks of mesh train model together; an ordinary training loop stays as it was.
 
@@ -109,6 +111,8 @@ def parallelize(
             "gpt2", "nanogpt"; None: one of these where it fits.
         sequence_parallel: tp ranks also share out the tokens between split layers; None: where the
             model or its plan can. engine_of(model).tp_report says what was chosen.
+        tp_overlap: chunks in which their tokens are gathered and scattered beside products, or
+            "symmetric" for symmetric memory; None chooses (fastpar/tp_overlap.py), see describe().
     Returns:
         The same module (of a model on the meta device, with new parameters).
     Ranks: all, with the same model and arguments.
@@ -134,6 +138,7 @@ def parallelize(
         grad_accum_steps=grad_accum_steps,
         prefetch=prefetch,
     )
+    check_overlap(tp_overlap, sequence_parallel is not False)
     named = parameter_names(model)
     check_parameters(named, mesh.device, materialize is not None)
     options = {
@@ -151,6 +156,7 @@ def parallelize(
         "split_embedding": split_embedding,
         "tp_plan": dict(tp_plan) if isinstance(tp_plan, Mapping) else tp_plan,
         "sequence_parallel": sequence_parallel,
+        "tp_overlap": tp_overlap,
     }
     lines = [f"{name}={value}" for name, value in options.items()]
     mesh.check_same("parallelize", [*lines, *inventory(model)])
@@ -163,7 +169,9 @@ def parallelize(
     planned = plan_for(model, tp_plan)
     tokens = use_tokens(planned, sequence_parallel)
     if mesh.tp_size > 1:
-        tp = TensorParallel(maker.of_tp(), sequence_parallel=tokens)
+        group = maker.of_tp()
+        overlap = choose_overlap(tp_overlap, group, sequence_parallel=tokens)
+        tp = TensorParallel(group, sequence_parallel=tokens, overlap=overlap)
         declared = _split(model, mesh, tp, planned)
         named = parameter_names(model)
         by = "declared by its modules" if planned is None else planned.why

@@ -19,7 +19,8 @@ first (modules of other people, tp_plan.py).
 
 [Note: under way] The sum of a column layer's input gradient is under way while the weight's
 gradient is computed. Under sequence parallelism its input is kept as N/tp tokens; it is gathered
-once more in backward, under the product that gives the input's gradient.
+once more in backward, under the product that gives the input's gradient. What else can be under way
+then, tp_overlap.py says.
 
 [Note: handles] The layers are ops of torch.library, so that torch.compile and selective
 recomputation see them as one each; an op's arguments are tensors and numbers, so it is given the
@@ -32,6 +33,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,6 +45,7 @@ from fastpar.kernels import linear
 from fastpar.kernels.backend import define_autograd, define_op, refuse_double_backward
 from fastpar.kernels.linear import matmul
 from fastpar.tasks import Handle
+from fastpar.tp_overlap import Overlap
 
 _numbers = itertools.count(1)
 _handles: weakref.WeakValueDictionary[int, TensorParallel] = weakref.WeakValueDictionary()
@@ -54,14 +57,18 @@ class TensorParallel:
     Args:
         group: of the ranks along tp.
         sequence_parallel: whether a rank has N/tp tokens between blocks, see above.
+        overlap: of the products under sequence parallelism; None: nothing.
     Attributes:
         rank, size: along tp.
         number: names it in calls of ops.
         per_token: the state of a parameter that is used token by token, outside of split layers.
     """
 
-    def __init__(self, group: Collectives, *, sequence_parallel: bool = True) -> None:
+    def __init__(
+        self, group: Collectives, *, sequence_parallel: bool = True, overlap: Overlap | None = None
+    ) -> None:
         self.group, self.sequence_parallel = group, sequence_parallel
+        self.overlap = overlap or Overlap(group)
         self.rank, self.size = group.rank, group.world_size
         self.number = next(_numbers)
         _handles[self.number] = self
@@ -270,9 +277,17 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
+def _flat(x: Tensor) -> bool:
+    """Whether the tokens are all in one dimension; see [Note: tokens]."""
+    return x.shape[:-2].numel() == 1
+
+
 def column_linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, number: int) -> Tensor:
     """y [..., F/tp] of x [..., C], or of its slice of the tokens."""
     tp = handle_of(number)
+    if tp.sequence_parallel and _flat(x):
+        y, _ = tp.overlap.gather_matmul(_rows(x), weight.t(), bias)
+        return y.view(*x.shape[:-2], *y.shape)
     if tp.sequence_parallel:
         x = tp.all_gather(x, -2)
     y = matmul(_rows(x), weight.t(), bias=bias)
@@ -291,14 +306,18 @@ def column_linear_bwd(
     """dx, dweight, dbias, [0] for what is not needed; see [Note: under way]."""
     tp, none = handle_of(number), x.new_empty(0)
     gathering = tp.begin_all_gather(x, -2) if tp.sequence_parallel and need_dweight else None
-    shape = [*dy.shape[:-1], x.shape[-1]]
-    dx, summing = none, None
-    if need_dx:
-        dx = matmul(_rows(dy), weight).view(shape)
+    dx: Tensor = none
+    summing: Sequence[Handle | None] = ()
+    if need_dx and tp.sequence_parallel and _flat(x):
+        dx, summing = tp.overlap.begin_matmul_scatter(_rows(dy), weight)
+        dx = dx.view(x.shape)
+    elif need_dx:
+        dx = matmul(_rows(dy), weight).view(*dy.shape[:-1], x.shape[-1])
         if tp.sequence_parallel:
-            dx, summing = tp.begin_reduce_scatter(dx, -2)
+            dx, handle = tp.begin_reduce_scatter(dx, -2)
+            summing = (handle,)
         else:
-            summing = tp.group.all_reduce(dx, async_op=True)
+            summing = (tp.group.all_reduce(dx, async_op=True),)
     dweight = none.clone()
     if need_dweight:
         if gathering is not None:
@@ -306,19 +325,26 @@ def column_linear_bwd(
             x = tp.finish_all_gather(gathering[0], -2)
         dweight = matmul(_rows(dy).t(), _rows(x))
     dbias = _rows(dy).sum(0) if need_dbias else none.clone()
-    if summing is not None:
-        summing.wait()
+    for under_way in summing:
+        assert under_way is not None
+        under_way.wait()
     return dx, dweight, dbias
 
 
 def row_linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, number: int) -> Tensor:
     """y [..., C], or this rank's slice of its tokens, of x [..., F/tp]."""
     tp = handle_of(number)
-    y = matmul(_rows(x), weight.t()).view(*x.shape[:-1], weight.shape[0])
-    if tp.sequence_parallel:
-        y = tp.reduce_scatter(y, -2)
+    if tp.sequence_parallel and _flat(x):
+        y, summing = tp.overlap.begin_matmul_scatter(_rows(x), weight.t())
+        for handle in summing:
+            handle.wait()
+        y = y.view(*x.shape[:-2], *y.shape)
     else:
-        tp.group.all_reduce(y)
+        y = matmul(_rows(x), weight.t()).view(*x.shape[:-1], weight.shape[0])
+        if tp.sequence_parallel:
+            y = tp.reduce_scatter(y, -2)
+        else:
+            tp.group.all_reduce(y)
     return y if bias is None else y.add_(bias)
 
 
@@ -334,9 +360,13 @@ def row_linear_bwd(
     """dx, dweight, dbias (of this rank's tokens), [0] for what is not needed."""
     tp, none = handle_of(number), x.new_empty(0)
     dbias = _rows(dy).sum(0) if need_dbias else none
-    if tp.sequence_parallel:
-        dy = tp.all_gather(dy, -2)
-    dx = matmul(_rows(dy), weight).view(x.shape) if need_dx else none.clone()
+    if tp.sequence_parallel and need_dx and _flat(x):
+        dx, whole = tp.overlap.gather_matmul(_rows(dy), weight, keep=need_dweight)
+        dx, dy = dx.view(x.shape), dy if whole is None else whole
+    else:
+        if tp.sequence_parallel:
+            dy = tp.all_gather(dy, -2)
+        dx = matmul(_rows(dy), weight).view(x.shape) if need_dx else none.clone()
     dweight = matmul(_rows(dy).t(), _rows(x)) if need_dweight else none.clone()
     return dx, dweight, dbias
 

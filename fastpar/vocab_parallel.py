@@ -96,7 +96,7 @@ def _loss_fwd(
         lse, target_logit = _join(cross_entropy_shard(logits, targets[part], **of_classes), tp)
         losses[part] = torch.where(targets[part] == ignore_index, 0.0, lse - target_logit)
         if need_dx or need_dweight:
-            logits.copy_(cross_entropy_shard_grad(logits, targets[part], lse, scale, **of_classes))
+            cross_entropy_shard_grad(logits, targets[part], lse, scale, out=logits, **of_classes)
         if need_dx:
             matmul(logits, weight, out=dx[part])
         if need_dweight:

@@ -317,7 +317,7 @@ class Recorded(TorchCollectives):
 
 def order(kind, sp, needed):
     """Collectives and products of forward and backward, as this rank calls them."""
-    from fastpar import tensor_parallel
+    from fastpar import tensor_parallel, tp_overlap
 
     log = []
     tp = TensorParallel(Recorded(log), sequence_parallel=sp)
@@ -327,13 +327,13 @@ def order(kind, sp, needed):
         log.append(f"product {list(a.shape)} {list(b.shape)}")
         return matmul(a, b, **kwargs)
 
-    tensor_parallel.matmul = noted
+    tensor_parallel.matmul = tp_overlap.matmul = noted
     try:
         y = {"column": column_linear, "row": row_linear}[kind](x, w, b, tp)
         log.append("backward")
         y.sum().backward()
     finally:
-        tensor_parallel.matmul = matmul
+        tensor_parallel.matmul = tp_overlap.matmul = matmul
     return log
 
 
