@@ -239,7 +239,8 @@ def _layer_norm_bwd_kernel(
                     site,
                     threshold,
                     scale,
-                    rows + first_row,
+                    rows,
+                    first_row,
                     plane_rows,
                     heads,
                     first_col + k * CHUNK,
@@ -401,7 +402,7 @@ def layer_norm_bwd(
         n,
         at.rows,
         at.heads,
-        first_row,
+        None if sample_rows is None else first_row,
         site,
         threshold,
         256.0 / (256 - threshold),
@@ -440,6 +441,7 @@ def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
         residual: bool = False,
         dropout: bool = False,
         rms: bool = False,
+        sample_rows: int | None = None,
     ) -> Callable[[], Any]:
         """residual: with x_bias."""
         narrow = x_dtype or dtype
@@ -448,7 +450,7 @@ def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
         key, threshold = (x.new_empty(2, dtype=torch.int64), 26) if dropout else (None, 0)
         given, x_bias = (x, narrow) if residual else (None, None)
         bias = None if rms else dtype
-        options = (key, 1, threshold, None, 0, narrow, bias, x_bias, rms)
+        options = (key, 1, threshold, sample_rows, 0, narrow, bias, x_bias, rms)
         return lambda: layer_norm_bwd(x, given, x, weight, rstd, rstd, *options)
 
     f32, f16, bf16 = torch.float32, torch.float16, torch.bfloat16
@@ -464,4 +466,5 @@ def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
         ("fp32 768 residual dropout", call(768, f32, residual=True, dropout=True)),
         ("bf16 on fp32 1600 residual", call(1600, f32, bf16, residual=True)),
         ("bf16 16384 residual dropout", call(16384, residual=True, dropout=True)),
+        ("bf16 768 dropout of rows", call(768, residual=True, dropout=True, sample_rows=1024)),
     ]
