@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
+import torch
+
+from fastpar.grad_state import Partial, Shard
 from fastpar.units import ROOT
 
 if TYPE_CHECKING:
@@ -33,8 +37,29 @@ def memory(engine: Shards) -> dict[str, int]:
 def wire_bytes(engine: Shards) -> dict[str, int]:
     """Bytes that this rank sends for one backward and step, by kind of collective.
 
-    Without evaluation, recomputed gathers and the control exchange.
+    Without evaluation, recomputed gathers, the control exchange, and tp's activations, which
+    depend on the batch.
     """
+    sent = _between_copies(engine)
+    partial = _partial_bytes(engine)
+    if partial:
+        sent["all-reduce of partial gradients"] = partial
+    return sent
+
+
+def _partial_bytes(engine: Shards) -> int:
+    """Of the sum along tp; see partials.py."""
+    if engine.declared is None:
+        return 0
+    ranks, sizes = engine.mesh.tp_size, dict[torch.dtype, int]()
+    for p in engine.params:
+        if isinstance(engine.declared.state(p), Partial):
+            bucket, start, stop = engine.place(p)
+            sizes[bucket.grad_dtype] = sizes.get(bucket.grad_dtype, 0) + stop - start
+    return sum(n * dtype.itemsize // ranks * (ranks - 1) * 2 for dtype, n in sizes.items())
+
+
+def _between_copies(engine: Shards) -> dict[str, int]:
     stage, ranks, n_shards = engine.zero_stage, engine.mesh.dp_size, engine.n_shards
     grads = values = kept = 0
     for bucket in engine.buckets:
@@ -68,6 +93,7 @@ def describe(engine: Shards) -> str:
         f"{parameters:,} trained parameters, {len(engine.buckets)} buckets"
         + (", deterministic" if settings.deterministic else ""),
         *([] if engine.declared is None else [_tp(engine.declared.tp)]),
+        *([] if engine.declared is None else [_tensor_parallel(engine)]),
         *([_cost_of_fixed_sums(engine)] if settings.deterministic else []),
         *([] if engine.auto_bucket is None else [str(engine.auto_bucket)]),
         "memory: " + _mib(memory(engine)),
@@ -92,18 +118,37 @@ def _tp(tp: TensorParallel) -> str:
     return f"tp={tp.size}: {group.transport} ({group.why}), {tokens}, {tp.overlap}"
 
 
+def _tensor_parallel(engine: Shards) -> str:
+    assert engine.declared is not None
+    states = [engine.declared.state(p) for p in engine.params]
+    split = sum(isinstance(state, Shard) for state in states)
+    partial = sum(isinstance(state, Partial) for state in states)
+    whole = sum(math.prod(engine.whole_shape(p)) for p in engine.params)
+    tokens = "split" if engine.declared.tp.sequence_parallel else "on every rank"
+    return (
+        f"tensor parallel: tp={engine.mesh.tp_size}, tokens between layers {tokens}; of {whole:,} "
+        f"trained parameters {split} tensors are split, {len(states) - split - partial} "
+        f"replicated, {partial} partial"
+    )
+
+
 def _cost_of_fixed_sums(engine: Shards) -> str:
     held = memory(engine)["partial sums"] / _MIB
     return f"deterministic: {engine.tree_ms:.1f} ms of the last step, {held:.1f} MiB held now"
 
 
 def _schedule(engine: Shards) -> str:
-    if engine.mesh.dp_size == 1:
+    if engine.mesh.world_size == 1:
         return "nothing to send"
+    control = "; one control exchange before the update"
+    if _partial_bytes(engine):
+        when = "each backward" if engine.zero_stage == 0 else "the last backward"
+        control = f"; all-reduce partial gradients along tp after {when}{control}"
+    if engine.mesh.dp_size == 1:
+        return control.removeprefix("; ")
     first, last = 0, len(engine.buckets) - 1
     span = f"buckets {first} to {last}"
     tree = ", sums in a fixed tree" if engine.settings.deterministic else ""
-    control = "; one control exchange before the update"
     if engine.zero_stage == 0:
         return f"all-reduce {span} while backward runs{tree}{control}"
     copies = engine.mesh.dp_size // engine.n_shards

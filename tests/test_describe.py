@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastpar import AdamW, Mesh, engine_of, parallelize
+from fastpar import GPT, AdamW, GPTConfig, Mesh, describe, engine_of, parallelize
 from fastpar.testing import run_ranks
 
 SMALL = {"bucket_mb": 0.05, "first_bucket_mb": 0.01}
@@ -107,3 +107,66 @@ def test_what_fixed_sums_cost_is_counted(stage, copies):
     for held, after, numel in run_ranks(ranks, 2):
         assert held == copies * 4 * numel
         assert after == 0
+
+
+# Along tp
+
+
+def gpt_after(steps, tp, dtype=torch.float32, **options):
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 8, "vocab_size": 100}
+    model = parallelize(GPT(GPTConfig(**sizes)).to(dtype), Mesh(tp=tp), **SMALL, **options)
+    wide = dtype == torch.float32
+    optimizer = AdamW(model.parameters(), master_weights=not wide)
+    engine, sent = engine_of(model), []
+    for _ in range(steps):
+        idx = torch.arange(8)[None]
+        model(idx, idx).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sent.append(engine.report.wire_bytes)
+    return engine, sent
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize(("dp", "stage"), [(1, 0), (2, 0), (2, 1), (2, 2), (2, 3)])
+def test_wire_bytes_with_partial_sums_are_those_of_a_step(dp, stage, sequence_parallel, dtype):
+    def ranks():
+        engine, sent = gpt_after(4, 2, dtype, zero_stage=stage, sequence_parallel=sequence_parallel)
+        assert sent[2] == sent[3] == engine.wire_bytes_per_step
+        kind = "all-reduce of partial gradients"
+        return describe.wire_bytes(engine).get(kind, 0)
+
+    partial = (8 + 10 + 4) * 32 * dtype.itemsize  # wpe, norms, biases
+    sums = run_ranks(ranks, 2 * dp)
+    if not sequence_parallel:
+        assert sums == [0] * 2 * dp
+    elif stage == 0:
+        assert sums == [partial] * 2 * dp
+    else:  # the ranks of dp share the elements
+        assert sums[0] == sums[1]
+        assert sums[0] + sums[2] == partial
+
+
+def test_what_it_says_of_tp():
+    def ranks(**options):
+        return gpt_after(1, 2, **options)[0].describe()
+
+    alone = run_ranks(ranks, 2)[1]
+    whole = 128 * 32 + 8 * 32 + 2 * (12 * 32**2 + 13 * 32) + 2 * 32
+    assert (
+        f"tensor parallel: tp=2, tokens between layers split; of {whole:,} trained parameters "
+        "13 tensors are split, 0 replicated, 15 partial"
+    ) in alone
+    assert alone.endswith(
+        "schedule: all-reduce partial gradients along tp after each backward; one control exchange "
+        "before the update"
+    )
+    assert "all-reduce of partial gradients 0.0 MiB" in alone
+    text = run_ranks(lambda: ranks(zero_stage=2, sequence_parallel=False), 4)[0]
+    assert "tokens between layers on every rank; of" in text
+    assert "13 tensors are split, 15 replicated, 0 partial" in text
+    assert "partial gradients" not in text
+    text = run_ranks(lambda: ranks(zero_stage=3), 4)[0]
+    assert "; all-reduce partial gradients along tp after the last backward; one control" in text
+    assert "tensor parallel" not in run_ranks(lambda: gpt_after(1, 1)[0].describe(), 2)[0]

@@ -17,9 +17,9 @@ TOP_LEVEL = {
 ORDER = [
     "_version", "settings", "tensor_file", "config", "mesh", "grad_state", "tasks", "collectives",
     "shm", "transport", "hooks", "debug", "tp_overlap", "tensor_parallel", "vocab_parallel",
-    "modules", "tp_layers", "declared", "patched", "tp_plan", "tp_report", "layout", "buffers", "units",
-    "split_embedding", "control", "step_report", "describe", "shards", "groups", "partials",
-    "engine", "state_dicts", "optim_guard", "optim_checks", "optim_state", "autobucket",
+    "modules", "tp_layers", "declared", "patched", "tp_plan", "tp_report", "layout", "buffers",
+    "units", "split_embedding", "control", "step_report", "describe", "shards", "groups",
+    "partials", "engine", "state_dicts", "optim_guard", "optim_checks", "optim_state", "autobucket",
     "parallel_checks", "parallel", "optim_base", "optim", "adafactor", "loss_scale", "schedule",
     "model", "hf", "recompute", "patching", "tokenizer", "sources", "token_cache", "data",
     "checkpoint", "metrics", "testing", "sample", "run_folder", "launch", "start", "train", "cli",
