@@ -163,6 +163,10 @@ def _reduce_scatter(x: Tensor, dim: int, number: int) -> Tensor:
     return handle_of(number).reduce_scatter(x, dim)
 
 
+def _slice(x: Tensor, dim: int, number: int) -> Tensor:
+    return handle_of(number).slice(x, dim).clone(memory_format=torch.contiguous_format)
+
+
 def _gathered(x: Tensor, dim: int, number: int) -> Tensor:
     shape = list(x.shape)
     shape[dim] *= handle_of(number).size
@@ -188,6 +192,7 @@ _all_gather_op = define_op(
 _reduce_scatter_op = define_op(
     "tp_reduce_scatter(Tensor x, int dim, int tp) -> Tensor", _reduce_scatter, _scattered, _DEVICES
 )
+_slice_op = define_op("tp_slice(Tensor x, int dim, int tp) -> Tensor", _slice, _scattered, _DEVICES)
 
 
 class _Copy(torch.autograd.Function):
@@ -221,7 +226,7 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Any:
         if ctx.partial:
             return _reduce_scatter_op(dy, ctx.dim, ctx.number), None, None, None
-        return handle_of(ctx.number).slice(dy, ctx.dim).contiguous(), None, None, None
+        return _slice_op(dy, ctx.dim, ctx.number), None, None, None
 
 
 class _Scatter(torch.autograd.Function):
@@ -230,7 +235,7 @@ class _Scatter(torch.autograd.Function):
         ctx.dim, ctx.number = dim, number
         if partial:
             return _reduce_scatter_op(x, dim, number)
-        return handle_of(number).slice(x, dim).clone(memory_format=torch.contiguous_format)
+        return _slice_op(x, dim, number)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
