@@ -363,6 +363,44 @@ def test_a_users_own_model(plan, tokens, tp):
     compare(ranks, 1, one_process(mine()))
 
 
+@pytest.mark.parametrize("plan", [PLAN, TOKENS])
+def test_a_model_on_the_meta_device(plan):
+    whole, want = mine().state_dict(), mine()(batch(0)).detach()
+
+    def run():
+        with torch.device("meta"):
+            model = Mine().double()
+        parallelize(
+            model,
+            Mesh(tp=2),
+            tp_plan=plan,
+            zero_stage=2,
+            materialize=lambda name, tensor: tensor.copy_(whole[name]),
+        )
+        return model(batch(0)).detach()
+
+    for got in run_ranks(run, 2):
+        same(got, want)
+
+
+def compiled(model, plan):
+    torch.set_num_threads(1)
+    model = copy.deepcopy(model)
+    parallelize(model, Mesh(tp=2), tp_plan=plan)
+    called = torch.compile(model, backend="aot_eager", fullgraph=True)
+    F.cross_entropy(called(batch(0)).flatten(0, 1), batch(0).flip(1).flatten()).backward()
+    grads = {id(p): grad.clone() for p, grad in engine_of(model).grads()}
+    return [grads[id(p)] for p in model.parameters()]
+
+
+def test_a_compiled_model():
+    model = mine()
+    F.cross_entropy(model(batch(0)).flatten(0, 1), batch(0).flip(1).flatten()).backward()
+    for grads in run_ranks(compiled, 2, mine(), TOKENS, backend="gloo", timeout_s=300):
+        for got, p in zip(grads, model.parameters()):
+            same(got, p.grad)
+
+
 # Bad plans
 
 
