@@ -157,7 +157,7 @@ class InputCheck:
         raw = [x.detach().cpu().contiguous().view(-1).view(torch.uint8) for _, x in named]
         digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8)
         for x in raw:
-            digest.update(memoryview(x.numpy()))
+            digest.update(x.numpy().data)
         mine = torch.tensor([int.from_bytes(digest.digest(), "little", signed=True)])
         if bool((self._gather(mine) == mine).all()):  # so it is on all ranks, or on none
             return
