@@ -204,12 +204,17 @@ class Planned:
         """Raise before anything is changed.
 
         Raises:
-            ValueError: sizes that do not divide; dropout that would be wrong; generators that
-                differ.
+            ValueError: sizes that do not divide; a fused projection without groups; dropout
+                that would be wrong; generators that differ.
         """
         for name, style in self.modules.items():
             if isinstance(style, Divide):
                 _check_divide(self.model.get_submodule(name), name, style, tp)
+            if style == Column() and name.split(".")[-1] == "c_attn":
+                raise ValueError(
+                    f"parallelize: expected groups of the fused projection '{name}', got Column() "
+                    "of one, which would mix queries, keys and values; write Column(groups=3)"
+                )
         self._check_dropout(tp)
 
     def convert(self, tp: TensorParallel) -> None:
@@ -368,12 +373,11 @@ def _choose(model: nn.Module) -> str | None:
     if not all(fnmatch.filter(names, pattern) for pattern in _NEEDED):
         return None
     attention = [model.get_submodule(name) for name in fnmatch.filter(names, "*.attn")]
-    for name, plan in READY.items():
-        needed = plan["*.attn"]
-        assert isinstance(needed, Divide)
-        if all(isinstance(getattr(m, key, None), int) for m in attention for key in needed.names):
-            return name
-    return None
+    if all(type(m).__module__ == "transformers.models.gpt2.modeling_gpt2" for m in attention):
+        return "gpt2"
+    return (
+        "nanogpt" if all(isinstance(getattr(m, "n_head", None), int) for m in attention) else None
+    )
 
 
 def _style(pattern: str, given: Any) -> Style:
@@ -425,6 +429,12 @@ def _convert(module: Any, name: str, style: Style, tp: TensorParallel) -> Iterat
 
 
 def _enter(tp: TensorParallel, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    if output.shape[-2] % tp.size:
+        raise ValueError(
+            f"parallelize: expected tp to divide the length of sequences under sequence "
+            f"parallelism, got tp={tp.size} T={output.shape[-2]}; pad them, or pass "
+            "sequence_parallel=False"
+        )
     return scatter(output, -2, tp, partial=False)
 
 

@@ -255,9 +255,11 @@ def test_generate_needs_all_tokens():
         parallelize(mine, Mesh(tp=2))
         mine(batch(0)[:, :5])
 
-    with pytest.raises(
-        ValueError, match=r"tp=2 to divide dimension -2, got x=\[4, 5, 32\]; pad it"
-    ):
+    message = (
+        r"expected tp to divide the length of sequences under sequence parallelism, got tp=2 T=5; "
+        r"pad them, or pass sequence_parallel=False"
+    )
+    with pytest.raises(ValueError, match=message):
         run_ranks(odd, 2)
 
 
@@ -560,6 +562,28 @@ def test_nanogpt_has_to_be_patched():
         None,
         nano,
     )
+
+
+def test_a_fused_projection_without_groups():
+    refused(
+        r"expected groups of the fused projection 'transformer\.h\.0\.attn\.c_attn', got Column\(\)"
+        r" of one, which would mix queries, keys and values; write Column\(groups=3\)",
+        {"*.c_attn": "column"},
+        hf,
+    )
+
+
+def test_another_models_attention_has_no_ready_plan():
+    """Names of GPT-2 alone do not say how c_attn is made up."""
+
+    def other():
+        model = nano()
+        for layer in model.transformer.h:
+            layer.attn.num_heads = layer.attn.split_size = layer.attn.n_head
+            layer.attn.n_head = None
+        return model
+
+    refused(r"expected a declared state for every parameter with tp=2, got none for", None, other)
 
 
 def test_dropout_beside_split_layers():
