@@ -17,6 +17,7 @@ Megatron-LM's and DeepSpeed's tensor parallelism need CUDA extensions that do no
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -299,6 +300,8 @@ def _adamw(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
 def _torch(way: Way, config: GPTConfig, settings: Settings) -> Contender:
     from torch.distributed.fsdp import fully_shard  # slow to import
 
+    # It warns of the two gathers that make a parameter whole, for the gate.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     shape = (dist.get_world_size() // way.tp, way.tp)
     mesh = dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
     model: Any = model_of(config, TORCH)
