@@ -41,6 +41,8 @@ MODELS = {
     "nanoGPT without bias": lambda **k: patched(nano(bias=False, **k)),
 }
 
+THOROUGH = ("transformers", "transformers patched", "nanoGPT")
+
 
 def batch(step, rank=0, ranks=1):
     ids = torch.randint(67, (4, T), generator=torch.Generator().manual_seed(step))
@@ -123,8 +125,13 @@ def model_and_reference(name):
 
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("tokens", [False, True])
-@pytest.mark.parametrize(("dp", "tp", "stage"), [(1, 4, 0), *((2, 2, z) for z in range(4))])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "dp", "tp", "stage"),
+    [
+        *((name, 1, 4, 0) for name in MODELS),
+        *((name, 2, 2, stage) for name in THOROUGH for stage in range(4)),
+    ],
+)
 def test_a_ready_plan_equals_one_process(name, dp, tp, stage, tokens):
     model, reference = model_and_reference(name)
     ranks = run_ranks(split_run, dp * tp, model, tp, stage, tokens)
