@@ -33,7 +33,6 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -311,18 +310,16 @@ def column_linear_bwd(
     """dx, dweight, dbias, [0] for what is not needed; see [Note: under way]."""
     tp, none = handle_of(number), x.new_empty(0)
     gathering = tp.begin_all_gather(x, -2) if tp.sequence_parallel and need_dweight else None
-    dx: Tensor = none
-    summing: Sequence[Handle | None] = ()
+    shape = x.shape
+    dx, summing, scattering = none, None, None
     if need_dx and tp.sequence_parallel and _flat(x):
-        dx, summing = tp.overlap.begin_matmul_scatter(_rows(dy), weight)
-        dx = dx.view(x.shape)
+        scattering = tp.overlap.begin_matmul_scatter(_rows(dy), weight)
     elif need_dx:
         dx = matmul(_rows(dy), weight).view(*dy.shape[:-1], x.shape[-1])
         if tp.sequence_parallel:
-            dx, handle = tp.begin_reduce_scatter(dx, -2)
-            summing = (handle,)
+            dx, summing = tp.begin_reduce_scatter(dx, -2)
         else:
-            summing = (tp.group.all_reduce(dx, async_op=True),)
+            summing = tp.group.all_reduce(dx, async_op=True)
     dweight = none.clone()
     if need_dweight:
         if gathering is not None:
@@ -330,9 +327,10 @@ def column_linear_bwd(
             x = tp.finish_all_gather(gathering[0], -2)
         dweight = matmul(_rows(dy).t(), _rows(x))
     dbias = _rows(dy).sum(0) if need_dbias else none.clone()
-    for under_way in summing:
-        assert under_way is not None
-        under_way.wait()
+    if summing is not None:
+        summing.wait()
+    if scattering is not None:
+        dx = scattering.wait().view(shape)
     return dx, dweight, dbias
 
 
@@ -340,9 +338,7 @@ def row_linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, number: int) 
     """y [..., C], or this rank's slice of its tokens, of x [..., F/tp]."""
     tp = handle_of(number)
     if tp.sequence_parallel and _flat(x):
-        y, summing = tp.overlap.begin_matmul_scatter(_rows(x), weight.t())
-        for handle in summing:
-            handle.wait()
+        y = tp.overlap.begin_matmul_scatter(_rows(x), weight.t()).wait()
         y = y.view(*x.shape[:-2], *y.shape)
     else:
         y = matmul(_rows(x), weight.t()).view(*x.shape[:-1], weight.shape[0])

@@ -43,6 +43,25 @@ from fastpar.tasks import Handle
 _PROBE_BYTES = 1 << 20
 
 
+class Scattering:
+    """Reduce-scatters under way into rows of out; what they read stays until wait()."""
+
+    def __init__(self, out: Tensor) -> None:
+        self._out = out
+        self._parts: list[tuple[Handle, Tensor]] = []
+
+    def begin(self, group: Collectives, part: Tensor, rows: slice) -> None:
+        mine = self._out[rows].view(-1)
+        handle = _started(group.reduce_scatter(mine, part.view(-1), async_op=True))
+        self._parts.append((handle, part))
+
+    def wait(self) -> Tensor:
+        for handle, _ in self._parts:
+            handle.wait()
+        self._parts.clear()
+        return self._out
+
+
 class Overlap:
     """How one rank of tp overlaps; made by choose_overlap().
 
@@ -93,29 +112,24 @@ class Overlap:
                 rows[:, start:end] = out
         return y.flatten(0, 1), None if rows is None else rows.flatten(0, 1)
 
-    def begin_matmul_scatter(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Sequence[Handle]]:
-        """This rank's [N/tp, F] of the sum of x[N, K] @ weight[K, F]: there when all are done."""
+    def begin_matmul_scatter(self, x: Tensor, weight: Tensor) -> Scattering:
+        """Starts this rank's [N/tp, F] of the sum of x[N, K] @ weight[K, F]."""
         tp = self.group.world_size
         if self.symmetric is not None:
-            out = torch.ops.symm_mem.fused_matmul_reduce_scatter(
-                x, weight, "sum", 0, self.symmetric
-            )
-            return out, ()
+            scatter = torch.ops.symm_mem.fused_matmul_reduce_scatter
+            return Scattering(scatter(x, weight, "sum", 0, self.symmetric))
         n = x.shape[0] // tp
-        out = x.new_empty(n, weight.shape[1])
+        summing = Scattering(x.new_empty(n, weight.shape[1]))
         if self.chunks == 1:
-            part = matmul(x, weight)
-            return out, (
-                _started(self.group.reduce_scatter(out.view(-1), part.view(-1), async_op=True)),
-            )
-        x, handles = x.unflatten(0, (tp, n)), []
+            summing.begin(self.group, matmul(x, weight), slice(None))
+            return summing
+        x = x.unflatten(0, (tp, n))
         for start, end in self._bounds(n):
             part = x.new_empty(tp, end - start, weight.shape[1])
             for rank in range(tp):
                 matmul(x[rank, start:end], weight, out=part[rank])
-            mine = out[start:end].view(-1)
-            handles.append(_started(self.group.reduce_scatter(mine, part.view(-1), async_op=True)))
-        return out, handles
+            summing.begin(self.group, part, slice(start, end))
+        return summing
 
     def _bounds(self, n: int) -> Sequence[tuple[int, int]]:
         """Rows of each chunk; fewer chunks where there are not so many rows."""
