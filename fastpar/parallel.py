@@ -112,7 +112,7 @@ def parallelize(
         sequence_parallel: tp ranks also share out the tokens between split layers; None: where the
             model or its plan can. engine_of(model).tp_report says what was chosen.
         tp_overlap: chunks in which their tokens are gathered and scattered beside products, or
-            "symmetric" for symmetric memory; None chooses (fastpar/tp_overlap.py), see describe().
+            "symmetric": through symmetric memory; None: one (see fastpar/tp_overlap.py).
     Returns:
         The same module (of a model on the meta device, with new parameters).
     Ranks: all, with the same model and arguments.
@@ -355,6 +355,7 @@ def _split(model: nn.Module, mesh: Mesh, tp: TensorParallel, planned: Planned | 
     named = parameter_names(model)
     if planned is not None:
         planned.check(tp)
+    before = {module: vars(module).get("tp") for module in model.modules()}
     try:
         if planned is not None:
             planned.convert(tp)
@@ -365,6 +366,9 @@ def _split(model: nn.Module, mesh: Mesh, tp: TensorParallel, planned: Planned | 
     except BaseException:
         if planned is not None:
             planned.undo()
+        for module, old in before.items():  # told of tp already
+            if vars(module).get("tp") is not old:
+                vars(module)["tp"] = old
         raise
 
 

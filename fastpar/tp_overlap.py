@@ -21,8 +21,9 @@ time, 4 chunks 25 %. On slow links tp_overlap=2 is worth trying; between ranks o
 waits for a link.
 
 [Note: symmetric memory] torch's symm_mem operators do the same on GPUs that read each other's
-memory, copying by DMA beside the product. They are chosen where all ranks sit on one host and are
-joined by NVLink. No machine with two such GPUs was at hand: this path has only ever run on doubles.
+memory, copying by DMA beside the product. They work where all ranks sit on one host and are joined
+by NVLink, and are used when asked for: no machine with two such GPUs was at hand, so this path has
+only ever run on doubles, and what has not been measured is no default.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ def _started(handle: Handle | None) -> Handle:
 def choose_overlap(
     asked: int | str | None, group: Collectives, *, sequence_parallel: bool
 ) -> Overlap:
-    """The Overlap of a group; None: symmetric memory where it works, otherwise one chunk.
+    """The Overlap of a group; None: one chunk.
 
     Ranks: all of the group, with the same arguments.
     Raises:
@@ -156,18 +157,18 @@ def choose_overlap(
     check_overlap(asked, sequence_parallel)
     if not sequence_parallel:
         return Overlap(group, why="whole sequences")
+    if asked is None:
+        return Overlap(group, why="by default")
     if isinstance(asked, int):
         return Overlap(group, asked, why="asked for")
     reason = why_not_symmetric(group)
-    if reason is None:
-        name = group.group.group_name  # type: ignore[attr-defined]
-        return Overlap(group, symmetric=name, why="NVLink between all ranks")
-    if asked == "symmetric":
+    if reason is not None:
         raise RuntimeError(
             f"parallelize: expected symmetric memory for tp_overlap='symmetric', got none: {reason}"
             "; leave it out, or pass a number of chunks"
         )
-    return Overlap(group, why=reason)
+    name = group.group.group_name  # type: ignore[attr-defined]
+    return Overlap(group, symmetric=name, why="NVLink between all ranks")
 
 
 def check_overlap(asked: int | str | None, sequence_parallel: bool) -> None:

@@ -330,3 +330,19 @@ def test_a_method_of_that_name_which_means_something_else_is_not_called():
             raise AssertionError("transformers' own")
 
     assert run_ranks(lambda: find_states(Foreign(2, 2), one_rank()), 1) == [{}]
+
+
+def test_a_refused_model_is_as_it_was():
+    def rank():
+        model = gpt().eval()  # no dropout
+        idx = torch.zeros(1, 8, dtype=torch.int64)
+        before = model(idx, idx).item()
+        model.own = torch.nn.Parameter(torch.zeros(3))  # nobody declares it
+        with pytest.raises(ValueError, match="got none for 'own'"):
+            parallelize(model, Mesh(tp=2))
+        del model.own
+        assert model(idx, idx).item() == before
+        parallelize(model, Mesh(tp=2))
+        assert model(idx, idx).item() == pytest.approx(before, rel=1e-6)
+
+    run_ranks(rank, 2)

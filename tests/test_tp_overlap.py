@@ -1,6 +1,7 @@
 """Chunked products beside gathers and scatters: the same numbers for any number of chunks."""
 
 import math
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -151,7 +152,7 @@ def train_on_rank(chunks):
 def test_a_model_trains_to_the_same_bits_with_chunks():
     (said, one), _ = run_ranks(train_on_rank, 2, None, backend="gloo")
     (said_3, three), _ = run_ranks(train_on_rank, 2, 3, backend="gloo")
-    assert "sequence parallel, overlap chunks=1 (the ranks compute on cpu)" in said
+    assert "sequence parallel, overlap chunks=1 (by default)" in said
     assert "sequence parallel, overlap chunks=3 (asked for)" in said_3
     for name, value in one.items():
         assert torch.equal(value, three[name]), name
@@ -226,13 +227,14 @@ def nvlinked(monkeypatch):
     return world
 
 
-def test_symmetric_memory_is_chosen_over_nvlink(nvlinked):
-    for asked in (None, "symmetric"):
-        overlap = choose_overlap(asked, FakeGroup(), sequence_parallel=True)
-        assert overlap.symmetric == "7"
-        assert str(overlap) == "overlap symmetric memory (NVLink between all ranks)"
-    assert nvlinked.probed == ["7"] * 4
-    assert choose_overlap(2, FakeGroup(), sequence_parallel=True).symmetric is None
+def test_symmetric_memory_is_used_when_asked_for(nvlinked):
+    overlap = choose_overlap("symmetric", FakeGroup(), sequence_parallel=True)
+    assert overlap.symmetric == "7"
+    assert str(overlap) == "overlap symmetric memory (NVLink between all ranks)"
+    assert nvlinked.probed == ["7"] * 2
+    for other in (None, 2):
+        assert choose_overlap(other, FakeGroup(), sequence_parallel=True).symmetric is None
+    assert nvlinked.probed == ["7"] * 2
 
 
 @pytest.mark.parametrize(
@@ -247,10 +249,10 @@ def test_symmetric_memory_is_chosen_over_nvlink(nvlinked):
 def test_why_symmetric_memory_does_not_work(nvlinked, change, reason):
     vars(nvlinked).update(change)
     assert why_not_symmetric(FakeGroup()) == reason
-    overlap = choose_overlap(None, FakeGroup(), sequence_parallel=True)
-    assert str(overlap) == f"overlap chunks=1 ({reason})"
     with pytest.raises(
-        RuntimeError, match="parallelize: expected symmetric memory for tp_overlap="
+        RuntimeError,
+        match="parallelize: expected symmetric memory for tp_overlap='symmetric', got none: "
+        + re.escape(reason),
     ):
         choose_overlap("symmetric", FakeGroup(), sequence_parallel=True)
 
