@@ -52,9 +52,17 @@ def ways(ranks):
 @pytest.mark.parametrize(
     "way",
     [
-        *(Way(kind, sequence_parallel=sp) for kind in (TORCH, STOCK) for sp in (True, False)),
-        Way(OWN, transport="shm"),
-        Way(OWN, sequence_parallel=False),
+        Way(TORCH),
+        Way(STOCK),
+        *(
+            pytest.param(way, marks=pytest.mark.slow)
+            for way in (
+                Way(TORCH, sequence_parallel=False),
+                Way(STOCK, sequence_parallel=False),
+                Way(OWN, transport="shm"),
+                Way(OWN, sequence_parallel=False),
+            )
+        ),
     ],
     ids=str,
 )
@@ -63,6 +71,7 @@ def test_two_ranks_train_what_one_process_trains(way, reference):
     assert 0 < error_of(way, 2, reference) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way", [Way(TORCH, zero_stage=3), Way(STOCK, zero_stage=3), Way(OWN, zero_stage=2)], ids=str
 )

@@ -488,6 +488,7 @@ def compiled_both():
     return compiled(True), compiled(False)
 
 
+@pytest.mark.slow  # test_tp_compile.py compiles the whole model
 def test_a_block_compiles_without_graph_breaks():
     results = run_ranks(compiled_both, 2, backend="gloo", timeout_s=120.0)
     assert results == [(True, True)] * 2

@@ -80,7 +80,7 @@ def test_more_accumulation(cell):
     assert_same_run(cell, run(cell))
 
 
-@pytest.mark.parametrize("cell", most_are_slow(HSDP, 5), ids=str)
+@pytest.mark.parametrize("cell", most_are_slow(HSDP, 9), ids=str)
 def test_hsdp(cell):
     assert_same_run(cell, run(cell))
 

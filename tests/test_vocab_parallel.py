@@ -394,5 +394,6 @@ def compiled():
     return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.slow  # test_tp_compile.py compiles the whole model
 def test_embedding_and_loss_compile_without_graph_breaks():
     assert run_ranks(compiled, 2, backend="gloo", timeout_s=120.0) == [True, True]
