@@ -165,23 +165,31 @@ def test_a_second_signal_kills_unless_it_is_the_same_again(start, logs, capfd, m
     assert "stopped at once; only earlier checkpoints are there" in capfd.readouterr().err
 
 
-def test_the_first_signal_in_a_rank_only_asks(capfd, monkeypatch):
-    clock = [100.0]
-    monkeypatch.setattr(launch.time, "monotonic", lambda: clock[0])
-    before = signal.getsignal(signal.SIGINT)
-    with catching_stop(loud=True) as received:
+FIRST_SIGNAL = """
+import signal, time
+from fastpar import launch
+clock = [100.0]
+launch.time.monotonic = lambda: clock[0]
+before = signal.getsignal(signal.SIGINT)
+with launch.catching_stop(loud=True) as received:
+    signal.raise_signal(signal.SIGINT)
+    assert received == [signal.SIGINT], received
+    signal.raise_signal(signal.SIGINT)
+    assert received == [signal.SIGINT], received
+    clock[0] += 2.0
+    try:
         signal.raise_signal(signal.SIGINT)
-        deadline = time.perf_counter() + 10
-        while not received and time.perf_counter() < deadline:  # Python runs a handler soon
-            time.sleep(0.001)
-        assert received == [signal.SIGINT]
-        assert "finishing this step, then saving" in capfd.readouterr().err
-        signal.raise_signal(signal.SIGINT)
-        assert received == [signal.SIGINT]
-        clock[0] += 2.0
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) == before
+    except KeyboardInterrupt:
+        print("quits")
+assert signal.getsignal(signal.SIGINT) == before
+"""
+
+
+def test_the_first_signal_in_a_rank_only_asks():
+    """In a process of its own: what tests before it did to signals of this one is unknown."""
+    done = subprocess.run([sys.executable, "-c", FIRST_SIGNAL], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "quits\n"), done.stderr
+    assert done.stderr.count("finishing this step, then saving") == 1
 
 
 def test_signals_are_left_alone_outside_of_the_main_thread():

@@ -97,7 +97,16 @@ def test_residual_norms_of_rows(form, cut):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("cut", [(0, 3, 6), (0, 1, 3, 6), (0, 1, 2, 5, 6)])
+@pytest.mark.parametrize(
+    "cut",
+    [
+        (0, 1, 6),
+        *(
+            pytest.param(c, marks=pytest.mark.slow)
+            for c in ((0, 3, 6), (0, 1, 3, 6), (0, 1, 2, 5, 6))
+        ),
+    ],
+)
 def test_attention_of_heads(form, cut, packed):
     qkv = torch.randn(2, 19, 3, 6, 16, device=form[1])
     cu_seqlens = None

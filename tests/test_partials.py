@@ -78,7 +78,7 @@ def accumulates(dp, tp, stage, look, no_sync, set_to_none, micros=3, steps=2):
     return grads, model.state_dict()
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("set_to_none", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("no_sync", [False, True])
 @pytest.mark.parametrize("look", [False, True])
 @cells

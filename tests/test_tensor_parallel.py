@@ -247,7 +247,7 @@ def test_layers_match_the_whole_linear(kind, sp, dtype, dims, strided):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("needed", itertools.product([True, False], repeat=3))
+@pytest.mark.parametrize("needed", list(itertools.product([True, False], repeat=3)))
 @sequence
 @layers
 def test_only_the_gradients_that_are_needed(kind, sp, needed, bias):

@@ -30,8 +30,15 @@ def test_three_ranks(cell):
     assert_same_run(cell, run(cell))
 
 
-LENGTHS = [(4, 2, 2, 1), (4, 2, 2, 7), (2, 4, 3, 5)]
-MORE_LENGTHS = [(4, 2, 0, 5), (4, 2, 3, 11), (2, 4, 1, 7), (2, 4, 2, 11), (4, 4, 1, 3)]
+LENGTHS = [(4, 2, 2, 1), (4, 2, 2, 7)]
+MORE_LENGTHS = [
+    (2, 4, 3, 5),
+    (4, 2, 0, 5),
+    (4, 2, 3, 11),
+    (2, 4, 1, 7),
+    (2, 4, 2, 11),
+    (4, 4, 1, 3),
+]
 
 
 @pytest.mark.parametrize(

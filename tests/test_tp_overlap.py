@@ -50,7 +50,7 @@ def layers_on_rank(chunks, transport, dtype, rows, lead):
 
 @own_products
 @pytest.mark.parametrize("transport", ["gloo", "shm"])
-@pytest.mark.parametrize("chunks", [2, 3, 7])
+@pytest.mark.parametrize("chunks", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 7))])
 def test_chunks_change_no_bits(chunks, transport):
     """None of these divides a rank's rows."""
     answers = [
