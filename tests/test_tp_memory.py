@@ -18,6 +18,8 @@ the residual of the one below (model.py, [Note: delayed residual]): 4 where the 
 fp32 statistics come on top: 2 norms' mean and rstd for each token, and attention's lse.
 """
 
+import gc
+
 import pytest
 import torch
 
@@ -122,8 +124,13 @@ def allocated_bytes(n_layer, tp, mode, sp):
     with EmulatedMesh(tp, 0, tp=tp) as mesh:
         model = build(mesh, n_layer, mode, sp, collectives=Alone)
         loss_of(model)
-        with torch.autograd.profiler.profile(profile_memory=True) as profile:
-            loss = loss_of(model)
+        gc.collect()
+        gc.disable()  # what another test left in cycles must not be freed in the measurement
+        try:
+            with torch.autograd.profiler.profile(profile_memory=True) as profile:
+                loss = loss_of(model)
+        finally:
+            gc.enable()
         total = sum(event.self_cpu_memory_usage for event in profile.key_averages())
         del loss
         return total
