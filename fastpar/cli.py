@@ -15,12 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fastpar._version import __version__
-from fastpar.config import (
-    SampleSettings,
-    TrainConfig,
-    TrainFlags,
-    derive_batch,
-)
+from fastpar.config import TrainConfig, derive_batch
 from fastpar.launch import (
     LOST_PEER,
     USER_MISTAKE,
@@ -31,6 +26,7 @@ from fastpar.launch import (
     launched_here,
     lost_peer,
 )
+from fastpar.options import SampleSettings, TrainFlags
 from fastpar.settings import read_settings
 
 _WRITTEN_FOR_USERS = re.compile(r"[\w.]+(?: \w+)?: expected ")  # the form of all our messages

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from fastpar.adafactor import Adafactor
-from fastpar.config import OptimSettings
 from fastpar.layout import parameter_names
 from fastpar.optim import AdamW
+from fastpar.options import OptimSettings
 
 _MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
 

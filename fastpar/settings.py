@@ -45,8 +45,8 @@ def read_settings(path: str | Path) -> dict[str, Any]:
         ) from None
 
 
-def parse_seconds(text: str) -> float:
-    """Seconds of a time such as 300, 300s, 5m, 1h30m or 1.5h."""
+def parse_seconds(text: str, name: str = "max_time") -> float:
+    """Seconds of a time such as 300, 300s, 5m, 1h30m or 1.5h; `name` is that of the setting."""
     units = {"h": 3600.0, "m": 60.0, "s": 1.0}
     parts = re.findall(r"(\d+(?:\.\d+)?)([hms])", text)
     seconds = sum(float(number) * units[unit] for number, unit in parts)
@@ -54,7 +54,8 @@ def parse_seconds(text: str) -> float:
         seconds = float(text) if re.fullmatch(r"\d+(\.\d+)?", text) else 0.0
     if not seconds:
         raise ValueError(
-            f"train: expected a time such as 300s, 5m or 1h30m, got max_time={text}; set --max-time"
+            f"train: expected a time such as 300s, 5m or 1h30m, got {name}={text}; set "
+            f"{option(name)}"
         )
     return seconds
 

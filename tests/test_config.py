@@ -5,13 +5,8 @@ from typing import get_type_hints
 
 import pytest
 
-from fastpar.config import (
-    PRESETS,
-    DataSettings,
-    GPTConfig,
-    TrainConfig,
-    derive_batch,
-)
+from fastpar.config import PRESETS, GPTConfig, TrainConfig, derive_batch
+from fastpar.options import DataSettings
 from fastpar.settings import option
 
 
@@ -153,6 +148,19 @@ def test_settings_have_one_name_each_and_go_there_and_back():
         ({"grad_dtype": "bf16", "dtype": "bf16", "deterministic": True},
          r"expected grad_dtype=fp32 with deterministic, got grad_dtype=bf16; .* leave --grad-dty"),
         ({"name": "a/b"}, r"expected name of letters, digits and . _ \+ -, got name='a/b'"),
+        ({"keep_every": -1}, r"expected keep_every >= 0, got keep_every=-1; set --keep-every"),
+        ({"save_overlap": "queue"}, r"expected one of wait, skip for save_overlap in f.toml"),
+        ({"async_save": 1}, r"expected bool for async_save in f.toml, got async_save=1"),
+        ({"on_nonfinite": "ignore"}, r"one of stop, skip, rollback for on_nonfinite in f.toml"),
+        ({"loss_spike": -1.0}, r"expected loss_spike >= 0, got loss_spike=-1.0"),
+        ({"loss_spike": float("nan")}, r"expected loss_spike >= 0, got loss_spike=nan; set --lo"),
+        ({"max_rollbacks": -1}, r"expected max_rollbacks >= 0, got max_rollbacks=-1"),
+        ({"on_nonfinite": "rollback", "save_every": 0},
+         r"save_every >= 1 with on_nonfinite=rollback, which goes back .* got save_every=0; set"),
+        ({"loss_spike": 8, "save_every": 0}, r"expected save_every >= 1 with loss_spike=8, which"),
+        ({"check_replicas_every": -1}, r"check_replicas_every >= 0, got check_replicas_every=-1"),
+        ({"max_restarts": -1}, r"expected max_restarts >= 0, got max_restarts=-1"),
+        ({"timeout": "soon"}, r"a time such as 300s, 5m or 1h30m, got timeout=soon; set --timeout"),
         ({"max_time": "5 min"}, r"expected a time such as 300s, 5m or 1h30m, got max_time=5 min"),
     ],
 )  # fmt: skip

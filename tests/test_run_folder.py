@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fastpar.config import GPTConfig, SampleSettings, TrainConfig
+from fastpar.config import GPTConfig, TrainConfig
 from fastpar.data import TextData
 from fastpar.model import GPT
+from fastpar.options import SampleSettings
 from fastpar.run_folder import FILES, RunFolder, check_out, draw, newest_run
 from fastpar.tokenizer import CharTokenizer, IdTokenizer, make_tokenizer
 

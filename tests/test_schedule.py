@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from fastpar.adafactor import Adafactor
-from fastpar.config import OptimSettings
 from fastpar.optim import AdamW
+from fastpar.options import OptimSettings
 from fastpar.schedule import cosine_lr, describe_storage, make_optimizer, param_groups
 
 

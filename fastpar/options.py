@@ -1,0 +1,205 @@
+"""The settings of a run by group: names, types, defaults, and under each field its help.
+
+Each class is a group of `fastpar train --help`. The defaults are the run of `make train`: minutes
+on two CPU cores. What the values must be is in config.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+
+def _also(flag: str) -> Any:
+    """A second flag of a setting, for tyro; others, which may not have it, see nothing."""
+    tyro = sys.modules.get("tyro")
+    return tyro.conf.arg(aliases=[flag]) if tyro is not None else None
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """The model."""
+
+    model: str = "mini"
+    """Size: gpt2, gpt2-medium, gpt2-large, gpt2-xl; for CPUs micro, mini, small-cpu."""
+    n_layer: int | None = None
+    """Layers, instead of the size's own."""
+    n_head: int | None = None
+    """Attention heads, instead of the size's own."""
+    n_embd: int | None = None
+    """Width, instead of the size's own."""
+    block_size: int | None = None
+    """Context in tokens, instead of the size's own."""
+    dropout: float | None = None
+    """Dropout probability, instead of the size's own."""
+    init_from: str | None = None
+    """Start from the weights of this transformers folder; its shape replaces --model."""
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """Text and batches."""
+
+    data: str = "bible"
+    """bible, stdlib, a text file or folder, a folder of .bin tokens, or hf:NAME."""
+    tokenizer: str = "auto"
+    """bytes, chars, bpe-N (N tokens, learned from the text), gpt2, or a folder; auto: bpe-4096."""
+    batch_size: int = 8
+    """Sequences a step, over all ranks and micro-batches."""
+    micro_batch_size: int | None = None
+    """Sequences a rank computes at once; unset: as many as fit 16384 tokens."""
+    grad_accum_steps: int | None = None
+    """Micro-batches a rank and step; unset: batch-size / (nproc / tp * micro-batch-size)."""
+
+
+@dataclass(frozen=True)
+class OptimSettings:
+    """The optimizer and its schedule: linear warm-up, then a cosine from lr to min-lr."""
+
+    optimizer: Literal["adamw", "adafactor"] = "adamw"
+    """adafactor: no first moments, and of the second only means of rows and columns."""
+    master_weights: Literal["auto", "full", "remainder"] = "auto"
+    """What 16-bit weights keep beside them: fp32 copies, or (bf16) just the 16 bits they lack."""
+    moment_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
+    """Format of adamw's moments; bf16 and int8 are rounded stochastically."""
+    stochastic_rounding: bool = False
+    """Train bf16 weights without more bits, by adamw, rounding up or down at random."""
+    lr: float = 2.5e-3
+    """Peak learning rate; of adafactor relative to each matrix: 0.02 to 0.05."""
+    min_lr: float | None = None
+    """Learning rate of the last step; unset: lr / 10."""
+    warmup_steps: int | None = None
+    """Steps of warm-up; unset: a tenth of max-steps, 1000 at most."""
+    weight_decay: float = 0.1
+    """Decay of matrices; biases and norms have none."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of adamw's two moments."""
+    max_grad_norm: float = 1.0
+    """Clip the gradient's global norm to this; 0: no clipping."""
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """The run: how long, where to, what is kept."""
+
+    max_steps: int = 2000
+    """Steps in all; the schedule ends there."""
+    max_time: str | None = None
+    """Stop after this time: 300s, 5m, 1h30m. Counts the process, not the run."""
+    out: str | None = None
+    """Folder of the run; unset: the first free one of runs/NAME, runs/NAME-2, ..."""
+    name: str | None = None
+    """Name of the run; unset: size and text."""
+    resume: bool = False
+    """Go on with the run in --out, with its own settings where none are given."""
+    auto_resume: bool = False
+    """Go on with the run in --out if there is one, else start it; so is a start by a restart."""
+    seed: int = 1
+    """Fixes weights, batches and dropout."""
+    eval_every: int = 200
+    """Steps between two validations; 0: only at the end."""
+    eval_batches: int = 16
+    """Validation batches, of batch-size sequences each."""
+    save_every: int = 1000
+    """Steps between two checkpoints; 0: only at the end."""
+    keep_last: int = 2
+    """Checkpoints that are kept; 0: all."""
+    keep_every: int = 0
+    """Checkpoints of every so many steps are kept for good, beside keep-last; 0: none."""
+
+
+@dataclass(frozen=True)
+class SystemSettings:
+    """The machine. auto is decided at the start and printed."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; auto: cuda where there is one."""
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Format of weights and activations (fp32 main copies); auto: fp32 on cpu, bf16 on cuda."""
+    nproc: int = 1
+    """Ranks to start on this machine."""
+    threads: int | None = None
+    """CPU threads a rank; unset: cores / ranks."""
+    compile: bool = False
+    """torch.compile the model: a slow start, then faster."""
+    deterministic: bool = False
+    """The same bits at every stage and split of a step into dp ranks and micro-batches."""
+
+
+@dataclass(frozen=True)
+class ParallelSettings:
+    """What ranks share out, how gradients are summed, what blocks keep for backward."""
+
+    tp: int = 1
+    """Neighbouring ranks that split each layer."""
+    sequence_parallel: bool = True
+    """They share out the tokens, too, where layers are not split."""
+    zero_stage: Annotated[Literal[0, 1, 2, 3], _also("--zero")] = 0
+    """Ranks share 0: nothing, 1: the optimizer's state, 2: and gradients, 3: and weights."""
+    shard_size: int | None = None
+    """Ranks that share one copy, if there are to be several copies; unset: all."""
+    accumulate: Literal["auto", "shard", "full"] = "auto"
+    """Reduce each micro-batch's gradients, or their full sum once; auto: full at 0 and 1."""
+    grad_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Format in which gradients are kept and summed; auto: fp32."""
+    reduce_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Format of gradients on the wire; auto: that of grad-dtype."""
+    activation_checkpointing: Literal["none", "full", "selective"] = "none"
+    """Compute blocks again in backward; selective: all but matrix products and attention."""
+    transport: Literal["auto", "shm", "torch"] = "auto"
+    """auto: shared memory between CPU ranks of one host, else gloo or NCCL."""
+    bucket_mb: float | Literal["auto"] | None = None
+    """Gradients of one collective, in MB; unset: by the number of ranks; auto: measured."""
+
+
+@dataclass(frozen=True)
+class FaultSettings:
+    """What a run survives, and how."""
+
+    async_save: bool = True
+    """Copy the state aside and train on while it is written."""
+    save_overlap: Literal["wait", "skip"] = "wait"
+    """A save that is due while one is being written: wait for that one, or skip the new one."""
+    on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
+    """NaN or inf as loss or gradient: stop, leave the update out, or go back (see loss-spike)."""
+    loss_spike: float = 0.0
+    """A loss so many spreads over the median goes back to the last checkpoint; 0: never."""
+    max_rollbacks: int = 3
+    """Times to go back before giving up."""
+    check_replicas_every: int = 0
+    """Steps between two comparisons of what ranks should have alike, bit by bit; 0: never."""
+    timeout: str = "30m"
+    """A rank that another waits for longer than this is reported: 300s, 30m, 1h."""
+    max_restarts: int = 0
+    """Times that --nproc ranks are started again from the last checkpoint after one died."""
+
+
+@dataclass(frozen=True)
+class SampleSettings:
+    """Texts drawn from the model."""
+
+    prompt: str = ""
+    """Text to go on from; unset: a new line."""
+    num_samples: int = 2
+    """Texts; 0: none."""
+    max_new_tokens: int = 200
+    """Tokens of each text."""
+    temperature: float = 0.8
+    """0: always the likeliest token; 1: as the model says."""
+    top_k: int | None = 50
+    """Only among the k likeliest tokens; 0: among all."""
+
+
+@dataclass(frozen=True)
+class TrainFlags:
+    """Train a GPT-2 on text; every setting can stand in --config FILE.toml too."""
+
+    shape: ModelSettings = field(default_factory=ModelSettings)
+    text: DataSettings = field(default_factory=DataSettings)
+    optim: OptimSettings = field(default_factory=OptimSettings)
+    run: RunSettings = field(default_factory=RunSettings)
+    system: SystemSettings = field(default_factory=SystemSettings)
+    parallel: ParallelSettings = field(default_factory=ParallelSettings)
+    faults: FaultSettings = field(default_factory=FaultSettings)
+    sample: SampleSettings = field(default_factory=SampleSettings)
