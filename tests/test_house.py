@@ -16,7 +16,8 @@ TOP_LEVEL = {
 # Import direction inside fastpar/: a module may import only those that stand before it.
 ORDER = [
     "_version", "settings", "options", "tensor_file", "config", "mesh", "grad_state", "tasks",
-    "collectives", "shm", "transport", "hooks", "debug", "tp_overlap", "tensor_parallel", "vocab_parallel",
+    "collectives",
+    "shm", "transport", "hooks", "debug", "tp_overlap", "tensor_parallel", "vocab_parallel",
     "modules", "tp_layers", "declared", "patched", "tp_plan", "tp_report", "layout", "buffers",
     "units", "split_embedding", "control", "step_report", "describe", "shards", "groups",
     "partials", "engine", "state_dicts", "optim_guard", "optim_checks", "optim_state", "autobucket",
