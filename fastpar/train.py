@@ -26,14 +26,11 @@ import hashlib
 import json
 import math
 import os
-import time
 from collections import deque
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fastpar.checkpoint import (
     checkpoint_folder,
@@ -47,15 +44,15 @@ from fastpar.config import TrainConfig, check_parallel, check_storage, derive_ba
 from fastpar.data import eval_batches, sample_batch
 from fastpar.engine import engine_of
 from fastpar.hf import load_hf
+from fastpar.journal import Journal, Step, to_device, to_host
 from fastpar.kernels import keep_freed_memory, make_key
 from fastpar.launch import SIGNALS, catching_stop, threads_per_rank
 from fastpar.loss_scale import DynamicLossScale
 from fastpar.mesh import Mesh
-from fastpar.metrics import Progress, memory_mb, mfu
 from fastpar.model import GPT
 from fastpar.parallel import parallelize
 from fastpar.recompute import recompute
-from fastpar.run_folder import TIME_IS_UP, RunFolder, check_out
+from fastpar.run_folder import TIME_IS_UP, check_out
 from fastpar.schedule import cosine_lr, describe_storage, make_optimizer
 from fastpar.settings import parse_seconds
 from fastpar.start import digest, find_checkpoint, load_model_and_data
@@ -94,24 +91,12 @@ def train(config: TrainConfig) -> int:
     return Trainer(config, mesh).run()
 
 
-@dataclass
-class _Step:
-    """What is known of a step once its numbers have arrived."""
-
-    step: int
-    lr: float
-    tokens: int
-    values: Tensor  # fp64 on the host: loss, grad_norm, and a count for each of STOPS
-    ready: torch.cuda.Event | None
-    scale: float | None
-
-
 class Trainer:
     """One rank of a run: all that its settings describe, and the loop. See the notes above."""
 
     def __init__(self, config: TrainConfig, mesh: Mesh) -> None:
         self.config, self.mesh = config, mesh
-        self.began = self.clock = time.monotonic()
+        self.journal = Journal(config, mesh)
         checkpoint = find_checkpoint(config, mesh)
         state = read_state(checkpoint) if checkpoint is not None else None
         self.dtype_name = self._pick_dtype(state)
@@ -152,12 +137,9 @@ class Trainer:
         self.val: tuple[int, float] | None = None  # (step, loss) of the last validation
         if checkpoint is not None:
             self._load(checkpoint)
-        self.pending: deque[_Step] = deque()
+        self.pending: deque[Step] = deque()
         self.keep_pending = int(mesh.device.type == "cuda" and self.loss_scale is None)
         self.stop_signals: list[int] = []
-        self.rate = 0.0  # tokens/s, smoothed
-        self.folder: RunFolder | None = None  # on rank 0, once the loop runs
-        self.progress = Progress(config.run.max_steps, self.step, enabled=mesh.is_main)
 
     # Set-up
 
@@ -202,11 +184,11 @@ class Trainer:
     def run(self) -> int:
         """Trains to the end or to a wish to stop; the exit status. Closes the mesh."""
         run = self.config.run
-        self._open_folder()
+        self.journal.open(model=self.model, data=self.data, step=self.step, facts=self._facts())
         with catching_stop(loud=self.mesh.is_main) as self.stop_signals:
             if self.step == 0 and run.eval_every:
                 self.validate()
-            self.clock = time.monotonic()
+            self.journal.start_clock()
             stop = 0
             while self.step < run.max_steps and not stop:
                 self.pending.append(self.train_step())
@@ -225,24 +207,25 @@ class Trainer:
                     f"train: expected a checkpoint of the last step, got none of step {self.step}; "
                     "make room, then --resume from the one before"
                 )
-        self.progress.close()
+        self.journal.close()
         self.mesh.close()  # what follows is rank 0's alone
-        if self.folder is not None:
+        folder = self.journal.folder
+        if folder is not None:
             model: GPT = self.model
             if self.engine.shares and stop <= 0:
-                model = load_hf(checkpoint_folder(self.folder.path, self.step))
-            self.folder.finish(
+                model = load_hf(checkpoint_folder(folder.path, self.step))
+            folder.finish(
                 model.to(self.mesh.device),
                 self.data,
                 config=self.config,
                 step=self.step,
-                seconds=self._elapsed(),
+                seconds=self.journal.seconds,
                 val_loss=self.val[1] if self.val else None,
                 stopped_by=stop,
             )
         return 128 + stop if stop > 0 else 0
 
-    def train_step(self) -> _Step:
+    def train_step(self) -> Step:
         """One optimizer step; returns without waiting for the device."""
         config, mesh, optimizer = self.config, self.mesh, self.optimizer
         rows, seed = self.micro_batch_size, config.run.seed
@@ -259,7 +242,7 @@ class Trainer:
                 block_size=self.block_size,
                 device=mesh.device,
             )
-            key = _to_device(make_key(seed, first), mesh.device)
+            key = to_device(make_key(seed, first), mesh.device)
             part = self.forward(x, y, rng_key=key) / self.grad_accum_steps
             (part if scale is None else part * scale).backward()
             loss += part.detach()
@@ -274,11 +257,11 @@ class Trainer:
             group["lr"] = lr
         if scale is not None:
             optimizer.grad_scale = scale
-        wishes = _to_device(torch.tensor(self._wishes(), dtype=torch.float64), mesh.device)
+        wishes = to_device(torch.tensor(self._wishes(), dtype=torch.float64), mesh.device)
         self.engine.contribute(torch.cat(((loss / mesh.world_size).reshape(1), wishes)))
         optimizer.step()
         optimizer.zero_grad()
-        samples = self.grad_accum_steps * mesh.dp_size * rows
+        first, samples = self.next_sample, self.grad_accum_steps * mesh.dp_size * rows
         self.step += 1
         self.next_sample += samples
         self.tokens += samples * self.block_size
@@ -286,8 +269,9 @@ class Trainer:
         assert control is not None
         assert optimizer.grad_norm is not None
         norm = optimizer.grad_norm.double().reshape(1)
-        values, ready = _to_host(torch.cat((control[:1], norm, control[1:])))
-        return _Step(self.step, lr, self.tokens, values, ready, scale)
+        values, ready = to_host(torch.cat((control[:1], norm, control[1:])))
+        taken = first, self.next_sample
+        return Step(self.step, lr, taken, self.tokens, values, ready, scale)
 
     def _number(self, j: int) -> int:
         """Of micro-batch j of this rank in the step: see [Note: who takes which samples]."""
@@ -322,11 +306,9 @@ class Trainer:
                 total[1] += y.numel()
         loss, count = self.engine.all_reduce_scalars(total).tolist()
         self.val = (self.step, loss / count)
-        if self.folder is not None:
-            row = {"step": self.step, "val_loss": self.val[1], "time_s": self._elapsed()}
-            self.folder.write(row)
-            self.progress.say(f"step {self.step}  validation loss {self.val[1]:.4f}")
-        self.clock = time.monotonic()
+        text = f"validation loss {self.val[1]:.4f}"
+        self.journal.note(self.step, text, val_loss=self.val[1])
+        self.journal.start_clock()
 
     def save(self) -> bool:
         """Writes a checkpoint of this step, on every rank; whether it worked, the same on all."""
@@ -335,19 +317,20 @@ class Trainer:
             self._save()
         except OSError as error:
             failed += 1
-            self.progress.say(
+            self.journal.say(
                 f"no checkpoint of step {self.step} ({error}); the older ones are intact"
             )
         if self.engine.all_reduce_scalars(failed).item():
             return False
         self.saved_step = self.step
-        self.clock = time.monotonic()
+        self.journal.start_clock()
         return True
 
     def _save(self) -> None:
         settings = json.dumps(self.config.settings(), sort_keys=True)
+        folder = self.journal.folder
         save_checkpoint(
-            self.folder.path if self.folder is not None else None,
+            folder.path if folder is not None else None,
             step=self.step,
             model=self.model,
             optimizer=self.optimizer,
@@ -370,17 +353,15 @@ class Trainer:
     def _wishes(self) -> list[float]:
         """1 for the reason in STOPS for which this rank would stop now."""
         limit = self.config.run.max_time
-        late = limit is not None and self.mesh.is_main and self._elapsed() > parse_seconds(limit)
-        return [float(late if r == TIME_IS_UP else r in self.stop_signals) for r in STOPS]
+        late = self.mesh.is_main and limit and self.journal.seconds > parse_seconds(limit)
+        return [float(bool(late) if r == TIME_IS_UP else r in self.stop_signals) for r in STOPS]
 
     def _read(self, keep: int) -> int:
         """Takes in finished steps until `keep` are left; the reason to stop, one of STOPS, or 0."""
         stop = 0
         while len(self.pending) > keep:
             done = self.pending.popleft()
-            if done.ready is not None:
-                done.ready.synchronize()
-            loss, norm, *wishes = done.values.tolist()
+            loss, norm, *wishes = done.numbers()
             stop = next((reason for reason, n in zip(STOPS, wishes) if n), stop)
             if self.loss_scale is not None:
                 self.loss_scale.update(not math.isfinite(norm))
@@ -389,58 +370,13 @@ class Trainer:
                     f"train: expected finite numbers, got loss={loss}, grad_norm={norm} in step "
                     f"{done.step}; lower --lr, then --resume from the last checkpoint"
                 )
-            now = time.monotonic()
-            seconds, self.clock = now - self.clock, now
-            if self.folder is not None:
-                self._record(self.folder, done, loss, norm, seconds)
+            self.journal.write_step(done, loss=loss, norm=norm, engine=self.engine)
         return stop
 
-    def _record(
-        self, folder: RunFolder, done: _Step, loss: float, norm: float, seconds: float
-    ) -> None:
-        rate = self.config.text.batch_size * self.block_size / max(seconds, 1e-9)
-        self.rate = 0.9 * self.rate + 0.1 * rate if self.rate else rate
-        rss, peak = memory_mb()
-        row: dict[str, Any] = {
-            "step": done.step,
-            "loss": loss,
-            "lr": done.lr,
-            "grad_norm": norm,
-            "tokens_per_s": rate,
-            **self._costs(),
-            "tokens": done.tokens,
-            "time_s": self._elapsed(),
-            "rss_mb": rss,
-            "peak_rss_mb": peak,
-        }
-        text = f"loss {loss:.3f}, {self.rate:,.0f} tokens/s"
-        if done.scale is not None:
-            row["loss_scale"] = done.scale
-        if self.mesh.device.type == "cuda":
-            row["cuda_peak_mb"] = torch.cuda.max_memory_allocated() / 1e6
-            per_gpu, flops = self.rate / self.mesh.world_size, self.model.flops_per_token()
-            used = mfu(torch.cuda.get_device_name(), per_gpu, flops)
-            if used is not None and self.dtype_name != "fp32":
-                row["mfu"] = used
-                text += f", MFU {used:.0%}"
-        folder.write(row)
-        self.progress.update(done.step, text)
-
-    def _costs(self) -> dict[str, float | None]:
-        """Of the newest step that is known: times of this rank in ms, MB it sent."""
-        report = self.engine.report
-        names = ("step_ms", "compute_ms", "comm_ms", "exposed_ms")
-        costs = {name: None if report is None else getattr(report, name) for name in names}
-        return {**costs, "wire_mb": None if report is None else report.wire_bytes / 1e6}
-
-    def _elapsed(self) -> float:
-        return time.monotonic() - self.began
-
-    def _open_folder(self) -> None:
-        if not self.mesh.is_main:
-            return
+    def _facts(self) -> dict[str, Any]:
+        """What was chosen for this start; see RunFolder."""
         mesh, on_gpu = self.mesh, self.mesh.device.type == "cuda"
-        facts = {
+        return {
             "device": torch.cuda.get_device_name() if on_gpu else "CPU",
             "dtype": self.dtype_name,
             "world_size": mesh.world_size,
@@ -456,24 +392,3 @@ class Trainer:
             "transport": getattr(self.engine.groups.control, "transport", "none"),
             "storage": describe_storage(self.config.optim, DTYPES[self.dtype_name]),
         }
-        self.folder = RunFolder(
-            self.config, model=self.model, data=self.data, step=self.step, facts=facts
-        )
-        for line in self.folder.header:
-            self.progress.say(line)
-
-
-def _to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Without waiting for the device: a copy from pageable memory would."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
-
-
-def _to_host(values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """The values on the host, to be read after the event."""
-    if values.device.type != "cuda":
-        return values, None
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    host.copy_(values, non_blocking=True)
-    ready = torch.cuda.Event()
-    ready.record()
-    return host, ready

