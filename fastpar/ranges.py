@@ -140,13 +140,13 @@ def check_cover(pieces: Iterable[Iterable[Run]], numel: int) -> str | None:
     parts = [intervals(runs) for runs in pieces]
     rows = np.concatenate(parts) if parts else np.empty((0, 3), np.int64)
     rows = rows[np.argsort(rows[:, 0], kind="stable")]
-    at = 0
-    for start, length, _ in rows.tolist():
-        if start < at:
-            return f"element {start} twice"
-        if start > at:
-            return f"no element {at}"
-        at = start + length
+    starts, stops = rows[:, 0], rows[:, 0] + rows[:, 1]
+    due = np.concatenate((np.zeros(1, np.int64), stops))  # where each has to start
+    wrong = np.flatnonzero(starts != due[:-1])
+    if len(wrong):
+        start, at = int(starts[wrong[0]]), int(due[wrong[0]])
+        return f"element {start} twice" if start < at else f"no element {at}"
+    at = int(due[-1])
     if at < numel:
         return f"no element {at}"
     return f"element {numel} of {numel}" if at > numel else None

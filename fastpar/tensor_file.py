@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 # safetensors' names, in the order in which it stores tensors: by alignment, then by name.
-_NAMES = {
+DTYPE_NAMES = {
     torch.int64: "I64",
     torch.float64: "F64",
     torch.float32: "F32",
@@ -59,11 +59,11 @@ class TensorFile:
     def __init__(
         self, path: str | Path, specs: Mapping[str, Spec], metadata: Mapping[str, str] | None = None
     ) -> None:
-        order = list(_NAMES)
+        order = list(DTYPE_NAMES)
         header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
         self._specs, self._places, end = dict(specs), {}, 0
         for name, spec in specs.items():
-            if spec.dtype not in _NAMES:
+            if spec.dtype not in DTYPE_NAMES:
                 raise ValueError(
                     f"TensorFile: expected a dtype of safetensors, got dtype={spec.dtype} for "
                     f"'{name}'; convert it"
@@ -73,7 +73,7 @@ class TensorFile:
             self._places[name] = end
             end += spec.nbytes
             header[name] = {
-                "dtype": _NAMES[spec.dtype],
+                "dtype": DTYPE_NAMES[spec.dtype],
                 "shape": list(spec.shape),
                 "data_offsets": [self._places[name], end],
             }

@@ -15,7 +15,8 @@ TOP_LEVEL = {
 }  # fmt: skip
 # Import direction inside fastpar/: a module may import only those that stand before it.
 ORDER = [
-    "_version", "settings", "options", "tensor_file", "config", "mesh", "grad_state", "tasks",
+    "_version", "settings", "options", "tensor_file",
+    "plain_files", "config", "mesh", "grad_state", "tasks",
     "collectives",
     "shm", "transport", "hooks", "debug", "tp_overlap", "tensor_parallel", "vocab_parallel",
     "modules", "tp_layers", "declared", "patched", "tp_plan", "tp_report", "layout", "buffers",
@@ -23,7 +24,8 @@ ORDER = [
     "partials", "engine", "state_dicts", "optim_guard", "optim_checks", "optim_state", "autobucket",
     "parallel_checks", "parallel", "optim_base", "optim", "adafactor", "loss_scale", "schedule",
     "model", "hf", "recompute", "patching", "tokenizer", "sources", "token_cache", "data",
-    "ranges", "manifest", "checkpoint", "metrics", "testing", "sample", "run_folder", "journal",
+    "ranges", "manifest", "verify",
+    "checkpoint", "metrics", "testing", "sample", "run_folder", "journal",
     "launch", "start", "train", "cli", "__main__", "__init__",
 ]  # fmt: skip
 OPTIONAL = {  # heavy or optional: only ever imported inside functions

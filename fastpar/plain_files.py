@@ -1,0 +1,119 @@
+"""Files of a folder that others may have written: what opens them trusts neither names nor types.
+
+A name from a manifest, an index or a user must not lead out of its folder, and what lies there may
+be a link, a pipe that nobody writes to, or a device. open_plain() opens a regular file or raises,
+and never waits. JSON is read strictly: UTF-8, an object, no name twice, of bounded size.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from pathlib import Path
+from typing import Any
+
+_PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
+JSON_BYTES = 1 << 26  # above this a JSON file is not parsed
+
+
+def is_plain_name(name: object) -> bool:
+    """Whether this is the name of a visible file in a folder, and nothing else."""
+    return isinstance(name, str) and _PLAIN.fullmatch(name) is not None
+
+
+def open_plain(path: str | Path, *, links: bool = False) -> int:
+    """A descriptor to read a regular file from.
+
+    Args:
+        path: the file.
+        links: whether it may be a symbolic link, as in the caches of model hubs.
+    Raises:
+        OSError: none there, not readable, or no regular file.
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)
+    try:
+        mode = os.stat(path, follow_symlinks=links).st_mode
+        if stat.S_ISLNK(mode):
+            raise OSError(None, "a symbolic link", str(path))
+        if not stat.S_ISREG(mode):  # opening a device can do things
+            raise OSError(None, "not a regular file", str(path))
+        descriptor = os.open(path, flags)
+    except ValueError as error:  # a name with NUL or without an encoding
+        raise OSError(None, f"not a file name ({error})", str(path)) from error
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)  # replaced since it was looked at
+    raise OSError(None, "not a regular file", str(path))
+
+
+def read_plain(path: str | Path, limit: int, *, links: bool = False) -> bytes:
+    """All of a regular file of at most `limit` bytes.
+
+    Raises:
+        OSError: see open_plain; or the file is larger.
+    """
+    with open(open_plain(path, links=links), "rb") as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise OSError(None, f"larger than {limit} bytes", str(path))
+    return content
+
+
+def parse_object(content: bytes) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        ValueError: something else; the text says what, to be put behind a file's name.
+    """
+    try:
+        value = json.loads(content.decode("utf-8"), object_pairs_hook=_unique, parse_int=_int)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 at byte {error.start}") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error}") from error
+    except RecursionError:
+        raise ValueError("not JSON of ours: nested too deeply") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"no JSON object but {type(value).__name__}")
+    return value
+
+
+def read_object(path: str | Path, *, links: bool = False) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        ValueError: it cannot be read, or is not one; the text says why, to be put behind its name.
+    """
+    try:
+        content = read_plain(path, JSON_BYTES, links=links)
+    except OSError as error:
+        raise ValueError(reason(error)) from error
+    return parse_object(content)
+
+
+def reason(error: OSError) -> str:
+    """What an OSError says, without the path."""
+    return "no such file" if isinstance(error, FileNotFoundError) else str(error.strerror)
+
+
+def shown(value: object) -> str:
+    """A value of any size for a one-line message."""
+    text = ascii(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+        raise ValueError(f"{shown(twice)} twice")
+    return value
+
+
+def _int(digits: str) -> int:
+    if len(digits) > 40:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)

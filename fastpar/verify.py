@@ -1,0 +1,245 @@
+"""A checkpoint's files against its manifest: sizes, headers, and the SHA-256 of every byte.
+
+The bytes of a file are those of its head, which FileEntry has a digest of, and those of its
+tensors, each with a digest of its own; that they add up was checked by read_manifest. A rank takes
+a share of them, and several threads hash it: hashlib lets go of the interpreter's lock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from fastpar.manifest import FileEntry, Manifest, TensorEntry
+from fastpar.plain_files import open_plain, parse_object, reason, shown
+from fastpar.ranges import HOLE, numel_of
+
+_READ_BYTES = 1 << 20
+_THREADS = 4
+
+
+class Place(NamedTuple):
+    """Where a tensor's bytes lie in its file."""
+
+    start: int
+    stop: int
+
+
+class Damage(NamedTuple):
+    """What is wrong with a file."""
+
+    file: str
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.file} ({self.problem})"
+
+
+def verify_files(
+    folder: str | Path, manifest: Manifest, *, part: int = 0, n_parts: int = 1
+) -> dict[str, dict[str, Place]]:
+    """Read the files, or a share of them, and compare them with the manifest.
+
+    Args:
+        folder: of the checkpoint.
+        manifest: from read_manifest.
+        part: which share of the bytes; every size is compared, and the header of each file with a
+            tensor of this share.
+        n_parts: how many shares there are.
+    Returns:
+        File -> tensor -> where it lies, of the files whose header was read.
+    Raises:
+        ValueError: a file that is missing, truncated, changed, or has other tensors; names it, the
+            tensor and its indices.
+    """
+    damage, places = find_damage(folder, manifest, part=part, n_parts=n_parts)
+    if damage:
+        more = f", and {len(damage) - 1} more" if len(damage) > 1 else ""
+        raise ValueError(
+            f"verify_files: expected what its manifest has in {folder}, got {damage[0]}{more}; "
+            "the checkpoint is damaged, use another one"
+        )
+    return places
+
+
+def find_damage(
+    folder: str | Path, manifest: Manifest, *, part: int = 0, n_parts: int = 1
+) -> tuple[list[Damage], dict[str, dict[str, Place]]]:
+    """What verify_files raises, all of it and in the manifest's order, and what it returns."""
+    tensors = _share(manifest, part, n_parts)
+    files = list(manifest.files)
+    heads = {name for i, name in enumerate(files) if i % n_parts == part or name in tensors}
+    places: dict[str, dict[str, Place]] = {}
+    damage: list[Damage] = []
+    descriptors: dict[str, int] = {}
+    try:
+        for name, entry in manifest.files.items():
+            try:
+                descriptors[name] = open_plain(Path(folder) / name)
+                size = os.fstat(descriptors[name]).st_size
+                if size != entry.size:
+                    raise ValueError(f"{size} bytes instead of {entry.size}")
+                if name in heads:
+                    head = _check_head(descriptors[name], entry)
+                    if entry.head < entry.size or name.endswith(".safetensors"):
+                        places[name] = _check_header(head, name, manifest)
+            except OSError as error:
+                damage.append(Damage(name, reason(error)))
+            except ValueError as error:
+                damage.append(Damage(name, str(error)))
+        broken = {found.file for found in damage}
+        todo = [t for name in files if name not in broken for t in tensors.get(name, ())]
+        with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
+            problems = pool.map(
+                lambda t: _check_tensor(descriptors[t.file], t, places[t.file][t.key]), todo
+            )
+            damage += [Damage(t.file, found) for t, found in zip(todo, problems) if found]
+    finally:
+        for descriptor in descriptors.values():
+            os.close(descriptor)
+    return damage, places
+
+
+def read_places(
+    folder: str | Path, manifest: Manifest, name: str, descriptor: int | None = None
+) -> dict[str, Place]:
+    """Where the tensors of one file lie, from its header, which is compared with the manifest.
+
+    Raises:
+        ValueError: the header is damaged or has other tensors.
+        OSError: the file cannot be read.
+    """
+    opened = open_plain(Path(folder) / name) if descriptor is None else descriptor
+    try:
+        return _check_header(_check_head(opened, manifest.files[name]), name, manifest)
+    except ValueError as error:
+        raise ValueError(
+            f"read_places: expected what its manifest has in {folder}, got {name} ({error}); the "
+            "checkpoint is damaged, use another one"
+        ) from error
+    finally:
+        if descriptor is None:
+            os.close(opened)
+
+
+def extra_files(folder: str | Path, manifest: Manifest, manifest_name: str) -> list[str]:
+    """What lies in the folder and is not part of the checkpoint."""
+    return sorted(set(os.listdir(folder)) - set(manifest.files) - {manifest_name})
+
+
+def _share(manifest: Manifest, part: int, n_parts: int) -> dict[str, list[TensorEntry]]:
+    """File -> the tensors of one of n shares of nearly the same size, the same on every rank."""
+    tensors = manifest.weights + manifest.optimizer
+    load = [0] * n_parts
+    mine: set[int] = set()
+    for i in sorted(range(len(tensors)), key=lambda i: -tensors[i].nbytes):
+        least = load.index(min(load))
+        load[least] += tensors[i].nbytes
+        if least == part:
+            mine.add(i)
+    by_file: dict[str, list[TensorEntry]] = defaultdict(list)
+    for i in sorted(mine):
+        by_file[tensors[i].file].append(tensors[i])
+    return dict(by_file)
+
+
+def _check_head(descriptor: int, entry: FileEntry) -> bytes:
+    """The bytes under the file's own digest."""
+    if entry.head > _HEAD_BYTES:
+        known, problem = _hash(descriptor, Place(0, entry.head))
+        head = b""
+    else:
+        head, problem = b"", None
+        while len(head) < entry.head:
+            more = os.pread(descriptor, entry.head - len(head), len(head))
+            if not more:
+                raise ValueError(f"ends at byte {len(head)}")
+            head += more
+        known = hashlib.sha256(head).hexdigest()
+    if problem or known != entry.sha256:
+        tensors = "" if entry.head == entry.size else " in its header"
+        raise ValueError(problem or f"other content{tensors}")
+    return head
+
+
+_HEAD_BYTES = 1 << 26  # a file without tensors can be larger; it is not kept in memory
+
+
+def _check_header(head: bytes, name: str, manifest: Manifest) -> dict[str, Place]:
+    """Where the tensors lie, from a header that has those of the manifest and no others."""
+    length = int.from_bytes(head[:8], "little")
+    if len(head) < 8 or len(head) != 8 + length:
+        raise ValueError(f"a header of {length} bytes where {len(head)} - 8 are due")
+    try:
+        header = parse_object(head[8:])
+    except ValueError as error:
+        raise ValueError(f"its header is {error}") from error
+    header.pop("__metadata__", None)
+    due = {t.key: t for t in manifest.weights + manifest.optimizer if t.file == name}
+    for key in sorted(header.keys() ^ due.keys()):
+        raise ValueError(f"{'no' if key in due else 'an unlisted'} tensor {shown(key)}")
+    whole = {t.key for t in manifest.weights if t.file == name}
+    places = {}
+    for key, tensor in due.items():
+        places[key] = _place(header[key], tensor, whole=key in whole)
+    at = 0
+    for key, place in sorted(places.items(), key=lambda item: item[1]):
+        if place.start != at:
+            raise ValueError(f"tensor {shown(key)} at {place.start} where {at} is due")
+        at = place.stop
+    return {key: Place(len(head) + a, len(head) + b) for key, (a, b) in places.items()}
+
+
+def _place(raw: object, tensor: TensorEntry, *, whole: bool) -> Place:
+    key = shown(tensor.key)
+    if not isinstance(raw, dict) or raw.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"tensor {key} without dtype, shape and place")
+    dtype, shape, place = raw["dtype"], raw["shape"], raw["data_offsets"]
+    for numbers in (shape, place):
+        if not isinstance(numbers, list) or any(type(n) is not int or n < 0 for n in numbers):
+            raise ValueError(f"tensor {key} with {shown(numbers)}")
+    if dtype != tensor.dtype:
+        raise ValueError(f"tensor {key} of {shown(dtype)} instead of {tensor.dtype}")
+    if (whole and tuple(shape) != tensor.shape) or math.prod(shape) != numel_of(tensor.runs):
+        wanted = list(tensor.shape) if whole else f"{numel_of(tensor.runs)} elements"
+        raise ValueError(f"tensor {key} of shape {shown(shape)} instead of {wanted}")
+    if len(place) != 2 or place[1] - place[0] != tensor.nbytes:
+        raise ValueError(f"tensor {key} at {shown(place)} instead of {tensor.nbytes} bytes")
+    return Place(*place)
+
+
+def _check_tensor(descriptor: int, tensor: TensorEntry, place: Place) -> str | None:
+    known, problem = _hash(descriptor, place)
+    if problem is None and known == tensor.sha256:
+        return None
+    return f"{problem or 'other content'} in {describe(tensor)}"
+
+
+def describe(tensor: TensorEntry) -> str:
+    """A tensor or piece by name and first and last index of the whole."""
+    runs = [run for run in tensor.runs if run.start != HOLE]
+    if not runs:
+        return f"{tensor.key}, no elements"
+    first, last = min(run.start for run in runs), max(run.stop for run in runs) - 1
+    return f"{tensor.key}, elements {first} to {last}"
+
+
+def _hash(descriptor: int, place: Place) -> tuple[str, str | None]:
+    """SHA-256 of a part of a file; and what kept it from being read."""
+    digest, at = hashlib.sha256(), place.start
+    buffer = memoryview(bytearray(min(_READ_BYTES, place.stop - place.start)))
+    while at < place.stop:
+        try:
+            n = os.preadv(descriptor, [buffer[: place.stop - at]], at)
+        except OSError as error:
+            return "", f"{error.strerror} at byte {at}"
+        if n == 0:
+            return "", f"ends at byte {at}"
+        digest.update(buffer[:n])
+        at += n
+    return digest.hexdigest(), None
