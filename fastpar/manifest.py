@@ -23,7 +23,7 @@ import json
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -52,6 +52,8 @@ _NAME = 512  # characters of a tensor's name
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _END = re.compile(rb', "digest": "([0-9a-f]{64})"}\n\Z')
 _T = TypeVar("_T")
+_DICT: type[dict[str, Any]] = dict
+_LIST: type[list[Any]] = list
 
 
 @dataclass(frozen=True)
@@ -116,24 +118,27 @@ class Manifest:
         return f'{text[:-1]}, "digest": "{digest}"}}\n'.encode()
 
 
-def read_manifest(folder: str | Path, name: str = MANIFEST) -> Manifest:
+def read_manifest(folder: str | Path, name: str = MANIFEST, *, complete: bool = True) -> Manifest:
     """The manifest of a checkpoint; checked for sense, not against the files beside it.
 
     Args:
         folder: of the checkpoint.
-        name: another one than manifest.json is a rank's part, which need not be complete.
+        name: of the manifest's file.
+        complete: whether it has to describe a whole checkpoint; a rank's part need not: its pieces
+            cover nothing, and their files are listed by another part.
     Raises:
         ValueError: there is none, it is of another version, it is damaged, or it makes no sense.
     """
     file = Path(folder) / name
     try:
-        return parse_manifest(read_plain(file, JSON_BYTES), complete=name == MANIFEST)
+        return parse_manifest(read_plain(file, JSON_BYTES), complete=complete)
     except OSError as error:
-        problem, cause = reason(error), error
+        problem = ManifestError(reason(error))
     except ManifestError as error:
-        problem, advice = str(error), error.advice
-        raise _refused(file, problem, advice) from error
-    raise _refused(file, problem, ManifestError.advice) from cause
+        problem = error
+    raise ValueError(
+        f"read_manifest: expected a checkpoint's manifest, got {file} ({problem}); {problem.advice}"
+    ) from problem
 
 
 class ManifestError(ValueError):
@@ -142,18 +147,12 @@ class ManifestError(ValueError):
     advice = "the folder is no checkpoint of fastpar, or it is damaged: use another one"
 
 
-def _refused(file: Path, problem: str, advice: str) -> ValueError:
-    return ValueError(
-        f"read_manifest: expected a checkpoint's manifest, got {file} ({problem}); {advice}"
-    )
-
-
 def parse_manifest(content: bytes, *, complete: bool = True) -> Manifest:
     """The manifest that sealed() wrote.
 
     Args:
         content: of the file.
-        complete: whether it has to describe a whole checkpoint.
+        complete: as in read_manifest.
     Raises:
         ManifestError: it did not write this.
     """
@@ -168,21 +167,22 @@ def parse_manifest(content: bytes, *, complete: bool = True) -> Manifest:
     names = [f.name for f in fields(Manifest)]
     _names("manifest", raw, ["format", "version", *names, "digest"])
     files = {}
-    for name, entry in _of(dict, "files", raw["files"]).items():
+    for name, entry in _of(_DICT, "files", raw["files"]).items():
         if not is_plain_name(name) or name == MANIFEST:
             raise ManifestError(f"a file name that is none of ours: {shown(name)}")
         files[name] = _file(name, entry)
     kinds = (raw["weights"], raw["optimizer"])
     weights, optimizer = (
-        tuple(_tensor(entry) for entry in _of(list, kind, tensors))
+        tuple(_tensor(entry) for entry in _of(_LIST, kind, tensors))
         for kind, tensors in zip(("weights", "optimizer"), kinds)
     )
     for piece in optimizer:
         if not all(piece.key.rpartition("/")):
             raise ManifestError(f"no PARAMETER/ENTRY: {shown(piece.key)}")
     manifest = Manifest(_int("step", raw["step"]), files, weights, optimizer)
-    _check_places(manifest)
+    _check_unique(manifest)
     if complete:
+        _check_files(manifest)
         _check_complete(manifest)
     return manifest
 
@@ -203,21 +203,25 @@ def _check_version(format: object, version: object) -> None:
         raise problem
 
 
-def _check_places(manifest: Manifest) -> None:
-    """Each tensor once, in a listed file, and the files' data made up of them."""
-    tensors = manifest.weights + manifest.optimizer
+def _check_unique(manifest: Manifest) -> None:
+    weights: list[object] = [t.key for t in manifest.weights]
+    pieces: list[object] = [(t.file, t.key) for t in manifest.optimizer]
+    for names in (weights, pieces):
+        twice = next((name for name, n in Counter(names).items() if n > 1), None)
+        if twice is not None:
+            raise ManifestError(f"{shown(twice)} twice")
+
+
+def _check_files(manifest: Manifest) -> None:
+    """Every tensor in a listed file, and the files' data made up of them."""
     nbytes: Counter[str] = Counter()
-    for tensor in tensors:
+    for tensor in manifest.weights + manifest.optimizer:
         if tensor.file not in manifest.files:
             raise ManifestError(f"{shown(tensor.key)} in a file not listed, {shown(tensor.file)}")
         nbytes[tensor.file] += tensor.nbytes
     mixed = {t.file for t in manifest.weights} & {t.file for t in manifest.optimizer}
     if mixed:
         raise ManifestError(f"weights and optimizer both in {min(mixed)}")
-    twice = _first_twice([t.key for t in manifest.weights])
-    twice = twice or _first_twice([(t.file, t.key) for t in manifest.optimizer])
-    if twice is not None:
-        raise ManifestError(f"{shown(twice)} twice")
     for name, entry in manifest.files.items():
         if entry.size - entry.head != nbytes[name]:
             raise ManifestError(
@@ -271,15 +275,17 @@ def _tensor(raw: object) -> TensorEntry:
         raise ManifestError(f"no name of a tensor: {shown(key)}")
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise ManifestError(f"{shown(key)} of an unknown dtype, {shown(dtype)}")
-    shape = tuple(_int(f"shape of {key}", n) for n in _of(list, f"shape of {key}", entry["shape"]))
+    shape = tuple(_int(f"shape of {key}", n) for n in _of(_LIST, f"shape of {key}", entry["shape"]))
     if len(shape) > 16 or math.prod(shape) >= _HUGE:
         raise ManifestError(f"{shown(key)} of an absurd shape")
-    runs = tuple(_run(key, run) for run in _of(list, f"runs of {key}", entry["runs"]))
+    runs = tuple(_run(key, run) for run in _of(_LIST, f"runs of {key}", entry["runs"]))
     numel = math.prod(shape)
     if any(run.start != HOLE and run.stop > numel for run in runs) or numel_of(runs) >= _HUGE:
         raise ManifestError(f"{shown(key)} of {numel} elements with indices beyond")
+    if not is_plain_name(entry["file"]):
+        raise ManifestError(f"file of {shown(key)} that is none of ours: {shown(entry['file'])}")
     return TensorEntry(
-        file=_of(str, f"file of {key}", entry["file"]),
+        file=entry["file"],
         key=key,
         dtype=dtype,
         shape=shape,
@@ -289,7 +295,7 @@ def _tensor(raw: object) -> TensorEntry:
 
 
 def _run(key: str, raw: object) -> Run:
-    numbers = _of(list, f"runs of {key}", raw)
+    numbers = _of(_LIST, f"runs of {key}", raw)
     if len(numbers) != len(Run._fields):
         raise ManifestError(f"runs of {shown(key)} with {shown(raw)}")
     run = Run(*(_int(f"runs of {key}", n, HOLE) for n in numbers))
@@ -303,17 +309,17 @@ def _run(key: str, raw: object) -> Run:
 
 
 def _names(what: str, raw: object, names: Sequence[str]) -> dict[str, Any]:
-    given = _of(dict, what, raw)
+    given = _of(_DICT, what, raw)
     for name in sorted(given.keys() ^ set(names)):
         kind = "no" if name in names else "an unknown"
         raise ManifestError(f"{kind} field {shown(name)} of {shown(what)}")
     return given
 
 
-def _of(kind: Callable[..., _T], what: str, value: object) -> _T:
-    if type(value) is not kind:
-        raise ManifestError(f"{shown(what)} is no {kind.__name__} but {shown(value)}")
-    return value
+def _of(kind: type[_T], what: str, value: object) -> _T:
+    if isinstance(value, kind):
+        return value
+    raise ManifestError(f"{shown(what)} is no {kind.__name__} but {shown(value)}")
 
 
 def _int(what: str, value: object, low: int = 0) -> int:
@@ -326,7 +332,3 @@ def _digest(what: str, value: object) -> str:
     if not isinstance(value, str) or not _DIGEST.fullmatch(value):
         raise ManifestError(f"no SHA-256 of {shown(what)}: {shown(value)}")
     return value
-
-
-def _first_twice(names: Sequence[object]) -> object:
-    return next((name for name, n in Counter(names).items() if n > 1), None)

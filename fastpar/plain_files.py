@@ -11,6 +11,7 @@ import json
 import os
 import re
 import stat
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -107,9 +108,8 @@ def shown(value: object) -> str:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
-        seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
-        raise ValueError(f"{shown(twice)} twice")
+        names = Counter(name for name, _ in pairs)
+        raise ValueError(f"{shown(next(name for name, n in names.items() if n > 1))} twice")
     return value
 
 

@@ -29,7 +29,7 @@ class Run(NamedTuple):
     start: int
     length: int
     stride: int = 0
-    count: int = 1
+    count: int = 1  # type: ignore[assignment] # hides tuple.count
 
     @property
     def numel(self) -> int:
