@@ -84,6 +84,11 @@ class Journal:
         """A line of its own on the terminal."""
         self._progress.say(text)
 
+    def rewind(self, step: int) -> None:
+        """The run went back to a step: what was written of later ones goes."""
+        if self.folder is not None:
+            self.folder.rewind(step)
+
     def note(self, step: int, text: str, **row: Any) -> None:
         """Something happened after a step: a line, and a row of metrics.jsonl."""
         if self.folder is not None:

@@ -78,17 +78,21 @@ class MetricsLog:
     def __init__(
         self, path: str | Path, *, resume_step: int = 0, tensorboard: str | Path | None = None
     ) -> None:
-        self.path = Path(path)
+        self.path, self._tensorboard = Path(path), tensorboard
+        self._open(resume_step)
+
+    def _open(self, resume_step: int) -> None:
         kept = [row for row in read_metrics(self.path) if row["step"] <= resume_step]
         temporary = self.path.with_name(self.path.name + ".tmp")
         temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
         os.replace(temporary, self.path)
         self._file: IO[str] = self.path.open("a", encoding="utf-8")
         self._board: Any = None
-        if tensorboard is not None and importlib.util.find_spec("tensorboard") is not None:
+        board = self._tensorboard
+        if board is not None and importlib.util.find_spec("tensorboard") is not None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(str(tensorboard), purge_step=resume_step + 1)
+            self._board = SummaryWriter(str(board), purge_step=resume_step + 1)
 
     def write(self, row: dict[str, Any]) -> None:
         """Appends a row that has "step"; a value that is not finite is written as null."""
@@ -100,8 +104,13 @@ class MetricsLog:
         self._file.flush()
         if self._board is not None:
             for key, value in row.items():
-                if key != "step" and value is not None:
+                if key != "step" and isinstance(value, (int, float)):
                     self._board.add_scalar(key, value, row["step"])
+
+    def rewind(self, step: int) -> None:
+        """Drop the rows of later steps: they come again."""
+        self.close()
+        self._open(step)
 
     def close(self) -> None:
         self._file.close()

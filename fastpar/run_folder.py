@@ -134,6 +134,10 @@ class RunFolder:
         """A row of metrics.jsonl."""
         self._log.write(row)
 
+    def rewind(self, step: int) -> None:
+        """Metrics of later steps are dropped: they come again."""
+        self._log.rewind(step)
+
     def finish(
         self,
         model: GPT,

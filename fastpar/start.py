@@ -2,19 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from fastpar.checkpoint import checkpoint_folder, newest_checkpoint, step_of
+from fastpar.checkpoint import checkpoint_folder, list_checkpoints, newest_checkpoint, step_of
 from fastpar.config import GPTConfig, TrainConfig, check_split
 from fastpar.data import TextData, load_data
 from fastpar.hf import load_hf
 from fastpar.mesh import Mesh
 from fastpar.model import GPT
+
+_LONGEST_PATH = 4096  # bytes
+
+
+def newest_of_all(run: Path | None, mesh: Mesh, say: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint that verifies, the same on every rank; None where there is none.
+
+    Args:
+        run: its folder, needed on rank 0 alone.
+    Ranks: all. Rank 0 reads all of it; the others follow.
+    """
+    found = torch.zeros(_LONGEST_PATH, dtype=torch.uint8, device=mesh.device)
+    if mesh.is_main and run is not None and list_checkpoints(run):
+        with contextlib.suppress(ValueError):  # all of them are damaged, which was said
+            path = os.fsencode(newest_checkpoint(run, say))
+            found[: len(path)] = torch.frombuffer(bytearray(path), dtype=torch.uint8)
+    for axis in ("tp", "dp"):
+        mesh.broadcast_([found], axis)
+    path = bytes(found.tolist()).rstrip(b"\0")
+    return Path(os.fsdecode(path)) if path else None
 
 
 def find_checkpoint(config: TrainConfig, mesh: Mesh) -> Path | None:

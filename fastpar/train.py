@@ -18,6 +18,13 @@ the device. With a loss scale they are read at once, because the next step's sca
 validation, a rank whose share of the windows is used up goes through the model once more for
 nothing. The sample at the end is rank 0's alone, which may have a part of the weights: there the
 model of the last checkpoint draws.
+
+[Note: going back] is a resume in the middle of the run: on all ranks after the same step the newest
+checkpoint that verifies is loaded, with all that the loop itself remembers. The samples of the step
+that was condemned are not taken again: a step that would need one of them begins behind them. They
+stand in every later checkpoint, so a resume has them too, and in deterministic mode the run is the
+one that never had them (test_a_run_that_went_back_never_had_those_samples). On a GPU the next step
+has run when the verdict comes; nothing of it is kept.
 """
 
 from __future__ import annotations
@@ -43,6 +50,7 @@ from fastpar.checkpoint import (
 from fastpar.config import TrainConfig, check_parallel, check_storage, derive_batch
 from fastpar.data import eval_batches, sample_batch
 from fastpar.engine import engine_of
+from fastpar.guards import Guards, merged, past, poison
 from fastpar.hf import load_hf
 from fastpar.journal import Journal, Step, to_device, to_host
 from fastpar.kernels import keep_freed_memory, make_key
@@ -55,7 +63,7 @@ from fastpar.recompute import recompute
 from fastpar.run_folder import TIME_IS_UP, check_out
 from fastpar.schedule import cosine_lr, describe_storage, make_optimizer
 from fastpar.settings import parse_seconds
-from fastpar.start import digest, find_checkpoint, load_model_and_data
+from fastpar.start import digest, find_checkpoint, load_model_and_data, newest_of_all
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STOPS = (*SIGNALS, TIME_IS_UP)  # reasons to stop early
@@ -131,6 +139,9 @@ class Trainer:
         self.engine = engine_of(self.model)
         self.optimizer = make_optimizer(self.model, config.optim, dtype=dtype, seed=config.run.seed)
         self.loss_scale = DynamicLossScale() if dtype == torch.float16 else None
+        self.guards = Guards(config.faults, scaled=self.loss_scale is not None)
+        self.skipped_samples: list[tuple[int, int]] = []  # ranges that are never taken again
+        self.rollbacks = 0
         self.forward: Any = torch.compile(self.model) if config.system.compile else self.model
         self.step = self.next_sample = self.tokens = 0
         self.saved_step = -1
@@ -173,11 +184,18 @@ class Trainer:
                 f"{self.config.text.data}; undo the change of --data, --tokenizer or the text, or "
                 f"start a new run with --init-from {checkpoint}"
             )
+        self._restore(state)
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        """What the loop remembered when a checkpoint was written."""
         self.step = self.saved_step = state["step"]
         self.next_sample, self.tokens = state["next_sample"], state["tokens"]
         set_rng_state(state["rng"])
         if self.loss_scale is not None and state["loss_scale"] is not None:
             self.loss_scale.load_state_dict(state["loss_scale"])
+        if "guards" in state:  # earlier versions had none
+            self.guards.load_state_dict(state["guards"])
+        self.skipped_samples = merged([*self.skipped_samples, *state.get("skipped_samples", ())])
 
     # The loop
 
@@ -192,12 +210,14 @@ class Trainer:
             stop = 0
             while self.step < run.max_steps and not stop:
                 self.pending.append(self.train_step())
-                stop = self._read(self.keep_pending)
-                if run.eval_every and self.step % run.eval_every == 0:
-                    stop = self._read(0) or stop
+                step = self.step
+                validates = run.eval_every and step % run.eval_every == 0
+                saves = run.save_every and step % run.save_every == 0
+                late = 0 if validates or saves or step == run.max_steps else self.keep_pending
+                stop = self._read(late)
+                if validates and self.step == step:
                     self.validate()
-                if run.save_every and self.step % run.save_every == 0:
-                    stop = self._read(0) or stop
+                if saves and self.step == step:
                     self.save()
             stop = self._read(0) or stop
             if stop <= 0 and (self.val is None or self.val[0] != self.step):
@@ -230,6 +250,9 @@ class Trainer:
         config, mesh, optimizer = self.config, self.mesh, self.optimizer
         rows, seed = self.micro_batch_size, config.run.seed
         scale = self.loss_scale.scale if self.loss_scale is not None else None
+        skips = config.faults.on_nonfinite == "skip"
+        samples = self.grad_accum_steps * mesh.dp_size * rows
+        self.next_sample = past(self.next_sample, samples, self.skipped_samples)
         self.model.train()
         loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
         for j in range(self.grad_accum_steps):
@@ -244,7 +267,8 @@ class Trainer:
             )
             key = to_device(make_key(seed, first), mesh.device)
             part = self.forward(x, y, rng_key=key) / self.grad_accum_steps
-            (part if scale is None else part * scale).backward()
+            target = part if scale is None else part * scale
+            (target * poison(part) if skips else target).backward()
             loss += part.detach()
         lr = cosine_lr(
             self.step,
@@ -255,13 +279,13 @@ class Trainer:
         )
         for group in optimizer.param_groups:
             group["lr"] = lr
-        if scale is not None:
-            optimizer.grad_scale = scale
+        if scale is not None or skips:
+            optimizer.grad_scale = scale or 1.0  # see guards.py: an update that is left out
         wishes = to_device(torch.tensor(self._wishes(), dtype=torch.float64), mesh.device)
         self.engine.contribute(torch.cat(((loss / mesh.world_size).reshape(1), wishes)))
         optimizer.step()
         optimizer.zero_grad()
-        first, samples = self.next_sample, self.grad_accum_steps * mesh.dp_size * rows
+        taken = self.next_sample, self.next_sample + samples
         self.step += 1
         self.next_sample += samples
         self.tokens += samples * self.block_size
@@ -270,7 +294,6 @@ class Trainer:
         assert optimizer.grad_norm is not None
         norm = optimizer.grad_norm.double().reshape(1)
         values, ready = to_host(torch.cat((control[:1], norm, control[1:])))
-        taken = first, self.next_sample
         return Step(self.step, lr, taken, self.tokens, values, ready, scale)
 
     def _number(self, j: int) -> int:
@@ -343,6 +366,8 @@ class Trainer:
                 "rng": rng_state(),
                 "data": digest(self.data),
                 "world_size": self.mesh.world_size,
+                "guards": self.guards.state_dict(),
+                "skipped_samples": self.skipped_samples,
                 "settings_sha256": hashlib.sha256(settings.encode()).hexdigest(),
             },
             keep_last=self.config.run.keep_last,
@@ -363,15 +388,53 @@ class Trainer:
             done = self.pending.popleft()
             loss, norm, *wishes = done.numbers()
             stop = next((reason for reason, n in zip(STOPS, wishes) if n), stop)
+            verdict = self.guards.judge(done.step, loss, norm)
+            if verdict.action == "go back":
+                self.pending.clear()
+                self._go_back(done, verdict.reason)
+                break
             if self.loss_scale is not None:
                 self.loss_scale.update(not math.isfinite(norm))
-            elif not math.isfinite(loss + norm):
-                raise RuntimeError(
-                    f"train: expected finite numbers, got loss={loss}, grad_norm={norm} in step "
-                    f"{done.step}; lower --lr, then --resume from the last checkpoint"
-                )
-            self.journal.write_step(done, loss=loss, norm=norm, engine=self.engine)
+            more = {"skipped": self.guards.skipped} if verdict.action == "skip" else {}
+            self.journal.write_step(done, loss=loss, norm=norm, engine=self.engine, **more)
+            if more:
+                self.journal.say(f"step {done.step}  {verdict.reason}")
         return stop
+
+    def _go_back(self, done: Step, reason: str) -> None:
+        """To the newest checkpoint, past the samples of a step; see [Note: going back]."""
+        limit = self.config.faults.max_rollbacks
+        first, stop = done.samples
+        why = f"{reason} in step {done.step} (samples {first} to {stop - 1})"
+        if self.rollbacks >= limit:
+            raise RuntimeError(
+                f"train: expected at most max_rollbacks={limit} rollbacks, got one more reason: "
+                f"{why}; look at these samples, lower --lr, or raise --max-rollbacks"
+            )
+        folder = self.journal.folder
+        run = folder.path if folder is not None else None
+        path = newest_of_all(run, self.mesh, self.journal.say)
+        if path is None:
+            raise RuntimeError(
+                f"train: expected a checkpoint to go back to, got none: {why}; lower --lr or "
+                "--save-every"
+            )
+        state = load_checkpoint(path, model=self.model, optimizer=self.optimizer)
+        self.rollbacks += 1
+        self.skipped_samples = merged([*self.skipped_samples, done.samples])
+        self._restore(state)
+        if self.val is not None and self.val[0] > self.step:
+            self.val = None
+        self.journal.rewind(self.step)
+        self.journal.note(
+            self.step,
+            f"went back to here from step {done.step}: {reason}; its samples {first} to {stop - 1} "
+            f"are skipped (rollback {self.rollbacks} of {limit})",
+            rollback_from=done.step,
+            skipped_samples=[first, stop],
+            reason=reason,
+        )
+        self.journal.start_clock()
 
     def _facts(self) -> dict[str, Any]:
         """What was chosen for this start; see RunFolder."""

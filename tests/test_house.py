@@ -26,6 +26,7 @@ ORDER = [
     "model", "hf", "recompute", "patching", "tokenizer", "sources", "token_cache", "data",
     "ranges", "manifest", "verify",
     "checkpoint", "metrics", "testing", "sample", "run_folder", "journal",
+    "guards",
     "launch", "start", "train", "cli", "__main__", "__init__",
 ]  # fmt: skip
 OPTIONAL = {  # heavy or optional: only ever imported inside functions

@@ -5,11 +5,13 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 
+from fastpar import checkpoint
 from fastpar.config import GPTConfig, TrainConfig
 from fastpar.hf import save_hf
 from fastpar.mesh import Mesh
 from fastpar.model import GPT
-from fastpar.start import digest, find_checkpoint, load_model_and_data
+from fastpar.start import digest, find_checkpoint, load_model_and_data, newest_of_all
+from fastpar.testing import run_ranks
 
 TINY = {
     "data": "text.txt", "tokenizer": "bytes", "model": "micro", "n_layer": 1, "n_head": 1,
@@ -67,3 +69,29 @@ def test_digest_sees_both_ends_and_the_length(here):
 
 def test_without_resume_there_is_no_checkpoint():
     assert find_checkpoint(TrainConfig(), Mesh(device="cpu")) is None
+
+
+def test_all_ranks_learn_which_checkpoint_is_the_newest_whole_one(tmp_path, monkeypatch):
+    """Only rank 0 has the folder."""
+    damaged = set()
+
+    def verify(path):
+        if path.name in damaged:
+            raise ValueError(f"{path.name} is damaged")
+
+    monkeypatch.setattr(checkpoint, "verify_checkpoint", verify)
+    said = []
+
+    def of_rank():
+        mesh = Mesh(tp=2, device="cpu")
+        return newest_of_all(tmp_path if mesh.is_main else None, mesh, said.append)
+
+    assert run_ranks(of_rank, 4) == [None] * 4
+    for step in (2, 4):
+        (tmp_path / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
+    assert run_ranks(of_rank, 4) == [tmp_path / "checkpoints" / "step_000004"] * 4
+    damaged.add("step_000004")
+    assert run_ranks(of_rank, 4) == [tmp_path / "checkpoints" / "step_000002"] * 4
+    assert "step_000004 is damaged" in said[0]
+    damaged.add("step_000002")
+    assert run_ranks(of_rank, 4) == [None] * 4
