@@ -21,6 +21,7 @@ from fastpar.config import GPTConfig
 from fastpar.declared import Declared
 from fastpar.engine import engine_of_parameter
 from fastpar.model import GPT
+from fastpar.plain_files import is_plain_name, open_plain, read_object, shown
 from fastpar.tensor_file import Spec, TensorFile
 
 PREFIX = "transformer."
@@ -91,6 +92,19 @@ def load_hf_tensors(model: GPT, tensors: Mapping[str, Tensor]) -> None:
         ValueError: the first tensor that is missing, has another shape, or does not belong to a
             GPT-2 of this shape; an lm_head.weight that is not wte.weight.
     """
+    given = _checked(model, tensors)
+    declared = _declared(model)
+    for name, p in model.named_parameters():
+        values = given[name].t() if name.endswith(CONV1D) else given[name]
+        if declared is not None:
+            p.copy_(declared.cut(values, p))  # pads the vocabulary's last slice with 0
+        else:
+            p[: len(values)].copy_(values)
+            p[len(values) :] = 0.0
+
+
+def _checked(model: GPT, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors by our names, when they are this model's and no others."""
     given = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
     ours = {name.removeprefix(PREFIX): spec for name, spec in _hf_specs(model).items()}
     head = given.pop("lm_head.weight", None)
@@ -118,14 +132,7 @@ def load_hf_tensors(model: GPT, tensors: Mapping[str, Tensor]) -> None:
                 f"load_hf_tensors: expected only weights of a GPT-2 with n_layer="
                 f"{model.config.n_layer}, got {name}; build the model with the sizes of the weights"
             )
-    declared = _declared(model)
-    for name, p in model.named_parameters():
-        values = given[name].t() if name.endswith(CONV1D) else given[name]
-        if declared is not None:
-            p.copy_(declared.cut(values, p))  # pads the vocabulary's last slice with 0
-        else:
-            p[: len(values)].copy_(values)
-            p[len(values) :] = 0.0
+    return given
 
 
 def load_hf(
@@ -152,16 +159,43 @@ def load_hf(
     tensors: dict[str, Tensor] = {}
     for file in _weight_files(folder):
         tensors.update(_read_safetensors(file))
+    return build_model("load_hf", folder, config, tensors, dtype)
+
+
+def build_model(
+    caller: str,
+    source: Path,
+    config: GPTConfig,
+    tensors: Mapping[str, Tensor],
+    dtype: torch.dtype | None,
+) -> GPT:
+    """A model of these weights, whose sizes are compared before any memory is taken.
+
+    Raises:
+        ValueError: see load_hf and load_hf_tensors.
+    """
     found = {t.dtype for name, t in tensors.items() if not name.endswith(MASKS)}
     unknown = [d for d in found if d not in DTYPES]
     if unknown or (dtype is None and len(found) != 1):
         raise ValueError(
-            f"load_hf: expected weights of one dtype of {', '.join(DTYPES.values())}, got dtypes="
-            f"{', '.join(sorted(map(str, found))) or 'none'} in {folder}; "
+            f"{caller}: expected weights of one dtype of {', '.join(DTYPES.values())}, got dtypes="
+            f"{', '.join(sorted(map(str, found))) or 'none'} in {source}; "
             + ("convert them first" if unknown else "choose one with dtype=")
         )
-    with torch.device("meta"):
-        model = GPT(config).to(dtype or found.pop())
+    if config.n_layer > len(tensors):  # a damaged number, for which no model is built
+        raise ValueError(
+            f"{caller}: expected weights of n_layer={config.n_layer} layers, got {len(tensors)} "
+            f"tensors in {source}; its sizes are not those of its weights"
+        )
+    try:
+        with torch.device("meta"):
+            model = GPT(config).to(dtype or found.pop())
+    except (RuntimeError, OverflowError) as error:
+        raise ValueError(
+            f"{caller}: expected a model that can be, got {config} in {source} ({error}); its "
+            "sizes are damaged"
+        ) from error
+    _checked(model, tensors)
     model.to_empty(device="cpu")
     load_hf_tensors(model, tensors)
     return model
@@ -281,6 +315,13 @@ def _read_config(folder: Path, dropout: float | None) -> GPTConfig:
                 f"load_hf: expected {name}={allowed[-1]}, got {name}={raw[name]} in "
                 f"{folder / 'config.json'}; this variant of GPT-2 is not supported"
             )
+    numbers = ("n_layer", "n_head", "n_embd", "n_positions", "vocab_size", "layer_norm_epsilon")
+    for name in (*numbers, "embd_pdrop", "attn_pdrop", "resid_pdrop"):
+        if type(raw.get(name, 0)) not in (int, float):
+            raise ValueError(
+                f"load_hf: expected a number, got {name}={shown(raw[name])} in "
+                f"{folder / 'config.json'}; write the file again"
+            )
     n_embd = raw.get("n_embd", 768)
     if raw.get("n_inner") not in (None, 4 * n_embd):
         raise ValueError(
@@ -318,29 +359,29 @@ def _weight_files(folder: Path) -> list[Path]:
             f"load_hf: expected a weight_map with file names, got weight_map={weight_map} in "
             f"{folder / INDEX_FILE}; save the model again"
         )
-    return [folder / Path(str(name)).name for name in sorted(set(weight_map.values()))]
+    for name in weight_map.values():
+        if not is_plain_name(name):
+            raise ValueError(
+                f"load_hf: expected names of files in the folder, got {shown(name)} in "
+                f"{folder / INDEX_FILE}; write the file again"
+            )
+    return [folder / name for name in sorted(set(weight_map.values()))]
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        reason = "no such file" if isinstance(error, FileNotFoundError) else error
+        return read_object(path, links=True)  # model hubs keep links to their caches
+    except ValueError as error:
         raise ValueError(
-            f"load_hf: expected a readable {path.name}, got {path} ({reason}); "
+            f"load_hf: expected a readable {path.name}, got {path} ({error}); "
             "pass the folder that save_hf or save_pretrained wrote"
         ) from error
-    if not isinstance(value, dict):
-        raise ValueError(
-            f"load_hf: expected a JSON object, got {path} ({type(value).__name__}); "
-            "pass the folder that save_hf or save_pretrained wrote"
-        )
-    return value
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
     safetensors = _safetensors("load_hf")
     try:
+        os.close(open_plain(path, links=True))  # no pipe is waited for
         return safetensors.torch.load_file(path)
     except (OSError, safetensors.SafetensorError) as error:
         raise ValueError(

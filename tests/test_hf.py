@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import sys
 from dataclasses import replace
 from itertools import pairwise
@@ -279,6 +280,13 @@ def test_a_config_with_other_sizes_than_the_weights_is_refused(folder):
         ({"add_cross_attention": True}, "add_cross_attention=False, got .*=True"),
         ({"tie_word_embeddings": False}, "tie_word_embeddings=True, got .*=False"),
         ({"n_inner": 100}, r"expected n_inner=128 \(4 \* n_embd\), got n_inner=100"),
+        ({"n_embd": "32"}, "expected a number, got n_embd='32'"),
+        ({"n_embd": [32]}, r"expected a number, got n_embd=\[32\]"),
+        ({"layer_norm_epsilon": None}, "expected a number, got layer_norm_epsilon=None"),
+        ({"n_head": True}, "expected a number, got n_head=True"),
+        ({"resid_pdrop": {}}, r"expected a number, got resid_pdrop=\{\}"),
+        ({"n_layer": 10**9}, "expected weights of n_layer=1000000000 layers, got 28 tensors in"),
+        ({"n_embd": 2**62, "n_head": 2}, "expected a model that can be, got GPTConfig"),
         ({"attn_pdrop": 0.3}, "expected one dropout rate, got embd_pdrop=0.0, attn_pdrop=0.3"),
     ],
 )
@@ -313,8 +321,30 @@ def test_damaged_or_missing_files_are_named(folder, tmp_path):
     with pytest.raises(ValueError, match=r"readable config.json, got .*config.json \("):
         load_hf(folder)
     (folder / "config.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"expected a JSON object, got .*config.json \(list\)"):
+    with pytest.raises(ValueError, match=r"got .*config.json \(no JSON object but list\)"):
         load_hf(folder)
+
+
+def test_sizes_are_compared_before_memory_is_taken(folder, monkeypatch):
+    monkeypatch.setattr(GPT, "to_empty", None)
+    edit_config(folder, n_positions=2**40)
+    with pytest.raises(ValueError, match=r"transformer.wpe.weight of shape \[1099511627776, 32\]"):
+        load_hf(folder)
+
+
+def test_a_pipe_is_not_waited_for(folder):
+    for name in (hf.WEIGHTS_FILE, "config.json"):
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+        with pytest.raises(ValueError, match=rf"got .*{name} \(.*not a regular file"):
+            load_hf(folder)
+
+
+def test_files_may_be_links_as_in_the_caches_of_model_hubs(model, folder):
+    for name in (hf.WEIGHTS_FILE, "config.json"):
+        (folder / name).rename(folder / f"{name}.blob")
+        (folder / name).symlink_to(f"{name}.blob")
+    assert_same_weights(load_hf(folder), model)
 
 
 def test_damaged_shards_are_named(model, tmp_path):
@@ -326,6 +356,10 @@ def test_damaged_shards_are_named(model, tmp_path):
     shard.unlink()
     with pytest.raises(ValueError, match=f"complete safetensors file, got .*{shard.name}"):
         load_hf(tmp_path)
+    for name in ("../model.safetensors", "/etc/passwd", "a/b", "..", 3):
+        (tmp_path / hf.INDEX_FILE).write_text(json.dumps({"weight_map": {"a": name}}))
+        with pytest.raises(ValueError, match=r"expected names of files in the folder, got .*index"):
+            load_hf(tmp_path)
     (tmp_path / hf.INDEX_FILE).write_text("{}")
     with pytest.raises(ValueError, match=r"expected a weight_map with file names, got .*=None"):
         load_hf(tmp_path)

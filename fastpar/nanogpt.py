@@ -1,0 +1,118 @@
+"""nanoGPT's ckpt.pt as a GPT. Nothing in the file is executed: torch.load with weights_only=True.
+
+nanoGPT has the names of transformers with the matrices of nn.Linear, [out, in] as ours. The head is
+tied, old files hold causal masks as buffers, those of compiled models a prefix. Rows that pad its
+vocabulary (50304 for GPT-2's 50257 tokens) are weights like others: they take part in its softmax,
+so they are kept unless vocab_size says how many tokens there are. Newer nanoGPT computes GELU by
+erf, this model by tanh as GPT-2 does; the loss differs in the fourth digit
+(test_the_loss_is_nanogpts).
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastpar.config import GPTConfig
+from fastpar.hf import CONV1D, PREFIX, build_model
+from fastpar.model import GPT
+from fastpar.plain_files import open_plain, reason, shown
+
+COMPILED = "_orig_mod."
+_SIZES = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
+
+
+def load_nanogpt(
+    path: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    dropout: float | None = None,
+    vocab_size: int | None = None,
+) -> GPT:
+    """Reads the ckpt.pt that nanoGPT's train.py writes.
+
+    Args:
+        path: the file.
+        dtype: of the parameters; the file's own by default.
+        dropout: replaces the one in the file.
+        vocab_size: how many rows of the embedding to keep; all by default.
+    Returns:
+        The model, on the CPU, in training mode.
+    Raises:
+        ValueError: the file is damaged, holds more than plain data, or is another model; one
+            without biases; a vocab_size above the file's; see also load_hf_tensors.
+    """
+    path = Path(path)
+    content = _load(path)
+    sizes, tensors = _parts(content, path)
+    if sizes.get("bias", True) is not True:
+        raise ValueError(
+            f"load_nanogpt: expected a model with biases, got bias={shown(sizes['bias'])} in "
+            f"{path}; GPT-2 has them: train with bias=True in nanoGPT"
+        )
+    n = sizes["vocab_size"] if vocab_size is None else vocab_size
+    if not 1 <= n <= sizes["vocab_size"]:
+        raise ValueError(
+            f"load_nanogpt: expected 1 <= vocab_size <= {sizes['vocab_size']}, got vocab_size={n}; "
+            "leave it out to keep all rows"
+        )
+    config = GPTConfig(
+        **{name: sizes[name] for name in _SIZES[:-1]},
+        vocab_size=n,
+        dropout=sizes.get("dropout", 0.0) if dropout is None else dropout,
+    )
+    cut = (f"{PREFIX}wte.weight", "lm_head.weight")
+    given = {}
+    for key, tensor in tensors.items():
+        name = key.removeprefix(COMPILED)
+        if tensor.dim() == 2:
+            if name in cut and len(tensor) == sizes["vocab_size"]:
+                tensor = tensor[:n]
+            tensor = tensor.t() if name.endswith(CONV1D) else tensor
+        given[name] = tensor
+    return build_model("load_nanogpt", path, config, given, dtype)
+
+
+def _load(path: Path) -> Any:
+    try:
+        os.close(open_plain(path, links=True))
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        why: Exception = error
+        problem = reason(error)
+    except Exception as error:  # whatever the unpickler meets in a file that is none
+        why, problem = error, shown(f"{type(error).__name__}: {error}".splitlines()[0])
+    raise ValueError(
+        f"load_nanogpt: expected a ckpt.pt of tensors and plain values, got {path} ({problem}); "
+        "nothing else is read from it, and nothing is executed"
+    ) from why
+
+
+def _parts(content: Any, path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """model_args and the state dict, of the types they should have."""
+    sizes = content.get("model_args") if isinstance(content, dict) else None
+    tensors = content.get("model") if isinstance(content, dict) else None
+    problem = None
+    if not isinstance(sizes, dict) or not isinstance(tensors, dict):
+        problem = "no model and model_args"
+    else:
+        for name in _SIZES:
+            if type(sizes.get(name)) is not int:
+                problem = f"{name}={shown(sizes.get(name))}"
+        if type(sizes.get("dropout", 0.0)) not in (int, float):
+            problem = f"dropout={shown(sizes['dropout'])}"
+        for key, tensor in tensors.items():
+            if not isinstance(key, str) or type(tensor) is not Tensor:
+                problem = f"{shown(key)} of type {type(tensor).__name__}"
+            elif tensor.layout != torch.strided or tensor.is_meta:
+                problem = f"{key} that is no plain tensor"
+    if problem is None:
+        return dict(sizes), dict(tensors)
+    raise ValueError(
+        f"load_nanogpt: expected the model_args and weights of nanoGPT, got {path} ({problem}); "
+        "pass the ckpt.pt that its train.py writes"
+    )
