@@ -94,25 +94,29 @@ def _load(path: Path) -> Any:
 
 def _parts(content: Any, path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """model_args and the state dict, of the types they should have."""
-    sizes = content.get("model_args") if isinstance(content, dict) else None
-    tensors = content.get("model") if isinstance(content, dict) else None
-    problem = None
-    if not isinstance(sizes, dict) or not isinstance(tensors, dict):
-        problem = "no model and model_args"
+    given = content if isinstance(content, dict) else {}
+    sizes, tensors = given.get("model_args"), given.get("model")
+    if isinstance(sizes, dict) and isinstance(tensors, dict):
+        problem = _problem(sizes, tensors)
+        if problem is None:
+            return sizes, tensors
     else:
-        for name in _SIZES:
-            if type(sizes.get(name)) is not int:
-                problem = f"{name}={shown(sizes.get(name))}"
-        if type(sizes.get("dropout", 0.0)) not in (int, float):
-            problem = f"dropout={shown(sizes['dropout'])}"
-        for key, tensor in tensors.items():
-            if not isinstance(key, str) or type(tensor) is not Tensor:
-                problem = f"{shown(key)} of type {type(tensor).__name__}"
-            elif tensor.layout != torch.strided or tensor.is_meta:
-                problem = f"{key} that is no plain tensor"
-    if problem is None:
-        return dict(sizes), dict(tensors)
+        problem = "no model and model_args"
     raise ValueError(
         f"load_nanogpt: expected the model_args and weights of nanoGPT, got {path} ({problem}); "
         "pass the ckpt.pt that its train.py writes"
     )
+
+
+def _problem(sizes: dict[str, Any], tensors: dict[str, Tensor]) -> str | None:
+    for name in _SIZES:
+        if type(sizes.get(name)) is not int:
+            return f"{name}={shown(sizes.get(name))}"
+    if type(sizes.get("dropout", 0.0)) not in (int, float):
+        return f"dropout={shown(sizes['dropout'])}"
+    for key, tensor in tensors.items():
+        if not isinstance(key, str) or type(tensor) is not Tensor:
+            return f"{shown(key)} of type {type(tensor).__name__}"
+        if tensor.layout != torch.strided or tensor.is_meta:
+            return f"{key} that is no plain tensor"
+    return None

@@ -34,7 +34,7 @@ class ModelSettings:
     dropout: float | None = None
     """Dropout probability, instead of the size's own."""
     init_from: str | None = None
-    """Start from the weights of this transformers folder; its shape replaces --model."""
+    """Start from these weights (transformers folder, checkpoint, nanoGPT's ckpt.pt); no --model."""
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ import torch
 from fastpar.checkpoint import checkpoint_folder, list_checkpoints, newest_checkpoint, step_of
 from fastpar.config import GPTConfig, TrainConfig, check_split
 from fastpar.data import TextData, load_data
-from fastpar.hf import load_hf
 from fastpar.mesh import Mesh
 from fastpar.model import GPT
+from fastpar.weights import load_weights
 
 _LONGEST_PATH = 4096  # bytes
 
@@ -71,7 +71,7 @@ def load_model_and_data(
         if state is not None:  # its weights come from the checkpoint
             model = GPT(GPTConfig(**state["model"]))
         else:
-            model = load_hf(source, dropout=config.shape.dropout)
+            model = load_weights(source, dropout=config.shape.dropout)
         check_split(config.parallel, model.config)
         block_size = config.shape.block_size or model.config.block_size
         if block_size > model.config.block_size:

@@ -4,6 +4,7 @@ from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
+from nanogpt_cells import weights, write
 
 from fastpar import checkpoint
 from fastpar.config import GPTConfig, TrainConfig
@@ -52,6 +53,15 @@ def test_weights_to_start_from_are_read_once_only(here):
     shape = asdict(replace(first.config, dropout=0.0))
     model, _, _ = load({"model": shape}, init_from="gone", **sizes)
     assert model.config.dropout == 0.0
+
+
+def test_nanogpts_weights_to_start_from(here):
+    sizes = {"n_layer": 1, "n_head": 1, "n_embd": 8, "block_size": 16, "vocab_size": 256}
+    write(here / "ckpt.pt", args={**sizes, "dropout": 0.2})
+    ours = dict.fromkeys(("n_layer", "n_head", "n_embd", "block_size"))
+    model, block_size, _ = load(init_from="ckpt.pt", **ours)
+    assert model.wpe.weight.equal(weights(sizes)["transformer.wpe.weight"])
+    assert (block_size, model.config.dropout) == (16, 0.2)
 
 
 def test_digest_sees_both_ends_and_the_length(here):
