@@ -17,7 +17,7 @@ from fastpar.config import GPTConfig, TrainConfig, check_split
 from fastpar.data import TextData, load_data
 from fastpar.mesh import Mesh
 from fastpar.model import GPT
-from fastpar.weights import load_weights
+from fastpar.weight_sources import load_weights
 
 _LONGEST_PATH = 4096  # bytes
 

@@ -24,7 +24,7 @@ ORDER = [
     "partials", "engine", "state_dicts", "optim_guard", "optim_checks", "optim_state", "autobucket",
     "parallel_checks", "parallel", "optim_base", "optim", "adafactor", "loss_scale", "schedule",
     "model", "hf", "nanogpt", "recompute", "patching", "tokenizer", "sources", "token_cache",
-    "data", "ranges", "manifest", "verify", "weights",
+    "data", "ranges", "manifest", "verify", "weight_sources",
     "checkpoint", "metrics", "testing", "sample", "run_folder", "journal",
     "guards",
     "launch", "start", "train", "cli", "__main__", "__init__",

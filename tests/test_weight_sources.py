@@ -13,7 +13,7 @@ from fastpar.hf import load_hf, save_hf
 from fastpar.manifest import MANIFEST, FileEntry, Manifest, TensorEntry
 from fastpar.model import GPT
 from fastpar.ranges import whole_run
-from fastpar.weights import load_weights, verify_weights
+from fastpar.weight_sources import load_weights, verify_weights
 
 CONFIG = GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=4, vocab_size=9, dropout=0.0)
 
