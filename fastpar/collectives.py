@@ -44,6 +44,7 @@ from fastpar.tasks import (
     run_task,
     through,
 )
+from fastpar.watchdog import count_call, waiting
 
 SUMMABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64)
 
@@ -144,6 +145,7 @@ class Collectives(ABC):
     def _broadcast(self, x: Tensor, src: int, tag: int) -> Handle: ...
 
     def _run(self, handle: Handle, async_op: bool) -> Handle | None:
+        count_call()
         if async_op:
             return handle
         handle.wait()
@@ -249,7 +251,8 @@ class TorchCollectives(Collectives):
                 "make a new one"
             )
         if self._stream is not None:
-            return StreamHandle(self._stream, lambda: through(self._guard(op, call, False)), of)
+            begin = functools.partial(self._guard, op, call, False)
+            return StreamHandle(self._stream, lambda: through(begin()), of, op)
         future: Future = Future()
         inference = torch.is_inference_mode_enabled()  # a thread has a mode of its own
         task = (future, self._guard, (op, call, inference), of)
@@ -268,7 +271,8 @@ class TorchCollectives(Collectives):
             self._under_way.popleft()
         for begun in self._under_way:
             if begun.shares(task[3]):
-                wait([begun.future])
+                with waiting(task[2][0]):
+                    wait([begun.future])
         begun = Begun(task)
         self._under_way.append(begun)
         assert self._thread is not None

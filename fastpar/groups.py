@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from fastpar.debug import Debug
 from fastpar.mesh import Mesh
 from fastpar.shards import Groups
 from fastpar.transport import make_collectives
+from fastpar.watchdog import waiting
 
 Factory = Callable[[Any, str], Collectives]
 
@@ -93,7 +95,8 @@ class GroupMaker:
         """
         mine = None
         for members in _strided(self.mesh.world_size, stride, size):
-            group = dist.new_group(members)
+            with waiting("making a group"):
+                group = dist.new_group(members, timeout=timedelta(seconds=self.mesh.timeout_s))
             if self.mesh.rank in members:
                 mine = group
         return mine

@@ -34,6 +34,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from fastpar.watchdog import HUNG
+
 GRACE_S = 5.0
 REPEAT_S = 1.0
 POLL_S = 0.05
@@ -259,7 +261,9 @@ def _watch(ranks: list[_Rank], signals: list[int]) -> None:
 
 def _report(ranks: list[_Rank], signals: list[int], logs: Path) -> int:
     """Names the cause on stderr; the exit status of the command."""
-    failed = sorted((r for r in ranks if r.failed), key=lambda r: (not r.is_cause, r.ended))
+    # A rank that tells of a hang has killed the one that hung.
+    order = sorted(ranks, key=lambda r: (r.code != HUNG, not r.is_cause, r.ended))
+    failed = [rank for rank in order if rank.failed]
     if not failed:
         return max(r.code or 0 for r in ranks)
     if signals:  # a rank died of it: before the first step, after the last one, or the second time

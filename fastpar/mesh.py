@@ -23,6 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fastpar.watchdog import waiting
+
 # torch 2.13 warns about the old name.
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -103,7 +105,7 @@ class Mesh:
             torch.cuda.set_device(picked)
         if owns:
             _initialize(rank, world_size, picked, timeout_s)
-        axes = _make_axes(picked, dp_size, tp) if world_size > 1 else None
+        axes = _make_axes(picked, dp_size, tp, timeout_s) if world_size > 1 else None
         values = {
             "device": picked,
             "world_size": world_size,
@@ -141,11 +143,12 @@ class Mesh:
         digest = hashlib.sha256("\n".join(lines).encode()).digest()[:8]
         mine = torch.tensor([int.from_bytes(digest, "little", signed=True)], device=self.device)
         hashes = mine.new_empty(self.world_size)
-        all_gather(hashes, mine)
-        if bool((hashes == hashes[0]).all()):
-            return
-        everyone: list[Any] = [None] * self.world_size
-        dist.all_gather_object(everyone, list(lines))
+        with waiting("comparing settings"):
+            all_gather(hashes, mine)
+            if bool((hashes == hashes[0]).all()):
+                return
+            everyone: list[Any] = [None] * self.world_size
+            dist.all_gather_object(everyone, list(lines))
         for rank, theirs in enumerate(everyone):
             for i in range(max(len(theirs), len(everyone[0]))):
                 line, expected = (x[i] if i < len(x) else "nothing" for x in (theirs, everyone[0]))
@@ -168,7 +171,10 @@ class Mesh:
             return
         raw = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in tensors]
         packed = torch.cat(raw) if len(raw) > 1 else raw[0].clone()
-        dist.broadcast(packed, group=group, group_src=0)
+        with waiting("broadcast"):
+            dist.broadcast(packed, group=group, group_src=0)
+            if packed.device.type == "cuda":  # the host would go on, and wait where nobody looks
+                torch.cuda.current_stream(packed.device).synchronize()
         for t, part in zip(tensors, packed.split([r.numel() for r in raw])):
             # clone: a part may start at an address that the wider dtype does not allow
             t.detach().copy_(part.clone().view(t.dtype).view(t.shape))
@@ -186,7 +192,8 @@ class Mesh:
 def gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
     """What every rank of a group says, in rank order. Ranks: all of the group."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine, group=group)
+    with waiting("gathering objects"):
+        dist.all_gather_object(everyone, mine, group=group)
     return everyone
 
 
@@ -209,8 +216,13 @@ def _wrong_sizes(dp: int | None, tp: int, world_size: int) -> str:
     )
 
 
-def _make_axes(device: torch.device, dp: int, tp: int) -> DeviceMesh:
-    return init_device_mesh(device.type, (dp, tp), mesh_dim_names=("dp", "tp"))
+def _make_axes(device: torch.device, dp: int, tp: int, timeout_s: float) -> DeviceMesh:
+    axes = init_device_mesh(device.type, (dp, tp), mesh_dim_names=("dp", "tp"))
+    set_timeout: Any = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
+    for axis in ("dp", "tp"):  # torch makes them with its default of half an hour
+        if set_timeout is not None and dist.get_backend() not in ("threaded", "fake"):
+            set_timeout(timedelta(seconds=timeout_s), axes.get_group(axis))
+    return axes
 
 
 def _read_environment(environment: Mapping[str, str]) -> tuple[int, int, int]:

@@ -21,6 +21,7 @@ from fastpar.layout import Layout
 from fastpar.mesh import Mesh
 from fastpar.step_report import StepTimer
 from fastpar.units import Gathers
+from fastpar.watchdog import activity
 
 if TYPE_CHECKING:
     from fastpar.autobucket import AutoBucket
@@ -388,6 +389,8 @@ class Shards:
 
     @contextlib.contextmanager
     def _blame(self, action: str, bucket: BucketState) -> Iterator[None]:
+        here = activity()
+        outer, here.place = here.place, (action, bucket.spec.index)
         try:
             yield
         except RuntimeError as error:
@@ -398,3 +401,5 @@ class Shards:
                 f"while {action} bucket {bucket.spec.index} of step {self.n_reductions} ({error}); "
                 "another rank stopped or skipped a collective: its own message says why"
             ) from error
+        finally:
+            here.place = outer

@@ -36,6 +36,7 @@ from torch import Tensor
 from fastpar.collectives import Collectives
 from fastpar.kernels import _C
 from fastpar.tasks import FutureHandle, Handle, TaskThread
+from fastpar.watchdog import waiting
 
 _CODES = {
     torch.float32: 0,
@@ -201,7 +202,8 @@ def _share(group: dist.ProcessGroup | None, rank: int, size: int) -> tuple[mmap.
     pidfds: list[int] = []
     block: mmap.mmap | None = None
     try:
-        first, pids = _meet(group, (place, os.getpid(), fd, token, reason))
+        with waiting("meeting to share memory"):
+            first, pids = _meet(group, (place, os.getpid(), fd, token, reason))
         try:
             block = _attach(rank, fd, first, size)
         except OSError as error:
@@ -213,7 +215,8 @@ def _share(group: dist.ProcessGroup | None, rank: int, size: int) -> tuple[mmap.
         except (OSError, AttributeError) as error:
             reason = reason or f"rank {rank} cannot watch process {pid} ({error})"
         everyone: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(everyone, reason, group=group)
+        with waiting("meeting to share memory"):
+            dist.all_gather_object(everyone, reason, group=group)
         for reason in everyone:
             if reason:
                 raise ShmUnavailable(reason)

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastpar.watchdog import on_stream, waiting
+
 
 class Handle(ABC):
     """An operation under way; its tensors must stay as they are until wait() has returned."""
@@ -51,9 +53,13 @@ class FutureHandle(Handle):
 
     def wait(self, timeout_s: float | None = None) -> None:
         try:
-            if self._hurry is not None and not self._future.done():
+            if self._future.done():
+                self._future.result()
+                return
+            if self._hurry is not None:
                 self._hurry.set()
-            self._future.result(timeout_s)
+            with waiting(self._op):
+                self._future.result(timeout_s)
         except FutureTimeout:
             raise TimeoutError(
                 f"{self._op}: expected to end within timeout_s={timeout_s}, got an operation still "
@@ -145,7 +151,9 @@ class Begun:
 class StreamHandle(Handle):
     """Work on a stream of its own: behind what the current stream has been given by now."""
 
-    def __init__(self, stream: torch.cuda.Stream, call: Callable[[], None], of: tuple) -> None:
+    def __init__(
+        self, stream: torch.cuda.Stream, call: Callable[[], None], of: tuple, op: str = "delay"
+    ) -> None:
         stream.wait_stream(torch.cuda.current_stream(stream.device))
         self._device = stream.device
         self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -153,6 +161,7 @@ class StreamHandle(Handle):
             self._start.record(stream)
             call()
             self._end.record(stream)
+        on_stream(stream, op, self._start, self._end)
         self._tensors = of  # their memory belongs to the current stream: not to be reused before
 
     def wait(self, timeout_s: float | None = None) -> None:

@@ -64,6 +64,7 @@ from fastpar.run_folder import TIME_IS_UP, check_out
 from fastpar.schedule import cosine_lr, describe_storage, make_optimizer
 from fastpar.settings import parse_seconds
 from fastpar.start import digest, find_checkpoint, load_model_and_data, newest_of_all
+from fastpar.watchdog import MARGIN_S, Watchdog, in_step
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STOPS = (*SIGNALS, TIME_IS_UP)  # reasons to stop early
@@ -89,11 +90,22 @@ def train(config: TrainConfig) -> int:
         )
     if system.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
-    mesh = Mesh(tp=config.parallel.tp, device="cpu" if system.device == "cpu" else None)
+    timeout_s = parse_seconds(config.faults.timeout, "timeout")
+    mesh = Mesh(
+        tp=config.parallel.tp,
+        device="cpu" if system.device == "cpu" else None,
+        timeout_s=timeout_s + MARGIN_S,  # the watchdog speaks first: it knows more
+    )
+    watched = mesh.world_size if mesh.owns_process_group else 1
+    with Watchdog(mesh.rank, watched, timeout_s=timeout_s):
+        return _train(config, mesh)
+
+
+def _train(config: TrainConfig, mesh: Mesh) -> int:
     if mesh.device.type == "cpu":
         keep_freed_memory()
     else:
-        torch.use_deterministic_algorithms(system.deterministic)
+        torch.use_deterministic_algorithms(config.system.deterministic)
     settings = {k: v for k, v in config.settings().items() if k not in ("nproc", "threads")}
     mesh.check_same("train", [f"{name}={value}" for name, value in settings.items()])
     return Trainer(config, mesh).run()
@@ -253,6 +265,7 @@ class Trainer:
         skips = config.faults.on_nonfinite == "skip"
         samples = self.grad_accum_steps * mesh.dp_size * rows
         self.next_sample = past(self.next_sample, samples, self.skipped_samples)
+        in_step(self.step + 1)
         self.model.train()
         loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
         for j in range(self.grad_accum_steps):

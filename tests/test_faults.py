@@ -1,93 +1,40 @@
 """What goes wrong in real runs of two processes: a killed rank, a stop, a mistake, no launcher."""
 
 import os
-import random
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from fault_runs import (
+    FASTPAR,
+    TRAIN,
+    Commands,
+    curve,
+    enter,
+    finish,
+    is_alive,
+    ranks_of,
+    torchrun,
+    wait_for_steps,
+)
 
 from fastpar.checkpoint import list_checkpoints, verify_checkpoint
 from fastpar.metrics import read_metrics
 
-SETTINGS = {
-    "data": "text.txt", "tokenizer": "bytes", "model": "micro", "n-layer": 1, "n-embd": 16,
-    "n-head": 2, "block-size": 16, "dropout": 0.2, "batch-size": 4, "eval-every": 0,
-    "save-every": 0, "num-samples": 1, "max-new-tokens": 3, "device": "cpu",
-}  # fmt: skip
-TRAIN = ["train", *(f"--{name}={value}" for name, value in SETTINGS.items())]
-FASTPAR = [sys.executable, "-m", "fastpar"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-CURVE = ("step", "loss", "lr", "grad_norm", "val_loss")
-
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    rng = random.Random(0)
-    Path("text.txt").write_text(" ".join(rng.choices(("god", "lord", "unto", "sea"), k=2000)))
-    return tmp_path
+    enter(tmp_path, monkeypatch)
 
 
 @pytest.fixture
 def start():
-    """Starts commands; what is left of them at the end of the test is killed."""
-    started = []
-
-    def run(*command):
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        started.append(process)
-        return process
-
-    yield run
-    for process in started:
-        for pid in ranks_of(process.pid).values():
-            os.kill(pid, signal.SIGKILL)
-        process.kill()
-        process.communicate()
-
-
-def ranks_of(launcher: int) -> dict[int, int]:
-    """Rank -> pid of the processes that a launcher has started."""
-    found = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-            environment = (stat.parent / "environ").read_bytes().split(b"\0")
-        except OSError:  # gone meanwhile
-            continue
-        rank = next((e[5:] for e in environment if e.startswith(b"RANK=")), None)
-        if parent == launcher and rank is not None:
-            found[int(rank)] = int(stat.parent.name)
-    return found
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def wait_for_steps(process, out, n, timeout_s=100):
-    deadline = time.monotonic() + timeout_s
-    while len(read_metrics(Path(out) / "metrics.jsonl")) < n:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def finish(process, timeout_s=100):
-    out, err = process.communicate(timeout=timeout_s)
-    return process.returncode, out, err
+    commands = Commands()
+    yield commands
+    commands.close()
 
 
 @pytest.mark.parametrize(
@@ -136,12 +83,9 @@ def test_stopped_run_goes_on_under_torchrun_bit_for_bit(here, start):
     assert read_metrics("cut/metrics.jsonl")[-1]["step"] == int(saved.name.removeprefix("step_"))
     assert saved.name < "step_000300"
 
-    code, _, err = finish(start(*TORCHRUN, "-m", "fastpar", "train", "--resume", "--out=cut"))
+    code, _, err = finish(start(*torchrun(2), "train", "--resume", "--out=cut"))
     assert code == 0, err
-    curves = [
-        [{k: row[k] for k in CURVE if k in row} for row in read_metrics(f"{out}/metrics.jsonl")]
-        for out in ("whole", "cut")
-    ]
+    curves = [curve(out) for out in ("whole", "cut")]
     assert curves[0] == curves[1]
     assert len(curves[0]) == 301
     files = [verify_checkpoint(list_checkpoints(out)[-1])["files"] for out in ("whole", "cut")]
@@ -159,12 +103,12 @@ def test_every_stage_prints_the_same_curve(here, start):
         assert code == 0, err
         assert f"ranks    stage {stage}, shards {2 if stage else 1}, transport " in out
         rows = read_metrics(f"z{stage}/metrics.jsonl")
-        curve = [
+        losses = [
             (r["step"], f"{r.get('loss', 0):.3f}", f"{r.get('val_loss', 0):.4f}") for r in rows
         ]
         printed = re.findall(r"(step \d+/\d+  loss \S+|validation loss \S+)", out)
         assert len(printed) >= 6
-        told.append((curve, printed))
+        told.append((losses, printed))
     assert told[1:] == told[:1] * 3
     assert len(told[0][0]) == 16
 

@@ -15,9 +15,8 @@ TOP_LEVEL = {
 }  # fmt: skip
 # Import direction inside fastpar/: a module may import only those that stand before it.
 ORDER = [
-    "_version", "settings", "options", "tensor_file",
-    "plain_files", "config", "mesh", "grad_state", "tasks",
-    "collectives",
+    "_version", "settings", "options", "tensor_file", "plain_files", "config", "watchdog", "mesh",
+    "grad_state", "tasks", "collectives",
     "shm", "transport", "hooks", "debug", "tp_overlap", "tensor_parallel", "vocab_parallel",
     "modules", "tp_layers", "declared", "patched", "tp_plan", "tp_report", "layout", "buffers",
     "units", "split_embedding", "control", "step_report", "describe", "shards", "groups",

@@ -1,0 +1,427 @@
+"""Watchdog: a rank that the others wait for too long is named, and the run ends, to be restarted.
+
+A rank that died is noticed by its peers at once; one that hangs (a stopped process, a driver, a
+file system, an endless loop) leaves them waiting in a collective until its time-out, which knows
+neither who is missing nor why. Here every rank tells the others once a second, through the store of
+its process group, where it is; who has waited for too long reads that and says whose fault it is.
+
+[Note: who is slow] The first of these that applies to a rank:
+    no sign of life   its heartbeat stands still (stopped, dead, host gone), or it has never come
+    has ended         it left the run while others wait for it
+    waits for nobody  it computes, reads or loops, while others wait for it
+    behind            all wait, and it has begun the fewest steps and collectives
+A rank that nobody waits for is never judged, however long it computes. One that is stopped itself
+counts only the time in which its own watchdog ran, so a suspended machine accuses nobody.
+
+[Note: who writes what] A thread that may wait records what for in an Activity of its own: a few
+attributes, no lock. The watchdog's threads read them: one talks to the store, which may itself hang
+with the host that keeps it, the other one judges with what is known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+HUNG = 4  # exit status of a rank that waited for too long
+MARGIN_S = 10.0  # the process groups' own time-outs are so much longer
+_BEAT_S = 1.0
+_STALE_BEATS = 3
+_LINGER_S = 2.0  # others say it too before a launcher sees that this rank ended
+_STORE_S = 3.0
+_DEEPEST = 24  # frames of a stack that are told
+_RECENT = 64  # collectives of a stream that are looked at
+
+
+class Activity:
+    """What one thread of this rank is doing.
+
+    Attributes:
+        step: of the training, None as long as it has none.
+        place: (action, bucket) of the engine around what it waits for, or None.
+        op: the collective that it waits for, or None; waits: how often it has waited.
+    """
+
+    __slots__ = ("op", "place", "step", "waits")
+
+    def __init__(self) -> None:
+        self.step: int | None = None
+        self.place: tuple[str, int] | None = None
+        self.op: str | None = None
+        self.waits = 0
+
+
+_local = threading.local()
+_calls = [0]  # collectives that this rank has begun
+_streams: dict[Any, deque] | None = None  # recent collectives by stream; None: nobody asks
+
+
+def activity() -> Activity:
+    """Of the calling thread."""
+    try:
+        return _local.activity
+    except AttributeError:
+        _local.activity = Activity()
+        return _local.activity
+
+
+def in_step(step: int) -> None:
+    """The calling thread begins a step of the training."""
+    activity().step = step
+
+
+def count_call() -> None:
+    """This rank has begun a collective."""
+    _calls[0] += 1
+
+
+def on_stream(stream: Any, op: str, start: Any, end: Any) -> None:
+    """A collective was enqueued between two events of a stream."""
+    if _streams is not None:
+        entry = (activity().place, op, start, end)
+        _streams.setdefault(stream, deque(maxlen=_RECENT)).append(entry)
+
+
+@contextlib.contextmanager
+def waiting(op: str) -> Iterator[None]:
+    """Around what returns when the other ranks have done their part."""
+    here = activity()
+    if here.op is not None:  # inside of another one
+        yield
+        return
+    here.waits += 1
+    here.op = op
+    try:
+        yield
+    finally:
+        here.op = None
+
+
+class _Seen(NamedTuple):
+    """The newest heartbeat of a rank, when it was new here, and whether it was not the first."""
+
+    beat: dict[str, Any]
+    when: float
+    alive: bool
+
+
+class Watchdog:
+    """Watches this rank and, when it waits for too long, the others; see the notes above.
+
+    Args:
+        rank, world_size: of the whole run.
+        timeout_s: a longer wait in one collective ends the run.
+        store: where the ranks meet; None: that of the default process group.
+        end: gets the message, the exit status and the slow process; None prints and exits.
+    Ranks: each for itself, in the thread that trains; a context manager, which ends the watch.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        *,
+        timeout_s: float,
+        store: Any = None,
+        end: Callable[[str, int, list], None] | None = None,
+    ) -> None:
+        if not timeout_s > 0:
+            raise ValueError(
+                f"Watchdog: expected timeout_s > 0, got timeout_s={timeout_s}; give the seconds "
+                "after which a rank counts as hung"
+            )
+        self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
+        self._end = end or _exit
+        self._here, self._thread = activity(), threading.get_ident()
+        self._beat_s = min(_BEAT_S, timeout_s / 8)
+        self._store = _own_connection(store)
+        self._seen: dict[int, _Seen] = {}
+        self._since = time.monotonic()  # the others are looked at since then
+        self._looking = False
+        self._answered = time.monotonic()  # the store did
+        self._n_beats, self._process = 0, _process(os.getpid())
+        self._waited, self._wait = 0.0, None  # how long, in which wait
+        self._verdict: dict[str, Any] | None = None  # of this rank
+        self._looks = 0
+        self._over, self._hurry = threading.Event(), threading.Event()
+        self._threads = [
+            threading.Thread(target=target, name="watchdog", daemon=True)
+            for target in (self._talk, self._watch)
+        ]
+
+    def __enter__(self) -> Watchdog:
+        global _streams
+        if self.world_size > 1:
+            _streams = {}
+            for thread in self._threads:
+                thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """This rank waits for nobody any more, and says so."""
+        global _streams
+        if self._over.is_set() or self.world_size == 1:
+            return
+        self._over.set()
+        self._hurry.set()
+        _streams = None
+        self._threads[0].join(self._beat_s)  # it may hang with the store
+
+    # What this rank does
+
+    def _now(self) -> tuple[Any, tuple[str, int] | None, str] | None:
+        """(what tells this wait from others, place, op) of the wait that this rank is in."""
+        here = self._here
+        op, waits, place = here.op, here.waits, here.place
+        if op is not None:
+            return waits, place, op
+        for recent in list((_streams or {}).values()):
+            found = _unfinished(list(recent))
+            if found is not None:
+                return id(found), found[0], found[1]
+        return None
+
+    def _beat(self) -> dict[str, Any]:
+        now = self._now()
+        self._n_beats += 1
+        return {
+            "beat": self._n_beats,
+            "ended": self._over.is_set(),
+            "step": self._here.step,
+            "calls": _calls[0],
+            "place": now and now[1],
+            "op": now and now[2],
+            "waited": self._waited if now else 0.0,
+            "stack": _stack(sys._current_frames().get(self._thread)),
+            "process": self._process,
+            "verdict": self._verdict,
+        }
+
+    # The thread that talks to the store
+
+    def _talk(self) -> None:
+        while True:
+            over = self._over.is_set()
+            with contextlib.suppress(Exception):  # the store is gone: its keeper is, or hangs
+                self._store.set(f"beat/{self.rank}", json.dumps(self._beat()))
+                if self._waited > self._beat_s and not self._over.is_set():
+                    self._look()
+                else:
+                    self._looking = False
+                self._answered = time.monotonic()
+            if over:
+                return
+            self._hurry.wait(self._beat_s)
+            self._hurry.clear()
+
+    def _look(self) -> None:
+        """Reads where the others are, and whether one of them has judged."""
+        if not self._looking:
+            self._seen, self._since, self._looking = {}, time.monotonic(), True
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        there = [
+            rank for rank in others if rank in self._seen or self._store.check([f"beat/{rank}"])
+        ]
+        raw = self._store.multi_get([f"beat/{rank}" for rank in there]) if there else []
+        now = time.monotonic()
+        for rank, text in zip(there, raw):
+            beat = json.loads(text)
+            known = self._seen.get(rank)
+            if known is None or known.beat["beat"] != beat["beat"]:
+                self._seen[rank] = _Seen(beat, now, known is not None)
+        self._looks += 1
+
+    def _known_verdict(self) -> dict[str, Any] | None:
+        """That of the first rank that has one; not of a process that was here before a restart."""
+        verdicts = {rank: seen.beat["verdict"] for rank, seen in self._seen.items() if seen.alive}
+        verdicts[self.rank] = self._verdict
+        return next((verdicts[rank] for rank in sorted(verdicts) if verdicts[rank]), None)
+
+    # The thread that judges
+
+    def _watch(self) -> None:
+        last = time.monotonic()
+        while not self._over.wait(self._beat_s / 2):
+            now = time.monotonic()
+            passed, last = min(now - last, self._beat_s), now
+            wait = self._now()
+            key = wait and wait[0]
+            same = wait is not None and key == self._wait
+            self._waited, self._wait = (self._waited + passed if same else 0.0), key
+            if wait is None:
+                continue
+            late = now - self._answered > _STORE_S
+            ready = late or (self._looking and now - self._since > _STALE_BEATS * self._beat_s)
+            told = self._looking and self._known_verdict() is not None
+            if told or (self._waited > self.timeout_s and ready):
+                self._speak(wait, late)
+                return
+
+    def _speak(self, wait: tuple[Any, tuple[str, int] | None, str], late: bool) -> None:
+        """Says who is slow, the same rank as the others do, and ends this one."""
+        verdict = self._known_verdict()
+        if verdict is None:
+            self._verdict = self._judge(late)
+            looks, deadline = self._looks, time.monotonic() + _STORE_S / 2
+            while self._looks < looks + 2 and not late and time.monotonic() < deadline:
+                self._hurry.set()
+                time.sleep(0.02)
+            verdict = self._known_verdict() or self._verdict
+        mine = _where({"step": self._here.step, "place": wait[1], "op": wait[2]})
+        message = (
+            f"watchdog: expected every rank to take part within timeout={self.timeout_s:g}s, got "
+            f"{verdict['who']}; rank {self.rank} has waited {self._waited:.1f} s: {mine}; this "
+            "rank ends, and the run can go on from its last checkpoint"
+        )
+        if verdict["stack"]:
+            lines = "\n".join(f"    {line}" for line in verdict["stack"])
+            message += f"\n  last stack of rank {verdict['rank']}, innermost last:\n{lines}"
+        self._end(message, HUNG, verdict["process"])
+
+    def _judge(self, late: bool) -> dict[str, Any]:
+        """Who is slow: see the note."""
+        now = time.monotonic()
+        seen = dict(self._seen)
+        stale = _STALE_BEATS * self._beat_s
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        silent = {rank: now - seen[rank].when for rank in others if rank in seen}
+        if late:
+            beat = seen[0].beat if 0 in seen else {}
+            return _found(
+                0,
+                f"rank=0, or the host that keeps the ranks' store, without an answer for "
+                f"{now - self._answered:.1f} s",
+                beat,
+            )
+        if missing := [rank for rank in others if rank not in seen]:
+            return _found(missing[0], f"rank={missing[0]} without any sign of life", {})
+        beats = {rank: seen[rank].beat for rank in others}
+        ended = [rank for rank in others if beats[rank]["ended"]]
+        longest = max(others, key=lambda rank: (rank not in ended, silent[rank]))
+        if silent[longest] > stale and longest not in ended:
+            beat = beats[longest]
+            return _found(
+                longest,
+                f"rank={longest} without a sign of life for {silent[longest]:.1f} s (stopped, dead "
+                f"or cut off), last seen in {_where(beat)}",
+                beat,
+            )
+        if ended:
+            return _found(ended[0], f"rank={ended[0]} that has left the run", beats[ended[0]])
+        busy = [rank for rank in others if beats[rank]["op"] is None]
+        if busy:
+            rank = min(busy, key=lambda rank: _progress(beats[rank]))
+            how = f"that waits for nobody: {_where(beats[rank])}"
+            return _found(rank, f"rank={rank} {how}", beats[rank])
+        beats[self.rank] = self._beat()
+        rank = min(sorted(beats), key=lambda rank: _progress(beats[rank]))
+        how = f"that is behind: {_where(beats[rank])}"
+        if all(_progress(beat) == _progress(beats[rank]) for beat in beats.values()):
+            how = "beside others that wait, too, none of them behind: " + ", ".join(
+                f"rank {rank} in {_where(beats[rank])}" for rank in sorted(beats)
+            )
+        return _found(rank, f"rank={rank} {how}", beats[rank])
+
+
+def _own_connection(store: Any) -> Any:
+    """A store of our own: calls on one connection queue behind each other, and some block."""
+    import torch.distributed as dist
+
+    if store is None:
+        store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    with contextlib.suppress(AttributeError, RuntimeError):  # a kind of store that cannot
+        store = store.clone()
+    store.set_timeout(timedelta(seconds=_STORE_S))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"fastpar/watchdog/{attempt}", store)
+
+
+def _process(pid: int) -> list[Any]:
+    """What tells a process from all others: host, its room there, number and birth."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        born = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        return [boot, os.readlink(f"/proc/{pid}/ns/pid"), pid, born]
+    except OSError:
+        return []
+
+
+def _kill(process: list[Any]) -> None:
+    """Ends a rank of this host that may answer no launcher: torchrun waits 30 s for it."""
+    if process and process == _process(process[2]):
+        with contextlib.suppress(OSError):
+            os.kill(process[2], signal.SIGKILL)
+
+
+def _unfinished(recent: list[tuple]) -> tuple | None:
+    """Of a stream's collectives the one that the device is in now."""
+    found = None
+    for entry in reversed(recent):
+        if entry[3].query():
+            break
+        found = entry
+    return found if found is not None and found[2].query() else None
+
+
+def _found(rank: int, who: str, beat: dict[str, Any]) -> dict[str, Any]:
+    known = {name: beat.get(name, []) for name in ("stack", "process")}
+    return {"rank": rank, "who": who, **known}
+
+
+def _progress(beat: dict[str, Any]) -> tuple[int, int]:
+    step = beat["step"]
+    return (-1 if step is None else step), beat["calls"]
+
+
+def _where(beat: dict[str, Any]) -> str:
+    """Step, bucket and collective in words."""
+    step, place, op = beat["step"], beat["place"], beat["op"]
+    words = "no step yet" if step is None else f"step {step}"
+    if place is not None:
+        words += f", {place[0]} bucket {place[1]}"
+    return words + (f" ({op})" if op is not None else ", outside of collectives")
+
+
+def _stack(frame: FrameType | None) -> list[str]:
+    """The innermost frames, the last one innermost."""
+    lines = []
+    for f, number in traceback.walk_stack(frame) if frame is not None else ():
+        code = f.f_code
+        lines.append(f"{'/'.join(Path(code.co_filename).parts[-2:])}:{number} {code.co_name}")
+        if len(lines) == _DEEPEST:
+            break
+    return lines[::-1]
+
+
+def _exit(message: str, status: int, slow: list[Any]) -> None:
+    """Prints in one piece, leaves a note for a launcher, and ends this process and the slow one."""
+    os.write(2, ("\n" + message + "\n").encode())
+    with contextlib.suppress(Exception):
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        try:
+            raise RuntimeError(message)
+        except RuntimeError as error:  # raised: torchrun prints the traceback
+            get_error_handler().record_exception(error)
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+    time.sleep(_LINGER_S)
+    _kill(slow)
+    os._exit(status)
