@@ -305,7 +305,7 @@ def test_another_process_of_the_same_number_is_not_killed():
 
 def test_one_rank_has_nobody_to_wait_for():
     before = threading.active_count()
-    with Watchdog(0, 1, timeout_s=0.2, store=dist.HashStore()):
+    with Watchdog(0, 1, timeout_s=0.2):
         assert threading.active_count() == before
 
 
