@@ -19,6 +19,7 @@ from fastpar.describe import describe, memory, wire_bytes
 from fastpar.grad_state import Shard
 from fastpar.layout import Layout
 from fastpar.mesh import Mesh
+from fastpar.replicas import check_replicas
 from fastpar.step_report import StepTimer
 from fastpar.units import Gathers
 from fastpar.watchdog import activity
@@ -207,18 +208,20 @@ class Shards:
         self._check_block(p, block)
         return self.declared.whole(local, p) if block == 1 else local
 
-    def _is_split(self, p: Tensor) -> bool:
+    def is_split(self, p: Tensor) -> bool:
+        """Whether each rank along tp has a slice of it."""
         return self.declared is not None and isinstance(self.declared.state(p), Shard)
 
     def _check_block(self, p: Tensor, block: int) -> None:
-        if block > 1 and self._is_split(p):
+        if block > 1 and self.is_split(p):
             raise ValueError(
                 "Engine: expected values of single elements of a parameter that is split along tp, "
-                f"got one for {block} of '{self._name(p)}'; keep the optimizer's state in fp32 or "
-                "bf16"
+                f"got one for {block} of '{self.name_of(p)}'; keep the optimizer's state in fp32 "
+                "or bf16"
             )
 
-    def _name(self, p: Tensor) -> str:
+    def name_of(self, p: Tensor) -> str:
+        """Its first name."""
         return self.layout.slots[self._index[p]].spec.names[0]  # type: ignore[index]
 
     def slice_of_pieces(self, values: Tensor, p: Tensor, *, block: int = 1) -> Tensor:
@@ -346,39 +349,16 @@ class Shards:
                     "set requires_grad before fastpar.parallelize"
                 )
 
-    @torch.no_grad()
-    def check_replicas(self) -> None:
+    def check_replicas(self, optimizer: object = None, *, step: int | None = None) -> None:
         """Raise unless the ranks hold the same bits in what they should have alike. Ranks: all.
 
-        That is every parameter along dp, and along tp those that are not split.
+        See fastpar/replicas.py.
 
-        Wire: one broadcast of these along each axis, a bucket at a time.
+        Args:
+            optimizer: of this engine, whose state is compared too.
+            step: for the message; None: reductions since parallelize().
         """
-        if self.mesh.world_size == 1:
-            return
-        first = n = len(self.params)
-        with self.gathered():
-            for bucket in self.buckets:
-                for axis in ("dp", "tp"):
-                    theirs = bucket.flat.clone()
-                    self.mesh.broadcast_([theirs], axis)
-                    for slot, p in zip(bucket.slots, bucket.params):
-                        part = slice(slot.start, slot.stop)
-                        a, b = (x[part].view(torch.uint8) for x in (bucket.flat, theirs))
-                        alike = axis == "dp" or not self._is_split(p)
-                        if alike and self._index[p] < first and not torch.equal(a, b):
-                            first = self._index[p]
-        found = torch.zeros(self.mesh.world_size, dtype=torch.float64, device=self.mesh.device)
-        found[self.mesh.rank] = n - first
-        everyone = self.all_reduce_scalars(found).tolist()
-        wrong = [(n - int(late), rank) for rank, late in enumerate(everyone) if late]
-        if wrong:
-            i, rank = min(wrong)
-            raise RuntimeError(
-                "Engine.check_replicas: expected the same bits on every rank, got a difference on "
-                f"rank {rank} in parameter '{self.layout.slots[i].spec.names[0]}' after step "
-                f"{self.n_reductions}; something changed it on one rank only"
-            )
+        check_replicas(self, optimizer, step=self.n_reductions if step is None else step)
 
     def _note(self, kind: int, index: int) -> None:
         self._hashes[kind] = (self._hashes[kind] * 1000003 + index + 1) % _HASH

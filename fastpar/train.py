@@ -213,7 +213,7 @@ class Trainer:
 
     def run(self) -> int:
         """Trains to the end or to a wish to stop; the exit status. Closes the mesh."""
-        run = self.config.run
+        config, run = self.config, self.config.run
         self.journal.open(model=self.model, data=self.data, step=self.step, facts=self._facts())
         with catching_stop(loud=self.mesh.is_main) as self.stop_signals:
             if self.step == 0 and run.eval_every:
@@ -227,6 +227,9 @@ class Trainer:
                 saves = run.save_every and step % run.save_every == 0
                 late = 0 if validates or saves or step == run.max_steps else self.keep_pending
                 stop = self._read(late)
+                every = config.faults.check_replicas_every
+                if every and step % every == 0 and self.step == step:
+                    self.engine.check_replicas(self.optimizer, step=step)
                 if validates and self.step == step:
                     self.validate()
                 if saves and self.step == step:
@@ -249,7 +252,7 @@ class Trainer:
             folder.finish(
                 model.to(self.mesh.device),
                 self.data,
-                config=self.config,
+                config=config,
                 step=self.step,
                 seconds=self.journal.seconds,
                 val_loss=self.val[1] if self.val else None,

@@ -9,8 +9,9 @@ import pytest
 import torch
 from test_train import STORAGE, TINY, bits, curve, forget_after, here  # noqa: F401
 
+from fastpar import shards
 from fastpar import train as train_module
-from fastpar.checkpoint import checkpoint_folder, read_state
+from fastpar.checkpoint import checkpoint_folder, list_checkpoints, read_state
 from fastpar.config import TrainConfig
 from fastpar.mesh import Mesh
 from fastpar.metrics import read_metrics
@@ -175,8 +176,15 @@ def test_what_is_said_of_a_rollback(here, spoil, capsys):  # noqa: F811
 
 
 @pytest.mark.parametrize("bad", [37, 45, 61])
-def test_a_verdict_that_comes_a_step_late_condemns_the_same_samples(here, spoil, bad):  # noqa: F811
-    """As on a GPU; 61 is of the last step, whose numbers are read in the end."""
+def test_a_verdict_that_comes_a_step_late_condemns_the_same_samples(
+    here,  # noqa: F811
+    spoil,
+    monkeypatch,
+    bad,
+):
+    """As on a GPU; 61 is of the last step, which is to be saved, and is not."""
+    saved, save = [], Trainer.save
+    monkeypatch.setattr(Trainer, "save", lambda self: saved.append(self.step) or save(self))
     spoil(nan_loss, bad)
     run("now", **BACK)
     spoil(nan_loss, bad, late=1)
@@ -185,6 +193,7 @@ def test_a_verdict_that_comes_a_step_late_condemns_the_same_samples(here, spoil,
     assert events("late")[0]["skipped_samples"] == events("now")[0]["skipped_samples"]
     assert events("late")[0]["skipped_samples"][0] == bad // 8 * 8
     assert steps_of_curve("late") == steps_of_curve("now")
+    assert saved.count(4) == 2  # once in each run
 
 
 def test_a_loss_spike_goes_back(here, spoil):  # noqa: F811
@@ -293,3 +302,36 @@ def test_a_loss_scale_keeps_its_own_overflows(here, spoil, monkeypatch):  # noqa
     assert [e["rollback_from"] for e in events("s")] == [6]
     assert torch.isfinite(torch.tensor([row["loss"] for row in steps("s")])).all()
     assert [row["loss_scale"] for row in steps("s")] == [2.0**16] * 8
+
+
+def test_a_rank_that_drifts_is_named_before_its_state_is_saved(here, monkeypatch):  # noqa: F811
+    real = Trainer.train_step
+
+    def step(self):
+        done = real(self)
+        if self.step == 3 and self.mesh.rank == 2:
+            with torch.no_grad():
+                self.model.ln_f.bias[1] += 1e-9
+        return done
+
+    def fails(changes):
+        with pytest.raises(
+            RuntimeError, match=r"a difference on rank 2 in parameter 'ln_f.bias' after step 4, wh"
+        ):
+            rank(changes)
+
+    monkeypatch.setattr(Trainer, "train_step", step)
+    changes = {"batch_size": 6, "check_replicas_every": 2, "save_every": 1, "async_save": False}
+    run_ranks(fails, 3, {"out": "r", **changes})
+    assert [p.name for p in list_checkpoints("r")] == [f"step_00000{i}" for i in (1, 2, 3)]
+
+
+def test_ranks_that_are_well_are_compared_without_a_trace(here, monkeypatch):  # noqa: F811
+    run("plain", 2, zero_stage=2)
+    steps, check = [], shards.check_replicas
+    monkeypatch.setattr(
+        shards, "check_replicas", lambda e, o, *, step: steps.append(step) or check(e, o, step=step)
+    )
+    run("r", 2, zero_stage=2, check_replicas_every=3)
+    assert sorted(steps) == [3, 3, 6, 6]
+    assert bits("r") == bits("plain")
