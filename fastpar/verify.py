@@ -16,18 +16,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fastpar.manifest import FileEntry, Manifest, TensorEntry
-from fastpar.plain_files import open_plain, parse_object, reason, shown
+from fastpar.plain_files import open_plain, reason, shown
 from fastpar.ranges import HOLE, numel_of
+from fastpar.tensor_header import Place, parse_header
 
 _READ_BYTES = 1 << 20
 _THREADS = 4
-
-
-class Place(NamedTuple):
-    """Where a tensor's bytes lie in its file."""
-
-    start: int
-    stop: int
 
 
 class Damage(NamedTuple):
@@ -172,45 +166,19 @@ _HEAD_BYTES = 1 << 26  # a file without tensors can be larger; it is not kept in
 
 def _check_header(head: bytes, name: str, manifest: Manifest) -> dict[str, Place]:
     """Where the tensors lie, from a header that has those of the manifest and no others."""
-    length = int.from_bytes(head[:8], "little")
-    if len(head) < 8 or len(head) != 8 + length:
-        raise ValueError(f"a header of {length} bytes where {len(head)} - 8 are due")
-    try:
-        header = parse_object(head[8:])
-    except ValueError as error:
-        raise ValueError(f"its header is {error}") from error
-    header.pop("__metadata__", None)
+    header = parse_header(head)
     due = {t.key: t for t in manifest.weights + manifest.optimizer if t.file == name}
     for key in sorted(header.keys() ^ due.keys()):
         raise ValueError(f"{'no' if key in due else 'an unlisted'} tensor {shown(key)}")
     whole = {t.key for t in manifest.weights if t.file == name}
-    places = {}
     for key, tensor in due.items():
-        places[key] = _place(header[key], tensor, whole=key in whole)
-    at = 0
-    for key, place in sorted(places.items(), key=lambda item: item[1]):
-        if place.start != at:
-            raise ValueError(f"tensor {shown(key)} at {place.start} where {at} is due")
-        at = place.stop
-    return {key: Place(len(head) + a, len(head) + b) for key, (a, b) in places.items()}
-
-
-def _place(raw: object, tensor: TensorEntry, *, whole: bool) -> Place:
-    key = shown(tensor.key)
-    if not isinstance(raw, dict) or raw.keys() != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"tensor {key} without dtype, shape and place")
-    dtype, shape, place = raw["dtype"], raw["shape"], raw["data_offsets"]
-    for numbers in (shape, place):
-        if not isinstance(numbers, list) or any(type(n) is not int or n < 0 for n in numbers):
-            raise ValueError(f"tensor {key} with {shown(numbers)}")
-    if dtype != tensor.dtype:
-        raise ValueError(f"tensor {key} of {shown(dtype)} instead of {tensor.dtype}")
-    if (whole and tuple(shape) != tensor.shape) or math.prod(shape) != numel_of(tensor.runs):
-        wanted = list(tensor.shape) if whole else f"{numel_of(tensor.runs)} elements"
-        raise ValueError(f"tensor {key} of shape {shown(shape)} instead of {wanted}")
-    if len(place) != 2 or place[1] - place[0] != tensor.nbytes:
-        raise ValueError(f"tensor {key} at {shown(place)} instead of {tensor.nbytes} bytes")
-    return Place(*place)
+        dtype, shape, _ = header[key]
+        if dtype != tensor.dtype:
+            raise ValueError(f"tensor {shown(key)} of {dtype} instead of {tensor.dtype}")
+        if (key in whole and shape != tensor.shape) or math.prod(shape) != numel_of(tensor.runs):
+            wanted = list(tensor.shape) if key in whole else f"{numel_of(tensor.runs)} elements"
+            raise ValueError(f"tensor {shown(key)} of shape {list(shape)} instead of {wanted}")
+    return {key: stored.place for key, stored in header.items()}
 
 
 def _check_tensor(descriptor: int, tensor: TensorEntry, place: Place) -> str | None:

@@ -15,7 +15,8 @@ TOP_LEVEL = {
 }  # fmt: skip
 # Import direction inside fastpar/: a module may import only those that stand before it.
 ORDER = [
-    "_version", "settings", "options", "tensor_file", "plain_files", "config", "watchdog", "mesh",
+    "_version", "settings", "options", "tensor_file", "plain_files", "tensor_header", "config",
+    "watchdog", "mesh",
     "grad_state", "tasks", "collectives",
     "shm", "transport", "hooks", "debug", "tp_overlap", "tensor_parallel", "vocab_parallel",
     "modules", "tp_layers", "declared", "patched", "tp_plan", "tp_report", "layout", "buffers",

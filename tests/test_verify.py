@@ -122,9 +122,9 @@ def test_sizes_and_kinds_of_files(made):
     ]
 
 
-def swap_places(header):
-    a, b = (header[f"wte.weight/{e}"] for e in ("exp_avg", "exp_avg_sq"))
-    a["data_offsets"], b["data_offsets"] = [16, 80], [24, 80]
+def exchange(header):
+    a, b = (header.pop(f"wte.weight/{e}") for e in ("exp_avg", "exp_avg_sq"))
+    header |= {"wte.weight/exp_avg": b, "wte.weight/exp_avg_sq": a}
 
 
 def change(key, field, value):
@@ -134,21 +134,13 @@ def change(key, field, value):
 KEY = "wte.weight/exp_avg"
 HEADERS = {
     "not JSON": (lambda h: b"{", "its header is not JSON"),
-    "twice": (lambda h: b'{"a": 1, "a": 1}', "its header is 'a' twice"),
-    "less": (lambda h: h.__delitem__(KEY), f"no tensor '{KEY}'"),
-    "more": (lambda h: h.__setitem__("x", h[KEY]), "an unlisted tensor 'x'"),
-    "list": (lambda h: h.__setitem__(KEY, []), f"tensor '{KEY}' without dtype"),
-    "field": (lambda h: h[KEY].__setitem__("x", 1), f"tensor '{KEY}' without dtype"),
-    "dtype": (change(KEY, "dtype", "I32"), f"tensor '{KEY}' of 'I32' instead of F32"),
-    "dtype 3": (change(KEY, "dtype", 3), f"tensor '{KEY}' of 3 instead of F32"),
-    "shape": (change(KEY, "shape", [17]), rf"'{KEY}' of shape \[17\] instead of 16 elements"),
-    "shape 16.0": (change(KEY, "shape", [16.0]), rf"tensor '{KEY}' with \[16.0\]"),
-    "place": (change(KEY, "data_offsets", [0, 60]), rf"'{KEY}' at \[0, 60\] instead of 64 bytes"),
-    "3 places": (change(KEY, "data_offsets", [0, 64, 1]), rf"'{KEY}' at \[0, 64, 1\] instead"),
-    "negative": (change(KEY, "data_offsets", [-64, 0]), rf"tensor '{KEY}' with \[-64, 0\]"),
-    "far": (change(KEY, "data_offsets", [10**6, 10**6 + 64]), "at 80 where 16 is due"),
-    "overlap": (swap_places, "where 80 is due"),
-}
+    "less": (lambda h: h.__delitem__(KEY), "tensor 'wte.weight/exp_avg_sq' at .* is due"),
+    "more": (lambda h: h.__setitem__("x", {**h[KEY], "shape": [0], "data_offsets": [0, 0]}),
+             "an unlisted tensor 'x'"),
+    "renamed": (lambda h: h.__setitem__("wte.weight/exp_avg_", h.pop(KEY)), f"no tensor '{KEY}'"),
+    "dtype": (change(KEY, "dtype", "I32"), f"tensor '{KEY}' of I32 instead of F32"),
+    "exchanged": (exchange, f"'{KEY}' of shape .14. instead of 16 elements"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", HEADERS)
