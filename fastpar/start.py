@@ -54,13 +54,18 @@ def find_checkpoint(config: TrainConfig, mesh: Mesh) -> Path | None:
 
 
 def load_model_and_data(
-    config: TrainConfig, state: dict[str, Any] | None, *, progress: bool
+    config: TrainConfig,
+    state: dict[str, Any] | None,
+    *,
+    progress: bool,
+    check: Callable[[GPTConfig], None] = lambda shape: None,
 ) -> tuple[GPT, int, TextData]:
     """The model with its first weights, the context to train with, and the tokens.
 
     Args:
         state: of the checkpoint to go on from, whose weights come later.
         progress: of tokenizing.
+        check: raises for a model that is not to be made; weights to start from are read before.
     """
     source = config.shape.init_from
     tokenizer = config.text.tokenizer
@@ -69,9 +74,11 @@ def load_model_and_data(
         block_size = config.model_config(vocab_size=1).block_size
     else:
         if state is not None:  # its weights come from the checkpoint
+            check(GPTConfig(**state["model"]))
             model = GPT(GPTConfig(**state["model"]))
         else:
             model = load_weights(source, dropout=config.shape.dropout)
+            check(model.config)
         check_split(config.parallel, model.config)
         block_size = config.shape.block_size or model.config.block_size
         if block_size > model.config.block_size:
@@ -83,7 +90,9 @@ def load_model_and_data(
             tokenizer = source
     data = load_data(config.text.data, tokenizer, block_size=block_size, progress=progress)
     if model is None:
-        model = GPT(config.model_config(data.vocab_size), seed=config.run.seed)
+        shape = config.model_config(data.vocab_size)
+        check(shape)
+        model = GPT(shape, seed=config.run.seed)
     if data.vocab_size > model.config.vocab_size:
         raise ValueError(
             f"train: expected tokens of the model's vocabulary of {model.config.vocab_size}, "

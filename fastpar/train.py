@@ -39,6 +39,7 @@ from typing import Any
 
 import torch
 
+from fastpar.capacity import Layout, check_building, check_capacity, host_memory, memory_of
 from fastpar.checkpoint import (
     checkpoint_folder,
     load_checkpoint,
@@ -47,7 +48,7 @@ from fastpar.checkpoint import (
     save_checkpoint,
     set_rng_state,
 )
-from fastpar.config import TrainConfig, check_parallel, check_storage, derive_batch
+from fastpar.config import GPTConfig, TrainConfig, check_parallel, check_storage, derive_batch
 from fastpar.data import eval_batches, sample_batch
 from fastpar.engine import engine_of
 from fastpar.guards import Guards, merged, past, poison
@@ -124,7 +125,7 @@ class Trainer:
         half = dtype != torch.float32
         torch.manual_seed(config.run.seed)
         model, self.block_size, self.data = load_model_and_data(
-            config, state, progress=mesh.is_main
+            config, state, progress=mesh.is_main, check=self._check_capacity
         )
         batch = derive_batch(config.text, self.block_size, mesh.dp_size)
         self.micro_batch_size, self.grad_accum_steps = batch
@@ -181,6 +182,15 @@ class Trainer:
         deterministic = self.config.system.deterministic
         check_parallel(self.config.parallel, name, deterministic=deterministic)
         return name
+
+    def _check_capacity(self, shape: GPTConfig) -> None:
+        """Raise for a model that these ranks cannot hold."""
+        world_size, dtype = self.mesh.world_size, DTYPES[self.dtype_name]
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        check_building(shape, limit_bytes=host_memory(), sharing=ranks_here)
+        limit, whose, sharing = memory_of(self.mesh.device)
+        layout = Layout.of(self.config, dtype=dtype, world_size=world_size)
+        check_capacity(shape, layout, limit_bytes=limit, of_what=whose, sharing=sharing)
 
     def _load(self, checkpoint: Path) -> None:
         state = load_checkpoint(checkpoint, model=self.model, optimizer=self.optimizer)

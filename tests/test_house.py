@@ -27,7 +27,7 @@ ORDER = [
     "model", "hf", "nanogpt", "recompute", "patching", "tokenizer", "sources", "token_cache",
     "data", "ranges", "manifest", "verify", "weight_sources",
     "checkpoint", "metrics", "testing", "sample", "run_folder", "journal",
-    "guards",
+    "guards", "capacity",
     "launch", "start", "train", "cli", "__main__", "__init__",
 ]  # fmt: skip
 OPTIONAL = {  # heavy or optional: only ever imported inside functions

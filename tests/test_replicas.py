@@ -243,6 +243,16 @@ def test_healthy_ranks_pass_and_stay_as_they_are(ranks, options, adamw):
     run_ranks(of_rank, ranks)
 
 
+def test_equal_pieces_of_one_parameter_are_no_copies():
+    def of_rank():
+        model = parallelize(nn.Linear(1024, 4, bias=False), Mesh(), zero_stage=3)
+        engine = engine_of(model)
+        assert engine.piece(model.weight).param.numel() == 2048
+        engine.check_replicas()
+
+    run_ranks(of_rank, 2)
+
+
 def test_adafactors_rows_and_columns_are_compared():
     def of_rank():
         model = parallelize(net(), Mesh(), **SMALL)

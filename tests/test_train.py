@@ -13,12 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fastpar import capacity
 from fastpar import train as train_module
 from fastpar.checkpoint import checkpoint_folder, list_checkpoints, read_state, verify_checkpoint
 from fastpar.config import TrainConfig
+from fastpar.hf import load_hf
 from fastpar.loss_scale import DynamicLossScale
 from fastpar.mesh import Mesh
 from fastpar.metrics import read_metrics
+from fastpar.model import GPT
 from fastpar.testing import run_ranks
 from fastpar.train import Trainer, train
 
@@ -438,6 +441,25 @@ def test_weights_to_start_from(here):
 def test_refused_starts_leave_no_folder(here, changes, message):
     with pytest.raises(ValueError, match=message):
         run("r", **changes)
+    assert not Path("r").exists()
+
+
+def test_a_model_that_the_machine_cannot_hold_is_refused_before_it_is_built(here, monkeypatch):
+    run("first", max_steps=4)
+    n = sum(p.numel() for p in load_hf("first/latest").parameters())
+    monkeypatch.setattr(GPT, "__init__", lambda *a, **k: pytest.fail("it was built"))
+    monkeypatch.setattr(capacity, "host_memory", lambda: 15 * n)
+    monkeypatch.setattr(train_module, "host_memory", lambda: 4 * n)
+    for again in ({"out": "r"}, {"out": "first", "resume": True}):
+        with pytest.raises(
+            ValueError, match=r"a model whose states fit into .* of this machine"
+        ):
+            run(**again)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(
+        ValueError, match=r"in fp32, .* on each of 2 ranks .* at most 1 ranks"
+    ):
+        run("r")
     assert not Path("r").exists()
 
 
