@@ -28,7 +28,7 @@ PREFIX = "transformer."
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-MASKS = ("attn.bias", "attn.masked_bias")  # causal masks, stored as buffers by older versions
+MASKS = (".attn.bias", ".attn.masked_bias")  # causal masks, stored as buffers by older versions
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 # What GPT2Config can ask for and this model does not do. `None`: the field may be missing.
 REQUIRED: dict[str, tuple[Any, ...]] = {
@@ -155,9 +155,9 @@ def load_hf(
             model does not have; see also load_hf_tensors.
     """
     folder = Path(folder)
-    config = _read_config(folder, dropout)
+    config = read_config(folder, dropout)
     tensors: dict[str, Tensor] = {}
-    for file in _weight_files(folder):
+    for file in weight_files(folder):
         tensors.update(_read_safetensors(file))
     return build_model("load_hf", folder, config, tensors, dtype)
 
@@ -302,7 +302,8 @@ def _config_json(model: GPT, bos_token_id: int | None, eos_token_id: int | None)
     }
 
 
-def _read_config(folder: Path, dropout: float | None) -> GPTConfig:
+def read_config(folder: Path, dropout: float | None) -> GPTConfig:
+    """The shape that a folder's config.json describes; see load_hf."""
     raw = _read_json(folder / "config.json")
     if raw.get("model_type") != "gpt2":
         raise ValueError(
@@ -345,7 +346,8 @@ def _read_config(folder: Path, dropout: float | None) -> GPTConfig:
     )
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
+    """The files with a folder's weights; see load_hf."""
     if (folder / WEIGHTS_FILE).exists():
         return [folder / WEIGHTS_FILE]
     if not (folder / INDEX_FILE).exists():

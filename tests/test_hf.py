@@ -252,9 +252,10 @@ def test_other_tensors_are_refused_and_nothing_is_copied(model):
         ValueError, match=rf"expected {name} of shape \[32, 128\], got shape=\[128, 32\]"
     ):
         load_hf_tensors(model, turned)
-    deeper = {**tensors, "transformer.h.2.ln_1.bias": torch.zeros(32)}
-    with pytest.raises(ValueError, match=r"GPT-2 with n_layer=2, got h\.2\.ln_1\.bias"):
-        load_hf_tensors(model, deeper)
+    for name in ("h.2.ln_1.bias", "h.2.attn.c_attn.bias"):
+        deeper = {**tensors, f"transformer.{name}": torch.zeros(32)}
+        with pytest.raises(ValueError, match=f"GPT-2 with n_layer=2, got {name}"):
+            load_hf_tensors(model, deeper)
     assert_same_weights(model, before)
     load_hf_tensors(model, tensors)
     assert torch.equal(model.h[1].mlp.c_fc.weight, before.h[1].mlp.c_fc.weight + 1)

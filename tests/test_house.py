@@ -25,7 +25,7 @@ ORDER = [
     "partials", "engine", "state_dicts", "optim_guard", "optim_checks", "optim_state", "autobucket",
     "parallel_checks", "parallel", "optim_base", "optim", "adafactor", "loss_scale", "schedule",
     "model", "hf", "nanogpt", "recompute", "patching", "tokenizer", "sources", "token_cache",
-    "data", "ranges", "manifest", "verify", "weight_sources",
+    "data", "ranges", "manifest", "verify", "weight_sources", "stored", "export",
     "checkpoint", "metrics", "testing", "sample", "run_folder", "journal",
     "guards", "capacity",
     "launch", "start", "train", "cli", "__main__", "__init__",
