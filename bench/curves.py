@@ -12,7 +12,9 @@ than fp32's own runs lie apart. The 16-bit remainder must give the bits of the f
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -26,8 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.records import RESULTS, SCRATCH, machine, machine_line
-from fastpar.checkpoint import MANIFEST, OPTIMIZER, checkpoint_folder
+from fastpar.checkpoint import checkpoint_folder
 from fastpar.config import TrainConfig, option
+from fastpar.manifest import read_manifest
 from fastpar.metrics import read_metrics
 
 BASELINE = "fp32"
@@ -114,19 +117,20 @@ def train_once(
             )
         rows = read_metrics(out / "metrics.jsonl")
         folder_of_weights = checkpoint_folder(out, settings["max_steps"])
-        files = json.loads((folder_of_weights / MANIFEST).read_text())["files"]
+        manifest = read_manifest(folder_of_weights)
     steps = [row for row in rows if "loss" in row]
     exact = [row["loss"] for row in steps]
-    weights = files["model.safetensors"]
-    parameters = weights["size"] / (2 if settings["dtype"] == "bf16" else 4)
+    parameters = sum(math.prod(tensor.shape) for tensor in manifest.weights)
+    tensors = [entry for name, entry in manifest.files.items() if name.endswith(".safetensors")]
+    bits = hashlib.sha256("".join(tensor.sha256 for tensor in manifest.weights).encode())
     return Run(
         mode,
         seed,
         [round(loss, 4) for loss in exact],
         [(row["step"], round(row["val_loss"], 5)) for row in rows if "val_loss" in row],
         round(statistics.median(row["tokens_per_s"] for row in steps), 1),
-        round((weights["size"] + files[OPTIMIZER]["size"]) / parameters, 2),
-        weights["sha256"],
+        round(sum(entry.size for entry in tensors) / parameters, 2),
+        bits.hexdigest(),
         exact,
     )
 

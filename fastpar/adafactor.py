@@ -243,6 +243,17 @@ class Adafactor(EngineOptimizer):
         entry = self._master_entry(p)
         return {name: _shape(name, p) for name in ([*names, entry] if entry else names)}
 
+    def check_saved(self, p: Tensor, saved: dict[str, Tensor], *, where: str) -> None:
+        """See EngineOptimizer."""
+        _check_state(saved, p)
+
+    @torch.no_grad()
+    def load_piece(
+        self, p: Tensor, target: Tensor, saved: dict[str, Tensor], *, where: str
+    ) -> None:
+        """See EngineOptimizer."""
+        self._replace_state(p, self._loaded(saved, p))
+
     def state_dict(self) -> dict[str, Any]:
         """As in torch."""
         return plain(torch.optim.Optimizer.state_dict)(self)
@@ -269,11 +280,15 @@ class Adafactor(EngineOptimizer):
         plain(torch.optim.Optimizer.load_state_dict)(self, state_dict)
         for p, saved in pairs:
             # torch has cast these to the dtype of the parameter: bf16 moments would not do.
-            state: dict[str, Any] = {"step": torch.tensor(float(saved["step"]))}
-            for name in _MOMENTS:
-                if name in saved:
-                    state[name] = saved[name].to(p.device, torch.float32, copy=True)
-            self.state[p] = {**state, **self._load_master(saved, p)}
+            self.state[p] = self._loaded(saved, p)
+
+    def _loaded(self, saved: dict[str, Any], p: Tensor) -> dict[str, Any]:
+        """A copy of a saved state in the form of this optimizer."""
+        state: dict[str, Any] = {"step": torch.tensor(float(saved["step"]))}
+        for name in _MOMENTS:
+            if name in saved:
+                state[name] = saved[name].to(p.device, torch.float32, copy=True)
+        return {**state, **self._load_master(saved, p)}
 
     def _load_master(self, saved: dict[str, Any], p: Tensor) -> dict[str, Tensor]:
         """The saved master, if any, in the form of this optimizer."""

@@ -236,14 +236,16 @@ def _sample(arguments: list[str]) -> int:
 
 def _export(arguments: list[str]) -> int:
     command = _parse(ExportCommand, arguments, "export")
-    from fastpar.checkpoint import OPTIMIZER, STATE, verify_checkpoint
+    from fastpar.checkpoint import verify_checkpoint
+    from fastpar.manifest import STATE
 
     folder, to = _weights(command.where), Path(command.to)
     if to.exists():
         raise ValueError(
             f"fastpar export: expected a folder that does not exist, got to={to}; choose another"
         )
-    names = verify_checkpoint(folder)["files"].keys() - {OPTIMIZER, STATE}
+    names = verify_checkpoint(folder).files.keys() - {STATE}
+    names = {name for name in names if not name.startswith("optimizer-")}
     temporary = to.with_name(f".{to.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)

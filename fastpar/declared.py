@@ -67,6 +67,13 @@ class Declared:
             return whole.clone()
         return state.cut(whole, self.tp.rank, self.tp.size)
 
+    def rows(self, local: Tensor, p: Tensor) -> Tensor:
+        """Every rank's part of a tensor, each in p's local shape: [tp, ...]. Ranks: all of tp."""
+        rows = local.new_empty(self.tp.size, *p.shape)
+        mine = local.contiguous().view(-1)
+        self.tp.group.all_gather(rows.view(-1).view(torch.uint8), mine.view(torch.uint8))
+        return rows
+
     def whole(self, local: Tensor, p: Tensor) -> Tensor:
         """The whole tensor from every rank's part of it, in p's local shape. Ranks: all of tp.
 
@@ -75,10 +82,7 @@ class Declared:
         state = self.state(p)
         if not isinstance(state, Shard):
             return local.clone()
-        rows = local.new_empty(self.tp.size, *p.shape)
-        mine = local.contiguous().view(-1)
-        self.tp.group.all_gather(rows.view(-1).view(torch.uint8), mine.view(torch.uint8))
-        return state.join(rows.unbind(0), self.whole_shape(p))
+        return state.join(self.rows(local, p).unbind(0), self.whole_shape(p))
 
 
 def speaker(module: nn.Module) -> Callable[[TensorParallel], dict[str, State]] | None:

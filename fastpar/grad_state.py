@@ -68,6 +68,18 @@ class Shard:
         local.narrow(self.dim, 0, n).copy_(whole.narrow(self.dim, first, n))
         return local
 
+    def put(self, part: Tensor, rank: int, ranks: int, whole: Tensor) -> None:
+        """Copy the slice of one rank to its place in a whole tensor."""
+        if self.pad_to is None:
+            each = part.shape[self.dim] // self.groups
+            place = whole.unflatten(self.dim, (self.groups, ranks, each)).select(self.dim + 1, rank)
+            place.copy_(part.unflatten(self.dim, (self.groups, each)))
+            return
+        size = part.shape[self.dim]
+        first = min(rank * size, whole.shape[self.dim])
+        n = min(size, whole.shape[self.dim] - first)
+        whole.narrow(self.dim, first, n).copy_(part.narrow(self.dim, 0, n))
+
     def join(self, slices: Sequence[Tensor], whole: Sequence[int]) -> Tensor:
         """The whole tensor, of this shape, from the slices of all ranks."""
         if self.groups > 1:

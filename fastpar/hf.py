@@ -275,10 +275,11 @@ def save_hf(
     if len(shards) > 1:
         index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         _write_json(folder / INDEX_FILE, index)
-    _write_json(folder / "config.json", _config_json(model, bos_token_id, eos_token_id))
+    _write_json(folder / "config.json", config_json(model, bos_token_id, eos_token_id))
 
 
-def _config_json(model: GPT, bos_token_id: int | None, eos_token_id: int | None) -> dict[str, Any]:
+def config_json(model: GPT, bos_token_id: int | None, eos_token_id: int | None) -> dict[str, Any]:
+    """What transformers' GPT2Config reads."""
     c = model.config
     return {
         "architectures": ["GPT2LMHeadModel"],

@@ -44,6 +44,7 @@ VERSION = 2
 MANIFEST = "manifest.json"
 STATE = "trainer_state.json"
 CONFIG = "config.json"
+_GPT = "transformer."  # begins the names of weights that need it
 ITEM_BYTES = {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()}
 _HUGE = 1 << 48  # no size, index or shape reaches this
 _ROWS = 1 << 22  # contiguous parts of one tensor, which are listed in memory
@@ -231,7 +232,8 @@ def _check_files(manifest: Manifest) -> None:
 
 def _check_complete(manifest: Manifest) -> None:
     """Every element of every entry in one piece, and the files that every checkpoint has."""
-    for name in (CONFIG, STATE):
+    gpt = any(tensor.key.startswith(_GPT) for tensor in manifest.weights)
+    for name in (CONFIG, STATE) if gpt else (STATE,):
         if name not in manifest.files:
             raise ManifestError(f"no {name} in its list")
     if not manifest.weights:

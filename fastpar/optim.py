@@ -329,6 +329,23 @@ class AdamW(EngineOptimizer):
         """The entries that a parameter's state may have with these options, for checkpoints."""
         return self.storage.entry_shapes(p)
 
+    def check_saved(self, p: Tensor, saved: dict[str, Tensor], *, where: str) -> None:
+        """See EngineOptimizer."""
+        check_entries(saved, p, amsgrad=self._amsgrad(p), where=where)
+
+    @torch.no_grad()
+    def load_piece(
+        self, p: Tensor, target: Tensor, saved: dict[str, Tensor], *, where: str
+    ) -> None:
+        """See EngineOptimizer."""
+        amsgrad = self._amsgrad(p)
+        state = self.storage.convert_state(saved, target, amsgrad=amsgrad, where=where)
+        self._replace_state(p, state)
+
+    def _amsgrad(self, p: Tensor) -> bool:
+        groups = (g for g in self.param_groups if any(q is p for q in g["params"]))
+        return next(groups)["amsgrad"]
+
     def state_dict(self) -> dict[str, Any]:
         """As in torch; with the seed where steps draw random bits. See Ranks and State above."""
         with self._whole_state():
@@ -397,7 +414,7 @@ class AdamW(EngineOptimizer):
                 target, engine = p, engine_of_parameter(p)
                 if engine is not None and engine.shares:
                     check_entries(saved_state, p, amsgrad=group["amsgrad"], where=place)
-                    target = engine.piece(p).param
+                    target = engine.piece(p).param.detach()
                     saved_state = {
                         name: cut_entry(name, value, p, engine)
                         for name, value in saved_state.items()

@@ -308,6 +308,37 @@ class EngineOptimizer(torch.optim.Optimizer):
         else:
             state[name] = whole.to(p.device) if whole.dim() else whole
 
+    def _replace_state(self, p: Tensor, new: dict[str, Any]) -> None:
+        """Have this state, in the memory of the old one where it fits: captured graphs know it."""
+        old = self.state[p]
+        for name, value in new.items():
+            mine = old.get(name)
+            same = isinstance(mine, Tensor) and isinstance(value, Tensor)
+            if same and (mine.shape, mine.dtype) == (value.shape, value.dtype):
+                mine.copy_(value)
+            else:
+                old[name] = value
+        for name in old.keys() - new.keys():
+            del old[name]
+
+    def check_saved(self, p: Tensor, saved: dict[str, Tensor], *, where: str) -> None:
+        """Refuse entries that are not of a parameter, by their whole shapes; for checkpoints.
+
+        Raises:
+            ValueError: an entry is missing or has another shape.
+        """
+        raise NotImplementedError
+
+    def load_piece(
+        self, p: Tensor, target: Tensor, saved: dict[str, Tensor], *, where: str
+    ) -> None:
+        """Take over this rank's part of a saved state, in whatever form it was saved.
+
+        Args:
+            target: what this rank steps of p, with its new values.
+        """
+        raise NotImplementedError
+
     def entry_shapes(self, p: Tensor) -> dict[str, torch.Size]:
         """The entries that a parameter's state may have with these options, for checkpoints."""
         raise NotImplementedError

@@ -271,9 +271,9 @@ def whole_entry(
     if name not in _ENTRIES:  # a count, or what others put there: every rank has it
         return None if main_only and not engine.mesh.is_main else value
     if not along_tp:
-        return engine.slice_of_pieces(value, p, block=_block(name))
+        return engine.slice_of_pieces(value, p, block=entry_block(name))
     gather = engine.full_on_main if main_only else engine.full
-    return gather(value, p, block=_block(name))
+    return gather(value, p, block=entry_block(name))
 
 
 def cut_entry(name: str, whole: Any, p: Tensor, engine: Engine, *, along_tp: bool = True) -> Any:
@@ -281,12 +281,12 @@ def cut_entry(name: str, whole: Any, p: Tensor, engine: Engine, *, along_tp: boo
     if name not in _ENTRIES:
         return whole
     cut = engine.shard_of if along_tp else engine.piece_of_slice
-    return cut(whole, p, block=_block(name))
+    return cut(whole, p, block=entry_block(name))
 
 
-def _block(entry: str) -> int:
-    """Elements of the parameter for each element of an entry."""
-    return MOMENT_BLOCK if entry.endswith("_scale") else 1
+def entry_block(name: str) -> int:
+    """Elements of the parameter for each element of an entry; 0 if every rank has all of it."""
+    return 0 if name not in _ENTRIES else MOMENT_BLOCK if name.endswith("_scale") else 1
 
 
 def torch_state(state: dict[str, Any], p: Tensor) -> dict[str, Any]:

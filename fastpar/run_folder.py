@@ -24,13 +24,13 @@ import numpy as np
 import torch
 
 from fastpar._version import __version__
-from fastpar.checkpoint import LATEST
 from fastpar.config import TrainConfig
 from fastpar.data import TextData
 from fastpar.metrics import MetricsLog, duration, plot_loss, read_metrics
 from fastpar.model import GPT
 from fastpar.options import SampleSettings
 from fastpar.sample import sample
+from fastpar.step_folders import LATEST
 from fastpar.tokenizer import Tokenizer
 
 RUNS = "runs"

@@ -151,6 +151,36 @@ class Shards:
                 if self.zero_stage == 3:
                     bucket.make_stale()
 
+    def each_whole(self) -> Iterator[nn.Parameter]:
+        """Every trained parameter, whole along dp while it is yielded. Ranks: all.
+
+        At stage 3 one bucket at a time; what is written there is lost.
+        """
+        for bucket in self.buckets:
+            stale = not bucket.live
+            if stale and bucket.gathering is None:
+                self.launch_gather(bucket)
+            self.finish_gather(bucket)
+            yield from bucket.params
+            if stale and self.zero_stage == 3:
+                bucket.make_stale()
+
+    def begin_writes(self) -> None:
+        """Before write(): where whole parameters stay in memory, they are gathered. Ranks: all."""
+        for bucket in self.buckets:
+            if self.zero_stage in (1, 2) and not bucket.live and bucket.gathering is None:
+                self.launch_gather(bucket)
+            self.finish_gather(bucket)
+
+    @torch.no_grad()
+    def write(self, p: nn.Parameter, local: Tensor) -> None:
+        """Replace a parameter by this rank's slice along tp, the same along dp."""
+        bucket, start, stop = self.place(p)
+        if self.zero_stage == 3:
+            self.piece(p).param.copy_(local.reshape(-1)[start:stop])
+        if bucket.live:
+            p.copy_(local)
+
     # Pieces
 
     @property
@@ -205,14 +235,15 @@ class Shards:
         local = self.slice_of_pieces(values, p, block=block)
         if self.declared is None:
             return local
-        self._check_block(p, block)
+        self.check_block(p, block)
         return self.declared.whole(local, p) if block == 1 else local
 
     def is_split(self, p: Tensor) -> bool:
-        """Whether each rank along tp has a slice of it."""
+        """Whether tp ranks have different parts of p."""
         return self.declared is not None and isinstance(self.declared.state(p), Shard)
 
-    def _check_block(self, p: Tensor, block: int) -> None:
+    def check_block(self, p: Tensor, block: int) -> None:
+        """Raise ValueError for values of several elements of a parameter that tp splits."""
         if block > 1 and self.is_split(p):
             raise ValueError(
                 "Engine: expected values of single elements of a parameter that is split along tp, "
@@ -258,7 +289,7 @@ class Shards:
         """This rank's part of a whole tensor, a copy: the inverse of full()."""
         if self.declared is not None and block == 1:
             whole = self.declared.cut(whole, p)
-        self._check_block(p, block)
+        self.check_block(p, block)
         return self.piece_of_slice(whole, p, block=block)
 
     def piece_of_slice(self, whole: Tensor, p: Tensor, *, block: int = 1) -> Tensor:

@@ -52,6 +52,8 @@ class TensorFile:
         path: created, or overwritten.
         specs: of the tensors by name.
         metadata: strings for the header.
+    Attributes:
+        head: the bytes before the tensors' data; size: of the file.
     Raises:
         ValueError: a dtype that the format does not have.
     """
@@ -79,9 +81,11 @@ class TensorFile:
             }
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % 8)
-        self._start, self._end = 8 + len(text), 8 + len(text) + end
+        self.head = len(text).to_bytes(8, "little") + text
+        self._start = len(self.head)
+        self._end = self.size = self._start + end
         self._file = open(path, "wb")  # noqa: SIM115 - closed by __exit__
-        self._file.write(len(text).to_bytes(8, "little") + text)
+        self._file.write(self.head)
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Put one tensor into its place.

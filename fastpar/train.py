@@ -39,6 +39,7 @@ from typing import Any
 
 import torch
 
+from fastpar.agree import text_of_main
 from fastpar.capacity import Layout, check_building, check_capacity, host_memory, memory_of
 from fastpar.checkpoint import (
     checkpoint_folder,
@@ -379,7 +380,7 @@ class Trainer:
         settings = json.dumps(self.config.settings(), sort_keys=True)
         folder = self.journal.folder
         save_checkpoint(
-            folder.path if folder is not None else None,
+            text_of_main(self.engine, "" if folder is None else str(folder.path)),
             step=self.step,
             model=self.model,
             optimizer=self.optimizer,

@@ -20,8 +20,9 @@ from fault_runs import (
     torchrun,
     wait_for_steps,
 )
+from saved import bits
 
-from fastpar.checkpoint import list_checkpoints, verify_checkpoint
+from fastpar.checkpoint import list_checkpoints
 from fastpar.metrics import read_metrics
 
 
@@ -88,9 +89,7 @@ def test_stopped_run_goes_on_under_torchrun_bit_for_bit(here, start):
     curves = [curve(out) for out in ("whole", "cut")]
     assert curves[0] == curves[1]
     assert len(curves[0]) == 301
-    files = [verify_checkpoint(list_checkpoints(out)[-1])["files"] for out in ("whole", "cut")]
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        assert files[0][name] == files[1][name]
+    assert bits(list_checkpoints("whole")[-1]) == bits(list_checkpoints("cut")[-1])
 
 
 def test_every_stage_prints_the_same_curve(here, start):
@@ -142,9 +141,8 @@ def test_a_damaged_checkpoint_on_resume_of_two_ranks(here, start):
     run = (*FASTPAR, *TRAIN, "--nproc=2", "--out=r", "--max-steps=6")
     assert finish(start(*run, "--save-every=3"))[0] == 0
     shutil.copytree("r", "s", symlinks=True)
-    (list_checkpoints("r")[-1] / "optimizer.safetensors").unlink()
+    (list_checkpoints("r")[-1] / "optimizer-00002-of-00002.safetensors").unlink()
     code, out, err = finish(start(*run, "--save-every=3", "--resume"))
     assert code == 0, err
-    assert "optimizer.safetensors, got no such file" in out
-    files = [verify_checkpoint(list_checkpoints(out)[-1])["files"] for out in ("r", "s")]
-    assert files[0]["model.safetensors"] == files[1]["model.safetensors"]
+    assert "optimizer-00002-of-00002.safetensors: " in out
+    assert bits(list_checkpoints("r")[-1]) == bits(list_checkpoints("s")[-1])

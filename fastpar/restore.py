@@ -1,0 +1,286 @@
+"""Reads a checkpoint into a model and an optimizer, each rank what it needs of whatever was saved.
+
+[Note: pieces]
+A rank knows which global elements it steps (capture.piece_runs); the manifest says in which files
+they are. So any mesh reads what any other has written, at most one parameter beside its own state:
+of a file, which is mapped and not read, only the pages that it needs.
+
+[Note: dtypes]
+What was trained in 16 bits with fp32 masters goes on in fp32 from the masters; what was trained in
+fp32 goes on in 16 bits with its fp32 values as masters. Moments are converted as by
+AdamW.load_state_dict.
+
+[Note: damage]
+Every byte of the checkpoint is compared with its checksum while the tensors are copied, each rank
+a share of them; all agree before anybody uses what was loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fastpar.agree import everyones_errors
+from fastpar.capture import engine_of_model, piece_runs
+from fastpar.engine import Engine, engine_of_parameter
+from fastpar.grad_state import Shard
+from fastpar.kernels.adamw import master_join, master_split
+from fastpar.manifest import STATE, Manifest, TensorEntry, read_manifest
+from fastpar.model import GPT
+from fastpar.optim_state import entry_block
+from fastpar.ranges import Run, intervals, numel_of, overlaps, runs_of_slice, whole_run
+from fastpar.verify import verify_files
+from fastpar.weights import Weight, list_weights
+
+
+def read_state(path: str | Path) -> dict[str, Any]:
+    """trainer_state.json of a checkpoint."""
+    return json.loads((Path(path) / STATE).read_text(encoding="utf-8"))
+
+
+@torch.no_grad()
+def load_checkpoint(
+    path: str | Path,
+    *,
+    model: nn.Module,
+    optimizer: Any = None,
+    strict: bool = True,
+) -> dict[str, Any]:
+    """Puts a checkpoint's weights and moments into a model and an optimizer, at any layout.
+
+    Args:
+        path: a folder that Saver committed, on every rank.
+        model: its tensors are written in place; dtypes are converted.
+        optimizer: fastpar's, of the model's parameters; None loads weights only.
+        strict: the model must be the one that was saved; False loads what both have.
+    Returns:
+        The `state` of Saver.save, with "step" and, of a GPT, "model"; if not strict also "missing"
+        and "unexpected": names of weights that only the model or only the checkpoint has.
+    Raises:
+        ValueError: no checkpoint; another model or other optimizer state: names the first
+            difference, and nothing is changed. Damage, named; then some of the state is replaced.
+    Ranks: all of the model's.
+    """
+    path, engine = Path(path), engine_of_model(model)
+    plan, error = None, None
+    try:
+        plan = _Plan(path, model, optimizer, strict=strict)
+    except (ValueError, OSError) as caught:
+        error = str(caught)
+    _raise_anywhere(engine, error)
+    assert plan is not None
+    with _Verifying(plan) as verifying:
+        try:
+            plan.load()
+        except (ValueError, OSError) as caught:
+            error = str(caught)
+    _raise_anywhere(engine, verifying.error or error)
+    return plan.state
+
+
+def _raise_anywhere(engine: Engine | None, mine: str | None) -> None:
+    """Raise on every rank what one of them has to say; each its own, if it has."""
+    errors = everyones_errors(engine, mine)
+    if errors:
+        raise ValueError(mine or next(iter(errors.values())))
+
+
+class _Verifying:
+    """A thread that compares this rank's share of a checkpoint's bytes with their checksums."""
+
+    def __init__(self, plan: _Plan) -> None:
+        self.error: str | None = None
+        self._thread = threading.Thread(target=self._run, args=(plan,), daemon=True)
+
+    def _run(self, plan: _Plan) -> None:
+        mesh = None if plan.engine is None else plan.engine.mesh
+        rank, n = (0, 1) if mesh is None else (mesh.rank, mesh.world_size)
+        try:
+            verify_files(plan.path, plan.manifest, part=rank, n_parts=n)
+        except (ValueError, OSError) as error:
+            self.error = str(error)
+
+    def __enter__(self) -> _Verifying:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._thread.join()
+
+
+class _Plan:
+    """What is loaded from where; made without changing anything."""
+
+    def __init__(self, path: Path, model: nn.Module, optimizer: Any, *, strict: bool) -> None:
+        self.path, self.model, self.optimizer = path, model, optimizer
+        self.engine = engine_of_model(model)
+        self.manifest: Manifest = read_manifest(path)
+        self.state = read_state(path)
+        if strict and isinstance(model, GPT):
+            _check_config(path, self.state.get("model", {}), asdict(model.config))
+        self._files: dict[str, Any] = {}
+        self._stored = {entry.key: entry for entry in self.manifest.weights}
+        weights = list_weights(model)
+        self.weights = [w for w in weights if w.key in self._stored]
+        missing = [w.key for w in weights if w.key not in self._stored]
+        unexpected = sorted(self._stored.keys() - {w.key for w in weights})
+        if strict:
+            for names, what in ((missing, "no"), (unexpected, "also")):
+                if names:
+                    raise ValueError(
+                        f"load_checkpoint: expected the weights of this model in {path}, got "
+                        f"{what} {names[0]}; load it into the model that was saved, or pass "
+                        "strict=False"
+                    )
+        else:
+            self.state |= {"missing": missing, "unexpected": unexpected}
+        for w in self.weights:
+            shape = self._stored[w.key].shape
+            if tuple(shape) != tuple(w.shape):
+                raise ValueError(
+                    f"load_checkpoint: expected {w.key} of shape {list(w.shape)}, got "
+                    f"shape={list(shape)} in {path}; load it into the model that was saved"
+                )
+        self._pieces: dict[str, dict[str, list[TensorEntry]]] = {}
+        for entry in self.manifest.optimizer:
+            name, _, of = entry.key.rpartition("/")
+            self._pieces.setdefault(name, {}).setdefault(of, []).append(entry)
+        if optimizer is not None:
+            self._check_moments()
+
+    def _check_moments(self) -> None:
+        trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        loaded = {w.name for w in self.weights}
+        for name in sorted(trained.keys() ^ self._pieces.keys()):
+            if not self.optimizer.state and not self._pieces:
+                return  # saved before the first step
+            if name in trained and name not in loaded:
+                continue  # not strict, and said already
+            what = "no" if name in trained else "also"
+            raise ValueError(
+                f"load_checkpoint: expected the optimizer's state of this model in {self.path}, "
+                f"got {what} {name}; resume with the run's own settings, or load the weights alone"
+            )
+        for name, entries in self._pieces.items():
+            saved = {e: torch.empty(found[0].shape, device="meta") for e, found in entries.items()}
+            self.optimizer.check_saved(trained[name], saved, where=f"{name} in {self.path}")
+
+    def load(self) -> None:
+        """Copy everything. Ranks: all."""
+        if self.engine is not None:
+            self.engine.begin_writes()
+        for weight in self.weights:
+            self._load(weight)
+
+    def _load(self, weight: Weight) -> None:
+        p = weight.tensor
+        engine = engine_of_parameter(p)
+        entries = self._pieces.get(weight.name, {})
+        splits = self.optimizer is not None and "master_remainder" in (
+            self.optimizer.entry_shapes(p) if entries else ()
+        )
+        values = self._values(weight, entries, exact=splits or p.dtype == torch.float32)
+        rounded = values
+        if splits and values.dtype == torch.float32:  # rounds ties in its own way
+            rounded, _ = master_split(values.contiguous())
+        if engine is not None:
+            engine.write(p, rounded)  # type: ignore[arg-type]
+        else:
+            p.copy_(rounded)
+        if self.optimizer is None or not entries:
+            return
+        saved = {name: self._read(p, name, found, engine) for name, found in entries.items()}
+        target = (p if engine is None else engine.piece(p).param).detach()
+        if target.dtype != values.dtype == torch.float32 and "master_weight" not in saved:
+            start, stop = (0, p.numel()) if engine is None else engine.place(p)[1:]
+            saved["master_weight"] = values.reshape(-1)[start:stop].view(target.shape)
+            saved.pop("master_remainder", None)
+        saved = {
+            name: x.view(target.shape) if entry_block(name) == 1 else x for name, x in saved.items()
+        }
+        self.optimizer.load_piece(p, target, saved, where=weight.name)
+
+    def _values(
+        self, weight: Weight, entries: dict[str, list[TensorEntry]], *, exact: bool
+    ) -> Tensor:
+        """This rank's slice along tp of a weight; exact: of its fp32 master if there is one."""
+        p = weight.tensor
+        stored = weight.loaded(self._tensor(self._stored[weight.key]))
+        declared = None if self.engine is None else self.engine.declared
+        state = None if declared is None else declared.states.get(p)  # type: ignore[call-overload]
+        if isinstance(state, Shard):
+            assert declared is not None
+            local = declared.cut(stored, p)  # pads the vocabulary's last slice with 0
+            runs = runs_of_slice(state, weight.whole, declared.tp.rank, declared.tp.size)
+        else:
+            local = stored
+            if stored.shape != weight.whole:
+                local = stored.new_zeros(weight.whole)
+                local[: len(stored)] = stored
+            runs = whole_run(weight.whole.numel())
+        if not exact or local.dtype == torch.float32:
+            return local
+        if "master_weight" in entries:
+            return self._gather(entries["master_weight"], runs).view(local.shape)
+        if "master_remainder" in entries:
+            low = self._gather(entries["master_remainder"], runs).view(local.shape)
+            return master_join(local.contiguous(), low)
+        return local
+
+    def _read(
+        self, p: Tensor, name: str, found: list[TensorEntry], engine: Engine | None
+    ) -> Tensor:
+        """This rank's part of an entry of the optimizer's state."""
+        block = entry_block(name)
+        if engine is None or not engine.shares or not block:
+            return self._gather(found, whole_run(int(np.prod(found[0].shape)))).view(found[0].shape)
+        return self._gather(found, piece_runs(p, engine, block=block))
+
+    def _gather(self, found: list[TensorEntry], runs: list[Run]) -> Tensor:
+        """The elements of some runs from the pieces that have them; holes are 0."""
+        mine = intervals(runs)
+        first = self._tensor(found[0])
+        out = torch.zeros(numel_of(runs), dtype=first.dtype)
+        for entry in found:
+            rows = overlaps(mine, intervals(entry.runs))
+            if not len(rows):
+                continue
+            theirs = self._tensor(entry).reshape(-1)
+            for at, there, n in rows.tolist():
+                out[at : at + n] = theirs[there : there + n]
+        return out
+
+    def _tensor(self, entry: TensorEntry) -> Tensor:
+        """A tensor of a file, mapped."""
+        from safetensors import SafetensorError, safe_open
+
+        file = self.path / entry.file
+        try:
+            if entry.file not in self._files:
+                expected, size = self.manifest.files[entry.file], file.stat().st_size
+                if size != expected.size:
+                    raise ValueError(f"{size} bytes, not {expected.size}")
+                self._files[entry.file] = safe_open(file, "pt")
+            return self._files[entry.file].get_tensor(entry.key)
+        except (OSError, ValueError, SafetensorError) as error:
+            raise ValueError(
+                f"load_checkpoint: expected {entry.key} in {file}, got {error}; the checkpoint is "
+                "damaged, use another one"
+            ) from error
+
+
+def _check_config(path: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    for name, value in theirs.items():
+        if name != "dropout" and ours.get(name) != value:
+            raise ValueError(
+                f"load_checkpoint: expected the model of {path} with {name}={value}, got "
+                f"{name}={ours.get(name)}; resume with the run's own settings, or start a new run "
+                f"with --init-from {path}"
+            )
