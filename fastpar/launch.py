@@ -44,6 +44,7 @@ SIGNALS = tuple(  # under nohup SIGHUP stays ignored
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     if signal.getsignal(number) != signal.SIG_IGN
 )
+SAVE_SIGNAL = signal.SIGUSR1  # save now, and go on
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP)  # as a shell counts
 LOST_PEER = 3  # exit status of a rank that failed because another one was gone
 USER_MISTAKE = 2
@@ -155,6 +156,20 @@ def catching_stop(*, loud: bool) -> Iterator[list[int]]:
         restore()
 
 
+@contextlib.contextmanager
+def catching_save() -> Iterator[list[int]]:
+    """In a rank: SAVE_SIGNAL only enters the list."""
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+    old = signal.signal(SAVE_SIGNAL, lambda number, frame: received.append(number))
+    try:
+        yield received
+    finally:
+        signal.signal(SAVE_SIGNAL, old)
+
+
 def launch(arguments: Sequence[str], nproc: int, *, threads: int | None = None) -> int:
     """Runs `python -m fastpar ARGUMENTS` as nproc ranks of one process group on this machine.
 
@@ -172,6 +187,7 @@ def launch(arguments: Sequence[str], nproc: int, *, threads: int | None = None) 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     logs = Path(tempfile.mkdtemp(prefix="fastpar_"))
     with _restored_signals():  # torch's start_processes sets handlers of its own
+        signal.signal(SAVE_SIGNAL, signal.SIG_IGN)  # the ranks', too, until they can save
         context: Any = start_processes(
             name="fastpar",
             entrypoint=sys.executable,
@@ -217,7 +233,7 @@ def _environment(rank: int, nproc: int, port: int, threads: int) -> dict[str, st
 
 @contextlib.contextmanager
 def _restored_signals() -> Iterator[None]:
-    old = {number: signal.getsignal(number) for number in SIGNALS}
+    old = {number: signal.getsignal(number) for number in (*SIGNALS, SAVE_SIGNAL)}
     try:
         yield
     finally:
@@ -236,12 +252,16 @@ def _forward_signals(ranks: list[_Rank]) -> list[int]:
             return
         last = time.monotonic()
         received.append(number)
+        hand_on(number, frame)
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rank.process.pid, number)
 
     for number in SIGNALS:
         signal.signal(number, forward)
+    signal.signal(SAVE_SIGNAL, hand_on)
     return received
 
 

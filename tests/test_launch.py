@@ -21,6 +21,7 @@ from fastpar.launch import (
     _restored_signals,
     _watch,
     available_cores,
+    catching_save,
     catching_stop,
     is_rank,
     launched_here,
@@ -149,6 +150,37 @@ def test_a_signal_reaches_the_ranks(start, logs):
     assert _report(ranks, signals, logs) == 143
 
 
+def test_a_wish_to_save_reaches_the_ranks_and_ends_nothing(start, logs):
+    saves = "signal.signal(10, lambda *_: print('saves', flush=True))"
+    stops = "signal.signal(15, lambda *_: sys.exit(0))"
+    ranks = start(*[f"{saves}; {stops}; print('up', flush=True); time.sleep(60)"] * 2)
+    for rank in ranks:
+        assert rank.process.stdout.readline() == b"up\n"
+    before = signal.getsignal(signal.SIGUSR1)
+    with _restored_signals():
+        signals = _forward_signals(ranks)
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGUSR1)
+            for rank in ranks:
+                assert rank.process.stdout.readline() == b"saves\n"
+        assert [rank.process.poll() for rank in ranks] == [None, None]
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        _watch(ranks, signals)
+    assert signals == [signal.SIGTERM]
+    assert _report(ranks, signals, logs) == 0
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def test_a_rank_notes_wishes_to_save():
+    before = signal.getsignal(signal.SIGUSR1)
+    with catching_save() as received:
+        assert received == []
+        for n in (1, 2):
+            signal.raise_signal(signal.SIGUSR1)
+            assert len(received) == n
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
 def test_a_second_signal_kills_unless_it_is_the_same_again(start, logs, capfd, monkeypatch):
     monkeypatch.setattr(launch, "REPEAT_S", 0.15)
     ranks = start("signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)")
@@ -197,13 +229,15 @@ def test_signals_are_left_alone_outside_of_the_main_thread():
     seen = []
 
     def body():
+        with catching_save() as received:
+            seen.append(received)
         with catching_stop(loud=False) as received:
             seen.append(list(received))
 
     thread = threading.Thread(target=body)
     thread.start()
     thread.join()
-    assert seen == [[]]
+    assert seen == [[], []]
 
 
 def test_lost_peers_are_told_from_other_errors():
