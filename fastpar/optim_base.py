@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +33,6 @@ from fastpar.kernels.global_norm import (
     norm_from_bins,
 )
 from fastpar.optim_checks import where
-from fastpar.optim_state import cut_entry, whole_entry
 
 
 def uncompiled(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -267,46 +266,7 @@ class EngineOptimizer(torch.optim.Optimizer):
             )
         return found[0] if found else None
 
-    # Whole entries of the state, for checkpoints
-
-    def whole_entries(self, p: Tensor) -> Iterator[tuple[str, Tensor | None]]:
-        """(name, value) of a parameter's state; values only on rank 0 of an engine, else None.
-
-        Ranks: all, in the same order; an entry is gathered when it is asked for.
-        """
-        engine = engine_of_parameter(p)
-        for name, value in self.state.get(p, {}).items():
-            if not isinstance(value, Tensor):
-                value = torch.tensor(float(value), dtype=torch.float64)
-            if engine is not None and engine.shares:
-                yield name, whole_entry(name, value, p, engine, main_only=True)
-            else:
-                yield name, value.detach() if engine is None or engine.mesh.is_main else None
-
-    @torch.no_grad()
-    def load_entry(self, p: Tensor, name: str, whole: Tensor) -> None:
-        """Put one entry of whole_entries() into the state of a parameter: this rank's part of it.
-
-        Raises:
-            ValueError: not an entry of this optimizer, or not of this parameter's shape.
-        """
-        shape = self.entry_shapes(p).get(name)
-        if whole.shape != shape:
-            raise ValueError(
-                f"{type(self).__name__}.load_entry: expected {name} of shape "
-                f"{shape and list(shape)}, got shape={list(whole.shape)}; load the state that was "
-                "saved with this model and these options"
-            )
-        engine, state = engine_of_parameter(p), self.state[p]
-        if engine is not None and engine.shares:
-            whole = cut_entry(name, whole, p, engine)
-        old = state.get(name)
-        if isinstance(old, Tensor):
-            old.copy_(whole)
-        elif old is not None:
-            state[name] = type(old)(whole.item())
-        else:
-            state[name] = whole.to(p.device) if whole.dim() else whole
+    # For checkpoints
 
     def _replace_state(self, p: Tensor, new: dict[str, Any]) -> None:
         """Have this state, in the memory of the old one where it fits: captured graphs know it."""

@@ -259,21 +259,19 @@ def whole_entry(
     p: Tensor,
     engine: Engine,
     *,
-    main_only: bool = False,
     along_tp: bool = True,
 ) -> Any:
-    """An entry for all elements of a parameter that ranks share out; None where nobody wants it.
+    """An entry for all elements of a parameter that ranks share out.
 
     Args:
-        main_only: only rank 0 does; along_tp: False: of this rank's slice along tp.
+        along_tp: False: of this rank's slice along tp.
     Ranks: all.
     """
     if name not in _ENTRIES:  # a count, or what others put there: every rank has it
-        return None if main_only and not engine.mesh.is_main else value
+        return value
     if not along_tp:
         return engine.slice_of_pieces(value, p, block=entry_block(name))
-    gather = engine.full_on_main if main_only else engine.full
-    return gather(value, p, block=entry_block(name))
+    return engine.full(value, p, block=entry_block(name))
 
 
 def cut_entry(name: str, whole: Any, p: Tensor, engine: Engine, *, along_tp: bool = True) -> Any:

@@ -280,11 +280,6 @@ class Shards:
             whole[part] = row[: part.stop - part.start]
         return whole.view(p.shape) if block == 1 else whole
 
-    def full_on_main(self, values: Tensor, p: Tensor, *, block: int = 1) -> Tensor | None:
-        """full(), of which only rank 0 keeps the result."""
-        whole = self.full(values, p, block=block)
-        return whole if self.mesh.is_main else None
-
     def shard_of(self, whole: Tensor, p: Tensor, *, block: int = 1) -> Tensor:
         """This rank's part of a whole tensor, a copy: the inverse of full()."""
         if self.declared is not None and block == 1:

@@ -15,6 +15,10 @@ def round_trip(state, whole, ranks):
     joined = state.join(slices, whole.shape)
     assert joined.dtype == whole.dtype
     assert torch.equal(joined, whole)
+    placed = torch.full_like(whole, -1)
+    for rank, part in enumerate(slices):
+        state.put(part, rank, ranks, placed)
+    assert torch.equal(placed, whole)
     return slices
 
 

@@ -18,6 +18,7 @@ from test_optim_sharded import (
 from test_optim_state import assert_same_state
 
 import fastpar
+from fastpar import GPT, GPTConfig
 from fastpar.mesh import Mesh
 from fastpar.optim import AdamW
 from fastpar.testing import run_ranks
@@ -104,8 +105,8 @@ def test_state_of_torch_loads_into_any_stage_and_goes_back(stage, form):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_entries_are_gathered_one_by_one_and_cut_again(stage, dtype):
-    """What a checkpoint does: rank 0 gets them, every rank takes its part."""
+def test_pieces_are_taken_over_in_place(stage, dtype):
+    """What a checkpoint does with this rank's part of every entry."""
     options = {"moment_dtype": torch.uint8, "seed": 5}
     if dtype == torch.bfloat16:
         options["master_weights"] = "remainder"
@@ -113,57 +114,34 @@ def test_entries_are_gathered_one_by_one_and_cut_again(stage, dtype):
     def ranks():
         model = sharded(stage, dtype)
         optimizer = AdamW(groups(model), **HYPER, **options)
-        train(model, optimizer, range(2))
-        entries = {n: dict(optimizer.whole_entries(p)) for n, p in model.named_parameters()}
-        return values(model), entries, optimizer.state_dict()
+        train(model, optimizer, range(1))
+        saved = {p: {k: v.clone() for k, v in s.items()} for p, s in optimizer.state.items()}
+        whole, state = values(model), optimizer.state_dict()
+        places = {p: s["exp_avg_codes"].data_ptr() for p, s in optimizer.state.items()}
+        train(model, optimizer, range(1, 3))
+        model.load_state_dict(whole)
+        [engine] = optimizer.engines()
+        for name, p in model.named_parameters():
+            target = engine.piece(p).param.detach()
+            optimizer.load_piece(p, target, {**saved[p], "mine": torch.tensor(3)}, where=name)
+            assert optimizer.state[p].pop("mine") == 3
+            assert optimizer.state[p]["exp_avg_codes"].data_ptr() == places[p]
+        assert_same_state(optimizer.state_dict(), state)
+        return True
 
-    def again(model_values, entries):
-        model = sharded(stage, dtype, seed=3)
-        model.load_state_dict(model_values)
-        optimizer = AdamW(groups(model), **HYPER, **options)
-        for n, p in model.named_parameters():
-            for name, whole in entries[n].items():
-                optimizer.load_entry(p, name, torch.zeros_like(whole))
-                optimizer.load_entry(p, name, whole)
-        train(model, optimizer, range(2, 4))
-        return values(model), optimizer.state_dict()
-
-    model = Bag(dtype)
-    alone = AdamW(groups(model), **HYPER, **options)
-    train_alone(model, alone, range(2))
-    (model_values, entries, state), (_, others, _) = run_ranks(ranks, 2)
-    assert_same_state(state, alone.state_dict())
-    for n, p in model.named_parameters():
-        assert entries[n].keys() == alone.state[p].keys() == others[n].keys()
-        assert all(torch.equal(entries[n][name], x) for name, x in alone.state[p].items())
-        assert set(others[n].values()) == {None}
-        assert alone.entry_shapes(p) == {name: x.shape for name, x in entries[n].items()}
-    train_alone(model, alone, range(2, 4))
-    for mine, state in run_ranks(again, 2, model_values, entries):
-        assert_same_values(model, mine)
-        assert_same_state(state, alone.state_dict())
+    assert run_ranks(ranks, 2) == [True, True]
 
 
-def test_entries_of_an_optimizer_without_engine():
+def test_saved_entries_are_checked_by_their_whole_shapes():
     model = Bag()
     optimizer = AdamW(model.parameters())
-    assert dict(optimizer.whole_entries(model.one)) == {}
     train_alone(model, optimizer, range(1))
-    optimizer.state[model.one]["mine"] = 3
-    entries = dict(optimizer.whole_entries(model.one))
-    assert entries.keys() == {"step", "exp_avg", "exp_avg_sq", "mine"}
-    assert entries["mine"].item() == 3
-    optimizer.load_entry(model.one, "exp_avg", torch.tensor(7.0))
-    assert optimizer.state[model.one]["exp_avg"].item() == 7.0
-
-
-def test_a_wrong_entry_is_refused():
-    model = Bag()
-    optimizer = AdamW(model.parameters())
-    with pytest.raises(ValueError, match=r"AdamW\.load_entry: expected exp_avg of shape \[33\], "):
-        optimizer.load_entry(model.bias, "exp_avg", torch.zeros(34))
-    with pytest.raises(ValueError, match=r"expected nonsense of shape None, got shape=\[33\]; "):
-        optimizer.load_entry(model.bias, "nonsense", torch.zeros(33))
+    saved = {**optimizer.state[model.bias], "exp_avg": torch.zeros(34, device="meta")}
+    with pytest.raises(
+        ValueError, match=r"expected exp_avg of shape \[33\] for its bias, got shape"
+    ):
+        optimizer.check_saved(model.bias, saved, where="its bias")
+    optimizer.check_saved(model.bias, optimizer.state[model.bias], where="its bias")
 
 
 @stages
@@ -196,3 +174,21 @@ def test_hooks_see_the_whole_state(stage):
     for seen, dim in run_ranks(ranks, 2):
         assert seen == [(40, 33)]
         assert dim == 1
+
+
+def test_a_state_of_split_parameters_comes_back():
+    """At stage 0 a parameter of tp ranks is its own piece, and smaller than its state on disk."""
+
+    def ranks():
+        config = GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=8, vocab_size=131)
+        model = fastpar.parallelize(GPT(config), Mesh(tp=2, device="cpu"))
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        x = torch.arange(8)[None]
+        model(x, x).backward()
+        optimizer.step()
+        before = optimizer.state_dict()
+        optimizer.load_state_dict(before)
+        assert_same_state(optimizer.state_dict(), before)
+        return True
+
+    assert run_ranks(ranks, 2) == [True, True]
