@@ -15,6 +15,7 @@ from fastpar._version import __version__
 
 if TYPE_CHECKING:
     from fastpar.adafactor import Adafactor
+    from fastpar.checkpoint import load_checkpoint, save_checkpoint
     from fastpar.config import GPTConfig
     from fastpar.engine import engine_of
     from fastpar.grad_state import Partial, Replicate, Shard
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from fastpar.optim import AdamW
     from fastpar.parallel import parallelize
     from fastpar.patching import patch, unpatch
+    from fastpar.saver import Saver
     from fastpar.tp_layers import (
         ColumnParallelLinear,
         RowParallelLinear,
@@ -56,13 +58,16 @@ __all__ = [
     "RMSNorm",
     "Replicate",
     "RowParallelLinear",
+    "Saver",
     "Shard",
     "VocabParallelEmbedding",
     "VocabParallelLinear",
     "__version__",
     "engine_of",
+    "load_checkpoint",
     "parallelize",
     "patch",
+    "save_checkpoint",
     "unpatch",
 ]
 
@@ -83,12 +88,15 @@ _HOMES = {
     "RMSNorm": "modules",
     "Replicate": "grad_state",
     "RowParallelLinear": "tp_layers",
+    "Saver": "saver",
     "Shard": "grad_state",
     "VocabParallelEmbedding": "tp_layers",
     "VocabParallelLinear": "tp_layers",
     "engine_of": "engine",
+    "load_checkpoint": "checkpoint",
     "parallelize": "parallel",
     "patch": "patching",
+    "save_checkpoint": "checkpoint",
     "unpatch": "patching",
 }
 
