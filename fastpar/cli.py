@@ -6,7 +6,6 @@ import argparse
 import os
 import platform
 import re
-import shutil
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -34,6 +33,8 @@ USAGE = """usage: fastpar COMMAND [OPTIONS]
 
   train    train a GPT-2 on text (--nproc N: on N ranks of this machine)
   sample   write text with a trained model
+  verify   read every byte of a run's checkpoints: what is there, and what is damaged
+  inspect  a table of a checkpoint's tensors: shapes, norms, extremes, nonfinite values
   export   copy a run's weights and tokenizer to a folder that transformers loads
   info     what runs where on this machine, and why
 
@@ -48,7 +49,7 @@ class WhereSettings:
     out: str | None = None
     """Folder of a run; unset: the newest of runs/."""
     checkpoint: str | None = None
-    """Folder of one checkpoint, or of transformers weights with tokenizer."""
+    """Folder of one checkpoint or of transformers weights; export also takes nanoGPT's ckpt.pt."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,8 @@ class ExportCommand:
 
     to: str
     """Folder to make."""
+    dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    """Convert the weights, from fp32 masters where there are some; unset: the same bytes."""
     where: WhereSettings = field(default_factory=WhereSettings)
 
 
@@ -80,6 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "train": _train,
         "sample": _sample,
+        "verify": _verify,
+        "inspect": _inspect,
         "export": _export,
         "info": _info,
     }
@@ -219,40 +224,54 @@ def _sample(arguments: list[str]) -> int:
     command = _parse(SampleCommand, arguments, "sample")
     import torch
 
-    from fastpar.hf import load_hf
     from fastpar.launch import threads_per_rank
     from fastpar.run_folder import draw
     from fastpar.tokenizer import load_tokenizer
+    from fastpar.weight_sources import load_weights
 
     torch.set_num_threads(threads_per_rank(None, 1))
     device = command.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     folder = _weights(command.where)
-    model, tokenizer = load_hf(folder), load_tokenizer(folder)
+    model, tokenizer = load_weights(folder), load_tokenizer(folder)
     draw(model.to(device), tokenizer, command.sample, sys.stdout, seed=command.seed)
     return 0
 
 
+def _verify(arguments: list[str]) -> int:
+    from fastpar.checkpoint_report import verify
+
+    about = "Read every byte of a run's checkpoints, or of one, and compare it with its checksum."
+    parser = argparse.ArgumentParser("fastpar verify", description=about, epilog=_STATUS)
+    parser.add_argument("folder", help="of a run, a checkpoint or transformers weights")
+    return 0 if verify(parser.parse_args(arguments).folder, print) else 1
+
+
+def _inspect(arguments: list[str]) -> int:
+    from fastpar.checkpoint_report import inspect
+
+    about = "A table of the tensors of a checkpoint, of a run's newest: weights and moments."
+    parser = argparse.ArgumentParser("fastpar inspect", description=about)
+    parser.add_argument("folder", help="of a run, a checkpoint or transformers weights")
+    parser.add_argument("--filter", metavar="PATTERN", help="names that match (*, ?) or contain it")
+    options = parser.parse_args(arguments)
+    inspect(options.folder, options.filter, print)
+    return 0
+
+
+_STATUS = "Exit status: 0 all is sound; 1 something is damaged, and named; 2 no such folder."
+
+
 def _export(arguments: list[str]) -> int:
     command = _parse(ExportCommand, arguments, "export")
-    from fastpar.checkpoint import verify_checkpoint
-    from fastpar.manifest import STATE
+    import torch
 
-    folder, to = _weights(command.where), Path(command.to)
-    if to.exists():
-        raise ValueError(
-            f"fastpar export: expected a folder that does not exist, got to={to}; choose another"
-        )
-    names = verify_checkpoint(folder).files.keys() - {STATE}
-    names = {name for name in names if not name.startswith("optimizer-")}
-    temporary = to.with_name(f".{to.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    for name in sorted(names):
-        shutil.copyfile(folder / name, temporary / name)
-    os.replace(temporary, to)
-    print(f"{to}: {', '.join(sorted(names))}")
+    from fastpar.export import export_weights
+
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
+    names = export_weights(_weights(command.where), Path(command.to), dtypes[command.dtype])
+    print(f"{command.to}: {', '.join(names)}")
     return 0
 
 

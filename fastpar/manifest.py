@@ -37,7 +37,7 @@ from fastpar.plain_files import (
     shown,
 )
 from fastpar.ranges import HOLE, Run, check_cover, numel_of, whole_run
-from fastpar.tensor_file import DTYPE_NAMES
+from fastpar.tensor_header import ITEM_BYTES
 
 FORMAT = "fastpar-checkpoint"
 VERSION = 2
@@ -45,7 +45,6 @@ MANIFEST = "manifest.json"
 STATE = "trainer_state.json"
 CONFIG = "config.json"
 _GPT = "transformer."  # begins the names of weights that need it
-ITEM_BYTES = {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()}
 _HUGE = 1 << 48  # no size, index or shape reaches this
 _ROWS = 1 << 22  # contiguous parts of one tensor, which are listed in memory
 _ALL_ROWS = 1 << 26  # and of all

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from fastpar.model import GPT
 from fastpar.nanogpt import load_nanogpt
 from fastpar.plain_files import read_object
 from fastpar.verify import verify_files
+
+_STEP = re.compile(r"step_\d{6,}")  # a checkpoint also without its manifest
 
 
 def load_weights(
@@ -41,7 +44,10 @@ def verify_weights(folder: Path) -> Manifest | None:
     Raises:
         ValueError: the checkpoint is damaged, or a file that is not its own would be read.
     """
-    if not os.path.lexists(folder / MANIFEST) or _is_another(folder / MANIFEST):
+    if not os.path.lexists(folder / MANIFEST):
+        if _STEP.fullmatch(folder.resolve().name) is None:
+            return None
+    elif _is_another(folder / MANIFEST):
         return None
     manifest = read_manifest(folder)
     states = {tensor.file for tensor in manifest.optimizer}

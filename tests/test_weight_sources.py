@@ -98,6 +98,15 @@ def test_the_optimizer_is_not_read(checkpoint):
     assert same(load_weights(folder), GPT(CONFIG, seed=3))
 
 
+def test_a_checkpoint_without_its_manifest(checkpoint):
+    folder, _ = checkpoint
+    (folder / MANIFEST).unlink()
+    assert verify_weights(folder) is None
+    step = folder.rename(folder.parent / "step_000003")
+    with pytest.raises(ValueError, match=r"read_manifest: .*manifest.json \(no such file\)"):
+        load_weights(step)
+
+
 def test_other_manifests(checkpoint):
     folder, _ = checkpoint
     for text in ('{"name": "a web page"}', '{"format": "fastpar-checkpoint", "version": 1}'):
