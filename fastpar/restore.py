@@ -17,8 +17,9 @@ a share of them; all agree before anybody uses what was loaded.
 
 from __future__ import annotations
 
-import json
+import contextlib
 import threading
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,20 +30,50 @@ from torch import Tensor, nn
 
 from fastpar.agree import everyones_errors
 from fastpar.capture import engine_of_model, piece_runs
+from fastpar.config import GPTConfig
 from fastpar.engine import Engine, engine_of_parameter
 from fastpar.grad_state import Shard
 from fastpar.kernels.adamw import master_join, master_split
 from fastpar.manifest import STATE, Manifest, TensorEntry, read_manifest
 from fastpar.model import GPT
 from fastpar.optim_state import entry_block
+from fastpar.plain_files import read_object, shown
 from fastpar.ranges import Run, intervals, numel_of, overlaps, runs_of_slice, whole_run
-from fastpar.verify import verify_files
+from fastpar.verify import check_small, verify_files
 from fastpar.weights import Weight, list_weights
 
 
 def read_state(path: str | Path) -> dict[str, Any]:
-    """trainer_state.json of a checkpoint."""
-    return json.loads((Path(path) / STATE).read_text(encoding="utf-8"))
+    """trainer_state.json of a checkpoint.
+
+    Raises:
+        ValueError: there is none, or it is not what Saver wrote.
+    """
+    file = Path(path) / STATE
+    with making_sense(file):
+        state = read_object(file)
+        if type(state.get("step")) is not int:
+            raise TypeError(f"step={shown(state.get('step'))}")
+        if "model" in state:
+            GPTConfig(**state["model"])
+    return state
+
+
+@contextlib.contextmanager
+def making_sense(file: Path) -> Iterator[None]:
+    """Within, the content of a trainer_state.json is used; what fails is said of that file.
+
+    Raises:
+        ValueError: its fields are missing or have other types or values than fastpar writes.
+    """
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError, RuntimeError) as error:
+        problem = shown(str(error)) if isinstance(error, KeyError) else str(error)
+        raise ValueError(
+            f"read_state: expected the state of a run, got {file} ({problem}); the checkpoint is "
+            "damaged, use another one"
+        ) from error
 
 
 @torch.no_grad()
@@ -122,6 +153,7 @@ class _Plan:
         self.path, self.model, self.optimizer = path, model, optimizer
         self.engine = engine_of_model(model)
         self.manifest: Manifest = read_manifest(path)
+        check_small(path, self.manifest)
         self.state = read_state(path)
         if strict and isinstance(model, GPT):
             _check_config(path, self.state.get("model", {}), asdict(model.config))

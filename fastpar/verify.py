@@ -52,12 +52,7 @@ def verify_files(
             tensor and its indices.
     """
     damage, places = find_damage(folder, manifest, part=part, n_parts=n_parts)
-    if damage:
-        more = f", and {len(damage) - 1} more" if len(damage) > 1 else ""
-        raise ValueError(
-            f"verify_files: expected what its manifest has in {folder}, got {damage[0]}{more}; "
-            "the checkpoint is damaged, use another one"
-        )
+    _raise_first(folder, damage)
     return places
 
 
@@ -69,19 +64,14 @@ def find_damage(
     files = list(manifest.files)
     heads = {name for i, name in enumerate(files) if i % n_parts == part or name in tensors}
     places: dict[str, dict[str, Place]] = {}
-    damage: list[Damage] = []
     descriptors: dict[str, int] = {}
     try:
-        for name, entry in manifest.files.items():
+        damage = _open_all(Path(folder), manifest, descriptors)
+        for name in sorted(heads & descriptors.keys(), key=files.index):
             try:
-                descriptors[name] = open_plain(Path(folder) / name)
-                size = os.fstat(descriptors[name]).st_size
-                if size != entry.size:
-                    raise ValueError(f"{size} bytes instead of {entry.size}")
-                if name in heads:
-                    head = _check_head(descriptors[name], entry)
-                    if entry.head < entry.size or name.endswith(".safetensors"):
-                        places[name] = _check_header(head, name, manifest)
+                head = _check_head(descriptors[name], manifest.files[name])
+                if _has_header(name, manifest.files[name]):
+                    places[name] = _check_header(head, name, manifest)
             except OSError as error:
                 damage.append(Damage(name, reason(error)))
             except ValueError as error:
@@ -96,7 +86,64 @@ def find_damage(
     finally:
         for descriptor in descriptors.values():
             os.close(descriptor)
-    return damage, places
+    return sorted(damage, key=lambda found: files.index(found.file)), places
+
+
+def check_small(folder: str | Path, manifest: Manifest) -> None:
+    """Compare every file's size and kind, and the content of those without tensors.
+
+    What comes before anything is read: afterwards no file of another size is mapped into memory,
+    and no pipe is waited for.
+
+    Raises:
+        ValueError: as of verify_files.
+    """
+    descriptors: dict[str, int] = {}
+    try:
+        damage = _open_all(Path(folder), manifest, descriptors)
+        for name, descriptor in descriptors.items():
+            try:
+                if not _has_header(name, manifest.files[name]):
+                    _check_head(descriptor, manifest.files[name])
+            except OSError as error:
+                damage.append(Damage(name, reason(error)))
+            except ValueError as error:
+                damage.append(Damage(name, str(error)))
+    finally:
+        for descriptor in descriptors.values():
+            os.close(descriptor)
+    _raise_first(folder, damage)
+
+
+def _raise_first(folder: str | Path, damage: list[Damage]) -> None:
+    if damage:
+        more = f", and {len(damage) - 1} more" if len(damage) > 1 else ""
+        raise ValueError(
+            f"verify_files: expected what its manifest has in {folder}, got {damage[0]}{more}; "
+            "the checkpoint is damaged, use another one"
+        )
+
+
+def _open_all(folder: Path, manifest: Manifest, descriptors: dict[str, int]) -> list[Damage]:
+    """Open every file of the right size into `descriptors`."""
+    damage = []
+    for name, entry in manifest.files.items():
+        try:
+            descriptor = open_plain(folder / name)
+        except OSError as error:
+            damage.append(Damage(name, reason(error)))
+            continue
+        size = os.fstat(descriptor).st_size
+        if size == entry.size:
+            descriptors[name] = descriptor
+        else:
+            os.close(descriptor)
+            damage.append(Damage(name, f"{size} bytes instead of {entry.size}"))
+    return damage
+
+
+def _has_header(name: str, entry: FileEntry) -> bool:
+    return entry.head < entry.size or name.endswith(".safetensors")
 
 
 def read_places(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from fastpar import cli
 from fastpar._version import __version__
@@ -80,7 +81,10 @@ def test_flags_win_over_the_file_over_the_run_over_defaults(here):
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ("frobnicate", "fastpar: expected one of train, sample, export, info, got command=frobnic"),
+        (
+            "frobnicate",
+            "fastpar: expected one of train, sample, verify, inspect, export, info, got comma",
+        ),
         (
             "train --n-embd 130 --model mini",
             "GPTConfig: expected n_embd divisible by n_head=4",
@@ -119,6 +123,22 @@ def test_flags_win_over_the_file_over_the_run_over_defaults(here):
         ("sample", "fastpar: expected a run in runs/, got none; train one with `fastpar train`"),
         ("sample --checkpoint none", "load_hf: expected a readable config.json, got none/config.j"),
         ("export --to .", "fastpar: expected a run in runs/, got none; train one"),
+        (
+            "verify none",
+            "fastpar verify: expected a run, a checkpoint or a folder of transformers, g",
+        ),
+        (
+            "verify .",
+            "fastpar verify: expected a run with checkpoints, a checkpoint or a folder of",
+        ),
+        (
+            "inspect none",
+            "fastpar inspect: expected a run, a checkpoint or a folder of transformer",
+        ),
+        (
+            "export --checkpoint . --to a",
+            "load_hf: expected model.safetensors or model.safetensors",
+        ),
         ("info now", "fastpar info: expected no options, got now; leave them out"),
     ],
 )
@@ -223,7 +243,23 @@ def test_train_then_sample_export_and_info(here, capsys, monkeypatch):
     assert "expected a folder that does not exist, got to=given/away" in capsys.readouterr().err
     assert fastpar("sample --checkpoint given/away --max-new-tokens 2") == 0
 
+    assert fastpar("export --out runs/micro-text --to half --dtype bf16") == 0
+    assert load_file("half/model.safetensors")["transformer.wpe.weight"].dtype == torch.bfloat16
+
     capsys.readouterr()
+    assert fastpar("inspect runs/micro-text --filter wpe") == 0
+    out = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in out[2:]] == [
+        "transformer.wpe.weight", *(f"wpe.weight/{e}" for e in ("step", "exp_avg", "exp_avg_sq")),
+    ]  # fmt: skip
+    assert fastpar("verify runs/micro-text") == 0
+    weights = Path("runs/micro-text/checkpoints/step_000002/model.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert fastpar("verify runs/micro-text") == 1
+    assert "there is no sound checkpoint beside it" in capsys.readouterr().out
+    assert fastpar("sample --checkpoint runs/micro-text/latest") == 2
+    assert capsys.readouterr().err.startswith("verify_files: expected what its manifest has in")
+
     assert fastpar("info") == 0
     info = capsys.readouterr().out
     assert __version__ in info

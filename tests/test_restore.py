@@ -1,11 +1,14 @@
 """Loading: other dtypes, parts of a model, and refusals that all ranks share. See test_reshard."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from saved import whole_tensors
 
 from fastpar import GPT, AdamW, GPTConfig, Mesh, parallelize
 from fastpar.checkpoint import load_checkpoint, save_checkpoint
+from fastpar.restore import making_sense, read_state
 from fastpar.testing import run_ranks
 
 CONFIG = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=8, vocab_size=131)
@@ -184,3 +187,33 @@ def test_weights_of_a_running_model_are_replaced(tmp_path, stage):
     for loss, wpe in run_ranks(work, 2):
         assert torch.equal(wpe, weights["transformer.wpe.weight"])
         assert loss == alone.eval()(x, x).item()
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", "not JSON: Expecting value"),
+        (b"\xff", "not UTF-8 at byte 0"),
+        (b"[1]", "no JSON object but list"),
+        (b'{"step": 1, "step": 2}', "'step' twice"),
+        (b"{}", "step=None"),
+        (b'{"step": true}', "step=True"),
+        (b'{"step": 1, "model": 3}', "argument after .* must be a mapping"),
+        (b'{"step": 1, "model": {"rank": 3}}', "unexpected keyword argument 'rank'"),
+        (b'{"step": 1, "model": {"n_layer": "3"}}', "positive integer, got n_layer=3"),
+    ],
+)
+def test_a_state_that_makes_no_sense(content, problem, tmp_path):
+    (tmp_path / "trainer_state.json").write_bytes(content)
+    text = r"read_state: expected the state of a run, got .*trainer_state.json \(.*"
+    with pytest.raises(ValueError, match=text + problem):
+        read_state(tmp_path)
+
+
+def test_fields_that_are_used_later(tmp_path):
+    for error in (KeyError("rng"), TypeError("x"), RuntimeError("RNG state is wrong size")):
+        with (
+            pytest.raises(ValueError, match=r"got file \(.*(rng|x|wrong size)"),
+            making_sense(Path("file")),
+        ):
+            raise error

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,14 @@ from manifest_cells import make_folder
 from fastpar import verify as module
 from fastpar.manifest import MANIFEST, FileEntry
 from fastpar.ranges import HOLE, Run
-from fastpar.verify import describe, extra_files, find_damage, read_places, verify_files
+from fastpar.verify import (
+    check_small,
+    describe,
+    extra_files,
+    find_damage,
+    read_places,
+    verify_files,
+)
 
 WEIGHTS = "model.safetensors"
 OPTIMIZER = "optimizer-00001-of-00002.safetensors"
@@ -93,15 +101,12 @@ def test_damage_is_named(made):
         file.seek(start + 3)
         file.write(b"\x55")
     (folder / "config.json").unlink()
-    with pytest.raises(
-        ValueError,
-        match=r"verify_files: expected what its manifest has in .*, got config.json \(no such "
-        r"file\), and 1 more; the checkpoint is damaged, use another one",
-    ):
+    what = "(other content in wte.weight/exp_avg_sq, elements 0 to 25)"
+    text = f"expected what its manifest has in {folder}, got {OPTIMIZER} {what}, and 1 more; the"
+    with pytest.raises(ValueError, match=f"verify_files: {re.escape(text)} checkpoint is damaged"):
         verify_files(folder, manifest)
     damage, _ = find_damage(folder, manifest)
-    text = "(other content in wte.weight/exp_avg_sq, elements 0 to 25)"
-    assert str(damage[1]) == f"{OPTIMIZER} {text}"
+    assert [str(d) for d in damage] == [f"{OPTIMIZER} {what}", "config.json (no such file)"]
 
 
 def test_sizes_and_kinds_of_files(made):
@@ -227,3 +232,24 @@ def test_a_piece_in_words(made):
     holes = replace(piece, runs=(Run(HOLE, 2), Run(4, 2, 4, 2)))
     assert describe(holes) == "wte.weight/exp_avg, elements 4 to 9"
     assert describe(replace(piece, runs=())) == "wte.weight/exp_avg, no elements"
+
+
+def test_a_look_before_anything_is_read(made):
+    """Sizes, kinds and what has no tensors: what a loader needs to open the rest."""
+    folder, manifest = made
+    check_small(folder, manifest)
+    with open(folder / OPTIMIZER, "r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\x01")
+    check_small(folder, manifest)  # the bytes of tensors are not its task
+    state = (folder / "trainer_state.json").read_bytes()
+    (folder / "trainer_state.json").write_bytes(state.replace(b"5", b"6"))
+    with pytest.raises(ValueError, match=r"got trainer_state.json \(other content\); the"):
+        check_small(folder, manifest)
+    (folder / OPTIMIZER).unlink()
+    os.mkfifo(folder / OPTIMIZER)
+    with pytest.raises(ValueError, match=rf"got {OPTIMIZER} \(not a regular file\), and 1 more"):
+        check_small(folder, manifest)
+    os.truncate(folder / WEIGHTS, 50)
+    with pytest.raises(ValueError, match=f"got {WEIGHTS} .50 bytes instead of .* and 2 more"):
+        check_small(folder, manifest)
