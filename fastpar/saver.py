@@ -224,6 +224,7 @@ class Saver:
         folder = self.run / "checkpoints"
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            flush(self.run)
             for leftover in folder.glob(".*.tmp"):
                 shutil.rmtree(leftover)
             free = shutil.disk_usage(folder).free
