@@ -1,0 +1,131 @@
+"""Run lock: one process at a time writes a run's folder, and which run a restart belongs to.
+
+run.lock holds who has the folder, and the kernel's lock on it (flock), which is gone as soon as
+that process is, however it ended: a file without its lock is a run that is over. Readers (sample,
+verify, export) need none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+LOCK = "run.lock"
+WAIT_S = 5.0  # for a process that is dying, before a restart is refused
+_POLL_S = 0.1
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a file system
+_held: dict[Path, int] = {}  # folder -> descriptor
+
+
+def is_restart() -> bool:
+    """Whether a launcher has started this rank again after a failure."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0
+
+
+def run_id() -> str:
+    """What the starts of one run have in common, by its launcher; empty without one."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    if name != "none":  # torchrun's word for: nobody gave one
+        return name
+    launcher = os.getppid()
+    with contextlib.suppress(OSError):
+        born = Path(f"/proc/{launcher}/stat").read_text().rpartition(")")[2].split()[19]
+        return f"{socket.gethostname()}-{launcher}-{born}"
+    return ""
+
+
+def find_run(runs: str | Path, name: str) -> Path | None:
+    """The newest folder that a start with this run_id() has locked; None for an empty name."""
+    found = []
+    for file in Path(runs).glob(f"*/{LOCK}") if name else ():
+        with contextlib.suppress(OSError):
+            if _read(file).get("run_id") == name:
+                found.append((file.stat().st_mtime, file.parent))
+    return max(found)[1] if found else None
+
+
+def hold(folder: str | Path, *, wait_s: float | None = None) -> bool:
+    """Have a run's folder for this process until release(), or until it ends.
+
+    Args:
+        wait_s: for the process that has it to go; None: WAIT_S.
+    Returns:
+        False where the file system has no locks: then nothing is checked.
+    Raises:
+        ValueError: another process has it; says which.
+    """
+    folder = Path(folder).resolve()
+    if folder in _held:
+        return True
+    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    deadline = time.monotonic() + (WAIT_S if wait_s is None else wait_s)
+    try:
+        while not _try(descriptor):
+            if time.monotonic() > deadline:
+                raise ValueError(
+                    f"train: expected a run that no other process writes, got out={folder}, which "
+                    f"{_describe(_read(folder / LOCK))} has; wait for it, stop it, or choose "
+                    "another --out"
+                )
+            time.sleep(_POLL_S)
+    except OSError as error:
+        os.close(descriptor)
+        if error.errno in _NO_LOCKS:
+            return False
+        raise
+    except ValueError:
+        os.close(descriptor)
+        raise
+    holder = {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "run_id": run_id(),
+    }
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, (json.dumps(holder) + "\n").encode(), 0)
+    _held[folder] = descriptor
+    return True
+
+
+def release() -> None:
+    """Give back what this process has."""
+    while _held:
+        os.close(_held.popitem()[1])
+
+
+def _try(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    return True
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_bytes())
+    except ValueError:  # it is being written
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _describe(holder: dict[str, Any]) -> str:
+    if not {"pid", "host", "since"} <= holder.keys():
+        return "another process"
+    return f"process {holder['pid']} on {holder['host']} since {holder['since']}"
+
+
+def _after_fork() -> None:
+    """A fork shares its parent's lock, and would keep it when that is gone."""
+    release()
+
+
+os.register_at_fork(after_in_child=_after_fork)
