@@ -26,6 +26,7 @@ from fastpar.launch import (
     lost_peer,
 )
 from fastpar.options import SampleSettings, TrainFlags
+from fastpar.run_lock import RUNS, find_run, is_restart, run_id
 from fastpar.settings import read_settings
 
 _WRITTEN_FOR_USERS = re.compile(r"[\w.]+(?: \w+)?: expected ")  # the form of all our messages
@@ -159,10 +160,16 @@ def _train(arguments: list[str]) -> int:
     if not is_rank() and nproc > 1:
         from fastpar.run_folder import check_out
 
-        if config.text.batch_size < nproc // tp:
+        if config.text.batch_size % (nproc // tp):
             derive_batch(config.text, 1, nproc // tp)
         check_out(config)  # before the ranks start, which takes seconds
-        return launch(["train", *arguments], config.system.nproc, threads=config.system.threads)
+        return launch(
+            ["train", *arguments],
+            nproc,
+            threads=config.system.threads,
+            max_restarts=config.faults.max_restarts,
+            out=config.run.out,
+        )
     from fastpar.train import train
 
     return train(config)
@@ -178,16 +185,32 @@ def parse_train(arguments: list[str]) -> TrainConfig:
     first.add_argument("--config", metavar="FILE")
     files, arguments = first.parse_known_args(arguments)
     first.add_argument("--out")
-    first.add_argument("--resume", action=argparse.BooleanOptionalAction, default=False)
+    for flag in ("--resume", "--auto-resume"):
+        first.add_argument(flag, action=argparse.BooleanOptionalAction, default=False)
     known, _ = first.parse_known_args(arguments)
+    given = read_settings(files.config) if files.config is not None else {}
+    named, automatic = known.out or given.get("out"), is_restart()
+    out = named if isinstance(named, str) else None
+    if known.auto_resume or given.get("auto_resume") or given.get("auto-resume"):
+        automatic = True
+    if automatic and out is None:
+        found = find_run(RUNS, run_id())
+        out = str(found) if found is not None else None
+        if out is None and not run_id():
+            raise ValueError(
+                "train: expected --out with --auto-resume, got out=None; name the folder of the "
+                f"run, as {RUNS}/NAME"
+            )
+    file = Path(out or "") / "config.json"
+    goes_on = out is not None and file.exists() and (known.resume or automatic)
     base = TrainConfig()
-    file = Path(known.out or "") / "config.json"
-    if known.resume and known.out is not None and file.exists():
+    if goes_on:
         base = base.replace(read_settings(file), str(file))
-    if files.config is not None:
-        base = base.replace(read_settings(files.config), files.config)
+    base = base.replace(given, str(files.config))
     flags = _parse(TrainFlags, arguments, "train", TrainFlags(**vars(base)))
     config = TrainConfig(**vars(flags))
+    if automatic:
+        config = config.replace({"out": out, "resume": goes_on, "auto_resume": True})
     nproc, ranks = config.system.nproc, os.environ.get("WORLD_SIZE", "1")
     if is_rank() and not launched_here() and nproc not in (base.system.nproc, int(ranks)):
         raise ValueError(

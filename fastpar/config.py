@@ -314,9 +314,13 @@ def derive_batch(settings: DataSettings, block_size: int, dp_size: int) -> tuple
     if accum is None:
         accum = max(1, rows // (dp_size * micro))
     if rows != dp_size * micro * accum:
+        hint = "change --batch-size, or leave out --micro-batch-size and --grad-accum-steps"
+        if rows % dp_size:
+            fit = ", ".join(str(n) for n in range(1, rows + 1) if rows % n == 0)
+            hint = f"use one of dp={fit}, or change --batch-size"
         raise ValueError(
             "train: expected batch_size = dp (ranks / tp) * micro_batch_size * grad_accum_steps = "
             f"{dp_size} * {micro} * {accum} = {dp_size * micro * accum}, got batch_size={rows}; "
-            "change --batch-size, or leave out --micro-batch-size and --grad-accum-steps"
+            f"{hint}"
         )
     return micro, accum

@@ -28,12 +28,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from fastpar.run_lock import RUNS, find_run
 from fastpar.watchdog import HUNG
 
 GRACE_S = 5.0
@@ -47,7 +49,7 @@ SIGNALS = tuple(  # under nohup SIGHUP stays ignored
 SAVE_SIGNAL = signal.SIGUSR1  # save now, and go on
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP)  # as a shell counts
 LOST_PEER = 3  # exit status of a rank that failed because another one was gone
-USER_MISTAKE = 2
+FAILED, USER_MISTAKE = 1, 2
 _LAUNCHER = "FASTPAR_LAUNCHER"  # in the ranks' environment: pid of the launcher
 _LOST_PEER_TEXTS = (
     "Connection closed by peer",
@@ -170,15 +172,56 @@ def catching_save() -> Iterator[list[int]]:
         signal.signal(SAVE_SIGNAL, old)
 
 
-def launch(arguments: Sequence[str], nproc: int, *, threads: int | None = None) -> int:
+def launch(
+    arguments: Sequence[str],
+    nproc: int,
+    *,
+    threads: int | None = None,
+    max_restarts: int = 0,
+    out: str | None = None,
+) -> int:
     """Runs `python -m fastpar ARGUMENTS` as nproc ranks of one process group on this machine.
 
     Args:
         threads: CPU threads a rank; None shares the cores.
+        max_restarts: times that all ranks are started again after one failed.
+        out: folder of the run, None if rank 0 chooses it.
     Returns:
         The exit status: 0, 2 for a user's mistake, 128 + signal when stopped by one, 1 when a rank
         failed; then one line on stderr has named the rank and its reason.
     """
+    name = f"fastpar-{uuid.uuid4().hex}"
+    for attempt in range(max_restarts + 1):
+
+        def then(attempt: int = attempt) -> str:
+            if attempt == max_restarts:
+                return "all ranks stopped"
+            return f"restart {attempt + 1} of {max_restarts}, {_from_where(out, name)}"
+
+        start = {"TORCHELASTIC_RUN_ID": name, "TORCHELASTIC_RESTART_COUNT": str(attempt)}
+        status = _launch(arguments, nproc, threads, start, then)
+        if status != FAILED:
+            break
+    return status
+
+
+def _from_where(out: str | None, name: str) -> str:
+    """Where a restart goes on; checked checksums may yet lead to an earlier checkpoint."""
+    from fastpar.checkpoint import list_checkpoints, step_of
+
+    run = Path(out) if out is not None else find_run(RUNS, name)
+    found = list_checkpoints(run) if run is not None else []
+    return f"from step {step_of(found[-1])}" if found else "from the start"
+
+
+def _launch(
+    arguments: Sequence[str],
+    nproc: int,
+    threads: int | None,
+    start: dict[str, str],
+    then: Callable[[], str],
+) -> int:
+    """One start of all ranks; its exit status."""
     import torch.distributed as dist
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
 
@@ -193,7 +236,10 @@ def launch(arguments: Sequence[str], nproc: int, *, threads: int | None = None) 
             entrypoint=sys.executable,
             args=dict.fromkeys(range(nproc), ("-m", "fastpar", *arguments)),
             envs={
-                rank: _environment(rank, nproc, store.port, threads_per_rank(threads, nproc))
+                rank: {
+                    **_environment(rank, nproc, store.port, threads_per_rank(threads, nproc)),
+                    **start,
+                }
                 for rank in range(nproc)
             },
             logs_specs=DefaultLogsSpecs(
@@ -205,7 +251,7 @@ def launch(arguments: Sequence[str], nproc: int, *, threads: int | None = None) 
         try:
             signals = _forward_signals(ranks)
             _watch(ranks, signals)
-            return _report(ranks, signals, logs)
+            return _report(ranks, signals, logs, then)
         finally:
             context.close(death_sig=signal.SIGKILL, timeout=int(GRACE_S))
             shutil.rmtree(logs, ignore_errors=True)
@@ -220,8 +266,6 @@ def _environment(rank: int, nproc: int, port: int, threads: int) -> dict[str, st
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 connects to the launcher's store too
-        "TORCHELASTIC_RUN_ID": "fastpar",
-        "TORCHELASTIC_RESTART_COUNT": "0",
         "OMP_NUM_THREADS": str(threads),
         _LAUNCHER: str(os.getpid()),
     }
@@ -279,8 +323,13 @@ def _watch(ranks: list[_Rank], signals: list[int]) -> None:
         time.sleep(POLL_S)
 
 
-def _report(ranks: list[_Rank], signals: list[int], logs: Path) -> int:
-    """Names the cause on stderr; the exit status of the command."""
+def _report(
+    ranks: list[_Rank],
+    signals: list[int],
+    logs: Path,
+    then: Callable[[], str] = lambda: "all ranks stopped",
+) -> int:
+    """Names the cause on stderr, and what comes of it; the exit status of the command."""
     # A rank that tells of a hang has killed the one that hung.
     order = sorted(ranks, key=lambda r: (r.code != HUNG, not r.is_cause, r.ended))
     failed = [rank for rank in order if rank.failed]
@@ -305,10 +354,11 @@ def _report(ranks: list[_Rank], signals: list[int], logs: Path) -> int:
     else:
         reason = f"failed: {_message(folder / 'error.json') or f'exit status {code}'}"
     print(
-        f"fastpar: rank {rank.number} (pid {rank.process.pid}) {reason}; all ranks stopped",
+        f"fastpar: rank {rank.number} (pid {rank.process.pid}) {reason}; {then()}",
         file=sys.stderr,
+        flush=True,
     )
-    return 1
+    return FAILED
 
 
 def _read(path: Path) -> str:

@@ -13,9 +13,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from time import monotonic, sleep
 from typing import Any
 
 import torch
@@ -68,6 +70,7 @@ class Mesh:
     device_mesh: DeviceMesh | None
     owns_process_group: bool  # made here, so close() destroys it
     timeout_s: float  # of every collective
+    start: str  # names this start of the ranks; empty unless a launcher keeps their store
 
     def __init__(
         self,
@@ -103,8 +106,7 @@ class Mesh:
             raise ValueError(_wrong_sizes(dp, tp, world_size))
         if picked.type == "cuda":
             torch.cuda.set_device(picked)
-        if owns:
-            _initialize(rank, world_size, picked, timeout_s)
+        start = _initialize(rank, world_size, picked, timeout_s) if owns else ""
         axes = _make_axes(picked, dp_size, tp, timeout_s) if world_size > 1 else None
         values = {
             "device": picked,
@@ -119,6 +121,7 @@ class Mesh:
             "device_mesh": axes,
             "owns_process_group": owns,
             "timeout_s": timeout_s,
+            "start": start,
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -274,15 +277,20 @@ def _pick_device(
     return torch.device("cuda", local_rank)
 
 
-def _initialize(rank: int, world_size: int, device: torch.device, timeout_s: float) -> None:
-    """Make the default process group from the environment."""
+def _initialize(rank: int, world_size: int, device: torch.device, timeout_s: float) -> str:
+    """Make the default process group from the environment; the name of this start of the ranks."""
     on_gpu = device.type == "cuda"
+    store, name = None, ""
     try:
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+            store, name = _meet(rank, world_size, timeout_s)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",  # small objects travel as CPU tensors
             timeout=timedelta(seconds=timeout_s),
             device_id=device if on_gpu else None,
+            **({"store": store, "rank": rank, "world_size": world_size} if store else {}),
         )
+        return name
     except (RuntimeError, ValueError) as error:
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
@@ -291,3 +299,34 @@ def _initialize(rank: int, world_size: int, device: torch.device, timeout_s: flo
             f"Mesh: expected {world_size} ranks to meet at {address}, got an error on rank {rank} "
             f"({error}); check that every rank runs and can reach this address"
         ) from error
+
+
+def _meet(rank: int, world_size: int, timeout_s: float) -> tuple[dist.Store, str]:
+    """The launcher's store, for this start of the ranks alone, and the name of the start.
+
+    torchrun starts failed ranks again with the same store, in which they would find the addresses
+    of those before: gloo then connects to ports where nobody listens, now and then. The count of
+    restarts tells starts apart on one host only. So rank 0 makes a name, and tells it to each rank
+    under a number that only this process can have drawn (test_a_store_that_was_used_before).
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    timeout = timedelta(seconds=timeout_s)
+    store = dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+    mine, deadline = uuid.uuid4().hex, monotonic() + timeout_s
+    if rank:
+        store.set(f"fastpar/here/{rank}", mine)
+        name = store.get(f"fastpar/name/{mine}").decode()
+        store.add(f"fastpar/ready/{name}", 1)
+        return dist.PrefixStore(f"fastpar/start/{name}", store), name
+    told: dict[int, str] = {}
+    while store.add(f"fastpar/ready/{mine}", 0) < world_size - 1:
+        for other in range(1, world_size):
+            key = f"fastpar/here/{other}"
+            number = store.get(key).decode() if store.check([key]) else None
+            if number is not None and told.get(other) != number:
+                store.set(f"fastpar/name/{number}", mine)
+                told[other] = number
+        if monotonic() > deadline:
+            raise RuntimeError(f"{world_size - 1} other ranks have not come in {timeout_s:g} s")
+        sleep(0.01)
+    return dist.PrefixStore(f"fastpar/start/{mine}", store), mine

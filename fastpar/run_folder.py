@@ -3,7 +3,7 @@
 config.json      settings (fastpar train --resume reads them), model, and each start
 metrics.jsonl    one object a step or validation        loss.png   drawn from it
 checkpoints/     see checkpoint.py                      latest     link to the newest
-samples.txt      text drawn from the model
+samples.txt      text drawn from the model              run.lock   see run_lock.py
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from fastpar.data import TextData
 from fastpar.metrics import MetricsLog, duration, plot_loss, read_metrics
 from fastpar.model import GPT
 from fastpar.options import SampleSettings
+from fastpar.run_lock import RUNS, hold
 from fastpar.sample import sample
 from fastpar.step_folders import LATEST
 from fastpar.tokenizer import Tokenizer
 
-RUNS = "runs"
 RULE = "=" * 60
 TIME_IS_UP = -1  # why a run stopped early, beside the numbers of signals
 FILES = ("config.json", "metrics.jsonl", "checkpoints", "samples.txt", "loss.png", "latest")
@@ -103,6 +103,8 @@ class RunFolder:
             self.path = _make_next_free(wanted)
             if self.path != wanted:
                 note = f" ({wanted} is taken)"
+        if not hold(self.path):
+            note += "; nobody else may write it: this file system has no locks"
         changes = self._write_config(config, model, step, facts)
         self._log = MetricsLog(
             self.path / "metrics.jsonl", resume_step=step, tensorboard=self.path / "tensorboard"
@@ -185,7 +187,12 @@ class RunFolder:
     ) -> list[str]:
         """Writes config.json; what of an earlier one it changes, a setting an entry."""
         file = self.path / "config.json"
-        settings = {**config.settings(), "resume": False, "out": str(self.path)}
+        settings = {
+            **config.settings(),
+            "resume": False,
+            "auto_resume": False,
+            "out": str(self.path),
+        }
         old: dict[str, Any] = {"settings": settings, "starts": []}
         if file.exists():
             old = json.loads(file.read_text(encoding="utf-8"))

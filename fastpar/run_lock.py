@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+RUNS = "runs"  # where runs without --out are
 LOCK = "run.lock"
 WAIT_S = 5.0  # for a process that is dying, before a restart is refused
 _POLL_S = 0.1

@@ -17,6 +17,7 @@ from fastpar.config import GPTConfig, TrainConfig, check_split
 from fastpar.data import TextData, load_data
 from fastpar.mesh import Mesh
 from fastpar.model import GPT
+from fastpar.run_lock import hold
 from fastpar.weight_sources import load_weights
 
 _LONGEST_PATH = 4096  # bytes
@@ -41,16 +42,24 @@ def newest_of_all(run: Path | None, mesh: Mesh, say: Callable[[str], None]) -> P
 
 
 def find_checkpoint(config: TrainConfig, mesh: Mesh) -> Path | None:
-    """The checkpoint to go on from. Rank 0 reads all of it; the others follow. Ranks: all."""
+    """The checkpoint to go on from; None to start. Ranks: all. Rank 0 reads it, the others follow.
+
+    A run that began and has committed nothing yet is started again where that was asked for.
+
+    Raises:
+        ValueError: there is none, all are damaged, or another process has the run.
+    """
     if not config.run.resume:
         return None
     run = Path(config.run.out or "")
-    step = torch.zeros((), dtype=torch.int64, device=mesh.device)
+    step = torch.full((), -1, dtype=torch.int64, device=mesh.device)
     if mesh.is_main:
-        step += step_of(newest_checkpoint(run))
+        hold(run)
+        if list_checkpoints(run) or not config.run.auto_resume:
+            step.fill_(step_of(newest_checkpoint(run)))
     for axis in ("tp", "dp"):
         mesh.broadcast_([step], axis)
-    return checkpoint_folder(run, int(step))
+    return checkpoint_folder(run, int(step)) if step >= 0 else None
 
 
 def load_model_and_data(

@@ -63,6 +63,7 @@ from fastpar.model import GPT
 from fastpar.parallel import parallelize
 from fastpar.recompute import recompute
 from fastpar.run_folder import TIME_IS_UP, check_out
+from fastpar.run_lock import release
 from fastpar.schedule import cosine_lr, describe_storage, make_optimizer
 from fastpar.settings import parse_seconds
 from fastpar.start import digest, find_checkpoint, load_model_and_data, newest_of_all
@@ -99,8 +100,11 @@ def train(config: TrainConfig) -> int:
         timeout_s=timeout_s + MARGIN_S,  # the watchdog speaks first: it knows more
     )
     watched = mesh.world_size if mesh.owns_process_group else 1
-    with Watchdog(mesh.rank, watched, timeout_s=timeout_s):
-        return _train(config, mesh)
+    try:
+        with Watchdog(mesh.rank, watched, timeout_s=timeout_s, start=mesh.start):
+            return _train(config, mesh)
+    finally:
+        release()
 
 
 def _train(config: TrainConfig, mesh: Mesh) -> int:

@@ -124,6 +124,7 @@ class Watchdog:
         rank, world_size: of the whole run.
         timeout_s: a longer wait in one collective ends the run.
         store: where the ranks meet; None: that of the default process group.
+        start: tells these ranks from those before a restart, who have used the same store.
         end: gets the message, the exit status and the slow process; None prints and exits.
     Ranks: each for itself, in the thread that trains; a context manager, which ends the watch.
     """
@@ -135,6 +136,7 @@ class Watchdog:
         *,
         timeout_s: float,
         store: Any = None,
+        start: str = "",
         end: Callable[[str, int, list], None] | None = None,
     ) -> None:
         if not timeout_s > 0:
@@ -146,7 +148,7 @@ class Watchdog:
         self._end = end or _exit
         self._here, self._thread = activity(), threading.get_ident()
         self._beat_s = min(_BEAT_S, timeout_s / 8)
-        self._store = _own_connection(store) if world_size > 1 else None
+        self._store = _own_connection(store, start) if world_size > 1 else None
         self._seen: dict[int, _Seen] = {}
         self._since = time.monotonic()  # the others are looked at since then
         self._looking = False
@@ -338,7 +340,7 @@ class Watchdog:
         return _found(rank, f"rank={rank} {how}", beats[rank])
 
 
-def _own_connection(store: Any) -> Any:
+def _own_connection(store: Any, start: str) -> Any:
     """A store of our own: calls on one connection queue behind each other, and some block."""
     import torch.distributed as dist
 
@@ -349,8 +351,7 @@ def _own_connection(store: Any) -> Any:
     with contextlib.suppress(AttributeError, RuntimeError):  # a kind of store that cannot
         store = store.clone()
     store.set_timeout(timedelta(seconds=_STORE_S))
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"fastpar/watchdog/{attempt}", store)
+    return dist.PrefixStore(f"fastpar/watchdog/{start}", store)
 
 
 def _process(pid: int) -> list[Any]:

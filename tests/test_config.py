@@ -199,3 +199,7 @@ def test_refused_batches():
     ):
         with pytest.raises(ValueError, match=f"grad_accum_steps = {product}, got batch_size="):
             derive_batch(settings, 64, ranks)
+    with pytest.raises(ValueError, match=r"batch_size=12; use one of dp=1, 2, 3, 4, 6, 12, or ch"):
+        derive_batch(batch(12), 64, 5)
+    with pytest.raises(ValueError, match=r"batch_size=32; change --batch-size, or leave out --mic"):
+        derive_batch(batch(32, micro=3), 64, 2)

@@ -24,8 +24,8 @@ ORDER = [
     "optim_base", "optim", "adafactor", "loss_scale", "schedule", "model", "hf", "nanogpt",
     "recompute", "patching", "tokenizer", "sources", "token_cache", "data", "ranges", "manifest",
     "verify", "weight_sources", "stored", "export", "step_folders", "weights", "agree", "capture",
-    "saver", "restore", "checkpoint", "metrics", "testing", "sample", "run_folder", "journal",
-    "checkpoint_report", "guards", "capacity", "launch", "start", "train", "cli", "__main__",
+    "saver", "restore", "checkpoint", "metrics", "testing", "sample", "run_lock", "run_folder",
+    "journal", "checkpoint_report", "guards", "capacity", "launch", "start", "train", "cli", "__main__",
     "__init__",
 ]  # fmt: skip
 OPTIONAL = {  # heavy or optional: only ever imported inside functions

@@ -13,9 +13,11 @@ import pytest
 
 from fastpar import launch
 from fastpar.launch import (
+    FAILED,
     LOST_PEER,
     USER_MISTAKE,
     _forward_signals,
+    _from_where,
     _Rank,
     _report,
     _restored_signals,
@@ -28,6 +30,8 @@ from fastpar.launch import (
     lost_peer,
     threads_per_rank,
 )
+from fastpar.run_lock import hold, release
+from fastpar.watchdog import HUNG
 
 
 @pytest.fixture
@@ -195,6 +199,67 @@ def test_a_second_signal_kills_unless_it_is_the_same_again(start, logs, capfd, m
     assert ranks[0].code == -9
     assert _report(ranks, signals, logs) == 143
     assert "stopped at once; only earlier checkpoints are there" in capfd.readouterr().err
+
+
+def test_what_becomes_of_it_is_a_part_of_the_line(start, logs, capfd):
+    ranks = start("sys.exit(9)", "")
+    _watch(ranks, [])
+    assert _report(ranks, [], logs, lambda: "restart 1 of 3, from step 500") == FAILED
+    assert capfd.readouterr().err.endswith(
+        ") failed: exit status 9; restart 1 of 3, from step 500\n"
+    )
+
+
+def test_of_two_that_failed_who_tells_of_a_hang_is_heard(start, logs, capfd):
+    ranks = start("os.kill(os.getpid(), 9)", f"time.sleep(0.3); sys.exit({HUNG})")
+    write(logs, 1, "error.json", json.dumps({"message": {"message": "watchdog: got rank=0 stuck"}}))
+    _watch(ranks, [])
+    assert _report(ranks, [], logs) == FAILED
+    assert " failed: watchdog: got rank=0 stuck; all ranks stopped" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("statuses", "expected"),
+    [
+        ([FAILED, FAILED, 0], 0),
+        ([FAILED, FAILED, FAILED, FAILED], FAILED),
+        ([FAILED, USER_MISTAKE], USER_MISTAKE),
+        ([128 + signal.SIGTERM], 128 + signal.SIGTERM),
+        ([0], 0),
+    ],
+)
+def test_all_ranks_are_started_again_unless_nobody_failed(
+    monkeypatch, tmp_path, statuses, expected
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run/checkpoints/step_000040").mkdir(parents=True)
+    starts, words = [], []
+
+    def one(arguments, nproc, threads, start, then):
+        starts.append(start)
+        words.append(then())
+        return statuses[len(starts) - 1]
+
+    monkeypatch.setattr(launch, "_launch", one)
+    assert launch.launch(["train"], 2, max_restarts=3, out="run") == expected
+    assert len(starts) == len(statuses)
+    assert [s["TORCHELASTIC_RESTART_COUNT"] for s in starts] == list("0123")[: len(starts)]
+    assert len({s["TORCHELASTIC_RUN_ID"] for s in starts}) == 1
+    told = [f"restart {n} of 3, from step 40" for n in (1, 2, 3)]
+    assert words == [*told, "all ranks stopped"][: len(words)]
+
+
+def test_where_a_restart_goes_on(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert _from_where(None, "night") == "from the start"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "night")
+    (tmp_path / "runs/micro").mkdir(parents=True)
+    hold("runs/micro")
+    release()
+    assert _from_where(None, "night") == "from the start"
+    (tmp_path / "runs/micro/checkpoints/step_000012").mkdir(parents=True)
+    assert _from_where(None, "night") == "from step 12"
+    assert _from_where("elsewhere", "night") == "from the start"
 
 
 FIRST_SIGNAL = """

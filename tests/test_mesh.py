@@ -2,12 +2,14 @@
 
 import dataclasses
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from fastpar.mesh import Mesh
+from fastpar.mesh import Mesh, gather_objects
 from fastpar.testing import run_ranks
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -310,3 +312,49 @@ def test_wrong_sizes_are_refused_before_a_connection(environment):
     with pytest.raises(ValueError, match=r"got tp=3 with world_size=2"):
         Mesh(tp=3, device="cpu")
     assert not dist.is_initialized()
+
+
+def start_over(rank, world_size, port, first):
+    """A rank of one start; those of the first one leave without a word."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1")
+    os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+    mesh = Mesh(timeout_s=60.0, device="cpu")
+    x = torch.tensor([float(rank)])
+    dist.all_reduce(x)
+    if first:
+        return mesh.start, x.item()
+    y = gather_objects(rank, dist.group.WORLD)
+    return mesh.start, y
+
+
+@pytest.mark.parametrize("later", [2, 3])
+def test_a_store_that_was_used_before(later):
+    """As torchrun's is after a restart: nobody meets a rank of the start before."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    names = set()
+    for start, world_size in enumerate((2, later, 2)):
+        ranks = [
+            subprocess.Popen(
+                [
+                    sys.executable,
+                    "-c",
+                    "import sys; sys.path.insert(0, 'tests'); from test_mesh import start_over; "
+                    f"print(*start_over({rank}, {world_size}, {store.port}, {start == 0}), "
+                    "flush=True); import os; os._exit(0)",
+                ],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+            )
+            for rank in reversed(range(world_size))  # the others find what is old
+        ]
+        told = []
+        for rank in ranks:
+            out, err = rank.communicate(timeout=100)
+            assert rank.returncode == 0, err
+            assert "failed to connect" not in err
+            told.append(out)
+        assert len(set(told)) == 1
+        names.add(told[0].split()[0])
+    assert len(names) == 3
