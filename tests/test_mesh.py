@@ -327,12 +327,11 @@ def start_over(rank, world_size, port, first):
     return mesh.start, y
 
 
-@pytest.mark.parametrize("later", [2, 3])
-def test_a_store_that_was_used_before(later):
+def test_a_store_that_was_used_before():
     """As torchrun's is after a restart: nobody meets a rank of the start before."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     names = set()
-    for start, world_size in enumerate((2, later, 2)):
+    for start, world_size in enumerate((2, 3)):
         ranks = [
             subprocess.Popen(
                 [
@@ -357,4 +356,4 @@ def test_a_store_that_was_used_before(later):
             told.append(out)
         assert len(set(told)) == 1
         names.add(told[0].split()[0])
-    assert len(names) == 3
+    assert len(names) == 2
