@@ -142,6 +142,21 @@ def what_would_hold(shape: GPTConfig, layout: Layout, mine: int) -> str:
     return "use " + ", or ".join([*ways, "a smaller model"])
 
 
+def check_ranks(
+    shape: GPTConfig, config: TrainConfig, *, dtype: torch.dtype, device: torch.device, ranks: int
+) -> None:
+    """Refuse a model that these ranks cannot hold; dtype is that of its weights.
+
+    Raises:
+        ValueError: see check_building and check_capacity.
+    """
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    check_building(shape, limit_bytes=host_memory(), sharing=ranks_here)
+    limit, whose, sharing = memory_of(device)
+    layout = Layout.of(config, dtype=dtype, world_size=ranks)
+    check_capacity(shape, layout, limit_bytes=limit, of_what=whose, sharing=sharing)
+
+
 def memory_of(device: torch.device) -> tuple[int, str, int]:
     """(bytes, whose they are, ranks that share them) of where a rank of this process computes."""
     if device.type == "cuda":

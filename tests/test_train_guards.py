@@ -280,7 +280,7 @@ def test_a_damaged_checkpoint_is_not_what_it_goes_back_to(here, spoil, capsys, m
 
     monkeypatch.setattr(Trainer, "train_step", step)
     spoil(nan_loss, 45)
-    run("r", **BACK, save_every=2)
+    run("r", **BACK, save_every=2, async_save=False)
     assert "damaged, trying the one before" in capsys.readouterr().out
     assert events("r")[0]["step"] == 2
     monkeypatch.setattr(Trainer, "train_step", real)
