@@ -1,0 +1,83 @@
+"""The scripts of fastpar/examples: all of them parse, and that for a single node is run."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from importlib import resources
+
+import pytest
+from fault_runs import SETTINGS, Commands, curve, enter, finish, ranks_of, wait_for_steps
+
+EXAMPLES = resources.files("fastpar") / "examples"
+NAMES = ("one_node.sh", "several_nodes.sh", "slurm.sbatch")
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    enter(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def start():
+    commands = Commands()
+    yield commands
+    commands.close()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_script_is_one_and_has_no_option_that_we_do_not_know(name):
+    path = EXAMPLES / name
+    done = subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    ours = path.read_text().replace("\\\n", " ").partition("-m fastpar train")[2].split("\n")[0]
+    flags = set(re.findall(r"--[a-z-]+", ours))
+    assert {"--auto-resume", "--out", "--timeout", "--save-every"} <= flags
+    shown = subprocess.run(
+        [sys.executable, "-m", "fastpar", "train", "--help"], capture_output=True, text=True
+    ).stdout
+    assert flags <= set(re.findall(r"--[a-z-]+", shown))
+    theirs = set(re.findall(r"--[a-z-]+", path.read_text().partition("distributed.run")[2]))
+    shown += subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--help"], capture_output=True, text=True
+    ).stdout
+    assert theirs <= set(re.findall(r"--[a-z-]+", shown)) | {"--save-every"}
+
+
+def test_all_scripts_are_known_and_shipped():
+    assert sorted(p.name for p in EXAMPLES.iterdir()) == sorted(NAMES)
+
+
+def test_one_node_survives_a_killed_rank_and_goes_on_later(here, start):
+    more = [f"--{name}={value}" for name, value in SETTINGS.items() if name != "save-every"]
+    env = {"PYTHON": sys.executable, "NPROC": "2", "SAVE_EVERY": "20", "MAX_RESTARTS": "2"}
+    script = ("bash", str(EXAMPLES / "one_node.sh"), *more)
+    run = start(*script, "--max-steps=120", env={**env, "RUN": "r"})
+    wait_for_steps(run, "r", 30)
+    os.kill(ranks_of(run.pid)[1], signal.SIGKILL)
+    code, _, err = finish(run)
+    assert code == 0, err
+    assert "restart 1 of 2, from step " in err
+    code, out, err = finish(start(*script, "--max-steps=140", env={**env, "RUN": "r"}))
+    assert code == 0, err
+    assert "run      r, steps 120 to 140" in out
+    assert [row["step"] for row in curve("r") if "loss" in row] == list(range(1, 141))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_several_nodes_of_one(here, start):
+    more = [f"--{name}={value}" for name, value in SETTINGS.items() if name != "save-every"]
+    env = {"PYTHON": sys.executable, "NPROC": "2", "SAVE_EVERY": "20", "NODES": "1", "RUN": "r"}
+    run = start(
+        "bash",
+        str(EXAMPLES / "several_nodes.sh"),
+        *more,
+        "--max-steps=60",
+        env={**env, "HEAD": "localhost:0"},
+    )
+    code, out, err = finish(run)
+    assert code == 0, err
+    assert "run      r, steps 0 to 60" in out
