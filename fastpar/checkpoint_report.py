@@ -130,13 +130,8 @@ def _facts(
     facts, damage = [], []
     if manifest is not None:
         state = _state(folder / STATE)
-        named = _STEP.fullmatch(folder.resolve().name)
-        for what, step in (
-            (STATE, state.get("step", manifest.step)),
-            ("the folder's name", int(named[1]) if named else manifest.step),
-        ):
-            if step != manifest.step:
-                damage.append(f"step {shown(step)} of {what}, {manifest.step} of {MANIFEST}")
+        if state.get("step", manifest.step) != manifest.step:
+            damage.append(f"{STATE} (step {shown(state['step'])}, {manifest.step} in {MANIFEST})")
         tokens = state.get("tokens")
         facts.append(
             f"step {manifest.step:,}" + (f", {tokens:,} tokens" if type(tokens) is int else "")

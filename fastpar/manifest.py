@@ -49,6 +49,7 @@ _HUGE = 1 << 48  # no size, index or shape reaches this
 _ROWS = 1 << 22  # contiguous parts of one tensor, which are listed in memory
 _ALL_ROWS = 1 << 26  # and of all
 _NAME = 512  # characters of a tensor's name
+_STEP = re.compile(r"step_(\d{6,})")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _END = re.compile(rb', "digest": "([0-9a-f]{64})"}\n\Z')
 _T = TypeVar("_T")
@@ -131,7 +132,11 @@ def read_manifest(folder: str | Path, name: str = MANIFEST, *, complete: bool = 
     """
     file = Path(folder) / name
     try:
-        return parse_manifest(read_plain(file, JSON_BYTES), complete=complete)
+        manifest = parse_manifest(read_plain(file, JSON_BYTES), complete=complete)
+        step = _STEP.fullmatch(file.parent.resolve().name)
+        if step is None or int(step[1]) == manifest.step:
+            return manifest
+        problem = ManifestError(f"of step {manifest.step}, in a folder of another one")
     except OSError as error:
         problem = ManifestError(reason(error))
     except ManifestError as error:

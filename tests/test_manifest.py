@@ -275,6 +275,18 @@ def test_there_is_no_manifest(folder):
         read(folder)
 
 
+def test_the_manifest_of_another_step(folder):
+    folder.rename(folder.with_name("step_000006"))
+    text = r"\(of step 5, in a folder of another one\)"
+    with pytest.raises(ValueError, match=text):
+        read(folder.with_name("step_000006"))
+    folder.with_name("latest").symlink_to("step_000006")
+    with pytest.raises(ValueError, match=text):
+        read(folder.with_name("latest"))
+    folder.with_name("step_000006").rename(folder.with_name("best"))
+    assert read(folder.with_name("best")).step == 5
+
+
 def test_a_link_out_of_the_folder_is_not_followed(folder, tmp_path):
     (folder / MANIFEST).rename(tmp_path / "elsewhere")
     (folder / MANIFEST).symlink_to(tmp_path / "elsewhere")
