@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastpar.config import GPTConfig
 from fastpar.declared import Declared
@@ -208,7 +208,6 @@ def save_hf(
     max_shard_bytes: int = 5 * 10**9,
     bos_token_id: int | None = None,
     eos_token_id: int | None = None,
-    whole: Callable[[nn.Parameter], Tensor] | None = None,
 ) -> None:
     """Writes the folder that GPT2LMHeadModel.from_pretrained reads.
 
@@ -219,15 +218,11 @@ def save_hf(
         folder: created where needed; must not hold a config.json.
         max_shard_bytes: weights beyond this are cut into several files with an index.
         bos_token_id, eos_token_id: for transformers' generate(); GPT-2's own are 50256.
-        whole: the values of a parameter that this rank has a part of; asked for once each, in the
-            order of model.named_parameters(), and dropped when they are written.
     Raises:
         ValueError: the folder holds a model already; max_shard_bytes < 1; a dtype of the
-            parameters that from_pretrained would not keep; a model that tp ranks split, without
-            whole.
+            parameters that from_pretrained would not keep; a model that tp ranks split.
     """
-    if whole is None:
-        _check_whole("save_hf", model)
+    _check_whole("save_hf", model)
     folder = Path(folder)
     if (folder / "config.json").exists():
         raise ValueError(
@@ -267,9 +262,8 @@ def save_hf(
             TensorFile(temporary, {name: specs[name] for name in names}, {"format": "pt"}) as out,
         ):
             for name in names:
-                p = parameters[name.removeprefix(PREFIX)]
-                values = p if whole is None else whole(p)
-                out.write(name, _to_hf(model, name.removeprefix(PREFIX), values))
+                ours = name.removeprefix(PREFIX)
+                out.write(name, _to_hf(model, ours, parameters[ours]))
         weight_map.update(dict.fromkeys(names, file))
     (folder / (INDEX_FILE if len(shards) == 1 else WEIGHTS_FILE)).unlink(missing_ok=True)
     if len(shards) > 1:
