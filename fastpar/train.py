@@ -167,6 +167,7 @@ class Trainer:
         self.rollbacks = 0
         self.forward: Any = torch.compile(self.model) if config.system.compile else self.model
         self.step = self.next_sample = self.tokens = 0
+        self.changed = ""  # what config.json does not tell
         self.val: tuple[int, float] | None = None  # (step, loss) of the last validation
         if checkpoint is not None:
             self._load(checkpoint)
@@ -196,11 +197,7 @@ class Trainer:
     def _load(self, checkpoint: Path) -> None:
         state = load_checkpoint(checkpoint, model=self.model, optimizer=self.optimizer)
         if state["dtype"] != self.dtype_name:
-            raise ValueError(
-                f"train: expected dtype={state['dtype']}, that of the run, got "
-                f"dtype={self.dtype_name}; leave out --dtype, or start a new run with --init-from "
-                f"{checkpoint}"
-            )
+            self.changed = f"changed  format of weights {state['dtype']} -> {self.dtype_name}"
         if state["data"] != digest(self.data):
             raise ValueError(
                 "train: expected the tokens that the run was started with, got others from data="
@@ -225,6 +222,8 @@ class Trainer:
     def run(self) -> int:
         """Trains to the end or to a wish to stop; the exit status. Closes the mesh."""
         self.journal.open(model=self.model, data=self.data, step=self.step, facts=self._facts())
+        if self.changed:
+            self.journal.say(self.changed)
         self._open_saves()
         with (
             catching_stop(loud=self.mesh.is_main) as self.stop_signals,

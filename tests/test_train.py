@@ -470,7 +470,6 @@ def test_cuda_without_a_gpu_is_refused(here):
             {"n_layer": 2},
             r"expected the model of .* with n_layer=1, got n_layer=2",
         ),
-        ({"dtype": "bf16"}, r"train: expected dtype=fp32, that of the run, got dtype=bf16; leave"),
         (
             {"data": "other.txt"},
             r"the tokens that the run was started with, got others from",
@@ -488,6 +487,41 @@ def test_resume_with_another_model_or_text_is_refused(here, changes, message):
     with pytest.raises(ValueError, match=message):
         run("r", resume=True, **{"max_steps": 9, **changes})
     assert Path("r/metrics.jsonl").read_bytes() == before
+
+
+def test_a_run_goes_on_in_another_format(here, capsys):
+    """fp32 to bf16 keeps the fp32 values as masters, and bf16 to fp32 goes on from them."""
+    run("plain", max_steps=12)
+    run("r")
+    capsys.readouterr()
+    for dtype, steps, was in (("bf16", 10, "fp32"), ("fp32", 12, "bf16")):
+        run("r", resume=True, dtype=dtype, max_steps=steps)
+        assert f"changed  format of weights {was} -> {dtype}\n" in capsys.readouterr().out
+        assert read_state(checkpoint_folder("r", steps))["dtype"] == dtype
+    # Another max_steps has another schedule; bf16 keeps 8 bits of the weights.
+    plain, found = ([row for row in curve(out) if "loss" in row] for out in ("plain", "r"))
+    assert [row["step"] for row in found] == list(range(1, 13))
+    for x, y in zip(plain, found):
+        assert y["loss"] == pytest.approx(x["loss"], rel=2e-2)
+    run("r", resume=True, dtype="fp32", max_steps=12)
+    assert "format of weights" not in capsys.readouterr().out
+
+
+def test_another_format_loses_nothing_of_what_was_trained(here):
+    for was, dtype in (("fp32", "bf16"), ("bf16", "fp32")):
+        run(was, dtype=was)
+        config = TrainConfig().replace({**TINY, "out": was, "resume": True, "dtype": dtype})
+        trainer = Trainer(config, Mesh(device="cpu"))
+        path = checkpoint_folder(was, 8)
+        weights = load_hf(path).state_dict()
+        masters = saved.whole_tensors(path)[1]
+        for name, p in trainer.model.named_parameters():
+            if dtype == "bf16":
+                master = trainer.optimizer.state[p]["master_weight"]
+                assert torch.equal(master, weights[name])
+                assert torch.equal(p, master.bfloat16())
+            else:
+                assert torch.equal(p, masters[f"{name}/master_weight"])
 
 
 @pytest.mark.gpu
