@@ -6,6 +6,7 @@ The other ranks have a journal too, which keeps silent, so that the loop is the 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +54,7 @@ class Journal:
         self.folder: RunFolder | None = None
         self._progress = Progress(config.run.max_steps, enabled=False)
         self._facts: dict[str, Any] = {}
+        self._full = False  # the disk
         self._rate = 0.0  # tokens/s, smoothed
         self._flops_per_token = 0.0
 
@@ -86,13 +88,13 @@ class Journal:
 
     def rewind(self, step: int) -> None:
         """The run went back to a step: what was written of later ones goes."""
-        if self.folder is not None:
-            self.folder.rewind(step)
+        folder = self.folder
+        if folder is not None:
+            self._on_disk(lambda: folder.rewind(step))
 
     def note(self, step: int, text: str, **row: Any) -> None:
         """Something happened after a step: a line, and a row of metrics.jsonl."""
-        if self.folder is not None:
-            self.folder.write({"step": step, **row, "time_s": self.seconds})
+        self._write({"step": step, **row, "time_s": self.seconds})
         self.say(f"step {step}  {text}")
 
     def write_step(
@@ -129,8 +131,24 @@ class Journal:
             if used is not None and self._facts["dtype"] != "fp32":
                 row["mfu"] = used
                 text += f", MFU {used:.0%}"
-        self.folder.write(row)
+        self._write(row)
         self._progress.update(done.step, text)
+
+    def _write(self, row: dict[str, Any]) -> None:
+        folder = self.folder
+        if folder is not None:
+            self._on_disk(lambda: folder.write(row))
+
+    def _on_disk(self, action: Callable[[], None]) -> None:
+        """A full disk ends no run: it is said once, until there is room again."""
+        try:
+            action()
+        except OSError as error:
+            if not self._full:
+                self.say(f"metrics.jsonl cannot be written ({error}); training goes on")
+            self._full = True
+        else:
+            self._full = False
 
     def close(self) -> None:
         """The bar ends."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import math
@@ -79,13 +80,16 @@ class MetricsLog:
         self, path: str | Path, *, resume_step: int = 0, tensorboard: str | Path | None = None
     ) -> None:
         self.path, self._tensorboard = Path(path), tensorboard
+        self._drop_after(resume_step)
         self._open(resume_step)
 
-    def _open(self, resume_step: int) -> None:
-        kept = [row for row in read_metrics(self.path) if row["step"] <= resume_step]
+    def _drop_after(self, step: int) -> None:
+        kept = [row for row in read_metrics(self.path) if row["step"] <= step]
         temporary = self.path.with_name(self.path.name + ".tmp")
         temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
         os.replace(temporary, self.path)
+
+    def _open(self, resume_step: int) -> None:
         self._file: IO[str] = self.path.open("a", encoding="utf-8")
         self._board: Any = None
         board = self._tensorboard
@@ -108,9 +112,13 @@ class MetricsLog:
                     self._board.add_scalar(key, value, row["step"])
 
     def rewind(self, step: int) -> None:
-        """Drop the rows of later steps: they come again."""
-        self.close()
-        self._open(step)
+        """Drop the rows of later steps: they come again. After an OSError they are still there."""
+        with contextlib.suppress(OSError):  # rows that found no room
+            self.close()
+        try:
+            self._drop_after(step)
+        finally:
+            self._open(step)
 
     def close(self) -> None:
         self._file.close()

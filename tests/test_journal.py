@@ -1,6 +1,7 @@
 """The journal: rank 0 writes rows and says lines, the others are silent; pauses do not count."""
 
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -69,6 +70,45 @@ def test_a_pause_does_not_count_as_time_of_a_step(tmp_path):
     quick, slow = (row["tokens_per_s"] for row in read_metrics(tmp_path / "r" / "metrics.jsonl"))
     assert slow <= 64 / 0.2 < quick
     assert journal.seconds >= 0.4
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_full_disk_is_said_once_and_ends_nothing(tmp_path, capsys):
+    journal, engine = journal_of(tmp_path / "r", Mesh(device="cpu"))
+    metrics = tmp_path / "r" / "metrics.jsonl"
+    journal.note(1, "there is room")
+    log = journal.folder._log
+    room, log._file = log._file, open("/dev/full", "a")  # noqa: SIM115
+    for step in (2, 3):
+        journal.write_step(step_of(step), loss=1.0, norm=1.0, engine=engine)
+    out = capsys.readouterr().out
+    assert out.count("metrics.jsonl cannot be written ([Errno 28] No space left on device)") == 1
+    assert "step 3" not in out  # the lines of a run have an interval
+    assert [row["step"] for row in read_metrics(metrics)] == [1]
+    log._file = room
+    journal.note(4, "there is room again")
+    log._file = open("/dev/full", "a")  # noqa: SIM115
+    journal.note(5, "and none")
+    assert capsys.readouterr().out.count("cannot be written") == 1
+    journal.rewind(3)  # what cannot be flushed is given up
+    journal.note(3, "went back")
+    assert [row["step"] for row in read_metrics(metrics)] == [1, 3]
+
+
+def test_rows_stay_where_the_disk_is_too_full_to_drop_them(tmp_path, capsys, monkeypatch):
+    journal, _ = journal_of(tmp_path / "r", Mesh(device="cpu"))
+    journal.note(5, "later")
+    with monkeypatch.context() as patch:
+
+        def full(*args, **rest):
+            raise OSError(28, "No space left on device")
+
+        patch.setattr(Path, "write_text", full)
+        journal.rewind(3)
+    assert "cannot be written" in capsys.readouterr().out
+    journal.note(4, "again")
+    rows = read_metrics(tmp_path / "r" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [5, 4]
 
 
 def test_only_rank_0_writes(tmp_path, capsys):

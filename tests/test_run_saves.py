@@ -212,7 +212,7 @@ def spoiled(trainer):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_that_fails_waits_for_the_save_that_is_running(here, gate, before, ranks):  # noqa: F811
+def test_a_run_that_fails_waits_for_its_save(here, gate, before, monkeypatch, ranks):  # noqa: F811
     def spoil(trainer):
         spoiled(trainer)
         soon(gate.set)
@@ -221,6 +221,7 @@ def test_a_run_that_fails_waits_for_the_save_that_is_running(here, gate, before,
         with pytest.raises(RuntimeError, match=r"expected finite numbers, got .* in step 3; lower"):
             rank(changes)
 
+    monkeypatch.setattr(run_saves, "_LINGER_S", 0.0)
     before(3, spoil)
     run_ranks(fails, ranks, {"out": "r"})
     assert steps_saved("r") == [2]
