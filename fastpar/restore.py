@@ -59,6 +59,26 @@ def read_state(path: str | Path) -> dict[str, Any]:
     return state
 
 
+def read_run_state(path: str | Path) -> dict[str, Any]:
+    """trainer_state.json of a checkpoint that fastpar train wrote.
+
+    Raises:
+        ValueError: there is none, or another training loop wrote it.
+    """
+    state = read_state(path)
+    for name, kind in _OF_A_RUN.items():
+        if type(state.get(name)) is not kind:
+            raise ValueError(
+                f"read_run_state: expected a checkpoint of fastpar train, got {name}="
+                f"{shown(state.get(name))} in {Path(path) / STATE}; go on with the program that "
+                f"wrote it, or start a new run with --init-from {path}"
+            )
+    return state
+
+
+_OF_A_RUN = {"model": dict, "dtype": str, "data": str, "next_sample": int, "tokens": int}
+
+
 @contextlib.contextmanager
 def making_sense(file: Path) -> Iterator[None]:
     """Within, the content of a trainer_state.json is used; what fails is said of that file.

@@ -42,13 +42,7 @@ import torch
 
 from fastpar.agree import text_of_main
 from fastpar.capacity import check_ranks
-from fastpar.checkpoint import (
-    checkpoint_folder,
-    load_checkpoint,
-    read_state,
-    rng_state,
-    set_rng_state,
-)
+from fastpar.checkpoint import checkpoint_folder, load_checkpoint, rng_state, set_rng_state
 from fastpar.config import TrainConfig, check_parallel, check_storage, derive_batch
 from fastpar.data import sample_batch
 from fastpar.engine import engine_of
@@ -59,10 +53,12 @@ from fastpar.journal import Journal, Step, to_device, to_host
 from fastpar.kernels import keep_freed_memory, make_key
 from fastpar.launch import SIGNALS, catching_save, catching_stop, threads_per_rank
 from fastpar.loss_scale import DynamicLossScale
+from fastpar.manifest import STATE
 from fastpar.mesh import Mesh
 from fastpar.model import GPT
 from fastpar.parallel import parallelize
 from fastpar.recompute import recompute
+from fastpar.restore import making_sense, read_run_state
 from fastpar.run_folder import TIME_IS_UP, check_out
 from fastpar.run_lock import release
 from fastpar.run_saves import WISHES, RunSaves
@@ -126,7 +122,7 @@ class Trainer:
         self.config, self.mesh = config, mesh
         self.journal = Journal(config, mesh)
         checkpoint = find_checkpoint(config, mesh)
-        state = read_state(checkpoint) if checkpoint is not None else None
+        state = read_run_state(checkpoint) if checkpoint is not None else None
         self.dtype_name = self._pick_dtype(state)
         dtype = DTYPES[self.dtype_name]
         half = dtype != torch.float32
@@ -204,7 +200,8 @@ class Trainer:
                 f"{self.config.text.data}; undo the change of --data, --tokenizer or the text, or "
                 f"start a new run with --init-from {checkpoint}"
             )
-        self._restore(state)
+        with making_sense(checkpoint / STATE):
+            self._restore(state)
 
     def _restore(self, state: dict[str, Any]) -> None:
         """What the loop remembered when a checkpoint was written."""

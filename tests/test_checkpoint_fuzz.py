@@ -15,8 +15,12 @@ from pathlib import Path
 import pytest
 from manifest_cells import content_of, make_folder, seal
 
+from fastpar.checkpoint import rng_state, set_rng_state
+from fastpar.guards import Guards, merged
 from fastpar.hf import load_hf, read_config
 from fastpar.manifest import CONFIG, MANIFEST, STATE, FileEntry, read_manifest
+from fastpar.options import FaultSettings
+from fastpar.restore import making_sense, read_run_state
 from fastpar.tensor_header import read_header
 from fastpar.verify import find_damage
 from fastpar.weight_sources import load_weights
@@ -181,7 +185,7 @@ def test_changed_bytes_of_a_manifest(folder, data):
 
 
 @hypothesis.given(data=st.data(), value=values, how=HOW)
-@hypothesis.settings(FEW, max_examples=600)
+@hypothesis.settings(FEW, max_examples=300)
 def test_a_sealed_manifest_with_anything_in_it(folder, data, value, how):
     """Behind the digest: one place of the content changed, the digest made right again."""
     good = (folder / MANIFEST).read_bytes()
@@ -289,6 +293,36 @@ def test_any_bytes_as_metadata_of_weights(plain, content, name):
         assert refused or content.lstrip()[:1] == b"{"
     finally:
         (plain / name).write_bytes(good) if good is not None else (plain / name).unlink()
+
+
+RUN = {
+    "step": 5, "model": {"n_layer": 1, "n_head": 1, "n_embd": 4}, "dtype": "fp32", "data": "0",
+    "next_sample": 3, "tokens": 4, "rng": rng_state(), "loss_scale": {"scale": 2.0},
+    "guards": {"losses": [1.0, 2.0], "skipped": 0}, "skipped_samples": [[1, 2]],
+}  # fmt: skip
+
+
+@hypothesis.given(data=st.data(), value=values, how=HOW)
+@hypothesis.settings(FEW, max_examples=300)
+def test_a_run_s_state_with_anything_in_it(folder, data, value, how):
+    """What the trainer takes from it, in its order."""
+    file = folder / STATE
+    path = data.draw(st.sampled_from(list(places(RUN))))
+    good = file.read_bytes()
+    file.write_text(json.dumps(edit(RUN, path, value, how)))
+
+    def use():
+        state = read_run_state(folder)
+        with making_sense(file):
+            set_rng_state(state["rng"])
+            guards = Guards(FaultSettings(), scaled=False)
+            guards.load_state_dict(state["guards"])
+            merged(state["skipped_samples"])
+
+    try:
+        refused_or_right(use, folder)
+    finally:
+        file.write_bytes(good)
 
 
 def test_the_folders_are_accepted_as_they_are(folder, plain):

@@ -1,5 +1,6 @@
 """Loading: other dtypes, parts of a model, and refusals that all ranks share. See test_reshard."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from saved import whole_tensors
 
 from fastpar import GPT, AdamW, GPTConfig, Mesh, parallelize
 from fastpar.checkpoint import load_checkpoint, save_checkpoint
-from fastpar.restore import making_sense, read_state
+from fastpar.restore import making_sense, read_run_state, read_state
 from fastpar.testing import run_ranks
 
 CONFIG = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=8, vocab_size=131)
@@ -217,3 +218,17 @@ def test_fields_that_are_used_later(tmp_path):
             making_sense(Path("file")),
         ):
             raise error
+
+
+def test_a_state_of_another_program(tmp_path):
+    state = {"step": 1, "model": {}, "dtype": "fp32", "data": "0", "next_sample": 3, "tokens": 4}
+    file = tmp_path / "trainer_state.json"
+    file.write_text(json.dumps(state))
+    assert read_run_state(tmp_path) == state
+    for name in ("model", "dtype", "data", "next_sample", "tokens"):
+        file.write_text(json.dumps({key: value for key, value in state.items() if key != name}))
+        text = (
+            rf"read_run_state: expected a checkpoint of fastpar train, got {name}=None in .*json;"
+        )
+        with pytest.raises(ValueError, match=text):
+            read_run_state(tmp_path)
