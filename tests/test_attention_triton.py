@@ -9,6 +9,7 @@ from itertools import accumulate
 
 import pytest
 import torch
+from cells import cells
 
 pytest.importorskip("triton", reason="needs triton")
 
@@ -54,13 +55,17 @@ def run(q, k, v, do, *, mask: Mask = NO_MASK, cu=None, causal=True):
     return o, lse, *grads
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("p", [0.0, 0.3])
 @pytest.mark.parametrize(
-    ("T", "Tk", "D"), [(1, 9, 16), (63, 63, 40), (130, 130, 64), (5, 70, 80), (70, 5, 24)]
+    ("sizes", "p", "causal", "dtype"),
+    cells(
+        [(1, 9, 16), (63, 63, 40), (130, 130, 64), (5, 70, 80), (70, 5, 24)],
+        [0.0, 0.3],
+        [True, False],
+        DTYPES,
+    ),
 )
-def test_matches_oracle(triton_device, T, Tk, D, p, causal, dtype):
+def test_matches_oracle(triton_device, sizes, p, causal, dtype):
+    T, Tk, D = sizes
     B = 1 if T > 1 else 8  # enough elements for a steady largest error
     inputs = [draw(triton_device, B, n, 2, D, dtype=dtype) for n in (T, Tk, Tk)]
     assert len(check(inputs, causal=causal, dropout_p=p, rng=RNG)) == 4

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cells import cells
 from test_attention import opcheck_both
 
 from fastpar.kernels import _C, Rng, attention, attention_qkvpacked, backend, make_key
@@ -54,10 +55,9 @@ def grads_of(o, inputs):
     return torch.autograd.grad(o, inputs, do)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("p", [0.0, 0.3])
-@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize(
+    ("lengths", "p", "causal", "dtype"), cells(list(LENGTHS), [0.0, 0.3], [True, False], DTYPES)
+)
 def test_matches_oracle(form, lengths, p, causal, dtype):
     cu_seqlens = cumulate(LENGTHS[lengths])
     inputs = draw_qkv(sum(LENGTHS[lengths]), dtype=dtype)

@@ -126,6 +126,7 @@ def link():
         yield made
 
 
+@pytest.mark.slow
 def test_variants_take_turns_on_the_link(tmp_path, link, monkeypatch):
     """One without communication, DDP, and one that is traced."""
     variants = (ALONE, DDP, STAGES[3])

@@ -124,6 +124,7 @@ def test_a_contender_that_fails_stops_only_itself(tmp_path, reference):
     assert (row.median_ms, row.speedup) == (None, None)
 
 
+@pytest.mark.slow
 def test_the_bench_runs_in_groups_beside_ddp(tmp_path):
     bench = make_bench(tmp_path, "zero", only="one process")
     bench_zero.run(bench)

@@ -53,10 +53,10 @@ def plain(world_size):
     [
         ("block", "aot_eager", 2, 0),
         ("block", "eager", 3, 0),
-        ("forward", "aot_eager", 3, 0),
+        pytest.param("forward", "aot_eager", 3, 0, marks=pytest.mark.slow),
         ("model", "aot_eager", 3, 0),
         ("part", "eager", 1, 1),  # a forward has learned which modules it calls
-        ("forward", "eager", 1, 1),
+        pytest.param("forward", "eager", 1, 1, marks=pytest.mark.slow),
     ],
 )
 def test_compiled_models_match_one_process(how, backend, stage, eager_steps):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cells import cells
 
 pytest.importorskip("triton", reason="needs triton")
 
@@ -62,10 +63,10 @@ def small_tiles(monkeypatch):
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("sizes", [(2, 1, 0), (3, 63, 1), (6, 127, 0)])
+@pytest.mark.parametrize(
+    ("sizes", "options", "reduction", "dtype"),
+    cells([(2, 1, 0), (3, 63, 1), (6, 127, 0)], OPTIONS, REDUCTIONS, DTYPES),
+)
 def test_matches_oracle(sizes, options, reduction, dtype, triton_device):
     n, v, pad = sizes
     inputs = make(n, v, triton_device, pad=pad, dtype=dtype)
@@ -73,9 +74,9 @@ def test_matches_oracle(sizes, options, reduction, dtype, triton_device):
 
 
 @pytest.mark.usefixtures("poisoned", "small_tiles")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("v", [31, 32, 57, 64, 65, 96, 127, 200])
-@pytest.mark.parametrize("pad", [0, 1, 40])
+@pytest.mark.parametrize(
+    ("v", "pad", "dtype"), cells([31, 32, 57, 64, 65, 96, 127, 200], [0, 1, 40], DTYPES)
+)
 def test_every_kind_of_tile(v, pad, dtype, triton_device):
     """Heads, unrolled and single tiles, tails and tiles of padding, at every alignment."""
     inputs = make(9, v, triton_device, pad=pad, dtype=dtype)

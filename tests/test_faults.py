@@ -92,11 +92,14 @@ def test_stopped_run_goes_on_under_torchrun_bit_for_bit(here, start):
     assert bits(list_checkpoints("whole")[-1]) == bits(list_checkpoints("cut")[-1])
 
 
-def test_every_stage_prints_the_same_curve(here, start):
+@pytest.mark.parametrize(
+    "stages", [(0, 3), pytest.param((0, 1, 2, 3), marks=pytest.mark.slow)], ids=str
+)
+def test_every_stage_prints_the_same_curve(here, start, stages):
     """Dropout and clipping are on; two micro-batches, which stages 2 and 3 reduce one by one."""
     options = ("--nproc=2", "--max-steps=12", "--micro-batch-size=1", "--eval-every=4")
     told = []
-    for stage in range(4):
+    for stage in stages:
         run = start(*FASTPAR, *TRAIN, *options, f"--zero={stage}", f"--out=z{stage}")
         code, out, err = finish(run)
         assert code == 0, err
@@ -108,7 +111,7 @@ def test_every_stage_prints_the_same_curve(here, start):
         printed = re.findall(r"(step \d+/\d+  loss \S+|validation loss \S+)", out)
         assert len(printed) >= 6
         told.append((losses, printed))
-    assert told[1:] == told[:1] * 3
+    assert all(each == told[0] for each in told)
     assert len(told[0][0]) == 16
 
 
