@@ -18,6 +18,7 @@ SETTINGS = {
 TRAIN = ["train", *(f"--{name}={value}" for name, value in SETTINGS.items())]
 FASTPAR = [sys.executable, "-m", "fastpar"]
 CURVE = ("step", "loss", "lr", "grad_norm", "val_loss")
+CURVES = {"loss", "val_loss"}  # rows without are of saves
 
 
 def torchrun(nproc, *options):
@@ -97,4 +98,4 @@ def finish(process, timeout_s=100):
 def curve(out):
     """What of a run's metrics two runs must have alike."""
     rows = read_metrics(f"{out}/metrics.jsonl")
-    return [{k: row[k] for k in CURVE if k in row} for row in rows]
+    return [{k: row[k] for k in CURVE if k in row} for row in rows if CURVES & row.keys()]
