@@ -73,6 +73,9 @@ def test_a_file_put_in_place_of_the_one_looked_at(tmp_path, monkeypatch):
     monkeypatch.setattr("fastpar.plain_files.os.stat", lambda *a, **k: looked_at)
     with pytest.raises(OSError, match="not a regular file"):
         open_plain(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    with pytest.raises(OSError, match="symbolic links"):
+        open_plain(tmp_path / "link")
 
 
 def test_a_file_over_the_limit_is_not_read(tmp_path):
