@@ -280,15 +280,17 @@ def _pick_device(
 def _initialize(rank: int, world_size: int, device: torch.device, timeout_s: float) -> str:
     """Make the default process group from the environment; the name of this start of the ranks."""
     on_gpu = device.type == "cuda"
-    store, name = None, ""
+    name = ""
+    there: dict[str, Any] = {}
     try:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
             store, name = _meet(rank, world_size, timeout_s)
+            there = {"store": store, "rank": rank, "world_size": world_size}
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",  # small objects travel as CPU tensors
             timeout=timedelta(seconds=timeout_s),
             device_id=device if on_gpu else None,
-            **({"store": store, "rank": rank, "world_size": world_size} if store else {}),
+            **there,
         )
         return name
     except (RuntimeError, ValueError) as error:

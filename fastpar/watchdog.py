@@ -148,7 +148,7 @@ class Watchdog:
         self._end = end or _exit
         self._here, self._thread = activity(), threading.get_ident()
         self._beat_s = min(_BEAT_S, timeout_s / 8)
-        self._store = _own_connection(store, start) if world_size > 1 else None
+        self._store: Any = _own_connection(store, start) if world_size > 1 else None
         self._seen: dict[int, _Seen] = {}
         self._since = time.monotonic()  # the others are looked at since then
         self._looking = False

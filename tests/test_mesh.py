@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fastpar.debug import Debug
+from fastpar.groups import GroupMaker
 from fastpar.mesh import Mesh, gather_objects
 from fastpar.testing import run_ranks
 
@@ -357,3 +359,14 @@ def test_a_store_that_was_used_before():
         assert len(set(told)) == 1
         names.add(told[0].split()[0])
     assert len(names) == 2
+
+
+def time_outs():
+    mesh = Mesh(device="cpu", timeout_s=77.0, tp=1)
+    made = GroupMaker(mesh, "torch", None, deterministic=False, debug=Debug())
+    groups = [mesh.dp_group, made._new(1, 2)]
+    return [group._get_backend(torch.device("cpu")).options._timeout.seconds for group in groups]
+
+
+def test_every_group_has_the_time_out_of_the_mesh():
+    assert run_ranks(time_outs, 2, backend="gloo") == [[77, 77]] * 2
