@@ -371,7 +371,8 @@ def _part(rank: int) -> str:
 def _write_tensors(folder: Path, step: int, items: list[Item]) -> Manifest:
     """This rank's files with tensors, flushed; what they hold."""
     part = Manifest(step)
-    weights, optimizer = [], []
+    weights: list[TensorEntry] = []
+    optimizer: list[TensorEntry] = []
     with ThreadPoolExecutor(1, thread_name_prefix="sha256") as pool:
         for name in dict.fromkeys(item.file for item in items):
             mine = [item for item in items if item.file == name]

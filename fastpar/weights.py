@@ -50,7 +50,7 @@ class Weight(NamedTuple):
 
 def list_weights(model: nn.Module) -> list[Weight]:
     """All that a model's files hold, tied parameters once, in the model's order."""
-    found = []
+    found: list[tuple[str, Tensor, torch.Size]] = []
     for name, p in model.named_parameters():
         engine = engine_of_parameter(p)
         found.append((name, p, p.shape if engine is None else engine.whole_shape(p)))
