@@ -339,7 +339,7 @@ class AdamW(EngineOptimizer):
     ) -> None:
         """See EngineOptimizer."""
         amsgrad = self._amsgrad(p)
-        state = self.storage.convert_state(saved, target, amsgrad=amsgrad, where=where)
+        state = self.storage.convert_state(saved, target, amsgrad=amsgrad, where=where, copy=False)
         self._replace_state(p, state)
 
     def _amsgrad(self, p: Tensor) -> bool:

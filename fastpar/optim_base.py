@@ -275,7 +275,8 @@ class EngineOptimizer(torch.optim.Optimizer):
             mine = old.get(name)
             same = isinstance(mine, Tensor) and isinstance(value, Tensor)
             if same and (mine.shape, mine.dtype) == (value.shape, value.dtype):
-                mine.copy_(value)
+                if mine.data_ptr() != value.data_ptr():
+                    mine.copy_(value)
             else:
                 old[name] = value
         for name in old.keys() - new.keys():
@@ -296,6 +297,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
         Args:
             target: what this rank steps of p, with its new values.
+            saved: tensors that are the optimizer's from now on, or its own.
         """
         raise NotImplementedError
 

@@ -152,13 +152,14 @@ class Storage:
         )
 
     def convert_state(
-        self, saved: dict[str, Any], p: Tensor, *, amsgrad: bool, where: str
+        self, saved: dict[str, Any], p: Tensor, *, amsgrad: bool, where: str, copy: bool = True
     ) -> dict[str, Any]:
         """A copy of a saved state in the form of these options, on the parameter's device.
 
         Args:
             saved: of an AdamW of this package or of torch, in any form.
             where: names the parameter in errors.
+            copy: False: moments that have this form already may be returned as they are.
         Raises:
             ValueError: an entry is missing or not of the parameter's shape.
         """
@@ -167,7 +168,7 @@ class Storage:
             "step": torch.tensor(float(saved["step"]), dtype=torch.float32),
         }
         for name in moment_names(amsgrad):
-            state.update(self._convert_moment(saved, name, p))
+            state.update(self._convert_moment(saved, name, p, copy=copy))
         entry = self.master_entry(p.dtype)
         if entry is not None:
             master = _master(saved, p)
@@ -189,7 +190,9 @@ class Storage:
         state.update({key: value for key, value in saved.items() if key not in known})
         return state
 
-    def _convert_moment(self, saved: dict[str, Any], name: str, p: Tensor) -> dict[str, Tensor]:
+    def _convert_moment(
+        self, saved: dict[str, Any], name: str, p: Tensor, *, copy: bool
+    ) -> dict[str, Tensor]:
         if f"{name}_codes" in saved:
             codes = _like(saved[f"{name}_codes"], p, torch.uint8)
             scale = saved[f"{name}_scale"].to(p.device, torch.float32, copy=True)
@@ -200,7 +203,10 @@ class Storage:
             values = saved[name]
         if self.moment_dtype != torch.uint8:
             dtype = torch.float64 if p.dtype == torch.float64 else self.moment_dtype
-            return self._entries(name, _like(values, p, dtype), None)
+            same = (values.dtype, values.device, values.stride()) == (dtype, p.device, p.stride())
+            return self._entries(
+                name, values if same and not copy else _like(values, p, dtype), None
+            )
         return self._entries(name, *encode_moment(_like(values, p), signed=name == "exp_avg"))
 
 

@@ -18,13 +18,13 @@ a share of them; all agree before anybody uses what was loaded.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -37,8 +37,9 @@ from fastpar.kernels.adamw import master_join, master_split
 from fastpar.manifest import STATE, Manifest, TensorEntry, read_manifest
 from fastpar.model import GPT
 from fastpar.optim_state import entry_block
+from fastpar.piece_reader import PieceReader
 from fastpar.plain_files import read_object, shown
-from fastpar.ranges import Run, intervals, numel_of, overlaps, runs_of_slice, whole_run
+from fastpar.ranges import runs_of_slice, whole_run
 from fastpar.verify import check_small, verify_files
 from fastpar.weights import Weight, list_weights
 
@@ -177,7 +178,7 @@ class _Plan:
         self.state = read_state(path)
         if strict and isinstance(model, GPT):
             _check_config(path, self.state.get("model", {}), asdict(model.config))
-        self._files: dict[str, Any] = {}
+        self._reader = PieceReader(path, self.manifest)
         self._stored = {entry.key: entry for entry in self.manifest.weights}
         weights = list_weights(model)
         self.weights = [w for w in weights if w.key in self._stored]
@@ -228,8 +229,9 @@ class _Plan:
         """Copy everything. Ranks: all."""
         if self.engine is not None:
             self.engine.begin_writes()
-        for weight in self.weights:
-            self._load(weight)
+        with self._reader:
+            for weight in self.weights:
+                self._load(weight)
 
     def _load(self, weight: Weight) -> None:
         p = weight.tensor
@@ -264,7 +266,7 @@ class _Plan:
     ) -> Tensor:
         """This rank's slice along tp of a weight; exact: of its fp32 master if there is one."""
         p = weight.tensor
-        stored = weight.loaded(self._tensor(self._stored[weight.key]))
+        stored = weight.loaded(self._reader.whole(self._stored[weight.key]))
         declared = None if self.engine is None else self.engine.declared
         state = None if declared is None else declared.states.get(p)  # type: ignore[call-overload]
         if isinstance(state, Shard):
@@ -280,52 +282,24 @@ class _Plan:
         if not exact or local.dtype == torch.float32:
             return local
         if "master_weight" in entries:
-            return self._gather(entries["master_weight"], runs).view(local.shape)
+            return self._reader.gather(entries["master_weight"], runs).view(local.shape)
         if "master_remainder" in entries:
-            low = self._gather(entries["master_remainder"], runs).view(local.shape)
+            low = self._reader.gather(entries["master_remainder"], runs).view(local.shape)
             return master_join(local.contiguous(), low)
         return local
 
     def _read(
         self, p: Tensor, name: str, found: list[TensorEntry], engine: Engine | None
     ) -> Tensor:
-        """This rank's part of an entry of the optimizer's state."""
+        """This rank's part of an entry of the optimizer's state, in its own memory if it can be."""
+        mine, out = self.optimizer.state.get(p, {}).get(name), None
+        if isinstance(mine, Tensor) and mine.device.type == "cpu" and mine.is_contiguous():
+            out = mine.detach().view(-1)
         block = entry_block(name)
         if engine is None or not engine.shares or not block:
-            return self._gather(found, whole_run(int(np.prod(found[0].shape)))).view(found[0].shape)
-        return self._gather(found, piece_runs(p, engine, block=block))
-
-    def _gather(self, found: list[TensorEntry], runs: list[Run]) -> Tensor:
-        """The elements of some runs from the pieces that have them; holes are 0."""
-        mine = intervals(runs)
-        first = self._tensor(found[0])
-        out = torch.zeros(numel_of(runs), dtype=first.dtype)
-        for entry in found:
-            rows = overlaps(mine, intervals(entry.runs))
-            if not len(rows):
-                continue
-            theirs = self._tensor(entry).reshape(-1)
-            for at, there, n in rows.tolist():
-                out[at : at + n] = theirs[there : there + n]
-        return out
-
-    def _tensor(self, entry: TensorEntry) -> Tensor:
-        """A tensor of a file, mapped."""
-        from safetensors import SafetensorError, safe_open
-
-        file = self.path / entry.file
-        try:
-            if entry.file not in self._files:
-                expected, size = self.manifest.files[entry.file], file.stat().st_size
-                if size != expected.size:
-                    raise ValueError(f"{size} bytes, not {expected.size}")
-                self._files[entry.file] = safe_open(file, "pt")
-            return self._files[entry.file].get_tensor(entry.key)
-        except (OSError, ValueError, SafetensorError) as error:
-            raise ValueError(
-                f"load_checkpoint: expected {entry.key} in {file}, got {error}; the checkpoint is "
-                "damaged, use another one"
-            ) from error
+            shape = found[0].shape
+            return self._reader.gather(found, whole_run(math.prod(shape)), out).view(shape)
+        return self._reader.gather(found, piece_runs(p, engine, block=block), out)
 
 
 def _check_config(path: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:

@@ -53,6 +53,7 @@ from fastpar.weights import SHARD_MB, config_files
 _POLL_S = 0.02
 _PATIENCE_S = 120.0  # for a part that its rank has written
 _SMALL = 1 << 16  # bytes: hashed at once
+_FLUSH_BYTES = 1 << 26  # written before the disk is asked to take them
 
 
 @dataclass(frozen=True)
@@ -369,21 +370,36 @@ def _part(rank: int) -> str:
 
 
 def _write_tensors(folder: Path, step: int, items: list[Item]) -> Manifest:
-    """This rank's files with tensors, flushed; what they hold."""
+    """This rank's files with tensors, flushed; what they hold.
+
+    Threads hash a tensor while it is written, and have the disk take what was written while the
+    next tensors are: the page cache alone would take all of a checkpoint before it begins.
+    """
     part = Manifest(step)
     weights: list[TensorEntry] = []
     optimizer: list[TensorEntry] = []
-    with ThreadPoolExecutor(1, thread_name_prefix="sha256") as pool:
+    scratch = torch.empty(0, dtype=torch.uint8)  # of one transposed weight
+    with ThreadPoolExecutor(1, "sha256") as hashing, ThreadPoolExecutor(1, "flush") as flushing:
         for name in dict.fromkeys(item.file for item in items):
             mine = [item for item in items if item.file == name]
             specs = {item.key: Spec(item.dtype, _stored_shape(item)) for item in mine}
+            flushes, waiting = [], 0
             with TensorFile(folder / name, specs, {"format": "pt"}) as file:
                 for item in mine:
                     tensor = item.host if item.weight is None else item.weight.stored(item.host)
-                    raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
-                    digest = pool.submit(_sha256, raw) if raw.nbytes > _SMALL else None
+                    if not tensor.is_contiguous():  # fresh memory costs more than the copy
+                        if scratch.numel() < tensor.nbytes:
+                            scratch = torch.empty(tensor.nbytes, dtype=torch.uint8)
+                        room = scratch[: tensor.nbytes].view(tensor.dtype)
+                        tensor = room.view(tensor.shape).copy_(tensor)
+                    raw = tensor.reshape(-1).view(torch.uint8).numpy().data
+                    digest = hashing.submit(_sha256, raw) if raw.nbytes > _SMALL else None
                     file.write(item.key, tensor)
                     sha256 = _sha256(raw) if digest is None else digest.result()
+                    waiting += raw.nbytes
+                    if waiting > _FLUSH_BYTES:
+                        flushes.append(flushing.submit(flush, folder / name))
+                        waiting = 0
                     entry = TensorEntry(
                         name,
                         item.key,
@@ -393,6 +409,8 @@ def _write_tensors(folder: Path, step: int, items: list[Item]) -> Manifest:
                         sha256,
                     )
                     (optimizer if item.weight is None else weights).append(entry)
+            for done in flushes:
+                done.result()
             flush(folder / name)
             part.files[name] = FileEntry(file.size, _sha256(file.head), len(file.head))
     return Manifest(step, part.files, tuple(weights), tuple(optimizer))
