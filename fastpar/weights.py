@@ -56,7 +56,7 @@ def list_weights(model: nn.Module) -> list[Weight]:
         found.append((name, p, p.shape if engine is None else engine.whole_shape(p)))
     declared = next((e.declared for e in map(engine_of_parameter, model.parameters()) if e), None)
     if declared is not None:  # frozen parameters are split too
-        found = [(name, p, declared.whole_shape(p)) for name, p, _ in found]
+        found = [(name, tensor, declared.whole_shape(tensor)) for name, tensor, _ in found]
     if not isinstance(model, GPT):
         found += [(name, b, b.shape) for name, b in _buffers(model)]
         return [Weight(name, name, t, whole, tuple(whole), False) for name, t, whole in found]
