@@ -61,12 +61,12 @@ def list_weights(model: nn.Module) -> list[Weight]:
         found += [(name, b, b.shape) for name, b in _buffers(model)]
         return [Weight(name, name, t, whole, tuple(whole), False) for name, t, whole in found]
     weights = []
-    for name, p, whole in found:
+    for name, tensor, whole in found:
         transposed = name.endswith(CONV1D)
         shape = tuple(reversed(whole)) if transposed else tuple(whole)
         if name == "wte.weight":
             shape = (model.config.vocab_size, *shape[1:])
-        weights.append(Weight(name, PREFIX + name, p, whole, shape, transposed))
+        weights.append(Weight(name, PREFIX + name, tensor, whole, shape, transposed))
     return weights
 
 
