@@ -37,7 +37,7 @@ from fastpar.config import GPTConfig
 TIME_LIMIT_S = {"cpu": 1200, "cuda": 10}
 CONFIG = GPTConfig(12, 12, 768, 256, 50304, dropout=0.0)
 QUICK = GPTConfig(2, 2, 32, 32, 256, dropout=0.0)
-ROUNDS = 3
+ROUNDS = 2
 WHOLE, UNDISTURBED, FIRST = "fastpar, whole save", "no save", "first save"
 PAUSE, STEP, LOAD, COLD = "pause of a save", "step during a save", "load", "load from disk"
 
@@ -57,8 +57,8 @@ class Case:
 
 CASES = (
     Case("one process", 1, 0),
-    Case("2 ranks, stage 0", 2, 0),
     Case("2 ranks, stage 3", 2, 3),
+    Case("2 ranks, stage 0", 2, 0),
 )
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from bench.bench_zero import batch, forget_peak, stock_model
 from bench.parallel_peers import DDP, SINGLE, Contender, build
@@ -64,6 +64,8 @@ class Rank:
         warnings.simplefilter("ignore")  # of the peers' deprecated calls
         if trial.world_size > 1:
             dist.init_process_group("gloo")
+        # Of DCP's thread: in the default group its messages would meet those of the training.
+        self.apart = dist.new_group() if trial.world_size > 1 and not trial.own else None
         self.made: Contender = build(trial.contender, self._model)
         self.count = 0
         self.steps(2)
@@ -138,7 +140,9 @@ class Rank:
         name = self._fresh(way)
 
         def call() -> None:
-            self.running = self._dcp().async_save(self._state(), **self._writer(name))
+            self.running = self._dcp().async_save(
+                self._state(), process_group=self.apart, **self._writer(name)
+            )
 
         return self._measure(call)
 
@@ -192,26 +196,21 @@ class Rank:
     # The gate
 
     def tensors(self) -> list[Tensor]:
-        """Weights and moments that this rank has; those of the loaded state, not copies."""
-        own = {id(p): state for p, state in self.made.optimizer.state.items()}
+        """Weights and moments that this rank has: not copies."""
+        engine = getattr(self.made, "engine", None)
+        sharded = engine is not None and engine.zero_stage == 3
         found = []
         for p in self.made.model.parameters():
-            found += [p.detach(), *(x for x in tree_leaves(own.get(id(p), {})) if x.dim())]
-        return [_local(x) for x in found if isinstance(x, Tensor)]
+            found.append(engine.piece(p).param if sharded else p)
+            found += [x for x in self.made.optimizer.state[p].values() if x.dim()]
+        return [_local(x.detach()) for x in found]
 
     def sums(self) -> list[int]:
-        """One number for each tensor; of stage 3 the engine's moments and its own shards."""
-        shards = self._shards()
-        return [int(x.view(torch.int32).sum(dtype=torch.int64)) for x in self.tensors() + shards]
-
-    def _shards(self) -> list[Tensor]:
-        engine = getattr(self.made, "engine", None)
-        if engine is None or engine.zero_stage < 3:
-            return []
-        return [engine.piece(p).param.detach() for p in engine.params]
+        """One number for each of them."""
+        return [int(x.view(torch.int32).sum(dtype=torch.int64)) for x in self.tensors()]
 
     def zero(self) -> None:
-        for x in self.tensors() + self._shards():
+        for x in self.tensors():
             x.zero_()
 
     # torch's ways
