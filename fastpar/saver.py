@@ -252,7 +252,9 @@ class Saver:
         part = _write_tensors(folder, attempt.step, snapshot.items)
         if self.rank == 0:
             part.files.update(self._write_others(folder, state))
-        _write_flushed(folder / _part(self.rank), part.sealed())
+        unseen = folder / f"{_part(self.rank)}.tmp"  # rank 0 looks for the part, and reads it whole
+        _write_flushed(unseen, part.sealed())
+        os.replace(unseen, folder / _part(self.rank))
         attempt.seconds = time.perf_counter() - attempt.began
         attempt.written.set()
         if self.rank == 0:

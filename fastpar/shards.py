@@ -177,7 +177,11 @@ class Shards:
         """Replace a parameter by this rank's slice along tp, the same along dp."""
         bucket, start, stop = self.place(p)
         if self.zero_stage == 3:
-            self.piece(p).param.copy_(local.reshape(-1)[start:stop])
+            rows = local if local.dim() > 1 else local.reshape(-1)
+            row = max(1, rows[:1].numel())  # of a transposed one only this rank's rows are copied
+            first = start // row
+            rows = rows[first : -(-stop // row)].reshape(-1)
+            self.piece(p).param.copy_(rows[start - first * row : stop - first * row])
         if bucket.live:
             p.copy_(local)
 

@@ -3,6 +3,7 @@
 import os
 import shutil
 import threading
+import time
 from collections import namedtuple
 
 import pytest
@@ -207,3 +208,22 @@ def test_transformers_model_comes_back_with_its_own_reader(tmp_path):
 def test_unknown_overlap(tmp_path):
     with pytest.raises(ValueError, match=r"Saver: expected overlap to be .*, got overlap='later'"):
         Saver(tmp_path, model=torch.nn.Linear(1, 1), overlap="later")
+
+
+def test_a_part_is_seen_when_all_of_it_is_there(tmp_path, monkeypatch):
+    """Rank 0 looks for the others' parts while they are being written."""
+
+    def write(path, content, f=saver_module._write_flushed):
+        path.write_bytes(content[:10])
+        time.sleep(0.2)
+        f(path, content)
+
+    monkeypatch.setattr(saver_module, "_write_flushed", write)
+
+    def work():
+        model = parallelize(GPT(CONFIG), Mesh(device="cpu"))
+        saver = Saver(tmp_path, model=model)
+        saver.save(1, {})
+        return saver.settle().errors
+
+    assert run_ranks(work, 2) == [(), ()]
