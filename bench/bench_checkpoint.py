@@ -10,6 +10,8 @@ Every byte that fastpar loads is compared with its SHA-256; the others compare n
     step during a save   of training, while the asynchronous save is written; and undisturbed
     load, load from disk
 
+fastpar's save includes removing the checkpoint before it; the peers' old files are removed first.
+
 GB/s count the checkpoint's tensors once, whoever reads them. peak_bytes is a rank's most resident
 memory beyond that before: of a save without the host copy, which the first row has.
 

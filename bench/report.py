@@ -4,9 +4,9 @@
     python -m bench.report --check       exit code 1 when a table is not what the results say
     python -m bench.report --pictures    draw bench/results/<op>.png for every op, of zero and of tp
 
-NAME is <table>-<device>: train, char, zero, tp, overlap, emulated, ops, ceilings, targets, errors
-or one bench (attention, ...), and cpu or cuda. Rows come from the newest machine of that device;
-where several of its files hold a key, the newest row counts.
+NAME is <table>-<device>: train, char, zero, tp, overlap, checkpoint, emulated, ops, ceilings,
+targets, errors or one bench (attention, ...), and cpu or cuda. Rows come from the newest machine of
+that device; where several of its files hold a key, the newest row counts.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.checkpoint_table import checkpoint_table
 from bench.errors import ErrorRow
 from bench.records import (
     RESULTS,
@@ -31,7 +32,7 @@ from bench.records import (
 from bench.targets import targets_of
 
 ASIDE = "fastpar without dropout"  # what a row with dropout is compared with: no result by itself
-NOT_OPS = {"train", "ceilings", "build", "zero", "tp", "emulated", "overlap"}
+NOT_OPS = {"train", "ceilings", "build", "zero", "tp", "emulated", "overlap", "checkpoint"}
 ZERO_TARGETS = {"DDP": 1.2, "FSDP2": 1.6, "DeepSpeed": 1.6}  # of every stage of fastpar
 MARKER = re.compile(r"<!-- bench:([\w-]+) -->\n(.*?)<!-- /bench:\1 -->", re.DOTALL)
 DOCUMENTS = [ROOT / "README.md", RESULTS / "errors" / "table.md"]
@@ -380,6 +381,7 @@ TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
     "emulated": emulated_table,
     "targets": targets_table,
     "overlap": overlap_table,
+    "checkpoint": checkpoint_table,
 }
 
 
@@ -430,6 +432,9 @@ def render(name: str, folder: Path) -> str:
     else:
         about, rows = newest(device, folder, Row)
         own = [row for row in rows if row.bench == kind]
+        shown = own or [row for row in rows if row.bench not in NOT_OPS] or rows
+        last = max(shown, key=lambda row: row.date)  # the machine's file can be of another commit
+        about = {**about, "commit": last.commit, "dirty": last.dirty, "date": last.date}
         text = TABLES[kind](rows) if kind in TABLES else ops_table(own)
     if text.count("\n") < 2:
         raise ValueError(
