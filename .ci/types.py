@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def main() -> int:
     with tempfile.TemporaryDirectory() as tmp:
         package = Path(tmp) / "fastpar"
-        ignore = shutil.ignore_patterns("*.so", "__pycache__", "results")
+        ignore = shutil.ignore_patterns("*.so", "__pycache__", "results", "examples")
         shutil.copytree(ROOT / "fastpar", package, ignore=ignore)
         shutil.copytree(ROOT / "kernels", package / "kernels", ignore=ignore)
         shutil.copytree(ROOT / "bench", Path(tmp) / "bench", ignore=ignore)
