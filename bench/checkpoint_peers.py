@@ -120,12 +120,15 @@ class Rank:
 
         return self._measure(make)
 
+    def _save(self) -> None:
+        assert self.saver is not None
+        self.saver.save(self.count, {})
+        self._settle()
+
     def save(self, way: str) -> dict[str, float]:
         """Until it is on the disk; of UNFLUSHED until it is in the page cache."""
-        saver = self.saver
         if way == OWN:
-            assert saver is not None
-            return self._measure(lambda: (saver.save(self.count, {}), self._settle()))
+            return self._measure(self._save)
         name = self._fresh(way)
         if way == DCP:
             return self._measure(lambda: self._dcp().save(self._state(), **self._writer(name)))
@@ -201,7 +204,7 @@ class Rank:
         sharded = engine is not None and engine.zero_stage == 3
         found = []
         for p in self.made.model.parameters():
-            found.append(engine.piece(p).param if sharded else p)
+            found.append(engine.piece(p).param if engine is not None and sharded else p)
             found += [x for x in self.made.optimizer.state[p].values() if x.dim()]
         return [_local(x.detach()) for x in found]
 
