@@ -260,6 +260,7 @@ class Saver:
         if self.rank == 0:
             self._commit(attempt, folder, checkpoint_folder(self.run, attempt.step))
             attempt.seconds = time.perf_counter() - attempt.began
+            self._prune()
 
     def _hidden(self, attempt: _Attempt) -> Path:
         final = checkpoint_folder(self.run, attempt.step)
@@ -319,7 +320,6 @@ class Saver:
         flush(final.parent)
         _point_latest(self.run, final)
         shutil.rmtree(aside, ignore_errors=True)
-        self._prune()
 
     def _prune(self) -> None:
         if not self.keep_last:
@@ -380,18 +380,18 @@ def _write_tensors(folder: Path, step: int, items: list[Item]) -> Manifest:
     part = Manifest(step)
     weights: list[TensorEntry] = []
     optimizer: list[TensorEntry] = []
-    scratch = torch.empty(0, dtype=torch.uint8)  # of one transposed weight
+    turned = [item for item in items if item.weight is not None and item.weight.transposed]
+    most = max((item.host.nbytes for item in turned), default=0)
+    scratch = torch.empty(most, dtype=torch.uint8)  # fresh memory costs more than the copy
     with ThreadPoolExecutor(1, "sha256") as hashing, ThreadPoolExecutor(1, "flush") as flushing:
         for name in dict.fromkeys(item.file for item in items):
-            mine = [item for item in items if item.file == name]
-            specs = {item.key: Spec(item.dtype, _stored_shape(item)) for item in mine}
+            mine = {item.key: item for item in items if item.file == name}
+            specs = {key: Spec(item.dtype, _stored_shape(item)) for key, item in mine.items()}
             flushes, waiting = [], 0
             with TensorFile(folder / name, specs, {"format": "pt"}) as file:
-                for item in mine:
+                for item in map(mine.__getitem__, file.order):
                     tensor = item.host if item.weight is None else item.weight.stored(item.host)
-                    if not tensor.is_contiguous():  # fresh memory costs more than the copy
-                        if scratch.numel() < tensor.nbytes:
-                            scratch = torch.empty(tensor.nbytes, dtype=torch.uint8)
+                    if not tensor.is_contiguous():
                         room = scratch[: tensor.nbytes].view(tensor.dtype)
                         tensor = room.view(tensor.shape).copy_(tensor)
                     raw = tensor.reshape(-1).view(torch.uint8).numpy().data

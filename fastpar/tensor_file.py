@@ -54,6 +54,7 @@ class TensorFile:
         metadata: strings for the header.
     Attributes:
         head: the bytes before the tensors' data; size: of the file.
+        order: the tensors' names as they lie in the file; writing in this order is fastest.
     Raises:
         ValueError: a dtype that the format does not have.
     """
@@ -70,7 +71,8 @@ class TensorFile:
                     f"TensorFile: expected a dtype of safetensors, got dtype={spec.dtype} for "
                     f"'{name}'; convert it"
                 )
-        for name in sorted(specs, key=lambda n: (order.index(specs[n].dtype), n)):
+        self.order = sorted(specs, key=lambda n: (order.index(specs[n].dtype), n))
+        for name in self.order:
             spec = specs[name]
             self._places[name] = end
             end += spec.nbytes
