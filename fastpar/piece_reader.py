@@ -22,7 +22,7 @@ from fastpar.tensor_file import DTYPE_NAMES
 from fastpar.tensor_header import Place
 from fastpar.verify import read_places
 
-_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _SPAN_BYTES = 1 << 22  # read at once where elements are picked out of it
 _DIRECT_BYTES = 1 << 16  # a row of elements from which on it is read by itself
 
@@ -61,7 +61,7 @@ class PieceReader:
             self._scratch = torch.empty(entry.nbytes, dtype=torch.uint8)
         raw = self._scratch[: entry.nbytes]
         self._read(entry, 0, raw.numpy())
-        return raw.view(_DTYPES[entry.dtype]).view(entry.shape)
+        return raw.view(DTYPES[entry.dtype]).view(entry.shape)
 
     def gather(
         self, found: list[TensorEntry], runs: list[Run], out: Tensor | None = None
@@ -77,7 +77,7 @@ class PieceReader:
         Raises:
             ValueError: as of whole().
         """
-        dtype, numel = _DTYPES[found[0].dtype], numel_of(runs)
+        dtype, numel = DTYPES[found[0].dtype], numel_of(runs)
         mine = intervals(runs)
         if out is None or out.dtype != dtype or out.numel() != numel:
             out = torch.empty(numel, dtype=dtype)

@@ -37,7 +37,7 @@ from fastpar.kernels.adamw import master_join, master_split
 from fastpar.manifest import STATE, Manifest, TensorEntry, read_manifest
 from fastpar.model import GPT
 from fastpar.optim_state import entry_block
-from fastpar.piece_reader import PieceReader
+from fastpar.piece_reader import DTYPES, PieceReader
 from fastpar.plain_files import read_object, shown
 from fastpar.ranges import runs_of_slice, whole_run
 from fastpar.verify import check_small, verify_files
@@ -245,7 +245,8 @@ class _Plan:
         if splits and values.dtype == torch.float32:  # rounds ties in its own way
             rounded, _ = master_split(values.contiguous())
         if engine is not None:
-            engine.write(p, rounded)  # type: ignore[arg-type]
+            if _keeps(p, engine):
+                engine.write(p, rounded)  # type: ignore[arg-type]
         else:
             p.copy_(rounded)
         if self.optimizer is None or not entries:
@@ -265,8 +266,11 @@ class _Plan:
         self, weight: Weight, entries: dict[str, list[TensorEntry]], *, exact: bool
     ) -> Tensor:
         """This rank's slice along tp of a weight; exact: of its fp32 master if there is one."""
-        p = weight.tensor
-        stored = weight.loaded(self._reader.whole(self._stored[weight.key]))
+        p, entry = weight.tensor, self._stored[weight.key]
+        if not _keeps(p, engine_of_parameter(p)):  # nothing is read
+            fp32 = exact and not {"master_weight", "master_remainder"}.isdisjoint(entries)
+            return torch.empty(0, dtype=torch.float32 if fp32 else DTYPES[entry.dtype])
+        stored = weight.loaded(self._reader.whole(entry))
         declared = None if self.engine is None else self.engine.declared
         state = None if declared is None else declared.states.get(p)  # type: ignore[call-overload]
         if isinstance(state, Shard):
@@ -300,6 +304,14 @@ class _Plan:
             shape = found[0].shape
             return self._reader.gather(found, whole_run(math.prod(shape)), out).view(shape)
         return self._reader.gather(found, piece_runs(p, engine, block=block), out)
+
+
+def _keeps(p: Tensor, engine: Engine | None) -> bool:
+    """Whether this rank has an element of a parameter between two steps."""
+    if engine is None or engine.zero_stage < 3:
+        return True
+    _, start, stop = engine.place(p)
+    return stop > start
 
 
 def _check_config(path: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
