@@ -378,8 +378,7 @@ def _write_tensors(folder: Path, step: int, items: list[Item]) -> Manifest:
     next tensors are: the page cache alone would take all of a checkpoint before it begins.
     """
     part = Manifest(step)
-    weights: list[TensorEntry] = []
-    optimizer: list[TensorEntry] = []
+    entries: dict[int, TensorEntry] = {}
     turned = [item for item in items if item.weight is not None and item.weight.transposed]
     most = max((item.host.nbytes for item in turned), default=0)
     scratch = torch.empty(most, dtype=torch.uint8)  # fresh memory costs more than the copy
@@ -402,20 +401,15 @@ def _write_tensors(folder: Path, step: int, items: list[Item]) -> Manifest:
                     if waiting > _FLUSH_BYTES:
                         flushes.append(flushing.submit(flush, folder / name))
                         waiting = 0
-                    entry = TensorEntry(
-                        name,
-                        item.key,
-                        DTYPE_NAMES[item.dtype],
-                        item.shape,
-                        tuple(item.runs),
-                        sha256,
-                    )
-                    (optimizer if item.weight is None else weights).append(entry)
+                    dtype, runs = DTYPE_NAMES[item.dtype], tuple(item.runs)
+                    entries[id(item)] = TensorEntry(name, item.key, dtype, item.shape, runs, sha256)
             for done in flushes:
                 done.result()
             flush(folder / name)
             part.files[name] = FileEntry(file.size, _sha256(file.head), len(file.head))
-    return Manifest(step, part.files, tuple(weights), tuple(optimizer))
+    weights = tuple(entries[id(item)] for item in items if item.weight is not None)
+    optimizer = tuple(entries[id(item)] for item in items if item.weight is None)
+    return Manifest(step, part.files, weights, optimizer)
 
 
 def _stored_shape(item: Item) -> tuple[int, ...]:

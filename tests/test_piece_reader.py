@@ -92,7 +92,7 @@ def test_a_file_that_ends_early_is_named(saved, monkeypatch):
     monkeypatch.setattr(os, "preadv", lambda *args: 0)
     with (
         PieceReader(path, manifest) as reader,
-        pytest.raises(ValueError, match=r"load_checkpoint: expected transformer\.h.*, got ends at"),
+        pytest.raises(ValueError, match=r"load_checkpoint: expected transformer\.w.*, got ends at"),
     ):
         reader.whole(manifest.weights[0])
 
