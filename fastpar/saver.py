@@ -25,6 +25,7 @@ ranks call in the same order. A rank whose disk fails says so there; rank 0's th
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import json
 import os
@@ -52,6 +53,7 @@ from fastpar.weights import SHARD_MB, config_files
 
 _POLL_S = 0.02
 _PATIENCE_S = 120.0  # for a part that its rank has written
+_HERE, _EXCHANGE = -100, 2  # AT_FDCWD, RENAME_EXCHANGE: linux/fcntl.h, linux/fs.h
 _SMALL = 1 << 16  # bytes: hashed at once
 _FLUSH_BYTES = 1 << 26  # written before the disk is asked to take them
 
@@ -313,13 +315,11 @@ class Saver:
             (folder / name).unlink()
         _write_flushed(folder / MANIFEST, whole.sealed())
         flush(folder)
-        aside = final.with_name(f".{final.name}.{attempt.nonce:x}.old.tmp")
-        if final.exists():
-            os.replace(final, aside)
-        os.replace(folder, final)
+        old = _put(folder, final)
         flush(final.parent)
         _point_latest(self.run, final)
-        shutil.rmtree(aside, ignore_errors=True)
+        if old is not None:
+            shutil.rmtree(old, ignore_errors=True)
 
     def _prune(self) -> None:
         if not self.keep_last:
@@ -449,6 +449,24 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _put(folder: Path, final: Path) -> Path | None:
+    """Give a folder its final name; where one had it before, that one's new name.
+
+    The two names are exchanged at once where the system can (Linux, not over NFS).
+    """
+    if not final.exists():
+        os.replace(folder, final)
+        return None
+    exchange = getattr(ctypes.CDLL(None), "renameat2", None)
+    names = os.fsencode(folder.absolute()), os.fsencode(final.absolute())
+    if exchange is not None and exchange(_HERE, names[0], _HERE, names[1], _EXCHANGE) == 0:
+        return folder
+    old = folder.with_suffix(".old.tmp")
+    os.replace(final, old)
+    os.replace(folder, final)
+    return old
 
 
 def _point_latest(run: Path, checkpoint: Path) -> None:

@@ -158,6 +158,18 @@ def test_what_is_kept(tmp_path):
     assert os.readlink(tmp_path / "latest") == "checkpoints/step_000009"
 
 
+@pytest.mark.parametrize("flag", [2, 1 << 20], ids=["exchanged", "in two steps"])
+def test_a_step_that_is_there_already(tmp_path, monkeypatch, flag):
+    monkeypatch.setattr(saver_module, "_EXCHANGE", flag)
+    rank = Rank(tmp_path, asynchronous=False)
+    rank.step()
+    for number in (1, 2):
+        rank.saver.save(7, {"number": number})
+        assert read_state(rank.saver.last.path)["number"] == number
+        verify_checkpoint(rank.saver.last.path)
+    assert os.listdir(tmp_path / "checkpoints") == ["step_000007"]
+
+
 def test_parts_of_another_attempt_are_never_taken(tmp_path):
     rank = Rank(tmp_path, asynchronous=False)
     rank.step()
