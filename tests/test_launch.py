@@ -264,8 +264,8 @@ def test_where_a_restart_goes_on(monkeypatch, tmp_path):
 
 FIRST_SIGNAL = """
 import signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from fastpar import launch
-signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 clock = [100.0]
 launch.time.monotonic = lambda: clock[0]
 before = signal.getsignal(signal.SIGINT)
@@ -284,7 +284,7 @@ assert signal.getsignal(signal.SIGINT) == before
 
 
 def test_the_first_signal_in_a_rank_only_asks():
-    """In a process of its own, and unblocked: this one may have SIGINT blocked, by tests before."""
+    """In a process of its own: in a shell's background job this one ignores SIGINT from birth."""
     done = subprocess.run([sys.executable, "-c", FIRST_SIGNAL], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "quits\n"), done.stderr
     assert done.stderr.count("finishing this step, then saving") == 1
