@@ -10,7 +10,7 @@ Every byte that fastpar loads is compared with its SHA-256; the others compare n
     step during a save   of training, while the asynchronous save is written; and undisturbed
     load, load from disk
 
-fastpar's save includes removing the checkpoint before it; the peers' old files are removed first.
+What a contender wrote before is removed first.
 
 GB/s count the checkpoint's tensors once, whoever reads them. peak_bytes is a rank's most resident
 memory beyond that before: of a save without the host copy, which the first row has.
@@ -39,7 +39,7 @@ from fastpar.config import GPTConfig
 TIME_LIMIT_S = {"cpu": 1200, "cuda": 10}
 CONFIG = GPTConfig(12, 12, 768, 256, 50304, dropout=0.0)
 QUICK = GPTConfig(2, 2, 32, 32, 256, dropout=0.0)
-ROUNDS = 2
+ROUNDS = 3
 WHOLE, UNDISTURBED, FIRST = "fastpar, whole save", "no save", "first save"
 PAUSE, STEP, LOAD, COLD = "pause of a save", "step during a save", "load", "load from disk"
 

@@ -32,6 +32,7 @@ from fastpar.config import GPTConfig
 from fastpar.model import GPT
 from fastpar.restore import load_checkpoint
 from fastpar.saver import Saver
+from fastpar.step_folders import list_checkpoints
 
 OWN, FLUSHED, UNFLUSHED, DCP = "fastpar", "torch.save, flushed", "torch.save", "torch DCP"
 
@@ -108,9 +109,7 @@ class Rank:
 
     def prepare(self) -> dict[str, float]:
         """Of fastpar: the host copy, in the background; ms and memory until it is there."""
-        self.saver = Saver(
-            self.folder, model=self.made.model, optimizer=self.made.optimizer, keep_last=1
-        )
+        self.saver = Saver(self.folder, model=self.made.model, optimizer=self.made.optimizer)
         saver = self.saver
 
         def make() -> None:
@@ -120,6 +119,13 @@ class Rank:
 
         return self._measure(make)
 
+    def _remove_own(self) -> None:
+        """As _fresh() for the peers."""
+        if self.rank == 0:
+            for path in list_checkpoints(self.folder):
+                shutil.rmtree(path)
+        self._barrier()
+
     def _save(self) -> None:
         assert self.saver is not None
         self.saver.save(self.count, {})
@@ -128,6 +134,7 @@ class Rank:
     def save(self, way: str) -> dict[str, float]:
         """Until it is on the disk; of UNFLUSHED until it is in the page cache."""
         if way == OWN:
+            self._remove_own()
             return self._measure(self._save)
         name = self._fresh(way)
         if way == DCP:
@@ -139,6 +146,7 @@ class Rank:
         saver = self.saver
         if way == OWN:
             assert saver is not None
+            self._remove_own()
             return self._measure(lambda: saver.save(self.count, {}))
         name = self._fresh(way)
 
@@ -279,7 +287,7 @@ class Rank:
         self.made.optimizer.load_state_dict(state["optimizer"])
 
     def _fresh(self, way: str) -> Path:
-        """Where the peer writes; what was there before is gone, as fastpar's is renamed away."""
+        """Where the peer writes; what was there before is gone."""
         self._barrier()
         if self.rank == 0:
             shutil.rmtree(self.folder / "dcp", ignore_errors=True)

@@ -364,9 +364,7 @@ def test_a_replica_that_drifts_on_one_rank_of_tp(name):
 
 def test_slices_differ_along_tp_but_not_along_dp():
     run_ranks(corrupts, 4, "h.0.mlp.c_fc.weight", (1, 3), 0)  # both ranks of dp alike
-    message = (
-        r"between rank 1 and rank 3 in parameter 'h\.0\.mlp\.c_fc\.weight' after step 2, and"
-    )
+    message = r"between rank 1 and rank 3 in parameter 'h\.0\.mlp\.c_fc\.weight' after step 2, and"
     with pytest.raises(RuntimeError, match=message):
         run_ranks(corrupts, 4, "h.0.mlp.c_fc.weight", (3,), 0)
 
