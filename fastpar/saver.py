@@ -166,7 +166,7 @@ class Saver:
             nonce = int.from_bytes(os.urandom(6), "little") + 1
             problem = self._refusal()
         nonce = int(self._everyone(0.0 if problem else float(nonce))[0])
-        self._attempt = attempt = _Attempt(step, nonce, began, self._capture.nbytes)
+        attempt = _Attempt(step, nonce, began, self._capture.nbytes)
         if not nonce:
             attempt.error = problem
             attempt.end()
@@ -175,6 +175,7 @@ class Saver:
             text = json.dumps({"step": step, **self._model_of(), **state}, indent=1) + "\n"
             attempt.pause_ms = (time.perf_counter() - began) * 1e3
             attempt.start(lambda: self._work(attempt, snapshot, text))
+        self._attempt = attempt  # not one that raised: nobody could settle it
         if not self.asynchronous:
             self.settle()
         return True

@@ -217,6 +217,17 @@ def test_transformers_model_comes_back_with_its_own_reader(tmp_path):
     assert all(torch.equal(b, expected[name]) for name, b in again.state_dict().items())
 
 
+def test_a_save_that_raised_leaves_nothing_to_settle(tmp_path):
+    rank = Rank(tmp_path)
+    rank.step()
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        rank.saver.save(1, {"state": object()})
+    assert not rank.saver.busy
+    assert rank.saver.settle() is None
+    assert rank.saver.save(2, {})
+    assert rank.saver.settle().ok
+
+
 def test_unknown_overlap(tmp_path):
     with pytest.raises(ValueError, match=r"Saver: expected overlap to be .*, got overlap='later'"):
         Saver(tmp_path, model=torch.nn.Linear(1, 1), overlap="later")
