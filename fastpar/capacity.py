@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from fastpar.config import GPTConfig, TrainConfig
+from fastpar.job import count_parameters
 
 _BYTES = {"auto": 4, "fp32": 4, "bf16": 2, "fp16": 2, "int8": 1}
 
@@ -64,13 +65,6 @@ class Layout:
             "gradients": round(self.grads * (shared if self.zero_stage >= 2 else mine)),
             "optimizer": round(self.states * (shared if self.zero_stage else mine)),
         }
-
-
-def count_parameters(shape: GPTConfig) -> int:
-    """Of a GPT, without making one."""
-    width = shape.n_embd
-    block = 12 * width * width + 13 * width  # matrices; their biases and two norms
-    return (shape.padded_vocab_size + shape.block_size + 2) * width + shape.n_layer * block
 
 
 def check_capacity(
