@@ -1,1 +1,1 @@
-"""Benchmarks: `python -m bench` from a checkout. harness.py is the only timer."""
+"""Benchmarks: `python -m bench` from a checkout. Times are taken by fastpar/clocks.py."""

@@ -142,7 +142,7 @@ def run_all(args: argparse.Namespace) -> dict[str, str]:
 
 def tune(args: argparse.Namespace) -> int:
     from bench import tune as tuner
-    from bench.harness import clock_for
+    from fastpar.clocks import clock_for
 
     print(machine_line(machine(args.device)), flush=True)
     tuner.run(

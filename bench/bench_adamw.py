@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from bench import peers, stock
-from bench.harness import Bench, Call, Case, short
+from bench.harness import Bench, Case, short
 from bench.targets import Target, faster
+from fastpar.clocks import Call
 from fastpar.kernels import adamw, global_norm
 from fastpar.kernels.adamw import Hyper, adamw_step_, adamw_step_flat_, decode_moment, new_moment
 from fastpar.kernels.reference import adamw_step_ref

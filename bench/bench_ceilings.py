@@ -1,7 +1,7 @@
 """What the machine does at best: copy bandwidth, and matmul rates at GPT-2's shapes.
 
 Every other row's percent of the ceiling is of the copy and of the square matmul as its own process
-measured them, in the same way (harness.measure_ceilings).
+measured them, in the same way (fastpar/ceilings.py).
 """
 
 from __future__ import annotations

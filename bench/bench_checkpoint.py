@@ -30,10 +30,11 @@ from typing import Any
 import torch
 
 from bench.checkpoint_peers import DCP, FLUSHED, OWN, UNFLUSHED, Rank, Trial
-from bench.harness import Bench, Timing
+from bench.harness import Bench
 from bench.records import SCRATCH, Row
 from bench.targets import faster, note
 from bench.worker import Worker, WorkerError
+from fastpar.clocks import Timing
 from fastpar.config import GPTConfig
 
 TIME_LIMIT_S = {"cpu": 1200, "cuda": 10}

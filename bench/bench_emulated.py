@@ -36,8 +36,9 @@ from bench.emulated import (
     Profile,
     emulated,
 )
-from bench.harness import Bench, Timing, steady_ms, synchronize
+from bench.harness import Bench
 from bench.records import Row, machine_line, reason
+from fastpar.clocks import Timing, steady_ms, synchronize
 from fastpar.config import GPTConfig
 from fastpar.engine import Engine, engine_of
 from fastpar.model import GPT

@@ -42,11 +42,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bench import stock, timeline
-from bench.harness import Bench, Timing
+from bench.harness import Bench
 from bench.links import PROBE_BYTES, Link, NoLinkError, RankError, Ranks, all_reduce_ms
 from bench.records import Row, machine, reason
 from bench.targets import Target, faster, note
 from bench.timeline import COMPUTE, Recorder, Span
+from fastpar.clocks import Timing
 from fastpar.config import GPTConfig
 from fastpar.kernels import keep_freed_memory
 from fastpar.model import GPT

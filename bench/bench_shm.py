@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench.harness import Bench, Call, Timing
+from bench.harness import Bench
 from bench.records import Row, reason
 from bench.targets import faster, note
+from fastpar.clocks import Call, Timing
 from fastpar.collectives import Collectives
 from fastpar.testing import run_ranks
 from fastpar.transport import make_collectives

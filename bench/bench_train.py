@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 
-from bench.harness import Bench, Timing
+from bench.harness import Bench
 from bench.records import Row
 from bench.worker import Spec, Worker, WorkerError
+from fastpar.clocks import Timing
 from fastpar.config import GPTConfig
 
 TIME_LIMIT_S = {"cpu": 3600, "cuda": 280}

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bench import stock
-from bench.harness import Bench, Timing, stopwatch
+from bench.harness import Bench
 from bench.parallel_peers import (
     DDP,
     SINGLE,
@@ -46,6 +46,7 @@ from bench.parallel_peers import (
 )
 from bench.records import Row
 from bench.worker import Worker, WorkerError, resident_bytes
+from fastpar.clocks import Timing, stopwatch
 from fastpar.config import GPTConfig
 from fastpar.model import GPT
 

@@ -1,206 +1,31 @@
-"""The only timer of the project, and the gate in front of every row.
-
-[Note: timing on a GPU] Each sample is: flush the L2 cache, let the device sleep longer than the
-host needs to enqueue the call, record an event, call, record an event. Without the sleep a call
-whose kernels are shorter than their launches is timed as host time, because the stream starves
-between the two events (test_cuda_sample_hides_the_host). Host time is measured apart, on an idle
-device, as the time until the call returns. Inputs are random: zeros run up to a third faster.
-
-[Note: timing on a CPU] Variants run in turn, A B A B ..., so that a neighbour's noise hits all
-alike; medians of one run are compared with each other and with nothing else. The number of threads
-is a column of every row.
+"""The gate in front of every row, and the rows: what the benches have in common.
 
 [Note: the gate] Before a variant is timed, its output and gradients are compared with the op's fp64
 oracle by fastpar.testing.assert_matches_oracle, on the row's device and dtype. A red check, an
 exception and a missing backend give a row without a time that says why.
+Times are taken by fastpar/clocks.py, variants in turn.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch._functorch import config as functorch_config
 
 from bench.records import ResultFile, Row, reason
 from bench.targets import HOST_US, Target, note
-from fastpar.kernels import linear
+from fastpar.ceilings import Ceilings, measure_ceilings
+from fastpar.clocks import Call, Timing, clock_for, interleave, synchronize
 from fastpar.testing import assert_matches_oracle
 
-Call = Callable[[], Any]
 # A peer must compute the same function; how well it rounds is not ours to judge. Sums over
 # thousands of rows one after another, as torch.compile writes them on a CPU, lose an fp32 digit.
 PEER_FACTOR = {torch.float32: 64.0, torch.bfloat16: 8.0}
-CYCLES_PER_US = 2000.0  # of a GPU at 2 GHz: the sleep is at least as long as meant on slower ones
-
-
-class Timing(NamedTuple):
-    median_ms: float
-    p20_ms: float
-    p80_ms: float
-    runs: int
-
-    @classmethod
-    def of(cls, samples_ms: Sequence[float]) -> Timing:
-        p20, median, p80 = np.quantile(np.asarray(samples_ms, dtype=np.float64), (0.2, 0.5, 0.8))
-        return cls(float(median), float(p20), float(p80), len(samples_ms))
-
-
-class CpuClock:
-    """Wall time of one call."""
-
-    def sample(self, call: Call) -> float:
-        start = time.perf_counter()
-        call()
-        return (time.perf_counter() - start) * 1e3
-
-    def host_us(self, call: Call) -> float | None:
-        return None
-
-
-class CudaClock:
-    """Device time of one call between two events; see [Note: timing on a GPU].
-
-    Args:
-        cuda: torch.cuda, or a double of it.
-        flush: overwrites the L2 cache; by default zeroes a buffer of four times its size.
-    """
-
-    def __init__(self, cuda: Any = None, flush: Call | None = None):
-        self.cuda = torch.cuda if cuda is None else cuda
-        if flush is None:
-            l2_bytes = getattr(self.cuda.get_device_properties(0), "L2_cache_size", 64 << 20)
-            flush = torch.empty(max(4 * l2_bytes, 64 << 20), dtype=torch.int8, device="cuda").zero_
-        self.flush = flush
-        self._ahead_us: WeakKeyDictionary[Call, float] = WeakKeyDictionary()
-
-    def host_us(self, call: Call, runs: int = 15) -> float:
-        times = []
-        for _ in range(runs):
-            self.cuda.synchronize()
-            start = time.perf_counter()
-            call()
-            times.append((time.perf_counter() - start) * 1e6)
-        self.cuda.synchronize()
-        return float(np.median(times))
-
-    def sample(self, call: Call) -> float:
-        if call not in self._ahead_us:
-            self._ahead_us[call] = min(2 * self.host_us(call, runs=3) + 20, 50_000)
-        start, end = (self.cuda.Event(enable_timing=True) for _ in range(2))
-        self.flush()
-        self.cuda._sleep(int(self._ahead_us[call] * CYCLES_PER_US))
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end)
-
-
-def clock_for(device: str) -> CpuClock | CudaClock:
-    return CudaClock() if device == "cuda" else CpuClock()
-
-
-def synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def stopwatch(call: Call, device: str) -> tuple[float, Any]:
-    """(wall ms, result) of one call, the device's work included: for whole training steps."""
-    synchronize(device)
-    start = time.perf_counter()
-    result = call()
-    synchronize(device)
-    return (time.perf_counter() - start) * 1e3, result
-
-
-def steady_ms(step: Call, count: int, device: str) -> float:
-    """ms of a step in a row of count + 1, from start to start; the first one is not counted.
-
-    Nothing waits between steps: work that a step leaves to the next one is hidden as in training.
-    """
-    step()
-    if device == "cuda":
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(count):
-            step()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / count
-    begin = time.perf_counter()
-    for _ in range(count):
-        step()
-    return (time.perf_counter() - begin) * 1e3 / count
-
-
-def interleave(
-    variants: Mapping[str, Sequence[Call]],
-    clock: Any,
-    *,
-    budget_s: float,
-    min_runs: int = 7,
-    max_runs: int = 200,
-) -> dict[str, Timing]:
-    """Time the variants in turn, round after round.
-
-    Args:
-        variants: name -> the same call on several input sets, used in rotation.
-        budget_s: wall time for all of them; rounds stay within [min_runs, max_runs].
-    """
-    start = time.perf_counter()
-    for calls in variants.values():
-        for call in (calls[0], calls[-1]):
-            clock.sample(call)
-    spent = time.perf_counter() - start
-    rounds = int(min(max_runs, max(min_runs, budget_s * 2 / max(spent, 1e-9))))
-    samples: dict[str, list[float]] = {name: [] for name in variants}
-    for index in range(rounds):
-        for name, calls in variants.items():
-            samples[name].append(clock.sample(calls[index % len(calls)]))
-    return {name: Timing.of(times) for name, times in samples.items()}
-
-
-class Ceilings(NamedTuple):
-    """What this machine does at best, measured by this process."""
-
-    copy_gb_per_s: float  # bytes read plus bytes written
-    matmul_tflop_per_s: float
-    matmul: str  # "bf16 8192^3"
-
-
-def measure_ceilings(device: str, quick: bool = False) -> Ceilings:
-    clock = clock_for(device)
-    on_cuda = device == "cuda"
-    numel = (1 << 28) if on_cuda else (1 << 20 if quick else 1 << 25)
-    size = 8192 if on_cuda else (256 if quick else 1536)
-    dtype = torch.bfloat16 if on_cuda else torch.float32
-    source, target = torch.randn(numel, device=device), torch.empty(numel, device=device)
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    timings = interleave(
-        {
-            "copy": [lambda: target.copy_(source)],
-            # torch's fp32 product is not the fastest on every CPU (kernels/linear.py).
-            "torch": [lambda: a @ b],
-            "linear": [lambda: linear(a, b)],
-        },
-        clock,
-        budget_s=0.2 if quick else 1.5,
-    )
-    matmul_ms = min(timings["torch"].median_ms, timings["linear"].median_ms)
-    return Ceilings(
-        8 * numel / timings["copy"].median_ms / 1e6,
-        2 * size**3 / matmul_ms / 1e9,
-        f"{'bf16' if on_cuda else 'fp32'} {size}^3",
-    )
 
 
 @dataclass

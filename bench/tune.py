@@ -22,8 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench.harness import Call, bind, interleave
+from bench.harness import bind
 from bench.records import reason
+from fastpar.clocks import Call, interleave
 from fastpar.kernels import Rng, attention_qkvpacked, make_key
 from fastpar.kernels.attention_configs import (
     PATH,

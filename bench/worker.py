@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from bench import stock
-from bench.harness import stopwatch
 from bench.records import reason
+from fastpar.clocks import stopwatch
 from fastpar.config import GPTConfig
 from fastpar.data import eval_batches, load_data, sample_batch
 from fastpar.engine import engine_of

@@ -25,7 +25,6 @@ from bench.emulated import (
     Profile,
     emulated,
 )
-from bench.harness import steady_ms
 from bench.records import ResultFile, load
 
 W, RANK = 4, 1
@@ -297,18 +296,6 @@ def test_a_mesh_of_ranks_that_do_not_exist():
 
 
 # The bench
-
-
-def test_steady_ms_leaves_the_first_step_out():
-    ran = []
-
-    def step():
-        ran.append(None)
-        if len(ran) == 1:
-            time.sleep(0.2)
-
-    assert steady_ms(step, 3, "cpu") < 100
-    assert len(ran) == 4
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -7,9 +7,11 @@ import pytest
 import torch
 from test_records import ABOUT
 
-from bench.harness import Bench, Ceilings, CpuClock
+from bench.harness import Bench
 from bench.records import ResultFile
 from bench.report import op_benches
+from fastpar.ceilings import Ceilings
+from fastpar.clocks import CpuClock
 from fastpar.kernels import make_key
 
 # These make calls of their own.

@@ -9,8 +9,8 @@ import torch
 
 from bench import __main__ as door
 from bench import tune
-from bench.harness import CpuClock
 from bench.tune import Place
+from fastpar.clocks import CpuClock
 from fastpar.kernels import attention_configs
 from fastpar.kernels.attention_configs import PATH, Config, get_config
 
