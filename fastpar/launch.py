@@ -237,7 +237,7 @@ def _launch(
             args=dict.fromkeys(range(nproc), ("-m", "fastpar", *arguments)),
             envs={
                 rank: {
-                    **_environment(rank, nproc, store.port, threads_per_rank(threads, nproc)),
+                    **rank_environment(rank, nproc, store.port, threads_per_rank(threads, nproc)),
                     **start,
                 }
                 for rank in range(nproc)
@@ -257,7 +257,8 @@ def _launch(
             shutil.rmtree(logs, ignore_errors=True)
 
 
-def _environment(rank: int, nproc: int, port: int, threads: int) -> dict[str, str]:
+def rank_environment(rank: int, nproc: int, port: int, threads: int) -> dict[str, str]:
+    """What torchrun would set for one of nproc ranks on this machine; the store is the parent's."""
     environment = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

@@ -6,7 +6,10 @@ and those who add up (step_time.py).
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from fastpar.job import Job, Setup
 
 
 class Op(NamedTuple):
@@ -60,6 +63,12 @@ class Rates(Protocol):
 
     def send_s(self, send: Send) -> float:
         """Seconds of one such exchange."""
+
+    def overhead_s(self, job: Job, setup: Setup) -> float:
+        """Seconds of a step that no Op and no Send stands for: Python, hooks, data; 0: not known.
+
+        step_time.predict_step adds it to the step as one of its parts.
+        """
 
     @property
     def peak_flops(self) -> float | None:
