@@ -58,13 +58,15 @@ class Setup:
 
     accumulate: "shard" or "full", as parallelize has it. bucket_mb: None is the runtime's default.
     master_weights: "none", "full" or "remainder". pp: pipeline stages; the runtime has none, only
-    figures published by others need them. device_type: "cuda" or "cpu". transport: "nccl",
+    figures published by others need them, and pp_interleave: parts of the layers that each stage
+    has, in turns with the others. device_type: "cuda" or "cpu". transport: "nccl",
     "shm" or "gloo".
     """
 
     world_size: int = 1
     tp: int = 1
     pp: int = 1
+    pp_interleave: int = 1
     zero_stage: int = 0
     shard_size: int | None = None
     sequence_parallel: bool = True

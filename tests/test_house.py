@@ -16,11 +16,11 @@ TOP_LEVEL = {
 # Import direction inside fastpar/: a module may import only those that stand before it.
 ORDER = [
     "_version", "settings", "options", "tensor_file", "plain_files", "tensor_header", "config",
-    "clocks", "ceilings", "job", "work", "devices", "network", "datasheet", "step_time", "watchdog",
-    "mesh", "grad_state",
+    "clocks", "ceilings", "job", "watchdog", "mesh", "grad_state",
     "tasks", "collectives", "shm", "transport", "hooks", "debug", "tp_overlap", "tensor_parallel",
     "vocab_parallel", "modules", "tp_layers", "declared", "patched", "tp_plan", "tp_report",
-    "layout", "buffers", "units", "split_embedding", "control", "step_report", "describe",
+    "layout", "work", "devices", "network", "datasheet", "step_time",
+    "buffers", "units", "split_embedding", "control", "step_report", "describe",
     "replicas", "shards", "groups", "partials", "engine", "state_dicts", "optim_guard",
     "optim_checks", "optim_state", "autobucket", "parallel_checks", "parallel", "optim_base",
     "optim", "adafactor", "loss_scale", "schedule", "model", "hf", "nanogpt", "recompute",
