@@ -79,13 +79,14 @@ class Trainer:
 
     def __init__(self, variant: str, config: GPTConfig, batch_size: int) -> None:
         from bench import parallel_peers as peers
+        from fastpar.strategies import Settings
 
         keep_freed_memory()  # in every variant, as fastpar's trainer does
         self.variant, self.config, self.batch_size = variant, config, batch_size
         dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
         self.rank = dist.get_rank()
         self.recorder = Recorder()
-        name, settings, model = variant, peers.Settings(bucket_mb=BUCKET_MB), self._stock
+        name, settings, model = variant, Settings(bucket_mb=BUCKET_MB), self._stock
         if variant == ALONE:
             name = peers.SINGLE
         elif variant.startswith("DDP, "):

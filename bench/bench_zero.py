@@ -34,21 +34,13 @@ from torch import Tensor, nn
 
 from bench import stock
 from bench.harness import Bench
-from bench.parallel_peers import (
-    DDP,
-    SINGLE,
-    Contender,
-    Settings,
-    adamw_of,
-    build,
-    import_deepspeed,
-    update_error,
-)
+from bench.parallel_peers import DDP, SINGLE, build, update_error
 from bench.records import Row
 from bench.worker import Worker, WorkerError, resident_bytes
 from fastpar.clocks import Timing, stopwatch
 from fastpar.config import GPTConfig
 from fastpar.model import GPT
+from fastpar.strategies import Contender, Settings, adamw_of, import_deepspeed
 
 TIME_LIMIT_S = {"cpu": 1800, "cuda": 10}
 CONFIG = GPTConfig(12, 12, 768, 256, 50304, dropout=0.0)

@@ -6,13 +6,12 @@ Shape legend: B batch, T time, C n_embd, H heads, D head dim, F 4*C, V vocabular
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastpar.config import GPTConfig
+from fastpar.strategies import decay_groups
 
 
 def gpt2_shapes(quick: bool) -> list[torch.Size]:
@@ -92,15 +91,6 @@ class GPT(nn.Module):
         state["wte.weight"] = state["wte.weight"][: self.config.vocab_size]
         self.load_state_dict(state)
         return self
-
-
-def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Decay on matrices only, as nanoGPT configures it."""
-    params = [p for p in model.parameters() if p.requires_grad]
-    return [
-        {"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
-    ]
 
 
 def adamw(model: nn.Module, lr: float, betas: tuple[float, float], weight_decay: float):

@@ -28,12 +28,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fastpar
-from bench import stock
-from bench.parallel_peers import Contender, Settings
 from fastpar.config import GPTConfig
 from fastpar.grad_state import Shard, State
 from fastpar.kernels import backend
 from fastpar.mesh import Mesh
+from fastpar.strategies import Contender, Settings, decay_groups
 from fastpar.tensor_parallel import TensorParallel, column_linear, row_linear
 from fastpar.vocab_parallel import vocab_embedding, vocab_linear_cross_entropy
 
@@ -287,7 +286,7 @@ def _split_by_torch(model: Any, tp_mesh: Any, sequence_parallel: bool) -> None:
 def _adamw(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
     """torch's fused AdamW, a call for each kind of tensor: it does not take them together."""
     groups: dict[Any, dict[str, Any]] = {}
-    for group in stock.decay_groups(model, settings.weight_decay):
+    for group in decay_groups(model, settings.weight_decay):
         for p in group["params"]:
             key = (group["weight_decay"], getattr(p, "device_mesh", None))
             same = groups.setdefault(key, {"params": [], "weight_decay": group["weight_decay"]})
@@ -338,7 +337,7 @@ def _fastpar(way: Way, config: GPTConfig, settings: Settings) -> Contender:
     optimizer = fastpar.AdamW(
         [
             {"params": group["params"], "weight_decay": group["weight_decay"]}
-            for group in stock.decay_groups(model, settings.weight_decay)
+            for group in decay_groups(model, settings.weight_decay)
         ],
         lr=settings.lr,
         betas=settings.betas,

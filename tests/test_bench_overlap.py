@@ -168,8 +168,8 @@ def test_training_apart_gives_losses_that_the_gate_refuses(monkeypatch):
             model[1].load_state_dict(model[0].state_dict())
         return sum(losses) / 2
 
-    from bench import parallel_peers as peers
     from bench import stock
+    from fastpar.strategies import Settings, adamw_of
 
     for log, apart in ((two[ALONE], True), (two[DDP], False)):
         models = []
@@ -177,7 +177,7 @@ def test_training_apart_gives_losses_that_the_gate_refuses(monkeypatch):
             torch.manual_seed(0)
             models.append(stock.GPT(overlap.QUICK))
         count = 2 if apart else 1
-        optimizers = [peers.adamw_of(m, peers.Settings()) for m in models[:count]]
+        optimizers = [adamw_of(m, Settings()) for m in models[:count]]
         for index in range(3):
             batches = []
             for rank in range(2):

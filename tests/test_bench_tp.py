@@ -11,11 +11,12 @@ from test_records import ABOUT, make_row
 from bench import bench_emulated, bench_tp, bench_zero, pictures, report, tp_peers
 from bench.bench_zero import GATE_STEPS, Reference, Trial, judge
 from bench.emulated import NODES, NVLINK, Link, Op
-from bench.parallel_peers import SINGLE, Settings
+from bench.parallel_peers import SINGLE
 from bench.records import ResultFile, load
 from bench.tp_peers import OWN, STOCK, TORCH, Way
 from bench.worker import WorkerError
 from fastpar.config import GPTConfig
+from fastpar.strategies import Settings
 from fastpar.testing import run_ranks
 
 TINY = GPTConfig(2, 4, 32, 16, 200, dropout=0.0)

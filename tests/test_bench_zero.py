@@ -14,6 +14,7 @@ from bench.bench_zero import Entry, Rank, Reference, Trial, judge
 from bench.records import load
 from bench.worker import WorkerError
 from fastpar.config import GPTConfig
+from fastpar.strategies import Settings
 from fastpar.testing import run_ranks
 
 TINY = GPTConfig(2, 2, 32, 16, 200, dropout=0.0)
@@ -62,21 +63,11 @@ def test_hsdp_trains_it_on_four_ranks_and_refuses_two(reference):
         run_ranks(update_on_rank, 2, "fastpar HSDP", folder, backend="gloo")
 
 
-def test_the_door_refuses():
-    with pytest.raises(ValueError, match=r"build: expected one of one process, DDP, .* got name=x"):
+def test_the_names_of_rows_are_those_of_strategies():
+    for name in (*PEERS, *(name for name in bench_zero.ORDER if bench_zero.STOCK not in name)):
+        assert name in parallel_peers.TITLES
+    with pytest.raises(ValueError, match=r"build: expected one of single, ddp, .* got name=x; c"):
         parallel_peers.build("x", torch.nn.Identity)
-    with pytest.raises(ValueError, match=r"build: expected torch\.distributed to be initialized"):
-        parallel_peers.build("DDP", lambda: torch.nn.Linear(1, 1))
-
-
-def test_a_missing_package_says_so(monkeypatch):
-    def missing(name):
-        raise ModuleNotFoundError(f"No module named '{name}'", name=name)
-
-    monkeypatch.setattr(parallel_peers.importlib, "import_module", missing)
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    with pytest.raises(ImportError, match=r"^deepspeed is not installed$"):
-        parallel_peers.build("DeepSpeed ZeRO-1", torch.nn.Identity)
 
 
 def test_update_error_counts_every_tensor_once_and_refuses_other_names():
@@ -103,7 +94,7 @@ def test_a_contender_that_fails_stops_only_itself(tmp_path, reference):
     """Wrong hyper-parameters are red in the gate; a dead process is a refused row."""
     folder, errors = reference
     right = Trial(parallel_peers.SINGLE, TINY, folder, world_size=1)
-    wrong = replace(right, settings=parallel_peers.Settings(weight_decay=0.0))
+    wrong = replace(right, settings=Settings(weight_decay=0.0))
     red, base = Entry(wrong, errors), Entry(right, errors)
     assert red.refused.startswith("weights after 2 steps: expected")
     assert red.worker is None
