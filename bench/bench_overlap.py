@@ -46,11 +46,11 @@ from bench.harness import Bench
 from bench.links import PROBE_BYTES, Link, NoLinkError, RankError, Ranks, all_reduce_ms
 from bench.records import Row, machine, reason
 from bench.targets import Target, faster, note
-from bench.timeline import COMPUTE, Recorder, Span
 from fastpar.clocks import Timing
 from fastpar.config import GPTConfig
 from fastpar.kernels import keep_freed_memory
 from fastpar.model import GPT
+from fastpar.recorder import COMPUTE, Recorder, Span, now_ms, window
 
 TIME_LIMIT_S = {"cpu": 720, "cuda": 30}
 CONFIG = GPTConfig(8, 8, 512, 256, 512, dropout=0.0)
@@ -145,11 +145,11 @@ class Trainer:
         self.recorder.on = True
         edges = []
         for step in range(first, first + 3):  # the third: what the shown one leaves to it
-            edges.append(timeline.now_ms())
+            edges.append(now_ms())
             self._traced(step)
         self.recorder.on = False
         spans, self.recorder.spans = self.recorder.spans, []
-        return timeline.window(spans, edges[1], edges[2])
+        return window(spans, edges[1], edges[2])
 
     def _traced(self, step: int) -> None:
         x, y = self._batch(step)

@@ -12,7 +12,7 @@ from bench.bench_overlap import ALONE, DDP, FSDP2, STAGES, Log, Plan
 from bench.links import Link, NoLinkError, RankError
 from bench.records import load
 from bench.targets import Target
-from bench.timeline import COMPUTE, GATHER, REDUCE
+from fastpar.recorder import COMPUTE, GATHER, REDUCE
 
 ABOUT = {
     "forward_ms": 400.0,

@@ -16,8 +16,8 @@ TOP_LEVEL = {
 # Import direction inside fastpar/: a module may import only those that stand before it.
 ORDER = [
     "_version", "settings", "options", "tensor_file", "plain_files", "tensor_header", "config",
-    "clocks", "ceilings", "job", "watchdog", "mesh", "grad_state",
-    "tasks", "collectives", "shm", "transport", "hooks", "debug", "tp_overlap", "tensor_parallel",
+    "clocks", "ceilings", "job", "watchdog", "mesh", "grad_state", "tasks", "collectives", "shm",
+    "transport", "recorder", "hooks", "debug", "tp_overlap", "tensor_parallel",
     "vocab_parallel", "modules", "tp_layers", "declared", "patched", "tp_plan", "tp_report",
     "layout", "work", "devices", "network", "datasheet", "step_time",
     "buffers", "units", "split_embedding", "control", "step_report", "describe",
