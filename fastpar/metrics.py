@@ -14,27 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
-# Dense bf16 matmul peaks in TFLOP/s from the makers' data sheets, the first match counts. V100, T4
-# and older have no bf16: their fp16 peak.
-GPU_PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
-    (r"B200|GB200", 2250.0),
-    (r"H100 PCIe", 756.0),
-    (r"H100 NVL", 835.0),
-    (r"H100|H200|H800|GH200", 989.0),
-    (r"A100|A800", 312.0),
-    (r"L40S", 362.0),
-    (r"L40", 181.0),
-    (r"L4\b", 121.0),
-    (r"A40", 150.0),
-    (r"A30", 165.0),
-    (r"A10G", 70.0),
-    (r"A10\b", 125.0),
-    (r"A6000", 155.0),
-    (r"RTX 4090", 165.0),
-    (r"RTX 3090", 71.0),
-    (r"V100", 125.0),
-    (r"T4\b", 65.0),
-)
+from fastpar.devices import device_of
 
 
 def mfu(device_name: str, tokens_per_s: float, flops_per_token: float) -> float | None:
@@ -45,10 +25,10 @@ def mfu(device_name: str, tokens_per_s: float, flops_per_token: float) -> float 
         tokens_per_s: of this GPU alone.
         flops_per_token: forward and backward, without recomputation.
     """
-    for pattern, peak_tflops in GPU_PEAK_TFLOPS:
-        if re.search(pattern, device_name):
-            return tokens_per_s * flops_per_token / (peak_tflops * 1e12)
-    return None
+    device = device_of(device_name)
+    if device is None or device.kind != "cuda":
+        return None
+    return tokens_per_s * flops_per_token / device.peak_flops
 
 
 def memory_mb() -> tuple[float, float]:
