@@ -116,18 +116,22 @@ class Rates(Protocol):
 
 def ops_of(job: Job, setup: Setup) -> tuple[Op, ...]:
     """What a rank computes in one optimizer step."""
-    return _ops(job.shape, _of_compute(setup)) + _updates(job, setup)
+    return passes_of(job, setup) + updates_of(job, setup)
 
 
-def _of_compute(setup: Setup) -> tuple[Any, ...]:
-    """What the operations on activations depend on."""
-    sequence_parallel = setup.sequence_parallel and setup.tp > 1
+def passes_of(job: Job, setup: Setup) -> tuple[Op, ...]:
+    """Forward and backward: the part of ops_of() that is the same for the same pass_key()."""
+    return _passes(job.shape, pass_key(setup))
+
+
+def pass_key(setup: Setup) -> tuple[Any, ...]:
+    """What the operations on activations depend on, besides the shape."""
     return (
         setup.micro_batch_size,
         setup.grad_accum_steps,
         setup.tp,
         setup.pp,
-        sequence_parallel,
+        setup.sequence_parallel and setup.tp > 1,
         setup.activation_checkpointing,
         setup.weight_bytes,
         setup.device_type,
@@ -135,8 +139,8 @@ def _of_compute(setup: Setup) -> tuple[Any, ...]:
 
 
 @functools.lru_cache(4096)
-def _ops(shape: GPTConfig, of_compute: tuple[Any, ...]) -> tuple[Op, ...]:
-    micro, n_micro, t, pp, sequence_parallel, mode, item, device = of_compute
+def _passes(shape: GPTConfig, key: tuple[Any, ...]) -> tuple[Op, ...]:
+    micro, n_micro, t, pp, sequence_parallel, mode, item, device = key
     width, seq_len = shape.n_embd, shape.block_size
     rows = micro * seq_len
     mine = -(-rows // t) if sequence_parallel else rows
@@ -209,8 +213,8 @@ def _loss(n: int, width: int, vocab: int, item: int, device: str) -> tuple[Op, O
     )
 
 
-def _updates(job: Job, setup: Setup) -> tuple[Op, ...]:
-    """Gradients into their buckets, and the optimizer on this rank's elements."""
+def updates_of(job: Job, setup: Setup) -> tuple[Op, ...]:
+    """The rest of ops_of(): gradients into their buckets, the update of this rank's elements."""
     local, n_micro = local_parameters(job.shape, setup), setup.grad_accum_steps
     taken = local * (setup.weight_bytes + setup.grad_bytes)
     ops = [Op("copy", (taken,), "backward", 0.0, float(taken), 1)]
