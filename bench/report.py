@@ -5,8 +5,8 @@
     python -m bench.report --pictures    draw bench/results/<op>.png for every op, of zero and of tp
 
 NAME is <table>-<device>: train, char, zero, tp, overlap, checkpoint, emulated, ops, ceilings,
-targets, errors or one bench (attention, ...), and cpu or cuda. Rows come from the newest machine of
-that device; where several of its files hold a key, the newest row counts.
+targets, errors, published or one bench (attention, ...), and cpu or cuda. Rows come from the newest
+machine of that device; where several of its files hold a key, the newest row counts.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench import published
 from bench.checkpoint_table import checkpoint_table
 from bench.errors import ErrorRow
 from bench.records import (
@@ -35,7 +36,7 @@ ASIDE = "fastpar without dropout"  # what a row with dropout is compared with: n
 NOT_OPS = {"train", "ceilings", "build", "zero", "tp", "emulated", "overlap", "checkpoint"}
 ZERO_TARGETS = {"DDP": 1.2, "FSDP2": 1.6, "DeepSpeed": 1.6}  # of every stage of fastpar
 MARKER = re.compile(r"<!-- bench:([\w-]+) -->\n(.*?)<!-- /bench:\1 -->", re.DOTALL)
-DOCUMENTS = [ROOT / "README.md", RESULTS / "errors" / "table.md"]
+DOCUMENTS = [ROOT / "README.md", RESULTS / "errors" / "table.md", RESULTS / "plan" / "published.md"]
 OPENING = re.compile(r"<!-- bench:([\w-]+) -->")
 
 
@@ -420,12 +421,14 @@ def newest(
 def render(name: str, folder: Path) -> str:
     """The text between one pair of markers."""
     kind, _, device = name.rpartition("-")
-    known = [*TABLES, "errors", *op_benches()]
+    known = [*TABLES, "errors", "published", *op_benches()]
     if kind not in known or device not in ("cpu", "cuda"):
         raise ValueError(
             f"render: expected one of {', '.join(known)} with -cpu or -cuda, got name={name}; "
             "correct the marker"
         )
+    if kind == "published":
+        return published.table() + "\n"
     if kind == "errors":
         about, errors = newest(device, folder / "errors", ErrorRow)
         text = errors_table(errors)
