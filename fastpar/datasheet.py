@@ -73,8 +73,8 @@ class DatasheetRates:
         device = cluster.device
         self.cluster, self.network = cluster, Network(cluster)
         self._kind, self._generation = device.kind, GENERATIONS[device.generation]
-        half = BYTES[setup.dtype] == 2
-        self._peak = device.peak_flops if half else device.peak_flops_fp32
+        self._item = BYTES[setup.dtype]
+        self._peak = device.peak_flops if self._item == 2 else device.peak_flops_fp32
         self._stream = device.bytes_per_s * self._generation.streamed
         self._known: dict[tuple[str, tuple[int, ...], str], float] = {}
         self._sent: dict[tuple[str, float, int, int], float] = {}
@@ -136,7 +136,7 @@ class DatasheetRates:
     def _product_s(self, m: int, k: int, n: int) -> float:
         """Of [m, k] @ [k, n]."""
         speed = self._peak * self._generation.reached
-        moved = 2.0 * (m * k + k * n + m * n)  # 16-bit; in fp32 the peak is lower by more
+        moved = float(self._item * (m * k + k * n + m * n))
         return max(2.0 * m * k * n / (speed * self.utilization(m, k, n)), moved / self._stream)
 
     def utilization(self, m: int, k: int, n: int) -> float:

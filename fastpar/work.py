@@ -378,6 +378,9 @@ def _of_gradients(job: Job, setup: Setup) -> Iterator[Send]:
         yield Send("reduce_scatter", "shard", n_bytes, setup.n_shards, setup.tp, count, under)
         stride, shard = setup.tp * setup.n_shards, n_bytes / setup.n_shards
         yield Send("all_reduce", "copies", shard, copies, stride, count, under)
+    if places.table_first:
+        under, counts = "backward" if early else "", 8.0 * setup.dp  # of the rows that follow
+        yield Send("all_gather", "dp", counts, setup.dp, setup.tp, reductions, under)
     if early:
         rows = setup.dp * setup.micro_batch_size * job.seq_len
         width = job.shape.n_embd * setup.wire_bytes
@@ -390,14 +393,11 @@ def _of_gradients(job: Job, setup: Setup) -> Iterator[Send]:
 
 
 def _head_goes_early(job: Job, setup: Setup) -> bool:
-    """Whether the table's gradient is sent in two parts, see split_embedding.py."""
-    if not places_of(job, setup).table_first:
-        return False
-    n_micro = setup.grad_accum_steps
+    """Whether the table's gradient is sent in two parts, see split_embedding.py; of CPU ranks,
+    which count a token once, that is when no token comes twice."""
     tokens = setup.micro_batch_size * job.seq_len
-    if setup.accumulate == "full":
-        tokens *= n_micro
-    return setup.dp * tokens <= _vocab_rows(job.shape, 1) // 2
+    few = setup.dp * tokens <= _vocab_rows(job.shape, 1) // 2
+    return places_of(job, setup).table_first and few
 
 
 def _gathers(places: Places, stage: int, n_micro: int) -> Counter[tuple[int, str]]:

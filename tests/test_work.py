@@ -14,7 +14,7 @@ from fastpar.work import Op, Send, local_parameters, ops_of, places_of, sends_of
 
 C, T, LAYERS = 64, 32, 3
 SHAPE = GPTConfig(n_layer=LAYERS, n_head=4, n_embd=C, block_size=T, vocab_size=500, dropout=0.0)
-FP32 = {"dtype": "fp32", "master_weights": "none", "device_type": "cpu", "transport": "shm"}
+FP32 = {"dtype": "fp32", "master_weights": "none", "device_type": "cpu", "transport": "nccl"}
 CONTROL = 8 * (4 + NORM_WORDS + 1)  # bytes of a rank; fewer than 63 parameters
 LARGE = Job(GPTConfig.preset("gpt2-xl"), 64)
 
@@ -225,7 +225,26 @@ def test_tied_table_goes_early_or_keeps_all_waiting():
         sends = sends_of(LARGE, setup)
         reduced = [s for s in sends if s.kind == "reduce_scatter"]
         assert any(s.under == "backward" for s in reduced) == early
-        assert bool([s for s in sends if s.axis == "dp"]) == early
+        assert len([s for s in sends if s.axis == "dp"]) == (3 if early else 1)
+
+
+@pytest.mark.parametrize(("micro", "early"), [(2, True), (52, False)])
+@pytest.mark.parametrize("stage", [0, 2])
+def test_rows_of_a_tied_table(micro, early, stage):
+    """A table above a default bucket; 8 ranks' tokens are less or more than half of its rows."""
+    shape = GPTConfig(n_layer=1, n_head=4, n_embd=256, block_size=T, vocab_size=26000, dropout=0.0)
+    options = {"world_size": 8, "micro": micro, "n_micro": 2, "zero_stage": stage}
+    run = Run(shape, grad_accum_steps=2, accumulate="full", **options)
+    assert run.engine.split is not None
+    gathers = [op for op in run.ops if op.kind == "all_gather"]
+    said = sorted(op.tensor_bytes for op in gathers if op.tensor_bytes != 8 * CONTROL)
+    sends = [
+        s for s in sends_of(Job(shape, 16 * micro), setup_of(**options)) if s.axis != "control"
+    ]
+    sends = [s for s in sends if s.kind == "all_gather"]
+    assert sorted(s.bytes for s in sends for _ in range(int(s.count))) == said
+    assert any(s.axis == "dp" and s.bytes == 8 * 256 * micro for s in sends) == early
+    assert any(s.axis == "dp" and s.bytes == 64 for s in sends)
 
 
 def test_stages_on_paper():
