@@ -33,6 +33,7 @@ _WRITTEN_FOR_USERS = re.compile(r"[\w.]+(?: \w+)?: expected ")  # the form of al
 USAGE = """usage: fastpar COMMAND [OPTIONS]
 
   train    train a GPT-2 on text (--nproc N: on N ranks of this machine)
+  profile  where the time of a training step goes, and what to change
   sample   write text with a trained model
   verify   read every byte of a run's checkpoints: what is there, and what is damaged
   inspect  a table of a checkpoint's tensors: shapes, norms, extremes, nonfinite values
@@ -83,6 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         follow_launcher()
     commands: dict[str, Callable[[list[str]], int]] = {
         "train": _train,
+        "profile": _profile,
         "sample": _sample,
         "verify": _verify,
         "inspect": _inspect,
@@ -151,12 +153,8 @@ def _parse(command: Any, arguments: list[str], name: str, default: Any = None) -
 
 def _train(arguments: list[str]) -> int:
     config = parse_train(arguments)
+    _check_ranks(config)
     nproc, tp = config.system.nproc, config.parallel.tp
-    if not is_rank() and nproc % tp:
-        raise ValueError(
-            f"train: expected nproc to be a multiple of tp={tp}, got nproc={nproc}; use --nproc "
-            f"{-(-nproc // tp) * tp}, or change --tp"
-        )
     if not is_rank() and nproc > 1:
         from fastpar.run_folder import check_out
 
@@ -173,6 +171,25 @@ def _train(arguments: list[str]) -> int:
     from fastpar.train import train
 
     return train(config)
+
+
+def _check_ranks(config: TrainConfig) -> None:
+    nproc, tp = config.system.nproc, config.parallel.tp
+    if not is_rank() and nproc % tp:
+        raise ValueError(
+            f"train: expected nproc to be a multiple of tp={tp}, got nproc={nproc}; use --nproc "
+            f"{-(-nproc // tp) * tp}, or change --tp"
+        )
+
+
+def _profile(arguments: list[str]) -> int:
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's; read when torch is imported
+    from fastpar.profiling import parse_profile, run_profile
+
+    options, flags = parse_profile(arguments)
+    config = parse_train(flags)
+    _check_ranks(config)
+    return run_profile(options, config, flags)
 
 
 def parse_train(arguments: list[str]) -> TrainConfig:

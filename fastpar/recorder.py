@@ -23,6 +23,7 @@ from fastpar.tasks import Handle
 from fastpar.transport import make_collectives
 
 COMPUTE, REDUCE, GATHER, TP, WAIT = "compute", "reduce", "gather", "tp", "wait"
+CONTROL = "control"  # exchanges of a few numbers
 HOST = "host"  # of a GPU: what the CPU is at while it enqueues
 LOOK_S = 0.001
 _NOTED = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
@@ -33,7 +34,7 @@ class Span:
     """Something that took from begin_ms to end_ms of this rank's clock."""
 
     row: str  # "compute", "reduce", "gather", "wait"
-    name: str  # "forward", "all_gather", ...
+    name: str  # "forward", "all_gather", ...; of a wait the row of what it is for
     begin_ms: float
     end_ms: float
     size_bytes: int = 0
@@ -105,7 +106,7 @@ class _RecordedHandle(Handle):
     def wait(self, timeout_s: float | None = None) -> None:
         with self._lock:
             self._waited_for = True
-        with self._recorder.span(WAIT, self._span.name):
+        with self._recorder.span(WAIT, self._span.row, self._span.size_bytes):
             self._inner.wait(timeout_s)
         self._note()
 

@@ -33,7 +33,7 @@ import json
 import math
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,9 +71,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STOPS = (*SIGNALS, TIME_IS_UP)  # reasons to stop early
 
 
-def train(config: TrainConfig) -> int:
+def train(config: TrainConfig, run: Callable[[Trainer], int] | None = None) -> int:
     """Trains as one rank of a run, to its end or to a wish to stop.
 
+    Args:
+        run: what to do with the trainer instead of Trainer.run.
     Returns:
         The exit status: 0, or 128 + signal after a stop by that signal.
     Ranks: all, with the same settings; under torchrun's environment the process group is made here.
@@ -100,19 +102,19 @@ def train(config: TrainConfig) -> int:
     watched = mesh.world_size if mesh.owns_process_group else 1
     try:
         with Watchdog(mesh.rank, watched, timeout_s=timeout_s, start=mesh.start):
-            return _train(config, mesh)
+            return _train(config, mesh, run or Trainer.run)
     finally:
         release()
 
 
-def _train(config: TrainConfig, mesh: Mesh) -> int:
+def _train(config: TrainConfig, mesh: Mesh, run: Callable[[Trainer], int]) -> int:
     if mesh.device.type == "cpu":
         keep_freed_memory()
     else:
         torch.use_deterministic_algorithms(config.system.deterministic)
     settings = {k: v for k, v in config.settings().items() if k not in ("nproc", "threads")}
     mesh.check_same("train", [f"{name}={value}" for name, value in settings.items()])
-    return Trainer(config, mesh).run()
+    return run(Trainer(config, mesh))
 
 
 class Trainer:

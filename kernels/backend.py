@@ -175,7 +175,8 @@ class Op:
     [Note: eager calls] The dispatcher parses every argument twice, once for autograd and once for
     the device, which costs as much as a small kernel. So a call on plain CPU or CUDA tensors, with
     no mode, transform or tracer that wants to see it, goes straight to the implementation (through
-    autograd.Function where a gradient is needed). All others, torch.compile first, see the op.
+    autograd.Function where a gradient is needed, which torch's profiler sees). All others see the
+    op: torch.compile, and the profiler where no gradient is needed.
     """
 
     def __init__(self, overload: torch._ops.OpOverload, run: Callable[..., Any]):
@@ -196,7 +197,7 @@ class Op:
                 needs_grad = needs_grad or a.requires_grad
         if needs_grad and self.apply is not None and torch.is_grad_enabled():
             return self.apply(*args)
-        return self.run(*args)
+        return (self.overload if torch.autograd._profiler_enabled() else self.run)(*args)
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)

@@ -151,7 +151,7 @@ def test_what_is_in_use_can_be_watched():
     operation.over.set()
     handle.wait()
     assert [(s.row, s.name, s.size_bytes) for s in recorder.spans] == [
-        (WAIT, "all_reduce", 0),
+        (WAIT, TP, 12),
         (TP, "all_reduce", 12),
     ]
     recorder.on = False
