@@ -54,7 +54,7 @@ from fastpar.split_embedding import SplitEmbedding
 from fastpar.step_report import StepReport
 from fastpar.tasks import Handle
 
-_IN_FLIGHT = 3  # caps of a bucket: bytes of gradient that may be under way at stages 2 and 3
+IN_FLIGHT = 3  # caps of a bucket: bytes of gradient that may be under way at stages 2 and 3
 _PATIENCE_S = 1.0  # see [Note: when a bucket is launched]
 
 
@@ -292,7 +292,7 @@ class Engine(Shards):
 
     def _limit_pending(self) -> None:
         """Free whole gradients that have been sent, so that few are alive; two in any case."""
-        room = _IN_FLIGHT * self.settings.bucket_mb * 2**20
+        room = IN_FLIGHT * self.settings.bucket_mb * 2**20
         late = self.zero_stage == 3 and self.mesh.device.type == "cpu" and self._root != -1
         while len(self._pending) > 2 and self._patient:
             if sum(bucket.grad_bytes for bucket, _, _ in self._pending) <= room:

@@ -45,6 +45,7 @@ _CODES = {
     torch.float64: 3,
     torch.int64: 4,
 }
+_groups: weakref.WeakSet[ShmCollectives] = weakref.WeakSet()  # of this process
 _PAGE = 4096
 _ALIGNMENT = 4096  # of tensors in the heap
 
@@ -90,6 +91,8 @@ class ShmCollectives(Collectives):
         self._group = _C.ShmGroup(
             memory.data_ptr(), self.rank, self.world_size, chunk, heap, pidfds, timeout_s
         )
+        self._range = memory.data_ptr(), memory.data_ptr() + memory.nbytes
+        _groups.add(self)
         self._heap_start = self._group.heap - memory.data_ptr()
         self._heap_bytes, self._heap_used = heap, 0
         self._pid = os.getpid()
@@ -111,6 +114,16 @@ class ShmCollectives(Collectives):
             return torch.empty(0, dtype=dtype)
         place = self._heap_start + start
         return torch.frombuffer(self._block, dtype=dtype, count=numel, offset=place)
+
+    @property
+    def heap_bytes_used(self) -> int:
+        """By empty()."""
+        return self._heap_used
+
+    @property
+    def address_range(self) -> tuple[int, int]:
+        """Of the block of all ranks."""
+        return self._range
 
     def barrier(self, *, tag: int = 0) -> None:
         self._submit("barrier", self._group.barrier, tag).wait()
@@ -149,6 +162,16 @@ class ShmCollectives(Collectives):
     def _broadcast(self, x: Tensor, src: int, tag: int) -> Handle:
         args = (x.data_ptr(), x.numel(), *_element(x), src, tag)
         return self._submit("broadcast", self._group.broadcast, *args, of=[x])
+
+
+def shared_bytes() -> int:
+    """What this process's ranks have taken by empty(), of all groups."""
+    return sum(group.heap_bytes_used for group in list(_groups))
+
+
+def shared_ranges() -> list[tuple[int, int]]:
+    """Addresses [start, stop) of all blocks that this process maps."""
+    return [group.address_range for group in list(_groups)]
 
 
 def _place() -> tuple[str, str, int]:

@@ -106,8 +106,9 @@ def _work(tasks: queue.SimpleQueue) -> None:
     over_at = 0.0
     while (task := tasks.get()) is not None:
         begun = task if isinstance(task, Begun) else Begun(task)
+        del task  # it holds its tensors: nobody else may
         over_at = begun.end(over_at)
-        del task, begun  # they hold their tensors: nobody else may
+        del begun
 
 
 def run_task(task: Task) -> None:
@@ -134,17 +135,19 @@ class Begun:
 
     def end(self, earlier: float) -> float:
         """Wait for it and tell the future; when it was over. Its time counts from `earlier` on."""
-        try:
-            if self._error is not None:
-                raise self._error
-            if callable(self._rest):
+        error = self._error
+        if error is None and callable(self._rest):
+            try:
                 through(self._rest)
-            over_at = time.perf_counter()
-            self.future.set_result((over_at - max(self._start, earlier)) * 1e3)
-        except BaseException as error:
-            over_at = time.perf_counter()
-            self.future.set_exception(error)
+            except BaseException as failed:
+                error = failed
+        over_at = time.perf_counter()
+        # Before anybody goes on: who made a tensor frees it, and sees that (step_memory.py).
         self._tensors, self._rest = (), None
+        if error is not None:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result((over_at - max(self._start, earlier)) * 1e3)
         return over_at
 
 
