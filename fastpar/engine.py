@@ -87,9 +87,9 @@ class Engine(Shards):
         self._patient = True  # in this backward, see [Note: when a bucket is launched]
         self._replicating: list[tuple[BucketState, Handle, Tensor]] = []
         self._missing: list[tuple[BucketState, int]] = []
+        self.split: SplitEmbedding | None = None
         self.use(layout, buckets)
         self.partials = None if declared is None else PartialGradients(self, declared)
-        self.split: SplitEmbedding | None = None
         first = mesh.dp_rank // self.n_shards * self.n_shards
         n_copies = self.n_shards if self.zero_stage else 1
         copy = range(first * mesh.tp_size, (first + n_copies) * mesh.tp_size)
@@ -119,6 +119,11 @@ class Engine(Shards):
         super().use(layout, buckets)
         self._reset_launches()
 
+    def send_apart(self, split: SplitEmbedding) -> None:
+        """The head's part of a tied embedding's gradient may go ahead of the rest."""
+        self.split = split
+        self._reset_launches()
+
     # Backward
 
     def _before_grad(self, grad: Tensor) -> None:
@@ -136,7 +141,7 @@ class Engine(Shards):
         if self.split is not None and p is self.split.p:
             self._on_tokens()
             return
-        if index < self._next:
+        if self._position[index] < self._next:
             raise RuntimeError(
                 "Engine: expected one gradient per backward for parameter "
                 f"'{bucket.name(position)}', got another after bucket {index} was sent; "
@@ -159,17 +164,17 @@ class Engine(Shards):
 
     def _launch_ready(self) -> None:
         if self._will_reduce and (self.zero_stage >= 2 or (self._learned and not self._reentrant)):
-            while self._next < len(self.buckets) and not self._waiting[self._next]:
-                if self._next in self._deferred:
+            for index in self._order[self._next :]:
+                if self._waiting[index] or index in self._deferred:
                     break
-                self._launch(self._next)
+                self._launch(index)
 
     def on_head(self, alias: Tensor) -> None:
         """The head's part of the split embedding's gradient is there."""
         split = self.split
         assert split is not None
         self._enter_backward(torch._C._current_graph_task_id())
-        if split.bucket.spec.index < self._next:
+        if self._position[split.bucket.spec.index] < self._next:
             raise RuntimeError(
                 f"Engine: expected one head per backward for parameter '{split.bucket.name(0)}', "
                 "got another after its gradient was sent; pass split_embedding=False to "
@@ -286,7 +291,7 @@ class Engine(Shards):
         assert handle is not None
         self._timer.add(handle, self._wire_bytes(wire, self.groups.reduce, self.zero_stage == 0))
         self._pending.append((bucket, handle, target))
-        self._next = index + 1
+        self._next += 1
         if self.zero_stage >= 2:
             self._limit_pending()
 
@@ -329,7 +334,7 @@ class Engine(Shards):
         for bucket in self.buckets:  # in step() marks are still there, and are no gradients
             bucket.unmark()
         if self.mesh.dp_size > 1:
-            for index in range(self._next, len(self.buckets)):
+            for index in self._order[self._next :]:
                 self._launch(index)
             while self._pending:
                 self._finish_oldest()
@@ -371,7 +376,11 @@ class Engine(Shards):
                 bucket.adopt(position)
 
     def _reset_launches(self) -> None:
-        self._next = 0  # buckets below it are launched
+        self._order = list(range(len(self.buckets)))  # the same on all ranks
+        if self.split is not None and not self.split.first:
+            self._order.append(self._order.pop(self.split.bucket.spec.index))
+        self._position = {index: at for at, index in enumerate(self._order)}
+        self._next = 0  # buckets at positions below it are launched
         self._waiting = [len(b.params) for b in self.buckets]
         self._patient = True
         self._fired: set[nn.Parameter] = set()

@@ -335,7 +335,7 @@ def _build(
             engine=engine,
         )
     if tied is not None and groups.control is not None:
-        engine.split = SplitEmbedding(
+        split = SplitEmbedding(
             model,
             tied,
             buckets[0],
@@ -343,6 +343,7 @@ def _build(
             sizes_group=_for_host_tensors(mesh, groups.control, collectives),
             on_head=engine.on_head,
         )
+        engine.send_apart(split)
     if len(layouts) > 1:
         engine.auto_bucket = AutoBucket(engine, layouts, make, by_unit, memory)
     return engine

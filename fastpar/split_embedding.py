@@ -7,11 +7,14 @@ bucket; what the embedding adds at the end is only the rows of the tokens of the
 ranks exchange and add in rank order.
 
 [Note: when the split is used]
-The parameter has a bucket of its own, in front of all others, if its gradient is larger than a
-bucket by default and the sums need no fixed tree. In a backward that reduces, a rank sends the
-head's part early if the exchange of rows is small against the whole: ranks * rows <= half of the
-vocabulary. Otherwise, and where the head took no part, it sends both parts together and no rows:
-the ranks need not agree on it. In a backward that stays local both parts are added up as usual.
+The parameter has a bucket of its own, if its gradient is larger than a bucket by default and the
+sums need no fixed tree. The head's part goes early if the exchange of rows is small against the
+whole: ranks * rows <= half of the vocabulary. Then its bucket is launched first; otherwise last,
+because all buckets behind it would wait for the end of backward (test_others_do_not_wait). The
+ranks must agree on that order: each tells its rows with every reduction, and the next one's order
+follows from the most of them; the first has it last. A rank that finds its own batch too large
+after all, or whose head took no part, sends both parts together and no rows: on this the ranks
+need not agree. In a backward that stays local both parts are added up as usual.
 """
 
 from __future__ import annotations
@@ -74,9 +77,11 @@ class SplitEmbedding:
     """The two parts of one parameter's gradient; the engine's helper.
 
     Args:
-        bucket: holds p alone and is launched first.
+        bucket: holds p alone.
         rows_group: of all ranks, on p's device; sizes_group: of all ranks, for host tensors.
         on_head: called in backward with the leaf that has the head's part.
+    Attributes:
+        first: whether the bucket is launched before all others, not after them; see the note.
     """
 
     def __init__(
@@ -94,6 +99,7 @@ class SplitEmbedding:
         self._ids: list[Tensor] = []
         self._rows: tuple[Tensor, Tensor] | None = None
         self._sizes: tuple[Tensor, Handle] | None = None
+        self.first = False
         self.early = False  # the head's part was sent in this backward, without the tokens'
         self._parts: set[str] = set()  # what the bucket holds of this backward
         self._heads = 0  # uses as a head since the last backward
@@ -156,21 +162,26 @@ class SplitEmbedding:
 
     def pays(self) -> bool:
         """Whether the head's part, which is complete, should go early: see the note above."""
-        rows = sum(ids.numel() for ids in self._ids)
-        if rows and not self._ids[0].is_cuda:
+        rows = self._count_rows()
+        return self.first and self._heads == 0 and rows > 0 and self._are_few(rows)
+
+    def _count_rows(self) -> int:
+        """That this backward's forwards used; on a GPU repeated ones count again."""
+        if self._ids and not self._ids[0].is_cuda:
             self._ids = [torch.cat(self._ids).unique()]
-            rows = self._ids[0].numel()
-        ranks = self._rows_group.world_size
-        return self._heads == 0 and 0 < rows * ranks <= self.p.shape[0] // 2
+        return sum(ids.numel() for ids in self._ids)
+
+    def _are_few(self, rows: int) -> bool:
+        return rows * self._rows_group.world_size <= self.p.shape[0] // 2
 
     def before_launch(self, *, in_backward: bool) -> None:
-        """The bucket is sent now: tell the others how many rows will follow."""
+        """The bucket is sent now: tell the others how many rows will follow, and were used."""
         self.early = in_backward and self._parts == {"head"}
         if self._parts:
             self.bucket.adopt(0)
-        count = sum(ids.numel() for ids in self._ids) if self.early else 0
-        sizes = torch.empty(self._sizes_group.world_size, dtype=torch.int64)
-        mine = torch.tensor([count])
+        rows = self._count_rows()
+        sizes = torch.empty(2 * self._sizes_group.world_size, dtype=torch.int64)
+        mine = torch.tensor([rows if self.early else 0, rows])
         handle = self._sizes_group.all_gather(sizes, mine, async_op=True, tag=-1)
         assert handle is not None
         self._sizes = sizes, handle
@@ -195,7 +206,10 @@ class SplitEmbedding:
         assert self._sizes is not None
         sizes, handle = self._sizes
         handle.wait()
-        most, ranks = int(sizes.max()), self._rows_group.world_size
+        counts, used = sizes.view(-1, 2).unbind(1)
+        most, ranks = int(counts.max()), self._rows_group.world_size
+        if used.any():
+            self.first = self._are_few(int(used.max()))
         width, device = self.p.shape[1], self.p.device
         received = 0
         if most:
@@ -208,7 +222,7 @@ class SplitEmbedding:
             self._rows_group.all_gather(all_ids, ids, tag=-2)
             self._rows_group.all_gather(all_rows, rows.view(-1), tag=-3)
             shards = zip(all_ids.view(ranks, most), all_rows.view(ranks, most, width))
-            for (theirs, values), count in zip(shards, sizes.tolist()):
+            for (theirs, values), count in zip(shards, counts.tolist()):
                 self._add(theirs[:count], values[:count].to(self.bucket.grad_dtype) / ranks)
             received = (ranks - 1) * most * (width * wire_dtype.itemsize + 8)
         if self.early and self.bucket.stage == 0:
