@@ -55,6 +55,8 @@ def test_thin_products_wait_for_memory():
     rates, n_bytes = rates_of(), 2 * 8192 * 8192
     seconds = rates.op_s(product(1, 8192, 8192)) - LAUNCH_S["cuda"]
     assert seconds == pytest.approx(n_bytes / (2039e9 * 0.85), rel=0.01)
+    wide = rates_of(dtype="fp32").op_s(product(1, 8192, 8192)) - LAUNCH_S["cuda"]
+    assert wide == pytest.approx(2 * seconds)
 
 
 def test_backward_of_a_product_is_two():

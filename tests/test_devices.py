@@ -70,8 +70,10 @@ def test_every_row_is_whole():
         assert d.peak_flops >= d.peak_flops_fp32 > 0
         assert d.price_per_hour > 0
         assert d.memory_bytes > GIB
-    assert find_device("h100").peak_flops == 989e12
-    assert find_device("a100").peak_flops == 312e12
+    peaks = {"v100": 125, "a100": 312, "h100-pcie": 756, "h200": 989, "b200": 2250, "rtx-4090": 165}
+    assert {name: find_device(name).peak_flops / 1e12 for name in peaks} == peaks
+    speeds = {"v100": 900, "a100-40": 1555, "a100": 2039, "h100": 3350, "h200": 4800, "b200": 8000}
+    assert {name: find_device(name).bytes_per_s / 1e9 for name in speeds} == speeds
     assert not find_device("v100").has_bf16
     assert find_device("a100").has_bf16
     assert find_device("cpu").kind == "cpu"

@@ -125,6 +125,14 @@ def test_sums_of_a_step_have_one_backward():
     assert exposed(replace(full, zero_stage=3), [gather], Fixed()) == 0
 
 
+def test_each_micro_batch_waits_for_what_it_gathers():
+    """4 times (f + 1) seconds of gathers under 4 forwards of f each: 1 second each is seen."""
+    setup = Setup(8, zero_stage=3, grad_accum_steps=4)
+    f = predict(setup).parts["forward"] / 4
+    gather = send("forward", "all_gather", "shard", count=4 * (f + 1))
+    assert exposed(setup, [gather], Fixed()) == pytest.approx(4)
+
+
 def test_recomputation_hides_too():
     setup = Setup(8)
     again = replace(setup, activation_checkpointing="full")

@@ -209,6 +209,18 @@ def test_exchanges_along_tp(sp, mode):
     assert counted == said
 
 
+def test_partial_sums_are_of_pieces():
+    """Once in a step, and of what this rank has: norms, biases of row layers, positions."""
+    found = {}
+    for stage in (0, 2):
+        setup = setup_of(world_size=8, tp=2, n_micro=3, zero_stage=stage)
+        sends = [s for s in sends_of(Job(SHAPE, 24), setup) if (s.axis, s.under) == ("tp", "")]
+        (found[stage],) = (s for s in sends if s.kind == "all_reduce")
+    elements = (6 * LAYERS + 2 + T) * C
+    assert (found[0].bytes, found[0].count) == (4 * elements, 3)
+    assert (found[2].bytes, found[2].count) == (elements, 1)
+
+
 def test_one_control_exchange():
     run = Run(SHAPE, world_size=2)
     (said,) = (op for op in run.ops if op.kind == "all_gather")
@@ -228,7 +240,7 @@ def test_tied_table_goes_early_or_keeps_all_waiting():
         assert len([s for s in sends if s.axis == "dp"]) == (3 if early else 1)
 
 
-@pytest.mark.parametrize(("micro", "early"), [(2, True), (52, False)])
+@pytest.mark.parametrize(("micro", "early"), [(51, True), (52, False)])
 @pytest.mark.parametrize("stage", [0, 2])
 def test_rows_of_a_tied_table(micro, early, stage):
     """A table above a default bucket; 8 ranks' tokens are less or more than half of its rows."""
