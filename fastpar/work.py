@@ -368,7 +368,7 @@ def _of_gradients(job: Job, setup: Setup) -> Iterator[Send]:
     copies = setup.dp // setup.n_shards
     reduced, last = Counter[tuple[int, str]](), len(places.buckets) - 1
     for index, place in enumerate(places.buckets):
-        waits = index == last if not places.table_first or early else True
+        waits = index == (0 if places.table_first and not early else last)  # is complete last
         reduced[places.numel(place), "" if waits else "backward"] += reductions * place.count
     for (numel, under), count in reduced.items():
         n_bytes = float(numel * setup.wire_bytes)
@@ -379,7 +379,7 @@ def _of_gradients(job: Job, setup: Setup) -> Iterator[Send]:
         stride, shard = setup.tp * setup.n_shards, n_bytes / setup.n_shards
         yield Send("all_reduce", "copies", shard, copies, stride, count, under)
     if places.table_first:
-        under, counts = "backward" if early else "", 8.0 * setup.dp  # of the rows that follow
+        under, counts = "backward" if early else "", 16.0 * setup.dp  # of rows
         yield Send("all_gather", "dp", counts, setup.dp, setup.tp, reductions, under)
     if early:
         rows = setup.dp * setup.micro_batch_size * job.seq_len

@@ -230,13 +230,17 @@ def test_one_control_exchange():
     assert not sends_of(Job(SHAPE, 4), setup_of(world_size=1))
 
 
-def test_tied_table_goes_early_or_keeps_all_waiting():
-    """Few tokens a rank: its head's part is sent first; many: nothing is sent before the end."""
+def test_the_bucket_that_is_complete_last_hides_nowhere():
+    """Few tokens a rank: the tied table's head part goes first; many: the table goes last."""
+    table = 4.0 * LARGE.shape.padded_vocab_size * LARGE.shape.n_embd
     for micro, early in ((1, True), (64, False)):
         setup = Setup(world_size=8, micro_batch_size=micro, zero_stage=2)
         sends = sends_of(LARGE, setup)
-        reduced = [s for s in sends if s.kind == "reduce_scatter"]
-        assert any(s.under == "backward" for s in reduced) == early
+        (last,) = (s for s in sends if s.kind == "reduce_scatter" and not s.under)
+        assert (last.bytes < table) == early
+        assert last.count == 1
+        hidden = [s for s in sends if s.kind == "reduce_scatter" and s.under == "backward"]
+        assert sum(s.count for s in hidden) > 10
         assert len([s for s in sends if s.axis == "dp"]) == (3 if early else 1)
 
 
@@ -256,7 +260,7 @@ def test_rows_of_a_tied_table(micro, early, stage):
     sends = [s for s in sends if s.kind == "all_gather"]
     assert sorted(s.bytes for s in sends for _ in range(int(s.count))) == said
     assert any(s.axis == "dp" and s.bytes == 8 * 256 * micro for s in sends) == early
-    assert any(s.axis == "dp" and s.bytes == 64 for s in sends)
+    assert any(s.axis == "dp" and s.bytes == 128 for s in sends)
 
 
 def test_stages_on_paper():
