@@ -33,7 +33,7 @@ from bench.records import (
     machine_line,
     reason,
 )
-from bench.report import summary
+from bench.tables import summary
 
 FIRST, LAST = ("ceilings",), ("train",)
 

@@ -9,7 +9,7 @@ from bench.records import Row
 
 def checkpoint_table(rows: Sequence[Row]) -> str:
     """Every contender of every direction; a fastpar row that misses a target says so."""
-    from bench.report import by_case, megabytes, number, rate, table, times
+    from bench.tables import by_case, megabytes, number, rate, table, times
     from bench.targets import targets_of
 
     lines = []

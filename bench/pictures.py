@@ -13,17 +13,8 @@ from typing import Any
 
 from bench import bench_emulated
 from bench.records import Row, machine_line
-from bench.report import (
-    ASIDE,
-    NoResultsError,
-    by_case,
-    is_ours,
-    newest,
-    number,
-    op_benches,
-    tp_rows,
-    zero_rows,
-)
+from bench.report import NoResultsError, newest, op_benches
+from bench.tables import ASIDE, by_case, is_ours, number, tp_rows, zero_rows
 
 # Okabe and Ito's colours first, which the colour-blind can tell apart; fastpar's are warm ones, and
 # others never get them.

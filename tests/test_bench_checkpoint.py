@@ -4,7 +4,7 @@ import pytest
 import torch
 from test_records import make_row
 
-from bench import report
+from bench import tables
 from bench.checkpoint_peers import DCP, FLUSHED, OWN, Rank, Trial
 from bench.targets import faster, note
 from fastpar.config import GPTConfig
@@ -31,6 +31,6 @@ def test_the_table_says_what_is_missed():
         make_row(**values, variant="fastpar", median_ms=2.0, notes=note([faster(1.0, "torch")])),
         make_row(**values, variant="torch", median_ms=1.0),
     ]
-    text = report.TABLES["checkpoint"](rows)
+    text = tables.TABLES["checkpoint"](rows)
     assert "| fastpar | 2 | 1 GB/s |" in text
     assert text.count("not >= 1x torch") == 1

@@ -7,7 +7,7 @@ import torch
 from test_bench import make_bench
 
 from bench import bench_overlap as overlap
-from bench import report
+from bench import tables
 from bench.bench_overlap import ALONE, DDP, FSDP2, STAGES, Log, Plan
 from bench.links import Link, NoLinkError, RankError
 from bench.records import load
@@ -61,7 +61,7 @@ def test_targets_are_judged_from_the_rows(tmp_path):
     bench = make_bench(tmp_path, "overlap")
     bench.quick = False
     rows = overlap.to_rows(bench, PLAN, logs(), ABOUT)
-    text = report.targets_table(rows)
+    text = tables.targets_table(rows)
     assert "| exposed <= 15 % of communication | 10 % | yes |" in text
     assert "| >= 1.2x the best of FSDP2, FSDP2, no reshard | 1.33x | yes |" in text
     assert text.count("refused: rank 1: it broke") == 3
@@ -74,7 +74,7 @@ def test_targets_are_judged_from_the_rows(tmp_path):
 
 def test_the_report_has_a_line_for_each_variant(tmp_path):
     rows = overlap.to_rows(make_bench(tmp_path, "overlap"), PLAN, logs(), ABOUT)
-    lines = report.overlap_table(rows).splitlines()[2:]
+    lines = tables.overlap_table(rows).splitlines()[2:]
     assert (
         lines[1] == "| tiny, DDP, same buckets | 1500 | 95 | 1000 | 250 | 25 % |  | 1.00x | 1.20x |"
     )

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from test_bench import make_bench
 from test_records import ABOUT, make_row
 
-from bench import bench_emulated, bench_tp, bench_zero, pictures, report, tp_peers
+from bench import bench_emulated, bench_tp, bench_zero, pictures, tp_peers
 from bench.bench_zero import GATE_STEPS, Reference, Trial, judge
 from bench.emulated import NODES, NVLINK, Link, Op
 from bench.parallel_peers import SINGLE
@@ -149,13 +149,13 @@ def rows():
 
 
 def test_the_table_compares_with_the_fastest_of_torch(rows):
-    text = report.tp_table(rows[::-1])
+    text = tables.tp_table(rows[::-1])
     lines = text.splitlines()[2:]
     assert "| tp=2, tiny: fastpar, shm | 2 x 1 | 500 | 1024 | 2.00x | 1000 |" in lines
     assert "| tp=2, tiny: fastpar, gloo | 2 x 1 | 4000 | 128 | 0.25x, loses | 1000 |" in lines
     assert lines[-1].startswith("| dp=2 tp=2, tiny: torch DTensor + FSDP2 | 2 x 1 | 100 ")
     refused = [replace(rows[2], refused="gone"), *rows[:2]]
-    assert "fastpar, shm | 2 x 1 | refused: gone |" in report.tp_table(refused)
+    assert "fastpar, shm | 2 x 1 | refused: gone |" in tables.tp_table(refused)
     assert len({line.count("|") for line in text.splitlines()}) == 1
 
 
@@ -210,4 +210,4 @@ def test_one_rank_of_a_split_model_sends_what_it_says(tmp_path):
     bench_emulated.run_settings(bench, [setting])
     _, rows = load(tmp_path / "rows.json")
     assert [row.refused for row in rows] == [None] * 3
-    assert report.tp_table(rows).count("tp 2") == 2
+    assert tables.tp_table(rows).count("tp 2") == 2

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from test_bench import make_bench
 from test_records import ABOUT, make_row
 
-from bench import bench_zero, parallel_peers, pictures, report
+from bench import bench_zero, parallel_peers, pictures
 from bench.bench_zero import Entry, Rank, Reference, Trial, judge
 from bench.records import load
 from bench.worker import WorkerError
@@ -155,7 +155,7 @@ def rows():
 
 
 def test_the_table_compares_through_ddp(rows):
-    text = report.zero_table(rows[::-1])
+    text = tables.zero_table(rows[::-1])
     assert [line.split(" | ")[0] for line in text.splitlines()[2:]] == [
         f"| {row.variant}" for row in rows
     ]

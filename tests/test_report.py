@@ -3,7 +3,7 @@
 import pytest
 from test_records import ABOUT, make_row
 
-from bench import pictures, report
+from bench import pictures, report, tables
 from bench.errors import ErrorRow
 from bench.records import ResultFile
 from bench.targets import Target, faster, note, targets_of
@@ -87,12 +87,12 @@ def test_report_check_tells_a_stale_file(results, tmp_path, monkeypatch, capsys)
 
 
 def test_summary_has_a_line_for_each_case():
-    text = report.summary([make_row(), make_row(variant="fastpar", refused="x", median_ms=None)])
+    text = tables.summary([make_row(), make_row(variant="fastpar", refused="x", median_ms=None)])
     assert text == "bias_gelu N=1 F=2, fwd, ms: eager 2 (34 %) | fastpar refused"
 
 
 def test_ops_table_names_what_is_slower_and_shows_memory_and_host_time():
-    text = report.ops_table(
+    text = tables.ops_table(
         [
             make_row(median_ms=1.0, peak_bytes=4_000_000, host_us=9.0),
             make_row(variant="fastpar", median_ms=1.25, peak_bytes=1_000_000, host_us=7.5),
@@ -111,7 +111,7 @@ def test_every_bench_has_a_table_of_its_own(results):
 
 def test_a_row_beside_dropout_is_no_result():
     aside = make_row(variant="fastpar without dropout")
-    assert "without" not in report.ops_table([make_row(), aside])
+    assert "without" not in tables.ops_table([make_row(), aside])
 
 
 # Targets
@@ -130,7 +130,7 @@ def test_targets_survive_the_row_and_are_judged_by_the_report():
     )
     assert targets_of(type(ours).from_json(ours.to_json())) == TARGETS
     group = [make_row(peak_bytes=100), make_row(variant="torch.compile", median_ms=1.4), ours]
-    text = report.targets_table(group)
+    text = tables.targets_table(group)
     for line in (
         "| >= 1.5x the best of eager, torch.compile | 1.40x | **no** |",
         "| >= 34 % of the ceiling | 34 % | yes |",
@@ -138,15 +138,15 @@ def test_targets_survive_the_row_and_are_judged_by_the_report():
         "| host <= 15 us | 15.0 us | yes |",
     ):
         assert line in text
-    assert report.targets_table([make_row(peak_bytes=100)]).count("\n") == 1  # no targets
+    assert tables.targets_table([make_row(peak_bytes=100)]).count("\n") == 1  # no targets
 
 
 def test_targets_of_a_refused_row_are_missed_and_without_peers_they_stay_open():
     red = make_row(variant="fastpar", median_ms=None, refused="red check", notes=note(TARGETS))
-    assert report.targets_table([red]).count("refused: red check | no |") == 4
+    assert tables.targets_table([red]).count("refused: red check | no |") == 4
     alone = make_row(variant="fastpar", notes=note(TARGETS[:1]))
     refused_peer = make_row(median_ms=None, refused="out of memory")
-    assert "| nothing to compare with | open |" in report.targets_table([alone, refused_peer])
+    assert "| nothing to compare with | open |" in tables.targets_table([alone, refused_peer])
 
 
 def test_target_refuses_an_unknown_measure():
