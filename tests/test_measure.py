@@ -1,0 +1,125 @@
+import itertools
+import os
+from dataclasses import replace
+
+import pytest
+
+from fastpar import measure as module
+from fastpar.config import GPTConfig
+from fastpar.job import Job, Setup
+from fastpar.measure import busy, keep_rates, known_s, measure, solve, spaced
+from fastpar.measured_rates import FOLDER, MeasuredRates, Overhead, find_rates
+from fastpar.step_time import predict_step
+from fastpar.work import ops_of, sends_of
+
+SETUP = Setup(world_size=2, dtype="fp32", master_weights="none", device_type="cpu", transport="shm")
+JOB = Job(GPTConfig(2, 2, 32, 16, 128, dropout=0.0), 4)
+SETUPS = [
+    replace(SETUP, micro_batch_size=2),
+    replace(SETUP, zero_stage=3, accumulate="shard", grad_accum_steps=2),
+    replace(SETUP, tp=2, micro_batch_size=4, activation_checkpointing="full"),
+]
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rates")
+    before = os.environ.get(FOLDER)
+    os.environ[FOLDER] = str(folder)
+    said = []
+    try:
+        yield measure(JOB, SETUPS[1:], threads=1, seconds=0.5, say=said.append), said, folder
+    finally:
+        os.environ.pop(FOLDER)
+        if before is not None:
+            os.environ[FOLDER] = before
+
+
+def test_all_that_the_setups_do_is_measured(measured):
+    rates, said, _ = measured
+    for setup in SETUPS[1:]:
+        for op in ops_of(JOB, setup):
+            assert rates.op_s(op) > 0
+        for send in sends_of(JOB, setup):
+            assert rates.send_s(send) > 0 or send.axis == "control"
+        assert rates.overhead_s(JOB, setup) >= 0
+        assert predict_step(JOB, setup, rates).step_s > known_s(JOB, setup, rates) * 0.999
+    assert not rates.scaled
+    assert len(rates.overheads) == 2
+    assert rates.about["ranks"] == 2
+    assert rates.about["threads"] == 1
+    assert said[0].startswith("measuring ")
+
+
+def test_rates_are_kept_for_later_runs(measured):
+    rates, _, folder = measured
+    found = find_rates(device_type="cpu", dtype="fp32", ranks=2, threads=1, dropout=False)
+    assert found is not None
+    assert found.ops == rates.ops
+    assert [path.parent for path in folder.iterdir()] == [folder]
+    more = MeasuredRates({**rates.about, "date": "later"})
+    keep_rates(more)
+    found = find_rates(device_type="cpu", dtype="fp32", ranks=2, threads=1, dropout=False)
+    assert found is not None
+    assert (found.about["date"], found.ops) == ("later", rates.ops)
+
+
+def test_a_damaged_file_is_replaced(tmp_path, monkeypatch):
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    about = {"machine": module.machine_name(), "gpu": "", "device_type": "cpu", "dtype": "fp32"}
+    about |= {"dropout": False, "ranks": 1, "threads": 1, "date": "now", "spread": 0.0}
+    rates = MeasuredRates(about)
+    rates.path.parent.mkdir(exist_ok=True)
+    rates.path.write_text("{")
+    keep_rates(rates)
+    assert MeasuredRates.load(rates.path).about == about
+
+
+@pytest.mark.parametrize("setups", [[], [SETUP, replace(SETUP, world_size=4)]])
+def test_setups_of_one_kind_only(setups):
+    with pytest.raises(ValueError, match="expected setups of the same ranks, device and format"):
+        measure(JOB, setups)
+
+
+def test_overhead_is_solved_from_four_steps():
+    truth = Overhead(1.0, 0.5, 0.25, 0.125)
+
+    def took(layers, micro):
+        return (
+            truth.step
+            + micro * (truth.micro_batch + layers * truth.layer)
+            + layers * truth.layer_step
+        )
+
+    steps = [took(layers, micro) for layers in (1, 3) for micro in (1, 3)]
+    assert solve(steps) == pytest.approx(truth)
+    cells = module._tiny_cells(SETUP)
+    order = [(job.shape.n_layer, setup.grad_accum_steps) for job, setup in cells]
+    assert order == [(1, 1), (1, 3), (3, 1), (3, 3)]
+    assert solve([1.0, 1.0, 0.5, 0.5]) == (1.0, 0.0, 0.0, 0.0), "none is negative"
+
+
+def test_a_busy_machine_is_told_by_load_and_spread(monkeypatch):
+    monkeypatch.setattr(module, "available_cores", lambda: 4)
+    assert busy(1.0, 0.1) == ""
+    assert busy(3.0, 0.1) == "load 3.0 before the start"
+    assert busy(0.0, 0.35) == "spread 35%"
+    assert busy(3.0, 0.35) == "load 3.0 before the start, spread 35%"
+
+
+def test_sizes_of_exchanges_span_what_is_asked_for():
+    found = spaced(40_000.0, 4e6)
+    assert found[0] <= 11_000
+    assert abs(found[-1] - 4e6) <= 1024
+    assert len(found) == 4
+    ratios = [b / a for a, b in itertools.pairwise(found)]
+    assert max(ratios) / min(ratios) < 1.2
+    assert spaced(8.0, 8.0) == [1024]
+
+
+def test_cells_of_the_same_operations_share_a_chain():
+    cells = [(JOB, s) for s in SETUPS]
+    again = (JOB, replace(SETUPS[0], zero_stage=1))
+    chains = module._distinct_chains([*cells, again])
+    assert [len(chain) for chain in chains] == [2, 1, 1]
+    assert chains[0] == [cells[0], again]
