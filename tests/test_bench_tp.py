@@ -8,7 +8,7 @@ import torch.distributed as dist
 from test_bench import make_bench
 from test_records import ABOUT, make_row
 
-from bench import bench_emulated, bench_tp, bench_zero, pictures, tp_peers
+from bench import bench_emulated, bench_tp, bench_zero, pictures, tables, tp_peers
 from bench.bench_zero import GATE_STEPS, Reference, Trial, judge
 from bench.emulated import NODES, NVLINK, Link, Op
 from bench.parallel_peers import SINGLE

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from test_bench import make_bench
 from test_records import ABOUT, make_row
 
-from bench import bench_zero, parallel_peers, pictures
+from bench import bench_zero, parallel_peers, pictures, tables
 from bench.bench_zero import Entry, Rank, Reference, Trial, judge
 from bench.records import load
 from bench.worker import WorkerError
