@@ -10,6 +10,7 @@ copy until the end of backward.
 from __future__ import annotations
 
 import functools
+import math
 from collections import deque
 from typing import NamedTuple
 
@@ -36,6 +37,7 @@ class Sizes(NamedTuple):
     buckets: tuple[Bucket, ...]
     order: tuple[int, ...]  # bucket of each parameter as gradients arrive
     layers: int
+    elements: int  # without padding
     grad_bytes: int
     split: bool
     root: int
@@ -115,7 +117,7 @@ def sizes_of(
 ) -> Sizes:
     """The buckets that parallelize() makes of a GPT."""
     parameters = _parameters(layers, width, tokens, rows, tp)
-    block = sum(torch.Size(shape).numel() for i, shape in parameters if i == 0)
+    block = sum(math.prod(shape) for i, shape in parameters if i == 0)
     # find_units merges neighbours up to the cap of the first bucket.
     merged = max(1, int(first_bucket_mb * 2**20) // (block * weight_bytes))
     units = [0 if i < 0 else 1 + i // merged for i, _ in parameters]
@@ -140,6 +142,7 @@ def sizes_of(
         layout.buckets,
         tuple(bucket_of[i] for i in arrival),
         layers,
+        sum(math.prod(shape) for _, shape in parameters),
         grad_bytes,
         split,
         root=by[0],
@@ -168,7 +171,7 @@ def flow_of(
         wire_bytes: of an element on the wire where it is another format, else 0.
         sum_bytes: of an element of a bucket, for the shard of its sum where that is added to an
             earlier one; with copies (of shards, in other groups) it stays to the end of backward.
-        early: whether wte's first bucket is sent with the head's part of its gradient.
+        early: wte's own bucket is sent first, with the head's part of its gradient; else last.
         whole: all whole gradients are there from earlier micro-batches.
     """
     play = _Play(sizes, stage, reduces, IN_FLIGHT * bucket_mb * 2**20)
@@ -182,6 +185,8 @@ def flow_of(
         play.allocate(0)
         if early:
             play.ready(0)
+        else:
+            play.order.rotate(-1)
     found: tuple[list[tuple[int, int]], ...] = tuple([] for _ in MOMENTS)
     first = sizes.order[: -2 - sizes.layers * len(_ARRIVAL)]
     for index in first:
@@ -214,7 +219,8 @@ class _Play:
         self.waiting = [len(bucket.slots) for bucket in sizes.buckets]
         self.alive: set[int] = set()
         self.pending: deque[int] = deque()
-        self.next = self.now = self.top = 0
+        self.order = deque(range(len(sizes.buckets)))  # in which they are launched
+        self.now = self.top = 0
 
     def _bytes(self, index: int) -> int:
         return self.sizes.buckets[index].numel * self.sizes.grad_bytes
@@ -242,10 +248,10 @@ class _Play:
         self._launch_ready()
 
     def _launch_ready(self) -> None:
-        while self.reduces and self.next < len(self.waiting) and not self.waiting[self.next]:
-            self._add(round(self._elements(self.next) * self.launch_bytes))
-            self.pending.append(self.next)
-            self.next += 1
+        while self.reduces and self.order and not self.waiting[self.order[0]]:
+            index = self.order.popleft()
+            self._add(round(self._elements(index) * self.launch_bytes))
+            self.pending.append(index)
             while self.stage >= 2 and len(self.pending) > 2:
                 if sum(map(self._bytes, self.pending)) <= self.room:
                     break

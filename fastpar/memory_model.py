@@ -89,7 +89,8 @@ def predict_states(job: Job, setup: Setup) -> Memory:
     return Memory(
         parameters=round(setup.weight_bytes * (shard if stage == 3 else whole)),
         gradients=round(setup.grad_bytes * (shard if stage >= 2 else whole)),
-        optimizer=round(_optimizer(job, setup, sizes, shard if stage else whole)),
+        # Padding has no state. A rank can have a little more than its share of what has.
+        optimizer=round(_optimizer(setup, sizes, sizes.elements / (n if stage else 1))),
     )
 
 
@@ -156,13 +157,13 @@ def vocabulary_rows(job: Job, tp: int) -> int:
     return -(-job.shape.padded_vocab_size // multiple) * multiple // tp
 
 
-def _optimizer(job: Job, setup: Setup, sizes: Sizes, elements: float) -> float:
+def _optimizer(setup: Setup, sizes: Sizes, elements: float) -> float:
     """Bytes of its numbers for so many of a rank's elements."""
     size = setup.state_bytes * elements
     if setup.optimizer == "adamw" and setup.moment_dtype == "int8":
         size += 2 * 4 / _MOMENT_BLOCK * elements
     if setup.optimizer == "adafactor":  # means of rows and columns
-        size += 4 * sizes.factors * elements / sizes.padded(1)
+        size += 4 * sizes.factors * elements / sizes.elements
     return size
 
 

@@ -61,6 +61,7 @@ def test_the_buckets_of_parallelize(stage, tp):
     padded = [-(-bucket.numel // multiple) * multiple for bucket in mine.buckets]
     assert padded == buckets
     assert mine.padded(n_shards) == sum(buckets)
+    assert mine.padded(1) - 256 * 80 < mine.elements < mine.padded(1)
 
 
 def test_as_many_whole_gradients_as_the_engine_has():
@@ -99,11 +100,15 @@ def test_gradients_of_earlier_micro_batches_are_all_there():
     assert mine.in_blocks[0][0] == (6, 4 * one.padded(1))
 
 
-def test_nothing_is_sent_before_an_embedding_that_comes_late():
+def test_a_table_that_comes_late_keeps_its_place_and_nobody_waiting():
     one = sizes(split=True)
     early, late = flow(one), flow(one, early=False)
-    assert late.at_table == 4 * one.padded(1)
-    assert early.at_table < late.at_table
+    table = 4 * one.buckets[0].numel
+    assert one.buckets[0].numel == 512 * 128
+    for pairs in late.in_blocks:
+        assert pairs[0][1] >= table
+    assert late.at_table < 0.8 * 4 * one.padded(1)
+    assert early.at_table < late.at_table + table
 
 
 def test_alone_everything_stays():
