@@ -34,6 +34,7 @@ USAGE = """usage: fastpar COMMAND [OPTIONS]
 
   train    train a GPT-2 on text (--nproc N: on N ranks of this machine)
   profile  where the time of a training step goes, and what to change
+  plan     which parallel layout for a model on some GPUs: memory, time, cost, command
   sample   write text with a trained model
   verify   read every byte of a run's checkpoints: what is there, and what is damaged
   inspect  a table of a checkpoint's tensors: shapes, norms, extremes, nonfinite values
@@ -85,6 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "train": _train,
         "profile": _profile,
+        "plan": _plan,
         "sample": _sample,
         "verify": _verify,
         "inspect": _inspect,
@@ -313,6 +315,12 @@ def _export(arguments: list[str]) -> int:
     names = export_weights(_weights(command.where), Path(command.to), dtypes[command.dtype])
     print(f"{command.to}: {', '.join(names)}")
     return 0
+
+
+def _plan(arguments: list[str]) -> int:
+    from fastpar.plan import PlanCommand, run
+
+    return run(_parse(PlanCommand, arguments, "plan"))
 
 
 def _info(arguments: list[str]) -> int:

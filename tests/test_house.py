@@ -30,7 +30,7 @@ ORDER = [
     "journal", "checkpoint_report", "run_saves", "evaluate", "guards", "measured_rates",
     "predictions", "capacity", "launch", "start", "wire_meter", "strategies", "train",
     "profile_trace", "verdict", "profile_report", "timeline_picture", "step_profile", "profiling",
-    "rank_pool", "trial", "op_chain", "measure", "plan_search", "plan", "plan_check", "comparison",
+    "rank_pool", "trial", "op_chain", "measure", "plan_search", "plan_check", "plan", "comparison",
     "compare_pictures", "compare_report", "compare_worker", "compare", "cli", "__main__",
     "__init__",
 ]  # fmt: skip

@@ -1,0 +1,142 @@
+"""`fastpar plan`: what it prints is what was computed, its command runs, its mistakes are told."""
+
+import json
+import re
+import shlex
+
+import pytest
+
+from fastpar import plan
+from fastpar.cli import main, parse_train
+from fastpar.config import PRESETS, derive_batch
+from fastpar.job import Job, Setup
+from fastpar.plan import PlanCommand, flags, layout_text
+
+
+def run(capsys, *words):
+    assert main(["plan", *words]) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys, *words):
+    assert main(["plan", *words]) == 2
+    return capsys.readouterr().err
+
+
+def test_the_readme_example(capsys, tmp_path):
+    out = run(
+        capsys, "--model", "gpt2-xl", "--gpus", "8", "--gpu", "h100", "--json", f"{tmp_path}/p.json"
+    )
+    assert "1,557,686,400 parameters" in out
+    assert "8 x h100" in out
+    stored = json.loads((tmp_path / "p.json").read_text())
+    winner = stored["layouts"][0]
+    assert winner["fits"]
+    times = [row["time"]["step_s"] for row in stored["layouts"] if row["fits"]]
+    assert times[1:] == sorted(times[1:])
+    assert f"{winner['memory_bytes']['total'] / 1e9:,.1f}" in out
+    assert all(
+        row["memory_bytes"]["total"] <= stored["limit_bytes"]
+        for row in stored["layouts"]
+        if row["fits"]
+    )
+    assert "why not" in out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--model gpt2-xl --gpus 8 --gpu h100",
+        "--model gpt2 --gpus 1 --gpu 4090",
+        "--model gpt2-large --gpus 4 --gpu v100 --batch-size 32",
+        "--model gpt2-medium --gpus 2 --gpu a100-40 --master-weights remainder --moment-dtype bf16",
+        "--model mini --gpus 2 --gpu cpu",
+        "--model gpt2 --n-layer 24 --n-embd 1536 --n-head 24 --seq-len 2048 --gpus 6",
+    ],
+)
+def test_the_command_is_the_layout_that_won(words, capsys, tmp_path):
+    out = run(capsys, *words.split(), "--json", f"{tmp_path}/p.json")
+    line = next(line for line in out.splitlines() if line.startswith("fastpar train "))
+    config = parse_train(shlex.split(line)[2:])
+    stored = json.loads((tmp_path / "p.json").read_text())
+    winner, batch = stored["layouts"][0], stored["batch_size"]
+    shape = config.model_config(stored["shape"]["vocab_size"])
+    assert stored["shape"] == vars(shape)
+    assert config.system.nproc == winner["world_size"]
+    assert config.text.batch_size == batch
+    dp = winner["world_size"] // winner["tp"]
+    assert derive_batch(config.text, shape.block_size, dp) == (
+        winner["micro_batch_size"],
+        winner["grad_accum_steps"],
+    )
+    kinds = {"dtype": config.system.dtype}
+    again = Setup.of(
+        config,
+        dtype=winner["dtype"] if kinds["dtype"] == "auto" else kinds["dtype"],
+        world_size=winner["world_size"],
+        micro_batch_size=winner["micro_batch_size"],
+        grad_accum_steps=winner["grad_accum_steps"],
+        device_type=winner["device_type"],
+        transport=winner["transport"],
+    )
+    known = {k: v for k, v in winner.items() if k in vars(again)}
+    if winner["tp"] == 1:  # of one rank nothing is shared out
+        known["sequence_parallel"] = again.sequence_parallel
+    assert vars(again) == known
+
+
+def test_several_machines_are_started_by_torchrun(capsys):
+    out = run(capsys, "--model", "gpt2-xl", "--gpus", "16", "--gpu", "a100", "--gpus-per-node", "4")
+    assert re.search(r"torchrun --nnodes 4 --nproc-per-node 4 .* -m fastpar train ", out)
+
+
+def test_the_vocabulary_names_the_tokenizer():
+    command = PlanCommand(model="gpt2")
+    shape = PRESETS["gpt2"]
+    assert "gpt2" in flags(command, Job(shape, 8), Setup())[2:4]
+
+
+def test_words_for_layouts():
+    assert layout_text(Setup()) == "one GPU"
+    assert layout_text(Setup(device_type="cpu")) == "one rank"
+    setup = Setup(world_size=16, tp=2, zero_stage=3, shard_size=4)
+    assert layout_text(setup) == "dp 8 x tp 2, ZeRO-3 in groups of 4"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--model gpt3", r"plan: expected model to be one of gpt2, .* got model=gpt3"),
+        ("--model gpt2-xk", r"did you mean gpt2-xl\?"),
+        ("--gpus 0", r"plan: expected gpus >= 1, got gpus=0; set --gpus"),
+        ("--batch-size -4", r"plan: expected batch_size >= 1, got batch_size=-4"),
+        ("--seq-len 0", r"plan: expected seq_len >= 1, got seq_len=0"),
+        ("--gpu h1000", r"got name=.?h1000.*h100"),
+        ("--link nvlink9", r"got name=.?nvlink9"),
+        ("--price -1", r"plan: expected price >= 0, got price=-1"),
+        (
+            "--gpus 5 --batch-size 7",
+            r"got batch_size=7 with gpus=5; use --batch-size 5 or 10 or 15",
+        ),
+        ("--gpu v100 --dtype bf16", r"expected fp16 or fp32 on v100.*got dtype=bf16"),
+        ("--gpu cpu --dtype fp16 --gpus 1", r"expected dtype fp32 or bf16 on the CPU"),
+        (
+            "--model gpt2-xl --gpus 1 --gpu 4090 --n-layer 96",
+            r"plan: expected a model that fits into 2\d\.\d GB a rank, got .*; use .*--gpus \d",
+        ),
+    ],
+)
+def test_bad_input(words, said, capsys):
+    assert re.search(said, refused(capsys, *words.split()))
+
+
+def test_the_list_of_devices(capsys):
+    out = run(capsys, "--gpu", "list")
+    for name in ("v100", "a100", "h100", "h200", "b200", "l40s", "4090", "cpu", "ib-ndr"):
+        assert name in out
+
+
+def test_a_layout_that_the_trainer_would_refuse_is_never_printed(monkeypatch):
+    monkeypatch.setattr(plan, "refused", lambda job, setup: "no")
+    with pytest.raises(AssertionError, match="no"):
+        plan.run(PlanCommand(gpus=1))
