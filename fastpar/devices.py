@@ -1,7 +1,7 @@
 """Devices and links as data: peaks, memory, bandwidths, latencies, prices.
 
-[Note: sources] Peaks are dense (the makers print twice as much for sparse matrices), of 16-bit and
-of 32-bit matrix products (tf32 where there is such a unit), and with sums in fp32. Peak and
+[Note: sources] Peaks are dense (the makers print twice as much for sparse matrices), of 16-bit
+products with sums in fp32, and of products in fp32 proper: torch uses tf32 only when told. Peak and
 bandwidth are from the makers' data sheets that `source` names. Memory is what torch reports of such
 a device, a little less than what the sheet promises. Prices are list prices of an hour on demand at
 clouds, rounded, of the middle of 2025: they change faster than this table, pass your own.
@@ -113,43 +113,43 @@ def _gpu(
 # The first pattern that matches a name counts.
 DEVICES: tuple[Device, ...] = (
     _gpu(
-        "b200", "gb200 b200-sxm", r"\bG?B200\b", "blackwell", (2250, 1125), (178.3, 8000),
+        "b200", "gb200 b200-sxm", r"\bG?B200\b", "blackwell", (2250, 75), (178.3, 8000),
         "nvlink5 ib-ndr 8", 4.99, "NVIDIA DGX B200 data sheet, an eighth of it",
     ),
     _gpu(
-        "h200", "h200-sxm", r"\bG?H200\b", "hopper", (989, 494.5), (139.8, 4800),
+        "h200", "h200-sxm", r"\bG?H200\b", "hopper", (989, 67), (139.8, 4800),
         "nvlink4 ib-ndr 8", 3.8, "NVIDIA H200 data sheet, SXM",
     ),
     _gpu(
-        "h100-pcie", "", r"\bH[18]00 PCIe", "hopper", (756, 378), (79.2, 2000),
+        "h100-pcie", "", r"\bH[18]00 PCIe", "hopper", (756, 51), (79.2, 2000),
         "pcie5 ib-ndr 8", 2.5, "NVIDIA H100 data sheet, PCIe",
     ),
     _gpu(
-        "h100-nvl", "", r"\bH100 NVL", "hopper", (835, 417.5), (93.1, 3900),
+        "h100-nvl", "", r"\bH100 NVL", "hopper", (835, 60), (93.1, 3900),
         "pcie5 ib-ndr 8", 2.8, "NVIDIA H100 data sheet, NVL",
     ),
     _gpu(
-        "h100", "h100-sxm h100-80 h800", r"\bH[18]00\b", "hopper", (989, 494.5), (79.2, 3350),
+        "h100", "h100-sxm h100-80 h800", r"\bH[18]00\b", "hopper", (989, 67), (79.2, 3350),
         "nvlink4 ib-ndr 8", 3.0, "NVIDIA H100 data sheet, SXM",
     ),
     _gpu(
-        "a100-40-pcie", "a100-pcie-40", r"A100-PCIE-40", "ampere", (312, 156), (39.4, 1555),
+        "a100-40-pcie", "a100-pcie-40", r"A100-PCIE-40", "ampere", (312, 19.5), (39.4, 1555),
         "pcie4 ib-hdr 8", 1.3, "NVIDIA A100 data sheet, PCIe 40 GB",
     ),
     _gpu(
-        "a100-pcie", "a100-80-pcie a100-pcie-80", r"A[18]00.*PCIe", "ampere", (312, 156),
+        "a100-pcie", "a100-80-pcie a100-pcie-80", r"A[18]00.*PCIe", "ampere", (312, 19.5),
         (79.2, 1935), "pcie4 ib-hdr 8", 1.6, "NVIDIA A100 data sheet, PCIe 80 GB",
     ),
     _gpu(
-        "a100-40", "a100-40-sxm a100-sxm-40", r"A[18]00.*40\s?GB", "ampere", (312, 156),
+        "a100-40", "a100-40-sxm a100-sxm-40", r"A[18]00.*40\s?GB", "ampere", (312, 19.5),
         (39.4, 1555), "nvlink3 ib-hdr 8", 1.3, "NVIDIA A100 data sheet, SXM 40 GB",
     ),
     _gpu(
-        "a100", "a100-80 a100-sxm a100-80-sxm a800", r"\bA[18]00\b", "ampere", (312, 156),
+        "a100", "a100-80 a100-sxm a100-80-sxm a800", r"\bA[18]00\b", "ampere", (312, 19.5),
         (79.2, 2039), "nvlink3 ib-hdr 8", 1.8, "NVIDIA A100 data sheet, SXM 80 GB",
     ),
     _gpu(
-        "l40s", "", r"\bL40S\b", "ada", (362, 183), (44.4, 864),
+        "l40s", "", r"\bL40S\b", "ada", (362, 91.6), (44.4, 864),
         "pcie4 eth-100 8", 1.0, "NVIDIA L40S data sheet",
     ),
     _gpu(
@@ -157,27 +157,27 @@ DEVICES: tuple[Device, ...] = (
         "pcie4 eth-100 8", 0.9, "NVIDIA L40 data sheet",
     ),
     _gpu(
-        "l4", "", r"\bL4\b", "ada", (121, 60), (22.0, 300),
+        "l4", "", r"\bL4\b", "ada", (121, 30.3), (22.0, 300),
         "pcie4 eth-100 8", 0.8, "NVIDIA L4 data sheet",
     ),
     _gpu(
-        "a40", "", r"\bA40\b", "ampere", (150, 74.8), (44.4, 696),
+        "a40", "", r"\bA40\b", "ampere", (150, 37.4), (44.4, 696),
         "pcie4 eth-100 8", 0.6, "NVIDIA A40 data sheet",
     ),
     _gpu(
-        "a30", "", r"\bA30\b", "ampere", (165, 82), (23.6, 933),
+        "a30", "", r"\bA30\b", "ampere", (165, 10.3), (23.6, 933),
         "pcie4 eth-100 8", 0.6, "NVIDIA A30 data sheet",
     ),
     _gpu(
-        "a10g", "", r"\bA10G\b", "ampere", (70, 35), (22.1, 600),
+        "a10g", "", r"\bA10G\b", "ampere", (70, 31.2), (22.1, 600),
         "pcie4 eth-25 4", 1.0, "AWS: instances G5",
     ),
     _gpu(
-        "a10", "", r"\bA10\b", "ampere", (125, 62.5), (22.1, 600),
+        "a10", "", r"\bA10\b", "ampere", (125, 31.2), (22.1, 600),
         "pcie4 eth-25 4", 0.75, "NVIDIA A10 data sheet",
     ),
     _gpu(
-        "a6000", "rtx-a6000", r"\bA6000\b", "ampere", (155, 77.4), (47.4, 768),
+        "a6000", "rtx-a6000", r"\bA6000\b", "ampere", (155, 38.7), (47.4, 768),
         "pcie4 eth-25 4", 0.8, "NVIDIA RTX A6000 data sheet",
     ),
     _gpu(

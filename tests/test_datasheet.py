@@ -55,8 +55,6 @@ def test_thin_products_wait_for_memory():
     rates, n_bytes = rates_of(), 2 * 8192 * 8192
     seconds = rates.op_s(product(1, 8192, 8192)) - LAUNCH_S["cuda"]
     assert seconds == pytest.approx(n_bytes / (2039e9 * 0.85), rel=0.01)
-    wide = rates_of(dtype="fp32").op_s(product(1, 8192, 8192)) - LAUNCH_S["cuda"]
-    assert wide == pytest.approx(2 * seconds)
 
 
 def test_backward_of_a_product_is_two():
@@ -74,7 +72,7 @@ def test_small_ops_wait_for_the_host():
 
 def test_formats_choose_the_peak():
     assert rates_of().peak_flops == 312e12
-    assert rates_of(dtype="fp32").peak_flops == 156e12
+    assert rates_of(dtype="fp32").peak_flops == 19.5e12
     wide, half = (rates_of("v100", dtype=d).op_s(product(*[4096] * 3)) for d in ("fp32", "fp16"))
     assert wide > 5 * half
 

@@ -1,5 +1,6 @@
 """step_time.py: the textbook's bubble, what hides what, and sums that add up."""
 
+import math
 import time
 from dataclasses import replace
 
@@ -183,10 +184,12 @@ def test_large_machines_are_quick():
         for shard in (None, 64)
     ]
     rates = DatasheetRates(cluster, setups[0])
-    start = time.perf_counter()
-    for _ in range(50):
+    best = math.inf
+    for _ in range(20):
+        start = time.perf_counter()
         times = [predict_step(job, setup, rates) for setup in setups]
-    assert time.perf_counter() - start < 50 * len(setups) * 500e-6  # 60 us on a quiet machine
+        best = min(best, time.perf_counter() - start)
+    assert best < len(setups) * 300e-6  # 60 us each on a quiet machine
     assert all(0 < t.mfu < 0.6 for t in times)
     assert all(t.step_s > t.compute_s for t in times)
 
