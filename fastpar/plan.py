@@ -31,6 +31,7 @@ from fastpar.settings import option
 from fastpar.step_time import cost_per_billion_tokens
 from fastpar.work import Rates
 
+PUBLISHED_ERROR = 0.12  # of the time of a step, see bench/results/plan/published.md
 TOKENS_PER_STEP = 524288  # of GPT-2's published batch, on GPUs
 CPU_VOCABULARY = 4096  # of the tokenizer that the trainer learns by default
 # Not for tensors: on a GPU the CUDA context, cuBLAS workspaces and NCCL's buffers, and what the
@@ -226,7 +227,10 @@ def _rates(command: PlanCommand, job: Job, template: Setup, cluster: Cluster) ->
     """What the machine does, and where that is known from."""
     sheet = DatasheetRates(cluster, template)
     if not command.measure:
-        return sheet, f"data sheet of {cluster.device.name}"
+        return sheet, (
+            f"data sheet of {cluster.device.name}; in this way published runs on A100 and H100 are "
+            f"predicted with errors up to {PUBLISHED_ERROR:.0%}"
+        )
     from fastpar.measure import measure
 
     limit = usable_bytes(command, cluster)
@@ -287,7 +291,7 @@ def report(
         f"step     {job.tokens_per_step:,} tokens: {job.batch_size} sequences of {job.seq_len:,}",
         f"machine  {cluster}; {limit / 1e9:,.1f} GB a rank for tensors",
         f"rates    {rates_text}",
-        f"layouts  {len(best)} ways to cut it, {len(fitting)} of them fit; the best of each:",
+        f"layouts  {len(fitting)} of {len(best)} ways to cut it fit; the best of each:",
         "",
     ]
     head = ("layout", "micro-batch", "recompute", "GB", "step ms", "tokens/s", "MFU", "exposed ms")

@@ -6,9 +6,11 @@ import shlex
 
 import pytest
 
-from fastpar import plan
+from bench.emulated import EmulatedMesh, Link, emulated
+from bench.published import predict, published
+from fastpar import GPT, engine_of, parallelize, plan
 from fastpar.cli import main, parse_train
-from fastpar.config import PRESETS, derive_batch
+from fastpar.config import PRESETS, GPTConfig, derive_batch
 from fastpar.job import Job, Setup
 from fastpar.plan import PlanCommand, flags, layout_text
 
@@ -134,6 +136,44 @@ def test_the_list_of_devices(capsys):
     out = run(capsys, "--gpu", "list")
     for name in ("v100", "a100", "h100", "h200", "b200", "l40s", "4090", "cpu", "ib-ndr"):
         assert name in out
+
+
+def test_its_own_error_is_that_of_the_published_runs(capsys):
+    worst = max(abs(predict(row)[1] / row.reported - 1) for row in published())
+    assert worst <= plan.PUBLISHED_ERROR < worst + 0.02
+    assert f"errors up to {plan.PUBLISHED_ERROR:.0%}" in run(capsys, "--gpus", "1")
+
+
+SMALL = "--n-layer 2 --n-embd 96 --n-head 12 --seq-len 24 --vocab-size 300 --batch-size 48"
+
+
+@pytest.mark.parametrize("gpus", [2, 6, 16])
+def test_parallelize_takes_every_layout(gpus, tmp_path, capsys):
+    """All that was compared, not just the winner: on one real rank of an emulated mesh."""
+    where = ["--gpus", f"{gpus}", "--gpus-per-node", f"{min(gpus, 8)}", "--dtype", "fp32"]
+    run(capsys, *SMALL.split(), *where, "--json", f"{tmp_path}/p.json")
+    stored = json.loads((tmp_path / "p.json").read_text())
+    seen = {(r["tp"], r["zero_stage"], r["shard_size"]): r for r in stored["layouts"]}
+    assert len({tp for tp, _, _ in seen}) > 1
+    for row in seen.values():
+        link = Link(None)
+        with EmulatedMesh(gpus, 0, tp=row["tp"]) as mesh:
+            model = GPT(GPTConfig(**stored["shape"]))
+            parallelize(
+                model,
+                mesh,
+                collectives=emulated(link),
+                zero_stage=row["zero_stage"],
+                shard_size=row["shard_size"],
+                sequence_parallel=row["sequence_parallel"],
+                accumulate=row["accumulate"],
+                grad_accum_steps=row["grad_accum_steps"],
+            )
+            assert (
+                engine_of(model).n_shards == (row["shard_size"] or mesh.dp_size)
+                or not row["zero_stage"]
+            )
+        link.close()
 
 
 def test_a_layout_that_the_trainer_would_refuse_is_never_printed(monkeypatch):
