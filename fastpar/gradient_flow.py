@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import deque
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -26,7 +27,8 @@ _ARRIVAL = (1, 1, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3)  # a block's parameters, as thei
 _DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 
-class Sizes(NamedTuple):
+@dataclass(frozen=True, eq=False)  # one for each model and way to cut it: see sizes_of
+class Sizes:
     """A GPT's buckets on one rank of tp.
 
     unit: elements of the largest of the units that stage 3 gathers one after another, n_units of
@@ -47,7 +49,7 @@ class Sizes(NamedTuple):
 
     def padded(self, n_shards: int) -> int:
         """Elements of all buckets, cut into so many shards."""
-        return _padded(self.buckets, n_shards)
+        return _padded(self, n_shards)
 
 
 class Flow(NamedTuple):
@@ -67,9 +69,9 @@ class Flow(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def _padded(buckets: tuple[Bucket, ...], n_shards: int) -> int:
+def _padded(sizes: Sizes, n_shards: int) -> int:
     multiple = n_shards * ALIGN
-    return sum(-(-bucket.numel // multiple) * multiple for bucket in buckets)
+    return sum(-(-bucket.numel // multiple) * multiple for bucket in sizes.buckets)
 
 
 def _parameters(

@@ -25,8 +25,9 @@ parallelism); whole: of all tokens; split: [N, C/tp]. All in bytes of the weight
 
 and mean and rstd of each norm and attention's row statistics (lse), in fp32.
 
-Not predicted: what StepMemory does not measure either, and scratch of libraries' products (oneDNN's
-in bf16 on a CPU).
+On a GPU the same holds, but a chunk's logits go, dx and dweight are always scaled, and attention
+keeps one number of a row instead of two. Not predicted: what StepMemory does not measure either
+(transports' own buffers), and scratch of oneDNN's products (bf16 on a CPU).
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ from fastpar.layout import default_bucket_mb
 
 FIRST_BUCKET_MB = 1.0  # parallelize's default
 _RNG_STATE = 5056  # torch's generator on the CPU, saved with each recomputed block
+# cuBLAS's workspace on Hopper, from torch's allocator (a quarter on older GPUs), which the threads
+# of forward and of backward have one each of.
+_CUBLAS = 2 * 32 * 2**20
 _MOMENT_BLOCK = 256  # 8-bit moments have an fp32 scale for each block of so many
 
 
@@ -51,7 +55,7 @@ class Memory:
     activations: what forward keeps, and the gradients that one op of backward hands to the next.
     loss: logits, dx and dweight of the head, and the head's gradient until it is used.
     buckets: whole gradients on their way, gathered parameters, copies in the format of the wire,
-        one weight's gradient.
+        one weight's gradient, on a GPU also cuBLAS's workspace.
     """
 
     parameters: int
@@ -190,7 +194,7 @@ def _peak(job: Job, setup: Setup, layers: int, kept_batches: int, *, head: bool)
         stays.optimizer,
         round(top.activations),
         round(top.loss),
-        round(top.buckets),
+        round(top.buckets) + (_CUBLAS if setup.device_type == "cuda" else 0),
     )
 
 
@@ -200,6 +204,7 @@ class _Phases:
     def __init__(self, job: Job, setup: Setup, layers: int, kept_batches: int, head: bool) -> None:
         shape, tp = job.shape, setup.tp
         self.setup, self.layers, self.head = setup, layers, head
+        self.stage = _stage(setup)
         self.mode, self.on_gpu = setup.activation_checkpointing, setup.device_type == "cuda"
         self.sp = tp > 1 and setup.sequence_parallel
         width, self.item = shape.n_embd, setup.weight_bytes
@@ -223,7 +228,7 @@ class _Phases:
         self.others = (kept_batches - 1) * self._kept(layers)
 
     def _flow(self, job: Job) -> Flow:
-        setup, stage = self.setup, _stage(self.setup)
+        setup, stage = self.setup, self.stage
         again = setup.accumulate == "shard" and setup.grad_accum_steps > 1  # adds to a shard
         pays = self.n * setup.dp <= self.rows // 2
         return flow_of(
@@ -255,7 +260,7 @@ class _Phases:
         else:
             one = 4 * self.a + 12 * self.split + 2 * self.statistics + self.lse
             saved = one * layers
-        if self.mode != "none":
+        if self.mode != "none" and not self.on_gpu:
             saved += _RNG_STATE * layers
         return saved
 
@@ -274,7 +279,7 @@ class _Phases:
 
     def _gathered(self, units: int) -> float:
         """Parameters at stage 3: the root's, and so many of the largest unit's."""
-        if _stage(self.setup) < 3:
+        if self.stage < 3:
             return 0.0
         units = min(units, self.sizes.n_units)
         return self.item * (self.sizes.root + units * self.sizes.unit)

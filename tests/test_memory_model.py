@@ -5,11 +5,12 @@ import itertools
 import time
 
 import pytest
-from memory_cells import job, measure_all, setup
+from memory_cells import job, measure, measure_all, setup
 
 from fastpar.config import GPTConfig
 from fastpar.job import Job, Setup
 from fastpar.memory_model import Memory, predict_memory, predict_states
+from fastpar.mesh import Mesh
 from fastpar.testing import run_ranks
 
 SHAPES = {
@@ -141,6 +142,25 @@ HYBRID = [
 @pytest.mark.parametrize("cell", HYBRID, ids=name_of)
 def test_predicted_within_five_percent_on_four_ranks(cell):
     check(cell, HYBRID)
+
+
+GPUS = [
+    ("gpt2", "none", 8),
+    ("gpt2", "selective", 1),
+    ("gpt2-medium", "none", 4),
+    ("gpt2-large", "full", 4),
+    ("gpt2-xl", "none", 2),
+    ("gpt2-xl", "full", 8),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "mode", "micro_batch"), GPUS)
+def test_predicted_within_five_percent_of_a_gpus_allocator(name, mode, micro_batch):
+    s = Setup(activation_checkpointing=mode, micro_batch_size=micro_batch)  # bf16, fp32 masters
+    one = Job(GPTConfig.preset(name), micro_batch)
+    predicted = predict_memory(one, s)
+    assert predicted.total == pytest.approx(measure(one, s, Mesh()), rel=0.05), str(predicted)
 
 
 # Published figures
