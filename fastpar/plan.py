@@ -294,7 +294,16 @@ def report(
         f"layouts  {len(fitting)} of {len(best)} ways to cut it fit; the best of each:",
         "",
     ]
-    head = ("layout", "micro-batch", "recompute", "GB", "step ms", "tokens/s", "MFU", "exposed ms")
+    head = (
+        "layout",
+        "micro-batch",
+        "recompute",
+        "memory",
+        "step ms",
+        "tokens/s",
+        "MFU",
+        "exposed ms",
+    )
     rows = [[*head, "$ / 1e9 tokens"]]
     for estimate in fitting[: command.top]:
         rows.append(_row(command, cluster, estimate))
@@ -323,6 +332,10 @@ def _recompute(setup: Setup) -> str:
     return "no recomputation" if mode == "none" else f"{mode} recomputation"
 
 
+def _size(n_bytes: float) -> str:
+    return f"{n_bytes / 1e9:,.1f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:,.0f} MB"
+
+
 def _row(command: PlanCommand, cluster: Cluster, estimate: Estimate) -> list[str]:
     setup, time = estimate.setup, estimate.time
     assert time is not None
@@ -331,7 +344,7 @@ def _row(command: PlanCommand, cluster: Cluster, estimate: Estimate) -> list[str
         layout_text(setup),
         f"{setup.micro_batch_size} x {setup.grad_accum_steps}",
         setup.activation_checkpointing,
-        f"{estimate.memory.total / 1e9:,.1f}",
+        _size(estimate.memory.total),
         f"{time.step_s * 1e3:,.4g}",
         f"{time.tokens_per_s:,.0f}",
         "" if time.mfu is None else f"{time.mfu:.1%}",

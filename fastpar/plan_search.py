@@ -145,8 +145,8 @@ def why_not(loser: Estimate, winner: Estimate, limit_bytes: float) -> str:
     assert winner.time is not None
     slower = loser.time.step_s / winner.time.step_s - 1
     if slower <= ALIKE:
-        more = (loser.memory.total - winner.memory.total) / 1e9
-        words = f"{abs(more):.1f} GB {'more' if more > 0 else 'less'}"
+        more = loser.memory.total / winner.memory.total - 1
+        words = f"{abs(more):.0%} {'more' if more > 0 else 'less'} memory"
         return f"as fast within {ALIKE:.0%}, {words}, and less simple"
     parts = winner.time.parts
     more_of = {name: s - parts.get(name, 0.0) for name, s in loser.time.parts.items()}

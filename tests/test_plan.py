@@ -36,7 +36,7 @@ def test_the_readme_example(capsys, tmp_path):
     assert winner["fits"]
     times = [row["time"]["step_s"] for row in stored["layouts"] if row["fits"]]
     assert times[1:] == sorted(times[1:])
-    assert f"{winner['memory_bytes']['total'] / 1e9:,.1f}" in out
+    assert f"{winner['memory_bytes']['total'] / 1e9:,.1f} GB" in out
     assert all(
         row["memory_bytes"]["total"] <= stored["limit_bytes"]
         for row in stored["layouts"]

@@ -141,7 +141,7 @@ def test_why_a_layout_lost_is_said_from_its_numbers():
     too_large = next(e for e in tight if e.time is None)
     text = why_not(too_large, tight[0], 1e9)
     assert text.startswith(f"does not fit: {too_large.memory.total / 1e9:,.1f} GB of 1.0 GB")
-    assert why_not(winner, winner, 6e9) == "as fast within 1%, 0.0 GB less, and less simple"
+    assert why_not(winner, winner, 6e9) == "as fast within 1%, 0% less memory, and less simple"
 
 
 def test_of_layouts_alike_the_simplest_wins():
