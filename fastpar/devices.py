@@ -232,12 +232,13 @@ def find_device(name: str) -> Device:
 
 
 def find_link(name: str) -> Link:
-    """By the table's name.
+    """By the table's name; ethernet and infiniband may be spelled out.
 
     Raises:
         ValueError: unknown; names the nearest and all.
     """
     plain = re.sub(r"[\s_]+", "-", name.strip().lower())
+    plain = plain.replace("ethernet", "eth").replace("infiniband", "ib")
     known = {link.name: link for link in LINKS}
     if plain not in known:
         raise ValueError(

@@ -97,6 +97,11 @@ def test_unknown_names_list_what_there_is():
         Cluster.of("h100", 8, inter="pigeon")
 
 
+def test_links_may_be_spelled_out():
+    assert find_link("Ethernet-100") is find_link("eth-100")
+    assert find_link("infiniband_ndr") is find_link("ib-ndr")
+
+
 def test_larger_device():
     assert larger_device(30 * GIB) == "v100"
     assert larger_device(79 * GIB) in ("a100-pcie", "a100")

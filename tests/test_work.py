@@ -244,8 +244,9 @@ def test_the_bucket_that_is_complete_last_hides_nowhere():
         assert len([s for s in sends if s.axis == "dp"]) == (3 if early else 1)
 
 
-@pytest.mark.parametrize(("micro", "early"), [(51, True), (52, False)])
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize(
+    ("micro", "early", "stage"), [(51, True, 0), (51, True, 2), (52, False, 2)]
+)
 def test_rows_of_a_tied_table(micro, early, stage):
     """A table above a default bucket; 8 ranks' tokens are less or more than half of its rows."""
     shape = GPTConfig(n_layer=1, n_head=4, n_embd=256, block_size=T, vocab_size=26000, dropout=0.0)
