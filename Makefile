@@ -11,7 +11,7 @@ BUILD_INPUTS := pyproject.toml setup.py .ci/constraints.txt $(wildcard csrc/*)
 ARGS ?=
 WORKERS ?= -n logical --maxprocesses 4
 
-.PHONY: train test test-slow bench lint aot cuda-check gpu clean
+.PHONY: train test test-slow bench report lint aot cuda-check gpu clean
 
 train: $(VENV)/train.done  ## train GPT-2 on the text that ships with a dependency, two ranks, 3 to 6 minutes on two cores
 	$(BIN)/fastpar train --nproc 2 $(ARGS)
@@ -24,6 +24,9 @@ test-slow: $(VENV)/dev.done  ## the long tests
 
 bench: $(VENV)/dev.done  ## microbenchmarks and the training step against plain PyTorch
 	$(BIN)/python -m bench $(ARGS)
+
+report: $(VENV)/dev.done  ## README tables and pictures from the results in bench/results
+	$(BIN)/python -m bench report $(ARGS)
 
 lint: $(VENV)/dev.done  ## format, lint, types
 	$(BIN)/ruff check .

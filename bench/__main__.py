@@ -5,6 +5,7 @@
     python -m bench --commit-results         rows go to bench/results, which the README shows
     python -m bench attention --tune         tiles of the attention kernels (bench/tune.py)
     python -m bench errors                   errors against fp64 (bench/errors.py)
+    python -m bench report                   tables and pictures from results (bench/report.py)
 
 Without --commit-results or --out, rows go to build/bench. A bench that fails, is killed or runs out
 of its time loses neither its own earlier rows nor the others.
@@ -160,6 +161,10 @@ def main(argv: list[str] | None = None) -> int:
         from bench import errors
 
         return errors.main(argv[1:])
+    if argv[:1] == ["report"]:
+        from bench import report
+
+        return report.main(argv[1:])
     try:
         args = parse(argv)
         ResultFile(args.out, machine(args.device), Row)  # refuses a file of another machine now

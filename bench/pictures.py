@@ -1,8 +1,8 @@
 """One picture for each op: the rate of every variant at every shape, beside the machine's ceiling.
 
-Drawn by `python -m bench.report --pictures` from committed rows only: a row of panels for each
-device that has results, a column for each direction. zero.png and tp_<ranks>.png: tokens/s and
-memory of the data-parallel engines and of the tensor-parallel ones.
+Drawn by `python -m bench report` from committed rows only: a row of panels for each device that has
+results, a column for each direction. roofline.png is roofline.py's. zero.png and tp_<ranks>.png:
+tokens/s and memory of the data-parallel engines and of the tensor-parallel ones.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import bench_emulated
+from bench import bench_emulated, roofline
 from bench.records import Row, machine_line
 from bench.report import NoResultsError, newest, op_benches
 from bench.tables import ASIDE, by_case, is_ours, number, tp_rows, zero_rows
@@ -183,8 +183,8 @@ def draw_steps(about: dict[str, Any], rows: Sequence[Row], path: Path) -> None:
 def draw_all(folder: Path) -> list[Path]:
     """<folder>/<op>.png for every op with rows there, of the newest machine of each device.
 
-    And zero.png and tp_<ranks>.png, of the first machine that has such rows; of emulated links one
-    for each device.
+    And roofline.png; zero.png and tp_<ranks>.png, of the first machine that has such rows; of
+    emulated links one for each device.
     """
     machines = []
     for device in ("cuda", "cpu"):
@@ -193,6 +193,10 @@ def draw_all(folder: Path) -> list[Path]:
         except NoResultsError:
             continue
     drawn = []
+    with_ops = [m for m in machines if roofline.dots_of(m[1])[0]]
+    if with_ops:
+        drawn.append(folder / "roofline.png")
+        roofline.draw(with_ops, drawn[-1])
     for bench in op_benches():
         parts = [(about, [r for r in rows if r.bench == bench]) for about, rows in machines]
         parts = [part for part in parts if part[1]]

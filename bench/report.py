@@ -1,8 +1,10 @@
 """Writes README tables between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->` from bench/results.
 
-    python -m bench.report [FILE ...]    rewrite the tables of these files (README, error ledger)
-    python -m bench.report --check       exit code 1 when a table is not what the results say
-    python -m bench.report --pictures    draw bench/results/<op>.png for every op, of zero and of tp
+    python -m bench report                all of it: every picture, every table
+    python -m bench report --check        exit code 1 when a table is not what the results say
+    python -m bench report --tables [FILE ...]     rewrite the tables of these files alone
+    python -m bench report --pictures     draw bench/results/*.png alone: ops, roofline, zero, tp
+    python -m bench report --history      bench/results/history.md: speed-ups over commits
 
 NAME is <table>-<device>: train, char, zero, tp, overlap, checkpoint, emulated, ops, ceilings,
 targets, errors, published or one bench (attention, ...), and cpu or cuda. Rows come from the newest
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +42,12 @@ def op_benches() -> list[str]:
     """Benches that have a table and a picture of their own."""
     found = {p.stem.removeprefix("bench_") for p in Path(__file__).parent.glob("bench_*.py")}
     return sorted(found - NOT_OPS)
+
+
+def of_newest(about: dict[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
+    """The machine with the commit of its newest row here: its file can be of another one."""
+    last = max(rows, key=lambda row: row.date)
+    return {**about, "commit": last.commit, "dirty": last.dirty, "date": last.date}
 
 
 class NoResultsError(ValueError):
@@ -85,8 +94,7 @@ def render(name: str, folder: Path) -> str:
         about, rows = newest(device, folder, Row)
         own = [row for row in rows if row.bench == kind]
         shown = own or [row for row in rows if row.bench not in NOT_OPS] or rows
-        last = max(shown, key=lambda row: row.date)  # the machine's file can be of another commit
-        about = {**about, "commit": last.commit, "dirty": last.dirty, "date": last.date}
+        about = of_newest(about, shown)
         text = TABLES[kind](rows) if kind in TABLES else ops_table(own)
     if text.count("\n") < 2:
         raise ValueError(
@@ -115,21 +123,41 @@ def update(text: str, folder: Path = RESULTS) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m bench.report",
+        prog="python -m bench report",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("files", nargs="*", type=Path, default=DOCUMENTS)
-    parser.add_argument("--check", action="store_true", help="change nothing; 1 if out of date")
-    parser.add_argument("--pictures", action="store_true", help="draw one picture for each op")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--check", action="store_true", help="change nothing; 1 if out of date")
+    only.add_argument("--tables", action="store_true", help="no pictures")
+    only.add_argument("--pictures", action="store_true", help="no tables")
+    only.add_argument("--history", action="store_true", help="only bench/results/history.md")
     args = parser.parse_args(argv)
-    if args.pictures:
-        from bench.pictures import draw_all
+    if args.history:
+        from bench import history
 
-        for path in draw_all(RESULTS):
-            print(f"{path.name}: drawn")
+        print(f"{history.write().name}: written")
+        return 0
+    if not (args.check or args.tables or args.files is not DOCUMENTS):
+        draw_pictures()
+    return 0 if args.pictures else _tables(args.files, check=args.check)
+
+
+def draw_pictures(folder: Path = RESULTS) -> None:
+    """Every picture that comes from committed results."""
+    from bench import pictures, timeline
+
+    for path in pictures.draw_all(folder):
+        print(f"{path.name}: drawn")
+    if (folder / "overlap" / "timeline.json").exists():
+        print(f"{timeline.redraw(folder / 'overlap').name}: drawn")
+
+
+def _tables(files: list[Path], *, check: bool) -> int:
+    """Makes every table of these files anew, or looks whether that would change one."""
     stale = 0
-    for path in args.files:
+    for path in files:
         try:
             old = path.read_text()
             new = update(old)
@@ -138,10 +166,10 @@ def main(argv: list[str] | None = None) -> int:
             return 2
         if new != old:
             stale += 1
-            print(f"{path.name}: {'out of date' if args.check else 'tables rewritten'}")
-            if not args.check:
+            print(f"{path.name}: {'out of date' if check else 'tables rewritten'}")
+            if not check:
                 path.write_text(new)
-    return 1 if args.check and stale else 0
+    return 1 if check and stale else 0
 
 
 if __name__ == "__main__":

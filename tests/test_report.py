@@ -3,7 +3,7 @@
 import pytest
 from test_records import ABOUT, make_row
 
-from bench import pictures, report, tables
+from bench import pictures, report, roofline, tables
 from bench.errors import ErrorRow
 from bench.records import ResultFile
 from bench.targets import Target, faster, note, targets_of
@@ -196,7 +196,11 @@ def test_one_picture_for_each_op_with_rows(results, monkeypatch):
     monkeypatch.setattr(
         pictures, "draw", lambda name, parts, path: drawn.append((name, parts, path))
     )
-    assert pictures.draw_all(results) == [results / "gelu.png"]
+    monkeypatch.setattr(
+        roofline, "draw", lambda parts, path: drawn.append(("roofline", parts, path))
+    )
+    assert pictures.draw_all(results) == [results / "roofline.png", results / "gelu.png"]
+    assert drawn.pop(0)[0] == "roofline"
     ((name, parts, path),) = drawn
     assert (name, path) == ("gelu", results / "gelu.png")
     ((about, rows),) = parts  # one machine: the newest with a CPU; none with a GPU
@@ -244,3 +248,36 @@ def test_fastpar_has_its_own_colour():
     colour = pictures.colours([f"peer {i}" for i in range(8)] + ["fastpar", "fastpar in place"])
     assert len(set(colour.values())) == len(colour)
     assert colour["fastpar"] == pictures.OURS
+
+
+def test_the_door_draws_and_writes_everything(results, monkeypatch, tmp_path, capsys):
+    from bench import __main__ as door
+    from bench import history
+
+    drawn = []
+    readme = tmp_path / "README.md"
+    readme.write_text("<!-- bench:ops-cpu -->\n<!-- /bench:ops-cpu -->\n")
+    monkeypatch.setattr(report, "DOCUMENTS", [readme])
+    monkeypatch.setattr(report.update, "__defaults__", (results,))
+    monkeypatch.setattr(report, "draw_pictures", lambda: drawn.append("all"))
+    assert door.main(["report", "--check"]) == 1
+    assert door.main(["report", "--pictures"]) == 0
+    assert readme.read_text().count("\n") == 2
+    assert drawn == ["all"]
+    assert door.main(["report"]) == 0
+    assert drawn == ["all"] * 2
+    assert door.main(["report", "--check"]) == 0
+    assert door.main(["report", "--tables"]) == 0
+    assert drawn == ["all"] * 2
+    monkeypatch.setattr(history, "write", lambda: tmp_path / "history.md")
+    assert door.main(["report", "--history"]) == 0
+    assert capsys.readouterr().out == (
+        "README.md: out of date\nREADME.md: tables rewritten\nhistory.md: written\n"
+    )
+
+
+def test_pictures_of_committed_results_are_drawn(results, capsys):
+    pytest.importorskip("matplotlib")
+    report.draw_pictures(results)
+    assert "gelu.png: drawn\n" in capsys.readouterr().out
+    assert (results / "gelu.png").exists()
