@@ -35,6 +35,7 @@ USAGE = """usage: fastpar COMMAND [OPTIONS]
   train    train a GPT-2 on text (--nproc N: on N ranks of this machine)
   profile  where the time of a training step goes, and what to change
   plan     which parallel layout for a model on some GPUs: memory, time, cost, command
+  compare  train one GPT-2 with several parallel strategies: which one, by measurement
   sample   write text with a trained model
   verify   read every byte of a run's checkpoints: what is there, and what is damaged
   inspect  a table of a checkpoint's tensors: shapes, norms, extremes, nonfinite values
@@ -87,6 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "train": _train,
         "profile": _profile,
         "plan": _plan,
+        "compare": _compare,
         "sample": _sample,
         "verify": _verify,
         "inspect": _inspect,
@@ -192,6 +194,12 @@ def _profile(arguments: list[str]) -> int:
     config = parse_train(flags)
     _check_ranks(config)
     return run_profile(options, config, flags)
+
+
+def _compare(arguments: list[str]) -> int:
+    from fastpar.compare import CompareCommand, compare
+
+    return compare(_parse(CompareCommand, arguments, "compare"))
 
 
 def parse_train(arguments: list[str]) -> TrainConfig:

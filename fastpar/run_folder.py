@@ -100,7 +100,7 @@ class RunFolder:
         else:
             name = re.sub(r"[^\w.+-]+", "-", f"{size}-{Path(data.name).stem}").strip("-.")
             wanted = Path(RUNS) / (config.run.name or name)
-            self.path = _make_next_free(wanted)
+            self.path = make_next_free(wanted)
             if self.path != wanted:
                 note = f" ({wanted} is taken)"
         if not hold(self.path):
@@ -248,7 +248,8 @@ def _free_prompt(tokenizer: Tokenizer) -> str:
     return tokenizer.decode([0])
 
 
-def _make_next_free(path: Path) -> Path:
+def make_next_free(path: Path) -> Path:
+    """Makes the first folder of path, path-2, path-3, ... that is not there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     candidate, n = path, 1
     while True:

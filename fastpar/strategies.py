@@ -43,6 +43,7 @@ class Settings:
 
     bucket_mb: of DDP, of DeepSpeed's stages 1 and 2, and of fastpar; None leaves each its own.
     max_grad_norm: the gradient's norm is clipped to it and known; None: neither.
+    exact_norm: torch's norm is summed in fp64: its sum in fp32 is off by some 1e-6 of it on a CPU.
     grad_accum_steps: micro-batches of a step of train_step().
     fastpar: further arguments of fastpar.parallelize.
     """
@@ -54,6 +55,7 @@ class Settings:
     device: str = "cpu"
     bucket_mb: float | None = None
     max_grad_norm: float | None = None
+    exact_norm: bool = False
     grad_accum_steps: int = 1
     fastpar: Mapping[str, Any] = field(default_factory=dict)
 
@@ -131,7 +133,11 @@ class Contender:
         limit = self.settings.max_grad_norm
         if limit is not None:
             params = [p for p in self.model.parameters() if p.grad is not None]
-            norm: Any = nn.utils.clip_grad_norm_(params, limit)
+            grads = [p.grad for p in params if p.grad is not None]
+            if self.settings.exact_norm:
+                grads = [grad.double() for grad in grads]
+            norm: Any = nn.utils.get_total_norm(grads)
+            nn.utils.clip_grads_with_norm_(params, limit, norm)  # as clip_grad_norm_ does
             self.grad_norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -397,6 +403,12 @@ def _fastpar(stage: int, hybrid: bool = False, tp: int = 1) -> Builder:
     return build
 
 
+_IMPORTS = {
+    "torch": ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.optim"),
+    "deepspeed": ("torch._dynamo", "deepspeed"),
+}
+
+
 @dataclass(frozen=True)
 class Strategy:
     """A way to train.
@@ -414,6 +426,11 @@ class Strategy:
     at_least: int = 1
     one_rank: bool = False
     tp: int = 1
+
+    def import_all(self) -> None:
+        """What else would be imported in the first step: memory that is no part of training."""
+        for name in _IMPORTS.get(self.library, ()):
+            importlib.import_module(name)
 
     def why_not(self, nproc: int) -> str | None:
         """Why it cannot run on so many ranks of this machine; None: it can."""
