@@ -127,8 +127,10 @@ class Rank:
         forget_peak()
         self.before_mb = memory_mb()[0]
         # From here on, with nothing alive: DDP's buckets belong to C++, where Python sees none.
-        self.memory = StepMemory(torch.device(spec.device), alive_bytes=0)
-        self.memory.__enter__()
+        self.measuring = ExitStack()  # to the end of the counted step
+        self.memory = self.measuring.enter_context(
+            StepMemory(torch.device(spec.device), alive_bytes=0)
+        )
         self.contender: Contender = build(
             spec.strategy,
             lambda: GPT(GPTConfig(**spec.shape), seed=spec.seed),
@@ -146,7 +148,7 @@ class Rank:
     def run(self) -> Measured:
         """All steps, then what can only be measured after them."""
         spec, exposed = self.spec, []
-        with ExitStack() as stack:
+        with self.measuring, ExitStack() as stack:
             if self.strategy.tp > 1:
                 stack.enter_context(self.meter.of_fastpar())
             for step in range(spec.steps):
@@ -181,7 +183,7 @@ class Rank:
         self.memory.begin_step()
         with self.meter.of_torch(self.world_size) if theirs else nullcontext():
             yield
-        self.memory.__exit__(None, None, None)
+        self.measuring.close()
         self.measured.step_bytes = self.memory.peak_bytes
 
     def _step(self, step: int) -> None:
