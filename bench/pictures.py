@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import bench_emulated, roofline
+from bench import bench_emulated, plan_table, roofline
 from bench.records import Row, machine_line
 from bench.report import NoResultsError, newest, op_benches
 from bench.tables import ASIDE, by_case, is_ours, number, tp_rows, zero_rows
@@ -208,6 +208,10 @@ def draw_all(folder: Path) -> list[Path]:
         if own:
             drawn.append(folder / f"emulated_{about['device']}.png")
             bench_emulated.draw(about, own, drawn[-1])
+        own = [r for r in rows if r.bench == "plan"]
+        if own:
+            drawn.append(folder / "plan" / f"check_{about['device']}.png")
+            plan_table.draw(own, drawn[-1])
     for name, choose in (("zero", zero_rows), ("tp", tp_rows)):
         for about, rows in machines:
             for own in by_case(choose(rows)).values():

@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 
 from bench.checkpoint_table import checkpoint_table
 from bench.errors import ErrorRow
+from bench.plan_table import plan_table
 from bench.records import Row
 from bench.targets import targets_of
 
 ASIDE = "fastpar without dropout"  # what a row with dropout is compared with: no result by itself
-NOT_OPS = {"train", "ceilings", "build", "zero", "tp", "emulated", "overlap", "checkpoint"}
+NOT_OPS = {"train", "ceilings", "build", "zero", "tp", "emulated", "overlap", "checkpoint", "plan"}
 ZERO_TARGETS = {"DDP": 1.2, "FSDP2": 1.6, "DeepSpeed": 1.6}  # of every stage of fastpar
 
 
@@ -357,4 +358,5 @@ TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
     "targets": targets_table,
     "overlap": overlap_table,
     "checkpoint": checkpoint_table,
+    "plan": plan_table,
 }

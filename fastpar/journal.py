@@ -54,6 +54,7 @@ class Journal:
         self.folder: RunFolder | None = None
         self._progress = Progress(config.run.max_steps, enabled=False)
         self._facts: dict[str, Any] = {}
+        self._step = 0  # the last that was written
         self._full = False  # the disk
         self._rate = 0.0  # tokens/s, smoothed
         self._flops_per_token = 0.0
@@ -97,10 +98,15 @@ class Journal:
         self._write({"step": step, **row, "time_s": self.seconds})
         self.say(f"step {step}  {text}")
 
+    def keep(self, **row: Any) -> None:
+        """A row of metrics.jsonl about the run so far, under its last step."""
+        self._write({"step": self._step, **row, "time_s": self.seconds})
+
     def write_step(
         self, done: Step, *, loss: float, norm: float, engine: Engine, **more: float
     ) -> None:
         """A step is done; `more` are further columns of its row."""
+        self._step = done.step
         now = time.monotonic()
         seconds, self._clock = now - self._clock, now
         if self.folder is None:

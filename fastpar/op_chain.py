@@ -11,8 +11,10 @@ outside of the stamps.
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -81,7 +83,7 @@ class _Stamp(torch.autograd.Function):
         return tuple(t.view_as(t) for t in tensors)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         ctx.clock.mark(ctx.begins)
         return None, None, None, *grads
 
@@ -163,11 +165,17 @@ class Chain:
         item, wide = weights[0].element_size(), self.buffer.element_size()
         self.copied_bytes = self.n_elements * (item + wide)
         self.added_bytes = self.n_elements * (item + 2 * wide)
-        at = 0
+        at, me = 0, weakref.ref(self)  # torch keeps hooks where no collector looks
+
+        def take(p: Tensor, view: Tensor) -> None:
+            chain = me()
+            if chain is not None:
+                chain._take(p, view)
+
         for p in weights:
             view = self.buffer[at : at + p.numel()].view_as(p)
             at += p.numel()
-            p.register_post_accumulate_grad_hook(lambda p, view=view: self._take(p, view))
+            p.register_post_accumulate_grad_hook(functools.partial(take, view=view))
 
     def _take(self, p: Tensor, view: Tensor) -> None:
         assert p.grad is not None

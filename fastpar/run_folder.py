@@ -82,6 +82,7 @@ class RunFolder:
     Attributes:
         path: of the folder.
         header: lines that say what runs where, every automatic choice among them.
+        notes: lines that finish() says with its own.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class RunFolder:
         self._log = MetricsLog(
             self.path / "metrics.jsonl", resume_step=step, tensorboard=self.path / "tensorboard"
         )
+        self.notes: tuple[str, ...] = ()
         shape, rows, tp = model.config, config.text.batch_size, facts["tp"]
         tokens, axes = rows * facts["block_size"], ""
         dp = f"ranks {facts['world_size']}"
@@ -162,6 +164,7 @@ class RunFolder:
         go_on = f"go on: fastpar train --resume --out {self.path}"
         if stopped_by > 0:
             name = signal.Signals(stopped_by).name
+            print("".join(f"{line}\n" for line in self.notes), end="")
             print(f"stopped by {name} after step {step}, saved in {self.path}\n{go_on}", flush=True)
             return
         with (self.path / "samples.txt").open("a", encoding="utf-8") as file:
@@ -170,9 +173,9 @@ class RunFolder:
             out = _Both(sys.stdout, file)
             draw(model, data.tokenizer, config.sample, out, seed=config.run.seed)
             print(RULE)
-        lines = [f"{step} steps, {duration(seconds)}; see {picture}"]
+        lines = [*self.notes, f"{step} steps, {duration(seconds)}; see {picture}"]
         if val_loss is not None:
-            lines[0] = f"validation loss {val_loss:.4f} after " + lines[0]
+            lines[-1] = f"validation loss {val_loss:.4f} after {lines[-1]}"
             if data.val_bytes:  # a unit that does not depend on the tokenizer
                 bits = val_loss * len(data.val) / data.val_bytes / math.log(2)
                 lines.append(f"bits per byte of text {bits:.3f}")

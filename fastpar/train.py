@@ -57,6 +57,7 @@ from fastpar.manifest import STATE
 from fastpar.mesh import Mesh
 from fastpar.model import GPT
 from fastpar.parallel import parallelize
+from fastpar.predictions import Predictions
 from fastpar.recompute import recompute
 from fastpar.restore import making_sense, read_run_state
 from fastpar.run_folder import TIME_IS_UP, check_out
@@ -160,11 +161,11 @@ class Trainer:
         self.engine = engine_of(self.model)
         self.optimizer = make_optimizer(self.model, config.optim, dtype=dtype, seed=config.run.seed)
         self.loss_scale = DynamicLossScale() if dtype == torch.float16 else None
+        self.predictions = Predictions(self.engine)
         self.guards = Guards(config.faults, scaled=self.loss_scale is not None)
         self.skipped_samples: list[tuple[int, int]] = []  # ranges that are never taken again
-        self.rollbacks = 0
         self.forward: Any = torch.compile(self.model) if config.system.compile else self.model
-        self.step = self.next_sample = self.tokens = 0
+        self.step = self.next_sample = self.tokens = self.rollbacks = 0
         self.changed = ""  # what config.json does not tell
         self.val: tuple[int, float] | None = None  # (step, loss) of the last validation
         if checkpoint is not None:
@@ -244,6 +245,7 @@ class Trainer:
                     f"train: expected a checkpoint of the last step, got none of step {self.step}; "
                     "make room, then --resume from the one before"
                 )
+        self.predictions.tell(self.journal, self.config, self.model.config, self._facts())
         self.journal.close()
         self.mesh.close()  # what follows is rank 0's alone
         folder = self.journal.folder
@@ -284,7 +286,7 @@ class Trainer:
         self.journal.start_clock()
         stop = 0
         while self.step < run.max_steps and not stop:
-            self.pending.append(self.train_step())
+            self.pending.append(self.predictions.watched(self.train_step))
             step = self.step
             compares = _is_due(config.faults.check_replicas_every, step)
             validates, saves = _is_due(run.eval_every, step), _is_due(run.save_every, step)

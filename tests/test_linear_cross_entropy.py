@@ -13,6 +13,8 @@ from fastpar.kernels.linear_cross_entropy import (
     default_chunk_rows,
     linear_cross_entropy_bwd,
     linear_cross_entropy_fwd,
+    release_workspaces,
+    workspace,
 )
 from fastpar.kernels.reference import cross_entropy_ref, linear_cross_entropy_ref
 from fastpar.testing import assert_matches_oracle
@@ -366,6 +368,16 @@ def test_threads_of_one_process_do_not_share_a_workspace():
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_workspaces_stay_until_they_are_released():
+    x = torch.zeros(())
+    release_workspaces()
+    large = workspace("logits", 64, 1024, x)
+    small = workspace("logits", 2, 2, x)
+    assert small.untyped_storage().nbytes() == large.untyped_storage().nbytes()
+    release_workspaces()
+    assert workspace("logits", 2, 2, x).untyped_storage().nbytes() == 16
 
 
 def test_opcheck():

@@ -1,3 +1,4 @@
+import gc
 from collections import Counter
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch
 from fastpar.config import GPTConfig
 from fastpar.job import Job, Setup
 from fastpar.op_chain import Chain, Clock, fitted
+from fastpar.step_memory import alive_bytes
 from fastpar.work import ops_of
 
 JOB = Job(GPTConfig(2, 4, 32, 16, 200, dropout=0.0), 4)
@@ -70,3 +72,13 @@ def test_fitted_cuts_and_repeats():
     fitted(x, (8,)).sum().backward()
     assert x.grad is not None
     assert x.grad.tolist() == [2, 2, 1, 1, 1, 1]
+
+
+def test_a_chain_leaves_nothing_behind():
+    before = alive_bytes()
+    chain = Chain(JOB, setup(), torch.device("cpu"))
+    chain.step()
+    assert alive_bytes() > before
+    del chain
+    gc.collect()
+    assert alive_bytes() == before
