@@ -5,10 +5,12 @@
 # others.
 #
 #   bench/gpu.sh                    tests, ops, errors, train, emulated and tp
-#   bench/gpu.sh --part ops         one part: tests | ops | errors | tune | train | emulated | tp (also several)
+#   bench/gpu.sh --part ops         one part: tests | ops | errors | tune | train | emulated | tp | profile
+#                                   (also several)
 #   bench/gpu.sh --part ops --op attention --op gelu  of the ops only these
 #   bench/gpu.sh --part emulated    overlap behind emulated links: alone it has time for all of them
 #   bench/gpu.sh --part tp          tensor parallelism behind emulated links
+#   bench/gpu.sh --part profile     fastpar profile of GPT-2 124M: trace, timeline, verdict; to $OUT/profile
 #   bench/gpu.sh --part tune        tiles of the attention kernels: writes kernels/attention_configs.json
 #   bench/gpu.sh --device cpu --quick --part ops      the same code without a GPU, tiny shapes
 #
@@ -20,13 +22,13 @@ cd "$(dirname "$0")/.."
 
 PARTS="" DEVICE=cuda QUICK="" OPS=()
 usage() {
-  echo "gpu.sh: expected --part tests|ops|errors|tune|train|emulated|tp, --op NAME, --device cuda|cpu or --quick, got $1;" \
+  echo "gpu.sh: expected --part tests|ops|errors|tune|train|emulated|tp|profile, --op NAME, --device cuda|cpu or --quick, got $1;" \
     "see bench/gpu.sh" >&2
   exit 2
 }
 while (($#)); do
   case "$1 ${2:-}" in
-    "--part tests" | "--part ops" | "--part errors" | "--part tune" | "--part train" | "--part emulated" | "--part tp") PARTS+=" $2"; shift 2 ;;
+    "--part tests" | "--part ops" | "--part errors" | "--part tune" | "--part train" | "--part emulated" | "--part tp" | "--part profile") PARTS+=" $2"; shift 2 ;;
     "--op "?*) OPS+=("$2"); shift 2 ;;
     "--device cuda" | "--device cpu") DEVICE=$2; shift 2 ;;
     "--quick "*) QUICK=--quick; shift ;;
@@ -199,6 +201,12 @@ for part in $PARTS; do
     tp)
       FASTPAR_EMULATED_S=$((LIMIT_S - SECONDS - 15)) run_logged tp tp \
         --device "$DEVICE" $TARGET --total-limit $((LIMIT_S - SECONDS))
+      ;;
+    profile)
+      rm -rf "$LOGS/profile"
+      KINETO_LOG_LEVEL=6 timeout --kill-after=10 $((LIMIT_S - SECONDS)) "$PYTHON" -m bench.profile_gpt2 \
+        --device "$DEVICE" $QUICK --out "$LOGS/profile" 2>&1 | tee "$LOGS/profile.log"
+      if ((PIPESTATUS[0])); then fail "profile: failed, see above"; else note "profile: done"; fi
       ;;
   esac
 done

@@ -41,7 +41,7 @@ class Report:
             "",
             *verdict(measured),
             f"Shares inside of phases are those of profiled steps, {self.profiled_step_ms:.1f} ms "
-            f"each ({100 * longer:+.0f} %); times are of steps without the profiler.",
+            f"each ({round(100 * longer):+d} %); times are of steps without the profiler.",
             *self._spread(),
             "",
             *top_table(self.ops, self.work, self.profiled_step_ms),

@@ -38,6 +38,7 @@ class ProfileOptions:
 
     steps: int = 5
     out: str | None = None
+    picture: bool = True
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -83,7 +84,7 @@ def run_profile(options: ProfileOptions, config: TrainConfig, flags: Sequence[st
             "profile: expected a new run, got resume=True; leave --resume out: nothing is saved, "
             "and --init-from takes the weights of a run"
         )
-    if importlib.util.find_spec("matplotlib") is None:
+    if options.picture and importlib.util.find_spec("matplotlib") is None:
         raise ImportError(
             "fastpar profile: expected matplotlib, got no such package; pip install "
             "'fastpar[train]'"
@@ -131,7 +132,8 @@ def _run(trainer: Trainer, options: ProfileOptions) -> int:
         shown = [steps[step] for steps in everyone[: 1 if on_gpu else _SHOWN_RANKS]]
         lines = [title_of(trainer), _caption(report.measured, len(everyone))]
         panels = {f"rank {rank}": spans for rank, spans in enumerate(shown)}
-        draw(panels, lines, out / "timeline.png", _rows(shown))
+        if options.picture:
+            draw(panels, lines, out / "timeline.png", _rows(shown))
         (out / "profile.json").write_text(json.dumps(report.as_json(), indent=1) + "\n")
         print(f"\n{out}: {', '.join(sorted(p.name for p in out.iterdir()))}", flush=True)
     mesh.close()

@@ -375,7 +375,8 @@ def test_gpu_script_refuses_bad_arguments():
 @pytest.mark.slow
 def test_gpu_script_runs_without_a_gpu(tmp_path):
     done = run(
-        *("bash", "bench/gpu.sh", "--device", "cpu", "--quick", "--part", "ops", "--part", "train"),
+        *("bash", "bench/gpu.sh", "--device", "cpu", "--quick"),
+        *("--part", "ops", "--part", "train", "--part", "profile"),
         PYTHON=sys.executable,
         FASTPAR_GPU_BUILD="none",
         OUT=str(tmp_path),
@@ -383,6 +384,8 @@ def test_gpu_script_runs_without_a_gpu(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "bench ops: done" in done.stdout
     assert "bench train: done" in done.stdout
+    assert "profile: done" in done.stdout
+    assert (tmp_path / "profile" / "profile.json").exists()
     (results,) = tmp_path.glob("*.json")
     elsewhere = {"build", "emulated", "overlap", "shm", "zero"}  # parts of their own, or of CPUs
     assert {row.bench for row in load(results)[1]} == set(door.names()) - elsewhere
