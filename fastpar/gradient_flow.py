@@ -55,13 +55,15 @@ class Sizes:
 class Flow(NamedTuple):
     """Bytes alive at a time.
 
-    at_loss: before backward. in_blocks: for each of MOMENTS, (blocks whose activations are still
-    there, the most bytes then) without those that another pair exceeds in both.
+    at_loss: before backward; at_head: with wte's own bucket.
+    in_blocks: for each of MOMENTS, (blocks whose activations are still there, the most bytes then)
+        without those that another pair exceeds in both.
     at_embedding: before its gradients are there; at_table: when they are brought into their bucket;
-    at_end: when that is sent.
+        at_end: when that is sent.
     """
 
     at_loss: int
+    at_head: int
     in_blocks: tuple[tuple[tuple[int, int], ...], ...]
     at_embedding: int
     at_table: int
@@ -185,6 +187,8 @@ def flow_of(
     at_loss = play.now
     if sizes.split:
         play.allocate(0)
+    at_head = play.now
+    if sizes.split:
         if early:
             play.ready(0)
         else:
@@ -209,7 +213,7 @@ def flow_of(
     play.allocate(table)
     at_table = play.now
     play.ready(table)
-    return Flow(at_loss, tuple(map(tuple, found)), at_embedding, at_table, play.top)
+    return Flow(at_loss, at_head, tuple(map(tuple, found)), at_embedding, at_table, play.top)
 
 
 class _Play:

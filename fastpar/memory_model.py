@@ -4,7 +4,8 @@ A step's memory is what stays (parameters, gradients, the optimizer's numbers) a
 goes. Of the latter the peak is in one of five places, and the largest of them is predicted:
 
     loss        all activations; the head's input, dx and dweight (in fp32), a chunk's logits
-    dweight     as loss without the logits, while dx and dweight are scaled and cast
+    dweight     as loss without the logits, while dx and dweight are scaled and cast; or while the
+                head's gradient is brought into a bucket of its own
     block       backward of a block: activations up to it, the gradients that its ops hand on, one
                 weight's gradient; the head's gradient waits for the embedding's; at stages 2 and 3
                 whole gradients on their way, at stage 3 two gathered units
@@ -35,6 +36,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
+from fastpar.config import VOCAB_MULTIPLE
 from fastpar.gradient_flow import Flow, Sizes, flow_of, sizes_of
 from fastpar.job import Job, Setup
 from fastpar.kernels.linear_cross_entropy import default_chunk_rows
@@ -157,7 +159,7 @@ def _sizes(job: Job, setup: Setup) -> Sizes:
 
 def vocabulary_rows(job: Job, tp: int) -> int:
     """Of the embedding, on a rank of tp: the padding of each rank's slice counts."""
-    multiple = 64 * tp
+    multiple = VOCAB_MULTIPLE * tp
     return -(-job.shape.padded_vocab_size // multiple) * multiple // tp
 
 
@@ -247,6 +249,7 @@ class _Phases:
         found = [*self._blocks(), *self._embedding()]
         if self.head:
             found += [self._loss(), self._dweight()]
+            found += [self._table()] if self.sizes.split else []
         return found
 
     def _kept(self, layers: int) -> float:
@@ -309,6 +312,12 @@ class _Phases:
         if self.item == 2:
             loss += self.item * self.table
         return _Phase(kept + self.others, loss, self.flow.at_loss + self._gathered(1))
+
+    def _table(self) -> _Phase:
+        """The head's gradient is brought into the bucket of its own."""
+        kept = self._kept(self.layers) + self.a + self.statistics + self.batch
+        loss = self._standing + self.whole + self.item * self.table
+        return _Phase(kept + self.others, loss, self.flow.at_head + self._gathered(1))
 
     def _waiting(self) -> float:
         """The head's gradient, until the embedding's is there."""

@@ -16,6 +16,7 @@ from fastpar.testing import run_ranks
 SHAPES = {
     "balanced": {"n_layer": 4, "width": 128, "tokens": 128, "vocab": 500, "dropout": 0.1},
     "deep": {"n_layer": 10, "width": 128, "tokens": 64, "vocab": 1000},
+    "split": {"n_layer": 4, "width": 256, "tokens": 64, "vocab": 18000},  # wte above a bucket's cap
     "wide": {"n_layer": 2, "width": 192, "tokens": 128, "vocab": 5000, "dropout": 0.1},
 }
 
@@ -72,6 +73,9 @@ SPECIAL = [  # what the runtime can also be asked for
     ("wide", make(2, 3, 1, True, "none", 2, "fp32", 1, bucket_mb=1.0)),
     ("wide", make(2, 2, 1, True, "none", 2, "fp32", 2, accumulate="full")),
     ("wide", make(2, 0, 1, True, "none", 1, "bf16", 1, reduce_dtype="bf16")),
+    ("split", make(2, 0, 1, True, "none", 4, "fp32", 1)),
+    ("split", make(2, 2, 1, True, "none", 4, "fp32", 1, bucket_mb=1.0)),
+    ("split", make(2, 3, 1, True, "full", 4, "bf16", 2, bucket_mb=1.0)),
     ("balanced", make(1, 0, 1, True, "none", 4, "bf16", 1, moment_dtype="int8")),
     ("balanced", make(1, 0, 1, True, "none", 4, "bf16", 1, master_weights="remainder")),
     ("balanced", make(1, 0, 1, True, "none", 4, "fp32", 1, optimizer="adafactor")),
@@ -79,7 +83,7 @@ SPECIAL = [  # what the runtime can also be asked for
 GRID = [
     (shape, make(ranks, stage, tp, sp, mode, micro_batch, dtype, 1))
     for shape, mode, micro_batch, dtype in itertools.product(
-        SHAPES, ("none", "selective", "full"), (1, 8), ("fp32", "bf16")
+        ("balanced", "deep", "wide"), ("none", "selective", "full"), (1, 8), ("fp32", "bf16")
     )
     for ranks, stage, tp, sp in [
         (1, 0, 1, True),
@@ -125,7 +129,7 @@ def test_predicted_within_five_percent(cell):
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", GRID, ids=name_of)
 def test_predicted_within_five_percent_in_every_cell(cell):
-    check(cell, GRID)
+    check(cell, [other for other in GRID if other[0] == cell[0]])
 
 
 HYBRID = [
