@@ -177,7 +177,7 @@ class SplitEmbedding:
     def before_launch(self, *, in_backward: bool) -> None:
         """The bucket is sent now: tell the others how many rows will follow, and were used."""
         self.early = in_backward and self._parts == {"head"}
-        if self._parts:
+        if self._parts and self.bucket.stage == 0:  # later stages keep no views: they would hold it
             self.bucket.adopt(0)
         rows = self._count_rows()
         sizes = torch.empty(2 * self._sizes_group.world_size, dtype=torch.int64)

@@ -244,3 +244,36 @@ def test_copies_and_evaluation_do_not_know_the_split():
         assert model.head.weight is weight
 
     run_ranks(ranks, 2)
+
+
+def memory_of_the_table(stage, rows):
+    """Bytes of the table's bucket that this rank has between two steps."""
+    model, mesh = Net(), Mesh()
+    parallelize(model, mesh, split_embedding=True, zero_stage=stage, **SMALL)
+    engine = engine_of(model)
+    bucket = engine.split.bucket
+    freed, free = [], bucket.free_grad
+
+    def watched():
+        freed.append(None if bucket.grad is None else bucket.grad.untyped_storage()._weak_ref())
+        free()
+
+    bucket.free_grad = watched
+    for step in range(2):
+        once(model, batch(step, rows).chunk(mesh.dp_size)[mesh.dp_rank], step)
+        engine.before_step()
+        engine.exchange(None)
+        engine.after_step()
+        engine.zero_grad()
+    alive = [torch.UntypedStorage._new_with_weak_ptr(weak) for weak in freed]
+    for weak in freed:
+        torch.UntypedStorage._free_weak_ref(weak)
+    return [0 if storage is None else storage.nbytes() for storage in alive]
+
+
+@pytest.mark.parametrize("rows", [2, 24])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_nothing_keeps_the_whole_gradient_after_a_step(stage, rows):
+    """Sent early (few rows) and late."""
+    for found in run_ranks(memory_of_the_table, 2, stage, rows):
+        assert found == [0, 0]
