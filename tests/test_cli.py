@@ -83,7 +83,7 @@ def test_flags_win_over_the_file_over_the_run_over_defaults(here):
     [
         (
             "frobnicate",
-            "fastpar: expected one of train, profile, sample, verify, inspect, export, info, got",
+            "fastpar: expected one of train, profile, plan, compare, sample, verify, inspect, ",
         ),
         (
             "train --n-embd 130 --model mini",
