@@ -76,8 +76,12 @@ def _one(plan: Plan, run: Run, n: int, total: int, progress: Progress) -> None:
 
 
 def write_report(comparison: Comparison, folder: Path) -> None:
-    """Table, pictures and page from the results."""
-    pictures = draw_all(comparison, folder)
+    """Table, pictures and page from the results; without matplotlib no pictures, which is said."""
+    pictures: list[tuple[Path, str]] = []
+    try:
+        pictures = draw_all(comparison, folder)
+    except ImportError as error:
+        print(f"no pictures: {error}", flush=True)
     (folder / TABLE).write_text(markdown(comparison))
     (folder / PAGE).write_text(page(comparison, pictures))
 

@@ -20,6 +20,8 @@ from fastpar.strategies import SINGLE, STRATEGIES
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#8B4513")
 _MARKERS = "os^vDPX*<>hdp8H"
+# Those that run by default have the eight colours; the rest share them.
+_FIRST = ("ddp", "fsdp2", "fsdp2-no-reshard", "dp", "zero1", "zero2", "zero3", "tp")
 _LINES = {"torch": "--", "deepspeed": ":", "fastpar": "-"}
 _WIDTH, _HEIGHT, _DPI = 9.0, 4.4, 110
 _MOST_TICKS = 12
@@ -55,12 +57,12 @@ def _figure() -> Any:
 
 def look(name: str) -> dict[str, Any]:
     """Colour, marker and line of a strategy, the same in every picture."""
-    at = list(STRATEGIES).index(name)
     if name == SINGLE:
         return {"color": "black", "marker": "o", "linestyle": "-."}
+    at = list(dict.fromkeys((SINGLE, *_FIRST, *STRATEGIES))).index(name) - 1
     return {
         "color": _COLOURS[at % len(_COLOURS)],
-        "marker": _MARKERS[at % len(_MARKERS)],
+        "marker": _MARKERS[1:][at % (len(_MARKERS) - 1)],
         "linestyle": _LINES[STRATEGIES[name].library],
     }
 

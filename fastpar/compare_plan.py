@@ -30,7 +30,7 @@ DEFAULT = (
     *("tp", "tp-zero1", "tp-zero2", "tp-zero3", "deepspeed1", "deepspeed2", "deepspeed3"),
 )
 UNTIMED_STEPS = 3
-FULL, QUICK = (3, 100, 3), (2, 12, 1)  # epochs, steps of each, repeats
+FULL, QUICK = (3, 80, 3), (2, 12, 1)  # epochs, steps of each, repeats
 START_S = 6.0  # of a run's processes, on two cores; only for what is expected
 BESIDE = 1.6  # a step beside forward and backward; only for what is expected
 _PROBE_STEPS = 3
@@ -68,7 +68,7 @@ class CompareCommand:
     epochs: int | None = None
     """Epochs of a run; unset: 3, quick 2."""
     epoch_steps: int | None = None
-    """Steps of an epoch; 0: one pass of the text; unset: 100, quick 12."""
+    """Steps of an epoch; 0: one pass of the text; unset: 80, quick 12."""
     repeats: int | None = None
     """Runs of each strategy; unset: 3, quick 1."""
     quick: bool = False

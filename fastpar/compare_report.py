@@ -141,7 +141,7 @@ td { white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; position: sticky; left: 0;
   background: var(--soft); }
 td.left-out { text-align: left; white-space: normal; color: var(--bad); }
-figure { margin: 1rem 0; } img { width: 100%; height: auto; background: #fff; border-radius: 6px; }
+figure { margin: 1rem 0; } img { width: 100%; min-width: 40rem; height: auto; background: #fff; }
 figcaption, .small { font-size: .875rem; opacity: .85; }
 """.strip()
 
@@ -171,7 +171,8 @@ def page(comparison: Comparison, pictures: Sequence[tuple[Path, str]]) -> str:
     for path, words in pictures:
         data = base64.b64encode(path.read_bytes()).decode()
         body.append(
-            f'<figure><img alt="{text(words)}" src="data:image/png;base64,{data}">'
+            f'<figure><div class="box" tabindex="0"><img alt="{text(words)}" '
+            f'src="data:image/png;base64,{data}"></div>'
             f"<figcaption>{text(words)}</figcaption></figure>"
         )
     body += ["<h2>How it was measured</h2>"]

@@ -119,6 +119,16 @@ def test_without_out_the_first_free_folder_is_taken(arguments, tmp_path, monkeyp
         assert (tmp_path / "runs" / name / RESULTS).exists()
 
 
+def test_without_matplotlib_there_are_table_and_page(tmp_path, monkeypatch, capfd):
+    def missing(*args):
+        raise ImportError("draw_all: expected matplotlib, got none")
+
+    monkeypatch.setattr(compare, "draw_all", missing)
+    write_report(make_comparison(make_run("dp")), tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"table.md", "report.html"}
+    assert "no pictures: draw_all: expected matplotlib" in capfd.readouterr().out
+
+
 def test_a_report_is_made_again_from_its_results(tmp_path):
     found = make_comparison(make_run("single"), make_run("dp"))
     found.save(tmp_path / RESULTS)

@@ -6,6 +6,7 @@ import pytest
 from test_comparison import make_comparison, make_run, orders
 
 from fastpar.compare_pictures import draw_all, draw_communication, draw_loss, draw_throughput, look
+from fastpar.compare_plan import DEFAULT
 from fastpar.strategies import STRATEGIES
 
 pytest.importorskip("matplotlib", reason="needs matplotlib")
@@ -93,8 +94,9 @@ def test_curves_that_agree_bit_for_bit_say_so():
 def test_no_two_strategies_look_alike():
     looks = [(s["color"], s["marker"], s["linestyle"]) for s in map(look, STRATEGIES)]
     assert len(set(looks)) == len(STRATEGIES)
-    default = [look(name) for name in STRATEGIES if not name.startswith(("deepspeed", "tp-"))]
-    assert len({style["marker"] for style in default}) == len(default)
+    default = [look(name) for name in DEFAULT if not name.startswith(("deepspeed", "tp-"))]
+    for part in ("color", "marker"):
+        assert len({style[part] for style in default}) == len(default) == 9
 
 
 def test_one_run_with_one_epoch_is_drawn(tmp_path):

@@ -134,7 +134,7 @@ def test_quick_fills_in_only_what_is_not_given(text):
     settings = plan_of(text, quick=True, epochs=5).comparison.settings
     assert (settings["epochs"], settings["epoch_steps"], settings["repeats"]) == (5, 12, 1)
     settings = plan_of(text).comparison.settings
-    assert (settings["epochs"], settings["epoch_steps"], settings["repeats"]) == (3, 100, 3)
+    assert (settings["epochs"], settings["epoch_steps"], settings["repeats"]) == (3, 80, 3)
 
 
 def test_an_epoch_is_one_pass_of_the_text(text):
