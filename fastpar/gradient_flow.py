@@ -175,10 +175,14 @@ def flow_of(
         wire_bytes: of an element on the wire where it is another format, else 0.
         sum_bytes: of an element of a bucket, for the shard of its sum where that is added to an
             earlier one; with copies (of shards, in other groups) it stays to the end of backward.
+            At stage 1 the earlier sum is put aside, from the first gradient on.
         early: wte's own bucket is sent first, with the head's part of its gradient; else last.
-        whole: all whole gradients are there from earlier micro-batches.
+        whole: earlier micro-batches have left all of this there.
     """
     play = _Play(sizes, stage, reduces, IN_FLIGHT * bucket_mb * 2**20)
+    play.place_bytes = sizes.grad_bytes if stage >= 2 else sum_bytes
+    if stage < 2:
+        sum_bytes = 0.0
     play.launch_bytes = wire_bytes + sum_bytes
     play.finish_bytes = wire_bytes + (0 if copies else sum_bytes)
     if whole:
@@ -221,7 +225,7 @@ class _Play:
 
     def __init__(self, sizes: Sizes, stage: int, reduces: bool, room: float) -> None:
         self.sizes, self.stage, self.reduces, self.room = sizes, stage, reduces, room
-        self.launch_bytes = self.finish_bytes = 0.0  # of an element, beside whole gradients
+        self.place_bytes = self.launch_bytes = self.finish_bytes = 0.0  # of an element
         self.waiting = [len(bucket.slots) for bucket in sizes.buckets]
         self.alive: set[int] = set()
         self.pending: deque[int] = deque()
@@ -235,9 +239,9 @@ class _Play:
         return self.sizes.buckets[index].numel
 
     def allocate(self, index: int) -> None:
-        if self.stage >= 2 and index not in self.alive:
+        if index not in self.alive:
             self.alive.add(index)
-            self._add(self._bytes(index))
+            self._add(round(self._elements(index) * self.place_bytes))
 
     def _add(self, size: int) -> None:
         self.now += size
@@ -265,4 +269,5 @@ class _Play:
 
     def _finish(self, index: int) -> None:
         self.alive.discard(index)
-        self.now -= self._bytes(index) + round(self._elements(index) * self.finish_bytes)
+        self.now -= round(self._elements(index) * self.place_bytes)
+        self.now -= round(self._elements(index) * self.finish_bytes)

@@ -239,10 +239,10 @@ class _Phases:
             reduces=setup.dp > 1,
             bucket_mb=bucket_mb_of(setup),
             wire_bytes=setup.wire_bytes if setup.wire_bytes != setup.grad_bytes else 0,
-            sum_bytes=setup.grad_bytes / setup.n_shards if again and stage >= 2 else 0.0,
+            sum_bytes=setup.grad_bytes / setup.n_shards if again and stage else 0.0,
             copies=setup.n_shards < setup.dp,
             early=not self.sizes.split or pays,
-            whole=setup.accumulate == "full" and setup.grad_accum_steps > 1,
+            whole=stage < 2 and setup.grad_accum_steps > 2 if again else setup.grad_accum_steps > 1,
         )
 
     def all(self) -> list[_Phase]:

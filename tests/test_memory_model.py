@@ -73,6 +73,7 @@ SPECIAL = [  # what the runtime can also be asked for
     ("wide", make(2, 3, 1, True, "none", 2, "fp32", 1, bucket_mb=1.0)),
     ("wide", make(2, 2, 1, True, "none", 2, "fp32", 2, accumulate="full")),
     ("wide", make(2, 0, 1, True, "none", 1, "bf16", 1, reduce_dtype="bf16")),
+    ("deep", make(2, 1, 1, True, "none", 1, "fp32", 3, accumulate="shard")),
     ("split", make(2, 0, 1, True, "none", 4, "fp32", 1)),
     ("split", make(2, 2, 1, True, "none", 4, "fp32", 1, bucket_mb=1.0)),
     ("split", make(2, 3, 1, True, "full", 4, "bf16", 2, bucket_mb=1.0)),
@@ -116,9 +117,10 @@ def measured(cells):
 
 
 def check(cell, cells):
+    """Half of what is promised in fp32; products in 16 bits take scratch that is not predicted."""
     shape, s = cell
-    predicted = predict_memory(job(**SHAPES[shape]), s)
-    assert predicted.total == pytest.approx(measured(tuple(cells))[cell], rel=0.05), str(predicted)
+    predicted, rel = predict_memory(job(**SHAPES[shape]), s), 0.025 if s.dtype == "fp32" else 0.05
+    assert predicted.total == pytest.approx(measured(tuple(cells))[cell], rel=rel), str(predicted)
 
 
 @pytest.mark.parametrize("cell", SAMPLE + SPECIAL, ids=name_of)
