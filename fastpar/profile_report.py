@@ -101,9 +101,8 @@ def rate_of(op: OpTime, ops: Iterable[OpTime], work: Iterable[Op]) -> str:
     flops = product_flops(op)
     if flops is not None:
         return f"{flops * op.calls / op.ms / 1e9:.3g} TFLOP/s"
-    name = op.name.removeprefix("fastpar::")
-    direction = "backward" if name.endswith("_bwd") else "forward"
-    name = name.removesuffix("_bwd")
+    direction = "backward" if op.name.endswith("_bwd") else "forward"
+    name = op.name.removesuffix("_bwd")
     key = _AS_WORK.get(name, name), direction
     same = [w for w in work if (w.name, w.direction.replace("recompute", "forward")) == key]
     ms = sum(o.ms for o in ops if o.name == op.name)

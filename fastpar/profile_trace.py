@@ -137,20 +137,20 @@ def _on_cpu(found: list[dict[str, Any]], ranges: Sequence[_Range], steps: int) -
     groups: dict[tuple, list[float]] = defaultdict(lambda: [0.0, 0.0])
     inside = iter(ranges)
     now = next(inside)
-    for event, own_us in _own_times(own):
+    for event, own_us, nested in _own_times(own):
         while event["ts"] >= now.end and (after := next(inside, None)) is not None:
             now = after
         if not now.begin <= event["ts"] < now.end:
             continue
-        name, kind = event["name"], kind_of(event["name"])
-        if name == PREFIX + WAIT:
+        name, kind = _short(event["name"]), kind_of(event["name"])
+        if event["name"] == PREFIX + WAIT:
             kind = COMMUNICATION
         if kind == HOST:
             continue
         parts[now.phase][kind] += own_us
         if kind != COMMUNICATION and event.get("cat") == "cpu_op":
             entry = groups[name, now.phase, kind, _shape(event)]
-            entry[0] += 1
+            entry[0] += not nested
             entry[1] += own_us
     for r in ranges:
         parts[r.phase][HOST] += r.end - r.begin
@@ -159,17 +159,27 @@ def _on_cpu(found: list[dict[str, Any]], ranges: Sequence[_Range], steps: int) -
     return TraceTimes(steps, _per_step(parts, steps), _ops(groups, steps))
 
 
-def _own_times(events: Sequence[dict[str, Any]]) -> Iterable[tuple[dict[str, Any], float]]:
-    """Events of one thread by begin, each with the time in it that is in no event inside of it."""
+def _short(name: str) -> str:
+    """Of an op of ours, which stands in a trace as fastpar::NAME, as NAME, or as both in turn."""
+    return name.removeprefix("fastpar::")
+
+
+def _own_times(events: Sequence[dict[str, Any]]) -> Iterable[tuple[dict[str, Any], float, bool]]:
+    """Events of one thread by begin, each with the time in it that is in no event inside of it.
+
+    And whether it lies inside of an event of its own name: then it is no other call.
+    """
     own = [float(e["dur"]) for e in events]
+    nested = [False] * len(events)
     open_: list[int] = []
     for i, event in enumerate(events):
         while open_ and event["ts"] >= events[open_[-1]]["ts"] + events[open_[-1]]["dur"]:
             open_.pop()
         if open_:
             own[open_[-1]] -= event["dur"]
+        nested[i] = any(_short(events[j]["name"]) == _short(event["name"]) for j in open_)
         open_.append(i)
-    return ((event, max(0.0, us)) for event, us in zip(events, own))
+    return ((event, max(0.0, us), again) for event, us, again in zip(events, own, nested))
 
 
 def _on_gpu(found: list[dict[str, Any]], ranges: Sequence[_Range], steps: int) -> TraceTimes:
@@ -190,7 +200,7 @@ def _on_gpu(found: list[dict[str, Any]], ranges: Sequence[_Range], steps: int) -
         intervals: dict[str, list[tuple[float, float]]] = {k: [] for k in KINDS}
         for event in part:
             op = by_id.get(event["args"].get("External id"), {})
-            name = op.get("name", event["name"])
+            name = _short(op.get("name", event["name"]))
             kind = kind_of(name, event["name"])
             begin, end = event["ts"], event["ts"] + event["dur"]
             intervals[kind].append((begin, end))
@@ -309,7 +319,7 @@ def _length(intervals: Iterable[tuple[float, float]]) -> float:
 
 def product_flops(op: OpTime) -> float | None:
     """FLOPs of one call of a product of matrices, from the shapes that went in; None for others."""
-    name, dims = op.name.removeprefix("fastpar::"), op.shape
+    name, dims = op.name, op.shape
     if name in ("linear", "aten::linear") and len(dims) >= 2 and len(dims[1]) == 2:
         return 2.0 * math.prod(dims[0]) * dims[1][0]  # x [.., K], w [N, K]
     if name == "linear_bwd" and len(dims) >= 3:

@@ -22,8 +22,8 @@ OPS = [
     OpTime("linear", FORWARD, COMPUTE, ((600, 500), (700, 500)), 2, 4.0),
     OpTime("layer_norm", FORWARD, MEMORY, ((8, 4),), 2, 2.0),
     OpTime("layer_norm", FORWARD, MEMORY, ((4, 4),), 1, 1.0),
-    OpTime("fastpar::attention_bwd", BACKWARD, COMPUTE, (), 3, 6.0),
-    OpTime("fastpar::adamw_step_", OPTIMIZER, MEMORY, (), 1, 0.5),
+    OpTime("attention_bwd", BACKWARD, COMPUTE, (), 3, 6.0),
+    OpTime("adamw_step_", OPTIMIZER, MEMORY, (), 1, 0.5),
     OpTime("aten::mul", FORWARD, MEMORY, ((3,),), 9, 0.25),
 ]
 
