@@ -5,12 +5,13 @@
 # others.
 #
 #   bench/gpu.sh                    tests, ops, errors, train, emulated and tp
-#   bench/gpu.sh --part ops         one part: tests | ops | errors | tune | train | emulated | tp | profile
+#   bench/gpu.sh --part ops         one part: tests | ops | errors | tune | train | emulated | tp | profile | plan
 #                                   (also several)
 #   bench/gpu.sh --part ops --op attention --op gelu  of the ops only these
 #   bench/gpu.sh --part emulated    overlap behind emulated links: alone it has time for all of them
 #   bench/gpu.sh --part tp          tensor parallelism behind emulated links
 #   bench/gpu.sh --part profile     fastpar profile of GPT-2 124M: trace, timeline, verdict; to $OUT/profile
+#   bench/gpu.sh --part plan        rates of the GPU; GPT-2 124M to 1.5B predicted and measured: memory, step time
 #   bench/gpu.sh --part tune        tiles of the attention kernels: writes kernels/attention_configs.json
 #   bench/gpu.sh --device cpu --quick --part ops      the same code without a GPU, tiny shapes
 #
@@ -22,13 +23,13 @@ cd "$(dirname "$0")/.."
 
 PARTS="" DEVICE=cuda QUICK="" OPS=()
 usage() {
-  echo "gpu.sh: expected --part tests|ops|errors|tune|train|emulated|tp|profile, --op NAME, --device cuda|cpu or --quick, got $1;" \
+  echo "gpu.sh: expected --part tests|ops|errors|tune|train|emulated|tp|profile|plan, --op NAME, --device cuda|cpu or --quick, got $1;" \
     "see bench/gpu.sh" >&2
   exit 2
 }
 while (($#)); do
   case "$1 ${2:-}" in
-    "--part tests" | "--part ops" | "--part errors" | "--part tune" | "--part train" | "--part emulated" | "--part tp" | "--part profile") PARTS+=" $2"; shift 2 ;;
+    "--part tests" | "--part ops" | "--part errors" | "--part tune" | "--part train" | "--part emulated" | "--part tp" | "--part profile" | "--part plan") PARTS+=" $2"; shift 2 ;;
     "--op "?*) OPS+=("$2"); shift 2 ;;
     "--device cuda" | "--device cpu") DEVICE=$2; shift 2 ;;
     "--quick "*) QUICK=--quick; shift ;;
@@ -156,7 +157,8 @@ reserve() {
   [[ $1 == errors || $PARTS != *errors* ]] || seconds=45
   [[ $1 == train || $PARTS != *train* ]] || seconds=$((seconds + 130))
   [[ $1 == emulated || $PARTS != *emulated* ]] || seconds=$((seconds + 45))
-  [[ $PARTS != *tp* ]] || seconds=$((seconds + 45))
+  [[ $1 == tp || $PARTS != *tp* ]] || seconds=$((seconds + 45))
+  [[ $1 == plan || $PARTS != *plan* ]] || seconds=$((seconds + 200))
   echo "$seconds"
 }
 least() { echo $(($1 < $2 ? $1 : $2)); }
@@ -200,7 +202,10 @@ for part in $PARTS; do
       ;;
     tp)
       FASTPAR_EMULATED_S=$((LIMIT_S - SECONDS - 15)) run_logged tp tp \
-        --device "$DEVICE" $TARGET --total-limit $((LIMIT_S - SECONDS))
+        --device "$DEVICE" $TARGET --total-limit $((LIMIT_S - SECONDS - $(reserve tp)))
+      ;;
+    plan)  # alone: it needs most of the time
+      run_logged plan plan --device "$DEVICE" $TARGET --total-limit $((LIMIT_S - SECONDS))
       ;;
     profile)
       rm -rf "$LOGS/profile"
