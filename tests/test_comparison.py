@@ -158,6 +158,10 @@ def test_the_largest_difference_is_between_two_strategies():
     assert (verdict.high, verdict.low) == ("single", "dp")
     assert verdict.yardstick is None
     assert verdict.beyond is None
+    runs[2] = make_run("single", nudge=0.2)
+    verdict = judge_losses(make_comparison(*runs))
+    assert verdict.difference == pytest.approx(0.3)
+    assert (verdict.high, verdict.low) == ("dp", "single")
     assert judge_losses(make_comparison(make_run("dp"))) is None
 
 
