@@ -11,12 +11,14 @@ the overhead of a step, a micro-batch and a layer (measured_rates.py).
 Contenders take turns, and the median counts; where ranks have to share cores it is the mean, since
 an operation that was interrupted is then the rule.
 
-[Note: a busy machine] is told by the load before the start or by the spread of the samples; the
-rates say so, and are kept all the same.
+[Note: a busy machine] is told by the cores that are at work while the ranks still wait (the load
+average would count what they did a minute ago) or by the spread of the samples; the rates say so,
+and are kept all the same.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import gc
 import itertools
@@ -26,6 +28,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,7 +58,8 @@ SECONDS, QUICK_SECONDS = 30.0, 6.0
 LEAST_ROUNDS = 3
 KEPT_ELEMENTS = 60_000_000  # of chains that stay between their turns, on a rank
 MOST_SENT = 64 << 20  # bytes; larger exchanges take as long in proportion
-BUSY_LOAD, BUSY_SPREAD = 0.3, 0.25  # runnable processes a core before the start; (p80 - p20) / p50
+BUSY_CORES, BUSY_SPREAD = 0.25, 0.25  # part of the cores, before the start; (p80 - p20) / p50
+LOOK_S = 0.5  # at the cores
 TINY = 8  # sequence length of the models whose steps are overhead
 
 Say = Callable[[str], None]
@@ -114,7 +118,7 @@ def measure_cells(
     pool: RankPool, cells: Sequence[Cell], *, seconds: float, say: Say = lambda line: None
 ) -> MeasuredRates:
     """Rates for these jobs and setups by the ranks of a pool."""
-    load = os.getloadavg()[0]
+    at_work = cores_at_work()
     tiny = {overhead_key(setup): _tiny_cells(setup) for _, setup in cells}
     chains = _distinct_chains([*cells, *(cell for four in tiny.values() for cell in four[:2])])
     say(f"measuring {len(chains)} shapes of operations on {pool.nproc} ranks")
@@ -136,7 +140,7 @@ def measure_cells(
         "torch": torch.__version__,
         "date": datetime.date.today().isoformat(),
         "spread": spread,
-        "busy": busy(load, spread),
+        "busy": busy(at_work, spread),
     }
     rates = MeasuredRates(about, ops, sends)
     say("measuring steps of tiny models")
@@ -144,14 +148,36 @@ def measure_cells(
     return rates
 
 
-def busy(load: float, spread: float) -> str:
-    """Why the machine seems to have been at work for others, "" if it does not."""
-    found = []
-    if load > BUSY_LOAD * available_cores():
-        found.append(f"load {load:.1f} before the start")
+def busy(at_work: float, spread: float) -> str:
+    """Why the machine seems to have been at work for others, "" if it does not.
+
+    Args:
+        at_work: cores, before the start.
+    """
+    found, cores = [], available_cores()
+    if at_work > BUSY_CORES * cores:
+        found.append(f"{at_work:.1f} of {cores} cores at work before the start")
     if spread > BUSY_SPREAD:
         found.append(f"spread {spread:.0%}")
     return ", ".join(found)
+
+
+def cores_at_work(seconds: float = LOOK_S) -> float:
+    """How many cores of the machine do something, on average while this process waits."""
+    before = _ticks()
+    time.sleep(seconds)
+    after = _ticks()
+    if before is None or after is None or after[1] <= before[1]:
+        return os.getloadavg()[0]
+    return (after[0] - before[0]) / (after[1] - before[1]) * (os.cpu_count() or 1)
+
+
+def _ticks(path: Path = Path("/proc/stat")) -> tuple[int, int] | None:
+    """(at work, all) so far, of all cores; None where the system does not count."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        numbers = [int(n) for n in path.read_text().splitlines()[0].split()[1:9]]
+        return sum(numbers) - numbers[3] - numbers[4], sum(numbers)  # idle; waiting for a disk
+    return None
 
 
 def _spread(samples: Sequence[float]) -> float:

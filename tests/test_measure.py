@@ -7,7 +7,7 @@ import pytest
 from fastpar import measure as module
 from fastpar.config import GPTConfig
 from fastpar.job import Job, Setup
-from fastpar.measure import busy, keep_rates, known_s, measure, solve, spaced
+from fastpar.measure import busy, cores_at_work, keep_rates, known_s, measure, solve, spaced
 from fastpar.measured_rates import FOLDER, MeasuredRates, Overhead, find_rates
 from fastpar.step_time import predict_step
 from fastpar.work import ops_of, sends_of
@@ -99,12 +99,29 @@ def test_overhead_is_solved_from_four_steps():
     assert solve([1.0, 1.0, 0.5, 0.5]) == (1.0, 0.0, 0.0, 0.0), "none is negative"
 
 
-def test_a_busy_machine_is_told_by_load_and_spread(monkeypatch):
+def test_a_busy_machine_is_told_by_cores_and_spread(monkeypatch):
     monkeypatch.setattr(module, "available_cores", lambda: 4)
-    assert busy(1.0, 0.1) == ""
-    assert busy(3.0, 0.1) == "load 3.0 before the start"
+    assert busy(0.9, 0.1) == ""
+    assert busy(3.0, 0.1) == "3.0 of 4 cores at work before the start"
     assert busy(0.0, 0.35) == "spread 35%"
-    assert busy(3.0, 0.35) == "load 3.0 before the start, spread 35%"
+    assert busy(3.0, 0.35) == "3.0 of 4 cores at work before the start, spread 35%"
+
+
+def test_cores_at_work_are_counted(monkeypatch, tmp_path):
+    seen = iter([(100, 1000), (150, 1200)])
+    monkeypatch.setattr(module, "_ticks", lambda: next(seen))
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    assert cores_at_work(0.0) == pytest.approx(2.0)
+    monkeypatch.undo()
+    file = tmp_path / "stat"
+    file.write_text("cpu  10 1 5 100 7 2 1 3 0 0\ncpu0 1 1 1 1\n")
+    assert module._ticks(file) == (22, 129)
+    assert module._ticks(tmp_path / "none") is None
+    file.write_text("nothing")
+    assert module._ticks(file) is None
+    monkeypatch.setattr(module, "_ticks", lambda: None)
+    monkeypatch.setattr(os, "getloadavg", lambda: (1.5, 0.0, 0.0))
+    assert cores_at_work(0.0) == 1.5
 
 
 def test_sizes_of_exchanges_span_what_is_asked_for():
