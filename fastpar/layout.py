@@ -178,10 +178,12 @@ def default_bucket_mb(n_ranks: int, transport: str) -> float:
     """The cap of a bucket that hides a collective's latency without a long tail.
 
     Latency grows with the ranks, the last bucket is exposed whole: on slow links small ones win
-    (gloo over 1 Gbit/s: 5 to 8 MiB), on fast ones latency is most of a small one.
+    (gloo over 1 Gbit/s: 5 to 8 MiB), on fast ones latency is most of a small one. From 64 ranks on
+    it stays: three buckets wait at stages 2 and 3, and of thousands of ranks' they would be most of
+    a rank's memory.
     """
     base = {"gloo": 8.0, "shm": 16.0}.get(transport, 25.0)
-    return base * max(1.0, n_ranks / 8)
+    return base * min(8.0, max(1.0, n_ranks / 8))
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:

@@ -176,6 +176,7 @@ def test_the_default_cap_grows_with_the_ranks_and_with_the_speed_of_the_link():
     assert caps[0] < caps[2]
     assert default_bucket_mb(2, "nccl") == default_bucket_mb(8, "nccl")
     assert default_bucket_mb(64, "nccl") == 8 * default_bucket_mb(8, "nccl")
+    assert default_bucket_mb(16384, "nccl") == default_bucket_mb(64, "nccl") == 200.0
 
 
 def test_parameter_names_lists_a_tied_parameter_once_with_all_names():
