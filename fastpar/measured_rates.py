@@ -82,8 +82,11 @@ def overhead_key(setup: Setup) -> str:
 
 
 def send_key(send: Send) -> str:
-    """What an exchange's cost depends on beside its bytes."""
-    return f"{send.kind}, {send.ranks} ranks"
+    """What an exchange's cost depends on beside its bytes.
+
+    Along tp ranks call and wait in one; the engine's other exchanges begin in another thread.
+    """
+    return f"{send.kind}, {send.ranks} ranks" + " at once" * (send.axis == "tp")
 
 
 @dataclass(eq=False)  # hashable: step_time.py remembers by the object

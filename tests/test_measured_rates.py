@@ -116,6 +116,13 @@ def test_exchanges_of_other_ranks_and_kinds_take_the_nearest():
     assert MeasuredRates(known.about).send_s(send(1000.0)) == 0.0
 
 
+def test_exchanges_along_tp_are_apart():
+    known = rates()
+    known.sends["all_reduce, 2 ranks at once"] = [(1000.0, 7e-5)]
+    assert known.send_s(send(1000.0, axis="tp")) == 7e-5
+    assert known.send_s(send(1000.0)) == 1e-4
+
+
 def test_overhead_adds_up_and_takes_the_nearest_setup():
     known = rates()
     setup = replace(SETUP, grad_accum_steps=5)
