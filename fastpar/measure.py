@@ -60,6 +60,7 @@ KEPT_ELEMENTS = 60_000_000  # of chains that stay between their turns, on a rank
 MOST_SENT = 64 << 20  # bytes; larger exchanges take as long in proportion
 BUSY_CORES, BUSY_SPREAD = 0.25, 0.25  # part of the cores, before the start; (p80 - p20) / p50
 LOOK_S = 0.5  # at the cores
+LONG_S = 1e-4  # operations whose spread tells of others, not of the clock and the interpreter
 TINY = 8  # sequence length of the models whose steps are overhead
 
 Say = Callable[[str], None]
@@ -126,9 +127,9 @@ def measure_cells(
     shared = pool.device == "cpu" and pool.nproc * pool.threads > available_cores()
     ops = _rates_of_ops(samples, chains, statistics.fmean if shared else statistics.median)
     say("measuring exchanges")
-    sends, send_spreads = _time_sends(pool, cells, 0.15 * seconds)
-    spreads = [_spread(times) for times in samples.values()] + send_spreads
-    spread = statistics.median(spreads) if spreads else 0.0
+    sends = _time_sends(pool, cells, 0.15 * seconds)
+    long = [times for times in samples.values() if statistics.median(times) > LONG_S]
+    spread = statistics.median(_spread(times) for times in long or samples.values())
     about = {
         "machine": machine_name(),
         "gpu": gpu_name() if pool.device == "cuda" else "",
@@ -297,8 +298,8 @@ def _rates_of_ops(
 
 def _time_sends(
     pool: RankPool, cells: Sequence[Cell], seconds: float
-) -> tuple[dict[str, list[tuple[float, float]]], list[float]]:
-    """(bytes, seconds) by kind and ranks; and the spreads."""
+) -> dict[str, list[tuple[float, float]]]:
+    """(bytes, seconds) by kind and ranks."""
     asked: dict[str, tuple[Send, Setup, set[float]]] = {}
     for job, setup in cells:
         for send in sends_of(job, setup):
@@ -306,7 +307,6 @@ def _time_sends(
                 _, _, sizes = asked.setdefault(send_key(send), (send, setup, set()))
                 sizes.add(min(send.bytes, MOST_SENT))
     found: dict[str, list[tuple[float, float]]] = {}
-    spreads: list[float] = []
     for key, (send, setup, sizes) in asked.items():
         points = []
         for size in spaced(min(sizes), max(sizes)):
@@ -315,10 +315,9 @@ def _time_sends(
             # Ranks leave the barrier one after the other: the last one waits for nobody.
             times = [min(each) for each in zip(*ranks)][1:]
             points.append((float(size), statistics.median(times)))
-            spreads.append(_spread(times))
         found[key] = points
     pool.call(_forget)
-    return found, spreads
+    return found
 
 
 def spaced(low: float, high: float, count: int = 4) -> list[int]:
