@@ -61,6 +61,7 @@ MOST_SENT = 64 << 20  # bytes; larger exchanges take as long in proportion
 BUSY_CORES, BUSY_SPREAD = 0.25, 0.25  # part of the cores, before the start; (p80 - p20) / p50
 LOOK_S = 0.5  # at the cores
 LONG_S = 1e-4  # operations whose spread tells of others, not of the clock and the interpreter
+WHOLE = ("chain", (), "forward")  # among the operations' times: of all of them
 TINY = 8  # sequence length of the models whose steps are overhead
 
 Say = Callable[[str], None]
@@ -197,13 +198,14 @@ def _distinct_chains(cells: Iterable[Cell]) -> list[list[Cell]]:
     found: dict[Any, list[Cell]] = {}
     for job, setup in cells:
         sequence = setup.sequence_parallel and setup.tp > 1
-        key = (job.shape, setup.micro_batch_size, setup.tp, sequence, setup.grad_accum_steps > 1)
+        adds = setup.grad_accum_steps > 1
+        key = (job.shape, setup.micro_batch_size, setup.tp, sequence, adds, meets_often(setup))
         found.setdefault(key, []).append((job, setup))
     return list(found.values())
 
 
 def _time_chains(pool: RankPool, chains: Sequence[list[Cell]], seconds: float) -> Samples:
-    """Mean seconds of each operation in each step of its chain, of all ranks."""
+    """Mean seconds of each operation in each step of its chain, of the rank others wait for."""
     found: Samples = defaultdict(list)
     stop, rounds = time.monotonic() + seconds, 0
     while rounds < LEAST_ROUNDS or time.monotonic() < stop:
@@ -211,12 +213,27 @@ def _time_chains(pool: RankPool, chains: Sequence[list[Cell]], seconds: float) -
             job, setup = same[0]
             shards = sorted({s.n_shards for _, s in same})
             adds = any(s.grad_accum_steps > 1 for _, s in same)
-            for times in pool.call(_run_chain, number, job, setup, shards, adds):
-                for key, values in times.items():
-                    found[key].extend(values)
+            ranks = pool.call(_run_chain, number, job, setup, shards, adds)
+            for key, values in waited_for(ranks, each_operation=meets_often(setup)).items():
+                found[key].extend(values)
         rounds += 1
     pool.call(_forget)
     return found
+
+
+def meets_often(setup: Setup) -> bool:
+    """Whether ranks wait for each other in every layer: those of tp, and of gathered weights."""
+    return setup.tp > 1 or (setup.zero_stage == 3 and setup.n_shards > 1)
+
+
+def waited_for(ranks: Sequence[Samples], *, each_operation: bool) -> Samples:
+    """The times that a step consists of: ranks leave a chain together, so the slowest one's.
+
+    each_operation: they meet again and again in it, so of each operation the slowest one's.
+    """
+    if each_operation:
+        return {key: slowest([times[key] for times in ranks]) for key in ranks[0]}
+    return max(ranks, key=lambda times: sum(times[WHOLE]))
 
 
 def _run_chain(
@@ -236,8 +253,11 @@ def _run_chain(
     for count in range(3):
         chain.adding = adds and count == 2
         rank.barrier()
+        start = time.perf_counter()
         chain.step()
+        _wait(device)
         times = chain.times()
+        times[WHOLE] = [time.perf_counter() - start]
         for update in updates:
             times["optimizer", (update.elements,), "forward"] = [update.step(device)]
         if count:

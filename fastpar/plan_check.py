@@ -1,7 +1,7 @@
 """`fastpar plan --check`: small layouts are predicted, run for real on this machine, and compared.
 
-For every number of ranks one group of processes measures its rates (measure.py) and then trains
-each cell for a few steps (trial.py): step time is the median over steps of the slowest rank's,
+For every number of ranks one group of processes measures a cell's rates (measure.py) and trains
+it for a few steps (trial.py), by turns: step time is the median over steps of the slowest rank's,
 memory the peak of one step of the fullest rank (step_memory.py). What is reported is the
 distribution of the errors, predicted / measured - 1, of all cells; none is left out.
 """
@@ -28,11 +28,12 @@ from fastpar.memory_model import predict_memory
 from fastpar.plan_check_picture import draw_check
 from fastpar.rank_pool import Rank, RankPool
 from fastpar.step_memory import StepMemory
-from fastpar.step_time import predict_step
+from fastpar.step_time import StepTime, predict_step
 from fastpar.trial import Trial, slowest
 
 OUT = "runs/plan-check"
-MEASURE_S, QUICK_MEASURE_S = 30.0, 4.0
+TURNS = 3  # of measuring rates and running steps, for each cell
+MEASURE_S, QUICK_MEASURE_S = 60.0, 4.0
 WARM_UP, STEPS_S, FEWEST, MOST = 2, 2.0, 5, 20  # steps of a cell: for so long, so many
 SIZES = {
     "XS": GPTConfig(4, 4, 128, 64, 512, dropout=0.0),
@@ -213,17 +214,32 @@ def check_cells(
     steps_s: float = STEPS_S,
     say: Callable[[str], None] = print,
 ) -> tuple[list[Row], MeasuredRates]:
-    """Measure rates, then predict and run the cells, in one group of processes."""
+    """Measure rates, predict and run each cell, in one group of processes.
+
+    What a machine does drifts by tens of percent within minutes where others use it too. So a
+    cell's rates are measured and its steps are run by turns, and medians over the turns are
+    compared. Returned are the rates of all cells' last turns, too.
+    """
     with RankPool(ranks, threads=threads, device=device) as pool:
-        say(f"{ranks} rank{'s' * (ranks > 1)}: measuring rates for {len(cells)} layouts")
-        rates = measure_cells(pool, cells, seconds=seconds)
-        say(f"  {rates}")
-        rows = []
+        say(f"{ranks} rank{'s' * (ranks > 1)}: {len(cells)} layouts")
+        kept: MeasuredRates | None = None
+        spreads, rows = [], []
         for job, setup in cells:
-            answers = pool.call(run_cell, job, setup, steps_s)
-            rows.append(make_row(job, setup, rates, answers, threads))
+            turns = []
+            for _ in range(TURNS):
+                rates = measure_cells(pool, [(job, setup)], seconds=seconds / len(cells) / TURNS)
+                answers = pool.call(run_cell, job, setup, steps_s / TURNS)
+                turns.append((predict_step(job, setup, rates), answers))
+                kept = kept or MeasuredRates(rates.about)
+                was_busy = kept.about["busy"]
+                kept.update(rates)
+                kept.about["busy"] = was_busy or rates.about["busy"]
+                spreads.append(rates.about["spread"])
+            rows.append(make_row(job, setup, turns, threads))
             say(f"  {describe_row(rows[-1])}")
-    return rows, rates
+    assert kept is not None
+    kept.about["spread"] = statistics.median(spreads)
+    return rows, kept
 
 
 def run_cell(rank: Rank, job: Job, setup: Setup, seconds: float) -> tuple[list[float], int]:
@@ -259,13 +275,13 @@ def _same_everywhere(rank: Rank, value: float) -> float:
 def make_row(
     job: Job,
     setup: Setup,
-    rates: MeasuredRates,
-    answers: Sequence[tuple[list[float], int]],
+    turns: Sequence[tuple[StepTime, Sequence[tuple[list[float], int]]]],
     threads: int,
 ) -> Row:
-    """The row of a cell from what its ranks answered."""
-    memory, step = predict_memory(job, setup), predict_step(job, setup, rates)
-    times = slowest([seconds for seconds, _ in answers])
+    """The row of a cell from each turn's prediction and what its ranks answered."""
+    memory = predict_memory(job, setup)
+    step = sorted((step for step, _ in turns), key=lambda s: s.step_s)[len(turns) // 2]
+    times = [t for _, answers in turns for t in slowest([seconds for seconds, _ in answers])]
     p20, *_, p80 = statistics.quantiles(times, n=5)
     kinds = {name: int(value) for name, value in asdict(memory).items() if value}
     return Row(
@@ -273,7 +289,7 @@ def make_row(
         setup.world_size,
         threads,
         memory.total,
-        max(peak for _, peak in answers),
+        max(peak for _, answers in turns for _, peak in answers),
         step.step_s,
         statistics.median(times),
         p20,

@@ -7,7 +7,17 @@ import pytest
 from fastpar import measure as module
 from fastpar.config import GPTConfig
 from fastpar.job import Job, Setup
-from fastpar.measure import busy, cores_at_work, keep_rates, known_s, measure, solve, spaced
+from fastpar.measure import (
+    WHOLE,
+    busy,
+    cores_at_work,
+    keep_rates,
+    known_s,
+    measure,
+    solve,
+    spaced,
+    waited_for,
+)
 from fastpar.measured_rates import FOLDER, MeasuredRates, Overhead, find_rates
 from fastpar.step_time import predict_step
 from fastpar.work import ops_of, sends_of
@@ -140,3 +150,11 @@ def test_cells_of_the_same_operations_share_a_chain():
     chains = module._distinct_chains([*cells, again])
     assert [len(chain) for chain in chains] == [2, 1, 1]
     assert chains[0] == [cells[0], again]
+
+
+def test_the_slowest_rank_is_the_one_that_counts():
+    """Ranks of dp meet behind the chain, those of tp at every operation."""
+    a, b = ("matmul", (1, 2, 3), "forward"), ("copy", (4,), "backward")
+    ranks = [{a: [1.0, 5.0], b: [2.0], WHOLE: [3.0, 7.0]}, {a: [2.0, 4.0], b: [1.0], WHOLE: [9.0]}]
+    assert waited_for(ranks, each_operation=False) is ranks[0]
+    assert waited_for(ranks, each_operation=True) == {a: [2.0, 5.0], b: [2.0], WHOLE: [9.0]}
