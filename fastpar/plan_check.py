@@ -32,9 +32,9 @@ from fastpar.step_time import StepTime, predict_step
 from fastpar.trial import Trial, slowest
 
 OUT = "runs/plan-check"
-TURNS = 3  # of measuring rates and running steps, for each cell
-MEASURE_S, QUICK_MEASURE_S = 60.0, 4.0
-WARM_UP, STEPS_S, FEWEST, MOST = 2, 2.0, 5, 20  # steps of a cell: for so long, so many
+TURNS = 5  # of measuring rates and running steps, for each cell
+MEASURE_S, QUICK_MEASURE_S = 75.0, 4.0
+WARM_UP, STEPS_S, FEWEST, MOST = 2, 4.0, 4, 20  # steps of a cell: for so long, so many
 SIZES = {
     "XS": GPTConfig(4, 4, 128, 64, 512, dropout=0.0),
     "S": GPTConfig(4, 4, 256, 128, 1024, dropout=0.0),
