@@ -124,8 +124,8 @@ def measure_cells(
     tiny = {overhead_key(setup): _tiny_cells(setup) for _, setup in cells}
     chains = _distinct_chains([*cells, *(cell for four in tiny.values() for cell in four[:2])])
     say(f"measuring {len(chains)} shapes of operations on {pool.nproc} ranks")
-    samples = _time_chains(pool, chains, 0.6 * seconds)
     shared = pool.device == "cpu" and pool.nproc * pool.threads > available_cores()
+    samples = _time_chains(pool, chains, 0.6 * seconds, shared=shared)
     ops = _rates_of_ops(samples, chains, statistics.fmean if shared else statistics.median)
     say("measuring exchanges")
     sends = _time_sends(pool, cells, 0.15 * seconds)
@@ -204,8 +204,14 @@ def _distinct_chains(cells: Iterable[Cell]) -> list[list[Cell]]:
     return list(found.values())
 
 
-def _time_chains(pool: RankPool, chains: Sequence[list[Cell]], seconds: float) -> Samples:
-    """Mean seconds of each operation in each step of its chain, of the rank others wait for."""
+def _time_chains(
+    pool: RankPool, chains: Sequence[list[Cell]], seconds: float, *, shared: bool
+) -> Samples:
+    """Mean seconds of each operation in each step of its chain, of the rank others wait for.
+
+    shared: ranks take turns on the cores. Who waits then leaves its core to others, so that pauses
+    of single operations do not add up.
+    """
     found: Samples = defaultdict(list)
     stop, rounds = time.monotonic() + seconds, 0
     while rounds < LEAST_ROUNDS or time.monotonic() < stop:
@@ -214,7 +220,8 @@ def _time_chains(pool: RankPool, chains: Sequence[list[Cell]], seconds: float) -
             shards = sorted({s.n_shards for _, s in same})
             adds = any(s.grad_accum_steps > 1 for _, s in same)
             ranks = pool.call(_run_chain, number, job, setup, shards, adds)
-            for key, values in waited_for(ranks, each_operation=meets_often(setup)).items():
+            often = meets_often(setup) and not shared
+            for key, values in waited_for(ranks, each_operation=often).items():
                 found[key].extend(values)
         rounds += 1
     pool.call(_forget)

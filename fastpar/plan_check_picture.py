@@ -65,6 +65,12 @@ def _panel(
             label=f"{n} rank{'s' * (n > 1)}",
         )
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, aspect="equal")
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axis.set_minor_formatter(NullFormatter())
     axes.set_xlabel(f"measured {what}")
     axes.set_ylabel(f"predicted {what}")
     axes.grid(alpha=0.25, which="both", linewidth=0.5)
