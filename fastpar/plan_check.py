@@ -144,7 +144,11 @@ class Check:
     @property
     def busy(self) -> list[str]:
         """Which rates were measured while the machine was at work for others."""
-        return [f"{n} ranks: {a['busy']}" for n, a in self.about.items() if a.get("busy")]
+        return [
+            f"{n} rank{'s' * (n > 1)}: {about['busy']}"
+            for n, about in self.about.items()
+            if about.get("busy")
+        ]
 
 
 def cells_of(device: str = "cpu", *, quick: bool = False) -> dict[int, list[Cell]]:
@@ -212,6 +216,7 @@ def check_cells(
     threads: int = 1,
     seconds: float = MEASURE_S,
     steps_s: float = STEPS_S,
+    turns: int = TURNS,
     say: Callable[[str], None] = print,
 ) -> tuple[list[Row], MeasuredRates]:
     """Measure rates, predict and run each cell, in one group of processes.
@@ -225,17 +230,17 @@ def check_cells(
         kept: MeasuredRates | None = None
         spreads, rows = [], []
         for job, setup in cells:
-            turns = []
-            for _ in range(TURNS):
-                rates = measure_cells(pool, [(job, setup)], seconds=seconds / len(cells) / TURNS)
-                answers = pool.call(run_cell, job, setup, steps_s / TURNS)
-                turns.append((predict_step(job, setup, rates), answers))
+            found = []
+            for _ in range(turns):
+                rates = measure_cells(pool, [(job, setup)], seconds=seconds / len(cells) / turns)
+                answers = pool.call(run_cell, job, setup, steps_s / turns)
+                found.append((predict_step(job, setup, rates), answers))
                 kept = kept or MeasuredRates(rates.about)
                 was_busy = kept.about["busy"]
                 kept.update(rates)
                 kept.about["busy"] = was_busy or rates.about["busy"]
                 spreads.append(rates.about["spread"])
-            rows.append(make_row(job, setup, turns, threads))
+            rows.append(make_row(job, setup, found, threads))
             say(f"  {describe_row(rows[-1])}")
     assert kept is not None
     kept.about["spread"] = statistics.median(spreads)
@@ -323,6 +328,7 @@ def run_all(
             threads=threads,
             seconds=seconds,
             steps_s=steps_s,
+            turns=1 if quick else TURNS,
             say=say,
         )
 

@@ -207,7 +207,7 @@ def smallest_changes(
         if "master_weights" in changes and template.dtype != "bf16":
             continue
         if least(job, replace(template, **changes), per_node) <= limit_bytes:  # type: ignore[arg-type]
-            ways.append(f"fastpar train {flags}")
+            ways.append(flags)
             break
     length = job.seq_len // 2
     while length >= 64:

@@ -134,7 +134,7 @@ def test_cells_run_for_real():
     small = cell(GPTConfig(2, 2, 64, 32, 512, dropout=0.0), 2, 1, 3, "none", 2, 1)
     split = cell(GPTConfig(2, 2, 64, 32, 512, dropout=0.0), 2, 2, 0, "full", 4, 1)
     said = []
-    rows, found = check_cells(2, [small, split], seconds=0.5, steps_s=0.1, say=said.append)
+    rows, found = check_cells(2, [small, split], seconds=0.5, steps_s=0.1, turns=2, say=said.append)
     assert [r.title for r in rows] == [title_of(*small), title_of(*split)]
     for each in rows:
         assert abs(each.memory_error) < 0.05, each.title
