@@ -21,7 +21,12 @@ from fastpar.config import GPTConfig, TrainConfig
 from fastpar.job import Job, Setup, count_parameters
 from fastpar.memory_model import format_bytes, predict_states
 
-_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_NAMES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float64: "fp64",
+}
 
 
 def bytes_per_rank(shape: GPTConfig, setup: Setup) -> dict[str, int]:

@@ -27,13 +27,13 @@ from fastpar.measured_rates import MeasuredRates
 from fastpar.memory_model import predict_memory
 from fastpar.plan_check_picture import draw_check
 from fastpar.rank_pool import Rank, RankPool
-from fastpar.step_memory import StepMemory
+from fastpar.step_memory import StepMemory, held_bytes
 from fastpar.step_time import StepTime, predict_step
 from fastpar.trial import Trial, slowest
 
 OUT = "runs/plan-check"
-TURNS = 5  # of measuring rates and running steps, for each cell
-MEASURE_S, QUICK_MEASURE_S = 75.0, 4.0
+TURNS = 3  # of measuring rates and running steps, for each cell
+MEASURE_S, QUICK_MEASURE_S = 60.0, 4.0
 WARM_UP, STEPS_S, FEWEST, MOST = 2, 4.0, 4, 20  # steps of a cell: for so long, so many
 SIZES = {
     "XS": GPTConfig(4, 4, 128, 64, 512, dropout=0.0),
@@ -259,7 +259,8 @@ def run_cell(rank: Rank, job: Job, setup: Setup, seconds: float) -> tuple[list[f
     times = trial.seconds(max(FEWEST, min(MOST, int(count))))
     gc.collect()
     rank.barrier()
-    with StepMemory(rank.mesh(setup.tp).device) as memory:
+    held = held_bytes(trial.engine, trial.optimizer)
+    with StepMemory(rank.mesh(setup.tp).device, alive_bytes=held) as memory:
         trial.step()
     del trial
     gc.collect()

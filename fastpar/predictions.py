@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
+import torch
+
 from fastpar.agree import everyone
 from fastpar.config import GPTConfig, TrainConfig
 from fastpar.datasheet import DatasheetRates
@@ -27,7 +29,7 @@ from fastpar.job import Job, Setup
 from fastpar.journal import Journal
 from fastpar.measured_rates import find_rates
 from fastpar.memory_model import format_bytes, predict_memory
-from fastpar.step_memory import StepMemory
+from fastpar.step_memory import StepMemory, held_bytes
 from fastpar.step_report import StepReport
 from fastpar.step_time import predict_step
 from fastpar.work import Rates
@@ -47,8 +49,8 @@ class Predictions:
         times_ms: of this rank's steps.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine, self.peak_bytes = engine, 0
+    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
+        self.engine, self.optimizer, self.peak_bytes = engine, optimizer, 0
         self.times_ms: deque[float] = deque(maxlen=MOST)
         self._steps, self._last = 0, engine.report
 
@@ -68,7 +70,8 @@ class Predictions:
         if self._steps != MEMORY_STEP:
             yield
             return
-        with StepMemory(self.engine.mesh.device) as memory:
+        held = held_bytes(self.engine, self.optimizer)
+        with StepMemory(self.engine.mesh.device, alive_bytes=held) as memory:
             yield
         self.peak_bytes = memory.peak_bytes
 

@@ -27,6 +27,8 @@ from typing import Any
 
 import torch
 
+from fastpar.engine import Engine
+from fastpar.kernels.linear_cross_entropy import workspace_bytes
 from fastpar.shm import shared_bytes, shared_ranges
 
 _MARK = "fastpar: a step begins"
@@ -86,8 +88,22 @@ class StepMemory:
         self.peak_bytes, self.left_bytes = peak, now
 
 
+def held_bytes(engine: Engine, optimizer: torch.optim.Optimizer) -> int:
+    """What a rank has between two steps: the engine's tensors, the optimizer's, workspaces.
+
+    In a process with other threads alive_bytes() is no choice: it holds every object for a moment,
+    and a tuple that a thread is just making then fails (SystemError) where it grows.
+    """
+    found = {}
+    for state in optimizer.state.values():
+        for x in state.values():
+            if isinstance(x, torch.Tensor):
+                found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+    return sum(engine.memory().values()) + sum(found.values()) + workspace_bytes()
+
+
 def alive_bytes() -> int:
-    """Of all tensors in this process's CPU memory, each storage once."""
+    """Of all tensors in this process's CPU memory, each storage once; see held_bytes()."""
     shared = shared_ranges()
     found: dict[int, int] = {}
     for x in gc.get_objects():

@@ -161,7 +161,7 @@ class Trainer:
         self.engine = engine_of(self.model)
         self.optimizer = make_optimizer(self.model, config.optim, dtype=dtype, seed=config.run.seed)
         self.loss_scale = DynamicLossScale() if dtype == torch.float16 else None
-        self.predictions = Predictions(self.engine)
+        self.predictions = Predictions(self.engine, self.optimizer)
         self.guards = Guards(config.faults, scaled=self.loss_scale is not None)
         self.skipped_samples: list[tuple[int, int]] = []  # ranges that are never taken again
         self.forward: Any = torch.compile(self.model) if config.system.compile else self.model

@@ -77,6 +77,11 @@ def workspace(name: str, rows: int, columns: int, like: Tensor) -> Tensor:
     return buffer[: rows * columns].view(rows, columns)
 
 
+def workspace_bytes() -> int:
+    """Of this thread, on the CPU."""
+    return sum(buffer.nbytes for buffer in _local.__dict__.get("buffers", {}).values())
+
+
 def release_workspaces() -> None:
     """Give back what this thread keeps between calls on a CPU."""
     _local.__dict__.clear()

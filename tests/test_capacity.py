@@ -13,7 +13,7 @@ from fastpar.capacity import (
     memory_of,
     what_would_hold,
 )
-from fastpar.config import PRESETS, GPTConfig, TrainConfig
+from fastpar.config import PRESETS, VOCAB_MULTIPLE, GPTConfig, TrainConfig
 from fastpar.job import Setup
 from fastpar.model import GPT
 from fastpar.schedule import make_optimizer
@@ -65,7 +65,9 @@ def test_bytes_of_a_rank(ranks, dtype, changes, expected):
     found = list(bytes_per_rank(GPT2, setup).values())
     width, tp = GPT2.n_embd, setup.tp
     whole = (GPT2.block_size + 2 + 6 * GPT2.n_layer) * width
-    mine = ((N - whole) / tp + whole) * tp / N
+    rows = -(-GPT2.padded_vocab_size // (tp * VOCAB_MULTIPLE)) * VOCAB_MULTIPLE * tp
+    padding = (rows - GPT2.padded_vocab_size) * width
+    mine = ((N + padding - whole) / tp + whole) * tp / N
     assert mine == 1.0 or tp > 1
     for got, each, above in zip(found, expected, (0.002, 0.002, 0.02), strict=True):
         assert each * N * mine - 1 <= got <= (1 + above) * each * N * mine

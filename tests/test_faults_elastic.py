@@ -68,6 +68,11 @@ def test_a_killed_rank_costs_at_most_a_save_interval(whole, start):
     lost = []
     for attempt, steps in ((1, 50), (2, 130)):
         wait_for_steps(launcher, "r", steps)
+        due = Path(f"r/checkpoints/step_{steps // 40 * 40:06d}/manifest.json")
+        until = time.monotonic() + 30
+        while not due.exists():  # it is written beside the steps
+            assert time.monotonic() < until
+            time.sleep(0.02)
         ranks = ranks_of(launcher.pid)
         os.kill(ranks[attempt % 2], signal.SIGKILL)
         killed = time.monotonic()

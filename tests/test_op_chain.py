@@ -75,10 +75,11 @@ def test_fitted_cuts_and_repeats():
 
 
 def test_a_chain_leaves_nothing_behind():
+    gc.collect()
     before = alive_bytes()
     chain = Chain(JOB, setup(), torch.device("cpu"))
     chain.step()
     assert alive_bytes() > before
     del chain
     gc.collect()
-    assert alive_bytes() == before
+    assert alive_bytes() <= before  # of other tests more may have gone

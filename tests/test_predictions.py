@@ -8,6 +8,7 @@ import pytest
 from fastpar import predictions
 from fastpar.config import GPTConfig, TrainConfig
 from fastpar.job import Job, Setup
+from fastpar.kernels.linear_cross_entropy import release_workspaces
 from fastpar.measured_rates import FOLDER, MeasuredRates, Rate, machine_name
 from fastpar.mesh import Mesh
 from fastpar.metrics import read_metrics
@@ -71,6 +72,7 @@ LINES = ("memory   ", "step     ")
 
 
 def test_a_run_tells_at_its_end(capsys):
+    release_workspaces()  # those of other tests
     (row,) = run()
     memory, step = own_lines(capsys)
     assert memory.startswith("memory   predicted ")
@@ -208,7 +210,7 @@ def tell_on_two_ranks():
         world_size=2, dtype="fp32", master_weights="none", device_type="cpu", transport="shm"
     )
     trial = Trial(Job(SHAPE, 2), setup, Mesh(device="cpu"))
-    watch = Predictions(trial.engine)
+    watch = Predictions(trial.engine, trial.optimizer)
     for _ in range(6):
         watch.watched(trial.step)
     found = len(watch.times_ms), watch.peak_bytes

@@ -7,9 +7,10 @@ import pytest
 import torch
 from memory_cells import build, job, setup, step
 
+from fastpar.config import GPTConfig
 from fastpar.mesh import Mesh
 from fastpar.shm import ShmCollectives
-from fastpar.step_memory import StepMemory, alive_bytes
+from fastpar.step_memory import StepMemory, alive_bytes, held_bytes
 from fastpar.testing import run_ranks
 
 CPU = torch.device("cpu")
@@ -131,3 +132,31 @@ def test_on_a_gpu_it_is_the_allocators_peak():
         del y
     assert memory.peak_bytes - memory.alive_bytes == pytest.approx(16 * MB, rel=0.01)
     assert memory.left_bytes - memory.alive_bytes == pytest.approx(x.nbytes, rel=0.01)
+
+
+def held_and_alive(stage):
+    """After two steps of a rank that is a process: nothing else is alive there."""
+    from fastpar.job import Job, Setup
+    from fastpar.mesh import Mesh
+    from fastpar.trial import Trial
+
+    shape = GPTConfig(3, 2, 64, 16, 300, dropout=0.0)
+    setup = Setup(
+        world_size=2,
+        zero_stage=stage,
+        accumulate="full" if stage < 2 else "shard",
+        dtype="fp32",
+        master_weights="none",
+        device_type="cpu",
+        transport="shm",
+    )
+    trial = Trial(Job(shape, 2), setup, Mesh(device="cpu"))
+    trial.seconds(2)
+    gc.collect()
+    return held_bytes(trial.engine, trial.optimizer), alive_bytes()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_is_held_is_what_is_alive(stage):
+    for held, alive in run_ranks(held_and_alive, 2, stage, backend="gloo"):
+        assert held == pytest.approx(alive, rel=0.02)
