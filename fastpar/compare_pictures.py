@@ -63,7 +63,7 @@ def look(name: str) -> dict[str, Any]:
     return {
         "color": _COLOURS[at % len(_COLOURS)],
         "marker": _MARKERS[1:][at % (len(_MARKERS) - 1)],
-        "linestyle": _LINES[STRATEGIES[name].library],
+        "linestyle": _LINES[STRATEGIES[name].package],
     }
 
 
@@ -144,9 +144,9 @@ def _bars(
             at,
             stat.median,
             height=0.65,
-            color="white" if hatches[STRATEGIES[name].library] else look(name)["color"],
+            color="white" if hatches[STRATEGIES[name].package] else look(name)["color"],
             edgecolor=look(name)["color"],
-            hatch=hatches[STRATEGIES[name].library],
+            hatch=hatches[STRATEGIES[name].package],
             xerr=[[stat.median - stat.low], [stat.high - stat.median]] if stat.n > 1 else None,
             error_kw={"elinewidth": 1.2, "capsize": 3},
         )

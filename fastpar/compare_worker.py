@@ -108,7 +108,7 @@ class Rank:
     def __init__(self, spec: Spec, say: Callable[[int, float, float], None]) -> None:
         self.spec, self.say = spec, say
         self.strategy = STRATEGIES[spec.strategy]
-        self.ours = self.strategy.library == "fastpar"
+        self.ours = self.strategy.package == "fastpar"
         self.measured = Measured()
         self.meter = WireMeter()
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -121,7 +121,7 @@ class Rank:
             keep_freed_memory()  # under every strategy, as under `fastpar train`
         if not self.strategy.one_rank and (self.world_size > 1 or not self.ours):
             dist.init_process_group("nccl" if spec.device == "cuda" else "gloo")
-        if self.strategy.library == "deepspeed":
+        if self.strategy.package == "deepspeed":
             import_deepspeed(spec.device)
         self.strategy.import_all()
         forget_peak()

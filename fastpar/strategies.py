@@ -413,7 +413,7 @@ _IMPORTS = {
 class Strategy:
     """A way to train.
 
-    name: as it is typed; title: in tables of bench. library: what it needs, beside torch.
+    name: as it is typed; title: in tables of bench. package: what it needs, beside torch.
     ranks: it runs on multiples of these, at least `at_least`; one_rank: on one, whatever there are.
     tp: ranks that split each layer.
     """
@@ -421,7 +421,7 @@ class Strategy:
     name: str
     title: str
     build: Builder
-    library: str = "fastpar"
+    package: str = "fastpar"
     ranks: int = 1
     at_least: int = 1
     one_rank: bool = False
@@ -429,7 +429,7 @@ class Strategy:
 
     def import_all(self) -> None:
         """What else would be imported in the first step: memory that is no part of training."""
-        for name in _IMPORTS.get(self.library, ()):
+        for name in _IMPORTS.get(self.package, ()):
             importlib.import_module(name)
 
     def why_not(self, nproc: int) -> str | None:
@@ -438,8 +438,8 @@ class Strategy:
             return f"needs {self.at_least} ranks, got {nproc}"
         if nproc % self.ranks:
             return f"needs a multiple of {self.ranks} ranks, got {nproc}"
-        if importlib.util.find_spec(self.library) is None:
-            return f"{self.library} is not installed"
+        if importlib.util.find_spec(self.package) is None:
+            return f"{self.package} is not installed"
         return None
 
 
