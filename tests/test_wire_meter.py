@@ -23,7 +23,7 @@ def steps_on_rank(names):
         for _ in range(2):
             made.train_step([batch], 1e-3)
         meter = WireMeter()
-        ours = STRATEGIES[name].library == "fastpar"
+        ours = STRATEGIES[name].package == "fastpar"
         with meter.of_fastpar() if ours else meter.of_torch(2):
             made.train_step([batch], 1e-3)
         counted = meter.sent_bytes
