@@ -234,7 +234,7 @@ class Capture:
                 written = [r for r in cut_runs(runs, start, stop) if r.start != HOLE]
                 index += 1
                 numel = sum(r.numel for r in written)
-                if numel:
+                if numel or (self.rank == 0 and not math.prod(shape)):
                     found = value, tuple(shape), runs, start, stop
                     yield f"{names[p]}/{entry}", value.dtype, found, numel
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from fastpar.hf import CONV1D, INDEX_FILE, MASKS, PREFIX, WEIGHTS_FILE, read_config
-from fastpar.manifest import CONFIG, MANIFEST, STATE, Manifest, read_manifest
+from fastpar.hf import CONV1D, INDEX_FILE, MASKS, PREFIX, REQUIRED, WEIGHTS_FILE, read_config
+from fastpar.manifest import ANY_MODULE, CONFIG, MANIFEST, STATE, Manifest, read_manifest
 from fastpar.model import GPT
 from fastpar.plain_files import read_object, shown
 from fastpar.step_folders import list_checkpoints
@@ -138,16 +138,26 @@ def _facts(
         )
     states = {t.key for t in manifest.optimizer} if manifest else set()
     weights = [t for t in tensors if t.name not in states]
+    own = manifest is not None and manifest.model == ANY_MODULE
     if os.path.lexists(folder / CONFIG):
-        model, problems = _compare(folder, weights, states)
-        facts.append(model)
-        damage += problems
+        foreign = _foreign(read_object(folder / CONFIG, links=True)) if manifest is None else None
+        if own or foreign:
+            facts.append(f"{CONFIG} {foreign or 'of another module'}, which was not compared")
+        else:
+            model, problems = _compare(folder, weights, states)
+            facts.append(model)
+            damage += problems
+    if own:
+        names = {t.name for t in weights}
+        strange = sorted(key for key in states if key.rpartition("/")[0] not in names)
+        damage += [f"state of {key} for a model without this parameter" for key in strange]
     numel = sum(math.prod(t.shape) for t in weights)
     dtypes = ", ".join(sorted({str(t.dtype).removeprefix("torch.") for t in weights}))
     files = len({piece.path for t in weights for piece in t.pieces})
     facts.append(
         f"weights: {len(weights)} tensors, {numel:,} elements of {dtypes}, {_mb(_nbytes(weights))} "
-        f"in {files} file{'s' * (files > 1)}, whole, by transformers' names"
+        f"in {files} file{'s' * (files > 1)}, whole, by "
+        + ("the module's own names" if own else "transformers' names")
     )
     moments = [t for t in tensors if t.name in states]
     if moments:
@@ -169,11 +179,20 @@ def _state(path: Path) -> dict[str, object]:
         raise ValueError(f"{path.name} ({error})") from error
 
 
+def _foreign(raw: dict[str, object]) -> str | None:
+    """What makes a config.json of transformers that of another model than ours."""
+    if raw.get("model_type") != "gpt2":
+        return f"of model_type {shown(raw.get('model_type'))}"
+    if raw.get("architectures") not in (None, [], ["GPT2LMHeadModel"], ["GPT2Model"]):
+        return f"of architectures {shown(raw['architectures'])}"
+    for name, allowed in REQUIRED.items():
+        if raw.get(name) not in allowed:
+            return f"with {name}={shown(raw[name])}"
+    return None
+
+
 def _compare(folder: Path, weights: list[StoredTensor], states: set[str]) -> tuple[str, list[str]]:
-    """The model that config.json describes; and where it is not that of the tensors."""
-    kind = read_object(folder / CONFIG, links=True).get("model_type")
-    if kind != "gpt2" and not states:
-        return f"{CONFIG} of model_type {shown(kind)}, which was not compared", []
+    """The GPT-2 that config.json describes; and where it is not that of the tensors."""
     config = read_config(folder, dropout=0.0)
     line = (
         f"GPT-2 with {config.n_layer} layers, {config.n_head} heads, width {config.n_embd}, "

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastpar.hf import CONV1D, DTYPES, INDEX_FILE, MASKS, PREFIX, save_hf
 from fastpar.kernels.adamw_storage import master_join
-from fastpar.manifest import CONFIG, STATE, Manifest
+from fastpar.manifest import CONFIG, GPT_MODEL, STATE, Manifest
 from fastpar.nanogpt import load_nanogpt
 from fastpar.plain_files import is_plain_name, read_object
 from fastpar.stored import StoredTensor, stored_tensors
@@ -73,7 +73,8 @@ def _export_folder(source: Path, to: Path, dtype: torch.dtype | None) -> None:
         for name in by_file:
             shutil.copyfile(source / name, to / name)
         return
-    convert = _converter({t.name: t for t in tensors if t.name in states}, dtype)
+    gpt = manifest is not None and manifest.model == GPT_MODEL
+    convert = _converter({t.name: t for t in tensors if t.name in states}, dtype, gpt)
     total = 0
     for name, found in by_file.items():
         specs = {t.name: Spec(_target(t, dtype), t.shape) for t in found}
@@ -103,18 +104,24 @@ def _target(tensor: StoredTensor, dtype: torch.dtype) -> torch.dtype:
 
 
 def _converter(
-    states: dict[str, StoredTensor], dtype: torch.dtype
+    states: dict[str, StoredTensor], dtype: torch.dtype, gpt: bool
 ) -> Callable[[StoredTensor], Tensor]:
-    """Of a weight: its values in another dtype, from the master where there is one."""
+    """Of a weight: its values in another dtype, from the master where there is one.
+
+    Args:
+        gpt: whether the states have a GPT's names and layouts, and not those of the weights.
+    """
 
     def convert(tensor: StoredTensor) -> Tensor:
-        target, name = _target(tensor, dtype), tensor.name.removeprefix(PREFIX)
+        target = _target(tensor, dtype)
+        name = tensor.name.removeprefix(PREFIX) if gpt else tensor.name
         value = tensor.whole()
         if target == tensor.dtype:
             return value
         for entry, join in (("master_weight", _take), ("master_remainder", master_join)):
             if f"{name}/{entry}" in states:
-                state = _stored_layout(name, states[f"{name}/{entry}"].whole(), tensor.shape)
+                state = states[f"{name}/{entry}"].whole()
+                state = _stored_layout(name, state, tensor.shape) if gpt else state
                 value = join(value, state)
         converted = value.to(target)
         if not bool((converted.isfinite() | ~value.isfinite()).all()):

@@ -1,6 +1,7 @@
 """manifest.json: what a checkpoint consists of, with a checksum of every byte.
 
     step      optimizer steps done
+    model     "gpt" or "module", see [Note: models]
     files     name -> size and SHA-256; of files with tensors only the header is under the latter
     weights   tensors of model*.safetensors, whole, as transformers has them
     optimizer tensors of optimizer-*.safetensors, pieces: PARAMETER/ENTRY, whole shape, runs
@@ -8,6 +9,12 @@
 A piece is described by its parameter's name and by global indices (ranges.py), never by a rank, so
 a reader puts together what it needs of whatever mesh has written. The manifest carries a digest of
 itself.
+
+[Note: models]
+Of a GPT the weights have transformers' names and layouts, and config.json is there to build it
+from. Of every other module, one of transformers' or nanoGPT's too, weights and state have its own
+names and layouts, whatever these look like: who loads it brings the module. Version 2 did not say
+which it is; such a manifest is a GPT's if it has config.json and a GPT's names, and no others.
 
 [Note: trust]
 The digest finds damage, it does not keep anybody from writing a manifest of his own. So whatever is
@@ -40,11 +47,17 @@ from fastpar.ranges import HOLE, Run, check_cover, numel_of, whole_run
 from fastpar.tensor_header import ITEM_BYTES
 
 FORMAT = "fastpar-checkpoint"
-VERSION = 2
+VERSION = 3
+_READS = (2, 3)
 MANIFEST = "manifest.json"
 STATE = "trainer_state.json"
 CONFIG = "config.json"
-_GPT = "transformer."  # begins the names of weights that need it
+GPT_MODEL, ANY_MODULE = "gpt", "module"
+_PREFIX = "transformer."  # of a GPT's weights, not of its optimizer's state
+_GPT_WEIGHT = re.compile(
+    r"transformer\.(wte|wpe|ln_f|h\.\d+\.(ln_[12]|attn\.c_(attn|proj)|mlp\.c_(fc|proj)))"
+    r"\.(weight|bias)"
+)
 _HUGE = 1 << 48  # no size, index or shape reaches this
 _ROWS = 1 << 22  # contiguous parts of one tensor, which are listed in memory
 _ALL_ROWS = 1 << 26  # and of all
@@ -91,6 +104,7 @@ class Manifest:
     files: dict[str, FileEntry] = field(default_factory=dict)
     weights: tuple[TensorEntry, ...] = ()
     optimizer: tuple[TensorEntry, ...] = ()
+    model: str = ANY_MODULE
 
     @staticmethod
     def join(parts: Sequence[Manifest]) -> Manifest:
@@ -100,6 +114,7 @@ class Manifest:
             {name: entry for part in parts for name, entry in part.files.items()},
             tuple(t for part in parts for t in part.weights),
             tuple(t for part in parts for t in part.optimizer),
+            parts[0].model,
         )
 
     def sealed(self) -> bytes:
@@ -165,11 +180,11 @@ def parse_manifest(content: bytes, *, complete: bool = True) -> Manifest:
         raw = parse_object(content)
     except ValueError as error:
         raise ManifestError(str(error)) from error
-    _check_version(raw.get("format"), raw.get("version"))
+    version = _check_version(raw.get("format"), raw.get("version"))
     end = _END.search(content)
     if end is None or hashlib.sha256(content[: end.start()] + b"}").hexdigest().encode() != end[1]:
         raise ManifestError("its digest does not match")
-    names = [f.name for f in fields(Manifest)]
+    names = [f.name for f in fields(Manifest) if version > 2 or f.name != "model"]
     _names("manifest", raw, ["format", "version", *names, "digest"])
     files = {}
     for name, entry in _of(_DICT, "files", raw["files"]).items():
@@ -184,7 +199,10 @@ def parse_manifest(content: bytes, *, complete: bool = True) -> Manifest:
     for piece in optimizer:
         if not all(piece.key.rpartition("/")):
             raise ManifestError(f"no PARAMETER/ENTRY: {shown(piece.key)}")
-    manifest = Manifest(_int("step", raw["step"]), files, weights, optimizer)
+    model = raw["model"] if version > 2 else _model_of_version_2(files, weights, optimizer)
+    if model not in (GPT_MODEL, ANY_MODULE):
+        raise ManifestError(f"an unknown model: {shown(model)}")
+    manifest = Manifest(_int("step", raw["step"]), files, weights, optimizer, model)
     _check_unique(manifest)
     if complete:
         _check_files(manifest)
@@ -192,20 +210,32 @@ def parse_manifest(content: bytes, *, complete: bool = True) -> Manifest:
     return manifest
 
 
-def _check_version(format: object, version: object) -> None:
+def _model_of_version_2(
+    files: dict[str, FileEntry],
+    weights: tuple[TensorEntry, ...],
+    optimizer: tuple[TensorEntry, ...],
+) -> str:
+    named = all(_GPT_WEIGHT.fullmatch(tensor.key) for tensor in weights)
+    own = any(tensor.key.startswith(_PREFIX) for tensor in optimizer)
+    return GPT_MODEL if CONFIG in files and named and not own else ANY_MODULE
+
+
+def _check_version(format: object, version: object) -> int:
     if format != FORMAT:
         raise ManifestError(f"another format: {shown(format)}")
     if isinstance(version, bool) or not isinstance(version, int) or version < 1:
         raise ManifestError(f"no version: {shown(version)}")
-    problem = ManifestError(f"version {version}; this fastpar reads {VERSION}")
+    if version in _READS:
+        return version
+    known = " and ".join(map(str, _READS))
+    problem = ManifestError(f"version {version}; this fastpar reads {known}")
     if version > VERSION:
         problem.advice = "update fastpar"
-    elif version < VERSION:
+    else:
         problem.advice = (
             "go on with the fastpar that wrote it, or train on from its weights with --init-from"
         )
-    if version != VERSION:
-        raise problem
+    raise problem
 
 
 def _check_unique(manifest: Manifest) -> None:
@@ -236,8 +266,7 @@ def _check_files(manifest: Manifest) -> None:
 
 def _check_complete(manifest: Manifest) -> None:
     """Every element of every entry in one piece, and the files that every checkpoint has."""
-    gpt = any(tensor.key.startswith(_GPT) for tensor in manifest.weights)
-    for name in (CONFIG, STATE) if gpt else (STATE,):
+    for name in (CONFIG, STATE) if manifest.model == GPT_MODEL else (STATE,):
         if name not in manifest.files:
             raise ManifestError(f"no {name} in its list")
     if not manifest.weights:

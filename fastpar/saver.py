@@ -25,7 +25,6 @@ ranks call in the same order. A rank whose disk fails says so there; rank 0's th
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
 import json
 import os
@@ -34,7 +33,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,16 +43,32 @@ from torch import nn
 from fastpar.agree import everyone, everyones_errors
 from fastpar.capture import Capture, Item, Snapshot
 from fastpar.hf import INDEX_FILE
-from fastpar.manifest import MANIFEST, STATE, FileEntry, Manifest, TensorEntry, read_manifest
+from fastpar.manifest import (
+    ANY_MODULE,
+    GPT_MODEL,
+    MANIFEST,
+    STATE,
+    FileEntry,
+    Manifest,
+    TensorEntry,
+    parse_manifest,
+    read_manifest,
+)
 from fastpar.model import GPT
+from fastpar.plain_files import JSON_BYTES, parse_object
 from fastpar.ranges import check_cover
-from fastpar.step_folders import LATEST, checkpoint_folder, list_checkpoints, step_of
+from fastpar.step_folders import (
+    checkpoint_folder,
+    list_checkpoints,
+    point_latest,
+    put_folder,
+    step_of,
+)
 from fastpar.tensor_file import DTYPE_NAMES, Spec, TensorFile
 from fastpar.weights import SHARD_MB, config_files
 
 _POLL_S = 0.02
 _PATIENCE_S = 120.0  # for a part that its rank has written
-_HERE, _EXCHANGE = -100, 2  # AT_FDCWD, RENAME_EXCHANGE: linux/fcntl.h, linux/fs.h
 _SMALL = 1 << 16  # bytes: hashed at once
 _FLUSH_BYTES = 1 << 26  # written before the disk is asked to take them
 
@@ -146,10 +161,11 @@ class Saver:
 
         Args:
             step: optimizer steps done.
-            state: JSON values of rank 0, back from load_checkpoint as they are.
+            state: JSON values of rank 0, back from load_checkpoint as they are; "step" and "model"
+                are added and may not be among them.
         Returns:
             False if the save before is still running and overlap is "skip", the same on every rank.
-            A full disk is told by settle().
+            A full disk is told by settle(), and a state or model that could not be read back.
         Ranks: all of the model's.
         Wire: at stage 3 and with tp the weights.
         """
@@ -164,7 +180,7 @@ class Saver:
         nonce, problem = 0, None
         if self.rank == 0:
             nonce = int.from_bytes(os.urandom(6), "little") + 1
-            problem = self._refusal()
+            problem = _unreadable_state(state) or self._refusal()
         nonce = int(self._everyone(0.0 if problem else float(nonce))[0])
         attempt = _Attempt(step, nonce, began, self._capture.nbytes)
         if not nonce:
@@ -252,7 +268,8 @@ class Saver:
         if snapshot.ready is not None:
             snapshot.ready.synchronize()
         folder.mkdir(exist_ok=True)
-        part = _write_tensors(folder, attempt.step, snapshot.items)
+        kind = GPT_MODEL if isinstance(self.model, GPT) else ANY_MODULE
+        part = replace(_write_tensors(folder, attempt.step, snapshot.items), model=kind)
         if self.rank == 0:
             part.files.update(self._write_others(folder, state))
         unseen = folder / f"{_part(self.rank)}.tmp"  # rank 0 looks for the part, and reads it whole
@@ -310,15 +327,14 @@ class Saver:
                     "on a file system that all ranks share"
                 )
             time.sleep(_POLL_S)
-        whole = Manifest.join([read_manifest(folder, name, complete=False) for name in names])
-        _check_whole(whole)
+        sealed = _joined(folder, names)
         for name in names:
             (folder / name).unlink()
-        _write_flushed(folder / MANIFEST, whole.sealed())
+        _write_flushed(folder / MANIFEST, sealed)
         flush(folder)
-        old = _put(folder, final)
+        old = put_folder(folder, final)
         flush(final.parent)
-        _point_latest(self.run, final)
+        point_latest(self.run, final)
         if old is not None:
             shutil.rmtree(old, ignore_errors=True)
 
@@ -360,6 +376,21 @@ class _Attempt:
         """It is over, well or not."""
         self.written.set()
         self.over.set()
+
+
+def _unreadable_state(state: dict[str, Any]) -> str | None:
+    """Why read_state would refuse it; what is no JSON at all raises."""
+    for name in ("step", "model"):
+        if name in state:
+            return f"expected a state without {name!r}, which save() adds, got one; rename it"
+    text = json.dumps(state).encode()
+    try:
+        if len(text) > JSON_BYTES // 2:  # with indents
+            raise ValueError(f"{len(text)} bytes")
+        parse_object(text)
+    except ValueError as error:
+        return f"expected a state that can be read back, got {error}; keep large values elsewhere"
+    return None
 
 
 # Files
@@ -421,6 +452,21 @@ def _sha256(raw: Any) -> str:
     return hashlib.sha256(raw).hexdigest()
 
 
+def _joined(folder: Path, names: list[str]) -> bytes:
+    """The file of the manifest of all parts, which the code that reads checkpoints accepts."""
+    try:
+        whole = Manifest.join([read_manifest(folder, name, complete=False) for name in names])
+        _check_whole(whole)
+        sealed = whole.sealed()
+        parse_manifest(sealed)
+    except ValueError as error:
+        raise RuntimeError(
+            f"Saver: expected a checkpoint that can be read back, got {error.__cause__ or error}; "
+            "nothing is kept of this save"
+        ) from error
+    return sealed
+
+
 def _check_whole(manifest: Manifest) -> None:
     """What the ranks wrote must be all of it, once."""
     pieces: dict[str, list[TensorEntry]] = {}
@@ -450,30 +496,3 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _put(folder: Path, final: Path) -> Path | None:
-    """Give a folder its final name; where one had it before, that one's new name.
-
-    The two names are exchanged at once where the system can (Linux, not over NFS).
-    """
-    if not final.exists():
-        os.replace(folder, final)
-        return None
-    exchange = getattr(ctypes.CDLL(None), "renameat2", None)
-    names = os.fsencode(folder.absolute()), os.fsencode(final.absolute())
-    if exchange is not None and exchange(_HERE, names[0], _HERE, names[1], _EXCHANGE) == 0:
-        return folder
-    old = folder.with_suffix(".old.tmp")
-    os.replace(final, old)
-    os.replace(folder, final)
-    return old
-
-
-def _point_latest(run: Path, checkpoint: Path) -> None:
-    """run/latest -> the checkpoint. Only people and transformers need it: see newest_checkpoint."""
-    temporary = run / f".{LATEST}.tmp"
-    with contextlib.suppress(OSError):  # a file system without links
-        temporary.unlink(missing_ok=True)
-        temporary.symlink_to(checkpoint.relative_to(run), target_is_directory=True)
-        os.replace(temporary, run / LATEST)

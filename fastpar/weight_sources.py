@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from fastpar.hf import INDEX_FILE, WEIGHTS_FILE, load_hf
-from fastpar.manifest import FORMAT, MANIFEST, Manifest, read_manifest
+from fastpar.manifest import CONFIG, FORMAT, MANIFEST, Manifest, read_manifest
 from fastpar.model import GPT
 from fastpar.nanogpt import load_nanogpt
 from fastpar.plain_files import read_object
@@ -34,7 +34,12 @@ def load_weights(
     path = Path(source)
     if path.is_file():
         return load_nanogpt(path, dtype=dtype, dropout=dropout)
-    verify_weights(path)
+    manifest = verify_weights(path)
+    if manifest is not None and CONFIG not in manifest.files:
+        raise ValueError(
+            f"load_weights: expected a checkpoint of a GPT-2 with {CONFIG}, got path={path} of "
+            "another module; load it into that module with fastpar.load_checkpoint"
+        )
     return load_hf(path, dtype=dtype, dropout=dropout)
 
 

@@ -71,9 +71,12 @@ def list_weights(model: nn.Module) -> list[Weight]:
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The persistent ones; one that several modules share once, as tied parameters."""
+    seen: set[int] = set()
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
+            if name not in module._non_persistent_buffers_set and id(buffer) not in seen:
+                seen.add(id(buffer))
                 yield f"{prefix}.{name}" if prefix else name, buffer
 
 

@@ -58,14 +58,14 @@ def make_folder(folder, step=5, seed=0):
         raw = json.dumps(value).encode()
         (folder / name).write_bytes(raw)
         files[name] = FileEntry(len(raw), hashlib.sha256(raw).hexdigest(), len(raw))
-    manifest = Manifest(step, files, tuple(kinds["weights"]), tuple(kinds["optimizer"]))
+    manifest = Manifest(step, files, tuple(kinds["weights"]), tuple(kinds["optimizer"]), "gpt")
     (folder / MANIFEST).write_bytes(manifest.sealed())
     return manifest
 
 
 def content_of(manifest):
     """What the file of a manifest says, without its digest."""
-    content = {"format": "fastpar-checkpoint", "version": 2, **asdict(manifest)}
+    content = {"format": "fastpar-checkpoint", "version": 3, **asdict(manifest)}
     return json.loads(json.dumps(content))
 
 

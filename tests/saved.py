@@ -24,7 +24,8 @@ def whole_tensors(path):
             for run in piece.runs
             for i in range(run.count)
         ]
-        out[np.concatenate(indices)] = values
+        if indices:  # none of an empty tensor
+            out[np.concatenate(indices)] = values
     return weights, whole
 
 

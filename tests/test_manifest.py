@@ -34,8 +34,8 @@ def test_parts_are_joined(tmp_path):
     whole = make_folder(tmp_path / "a")
     names = list(whole.files)
     parts = [
-        Manifest(5, {n: whole.files[n] for n in names[:1]}, whole.weights, ()),
-        Manifest(5, {n: whole.files[n] for n in names[1:]}, (), whole.optimizer),
+        Manifest(5, {n: whole.files[n] for n in names[:1]}, whole.weights, (), "gpt"),
+        Manifest(5, {n: whole.files[n] for n in names[1:]}, (), whole.optimizer, "gpt"),
     ]
     assert Manifest.join(parts) == whole
     (tmp_path / "part-1.json").write_bytes(parts[1].sealed())
@@ -46,6 +46,27 @@ def test_parts_are_joined(tmp_path):
     assert parse_manifest(without_files.sealed(), complete=False) == without_files
     with pytest.raises(ValueError, match="in a file not listed"):
         parse_manifest(without_files.sealed())
+
+
+def test_version_2_did_not_say_which_model_it_is(tmp_path):
+    whole = make_folder(tmp_path / "a")
+
+    def of_version_2(change=lambda content: None):
+        content = content_of(whole) | {"version": 2}
+        del content["model"]
+        change(content)
+        return parse_manifest(seal(content))
+
+    assert of_version_2() == whole
+    nanogpt = of_version_2(drop(["files", "config.json"]))  # was refused by its own reader
+    assert (nanogpt.model, nanogpt.weights) == ("module", whole.weights)
+    assert of_version_2(set_(["weights", 0, "key"], "transformer.h.0.attn.q.weight")).model != "gpt"
+
+    def own_names(content):
+        for piece in content["optimizer"]:
+            piece["key"] = f"transformer.{piece['key']}"
+
+    assert of_version_2(own_names).model == "module"
 
 
 def test_holes_are_of_no_tensor():
@@ -133,13 +154,17 @@ W = ["weights", 0]
 REFUSED = {
     "format": (set_(["format"], "other"), "another format: 'other'"),
     "no format": (drop(["format"]), "another format: None"),
-    "later": (set_(["version"], 3), "version 3; this fastpar reads 2.*; update fastpar"),
-    "much later": (set_(["version"], 10**30), "this fastpar reads 2.*; update fastpar"),
-    "earlier": (set_(["version"], 1), "version 1; this fastpar reads 2.*with --init-from"),
+    "later": (set_(["version"], 4), "version 4; this fastpar reads 2 and 3.*; update fastpar"),
+    "much later": (set_(["version"], 10**30), "this fastpar reads 2 and 3.*; update fastpar"),
+    "earlier": (set_(["version"], 1), "version 1; this fastpar reads 2 and 3.*with --init-from"),
+    "earlier, with a model": (set_(["version"], 2), "an unknown field 'model' of 'manifest'"),
     "version 0": (set_(["version"], 0), "no version: 0"),
     "version 2.0": (set_(["version"], 2.0), "no version: 2.0"),
     "version true": (set_(["version"], True), "no version: True"),
     "no step": (drop(["step"]), "no field 'step' of 'manifest'"),
+    "no model": (drop(["model"]), "no field 'model' of 'manifest'"),
+    "other model": (set_(["model"], "gpt5"), "an unknown model: 'gpt5'"),
+    "no name of a model": (set_(["model"], ["gpt"]), r"an unknown model: \['gpt'\]"),
     "more": (set_(["more"], 1), "an unknown field 'more' of 'manifest'"),
     "step -1": (set_(["step"], -1), "'step' is no number that can be: -1"),
     "step true": (set_(["step"], True), "'step' is no number that can be: True"),

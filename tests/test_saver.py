@@ -13,6 +13,7 @@ from saved import bits
 from fastpar import GPT, AdamW, GPTConfig, Mesh, parallelize
 from fastpar import saver as saver_module
 from fastpar.checkpoint import list_checkpoints, load_checkpoint, read_state, verify_checkpoint
+from fastpar.checkpoint_report import examine
 from fastpar.saver import Saver
 from fastpar.testing import run_ranks
 
@@ -160,7 +161,7 @@ def test_what_is_kept(tmp_path):
 
 @pytest.mark.parametrize("flag", [2, 1 << 20], ids=["exchanged", "in two steps"])
 def test_a_step_that_is_there_already(tmp_path, monkeypatch, flag):
-    monkeypatch.setattr(saver_module, "_EXCHANGE", flag)
+    monkeypatch.setattr("fastpar.step_folders._EXCHANGE", flag)
     rank = Rank(tmp_path, asynchronous=False)
     rank.step()
     for number in (1, 2):
@@ -210,8 +211,13 @@ def test_transformers_model_comes_back_with_its_own_reader(tmp_path):
     transformers = pytest.importorskip("transformers", reason="pip install -e '.[dev]'")
     config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=16, n_positions=8, vocab_size=33)
     model = transformers.GPT2LMHeadModel(config)
-    saver = Saver(tmp_path, model=model, asynchronous=False)
+    optimizer = AdamW(model.parameters())
+    x = torch.arange(8)[None]
+    model(x, labels=x).loss.backward()
+    optimizer.step()
+    saver = Saver(tmp_path, model=model, optimizer=optimizer, asynchronous=False)
     saver.save(1, {})
+    assert examine(saver.last.path).damage == []
     again = transformers.GPT2LMHeadModel.from_pretrained(saver.last.path)
     expected = model.state_dict()
     assert all(torch.equal(b, expected[name]) for name, b in again.state_dict().items())

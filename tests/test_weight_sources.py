@@ -113,6 +113,6 @@ def test_other_manifests(checkpoint):
         (folder / MANIFEST).write_text(text)
         assert verify_weights(folder) is None
         assert same(load_weights(folder), GPT(CONFIG, seed=3))
-    (folder / MANIFEST).write_text('{"format": "fastpar-checkpoint", "version": 3}')
-    with pytest.raises(ValueError, match="version 3; this fastpar reads 2"):
+    (folder / MANIFEST).write_text('{"format": "fastpar-checkpoint", "version": 4}')
+    with pytest.raises(ValueError, match="version 4; this fastpar reads 2"):
         load_weights(folder)
