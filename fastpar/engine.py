@@ -192,13 +192,13 @@ class Engine(Shards):
             self._waiting[self.split.bucket.spec.index] = 0
             self._launch_ready()
 
-    def _enter_backward(self, task: int, frames: int = 1) -> None:
+    def _enter_backward(self, task: int) -> None:
         if task == self._task:
             return
         self._task = task
         if task == self._root or task in self._nested_tasks:
             return
-        if inside_backward_of_a_function(frames):
+        if inside_backward_of_a_function():
             self._nested_tasks.add(task)
             return
         if self._next:
@@ -231,8 +231,8 @@ class Engine(Shards):
         torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
 
     def on_gate(self) -> None:
-        """The backward of a unit begins, told by an autograd.Function's backward."""
-        self._enter_backward(torch._C._current_graph_task_id(), frames=2)
+        """The backward of a unit begins."""
+        self._enter_backward(torch._C._current_graph_task_id())
 
     def on_pass(self, with_grad: bool) -> None:
         """A forward of the whole model begins."""
@@ -459,8 +459,7 @@ class Engine(Shards):
             for bucket in self.buckets:
                 self.finish_gather(bucket)
                 bucket.make_stale()
-            self.gathers.passes_since_step.clear()
-            self.gathers.entered.clear()
+            self.gathers.after_step()
         self._backwards, self._hashes = 0, [0, 0]
         if not self._step_ended:
             self.tree_ms = sum(bucket.take_tree_ms() for bucket in self.buckets)

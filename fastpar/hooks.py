@@ -51,6 +51,10 @@ class Hook:
         owner = None if self._owner is None else self._owner()
         return None if owner is None else getattr(owner, self._method)(*self._args, *args, **kwargs)
 
+    def is_of(self, owner: Any) -> bool:
+        """Whether it calls a method of owner."""
+        return self._owner is not None and self._owner() is owner
+
     def __deepcopy__(self, memo: dict) -> Hook:
         return Hook()
 
@@ -58,14 +62,10 @@ class Hook:
         return (Hook, ())
 
 
-def inside_backward_of_a_function(frames: int) -> bool:
-    """Whether this code runs in a backward that an autograd.Function's backward has started.
-
-    frames: of such functions on the stack that say so; 2 in a function's own backward.
-    """
+def inside_backward_of_a_function() -> bool:
+    """Whether this code runs in a backward that an autograd.Function's backward has started."""
     code = torch.autograd.function.BackwardCFunction.apply.__code__
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frames:
-        frames -= frame.f_code is code
+    while frame is not None and frame.f_code is not code:
         frame = frame.f_back
-    return frames == 0
+    return frame is not None

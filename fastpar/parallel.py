@@ -35,7 +35,8 @@ from fastpar.tensor_parallel import TensorParallel
 from fastpar.tp_overlap import check_overlap, choose_overlap
 from fastpar.tp_plan import Plan, Planned, plan_for, use_tokens
 from fastpar.tp_report import tp_report
-from fastpar.units import Gathers, find_units, unit_of_parameters
+from fastpar.unit_modules import find_units, unit_of_parameters
+from fastpar.units import Gathers
 
 Materialize = Callable[[str, Tensor], None]
 

@@ -1,8 +1,4 @@
-"""Which modules are gathered together, and when: forward hooks, backward gates, prefetch.
-
-A unit is a block of the model: an element of a ModuleList or Sequential. Parameters outside of all
-blocks, and those that several blocks share, belong to the root unit, which is needed from the
-beginning of a forward to the end of its backward.
+"""When the units of a model are gathered and freed: forward hooks, backward gates, prefetch.
 
 [Note: order of gathers]
 Every rank must launch the same gathers in the same order, or one rank's block is filled with the
@@ -16,117 +12,44 @@ modules. What is launched goes into a hash, which the control exchange compares.
 A module waits for its own parameters, not for the rest of its unit, if the last pass of this kind
 called it inside of the unit's forward; the unit waits at once for all others, which it may use
 without a call. After its forward all are there. What is compiled runs without the modules' hooks:
-where something is or was, units wait for all.
+where something is or was, units wait for all; so they do where modules that contain others have
+hooks of somebody else.
 
 [Note: when a unit is freed]
 Stage 3: after its forward, except the last one's, which backward needs next; in backward bucket by
 bucket, when all of its parameters have their gradients. Hooks in a recomputation (activation
-checkpointing) gather but do not free: the backward of the unit is about to begin. The gate, an
-identity on the outputs of a unit, is what tells that its backward begins; a unit whose outputs show
-no tensor to put it on stays until the end of backward. A part of a unit that is called from outside
-of it counts as the unit; inside of it, it waits for its parameters and gathers nothing.
+checkpointing) gather but do not free: the backward of the unit is about to begin. Gates tell that:
+hooks on the autograd nodes of a unit's outputs, which stay where they are when an output is changed
+in place. A unit whose outputs show no node, or are parameters, stays until the end of backward. A
+part of a unit that is called from outside of it counts as the unit; inside of it, it waits for its
+parameters and gathers nothing. A backward that makes a graph (create_graph=True) uses parameters
+again in the backward of that graph, which has no gates: from then on to the step nothing is freed.
+
+[Note: hooks of others]
+Parameters are whole in the hooks of a unit and of all modules inside of it, because ours run first
+before a forward and last after it; of the root, in those of modules outside of units, for the
+root's parameters (at stages 1 and 2 for all). Only a pre-hook that is registered after
+parallelize() with prepend=True runs before them, and reads nan.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_iter
 
 from fastpar.buffers import BucketState
 from fastpar.hooks import Hook
+from fastpar.unit_modules import ROOT
 
 if TYPE_CHECKING:
     from fastpar.engine import Engine
-
-ROOT = 0  # index of the root unit
-
-
-def find_units(
-    model: nn.Module,
-    units: Sequence[nn.Module] | type | tuple[type, ...] | None,
-    *,
-    merge_bytes: float,
-) -> list[list[nn.Module]]:
-    """The modules of each unit in registration order; the first is the root's.
-
-    Neighbours are merged into one unit while their parameters fit into merge_bytes.
-
-    Raises:
-        ValueError: a module that is not in the model, or inside another unit.
-    """
-    if units is None:
-        candidates = _elements(model)
-    elif isinstance(units, type | tuple):
-        candidates = [m for m in model.modules() if isinstance(m, units) and m is not model]
-    else:
-        candidates = list(units)
-    inside = {id(m): i for i, m in enumerate(model.modules())}
-    candidates = list({id(m): m for m in candidates}.values())
-    parts = {id(part) for m in candidates for part in m.modules() if part is not m}
-    for module in candidates:
-        if id(module) not in inside or module is model:
-            raise ValueError(
-                f"parallelize: expected units inside the model, got units with a "
-                f"{type(module).__name__} that is not; pass modules of model.modules()"
-            )
-        if id(module) in parts and units is not None:
-            raise ValueError(
-                "parallelize: expected units beside each other, got units with a "
-                f"{type(module).__name__} inside another; leave the inner ones out"
-            )
-    found: list[list[nn.Module]] = [[model]]
-    room = 0.0
-    for module in sorted(candidates, key=lambda m: inside[id(m)]):
-        if id(module) in parts:
-            continue
-        size = sum(p.numel() * p.element_size() for p in module.parameters())
-        if not size:
-            continue
-        if size <= room:
-            found[-1].append(module)
-            room -= size
-        else:
-            found.append([module])
-            room = merge_bytes - size
-    return found
-
-
-def _elements(module: nn.Module) -> list[nn.Module]:
-    found = []
-    for child in module.children():
-        listed = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
-        if listed and not isinstance(child, nn.ModuleList | nn.ModuleDict):
-            found.append(child)
-        else:
-            found.extend(_elements(child))
-    return found
-
-
-def unit_of_parameters(units: list[list[nn.Module]]) -> dict[nn.Parameter, int]:
-    """The unit of each parameter of the model; the root's where units share one."""
-    homes: dict[nn.Parameter, set[int]] = {}
-    inner: set[int] = set()
-    for index, modules in enumerate(units[1:], 1):
-        for module in modules:
-            for part in module.modules():
-                inner.add(id(part))
-                for p in part._parameters.values():
-                    if p is not None:
-                        homes.setdefault(p, set()).add(index)
-    for part in units[ROOT][0].modules():
-        if id(part) not in inner:
-            for p in part._parameters.values():
-                if p is not None:
-                    homes.setdefault(p, set()).add(ROOT)
-    return {p: next(iter(found)) if len(found) == 1 else ROOT for p, found in homes.items()}
 
 
 class _Pass:
@@ -175,19 +98,29 @@ class Gathers:
         self._inside: set[int] = set()  # units whose forward runs
         self._done: set[BucketState] = set()  # not needed any more in this backward
         self._opened: list[nn.Module] = []  # parts called while their unit was not there
+        self._keep = False  # everything that is there, see [Note: when a unit is freed]
+        self._shown: set[int] = set()  # units that returned parameters without gradients
         self._owners: dict[nn.Parameter, list[int]] = {}  # ids of parts: no cycle with the model
+        self._early: list[list[weakref.ref[nn.Module]]] = []  # their hooks run before parts wait
         me = weakref.ref(self)
+        self._gates = [Hook(me, "before_backward", index) for index in range(len(units))]
+        inner = {part for modules in units[1:] for module in modules for part in module.modules()}
         for index, modules in enumerate(units):
+            parts = [p for m in modules for p in m.modules() if index or p not in inner]
+            early = [p for p in parts if p in modules or p._modules]
+            self._early.append([weakref.ref(p) for p in dict.fromkeys(early)])
             for module in modules:
                 last = module is modules[-1]
-                module.register_forward_pre_hook(Hook(me, "before_forward", index))
+                before = Hook(me, "before_forward", index)
+                module.register_forward_pre_hook(before, prepend=True)
                 after = Hook(me, "after_module", index, last)
                 module.register_forward_hook(after, always_call=index == ROOT)
             mine = {p for bucket in buckets[index] for p in bucket.params}
             for part in dict.fromkeys(p for m in modules for p in m.modules() if p not in modules):
                 owned = [p for p in part._parameters.values() if p in mine]
                 if owned:
-                    part.register_forward_pre_hook(_PartHook(me, "before_part", index))
+                    before = _PartHook(me, "before_part", index)
+                    part.register_forward_pre_hook(before, prepend=True)
                     part.register_forward_hook(_PartHook(me, "after_part", index))
                 for p in owned:
                     self._owners.setdefault(p, []).append(id(part))
@@ -268,14 +201,21 @@ class Gathers:
         """The unit is not needed for now."""
         for bucket in self.buckets[index] if self.stage == 3 else ():
             self.engine.finish_gather(bucket)
-            bucket.make_stale()
+            if not self._keep:
+                bucket.make_stale()
 
     def release_bucket(self, bucket: BucketState) -> None:
         """A part of a unit is not needed any more in this backward."""
-        if self.stage == 3 and bucket.spec.unit != ROOT:
+        if self.stage == 3 and bucket.spec.unit != ROOT and not self._keep:
             self._done.add(bucket)
             self.engine.finish_gather(bucket)
             bucket.make_stale()
+
+    def after_step(self) -> None:
+        """All parameters are stale."""
+        self._keep = False
+        self.passes_since_step.clear()
+        self.entered.clear()
 
     def participate(self) -> None:
         """This rank had no batch, the others a forward and a backward: launch what they launch."""
@@ -354,28 +294,49 @@ class Gathers:
             if not in_backward:
                 self._enter(index)
                 self._inside.add(index)
-            self.need(index, calls=not in_backward and not _may_be_compiled(module))
+            self._stay_last(module)
+            looked_at = self._has_foreign_hooks(index)
+            calls = not (in_backward or looked_at or _may_be_compiled(module))
+            self.need(index, calls=calls)
+            if looked_at and index == ROOT and self.stage < 3:
+                for bucket in self.engine.buckets:
+                    self.engine.finish_gather(bucket)
+
+    def _has_foreign_hooks(self, index: int) -> bool:
+        """Whether somebody may look at a unit's parameters before the parts that own them run."""
+        for module in self._early[index]:
+            for hook in getattr(module(), "_forward_pre_hooks", {}).values():
+                if not isinstance(hook, Hook):
+                    return True
+        return False
+
+    def _stay_last(self, module: nn.Module) -> None:
+        """Our hooks are those that run last after the forward that begins."""
+        hooks = module._forward_hooks
+        if hooks and not self._is_mine(next(reversed(hooks.values()))):
+            for key in [key for key, hook in hooks.items() if self._is_mine(hook)]:
+                hooks.move_to_end(key)
+
+    def _is_mine(self, hook: Any) -> bool:
+        return isinstance(hook, Hook) and hook.is_of(self)
 
     def after_module(
         self, index: int, last: bool, module: nn.Module, args: tuple, output: Any
-    ) -> Any:
+    ) -> None:
         """A module of the unit has returned, or the root has failed."""
         if self._engine() is None:
-            return output
+            return
         failed = output is None and sys.exc_info()[0] is not None
         try:
-            return self._after(index, last, output)
+            self._after(index, last, output)
         except RuntimeError:
             if not failed:  # the forward's own error says more, and torch would warn of this one
                 raise
-            return None
 
-    def _after(self, index: int, last: bool, output: Any) -> Any:
+    def _after(self, index: int, last: bool, output: Any) -> None:
         in_backward = torch._C._current_graph_task_id() != -1
         with_grad = torch.is_grad_enabled()
-        gates = _Gates(self, index)
-        if with_grad:
-            output = gates.apply(output)
+        gated, shown = self._look_at(index, output) if self.stage == 3 else (False, False)
         if not in_backward:
             self._inside.discard(index)
             for bucket in self.buckets[index]:
@@ -385,16 +346,34 @@ class Gathers:
                 if self._depth == 0 and self.stage:
                     self.end()
                     if not with_grad:
-                        self.release(ROOT)
-            elif last and not (with_grad and (index == self.last_forward() or not gates.n)):
+                        for unit in (*self._shown, ROOT):
+                            self.release(unit)
+                        self._shown.clear()
+            elif shown:
+                if not with_grad:
+                    self._shown.add(index)
+            elif last and not (with_grad and (index == self.last_forward() or not gated)):
                 self.release(index)
-        return output
+
+    def _look_at(self, index: int, output: Any) -> tuple[bool, bool]:
+        """Put gates on an output: whether there are any, and whether it shows parameters."""
+        gated, shown = False, False
+        flats = {b.flat.untyped_storage()._cdata for b in self.buckets[index]}
+        for x in _tensors(output):
+            shown = shown or (x.layout == torch.strided and x.untyped_storage()._cdata in flats)
+            # A view that is changed in place gets another node, and then its base's is passed.
+            for y in (x, x._base if x._is_view() else None):
+                if torch.is_grad_enabled() and y is not None and y.grad_fn is not None:
+                    y.grad_fn.register_prehook(self._gates[index])
+                    gated = True
+        return gated, shown
 
     def before_part(self, index: int, part: nn.Module, args: tuple) -> None:
         """A module inside of the unit is called; from outside of it if the unit is not there."""
         engine = self._engine()
         if engine is None:
             return
+        self._stay_last(part)
         if index in self._inside:
             self._pass.called.add(id(part))
             for p in part._parameters.values():
@@ -408,57 +387,27 @@ class Gathers:
             if index != ROOT:
                 self._opened.append(part)
 
-    def after_part(self, index: int, part: nn.Module, args: tuple, output: Any) -> Any:
+    def after_part(self, index: int, part: nn.Module, args: tuple, output: Any) -> None:
         """The module has returned."""
-        if not self._opened or self._opened[-1] is not part:
-            return output
-        self._opened.pop()
-        return self._after(index, True, output)
+        if self._opened and self._opened[-1] is part:
+            self._opened.pop()
+            self._after(index, True, output)
 
-    def before_backward(self, index: int) -> None:
+    def before_backward(self, index: int, grads: Any) -> None:
         """The gradient of an output of the unit is there."""
+        self._keep = self._keep or torch.is_grad_enabled()
         self.engine.on_gate()
-        if self.stage == 3:
-            self.need(index)
+        self.need(index)
 
 
-class _Gate(torch.autograd.Function):
-    """Identity whose backward tells that the backward of a unit begins."""
-
-    @staticmethod
-    def forward(ctx: Any, gathers: Gathers, index: int, x: Tensor) -> Tensor:
-        ctx.gathers, ctx.index = weakref.ref(gathers), index
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        gathers = ctx.gathers()
-        if gathers is not None:
-            gathers.before_backward(ctx.index)
-        return None, None, grads[0]
-
-
-class _Gates:
-    """Puts gates on the tensors of an output, whatever they are wrapped in; n: how many."""
-
-    def __init__(self, gathers: Gathers, index: int) -> None:
-        self.gathers, self.index, self.n = gathers, index, 0
-
-    def apply(self, output: Any) -> Any:
-        return tree_map(self._leaf, output)
-
-    def _leaf(self, x: Any) -> Any:
-        if isinstance(x, Tensor) and x.requires_grad:
-            self.n += 1
-            return _Gate.apply(self.gathers, self.index, x)
-        if dataclasses.is_dataclass(x) and not isinstance(x, type):
-            fields = {f.name: getattr(x, f.name) for f in dataclasses.fields(x)}
-            gated = {name: self.apply(value) for name, value in fields.items()}
-            if any(gated[name] is not value for name, value in fields.items()):
-                x = copy.copy(x)
-                for name, value in gated.items():
-                    object.__setattr__(x, name, value)  # frozen ones too
-        return x
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """Of an output, whatever they are wrapped in."""
+    for x in tree_iter(output):
+        if isinstance(x, Tensor):
+            yield x
+        elif dataclasses.is_dataclass(x) and not isinstance(x, type):
+            for field in dataclasses.fields(x):
+                yield from _tensors(getattr(x, field.name, None))
 
 
 def _may_be_compiled(module: nn.Module) -> bool:

@@ -19,7 +19,7 @@ ORDER = [
     "clocks", "ceilings", "job", "watchdog", "mesh", "grad_state", "tasks", "collectives", "shm",
     "transport", "recorder", "hooks", "debug", "tp_overlap", "tensor_parallel", "vocab_parallel",
     "modules", "tp_layers", "declared", "patched", "tp_plan", "tp_report", "layout", "work",
-    "devices", "network", "datasheet", "step_time", "buffers", "units", "split_embedding",
+    "devices", "network", "datasheet", "step_time", "unit_modules", "buffers", "units", "split_embedding",
     "control", "step_report", "describe", "replicas", "shards", "groups", "partials", "engine",
     "state_dicts", "optim_guard", "optim_checks", "optim_state", "autobucket", "parallel_checks",
     "parallel", "optim_base", "optim", "adafactor", "loss_scale", "schedule", "model", "hf",
