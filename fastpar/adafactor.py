@@ -11,8 +11,9 @@ torch keeps V away from 0 with max(eps[0], .), the paper adds eps[0] to G^2: opt
 
 [Note: batches]
 Most parameters of a model are short, and each operation above is one call per tensor; so they are
-updated in batches of up to 2**20 elements through torch._foreach. Temporary memory is two values an
-element of a batch, or of a larger parameter, which is a batch of its own.
+updated in batches of up to 2**20 elements through torch._foreach; a larger one is a batch of its own.
+Temporary memory (memory_model.py counts it): 4 bytes for each element of a batch, and where bf16 is
+rounded 6 for each element of its largest tensor; with "remainder" 8 and 8.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from fastpar.engine import engine_of_parameter
 from fastpar.kernels.adamw_storage import master_join, master_split, round_to_bf16
 from fastpar.optim_base import EngineOptimizer, plain, uncompiled
 
-_BATCH = 1 << 20
+BATCH = 1 << 20  # elements
 _HALF = (torch.bfloat16, torch.float16)
 _PAPER_EPS = 1e-30
 _MOMENTS = ("row_var", "col_var", "variance", "exp_avg")
@@ -202,11 +203,7 @@ class Adafactor(EngineOptimizer):
             updates = means
         torch._foreach_add_(values, updates)
         for (p, _), state, x in zip(batch, states, values):
-            if "master_remainder" in state:
-                rounded, state["master_remainder"] = master_split(x)
-                p.copy_(rounded)
-            elif "master_weight" in state:
-                p.copy_(x if p.dtype == torch.float16 else round_to_bf16(x))
+            _store(p, state, x)
 
     def _state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         """The state of a parameter, made or completed where needed."""
@@ -310,7 +307,7 @@ class Adafactor(EngineOptimizer):
 
 def _batches(pairs: list[_Pair], foreach: bool | None) -> list[list[_Pair]]:
     """Pairs of one device, all of vectors or none, and not too many elements together."""
-    limit = {None: _BATCH, True: math.inf, False: 0}[foreach]
+    limit = {None: BATCH, True: math.inf, False: 0}[foreach]
     batches: list[list[_Pair]] = []
     open_batches: dict[Any, tuple[list[_Pair], int]] = {}
     for pair in pairs:
@@ -360,6 +357,16 @@ def _estimates(
     if clamped:
         torch._foreach_clamp_min_(found, clamped * clamped)
     return found
+
+
+def _store(p: Tensor, state: dict[str, Tensor], values: Tensor) -> None:
+    """Rounds the fp32 values into a 16-bit parameter, and what that loses into its state."""
+    if "master_remainder" in state:
+        rounded, remainder = master_split(values)
+        p.copy_(rounded)
+        state["master_remainder"].copy_(remainder)
+    elif "master_weight" in state:
+        p.copy_(values if p.dtype == torch.float16 else round_to_bf16(values))
 
 
 def _mean_of_squares(grad: Tensor, dim: int, factor: Tensor | None) -> Tensor:

@@ -32,8 +32,8 @@ class Sizes:
     """A GPT's buckets on one rank of tp.
 
     unit: elements of the largest of the units that stage 3 gathers one after another, n_units of
-    them; root: of those that stay. factors: rows and columns of all matrices. split: wte's bucket
-    is the first and its own.
+    them; root: of those that stay. matrices: elements of each, in the order of registration; factors:
+    rows and columns of all of them. split: wte's bucket is the first and its own.
     """
 
     buckets: tuple[Bucket, ...]
@@ -45,6 +45,7 @@ class Sizes:
     root: int
     unit: int
     n_units: int
+    matrices: tuple[int, ...]
     factors: int
 
     def padded(self, n_shards: int) -> int:
@@ -152,6 +153,7 @@ def sizes_of(
         root=by[0],
         unit=max(by[1:], default=0),
         n_units=len(by) - 1,
+        matrices=tuple(math.prod(shape) for _, shape in parameters if len(shape) == 2),
         factors=sum(sum(shape) for _, shape in parameters if len(shape) == 2),
     )
 

@@ -1,7 +1,7 @@
 """The peak of a training step's memory on the fullest rank, predicted: closed form, nothing is run.
 
 A step's memory is what stays (parameters, gradients, the optimizer's numbers) and what comes and
-goes. Of the latter the peak is in one of five places, and the largest of them is predicted:
+goes. Of the latter the peak is in one of six places, and the largest of them is predicted:
 
     loss        all activations; the head's input, dx and dweight (in fp32), a chunk's logits
     dweight     as loss without the logits, while dx and dweight are scaled and cast; or while the
@@ -10,6 +10,8 @@ goes. Of the latter the peak is in one of five places, and the largest of them i
                 weight's gradient; the head's gradient waits for the embedding's; at stages 2 and 3
                 whole gradients on their way, at stage 3 two gathered units
     embedding   backward of the embedding, whose gradient is as large as the head's
+    update      Adafactor's: the updates of a batch of matrices, copies of what is rounded (AdamW's
+                kernel needs nothing)
     between     nothing: what stays
 
 Which block it is depends on what shrinks faster towards the first one: activations, or the room for
@@ -36,6 +38,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
+from fastpar.adafactor import BATCH
 from fastpar.config import VOCAB_MULTIPLE
 from fastpar.gradient_flow import Flow, Sizes, flow_of, sizes_of
 from fastpar.job import Job, Setup
@@ -58,6 +61,7 @@ class Memory:
     loss: logits, dx and dweight of the head, and the head's gradient until it is used.
     buckets: whole gradients on their way, gathered parameters, copies in the format of the wire,
         one weight's gradient, on a GPU also cuBLAS's workspace.
+    update: what the optimizer needs for a moment.
     """
 
     parameters: int
@@ -66,6 +70,7 @@ class Memory:
     activations: int = 0
     loss: int = 0
     buckets: int = 0
+    update: int = 0
 
     @property
     def total(self) -> int:
@@ -173,6 +178,20 @@ def _optimizer(setup: Setup, sizes: Sizes, elements: float) -> float:
     return size
 
 
+def _adafactor_scratch(setup: Setup, sizes: Sizes) -> float:
+    """The most that a batch of matrices needs; see [Note: batches] in adafactor.py."""
+    each, rounded = 4, 0  # bytes of an element of the batch, and of its largest matrix
+    if setup.dtype == "bf16" and setup.master_weights != "none":
+        each, rounded = (8, 8) if setup.master_weights == "remainder" else (4, 6)
+    most = batch = largest = 0
+    for n in sizes.matrices:
+        if batch + n > BATCH:
+            batch = largest = 0
+        batch, largest = batch + n, max(largest, n)
+        most = max(most, each * batch + rounded * largest)
+    return float(most)
+
+
 @dataclass(frozen=True)
 class _Phase:
     """What comes and goes, at one moment."""
@@ -180,10 +199,11 @@ class _Phase:
     activations: float
     loss: float
     buckets: float
+    update: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.activations + self.loss + self.buckets
+        return self.activations + self.loss + self.buckets + self.update
 
 
 def _peak(job: Job, setup: Setup, layers: int, kept_batches: int, *, head: bool) -> Memory:
@@ -197,6 +217,7 @@ def _peak(job: Job, setup: Setup, layers: int, kept_batches: int, *, head: bool)
         round(top.activations),
         round(top.loss),
         round(top.buckets) + (_CUBLAS if setup.device_type == "cuda" else 0),
+        round(top.update),
     )
 
 
@@ -250,6 +271,10 @@ class _Phases:
         if self.head:
             found += [self._loss(), self._dweight()]
             found += [self._table()] if self.sizes.split else []
+        if self.setup.optimizer == "adafactor":
+            found.append(
+                _Phase(0.0, self._standing, 0.0, _adafactor_scratch(self.setup, self.sizes))
+            )
         return found
 
     def _kept(self, layers: int) -> float:

@@ -113,8 +113,19 @@ def encode_moment(values: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def round_to_bf16(master: Tensor) -> Tensor:
     """The bf16 parameter of an fp32 master: to nearest, ties away from zero, one nan."""
-    bits = torch.where(master.isnan(), 0x7FC00000, master.view(torch.int32))
-    return ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+    return _upper_half(_bits(master))
+
+
+def _bits(master: Tensor) -> Tensor:
+    """The fp32 values' bits as a new int32 tensor, with one nan."""
+    return torch.where(master.isnan(), 0x7FC00000, master.view(torch.int32))
+
+
+def _upper_half(bits: Tensor) -> Tensor:
+    """See round_to_bf16. Overwrites bits: large matrices have no memory for copies of them."""
+    bits += 0x8000
+    bits >>= 16
+    return bits.to(torch.int16).view(torch.bfloat16)
 
 
 @torch.no_grad()
@@ -127,8 +138,9 @@ def master_split(master: Tensor) -> tuple[Tensor, Tensor]:
         raise ValueError(
             f"master_split: expected an fp32 master, got dtype={master.dtype}; pass param.float()"
         )
-    bits = torch.where(master.isnan(), 0x7FC00000, master.view(torch.int32))
-    return round_to_bf16(master), bits.to(torch.int16)
+    bits = _bits(master)
+    remainder = bits.to(torch.int16)
+    return _upper_half(bits), remainder
 
 
 @torch.no_grad()
@@ -140,5 +152,9 @@ def master_join(param: Tensor, remainder: Tensor) -> Tensor:
             f"{param.dtype} and {remainder.dtype}; pass what master_split made"
         )
     low = remainder.to(torch.int32)
-    top = param.view(torch.int16).to(torch.int32) - (low < 0).to(torch.int32)
-    return ((top << 16) | (low & 0xFFFF)).view(torch.float32)
+    bits = param.view(torch.int16).to(torch.int32)
+    bits += low >> 31  # -1 where the remainder is negative
+    bits <<= 16
+    low &= 0xFFFF
+    bits |= low
+    return bits.view(torch.float32)

@@ -80,6 +80,31 @@ SPECIAL = [  # what the runtime can also be asked for
     ("balanced", make(1, 0, 1, True, "none", 4, "bf16", 1, moment_dtype="int8")),
     ("balanced", make(1, 0, 1, True, "none", 4, "bf16", 1, master_weights="remainder")),
     ("balanced", make(1, 0, 1, True, "none", 4, "fp32", 1, optimizer="adafactor")),
+    ("wide", make(3, 0, 1, True, "full", 1, "bf16", 1, optimizer="adafactor")),
+]
+ADAFACTOR = [  # its update needs more than backward where activations are few
+    *(
+        ("wide", make(ranks, 0, 1, True, mode, micro_batch, dtype, 1, optimizer="adafactor"))
+        for ranks, mode, micro_batch, dtype in [
+            (1, "none", 1, "fp32"),
+            (2, "selective", 1, "fp32"),
+            (2, "full", 4, "bf16"),
+            (3, "full", 1, "fp32"),
+            (3, "selective", 4, "bf16"),
+            (4, "none", 1, "bf16"),
+            (4, "full", 4, "fp32"),
+        ]
+    ),
+    ("balanced", make(3, 0, 1, True, "full", 1, "bf16", 2, optimizer="adafactor")),
+    ("deep", make(4, 0, 1, True, "full", 1, "bf16", 1, optimizer="adafactor")),
+    *(
+        (shape, make(2, 0, 1, True, "full", 1, "bf16", 1, optimizer="adafactor", **more))
+        for shape in ("balanced", "wide")
+        for more in (
+            {"master_weights": "remainder"},
+            {"grad_dtype": "bf16", "reduce_dtype": "bf16"},
+        )
+    ),
 ]
 GRID = [
     (shape, make(ranks, stage, tp, sp, mode, micro_batch, dtype, 1))
@@ -132,6 +157,12 @@ def test_predicted_within_five_percent(cell):
 @pytest.mark.parametrize("cell", GRID, ids=name_of)
 def test_predicted_within_five_percent_in_every_cell(cell):
     check(cell, [other for other in GRID if other[0] == cell[0]])
+
+
+@pytest.mark.slow
+def test_predicted_within_five_percent_with_adafactor():
+    for cell in ADAFACTOR:
+        check(cell, ADAFACTOR)
 
 
 HYBRID = [
