@@ -32,8 +32,8 @@ class Sizes:
     """A GPT's buckets on one rank of tp.
 
     unit: elements of the largest of the units that stage 3 gathers one after another, n_units of
-    them; root: of those that stay. matrices: elements of each, in the order of registration; factors:
-    rows and columns of all of them. split: wte's bucket is the first and its own.
+    them; root: of those that stay. matrices: elements of each, as registered; factors: rows and
+    columns of all of them. split: wte's bucket is the first and its own.
     """
 
     buckets: tuple[Bucket, ...]

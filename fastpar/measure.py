@@ -12,8 +12,8 @@ Contenders take turns, and the median counts; where ranks have to share cores it
 an operation that was interrupted is then the rule.
 
 [Note: a busy machine] is told by the cores that are at work while the ranks still wait (the load
-average would count what they did a minute ago) or by the spread of the samples; the rates say so,
-and are kept all the same.
+average would count what they did a minute ago) or by the spread of the samples; the rates say so.
+They are kept all the same unless the spread is above MOST_SPREAD.
 """
 
 from __future__ import annotations
@@ -107,7 +107,12 @@ def measure(
 
 
 def keep_rates(rates: MeasuredRates) -> None:
-    """Write the rates into the user's cache; shapes that were measured before stay there."""
+    """Write the rates into the user's cache; shapes that were measured before stay there.
+
+    Rates with a large spread are not written, which they say themselves (MeasuredRates.steady).
+    """
+    if not rates.steady:
+        return
     try:
         kept = MeasuredRates.load(rates.path)
     except ValueError:  # none, or not of this machine

@@ -32,6 +32,7 @@ from fastpar.job import Job, Setup
 from fastpar.work import Op, Send
 
 VERSION = 1
+MOST_SPREAD = 0.3  # of the operations; rates that vary more say little of the next run
 FOLDER = "FASTPAR_RATES"  # environment: another folder
 OpKey = tuple[str, tuple[int, ...], str]
 
@@ -115,7 +116,18 @@ class MeasuredRates:
             f"measured on this machine, {ranks} rank{'s' * (ranks > 1)} x {threads} "
             f"thread{'s' * (threads > 1)}, {about['date']}, spread {about['spread']:.0%}"
         )
-        return text + (f"; busy: {about['busy']}" if about.get("busy") else "")
+        text += f"; busy: {about['busy']}" if about.get("busy") else ""
+        if not self.steady:
+            text += (
+                f"; a spread above {MOST_SPREAD:.0%}: what follows is a rough guess, and not kept "
+                "for later runs; end what else runs here and measure again"
+            )
+        return text
+
+    @property
+    def steady(self) -> bool:
+        """Whether the rates vary so little that they are worth keeping."""
+        return bool(self.about["spread"] <= MOST_SPREAD)
 
     # What work.Rates asks for
 
@@ -304,9 +316,18 @@ def find_rates(
     """Rates measured here before for such ranks, if there are any.
 
     Raises:
-        ValueError: as MeasuredRates.load.
+        ValueError: as MeasuredRates.load; their spread is too large, as earlier versions kept them.
     """
     path = _path(
         device_type=device_type, dtype=dtype, ranks=ranks, threads=threads, dropout=dropout
     )
-    return MeasuredRates.load(path) if path.exists() else None
+    if not path.exists():
+        return None
+    found = MeasuredRates.load(path)
+    if not found.steady:
+        raise ValueError(
+            f"find_rates: expected rates with a spread of at most {MOST_SPREAD:.0%}, got spread="
+            f"{found.about['spread']:.0%} in {path}; run `fastpar plan --measure` when nothing "
+            "else runs here"
+        )
+    return found

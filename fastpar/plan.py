@@ -29,6 +29,7 @@ from fastpar.plan_search import (
 )
 from fastpar.settings import option
 from fastpar.step_time import cost_per_billion_tokens
+from fastpar.tokenizer import GPT2_VOCABULARY, name_for
 from fastpar.work import Rates
 
 PUBLISHED_ERROR = 0.12  # of the time of a step, see bench/results/plan/published.md
@@ -53,7 +54,7 @@ class PlanCommand:
     n_embd: int | None = None
     """Width, instead of the size's own."""
     vocab_size: int | None = None
-    """Tokens of the tokenizer; unset: 50257, on a CPU 4096."""
+    """Tokens of the tokenizer; unset: 50257, on a CPU 4096. Below 256: of characters."""
     seq_len: int | None = None
     """Tokens of a sequence; unset: the size's own."""
     batch_size: int | None = None
@@ -76,6 +77,8 @@ class PlanCommand:
     """As in fastpar train."""
     price: float | None = None
     """Of a GPU and hour in dollars; unset: a usual one."""
+    headroom: float = 0.1
+    """Part of the memory that a layout leaves free: what no prediction knows takes some, too."""
     top: int = 6
     """Layouts to show."""
     json: str | None = None
@@ -110,7 +113,7 @@ def run(command: PlanCommand) -> int:
     job, template = _job(command), _template(command)
     cluster = _cluster(command)
     rates, rates_text = _rates(command, job, template, cluster)
-    limit = usable_bytes(command, cluster)
+    limit = limit_bytes(command, cluster)
     estimates = search(job, template, rates=rates, limit_bytes=limit, per_node=cluster.per_node)
     if not estimates:
         near = " or ".join(map(str, possible_batches(job, template, cluster.per_node)))
@@ -119,11 +122,12 @@ def run(command: PlanCommand) -> int:
             f"with gpus={command.gpus}; use --batch-size {near}, or another --gpus"
         )
     if estimates[0].time is None:
-        _nothing_fits(job, template, cluster, estimates, limit)
+        _nothing_fits(command, job, template, cluster, estimates)
     winner = estimates[0]
     problem = refused(job, winner.setup)
     assert problem is None, problem
-    text = report(command, job, cluster, estimates, limit, rates_text)
+    whose_peak = peak_text(command, cluster, rates, template.dtype)
+    text = report(command, job, cluster, estimates, limit, rates_text, whose_peak)
     print(text)
     if command.json is not None:
         _write_json(Path(command.json), command, job, cluster, estimates, limit, rates_text)
@@ -138,6 +142,19 @@ def _check_counts(command: PlanCommand) -> None:
             raise ValueError(f"plan: expected {name} >= 1, got {name}={value}; set {option(name)}")
     if command.price is not None and not command.price >= 0:
         raise ValueError(f"plan: expected price >= 0, got price={command.price}; set --price")
+    if not 0 <= command.headroom < 1:
+        raise ValueError(
+            "plan: expected headroom from 0 to below 1, a part of the memory, got headroom="
+            f"{command.headroom}; set --headroom"
+        )
+    if command.vocab_size is not None:
+        try:
+            name_for(command.vocab_size)
+        except ValueError:
+            raise ValueError(
+                "plan: expected a vocab_size that a tokenizer of `fastpar train` has, got "
+                f"vocab_size={command.vocab_size}; the largest is 1000000, set --vocab-size"
+            ) from None
     if command.model not in PRESETS:
         import difflib
 
@@ -163,7 +180,7 @@ def _this_machine(command: PlanCommand) -> PlanCommand:
 
 def _job(command: PlanCommand) -> Job:
     on_cpu = find_device(command.gpu).kind == "cpu"
-    vocab = command.vocab_size or (CPU_VOCABULARY if on_cpu else 50257)
+    vocab = command.vocab_size or (CPU_VOCABULARY if on_cpu else GPT2_VOCABULARY)
     given = {n: getattr(command, n) for n in ("n_layer", "n_head", "n_embd")}
     overrides = {name: value for name, value in given.items() if value is not None}
     if command.seq_len is not None:
@@ -215,12 +232,17 @@ def _cluster(command: PlanCommand) -> Cluster:
     )
 
 
-def usable_bytes(command: PlanCommand, cluster: Cluster) -> float:
+def usable_bytes(cluster: Cluster) -> float:
     """Of a rank's memory, for tensors."""
     device = cluster.device
     if device.kind == "cpu":
         return host_memory() / cluster.per_node - CPU_RESERVED_BYTES
     return device.memory_bytes * GPU_USABLE - GPU_RESERVED_BYTES
+
+
+def limit_bytes(command: PlanCommand, cluster: Cluster) -> float:
+    """The most that a layout may take: what is usable less the headroom."""
+    return usable_bytes(cluster) * (1 - command.headroom)
 
 
 def _rates(command: PlanCommand, job: Job, template: Setup, cluster: Cluster) -> tuple[Rates, str]:
@@ -233,7 +255,7 @@ def _rates(command: PlanCommand, job: Job, template: Setup, cluster: Cluster) ->
         )
     from fastpar.measure import measure
 
-    limit = usable_bytes(command, cluster)
+    limit = limit_bytes(command, cluster)
     first = search(job, template, rates=sheet, limit_bytes=limit, per_node=cluster.per_node)
     setups = [e.setup for e in first if e.time is not None][:12]
     if not setups:
@@ -243,21 +265,28 @@ def _rates(command: PlanCommand, job: Job, template: Setup, cluster: Cluster) ->
 
 
 def _nothing_fits(
-    job: Job, template: Setup, cluster: Cluster, estimates: Sequence[Estimate], limit: float
+    command: PlanCommand,
+    job: Job,
+    template: Setup,
+    cluster: Cluster,
+    estimates: Sequence[Estimate],
 ) -> None:
-    least = min(estimates, key=lambda e: e.memory.total)
+    least, limit = min(estimates, key=lambda e: e.memory.total), limit_bytes(command, cluster)
+    whole, used = usable_bytes(cluster), 1 - command.headroom
     ways = smallest_changes(
         job,
         template,
         limit_bytes=limit,
         per_node=cluster.per_node,
-        larger=lambda size: larger_device((size + GPU_RESERVED_BYTES) / GPU_USABLE),
+        larger=lambda size: larger_device((size / used + GPU_RESERVED_BYTES) / GPU_USABLE),
     )
+    if least.memory.total <= whole:
+        ways.insert(0, "--headroom 0 (nothing stays free)")
     raise ValueError(
-        f"plan: expected a model that fits into {limit / 1e9:,.1f} GB a rank, got "
-        f"{job.n_parameters:,} parameters, which on {layout_text(least.setup)} with "
-        f"{_recompute(least.setup)} take {least.memory}; use "
-        + ", or ".join([*ways, "a smaller model"])
+        f"plan: expected a model that fits into {limit / 1e9:,.1f} GB a rank ({whole / 1e9:,.1f} "
+        f"GB less a headroom of {command.headroom:.0%}), got {job.n_parameters:,} parameters, "
+        f"which on {layout_text(least.setup)} with {_recompute(least.setup)} take {least.memory}; "
+        "use " + ", or ".join([*ways, "a smaller model"])
     )
 
 
@@ -280,6 +309,7 @@ def report(
     estimates: Sequence[Estimate],
     limit: float,
     rates_text: str,
+    whose_peak: str,
 ) -> str:
     """Tables and words for people."""
     shape, winner = job.shape, estimates[0]
@@ -289,7 +319,8 @@ def report(
         f"model    {command.model}: {shape.n_layer} layers, {shape.n_head} heads, {shape.n_embd} "
         f"wide, {job.n_parameters:,} parameters",
         f"step     {job.tokens_per_step:,} tokens: {job.batch_size} sequences of {job.seq_len:,}",
-        f"machine  {cluster}; {limit / 1e9:,.1f} GB a rank for tensors",
+        f"machine  {cluster}; {limit / 1e9:,.1f} GB a rank for tensors, "
+        f"{command.headroom:.0%} less than there are (--headroom)",
         f"rates    {rates_text}",
         f"layouts  {len(fitting)} of {len(best)} ways to cut it fit; the best of each:",
         "",
@@ -308,6 +339,8 @@ def report(
     for estimate in fitting[: command.top]:
         rows.append(_row(command, cluster, estimate))
     lines += _columns(rows)
+    if rows[1][head.index("MFU")]:
+        lines += ["", f"MFU      {whose_peak}"]
     lines += ["", "why not"]
     losers = best[1 : max(command.top, len(fitting)) + 4]
     lines += [f"  {layout_text(e.setup)}: {why_not(e, winner, limit)}" for e in losers]
@@ -325,6 +358,21 @@ def report(
         *command_lines(command, job, cluster, winner.setup),
     ]
     return "\n".join(lines)
+
+
+def peak_text(command: PlanCommand, cluster: Cluster, rates: Rates, dtype: str) -> str:
+    """Of which peak MFU is a percentage, and where that is known from."""
+    peak, device = rates.peak_flops, cluster.device
+    if peak is None:
+        return ""
+    size = f"{peak / 1e12:,.4g} TFLOP/s" if peak >= 1e12 else f"{peak / 1e9:,.4g} GFLOP/s"
+    whose = "of the fastest matrix product measured here"
+    if not command.measure:
+        whose = f"the {dtype} peak of {device.name} ({device.source}), which no training reaches"
+    return (
+        "the model's floating-point operations of a step, recomputation not counted, in percent of "
+        f"{size} a rank, {whose}"
+    )
 
 
 def _recompute(setup: Setup) -> str:
@@ -379,7 +427,7 @@ def flags(command: PlanCommand, job: Job, setup: Setup) -> list[str]:
     words = ["--model", command.model]
     vocabulary = job.shape.vocab_size
     if vocabulary != CPU_VOCABULARY:
-        words += ["--tokenizer", "gpt2" if vocabulary == 50257 else f"bpe-{vocabulary}"]
+        words += ["--tokenizer", name_for(vocabulary)]
     for name, value in changed.items():
         if value == defaults[name] or value is None or automatic.get(name) == value:
             continue

@@ -358,6 +358,8 @@ def run_check(
         about[some[0].world_size] = rates.about
         if not quick:
             keep_rates(rates)
+            if not rates.steady:
+                say(f"rates   {rates}")
     check, folder = Check(tuple(rows), about), Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     write_check(check, folder / "results.json")

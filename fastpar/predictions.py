@@ -1,4 +1,4 @@
-"""What the planner says of a run, beside what the run measures: two lines at the end of each.
+"""What the planner says of a run, beside what the run measures: two lines at its end.
 
     memory   predicted 52.1 MB, measured 51.0 MB (+2.2 %): parameters 12.0 MB, ...
     step     predicted 61.0 ms (measured on this machine, ...), measured 58.2 ms (+4.8 %)
@@ -6,7 +6,8 @@
 Memory is measured in one early step, of every rank, by step_memory.py, which slows that step and no
 other; the fullest rank counts. The step's time is the median of all but the first ones, on the rank
 where it is longest, as the engine's reports have it: from the first forward to the end of the
-update. The figures stand in metrics.jsonl too, as the row that has "prediction".
+update. The figures stand in metrics.jsonl, as the row that has "prediction". The lines come only
+where `fastpar plan --measure` has measured such ranks: by data sheets a step is a guess.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from fastpar.devices import Cluster, device_of
 from fastpar.engine import Engine
 from fastpar.job import Job, Setup
 from fastpar.journal import Journal
-from fastpar.measured_rates import find_rates
+from fastpar.measured_rates import MeasuredRates, find_rates
 from fastpar.memory_model import format_bytes, predict_memory
 from fastpar.step_memory import StepMemory, held_bytes
 from fastpar.step_report import StepReport
@@ -95,12 +96,16 @@ class Predictions:
             return
         try:
             found = predict(config, shape, facts)
+        except ValueError as error:
+            journal.folder.notes += (f"predicted: not available, {error}",)
+            return
         except Exception as error:
             # The run is done and saved: what is wrong with its prediction must not fail it.
             journal.folder.notes += (f"predicted: not available ({type(error).__name__}: {error})",)
             return
         row = {**found, "measured_bytes": int(peak) or None, "measured_ms": ms or None}
-        journal.folder.notes += tuple(lines_of(row))
+        if found["measured_rates"]:
+            journal.folder.notes += tuple(lines_of(row))
         journal.keep(prediction=row)
 
 
@@ -116,6 +121,7 @@ def predict(config: TrainConfig, shape: GPTConfig, facts: dict[str, Any]) -> dic
         "predicted_ms": step.step_s * 1e3,
         "step_ms": {name: seconds * 1e3 for name, seconds in step.parts.items() if seconds},
         "rates": whose,
+        "measured_rates": isinstance(rates, MeasuredRates),
     }
 
 
@@ -136,23 +142,24 @@ def job_of(config: TrainConfig, shape: GPTConfig, facts: dict[str, Any]) -> tupl
 
 
 def rates_of(job: Job, setup: Setup, facts: dict[str, Any]) -> tuple[Rates, str]:
-    """The rates of this machine if such ranks have been measured, else a data sheet's; which."""
+    """The rates of this machine if such ranks have been measured, else a data sheet's; which.
+
+    Raises:
+        ValueError: the measured ones are of no use, see find_rates.
+    """
     note, on_gpu = "", setup.device_type == "cuda"
-    try:
-        found = find_rates(
-            device_type=setup.device_type,
-            dtype=setup.dtype,
-            ranks=setup.world_size,
-            threads=facts["threads"],
-            dropout=job.shape.dropout > 0,
-        )
-    except ValueError:
-        found, note = None, "; the measured rates are damaged or of another machine"
+    found = find_rates(
+        device_type=setup.device_type,
+        dtype=setup.dtype,
+        ranks=setup.world_size,
+        threads=facts["threads"],
+        dropout=job.shape.dropout > 0,
+    )
     if found is not None:
         return found, str(found)
     device = device_of(facts["device"]) if on_gpu else "cpu"
     if device is None:
-        device, note = "h100", f"; {facts['device']} is not in the table{note}"
+        device, note = "h100", f"; {facts['device']} is not in the table"
     name = device if isinstance(device, str) else device.name
     rates = DatasheetRates(Cluster.of(device, setup.world_size), setup)
     return rates, f"data sheet of {name}{note}; `fastpar plan --measure` makes it exact"

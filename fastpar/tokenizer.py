@@ -27,6 +27,7 @@ _CONFIG_FILE = "tokenizer_config.json"
 _BPE_FILE = "tokenizer.json"
 _KEY = "fastpar_tokenizer"
 _BPE_DEFAULT_SIZE = 4096
+GPT2_VOCABULARY = 50257
 _BPE_MIN_SIZE = 257  # every byte, and the end of text
 _BPE_MAX_SIZE = 1_000_000
 # The digests that tiktoken lists for OpenAI's original files.
@@ -212,6 +213,21 @@ def check_name(name: str) -> None:
             f"make_tokenizer: expected bpe-N with {_BPE_MIN_SIZE} <= N <= {_BPE_MAX_SIZE}, got "
             f"tokenizer={name}; 4096 suits some megabytes of text"
         )
+
+
+def name_for(vocab_size: int) -> str:
+    """The tokenizer that has so many tokens; below 256 characters, whose number the text decides.
+
+    Raises:
+        ValueError: none has so many.
+    """
+    if vocab_size < ByteTokenizer.vocab_size:
+        return "chars"
+    if vocab_size == ByteTokenizer.vocab_size:
+        return "bytes"
+    name = "gpt2" if vocab_size == GPT2_VOCABULARY else f"bpe-{vocab_size}"
+    check_name(name)
+    return name
 
 
 def learns_from_text(name: str) -> bool:

@@ -37,9 +37,12 @@ def measured(tmp_path_factory):
     before = os.environ.get(FOLDER)
     os.environ[FOLDER] = str(folder)
     said = []
+    patch = pytest.MonkeyPatch()
+    patch.setattr(module, "_spread", lambda times: 0.1)  # whatever else runs here
     try:
         yield measure(JOB, SETUPS[1:], threads=1, seconds=0.5, say=said.append), said, folder
     finally:
+        patch.undo()
         os.environ.pop(FOLDER)
         if before is not None:
             os.environ[FOLDER] = before
@@ -72,6 +75,15 @@ def test_rates_are_kept_for_later_runs(measured):
     found = find_rates(device_type="cpu", dtype="fp32", ranks=2, threads=1, dropout=False)
     assert found is not None
     assert (found.about["date"], found.ops) == ("later", rates.ops)
+
+
+def test_rates_with_a_large_spread_are_not_kept(measured):
+    rates, _, folder = measured
+    before = [path.read_bytes() for path in folder.iterdir()]
+    keep_rates(MeasuredRates({**rates.about, "spread": 1.72, "date": "wild"}, rates.ops))
+    assert [path.read_bytes() for path in folder.iterdir()] == before
+    keep_rates(MeasuredRates({**rates.about, "spread": 1.72, "threads": 7}, rates.ops))
+    assert len(list(folder.iterdir())) == len(before)
 
 
 def test_a_damaged_file_is_replaced(tmp_path, monkeypatch):

@@ -161,8 +161,28 @@ def test_what_is_saved_is_loaded(tmp_path, monkeypatch):
 
 
 def test_a_busy_machine_is_said():
-    text = str(rates(spread=0.35, busy="load 3.1 before the start, spread 35%"))
-    assert text.endswith("spread 35%; busy: load 3.1 before the start, spread 35%")
+    text = str(rates(spread=0.28, busy="load 3.1 before the start, spread 28%"))
+    assert text.endswith("spread 28%; busy: load 3.1 before the start, spread 28%")
+
+
+def test_a_spread_that_is_too_large_is_said_and_not_used(tmp_path, monkeypatch):
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    asked = {"device_type": "cpu", "dtype": "fp32", "ranks": 2, "threads": 1, "dropout": False}
+    limit = rates(spread=0.3)
+    limit.save()
+    assert limit.steady
+    assert find_rates(**asked) is not None
+    wild = rates(spread=1.72)
+    assert not wild.steady
+    assert (
+        "spread 172%; a spread above 30%: what follows is a rough guess, and not kept for later "
+        "runs; end what else runs here and measure again" in str(wild)
+    )
+    wild.save()  # as earlier versions did
+    with pytest.raises(
+        ValueError, match=r"find_rates: expected rates with a spread of at most 30%, got spread=172"
+    ):
+        find_rates(**asked)
 
 
 @pytest.mark.parametrize(

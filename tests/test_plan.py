@@ -10,9 +10,10 @@ from bench.emulated import EmulatedMesh, Link, emulated
 from bench.published import predict, published
 from fastpar import GPT, engine_of, parallelize, plan
 from fastpar.cli import main, parse_train
-from fastpar.config import PRESETS, GPTConfig, derive_batch
-from fastpar.job import Job, Setup
-from fastpar.plan import PlanCommand, flags, layout_text
+from fastpar.config import GPTConfig, derive_batch
+from fastpar.devices import Cluster
+from fastpar.job import Setup
+from fastpar.plan import PlanCommand, layout_text, peak_text
 
 
 def run(capsys, *words):
@@ -92,10 +93,48 @@ def test_several_machines_are_started_by_torchrun(capsys):
     assert re.search(r"torchrun --nnodes 4 --nproc-per-node 4 .* -m fastpar train ", out)
 
 
-def test_the_vocabulary_names_the_tokenizer():
-    command = PlanCommand(model="gpt2")
-    shape = PRESETS["gpt2"]
-    assert "gpt2" in flags(command, Job(shape, 8), Setup())[2:4]
+def test_a_tenth_of_the_memory_stays_free(capsys, tmp_path):
+    """Of layouts alike in speed the simplest that leaves room wins, not one that fills all."""
+    where = ["--json", f"{tmp_path}/p.json"]
+    limits = {}
+    for headroom in (None, "0", "0.5"):
+        out = run(capsys, *where, *(["--headroom", headroom] if headroom else []))
+        stored = json.loads((tmp_path / "p.json").read_text())
+        limits[headroom] = stored["limit_bytes"]
+        percent = {None: "10%", "0": "0%", "0.5": "50%"}[headroom]
+        assert (
+            f"{limits[headroom] / 1e9:,.1f} GB a rank for tensors, {percent} less than there are "
+            "(--headroom)" in out
+        )
+        winner = stored["layouts"][0]
+        assert winner["memory_bytes"]["total"] <= limits[headroom]
+    assert limits[None] == pytest.approx(0.9 * limits["0"])
+    assert limits["0.5"] == pytest.approx(0.5 * limits["0"])
+
+
+def test_a_model_that_only_the_headroom_refuses_is_told_so(capsys):
+    words = "--model gpt2-large --gpus 1 --gpu a10 --batch-size 1 --headroom"
+    run(capsys, *words.split(), "0")
+    said = refused(capsys, *words.split(), "0.4")
+    assert "GB less a headroom of 40%), got 774,090,240 parameters" in said
+    assert "; use --headroom 0 (nothing stays free), or " in said
+
+
+def test_efficiency_says_of_which_peak(capsys):
+    out = run(capsys, "--gpus", "1")
+    assert re.search(
+        r"\nMFU      .* in percent of 989 TFLOP/s a rank, the bf16 peak of h100 \(", out
+    )
+    out = run(capsys, "--gpus", "1", "--gpu", "a100", "--dtype", "fp32")
+    assert "in percent of 19.5 TFLOP/s a rank, the fp32 peak of a100 (NVIDIA A100 data" in out
+    text = peak_text(PlanCommand(measure=True), Cluster.of("cpu", 1), PaperRates(), "fp32")
+    assert text.endswith(
+        "in percent of 5 GFLOP/s a rank, of the fastest matrix product measured here"
+    )
+
+
+class PaperRates:
+    peak_flops = 5e9
 
 
 def test_words_for_layouts():
@@ -115,6 +154,10 @@ def test_words_for_layouts():
         ("--seq-len 0", r"plan: expected seq_len >= 1, got seq_len=0"),
         ("--gpu h1000", r"got name=.?h1000.*h100"),
         ("--link nvlink9", r"got name=.?nvlink9"),
+        (
+            "--headroom 1",
+            r"plan: expected headroom from 0 to below 1, .* got headroom=1.0; set --h",
+        ),
         ("--price -1", r"plan: expected price >= 0, got price=-1"),
         (
             "--gpus 5 --batch-size 7",
@@ -124,7 +167,7 @@ def test_words_for_layouts():
         ("--gpu cpu --dtype fp16 --gpus 1", r"expected dtype fp32 or bf16 on the CPU"),
         (
             "--model gpt2-xl --gpus 1 --gpu 4090 --n-layer 96",
-            r"plan: expected a model that fits into 2\d\.\d GB a rank, got .*; use .*--gpus \d",
+            r"plan: expected a model that fits into 2\d\.\d GB a rank .*, got .*; use .*--gpus \d",
         ),
     ],
 )

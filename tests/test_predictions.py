@@ -73,26 +73,45 @@ LINES = ("memory   ", "step     ")
 
 def test_a_run_tells_at_its_end(capsys):
     release_workspaces()  # those of other tests
+    rates().save()
     (row,) = run()
     memory, step = own_lines(capsys)
     assert memory.startswith("memory   predicted ")
     assert "measured" in memory
     assert ": parameters " in memory
     assert step.startswith("step     predicted ")
-    assert "(data sheet of cpu; `fastpar plan --measure` makes it exact), measured " in step
+    assert "(measured on this machine, 1 rank x 1 thread, 2026-11-22, spread 5%), measured" in step
     assert row["measured_ms"] > 0
     assert abs(row["predicted_bytes"] / row["measured_bytes"] - 1) < 0.05
     assert sum(row["memory"].values()) == row["predicted_bytes"]
     assert sum(row["step_ms"].values()) == pytest.approx(row["predicted_ms"])
 
 
+def test_without_measured_rates_a_run_tells_nothing(capsys):
+    (row,) = run()
+    assert own_lines(capsys) == []
+    assert not row["measured_rates"]
+    assert row["rates"] == "data sheet of cpu; `fastpar plan --measure` makes it exact"
+
+
+def test_rates_of_no_use_are_said_in_a_line(capsys):
+    rates(spread=1.72).save()
+    assert run() == []
+    out = capsys.readouterr().out
+    assert (
+        "predicted: not available, find_rates: expected rates with a spread of at most 30%" in out
+    )
+    assert "run `fastpar plan --measure` when nothing else runs here\n" in out
+
+
 def test_too_few_steps_are_predicted_and_not_measured(capsys):
+    rates().save()
     (row,) = run(max_steps=1)
     assert row["measured_bytes"] is None
     assert row["measured_ms"] is None
     memory, step = own_lines(capsys)
     assert "measured" not in memory
-    assert step.endswith("makes it exact)")
+    assert step.endswith("spread 5%)")
     (_, row) = run(max_steps=2, resume=True)
     assert row["measured_bytes"] is None, "the first step of a process makes its optimizer's state"
     assert len(run(max_steps=6, resume=True)) == 3
@@ -139,8 +158,8 @@ def test_rates_of_this_machine_count_if_there_are_some():
     assert found["rates"] == "measured on this machine, 1 rank x 1 thread, 2026-11-22, spread 5%"
     assert predict(config, SHAPE, {**FACTS, "threads": 2})["rates"].startswith("data sheet")
     rates(machine="Z80").save()
-    text = "data sheet of cpu; the measured rates are damaged or of another machine; `fastpar plan"
-    assert predict(config, SHAPE, FACTS)["rates"].startswith(text)
+    with pytest.raises(ValueError, match=r"expected rates of this machine, got path=.* of Z80"):
+        predict(config, SHAPE, FACTS)
 
 
 def test_a_gpu_that_is_not_in_the_table_is_said():
@@ -202,7 +221,7 @@ def test_the_fullest_and_the_slowest_rank_count():
     assert first[1] > 0
     assert rows[0]["prediction"]["measured_bytes"] == 2000
     assert rows[0]["prediction"]["measured_ms"] == 20.0
-    assert len(notes) == 2
+    assert notes == (), "no rates of two ranks were measured"
 
 
 def tell_on_two_ranks():
