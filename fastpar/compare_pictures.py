@@ -1,8 +1,8 @@
 """Pictures of a comparison: the five of the study arXiv 2405.15628, and what travels.
 
 Colours are those of Okabe and Ito, which colour-blind readers tell apart; every strategy has a
-marker of its own too, and kinds have line styles: torch's dashed, DeepSpeed's dotted, fastpar's
-solid. Legends stand beside the axes.
+marker of its own too, and kinds have line styles and hatches: torch's are dashed, DeepSpeed's
+dotted, fastpar's solid. Legends say so and stand beside the axes.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ _MARKERS = "os^vDPX*<>hdp8H"
 # Those that run by default have the eight colours; the rest share them.
 _FIRST = ("ddp", "fsdp2", "fsdp2-no-reshard", "dp", "zero1", "zero2", "zero3", "tp")
 _LINES = {"torch": "--", "deepspeed": ":", "fastpar": "-"}
+_HATCHES = {"torch": "//", "deepspeed": "..", "fastpar": ""}
+_OWNERS = {"torch": "torch's", "deepspeed": "DeepSpeed's", "fastpar": "fastpar's"}
+_LINE_WORDS = {"torch": "dashed", "deepspeed": "dotted", "fastpar": "solid"}
 _WIDTH, _HEIGHT, _DPI = 9.0, 4.4, 110
 _MOST_TICKS = 12
 
@@ -75,12 +78,41 @@ def _finish(axes: Any, title: str, unit: str, xlabel: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _legend(figure: Any, *axes: Any) -> None:
+def _packages(comparison: Comparison) -> list[str]:
+    """Whose strategies are shown."""
+    return [p for p in _OWNERS if any(STRATEGIES[n].package == p for n in comparison.names)]
+
+
+def _legend(comparison: Comparison, figure: Any, *axes: Any) -> None:
     """Beside the axes: it covers nothing."""
+    lines = [f"{_LINE_WORDS[p]}: {_OWNERS[p]}" for p in _packages(comparison)]
     both = [ax.get_legend_handles_labels() for ax in axes]
     named = {label: handle for handles, labels in both for handle, label in zip(handles, labels)}
     figure.legend(
-        named.values(), named.keys(), loc="outside right center", frameon=False, fontsize=9
+        named.values(),
+        named.keys(),
+        loc="outside right center",
+        frameon=False,
+        fontsize=9,
+        title="\n".join(lines),
+        title_fontsize=8,
+    )
+
+
+def _explain_bars(comparison: Comparison, figure: Any) -> None:
+    """Below the axes: whose strategies are hatched and how."""
+    from matplotlib.patches import Patch
+
+    packages = _packages(comparison)
+    patches = [
+        Patch(
+            facecolor="white" if _HATCHES[p] else "#666666", edgecolor="#666666", hatch=_HATCHES[p]
+        )
+        for p in packages
+    ]
+    names = [_OWNERS[p] for p in packages]
+    figure.legend(
+        patches, names, loc="outside lower center", ncols=len(names), frameon=False, fontsize=9
     )
 
 
@@ -115,7 +147,7 @@ def _per_epoch(
     axes.set_ylim(bottom=0)
     steps = comparison.settings["epoch_steps"]
     _finish(axes, f"{title} ({_repeats(comparison)})", unit, f"epoch of {steps} steps")
-    _legend(figure, axes)
+    _legend(comparison, figure, axes)
 
 
 def draw_throughput(comparison: Comparison, figure: Any) -> None:
@@ -134,7 +166,6 @@ def _bars(
 ) -> None:
     """A bar a strategy with the range of its repeats; what is not known is said in its place."""
     names = comparison.names
-    hatches = {"torch": "//", "deepspeed": "..", "fastpar": ""}
     for at, name in enumerate(names):
         stat = comparison.stat(name, value)
         if stat is None:
@@ -144,9 +175,9 @@ def _bars(
             at,
             stat.median,
             height=0.65,
-            color="white" if hatches[STRATEGIES[name].package] else look(name)["color"],
+            color="white" if _HATCHES[STRATEGIES[name].package] else look(name)["color"],
             edgecolor=look(name)["color"],
-            hatch=hatches[STRATEGIES[name].package],
+            hatch=_HATCHES[STRATEGIES[name].package],
             xerr=[[stat.median - stat.low], [stat.high - stat.median]] if stat.n > 1 else None,
             error_kw={"elinewidth": 1.2, "capsize": 3},
         )
@@ -176,6 +207,7 @@ def draw_memory(comparison: Comparison, figure: Any) -> None:
         f"Peak memory per rank ({_repeats(comparison)})",
         f"MB: {label}",
     )
+    _explain_bars(comparison, figure)
 
 
 def draw_communication(comparison: Comparison, figure: Any) -> None:
@@ -190,6 +222,7 @@ def draw_communication(comparison: Comparison, figure: Any) -> None:
         "MB a rank sends in a step",
     )
     left.set_ylim(len(comparison.names) - 0.5, -0.5)
+    _explain_bars(comparison, figure)
 
 
 def _curves(
@@ -228,7 +261,7 @@ def _curves(
     mean = f", mean over about {window:.0f} steps" if window >= 1.5 else ""
     _finish(top, f"{title} of the first runs{mean}", unit, "")
     _finish(below, f"Distance from {names[0]}, every step", unit, "step")
-    _legend(figure, top, below)
+    _legend(comparison, figure, top, below)
 
 
 def draw_grad_norm(comparison: Comparison, figure: Any) -> None:

@@ -12,23 +12,31 @@ from fastpar.compare_words import number, summary
 from fastpar.comparison import FACTOR, FLOOR, Comparison, Run, Stat
 
 TABLE, PAGE = "table.md", "report.html"
-HEAD = (
-    "strategy",
-    "ranks",
-    "tokens/s",
-    "epoch, s",
-    "peak memory a rank, MB",
-    "sent a step, MB",
-    "exposed, ms of a step",
-    "last loss",
-)
 NOT_KNOWN = "not known"
 
 
+def head(comparison: Comparison) -> tuple[str, ...]:
+    """Names of the columns."""
+    base = comparison.baseline
+    return (
+        "strategy",
+        "ranks",
+        "tokens/s",
+        f"speed, {base} = 1",
+        "epoch, s",
+        "peak memory a rank, MB",
+        f"memory, {base} = 1",
+        "sent a step, MB",
+        "exposed, ms of a step",
+        "last loss",
+    )
+
+
 def rows(comparison: Comparison) -> list[list[str]]:
-    """A row a strategy, in the order asked for; those left out say why in the second cell."""
+    """A row a strategy, the fastest first; those left out come last and say why."""
+    measured = [name for name, _ in comparison.ranking(comparison.tokens_per_s, most=True)]
     asked = [*comparison.settings["strategies"], *comparison.skipped]
-    return [_row(comparison, name) for name in dict.fromkeys(asked)]
+    return [_row(comparison, name) for name in dict.fromkeys([*measured, *asked])]
 
 
 def _row(comparison: Comparison, name: str) -> list[str]:
@@ -48,8 +56,10 @@ def _row(comparison: Comparison, name: str) -> list[str]:
         name,
         f"{runs[0].ranks}",
         _cell(comparison.stat(name, comparison.tokens_per_s)),
+        _ratio(comparison.ratio(name, comparison.tokens_per_s)),
         _cell(comparison.stat(name, epoch_s)),
         _cell(comparison.stat(name, lambda run: comparison.memory(run) / 1e6)),
+        _ratio(comparison.ratio(name, comparison.memory)),
         _cell(comparison.stat(name, lambda run: _scaled(run.wire_bytes, 1e-6)), spread=False),
         _cell(comparison.stat(name, lambda run: run.exposed_ms)),
         f"{loss:.5f}",
@@ -58,6 +68,10 @@ def _row(comparison: Comparison, name: str) -> list[str]:
 
 def _scaled(value: float | None, factor: float) -> float | None:
     return None if value is None else value * factor
+
+
+def _ratio(value: float | None) -> str:
+    return NOT_KNOWN if value is None else f"{value:.2f}"
 
 
 def _cell(stat: Stat | None, *, spread: bool = True) -> str:
@@ -100,7 +114,8 @@ def notes(comparison: Comparison) -> list[str]:
     untimed = comparison.settings["untimed_steps"]
     return [
         "Times are medians of the repeats, in brackets their range. The slowest rank counts. The "
-        f"first {untimed} steps of a run train like the others and are not timed.",
+        f"first {untimed} steps of a run train like the others and are not timed. The fastest "
+        f"stands first; ratios are of medians, to those of {comparison.baseline}.",
         f"Memory: {comparison.memory_label}.",
         "Sent: what a ring would send for the collectives of a step. Of torch and DeepSpeed those "
         "that torch's dispatcher sees, of fastpar what its engine reports, of tp all of its "
@@ -118,10 +133,11 @@ def notes(comparison: Comparison) -> list[str]:
 
 def markdown(comparison: Comparison) -> str:
     """The table, the summary and how to read them."""
-    lines = [f"| {' | '.join(HEAD)} |", f"|{'---|' * len(HEAD)}"]
+    names = head(comparison)
+    lines = [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
     for row in rows(comparison):
         cells = [cell.replace("|", "/") for cell in row]
-        lines.append(f"| {' | '.join(cells + [''] * (len(HEAD) - len(cells)))} |")
+        lines.append(f"| {' | '.join(cells + [''] * (len(names) - len(cells)))} |")
     lines += ["", *(f"- {line}" for line in summary(comparison))]
     lines += ["", *conditions(comparison), "", *notes(comparison)]
     return "\n".join(lines) + "\n"
@@ -159,12 +175,14 @@ def page(comparison: Comparison, pictures: Sequence[tuple[Path, str]]) -> str:
     body = ["<h1>fastpar compare: which parallel strategy</h1>", "<h2>In words</h2>", "<ul>"]
     body += [f"<li>{text(line)}</li>" for line in summary(comparison)]
     body += ["</ul>", "<h2>Table</h2>", '<div class="box" tabindex="0"><table><thead><tr>']
-    body += [f'<th scope="col">{text(name)}</th>' for name in HEAD]
+    body += [f'<th scope="col">{text(name)}</th>' for name in head(comparison)]
     body.append("</tr></thead><tbody>")
     for row in rows(comparison):
         body.append("<tr>" + f"<td>{text(row[0])}</td>")
         if len(row) == 2:
-            body.append(f'<td class="left-out" colspan="{len(HEAD) - 1}">{text(row[1])}</td>')
+            body.append(
+                f'<td class="left-out" colspan="{len(head(comparison)) - 1}">{text(row[1])}</td>'
+            )
         body += [f"<td>{text(cell)}</td>" for cell in row[1:] if len(row) > 2]
         body.append("</tr>")
     body += ["</tbody></table></div>", "<h2>Pictures</h2>"]

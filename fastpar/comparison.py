@@ -32,6 +32,7 @@ import numpy as np
 from fastpar.strategies import SINGLE
 
 FORMAT = 1
+BASELINE = "ddp"
 FACTOR, FLOOR = 4.0, 8.0
 EPS = 2.0**-23  # of fp32
 RESULTS = "results.json"
@@ -212,6 +213,19 @@ class Comparison:
         values = [value(run) for run in self.of(name)]
         known = [v for v in values if v is not None]
         return Stat.of(known) if known and len(known) == len(values) else None
+
+    @property
+    def baseline(self) -> str | None:
+        """Whose numbers are 1 in ratios: torch's plain data parallelism, else a single rank, else
+        the first; None: no run ended well."""
+        return next((name for name in (BASELINE, SINGLE, *self.names) if self.of(name)), None)
+
+    def ratio(self, name: str, value: Callable[[Run], float]) -> float | None:
+        """The median of a strategy in medians of the baseline; None: not known."""
+        found, base = (self.stat(n, value) for n in (name, self.baseline or name))
+        if found is None or base is None or not base.median:
+            return None
+        return found.median / base.median
 
     def ranking(
         self, value: Callable[[Run], float | None], *, most: bool

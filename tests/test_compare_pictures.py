@@ -5,7 +5,14 @@ import importlib.util
 import pytest
 from test_comparison import make_comparison, make_run, orders
 
-from fastpar.compare_pictures import draw_all, draw_communication, draw_loss, draw_throughput, look
+from fastpar.compare_pictures import (
+    draw_all,
+    draw_communication,
+    draw_loss,
+    draw_memory,
+    draw_throughput,
+    look,
+)
 from fastpar.compare_plan import DEFAULT
 from fastpar.strategies import STRATEGIES
 
@@ -57,6 +64,27 @@ def test_the_legend_stands_beside_the_axes(draw):
         assert axes.get_legend() is None
         assert axes.get_title(loc="left")
         assert axes.get_ylabel()
+
+
+@pytest.mark.parametrize("draw", [draw_memory, draw_communication])
+def test_hatches_are_explained_below_the_bars(draw):
+    figure = figure_of(draw, some())
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["torch's", "fastpar's"]
+    hatches = {
+        text.get_text(): patch.get_hatch() or ""
+        for text, patch in zip(legend.get_texts(), legend.get_patches())
+    }
+    assert hatches == {"torch's": "//", "fastpar's": ""}
+    box = legend.get_window_extent()
+    assert not any(axes.get_tightbbox().overlaps(box) for axes in figure.axes)
+    bars = {bar.get_hatch() or "" for axes in figure.axes for bar in axes.patches}
+    assert bars == set(hatches.values())
+
+
+def test_line_styles_are_explained():
+    (legend,) = figure_of(draw_throughput, some()).legends
+    assert legend.get_title().get_text() == "dashed: torch's\nsolid: fastpar's"
 
 
 def test_a_point_is_the_median_and_its_bar_the_range():

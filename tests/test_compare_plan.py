@@ -67,6 +67,11 @@ def test_names_come_once_in_the_order_given():
     assert set(STRATEGIES) - set(DEFAULT) == {"ddp-zero", "hsdp"}
 
 
+def test_what_does_the_same_stands_side_by_side():
+    for theirs, ours in (("ddp", "dp"), ("fsdp2-no-reshard", "zero2"), ("fsdp2", "zero3")):
+        assert DEFAULT.index(ours) == DEFAULT.index(theirs) + 1
+
+
 def test_what_cannot_run_is_skipped_with_its_reason(monkeypatch):
     two, four = CompareCommand(), CompareCommand(nproc=4)
     assert why_not("tp-zero1", two, MICRO, None) == "needs 4 ranks, got 2"

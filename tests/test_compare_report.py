@@ -10,7 +10,7 @@ import pytest
 from test_comparison import make_comparison, make_run, orders
 
 from fastpar.compare_pictures import draw_all
-from fastpar.compare_report import HEAD, PAGE, markdown, page, rows
+from fastpar.compare_report import PAGE, head, markdown, page, rows
 from fastpar.compare_words import summary
 from fastpar.comparison import Run
 
@@ -33,12 +33,28 @@ def some():
 def test_a_row_is_what_the_runs_say():
     found = {row[0]: row for row in rows(some())}
     assert found["dp"] == [
-        *("dp", "2", "3,606 (3,556-3,657)", "0.71 (0.7-0.72)", "56", "5", "3", "4.70000"),
+        *("dp", "2", "3,606 (3,556-3,657)", "0.79", "0.71 (0.7-0.72)", "56", "0.95"),
+        *("5", "3", "4.70000"),
     ]
-    assert found["fsdp2"][6] == "not known"
+    assert found["fsdp2"][8] == "not known"
     assert found["deepspeed1"] == ["deepspeed1", "skipped: deepspeed is not installed"]
     assert found["hsdp"][1].startswith("failed: rank 0")
     assert list(found)[-2:] == ["deepspeed1", "tp-zero1"]
+
+
+def test_the_fastest_stands_first_and_ratios_name_their_baseline():
+    runs = [make_run("dp", step_s=0.1), make_run("zero1", step_s=0.05), make_run("ddp", step_s=0.2)]
+    found = make_comparison(*runs, strategies=["hsdp", "dp", "zero1", "ddp"])
+    assert [row[0] for row in rows(found)] == ["zero1", "dp", "ddp", "hsdp"]
+    assert [row[3] for row in rows(found)[:3]] == ["4.00", "2.00", "1.00"]
+    assert "speed, ddp = 1" in head(found)
+    assert "memory, ddp = 1" in head(found)
+    assert "to those of ddp." in markdown(found)
+    found.runs.pop()
+    assert "speed, dp = 1" in head(found), "the first that was asked for and ran"
+    assert rows(found)[0][3] == "2.00"
+    found.runs.append(make_run("single", step_s=0.4))
+    assert "speed, single = 1" in head(found)
 
 
 def test_a_strategy_without_a_run_says_so():
@@ -50,7 +66,7 @@ def test_markdown_is_a_table_and_words():
     found = some()
     text = markdown(found)
     table = [line for line in text.splitlines() if line.startswith("|")]
-    assert {line.count("|") for line in table} == {len(HEAD) + 1}, "no cell breaks the table"
+    assert {line.count("|") for line in table} == {len(head(found)) + 1}, "no cell breaks the table"
     assert len(table) == 2 + len(NAMES) + 3
     for line in summary(found):
         assert f"- {line}\n" in text

@@ -38,12 +38,28 @@ def test_a_rank_trains_the_trainers_samples_with_the_trainers_schedule(spec):
     made = build(SINGLE, lambda: model, settings)
     for step in range(5):
         x, y = sample_batch(data.train, seed=7, first_sample=4 * step, n_samples=4, block_size=16)
-        lr = cosine_lr(step, lr=1e-2, min_lr=1e-3, warmup_steps=0, max_steps=5)
+        lr = cosine_lr(step, lr=1e-2, min_lr=1e-3, warmup_steps=2, max_steps=5)
         loss = made.train_step([(x, y, None)], lr)
         assert found.losses[step] == pytest.approx(loss.item(), rel=1e-5)
         assert found.grad_norms[step] == pytest.approx(float(made.grad_norm), rel=1e-4)
     assert [words[0] for words in said] == [1, 2, 3, 4, 5]
     assert len(found.step_s) == 5
+
+
+def test_short_runs_warm_up_for_longer_than_a_tenth(spec):
+    found = {n: replace(spec, steps=n).warmup_steps for n in (1, 2, 5, 24, 60, 240, 50_000)}
+    assert found == {1: 0, 2: 1, 5: 2, 24: 12, 60: 20, 240: 24, 50_000: 1000}
+
+
+@pytest.mark.slow
+def test_the_warm_up_of_a_quick_comparison_does_not_spike():
+    """`fastpar compare --quick` of its own model and text: the norm rose to 54 in step 5."""
+    data = load_data("bible", "auto", block_size=64, progress=False)
+    shape = asdict(GPTConfig.preset("micro", vocab_size=data.vocab_size, dropout=0.0))
+    quick = Spec(SINGLE, shape, "bible", "auto", 8, 4, 2, 24, 3, 2.5e-3, 1, "cpu", 1)
+    found = run(quick)
+    assert max(found.grad_norms[1:]) < found.grad_norms[0]
+    assert max(found.losses[1:]) < found.losses[0]
 
 
 def test_hyper_parameters_are_those_of_train():
