@@ -1,6 +1,7 @@
 # Two commands do everything on a machine with Python >= 3.10 and a C++ compiler: `make train`, `make test`.
-# Each makes .venv, installs pinned versions, builds csrc/ and runs. VENV=dir, PYTHON=python3.12 and
-# WORKERS= (tests one after another) are yours to set.
+# Each makes .venv, installs pinned versions, builds csrc/ and runs. VENV=dir, PYTHON=python3.12,
+# TORCH_INDEX=address (of PyTorch's CPU wheels, for a machine without an NVIDIA GPU) and WORKERS= (tests
+# one after another) are yours to set.
 
 SHELL := bash
 PYTHON ?= python3
@@ -10,6 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/c
 BUILD_INPUTS := pyproject.toml setup.py .ci/constraints.txt $(wildcard csrc/*)
 ARGS ?=
 WORKERS ?= -n logical --maxprocesses 4
+TORCH_INDEX ?=
 
 .PHONY: train test test-slow bench report lint aot cuda-check gpu clean
 
@@ -44,22 +46,22 @@ gpu:  ## on a machine with an NVIDIA GPU and no network: build there, GPU tests,
 	bash bench/gpu.sh $(ARGS)
 
 clean:
-	rm -rf $(VENV) build kernels/_C.*.so *.egg-info
+	rm -rf $(VENV) build kernels/_C.*.so kernels/_C.py *.egg-info
 
-# torch comes first: without an NVIDIA GPU the pinned 2.13.0, because a bare `torch` may fetch gigabytes of CUDA.
-$(VENV)/torch.done: .ci/constraints.txt
+$(VENV)/torch.done: .ci/constraints.txt .ci/torch
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "make: expected Python >= 3.10, got $$($(PYTHON) --version 2>&1); call make PYTHON=python3.12"; exit 2; }
-	@command -v $${CXX:-c++} >/dev/null || { echo "make: expected a C++ compiler, got no c++; install g++ or set CXX"; exit 2; }
+	@[ "$$FASTPAR_CPP" = 0 ] || command -v $${CXX:-c++} >/dev/null || \
+	  { echo "make: expected a C++ compiler, got no $${CXX:-c++}; install g++, set CXX, or set FASTPAR_CPP=0 (torch then computes everything)"; exit 2; }
 	@echo "== set-up 1/3: virtual environment and torch"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) $$(nvidia-smi -L >/dev/null 2>&1 && echo 'torch>=2.10' || echo 'torch==2.13.0') numpy
+	@TORCH_INDEX='$(TORCH_INDEX)' .ci/torch $(PIP)
 	touch $@
 
 $(VENV)/train.done: $(VENV)/torch.done $(BUILD_INPUTS)
 	@echo "== set-up 2/3: build tools"
 	$(PIP) setuptools wheel pybind11 ninja
-	@echo "== set-up 3/3: compile csrc/, install fastpar and what the trainer needs"
+	@echo "== set-up 3/3: install fastpar and what the trainer needs; $$($(BIN)/python setup.py -q describe_build)"
 	$(PIP) --no-build-isolation -e '.[train]'
 	touch $@
 

@@ -1,24 +1,29 @@
 """Builds fastpar.kernels._C from csrc/ with ninja. Everything else is in pyproject.toml.
 
-C++ sources are compiled always. CUDA sources (csrc/*_cuda.cu) are compiled when nvcc is found, for
-the architectures named here; without nvcc the module is built for the CPU alone and says so at run
-time (`python -m fastpar.kernels.backend`). No torch header is used, so the module binds to no torch
-version.
+C++ sources are compiled always, CUDA sources (csrc/*_cuda.cu) for the architectures named here when
+nvcc is found and torch was built with CUDA. No torch header is used, so the module binds to no
+torch version. `python setup.py -q describe_build` says what a build would compile, and how long.
 
-FASTPAR_CUDA=0 builds without nvcc even when it is there. FASTPAR_CUDA=emulated builds what the
-tests of the CUDA kernels run on a CPU: the same sources, compiled as C++ (csrc/cuda_launch.h).
+FASTPAR_CPP=0 installs without the module, so without a compiler: torch computes everything.
+FASTPAR_CUDA=0 builds without nvcc, =1 with it whatever torch was built with. =emulated builds what
+the tests of the CUDA kernels run on a CPU: the same sources, compiled as C++ (csrc/cuda_launch.h).
 """
 
+import importlib.util
 import os
+import re
+import runpy
 import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from typing import ClassVar
 
-from setuptools import Extension, setup
+from setuptools import Command, Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
 CUDA_ARCHS = (
@@ -30,6 +35,81 @@ CUDA_ARCHS = (
 
 # --fmad=false: the device rounds each operation as the host does (-ffp-contract=off there).
 NVCC_FLAGS = "-std=c++17 -O3 --fmad=false"
+
+
+# Seconds of one core, measured; bench/bench_build.py measures a whole build.
+CORE_SECONDS = {"C++": 180, "CUDA": 80}
+# What stands in the module's place where it was left out on request; kernels/__init__.py reads it.
+STAND_IN = (
+    '"""Installed with FASTPAR_CPP=0, without the compiled module: torch computes everything."""\n'
+)
+BUILDS = {"bdist_egg", "bdist_wheel", "build", "build_ext", "develop", "editable_wheel", "install"}
+
+
+def without_cpp() -> bool:
+    """Whether the module is to be left out."""
+    value = os.environ.get("FASTPAR_CPP", "")
+    if value not in ("", "0", "1"):
+        sys.exit(f"setup.py: expected 0 or 1, got FASTPAR_CPP={value}; 0 leaves C++ out")
+    return value == "0"
+
+
+def check_compiler() -> None:
+    """Ends the build with one line, instead of ninja's, where there is no C++ compiler."""
+    cxx = os.environ.get("CXX", "c++")
+    if shutil.which((shlex.split(cxx) or [""])[0]) is None:
+        sys.exit(
+            f"setup.py: expected a C++ compiler, got no {cxx}; install g++ or set CXX, or set "
+            "FASTPAR_CPP=0 to install without the compiled module: torch then computes everything"
+        )
+
+
+def torch_cuda() -> tuple[str, bool] | None:
+    """(version of the torch that is installed, whether it has CUDA); None without a torch."""
+    found = importlib.util.find_spec("torch")  # not imported: that takes seconds
+    path = Path(found.origin).with_name("version.py") if found and found.origin else None
+    if path is None or not path.exists():
+        return None
+    names = runpy.run_path(str(path))
+    return names["__version__"], names.get("cuda") is not None
+
+
+def choose_cuda() -> tuple[str | None, str]:
+    """(path of nvcc, "") where CUDA sources are compiled, else (None, why they are not)."""
+    asked = os.environ.get("FASTPAR_CUDA", "")
+    if asked not in ("", "0", "1", "emulated"):
+        sys.exit(f"setup.py: expected 0, 1 or emulated, got FASTPAR_CUDA={asked}; correct it")
+    nvcc, torch = find_nvcc(), torch_cuda()
+    if asked in ("0", "emulated"):
+        return None, f"FASTPAR_CUDA={asked} when it was built"
+    if nvcc is None and asked == "1":
+        sys.exit(
+            "setup.py: expected nvcc with FASTPAR_CUDA=1, got none; put it on the PATH or set "
+            "CUDA_HOME"
+        )
+    if nvcc is None:
+        return None, "no nvcc when it was built"
+    if torch is not None and not torch[1] and asked != "1":
+        return None, f"torch {torch[0]} when it was built, which has no CUDA"
+    return nvcc, ""
+
+
+def describe() -> str:
+    """What a build compiles, and about how long that takes from scratch."""
+    if without_cpp():
+        return "nothing to compile: FASTPAR_CPP=0, torch computes everything"
+    nvcc, why = choose_cuda()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    jobs = int(os.environ.get("MAX_JOBS") or cores or 1)
+    seconds = (CORE_SECONDS["C++"] + (CORE_SECONDS["CUDA"] if nvcc else 0)) / jobs
+    spent = f"{seconds / 60:.0f} minutes" if seconds >= 90 else "a minute"
+    archs = ", ".join(re.findall(r"code=(sm_\w+)", " ".join(CUDA_ARCHS)))
+    what = (
+        f"C++ and CUDA for {archs}"
+        if nvcc
+        else f"C++ only ({why.replace(' when it was built', '')})"
+    )
+    return f"compiling {what}: about {spent} on {jobs} core{'s' * (jobs != 1)}"
 
 
 def find_nvcc() -> str | None:
@@ -57,8 +137,9 @@ class NinjaBuild(build_ext):
         import ninja
         import pybind11
 
+        print(f"fastpar: {describe()}", flush=True)
         emulated = os.environ.get("FASTPAR_CUDA") == "emulated"
-        nvcc = find_nvcc()
+        nvcc, why = choose_cuda()
         with_cuda = bool(nvcc or emulated)
         out = (ROOT / self.get_ext_fullpath(ext.name)).resolve()
         work = (Path(self.build_temp) / "ninja").resolve()
@@ -107,6 +188,8 @@ class NinjaBuild(build_ext):
                 )
             elif stem.startswith("bindings"):
                 more = f"-DFASTPAR_CUDA={int(with_cuda)}{' -O1' * emulated}"
+                if stem == "bindings":
+                    more += " " + quote(f'-DFASTPAR_WITHOUT_CUDA="{why}"')
                 name = f"{'emulated' if emulated else 'cuda'}{int(with_cuda)}"
             obj = f"{stem}.{name}.o"
             objects.append(obj)
@@ -121,11 +204,46 @@ class NinjaBuild(build_ext):
         subprocess.run(command, check=True)
 
 
+class Modules(build_py):
+    """Leaves the stand-in where the compiled module is left out, and takes it away elsewhere."""
+
+    def run(self) -> None:
+        super().run()
+        editable = getattr(self, "editable_mode", False)
+        folder = ROOT / "kernels" if editable else Path(self.build_lib) / "fastpar" / "kernels"
+        stand_in = folder / "_C.py"
+        if without_cpp():
+            for old in folder.glob(f"_C*{sysconfig.get_config_var('EXT_SUFFIX')}"):
+                old.unlink()  # it would be found first
+            stand_in.write_text(STAND_IN)
+        else:
+            stand_in.unlink(missing_ok=True)
+
+
+class DescribeBuild(Command):
+    """Prints what a build would compile."""
+
+    description = "say what a build compiles, and about how long it takes"
+    user_options: ClassVar[list] = []
+
+    def initialize_options(self) -> None:
+        pass
+
+    def finalize_options(self) -> None:
+        pass
+
+    def run(self) -> None:
+        print(describe())
+
+
+if BUILDS & set(sys.argv) and not without_cpp():
+    check_compiler()  # here: from inside a command the line would stand below pages of others'
 sources = sorted(
     str(p.relative_to(ROOT)) for p in (ROOT / "csrc").glob("*.c*") if p.suffix in (".cpp", ".cu")
 )
 headers = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").glob("*.h"))
+module = Extension("fastpar.kernels._C", sources=sources, depends=headers)
 setup(
-    ext_modules=[Extension("fastpar.kernels._C", sources=sources, depends=headers)],
-    cmdclass={"build_ext": NinjaBuild},
+    ext_modules=[] if without_cpp() else [module],
+    cmdclass={"build_ext": NinjaBuild, "build_py": Modules, "describe_build": DescribeBuild},
 )

@@ -31,9 +31,7 @@ def build_ms(with_cuda: bool, quick: bool) -> float:
         ignore = shutil.ignore_patterns("*_cpu.cpp", "bindings*", "*.cu") if quick else None
         shutil.copytree(ROOT / "csrc", copy / "csrc", ignore=ignore)
         command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", "lib"]
-        environment = {**os.environ}
-        if not with_cuda:
-            environment["FASTPAR_CUDA"] = "0"
+        environment = {**os.environ, "FASTPAR_CUDA": str(int(with_cuda))}
         start = time.perf_counter()
         done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
         spent = (time.perf_counter() - start) * 1e3

@@ -87,6 +87,7 @@ struct RoundArray {
 PYBIND11_MODULE(_C, m) {
   m.doc() = "Compiled kernels of fastpar; see csrc/ops.h for every contract.";
   m.attr("built_with_cuda") = bool(FASTPAR_CUDA);
+  m.attr("why_without_cuda") = FASTPAR_WITHOUT_CUDA;  // "" with CUDA
   const auto unlocked = py::call_guard<py::gil_scoped_release>();
 
   m.def("isa", &fastpar::isa_name);

@@ -105,12 +105,14 @@ def _check_compiled() -> None:
     """Say what to type when this is a checkout that was never built."""
     spec = importlib.util.find_spec("fastpar.kernels")
     folders = spec.submodule_search_locations if spec is not None else None
-    names = [f"_C{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
+    suffixes = [*importlib.machinery.EXTENSION_SUFFIXES, ".py"]  # .py: setup.py's stand-in
+    names = [f"_C{suffix}" for suffix in suffixes]
     if not any((Path(folder) / name).exists() for folder in folders or () for name in names):
         raise ImportError(
             "fastpar: expected the compiled module fastpar.kernels._C, got "
             f"{'no such module' if folders else 'a checkout that is not installed'}; "
-            "run `pip install -e . --no-build-isolation` in the checkout (or `make train`)"
+            "run `pip install -e . --no-build-isolation` in the checkout (or `make train`), with "
+            "FASTPAR_CPP=0 in front where there is no C++ compiler"
         )
 
 

@@ -332,8 +332,12 @@ def _plan(arguments: list[str]) -> int:
 
 
 def _info(arguments: list[str]) -> int:
-    if arguments:
-        raise ValueError(f"fastpar info: expected no options, got {arguments[0]}; leave them out")
+    about = (
+        "What runs where on this machine, and why: torch, the compiled module, each op's kernels."
+    )
+    _, rest = argparse.ArgumentParser("fastpar info", description=about).parse_known_args(arguments)
+    if rest:
+        raise ValueError(f"fastpar info: expected no options, got {rest[0]}; leave them out")
     from fastpar.kernels.backend import describe
 
     print(f"fastpar   {__version__}, {available_cores()} cores, {platform.platform()}")

@@ -65,7 +65,8 @@ class ShmCollectives(Collectives):
         heap_gb: address space for empty() per rank; memory is taken when it is written.
     Ranks: all of the group construct it together.
     Raises:
-        ShmUnavailable: ranks on several hosts or in several containers, or no access to each other.
+        ShmUnavailable: ranks on several hosts or in several containers, or no access to each other,
+            or one without the compiled module.
         RuntimeError: from an operation, when a rank died, failed, or called something else; the
             message names it. The group is broken then.
     """
@@ -85,7 +86,7 @@ class ShmCollectives(Collectives):
         chunk = (chunk_kb or 4096 // (self.world_size + 1)) << 10
         chunk = max(16 << 10, -(-chunk // _PAGE) * _PAGE)
         heap = int(heap_gb * 2**30) // _PAGE * _PAGE
-        size = _C.ShmGroup.block_bytes(self.world_size, chunk, heap)
+        size = 0 if _C is None else _C.ShmGroup.block_bytes(self.world_size, chunk, heap)
         self._block, pidfds = _share(group, self.rank, size)
         memory = torch.frombuffer(self._block, dtype=torch.uint8)
         self._group = _C.ShmGroup(
@@ -211,6 +212,8 @@ def _share(group: dist.ProcessGroup | None, rank: int, size: int) -> tuple[mmap.
     """
     token, fd, reason = secrets.token_bytes(16), -1, ""
     place: tuple[str, str, int] | None = None
+    if _C is None:
+        reason = f"rank {rank} has no compiled module: it was installed with FASTPAR_CPP=0"
     try:
         place = _place()
         if rank == 0:

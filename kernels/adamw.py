@@ -142,7 +142,7 @@ def _step_torch(
             "adamw_step_: expected fp32 moments, and fp32 master weights of 16-bit parameters, "
             f"where torch's AdamW serves, got exp_avgs={exp_avgs[0].dtype} master_weights="
             f"{masters[0].dtype if masters else None} on {params[0].device}; "
-            "these modes need the compiled kernels: unset FASTPAR_BACKEND"
+            f"these modes need the compiled kernels: {backend.way_to_cpp()}"
         )
     hypers = list(hypers)
     for slot, t in zip(hyper_slots, hyper_tensors):

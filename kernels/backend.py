@@ -13,7 +13,8 @@ FASTPAR_BACKEND=auto|torch|cpp|triton
 FASTPAR_ISA=auto|baseline|avx2|avx512
     the instruction set of the compiled kernels; results have the same bits on each
 
-`python -m fastpar.kernels.backend` prints what was chosen.
+Without the compiled module (installed with FASTPAR_CPP=0) auto is torch, and cpp is refused.
+`fastpar info` prints what was chosen.
 """
 
 import importlib.util
@@ -73,19 +74,33 @@ OPS = {
 
 
 def read_backend(name: str) -> str:
-    """FASTPAR_BACKEND's value, checked."""
+    """FASTPAR_BACKEND's value, checked; auto is torch without the compiled module."""
     if name not in ("auto", "torch", "cpp", "triton"):
         raise ValueError(
             "read_backend: expected auto, torch, cpp or triton, got "
             f"FASTPAR_BACKEND={name}; correct it"
         )
-    return name
+    if _C is None and name == "cpp":
+        raise RuntimeError(
+            "read_backend: expected the compiled module with FASTPAR_BACKEND=cpp, got none; "
+            f"{WITH_CPP}, or unset FASTPAR_BACKEND"
+        )
+    return "torch" if _C is None and name == "auto" else name
 
+
+# The way out for whoever has no compiled module.
+WITH_CPP = "install fastpar again, with a C++ compiler and without FASTPAR_CPP=0"
 
 choice = read_backend(os.environ.get("FASTPAR_BACKEND", "auto"))
-_C.set_isa(os.environ.get("FASTPAR_ISA", "auto"))
+if _C is not None:
+    _C.set_isa(os.environ.get("FASTPAR_ISA", "auto"))
 # torch's fp32 products on CPU are MKL's, which uses AVX-512 on Intel machines only.
-has_gemm: bool = _C.isa() == "avx512" and not _C.cpu_is_intel()
+has_gemm: bool = _C is not None and _C.isa() == "avx512" and not _C.cpu_is_intel()
+
+
+def way_to_cpp() -> str:
+    """What to do for the compiled kernels where torch serves instead."""
+    return WITH_CPP if _C is None else "unset FASTPAR_BACKEND"
 
 
 def use_cpp(op: str, x: Tensor) -> bool:
@@ -106,7 +121,7 @@ def use_cpp(op: str, x: Tensor) -> bool:
 
 # The module whose CUDA kernels serve CUDA tensors; the tests of these kernels put the one that runs
 # them on a CPU here, and `cuda_on_cpu` lets CPU tensors in.
-cuda_kernels: Any = _C if _C.built_with_cuda else None
+cuda_kernels: Any = _C if _C is not None and _C.built_with_cuda else None
 cuda_on_cpu = False
 
 
@@ -120,11 +135,22 @@ def use_cuda(op: str, x: Tensor) -> bool:
         return False
     if cuda_kernels is None:
         raise RuntimeError(
-            f"{op}: expected fastpar.kernels._C with CUDA for tensors on {x.device}, got one built "
-            "without nvcc; put nvcc on the PATH (or set CUDA_HOME) and repeat "
-            "`pip install --no-build-isolation -e .`, or set FASTPAR_BACKEND=torch"
+            f"{op}: expected fastpar.kernels._C with CUDA for tensors on {x.device}, got none "
+            f"({_why_without_cuda()}); {_WITH_CUDA}"
         )
     return True
+
+
+_WITH_CUDA = (
+    "put nvcc on the PATH (or set CUDA_HOME) and repeat `FASTPAR_CUDA=1 pip install "
+    "--no-build-isolation -e .`, or set FASTPAR_BACKEND=torch"
+)
+
+
+def _why_without_cuda() -> str:
+    if _C is None:
+        return "FASTPAR_CPP=0 when it was installed"
+    return getattr(_C, "why_without_cuda", "") or "an older build"
 
 
 def cuda_stream(x: Tensor) -> int:
@@ -269,41 +295,83 @@ def keep_freed_memory() -> bool:
     then it stays. Affects the whole process and cannot be undone, so an application calls it (the
     trainer does), never a library on import.
     """
-    return _C.keep_freed_memory()
+    return _C is not None and _C.keep_freed_memory()
+
+
+_FASTEST = "torch's own kernel: fastpar has no faster one for this machine, nothing to change"
+
+
+def _forced() -> str:
+    """Why torch serves what could have kernels."""
+    if _C is None:
+        return f"installed with FASTPAR_CPP=0; {WITH_CPP}"
+    return f"FASTPAR_BACKEND={choice} is set; unset it"
+
+
+def _on_cpu(cpu: str, gpu: str) -> tuple[str, str]:
+    """(what runs on CPU tensors, why it is torch or nothing)"""
+    if choice == "triton" and "triton: " in gpu:
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            return f"interpreted {gpu[gpu.index('triton: ') :]}", ""
+        return (
+            "refused",
+            "FASTPAR_BACKEND=triton runs on a CPU with TRITON_INTERPRET=1 only; unset it",
+        )
+    if choice in ("torch", "triton"):
+        return "torch", _forced()
+    cpu = cpu.format(gemm="cpp: gemm_cpu.cpp" if has_gemm else "torch.mm")
+    return cpu, _FASTEST if "torch" in cpu else ""
+
+
+def _on_cuda(cpu: str, gpu: str) -> tuple[str, str]:
+    """(what runs on CUDA tensors, why it is torch or nothing)"""
+    if choice == "torch":
+        return "torch", _forced()
+    if choice == "cpp" and "cpp: " in cpu:
+        return "refused", "FASTPAR_BACKEND=cpp is for CPU tensors; unset it"
+    if "cuda: " in gpu and cuda_kernels is None:
+        return "refused", f"the module is without CUDA ({_why_without_cuda()}); {_WITH_CUDA}"
+    if "triton: " in gpu and not _triton_found():
+        return "refused", "no triton package; `pip install triton`, or set FASTPAR_BACKEND=torch"
+    return gpu, _FASTEST if "torch" in gpu else ""
 
 
 def describe() -> str:
-    """What runs where and why, one fact a line."""
+    """What runs where on this machine and why, one fact a line; reasons stand below the ops."""
     try:
         triton = metadata.version("triton")
     except metadata.PackageNotFoundError:
         triton = "not installed"
-    cuda = torch.version.cuda or "none"
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    compiled = "with CUDA" if _C.built_with_cuda else "without CUDA (no nvcc)"
-    supported = [n for n in ("baseline", "avx2", "avx512") if _C.isa_supported(n)]
-    gemm = "cpp: gemm_cpu.cpp" if has_gemm else "torch.mm"
+    gpu = torch.cuda.is_available()
     lines = [
         f"machine   {platform.machine()}, Python {platform.python_version()}",
-        f"torch     {torch.__version__} (CUDA {cuda}), {torch.get_num_threads()} CPU threads",
-        f"GPU       {device}",
+        f"torch     {torch.__version__} (CUDA {torch.version.cuda or 'none'}), "
+        f"{torch.get_num_threads()} CPU threads",
+        f"GPU       {torch.cuda.get_device_name() if gpu else 'none'}",
         f"triton    {triton}",
-        f"_C        built {compiled}",
-        f"isa       {_C.isa()} (FASTPAR_ISA={os.environ.get('FASTPAR_ISA', 'auto')}; "
-        f"this machine: {', '.join(supported)})",
-        f"backend   {choice} (FASTPAR_BACKEND)",
     ]
-    for op, (cpu, gpu) in OPS.items():
-        cpu = cpu.format(gemm=gemm)
-        if choice == "torch" and "cpp" in cpu:
-            cpu = "torch, composed (forced)"
-        if (choice == "torch" and "cuda:" in gpu) or (
-            choice in ("torch", "cpp") and "triton" in gpu
-        ):
-            gpu = "torch, composed (forced)"
-        lines.append(f"{op:<24} cpu  {cpu}")
-        lines.append(f"{'':<24} cuda {gpu}")
-    return "\n".join(lines)
+    if _C is None:
+        lines.append(f"_C        none: {_forced()}")
+    else:
+        supported = [n for n in ("baseline", "avx2", "avx512") if _C.isa_supported(n)]
+        cuda = " and CUDA" if _C.built_with_cuda else f", no CUDA: {_why_without_cuda()}"
+        lines += [
+            f"_C        C++{cuda}",
+            f"isa       {_C.isa()} (FASTPAR_ISA={os.environ.get('FASTPAR_ISA', 'auto')}; "
+            f"this machine: {', '.join(supported)})",
+        ]
+    asked = os.environ.get("FASTPAR_BACKEND", "auto")
+    lines.append(f"backend   {choice} (FASTPAR_BACKEND={asked})")
+    if not gpu:
+        why = "torch finds no GPU" if torch.version.cuda else "this torch has no CUDA"
+        lines.append(f"cuda      no CUDA tensors here: {why}")
+    notes: dict[str, int] = {}
+    for op, texts in OPS.items():
+        found = [("cpu", *_on_cpu(*texts))] + [("cuda", *_on_cuda(*texts))] * gpu
+        for i, (device, text, why) in enumerate(found):
+            number = f" [{notes.setdefault(why, len(notes) + 1)}]" if why else ""
+            lines.append(f"{'' if i else op:<24} {device:<4} {text}{number}")
+    return "\n".join([*lines, *(f"[{i}] {why}" for why, i in notes.items())])
 
 
 if __name__ == "__main__":

@@ -92,7 +92,12 @@ def count_targets(op: str, targets: Tensor, vocab_size: int, ignore_index: int) 
     """Targets that are not ignored, [] fp32; on CPU a target out of range is an error."""
     if targets.device.type != "cpu":
         return (targets != ignore_index).sum().float()
-    valid = _C.count_targets(targets.data_ptr(), targets.numel(), vocab_size, ignore_index)
+    if _C is not None:
+        valid = _C.count_targets(targets.data_ptr(), targets.numel(), vocab_size, ignore_index)
+    else:
+        used = targets != ignore_index
+        wrong = (used & ((targets < 0) | (targets >= vocab_size))).nonzero()
+        valid = -int(wrong[0]) - 1 if wrong.numel() else int(used.sum())
     if valid < 0:
         i = -valid - 1
         raise ValueError(

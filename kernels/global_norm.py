@@ -21,9 +21,9 @@ from torch import Tensor
 from fastpar.kernels import _C, backend
 from fastpar.kernels.backend import DTYPE_CODES, define_op, use_cpp, use_cuda
 
-NORM_WORDS: int = _C.norm_words  # low and high word of each bin, infinities, nans
-# As in csrc/norm_math.h, for the composed path.
-_BINS, _BIN_BITS, _LOWEST_UNIT = (NORM_WORDS - 2) // 2, 52, -350
+# As in csrc/norm_math.h.
+_BINS, _BIN_BITS, _LOWEST_UNIT = 12, 52, -350
+NORM_WORDS = 2 * _BINS + 2  # low and high word of each bin, infinities, nans
 
 
 class GlobalNorm(NamedTuple):

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from fastpar.kernels import _C
+from fastpar.kernels.backend import WITH_CPP
 
 _NODES = Path("/sys/devices/system/node")
 
@@ -44,7 +45,16 @@ def cpus() -> tuple[int, ...]:
 
 
 def worker_cpus(count: int | None = None) -> list[tuple[int, ...]]:
-    """The CPUs on which each of `count` kernel threads (threads()) may run, the caller's first."""
+    """The CPUs on which each of `count` kernel threads (threads()) may run, the caller's first.
+
+    Raises:
+        RuntimeError: fastpar was installed without its compiled module.
+    """
+    if _C is None:
+        raise RuntimeError(
+            "worker_cpus: expected the compiled module, whose threads these are, got none; "
+            f"{WITH_CPP}"
+        )
     return [tuple(found) for found in _C.worker_cpus(count or threads())]
 
 
@@ -83,7 +93,8 @@ def bind_threads(
         the CPUs.
     Raises:
         ValueError: both or none of node and cpus; a node or a CPU that the machine does not have.
-        RuntimeError: not on Linux; CPUs that this process may not use (a container's limit).
+        RuntimeError: not on Linux; CPUs that this process may not use (a container's limit); no
+            compiled module.
     """
     nodes = numa_nodes()
     if (node is None) == (cpus is None):
@@ -115,12 +126,14 @@ def bind_threads(
 
 
 def isa() -> str:
-    """The instruction set in use: baseline, avx2 or avx512."""
-    return _C.isa()
+    """The instruction set in use: baseline, avx2 or avx512; none without the compiled module."""
+    return "none" if _C is None else _C.isa()
 
 
 def supported_isas() -> tuple[str, ...]:
-    """The instruction sets that this machine can run."""
+    """The instruction sets that this machine can run; () without the compiled module."""
+    if _C is None:
+        return ()
     return tuple(name for name in ("baseline", "avx2", "avx512") if _C.isa_supported(name))
 
 
@@ -129,6 +142,11 @@ def set_isa(name: str) -> None:
 
     Raises:
         ValueError: another name.
-        RuntimeError: this machine does not have it.
+        RuntimeError: this machine does not have it; no compiled module.
     """
+    if _C is None:
+        raise RuntimeError(
+            f"set_isa: expected the compiled module, whose instructions these are, got none; "
+            f"{WITH_CPP}"
+        )
     _C.set_isa(name)

@@ -34,8 +34,8 @@ def _quantize_torch(
     if seed is not None:
         raise RuntimeError(
             "quantize_blockwise: expected the compiled kernel for stochastic rounding, got "
-            f"device={x.device} FASTPAR_BACKEND={backend.choice} seed={seed}; unset "
-            "FASTPAR_BACKEND, or pass seed=None"
+            f"device={x.device} FASTPAR_BACKEND={backend.choice} seed={seed}; "
+            f"{backend.way_to_cpp()}, or pass seed=None"
         )
     n, largest = x.numel(), _LARGEST[code]
     v = x.flatten().float()

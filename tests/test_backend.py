@@ -1,6 +1,7 @@
 """The backend report, forced choices, the compiled module's numerics and its packaging guards."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -55,9 +56,69 @@ def test_module_prints_forced_choices_without_warning():
     assert not run.stderr
     assert "isa       baseline (FASTPAR_ISA=baseline" in run.stdout
     assert "backend   torch" in run.stdout
-    assert "adamw_step_              cpu  torch, composed (forced)" in run.stdout
+    assert "adamw_step_              cpu  torch [1]\n" in run.stdout
+    assert "\n[1] FASTPAR_BACKEND=torch is set; unset it\n" in run.stdout
     assert "gemm_cpu" not in run.stdout
     assert "adamw_cuda" not in run.stdout
+
+
+def report(monkeypatch, **changes):
+    """backend.describe() of another machine: op -> {device: (what runs, why)}, and the head."""
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: changes.get("gpu", True))
+        patch.setattr(torch.cuda, "get_device_name", lambda: "H200")
+        patch.setattr(backend, "_has_triton", changes.get("triton", True))
+        patch.setattr(backend, "cuda_kernels", _C if changes.get("cuda", True) else None)
+        patch.setattr(backend, "choice", changes.get("choice", "auto"))
+        text = backend.describe()
+    notes = dict(re.findall(r"^(\[\d+\]) (.*)$", text, re.M))
+    runs: dict = {}
+    op = ""
+    for line in text.splitlines():
+        found = re.fullmatch(r"(\w*) +(cpu |cuda) (.*?)(?: (\[\d+\]))?", line)
+        if found and (found[1] or op):
+            op = found[1] or op
+            runs.setdefault(op, {})[found[2].strip()] = found[3], notes.get(found[4], "")
+    return runs, text
+
+
+def test_the_report_names_only_what_can_run_and_why_not(monkeypatch):
+    runs, text = report(monkeypatch, gpu=False)
+    assert "\ncuda      no CUDA tensors here: " in text
+    assert "triton: " not in text
+    assert ".cu\n" not in text
+    assert runs["attention"] == {"cpu": ("cpp: attention_cpu.cpp", "")}
+
+    runs, text = report(monkeypatch)
+    assert set(runs) == set(backend.OPS)
+    assert runs["layer_norm"]["cuda"] == ("triton: layer_norm_triton.py", "")
+    assert runs["adamw_step_"]["cuda"] == ("cuda: adamw_cuda.cu", "")
+    what, why = runs["linear"]["cuda"]
+    assert (what, why[:17]) == ("torch", "torch's own kerne")
+
+    runs, _ = report(monkeypatch, triton=False, cuda=False)
+    assert runs["layer_norm"]["cuda"][0] == "refused"
+    assert runs["layer_norm"]["cuda"][1].startswith("no triton package; `pip install triton`")
+    what, why = runs["adamw_step_"]["cuda"]
+    assert what == "refused"
+    assert why.startswith("the module is without CUDA (")
+    assert "put nvcc on the PATH (or set CUDA_HOME) and repeat `FASTPAR_CUDA=1 pip" in why
+
+    runs, _ = report(monkeypatch, choice="torch")
+    forced = "FASTPAR_BACKEND=torch is set; unset it"
+    assert all(on == {"cpu": ("torch", forced), "cuda": ("torch", forced)} for on in runs.values())
+    runs, _ = report(monkeypatch, choice="cpp")
+    assert runs["attention"]["cuda"] == (
+        "refused",
+        "FASTPAR_BACKEND=cpp is for CPU tensors; unset it",
+    )
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    runs, _ = report(monkeypatch, choice="triton")
+    assert runs["layer_norm"]["cpu"] == ("interpreted triton: layer_norm_triton.py", "")
+    assert runs["pack_"]["cpu"][0] == "torch"
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    runs, _ = report(monkeypatch, choice="triton")
+    assert runs["layer_norm"]["cpu"][0] == "refused"
 
 
 def test_unknown_backend():

@@ -262,5 +262,9 @@ def test_train_then_sample_export_and_info(here, capsys, monkeypatch):
 
     assert fastpar("info") == 0
     info = capsys.readouterr().out
+    with pytest.raises(SystemExit) as left:
+        fastpar("info --help")
+    assert left.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: fastpar info [-h]")
     assert __version__ in info
     assert torch.__version__ in info
