@@ -6,9 +6,11 @@
     python -m bench attention --tune         tiles of the attention kernels (bench/tune.py)
     python -m bench errors                   errors against fp64 (bench/errors.py)
     python -m bench report                   tables and pictures from results (bench/report.py)
+    python -m bench report --results build/bench/full    of your own rows, into that folder
 
-Without --commit-results or --out, rows go to build/bench. A bench that fails, is killed or runs out
-of its time loses neither its own earlier rows nor the others.
+Without --commit-results or --out, rows go to build/bench. With --quick the shapes are tiny: what
+ran is said, but no time, rate or ratio, which would be those of the overhead. A bench that fails,
+is killed or runs out of its time loses neither its own earlier rows nor the others.
 """
 
 from __future__ import annotations
@@ -186,13 +188,20 @@ def main(argv: list[str] | None = None) -> int:
     results = ResultFile(args.out, machine(args.device), Row)  # what the benches wrote
     ran = {name.partition(":")[0] for name in args.names}
     rows = [row for row in results.rows.values() if row.bench in ran]
-    print(f"\n{machine_line(machine(args.device))}\n{summary(rows)}")
+    if not args.quick:
+        print(f"\n{machine_line(machine(args.device))}\n{summary(rows)}")
     red = [row for row in rows if row.refused and "fastpar" in row.variant]
     for row in red:
         print(f"refused: {row.key}: {row.refused}")
     for name, failure in failures.items():
         print(f"failed: {name}: {failure}")
-    print(f"{len(results.rows)} rows in {os.path.relpath(args.out)}")
+    if args.quick:
+        print(f"{sum(not row.refused for row in rows)} of {len(rows)} rows ran")
+    draw = ""
+    if not args.quick and args.out.parent != RESULTS:
+        folder = os.path.relpath(args.out.parent)
+        draw = f"; tables and pictures: python -m bench report --results {folder}"
+    print(f"{len(results.rows)} rows in {os.path.relpath(args.out)}{draw}")
     return 1 if failures or red else 0
 
 

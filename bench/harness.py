@@ -91,7 +91,7 @@ class Bench:
     def add(self, *rows: Row) -> None:
         self.results.add(*rows)
         for row in rows:
-            print(format_row(row), flush=True)
+            print(format_row(row, judged=not self.quick), flush=True)
 
     def run(self, cases: Sequence[Case]) -> None:
         """Every case in every direction; rows are written after each direction."""
@@ -291,11 +291,13 @@ def short(count: int) -> str:
     return str(count)
 
 
-def format_row(row: Row) -> str:
-    """A row as a line of the console's table."""
+def format_row(row: Row, *, judged: bool = True) -> str:
+    """A row as a line of the console's table; judged=False: that it ran, for tiny shapes."""
     what = f"{row.case:34} {row.direction:17} {row.variant:24}"
     if row.refused:
         return f"{what} refused: {row.refused}"
+    if not judged:
+        return f"{what} ran"
     cells = []
     if row.median_ms is not None:
         cells.append(f"{row.median_ms:10.4f} ms [{row.p20_ms:.4f} .. {row.p80_ms:.4f}]")
@@ -308,7 +310,7 @@ def format_row(row: Row) -> str:
     elif row.gb_per_s is not None:
         cells.append(f"{row.gb_per_s:.3g} GB/s")
     if row.percent_of_ceiling is not None:
-        cells.append(f"{row.percent_of_ceiling:.0f} %")
+        cells.append(f"{row.percent_of_ceiling:.0f} % of {row.ceiling or 'the ceiling'}")
     if row.peak_bytes is not None:
         cells.append(f"peak {row.peak_bytes / 1e6:.0f} MB")
     if row.speedup is not None:

@@ -71,4 +71,5 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         )
         for row in rows
     ]
+    path.parent.mkdir(parents=True, exist_ok=True)
     draw_check(points, path)

@@ -5,6 +5,7 @@
     python -m bench report --tables [FILE ...]     rewrite the tables of these files alone
     python -m bench report --pictures     draw bench/results/*.png alone: ops, roofline, zero, tp
     python -m bench report --history      bench/results/history.md: speed-ups over commits
+    python -m bench report --results DIR  of your own rows in DIR: its pictures and DIR/report.md
 
 NAME is <table>-<device>: train, char, zero, tp, overlap, checkpoint, emulated, ops, ceilings,
 targets, errors, published or one bench (attention, ...), and cpu or cuda. Rows come from the newest
@@ -51,7 +52,7 @@ def of_newest(about: dict[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
 
 
 class NoResultsError(ValueError):
-    """There is no result file of a device."""
+    """There is no result file of a device, or no row for a table."""
 
 
 def newest(
@@ -97,7 +98,7 @@ def render(name: str, folder: Path) -> str:
         about = of_newest(about, shown)
         text = TABLES[kind](rows) if kind in TABLES else ops_table(own)
     if text.count("\n") < 2:
-        raise ValueError(
+        raise NoResultsError(
             f"render: expected rows for the table {name}, got none in {folder.name}; "
             "run its bench with --commit-results first"
         )
@@ -133,7 +134,15 @@ def main(argv: list[str] | None = None) -> int:
     only.add_argument("--tables", action="store_true", help="no pictures")
     only.add_argument("--pictures", action="store_true", help="no tables")
     only.add_argument("--history", action="store_true", help="only bench/results/history.md")
+    only.add_argument("--results", type=Path, metavar="DIR", help="rows that you have measured")
     args = parser.parse_args(argv)
+    if args.results is not None:
+        try:
+            write_own(args.results)
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            return 2
+        return 0
     if args.history:
         from bench import history
 
@@ -144,8 +153,27 @@ def main(argv: list[str] | None = None) -> int:
     return 0 if args.pictures else _tables(args.files, check=args.check)
 
 
+def write_own(folder: Path) -> None:
+    """Draws every picture of the rows in folder, and writes every table into <folder>/report.md."""
+    parts = []
+    for device in ("cuda", "cpu"):
+        for kind in [*TABLES, "errors"]:
+            try:
+                parts.append(f"## {kind}, {device}\n\n{render(f'{kind}-{device}', folder)}")
+            except NoResultsError:
+                continue
+    if not parts:
+        raise NoResultsError(
+            f"report: expected a folder with rows of `python -m bench`, got results={folder}; "
+            "without --out they go to build/bench/full"
+        )
+    draw_pictures(folder)
+    (folder / "report.md").write_text("\n".join(["# Measured with python -m bench\n", *parts]))
+    print("report.md: written")
+
+
 def draw_pictures(folder: Path = RESULTS) -> None:
-    """Every picture that comes from committed results."""
+    """Every picture that comes from the results in folder."""
     from bench import pictures, timeline
 
     for path in pictures.draw_all(folder):

@@ -187,8 +187,9 @@ def overlap_table(rows: Sequence[Row]) -> str:
                     times(fsdp2 and fsdp2 / row.median_ms),
                 ]
             )
-    head = ["step on a limited link", "ms", "MB sent", "communication ms", "exposed ms", "exposed"]
-    return table([*head, "waited", "against DDP", "against FSDP2"], lines)
+    head = ["step on a limited link", "ms", "MB sent", "communication ms", "exposed ms"]
+    head += ["exposed, of communication", "waited, of communication"]
+    return table([*head, "against DDP", "against FSDP2"], lines)
 
 
 def by_case(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
@@ -324,12 +325,14 @@ def emulated_table(rows: Sequence[Row], bench: str = "emulated") -> str:
                     ]
                 )
     head = ["one rank of many", "link", "step ms", "without link", "communication ms"]
-    return table([*head, "exposed ms", "exposed", "MB sent"], lines)
+    return table([*head, "exposed ms", "exposed, of communication", "MB sent"], lines)
 
 
 def summary(rows: Sequence[Row]) -> str:
     """For the console: a line for each case and direction with all its variants."""
     lines = []
+    if any(row.percent_of_ceiling is not None for row in rows):
+        lines.append("%: of the rate of a plain copy or matrix product in the same process")
     for (case, direction), group in by_case(rows).items():
         cells = []
         for row in group:

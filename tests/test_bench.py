@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -94,6 +95,19 @@ def test_right_variant_gets_a_row_with_rates(tmp_path):
         assert row.ceiling == "copy 100 GB/s"
         assert row.baseline == "eager"
         assert row.threads == torch.get_num_threads()
+
+
+def test_the_console_says_what_a_percentage_is_of(tmp_path, capsys):
+    bench = make_bench(tmp_path)
+    case = gelu_case(bias_gelu_ref, directions=("forward",))
+    bench.quick = False
+    bench.run([case])
+    for line in capsys.readouterr().out.splitlines():
+        assert re.search(r"ms \[.* GB/s  \d+ % of copy 100 GB/s  \d.\d\dx eager$", line), line
+    bench.quick = True
+    bench.run([case])
+    for line in capsys.readouterr().out.splitlines():
+        assert re.fullmatch(r"bias_gelu +forward +(eager|fastpar) +ran", line), line
 
 
 def test_wrong_output_is_refused_and_said(tmp_path, capsys):
@@ -359,6 +373,10 @@ def test_one_bench_that_runs_out_of_time_does_not_stop_the_next(tmp_path, monkey
     printed = capfd.readouterr().out
     assert "== gelu: stopped after 0 s; its rows so far are kept" in printed
     assert "failed: gelu" in printed
+    # Of tiny shapes no time, rate or ratio.
+    assert re.search(r"\n(\d+) of \1 rows ran\n", printed)
+    assert not re.search(r"\d ms|[GT]B/s|FLOP/s|\d %|\dx ", printed)
+    assert "report --results" not in printed
     assert {row.bench for row in load(out)[1]} == {"ceilings"}
 
 

@@ -88,7 +88,9 @@ def test_report_check_tells_a_stale_file(results, tmp_path, monkeypatch, capsys)
 
 def test_summary_has_a_line_for_each_case():
     text = tables.summary([make_row(), make_row(variant="fastpar", refused="x", median_ms=None)])
-    assert text == "bias_gelu N=1 F=2, fwd, ms: eager 2 (34 %) | fastpar refused"
+    says, line = text.splitlines()
+    assert says == "%: of the rate of a plain copy or matrix product in the same process"
+    assert line == "bias_gelu N=1 F=2, fwd, ms: eager 2 (34 %) | fastpar refused"
 
 
 def test_ops_table_names_what_is_slower_and_shows_memory_and_host_time():
@@ -273,6 +275,24 @@ def test_the_door_draws_and_writes_everything(results, monkeypatch, tmp_path, ca
     assert door.main(["report", "--history"]) == 0
     assert capsys.readouterr().out == (
         "README.md: out of date\nREADME.md: tables rewritten\nhistory.md: written\n"
+    )
+
+
+def test_a_users_own_rows_are_drawn_beside_them(results, capsys):
+    pytest.importorskip("matplotlib")
+    from bench import __main__ as door
+
+    assert door.main(["report", "--results", str(results)]) == 0
+    assert capsys.readouterr().out.endswith("gelu.png: drawn\nreport.md: written\n")
+    text = (results / "report.md").read_text()
+    assert "## train, cpu\n\n| training step |" in text
+    assert "| bias_gelu N=1 F=2, forward | 2 (eager) | 1 (torch.compile) | 0.5 | 2.00x |" in text
+    assert "CPU: Test CPU (R) 9000, 2 cores" in text
+    assert "## tp" not in text
+    assert (results / "gelu.png").stat().st_size > 10_000
+    assert door.main(["report", "--results", str(results / "nowhere")]) == 2
+    assert capsys.readouterr().err.startswith(
+        "report: expected a folder with rows of `python -m bench`, got results="
     )
 
 
