@@ -348,7 +348,7 @@ def _situation(
         transport=_transport(trainer),
         compiled=config.system.compile,
         deterministic=config.system.deterministic,
-        forced_backend="" if backend.choice == "auto" else backend.choice,
+        forced_backend=backend.forced(),
         idle_cores=max(0, idle) if device == "cpu" else 0,
         n_buckets=len(sizes),
         bucket_mb=statistics.mean(sizes),

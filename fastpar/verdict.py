@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fastpar.ceilings import Ceilings
+from fastpar.kernels.backend import WITH_CPP
 from fastpar.profile_trace import BACKWARD, COMMUNICATION, FORWARD, INPUT, MEMORY, OPTIMIZER
 from fastpar.recorder import COMPUTE, CONTROL, GATHER, HOST, REDUCE, TP
 from fastpar.work import Op
@@ -71,7 +72,8 @@ class Situation:
 
     waited_ms: REDUCE, GATHER, TP, CONTROL -> ms of a step; moving_ms: in which any exchange was
         under way.
-    forced_backend: FASTPAR_BACKEND, "" for auto. idle_cores: of this host, that no rank may use.
+    forced_backend: FASTPAR_BACKEND, "" for auto, "none" without the compiled module.
+    idle_cores: of this host, that no rank may use.
     """
 
     device: str = "cpu"
@@ -272,6 +274,8 @@ def _forced(m: Measured) -> str | None:
     here = m.situation
     if not here.forced_backend:
         return None
+    if here.forced_backend == "none":
+        return "There is no compiled module, so torch computes everything: " + WITH_CPP + "."
     return (
         f"FASTPAR_BACKEND={here.forced_backend} forces a backend: unset it, so that the fastest "
         "kernel of each op runs (`fastpar info` lists them)."
@@ -409,6 +413,8 @@ def _gloo(m: Measured) -> str | None:
     here = m.situation
     if here.transport != "gloo" or m.shares[COMMUNICATION] < EXPOSED_SHARE:
         return None
+    if here.forced_backend == "none":
+        return None  # shared memory needs the module, which `_forced` asks for
     return "Ranks of one host exchange over gloo: --transport auto uses shared memory."
 
 

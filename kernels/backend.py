@@ -98,6 +98,12 @@ if _C is not None:
 has_gemm: bool = _C is not None and _C.isa() == "avx512" and not _C.cpu_is_intel()
 
 
+def forced() -> str:
+    """What keeps the fastest kernels from running: FASTPAR_BACKEND, "none" for no compiled module;
+    "" for auto."""
+    return "none" if _C is None else "" if choice == "auto" else choice
+
+
 def way_to_cpp() -> str:
     """What to do for the compiled kernels where torch serves instead."""
     return WITH_CPP if _C is None else "unset FASTPAR_BACKEND"

@@ -104,6 +104,7 @@ def slow(factor):
 UPDATE = (*PHASES[:3], Phase(OPTIMIZER, memory_ms=40.0, bytes=2e8))
 LATE = (Phase(INPUT, host_ms=20.0), *PHASES[1:])
 CASES = {
+    "no module": (measured(forced_backend="none"), "There is no compiled module, so torch"),
     "forced": (measured(forced_backend="torch"), "FASTPAR_BACKEND=torch forces a backend: unset"),
     "fp32 on a GPU": (measured(device="cuda"), "--dtype bf16 is several times"),
     "input": (measured(LATE), "Batches take 17 % of the step: keep the token cache on a local"),
@@ -177,6 +178,12 @@ def test_each_rule_speaks_where_its_numbers_say_so(case):
 def test_every_rule_has_a_case():
     spoken = {rule for found, _ in CASES.values() for rule in RULES if rule(found) is not None}
     assert spoken == set(RULES)
+
+
+def test_without_the_module_nobody_is_sent_to_shared_memory():
+    assert not any(
+        "gloo" in line for line in advise(exposed(REDUCE, transport="gloo", forced_backend="none"))
+    )
 
 
 def test_small_waits_and_one_rank_are_no_reason_to_change():
