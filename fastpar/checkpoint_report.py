@@ -277,6 +277,8 @@ def inspect(folder: str | Path, pattern: str | None, say: Callable[[str], None])
     folder = find_folders("fastpar inspect", folder)[-1]
     everything = stored_tensors(folder, _manifest(folder))
     tensors = [t for t in everything if pattern is None or _matches(t.name, pattern)]
+    # Weights, then states; a state's entries in the file's order.
+    tensors.sort(key=lambda t: ("/" in t.name, _natural(t.name.rpartition("/")[0] or t.name)))
     if not tensors:
         raise ValueError(
             f"fastpar inspect: expected a name or pattern of tensors in {folder}, got "
@@ -285,6 +287,11 @@ def inspect(folder: str | Path, pattern: str | None, say: Callable[[str], None])
     say(str(folder))
     for line in _table(tensors):
         say(line)
+
+
+def _natural(name: str) -> list[tuple[str, int]]:
+    """Sorts layer 2 before layer 10."""
+    return [(text, int(digits or -1)) for text, digits in re.findall(r"(\D*)(\d*)", name)]
 
 
 def _matches(name: str, pattern: str) -> bool:

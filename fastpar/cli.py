@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from fastpar._version import __version__
 from fastpar.config import TrainConfig, derive_batch
@@ -29,6 +29,7 @@ from fastpar.options import SampleSettings, TrainFlags
 from fastpar.run_lock import RUNS, find_run, is_restart, run_id
 from fastpar.settings import read_settings
 
+_NOBODY_READS = 128 + 13  # as if by SIGPIPE
 _WRITTEN_FOR_USERS = re.compile(r"[\w.]+(?: \w+)?: expected ")  # the form of all our messages
 USAGE = """usage: fastpar COMMAND [OPTIONS]
 
@@ -46,21 +47,22 @@ USAGE = """usage: fastpar COMMAND [OPTIONS]
 """
 
 
-@dataclass(frozen=True)
-class WhereSettings:
-    """Which weights."""
-
-    out: str | None = None
-    """Folder of a run; unset: the newest of runs/."""
-    checkpoint: str | None = None
-    """Folder of one checkpoint or of transformers weights; export also takes nanoGPT's ckpt.pt."""
+def _tyro(choose: Callable[[Any], Any]) -> Any:
+    """Something of tyro.conf, which is imported by the time that it looks at types."""
+    tyro = sys.modules.get("tyro")
+    return choose(tyro.conf) if tyro is not None else None
 
 
 @dataclass(frozen=True)
 class SampleCommand:
     """Write text with a trained model."""
 
-    where: WhereSettings = field(default_factory=WhereSettings)
+    folder: Annotated[
+        str | None, _tyro(lambda c: c.Positional), _tyro(lambda c: c.arg(metavar="[FOLDER]"))
+    ] = None
+    """A run, a checkpoint, transformers weights, or nanoGPT's ckpt.pt; unset: newest of runs/."""
+    tokenizer: str | None = None
+    """gpt2, bytes, or a folder with a saved one or nanoGPT's meta.pkl; unset: the model's own."""
     sample: SampleSettings = field(default_factory=SampleSettings)
     seed: int = 0
     """Of the random draws."""
@@ -74,13 +76,28 @@ class ExportCommand:
 
     to: str
     """Folder to make."""
+    folder: Annotated[
+        str | None, _tyro(lambda c: c.Positional), _tyro(lambda c: c.arg(metavar="[FOLDER]"))
+    ] = None
+    """A run, a checkpoint, transformers weights, or nanoGPT's ckpt.pt; unset: newest of runs/."""
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """Convert the weights, from fp32 masters where there are some; unset: the same bytes."""
-    where: WhereSettings = field(default_factory=WhereSettings)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; the exit status."""
+    """Runs one command; the exit status. Says no more once nobody reads it, as in `| head`."""
+    try:
+        try:
+            return _main(arguments)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # What the interpreter still writes when it ends goes nowhere, instead of raising again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _NOBODY_READS
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if launched_here():
         follow_launcher()
@@ -112,6 +129,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and not is_rank():
+            if name in ("train", "profile", "compare") and "--help" not in arguments:
+                print(f"fastpar {name}: stops: what reads its output is gone", file=sys.stderr)
+            raise
         return _leave(error)
 
 
@@ -143,9 +164,7 @@ def _parse(command: Any, arguments: list[str], name: str, default: Any = None) -
     try:
         import tyro
     except ImportError as error:
-        raise ImportError(
-            f"fastpar {name}: expected tyro, got {error}; pip install 'fastpar[train]'"
-        ) from None
+        raise ImportError(f"fastpar {name}: expected tyro, got {error}; pip install tyro") from None
     return tyro.cli(
         command,
         prog=f"fastpar {name}",
@@ -247,44 +266,95 @@ def parse_train(arguments: list[str]) -> TrainConfig:
     return config
 
 
-def _weights(where: WhereSettings) -> Path:
-    """The folder that holds the weights asked for."""
-    from fastpar.checkpoint import newest_checkpoint
+def _note(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+def _refuse_old_flags(name: str, arguments: list[str]) -> None:
+    """--out and --checkpoint of earlier versions, of which one reads like an output."""
+    for flag, value in zip(arguments, [*arguments[1:], "FOLDER"]):
+        flag, _, given = flag.partition("=")
+        if flag in ("--out", "--checkpoint"):
+            raise ValueError(
+                f"fastpar {name}: expected FOLDER without a flag, got {flag}; write "
+                f"`fastpar {name} {given or value} ...`"
+            )
+
+
+def _weights(name: str, given: str | None) -> Path:
+    """The folder or file that holds the weights asked for."""
+    from fastpar.checkpoint import list_checkpoints, newest_checkpoint
+    from fastpar.checkpoint_report import find_folders
     from fastpar.run_folder import newest_run
 
-    if where.checkpoint is not None:
-        if where.out is not None:
-            raise ValueError(
-                f"fastpar: expected --out or --checkpoint, got out={where.out} and "
-                f"checkpoint={where.checkpoint}; give one of them"
-            )
-        return Path(where.checkpoint)
-    run = where.out or newest_run()
+    run = given or newest_run()
     if run is None:
         raise ValueError(
-            "fastpar: expected a run in runs/, got none; train one with `fastpar train`, or give "
-            "--out or --checkpoint"
+            f"fastpar {name}: expected a run in runs/, got none; train one with `fastpar train`, "
+            f"or name a folder: fastpar {name} FOLDER"
         )
-    folder = newest_checkpoint(run, say=lambda line: print(line, file=sys.stderr))
-    print(f"weights of {folder}", file=sys.stderr)
+    if Path(run).is_file():
+        return Path(run)
+    if not list_checkpoints(run):
+        return find_folders(f"fastpar {name}", run)[-1]
+    folder = newest_checkpoint(run, say=_note)
+    _note(f"weights of {folder}")
     return folder
 
 
+def _tokenizer(named: str | None, source: Path, vocab_size: int) -> Any:
+    """The tokenizer of weights: the one that is named, or theirs."""
+    from fastpar.nanogpt import tokenizer_of_nanogpt
+    from fastpar.tokenizer import has_tokenizer, learns_from_text, load_tokenizer, make_tokenizer
+
+    name = named
+    if name is None and source.is_file():
+        name = tokenizer_of_nanogpt(source, vocab_size)
+        if name is not None:
+            _note(f"tokenizer {name}, as nanoGPT has it; --tokenizer chooses another one")
+    if name is None and (source.is_file() or not has_tokenizer(source)):
+        raise ValueError(
+            f"fastpar sample: expected --tokenizer for the {vocab_size} tokens of {source}, which "
+            "has none, got none; name gpt2, bytes, or a folder with a saved one or the meta.pkl of "
+            "nanoGPT's data"
+        )
+    if name is None:
+        return load_tokenizer(source)
+    if learns_from_text(name):
+        raise ValueError(
+            f"fastpar sample: expected a tokenizer that was saved, got tokenizer={name}, which "
+            "learns from a text; name the folder that it was saved in"
+        )
+    tokenizer = make_tokenizer(name)
+    if tokenizer.vocab_size > vocab_size:
+        raise ValueError(
+            f"fastpar sample: expected a tokenizer of at most the {vocab_size} tokens of {source}, "
+            f"got tokenizer={name} with {tokenizer.vocab_size}; name the one it was trained with"
+        )
+    return tokenizer
+
+
 def _sample(arguments: list[str]) -> int:
+    _refuse_old_flags("sample", arguments)
     command = _parse(SampleCommand, arguments, "sample")
+    if command.sample.num_samples < 1:
+        raise ValueError(
+            "fastpar sample: expected --num-samples >= 1, got num_samples="
+            f"{command.sample.num_samples}; leave it out for {SampleSettings().num_samples}"
+        )
     import torch
 
     from fastpar.launch import threads_per_rank
     from fastpar.run_folder import draw
-    from fastpar.tokenizer import load_tokenizer
     from fastpar.weight_sources import load_weights
 
     torch.set_num_threads(threads_per_rank(None, 1))
     device = command.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    folder = _weights(command.where)
-    model, tokenizer = load_weights(folder), load_tokenizer(folder)
+    folder = _weights("sample", command.folder)
+    model = load_weights(folder, say=_note)
+    tokenizer = _tokenizer(command.tokenizer, folder, model.config.vocab_size)
     draw(model.to(device), tokenizer, command.sample, sys.stdout, seed=command.seed)
     return 0
 
@@ -314,13 +384,15 @@ _STATUS = "Exit status: 0 all is sound; 1 something is damaged, and named; 2 no 
 
 
 def _export(arguments: list[str]) -> int:
+    _refuse_old_flags("export", arguments)
     command = _parse(ExportCommand, arguments, "export")
     import torch
 
     from fastpar.export import export_weights
 
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
-    names = export_weights(_weights(command.where), Path(command.to), dtypes[command.dtype])
+    source, to = _weights("export", command.folder), Path(command.to)
+    names = export_weights(source, to, dtypes[command.dtype], say=_note)
     print(f"{command.to}: {', '.join(names)}")
     return 0
 

@@ -51,7 +51,7 @@ def _figure() -> Any:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
-            f"draw_all: expected matplotlib, got {error}; pip install 'fastpar[train]'"
+            f"draw_all: expected matplotlib, got {error}; pip install matplotlib"
         ) from None
     figure = Figure(figsize=(_WIDTH, _HEIGHT), dpi=_DPI, layout="constrained")
     FigureCanvasAgg(figure)

@@ -82,8 +82,8 @@ def load_data(
     Args:
         source: see `fastpar.sources.open_source`.
         tokenizer: see `fastpar.tokenizer.make_tokenizer`; auto is bpe-4096 for text, gpt2 for .bin
-            files (ids where nanoGPT's meta.pkl says that they are not GPT-2's). ids, for .bin
-            files only, leaves them numbers; the vocabulary then ends at the largest.
+            files, or the characters of nanoGPT's meta.pkl beside them. ids, for .bin files only,
+            leaves them numbers; the vocabulary then ends at the largest.
         cache_dir: default $XDG_CACHE_HOME/fastpar or ~/.cache/fastpar.
         val_fraction: share of the text that is held out: whole documents spread over the text, or
             its end where there are too few documents for that. Files and datasets that bring a

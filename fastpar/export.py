@@ -28,7 +28,12 @@ _TEXTS = (
 )  # fmt: skip
 
 
-def export_weights(source: Path, to: Path, dtype: torch.dtype | None = None) -> list[str]:
+def export_weights(
+    source: Path,
+    to: Path,
+    dtype: torch.dtype | None = None,
+    say: Callable[[str], None] | None = None,
+) -> list[str]:
     """Write what transformers loads of a checkpoint, another folder of transformers, or ckpt.pt.
 
     Args:
@@ -36,6 +41,7 @@ def export_weights(source: Path, to: Path, dtype: torch.dtype | None = None) -> 
         to: folder to make; it appears complete or not at all.
         dtype: of the weights; None leaves their bytes as they are. Where it is another one than
             that of the parameters, their fp32 masters are converted if the optimizer has them.
+        say: takes a line on what a ckpt.pt lacks; a warning by default.
     Returns:
         The names of the files.
     Raises:
@@ -48,7 +54,7 @@ def export_weights(source: Path, to: Path, dtype: torch.dtype | None = None) -> 
     temporary = to.with_name(f".{to.name}.{os.getpid()}.tmp")
     try:
         if source.is_file():
-            save_hf(load_nanogpt(source, dtype=dtype), temporary)
+            save_hf(load_nanogpt(source, dtype=dtype, say=say), temporary)
         else:
             _export_folder(source, temporary, dtype)
         os.replace(temporary, to)

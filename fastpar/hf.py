@@ -393,7 +393,7 @@ def _safetensors(caller: str) -> Any:
     except ImportError as error:
         raise ImportError(
             f"{caller}: expected the package safetensors, got none installed; "
-            "pip install 'fastpar[train]'"
+            "pip install safetensors"
         ) from error
     return safetensors
 

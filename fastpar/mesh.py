@@ -47,10 +47,16 @@ class Mesh:
         device: where this rank computes; None takes cuda:LOCAL_RANK if there is a GPU, or the CPU.
         timeout_s: after this long without its peers a collective fails instead of hanging.
     Attributes:
+        device: where this rank computes.
         world_size, rank: over all axes.
+        is_main: whether this is rank 0, the one that prints and writes.
         dp_size, dp_rank, dp_group: of the axis dp; the group is None when dp_size is 1.
         tp_size, tp_rank, tp_group: of the axis tp, likewise.
         device_mesh: torch's DeviceMesh of the axes ("dp", "tp"); None with one rank.
+        owns_process_group: whether the process group was made here; close() destroys it then.
+        timeout_s: after so many seconds a collective whose peers are silent fails.
+        start: a name of this start of the ranks, the same on all of them and new after a restart;
+            empty unless a launcher keeps their store.
     Ranks: every rank constructs it, before any other collective.
     Raises:
         ValueError: dp or tp below 1, or their product different from the world size; incomplete or

@@ -141,7 +141,7 @@ def plot_loss(rows: list[dict[str, Any]], path: str | Path, *, title: str) -> No
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
-            f"plot_loss: expected matplotlib, got {error}; pip install 'fastpar[train]'"
+            f"plot_loss: expected matplotlib, got {error}; pip install matplotlib"
         ) from None
     train = [(r["step"], r["loss"]) for r in rows if r.get("loss") is not None]
     val = [(r["step"], r["val_loss"]) for r in rows if r.get("val_loss") is not None]

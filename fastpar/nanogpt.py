@@ -3,14 +3,17 @@
 nanoGPT has the names of transformers with the matrices of nn.Linear, [out, in] as ours. The head is
 tied, old files hold causal masks as buffers, those of compiled models a prefix. Rows that pad its
 vocabulary (50304 for GPT-2's 50257 tokens) are weights like others: they take part in its softmax,
-so they are kept unless vocab_size says how many tokens there are. Newer nanoGPT computes GELU by
-erf, this model by tanh as GPT-2 does; the loss differs in the fourth digit
+so they are kept unless vocab_size says how many tokens there are. A model without biases, nanoGPT's
+default, gets biases of 0, which change no output and are trained like others. Newer nanoGPT
+computes GELU by erf, this model by tanh as GPT-2 does; the loss differs in the fourth digit
 (test_the_loss_is_nanogpts).
 """
 
 from __future__ import annotations
 
 import os
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +23,12 @@ from torch import Tensor
 from fastpar.config import GPTConfig
 from fastpar.hf import CONV1D, PREFIX, build_model
 from fastpar.model import GPT
+from fastpar.nanogpt_meta import META
 from fastpar.plain_files import open_plain, reason, shown
 
 COMPILED = "_orig_mod."
 _SIZES = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
+_GPT2_VOCABULARY = (50257, 50304)  # GPT-2's tokens, and as nanoGPT pads them
 
 
 def load_nanogpt(
@@ -32,6 +37,7 @@ def load_nanogpt(
     dtype: torch.dtype | None = None,
     dropout: float | None = None,
     vocab_size: int | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> GPT:
     """Reads the ckpt.pt that nanoGPT's train.py writes.
 
@@ -40,20 +46,16 @@ def load_nanogpt(
         dtype: of the parameters; the file's own by default.
         dropout: replaces the one in the file.
         vocab_size: how many rows of the embedding to keep; all by default.
+        say: takes a line where the model has no biases and gets some; a warning by default.
     Returns:
         The model, on the CPU, in training mode.
     Raises:
-        ValueError: the file is damaged, holds more than plain data, or is another model; one
-            without biases; a vocab_size above the file's; see also load_hf_tensors.
+        ValueError: the file is damaged, holds more than plain data, or is another model; a
+            vocab_size above the file's; see also load_hf_tensors.
     """
     path = Path(path)
     content = _load(path)
     sizes, tensors = _parts(content, path)
-    if sizes.get("bias", True) is not True:
-        raise ValueError(
-            f"load_nanogpt: expected a model with biases, got bias={shown(sizes['bias'])} in "
-            f"{path}; GPT-2 has them: train with bias=True in nanoGPT"
-        )
     n = sizes["vocab_size"] if vocab_size is None else vocab_size
     if not 1 <= n <= sizes["vocab_size"]:
         raise ValueError(
@@ -74,7 +76,38 @@ def load_nanogpt(
                 tensor = tensor[:n]
             tensor = tensor.t() if name.endswith(CONV1D) else tensor
         given[name] = tensor
+    if sizes.get("bias") is False:
+        added = _zero_biases(given)
+        text = f"{path} has no biases: its model gets {len(added)} of 0, with the same outputs"
+        say(text) if say is not None else warnings.warn(f"load_nanogpt: {text}", stacklevel=2)
+        given |= added
     return build_model("load_nanogpt", path, config, given, dtype)
+
+
+def _zero_biases(given: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Of every norm and matrix without one; embeddings and the head have none."""
+    added = {}
+    for name, weight in given.items():
+        stem, _, kind = name.rpartition(".")
+        if kind != "weight" or not weight.dim() or stem.endswith(("wte", "wpe", "lm_head")):
+            continue
+        if f"{stem}.bias" not in given:
+            added[f"{stem}.bias"] = weight.new_zeros(weight.shape[-1])
+    return added
+
+
+def tokenizer_of_nanogpt(path: str | os.PathLike[str], vocab_size: int) -> str | None:
+    """The name of the tokenizer of a ckpt.pt, which does not have it: by what nanoGPT itself does.
+
+    Args:
+        path: of the file; a meta.pkl beside it has its characters.
+        vocab_size: of the model; GPT-2's tokens have GPT-2's tokenizer.
+    Returns:
+        For make_tokenizer; None where it cannot be told.
+    """
+    if (Path(path).parent / META).is_file():
+        return str(Path(path).parent / META)
+    return "gpt2" if vocab_size in _GPT2_VOCABULARY else None
 
 
 def _load(path: Path) -> Any:
@@ -112,6 +145,8 @@ def _problem(sizes: dict[str, Any], tensors: dict[str, Tensor]) -> str | None:
     for name in _SIZES:
         if type(sizes.get(name)) is not int:
             return f"{name}={shown(sizes.get(name))}"
+    if type(sizes.get("bias", True)) is not bool:
+        return f"bias={shown(sizes['bias'])}"
     if type(sizes.get("dropout", 0.0)) not in (int, float):
         return f"dropout={shown(sizes['dropout'])}"
     for key, tensor in tensors.items():

@@ -182,7 +182,7 @@ class SampleSettings:
     prompt: str = ""
     """Text to go on from; unset: a new line."""
     num_samples: int = 2
-    """Texts; 0: none."""
+    """Texts; of train 0: none."""
     max_new_tokens: int = 200
     """Tokens of each text."""
     temperature: float = 0.8
@@ -193,7 +193,10 @@ class SampleSettings:
 
 @dataclass(frozen=True)
 class TrainFlags:
-    """Train a GPT-2 on text; every setting can stand in --config FILE.toml too."""
+    """Train a GPT-2 on text; every setting can stand in --config FILE.toml too.
+
+    A line of FILE.toml: max-steps = 500. Headings as [model] may stand between; flags win.
+    """
 
     shape: ModelSettings = field(default_factory=ModelSettings)
     text: DataSettings = field(default_factory=DataSettings)

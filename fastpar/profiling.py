@@ -86,8 +86,7 @@ def run_profile(options: ProfileOptions, config: TrainConfig, flags: Sequence[st
         )
     if options.picture and importlib.util.find_spec("matplotlib") is None:
         raise ImportError(
-            "fastpar profile: expected matplotlib, got no such package; pip install "
-            "'fastpar[train]'"
+            "fastpar profile: expected matplotlib, got no such package; pip install matplotlib"
         )
     if int(os.environ.get("RANK", "0")) == 0:
         out = Path(options.out) if options.out is not None else _free_folder(Path(RUNS))

@@ -3,6 +3,7 @@
 config.json      settings (fastpar train --resume reads them), model, and each start
 metrics.jsonl    one object a step or validation        loss.png   drawn from it
 checkpoints/     see checkpoint.py                      latest     link to the newest
+tensorboard/     the same numbers, where tensorboard is installed
 samples.txt      text drawn from the model              run.lock   see run_lock.py
 """
 
@@ -13,6 +14,7 @@ import math
 import os
 import platform
 import re
+import shlex
 import signal
 import sys
 import time
@@ -32,9 +34,10 @@ from fastpar.options import SampleSettings
 from fastpar.run_lock import RUNS, hold
 from fastpar.sample import sample
 from fastpar.step_folders import LATEST
-from fastpar.tokenizer import Tokenizer
+from fastpar.tokenizer import IdTokenizer, Tokenizer
 
 RULE = "=" * 60
+_EXAMPLE_TOKENS = 400
 TIME_IS_UP = -1  # why a run stopped early, beside the numbers of signals
 FILES = ("config.json", "metrics.jsonl", "checkpoints", "samples.txt", "loss.png", "latest")
 
@@ -182,7 +185,15 @@ class RunFolder:
         if stopped_by == TIME_IS_UP:
             lines.append(f"the time was up; {go_on}")
         lines.append(f"weights, as transformers reads them: {self.path / LATEST}")
-        lines.append(f"next: fastpar sample --out {self.path} --prompt 'In the beginning'")
+        if (self.path / "tensorboard").is_dir():
+            folder = shlex.quote(str(self.path / "tensorboard"))
+            lines.append(f"curves: tensorboard --logdir {folder}")
+        shipped = config.text.data == "bible"
+        prompt = "In the beginning" if shipped else example_prompt(data)
+        lines.append(
+            f"next: fastpar sample {shlex.quote(str(self.path))}"
+            + (f" --prompt {shlex.quote(prompt)}" if prompt else "")
+        )
         print("\n".join(lines), flush=True)
 
     def _write_config(
@@ -249,6 +260,18 @@ def _free_prompt(tokenizer: Tokenizer) -> str:
     except ValueError:
         pass
     return tokenizer.decode([0])
+
+
+def example_prompt(data: TextData) -> str:
+    """The first words of a line of the text held out; empty where it has none to type."""
+    if isinstance(data.tokenizer, IdTokenizer):
+        return ""
+    text = data.tokenizer.decode(np.asarray(data.val[:_EXAMPLE_TOKENS]).tolist())
+    for line in text.split("\n")[1:-1] or [text]:  # the first and last may be cut
+        prompt = " ".join(line.split()[:4])[:40]
+        if prompt.isprintable() and "\ufffd" not in prompt and any(map(str.isalpha, prompt)):
+            return prompt
+    return ""
 
 
 def make_next_free(path: Path) -> Path:

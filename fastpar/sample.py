@@ -16,6 +16,8 @@ SEPARATOR = "\n" + 40 * "-" + "\n"
 class Tokenizer(Protocol):
     """What sample needs of a tokenizer."""
 
+    vocab_size: int
+
     def encode(self, text: str, /) -> list[int]: ...
 
     def decode(self, ids: list[int], /) -> str: ...
@@ -29,6 +31,7 @@ def generate(
     temperature: float = 1.0,
     top_k: int | None = None,
     generator: torch.Generator | None = None,
+    vocab_size: int | None = None,
 ) -> Iterator[Tensor]:
     """Continues each row of idx token by token, without dropout, as fast as the caller asks.
 
@@ -39,6 +42,8 @@ def generate(
         top_k: draws from the k most likely tokens only.
         generator: on the CPU, where tokens are drawn whatever the model's device; torch's default
             one otherwise.
+        vocab_size: draws from the first so many tokens only, those of a tokenizer that has fewer
+            than the model.
     Returns:
         An iterator of max_new_tokens tensors [B] int64 on idx's device. No token is one of the
         vocabulary's padding.
@@ -69,7 +74,7 @@ def generate(
         raise ValueError(
             f"generate: expected top_k >= 1, got top_k={top_k}; leave it out to draw from all"
         )
-    return _generate(model, idx, max_new_tokens, temperature, top_k, generator)
+    return _generate(model, idx, max_new_tokens, temperature, top_k, generator, vocab_size)
 
 
 def _generate(
@@ -79,11 +84,13 @@ def _generate(
     temperature: float,
     top_k: int | None,
     generator: torch.Generator | None,
+    vocab_size: int | None,
 ) -> Iterator[Tensor]:
     for _ in range(max_new_tokens):
         with torch.no_grad():
             x = model.features(idx[:, -model.config.block_size :])
-            token = _draw(model.logits(x[:, -1]).float().cpu(), temperature, top_k, generator)
+            logits = model.logits(x[:, -1])[:, :vocab_size].float().cpu()
+            token = _draw(logits, temperature, top_k, generator)
             token = token.to(idx.device)
             idx = torch.cat((idx, token[:, None]), dim=1)[:, -model.config.block_size :]
         yield token
@@ -138,7 +145,8 @@ def sample(
 ) -> None:
     """Writes the prompt and the model's continuation to `out` as it is drawn, n_samples times.
 
-    Sample i has a generator of its own, seeded by seed + i.
+    Sample i has a generator of its own, seeded by seed + i. Rows that pad a vocabulary beyond the
+    tokenizer's, as nanoGPT's 50304, are never drawn.
 
     Raises:
         ValueError: a prompt without tokens; n_samples < 1; see generate.
@@ -161,6 +169,7 @@ def sample(
             temperature=temperature,
             top_k=top_k,
             generator=generator,
+            vocab_size=tokenizer.vocab_size,
         )
         out.write(SEPARATOR if i else "")
         out.write(prompt)

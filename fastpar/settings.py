@@ -25,15 +25,17 @@ _TOML = "tomllib" if sys.version_info >= (3, 11) else "tomli"
 def read_settings(path: str | Path) -> dict[str, Any]:
     """What a TOML file or the config.json of a run sets; TrainConfig.replace checks it.
 
+    Settings may stand under headings, as [model] or [train]: these are for the reader alone.
+
     Raises:
-        ValueError: no such file, or not in its format.
+        ValueError: no such file, or not in its format; a setting under two headings.
     """
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".json":
             return dict(json.loads(text)["settings"])
-        return importlib.import_module(_TOML).loads(text)
+        return _without_headings(importlib.import_module(_TOML).loads(text))
     except OSError as error:
         raise ValueError(
             f"read_settings: expected a file of settings, got path={path}; {error.strerror}"
@@ -43,6 +45,16 @@ def read_settings(path: str | Path) -> dict[str, Any]:
             f"read_settings: expected TOML or the config.json of a run, got path={path}; "
             f"it does not read: {error}"
         ) from None
+
+
+def _without_headings(content: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in content.items():
+        for key, setting in value.items() if isinstance(value, dict) else [(name, value)]:
+            if key in found:
+                raise ValueError(f"{key} stands in it twice, also under [{name}]")
+            found[key] = setting
+    return found
 
 
 def parse_seconds(text: str, name: str = "max_time") -> float:

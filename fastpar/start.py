@@ -17,7 +17,9 @@ from fastpar.config import GPTConfig, TrainConfig, check_split
 from fastpar.data import TextData, load_data
 from fastpar.mesh import Mesh
 from fastpar.model import GPT
+from fastpar.nanogpt import tokenizer_of_nanogpt
 from fastpar.run_lock import hold
+from fastpar.token_cache import say
 from fastpar.weight_sources import load_weights
 
 _LONGEST_PATH = 4096  # bytes
@@ -86,7 +88,9 @@ def load_model_and_data(
             check(GPTConfig(**state["model"]))
             model = GPT(GPTConfig(**state["model"]))
         else:
-            model = load_weights(source, dropout=config.shape.dropout)
+            model = load_weights(
+                source, dropout=config.shape.dropout, say=lambda line: say(line, progress)
+            )
             check(model.config)
         check_split(config.parallel, model.config)
         block_size = config.shape.block_size or model.config.block_size
@@ -97,6 +101,8 @@ def load_model_and_data(
             )
         if tokenizer == "auto" and (Path(source) / "tokenizer.json").exists():
             tokenizer = source
+        if tokenizer == "auto" and source.endswith(".pt"):
+            tokenizer = tokenizer_of_nanogpt(source, model.config.vocab_size) or tokenizer
     data = load_data(config.text.data, tokenizer, block_size=block_size, progress=progress)
     if model is None:
         shape = config.model_config(data.vocab_size)

@@ -330,7 +330,7 @@ def progress_bar(total: int, unit: str, what: str, progress: bool) -> Any:
     except ImportError as error:
         raise RuntimeError(
             "load_data: expected the package tqdm for progress=True, got none installed; run "
-            "pip install 'fastpar[train]', or pass progress=False"
+            "pip install tqdm, or pass progress=False"
         ) from error
     return tqdm(total=total, unit=unit, unit_scale=True, desc=what, file=sys.stderr)
 

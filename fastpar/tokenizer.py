@@ -21,8 +21,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
+from fastpar.nanogpt_meta import META, read_chars
+
 END_OF_TEXT = "<|endoftext|>"
-TOKENIZERS = "bytes, chars, bpe, bpe-N (as bpe-4096), gpt2, or a folder that holds a saved one"
+TOKENIZERS = (
+    "bytes, chars, bpe, bpe-N (as bpe-4096), gpt2, or a folder that holds a saved one or nanoGPT's "
+    "meta.pkl"
+)
 _CONFIG_FILE = "tokenizer_config.json"
 _BPE_FILE = "tokenizer.json"
 _KEY = "fastpar_tokenizer"
@@ -71,19 +76,29 @@ class ByteTokenizer:
 
 
 class CharTokenizer:
-    """The characters of one text, sorted: nanoGPT's shakespeare_char."""
+    """The characters of one text, sorted: nanoGPT's shakespeare_char.
+
+    Args:
+        chars: of the text, in any number and order.
+        ordered: they are all characters in the order of their ids.
+    """
 
     name = "chars"
     eot: int | None = None
 
-    def __init__(self, chars: Iterable[str]) -> None:
-        self.chars = "".join(sorted(set(chars)))
+    def __init__(self, chars: Iterable[str], *, ordered: bool = False) -> None:
+        self.chars = "".join(chars if ordered else sorted(set(chars)))
         if not self.chars:
             raise ValueError(
                 "CharTokenizer: expected at least one character, got chars=''; give it a text"
             )
         self.vocab_size = len(self.chars)
         self._id_of = {char: i for i, char in enumerate(self.chars)}
+        if len(self._id_of) != self.vocab_size:
+            raise ValueError(
+                f"CharTokenizer: expected every character once, got chars={self.chars[:40]!r}; "
+                "leave ordered out"
+            )
 
     def encode(self, text: str) -> list[int]:
         try:
@@ -172,7 +187,8 @@ def make_tokenizer(name: str, texts: Iterable[str] | None = None) -> Tokenizer:
     """The tokenizer called `name`, trained on `texts` where it learns from text.
 
     Args:
-        name: bytes | chars | bpe | bpe-N | gpt2 | a folder that `save` or transformers wrote.
+        name: bytes | chars | bpe | bpe-N | gpt2 | a folder that `save` or transformers wrote, or
+            one with nanoGPT's meta.pkl, or that file.
             bpe is bpe-4096; a text too short for N tokens gives fewer, see vocab_size.
         texts: needed by chars and bpe, ignored otherwise; read once.
     Raises:
@@ -201,7 +217,7 @@ def check_name(name: str) -> None:
     """Raises ValueError unless `make_tokenizer` knows the name."""
     if name in ("bytes", "chars", "gpt2") or (Path(name) / _CONFIG_FILE).is_file():
         return
-    if (Path(name) / _BPE_FILE).is_file():
+    if (Path(name) / _BPE_FILE).is_file() or _meta(Path(name)) is not None:
         return
     size = _bpe_size(name)
     if size is None:
@@ -238,11 +254,15 @@ def learns_from_text(name: str) -> bool:
 def load_tokenizer(folder: str | Path) -> Tokenizer:
     """The tokenizer that `save` wrote to the folder, or transformers' (tokenizer.json).
 
+    Of a folder with nanoGPT's meta.pkl, or of that file, its characters; nothing in it is executed.
+
     Raises:
         ValueError: the folder holds no tokenizer, or one that is damaged.
         RuntimeError: it is a BPE and the `tokenizers` library is missing.
     """
     folder = Path(folder)
+    if (meta := _meta(folder)) is not None:
+        return CharTokenizer(read_chars(meta), ordered=True)
     config: dict[str, Any] = {}
     try:
         if (folder / _CONFIG_FILE).is_file():
@@ -251,7 +271,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         if kind == "bytes":
             return ByteTokenizer()
         if kind == "chars":
-            return CharTokenizer(config["chars"])
+            return CharTokenizer(config["chars"], ordered=True)
         if kind == "ids":
             return IdTokenizer(int(config["vocab_size"]))
         text = (folder / _BPE_FILE).read_text(encoding="utf-8")
@@ -272,13 +292,28 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     return BpeTokenizer(backend, kind or folder.name, token or END_OF_TEXT)
 
 
+def has_tokenizer(folder: str | Path) -> bool:
+    """Whether load_tokenizer finds one in the folder."""
+    path = Path(folder)
+    return _meta(path) is not None or any((path / f).is_file() for f in (_BPE_FILE, _CONFIG_FILE))
+
+
 def fingerprint(name: str) -> str:
     """What of a tokenizer's choice decides its ids, besides the text: name or file content."""
     files = [Path(name) / file for file in (_BPE_FILE, _CONFIG_FILE)]
+    files = [meta] if (meta := _meta(Path(name))) is not None else files
     if name in ("bytes", "chars", "gpt2") or not any(file.is_file() for file in files):
         return f"bpe-{size}" if (size := _bpe_size(name)) else name
     content = b"".join(file.read_bytes() for file in files if file.is_file())
     return hashlib.sha256(content).hexdigest()
+
+
+def _meta(path: Path) -> Path | None:
+    """nanoGPT's meta.pkl, where a path names it or a folder with no other tokenizer."""
+    if path.name == META and path.is_file():
+        return path
+    saved = any((path / file).is_file() for file in (_BPE_FILE, _CONFIG_FILE))
+    return path / META if not saved and (path / META).is_file() else None
 
 
 def _bpe_size(name: str) -> int | None:
@@ -342,7 +377,7 @@ def _import_tokenizers() -> Any:
 def _missing(package: str, what: str) -> RuntimeError:
     return RuntimeError(
         f"make_tokenizer: expected the package {package} for {what}, got none installed; "
-        "run pip install 'fastpar[train]', or choose the tokenizer bytes"
+        f"run pip install {package}, or choose the tokenizer bytes"
     )
 
 

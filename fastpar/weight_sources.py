@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,16 +25,19 @@ def load_weights(
     *,
     dtype: torch.dtype | None = None,
     dropout: float | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> GPT:
     """A GPT with the weights of a file of nanoGPT's or of a folder; see load_nanogpt and load_hf.
 
+    Args:
+        say: takes a line on what the file lacks; a warning by default.
     Raises:
         ValueError: it is neither, or damaged; of a checkpoint every byte of the weights is
             compared with its manifest first.
     """
     path = Path(source)
     if path.is_file():
-        return load_nanogpt(path, dtype=dtype, dropout=dropout)
+        return load_nanogpt(path, dtype=dtype, dropout=dropout, say=say)
     manifest = verify_weights(path)
     if manifest is not None and CONFIG not in manifest.files:
         raise ValueError(

@@ -119,7 +119,7 @@ def test_all_checkpoints_damaged(run, tmp_path, capsys):
         newest_checkpoint(tmp_path / "run", said.append)
     assert len(said) == 2
     for command in ("sample", "export --to there"):
-        assert main([*command.split(), "--out", str(tmp_path / "run")]) == 2
+        assert main([*command.split(), str(tmp_path / "run")]) == 2
         err = capsys.readouterr().err.splitlines()
         assert err[-1].startswith("newest_checkpoint: expected a run with a complete checkpoint")
         assert len(err) == 3

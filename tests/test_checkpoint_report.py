@@ -6,6 +6,7 @@ import math
 import os
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -276,3 +277,10 @@ def test_export_takes_the_masters(tmp_path, options):
         assert torch.equal(r, master)
         different += int((r != p.float()).sum())
     assert different > 1000  # the masters are not the rounded weights
+
+
+def test_layers_stand_in_their_order(tmp_path):
+    model = GPT(replace(CONFIG, n_layer=11))
+    path = save_checkpoint(tmp_path, step=1, model=model, optimizer=None)
+    names = [line.split()[0] for line in said(inspect, path, "ln_1.bias")[1][2:]]
+    assert names == [f"transformer.h.{i}.ln_1.bias" for i in range(11)]

@@ -272,10 +272,11 @@ def test_bin_folder_end_to_end(tmp_path):
 
 def test_bin_with_meta_pkl_has_the_vocabulary_of_its_ids(tmp_path):
     folder = bin_folder(tmp_path / "char", range(65), [3])
-    (tmp_path / "char" / "meta.pkl").write_bytes(b"never read")
+    (tmp_path / "char" / "meta.pkl").write_bytes(b"no pickle")
     loaded = load_bin(folder)
     assert (loaded.tokenizer.name, loaded.vocab_size) == ("ids", 65)
     assert loaded.tokenizer.decode([3, 4]) == "3 4 "
+    assert "the ids stay numbers unless their tokenizer is named" in loaded.notes[0]
     assert load_bin(folder, "bytes").tokenizer.decode([64]) == "@"
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 
@@ -42,6 +43,15 @@ def test_one_rank_under_torchrun_needs_no_group(environment):
     environment(**{**TORCHRUN, "WORLD_SIZE": "1"})
     assert Mesh(dp=1, device="cpu").dp_group is None
     assert not dist.is_initialized()
+
+
+def test_every_public_attribute_is_documented():
+    attributes = Mesh.__doc__.split("Attributes:")[1].split("Ranks:")[0]
+    entries = re.findall(r"^        (\w[\w, ]*):", attributes, re.MULTILINE)
+    documented = {name for entry in entries for name in entry.split(", ")}
+    properties = {n for n, value in vars(Mesh).items() if isinstance(value, property)}
+    public = {f.name for f in dataclasses.fields(Mesh)} | properties
+    assert documented == {name for name in public if not name.startswith("_")}
 
 
 def test_a_mesh_is_frozen(environment):

@@ -101,7 +101,9 @@ def test_picture(tmp_path, rows):
 
 def test_picture_without_matplotlib_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"plot_loss: expected matplotlib.*fastpar\[train\]"):
+    with pytest.raises(
+        ImportError, match=r"plot_loss: expected matplotlib.*; pip install matplotlib"
+    ):
         plot_loss([], tmp_path / "loss.png", title="")
 
 

@@ -12,7 +12,8 @@ from nanogpt_cells import ARGS, weights, write
 from fastpar.config import GPTConfig
 from fastpar.hf import load_hf, save_hf
 from fastpar.model import GPT
-from fastpar.nanogpt import load_nanogpt
+from fastpar.nanogpt import load_nanogpt, tokenizer_of_nanogpt
+from fastpar.weight_sources import load_weights
 
 
 def loss_of(weights, idx, targets, gelu):
@@ -101,11 +102,36 @@ def test_rows_that_pad_the_vocabulary(tmp_path):
             load_nanogpt(path, vocab_size=n)
 
 
+def test_a_model_without_biases(tmp_path):
+    """nanoGPT's default: biases of 0, said, with the same loss; also of a compiled model."""
+    given = {n: t for n, t in weights().items() if not n.endswith(".bias")}
+    zeros = {n: torch.zeros_like(t) if n.endswith(".bias") else t for n, t in weights().items()}
+    compiled = {f"_orig_mod.{name}": t for name, t in given.items()}
+    said = []
+    for model in (given, compiled):
+        path = write(tmp_path / "ckpt.pt", model, {**ARGS, "bias": False})
+        loss, idx, targets = loss_and_batch(load_nanogpt(path, say=said.append))
+        tanh = loss_of(zeros, idx, targets, lambda x: F.gelu(x, approximate="tanh"))
+        assert loss == pytest.approx(float(tanh), rel=1e-6)
+        assert said.pop() == f"{path} has no biases: its model gets 13 of 0, with the same outputs"
+    with pytest.warns(
+        UserWarning, match="load_nanogpt: .*ckpt.pt has no biases: its model gets 13"
+    ):
+        load_weights(path)
+    write(path, {n: t for n, t in given.items() if "c_fc" not in n}, {**ARGS, "bias": False})
+    with pytest.raises(ValueError, match=r"expected a tensor transformer.h.0.mlp.c_fc.weight"):
+        load_nanogpt(path, say=said.append)
+
+
+def test_the_tokenizer_that_nanogpt_takes(tmp_path):
+    for vocab_size, name in ((50257, "gpt2"), (50304, "gpt2"), (65, None)):
+        assert tokenizer_of_nanogpt(tmp_path / "ckpt.pt", vocab_size) == name
+    (tmp_path / "meta.pkl").write_bytes(b"")
+    assert tokenizer_of_nanogpt(tmp_path / "ckpt.pt", 65) == str(tmp_path / "meta.pkl")
+
+
 def test_models_that_are_none_of_ours(tmp_path):
     path = tmp_path / "ckpt.pt"
-    write(path, args={**ARGS, "bias": False})
-    with pytest.raises(ValueError, match=r"a model with biases, got bias=False in .*bias=True"):
-        load_nanogpt(path)
     name = "transformer.h.1.mlp.c_fc.bias"
     write(path, {n: t for n, t in weights().items() if n != name})
     with pytest.raises(ValueError, match=f"expected a tensor {name}, got none of this name"):
@@ -133,6 +159,7 @@ def test_models_that_are_none_of_ours(tmp_path):
         ({"model_args": {**ARGS, "n_embd": "16"}}, "n_embd='16'"),
         ({"model_args": {**ARGS, "n_embd": True}}, "n_embd=True"),
         ({"model_args": {**ARGS, "dropout": "0"}}, "dropout='0'"),
+        ({"model_args": {**ARGS, "bias": 0}}, "bias=0"),
         ({"model": {"transformer.wte.weight": 3}}, "'transformer.wte.weight' of type int"),
         ({"model": {3: torch.zeros(1)}}, "3 of type Tensor"),
         ({"model": {"a": torch.eye(2).to_sparse()}}, "a that is no plain tensor"),

@@ -11,7 +11,7 @@ from fastpar.config import GPTConfig, TrainConfig
 from fastpar.data import TextData
 from fastpar.model import GPT
 from fastpar.options import SampleSettings
-from fastpar.run_folder import FILES, RunFolder, check_out, draw, newest_run
+from fastpar.run_folder import FILES, RunFolder, check_out, draw, example_prompt, newest_run
 from fastpar.tokenizer import CharTokenizer, IdTokenizer, make_tokenizer
 
 FACTS = {
@@ -114,3 +114,21 @@ def test_free_text_of_any_tokenizer(tokenizer, begins):
     assert out.getvalue().startswith(begins)
     assert model.training
     draw(model, tokenizer, SampleSettings(num_samples=0), None, seed=0)
+
+
+def test_a_prompt_to_try_is_of_the_runs_own_text():
+    def prompt(text, tokenizer=None):
+        tokenizer = tokenizer or make_tokenizer("bytes")
+        ids = np.array(tokenizer.encode(text), dtype=np.uint16)
+        data = TextData("a", ids, ids, tokenizer, tokenizer.vocab_size)
+        found = example_prompt(data)
+        assert not found or tokenizer.encode(found)
+        return found
+
+    text = "cut line\n\n  3: it's  a very long line indeed\nand so on"
+    assert prompt(text) == "3: it's a very"
+    assert prompt(text, CharTokenizer(text)) == "3: it's a very"
+    assert prompt("one line only") == "one line only"
+    assert prompt("a\n12 34\n\n\u4e16\u754c\n") == "\u4e16\u754c"
+    assert prompt("1 2 3", IdTokenizer(9)) == ""
+    assert prompt("\n\n") == ""

@@ -11,6 +11,7 @@ from fastpar.model import GPT
 from fastpar.parallel import parallelize
 from fastpar.sample import SEPARATOR, _draw, generate, sample, stream_text
 from fastpar.testing import run_ranks
+from fastpar.tokenizer import CharTokenizer
 
 TINY = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=8, vocab_size=67, dropout=0.5)
 
@@ -25,6 +26,8 @@ def model():
 
 
 class ByteTokenizer:
+    vocab_size = 256
+
     def encode(self, text):
         return list(text.encode())
 
@@ -246,3 +249,16 @@ def test_sample_refuses_an_empty_prompt_and_no_samples(byte_model):
         text_of(byte_model, prompt="")
     with pytest.raises(ValueError, match="sample: expected n_samples >= 1, got n_samples=0"):
         text_of(byte_model, n_samples=0)
+
+
+def test_rows_beyond_the_tokenizers_are_never_drawn():
+    """nanoGPT's 50304 rows of 50257 tokens: what decode() would refuse."""
+    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=8, vocab_size=67)).eval()
+    tokenizer = CharTokenizer("abc")
+    with torch.no_grad():
+        model.wte.weight[3:] *= 100.0
+    out = io.StringIO()
+    sample(model, tokenizer, "ab", out, max_new_tokens=40, temperature=5.0)
+    assert set(out.getvalue().strip()) == set("abc")
+    tokens = tokens_of(model, torch.tensor([[0]]), 40, vocab_size=2, temperature=5.0)
+    assert set(tokens[0].tolist()) == {0, 1}

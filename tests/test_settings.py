@@ -15,6 +15,19 @@ def test_times():
             parse_seconds(text)
 
 
+def test_headings_are_for_the_reader(tmp_path):
+    file = tmp_path / "a.toml"
+    file.write_text('lr = 0.1\n[model]\nmodel = "gpt2"\n[train]\nmax-steps = 7\n')
+    config = TrainConfig().replace(read_settings(file))
+    assert (config.optim.lr, config.shape.model, config.run.max_steps) == (0.1, "gpt2", 7)
+    file.write_text("lr = 0.1\n[optim]\nlr = 0.2\n")
+    with pytest.raises(ValueError, match=r"not read: lr stands in it twice, also under \[optim\]"):
+        read_settings(file)
+    file.write_text("[optim]\nlearning = 0.2\n")
+    with pytest.raises(ValueError, match="got key=learning"):
+        TrainConfig().replace(read_settings(file))
+
+
 def test_settings_files(tmp_path):
     toml, json = tmp_path / "a.toml", tmp_path / "config.json"
     toml.write_text('lr = 3e-4\nmodel = "gpt2"\nbetas = [0.9, 0.99]\n')

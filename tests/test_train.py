@@ -119,7 +119,7 @@ def test_a_run_leaves_what_it_promises(here, capsys):
     assert settings["starts"][0]["dtype"] == "fp32"
     for expected in ("1 layers, 2 heads, 16 wide, context 16, dropout 0.2", "tokenizer bytes",
                      "128 tokens a step: 8 sequences = ranks 1 * micro-batch 8 * accumulation 1",
-                     "steps 0 to 8", "validation loss", "fastpar sample --out r"):  # fmt: skip
+                     "steps 0 to 8", "validation loss", "fastpar sample r"):  # fmt: skip
         assert expected in out
 
 

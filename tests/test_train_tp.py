@@ -184,10 +184,10 @@ def test_sample_and_export_take_a_run_of_tp_ranks(here, capsys, tp):  # noqa: F8
     drawn = Path("r/samples.txt").read_text().partition("\n")[2]
     capsys.readouterr()
     options = ["--num-samples=2", f"--max-new-tokens={TINY['max_new_tokens']}", "--seed=1"]
-    assert main(["sample", "--out=r", *options]) == 0
+    assert main(["sample", "r", *options]) == 0
     assert capsys.readouterr().out == drawn
-    assert main(["export", "--out=r", "--to=given"]) == 0
-    assert main(["sample", "--checkpoint=given", *options]) == 0
+    assert main(["export", "r", "--to=given"]) == 0
+    assert main(["sample", "given", *options]) == 0
     assert capsys.readouterr().out.endswith(drawn)
 
 
