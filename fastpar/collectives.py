@@ -303,15 +303,21 @@ class TorchCollectives(Collectives):
         A thread that waits inside of torch when the interpreter ends aborts the process. Each look
         interrupts a core that computes, so nobody looks before most of the time has passed that the
         last operation of this kind took, unless somebody waits.
+        Looks ask the future, never work.is_completed(): that waits for the work's mutex with
+        Python's lock held, and while a profiler is on, gloo's thread holds the mutex and waits for
+        Python's lock, for the saved-tensor hooks and modes of the caller. Both then wait for ever
+        (test_a_profiler_and_hooks_of_the_caller). work.wait() gives Python's lock away first.
         """
         start = time.perf_counter()
-        while self._thread is not None and not work.is_completed():
-            passed = time.perf_counter() - start
-            if self._thread.hurry.is_set():
-                time.sleep(min(5e-4, max(5e-5, passed / 10)))
-            else:
-                ahead = 0.9 * self._took_s.get(kind, 0.0) - passed
-                self._thread.hurry.wait(max(ahead, 5e-5, min(5e-3, passed / 8)))
+        if self._thread is not None:
+            future = work.get_future()
+            while not future.done():
+                passed = time.perf_counter() - start
+                if self._thread.hurry.is_set():
+                    time.sleep(min(5e-4, max(5e-5, passed / 10)))
+                else:
+                    ahead = 0.9 * self._took_s.get(kind, 0.0) - passed
+                    self._thread.hurry.wait(max(ahead, 5e-5, min(5e-3, passed / 8)))
         self._took_s[kind] = time.perf_counter() - start
         work.wait()
 

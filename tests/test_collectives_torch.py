@@ -13,6 +13,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
 
 from fastpar.collectives import TorchCollectives
 from fastpar.testing import run_ranks
@@ -211,3 +212,34 @@ def later_operations():
 def test_operations_are_sent_while_earlier_ones_are_under_way():
     """Without, a link is idle while one is added up. Those in the same memory wait for it."""
     run_ranks(later_operations, 2, backend="gloo")
+
+
+def profiled(mode):
+    """Operations begun under a profiler and what a caller may have switched on in Python."""
+    c = TorchCollectives()
+    whole, part = torch.ones(64 * c.world_size), torch.ones(64)
+    modes = {
+        "hooks": lambda: torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
+        "save_on_cpu": torch.autograd.graph.save_on_cpu,
+        "function": TorchFunctionMode,
+    }
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities), modes[mode]():
+        for _ in range(60):
+            handles = [
+                c.all_gather(whole, part, async_op=True),
+                c.reduce_scatter(part, whole, mean=True, async_op=True),
+                c.all_reduce(whole, mean=True, async_op=True),
+            ]
+            for handle in handles:
+                handle.wait()
+    return whole.sum().item() + part.sum().item()
+
+
+@pytest.mark.parametrize(
+    "mode",
+    ["hooks", *(pytest.param(m, marks=pytest.mark.slow) for m in ("save_on_cpu", "function"))],
+)
+def test_a_profiler_and_hooks_of_the_caller(mode):
+    """gloo's thread takes Python's lock then, while it holds the lock of the operation."""
+    assert run_ranks(profiled, 2, mode, backend="gloo", timeout_s=40) == [192.0, 192.0]
