@@ -27,7 +27,7 @@ from fastpar.launch import (
 )
 from fastpar.options import SampleSettings, TrainFlags
 from fastpar.run_lock import RUNS, find_run, is_restart, run_id
-from fastpar.settings import read_settings
+from fastpar.settings import parse_seconds, read_settings
 
 _NOBODY_READS = 128 + 13  # as if by SIGPIPE
 _WRITTEN_FOR_USERS = re.compile(r"[\w.]+(?: \w+)?: expected ")  # the form of all our messages
@@ -190,6 +190,7 @@ def _train(arguments: list[str]) -> int:
             threads=config.system.threads,
             max_restarts=config.faults.max_restarts,
             out=config.run.out,
+            timeout_s=parse_seconds(config.faults.timeout, "timeout"),
         )
     from fastpar.train import train
 

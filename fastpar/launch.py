@@ -1,4 +1,4 @@
-"""`fastpar train --nproc N`: N ranks on this machine, through torch's elastic multiprocessing.
+"""`fastpar train --nproc N`: N ranks on this machine.
 
 Rank 0 keeps the terminal, so its progress bar stays whole; the other ranks write to files, which
 are shown when one of them fails. Under torchrun this file has nothing to do.
@@ -11,6 +11,12 @@ off the save (test_ranks_do_not_outlive_their_launcher).
 When a rank dies, its peers fail in their next collective by themselves (gloo), or wait for ever
 (NCCL on one machine): after GRACE_S they are killed. Without that a run hangs until the time-out of
 its process group (test_killed_rank_stops_the_others).
+A rank that does not answer (reaper.py says how that is seen) is killed SILENT_S after a stop, by
+the launcher or, when that is dead, by its reaper; without a stop, after the run's --timeout: if all
+ranks stand still, no watchdog speaks. What was ignored at the start (SIGHUP under nohup) stays
+ignored in launcher and ranks.
+torchrun kills ranks 30 s after it told them to stop; when it is killed itself, its ranks go on. It
+dies of SIGHUP under nohup unless TORCHELASTIC_SIGNALS_TO_HANDLE=SIGTERM,SIGINT is set.
 """
 
 from __future__ import annotations
@@ -18,7 +24,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
-import logging
 import os
 import shutil
 import signal
@@ -33,24 +38,21 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
+from fastpar import reaper
 from fastpar.run_lock import RUNS, find_run
-from fastpar.watchdog import HUNG
+from fastpar.watchdog import HUNG, MARGIN_S
 
 GRACE_S = 5.0
 REPEAT_S = 1.0
 POLL_S = 0.05
-SIGNALS = tuple(  # under nohup SIGHUP stays ignored
-    number
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    if signal.getsignal(number) != signal.SIG_IGN
-)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # to save and stop
 SAVE_SIGNAL = signal.SIGUSR1  # save now, and go on
-STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP)  # as a shell counts
+STOPPED = tuple(128 + number for number in SIGNALS)  # as a shell counts
 LOST_PEER = 3  # exit status of a rank that failed because another one was gone
 FAILED, USER_MISTAKE = 1, 2
 _LAUNCHER = "FASTPAR_LAUNCHER"  # in the ranks' environment: pid of the launcher
+_ANSWERS = "FASTPAR_ANSWERS"  # file that a rank touches as long as it answers
 _LOST_PEER_TEXTS = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -94,7 +96,9 @@ def launched_here() -> bool:
 
 
 def follow_launcher() -> None:
-    """In a rank: if the launcher is killed, stop as on SIGTERM instead of running on unseen."""
+    """In a rank: answer the launcher; if it is killed, stop as on SIGTERM, not run on unseen."""
+    if _ANSWERS in os.environ:
+        reaper.answer(os.environ[_ANSWERS])
     with contextlib.suppress(AttributeError, OSError):  # Linux only
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != int(os.environ[_LAUNCHER]):
@@ -115,6 +119,7 @@ class _Rank:
     code: int | None = None
     ended: float = 0.0
     killed: bool = False  # by the launcher, because another rank had failed
+    silent_s: float = 0.0  # it did not answer for so long, so the launcher has killed it
 
     @property
     def failed(self) -> bool:
@@ -125,12 +130,17 @@ class _Rank:
         return self.failed and self.code != LOST_PEER and not self.killed
 
 
+def heeded() -> tuple[signal.Signals, ...]:
+    """The SIGNALS that this process does not ignore, from birth (nohup) or by its own wish."""
+    return tuple(n for n in SIGNALS if signal.getsignal(n) != signal.SIG_IGN)
+
+
 @contextlib.contextmanager
 def catching_stop(*, loud: bool) -> Iterator[list[int]]:
     """In a rank: the first signal only enters the list; a second one does what it always does."""
     received: list[int] = []
     first = 0.0
-    old = {number: signal.getsignal(number) for number in SIGNALS}
+    old = {number: signal.getsignal(number) for number in heeded()}
 
     def restore() -> None:
         for number, handler in old.items():
@@ -150,7 +160,7 @@ def catching_stop(*, loud: bool) -> Iterator[list[int]]:
     if threading.current_thread() is not threading.main_thread():
         yield received  # only the main thread may set handlers
         return
-    for number in SIGNALS:
+    for number in old:
         signal.signal(number, catch)
     try:
         yield received
@@ -179,6 +189,7 @@ def launch(
     threads: int | None = None,
     max_restarts: int = 0,
     out: str | None = None,
+    timeout_s: float = float("inf"),
 ) -> int:
     """Runs `python -m fastpar ARGUMENTS` as nproc ranks of one process group on this machine.
 
@@ -186,6 +197,7 @@ def launch(
         threads: CPU threads a rank; None shares the cores.
         max_restarts: times that all ranks are started again after one failed.
         out: folder of the run, None if rank 0 chooses it.
+        timeout_s: of the ranks' watchdogs; one that does not answer for longer is killed.
     Returns:
         The exit status: 0, 2 for a user's mistake, 128 + signal when stopped by one, 1 when a rank
         failed; then one line on stderr has named the rank and its reason.
@@ -199,7 +211,7 @@ def launch(
             return f"restart {attempt + 1} of {max_restarts}, {_from_where(out, name)}"
 
         start = {"TORCHELASTIC_RUN_ID": name, "TORCHELASTIC_RESTART_COUNT": str(attempt)}
-        status = _launch(arguments, nproc, threads, start, then)
+        status = _launch(arguments, nproc, threads, start, then, timeout_s)
         if status != FAILED:
             break
     return status
@@ -220,41 +232,84 @@ def _launch(
     threads: int | None,
     start: dict[str, str],
     then: Callable[[], str],
+    timeout_s: float,
 ) -> int:
     """One start of all ranks; its exit status."""
     import torch.distributed as dist
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     # The launcher holds the store: its port is taken before a rank starts.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     logs = Path(tempfile.mkdtemp(prefix="fastpar_"))
-    with _restored_signals():  # torch's start_processes sets handlers of its own
+    ranks: list[_Rank] = []
+    with _restored_signals(), _reaper(logs) as tell:
         signal.signal(SAVE_SIGNAL, signal.SIG_IGN)  # the ranks', too, until they can save
-        context: Any = start_processes(
-            name="fastpar",
-            entrypoint=sys.executable,
-            args=dict.fromkeys(range(nproc), ("-m", "fastpar", *arguments)),
-            envs={
-                rank: {
-                    **rank_environment(rank, nproc, store.port, threads_per_rank(threads, nproc)),
-                    **start,
-                }
-                for rank in range(nproc)
-            },
-            logs_specs=DefaultLogsSpecs(
-                log_dir=str(logs),
-                redirects={rank: Std.ALL if rank else Std.NONE for rank in range(nproc)},
-            ),
-        )
-        ranks = [_Rank(n, handler.proc) for n, handler in context.subprocess_handlers.items()]
         try:
+            for number in range(nproc):
+                own = rank_environment(number, nproc, store.port, threads_per_rank(threads, nproc))
+                process = _start_rank(number, arguments, {**own, **start}, logs / str(number))
+                ranks.append(_Rank(number, process))
+                tell(f"{process.pid} {_answers(logs, number)}\n")
             signals = _forward_signals(ranks)
-            _watch(ranks, signals)
+            _watch(ranks, signals, logs, timeout_s)
             return _report(ranks, signals, logs, then)
         finally:
-            context.close(death_sig=signal.SIGKILL, timeout=int(GRACE_S))
-            shutil.rmtree(logs, ignore_errors=True)
+            for rank in ranks:
+                if rank.process.poll() is None:
+                    reaper.kill(rank.process.pid)
+                    rank.process.wait()
+
+
+def _start_rank(
+    number: int, arguments: Sequence[str], environment: dict[str, str], folder: Path
+) -> subprocess.Popen:
+    """A rank in a session of its own; all but rank 0 write to files of the folder."""
+    folder.mkdir()
+    answers = _answers(folder.parent, number)
+    answers.touch()
+    own = {
+        **environment,
+        _ANSWERS: str(answers),
+        "TORCHELASTIC_ERROR_FILE": str(folder / "error.json"),
+    }
+    with contextlib.ExitStack() as stack:
+        files = {
+            name: stack.enter_context((folder / f"{name}.log").open("w"))
+            for name in ("stdout", "stderr")
+            if number
+        }
+        return subprocess.Popen(
+            [sys.executable, "-m", "fastpar", *arguments],
+            env={**os.environ, **own},
+            start_new_session=True,
+            **files,
+        )
+
+
+def _answers(logs: Path, rank: int) -> Path:
+    return logs / str(rank) / "answers"
+
+
+@contextlib.contextmanager
+def _reaper(folder: Path) -> Iterator[Callable[[str], None]]:
+    """The reaper of this launcher, which removes the folder; what is yielded writes to it."""
+    script = [sys.executable, "-I", "-S", reaper.__file__, str(folder), str(reaper.SILENT_S)]
+    process = subprocess.Popen(
+        script,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        text=True,
+        bufsize=1,
+    )
+    assert process.stdin is not None
+    try:
+        yield process.stdin.write
+    finally:
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+        process.wait()
+        shutil.rmtree(folder, ignore_errors=True)  # if somebody has killed the reaper
 
 
 def rank_environment(rank: int, nproc: int, port: int, threads: int) -> dict[str, str]:
@@ -304,23 +359,34 @@ def _forward_signals(ranks: list[_Rank]) -> list[int]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rank.process.pid, number)
 
-    for number in SIGNALS:
+    for number in heeded():
         signal.signal(number, forward)
     signal.signal(SAVE_SIGNAL, hand_on)
     return received
 
 
-def _watch(ranks: list[_Rank], signals: list[int]) -> None:
+def _watch(
+    ranks: list[_Rank], signals: list[int], logs: Path, timeout_s: float = float("inf")
+) -> None:
     """Until every rank has ended; see [Note: who stops whom]."""
     deadline = float("inf")
+    silences = {rank.number: reaper.Silence(_answers(logs, rank.number)) for rank in ranks}
     while running := [rank for rank in ranks if rank.code is None]:
+        # The watchdogs of other ranks speak first: they know more.
+        limit = reaper.SILENT_S if signals else max(reaper.SILENT_S, timeout_s + 2 * MARGIN_S)
         for rank in running:
             rank.code, rank.ended = rank.process.poll(), time.monotonic()
+            silent_s = silences[rank.number].seconds()
             if rank.failed:
                 deadline = min(deadline, rank.ended + GRACE_S)
-            elif rank.code is None and (time.monotonic() > deadline or len(signals) > 1):
+            elif rank.code is not None:
+                continue
+            elif time.monotonic() > deadline or len(signals) > 1:
                 rank.killed = True
-                os.killpg(rank.process.pid, signal.SIGKILL)
+                reaper.kill(rank.process.pid)
+            elif silent_s > limit:
+                rank.silent_s = silent_s
+                reaper.kill(rank.process.pid)
         time.sleep(POLL_S)
 
 
@@ -337,29 +403,36 @@ def _report(
     if not failed:
         return max(r.code or 0 for r in ranks)
     if signals:  # a rank died of it: before the first step, after the last one, or the second time
-        print("fastpar: stopped at once; only earlier checkpoints are there", file=sys.stderr)
+        for rank in failed:
+            if rank.silent_s:
+                print(f"fastpar: {_describe(rank, logs)}", file=sys.stderr)
+        print("fastpar: stopped at once; this stop has saved nothing", file=sys.stderr)
         return 128 + signals[0]
     rank = failed[0]
-    code = rank.code or 0
-    folder = next(iter(logs.glob(f"*/attempt_0/{rank.number}")), logs)
-    words = _read(folder / "stderr.log")
+    code = rank.code
+    words = _read(logs / str(rank.number) / "stderr.log")
     if code == USER_MISTAKE:
         if ranks[0].code != USER_MISTAKE:  # rank 0 has said it already
             print(words.rstrip().rpartition("\n")[2], file=sys.stderr)
         return USER_MISTAKE
     if words:
         print(words.rstrip(), file=sys.stderr)
-    if code < 0:
+    print(f"fastpar: {_describe(rank, logs)}; {then()}", file=sys.stderr, flush=True)
+    return FAILED
+
+
+def _describe(rank: _Rank, logs: Path) -> str:
+    """A rank that failed, and why."""
+    code = rank.code or 0
+    if rank.silent_s:
+        reason = f"did not answer for {rank.silent_s:.0f} s and was killed"
+    elif code < 0:
         reason = f"died of {signal.Signals(-code).name}"
         reason += " (out of memory?)" if code == -signal.SIGKILL else ""
     else:
-        reason = f"failed: {_message(folder / 'error.json') or f'exit status {code}'}"
-    print(
-        f"fastpar: rank {rank.number} (pid {rank.process.pid}) {reason}; {then()}",
-        file=sys.stderr,
-        flush=True,
-    )
-    return FAILED
+        told = _message(logs / str(rank.number) / "error.json")
+        reason = f"failed: {told or f'exit status {code}'}"
+    return f"rank {rank.number} (pid {rank.process.pid}) {reason}"
 
 
 def _read(path: Path) -> str:

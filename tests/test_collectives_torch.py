@@ -225,7 +225,7 @@ def profiled(mode):
     }
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities), modes[mode]():
-        for _ in range(60):
+        for _ in range(500):
             handles = [
                 c.all_gather(whole, part, async_op=True),
                 c.reduce_scatter(part, whole, mean=True, async_op=True),
@@ -242,4 +242,4 @@ def profiled(mode):
 )
 def test_a_profiler_and_hooks_of_the_caller(mode):
     """gloo's thread takes Python's lock then, while it holds the lock of the operation."""
-    assert run_ranks(profiled, 2, mode, backend="gloo", timeout_s=40) == [192.0, 192.0]
+    assert run_ranks(profiled, 1, mode, backend="gloo", timeout_s=60) == [128.0]

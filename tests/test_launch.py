@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fastpar import launch
+from fastpar import launch, reaper
 from fastpar.launch import (
     FAILED,
     LOST_PEER,
@@ -60,12 +61,12 @@ def start():
 @pytest.fixture
 def logs(tmp_path):
     for rank in range(3):
-        (tmp_path / "run" / "attempt_0" / str(rank)).mkdir(parents=True)
+        (tmp_path / str(rank)).mkdir()
     return tmp_path
 
 
 def write(logs, rank, name, text):
-    (logs / "run" / "attempt_0" / str(rank) / name).write_text(text)
+    (logs / str(rank) / name).write_text(text)
 
 
 def test_threads_share_the_cores():
@@ -90,7 +91,7 @@ def test_a_killed_rank_is_named_and_the_others_are_stopped(start, logs, capfd, m
     monkeypatch.setattr(launch, "GRACE_S", 0.3)
     ranks = start("time.sleep(60)", "os.kill(os.getpid(), 9)", "time.sleep(0.1); sys.exit(3)")
     began = time.monotonic()
-    _watch(ranks, [])
+    _watch(ranks, [], logs)
     assert time.monotonic() - began < 5
     assert [r.code for r in ranks] == [-9, -9, LOST_PEER]
     assert _report(ranks, [], logs) == 1
@@ -105,7 +106,7 @@ def test_the_cause_is_named_though_it_is_seen_last(start, logs, capfd):
     ranks = start(f"sys.exit({LOST_PEER})", "time.sleep(0.3); sys.exit(1)")
     write(logs, 1, "stderr.log", "Traceback ...\nRuntimeError: no memory\n")
     write(logs, 1, "error.json", json.dumps({"message": {"message": "RuntimeError: no memory\nx"}}))
-    _watch(ranks, [])
+    _watch(ranks, [], logs)
     assert _report(ranks, [], logs) == 1
     lines = capfd.readouterr().err.splitlines()
     assert lines[:2] == ["Traceback ...", "RuntimeError: no memory"]
@@ -115,7 +116,7 @@ def test_the_cause_is_named_though_it_is_seen_last(start, logs, capfd):
 
 def test_a_failure_without_last_words(start, logs, capfd):
     ranks = start("", "sys.exit(7)")
-    _watch(ranks, [])
+    _watch(ranks, [], logs)
     assert _report(ranks, [], logs) == 1
     assert "rank 1" in (err := capfd.readouterr().err)
     assert "failed: exit status 7; all ranks stopped" in err
@@ -126,14 +127,14 @@ def test_a_users_mistake_is_said_once(start, logs, capfd, rank_0_says_it):
     code = f"sys.exit({USER_MISTAKE if rank_0_says_it else LOST_PEER})"
     ranks = start(code, f"sys.exit({USER_MISTAKE})")
     write(logs, 1, "stderr.log", "a warning\ntrain: expected x, got y\n")
-    _watch(ranks, [])
+    _watch(ranks, [], logs)
     assert _report(ranks, [], logs) == USER_MISTAKE
     assert capfd.readouterr().err == ("" if rank_0_says_it else "train: expected x, got y\n")
 
 
 def test_ranks_that_end_well(start, logs, capfd):
     ranks = start("", "")
-    _watch(ranks, [])
+    _watch(ranks, [], logs)
     assert _report(ranks, [], logs) == 0
     assert capfd.readouterr().err == ""
 
@@ -148,7 +149,7 @@ def test_a_signal_reaches_the_ranks(start, logs):
     with _restored_signals():
         signals = _forward_signals(ranks)
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        _watch(ranks, signals)
+        _watch(ranks, signals, logs)
     assert signals == [signal.SIGTERM]
     assert [r.code for r in ranks] == [143, 143]
     assert _report(ranks, signals, logs) == 143
@@ -169,7 +170,7 @@ def test_a_wish_to_save_reaches_the_ranks_and_ends_nothing(start, logs):
                 assert rank.process.stdout.readline() == b"saves\n"
         assert [rank.process.poll() for rank in ranks] == [None, None]
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        _watch(ranks, signals)
+        _watch(ranks, signals, logs)
     assert signals == [signal.SIGTERM]
     assert _report(ranks, signals, logs) == 0
     assert signal.getsignal(signal.SIGUSR1) == before
@@ -194,16 +195,82 @@ def test_a_second_signal_kills_unless_it_is_the_same_again(start, logs, capfd, m
         signals = _forward_signals(ranks)
         for after in (0.1, 0.15, 0.5):
             threading.Timer(after, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        _watch(ranks, signals)
+        _watch(ranks, signals, logs)
     assert signals == [signal.SIGTERM] * 2
     assert ranks[0].code == -9
     assert _report(ranks, signals, logs) == 143
-    assert "stopped at once; only earlier checkpoints are there" in capfd.readouterr().err
+    assert "stopped at once; this stop has saved nothing" in capfd.readouterr().err
+
+
+def test_who_does_not_answer_is_killed(start, logs, capfd, monkeypatch):
+    """After a stop; without one when the watchdogs of all ranks must have spoken."""
+    monkeypatch.setattr(reaper, "SILENT_S", 0.5)
+    monkeypatch.setattr(launch, "MARGIN_S", 0.1)
+    stuck = "signal.signal(15, signal.SIG_IGN); time.sleep(60)"
+    answers = "[(os.utime({!r}), time.sleep(0.1)) for _ in range(20)]"
+    for signals, timeout_s in (([15], float("inf")), ([], 1.0)):
+        file = logs / "1" / "answers"
+        file.touch()
+        ranks = start(stuck, answers.format(str(file)))[-2:]
+        ranks[0].number, ranks[1].number = 0, 1
+        _watch(ranks, signals, logs, timeout_s)
+        assert [rank.code for rank in ranks] == [-9, 0]
+        assert _report(ranks, signals, logs) == (143 if signals else FAILED)
+        said = capfd.readouterr().err
+        pid = ranks[0].process.pid
+        assert re.match(
+            rf"fastpar: rank 0 \(pid {pid}\) did not answer for [12] s and was kil", said
+        )
+        last = "this stop has saved nothing" if signals else "all ranks stopped"
+        assert said.endswith(f"; {last}\n")
+
+
+def test_the_reaper_kills_who_does_not_answer_when_the_launcher_is_dead(start, tmp_path):
+    """It waits for who answers, and removes the launcher's folder."""
+    folder, file = tmp_path / "logs", tmp_path / "answers"
+    folder.mkdir()
+    file.touch()
+    stuck, answers = start(
+        "signal.signal(15, signal.SIG_IGN); time.sleep(60)",
+        f"[(os.utime({str(file)!r}), time.sleep(0.1)) for _ in range(30)]",
+    )
+    lines = f"{stuck.process.pid} {folder / 'none'}\n{answers.process.pid} {file}\n"
+    command = [sys.executable, "-I", "-S", reaper.__file__, str(folder), "0.5"]
+    subprocess.run(command, input=lines, text=True, check=True, timeout=30)
+    assert (stuck.process.wait(10), answers.process.wait(10)) == (-9, 0)
+    assert not folder.exists()
+
+
+IGNORED = """
+import os, re, signal, sys
+from pathlib import Path
+numbers = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
+for number in numbers:
+    signal.signal(number, signal.SIG_IGN)
+from fastpar import launch
+watch = launch._watch
+def look(ranks, *rest):
+    for pid in (os.getpid(), *(rank.process.pid for rank in ranks)):
+        mask = int(re.search(r"SigIgn:\\s*(\\w+)", Path(f"/proc/{pid}/status").read_text())[1], 16)
+        print(all(mask >> number - 1 & 1 for number in numbers))
+    watch(ranks, *rest)
+launch._watch = look
+sys.exit(launch.launch(["--version"], 2))
+"""
+
+
+def test_what_was_ignored_at_the_start_stays_ignored(tmp_path, monkeypatch):
+    """SIGHUP under nohup, for one; in the launcher and in its ranks."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", IGNORED], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [line for line in done.stdout.split() if line in ("True", "False")] == ["True"] * 3
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_becomes_of_it_is_a_part_of_the_line(start, logs, capfd):
     ranks = start("sys.exit(9)", "")
-    _watch(ranks, [])
+    _watch(ranks, [], logs)
     assert _report(ranks, [], logs, lambda: "restart 1 of 3, from step 500") == FAILED
     assert capfd.readouterr().err.endswith(
         ") failed: exit status 9; restart 1 of 3, from step 500\n"
@@ -213,7 +280,7 @@ def test_what_becomes_of_it_is_a_part_of_the_line(start, logs, capfd):
 def test_of_two_that_failed_who_tells_of_a_hang_is_heard(start, logs, capfd):
     ranks = start("os.kill(os.getpid(), 9)", f"time.sleep(0.3); sys.exit({HUNG})")
     write(logs, 1, "error.json", json.dumps({"message": {"message": "watchdog: got rank=0 stuck"}}))
-    _watch(ranks, [])
+    _watch(ranks, [], logs)
     assert _report(ranks, [], logs) == FAILED
     assert " failed: watchdog: got rank=0 stuck; all ranks stopped" in capfd.readouterr().err
 
@@ -235,7 +302,7 @@ def test_all_ranks_are_started_again_unless_nobody_failed(
     (tmp_path / "run/checkpoints/step_000040").mkdir(parents=True)
     starts, words = [], []
 
-    def one(arguments, nproc, threads, start, then):
+    def one(arguments, nproc, threads, start, then, timeout_s):
         starts.append(start)
         words.append(then())
         return statuses[len(starts) - 1]
