@@ -6,14 +6,26 @@ in about ten runs of two gloo ranks), which would count as a failed run. So rank
 """
 
 import os
+import signal
 import sys
 
-from fastpar.cli import main
-from fastpar.launch import is_rank
 
-status = main()
-if is_rank():
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
-sys.exit(status)
+def run() -> int:
+    """The command in sys.argv; its exit status."""
+    handler = signal.getsignal(signal.SIGINT)
+    if handler == signal.default_int_handler:  # as launch.interrupt_kills, which is not there yet
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from fastpar.cli import main
+    from fastpar.launch import is_rank
+
+    signal.signal(signal.SIGINT, handler)
+    status = main()
+    if is_rank():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(run())

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import platform
 import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from fastpar._version import __version__
-from fastpar.config import TrainConfig, derive_batch
+from fastpar.config import TrainConfig, derive_batch, setting_name
 from fastpar.launch import (
     LOST_PEER,
     USER_MISTAKE,
     available_cores,
     follow_launcher,
+    interrupt_kills,
     is_rank,
     launch,
     launched_here,
@@ -27,7 +29,7 @@ from fastpar.launch import (
 )
 from fastpar.options import SampleSettings, TrainFlags
 from fastpar.run_lock import RUNS, find_run, is_restart, run_id
-from fastpar.settings import parse_seconds, read_settings
+from fastpar.settings import WRONG_PATH, option, parse_seconds, read_settings
 
 _NOBODY_READS = 128 + 13  # as if by SIGPIPE
 _WRITTEN_FOR_USERS = re.compile(r"[\w.]+(?: \w+)?: expected ")  # the form of all our messages
@@ -140,12 +142,18 @@ def _leave(error: Exception) -> int:
     """Says what went wrong: one line, or a traceback where it is a defect. The exit status."""
     status = USER_MISTAKE if isinstance(error, ValueError) else 1
     file = error.filename if isinstance(error, OSError) else None
+    missing = _missing_memory(error)
     if is_rank() and lost_peer(error):
         status, line = LOST_PEER, f"rank {os.environ['RANK']} stops: another rank is gone"
     elif _WRITTEN_FOR_USERS.match(str(error)):
         line = str(error)
+    elif missing:
+        line = f"fastpar: expected memory for {missing}, got none; {_SAVES_MEMORY}"
+        error = MemoryError(line)  # what a launcher tells
     elif file is not None:
+        assert isinstance(error, OSError)
         line = f"fastpar: {error}"
+        status = USER_MISTAKE if error.errno in WRONG_PATH else 1
     else:
         line, status = "".join(traceback.format_exception(error)).rstrip(), 1
     sys.stdout.flush()
@@ -157,6 +165,25 @@ def _leave(error: Exception) -> int:
         # No orderly exit: a process group's destructor can wait for peers that never answer.
         os._exit(status)
     return status
+
+
+_SAVES_MEMORY = (
+    "in training lower --micro-batch-size, add --activation-checkpointing full or more ranks with "
+    "--zero 3 (fastpar plan predicts what they take); else use a smaller model or another machine"
+)
+_NO_MEMORY = re.compile("can't allocate memory|out of memory|bad_alloc|Cannot allocate memory")
+
+
+def _missing_memory(error: Exception) -> str:
+    """How much memory was asked for in vain; empty for other errors."""
+    text = str(error)
+    if not isinstance(error, MemoryError) and not _NO_MEMORY.search(text):
+        return ""
+    asked = re.search(r"allocate (\d[\d.]*) ?(\w+)", text)
+    if asked is None:
+        return "the next tensor"
+    number, unit = asked.groups()
+    return f"{int(number) / 1e6:,.1f} MB more" if unit == "bytes" else f"{number} {unit} more"
 
 
 def _parse(command: Any, arguments: list[str], name: str, default: Any = None) -> Any:
@@ -175,14 +202,20 @@ def _parse(command: Any, arguments: list[str], name: str, default: Any = None) -
 
 
 def _train(arguments: list[str]) -> int:
+    with _naming_saved_settings(arguments):
+        return _train_or_launch(arguments)
+
+
+def _train_or_launch(arguments: list[str]) -> int:
     config = parse_train(arguments)
     _check_ranks(config)
     nproc, tp = config.system.nproc, config.parallel.tp
+    if not is_rank():
+        derive_batch(config.text, 1, nproc // tp)
     if not is_rank() and nproc > 1:
-        from fastpar.run_folder import check_out
+        with interrupt_kills():
+            from fastpar.run_folder import check_out
 
-        if config.text.batch_size % (nproc // tp):
-            derive_batch(config.text, 1, nproc // tp)
         check_out(config)  # before the ranks start, which takes seconds
         return launch(
             ["train", *arguments],
@@ -192,8 +225,8 @@ def _train(arguments: list[str]) -> int:
             out=config.run.out,
             timeout_s=parse_seconds(config.faults.timeout, "timeout"),
         )
-    from fastpar.train import train
-
+    with interrupt_kills():
+        from fastpar.train import train
     return train(config)
 
 
@@ -228,8 +261,32 @@ def parse_train(arguments: list[str]) -> TrainConfig:
     Raises:
         ValueError: a file or a setting that is not one; SystemExit from tyro on unknown flags.
     """
+    base, arguments, changes = _read_base(arguments)[:3]
+    flags = _parse(TrainFlags, arguments, "train", TrainFlags(**vars(base)))
+    config = TrainConfig(**vars(flags)).replace(changes)
+    nproc, ranks = config.system.nproc, os.environ.get("WORLD_SIZE", "1")
+    if is_rank() and not launched_here() and nproc not in (base.system.nproc, int(ranks)):
+        raise ValueError(
+            f"train: expected no --nproc under torchrun, which has started {ranks} ranks, got "
+            f"nproc={nproc}; use --nproc-per-node of torchrun"
+        )
+    return config
+
+
+class _Base(NamedTuple):
+    """What flags are laid upon."""
+
+    config: TrainConfig
+    arguments: list[str]  # the flags
+    changes: dict[str, Any]  # to what the flags set: which run to go on with
+    saved: dict[str, Any]  # settings of that run that are no defaults and that no flag sets
+    file: Path  # where these stand
+
+
+def _read_base(arguments: list[str]) -> _Base:
     first = argparse.ArgumentParser("fastpar train", add_help=False, allow_abbrev=False)
     first.add_argument("--config", metavar="FILE")
+    first.add_argument("--unset", metavar="NAME", nargs="+", action="extend", default=[])
     files, arguments = first.parse_known_args(arguments)
     first.add_argument("--out")
     for flag in ("--resume", "--auto-resume"):
@@ -250,21 +307,44 @@ def parse_train(arguments: list[str]) -> TrainConfig:
             )
     file = Path(out or "") / "config.json"
     goes_on = out is not None and file.exists() and (known.resume or automatic)
-    base = TrainConfig()
+    defaults = TrainConfig().settings()
+    base, saved = TrainConfig(), {}
     if goes_on:
-        base = base.replace(read_settings(file), str(file))
+        saved = read_settings(file)
+        base = base.replace(saved, str(file))
     base = base.replace(given, str(files.config))
-    flags = _parse(TrainFlags, arguments, "train", TrainFlags(**vars(base)))
-    config = TrainConfig(**vars(flags))
-    if automatic:
-        config = config.replace({"out": out, "resume": goes_on, "auto_resume": True})
-    nproc, ranks = config.system.nproc, os.environ.get("WORLD_SIZE", "1")
-    if is_rank() and not launched_here() and nproc not in (base.system.nproc, int(ranks)):
+    unset = {setting_name(name.lstrip("-")) for name in files.unset}
+    base = base.replace({name: defaults.get(name) for name in unset}, "--unset")
+    flags = re.findall(r"^--(?:no-)?([\w-]+)", "\n".join(arguments), re.MULTILINE)
+    set_anew = unset | {setting_name(name) for name in (*given, *flags)}
+    saved = {
+        name: value
+        for name, value in base.settings().items()
+        if name in saved and name not in set_anew and value != defaults[name]
+    }
+    changes = {"out": out, "resume": goes_on, "auto_resume": True} if automatic else {}
+    return _Base(base, arguments, changes, saved, file)
+
+
+@contextlib.contextmanager
+def _naming_saved_settings(arguments: list[str]) -> Iterator[None]:
+    """Advice to leave a flag out is no use where the run to go on with has set it: say so."""
+    try:
+        yield
+    except ValueError as error:
+        text, _, advice = str(error).rpartition("; ")
+        if "leave" not in advice:
+            raise
+        base = _read_base(arguments)
+        flags = {setting_name(flag) for flag in re.findall(r"--([\w-]+)", advice)}
+        named = {name: value for name, value in base.saved.items() if name in flags}
+        if not named:
+            raise
+        values = ", ".join(f"{name}={value}" for name, value in named.items())
+        names = " ".join(option(name)[2:] for name in named)
         raise ValueError(
-            f"train: expected no --nproc under torchrun, which has started {ranks} ranks, got "
-            f"nproc={nproc}; use --nproc-per-node of torchrun"
-        )
-    return config
+            f"{text}; {values} of {base.file}: set it anew, or add --unset {names}"
+        ) from None
 
 
 def _note(line: str) -> None:

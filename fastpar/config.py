@@ -119,6 +119,12 @@ class TrainConfig(TrainFlags):
                 f"train: expected min_lr <= lr={self.optim.lr}, got min_lr={self.optim.min_lr}; "
                 "lower --min-lr or raise --lr"
             )
+        warmup, steps = self.optim.warmup_steps, self.run.max_steps
+        if warmup is not None and warmup > steps:
+            raise ValueError(
+                f"train: expected warmup_steps <= max_steps={steps}, got warmup_steps={warmup}; "
+                "lower --warmup-steps or raise --max-steps"
+            )
         stage, tp = self.parallel.zero_stage, self.parallel.tp
         if self.optim.optimizer == "adafactor" and (stage or tp > 1):
             raise ValueError(
@@ -163,7 +169,7 @@ class TrainConfig(TrainFlags):
         """A copy with the named settings changed; `source` is where errors say they stand."""
         groups: dict[str, dict[str, Any]] = {f.name: {} for f in fields(self)}
         for key, value in changes.items():
-            name = {"zero": "zero_stage"}.get(key, key.replace("-", "_"))  # as the flag has it
+            name = setting_name(key)
             if name not in _SETTINGS:
                 near = difflib.get_close_matches(name, _SETTINGS, n=1)
                 raise ValueError(
@@ -196,6 +202,12 @@ class TrainConfig(TrainFlags):
     def warmup_steps(self) -> int:
         given = self.optim.warmup_steps
         return min(self.run.max_steps // 10, 1000) if given is None else given
+
+
+def setting_name(key: str) -> str:
+    """A setting as it is spelled in a file or, without its dashes, as a flag."""
+    name = key.replace("-", "_")
+    return {"zero": "zero_stage"}.get(name, name)
 
 
 def check_storage(optim: OptimSettings, dtype: str) -> None:

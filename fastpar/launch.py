@@ -130,6 +130,25 @@ class _Rank:
         return self.failed and self.code != LOST_PEER and not self.killed
 
 
+@contextlib.contextmanager
+def interrupt_kills() -> Iterator[None]:
+    """Around long imports: Ctrl-C ends the process at once, unless it is ignored.
+
+    Python's own handler would raise somewhere inside the import, which prints a traceback, or
+    loses the wish to stop where the import catches everything.
+    """
+    old = signal.getsignal(signal.SIGINT)
+    here = threading.current_thread() is threading.main_thread()
+    if old != signal.default_int_handler or not here:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, old)
+
+
 def heeded() -> tuple[signal.Signals, ...]:
     """The SIGNALS that this process does not ignore, from birth (nohup) or by its own wish."""
     return tuple(n for n in SIGNALS if signal.getsignal(n) != signal.SIG_IGN)
@@ -235,7 +254,8 @@ def _launch(
     timeout_s: float,
 ) -> int:
     """One start of all ranks; its exit status."""
-    import torch.distributed as dist
+    with interrupt_kills():
+        import torch.distributed as dist
 
     # The launcher holds the store: its port is taken before a rank starts.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -271,17 +291,13 @@ def _start_rank(
         _ANSWERS: str(answers),
         "TORCHELASTIC_ERROR_FILE": str(folder / "error.json"),
     }
-    with contextlib.ExitStack() as stack:
-        files = {
-            name: stack.enter_context((folder / f"{name}.log").open("w"))
-            for name in ("stdout", "stderr")
-            if number
-        }
+    with (folder / "stdout.log").open("w") as out, (folder / "stderr.log").open("w") as err:
         return subprocess.Popen(
             [sys.executable, "-m", "fastpar", *arguments],
             env={**os.environ, **own},
             start_new_session=True,
-            **files,
+            stdout=out if number else None,
+            stderr=err if number else None,
         )
 
 
@@ -290,7 +306,7 @@ def _answers(logs: Path, rank: int) -> Path:
 
 
 @contextlib.contextmanager
-def _reaper(folder: Path) -> Iterator[Callable[[str], None]]:
+def _reaper(folder: Path) -> Iterator[Callable[[str], int]]:
     """The reaper of this launcher, which removes the folder; what is yielded writes to it."""
     script = [sys.executable, "-I", "-S", reaper.__file__, str(folder), str(reaper.SILENT_S)]
     process = subprocess.Popen(

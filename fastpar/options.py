@@ -196,6 +196,7 @@ class TrainFlags:
     """Train a GPT-2 on text; every setting can stand in --config FILE.toml too.
 
     A line of FILE.toml: max-steps = 500. Headings as [model] may stand between; flags win.
+    --unset NAME ... takes the defaults of settings that a file, or the run to go on with, has set.
     """
 
     shape: ModelSettings = field(default_factory=ModelSettings)

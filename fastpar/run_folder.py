@@ -26,12 +26,13 @@ import numpy as np
 import torch
 
 from fastpar._version import __version__
+from fastpar.checkpoint import list_checkpoints
 from fastpar.config import TrainConfig
 from fastpar.data import TextData
 from fastpar.metrics import MetricsLog, duration, plot_loss, read_metrics
 from fastpar.model import GPT
 from fastpar.options import SampleSettings
-from fastpar.run_lock import RUNS, hold
+from fastpar.run_lock import RUNS, check_free, hold
 from fastpar.sample import sample
 from fastpar.step_folders import LATEST
 from fastpar.tokenizer import IdTokenizer, Tokenizer
@@ -53,17 +54,48 @@ def check_out(config: TrainConfig) -> None:
         )
     if out is None:
         return
-    present = [name for name in FILES if (Path(out) / name).exists()]
+    present = [name for name in FILES if os.path.lexists(Path(out) / name)]
     if resume and "config.json" not in present:
         raise ValueError(
             f"train: expected a folder with a run to go on with, got out={out}; leave out --resume "
             "to start one there"
         )
-    if present and not resume:
+    saved = bool(list_checkpoints(out))
+    if resume and not saved and not config.run.auto_resume:
+        check_free(out)
+        hint = "start it again" if never_began(out) else "start one in another folder"
         raise ValueError(
-            f"train: expected an --out without a run, got out={out} with {present[0]}; add "
-            "--resume to go on with it, or choose another folder"
+            f"train: expected a run with a checkpoint to go on from, got out={out} without one; "
+            f"leave out --resume to {hint}"
         )
+    if present and not resume:
+        check_free(out)
+        if never_began(out):
+            return
+        hint = "add --resume to go on with it, or choose another folder"
+        if not saved:
+            hint = "there is no checkpoint to go on from: choose another folder"
+        elif config.run.auto_resume:  # it was free when the settings were read
+            hint = "another start has just made it: give the same command again"
+        raise ValueError(
+            f"train: expected an --out without a run, got out={out} with {present[0]}; {hint}"
+        )
+
+
+def never_began(run: str | Path) -> bool:
+    """Whether a folder has of a run only what its start writes: it failed in its first step."""
+    run = Path(run)
+    if any(os.path.lexists(run / name) for name in ("samples.txt", "loss.png", "latest")):
+        return False
+    checkpoints = run / "checkpoints"
+    try:
+        if os.path.lexists(checkpoints) and any(checkpoints.iterdir()):
+            return False
+        content = json.loads((run / "config.json").read_text(encoding="utf-8"))
+        ours = {"settings", "model", "starts"} == set(content)
+        return ours and not any(row["step"] > 0 for row in read_metrics(run / "metrics.jsonl"))
+    except (OSError, ValueError, TypeError, KeyError):  # nothing of ours
+        return False
 
 
 def newest_run(runs: str | Path = RUNS) -> Path | None:
@@ -109,9 +141,14 @@ class RunFolder:
                 note = f" ({wanted} is taken)"
         if not hold(self.path):
             note += "; nobody else may write it: this file system has no locks"
+        fresh = step == 0 and not config.run.resume
+        if fresh and config.run.out is not None:
+            check_out(config)  # another run may have had it meanwhile
         changes = self._write_config(config, model, step, facts)
         self._log = MetricsLog(
-            self.path / "metrics.jsonl", resume_step=step, tensorboard=self.path / "tensorboard"
+            self.path / "metrics.jsonl",
+            resume_step=-1 if fresh else step,
+            tensorboard=self.path / "tensorboard",
         )
         self.notes: tuple[str, ...] = ()
         shape, rows, tp = model.config, config.text.batch_size, facts["tp"]
@@ -208,7 +245,7 @@ class RunFolder:
             "out": str(self.path),
         }
         old: dict[str, Any] = {"settings": settings, "starts": []}
-        if file.exists():
+        if file.exists() and (step or config.run.resume):
             old = json.loads(file.read_text(encoding="utf-8"))
         # As JSON has them: a tuple comes back as a list.
         before, now = (json.loads(json.dumps(each)) for each in (old["settings"], settings))

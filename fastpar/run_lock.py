@@ -70,11 +70,7 @@ def hold(folder: str | Path, *, wait_s: float | None = None) -> bool:
     try:
         while not _try(descriptor):
             if time.monotonic() > deadline:
-                raise ValueError(
-                    f"train: expected a run that no other process writes, got out={folder}, which "
-                    f"{_describe(_read(folder / LOCK))} has; wait for it, stop it, or choose "
-                    "another --out"
-                )
+                raise _taken(folder)
             time.sleep(_POLL_S)
     except OSError as error:
         os.close(descriptor)
@@ -94,6 +90,28 @@ def hold(folder: str | Path, *, wait_s: float | None = None) -> bool:
     os.pwrite(descriptor, (json.dumps(holder) + "\n").encode(), 0)
     _held[folder] = descriptor
     return True
+
+
+def check_free(folder: str | Path) -> None:
+    """Raises the ValueError of hold() at once, if another process has a run's folder."""
+    folder = Path(folder).resolve()
+    if folder in _held:
+        return
+    with contextlib.suppress(OSError):  # there is no lock, or the file system has none
+        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            free = _try(descriptor)
+        finally:
+            os.close(descriptor)
+        if not free:
+            raise _taken(folder)
+
+
+def _taken(folder: Path) -> ValueError:
+    return ValueError(
+        f"train: expected a run that no other process writes, got out={folder}, which "
+        f"{_describe(_read(folder / LOCK))} has; wait for it, stop it, or choose another --out"
+    )
 
 
 def release() -> None:

@@ -103,7 +103,8 @@ class RunSaves:
     def _report(self, result: Result) -> None:
         if not result.ok:
             why = "; ".join(result.errors)
-            text = f"no checkpoint of step {result.step} ({why}); the older ones are intact"
+            older = "the older ones are intact" if self.committed >= 0 else "there is no older one"
+            text = f"no checkpoint of step {result.step} ({why}); {older}"
             self.journal.note(result.step, text, save_error=why)
             return
         self.committed = result.step

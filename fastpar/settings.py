@@ -5,6 +5,7 @@ Nothing here knows which settings there are.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import re
@@ -12,6 +13,18 @@ import sys
 import types
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
+
+# Errors of a path that a user can set right; others are the machine's.
+WRONG_PATH = (
+    errno.EACCES,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EPERM,
+    errno.EROFS,
+)
 
 
 def option(name: str) -> str:

@@ -27,6 +27,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from fastpar.settings import WRONG_PATH
 from fastpar.sources import Document, TextSource, pieces
 from fastpar.tokenizer import (
     Tokenizer,
@@ -278,7 +279,7 @@ def digest_of(value: Any) -> str:
 
 
 def cache_folder(cache_dir: str | Path | None) -> Path:
-    """The folder of the cache, made if need be; RuntimeError where it cannot be written."""
+    """The folder of the cache, made if need be; ValueError or RuntimeError where it cannot be."""
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     folder = Path(cache_dir if cache_dir is not None else Path(home) / "fastpar").expanduser()
     try:
@@ -286,7 +287,8 @@ def cache_folder(cache_dir: str | Path | None) -> Path:
         with temporary(folder, ".tmp-try-"):
             pass
     except OSError as error:
-        raise RuntimeError(
+        kind = ValueError if error.errno in WRONG_PATH else RuntimeError
+        raise kind(
             f"load_data: expected a folder that can be written, got cache_dir={folder} with "
             f"{error.strerror}; choose another one or set XDG_CACHE_HOME"
         ) from error

@@ -5,6 +5,8 @@ import os
 import pickle
 import random
 import shutil
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -196,9 +198,9 @@ def test_unknown_flags_are_refused_with_status_2(arguments, capsys):
     assert arguments[0] in capsys.readouterr().err
 
 
-def test_what_the_machine_refuses_is_one_line_and_status_1(here, capsys, monkeypatch):
+def test_what_the_machine_refuses_is_one_line(here, capsys, monkeypatch):
     Path("file").write_text("")
-    assert fastpar(f"{TRAIN} --out file/r") == 1
+    assert fastpar(f"{TRAIN} --out file/r") == 2
     err = capsys.readouterr().err.splitlines()
     assert err[-1] == "fastpar: [Errno 20] Not a directory: 'file/r'"
 
@@ -227,6 +229,66 @@ def test_ctrl_c_is_no_traceback(capsys, monkeypatch):
     monkeypatch.setattr(cli, "_info", fail)
     assert main(["info"]) == 130
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "asked"),
+    [
+        (
+            RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:125] err == 0. DefaultCPUAllocator: can't allocate "
+                "memory: you tried to allocate 250000000 bytes. Error code 12"
+            ),
+            "250.0 MB more",
+        ),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB."), "2.50 GiB mor"),
+        (MemoryError("Unable to allocate 1.25 GiB for an array"), "1.25 GiB more"),
+        (MemoryError(), "the next tensor"),
+        (OSError(12, "Cannot allocate memory"), "the next tensor"),
+    ],
+)
+def test_too_little_memory_is_one_line(capsys, monkeypatch, error, asked):
+    def fail(arguments):
+        raise error
+
+    monkeypatch.setattr(cli, "_info", fail)
+    assert main(["info"]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"fastpar: expected memory for {asked}")
+    assert "got none; in training lower --micro-batch-size, add --activation-checkpoint" in line
+
+
+def test_a_cache_that_cannot_be_written_is_the_users_to_change(here, capsys, monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    Path("home").write_text("")
+    monkeypatch.setenv("HOME", "home")
+    assert fastpar(f"{TRAIN} --out r") == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("load_data: expected a folder that can be written, got cache_dir=home/")
+    assert not Path("r").exists()
+
+
+INTERRUPTED = """
+import os, runpy, signal, sys
+name, sys.argv = sys.argv[1], ["fastpar", *sys.argv[2:]]
+signal.signal(signal.SIGINT, signal.default_int_handler)
+class Finder:
+    def find_spec(self, wanted, *rest):
+        if wanted == name:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+runpy.run_module("fastpar", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [("fastpar.cli", ["--version"]), ("torch", ["train"]), ("torch", ["train", "--nproc=2"])],
+)
+def test_ctrl_c_during_an_import_ends_it_silently(here, module, arguments):
+    command = [sys.executable, "-c", INTERRUPTED, module, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
 def test_nproc_under_torchrun_is_refused(monkeypatch):

@@ -29,7 +29,7 @@ ORDER = [
     "gradient_flow",
     "memory_model", "step_memory", "metrics", "testing", "sample", "run_lock", "run_folder",
     "journal", "checkpoint_report", "run_saves", "evaluate", "guards", "measured_rates",
-    "predictions", "capacity", "launch", "start", "wire_meter", "strategies", "train",
+    "predictions", "capacity", "reaper", "launch", "start", "wire_meter", "strategies", "train",
     "profile_trace", "verdict", "profile_report", "timeline_picture", "step_profile", "profiling",
     "rank_pool", "trial", "op_chain", "measure", "plan_search", "plan_check_picture", "plan_check",
     "plan", "comparison", "compare_words", "machine", "compare_pictures", "compare_report",

@@ -225,22 +225,6 @@ def test_who_does_not_answer_is_killed(start, logs, capfd, monkeypatch):
         assert said.endswith(f"; {last}\n")
 
 
-def test_the_reaper_kills_who_does_not_answer_when_the_launcher_is_dead(start, tmp_path):
-    """It waits for who answers, and removes the launcher's folder."""
-    folder, file = tmp_path / "logs", tmp_path / "answers"
-    folder.mkdir()
-    file.touch()
-    stuck, answers = start(
-        "signal.signal(15, signal.SIG_IGN); time.sleep(60)",
-        f"[(os.utime({str(file)!r}), time.sleep(0.1)) for _ in range(30)]",
-    )
-    lines = f"{stuck.process.pid} {folder / 'none'}\n{answers.process.pid} {file}\n"
-    command = [sys.executable, "-I", "-S", reaper.__file__, str(folder), "0.5"]
-    subprocess.run(command, input=lines, text=True, check=True, timeout=30)
-    assert (stuck.process.wait(10), answers.process.wait(10)) == (-9, 0)
-    assert not folder.exists()
-
-
 IGNORED = """
 import os, re, signal, sys
 from pathlib import Path

@@ -62,7 +62,7 @@ def test_a_folder_with_any_file_of_a_run_is_never_overwritten(tmp_path, name):
     out = str(tmp_path)
     check_out(TrainConfig().replace({"out": out}))
     (tmp_path / name).mkdir()
-    with pytest.raises(ValueError, match=f"an --out without a run, got out={out} with {name}; add"):
+    with pytest.raises(ValueError, match=f"an --out without a run, got out={out} with {name}; the"):
         check_out(TrainConfig().replace({"out": out}))
 
 

@@ -158,6 +158,13 @@ def test_a_full_disk_is_said_and_training_goes_on(
     assert bits("r") == bits("plain")
 
 
+def test_who_has_no_older_checkpoint_is_not_told_of_one(here, monkeypatch, capsys):  # noqa: F811
+    full(monkeypatch, 0, (2,))
+    run("r", max_steps=4)
+    assert "[Errno 28] No space left on device); there is no older one" in capsys.readouterr().out
+    assert steps_saved("r") == [4]
+
+
 def test_without_a_checkpoint_of_the_last_step_a_run_fails(here, monkeypatch):  # noqa: F811
     full(monkeypatch, 0, (8,))
 
