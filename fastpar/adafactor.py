@@ -28,6 +28,8 @@ from torch import Tensor
 from fastpar.engine import engine_of_parameter
 from fastpar.kernels.adamw_storage import master_join, master_split, round_to_bf16
 from fastpar.optim_base import EngineOptimizer, plain, uncompiled
+from fastpar.optim_checks import number, pair
+from fastpar.optim_state import load_step, new_step
 
 BATCH = 1 << 20  # elements
 _HALF = (torch.bfloat16, torch.float16)
@@ -209,7 +211,7 @@ class Adafactor(EngineOptimizer):
         """The state of a parameter, made or completed where needed."""
         state = self.state[p]
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)  # on the host, as in torch
+            state["step"] = new_step()  # on the host, as in torch
         wanted = ["row_var", "col_var"] if p.dim() > 1 else ["variance"]
         for name in wanted + ["exp_avg"] * (group["beta1"] is not None):
             if name not in state:
@@ -281,7 +283,7 @@ class Adafactor(EngineOptimizer):
 
     def _loaded(self, saved: dict[str, Any], p: Tensor) -> dict[str, Any]:
         """A copy of a saved state in the form of this optimizer."""
-        state: dict[str, Any] = {"step": torch.tensor(float(saved["step"]))}
+        state: dict[str, Any] = {"step": load_step(saved["step"])}
         for name in _MOMENTS:
             if name in saved:
                 state[name] = saved[name].to(p.device, torch.float32, copy=True)
@@ -310,8 +312,8 @@ def _batches(pairs: list[_Pair], foreach: bool | None) -> list[list[_Pair]]:
     limit = {None: BATCH, True: math.inf, False: 0}[foreach]
     batches: list[list[_Pair]] = []
     open_batches: dict[Any, tuple[list[_Pair], int]] = {}
-    for pair in pairs:
-        p = pair[0]
+    for of in pairs:
+        p = of[0]
         if p.numel() == 0:
             continue
         key = (p.device, p.dim() > 1)
@@ -319,7 +321,7 @@ def _batches(pairs: list[_Pair], foreach: bool | None) -> list[list[_Pair]]:
         if not batch or size + p.numel() > limit:
             batch, size = [], 0
             batches.append(batch)
-        batch.append(pair)
+        batch.append(of)
         open_batches[key] = (batch, size + p.numel())
     return batches
 
@@ -401,9 +403,14 @@ def _shape(entry: str, p: Tensor) -> torch.Size:
 
 def _check_options(group: dict[str, Any], caller: str) -> None:
     """Refuse options outside their range."""
-    eps, beta1 = group["eps"], group["beta1"]
+    eps, beta1 = pair(caller, "eps", group["eps"]), group["beta1"]
+    if group["foreach"] not in (None, True, False):
+        raise ValueError(
+            f"{caller}: expected foreach to be None, True or False, got foreach="
+            f"{group['foreach']!r}; None lets it be chosen"
+        )
     ranges = {
-        "lr": (float(group["lr"]), 0.0, math.inf),
+        "lr": (group["lr"], 0.0, math.inf),
         "beta2_decay": (group["beta2_decay"], -math.inf, 0.0),
         "eps[0]": (0.0 if eps[0] is None else eps[0], 0.0, math.inf),
         "eps[1]": (eps[1], 0.0, math.inf),
@@ -411,7 +418,8 @@ def _check_options(group: dict[str, Any], caller: str) -> None:
         "weight_decay": (group["weight_decay"], 0.0, math.inf),
         "beta1": (0.0 if beta1 is None else beta1, 0.0, 1.0),
     }
-    for name, (value, low, high) in ranges.items():
+    for name, (given, low, high) in ranges.items():
+        value = number(caller, name, given)
         if not (low <= value < high or value == high == 0.0):
             relation = "<=" if high == 0.0 else "<"
             raise ValueError(

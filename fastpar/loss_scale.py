@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 
@@ -28,14 +29,14 @@ class DynamicLossScale:
         min_scale: float = 1.0,
         max_scale: float = 2.0**24,
     ) -> None:
-        if not 0 < min_scale <= init <= max_scale:
+        if not 0 < min_scale <= init <= max_scale or init == math.inf:
             raise ValueError(
                 f"DynamicLossScale: expected 0 < min_scale={min_scale} <= init <= "
-                f"max_scale={max_scale}, got init={init}; 2**16 suits most models"
+                f"max_scale={max_scale}, init finite, got init={init}; 2**16 suits most models"
             )
-        if growth_interval < 1:
+        if not isinstance(growth_interval, int) or growth_interval < 1:
             raise ValueError(
-                "DynamicLossScale: expected growth_interval >= 1, got "
+                "DynamicLossScale: expected an integer growth_interval >= 1, got "
                 f"growth_interval={growth_interval}; 2000 steps is usual"
             )
         self.scale = float(init)

@@ -28,8 +28,10 @@ from fastpar.optim_base import EngineOptimizer, Row, plain, scalar, uncompiled
 from fastpar.optim_checks import (
     check_engines,
     check_group,
+    check_memory,
     check_overlap,
     check_same_groups,
+    check_seed,
     where,
 )
 from fastpar.optim_state import (
@@ -143,8 +145,7 @@ class AdamW(EngineOptimizer):
         zero_grad_in_step: bool = False,
     ) -> None:
         self.set_max_grad_norm(max_grad_norm)
-        if not 0 <= seed < 1 << 63:
-            raise ValueError(f"AdamW: expected 0 <= seed < 2**63, got seed={seed}; 0 will do")
+        check_seed("AdamW", seed)
         self.storage = Storage(master_weights, stochastic_rounding, moment_dtype)
         self.seed = seed
         self.zero_grad_in_step = zero_grad_in_step
@@ -180,6 +181,7 @@ class AdamW(EngineOptimizer):
             check_engines(group["params"], zero_grad_in_step=self.zero_grad_in_step)
             for p in group["params"]:
                 self.storage.check(p, amsgrad=group["amsgrad"])
+            check_memory(group, len(self.param_groups) - 1)
             check_overlap(self.param_groups)
         except ValueError:
             self.param_groups.pop()
@@ -291,8 +293,9 @@ class AdamW(EngineOptimizer):
         if master is not None and master not in state:
             self.storage.add_master(state, p)
         home = p.device if on_device else _HOST
-        if state["step"].device != home:
-            state["step"] = state["step"].to(home)
+        step = state["step"]
+        if step.device != home or (on_device and step.dtype != torch.float32):
+            state["step"] = step.to(home, torch.float32 if on_device else step.dtype)
         return state
 
     def _hypers(

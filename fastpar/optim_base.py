@@ -32,7 +32,7 @@ from fastpar.kernels.global_norm import (
     norm_bins,
     norm_from_bins,
 )
-from fastpar.optim_checks import where
+from fastpar.optim_checks import check_plain, number, where
 
 
 def uncompiled(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -90,9 +90,10 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def set_max_grad_norm(self, max_grad_norm: float | None) -> None:
         """Checked; before super().__init__()."""
-        if max_grad_norm is not None and not max_grad_norm > 0:
+        name = type(self).__name__
+        if max_grad_norm is not None and not number(name, "max_grad_norm", max_grad_norm) > 0:
             raise ValueError(
-                f"{type(self).__name__}: expected max_grad_norm > 0 or None, got "
+                f"{name}: expected max_grad_norm > 0 or None, got "
                 f"max_grad_norm={max_grad_norm}; None switches clipping off"
             )
         self.max_grad_norm = max_grad_norm
@@ -105,6 +106,11 @@ class EngineOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; remembers which parameters had no engine."""
         plain(torch.optim.Optimizer.add_param_group)(self, param_group)
+        try:
+            check_plain(type(self).__name__, self.param_groups[-1], len(self.param_groups) - 1)
+        except ValueError:
+            self.param_groups.pop()
+            raise
         alone = self.__dict__.setdefault("_alone", set())
         for p in self.param_groups[-1]["params"]:
             (alone.add if engine_of_parameter(p) is None else alone.discard)(p)

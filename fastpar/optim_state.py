@@ -2,7 +2,8 @@
 
 The entries of one parameter's state, by the optimizer's options:
 
-    step                                  fp32 [], counts from 1, as in torch.optim.AdamW
+    step                                  fp32 [], counts from 1, as in torch.optim.AdamW (fp64
+                                          under an fp64 default, fp32 on the parameter's device)
     exp_avg, exp_avg_sq                   moments in fp32 or bf16 (fp64 of fp64 parameters), and
     max_exp_avg_sq                        with amsgrad, as in torch.optim.AdamW too
     exp_avg_codes, exp_avg_scale          moments in 8 bits: uint8, and fp32 for each 256 elements
@@ -116,7 +117,7 @@ class Storage:
 
     def new_state(self, p: Tensor, *, amsgrad: bool) -> dict[str, Tensor]:
         """State before the first step."""
-        state = {"step": torch.zeros((), dtype=torch.float32)}
+        state = {"step": new_step()}
         for name in moment_names(amsgrad):
             if p.dtype == torch.float64:
                 state[name] = torch.zeros_like(p, requires_grad=False)
@@ -165,7 +166,7 @@ class Storage:
         """
         check_entries(saved, p, amsgrad=amsgrad, where=where)
         state: dict[str, Any] = {
-            "step": torch.tensor(float(saved["step"]), dtype=torch.float32),
+            "step": load_step(saved["step"]),
         }
         for name in moment_names(amsgrad):
             state.update(self._convert_moment(saved, name, p, copy=copy))
@@ -208,6 +209,20 @@ class Storage:
                 name, values if same and not copy else _like(values, p, dtype), None
             )
         return self._entries(name, *encode_moment(_like(values, p), signed=name == "exp_avg"))
+
+
+def new_step() -> Tensor:
+    """The count of steps before the first, on the host, of torch's dtype."""
+    wide = torch.get_default_dtype() == torch.float64
+    return torch.zeros((), dtype=torch.float64 if wide else torch.float32)
+
+
+def load_step(saved: Any) -> Tensor:
+    """A copy of a saved count on the host, at least fp32; a number gets the dtype of a new one."""
+    if not isinstance(saved, Tensor):
+        return new_step() + saved
+    dtype = torch.promote_types(saved.dtype, torch.float32)
+    return saved.detach().to("cpu", dtype, copy=True)
 
 
 def moment_names(amsgrad: bool) -> tuple[str, ...]:

@@ -82,9 +82,11 @@ def cosine_lr(step: int, *, lr: float, min_lr: float, warmup_steps: int, max_ste
     Args:
         step: 0 in the first step, which gets lr / warmup_steps; from max_steps on it is min_lr.
     """
-    if not 0 <= min_lr <= lr:
+    if step < 0:
+        raise ValueError(f"cosine_lr: expected step >= 0, got step={step}; the first step is 0")
+    if not 0 <= min_lr <= lr < math.inf:
         raise ValueError(
-            f"cosine_lr: expected 0 <= min_lr <= lr={lr}, got min_lr={min_lr}; "
+            f"cosine_lr: expected 0 <= min_lr <= lr={lr} < inf, got min_lr={min_lr}; "
             "set min_lr to a fraction of lr"
         )
     if not 0 <= warmup_steps <= max_steps:

@@ -71,6 +71,13 @@ def _storage(p: Tensor, g: Tensor, exp_avg: Tensor, masters: list[Tensor]) -> li
     return [DTYPE_CODES[p.dtype], DTYPE_CODES[g.dtype], MOMENT_CODES[exp_avg.dtype], master]
 
 
+def _in_order(g: Tensor, p: Tensor) -> Tensor:
+    """g, its elements lying in memory in the order of p's: both are updated as flat memory."""
+    if g.stride() == p.stride() or (g.is_contiguous() and p.is_contiguous()):
+        return g
+    return torch.empty_strided(p.shape, p.stride(), dtype=g.dtype, device=g.device).copy_(g)
+
+
 def _step_compiled(
     columns: list[list[Tensor]],
     grad_scale: Tensor | None,
@@ -86,12 +93,7 @@ def _step_compiled(
     on_cuda: bool,
 ) -> None:
     params, grads = columns[0], columns[1]
-    in_order = [
-        g
-        if g.stride() == p.stride() or (g.is_contiguous() and p.is_contiguous())
-        else torch.empty_strided(p.shape, p.stride(), dtype=g.dtype, device=g.device).copy_(g)
-        for p, g in zip(params, grads)
-    ]
+    in_order = [_in_order(g, p) for p, g in zip(params, grads)]
     addresses = [[t.data_ptr() for t in column] for column in (params, in_order, *columns[2:])]
     hypers_at = [0] * len(hypers)
     for slot, t in zip(hyper_slots, hyper_tensors):
@@ -183,7 +185,7 @@ def _fused_torch(
     params, grads, exp_avgs, exp_avg_sqs, *rest = (list(column) for column in zip(*rows))
     weights = rest[-1] if half else params
     # _fused_adamw_ would unscale the caller's gradients in place; these are copies.
-    scaled = [g.to(w.dtype) for g, w in zip(grads, weights)]
+    scaled = [_in_order(g, w).to(w.dtype) for g, w in zip(grads, weights)]
     if grad_scale is not None:
         scaled = list(torch._foreach_mul(scaled, grad_scale.to(scaled[0].dtype)))
     lr, beta1, beta2, eps, weight_decay, step = hyper
@@ -281,6 +283,19 @@ _adamw_step = define_op(
     lambda *args: None,
     ("CPU", "CUDA"),
 )
+
+
+def _call(columns: list[list[Tensor]], *args: Any) -> None:
+    """The op on gradients whose memory holds their values; see Op's [Note: unusual tensors]."""
+    grads = columns[1]
+    if not any(map(Tensor.is_neg, grads)):
+        _adamw_step(*columns, *args)
+        return
+    plain = [g.resolve_neg() for g in grads]
+    _adamw_step(columns[0], plain, *columns[2:], *args)
+    for g, used in zip(grads, plain):
+        if g is not used:
+            g.copy_(used)  # zeros, where these were asked for
 
 
 @torch.no_grad()
@@ -407,7 +422,7 @@ def adamw_step_(
         check_scalar("found_inf", found_inf, device)
         numbers = flatten_hypers(hypers, device)
         flags = (maximize, zero_grad, seed, threads)
-        _adamw_step(*columns, grad_scale, found_inf, ranges, *numbers, *flags)
+        _call(columns, grad_scale, found_inf, ranges, *numbers, *flags)
 
 
 @torch.no_grad()
@@ -474,8 +489,8 @@ def adamw_step_flat_(
         return
     check_scalar("grad_scale", grad_scale, param.device)
     check_scalar("found_inf", found_inf, param.device)
-    _adamw_step(
-        *[[] if t is None else [t] for t in (param, grad, *states, *scales)],
+    _call(
+        [[] if t is None else [t] for t in (param, grad, *states, *scales)],
         grad_scale,
         found_inf,
         flat,

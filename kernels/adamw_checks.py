@@ -97,12 +97,19 @@ def check_one(
             "adamw_step_: expected one device per parameter, got "
             f"{[str(s.device) for s in everything]} at index {i}; move them together"
         )
+    if not is_dense(p):
+        raise ValueError(
+            "adamw_step_: expected dense parameters and states, got a view with gaps or repeated "
+            f"elements, params[{i}]={list(p.shape)} with strides {p.stride()}; step the tensor "
+            "that it is a view of, or a copy made by contiguous()"
+        )
     same = all(s.stride() == p.stride() for s in states)
-    if not (same and is_dense(p)) and not all(s.is_contiguous() for s in (p, *states)):
+    if not same and not all(s.is_contiguous() for s in (p, *states)):
         raise ValueError(
             "adamw_step_: expected dense parameters and states of the same strides, got "
-            f"{[s.stride() for s in (p, *states)]} at index {i}; "
-            "create states with torch.zeros_like(param)"
+            f"{[s.stride() for s in (p, *states)]} at index {i}; create states with "
+            "torch.zeros_like(param), and after a change of the parameter's strides reload an "
+            "optimizer's by load_state_dict(state_dict())"
         )
 
 

@@ -32,6 +32,7 @@ Source: Vaswani et al. 2017, arXiv 1706.03762; Dao et al. 2022, arXiv 2205.14135
 
 from __future__ import annotations
 
+import math
 import operator
 
 import torch
@@ -41,6 +42,7 @@ from fastpar.kernels import _C
 from fastpar.kernels.attention_composed import Dropout, Triple, composed_bwd, composed_fwd, sdpa
 from fastpar.kernels.backend import (
     DTYPE_CODES,
+    check_float,
     define_autograd,
     define_op,
     refuse_double_backward,
@@ -266,8 +268,6 @@ _attention_bwd = define_op(
 def _setup_context(ctx, inputs, output):
     q, k, v, ctx.causal, ctx.scale, key, ctx.site_head, ctx.threshold, cu_seqlens = inputs
     o, stats = output
-    ctx.mark_non_differentiable(stats)
-    ctx.set_materialize_grads(False)
     kept = o if use_triton("attention", q) else None
     ctx.save_for_backward(q, k, v, kept, stats, key, cu_seqlens)
 
@@ -275,17 +275,16 @@ def _setup_context(ctx, inputs, output):
 def _backward(ctx, do, _dstats):
     refuse_double_backward("attention")
     q, k, v, o, stats, key, cu_seqlens = ctx.saved_tensors
-    if do is None:
-        do = torch.zeros_like(_split(q, k, v)[0])
     settings = (ctx.causal, ctx.scale, key, ctx.site_head, ctx.threshold, cu_seqlens)
     dq, dk, dv = _attention_bwd(do, q, k, v, o, stats, *settings)
     return dq, *((None, None) if k is None else (dk, dv)), *[None] * 6
 
 
-define_autograd(_attention, _setup_context, _backward)
+define_autograd(_attention, _setup_context, _backward, by_products=1)
 
 
 def _check_tensor(name: str, x: Tensor, shape: str) -> None:
+    check_float("attention", name, x)
     if x.dim() != shape.count(",") + 1:
         raise ValueError(
             f"attention: expected {name} of shape {shape}, got {name}={list(x.shape)}; "
@@ -361,10 +360,6 @@ def _run(
 ) -> Tensor:
     """The call after the checks of q, k and v against each other; q may be packed."""
     H, D = q.shape[-2:]
-    if not q.is_floating_point():
-        raise ValueError(
-            f"attention: expected a floating dtype, got q={q.dtype}; use fp32, bf16 or fp16"
-        )
     triton = use_triton("attention", q)
     least, most, step = TRITON_HEAD_DIM
     if triton and (D % step or not least <= D <= most):
@@ -378,12 +373,13 @@ def _run(
             f"attention: expected head dim in [1, {MAX_HEAD_DIM}], got D={D}; use more heads"
         )
     threshold = quantize_p(p)
-    scale = D**-0.5 if softmax_scale is None else float(softmax_scale)
-    if not scale > 0.0:
+    scale = D**-0.5 if softmax_scale is None else softmax_scale
+    if isinstance(scale, str) or not 0.0 < scale < math.inf:
         raise ValueError(
-            f"attention: expected softmax_scale > 0, got softmax_scale={softmax_scale}; "
+            f"attention: expected a finite softmax_scale > 0, got softmax_scale={softmax_scale}; "
             "change the sign of q instead"
         )
+    scale = float(scale)
     if cu_seqlens is not None:
         _check_cu_seqlens(cu_seqlens, q.device)
     if threshold:

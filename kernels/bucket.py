@@ -182,6 +182,8 @@ def _split_scale(
 ) -> tuple[float, Tensor | None]:
     """The factor by value, and the tensor to read it from instead."""
     if not isinstance(scale, Tensor):
+        if isinstance(scale, str):
+            raise ValueError(f"{op}: expected a number, got scale={scale!r}; convert it")
         return 1.0 if scale is None else float(scale), None
     if scale.numel() != 1 or scale.dtype != torch.float32 or scale.device != device:
         raise ValueError(
@@ -206,6 +208,11 @@ def _check_list(op: str, name: str, tensors: Sequence[Tensor], device: torch.dev
 
 def _check_writable(op: str, name: str, tensors: Sequence[Tensor]) -> None:
     for i, t in enumerate(tensors):
+        if t.is_neg():
+            raise ValueError(
+                f"{op}: expected memory that holds values, got {name}[{i}] negated lazily; pass "
+                f"{name}[{i}].resolve_neg(), and copy the result back"
+            )
         if not t.is_contiguous() and any(s == 0 and n > 1 for s, n in zip(t.stride(), t.shape)):
             raise ValueError(
                 f"{op}: expected an address of its own for each element, got {name}[{i}] "
@@ -214,6 +221,7 @@ def _check_writable(op: str, name: str, tensors: Sequence[Tensor]) -> None:
 
 
 def _check_flat(op: str, flat: Tensor) -> None:
+    _check_writable(op, "flat", [flat])
     if flat.dim() != 1 or not flat.is_contiguous():
         raise ValueError(
             f"{op}: expected a contiguous flat of one dimension, got flat={list(flat.shape)} "

@@ -32,9 +32,11 @@ from fastpar.kernels import _C
 from fastpar.kernels.backend import (
     DTYPE_CODES,
     FLOATS,
-    _is_watched,
+    check_dense,
     define_autograd,
     define_op,
+    in_transform,
+    is_plain,
     refuse_double_backward,
     use_cpp,
     use_triton,
@@ -60,6 +62,7 @@ def check_loss(
         raise ValueError(
             f"{op}: expected mean, sum or none, got reduction={reduction}; choose one of these"
         )
+    check_dense(op, "targets", targets)
     if targets.shape != shape or targets.dtype != torch.int64:
         raise ValueError(
             f"{op}: expected int64 targets of shape {list(shape)}, got "
@@ -352,8 +355,6 @@ _attach = define_op(
 
 def _setup_context(ctx, inputs, output):
     _, dlogits, factor = output
-    ctx.mark_non_differentiable(dlogits, factor)
-    ctx.set_materialize_grads(False)
     ctx.save_for_backward(dlogits, factor)
 
 
@@ -363,7 +364,7 @@ def _times_incoming(ctx, dloss: Tensor) -> Tensor:
     by = dloss * factor
     # The gradient is this node's own memory: it is scaled there unless it will be asked for again.
     keep = torch._C._autograd._get_current_graph_task_keep_graph
-    if _is_watched() or type(dlogits) is not Tensor or keep():
+    if not (is_plain(dlogits) and is_plain(by)) or keep():
         return _cross_entropy_bwd(dlogits, by)
     return multiply_rows(dlogits, by, dlogits)
 
@@ -372,7 +373,7 @@ def _backward(ctx, dloss, *_):
     return _times_incoming(ctx, dloss), None, None, None, None, None, None, None
 
 
-define_autograd(_cross_entropy, _setup_context, _backward)
+define_autograd(_cross_entropy, _setup_context, _backward, by_products=2)
 
 
 def _attach_setup_context(ctx, inputs, output):
@@ -387,6 +388,7 @@ define_autograd(_attach, _attach_setup_context, _attach_backward)
 
 
 def _check_logits(op: str, logits: Tensor) -> None:
+    check_dense(op, "logits", logits)
     if logits.dim() < 1 or logits.dtype not in FLOATS:
         raise ValueError(
             f"{op}: expected logits [..., V] in bf16, fp16, fp32 or fp64, got "
@@ -472,7 +474,7 @@ def cross_entropy(
     )
     flat = targets.reshape(-1)
     options = (vocab_size, ignore_index, reduction, float(label_smoothing), float(z_loss))
-    need_grad = torch.is_grad_enabled() and logits.requires_grad
+    need_grad = torch.is_grad_enabled() and (logits.requires_grad or in_transform())
     if need_grad and inplace:
         loss, factor = _cross_entropy_(_check_inplace(logits), flat, *options)
         # Taken afterwards: autograd gives a view whose base has changed a backward that copies.

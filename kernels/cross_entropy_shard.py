@@ -16,7 +16,15 @@ import torch
 from torch import Tensor
 
 from fastpar.kernels import _C
-from fastpar.kernels.backend import DTYPE_CODES, FLOATS, define_op, use_cpp, use_triton, wide
+from fastpar.kernels.backend import (
+    DTYPE_CODES,
+    FLOATS,
+    check_dense,
+    define_op,
+    use_cpp,
+    use_triton,
+    wide,
+)
 
 
 def _sizes(
@@ -156,6 +164,7 @@ _cross_entropy_shard_grad_ = define_op(
 
 def _check(op: str, logits: Tensor, targets: Tensor, first: int, vocab_size: int | None) -> int:
     """The number of columns that are classes."""
+    check_dense(op, "logits", logits)
     if logits.dim() < 1 or logits.dtype not in FLOATS:
         raise ValueError(
             f"{op}: expected logits [..., V] in bf16, fp16, fp32 or fp64, got "

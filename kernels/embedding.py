@@ -19,7 +19,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastpar.kernels.backend import define_autograd, define_op, refuse_double_backward, use_triton
+from fastpar.kernels.backend import (
+    FLOATS,
+    check_dense,
+    define_autograd,
+    define_op,
+    refuse_buffer,
+    refuse_double_backward,
+    use_triton,
+)
 from fastpar.kernels.philox import (
     Rng,
     check_rng,
@@ -222,7 +230,9 @@ def _check(
             f"embedding: expected idx [B, T] of int64 or int32, got idx={list(idx.shape)} "
             f"{idx.dtype}; add the batch dimension or convert it"
         )
-    if wte.dim() != 2 or not wte.is_floating_point():
+    check_dense("embedding", "idx", idx)
+    check_dense("embedding", "wte", wte)
+    if wte.dim() != 2 or wte.dtype not in FLOATS:
         raise ValueError(
             f"embedding: expected wte [V, C] of a floating dtype, got wte={list(wte.shape)} "
             f"{wte.dtype}; pass the weight of the token embedding"
@@ -233,9 +243,11 @@ def _check(
             "move one of them"
         )
     if wte_grad is not None:
+        refuse_buffer("embedding", "wte_grad")
         _check_wte_grad(wte_grad, wte)
     if wpe is None:
         return
+    check_dense("embedding", "wpe", wpe)
     if wpe.dim() != 2 or wpe.shape[1] != wte.shape[1]:
         raise ValueError(
             f"embedding: expected wpe [positions, C] with C={wte.shape[1]}, got "

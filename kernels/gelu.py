@@ -20,6 +20,7 @@ from torch import Tensor
 from fastpar.kernels import _C
 from fastpar.kernels.backend import (
     DTYPE_CODES,
+    check_float,
     define_autograd,
     define_op,
     refuse_double_backward,
@@ -170,8 +171,7 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh
             f"bias_gelu: expected tanh or none, got approximate={approximate}; "
             "GPT-2 uses tanh, torch's default is none"
         )
-    if not x.is_floating_point():
-        raise ValueError(f"bias_gelu: expected a floating dtype, got x={x.dtype}; cast it first")
+    check_float("bias_gelu", "x", x)
     if bias is not None:
         if bias.dim() != 1 or x.shape[-1:] != bias.shape:
             raise ValueError(

@@ -238,13 +238,13 @@ def _clip(
                 "number or move it"
             )
         return limit, float(eps), 1.0, loss_scale
-    scale = 1.0 if loss_scale is None else float(loss_scale)
-    if not 0 < scale < math.inf:
+    scale = 1.0 if loss_scale is None else loss_scale
+    if isinstance(scale, str) or not 0 < scale < math.inf:
         raise ValueError(
             f"{op}: expected 0 < loss_scale < inf, got loss_scale={loss_scale}; gradients are "
             "divided by it"
         )
-    return limit, float(eps), scale, None
+    return limit, float(eps), float(scale), None
 
 
 @torch.no_grad()

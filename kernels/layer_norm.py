@@ -26,6 +26,9 @@ from torch import Tensor
 from fastpar.kernels import _C
 from fastpar.kernels.backend import (
     DTYPE_CODES,
+    check_dense,
+    check_eps,
+    check_float,
     define_autograd,
     define_op,
     refuse_double_backward,
@@ -49,14 +52,13 @@ MAX_COLUMNS = 16384
 
 def _check(name: str, x: Tensor, **vectors: Tensor | None) -> None:
     """x is [..., C] with 1 <= C <= MAX_COLUMNS; each vector is [C], of x's dtype or fp32."""
+    check_float(name, "x", x)
     c = x.shape[-1] if x.dim() else 0
     if not 1 <= c <= MAX_COLUMNS:
         raise ValueError(
             f"{name}: expected x of shape [..., C] with 1 <= C <= {MAX_COLUMNS}, got "
             f"x={list(x.shape)}; normalize narrower rows"
         )
-    if not x.is_floating_point():
-        raise ValueError(f"{name}: expected a floating dtype, got x={x.dtype}; cast it first")
     for key, vector in vectors.items():
         if vector is None:
             continue
@@ -277,8 +279,6 @@ _layer_norm_bwd = define_op(
 def _setup_context(ctx, inputs, output):
     x, residual, weight, bias, x_bias, key, *ctx.mask, _, ctx.rms = inputs
     _, total, mean, rstd = output
-    ctx.mark_non_differentiable(mean, rstd)
-    ctx.set_materialize_grads(False)
     ctx.plain = residual is None
     ctx.save_for_backward(x if ctx.plain else total, weight, mean, rstd, key)
     ctx.x_dtype = x.dtype
@@ -315,11 +315,14 @@ def _backward(ctx, dy, dtotal, _dmean, _drstd):
     )
 
 
-define_autograd(_layer_norm, _setup_context, _backward)
+define_autograd(_layer_norm, _setup_context, _backward, by_products=2)
 
 
 def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, rms: bool) -> Tensor:
     """Composed from torch ops. torch's CUDA kernels want one dtype."""
+    for given in (x, weight, bias):
+        if given is not None:
+            check_dense("rms_norm" if rms else "layer_norm", "a tensor", given)
     same = weight.dtype == x.dtype and (bias is None or bias.dtype == x.dtype)
     u = x if same else x.to(wide(x.dtype))
     w, b = weight.to(u.dtype), None if bias is None else bias.to(u.dtype)
@@ -332,6 +335,7 @@ def _plain(
     name: str, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, rms: bool
 ) -> Tensor:
     _check(name, x, weight=weight, bias=bias)
+    check_eps(name, eps)
     if use_triton(name, x) or use_cpp(name, x):
         return _layer_norm(x, None, weight, bias, None, None, 0, 0, None, 0, eps, rms)[0]
     return _norm(x, weight, bias, eps, rms)
@@ -351,6 +355,7 @@ def _after_residual(
 ) -> tuple[Tensor, Tensor]:
     """(y, residual_out)"""
     _check(name, residual, weight=weight, bias=bias)
+    check_eps(name, eps)
     if x.shape != residual.shape:
         raise ValueError(
             f"{name}: expected x and residual of one shape, got x={list(x.shape)} "

@@ -49,8 +49,12 @@ from torch import Tensor
 
 from fastpar.kernels.backend import (
     FLOATS,
+    check_dense,
     define_autograd,
     define_op,
+    in_transform,
+    is_plain,
+    refuse_buffer,
     refuse_double_backward,
     wide,
 )
@@ -268,8 +272,6 @@ def _setup_context(ctx, inputs, output):
     x, weight, targets, vocab_size, ignore_index, reduction, smoothing, z_loss = inputs[:8]
     chunk_rows, ctx.need_dx, ctx.need_dweight, ctx.weight_grad = inputs[8:]
     _, dx, dweight, factor = output
-    ctx.mark_non_differentiable(dx, dweight, factor)
-    ctx.set_materialize_grads(False)
     ctx.none = reduction == "none"
     ctx.dtype = weight.dtype
     if ctx.none:
@@ -281,7 +283,7 @@ def _setup_context(ctx, inputs, output):
 
 def scaled(grad: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
     """grad * by, as dtype; grad itself where that is the same (on CPU, where looking is free)."""
-    if by.device.type == "cpu" and type(by) is Tensor and by.item() == 1.0:
+    if by.device.type == "cpu" and is_plain(by) and by.item() == 1.0:
         return grad.to(dtype)
     return (grad * by).to(dtype)
 
@@ -304,7 +306,7 @@ def _backward(ctx, dloss, *_):
     return grad_x, grad_weight, *[None] * 10
 
 
-define_autograd(_linear_cross_entropy, _setup_context, _backward)
+define_autograd(_linear_cross_entropy, _setup_context, _backward, by_products=3)
 
 
 def linear_cross_entropy(
@@ -353,6 +355,8 @@ def linear_cross_entropy(
     Deterministic: yes, bitwise, for a given chunk_rows.
     Oracle: fastpar.kernels.reference.linear_cross_entropy_ref
     """
+    check_dense("linear_cross_entropy", "x", x)
+    check_dense("linear_cross_entropy", "weight", weight)
     if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
             "linear_cross_entropy: expected x [..., C] and weight [Vp, C], got "
@@ -386,6 +390,7 @@ def linear_cross_entropy(
         )
     grad = torch.is_grad_enabled()
     if weight_grad is not None:
+        refuse_buffer("linear_cross_entropy", "weight_grad")
         _check_weight_grad(weight_grad, weight, grad)
     loss, _, _, _ = _linear_cross_entropy(
         x.reshape(-1, x.shape[-1]),
@@ -397,8 +402,8 @@ def linear_cross_entropy(
         float(label_smoothing),
         float(z_loss),
         chunk_rows or 0,
-        grad and x.requires_grad,
-        grad and weight.requires_grad,
+        grad and (x.requires_grad or in_transform()),
+        grad and (weight.requires_grad or in_transform()),
         weight_grad,
     )
     return loss.view(targets.shape) if reduction == "none" else loss

@@ -19,6 +19,7 @@ Source: Salmon, Moraes, Dror, Shaw 2011, doi 10.1145/2063384.2063405.
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -26,7 +27,14 @@ import torch
 from torch import Tensor
 
 from fastpar.kernels import _C
-from fastpar.kernels.backend import DTYPE_CODES, define_autograd, define_op, use_cpp, use_triton
+from fastpar.kernels.backend import (
+    DTYPE_CODES,
+    check_float,
+    define_autograd,
+    define_op,
+    use_cpp,
+    use_triton,
+)
 
 MAX_SITES = 1 << 15
 MAX_HEADS = 1 << 16
@@ -82,7 +90,7 @@ def make_key(seed: int, first_sample: int, device: Any = None) -> Tensor:
         ValueError: a number outside [0, 2**63).
     """
     for name, value in (("seed", seed), ("first_sample", first_sample)):
-        if not 0 <= value < 1 << 63:
+        if not isinstance(value, numbers.Integral) or not 0 <= value < 1 << 63:
             raise ValueError(
                 f"make_key: expected 0 <= {name} < 2**63, got {name}={value}; take it modulo 2**63"
             )
@@ -412,6 +420,7 @@ def dropout(x: Tensor, p: float, rng: Rng | None = None) -> Tensor:
     Oracle: fastpar.kernels.reference.dropout_ref
     Source: Salmon, Moraes, Dror, Shaw 2011, doi 10.1145/2063384.2063405
     """
+    check_float("dropout", "x", x)
     threshold = quantize_p(p)
     if threshold == 0:
         return x

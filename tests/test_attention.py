@@ -326,7 +326,7 @@ def test_bad_packed_input_and_dropout_are_refused():
         attention(X, X, X, dropout_p=1.5)
     with pytest.raises(ValueError, match=r"dropout: expected 0 <= site < 32768, got site=-1"):
         attention(X, X, X, dropout_p=0.5, rng=Rng(make_key(0, 0), -1))
-    with pytest.raises(ValueError, match=r"expected softmax_scale > 0, got softmax_scale=-0.5"):
+    with pytest.raises(ValueError, match=r"a finite softmax_scale > 0, got softmax_scale=-0.5"):
         attention(X, X, X, softmax_scale=-0.5)
 
 

@@ -45,7 +45,12 @@ def test_a_saved_state_continues():
         ({"init": 0.5}, r"expected 0 < min_scale=1\.0 <= init <= max_scale=.*, got init=0\.5"),
         ({"init": 2.0**30}, r"got init=1073741824\.0"),
         ({"min_scale": 0.0}, r"expected 0 < min_scale=0\.0"),
-        ({"growth_interval": 0}, r"expected growth_interval >= 1, got growth_interval=0"),
+        (
+            {"growth_interval": 0},
+            r"expected an integer growth_interval >= 1, got .*=0",
+        ),
+        ({"growth_interval": 1.5}, r"expected an integer growth_interval >= 1, got .*=1\.5"),
+        ({"init": float("inf"), "max_scale": float("inf")}, r"init finite, got init=inf"),
     ],
 )
 def test_bad_options(options, message):

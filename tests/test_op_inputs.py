@@ -1,0 +1,296 @@
+"""One table over all differentiable ops: tensors and derivatives beyond the ordinary.
+
+The reference is the same op on plain copies, or called once for each sample or gradient; that this
+is right itself is what each op's own tests show.
+"""
+
+import importlib
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from fastpar import kernels
+from fastpar.kernels import Rng, make_key
+
+RNG = Rng(make_key(3, 0), 1)
+B, T, H, D, C, V = 2, 5, 2, 8, 16, 11
+
+
+class Case(NamedTuple):
+    op: Callable[..., Tensor]
+    tensors: tuple[Tensor, ...]  # each has a gradient
+    batched: bool = True  # whether the first tensor may be a sample of a batch
+
+
+def cases(dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, Case]]:
+    def new(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=dtype)
+
+    ids, targets = torch.randint(0, V, (B, T)), torch.randint(0, V, (B, T))
+    bounds = torch.tensor([0, 2, T], dtype=torch.int32)
+    x, vector = new(B, T, C), new(C)
+    heads, packed, matrix = new(B, T, H, D), new(T, H, D), new(V, C)
+    table = {
+        "layer_norm": (kernels.layer_norm, x, vector, new(C)),
+        "rms_norm": (kernels.rms_norm, x, vector),
+        "residual_layer_norm": (
+            lambda *t: sum(kernels.residual_layer_norm(*t, dropout_p=0.25, rng=RNG)),
+            *(x, new(B, T, C), vector, new(C)),
+        ),
+        "residual_rms_norm": (lambda *t: sum(kernels.residual_rms_norm(*t)), x, x + 1, vector),
+        "bias_gelu": (kernels.bias_gelu, x, vector),
+        "bias_gelu, erf": (lambda *t: kernels.bias_gelu(*t, approximate="none"), x, vector),
+        "dropout": (lambda t: kernels.dropout(t, 0.25, RNG), x),
+        "linear": (kernels.linear, x, matrix, new(V)),
+        "attention": (kernels.attention, heads, heads + 1, heads + 2),
+        "attention, dropout": (
+            lambda *t: kernels.attention(*t, causal=False, dropout_p=0.25, rng=RNG),
+            *(heads, heads + 1, heads + 2),
+        ),
+        "attention, documents": (
+            lambda *t: kernels.attention(*t, cu_seqlens=bounds),
+            *(packed, packed + 1, packed + 2),
+        ),
+        "attention_qkvpacked": (kernels.attention_qkvpacked, new(B, T, 3, H, D)),
+        "cross_entropy": (lambda t: kernels.cross_entropy(t, targets), new(B, T, V)),
+        "cross_entropy, rows": (
+            lambda t: kernels.cross_entropy(t, targets, reduction="none"),
+            new(B, T, V),
+        ),
+        "linear_cross_entropy": (
+            lambda *t: kernels.linear_cross_entropy(*t, targets),
+            *(x, matrix),
+        ),
+        "linear_cross_entropy, rows": (
+            lambda *t: kernels.linear_cross_entropy(*t, targets, reduction="none"),
+            *(x, matrix),
+        ),
+        "embedding": (
+            lambda *t: kernels.embedding(ids, *t, dropout_p=0.25, rng=RNG),
+            *(new(V, C), new(T, C)),
+        ),
+    }
+    for name, (op, *tensors) in table.items():
+        yield name, Case(op, tuple(tensors))
+    yield (
+        "cross_entropy, in place",
+        Case(
+            lambda t: kernels.cross_entropy(t * 1.0, targets, inplace=True), (new(B, T, V),), False
+        ),
+    )
+
+
+@pytest.fixture(params=["module", "own product"])
+def products(request, monkeypatch):
+    """Also as on a machine where linear's product is our own: it reads memory by its address."""
+    if request.param == "own product":
+        linear = importlib.import_module("fastpar.kernels.linear")
+
+        def gemm(a, b, out, bias, accumulate):
+            a, b, bias = (None if t is None else in_memory(t) for t in (a, b, bias))
+            product = a @ b if bias is None else a @ b + bias
+            out.copy_(out + product if accumulate else product)
+
+        monkeypatch.setattr(linear, "use_gemm", lambda x, *_: x.dtype == torch.float32)
+        monkeypatch.setattr(linear, "_gemm", gemm)
+
+
+def in_memory(t: Tensor) -> Tensor:
+    """What t's memory holds."""
+    raw = torch.empty(0, dtype=t.dtype)
+    return raw.set_(t.untyped_storage(), t.storage_offset(), t.size(), t.stride())
+
+
+def grads_of(case: Case, tensors: tuple[Tensor, ...], dy: Tensor) -> list[Tensor]:
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    y = case.op(*leaves)
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+
+def same(name: str, got, expected) -> None:
+    for i, (a, b) in enumerate(zip(got, expected, strict=True)):
+        # torch's products add in an order that depends on strides: 16 terms of about 1.
+        limit = 16 * torch.finfo(a.dtype).eps * b.abs().amax() if "linear" in name else 0.0
+        error = (a - b).abs().amax()
+        assert error <= limit, f"{name}: tensor {i} differs by {error}"
+
+
+def refuses(name: str, error: type[Exception], words: str, call: Callable, *args) -> None:
+    with pytest.raises(error, match=words):
+        call(*args)
+
+
+def test_lazily_negated_tensors_have_their_sign(products):
+    for name, case in cases():
+        dy = torch.randn_like(case.op(*case.tensors))
+        expected = grads_of(case, case.tensors, dy)
+        contiguous = tuple(torch._neg_view(-t) for t in case.tensors)
+        imaginary = tuple(torch.complex(t, -t).conj().imag for t in case.tensors)
+        assert all(t.is_neg() for t in (*contiguous, *imaginary))
+        same(name, grads_of(case, contiguous, torch._neg_view(-dy)), expected)
+        if "attention" not in name:  # which asks for a contiguous last dimension
+            same(f"{name}, strided", grads_of(case, imaginary, dy), expected)
+        with torch.no_grad():
+            same(name, [case.op(*contiguous)], expected[:1])
+
+
+def test_no_gradient_is_no_gradient(products):
+    """What an autograd.Function above may hand down: None for an output nobody used."""
+
+    class Ends(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, y):
+            return y.sum()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return None
+
+    for name, case in cases():
+        leaves = [t.clone().requires_grad_() for t in case.tensors]
+        y = case.op(*leaves)
+        other = leaves[0].sum()
+        (Ends.apply(y) + other).backward()
+        assert torch.equal(leaves[0].grad, torch.ones_like(leaves[0])), name
+        assert all(t.grad is None or not t.grad.any() for t in leaves[1:]), name
+
+
+def test_gradients_in_batches(products):
+    for name, case in cases():
+        leaves = [t.clone().requires_grad_() for t in case.tensors]
+        y = case.op(*leaves)
+        batch = torch.randn(3, *y.shape)
+        got = torch.autograd.grad(y, leaves, batch, is_grads_batched=True, retain_graph=True)
+        one_by_one = [torch.autograd.grad(y, leaves, dy, retain_graph=True) for dy in batch]
+        same(name, got, map(torch.stack, zip(*one_by_one)))
+
+
+def test_vectorized_jacobian():
+    x, w = torch.randn(2, 4), torch.randn(4)
+    for op in (lambda x: kernels.layer_norm(x, w), lambda x: kernels.bias_gelu(x, w)):
+        fast = torch.autograd.functional.jacobian(op, x, vectorize=True)
+        assert torch.equal(fast, torch.autograd.functional.jacobian(op, x))
+
+
+def test_transforms_of_torch_func(products):
+    for name, case in cases():
+        if not case.batched:
+            continue
+        n = len(case.tensors)
+        dy = torch.randn_like(case.op(*case.tensors))
+        _, *expected = grads_of(case, case.tensors, dy)
+
+        def loss(*t, case=case, dy=dy):
+            return (case.op(*t) * dy).sum()
+
+        got = torch.func.grad(loss, argnums=tuple(range(n)))(*case.tensors)
+        same(name, got, expected)
+        batch = tuple(torch.stack([t, 2 * t]) for t in case.tensors)
+        samples = list(zip(*(t.unbind() for t in batch)))
+        each = torch.func.vmap(torch.func.grad(loss, argnums=tuple(range(n))))(*batch)
+        single = [torch.func.grad(loss, argnums=tuple(range(n)))(*s) for s in samples]
+        same(f"{name}, per sample", each, map(torch.stack, zip(*single)))
+        # Ordinary backward through vmap.
+        leaves = [t.clone().requires_grad_() for t in batch]
+        y = torch.func.vmap(case.op)(*leaves)
+        same(f"{name}, vmap", y.detach(), torch.stack([case.op(*s) for s in samples]))
+        got = torch.autograd.grad(y, leaves, torch.stack([dy, dy]))
+        each = [grads_of(case, s, dy)[1:] for s in samples]
+        same(f"{name}, vmap backward", got, map(torch.stack, zip(*each)))
+
+
+def test_second_derivatives_are_refused_under_transforms_too(products):
+    for name, case in cases():
+        if not case.batched or name in ("dropout", "linear"):  # which are torch's, or linear
+            continue
+        for power in (1, 2) if "embedding" not in name else (2,):
+
+            def loss(t, case=case, power=power):
+                return (case.op(t, *case.tensors[1:]) ** power).sum()
+
+            def gradient(t, loss=loss):
+                return torch.func.grad(loss)(t).sum()
+
+            x = case.tensors[0]
+            words = "expected one backward, got"
+            refuses(name, RuntimeError, words, torch.func.grad(gradient), x)
+            outer = gradient(x.clone().requires_grad_())
+            refuses(name, RuntimeError, words, outer.backward)
+
+
+def test_what_writes_in_place_is_refused_under_transforms():
+    logits, targets = torch.randn(3, 5, 7), torch.randint(0, 7, (3, 5))
+    with pytest.raises(
+        RuntimeError, match=r"cross_entropy_: expected tensors outside of torch\.fu"
+    ):
+        torch.func.vmap(
+            torch.func.grad(lambda a, t: kernels.cross_entropy(a * 1, t, inplace=True))
+        )(logits, targets)
+    w = torch.randn(7, 4)
+    for name, call in (
+        ("wte_grad", lambda w: kernels.embedding(targets, w, wte_grad=torch.zeros(7, 4)).sum()),
+        (
+            "weight_grad",
+            lambda w: kernels.linear_cross_entropy(
+                torch.ones(3, 5, 4), w, targets, weight_grad=torch.zeros(7, 4)
+            ),
+        ),
+    ):
+        with pytest.raises(RuntimeError, match=f"expected no {name} under torch.func's transforms"):
+            torch.func.grad(call)(w)
+
+
+def test_forward_mode_is_refused_by_name():
+    for name, case in cases():
+        stem = name.split(",")[0].removeprefix("residual_")
+        with forward_ad.dual_level():
+            for needs_grad in (False, True):
+                plain = [t.clone().requires_grad_(needs_grad) for t in case.tensors]
+                case.op(*plain)  # nothing has a tangent
+                duals = [forward_ad.make_dual(t, torch.ones_like(t)) for t in plain]
+                if stem == "linear":  # torch's own product here, which has it
+                    continue
+                refuses(name, RuntimeError, "expected tensors without tangents", case.op, *duals)
+
+
+def test_what_no_op_takes_is_refused_by_name():
+    words = "expected (dense tensors, got|a floating dtype|logits|wte|x and w|x of residual)"
+    for name, case in cases():
+        if name in ("linear", "cross_entropy, in place"):
+            continue
+        first, *rest = case.tensors
+        for bad in (
+            first.to_sparse(),
+            first.to(torch.float8_e4m3fn),
+            first.to(torch.complex64),
+            first.int(),
+        ):
+            refuses(name, ValueError, words, case.op, bad, *rest)
+        if rest:
+            refuses(name, ValueError, words, case.op, first, rest[0].to_sparse(), *rest[1:])
+
+
+def test_numbers_outside_their_range_are_refused():
+    x, w, q = torch.randn(2, 4), torch.ones(4), torch.randn(1, 3, 2, 8)
+    for eps in (-1e-5, float("nan"), float("inf")):
+        for call in (
+            lambda eps: kernels.layer_norm(x, w, None, eps),
+            lambda eps: kernels.rms_norm(x.double(), w.double(), eps),
+            lambda eps: kernels.residual_layer_norm(x, x, w, eps=eps),
+            lambda eps: kernels.residual_rms_norm(x, x, w, eps=eps),
+        ):
+            with pytest.raises(ValueError, match="norm: expected a finite eps >= 0, got eps="):
+                call(eps)
+    with pytest.raises(ValueError, match="global_norm: expected 0 < loss_scale < inf, got"):
+        kernels.global_norm([x], loss_scale="2")
+    with pytest.raises(ValueError, match="pack_: expected a number, got scale='2'"):
+        kernels.pack_(torch.zeros(4), [w], scale="2")
+    with pytest.raises(ValueError, match=r"make_key: expected 0 <= seed < 2..63, got seed=1.5"):
+        make_key(1.5, 0)
+    for scale in (float("inf"), float("nan"), 0.0, -1.0, "0.1"):
+        with pytest.raises(ValueError, match="expected a finite softmax_scale > 0"):
+            kernels.attention(q, q, q, softmax_scale=scale)
