@@ -460,6 +460,15 @@ def refuse_buffer(op: str, name: str) -> None:
         )
 
 
+def refuse_batch(op: str, name: str, grad: Tensor) -> None:
+    """Gradients in batches cannot be added to one memory each."""
+    if torch._C._functorch.is_legacy_batchedtensor(grad):
+        raise RuntimeError(
+            f"{op}: expected one gradient at a time with {name}, got a batch (is_grads_batched, "
+            f"jacobian(vectorize=True)); leave {name} out"
+        )
+
+
 def _one_backward(op: str, got: str) -> str:
     return (
         f"{op}: expected one backward, got {got}; "

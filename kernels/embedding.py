@@ -24,6 +24,7 @@ from fastpar.kernels.backend import (
     check_dense,
     define_autograd,
     define_op,
+    refuse_batch,
     refuse_buffer,
     refuse_double_backward,
     use_triton,
@@ -214,6 +215,7 @@ def _backward(ctx, dx):
     if ctx.wte_grad is None:
         dwte, dwpe = _embedding_bwd(dx, idx, *mask, ctx.rows, *places)
     else:
+        refuse_batch("embedding", "wte_grad", dx)
         dwpe = _embedding_bwd_(ctx.wte_grad, dx, idx, *mask, *places)
     none = (None,) * 5
     return None, dwte if ctx.rows else None, dwpe if ctx.positions else None, *none

@@ -54,6 +54,7 @@ from fastpar.kernels.backend import (
     define_op,
     in_transform,
     is_plain,
+    refuse_batch,
     refuse_buffer,
     refuse_double_backward,
     wide,
@@ -300,6 +301,7 @@ def _backward(ctx, dloss, *_):
     grad_x = scaled(dx, by, dx.dtype) if ctx.need_dx else None
     grad_weight = None
     if ctx.weight_grad is not None:
+        refuse_batch("linear_cross_entropy", "weight_grad", by)
         add_gradient_(ctx.weight_grad, dweight, by)
     elif ctx.need_dweight:
         grad_weight = scaled(dweight, by, ctx.dtype)

@@ -494,9 +494,11 @@ def test_two_ranks_step_like_one_process():
         torch.manual_seed(seed)
         return nn.Sequential(nn.Linear(7, 33), nn.Tanh(), nn.LayerNorm(33), nn.Linear(33, 3))
 
+    models = [model(rank) for rank in range(2)]  # not in the threads, which share a generator
+
     def ranks():
         mesh = Mesh()
-        ours = fastpar.parallelize(model(mesh.rank), mesh)
+        ours = fastpar.parallelize(models[mesh.rank], mesh)
         optimizer = Adafactor(ours.parameters(), max_grad_norm=1.0)
         for step in range(4):
             with fastpar.engine_of(ours).no_sync():

@@ -242,6 +242,10 @@ def test_what_writes_in_place_is_refused_under_transforms():
     ):
         with pytest.raises(RuntimeError, match=f"expected no {name} under torch.func's transforms"):
             torch.func.grad(call)(w)
+        leaf = w.clone().requires_grad_()
+        y = call(leaf)
+        with pytest.raises(RuntimeError, match=f"expected one gradient at a time with {name}"):
+            torch.autograd.grad(y, leaf, torch.ones(3), is_grads_batched=True)
 
 
 def test_forward_mode_is_refused_by_name():
