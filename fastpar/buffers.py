@@ -7,12 +7,6 @@
     3       own slice; whole    whole, freed when reduced     own slice
             only around use
 
-[Note: stale parameters]
-After a step a rank knows only its own slice of the new parameters, at stage 3 also between uses.
-Until they are gathered, p.data is a placeholder of the right shape with one nan for all elements:
-whoever reads it sees nans instead of old values, and not the memory that was freed, which would
-crash. Tensors that autograd saved keep the storage, which is resized and filled again in place.
-
 [Note: where gradients live]
 Autograd puts its own tensor into p.grad; take() copies it into the bucket, or adds it, at the cost
 that zeroing the bucket beforehand would have. Nothing is zeroed: the places of parameters without a
@@ -30,9 +24,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from fastpar.absent import Absent
+from fastpar.bucket_params import BucketParameters
 from fastpar.collectives import Collectives
 from fastpar.layout import Bucket, Layout
-from fastpar.tasks import Handle
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -71,14 +66,10 @@ class PairwiseSum:
         return x
 
 
-class BucketState:
+class BucketState(BucketParameters):
     """One bucket; made by the engine, which decides when what happens.
 
     Attributes:
-        params: its parameters; the slots of the layout in order.
-        flat: [P] parameters; without memory while a bucket of stage 3 is freed.
-        shard: [S] this rank's slice of the newest parameters.
-        live: whether the parameters are views of flat.
         grad: [P] gradients of this rank, None while they are freed.
         reduced: [S] ([P] at stage 0) mean over the ranks, None until the first of a step.
     """
@@ -98,23 +89,18 @@ class BucketState:
         gather: Collectives | None,
         poison: bool = False,
     ) -> None:
-        self.spec, self.params, self.stage = spec, params, stage
-        self.slots = [layout.slots[i] for i in spec.slots]
-        self.deterministic, self.poison = deterministic, poison
+        super().__init__(
+            layout,
+            spec,
+            params,
+            stage=stage,
+            rank=rank,
+            device=device,
+            gather=gather,
+            poison=poison,
+        )
+        self.deterministic = deterministic
         self.grad_dtype = grad_dtype or spec.dtype
-        self.device = device
-        self._own = slice(*spec.shard(rank))
-        self.pieces = [layout.piece(i, rank) for i in spec.slots]
-        shared = gather if stage in (1, 2) else None  # memory that the peers read without a copy
-        self.flat = self._empty(shared, spec.numel, spec.dtype).zero_()
-        self.views = [self.flat[s.start : s.stop].view(s.spec.shape) for s in self.slots]
-        self.shard = self.flat if stage == 0 else self.flat[self._own]
-        if stage == 3:
-            self.shard = self._empty(gather, spec.shard_numel, spec.dtype)
-        self._placeholders = list(self.views)
-        self.live = True
-        self.gathering: Handle | None = None
-        # Gradients
         self._main = self.grad_dtype != spec.dtype
         self.grad: Tensor | None = None
         if stage <= 1:
@@ -131,6 +117,7 @@ class BucketState:
         self._piece_views: tuple[Tensor | None, list[tuple[Tensor, Tensor | None, int]]] | None = (
             None
         )
+        self._absents: dict[int, Absent] = {}  # what marks show, see [Note: marks]
         self._aside = self.marked = False
         self._began_empty = True  # the last backward
         if stage == 0:
@@ -138,59 +125,10 @@ class BucketState:
                 if self._main:
                     p.main_grad = view  # type: ignore[attr-defined]
 
-    def _empty(self, group: Collectives | None, numel: int, dtype: torch.dtype) -> Tensor:
-        if group is None:
-            return torch.empty(numel, dtype=dtype, device=self.device)
-        return group.empty(numel, dtype)
-
     @property
     def grad_bytes(self) -> int:
         """Of the whole gradients."""
         return self.spec.numel * self.grad_dtype.itemsize
-
-    def name(self, position: int) -> str:
-        """The first name of a parameter."""
-        return self.slots[position].spec.names[0]
-
-    # Parameters
-
-    def attach(self) -> None:
-        """The values are in flat, for the first time: parameters become views."""
-        if self.stage == 3:
-            self.shard.copy_(self.flat[self._own])
-        for p in self.params:
-            p.grad = None
-        self.make_live()
-
-    def allocate(self) -> None:
-        """Memory for all parameters, their values unknown."""
-        if self.stage == 3 and not self.flat.untyped_storage().nbytes():
-            self.flat.untyped_storage().resize_(self.spec.numel * self.spec.dtype.itemsize)
-
-    def make_live(self) -> None:
-        """The values are there: parameters are views of them."""
-        for p, view in zip(self.params, self.views):
-            p.data = view
-        self.live = True
-
-    def make_stale(self) -> None:
-        """See [Note: stale parameters]; at stage 3 the memory is given back."""
-        if not self.live:
-            return
-        self.live = False
-        nan = self._nan(self.spec.dtype)
-        self._placeholders = [nan.expand(s.spec.shape) for s in self.slots]
-        for p, placeholder in zip(self.params, self._placeholders):
-            p.data = placeholder
-        if self.stage == 3:
-            if self.poison:
-                self.flat.fill_(float("nan"))
-            self.flat.untyped_storage().resize_(0)
-
-    def save_writes(self) -> None:
-        """Somebody wrote into the whole parameters: this rank's slice of them is the truth."""
-        if self.stage == 3:
-            self.shard.copy_(self.flat[self._own])
 
     def piece(self, position: int) -> tuple[Tensor, Tensor | None, int]:
         """(values, reduced gradient, first element) of what this rank owns of a parameter."""
@@ -423,11 +361,16 @@ class BucketState:
     def mark(self, *, hidden: bool = True) -> None:
         """See [Note: marks]; not hidden: p.grad is what it should be."""
         if hidden:
-            nan = self._nan(self.spec.dtype)
             for position in self.seen:
-                p = self.params[position]
-                p.grad = nan.expand(p.shape)
+                self.params[position].grad = self._absent(position)
         self.marked = hidden or not self._main  # a main gradient leaves p.grad None
+
+    def _absent(self, position: int) -> Absent:
+        if position not in self._absents:
+            nans = self._nan(self.spec.dtype).expand(self.slots[position].spec.shape)
+            self._absents[position] = Absent.of(nans, "gradient", self.name(position))
+        self._absents[position].zeroed = False
+        return self._absents[position]
 
     def unmark(self) -> None:
         """Before a backward: autograd must find no gradient; cleared ones are forgotten."""
@@ -467,18 +410,6 @@ class BucketState:
         """What fixed sums cost in memory now."""
         trees = (self.unreduced, self._reductions)
         return sum(tree.nbytes for tree in trees if tree is not None)
-
-    def _nan(self, dtype: torch.dtype) -> Tensor:
-        """A new one: somebody may write into that of a parameter with one element."""
-        return torch.full((), float("nan"), dtype=dtype, device=self.device)
-
-    # Checks
-
-    def is_in_place(self, position: int) -> bool:
-        """Whether the parameter still uses the bucket's memory."""
-        expected = self.views[position] if self.live else self._placeholders[position]
-        p = self.params[position]
-        return p.data_ptr() == expected.data_ptr() and p.dtype == self.spec.dtype
 
     def _check_grad(self, position: int, grad: Tensor) -> None:
         name = self.name(position)

@@ -132,11 +132,12 @@ class Shards:
     def gathered(self) -> Iterator[None]:
         """All parameters are whole inside; what is written there is kept. Ranks: all.
 
-        Every rank must write the same values: each keeps its own slice of them.
+        Every rank must write the same values: each keeps its own slice of them. p.data = values is
+        a write too, of the same shape, dtype and device. Inside of another it changes nothing.
+
+        Raises:
+            RuntimeError: at the end, for p.data that does not fit; the parameter keeps its values.
         """
-        if self.gathers is None or self.zero_stage == 0:
-            yield
-            return
         stale = [bucket for bucket in self.buckets if not bucket.live]
         for bucket in stale:
             if bucket.gathering is None:
@@ -146,10 +147,20 @@ class Shards:
         try:
             yield
         finally:
+            refused = self._take_new_memory()
             for bucket in self.buckets:
                 bucket.save_writes()
-                if self.zero_stage == 3:
-                    bucket.make_stale()
+            for bucket in stale if self.zero_stage == 3 else ():
+                bucket.make_stale()
+            if refused:
+                raise RuntimeError(refused[0])
+
+    def _take_new_memory(self) -> list[str]:
+        """What was given to p.data goes where the parameters are; what does not fit is told."""
+        moved = [(b, position, new) for b in self.buckets for position, new in b.new_memory()]
+        with torch.no_grad():
+            told = [bucket.take_memory(position, new) for bucket, position, new in moved]
+        return [message for message in told if message is not None]
 
     def each_whole(self) -> Iterator[nn.Parameter]:
         """Every trained parameter, whole along dp while it is yielded. Ranks: all.
@@ -349,13 +360,7 @@ class Shards:
     def check(self) -> None:
         """Parameters must still be those that the model uses, in the memory of their buckets."""
         for bucket in self.buckets:
-            for position, p in enumerate(bucket.params):
-                if not bucket.is_in_place(position):
-                    raise RuntimeError(
-                        f"Engine: expected parameter '{bucket.name(position)}' to stay in its flat "
-                        f"buffer, got other memory (dtype={p.dtype}, device={p.device}); call "
-                        "module.to() before fastpar.parallelize"
-                    )
+            bucket.check()
         for module_ref, attribute, p in self._homes:
             module = module_ref()
             if module is not None and module._parameters.get(attribute) is not p:

@@ -1,4 +1,7 @@
-"""state_dict() and load_state_dict() of a model whose ranks have parts of it see whole tensors."""
+"""state_dict() and load_state_dict() of a model whose ranks have parts of it see whole tensors.
+
+So do those of its submodules. The module that is asked gathers for all that it asks in turn.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,12 @@ from fastpar.engine import Engine
 def guard_state_dicts(model: nn.Module, engine: Engine) -> None:
     """From now on they gather, join and cut what the ranks share out. Ranks: all call them."""
     guard = _StateDicts(weakref.ref(engine))
-    model.register_state_dict_pre_hook(guard.enter)
-    model._register_state_dict_hook(guard.copy)
-    model.register_load_state_dict_pre_hook(guard.enter_load)
-    model.register_load_state_dict_post_hook(guard.leave)
+    for module in model.modules():
+        if next(module.parameters(), None) is not None:
+            module.register_state_dict_pre_hook(guard.enter)
+            module._register_state_dict_hook(guard.copy)
+            module.register_load_state_dict_pre_hook(guard.enter_load)
+            module.register_load_state_dict_post_hook(guard.leave)
 
 
 class _StateDicts:
@@ -27,6 +32,7 @@ class _StateDicts:
     def __init__(self, engine: Callable[[], Engine | None] = lambda: None) -> None:
         self._engine = engine
         self._open: contextlib.ExitStack | None = None
+        self._asked: Callable[[], nn.Module | None] = lambda: None  # the outermost module
 
     def __deepcopy__(self, memo: dict) -> _StateDicts:
         return _StateDicts()
@@ -34,18 +40,20 @@ class _StateDicts:
     def __reduce__(self) -> tuple:
         return (_StateDicts, ())
 
-    def enter(self, *args: Any, **kwargs: Any) -> None:
-        engine = self._engine()
-        if engine is not None:
-            self._open = contextlib.ExitStack()
-            self._open.enter_context(engine.gathered())
+    def enter(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        engine, asked = self._engine(), self._asked()
+        if engine is None or (asked is not None and _is_inside(module, asked)):
+            return
+        self._close()  # of one that failed
+        self._asked, self._open = weakref.ref(module), contextlib.ExitStack()
+        self._open.enter_context(engine.gathered())
 
     def enter_load(
         self, module: nn.Module, state: dict, prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        self.enter()
+        self.enter(module)
         engine = self._engine()
-        if engine is None or engine.declared is None:
+        if engine is None or engine.declared is None or self._asked() is not module:
             return
         errors: list[str] = args[-1]  # torch raises them together with its own
         for name, p in module.named_parameters(remove_duplicate=False):
@@ -63,7 +71,7 @@ class _StateDicts:
 
     def copy(self, module: nn.Module, state: dict, prefix: str, metadata: Any) -> None:
         engine = self._engine()
-        if self._open is not None and engine is not None:
+        if engine is not None and self._asked() is module:
             joined: dict[int, Tensor] = {}  # tied ones once, under all their names
             for name, p in module.named_parameters(remove_duplicate=False):
                 value = state.get(prefix + name)
@@ -75,9 +83,17 @@ class _StateDicts:
                     state[prefix + name] = joined[id(p)]
                 elif engine.zero_stage:
                     state[prefix + name] = value.clone()
-        self.leave()
+        self.leave(module)
 
-    def leave(self, *args: Any) -> None:
-        if self._open is not None:
-            self._open.close()
-            self._open = None
+    def leave(self, module: nn.Module, *args: Any) -> None:
+        if self._asked() is module:
+            self._close()
+
+    def _close(self) -> None:
+        opened, self._open, self._asked = self._open, None, lambda: None
+        if opened is not None:
+            opened.close()
+
+
+def _is_inside(module: nn.Module, outer: nn.Module) -> bool:
+    return module is not outer and any(part is module for part in outer.modules())

@@ -162,6 +162,12 @@ class Gathers:
 
         calls: wait only for what is not owned by parts that will be called.
         """
+        if self.stage == 3 and torch._C._functorch.peek_interpreter_stack() is not None:
+            raise RuntimeError(
+                "Engine: expected forwards outside of torch.func and vmap with zero_stage=3, got "
+                "one inside; nothing tells when its backward needs parameters: use "
+                "torch.autograd.grad, or zero_stage=2"
+            )
         if self.stage < 3:
             self.launch_stale()
         elif not self._is_live(index) and not self._is_launched(index):
@@ -342,7 +348,7 @@ class Gathers:
             for bucket in self.buckets[index]:
                 self.engine.finish_gather(bucket)
             if index == ROOT:
-                self._depth -= 1
+                self._depth = max(0, self._depth - 1)  # 0: a pre-hook before ours has failed
                 if self._depth == 0 and self.stage:
                     self.end()
                     if not with_grad:

@@ -120,39 +120,6 @@ def test_the_shards_of_all_ranks_are_the_bucket(stage):
             at += values.numel()
 
 
-@sharded
-def test_stale_parameters_read_as_nan_and_come_back(stage):
-    model = Tied()
-    before = copy.deepcopy(model.state_dict())
-    bucket = one(model, stage)
-    loss = model(torch.tensor([[1, 2]])).sum()
-    bucket.make_stale()
-    assert all(bucket.is_in_place(i) for i in range(3))
-    assert model.wte.weight.shape == (91, 6)
-    assert all(p.isnan().all() for p in bucket.params)
-    assert bucket.flat.untyped_storage().nbytes() == (0 if stage == 3 else bucket.spec.numel * 4)
-    bucket.allocate()
-    whole = torch.zeros(bucket.spec.numel)
-    for slot, view in zip(bucket.slots, [before[bucket.name(i)] for i in range(3)]):
-        whole[slot.start : slot.stop] = view.flatten()
-    bucket.flat.copy_(whole)
-    bucket.make_live()
-    assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
-    loss.backward()  # what autograd saved is the same memory, filled again
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_writes_into_whole_parameters_reach_the_shard(stage):
-    model = nn.Linear(8, 64)
-    bucket = one(model, stage, rank=1)
-    with torch.no_grad():
-        model.weight.fill_(3.0)
-    bucket.save_writes()
-    values, _, start = bucket.piece(1)
-    assert (start, values.numel()) == (256, 256)
-    assert (values == 3.0).all()
-
-
 # Gradients
 
 

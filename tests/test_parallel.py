@@ -172,7 +172,7 @@ def test_materialize_and_the_meta_device_go_together():
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_writing_into_a_placeholder_spoils_no_other(stage):
-    """Those of one element can be written: the nan is not shared for ever."""
+    """Gradients may be set to zero, which others do not see; parameters refuse it."""
 
     def ranks():
         model = nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 1), nn.Linear(1, 4))
@@ -181,12 +181,16 @@ def test_writing_into_a_placeholder_spoils_no_other(stage):
             model(torch.ones(2, 4)).sum().backward()
             assert all(p.grad.isnan().all() for p in model.parameters())
             model[1].bias.grad.zero_()
+            assert all(p.grad.isnan().all() for p in model.parameters())
             engine = engine_of(model)
             engine.before_step()
             engine.exchange(None)
             engine.after_step()
             assert all(p.isnan().all() for p in model.parameters())
-            model[1].bias.data.zero_()
+            with pytest.raises(
+                RuntimeError, match=r"p\.zero_: expected a whole parameter, got '1\.b"
+            ):
+                model[1].bias.data.zero_()
             model.zero_grad()
 
     run_ranks(ranks, 2)

@@ -1,7 +1,7 @@
 """unit_modules.py: which modules form a unit."""
 
 import pytest
-from test_units import Net
+from test_units import C, Net
 from torch import nn
 
 from fastpar.unit_modules import find_units, unit_of_parameters

@@ -336,3 +336,30 @@ def test_memory_is_given_back_after_the_step_of_a_penalty():
         assert {bucket.spec.unit for bucket in engine.buckets if bucket.live} == {0, 3}
 
     run_ranks(run, 2)
+
+
+def test_transforms_of_torch_func():
+    """As in plain torch, refused at stage 3."""
+
+    def slopes(model):
+        new = {name: p.detach() * 0.5 for name, p in fill(Stack(Block)).named_parameters()}
+        by = torch.func.grad(lambda q: torch.func.functional_call(model, q, (x_of(0),)).sum())(new)
+        return [*by.values(), torch.func.grad(lambda x: model(x).sum())(x_of(0))]
+
+    expected = slopes(fill(Stack(Block)))
+    for stage in (1, 2):
+
+        def run(stage=stage):
+            model = parallelize(fill(Stack(Block)), Mesh(), zero_stage=stage, **SMALL)
+            return slopes(model)
+
+        for a, b in zip(run_ranks(run, 2)[0], expected, strict=True):
+            assert torch.equal(a, b)
+
+    def refused():
+        model = parallelize(fill(Stack(Block)), Mesh(), zero_stage=3, **SMALL)
+        for call in (slopes, lambda model: torch.vmap(model)(x_of(0))):
+            with pytest.raises(RuntimeError, match=r"outside of torch\.func and vmap with zero_st"):
+                call(model)
+
+    run_ranks(refused, 2)
