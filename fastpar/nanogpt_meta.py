@@ -20,7 +20,7 @@ META = "meta.pkl"
 _BYTES = 1 << 24
 
 
-class _WithoutNames(pickle._Unpickler):  # type: ignore[name-defined, misc]
+class _WithoutNames(pickle._Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"it asks for {shown(f'{module}.{name}')}, which is not made")
 
