@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fastpar.absent import hide, show
+from fastpar.absent import AbsentParameter, hide, show
 from fastpar.collectives import Collectives
 from fastpar.layout import Bucket, Layout
 from fastpar.tasks import Handle
@@ -81,8 +81,8 @@ class BucketParameters:
 
     def make_live(self) -> None:
         """The values are there: parameters are views of them."""
-        if not self.live:
-            self.check()
+        if not self.live and not all(type(p) is AbsentParameter for p in self.params):
+            self.check()  # those that are absent refuse other memory themselves
         for p, view in zip(self.params, self.views):
             show(p)
             p.data = view
