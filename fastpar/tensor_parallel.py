@@ -41,8 +41,8 @@ from torch import Tensor
 from fastpar.collectives import Collectives
 from fastpar.grad_state import Partial, Replicate, State
 from fastpar.kernels import linear
-from fastpar.kernels.backend import define_autograd, define_op, refuse_double_backward
 from fastpar.kernels.linear import matmul
+from fastpar.kernels.op import define_autograd, define_op, refuse_double_backward
 from fastpar.tasks import Handle
 from fastpar.tp_overlap import Overlap
 

@@ -37,12 +37,14 @@ from fastpar.kernels.adamw_storage import (
     MOMENT_BLOCK,
     decode_moment,
     encode_moment,
+    in_order,
     master_join,
     master_split,
     new_moment,
     round_to_bf16,
 )
-from fastpar.kernels.backend import DTYPE_CODES, define_op, use_cpp, use_cuda
+from fastpar.kernels.backend import DTYPE_CODES, use_cpp, use_cuda
+from fastpar.kernels.op import define_op
 
 __all__ = [
     "MOMENT_BLOCK",
@@ -71,13 +73,6 @@ def _storage(p: Tensor, g: Tensor, exp_avg: Tensor, masters: list[Tensor]) -> li
     return [DTYPE_CODES[p.dtype], DTYPE_CODES[g.dtype], MOMENT_CODES[exp_avg.dtype], master]
 
 
-def _in_order(g: Tensor, p: Tensor) -> Tensor:
-    """g, its elements lying in memory in the order of p's: both are updated as flat memory."""
-    if g.stride() == p.stride() or (g.is_contiguous() and p.is_contiguous()):
-        return g
-    return torch.empty_strided(p.shape, p.stride(), dtype=g.dtype, device=g.device).copy_(g)
-
-
 def _step_compiled(
     columns: list[list[Tensor]],
     grad_scale: Tensor | None,
@@ -93,8 +88,8 @@ def _step_compiled(
     on_cuda: bool,
 ) -> None:
     params, grads = columns[0], columns[1]
-    in_order = [_in_order(g, p) for p, g in zip(params, grads)]
-    addresses = [[t.data_ptr() for t in column] for column in (params, in_order, *columns[2:])]
+    ordered = [in_order(g, p) for p, g in zip(params, grads)]
+    addresses = [[t.data_ptr() for t in column] for column in (params, ordered, *columns[2:])]
     hypers_at = [0] * len(hypers)
     for slot, t in zip(hyper_slots, hyper_tensors):
         hypers_at[slot] = t.data_ptr()
@@ -116,7 +111,7 @@ def _step_compiled(
     else:
         _C.adamw_step(*call, threads)
     if zero_grad:
-        for g, used in zip(grads, in_order):
+        for g, used in zip(grads, ordered):
             if used is not g:
                 g.zero_()
 
@@ -185,7 +180,7 @@ def _fused_torch(
     params, grads, exp_avgs, exp_avg_sqs, *rest = (list(column) for column in zip(*rows))
     weights = rest[-1] if half else params
     # _fused_adamw_ would unscale the caller's gradients in place; these are copies.
-    scaled = [_in_order(g, w).to(w.dtype) for g, w in zip(grads, weights)]
+    scaled = [in_order(g, w).to(w.dtype) for g, w in zip(grads, weights)]
     if grad_scale is not None:
         scaled = list(torch._foreach_mul(scaled, grad_scale.to(scaled[0].dtype)))
     lr, beta1, beta2, eps, weight_decay, step = hyper

@@ -26,6 +26,13 @@ def is_dense(t: Tensor) -> bool:
     return True
 
 
+def in_order(g: Tensor, p: Tensor) -> Tensor:
+    """g, its elements lying in memory in the order of p's: both are updated as flat memory."""
+    if g.stride() == p.stride() or (g.is_contiguous() and p.is_contiguous()):
+        return g
+    return torch.empty_strided(p.shape, p.stride(), dtype=g.dtype, device=g.device).copy_(g)
+
+
 def _in_memory_order(t: Tensor, op: str) -> Tensor:
     if not is_dense(t):
         raise ValueError(

@@ -40,15 +40,8 @@ from torch import Tensor
 
 from fastpar.kernels import _C
 from fastpar.kernels.attention_composed import Dropout, Triple, composed_bwd, composed_fwd, sdpa
-from fastpar.kernels.backend import (
-    DTYPE_CODES,
-    check_float,
-    define_autograd,
-    define_op,
-    refuse_double_backward,
-    use_cpp,
-    use_triton,
-)
+from fastpar.kernels.backend import DTYPE_CODES, use_cpp, use_triton
+from fastpar.kernels.op import check_float, define_autograd, define_op, refuse_double_backward
 from fastpar.kernels.philox import Rng, check_rng, draw_key, quantize_p, refuse_parts
 
 MAX_HEAD_DIM = 256

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from fastpar.kernels import _C, backend
 from fastpar.kernels.adamw_storage import is_dense
-from fastpar.kernels.backend import DTYPE_CODES, define_op, use_cpp, use_cuda
+from fastpar.kernels.backend import DTYPE_CODES, use_cpp, use_cuda
 from fastpar.kernels.global_norm import NORM_WORDS, norm_bins
+from fastpar.kernels.op import define_op
 
 # (destination, source, elements, code of the destination's dtype, of the source's)
 _Range = tuple[int, int, int, int, int]

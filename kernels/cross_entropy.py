@@ -29,18 +29,14 @@ import torch
 from torch import Tensor
 
 from fastpar.kernels import _C
-from fastpar.kernels.backend import (
-    DTYPE_CODES,
-    FLOATS,
+from fastpar.kernels.backend import DTYPE_CODES, FLOATS, use_cpp, use_triton, wide
+from fastpar.kernels.op import (
     check_dense,
     define_autograd,
     define_op,
     in_transform,
     is_plain,
     refuse_double_backward,
-    use_cpp,
-    use_triton,
-    wide,
 )
 
 REDUCTIONS = ("mean", "sum", "none")

@@ -16,15 +16,8 @@ import torch
 from torch import Tensor
 
 from fastpar.kernels import _C
-from fastpar.kernels.backend import (
-    DTYPE_CODES,
-    FLOATS,
-    check_dense,
-    define_op,
-    use_cpp,
-    use_triton,
-    wide,
-)
+from fastpar.kernels.backend import DTYPE_CODES, FLOATS, use_cpp, use_triton, wide
+from fastpar.kernels.op import check_dense, define_op
 
 
 def _sizes(

@@ -19,15 +19,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastpar.kernels.backend import (
-    FLOATS,
+from fastpar.kernels.backend import FLOATS, use_triton
+from fastpar.kernels.op import (
     check_dense,
     define_autograd,
     define_op,
     refuse_batch,
     refuse_buffer,
     refuse_double_backward,
-    use_triton,
 )
 from fastpar.kernels.philox import (
     Rng,

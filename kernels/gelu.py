@@ -18,15 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastpar.kernels import _C
-from fastpar.kernels.backend import (
-    DTYPE_CODES,
-    check_float,
-    define_autograd,
-    define_op,
-    refuse_double_backward,
-    use_cpp,
-    use_triton,
-)
+from fastpar.kernels.backend import DTYPE_CODES, use_cpp, use_triton
+from fastpar.kernels.op import check_float, define_autograd, define_op, refuse_double_backward
 
 _FORMS = ("none", "tanh")  # torch's names, by whether it is the tanh form
 

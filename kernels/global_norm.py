@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from fastpar.kernels import _C, backend
-from fastpar.kernels.backend import DTYPE_CODES, define_op, use_cpp, use_cuda
+from fastpar.kernels.backend import DTYPE_CODES, use_cpp, use_cuda
+from fastpar.kernels.op import define_op
 
 # As in csrc/norm_math.h.
 _BINS, _BIN_BITS, _LOWEST_UNIT = 12, 52, -350

@@ -24,17 +24,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastpar.kernels import _C
-from fastpar.kernels.backend import (
-    DTYPE_CODES,
+from fastpar.kernels.backend import DTYPE_CODES, use_cpp, use_triton, wide
+from fastpar.kernels.op import (
     check_dense,
     check_eps,
     check_float,
     define_autograd,
     define_op,
     refuse_double_backward,
-    use_cpp,
-    use_triton,
-    wide,
 )
 from fastpar.kernels.philox import (
     Rng,

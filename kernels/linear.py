@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastpar.kernels import _C, backend
-from fastpar.kernels.backend import define_autograd, define_op, has_gemm, refuse_double_backward
+from fastpar.kernels.backend import has_gemm
+from fastpar.kernels.op import define_autograd, define_op, refuse_double_backward
 
 # Multiply-adds of a product from which ours is faster than MKL's: measured equal at 64^3.
 _OURS_FROM = 1 << 18

@@ -47,18 +47,7 @@ import threading
 import torch
 from torch import Tensor
 
-from fastpar.kernels.backend import (
-    FLOATS,
-    check_dense,
-    define_autograd,
-    define_op,
-    in_transform,
-    is_plain,
-    refuse_batch,
-    refuse_buffer,
-    refuse_double_backward,
-    wide,
-)
+from fastpar.kernels.backend import FLOATS, wide
 from fastpar.kernels.cross_entropy import (
     check_loss,
     count_targets,
@@ -67,6 +56,16 @@ from fastpar.kernels.cross_entropy import (
     reduce_losses,
 )
 from fastpar.kernels.linear import add_matmul_, matmul
+from fastpar.kernels.op import (
+    check_dense,
+    define_autograd,
+    define_op,
+    in_transform,
+    is_plain,
+    refuse_batch,
+    refuse_buffer,
+    refuse_double_backward,
+)
 
 _local = threading.local()  # ranks may be threads of one process: one workspace each
 

@@ -27,14 +27,8 @@ import torch
 from torch import Tensor
 
 from fastpar.kernels import _C
-from fastpar.kernels.backend import (
-    DTYPE_CODES,
-    check_float,
-    define_autograd,
-    define_op,
-    use_cpp,
-    use_triton,
-)
+from fastpar.kernels.backend import DTYPE_CODES, use_cpp, use_triton
+from fastpar.kernels.op import check_float, define_autograd, define_op
 
 MAX_SITES = 1 << 15
 MAX_HEADS = 1 << 16

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from fastpar.kernels import _C, backend
-from fastpar.kernels.backend import DTYPE_CODES, define_op, use_cpp, use_cuda
+from fastpar.kernels.backend import DTYPE_CODES, use_cpp, use_cuda
+from fastpar.kernels.op import define_op
 
 # The codes' numbers are csrc/quantize_math.h's; then the largest magnitude.
 _CODES = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}

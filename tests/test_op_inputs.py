@@ -298,3 +298,22 @@ def test_numbers_outside_their_range_are_refused():
     for scale in (float("inf"), float("nan"), 0.0, -1.0, "0.1"):
         with pytest.raises(ValueError, match="expected a finite softmax_scale > 0"):
             kernels.attention(q, q, q, softmax_scale=scale)
+
+
+@pytest.mark.slow
+def test_the_kernels_of_a_gpu_get_plain_tensors_too(triton_device):
+    x, w = torch.randn(3, 16, device=triton_device), torch.randn(16, device=triton_device)
+    targets = torch.tensor([0, 5, 15], device=triton_device)
+    for name, case in (
+        ("layer_norm", Case(kernels.layer_norm, (x, w))),
+        ("bias_gelu", Case(kernels.bias_gelu, (x, w))),
+        ("cross_entropy", Case(lambda t: kernels.cross_entropy(t, targets), (x,))),
+    ):
+        dy = torch.randn_like(case.op(*case.tensors))
+        expected = grads_of(case, case.tensors, dy)
+        negated = tuple(torch._neg_view(-t) for t in case.tensors)
+        same(name, grads_of(case, negated, torch._neg_view(-dy)), expected)
+        x = case.tensors[0].clone().requires_grad_()
+        y = case.op(x, *case.tensors[1:])
+        (got,) = torch.autograd.grad(y, x, torch.stack([dy, dy]), is_grads_batched=True)
+        same(name, got, [expected[1], expected[1]])

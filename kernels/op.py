@@ -1,0 +1,290 @@
+"""How ops are registered and called: with torch.library, or straight where tensors are ordinary.
+
+Kinds of tensors and derivatives that no implementation reads are made plain or refused here, once
+for all ops; tests/test_op_inputs.py is the table.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from fastpar.kernels.backend import FLOATS
+
+_library = torch.library.Library("fastpar", "FRAGMENT")
+
+
+class Op:
+    """An op of torch.library that plain eager calls reach without the dispatcher.
+
+    [Note: eager calls] The dispatcher parses every argument twice, once for autograd and once for
+    the device, which costs as much as a small kernel. So a call on plain CPU or CUDA tensors, with
+    no mode, transform or tracer that wants to see it, goes straight to the implementation (through
+    autograd.Function where a gradient is needed, which torch's profiler sees). All others see the
+    op: torch.compile, and the profiler where no gradient is needed.
+
+    [Note: unusual tensors] Implementations read memory by address, so a tensor is plain only if its
+    memory holds its values: what is negated lazily (the negative bit of z.conj().imag) is made
+    plain here, for inputs and for the gradients that reach a backward op; a batch of gradients
+    (is_grads_batched) goes through the dispatcher, which calls the op for each; a sparse tensor and
+    a tangent of forward-mode AD are refused.
+
+    [Note: transforms] Under torch.func's grad and vmap the op is an autograd.Function of the form
+    that these ask for: vmap is a loop, and backward may itself be recorded, but not differentiated.
+    """
+
+    def __init__(self, overload: torch._ops.OpOverload, run: Callable[..., Any]):
+        self.overload = overload
+        self.run = run
+        self.name = overload.name().split("::")[1]
+        self.apply: Callable[..., Any] | None = None
+        self.mutates = overload._schema.is_mutable
+        self.takes_lists = any(str(a.type) == "List[Tensor]" for a in overload._schema.arguments)
+        self.setup_context: Callable[..., None] = lambda ctx, inputs, output: None
+        self.backward: Callable[..., Any] = self._no_backward
+
+    def __call__(self, *args: Any) -> Any:
+        if (
+            torch.compiler.is_compiling()
+            or self.mutates
+            or _is_watched()
+            or forward_ad._current_level >= 0
+        ):
+            return self._with_care(args)
+        needs_grad = False
+        for a in args:
+            if isinstance(a, Tensor):
+                if (
+                    type(a) not in _PLAIN
+                    or not (a.is_cpu or a.is_cuda)
+                    or not _has_storage(a)
+                    or a.is_neg()
+                ):
+                    return self._with_care(args)
+                needs_grad = needs_grad or a.requires_grad
+        if needs_grad and self.apply is not None and torch.is_grad_enabled():
+            return self.apply(*args)
+        return (self.overload if torch.autograd._profiler_enabled() else self.run)(*args)
+
+    def _with_care(self, args: tuple) -> Any:
+        """A call that is not eager on plain tensors; see the notes above."""
+        if torch.compiler.is_compiling():
+            return self.overload(*args)
+        if forward_ad._current_level >= 0:
+            self._refuse_tangents(args)
+        if in_transform() and not self.takes_lists:
+            if self.mutates:
+                raise RuntimeError(
+                    f"{self.name}: expected tensors outside of torch.func's transforms, got a call "
+                    "under grad or vmap; it writes in place: leave out what asks for that (inplace,"
+                    " wte_grad, weight_grad)"
+                )
+            return self._transformed.apply(*args)
+        negative = False
+        for a in args:
+            if isinstance(a, Tensor):
+                check_dense(self.name, "a tensor", a)
+                negative = negative or a.is_neg()
+        if negative and not self.mutates:
+            return self(*(a.resolve_neg() if isinstance(a, Tensor) else a for a in args))
+        return self.overload(*args)
+
+    def _refuse_tangents(self, args: tuple) -> None:
+        lists = ((a,) if isinstance(a, Tensor) else a if isinstance(a, list) else () for a in args)
+        for a in itertools.chain.from_iterable(lists):
+            if isinstance(a, Tensor) and forward_ad.unpack_dual(a).tangent is not None:
+                raise RuntimeError(
+                    f"{self.name}: expected tensors without tangents, got forward-mode AD (jvp, "
+                    "dual tensors), which it has not; use backward or torch.func.grad, or "
+                    f"fastpar.kernels.reference.{_stem(self.name)}_ref"
+                )
+
+    @functools.cached_property
+    def _transformed(self) -> Any:
+        """The autograd.Function of [Note: transforms]."""
+
+        def forward(*inputs):
+            return self(*inputs)
+
+        def vmap(info, in_dims, *args):
+            results = []
+            for i in range(info.batch_size):
+                slices = (a if d is None else a.select(d, i) for a, d in zip(args, in_dims))
+                results.append(self._transformed.apply(*slices))
+            if isinstance(results[0], Tensor):
+                return torch.stack(results), 0
+            return tuple(map(torch.stack, zip(*results))), (0,) * len(results[0])
+
+        methods = {
+            "forward": staticmethod(forward),
+            "setup_context": staticmethod(lambda *args: self.setup_context(*args)),
+            "backward": staticmethod(lambda *args: self.backward(*args)),
+            "vmap": staticmethod(vmap),
+        }
+        return type(self.name, (torch.autograd.Function,), methods)
+
+    def _no_backward(self, ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(_one_backward(_stem(self.name), "a derivative of its gradient"))
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+_has_storage = torch._C._has_storage  # not of a sparse tensor, nor of torch's wrappers
+
+
+def _stem(name: str) -> str:
+    """layer_norm of layer_norm_bwd, and so on."""
+    return name.removesuffix("_").removesuffix("_bwd")
+
+
+def in_transform() -> bool:
+    """Whether a transform of torch.func (grad, vmap) is active."""
+    compiling = torch.compiler.is_compiling()  # torch's tracer takes the stack for full
+    return not compiling and torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether x is an ordinary tensor here, whose memory holds its values."""
+    return type(x) in _PLAIN and _has_storage(x) and not x.is_neg() and not _is_watched()
+
+
+def _is_watched() -> bool:
+    """Whether a mode (FakeTensor, make_fx, checkpointing) or a transform (vmap) is active."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
+def check_dense(op: str, name: str, x: Tensor) -> None:
+    """Refuse sparse tensors, before their shapes and strides are asked for."""
+    if x.layout is not torch.strided:
+        raise ValueError(
+            f"{op}: expected dense tensors, got {name}.layout={x.layout}; pass its to_dense()"
+        )
+
+
+def check_float(op: str, name: str, x: Tensor) -> None:
+    """Refuse what neither our kernels nor torch's ops take for numbers."""
+    check_dense(op, name, x)
+    if x.dtype not in FLOATS:
+        raise ValueError(
+            f"{op}: expected a floating dtype, got {name}={x.dtype}; cast it first, to fp32, bf16, "
+            "fp16 or fp64"
+        )
+
+
+def check_eps(op: str, eps: float) -> None:
+    """Refuse what would make roots of negative numbers."""
+    if not 0.0 <= eps < math.inf:
+        raise ValueError(f"{op}: expected a finite eps >= 0, got eps={eps}; 1e-5 is usual")
+
+
+def define_op(
+    schema: str, run: Callable[..., Any], fake: Callable[..., Any], devices: Sequence[str]
+) -> Op:
+    """The op fastpar::<schema> that calls `run` on tensors of these devices ("CPU", "CUDA").
+
+    `run` returns new tensors, never its inputs. See [Note: eager calls].
+    """
+    name = schema.split("(")[0]
+    _library.define(schema)
+    for device in devices:
+        _library.impl(name, run, device)
+    torch.library.register_fake(f"fastpar::{name}", fake, lib=_library)
+    return Op(getattr(torch.ops.fastpar, name).default, run)
+
+
+def define_autograd(
+    op: Op,
+    setup_context: Callable[..., None],
+    backward: Callable[..., Any],
+    *,
+    by_products: int = 0,
+) -> None:
+    """Gradients of op: setup_context(ctx, inputs, output) and backward(ctx, *grads).
+
+    backward is not called where no output has a gradient; of several, some may be None.
+
+    Args:
+        by_products: how many outputs, the last ones, are for backward alone. They have no gradient.
+            Under torch.func they may be asked for one, by a second derivative: it is refused.
+    """
+
+    def setup(ctx, inputs, output):
+        if by_products:
+            ctx.mark_non_differentiable(*output[-by_products:])
+        setup_of_transform(ctx, inputs, output)
+
+    def setup_of_transform(ctx, inputs, output):
+        ctx.set_materialize_grads(False)
+        setup_context(ctx, inputs, output)
+
+    def backward_of_transform(ctx, *grads):
+        if any(grad is not None for grad in grads[len(grads) - by_products :]):
+            return op._no_backward(ctx, *grads)
+        return backward_of_some(ctx, *grads)
+
+    def backward_of_some(ctx, *grads):
+        for grad in grads:
+            if grad is not None:
+                return backward(ctx, *grads)
+        return (None,) * len(ctx.needs_input_grad)
+
+    def through_dispatcher(ctx, *inputs):
+        with torch._C._AutoDispatchBelowAutograd():
+            output = op.overload(*inputs)
+        setup(ctx, inputs, output)
+        return output
+
+    def eager(ctx, *inputs):
+        output = op.run(*inputs)
+        setup(ctx, inputs, output)
+        return output
+
+    def function(forward: Callable[..., Any]) -> Any:
+        methods = {"forward": staticmethod(forward), "backward": staticmethod(backward_of_some)}
+        return type(op.name, (torch.autograd.Function,), methods)
+
+    _library.impl(op.name, function(through_dispatcher).apply, "Autograd")
+    op.apply = function(eager).apply
+    op.setup_context, op.backward = setup_of_transform, backward_of_transform
+
+
+def refuse_double_backward(op: str) -> None:
+    """Called first in an op's backward: gradients of these gradients are not computed.
+
+    torch.func.grad always asks for them; there they are refused when they are taken.
+    """
+    if torch.is_grad_enabled() and not in_transform():
+        raise RuntimeError(_one_backward(op, "create_graph=True"))
+
+
+def refuse_buffer(op: str, name: str) -> None:
+    """A transform of torch.func cannot have its gradients added to memory outside of it."""
+    if in_transform():
+        raise RuntimeError(
+            f"{op}: expected no {name} under torch.func's transforms, got one; leave it out: the "
+            "transform returns the gradient"
+        )
+
+
+def refuse_batch(op: str, name: str, grad: Tensor) -> None:
+    """Gradients in batches cannot be added to one memory each."""
+    if torch._C._functorch.is_legacy_batchedtensor(grad):
+        raise RuntimeError(
+            f"{op}: expected one gradient at a time with {name}, got a batch (is_grads_batched, "
+            f"jacobian(vectorize=True)); leave {name} out"
+        )
+
+
+def _one_backward(op: str, got: str) -> str:
+    return (
+        f"{op}: expected one backward, got {got}; "
+        f"use fastpar.kernels.reference.{op}_ref where second derivatives are needed"
+    )
