@@ -118,7 +118,10 @@ class BucketState(BucketParameters):
             None
         )
         self._absents: dict[int, Absent] = {}  # what marks show, see [Note: marks]
-        self._aside = self.marked = False
+        self._aside = False
+        self._marks: dict[int, Tensor] = {}  # see [Note: marks]
+        self._hidden = False  # the marks are placeholders
+        self._zeroed = set(range(len(params)))  # positions whose gradient nobody has, on any rank
         self._began_empty = True  # the last backward
         if stage == 0:
             for p, view in zip(params, self.grad_views):
@@ -200,6 +203,7 @@ class BucketState(BucketParameters):
         elif self.stage == 1 and self.reduced is not None and not self.has:
             self._keep_reduced()
         missing = []
+        self._zeroed.clear()
         for position, p in enumerate(self.params):
             if self.stage == 0 and not self._main:
                 # By hand between two backward passes, or forgotten by zero_grad() of a module.
@@ -325,20 +329,46 @@ class BucketState(BucketParameters):
             return self.params[position].grad
         return self.grad_views[position] if position in self.has else None
 
-    def zero_grad(self, set_to_none: bool) -> None:
-        """Forget all gradients, which writes no memory; or set those that there are to zero."""
-        self.marked = False
-        self.unreduced = self._reductions = None
-        if not set_to_none:
-            kept = [self.grad_of(i) for i in range(len(self.params))] if self.stage == 0 else []
-            for grad in [*kept, self.reduced]:
-                if grad is not None:
-                    grad.zero_()
-            if self.stage:
-                self._forget_local()
+    @property
+    def zeroed(self) -> bool:
+        """Whether all gradients were zeroed since the last backward or reduction of any rank."""
+        return len(self._zeroed) == len(self.params)
+
+    @property
+    def empty(self) -> bool:
+        """Whether this rank has no gradient, and no part of one."""
+        return self.zeroed or (not self.seen and (self.stage == 0 or self.reduced is None))
+
+    def zero_grad(self, set_to_none: bool, positions: set[int] | None = None) -> None:
+        """Forget all gradients, which writes no memory; or set those that there are to zero.
+
+        positions: those of these parameters only.
+        """
+        positions = set(range(len(self.params))) if positions is None else positions
+        zero = set()
+        if not set_to_none:  # but of what was cleared by hand
+            known = self._marks.keys()
+            zero = {i for i in positions if i not in known or self.params[i].grad is not None}
+        for position in positions - zero:
+            self.params[position].grad = None
+        self._forget(positions - zero)
+        for position in zero:
+            self._zero(position)
+        if self.zeroed:
+            self.unreduced = self._reductions = None  # a tree of zeros would change what follows
+
+    def _forget(self, positions: set[int]) -> None:
+        """These have no gradient any more; memory is written only where others have one."""
+        self._zeroed |= positions
+        self.seen -= positions
+        self.has -= positions
+        for position in positions:
+            self._marks.pop(position, None)
+        if not self.empty:
+            for position in positions:
+                self._zero_parts(position)
             return
-        self._forget_local()
-        self.seen.clear()
+        self.unreduced = self._reductions = None
         if self.reduced is not self.grad_shard:
             self._piece_views = None  # they would keep it alive
         self.reduced = None
@@ -352,18 +382,25 @@ class BucketState(BucketParameters):
             self.zero_grad(True)
         self.unmark()
         self._began_empty = not self.seen
+        self._zeroed.clear()
 
-    # [Note: marks] Where the gradient is not in p.grad (stages >= 1, and micro-batches that wait
-    # for the tree), p.grad is a placeholder of nans from the end of a backward to the next: whoever
-    # reads it (clip_grad_norm_) sees that the gradient is not there, and whoever sets it to None
-    # (zero_grad of any module or optimizer) is understood.
+    # [Note: marks] From the end of a backward to the next it is remembered what p.grad was: whoever
+    # sets it to None (zero_grad of any module) is understood. Where the gradient is elsewhere
+    # (stages >= 1, main gradients, micro-batches that wait for the tree), p.grad is a placeholder
+    # of nans: whoever reads it (clip_grad_norm_) sees that the gradient is not there. Once shards
+    # are reduced every parameter has one, as no rank knows which of them others have used.
 
     def mark(self, *, hidden: bool = True) -> None:
         """See [Note: marks]; not hidden: p.grad is what it should be."""
-        if hidden:
-            for position in self.seen:
-                self.params[position].grad = self._absent(position)
-        self.marked = hidden or not self._main  # a main gradient leaves p.grad None
+        self._hidden = hidden = hidden or self._main
+        everywhere = self.stage > 0 and self.reduced is not None
+        self._marks.clear()
+        for position in range(len(self.params)) if everywhere else self.seen:
+            p = self.params[position]
+            if hidden:
+                p.grad = self._absent(position)
+            if p.grad is not None:
+                self._marks[position] = p.grad
 
     def _absent(self, position: int) -> Absent:
         if position not in self._absents:
@@ -373,22 +410,50 @@ class BucketState(BucketParameters):
         return self._absents[position]
 
     def unmark(self) -> None:
-        """Before a backward: autograd must find no gradient; cleared ones are forgotten."""
-        if not self.marked:
-            return
-        self.marked = False
-        cleared = [position for position in self.seen if self.params[position].grad is None]
-        if len(cleared) == len(self.seen):
-            self.zero_grad(True)
-            return
-        for position in self.seen:
+        """Before a backward: autograd must find no placeholder; cleared gradients are forgotten."""
+        self.forget_cleared()
+        for position in self._marks if self._hidden else ():
             self.params[position].grad = None
-        for position in cleared:
-            self._forget(position)
+        self._marks.clear()
 
-    def _forget(self, position: int) -> None:
-        self.seen.discard(position)
-        self.has.discard(position)
+    def forget_cleared(self, fired: Tensor | None = None) -> tuple[set[int], bool]:
+        """p.grad = None, and zero_grad() of a module, are understood.
+
+        Args:
+            fired: stage 0: a parameter that autograd has given its next gradient already.
+        Returns:
+            Positions that were cleared, and whether every rank had marked them.
+        """
+        cleared = set()
+        for position, mark in self._marks.items():
+            grad = self.params[position].grad
+            if grad is None or (self.params[position] is fired and grad is not mark):
+                cleared.add(position)
+            elif self._hidden and grad is not mark:
+                raise RuntimeError(
+                    f"Engine: expected p.grad of '{self.name(position)}' as backward left it, got "
+                    "another tensor, while the gradient is in a shard or in p.main_grad; clip with "
+                    "fastpar.AdamW(max_grad_norm=...), scale the loss, or set p.grad to None"
+                )
+            elif isinstance(mark, Absent) and mark.zeroed:
+                mark.zeroed = False
+                self._zero(position)
+        everywhere = self.reduced is not None
+        if cleared:
+            self._forget(cleared)
+        return cleared, everywhere
+
+    def _zero(self, position: int) -> None:
+        """A parameter's gradient is zero from now on."""
+        self._zeroed.add(position)
+        if self.stage:
+            self.has.discard(position)
+        elif (grad := self.grad_of(position)) is not None:  # or a placeholder, which may be zero
+            grad.zero_()
+        self._zero_parts(position)
+
+    def _zero_parts(self, position: int) -> None:
+        """Of one parameter, in what was added up so far."""
         slot = self.slots[position]
         whole = slice(slot.start, slot.stop)
         start, stop = self.pieces[position]
@@ -397,7 +462,7 @@ class BucketState(BucketParameters):
         for tree, place in ((self.unreduced, whole), (self._reductions, part)):
             if tree is not None:
                 tree.zero_(place)
-        if self.reduced is not None:
+        if self.reduced is not None and self.stage:
             self.reduced[part].zero_()
 
     def take_tree_ms(self) -> float:

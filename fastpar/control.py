@@ -1,6 +1,6 @@
 """The one small exchange of a step: what every rank tells all others before the optimizer's update.
 
-    | hashes | backwards | tokens | norm bins | who used which parameter, a bit each | values |
+    | hashes | backwards | cleared | tokens | norm bins | used parameters, a bit each | values |
 
 int64 words of each rank, gathered by all, so that every rank sums the same numbers in the same
 order. On a GPU the words stay on the device; what the host checks is read a step later, when it is
@@ -18,7 +18,7 @@ from fastpar.collectives import Collectives
 from fastpar.kernels.global_norm import NORM_WORDS
 
 _BITS = 62
-_HEAD = 4  # hashes of two kinds of collectives, backwards, tokens
+_HEAD = 5  # hashes of two kinds of collectives, backwards, hash of cleared gradients, tokens
 
 
 class Control:
@@ -43,6 +43,7 @@ class Control:
         self._ranks = slice(copy_ranks[0], copy_ranks[-1] + 1)
         self._values: list[Tensor] = []
         self._tokens: Tensor | int | None = None
+        self._doubt = ""  # what is wrong with the tokens, for a person
         self._rows: Tensor | None = None
         self._late: tuple[Tensor, torch.cuda.Event] | None = None
         self.contributed: Tensor | None = None
@@ -54,7 +55,20 @@ class Control:
 
     def count_tokens(self, n: int | Tensor) -> None:
         """Add to this rank's valid tokens of this step."""
+        if self._tokens is None:
+            self._doubt = ""
         self._tokens = n if self._tokens is None else self._tokens + n
+
+    def forget(self, *, early: bool) -> None:
+        """Gradients were zeroed, and what was told of them with them; early: before a backward."""
+        lost = early and self._tokens is not None
+        self._values, self._tokens = [], None
+        self._doubt = "none after zero_grad(), which dropped what was counted" if lost else ""
+
+    def doubt(self) -> None:
+        """Some gradients were zeroed: what was counted is not the count of all of them."""
+        if self._tokens is not None:
+            self._doubt = "zero_grad() of some parameters only, after it"
 
     def exchange(
         self,
@@ -63,14 +77,23 @@ class Control:
         hashes: Sequence[int],
         backwards: int,
         used: Sequence[bool],
+        cleared: Sequence[int] = (),
         again: bool = False,
     ) -> Tensor | None:
         """Tell and hear everything; the bins of all shards together. Ranks: all, once per step.
 
+        cleared: parameters whose gradients were set to None by hand, in order.
         again: for one more optimizer: what is not told anew is kept.
         """
+        if self._doubt:
+            doubt, self._doubt = self._doubt, ""
+            raise RuntimeError(
+                f"Engine: expected count_tokens() of what the gradients are sums over, got {doubt};"
+                " call zero_grad() for all parameters first, then count_tokens(), then backward()"
+            )
         counted = self._tokens is not None
-        words = [*hashes, backwards, -1 if isinstance(self._tokens, Tensor) or not counted else 0]
+        unknown = isinstance(self._tokens, Tensor) or not counted
+        words = [*hashes, backwards, _digest(cleared), -1 if unknown else 0]
         if counted and not isinstance(self._tokens, Tensor):
             words[-1] = int(self._tokens)  # type: ignore[arg-type]
         flags = [
@@ -142,12 +165,26 @@ def _compare(heads: Tensor) -> None:
                 f"on rank {rank} than on rank {first}; the ranks ran different parts of the model: "
                 "restart from a checkpoint"
             )
-    if len({row[3] < 0 for row in rows}) > 1:
-        rank = next(r for r, row in enumerate(rows) if row[3] < 0)
+    for rank, row in enumerate(rows):
+        if row[3] != rows[0][3]:
+            raise RuntimeError(
+                "Engine: expected the same gradients set to None on every rank between backward "
+                f"and step, got others on rank {rank} than on rank 0; do it on every rank, or on "
+                "none where a rank has no batch"
+            )
+    if len({row[4] < 0 for row in rows}) > 1:
+        rank = next(r for r, row in enumerate(rows) if row[4] < 0)
         raise RuntimeError(
             f"Engine: expected count_tokens() on every rank or on none, got none on rank {rank}; "
             "a rank without tokens counts 0"
         )
+
+
+def _digest(numbers: Sequence[int]) -> int:
+    digest = 0
+    for number in numbers:
+        digest = (digest * 1000003 + number + 1) % ((1 << 61) - 1)
+    return digest
 
 
 def _sum_rows(rows: Tensor) -> Tensor:

@@ -102,8 +102,10 @@ class Engine(Shards):
         self._reduced = False  # since the last step
         self._unreduced = False  # there are sums that only this rank knows
         self._step_ended = True
-        self._stepped: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers, with these gradients
-        self._again = False  # another one steps with them
+        self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # that have stepped
+        self._spent: weakref.WeakSet[Any] = weakref.WeakSet()  # those that need new gradients
+        self._again = False  # one more steps with the same gradients
+        self._cleared: set[nn.Parameter] = set()  # whose gradient was, by hand, since the last step
         self._learned = self._reentrant = False
         self._root = self._task = -1  # graph tasks of autograd: outermost, last seen
         self._nested_tasks: set[int] = set()
@@ -111,7 +113,8 @@ class Engine(Shards):
         for p in self.params:
             p._fastpar_engine = Link(self)  # type: ignore[attr-defined]
             p.register_post_accumulate_grad_hook(Hook(me, "_on_grad"))
-            if self.shares or settings.deterministic:
+            hides = settings.grad_dtype not in (None, p.dtype)
+            if self.shares or settings.deterministic or hides:  # p.grad must be None before
                 p.register_hook(Hook(me, "_before_grad"))
 
     def use(self, layout: Layout, buckets: list[BucketState]) -> None:
@@ -136,7 +139,7 @@ class Engine(Shards):
         if p.data_ptr() != bucket.views[position].data_ptr():
             self.check()
         task = torch._C._current_graph_task_id()
-        self._enter_backward(task)
+        self._enter_backward(task, fired=p)
         index = bucket.spec.index
         if self.split is not None and p is self.split.p:
             self._on_tokens()
@@ -192,7 +195,7 @@ class Engine(Shards):
             self._waiting[self.split.bucket.spec.index] = 0
             self._launch_ready()
 
-    def _enter_backward(self, task: int) -> None:
+    def _enter_backward(self, task: int, fired: Tensor | None = None) -> None:
         if task == self._task:
             return
         self._task = task
@@ -208,6 +211,7 @@ class Engine(Shards):
                 f"{self.mesh.rank}; the ranks are out of step: restart from a checkpoint"
             )
         stopped = self._root != -1  # an earlier backward, before it sent anything
+        self._hear_cleared(fired)
         self._reset_launches()
         self._root = task
         self._timer.begin()
@@ -255,8 +259,7 @@ class Engine(Shards):
             for bucket in self.buckets:
                 if self.settings.deterministic:
                     bucket.keep_local()
-                if self.zero_stage or self.settings.deterministic:
-                    bucket.mark()
+                bucket.mark(hidden=self.zero_stage > 0 or self.settings.deterministic)
             if self.split is not None:
                 self.split.reset()
             self._reset_launches()
@@ -357,9 +360,8 @@ class Engine(Shards):
             if self.partials is not None:
                 self.partials.sum()
                 self.partials.show()
-        else:
-            for bucket in self.buckets:
-                bucket.mark()
+        for bucket in self.buckets:
+            bucket.mark(hidden=self.zero_stage > 0)
         self._reset_launches()
         self.n_reductions += 1
         self._reduced, self._unreduced = True, False
@@ -370,7 +372,6 @@ class Engine(Shards):
             for bucket in self.buckets:
                 for position in sorted(bucket.seen):
                     bucket.adopt(position)
-                bucket.mark(hidden=False)
         for bucket, position in self._missing:
             if bucket.used()[position].item() > 0:
                 bucket.adopt(position)
@@ -398,21 +399,25 @@ class Engine(Shards):
         Not once more for another optimizer with parameters of this engine, which steps with the
         same gradients.
         """
-        self._again = bool(self._stepped) and optimizer not in self._stepped
+        self._hear_cleared()
+        old = bool(self._spent) and not (self._reduced or self._unreduced)
+        self._again = old and optimizer not in self._spent
         if not self._again:
-            self._stepped.clear()
+            self._spent.clear()
         if optimizer is not None:
-            self._stepped.add(optimizer)
+            self._optimizers.add(optimizer)
+            self._spent.add(optimizer)
             if self.auto_bucket is not None:
                 self.auto_bucket.add(optimizer)
-        if self._again and not self._reduced and not self._unreduced:
+        if not self._again:
+            self._timer.begin()
+            self._step_ended = False
+            if self.gathers is not None:
+                self.gathers.participate()
+        for bucket in self.buckets if self.zero_stage in (1, 2) else ():
+            self.finish_gather(bucket)
+        if self._again:
             return
-        self._timer.begin()
-        self._step_ended = False
-        if self.gathers is not None:
-            self.gathers.participate()
-            for bucket in self.buckets if self.zero_stage < 3 else ():
-                self.finish_gather(bucket)
         if self._unreduced or not self._reduced:
             self._reduce()
         if self.partials is not None:
@@ -421,6 +426,7 @@ class Engine(Shards):
 
     def finish(self) -> None:
         """Reduce gradients that only this rank knows (after no_sync); else nothing. Ranks: all."""
+        self._hear_cleared()
         if self._unreduced:
             self._reduce()
         if self.partials is not None:
@@ -437,6 +443,7 @@ class Engine(Shards):
                 hashes=self._hashes,
                 backwards=self._backwards,
                 used=used,
+                cleared=sorted(self._index[p] for p in self._cleared),
                 again=self._again,
             )
 
@@ -461,6 +468,7 @@ class Engine(Shards):
                 bucket.make_stale()
             self.gathers.after_step()
         self._backwards, self._hashes = 0, [0, 0]
+        self._cleared.clear()
         if not self._step_ended:
             self.tree_ms = sum(bucket.take_tree_ms() for bucket in self.buckets)
             self.report = self._timer.end_step()
@@ -468,20 +476,68 @@ class Engine(Shards):
             if self.debug is not None and self.debug.check_replicas:
                 self.check_replicas()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's, for main gradients and shards too. By default no memory is written."""
-        for bucket in self.buckets:
-            bucket.zero_grad(set_to_none)
-        self._unreduced = False
-        if self.partials is not None:
-            self.partials.forget()
-        self._stepped.clear()
-        if self._step_ended:
-            self._backwards = 0
+    def zero_grad(
+        self, set_to_none: bool = True, *, of: torch.optim.Optimizer | None = None
+    ) -> None:
+        """As torch's, for main gradients and shards too; drops what was counted and contributed.
+
+        By default no memory is written, except where a bucket keeps other gradients.
+
+        Args:
+            of: only the gradients of its parameters, all of this engine's are zeroed otherwise.
+        """
+        only = of is None
+        if of is None:
+            for bucket in self.buckets:
+                bucket.zero_grad(set_to_none)
+        else:
+            only = of in self._optimizers and len(self._optimizers) == 1
+            if self._spent:
+                self._spent.add(of)
+            mine: dict[BucketState, set[int]] = {}
+            for group in of.param_groups:
+                for p in filter(self._place.__contains__, group["params"]):
+                    bucket, position = self._place[p]
+                    mine.setdefault(bucket, set()).add(position)
+            for bucket, positions in mine.items():
+                bucket.zero_grad(set_to_none, positions)
+            if self.partials is not None:
+                self.partials.changed()
+        if all(bucket.zeroed for bucket in self.buckets):
+            only = True
+            self._end_of_gradients()
+        elif only:
+            self._control.forget(early=self._backwards == 0)
+        else:
+            self._control.doubt()
+        if self._step_ended and only:
             if self.auto_bucket is not None and set_to_none:
                 self.auto_bucket.next_step()
             if self.gathers is not None:
                 self.gathers.launch_stale()
+
+    def _end_of_gradients(self) -> None:
+        """All were zeroed: a step that did not come is forgotten."""
+        self._control.forget(early=self._backwards == 0)
+        self._unreduced = self._reduced = False
+        self._backwards = 0
+        if self.partials is not None:
+            self.partials.forget()
+        self._spent.clear()
+        self._cleared.clear()
+
+    def _hear_cleared(self, fired: Tensor | None = None) -> None:
+        """p.grad = None, and zero_grad() of a module, tell nobody: look for them."""
+        heard = False
+        for bucket in self.buckets:
+            cleared, everywhere = bucket.forget_cleared(fired)
+            heard = heard or bool(cleared)
+            if everywhere:
+                self._cleared.update(bucket.params[position] for position in cleared)
+        if heard and all(bucket.empty for bucket in self.buckets):
+            backwards = 0 if self._reduced else self._backwards  # other ranks may have some left
+            self._end_of_gradients()
+            self._backwards = backwards
 
     # Public
 
@@ -495,7 +551,11 @@ class Engine(Shards):
             self._synchronize = before
 
     def contribute(self, values: Tensor) -> None:
-        """Add numbers (loss, flags), as many on every rank, to this step's control exchange."""
+        """Add numbers (loss, flags), as many on every rank, to this step's control exchange.
+
+        zero_grad() before the step drops them.
+        """
+        self._hear_cleared()
         self._control.contribute(values)
 
     @property
@@ -506,9 +566,11 @@ class Engine(Shards):
     def count_tokens(self, n: int | Tensor) -> None:
         """This rank's losses are sums over n valid tokens: divide by the count of all ranks.
 
-        Once per micro-batch; fastpar's optimizers then divide gradients, on the device. A rank
-        without any calls it with 0.
+        Once per micro-batch, after zero_grad(), which drops what was counted for a step that did
+        not come; fastpar's optimizers then divide gradients, on the device. A rank without any
+        calls it with 0.
         """
+        self._hear_cleared()
         self._control.count_tokens(n)
 
     def grad_of(self, p: Tensor) -> Tensor | None:

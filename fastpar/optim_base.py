@@ -117,10 +117,10 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch; also clears the main gradients of an engine."""
+        """As in torch, for main gradients and shards of engines too: of this one's parameters."""
         plain(torch.optim.Optimizer.zero_grad)(self, set_to_none)
         for engine in self.engines():
-            engine.zero_grad(set_to_none)
+            engine.zero_grad(set_to_none, of=self)
 
     def engines(self) -> list[Engine]:
         """The engines of the parameters, each once."""
@@ -203,6 +203,12 @@ class EngineOptimizer(torch.optim.Optimizer):
                     f"zero_stage >= 1 or tp > 1, got one with zero_stage={engine.zero_stage}, tp="
                     f"{engine.mesh.tp_size}; no rank has all gradients in p.grad: set grad_scale "
                     "from a fastpar.loss_scale.DynamicLossScale"
+                )
+            if engine.has_main_grads:
+                raise RuntimeError(
+                    f"{type(self).__name__}.step: expected gradients in p.grad under GradScaler, "
+                    "got main gradients; parallelize without grad_dtype, or set grad_scale from a "
+                    "DynamicLossScale"
                 )
 
     def _check_found_inf(self, engines: list[Engine]) -> None:

@@ -26,7 +26,7 @@ from fastpar.layout import (
     parameter_names,
 )
 from fastpar.mesh import Mesh
-from fastpar.optim_guard import guard_stock_optimizers
+from fastpar.optim_guard import guard_optimizers
 from fastpar.parallel_checks import check_arguments, check_deterministic, check_parameters
 from fastpar.shards import Groups, Settings
 from fastpar.split_embedding import SplitEmbedding, tied_embedding
@@ -69,8 +69,9 @@ def parallelize(
 
     Gradients are the mean over the ranks (the convention of torch's DDP). At stage 0 they are in
     p.grad after backward(), or in p.main_grad where grad_dtype differs from the parameter's. At
-    stages 1 to 3 each rank has a part of them, which fastpar.AdamW finds; p.grad then reads as nan.
-    Several backward() calls before a step add up as in one process.
+    stages 1 to 3 each rank has a part of them, which fastpar.AdamW finds. Where it is not the
+    gradient, p.grad reads as nan; set to None, by zero_grad() of a module too, it says that the
+    parameter has no gradient. Several backward() calls before a step add up as in one process.
 
     Between a step and the next forward, at stage 3 always outside of forward and backward,
     parameters of stages 1 to 3 read as nan: engine_of(model).gathered() makes them whole.
@@ -217,8 +218,8 @@ def parallelize(
         auto=auto,
     )
     engine.tp_report = report
+    guard_optimizers(engine)
     if engine.shares:
-        guard_stock_optimizers()
         guard_state_dicts(model, engine)
     if declared is not None and debug is not None and debug.check_inputs:
         engine.input_check = InputCheck(declared.tp.group)

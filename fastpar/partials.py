@@ -77,6 +77,11 @@ class PartialGradients:
         """There are no gradients any more, or they change."""
         self._summed, self._versions = False, []
 
+    def changed(self) -> None:
+        """zero_grad() has written into some of what was shown."""
+        if self._versions:
+            self.show()
+
     def show(self) -> None:
         """p.grad is there to be read."""
         grads = [bucket.grad for bucket in self._engine.buckets]

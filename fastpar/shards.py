@@ -203,6 +203,11 @@ class Shards:
         """Whether a rank has less than whole parameters, or gradients of less."""
         return self.zero_stage > 0 or self.declared is not None
 
+    @property
+    def has_main_grads(self) -> bool:
+        """Whether gradients are kept in another dtype than their parameters'."""
+        return any(bucket.grad_dtype != bucket.spec.dtype for bucket in self.buckets)
+
     def counts(self, p: Tensor) -> bool:
         """Whether this rank's piece of p counts in sums over the whole model."""
         return self.declared is None or self.declared.counts(p)

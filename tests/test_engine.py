@@ -426,7 +426,7 @@ def test_main_gradients_are_reduced():
 
     for grads in run_ranks(ranks, 2):
         assert [g.tolist() for _, g in grads] == [[[1.0 + 2.0**-10] * 4] * 2]
-        assert all(grad is None for grad, _ in grads)
+        assert all(grad.isnan().all() for grad, _ in grads)  # it is elsewhere
 
 
 def gloo_gradients(stage, transport):

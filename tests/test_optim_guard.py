@@ -41,7 +41,6 @@ def test_stock_optimizers_are_refused(stage, cls):
 
 
 def test_stock_optimizers_step_at_stage_0_and_beside_engines():
-    optim_guard.guard_stock_optimizers()
     a, b = step_with(0, lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
     assert torch.equal(a, b)
     p = nn.Parameter(torch.ones(3))
@@ -55,8 +54,62 @@ def test_the_guard_is_installed_once(monkeypatch):
     monkeypatch.setattr(optim_guard, "_installed", False)
     monkeypatch.setattr(optim_guard, "register_optimizer_step_pre_hook", installed.append)
     for _ in range(3):
-        optim_guard.guard_stock_optimizers()
-    assert installed == [optim_guard._refuse_sharded]
+        fastpar.parallelize(nn.Linear(2, 2), Mesh())
+    assert len(installed) == 1
+
+
+@pytest.mark.parametrize("how", ["added", "unfrozen"])
+def test_what_no_engine_reduces_is_refused_when_all_else_is_frozen(how):
+    """An adapter on a base that was frozen after parallelize: each rank would train its own."""
+    message = {
+        "added": r"Engine: expected the model's parameters of fastpar\.parallelize, got 'a' beside",
+        "unfrozen": r"Engine: expected parameter '1\.bias' to stay frozen, got requires_grad=True",
+    }
+
+    def ranks(stage, cls, mixed):
+        mesh = Mesh()
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        model[1].bias.requires_grad_(False)
+        fastpar.parallelize(model, mesh, zero_stage=stage)
+        base = list(model.parameters())[:3]
+        model.requires_grad_(False)
+        if how == "added":
+            model.register_parameter("a", nn.Parameter(torch.ones(3)))
+        else:
+            model[1].bias.requires_grad_(True)
+        new = model.a if how == "added" else model[1].bias
+        optimizer = cls([new, *base] if mixed else [new], lr=0.1)
+        (model(torch.ones(2, 3)) * (new + mesh.dp_rank)).sum().backward()
+        optimizer.step()
+
+    for world_size, stage, cls, mixed in (
+        (1, 0, AdamW, False),
+        (2, 0, AdamW, True),
+        (2, 0, AdamW, False),
+        (2, 0, torch.optim.SGD, False),
+        (2, 0, torch.optim.SGD, True),
+        (2, 3, AdamW, False),
+    ):
+        with pytest.raises(RuntimeError, match=message[how]):
+            run_ranks(ranks, world_size, stage, cls, mixed)
+
+
+def test_main_gradients_need_an_optimizer_that_knows_them():
+    """p.grad reads as nan."""
+    model = nn.Linear(3, 3).bfloat16()
+    fastpar.parallelize(model, Mesh(), grad_dtype=torch.float32)
+    model(torch.ones(2, 3, dtype=torch.bfloat16)).sum().backward()
+    with pytest.raises(
+        RuntimeError,
+        match=r"SGD\.step: expected fastpar\.AdamW for .* main gradients, got SGD with",
+    ):
+        torch.optim.SGD(model.parameters()).step()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    with pytest.raises(
+        RuntimeError, match=r"p\.grad under GradScaler, got main gradients; paralleli"
+    ):
+        scaler.step(AdamW(model.parameters(), master_weights=True))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
