@@ -87,7 +87,7 @@ class Gathers:
         self.buckets, self.stage, self.prefetch = buckets, stage, prefetch
         self._engine = weakref.ref(engine)
         self._passes = {name: _Pass() for name in ("forward", "evaluation", "backward")}
-        self._pass = self._passes["forward"]
+        self._pass = _Pass()  # between passes: nothing is launched ahead of use
         order = [index for index, mine in enumerate(buckets) if mine]
         self._passes["forward"].recorded = self._passes["evaluation"].recorded = order
         self._passes["backward"].recorded = [i for i in order[-2::-1] if i != ROOT]
@@ -139,6 +139,9 @@ class Gathers:
 
     def begin(self, name: str) -> None:
         """A pass begins."""
+        for index in range(len(self.buckets)):
+            if self._is_launched(index):  # by a backward that stopped
+                self.release(index)
         self._pass = self._passes[name]
         self._pass.begin()
         for known in (self._opened, self._inside, self._done):
@@ -154,7 +157,7 @@ class Gathers:
                 self._launch(index)
                 self.release(index)
         now.recorded = now.launched
-        now.next = len(now.recorded)
+        self._pass = _Pass()
         self._done.clear()
 
     def need(self, index: int, *, calls: bool = False) -> None:

@@ -310,7 +310,7 @@ def some(loop, step):
 
 def some_of_gpt(loop, step):
     loop.backward(step)
-    loop.model.blocks[0].zero_grad()
+    loop.model.h[0].zero_grad()
     loop.step()
     clear_model(loop)
 
@@ -395,3 +395,70 @@ def test_main_gradients_are_cleared_by_hand():
         for found, moved in run_ranks(ranks, world_size):
             assert torch.equal(*found)
             assert moved == [True, True, False, False]
+
+
+# What happens beside the passes of the whole model
+
+
+def submodules_first(grad):
+    def body(loop, step):
+        model = loop.model
+        with contextlib.nullcontext() if grad else torch.no_grad():
+            x = model.blocks[step](model.wte(batch(step)))
+            model.blocks[0](x)
+        loop.backward(step)
+        with torch.no_grad():
+            model.blocks[1](x)
+        loop.step()
+        clear_optimizers(loop)
+
+    return body
+
+
+def a_backward_that_fails(loop, step):
+    """Before anything was sent, but after the next units were gathered."""
+
+    def fail(grad):
+        raise ArithmeticError
+
+    def watch(module, args, output):
+        output.register_hook(fail)
+
+    handle = loop.model.norm.register_forward_hook(watch)
+    with pytest.raises(ArithmeticError):
+        loop.backward(step + 10)
+    handle.remove()
+    clear_model(loop)
+    loop.backward(step)
+    loop.step()
+    clear_model(loop)
+
+
+def test_what_runs_beside_the_model_changes_nothing():
+    for body in (submodules_first(False), submodules_first(True), a_backward_that_fails):
+        check(
+            body, [(2, {}), (2, {"stage": 1}), (2, {"stage": 3}), (2, {"stage": 3, "prefetch": 2})]
+        )
+
+
+def test_a_backward_that_failed_after_sending_is_refused():
+    def ranks(stage):
+        loop = Loop(2, mesh=Mesh(), stage=stage)
+        loop.backward(0)
+        loop.step()
+
+        def fail(grad):
+            raise ArithmeticError
+
+        handle = loop.model.blocks[1].up.weight.register_hook(fail)
+        with pytest.raises(ArithmeticError):
+            loop.backward(1)
+        handle.remove()
+        clear_model(loop)
+        loop.backward(1)
+
+    for stage in range(4):
+        with pytest.raises(
+            RuntimeError, match=r"expected backward to run to its end, got .* buckets sent on rank"
+        ):
+            run_ranks(ranks, 2, stage)
