@@ -32,7 +32,7 @@ DTYPES = {
 }
 FIRST_BUCKET_BYTES = 2**20  # parallelize()'s default
 _ROOT = 0  # unit of what is in no block
-_CONTROL_WORDS = 4 + NORM_WORDS  # see control.py
+_CONTROL_WORDS = 5 + NORM_WORDS  # see control.py
 _BITS = 62
 
 

@@ -19,7 +19,7 @@ from fastpar.parallel import parallelize
 
 W, RANK = 64, 5
 KIB = 1024
-CONTROL = W * 8 * (4 + NORM_WORDS + 1)  # bytes; 4 words ahead, a bit each for up to 62 parameters
+CONTROL = W * 8 * (5 + NORM_WORDS + 1)  # bytes; 5 words ahead, a bit each for up to 62 parameters
 
 
 class Block(nn.Module):

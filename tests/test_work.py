@@ -15,7 +15,7 @@ from fastpar.work import Op, Send, local_parameters, ops_of, places_of, sends_of
 C, T, LAYERS = 64, 32, 3
 SHAPE = GPTConfig(n_layer=LAYERS, n_head=4, n_embd=C, block_size=T, vocab_size=500, dropout=0.0)
 FP32 = {"dtype": "fp32", "master_weights": "none", "device_type": "cpu", "transport": "nccl"}
-CONTROL = 8 * (4 + NORM_WORDS + 1)  # bytes of a rank; fewer than 63 parameters
+CONTROL = 8 * (5 + NORM_WORDS + 1)  # bytes of a rank; fewer than 63 parameters
 LARGE = Job(GPTConfig.preset("gpt2-xl"), 64)
 
 
