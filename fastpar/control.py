@@ -2,6 +2,11 @@
 
     | hashes | backwards | cleared | tokens | norm bins | used parameters, a bit each | values |
 
+[Note: what begins] At stage 3 a forward gathers parameters, while the exchange waits for another
+group: ranks with different numbers of micro-batches would wait for each other. So between CPU ranks
+each says what it begins, a step or a pass of the model, and the first difference is reported at
+once. On a GPU that would make the host wait; there the watchdog names who is late.
+
 int64 words of each rank, gathered by all, so that every rank sums the same numbers in the same
 order. On a GPU the words stay on the device; what the host checks is read a step later, when it is
 there anyway.
@@ -18,6 +23,7 @@ from fastpar.collectives import Collectives
 from fastpar.kernels.global_norm import NORM_WORDS
 
 _BITS = 62
+BEGINS = ("a step", "a forward", "a forward without gradients")
 _HEAD = 5  # hashes of two kinds of collectives, backwards, hash of cleared gradients, tokens
 
 
@@ -44,6 +50,7 @@ class Control:
         self._values: list[Tensor] = []
         self._tokens: Tensor | int | None = None
         self._doubt = ""  # what is wrong with the tokens, for a person
+        self._forwards = 0  # since the last step
         self._rows: Tensor | None = None
         self._late: tuple[Tensor, torch.cuda.Event] | None = None
         self.contributed: Tensor | None = None
@@ -127,6 +134,25 @@ class Control:
             tokens = rows[:, _HEAD - 1].clamp(min=0).sum()
             self.token_scale = tokens.clamp(min=1).float() / rows.shape[0]
         return None if bins is None else rows[self._ranks, _HEAD : _HEAD + NORM_WORDS].sum(0)
+
+    def begin(self, what: str) -> None:
+        """See [Note: what begins]; what: of BEGINS. Ranks: all."""
+        group = self._group
+        if group is None or group.transport not in ("shm", "gloo") or group.device.type != "cpu":
+            return
+        kind = BEGINS.index(what)
+        rows = torch.empty(group.world_size, 2, dtype=torch.int64)
+        group.all_gather(rows.view(-1), torch.tensor([kind, self._forwards]))
+        self._forwards = 0 if kind == 0 else self._forwards + (kind == 1)
+        said = rows.tolist()
+        for rank, (theirs, count) in enumerate(said):
+            if theirs != said[0][0]:
+                raise RuntimeError(
+                    f"Engine: expected every rank to begin the same, got {BEGINS[theirs]} after "
+                    f"{count} micro-batches on rank {rank} where rank 0 begins "
+                    f"{BEGINS[said[0][0]]} after {said[0][1]}; give every rank the same number of "
+                    "micro-batches, or none, and evaluate on every rank"
+                )
 
     def used_anywhere(self, parameter: int) -> bool:
         """Whether any rank had a gradient for it in this step. Waits for the device."""

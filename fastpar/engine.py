@@ -238,6 +238,10 @@ class Engine(Shards):
         """The backward of a unit begins."""
         self._enter_backward(torch._C._current_graph_task_id())
 
+    def on_gathers(self, with_grad: bool) -> None:
+        """A forward of the whole model begins to gather; see control.py, [Note: what begins]."""
+        self._control.begin("a forward" if with_grad else "a forward without gradients")
+
     def on_pass(self, with_grad: bool) -> None:
         """A forward of the whole model begins."""
         if with_grad:
@@ -414,6 +418,8 @@ class Engine(Shards):
             self._step_ended = False
             if self.gathers is not None:
                 self.gathers.participate()
+                if self.zero_stage == 3:
+                    self._control.begin("a step")
         for bucket in self.buckets if self.zero_stage in (1, 2) else ():
             self.finish_gather(bucket)
         if self._again:

@@ -142,6 +142,8 @@ class Gathers:
         for index in range(len(self.buckets)):
             if self._is_launched(index):  # by a backward that stopped
                 self.release(index)
+        if self.stage == 3 and name != "backward":
+            self.engine.on_gathers(name == "forward")
         self._pass = self._passes[name]
         self._pass.begin()
         for known in (self._opened, self._inside, self._done):

@@ -462,3 +462,32 @@ def test_a_backward_that_failed_after_sending_is_refused():
             RuntimeError, match=r"expected backward to run to its end, got .* buckets sent on rank"
         ):
             run_ranks(ranks, 2, stage)
+
+
+@pytest.mark.parametrize("transport", ["shm", "torch"])
+def test_ranks_that_begin_different_things_are_told_at_once(transport):
+    """At stage 3 a forward waits for other ranks, and not for those in a step."""
+
+    def ranks(unequal):
+        mesh = Mesh()
+        loop = Loop(2, mesh=mesh, stage=3, transport=transport)
+        for step in range(3):
+            if unequal(step, mesh.dp_rank) == "evaluate":
+                with torch.no_grad():
+                    loop.model(batch(0))
+            for _ in range(1 + (unequal(step, mesh.dp_rank) == "more")):
+                loop.backward(step)
+            loop.step()
+            clear_optimizers(loop)
+
+    got = {
+        "more": "a step after 1 micro-batches on rank 1 where rank 0 begins a forward after 1;",
+        "evaluate": "a forward after 0 micro-batches on rank 1 where rank 0 begins a forward witho",
+    }
+    for what, words in got.items():
+
+        def unequal(step, rank, what=what):
+            return what if step == 1 and rank == 0 else ""
+
+        with pytest.raises(RuntimeError, match=f"every rank to begin the same, got {words}"):
+            run_ranks(ranks, 2, unequal, timeout_s=20)
