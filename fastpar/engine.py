@@ -418,14 +418,14 @@ class Engine(Shards):
             self._step_ended = False
             if self.gathers is not None:
                 self.gathers.participate()
-                if self.zero_stage == 3:
-                    self._control.begin("a step")
         for bucket in self.buckets if self.zero_stage in (1, 2) else ():
             self.finish_gather(bucket)
         if self._again:
             return
         if self._unreduced or not self._reduced:
             self._reduce()
+        if self.zero_stage == 3:
+            self._control.begin("a step")
         if self.partials is not None:
             self.partials.check()
             self.partials.sum()
