@@ -38,6 +38,7 @@ REQUIRED: dict[str, tuple[Any, ...]] = {
     "reorder_and_upcast_attn": (None, False),
     "add_cross_attention": (None, False),
     "tie_word_embeddings": (None, True),
+    "is_causal": (None, True),
 }
 
 

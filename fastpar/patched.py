@@ -10,6 +10,11 @@ own class.
 forward as a whole. It warns once for each reason and model, and is counted in the report. What
 torch.compile traces is not counted, and warns when it is traced.
 
+[Note: settings] A module that proved what it computes (patch_probe.py) did so with the numbers,
+flags and buffers that it had. They are looked at in every call: once one is another, the calls fall
+back. A buffer's values are compared when it is another tensor or was written to; not in what
+torch.compile traces.
+
 [Note: split parts] parallelize() may split the parts, see tp_layers.py: a rank then has some of the
 heads, and draws their part of the masks. A call with dropout in attention that would fall back is
 refused: torch would draw the same mask on every rank, for other heads.
@@ -23,15 +28,21 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import warnings
+import weakref
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from fastpar.kernels import attention_qkvpacked, layer_norm, linear_cross_entropy
+from fastpar.kernels import attention_qkvpacked, layer_norm
+from fastpar.kernels.attention import MAX_HEAD_DIM, TRITON_HEAD_DIM
+from fastpar.kernels.backend import use_triton
 from fastpar.modules import (
+    GELU,
     LayerNorm,
     autocast_dtype,
     autocast_norm,
@@ -42,22 +53,18 @@ from fastpar.modules import (
 )
 from fastpar.tp_layers import (
     TokenDropout,
-    VocabParallelLinear,
     gives_product,
     head_dropout,
     residual_norm,
     tp_of,
 )
 
+MODULE_FIELDS = frozenset({*vars(nn.Module()), "training"})
+_VALUES = (bool, int, float, str, tuple, list, type(None), torch.dtype)
+_GONE = object()
 # Set by Model for the attention of its blocks: "causal" (whatever mask comes with it is the causal
 # one) or "attentions" (the caller wants the probabilities).
 MASK_HINT = "fastpar_mask"
-# Arguments of GPT-2's blocks and attention that do not change what they compute, or are looked at.
-HARMLESS = {
-    "cache_position", "encoder_attention_mask", "encoder_hidden_states", "num_items_in_batch",
-    "output_hidden_states", "position_ids", "return_dict", "use_cache", "attention_mask",
-    "layer_past", "past_key_value", "past_key_values", "head_mask", "output_attentions", MASK_HINT,
-}  # fmt: skip
 
 
 class Swap:
@@ -66,6 +73,29 @@ class Swap:
     def __init__(self, mixin: Any, original: Any, fallbacks: Counter[str], options: dict[str, Any]):
         self.mixin, self.original = mixin, original
         self.fallbacks, self.options = fallbacks, options
+        # Name of a buffer -> that which was found to be as it was, and its version.
+        self.seen: dict[str, tuple[Any, int]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "seen": {}}
+
+
+def plain(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What of these can be compared later on: no tensors, modules or methods."""
+    for name, value in values.items():
+        if name.startswith("__") or name in MODULE_FIELDS or name == "_fastpar_swap":
+            continue
+        if isinstance(value, _VALUES):
+            yield name, value
+
+
+def attributes_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """A module's own settings, those of its class among them."""
+    found: dict[str, Any] = {}
+    for base in reversed(type(module).__mro__):
+        if base is not object and not base.__module__.startswith(("torch.", "fastpar.")):
+            found |= plain(vars(base))
+    return iter({**found, **dict(plain(vars(module)))}.items())
 
 
 def swap_of(module: nn.Module) -> Swap | None:
@@ -118,8 +148,38 @@ class Swapped(nn.Module):
     def option(self, name: str) -> Any:
         return vars(self)["_fastpar_swap"].options[name]
 
-    def _get_name(self) -> str:
-        return f"fastpar.{type(self).__name__}"
+    def changed(self, x: Any = None) -> str | None:
+        """What is not as it was when the module was patched; see [Note: settings]."""
+        swap = swap_of(self)
+        if swap is None:
+            return "not patched itself"
+        if type(self).own_forward[0] is not swap.original.forward:
+            return "its class got another forward"
+        for path, value in swap.options.get("settings", ()):
+            now: Any = self
+            for name in path:
+                now = getattr(now, name, _GONE)
+            if now is not value and (type(now) is not type(value) or now != value):
+                return f"{'.'.join(path)} is not what it was"
+        most = swap.options.get("tokens")
+        if most is not None and isinstance(x, Tensor) and x.dim() == 3 and x.shape[1] > most:
+            return f"more than {most} tokens, the most that were looked at"
+        for name, kind in swap.options.get("parts", ()):
+            if type(getattr(self, name, None)) is not kind:
+                return f"{name} is not what it was"
+        if torch.compiler.is_compiling():
+            return None
+        for name, value in swap.options.get("buffers", {}).items():
+            now = getattr(self, name, None)
+            version = 0 if now is None or now.is_inference() else now._version
+            seen = swap.seen.get(name)
+            if seen is None or seen[0]() is not now or seen[1] != version:
+                if now is None or now.shape != value.shape:
+                    return f"{name} is not what it was"
+                if not torch.equal(now.detach().to("cpu", value.dtype), value):
+                    return f"{name} is not what it was"
+                swap.seen[name] = weakref.ref(now), version
+        return None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         swap = swap_of(self)
@@ -150,11 +210,16 @@ def swapped_class(mixin: Any, original: Any) -> Any:
     def forward(self, *args, **kwargs):
         return mixin.forward(self, *args, **kwargs)
 
+    # For GPT2Attention: transformers' registry of attention functions, and its own one for sdpa.
+    registry = vars(sys.modules[original.__module__]).get("ALL_ATTENTION_FUNCTIONS")
+    sdpa = vars(sys.modules.get("transformers.integrations.sdpa_attention", sys))
     body = {
+        "registered": (registry, sdpa.get("sdpa_attention_forward")),
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
         "names": tuple(names[1:]),
+        "own_forward": (original.forward,),
         "forward": forward,
     }
     return type(original)(original.__name__, (mixin, original), body)
@@ -179,11 +244,19 @@ def rate_fits(p: float) -> bool:
     return p == 0.0 or 1.0 / 512 < p < 1.0
 
 
+def head_dim_fits(x: Tensor, D: int) -> bool:
+    """Whether there is a kernel of attention for heads of D elements and a tensor like x."""
+    least, most, step = TRITON_HEAD_DIM
+    if D % step == 0 and least <= D <= most:
+        return True
+    return 1 <= D <= MAX_HEAD_DIM and not use_triton("attention", x)
+
+
 def _is_one_of(part: nn.Module, *kinds: type) -> bool:
     return type(part) in kinds and not has_hooks(part) and "forward" not in vars(part)
 
 
-def _is_observed(attn: nn.Module) -> bool:
+def is_observed(attn: nn.Module) -> bool:
     """Whether attn has hooks, apart from transformers' recorder of probabilities.
 
     That stays in place after the first call with output_hidden_states. When it does record, attn
@@ -201,8 +274,9 @@ class Norm(Swapped):
     does = "LayerNorm in one pass"
 
     def forward(self, *args, **kwargs):
-        if len(args) != 1 or kwargs:
-            fall_back(self, "arguments besides x")
+        reason = "arguments besides x" if len(args) != 1 or kwargs else self.changed(args[0])
+        if reason is not None:
+            fall_back(self, reason)
             return super().forward(*args, **kwargs)
         x = autocast_norm(args[0])
         return layer_norm(x, self.weight, self.bias, self.option("eps"))
@@ -226,12 +300,12 @@ class MLP(Swapped):
     falls_back = ("hooks on the activation, or another one in its place",)
 
     def forward(self, *args, **kwargs):
-        activation = getattr(self, self.option("activation"))
-        reason = None
         if len(args) != 1 or kwargs:
-            reason = "arguments besides x"
-        elif not _is_one_of(activation, self.option("kind")):
+            reason: str | None = "arguments besides x"
+        elif not self._activation_fits():
             reason = "hooks on the activation, or another one in its place"
+        else:
+            reason = self.changed(args[0])
         if reason is not None:
             fall_back(self, reason)
             return super().forward(*args, **kwargs)
@@ -240,14 +314,20 @@ class MLP(Swapped):
         dropout = self.option("dropout")
         return y if dropout is None else getattr(self, dropout)(y)
 
+    def _activation_fits(self) -> bool:
+        kind = self.option("kind")
+        # patch() has swapped an nn.GELU as well.
+        kinds = (kind, GELU) if kind is nn.GELU else (kind,)
+        return _is_one_of(getattr(self, self.option("activation")), *kinds)
+
 
 class Attention(Swapped):
     """Self-attention of nanoGPT's shape, read in place from c_attn's output."""
 
     does = "attention on the packed projection"
     falls_back: tuple[str, ...] = (
-        "arguments besides x",
-        "a dropout rate of 1, or of 1/512 and less",
+        "arguments besides x; more tokens, other settings or buffers than when it was patched",
+        "a dropout rate of 1, or of 1/512 and less; heads of a size that no kernel takes",
     )
 
     def refusal(self, given: dict[str, Any]) -> str | None:
@@ -261,16 +341,32 @@ class Attention(Swapped):
         x = given.get(self.names[0])
         if not isinstance(x, Tensor) or x.dim() != 3:
             return "x is not [B, T, C]"
-        if not rate_fits(probs_rate(self, self.option("probs"))):
+        name = self.option("probs")
+        if not rate_fits(probs_rate(self, name)):
             return "a dropout rate of 1, or of 1/512 and less"
-        return None
+        part = None if name is None else getattr(self, name)
+        if isinstance(part, nn.Module):
+            if part.training != self.training:
+                return f"{name} is in another mode"
+            if not _is_one_of(part, nn.Dropout):
+                return f"hooks on {name}, or another one in its place"
+        if not head_dim_fits(x, self.dim_of_heads()):
+            return f"heads of {self.dim_of_heads()} elements, which no kernel takes"
+        return self.changed(x)
+
+    def dim_of_heads(self) -> int:
+        return self.option("head_dim")
 
     def heads(self, x: Tensor, given: dict[str, Any]) -> tuple[Tensor, Any]:
         """[B, T, C] -> the heads' outputs, [B, T, C], for c_proj; and what result() wants."""
         qkv = project(self.c_attn, x).unflatten(-1, (3, self.n_head, -1))  # [B, T, 3, H, D]
         p = probs_rate(self, self.option("probs"))
+        return self.attend(qkv, p), None
+
+    def attend(self, qkv: Tensor, p: float, softmax_scale: float | None = None) -> Tensor:
+        """[B, T, 3, H, D] -> [B, T, C]"""
         dropout = head_dropout(self.c_attn, qkv, p)
-        return attention_qkvpacked(qkv, **dropout).flatten(2), None
+        return attention_qkvpacked(qkv, softmax_scale=softmax_scale, **dropout).flatten(2)
 
     def forward(self, *args, **kwargs):
         given = self.given(args, kwargs)
@@ -294,78 +390,6 @@ class Attention(Swapped):
         return y
 
 
-class GPT2Attention(Attention):
-    """transformers' GPT2Attention with sdpa or eager attention."""
-
-    falls_back = (
-        "an attention_mask (padding); leave it out when no token is padding",
-        "a past_key_values that holds tokens already (generation after the first step)",
-        "output_attentions=True, head_mask, encoder_hidden_states, reorder_and_upcast_attn",
-        "an attn_implementation other than sdpa and eager",
-        "a dropout rate of 1, or of 1/512 and less",
-    )
-
-    def refusal(self, given: dict[str, Any]) -> str | None:
-        config: Any = self.config
-        implementation = getattr(config, "_attn_implementation", "eager")
-        if implementation not in ("sdpa", "eager"):
-            return f"attn_implementation={implementation}"
-        hint = given.get(MASK_HINT)
-        if given.get("output_attentions") or hint == "attentions":
-            return "output_attentions=True"
-        # A hook may want the probabilities, which only the eager implementation returns.
-        causal = hint == "causal" and not _is_observed(self)
-        if given.get("attention_mask") is not None and not causal:
-            return "attention_mask"
-        for name in ("head_mask", "encoder_hidden_states"):
-            if given.get(name) is not None:
-                return name
-        for name in ("reorder_and_upcast_attn", "is_cross_attention"):
-            if getattr(self, name, False):
-                return name
-        if not (getattr(self, "is_causal", True) and getattr(config, "is_causal", True)):
-            return "is_causal=False"
-        for name, value in given.items():
-            if name in self.names[:1] or name in HARMLESS:
-                continue
-            if value is not None and value is not False:
-                return f"the argument {name}"
-        return self.cache_misfit(given) or self.misfit(given)
-
-    def cache_misfit(self, given: dict[str, Any]) -> str | None:
-        if given.get("layer_past") is not None:
-            return "layer_past"
-        cache = self.cache(given)
-        if cache is None:
-            return None
-        if type(cache).__name__ != "DynamicCache" or not hasattr(cache, "update"):
-            return f"past_key_values of type {type(cache).__name__}"
-        return "past_key_values with tokens" if cache.get_seq_length(self.layer_idx) else None
-
-    def cache(self, given: dict[str, Any]) -> Any:
-        cache = given.get("past_key_values")
-        return given.get("past_key_value") if cache is None else cache
-
-    def scale(self) -> float:
-        scale = self.head_dim**-0.5 if self.scale_attn_weights else 1.0
-        return scale / (self.layer_idx + 1) if self.scale_attn_by_inverse_layer_idx else scale
-
-    def heads(self, x: Tensor, given: dict[str, Any]) -> tuple[Tensor, Any]:
-        qkv = project(self.c_attn, x).unflatten(-1, (3, self.num_heads, self.head_dim))
-        _, k, v = qkv.transpose(1, 3).unbind(2)  # [B, H, T, D]
-        cache, present = self.cache(given), None
-        if cache is not None:
-            cache.update(k, v, self.layer_idx)
-        elif "layer_past" in self.names and given.get("use_cache"):  # transformers before 4.53
-            present = (k, v)
-        p = probs_rate(self, "attn_dropout")
-        dropout = head_dropout(self.c_attn, qkv, p)
-        return attention_qkvpacked(qkv, softmax_scale=self.scale(), **dropout).flatten(2), present
-
-    def result(self, y: Tensor, present: Any) -> Any:
-        return y, present
-
-
 class Block(Swapped):
     """x + attn(ln_1(x)), then x + mlp(ln_2(x)); ln_2 in one pass with what comes before it."""
 
@@ -379,13 +403,14 @@ class Block(Swapped):
         norm = _norm_weights(self.ln_2)
         fused = (
             isinstance(attn, Attention)
-            and not _is_observed(attn)
+            and not is_observed(attn)
             and "forward" not in vars(attn)
             and (is_plain(attn.c_proj) or gives_product(attn.c_proj))
             and self._dropout_fits(attn)
         )
-        if not fused or norm is None:
-            fall_back(self, self.falls_back[0])
+        reason = self.changed(x) if fused and norm is not None else self.falls_back[0]
+        if reason is not None:
+            fall_back(self, reason)
             return super().forward(*args, **kwargs)
         if given.get("encoder_hidden_states") is not None:
             fall_back(self, "encoder_hidden_states")
@@ -409,77 +434,3 @@ class Block(Swapped):
             return True
         plain = _is_one_of(getattr(attn, name), nn.Dropout, TokenDropout)
         return plain and rate_fits(resid_rate(attn, name))
-
-
-class Model(Swapped):
-    """transformers' GPT2Model: tells attention when the mask it gets is the causal one."""
-
-    does = "knows a causal mask without looking at it"
-
-    def forward(self, *args, **kwargs):
-        given, config = self.given(args, kwargs), self.config
-        default = getattr(config, "output_attentions", False)
-        if given.get("output_attentions", default):
-            kwargs[MASK_HINT] = "attentions"
-        elif given.get("attention_mask") is None and given.get("position_ids") is None:
-            # With position_ids transformers looks for several documents in a row.
-            kwargs[MASK_HINT] = "causal"
-        return super().forward(*args, **kwargs)
-
-
-class LMHead(Swapped):
-    """transformers' GPT2LMHeadModel: in training, the loss of labels without logits."""
-
-    does = "loss without logits in training (fused_loss=True): the output's logits are None"
-    falls_back = ("logits_to_keep, another loss_function, fp64, hooks on or another lm_head",)
-
-    def forward(self, *args, **kwargs):
-        given = self.given(args, kwargs)
-        labels = given.pop("labels", None)
-        if not self.training or labels is None or swap_of(self) is None:
-            return super().forward(*args, **kwargs)
-        shift_labels = given.get("shift_labels")
-        keep = [given.pop(name, 0) for name in ("logits_to_keep", "num_logits_to_keep")]
-        loss_function = getattr(self, "loss_function", None)
-        head: Any = self.lm_head
-        split = isinstance(head, VocabParallelLinear) and tp_of(head) is not None
-        if (
-            any(isinstance(k, Tensor) or k for k in keep)
-            or getattr(loss_function, "__name__", "ForCausalLMLoss") != "ForCausalLMLoss"
-            or not (split or (is_plain(head) and type(head) is nn.Linear))
-            or head.bias is not None
-            or (head.weight.dtype == torch.float64 and not split)
-        ):
-            fall_back(self, self.falls_back[0])
-            return super().forward(*args, **kwargs)
-
-        return_dict = given.pop("return_dict", None)
-        if return_dict is None:
-            return_dict = getattr(self.config, "return_dict", True)
-        outputs = self.transformer(**given, return_dict=True)
-        x = outputs.last_hidden_state
-        ignore_index = given.get("ignore_index", -100)
-        if shift_labels is None:
-            shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        items = given.get("num_items_in_batch")
-        options = {
-            "ignore_index": ignore_index,
-            "reduction": "mean" if items is None else "sum",
-        }
-        if split:
-            loss = head.loss(x, shift_labels.to(x.device), **options)
-        else:
-            dtype = autocast_dtype(x) or x.dtype
-            weight = head.weight if dtype == x.dtype else head.weight.to(dtype)
-            loss = linear_cross_entropy(x.to(dtype), weight, shift_labels.to(x.device), **options)
-        if items is not None:
-            loss = loss / (items.to(loss.device) if isinstance(items, Tensor) else items)
-        output = self.option("output")(
-            loss=loss,
-            logits=None,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            cross_attentions=outputs.cross_attentions,
-        )
-        return output if return_dict else output.to_tuple()

@@ -1,14 +1,9 @@
 """fastpar.patch: swaps the layers of a foreign GPT-2 for fastpar's, in place, and says what it did.
 
-transformers' GPT-2 is known by its classes. A model of nanoGPT's shape is known by the names and
-kinds of its parts, and by what it computes, see [Note: seen to compute]. In any other model
-nn.LayerNorm, nn.RMSNorm, nn.GELU and nn.Embedding are swapped where they are exactly that.
-
-[Note: seen to compute] Names do not tell whether an attention is causal or rotates its queries. So
-a part that looks like nanoGPT's is copied, given random weights, and run in fp64 beside the formula
-it should be. Equal formulas differ by rounding; a part that rounds to fp32 inside stays far below
-the bound of 1e-4 of the largest value, another formula far above. What dropout does cannot be seen
-this way: its rate is read from nn.Dropout parts and numbers by their usual names.
+transformers' GPT-2 is known by its classes and their library's own code, see patch_known.py. A
+model of nanoGPT's shape is found by the names and kinds of its parts, which have to prove what they
+compute, see patch_probe.py. In any other model nn.LayerNorm, nn.RMSNorm, nn.GELU and nn.Embedding
+are swapped where they are exactly that. What is neither is left, and the report says why.
 
 The file is not called patch.py because fastpar.patch is the function: importing a submodule of that
 name would put the module in its place.
@@ -16,20 +11,20 @@ name would put the module in its place.
 
 from __future__ import annotations
 
-import copy
 import inspect
-from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastpar import modules, patched
+from fastpar import modules, patched, patched_gpt2
+from fastpar.kernels.attention import MAX_HEAD_DIM
 from fastpar.kernels.layer_norm import MAX_COLUMNS
 from fastpar.modules import embedding_options, is_conv1d
+from fastpar.patch_known import replaced_code, replaced_in, torch_forward
+from fastpar.patch_probe import Formula, UnprovenError, features, places_of_dropout, prove, restore
+from fastpar.patch_report import PatchReport
 from fastpar.patched import Swap, swap_of, swapped_class
 
 GPT2 = "transformers.models.gpt2.modeling_gpt2"
@@ -46,50 +41,9 @@ TORCH_DOES = {
     nn.GELU: "GELU in one pass",
     nn.Embedding: "deterministic backward without atomics",
 }
-_MODULE_FIELDS = frozenset({*vars(nn.Module()), "training"})
+_MODULE_FIELDS = patched.MODULE_FIELDS
 # A mixin with its options, why a module is left, or None for what is not worth a word.
 _Plan = tuple[type[nn.Module], dict[str, Any]] | str | None
-
-
-@dataclass
-class PatchReport:
-    """What patch did; print it. `fallbacks` goes on counting while the model runs."""
-
-    model: str
-    # class -> names of the modules; what makes the class faster; when its calls fall back
-    replaced: dict[str, list[str]] = field(default_factory=dict)
-    does: dict[str, str] = field(default_factory=dict)
-    falls_back: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    # (class, why) -> names of the modules
-    left: dict[tuple[str, str], list[str]] = field(default_factory=dict)
-    already: int = 0
-    fallbacks: Counter[str] = field(default_factory=Counter)
-
-    def __str__(self) -> str:
-        n = sum(map(len, self.replaced.values()))
-        lines = [f"fastpar.patch({self.model}): {n} modules replaced"]
-        if self.already:
-            lines[0] += f", {self.already} were before"
-        for kind, names in self.replaced.items():
-            lines.append(f"  {len(names):>4} {kind}: {self.does[kind]}")
-        if self.left:
-            lines.append("left as they are:")
-        for (kind, why), names in self.left.items():
-            shown = ", ".join(names[:2]) + (", ..." if len(names) > 2 else "")
-            lines.append(f"  {len(names):>4} {kind} ({shown}): {why}")
-        if self.falls_back:
-            lines.append("back to the module's own forward for a call, with one warning, for:")
-        for kind, reasons in self.falls_back.items():
-            lines += [f"       {kind}: {reason}" for reason in reasons]
-        if self.replaced or self.already:
-            lines.append("calls that fell back so far:" + ("" if self.fallbacks else " none"))
-        lines += [f"  {count:>4} {reason}" for reason, count in self.fallbacks.items()]
-        if self.replaced:
-            lines.append(
-                "dropout in attention and before LayerNorm: torch.manual_seed rules its masks, "
-                "which are not torch's"
-            )
-        return "\n".join(lines)
 
 
 def patch(model: nn.Module, *, fused_loss: bool = False) -> PatchReport:
@@ -136,7 +90,7 @@ def patch(model: nn.Module, *, fused_loss: bool = False) -> PatchReport:
         report.fallbacks = earlier[0].fallbacks
     report.already = len(earlier)
 
-    looks: dict[Any, _Plan] = {}
+    looks = _Looks(model)
     left: list[tuple[str, nn.Module, str]] = []
     # Parts come before what holds them, which asks what became of its parts.
     for name, module in reversed(list(model.named_modules())):
@@ -181,7 +135,7 @@ def unpatch(model: nn.Module) -> int:
                 f"unpatch: expected the classes that patch set, got {name}={type(module)}; undo "
                 "what was put on top of it (a parametrization, FSDP) first"
             )
-    return sum(_restore(module) for _, module, _ in swapped)
+    return sum(restore(module) for _, module, _ in swapped)
 
 
 def _swap(
@@ -201,29 +155,23 @@ def _swap(
         report.falls_back[kind] = mixin.falls_back
 
 
-def _restore(module: nn.Module) -> bool:
-    swap = vars(module).pop("_fastpar_swap", None)
-    if swap is not None:
-        module.__class__ = swap.original
-    return swap is not None
-
-
 def _is_gpt2(module: nn.Module, *names: str) -> bool:
     return type(module).__module__ == GPT2 and type(module).__name__ in names
 
 
-def _plan(name: str, module: nn.Module, fused_loss: bool, looks: dict[Any, _Plan]) -> _Plan:
-    if "forward" in vars(module):
-        return "its forward was replaced by someone else's"
+def _plan(name: str, module: nn.Module, fused_loss: bool, looks: _Looks) -> _Plan:
+    method = replaced_in(module)
+    if method is not None:
+        return f"its {method} was replaced by someone else's"
     if type(module) in TORCH_CLASSES:
         return _plan_torch(module)
     if type(module).__module__ in OURS and not isinstance(module, modules.CausalSelfAttention):
         return None
-    key = _look(module)
-    if key not in looks:
-        known = type(module).__module__ == GPT2
-        looks[key] = _plan_gpt2(module, fused_loss) if known else _plan_nanogpt(name, module)
-    plan = looks[key]
+    plan = looks.plan(name, module, fused_loss)
+    if isinstance(plan, tuple):
+        own = swapped_class(plan[0], type(module)).own_forward[0]
+        if own is not type(module).forward:
+            return "its class got another forward since it was patched first"
     if plan is not None or any(True for _ in module.children()):
         return plan
     if isinstance(module, nn.Linear | nn.Dropout) or is_conv1d(module):
@@ -232,6 +180,9 @@ def _plan(name: str, module: nn.Module, fused_loss: bool, looks: dict[Any, _Plan
 
 
 def _plan_torch(module: Any) -> _Plan:
+    replaced = torch_forward(type(module))
+    if replaced is not None:
+        return f"{replaced} was replaced by someone else's"
     if isinstance(module, nn.Embedding):
         options = embedding_options(module)
         if options:
@@ -246,30 +197,78 @@ def _plan_torch(module: Any) -> _Plan:
 
 
 def _plan_gpt2(module: Any, fused_loss: bool) -> _Plan:
+    names = {"GPT2Attention", "GPT2SdpaAttention", "GPT2MLP", "GPT2Block", "GPT2Model"}
+    if not _is_gpt2(module, *names, "GPT2LMHeadModel"):
+        return None
+    replaced = replaced_code(type(module))
+    if replaced is not None:
+        return f"{replaced} was replaced by someone else's"
     if _is_gpt2(module, "GPT2Attention", "GPT2SdpaAttention"):
-        if module.is_cross_attention:
-            return "cross-attention has no kernel"
-        resid = {"probs": "attn_dropout", "resid": "resid_dropout"}
-        return patched.GPT2Attention, resid
+        return _plan_gpt2_attention(module)
     if _is_gpt2(module, "GPT2MLP"):
-        return _plan_mlp(module, "act")
+        return _plan_mlp(module, "act", long=False)
     if _is_gpt2(module, "GPT2Block"):
         returns = type(module).forward.__annotations__.get("return")
         if returns not in (Tensor, "torch.Tensor"):
             return "returns a tuple (transformers 4): residual add and LayerNorm stay apart"
-        if not isinstance(module.attn, patched.GPT2Attention):
+        if not isinstance(module.attn, patched_gpt2.GPT2Attention):
             return "its attention was left"
         return patched.Block, {}
     if _is_gpt2(module, "GPT2Model"):
         takers = [type(module), *(swap_of(b.attn) for b in module.h), *map(type, module.h)]
-        return (patched.Model, {}) if all(map(_takes_hints, takers)) else None
-    if _is_gpt2(module, "GPT2LMHeadModel"):
-        if fused_loss:
-            from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions
+        return (patched_gpt2.Model, {}) if all(map(_takes_hints, takers)) else None
+    if fused_loss:
+        from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions
 
-            return patched.LMHead, {"output": CausalLMOutputWithCrossAttentions}
-        return "logits and loss are its own; fused_loss=True computes the loss without logits"
-    return None
+        try:
+            from transformers.loss.loss_utils import ForCausalLMLoss
+        except ImportError:  # up to 4.45
+            ForCausalLMLoss: Any = None  # type: ignore[no-redef]
+        names = inspect.unwrap(type(module).forward).__code__.co_names
+        return patched_gpt2.LMHead, {
+            "output": CausalLMOutputWithCrossAttentions,
+            "asks": "loss_function" in names,
+            "loss": ForCausalLMLoss,
+        }
+    return "logits and loss are its own; fused_loss=True computes the loss without logits"
+
+
+def _plan_gpt2_attention(module: Any) -> _Plan:
+    """Known by its code; run as well, for versions of transformers that came later."""
+    if module.is_cross_attention:
+        return "cross-attention has no kernel"
+    implementation = patched_gpt2.implementation_of(module)
+    if implementation not in ("sdpa", "eager"):
+        return f"attn_implementation={implementation}: set sdpa or eager and patch again"
+
+    def own(m: Any, x: Tensor) -> Tensor:
+        mask = None
+        if implementation == "eager":  # newer versions leave being causal to the mask
+            causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+            mask = torch.zeros(causal.shape, dtype=x.dtype)
+            mask = mask.masked_fill(~causal, torch.finfo(x.dtype).min)[None, None]
+        return type(m).forward(m, x, attention_mask=mask)[0]
+
+    def formula(m: Any, x: Tensor) -> Tensor:
+        p = m.attn_dropout.p if m.training else 0.0
+        o = _heads(m, x, m.num_heads, dropout_p=p, scale=patched_gpt2.scale_of(m))
+        return m.resid_dropout(m.c_proj(o))
+
+    if not 1 <= module.head_dim <= MAX_HEAD_DIM:
+        return f"heads of {module.head_dim} elements, the kernels take 1 to {MAX_HEAD_DIM}"
+    options: dict[str, Any] = {"probs": "attn_dropout", "resid": "resid_dropout"}
+    causal = module._buffers.get("bias")
+    if causal is not None:
+        if not torch.equal(causal, torch.ones_like(causal).tril()):
+            return "its buffer bias is not the causal mask"
+        options["buffers"] = {"bias": causal.cpu().clone()}
+    positions = module.config.max_position_embeddings
+    limits: dict[str, Any] = {"positions": positions, "long": False}
+    try:
+        prove(module, module.embed_dim, formula, own=own, **limits, keep=[module.config])
+    except Exception as error:
+        return _why(error)
+    return patched_gpt2.GPT2Attention, options
 
 
 def _takes_hints(taker: Any) -> bool:
@@ -279,6 +278,32 @@ def _takes_hints(taker: Any) -> bool:
         return False
     parameters = inspect.signature(kind.forward).parameters.values()
     return any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+class _Looks:
+    """Plans of modules; equal ones are looked at once."""
+
+    def __init__(self, model: nn.Module):
+        self.plans: dict[Any, list[tuple[list[Tensor], _Plan]]] = {}
+        positions = [
+            m.num_embeddings
+            for name, m in model.named_modules()
+            if isinstance(m, nn.Embedding) and ("pos" in name or name.endswith("wpe"))
+        ]
+        self.positions = max(positions, default=None)
+
+    def plan(self, name: str, module: nn.Module, fused_loss: bool) -> _Plan:
+        buffers = [b for b in module.buffers() if not b.is_meta]
+        known = self.plans.setdefault(_look(module), [])
+        for others, plan in known:
+            if all(a is b or torch.equal(a, b) for a, b in zip(others, buffers)):
+                return plan
+        if type(module).__module__ == GPT2:
+            plan = _plan_gpt2(module, fused_loss)
+        else:
+            plan = _plan_nanogpt(name, module, self.positions)
+        known.append((buffers, plan))
+        return plan
 
 
 def _look(module: nn.Module) -> Any:
@@ -291,53 +316,70 @@ def _look(module: nn.Module) -> Any:
                 known = isinstance(value, int | float | str | tuple | None)
                 look += [key, repr(value) if known else id(value)]
     tensors = [*module.named_parameters(), *module.named_buffers()]
-    look += [(name, tuple(t.shape), t.is_meta) for name, t in tensors]
+    look += [(name, tuple(t.shape), t.dtype, t.is_meta) for name, t in tensors]
     return tuple(look)
 
 
-def _plan_nanogpt(name: str, module: Any) -> _Plan:
+def _plan_nanogpt(name: str, module: Any, positions: int | None) -> _Plan:
     parts = dict(module.named_children())
+    long = {"positions": positions}
     if {"c_attn", "c_proj"} <= set(parts) and isinstance(getattr(module, "n_head", None), int):
-        return _plan_attention(module, parts)
+        return _plan_attention(module, parts, positions)
     if {"c_fc", "c_proj"} <= set(parts):
         activations = [p for p in ("gelu", "act", "activation") if p in parts]
-        return _plan_mlp(module, activations[0]) if activations else "no GELU part found"
+        return _plan_mlp(module, activations[0], **long) if activations else "no GELU part found"
     if {"ln_1", "attn", "ln_2", "mlp"} <= set(parts):
         if not isinstance(module.attn, patched.Attention):
             return "its attention was left"
         if not isinstance(module.ln_2, patched.Norm | modules.LayerNorm):
             return "its ln_2 was left"
-        width = module.attn.c_attn.in_features
-        return _checked(module, width, _block, patched.Block, {})
+        used, heads = ("ln_1", "attn", "ln_2", "mlp"), module.attn.n_head
+        return _checked(module, _block, patched.Block, {}, used, heads=heads, **long)
     if name.split(".")[-1].startswith("ln") and not parts:
-        return _plan_norm(module)
+        return _plan_norm(module, positions)
     return None
 
 
-def _plan_attention(module: Any, parts: dict[str, nn.Module]) -> _Plan:
+def _plan_attention(module: Any, parts: dict[str, nn.Module], positions: int | None) -> _Plan:
+    if type(module) is modules.CausalSelfAttention and module.softmax_scale is None:
+        D = module.n_embd // module.n_head
+        known = {"probs": "attn_dropout", "resid": "resid_dropout", "head_dim": D}
+        return patched.Attention, {**known, **_settings(module, known, ("c_attn", "c_proj"))}
     c_attn, c_proj = parts["c_attn"], parts["c_proj"]
-    if not isinstance(c_attn, nn.Linear) or not isinstance(c_proj, nn.Linear):
+    if type(c_attn) is not nn.Linear or type(c_proj) is not nn.Linear:
         return "c_attn or c_proj is not an nn.Linear"
-    C = c_attn.in_features
-    if (c_attn.out_features, c_proj.in_features) != (3 * C, C):
+    C, heads = c_attn.in_features, module.n_head
+    if (c_attn.out_features, c_proj.in_features) != (3 * C, C) or heads < 1 or C % heads:
         return f"c_attn maps {C} to {c_attn.out_features}, not to q, k and v of {C} each"
-    dropouts = [name for name, part in parts.items() if isinstance(part, nn.Dropout)]
-    resid = [name for name in dropouts if name != "attn_dropout"]
-    if len(resid) > 1:
-        return f"dropouts of unknown places: {', '.join(resid)}"
-    numbers = [n for n in ("dropout", "p", "dropout_p", "attn_pdrop") if _is_number(module, n)]
-    probs = ["attn_dropout"] if "attn_dropout" in dropouts else numbers[:1]
-    options = {"resid": resid[0] if resid else None, "probs": probs[0] if probs else None}
-    return _checked(module, C, _attention, patched.Attention, options)
+    if C // heads > MAX_HEAD_DIM:
+        return f"heads of {C // heads} elements, the kernels take 1 to {MAX_HEAD_DIM}"
+    places: dict[str, Any] = {"head_dim": C // heads}
+
+    def formula(m: Any, x: Tensor) -> Tensor:
+        p = patched.probs_rate(m, places["probs"])
+        y = m.c_proj(_heads(m, x, heads, dropout_p=p))
+        return y if places["resid"] is None else getattr(m, places["resid"])(y)
+
+    try:
+        places.update(places_of_dropout(module, C, heads))
+    except Exception as error:
+        return _why(error)
+    used = ("c_attn", "c_proj")
+    limits: dict[str, Any] = {"positions": positions, "heads": heads}
+    return _checked(module, formula, patched.Attention, places, used, **limits)
 
 
-def _is_number(module: nn.Module, name: str) -> bool:
-    return isinstance(vars(module).get(name), float | int)
+def _heads(m: Any, x: Tensor, heads: int, **options: Any) -> Tensor:
+    qkv = m.c_attn(x).unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+    o = F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], is_causal=True, **options)
+    return o.transpose(1, 2).flatten(2)  # [B, T, C]
 
 
-def _plan_mlp(module: Any, activation: str) -> _Plan:
+def _plan_mlp(module: Any, activation: str, **how: Any) -> _Plan:
     part = getattr(module, activation)
-    width = module.c_fc.weight.shape[0 if is_conv1d(module.c_fc) else 1]
+    replaced = torch_forward(nn.GELU) if type(part) is nn.GELU else replaced_in(part)
+    if replaced is not None:
+        return f"{replaced} was replaced by someone else's"
     dropouts = [name for name, p in module.named_children() if isinstance(p, nn.Dropout)]
     if len(dropouts) > 1:
         return f"dropouts of unknown places: {', '.join(dropouts)}"
@@ -346,19 +388,22 @@ def _plan_mlp(module: Any, activation: str) -> _Plan:
         "kind": type(part),
         "dropout": dropouts[0] if dropouts else None,
     }
+    used = ("c_fc", "c_proj", activation)
     plan: _Plan = None
     for form in ("tanh", "none"):
 
         def formula(m: Any, x: Tensor, form: str = form) -> Tensor:
-            return m.c_proj(F.gelu(m.c_fc(x), approximate=form))
+            y = m.c_proj(F.gelu(m.c_fc(x), approximate=form))
+            return getattr(m, dropouts[0])(y) if dropouts else y
 
-        plan = _checked(module, width, formula, patched.MLP, {**options, "approximate": form})
+        known = {**options, "approximate": form}
+        plan = _checked(module, formula, patched.MLP, known, used, **how)
         if not isinstance(plan, str):
             return plan
     return f"its {activation} ({type(part).__name__}) is not GELU, or {plan}"
 
 
-def _plan_norm(module: Any) -> _Plan:
+def _plan_norm(module: Any, positions: int | None) -> _Plan:
     tensors = dict(module.named_parameters())
     weight = tensors.pop("weight", None)
     bias = tensors.pop("bias", None)
@@ -374,13 +419,8 @@ def _plan_norm(module: Any) -> _Plan:
         return F.layer_norm(x, m.weight.shape, m.weight, m.bias, eps)
 
     # Rows whose variance is below eps, so that another eps shows.
-    return _checked(module, weight.shape[0], formula, patched.Norm, {"eps": eps}, scale=1e-3)
-
-
-def _attention(m: Any, x: Tensor) -> Tensor:
-    qkv = m.c_attn(x).unflatten(-1, (3, m.n_head, -1)).permute(2, 0, 3, 1, 4)
-    o = F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], is_causal=True)  # [B, H, T, D]
-    return m.c_proj(o.transpose(1, 2).flatten(2))
+    limits: dict[str, Any] = {"positions": positions, "small": 1e-3}
+    return _checked(module, formula, patched.Norm, {"eps": eps}, **limits)
 
 
 def _block(m: Any, x: Tensor) -> Tensor:
@@ -389,36 +429,61 @@ def _block(m: Any, x: Tensor) -> Tensor:
 
 
 def _checked(
-    module: nn.Module,
-    width: int,
-    formula: Callable[[Any, Tensor], Tensor],
-    mixin: type[nn.Module],
+    module: Any,
+    formula: Formula,
+    mixin: Any,
     options: dict[str, Any],
-    scale: float = 1.0,
-) -> _Plan:
-    """(mixin, options) if the module computes the formula; see [Note: seen to compute]."""
-    if any(t.is_meta for t in [*module.parameters(), *module.buffers()]):
-        return "on the meta device: load its weights first"
-    generator = torch.Generator("cpu").manual_seed(0)
+    used: tuple[str, ...] = (),
+    **how: Any,
+) -> Any:
+    """The plan, if the module computes the formula; `used` are the parts that the mixin calls."""
+    first = getattr(module, "c_attn", None) or getattr(module, "c_fc", None)
+    if first is None:
+        width = module.attn.c_attn.in_features if used else module.weight.shape[0]
+    else:
+        width = features(first)[0]
     try:
-        twin = copy.deepcopy(module)
-        for part in twin.modules():
-            _restore(part)
-            for hooks in _hooks(part):
-                hooks.clear()
-        twin = twin.cpu().double().eval()
-        with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.random.fork_rng([]):
-            for p in twin.parameters():
-                p.normal_(0.0, p.shape[-1] ** -0.5, generator=generator)
-            x = torch.randn(2, 5, width, dtype=torch.float64, generator=generator) * scale + scale
-            got, want = type(twin).forward(twin, x), formula(twin, x)
+        reached = prove(module, width, formula, **how)
+        limit = {} if reached is None else {"tokens": reached}
+        return mixin, {**options, **limit, **_settings(module, options, used)}
     except Exception as error:
-        return f"could not be checked: {type(error).__name__}: {str(error).splitlines()[0]}"
-    same = isinstance(got, Tensor) and got.shape == want.shape
-    if not same or not (got - want).abs().max() <= 1e-4 * want.abs().max():
-        return "computes something else than its parts' names say"
-    return mixin, options
+        return _why(error)
 
 
-def _hooks(module: nn.Module) -> Iterable[Any]:
-    return (v for k, v in vars(module).items() if k.endswith("_hooks") and hasattr(v, "clear"))
+def _why(error: Exception) -> str:
+    if isinstance(error, UnprovenError):
+        return str(error)
+    words = str(error).splitlines()
+    return f"could not be checked: {type(error).__name__}" + (f": {words[0]}" if words else "")
+
+
+def _settings(module: nn.Module, options: dict[str, Any], used: tuple[str, ...]) -> dict[str, Any]:
+    """What the proof rests on and patched.py looks at when it is called; see its [Note: settings].
+
+    Raises:
+        UnprovenError: a part that may do anything.
+    """
+    for name, part in module.named_children():
+        if name not in used and type(part) not in (nn.Dropout, nn.Identity):
+            raise UnprovenError(f"a part of unknown use: {name}")
+    rate = options.get("probs")
+    settings: list[tuple[tuple[str, ...], Any]] = [
+        ((name,), value)
+        for name, value in patched.attributes_of(module)
+        if name not in (rate, "n_head")
+    ]
+    for name, value in vars(module).items():
+        if name not in _MODULE_FIELDS and not isinstance(value, Tensor | nn.Module | type):
+            inner = getattr(value, "__dict__", None)
+            settings += [((name, k), v) for k, v in patched.plain(inner or {})]
+    activation = options.get("activation")
+    if activation is not None:
+        found = patched.attributes_of(getattr(module, activation))
+        settings += [((activation, k), v) for k, v in found]
+    tensors = {k: v for k, v in vars(module).items() if isinstance(v, Tensor)}
+    tensors |= {k: v for k, v in module._buffers.items() if v is not None}
+    return {
+        "settings": settings,
+        "parts": [(k, type(p)) for k, p in module.named_children() if k not in used],
+        "buffers": {k: v.detach().cpu().clone() for k, v in tensors.items()},
+    }

@@ -278,6 +278,7 @@ def test_a_config_with_other_sizes_than_the_weights_is_refused(folder):
         ({"scale_attn_weights": False}, "scale_attn_weights=True, got .*=False"),
         ({"scale_attn_by_inverse_layer_idx": True}, "layer_idx=False, got .*=True"),
         ({"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn=False, got .*=True"),
+        ({"is_causal": False}, "is_causal=True, got is_causal=False in"),
         ({"add_cross_attention": True}, "add_cross_attention=False, got .*=True"),
         ({"tie_word_embeddings": False}, "tie_word_embeddings=True, got .*=False"),
         ({"n_inner": 100}, r"expected n_inner=128 \(4 \* n_embd\), got n_inner=100"),

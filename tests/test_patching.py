@@ -59,39 +59,6 @@ def test_state_is_untouched_and_unpatch_restores_every_bit(name):
     assert fastpar.unpatch(model) == 0
 
 
-def test_report_of_gpt2():
-    model = gpt2()
-    report = fastpar.patch(model)
-    counts = {kind: len(names) for kind, names in report.replaced.items()}
-    assert counts == {
-        "GPT2Model": 1, "Embedding": 2, "GPT2Block": 2, "GPT2Attention": 2, "GPT2MLP": 2,
-        "LayerNorm": 5,
-    }  # fmt: skip
-    assert report.replaced["GPT2Attention"] == ["transformer.h.0.attn", "transformer.h.1.attn"]
-    left = {kind: names for (kind, _), names in report.left.items()}
-    assert left == {"GPT2LMHeadModel": ["model"], "Dropout": ["transformer.drop"],
-                    "Linear": ["lm_head"]}  # fmt: skip
-    text = str(report)
-    for line in (
-        "fastpar.patch(GPT2LMHeadModel): 14 modules replaced",
-        "   2 GPT2Attention: attention on the packed projection",
-        "   1 Linear (lm_head): torch's, no faster one here",
-        "GPT2Attention: an attention_mask (padding); leave it out when no token is padding",
-        "calls that fell back so far: none",
-        "torch.manual_seed rules its masks, which are not torch's",
-    ):
-        assert line in text
-    assert text.isascii()
-
-
-def test_report_of_nanogpt():
-    report = fastpar.patch(Nano())
-    counts = {kind: len(names) for kind, names in report.replaced.items()}
-    assert counts == {
-        "Embedding": 2, "Layer": 2, "SelfAttention": 2, "FeedForward": 2, "GELU": 2, "Norm": 5,
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_patching_twice_changes_nothing(name):
     model = MODELS[name]()
@@ -317,9 +284,10 @@ def test_a_block_of_another_order_is_left():
 def test_parts_of_unknown_dropout_or_width_are_left():
     attention = SelfAttention(24, 3, 0.1, True, True)
     attention.other_dropout = nn.Dropout(0.2)
-    report = fastpar.patch(attention)
-    reason = "dropouts of unknown places: resid_dropout, other_dropout"
-    assert report.left["SelfAttention", reason] == ["model"]
+    assert fastpar.patch(attention).replaced  # it is not used, as was seen
+    attention = SelfAttention(24, 3, 0.1, True, True)
+    attention.other = nn.Linear(24, 24)
+    assert fastpar.patch(attention).left["SelfAttention", "a part of unknown use: other"]
     mlp = FeedForward(24, 0.1, True, "none")
     mlp.other = nn.Dropout(0.2)
     reason = "dropouts of unknown places: dropout, other"
