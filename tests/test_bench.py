@@ -325,7 +325,7 @@ def test_every_op_has_a_bench_that_can_be_run():
     ops = {stem for stem in modules if "triton" not in stem}
     parts = {"attention_composed", "attention_configs", "cross_entropy_shard"}
     parts |= {"host", *(stem for stem in ops if stem.startswith("adamw_"))}
-    assert ops - {"__init__", "backend", "reference", *parts} <= set(found)
+    assert ops - {"__init__", "backend", "op", "reference", *parts} <= set(found)
     for name in found:
         module = importlib.import_module(f"bench.bench_{name}")
         assert set(module.TIME_LIMIT_S) == {"cpu", "cuda"}

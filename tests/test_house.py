@@ -176,6 +176,7 @@ def test_every_op_has_an_oracle_and_a_bench():
             "attention_composed",
             "attention_configs",
             "host",
+            "op",
         )
         if path.stem in helpers or is_triton(path):
             continue
