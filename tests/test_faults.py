@@ -23,6 +23,7 @@ from fault_runs import (
 )
 from saved import bits
 
+from fastpar import reaper
 from fastpar.checkpoint import list_checkpoints
 from fastpar.metrics import read_metrics
 
@@ -128,16 +129,34 @@ def test_a_mistake_found_by_the_ranks_is_one_line(here, start):
 
 
 @pytest.mark.slow
-def test_ranks_do_not_outlive_their_launcher(here, start):
-    launcher = start(*FASTPAR, *TRAIN, "--nproc=2", "--max-steps=1000000", "--out=r")
+@pytest.mark.parametrize("stands_still", [False, True])
+def test_ranks_do_not_outlive_their_launcher(here, start, stands_still):
+    """Nor does its folder. A rank that answers no signal any more is killed by the reaper."""
+    Path("tmp").mkdir()
+    command = (*FASTPAR, *TRAIN, "--nproc=2", "--max-steps=1000000", "--out=r")
+    launcher = start(*command, env={"TMPDIR": "tmp"})
     wait_for_steps(launcher, "r", 3)
     ranks = ranks_of(launcher.pid)
+    assert len(list(Path("tmp").glob("fastpar_*"))) == 1
+    if stands_still:
+        os.kill(ranks[1], signal.SIGSTOP)
     launcher.kill()
-    deadline = time.monotonic() + 15
-    while any(is_alive(pid) for pid in ranks.values()):
+    deadline = time.monotonic() + 15 + stands_still * reaper.SILENT_S
+    while any(is_alive(pid) for pid in ranks.values()) or list(Path("tmp").glob("fastpar_*")):
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    assert len(list_checkpoints("r")) == 1  # they have saved
+    assert len(list_checkpoints("r")) == (not stands_still)  # they have saved
+
+
+@pytest.mark.slow
+def test_a_run_under_nohup_survives_its_terminal(here, start):
+    run = start("nohup", *FASTPAR, *TRAIN, "--nproc=2", "--max-steps=300", "--out=r")
+    wait_for_steps(run, "r", 3)
+    for pid in (run.pid, *ranks_of(run.pid).values()):
+        os.kill(pid, signal.SIGHUP)
+    code, _, err = finish(run)
+    assert code == 0, err
+    assert read_metrics("r/metrics.jsonl")[-1]["step"] == 300
 
 
 @pytest.mark.slow
