@@ -17,6 +17,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 # Errors of a path that a user can set right; others are the machine's.
 WRONG_PATH = (
     errno.EACCES,
+    errno.EEXIST,
     errno.EISDIR,
     errno.ELOOP,
     errno.ENAMETOOLONG,

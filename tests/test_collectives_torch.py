@@ -214,6 +214,11 @@ def test_operations_are_sent_while_earlier_ones_are_under_way():
     run_ranks(later_operations, 2, backend="gloo")
 
 
+class PassesOn(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
 def profiled(mode):
     """Operations begun under a profiler and what a caller may have switched on in Python."""
     c = TorchCollectives()
@@ -221,7 +226,7 @@ def profiled(mode):
     modes = {
         "hooks": lambda: torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
         "save_on_cpu": torch.autograd.graph.save_on_cpu,
-        "function": TorchFunctionMode,
+        "function": PassesOn,
     }
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities), modes[mode]():

@@ -309,9 +309,7 @@ def test_cache_folder(tmp_path, monkeypatch):
     assert cache_folder("~/here") == tmp_path / "home" / "here"
     (tmp_path / "file").touch()
     for bad in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(
-            RuntimeError, match=r"can be written, got cache_dir=.*file.* with .*; ch"
-        ):
+        with pytest.raises(ValueError, match=r"can be written, got cache_dir=.*file.* with .*; ch"):
             cache_folder(bad)
 
 
