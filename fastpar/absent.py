@@ -117,16 +117,19 @@ def _name_of(p: Tensor) -> str:
     return "?" if link is None or link.target is None else link.target.name_of(p)
 
 
+_data: Any = nn.Parameter.data  # the descriptor that AbsentParameter hides
+
+
 class AbsentParameter(nn.Parameter):
     """A parameter that is not there; see the note."""
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
-        return Absent.of(nn.Parameter.data.__get__(self), "parameter", _name_of(self))
+    def data(self) -> Tensor:
+        return Absent.of(_data.__get__(self), "parameter", _name_of(self))
 
     @data.setter
     def data(self, new: Tensor) -> None:
-        old = nn.Parameter.data.__get__(self)
+        old = _data.__get__(self)
         same = (new.dtype, new.shape, new.stride()) == (old.dtype, old.shape, old.stride())
         if not same or new.data_ptr() != old.data_ptr():  # module.to() may have nothing to do
             _refuse("parameter", _name_of(self), "data")
@@ -156,4 +159,4 @@ def hide(p: nn.Parameter) -> None:
 def show(p: nn.Parameter) -> None:
     """The parameter is about to be there."""
     if type(p) is AbsentParameter:
-        p.__class__ = nn.Parameter
+        p.__class__ = nn.Parameter  # type: ignore[assignment]

@@ -323,7 +323,7 @@ class Gathers:
 
     def _stay_last(self, module: nn.Module) -> None:
         """Our hooks are those that run last after the forward that begins."""
-        hooks = module._forward_hooks
+        hooks: Any = module._forward_hooks  # an OrderedDict
         if hooks and not self._is_mine(next(reversed(hooks.values()))):
             for key in [key for key, hook in hooks.items() if self._is_mine(hook)]:
                 hooks.move_to_end(key)
