@@ -10,12 +10,17 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
+from fastpar import patched
+from fastpar.patched import swap_of
+
+GPT2 = "transformers.models.gpt2.modeling_gpt2"
 TORCH = os.path.dirname(torch.__file__)
 
 
@@ -70,3 +75,34 @@ def replaced_code(kind: type[nn.Module]) -> str | None:
     if registry is not None and not is_own(registry["sdpa"], root):
         return "the attention function registered for sdpa"
     return None
+
+
+def seen_parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The module and its parts, those proven already without theirs: stand-ins take their place."""
+    closed: tuple[str, ...] = ()
+    for name, part in module.named_modules():
+        if name.startswith(closed):
+            continue
+        yield name, part
+        if part is not module and isinstance(part, patched.Attention | patched.MLP):
+            closed += (f"{name}.",)
+
+
+def look_of(module: nn.Module) -> Any:
+    """Equal for modules that differ in the values of their tensors only."""
+    look: list[Any] = []
+    for name, part in seen_parts(module):
+        look += [name, type(part), swap_of(part) is None, tuple(part._modules)]
+        if part is not module and isinstance(part, patched.Attention | patched.MLP):
+            continue
+        skipped = {"_fastpar_swap"}
+        by_layer = getattr(part, "scale_attn_by_inverse_layer_idx", False)
+        if type(part).__module__ == GPT2 and not by_layer:
+            skipped.add("layer_idx")  # its place in a cache
+        for key, value in vars(part).items():
+            if key not in patched.MODULE_FIELDS and key not in skipped:
+                known = isinstance(value, int | float | str | tuple | None)
+                look += [key, repr(value) if known else id(value)]
+        tensors = [*part._parameters.items(), *part._buffers.items()]
+        look += [(k, t.shape, t.dtype, t.is_meta) for k, t in tensors if t is not None]
+    return tuple(look)

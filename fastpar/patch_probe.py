@@ -8,7 +8,9 @@ fp32 inside stays below the bound of 1e-5 of the largest value, another formula 
 module is run with its own buffers and settings; equal ones once.
 
 [Note: cheap copies] A copy's linear layers are replaced by ones that mix two columns each: as good
-for telling formulas apart, and without the time and memory of large products.
+for telling formulas apart, and without the time and memory of large products. A block's attention
+and MLP that were proven already are replaced by functions of one line: what is left to prove is how
+the block puts them together.
 
 [Note: places of dropout] In a copy dropout has masks that depend on nothing but the number of
 elements, in F.dropout and inside scaled_dot_product_attention alike, and each rate is another
@@ -21,7 +23,7 @@ from __future__ import annotations
 import copy
 import random
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -55,14 +57,28 @@ class _Mixed(nn.Linear):
         self.factors = torch.randn(3, outputs, generator=generator, dtype=torch.float64) * 0.7
         # Whoever uses it directly cannot be checked.
         self.weight = nn.Parameter(torch.empty(0, inputs))
-        self.bias = None
+        self.register_parameter("bias", None)
 
     def forward(self, x: Tensor) -> Tensor:
         first, second, bias = self.factors.to(x.dtype)
         return x[..., self.columns[0]] * first + x[..., self.columns[1]] * second + 0.1 * bias
 
 
-class _Masks(TorchFunctionMode):
+class StandIn(nn.Module):
+    """See [Note: cheap copies]; another function for each name."""
+
+    def __init__(self, name: str, width: int):
+        super().__init__()
+        self.mixed = _Mixed(width, width)
+        self.slope = 0.5 + len(name) / 8
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if any(value is not None and value is not False for value in (*args, *kwargs.values())):
+            raise UnprovenError("calls its parts with arguments besides x")
+        return F.silu(self.mixed(x) * self.slope)
+
+
+class Masks(TorchFunctionMode):
     """See [Note: places of dropout]; keeps the rates and sizes of what was dropped."""
 
     def __init__(self) -> None:
@@ -120,8 +136,13 @@ def features(layer: Any) -> tuple[int, int]:
     return (rows, columns) if is_conv1d(layer) else (columns, rows)
 
 
-def twin_of(module: nn.Module, keep: Iterable[Any] = ()) -> Any:
-    """A copy of a module to run, in fp64 on the CPU, without hooks and with random weights."""
+def twin_of(
+    module: nn.Module, instead: Mapping[nn.Module, nn.Module] = {}, keep: Iterable[Any] = ()
+) -> Any:
+    """A copy of a module to run, in fp64 on the CPU, without hooks and with random weights.
+
+    Parts are copied as what `instead` says; `keep` is shared.
+    """
     tensors = [*module.parameters(), *module.buffers()]
     if any(t.is_meta for t in tensors):
         raise UnprovenError("on the meta device: load its weights first")
@@ -129,6 +150,7 @@ def twin_of(module: nn.Module, keep: Iterable[Any] = ()) -> Any:
     memo: dict[int, Any] = {id(value): value for value in keep}
     for _, part in linear:
         memo[id(part)] = _Mixed(*features(part)).train(part.training)
+    memo |= {id(part): other.train(part.training) for part, other in instead.items()}
     twin: Any = copy.deepcopy(module, memo)
     generator = torch.Generator("cpu").manual_seed(0)
     for part in twin.modules():
@@ -144,14 +166,14 @@ def twin_of(module: nn.Module, keep: Iterable[Any] = ()) -> Any:
     return twin
 
 
-def run(twin: Any, x: Tensor, of: Formula | None = None) -> tuple[Tensor, Tensor, _Masks]:
+def run(twin: Any, x: Tensor, of: Formula | None = None) -> tuple[Tensor, Tensor, Masks]:
     """The output of a copy's own forward, or of a formula, and the gradient of x."""
-    masks, x = _Masks(), x.clone().requires_grad_(torch.is_grad_enabled())
-    before = _random_states()
+    masks, x = Masks(), x.clone().requires_grad_(torch.is_grad_enabled())
+    before = random_states()
     with masks:
         y = type(twin).forward(twin, x) if of is None else of(twin, x)
     y = y[0] if isinstance(y, tuple) else y
-    if _random_states() != before:
+    if random_states() != before:
         raise UnprovenError("draws random numbers that are not dropout's")
     if not isinstance(y, Tensor) or not y.is_floating_point():
         raise UnprovenError("computes something else than its parts' names say")
@@ -159,15 +181,22 @@ def run(twin: Any, x: Tensor, of: Formula | None = None) -> tuple[Tensor, Tensor
     if torch.is_grad_enabled():
         generator = torch.Generator().manual_seed(1)
         dy = torch.randn(y.shape, dtype=y.dtype, generator=generator)
-        dx = torch.autograd.grad(y, x, dy)[0]
+        # Not grad(y, x, dy), which imports sympy.
+        dx = torch.autograd.grad((y * dy).sum(), x)[0]
     return y.detach(), dx, masks
+
+
+def differ(got: Tensor, want: Tensor) -> bool:
+    """Whether two tensors differ by more than rounding."""
+    if got.shape != want.shape or bool(got.isnan().any()):
+        return True
+    return bool((got - want).abs().max() > TOLERANCE * want.abs().max())
 
 
 def same(twin: Any, x: Tensor, formula: Formula, own: Formula | None = None) -> None:
     """Raises UnprovenError where the copy computes something else than the formula."""
     for got, want in zip(run(twin, x, own)[:2], run(twin, x, formula)[:2]):
-        off = got.shape != want.shape or (got - want).abs().max() > TOLERANCE * want.abs().max()
-        if off or got.isnan().any():
+        if differ(got, want):
             raise UnprovenError("computes something else than its parts' names say")
 
 
@@ -241,6 +270,8 @@ def prove(
     long: bool = True,
     brief: bool = False,
     heads: int = 1,
+    rate: str | None = None,
+    stand_ins: Iterable[str] = (),
     keep: Iterable[Any] = (),
 ) -> int | None:
     """Compares a module with a formula; see [Note: seen to compute].
@@ -252,14 +283,17 @@ def prove(
         long: whether to look at so many.
         brief: only a few tokens with small values, of what is known by its code.
         heads: of attention inside, whose scores take memory.
+        rate: the attribute or nn.Dropout that rules the probabilities' dropout.
+        stand_ins: parts that were proven already, see [Note: cheap copies].
         keep: objects that the copy shares.
     Returns:
         The most tokens that were looked at, None when that was not asked for.
     Raises:
         UnprovenError: it computes something else, draws random numbers or changes itself.
     """
-    twin = twin_of(module, keep)
-    settings = _attributes(twin)
+    instead = {module.get_submodule(name): StandIn(name, width) for name in stand_ins}
+    twin = twin_of(module, instead, keep)
+    settings = attributes(twin)
     ends = [b.shape[-1] for b in twin.buffers() if b.dim() >= 2]
     most = min([positions or LONGEST, *ends])
     for training, rates in ((False, False), (True, False), (True, True)):
@@ -273,6 +307,9 @@ def prove(
                 x = tokens(B, min(T, most), width) * (LARGE if large else small)
                 same(twin, x, formula, own)
     _clear_rates(twin)
+    number = vars(twin).get(rate)
+    if number is not None:
+        setattr(twin, str(rate), 0.0)
     reached = None
     if long:
         twin, reached = twin.float(), 0
@@ -292,8 +329,9 @@ def prove(
             break
         if not reached:
             raise last
-    twin = twin.double()
-    if _attributes(twin) != settings:
+    if number is not None:
+        setattr(twin, str(rate), number)
+    if attributes(twin) != settings:
         raise UnprovenError("its forward changes its own attributes")
     return reached
 
@@ -312,7 +350,7 @@ def _clear_rates(twin: nn.Module) -> None:
             part.p = 0.0
 
 
-def _attributes(twin: nn.Module) -> list[Any]:
+def attributes(twin: nn.Module) -> list[Any]:
     """What of a copy's modules is not a tensor, a module or a rate."""
     kinds = (bool, int, float, str, type(None), tuple)
     return [
@@ -323,7 +361,7 @@ def _attributes(twin: nn.Module) -> list[Any]:
     ]
 
 
-def _random_states() -> tuple[Any, ...]:
+def random_states() -> tuple[Any, ...]:
     numpy: Any = sys.modules.get("numpy")
     legacy = () if numpy is None else numpy.random.get_state(legacy=True)
     parts = (legacy[1].tobytes(), legacy[2]) if legacy else ()

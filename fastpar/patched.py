@@ -134,6 +134,8 @@ class Swapped(nn.Module):
     """Base of the mixins; see [Note: how a module is swapped]."""
 
     names: tuple[str, ...] = ()  # of the original forward's positional arguments
+    own_forward: tuple[Any, ...] = ()  # the original's
+    registered: tuple[Any, Any] = (None, None)  # see swapped_class
     does = ""  # for the report: what is faster
     falls_back: tuple[str, ...] = ()  # for the report: when
 
@@ -165,7 +167,8 @@ class Swapped(nn.Module):
         if most is not None and isinstance(x, Tensor) and x.dim() == 3 and x.shape[1] > most:
             return f"more than {most} tokens, the most that were looked at"
         for name, kind in swap.options.get("parts", ()):
-            if type(getattr(self, name, None)) is not kind:
+            now = type(getattr(self, name, None))
+            if now is not kind and (now, kind) != (TokenDropout, nn.Dropout):
                 return f"{name} is not what it was"
         if torch.compiler.is_compiling():
             return None
@@ -408,9 +411,9 @@ class Block(Swapped):
             and (is_plain(attn.c_proj) or gives_product(attn.c_proj))
             and self._dropout_fits(attn)
         )
-        reason = self.changed(x) if fused and norm is not None else self.falls_back[0]
-        if reason is not None:
-            fall_back(self, reason)
+        reason = self.changed(x)
+        if reason is not None or norm is None or not fused:
+            fall_back(self, reason or self.falls_back[0])
             return super().forward(*args, **kwargs)
         if given.get("encoder_hidden_states") is not None:
             fall_back(self, "encoder_hidden_states")

@@ -131,6 +131,13 @@ class GPT2Attention(Attention):
         return y, present
 
 
+def head_loss(head: Any, x: Tensor, labels: Tensor, **options: Any) -> Tensor:
+    """The cross-entropy of an nn.Linear's logits, without the logits."""
+    dtype = autocast_dtype(x) or x.dtype
+    weight = head.weight if dtype == x.dtype else head.weight.to(dtype)
+    return linear_cross_entropy(x.to(dtype), weight, labels, **options)
+
+
 class Model(Swapped):
     """transformers' GPT2Model: tells attention when the mask it gets is the causal one."""
 
@@ -193,9 +200,7 @@ class LMHead(Swapped):
         if split:
             loss = head.loss(x, shift_labels.to(x.device), **options)
         else:
-            dtype = autocast_dtype(x) or x.dtype
-            weight = head.weight if dtype == x.dtype else head.weight.to(dtype)
-            loss = linear_cross_entropy(x.to(dtype), weight, shift_labels.to(x.device), **options)
+            loss = head_loss(head, x, shift_labels.to(x.device), **options)
         if items is not None:
             loss = loss / (items.to(loss.device) if isinstance(items, Tensor) else items)
         output = self.option("output")(

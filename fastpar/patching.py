@@ -22,12 +22,19 @@ from fastpar import modules, patched, patched_gpt2
 from fastpar.kernels.attention import MAX_HEAD_DIM
 from fastpar.kernels.layer_norm import MAX_COLUMNS
 from fastpar.modules import embedding_options, is_conv1d
-from fastpar.patch_known import replaced_code, replaced_in, torch_forward
+from fastpar.patch_known import (
+    GPT2,
+    look_of,
+    replaced_code,
+    replaced_in,
+    seen_parts,
+    torch_forward,
+)
+from fastpar.patch_loss import Loss, loss_shape, prove_loss
 from fastpar.patch_probe import Formula, UnprovenError, features, places_of_dropout, prove, restore
 from fastpar.patch_report import PatchReport
 from fastpar.patched import Swap, swap_of, swapped_class
 
-GPT2 = "transformers.models.gpt2.modeling_gpt2"
 TORCH_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
     nn.LayerNorm: modules.LayerNorm,
     nn.RMSNorm: modules.RMSNorm,
@@ -60,14 +67,15 @@ def patch(model: nn.Module, *, fused_loss: bool = False) -> PatchReport:
             are fused where a block returns a tensor, as in 5), a model of nanoGPT's shape, or any
             module, of which the parts that are exactly torch's LayerNorm, RMSNorm, GELU or
             Embedding are swapped.
-        fused_loss: in training, a GPT2LMHeadModel that is given labels computes its loss without
-            logits: the output's logits are None then.
+        fused_loss: in training, a GPT2LMHeadModel that is given labels, or a model with nanoGPT's
+            forward(idx, targets=None) that is given targets, computes its loss without logits:
+            the logits returned are None then.
     Returns:
         What was replaced, what was left and why, what falls back for a call, and a running count of
         the calls that did; print it.
     Raises:
-        ValueError: model is not a module, or split along tp; fused_loss without a
-            GPT2LMHeadModel.
+        ValueError: model is not a module, or split along tp; fused_loss with neither of the two,
+            or with one whose loss is another.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(
@@ -79,11 +87,7 @@ def patch(model: nn.Module, *, fused_loss: bool = False) -> PatchReport:
             f"patch: expected a model before parallelize(), got '{split}' split over ranks of tp; "
             "call fastpar.patch(model) first"
         )
-    if fused_loss and not any(_is_gpt2(m, "GPT2LMHeadModel") for m in model.modules()):
-        raise ValueError(
-            f"patch: expected a transformers GPT2LMHeadModel for fused_loss=True, got "
-            f"model={type(model).__name__}; use fastpar.LinearCrossEntropyLoss in its forward"
-        )
+    losses = _plan_losses(model) if fused_loss else {}
     report = PatchReport(type(model).__name__)
     earlier = [swap for m in model.modules() if (swap := swap_of(m)) is not None]
     if earlier:
@@ -96,7 +100,7 @@ def patch(model: nn.Module, *, fused_loss: bool = False) -> PatchReport:
     for name, module in reversed(list(model.named_modules())):
         if swap_of(module) is not None:
             continue
-        plan = _plan(name, module, fused_loss, looks)
+        plan = losses.get(module) or _plan(name, module, fused_loss, looks)
         if isinstance(plan, str):
             left.append((name, module, plan))
         elif plan is not None:
@@ -155,6 +159,34 @@ def _swap(
         report.falls_back[kind] = mixin.falls_back
 
 
+def _plan_losses(model: nn.Module) -> dict[nn.Module, _Plan]:
+    """For fused_loss: the models of nanoGPT's shape; transformers' are planned as their parts are.
+
+    Raises:
+        ValueError: there is neither, or one with another loss.
+    """
+    plans: dict[nn.Module, _Plan] = {}
+    why, found = "", any(_is_gpt2(m, "GPT2LMHeadModel") for m in model.modules())
+    for module in model.modules():
+        norm = None if type(module).__module__ in (GPT2, *OURS) else loss_shape(module)
+        if isinstance(module, Loss):
+            found = True
+        elif norm is not None:
+            try:
+                prove_loss(module, norm)
+                options = _settings(module, {}, tuple(module._modules))
+                plans[module] = Loss, {"norm": norm, **options}
+            except Exception as error:
+                why = f", which {_why(error)}"
+    if why or not (found or plans):
+        raise ValueError(
+            "patch: expected transformers' GPT2LMHeadModel or nanoGPT's "
+            f"forward(idx, targets=None) for fused_loss=True, got model={type(model).__name__}{why}"
+            "; use fastpar.LinearCrossEntropyLoss in its forward"
+        )
+    return plans
+
+
 def _is_gpt2(module: nn.Module, *names: str) -> bool:
     return type(module).__module__ == GPT2 and type(module).__name__ in names
 
@@ -169,8 +201,9 @@ def _plan(name: str, module: nn.Module, fused_loss: bool, looks: _Looks) -> _Pla
         return None
     plan = looks.plan(name, module, fused_loss)
     if isinstance(plan, tuple):
-        own = swapped_class(plan[0], type(module)).own_forward[0]
-        if own is not type(module).forward:
+        kind: Any = type(module)
+        mixin: Any = plan[0]
+        if swapped_class(mixin, kind).own_forward[0] is not kind.forward:
             return "its class got another forward since it was patched first"
     if plan is not None or any(True for _ in module.children()):
         return plan
@@ -263,7 +296,7 @@ def _plan_gpt2_attention(module: Any) -> _Plan:
             return "its buffer bias is not the causal mask"
         options["buffers"] = {"bias": causal.cpu().clone()}
     positions = module.config.max_position_embeddings
-    limits: dict[str, Any] = {"positions": positions, "long": False}
+    limits: dict[str, Any] = {"positions": positions, "long": False, "brief": True}
     try:
         prove(module, module.embed_dim, formula, own=own, **limits, keep=[module.config])
     except Exception as error:
@@ -293,8 +326,9 @@ class _Looks:
         self.positions = max(positions, default=None)
 
     def plan(self, name: str, module: nn.Module, fused_loss: bool) -> _Plan:
-        buffers = [b for b in module.buffers() if not b.is_meta]
-        known = self.plans.setdefault(_look(module), [])
+        parts = [part for _, part in seen_parts(module)]
+        buffers = [b for p in parts for b in p._buffers.values() if b is not None and not b.is_meta]
+        known = self.plans.setdefault(look_of(module), [])
         for others, plan in known:
             if all(a is b or torch.equal(a, b) for a, b in zip(others, buffers)):
                 return plan
@@ -304,20 +338,6 @@ class _Looks:
             plan = _plan_nanogpt(name, module, self.positions)
         known.append((buffers, plan))
         return plan
-
-
-def _look(module: nn.Module) -> Any:
-    """Equal for modules that differ in the values of their tensors only."""
-    look: list[Any] = []
-    for name, part in module.named_modules():
-        look += [name, type(part), swap_of(part) is None, tuple(part._modules)]
-        for key, value in vars(part).items():
-            if key not in _MODULE_FIELDS and key != "_fastpar_swap":
-                known = isinstance(value, int | float | str | tuple | None)
-                look += [key, repr(value) if known else id(value)]
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    look += [(name, tuple(t.shape), t.dtype, t.is_meta) for name, t in tensors]
-    return tuple(look)
 
 
 def _plan_nanogpt(name: str, module: Any, positions: int | None) -> _Plan:
@@ -333,8 +353,9 @@ def _plan_nanogpt(name: str, module: Any, positions: int | None) -> _Plan:
             return "its attention was left"
         if not isinstance(module.ln_2, patched.Norm | modules.LayerNorm):
             return "its ln_2 was left"
-        used, heads = ("ln_1", "attn", "ln_2", "mlp"), module.attn.n_head
-        return _checked(module, _block, patched.Block, {}, used, heads=heads, **long)
+        used = ("ln_1", "attn", "ln_2", "mlp")
+        proven = ["attn", *(["mlp"] if isinstance(module.mlp, patched.MLP) else [])]
+        return _checked(module, _block, patched.Block, {}, used, stand_ins=proven, **long)
     if name.split(".")[-1].startswith("ln") and not parts:
         return _plan_norm(module, positions)
     return None
@@ -365,7 +386,7 @@ def _plan_attention(module: Any, parts: dict[str, nn.Module], positions: int | N
     except Exception as error:
         return _why(error)
     used = ("c_attn", "c_proj")
-    limits: dict[str, Any] = {"positions": positions, "heads": heads}
+    limits: dict[str, Any] = {"positions": positions, "heads": heads, "rate": places["probs"]}
     return _checked(module, formula, patched.Attention, places, used, **limits)
 
 

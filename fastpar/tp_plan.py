@@ -460,7 +460,9 @@ def _dropouts(model: nn.Module) -> Iterator[tuple[str, str, bool]]:
         if isinstance(module, Attention) and swap is not None:
             probs = swap.options["probs"]
             source = None if probs is None else getattr(module, probs)
-            by_kernel.append(source)
+            # A dropout that is neither of the two has no use: nanoGPT's, with torch's attention.
+            resid = swap.options["resid"]
+            by_kernel += [part for key, part in module.named_children() if key != resid]
             if isinstance(source, float) and source > 0:
                 yield name, probs, True
         elif swap is None and not isinstance(module, _DropoutNd):
