@@ -154,8 +154,6 @@ def _compare(twin: Any, norm: str, B: int, T: int) -> None:
     grads = [torch.autograd.grad(y, weights, allow_unused=True) for y in (own[1], loss)]
     for got, want in zip((own[1], *grads[0]), (loss, *grads[1])):
         if (got is None) != (want is None) or (got is not None and differ(got, want)):
-            raise UnprovenError(
-                "returns another loss than the mean cross-entropy without -1"
-            )
+            raise UnprovenError("returns another loss than the mean cross-entropy without -1")
     if random_states() != before:
         raise UnprovenError("draws random numbers that are not dropout's")

@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from fastpar import patched
 from fastpar.modules import is_conv1d
 
 Formula = Callable[[Any, Tensor], Tensor]
@@ -362,7 +363,50 @@ def attributes(twin: nn.Module) -> list[Any]:
 
 
 def random_states() -> tuple[Any, ...]:
+    """Of torch, Python and numpy, to be compared."""
     numpy: Any = sys.modules.get("numpy")
     legacy = () if numpy is None else numpy.random.get_state(legacy=True)
     parts = (legacy[1].tobytes(), legacy[2]) if legacy else ()
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), parts
+
+
+def words_of(error: Exception) -> str:
+    """Why a module was left."""
+    if isinstance(error, UnprovenError):
+        return str(error)
+    words = str(error).splitlines()
+    return f"could not be checked: {type(error).__name__}" + (f": {words[0]}" if words else "")
+
+
+def settings_of(
+    module: nn.Module, options: dict[str, Any], used: tuple[str, ...]
+) -> dict[str, Any]:
+    """What the proof rests on and patched.py looks at when it is called; see its [Note: settings].
+
+    Raises:
+        UnprovenError: a part that may do anything.
+    """
+    for name, part in module.named_children():
+        if name not in used and type(part) not in (nn.Dropout, nn.Identity):
+            raise UnprovenError(f"a part of unknown use: {name}")
+    rate = options.get("probs")
+    settings: list[tuple[tuple[str, ...], Any]] = [
+        ((name,), value)
+        for name, value in patched.attributes_of(module)
+        if name not in (rate, "n_head")
+    ]
+    for name, value in vars(module).items():
+        if name not in patched.MODULE_FIELDS and not isinstance(value, Tensor | nn.Module | type):
+            inner = getattr(value, "__dict__", None)
+            settings += [((name, k), v) for k, v in patched.plain(inner or {})]
+    activation = options.get("activation")
+    if activation is not None:
+        found = patched.attributes_of(getattr(module, activation))
+        settings += [((activation, k), v) for k, v in found]
+    tensors = {k: v for k, v in vars(module).items() if isinstance(v, Tensor)}
+    tensors |= {k: v for k, v in module._buffers.items() if v is not None}
+    return {
+        "settings": settings,
+        "parts": [(k, type(p)) for k, p in module.named_children() if k not in used],
+        "buffers": {k: v.detach().cpu().clone() for k, v in tensors.items()},
+    }

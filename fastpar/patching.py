@@ -31,7 +31,15 @@ from fastpar.patch_known import (
     torch_forward,
 )
 from fastpar.patch_loss import Loss, loss_shape, prove_loss
-from fastpar.patch_probe import Formula, UnprovenError, features, places_of_dropout, prove, restore
+from fastpar.patch_probe import (
+    Formula,
+    features,
+    places_of_dropout,
+    prove,
+    restore,
+    settings_of,
+    words_of,
+)
 from fastpar.patch_report import PatchReport
 from fastpar.patched import Swap, swap_of, swapped_class
 
@@ -48,7 +56,6 @@ TORCH_DOES = {
     nn.GELU: "GELU in one pass",
     nn.Embedding: "deterministic backward without atomics",
 }
-_MODULE_FIELDS = patched.MODULE_FIELDS
 # A mixin with its options, why a module is left, or None for what is not worth a word.
 _Plan = tuple[type[nn.Module], dict[str, Any]] | str | None
 
@@ -174,10 +181,10 @@ def _plan_losses(model: nn.Module) -> dict[nn.Module, _Plan]:
         elif norm is not None:
             try:
                 prove_loss(module, norm)
-                options = _settings(module, {}, tuple(module._modules))
+                options = settings_of(module, {}, tuple(module._modules))
                 plans[module] = Loss, {"norm": norm, **options}
             except Exception as error:
-                why = f", which {_why(error)}"
+                why = f", which {words_of(error)}"
     if why or not (found or plans):
         raise ValueError(
             "patch: expected transformers' GPT2LMHeadModel or nanoGPT's "
@@ -300,7 +307,7 @@ def _plan_gpt2_attention(module: Any) -> _Plan:
     try:
         prove(module, module.embed_dim, formula, own=own, **limits, keep=[module.config])
     except Exception as error:
-        return _why(error)
+        return words_of(error)
     return patched_gpt2.GPT2Attention, options
 
 
@@ -365,7 +372,7 @@ def _plan_attention(module: Any, parts: dict[str, nn.Module], positions: int | N
     if type(module) is modules.CausalSelfAttention and module.softmax_scale is None:
         D = module.n_embd // module.n_head
         known = {"probs": "attn_dropout", "resid": "resid_dropout", "head_dim": D}
-        return patched.Attention, {**known, **_settings(module, known, ("c_attn", "c_proj"))}
+        return patched.Attention, {**known, **settings_of(module, known, ("c_attn", "c_proj"))}
     c_attn, c_proj = parts["c_attn"], parts["c_proj"]
     if type(c_attn) is not nn.Linear or type(c_proj) is not nn.Linear:
         return "c_attn or c_proj is not an nn.Linear"
@@ -384,7 +391,7 @@ def _plan_attention(module: Any, parts: dict[str, nn.Module], positions: int | N
     try:
         places.update(places_of_dropout(module, C, heads))
     except Exception as error:
-        return _why(error)
+        return words_of(error)
     used = ("c_attn", "c_proj")
     limits: dict[str, Any] = {"positions": positions, "heads": heads, "rate": places["probs"]}
     return _checked(module, formula, patched.Attention, places, used, **limits)
@@ -466,45 +473,6 @@ def _checked(
     try:
         reached = prove(module, width, formula, **how)
         limit = {} if reached is None else {"tokens": reached}
-        return mixin, {**options, **limit, **_settings(module, options, used)}
+        return mixin, {**options, **limit, **settings_of(module, options, used)}
     except Exception as error:
-        return _why(error)
-
-
-def _why(error: Exception) -> str:
-    if isinstance(error, UnprovenError):
-        return str(error)
-    words = str(error).splitlines()
-    return f"could not be checked: {type(error).__name__}" + (f": {words[0]}" if words else "")
-
-
-def _settings(module: nn.Module, options: dict[str, Any], used: tuple[str, ...]) -> dict[str, Any]:
-    """What the proof rests on and patched.py looks at when it is called; see its [Note: settings].
-
-    Raises:
-        UnprovenError: a part that may do anything.
-    """
-    for name, part in module.named_children():
-        if name not in used and type(part) not in (nn.Dropout, nn.Identity):
-            raise UnprovenError(f"a part of unknown use: {name}")
-    rate = options.get("probs")
-    settings: list[tuple[tuple[str, ...], Any]] = [
-        ((name,), value)
-        for name, value in patched.attributes_of(module)
-        if name not in (rate, "n_head")
-    ]
-    for name, value in vars(module).items():
-        if name not in _MODULE_FIELDS and not isinstance(value, Tensor | nn.Module | type):
-            inner = getattr(value, "__dict__", None)
-            settings += [((name, k), v) for k, v in patched.plain(inner or {})]
-    activation = options.get("activation")
-    if activation is not None:
-        found = patched.attributes_of(getattr(module, activation))
-        settings += [((activation, k), v) for k, v in found]
-    tensors = {k: v for k, v in vars(module).items() if isinstance(v, Tensor)}
-    tensors |= {k: v for k, v in module._buffers.items() if v is not None}
-    return {
-        "settings": settings,
-        "parts": [(k, type(p)) for k, p in module.named_children() if k not in used],
-        "buffers": {k: v.detach().cpu().clone() for k, v in tensors.items()},
-    }
+        return words_of(error)

@@ -25,7 +25,7 @@ ORDER = [
     "replicas", "shards", "groups", "partials", "engine", "state_dicts", "optim_guard",
     "optim_checks", "optim_state", "autobucket", "parallel_checks", "parallel", "optim_base",
     "optim", "adafactor", "loss_scale", "schedule", "model", "hf",
-    "nanogpt_meta", "nanogpt", "recompute", "patch_known", "patch_probe",
+    "nanogpt_meta", "nanogpt", "recompute", "patch_known", "patch_probe", "patch_loss",
     "patch_report", "patching", "tokenizer", "sources", "token_cache",
     "data", "ranges", "manifest", "verify", "piece_reader", "weight_sources", "stored", "export",
     "step_folders", "weights", "agree", "capture", "saver", "restore", "checkpoint",

@@ -15,7 +15,7 @@ from test_patched import FeedForward, Layer, Nano, Norm, SelfAttention, gpt2, id
 from torch import nn
 
 import fastpar
-from fastpar import patched
+from fastpar import patched, patching
 
 WIDTH, HEADS = 24, 3
 
@@ -178,11 +178,32 @@ class ClippedGelu(FeedForward):
         return self.c_proj(self.gelu(self.c_fc(x)).clamp(-10, 10))
 
 
+class Swapped(Layer):
+    """The MLP first."""
+
+    def forward(self, x):
+        x = x + self.mlp(self.ln_1(x))
+        return x + self.attn(self.ln_2(x))
+
+
+class Halved(Layer):
+    def forward(self, x):
+        x = x + 2 * self.attn(self.ln_1(x) / 2)
+        return x + self.mlp(self.ln_2(x))
+
+
+class Reaching(Layer):
+    """Looks into its attention."""
+
+    def forward(self, x):
+        return super().forward(x) * (1 if self.attn.n_head == HEADS else 2)
+
+
 ATTENTIONS = (
     Window, WideWindow, Clamped, Capped, Trained, LongTrained, Detached, Noisy, LiteralRate,
     AlwaysDropped, Counting,
 )  # fmt: skip
-BLOCKS = (DropPath, LayerDrop, MoreDropout, ClampedResidual)
+BLOCKS = (DropPath, LayerDrop, MoreDropout, ClampedResidual, Swapped, Halved, Reaching)
 
 
 def layer(kind=Layer):
@@ -260,6 +281,29 @@ def test_each_layer_is_looked_at_with_its_own_buffers():
         report = fastpar.patch(ours)
         assert report.replaced["Tempered"] == ["transformer.h.0.attn"]
         assert_equal_calls(ours, theirs)
+
+
+def test_equal_modules_are_proven_once(monkeypatch):
+    """So that many layers take no longer than two; those with numbers of their own do."""
+    proven = []
+    prove = patching.prove
+
+    def counted(module, *args, **options):
+        proven.append(type(module).__name__)
+        return prove(module, *args, **options)
+
+    monkeypatch.setattr(patching, "prove", counted)
+    fastpar.patch(gpt2(n_layer=5))
+    assert sorted(proven) == ["GPT2Attention", "GPT2MLP"]
+    for own_numbers, attentions in ((False, 1), (True, 3)):
+        proven.clear()
+        model = Nano(WIDTH, HEADS)
+        model.transformer.h = nn.ModuleList(layer() for _ in range(3))
+        for i, block in enumerate(model.transformer.h):
+            block.attn.layer_idx = i if own_numbers else 0
+        fastpar.patch(model)
+        counts = {kind: proven.count(kind) for kind in ("SelfAttention", "Layer")}
+        assert counts == {"SelfAttention": attentions, "Layer": 1}
 
 
 def places_of(kind, p=0.3):

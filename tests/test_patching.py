@@ -396,7 +396,10 @@ def test_errors():
         fastpar.patch({})
     with pytest.raises(ValueError, match=r"unpatch: expected a torch.nn.Module, got model=type; "):
         fastpar.unpatch(nn.Linear)
-    message = "expected a transformers GPT2LMHeadModel for fused_loss=True, got model=Nano; use fas"
+    message = re.escape(
+        "patch: expected transformers' GPT2LMHeadModel or nanoGPT's forward(idx, targets=None) for "
+        "fused_loss=True, got model=Nano; use fastpar.LinearCrossEntropyLoss"
+    )
     model = Nano()
     with pytest.raises(ValueError, match=message):
         fastpar.patch(model, fused_loss=True)
