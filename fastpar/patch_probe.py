@@ -20,10 +20,11 @@ seen tell which attribute rules which place. Whoever draws other random numbers 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -116,6 +117,17 @@ class Masks(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             return self.attend(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Small tensors: on a machine at work, more threads would wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def restore(module: nn.Module) -> bool:

@@ -34,6 +34,7 @@ from fastpar.patch_loss import Loss, loss_shape, prove_loss
 from fastpar.patch_probe import (
     Formula,
     features,
+    one_thread,
     places_of_dropout,
     prove,
     restore,
@@ -60,6 +61,7 @@ TORCH_DOES = {
 _Plan = tuple[type[nn.Module], dict[str, Any]] | str | None
 
 
+@one_thread()
 def patch(model: nn.Module, *, fused_loss: bool = False) -> PatchReport:
     """Swaps the layers of a GPT-2-class model for fastpar's, in place.
 

@@ -293,7 +293,9 @@ def test_equal_modules_are_proven_once(monkeypatch):
         return prove(module, *args, **options)
 
     monkeypatch.setattr(patching, "prove", counted)
+    threads = torch.get_num_threads()
     fastpar.patch(gpt2(n_layer=5))
+    assert torch.get_num_threads() == threads
     assert sorted(proven) == ["GPT2Attention", "GPT2MLP"]
     for own_numbers, attentions in ((False, 1), (True, 3)):
         proven.clear()
