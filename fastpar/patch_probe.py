@@ -42,6 +42,7 @@ TOLERANCE = 1e-5
 LONGEST = 1024  # tokens, where the model does not tell how many it takes
 # Scores of all heads that a copy may hold at once, in elements.
 SCORES = 64 * 2**20
+TRIES = 4  # another thread may draw random numbers at the same time
 
 
 class UnprovenError(Exception):
@@ -181,13 +182,16 @@ def twin_of(
 
 def run(twin: Any, x: Tensor, of: Formula | None = None) -> tuple[Tensor, Tensor, Masks]:
     """The output of a copy's own forward, or of a formula, and the gradient of x."""
-    masks, x = Masks(), x.clone().requires_grad_(torch.is_grad_enabled())
-    before = random_states()
-    with masks:
-        y = type(twin).forward(twin, x) if of is None else of(twin, x)
-    y = y[0] if isinstance(y, tuple) else y
-    if random_states() != before:
+    x = x.clone().requires_grad_(torch.is_grad_enabled())
+    for _ in range(TRIES):
+        masks, before = Masks(), random_states()
+        with masks:
+            y = type(twin).forward(twin, x) if of is None else of(twin, x)
+        if random_states() == before:
+            break
+    else:
         raise UnprovenError("draws random numbers that are not dropout's")
+    y = y[0] if isinstance(y, tuple) else y
     if not isinstance(y, Tensor) or not y.is_floating_point():
         raise UnprovenError("computes something else than its parts' names say")
     dx = torch.zeros(())

@@ -167,12 +167,6 @@ class Gathers:
 
         calls: wait only for what is not owned by parts that will be called.
         """
-        if self.stage == 3 and torch._C._functorch.peek_interpreter_stack() is not None:
-            raise RuntimeError(
-                "Engine: expected forwards outside of torch.func and vmap with zero_stage=3, got "
-                "one inside; nothing tells when its backward needs parameters: use "
-                "torch.autograd.grad, or zero_stage=2"
-            )
         if self.stage < 3:
             self.launch_stale()
         elif not self._is_live(index) and not self._is_launched(index):
@@ -193,6 +187,15 @@ class Gathers:
                 self.engine.finish_gather(bucket)
         if self.stage == 3:
             self._prefetch(index)
+
+    def _refuse_transforms(self) -> None:
+        """Before anything is launched or said to other ranks."""
+        if self.stage == 3 and torch._C._functorch.peek_interpreter_stack() is not None:
+            raise RuntimeError(
+                "Engine: expected forwards outside of torch.func and vmap with zero_stage=3, got "
+                "one inside; nothing tells when its backward needs parameters: use "
+                "torch.autograd.grad, or zero_stage=2"
+            )
 
     def _enter(self, index: int) -> None:
         if torch.is_grad_enabled():
@@ -295,6 +298,7 @@ class Gathers:
         """A module of the unit is called."""
         if self._engine() is None:
             return
+        self._refuse_transforms()
         in_backward = torch._C._current_graph_task_id() != -1
         if index == ROOT and not in_backward:
             self._depth += 1
@@ -377,6 +381,12 @@ class Gathers:
                 if torch.is_grad_enabled() and y is not None and y.grad_fn is not None:
                     y.grad_fn.register_prehook(self._gates[index])
                     gated = True
+                    hooks = y._backward_hooks
+                    if hooks:  # of the unit's own code, which may use its parameters
+                        others = dict(hooks)
+                        hooks.clear()
+                        y.register_hook(self._gates[index])
+                        hooks.update(others)  # run after it; autograd ignores move_to_end()
         return gated, shown
 
     def before_part(self, index: int, part: nn.Module, args: tuple) -> None:
@@ -384,6 +394,7 @@ class Gathers:
         engine = self._engine()
         if engine is None:
             return
+        self._refuse_transforms()
         self._stay_last(part)
         if index in self._inside:
             self._pass.called.add(id(part))

@@ -356,10 +356,28 @@ def test_transforms_of_torch_func():
         for a, b in zip(run_ranks(run, 2)[0], expected, strict=True):
             assert torch.equal(a, b)
 
-    def refused():
-        model = parallelize(fill(Stack(Block)), Mesh(), zero_stage=3, **SMALL)
-        for call in (slopes, lambda model: torch.vmap(model)(x_of(0))):
+    def refused(model, step):  # and nothing is left of it
+        calls = (slopes, lambda model: torch.vmap(model)(x_of(0)))
+        for call in calls if hasattr(next(model.parameters()), "_fastpar_engine") else ():
             with pytest.raises(RuntimeError, match=r"outside of torch\.func and vmap with zero_st"):
                 call(model)
+        return loss_of(model, step)
 
-    run_ranks(refused, 2)
+    assert_as_plain_torch(lambda: Stack(Block), stages=(3,), loss_of=refused)
+
+
+def test_hooks_on_outputs_inside_of_a_unit_see_whole_parameters():
+    """They are there before the unit has returned, and so before ours."""
+
+    class Slowed(Block):
+        def forward(self, x):
+            y = super().forward(x)
+            if y.requires_grad:
+                y.register_hook(lambda grad: grad * self.up.weight.mean().cos())
+            return y
+
+    def changed(x):
+        return x.add_(0.5)
+
+    assert_as_plain_torch(lambda: Stack(Slowed))
+    assert_as_plain_torch(lambda: Stack(Slowed, changed))
