@@ -114,13 +114,12 @@ class BucketState(BucketParameters):
         self.reduced: Tensor | None = None
         self._reductions: PairwiseSum | None = None
         self._tree_ms = 0.0
-        self._piece_views: tuple[Tensor | None, list[tuple[Tensor, Tensor | None, int]]] | None = (
-            None
-        )
+        self._piece_views: tuple[Tensor | None, list] | None = None  # of reduced; of piece()
         self._absents: dict[int, Absent] = {}  # what marks show, see [Note: marks]
         self._aside = False
         self._marks: dict[int, Tensor] = {}  # see [Note: marks]
         self._hidden = False  # the marks are placeholders
+        self._version = -1  # of `grad`, when remember() was called
         self._zeroed = set(range(len(params)))  # positions whose gradient nobody has, on any rank
         self._began_empty = True  # the last backward
         if stage == 0:
@@ -401,6 +400,16 @@ class BucketState(BucketParameters):
                 p.grad = self._absent(position)
             if p.grad is not None:
                 self._marks[position] = p.grad
+        self.remember()
+
+    def remember(self) -> None:
+        """What is counted from now on belongs to the gradients that there are."""
+        self._version = -1 if self.grad is None else self.grad._version
+
+    def became_zero(self) -> bool:
+        """Whether somebody wrote zeros into all p.grad since remember(); reads them if written."""
+        same = self.grad is None or self.grad._version == self._version
+        return not (self._hidden or same or any(mark.any() for mark in self._marks.values()))
 
     def _absent(self, position: int) -> Absent:
         if position not in self._absents:

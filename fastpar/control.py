@@ -66,6 +66,11 @@ class Control:
             self._doubt = ""
         self._tokens = n if self._tokens is None else self._tokens + n
 
+    @property
+    def told(self) -> bool:
+        """Whether this step's exchange has something to tell so far."""
+        return self._tokens is not None or bool(self._values)
+
     def forget(self, *, early: bool) -> None:
         """Gradients were zeroed, and what was told of them with them; early: before a backward."""
         lost = early and self._tokens is not None

@@ -36,7 +36,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -245,6 +245,7 @@ class Engine(Shards):
     def on_pass(self, with_grad: bool) -> None:
         """A forward of the whole model begins."""
         if with_grad:
+            self._hear_zeroed()
             self._timer.begin()
 
     def _on_backward_end(self) -> None:
@@ -536,14 +537,22 @@ class Engine(Shards):
         """p.grad = None, and zero_grad() of a module, tell nobody: look for them."""
         heard = False
         for bucket in self.buckets:
+            zeroed = bucket.zeroed
             cleared, everywhere = bucket.forget_cleared(fired)
-            heard = heard or bool(cleared)
+            heard = heard or bool(cleared) or bucket.zeroed != zeroed
             if everywhere:
                 self._cleared.update(bucket.params[position] for position in cleared)
         if heard and all(bucket.empty for bucket in self.buckets):
             backwards = 0 if self._reduced else self._backwards  # other ranks may have some left
             self._end_of_gradients()
             self._backwards = backwards
+
+    def _hear_zeroed(self) -> None:
+        """module.zero_grad(set_to_none=False) tells nobody where p.grad is what it should be."""
+        self._hear_cleared()
+        seen = [bucket for bucket in self.buckets if bucket.seen]
+        if seen and self._control.told and all(bucket.became_zero() for bucket in seen):
+            self._end_of_gradients()
 
     # Public
 
@@ -561,8 +570,7 @@ class Engine(Shards):
 
         zero_grad() before the step drops them.
         """
-        self._hear_cleared()
-        self._control.contribute(values)
+        self._tell(self._control.contribute, values)
 
     @property
     def contributed(self) -> Tensor | None:
@@ -576,8 +584,13 @@ class Engine(Shards):
         not come; fastpar's optimizers then divide gradients, on the device. A rank without any
         calls it with 0.
         """
-        self._hear_cleared()
-        self._control.count_tokens(n)
+        self._tell(self._control.count_tokens, n)
+
+    def _tell(self, how: Callable[[Any], None], what: Any) -> None:
+        self._hear_zeroed()
+        how(what)
+        for bucket in self.buckets:
+            bucket.remember()
 
     def grad_of(self, p: Tensor) -> Tensor | None:
         """The gradient of one parameter: p.grad, or p.main_grad where it is valid; of its piece."""

@@ -27,7 +27,12 @@ from fastpar.layout import (
 )
 from fastpar.mesh import Mesh
 from fastpar.optim_guard import guard_optimizers
-from fastpar.parallel_checks import check_arguments, check_deterministic, check_parameters
+from fastpar.parallel_checks import (
+    check_arguments,
+    check_deterministic,
+    check_in_place_writers,
+    check_parameters,
+)
 from fastpar.shards import Groups, Settings
 from fastpar.split_embedding import SplitEmbedding, tied_embedding
 from fastpar.state_dicts import guard_state_dicts
@@ -124,7 +129,8 @@ def parallelize(
         the host does not wait (except for gloo, and where a parameter was unused).
     Raises:
         ValueError: a stage outside 0..3; no trainable parameter; a dtype, device or sharing of
-            memory that buckets cannot hold; parallelized twice; models that differ between ranks.
+            memory that buckets cannot hold; an embedding with max_norm and dp above 1; parallelized
+            twice; models that differ between ranks.
     Source: Rajbhandari et al. 2020, arXiv 1910.02054
     """
     dp = mesh.dp_size
@@ -143,6 +149,7 @@ def parallelize(
     check_overlap(tp_overlap, sequence_parallel is not False)
     named = parameter_names(model)
     check_parameters(named, mesh.device, materialize is not None)
+    check_in_place_writers(model, dp)
     options = {
         "zero_stage": zero_stage,
         "shard_size": shard_size,

@@ -124,3 +124,16 @@ def check_parameters(
                 f"parallelize: expected tied weights to be one Parameter, got '{other}' and "
                 f"'{names[0]}' sharing memory; assign the Parameter itself, not its data"
             )
+
+
+def check_in_place_writers(model: nn.Module, dp: int) -> None:
+    """A forward that writes into its rows would leave another model on each rank, or be lost."""
+    for name, module in model.named_modules() if dp > 1 else ():
+        writes = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
+        if writes and module.weight.requires_grad:
+            raise ValueError(
+                "parallelize: expected forwards that write no parameters where several ranks share "
+                f"them, got max_norm={module.max_norm} of embedding '{name}', which writes the "
+                "rows of this rank's batch; set max_norm=None, and scale rows after each step "
+                "inside `with fastpar.engine_of(model).gathered():`"
+            )

@@ -89,6 +89,21 @@ def test_dtypes_that_do_not_fit(stage):
     assert_all_raise(on_ranks(ranks), ValueError, message)
 
 
+def test_embeddings_that_write_their_rows():
+    """Each rank would write others."""
+
+    def ranks(stage):
+        for kind in (nn.Embedding, nn.EmbeddingBag):
+            model = nn.Sequential(kind(5, 4, max_norm=0.5))
+            with pytest.raises(ValueError, match=r"that write no parameters .*max_norm=0.5 of emb"):
+                parallelize(model, Mesh(), zero_stage=stage)
+            model.requires_grad_(False)
+            parallelize(model.append(nn.Linear(4, 4)), Mesh(), zero_stage=stage)
+
+    for stage in (0, 3):
+        run_ranks(ranks, 2, stage)
+
+
 @stages
 def test_parallelize_twice(stage):
     def ranks():
@@ -210,7 +225,7 @@ def train(case, stage, transport, timeout_s=4.0):
 def test_ranks_that_do_different_things(case, stage):
     outcomes = on_ranks(lambda: train(case, stage, "auto"), timeout_s=30)
     message = r"(on rank|of rank|from rank) \d.* (bucket \d+ of step \d|backward passes)"
-    message += r"|expected as many backward passes on every rank"
+    message += r"|expected as many backward passes on every rank|every rank to begin the same, got"
     assert_all_raise(outcomes, RuntimeError, message)
 
 
