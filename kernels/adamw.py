@@ -283,7 +283,8 @@ _adamw_step = define_op(
 def _call(columns: list[list[Tensor]], *args: Any) -> None:
     """The op on gradients whose memory holds their values; see Op's [Note: unusual tensors]."""
     grads = columns[1]
-    if not any(map(Tensor.is_neg, grads)):
+    # What is compiled cannot ask; its gradients are those of compiled code, which negates at once.
+    if torch.compiler.is_compiling() or not any(map(Tensor.is_neg, grads)):
         _adamw_step(*columns, *args)
         return
     plain = [g.resolve_neg() for g in grads]

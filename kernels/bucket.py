@@ -209,7 +209,7 @@ def _check_list(op: str, name: str, tensors: Sequence[Tensor], device: torch.dev
 
 def _check_writable(op: str, name: str, tensors: Sequence[Tensor]) -> None:
     for i, t in enumerate(tensors):
-        if t.is_neg():
+        if not torch.compiler.is_compiling() and t.is_neg():  # which a graph cannot ask
             raise ValueError(
                 f"{op}: expected memory that holds values, got {name}[{i}] negated lazily; pass "
                 f"{name}[{i}].resolve_neg(), and copy the result back"

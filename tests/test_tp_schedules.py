@@ -132,7 +132,7 @@ def test_schedule_of_a_step(stage, sp, mode):
             assert of_tp(said[2]) == [partial] * (sp and stage > 0)
             control = [op for ops in said for op in ops if op.role == "control"]
             assert [(op.kind, op.world_size) for op in control] == [("all_gather", DP * TP)]
-            words = 4 + NORM_WORDS + 1
+            words = 5 + NORM_WORDS + 1
             assert control[0].tensor_bytes == 8 * words * DP * TP
 
 
