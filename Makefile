@@ -23,7 +23,7 @@ EMULATED = @echo "== set-up: csrc/ with its CUDA kernels compiled for the CPU"; 
 train: $(VENV)/train.done  ## train GPT-2 on the text that ships with a dependency, two ranks, 3 to 6 minutes on two cores
 	$(BIN)/fastpar train --nproc 2 $(ARGS)
 
-test: $(VENV)/dev.done  ## the test suite, under 15 minutes on two cores
+test: $(VENV)/dev.done  ## the test suite, about half an hour on two cores
 	$(EMULATED)
 	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
