@@ -240,7 +240,11 @@ class Engine(Shards):
 
     def on_gathers(self, with_grad: bool) -> None:
         """A forward of the whole model begins to gather; see control.py, [Note: what begins]."""
-        self._control.begin("a forward" if with_grad else "a forward without gradients")
+        self._begin("a forward" if with_grad else "a forward without gradients")
+
+    def _begin(self, what: str) -> None:
+        with self._blame(f"beginning {what} after", self.buckets[-1]):
+            self._control.begin(what)
 
     def on_pass(self, with_grad: bool) -> None:
         """A forward of the whole model begins."""
@@ -426,7 +430,7 @@ class Engine(Shards):
         if self._unreduced or not self._reduced:
             self._reduce()
         if self.zero_stage == 3:
-            self._control.begin("a step")
+            self._begin("a step")
         if self.partials is not None:
             self.partials.check()
             self.partials.sum()
