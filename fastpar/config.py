@@ -105,7 +105,7 @@ class TrainConfig(TrainFlags):
                     f"train: expected {name} >= {low}, got {name}={value}; set {option(name)}"
                 )
         for name in ("lr", "bucket_mb"):
-            if values[name] not in (None, "auto") and not 0.0 < values[name] < math.inf:
+            if values[name] is not None and not 0.0 < values[name] < math.inf:
                 raise ValueError(
                     f"train: expected {name} > 0, got {name}={values[name]}; set {option(name)}"
                 )

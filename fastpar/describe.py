@@ -95,7 +95,6 @@ def describe(engine: Shards) -> str:
         *([] if engine.declared is None else [_tp(engine.declared.tp)]),
         *([] if engine.declared is None else [_tensor_parallel(engine)]),
         *([_cost_of_fixed_sums(engine)] if settings.deterministic else []),
-        *([] if engine.auto_bucket is None else [str(engine.auto_bucket)]),
         "memory: " + _mib(memory(engine)),
         "wire per rank and step: " + (_mib(wire_bytes(engine)) or "nothing"),
         "bucket  unit  dtype     params      MiB  shard MiB  parameters",

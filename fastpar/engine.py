@@ -416,8 +416,6 @@ class Engine(Shards):
         if optimizer is not None:
             self._optimizers.add(optimizer)
             self._spent.add(optimizer)
-            if self.auto_bucket is not None:
-                self.auto_bucket.add(optimizer)
         if not self._again:
             self._timer.begin()
             self._step_ended = False
@@ -521,11 +519,8 @@ class Engine(Shards):
             self._control.forget(early=self._backwards == 0)
         else:
             self._control.doubt()
-        if self._step_ended and only:
-            if self.auto_bucket is not None and set_to_none:
-                self.auto_bucket.next_step()
-            if self.gathers is not None:
-                self.gathers.launch_stale()
+        if self._step_ended and only and self.gathers is not None:
+            self.gathers.launch_stale()
 
     def _end_of_gradients(self) -> None:
         """All were zeroed: a step that did not come is forgotten."""

@@ -140,7 +140,6 @@ class Setup:
         accumulate: str = parallel.accumulate
         if accumulate == "auto":
             accumulate = "full" if parallel.zero_stage < 2 else "shard"
-        bucket = parallel.bucket_mb
         return cls(
             world_size=world_size,
             tp=parallel.tp,
@@ -151,7 +150,7 @@ class Setup:
             grad_accum_steps=grad_accum_steps,
             activation_checkpointing=parallel.activation_checkpointing,
             accumulate=accumulate,
-            bucket_mb=float(bucket) if isinstance(bucket, (int, float)) else None,
+            bucket_mb=parallel.bucket_mb,
             optimizer=optim.optimizer,
             dtype=dtype,
             grad_dtype=grads,

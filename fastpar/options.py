@@ -149,7 +149,7 @@ class ParallelSettings:
     """Compute blocks again in backward; selective: all but matrix products and attention."""
     transport: Literal["auto", "shm", "torch"] = "auto"
     """auto: shared memory between CPU ranks of one host, else gloo or NCCL."""
-    bucket_mb: float | Literal["auto"] | None = None
+    bucket_mb: float | None = None
     """Gradients of one collective, in MB; unset: by the number of ranks; auto: measured."""
 
 

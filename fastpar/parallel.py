@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastpar.autobucket import Arenas, AutoBucket, Fill, candidates
 from fastpar.buffers import BucketState
 from fastpar.collectives import Collectives, TorchCollectives
 from fastpar.debug import Debug, InputCheck
@@ -18,7 +17,6 @@ from fastpar.engine import Engine
 from fastpar.grad_state import Shard
 from fastpar.groups import Factory, GroupMaker
 from fastpar.layout import (
-    Layout,
     ParamSpec,
     build_layout,
     default_bucket_mb,
@@ -52,7 +50,7 @@ def parallelize(
     *,
     zero_stage: int = 0,
     shard_size: int | None = None,
-    bucket_mb: float | str | None = None,
+    bucket_mb: float | None = None,
     first_bucket_mb: float = 1.0,
     grad_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
@@ -91,8 +89,7 @@ def parallelize(
         zero_stage: 0 shares nothing; 1 the optimizer's state; 2 also gradients; 3 also parameters.
         shard_size: ranks that share one copy, a divisor of dp; None: all. Neighbours share.
         bucket_mb: cap of the gradients that one collective sends, in MiB; None: by the number of
-            ranks and the transport; "auto": a quarter of that, that, or four times that, whichever
-            makes the first steps fastest (all ranks must call zero_grad() after each of them).
+            ranks and the transport (fastpar.layout.default_bucket_mb).
         first_bucket_mb: cap of the first bucket; units below it are merged with their neighbours.
         grad_dtype: in which gradients are kept and added up, e.g. torch.float32 under bf16
             parameters; None: the parameter's own.
@@ -186,9 +183,8 @@ def parallelize(
         by = "declared by its modules" if planned is None else planned.why
         report = tp_report(declared, named, by, planned.left if planned else ())
     groups = maker.of_engine(stage, n_shards)
-    auto = bucket_mb == "auto"
     usual_mb = default_bucket_mb(dp, groups.reduce.transport if groups.reduce else "none")
-    if bucket_mb is None or isinstance(bucket_mb, str):
+    if bucket_mb is None:
         bucket_mb = usual_mb
     settings = Settings(
         stage,
@@ -222,7 +218,6 @@ def parallelize(
         tied,
         collectives,
         declared,
-        auto=auto,
     )
     engine.tp_report = report
     guard_optimizers(engine)
@@ -246,32 +241,22 @@ def _build(
     tied: nn.Parameter | None,
     collectives: Factory | None,
     declared: Declared | None,
-    *,
-    auto: bool,
 ) -> Engine:
     stage, mib = settings.zero_stage, 2**20
     modules = find_units(model, units, merge_bytes=settings.first_bucket_mb * mib)
     unit_of = unit_of_parameters(modules)
     trained = [p for p in named if p.requires_grad]
 
-    def lay_out(bucket_mb: float) -> Layout:
-        return build_layout(
-            [ParamSpec(named[p], tuple(p.shape), p.dtype) for p in trained],
-            n_shards=settings.n_shards,
-            bucket_bytes=bucket_mb * mib,
-            first_bucket_bytes=settings.first_bucket_mb * mib,
-            grad_dtype=settings.grad_dtype,
-            unit_of=[unit_of[p] for p in trained] if stage else None,
-            flags=stage == 0,
-            first=None if tied is None else next(i for i, p in enumerate(trained) if p is tied),
-        )
-
-    layouts = {settings.bucket_mb: lay_out(settings.bucket_mb)}
-    memory: Any = groups
-    if auto and groups.reduce is not None:
-        layouts = candidates(layouts, lay_out)
-        memory = Arenas.of(groups, stage, list(layouts.values()), settings.grad_dtype)
-    layout = layouts[settings.bucket_mb]
+    layout = build_layout(
+        [ParamSpec(named[p], tuple(p.shape), p.dtype) for p in trained],
+        n_shards=settings.n_shards,
+        bucket_bytes=settings.bucket_mb * mib,
+        first_bucket_bytes=settings.first_bucket_mb * mib,
+        grad_dtype=settings.grad_dtype,
+        unit_of=[unit_of[p] for p in trained] if stage else None,
+        flags=stage == 0,
+        first=None if tied is None else next(i for i, p in enumerate(trained) if p is tied),
+    )
     homes = [
         (weakref.ref(module), attribute, p)
         for module in model.modules()
@@ -279,7 +264,7 @@ def _build(
         if p is not None and p.requires_grad
     ]
 
-    def make(layout: Layout, fill: Fill) -> list[BucketState]:
+    def make(fill: Callable[[nn.Parameter, Tensor], None]) -> list[BucketState]:
         buckets = []
         for spec in layout.buckets:  # one after another: little extra memory
             params = [trained[layout.slots[i].registered] for i in spec.slots]
@@ -292,22 +277,18 @@ def _build(
                 device=mesh.device,
                 grad_dtype=settings.grad_dtype,
                 deterministic=settings.deterministic,
-                reduce=memory.reduce,
-                gather=memory.gather,
+                reduce=groups.reduce,
+                gather=groups.gather,
                 poison=debug is not None and debug.poison,
             )
             for view, p in zip(bucket.views, params):
                 fill(p, view)
-            if engine is None:
-                mesh.broadcast_([bucket.flat])
+            mesh.broadcast_([bucket.flat])
             bucket.attach()
             if stage == 3:
                 bucket.make_stale()
             buckets.append(bucket)
         return buckets
-
-    def by_unit(buckets: list[BucketState]) -> list[list[BucketState]]:
-        return [[b for b in buckets if b.spec.unit == index] for index in range(len(modules))]
 
     def fill_from_name(p: nn.Parameter, view: Tensor) -> None:
         assert materialize is not None
@@ -324,8 +305,7 @@ def _build(
         else:
             view.copy_(p.detach())
 
-    engine: Engine | None = None
-    buckets = make(layout, first_values)
+    buckets = make(first_values)
     frozen = {p: names[0] for p, names in named.items() if not p.requires_grad}
     if materialize is not None:
         for p in frozen:
@@ -338,7 +318,7 @@ def _build(
     if stage:
         engine.gathers = Gathers(
             modules,
-            by_unit(buckets),
+            [[b for b in buckets if b.spec.unit == index] for index in range(len(modules))],
             stage=stage,
             prefetch=settings.prefetch,
             engine=engine,
@@ -353,8 +333,6 @@ def _build(
             on_head=engine.on_head,
         )
         engine.send_apart(split)
-    if len(layouts) > 1:
-        engine.auto_bucket = AutoBucket(engine, layouts, make, by_unit, memory)
     return engine
 
 

@@ -16,7 +16,7 @@ def check_arguments(
     *,
     zero_stage: int,
     shard_size: int | None,
-    bucket_mb: float | str | None,
+    bucket_mb: float | None,
     grad_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
     accumulate: str,
@@ -45,9 +45,9 @@ def check_arguments(
             f"parallelize: expected shard_size to divide dp={dp}, got shard_size={shard_size}; "
             "leave it out to share one copy among all ranks"
         )
-    if isinstance(bucket_mb, str) and bucket_mb != "auto":
+    if isinstance(bucket_mb, (bool, str)):
         raise ValueError(
-            f"parallelize: expected bucket_mb in MiB, None or 'auto', got bucket_mb={bucket_mb!r}; "
+            f"parallelize: expected bucket_mb in MiB or None, got bucket_mb={bucket_mb!r}; "
             "leave it out for a size that fits ranks and transport"
         )
     for name, value in (("grad_dtype", grad_dtype), ("reduce_dtype", reduce_dtype)):

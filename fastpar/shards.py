@@ -6,7 +6,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,6 @@ from fastpar.replicas import check_replicas
 from fastpar.step_report import StepTimer
 from fastpar.units import Gathers
 from fastpar.watchdog import activity
-
-if TYPE_CHECKING:
-    from fastpar.autobucket import AutoBucket
 
 _HASH = (1 << 61) - 1
 
@@ -89,7 +86,6 @@ class Shards:
         self.zero_stage, self.n_shards = settings.zero_stage, settings.n_shards
         self.gathers: Gathers | None = None
         self.model: Callable[[], nn.Module | None] = lambda: None  # a weak reference to it
-        self.auto_bucket: AutoBucket | None = None
         self.input_check: InputCheck | None = None
         self.n_reductions = 0  # since parallelize(); names the step in errors
         self.tree_ms = 0.0  # the host's, in the fixed sums of the last step

@@ -381,12 +381,9 @@ def _reductions(m: Measured) -> str | None:
     if here.bucket_mb < SMALL_BUCKET_MB and here.n_buckets > 8:
         return (
             f"{why} in {here.n_buckets} buckets of {here.bucket_mb:.2g} MB: --bucket-mb "
-            f"{4 * here.bucket_mb:.2g}, or --bucket-mb auto, which measures."
+            f"{4 * here.bucket_mb:.2g}."
         )
-    return (
-        f"{why}: a larger --batch-size per step with --grad-accum-steps sends them less often; "
-        "--bucket-mb auto measures the size of buckets."
-    )
+    return f"{why}: a larger --batch-size per step with --grad-accum-steps sends them less often."
 
 
 def _along_tp(m: Measured) -> str | None:

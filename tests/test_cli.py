@@ -79,7 +79,6 @@ def test_flags_win_over_the_file_over_the_run_over_defaults(here):
     assert parse_train(["--out=r"]).run.max_steps == TrainConfig().run.max_steps
     assert parse_train(["--config=a.toml", "--betas", "0.8", "0.9"]).optim.betas == (0.8, 0.9)
     assert parse_train(["--compile", "--no-resume"]).system.compile is True
-    assert parse_train(["--bucket-mb", "auto"]).parallel.bucket_mb == "auto"
     assert parse_train(["--bucket-mb", "2"]).parallel.bucket_mb == 2.0
     for flag in ("--zero", "--zero-stage"):
         assert parse_train([flag, "2"]).parallel.zero_stage == 2

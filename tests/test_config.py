@@ -49,7 +49,6 @@ def test_formats_of_gradients_that_go_together():
         {"grad_dtype": "bf16", "dtype": "bf16"},
         {"reduce_dtype": "bf16", "dtype": "fp32"},
         {"reduce_dtype": "fp16", "dtype": "fp16"},
-        {"bucket_mb": "auto"},
         {"grad_dtype": "bf16"},  # its auto may turn out as bf16
         {"zero_stage": 3, "shard_size": 2, "deterministic": True, "reduce_dtype": "fp32"},
     ):
@@ -102,7 +101,7 @@ def test_settings_have_one_name_each_and_go_there_and_back():
         ({"temperature": float("nan")}, r"expected temperature >= 0, got temperature=nan"),
         ({"lr": 0.0}, r"train: expected lr > 0, got lr=0.0; set --lr"),
         ({"bucket_mb": float("inf")}, r"expected bucket_mb > 0, got bucket_mb=inf"),
-        ({"bucket_mb": "some"}, r"expected float or one of auto for bucket_mb in f.toml, got"),
+        ({"bucket_mb": "auto"}, r"expected float for bucket_mb in f.toml, got bucket_mb='auto'"),
         ({"betas": [0.9, 1.0]}, r"expected 0 <= betas < 1, got betas=\(0.9, 1.0\)"),
         ({"min_lr": 1.0}, r"expected min_lr <= lr=0.0025, got min_lr=1.0"),
         ({"optimizer": "sgd"}, r"expected one of adamw, adafactor for optimizer in f.toml, got op"),

@@ -23,7 +23,7 @@ ORDER = [
     "devices", "network", "datasheet", "step_time", "absent", "unit_modules",
     "bucket_params", "buffers", "units", "split_embedding", "control", "step_report", "describe",
     "replicas", "shards", "groups", "partials", "engine", "state_dicts", "optim_guard",
-    "optim_checks", "optim_state", "autobucket", "parallel_checks", "parallel", "optim_base",
+    "optim_checks", "optim_state", "parallel_checks", "parallel", "optim_base",
     "optim", "adafactor", "loss_scale", "schedule", "model", "hf",
     "nanogpt_meta", "nanogpt", "recompute", "patch_known", "patch_probe", "patch_loss",
     "patch_report", "patching", "tokenizer", "sources", "token_cache",

@@ -54,7 +54,6 @@ CUTS = [
     *((4, {"zero_stage": z}) for z in range(4)),
     *((4, {"zero_stage": z, "shard_size": 2}) for z in (1, 2, 3)),
     (2, {"zero_stage": 2, "bucket_mb": 1e-3}),
-    (2, {"zero_stage": 1, "bucket_mb": "auto"}),
     (2, {"zero_stage": 3, "transport": "torch"}),
     (2, {"zero_stage": 3, "activation_checkpointing": "full"}),
     (2, {"zero_stage": 0, "activation_checkpointing": "selective"}),

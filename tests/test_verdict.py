@@ -145,7 +145,7 @@ CASES = {
     ),
     "small buckets": (
         exposed(REDUCE, n_buckets=40, bucket_mb=0.25),
-        "in 40 buckets of 0.25 MB: --bucket-mb 1, or --bucket-mb auto",
+        "in 40 buckets of 0.25 MB: --bucket-mb 1.",
     ),
     "reduce": (
         exposed(REDUCE, n_buckets=5, bucket_mb=4.0),
