@@ -44,10 +44,10 @@ lint: $(VENV)/dev.done  ## format, lint, types
 	$(BIN)/python .ci/types.py
 
 aot: $(VENV)/dev.done build/triton-3.6.done  ## compile every Triton kernel for sm_80 and sm_90, without a GPU: registers, spills, SASS
-	$(BIN)/python -m bench.aot $(ARGS)
+	$(BIN)/python -m bench.compiler.aot $(ARGS)
 
 cuda-check: $(VENV)/dev.done  ## compile every CUDA kernel for sm_80 and sm_90a, without a GPU: registers, spills, SASS (skips without nvcc)
-	$(BIN)/python -m bench.cuda_check $(ARGS)
+	$(BIN)/python -m bench.compiler.cuda_check $(ARGS)
 
 gpu:  ## on a machine with an NVIDIA GPU and no network: build there, GPU tests, all benches, results to bench/results
 	bash bench/gpu.sh $(ARGS)

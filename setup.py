@@ -37,7 +37,7 @@ CUDA_ARCHS = (
 NVCC_FLAGS = "-std=c++17 -O3 --fmad=false"
 
 
-# Seconds of one core, measured; bench/bench_build.py measures a whole build.
+# Seconds of one core, measured; bench/systems/bench_build.py measures a whole build.
 CORE_SECONDS = {"C++": 180, "CUDA": 80}
 # What stands in the module's place where it was left out on request; kernels/__init__.py reads it.
 STAND_IN = (
@@ -174,7 +174,7 @@ class NinjaBuild(build_ext):
             )
         emulation = (  # compiled in each test run of a fresh clone: -O1 takes half the time
             "-O1 -DFASTPAR_EMULATED -Wno-unknown-pragmas "
-            f"-I{quote(ROOT.resolve() / 'tests')} -x c++"
+            f"-I{quote(ROOT.resolve() / 'tests' / 'support')} -x c++"
         )
         objects = []
         for source in ext.sources:

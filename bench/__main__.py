@@ -3,9 +3,10 @@
     python -m bench                          all of them on the GPU if there is one, or on the CPU
     python -m bench layer_norm train:6x384   one bench; one case of one
     python -m bench --commit-results         rows go to bench/results, which the README shows
-    python -m bench attention --tune         tiles of the attention kernels (bench/tune.py)
-    python -m bench errors                   errors against fp64 (bench/errors.py)
-    python -m bench report                   tables and pictures from results (bench/report.py)
+    python -m bench attention --tune         tiles of the attention kernels (bench/ops/tune.py)
+    python -m bench errors                   errors against fp64 (bench/ops/errors.py)
+    python -m bench report                   tables and pictures from results
+    (bench/report/report.py)
     python -m bench report --results build/bench/full    of your own rows, into that folder
 
 Without --commit-results or --out, rows go to build/bench. With --quick the shapes are tiny: what
@@ -36,16 +37,21 @@ from bench.records import (
     machine_line,
     reason,
 )
-from bench.tables import summary
+from bench.report.tables import summary
 
 FIRST, LAST = ("ceilings",), ("train",)
 
 
 def names() -> list[str]:
     """Benches in the order they run."""
-    found = {p.stem.removeprefix("bench_") for p in Path(__file__).parent.glob("bench_*.py")}
-    middle = sorted(found - {*FIRST, *LAST})
+    middle = sorted({*homes()} - {*FIRST, *LAST})
     return [*FIRST, *middle, *LAST]
+
+
+def homes() -> dict[str, str]:
+    """name -> the module of a bench."""
+    files = Path(__file__).parent.glob("*/bench_*.py")
+    return {p.stem.removeprefix("bench_"): f"bench.{p.parent.name}.{p.stem}" for p in files}
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -98,7 +104,7 @@ def run_here(name: str, args: argparse.Namespace) -> None:
     from bench.harness import Bench
 
     stem, _, case = name.partition(":")
-    module = importlib.import_module(f"bench.bench_{stem}")
+    module = importlib.import_module(homes()[stem])
     results = ResultFile(args.out, machine(args.device), Row)
     module.run(Bench(stem, args.device, args.quick, results, only=case))
 
@@ -109,7 +115,7 @@ def run_apart(name: str, args: argparse.Namespace, left_s: float) -> str | None:
     limit = args.time_limit
     if limit is None:
         try:
-            limit = importlib.import_module(f"bench.bench_{stem}").TIME_LIMIT_S[args.device]
+            limit = importlib.import_module(homes()[stem]).TIME_LIMIT_S[args.device]
         except Exception as error:  # a bench that cannot be imported fails alone
             return reason(error)
     limit = min(limit, left_s)
@@ -144,8 +150,8 @@ def run_all(args: argparse.Namespace) -> dict[str, str]:
 
 
 def tune(args: argparse.Namespace) -> int:
-    from bench import tune as tuner
-    from fastpar.clocks import clock_for
+    from bench.ops import tune as tuner
+    from fastpar.measure.clocks import clock_for
 
     print(machine_line(machine(args.device)), flush=True)
     tuner.run(
@@ -160,11 +166,11 @@ def tune(args: argparse.Namespace) -> int:
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["errors"]:
-        from bench import errors
+        from bench.ops import errors
 
         return errors.main(argv[1:])
     if argv[:1] == ["report"]:
-        from bench import report
+        from bench.report import report
 
         return report.main(argv[1:])
     try:

@@ -169,11 +169,11 @@ for part in $PARTS; do
       run_tests "$(least 100 $((LIMIT_S - SECONDS)))" gpu -m gpu
       selected=(-m "not slow and not gpu")
       if ((!ALONE)); then
-        for file in tests/test_*_cuda.py; do
+        for file in tests/ops/test_*_cuda.py; do
           [[ ! -e $file ]] || selected+=("$file")
         done
         for file in $(ls kernels/*_triton.py) $(ls kernels/*.py | grep -v _triton.py); do
-          file=tests/test_$(basename "$file" .py).py
+          file=tests/ops/test_$(basename "$file" .py).py
           [[ ! -e $file ]] || selected+=("$file")
         done
       fi
@@ -209,7 +209,7 @@ for part in $PARTS; do
       ;;
     profile)
       rm -rf "$LOGS/profile"
-      KINETO_LOG_LEVEL=6 timeout --kill-after=10 $((LIMIT_S - SECONDS)) "$PYTHON" -m bench.profile_gpt2 \
+      KINETO_LOG_LEVEL=6 timeout --kill-after=10 $((LIMIT_S - SECONDS)) "$PYTHON" -m bench.systems.profile_gpt2 \
         --device "$DEVICE" $QUICK --out "$LOGS/profile" 2>&1 | tee "$LOGS/profile.log"
       if ((PIPESTATUS[0])); then fail "profile: failed, see above"; else note "profile: done"; fi
       ;;

@@ -6,7 +6,7 @@ namespace {
 
 ShmType shm_type(int code) {
   FASTPAR_CHECK(code >= 0 && code <= 4, "ShmGroup: expected type code 0 to 4, got code=", code,
-                "; use fastpar/shm.py");
+                "; use fastpar/comm/shm.py");
   return static_cast<ShmType>(code);
 }
 

@@ -1,7 +1,7 @@
 // What every CUDA source shares: launching on a stream, 16-byte accesses, facts about the device.
 //
 // [Note: CUDA without a GPU]
-// With FASTPAR_EMULATED a *_cuda.cu file is plain C++: tests/cuda_emulator.h gives the words of
+// With FASTPAR_EMULATED a *_cuda.cu file is plain C++: tests/support/cuda_emulator.h gives the words of
 // CUDA their meaning on a CPU (a block's threads run as fibers, blocks one after another), so the
 // tests run the kernels' own source, barriers and shuffles included. A kernel may therefore use:
 // static

@@ -73,7 +73,7 @@ inline int useful_threads(int64_t work, int64_t grain, int threads) {
 
 constexpr int kLanes = 64;  // partial sums of a reduction: four AVX-512 registers
 
-// exp(x) within 1.5 ulp (tests/test_backend.py), without FMA, see [Note: same bits on every
+// exp(x) within 1.5 ulp (tests/ops/test_backend.py), without FMA, see [Note: same bits on every
 // instruction set]. Results below 2^-125 are 0; nan gives nan.
 // Source of the coefficients: Cephes expf, S. Moshier.
 FASTPAR_INLINE float exp_float(float x) {

@@ -14,14 +14,12 @@ from typing import TYPE_CHECKING, Any
 from fastpar._version import __version__
 
 if TYPE_CHECKING:
-    from fastpar.adafactor import Adafactor
-    from fastpar.checkpoint import load_checkpoint, save_checkpoint
-    from fastpar.config import GPTConfig
-    from fastpar.engine import engine_of
-    from fastpar.grad_state import Partial, Replicate, Shard
-    from fastpar.mesh import Mesh
-    from fastpar.model import GPT
-    from fastpar.modules import (
+    from fastpar.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+    from fastpar.checkpoint.saver import Saver
+    from fastpar.comm.mesh import Mesh
+    from fastpar.config.config import GPTConfig
+    from fastpar.models.gpt import GPT
+    from fastpar.nn.modules import (
         GELU,
         MLP,
         CausalSelfAttention,
@@ -30,16 +28,18 @@ if TYPE_CHECKING:
         LinearCrossEntropyLoss,
         RMSNorm,
     )
-    from fastpar.optim import AdamW
-    from fastpar.parallel import parallelize
-    from fastpar.patching import patch, unpatch
-    from fastpar.saver import Saver
-    from fastpar.tp_layers import (
+    from fastpar.nn.tp_layers import (
         ColumnParallelLinear,
         RowParallelLinear,
         VocabParallelEmbedding,
         VocabParallelLinear,
     )
+    from fastpar.optim.adafactor import Adafactor
+    from fastpar.optim.adamw import AdamW
+    from fastpar.parallel.engine import engine_of
+    from fastpar.parallel.parallelize import parallelize
+    from fastpar.patching.patch import patch, unpatch
+    from fastpar.sharding.placements import Partial, Replicate, Shard
 
 __all__ = [
     "GELU",
@@ -72,32 +72,32 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Adafactor": "adafactor",
-    "AdamW": "optim",
-    "CausalSelfAttention": "modules",
-    "ColumnParallelLinear": "tp_layers",
-    "Embedding": "modules",
-    "GELU": "modules",
-    "GPT": "model",
-    "GPTConfig": "config",
-    "LayerNorm": "modules",
-    "LinearCrossEntropyLoss": "modules",
-    "MLP": "modules",
-    "Mesh": "mesh",
-    "Partial": "grad_state",
-    "RMSNorm": "modules",
-    "Replicate": "grad_state",
-    "RowParallelLinear": "tp_layers",
-    "Saver": "saver",
-    "Shard": "grad_state",
-    "VocabParallelEmbedding": "tp_layers",
-    "VocabParallelLinear": "tp_layers",
-    "engine_of": "engine",
-    "load_checkpoint": "checkpoint",
-    "parallelize": "parallel",
-    "patch": "patching",
-    "save_checkpoint": "checkpoint",
-    "unpatch": "patching",
+    "Adafactor": "optim.adafactor",
+    "AdamW": "optim.adamw",
+    "CausalSelfAttention": "nn.modules",
+    "ColumnParallelLinear": "nn.tp_layers",
+    "Embedding": "nn.modules",
+    "GELU": "nn.modules",
+    "GPT": "models.gpt",
+    "GPTConfig": "config.config",
+    "LayerNorm": "nn.modules",
+    "LinearCrossEntropyLoss": "nn.modules",
+    "MLP": "nn.modules",
+    "Mesh": "comm.mesh",
+    "Partial": "sharding.placements",
+    "RMSNorm": "nn.modules",
+    "Replicate": "sharding.placements",
+    "RowParallelLinear": "nn.tp_layers",
+    "Saver": "checkpoint.saver",
+    "Shard": "sharding.placements",
+    "VocabParallelEmbedding": "nn.tp_layers",
+    "VocabParallelLinear": "nn.tp_layers",
+    "engine_of": "parallel.engine",
+    "load_checkpoint": "checkpoint.checkpoint",
+    "parallelize": "parallel.parallelize",
+    "patch": "patching.patch",
+    "save_checkpoint": "checkpoint.checkpoint",
+    "unpatch": "patching.patch",
 }
 
 

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from fastpar._version import __version__
-from fastpar.config import TrainConfig, derive_batch, setting_name
-from fastpar.launch import (
+from fastpar.config.config import TrainConfig, derive_batch, setting_name
+from fastpar.config.options import SampleSettings, TrainFlags
+from fastpar.config.settings import WRONG_PATH, option, parse_seconds, read_settings
+from fastpar.train.launch import (
     LOST_PEER,
     USER_MISTAKE,
     available_cores,
@@ -27,9 +29,7 @@ from fastpar.launch import (
     launched_here,
     lost_peer,
 )
-from fastpar.options import SampleSettings, TrainFlags
-from fastpar.run_lock import RUNS, find_run, is_restart, run_id
-from fastpar.settings import WRONG_PATH, option, parse_seconds, read_settings
+from fastpar.train.run_lock import RUNS, find_run, is_restart, run_id
 
 _NOBODY_READS = 128 + 13  # as if by SIGPIPE
 _WRITTEN_FOR_USERS = re.compile(r"[\w.]+(?: \w+)?: expected ")  # the form of all our messages
@@ -214,7 +214,7 @@ def _train_or_launch(arguments: list[str]) -> int:
         derive_batch(config.text, 1, nproc // tp)
     if not is_rank() and nproc > 1:
         with interrupt_kills():
-            from fastpar.run_folder import check_out
+            from fastpar.train.run_folder import check_out
 
         check_out(config)  # before the ranks start, which takes seconds
         return launch(
@@ -226,7 +226,7 @@ def _train_or_launch(arguments: list[str]) -> int:
             timeout_s=parse_seconds(config.faults.timeout, "timeout"),
         )
     with interrupt_kills():
-        from fastpar.train import train
+        from fastpar.train.trainer import train
     return train(config)
 
 
@@ -241,7 +241,7 @@ def _check_ranks(config: TrainConfig) -> None:
 
 def _profile(arguments: list[str]) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's; read when torch is imported
-    from fastpar.profiling import parse_profile, run_profile
+    from fastpar.profile.profile import parse_profile, run_profile
 
     options, flags = parse_profile(arguments)
     config = parse_train(flags)
@@ -250,7 +250,7 @@ def _profile(arguments: list[str]) -> int:
 
 
 def _compare(arguments: list[str]) -> int:
-    from fastpar.compare import CompareCommand, compare
+    from fastpar.compare.compare import CompareCommand, compare
 
     return compare(_parse(CompareCommand, arguments, "compare"))
 
@@ -364,9 +364,9 @@ def _refuse_old_flags(name: str, arguments: list[str]) -> None:
 
 def _weights(name: str, given: str | None) -> Path:
     """The folder or file that holds the weights asked for."""
-    from fastpar.checkpoint import list_checkpoints, newest_checkpoint
-    from fastpar.checkpoint_report import find_folders
-    from fastpar.run_folder import newest_run
+    from fastpar.checkpoint.checkpoint import list_checkpoints, newest_checkpoint
+    from fastpar.checkpoint.report import find_folders
+    from fastpar.train.run_folder import newest_run
 
     run = given or newest_run()
     if run is None:
@@ -385,8 +385,13 @@ def _weights(name: str, given: str | None) -> Path:
 
 def _tokenizer(named: str | None, source: Path, vocab_size: int) -> Any:
     """The tokenizer of weights: the one that is named, or theirs."""
-    from fastpar.nanogpt import tokenizer_of_nanogpt
-    from fastpar.tokenizer import has_tokenizer, learns_from_text, load_tokenizer, make_tokenizer
+    from fastpar.data.tokenizer import (
+        has_tokenizer,
+        learns_from_text,
+        load_tokenizer,
+        make_tokenizer,
+    )
+    from fastpar.models.nanogpt import tokenizer_of_nanogpt
 
     name = named
     if name is None and source.is_file():
@@ -425,9 +430,9 @@ def _sample(arguments: list[str]) -> int:
         )
     import torch
 
-    from fastpar.launch import threads_per_rank
-    from fastpar.run_folder import draw
-    from fastpar.weight_sources import load_weights
+    from fastpar.checkpoint.weight_sources import load_weights
+    from fastpar.train.launch import threads_per_rank
+    from fastpar.train.run_folder import draw
 
     torch.set_num_threads(threads_per_rank(None, 1))
     device = command.device
@@ -441,7 +446,7 @@ def _sample(arguments: list[str]) -> int:
 
 
 def _verify(arguments: list[str]) -> int:
-    from fastpar.checkpoint_report import verify
+    from fastpar.checkpoint.report import verify
 
     about = "Read every byte of a run's checkpoints, or of one, and compare it with its checksum."
     parser = argparse.ArgumentParser("fastpar verify", description=about, epilog=_STATUS)
@@ -450,7 +455,7 @@ def _verify(arguments: list[str]) -> int:
 
 
 def _inspect(arguments: list[str]) -> int:
-    from fastpar.checkpoint_report import inspect
+    from fastpar.checkpoint.report import inspect
 
     about = "A table of the tensors of a checkpoint, of a run's newest: weights and moments."
     parser = argparse.ArgumentParser("fastpar inspect", description=about)
@@ -469,7 +474,7 @@ def _export(arguments: list[str]) -> int:
     command = _parse(ExportCommand, arguments, "export")
     import torch
 
-    from fastpar.export import export_weights
+    from fastpar.checkpoint.export import export_weights
 
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
     source, to = _weights("export", command.folder), Path(command.to)
@@ -479,7 +484,7 @@ def _export(arguments: list[str]) -> int:
 
 
 def _plan(arguments: list[str]) -> int:
-    from fastpar.plan import PlanCommand, run
+    from fastpar.plan.plan import PlanCommand, run
 
     return run(_parse(PlanCommand, arguments, "plan"))
 

@@ -1,7 +1,7 @@
 """How ops are registered and called: with torch.library, or straight where tensors are ordinary.
 
 Kinds of tensors and derivatives that no implementation reads are made plain or refused here, once
-for all ops; tests/test_op.py is the table.
+for all ops; tests/ops/test_op.py is the table.
 """
 
 import functools

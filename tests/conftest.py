@@ -94,7 +94,7 @@ def emulated_cuda() -> ModuleType:
 @pytest.fixture
 def cuda_device(request, monkeypatch) -> str:
     """Ops run their own CUDA kernels: on a GPU where there is one, else the kernels' source on CPU
-    tensors through tests/cuda_emulator.h."""
+    tensors through tests/support/cuda_emulator.h."""
     from fastpar.kernels import backend
 
     if torch.cuda.is_available():

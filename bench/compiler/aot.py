@@ -1,0 +1,398 @@
+"""Compiles every Triton launch of kernels/ for sm_80 and sm_90, without a GPU, and judges it.
+
+    python -m bench.compiler.aot                 all modules, both Triton versions; writes
+    bench/results/aot
+    python -m bench.compiler.aot --check         writes nothing; 1 if the table lists other launches
+    python -m bench.compiler.aot layer_norm      one module's rows on the console
+
+A launch comes from the calls that each kernels/<op>_triton.py lists in aot_calls(), recorded as a
+GPU of that kind would run them. The versions are the installed Triton and the copy of MINIMUM that
+`make aot` puts into build/. A broken rule of aot_rules.py makes the exit status 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import importlib
+import io
+import json
+import math
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from bench.compiler import aot_table, sass
+from bench.compiler.aot_rules import GPUS, Broken, Row, describe, judge, stale_exemptions
+from bench.records import ROOT, commit, reason
+
+MINIMUM = "3.6.0"  # what torch 2.11 comes with
+MINIMUM_FOLDER = ROOT / "build" / "triton-3.6"
+TABLE = ROOT / "bench" / "results" / "aot"
+LIMIT_S = 300.0  # for one kernel
+
+
+# What there is to compile
+
+
+@dataclass
+class Job:
+    """One distinct launch on one architecture."""
+
+    arch: int
+    launch: Any
+    calls: list[str] = field(default_factory=list)
+
+    @property
+    def module(self) -> str:
+        """Where the kernel is defined, which need not be the module that launches it."""
+        return self.launch.kernel.__module__.rpartition(".")[2].removesuffix("_triton")
+
+    @property
+    def key(self) -> tuple[int, str, str, str]:
+        row = self.row()
+        return self.arch, row["module"], row["kernel"], row["launch"]
+
+    def row(self) -> Row:
+        """Everything known before compiling."""
+        launch = self.launch
+        constants = {k: v for k, v in launch.constants.items() if v is not None}
+        named = [f"{k}={v}" for k, v in constants.items() if k.isupper()]
+        warps, stages = (launch.options.get(k, d) for k, d in (("num_warps", 4), ("num_stages", 3)))
+        types = re.findall(r"(?:\*|<)(\w+)", " ".join(launch.signature.values()))
+        exact = [launch.signature, {k: repr(v) for k, v in constants.items()}, launch.divisible]
+        text = json.dumps([*exact, launch.options], sort_keys=True, default=str)
+        return {
+            "module": self.module,
+            "kernel": launch.name,
+            "calls": self.calls,
+            "config": " ".join([*named, f"w{warps}", f"s{stages}"]),
+            "types": ",".join(dict.fromkeys(types)),
+            "arch": self.arch,
+            "launch": hashlib.sha256(text.encode()).hexdigest()[:10],
+            "grid": list(launch.grid),
+        }
+
+
+def modules() -> list[str]:
+    return sorted(p.stem.removesuffix("_triton") for p in (ROOT / "kernels").glob("*_triton.py"))
+
+
+def collect(calls: Sequence[tuple[str, Callable[[], Any]]]) -> list[Job]:
+    """What these calls launch on each architecture."""
+    from fastpar.kernels.triton_launch import record
+
+    jobs = []
+    for arch in GPUS:
+        for label, call in calls:
+            with record(arch) as launches:
+                call()
+            if not launches:
+                raise ValueError(
+                    f"collect: expected a launch, got none from call={label}; "
+                    "give it tensors that are not empty"
+                )
+            jobs += [Job(arch, launch, [label]) for launch in launches]
+    return jobs
+
+
+def distinct(jobs: Sequence[Job]) -> list[Job]:
+    """One job for each key, with the calls of all and the largest grid."""
+    found: dict[tuple[int, str, str, str], Job] = {}
+    for job in jobs:
+        known = found.setdefault(job.key, job)
+        known.calls += [call for call in job.calls if call not in known.calls]
+        known.launch.grid = tuple(map(max, known.launch.grid, job.launch.grid))
+    return list(found.values())
+
+
+# Compiling
+
+
+def compile_one(job: Job) -> Row:
+    """Runs in a process apart: a compiler that aborts takes no other launch with it."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    launch = job.launch
+    source = ASTSource(launch.kernel, launch.signature, launch.constexprs, launch.attrs)
+    start = time.monotonic()
+    compiled = triton.compile(
+        source, target=GPUTarget("cuda", job.arch, 32), options=launch.options
+    )
+    seconds = time.monotonic() - start
+    code, registers, stack_bytes = sass.disassemble(compiled.asm["cubin"])
+    return measure(job, code, registers, stack_bytes, compiled, seconds)
+
+
+def _tiles(ttir: str, what: str, threads: int) -> int:
+    """Loads or stores with an element for every thread, unlike those of a row's statistics."""
+    shapes = re.findall(rf"tt\.{what} .* : tensor<([\dx]+)x!tt\.ptr", ttir)
+    descriptors = ttir.count(f"tt.descriptor_{what}")
+    return descriptors + sum(math.prod(map(int, s.split("x"))) >= threads for s in shapes)
+
+
+def measure(
+    job: Job,
+    code: Sequence[sass.Instruction],
+    registers: int,
+    stack_bytes: int,
+    compiled: Any,
+    seconds: float,
+) -> Row:
+    ttir = compiled.asm["ttir"]
+    dots = re.findall(r"tt\.dot(?:_scaled)? .*? : tensor<[\dx]*x(\w+)", ttir)
+    kind = "matrix" if dots else "memory"
+    loop = sass.main_loop(code)
+    # Where a memory kernel's traffic is: its main loop, if that loads.
+    path = loop if kind == "memory" and sass.count(loop, "LDG", "LDGSTS") else code
+    loads, stores = sass.loads(path), sass.stores(path)
+    shared_bytes, warps = compiled.metadata.shared, compiled.metadata.num_warps
+    return {
+        **job.row(),
+        "kind": kind,
+        "dots": sorted(set(dots)),
+        "registers": registers,
+        "stack_bytes": stack_bytes,
+        "spill_instructions": sass.count(code, "LDL", "STL"),
+        "loop_spills": sass.count(loop, "LDL", "STL"),
+        "shared_bytes": shared_bytes,
+        "warps": warps,
+        "ctas_per_sm": GPUS[job.arch].ctas_per_sm(registers, shared_bytes, warps),
+        "instructions": len(code),
+        "loop_instructions": len(loop),
+        "tile_loads": _tiles(ttir, "load", 32 * warps),
+        "tile_stores": _tiles(ttir, "store", 32 * warps),
+        "wide_loads": loads.wide,
+        "narrow_loads": loads.narrow,
+        "wide_load_bytes": loads.wide_bytes,
+        "narrow_load_bytes": loads.narrow_bytes,
+        "wide_stores": stores.wide,
+        "narrow_stores": stores.narrow,
+        "wide_store_bytes": stores.wide_bytes,
+        "narrow_store_bytes": stores.narrow_bytes,
+        "hmma": sass.count(code, "HMMA"),
+        "hgmma": sass.count(code, "HGMMA"),
+        "ldgsts": sass.count(code, "LDGSTS"),
+        "tma": sass.count(code, "UTMALDG", "UTMASTG", "UBLKCP"),
+        "mufu": sass.count(code, "MUFU"),
+        "float_atomics": sass.float_atomics(code),
+        "seconds": seconds,
+    }
+
+
+def _why(error: BaseException) -> str:
+    """The innermost error in a line: where it is and what it says, without the source between."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = str(error).strip().splitlines()
+    text = " ... ".join(dict.fromkeys((lines[0], lines[-1]))) if lines else ""
+    return reason(RuntimeError(text)).replace("RuntimeError", type(error).__name__, 1)
+
+
+def _serve(jobs: Sequence[Job], pipe: Connection) -> None:
+    """Compiles the jobs whose numbers come in, until the parent is gone."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    while pipe in wait([pipe, parent.sentinel]):
+        job = jobs[pipe.recv()]
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):  # Triton prints what ptxas refuses
+                row = compile_one(job)
+        except Exception as error:
+            row = {**job.row(), "error": _why(error)}
+        pipe.send(row)
+
+
+class _Compiler:
+    """A process that compiles one job at a time; a new one takes the place of one that dies."""
+
+    def __init__(self, jobs: Sequence[Job]):
+        self.jobs = jobs
+        self._start()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("fork")  # the modules and their launches are there
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(self.jobs, theirs), daemon=True)
+        self.process.start()
+        theirs.close()  # so that a process that dies is an end of file here
+
+    def give(self, index: int) -> None:
+        self.job = self.jobs[index]
+        self.since = time.monotonic()
+        self.pipe.send(index)
+
+    def late(self) -> bool:
+        return time.monotonic() - self.since > LIMIT_S
+
+    def take(self, ready: bool) -> Row:
+        """The row of the job, or why there is none."""
+        if ready:
+            try:
+                return self.pipe.recv()
+            except EOFError:
+                self.process.join()
+                error = f"the compiler ended with exit code {self.process.exitcode}"
+        else:
+            error = f"the compiler took more than {LIMIT_S:.0f} s"
+        self.stop()
+        self._start()
+        return {**self.job.row(), "error": error}
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+def compile_all(jobs: Sequence[Job], processes: int) -> list[Row]:
+    """A row for every job, in any order."""
+    waiting = list(reversed(range(len(jobs))))
+    idle = [_Compiler(jobs) for _ in range(min(processes, len(jobs)))]
+    busy: list[_Compiler] = []
+    rows: list[Row] = []
+    while waiting or busy:
+        while waiting and idle:
+            compiler = idle.pop()
+            compiler.give(waiting.pop())
+            busy.append(compiler)
+        ready = wait([c.pipe for c in busy], timeout=1.0)
+        for compiler in [c for c in busy if c.pipe in ready or c.late()]:
+            rows.append(compiler.take(compiler.pipe in ready))
+            busy.remove(compiler)
+            idle.append(compiler)
+    for compiler in idle:
+        compiler.stop()
+    return rows
+
+
+def work(names: Sequence[str], processes: int) -> Row:
+    """In a process of one Triton version: all rows and exemptions of these modules."""
+    import triton
+
+    jobs: list[Job] = []
+    exempt: dict[str, Any] = {}
+    errors: list[str] = []
+    for name in names:
+        try:
+            module = importlib.import_module(f"fastpar.kernels.{name}_triton")
+            exempt[name] = getattr(module, "AOT_EXEMPT", {})
+            jobs += collect(module.aot_calls())
+        except Exception as error:
+            errors.append(f"{name} triton {triton.__version__}: records: {reason(error)}")
+    for job in jobs:
+        source = sys.modules[job.launch.kernel.__module__]
+        exempt.setdefault(job.module, getattr(source, "AOT_EXEMPT", {}))
+    rows = compile_all(distinct(jobs), processes)
+    for row in rows:
+        row["triton"] = triton.__version__
+    return {"triton": triton.__version__, "rows": rows, "exempt": exempt, "errors": errors}
+
+
+def run_version(folder: Path | None, names: Sequence[str], processes: int) -> Row:
+    """work() in a process that imports the Triton of this folder, or the installed one."""
+    dropped = ("TRITON_INTERPRET", "FASTPAR_BACKEND")
+    env = {k: v for k, v in os.environ.items() if k not in dropped}
+    env["OMP_NUM_THREADS"] = "1"
+    env["TRITON_CACHE_DIR"] = str(ROOT / "build" / "aot" / (folder.name if folder else "triton"))
+    if folder is not None:
+        env["PYTHONPATH"] = str(folder)
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch) / "rows.json"
+        command = [sys.executable, "-m", "bench.compiler.aot", "--worker", str(out), "--jobs"]
+        subprocess.run([*command, str(processes), *names], cwd=ROOT, env=env, check=True)
+        return json.loads(out.read_text())
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.compiler.aot",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("modules", nargs="*", metavar="module", help=", ".join(modules()))
+    parser.add_argument("--check", action="store_true", help="write nothing; compare the launches")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--installed", action="store_true", help="only the installed Triton")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    for name in args.modules:
+        if name not in modules():
+            raise ValueError(
+                f"aot: expected one of {', '.join(modules())}, got module={name}; choose one"
+            )
+    if args.check and (args.modules or args.installed):
+        raise ValueError(
+            "aot: expected all modules and versions with --check, got "
+            f"modules={args.modules} installed={args.installed}; drop one"
+        )
+    if not args.installed and not args.worker and not (MINIMUM_FOLDER / "triton").is_dir():
+        raise ValueError(
+            f"aot: expected Triton {MINIMUM} in build/{MINIMUM_FOLDER.name}, got "
+            "folder=missing; run `make aot`, or add --installed"
+        )
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    try:
+        args = parse(argv)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    names = args.modules or modules()
+    if args.worker:
+        args.worker.write_text(json.dumps(work(names, args.jobs)))
+        return 0
+    rows: list[Row] = []
+    problems: list[str] = []
+    broken: list[Broken] = []
+    needed: set[tuple[str, str, str]] = set()
+    exempt: dict[str, Any] = {}
+    for folder in (None,) if args.installed else (MINIMUM_FOLDER, None):
+        start = time.monotonic()
+        found = run_version(folder, names, args.jobs)
+        problems += found["errors"]
+        exempt = found["exempt"]
+        for row in found["rows"]:
+            wrong, used = judge(row, exempt[row["module"]])
+            broken += wrong
+            needed |= {(row["module"], *pair) for pair in used}
+        slowest = max(found["rows"], key=lambda row: row.get("seconds", 0.0), default=None)
+        note = f"; slowest {slowest['kernel']} {slowest.get('seconds', 0):.1f} s" if slowest else ""
+        seconds = time.monotonic() - start
+        print(
+            f"triton {found['triton']}: {len(found['rows'])} launches in {seconds:.0f} s{note}",
+            flush=True,
+        )
+        rows += found["rows"]
+    problems += describe(broken)
+    if not args.installed:
+        problems += stale_exemptions({name: exempt.get(name, {}) for name in names}, needed)
+    rows.sort(key=aot_table.order)
+    if args.check:
+        problems += aot_table.differences(TABLE, rows)
+    elif args.modules or args.installed:
+        print(aot_table.markdown(rows))
+    else:
+        aot_table.write(TABLE, rows, *commit())
+    for problem in problems:
+        print(f"broken: {problem}")
+    print(f"{len(problems)} broken rules in {len(rows)} rows")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,168 @@
+"""The table of ahead-of-time compilation: bench/results/aot/table.json and, for reading, table.md.
+
+A row is one launch on one architecture by one Triton version. Nothing in it depends on the machine
+that compiled it; counts of nothing are left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.compiler.aot_rules import GPUS, Row
+
+SCHEMA = 1
+COUNTS = (
+    "stack_bytes", "spill_instructions", "loop_spills", "shared_bytes", "ctas_per_sm",
+    "loop_instructions", "tile_loads", "tile_stores", "wide_loads", "narrow_loads",
+    "wide_load_bytes", "narrow_load_bytes", "wide_stores", "narrow_stores", "wide_store_bytes",
+    "narrow_store_bytes", "hmma", "hgmma", "ldgsts", "tma", "mufu", "float_atomics",
+)  # fmt: skip
+LEGEND = """\
+Compiled, not run. Registers, bytes of stack and of accesses are of one thread. Spills: LDL + STL
+instructions, those in the main loop among them, stack. CTA/SM: how many fit by registers, shared
+memory and warps. Loads and stores: global ones of 16 bytes + narrower ones; in a kernel without
+matrix products those of its main loop, if that loads. Instructions: main loop of whole kernel.
+a / b: the two versions differ."""
+
+
+def order(row: Row) -> tuple[Any, ...]:
+    names = ("module", "kernel", "types", "config", "arch", "launch", "triton")
+    return tuple(row[name] for name in names)
+
+
+def identity(row: Row) -> tuple[Any, ...]:
+    """Which launch it is, whatever compiled it."""
+    return tuple(row[k] for k in ("module", "kernel", "arch", "types", "config", "launch"))
+
+
+def _tensor(row: Row) -> str:
+    if "dots" not in row or not row["dots"]:
+        return ""
+    used = [f"{row[k]} {k.upper()}" for k in ("hmma", "hgmma") if row.get(k)]
+    return ", ".join(used) or f"FMA ({'/'.join(row['dots'])})"
+
+
+def _copies(row: Row) -> str:
+    used = [f"{row[k]} {name}" for k, name in (("ldgsts", "LDGSTS"), ("tma", "TMA")) if row.get(k)]
+    return ", ".join(used)
+
+
+def _both(wide: str, narrow: str, row: Row) -> str:
+    return f"{row.get(wide, 0)} + {row.get(narrow, 0)}"
+
+
+def _spills(row: Row) -> str:
+    count, stack = row.get("spill_instructions", 0), row.get("stack_bytes", 0)
+    inner = row.get("loop_spills", 0)
+    return f"{count} ({inner} in the loop; {stack} B)" if count or stack else "0"
+
+
+CELLS = {
+    "regs": lambda row: str(row["registers"]),
+    "spills": _spills,
+    "shared B": lambda row: str(row.get("shared_bytes", 0)),
+    "CTA/SM": lambda row: str(row.get("ctas_per_sm", 0)),
+    "loads": lambda row: _both("wide_loads", "narrow_loads", row),
+    "stores": lambda row: _both("wide_stores", "narrow_stores", row),
+    "tensor cores": _tensor,
+    "async": _copies,
+    "MUFU": lambda row: str(row.get("mufu", 0)),
+    "instructions": lambda row: f"{row.get('loop_instructions', 0)} of {row['instructions']}",
+}
+
+
+def _calls(row: Row) -> str:
+    first, *others = row["calls"]
+    return f"{first} (+{len(others)})" if others else first
+
+
+def _line(versions: Sequence[Row]) -> list[str]:
+    first = versions[0]
+    cells = [first["kernel"].strip("_"), _calls(first), first["types"], first["config"]]
+    cells.append(str(first["arch"]))
+    if any("error" in row for row in versions):
+        return [*cells, "does not compile", *[""] * (len(CELLS) - 1)]
+    for cell in CELLS.values():
+        cells.append(" / ".join(dict.fromkeys(cell(row) for row in versions)))
+    return cells
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """A heading and a table for each module; then what is exempt from which rule and why."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in sorted(rows, key=order):
+        groups.setdefault(identity(row), []).append(row)
+    head = ["kernel", "call", "types", "configuration", "sm", *CELLS]
+    text = []
+    for module in sorted({row["module"] for row in rows}):
+        lines = [_line(group) for key, group in groups.items() if key[0] == module]
+        text.append(f"## {module}\n")
+        text += [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *lines)]
+        text.append("")
+    exempt = {
+        f"* {row['module']} {row['kernel']}: {rule}: {why}"
+        for row in rows
+        for rule, why in row.get("exempt", {}).items()
+    }
+    if exempt:
+        text += ["## Exempt, and why\n", *sorted(exempt), ""]
+    return "\n".join(text)
+
+
+def write(folder: Path, rows: Sequence[Row], commit: str, dirty: bool) -> None:
+    versions = sorted({row["triton"] for row in rows})
+    head = {"schema": SCHEMA, "commit": commit, "dirty": dirty, "triton": versions}
+    kept = []
+    for row in sorted(rows, key=order):
+        row = {k: v for k, v in row.items() if k != "seconds" and v not in (0, [], {})}
+        kept.append(json.dumps(row))
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "table.json").write_text(
+        json.dumps(head)[:-1] + ', "rows": [\n' + ",\n".join(kept) + "\n]}\n"
+    )
+    limits = ", ".join(f"sm_{arch}: {gpu.shared_per_cta} B" for arch, gpu in GPUS.items())
+    (folder / "table.md").write_text(
+        "# Every Triton launch, compiled ahead of time\n\n"
+        f"{LEGEND}\nTriton {' and '.join(versions)}; commit {commit}{' + changes' * dirty}; "
+        f"shared memory limits {limits}. Written by `make aot`.\n\n{markdown(rows)}"
+    )
+
+
+def load(folder: Path) -> dict[str, Any]:
+    path = folder / "table.json"
+    try:
+        stored = json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"load: expected the table of `make aot`, got path={path.name} "
+            f"({type(error).__name__}); run `make aot`"
+        ) from None
+    if stored.get("schema") != SCHEMA:
+        raise ValueError(
+            f"load: expected schema={SCHEMA}, got schema={stored.get('schema')} in {path.name}; "
+            "run `make aot`"
+        )
+    nothing = {"dots": [], "exempt": {}, **dict.fromkeys(COUNTS, 0)}
+    stored["rows"] = [{**nothing, **row} for row in stored["rows"]]
+    return stored
+
+
+def differences(folder: Path, rows: Sequence[Row]) -> list[str]:
+    """Launches that the stored table lacks, and those that are no more."""
+    try:
+        stored = load(folder)["rows"]
+    except ValueError as error:
+        return [str(error)]
+    listed, current = ({identity(row): row for row in part} for part in (stored, rows))
+    found = []
+    for keys, what in ((current.keys() - listed, "lacks"), (listed.keys() - current, "still has")):
+        for module in sorted({key[0] for key in keys}):
+            here = sorted(key for key in keys if key[0] == module)
+            found.append(
+                f"{module}: table: {what} {len(here)} launches, such as "
+                f"{' '.join(map(str, here[0][1:]))}; run `make aot` and commit it"
+            )
+    return found

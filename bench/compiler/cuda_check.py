@@ -1,0 +1,297 @@
+"""Compiles every csrc/*_cuda.cu for sm_80 and sm_90a, without a GPU, and judges the machine code.
+
+    python -m bench.compiler.cuda_check            writes bench/results/cuda
+    python -m bench.compiler.cuda_check --check    writes nothing; 1 if the table lists other
+    kernels python -m bench.compiler.cuda_check bucket     one source's rows on the console
+
+Asked of every kernel: no spills and no stack; 16-byte loads and stores on its main path; no
+floating-point atomics. EXEMPT says which kernels rightly break a rule, and why; an exemption that
+nothing needs is an error too. Without nvcc nothing is checked, which is said and is no failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from bench.compiler import sass
+from bench.records import ROOT, commit
+
+Row = dict[str, Any]
+TABLE = ROOT / "bench" / "results" / "cuda"
+ARCHS = {"80": "arch=compute_80,code=sm_80", "90a": "arch=compute_90a,code=sm_90a"}
+COUNTS = ("wide_loads", "narrow_loads", "wide_stores", "narrow_stores")
+LEGEND = """\
+Compiled, not run. Registers and bytes of stack are of one thread, shared memory of a block. Loads
+and stores: global ones of 16 bytes + narrower ones, on the main path: the innermost loop with most
+16-byte traffic, or the whole kernel. Instructions: main path of whole kernel."""
+# kernel pattern -> rule -> why the rule does not fit
+EXEMPT = {
+    "adamw_kernel<(Moment)1*": {
+        "16-byte loads": "16-bit arrays go by 8 bytes, so that a warp fills whole sectors of all",
+        "16-byte stores": "16-bit arrays go by 8 bytes, so that a warp fills whole sectors of all",
+    },
+    "dequantize_kernel*": {
+        "16-byte loads": "16 codes of a byte each are one load; the others are the unaligned path's"
+    },
+    "norm_finish_kernel": {
+        "16-byte loads": "one block adds a few kilobytes of partial sums",
+        "16-byte stores": "the result is a dozen words",
+    },
+    "norm_partials_kernel": {"16-byte stores": "a block writes its partial sums once"},
+}
+
+
+def spills(row: Row) -> str | None:
+    if row["spill_instructions"] or row["stack_bytes"]:
+        return f"{row['spill_instructions']} LDL/STL, {row['stack_bytes']} bytes of stack a thread"
+    return None
+
+
+def atomics(row: Row) -> str | None:
+    return f"{row['float_atomics']} sums in no fixed order" if row["float_atomics"] else None
+
+
+def _narrow(row: Row, what: str) -> str | None:
+    if row[f"wide_{what}_bytes"] >= row[f"narrow_{what}_bytes"]:
+        return None
+    return f"{row[f'narrow_{what}s']} narrower ones against {row[f'wide_{what}s']} of 16 bytes"
+
+
+RULES: dict[str, Callable[[Row], str | None]] = {
+    "spills": spills,
+    "16-byte loads": lambda row: _narrow(row, "load"),
+    "16-byte stores": lambda row: _narrow(row, "store"),
+    "atomics": atomics,
+}
+
+
+def sources() -> list[str]:
+    return sorted(p.name.removesuffix("_cuda.cu") for p in (ROOT / "csrc").glob("*_cuda.cu"))
+
+
+def find_nvcc() -> tuple[str | None, str]:
+    """setup.py's nvcc and flags."""
+    import setuptools  # type: ignore[import-untyped]
+
+    real, setuptools.setup = setuptools.setup, lambda **options: None
+    try:
+        names = runpy.run_path(str(ROOT / "setup.py"))
+    finally:
+        setuptools.setup = real
+    return names["find_nvcc"](), names["NVCC_FLAGS"]
+
+
+def main_path(code: Sequence[sass.Instruction]) -> Sequence[sass.Instruction]:
+    """The innermost loop with most 16-byte traffic; a kernel without one as a whole."""
+
+    def wide(body: Sequence[sass.Instruction]) -> int:
+        return sum(i.bytes for i in body if i.name in ("LDG", "STG") and i.bytes == 16)
+
+    bodies = [[code[at] for at in body] for body in sass.loops(code)]
+    best = max(bodies, key=lambda body: (wide(body), -len(body)), default=code)
+    return best if wide(best) else code
+
+
+def short_name(demangled: str) -> str:
+    """global_kernel<float, BFloat16> of a demangled signature."""
+    name = re.sub(r"\(anonymous namespace\)::|fastpar::", "", demangled)
+    name = re.sub(r"^(void|[\w:]+) (?=\w+[<(])", "", name)
+    depth = 0
+    for i, c in enumerate(name):
+        depth += (c == "<") - (c == ">")
+        if c == "(" and depth == 0:
+            return name[:i]
+    return name
+
+
+def measure(source: str, arch: str, name: str, kernel: sass.Kernel) -> Row:
+    path = main_path(kernel.code)
+    loads, stores = sass.loads(path), sass.stores(path)
+    if not stores.wide and not stores.narrow:  # a loop that only reads: its result comes after it
+        stores = sass.stores(kernel.code)
+    return {
+        "source": source,
+        "kernel": name,
+        "arch": arch,
+        "registers": kernel.registers,
+        "stack_bytes": kernel.stack_bytes,
+        "shared_bytes": kernel.shared_bytes,
+        "spill_instructions": sass.count(kernel.code, "LDL", "STL"),
+        "instructions": len(kernel.code),
+        "path_instructions": len(path),
+        "wide_loads": loads.wide,
+        "narrow_loads": loads.narrow,
+        "wide_load_bytes": loads.wide_bytes,
+        "narrow_load_bytes": loads.narrow_bytes,
+        "wide_stores": stores.wide,
+        "narrow_stores": stores.narrow,
+        "wide_store_bytes": stores.wide_bytes,
+        "narrow_store_bytes": stores.narrow_bytes,
+        "float_atomics": sass.float_atomics(kernel.code),
+    }
+
+
+def compile_source(nvcc: str, flags: str, source: str, arch: str) -> list[Row]:
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernels.cubin"
+        path = ROOT / "csrc" / f"{source}_cuda.cu"
+        command = [nvcc, *flags.split(), f"-gencode={ARCHS[arch]}", "-cubin", "-o", str(cubin)]
+        run = subprocess.run([*command, str(path)], capture_output=True, text=True)
+        if run.returncode:
+            last = run.stderr.strip().splitlines()[-1:] or ["no output"]
+            raise RuntimeError(
+                f"cuda_check: expected {path.name} to compile for sm_{arch}, got: {last[0]}; "
+                "see `python setup.py build_ext --inplace`"
+            )
+        found = sass.kernels(cubin)
+    names = list(found)
+    if shutil.which("c++filt"):
+        text = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True)
+        readable = [short_name(line) for line in text.stdout.splitlines()]
+    else:
+        readable = names
+    rows = [measure(source, arch, r, found[n]) for n, r in zip(names, readable)]
+    return sorted(rows, key=lambda row: row["kernel"])
+
+
+def judge(rows: Sequence[Row], exempt: dict[str, dict[str, str]]) -> list[str]:
+    """A line for each broken rule and each exemption without use."""
+    problems: list[str] = []
+    needed: set[tuple[str, str]] = set()
+    for row in rows:
+        for rule, check in RULES.items():
+            wrong = check(row)
+            if wrong is None:
+                continue
+            allowed = [p for p in exempt if rule in exempt[p] and fnmatch.fnmatch(row["kernel"], p)]
+            needed.update((p, rule) for p in allowed)
+            if allowed:
+                row.setdefault("exempt", {})[rule] = exempt[allowed[0]][rule]
+            else:
+                problems.append(f"{row['kernel']} sm_{row['arch']}: {rule}: {wrong}")
+    for pattern, rules in exempt.items():
+        for rule in rules:
+            if (pattern, rule) not in needed:
+                problems.append(f"exemption: nothing breaks {rule!r} under {pattern!r}; delete it")
+    return problems
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    head = ["kernel", "sm", "regs", "spills", "shared B", "loads", "stores", "instructions"]
+    lines = []
+    for source in dict.fromkeys(row["source"] for row in rows):
+        lines += [f"## {source}", "", f"| {' | '.join(head)} |", f"| {' | '.join(['---'] * 8)} |"]
+        for row in rows:
+            if row["source"] != source:
+                continue
+            wide = [f"{row[f'wide_{w}']} + {row[f'narrow_{w}']}" for w in ("loads", "stores")]
+            spilled = f"{row['spill_instructions']}, {row['stack_bytes']} B"
+            cells = [
+                f"`{row['kernel']}`",
+                row["arch"],
+                row["registers"],
+                spilled if row["spill_instructions"] or row["stack_bytes"] else 0,
+                row["shared_bytes"],
+                *wide,
+                f"{row['path_instructions']} of {row['instructions']}",
+            ]
+            lines.append(f"| {' | '.join(map(str, cells))} |")
+        lines.append("")
+    reasons = {
+        f"* `{row['kernel']}`: {rule}: {why}"
+        for row in rows
+        for rule, why in row.get("exempt", {}).items()
+    }
+    if reasons:
+        lines += ["## Exempt, and why", "", *sorted(reasons), ""]
+    return "\n".join(lines)
+
+
+def write(rows: Sequence[Row], version: str) -> None:
+    name, dirty = commit()
+    head = {"schema": 1, "commit": name, "dirty": dirty, "nvcc": version}
+    TABLE.mkdir(parents=True, exist_ok=True)
+    (TABLE / "table.json").write_text(
+        json.dumps(head)[:-1] + ', "rows": [\n' + ",\n".join(map(json.dumps, rows)) + "\n]}\n"
+    )
+    (TABLE / "table.md").write_text(
+        "# Every CUDA kernel, compiled ahead of time\n\n"
+        f"{LEGEND}\n"
+        f"{version}; commit {name}{' + changes' * dirty}. Written by `make cuda-check`.\n\n"
+        f"{markdown(rows)}"
+    )
+
+
+def differences(rows: Sequence[Row]) -> list[str]:
+    """Kernels that the committed table lacks, and those that are no more."""
+    path = TABLE / "table.json"
+    if not path.exists():
+        return ["table: expected bench/results/cuda/table.json, got none; run `make cuda-check`"]
+    stored = json.loads(path.read_text())["rows"]
+    listed, current = ({(r["kernel"], r["arch"]) for r in part} for part in (stored, rows))
+    both = ((current - listed, "lacks"), (listed - current, "still has"))
+    return [
+        f"table: {what} {kernel} sm_{arch}; run `make cuda-check` and commit it"
+        for keys, what in both
+        for kernel, arch in sorted(keys)
+    ]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.compiler.cuda_check",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("sources", nargs="*", metavar="source", help=", ".join(sources()))
+    parser.add_argument("--check", action="store_true", help="write nothing; compare the kernels")
+    args = parser.parse_args(argv)
+    unknown = set(args.sources) - set(sources())
+    if unknown:
+        print(
+            f"cuda_check: expected one of {', '.join(sources())}, got source={sorted(unknown)[0]}; "
+            "choose one",
+            file=sys.stderr,
+        )
+        return 2
+    nvcc, flags = find_nvcc()
+    if nvcc is None:
+        print("cuda-check: skip: no nvcc found; the CUDA kernels were not compiled")
+        return 0
+    jobs = [(source, arch) for source in args.sources or sources() for arch in ARCHS]
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        rows = [
+            row
+            for part in pool.map(lambda job: compile_source(nvcc, flags, *job), jobs)
+            for row in part
+        ]
+    problems = judge(rows, {} if args.sources else EXEMPT)
+    version = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
+    release = re.search(r"release [\d.]+, V[\d.]+", version)
+    if args.check:
+        problems += differences(rows)
+    elif args.sources:
+        print(markdown(rows))
+    else:
+        write(rows, f"nvcc {release[0] if release else 'unknown'}")
+    for problem in problems:
+        print(f"broken: {problem}")
+    print(f"cuda-check: {len(problems)} broken rules in {len(rows)} rows")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Benches of single ops, and their error ledger."""

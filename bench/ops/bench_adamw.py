@@ -1,0 +1,461 @@
+"""The AdamW step on flat memory and on GPT-2's own tensors, in every storage mode, with clipping.
+
+Rows compare what trains the same model: fp32 parameters with torch.optim.AdamW (loop, foreach,
+fused, compiled); bf16 parameters and gradients with torch's fused step on fp32 master weights
+between two casts (gradients up, parameters down), which is how it is done by hand; and the whole
+of norm, clip and step. GB/s count the bytes that the algorithm has to move, for each storage mode
+its own; a peer that passes over memory more often shows fewer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.harness import Bench, Case, short
+from bench.peers import kernels as peers
+from bench.peers import stock
+from bench.targets import Target, faster
+from fastpar.kernels import adamw, global_norm
+from fastpar.kernels.adamw import Hyper, adamw_step_, adamw_step_flat_, decode_moment, new_moment
+from fastpar.kernels.reference import adamw_step_ref
+from fastpar.measure.clocks import Call
+from fastpar.optim.adamw import AdamW
+from fastpar.testing import assert_matches_oracle
+
+TIME_LIMIT_S = {"cpu": 900, "cuda": 150}
+VALUES = Hyper(lr=6e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=10)
+HYPER: dict[str, Any] = {
+    "lr": VALUES.lr,
+    "betas": (VALUES.beta1, VALUES.beta2),
+    "eps": VALUES.eps,
+    "weight_decay": VALUES.weight_decay,
+}
+TORCH: dict[str, dict[str, Any]] = {
+    "torch loop": {"foreach": False},
+    "torch foreach": {"foreach": True},
+    "torch fused": {"fused": True},
+}
+MAX_NORM = 1.0
+ROOMY = {"cpu": 60_000_000, "cuda": 200_000_000}  # elements up to which all variants fit
+WIDE, NARROW = torch.float32, torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What a step of fastpar stores."""
+
+    param: torch.dtype = WIDE
+    master: torch.dtype | None = None
+    moment: torch.dtype = WIDE
+
+    def bytes_per_element(self) -> float:
+        """Read and written once: moments and master; a rounded image of the master is written."""
+        image = self.master == WIDE
+        moved = self.param.itemsize * (1 if image else 2) + self.param.itemsize  # and the gradient
+        moved += 2 * self.master.itemsize if self.master else 0
+        scales = 4 * 4 / adamw.MOMENT_BLOCK if self.moment == torch.uint8 else 0
+        return moved + 4 * self.moment.itemsize + scales
+
+    @property
+    def seed(self) -> int | None:
+        unmastered = self.param != WIDE and self.master is None
+        return 1 if unmastered or self.moment != WIDE else None
+
+
+FP32 = Mode()
+MASTER = Mode(NARROW, WIDE)
+STORAGE = {  # variant -> what it stores; all train bf16 parameters
+    "fastpar": MASTER,
+    "fastpar remainder": Mode(NARROW, torch.int16),
+    "fastpar stochastic": Mode(NARROW),
+    "fastpar bf16 moments": replace(MASTER, moment=NARROW),
+    "fastpar 8-bit moments": replace(MASTER, moment=torch.uint8),
+}
+
+
+class State:
+    """Tensors of one step in one storage mode, random but for the moments, and the step."""
+
+    def __init__(self, shapes: Sequence[torch.Size], device: str, mode: Mode, flat: bool = False):
+        if flat:
+            shapes = [torch.Size([sum(s.numel() for s in shapes)])]
+        generator = torch.Generator(device).manual_seed(3)
+        self.mode, self.flat = mode, flat
+        self.grads = [torch.empty(s, dtype=mode.param, device=device) for s in shapes]
+        for g in self.grads:
+            g.normal_(generator=generator)
+        self.masters: list[Tensor] | None = None
+        if mode.master == WIDE:
+            self.masters = [g.float() for g in self.grads]
+            self.params = [w.to(mode.param) for w in self.masters]
+        else:
+            self.params = [g.clone() for g in self.grads]
+            if mode.master is not None:
+                self.masters = [torch.zeros_like(g, dtype=mode.master) for g in self.grads]
+        first, second = ([new_moment(p, mode.moment) for p in self.params] for _ in range(2))
+        self.exp_avgs, self.exp_avg_sqs = ([m for m, _ in pairs] for pairs in (first, second))
+        self.scales: dict[str, Any] = {}
+        if mode.moment == torch.uint8:
+            self.scales = {
+                "exp_avg_scale": [s for _, s in first],
+                "exp_avg_sq_scale": [s for _, s in second],
+            }
+
+    def step(self, **gates: Tensor) -> None:
+        lists: tuple[Any, ...] = (self.params, self.grads, self.exp_avgs, self.exp_avg_sqs)
+        states: dict[str, Any] = dict(gates)
+        step: Callable[..., None] = adamw_step_flat_ if self.flat else adamw_step_
+        if self.flat:
+            states |= {name: scales[0] for name, scales in self.scales.items()}
+            step(
+                *(tensors[0] for tensors in lists),
+                [(0, self.params[0].numel(), 0, 0)],
+                VALUES,
+                master_weight=self.masters[0] if self.masters else None,
+                stochastic_rounding_seed=self.mode.seed,
+                **states,
+            )
+        else:
+            states |= {f"{name}s": scales for name, scales in self.scales.items()}
+            step(
+                *lists,
+                VALUES,
+                master_weights=self.masters,
+                stochastic_rounding_seed=self.mode.seed,
+                **states,
+            )
+
+    def clip_and_step(self) -> None:
+        norm = global_norm(self.grads, max_norm=MAX_NORM)
+        self.step(grad_scale=norm.grad_scale, found_inf=norm.found_inf)
+
+
+def fastpar_calls(*args: Any, clip: bool = False, **kwargs: Any) -> Callable[[], list[Call]]:
+    def make() -> list[Call]:
+        state = State(*args, **kwargs)
+        return [state.clip_and_step if clip else state.step]
+
+    return make
+
+
+def leaves(shapes: Sequence[torch.Size], device: str) -> list[Tensor]:
+    """Random fp32 parameters with random gradients."""
+    state = State(shapes, device, FP32)
+    for p, g in zip(state.params, state.grads):
+        p.requires_grad_().grad = g
+    return state.params
+
+
+def optimizer_calls(
+    make_optimizer: Callable[[list[Tensor]], Any],
+    shapes: Sequence[torch.Size],
+    device: str,
+    *,
+    casts: bool = False,
+    clip: bool = False,
+    compiled: bool = False,
+) -> Callable[[], list[Call]]:
+    """An optimizer on fp32 parameters; casts: bf16 gradients to them, bf16 parameters from them."""
+
+    def make() -> list[Call]:
+        params = leaves(shapes, device)
+        optimizer = make_optimizer(params)
+        grads: list[Any] = [p.grad for p in params]
+        small_grads = [g.to(NARROW) for g in grads] if casts else []
+        small_params = [p.detach().to(NARROW) for p in params] if casts else []
+
+        def call() -> None:
+            if casts:
+                torch._foreach_copy_(grads, small_grads)
+            if clip:
+                torch.nn.utils.clip_grad_norm_(params, MAX_NORM)
+            optimizer.step()
+            if casts:
+                with torch.no_grad():
+                    torch._foreach_copy_(small_params, params)
+
+        return [torch.compile(call, dynamic=False) if compiled else call]
+
+    return make
+
+
+def torch_adamw(**kind: Any) -> Callable[[list[Tensor]], Any]:
+    return lambda params: torch.optim.AdamW(params, **HYPER, **kind)
+
+
+def peer_calls(
+    shapes: Sequence[torch.Size], device: str, **how: Any
+) -> dict[str, Callable[[], list[Call]]]:
+    """Optimizers of other packages on fp32 parameters; one that is missing raises when made."""
+    return {
+        name: optimizer_calls(make, shapes, device, **how)
+        for name, make in peers.adamws(device, HYPER).items()
+    }
+
+
+def check(variant: str, mode: Mode, device: str) -> None:
+    """Two steps of odd sizes in a storage mode, the second one against fp64.
+
+    What a step stores stochastically lies within one gap of the exact value between the values
+    that can be stored; everything else is judged beside torch's fused step.
+    """
+    if not variant.startswith("fastpar"):
+        return
+    if variant == "fastpar AdamW":
+        check_optimizer(device)
+        return
+    state = State([torch.Size([n]) for n in (100_003, 257, 1)], device, mode, "flat" in variant)
+    state.step()
+    kept = [t.clone() for t in (*wide_params(state), *state.grads)]
+    moments = [t.clone() for t in (*decoded(state, "exp_avg"), *decoded(state, "exp_avg_sq"))]
+    state.step()
+    n = len(state.params)
+    after = wide_params(state)
+    exact = [t.double() for t in (*kept, *moments)]
+    by_ref(exact, n)
+    stochastic = mode.param != WIDE and mode.master is None
+    if stochastic:
+        near(after, exact[:n], torch.finfo(NARROW).eps, "parameter")
+    else:
+        assert_matches_oracle(
+            lambda *tensors: after,
+            lambda *tensors: by_ref([t.clone() for t in tensors], n)[:n],
+            [*kept, *moments],
+            eager=lambda *tensors: by_fused([t.clone() for t in tensors], n)[:n],
+            grad=False,
+        )
+    if mode.master == WIDE and mode.param != WIDE:
+        for p, master in zip(state.params, state.masters or ()):
+            assert torch.equal(p, adamw.round_to_bf16(master)), (
+                "parameter: expected the rounded master"
+            )
+    for i, name in enumerate(("exp_avg", "exp_avg_sq")):
+        wanted = exact[(2 + i) * n : (3 + i) * n]
+        if mode.moment == torch.uint8:
+            within_levels(state, name, wanted)
+        else:
+            near(decoded(state, name), wanted, 4 * torch.finfo(mode.moment).eps, name)
+
+
+def near(values: Sequence[Tensor], exact: Sequence[Tensor], eps: float, name: str) -> None:
+    """Within a relative eps, and of what fp32 loses in the sum of two terms of this size."""
+    for value, wanted in zip(values, exact):
+        slack = 4 * torch.finfo(WIDE).eps * wanted.abs().max()
+        off = (value.double() - wanted).abs() - eps * wanted.abs() - slack
+        assert (off <= 0).all(), (
+            f"{name}: expected errors within {eps:.1e}, got {off.max():.1e} more"
+        )
+
+
+def within_levels(state: State, name: str, exact: Sequence[Tensor]) -> None:
+    """8-bit moments: off by at most the widest gap between two levels of their block."""
+    signed = name == "exp_avg"
+    device = exact[0].device
+    codes = torch.arange(256, device=device).to(torch.uint8)
+    levels = decode_moment(codes, torch.ones(1, device=device), signed=signed)
+    gap = levels.unique().diff().max().item()
+    for value, wanted, scale in zip(decoded(state, name), exact, state.scales[f"{name}_scale"]):
+        bound = 1.01 * gap * scale.repeat_interleave(adamw.MOMENT_BLOCK)[: wanted.numel()]
+        off = (value - wanted).abs()
+        assert (off <= bound).all(), f"{name}: expected errors within a level, got {off.max():.1e}"
+
+
+def decoded(state: State, name: str) -> list[Tensor]:
+    moments = getattr(state, f"{name}s")
+    if state.mode.moment != torch.uint8:
+        return [m.float() for m in moments]
+    scales = state.scales[f"{name}_scale"]
+    return [decode_moment(m, s, signed=name == "exp_avg") for m, s in zip(moments, scales)]
+
+
+def wide_params(state: State) -> list[Tensor]:
+    """The fp32 values that the step updates."""
+    if state.mode.master == torch.int16:
+        masters = state.masters or ()
+        return [adamw.master_join(p, r) for p, r in zip(state.params, masters)]
+    return [p.float() for p in (state.masters or state.params)]
+
+
+def by_ref(tensors: list[Tensor], n: int) -> list[Tensor]:
+    hyper = VALUES._asdict()
+    adamw_step_ref(*(tensors[i * n : (i + 1) * n] for i in range(4)), **hyper)
+    return tensors
+
+
+def by_fused(tensors: list[Tensor], n: int) -> list[Tensor]:
+    params, grads, first, second = (tensors[i * n : (i + 1) * n] for i in range(4))
+    grads = [g.to(p.dtype) for p, g in zip(params, grads)]
+    optimizer = torch.optim.AdamW(params, **HYPER, fused=True)
+    for p, g, m, v in zip(params, grads, first, second):
+        p.grad = g
+        step = torch.tensor(VALUES.step - 1.0, device=p.device)
+        optimizer.state[p] = {"step": step, "exp_avg": m, "exp_avg_sq": v}
+    optimizer.step()
+    return params
+
+
+def check_optimizer(device: str) -> None:
+    """Three steps of fastpar.AdamW beside torch's fused ones."""
+
+    def steps(make: Callable[..., Any], **kind: Any) -> Callable[..., Tensor]:
+        def function(p: Tensor, *grads: Tensor) -> Tensor:
+            p = p.clone().requires_grad_()
+            optimizer = make([p], **HYPER, **kind)
+            for g in grads:
+                p.grad = g.clone()
+                optimizer.step()
+            return p.detach()
+
+        return function
+
+    generator = torch.Generator(device).manual_seed(4)
+    inputs = [torch.randn(100_003, generator=generator, device=device) for _ in range(4)]
+    fused = steps(torch.optim.AdamW, fused=True)
+    loop = steps(torch.optim.AdamW, foreach=False)  # in fp64 the oracle
+    assert_matches_oracle(steps(AdamW), loop, inputs, eager=fused, grad=False)
+
+
+def make_case(
+    title: str,
+    mode: Mode | dict[str, Mode],
+    device: str,
+    numel: int,
+    *,
+    reads: float = 0.0,
+    baseline: str = "torch fused",
+    targets: Sequence[Target] = (),
+) -> Case:
+    """reads: further bytes of each element, as the norm reads the gradient once more."""
+    modes = mode if isinstance(mode, dict) else {"fastpar": mode}
+    bytes_moved = {name: numel * (m.bytes_per_element() + reads) for name, m in modes.items()}
+    return Case(
+        title,
+        lambda generator, small: (),
+        {},
+        None,
+        modes["fastpar"].param,
+        bytes_moved={"step": bytes_moved["fastpar"]},
+        own_bytes=bytes_moved,
+        check=lambda variant: check(variant, modes.get(variant, modes["fastpar"]), device),
+        baseline=baseline,
+        targets={"step": targets},
+    )
+
+
+def fp32_case(bench: Bench, numel: int) -> None:
+    shapes, device = [torch.Size([numel])], bench.device
+    makers = {
+        name: optimizer_calls(torch_adamw(**kind), shapes, device) for name, kind in TORCH.items()
+    }
+    makers["torch.compile"] = optimizer_calls(
+        torch_adamw(foreach=True, capturable=device == "cuda"), shapes, device, compiled=True
+    )
+    makers |= peer_calls(shapes, device)
+    if numel > ROOMY[device]:
+        makers = {"torch fused": makers["torch fused"]}
+    makers["fastpar"] = fastpar_calls(shapes, device, FP32, flat=True)
+    makers["fastpar AdamW"] = optimizer_calls(lambda p: AdamW(p, **HYPER), shapes, device)
+    targets = [faster(1.0, "torch fused")] if device == "cpu" and numel == 50_000_000 else []
+    case = make_case(f"adamw fp32 {short(numel)}", FP32, device, numel, targets=targets)
+    run_case(bench, case, makers)
+
+
+def storage_case(bench: Bench, numel: int) -> None:
+    """bf16 parameters and gradients in every storage mode."""
+    shapes, device = [torch.Size([numel])], bench.device
+    base = "torch fused + casts"
+    makers = {base: optimizer_calls(torch_adamw(fused=True), shapes, device, casts=True)}
+    modes = STORAGE
+    if numel <= ROOMY[device]:
+        makers |= peer_calls(shapes, device, casts=True)
+    else:
+        modes = {name: STORAGE[name] for name in ("fastpar", "fastpar remainder")}
+    makers |= {name: fastpar_calls(shapes, device, m, flat=True) for name, m in modes.items()}
+    targets = [faster(1.3, base), faster(1.2, "deepspeed")]
+    if device == "cuda":
+        targets = [Target("ceiling", 90.0)]
+    case = make_case(
+        f"adamw bf16 {short(numel)}", modes, device, numel, baseline=base, targets=targets
+    )
+    run_case(bench, case, makers)
+
+
+def clip_case(bench: Bench, title: str, shapes: Sequence[torch.Size], mode: Mode) -> None:
+    """Norm, clip and step."""
+    device = bench.device
+    numel = sum(s.numel() for s in shapes)
+    casts = mode.param != WIDE
+    base = "clip_grad_norm_ + torch fused" + " + casts" * casts
+    makers = {
+        base: optimizer_calls(torch_adamw(fused=True), shapes, device, casts=casts, clip=True)
+    }
+    makers["fastpar"] = fastpar_calls(shapes, device, mode, flat=len(shapes) == 1, clip=True)
+    if not casts:
+        makers["clip_grad_norm_ + torch foreach"] = optimizer_calls(
+            torch_adamw(foreach=True), shapes, device, clip=True
+        )
+        makers["fastpar AdamW"] = optimizer_calls(
+            lambda p: AdamW(p, **HYPER, max_grad_norm=MAX_NORM), shapes, device
+        )
+    targets = [faster(1.5, base)]
+    if device == "cuda":
+        limits = {124_000_000: 0.95, 1_500_000_000: 12.0}
+        targets += [Target("time", ms) for n, ms in limits.items() if n == numel]
+    case = make_case(
+        f"norm + clip + adamw {title}",
+        mode,
+        device,
+        numel,
+        reads=mode.param.itemsize,
+        baseline=base,
+        targets=targets,
+    )
+    run_case(bench, case, makers)
+
+
+def list_case(bench: Bench, shapes: Sequence[torch.Size], mode: Mode) -> None:
+    """A list of tensors beside the same elements in one buffer."""
+    device = bench.device
+    numel = sum(s.numel() for s in shapes)
+    casts = mode.param != WIDE
+    base = "torch fused" + " + casts" * casts
+    makers = {base: optimizer_calls(torch_adamw(fused=True), shapes, device, casts=casts)}
+    makers["fastpar"] = fastpar_calls(shapes, device, mode)
+    makers["fastpar flat"] = fastpar_calls(shapes, device, mode, flat=True)
+    what = "bf16" if casts else "fp32"
+    title = f"adamw {what} GPT-2, {short(numel)} in {len(shapes)} tensors"
+    targets = [faster(1 / 1.05, "fastpar flat")] if device == "cuda" else []
+    run_case(bench, make_case(title, mode, device, numel, baseline=base, targets=targets), makers)
+
+
+def run_case(bench: Bench, case: Case, makers: dict[str, Callable[[], list[Call]]]) -> None:
+    if bench.quick:  # tiny shapes have nothing to reach
+        case = replace(case, targets={})
+    if bench.only in case.name:
+        bench.run_calls(case, "step", makers)
+
+
+def run(bench: Bench) -> None:
+    gpt2 = stock.gpt2_shapes(bench.quick)
+    title = f"GPT-2, {short(sum(s.numel() for s in gpt2))} in {len(gpt2)} tensors"
+    if bench.quick:
+        sizes: tuple[int, ...] = (10_000,)
+    elif bench.device == "cuda":
+        sizes = (124_000_000, 1_500_000_000, 1_000_000)
+    else:
+        sizes = (50_000_000, 1_000_000, 200_000_000)
+    for numel in sizes:
+        if bench.device == "cuda":
+            flat = [torch.Size([numel])]
+            clip_case(bench, f"bf16 {short(numel)}", flat, MASTER)
+        storage_case(bench, numel)
+        if bench.device == "cpu" or numel <= ROOMY[bench.device]:
+            fp32_case(bench, numel)
+    for mode, what in ((FP32, "fp32"), (MASTER, "bf16")):
+        clip_case(bench, f"{what} {title}", gpt2, mode)
+        list_case(bench, gpt2, mode)

@@ -1,0 +1,172 @@
+"""`python -m bench errors`: the error ledger.
+
+For every op, dtype and shape the largest and the RMS error of each output and gradient against
+fp64, and those of stock PyTorch in the same dtype. Rows go to build/bench/errors, or with
+--commit-results to bench/results/errors, from which the README's table is made.
+
+[Note: ratios] A ratio is an error over stock PyTorch's of the same kind, in results of at least 16
+elements (the error of a single number can be 0 by luck). A row fails when it breaks the 2x rule of
+fastpar.testing: a largest error above 2 * stock PyTorch's + one rounding of the largest value to
+the result's dtype.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from bench.records import RESULTS, SCRATCH, Record, ResultFile, default_path, machine, reason
+from fastpar.testing import gpu_arithmetic
+
+FEW = 16
+IMPLEMENTATIONS = ("cpp", "torch", "triton")
+
+
+@dataclass
+class ErrorRow(Record):
+    """One op at one shape in one dtype by one implementation."""
+
+    op: str
+    shape: str
+    dtype: str
+    implementation: str  # "cpp" | "torch" | "triton"; on CPU the last is Triton's interpreter
+    device: str
+    # result -> [max, RMS, PyTorch's max, PyTorch's RMS, one rounding, elements]
+    results: dict[str, list[float]] = field(default_factory=dict)
+    refused: str | None = None
+    commit: str = ""
+    dirty: bool = False
+    date: str = ""
+
+    @property
+    def key(self) -> str:
+        return "/".join((self.op, self.shape, self.dtype, self.implementation, self.device))
+
+    def ratios(self) -> dict[str, tuple[float, float]]:
+        """Result -> ratios of the largest and of the RMS error; see [Note: ratios]."""
+        return {
+            name: (worst / stock_worst, rms / stock_rms)
+            for name, (worst, rms, stock_worst, stock_rms, _, numel) in self.results.items()
+            if numel >= FEW and stock_worst and stock_rms
+        }
+
+    @property
+    def fails(self) -> bool:
+        """Whether the 2x rule is broken, or nothing could be measured."""
+        return bool(self.refused) or any(
+            worst > 2 * stock_worst + rounding
+            for worst, _, stock_worst, _, rounding, _ in self.results.values()
+        )
+
+
+def format_row(row: ErrorRow) -> str:
+    what = f"{row.op:21} {row.shape:38} {row.dtype:9} {row.implementation:7}"
+    if row.refused:
+        return f"{what} refused: {row.refused}"
+    ratios = row.ratios()
+    cells = []
+    for name, (worst, _, stock_worst, *_) in row.results.items():
+        if name in ratios:
+            cells.append("{} {:.2f}/{:.2f}".format(name, *ratios[name]))
+        else:
+            cells.append(f"{name} {worst:.1e} ({stock_worst:.1e})")
+    return f"{what} {'  '.join(cells)}{'  FAILS' if row.fails else ''}"
+
+
+def measure(
+    implementation: str, device: str, *, quick: bool = False, only: str = ""
+) -> Iterable[ErrorRow]:
+    """A row for each case and dtype of the ops whose name holds `only`."""
+    interpreted = implementation == "triton" and device == "cpu"
+    from bench.ops.error_cases import cases
+    from fastpar.kernels import backend
+
+    rounding = contextlib.ExitStack()
+    before, backend.choice = backend.choice, implementation
+    try:
+        if interpreted:
+            rounding.enter_context(gpu_arithmetic())
+        for case in cases(device, interpreted=interpreted, quick=quick):
+            if only not in case.op:
+                continue
+            for dtype in case.dtypes:
+                name = str(dtype).removeprefix("torch.")
+                row = ErrorRow(case.op, case.shape, name, implementation, device)
+                try:
+                    row.results = {
+                        result: [float(value) for value in errors]
+                        for result, errors in case.measure(dtype, device).items()
+                    }
+                except Exception as error:
+                    row.refused = reason(error)
+                yield row
+    finally:
+        backend.choice = before
+        rounding.close()
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench errors",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("op", nargs="?", default="", help="a part of the ops' names; all of them")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
+    parser.add_argument(
+        "--implementation", choices=IMPLEMENTATIONS, help="default: triton on a GPU, cpp on a CPU"
+    )
+    parser.add_argument("--quick", action="store_true", help="tiny shapes: does the code run?")
+    parser.add_argument("--out", type=Path, help="JSON file the rows are merged into")
+    parser.add_argument("--commit-results", action="store_true", help="write to bench/results")
+    parser.add_argument("--total-limit", type=float, default=float("inf"), help="seconds")
+    args = parser.parse_args(argv)
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    implementation = args.implementation or {"cuda": "triton", "cpu": "cpp"}[device]
+    if (implementation, device) == ("triton", "cpu"):
+        os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported: before machine()
+    try:
+        if device == "cuda" and not torch.cuda.is_available():
+            raise RuntimeError(
+                "errors: expected a GPU, got device=cuda without one; use --device cpu"
+            )
+        if device == "cuda" and implementation == "cpp":
+            raise ValueError(
+                "errors: expected --implementation triton or torch on a GPU, got cpp; "
+                "C++ runs with --device cpu"
+            )
+        if args.commit_results and (args.quick or args.out):
+            raise ValueError(
+                "errors: expected full shapes and no --out with --commit-results, got "
+                f"quick={args.quick} out={args.out}; tiny shapes are no results"
+            )
+        about = machine(device)
+        folder = RESULTS if args.commit_results else SCRATCH
+        out = args.out or default_path(about, folder / "errors")
+        file = ResultFile(out, about, ErrorRow)
+    except (ValueError, RuntimeError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print("ratios of the largest and the RMS error to PyTorch's; single numbers: error (PyTorch's)")
+    failing = []
+    start = time.monotonic()
+    for row in measure(implementation, device, quick=args.quick, only=args.op):
+        print(format_row(row), flush=True)
+        file.add(row)
+        if row.fails:
+            failing.append(row.key)
+        if time.monotonic() - start > args.total_limit:
+            failing.append(f"all after {row.key}: --total-limit is used up")
+            break
+    for key in failing:
+        print(f"fails: {key}")
+    print(f"{len(file.rows)} rows in {os.path.relpath(out)}")
+    return 1 if failing else 0

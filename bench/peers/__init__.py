@@ -1,0 +1,1 @@
+"""Other packages' implementations, as benches call them."""

@@ -1,0 +1,204 @@
+"""Writes README tables between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->` from bench/results.
+
+    python -m bench report                all of it: every picture, every table
+    python -m bench report --check        exit code 1 when a table is not what the results say
+    python -m bench report --tables [FILE ...]     rewrite the tables of these files alone
+    python -m bench report --pictures     draw bench/results/*.png alone: ops, roofline, zero, tp
+    python -m bench report --history      bench/results/history.md: speed-ups over commits
+    python -m bench report --results DIR  of your own rows in DIR: its pictures and DIR/report.md
+
+NAME is <table>-<device>: train, char, zero, tp, overlap, checkpoint, emulated, ops, ceilings,
+targets, errors, published or one bench (attention, ...), and cpu or cuda. Rows come from the newest
+machine of that device; where several of its files hold a key, the newest row counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.ops.errors import ErrorRow
+from bench.peers import published
+from bench.records import (
+    RESULTS,
+    ROOT,
+    AnyRecord,
+    Row,
+    load,
+    machine_line,
+    slug,
+)
+from bench.report.tables import NOT_OPS, TABLES, errors_table, ops_table
+
+MARKER = re.compile(r"<!-- bench:([\w-]+) -->\n(.*?)<!-- /bench:\1 -->", re.DOTALL)
+DOCUMENTS = [ROOT / "README.md", RESULTS / "errors" / "table.md", RESULTS / "plan" / "published.md"]
+OPENING = re.compile(r"<!-- bench:([\w-]+) -->")
+
+
+def op_benches() -> list[str]:
+    """Benches that have a table and a picture of their own."""
+    found = {p.stem.removeprefix("bench_") for p in Path(__file__).parents[1].glob("*/bench_*.py")}
+    return sorted(found - NOT_OPS)
+
+
+def of_newest(about: dict[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
+    """The machine with the commit of its newest row here: its file can be of another one."""
+    last = max(rows, key=lambda row: row.date)
+    return {**about, "commit": last.commit, "dirty": last.dirty, "date": last.date}
+
+
+class NoResultsError(ValueError):
+    """There is no result file of a device, or no row for a table."""
+
+
+def newest(
+    device: str,
+    folder: Path,
+    kind: type[AnyRecord] = Row,  # type: ignore[assignment]
+) -> tuple[dict[str, Any], list[AnyRecord]]:
+    """The newest machine of this device and its newest row of every key."""
+    files = [load(path, kind) for path in sorted(folder.glob("*.json"))]
+    files = [(about, rows) for about, rows in files if about["device"] == device]
+    if not files:
+        how = "make gpu" if device == "cuda" else "python -m bench --commit-results"
+        if kind is ErrorRow:
+            how = f"python -m bench errors --device {device} --commit-results"
+        raise NoResultsError(
+            f"newest: expected results of device {device}, got none in {folder.name}; "
+            f"run `{how}` first"
+        )
+    files.sort(key=lambda file: file[0]["date"])
+    about = files[-1][0]
+    rows = {row.key: row for other, part in files if slug(other) == slug(about) for row in part}
+    return about, list(rows.values())
+
+
+def render(name: str, folder: Path) -> str:
+    """The text between one pair of markers."""
+    kind, _, device = name.rpartition("-")
+    known = [*TABLES, "errors", "published", *op_benches()]
+    if kind not in known or device not in ("cpu", "cuda"):
+        raise ValueError(
+            f"render: expected one of {', '.join(known)} with -cpu or -cuda, got name={name}; "
+            "correct the marker"
+        )
+    if kind == "published":
+        return published.table() + "\n"
+    if kind == "errors":
+        about, errors = newest(device, folder / "errors", ErrorRow)
+        text = errors_table(errors)
+    else:
+        about, rows = newest(device, folder, Row)
+        own = [row for row in rows if row.bench == kind]
+        shown = own or [row for row in rows if row.bench not in NOT_OPS] or rows
+        about = of_newest(about, shown)
+        text = TABLES[kind](rows) if kind in TABLES else ops_table(own)
+    if text.count("\n") < 2:
+        raise NoResultsError(
+            f"render: expected rows for the table {name}, got none in {folder.name}; "
+            "run its bench with --commit-results first"
+        )
+    return f"{text}\n\n{machine_line(about)}.\n"
+
+
+def update(text: str, folder: Path = RESULTS) -> str:
+    """The text with every table between markers made anew."""
+    closed = [name for name, _ in MARKER.findall(text)]
+    for name in OPENING.findall(text):
+        if name not in closed:
+            raise ValueError(
+                f"update: expected <!-- /bench:{name} --> after its opening, got name={name} "
+                "without one; add the closing marker"
+            )
+
+    def replace(found: re.Match[str]) -> str:
+        name = found[1]
+        return f"<!-- bench:{name} -->\n{render(name, folder)}<!-- /bench:{name} -->"
+
+    return MARKER.sub(replace, text)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("files", nargs="*", type=Path, default=DOCUMENTS)
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--check", action="store_true", help="change nothing; 1 if out of date")
+    only.add_argument("--tables", action="store_true", help="no pictures")
+    only.add_argument("--pictures", action="store_true", help="no tables")
+    only.add_argument("--history", action="store_true", help="only bench/results/history.md")
+    only.add_argument("--results", type=Path, metavar="DIR", help="rows that you have measured")
+    args = parser.parse_args(argv)
+    if args.results is not None:
+        try:
+            write_own(args.results)
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            return 2
+        return 0
+    if args.history:
+        from bench.report import history
+
+        print(f"{history.write().name}: written")
+        return 0
+    if not (args.check or args.tables or args.files is not DOCUMENTS):
+        draw_pictures()
+    return 0 if args.pictures else _tables(args.files, check=args.check)
+
+
+def write_own(folder: Path) -> None:
+    """Draws every picture of the rows in folder, and writes every table into <folder>/report.md."""
+    parts = []
+    for device in ("cuda", "cpu"):
+        for kind in [*TABLES, "errors"]:
+            try:
+                parts.append(f"## {kind}, {device}\n\n{render(f'{kind}-{device}', folder)}")
+            except NoResultsError:
+                continue
+    if not parts:
+        raise NoResultsError(
+            f"report: expected a folder with rows of `python -m bench`, got results={folder}; "
+            "without --out they go to build/bench/full"
+        )
+    draw_pictures(folder)
+    (folder / "report.md").write_text("\n".join(["# Measured with python -m bench\n", *parts]))
+    print("report.md: written")
+
+
+def draw_pictures(folder: Path = RESULTS) -> None:
+    """Every picture that comes from the results in folder."""
+    from bench.report import pictures, timeline
+
+    for path in pictures.draw_all(folder):
+        print(f"{path.name}: drawn")
+    if (folder / "overlap" / "timeline.json").exists():
+        print(f"{timeline.redraw(folder / 'overlap').name}: drawn")
+
+
+def _tables(files: list[Path], *, check: bool) -> int:
+    """Makes every table of these files anew, or looks whether that would change one."""
+    stale = 0
+    for path in files:
+        try:
+            old = path.read_text()
+            new = update(old)
+        except (OSError, ValueError) as error:
+            print(error, file=sys.stderr)
+            return 2
+        if new != old:
+            stale += 1
+            print(f"{path.name}: {'out of date' if check else 'tables rewritten'}")
+            if not check:
+                path.write_text(new)
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Benches of training, communication, checkpoints."""

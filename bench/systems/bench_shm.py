@@ -1,0 +1,195 @@
+"""Collectives of CPU ranks on one host: shared memory beside gloo, in turn, a process a rank.
+
+GB/s count what all ranks together have to read and write at least: an all-reduce of n bytes by W
+ranks 2 W n, reduce-scatter and all-gather W n + n. "gloo" is torch.distributed's own collective,
+"gloo all-to-all" the way that fastpar takes over gloo: shards exchanged and summed in rank order.
+"fastpar" works on tensors in shared memory, "fastpar copied" on any others.
+Every rank has one thread; a sample is the slowest rank's.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bench.harness import Bench
+from bench.records import Row, reason
+from bench.targets import faster, note
+from fastpar.comm.collectives import Collectives
+from fastpar.comm.transport import make_collectives
+from fastpar.measure.clocks import Call, Timing
+from fastpar.testing import run_ranks
+
+TIME_LIMIT_S = {"cpu": 300, "cuda": 30}
+TARGETS = {"all_reduce": 3.0, "reduce_scatter": 8.0, "all_gather": 8.0}  # times gloo, two ranks
+VARIANTS = ("gloo", "gloo all-to-all", "fastpar", "fastpar copied")
+SMALL = 10_007  # elements of a rank's part in the gate
+
+
+def counted_bytes(op: str, world_size: int, numel: int) -> float:
+    whole = 4.0 * numel
+    return 2 * world_size * whole if op == "all_reduce" else world_size * whole + whole
+
+
+def call_of(op: str, by: Collectives | None, whole: Tensor, part: Tensor) -> Call:
+    """The collective on these tensors; by None: torch.distributed's."""
+    calls: dict[str, Call]
+    if by is None:
+        calls = {
+            "all_reduce": lambda: dist.all_reduce(whole),
+            "reduce_scatter": lambda: dist.reduce_scatter_single(part, whole),
+            "all_gather": lambda: dist.all_gather_single(whole, part),
+        }
+        if not hasattr(dist, "reduce_scatter_single"):  # torch < 2.13
+            calls["reduce_scatter"] = lambda: dist.reduce_scatter_tensor(part, whole)
+            calls["all_gather"] = lambda: dist.all_gather_into_tensor(whole, part)
+    else:
+        calls = {
+            "all_reduce": lambda: by.all_reduce(whole),
+            "reduce_scatter": lambda: by.reduce_scatter(part, whole),
+            "all_gather": lambda: by.all_gather(whole, part),
+        }
+    return calls[op]
+
+
+class Subject:
+    """One variant's tensors and call; fill() gives them this rank's values back."""
+
+    def __init__(self, op: str, variant: str, transports: dict[str, Collectives], numel: int):
+        self.op, self.rank, self.world_size = op, dist.get_rank(), dist.get_world_size()
+        by = transports.get(variant)
+        own = variant == "fastpar" and by is not None
+        part_size = numel // self.world_size
+        self.whole, self.part = (
+            by.empty(n, torch.float32) if own and by is not None else torch.empty(n)
+            for n in (numel, part_size)
+        )
+        self.call = call_of(op, by, self.whole, self.part)
+
+    def fill(self, values: Tensor) -> None:
+        self.whole.copy_(values)
+        self.part.copy_(values[: self.part.numel()])
+
+    def judge(self, exact: bool) -> None:
+        """The result against sums in rank order; exact: bit by bit."""
+        given = [values_of(rank, self.whole.numel()) for rank in range(self.world_size)]
+        self.fill(given[self.rank])
+        self.call()
+        total = given[0].clone()
+        for other in given[1:]:
+            total += other
+        size = self.part.numel()
+        if self.op == "all_gather":
+            got, wanted = self.whole, torch.cat([values[:size] for values in given])
+        elif self.op == "all_reduce":
+            got, wanted = self.whole, total
+        else:
+            got, wanted = self.part, total[self.rank * size : (self.rank + 1) * size]
+        if exact or self.op == "all_gather":
+            same = torch.equal(got, wanted)
+            assert same, f"{self.op}: expected the bits of the sum in rank order"
+        else:
+            torch.testing.assert_close(got, wanted)
+
+
+def values_of(rank: int, numel: int) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank))
+
+
+def attempt(make: Any) -> tuple[Any, str | None]:
+    """What make() returns, or why some rank could not: the same reason on every rank."""
+    result, why = None, None
+    try:
+        result = make()
+    except Exception as error:
+        why = reason(error)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, why)
+    return result, next((w for w in everyone if w is not None), None)
+
+
+def measure(op: str, numel: int, rounds: int, timeout_s: float) -> dict[str, Any]:
+    """On every rank: variant -> ms of each round, or why it was refused."""
+    transports: dict[str, Collectives] = {}
+    refused: dict[str, str] = {}
+    for variant, transport in (("gloo all-to-all", "torch"), ("fastpar", "shm")):
+        made, why = attempt(lambda t=transport: make_collectives(transport=t, timeout_s=timeout_s))
+        names = ("fastpar", "fastpar copied") if variant == "fastpar" else (variant,)
+        for name in names:
+            if why is None:
+                transports[name] = made
+            else:
+                refused[name] = why
+    subjects: dict[str, Subject] = {}
+    world_size = dist.get_world_size()
+    for variant in VARIANTS:
+        if variant in refused or (variant == "gloo all-to-all" and op == "all_gather"):
+            continue  # torch.distributed's own all-gather is what fastpar takes over gloo
+
+        def make(variant: str = variant) -> Subject:
+            exact = variant != "gloo"
+            Subject(op, variant, transports, SMALL * world_size).judge(exact)
+            return Subject(op, variant, transports, numel)
+
+        made, why = attempt(make)
+        if why is None:
+            subjects[variant] = made
+        else:
+            refused[variant] = why
+    values = values_of(dist.get_rank(), numel)
+    samples: dict[str, Any] = {variant: [] for variant in subjects}
+    for index in range(rounds + 1):
+        for variant, subject in subjects.items():
+            subject.fill(values)
+            dist.barrier()
+            start = time.perf_counter()
+            subject.call()
+            if index:  # the first round touches the memory
+                samples[variant].append((time.perf_counter() - start) * 1e3)
+    for made in {id(by): by for by in transports.values()}.values():
+        made.close()
+    return {**samples, **refused}
+
+
+def rows_of(bench: Bench, op: str, world_size: int, numel: int, ranks: list[Any]) -> list[Row]:
+    case = f"{op} {4 * numel / 1e6:.4g} MB, {world_size} ranks"
+    targets = [faster(TARGETS[op], "gloo")] if world_size == 2 and not bench.quick else []
+    rows = []
+    for variant, first in sorted(ranks[0].items(), key=lambda item: VARIANTS.index(item[0])):
+        row = bench.row(case, "call", variant, torch.float32)
+        row.threads, row.baseline = 1, "gloo"
+        row.notes = {"ranks": world_size, **(note(targets) if variant == "fastpar" else {})}
+        if isinstance(first, str):
+            row.refused = first
+        else:
+            slowest = [max(times) for times in zip(*(rank[variant] for rank in ranks))]
+            for name, value in Timing.of(slowest)._asdict().items():
+                setattr(row, name, value)
+            bench.rate(row, counted_bytes(op, world_size, numel), None)
+        rows.append(row)
+    base = rows[0].median_ms
+    for row in rows:
+        if base is not None and row.median_ms is not None:
+            row.speedup = base / row.median_ms
+    return rows
+
+
+def run(bench: Bench) -> None:
+    if bench.device != "cpu":
+        return  # ranks on a CPU; GPUs have NCCL
+    sizes, rounds, worlds = [25, 100, 400], 9, [2, 4]
+    if bench.quick:
+        sizes, rounds, worlds = [1], 2, [2]
+    for world_size in worlds:
+        for size in sizes:
+            numel = size * 250_000  # a million bytes in fp32
+            for op in TARGETS:
+                if bench.only in f"{op} {size} MB, {world_size} ranks":
+                    ranks = run_ranks(
+                        measure, world_size, op, numel, rounds, 60.0, backend="gloo", timeout_s=120
+                    )
+                    bench.add(*rows_of(bench, op, world_size, numel, ranks))

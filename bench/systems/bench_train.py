@@ -1,0 +1,320 @@
+"""One training step (forward, backward, clip, AdamW): fastpar beside plain PyTorch.
+
+Plain PyTorch is bench/peers/stock.py, eager and under torch.compile, with fused AdamW and
+clip_grad_norm_; for two ranks it is DDP with 25 MB buckets. Same weights, batches and threads.
+Variants take turns of a few steps, so that their times are side by side; each lives in processes of
+its own, so that its peak memory is its own. Cases: 6x384 and 12x768 on a CPU, one process and two
+ranks; char, nanoGPT's CPU recipe with its loss curve; on a GPU the 124M at each variant's best
+batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from bench.harness import Bench
+from bench.records import Row
+from bench.systems.worker import Spec, Worker, WorkerError
+from fastpar.config.config import GPTConfig
+from fastpar.measure.clocks import Timing
+
+TIME_LIMIT_S = {"cpu": 3600, "cuda": 280}
+CONFIGS = {
+    "6x384": (GPTConfig(6, 6, 384, 256, 50304, dropout=0.0), 8),
+    "12x768": (GPTConfig(12, 12, 768, 256, 50304, dropout=0.0), 4),
+    "124M": (GPTConfig(12, 12, 768, 1024, 50304, dropout=0.0), 32),
+}
+QUICK = GPTConfig(2, 2, 32, 32, 256, dropout=0.0)
+CHAR_STEPS, CHAR_BATCH, CHAR_SLICE = 2000, 12, 50
+GPU_BATCHES = (8, 16, 32, 64, 128)
+
+
+@dataclass
+class Log:
+    """What one variant did so far."""
+
+    ms: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)  # mean over ranks
+    exposed_comm_ms: list[float] = field(default_factory=list)
+    notes: dict[str, Any] = field(default_factory=dict)
+    peak_bytes: int | None = None
+    refused: str | None = None
+
+    def extend(self, answers: Sequence[dict[str, list]], timed: bool) -> None:
+        self.losses += [statistics.fmean(step) for step in zip(*(a["losses"] for a in answers))]
+        if timed:
+            self.ms += [max(step) for step in zip(*(a["ms"] for a in answers))]
+            by_step = zip(*(a["exposed_comm_ms"] for a in answers))
+            self.exposed_comm_ms += [max(step) for step in by_step if None not in step]
+
+
+def take_turns(
+    specs: Mapping[str, Spec],
+    *,
+    rounds: int,
+    steps: int,
+    warmup: int,
+    val: bool = False,
+    timeout_s: float = 900.0,
+) -> dict[str, Log]:
+    """Every variant runs `steps` steps in each of `rounds` rounds; a failure stops only its own."""
+    logs = {name: Log() for name in specs}
+    with contextlib.ExitStack() as stack:
+        workers: dict[str, Worker] = {}
+
+        def tell(name: str, command: str, *args: Any) -> list[Any]:
+            return workers[name].call(command, *args, timeout_s=timeout_s)
+
+        def each(job: Any) -> None:
+            for name in specs:
+                if logs[name].refused is None:
+                    try:
+                        job(name)
+                    except WorkerError as error:
+                        logs[name].refused = str(error)
+
+        def start(name: str) -> None:
+            workers[name] = stack.enter_context(Worker(specs[name]))
+            logs[name].extend(tell(name, "steps", 0, warmup), timed=False)
+            tell(name, "reset_peak")
+
+        each(start)
+        for turn in range(rounds):
+            first = warmup + turn * steps
+            each(lambda n, first=first: logs[n].extend(tell(n, "steps", first, steps), timed=True))
+
+        def finish(name: str) -> None:
+            logs[name].peak_bytes = max(tell(name, "peak_bytes"))
+            if val:
+                logs[name].notes["val_loss"] = statistics.fmean(tell(name, "val_loss"))
+            if specs[name].kind != "fastpar":
+                workers[name].close()  # the gate below needs memory for fp64 gradients
+
+        def gate(name: str) -> None:
+            if specs[name].kind == "fastpar":
+                judge(tell(name, "check"))
+
+        each(finish)
+        each(gate)
+    return logs
+
+
+def judge(answers: Sequence[dict[str, float]]) -> None:
+    """The gate of worker.py's note: raises WorkerError when gradients are wrong."""
+    for rank, answer in enumerate(answers):
+        bound = 2 * answer["stock_error"] + answer["eps"]
+        if not answer["error"] <= bound:
+            raise WorkerError(
+                f"gradients: expected an error against fp64 of at most {bound:.2e}, "
+                f"got {answer['error']:.2e} on rank {rank}"
+            )
+
+
+def to_rows(
+    bench: Bench,
+    case: str,
+    specs: Mapping[str, Spec],
+    logs: Mapping[str, Log],
+    baseline: str,
+    *,
+    same_steps: bool = True,
+) -> list[Row]:
+    """A row for each variant, compared with the baseline of the same run.
+
+    same_steps: all ran the same steps from the start, so that their losses can be compared.
+    """
+    rows = []
+    base = logs[baseline]
+    for name, log in logs.items():
+        spec = specs[name]
+        precision = "float32" if spec.device == "cpu" else "bfloat16"
+        row = bench.row(case, "step", name, getattr(torch, precision), refused=log.refused)
+        row.threads = spec.threads
+        row.notes = {"ranks": spec.world_size, "batch_size": spec.batch_size, **log.notes}
+        rows.append(row)
+        if log.refused is not None or not log.ms:
+            continue
+        timing = Timing.of(log.ms)
+        row.median_ms, row.p20_ms, row.p80_ms, row.runs = timing
+        row.tokens_per_s = 1e3 * spec.tokens_per_step / timing.median_ms
+        row.peak_bytes = log.peak_bytes
+        if log.exposed_comm_ms:
+            row.notes["exposed_comm_ms"] = statistics.median(log.exposed_comm_ms)
+        if base.ms and base.refused is None:
+            # Per token, since the best batches on a GPU differ.
+            ratio = specs[baseline].tokens_per_step / statistics.median(base.ms)
+            row.baseline = baseline
+            row.speedup = row.tokens_per_s / 1e3 / ratio
+            if base.peak_bytes and log.peak_bytes:
+                row.notes["memory_ratio"] = log.peak_bytes / base.peak_bytes
+            if same_steps:
+                pairs = list(zip(log.losses, base.losses))[:200]
+                row.notes["max_loss_difference"] = max(abs(a - b) for a, b in pairs)
+    return rows
+
+
+def run_cpu(bench: Bench, name: str) -> None:
+    """One process with all cores, then two ranks with one thread each."""
+    config, batch_size = (QUICK, 4) if bench.quick else CONFIGS[name]
+    cores = torch.get_num_threads()
+    rounds, steps = (1, 2) if bench.quick else (6, 2 if name == "6x384" else 1)
+    title = f"{'quick' if bench.quick else name} T={config.block_size} B={batch_size}"
+    one = Spec("stock", config, batch_size, threads=cores)
+    specs = {
+        "eager": one,
+        "torch.compile": replace(one, compiled=True),
+        "fastpar": replace(one, kind="fastpar", keep_memory=True),
+        "eager, freed memory kept": replace(one, keep_memory=True),
+    }
+    logs = take_turns(specs, rounds=rounds, steps=steps, warmup=2)
+    bench.add(*to_rows(bench, title, specs, logs, "eager"))
+    two = replace(one, threads=max(1, cores // 2), world_size=2)
+    specs = {"DDP": two, "fastpar": replace(two, kind="fastpar", keep_memory=True)}
+    specs["DDP, freed memory kept"] = replace(two, keep_memory=True)
+    logs = take_turns(specs, rounds=rounds, steps=steps, warmup=2)
+    bench.add(*to_rows(bench, f"{title}, 2 ranks", specs, logs, "DDP"))
+
+
+def run_char(bench: Bench) -> None:
+    """nanoGPT's CPU recipe on the characters of the text that fastpar's dependency ships."""
+    from bench.systems.worker import load_text
+
+    data = load_text()
+    total, width = (4, 2) if bench.quick else (CHAR_STEPS, CHAR_SLICE)
+    config = GPTConfig(4, 4, 128, 64, data.vocab_size, dropout=0.0)
+    stock = Spec(
+        "stock",
+        config,
+        CHAR_BATCH,
+        device=bench.device,
+        threads=torch.get_num_threads(),
+        text=True,
+        lr=1e-3,
+        schedule=(100, CHAR_STEPS, 1e-4),
+    )
+    specs = {"eager": stock, "fastpar": replace(stock, kind="fastpar", keep_memory=True)}
+    logs = take_turns(specs, rounds=total // width, steps=width, warmup=0, val=True)
+    for log in logs.values():
+        log.notes |= {
+            "text": data.name,
+            "characters": data.vocab_size,
+            "steps": len(log.ms),
+            "total_s": sum(log.ms) / 1e3,
+            "losses_every_100": [round(loss, 4) for loss in log.losses[::100]],
+        }
+    title = f"char 4x128 T=64 B={CHAR_BATCH} {total} steps"
+    bench.add(*to_rows(bench, title, specs, logs, "eager"))
+
+
+def search_batch(
+    bench: Bench, title: str, name: str, worker: Worker, batches: Sequence[int]
+) -> int | None:
+    """The batch size with the most tokens/s; a row for each one tried, out of memory included."""
+    rates: dict[int, float] = {}
+    for batch_size in batches:
+        row = bench.row(f"{title} B={batch_size}", "step", name, torch.bfloat16)
+        try:
+            worker.call("reset_peak")
+            worker.call("steps", 0, 3, batch_size)
+            (answer,) = worker.call("steps", 3, 2 if bench.quick else 8, batch_size)
+            (row.peak_bytes,) = worker.call("peak_bytes")
+        except WorkerError as error:
+            row.refused = str(error)
+            bench.add(row)
+            break
+        row.median_ms, row.p20_ms, row.p80_ms, row.runs = Timing.of(answer["ms"])
+        rate = row.tokens_per_s = 1e3 * batch_size * worker.spec.config.block_size / row.median_ms
+        bench.add(row)
+        rates[batch_size] = rate
+        if rate < 0.97 * max(rates.values()):
+            break
+    return max(rates, key=lambda b: rates[b], default=None)
+
+
+def run_gpu(bench: Bench) -> None:
+    """124M: bf16 autocast for plain PyTorch, bf16 with fp32 master weights for fastpar.
+
+    Each variant searches its best batch; then they take turns at it in the same processes.
+    """
+    config, _ = CONFIGS["124M"]
+    batches: Sequence[int] = GPU_BATCHES
+    if bench.quick:
+        config, batches = QUICK, (2, 4)
+    title = f"{'quick' if bench.quick else '124M'} T={config.block_size}"
+    stock = Spec("stock", config, batches[0], device=bench.device)
+    specs = {
+        "eager": stock,
+        "torch.compile": replace(stock, compiled=True),
+        "fastpar": replace(stock, kind="fastpar"),
+    }
+    logs = {name: Log() for name in specs}
+    started = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        workers: dict[str, Worker] = {}
+        for name in specs:
+            tried: Sequence[int] = batches
+            if name == "torch.compile":
+                # Each batch is a compilation of its own: eager's best, then the one below it.
+                best = specs["eager"].batch_size
+                tried = [best, *[b for b in batches if b < best][-1:]]
+                tried = tried if time.monotonic() - started < 60 else tried[:1]
+            try:
+                workers[name] = stack.enter_context(Worker(specs[name]))
+                found = search_batch(bench, title, name, workers[name], tried)
+            except WorkerError as error:
+                logs[name].refused, found = str(error), None
+            if found is None:
+                logs[name].refused = logs[name].refused or "no batch size ran"
+            else:
+                specs[name] = replace(specs[name], batch_size=found)
+        for turn in range(1 if bench.quick else 4):
+            for name in specs:
+                run_slice(workers, specs, logs, name, first=16 + 8 * turn)
+        if logs["fastpar"].refused is None:
+            try:
+                judge(workers["fastpar"].call("check"))
+            except WorkerError as error:
+                logs["fastpar"].refused = str(error)
+    bench.add(*to_rows(bench, f"{title} best batch", specs, logs, "eager", same_steps=False))
+
+
+def run_slice(
+    workers: Mapping[str, Worker],
+    specs: Mapping[str, Spec],
+    logs: Mapping[str, Log],
+    name: str,
+    first: int,
+) -> None:
+    """Eight steps of one variant at its best batch."""
+    log = logs[name]
+    if log.refused is not None:
+        return
+    try:
+        workers[name].call("reset_peak")
+        log.extend(workers[name].call("steps", first, 8, specs[name].batch_size), timed=True)
+        log.peak_bytes = max(workers[name].call("peak_bytes"))
+    except WorkerError as error:
+        log.refused = str(error)
+
+
+def run(bench: Bench) -> None:
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    jobs = {
+        "cpu": {
+            "6x384": lambda: run_cpu(bench, "6x384"),
+            "12x768": lambda: run_cpu(bench, "12x768"),
+            "char": lambda: run_char(bench),
+        },
+        "cuda": {"124M": lambda: run_gpu(bench)},
+    }[bench.device]
+    for name, job in jobs.items():
+        if bench.only in name and not (bench.quick and name == "12x768"):  # tiny as well
+            job()

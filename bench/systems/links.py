@@ -1,0 +1,335 @@
+"""Two network namespaces joined by a link of a chosen rate, and ranks that run one in each.
+
+Ranks of one host share its memory or its loopback device, where bytes cost next to nothing. Here
+rank 0 and rank 1 see only their own end of a veth pair, which a token bucket (`tc tbf`) holds to a
+rate in both directions: what they send takes as long as between two hosts, and the two share
+nothing but the cores.
+
+    python -m bench.systems.links --mbit 500     makes the link, measures it, removes it
+
+[Note: what is left behind] Nothing. The namespaces have no names: one exists while a process is in
+it, and takes its end of the veth pair along. A holder ends when its standard input does, which is
+when the process that started it ends, however that came about; a rank ends with its parent too.
+Nothing outside of the two namespaces is touched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import importlib
+import itertools
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bench.records import ROOT, reason
+
+DEVICE, ADDRESSES = "fastpar0", ("10.211.7.1", "10.211.7.2")
+TOOLS = ("unshare", "nsenter", "ip", "tc", "cat")
+PROBE_BYTES = 25 << 20
+_PORTS = itertools.count(29500)  # of the ranks' stores; a fresh namespace has all of them free
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class NoLinkError(RuntimeError):
+    """This machine does not let us make a link; the text says why, in one line."""
+
+
+class Link:
+    """A veth pair between two namespaces, each end sending at most `mbit` Mbit/s.
+
+    Made as root, or in a user namespace where that is allowed.
+
+    Raises:
+        ValueError: a rate that is not positive.
+        NoLinkError: a tool is missing, or the system permits no network namespaces.
+    """
+
+    def __init__(self, mbit: float) -> None:
+        if not mbit > 0:
+            raise ValueError(f"Link: expected mbit > 0, got mbit={mbit}; give a rate in Mbit/s")
+        missing = [tool for tool in TOOLS if shutil.which(tool) is None]
+        if missing:
+            raise NoLinkError(
+                f"Link: expected the tools {', '.join(TOOLS)}, got no {', '.join(missing)}; "
+                "install iproute2 and util-linux"
+            )
+        self._holders: list[subprocess.Popen] = []
+        refusals = []
+        for in_user_namespace in (False, True):
+            self._flags = ["-U", "--preserve-credentials"] if in_user_namespace else []
+            try:
+                self._make(in_user_namespace, mbit)
+                return
+            except NoLinkError as error:
+                self.close()
+                how = "in a user namespace" if in_user_namespace else "as this user"
+                refusals.append(f"{how}: {error}")
+        raise NoLinkError(
+            "Link: expected network namespaces to be permitted, got "
+            f"{'; '.join(refusals)}; run as root or allow user namespaces"
+        )
+
+    def _make(self, in_user_namespace: bool, mbit: float) -> None:
+        """Both namespaces (the second within the first one's user namespace), then the pair."""
+        for rank in range(2):
+            command = ["unshare", "--net"]
+            if in_user_namespace:
+                command = self.enter(0, *command) if rank else [*command, "--map-root-user"]
+            self._holders.append(_hold(command))
+        peer = str(self._holders[1].pid)
+        self._run(0, "ip", "link", "add", DEVICE, "type", "veth",
+                  "peer", "name", DEVICE, "netns", peer)  # fmt: skip
+        for rank, address in enumerate(ADDRESSES):
+            self._run(rank, "ip", "addr", "add", f"{address}/24", "dev", DEVICE)
+            self._run(rank, "ip", "link", "set", "lo", "up")
+            self._run(rank, "ip", "link", "set", DEVICE, "up")
+        self.set_rate(mbit)
+
+    def set_rate(self, mbit: float) -> None:
+        """Change the rate of both directions."""
+        bucket = f"tbf rate {mbit * 1e6:.0f}bit burst 256kb latency 50ms".split()
+        for rank in range(2):
+            self._run(rank, "tc", "qdisc", "replace", "dev", DEVICE, "root", *bucket)
+        self.mbit = mbit
+
+    def enter(self, rank: int, *command: str) -> list[str]:
+        """The command line that runs a command in the namespace of a rank."""
+        return ["nsenter", "-t", str(self._holders[rank].pid), "-n", *self._flags, *command]
+
+    def sent_bytes(self) -> list[int]:
+        """What each end has sent since the link was made, headers included."""
+        counts = []
+        for rank in range(2):
+            table = self._run(rank, "cat", "/proc/net/dev")
+            line = next(line for line in table.splitlines() if DEVICE in line)
+            counts.append(int(line.partition(":")[2].split()[8]))
+        return counts
+
+    def environment(self, rank: int, port: int) -> dict[str, str]:
+        """torchrun's variables for one rank, and the interface that gloo shall use."""
+        return {
+            "RANK": str(rank),
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": ADDRESSES[0],
+            "MASTER_PORT": str(port),
+            "GLOO_SOCKET_IFNAME": DEVICE,
+            "OMP_NUM_THREADS": "1",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",  # the addresses have no names: no warning for each
+        }
+
+    def close(self) -> None:
+        """Let go of both namespaces; they vanish with the last process in them."""
+        for holder in self._holders:
+            assert holder.stdin is not None
+            assert holder.stdout is not None
+            holder.stdin.close()
+            holder.stdout.close()
+            holder.wait()
+        self._holders.clear()
+
+    def __enter__(self) -> Link:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self, rank: int, *command: str) -> str:
+        done = subprocess.run(self.enter(rank, *command), capture_output=True, text=True)
+        if done.returncode:
+            words = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+            raise NoLinkError(f"{' '.join(command[:3])}: {words}")
+        return done.stdout
+
+
+def _hold(command: Sequence[str]) -> subprocess.Popen:
+    """Start a process that stays in new namespaces until its standard input ends."""
+    holder = subprocess.Popen(
+        [*command, "sh", "-c", "echo ready && exec cat"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert holder.stdin is not None
+    assert holder.stdout is not None
+    assert holder.stderr is not None
+    if holder.stdout.readline() != "ready\n":
+        words = " ".join(holder.stderr.read().split())
+        holder.stdin.close()
+        holder.wait()
+        raise NoLinkError(words or f"{command[0]}: exit code {holder.returncode}")
+    holder.stderr.close()
+    return holder
+
+
+class RankError(RuntimeError):
+    """A rank could not do as told; the text says why, in one line."""
+
+
+class Ranks:
+    """One process in each namespace, holding an object each whose methods are called from here.
+
+    Args:
+        target: "module:Class"; each rank builds Class(*args) with torchrun's environment set.
+        timeout_s: for building it.
+    """
+
+    def __init__(self, link: Link, target: str, *args: Any, timeout_s: float = 120.0) -> None:
+        port = next(_PORTS)
+        self._pipes: list[Connection] = []
+        self._processes: list[subprocess.Popen] = []
+        self._failed = False
+        for rank in range(2):
+            ours, theirs = multiprocessing.Pipe()
+            fd = theirs.fileno()
+            python = (sys.executable, "-m", "bench.systems.links", "--serve", str(fd))
+            process = subprocess.Popen(
+                link.enter(rank, *python),
+                pass_fds=[fd],
+                env={**os.environ, **link.environment(rank, port)},
+                cwd=ROOT,
+            )
+            theirs.close()  # so that the process's death shows as the end of the pipe
+            self._pipes.append(ours)
+            self._processes.append(process)
+        try:
+            self._send((target, args))
+            self._collect(timeout_s)
+        except RankError:
+            self.close()
+            raise
+
+    def call(self, method: str, *args: Any, timeout_s: float = 120.0) -> list[Any]:
+        """The answers of both ranks, which run the method at the same time."""
+        self._send((method, args))
+        return self._collect(timeout_s)
+
+    def _send(self, message: tuple) -> None:
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                pipe.send(message)
+            except OSError:
+                raise RankError(f"rank {rank}: the process is gone") from None
+
+    def _collect(self, timeout_s: float) -> list[Any]:
+        answers, deadline = [], time.monotonic() + timeout_s
+        self._failed = True  # until all have answered
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                raise RankError(f"rank {rank}: no answer within {timeout_s:g} s")
+            try:
+                error, answer = pipe.recv()
+            except (EOFError, OSError):
+                raise RankError(f"rank {rank}: the process is gone") from None
+            if error is not None:
+                raise RankError(f"rank {rank}: {error}")
+            answers.append(answer)
+        self._failed = False
+        return answers
+
+    def close(self) -> None:
+        """End the processes; after a failure they may be stuck, and are killed."""
+        for pipe in self._pipes:
+            pipe.close()  # the end of a rank's loop
+        for process in self._processes:
+            try:
+                process.wait(0.1 if self._failed else 5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def serve(fd: int) -> None:
+    """A rank's life: build the object, then answer calls until the pipe ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    torch.set_num_threads(1)
+    pipe = Connection(fd)
+    subject = None
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            name, args = pipe.recv()
+            error, answer = None, None
+            try:
+                if subject is None:
+                    module, _, kind = name.partition(":")
+                    subject = getattr(importlib.import_module(module), kind)(*args)
+                else:
+                    answer = getattr(subject, name)(*args)
+            except Exception as caught:
+                error = reason(caught)
+            pipe.send((error, answer))
+    os._exit(0)  # no orderly exit: gloo's destructor can wait for a peer that is gone
+
+
+class Probe:
+    """Measures the link it is on by bare all-reduces."""
+
+    def __init__(self) -> None:
+        dist.init_process_group("gloo")
+
+    def all_reduce_ms(self, rounds: int, size_bytes: int = PROBE_BYTES) -> list[float]:
+        x = torch.randn(size_bytes // 4)
+        samples = []
+        for index in range(rounds + 1):
+            dist.barrier()
+            start = time.perf_counter()
+            dist.all_reduce(x)
+            if index:  # the first one makes the connections fast
+                samples.append((time.perf_counter() - start) * 1e3)
+        return samples
+
+
+def all_reduce_ms(link: Link, rounds: int = 5, size_bytes: int = PROBE_BYTES) -> list[float]:
+    """The slower rank's time of each bare all-reduce; 2 ranks send size_bytes each."""
+    with Ranks(link, "bench.systems.links:Probe") as ranks:
+        return [max(both) for both in zip(*ranks.call("all_reduce_ms", rounds, size_bytes))]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.systems.links",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--mbit", type=float, default=500.0, help="rate of the link")
+    parser.add_argument("--serve", type=int, metavar="FD", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.serve is not None:
+        serve(args.serve)
+    try:
+        with Link(args.mbit) as link:
+            samples = sorted(all_reduce_ms(link))
+    except (ValueError, RuntimeError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    median = samples[len(samples) // 2]
+    print(
+        f"{args.mbit:g} Mbit/s: all-reduce of {PROBE_BYTES >> 20} MiB in {median:.0f} ms, "
+        f"{8e-3 * PROBE_BYTES / median:.0f} Mbit/s each way"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

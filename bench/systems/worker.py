@@ -1,0 +1,376 @@
+"""Processes that hold one training-step variant each and run k steps when told to.
+
+A variant lives in processes of its own, so that its peak memory is its own; the processes are told
+in turn to run a few steps, never two at once, so that times are side by side (bench_train.py).
+
+[Note: the gate of a training step] After its timed steps a fastpar variant computes the gradients
+of one small batch; their error against plain PyTorch in fp64 on the same weights, as a vector norm,
+may be at most twice that of plain PyTorch in the same precision, plus one rounding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import re
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bench.peers import stock
+from bench.records import reason
+from fastpar.comm.mesh import Mesh
+from fastpar.config.config import GPTConfig
+from fastpar.data.batches import eval_batches, load_data, sample_batch
+from fastpar.kernels import keep_freed_memory
+from fastpar.measure.clocks import stopwatch
+from fastpar.models.gpt import GPT
+from fastpar.optim.adamw import AdamW
+from fastpar.optim.schedule import cosine_lr, param_groups
+from fastpar.parallel.engine import engine_of
+from fastpar.parallel.parallelize import parallelize
+
+BETAS, WEIGHT_DECAY, MAX_GRAD_NORM = (0.9, 0.99), 0.1, 1.0
+CHECK_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a worker builds."""
+
+    kind: str  # "stock" | "fastpar"
+    config: GPTConfig
+    batch_size: int  # sequences of a step, over all ranks
+    device: str = "cpu"
+    threads: int = 1  # of each rank
+    world_size: int = 1
+    compiled: bool = False
+    keep_memory: bool = False  # glibc keeps freed memory, as fastpar's trainer asks it to
+    text: bool = False  # characters of fastpar's text instead of random tokens
+    lr: float = 6e-4
+    schedule: tuple[int, int, float] | None = None  # warm-up steps, all steps, last lr
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch_size * self.config.block_size
+
+
+class WorkerError(RuntimeError):
+    """A worker could not do as told; the text says why, in one line."""
+
+
+class Worker:
+    """The processes of one variant, seen from the one that drives them."""
+
+    def __init__(self, spec: Any, timeout_s: float = 300.0, make: Callable[..., Any] | None = None):
+        """make(spec, rank) builds what answers; the spec names at least world_size and threads."""
+        self.spec = spec
+        make = make or Variant
+        context = multiprocessing.get_context("spawn")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(spec.world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=serve, args=(theirs, spec, rank, port, make), daemon=True
+            )
+            process.start()
+            theirs.close()  # so that the process's death shows as the end of the pipe
+            self._pipes.append(ours)
+            self._processes.append(process)
+        try:
+            self._collect(timeout_s)
+        except WorkerError:
+            self.close()
+            raise
+
+    def call(self, command: str, *args: Any, timeout_s: float = 600.0) -> list[Any]:
+        """The answers of all ranks."""
+        try:
+            for pipe in self._pipes:
+                pipe.send((command, args))
+        except OSError:
+            raise WorkerError(f"{command}: the process is gone") from None
+        return self._collect(timeout_s)
+
+    def _collect(self, timeout_s: float) -> list[Any]:
+        answers = []
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(timeout_s):
+                raise WorkerError(f"rank {rank}: no answer within {timeout_s:g} s")
+            try:
+                error, answer = pipe.recv()
+            except (EOFError, OSError):
+                raise WorkerError(f"rank {rank}: the process is gone") from None
+            if error is not None:
+                raise WorkerError(f"rank {rank}: {error}" if len(self._pipes) > 1 else error)
+            answers.append(answer)
+        return answers
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()  # the end of a worker's loop
+        for process in self._processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def serve(
+    pipe: Connection, spec: Any, rank: int, port: int, make: Callable[[Any, int], Any]
+) -> None:
+    """A worker's life: build the variant, then answer commands until the pipe ends."""
+    torch.set_num_threads(spec.threads)
+    if spec.world_size > 1:
+        os.environ.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(spec.world_size),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+        )
+    try:
+        variant = make(spec, rank)
+        pipe.send((None, None))
+    except Exception as error:
+        pipe.send((reason(error), None))
+        return
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            command, args = pipe.recv()
+            failure, answer = None, None
+            try:
+                answer = getattr(variant, command)(*args)
+            except Exception as caught:
+                failure = reason(caught)
+                if spec.device == "cuda":
+                    torch.cuda.empty_cache()
+            pipe.send((failure, answer))
+
+
+class Variant:
+    """Model, optimizer and data of one rank of one variant; public methods are the commands."""
+
+    def __init__(self, spec: Spec, rank: int):
+        self.spec, self.rank = spec, rank
+        self.module, self.optimizer = self._build()
+        self.model: Callable[..., Tensor] = self.module
+        if spec.compiled:
+            self.model = torch.compile(self.module, dynamic=False)
+        self.data = load_text() if spec.text else None
+
+    def _build(self) -> tuple[nn.Module, Any]:
+        spec = self.spec
+        model = GPT(spec.config, seed=0)
+        if spec.keep_memory:
+            keep_freed_memory()
+        if spec.kind == "stock":
+            plain: nn.Module = stock.GPT(spec.config).load_fastpar(model.state_dict())
+            plain.to(spec.device)
+            optimizer = stock.adamw(plain, spec.lr, BETAS, WEIGHT_DECAY)
+            if spec.world_size > 1:
+                torch.distributed.init_process_group("nccl" if spec.device == "cuda" else "gloo")
+                plain = nn.parallel.DistributedDataParallel(
+                    plain, bucket_cap_mb=25, gradient_as_bucket_view=True
+                )
+            return plain, optimizer
+
+        on_gpu = spec.device == "cuda"
+        model.to(spec.device, torch.bfloat16 if on_gpu else torch.float32)
+        mesh = Mesh(device=None if on_gpu else "cpu")
+        parallelize(model, mesh, grad_dtype=torch.float32 if on_gpu else None)
+        optimizer = AdamW(
+            param_groups(model, WEIGHT_DECAY),
+            lr=spec.lr,
+            betas=BETAS,
+            max_grad_norm=MAX_GRAD_NORM,
+            master_weights=on_gpu,
+        )
+        return model, optimizer
+
+    def steps(self, first: int, count: int, batch_size: int | None = None) -> dict[str, list]:
+        """Run steps first .. first + count - 1; ms of each (CPU) or their mean (GPU), losses.
+
+        On a GPU the first two of more than four are not timed: they take the memory back that
+        was handed to the other variants, and training waits for nothing between steps.
+        """
+        batches = [self._batch(first + i, batch_size or self.spec.batch_size) for i in range(count)]
+        on_gpu = self.spec.device == "cuda"
+        losses: list[Any] = []
+        exposed: list[float | None] = []
+
+        def one(index: int) -> None:
+            losses.append(self._step(first + index, *batches[index]))
+            if not on_gpu:
+                losses[-1] = losses[-1].item()
+                exposed.append(self._exposed_comm_ms())
+
+        if on_gpu:
+            untimed = 2 if count > 4 else 0
+            for i in range(untimed):
+                one(i)
+            total, _ = stopwatch(lambda: list(map(one, range(untimed, count))), "cuda")
+            times = [total / (count - untimed)]
+            losses = [loss.item() for loss in losses]
+            torch.cuda.empty_cache()  # the next variant's turn: same GPU
+        else:
+            times = [stopwatch(lambda i=i: one(i), "cpu")[0] for i in range(count)]  # type: ignore
+        return {"ms": times, "losses": losses, "exposed_comm_ms": exposed}
+
+    def _step(self, index: int, x: Tensor, y: Tensor) -> Tensor:
+        lr = self._lr(index)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        loss = self._loss(x, y)
+        loss.backward()
+        if self.spec.kind == "stock":
+            nn.utils.clip_grad_norm_(self.module.parameters(), MAX_GRAD_NORM)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def _loss(self, x: Tensor, y: Tensor) -> Tensor:
+        if self.spec.device == "cuda" and self.spec.kind == "stock":
+            with torch.autocast("cuda", torch.bfloat16):
+                return self.model(x, y)
+        return self.model(x, y)
+
+    def _lr(self, index: int) -> float:
+        if self.spec.schedule is None:
+            return self.spec.lr
+        warmup, steps, last = self.spec.schedule
+        return cosine_lr(index, lr=self.spec.lr, min_lr=last, warmup_steps=warmup, max_steps=steps)
+
+    def _batch(self, step: int, batch_size: int) -> tuple[Tensor, Tensor]:
+        """This rank's rows of the step's batch; the same batch for every variant."""
+        rows = batch_size // self.spec.world_size
+        if self.data is not None:
+            first = step * batch_size + self.rank * rows
+            return sample_batch(
+                self.data.train,
+                seed=1337,
+                first_sample=first,
+                n_samples=rows,
+                block_size=self.spec.config.block_size,
+                device=self.spec.device,
+            )
+        generator = torch.Generator().manual_seed(step)
+        shape = (batch_size, self.spec.config.block_size + 1)
+        tokens = torch.randint(self.spec.config.vocab_size, shape, generator=generator)
+        tokens = tokens[self.rank * rows : (self.rank + 1) * rows].to(self.spec.device)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def _exposed_comm_ms(self) -> float | None:
+        if self.spec.kind == "stock" or self.spec.world_size == 1:
+            return None
+        report = engine_of(self.module).report
+        return report.exposed_ms if report is not None else None
+
+    @torch.no_grad()
+    def val_loss(self) -> float:
+        """Mean loss over 64 batches from the start of the validation text."""
+        assert self.data is not None
+        batches = eval_batches(
+            self.data.val,
+            batch_size=self.spec.batch_size,
+            block_size=self.spec.config.block_size,
+            n_batches=64,
+            device=self.spec.device,
+        )
+        losses = [self._loss(x, y).item() * len(x) for x, y in batches]
+        return sum(losses) / (64 * self.spec.batch_size)
+
+    def reset_peak(self) -> None:
+        if self.spec.device == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+    def peak_bytes(self) -> int:
+        """Highest memory so far: of the GPU's allocator, or resident in this process."""
+        if self.spec.device == "cuda":
+            return torch.cuda.max_memory_allocated()
+        return resident_bytes()
+
+    def check(self) -> dict[str, float]:
+        """Gradient error of this variant and of plain PyTorch; see [Note: the gate ...]."""
+        spec, config = self.spec, self.spec.config
+        length = min(CHECK_TOKENS, config.block_size)
+        generator = torch.Generator().manual_seed(9)
+        shape = (spec.world_size, length + 1)
+        tokens = torch.randint(config.vocab_size, shape, generator=generator).to(spec.device)
+        x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        self.optimizer.zero_grad()
+        model = self.module  # never the compiled one: it would compile for this shape
+        model(x[self.rank : self.rank + 1], y[self.rank : self.rank + 1]).backward()
+        ours = self._gradients()
+        self.optimizer.zero_grad()
+
+        state = self.module.state_dict()
+        precision = next(self.module.parameters()).dtype
+        grads = {}
+        for dtype in (torch.float64, precision):
+            plain = stock.GPT(config).load_fastpar(state).to(spec.device, dtype)
+            plain(x, y).backward()
+            grads[dtype] = {n: p.grad.double() for n, p in plain.named_parameters()}  # type: ignore
+        exact = grads[torch.float64]
+        return {
+            "error": relative_error(ours, exact),
+            "stock_error": relative_error(grads[precision], exact),
+            "eps": torch.finfo(precision).eps,
+        }
+
+    def _gradients(self) -> dict[str, Tensor]:
+        """Name -> gradient (mean over ranks) in fp64, without the vocabulary's padding."""
+        engine = engine_of(self.module)
+        engine.finish()
+        names = {id(p): name for name, p in self.module.named_parameters()}
+        found = {names[id(p)]: grad.double() for p, grad in engine.grads()}
+        found["wte.weight"] = found["wte.weight"][: self.spec.config.vocab_size]
+        return {name: grad.clone() for name, grad in found.items()}
+
+
+def relative_error(value: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
+    """|value - exact| / |exact| over all tensors together."""
+    if value.keys() != exact.keys():
+        raise ValueError(
+            f"relative_error: expected the tensors {sorted(exact)}, got names={sorted(value)}; "
+            "compare models of one shape"
+        )
+    difference = sum(float((value[n] - exact[n]).square().sum()) for n in exact)
+    return (difference / sum(float(t.square().sum()) for t in exact.values())) ** 0.5
+
+
+def load_text() -> Any:
+    """The text that ships with fastpar's dependency, as characters."""
+    return load_data("bible", "chars", val_fraction=0.1, progress=False)
+
+
+def resident_bytes(which: str = "VmHWM") -> int:
+    """Peak (VmHWM) or present (VmRSS) memory of this process, shared memory included.
+
+    Unlike getrusage's, the peak is without what the process was forked from.
+    """
+    with contextlib.suppress(OSError):
+        found = re.search(rf"{which}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        if found:
+            return int(found[1]) * 1024
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

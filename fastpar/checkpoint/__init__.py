@@ -1,0 +1,1 @@
+"""Save, load, verify, inspect, export."""

@@ -1,0 +1,263 @@
+"""A checkpoint's tensors, copied to host memory: each rank has those that it will write.
+
+[Note: who writes what]
+Weights are whole tensors: file k of model*.safetensors is rank k's (modulo the ranks), which gets
+each of its tensors from the ranks that share it, one bucket at a time; no rank has the model. The
+optimizer's entries stay pieces: a rank writes what it steps. What several ranks have alike (stage
+0, HSDP copies, what tp does not split) is cut between them, so all disks' and hosts' work is shared
+out evenly.
+
+[Note: the host copy]
+One allocation a rank, pinned with a GPU, made once and used for every save: fresh memory costs more
+than the copy. On a GPU the copies are enqueued behind the step on its stream, and the next step
+behind them, so nobody waits; the writing thread waits for their event.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fastpar.checkpoint.weights import SHARD_MB, Weight, files_of, list_weights
+from fastpar.optim.state import entry_block
+from fastpar.parallel.engine import Engine, engine_of_parameter
+from fastpar.sharding.placements import Shard
+from fastpar.sharding.ranges import HOLE, Run, cut_runs, runs_of_slice, share_of, whole_run
+
+_ALIGN = 64  # bytes
+
+
+class Item(NamedTuple):
+    """A tensor of this rank's files."""
+
+    file: str
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]  # of the whole tensor
+    runs: list[Run]  # what is written of it
+    host: Tensor  # its elements, in memory that the next save overwrites
+    weight: Weight | None  # how it is stored
+
+
+class Snapshot(NamedTuple):
+    """What a rank writes, once `ready` has happened."""
+
+    items: list[Item]
+    ready: torch.cuda.Event | None
+
+
+def engine_of_model(model: nn.Module) -> Engine | None:
+    """The engine of a model, None without one."""
+    found = (engine_of_parameter(p) for p in model.parameters())
+    return next((engine for engine in found if engine is not None), None)
+
+
+def piece_runs(p: Tensor, engine: Engine | None, *, block: int = 1) -> list[Run]:
+    """What this rank steps of a parameter, in global indices of blocks of elements."""
+    if engine is None:
+        return whole_run(-(-p.numel() // block))
+    state = None if engine.declared is None else engine.declared.state(p)
+    if isinstance(state, Shard):
+        if block > 1:
+            engine.check_block(p, block)
+        runs = runs_of_slice(state, engine.whole_shape(p), engine.mesh.tp_rank, engine.mesh.tp_size)
+    else:
+        runs = whole_run(-(-p.numel() // block))
+    if engine.zero_stage == 0:
+        return runs
+    _, start, stop = engine.place(p)
+    return cut_runs(runs, -(-start // block), -(-stop // block))
+
+
+def copies_of(p: Tensor, engine: Engine | None) -> tuple[int, int]:
+    """(which of them this is, how many) ranks have the same piece of a parameter."""
+    if engine is None:
+        return 0, 1
+    mesh = engine.mesh
+    n_shards = engine.n_shards if engine.zero_stage else 1
+    copy, n = mesh.dp_rank // n_shards, mesh.dp_size // n_shards
+    if engine.declared is not None and not isinstance(engine.declared.state(p), Shard):
+        return copy * mesh.tp_size + mesh.tp_rank, n * mesh.tp_size
+    return copy, n
+
+
+class Capture:
+    """Copies of one model's and optimizer's state.
+
+    Args:
+        optimizer: with whole_shape-like entries, or None for the weights alone.
+        shard_mb: of a file of weights, in MiB.
+    Attributes:
+        files: of the weights, the same on every rank.
+        nbytes: of the whole checkpoint's tensors; of the optimizer's once it has stepped.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Any, *, shard_mb: float = SHARD_MB) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.engine = engine_of_model(model)
+        mesh = None if self.engine is None else self.engine.mesh
+        self.rank, self.world_size = (0, 1) if mesh is None else (mesh.rank, mesh.world_size)
+        self.device = next(model.parameters()).device
+        self.files = files_of(list_weights(model), shard_mb)
+        self._writer = {
+            id(w.tensor): (i % self.world_size, file, w)
+            for i, (file, weights) in enumerate(self.files)
+            for w in weights
+        }
+        self._host: Tensor | None = None
+        self._used = 0
+
+    @property
+    def optimizer_file(self) -> str:
+        """Of this rank."""
+        return f"optimizer-{self.rank + 1:05d}-of-{self.world_size:05d}.safetensors"
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole checkpoint's tensors."""
+        total = sum(w.nbytes for _, weights in self.files for w in weights)
+        for p, state in self._states():
+            shapes = self.optimizer.entry_shapes(p)
+            for name, value in state.items():
+                if isinstance(value, Tensor) and name in shapes:
+                    total += math.prod(shapes[name]) * value.dtype.itemsize
+        return total
+
+    def allocate(self) -> None:
+        """Memory for the next take(), touched; any thread, while no other one takes."""
+        n = sum(
+            _padded(runs_numel * dtype.itemsize)
+            for _, dtype, _, runs_numel in self._mine_of_optimizer()
+        ) + sum(
+            _padded(math.prod(w.whole) * w.tensor.dtype.itemsize)
+            for writer, _, w in self._writer.values()
+            if writer == self.rank
+        )
+        if self._host is None or self._host.numel() < n:
+            self._host = None
+            self._host = torch.zeros(n, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+
+    @torch.no_grad()
+    def take(self) -> Snapshot:
+        """Copy this rank's part of the state as it is now. Ranks: all of the model's.
+
+        Wire: at stage 3 and with tp the weights; else nothing.
+        """
+        self.allocate()
+        self._used = 0
+        items = [*self._weights(), *self._optimizer()]
+        ready = None
+        if self.device.type == "cuda":
+            ready = torch.cuda.Event()
+            ready.record()
+        return Snapshot(items, ready)
+
+    # Weights
+
+    def _weights(self) -> Iterator[Item]:
+        engine = self.engine
+        for tensor in self._each_whole():
+            found = self._writer.get(id(tensor))
+            if found is None:
+                continue
+            writer, file, weight = found
+            mine = writer == self.rank
+            rows = None
+            split = (
+                isinstance(tensor, nn.Parameter) and engine is not None and engine.is_split(tensor)
+            )
+            if split:
+                assert engine is not None
+                if engine.mesh.dp_rank == writer // engine.mesh.tp_size:
+                    assert engine.declared is not None
+                    rows = engine.declared.rows(tensor.detach(), tensor)
+            if not mine:
+                continue
+            host = self._room(weight.whole, tensor.dtype)
+            if rows is None:
+                host.copy_(tensor.detach(), non_blocking=True)
+            else:
+                assert engine is not None
+                assert engine.declared is not None
+                state = engine.declared.state(tensor)
+                assert isinstance(state, Shard)
+                whole = host if rows.device == host.device else rows.new_empty(weight.whole)
+                for rank, row in enumerate(rows):
+                    state.put(row, rank, len(rows), whole)
+                if whole is not host:
+                    host.copy_(whole, non_blocking=True)
+            runs = whole_run(math.prod(weight.shape))
+            yield Item(file, weight.key, tensor.dtype, weight.shape, runs, host, weight)
+
+    def _each_whole(self) -> Iterator[Tensor]:
+        """Parameters, whole along dp, and buffers; the same order on every rank."""
+        if self.engine is None:
+            yield from (w.tensor for _, weights in self.files for w in weights)
+            return
+        yield from self.engine.each_whole()
+        known = {id(p) for p in self.engine.params}
+        for _, weights in self.files:
+            yield from (w.tensor for w in weights if id(w.tensor) not in known)
+
+    # The optimizer's state
+
+    def _states(self) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
+        if self.optimizer is None:
+            return
+        for p in self.model.parameters():
+            yield p, self.optimizer.state.get(p, {})
+
+    def _mine_of_optimizer(self) -> Iterator[tuple[str, torch.dtype, tuple, int]]:
+        """(key, dtype, (local value, whole shape, runs, first, last), elements written here)."""
+        index = 0
+        names = {p: name for name, p in self.model.named_parameters()}
+        for p, state in self._states():
+            engine = engine_of_parameter(p)
+            shapes = self.optimizer.entry_shapes(p)
+            copy, n_copies = copies_of(p, engine)
+            for entry, value in state.items():
+                if not isinstance(value, Tensor):
+                    value = torch.tensor(float(value), dtype=torch.float64)
+                shape = shapes.get(entry, value.shape)
+                block = entry_block(entry)
+                if engine is not None and engine.shares and block:
+                    runs = piece_runs(p, engine, block=block)
+                    which = copy, n_copies
+                else:
+                    runs = whole_run(value.numel())
+                    which = self.rank, self.world_size
+                start, stop = share_of(value.numel(), *which, index)
+                written = [r for r in cut_runs(runs, start, stop) if r.start != HOLE]
+                index += 1
+                numel = sum(r.numel for r in written)
+                if numel or (self.rank == 0 and not math.prod(shape)):
+                    found = value, tuple(shape), runs, start, stop
+                    yield f"{names[p]}/{entry}", value.dtype, found, numel
+
+    def _optimizer(self) -> Iterator[Item]:
+        for key, dtype, (value, shape, runs, start, stop), numel in self._mine_of_optimizer():
+            host = self._room((numel,), dtype)
+            local = value.detach().reshape(-1)
+            at, to, written = 0, 0, []
+            for run in runs:
+                a, b = max(start, at), min(stop, at + run.numel)
+                if a < b and run.start != HOLE:
+                    host[to : to + b - a].copy_(local[a:b], non_blocking=True)
+                    to += b - a
+                at += run.numel
+            written = [r for r in cut_runs(runs, start, stop) if r.start != HOLE]
+            yield Item(self.optimizer_file, key, dtype, shape, written, host, None)
+
+    def _room(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        assert self._host is not None
+        nbytes = math.prod(shape) * dtype.itemsize
+        start, self._used = self._used, self._used + _padded(nbytes)
+        return self._host[start : start + nbytes].view(dtype).view(shape)
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN) * _ALIGN

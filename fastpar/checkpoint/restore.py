@@ -1,0 +1,324 @@
+"""Reads a checkpoint into a model and an optimizer, each rank what it needs of whatever was saved.
+
+[Note: pieces]
+A rank knows which global elements it steps (capture.piece_runs); the manifest says in which files
+they are. So any mesh reads what any other has written, at most one parameter beside its own state:
+of a file, which is mapped and not read, only the pages that it needs.
+
+[Note: dtypes]
+What was trained in 16 bits with fp32 masters goes on in fp32 from the masters; what was trained in
+fp32 goes on in 16 bits with its fp32 values as masters. Moments are converted as by
+AdamW.load_state_dict.
+
+[Note: damage]
+Every byte of the checkpoint is compared with its checksum while the tensors are copied, each rank
+a share of them; all agree before anybody uses what was loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastpar.checkpoint.capture import engine_of_model, piece_runs
+from fastpar.checkpoint.manifest import STATE, Manifest, TensorEntry, read_manifest
+from fastpar.checkpoint.piece_reader import DTYPES, PieceReader
+from fastpar.checkpoint.verify import check_small, verify_files
+from fastpar.checkpoint.weights import Weight, list_weights
+from fastpar.config.config import GPTConfig
+from fastpar.files.plain_files import read_object, shown
+from fastpar.kernels.adamw import master_join, master_split
+from fastpar.models.gpt import GPT
+from fastpar.optim.state import entry_block
+from fastpar.parallel.agreement import everyones_errors
+from fastpar.parallel.engine import Engine, engine_of_parameter
+from fastpar.sharding.placements import Shard
+from fastpar.sharding.ranges import runs_of_slice, whole_run
+
+
+def read_state(path: str | Path) -> dict[str, Any]:
+    """trainer_state.json of a checkpoint.
+
+    Raises:
+        ValueError: there is none, or it is not what Saver wrote.
+    """
+    file = Path(path) / STATE
+    with making_sense(file):
+        state = read_object(file)
+        if type(state.get("step")) is not int:
+            raise TypeError(f"step={shown(state.get('step'))}")
+        if "model" in state:
+            GPTConfig(**state["model"])
+    return state
+
+
+def read_run_state(path: str | Path) -> dict[str, Any]:
+    """trainer_state.json of a checkpoint that fastpar train wrote.
+
+    Raises:
+        ValueError: there is none, or another training loop wrote it.
+    """
+    state = read_state(path)
+    for name, kind in _OF_A_RUN.items():
+        if type(state.get(name)) is not kind:
+            raise ValueError(
+                f"read_run_state: expected a checkpoint of fastpar train, got {name}="
+                f"{shown(state.get(name))} in {Path(path) / STATE}; go on with the program that "
+                f"wrote it, or start a new run with --init-from {path}"
+            )
+    return state
+
+
+_OF_A_RUN = {"model": dict, "dtype": str, "data": str, "next_sample": int, "tokens": int}
+
+
+@contextlib.contextmanager
+def making_sense(file: Path) -> Iterator[None]:
+    """Within, the content of a trainer_state.json is used; what fails is said of that file.
+
+    Raises:
+        ValueError: its fields are missing or have other types or values than fastpar writes.
+    """
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError, RuntimeError) as error:
+        problem = shown(str(error)) if isinstance(error, KeyError) else str(error)
+        raise ValueError(
+            f"read_state: expected the state of a run, got {file} ({problem}); the checkpoint is "
+            "damaged, use another one"
+        ) from error
+
+
+@torch.no_grad()
+def load_checkpoint(
+    path: str | Path,
+    *,
+    model: nn.Module,
+    optimizer: Any = None,
+    strict: bool = True,
+) -> dict[str, Any]:
+    """Puts a checkpoint's weights and moments into a model and an optimizer, at any layout.
+
+    Args:
+        path: a folder that Saver committed, on every rank.
+        model: its tensors are written in place; dtypes are converted.
+        optimizer: fastpar's, of the model's parameters; None loads weights only.
+        strict: the model must be the one that was saved; False loads what both have.
+    Returns:
+        The `state` of Saver.save, with "step" and, of a GPT, "model"; if not strict also "missing"
+        and "unexpected": names of weights that only the model or only the checkpoint has.
+    Raises:
+        ValueError: no checkpoint; another model or other optimizer state: names the first
+            difference, and nothing is changed. Damage, named; then some of the state is replaced.
+    Ranks: all of the model's.
+    """
+    path, engine = Path(path), engine_of_model(model)
+    plan, error = None, None
+    try:
+        plan = _Plan(path, model, optimizer, strict=strict)
+    except (ValueError, OSError) as caught:
+        error = str(caught)
+    _raise_anywhere(engine, error)
+    assert plan is not None
+    with _Verifying(plan) as verifying:
+        try:
+            plan.load()
+        except (ValueError, OSError) as caught:
+            error = str(caught)
+    _raise_anywhere(engine, verifying.error or error)
+    return plan.state
+
+
+def _raise_anywhere(engine: Engine | None, mine: str | None) -> None:
+    """Raise on every rank what one of them has to say; each its own, if it has."""
+    errors = everyones_errors(engine, mine)
+    if errors:
+        raise ValueError(mine or next(iter(errors.values())))
+
+
+class _Verifying:
+    """A thread that compares this rank's share of a checkpoint's bytes with their checksums."""
+
+    def __init__(self, plan: _Plan) -> None:
+        self.error: str | None = None
+        self._thread = threading.Thread(target=self._run, args=(plan,), daemon=True)
+
+    def _run(self, plan: _Plan) -> None:
+        mesh = None if plan.engine is None else plan.engine.mesh
+        rank, n = (0, 1) if mesh is None else (mesh.rank, mesh.world_size)
+        try:
+            verify_files(plan.path, plan.manifest, part=rank, n_parts=n)
+        except (ValueError, OSError) as error:
+            self.error = str(error)
+
+    def __enter__(self) -> _Verifying:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._thread.join()
+
+
+class _Plan:
+    """What is loaded from where; made without changing anything."""
+
+    def __init__(self, path: Path, model: nn.Module, optimizer: Any, *, strict: bool) -> None:
+        self.path, self.model, self.optimizer = path, model, optimizer
+        self.engine = engine_of_model(model)
+        self.manifest: Manifest = read_manifest(path)
+        check_small(path, self.manifest)
+        self.state = read_state(path)
+        if strict and isinstance(model, GPT):
+            _check_config(path, self.state.get("model", {}), asdict(model.config))
+        self._reader = PieceReader(path, self.manifest)
+        self._stored = {entry.key: entry for entry in self.manifest.weights}
+        weights = list_weights(model)
+        self.weights = [w for w in weights if w.key in self._stored]
+        missing = [w.key for w in weights if w.key not in self._stored]
+        unexpected = sorted(self._stored.keys() - {w.key for w in weights})
+        if strict:
+            for names, what in ((missing, "no"), (unexpected, "also")):
+                if names:
+                    raise ValueError(
+                        f"load_checkpoint: expected the weights of this model in {path}, got "
+                        f"{what} {names[0]}; load it into the model that was saved, or pass "
+                        "strict=False"
+                    )
+        else:
+            self.state |= {"missing": missing, "unexpected": unexpected}
+        for w in self.weights:
+            shape = self._stored[w.key].shape
+            if tuple(shape) != tuple(w.shape):
+                raise ValueError(
+                    f"load_checkpoint: expected {w.key} of shape {list(w.shape)}, got "
+                    f"shape={list(shape)} in {path}; load it into the model that was saved"
+                )
+        self._pieces: dict[str, dict[str, list[TensorEntry]]] = {}
+        for entry in self.manifest.optimizer:
+            name, _, of = entry.key.rpartition("/")
+            self._pieces.setdefault(name, {}).setdefault(of, []).append(entry)
+        if optimizer is not None:
+            self._check_moments()
+
+    def _check_moments(self) -> None:
+        trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        loaded = {w.name for w in self.weights}
+        for name in sorted(trained.keys() ^ self._pieces.keys()):
+            if not self.optimizer.state and not self._pieces:
+                return  # saved before the first step
+            if name in trained and name not in loaded:
+                continue  # not strict, and said already
+            what = "no" if name in trained else "also"
+            raise ValueError(
+                f"load_checkpoint: expected the optimizer's state of this model in {self.path}, "
+                f"got {what} {name}; resume with the run's own settings, or load the weights alone"
+            )
+        for name, entries in self._pieces.items():
+            saved = {e: torch.empty(found[0].shape, device="meta") for e, found in entries.items()}
+            self.optimizer.check_saved(trained[name], saved, where=f"{name} in {self.path}")
+
+    def load(self) -> None:
+        """Copy everything. Ranks: all."""
+        if self.engine is not None:
+            self.engine.begin_writes()
+        with self._reader:
+            for weight in self.weights:
+                self._load(weight)
+
+    def _load(self, weight: Weight) -> None:
+        p = weight.tensor
+        engine = engine_of_parameter(p)
+        entries = self._pieces.get(weight.name, {})
+        splits = self.optimizer is not None and "master_remainder" in (
+            self.optimizer.entry_shapes(p) if entries else ()
+        )
+        values = self._values(weight, entries, exact=splits or p.dtype == torch.float32)
+        rounded = values
+        if splits and values.dtype == torch.float32:  # rounds ties in its own way
+            rounded, _ = master_split(values.contiguous())
+        if engine is not None:
+            if _keeps(p, engine):
+                engine.write(p, rounded)  # type: ignore[arg-type]
+        else:
+            p.copy_(rounded)
+        if self.optimizer is None or not entries:
+            return
+        saved = {name: self._read(p, name, found, engine) for name, found in entries.items()}
+        target = (p if engine is None else engine.piece(p).param).detach()
+        if target.dtype != values.dtype == torch.float32 and "master_weight" not in saved:
+            start, stop = (0, p.numel()) if engine is None else engine.place(p)[1:]
+            saved["master_weight"] = values.reshape(-1)[start:stop].view(target.shape)
+            saved.pop("master_remainder", None)
+        saved = {
+            name: x.view(target.shape) if entry_block(name) == 1 else x for name, x in saved.items()
+        }
+        self.optimizer.load_piece(p, target, saved, where=weight.name)
+
+    def _values(
+        self, weight: Weight, entries: dict[str, list[TensorEntry]], *, exact: bool
+    ) -> Tensor:
+        """This rank's slice along tp of a weight; exact: of its fp32 master if there is one."""
+        p, entry = weight.tensor, self._stored[weight.key]
+        if not _keeps(p, engine_of_parameter(p)):  # nothing is read
+            fp32 = exact and not {"master_weight", "master_remainder"}.isdisjoint(entries)
+            return torch.empty(0, dtype=torch.float32 if fp32 else DTYPES[entry.dtype])
+        stored = weight.loaded(self._reader.whole(entry))
+        declared = None if self.engine is None else self.engine.declared
+        state = None if declared is None else declared.states.get(p)  # type: ignore[call-overload]
+        if isinstance(state, Shard):
+            assert declared is not None
+            local = declared.cut(stored, p)  # pads the vocabulary's last slice with 0
+            runs = runs_of_slice(state, weight.whole, declared.tp.rank, declared.tp.size)
+        else:
+            local = stored
+            if stored.shape != weight.whole:
+                local = stored.new_zeros(weight.whole)
+                local[: len(stored)] = stored
+            runs = whole_run(weight.whole.numel())
+        if not exact or local.dtype == torch.float32:
+            return local
+        if "master_weight" in entries:
+            return self._reader.gather(entries["master_weight"], runs).view(local.shape)
+        if "master_remainder" in entries:
+            low = self._reader.gather(entries["master_remainder"], runs).view(local.shape)
+            return master_join(local.contiguous(), low)
+        return local
+
+    def _read(
+        self, p: Tensor, name: str, found: list[TensorEntry], engine: Engine | None
+    ) -> Tensor:
+        """This rank's part of an entry of the optimizer's state, in its own memory if it can be."""
+        mine, out = self.optimizer.state.get(p, {}).get(name), None
+        if isinstance(mine, Tensor) and mine.device.type == "cpu" and mine.is_contiguous():
+            out = mine.detach().view(-1)
+        block = entry_block(name)
+        if engine is None or not engine.shares or not block:
+            shape = found[0].shape
+            return self._reader.gather(found, whole_run(math.prod(shape)), out).view(shape)
+        return self._reader.gather(found, piece_runs(p, engine, block=block), out)
+
+
+def _keeps(p: Tensor, engine: Engine | None) -> bool:
+    """Whether this rank has an element of a parameter between two steps."""
+    if engine is None or engine.zero_stage < 3:
+        return True
+    _, start, stop = engine.place(p)
+    return stop > start
+
+
+def _check_config(path: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    for name, value in theirs.items():
+        if name != "dropout" and ours.get(name) != value:
+            raise ValueError(
+                f"load_checkpoint: expected the model of {path} with {name}={value}, got "
+                f"{name}={ours.get(name)}; resume with the run's own settings, or start a new run "
+                f"with --init-from {path}"
+            )

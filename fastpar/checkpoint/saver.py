@@ -1,0 +1,498 @@
+"""Writes checkpoints: every rank what it has, in the background, committed whole or not at all.
+
+    checkpoints/step_000500/  config.json, model.safetensors (or shards), the tokenizer's files
+                              optimizer-*.safetensors  pieces of PARAMETER/ENTRY, a file a rank
+                              trainer_state.json       step, sample index, RNG, loss scale, ...
+                              manifest.json            what is there, and a checksum of every byte
+
+[Note: phases]
+    save()    all ranks   agree on a name; copy to host memory (capture.py); training goes on
+    write     each rank   its files, into a hidden folder, flushed; last its part of the manifest
+    commit    rank 0      when all parts are there: the manifest, flushed; one rename; `latest`
+    settle()  all ranks   agree on how it ended
+
+A crash at any moment leaves the older checkpoints as they are and at most a hidden folder, which a
+later save removes. The name of that folder has a random number, so parts of two attempts never mix.
+Reading starts with the manifest: what it does not list is not read (test_faults_saver.py stops a
+save before each of its file operations).
+
+[Note: who waits for whom]
+The writing threads never communicate: rank 0's looks for the others' parts on the file system,
+which all ranks must share. Ranks agree in save() and settle(), on the caller's thread, which all
+ranks call in the same order. A rank whose disk fails says so there; rank 0's thread then gives up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastpar.checkpoint.capture import Capture, Item, Snapshot
+from fastpar.checkpoint.manifest import (
+    ANY_MODULE,
+    GPT_MODEL,
+    MANIFEST,
+    STATE,
+    FileEntry,
+    Manifest,
+    TensorEntry,
+    parse_manifest,
+    read_manifest,
+)
+from fastpar.checkpoint.weights import SHARD_MB, config_files
+from fastpar.files.plain_files import JSON_BYTES, parse_object
+from fastpar.files.step_folders import (
+    checkpoint_folder,
+    list_checkpoints,
+    point_latest,
+    put_folder,
+    step_of,
+)
+from fastpar.files.tensor_file import DTYPE_NAMES, Spec, TensorFile
+from fastpar.models.gpt import GPT
+from fastpar.models.hf import INDEX_FILE
+from fastpar.parallel.agreement import everyone, everyones_errors
+from fastpar.sharding.ranges import check_cover
+
+_POLL_S = 0.02
+_PATIENCE_S = 120.0  # for a part that its rank has written
+_SMALL = 1 << 16  # bytes: hashed at once
+_FLUSH_BYTES = 1 << 26  # written before the disk is asked to take them
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a save ended."""
+
+    step: int
+    ok: bool
+    path: Path | None  # of the checkpoint
+    errors: tuple[str, ...]  # "rank 3: [Errno 28] No space left on device"
+    pause_ms: float  # for which save() kept this rank
+    seconds: float  # from save() to the commit, on rank 0; elsewhere to the end of its writing
+    nbytes: int  # of the whole checkpoint's tensors
+
+
+class Saver:
+    """Saves checkpoints of one model and optimizer; one on every rank.
+
+    Args:
+        run: folder of the run, on a file system that all ranks share.
+        model: a GPT, or any module; fastpar.parallelize has been called where there are ranks.
+        optimizer: fastpar's; None saves weights alone.
+        tokenizer: has save(folder) and eot; None saves none.
+        keep_last: after a commit only so many newest checkpoints are kept; 0 keeps all.
+        keep_every: those whose step it divides are kept for ever; 0: no others.
+        asynchronous: save() returns when the state is copied; False: when it is committed.
+        overlap: what save() does while the save before is running: "wait" for it or "skip".
+        shard_mb: of a file of weights, in MiB; part of the format, not of the mesh.
+    Raises:
+        ValueError: an unknown overlap; a dtype that transformers has not.
+    """
+
+    def __init__(
+        self,
+        run: str | Path,
+        *,
+        model: nn.Module,
+        optimizer: Any = None,
+        tokenizer: Any = None,
+        keep_last: int = 0,
+        keep_every: int = 0,
+        asynchronous: bool = True,
+        overlap: str = "wait",
+        shard_mb: float = SHARD_MB,
+    ) -> None:
+        if overlap not in ("wait", "skip"):
+            raise ValueError(
+                f"Saver: expected overlap to be 'wait' or 'skip', got overlap={overlap!r}; "
+                "it says what to do with a save that begins while another is running"
+            )
+        self.run, self.model, self.tokenizer = Path(run), model, tokenizer
+        self.keep_last, self.keep_every = keep_last, keep_every
+        self.asynchronous, self.overlap = asynchronous, overlap
+        self._capture = Capture(model, optimizer, shard_mb=shard_mb)
+        self.rank = self._capture.rank
+        self._config = config_files(model, getattr(tokenizer, "eot", None))
+        self._attempt: _Attempt | None = None
+        self._preparing: threading.Thread | None = None
+        self.last: Result | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether this rank's part of the last save is not over (rank 0: not committed)."""
+        return self._attempt is not None and not self._attempt.over.is_set()
+
+    @property
+    def failed(self) -> bool:
+        """Whether this rank's part of the last save failed; settle() tells all ranks."""
+        return self._attempt is not None and self._attempt.error is not None
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether a save has not been agreed on. The same on every rank."""
+        return self._attempt is not None
+
+    def prepare(self) -> None:
+        """Make the host copy in the background; best when the optimizer has stepped once."""
+        if self._preparing is None:
+            self._preparing = threading.Thread(target=self._prepare, daemon=True)
+            self._preparing.start()
+
+    def _prepare(self) -> None:
+        with contextlib.suppress(Exception):  # save() allocates again, and raises
+            self._capture.allocate()
+
+    def save(self, step: int, state: dict[str, Any]) -> bool:
+        """Begin a checkpoint of the state as it is now, or make it if not asynchronous.
+
+        Args:
+            step: optimizer steps done.
+            state: JSON values of rank 0, back from load_checkpoint as they are; "step" and "model"
+                are added and may not be among them.
+        Returns:
+            False if the save before is still running and overlap is "skip", the same on every rank.
+            A full disk is told by settle(), and a state or model that could not be read back.
+        Ranks: all of the model's.
+        Wire: at stage 3 and with tp the weights.
+        """
+        if self._attempt is not None:
+            if self.overlap == "skip" and any(self._everyone(float(self.busy))):
+                return False
+            self.settle()
+        began = time.perf_counter()
+        if self._preparing is not None:
+            self._preparing.join()
+            self._preparing = None
+        nonce, problem = 0, None
+        if self.rank == 0:
+            nonce = int.from_bytes(os.urandom(6), "little") + 1
+            problem = _unreadable_state(state) or self._refusal()
+        nonce = int(self._everyone(0.0 if problem else float(nonce))[0])
+        attempt = _Attempt(step, nonce, began, self._capture.nbytes)
+        if not nonce:
+            attempt.error = problem
+            attempt.end()
+        else:
+            snapshot = self._capture.take()
+            text = json.dumps({"step": step, **self._model_of(), **state}, indent=1) + "\n"
+            attempt.pause_ms = (time.perf_counter() - began) * 1e3
+            attempt.start(lambda: self._work(attempt, snapshot, text))
+        self._attempt = attempt  # not one that raised: nobody could settle it
+        if not self.asynchronous:
+            self.settle()
+        return True
+
+    def settle(self) -> Result | None:
+        """Wait for the last save and agree on how it ended; None if there is none to agree on.
+
+        Ranks: all of the model's, in the same order as save().
+        """
+        attempt = self._attempt
+        if attempt is None:
+            return None
+        attempt.written.wait()
+        errors = self._errors(attempt.error)
+        (attempt.give_up if errors else attempt.all_written).set()
+        attempt.over.wait()
+        if not errors:
+            errors = self._errors(attempt.error)  # of the commit
+        if errors and self.rank == 0:  # not before: others would have failed for want of the folder
+            shutil.rmtree(self._hidden(attempt), ignore_errors=True)
+        path = None if errors else checkpoint_folder(self.run, attempt.step)
+        self._attempt = None
+        self.last = Result(
+            attempt.step,
+            not errors,
+            path,
+            tuple(errors),
+            attempt.pause_ms,
+            attempt.seconds,
+            attempt.nbytes,
+        )
+        return self.last
+
+    def close(self) -> None:
+        """Wait for this rank's thread; a save that nobody settles is committed all the same."""
+        if self._attempt is not None:
+            self._attempt.over.wait()
+
+    # What the ranks agree on
+
+    def _everyone(self, mine: float) -> list[float]:
+        return everyone(self._capture.engine, mine)
+
+    def _errors(self, mine: str | None) -> list[str]:
+        found = everyones_errors(self._capture.engine, mine)
+        return [f"rank {rank}: {text}" for rank, text in found.items()]
+
+    def _refusal(self) -> str | None:
+        """Why rank 0 does not begin a save; makes the folder and removes what crashes left."""
+        folder = self.run / "checkpoints"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            flush(self.run)
+            for leftover in folder.glob(".*.tmp"):
+                shutil.rmtree(leftover)
+            free = shutil.disk_usage(folder).free
+        except OSError as error:
+            return str(error)
+        need = self._capture.nbytes + _MARGIN_BYTES
+        if free < need:
+            return (
+                f"expected {need / 1e6:,.0f} MB free for a checkpoint, got {free / 1e6:,.0f} MB in "
+                f"{folder}; make room, or lower --keep-last"
+            )
+        return None
+
+    def _model_of(self) -> dict[str, Any]:
+        return {"model": asdict(self.model.config)} if isinstance(self.model, GPT) else {}
+
+    # On the thread
+
+    def _work(self, attempt: _Attempt, snapshot: Snapshot, state: str) -> None:
+        folder = self._hidden(attempt)
+        if snapshot.ready is not None:
+            snapshot.ready.synchronize()
+        folder.mkdir(exist_ok=True)
+        kind = GPT_MODEL if isinstance(self.model, GPT) else ANY_MODULE
+        part = replace(_write_tensors(folder, attempt.step, snapshot.items), model=kind)
+        if self.rank == 0:
+            part.files.update(self._write_others(folder, state))
+        unseen = folder / f"{_part(self.rank)}.tmp"  # rank 0 looks for the part, and reads it whole
+        _write_flushed(unseen, part.sealed())
+        os.replace(unseen, folder / _part(self.rank))
+        attempt.seconds = time.perf_counter() - attempt.began
+        attempt.written.set()
+        if self.rank == 0:
+            self._commit(attempt, folder, checkpoint_folder(self.run, attempt.step))
+            attempt.seconds = time.perf_counter() - attempt.began
+            self._prune()
+
+    def _hidden(self, attempt: _Attempt) -> Path:
+        final = checkpoint_folder(self.run, attempt.step)
+        return final.with_name(f".{final.name}.{attempt.nonce:x}.tmp")
+
+    def _write_others(self, folder: Path, state: str) -> dict[str, FileEntry]:
+        """What is no tensor, by rank 0."""
+        before = set(os.listdir(folder))
+        for name, value in self._config.items():
+            (folder / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        files = self._capture.files
+        if len(files) > 1:
+            total = sum(w.nbytes for _, weights in files for w in weights)
+            index = {
+                "metadata": {"total_size": total},
+                "weight_map": {w.key: file for file, weights in files for w in weights},
+            }
+            (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        if self.tokenizer is not None:
+            self.tokenizer.save(folder)
+        (folder / STATE).write_text(state, encoding="utf-8")
+        entries = {}
+        for path in sorted(folder.iterdir()):
+            if path.name in before or path.suffix == ".safetensors" or path.name.startswith("."):
+                continue
+            if path.name.startswith(_PART):
+                continue
+            flush(path)
+            raw = path.read_bytes()
+            entries[path.name] = FileEntry(len(raw), hashlib.sha256(raw).hexdigest(), len(raw))
+        return entries
+
+    def _commit(self, attempt: _Attempt, folder: Path, final: Path) -> None:
+        names = [_part(rank) for rank in range(self._capture.world_size)]
+        deadline = time.monotonic() + _PATIENCE_S
+        while missing := [name for name in names if not (folder / name).exists()]:
+            if attempt.give_up.is_set():
+                raise OSError("another rank failed")
+            if not attempt.all_written.is_set():
+                deadline = time.monotonic() + _PATIENCE_S
+            elif time.monotonic() > deadline:
+                raise OSError(
+                    f"expected {missing[0]} of another rank in {folder}, got none; --out must be "
+                    "on a file system that all ranks share"
+                )
+            time.sleep(_POLL_S)
+        sealed = _joined(folder, names)
+        for name in names:
+            (folder / name).unlink()
+        _write_flushed(folder / MANIFEST, sealed)
+        flush(folder)
+        old = put_folder(folder, final)
+        flush(final.parent)
+        point_latest(self.run, final)
+        if old is not None:
+            shutil.rmtree(old, ignore_errors=True)
+
+    def _prune(self) -> None:
+        if not self.keep_last:
+            return
+        for old in list_checkpoints(self.run)[: -self.keep_last]:
+            if self.keep_every and step_of(old) % self.keep_every == 0:
+                continue
+            hidden = old.with_name(f".{old.name}.old.tmp")  # half a checkpoint is never seen
+            with contextlib.suppress(OSError):
+                os.replace(old, hidden)
+            shutil.rmtree(hidden, ignore_errors=True)
+
+
+class _Attempt:
+    """One save on one rank: a thread, and how far it is."""
+
+    def __init__(self, step: int, nonce: int, began: float, nbytes: int) -> None:
+        self.step, self.nonce, self.began, self.nbytes = step, nonce, began, nbytes
+        self.pause_ms = self.seconds = 0.0
+        self.error: str | None = None
+        self.written, self.over = threading.Event(), threading.Event()  # also after an error
+        self.give_up = threading.Event()  # another rank failed
+        self.all_written = threading.Event()
+
+    def start(self, work: Callable[[], None]) -> None:
+        threading.Thread(target=self._run, args=(work,), name="saver", daemon=True).start()
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            known = isinstance(error, OSError)
+            self.error = str(error) if known else f"{type(error).__name__}: {error}"
+        self.end()
+
+    def end(self) -> None:
+        """It is over, well or not."""
+        self.written.set()
+        self.over.set()
+
+
+def _unreadable_state(state: dict[str, Any]) -> str | None:
+    """Why read_state would refuse it; what is no JSON at all raises."""
+    for name in ("step", "model"):
+        if name in state:
+            return f"expected a state without {name!r}, which save() adds, got one; rename it"
+    text = json.dumps(state).encode()
+    try:
+        if len(text) > JSON_BYTES // 2:  # with indents
+            raise ValueError(f"{len(text)} bytes")
+        parse_object(text)
+    except ValueError as error:
+        return f"expected a state that can be read back, got {error}; keep large values elsewhere"
+    return None
+
+
+# Files
+
+_PART = "part-"
+_MARGIN_BYTES = 1 << 22  # of a checkpoint without tensors
+
+
+def _part(rank: int) -> str:
+    return f"{_PART}{rank:05d}.json"
+
+
+def _write_tensors(folder: Path, step: int, items: list[Item]) -> Manifest:
+    """This rank's files with tensors, flushed; what they hold.
+
+    Threads hash a tensor while it is written, and have the disk take what was written while the
+    next tensors are: the page cache alone would take all of a checkpoint before it begins.
+    """
+    part = Manifest(step)
+    entries: dict[int, TensorEntry] = {}
+    turned = [item for item in items if item.weight is not None and item.weight.transposed]
+    most = max((item.host.nbytes for item in turned), default=0)
+    scratch = torch.empty(most, dtype=torch.uint8)  # fresh memory costs more than the copy
+    with ThreadPoolExecutor(1, "sha256") as hashing, ThreadPoolExecutor(1, "flush") as flushing:
+        for name in dict.fromkeys(item.file for item in items):
+            mine = {item.key: item for item in items if item.file == name}
+            specs = {key: Spec(item.dtype, _stored_shape(item)) for key, item in mine.items()}
+            flushes, waiting = [], 0
+            with TensorFile(folder / name, specs, {"format": "pt"}) as file:
+                for item in map(mine.__getitem__, file.order):
+                    tensor = item.host if item.weight is None else item.weight.stored(item.host)
+                    if not tensor.is_contiguous():
+                        room = scratch[: tensor.nbytes].view(tensor.dtype)
+                        tensor = room.view(tensor.shape).copy_(tensor)
+                    raw = tensor.reshape(-1).view(torch.uint8).numpy().data
+                    digest = hashing.submit(_sha256, raw) if raw.nbytes > _SMALL else None
+                    file.write(item.key, tensor)
+                    sha256 = _sha256(raw) if digest is None else digest.result()
+                    waiting += raw.nbytes
+                    if waiting > _FLUSH_BYTES:
+                        flushes.append(flushing.submit(flush, folder / name))
+                        waiting = 0
+                    dtype, runs = DTYPE_NAMES[item.dtype], tuple(item.runs)
+                    entries[id(item)] = TensorEntry(name, item.key, dtype, item.shape, runs, sha256)
+            for done in flushes:
+                done.result()
+            flush(folder / name)
+            part.files[name] = FileEntry(file.size, _sha256(file.head), len(file.head))
+    weights = tuple(entries[id(item)] for item in items if item.weight is not None)
+    optimizer = tuple(entries[id(item)] for item in items if item.weight is None)
+    return Manifest(step, part.files, weights, optimizer)
+
+
+def _stored_shape(item: Item) -> tuple[int, ...]:
+    return tuple(item.host.shape) if item.weight is None else item.shape
+
+
+def _sha256(raw: Any) -> str:
+    return hashlib.sha256(raw).hexdigest()
+
+
+def _joined(folder: Path, names: list[str]) -> bytes:
+    """The file of the manifest of all parts, which the code that reads checkpoints accepts."""
+    try:
+        whole = Manifest.join([read_manifest(folder, name, complete=False) for name in names])
+        _check_whole(whole)
+        sealed = whole.sealed()
+        parse_manifest(sealed)
+    except ValueError as error:
+        raise RuntimeError(
+            f"Saver: expected a checkpoint that can be read back, got {error.__cause__ or error}; "
+            "nothing is kept of this save"
+        ) from error
+    return sealed
+
+
+def _check_whole(manifest: Manifest) -> None:
+    """What the ranks wrote must be all of it, once."""
+    pieces: dict[str, list[TensorEntry]] = {}
+    for entry in manifest.optimizer:
+        pieces.setdefault(entry.key, []).append(entry)
+    for key, entries in pieces.items():
+        shape = entries[0].shape
+        problem = check_cover([e.runs for e in entries], torch.Size(shape).numel())
+        if problem:
+            raise RuntimeError(
+                f"Saver: expected every element of {key} once from all ranks, got {problem}; the "
+                "ranks' optimizers differ"
+            )
+
+
+def _write_flushed(path: Path, content: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def flush(path: Path) -> None:
+    """A file's content, or a folder's names, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,1 @@
+"""Ranks that talk: mesh, collectives on every transport, watchdog, meter."""

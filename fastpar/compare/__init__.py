@@ -1,0 +1,1 @@
+"""`fastpar compare`: strategies measured side by side."""

@@ -1,0 +1,342 @@
+"""What a comparison will run: which strategies, how each splits a step, in which order, how long.
+
+[Note: one rank's share] Every strategy trains the same sequences in a step. A rank computes its
+share in as few micro-batches as `fastpar train` would. `single` is one rank, that is one device (on
+a CPU: one rank's threads), and computes all of them in micro-batches of one rank's share.
+"""
+
+from __future__ import annotations
+
+import difflib
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from fastpar.compare.results import Comparison, Run
+from fastpar.compare.strategies import SINGLE, STRATEGIES
+from fastpar.compare.worker import Spec
+from fastpar.config.config import AUTO_MICRO_BATCH_TOKENS, GPTConfig, derive_batch
+from fastpar.config.options import DataSettings
+from fastpar.cost.workload import count_parameters
+from fastpar.data.batches import TextData, load_data, n_samples_per_epoch, sample_batch
+from fastpar.measure.machine import about_machine
+from fastpar.train.launch import threads_per_rank
+from fastpar.train.metrics import duration
+
+DEFAULT = (  # side by side what does the same: torch's, then fastpar's
+    *(SINGLE, "ddp", "dp", "zero1", "fsdp2-no-reshard", "zero2", "fsdp2", "zero3"),
+    *("tp", "tp-zero1", "tp-zero2", "tp-zero3", "deepspeed1", "deepspeed2", "deepspeed3"),
+)
+UNTIMED_STEPS = 3
+FULL, QUICK = (3, 80, 3), (2, 12, 1)  # epochs, steps of each, repeats
+START_S = 6.0  # of a run's processes, on two cores; only for what is expected
+BESIDE = 1.6  # a step beside forward and backward; only for what is expected
+_PROBE_STEPS = 3
+_AT_LEAST = {
+    "nproc": 1, "batch_size": 1, "epochs": 1, "epoch_steps": 0, "repeats": 1, "threads": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CompareCommand:
+    """Train the same GPT-2 with several parallel strategies: which one, by measurement."""
+
+    strategies: str | None = None
+    """Names with commas: single, ddp, ddp-zero, fsdp2, fsdp2-no-reshard, dp, zero1, zero2, zero3,
+    hsdp, tp, tp-zero1, tp-zero2, tp-zero3, deepspeed1, deepspeed2, deepspeed3; unset: all that run
+    here, but for ddp-zero and hsdp."""
+    nproc: int = 2
+    """Ranks of every strategy but single, which has one."""
+    model: str = "micro"
+    """Size, as of `fastpar train`."""
+    n_layer: int | None = None
+    """Layers, instead of the size's own."""
+    n_head: int | None = None
+    """Attention heads, instead of the size's own."""
+    n_embd: int | None = None
+    """Width, instead of the size's own."""
+    block_size: int | None = None
+    """Context in tokens, instead of the size's own."""
+    data: str = "bible"
+    """Text, as of `fastpar train`."""
+    tokenizer: str = "auto"
+    """As of `fastpar train`."""
+    batch_size: int = 8
+    """Sequences a step, over all ranks and micro-batches."""
+    epochs: int | None = None
+    """Epochs of a run; unset: 3, quick 2."""
+    epoch_steps: int | None = None
+    """Steps of an epoch; 0: one pass of the text; unset: 80, quick 12."""
+    repeats: int | None = None
+    """Runs of each strategy; unset: 3, quick 1."""
+    quick: bool = False
+    """Fewer steps and one run each: under two minutes on two cores."""
+    lr: float = 2.5e-3
+    """Peak learning rate; a warm-up before it, a cosine after it."""
+    seed: int = 1
+    """Fixes weights and batches."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; auto: cuda where there is one. Each rank needs a GPU of its own."""
+    threads: int | None = None
+    """CPU threads a rank, of single too; unset: cores / nproc."""
+    out: str | None = None
+    """Folder of the results; unset: the first free one of runs/compare, runs/compare-2, ..."""
+
+
+def chosen(command: CompareCommand) -> list[str]:
+    """The strategies asked for, each once.
+
+    Raises:
+        ValueError: a name that is none.
+    """
+    if command.strategies is None:
+        return list(DEFAULT)
+    names = [name.strip() for name in command.strategies.split(",") if name.strip()]
+    for name in names:
+        if name not in STRATEGIES:
+            near = difflib.get_close_matches(name, STRATEGIES, n=1)
+            raise ValueError(
+                f"compare: expected strategies of {', '.join(STRATEGIES)}, got strategy={name}; "
+                f"{f'did you mean {near[0]}?' if near else 'choose of these'}"
+            )
+    if not names:
+        raise ValueError(
+            f"compare: expected names with commas, got strategies={command.strategies!r}; leave "
+            "--strategies out to run all"
+        )
+    return list(dict.fromkeys(names))
+
+
+def check(command: CompareCommand) -> None:
+    """Refuses what needs no torch to be seen.
+
+    Raises:
+        ValueError: names the setting.
+    """
+    chosen(command)
+    for name, low in _AT_LEAST.items():
+        value = getattr(command, name)
+        if value is not None and value < low:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"compare: expected {name} >= {low}, got {name}={value}; set {flag}")
+    if not 0 < command.lr < float("inf"):
+        raise ValueError(f"compare: expected lr > 0, got lr={command.lr}; set --lr")
+    if command.batch_size % command.nproc:
+        fit = -(-command.batch_size // command.nproc) * command.nproc
+        raise ValueError(
+            f"compare: expected batch_size to be a multiple of nproc={command.nproc}, got "
+            f"batch_size={command.batch_size}; use --batch-size {fit}"
+        )
+    if command.out is not None and Path(command.out).exists():
+        taken = not Path(command.out).is_dir() or any(Path(command.out).iterdir())
+        if taken:
+            raise ValueError(
+                f"compare: expected a new or an empty folder, got out={command.out}; a comparison "
+                "is not gone on with: choose another --out"
+            )
+
+
+@dataclass
+class Plan:
+    """A comparison before its first run."""
+
+    command: CompareCommand
+    shape: GPTConfig
+    data: TextData
+    comparison: Comparison
+
+    @classmethod
+    def of(cls, command: CompareCommand) -> Plan:
+        """Reads the text and decides what runs.
+
+        Raises:
+            ValueError: no such model, text or GPU; nothing is left to run.
+        """
+        import torch
+
+        on_gpu = torch.cuda.is_available()
+        device = command.device if command.device != "auto" else "cuda" if on_gpu else "cpu"
+        if device == "cuda" and not on_gpu:
+            raise ValueError(
+                "compare: expected a GPU for device=cuda, got none that torch can use; use "
+                "--device cpu"
+            )
+        sizes = {n: getattr(command, n) for n in ("n_layer", "n_head", "n_embd", "block_size")}
+        given = {name: value for name, value in sizes.items() if value is not None}
+        shape = GPTConfig.preset(command.model, vocab_size=1, dropout=0.0, **given)
+        skipped = {
+            name: why
+            for name in chosen(command)
+            if (why := why_not(name, command, shape, torch.cuda.device_count() if on_gpu else None))
+        }
+        names = [name for name in chosen(command) if name not in skipped]
+        if not names:
+            reasons = "; ".join(f"{name} {why}" for name, why in skipped.items())
+            raise ValueError(
+                f"compare: expected a strategy that can run here, got none: {reasons}; change "
+                "--strategies or --nproc"
+            )
+        data = load_data(command.data, command.tokenizer, block_size=shape.block_size)
+        shape = GPTConfig(**{**asdict(shape), "vocab_size": data.vocab_size})
+        epochs, epoch_steps, repeats = (
+            quick if command.quick and value is None else full if value is None else value
+            for value, full, quick in zip(
+                (command.epochs, command.epoch_steps, command.repeats), FULL, QUICK
+            )
+        )
+        if epoch_steps == 0:
+            windows = n_samples_per_epoch(data.train, shape.block_size)
+            epoch_steps = max(1, windows // command.batch_size)
+        settings = {
+            "strategies": names,
+            "nproc": command.nproc,
+            "model": command.model,
+            "shape": asdict(shape),
+            "parameters": count_parameters(shape),
+            "data": data.name,
+            "tokenizer": data.tokenizer.name,
+            "batch_size": command.batch_size,
+            "block_size": shape.block_size,
+            "epochs": epochs,
+            "epoch_steps": epoch_steps,
+            "repeats": repeats,
+            "untimed_steps": min(UNTIMED_STEPS, epoch_steps - 1),
+            "lr": command.lr,
+            "seed": command.seed,
+            "device": device,
+            "threads": threads_per_rank(command.threads, command.nproc),
+        }
+        return cls(command, shape, data, Comparison(settings, about_machine(device), skipped))
+
+    @property
+    def steps(self) -> int:
+        """Of one run."""
+        return self.comparison.settings["epochs"] * self.comparison.settings["epoch_steps"]
+
+    def runs(self) -> list[Run]:
+        """All, in turn: each repeat begins with another strategy; other orders of sums last."""
+        settings = self.comparison.settings
+        names, repeats = settings["strategies"], settings["repeats"]
+        runs = []
+        for repeat in range(repeats):
+            first = repeat * len(names) // repeats
+            runs += [self._run(name, repeat + 1) for name in names[first:] + names[:first]]
+        return runs + self._yardsticks()
+
+    def _run(self, name: str, repeat: int) -> Run:
+        """See [Note: one rank's share]."""
+        settings, strategy = self.comparison.settings, STRATEGIES[name]
+        rows = settings["batch_size"]
+        batch = DataSettings(batch_size=rows)
+        nproc = settings["nproc"]
+        micro, accum = derive_batch(batch, self.shape.block_size, nproc // strategy.tp)
+        ranks = nproc
+        if strategy.one_rank:
+            ranks, accum = 1, rows // micro
+        return Run(name, repeat, ranks, settings["threads"], micro, accum)
+
+    def _yardsticks(self) -> list[Run]:
+        """Of `single`: smallest and largest other micro-batches, the latter with an exact norm."""
+        rows = self.comparison.settings["batch_size"]
+        base = self._run(SINGLE, 1)
+        most = max(1, AUTO_MICRO_BATCH_TOKENS // self.shape.block_size)
+        sizes = [n for n in range(1, min(rows, most) + 1) if rows % n == 0]
+        sizes = [n for n in sizes if n != base.micro_batch_size]
+        orders = [(sizes[-1] if sizes else base.micro_batch_size, True)]
+        orders += [(sizes[0], False)] if len(sizes) > 1 else []
+        if SINGLE not in self.comparison.settings["strategies"]:
+            orders.append((base.micro_batch_size, False))
+        return [
+            Run(SINGLE, 1, 1, base.threads, n, rows // n, yardstick=True, exact_norm=exact)
+            for n, exact in orders
+        ]
+
+    def spec(self, run: Run) -> Spec:
+        """What the ranks of a run are told."""
+        s = self.comparison.settings
+        return Spec(
+            run.strategy,
+            asdict(self.shape),
+            self.command.data,
+            self.command.tokenizer,
+            s["batch_size"],
+            run.micro_batch_size,
+            run.grad_accum_steps,
+            self.steps,
+            s["untimed_steps"],
+            s["lr"],
+            s["seed"],
+            s["device"],
+            run.threads,
+            run.exact_norm,
+        )
+
+    def lines(self, runs: Sequence[Run]) -> list[str]:
+        """What is about to happen, for people."""
+        s = self.comparison.settings
+        count = s["epochs"] * s["epoch_steps"]
+        found = [
+            f"compare  {', '.join(s['strategies'])}",
+            *(f"skipped  {name}: {why}" for name, why in self.comparison.skipped.items()),
+            f"model    {s['model']}, {s['parameters']:,} parameters, fp32, no dropout",
+            f"data     {self.data.describe()}",
+            f"steps    {s['batch_size']} sequences of {s['block_size']} tokens; {s['epochs']} "
+            f"epochs of {s['epoch_steps']} steps, {s['repeats']} runs each",
+            f"ranks    {s['nproc']} on {s['device']}, threads of each: {s['threads']}; {SINGLE} is "
+            "one rank",
+        ]
+        n_orders = sum(run.yardstick for run in runs)
+        more = f", {n_orders} of them {SINGLE} with other sums" * (n_orders > 0)
+        line = f"time     {len(runs)} runs of {count} steps{more}"
+        if s["device"] == "cpu":
+            line += f"; expected: about {duration(self.expected_s(runs))} (a step was tried)"
+        return [*found, line]
+
+    def expected_s(self, runs: Sequence[Run]) -> float:
+        """Seconds of all runs, by a few micro-batches on this process's CPU."""
+        import torch
+
+        from fastpar.models.gpt import GPT
+
+        s = self.comparison.settings
+        before = torch.get_num_threads()
+        torch.set_num_threads(s["threads"])
+        model, rows = GPT(self.shape), max(1, s["batch_size"] // s["nproc"])
+        x, y = sample_batch(
+            self.data.train,
+            seed=0,
+            first_sample=0,
+            n_samples=rows,
+            block_size=s["block_size"],
+        )
+        model(x, y).backward()
+        start = time.perf_counter()
+        for _ in range(_PROBE_STEPS):
+            model(x, y).backward()
+        sequence_s = (time.perf_counter() - start) / _PROBE_STEPS / rows
+        torch.set_num_threads(before)
+        total = 0.0
+        for run in runs:
+            own = s["batch_size"] // run.ranks
+            total += START_S + self.steps * (own * sequence_s * BESIDE)
+        return total
+
+
+def why_not(name: str, command: CompareCommand, shape: GPTConfig, gpus: int | None) -> str | None:
+    """Why a strategy cannot run with these settings; None: it can.
+
+    Args:
+        gpus: of this machine; None: ranks are on the CPU.
+    """
+    strategy = STRATEGIES[name]
+    reason = strategy.why_not(command.nproc)
+    if reason is None and shape.n_head % strategy.tp:
+        reason = f"needs a multiple of {strategy.tp} heads, got {shape.n_head}"
+    if reason is None and shape.block_size % strategy.tp:
+        reason = f"needs a context that is a multiple of {strategy.tp}, got {shape.block_size}"
+    ranks = 1 if strategy.one_rank else command.nproc
+    if reason is None and gpus is not None and command.device != "cpu" and gpus < ranks:
+        reason = f"needs a GPU for each of {ranks} ranks, got {gpus}"
+    return reason

@@ -1,0 +1,480 @@
+"""Ways to train one model on several ranks behind one door: torch's, DeepSpeed's and fastpar's.
+
+build(name, ...) wraps the module that the factory makes, with AdamW of the same hyper-parameters
+(decay on matrices only); each rank computes its own rows, and forward(x, y) is the mean loss.
+torch.distributed is initialized before, or there is one rank. The module has its blocks in `.h`;
+a tied head must use the embedding's weight in the root's forward, as fastpar.models.gpt.GPT does,
+so that FSDP2's root unit and ZeRO-3's root module hold it there.
+
+[Note: comparable updates] With Adam's usual eps of 1e-8 a weight whose gradient is nothing but
+rounding (the bias of the keys) moves by the whole learning rate in a random direction, in any
+framework. Settings.eps is far above such gradients, so that an update is a smooth function of them
+and two runs can be compared by their weights. A step costs the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fastpar.comm.mesh import Mesh
+from fastpar.optim.adamw import AdamW
+from fastpar.parallel.engine import engine_of
+from fastpar.parallel.parallelize import parallelize
+
+ModelFactory = Callable[[], nn.Module]
+Batch = tuple[Tensor, Tensor, Tensor | None]  # x, y, the key of dropout
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all contenders share, and what fastpar alone is given.
+
+    bucket_mb: of DDP, of DeepSpeed's stages 1 and 2, and of fastpar; None leaves each its own.
+    max_grad_norm: the gradient's norm is clipped to it and known; None: neither.
+    exact_norm: torch's norm is summed in fp64: its sum in fp32 is off by some 1e-6 of it on a CPU.
+    grad_accum_steps: micro-batches of a step of train_step().
+    fastpar: further arguments of fastpar.parallelize.
+    """
+
+    lr: float = 6e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-3  # see [Note: comparable updates]
+    weight_decay: float = 0.1
+    device: str = "cpu"
+    bucket_mb: float | None = None
+    max_grad_norm: float | None = None
+    exact_norm: bool = False
+    grad_accum_steps: int = 1
+    fastpar: Mapping[str, Any] = field(default_factory=dict)
+
+
+Builder = Callable[[str, ModelFactory, Settings], "Contender"]
+
+
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Decay on matrices only, as nanoGPT configures it."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
+def adamw_of(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
+    """torch's fused AdamW over the model's parameters as they are now."""
+    return torch.optim.AdamW(
+        decay_groups(model, settings.weight_decay),
+        lr=settings.lr,
+        betas=settings.betas,
+        eps=settings.eps,
+        fused=True,
+    )
+
+
+class Contender:
+    """One rank of one way to train. Ranks: all call the same methods together.
+
+    Attributes:
+        dp_rank, dp_size: whose rows this rank computes, of how many such ranks.
+        grad_norm: of the last train_step(), over all ranks, before clipping; None: not known.
+    """
+
+    dp_rank, dp_size = 0, 1
+    grad_norm: Tensor | None = None
+
+    def __init__(
+        self, name: str, model: nn.Module, optimizer: Any = None, settings: Settings | None = None
+    ):
+        self.name, self.model, self.optimizer = name, model, optimizer
+        self.settings = settings or Settings()
+        if dist.is_initialized():
+            self.dp_rank, self.dp_size = dist.get_rank(), dist.get_world_size()
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        """Forward, backward, update, gradients dropped; this rank's loss before the update."""
+        loss = self.model(x, y)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def train_step(self, batches: Sequence[Batch], lr: float) -> Tensor:
+        """A step of several micro-batches with clipping; the mean of this rank's losses."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        losses = []
+        for j, (x, y, rng_key) in enumerate(batches):
+            with self._micro_batch(is_last=j == len(batches) - 1):
+                loss = self.model(x, y, rng_key=rng_key)
+                self._backward(loss, len(batches))
+            losses.append(loss.detach())
+        self._update()
+        return torch.stack(losses).double().mean()
+
+    def _micro_batch(self, is_last: bool) -> AbstractContextManager:
+        return contextlib.nullcontext()
+
+    def _backward(self, loss: Tensor, n: int) -> None:
+        (loss / n).backward()
+
+    def _update(self) -> None:
+        limit = self.settings.max_grad_norm
+        if limit is not None:
+            params = [p for p in self.model.parameters() if p.grad is not None]
+            grads = [p.grad for p in params if p.grad is not None]
+            if self.settings.exact_norm:
+                grads = [grad.double() for grad in grads]
+            norm: Any = nn.utils.get_total_norm(grads)
+            nn.utils.clip_grads_with_norm_(params, limit, norm)  # as clip_grad_norm_ does
+            self.grad_norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter whole under the module's own name, one after another."""
+        for name, p in self.model.named_parameters():
+            yield name, p.detach()
+
+    def report(self) -> dict[str, float]:
+        """Of fastpar's engine: exposed_ms, wire_bytes, ... of the last step, live_bytes now."""
+        return {}
+
+    def quiet(self) -> AbstractContextManager | None:
+        """A context in which steps do all but communicate; None where that cannot be had."""
+        return None
+
+    def close(self) -> None:
+        self.model = self.optimizer = None  # type: ignore[assignment]
+
+
+class _Single(Contender):
+    def quiet(self) -> AbstractContextManager:
+        return contextlib.nullcontext()
+
+
+class _DDP(Contender):
+    def _micro_batch(self, is_last: bool) -> AbstractContextManager:
+        return contextlib.nullcontext() if is_last else self.quiet()
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, p in self.model.module.named_parameters():  # type: ignore[union-attr]
+            yield name, p.detach()
+
+    def quiet(self) -> AbstractContextManager:
+        return self.model.no_sync()  # type: ignore[operator]
+
+
+class _FSDP2(Contender):
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, p in super().weights():
+            yield name, p.full_tensor() if hasattr(p, "full_tensor") else p
+
+
+class _DeepSpeed(Contender):
+    """`model` is DeepSpeed's engine, which steps the optimizer too."""
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = self.model(x, y)
+        self.model.backward(loss)  # type: ignore[operator]
+        self.model.step()  # type: ignore[operator]
+        return loss.detach()
+
+    def _backward(self, loss: Tensor, n: int) -> None:
+        """It divides by the number of micro-batches itself, and updates after the last of them."""
+        self.model.backward(loss)  # type: ignore[operator]
+        self.model.step()  # type: ignore[operator]
+
+    def _update(self) -> None:
+        norm = self.model.get_global_grad_norm()  # type: ignore[operator]
+        self.grad_norm = None if norm is None else torch.as_tensor(norm)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        deepspeed = importlib.import_module("deepspeed")
+        module: Any = self.model.module
+        whole = self.model.zero_optimization_stage() < 3  # type: ignore[operator]
+        for name, p in module.named_parameters():
+            gather = contextlib.nullcontext() if whole else deepspeed.zero.GatheredParameters([p])
+            with gather:
+                yield name, p.detach()
+
+    def close(self) -> None:
+        self.model.destroy()  # type: ignore[operator]
+        super().close()
+
+
+class _Fastpar(Contender):
+    @property
+    def engine(self) -> Any:
+        return engine_of(self.model)
+
+    def _update(self) -> None:
+        self.optimizer.step()  # it measures and clips
+        self.optimizer.zero_grad()
+        self.grad_norm = self.optimizer.grad_norm
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        if STRATEGIES[self.name].tp > 1:
+            yield from self.model.state_dict().items()
+            return
+        with self.engine.gathered():
+            yield from super().weights()
+
+    def report(self) -> dict[str, float]:
+        found = getattr(self.engine, "report", None)
+        names = ("step_ms", "compute_ms", "comm_ms", "exposed_ms", "wire_bytes")
+        values = {n: getattr(found, n, None) for n in names}
+        values["live_bytes"] = sum(self.engine.memory().values())
+        return {n: v for n, v in values.items() if v is not None}
+
+
+def _single(name: str, make: ModelFactory, settings: Settings) -> Contender:
+    model = make().to(settings.device)
+    return _Single(name, model, adamw_of(model, settings), settings)
+
+
+def _wrapped(make: ModelFactory, settings: Settings) -> nn.parallel.DistributedDataParallel:
+    if not dist.is_initialized():
+        raise ValueError(
+            "build: expected torch.distributed to be initialized, got initialized=False; "
+            "start the ranks with torchrun or fastpar.testing.run_ranks"
+        )
+    cap: dict[str, Any] = {}
+    if settings.bucket_mb is not None:
+        cap["bucket_cap_mb"] = settings.bucket_mb
+    model = make().to(settings.device)
+    return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, **cap)
+
+
+def _ddp(name: str, make: ModelFactory, settings: Settings) -> Contender:
+    model = _wrapped(make, settings)
+    return _DDP(name, model, adamw_of(model, settings), settings)
+
+
+def _ddp_zero(name: str, make: ModelFactory, settings: Settings) -> Contender:
+    """One ZeroRedundancyOptimizer for each group of hyper-parameters: it takes only one."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # slow to import
+
+    model = _wrapped(make, settings)
+    optimizers = [
+        ZeroRedundancyOptimizer(
+            group["params"],
+            torch.optim.AdamW,
+            lr=settings.lr,
+            betas=settings.betas,
+            eps=settings.eps,
+            weight_decay=group["weight_decay"],
+            fused=True,
+        )
+        for group in decay_groups(model, settings.weight_decay)
+        if group["params"]
+    ]
+    return _DDPZero(name, model, _Together(optimizers), settings)
+
+
+class _DDPZero(_DDP):
+    def quiet(self) -> None:  # type: ignore[override]
+        """Its optimizers send the weights."""
+        return None
+
+    def _micro_batch(self, is_last: bool) -> AbstractContextManager:
+        return contextlib.nullcontext() if is_last else self.model.no_sync()  # type: ignore[operator]
+
+
+class _Together:
+    """Several optimizers as one."""
+
+    def __init__(self, optimizers: list[Any]):
+        self.optimizers = optimizers
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+
+def _fsdp2(reshard: bool) -> Builder:
+    def build(name: str, make: ModelFactory, settings: Settings) -> Contender:
+        """A unit for each block; the root's holds both embeddings, the tied head and ln_f."""
+        from torch.distributed.fsdp import fully_shard  # slow to import
+
+        mesh = dist.device_mesh.init_device_mesh(settings.device, (dist.get_world_size(),))
+        model = make().to(settings.device)
+        for block in model.h:  # type: ignore[union-attr]
+            fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+        fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+        return _FSDP2(name, model, adamw_of(model, settings), settings)
+
+    return build
+
+
+def _deepspeed(stage: int) -> Builder:
+    def build(name: str, make: ModelFactory, settings: Settings) -> Contender:
+        deepspeed = import_deepspeed(settings.device)
+        if not deepspeed.comm.is_initialized():
+            deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
+        model = make().to(settings.device)
+        zero: dict[str, Any] = {"stage": stage, "overlap_comm": True}
+        if settings.bucket_mb is not None:
+            zero["reduce_bucket_size"] = int(settings.bucket_mb * 2**20 / 4)  # elements
+        config = {
+            "train_micro_batch_size_per_gpu": 1,  # names a number, moves no data
+            "gradient_accumulation_steps": settings.grad_accum_steps,
+            "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True,
+            "gradient_clipping": settings.max_grad_norm or 0.0,  # its default is 1.0
+            "zero_force_ds_cpu_optimizer": False,
+            "steps_per_print": 10**9,
+        }
+        optimizer = adamw_of(model, settings)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        if stage == 3:  # the tied head is used outside of its own module
+            deepspeed.zero.register_external_parameter(engine.module, engine.module.wte.weight)
+        return _DeepSpeed(name, engine, engine.optimizer, settings)
+
+    return build
+
+
+def import_deepspeed(device: str) -> Any:
+    """The package, told which device to serve; ImportError in one line where it is missing."""
+    os.environ["DS_ACCELERATOR"] = device
+    os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
+    try:
+        deepspeed = importlib.import_module("deepspeed")
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != "deepspeed":
+            raise
+        raise ImportError("deepspeed is not installed") from None
+    deepspeed.utils.logger.setLevel("ERROR")
+    return deepspeed
+
+
+def _fastpar(stage: int, hybrid: bool = False, tp: int = 1) -> Builder:
+    def build(name: str, make: ModelFactory, settings: Settings) -> Contender:
+        """hybrid: pairs of ranks share one copy, replicas across."""
+        mesh = Mesh(tp=tp, device=settings.device)
+        options: dict[str, Any] = {"zero_stage": stage, **settings.fastpar}
+        if hybrid:
+            if mesh.dp_size < 4 or mesh.dp_size % 2:
+                raise ValueError(
+                    "build: expected 4, 6, 8, ... ranks for HSDP, got "
+                    f"world_size={mesh.dp_size}; start more ranks"
+                )
+            options["shard_size"] = 2
+        if settings.bucket_mb is not None:
+            options["bucket_mb"] = settings.bucket_mb
+        if settings.grad_accum_steps > 1:
+            options["grad_accum_steps"] = settings.grad_accum_steps
+        model = parallelize(make().to(settings.device), mesh, **options)
+        optimizer = AdamW(
+            [
+                {"params": group["params"], "weight_decay": group["weight_decay"]}
+                for group in decay_groups(model, settings.weight_decay)
+            ],
+            lr=settings.lr,
+            betas=settings.betas,
+            eps=settings.eps,
+            max_grad_norm=settings.max_grad_norm,
+        )
+        made = _Fastpar(name, model, optimizer, settings)
+        made.dp_rank, made.dp_size = mesh.dp_rank, mesh.dp_size
+        return made
+
+    return build
+
+
+_IMPORTS = {
+    "torch": ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.optim"),
+    "deepspeed": ("torch._dynamo", "deepspeed"),
+}
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A way to train.
+
+    name: as it is typed; title: in tables of bench. package: what it needs, beside torch.
+    ranks: it runs on multiples of these, at least `at_least`; one_rank: on one, whatever there are.
+    tp: ranks that split each layer.
+    """
+
+    name: str
+    title: str
+    build: Builder
+    package: str = "fastpar"
+    ranks: int = 1
+    at_least: int = 1
+    one_rank: bool = False
+    tp: int = 1
+
+    def import_all(self) -> None:
+        """What else would be imported in the first step: memory that is no part of training."""
+        for name in _IMPORTS.get(self.package, ()):
+            importlib.import_module(name)
+
+    def why_not(self, nproc: int) -> str | None:
+        """Why it cannot run on so many ranks of this machine; None: it can."""
+        if nproc < self.at_least:
+            return f"needs {self.at_least} ranks, got {nproc}"
+        if nproc % self.ranks:
+            return f"needs a multiple of {self.ranks} ranks, got {nproc}"
+        if importlib.util.find_spec(self.package) is None:
+            return f"{self.package} is not installed"
+        return None
+
+
+SINGLE, DDP = "single", "ddp"
+_ALL = (
+    Strategy(SINGLE, "one process", _single, "torch", one_rank=True),
+    Strategy(DDP, "DDP", _ddp, "torch"),
+    Strategy("ddp-zero", "DDP + ZeRO optimizer", _ddp_zero, "torch"),
+    Strategy("fsdp2", "FSDP2", _fsdp2(reshard=True), "torch"),
+    Strategy("fsdp2-no-reshard", "FSDP2, no reshard", _fsdp2(reshard=False), "torch"),
+    *(
+        Strategy(f"deepspeed{n}", f"DeepSpeed ZeRO-{n}", _deepspeed(n), "deepspeed")
+        for n in (1, 2, 3)
+    ),
+    Strategy("dp", "fastpar ZeRO-0", _fastpar(0)),
+    *(Strategy(f"zero{n}", f"fastpar ZeRO-{n}", _fastpar(n)) for n in (1, 2, 3)),
+    Strategy("hsdp", "fastpar HSDP", _fastpar(3, hybrid=True), ranks=2, at_least=4),
+    Strategy("tp", "fastpar TP", _fastpar(0, tp=2), ranks=2, at_least=2, tp=2),
+    *(
+        Strategy(f"tp-zero{n}", f"fastpar TP, ZeRO-{n}", _fastpar(n, tp=2), "fastpar", 2, 4, tp=2)
+        for n in (1, 2, 3)
+    ),
+)
+STRATEGIES: dict[str, Strategy] = {strategy.name: strategy for strategy in _ALL}
+
+
+def build(name: str, make: ModelFactory, settings: Settings | None = None) -> Contender:
+    """The contender of that name, on this rank; raises where it cannot run here.
+
+    Args:
+        make: the module on the CPU, with the same weights on every rank.
+    Ranks: all, with the same arguments.
+    """
+    if name not in STRATEGIES:
+        raise ValueError(
+            f"build: expected one of {', '.join(STRATEGIES)}, got name={name}; choose one of these"
+        )
+    return STRATEGIES[name].build(name, make, settings or Settings())

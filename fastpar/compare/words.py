@@ -1,0 +1,151 @@
+"""A comparison in words: every sentence is computed from the numbers that it states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from fastpar.compare.results import FACTOR, FLOOR, Comparison, Run, Stat, judge_losses
+from fastpar.compare.strategies import SINGLE
+
+
+def summary(comparison: Comparison) -> list[str]:
+    """Sentences: which is fastest, which has least memory, whether the losses are the same."""
+    if not comparison.names:
+        return ["No run ended well: nothing was measured.", *_left_out(comparison)]
+    return [
+        _best(comparison, comparison.tokens_per_s, "Fastest", "tokens/s", most=True),
+        *_over_single(comparison),
+        _best(comparison, lambda r: comparison.memory(r) / 1e6, "Smallest", "MB", most=False),
+        f"Memory is {comparison.memory_label}.",
+        *_losses(comparison),
+        *_repeats(comparison),
+        *_left_out(comparison),
+    ]
+
+
+def number(value: float) -> str:
+    """Three digits and more: 21,300; 481.2; 48.1; 0.0123."""
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def with_range(stat: Stat, unit: str) -> str:
+    """A number with what its repeats say."""
+    text = f"{number(stat.median)} {unit}"
+    if stat.n == 1:
+        return f"{text} (one run)"
+    return f"{text} ({number(stat.low)} to {number(stat.high)} in {stat.n} repeats)"
+
+
+def listed(names: Sequence[str]) -> str:
+    """a; a and b; a, b and c."""
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _best(
+    comparison: Comparison, value: Callable[[Run], float], word: str, unit: str, *, most: bool
+) -> str:
+    """Who is first, by how much, and who cannot be told from it; see [Note: no difference]."""
+    ranking = comparison.ranking(value, most=most)
+    first, best = ranking[0]
+    if len(ranking) == 1:
+        return f"Only {first} was measured: {with_range(best, unit)}."
+    second, other = ranking[1]
+    percent = 100 * abs(other.median / best.median - 1) if best.median else 0.0
+    gap = f"{percent:.1f} % {'less' if most else 'more'}"
+    beside = (
+        f"{first}, {with_range(best, unit)}; next is {second} with {number(other.median)}, {gap}"
+    )
+    if best.n < 2:
+        return f"{word} in one run each, which proves no order: {beside}."
+    alike = [name for name, stat in ranking[1:] if stat.touches(best)]
+    if alike:
+        return (
+            f"{word}: no difference beyond the spread of repeats between "
+            f"{listed([first, *alike])}. By the median {beside}."
+        )
+    return f"{word}: {beside}, and no repeat of another strategy comes up to any of its own."
+
+
+def _over_single(comparison: Comparison) -> list[str]:
+    """The gain over one rank, of the fastest that uses more."""
+    many = [
+        (name, stat)
+        for name, stat in comparison.ranking(comparison.tokens_per_s, most=True)
+        if comparison.of(name)[0].ranks > 1
+    ]
+    alone = comparison.stat(SINGLE, comparison.tokens_per_s) if SINGLE in comparison.names else None
+    if not many or alone is None:
+        return []
+    name, stat = many[0]
+    ranks, threads = comparison.of(name)[0].ranks, comparison.of(SINGLE)[0].threads
+    return [
+        f"With {ranks} ranks {name} trains {stat.median / alone.median:.2f} times as fast as "
+        f"{SINGLE}, which is one rank ({_threads(comparison, threads)})."
+    ]
+
+
+def _threads(comparison: Comparison, threads: int) -> str:
+    if comparison.settings["device"] == "cuda":
+        return "one GPU"
+    return f"{threads} thread{'s' * (threads > 1)}, as many as each rank of the others"
+
+
+def _losses(comparison: Comparison) -> list[str]:
+    verdict = judge_losses(comparison)
+    if verdict is None:
+        return []
+    found = (
+        f"The largest difference of loss between two strategies is {verdict.difference:.2g}, in "
+        f"step {verdict.step} ({verdict.high} above {verdict.low})."
+    )
+    if verdict.yardstick is None:
+        return [
+            found,
+            f"Whether that is rounding is not known: {SINGLE} was not run in two orders.",
+        ]
+    measured = (
+        f"{SINGLE} with its sums in {verdict.orders} orders drifts apart by {verdict.yardstick:.2g}"
+    )
+    rule = (
+        f"allowed are {FACTOR:g} times its drift up to a step, or {FLOOR:g} roundings of the loss"
+    )
+    if verdict.beyond is None:
+        return [found, f"In every step that is within rounding: {measured} ({rule})."]
+    step, outlier = verdict.beyond
+    return [
+        found,
+        f"THAT IS MORE THAN ROUNDING, from step {step} on, where {outlier} is furthest from the "
+        f"others: {measured} ({rule}).",
+    ]
+
+
+def _repeats(comparison: Comparison) -> list[str]:
+    """Whether repeats gave the same losses, bit for bit as far as they are kept."""
+    several = [name for name in comparison.names if len(comparison.of(name)) > 1]
+    if not several:
+        return []
+    apart = {}
+    for name in several:
+        losses = np.array([run.losses for run in comparison.of(name)])
+        apart[name] = float((losses.max(0) - losses.min(0)).max())
+    other = [name for name in several if apart[name] > 0]
+    if not other:
+        return ["Repeats of one strategy gave the same losses to the last bit."]
+    return [
+        f"Repeats of {listed(other)} differed in their losses, by {max(apart.values()):.2g} at "
+        "most; those of the others did not."
+        if len(other) < len(several)
+        else f"Repeats differed in their losses, by {max(apart.values()):.2g} at most."
+    ]
+
+
+def _left_out(comparison: Comparison) -> list[str]:
+    lines = [f"Skipped: {name} ({why})." for name, why in comparison.skipped.items()]
+    lines += [f"Failed: {name} ({why})." for name, why in comparison.failed.items()]
+    if not comparison.complete:
+        lines.append("The comparison was stopped before all of its runs.")
+    return lines

@@ -1,0 +1,1 @@
+"""What a run and a model are: settings that check themselves."""

@@ -1,0 +1,338 @@
+"""What a model and a run are: frozen dataclasses that check themselves and name what they refuse.
+
+The command line, the settings file and a run's config.json are made from the same classes.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, get_type_hints
+
+from fastpar.config.options import DataSettings, OptimSettings, ParallelSettings, TrainFlags
+from fastpar.config.settings import describe, fits, option, parse_seconds
+
+VOCAB_MULTIPLE = 128  # rows of wte are padded to this, so that every GEMM of the head is aligned
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """Shape of a GPT-2. The defaults are the smallest published one.
+
+    Raises:
+        ValueError: a size below 1; n_embd not divisible by n_head; dropout outside [0, 1).
+    """
+
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    block_size: int = 1024  # tokens of context
+    vocab_size: int = 50257  # tokens of the tokenizer; see padded_vocab_size
+    dropout: float = 0.1
+    layer_norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(
+                    f"GPTConfig: expected a positive integer, got {name}={value}; set {name} >= 1"
+                )
+        if self.n_embd % self.n_head:
+            raise ValueError(
+                f"GPTConfig: expected n_embd divisible by n_head={self.n_head}, got "
+                f"n_embd={self.n_embd}; choose n_embd as a multiple of n_head"
+            )
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(
+                f"GPTConfig: expected 0 <= dropout < 1, got dropout={self.dropout}; "
+                "use 0 to switch dropout off"
+            )
+        if not self.layer_norm_eps > 0.0:
+            raise ValueError(
+                "GPTConfig: expected layer_norm_eps > 0, got "
+                f"layer_norm_eps={self.layer_norm_eps}; GPT-2 uses 1e-5"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        return self.n_embd // self.n_head
+
+    @property
+    def padded_vocab_size(self) -> int:
+        return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+    @classmethod
+    def preset(cls, name: str, **overrides: Any) -> GPTConfig:
+        """The named entry of PRESETS, with single fields replaced by `overrides`."""
+        if name not in PRESETS:
+            raise ValueError(
+                f"GPTConfig.preset: expected one of {', '.join(PRESETS)}, got name={name}; "
+                "choose one of these and override single sizes"
+            )
+        return cls(**{**asdict(PRESETS[name]), **overrides})
+
+
+PRESETS: dict[str, GPTConfig] = {
+    "gpt2": GPTConfig(n_layer=12, n_head=12, n_embd=768),
+    "gpt2-medium": GPTConfig(n_layer=24, n_head=16, n_embd=1024),
+    "gpt2-large": GPTConfig(n_layer=36, n_head=20, n_embd=1280),
+    "gpt2-xl": GPTConfig(n_layer=48, n_head=25, n_embd=1600),
+    # For CPUs: minutes to a model whose text is recognizable.
+    "micro": GPTConfig(n_layer=4, n_head=4, n_embd=128, block_size=64, dropout=0.0),
+    "mini": GPTConfig(n_layer=4, n_head=4, n_embd=256, block_size=128, dropout=0.0),
+    "small-cpu": GPTConfig(n_layer=6, n_head=6, n_embd=384, block_size=256, dropout=0.0),
+}
+
+
+@dataclass(frozen=True)
+class TrainConfig(TrainFlags):
+    """What a run is: TrainFlags that are known to make sense.
+
+    Raises:
+        ValueError: a setting outside what its help says; names the setting.
+    """
+
+    def __post_init__(self) -> None:
+        values = self.settings()
+        for name, low in _AT_LEAST.items():
+            value = values[name]
+            if value is not None and not low <= value < math.inf:
+                raise ValueError(
+                    f"train: expected {name} >= {low}, got {name}={value}; set {option(name)}"
+                )
+        for name in ("lr", "bucket_mb"):
+            if values[name] is not None and not 0.0 < values[name] < math.inf:
+                raise ValueError(
+                    f"train: expected {name} > 0, got {name}={values[name]}; set {option(name)}"
+                )
+        if not all(0.0 <= beta < 1.0 for beta in self.optim.betas):
+            raise ValueError(
+                f"train: expected 0 <= betas < 1, got betas={self.optim.betas}; "
+                "GPT-2 is trained with 0.9 0.95"
+            )
+        if self.optim.min_lr is not None and self.optim.min_lr > self.optim.lr:
+            raise ValueError(
+                f"train: expected min_lr <= lr={self.optim.lr}, got min_lr={self.optim.min_lr}; "
+                "lower --min-lr or raise --lr"
+            )
+        warmup, steps = self.optim.warmup_steps, self.run.max_steps
+        if warmup is not None and warmup > steps:
+            raise ValueError(
+                f"train: expected warmup_steps <= max_steps={steps}, got warmup_steps={warmup}; "
+                "lower --warmup-steps or raise --max-steps"
+            )
+        stage, tp = self.parallel.zero_stage, self.parallel.tp
+        if self.optim.optimizer == "adafactor" and (stage or tp > 1):
+            raise ValueError(
+                "train: expected zero_stage=0 and tp=1 with optimizer=adafactor, whose means of "
+                f"rows and columns need whole matrices, got zero_stage={stage}, tp={tp}; use "
+                "--optimizer adamw, or leave --zero and --tp out"
+            )
+        if self.optim.moment_dtype == "int8" and tp > 1:
+            raise ValueError(
+                "train: expected moment_dtype fp32 or bf16 with tp > 1, got moment_dtype=int8 with "
+                f"tp={tp}; blocks of 8-bit numbers end with a rank's slice and make no checkpoint: "
+                "use --moment-dtype bf16"
+            )
+        check_storage(self.optim, str(self.system.dtype))
+        check_parallel(
+            self.parallel, str(self.system.dtype), deterministic=self.system.deterministic
+        )
+        if self.run.name is not None and not re.fullmatch(r"[\w.+-]*\w[\w.+-]*", self.run.name):
+            raise ValueError(
+                f"train: expected name of letters, digits and . _ + -, got name={self.run.name!r}; "
+                "use --out for a path"
+            )
+        if self.run.max_time is not None:
+            parse_seconds(self.run.max_time)
+        parse_seconds(self.faults.timeout, "timeout")
+        goes_back = self.faults.on_nonfinite == "rollback" or self.faults.loss_spike > 0
+        if goes_back and not self.run.save_every:
+            name = "loss_spike" if self.faults.loss_spike > 0 else "on_nonfinite"
+            raise ValueError(
+                f"train: expected save_every >= 1 with {name}={values[name]}, which goes back to "
+                "the last checkpoint, got save_every=0; set --save-every"
+            )
+        if self.shape.init_from is None:
+            # Sizes are refused before the text is read.
+            check_split(self.parallel, self.model_config(vocab_size=1))
+
+    def settings(self) -> dict[str, Any]:
+        """Every setting by its own name, without the groups: what config.json holds."""
+        return {name: value for group in asdict(self).values() for name, value in group.items()}
+
+    def replace(self, changes: Mapping[str, Any], source: str = "settings") -> TrainConfig:
+        """A copy with the named settings changed; `source` is where errors say they stand."""
+        groups: dict[str, dict[str, Any]] = {f.name: {} for f in fields(self)}
+        for key, value in changes.items():
+            name = setting_name(key)
+            if name not in _SETTINGS:
+                near = difflib.get_close_matches(name, _SETTINGS, n=1)
+                raise ValueError(
+                    f"train: expected a setting of `fastpar train --help` in {source}, got "
+                    f"key={key}; {f'did you mean {near[0]}?' if near else 'remove it'}"
+                )
+            group, hint = _SETTINGS[name]
+            if not fits(value, hint):
+                raise ValueError(
+                    f"train: expected {describe(hint)} for {name} in {source}, got "
+                    f"{name}={value!r}; see `fastpar train --help`"
+                )
+            groups[group][name] = tuple(value) if isinstance(value, list) else value
+        return TrainConfig(
+            **{name: type(old)(**{**vars(old), **groups[name]}) for name, old in vars(self).items()}
+        )
+
+    def model_config(self, vocab_size: int) -> GPTConfig:
+        """The GPT-2 that these settings and a vocabulary describe; not for init_from."""
+        names = ("n_layer", "n_head", "n_embd", "block_size", "dropout")
+        overrides = {n: getattr(self.shape, n) for n in names}
+        given = {name: value for name, value in overrides.items() if value is not None}
+        return GPTConfig.preset(self.shape.model, vocab_size=vocab_size, **given)
+
+    @property
+    def min_lr(self) -> float:
+        return self.optim.lr / 10 if self.optim.min_lr is None else self.optim.min_lr
+
+    @property
+    def warmup_steps(self) -> int:
+        given = self.optim.warmup_steps
+        return min(self.run.max_steps // 10, 1000) if given is None else given
+
+
+def setting_name(key: str) -> str:
+    """A setting as it is spelled in a file or, without its dashes, as a flag."""
+    name = key.replace("-", "_")
+    return {"zero": "zero_stage"}.get(name, name)
+
+
+def check_storage(optim: OptimSettings, dtype: str) -> None:
+    """Refuse storage of the optimizer's numbers that contradicts itself or the weights' format.
+
+    Args:
+        dtype: fp32, bf16, fp16, or auto where it is not known yet.
+    """
+    rounding, masters = optim.stochastic_rounding, optim.master_weights
+    if optim.optimizer == "adafactor" and (rounding or optim.moment_dtype != "fp32"):
+        name = "stochastic_rounding" if rounding else "moment_dtype"
+        raise ValueError(
+            f"train: expected {name}={False if rounding else 'fp32'} with optimizer=adafactor, got "
+            f"{name}={getattr(optim, name)}; use --optimizer adamw, or leave {option(name)} out"
+        )
+    if rounding and masters != "auto":
+        raise ValueError(
+            "train: expected stochastic_rounding or master_weights, got both: master_weights="
+            f"{masters}; leave one of them out"
+        )
+    if rounding and dtype not in ("auto", "bf16"):
+        raise ValueError(
+            "train: expected bf16 weights with stochastic_rounding, got "
+            f"dtype={dtype}; use --dtype bf16, or leave --stochastic-rounding out"
+        )
+    if masters == "remainder" and dtype == "fp16":
+        raise ValueError(
+            "train: expected bf16 weights with master_weights=remainder, got dtype=fp16; use "
+            "--master-weights full"
+        )
+
+
+def check_parallel(parallel: ParallelSettings, dtype: str, *, deterministic: bool) -> None:
+    """Refuse shards of nothing, and formats of gradients that do not fit the weights'.
+
+    Args:
+        dtype: fp32, bf16, fp16, or auto where it is not known yet.
+    """
+    if parallel.shard_size is not None and parallel.zero_stage == 0:
+        raise ValueError(
+            "train: expected zero_stage 1, 2 or 3 with shard_size, got zero_stage=0 with "
+            f"shard_size={parallel.shard_size}; add --zero, or leave --shard-size out"
+        )
+    for name in ("grad_dtype", "reduce_dtype"):
+        value = getattr(parallel, name)
+        if deterministic and value not in ("auto", "fp32"):
+            raise ValueError(
+                f"train: expected {name}=fp32 with deterministic, got {name}={value}; sums of 16 "
+                f"bits depend on how they are split: leave {option(name)} out"
+            )
+        # On the wire bf16 has fp32's range; fp16 needs gradients that a loss scale keeps in it.
+        known = ("auto", "fp32", dtype, "bf16" if name == "reduce_dtype" else "auto")
+        if dtype != "auto" and value not in known:
+            raise ValueError(
+                f"train: expected {name} to be fp32 or the weights' dtype={dtype}, got "
+                f"{name}={value}; leave {option(name)} out"
+            )
+
+
+def check_split(parallel: ParallelSettings, shape: GPTConfig) -> None:
+    """Refuse a tp that does not divide what it splits of a model."""
+    if shape.n_head % parallel.tp:
+        raise ValueError(
+            f"train: expected tp to divide n_head={shape.n_head}, got tp={parallel.tp}; attention "
+            "is split by heads: change --tp"
+        )
+    if parallel.sequence_parallel and shape.block_size % parallel.tp:
+        raise ValueError(
+            f"train: expected tp to divide block_size={shape.block_size} under sequence "
+            f"parallelism, got tp={parallel.tp}; change --tp, or add --no-sequence-parallel"
+        )
+
+
+def _settings_by_name() -> dict[str, tuple[str, Any]]:
+    """Name of every setting -> (its group, its type)."""
+    groups = get_type_hints(TrainConfig)
+    return {
+        name: (group, hint)
+        for group, cls in groups.items()
+        for name, hint in get_type_hints(cls).items()
+    }
+
+
+_SETTINGS = _settings_by_name()
+_AT_LEAST: dict[str, float] = {
+    **dict.fromkeys(("batch_size", "micro_batch_size", "grad_accum_steps", "max_steps"), 1),
+    **dict.fromkeys(("eval_batches", "nproc", "threads", "shard_size", "tp"), 1),
+    **dict.fromkeys(("eval_every", "save_every", "keep_last", "warmup_steps", "min_lr"), 0),
+    **dict.fromkeys(("weight_decay", "max_grad_norm", "num_samples", "max_new_tokens"), 0),
+    **dict.fromkeys(("temperature", "top_k", "keep_every", "loss_spike", "max_rollbacks"), 0),
+    **dict.fromkeys(("check_replicas_every", "max_restarts"), 0),
+}
+
+
+AUTO_MICRO_BATCH_TOKENS = 16384
+
+
+def derive_batch(settings: DataSettings, block_size: int, dp_size: int) -> tuple[int, int]:
+    """(micro_batch_size, grad_accum_steps) with batch_size = dp_size * both.
+
+    Args:
+        dp_size: ranks, or groups of tp ranks, that compute different sequences.
+    Raises:
+        ValueError: batch_size has fewer sequences than these, or does not divide.
+    """
+    rows, micro, accum = settings.batch_size, settings.micro_batch_size, settings.grad_accum_steps
+    if rows < dp_size:
+        raise ValueError(
+            f"train: expected at least one sequence for each of dp={dp_size} (ranks / tp), got "
+            f"batch_size={rows}; use fewer ranks or raise --batch-size"
+        )
+    if micro is None:
+        micro = max(1, rows // dp_size // (accum or 1))
+        limit = micro if accum else max(1, AUTO_MICRO_BATCH_TOKENS // block_size)
+        micro = max(m for m in range(1, min(micro, limit) + 1) if micro % m == 0)
+    if accum is None:
+        accum = max(1, rows // (dp_size * micro))
+    if rows != dp_size * micro * accum:
+        hint = "change --batch-size, or leave out --micro-batch-size and --grad-accum-steps"
+        if rows % dp_size:
+            fit = ", ".join(str(n) for n in range(1, rows + 1) if rows % n == 0)
+            hint = f"use one of dp={fit}, or change --batch-size"
+        raise ValueError(
+            "train: expected batch_size = dp (ranks / tp) * micro_batch_size * grad_accum_steps = "
+            f"{dp_size} * {micro} * {accum} = {dp_size * micro * accum}, got batch_size={rows}; "
+            f"{hint}"
+        )
+    return micro, accum

@@ -1,0 +1,1 @@
+"""What a step takes, on paper: memory, time, devices, links."""

@@ -1,0 +1,351 @@
+"""Tokens and batches: text is tokenized once and cached; a batch is a pure function of an index.
+
+[Note: sample order] Sample i belongs to epoch e = i // n, n = n_samples_per_epoch. An epoch cuts
+the tokens into n windows of T inputs on a grid that starts at a random offset below T, and visits
+them in a random order. Both depend on (seed, e) only, so every epoch has other windows and no token
+is the input of two samples of one epoch. The order is never stored: position p of the epoch maps to
+a window by a Feistel network on w = bit_length(n - 1) bits (w // 2 and w - w // 2), each round a
+bijection, and a result >= n goes through again until it is below n (cycle walking; fewer than two
+passes on average because 2**w < 2 n), which makes a bijection on [0, n). Hence ranks, accumulation
+and resuming need no state: whoever knows the index has the sample.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fastpar.data.sources import Shards, Tokens, TokenSource, open_source
+from fastpar.data.token_cache import (
+    cache_folder,
+    digest_of,
+    progress_bar,
+    say,
+    temporary,
+    tokenized,
+)
+from fastpar.data.tokenizer import (
+    IdTokenizer,
+    Tokenizer,
+    check_name,
+    learns_from_text,
+    make_tokenizer,
+)
+
+_DEFAULT_TOKENIZER = "bpe-4096"
+_SCAN_TOKENS = 1 << 24
+_FEISTEL_ROUNDS = 8
+_MASK64 = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: splitmix64's increment
+
+
+@dataclass(frozen=True)
+class TextData:
+    """Tokens to train on and tokens to validate on, with the tokenizer that reads them.
+
+    train, val: 1-D, uint16 or uint32, mapped from disk; len() and contiguous slices work.
+    val_bytes: bytes of text that val stands for, None for ready-made tokens;
+        val_loss * len(val) / val_bytes / ln 2 is bits per byte, comparable across tokenizers.
+    notes: what the user should know, as files that were skipped.
+    """
+
+    name: str
+    train: Tokens
+    val: Tokens
+    tokenizer: Tokenizer
+    vocab_size: int
+    val_bytes: int | None = None
+    notes: tuple[str, ...] = ()
+
+    def describe(self) -> str:
+        """One line for the set-up a run prints."""
+        text = (
+            f"{self.name}: {len(self.train):,} tokens to train on, {len(self.val):,} to validate "
+            f"on; tokenizer {self.tokenizer.name}, {self.vocab_size:,} tokens"
+        )
+        if self.val_bytes and len(self.val):
+            text += f", {self.val_bytes / len(self.val):.2f} bytes per token"
+        return text
+
+
+def load_data(
+    source: str = "bible",
+    tokenizer: str = "auto",
+    *,
+    cache_dir: str | Path | None = None,
+    val_fraction: float = 0.05,
+    text_column: str = "text",
+    block_size: int | None = None,
+    progress: bool = True,
+) -> TextData:
+    """Tokens of the source, tokenized now or taken from the cache.
+
+    Args:
+        source: see `fastpar.data.sources.open_source`.
+        tokenizer: see `fastpar.data.tokenizer.make_tokenizer`; auto is bpe-4096 for text, gpt2 for
+        .bin
+            files, or the characters of nanoGPT's meta.pkl beside them. ids, for .bin files only,
+            leaves them numbers; the vocabulary then ends at the largest.
+        cache_dir: default $XDG_CACHE_HOME/fastpar or ~/.cache/fastpar.
+        val_fraction: share of the text that is held out: whole documents spread over the text, or
+            its end where there are too few documents for that. Files and datasets that bring a
+            validation part of their own keep it.
+        block_size: when given, both parts must hold one sequence of it.
+        progress: this process shows a bar and notes on stderr.
+    Raises:
+        ValueError: see `open_source` and `make_tokenizer`; val_fraction outside (0, 1); token ids
+            that the tokenizer does not have; text too short for block_size.
+        RuntimeError: a package is missing; the cache folder cannot be written.
+    Ranks: any number may call it at once; one tokenizes, the others wait for it.
+    Deterministic: yes; split and ids depend on content and arguments only.
+    """
+    if not 0.0 < val_fraction < 1.0:
+        raise ValueError(
+            f"load_data: expected 0 < val_fraction < 1, got val_fraction={val_fraction}; "
+            "0.05 holds out a twentieth"
+        )
+    opened = open_source(source, text_column=text_column)
+    for note in opened.notes:
+        say(note, progress)
+    cache = cache_folder(cache_dir)
+    if isinstance(opened, TokenSource):
+        data = _load_tokens(opened, tokenizer, val_fraction, cache, progress)
+    else:
+        name = _DEFAULT_TOKENIZER if tokenizer == "auto" else tokenizer
+        check_name(name)
+        text = tokenized(opened, name, val_fraction, cache=cache, progress=progress)
+        n_tokens = text.tokenizer.vocab_size
+        data = TextData(
+            opened.name,
+            text.train,
+            text.val,
+            text.tokenizer,
+            n_tokens,
+            val_bytes=text.val_bytes,
+            notes=tuple(opened.notes),
+        )
+    if block_size is not None:
+        for part, tokens in (("training", data.train), ("validation", data.val)):
+            _check_length("load_data", tokens, block_size, f"{part} tokens of {data.name}")
+    return data
+
+
+def n_samples_per_epoch(tokens: Tokens, block_size: int) -> int:
+    """Windows of block_size inputs, each with its next token, that an epoch visits once.
+
+    Up to one window less than fit, which leaves room for the offset of [Note: sample order].
+    """
+    _check_length("n_samples_per_epoch", tokens, block_size, "tokens")
+    return max(1, (len(tokens) - block_size) // block_size)
+
+
+def sample_batch(
+    tokens: Tokens,
+    *,
+    seed: int,
+    first_sample: int,
+    n_samples: int,
+    block_size: int,
+    device: str | torch.device = "cpu",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Samples first_sample .. first_sample + n_samples - 1 of the endless shuffled series.
+
+    Args:
+        tokens: 1-D, uint16 or uint32, more than block_size of them.
+        seed: decides offsets and orders; any integer, taken modulo 2**64.
+    Returns:
+        x, y: int64 [n_samples, block_size] on device; y is x moved on by one token. The copy to a
+        GPU is asynchronous on the current stream, from pinned memory.
+    Raises:
+        ValueError: too few tokens; a negative index or count.
+    Deterministic: yes, a pure function of its arguments; see [Note: sample order].
+    """
+    if first_sample < 0 or n_samples < 0:
+        raise ValueError(
+            "sample_batch: expected first_sample >= 0 and n_samples >= 0, got "
+            f"first_sample={first_sample}, n_samples={n_samples}; samples count from 0"
+        )
+    starts = _window_starts(
+        len(tokens),
+        n_samples_per_epoch(tokens, block_size),
+        seed=seed,
+        first_sample=first_sample,
+        n_samples=n_samples,
+        block_size=block_size,
+    )
+    return _gather(tokens, starts, block_size, device)
+
+
+def eval_batches(
+    tokens: Tokens,
+    *,
+    batch_size: int,
+    block_size: int,
+    n_batches: int | None = None,
+    rank: int = 0,
+    world_size: int = 1,
+    device: str | torch.device = "cpu",
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Consecutive windows from the start of the tokens, none overlapping, in batches.
+
+    Args:
+        n_batches: stop after so many, counted over all ranks; None reads every window. The last
+            batch may have fewer rows: weigh losses by rows.
+        rank, world_size: take the batches rank, rank + world_size, ...
+    Returns:
+        (x, y) as `sample_batch`.
+    Raises:
+        ValueError: too few tokens; batch_size below 1.
+    """
+    _check_length("eval_batches", tokens, block_size, "tokens")
+    if batch_size < 1:
+        raise ValueError(
+            f"eval_batches: expected batch_size >= 1, got batch_size={batch_size}; give rows"
+        )
+    starts = np.arange((len(tokens) - 1) // block_size) * block_size
+    last = len(starts) if n_batches is None else min(len(starts), n_batches * batch_size)
+    firsts = range(rank * batch_size, last, world_size * batch_size)
+    return (
+        _gather(tokens, starts[first : min(first + batch_size, last)], block_size, device)
+        for first in firsts
+    )
+
+
+def _check_length(function: str, tokens: Tokens, block_size: int, what: str) -> None:
+    if block_size < 1:
+        raise ValueError(
+            f"{function}: expected block_size >= 1, got block_size={block_size}; give the context "
+            "length in tokens"
+        )
+    if len(tokens) <= block_size:
+        raise ValueError(
+            f"{function}: expected at least block_size + 1 = {block_size + 1} {what}, got "
+            f"{len(tokens)}; give more text or a smaller block_size"
+        )
+
+
+def _gather(
+    tokens: Tokens, starts: np.ndarray, block_size: int, device: str | torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Windows of block_size + 1 tokens as inputs and targets."""
+    device = torch.device(device)
+    pinned = device.type == "cuda"
+    xy = torch.empty(2, len(starts), block_size, dtype=torch.int64, pin_memory=pinned)
+    x, y = xy.numpy()
+    source = tokens if isinstance(tokens, Shards) else np.asarray(tokens)
+    for row, start in enumerate(starts.tolist()):
+        window = source[start : start + block_size + 1]
+        x[row] = window[:-1]
+        y[row] = window[1:]
+    if pinned:
+        xy = xy.to(device, non_blocking=True)
+    return xy[0], xy[1]
+
+
+def _window_starts(
+    n_tokens: int, n: int, *, seed: int, first_sample: int, n_samples: int, block_size: int
+) -> np.ndarray:
+    """First token of each sample; int64 [n_samples]. See [Note: sample order]."""
+    epoch, position = np.divmod(np.arange(first_sample, first_sample + n_samples), n)
+    keys = _epoch_keys(seed, epoch)
+    offset = keys[-1] % np.uint64(min(block_size, n_tokens - n * block_size))
+    window = _permute(position.astype(np.uint64), n, keys[:-1])
+    return (offset + window * np.uint64(block_size)).astype(np.int64)
+
+
+def _epoch_keys(seed: int, epoch: np.ndarray) -> np.ndarray:
+    """Random words of each epoch, uint64 [2 * rounds + 1, n_samples], by splitmix64."""
+    n_words = 2 * _FEISTEL_ROUNDS + 1
+    base = np.array([_mix64(np.array([seed & _MASK64], np.uint64))[0]])
+    counter = epoch.astype(np.uint64) * np.uint64(n_words)
+    counter = counter + np.arange(1, n_words + 1, dtype=np.uint64)[:, None]
+    return _mix64(base + counter * np.uint64(_GOLDEN))
+
+
+def _mix64(x: np.ndarray) -> np.ndarray:
+    """splitmix64's finalizer, a bijection on 64 bits (Steele, Lea, Flood 2014)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _permute(position: np.ndarray, n: int, keys: np.ndarray) -> np.ndarray:
+    """A bijection on [0, n) that the keys choose; see [Note: sample order]."""
+    width = (n - 1).bit_length()
+    low = np.uint64(width - width // 2)
+    mask_high, mask_low = np.uint64((1 << width // 2) - 1), np.uint64((1 << int(low)) - 1)
+    window = position
+    again = np.ones(len(position), dtype=bool)
+    while again.any():
+        high, rest = window >> low, window & mask_low
+        for r in range(0, len(keys), 4):
+            high = high ^ (_hash(rest, keys[r], keys[r + 1]) & mask_high)
+            rest = rest ^ (_hash(high, keys[r + 2], keys[r + 3]) & mask_low)
+        window = np.where(again, (high << low) | rest, window)
+        again = window >= np.uint64(n)
+    return window
+
+
+def _hash(x: np.ndarray, key: np.ndarray, factor: np.ndarray) -> np.ndarray:
+    """Bits 32 and up of a keyed product: those that depend on every bit of a small x."""
+    return ((x ^ key) * (factor | np.uint64(1))) >> np.uint64(32)
+
+
+def _load_tokens(
+    source: TokenSource, tokenizer: str, val_fraction: float, cache: Path, progress: bool
+) -> TextData:
+    name = source.tokenizer if tokenizer == "auto" else tokenizer
+    if name != "ids":
+        check_name(name)
+    if learns_from_text(name):
+        raise ValueError(
+            f"load_data: expected the tokenizer that wrote {source.name}, got "
+            f"tokenizer={tokenizer}, which learns from text; name gpt2, bytes or a folder"
+        )
+    max_id, where = _max_id(source, cache, progress)
+    chosen = IdTokenizer(max_id + 1) if name == "ids" else make_tokenizer(name)
+    if max_id >= chosen.vocab_size:
+        raise ValueError(
+            f"load_data: expected token ids below {chosen.vocab_size}, the vocabulary of tokenizer "
+            f"{chosen.name}, got id={max_id} in {where}; name the tokenizer that wrote the file"
+        )
+    train, val = source.train, source.val
+    if val is None:
+        n, cut = len(train), int(len(train) * (1.0 - val_fraction))
+        if isinstance(train, Shards):
+            train, val = train.part(0, cut), train.part(cut, n)
+        else:
+            train, val = train[:cut], train[cut:]
+    return TextData(source.name, train, val, chosen, chosen.vocab_size, notes=tuple(source.notes))
+
+
+def _max_id(source: TokenSource, cache: Path, progress: bool) -> tuple[int, str]:
+    """Largest id of all files and the part that has it; remembered while the files are the same."""
+    stats = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in source.files]
+    memo = cache / f"max-id-{digest_of(stats)}.json"
+    try:
+        known = json.loads(memo.read_text(encoding="utf-8"))
+        return int(known["id"]), str(known["part"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    best = (-1, "")
+    parts = {"training": source.train, "validation": source.val}
+    total = sum(len(tokens) for tokens in parts.values() if tokens is not None)
+    with progress_bar(total, "token", f"checking ids of {source.name}", progress) as bar:
+        for part, tokens in parts.items():
+            if tokens is None:
+                continue
+            for start in range(0, len(tokens), _SCAN_TOKENS):
+                block = tokens[start : start + _SCAN_TOKENS]
+                best = max(best, (int(block.max()), f"the {part} files of {source.name}"))
+                bar.update(len(block))
+    with temporary(cache, "max-id-") as folder:
+        (folder / "memo").write_text(json.dumps({"id": best[0], "part": best[1]}))
+        os.replace(folder / "memo", memo)
+    return best

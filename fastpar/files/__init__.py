@@ -1,0 +1,1 @@
+"""Reading and writing files: safetensors in pieces, refusals, folders of steps."""

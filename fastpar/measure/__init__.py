@@ -1,0 +1,1 @@
+"""What a step takes here: clocks, rates, short runs."""

@@ -1,0 +1,1 @@
+"""GPT-2, and weights of transformers and nanoGPT in and out."""

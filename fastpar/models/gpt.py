@@ -1,0 +1,388 @@
+"""GPT-2 as published: learned positions, pre-norm blocks, tanh-GELU, head tied to the embedding.
+
+Shape legend: B batch, T time, C n_embd, H heads, D head dim, F 4*C, V vocabulary (Vp padded).
+
+[Note: delayed residual] A block hands on (x, delta): the residual stream without its MLP's output,
+and that output. The next norm adds them, so that everywhere in the network the residual add, its
+dropout and the LayerNorm after it are one op (residual_layer_norm).
+
+[Note: padded vocabulary] wte has Vp rows, V rounded up to a multiple of 128 for the head's GEMMs.
+Rows [V, Vp) start at 0 and their gradient is exactly 0: no valid id reads them, and
+linear_cross_entropy masks their logits. AdamW leaves them at 0 (test_padding_rows_stay_zero).
+
+[Note: dropout sites] A dropout's number goes into its random bits: 0 is the embedding, and layer i
+has 3*i + 1 (attention), 3*i + 2 (attention's residual) and 3*i + 3 (the MLP's residual). The key
+names the batch's first sample: a sample's masks do not depend on how a batch is cut over ranks.
+
+[Note: tensor parallel] parallelize() calls the modules' tensor_parallel(), which says how their
+parameters are split and keeps the TensorParallel; None is one rank. Under sequence parallelism x
+and delta are this rank's part of the tokens, [N/tp, C], and what needs the whole batch is told its
+shape by Tokens. A batch that the ranks do not divide is padded behind its last position, where
+attention does not look and targets do not count.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastpar.config.config import VOCAB_MULTIPLE, GPTConfig
+from fastpar.kernels import (
+    Rng,
+    attention_qkvpacked,
+    bias_gelu,
+    draw_key,
+    dropout,
+    embedding,
+    layer_norm,
+    linear,
+    linear_cross_entropy,
+    residual_layer_norm,
+)
+from fastpar.parallel.split_embedding import head_weight, note_tokens
+from fastpar.sharding.placements import Shard, State
+from fastpar.tensor.functional import TensorParallel, column_linear, gather, row_linear
+from fastpar.tensor.vocabulary import vocab_embedding, vocab_linear, vocab_linear_cross_entropy
+
+
+class Tokens(NamedTuple):
+    """The tokens of a batch [B, T] that a rank has under sequence parallelism."""
+
+    batch: int
+    time: int
+    first: int  # in the batch's N = B*T tokens
+
+
+def dropout_at(
+    site: int,
+    p: float,
+    rng_key: Tensor | None,
+    tokens: Tokens | None = None,
+    first_head: int = 0,
+) -> dict[str, Any]:
+    """An op's dropout arguments at this site (none without a key); see [Note: dropout sites]."""
+    if rng_key is None:
+        return {}
+    rng = Rng(rng_key, site, first_head=first_head)
+    if tokens is not None:
+        rng = Rng(rng_key, site, first_row=tokens.first, rows=tokens.time)
+    return {"dropout_p": p, "rng": rng}
+
+
+class Weights(nn.Module):
+    """weight[shape] and, unless bias=False, bias[shape[0]]; the ops of fastpar.kernels use them."""
+
+    def __init__(self, *shape: int, bias: bool = True):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape))
+        self.bias = nn.Parameter(torch.empty(shape[0])) if bias else None
+
+    def extra_repr(self) -> str:
+        return f"{list(self.weight.shape)}, bias={self.bias is not None}"
+
+
+class LayerNorm(Weights):
+    """The norm of x + dropout(delta + delta_bias), and that sum; see [Note: delayed residual]."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__(config.n_embd)
+        self.eps = config.layer_norm_eps
+
+    def tensor_parallel(self, tp: TensorParallel) -> dict[str, State]:
+        return {"weight": tp.per_token, "bias": tp.per_token}
+
+    def forward(
+        self, x: Tensor, delta: Tensor | None, delta_bias: Tensor | None = None, **dropout: Any
+    ) -> tuple[Tensor, Tensor]:
+        if delta is None:
+            return layer_norm(x, self.weight, self.bias, self.eps), x
+        return residual_layer_norm(
+            delta, x, self.weight, self.bias, x_bias=delta_bias, eps=self.eps, **dropout
+        )
+
+
+class Attention(nn.Module):
+    """Causal self-attention, without c_proj's bias: the norm that follows adds it."""
+
+    tp: TensorParallel | None = None
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.n_head, self.head_dim = config.n_head, config.head_dim
+        self.c_attn = Weights(3 * config.n_embd, config.n_embd)
+        self.c_proj = Weights(config.n_embd, config.n_embd)
+
+    def tensor_parallel(self, tp: TensorParallel) -> dict[str, State]:
+        if self.n_head % tp.size:
+            raise ValueError(
+                f"parallelize: expected tp to divide n_head={self.n_head}, got tp={tp.size}; "
+                "attention is split by heads: choose another tp"
+            )
+        self.tp = tp
+        return {
+            "c_attn.weight": Shard(0, groups=3),
+            "c_attn.bias": Shard(0, groups=3),
+            "c_proj.weight": Shard(1),
+            "c_proj.bias": tp.per_token,
+        }
+
+    @property
+    def first_head(self) -> int:
+        """Of this rank's heads."""
+        return 0 if self.tp is None else self.tp.rank * self.n_head // self.tp.size
+
+    def forward(self, y: Tensor, tokens: Tokens | None = None, **dropout: Any) -> Tensor:
+        qkv = column_linear(y, self.c_attn.weight, self.c_attn.bias, self.tp)  # [B, T, 3*C/tp]
+        if tokens is not None:
+            qkv = qkv.view(tokens.batch, tokens.time, -1)
+        qkv = qkv.unflatten(-1, (3, -1, self.head_dim))  # [B, T, 3, H/tp, D]
+        o = attention_qkvpacked(qkv, causal=True, **dropout).flatten(2)  # [B, T, C/tp]
+        if tokens is not None:
+            o = o.flatten(0, 1)
+        return row_linear(o, self.c_proj.weight, tp=self.tp)  # [B, T, C]
+
+
+class MLP(nn.Module):
+    """c_proj(gelu(c_fc(y)))."""
+
+    tp: TensorParallel | None = None
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.c_fc = Weights(4 * config.n_embd, config.n_embd)
+        self.c_proj = Weights(config.n_embd, 4 * config.n_embd)
+
+    def tensor_parallel(self, tp: TensorParallel) -> dict[str, State]:
+        self.tp = tp
+        return {
+            "c_fc.weight": Shard(0),
+            "c_fc.bias": Shard(0),
+            "c_proj.weight": Shard(1),
+            "c_proj.bias": tp.per_token,
+        }
+
+    def forward(self, y: Tensor) -> Tensor:
+        y = bias_gelu(column_linear(y, self.c_fc.weight, tp=self.tp), self.c_fc.bias)  # [..., F/tp]
+        return row_linear(y, self.c_proj.weight, self.c_proj.bias, self.tp)  # [..., C]
+
+
+class Block(nn.Module):
+    """One layer; see [Note: delayed residual]."""
+
+    def __init__(self, config: GPTConfig, layer: int):
+        super().__init__()
+        self.p, self.site = config.dropout, 3 * layer
+        self.ln_1 = LayerNorm(config)
+        self.attn = Attention(config)
+        self.ln_2 = LayerNorm(config)
+        self.mlp = MLP(config)
+
+    def forward(
+        self,
+        x: Tensor,
+        delta: Tensor | None,
+        rng_key: Tensor | None = None,
+        tokens: Tokens | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The pair of the layer below -> this one's, [B, T, C] each; delta None: nothing to add.
+
+        Dropout is applied exactly when rng_key is given. Under sequence parallelism [N/tp, C]
+        each, and tokens says of which batch.
+        """
+        site, p, attn = self.site, self.p, self.attn
+        y, x = self.ln_1(x, delta, **dropout_at(site, p, rng_key, tokens))
+        heads = dropout_at(site + 1, p, rng_key, first_head=attn.first_head)
+        delta = attn(y, tokens, **heads)
+        y, x = self.ln_2(x, delta, attn.c_proj.bias, **dropout_at(site + 2, p, rng_key, tokens))
+        return x, self.mlp(y)
+
+
+class GPT(nn.Module):
+    """GPT-2 of the given shape.
+
+    Args:
+        config: the sizes.
+        seed: every weight is drawn from its own generator, seeded by (seed, the parameter's name),
+            on the CPU in fp32: its values depend on its shape and n_layer, not on the device, the
+            other tensors or the padding of the vocabulary. On the meta device nothing is drawn.
+    """
+
+    tied_embedding = "wte.weight"  # see fastpar/parallel/split_embedding.py
+    tp: TensorParallel | None = None
+
+    def __init__(self, config: GPTConfig, *, seed: int = 0):
+        super().__init__()
+        self.config = config
+        self.wte = Weights(config.padded_vocab_size, config.n_embd, bias=False)
+        self.wpe = Weights(config.block_size, config.n_embd, bias=False)
+        self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        self.ln_f = LayerNorm(config)
+        self._init_weights(seed)
+
+    def tensor_parallel(self, tp: TensorParallel) -> dict[str, State]:
+        if tp.sequence_parallel and self.config.block_size % tp.size:
+            raise ValueError(
+                f"parallelize: expected tp to divide block_size={self.config.block_size} under "
+                f"sequence parallelism, got tp={tp.size}; pass sequence_parallel=False, or choose "
+                "another tp"
+            )
+        self.tp = tp
+        return {"wte.weight": Shard(0, pad_to=VOCAB_MULTIPLE), "wpe.weight": tp.per_token}
+
+    def forward(
+        self,
+        idx: Tensor,
+        targets: Tensor | None = None,
+        *,
+        rng_key: Tensor | None = None,
+        reduction: Literal["mean", "sum"] = "mean",
+    ) -> Tensor:
+        """Loss of `targets`, or logits without them.
+
+        Args:
+            idx: [B, T] int64 token ids in [0, vocab_size), 1 <= T <= block_size.
+            targets: [B, T] int64; -100 marks positions without a loss.
+            rng_key: key of the dropout masks (kernels.make_key); without one, a model in training
+                mode draws it from torch's default generator, with tp from that of tp's first rank.
+                Without effect in eval mode.
+            reduction: of the loss: "mean" over the valid targets or "sum".
+        Returns:
+            loss: [] fp32 (fp64 for fp64 parameters), or logits: [B, T, V] in the parameters' dtype
+                (no padding).
+        Raises:
+            ValueError: a shape or dtype that differs from the above; T > block_size; on CPU also a
+                token id outside the vocabulary (on a GPU that is a device-side assert).
+        """
+        if targets is not None and targets.shape != idx.shape:
+            raise ValueError(
+                f"GPT: expected targets of idx's shape {list(idx.shape)}, got "
+                f"targets.shape={list(targets.shape)}; pass one target a token (-100: none)"
+            )
+        if not self.training or self.config.dropout == 0.0:
+            rng_key = None
+        elif rng_key is None:
+            rng_key = draw_key(idx.device)
+            if self.tp is not None:  # whose generators need not be those of one process
+                rng_key = gather(rng_key[None], 0, self.tp, partial=False)[0]
+        length, behind = idx.shape[-1], self._padding(idx)
+        if behind:
+            idx = F.pad(idx, (0, behind))
+            targets = targets if targets is None else F.pad(targets, (0, behind), value=-100)
+        x = self.features(idx, rng_key)
+        if targets is None:
+            logits = self.logits(x)
+            return logits.view(*idx.shape, -1)[:, :length]
+        weight, vocab_size = head_weight(self.wte.weight), self.config.vocab_size
+        if self.tp is not None:
+            return vocab_linear_cross_entropy(
+                x, weight, targets, self.tp, vocab_size=vocab_size, reduction=reduction
+            )
+        return linear_cross_entropy(x, weight, targets, vocab_size=vocab_size, reduction=reduction)
+
+    def _padding(self, idx: Tensor) -> int:
+        """Positions to add, see [Note: tensor parallel]."""
+        if self.tp is None or not self.tp.sequence_parallel or idx.numel() % self.tp.size == 0:
+            return 0
+        return -idx.shape[-1] % self.tp.size
+
+    def features(self, idx: Tensor, rng_key: Tensor | None = None) -> Tensor:
+        """[B, T] token ids -> [B, T, C], the head's input; dropout only when rng_key is given.
+
+        Under sequence parallelism [N/tp, C], this rank's tokens.
+        """
+        self._check_ids(idx)
+        tokens = self._tokens(*idx.shape)
+        p, site = self.config.dropout, 3 * self.config.n_layer
+        x = self._embed(idx, tokens, dropout_at(0, p, rng_key, tokens))  # [B, T, C]
+        delta = None
+        for block in self.h:
+            x, delta = block(x, delta, rng_key, tokens)
+        y, _ = self.ln_f(x, delta, **dropout_at(site, p, rng_key, tokens))
+        return y
+
+    def _tokens(self, batch: int, time: int) -> Tokens | None:
+        if self.tp is None or not self.tp.sequence_parallel:
+            return None
+        return Tokens(batch, time, self.tp.rank * (batch * time // self.tp.size))
+
+    def _embed(self, idx: Tensor, tokens: Tokens | None, mask: dict[str, Any]) -> Tensor:
+        wte, wpe = self.wte.weight, self.wpe.weight
+        if self.tp is None:
+            note_tokens(wte, idx)
+            return embedding(idx, wte, wpe, **mask)
+        x = vocab_embedding(idx, wte, self.tp)
+        if tokens is None:
+            x = x + wpe[: idx.shape[1]]
+        else:
+            mine = torch.arange(tokens.first, tokens.first + x.shape[0], device=idx.device)
+            x = x + embedding(mine[None] % tokens.time, wpe)[0]
+        return dropout(x, mask["dropout_p"], mask["rng"]) if mask else x
+
+    def logits(self, x: Tensor) -> Tensor:
+        """[..., C] -> [..., V]: the tied head. Of all tokens, also under sequence parallelism."""
+        weight, vocab_size = head_weight(self.wte.weight), self.config.vocab_size
+        if self.tp is not None:
+            return vocab_linear(x, weight, self.tp)[..., :vocab_size]
+        return linear(x, weight[:vocab_size])
+
+    def num_parameters(self) -> int:
+        """Weights of the published architecture: tied head once, vocabulary padding not counted."""
+        c = self.config
+        layer = 12 * c.n_embd**2 + 13 * c.n_embd
+        return (c.vocab_size + c.block_size + 2) * c.n_embd + c.n_layer * layer
+
+    def flops_per_token(self) -> int:
+        """Model FLOPs of forward + backward a token at T = block_size: 6*P + 12*n_layer*T*C.
+
+        Source: Chowdhery et al. 2022, arXiv 2204.02311, appendix B (attention without its mask).
+        """
+        c = self.config
+        return 6 * self.num_parameters() + 12 * c.n_layer * c.block_size * c.n_embd
+
+    def _check_ids(self, idx: Tensor) -> None:
+        config = self.config
+        if idx.dim() != 2 or idx.dtype != torch.int64:
+            raise ValueError(
+                f"GPT: expected idx as int64 [B, T], got idx.shape={list(idx.shape)}, "
+                f"idx.dtype={idx.dtype}; add the batch dimension or convert with .long()"
+            )
+        if not 1 <= idx.shape[1] <= config.block_size:
+            raise ValueError(
+                f"GPT: expected 1 <= T <= block_size={config.block_size}, got T={idx.shape[1]}; "
+                "crop the context or build the model with a larger block_size"
+            )
+        valid = (idx >= 0) & (idx < config.vocab_size)
+        if torch.compiler.is_compiling() or idx.device.type != "cpu":
+            # No wait for the device here; an id within the padding would train its rows.
+            torch._assert_async(valid.all(), "GPT: expected token ids below vocab_size")
+        elif not valid.all():
+            raise ValueError(
+                f"GPT: expected token ids in [0, {config.vocab_size}), got "
+                f"id={idx[~valid][0].item()}; encode the text with the model's own tokenizer"
+            )
+
+    @torch.no_grad()
+    def _init_weights(self, seed: int) -> None:
+        """Normal(0, 0.02) (wpe 0.01; c_proj 0.02 / sqrt(2 * n_layer)), biases 0, norms 1."""
+        if self.wte.weight.is_meta:
+            return
+        for name, p in self.named_parameters():
+            if name.endswith("bias"):
+                p.zero_()
+            elif ".ln_" in f".{name}":
+                p.fill_(1.0)
+            else:
+                std = 0.01 if name == "wpe.weight" else 0.02
+                if name.endswith("c_proj.weight"):
+                    std /= math.sqrt(2 * self.config.n_layer)
+                digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+                generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little"))
+                rows = self.config.vocab_size if name == "wte.weight" else p.shape[0]
+                values = torch.empty(rows, p.shape[1], dtype=torch.float32, device="cpu")
+                p[:rows] = values.normal_(0.0, std, generator=generator)
+                p[rows:] = 0.0

@@ -1,0 +1,422 @@
+"""A GPT to and from the folders of transformers' GPT2LMHeadModel: config.json and *.safetensors.
+
+Names are ours with "transformer." in front (older files lack it: both are read). The matrices of a
+layer are stored by transformers' Conv1D as [in, out], ours are [out, in]. The head is tied to
+transformer.wte.weight: lm_head.weight is not written, and must be equal to it where it is found.
+Vocabulary padding is never written. No byte of a weight changes on the way in and out again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastpar.config.config import GPTConfig
+from fastpar.files.plain_files import is_plain_name, open_plain, read_object, shown
+from fastpar.files.tensor_file import Spec, TensorFile
+from fastpar.models.gpt import GPT
+from fastpar.parallel.engine import engine_of_parameter
+from fastpar.tensor.declared import Declared
+
+PREFIX = "transformer."
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+MASKS = (".attn.bias", ".attn.masked_bias")  # causal masks, stored as buffers by older versions
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+# What GPT2Config can ask for and this model does not do. `None`: the field may be missing.
+REQUIRED: dict[str, tuple[Any, ...]] = {
+    "activation_function": (None, "gelu_new"),
+    "scale_attn_weights": (None, True),
+    "scale_attn_by_inverse_layer_idx": (None, False),
+    "reorder_and_upcast_attn": (None, False),
+    "add_cross_attention": (None, False),
+    "tie_word_embeddings": (None, True),
+    "is_causal": (None, True),
+}
+
+
+def to_hf_tensors(model: GPT) -> dict[str, Tensor]:
+    """The model's weights by transformers' names: views, without the vocabulary's padding rows.
+
+    Raises:
+        ValueError: a model that tp ranks split.
+    """
+    _check_whole("to_hf_tensors", model)
+    return {PREFIX + name: _to_hf(model, name, p) for name, p in model.named_parameters()}
+
+
+def _check_whole(caller: str, model: GPT) -> None:
+    if model.tp is not None:
+        raise ValueError(
+            f"{caller}: expected a model whose weights are whole on a rank, got one with "
+            f"tp={model.tp.size}; load_hf() reads it from a checkpoint of save_checkpoint"
+        )
+
+
+def _to_hf(model: GPT, name: str, p: Tensor) -> Tensor:
+    tensor = p.detach()
+    if name == "wte.weight":
+        tensor = tensor[: model.config.vocab_size]
+    return tensor.t() if name.endswith(CONV1D) else tensor
+
+
+def _declared(model: GPT) -> Declared | None:
+    """The states of parameters that tp ranks split, the frozen ones' among them."""
+    engines = map(engine_of_parameter, model.parameters())
+    return next((engine.declared for engine in engines if engine is not None), None)
+
+
+def _hf_specs(model: GPT) -> dict[str, Spec]:
+    """Name -> dtype and shape in transformers' files, of whole tensors also where ranks split."""
+    specs, declared = {}, _declared(model)
+    for name, p in model.named_parameters():
+        shape = p.shape if declared is None else declared.whole_shape(p)
+        whole = torch.empty(shape, dtype=p.dtype, device="meta")
+        specs[PREFIX + name] = Spec(p.dtype, _to_hf(model, name, whole).shape)
+    return specs
+
+
+@torch.no_grad()
+def load_hf_tensors(model: GPT, tensors: Mapping[str, Tensor]) -> None:
+    """Copies transformers' weights into the model, converting to its dtype; all or nothing.
+
+    Of a model that tp ranks split each copies its slices; all pass whole tensors.
+
+    Raises:
+        ValueError: the first tensor that is missing, has another shape, or does not belong to a
+            GPT-2 of this shape; an lm_head.weight that is not wte.weight.
+    """
+    given = _checked(model, tensors)
+    declared = _declared(model)
+    for name, p in model.named_parameters():
+        values = given[name].t() if name.endswith(CONV1D) else given[name]
+        if declared is not None:
+            p.copy_(declared.cut(values, p))  # pads the vocabulary's last slice with 0
+        else:
+            p[: len(values)].copy_(values)
+            p[len(values) :] = 0.0
+
+
+def _checked(model: GPT, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors by our names, when they are this model's and no others."""
+    given = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+    ours = {name.removeprefix(PREFIX): spec for name, spec in _hf_specs(model).items()}
+    head = given.pop("lm_head.weight", None)
+    if head is not None:  # a writer that drops tied copies may have kept this one
+        wte = given.setdefault("wte.weight", head)
+        if not torch.equal(head.to(wte.dtype), wte):
+            raise ValueError(
+                "load_hf_tensors: expected lm_head.weight equal to transformer.wte.weight (a tied "
+                "head), got other values; untied models are not supported"
+            )
+    for name, (_, shape) in ours.items():
+        if name not in given:
+            raise ValueError(
+                f"load_hf_tensors: expected a tensor {PREFIX}{name}, got none of this name; "
+                "pass the weights of a GPT2LMHeadModel of the model's shape"
+            )
+        if given[name].shape != shape:
+            raise ValueError(
+                f"load_hf_tensors: expected {PREFIX}{name} of shape {list(shape)}, got "
+                f"shape={list(given[name].shape)}; build the model with the sizes of the weights"
+            )
+    for name in given:
+        if name not in ours and not name.endswith(MASKS):
+            raise ValueError(
+                f"load_hf_tensors: expected only weights of a GPT-2 with n_layer="
+                f"{model.config.n_layer}, got {name}; build the model with the sizes of the weights"
+            )
+    return given
+
+
+def load_hf(
+    folder: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    dropout: float | None = None,
+) -> GPT:
+    """Reads a GPT2LMHeadModel's folder.
+
+    Args:
+        folder: holds config.json and model.safetensors, or the shards that
+            model.safetensors.index.json names.
+        dtype: of the parameters; the file's own by default.
+        dropout: replaces the config's three dropout rates, which must be equal otherwise.
+    Returns:
+        The model, on the CPU, in training mode.
+    Raises:
+        ValueError: a file that is missing or damaged, another architecture, a setting that this
+            model does not have; see also load_hf_tensors.
+    """
+    folder = Path(folder)
+    config = read_config(folder, dropout)
+    tensors: dict[str, Tensor] = {}
+    for file in weight_files(folder):
+        tensors.update(_read_safetensors(file))
+    return build_model("load_hf", folder, config, tensors, dtype)
+
+
+def build_model(
+    caller: str,
+    source: Path,
+    config: GPTConfig,
+    tensors: Mapping[str, Tensor],
+    dtype: torch.dtype | None,
+) -> GPT:
+    """A model of these weights, whose sizes are compared before any memory is taken.
+
+    Raises:
+        ValueError: see load_hf and load_hf_tensors.
+    """
+    found = {t.dtype for name, t in tensors.items() if not name.endswith(MASKS)}
+    unknown = [d for d in found if d not in DTYPES]
+    if unknown or (dtype is None and len(found) != 1):
+        raise ValueError(
+            f"{caller}: expected weights of one dtype of {', '.join(DTYPES.values())}, got dtypes="
+            f"{', '.join(sorted(map(str, found))) or 'none'} in {source}; "
+            + ("convert them first" if unknown else "choose one with dtype=")
+        )
+    if config.n_layer > len(tensors):  # a damaged number, for which no model is built
+        raise ValueError(
+            f"{caller}: expected weights of n_layer={config.n_layer} layers, got {len(tensors)} "
+            f"tensors in {source}; its sizes are not those of its weights"
+        )
+    try:
+        with torch.device("meta"):
+            model = GPT(config).to(dtype or found.pop())
+    except (RuntimeError, OverflowError) as error:
+        raise ValueError(
+            f"{caller}: expected a model that can be, got {config} in {source} ({error}); its "
+            "sizes are damaged"
+        ) from error
+    _checked(model, tensors)
+    model.to_empty(device="cpu")
+    load_hf_tensors(model, tensors)
+    return model
+
+
+def save_hf(
+    model: GPT,
+    folder: str | os.PathLike[str],
+    *,
+    max_shard_bytes: int = 5 * 10**9,
+    bos_token_id: int | None = None,
+    eos_token_id: int | None = None,
+) -> None:
+    """Writes the folder that GPT2LMHeadModel.from_pretrained reads.
+
+    Every file appears complete or not at all, and config.json last: a folder without it is not a
+    model. Other files in the folder stay.
+
+    Args:
+        folder: created where needed; must not hold a config.json.
+        max_shard_bytes: weights beyond this are cut into several files with an index.
+        bos_token_id, eos_token_id: for transformers' generate(); GPT-2's own are 50256.
+    Raises:
+        ValueError: the folder holds a model already; max_shard_bytes < 1; a dtype of the
+            parameters that from_pretrained would not keep; a model that tp ranks split.
+    """
+    _check_whole("save_hf", model)
+    folder = Path(folder)
+    if (folder / "config.json").exists():
+        raise ValueError(
+            f"save_hf: expected a folder without a model, got folder={folder} with a config.json; "
+            "choose another one or delete it first"
+        )
+    if max_shard_bytes < 1:
+        raise ValueError(
+            f"save_hf: expected max_shard_bytes >= 1, got max_shard_bytes={max_shard_bytes}; "
+            "leave it out for 5 GB"
+        )
+    if model.wte.weight.dtype not in DTYPES:
+        raise ValueError(
+            f"save_hf: expected parameters of {', '.join(DTYPES.values())}, got "
+            f"dtype={model.wte.weight.dtype}; convert the model with .float() first"
+        )
+    parameters = dict(model.named_parameters())
+    specs = _hf_specs(model)
+    shards: list[list[str]] = [[]]
+    shard_bytes = total_bytes = 0
+    for name, spec in specs.items():
+        if shards[-1] and shard_bytes + spec.nbytes > max_shard_bytes:
+            shards.append([])
+            shard_bytes = 0
+        shards[-1].append(name)
+        shard_bytes += spec.nbytes
+        total_bytes += spec.nbytes
+
+    folder.mkdir(parents=True, exist_ok=True)
+    weight_map = {}
+    for i, names in enumerate(shards, 1):
+        file = (
+            WEIGHTS_FILE if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+        )
+        with (
+            _Replacing(folder / file) as temporary,
+            TensorFile(temporary, {name: specs[name] for name in names}, {"format": "pt"}) as out,
+        ):
+            for name in names:
+                ours = name.removeprefix(PREFIX)
+                out.write(name, _to_hf(model, ours, parameters[ours]))
+        weight_map.update(dict.fromkeys(names, file))
+    (folder / (INDEX_FILE if len(shards) == 1 else WEIGHTS_FILE)).unlink(missing_ok=True)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+        _write_json(folder / INDEX_FILE, index)
+    _write_json(folder / "config.json", config_json(model, bos_token_id, eos_token_id))
+
+
+def config_json(model: GPT, bos_token_id: int | None, eos_token_id: int | None) -> dict[str, Any]:
+    """What transformers' GPT2Config reads."""
+    c = model.config
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": c.vocab_size,
+        "n_positions": c.block_size,
+        "n_embd": c.n_embd,
+        "n_layer": c.n_layer,
+        "n_head": c.n_head,
+        "n_inner": None,
+        "activation_function": "gelu_new",
+        "embd_pdrop": c.dropout,
+        "attn_pdrop": c.dropout,
+        "resid_pdrop": c.dropout,
+        "layer_norm_epsilon": c.layer_norm_eps,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": True,
+        "bos_token_id": bos_token_id,
+        "eos_token_id": eos_token_id,
+        "torch_dtype": DTYPES[model.wte.weight.dtype],
+    }
+
+
+def read_config(folder: Path, dropout: float | None) -> GPTConfig:
+    """The shape that a folder's config.json describes; see load_hf."""
+    raw = _read_json(folder / "config.json")
+    if raw.get("model_type") != "gpt2":
+        raise ValueError(
+            f"load_hf: expected model_type=gpt2, got model_type={raw.get('model_type')} in "
+            f"{folder / 'config.json'}; only GPT-2 can be loaded"
+        )
+    for name, allowed in REQUIRED.items():
+        if raw.get(name) not in allowed:
+            raise ValueError(
+                f"load_hf: expected {name}={allowed[-1]}, got {name}={raw[name]} in "
+                f"{folder / 'config.json'}; this variant of GPT-2 is not supported"
+            )
+    numbers = ("n_layer", "n_head", "n_embd", "n_positions", "vocab_size", "layer_norm_epsilon")
+    for name in (*numbers, "embd_pdrop", "attn_pdrop", "resid_pdrop"):
+        if type(raw.get(name, 0)) not in (int, float):
+            raise ValueError(
+                f"load_hf: expected a number, got {name}={shown(raw[name])} in "
+                f"{folder / 'config.json'}; write the file again"
+            )
+    n_embd = raw.get("n_embd", 768)
+    if raw.get("n_inner") not in (None, 4 * n_embd):
+        raise ValueError(
+            f"load_hf: expected n_inner={4 * n_embd} (4 * n_embd), got n_inner={raw['n_inner']} in "
+            f"{folder / 'config.json'}; this variant of GPT-2 is not supported"
+        )
+    rates = [raw.get(name, 0.1) for name in ("embd_pdrop", "attn_pdrop", "resid_pdrop")]
+    if dropout is None and len(set(rates)) != 1:
+        raise ValueError(
+            f"load_hf: expected one dropout rate, got embd_pdrop={rates[0]}, "
+            f"attn_pdrop={rates[1]}, resid_pdrop={rates[2]}; choose one with dropout="
+        )
+    return GPTConfig(
+        n_layer=raw.get("n_layer", 12),
+        n_head=raw.get("n_head", 12),
+        n_embd=n_embd,
+        block_size=raw.get("n_positions", 1024),
+        vocab_size=raw.get("vocab_size", 50257),
+        dropout=rates[0] if dropout is None else dropout,
+        layer_norm_eps=raw.get("layer_norm_epsilon", 1e-5),
+    )
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files with a folder's weights; see load_hf."""
+    if (folder / WEIGHTS_FILE).exists():
+        return [folder / WEIGHTS_FILE]
+    if not (folder / INDEX_FILE).exists():
+        raise ValueError(
+            f"load_hf: expected {WEIGHTS_FILE} or {INDEX_FILE}, got neither in folder={folder}; "
+            "save the model with save_pretrained(..., safe_serialization=True)"
+        )
+    weight_map = _read_json(folder / INDEX_FILE).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(
+            f"load_hf: expected a weight_map with file names, got weight_map={weight_map} in "
+            f"{folder / INDEX_FILE}; save the model again"
+        )
+    for name in weight_map.values():
+        if not is_plain_name(name):
+            raise ValueError(
+                f"load_hf: expected names of files in the folder, got {shown(name)} in "
+                f"{folder / INDEX_FILE}; write the file again"
+            )
+    return [folder / name for name in sorted(set(weight_map.values()))]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return read_object(path, links=True)  # model hubs keep links to their caches
+    except ValueError as error:
+        raise ValueError(
+            f"load_hf: expected a readable {path.name}, got {path} ({error}); "
+            "pass the folder that save_hf or save_pretrained wrote"
+        ) from error
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    safetensors = _safetensors("load_hf")
+    try:
+        os.close(open_plain(path, links=True))  # no pipe is waited for
+        return safetensors.torch.load_file(path)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise ValueError(
+            f"load_hf: expected a complete safetensors file, got {path} ({error}); "
+            "copy or save it again"
+        ) from error
+
+
+def _safetensors(caller: str) -> Any:
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ImportError(
+            f"{caller}: expected the package safetensors, got none installed; "
+            "pip install safetensors"
+        ) from error
+    return safetensors
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    with _Replacing(path) as temporary:
+        temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+class _Replacing:
+    """A temporary name; what is written there is moved to `path`, or removed on an error."""
+
+    def __init__(self, path: Path):
+        self.path, self.temporary = path, path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
+    def __enter__(self) -> Path:
+        return self.temporary
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        if kind is not None:
+            self.temporary.unlink(missing_ok=True)
+            return
+        with open(self.temporary, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(self.temporary, self.path)

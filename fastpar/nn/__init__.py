@@ -1,0 +1,1 @@
+"""Drop-in modules and activation recomputation."""

@@ -1,0 +1,166 @@
+"""Activation checkpointing: the blocks of a model keep little for backward and compute it again.
+
+[Note: what recomputing must not change]
+A recomputed block runs torch's non-reentrant checkpoint around its own forward, inside module
+hooks: what an engine does before and after a block happens once, and the parameters that it
+gathers for the backward of a block serve the recompute too. The same ops run on the same inputs
+(dropout draws the same masks: counter-based ones by their key, torch's by the saved state of its
+generators), so that gradients have the same bits with and without.
+
+[Note: selective] Under "selective" a dispatch mode sees each op of a block and keeps the outputs of
+KEPT; the rest runs again. fastpar's own ops go past the dispatcher only while nobody watches
+(kernels/backend.py), so the mode sees them as one op each. torch frees the kept outputs at the
+first backward: a second one through the same graph (retain_graph=True) needs mode "full".
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import fastpar.kernels
+import fastpar.tensor.functional  # noqa: F401 (both define ops that KEPT names)
+
+MODES = ("none", "full", "selective")
+
+aten, ours = torch.ops.aten, torch.ops.fastpar
+# Matrix products, convolutions and attention: most of a block's time, and outputs no larger than
+# what the cheap ops between them would keep. Of split layers, running again would also be sending
+# again.
+KEPT = [
+    ours.linear.default,
+    ours.column_linear.default,
+    ours.row_linear.default,
+    ours.attention.default,
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.baddbmm.default,
+    aten.convolution.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_fused_attention_overrideable.default,
+]
+
+
+def recompute(
+    model: nn.Module,
+    mode: str = "full",
+    *,
+    blocks: type[nn.Module] | Iterable[nn.Module] | None = None,
+    every: int = 1,
+) -> nn.Module:
+    """Make the blocks of model keep less between forward and backward.
+
+    Args:
+        mode: "full": a block keeps its inputs only, and backward runs its forward again (a third
+            more arithmetic); "selective": it also keeps the outputs of matrix products and of
+            attention, and only the cheap ops between them run again; "none": as without recompute.
+        blocks: the modules, or their class; None: the elements of the outermost nn.ModuleLists.
+        every: 2 is every second block, and so on (of all blocks that are found, in their order).
+    Returns:
+        The same module; names of parameters stay. May be called again, and before or after
+        fastpar.parallelize, torch's compile() of a block, and fastpar.patch (before recompute).
+        Copies and pickles keep it.
+        Caches of transformers are withheld from a block while it records gradients: running it
+        again would append to them twice. (A cache changes how transformers lays out keys: compare
+        gradients with use_cache=False.)
+    Raises:
+        ValueError: an unknown mode; every below 1; no blocks, or some that model does not have.
+    """
+    if mode not in MODES:
+        raise ValueError(
+            f"recompute: expected a mode of {', '.join(MODES)}, got mode={mode!r}; "
+            "choose one of these"
+        )
+    if every < 1:
+        raise ValueError(
+            f"recompute: expected every >= 1, got every={every}; 1 stands for every block"
+        )
+    found = list(dict.fromkeys(_find_blocks(model, blocks)))
+    if not found:
+        raise ValueError(
+            f"recompute: expected a model with blocks, got model={type(model).__name__} without "
+            f"{'an nn.ModuleList' if blocks is None else 'any of those asked for'}; pass blocks="
+        )
+    for module in model.modules():
+        old = vars(module).get("forward")
+        if isinstance(old, Recomputed):
+            del module.forward
+            if old.inner is not None:
+                module.forward = old.inner
+    if mode != "none":
+        for block in found[::every]:
+            block.forward = Recomputed(block, mode)
+    return model
+
+
+def _find_blocks(
+    model: nn.Module, blocks: type[nn.Module] | Iterable[nn.Module] | None
+) -> Iterator[nn.Module]:
+    if blocks is None:
+        yield from _outermost(model, in_list=isinstance(model, nn.ModuleList))
+        return
+    if isinstance(blocks, type):
+        yield from (m for m in model.modules() if isinstance(m, blocks))
+        return
+    known = set(model.modules())
+    for position, block in enumerate(blocks):
+        if block not in known:
+            raise ValueError(
+                "recompute: expected modules of the model, got "
+                f"blocks[{position}]={type(block).__name__}, which is none; "
+                "take them from model.modules()"
+            )
+        yield block
+
+
+def _outermost(module: nn.Module, in_list: bool) -> Iterator[nn.Module]:
+    """Elements of ModuleLists; a list of lists has the elements of the inner ones."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield from _outermost(child, in_list=True)
+        elif in_list:
+            yield child
+        else:
+            yield from _outermost(child, in_list=False)
+
+
+class Recomputed:
+    """The forward of one block, recomputed in backward; copied and pickled with its block."""
+
+    def __init__(self, block: nn.Module, mode: str) -> None:
+        self.block, self.mode = block, mode
+        self.inner: Callable[..., Any] | None = vars(block).get("forward")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward = self.inner
+        if forward is None:
+            forward = functools.partial(type(self.block).forward, self.block)
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        args = tuple(None if _is_cache(a) else a for a in args)
+        kwargs = {k: None if _is_cache(a) else a for k, a in kwargs.items()}
+        options: dict[str, Any] = {}
+        if self.mode == "selective":
+            options["context_fn"] = _keep_products
+        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+
+
+def _keep_products() -> tuple[Any, Any]:
+    return create_selective_checkpoint_contexts(KEPT)
+
+
+def _is_cache(value: Any) -> bool:
+    """Whether this is a cache of transformers, without importing it."""
+    return any(
+        c.__name__ == "Cache" and c.__module__ == "transformers.cache_utils"
+        for c in type(value).__mro__
+    )

@@ -1,0 +1,391 @@
+"""torch's layers with weights that the ranks of the axis tp share out, for any model.
+
+    y = RowParallelLinear(f(ColumnParallelLinear(x)))      f works feature by feature, or on heads
+    x = VocabParallelEmbedding(idx)                        each rank has some rows
+    logits = VocabParallelLinear(x)                        of all classes, on every rank
+
+Before parallelize(), and with tp=1, each is torch's layer: its constructor, its whole weights, its
+state_dict keys. parallelize() cuts the weights. Under sequence parallelism what enters a column
+layer and leaves a row layer is this rank's part of the tokens, see tensor_parallel.py.
+
+[Note: another class] convert() splits a layer of a foreign model by giving the instance another
+class. Its Parameters, hooks and names stay, and so do ties and what else refers to it.
+
+[Note: all tokens] A foreign model embeds and compares tokens as [B, T], which is not what a rank
+has under sequence parallelism. There an embedding and a head that have all_tokens work on whole
+tensors, and other modules of the plan cut and join the tokens (tp_plan.py).
+
+[Note: masks of a part] What a rank has of a model's tensors gets that part of the masks that one
+process would draw. Of the heads that is Rng's first_head. Of T/tp tokens of each of B samples it is
+no run of rows: where a mask is drawn, residual_norm() goes sample by sample.
+
+Source: Shoeybi et al. 2019, arXiv 1909.08053
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastpar.kernels import Rng, draw_key, residual_layer_norm
+from fastpar.nn.modules import (
+    Embedding,
+    LinearCrossEntropyLoss,
+    autocast_dtype,
+    embedding_options,
+    has_hooks,
+    is_conv1d,
+    project,
+)
+from fastpar.sharding.placements import Replicate, Shard, State
+from fastpar.tensor.functional import TensorParallel, column_linear, row_linear
+from fastpar.tensor.vocabulary import vocab_embedding, vocab_linear, vocab_linear_cross_entropy
+
+PAD_TO = 64  # rows of a vocabulary: a GEMM's tile, and 128 bytes of logits in 16 bits
+
+
+class Split(nn.Module):
+    """Base of the layers: a linear layer, with weight [out, in] or, as Conv1D's, [in, out]."""
+
+    tp: TensorParallel | None = None
+
+    if TYPE_CHECKING:  # of the layer
+        weight: Any
+        bias: Any
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """x, weight [out, in] and bias as the product takes them, also under torch.autocast."""
+        weight = self.weight.t() if _transposed(self) else self.weight
+        dtype = autocast_dtype(x)
+        if dtype is None:
+            return x, weight, self.bias
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return x.to(dtype), weight.to(dtype), bias
+
+    def extra_repr(self) -> str:
+        shared = "" if self.tp is None else f", rank {self.tp.rank} of tp={self.tp.size}"
+        return super().extra_repr() + shared
+
+
+def _transposed(layer: nn.Module) -> bool:
+    return not isinstance(layer, nn.Linear)
+
+
+class Column(Split):
+    """Mixin: some of the output features."""
+
+    groups = 1
+
+    def tensor_parallel(self, tp: TensorParallel) -> dict[str, State]:
+        self.tp = tp
+        states: dict[str, State] = {"weight": Shard(int(_transposed(self)), groups=self.groups)}
+        if self.bias is not None:
+            states["bias"] = Shard(0, groups=self.groups)
+        return states
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.tp is None:
+            return super().forward(x)
+        return column_linear(*self.operands(x), self.tp)
+
+
+class ColumnParallelLinear(Column, nn.Linear):
+    """nn.Linear of whose output features each rank computes some.
+
+    Args:
+        in_features, out_features, bias, device, dtype: of the whole layer, as nn.Linear.
+        groups: equal parts of the output that are each split alike: 3 for a fused q, k and v.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        groups: int = 1,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        self.groups = groups
+
+
+class Row(Split):
+    """Mixin: some of the input features; the sum over the ranks is the output."""
+
+    def tensor_parallel(self, tp: TensorParallel) -> dict[str, State]:
+        self.tp = tp
+        states: dict[str, State] = {"weight": Shard(int(not _transposed(self)))}
+        if self.bias is not None:
+            states["bias"] = tp.per_token
+        return states
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.tp is None:
+            return super().forward(x)
+        return row_linear(*self.operands(x), self.tp)
+
+    def product(self, x: Tensor) -> Tensor:
+        """What forward() returns, without the bias. Only once the layer is split."""
+        x, weight, _ = self.operands(x)
+        return row_linear(x, weight, tp=self.tp)
+
+
+class RowParallelLinear(Row, nn.Linear):
+    """nn.Linear of whose input features each rank has some; the bias is added once.
+
+    Args:
+        in_features, out_features, bias, device, dtype: of the whole layer, as nn.Linear.
+    """
+
+
+class _OfVocabulary(nn.Module):
+    all_tokens = False  # see [Note: all tokens]
+
+    def of(self, tp: TensorParallel) -> TensorParallel:
+        if not (self.all_tokens and tp.sequence_parallel):
+            return tp
+        return TensorParallel(tp.group, sequence_parallel=False)
+
+
+class VocabParallelEmbedding(_OfVocabulary, Embedding):
+    """fastpar.Embedding of whose rows each rank has some, in multiples of 64.
+
+    Args:
+        num_embeddings, embedding_dim, device, dtype: of the whole table, as nn.Embedding.
+    Raises:
+        ValueError: an option of nn.Embedding that fastpar.Embedding does not have.
+    """
+
+    tp: TensorParallel | None = None
+
+    def tensor_parallel(self, tp: TensorParallel) -> dict[str, State]:
+        self.tp = self.of(tp)
+        return {"weight": Shard(0, pad_to=PAD_TO)}
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[...] token ids -> [..., C]; under sequence parallelism this rank's tokens, [N/tp, C]."""
+        if self.tp is None:
+            return super().forward(input)
+        idx = input if input.dim() == 2 else input.reshape(1, -1)
+        x = vocab_embedding(idx, self.weight, self.tp)
+        return x if self.tp.sequence_parallel else x.view(*input.shape, self.embedding_dim)
+
+
+class VocabParallelLinear(_OfVocabulary, Split, nn.Linear):
+    """nn.Linear over classes of which each rank has some: the head, tied to an embedding or not.
+
+    Args:
+        in_features, out_features, bias, device, dtype: of the whole layer, as nn.Linear.
+    """
+
+    def tensor_parallel(self, tp: TensorParallel) -> dict[str, State]:
+        self.tp = self.of(tp)
+        states: dict[str, State] = {"weight": Shard(0, pad_to=PAD_TO)}
+        if self.bias is not None:
+            states["bias"] = Replicate()
+        return states
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of all classes, the same on every rank."""
+        if self.tp is None:
+            return super().forward(x)
+        x, weight, bias = self.operands(x)
+        logits = vocab_linear(x, weight, self.tp)[..., : self.out_features]
+        return logits if bias is None else logits + bias
+
+    def loss(self, x: Tensor, targets: Tensor, **options: Any) -> Tensor:
+        """Cross-entropy whose logits are never gathered: see vocab_linear_cross_entropy.
+
+        Raises:
+            ValueError: the layer is not split yet, or has a bias.
+        """
+        if self.tp is None or self.bias is not None:
+            raise ValueError(
+                "VocabParallelLinear: expected a layer without bias, after parallelize() with "
+                f"tp > 1, got tp={self.tp} bias={self.bias is not None}; use "
+                "fastpar.LinearCrossEntropyLoss before"
+            )
+        x, weight, _ = self.operands(x)
+        size = self.out_features
+        return vocab_linear_cross_entropy(x, weight, targets, self.tp, vocab_size=size, **options)
+
+
+class VocabParallelLoss(_OfVocabulary, LinearCrossEntropyLoss):
+    """fastpar.LinearCrossEntropyLoss with a head's weight of which each rank has some rows.
+
+    It needs to be told vocab_size, and has neither label_smoothing nor z_loss.
+    """
+
+    tp: TensorParallel | None = None
+
+    def tensor_parallel(self, tp: TensorParallel) -> dict[str, State]:
+        self.tp = self.of(tp)
+        return {}
+
+    def forward(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        if self.tp is None:
+            return super().forward(x, weight, targets)
+        dtype = autocast_dtype(x)
+        if dtype is not None:
+            x, weight = x.to(dtype), weight.to(dtype)
+        assert self.vocab_size is not None
+        return vocab_linear_cross_entropy(
+            x,
+            weight,
+            targets,
+            self.tp,
+            vocab_size=self.vocab_size,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            chunk_rows=self.chunk_rows,
+        )
+
+
+class TokenDropout(nn.Dropout):
+    """nn.Dropout of this rank's tokens, [..., T/tp, C]: its part of the mask of all of them.
+
+    The whole mask is drawn on every rank: as torch's own it depends on the generator's state, which
+    must stay the same on all ranks of tp.
+    """
+
+    tp: TensorParallel | None = None
+
+    def tensor_parallel(self, tp: TensorParallel) -> dict[str, State]:
+        self.tp = tp
+        return {}
+
+    def forward(self, input: Tensor) -> Tensor:
+        tp = self.tp
+        if tp is None or not tp.sequence_parallel or not self.training or self.p == 0.0:
+            return super().forward(input)
+        shape = list(input.shape)
+        shape[-2] *= tp.size
+        mask = F.dropout(input.new_ones(shape), self.p)
+        return input * tp.slice(mask, -2).clone()  # a view would keep the whole mask
+
+
+_FROM: dict[type[nn.Module], tuple[type[nn.Module], ...]] = {
+    ColumnParallelLinear: (nn.Linear,),
+    RowParallelLinear: (nn.Linear,),
+    VocabParallelLinear: (nn.Linear,),
+    VocabParallelEmbedding: (nn.Embedding, Embedding),
+    VocabParallelLoss: (LinearCrossEntropyLoss,),
+    TokenDropout: (nn.Dropout,),
+}
+
+
+def _options(layer: Any) -> dict[str, Any]:
+    """What a layer asks for that its split kind does not have."""
+    if isinstance(layer, nn.Embedding):
+        return embedding_options(layer)
+    if not isinstance(layer, LinearCrossEntropyLoss):
+        return {}
+    found = {"label_smoothing": layer.label_smoothing, "z_loss": layer.z_loss}
+    missing = {"vocab_size": None} if layer.vocab_size is None else {}
+    return {**missing, **{name: value for name, value in found.items() if value}}
+
+
+def convert(
+    layer: nn.Module, kind: type[nn.Module], *, name: str = "layer", **attributes: Any
+) -> Callable[[], None]:
+    """Make a layer one of this file's kinds, in place; see [Note: another class].
+
+    Args:
+        kind: ColumnParallelLinear, RowParallelLinear (of nn.Linear or transformers' Conv1D),
+            VocabParallelLinear (of nn.Linear), VocabParallelEmbedding, VocabParallelLoss or
+            TokenDropout.
+        name: of the layer, for errors.
+        attributes: of the kind: groups, all_tokens.
+    Returns:
+        What undoes it.
+    Raises:
+        ValueError: a layer of another class, with a forward of its own or with options that the
+            kind does not have.
+    """
+    original: Any = type(layer)
+    options = _options(layer)
+    target = kind
+    if issubclass(kind, Column | Row) and is_conv1d(layer):
+        target = _of_conv1d(Column if issubclass(kind, Column) else Row, original)
+    elif original not in (*_FROM[kind], kind) or "forward" in vars(layer) or options:
+        takes = " or ".join(dict.fromkeys(f"nn.{k.__name__}" for k in _FROM[kind]))
+        found = ", ".join([original.__name__, *(f"{k}={v}" for k, v in options.items())])
+        raise ValueError(
+            f"parallelize: expected {takes} to make a {kind.__name__} of, got {name}={found}; "
+            "leave it out of tp_plan, or put the plain layer there"
+        )
+    keys = {*attributes, "tp"}
+    before = {key: value for key, value in vars(layer).items() if key in keys}
+    layer.__class__ = target
+    vars(layer).update(attributes)
+
+    def undo() -> None:
+        layer.__class__ = original
+        for key in keys:
+            vars(layer).pop(key, None)
+        vars(layer).update(before)
+
+    return undo
+
+
+@functools.cache
+def _of_conv1d(mixin: type, conv1d: type) -> Any:
+    return type(f"{mixin.__name__}ParallelConv1D", (mixin, conv1d), {})
+
+
+# What patched.py asks of parts that may be split.
+
+
+def tp_of(part: nn.Module) -> TensorParallel | None:
+    """What splits a part, None if it is not split."""
+    return getattr(part, "tp", None)
+
+
+def gives_product(layer: nn.Module) -> bool:
+    """Whether a split layer can leave its bias to the op that follows."""
+    return isinstance(layer, Row) and layer.tp is not None and not has_hooks(layer)
+
+
+def head_dropout(c_attn: nn.Module, qkv: Tensor, p: float) -> dict[str, Any]:
+    """Dropout arguments of attention over the heads that c_attn gives; [Note: masks of a part].
+
+    Args:
+        qkv: [B, T, 3, H/tp, D].
+    """
+    tp = tp_of(c_attn)
+    if tp is None or p == 0.0:
+        return {"dropout_p": p}
+    first_head = tp.rank * qkv.shape[-2]
+    return {"dropout_p": p, "rng": Rng(draw_key(qkv.device), 0, first_head=first_head)}
+
+
+def residual_norm(
+    layer: Any, y: Tensor, x: Tensor, norm: tuple[Any, Any, float], p: float
+) -> tuple[Tensor, Tensor]:
+    """The norm of x + dropout(layer(y)), and that sum; see [Note: masks of a part].
+
+    Args:
+        y: [B, T, C/tp]; x: [B, T, C], under sequence parallelism [B, T/tp, C].
+        norm: its weight, bias and eps.
+        p: of the dropout.
+    """
+    weight, bias, eps = norm
+    options: dict[str, Any] = {"x_bias": layer.bias, "dropout_p": p, "eps": eps}
+    tp = tp_of(layer)
+    y = project(layer, y, with_bias=False) if tp is None else layer.product(y)
+    if tp is None or not tp.sequence_parallel or p == 0.0:
+        return residual_layer_norm(y, x, weight, bias, **options)
+    key, (batch, mine) = draw_key(x.device), x.shape[:2]
+    parts = []
+    for b in range(batch):
+        rng = Rng(key, 0, first_row=(b * tp.size + tp.rank) * mine, rows=mine * tp.size)
+        parts.append(residual_layer_norm(y[b], x[b], weight, bias, rng=rng, **options))
+    normed, sums = zip(*parts)
+    return torch.stack(normed), torch.stack(sums)

@@ -1,0 +1,1 @@
+"""Optimizers whose state may be sharded, loss scale, schedules."""

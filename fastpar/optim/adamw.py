@@ -1,0 +1,449 @@
+"""fastpar.AdamW: torch.optim.AdamW's interface on one kernel call for all groups.
+
+The step is three launches on a GPU: the gradient norm is two, and its clip factor goes into the
+third as a tensor, so clipping costs no pass over the gradients beyond the norm, and no wait.
+
+[Note: step counters]
+As in torch, a parameter's counter is a tensor on the host, which the bias corrections read without
+waiting for the device, and on the parameter's device with capturable=True. A step that is skipped
+must not count, and on a GPU only the device knows that it was: under a loss scale counters move to
+the device too, and the kernel reads them there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastpar.kernels.adamw import MOMENT_BLOCK, Hyper, adamw_step_
+from fastpar.optim.base import EngineOptimizer, Row, plain, scalar, uncompiled
+from fastpar.optim.checks import (
+    check_engines,
+    check_group,
+    check_memory,
+    check_overlap,
+    check_same_groups,
+    check_seed,
+    where,
+)
+from fastpar.optim.state import (
+    Storage,
+    check_entries,
+    cut_entry,
+    moment_names,
+    torch_state,
+    whole_entry,
+)
+from fastpar.parallel.engine import engine_of_parameter
+
+# Of the whole optimizer; in a group they would be ignored.
+_NOT_IN_GROUPS = (
+    "master_weights",
+    "stochastic_rounding",
+    "seed",
+    "moment_dtype",
+    "max_grad_norm",
+    "zero_grad_in_step",
+)
+_ATTRIBUTES = (
+    "storage",
+    "seed",
+    "max_grad_norm",
+    "zero_grad_in_step",
+    "grad_norm",
+    "grad_scale",
+    "found_inf",
+    "_found",
+)
+_ONE = torch.ones(())
+_HOST = torch.device("cpu")
+
+
+class AdamW(EngineOptimizer):
+    """AdamW: torch.optim.AdamW's signature, plus what mixed-precision training needs.
+
+    Parameters of a parallelized model need nothing more: step() first finishes the engine's
+    reduction, so the gradients it uses are the mean over the ranks, and main gradients
+    (parallelize(grad_dtype=...)) are found. Parameters without a gradient are skipped.
+
+    Args:
+        params: parameters, named parameters, or groups; options up to fused may differ per group.
+        lr, betas, eps, weight_decay: numbers or tensors of one element. A tensor on the parameters'
+            GPU is read by the kernel there; one on the host when step() is called.
+        amsgrad: divide by the largest second moment so far.
+        maximize: ascend instead of descend.
+        foreach, fused: accepted and kept for torch; there is one implementation, which is both.
+        capturable: counters live on the parameters' device and step() never reads it, so that the
+            step can be captured in a CUDA graph after a first step outside of it.
+        differentiable: refused.
+        master_weights: True keeps an fp32 copy of bf16 and fp16 parameters; "remainder" only the
+            16 bits that bf16 parameters lack, with the same bits as True.
+        stochastic_rounding: update bf16 parameters without a master, rounding up or down with the
+            probability that makes the mean right.
+        seed: of stochastic rounding, of moments too; the same seed gives the same run. Saved.
+        moment_dtype: torch.float32, torch.bfloat16 or torch.uint8 (8 bits, and a scale for each 256
+            elements); the latter two are rounded stochastically. fp64 parameters have fp64 moments.
+        max_grad_norm: scale gradients so that their norm over all groups is at most this; infinity
+            only measures. The factor is min(1, max_grad_norm / (norm + 1e-6)), as in
+            torch.nn.utils.clip_grad_norm_; gradients themselves are not changed.
+        zero_grad_in_step: set used gradients to zero in the same pass, in skipped steps too, as
+            zero_grad(set_to_none=False) would. Not with zero_stage >= 1.
+    Attributes:
+        grad_norm: fp32 tensor [], of the last step, over all shards, before clipping, after
+            division by grad_scale and by the engine's count of tokens; None where nothing asked for
+            it: no max_grad_norm, and no loss scale or one whose overflows found_inf tells.
+        grad_scale: the loss scale, by which gradients are divided; 1 by default.
+        found_inf: tensor of one element, nonzero if the gradients are known to be not finite.
+            torch.amp.GradScaler sets both around step(); so may any other training loop, but not
+            found_inf with zero_stage >= 1 or tp > 1, where no rank sees all gradients.
+        skipped: whether the last step changed nothing because its gradients were not finite; the
+            same on all ranks. That happens only once grad_scale or found_inf has been set. Reading
+            it on a GPU waits for the step. Without a loss scale, non-finite gradients go into the
+            parameters, as with torch.optim.AdamW.
+    Ranks: step() is called by all ranks of the model's mesh, and so are state_dict() and
+        torch_state_dict() at zero_stage >= 1 or with tp > 1.
+    State: at zero_stage >= 1, or with tp > 1, each rank keeps that of its elements; state_dict() is
+        the whole one, on the CPU of every rank, and load_state_dict() takes a whole one. Entries
+        are listed in fastpar/optim/state.py; state dicts of torch.optim.AdamW load here, and
+        ours there (with
+        8-bit moments: torch_state_dict()). Saved in one form of storage they load in any. Load the
+        model before its state and before the first step: master weights are made there.
+    Raises:
+        ValueError: options outside their range or without sense together; 16-bit parameters without
+            master weights or stochastic rounding; parameters that overlap; the state of another
+            model, or of Adam.
+        RuntimeError: sparse gradients; a CUDA graph captures a step that is not capturable; the
+            model was parallelized after the optimizer was built.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        master_weights: bool | str = False,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
+        moment_dtype: torch.dtype = torch.float32,
+        max_grad_norm: float | None = None,
+        zero_grad_in_step: bool = False,
+    ) -> None:
+        self.set_max_grad_norm(max_grad_norm)
+        check_seed("AdamW", seed)
+        self.storage = Storage(master_weights, stochastic_rounding, moment_dtype)
+        self.seed = seed
+        self.zero_grad_in_step = zero_grad_in_step
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "foreach": foreach,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            "fused": fused,
+            "decoupled_weight_decay": True,
+        }
+        super().__init__(params, defaults)
+
+    # Groups
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; its options and parameters are checked here, the constructor's too."""
+        for name in _NOT_IN_GROUPS:
+            if name in param_group:
+                raise ValueError(
+                    f"AdamW: expected {name} as an option of the optimizer, got {name}="
+                    f"{param_group[name]} in a group; use one optimizer for each {name}"
+                )
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            check_group(group)
+            check_engines(group["params"], zero_grad_in_step=self.zero_grad_in_step)
+            for p in group["params"]:
+                self.storage.check(p, amsgrad=group["amsgrad"])
+            check_memory(group, len(self.param_groups) - 1)
+            check_overlap(self.param_groups)
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    # The step
+
+    @uncompiled
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step on all groups; returns the closure's loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._check_capture()
+        engines, rows, factor, found = self.begin_step()
+        batches: dict[tuple, list[Row]] = {}
+        for row in rows:
+            group = self.param_groups[row.group]
+            key = (row.param.device, group["maximize"], group["amsgrad"])
+            batches.setdefault(key, []).append(row)
+        for (device, _, _), batch in batches.items():
+            factor, found = (t if t is None else t.to(device) for t in (factor, found))
+            self._update(batch, device, factor, found)
+        for engine in engines:
+            engine.after_step()
+        return loss
+
+    def _check_capture(self) -> None:
+        first = next((p for group in self.param_groups for p in group["params"]), None)
+        if first is None or not _capturing(first.device):
+            return
+        if not all(g["capturable"] for g in self.param_groups):
+            raise RuntimeError(
+                "AdamW.step: expected capturable=True while a CUDA graph is captured, got "
+                "capturable=False; pass capturable=True, or step outside of the capture"
+            )
+        for engine in self.engines():
+            if engine.shares:
+                raise RuntimeError(
+                    "AdamW.step: expected zero_stage=0 and tp=1 while a CUDA graph is captured, "
+                    f"got zero_stage={engine.zero_stage}, tp={engine.mesh.tp_size}, where the "
+                    "ranks' hosts agree on each step; step outside of the capture"
+                )
+
+    def _update(
+        self, rows: list[Row], device: torch.device, factor: Tensor | None, found: Tensor | None
+    ) -> None:
+        """One kernel call for rows of one device, maximize and amsgrad."""
+        options, storage = self.param_groups[rows[0].group], self.storage
+        amsgrad, eight_bit = options["amsgrad"], storage.moment_dtype == torch.uint8
+        # Where the kernel reads the counters of a group: see [Note: step counters].
+        skipping_on_gpu = found is not None and device.type != "cpu"
+        on_device = [g["capturable"] or skipping_on_gpu for g in self.param_groups]
+        dtypes = {row.piece.dtype for row in rows}
+        masters: dict[torch.dtype, Any] = {dtype: storage.master_entry(dtype) for dtype in dtypes}
+        states = [self._state(r, on_device[r.group], masters[r.piece.dtype]) for r in rows]
+        counted = [s["step"] for row, s in zip(rows, states) if on_device[row.group]]
+        if counted:
+            _count(counted, None if found is None else 1.0 - found.ne(0).float())
+        numbered = [s["step"] for row, s in zip(rows, states) if not on_device[row.group]]
+        owned = [(row, s) for row, s in zip(rows, states) if row.grad.numel()]
+        if owned:  # a rank may own no element of any of them
+            rows, states = zip(*owned)
+            hypers, hyper_index = self._hypers(rows, states, on_device, device)
+            exp_avg, exp_avg_sq = map(storage.moment_entry, moment_names(amsgrad=False))
+            adamw_step_(
+                [row.piece for row in rows],
+                [row.grad for row in rows],
+                [s[exp_avg] for s in states],
+                [s[exp_avg_sq] for s in states],
+                hypers,
+                hyper_index=hyper_index,
+                master_weights=[s.get(masters[row.piece.dtype]) for row, s in owned],
+                max_exp_avg_sqs=[s["max_exp_avg_sq"] for s in states] if amsgrad else None,
+                exp_avg_scales=[s["exp_avg_scale"] for s in states] if eight_bit else None,
+                exp_avg_sq_scales=[s["exp_avg_sq_scale"] for s in states] if eight_bit else None,
+                grad_scale=factor,
+                found_inf=found,
+                maximize=options["maximize"],
+                zero_grad=self.zero_grad_in_step,
+                stochastic_rounding_seed=self.seed if storage.random else None,
+                first_indices=self._first_indices(rows) if storage.random else None,
+            )
+        if numbered and (found is None or not found.item()):
+            _count(numbered)
+
+    def _first_indices(self, rows: Sequence[Row]) -> list[int]:
+        """Of each piece's first element among the random bits, which all parameters share."""
+        params = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
+        blocks = (-(-p.numel() // MOMENT_BLOCK) for p in params)
+        before = list(itertools.accumulate(blocks, initial=0))
+        return [before[row.position] * MOMENT_BLOCK + row.start for row in rows]
+
+    def _state(self, row: Row, on_device: bool, master: str | None) -> dict[str, Any]:
+        """The state of a parameter, made or completed where needed."""
+        p, amsgrad = row.piece, self.param_groups[row.group]["amsgrad"]
+        state = self.state.get(row.param)
+        if not state:
+            if _capturing(p.device):
+                raise RuntimeError(
+                    "AdamW.step: expected a first step before the capture of a CUDA graph, got a "
+                    "parameter without state; each replay would begin anew: call step() once"
+                )
+            state = self.state[row.param] = self.storage.new_state(p, amsgrad=amsgrad)
+        elif amsgrad and "max_exp_avg_sq" not in state:  # switched on in the group since
+            state["max_exp_avg_sq"] = state["exp_avg_sq"].clone()
+        if master is not None and master not in state:
+            self.storage.add_master(state, p)
+        home = p.device if on_device else _HOST
+        step = state["step"]
+        if step.device != home or (on_device and step.dtype != torch.float32):
+            state["step"] = step.to(home, torch.float32 if on_device else step.dtype)
+        return state
+
+    def _hypers(
+        self,
+        rows: Sequence[Row],
+        states: Sequence[dict[str, Any]],
+        on_device: list[bool],
+        device: torch.device,
+    ) -> tuple[list[Hyper], list[int]]:
+        """The scalars: one entry for each group and count, and which of them each row takes."""
+        names = ("lr", "eps", "weight_decay")
+        scalars = [
+            [scalar(v, device) for v in (*(group[n] for n in names), *group["betas"])]
+            for group in self.param_groups
+        ]
+        hypers: list[Hyper] = []
+        index: list[int] = []
+        known: dict[tuple[int, float], int] = {}
+        for row, state in zip(rows, states):
+            step, by_kernel = state["step"], on_device[row.group]
+            t = step if by_kernel else step.item() + 1.0
+            # Counters on the device cannot be compared here: each has its own entry.
+            key = (row.group, id(step) if by_kernel else t)
+            if key not in known:
+                known[key] = len(hypers)
+                lr, eps, weight_decay, beta1, beta2 = scalars[row.group]
+                hypers.append(Hyper(lr, beta1, beta2, eps, weight_decay, t))
+            index.append(known[key])
+        return hypers, index
+
+    # State
+
+    def entry_shapes(self, p: Tensor) -> dict[str, torch.Size]:
+        """The entries that a parameter's state may have with these options, for checkpoints."""
+        return self.storage.entry_shapes(p)
+
+    def check_saved(self, p: Tensor, saved: dict[str, Tensor], *, where: str) -> None:
+        """See EngineOptimizer."""
+        check_entries(saved, p, amsgrad=self._amsgrad(p), where=where)
+
+    @torch.no_grad()
+    def load_piece(
+        self, p: Tensor, target: Tensor, saved: dict[str, Tensor], *, where: str
+    ) -> None:
+        """See EngineOptimizer."""
+        amsgrad = self._amsgrad(p)
+        state = self.storage.convert_state(saved, target, amsgrad=amsgrad, where=where, copy=False)
+        self._replace_state(p, state)
+
+    def _amsgrad(self, p: Tensor) -> bool:
+        groups = (g for g in self.param_groups if any(q is p for q in g["params"]))
+        return next(groups)["amsgrad"]
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch; with the seed where steps draw random bits. See Ranks and State above."""
+        with self._whole_state():
+            state_dict = plain(torch.optim.Optimizer.state_dict)(self)
+        if self.storage.random:
+            state_dict["seed"] = self.seed
+        return state_dict
+
+    def torch_state_dict(self) -> dict[str, Any]:
+        """state_dict() as torch.optim.AdamW would have written it: moments are fp32 copies."""
+        with self._whole_state():
+            state_dict = plain(torch.optim.Optimizer.state_dict)(self)
+        params = list(itertools.chain.from_iterable(g["params"] for g in self.param_groups))
+        state = {i: torch_state(s, params[i]) for i, s in state_dict["state"].items()}
+        return {"state": state, "param_groups": state_dict["param_groups"]}
+
+    @contextlib.contextmanager
+    def _whole_state(self) -> Iterator[None]:
+        """Inside, self.state has whole entries, on the CPU, for parameters of sharded engines."""
+        mine, whole = self.state, {}
+        for p in itertools.chain.from_iterable(g["params"] for g in self.param_groups):
+            engine = engine_of_parameter(p)
+            if engine is not None and engine.shares:
+                whole[p] = {
+                    name: x.cpu() if isinstance(x, Tensor) else x
+                    for name, value in mine.get(p, {}).items()
+                    for x in [whole_entry(name, value, p, engine)]
+                }
+        if not whole:
+            yield
+            return
+        self.state = defaultdict(dict, {**mine, **{p: s for p, s in whole.items() if s}})
+        try:
+            yield
+        finally:
+            self.state = mine
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of an AdamW of this package or of torch; nothing changes if it is refused.
+
+        torch's own would cast fp32 moments of 16-bit parameters to 16 bits.
+        """
+        state_dict = state_dict.copy()
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = pre_hook(self, state_dict) or state_dict
+        saved_groups = [{**g} for g in state_dict["param_groups"]]
+        check_same_groups(self.param_groups, saved_groups)
+        groups = []
+        for group, saved in zip(self.param_groups, saved_groups):
+            values = {k: copy.deepcopy(v) for k, v in saved.items() if k != "params"}
+            new = {**self.defaults, **values, "params": group["params"]}
+            if "param_names" in group:
+                new.setdefault("param_names", group["param_names"])
+            check_group(new, "AdamW.load_state_dict")
+            groups.append(new)
+        state: dict[Any, Any] = {}
+        known = set()
+        for i, (group, saved) in enumerate(zip(groups, saved_groups)):
+            for position, (p, key) in enumerate(zip(group["params"], saved["params"])):
+                self.storage.check(p, amsgrad=group["amsgrad"])
+                known.add(key)
+                if not state_dict["state"].get(key):
+                    continue
+                saved_state, place = state_dict["state"][key], where(group, i, position)
+                target, engine = p, engine_of_parameter(p)
+                if engine is not None and engine.shares:
+                    check_entries(saved_state, p, amsgrad=group["amsgrad"], where=place)
+                    target = engine.piece(p).param.detach()
+                    saved_state = {
+                        name: cut_entry(name, value, p, engine)
+                        for name, value in saved_state.items()
+                    }
+                state[p] = self.storage.convert_state(
+                    saved_state, target, amsgrad=group["amsgrad"], where=place
+                )
+        state.update({k: v for k, v in state_dict["state"].items() if k not in known})
+        self.seed = state_dict.get("seed", self.seed)
+        fresh: defaultdict[Any, Any] = defaultdict(dict)
+        fresh.update(state)
+        self.__setstate__({"state": fresh, "param_groups": groups})
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {name: self.__dict__[name] for name in _ATTRIBUTES if name in self.__dict__}
+        return {**super().__getstate__(), **own}
+
+
+def _count(counters: list[Tensor], by: Tensor | None = None) -> None:
+    if by is None and not counters[0].is_cpu:
+        torch._foreach_add_(counters, 1.0)
+    else:  # a tensor and alpha: for a number, torch makes a tensor of it for each counter
+        torch._foreach_add_(counters, _ONE if by is None else by, alpha=1.0)
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,168 @@
+"""What an AdamW refuses: options out of range, parameters that overlap, groups of another model."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import numbers
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from fastpar.kernels.adamw_storage import is_dense
+from fastpar.parallel.engine import engine_of_parameter
+
+
+def number(caller: str, name: str, value: Any) -> float:
+    """The value of an option that is a number or a tensor of one element."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(
+                f"{caller}: expected a number or a tensor of one element, got {name} of "
+                f"shape={list(value.shape)}; use a group for each value"
+            )
+        return float(value)
+    if not isinstance(value, numbers.Real):
+        raise ValueError(
+            f"{caller}: expected {name} to be a number, got {name}={value!r}; convert it, or leave "
+            "it out for the default"
+        )
+    return float(value)
+
+
+def pair(caller: str, name: str, value: Any) -> tuple[Any, Any]:
+    """The two numbers of an option such as betas."""
+    entries = tuple(value) if isinstance(value, Iterable) else ()
+    if isinstance(value, str) or len(entries) != 2:
+        raise ValueError(
+            f"{caller}: expected {name} to be two numbers, got {name}={value!r}; pass a tuple of "
+            "two, or leave it out for the default"
+        )
+    return entries
+
+
+def check_seed(caller: str, seed: int) -> None:
+    """Refuse what is no 63-bit number."""
+    if not isinstance(seed, numbers.Integral) or not 0 <= seed < 1 << 63:
+        raise ValueError(f"{caller}: expected 0 <= seed < 2**63, got seed={seed!r}; 0 will do")
+
+
+def check_group(group: dict[str, Any], caller: str = "AdamW") -> None:
+    """Refuse options outside their range."""
+    betas = pair(caller, "betas", group["betas"])
+    ranges = {
+        "lr": (group["lr"], math.inf),
+        "betas[0]": (betas[0], 1.0),
+        "betas[1]": (betas[1], 1.0),
+        "eps": (group["eps"], math.inf),
+        "weight_decay": (group["weight_decay"], math.inf),
+    }
+    for name, (value, high) in ranges.items():
+        if not 0.0 <= number(caller, name, value) < high:
+            raise ValueError(
+                f"{caller}: expected 0.0 <= {name} < {high}, got {name}={float(value)}; "
+                "correct the option of this group"
+            )
+    for name, only, advice in (
+        ("differentiable", False, "use torch.optim.AdamW to differentiate through a step"),
+        ("decoupled_weight_decay", True, "continue that run with its own optimizer"),
+    ):
+        if group[name] != only:
+            raise ValueError(
+                f"{caller}: expected {name}={only}, got {name}={group[name]}; {advice}"
+            )
+    if group["foreach"] and group["fused"]:
+        raise ValueError(
+            f"{caller}: expected at most one of foreach and fused, got foreach=True and "
+            "fused=True; leave both out: there is one implementation"
+        )
+
+
+def check_plain(caller: str, group: dict[str, Any], i: int) -> None:
+    """Refuse parameters whose elements are not their own memory: DTensors, sparse tensors."""
+    for position, p in enumerate(group["params"]):
+        if is_traceable_wrapper_subclass(p):
+            raise ValueError(
+                f"{caller}: expected plain tensors, got {where(group, i, position)} of "
+                f"type={type(p).__name__}; for FSDP2's DTensors use fastpar.parallelize(model, "
+                "mesh, zero_stage=3) in place of fully_shard, or torch.optim with it"
+            )
+        if p.layout is not torch.strided:
+            raise ValueError(
+                f"{caller}: expected dense parameters, got {where(group, i, position)} of layout="
+                f"{p.layout}; pass a parameter made of its to_dense()"
+            )
+
+
+def check_memory(group: dict[str, Any], i: int) -> None:
+    """Refuse views with gaps, which are no flat memory. Engines look at their parameters."""
+    for position, p in enumerate(group["params"]):
+        if engine_of_parameter(p) is None and (p.is_neg() or not is_dense(p)):
+            what = "negated lazily" if p.is_neg() else f"with strides {p.stride()}"
+            raise ValueError(
+                f"AdamW: expected parameters that fill memory of their own, got "
+                f"{where(group, i, position)}, {list(p.shape)}, a view {what}; make the tensor that"
+                " it is a view of the parameter, or a copy: torch.nn.Parameter("
+                "p.detach().clone(memory_format=torch.contiguous_format))"
+            )
+
+
+def check_engines(params: list[Tensor], *, zero_grad_in_step: bool) -> None:
+    """Refuse options that make no sense for parameters of a sharded engine."""
+    for p in params if zero_grad_in_step else ():
+        engine = engine_of_parameter(p)
+        if engine is not None and engine.zero_stage:
+            raise ValueError(
+                "AdamW: expected zero_grad_in_step=False with zero_stage >= 1, got True with "
+                f"zero_stage={engine.zero_stage}; the engine frees gradients itself: leave it out"
+            )
+
+
+def check_overlap(groups: list[dict[str, Any]]) -> None:
+    """Refuse parameters that share memory: both would be updated there, in any order.
+
+    Engines look at theirs themselves; what is gathered later shares one element until then.
+    """
+    spans = []
+    for i, group in enumerate(groups):
+        for position, p in enumerate(group["params"]):
+            if engine_of_parameter(p) is not None:
+                continue
+            if p.numel() and p.layout is torch.strided and p.device.type != "meta":
+                last = sum((n - 1) * stride for n, stride in zip(p.shape, p.stride()))
+                start, size = p.data_ptr(), (last + 1) * p.element_size()
+                spans.append((str(p.device), start, start + size, where(group, i, position)))
+    spans.sort()
+    for (device, _, stop, name), (other, start, _, other_name) in itertools.pairwise(spans):
+        if device == other and start < stop:
+            raise ValueError(
+                f"AdamW: expected parameters in memory of their own, got {other_name} overlapping "
+                f"{name}; pass a tied weight once, and views as one parameter"
+            )
+
+
+def check_same_groups(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
+    """Refuse saved groups of other lengths."""
+    advice = "load the state that was saved with this model and these groups"
+    if len(groups) != len(saved):
+        raise ValueError(
+            f"AdamW.load_state_dict: expected {len(groups)} parameter groups, got {len(saved)}; "
+            f"{advice}"
+        )
+    for i, (group, other) in enumerate(zip(groups, saved)):
+        mine, theirs = len(group["params"]), len(other["params"])
+        if mine != theirs:
+            raise ValueError(
+                f"AdamW.load_state_dict: expected {mine} parameters in group {i}, got {theirs}; "
+                f"{advice}"
+            )
+
+
+def where(group: dict[str, Any], i: int, position: int) -> str:
+    """How errors call a parameter."""
+    names = group.get("param_names")
+    name = f" ('{names[position]}')" if names else ""
+    return f"parameter {position} of group {i}{name}"

@@ -1,0 +1,102 @@
+"""The optimizer of a run: which one, its groups of parameters, the learning rate of each step."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastpar.config.options import OptimSettings
+from fastpar.optim.adafactor import Adafactor
+from fastpar.optim.adamw import AdamW
+from fastpar.sharding.layout import parameter_names
+
+_MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
+
+
+def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Two optimizer groups: decay for trained tensors of two dims and more, none for the rest."""
+    trained = [p for p in parameter_names(model) if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def make_optimizer(
+    model: nn.Module, settings: OptimSettings, *, dtype: torch.dtype, seed: int
+) -> AdamW | Adafactor:
+    """The optimizer that the settings of a run describe.
+
+    Args:
+        dtype: of the model's weights.
+        seed: of stochastic rounding.
+    """
+    masters = _masters(settings, dtype)
+    groups = param_groups(model, settings.weight_decay)
+    limit = settings.max_grad_norm or math.inf  # infinity measures
+    if settings.optimizer == "adafactor":
+        # As in the paper: max(mean, eps) instead would act on gradients as small as a clipped
+        # model's are.
+        return Adafactor(
+            groups,
+            lr=settings.lr,
+            eps=(1e-30, 1e-3),
+            add_eps=True,
+            master_weights=masters,
+            max_grad_norm=limit,
+        )
+    return AdamW(
+        groups,
+        lr=settings.lr,
+        betas=settings.betas,
+        master_weights=masters,
+        stochastic_rounding=settings.stochastic_rounding,
+        seed=seed,
+        moment_dtype=_MOMENTS[settings.moment_dtype],
+        max_grad_norm=limit,
+    )
+
+
+def describe_storage(settings: OptimSettings, dtype: torch.dtype) -> str:
+    """The optimizer and how it stores its numbers, in a few words."""
+    kept = _masters(settings, dtype)
+    masters = kept if isinstance(kept, str) else "full" if kept else "none"
+    if settings.stochastic_rounding:
+        masters = "none, rounded stochastically"
+    moments = "rows and columns" if settings.optimizer == "adafactor" else settings.moment_dtype
+    return f"{settings.optimizer}, master weights {masters}, moments {moments}"
+
+
+def _masters(settings: OptimSettings, dtype: torch.dtype) -> bool | str:
+    masters = dtype != torch.float32 and not settings.stochastic_rounding
+    return "remainder" if masters and settings.master_weights == "remainder" else masters
+
+
+def cosine_lr(step: int, *, lr: float, min_lr: float, warmup_steps: int, max_steps: int) -> float:
+    """Learning rate of a step: a line up to lr over warmup_steps, then half a cosine to min_lr.
+
+    Args:
+        step: 0 in the first step, which gets lr / warmup_steps; from max_steps on it is min_lr.
+    """
+    if step < 0:
+        raise ValueError(f"cosine_lr: expected step >= 0, got step={step}; the first step is 0")
+    if not 0 <= min_lr <= lr < math.inf:
+        raise ValueError(
+            f"cosine_lr: expected 0 <= min_lr <= lr={lr} < inf, got min_lr={min_lr}; "
+            "set min_lr to a fraction of lr"
+        )
+    if not 0 <= warmup_steps <= max_steps:
+        raise ValueError(
+            f"cosine_lr: expected 0 <= warmup_steps <= max_steps={max_steps}, got "
+            f"warmup_steps={warmup_steps}; warm up for a few percent of the run"
+        )
+    if step < warmup_steps:
+        return lr * (step + 1) / warmup_steps
+    if step >= max_steps:
+        return min_lr
+    progress = (step - warmup_steps) / (max_steps - warmup_steps)
+    return min_lr + 0.5 * (1.0 + math.cos(math.pi * progress)) * (lr - min_lr)

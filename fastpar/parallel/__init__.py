@@ -1,0 +1,1 @@
+"""parallelize() and the engine: buckets, gathers, reductions, the step."""

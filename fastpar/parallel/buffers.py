@@ -1,0 +1,499 @@
+"""The memory of one bucket on one rank: parameters are views of it, gradients are brought into it.
+
+    stage   parameters          gradients                     reduced gradients
+    0       whole               whole, kept                   in place, on every rank
+    1       whole               whole, kept                   own slice, in place
+    2       whole               whole, freed when reduced     own slice
+    3       own slice; whole    whole, freed when reduced     own slice
+            only around use
+
+[Note: where gradients live]
+Autograd puts its own tensor into p.grad; take() copies it into the bucket, or adds it, at the cost
+that zeroing the bucket beforehand would have. Nothing is zeroed: the places of parameters without a
+gradient keep old bytes until fill_missing(). At stage 0 p.grad is then a view of the bucket (or
+p.main_grad, where the gradient's dtype is not the parameter's); otherwise p.grad is None.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from fastpar.comm.collectives import Collectives
+from fastpar.parallel.absent import Absent
+from fastpar.parallel.bucket_params import BucketParameters
+from fastpar.sharding.layout import Bucket, Layout
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class PairwiseSum:
+    """A sum of tensors in a fixed tree: ((0 + 1) + (2 + 3)) + ..., the rest from the right."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._parts: list[Tensor] = []
+
+    def push(self, x: Tensor) -> None:
+        """Add the next tensor; it belongs to the sum from now on."""
+        order = self.count
+        while order & 1:
+            x = self._parts.pop().add_(x)
+            order >>= 1
+        self._parts.append(x)
+        self.count += 1
+
+    @property
+    def nbytes(self) -> int:
+        """Of the partial sums."""
+        return sum(x.nbytes for x in self._parts)
+
+    def zero_(self, place: slice) -> None:
+        """Forget what was added to these elements."""
+        for x in self._parts:
+            x[place].zero_()
+
+    def total(self) -> Tensor:
+        """A new tensor; the sum can go on."""
+        x = self._parts[-1].clone()
+        for left in reversed(self._parts[:-1]):
+            x = left + x
+        return x
+
+
+class BucketState(BucketParameters):
+    """One bucket; made by the engine, which decides when what happens.
+
+    Attributes:
+        grad: [P] gradients of this rank, None while they are freed.
+        reduced: [S] ([P] at stage 0) mean over the ranks, None until the first of a step.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        spec: Bucket,
+        params: list[nn.Parameter],
+        *,
+        stage: int,
+        rank: int,
+        device: torch.device,
+        grad_dtype: torch.dtype | None,
+        deterministic: bool,
+        reduce: Collectives | None,
+        gather: Collectives | None,
+        poison: bool = False,
+    ) -> None:
+        super().__init__(
+            layout,
+            spec,
+            params,
+            stage=stage,
+            rank=rank,
+            device=device,
+            gather=gather,
+            poison=poison,
+        )
+        self.deterministic = deterministic
+        self.grad_dtype = grad_dtype or spec.dtype
+        self._main = self.grad_dtype != spec.dtype
+        self.grad: Tensor | None = None
+        if stage <= 1:
+            self.grad = self._empty(reduce, spec.numel, self.grad_dtype)
+        self.grad_shard: Tensor | None = None
+        if stage >= 2:
+            self.grad_shard = torch.empty(spec.shard_numel, dtype=self.grad_dtype, device=device)
+        self.has: set[int] = set()  # positions with a gradient of this rank in `grad`
+        self.seen: set[int] = set()  # since zero_grad(), wherever it is by now
+        self.unreduced: PairwiseSum | None = None  # earlier micro-batches that stayed here
+        self.reduced: Tensor | None = None
+        self._reductions: PairwiseSum | None = None
+        self._tree_ms = 0.0
+        self._piece_views: tuple[Tensor | None, list] | None = None  # of reduced; of piece()
+        self._absents: dict[int, Absent] = {}  # what marks show, see [Note: marks]
+        self._aside = False
+        self._marks: dict[int, Tensor] = {}  # see [Note: marks]
+        self._hidden = False  # the marks are placeholders
+        self._version = -1  # of `grad`, when remember() was called
+        self._zeroed = set(range(len(params)))  # positions whose gradient nobody has, on any rank
+        self._began_empty = True  # the last backward
+        if stage == 0:
+            for p, view in zip(params, self.grad_views):
+                if self._main:
+                    p.main_grad = view  # type: ignore[attr-defined]
+
+    @property
+    def grad_bytes(self) -> int:
+        """Of the whole gradients."""
+        return self.spec.numel * self.grad_dtype.itemsize
+
+    def piece(self, position: int) -> tuple[Tensor, Tensor | None, int]:
+        """(values, reduced gradient, first element) of what this rank owns of a parameter."""
+        if self._piece_views is None or self._piece_views[0] is not self.reduced:
+            views = []
+            for slot, (start, stop) in zip(self.slots, self.pieces):
+                at = slot.start + start - self._own.start
+                place = slice(at, at + stop - start)
+                grad = None if self.reduced is None else self.reduced[place]
+                views.append((self.shard[place], grad, start))
+            self._piece_views = self.reduced, views  # of a stage >= 2, the same in every step
+        return self._piece_views[1][position]
+
+    # Gradients
+
+    @functools.cached_property
+    def grad_views(self) -> list[Tensor]:
+        """Of `grad`, where it is kept."""
+        assert self.grad is not None
+        return [self.grad[s.start : s.stop].view(s.spec.shape) for s in self.slots]
+
+    def _grad_view(self, position: int) -> Tensor:
+        if self.stage <= 1:
+            return self.grad_views[position]
+        assert self.grad is not None
+        slot = self.slots[position]
+        return self.grad[slot.start : slot.stop].view(slot.spec.shape)
+
+    def take(self, position: int, grad: Tensor | None = None, *, add: bool = False) -> None:
+        """Bring what a backward left in the .grad of a parameter into the bucket.
+
+        Args:
+            grad: another part of it, which comes from elsewhere (see split_embedding.py).
+            add: stage 0: the bucket holds a part already.
+        """
+        p = self.params[position]
+        grad = p.grad if grad is None else grad
+        assert grad is not None
+        self._check_grad(position, grad)
+        if self.stage >= 2 and self.grad is None:
+            self.grad = torch.empty(self.spec.numel, dtype=self.grad_dtype, device=self.device)
+        elif self.stage == 1 and self.reduced is not None and not self.has:
+            self._keep_reduced()
+        view = self._grad_view(position)
+        if self.stage == 0 and not self._main:
+            if grad.data_ptr() != view.data_ptr():
+                view.add_(grad) if add else view.copy_(grad)
+                p.grad = view
+        else:
+            if position in self.has:
+                view.add_(grad)
+            else:
+                view.copy_(grad)
+            p.grad = None
+        self.has.add(position)
+        self.seen.add(position)
+
+    def _keep_reduced(self) -> None:
+        """Stage 1: the own slice of `grad` holds the sum so far, and is about to be overwritten."""
+        assert self.grad is not None
+        assert self.reduced is not None
+        if self.reduced.data_ptr() == self.grad[self._own].data_ptr():
+            self.reduced = self.reduced.clone()
+
+    def fill_missing(self, *, flags: bool) -> list[int]:
+        """Zero the places without a gradient and set `used`; returns them. p.grad may be new."""
+        if self.grad is None:
+            self.grad = torch.empty(self.spec.numel, dtype=self.grad_dtype, device=self.device)
+        elif self.stage == 1 and self.reduced is not None and not self.has:
+            self._keep_reduced()
+        missing = []
+        self._zeroed.clear()
+        for position, p in enumerate(self.params):
+            if self.stage == 0 and not self._main:
+                # By hand between two backward passes, or forgotten by zero_grad() of a module.
+                if p.grad is None:
+                    self.has.discard(position)
+                elif position not in self.has or p.grad.data_ptr() != (
+                    self.grad_views[position].data_ptr()
+                ):
+                    self.grad_views[position].copy_(p.grad)
+                    p.grad = self.grad_views[position]
+                    self.has.add(position)
+            if position not in self.has:
+                self._grad_view(position).zero_()
+                missing.append(position)
+        if flags:
+            used = self.used()
+            used.fill_(1.0)
+            for position in missing:
+                # Deterministic: the gradients of earlier micro-batches lie elsewhere.
+                used[position] = float(self.deterministic and position in self.seen)
+        return missing
+
+    def used(self) -> Tensor:
+        """Stage 0: one element per parameter, see layout.py."""
+        assert self.grad is not None
+        return self.grad[self.spec.used_start :][: len(self.params)]
+
+    def keep_local(self) -> None:
+        """Deterministic: this micro-batch stays here, apart from the next, for the tree."""
+        self.fill_missing(flags=False)
+        assert self.grad is not None
+        if self.unreduced is None:
+            self.unreduced = PairwiseSum()
+        with self._summing():
+            self.unreduced.push(self.grad.clone() if self.stage <= 1 else self.grad)
+        if self.stage >= 2:
+            self.grad = None
+        self._forget_local()
+
+    def add_local(self) -> None:
+        """Deterministic: the tree over the micro-batches that stayed here, into `grad`."""
+        if self.unreduced is not None:
+            assert self.grad is not None
+            with self._summing():
+                self.unreduced.push(self.grad.clone())
+                self.grad.copy_(self.unreduced.total())
+            self.unreduced = None
+
+    @contextlib.contextmanager
+    def _summing(self) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self._tree_ms += (time.perf_counter() - begin) * 1e3
+
+    def _forget_local(self) -> None:
+        self.has.clear()
+        for p in self.params:
+            p.grad = None
+
+    def target(self) -> Tensor:
+        """Where the next reduction puts its result."""
+        assert self.grad is not None
+        if self.stage == 0:
+            return self.grad
+        if self.stage == 1:
+            return self.grad[self._own]
+        if self.reduced is None and not self.deterministic:
+            assert self.grad_shard is not None
+            return self.grad_shard
+        return torch.empty(self.spec.shard_numel, dtype=self.grad_dtype, device=self.device)
+
+    def add_reduced(self, result: Tensor) -> None:
+        """Take in what target() was given; at stage >= 2 the whole gradients are freed."""
+        if self.deterministic:
+            if self._reductions is None or (self.stage == 0 and not self._aside):
+                self._reductions = PairwiseSum()
+            with self._summing():
+                self._reductions.push(result.clone() if self.stage <= 1 else result)
+                if self._reductions.count > 1 or self.stage >= 2:
+                    self._collect_tree(result)
+                else:
+                    self.reduced = result
+            self._aside = False
+        elif self.reduced is None or self.stage == 0:
+            self.reduced = result
+        else:
+            self.reduced = self.reduced.add_(result)
+        if self.stage:
+            self.has.clear()
+        self.free_grad()
+
+    def free_grad(self) -> None:
+        """The whole gradients have been sent."""
+        if self.stage >= 2:
+            if self.poison and self.grad is not None:
+                self.grad.fill_(float("nan"))
+            self.grad = None
+
+    def _collect_tree(self, result: Tensor) -> None:
+        assert self._reductions is not None
+        total = self._reductions.total()
+        if self.stage >= 2:
+            assert self.grad_shard is not None
+            self.reduced = self.grad_shard.copy_(total)
+        else:
+            self.reduced = result.copy_(total)
+
+    def set_aside(self) -> None:
+        """Deterministic stage 0: a new backward must not add to the sum of the last ones."""
+        if self.stage == 0 and self.reduced is not None:
+            self._aside = True
+            self._forget_local()
+
+    def adopt(self, position: int) -> None:
+        """Stage 0: a parameter has a gradient from now on: other ranks gave its view one."""
+        self.has.add(position)
+        self.seen.add(position)
+        self.params[position].grad = None if self._main else self.grad_views[position]
+
+    def grad_of(self, position: int) -> Tensor | None:
+        """Stage 0: the gradient of a parameter, None if it has none."""
+        if not self._main:
+            return self.params[position].grad
+        return self.grad_views[position] if position in self.has else None
+
+    @property
+    def zeroed(self) -> bool:
+        """Whether all gradients were zeroed since the last backward or reduction of any rank."""
+        return len(self._zeroed) == len(self.params)
+
+    @property
+    def empty(self) -> bool:
+        """Whether this rank has no gradient, and no part of one."""
+        return self.zeroed or (not self.seen and (self.stage == 0 or self.reduced is None))
+
+    def zero_grad(self, set_to_none: bool, positions: set[int] | None = None) -> None:
+        """Forget all gradients, which writes no memory; or set those that there are to zero.
+
+        positions: those of these parameters only.
+        """
+        positions = set(range(len(self.params))) if positions is None else positions
+        zero = set()
+        if not set_to_none:  # but of what was cleared by hand
+            known = self._marks.keys()
+            zero = {i for i in positions if i not in known or self.params[i].grad is not None}
+        for position in positions - zero:
+            self.params[position].grad = None
+        self._forget(positions - zero)
+        for position in zero:
+            self._zero(position)
+        if self.zeroed:
+            self.unreduced = self._reductions = None  # a tree of zeros would change what follows
+
+    def _forget(self, positions: set[int]) -> None:
+        """These have no gradient any more; memory is written only where others have one."""
+        self._zeroed |= positions
+        self.seen -= positions
+        self.has -= positions
+        for position in positions:
+            self._marks.pop(position, None)
+        if not self.empty:
+            for position in positions:
+                self._zero_parts(position)
+            return
+        self.unreduced = self._reductions = None
+        if self.reduced is not self.grad_shard:
+            self._piece_views = None  # they would keep it alive
+        self.reduced = None
+        if self.stage >= 2:
+            self.grad = None
+
+    def begin_backward(self, *, stopped: bool) -> None:
+        """Sharded: what a backward has left that stopped before is dropped, if it was the first
+        since zero_grad(), which does not reach it when called on the module."""
+        if stopped and self._began_empty:
+            self.zero_grad(True)
+        self.unmark()
+        self._began_empty = not self.seen
+        self._zeroed.clear()
+
+    # [Note: marks] From the end of a backward to the next it is remembered what p.grad was: whoever
+    # sets it to None (zero_grad of any module) is understood. Where the gradient is elsewhere
+    # (stages >= 1, main gradients, micro-batches that wait for the tree), p.grad is a placeholder
+    # of nans: whoever reads it (clip_grad_norm_) sees that the gradient is not there. Once shards
+    # are reduced every parameter has one, as no rank knows which of them others have used.
+
+    def mark(self, *, hidden: bool = True) -> None:
+        """See [Note: marks]; not hidden: p.grad is what it should be."""
+        self._hidden = hidden = hidden or self._main
+        everywhere = self.stage > 0 and self.reduced is not None
+        self._marks.clear()
+        for position in range(len(self.params)) if everywhere else self.seen:
+            p = self.params[position]
+            if hidden:
+                p.grad = self._absent(position)
+            if p.grad is not None:
+                self._marks[position] = p.grad
+        self.remember()
+
+    def remember(self) -> None:
+        """What is counted from now on belongs to the gradients that there are."""
+        self._version = -1 if self.grad is None else self.grad._version
+
+    def became_zero(self) -> bool:
+        """Whether somebody wrote zeros into all p.grad since remember(); reads them if written."""
+        same = self.grad is None or self.grad._version == self._version
+        return not (self._hidden or same or any(mark.any() for mark in self._marks.values()))
+
+    def _absent(self, position: int) -> Absent:
+        if position not in self._absents:
+            nans = self._nan(self.spec.dtype).expand(self.slots[position].spec.shape)
+            self._absents[position] = Absent.of(nans, "gradient", self.name(position))
+        self._absents[position].zeroed = False
+        return self._absents[position]
+
+    def unmark(self) -> None:
+        """Before a backward: autograd must find no placeholder; cleared gradients are forgotten."""
+        self.forget_cleared()
+        for position in self._marks if self._hidden else ():
+            self.params[position].grad = None
+        self._marks.clear()
+
+    def forget_cleared(self, fired: Tensor | None = None) -> tuple[set[int], bool]:
+        """p.grad = None, and zero_grad() of a module, are understood.
+
+        Args:
+            fired: stage 0: a parameter that autograd has given its next gradient already.
+        Returns:
+            Positions that were cleared, and whether every rank had marked them.
+        """
+        cleared = set()
+        for position, mark in self._marks.items():
+            grad = self.params[position].grad
+            if grad is None or (self.params[position] is fired and grad is not mark):
+                cleared.add(position)
+            elif self._hidden and grad is not mark:
+                raise RuntimeError(
+                    f"Engine: expected p.grad of '{self.name(position)}' as backward left it, got "
+                    "another tensor, while the gradient is in a shard or in p.main_grad; clip with "
+                    "fastpar.AdamW(max_grad_norm=...), scale the loss, or set p.grad to None"
+                )
+            elif isinstance(mark, Absent) and mark.zeroed:
+                mark.zeroed = False
+                self._zero(position)
+        everywhere = self.reduced is not None
+        if cleared:
+            self._forget(cleared)
+        return cleared, everywhere
+
+    def _zero(self, position: int) -> None:
+        """A parameter's gradient is zero from now on."""
+        self._zeroed.add(position)
+        if self.stage:
+            self.has.discard(position)
+        elif (grad := self.grad_of(position)) is not None:  # or a placeholder, which may be zero
+            grad.zero_()
+        self._zero_parts(position)
+
+    def _zero_parts(self, position: int) -> None:
+        """Of one parameter, in what was added up so far."""
+        slot = self.slots[position]
+        whole = slice(slot.start, slot.stop)
+        start, stop = self.pieces[position]
+        first = slot.start - self._own.start
+        part = whole if self.stage == 0 else slice(first + start, first + stop)
+        for tree, place in ((self.unreduced, whole), (self._reductions, part)):
+            if tree is not None:
+                tree.zero_(place)
+        if self.reduced is not None and self.stage:
+            self.reduced[part].zero_()
+
+    def take_tree_ms(self) -> float:
+        """The host's time in fixed sums since the last call."""
+        ms, self._tree_ms = self._tree_ms, 0.0
+        return ms
+
+    @property
+    def tree_bytes(self) -> int:
+        """What fixed sums cost in memory now."""
+        trees = (self.unreduced, self._reductions)
+        return sum(tree.nbytes for tree in trees if tree is not None)
+
+    def _check_grad(self, position: int, grad: Tensor) -> None:
+        name = self.name(position)
+        if grad.layout != torch.strided:
+            raise RuntimeError(
+                f"Engine: expected a dense gradient for parameter '{name}', got "
+                f"layout={grad.layout}; build the embedding with sparse=False"
+            )
+        if grad.requires_grad:
+            raise RuntimeError(
+                "Engine: expected backward without create_graph, got a gradient with a graph for "
+                f"parameter '{name}'; use torch.autograd.grad for higher derivatives"
+            )

@@ -1,0 +1,139 @@
+"""What parallelize() refuses before it changes anything."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from fastpar.parallel.buffers import DTYPES
+from fastpar.parallel.engine import engine_of_parameter
+from fastpar.parallel.shards import Settings
+
+
+def check_arguments(
+    model: nn.Module,
+    dp: int,
+    *,
+    zero_stage: int,
+    shard_size: int | None,
+    bucket_mb: float | None,
+    grad_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
+    accumulate: str,
+    grad_accum_steps: int,
+    prefetch: int,
+) -> None:
+    """Options outside their range, and a model that has an engine."""
+    for name, p in model.named_parameters():
+        if engine_of_parameter(p) is not None:
+            raise ValueError(
+                f"parallelize: expected a model without an engine, got parameter '{name}' of "
+                "an earlier fastpar.parallelize; call it once"
+            )
+    if isinstance(zero_stage, bool) or zero_stage not in (0, 1, 2, 3):
+        raise ValueError(
+            f"parallelize: expected zero_stage 0, 1, 2 or 3, got zero_stage={zero_stage!r}; "
+            "0 shares nothing, 3 everything"
+        )
+    if shard_size is not None and (
+        isinstance(shard_size, bool)
+        or not isinstance(shard_size, int)
+        or shard_size < 1
+        or dp % shard_size
+    ):
+        raise ValueError(
+            f"parallelize: expected shard_size to divide dp={dp}, got shard_size={shard_size}; "
+            "leave it out to share one copy among all ranks"
+        )
+    if isinstance(bucket_mb, (bool, str)):
+        raise ValueError(
+            f"parallelize: expected bucket_mb in MiB or None, got bucket_mb={bucket_mb!r}; "
+            "leave it out for a size that fits ranks and transport"
+        )
+    for name, value in (("grad_dtype", grad_dtype), ("reduce_dtype", reduce_dtype)):
+        if value not in (None, *DTYPES):
+            raise ValueError(
+                f"parallelize: expected a floating-point {name}, got {name}={value}; "
+                "use torch.float32 or None"
+            )
+    if accumulate not in ("shard", "full"):
+        raise ValueError(
+            f"parallelize: expected accumulate 'shard' or 'full', got accumulate={accumulate!r}; "
+            "'shard' reduces every backward, 'full' the last one"
+        )
+    for name, count, least in (
+        ("grad_accum_steps", grad_accum_steps, 1),
+        ("prefetch", prefetch, 0),
+    ):
+        if isinstance(count, bool) or not isinstance(count, int) or count < least:
+            raise ValueError(
+                f"parallelize: expected an integer {name} >= {least}, got {name}={count!r}; "
+                f"{least} is the least"
+            )
+
+
+def check_deterministic(settings: Settings, named: dict[nn.Parameter, tuple[str, ...]]) -> None:
+    """Sums that are rounded to 16 bits on the way depend on how they are split."""
+    if not settings.deterministic:
+        return
+    for p, names in named.items():
+        kept = settings.grad_dtype or p.dtype
+        wire = settings.reduce_dtype or kept
+        if p.requires_grad and (kept.itemsize < 4 or wire.itemsize < kept.itemsize):
+            raise ValueError(
+                "parallelize: expected gradients kept and sent in fp32 with deterministic=True, "
+                f"got grad_dtype={kept}, reduce_dtype={wire} for '{names[0]}'; pass "
+                "grad_dtype=torch.float32 and leave reduce_dtype out"
+            )
+
+
+def check_parameters(
+    named: dict[nn.Parameter, tuple[str, ...]], device: torch.device, meta: bool
+) -> None:
+    """What buckets cannot hold is refused before anything is changed."""
+    if not any(p.requires_grad for p in named):
+        raise ValueError(
+            f"parallelize: expected a model with parameters to train, got {len(named)} parameters "
+            "and none with requires_grad; pass the whole model and unfreeze what is to be trained"
+        )
+    expected = torch.device("meta") if meta else device
+    memory: dict[int, str] = {}
+    for p, names in named.items():
+        if p.device.type == "meta" and not meta:
+            raise ValueError(
+                f"parallelize: expected parameters with values, got device=meta for '{names[0]}'; "
+                "pass materialize=, which fills them"
+            )
+        if p.device != expected:
+            raise ValueError(
+                f"parallelize: expected every parameter on {'' if meta else 'mesh.device='}"
+                f"{expected}, got device={p.device} for '{names[0]}'; "
+                + ("build the model on the meta device" if meta else "call model.to(mesh.device)")
+                + " first"
+            )
+        if not p.requires_grad:
+            continue
+        if p.dtype not in DTYPES:
+            raise ValueError(
+                f"parallelize: expected fp32, bf16, fp16 or fp64 parameters, got dtype={p.dtype} "
+                f"for '{names[0]}'; convert it, or set requires_grad=False"
+            )
+        other = memory.setdefault(p.data_ptr(), names[0]) if p.numel() and not meta else names[0]
+        if other != names[0]:
+            raise ValueError(
+                f"parallelize: expected tied weights to be one Parameter, got '{other}' and "
+                f"'{names[0]}' sharing memory; assign the Parameter itself, not its data"
+            )
+
+
+def check_in_place_writers(model: nn.Module, dp: int) -> None:
+    """A forward that writes into its rows would leave another model on each rank, or be lost."""
+    for name, module in model.named_modules() if dp > 1 else ():
+        writes = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
+        if writes and module.weight.requires_grad:
+            raise ValueError(
+                "parallelize: expected forwards that write no parameters where several ranks share "
+                f"them, got max_norm={module.max_norm} of embedding '{name}', which writes the "
+                "rows of this rank's batch; set max_norm=None, and scale rows after each step "
+                "inside `with fastpar.engine_of(model).gathered():`"
+            )

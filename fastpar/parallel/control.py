@@ -1,0 +1,225 @@
+"""The one small exchange of a step: what every rank tells all others before the optimizer's update.
+
+    | hashes | backwards | cleared | tokens | norm bins | used parameters, a bit each | values |
+
+[Note: what begins] At stage 3 a forward gathers parameters, while the exchange waits for another
+group: ranks with different numbers of micro-batches would wait for each other. So between CPU ranks
+each says what it begins, a step or a pass of the model, and the first difference is reported at
+once. On a GPU that would make the host wait; there the watchdog names who is late.
+
+int64 words of each rank, gathered by all, so that every rank sums the same numbers in the same
+order. On a GPU the words stay on the device; what the host checks is read a step later, when it is
+there anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fastpar.comm.collectives import Collectives
+from fastpar.kernels.global_norm import NORM_WORDS
+
+_BITS = 62
+BEGINS = ("a step", "a forward", "a forward without gradients")
+_HEAD = 5  # hashes of two kinds of collectives, backwards, hash of cleared gradients, tokens
+
+
+class Control:
+    """Makes, exchanges and reads the words of one engine.
+
+    Args:
+        n_params: of the engine.
+        copy_ranks: the ranks that have one copy of the model with this one; the norm is theirs.
+    Attributes:
+        contributed: fp64 [k], sum over the ranks of what they contributed to the last step.
+        token_scale: fp32 [], by which gradients are divided, None if nobody counts tokens.
+    """
+
+    def __init__(
+        self,
+        group: Collectives | None,
+        n_params: int,
+        copy_ranks: Sequence[int],
+        device: torch.device,
+    ) -> None:
+        self._group, self._n_params, self._device = group, n_params, device
+        self._ranks = slice(copy_ranks[0], copy_ranks[-1] + 1)
+        self._values: list[Tensor] = []
+        self._tokens: Tensor | int | None = None
+        self._doubt = ""  # what is wrong with the tokens, for a person
+        self._forwards = 0  # since the last step
+        self._rows: Tensor | None = None
+        self._late: tuple[Tensor, torch.cuda.Event] | None = None
+        self.contributed: Tensor | None = None
+        self.token_scale: Tensor | None = None
+
+    def contribute(self, values: Tensor) -> None:
+        """Add values to this step's exchange; several calls are concatenated."""
+        self._values.append(values.detach().reshape(-1).to(self._device, torch.float64))
+
+    def count_tokens(self, n: int | Tensor) -> None:
+        """Add to this rank's valid tokens of this step."""
+        if self._tokens is None:
+            self._doubt = ""
+        self._tokens = n if self._tokens is None else self._tokens + n
+
+    @property
+    def told(self) -> bool:
+        """Whether this step's exchange has something to tell so far."""
+        return self._tokens is not None or bool(self._values)
+
+    def forget(self, *, early: bool) -> None:
+        """Gradients were zeroed, and what was told of them with them; early: before a backward."""
+        lost = early and self._tokens is not None
+        self._values, self._tokens = [], None
+        self._doubt = "none after zero_grad(), which dropped what was counted" if lost else ""
+
+    def doubt(self) -> None:
+        """Some gradients were zeroed: what was counted is not the count of all of them."""
+        if self._tokens is not None:
+            self._doubt = "zero_grad() of some parameters only, after it"
+
+    def exchange(
+        self,
+        bins: Tensor | None,
+        *,
+        hashes: Sequence[int],
+        backwards: int,
+        used: Sequence[bool],
+        cleared: Sequence[int] = (),
+        again: bool = False,
+    ) -> Tensor | None:
+        """Tell and hear everything; the bins of all shards together. Ranks: all, once per step.
+
+        cleared: parameters whose gradients were set to None by hand, in order.
+        again: for one more optimizer: what is not told anew is kept.
+        """
+        if self._doubt:
+            doubt, self._doubt = self._doubt, ""
+            raise RuntimeError(
+                f"Engine: expected count_tokens() of what the gradients are sums over, got {doubt};"
+                " call zero_grad() for all parameters first, then count_tokens(), then backward()"
+            )
+        counted = self._tokens is not None
+        unknown = isinstance(self._tokens, Tensor) or not counted
+        words = [*hashes, backwards, _digest(cleared), -1 if unknown else 0]
+        if counted and not isinstance(self._tokens, Tensor):
+            words[-1] = int(self._tokens)  # type: ignore[arg-type]
+        flags = [
+            sum(1 << bit for bit, u in enumerate(used[i : i + _BITS]) if u)
+            for i in range(0, self._n_params, _BITS)
+        ]
+        host = torch.tensor([*words, *flags], dtype=torch.int64)
+        if self._device.type == "cuda":
+            host = host.pin_memory().to(self._device, non_blocking=True)
+        parts = [host[:_HEAD]]
+        if isinstance(self._tokens, Tensor):
+            parts = [host[: _HEAD - 1], self._tokens.reshape(1).to(self._device, torch.int64)]
+        zero = bins if bins is not None else host.new_zeros(NORM_WORDS)
+        values = torch.cat(self._values) if self._values else host.new_zeros(0).double()
+        mine = torch.cat([*parts, zero, host[_HEAD:], values.view(torch.int64)])
+        keep_values, keep_scale = again and not self._values, again and not counted
+        self._values, self._tokens = [], None
+        if self._group is None:
+            rows = mine.view(1, -1)
+        else:
+            rows = mine.new_empty(self._group.world_size, mine.numel())
+            self._group.all_gather(rows.view(-1), mine)
+            self._check(rows[:, :_HEAD])
+        self._rows = rows
+        start = _HEAD + NORM_WORDS + len(flags)
+        if not keep_values:
+            self.contributed = _sum_rows(rows[:, start:].contiguous().view(torch.float64))
+        if not keep_scale:
+            self.token_scale = None
+        if counted:
+            tokens = rows[:, _HEAD - 1].clamp(min=0).sum()
+            self.token_scale = tokens.clamp(min=1).float() / rows.shape[0]
+        return None if bins is None else rows[self._ranks, _HEAD : _HEAD + NORM_WORDS].sum(0)
+
+    def begin(self, what: str) -> None:
+        """See [Note: what begins]; what: of BEGINS. Ranks: all."""
+        group = self._group
+        if group is None or group.transport not in ("shm", "gloo") or group.device.type != "cpu":
+            return
+        kind = BEGINS.index(what)
+        rows = torch.empty(group.world_size, 2, dtype=torch.int64)
+        group.all_gather(rows.view(-1), torch.tensor([kind, self._forwards]))
+        self._forwards = 0 if kind == 0 else self._forwards + (kind == 1)
+        said = rows.tolist()
+        for rank, (theirs, count) in enumerate(said):
+            if theirs != said[0][0]:
+                raise RuntimeError(
+                    f"Engine: expected every rank to begin the same, got {BEGINS[theirs]} after "
+                    f"{count} micro-batches on rank {rank} where rank 0 begins "
+                    f"{BEGINS[said[0][0]]} after {said[0][1]}; give every rank the same number of "
+                    "micro-batches, or none, and evaluate on every rank"
+                )
+
+    def used_anywhere(self, parameter: int) -> bool:
+        """Whether any rank had a gradient for it in this step. Waits for the device."""
+        assert self._rows is not None
+        column = _HEAD + NORM_WORDS + parameter // _BITS
+        return any(word >> parameter % _BITS & 1 for word in self._rows[:, column].tolist())
+
+    def _check(self, heads: Tensor) -> None:
+        """Raise if the ranks were out of step: at once, or one step later on a GPU."""
+        if heads.device.type != "cuda":
+            _compare(heads)
+            return
+        if self._late is not None and self._late[1].query():
+            _compare(self._late[0])
+        host = torch.empty(heads.shape, dtype=heads.dtype, pin_memory=True)
+        host.copy_(heads, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._late = host, event
+
+
+def _compare(heads: Tensor) -> None:
+    rows = heads.tolist()
+    busy = [(rank, row) for rank, row in enumerate(rows) if row[2]]
+    for rank, row in busy:
+        first, expected = busy[0]
+        if row[2] != expected[2]:
+            raise RuntimeError(
+                f"Engine: expected as many backward passes on every rank, got {row[2]} on rank "
+                f"{rank} where rank {first} has {expected[2]}; give every rank the same number of "
+                "micro-batches, or none"
+            )
+        if row[:2] != expected[:2]:
+            raise RuntimeError(
+                "Engine: expected the same collectives in the same order on every rank, got others "
+                f"on rank {rank} than on rank {first}; the ranks ran different parts of the model: "
+                "restart from a checkpoint"
+            )
+    for rank, row in enumerate(rows):
+        if row[3] != rows[0][3]:
+            raise RuntimeError(
+                "Engine: expected the same gradients set to None on every rank between backward "
+                f"and step, got others on rank {rank} than on rank 0; do it on every rank, or on "
+                "none where a rank has no batch"
+            )
+    if len({row[4] < 0 for row in rows}) > 1:
+        rank = next(r for r, row in enumerate(rows) if row[4] < 0)
+        raise RuntimeError(
+            f"Engine: expected count_tokens() on every rank or on none, got none on rank {rank}; "
+            "a rank without tokens counts 0"
+        )
+
+
+def _digest(numbers: Sequence[int]) -> int:
+    digest = 0
+    for number in numbers:
+        digest = (digest * 1000003 + number + 1) % ((1 << 61) - 1)
+    return digest
+
+
+def _sum_rows(rows: Tensor) -> Tensor:
+    total = rows[0].clone()
+    for row in rows[1:]:
+        total.add_(row)
+    return total

@@ -1,0 +1,408 @@
+"""fastpar.parallelize: makes the ranks of a mesh train one model together."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastpar.comm.collectives import Collectives, TorchCollectives
+from fastpar.comm.mesh import Mesh
+from fastpar.comm.overlap import check_overlap, choose_overlap
+from fastpar.parallel.buffers import BucketState
+from fastpar.parallel.checks import (
+    check_arguments,
+    check_deterministic,
+    check_in_place_writers,
+    check_parameters,
+)
+from fastpar.parallel.debug import Debug, InputCheck
+from fastpar.parallel.engine import Engine
+from fastpar.parallel.engine_groups import Factory, GroupMaker
+from fastpar.parallel.optim_guard import guard_optimizers
+from fastpar.parallel.shards import Groups, Settings
+from fastpar.parallel.split_embedding import SplitEmbedding, tied_embedding
+from fastpar.parallel.state_dicts import guard_state_dicts
+from fastpar.parallel.unit_modules import find_units, unit_of_parameters
+from fastpar.parallel.units import Gathers
+from fastpar.patching.tp_plan import Plan, Planned, plan_for, use_tokens
+from fastpar.sharding.layout import (
+    ParamSpec,
+    build_layout,
+    default_bucket_mb,
+    inventory,
+    parameter_names,
+)
+from fastpar.sharding.placements import Shard
+from fastpar.tensor.declared import Declared, find_states, split_parameters
+from fastpar.tensor.functional import TensorParallel
+from fastpar.tensor.report import tp_report
+
+Materialize = Callable[[str, Tensor], None]
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: Mesh,
+    *,
+    zero_stage: int = 0,
+    shard_size: int | None = None,
+    bucket_mb: float | None = None,
+    first_bucket_mb: float = 1.0,
+    grad_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    accumulate: str = "shard",
+    grad_accum_steps: int = 1,
+    units: Sequence[nn.Module] | type | tuple[type, ...] | None = None,
+    prefetch: int = 1,
+    deterministic: bool = False,
+    transport: str = "auto",
+    split_embedding: bool | None = None,
+    materialize: Materialize | None = None,
+    debug: Debug | None = None,
+    collectives: Factory | None = None,
+    tp_plan: Plan | str | None = None,
+    sequence_parallel: bool | None = None,
+    tp_overlap: int | str | None = None,
+) -> nn.Module:
+    """Make the ranks of mesh train model together; an ordinary training loop stays as it was.
+
+    Gradients are the mean over the ranks (the convention of torch's DDP). At stage 0 they are in
+    p.grad after backward(), or in p.main_grad where grad_dtype differs from the parameter's. At
+    stages 1 to 3 each rank has a part of them, which fastpar.AdamW finds. Where it is not the
+    gradient, p.grad reads as nan; set to None, by zero_grad() of a module too, it says that the
+    parameter has no gradient. Several backward() calls before a step add up as in one process.
+
+    Between a step and the next forward, at stage 3 always outside of forward and backward,
+    parameters of stages 1 to 3 read as nan: engine_of(model).gathered() makes them whole.
+    state_dict() and load_state_dict() do so themselves, and are called by all ranks.
+    A forward that uses a weight directly before it calls the weight's own module, where the last
+    forward called it, reads nan too: call the module first, or not at all.
+
+    Args:
+        model: on mesh.device (or on the meta device, see materialize); its parameters become views
+            of flat buckets, with the values of rank 0. Buffers and frozen parameters are copied
+            from rank 0 too, once; frozen parameters stay whole on every rank.
+        zero_stage: 0 shares nothing; 1 the optimizer's state; 2 also gradients; 3 also parameters.
+        shard_size: ranks that share one copy, a divisor of dp; None: all. Neighbours share.
+        bucket_mb: cap of the gradients that one collective sends, in MiB; None: by the number of
+            ranks and the transport (fastpar.sharding.layout.default_bucket_mb).
+        first_bucket_mb: cap of the first bucket; units below it are merged with their neighbours.
+        grad_dtype: in which gradients are kept and added up, e.g. torch.float32 under bf16
+            parameters; None: the parameter's own.
+        reduce_dtype: of gradients on the wire; None: grad_dtype. Sums are fp32 (fp64 of fp64).
+        accumulate: "shard" reduces every backward into the shard; "full" keeps whole gradients
+            until backward number grad_accum_steps since the last step, or step() if fewer come.
+        units: modules, or their types, whose parameters are gathered together; None: the elements
+            of ModuleLists and Sequentials.
+        prefetch: units gathered ahead of use.
+        deterministic: sums over ranks and micro-batches in a fixed tree, so that the same bits come
+            out at every stage and for any split of equal micro-batches into ranks and accumulation
+            (sizes that are powers of two); costs a copy of the gradients at stages 0 and 1.
+        transport: "auto" (shared memory between CPU ranks of one host, otherwise gloo or NCCL),
+            "shm" or "torch".
+        split_embedding: reduce the head's part of a tied embedding's gradient when backward begins
+            and the tokens' rows at its end (fastpar/parallel/split_embedding.py); None: if its
+            gradient is larger than a default bucket. Not with deterministic.
+        materialize: fills one tensor, given its name, of a model on the meta device; parameters
+            and buffers are then made bucket by bucket, so that no rank holds more than its part.
+        debug: a fastpar.parallel.debug.Debug.
+        collectives: makes the collectives of (process group, role) instead of the transport.
+        tp_plan: what tp ranks split of a model that does not say so itself
+        (fastpar/patching/tp_plan.py);     "gpt2", "nanogpt"; None: one of these where it fits.
+        sequence_parallel: tp ranks also share out the tokens between split layers; None: where the
+            model or its plan can. engine_of(model).tp_report says what was chosen.
+        tp_overlap: chunks in which their tokens are gathered and scattered beside products, or
+            "symmetric": through symmetric memory; None: one (see fastpar/comm/overlap.py).
+    Returns:
+        The same module (of a model on the meta device, with new parameters).
+    Ranks: all, with the same model and arguments.
+    Wire: per step and rank, P bytes of gradients and of parameters: 2 * (dp - 1) / dp * P at stages
+        0 to 2, 3 * at stage 3; see engine_of(model).describe().
+    Streams: collectives run beside the compute stream, which waits for them where it needs them;
+        the host does not wait (except for gloo, and where a parameter was unused).
+    Raises:
+        ValueError: a stage outside 0..3; no trainable parameter; a dtype, device or sharing of
+            memory that buckets cannot hold; an embedding with max_norm and dp above 1; parallelized
+            twice; models that differ between ranks.
+    Source: Rajbhandari et al. 2020, arXiv 1910.02054
+    """
+    dp = mesh.dp_size
+    check_arguments(
+        model,
+        dp,
+        zero_stage=zero_stage,
+        shard_size=shard_size,
+        bucket_mb=bucket_mb,
+        grad_dtype=grad_dtype,
+        reduce_dtype=reduce_dtype,
+        accumulate=accumulate,
+        grad_accum_steps=grad_accum_steps,
+        prefetch=prefetch,
+    )
+    check_overlap(tp_overlap, sequence_parallel is not False)
+    named = parameter_names(model)
+    check_parameters(named, mesh.device, materialize is not None)
+    check_in_place_writers(model, dp)
+    options = {
+        "zero_stage": zero_stage,
+        "shard_size": shard_size,
+        "bucket_mb": bucket_mb,
+        "first_bucket_mb": first_bucket_mb,
+        "grad_dtype": grad_dtype,
+        "reduce_dtype": reduce_dtype,
+        "accumulate": accumulate,
+        "grad_accum_steps": grad_accum_steps,
+        "prefetch": prefetch,
+        "deterministic": deterministic,
+        "transport": transport,
+        "split_embedding": split_embedding,
+        "tp_plan": dict(tp_plan) if isinstance(tp_plan, Mapping) else tp_plan,
+        "sequence_parallel": sequence_parallel,
+        "tp_overlap": tp_overlap,
+    }
+    lines = [f"{name}={value}" for name, value in options.items()]
+    mesh.check_same("parallelize", [*lines, *inventory(model)])
+    n_shards = 1 if zero_stage == 0 or dp == 1 else shard_size or dp
+    stage = zero_stage if n_shards > 1 else 0
+    maker = GroupMaker(
+        mesh, transport, collectives, deterministic=deterministic, debug=debug or Debug()
+    )
+    declared, report = None, "tensor parallelism: tp=1, nothing is split"
+    planned = plan_for(model, tp_plan)
+    tokens = use_tokens(planned, sequence_parallel)
+    if mesh.tp_size > 1:
+        group = maker.of_tp()
+        overlap = choose_overlap(tp_overlap, group, sequence_parallel=tokens)
+        tp = TensorParallel(group, sequence_parallel=tokens, overlap=overlap)
+        declared = _split(model, mesh, tp, planned)
+        named = parameter_names(model)
+        by = "declared by its modules" if planned is None else planned.why
+        report = tp_report(declared, named, by, planned.left if planned else ())
+    groups = maker.of_engine(stage, n_shards)
+    usual_mb = default_bucket_mb(dp, groups.reduce.transport if groups.reduce else "none")
+    if bucket_mb is None:
+        bucket_mb = usual_mb
+    settings = Settings(
+        stage,
+        n_shards,
+        bucket_mb,
+        first_bucket_mb,
+        grad_dtype,
+        reduce_dtype,
+        accumulate,
+        grad_accum_steps,
+        prefetch,
+        deterministic,
+    )
+    check_deterministic(settings, named)
+    if materialize is not None:
+        old = named
+        _materialize_shells(model, mesh.device)
+        named = parameter_names(model)
+        if declared is not None:
+            declared.rename(old, named)
+    tied = _pick_split(model, settings, named, split_embedding, mesh, usual_mb)
+    engine = _build(
+        model,
+        mesh,
+        settings,
+        groups,
+        named,
+        units,
+        materialize,
+        debug,
+        tied,
+        collectives,
+        declared,
+    )
+    engine.tp_report = report
+    guard_optimizers(engine)
+    if engine.shares:
+        guard_state_dicts(model, engine)
+    if declared is not None and debug is not None and debug.check_inputs:
+        engine.input_check = InputCheck(declared.tp.group)
+        engine.input_check.attach(model)
+    return model
+
+
+def _build(
+    model: nn.Module,
+    mesh: Mesh,
+    settings: Settings,
+    groups: Groups,
+    named: dict[nn.Parameter, tuple[str, ...]],
+    units: Any,
+    materialize: Materialize | None,
+    debug: Any,
+    tied: nn.Parameter | None,
+    collectives: Factory | None,
+    declared: Declared | None,
+) -> Engine:
+    stage, mib = settings.zero_stage, 2**20
+    modules = find_units(model, units, merge_bytes=settings.first_bucket_mb * mib)
+    unit_of = unit_of_parameters(modules)
+    trained = [p for p in named if p.requires_grad]
+
+    layout = build_layout(
+        [ParamSpec(named[p], tuple(p.shape), p.dtype) for p in trained],
+        n_shards=settings.n_shards,
+        bucket_bytes=settings.bucket_mb * mib,
+        first_bucket_bytes=settings.first_bucket_mb * mib,
+        grad_dtype=settings.grad_dtype,
+        unit_of=[unit_of[p] for p in trained] if stage else None,
+        flags=stage == 0,
+        first=None if tied is None else next(i for i, p in enumerate(trained) if p is tied),
+    )
+    homes = [
+        (weakref.ref(module), attribute, p)
+        for module in model.modules()
+        for attribute, p in module._parameters.items()
+        if p is not None and p.requires_grad
+    ]
+
+    def make(fill: Callable[[nn.Parameter, Tensor], None]) -> list[BucketState]:
+        buckets = []
+        for spec in layout.buckets:  # one after another: little extra memory
+            params = [trained[layout.slots[i].registered] for i in spec.slots]
+            bucket = BucketState(
+                layout,
+                spec,
+                params,
+                stage=stage,
+                rank=mesh.dp_rank % settings.n_shards,
+                device=mesh.device,
+                grad_dtype=settings.grad_dtype,
+                deterministic=settings.deterministic,
+                reduce=groups.reduce,
+                gather=groups.gather,
+                poison=debug is not None and debug.poison,
+            )
+            for view, p in zip(bucket.views, params):
+                fill(p, view)
+            mesh.broadcast_([bucket.flat])
+            bucket.attach()
+            if stage == 3:
+                bucket.make_stale()
+            buckets.append(bucket)
+        return buckets
+
+    def fill_from_name(p: nn.Parameter, view: Tensor) -> None:
+        assert materialize is not None
+        if declared is None or not isinstance(declared.state(p), Shard):
+            materialize(named[p][0], view)
+            return
+        whole = view.new_empty(declared.whole_shape(p))
+        materialize(named[p][0], whole)
+        view.copy_(declared.cut(whole, p))
+
+    def first_values(p: nn.Parameter, view: Tensor) -> None:
+        if materialize is not None:
+            fill_from_name(p, view)
+        else:
+            view.copy_(p.detach())
+
+    buckets = make(first_values)
+    frozen = {p: names[0] for p, names in named.items() if not p.requires_grad}
+    if materialize is not None:
+        for p in frozen:
+            fill_from_name(p, p.data)
+        for name, buffer in model.named_buffers():
+            materialize(name, buffer.data)
+    mesh.broadcast_([*frozen, *model.buffers()])
+    engine = Engine(mesh, settings, groups, layout, buckets, frozen, homes, declared, debug)
+    engine.model = weakref.ref(model)
+    if stage:
+        engine.gathers = Gathers(
+            modules,
+            [[b for b in buckets if b.spec.unit == index] for index in range(len(modules))],
+            stage=stage,
+            prefetch=settings.prefetch,
+            engine=engine,
+        )
+    if tied is not None and groups.control is not None:
+        split = SplitEmbedding(
+            model,
+            tied,
+            buckets[0],
+            rows_group=groups.control,
+            sizes_group=_for_host_tensors(mesh, groups.control, collectives),
+            on_head=engine.on_head,
+        )
+        engine.send_apart(split)
+    return engine
+
+
+def _split(model: nn.Module, mesh: Mesh, tp: TensorParallel, planned: Planned | None) -> Declared:
+    """Each rank of tp keeps its part of the model."""
+    # Before modules are told of tp: buffers that they make then may be those of a slice.
+    mesh.broadcast_([buffer for buffer in model.buffers() if not buffer.is_meta], "tp")
+    named = parameter_names(model)
+    if planned is not None:
+        planned.check(tp)
+    before = {module: vars(module).get("tp") for module in model.modules()}
+    try:
+        if planned is not None:
+            planned.convert(tp)
+        states = find_states(model, tp)
+        if planned is not None:
+            planned.add_states(states, named, tp)
+        return split_parameters(named, states, tp, lambda tensors: mesh.broadcast_(tensors, "tp"))
+    except BaseException:
+        if planned is not None:
+            planned.undo()
+        for module, old in before.items():  # told of tp already
+            if vars(module).get("tp") is not old:
+                vars(module)["tp"] = old
+        raise
+
+
+def _for_host_tensors(mesh: Mesh, control: Collectives, factory: Factory | None) -> Collectives:
+    if mesh.device.type == "cpu":
+        return control
+    return TorchCollectives(mesh.dp_group) if factory is None else factory(mesh.dp_group, "sizes")
+
+
+def _pick_split(
+    model: nn.Module,
+    settings: Settings,
+    named: dict[nn.Parameter, tuple[str, ...]],
+    asked: bool | None,
+    mesh: Mesh,
+    usual_mb: float,
+) -> nn.Parameter | None:
+    """The parameter whose gradient is reduced in two parts, see split_embedding.py.
+
+    Not by settings.bucket_mb: bucket sizes change no bits, and this does.
+    """
+    tied = tied_embedding(model, named) if asked is not False else None
+    if asked and (tied is None or settings.deterministic or mesh.tp_size > 1):
+        raise ValueError(
+            "parallelize: expected split_embedding=True with a tied embedding and without "
+            f"deterministic and tp, got deterministic={settings.deterministic}, tp={mesh.tp_size} "
+            f"and {'no such parameter' if tied is None else named[tied][0]}; leave it out"
+        )
+    if tied is None or mesh.dp_size == 1 or settings.deterministic or mesh.tp_size > 1:
+        return None
+    n_bytes = tied.numel() * (settings.grad_dtype or tied.dtype).itemsize
+    return tied if asked or n_bytes > usual_mb * 2**20 else None
+
+
+def _materialize_shells(model: nn.Module, device: torch.device) -> None:
+    """Parameters of the meta device -> parameters on device, trained ones without memory yet."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is None:
+                continue
+            if p not in made:
+                shape = torch.empty((), dtype=p.dtype, device=device).expand(p.shape)
+                data = shape if p.requires_grad else torch.empty_like(p, device=device)
+                made[p] = nn.Parameter(data, requires_grad=p.requires_grad)
+            module._parameters[name] = made[p]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty_like(buffer, device=device)

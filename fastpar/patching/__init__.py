@@ -1,0 +1,1 @@
+"""Foreign models (transformers, nanoGPT): their parts found, checked and replaced."""

@@ -1,0 +1,214 @@
+"""What the modules of transformers' GPT-2 do once patching.py has swapped them; see patched.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastpar.kernels import linear_cross_entropy
+from fastpar.nn.modules import autocast_dtype, is_plain, project
+from fastpar.nn.tp_layers import VocabParallelLinear, tp_of
+from fastpar.patching.layers import (
+    MASK_HINT,
+    Attention,
+    Swapped,
+    fall_back,
+    is_observed,
+    probs_rate,
+    swap_of,
+)
+
+# Arguments of GPT-2's blocks and attention that do not change what they compute, or are looked at.
+HARMLESS = {
+    "cache_position", "encoder_attention_mask", "encoder_hidden_states", "num_items_in_batch",
+    "output_hidden_states", "position_ids", "return_dict", "use_cache", "attention_mask",
+    "layer_past", "past_key_value", "past_key_values", "head_mask", "output_attentions", MASK_HINT,
+}  # fmt: skip
+
+
+def implementation_of(attn: Any) -> str:
+    """What computes transformers' attention: up to 4.47 the class says it, then the config."""
+    kind = type(attn)
+    if kind.__name__ == "GPT2SdpaAttention":
+        return "sdpa"
+    if hasattr(kind, "_attn"):
+        return "eager"
+    return getattr(attn.config, "_attn_implementation", None) or "eager"
+
+
+def scale_of(attn: Any) -> float:
+    """The factor of a GPT2Attention's scores.
+
+    Up to 5.0 transformers' sdpa takes no notice of the two settings, and its cached decoding
+    neither; whoever trained with it has such a model.
+    """
+    if "scaling" in vars(attn):
+        return attn.scaling
+    scale = attn.head_dim**-0.5
+    if implementation_of(attn) == "sdpa":
+        return scale
+    scale = scale if attn.scale_attn_weights else 1.0
+    return scale / (attn.layer_idx + 1) if attn.scale_attn_by_inverse_layer_idx else scale
+
+
+class GPT2Attention(Attention):
+    """transformers' GPT2Attention with sdpa or eager attention."""
+
+    falls_back = (
+        "an attention_mask (padding); leave it out when no token is padding",
+        "a past_key_values that holds tokens already (generation after the first step)",
+        "output_attentions=True, head_mask, encoder_hidden_states, reorder_and_upcast_attn",
+        "an attn_implementation other than sdpa and eager, or a function registered for sdpa",
+        "eager attention called alone without a mask, which is not causal",
+        "a dropout rate of 1, or of 1/512 and less; heads of a size that no kernel takes",
+    )
+
+    def refusal(self, given: dict[str, Any]) -> str | None:
+        config: Any = self.config
+        implementation = implementation_of(self)
+        if implementation not in ("sdpa", "eager"):
+            return f"attn_implementation={implementation}"
+        registry, function = type(self).registered
+        if implementation == "sdpa" and registry and registry["sdpa"] is not function:
+            return "another function is registered for sdpa"
+        hint = given.get(MASK_HINT)
+        if given.get("output_attentions") or hint == "attentions":
+            return "output_attentions=True"
+        # A hook may want the probabilities, which only the eager implementation returns.
+        causal = hint == "causal" and not is_observed(self)
+        if given.get("attention_mask") is not None and not causal:
+            return "attention_mask"
+        for name in ("head_mask", "encoder_hidden_states"):
+            if given.get(name) is not None:
+                return name
+        for name in ("reorder_and_upcast_attn", "is_cross_attention"):
+            if getattr(self, name, False):
+                return name
+        if not (getattr(self, "is_causal", True) and getattr(config, "is_causal", True)):
+            return "is_causal=False"
+        for name, value in given.items():
+            if name in self.names[:1] or name in HARMLESS:
+                continue
+            if value is not None and value is not False:
+                return f"the argument {name}"
+        # Older versions have the causal mask in a buffer; newer ones leave it to the caller.
+        masked = "bias" in self._buffers or given.get("attention_mask") is not None
+        if implementation == "eager" and not masked:
+            return "eager attention without a mask, which is not causal"
+        return self.cache_misfit(given) or self.misfit(given)
+
+    def dim_of_heads(self) -> int:
+        return self.head_dim
+
+    def cache_misfit(self, given: dict[str, Any]) -> str | None:
+        if given.get("layer_past") is not None:
+            return "layer_past"
+        cache = self.cache(given)
+        if cache is None:
+            return None
+        if type(cache).__name__ != "DynamicCache" or not hasattr(cache, "update"):
+            return f"past_key_values of type {type(cache).__name__}"
+        return "past_key_values with tokens" if cache.get_seq_length(self.layer_idx) else None
+
+    def cache(self, given: dict[str, Any]) -> Any:
+        cache = given.get("past_key_values")
+        return given.get("past_key_value") if cache is None else cache
+
+    def heads(self, x: Tensor, given: dict[str, Any]) -> tuple[Tensor, Any]:
+        qkv = project(self.c_attn, x).unflatten(-1, (3, self.num_heads, self.head_dim))
+        _, k, v = qkv.transpose(1, 3).unbind(2)  # [B, H, T, D]
+        cache, present = self.cache(given), None
+        if cache is not None:
+            cache.update(k, v, self.layer_idx)
+        elif "layer_past" in self.names and given.get("use_cache"):  # transformers before 4.53
+            present = (k, v)
+        p = probs_rate(self, "attn_dropout")
+        return self.attend(qkv, p, scale_of(self)), present
+
+    def result(self, y: Tensor, present: Any) -> Any:
+        return y, present
+
+
+def head_loss(head: Any, x: Tensor, labels: Tensor, **options: Any) -> Tensor:
+    """The cross-entropy of an nn.Linear's logits, without the logits."""
+    dtype = autocast_dtype(x) or x.dtype
+    weight = head.weight if dtype == x.dtype else head.weight.to(dtype)
+    return linear_cross_entropy(x.to(dtype), weight, labels, **options)
+
+
+class Model(Swapped):
+    """transformers' GPT2Model: tells attention when the mask it gets is the causal one."""
+
+    does = "knows a causal mask without looking at it"
+
+    def forward(self, *args, **kwargs):
+        given, config = self.given(args, kwargs), self.config
+        if self.changed() is not None:
+            return super().forward(*args, **kwargs)
+        default = getattr(config, "output_attentions", False)
+        if given.get("output_attentions", default):
+            kwargs[MASK_HINT] = "attentions"
+        elif given.get("attention_mask") is None and given.get("position_ids") is None:
+            # With position_ids transformers looks for several documents in a row.
+            kwargs[MASK_HINT] = "causal"
+        return super().forward(*args, **kwargs)
+
+
+class LMHead(Swapped):
+    """transformers' GPT2LMHeadModel: in training, the loss of labels without logits."""
+
+    does = "loss without logits in training (fused_loss=True): the output's logits are None"
+    falls_back = ("logits_to_keep, another loss_function, fp64, hooks on or another lm_head",)
+
+    def forward(self, *args, **kwargs):
+        given = self.given(args, kwargs)
+        labels = given.pop("labels", None)
+        if not self.training or labels is None or swap_of(self) is None:
+            return super().forward(*args, **kwargs)
+        shift_labels = given.get("shift_labels")
+        keep = [given.pop(name, 0) for name in ("logits_to_keep", "num_logits_to_keep")]
+        # Versions without it in their forward take no notice of it.
+        own = not self.option("asks") or self.loss_function is self.option("loss")
+        head: Any = self.lm_head
+        split = isinstance(head, VocabParallelLinear) and tp_of(head) is not None
+        if (
+            any(isinstance(k, Tensor) or k for k in keep)
+            or not own
+            or self.changed() is not None
+            or not (split or (is_plain(head) and type(head) is nn.Linear))
+            or head.bias is not None
+            or (head.weight.dtype == torch.float64 and not split)
+        ):
+            fall_back(self, self.falls_back[0])
+            return super().forward(*args, **kwargs)
+
+        return_dict = given.pop("return_dict", None)
+        if return_dict is None:
+            return_dict = getattr(self.config, "return_dict", True)
+        outputs = self.transformer(**given, return_dict=True)
+        x = outputs.last_hidden_state
+        ignore_index = given.get("ignore_index", -100)
+        if shift_labels is None:
+            shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        items = given.get("num_items_in_batch")
+        options = {
+            "ignore_index": ignore_index,
+            "reduction": "mean" if items is None else "sum",
+        }
+        if split:
+            loss = head.loss(x, shift_labels.to(x.device), **options)
+        else:
+            loss = head_loss(head, x, shift_labels.to(x.device), **options)
+        if items is not None:
+            loss = loss / (items.to(loss.device) if isinstance(items, Tensor) else items)
+        output = self.option("output")(
+            loss=loss,
+            logits=None,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            cross_attentions=outputs.cross_attentions,
+        )
+        return output if return_dict else output.to_tuple()

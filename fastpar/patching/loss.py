@@ -1,0 +1,159 @@
+"""fused_loss=True for models of nanoGPT's shape: forward(idx, targets=None) -> (logits, loss).
+
+[Note: the loss without logits] Without targets such a model computes logits for the last token
+only. So a patched one runs its own forward without targets, takes what its last LayerNorm returns,
+and computes the loss of all tokens from that and lm_head's weight. A copy has to prove that this is
+the loss which its forward with targets returns: values and gradients, for one token up to as many
+as it has positions, with targets of -1, with small and large logits.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastpar.nn.modules import autocast_dtype, is_plain
+from fastpar.patching.gpt2_blocks import head_loss
+from fastpar.patching.known import replaced_in
+from fastpar.patching.layers import Swapped, fall_back, swap_of
+from fastpar.patching.probe import (
+    LONGEST,
+    Masks,
+    StandIn,
+    UnprovenError,
+    attributes,
+    differ,
+    random_states,
+    set_rates,
+    twin_of,
+)
+
+IGNORED = -1
+ROWS = 61  # of a copy's vocabulary and positions
+
+
+class Loss(Swapped):
+    """A model of nanoGPT's shape: in training, the loss of targets without logits."""
+
+    does = "loss without logits in training (fused_loss=True): the logits are None"
+    falls_back = ("torch.compile, fp64, hooks on or another lm_head, settings changed since",)
+
+    def forward(self, *args, **kwargs):
+        given = self.given(args, kwargs)
+        targets = given.get(self.names[1])
+        if not self.training or targets is None or swap_of(self) is None:
+            return super().forward(*args, **kwargs)
+        idx, head = given.get(self.names[0]), self.lm_head
+        if (
+            torch.compiler.is_compiling()
+            or not (isinstance(idx, Tensor) and isinstance(targets, Tensor))
+            or idx.dim() != 2
+            or targets.shape != idx.shape
+            or not (is_plain(head) and type(head) is nn.Linear)
+            or head.bias is not None
+            or head.weight.dtype == torch.float64
+            or self.changed() is not None
+        ):
+            fall_back(self, self.falls_back[0])
+            return super().forward(*args, **kwargs)
+        x = _last(self, self.option("norm"), lambda: super(Loss, self).forward(idx))
+        loss = head_loss(head, x, targets, ignore_index=IGNORED, reduction="mean")
+        return None, loss if autocast_dtype(x) else loss.to(x.dtype)
+
+
+def _last(model: Any, norm: str, forward: Any) -> Tensor:
+    """What the model's last LayerNorm returns in a call of forward."""
+    found: list[Tensor] = []
+    hook = model.get_submodule(norm).register_forward_hook(lambda m, args, y: found.append(y))
+    try:
+        forward()
+    finally:
+        hook.remove()
+    if len(found) != 1:
+        raise UnprovenError(f"calls {norm} {len(found)} times")
+    return found[0]
+
+
+class _Rows(nn.Module):
+    """An embedding of few rows in the place of one of any size."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(ROWS, width))
+
+    def forward(self, idx: Tensor) -> Tensor:
+        return F.embedding(idx % ROWS, self.weight)
+
+
+def loss_shape(model: nn.Module) -> str | None:
+    """The name of the last LayerNorm of a model that has nanoGPT's parts; None for others."""
+    parameters = list(inspect.signature(type(model).forward).parameters.values())[1:]
+    if len(parameters) != 2 or parameters[1].default is not None:
+        return None
+    if not isinstance(getattr(model, "lm_head", None), nn.Linear):
+        return None
+    names = dict(model.named_modules())
+    return next((name for name in ("transformer.ln_f", "ln_f") if name in names), None)
+
+
+def prove_loss(model: nn.Module, norm: str) -> None:
+    """See [Note: the loss without logits].
+
+    Raises:
+        UnprovenError: it returns something else, draws random numbers or changes itself.
+    """
+    head: Any = model.lm_head
+    replaced = replaced_in(model)
+    if replaced is not None:
+        raise UnprovenError(f"has another {replaced} of someone else's")
+    if type(head) is not nn.Linear or head.bias is not None:
+        raise UnprovenError("has an lm_head that is not an nn.Linear without bias")
+    width, positions = head.in_features, LONGEST
+    instead: dict[nn.Module, nn.Module] = {head: nn.Linear(width, ROWS, bias=False)}
+    blocks = model.get_submodule(norm.replace("ln_f", "h"))
+    instead |= {block: StandIn("block", width) for block in blocks.children()}
+    for name, part in model.named_modules():
+        if isinstance(part, nn.Embedding):
+            instead[part] = _Rows(part.embedding_dim)
+            if name.endswith("wpe"):
+                positions = part.num_embeddings
+    twin = twin_of(model, instead).train().requires_grad_(True)
+    set_rates(twin)
+    settings = attributes(twin)
+    for scale in (1.0, 1e4):
+        with torch.no_grad():
+            twin.lm_head.weight *= scale
+        for B, T in ((2, 9), (1, 1), (3, 17), (1, positions)):
+            _compare(twin, norm, B, min(T, positions))
+    if attributes(twin) != settings:
+        raise UnprovenError("changes its own attributes")
+
+
+def _compare(twin: Any, norm: str, B: int, T: int) -> None:
+    generator = torch.Generator().manual_seed(B * 10_007 + T)
+    idx = torch.randint(ROWS, (B, T), generator=generator)
+    targets = torch.randint(ROWS, (B, T), generator=generator)
+    targets[:, 1::3] = IGNORED
+    forward, before, rows = type(twin).forward, random_states(), []
+    with Masks():
+        own = forward(twin, idx, targets)
+        hook = twin.lm_head.register_forward_hook(lambda m, args, y: rows.append(args[0].shape))
+        x = _last(twin, norm, lambda: forward(twin, idx))
+        hook.remove()
+    if not (isinstance(own, tuple) and len(own) == 2 and isinstance(own[1], Tensor)):
+        raise UnprovenError("returns something else than (logits, loss)")
+    width = twin.lm_head.in_features
+    if x.shape != (B, T, width) or [shape.numel() for shape in rows] != [B * width]:
+        raise UnprovenError("computes logits of all tokens when it is given no targets")
+    loss = F.cross_entropy(twin.lm_head(x).flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+    weights = list(twin.parameters())
+    grads = [torch.autograd.grad(y, weights, allow_unused=True) for y in (own[1], loss)]
+    for got, want in zip((own[1], *grads[0]), (loss, *grads[1])):
+        if (got is None) != (want is None) or (got is not None and differ(got, want)):
+            raise UnprovenError("returns another loss than the mean cross-entropy without -1")
+    if random_states() != before:
+        raise UnprovenError("draws random numbers that are not dropout's")

@@ -1,0 +1,1 @@
+"""`fastpar plan`: layouts searched and checked."""

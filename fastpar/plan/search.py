@@ -1,0 +1,239 @@
+"""Every layout that the runtime can train a job with, what each would cost, and why one wins.
+
+A layout is refused here exactly where `fastpar train` refuses it: each candidate is turned into the
+run's settings, which check themselves. What does not fit is kept, to say by how much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fastpar.cost.memory_model import Memory, predict_memory
+from fastpar.cost.operations import Rates
+from fastpar.cost.step_time import StepTime, predict_step
+from fastpar.cost.workload import Job, Setup
+
+MAX_MICRO_BATCH_TOKENS = 131072  # of a rank: matrices of more rows are no faster
+CHECKPOINTING = ("none", "selective", "full")
+ALIKE = 0.01  # a smaller share of a step's time the model cannot tell apart
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A layout and what it would cost; time is None where it does not fit."""
+
+    setup: Setup
+    memory: Memory
+    time: StepTime | None
+
+    @property
+    def family(self) -> tuple[int, int, int]:
+        """What people compare: tp, stage, ranks that share a copy."""
+        return self.setup.tp, self.setup.zero_stage, self.setup.n_shards
+
+
+def divisors(n: int) -> list[int]:
+    """In rising order."""
+    small = [k for k in range(1, int(n**0.5) + 1) if n % k == 0]
+    return small + [n // k for k in reversed(small) if k * k != n]
+
+
+def splits(job: Job, template: Setup, per_node: int) -> Iterator[Setup]:
+    """Every (tp, stage, shard size) that divides what it has to, with a micro-batch of 1.
+
+    tp stays inside a node: across nodes every layer would wait for the network.
+    """
+    world = template.world_size
+    for tp in divisors(world):
+        dp = world // tp
+        if tp > per_node or job.shape.n_head % tp or job.batch_size % dp:
+            continue
+        if tp > 1 and template.moment_dtype == "int8":
+            continue
+        sequence_parallel = job.seq_len % tp == 0
+        base = replace(template, tp=tp, sequence_parallel=sequence_parallel)
+        in_node = per_node // tp
+        shards = {n for n in (in_node, 8 * in_node) if 1 < n < dp and dp % n == 0}
+        for stage in range(4 if dp > 1 else 1):
+            for shard_size in (None, *sorted(shards)) if stage else (None,):
+                accumulate = "full" if stage < 2 else "shard"
+                yield replace(base, zero_stage=stage, shard_size=shard_size, accumulate=accumulate)
+
+
+def search(
+    job: Job,
+    template: Setup,
+    *,
+    rates: Rates,
+    limit_bytes: float,
+    per_node: int,
+    checkpointing: Iterable[str] = CHECKPOINTING,
+) -> list[Estimate]:
+    """The best of each way to cut and to keep, fastest first; those that do not fit come last.
+
+    For each split and checkpointing mode the micro-batch is the fastest that fits. Of those that
+    are alike in speed the simplest comes first: least tp, lowest stage, least recomputation.
+
+    Args:
+        template: world size, formats, device and transport of all candidates.
+        limit_bytes: of a rank's memory.
+        per_node: ranks on a node.
+    """
+    found = []
+    for split in splits(job, template, per_node):
+        rows = job.batch_size // split.dp
+        for mode in checkpointing:
+            best: Estimate | None = None
+            for micro in divisors(rows):
+                if micro > 1 and micro * job.seq_len > MAX_MICRO_BATCH_TOKENS:
+                    break
+                setup = replace(
+                    split,
+                    micro_batch_size=micro,
+                    grad_accum_steps=rows // micro,
+                    activation_checkpointing=mode,
+                )
+                memory = predict_memory(job, setup)
+                if memory.total > limit_bytes:  # and so will larger ones be
+                    best = best or Estimate(setup, memory, None)
+                    break
+                time = predict_step(job, setup, rates)
+                if best is None or best.time is None or time.step_s < best.time.step_s:
+                    best = Estimate(setup, memory, time)
+            if best is not None:
+                found.append(best)
+    found.sort(key=_rank)
+    if found and found[0].time is not None:
+        enough = (1 + ALIKE) * found[0].time.step_s
+        alike = [e for e in found if e.time is not None and e.time.step_s <= enough]
+        simplest = min(alike, key=_complexity)
+        found.remove(simplest)
+        found.insert(0, simplest)
+    return found
+
+
+def _complexity(estimate: Estimate) -> tuple[Any, ...]:
+    setup = estimate.setup
+    mode = CHECKPOINTING.index(setup.activation_checkpointing)
+    return setup.tp, setup.zero_stage, setup.shard_size is not None, mode, _rank(estimate)
+
+
+def _rank(estimate: Estimate) -> tuple[float, float]:
+    time = estimate.time
+    return (time.step_s if time else float("inf"), estimate.memory.total)
+
+
+def families(estimates: Iterable[Estimate]) -> list[Estimate]:
+    """The first of each family."""
+    first: dict[tuple[int, int, int], Estimate] = {}
+    for estimate in estimates:
+        first.setdefault(estimate.family, estimate)
+    return list(first.values())
+
+
+def why_not(loser: Estimate, winner: Estimate, limit_bytes: float) -> str:
+    """Why a layout lost, from its own numbers."""
+    if loser.time is None:
+        kinds = sorted(vars(loser.memory).items(), key=lambda kind: -kind[1])[:2]
+        most = ", ".join(f"{name} {size / 1e9:,.1f} GB" for name, size in kinds)
+        return (
+            f"does not fit: {loser.memory.total / 1e9:,.1f} GB of {limit_bytes / 1e9:,.1f} GB with "
+            f"a micro-batch of {loser.setup.micro_batch_size} ({most})"
+        )
+    assert winner.time is not None
+    slower = loser.time.step_s / winner.time.step_s - 1
+    if slower <= ALIKE:
+        more = loser.memory.total / winner.memory.total - 1
+        words = f"{abs(more):.0%} {'more' if more > 0 else 'less'} memory"
+        return f"as fast within {ALIKE:.0%}, {words}, and less simple"
+    parts = winner.time.parts
+    more_of = {name: s - parts.get(name, 0.0) for name, s in loser.time.parts.items()}
+    worst = sorted(more_of.items(), key=lambda part: -part[1])[:2]
+    shown = [f"{name} +{s * 1e3:.3g} ms" for name, s in worst if s > 0.1 * worst[0][1] and s > 0]
+    return f"{100 * slower:.1f} % slower: " + ", ".join(shown)
+
+
+def refused(job: Job, setup: Setup) -> str | None:
+    """Why the runtime would refuse a layout; None: it would not."""
+    if setup.shard_size is not None and setup.dp % setup.shard_size:
+        return f"shard_size={setup.shard_size} does not divide dp={setup.dp}"
+    try:
+        setup.config(job)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def smallest_changes(
+    job: Job,
+    template: Setup,
+    *,
+    limit_bytes: float,
+    per_node: int,
+    larger: Callable[[float], str | None],
+) -> list[str]:
+    """What would make something fit, each the smallest of its kind, in words.
+
+    Args:
+        larger: bytes -> a kind of device whose ranks have so many, or None.
+    """
+
+    def least(job: Job, template: Setup, per_node: int) -> float:
+        """Bytes of the layout that takes the least."""
+        sizes = [
+            predict_memory(
+                job,
+                replace(
+                    split,
+                    grad_accum_steps=job.batch_size // split.dp,
+                    activation_checkpointing="full",
+                ),
+            ).total
+            for split in splits(job, template, per_node)
+        ]
+        return min(sizes, default=float("inf"))
+
+    ways = []
+    for flags, changes in (
+        ("--master-weights remainder", {"master_weights": "remainder"}),
+        ("--moment-dtype bf16", {"moment_dtype": "bf16"}),
+        (
+            "--moment-dtype bf16 --master-weights remainder",
+            {"moment_dtype": "bf16", "master_weights": "remainder"},
+        ),
+    ):
+        if "master_weights" in changes and template.dtype != "bf16":
+            continue
+        if least(job, replace(template, **changes), per_node) <= limit_bytes:  # type: ignore[arg-type]
+            ways.append(flags)
+            break
+    length = job.seq_len // 2
+    while length >= 64:
+        shape = replace(job.shape, block_size=length)
+        if least(replace(job, shape=shape), template, per_node) <= limit_bytes:
+            ways.append(f"--seq-len {length}")
+            break
+        length //= 2
+    for factor in (2, 3, 4, 6, 8, 12, 16, 32, 64):
+        world = template.world_size * factor
+        node = max(per_node, min(8, world)) if per_node == template.world_size else per_node
+        if least(job, replace(template, world_size=world), node) <= limit_bytes:
+            ways.append(f"--gpus {world}")
+            break
+    device = larger(least(job, template, per_node))
+    if device is not None:
+        ways.append(f"--gpu {device}")
+    return ways
+
+
+def possible_batches(job: Job, template: Setup, per_node: int, n: int = 3) -> list[int]:
+    """The nearest batch sizes that some split of these ranks divides."""
+    world = template.world_size
+    dps = [world // tp for tp in divisors(world) if tp <= per_node and job.shape.n_head % tp == 0]
+    smallest = min(dps)
+    below = job.batch_size // smallest * smallest
+    near = {below, below + smallest, below + 2 * smallest, below - smallest} - {0}
+    fits = sorted((b for b in near if b > 0), key=lambda b: abs(b - job.batch_size))
+    return sorted(fits[:n])

@@ -1,0 +1,1 @@
+"""`fastpar profile`: where the time of a step goes."""

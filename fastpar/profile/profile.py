@@ -1,0 +1,156 @@
+"""`fastpar profile`: a few steps of `fastpar train`, measured, then profiled, then judged."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch.distributed as dist
+
+from fastpar.comm.mesh import gather_objects
+from fastpar.comm.recorder import (
+    COMPUTE,
+    GATHER,
+    HOST,
+    REDUCE,
+    TP,
+    Span,
+)
+from fastpar.config.config import TrainConfig
+from fastpar.profile.step_profile import WARM_UP, measure, title_of
+from fastpar.profile.timeline_picture import draw
+from fastpar.profile.verdict import Measured
+from fastpar.train.launch import is_rank, launch
+from fastpar.train.run_lock import RUNS
+from fastpar.train.trainer import Trainer, train
+
+_SHOWN_RANKS = 4
+
+
+@dataclass(frozen=True)
+class ProfileOptions:
+    """What `fastpar profile` has beside the settings of `fastpar train`."""
+
+    steps: int = 5
+    out: str | None = None
+    picture: bool = True
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"profile: expected steps >= 1, got steps={self.steps}; set --steps")
+
+
+def parse_profile(arguments: Sequence[str]) -> tuple[ProfileOptions, list[str]]:
+    """The options, and the flags that are left, which are those of `fastpar train`."""
+    parser = argparse.ArgumentParser(
+        "fastpar profile",
+        add_help=False,
+        allow_abbrev=False,
+        description="Where the time of a training step goes, and what to change. Takes all "
+        "settings of `fastpar train` (see its --help), and:",
+    )
+    parser.add_argument("--steps", type=int, default=5, help="measured steps (default: 5)")
+    parser.add_argument(
+        "--out",
+        metavar="DIR",
+        help="new folder for trace.json, timeline.png and profile.json; unset: the first free one "
+        f"of {RUNS}/profile, {RUNS}/profile-2, ...",
+    )
+    known, left = parser.parse_known_args(arguments)
+    if "-h" in left or "--help" in left:
+        print(parser.format_help())
+    return ProfileOptions(known.steps, known.out), left
+
+
+def run_profile(options: ProfileOptions, config: TrainConfig, flags: Sequence[str]) -> int:
+    """Profiles a run of these settings; on --nproc ranks where that is asked for.
+
+    Args:
+        flags: of `fastpar train`, from which config was made: what ranks are started with.
+    Returns:
+        The exit status.
+    Ranks: all, or none, which starts them.
+    Raises:
+        ValueError: --resume; a folder that is not new; what `fastpar train` refuses.
+        ImportError: matplotlib is missing.
+    """
+    if config.run.resume or config.run.auto_resume:
+        raise ValueError(
+            "profile: expected a new run, got resume=True; leave --resume out: nothing is saved, "
+            "and --init-from takes the weights of a run"
+        )
+    if options.picture and importlib.util.find_spec("matplotlib") is None:
+        raise ImportError(
+            "fastpar profile: expected matplotlib, got no such package; pip install matplotlib"
+        )
+    if int(os.environ.get("RANK", "0")) == 0:
+        out = Path(options.out) if options.out is not None else _free_folder(Path(RUNS))
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise ValueError(
+                f"profile: expected a new or empty folder, got out={out}; choose another --out"
+            )
+        options = replace(options, out=str(out))
+    nproc = config.system.nproc
+    if not is_rank() and nproc > 1:
+        own = ["--steps", str(options.steps), "--out", str(options.out)]
+        return launch(["profile", *flags, *own], nproc, threads=config.system.threads)
+    n_steps = WARM_UP + 2 * options.steps + 1
+    config = config.replace({"max_steps": max(config.run.max_steps, n_steps), "out": None})
+    return train(config, lambda trainer: _run(trainer, options))
+
+
+def _free_folder(runs: Path) -> Path:
+    wanted, n = runs / "profile", 1
+    while wanted.exists():
+        n += 1
+        wanted = runs / f"profile-{n}"
+    return wanted
+
+
+def _run(trainer: Trainer, options: ProfileOptions) -> int:
+    """All of it on one rank; rank 0 writes and prints."""
+    mesh, out = trainer.mesh, Path(options.out or RUNS)
+    if mesh.is_main:
+        out.mkdir(parents=True, exist_ok=True)
+        print(f"profile  {title_of(trainer)}", flush=True)
+    found = measure(trainer, options.steps, out if mesh.is_main else None)
+    everyone = [found.steps]
+    if mesh.world_size > 1:
+        assert dist.group.WORLD is not None
+        everyone = gather_objects(found.steps, dist.group.WORLD)
+    if mesh.is_main:
+        report = found.report
+        print("\n".join(["", *report.lines()]))
+        on_gpu = mesh.device.type == "cuda"
+        step = _median_step(found.steps)
+        shown = [steps[step] for steps in everyone[: 1 if on_gpu else _SHOWN_RANKS]]
+        lines = [title_of(trainer), _caption(report.measured, len(everyone))]
+        panels = {f"rank {rank}": spans for rank, spans in enumerate(shown)}
+        if options.picture:
+            draw(panels, lines, out / "timeline.png", _rows(shown))
+        (out / "profile.json").write_text(json.dumps(report.as_json(), indent=1) + "\n")
+        print(f"\n{out}: {', '.join(sorted(p.name for p in out.iterdir()))}", flush=True)
+    mesh.close()
+    return 0
+
+
+def _median_step(steps: Sequence[Sequence[Span]]) -> int:
+    """The one that takes the median time."""
+    ends = [max((s.end_ms for s in step), default=0.0) for step in steps]
+    return sorted(range(len(steps)), key=lambda i: ends[i])[len(steps) // 2]
+
+
+def _caption(measured: Measured, ranks: int) -> str:
+    kind = "a profiled step" if measured.situation.device == "cuda" else "a step, not profiled"
+    return f"{kind}; {ranks} rank{'s' * (ranks > 1)}; {measured.bound}-bound, see profile.json"
+
+
+def _rows(panels: Sequence[Sequence[Span]]) -> list[str]:
+    """Lanes for which there is something to show."""
+    found = {span.row for spans in panels for span in spans}
+    return [row for row in (HOST, COMPUTE, REDUCE, GATHER, TP) if row in found]

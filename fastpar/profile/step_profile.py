@@ -1,0 +1,379 @@
+"""Steps of one rank, measured and profiled: phases, waits, operations.
+
+[Note: two times] The profiler lengthens what it looks at, the host's part most of all. So the same
+steps run twice: without it for how long phases and waits are, with it for what is in them
+(verdict.fitted). On a GPU nothing ends when the host is through with it: there the first run gives
+the step and the trace the rest.
+
+[Note: phases from outside] A step is cut where the trainer fetches a batch, calls its model, has
+its loss, and calls its optimizer; the trainer knows nothing of it. Backward ends where the next of
+these begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import os
+import platform
+import shutil
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from fastpar._version import __version__
+from fastpar.comm.recorder import (
+    COMPUTE,
+    CONTROL,
+    GATHER,
+    REDUCE,
+    TP,
+    WAIT,
+    Recorder,
+    Span,
+    busy_ms,
+    now_ms,
+    window,
+)
+from fastpar.cost.operations import ops_of
+from fastpar.cost.workload import Job, Setup
+from fastpar.kernels import backend
+from fastpar.measure.ceilings import measure_ceilings
+from fastpar.measure.clocks import synchronize
+from fastpar.profile.report import Report
+from fastpar.profile.trace import (
+    BACKWARD,
+    FORWARD,
+    INPUT,
+    OPTIMIZER,
+    PHASES,
+    PREFIX,
+    TraceTimes,
+    read_trace,
+    times_of,
+)
+from fastpar.profile.verdict import Measured, Phase, Situation, fitted, work_of
+from fastpar.train import trainer as trainer_module
+from fastpar.train.launch import available_cores
+from fastpar.train.trainer import Trainer
+
+WARM_UP = 2  # steps
+CONTROL_BYTES = 4096  # exchanges of a few numbers tell of uneven ranks
+_COMPRESSED_FROM = 20 << 20  # bytes of a trace
+
+
+def title_of(trainer: Trainer) -> str:
+    """One line: model, batch, ranks, device."""
+    config, mesh = trainer.config, trainer.mesh
+    size = Path(config.shape.init_from or config.shape.model).name
+    device = torch.cuda.get_device_name() if mesh.device.type == "cuda" else "CPU"
+    return (
+        f"{size}, context {trainer.block_size}, {trainer.dtype_name}, micro-batch "
+        f"{trainer.micro_batch_size} * accumulation {trainer.grad_accum_steps}, ranks "
+        f"{mesh.world_size} (tp {mesh.tp_size}), stage {trainer.engine.zero_stage}, {device}, "
+        f"threads a rank {torch.get_num_threads()}"
+    )
+
+
+@dataclass
+class Found:
+    """What one rank has found; the spans of each step that can be shown."""
+
+    report: Report
+    steps: list[list[Span]]
+
+
+class Marks(Recorder):
+    """A recorder that also marks phases and waits in the profiler's trace, where asked to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_trace = False
+        self._phase = contextlib.ExitStack()
+
+    @contextlib.contextmanager
+    def span(self, row: str, name: str, size_bytes: int = 0) -> Iterator[None]:
+        label = PREFIX + (WAIT if row == WAIT else name)
+        mark = record_function(label) if self.in_trace else contextlib.nullcontext()
+        with mark, super().span(row, name, size_bytes):
+            yield
+
+    def phase(self, name: str) -> None:
+        """From here on it is this phase; "" ends the last one."""
+        self._phase.close()
+        self._phase = contextlib.ExitStack()
+        if name:
+            self._phase.enter_context(self.span(COMPUTE, name))
+
+
+@contextlib.contextmanager
+def marked(trainer: Trainer, marks: Marks) -> Iterator[None]:
+    """While inside, the trainer's steps are cut into phases; see [Note: phases from outside]."""
+    forward, update, fetch = trainer.forward, trainer.optimizer.step, trainer_module.sample_batch
+
+    def marked_fetch(*args: Any, **options: Any) -> Any:
+        marks.phase(INPUT)
+        return fetch(*args, **options)
+
+    def marked_forward(*args: Any, **options: Any) -> Any:
+        marks.phase(FORWARD)
+        loss = forward(*args, **options)
+        marks.phase(BACKWARD)
+        return loss
+
+    def marked_update(*args: Any, **options: Any) -> Any:
+        marks.phase(OPTIMIZER)
+        return update(*args, **options)
+
+    trainer.forward, trainer.optimizer.step = marked_forward, marked_update  # type: ignore[method-assign]
+    trainer_module.sample_batch = marked_fetch
+    try:
+        yield
+    finally:
+        trainer.forward, trainer.optimizer.step = forward, update  # type: ignore[method-assign]
+        trainer_module.sample_batch = fetch
+
+
+def measure(trainer: Trainer, steps: int, out: Path | None) -> Found:
+    """Ceilings, warm-up, measured steps, profiled steps, on this rank. Ranks: all.
+
+    Args:
+        out: where the trace goes; None: it is looked at and thrown away.
+    """
+    device, marks = trainer.mesh.device.type, Marks()
+    ceilings = measure_ceilings(device)
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    _watch(trainer, marks)
+    with marked(trainer, marks):
+        _steps(trainer, marks, WARM_UP)
+        marks.on = True
+        step_ms, edges = _steps(trainer, marks, steps)
+        marks.on, spans = False, list(marks.spans)
+        marks.in_trace = True
+        with profile(activities=_activities(device)):  # its own start is slow
+            _steps(trainer, marks, 1)
+        with profile(activities=_activities(device), record_shapes=True) as profiler:
+            profiled_ms, _ = _steps(trainer, marks, steps)
+    trace = _trace(profiler, out)
+    if device == "cuda":
+        phases = _fit_to_step(trace, step_ms)
+    else:
+        phases = _fit_to_spans(trace, spans, edges)
+    job = Job(replace(trainer.model.config, block_size=trainer.block_size), _batch_size(trainer))
+    work = ops_of(job, _setup(trainer))
+    needed = work_of(work)
+    phases = [
+        p._replace(flops=needed[p.name][0], bytes=needed[p.name][1]) if p.name in needed else p
+        for p in phases
+    ]
+    situation = _situation(trainer, spans, steps, trace, device)
+    report = Report(
+        Measured(phases, ceilings, situation),
+        trace.ops,
+        work,
+        trace.step_ms if device == "cpu" else profiled_ms,
+        [end - begin for begin, end in pairwise(edges)],
+        _about(trainer),
+    )
+    if device == "cuda":
+        return Found(report, [trace.spans])
+    return Found(report, [window(spans, begin, end) for begin, end in pairwise(edges)])
+
+
+def _watch(trainer: Trainer, marks: Marks) -> None:
+    """Note every exchange of the engine and of layers that are split."""
+    engine = trainer.engine
+    tp = engine.declared.tp.group if engine.declared is not None else None
+    groups, seen = engine.groups, set[int]()
+    for group, row in (
+        (tp, TP),
+        (groups.gather, GATHER),
+        (groups.reduce, REDUCE),
+        (groups.replicate, REDUCE),
+        (groups.control, REDUCE),
+    ):
+        if group is not None and id(group) not in seen:
+            seen.add(id(group))
+            marks.watch(group, row)
+
+
+def _steps(trainer: Trainer, marks: Marks, count: int) -> tuple[float, list[float]]:
+    """(ms of a step, begin of each and end of the last) of so many steps as the loop does them."""
+    device = trainer.mesh.device.type
+    synchronize(device)
+    edges, before = [], None
+    for _ in range(count):
+        edges.append(now_ms())
+        marks.phase(INPUT)
+        step = trainer.train_step()
+        if before is not None or device == "cpu":
+            (before or step).numbers()
+        before = step if device == "cuda" else None
+        marks.phase("")
+    if before is not None:
+        before.numbers()
+    synchronize(device)
+    edges.append(now_ms())
+    return (edges[-1] - edges[0]) / count, edges
+
+
+def _activities(device: str) -> list[ProfilerActivity]:
+    return [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device == "cuda")
+
+
+def _trace(profiler: Any, out: Path | None) -> TraceTimes:
+    """The trace on disk, compressed where it is large, and what it says."""
+    with tempfile.TemporaryDirectory() as scratch:
+        path = (out or Path(scratch)) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        found = times_of(read_trace(path))
+        if out is not None and path.stat().st_size > _COMPRESSED_FROM:
+            with path.open("rb") as plain, gzip.open(f"{path}.gz", "wb", 5) as packed:
+                shutil.copyfileobj(plain, packed)
+            path.unlink()
+    return found
+
+
+def _phase_of(trace: TraceTimes, name: str) -> Phase:
+    return Phase(name, *trace.parts[name].values())
+
+
+def _fit_to_step(trace: TraceTimes, step_ms: float) -> list[Phase]:
+    """Of a GPU: the host's parts give way until the phases are a step without the profiler."""
+    phases = [_phase_of(trace, name) for name in PHASES]
+    idle = sum(p.host_ms for p in phases)
+    busy = trace.step_ms - idle
+    left = max(0.0, step_ms - busy)
+    scale = min(1.0, step_ms / busy) if busy else 1.0
+    return [
+        p._replace(
+            compute_ms=p.compute_ms * scale,
+            memory_ms=p.memory_ms * scale,
+            communication_ms=p.communication_ms * scale,
+            host_ms=p.host_ms * left / idle if idle else 0.0,
+        )
+        for p in phases
+    ]
+
+
+def _fit_to_spans(trace: TraceTimes, spans: Sequence[Span], edges: Sequence[float]) -> list[Phase]:
+    """Of a CPU: every phase as long, and with such waits, as in the median step."""
+    steps = [window(spans, begin, end) for begin, end in pairwise(edges)]
+
+    def median(of: Callable[[Sequence[Span], str], float], name: str) -> float:
+        return statistics.median(of(step, name) for step in steps)
+
+    return [
+        fitted(_phase_of(trace, name), median(_wall_ms, name), median(_waited_ms, name))
+        for name in PHASES
+    ]
+
+
+def _wall_ms(step: Sequence[Span], name: str) -> float:
+    return sum(s.end_ms - s.begin_ms for s in step if s.row == COMPUTE and s.name == name)
+
+
+def _waited_ms(step: Sequence[Span], name: str) -> float:
+    """In a phase, for other ranks."""
+    return sum(
+        busy_ms(window(step, s.begin_ms, s.end_ms), [WAIT])
+        for s in step
+        if s.row == COMPUTE and s.name == name
+    )
+
+
+def _batch_size(trainer: Trainer) -> int:
+    return trainer.micro_batch_size * trainer.grad_accum_steps * trainer.mesh.dp_size
+
+
+def _setup(trainer: Trainer) -> Setup:
+    return Setup.of(
+        trainer.config,
+        dtype=trainer.dtype_name,
+        world_size=trainer.mesh.world_size,
+        micro_batch_size=trainer.micro_batch_size,
+        grad_accum_steps=trainer.grad_accum_steps,
+        device_type=trainer.mesh.device.type,
+        transport=_transport(trainer),
+    )
+
+
+def _transport(trainer: Trainer) -> str:
+    return getattr(trainer.engine.groups.control, "transport", "none")
+
+
+def _situation(
+    trainer: Trainer, spans: Sequence[Span], steps: int, trace: TraceTimes, device: str
+) -> Situation:
+    config, mesh, engine = trainer.config, trainer.mesh, trainer.engine
+    waited = dict.fromkeys((REDUCE, GATHER, TP, CONTROL), 0.0)
+    if device == "cuda":
+        moving_ms = busy_ms(trace.spans, [REDUCE, GATHER])
+        waited[GATHER if engine.zero_stage == 3 else REDUCE] = busy_ms(trace.spans, [WAIT])
+    else:
+        moving_ms = busy_ms(spans, [REDUCE, GATHER, TP]) / steps
+        for span in spans:
+            if span.row == WAIT:
+                kind = CONTROL if 0 < span.size_bytes < CONTROL_BYTES else span.name
+                waited[kind] += (span.end_ms - span.begin_ms) / steps
+    setup = _setup(trainer)
+    sizes = [b.spec.numel * b.grad_dtype.itemsize / 1e6 for b in engine.buckets]
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    idle = available_cores() - ranks_here * torch.get_num_threads()
+    sent = engine.report.wire_bytes if engine.report is not None else 0
+    return Situation(
+        device=device,
+        world_size=mesh.world_size,
+        tp=mesh.tp_size,
+        zero_stage=engine.zero_stage,
+        micro_batch_size=trainer.micro_batch_size,
+        grad_accum_steps=trainer.grad_accum_steps,
+        batch_size=_batch_size(trainer),
+        block_size=trainer.block_size,
+        dtype=trainer.dtype_name,
+        grad_dtype=setup.grad_dtype,
+        reduce_dtype=setup.reduce_dtype,
+        accumulate=trainer.accumulate,
+        optimizer=config.optim.optimizer,
+        moment_dtype=config.optim.moment_dtype,
+        activation_checkpointing=config.parallel.activation_checkpointing,
+        transport=_transport(trainer),
+        compiled=config.system.compile,
+        deterministic=config.system.deterministic,
+        forced_backend=backend.forced(),
+        idle_cores=max(0, idle) if device == "cpu" else 0,
+        n_buckets=len(sizes),
+        bucket_mb=statistics.mean(sizes),
+        n_parameters=trainer.model.num_parameters(),
+        sent_bytes=sent + tp_bytes(spans, mesh.tp_size) / steps,
+        moving_ms=moving_ms,
+        waited_ms=waited,
+    )
+
+
+def tp_bytes(spans: Sequence[Span], tp: int) -> float:
+    """Sent by this rank in exchanges inside of layers, as rings send them."""
+    return sum(
+        (2 if s.name == "all_reduce" else 1) * (tp - 1) / tp * s.size_bytes
+        for s in spans
+        if s.row == TP
+    )
+
+
+def _about(trainer: Trainer) -> dict[str, Any]:
+    settings = {k: v for k, v in trainer.config.settings().items() if k not in ("out", "max_steps")}
+    return {
+        "run": title_of(trainer),
+        "fastpar": __version__,
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "settings": settings,
+    }

@@ -1,0 +1,331 @@
+"""From a Chrome trace of torch's profiler to the times of phases and operations.
+
+[Note: whose time it is] Profiled steps carry ranges "fastpar PHASE" and, around waits for other
+ranks, "fastpar wait". On a CPU an operation has the time in it that no operation inside of it has;
+what is left of a phase is the host: Python and dispatch. On a GPU a kernel belongs to the phase in
+which it was launched, a phase lasts from the end of the last kernel of the one before it to the end
+of its own last one, and the time in it in which no stream works is the host's: it did not launch in
+time. Communication is the time in which only NCCL's kernels run.
+
+[Note: kinds] Products of matrices and attention are limited by arithmetic at any useful size, all
+the rest by memory. Views and allocations move nothing: they are the host's.
+"""
+
+from __future__ import annotations
+
+import bisect
+import gzip
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fastpar.comm.recorder import COMPUTE, GATHER, HOST, REDUCE, WAIT, Span, window
+
+INPUT, FORWARD, BACKWARD, OPTIMIZER = PHASES = ("input", "forward", "backward", "optimizer")
+MEMORY, COMMUNICATION = "memory", "communication"
+KINDS = (COMPUTE, MEMORY, COMMUNICATION, HOST)
+PREFIX = "fastpar "  # of our own ranges
+_PRODUCT = re.compile(
+    r"linear|matmul|addmm|\bb?mm\b|attention|cross_entropy|gemm|cutlass|nvjet|xmma|flash|fmha", re.I
+)
+_NO_WORK = re.compile(
+    r"^(autograd::engine|torch::autograd|Optimizer\.|ProfilerStep|\w+Backward\d*$|aten::("
+    r"view|t|transpose|permute|reshape|_unsafe_view|as_strided|detach|expand|select|slice|split|"
+    r"unbind|unsqueeze|squeeze|narrow|alias|empty|empty_like|empty_strided|new_empty|resize_|set_|"
+    r"new_empty_strided|lift_fresh|result_type|item|_local_scalar_dense|is_nonzero|unfold)$)"
+)
+_GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+_LONGEST_GAP = 0.002  # of a step: bars of one phase that are closer are drawn as one
+
+
+class OpTime(NamedTuple):
+    """Operations of one name, phase and shape: times in a step."""
+
+    name: str
+    phase: str
+    kind: str
+    shape: tuple[tuple[int, ...], ...]  # of the tensors that go in
+    calls: float
+    ms: float
+
+
+@dataclass
+class TraceTimes:
+    """What a trace says about a step, on the average.
+
+    Attributes:
+        parts: phase -> kind -> ms; together they are the step.
+        spans: of the last step, for its picture.
+    """
+
+    steps: int
+    parts: dict[str, dict[str, float]]
+    ops: list[OpTime] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+
+    @property
+    def step_ms(self) -> float:
+        return sum(sum(kinds.values()) for kinds in self.parts.values())
+
+
+class _Range(NamedTuple):
+    """A phase of the host, in microseconds."""
+
+    phase: str
+    begin: float
+    end: float
+
+
+def read_trace(path: Path) -> list[dict[str, Any]]:
+    """The events of a trace, which may be compressed."""
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt") as file:
+        return json.load(file)["traceEvents"]
+
+
+def times_of(events: Iterable[dict[str, Any]]) -> TraceTimes:
+    """Times of phases and operations, from the events of one or several steps.
+
+    Raises:
+        ValueError: no step is in them.
+    """
+    found = [e for e in events if e.get("ph") == "X"]
+    ranges = sorted(
+        (
+            _Range(e["name"].removeprefix(PREFIX), e["ts"], e["ts"] + e["dur"])
+            for e in found
+            if e.get("cat") == "user_annotation" and e["name"].removeprefix(PREFIX) in PHASES
+        ),
+        key=lambda r: r.begin,
+    )
+    steps = sum(r.phase == OPTIMIZER for r in ranges)
+    if not steps:
+        raise ValueError(
+            "times_of: expected ranges of phases in the trace, got none; profile steps by `fastpar "
+            "profile`"
+        )
+    if any(e.get("cat") == "kernel" for e in found):
+        return _on_gpu(found, ranges, steps)
+    return _on_cpu(found, ranges, steps)
+
+
+def kind_of(name: str, kernel: str = "") -> str:
+    """What limits an operation, by its name and that of its kernel; see [Note: kinds]."""
+    if "nccl" in kernel.lower():
+        return COMMUNICATION
+    if not kernel and _NO_WORK.match(name):
+        return HOST
+    return COMPUTE if _PRODUCT.search(name) or _PRODUCT.search(kernel) else MEMORY
+
+
+def _shape(event: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
+    dims = event.get("args", {}).get("Input Dims", ())
+    return tuple(tuple(d) for d in dims if d and all(isinstance(n, int) for n in d))
+
+
+def _on_cpu(found: list[dict[str, Any]], ranges: Sequence[_Range], steps: int) -> TraceTimes:
+    names = {PREFIX + phase for phase in PHASES}
+    thread = next(e["tid"] for e in found if e["name"] in names)
+    own = [e for e in found if e["tid"] == thread and e["name"] not in names]
+    own = [e for e in own if e.get("cat") in ("cpu_op", "user_annotation")]
+    own.sort(key=lambda e: (e["ts"], -e["dur"]))
+    parts = {p: dict.fromkeys(KINDS, 0.0) for p in PHASES}
+    groups: dict[tuple, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    inside = iter(ranges)
+    now = next(inside)
+    for event, own_us, nested in _own_times(own):
+        while event["ts"] >= now.end and (after := next(inside, None)) is not None:
+            now = after
+        if not now.begin <= event["ts"] < now.end:
+            continue
+        name, kind = _short(event["name"]), kind_of(event["name"])
+        if event["name"] == PREFIX + WAIT:
+            kind = COMMUNICATION
+        if kind == HOST:
+            continue
+        parts[now.phase][kind] += own_us
+        if kind != COMMUNICATION and event.get("cat") == "cpu_op":
+            entry = groups[name, now.phase, kind, _shape(event)]
+            entry[0] += not nested
+            entry[1] += own_us
+    for r in ranges:
+        parts[r.phase][HOST] += r.end - r.begin
+    for kinds in parts.values():
+        kinds[HOST] = max(0.0, kinds[HOST] - sum(kinds[k] for k in KINDS if k != HOST))
+    return TraceTimes(steps, _per_step(parts, steps), _ops(groups, steps))
+
+
+def _short(name: str) -> str:
+    """Of an op of ours, which stands in a trace as fastpar::NAME, as NAME, or as both in turn."""
+    return name.removeprefix("fastpar::")
+
+
+def _own_times(events: Sequence[dict[str, Any]]) -> Iterable[tuple[dict[str, Any], float, bool]]:
+    """Events of one thread by begin, each with the time in it that is in no event inside of it.
+
+    And whether it lies inside of an event of its own name: then it is no other call.
+    """
+    own = [float(e["dur"]) for e in events]
+    nested = [False] * len(events)
+    open_: list[int] = []
+    for i, event in enumerate(events):
+        while open_ and event["ts"] >= events[open_[-1]]["ts"] + events[open_[-1]]["dur"]:
+            open_.pop()
+        if open_:
+            own[open_[-1]] -= event["dur"]
+        nested[i] = any(_short(events[j]["name"]) == _short(event["name"]) for j in open_)
+        open_.append(i)
+    return ((event, max(0.0, us), again) for event, us, again in zip(events, own, nested))
+
+
+def _on_gpu(found: list[dict[str, Any]], ranges: Sequence[_Range], steps: int) -> TraceTimes:
+    by_id = {
+        e["args"]["External id"]: e
+        for e in found
+        if e.get("cat") == "cpu_op" and "External id" in e.get("args", {})
+    }
+    work = _by_range(found, ranges)
+    parts = {p: dict.fromkeys(KINDS, 0.0) for p in PHASES}
+    groups: dict[tuple, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    spans = [_span(HOST, r.phase, r.begin, r.end) for r in ranges]
+    begins = [min((e["ts"] for e in part), default=math.inf) for part in work]
+    until = first = min(ranges[0].begin, *begins)
+    for i, (r, part) in enumerate(zip(ranges, work)):
+        if i and ranges[i - 1].phase == OPTIMIZER:
+            first = until
+        intervals: dict[str, list[tuple[float, float]]] = {k: [] for k in KINDS}
+        for event in part:
+            op = by_id.get(event["args"].get("External id"), {})
+            name = _short(op.get("name", event["name"]))
+            kind = kind_of(name, event["name"])
+            begin, end = event["ts"], event["ts"] + event["dur"]
+            intervals[kind].append((begin, end))
+            if kind == COMMUNICATION:
+                row = GATHER if "gather" in event["name"].lower() else REDUCE
+                spans.append(_span(row, row, begin, end))
+            else:
+                spans.append(_span(COMPUTE, r.phase, begin, end))
+                entry = groups[name, r.phase, kind, _shape(op)]
+                entry[0] += 1
+                entry[1] += event["dur"]
+        computing = _union(intervals[COMPUTE] + intervals[MEMORY])
+        moving = _union(intervals[COMMUNICATION])
+        stop = max([until, *(end for _, end in computing + moving)])
+        if not part:  # the host alone, as long as nothing runs
+            stop = max(until, min([r.end, *begins[i + 1 :]]))
+        exposed = _minus(_clip(moving, until, stop), computing)
+        busy = _length(_clip(computing, until, stop))
+        product = _length(_clip(_union(intervals[COMPUTE]), until, stop))
+        kinds = parts[r.phase]
+        kinds[COMPUTE] += product
+        kinds[MEMORY] += max(0.0, busy - product)
+        kinds[COMMUNICATION] += _length(exposed)
+        kinds[HOST] += max(0.0, stop - until - busy - _length(exposed))
+        spans += [_span(WAIT, "nccl", b, e) for b, e in exposed]
+        until = stop
+    shown = _merged(window(spans, first / 1e3, until / 1e3))
+    return TraceTimes(steps, _per_step(parts, steps), _ops(groups, steps), shown)
+
+
+def _by_range(found: list[dict[str, Any]], ranges: Sequence[_Range]) -> list[list[dict[str, Any]]]:
+    """For each range the kernels and copies that were launched in it, by begin."""
+    launched = {
+        e["args"]["correlation"]: e["ts"]
+        for e in found
+        if e.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in e.get("args", {})
+    }
+    begins = [r.begin for r in ranges]
+    work: list[list[dict[str, Any]]] = [[] for _ in ranges]
+    for event in sorted((e for e in found if e.get("cat") in _GPU_WORK), key=lambda e: e["ts"]):
+        at = launched.get(event["args"].get("correlation"), event["ts"])
+        place = bisect.bisect_right(begins, at) - 1
+        if place >= 0:
+            work[place].append(event)
+    return work
+
+
+def _span(row: str, name: str, begin_us: float, end_us: float) -> Span:
+    return Span(row, name, begin_us / 1e3, end_us / 1e3)
+
+
+def _merged(spans: Sequence[Span]) -> list[Span]:
+    """Without gaps that nobody could see."""
+    longest = _LONGEST_GAP * max((s.end_ms for s in spans), default=0.0)
+    found: list[Span] = []
+    newest: dict[tuple[str, str], Span] = {}
+    for span in sorted(spans, key=lambda s: s.begin_ms):
+        before = newest.get((span.row, span.name))
+        if before is not None and span.begin_ms - before.end_ms <= longest:
+            before.end_ms = max(before.end_ms, span.end_ms)
+        else:
+            newest[span.row, span.name] = span
+            found.append(span)
+    return found
+
+
+def _per_step(parts: dict[str, dict[str, float]], steps: int) -> dict[str, dict[str, float]]:
+    return {p: {k: us / 1e3 / steps for k, us in kinds.items()} for p, kinds in parts.items()}
+
+
+def _ops(groups: dict[tuple, list[float]], steps: int) -> list[OpTime]:
+    """The longest first."""
+    found = [
+        OpTime(name, phase, kind, shape, n / steps, us / 1e3 / steps)
+        for (name, phase, kind, shape), (n, us) in groups.items()
+    ]
+    return sorted(found, key=lambda op: -op.ms)
+
+
+def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    found: list[tuple[float, float]] = []
+    for begin, end in sorted(intervals):
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((begin, end))
+    return found
+
+
+def _clip(
+    intervals: Iterable[tuple[float, float]], low: float, high: float
+) -> list[tuple[float, float]]:
+    return [(max(b, low), min(e, high)) for b, e in intervals if min(e, high) > max(b, low)]
+
+
+def _minus(
+    intervals: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]
+) -> list[tuple[float, float]]:
+    """What of the first ones lies in none of the others; both are unions."""
+    found = []
+    for begin, end in intervals:
+        for b, e in others:
+            if e <= begin or b >= end:
+                continue
+            if b > begin:
+                found.append((begin, b))
+            begin = max(begin, e)
+        if begin < end:
+            found.append((begin, end))
+    return found
+
+
+def _length(intervals: Iterable[tuple[float, float]]) -> float:
+    return sum(end - begin for begin, end in intervals)
+
+
+def product_flops(op: OpTime) -> float | None:
+    """FLOPs of one call of a product of matrices, from the shapes that went in; None for others."""
+    name, dims = op.name, op.shape
+    if name in ("linear", "aten::linear") and len(dims) >= 2 and len(dims[1]) == 2:
+        return 2.0 * math.prod(dims[0]) * dims[1][0]  # x [.., K], w [N, K]
+    if name == "linear_bwd" and len(dims) >= 3:
+        return 4.0 * math.prod(dims[0]) * dims[2][1]  # dy [.., N], x, w: two products
+    if name in ("aten::mm", "aten::bmm") and len(dims) >= 2:
+        return 2.0 * math.prod(dims[0]) * dims[1][-1]
+    if name in ("aten::addmm", "aten::baddbmm") and len(dims) >= 3:
+        return 2.0 * math.prod(dims[1]) * dims[2][-1]
+    return None

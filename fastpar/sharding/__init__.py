@@ -1,0 +1,1 @@
+"""Where a parameter lives: placements, layout of buckets, index ranges. No tensor is moved."""

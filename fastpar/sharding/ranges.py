@@ -1,0 +1,169 @@
+"""Which elements of a whole tensor a piece holds: runs of global flat indices. Arithmetic only.
+
+A run (start, length, stride, count) stands for the elements
+
+    start + i * stride + j        i = 0 .. count - 1, j = 0 .. length - 1
+
+in this order, of the whole tensor flattened row by row. A piece is a list of runs, in the order in
+which its elements lie in memory: a rank's part of a bucket is one run; a slice of columns is one
+run of as many rows; q, k and v of a slice of heads are three. start = HOLE stands for elements that
+no whole tensor has: the padding of a vocabulary's last slice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from fastpar.sharding.placements import Shard
+
+HOLE = -1
+
+
+class Run(NamedTuple):
+    """See the top of the file."""
+
+    start: int
+    length: int
+    stride: int = 0
+    count: int = 1  # type: ignore[assignment] # hides tuple.count
+
+    @property
+    def numel(self) -> int:
+        return self.length * self.count
+
+    @property
+    def stop(self) -> int:
+        """One behind the last element."""
+        return self.start + (self.count - 1) * self.stride + self.length
+
+
+def whole_run(numel: int) -> list[Run]:
+    """The piece that is the tensor."""
+    return [Run(0, numel)] if numel else []
+
+
+def runs_of_slice(state: Shard, shape: Sequence[int], rank: int, ranks: int) -> list[Run]:
+    """The slice that rank has of a tensor of this shape, in the slice's own order."""
+    outer = math.prod(shape[: state.dim])
+    inner = math.prod(shape[state.dim + 1 :])
+    size, each = shape[state.dim], state.local_size(shape[state.dim], ranks) // state.groups
+    starts = [k * (size // state.groups) + rank * each for k in range(state.groups)]
+    runs = []
+    if state.groups == 1:
+        start = min(starts[0], size)
+        n = min(each, size - start)
+        if n == each:
+            runs = [Run(start * inner, n * inner, size * inner, outer)]
+        else:  # the vocabulary's last slice
+            for i in range(outer):
+                runs += [Run((i * size + start) * inner, n * inner), Run(HOLE, (each - n) * inner)]
+    else:
+        runs = [Run((i * size + s) * inner, each * inner) for i in range(outer) for s in starts]
+    return [run._replace(stride=0) if run.count == 1 else run for run in runs if run.numel]
+
+
+def cut_runs(runs: Iterable[Run], start: int, stop: int) -> list[Run]:
+    """Elements [start, stop) of a piece, counted in its own order."""
+    result: list[Run] = []
+    at = 0
+    for run in runs:
+        a, b = max(start - at, 0), min(stop - at, run.numel)
+        at += run.numel
+        if a < b:
+            result += _cut(run, a, b)
+    return result
+
+
+def _cut(run: Run, a: int, b: int) -> list[Run]:
+    if run.start == HOLE:
+        return [Run(HOLE, b - a)]
+    first, skip = divmod(a, run.length)
+    last, rest = divmod(b, run.length)
+
+    def row(i: int, from_: int, to: int) -> list[Run]:
+        return [Run(run.start + i * run.stride + from_, to - from_)] if from_ < to else []
+
+    if first == last:
+        return row(first, skip, rest)
+    head = row(first, skip, run.length) if skip else []
+    first += bool(skip)
+    n = last - first
+    body = run._replace(
+        start=run.start + first * run.stride, count=n, stride=run.stride if n > 1 else 0
+    )
+    return [*head, *([body] if n else []), *row(last, 0, rest)]
+
+
+def numel_of(runs: Iterable[Run]) -> int:
+    """Elements of a piece, holes among them."""
+    return sum(run.numel for run in runs)
+
+
+def intervals(runs: Iterable[Run]) -> np.ndarray:
+    """int64 [n, 3]: (first index in the whole, length, first position in the piece), no holes."""
+    rows, at = [], 0
+    for run in runs:
+        if run.start != HOLE:
+            i = np.arange(run.count, dtype=np.int64)
+            starts, places = run.start + i * run.stride, at + i * run.length
+            rows.append(np.stack((starts, np.full_like(i, run.length), places), 1))
+        at += run.numel
+    return np.concatenate(rows) if rows else np.empty((0, 3), np.int64)
+
+
+def overlaps(mine: np.ndarray, theirs: np.ndarray) -> np.ndarray:
+    """int64 [n, 3]: (position in mine, position in theirs, length) of what both hold.
+
+    Args:
+        mine, theirs: intervals() of two pieces of one tensor.
+    """
+    theirs = theirs[np.argsort(theirs[:, 0], kind="stable")]
+    stops = theirs[:, 0] + theirs[:, 1]
+    first = np.searchsorted(stops, mine[:, 0], side="right")
+    last = np.searchsorted(theirs[:, 0], mine[:, 0] + mine[:, 1], side="left")
+    counts = np.maximum(last - first, 0)
+    a = np.repeat(np.arange(len(mine)), counts)
+    b = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    b += np.repeat(first, counts)
+    start = np.maximum(mine[a, 0], theirs[b, 0])
+    stop = np.minimum(mine[a, 0] + mine[a, 1], stops[b])
+    places = (mine[a, 2] + start - mine[a, 0], theirs[b, 2] + start - theirs[b, 0], stop - start)
+    return np.stack(places, 1)
+
+
+def check_cover(pieces: Iterable[Iterable[Run]], numel: int) -> str | None:
+    """None if the pieces hold each of a tensor's elements once; else what is wrong with them."""
+    parts = [intervals(runs) for runs in pieces]
+    rows = np.concatenate(parts) if parts else np.empty((0, 3), np.int64)
+    rows = rows[np.argsort(rows[:, 0], kind="stable")]
+    starts, stops = rows[:, 0], rows[:, 0] + rows[:, 1]
+    due = np.concatenate((np.zeros(1, np.int64), stops))  # where each has to start
+    wrong = np.flatnonzero(starts != due[:-1])
+    if len(wrong):
+        start, at = int(starts[wrong[0]]), int(due[wrong[0]])
+        return f"element {start} twice" if start < at else f"no element {at}"
+    at = int(due[-1])
+    if at < numel:
+        return f"no element {at}"
+    return f"element {numel} of {numel}" if at > numel else None
+
+
+def share_of(numel: int, copy: int, n_copies: int, index: int, align: int = 256) -> tuple[int, int]:
+    """Elements [start, stop) that one of several ranks with the same piece writes.
+
+    Large pieces are cut at multiples of `align`, small ones go to one of the ranks, in turn.
+
+    Args:
+        index: of the piece among all of a checkpoint, the same on every rank.
+    """
+    if n_copies == 1 or numel < _SMALL * n_copies:
+        return (0, numel) if index % n_copies == copy else (0, 0)
+    each = -(-numel // (n_copies * align)) * align
+    return min(copy * each, numel), min((copy + 1) * each, numel)
+
+
+_SMALL = 4096  # elements a rank below which a piece is not cut

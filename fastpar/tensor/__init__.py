@@ -1,0 +1,1 @@
+"""Tensor parallelism: conjugate operators, the split vocabulary, declared placements."""

@@ -1,0 +1,489 @@
+"""Linear layers split over the ranks of the axis tp, and the operators that join what they split.
+
+    column    x[N, C] @ w[F/tp, C].T -> y[N, F/tp]        each rank some of the features
+    row       x[N, F/tp] @ w[C, F/tp].T -> a part of y[N, C]; the sum over the ranks is y
+
+A block is a column layer, something that works feature by feature (GELU, attention on some of the
+heads), and a row layer. Between blocks all ranks have all N tokens, or under sequence parallelism
+N/tp each:
+
+                    into a column layer                      out of a row layer
+                    forward        backward                  forward          backward
+    without         -              all-reduce                all-reduce       -
+    sequence par.   all-gather     reduce-scatter            reduce-scatter   all-gather
+
+[Note: tokens] Under sequence parallelism a rank has N/tp consecutive tokens of the batch, seen as
+[N, C]: what is gathered or scattered lies in one piece, and nothing is copied to get there. Tensors
+of more dimensions are split along the one before the last, which costs a copy if it is not the
+first (modules of other people, tp_plan.py).
+
+[Note: under way] The sum of a column layer's input gradient is under way while the weight's
+gradient is computed. Under sequence parallelism its input is kept as N/tp tokens; it is gathered
+once more in backward, under the product that gives the input's gradient. What else can be under way
+then, tp_overlap.py says.
+
+[Note: handles] The layers are ops of torch.library, so that torch.compile and selective
+recomputation see them as one each; an op's arguments are tensors and numbers, so it is given the
+number of the TensorParallel that it works for.
+
+Source: Shoeybi et al. 2019, arXiv 1909.08053; Korthikanti et al. 2022, arXiv 2205.05198
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastpar.comm.collectives import Collectives
+from fastpar.comm.handles import Handle
+from fastpar.comm.overlap import Overlap
+from fastpar.kernels import linear
+from fastpar.kernels.linear import matmul
+from fastpar.kernels.op import define_autograd, define_op, refuse_double_backward
+from fastpar.sharding.placements import Partial, Replicate, State
+
+_numbers = itertools.count(1)
+_handles: weakref.WeakValueDictionary[int, TensorParallel] = weakref.WeakValueDictionary()
+
+
+class TensorParallel:
+    """One rank's place in the axis tp. Made by parallelize(), kept by the modules that use it.
+
+    Args:
+        group: of the ranks along tp.
+        sequence_parallel: whether a rank has N/tp tokens between blocks, see above.
+        overlap: of the products under sequence parallelism; None: nothing.
+    Attributes:
+        rank, size: along tp.
+        number: names it in calls of ops.
+        per_token: the state of a parameter that is used token by token, outside of split layers.
+    """
+
+    def __init__(
+        self, group: Collectives, *, sequence_parallel: bool = True, overlap: Overlap | None = None
+    ) -> None:
+        self.group, self.sequence_parallel = group, sequence_parallel
+        self.overlap = overlap or Overlap(group)
+        self.rank, self.size = group.rank, group.world_size
+        self.number = next(_numbers)
+        _handles[self.number] = self
+
+    @property
+    def per_token(self) -> State:
+        return Partial() if self.sequence_parallel else Replicate()
+
+    def __deepcopy__(self, memo: dict) -> TensorParallel:
+        return self  # a copy of a split model is split, too
+
+    def __reduce__(self) -> tuple:
+        raise RuntimeError(
+            "TensorParallel: expected a model's state_dict() to be saved, got the model itself on "
+            f"rank {self.rank} of {self.size}, which has a slice of it; save model.state_dict()"
+        )
+
+    # Collectives. Results are new tensors.
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over the ranks."""
+        total = x.clone(memory_format=torch.contiguous_format)
+        self.group.all_reduce(total)
+        return total
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        """The slices of all ranks along dim, as one tensor."""
+        out, handle = self.begin_all_gather(x, dim)
+        handle.wait()
+        return self.finish_all_gather(out, dim)
+
+    def begin_all_gather(self, x: Tensor, dim: int) -> tuple[Tensor, Handle]:
+        """Starts it; finish_all_gather() makes the result of the first when the second is done."""
+        x = x.contiguous()
+        out = x.new_empty(self.size, *x.shape)
+        handle = self.group.all_gather(out.view(-1), x.view(-1), async_op=True)
+        assert handle is not None
+        return out, handle
+
+    def finish_all_gather(self, out: Tensor, dim: int) -> Tensor:
+        dim %= out.dim() - 1
+        return out.flatten(0, 1) if dim == 0 else out.movedim(0, dim).flatten(dim, dim + 1)
+
+    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's slice along dim of the sum over the ranks."""
+        out, handle = self.begin_reduce_scatter(x, dim)
+        handle.wait()
+        return out
+
+    def begin_reduce_scatter(self, x: Tensor, dim: int) -> tuple[Tensor, Handle]:
+        """Starts it; the first is the result when the second is done."""
+        dim %= x.dim()
+        x = x.unflatten(dim, (self.size, -1)).movedim(dim, 0).contiguous()
+        out = x.new_empty(x.shape[1:])
+        handle = self.group.reduce_scatter(out.view(-1), x.view(-1), async_op=True)
+        assert handle is not None
+        return out, handle
+
+    def slice(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's slice along dim; a view."""
+        size = x.shape[dim] // self.size
+        return x.narrow(dim, self.rank * size, size)
+
+
+def handle_of(number: int) -> TensorParallel:
+    """See [Note: handles]."""
+    tp = _handles.get(number)
+    assert tp is not None, "the model keeps it"
+    return tp
+
+
+# The conjugate operators: forward and backward are each other's.
+
+
+def _check_slices(op: str, x: Tensor, dim: int, tp: TensorParallel) -> None:
+    if x.shape[dim] % tp.size:
+        raise ValueError(
+            f"{op}: expected tp={tp.size} to divide dimension {dim}, got x={list(x.shape)}; "
+            "pad it to a multiple"
+        )
+
+
+def _all_reduce(x: Tensor, number: int) -> Tensor:
+    return handle_of(number).all_reduce(x)
+
+
+def _all_gather(x: Tensor, dim: int, number: int) -> Tensor:
+    return handle_of(number).all_gather(x, dim)
+
+
+def _reduce_scatter(x: Tensor, dim: int, number: int) -> Tensor:
+    return handle_of(number).reduce_scatter(x, dim)
+
+
+def _slice(x: Tensor, dim: int, number: int) -> Tensor:
+    return handle_of(number).slice(x, dim).clone(memory_format=torch.contiguous_format)
+
+
+def _gathered(x: Tensor, dim: int, number: int) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] *= handle_of(number).size
+    return x.new_empty(shape)
+
+
+def _scattered(x: Tensor, dim: int, number: int) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] //= handle_of(number).size
+    return x.new_empty(shape)
+
+
+_DEVICES = ("CPU", "CUDA")
+_all_reduce_op = define_op(
+    "tp_all_reduce(Tensor x, int tp) -> Tensor",
+    _all_reduce,
+    lambda x, number: torch.empty_like(x, memory_format=torch.contiguous_format),
+    _DEVICES,
+)
+_all_gather_op = define_op(
+    "tp_all_gather(Tensor x, int dim, int tp) -> Tensor", _all_gather, _gathered, _DEVICES
+)
+_reduce_scatter_op = define_op(
+    "tp_reduce_scatter(Tensor x, int dim, int tp) -> Tensor", _reduce_scatter, _scattered, _DEVICES
+)
+_slice_op = define_op("tp_slice(Tensor x, int dim, int tp) -> Tensor", _slice, _scattered, _DEVICES)
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, number: int) -> Tensor:
+        ctx.number = number
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return _all_reduce_op(dy, ctx.number), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, number: int) -> Tensor:
+        return _all_reduce_op(x, number)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return dy, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, partial: bool, number: int) -> Tensor:
+        ctx.dim, ctx.partial, ctx.number = dim, partial, number
+        return _all_gather_op(x, dim, number)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        if ctx.partial:
+            return _reduce_scatter_op(dy, ctx.dim, ctx.number), None, None, None
+        return _slice_op(dy, ctx.dim, ctx.number), None, None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, partial: bool, number: int) -> Tensor:
+        ctx.dim, ctx.number = dim, number
+        if partial:
+            return _reduce_scatter_op(x, dim, number)
+        return _slice_op(x, dim, number)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return _all_gather_op(dy, ctx.dim, ctx.number), None, None, None
+
+
+def copy_to(x: Tensor, tp: TensorParallel) -> Tensor:
+    """x, the same on all ranks, into what each computes otherwise: the gradient is their sum."""
+    return _Copy.apply(x, tp.number)
+
+
+def reduce_from(x: Tensor, tp: TensorParallel) -> Tensor:
+    """The sum of every rank's part x; the gradient goes to each part."""
+    return _Reduce.apply(x, tp.number)
+
+
+def gather(x: Tensor, dim: int, tp: TensorParallel, *, partial: bool) -> Tensor:
+    """The slices of all ranks along dim.
+
+    Args:
+        partial: what follows differs from rank to rank, so that the gradient is the slice of a sum
+            (a reduce-scatter); False: all do the same with it, and it is a slice.
+    """
+    return _Gather.apply(x, dim, partial, tp.number)
+
+
+def scatter(x: Tensor, dim: int, tp: TensorParallel, *, partial: bool) -> Tensor:
+    """This rank's slice along dim; the gradient is gathered.
+
+    Args:
+        partial: each rank's x is a part, of whose sum the slice is taken (a reduce-scatter); False:
+            x is the same on all ranks.
+    Raises:
+        ValueError: the ranks do not divide dim.
+    """
+    _check_slices("scatter", x, dim, tp)
+    return _Scatter.apply(x, dim, partial, tp.number)
+
+
+# Split linear layers
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _flat(x: Tensor) -> bool:
+    """Whether the tokens are all in one dimension; see [Note: tokens]."""
+    return x.shape[:-2].numel() == 1
+
+
+def column_linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, number: int) -> Tensor:
+    """y [..., F/tp] of x [..., C], or of its slice of the tokens."""
+    tp = handle_of(number)
+    if tp.sequence_parallel and _flat(x):
+        y, _ = tp.overlap.gather_matmul(_rows(x), weight.t(), bias)
+        return y.view(*x.shape[:-2], *y.shape)
+    if tp.sequence_parallel:
+        x = tp.all_gather(x, -2)
+    y = matmul(_rows(x), weight.t(), bias=bias)
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+def column_linear_bwd(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    need_dx: bool,
+    need_dweight: bool,
+    need_dbias: bool,
+    number: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx, dweight, dbias, [0] for what is not needed; see [Note: under way]."""
+    tp, none = handle_of(number), x.new_empty(0)
+    gathering = tp.begin_all_gather(x, -2) if tp.sequence_parallel and need_dweight else None
+    shape = x.shape
+    dx, summing, scattering = none, None, None
+    if need_dx and tp.sequence_parallel and _flat(x):
+        scattering = tp.overlap.begin_matmul_scatter(_rows(dy), weight)
+    elif need_dx:
+        dx = matmul(_rows(dy), weight).view(*dy.shape[:-1], x.shape[-1])
+        if tp.sequence_parallel:
+            dx, summing = tp.begin_reduce_scatter(dx, -2)
+        else:
+            summing = tp.group.all_reduce(dx, async_op=True)
+    dweight = none.clone()
+    if need_dweight:
+        if gathering is not None:
+            gathering[1].wait()
+            x = tp.finish_all_gather(gathering[0], -2)
+        dweight = matmul(_rows(dy).t(), _rows(x))
+    dbias = _rows(dy).sum(0) if need_dbias else none.clone()
+    if summing is not None:
+        summing.wait()
+    if scattering is not None:
+        dx = scattering.wait().view(shape)
+    return dx, dweight, dbias
+
+
+def row_linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, number: int) -> Tensor:
+    """y [..., C], or this rank's slice of its tokens, of x [..., F/tp]."""
+    tp = handle_of(number)
+    if tp.sequence_parallel and _flat(x):
+        y = tp.overlap.begin_matmul_scatter(_rows(x), weight.t()).wait()
+        y = y.view(*x.shape[:-2], *y.shape)
+    else:
+        y = matmul(_rows(x), weight.t()).view(*x.shape[:-1], weight.shape[0])
+        if tp.sequence_parallel:
+            y = tp.reduce_scatter(y, -2)
+        else:
+            tp.group.all_reduce(y)
+    return y if bias is None else y.add_(bias)
+
+
+def row_linear_bwd(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    need_dx: bool,
+    need_dweight: bool,
+    need_dbias: bool,
+    number: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx, dweight, dbias (of this rank's tokens), [0] for what is not needed."""
+    tp, none = handle_of(number), x.new_empty(0)
+    dbias = _rows(dy).sum(0) if need_dbias else none
+    if tp.sequence_parallel and need_dx and _flat(x):
+        dx, whole = tp.overlap.gather_matmul(_rows(dy), weight, keep=need_dweight)
+        dx, dy = dx.view(x.shape), dy if whole is None else whole
+    else:
+        if tp.sequence_parallel:
+            dy = tp.all_gather(dy, -2)
+        dx = matmul(_rows(dy), weight).view(x.shape) if need_dx else none.clone()
+    dweight = matmul(_rows(dy).t(), _rows(x)) if need_dweight else none.clone()
+    return dx, dweight, dbias
+
+
+def _column_fake(x, weight, bias, number):
+    tp = handle_of(number)
+    shape = [*x.shape[:-1], weight.shape[0]]
+    if tp.sequence_parallel:
+        shape[-2] *= tp.size
+    return x.new_empty(shape)
+
+
+def _row_fake(x, weight, bias, number):
+    tp = handle_of(number)
+    shape = [*x.shape[:-1], weight.shape[0]]
+    if tp.sequence_parallel:
+        shape[-2] //= tp.size
+    return x.new_empty(shape)
+
+
+def _bwd_fake(dy, x, weight, need_dx, need_dweight, need_dbias, number):
+    return (
+        x.new_empty(x.shape if need_dx else (0,)),
+        x.new_empty(weight.shape if need_dweight else (0,)),
+        x.new_empty((weight.shape[0],) if need_dbias else (0,)),
+    )
+
+
+_LINEAR = "(Tensor x, Tensor weight, Tensor? bias, int tp) -> Tensor"
+_LINEAR_BWD = (
+    "(Tensor dy, Tensor x, Tensor weight, bool need_dx, bool need_dweight, bool need_dbias, "
+    "int tp) -> (Tensor, Tensor, Tensor)"
+)
+_column = define_op("column_linear" + _LINEAR, column_linear_fwd, _column_fake, _DEVICES)
+_column_bwd = define_op("column_linear_bwd" + _LINEAR_BWD, column_linear_bwd, _bwd_fake, _DEVICES)
+_row = define_op("row_linear" + _LINEAR, row_linear_fwd, _row_fake, _DEVICES)
+_row_bwd = define_op("row_linear_bwd" + _LINEAR_BWD, row_linear_bwd, _bwd_fake, _DEVICES)
+
+
+def _setup_context(ctx, inputs, output):
+    x, weight, bias, ctx.number = inputs
+    ctx.save_for_backward(x, weight)
+    ctx.need_dbias = bias is not None and ctx.needs_input_grad[2]
+
+
+def _backward_of(op: Any, name: str) -> Any:
+    def backward(ctx, dy):
+        refuse_double_backward(name)
+        x, weight = ctx.saved_tensors
+        needed = (ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.need_dbias)
+        grads = op(dy, x, weight, *needed, ctx.number)
+        return *(grad if need else None for grad, need in zip(grads, needed)), None
+
+    return backward
+
+
+define_autograd(_column, _setup_context, _backward_of(_column_bwd, "column_linear"))
+define_autograd(_row, _setup_context, _backward_of(_row_bwd, "row_linear"))
+
+
+def column_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, tp: TensorParallel | None = None
+) -> Tensor:
+    """This rank's features of x @ weight.T + bias; see the top of the file.
+
+    Args:
+        x: [..., C]; under sequence parallelism this rank's tokens, [N/tp, C].
+        weight: [F/tp, C]; bias: [F/tp].
+        tp: None: the plain linear.
+    Returns:
+        y: [..., F/tp], of all tokens.
+    Ranks: all of tp.
+    Wire: under sequence parallelism x, (tp - 1) / tp of [N, C], forward and twice in backward;
+        without, 2 * (tp - 1) / tp of [N, C] in backward.
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    if tp is None:
+        return linear(x, weight, bias)
+    _check_linear("column_linear", x, weight, bias)
+    return _column(x, weight, bias, tp.number)
+
+
+def row_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, tp: TensorParallel | None = None
+) -> Tensor:
+    """The sum over the ranks of x @ weight.T, and the bias once; see the top of the file.
+
+    Args:
+        x: [..., F/tp], of all tokens.
+        weight: [C, F/tp]; bias: [C].
+        tp: None: the plain linear.
+    Returns:
+        y: [..., C]; under sequence parallelism of this rank's tokens, [N/tp, C].
+    Ranks: all of tp.
+    Wire: under sequence parallelism (tp - 1) / tp of [N, C] forward and backward; without, twice
+        that in forward.
+    Raises:
+        ValueError: shapes that do not fit; tokens that the ranks do not divide.
+    """
+    if tp is None:
+        return linear(x, weight, bias)
+    _check_linear("row_linear", x, weight, bias)
+    if tp.sequence_parallel:
+        _check_slices("row_linear", x, x.dim() - 2, tp)
+    return _row(x, weight, bias, tp.number)
+
+
+def _check_linear(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    if weight.dim() != 2 or x.dim() < 2 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"{op}: expected x [..., N, C] and weight [F, C], got x={list(x.shape)} "
+            f"weight={list(weight.shape)}; pass this rank's slice of the weight"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(
+            f"{op}: expected bias [F] with weight [F, C], got bias={list(bias.shape)} "
+            f"weight={list(weight.shape)}; pass this rank's slice of it"
+        )

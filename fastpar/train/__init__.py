@@ -1,0 +1,1 @@
+"""The training loop, its run folder, guards, launcher, sampling."""

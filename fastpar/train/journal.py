@@ -1,0 +1,185 @@
+"""What a run tells while it goes: a row of metrics.jsonl and a word on the terminal, from rank 0.
+
+The other ranks have a journal too, which keeps silent, so that the loop is the same on every rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastpar.comm.mesh import Mesh
+from fastpar.config.config import TrainConfig
+from fastpar.data.batches import TextData
+from fastpar.models.gpt import GPT
+from fastpar.parallel.engine import Engine
+from fastpar.train.metrics import Progress, memory_mb, mfu
+from fastpar.train.run_folder import RunFolder
+
+
+@dataclass
+class Step:
+    """What is known of a step once its numbers have arrived."""
+
+    step: int
+    lr: float
+    samples: tuple[int, int]  # the first one, and the first that was not taken
+    tokens: int
+    values: Tensor  # fp64 on the host: loss, grad_norm, then what the loop asked of all ranks
+    ready: torch.cuda.Event | None
+    scale: float | None
+
+    def numbers(self) -> list[float]:
+        """The values; waits for the device."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        return self.values.tolist()
+
+
+class Journal:
+    """Rank 0's folder and progress bar, and the clock of the run, which starts here.
+
+    Attributes:
+        folder: on rank 0, once it is open.
+    """
+
+    def __init__(self, config: TrainConfig, mesh: Mesh) -> None:
+        self.config, self.mesh = config, mesh
+        self.began = self._clock = time.monotonic()
+        self.folder: RunFolder | None = None
+        self._progress = Progress(config.run.max_steps, enabled=False)
+        self._facts: dict[str, Any] = {}
+        self._step = 0  # the last that was written
+        self._full = False  # the disk
+        self._rate = 0.0  # tokens/s, smoothed
+        self._flops_per_token = 0.0
+
+    def open(self, *, model: GPT, data: TextData, step: int, facts: dict[str, Any]) -> None:
+        """Make the folder, or open that of the run to go on with; says what runs where.
+
+        Args:
+            step: steps done before.
+            facts: see RunFolder.
+        """
+        if not self.mesh.is_main:
+            return
+        self._facts, self._flops_per_token = facts, model.flops_per_token()
+        self._progress = Progress(self.config.run.max_steps, step)
+        self.folder = RunFolder(self.config, model=model, data=data, step=step, facts=facts)
+        for line in self.folder.header:
+            self.say(line)
+
+    @property
+    def seconds(self) -> float:
+        """Since the start of this process' run."""
+        return time.monotonic() - self.began
+
+    def start_clock(self) -> None:
+        """What was done since the last step does not count as time of the next one."""
+        self._clock = time.monotonic()
+
+    def say(self, text: str) -> None:
+        """A line of its own on the terminal."""
+        self._progress.say(text)
+
+    def rewind(self, step: int) -> None:
+        """The run went back to a step: what was written of later ones goes."""
+        folder = self.folder
+        if folder is not None:
+            self._on_disk(lambda: folder.rewind(step))
+
+    def note(self, step: int, text: str, **row: Any) -> None:
+        """Something happened after a step: a line, and a row of metrics.jsonl."""
+        self._write({"step": step, **row, "time_s": self.seconds})
+        self.say(f"step {step}  {text}")
+
+    def keep(self, **row: Any) -> None:
+        """A row of metrics.jsonl about the run so far, under its last step."""
+        self._write({"step": self._step, **row, "time_s": self.seconds})
+
+    def write_step(
+        self, done: Step, *, loss: float, norm: float, engine: Engine, **more: float
+    ) -> None:
+        """A step is done; `more` are further columns of its row."""
+        self._step = done.step
+        now = time.monotonic()
+        seconds, self._clock = now - self._clock, now
+        if self.folder is None:
+            return
+        rate = self.config.text.batch_size * self._facts["block_size"] / max(seconds, 1e-9)
+        self._rate = 0.9 * self._rate + 0.1 * rate if self._rate else rate
+        rss, peak = memory_mb()
+        row: dict[str, Any] = {
+            "step": done.step,
+            "loss": loss,
+            "lr": done.lr,
+            "grad_norm": norm,
+            "tokens_per_s": rate,
+            **_costs(engine),
+            "tokens": done.tokens,
+            "time_s": self.seconds,
+            "rss_mb": rss,
+            "peak_rss_mb": peak,
+            **more,
+        }
+        text = f"loss {loss:.3f}, {self._rate:,.0f} tokens/s"
+        if done.scale is not None:
+            row["loss_scale"] = done.scale
+        if self.mesh.device.type == "cuda":
+            row["cuda_peak_mb"] = torch.cuda.max_memory_allocated() / 1e6
+            per_gpu = self._rate / self.mesh.world_size
+            used = mfu(torch.cuda.get_device_name(), per_gpu, self._flops_per_token)
+            if used is not None and self._facts["dtype"] != "fp32":
+                row["mfu"] = used
+                text += f", MFU {used:.0%}"
+        self._write(row)
+        self._progress.update(done.step, text)
+
+    def _write(self, row: dict[str, Any]) -> None:
+        folder = self.folder
+        if folder is not None:
+            self._on_disk(lambda: folder.write(row))
+
+    def _on_disk(self, action: Callable[[], None]) -> None:
+        """A full disk ends no run: it is said once, until there is room again."""
+        try:
+            action()
+        except OSError as error:
+            if not self._full:
+                self.say(f"metrics.jsonl cannot be written ({error}); training goes on")
+            self._full = True
+        else:
+            self._full = False
+
+    def close(self) -> None:
+        """The bar ends."""
+        self._progress.close()
+
+
+def _costs(engine: Engine) -> dict[str, float | None]:
+    """Of the newest step that is known: times of this rank in ms, MB it sent."""
+    report = engine.report
+    names = ("step_ms", "compute_ms", "comm_ms", "exposed_ms")
+    costs = {name: None if report is None else getattr(report, name) for name in names}
+    return {**costs, "wire_mb": None if report is None else report.wire_bytes / 1e6}
+
+
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """Without waiting for the device: a copy from pageable memory would."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
+
+
+def to_host(values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """The values on the host, to be read after the event."""
+    if values.device.type != "cuda":
+        return values, None
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    host.copy_(values, non_blocking=True)
+    ready = torch.cuda.Event()
+    ready.record()
+    return host, ready

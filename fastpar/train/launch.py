@@ -1,0 +1,463 @@
+"""`fastpar train --nproc N`: N ranks on this machine.
+
+Rank 0 keeps the terminal, so its progress bar stays whole; the other ranks write to files, which
+are shown when one of them fails. Under torchrun this file has nothing to do.
+
+[Note: who stops whom] The ranks run in sessions of their own, so Ctrl-C reaches the launcher alone,
+which passes it on: every rank learns of the stop in the same step (see train.py), saves and ends. A
+second Ctrl-C kills, but not within REPEAT_S: a batch system signals launcher and ranks at once, and
+the kernel tells a rank of its launcher's death once for every thread that this had. Neither may cut
+off the save (test_ranks_do_not_outlive_their_launcher).
+When a rank dies, its peers fail in their next collective by themselves (gloo), or wait for ever
+(NCCL on one machine): after GRACE_S they are killed. Without that a run hangs until the time-out of
+its process group (test_killed_rank_stops_the_others).
+A rank that does not answer (reaper.py says how that is seen) is killed SILENT_S after a stop, by
+the launcher or, when that is dead, by its reaper; without a stop, after the run's --timeout: if all
+ranks stand still, no watchdog speaks. What was ignored at the start (SIGHUP under nohup) stays
+ignored in launcher and ranks.
+torchrun kills ranks 30 s after it told them to stop; when it is killed itself, its ranks go on. It
+dies of SIGHUP under nohup unless TORCHELASTIC_SIGNALS_TO_HANDLE=SIGTERM,SIGINT is set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from fastpar.comm.watchdog import HUNG, MARGIN_S
+from fastpar.train import reaper
+from fastpar.train.run_lock import RUNS, find_run
+
+GRACE_S = 5.0
+REPEAT_S = 1.0
+POLL_S = 0.05
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # to save and stop
+SAVE_SIGNAL = signal.SIGUSR1  # save now, and go on
+STOPPED = tuple(128 + number for number in SIGNALS)  # as a shell counts
+LOST_PEER = 3  # exit status of a rank that failed because another one was gone
+FAILED, USER_MISTAKE = 1, 2
+_LAUNCHER = "FASTPAR_LAUNCHER"  # in the ranks' environment: pid of the launcher
+_ANSWERS = "FASTPAR_ANSWERS"  # file that a rank touches as long as it answers
+_LOST_PEER_TEXTS = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Socket closed",
+    "Connection refused",
+    "NCCL communicator was aborted",
+    "remote process exited",
+    "got the end of rank",  # these four: csrc/shm_cpu.cpp
+    "that closed its group",
+    "that gave up waiting for rank",
+    "; its own message says why",
+)
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def available_cores() -> int:
+    """Cores that this process may use: affinity and the container's quota."""
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    with contextlib.suppress(OSError, ValueError):  # no cgroup v2; "max"
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        cores = min(cores, max(1, int(quota) // int(period)))
+    return cores
+
+
+def threads_per_rank(asked: int | None, ranks_here: int) -> int:
+    """CPU threads of a rank: what was asked for, or this machine's cores shared by its ranks."""
+    return asked or max(1, available_cores() // ranks_here)
+
+
+def is_rank() -> bool:
+    """Whether this process was started as a rank, by `launch` or by torchrun."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def launched_here() -> bool:
+    """Whether `launch` started this rank, not torchrun."""
+    return _LAUNCHER in os.environ
+
+
+def follow_launcher() -> None:
+    """In a rank: answer the launcher; if it is killed, stop as on SIGTERM, not run on unseen."""
+    if _ANSWERS in os.environ:
+        reaper.answer(os.environ[_ANSWERS])
+    with contextlib.suppress(AttributeError, OSError):  # Linux only
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != int(os.environ[_LAUNCHER]):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def lost_peer(error: BaseException) -> bool:
+    """Whether an error says that another rank is gone: then the cause is over there."""
+    return any(text in str(error) for text in _LOST_PEER_TEXTS)
+
+
+@dataclass
+class _Rank:
+    """One process and how it ended."""
+
+    number: int
+    process: subprocess.Popen
+    code: int | None = None
+    ended: float = 0.0
+    killed: bool = False  # by the launcher, because another rank had failed
+    silent_s: float = 0.0  # it did not answer for so long, so the launcher has killed it
+
+    @property
+    def failed(self) -> bool:
+        return self.code not in (None, 0, *STOPPED)
+
+    @property
+    def is_cause(self) -> bool:
+        return self.failed and self.code != LOST_PEER and not self.killed
+
+
+@contextlib.contextmanager
+def interrupt_kills() -> Iterator[None]:
+    """Around long imports: Ctrl-C ends the process at once, unless it is ignored.
+
+    Python's own handler would raise somewhere inside the import, which prints a traceback, or
+    loses the wish to stop where the import catches everything.
+    """
+    old = signal.getsignal(signal.SIGINT)
+    here = threading.current_thread() is threading.main_thread()
+    if old != signal.default_int_handler or not here:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, old)
+
+
+def heeded() -> tuple[signal.Signals, ...]:
+    """The SIGNALS that this process does not ignore, from birth (nohup) or by its own wish."""
+    return tuple(n for n in SIGNALS if signal.getsignal(n) != signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def catching_stop(*, loud: bool) -> Iterator[list[int]]:
+    """In a rank: the first signal only enters the list; a second one does what it always does."""
+    received: list[int] = []
+    first = 0.0
+    old = {number: signal.getsignal(number) for number in heeded()}
+
+    def restore() -> None:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+    def catch(number: int, frame: FrameType | None) -> None:
+        nonlocal first
+        if not received:
+            first = time.monotonic()
+            received.append(number)
+            if loud:  # not print(): the signal may have come in the middle of one
+                os.write(2, b"\nfinishing this step, then saving; once more to quit at once\n")
+        elif time.monotonic() - first > REPEAT_S:
+            restore()
+            signal.raise_signal(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield received  # only the main thread may set handlers
+        return
+    for number in old:
+        signal.signal(number, catch)
+    try:
+        yield received
+    finally:
+        restore()
+
+
+@contextlib.contextmanager
+def catching_save() -> Iterator[list[int]]:
+    """In a rank: SAVE_SIGNAL only enters the list."""
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+    old = signal.signal(SAVE_SIGNAL, lambda number, frame: received.append(number))
+    try:
+        yield received
+    finally:
+        signal.signal(SAVE_SIGNAL, old)
+
+
+def launch(
+    arguments: Sequence[str],
+    nproc: int,
+    *,
+    threads: int | None = None,
+    max_restarts: int = 0,
+    out: str | None = None,
+    timeout_s: float = float("inf"),
+) -> int:
+    """Runs `python -m fastpar ARGUMENTS` as nproc ranks of one process group on this machine.
+
+    Args:
+        threads: CPU threads a rank; None shares the cores.
+        max_restarts: times that all ranks are started again after one failed.
+        out: folder of the run, None if rank 0 chooses it.
+        timeout_s: of the ranks' watchdogs; one that does not answer for longer is killed.
+    Returns:
+        The exit status: 0, 2 for a user's mistake, 128 + signal when stopped by one, 1 when a rank
+        failed; then one line on stderr has named the rank and its reason.
+    """
+    name = f"fastpar-{uuid.uuid4().hex}"
+    for attempt in range(max_restarts + 1):
+
+        def then(attempt: int = attempt) -> str:
+            if attempt == max_restarts:
+                return "all ranks stopped"
+            return f"restart {attempt + 1} of {max_restarts}, {_from_where(out, name)}"
+
+        start = {"TORCHELASTIC_RUN_ID": name, "TORCHELASTIC_RESTART_COUNT": str(attempt)}
+        status = _launch(arguments, nproc, threads, start, then, timeout_s)
+        if status != FAILED:
+            break
+    return status
+
+
+def _from_where(out: str | None, name: str) -> str:
+    """Where a restart goes on; checked checksums may yet lead to an earlier checkpoint."""
+    from fastpar.checkpoint.checkpoint import list_checkpoints, step_of
+
+    run = Path(out) if out is not None else find_run(RUNS, name)
+    found = list_checkpoints(run) if run is not None else []
+    return f"from step {step_of(found[-1])}" if found else "from the start"
+
+
+def _launch(
+    arguments: Sequence[str],
+    nproc: int,
+    threads: int | None,
+    start: dict[str, str],
+    then: Callable[[], str],
+    timeout_s: float,
+) -> int:
+    """One start of all ranks; its exit status."""
+    with interrupt_kills():
+        import torch.distributed as dist
+
+    # The launcher holds the store: its port is taken before a rank starts.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    logs = Path(tempfile.mkdtemp(prefix="fastpar_"))
+    ranks: list[_Rank] = []
+    with _restored_signals(), _reaper(logs) as tell:
+        signal.signal(SAVE_SIGNAL, signal.SIG_IGN)  # the ranks', too, until they can save
+        try:
+            for number in range(nproc):
+                own = rank_environment(number, nproc, store.port, threads_per_rank(threads, nproc))
+                process = _start_rank(number, arguments, {**own, **start}, logs / str(number))
+                ranks.append(_Rank(number, process))
+                tell(f"{process.pid} {_answers(logs, number)}\n")
+            signals = _forward_signals(ranks)
+            _watch(ranks, signals, logs, timeout_s)
+            return _report(ranks, signals, logs, then)
+        finally:
+            for rank in ranks:
+                if rank.process.poll() is None:
+                    reaper.kill(rank.process.pid)
+                    rank.process.wait()
+
+
+def _start_rank(
+    number: int, arguments: Sequence[str], environment: dict[str, str], folder: Path
+) -> subprocess.Popen:
+    """A rank in a session of its own; all but rank 0 write to files of the folder."""
+    folder.mkdir()
+    answers = _answers(folder.parent, number)
+    answers.touch()
+    own = {
+        **environment,
+        _ANSWERS: str(answers),
+        "TORCHELASTIC_ERROR_FILE": str(folder / "error.json"),
+    }
+    with (folder / "stdout.log").open("w") as out, (folder / "stderr.log").open("w") as err:
+        return subprocess.Popen(
+            [sys.executable, "-m", "fastpar", *arguments],
+            env={**os.environ, **own},
+            start_new_session=True,
+            stdout=out if number else None,
+            stderr=err if number else None,
+        )
+
+
+def _answers(logs: Path, rank: int) -> Path:
+    return logs / str(rank) / "answers"
+
+
+@contextlib.contextmanager
+def _reaper(folder: Path) -> Iterator[Callable[[str], int]]:
+    """The reaper of this launcher, which removes the folder; what is yielded writes to it."""
+    script = [sys.executable, "-I", "-S", reaper.__file__, str(folder), str(reaper.SILENT_S)]
+    process = subprocess.Popen(
+        script,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        text=True,
+        bufsize=1,
+    )
+    assert process.stdin is not None
+    try:
+        yield process.stdin.write
+    finally:
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+        process.wait()
+        shutil.rmtree(folder, ignore_errors=True)  # if somebody has killed the reaper
+
+
+def rank_environment(rank: int, nproc: int, port: int, threads: int) -> dict[str, str]:
+    """What torchrun would set for one of nproc ranks on this machine; the store is the parent's."""
+    environment = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(nproc),
+        "LOCAL_WORLD_SIZE": str(nproc),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 connects to the launcher's store too
+        "OMP_NUM_THREADS": str(threads),
+        _LAUNCHER: str(os.getpid()),
+    }
+    # By default gloo resolves the host's name, which many containers and laptops do not know.
+    if any(name == "lo" for _, name in socket.if_nameindex()):
+        environment["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    return environment
+
+
+@contextlib.contextmanager
+def _restored_signals() -> Iterator[None]:
+    old = {number: signal.getsignal(number) for number in (*SIGNALS, SAVE_SIGNAL)}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def _forward_signals(ranks: list[_Rank]) -> list[int]:
+    """From now on the ranks get this process's signals too; returns the list of those received."""
+    received: list[int] = []
+    last = -REPEAT_S
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        nonlocal last
+        if received and time.monotonic() - last <= REPEAT_S:
+            return
+        last = time.monotonic()
+        received.append(number)
+        hand_on(number, frame)
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank.process.pid, number)
+
+    for number in heeded():
+        signal.signal(number, forward)
+    signal.signal(SAVE_SIGNAL, hand_on)
+    return received
+
+
+def _watch(
+    ranks: list[_Rank], signals: list[int], logs: Path, timeout_s: float = float("inf")
+) -> None:
+    """Until every rank has ended; see [Note: who stops whom]."""
+    deadline = float("inf")
+    silences = {rank.number: reaper.Silence(_answers(logs, rank.number)) for rank in ranks}
+    while running := [rank for rank in ranks if rank.code is None]:
+        # The watchdogs of other ranks speak first: they know more.
+        limit = reaper.SILENT_S if signals else max(reaper.SILENT_S, timeout_s + 2 * MARGIN_S)
+        for rank in running:
+            rank.code, rank.ended = rank.process.poll(), time.monotonic()
+            silent_s = silences[rank.number].seconds()
+            if rank.failed:
+                deadline = min(deadline, rank.ended + GRACE_S)
+            elif rank.code is not None:
+                continue
+            elif time.monotonic() > deadline or len(signals) > 1:
+                rank.killed = True
+                reaper.kill(rank.process.pid)
+            elif silent_s > limit:
+                rank.silent_s = silent_s
+                reaper.kill(rank.process.pid)
+        time.sleep(POLL_S)
+
+
+def _report(
+    ranks: list[_Rank],
+    signals: list[int],
+    logs: Path,
+    then: Callable[[], str] = lambda: "all ranks stopped",
+) -> int:
+    """Names the cause on stderr, and what comes of it; the exit status of the command."""
+    # A rank that tells of a hang has killed the one that hung.
+    order = sorted(ranks, key=lambda r: (r.code != HUNG, not r.is_cause, r.ended))
+    failed = [rank for rank in order if rank.failed]
+    if not failed:
+        return max(r.code or 0 for r in ranks)
+    if signals:  # a rank died of it: before the first step, after the last one, or the second time
+        for rank in failed:
+            if rank.silent_s:
+                print(f"fastpar: {_describe(rank, logs)}", file=sys.stderr)
+        print("fastpar: stopped at once; this stop has saved nothing", file=sys.stderr)
+        return 128 + signals[0]
+    rank = failed[0]
+    code = rank.code
+    words = _read(logs / str(rank.number) / "stderr.log")
+    if code == USER_MISTAKE:
+        if ranks[0].code != USER_MISTAKE:  # rank 0 has said it already
+            print(words.rstrip().rpartition("\n")[2], file=sys.stderr)
+        return USER_MISTAKE
+    if words:
+        print(words.rstrip(), file=sys.stderr)
+    print(f"fastpar: {_describe(rank, logs)}; {then()}", file=sys.stderr, flush=True)
+    return FAILED
+
+
+def _describe(rank: _Rank, logs: Path) -> str:
+    """A rank that failed, and why."""
+    code = rank.code or 0
+    if rank.silent_s:
+        reason = f"did not answer for {rank.silent_s:.0f} s and was killed"
+    elif code < 0:
+        reason = f"died of {signal.Signals(-code).name}"
+        reason += " (out of memory?)" if code == -signal.SIGKILL else ""
+    else:
+        told = _message(logs / str(rank.number) / "error.json")
+        reason = f"failed: {told or f'exit status {code}'}"
+    return f"rank {rank.number} (pid {rank.process.pid}) {reason}"
+
+
+def _read(path: Path) -> str:
+    return path.read_text(errors="replace") if path.is_file() else ""
+
+
+def _message(error_file: Path) -> str:
+    """First line of the exception that a rank recorded for torch's launcher."""
+    try:
+        return str(json.loads(_read(error_file))["message"]["message"]).partition("\n")[0]
+    except (ValueError, KeyError, TypeError):
+        return ""

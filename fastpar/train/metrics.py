@@ -1,0 +1,258 @@
+"""What a run tells: metrics.jsonl and TensorBoard, the progress bar, loss.png, memory, MFU."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import math
+import os
+import re
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO, Any
+
+from fastpar.cost.devices import device_of
+
+
+def mfu(device_name: str, tokens_per_s: float, flops_per_token: float) -> float | None:
+    """Model FLOPs utilization of one GPU at bf16 or fp16, 0 to 1; None for a GPU not in the table.
+
+    Args:
+        device_name: as torch.cuda.get_device_name gives it.
+        tokens_per_s: of this GPU alone.
+        flops_per_token: forward and backward, without recomputation.
+    """
+    device = device_of(device_name)
+    if device is None or device.kind != "cuda":
+        return None
+    return tokens_per_s * flops_per_token / device.peak_flops
+
+
+def memory_mb() -> tuple[float, float]:
+    """Resident memory of this process in MB: (now, highest so far)."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        # Not getrusage: its peak starts from the parent's at the time of fork.
+        found = dict(re.findall(r"^(VmRSS|VmHWM):\s+(\d+) kB", status.read_text(), re.M))
+        if len(found) == 2:
+            return int(found["VmRSS"]) * 1024 / 1e6, int(found["VmHWM"]) * 1024 / 1e6
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak_mb = peak / 1e6 if sys.platform == "darwin" else peak * 1024 / 1e6
+    return peak_mb, peak_mb
+
+
+class MetricsLog:
+    """metrics.jsonl: one object a training step or validation; TensorBoard too where installed.
+
+    Args:
+        path: of metrics.jsonl; created where it is missing.
+        resume_step: rows of later steps, written after the checkpoint that the run goes on from,
+            are dropped: those steps come again.
+        tensorboard: folder of the event files; None writes none.
+    """
+
+    def __init__(
+        self, path: str | Path, *, resume_step: int = 0, tensorboard: str | Path | None = None
+    ) -> None:
+        self.path, self._tensorboard = Path(path), tensorboard
+        self._drop_after(resume_step)
+        self._open(resume_step)
+
+    def _drop_after(self, step: int) -> None:
+        kept = [row for row in read_metrics(self.path) if row["step"] <= step]
+        temporary = self.path.with_name(self.path.name + ".tmp")
+        temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        os.replace(temporary, self.path)
+
+    def _open(self, resume_step: int) -> None:
+        self._file: IO[str] = self.path.open("a", encoding="utf-8")
+        self._board: Any = None
+        board = self._tensorboard
+        if board is not None and importlib.util.find_spec("tensorboard") is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(board), purge_step=resume_step + 1)
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Appends a row that has "step"; a value that is not finite is written as null."""
+        row = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in row.items()
+        }
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for key, value in row.items():
+                if key != "step" and isinstance(value, (int, float)):
+                    self._board.add_scalar(key, value, row["step"])
+
+    def rewind(self, step: int) -> None:
+        """Drop the rows of later steps: they come again. After an OSError they are still there."""
+        with contextlib.suppress(OSError):  # rows that found no room
+            self.close()
+        try:
+            self._drop_after(step)
+        finally:
+            self._open(step)
+
+    def close(self) -> None:
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl; a last line that a crash cut off is left out."""
+    path = Path(path)
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
+    return rows
+
+
+def smoothed(values: Iterable[float], weight: float) -> list[float]:
+    """Exponential moving average without the pull towards zero at its start."""
+    average, norm, out = 0.0, 0.0, []
+    for value in values:
+        average = weight * average + (1 - weight) * value
+        norm = weight * norm + (1 - weight)
+        out.append(average / norm)
+    return out
+
+
+def plot_loss(rows: list[dict[str, Any]], path: str | Path, *, title: str) -> None:
+    """Draws training loss (each step faint, smoothed bold) and validation loss against steps.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            f"plot_loss: expected matplotlib, got {error}; pip install matplotlib"
+        ) from None
+    train = [(r["step"], r["loss"]) for r in rows if r.get("loss") is not None]
+    val = [(r["step"], r["val_loss"]) for r in rows if r.get("val_loss") is not None]
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    if train:
+        steps, losses = zip(*train)
+        axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=1)
+        window = min(20.0, max(1.0, len(losses) / 30))  # longer lags behind in a short run
+        bold = smoothed(losses, 1 - 1 / window)
+        axes.plot(steps, bold, color="tab:blue", linewidth=2, label="train (smoothed)")
+    if val:
+        steps, losses = zip(*val)
+        axes.plot(steps, losses, "o-", color="tab:orange", markersize=4, label="validation")
+        axes.annotate(
+            f"{losses[-1]:.3f}",
+            (steps[-1], losses[-1]),
+            textcoords="offset points",
+            xytext=(0, -15),
+            ha="center",
+            color="tab:orange",
+        )
+    axes.margins(y=0.1)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats per token)")
+    axes.set_title(title)
+    axes.grid(alpha=0.3)
+    if train or val:
+        axes.legend()
+    figure.savefig(str(path))
+
+
+def duration(seconds: float) -> str:
+    """4:05 or 1:02:03."""
+    minutes, s = divmod(round(max(seconds, 0.0)), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
+
+
+def _has_room_for_a_bar() -> bool:
+    """Whether stderr is a terminal that knows its size; tqdm draws nothing on one of 0 rows."""
+    try:
+        return sys.stderr.isatty() and all(os.get_terminal_size(sys.stderr.fileno()))
+    except (OSError, ValueError):
+        return False
+
+
+class Progress:
+    """The bar on a terminal; a line every few seconds where there is none; nothing when disabled.
+
+    Args:
+        total: steps in all.
+        initial: steps done before.
+        enabled: on rank 0 alone.
+        bar: None decides by whether stderr is a terminal.
+        interval_s: between two lines, where there is no bar.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        initial: int = 0,
+        *,
+        enabled: bool = True,
+        bar: bool | None = None,
+        interval_s: float = 5.0,
+    ) -> None:
+        self.total, self.enabled, self.interval_s = total, enabled, interval_s
+        self._first_step, self._started = initial, time.monotonic()
+        self._last_line = -math.inf
+        self._bar: Any = None
+        bar = _has_room_for_a_bar() if bar is None else bar
+        if enabled and bar and importlib.util.find_spec("tqdm") is not None:
+            from tqdm import tqdm
+
+            self._bar = tqdm(
+                total=total,
+                initial=initial,
+                unit="step",
+                dynamic_ncols=True,
+                bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} "
+                "[{elapsed}<{remaining}{postfix}]",
+            )
+
+    def update(self, step: int, text: str) -> None:
+        """`step` steps are done; `text` says how it stands: loss, tokens/s."""
+        if not self.enabled:
+            return
+        if self._bar is not None:
+            self._bar.set_postfix_str(text, refresh=False)
+            self._bar.update(step - self._bar.n)
+            return
+        now = time.monotonic()
+        if now - self._last_line < self.interval_s and step != self.total:
+            return
+        self._last_line = now
+        done = step - self._first_step
+        left = (now - self._started) / done * (self.total - step) if done else 0.0
+        print(f"step {step}/{self.total}  {text}  eta {duration(left)}", flush=True)
+
+    def say(self, text: str) -> None:
+        """A line of its own, above the bar."""
+        if not self.enabled:
+            return
+        if self._bar is not None:
+            self._bar.write(text, file=sys.stdout)
+            sys.stdout.flush()
+        else:
+            print(text, flush=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()

@@ -1,0 +1,339 @@
+"""The folder of a run, which rank 0 alone writes: settings, metrics, picture, samples.
+
+config.json      settings (fastpar train --resume reads them), model, and each start
+metrics.jsonl    one object a step or validation        loss.png   drawn from it
+checkpoints/     see checkpoint.py                      latest     link to the newest
+tensorboard/     the same numbers, where tensorboard is installed
+samples.txt      text drawn from the model              run.lock   see run_lock.py
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import re
+import shlex
+import signal
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+
+from fastpar._version import __version__
+from fastpar.checkpoint.checkpoint import list_checkpoints
+from fastpar.config.config import TrainConfig
+from fastpar.config.options import SampleSettings
+from fastpar.data.batches import TextData
+from fastpar.data.tokenizer import IdTokenizer, Tokenizer
+from fastpar.files.step_folders import LATEST
+from fastpar.models.gpt import GPT
+from fastpar.train.metrics import MetricsLog, duration, plot_loss, read_metrics
+from fastpar.train.run_lock import RUNS, check_free, hold
+from fastpar.train.sample import sample
+
+RULE = "=" * 60
+_EXAMPLE_TOKENS = 400
+TIME_IS_UP = -1  # why a run stopped early, beside the numbers of signals
+FILES = ("config.json", "metrics.jsonl", "checkpoints", "samples.txt", "loss.png", "latest")
+
+
+def check_out(config: TrainConfig) -> None:
+    """Raises ValueError if --out and --resume do not fit what is on disk."""
+    out, resume = config.run.out, config.run.resume
+    if resume and out is None:
+        newest = newest_run()
+        raise ValueError(
+            "train: expected --out with --resume, got out=None; name the folder of the run, as "
+            f"{newest or 'runs/NAME'}"
+        )
+    if out is None:
+        return
+    present = [name for name in FILES if os.path.lexists(Path(out) / name)]
+    if resume and "config.json" not in present:
+        raise ValueError(
+            f"train: expected a folder with a run to go on with, got out={out}; leave out --resume "
+            "to start one there"
+        )
+    saved = bool(list_checkpoints(out))
+    if resume and not saved and not config.run.auto_resume:
+        check_free(out)
+        hint = "start it again" if never_began(out) else "start one in another folder"
+        raise ValueError(
+            f"train: expected a run with a checkpoint to go on from, got out={out} without one; "
+            f"leave out --resume to {hint}"
+        )
+    if present and not resume:
+        check_free(out)
+        if never_began(out):
+            return
+        hint = "add --resume to go on with it, or choose another folder"
+        if not saved:
+            hint = "there is no checkpoint to go on from: choose another folder"
+        elif config.run.auto_resume:  # it was free when the settings were read
+            hint = "another start has just made it: give the same command again"
+        raise ValueError(
+            f"train: expected an --out without a run, got out={out} with {present[0]}; {hint}"
+        )
+
+
+def never_began(run: str | Path) -> bool:
+    """Whether a folder has of a run only what its start writes: it failed in its first step."""
+    run = Path(run)
+    if any(os.path.lexists(run / name) for name in ("samples.txt", "loss.png", "latest")):
+        return False
+    checkpoints = run / "checkpoints"
+    try:
+        if os.path.lexists(checkpoints) and any(checkpoints.iterdir()):
+            return False
+        content = json.loads((run / "config.json").read_text(encoding="utf-8"))
+        ours = {"settings", "model", "starts"} == set(content)
+        return ours and not any(row["step"] > 0 for row in read_metrics(run / "metrics.jsonl"))
+    except (OSError, ValueError, TypeError, KeyError):  # nothing of ours
+        return False
+
+
+def newest_run(runs: str | Path = RUNS) -> Path | None:
+    """The run with the newest metrics, of those in a folder."""
+    found = [(p.stat().st_mtime, p.parent) for p in Path(runs).glob("*/metrics.jsonl")]
+    return max(found)[1] if found else None
+
+
+class RunFolder:
+    """Makes the folder, or opens that of a run to go on with.
+
+    Args:
+        config: of the run; --out names the folder, otherwise the first free one of runs/NAME,
+            runs/NAME-2, ... is made.
+        step: steps done; metrics of later ones are dropped, they come again.
+        facts: what was chosen for this start: device, dtype, world_size, tp, sequence_parallel,
+            threads, block_size, micro_batch_size, grad_accum_steps, zero_stage, n_shards,
+            accumulate, transport, storage.
+    Attributes:
+        path: of the folder.
+        header: lines that say what runs where, every automatic choice among them.
+        notes: lines that finish() says with its own.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        *,
+        model: GPT,
+        data: TextData,
+        step: int,
+        facts: dict[str, Any],
+    ) -> None:
+        size, note = Path(config.shape.init_from or config.shape.model).name, ""
+        if config.run.out is not None:
+            self.path = Path(config.run.out)
+            self.path.mkdir(parents=True, exist_ok=True)
+        else:
+            name = re.sub(r"[^\w.+-]+", "-", f"{size}-{Path(data.name).stem}").strip("-.")
+            wanted = Path(RUNS) / (config.run.name or name)
+            self.path = make_next_free(wanted)
+            if self.path != wanted:
+                note = f" ({wanted} is taken)"
+        if not hold(self.path):
+            note += "; nobody else may write it: this file system has no locks"
+        fresh = step == 0 and not config.run.resume
+        if fresh and config.run.out is not None:
+            check_out(config)  # another run may have had it meanwhile
+        changes = self._write_config(config, model, step, facts)
+        self._log = MetricsLog(
+            self.path / "metrics.jsonl",
+            resume_step=-1 if fresh else step,
+            tensorboard=self.path / "tensorboard",
+        )
+        self.notes: tuple[str, ...] = ()
+        shape, rows, tp = model.config, config.text.batch_size, facts["tp"]
+        tokens, axes = rows * facts["block_size"], ""
+        dp = f"ranks {facts['world_size']}"
+        if tp > 1:
+            dp = f"dp {facts['world_size'] // tp}"
+            kind = "sequence parallel" if facts["sequence_parallel"] else "no sequence parallelism"
+            axes = f"{dp} * tp {tp} ({kind}), "
+        self.header = (
+            f"fastpar  {__version__}, torch {torch.__version__}, {facts['device']}, "
+            f"ranks {facts['world_size']}, "
+            f"threads a rank {facts['threads']}, {facts['dtype']}",
+            f"model    {size}: {shape.n_layer} layers, {shape.n_head} heads, {shape.n_embd} wide, "
+            f"context {facts['block_size']}, dropout {shape.dropout}, "
+            f"{model.num_parameters():,} parameters",
+            f"text     {data.describe()}",
+            f"batch    {tokens:,} tokens a step: {rows} sequences = {dp} * micro-batch "
+            f"{facts['micro_batch_size']} * accumulation {facts['grad_accum_steps']}",
+            f"ranks    {axes}stage {facts['zero_stage']}, shards {facts['n_shards']}, transport "
+            f"{facts['transport']}, accumulate {facts['accumulate']}; {facts['storage']}",
+            f"run      {self.path}{note}, steps {step} to {config.run.max_steps}",
+            *(f"changed  {change}" for change in changes),
+        )
+
+    def write(self, row: dict[str, Any]) -> None:
+        """A row of metrics.jsonl."""
+        self._log.write(row)
+
+    def rewind(self, step: int) -> None:
+        """Metrics of later steps are dropped: they come again."""
+        self._log.rewind(step)
+
+    def finish(
+        self,
+        model: GPT,
+        data: TextData,
+        *,
+        config: TrainConfig,
+        step: int,
+        seconds: float,
+        val_loss: float | None,
+        stopped_by: int,
+    ) -> None:
+        """The picture, a sample unless a signal stopped the run, and what to type next.
+
+        Args:
+            stopped_by: a signal, TIME_IS_UP or 0.
+        """
+        self._log.close()
+        picture = self.path / "loss.png"
+        plot_loss(read_metrics(self.path / "metrics.jsonl"), picture, title=self.path.name)
+        go_on = f"go on: fastpar train --resume --out {self.path}"
+        if stopped_by > 0:
+            name = signal.Signals(stopped_by).name
+            print("".join(f"{line}\n" for line in self.notes), end="")
+            print(f"stopped by {name} after step {step}, saved in {self.path}\n{go_on}", flush=True)
+            return
+        with (self.path / "samples.txt").open("a", encoding="utf-8") as file:
+            file.write(f"== step {step}\n")
+            print(RULE)
+            out = _Both(sys.stdout, file)
+            draw(model, data.tokenizer, config.sample, out, seed=config.run.seed)
+            print(RULE)
+        lines = [*self.notes, f"{step} steps, {duration(seconds)}; see {picture}"]
+        if val_loss is not None:
+            lines[-1] = f"validation loss {val_loss:.4f} after {lines[-1]}"
+            if data.val_bytes:  # a unit that does not depend on the tokenizer
+                bits = val_loss * len(data.val) / data.val_bytes / math.log(2)
+                lines.append(f"bits per byte of text {bits:.3f}")
+        if stopped_by == TIME_IS_UP:
+            lines.append(f"the time was up; {go_on}")
+        lines.append(f"weights, as transformers reads them: {self.path / LATEST}")
+        if (self.path / "tensorboard").is_dir():
+            folder = shlex.quote(str(self.path / "tensorboard"))
+            lines.append(f"curves: tensorboard --logdir {folder}")
+        shipped = config.text.data == "bible"
+        prompt = "In the beginning" if shipped else example_prompt(data)
+        lines.append(
+            f"next: fastpar sample {shlex.quote(str(self.path))}"
+            + (f" --prompt {shlex.quote(prompt)}" if prompt else "")
+        )
+        print("\n".join(lines), flush=True)
+
+    def _write_config(
+        self, config: TrainConfig, model: GPT, step: int, facts: dict[str, Any]
+    ) -> list[str]:
+        """Writes config.json; what of an earlier one it changes, a setting an entry."""
+        file = self.path / "config.json"
+        settings = {
+            **config.settings(),
+            "resume": False,
+            "auto_resume": False,
+            "out": str(self.path),
+        }
+        old: dict[str, Any] = {"settings": settings, "starts": []}
+        if file.exists() and (step or config.run.resume):
+            old = json.loads(file.read_text(encoding="utf-8"))
+        # As JSON has them: a tuple comes back as a list.
+        before, now = (json.loads(json.dumps(each)) for each in (old["settings"], settings))
+        versions = {
+            "fastpar": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+        }
+        start = {"time": time.strftime("%Y-%m-%d %H:%M:%S"), "step": step, **facts, **versions}
+        content = {
+            "settings": settings,
+            "model": asdict(model.config),
+            "starts": [*old["starts"], start],
+        }
+        temporary = file.with_name("config.json.tmp")
+        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        os.replace(temporary, file)
+        return [f"{k} {before.get(k)} -> {now[k]}" for k in now if now[k] != before.get(k)]
+
+
+def draw(
+    model: GPT, tokenizer: Tokenizer, settings: SampleSettings, out: Any, *, seed: int
+) -> None:
+    """Writes settings.num_samples texts to `out`, token by token; without a prompt, free text."""
+    if not settings.num_samples:
+        return
+    was_training = model.training
+    model.eval()
+    sample(
+        model,
+        tokenizer,
+        settings.prompt or _free_prompt(tokenizer),
+        out,
+        n_samples=settings.num_samples,
+        max_new_tokens=settings.max_new_tokens,
+        temperature=settings.temperature,
+        top_k=settings.top_k or None,
+        seed=seed,
+    )
+    model.train(was_training)
+
+
+def _free_prompt(tokenizer: Tokenizer) -> str:
+    """A new line, or the first token of a tokenizer that has none."""
+    try:
+        if tokenizer.encode("\n"):
+            return "\n"
+    except ValueError:
+        pass
+    return tokenizer.decode([0])
+
+
+def example_prompt(data: TextData) -> str:
+    """The first words of a line of the text held out; empty where it has none to type."""
+    if isinstance(data.tokenizer, IdTokenizer):
+        return ""
+    text = data.tokenizer.decode(np.asarray(data.val[:_EXAMPLE_TOKENS]).tolist())
+    for line in text.split("\n")[1:-1] or [text]:  # the first and last may be cut
+        prompt = " ".join(line.split()[:4])[:40]
+        if prompt.isprintable() and "\ufffd" not in prompt and any(map(str.isalpha, prompt)):
+            return prompt
+    return ""
+
+
+def make_next_free(path: Path) -> Path:
+    """Makes the first folder of path, path-2, path-3, ... that is not there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    candidate, n = path, 1
+    while True:
+        try:
+            candidate.mkdir()  # exclusive: of two runs that start at once, one takes the next
+            return candidate
+        except FileExistsError:
+            n += 1
+            candidate = path.with_name(f"{path.name}-{n}")
+
+
+class _Both:
+    """A text stream that goes to two files."""
+
+    def __init__(self, *files: IO[str]) -> None:
+        self.files = files
+
+    def write(self, text: str) -> None:
+        for file in self.files:
+            file.write(text)
+
+    def flush(self) -> None:
+        for file in self.files:
+            file.flush()

@@ -1,0 +1,135 @@
+"""What a run starts from: its checkpoint, its model and its tokens."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fastpar.checkpoint.checkpoint import (
+    checkpoint_folder,
+    list_checkpoints,
+    newest_checkpoint,
+    step_of,
+)
+from fastpar.checkpoint.weight_sources import load_weights
+from fastpar.comm.mesh import Mesh
+from fastpar.config.config import GPTConfig, TrainConfig, check_split
+from fastpar.data.batches import TextData, load_data
+from fastpar.data.token_cache import say
+from fastpar.models.gpt import GPT
+from fastpar.models.nanogpt import tokenizer_of_nanogpt
+from fastpar.train.run_lock import hold
+
+_LONGEST_PATH = 4096  # bytes
+
+
+def newest_of_all(run: Path | None, mesh: Mesh, say: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint that verifies, the same on every rank; None where there is none.
+
+    Args:
+        run: its folder, needed on rank 0 alone.
+    Ranks: all. Rank 0 reads all of it; the others follow.
+    """
+    found = torch.zeros(_LONGEST_PATH, dtype=torch.uint8, device=mesh.device)
+    if mesh.is_main and run is not None and list_checkpoints(run):
+        with contextlib.suppress(ValueError):  # all of them are damaged, which was said
+            path = os.fsencode(newest_checkpoint(run, say))
+            found[: len(path)] = torch.frombuffer(bytearray(path), dtype=torch.uint8)
+    for axis in ("tp", "dp"):
+        mesh.broadcast_([found], axis)
+    path = bytes(found.tolist()).rstrip(b"\0")
+    return Path(os.fsdecode(path)) if path else None
+
+
+def find_checkpoint(config: TrainConfig, mesh: Mesh) -> Path | None:
+    """The checkpoint to go on from; None to start. Ranks: all. Rank 0 reads it, the others follow.
+
+    A run that began and has committed nothing yet is started again where that was asked for.
+
+    Raises:
+        ValueError: there is none, all are damaged, or another process has the run.
+    """
+    if not config.run.resume:
+        return None
+    run = Path(config.run.out or "")
+    step = torch.full((), -1, dtype=torch.int64, device=mesh.device)
+    if mesh.is_main:
+        hold(run)
+        if list_checkpoints(run) or not config.run.auto_resume:
+            step.fill_(step_of(newest_checkpoint(run)))
+    for axis in ("tp", "dp"):
+        mesh.broadcast_([step], axis)
+    return checkpoint_folder(run, int(step)) if step >= 0 else None
+
+
+def load_model_and_data(
+    config: TrainConfig,
+    state: dict[str, Any] | None,
+    *,
+    progress: bool,
+    check: Callable[[GPTConfig], None] = lambda shape: None,
+) -> tuple[GPT, int, TextData]:
+    """The model with its first weights, the context to train with, and the tokens.
+
+    Args:
+        state: of the checkpoint to go on from, whose weights come later.
+        progress: of tokenizing.
+        check: raises for a model that is not to be made; weights to start from are read before.
+    """
+    source = config.shape.init_from
+    tokenizer = config.text.tokenizer
+    model: GPT | None = None
+    if source is None:
+        block_size = config.model_config(vocab_size=1).block_size
+    else:
+        if state is not None:  # its weights come from the checkpoint
+            check(GPTConfig(**state["model"]))
+            model = GPT(GPTConfig(**state["model"]))
+        else:
+            model = load_weights(
+                source, dropout=config.shape.dropout, say=lambda line: say(line, progress)
+            )
+            check(model.config)
+        check_split(config.parallel, model.config)
+        block_size = config.shape.block_size or model.config.block_size
+        if block_size > model.config.block_size:
+            raise ValueError(
+                f"train: expected block_size <= {model.config.block_size}, the context of "
+                f"{source}, got block_size={block_size}; lower --block-size"
+            )
+        if tokenizer == "auto" and (Path(source) / "tokenizer.json").exists():
+            tokenizer = source
+        if tokenizer == "auto" and source.endswith(".pt"):
+            tokenizer = tokenizer_of_nanogpt(source, model.config.vocab_size) or tokenizer
+    data = load_data(config.text.data, tokenizer, block_size=block_size, progress=progress)
+    if model is None:
+        shape = config.model_config(data.vocab_size)
+        check(shape)
+        model = GPT(shape, seed=config.run.seed)
+    if data.vocab_size > model.config.vocab_size:
+        raise ValueError(
+            f"train: expected tokens of the model's vocabulary of {model.config.vocab_size}, "
+            f"got tokenizer={data.tokenizer.name} with {data.vocab_size}; choose the "
+            "--tokenizer that the weights were trained with"
+        )
+    return model, block_size, data
+
+
+_DIGEST_TOKENS = 1 << 16
+
+
+def digest(data: TextData) -> str:
+    """Tells whether these are the tokens that a run was started with, from its ends and length."""
+    known = hashlib.sha256()
+    for tokens in (data.train, data.val):
+        known.update(f"{len(tokens)} {tokens.dtype} ".encode())
+        for start in (0, max(0, len(tokens) - _DIGEST_TOKENS)):
+            known.update(np.asarray(tokens[start : start + _DIGEST_TOKENS]).tobytes())
+    return known.hexdigest()

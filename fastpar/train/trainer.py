@@ -1,0 +1,504 @@
+"""The training loop of one rank: batches by global sample index, one control exchange a step.
+
+[Note: who takes which samples] A step of W dp ranks with A micro-batches of b sequences uses the
+global samples [n, n + A*W*b), n being how many were used before; micro-batch m of the step takes b
+of them from n + m*b on, and its dropout key names the first. Micro-batch j of rank r is number
+j*W + r where each is reduced when it is there (accumulate="shard"), r*A + j where a rank first adds
+up its own ("full"). So the same samples are summed, with the same masks, however W * A is split,
+and in deterministic mode they are added in the same tree: the same bits, at every stage. The ranks
+that split one model have one dp rank, so they take the same samples.
+
+[Note: control] A step has one small exchange, the engine's: the trainer adds its loss to it, and
+who wishes to stop, because of a signal or of rank 0's clock. Every rank reads the same sums, so all
+stop after the same step; a rank that left by itself would leave the others waiting in a collective.
+On a GPU the numbers are read one step later, when they are there anyway: the host never waits for
+the device. With a loss scale they are read at once, because the next step's scale depends on them.
+
+[Note: the sample at the end] is rank 0's alone, which may have a part of the weights: there the
+model of the last checkpoint draws.
+
+[Note: going back] is a resume in the middle of the run: on all ranks after the same step the newest
+checkpoint that verifies is loaded, with all that the loop itself remembers. The samples of the step
+that was condemned are not taken again: a step that would need one of them begins behind them. They
+stand in every later checkpoint, so a resume has them too, and in deterministic mode the run is the
+one that never had them (test_a_run_that_went_back_never_had_those_samples). On a GPU the next step
+has run when the verdict comes; nothing of it is kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastpar.checkpoint.checkpoint import (
+    checkpoint_folder,
+    load_checkpoint,
+    rng_state,
+    set_rng_state,
+)
+from fastpar.checkpoint.manifest import STATE
+from fastpar.checkpoint.restore import making_sense, read_run_state
+from fastpar.comm.mesh import Mesh
+from fastpar.comm.watchdog import MARGIN_S, Watchdog, in_step
+from fastpar.config.config import TrainConfig, check_parallel, check_storage, derive_batch
+from fastpar.config.settings import parse_seconds
+from fastpar.cost.capacity import check_ranks
+from fastpar.data.batches import sample_batch
+from fastpar.kernels import keep_freed_memory, make_key
+from fastpar.models.gpt import GPT
+from fastpar.models.hf import load_hf
+from fastpar.nn.recompute import recompute
+from fastpar.optim.loss_scale import DynamicLossScale
+from fastpar.optim.schedule import cosine_lr, describe_storage, make_optimizer
+from fastpar.parallel.agreement import text_of_main
+from fastpar.parallel.engine import engine_of
+from fastpar.parallel.parallelize import parallelize
+from fastpar.train.evaluate import validation_loss
+from fastpar.train.guards import Guards, merged, past, poison
+from fastpar.train.journal import Journal, Step, to_device, to_host
+from fastpar.train.launch import SIGNALS, catching_save, catching_stop, threads_per_rank
+from fastpar.train.predictions import Predictions
+from fastpar.train.run_folder import TIME_IS_UP, check_out
+from fastpar.train.run_lock import release
+from fastpar.train.run_saves import WISHES, RunSaves
+from fastpar.train.start import digest, find_checkpoint, load_model_and_data, newest_of_all
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+STOPS = (*SIGNALS, TIME_IS_UP)  # reasons to stop early
+
+
+def train(config: TrainConfig, run: Callable[[Trainer], int] | None = None) -> int:
+    """Trains as one rank of a run, to its end or to a wish to stop.
+
+    Args:
+        run: what to do with the trainer instead of Trainer.run.
+    Returns:
+        The exit status: 0, or 128 + signal after a stop by that signal.
+    Ranks: all, with the same settings; under torchrun's environment the process group is made here.
+    Raises:
+        ValueError: settings that do not fit together, the text, the machine or the run on disk.
+        RuntimeError: the loss is not finite; the last checkpoint could not be written.
+    """
+    if int(os.environ.get("RANK", "0")) == 0:
+        check_out(config)
+    system, ranks_here = config.system, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    torch.set_num_threads(threads_per_rank(system.threads, ranks_here))
+    if system.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            "train: expected a GPU for device=cuda, got none that torch can use; use --device cpu"
+        )
+    if system.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+    timeout_s = parse_seconds(config.faults.timeout, "timeout")
+    mesh = Mesh(
+        tp=config.parallel.tp,
+        device="cpu" if system.device == "cpu" else None,
+        timeout_s=timeout_s + MARGIN_S,  # the watchdog speaks first: it knows more
+    )
+    watched = mesh.world_size if mesh.owns_process_group else 1
+    try:
+        with Watchdog(mesh.rank, watched, timeout_s=timeout_s, start=mesh.start):
+            return _train(config, mesh, run or Trainer.run)
+    finally:
+        release()
+
+
+def _train(config: TrainConfig, mesh: Mesh, run: Callable[[Trainer], int]) -> int:
+    if mesh.device.type == "cpu":
+        keep_freed_memory()
+    else:
+        torch.use_deterministic_algorithms(config.system.deterministic)
+    settings = {k: v for k, v in config.settings().items() if k not in ("nproc", "threads")}
+    mesh.check_same("train", [f"{name}={value}" for name, value in settings.items()])
+    return run(Trainer(config, mesh))
+
+
+class Trainer:
+    """One rank of a run: all that its settings describe, and the loop. See the notes above."""
+
+    def __init__(self, config: TrainConfig, mesh: Mesh) -> None:
+        self.config, self.mesh = config, mesh
+        self.journal = Journal(config, mesh)
+        checkpoint = find_checkpoint(config, mesh)
+        state = read_run_state(checkpoint) if checkpoint is not None else None
+        self.dtype_name = self._pick_dtype(state)
+        dtype = DTYPES[self.dtype_name]
+        half = dtype != torch.float32
+        torch.manual_seed(config.run.seed)
+        check = partial(
+            check_ranks, config=config, dtype=dtype, device=mesh.device, ranks=mesh.world_size
+        )
+        model, self.block_size, self.data = load_model_and_data(
+            config, state, progress=mesh.is_main, check=check
+        )
+        batch = derive_batch(config.text, self.block_size, mesh.dp_size)
+        self.micro_batch_size, self.grad_accum_steps = batch
+        self.model = model.to(mesh.device, dtype)
+        parallel = config.parallel
+        self.accumulate = parallel.accumulate
+        if self.accumulate == "auto":
+            self.accumulate = "full" if parallel.zero_stage < 2 else "shard"
+        parallelize(
+            self.model,
+            mesh,
+            zero_stage=parallel.zero_stage,
+            shard_size=parallel.shard_size,
+            bucket_mb=parallel.bucket_mb,
+            grad_dtype=DTYPES.get(parallel.grad_dtype, torch.float32 if half else None),
+            reduce_dtype=DTYPES.get(parallel.reduce_dtype),
+            accumulate=self.accumulate,
+            grad_accum_steps=self.grad_accum_steps,
+            deterministic=config.system.deterministic,
+            transport=parallel.transport,
+            sequence_parallel=parallel.sequence_parallel,
+        )
+        recompute(self.model, parallel.activation_checkpointing)
+        self.engine = engine_of(self.model)
+        self.optimizer = make_optimizer(self.model, config.optim, dtype=dtype, seed=config.run.seed)
+        self.loss_scale = DynamicLossScale() if dtype == torch.float16 else None
+        self.predictions = Predictions(self.engine, self.optimizer)
+        self.guards = Guards(config.faults, scaled=self.loss_scale is not None)
+        self.skipped_samples: list[tuple[int, int]] = []  # ranges that are never taken again
+        self.forward: Any = torch.compile(self.model) if config.system.compile else self.model
+        self.step = self.next_sample = self.tokens = self.rollbacks = 0
+        self.changed = ""  # what config.json does not tell
+        self.val: tuple[int, float] | None = None  # (step, loss) of the last validation
+        if checkpoint is not None:
+            self._load(checkpoint)
+        self.saves = RunSaves(self.engine, self.journal, self.step if checkpoint else -1)
+        self.pending: deque[Step] = deque()
+        self.keep_pending = int(mesh.device.type == "cuda" and self.loss_scale is None)
+        self.stop_signals: list[int] = []
+
+    # Set-up
+
+    def _pick_dtype(self, state: dict[str, Any] | None) -> str:
+        name, on_gpu = str(self.config.system.dtype), self.mesh.device.type == "cuda"
+        if name == "auto" and state is not None:
+            name = state["dtype"]
+        if name == "auto" and on_gpu:
+            name = "bf16" if torch.cuda.is_bf16_supported() else "fp16"
+        if name == "fp16" and not on_gpu:
+            raise ValueError(
+                "train: expected dtype fp32 or bf16 on the CPU, got dtype=fp16; use --dtype bf16"
+            )
+        name = "fp32" if name == "auto" else name
+        check_storage(self.config.optim, name)
+        deterministic = self.config.system.deterministic
+        check_parallel(self.config.parallel, name, deterministic=deterministic)
+        return name
+
+    def _load(self, checkpoint: Path) -> None:
+        state = load_checkpoint(checkpoint, model=self.model, optimizer=self.optimizer)
+        if state["dtype"] != self.dtype_name:
+            self.changed = f"changed  format of weights {state['dtype']} -> {self.dtype_name}"
+        if state["data"] != digest(self.data):
+            raise ValueError(
+                "train: expected the tokens that the run was started with, got others from data="
+                f"{self.config.text.data}; undo the change of --data, --tokenizer or the text, or "
+                f"start a new run with --init-from {checkpoint}"
+            )
+        with making_sense(checkpoint / STATE):
+            self._restore(state)
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        """What the loop remembered when a checkpoint was written."""
+        self.step = state["step"]
+        self.next_sample, self.tokens = state["next_sample"], state["tokens"]
+        set_rng_state(state["rng"])
+        if self.loss_scale is not None and state["loss_scale"] is not None:
+            self.loss_scale.load_state_dict(state["loss_scale"])
+        if "guards" in state:  # earlier versions had none
+            self.guards.load_state_dict(state["guards"])
+        self.skipped_samples = merged([*self.skipped_samples, *state.get("skipped_samples", ())])
+
+    # The loop
+
+    def run(self) -> int:
+        """Trains to the end or to a wish to stop; the exit status. Closes the mesh."""
+        self.journal.open(model=self.model, data=self.data, step=self.step, facts=self._facts())
+        if self.changed:
+            self.journal.say(self.changed)
+        self._open_saves()
+        with (
+            catching_stop(loud=self.mesh.is_main) as self.stop_signals,
+            catching_save() as self.saves.signals,
+        ):
+            try:
+                stop = self._loop()
+            except BaseException:
+                self.saves.linger()
+                raise
+            if stop <= 0 and (self.val is None or self.val[0] != self.step):
+                self.validate()
+            self.saves.settle()
+            if self.saves.committed != self.step:
+                self.save()
+                self.saves.settle()
+            if self.saves.committed != self.step:
+                raise RuntimeError(
+                    f"train: expected a checkpoint of the last step, got none of step {self.step}; "
+                    "make room, then --resume from the one before"
+                )
+        self.predictions.tell(self.journal, self.config, self.model.config, self._facts())
+        self.journal.close()
+        self.mesh.close()  # what follows is rank 0's alone
+        folder = self.journal.folder
+        if folder is not None:
+            model: GPT = self.model
+            if self.engine.shares and stop <= 0:
+                model = load_hf(checkpoint_folder(folder.path, self.step))
+            folder.finish(
+                model.to(self.mesh.device),
+                self.data,
+                config=self.config,
+                step=self.step,
+                seconds=self.journal.seconds,
+                val_loss=self.val[1] if self.val else None,
+                stopped_by=stop,
+            )
+        return 128 + stop if stop > 0 else 0
+
+    def _open_saves(self) -> None:
+        """Checkpoints go to the folder that rank 0 has made."""
+        run, faults, folder = self.config.run, self.config.faults, self.journal.folder
+        self.saves.open(
+            text_of_main(self.engine, "" if folder is None else str(folder.path)),
+            model=self.model,
+            optimizer=self.optimizer,
+            tokenizer=self.data.tokenizer,
+            keep_last=run.keep_last,
+            keep_every=run.keep_every,
+            asynchronous=faults.async_save,
+            overlap=faults.save_overlap,
+        )
+
+    def _loop(self) -> int:
+        """Steps, validations and saves to the end, or to a reason to stop, which is returned."""
+        config, run = self.config, self.config.run
+        if self.step == 0 and run.eval_every:
+            self.validate()
+        self.journal.start_clock()
+        stop = 0
+        while self.step < run.max_steps and not stop:
+            self.pending.append(self.predictions.watched(self.train_step))
+            step = self.step
+            compares = _is_due(config.faults.check_replicas_every, step)
+            validates, saves = _is_due(run.eval_every, step), _is_due(run.save_every, step)
+            last = step == run.max_steps or compares or validates or saves
+            stop = self._read(0 if last else self.keep_pending)
+            if self.saves.asked:
+                stop = self._read(0) or stop
+            if self.step != step:  # it went back
+                continue
+            if compares:
+                with self._on_all_ranks():
+                    self.engine.check_replicas(self.optimizer, step=step)
+            if validates:
+                self.validate()
+            if saves or self.saves.asked:
+                self.save()
+            if run.save_every:
+                self.saves.prepare()
+        return self._read(0) or stop
+
+    def train_step(self) -> Step:
+        """One optimizer step; returns without waiting for the device."""
+        config, mesh, optimizer = self.config, self.mesh, self.optimizer
+        rows, seed = self.micro_batch_size, config.run.seed
+        scale = self.loss_scale.scale if self.loss_scale is not None else None
+        skips = config.faults.on_nonfinite == "skip"
+        samples = self.grad_accum_steps * mesh.dp_size * rows
+        self.next_sample = past(self.next_sample, samples, self.skipped_samples)
+        in_step(self.step + 1)
+        self.model.train()
+        loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
+        for j in range(self.grad_accum_steps):
+            first = self.next_sample + self._number(j) * rows
+            x, y = sample_batch(
+                self.data.train,
+                seed=seed,
+                first_sample=first,
+                n_samples=rows,
+                block_size=self.block_size,
+                device=mesh.device,
+            )
+            key = to_device(make_key(seed, first), mesh.device)
+            part = self.forward(x, y, rng_key=key) / self.grad_accum_steps
+            target = part if scale is None else part * scale
+            (target * poison(part) if skips else target).backward()
+            loss += part.detach()
+        lr = cosine_lr(
+            self.step,
+            lr=config.optim.lr,
+            min_lr=config.min_lr,
+            warmup_steps=config.warmup_steps,
+            max_steps=config.run.max_steps,
+        )
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        if scale is not None or skips:
+            optimizer.grad_scale = scale or 1.0  # see guards.py: an update that is left out
+        wishes = to_device(torch.tensor(self._wishes(), dtype=torch.float64), mesh.device)
+        self.engine.contribute(torch.cat(((loss / mesh.world_size).reshape(1), wishes)))
+        optimizer.step()
+        optimizer.zero_grad()
+        taken = self.next_sample, self.next_sample + samples
+        self.step += 1
+        self.next_sample += samples
+        self.tokens += samples * self.block_size
+        control = self.engine.contributed
+        assert control is not None
+        assert optimizer.grad_norm is not None
+        norm = optimizer.grad_norm.double().reshape(1)
+        values, ready = to_host(torch.cat((control[:1], norm, control[1:])))
+        return Step(self.step, lr, taken, self.tokens, values, ready, scale)
+
+    def _number(self, j: int) -> int:
+        """Of micro-batch j of this rank in the step: see [Note: who takes which samples]."""
+        if self.accumulate == "full":
+            return self.mesh.dp_rank * self.grad_accum_steps + j
+        return j * self.mesh.dp_size + self.mesh.dp_rank
+
+    def validate(self) -> None:
+        """Mean loss over the first eval_batches * batch_size windows of the validation tokens."""
+        per_batch = self.mesh.dp_size * self.grad_accum_steps
+        loss = validation_loss(
+            self.model,
+            self.engine,
+            self.data.val,
+            rows=self.micro_batch_size,
+            block_size=self.block_size,
+            n_batches=self.config.run.eval_batches * per_batch,
+        )
+        self.val = (self.step, loss)
+        self.journal.note(self.step, f"validation loss {loss:.4f}", val_loss=loss)
+        self.journal.start_clock()
+
+    def save(self) -> None:
+        """Begin a checkpoint of this step, on every rank."""
+        settings = json.dumps(self.config.settings(), sort_keys=True)
+        state = {
+            "next_sample": self.next_sample,
+            "tokens": self.tokens,
+            "dtype": self.dtype_name,
+            "loss_scale": self.loss_scale.state_dict() if self.loss_scale else None,
+            "rng": rng_state(),
+            "data": digest(self.data),
+            "world_size": self.mesh.world_size,
+            "guards": self.guards.state_dict(),
+            "skipped_samples": self.skipped_samples,
+            "settings_sha256": hashlib.sha256(settings.encode()).hexdigest(),
+        }
+        self.saves.save(self.step, state)
+
+    # What a step leaves behind
+
+    def _wishes(self) -> list[float]:
+        """1 for the reason in STOPS for which this rank would stop now; then those of saves."""
+        limit = self.config.run.max_time
+        late = self.mesh.is_main and limit and self.journal.seconds > parse_seconds(limit)
+        stops = [float(bool(late) if r == TIME_IS_UP else r in self.stop_signals) for r in STOPS]
+        return [*stops, *self.saves.wishes()]
+
+    def _read(self, keep: int) -> int:
+        """Takes in finished steps until `keep` are left; the reason to stop, one of STOPS, or 0."""
+        stop = 0
+        while len(self.pending) > keep:
+            done = self.pending.popleft()
+            loss, norm, *wishes = done.numbers()
+            stop = next((reason for reason, n in zip(STOPS, wishes) if n), stop)
+            self.saves.hear(*wishes[-WISHES:])
+            with self._on_all_ranks():
+                verdict = self.guards.judge(done.step, loss, norm)
+            if verdict.action == "go back":
+                self.pending.clear()
+                self._go_back(done, verdict.reason)
+                break
+            if self.loss_scale is not None:
+                self.loss_scale.update(not math.isfinite(norm))
+            more = {"skipped": self.guards.skipped} if verdict.action == "skip" else {}
+            self.journal.write_step(done, loss=loss, norm=norm, engine=self.engine, **more)
+            if more:
+                self.journal.say(f"step {done.step}  {verdict.reason}")
+        return stop
+
+    @contextlib.contextmanager
+    def _on_all_ranks(self) -> Iterator[None]:
+        """What is raised inside is raised on all ranks: they wait for the save that is running."""
+        try:
+            yield
+        except RuntimeError:
+            self.saves.settle()
+            raise
+
+    def _go_back(self, done: Step, reason: str) -> None:
+        """To the newest checkpoint, past the samples of a step; see [Note: going back]."""
+        self.saves.settle()
+        limit = self.config.faults.max_rollbacks
+        first, stop = done.samples
+        why = f"{reason} in step {done.step} (samples {first} to {stop - 1})"
+        if self.rollbacks >= limit:
+            raise RuntimeError(
+                f"train: expected at most max_rollbacks={limit} rollbacks, got one more reason: "
+                f"{why}; look at these samples, lower --lr, or raise --max-rollbacks"
+            )
+        folder = self.journal.folder
+        run = folder.path if folder is not None else None
+        path = newest_of_all(run, self.mesh, self.journal.say)
+        if path is None:
+            raise RuntimeError(
+                f"train: expected a checkpoint to go back to, got none: {why}; lower --lr or "
+                "--save-every"
+            )
+        state = load_checkpoint(path, model=self.model, optimizer=self.optimizer)
+        self.rollbacks += 1
+        self.skipped_samples = merged([*self.skipped_samples, done.samples])
+        self._restore(state)
+        self.saves.committed = self.step
+        if self.val is not None and self.val[0] > self.step:
+            self.val = None
+        self.journal.rewind(self.step)
+        self.journal.note(
+            self.step,
+            f"went back to here from step {done.step}: {reason}; its samples {first} to {stop - 1} "
+            f"are skipped (rollback {self.rollbacks} of {limit})",
+            rollback_from=done.step,
+            skipped_samples=[first, stop],
+            reason=reason,
+        )
+        self.journal.start_clock()
+
+    def _facts(self) -> dict[str, Any]:
+        """What was chosen for this start; see RunFolder."""
+        mesh, on_gpu = self.mesh, self.mesh.device.type == "cuda"
+        return {
+            "device": torch.cuda.get_device_name() if on_gpu else "CPU",
+            "dtype": self.dtype_name,
+            "world_size": mesh.world_size,
+            "tp": mesh.tp_size,
+            "sequence_parallel": mesh.tp_size > 1 and self.config.parallel.sequence_parallel,
+            "threads": torch.get_num_threads(),
+            "block_size": self.block_size,
+            "micro_batch_size": self.micro_batch_size,
+            "grad_accum_steps": self.grad_accum_steps,
+            "zero_stage": self.engine.zero_stage,
+            "n_shards": self.engine.n_shards,
+            "accumulate": self.accumulate,
+            "transport": getattr(self.engine.groups.control, "transport", "none"),
+            "storage": describe_storage(self.config.optim, DTYPES[self.dtype_name]),
+        }
+
+
+def _is_due(every: int, step: int) -> bool:
+    return every > 0 and step % every == 0

@@ -1,0 +1,255 @@
+"""Files against their manifest: every byte, every header, shared out over ranks."""
+
+import hashlib
+import json
+import os
+import re
+from dataclasses import replace
+
+import pytest
+from manifest_cells import make_folder
+
+from fastpar.checkpoint import verify as module
+from fastpar.checkpoint.manifest import MANIFEST, FileEntry
+from fastpar.checkpoint.verify import (
+    check_small,
+    describe,
+    extra_files,
+    find_damage,
+    read_places,
+    verify_files,
+)
+from fastpar.sharding.ranges import HOLE, Run
+
+WEIGHTS = "model.safetensors"
+OPTIMIZER = "optimizer-00001-of-00002.safetensors"
+
+
+@pytest.fixture
+def made(tmp_path):
+    return tmp_path / "a", make_folder(tmp_path / "a")
+
+
+def with_header(folder, manifest, change, name=OPTIMIZER):
+    """The manifest after a change of a file's header, which the manifest has the digest of."""
+    raw = (folder / name).read_bytes()
+    old = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:old])
+    text = change(header)
+    text = json.dumps(header).encode() if text is None else text
+    head = len(text).to_bytes(8, "little") + text
+    (folder / name).write_bytes(head + raw[old:])
+    entry = FileEntry(len(head) + len(raw) - old, hashlib.sha256(head).hexdigest(), head=len(head))
+    return replace(manifest, files={**manifest.files, name: entry})
+
+
+def test_what_was_written_is_right(made):
+    folder, manifest = made
+    places = verify_files(folder, manifest)
+    assert places.keys() == {t.file for t in manifest.weights + manifest.optimizer}
+    for tensor in manifest.weights + manifest.optimizer:
+        start, stop = places[tensor.file][tensor.key]
+        raw = (folder / tensor.file).read_bytes()[start:stop]
+        assert hashlib.sha256(raw).hexdigest() == tensor.sha256
+    assert read_places(folder, manifest, OPTIMIZER) == places[OPTIMIZER]
+
+
+@pytest.mark.parametrize("n_parts", [1, 2, 3, 5, 40])
+def test_the_parts_read_every_byte_once(made, n_parts, monkeypatch):
+    folder, manifest = made
+    read = []
+    hash_ = module._hash
+    monkeypatch.setattr(module, "_hash", lambda d, place: read.append(place) or hash_(d, place))
+    heads = set()
+    for part in range(n_parts):
+        heads |= verify_files(folder, manifest, part=part, n_parts=n_parts).keys()
+    assert len(read) == len(manifest.weights + manifest.optimizer)
+    assert sum(stop - start for start, stop in read) == sum(
+        entry.size - entry.head for entry in manifest.files.values()
+    )
+    assert heads == {WEIGHTS, OPTIMIZER, OPTIMIZER.replace("00001", "00002", 1)}
+
+
+def test_the_parts_are_of_nearly_the_same_size(made):
+    _, manifest = made
+    shares = [module._share(manifest, part, 2) for part in range(2)]
+    sizes = [sum(t.nbytes for ts in share.values() for t in ts) for share in shares]
+    assert abs(sizes[0] - sizes[1]) <= 64 < sum(sizes)
+
+
+@pytest.mark.parametrize("n_parts", [1, 3])
+def test_every_changed_byte_is_found_by_one_part(made, n_parts):
+    folder, manifest = made
+    for name in manifest.files:
+        raw = (folder / name).read_bytes()
+        for i in range(0, len(raw), 5):
+            (folder / name).write_bytes(raw[:i] + bytes([raw[i] ^ 0x10]) + raw[i + 1 :])
+            parts = [
+                find_damage(folder, manifest, part=part, n_parts=n_parts)[0]
+                for part in range(n_parts)
+            ]
+            found = {d.file for part in parts for d in part}
+            assert found == {name}
+        (folder / name).write_bytes(raw)
+
+
+def test_damage_is_named(made):
+    folder, manifest = made
+    entry = manifest.optimizer[1]
+    start, _ = verify_files(folder, manifest)[OPTIMIZER][entry.key]
+    with open(folder / OPTIMIZER, "r+b") as file:
+        file.seek(start + 3)
+        file.write(b"\x55")
+    (folder / "config.json").unlink()
+    what = "(other content in wte.weight/exp_avg_sq, elements 0 to 25)"
+    text = f"expected what its manifest has in {folder}, got {OPTIMIZER} {what}, and 1 more; the"
+    with pytest.raises(ValueError, match=f"verify_files: {re.escape(text)} checkpoint is damaged"):
+        verify_files(folder, manifest)
+    damage, _ = find_damage(folder, manifest)
+    assert [str(d) for d in damage] == [f"{OPTIMIZER} {what}", "config.json (no such file)"]
+
+
+def test_sizes_and_kinds_of_files(made):
+    folder, manifest = made
+    os.truncate(folder / WEIGHTS, 100)
+    with open(folder / OPTIMIZER, "ab") as file:
+        file.write(b"\0")
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+    (folder / "trainer_state.json").rename(folder / "other")
+    (folder / "trainer_state.json").symlink_to(folder / "other")
+    size = manifest.files[OPTIMIZER].size
+    assert [str(d) for d in find_damage(folder, manifest)[0]] == [
+        f"{WEIGHTS} (100 bytes instead of {manifest.files[WEIGHTS].size})",
+        f"{OPTIMIZER} ({size + 1} bytes instead of {size})",
+        "config.json (not a regular file)",
+        "trainer_state.json (a symbolic link)",
+    ]
+
+
+def exchange(header):
+    a, b = (header.pop(f"wte.weight/{e}") for e in ("exp_avg", "exp_avg_sq"))
+    header |= {"wte.weight/exp_avg": b, "wte.weight/exp_avg_sq": a}
+
+
+def change(key, field, value):
+    return lambda header: header[key].__setitem__(field, value)
+
+
+KEY = "wte.weight/exp_avg"
+HEADERS = {
+    "not JSON": (lambda h: b"{", "its header is not JSON"),
+    "less": (lambda h: h.__delitem__(KEY), "tensor 'wte.weight/exp_avg_sq' at .* is due"),
+    "more": (lambda h: h.__setitem__("x", {**h[KEY], "shape": [0], "data_offsets": [0, 0]}),
+             "an unlisted tensor 'x'"),
+    "renamed": (lambda h: h.__setitem__("wte.weight/exp_avg_", h.pop(KEY)), f"no tensor '{KEY}'"),
+    "dtype": (change(KEY, "dtype", "I32"), f"tensor '{KEY}' of I32 instead of F32"),
+    "exchanged": (exchange, f"'{KEY}' of shape .14. instead of 16 elements"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_a_header_with_a_right_digest_and_other_tensors(case, made):
+    folder, manifest = made
+    edit, problem = HEADERS[case]
+    manifest = with_header(folder, manifest, edit)
+    with pytest.raises(ValueError, match=rf"got {OPTIMIZER} \(.*{problem}"):
+        verify_files(folder, manifest)
+    with pytest.raises(ValueError, match=rf"read_places: .*got {OPTIMIZER} \(.*{problem}"):
+        read_places(folder, manifest, OPTIMIZER)
+
+
+def test_a_weight_has_its_own_shape(made):
+    folder, manifest = made
+    edit = change("transformer.wte.weight", "shape", [4, 7])
+    manifest = with_header(folder, manifest, edit, WEIGHTS)
+    with pytest.raises(ValueError, match=r"of shape \[4, 7\] instead of \[7, 4\]"):
+        verify_files(folder, manifest)
+
+
+def test_a_header_s_length(made):
+    folder, manifest = made
+    raw = bytearray((folder / OPTIMIZER).read_bytes())
+    raw[:8] = (1 << 60).to_bytes(8, "little")
+    (folder / OPTIMIZER).write_bytes(raw)
+    entry = manifest.files[OPTIMIZER]
+    digest = hashlib.sha256(raw[: entry.head]).hexdigest()
+    manifest.files[OPTIMIZER] = FileEntry(entry.size, digest, entry.head)
+    with pytest.raises(ValueError, match=f"a header of {1 << 60} bytes where {entry.head} - 8"):
+        verify_files(folder, manifest)
+
+
+def test_a_file_that_shrinks_while_it_is_read(made, monkeypatch):
+    folder, manifest = made
+    place = verify_files(folder, manifest)[OPTIMIZER][KEY]
+    check = module._check_header
+
+    def shrink(head, name, manifest):
+        os.truncate(folder / name, place.start + 4) if name == OPTIMIZER else None
+        return check(head, name, manifest)
+
+    monkeypatch.setattr(module, "_check_header", shrink)
+    with pytest.raises(ValueError, match=f"ends at byte {place.start + 4} in {KEY}, elements 0"):
+        verify_files(folder, manifest)
+    with pytest.raises(ValueError, match=f"{OPTIMIZER} .{place.start + 4} bytes instead of"):
+        verify_files(folder, manifest)
+
+
+def test_a_disk_that_cannot_be_read(made, monkeypatch):
+    folder, manifest = made
+
+    def fail(*_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("fastpar.checkpoint.verify.os.preadv", fail)
+    with pytest.raises(ValueError, match=r"Input/output error at byte \d+ in transformer.wte"):
+        verify_files(folder, manifest)
+
+
+def test_large_files_without_tensors_are_not_kept_in_memory(made, monkeypatch):
+    folder, manifest = made
+    monkeypatch.setattr(module, "_HEAD_BYTES", 4)
+    whole = {n: e for n, e in manifest.files.items() if e.head == e.size}
+    manifest = replace(manifest, files=whole, weights=(), optimizer=())
+    assert verify_files(folder, manifest) == {}
+    (folder / "config.json").write_bytes((folder / "config.json").read_bytes()[::-1])
+    with pytest.raises(ValueError, match=r"config.json \(other content\)"):
+        verify_files(folder, manifest)
+
+
+def test_other_files_in_the_folder(made):
+    folder, manifest = made
+    assert extra_files(folder, manifest, MANIFEST) == []
+    (folder / "notes.txt").write_text("mine")
+    verify_files(folder, manifest)
+    assert extra_files(folder, manifest, MANIFEST) == ["notes.txt"]
+
+
+def test_a_piece_in_words(made):
+    _, manifest = made
+    piece = manifest.optimizer[0]
+    assert describe(piece) == "wte.weight/exp_avg, elements 0 to 15"
+    holes = replace(piece, runs=(Run(HOLE, 2), Run(4, 2, 4, 2)))
+    assert describe(holes) == "wte.weight/exp_avg, elements 4 to 9"
+    assert describe(replace(piece, runs=())) == "wte.weight/exp_avg, no elements"
+
+
+def test_a_look_before_anything_is_read(made):
+    """Sizes, kinds and what has no tensors: what a loader needs to open the rest."""
+    folder, manifest = made
+    check_small(folder, manifest)
+    with open(folder / OPTIMIZER, "r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\x01")
+    check_small(folder, manifest)  # the bytes of tensors are not its task
+    state = (folder / "trainer_state.json").read_bytes()
+    (folder / "trainer_state.json").write_bytes(state.replace(b"5", b"6"))
+    with pytest.raises(ValueError, match=r"got trainer_state.json \(other content\); the"):
+        check_small(folder, manifest)
+    (folder / OPTIMIZER).unlink()
+    os.mkfifo(folder / OPTIMIZER)
+    with pytest.raises(ValueError, match=rf"got {OPTIMIZER} \(not a regular file\), and 1 more"):
+        check_small(folder, manifest)
+    os.truncate(folder / WEIGHTS, 50)
+    with pytest.raises(ValueError, match=f"got {WEIGHTS} .50 bytes instead of .* and 2 more"):
+        check_small(folder, manifest)

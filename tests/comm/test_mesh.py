@@ -1,0 +1,383 @@
+"""mesh.py: where ranks come from, and what is refused before anything can hang."""
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fastpar.comm.mesh import Mesh, gather_objects
+from fastpar.parallel.debug import Debug
+from fastpar.parallel.engine_groups import GroupMaker
+from fastpar.testing import run_ranks
+
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    def set_environment(**values):
+        for name in (*TORCHRUN, "LOCAL_RANK", "TORCHELASTIC_USE_AGENT_STORE"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in values.items():
+            monkeypatch.setenv(name, value)
+
+    set_environment()
+    return set_environment
+
+
+def test_one_process_needs_no_group(environment):
+    mesh = Mesh()
+    assert (mesh.dp_size, mesh.dp_rank, mesh.dp_group) == (1, 0, None)
+    assert (mesh.world_size, mesh.rank, mesh.is_main) == (1, 0, True)
+    assert mesh.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert not dist.is_initialized()
+    mesh.close()
+
+
+def test_one_rank_under_torchrun_needs_no_group(environment):
+    environment(**{**TORCHRUN, "WORLD_SIZE": "1"})
+    assert Mesh(dp=1, device="cpu").dp_group is None
+    assert not dist.is_initialized()
+
+
+def test_every_public_attribute_is_documented():
+    attributes = Mesh.__doc__.split("Attributes:")[1].split("Ranks:")[0]
+    entries = re.findall(r"^        (\w[\w, ]*):", attributes, re.MULTILINE)
+    documented = {name for entry in entries for name in entry.split(", ")}
+    properties = {n for n, value in vars(Mesh).items() if isinstance(value, property)}
+    public = {f.name for f in dataclasses.fields(Mesh)} | properties
+    assert documented == {name for name in public if not name.startswith("_")}
+
+
+def test_a_mesh_is_frozen(environment):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Mesh().dp_size = 2
+
+
+def test_an_existing_group_is_used():
+    def ranks():
+        mesh = Mesh(dp=4)
+        mesh.close()  # not ours: stays
+        assert dist.is_initialized()
+        return mesh.dp_rank, mesh.dp_size, mesh.is_main, mesh.dp_group is dist.group.WORLD
+
+    assert run_ranks(ranks, 4) == [(r, 4, r == 0, True) for r in range(4)]
+
+
+def make_mesh_from_environment():
+    assert not dist.is_initialized()
+    mesh = Mesh(dp=2, timeout_s=20)
+    total = torch.tensor([mesh.dp_rank + 1.0])
+    dist.all_reduce(total, group=mesh.dp_group)
+    again = Mesh()
+    result = (mesh.rank, mesh.dp_size, str(mesh.device), dist.get_backend(), total.item())
+    assert (mesh.owns_process_group, again.owns_process_group) == (True, False)
+    mesh.close()
+    assert not dist.is_initialized()
+    return result
+
+
+def test_torchruns_environment_initializes_gloo():
+    results = run_ranks(make_mesh_from_environment, 2, backend="gloo", init=False)
+    assert results == [(0, 2, "cpu", "gloo", 3.0), (1, 2, "cpu", "gloo", 3.0)]
+
+
+def mesh_of_three():
+    Mesh(dp=3)
+
+
+@pytest.mark.parametrize("init", [True, False])
+def test_dp_must_be_the_number_of_ranks(init):
+    errors = run_ranks(
+        mesh_of_three, 2, backend="gloo", init=init, return_exceptions=True, timeout_s=30
+    )
+    message = r"expected dp equal to the number of ranks, got dp=3 with world_size=2; start 3 ranks"
+    for error in errors:
+        with pytest.raises(ValueError, match=message):
+            raise error
+
+
+@pytest.mark.parametrize("dp", [0, -1, True, 2.0])
+def test_dp_must_be_a_positive_integer(dp):
+    with pytest.raises(ValueError, match=rf"expected dp to be a positive integer.*got dp={dp}"):
+        Mesh(dp=dp)
+
+
+def test_timeout_must_be_positive():
+    with pytest.raises(ValueError, match=r"expected timeout_s > 0, got timeout_s=0"):
+        Mesh(timeout_s=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"MASTER_ADDR": None}, r"expected torchrun's environment, got no MASTER_ADDR"),
+        ({"RANK": None}, r"expected torchrun's environment, got no RANK"),
+        ({"WORLD_SIZE": "two"}, r"expected an integer in the environment, got WORLD_SIZE=two"),
+        ({"RANK": "-1"}, r"expected an integer in the environment, got RANK=-1"),
+        ({"RANK": "2"}, r"expected RANK below WORLD_SIZE=2, got RANK=2"),
+    ],
+)
+def test_bad_environment(environment, change, message):
+    values = {**TORCHRUN, **change}
+    environment(**{k: v for k, v in values.items() if v is not None})
+    with pytest.raises(ValueError, match=message):
+        Mesh(device="cpu")
+    assert not dist.is_initialized()
+
+
+def test_unreachable_ranks_are_reported(environment):
+    environment(**{**TORCHRUN, "RANK": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"})
+    message = r"expected 2 ranks to meet at 127\.0\.0\.1:1, got an error on rank 1"
+    with pytest.raises(RuntimeError, match=message):
+        Mesh(device="cpu", timeout_s=1)
+    assert not dist.is_initialized()
+
+
+def test_two_local_ranks_on_one_gpu_are_refused(environment, monkeypatch):
+    environment(**TORCHRUN, LOCAL_RANK="1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match=r"expected a GPU for every local rank, got LOCAL_RANK=1"):
+        Mesh()
+
+
+def test_check_same_names_the_first_difference_on_every_rank():
+    def ranks():
+        mesh = Mesh()
+        lines = ["a", "b", "c"]
+        mesh.check_same("load", lines)
+        if mesh.dp_rank == 2:
+            lines = ["a", "x"]
+        mesh.check_same("load", lines)
+
+    message = r"load: expected the same on every rank, got 'x' on rank 2 where rank 0 has 'b'"
+    for error in run_ranks(ranks, 3, return_exceptions=True):
+        if not isinstance(error, SystemExit):  # a thread that was stopped by the others' failure
+            with pytest.raises(ValueError, match=message):
+                raise error
+
+
+def test_check_same_sees_a_missing_line():
+    def ranks():
+        mesh = Mesh()
+        mesh.check_same("load", ["a"] if mesh.dp_rank else ["a", "b"])
+
+    with pytest.raises(ValueError, match=r"got 'nothing' on rank 1 where rank 0 has 'b'"):
+        run_ranks(ranks, 2)
+
+
+def test_broadcast_copies_any_dtype_shape_and_stride():
+    def ranks():
+        mesh = Mesh()
+        r = mesh.dp_rank
+        tensors = [
+            torch.tensor(r == 0),
+            torch.full((3,), 7 - r, dtype=torch.int64),
+            torch.full((2, 3), 1.5 + r, dtype=torch.bfloat16).t(),
+            torch.zeros(0),
+            torch.full((5,), float(r), dtype=torch.float64),
+        ]
+        mesh.broadcast_(tensors)
+        mesh.broadcast_([])
+        one = torch.full((4, 4), float(r))
+        mesh.broadcast_([one.t()])
+        return [*tensors, one]
+
+    first, second = run_ranks(ranks, 2)
+    assert [t.float().flatten().tolist() for t in second] == [
+        [1.0], [7.0] * 3, [1.5] * 6, [], [0.0] * 5, [0.0] * 16,
+    ]  # fmt: skip
+    for a, b in zip(first, second):
+        assert torch.equal(a, b)
+
+
+def die_in_the_middle():
+    mesh = Mesh(timeout_s=20)
+    if mesh.rank == 1:
+        os._exit(3)
+    dist.barrier(group=mesh.dp_group)
+
+
+def test_a_dead_rank_does_not_hang_the_others():
+    results = run_ranks(
+        die_in_the_middle, 2, backend="gloo", init=False, timeout_s=20, return_exceptions=True
+    )
+    assert all(isinstance(r, RuntimeError) for r in results)
+    assert not any(isinstance(r, TimeoutError) for r in results)
+
+
+# The axis tp
+
+
+def places():
+    mesh = Mesh(tp=2)
+    sums = []
+    for group in (mesh.dp_group, mesh.tp_group):
+        total = torch.tensor([2.0**mesh.rank])
+        dist.all_reduce(total, group=group)
+        sums.append(int(total.item()))
+    assert mesh.device_mesh is not None
+    assert mesh.device_mesh.mesh_dim_names == ("dp", "tp")
+    assert mesh.device_mesh["tp"].get_group() is mesh.tp_group
+    return mesh.rank, mesh.dp_rank, mesh.dp_size, mesh.tp_rank, mesh.tp_size, *sums
+
+
+@pytest.mark.parametrize("backend", ["threads", "gloo"])
+def test_ranks_of_a_tp_group_are_neighbours(backend):
+    assert run_ranks(places, 4, backend=backend) == [
+        (0, 0, 2, 0, 2, 0b0101, 0b0011),
+        (1, 0, 2, 1, 2, 0b1010, 0b0011),
+        (2, 1, 2, 0, 2, 0b0101, 0b1100),
+        (3, 1, 2, 1, 2, 0b1010, 0b1100),
+    ]
+
+
+def test_an_axis_of_one_rank_has_no_group():
+    def rank():
+        all_dp, all_tp = Mesh(), Mesh(tp=4)
+        assert (all_dp.tp_size, all_dp.tp_rank, all_dp.tp_group) == (1, 0, None)
+        assert (all_tp.dp_size, all_tp.dp_rank, all_tp.dp_group) == (1, 0, None)
+        return dist.get_process_group_ranks(all_tp.tp_group)
+
+    assert run_ranks(rank, 4) == [[0, 1, 2, 3]] * 4
+
+
+def test_a_large_world_of_fake_ranks():
+    """64 ranks of which one exists: dp=8, tp=8."""
+    dist.init_process_group("fake", rank=43, world_size=64)
+    try:
+        mesh = Mesh(dp=8, tp=8)
+        assert (mesh.dp_rank, mesh.tp_rank) == (5, 3)
+        assert dist.get_process_group_ranks(mesh.tp_group) == list(range(40, 48))
+        assert dist.get_process_group_ranks(mesh.dp_group) == list(range(3, 64, 8))
+    finally:
+        dist.destroy_process_group()
+
+
+def mesh_from_torchruns_environment():
+    mesh = Mesh(dp=1, tp=2, timeout_s=20)
+    values = [torch.full((3,), mesh.tp_rank + 1.0)]
+    mesh.broadcast_(values, "tp")
+    mesh.broadcast_(values)  # nobody along dp
+    mesh.close()
+    return mesh.tp_rank, values[0].tolist()
+
+
+def test_torchruns_environment_with_tp():
+    results = run_ranks(mesh_from_torchruns_environment, 2, backend="gloo", init=False)
+    assert results == [(0, [1.0] * 3), (1, [1.0] * 3)]
+
+
+def test_broadcast_goes_along_one_axis():
+    def rank():
+        mesh, found = Mesh(tp=2), []
+        for axis in ("dp", "tp"):
+            x = torch.tensor([float(mesh.rank)])
+            mesh.broadcast_([x], axis)
+            found.append(int(x.item()))
+        return found
+
+    assert run_ranks(rank, 4) == [[0, 0], [1, 0], [0, 2], [1, 2]]
+
+
+@pytest.mark.parametrize("tp", [0, -2, True, 2.0, None])
+def test_tp_must_be_a_positive_integer(tp):
+    message = rf"Mesh: expected tp to be a positive integer, got tp={tp}; leave tp out to split no"
+    with pytest.raises(ValueError, match=message):
+        Mesh(tp=tp)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (
+            {"tp": 3},
+            r"Mesh: expected tp to divide the number of ranks, got tp=3 with world_size=4; start a "
+            r"multiple of 3 ranks",
+        ),
+        ({"tp": 8}, r"expected tp to divide the number of ranks, got tp=8 with world_size=4"),
+        (
+            {"dp": 4, "tp": 2},
+            r"Mesh: expected dp \* tp equal to the number of ranks, got dp=4, tp=2 with "
+            r"world_size=4; start 8 ranks \(torchrun --nproc-per-node 8\) or leave dp out",
+        ),
+        ({"dp": 1, "tp": 2}, r"got dp=1, tp=2 with world_size=4; start 2 ranks"),
+        ({"dp": 2, "tp": 1}, r"expected dp equal to the number of ranks, got dp=2"),
+    ],
+)
+def test_axes_that_do_not_make_the_world(sizes, message):
+    def rank():
+        with pytest.raises(ValueError, match=message):
+            Mesh(**sizes)
+
+    run_ranks(rank, 4)
+
+
+def test_wrong_sizes_are_refused_before_a_connection(environment):
+    environment(**TORCHRUN)
+    with pytest.raises(ValueError, match=r"got tp=3 with world_size=2"):
+        Mesh(tp=3, device="cpu")
+    assert not dist.is_initialized()
+
+
+def start_over(rank, world_size, port, first):
+    """A rank of one start; those of the first one leave without a word."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1")
+    os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+    mesh = Mesh(timeout_s=60.0, device="cpu")
+    x = torch.tensor([float(rank)])
+    dist.all_reduce(x)
+    if first:
+        return mesh.start, x.item()
+    y = gather_objects(rank, dist.group.WORLD)
+    return mesh.start, y
+
+
+def test_a_store_that_was_used_before():
+    """As torchrun's is after a restart: nobody meets a rank of the start before."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    names = set()
+    for start, world_size in enumerate((2, 3)):
+        ranks = [
+            subprocess.Popen(
+                [
+                    sys.executable,
+                    "-c",
+                    "import sys; sys.path.insert(0, 'tests/comm'); "
+                    "from test_mesh import start_over; "
+                    f"print(*start_over({rank}, {world_size}, {store.port}, {start == 0}), "
+                    "flush=True); import os; os._exit(0)",
+                ],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+            )
+            for rank in reversed(range(world_size))  # the others find what is old
+        ]
+        told = []
+        for rank in ranks:
+            out, err = rank.communicate(timeout=100)
+            assert rank.returncode == 0, err
+            assert "failed to connect" not in err
+            told.append(out)
+        assert len(set(told)) == 1
+        names.add(told[0].split()[0])
+    assert len(names) == 2
+
+
+def time_outs():
+    mesh = Mesh(device="cpu", timeout_s=77.0, tp=1)
+    made = GroupMaker(mesh, "torch", None, deterministic=False, debug=Debug())
+    groups = [mesh.dp_group, made._new(1, 2)]
+    return [group._get_backend(torch.device("cpu")).options._timeout.seconds for group in groups]
+
+
+def test_every_group_has_the_time_out_of_the_mesh():
+    assert run_ranks(time_outs, 2, backend="gloo") == [[77, 77]] * 2

@@ -1,0 +1,119 @@
+"""One rank of a run, in this process: samples, schedule, memory, what stops it."""
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+
+from fastpar.compare.strategies import SINGLE, Settings, build
+from fastpar.compare.worker import EPS, SPEC, Rank, Spec, result_path
+from fastpar.config.config import GPTConfig, TrainConfig
+from fastpar.data.batches import load_data, sample_batch
+from fastpar.models.gpt import GPT
+from fastpar.optim.schedule import cosine_lr
+
+SHAPE = asdict(GPTConfig(1, 2, 32, 16, 256, dropout=0.0))
+TEXT = "In the beginning was the word, and the word was short.\n" * 40
+
+
+@pytest.fixture
+def spec(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return Spec(SINGLE, SHAPE, str(path), "bytes", 4, 2, 2, 5, 2, 1e-2, 7, "cpu", 1)
+
+
+def run(spec, said=None):
+    return Rank(spec, lambda *words: said.append(words) if said is not None else None).run()
+
+
+def test_a_rank_trains_the_trainers_samples_with_the_trainers_schedule(spec):
+    said = []
+    found = run(spec, said)
+    data = load_data(spec.data, "bytes", block_size=16, progress=False)
+    model = GPT(GPTConfig(**SHAPE), seed=7)
+    settings = Settings(lr=1e-2, eps=EPS, max_grad_norm=1.0)
+    made = build(SINGLE, lambda: model, settings)
+    for step in range(5):
+        x, y = sample_batch(data.train, seed=7, first_sample=4 * step, n_samples=4, block_size=16)
+        lr = cosine_lr(step, lr=1e-2, min_lr=1e-3, warmup_steps=2, max_steps=5)
+        loss = made.train_step([(x, y, None)], lr)
+        assert found.losses[step] == pytest.approx(loss.item(), rel=1e-5)
+        assert found.grad_norms[step] == pytest.approx(float(made.grad_norm), rel=1e-4)
+    assert [words[0] for words in said] == [1, 2, 3, 4, 5]
+    assert len(found.step_s) == 5
+
+
+def test_short_runs_warm_up_for_longer_than_a_tenth(spec):
+    found = {n: replace(spec, steps=n).warmup_steps for n in (1, 2, 5, 24, 60, 240, 50_000)}
+    assert found == {1: 0, 2: 1, 5: 2, 24: 12, 60: 20, 240: 24, 50_000: 1000}
+
+
+@pytest.mark.slow
+def test_the_warm_up_of_a_quick_comparison_does_not_spike():
+    """`fastpar compare --quick` of its own model and text: the norm rose to 54 in step 5."""
+    data = load_data("bible", "auto", block_size=64, progress=False)
+    shape = asdict(GPTConfig.preset("micro", vocab_size=data.vocab_size, dropout=0.0))
+    quick = Spec(SINGLE, shape, "bible", "auto", 8, 4, 2, 24, 3, 2.5e-3, 1, "cpu", 1)
+    found = run(quick)
+    assert max(found.grad_norms[1:]) < found.grad_norms[0]
+    assert max(found.losses[1:]) < found.losses[0]
+
+
+def test_hyper_parameters_are_those_of_train():
+    ours, theirs = Settings(), TrainConfig().optim
+    assert ours.betas == theirs.betas
+    assert ours.weight_decay == theirs.weight_decay
+    assert theirs.max_grad_norm == 1.0
+    from fastpar.optim.adamw import AdamW
+
+    default = AdamW([torch.nn.Parameter(torch.zeros(2))]).param_groups[0]["eps"]
+    assert default == EPS
+
+
+def test_one_rank_sends_nothing_and_its_memory_is_known(spec):
+    found = run(spec)
+    assert (found.wire_bytes, found.exposed_ms) == (0, 0.0)
+    parameters = 4 * sum(p.numel() for p in GPT(GPTConfig(**SHAPE)).parameters())
+    # Weights, gradients and two moments, and what forward keeps.
+    assert 4 * parameters < found.step_bytes < 12 * parameters
+    assert found.rss_bytes > 0
+
+
+def test_other_orders_of_sums_differ_by_rounding_alone(spec):
+    base = run(spec)
+    other = run(replace(spec, micro_batch_size=1, grad_accum_steps=4, exact_norm=True))
+    assert other.losses == pytest.approx(base.losses, rel=1e-4)
+    assert other.losses != base.losses
+    wrong = run(replace(spec, micro_batch_size=1, grad_accum_steps=2))
+    assert wrong.losses[1] != pytest.approx(base.losses[1], rel=1e-4), "half of the samples"
+
+
+def test_micro_batches_of_every_rank_are_each_sample_once(spec):
+    for strategy in ("dp", "zero2"):
+        taken = []
+        for rank in range(2):
+            made = Rank.__new__(Rank)
+            made.spec = replace(spec, strategy=strategy, batch_size=8)
+            made.contender = type("Fake", (), {"dp_rank": rank, "dp_size": 2})()
+            taken += made._numbers()
+        assert sorted(taken) == [0, 1, 2, 3]
+        assert made._numbers() == ([2, 3] if strategy == "dp" else [1, 3])
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(spec):
+    rank = Rank(spec, lambda *words: None)
+    with torch.no_grad():
+        rank.contender.model.wte.weight[:] = float("nan")
+    with pytest.raises(RuntimeError, match=r"compare: expected a finite loss, got loss=nan in s"):
+        rank.run()
+
+
+def test_what_a_rank_leaves_is_read_as_it_was(spec, tmp_path):
+    found = run(spec)
+    result_path(tmp_path, 3).write_text(json.dumps(asdict(found)))
+    assert result_path(tmp_path, 3).name == "rank3.json"
+    (tmp_path / SPEC).write_text(json.dumps(asdict(spec)))
+    assert Spec(**json.loads((tmp_path / SPEC).read_text())) == spec

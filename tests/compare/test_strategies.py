@@ -1,0 +1,167 @@
+"""Every strategy trains what one process trains, and says what it cannot."""
+
+import importlib
+import math
+import subprocess
+import sys
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fastpar.compare import strategies
+from fastpar.compare.strategies import STRATEGIES, Settings, build, decay_groups
+from fastpar.config.config import GPTConfig
+from fastpar.models.gpt import GPT
+from fastpar.testing import run_ranks
+
+TINY = GPTConfig(2, 2, 32, 16, 200, dropout=0.0)
+STEPS, ROWS, LIMIT = 3, 4, 0.5
+ON_TWO = ["ddp", "ddp-zero", "fsdp2", "fsdp2-no-reshard", "dp", "zero1", "zero2", "zero3", "tp"]
+
+
+def make():
+    return GPT(TINY, seed=3).double()
+
+
+def rows_of(step, first, count):
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(TINY.vocab_size, (ROWS, 17), generator=generator)[first : first + count]
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), None
+
+
+def train(name, micro_batches):
+    """(loss, norm) of each step with so many micro-batches a rank, and rank 0's weights."""
+    settings = Settings(max_grad_norm=LIMIT, grad_accum_steps=micro_batches)
+    made = build(name, make, settings)
+    own = ROWS // made.dp_size
+    rows = own // micro_batches
+    found = []
+    for step in range(STEPS):
+        batches = [rows_of(step, made.dp_rank * own + j * rows, rows) for j in range(micro_batches)]
+        loss = made.train_step(batches, lr=1e-2 / (step + 1))
+        if dist.is_initialized():
+            dist.all_reduce(loss)
+            loss /= dist.get_world_size()
+        found.append((loss.item(), float(made.grad_norm)))
+    weights = {n: w.detach().clone() for n, w in made.weights()}
+    quiet = made.quiet() is not None
+    made.close()
+    return found, weights, quiet
+
+
+def on_rank(names, micro_batches):
+    return [train(name, micro_batches) for name in names]
+
+
+def check(answers, names, micro_batches):
+    exact, weights, _ = train("single", micro_batches)
+    assert exact[0][1] > LIMIT, "clipping is not tried"
+    for name, (found, those, quiet) in zip(names, answers):
+        for (loss, norm), (true_loss, true_norm) in zip(found, exact):
+            # fastpar's norm, and so the factor of its clipping, is fp32.
+            assert math.isclose(loss, true_loss, rel_tol=1e-10), name
+            assert math.isclose(norm, true_norm, rel_tol=1e-7), name
+        assert set(those) == set(weights)
+        for key, value in weights.items():
+            torch.testing.assert_close(those[key], value, rtol=0, atol=1e-8, msg=f"{name} {key}")
+        assert quiet == (name == "ddp")
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_two_ranks_train_what_one_process_trains(micro_batches):
+    answers = run_ranks(on_rank, 2, ON_TWO, micro_batches, backend="gloo", timeout_s=120)
+    for one in answers:
+        check(one, ON_TWO, micro_batches)
+
+
+@pytest.mark.slow
+def test_four_ranks_train_what_one_process_trains():
+    names = ["hsdp", "tp", "tp-zero1", "tp-zero2", "tp-zero3"]
+    answers = run_ranks(on_rank, 4, names, 1, backend="gloo", timeout_s=240)
+    for one in answers:
+        check(one, names, 1)
+
+
+def test_every_name_has_a_title_of_its_own_and_says_why_it_cannot_run(monkeypatch):
+    assert len({s.title for s in STRATEGIES.values()}) == len(STRATEGIES)
+    monkeypatch.setattr(strategies.importlib.util, "find_spec", lambda name: None)
+    assert STRATEGIES["deepspeed2"].why_not(2) == "deepspeed is not installed"
+    monkeypatch.undo()
+    assert STRATEGIES["tp"].why_not(1) == "needs 2 ranks, got 1"
+    assert STRATEGIES["tp"].why_not(3) == "needs a multiple of 2 ranks, got 3"
+    assert STRATEGIES["tp-zero2"].why_not(2) == "needs 4 ranks, got 2"
+    assert [n for n in ("single", *ON_TWO) if STRATEGIES[n].why_not(2)] == []
+
+
+def test_decay_is_of_matrices_only():
+    groups = decay_groups(GPT(TINY), 0.1)
+    assert [g["weight_decay"] for g in groups] == [0.1, 0.0]
+    assert {p.dim() for p in groups[0]["params"]} == {2}
+    assert {p.dim() for p in groups[1]["params"]} == {1}
+    assert sum(len(g["params"]) for g in groups) == len(list(GPT(TINY).parameters()))
+
+
+def test_the_door_refuses():
+    with pytest.raises(ValueError, match=r"build: expected one of single, ddp, .* got name=x; c"):
+        build("x", torch.nn.Identity)
+    with pytest.raises(ValueError, match=r"build: expected torch\.distributed to be initialized"):
+        build("ddp", lambda: torch.nn.Linear(1, 1))
+    message = r"build: expected 4, 6, 8, \.\.\. ranks for HSDP, got world_size=1; start more ranks"
+    with pytest.raises(ValueError, match=message):
+        build("hsdp", make)
+
+
+def test_a_missing_package_says_so(monkeypatch):
+    def missing(name):
+        raise ModuleNotFoundError(f"No module named '{name}'", name=name)
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    with pytest.raises(ImportError, match=r"^deepspeed is not installed$"):
+        build("deepspeed1", torch.nn.Identity)
+
+
+class FakeDeepSpeed:
+    """What DeepSpeed's engine does with micro-batches: it divides, and steps after the last."""
+
+    def __init__(self, model, n):
+        self.model, self.n, self.count, self.log = model, n, 0, []
+
+    def __call__(self, x, y, rng_key=None):
+        return self.model(x, y, rng_key=rng_key)
+
+    def backward(self, loss):
+        (loss / self.n).backward()
+
+    def step(self):
+        self.count += 1
+        self.log.append("update" if self.count % self.n == 0 else "wait")
+
+    def get_global_grad_norm(self):
+        return 1.5
+
+
+def test_deepspeed_divides_and_updates_itself():
+    """Without the package: the calls that its engine gets."""
+    model = make()
+    engine = FakeDeepSpeed(model, 2)
+    made = strategies._DeepSpeed("deepspeed1", engine, torch.optim.SGD(model.parameters(), 1.0))
+    made.train_step([rows_of(0, 0, 2), rows_of(0, 2, 2)], lr=0.25)
+    assert made.optimizer.param_groups[0]["lr"] == 0.25
+    assert engine.log == ["wait", "update"]
+    assert float(made.grad_norm) == 1.5
+    split = model.wte.weight.grad.clone()
+    model.zero_grad()
+    model(*rows_of(0, 0, 4)[:2]).backward()
+    torch.testing.assert_close(split, model.wte.weight.grad)
+
+
+def test_a_single_process_is_always_quiet():
+    assert isinstance(build("single", make).quiet(), nullcontext)
+
+
+def test_importing_fastpar_imports_no_strategy():
+    code = "import sys, fastpar; assert 'fastpar.compare.strategies' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

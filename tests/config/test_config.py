@@ -1,0 +1,204 @@
+"""GPTConfig and TrainConfig: what they accept, what they refuse and how they say it."""
+
+from dataclasses import fields
+from typing import get_type_hints
+
+import pytest
+
+from fastpar.config.config import PRESETS, GPTConfig, TrainConfig, derive_batch
+from fastpar.config.options import DataSettings
+from fastpar.config.settings import option
+
+
+def test_published_sizes():
+    assert PRESETS["gpt2"] == GPTConfig()
+    assert (PRESETS["gpt2-xl"].n_layer, PRESETS["gpt2-xl"].n_embd) == (48, 1600)
+    for config in PRESETS.values():
+        assert config.padded_vocab_size % 128 == 0 <= config.padded_vocab_size - config.vocab_size
+        assert config.head_dim * config.n_head == config.n_embd
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (
+            {"n_layer": 0},
+            r"expected a positive integer, got n_layer=0; set n_layer >= 1",
+        ),
+        ({"block_size": True}, r"GPTConfig: expected a positive integer, got block_size=True"),
+        ({"vocab_size": 2.5}, r"GPTConfig: expected a positive integer, got vocab_size=2.5"),
+        ({"n_embd": 100, "n_head": 3}, r"expected n_embd divisible by n_head=3, got n_embd=100"),
+        ({"dropout": 1.0}, r"GPTConfig: expected 0 <= dropout < 1, got dropout=1.0"),
+        ({"layer_norm_eps": 0.0}, r"expected layer_norm_eps > 0, got layer_norm_eps=0.0"),
+    ],
+)
+def test_refused_shapes(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        GPTConfig(**sizes)
+
+
+def test_unknown_preset_names_the_known_ones():
+    with pytest.raises(ValueError, match=r"expected one of gpt2, .*got name=gpt3; choose one"):
+        GPTConfig.preset("gpt3")
+    with pytest.raises(ValueError, match=r"GPTConfig.preset: expected one of .*got name=gpt3"):
+        TrainConfig().replace({"model": "gpt3"})
+
+
+def test_formats_of_gradients_that_go_together():
+    for changes in (
+        {"grad_dtype": "bf16", "dtype": "bf16"},
+        {"reduce_dtype": "bf16", "dtype": "fp32"},
+        {"reduce_dtype": "fp16", "dtype": "fp16"},
+        {"grad_dtype": "bf16"},  # its auto may turn out as bf16
+        {"zero_stage": 3, "shard_size": 2, "deterministic": True, "reduce_dtype": "fp32"},
+    ):
+        TrainConfig().replace(changes)
+
+
+def test_splits_that_go_together():
+    for changes in (
+        {"model": "micro", "tp": 4, "zero": 3, "moment_dtype": "bf16"},
+        {"model": "micro", "tp": 4, "block_size": 66, "sequence-parallel": False},
+        {"model": "gpt2-xl", "tp": 5, "block_size": 1000},
+        {"init_from": "a folder whose heads are not known yet", "tp": 3},
+    ):
+        TrainConfig().replace(changes)
+
+
+def test_sizes_are_refused_before_any_text_is_read():
+    with pytest.raises(ValueError, match="expected n_embd divisible by n_head=4, got n_embd=130"):
+        TrainConfig().replace({"model": "mini", "n_embd": 130})
+
+
+def test_settings_have_one_name_each_and_go_there_and_back():
+    names = [f.name for group in get_type_hints(TrainConfig).values() for f in fields(group)]
+    assert len(names) == len(set(names))
+    changed = TrainConfig().replace({"lr": 1, "betas": [0.8, 0.9], "max-steps": 7, "dtype": "bf16"})
+    assert (changed.optim.betas, changed.run.max_steps) == ((0.8, 0.9), 7)
+    assert TrainConfig().replace(changed.settings()) == changed
+    assert changed.settings().keys() == set(names)
+    assert option("max_steps") == "--max-steps"
+    for key in ("zero", "zero_stage", "zero-stage"):
+        assert TrainConfig().replace({key: 2}).parallel.zero_stage == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_stepps": 1}, r"setting of `fastpar train --help` in f.toml, got key=max_stepps; "
+         r"did you mean max_steps\?"),
+        ({"zzz": 1}, r"got key=zzz; remove it"),
+        ({"optim": {"lr": 1.0}}, r"expected a setting .* got key=optim"),
+        ({"lr": "fast"}, r"expected float for lr in f.toml, got lr='fast'"),
+        ({"max_steps": 1.5}, r"expected int for max_steps in f.toml, got max_steps=1.5"),
+        ({"max_steps": True}, r"expected int for max_steps in f.toml, got max_steps=True"),
+        ({"betas": [0.9]}, r"expected 2 numbers for betas"),
+        ({"dtype": "fp8"}, r"expected one of auto, fp32, bf16, fp16 for dtype"),
+        ({"compile": 1}, r"expected bool for compile"),
+        ({"max_steps": 0}, r"train: expected max_steps >= 1, got max_steps=0; set --max-steps"),
+        ({"grad_accum_steps": 0}, r"expected grad_accum_steps >= 1, got grad_accum_steps=0"),
+        ({"weight_decay": -0.1}, r"expected weight_decay >= 0, got weight_decay=-0.1"),
+        ({"temperature": float("nan")}, r"expected temperature >= 0, got temperature=nan"),
+        ({"lr": 0.0}, r"train: expected lr > 0, got lr=0.0; set --lr"),
+        ({"bucket_mb": float("inf")}, r"expected bucket_mb > 0, got bucket_mb=inf"),
+        ({"bucket_mb": "auto"}, r"expected float for bucket_mb in f.toml, got bucket_mb='auto'"),
+        ({"betas": [0.9, 1.0]}, r"expected 0 <= betas < 1, got betas=\(0.9, 1.0\)"),
+        ({"min_lr": 1.0}, r"expected min_lr <= lr=0.0025, got min_lr=1.0"),
+        ({"optimizer": "sgd"}, r"expected one of adamw, adafactor for optimizer in f.toml, got op"),
+        ({"moment_dtype": "fp8"}, r"expected one of fp32, bf16, int8 for moment_dtype"),
+        ({"optimizer": "adafactor", "moment_dtype": "int8"},
+         r"expected moment_dtype=fp32 with optimizer=adafactor, got moment_dtype=int8; use --opt"),
+        ({"optimizer": "adafactor", "stochastic_rounding": True},
+         r"expected stochastic_rounding=False with optimizer=adafactor, got .*leave --stoch"),
+        ({"stochastic_rounding": True, "master_weights": "full"},
+         r"stochastic_rounding or master_weights, got both: master_weights=full; leave one of"),
+        ({"stochastic_rounding": True, "dtype": "fp32"},
+         r"expected bf16 weights with stochastic_rounding, got dtype=fp32; use --dtype bf16"),
+        ({"master_weights": "remainder", "dtype": "fp16"},
+         r"expected bf16 weights with master_weights=remainder, got dtype=fp16; use --master-w"),
+        ({"zero_stage": 4}, r"one of 0, 1, 2, 3 for zero_stage in f.toml, got zero_stage=4; see"),
+        ({"zero_stage": True}, r"expected one of 0, 1, 2, 3 for zero_stage .* got zero_stage=True"),
+        ({"zero": 4}, r"expected one of 0, 1, 2, 3 for zero_stage in f.toml"),
+        ({"shard_size": 2}, r"expected zero_stage 1, 2 or 3 with shard_size, got zero_stage=0 "
+         r"with shard_size=2; add --zero, or"),
+        ({"optimizer": "adafactor", "zero_stage": 1},
+         r"zero_stage=0 and tp=1 with optimizer=adafactor, .* got zero_stage=1, tp=1; use --op"),
+        ({"optimizer": "adafactor", "tp": 2},
+         r"whose means of rows and columns need whole matrices, got zero_stage=0, tp=2; use --op"),
+        ({"moment_dtype": "int8", "tp": 2},
+         r"moment_dtype fp32 or bf16 with tp > 1, got moment_dtype=int8 with tp=2; .* --moment-d"),
+        ({"tp": 0}, r"train: expected tp >= 1, got tp=0; set --tp"),
+        ({"tp": True}, r"expected int for tp in f.toml, got tp=True"),
+        ({"sequence_parallel": 1}, r"expected bool for sequence_parallel in f.toml, got sequen"),
+        ({"model": "micro", "tp": 3}, r"train: expected tp to divide n_head=4, got tp=3; attent"),
+        ({"model": "micro", "tp": 8}, r"to divide n_head=4, got tp=8; .* by heads: change --tp"),
+        ({"model": "micro", "tp": 4, "block_size": 66},
+         r"to divide block_size=66 under sequence parallelism, got tp=4; .* --no-sequence-parall"),
+        ({"shard_size": 0, "zero_stage": 1}, r"expected shard_size >= 1, got shard_size=0"),
+        ({"accumulate": "none"}, r"expected one of auto, shard, full for accumulate"),
+        ({"activation_checkpointing": "block"}, r"one of none, full, selective for activ"),
+        ({"transport": "tcp"}, r"expected one of auto, shm, torch for transport"),
+        ({"grad_dtype": "bf16", "dtype": "fp32"},
+         r"expected grad_dtype to be fp32 or the weights' dtype=fp32, got grad_dtype=bf16; leave"),
+        ({"reduce_dtype": "fp16", "dtype": "bf16"},
+         r"expected reduce_dtype to be fp32 or the weights' dtype=bf16, got reduce_dtype=fp16"),
+        ({"reduce_dtype": "bf16", "deterministic": True},
+         r"expected reduce_dtype=fp32 with deterministic, got reduce_dtype=bf16; sums of 16 bits"),
+        ({"grad_dtype": "bf16", "dtype": "bf16", "deterministic": True},
+         r"expected grad_dtype=fp32 with deterministic, got grad_dtype=bf16; .* leave --grad-dty"),
+        ({"name": "a/b"}, r"expected name of letters, digits and . _ \+ -, got name='a/b'"),
+        ({"keep_every": -1}, r"expected keep_every >= 0, got keep_every=-1; set --keep-every"),
+        ({"save_overlap": "queue"}, r"expected one of wait, skip for save_overlap in f.toml"),
+        ({"async_save": 1}, r"expected bool for async_save in f.toml, got async_save=1"),
+        ({"on_nonfinite": "ignore"}, r"one of stop, skip, rollback for on_nonfinite in f.toml"),
+        ({"loss_spike": -1.0}, r"expected loss_spike >= 0, got loss_spike=-1.0"),
+        ({"loss_spike": float("nan")}, r"expected loss_spike >= 0, got loss_spike=nan; set --lo"),
+        ({"max_rollbacks": -1}, r"expected max_rollbacks >= 0, got max_rollbacks=-1"),
+        ({"on_nonfinite": "rollback", "save_every": 0},
+         r"save_every >= 1 with on_nonfinite=rollback, which goes back .* got save_every=0; set"),
+        ({"loss_spike": 8, "save_every": 0}, r"expected save_every >= 1 with loss_spike=8, which"),
+        ({"check_replicas_every": -1}, r"check_replicas_every >= 0, got check_replicas_every=-1"),
+        ({"max_restarts": -1}, r"expected max_restarts >= 0, got max_restarts=-1"),
+        ({"timeout": "soon"}, r"a time such as 300s, 5m or 1h30m, got timeout=soon; set --timeout"),
+        ({"max_time": "5 min"}, r"expected a time such as 300s, 5m or 1h30m, got max_time=5 min"),
+    ],
+)  # fmt: skip
+def test_refused_settings(changes, message):
+    with pytest.raises(ValueError, match=message):
+        TrainConfig().replace(changes, "f.toml")
+
+
+def batch(rows, micro=None, accum=None):
+    return DataSettings(batch_size=rows, micro_batch_size=micro, grad_accum_steps=accum)
+
+
+def test_batches_are_derived():
+    assert derive_batch(batch(32), 128, 1) == (32, 1)
+    assert derive_batch(batch(32), 128, 2) == (16, 1)
+    assert derive_batch(batch(480), 1024, 8) == (15, 4)  # 16 would fit 16384 tokens
+    assert derive_batch(batch(7), 100_000, 1) == (1, 7)
+    assert derive_batch(batch(24, micro=3), 64, 2) == (3, 4)
+    assert derive_batch(batch(24, accum=4), 64, 2) == (3, 4)
+    assert derive_batch(batch(24, micro=3, accum=4), 64, 2) == (3, 4)
+    assert derive_batch(batch(2), 64, 2) == (1, 1)
+
+
+def test_refused_batches():
+    with pytest.raises(
+        ValueError,
+        match=r"at least one sequence for each of dp=4 \(ranks / tp\), got batch_size=2; use fewer",
+    ):
+        derive_batch(batch(2), 64, 4)
+    for settings, ranks, product in (
+        (batch(32), 3, "3 . 10 . 1 = 30"),
+        (batch(32, micro=3), 2, "2 . 3 . 5 = 30"),
+        (batch(32, accum=3), 1, "1 . 10 . 3 = 30"),
+        (batch(4, micro=16), 1, "1 . 16 . 1 = 16"),
+        (batch(4, micro=2, accum=3), 1, "1 . 2 . 3 = 6"),
+    ):
+        with pytest.raises(ValueError, match=f"grad_accum_steps = {product}, got batch_size="):
+            derive_batch(settings, 64, ranks)
+    with pytest.raises(ValueError, match=r"batch_size=12; use one of dp=1, 2, 3, 4, 6, 12, or ch"):
+        derive_batch(batch(12), 64, 5)
+    with pytest.raises(ValueError, match=r"batch_size=32; change --batch-size, or leave out --mic"):
+        derive_batch(batch(32, micro=3), 64, 2)

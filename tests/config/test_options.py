@@ -1,0 +1,29 @@
+"""The groups of settings: every setting has help, and the defaults pass their own checks."""
+
+import inspect
+import re
+from dataclasses import fields
+from typing import get_type_hints
+
+from fastpar.config.config import TrainConfig
+from fastpar.config.options import FaultSettings, TrainFlags
+
+
+def test_every_setting_has_a_default_and_help():
+    for group in get_type_hints(TrainFlags).values():
+        source = inspect.getsource(group)
+        for f in fields(group):
+            assert re.search(rf'    {f.name}: [^\n]+ = [^\n]+\n    """[^"]+', source), f.name
+
+
+def test_the_defaults_are_a_run():
+    config = TrainConfig()
+    assert vars(config) == vars(TrainFlags())
+    assert TrainConfig().replace(config.settings()) == config
+
+
+def test_by_default_a_run_saves_aside_and_never_goes_back():
+    faults = FaultSettings()
+    assert (faults.async_save, faults.save_overlap) == (True, "wait")
+    assert (faults.on_nonfinite, faults.loss_spike, faults.max_rollbacks) == ("stop", 0.0, 3)
+    assert (faults.check_replicas_every, faults.max_restarts, faults.timeout) == (0, 0, "30m")

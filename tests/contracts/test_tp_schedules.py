@@ -1,0 +1,216 @@
+"""What a rank of a tp group says in a step, literally: kind, bytes and order.
+
+One real rank of an emulated mesh, as in test_collective_schedules.py. Between blocks of n tokens of
+C features a layer without sequence parallelism sums [n, C] twice forward and twice backward; with
+it each of these sums is a gather and a reduce-scatter, which together are as many bytes, and the
+inputs of the two column layers are gathered once more in backward (Korthikanti et al. 2022, arXiv
+2205.05198, section 4.2.2 and 4.3). The loss adds an exchange of 12 bytes a row and rank.
+"""
+
+import contextlib
+
+import pytest
+import torch
+
+from bench.systems.emulated import EmulatedMesh, Link, emulated
+from fastpar import GPT, AdamW, GPTConfig, Mesh, engine_of, parallelize
+from fastpar.kernels import make_key
+from fastpar.kernels.global_norm import NORM_WORDS
+from fastpar.nn.recompute import recompute
+from fastpar.testing import run_ranks
+
+DP, TP = 2, 4
+LAYERS, C, B, T = 2, 32, 2, 8
+N = B * T
+SIZES = {"n_layer": LAYERS, "n_head": 4, "n_embd": C, "block_size": T, "vocab_size": 100}
+PARTIAL = T * C + (4 * LAYERS + 2) * C + 2 * LAYERS * C  # positions, norms, biases of row layers
+
+
+class Run:
+    """A rank that trains, and what it said: forward, backward, step."""
+
+    def __init__(self, *, world_size=DP * TP, tp=TP, rank=5, mode="none", **options):
+        with contextlib.ExitStack() as stack:
+            mesh = stack.enter_context(EmulatedMesh(world_size, rank, tp=tp))
+            self.link = Link(None)
+            stack.callback(self.link.close)
+            self.model = GPT(GPTConfig(**SIZES, dropout=options.pop("dropout", 0.0)))
+            parallelize(self.model, mesh, collectives=emulated(self.link), **options)
+            recompute(self.model, mode)
+            self.optimizer = AdamW(self.model.parameters())
+            self._stack = stack.pop_all()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._stack.close()
+
+    def train(self, n_micro=1):
+        phases = []
+        for _ in range(n_micro):
+            idx = torch.arange(N).view(B, T)
+            loss = self.model(idx, idx)
+            phases.append(self.said())
+            loss.backward()
+            phases.append(self.said())
+        self.optimizer.step()
+        phases.append(self.said())
+        self.optimizer.zero_grad()
+        return [*phases, self.said()]
+
+    @torch.no_grad()
+    def evaluate(self):
+        self.model(torch.arange(N).view(B, T))
+        return self.said()
+
+    def said(self):
+        ops = list(self.link.ops)
+        self.link.ops.clear()
+        return ops
+
+
+SUM, GATHER, SCATTER = (
+    f"{kind} {4 * N * C}" for kind in ("all_reduce", "all_gather", "reduce_scatter")
+)
+ROWS = f"all_gather {12 * N * TP}"  # of the loss: all rows are one chunk
+SPLIT_TOKENS = {
+    "embedding": [SCATTER],
+    "layer": [GATHER, SCATTER] * 2,
+    "loss": [GATHER, ROWS],
+    "loss, backward": [SCATTER],
+    # A row layer's dy, then a column layer's input once more, and its dx.
+    "layer, backward": [GATHER, GATHER, SCATTER] * 2,
+    "embedding, backward": [GATHER],
+}
+ALL_TOKENS = {
+    "embedding": [SUM],
+    "layer": [SUM] * 2,
+    "loss": [ROWS],
+    "loss, backward": [SUM],
+    "layer, backward": [SUM] * 2,
+    "embedding, backward": [],
+}
+sequence = pytest.mark.parametrize("sp", [True, False], ids=["sp", "plain"])
+modes = pytest.mark.parametrize("mode", ["none", "selective", "full"])
+
+
+def schedule(sp, mode):
+    """Forward and backward of one micro-batch."""
+    said = SPLIT_TOKENS if sp else ALL_TOKENS
+    again = said["layer"] if mode == "full" else []
+    forward = said["embedding"] + said["layer"] * LAYERS + said["loss"]
+    layers = (again + said["layer, backward"]) * LAYERS
+    return forward, said["loss, backward"] + layers + said["embedding, backward"]
+
+
+def of_tp(ops):
+    return [f"{op.kind} {op.tensor_bytes}" for op in ops if op.role == "tp"]
+
+
+def of_others(ops):
+    return [f"{op.role} {op.kind}" for op in ops if op.role != "tp"]
+
+
+@modes
+@sequence
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_schedule_of_a_step(stage, sp, mode):
+    """Selective recomputation sends nothing again, a full one what a layer's forward sends."""
+    forward, backward = schedule(sp, mode)
+    with Run(sequence_parallel=sp, zero_stage=stage, mode=mode) as run:
+        for _ in range(2):
+            said = run.train()
+            partial = f"all_reduce {4 * PARTIAL}"
+            if stage:  # of this rank's pieces
+                engine = engine_of(run.model)
+                mine = sum(numel for numel, _ in engine.partials._sizes()) if sp else 0
+                assert mine < PARTIAL
+                partial = f"all_reduce {4 * mine}"
+            assert of_tp(said[0]) == forward
+            assert of_tp(said[1]) == backward + [partial] * (sp and stage == 0)
+            assert of_tp(said[2]) == [partial] * (sp and stage > 0)
+            control = [op for ops in said for op in ops if op.role == "control"]
+            assert [(op.kind, op.world_size) for op in control] == [("all_gather", DP * TP)]
+            words = 5 + NORM_WORDS + 1
+            assert control[0].tensor_bytes == 8 * words * DP * TP
+
+
+@sequence
+def test_nobody_else_along_dp(sp):
+    """dp=1: activations, the partial sums and the control exchange are all there is."""
+    with Run(sequence_parallel=sp, world_size=TP, rank=1, zero_stage=2) as run:
+        for _ in range(2):
+            said = run.train()
+            others = [op for ops in said for op in of_others(ops)]
+            assert others == ["control all_gather"]
+            assert of_tp(said[1]) == schedule(sp, "none")[1] + [f"all_reduce {4 * PARTIAL}"] * sp
+
+
+@pytest.mark.parametrize(("stage", "sums"), [(0, [1, 1, 1]), (2, [0, 0, 0])])
+def test_partial_sums_of_several_micro_batches(stage, sums):
+    """At stage 0 after each backward, where p.grad can be read; later once in the step."""
+    forward, backward = schedule(True, "none")
+    with Run(zero_stage=stage) as run:
+        *passes, step, _ = run.train(n_micro=3)
+        assert [of_tp(ops) for ops in passes[::2]] == [forward] * 3
+        assert [len(of_tp(ops)) - len(backward) for ops in passes[1::2]] == sums
+        assert len(of_tp(step)) == (stage > 0)
+
+
+@sequence
+def test_evaluation(sp):
+    """A forward without targets gathers the logits instead of 12 bytes a row."""
+    logits = f"all_gather {4 * N * TP * 128}"
+    said = SPLIT_TOKENS if sp else ALL_TOKENS
+    expected = said["embedding"] + said["layer"] * LAYERS + [GATHER] * sp + [logits]
+    with Run(sequence_parallel=sp) as run:
+        run.train()
+        assert of_tp(run.evaluate()) == expected
+
+
+def test_every_rank_has_the_same_schedule():
+    found = []
+    for rank in range(TP):
+        with Run(rank=rank, zero_stage=3, mode="full", dropout=0.1) as run:
+            found.append([of_tp(ops) for ops in run.train()])
+    assert all(said == found[0] for said in found)
+
+
+# Bytes
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_bytes_on_the_wire(tp):
+    """8 * (tp - 1) / tp * n * C elements a layer, with sequence parallelism a quarter more: what is
+    gathered again."""
+    sent = {}
+    for sp in (True, False):
+        with Run(world_size=2 * tp, tp=tp, rank=0, sequence_parallel=sp) as run:
+            ops = [op for phase in run.train()[:2] for op in phase if op.role == "tp"]
+            activations = [op for op in ops if op.tensor_bytes == 4 * N * C]
+            sent[sp] = sum(op.wire_bytes for op in activations)
+    share = (tp - 1) / tp * 4 * N * C
+    of_layers = 8 * LAYERS * share
+    assert sent[False] == of_layers + 4 * share  # embedding and loss: a sum each
+    assert sent[True] == of_layers + 2 * LAYERS * share + 4 * share
+
+
+# What recomputation must not change
+
+
+def gradients(sp, mode, dropout):
+    model = GPT(GPTConfig(**SIZES, dropout=dropout))
+    parallelize(model, Mesh(tp=2), sequence_parallel=sp)
+    recompute(model, mode)
+    idx = torch.arange(N).view(B, T)
+    model(idx, idx, rng_key=make_key(1, 2)).backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+@sequence
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_recomputed_gradients_have_the_same_bits(mode, sp):
+    expected = run_ranks(gradients, 2, sp, "none", 0.2)
+    for got, want in zip(run_ranks(gradients, 2, sp, mode, 0.2), expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

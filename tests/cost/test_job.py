@@ -1,0 +1,69 @@
+"""job.py: sizes of a job, a setup from settings and back."""
+
+import pytest
+import torch
+
+from fastpar import GPT
+from fastpar.config.config import PRESETS, GPTConfig, TrainConfig
+from fastpar.cost.workload import Job, Setup, count_parameters
+
+MICRO = GPTConfig.preset("micro", vocab_size=300)
+
+
+@pytest.mark.parametrize("name", ["micro", "gpt2"])
+def test_sizes_are_those_of_the_model(name):
+    shape = PRESETS[name]
+    with torch.device("meta"):
+        model = GPT(shape)
+    job = Job(shape, batch_size=3)
+    assert job.n_parameters == sum(p.numel() for p in model.parameters())
+    assert job.flops_per_token == model.flops_per_token()
+    assert job.tokens_per_step == 3 * shape.block_size
+    assert count_parameters(shape) == job.n_parameters
+
+
+def test_groups_of_ranks():
+    setup = Setup(world_size=16, tp=2, zero_stage=3, shard_size=4)
+    assert (setup.dp, setup.n_shards) == (8, 4)
+    assert Setup(world_size=16, tp=2, zero_stage=0).n_shards == 1
+    assert Setup(world_size=16, tp=2, pp=4, zero_stage=1).dp == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype", "n_bytes"),
+    [
+        ({}, "fp32", (4, 4, 4, 8)),
+        ({}, "bf16", (2, 4, 4, 12)),
+        ({"master_weights": "remainder"}, "bf16", (2, 4, 4, 10)),
+        ({"stochastic_rounding": True, "moment_dtype": "int8"}, "bf16", (2, 4, 4, 2)),
+        ({"grad_dtype": "bf16"}, "bf16", (2, 2, 2, 12)),
+        ({"reduce_dtype": "bf16", "optimizer": "adafactor"}, "bf16", (2, 4, 2, 4)),
+    ],
+)
+def test_bytes_of_an_element(changes, dtype, n_bytes):
+    setup = Setup.of(TrainConfig().replace(changes), dtype=dtype, world_size=1)
+    found = (setup.weight_bytes, setup.grad_bytes, setup.wire_bytes, setup.state_bytes)
+    assert found == n_bytes
+
+
+def test_a_setup_is_what_its_settings_say():
+    setup = Setup(
+        world_size=4, tp=2, zero_stage=2, shard_size=2, micro_batch_size=2, grad_accum_steps=4,
+        activation_checkpointing="selective", accumulate="shard", bucket_mb=2.0, dtype="bf16",
+        master_weights="remainder", moment_dtype="bf16", device_type="cpu", transport="shm",
+    )  # fmt: skip
+    config = setup.config(Job(MICRO, batch_size=16))
+    again = Setup.of(
+        config,
+        dtype="bf16",
+        world_size=4,
+        micro_batch_size=config.text.micro_batch_size,
+        grad_accum_steps=config.text.grad_accum_steps,
+    )
+    assert again == setup
+    assert config.model_config(300) == MICRO
+
+
+def test_settings_that_the_trainer_refuses():
+    with pytest.raises(ValueError, match=r"train: expected tp to divide n_head=4, got tp=3"):
+        Setup(world_size=3, tp=3).config(Job(MICRO, 3))

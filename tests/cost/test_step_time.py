@@ -1,0 +1,201 @@
+"""step_time.py: the textbook's bubble, what hides what, and sums that add up."""
+
+import math
+import time
+from dataclasses import replace
+
+import pytest
+
+from fastpar.config.config import GPTConfig
+from fastpar.cost.datasheet import DatasheetRates
+from fastpar.cost.devices import Cluster
+from fastpar.cost.operations import Send, ops_of, sends_of
+from fastpar.cost.step_time import bubble_fraction, cost_per_billion_tokens, predict_step, time_of
+from fastpar.cost.workload import Job, Setup
+
+SHAPE = GPTConfig(n_layer=4, n_head=4, n_embd=256, block_size=128, dropout=0.0)
+
+
+class Fixed:
+    """Each forward op 1 s, backward 2 s, an exchange 1 s; of `overlap` nothing but what is said."""
+
+    peak_flops = None
+
+    def __init__(self, overlap=1.0, send=1.0):
+        self.overlap, self._send = overlap, send
+
+    def op_s(self, op):
+        return 2.0 if op.key[2] == "backward" else 1.0
+
+    def send_s(self, send):
+        return self._send
+
+    def overhead_s(self, job, setup):
+        return 0.5
+
+
+def predict(setup, rates=None, shape=SHAPE):
+    job = Job(shape, setup.dp * setup.micro_batch_size * setup.grad_accum_steps)
+    return predict_step(job, setup, rates or Fixed())
+
+
+def exposed(setup, sends, rates):
+    return time_of(Job(SHAPE, 8), setup, rates, None, sends).parts["dp"]
+
+
+# Pipelines
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "v"), [(1, 1, 1), (4, 4, 1), (4, 16, 1), (8, 8, 2), (64, 512, 1)]
+)
+def test_bubble_of_the_textbook(p, m, v):
+    """(p - 1) / m of the time that a stage works; in turns with v parts each, 1 / v of that."""
+    assert bubble_fraction(p, m, v) == (p - 1) / (m * v)
+    time = predict(Setup(p, pp=p, pp_interleave=v, grad_accum_steps=m), Fixed(send=0.0))
+    working = sum(time.parts[k] for k in ("forward", "backward", "recompute", "loss"))
+    assert time.bubble_s == pytest.approx((p - 1) / (m * v) * working)
+
+
+def test_bad_pipelines():
+    with pytest.raises(ValueError, match="bubble_fraction: expected n_micro >= 1, got n_micro=0"):
+        bubble_fraction(2, 0)
+
+
+# Sums
+
+
+def test_parts_add_up():
+    setup = Setup(8, tp=2, zero_stage=3, grad_accum_steps=2, activation_checkpointing="full")
+    time = predict(setup)
+    assert sum(time.parts.values()) == pytest.approx(time.step_s)
+    layers = 2 * SHAPE.n_layer
+    assert time.parts["forward"] == layers * 8 + 2 * 2  # with the last norm, the embedding
+    assert time.parts["recompute"] == layers * 8
+    assert time.parts["loss"] == 2 * (1 + 2)
+    assert time.parts["optimizer"] == 1
+    assert time.parts["other"] == 0.5
+    total = sum(op.count * Fixed().op_s(op) for op in ops_of(Job(SHAPE, 8), setup))
+    assert time.compute_s == pytest.approx(total)
+    assert time.comm_s == sum(s.count for s in sends_of(Job(SHAPE, 8), setup))
+    assert time.mfu is None
+    assert time.tokens_per_s == 8 * 128 / time.step_s
+
+
+def test_mfu_and_cost():
+    cluster = Cluster.of("a100", 8)
+    setup = Setup(8, micro_batch_size=4)
+    job = Job(GPTConfig.preset("gpt2"), 32)
+    time = predict_step(job, setup, DatasheetRates(cluster, setup))
+    flops = time.tokens_per_s * job.flops_per_token
+    assert time.mfu == pytest.approx(flops / (8 * 312e12))
+    assert 0.2 < time.mfu < 0.65
+    hours = 1e9 / time.tokens_per_s / 3600
+    assert cost_per_billion_tokens(time, cluster) == pytest.approx(hours * 8 * 1.8)
+    assert cost_per_billion_tokens(time, cluster, 1.0) == pytest.approx(hours * 8)
+    with pytest.raises(ValueError, match="expected price_per_hour >= 0, got price_per_hour=-1"):
+        cost_per_billion_tokens(time, cluster, -1)
+
+
+# What hides
+
+
+def send(under, kind="all_reduce", axis="dp", count=1.0):
+    return Send(kind, axis, 1e6, 8, 1, count, under)
+
+
+def test_nothing_hides_without_overlap():
+    setup = Setup(8)
+    for under in ("", "forward", "backward"):
+        assert exposed(setup, [send(under, count=7)], Fixed(overlap=0.0)) == 7
+    assert exposed(setup, [send("", count=7)], Fixed()) == 7
+    assert exposed(setup, [send("backward", count=7)], Fixed()) == 0
+
+
+def test_sums_of_a_step_have_one_backward():
+    """With 4 micro-batches of b seconds each, what is sent once hides in b, what is sent by each
+    in 4 b."""
+    full = Setup(8, grad_accum_steps=4)
+    parts = predict(full).parts
+    b, f = parts["backward"] / 4, parts["forward"] / 4
+    reduce = send("backward", count=3 * b)
+    assert exposed(full, [reduce], Fixed()) == pytest.approx(2 * b)
+    assert exposed(replace(full, accumulate="shard", zero_stage=2), [reduce], Fixed()) == 0
+    gather = send("forward", "all_gather", "shard", count=3 * f)
+    assert exposed(replace(full, zero_stage=1), [gather], Fixed()) == pytest.approx(2 * f)
+    assert exposed(replace(full, zero_stage=3), [gather], Fixed()) == 0
+
+
+def test_each_micro_batch_waits_for_what_it_gathers():
+    """4 times (f + 1) seconds of gathers under 4 forwards of f each: 1 second each is seen."""
+    setup = Setup(8, zero_stage=3, grad_accum_steps=4)
+    f = predict(setup).parts["forward"] / 4
+    gather = send("forward", "all_gather", "shard", count=4 * (f + 1))
+    assert exposed(setup, [gather], Fixed()) == pytest.approx(4)
+
+
+def test_recomputation_hides_too():
+    setup = Setup(8)
+    again = replace(setup, activation_checkpointing="full")
+    reduce = [send("backward", count=1000)]
+    less = exposed(setup, reduce, Fixed()) - exposed(again, reduce, Fixed())
+    assert less == pytest.approx(predict(again).parts["recompute"])
+
+
+def test_along_tp_column_products_hide():
+    setup = Setup(2, tp=2)
+    job = Job(SHAPE, 1)
+    products = 2.0 * 4 * SHAPE.n_layer * 7 / 12
+    for count, expected in ((products, 0.0), (products + 5, 5.0)):
+        found = time_of(job, setup, Fixed(), None, [send("backward", axis="tp", count=count)])
+        assert found.parts["tp"] == pytest.approx(expected)
+
+
+# Bad input, speed
+
+
+@pytest.mark.parametrize(
+    ("setup", "batch", "match"),
+    [
+        (Setup(8), 7, r"predict_step: expected batch_size = dp \* micro_batch_size .* = 8, got ba"),
+        (Setup(8, tp=3), 8, r"expected tp \* pp to divide world_size=8, got tp \* pp=3"),
+        (Setup(0), 8, "predict_step: expected world_size >= 1, got world_size=0; count from 1"),
+        (
+            Setup(8, micro_batch_size=-1),
+            8,
+            "expected micro_batch_size >= 1, got micro_batch_size=-",
+        ),
+    ],
+)
+def test_bad_setups(setup, batch, match):
+    with pytest.raises(ValueError, match=match):
+        predict_step(Job(SHAPE, batch), setup, Fixed())
+
+
+def test_large_machines_are_quick():
+    """1T parameters on 16,384 GPUs: a search asks thousands of times and ends within 2 s."""
+    shape = GPTConfig(n_layer=128, n_head=160, n_embd=25600, block_size=2048, dropout=0.0)
+    job = Job(shape, 2048)
+    cluster = Cluster.of("h100", 16384)
+    setups = [
+        Setup(16384, tp=tp, zero_stage=stage, shard_size=shard, grad_accum_steps=tp // 8)
+        for tp in (8, 16, 32)
+        for stage in (1, 2, 3)
+        for shard in (None, 64)
+    ]
+    rates = DatasheetRates(cluster, setups[0])
+    best = math.inf
+    for _ in range(20):
+        start = time.perf_counter()
+        times = [predict_step(job, setup, rates) for setup in setups]
+        best = min(best, time.perf_counter() - start)
+    assert best < len(setups) * 300e-6  # 60 us each on a quiet machine
+    assert all(0 < t.mfu < 0.6 for t in times)
+    assert all(t.step_s > t.compute_s for t in times)
+
+
+def test_rates_without_hash():
+    class Listed(Fixed):
+        __hash__ = None
+
+    assert predict(Setup(2), Listed()) == predict(Setup(2), Fixed())

@@ -1,0 +1,274 @@
+"""work.py: operations and exchanges of a step, against arithmetic by hand and real engines."""
+
+import pytest
+import torch
+
+from bench.systems.emulated import EmulatedMesh, Link, emulated
+from fastpar import GPT, AdamW, engine_of, parallelize
+from fastpar.config.config import GPTConfig
+from fastpar.cost.operations import Op, Send, local_parameters, ops_of, places_of, sends_of
+from fastpar.cost.workload import Job, Setup, count_parameters
+from fastpar.kernels.global_norm import NORM_WORDS
+from fastpar.nn.recompute import recompute
+from fastpar.parallel.describe import wire_bytes
+
+C, T, LAYERS = 64, 32, 3
+SHAPE = GPTConfig(n_layer=LAYERS, n_head=4, n_embd=C, block_size=T, vocab_size=500, dropout=0.0)
+FP32 = {"dtype": "fp32", "master_weights": "none", "device_type": "cpu", "transport": "nccl"}
+CONTROL = 8 * (5 + NORM_WORDS + 1)  # bytes of a rank; fewer than 63 parameters
+LARGE = Job(GPTConfig.preset("gpt2-xl"), 64)
+
+
+def wire(send: Send) -> float:
+    """Bytes that a rank sends for it."""
+    ways = 2 if send.kind == "all_reduce" else 1
+    return ways * send.bytes * (send.ranks - 1) / send.ranks * send.count
+
+
+class Run:
+    """A real rank of an emulated mesh, trained for two steps; what it sent in the second."""
+
+    def __init__(self, shape, *, world_size, tp=1, micro=2, n_micro=1, mode="none", **options):
+        link = Link(None)
+        try:
+            with EmulatedMesh(world_size, 0, tp=tp) as mesh:
+                model = parallelize(GPT(shape), mesh, collectives=emulated(link), **options)
+                recompute(model, mode)
+                optimizer = AdamW(model.parameters())
+                for _ in range(2):
+                    link.ops.clear()
+                    for _ in range(n_micro):
+                        idx = torch.arange(micro * T).view(micro, T) % shape.vocab_size
+                        model(idx, idx).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                self.ops = list(link.ops)
+                self.engine = engine_of(model)
+                self.described = wire_bytes(self.engine)
+                self.buckets = [b.spec.numel for b in self.engine.buckets]
+                self.local = sum(p.numel() for p in model.parameters())
+        finally:
+            link.close()
+
+
+def setup_of(*, world_size, micro=2, n_micro=1, mode="none", **options):
+    accumulate = options.pop("accumulate", "full")
+    return Setup(
+        world_size=world_size,
+        micro_batch_size=micro,
+        grad_accum_steps=n_micro,
+        activation_checkpointing=mode,
+        accumulate=accumulate,
+        **options,
+        **FP32,
+    )
+
+
+def test_words():
+    op = Op("matmul", (4, 8, 16), "recompute", 2.0 * 4 * 8 * 16, 4.0 * (32 + 128 + 64), 3)
+    assert op.key == ("matmul", (4, 8, 16), "forward")
+    assert op._replace(direction="backward").key == ("matmul", (4, 8, 16), "backward")
+    assert Send("all_reduce", "dp", 1e6, 4, 1, 1, "backward").under == "backward"
+
+
+# Operations
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_operations_are_the_models_flops(tp):
+    """6 * P a token, and attention with its mask: half of the formula's 12 * L * T * C. The head's
+    product is 3 of the 6, and there is none for positions."""
+    setup = Setup(world_size=tp, tp=tp, micro_batch_size=4, grad_accum_steps=2)
+    tokens, s = 8 * LARGE.seq_len, LARGE.shape
+    found = dict.fromkeys(("matmul", "attention", "loss"), 0.0)
+    for op in ops_of(LARGE, setup):
+        if op.name in found and (op.name, op.direction) != ("loss", "backward"):
+            found[op.name] += op.flops * op.count * tp
+    assert found["matmul"] == 6 * tokens * s.n_layer * 12 * s.n_embd**2
+    if s.n_head % tp == 0:
+        causal_bwd = 3.5 / 3
+        expected = tokens * 6 * s.n_layer * s.n_embd * LARGE.seq_len * causal_bwd
+        assert found["attention"] == pytest.approx(expected, rel=1e-9 if tp < 4 else 0.05)
+    assert found["loss"] == pytest.approx(6 * tokens * s.n_embd * s.padded_vocab_size, rel=0.01)
+
+
+def test_recomputation_is_a_forward_more():
+    base = Setup(micro_batch_size=2)
+    full, selective = (
+        [
+            op
+            for op in ops_of(LARGE, Setup(micro_batch_size=2, activation_checkpointing=mode))
+            if op.direction == "recompute"
+        ]
+        for mode in ("full", "selective")
+    )
+    forward = {op.key: op for op in ops_of(LARGE, base) if op.direction == "forward"}
+    assert {op.name for op in selective} == {"layer_norm", "bias_gelu"}
+    assert sum(op.count for op in full) == LARGE.shape.n_layer * 8
+    assert all(op.key in forward and forward[op.key].flops == op.flops for op in full)
+    assert not [op for op in ops_of(LARGE, base) if op.direction == "recompute"]
+
+
+def test_norms_see_a_part_of_the_tokens():
+    shapes = {
+        sp: {op.shape for op in ops_of(LARGE, Setup(2, tp=2, sequence_parallel=sp))}
+        for sp in (True, False)
+    }
+    tokens, width = LARGE.seq_len, LARGE.shape.n_embd
+    assert (tokens // 2, width) in shapes[True]
+    assert (tokens // 2, width) not in shapes[False]
+
+
+def test_optimizer_has_this_ranks_elements():
+    for stage, elements in ((0, 1), (1, 8), (3, 8)):
+        ops = ops_of(LARGE, Setup(world_size=8, zero_stage=stage))
+        (step,) = (op for op in ops if op.name == "optimizer")
+        assert step.shape[0] == -(-LARGE.n_parameters // elements)
+    assert ops_of(LARGE, Setup(grad_accum_steps=4))[-2].count == 3
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_local_parameters_are_those_of_a_rank(tp):
+    run = Run(SHAPE, world_size=2 * tp, tp=tp)
+    assert local_parameters(SHAPE, Setup(tp=tp)) == run.local
+    assert local_parameters(LARGE.shape, Setup()) == count_parameters(LARGE.shape)
+
+
+# Exchanges, as real engines do them
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("bucket_mb", [None, 0.02])
+def test_bytes_of_an_engine(stage, bucket_mb):
+    options = {"world_size": 4, "zero_stage": stage, "bucket_mb": bucket_mb}
+    run = Run(SHAPE, **options)
+    job, setup = Job(SHAPE, 8), setup_of(**options)
+    places = places_of(job, setup)
+    counted = [places.numel(p) for p in places.buckets for _ in range(p.count)]
+    assert sorted(counted) == sorted(run.buckets)
+    sends = [send for send in sends_of(job, setup) if send.axis in ("dp", "shard")]
+    assert sum(map(wire, sends)) == sum(run.described.values())
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_bytes_of_many_layers(wide):
+    """Of units alike only some are laid out: nothing of the others may be missed."""
+    shape = GPTConfig(
+        n_layer=11, n_head=4, n_embd=192 if wide else 64, block_size=T, vocab_size=500, dropout=0.0
+    )
+    for mb in (0.3, 2.0):
+        options = {"world_size": 2, "zero_stage": 3, "bucket_mb": mb}
+        run, setup = Run(shape, **options), setup_of(**options)
+        sends = [send for send in sends_of(Job(shape, 4), setup) if send.axis == "shard"]
+        assert sum(map(wire, sends)) == sum(run.described.values())
+        n_reduced = sum(send.count for send in sends if send.kind == "reduce_scatter")
+        assert n_reduced == len(run.buckets)
+
+
+def test_bytes_between_copies():
+    options = {"world_size": 4, "zero_stage": 2, "shard_size": 2}
+    run, setup = Run(SHAPE, **options), setup_of(**options)
+    for axis, kinds in (
+        ("copies", ["all-reduce of shards"]),
+        ("shard", ["reduce-scatter", "all-gather"]),
+    ):
+        sends = [send for send in sends_of(Job(SHAPE, 8), setup) if send.axis == axis]
+        assert sum(map(wire, sends)) == sum(run.described[kind] for kind in kinds)
+        assert {send.stride for send in sends} == {2 if axis == "copies" else 1}
+
+
+@pytest.mark.parametrize("accumulate", ["full", "shard"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_sums_of_several_micro_batches(accumulate, stage):
+    options = {"world_size": 2, "zero_stage": stage, "accumulate": accumulate}
+    run = Run(SHAPE, n_micro=3, grad_accum_steps=3, **options)
+    setup = setup_of(n_micro=3, **options)
+    for kind in ("all_reduce", "reduce_scatter", "all_gather"):
+        said = [op for op in run.ops if op.kind == kind and op.tensor_bytes != CONTROL * 2]
+        sends = [s for s in sends_of(Job(SHAPE, 12), setup) if s.kind == kind]
+        sends = [s for s in sends if s.axis in ("dp", "shard")]
+        assert sum(s.count for s in sends) == len(said)
+        assert sum(s.bytes * s.count for s in sends) == sum(op.tensor_bytes for op in said)
+
+
+@pytest.mark.parametrize("sp", [True, False])
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_exchanges_along_tp(sp, mode):
+    options = {"world_size": 4, "tp": 4, "sequence_parallel": sp}
+    run = Run(SHAPE, mode=mode, n_micro=2, **options)
+    setup = setup_of(mode=mode, n_micro=2, **options)
+    said, counted = {}, {}
+    for op in run.ops:
+        if op.role == "tp":
+            key = op.kind, float(op.tensor_bytes)
+            said[key] = said.get(key, 0) + 1
+    for send in sends_of(Job(SHAPE, 4), setup):
+        if send.axis == "tp":
+            key = send.kind, send.bytes
+            counted[key] = counted.get(key, 0) + send.count
+    assert counted == said
+
+
+def test_partial_sums_are_of_pieces():
+    """Once in a step, and of what this rank has: norms, biases of row layers, positions."""
+    found = {}
+    for stage in (0, 2):
+        setup = setup_of(world_size=8, tp=2, n_micro=3, zero_stage=stage)
+        sends = [s for s in sends_of(Job(SHAPE, 24), setup) if (s.axis, s.under) == ("tp", "")]
+        (found[stage],) = (s for s in sends if s.kind == "all_reduce")
+    elements = (6 * LAYERS + 2 + T) * C
+    assert (found[0].bytes, found[0].count) == (4 * elements, 3)
+    assert (found[2].bytes, found[2].count) == (elements, 1)
+
+
+def test_one_control_exchange():
+    run = Run(SHAPE, world_size=2)
+    (said,) = (op for op in run.ops if op.kind == "all_gather")
+    assert said.tensor_bytes == CONTROL * 2
+    (send,) = (s for s in sends_of(Job(SHAPE, 4), setup_of(world_size=2)) if s.axis == "control")
+    assert (send.bytes, send.ranks) == (said.tensor_bytes, said.world_size)
+    assert not sends_of(Job(SHAPE, 4), setup_of(world_size=1))
+
+
+def test_the_bucket_that_is_complete_last_hides_nowhere():
+    """Few tokens a rank: the tied table's head part goes first; many: the table goes last."""
+    table = 4.0 * LARGE.shape.padded_vocab_size * LARGE.shape.n_embd
+    for micro, early in ((1, True), (64, False)):
+        setup = Setup(world_size=8, micro_batch_size=micro, zero_stage=2)
+        sends = sends_of(LARGE, setup)
+        (last,) = (s for s in sends if s.kind == "reduce_scatter" and not s.under)
+        assert (last.bytes < table) == early
+        assert last.count == 1
+        hidden = [s for s in sends if s.kind == "reduce_scatter" and s.under == "backward"]
+        assert sum(s.count for s in hidden) > 10
+        assert len([s for s in sends if s.axis == "dp"]) == (3 if early else 1)
+
+
+@pytest.mark.parametrize(
+    ("micro", "early", "stage"), [(51, True, 0), (51, True, 2), (52, False, 2)]
+)
+def test_rows_of_a_tied_table(micro, early, stage):
+    """A table above a default bucket; 8 ranks' tokens are less or more than half of its rows."""
+    shape = GPTConfig(n_layer=1, n_head=4, n_embd=256, block_size=T, vocab_size=26000, dropout=0.0)
+    options = {"world_size": 8, "micro": micro, "n_micro": 2, "zero_stage": stage}
+    run = Run(shape, grad_accum_steps=2, accumulate="full", **options)
+    assert run.engine.split is not None
+    gathers = [op for op in run.ops if op.kind == "all_gather"]
+    said = sorted(op.tensor_bytes for op in gathers if op.tensor_bytes != 8 * CONTROL)
+    sends = [
+        s for s in sends_of(Job(shape, 16 * micro), setup_of(**options)) if s.axis != "control"
+    ]
+    sends = [s for s in sends if s.kind == "all_gather"]
+    assert sorted(s.bytes for s in sends for _ in range(int(s.count))) == said
+    assert any(s.axis == "dp" and s.bytes == 8 * 256 * micro for s in sends) == early
+    assert any(s.axis == "dp" and s.bytes == 128 for s in sends)
+
+
+def test_stages_on_paper():
+    setup = Setup(world_size=16, pp=4, tp=2, grad_accum_steps=8, pp_interleave=2)
+    send, table = (s for s in sends_of(LARGE, setup) if s.axis == "pp")
+    assert (send.count, send.stride) == (2 * 8 * 2, 4)
+    assert send.bytes == LARGE.seq_len * LARGE.shape.n_embd * 2 / 2
+    assert (table.kind, table.ranks) == ("all_reduce", 2)
+    layers = [op.count for op in ops_of(LARGE, setup) if op.name == "attention"]
+    assert layers == [8 * 12, 8 * 12]

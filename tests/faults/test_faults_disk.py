@@ -1,0 +1,125 @@
+"""Disks that are full, read-only or limited: a save fails visibly, and nothing older is lost."""
+
+import os
+import resource
+import shutil
+import subprocess
+from collections import namedtuple
+
+import pytest
+import torch
+
+from fastpar import GPT, AdamW, GPTConfig, Mesh, parallelize
+from fastpar.checkpoint.checkpoint import list_checkpoints, newest_checkpoint, verify_checkpoint
+from fastpar.checkpoint.saver import Saver
+from fastpar.testing import run_ranks
+
+CONFIG = GPTConfig(n_layer=2, n_head=2, n_embd=64, block_size=8, vocab_size=1031)  # 2 MB in all
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """disk(mb): a file system of this size."""
+    mounted = []
+
+    def mount(mb):
+        folder = tmp_path / "disk"
+        folder.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={mb}m", "tmpfs", str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"needs the right to mount: {done.stderr.strip()}")
+        mounted.append(folder)
+        return folder
+
+    yield mount
+    for folder in mounted:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def train_and_save(run, steps, before=lambda step: None, stage=1):
+    """Saves after each of some steps, on one rank of several; (ok, errors) of each."""
+    model = GPT(CONFIG)
+    mesh = Mesh(device="cpu")
+    parallelize(model, mesh, zero_stage=stage)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    saver = Saver(run, model=model, optimizer=optimizer)
+    found = []
+    for step in range(1, steps + 1):
+        x = torch.arange(8)[None]
+        model(x, x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if mesh.is_main:
+            before(step)
+        saver.save(step, {})
+        result = saver.settle()
+        found.append((result.ok, result.errors))
+    return found
+
+
+def names(run):
+    return sorted(os.listdir(run / "checkpoints"))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("seen", [True, False], ids=["seen before", "in the middle"])
+def test_a_full_disk(disk, monkeypatch, ranks, seen):
+    """It has room for two; the third is refused before a byte is written, or fails on the way."""
+    run = disk(9 if seen else 5)
+    if not seen:
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**9, 0, 10**9))
+
+    def make_room(step):
+        if step == 5:
+            shutil.rmtree(list_checkpoints(run)[0])
+
+    first, second, third, fourth, fifth = run_ranks(
+        lambda: train_and_save(run, 5, make_room), ranks
+    )[0]
+    assert first == second == fifth == (True, ())
+    for ok, errors in (third, fourth):
+        assert not ok
+        expected = "make room, or lower --keep-last" if seen else "No space left on device"
+        assert any(expected in error for error in errors), errors
+    assert names(run) == ["step_000002", "step_000005"]
+    for path in list_checkpoints(run):
+        verify_checkpoint(path)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_disk_that_becomes_read_only(disk, ranks):
+    run = disk(20)
+
+    def remount(step):
+        if step in (2, 3):
+            kind = "ro" if step == 2 else "rw"
+            subprocess.run(["mount", "-o", f"remount,{kind}", str(run)], check=True)
+
+    first, second, third = run_ranks(lambda: train_and_save(run, 3, remount), ranks)[0]
+    assert first == third == (True, ())
+    assert not second[0]
+    assert "Read-only file system" in second[1][0]
+    assert names(run) == ["step_000001", "step_000003"]
+    verify_checkpoint(newest_checkpoint(run))
+
+
+@pytest.mark.parametrize("nbytes", [100, 5000, 400_000])
+def test_a_limit_in_the_middle_of_a_save(tmp_path, nbytes):
+    """As a quota: no file of this process may grow beyond so many bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(step):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes if step == 2 else soft, hard))
+
+    try:
+        first, second, third = train_and_save(tmp_path, 3, limit)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert first == third == (True, ())
+    assert not second[0]
+    assert "File too large" in second[1][0]
+    assert names(tmp_path) == ["step_000001", "step_000003"]
+    for path in list_checkpoints(tmp_path):
+        verify_checkpoint(path)

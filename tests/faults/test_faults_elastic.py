@@ -1,0 +1,186 @@
+"""A run that lost a rank is started again, and ends at the bits of one that did not."""
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from fault_runs import (
+    FASTPAR,
+    TRAIN,
+    Commands,
+    curve,
+    enter,
+    finish,
+    is_alive,
+    ranks_of,
+    torchrun,
+    wait_for_steps,
+)
+from saved import whole_tensors
+
+from fastpar.checkpoint.checkpoint import list_checkpoints, verify_checkpoint
+
+LENGTH = ("--max-steps=240", "--save-every=40", "--batch-size=12", "--keep-last=0")
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    enter(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def start():
+    commands = Commands()
+    yield commands
+    commands.close()
+
+
+@pytest.fixture
+def whole(here, start):
+    """A run of two ranks that nothing happened to."""
+    code, _, err = finish(start(*FASTPAR, *TRAIN, *LENGTH, "--nproc=2", "--out=whole"))
+    assert code == 0, err
+    return "whole"
+
+
+def weights(run):
+    """Weights and the optimizer's state of the last checkpoint, of any layout."""
+    path = list_checkpoints(run)[-1]
+    verify_checkpoint(path)
+    found, state = whole_tensors(path)
+    return {**found, **state}
+
+
+def assert_same(run, other):
+    """The same bits in the end, and the same curve, every step once."""
+    a, b = weights(run), weights(other)
+    assert a.keys() == b.keys()
+    for key, tensor in a.items():
+        assert tensor.equal(b[key]), key
+    assert curve(run) == curve(other)
+
+
+def test_a_killed_rank_costs_at_most_a_save_interval(whole, start):
+    launcher = start(*FASTPAR, *TRAIN, *LENGTH, "--nproc=2", "--max-restarts=2", "--out=r")
+    lost = []
+    for attempt, steps in ((1, 50), (2, 130)):
+        wait_for_steps(launcher, "r", steps)
+        due = Path(f"r/checkpoints/step_{steps // 40 * 40:06d}/manifest.json")
+        until = time.monotonic() + 30
+        while not due.exists():  # it is written beside the steps
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        ranks = ranks_of(launcher.pid)
+        os.kill(ranks[attempt % 2], signal.SIGKILL)
+        killed = time.monotonic()
+        while ranks_of(launcher.pid).keys() != {0, 1} or set(ranks_of(launcher.pid).values()) & set(
+            ranks.values()
+        ):
+            assert launcher.poll() is None, launcher.communicate()
+            assert time.monotonic() < killed + 30
+            time.sleep(0.02)
+        lost.append(time.monotonic() - killed)
+    code, out, err = finish(launcher)
+    assert code == 0, err
+    found = re.findall(
+        r"^fastpar: rank (\d) \(pid \d+\) died of SIGKILL \(out of memory\?\); restart (\d) of 2, "
+        r"from step (\d+)$",
+        err,
+        re.MULTILINE,
+    )
+    assert [(a, b) for a, b, _ in found] == [("1", "1"), ("0", "2")], err
+    assert int(found[0][2]) >= 40
+    assert int(found[1][2]) >= 120
+    assert out.count("run      r, steps ") == 3
+    assert_same("r", whole)
+    print(f"new ranks {lost} s after the kill")
+
+
+def test_torchrun_restarts_a_run_whose_folder_it_chose_itself(whole, start):
+    """Once before anything is saved: from step 0 in the same folder; once in the middle."""
+    command = torchrun(2, "--max-restarts=2")
+    run, early = "runs/micro-text", (*TRAIN, *LENGTH)
+    launcher = start(*command, *early)
+    seen = set()
+    for steps in (5, 60):
+        wait_for_steps(launcher, run, steps)
+        if steps == 5:
+            assert list_checkpoints(run) == []
+        ranks = ranks_of(launcher.pid)
+        assert not set(ranks.values()) & seen
+        seen |= set(ranks.values())
+        os.kill(ranks[0], signal.SIGKILL)
+        while any(is_alive(pid) for pid in seen):
+            time.sleep(0.02)
+    code, out, err = finish(launcher)
+    assert code == 0, err
+    assert [p.name for p in Path("runs").iterdir()] == ["micro-text"]
+    assert out.count(f"run      {run}, steps 0 to 240") == 2
+    assert re.search(rf"run      {run}, steps \d*[48]0 to 240", out)
+    assert_same(run, whole)
+
+
+def test_a_hang_leads_to_a_restart(whole, start):
+    launcher = start(
+        *FASTPAR, *TRAIN, *LENGTH, "--nproc=2", "--max-restarts=1", "--out=r", "--timeout=4s"
+    )
+    wait_for_steps(launcher, "r", 50)
+    stopped = ranks_of(launcher.pid)[1]
+    os.kill(stopped, signal.SIGSTOP)
+    began = time.monotonic()
+    while ranks_of(launcher.pid).get(1, stopped) == stopped:
+        assert time.monotonic() < began + 4 + 5 + 10
+        time.sleep(0.02)
+    print(f"a new rank 1 {time.monotonic() - began:.1f} s after the stop")
+    code, _, err = finish(launcher)
+    assert code == 0, err
+    assert re.search(r"got rank=1 without a sign of life .*; restart 1 of 1, from step 40\n", err)
+    assert_same("r", whole)
+
+
+def test_restarts_come_to_an_end_and_a_mistake_is_none(here, start):
+    Path("text.txt").write_text("too short")
+    run = start(*FASTPAR, *TRAIN, "--nproc=2", "--out=r", "--max-restarts=3")
+    code, _, err = finish(run)
+    assert code == 2
+    assert "restart" not in err
+
+
+def test_two_runs_on_one_folder_are_refused(here, start):
+    first = start(*FASTPAR, *TRAIN, "--max-steps=1000000", "--save-every=20", "--out=r")
+    wait_for_steps(first, "r", 25)
+    code, _, err = finish(start(*FASTPAR, *TRAIN, "--out=r", "--resume", "--max-steps=1000001"))
+    assert code == 2
+    assert re.search(
+        rf"expected a run that no other process writes, got out=\S+/r, which process {first.pid} "
+        r"on \S+ since .* has; wait for it, stop it, or choose another --out\n$",
+        err,
+    ), err
+    rows = len(curve("r"))
+    wait_for_steps(first, "r", rows + 5)  # it has not noticed
+    first.kill()
+    assert finish(start(*FASTPAR, *TRAIN, "--out=r", "--auto-resume", "--max-steps=40"))[0] == 0
+
+
+@pytest.mark.slow
+def test_fewer_ranks_go_on(here, start):
+    """4 ranks, then 2, then 1: the bits of one rank; sums of three have another tree."""
+    settings = (*LENGTH, "--deterministic", "--zero=3", "--micro-batch-size=1")
+    code, _, err = finish(start(*FASTPAR, *TRAIN, *settings, "--out=whole"), timeout_s=200)
+    assert code == 0, err
+    for nproc, steps in ((4, 50), (2, 130)):
+        run = start(*FASTPAR, *TRAIN, *settings, "--auto-resume", "--out=r", f"--nproc={nproc}")
+        wait_for_steps(run, "r", steps)
+        os.kill(ranks_of(run.pid)[nproc - 1], signal.SIGKILL)
+        assert finish(run)[0] == 1
+    code, _, err = finish(start(*FASTPAR, *TRAIN, *settings, "--auto-resume", "--out=r"))
+    assert code == 0, err
+    assert_same("r", "whole")
+    code, _, err = finish(
+        start(*FASTPAR, *TRAIN, *settings, "--auto-resume", "--out=r", "--nproc=5")
+    )
+    assert code == 2
+    assert "use one of dp=1, 2, 3, 4, 6, 12, or change --batch-size" in err

@@ -1,0 +1,164 @@
+"""A save that fails, or is killed, at any of its file operations leaves a whole checkpoint."""
+
+import errno
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from fault_points import Countdown, watching
+from fault_runs import TRAIN, Commands, curve, enter, finish, torchrun
+from saved import bits
+
+import fastpar
+from fastpar.checkpoint.checkpoint import list_checkpoints, load_checkpoint, newest_checkpoint
+from fastpar.checkpoint.saver import Saver
+from fastpar.config.config import GPTConfig
+from fastpar.files.step_folders import step_of
+from fastpar.models.gpt import GPT
+
+DRIVER = str(Path(__file__).parents[1] / "support" / "fault_driver.py")
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    enter(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def start():
+    commands = Commands()
+    yield commands
+    commands.close()
+
+
+def trained(steps):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=8, vocab_size=32), seed=1)
+    optimizer = fastpar.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(steps):
+        step(model, optimizer)
+    return model, optimizer
+
+
+def step(model, optimizer):
+    x = torch.randint(0, 32, (2, 8))
+    model(x, x).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def refuse():
+    raise OSError(errno.EIO, "the disk is gone")
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["another step", "the same step again"])
+def test_a_save_that_fails_at_any_operation(tmp_path, monkeypatch, again):
+    """Every operation of a save, one after another: the newest checkpoint is whole, and loads."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # counted, but not waited for
+    model, optimizer = trained(1)
+    base, known = tmp_path / "base", {}
+    saver = Saver(base, model=model, optimizer=optimizer, asynchronous=False)
+    for number in (1, 2, 3) if again else (1, 2):
+        step(model, optimizer)
+        assert saver.save(number, {})
+        known[number] = bits(saver.last.path)
+    failed, n = 0, 0
+    while True:
+        n += 1
+        run = tmp_path / str(n)
+        shutil.copytree(base, run, symlinks=True)
+        saver = Saver(run, model=model, optimizer=optimizer, keep_last=2, asynchronous=False)
+        step(model, optimizer)
+        points = Countdown(n, refuse)
+        with watching(points):
+            saver.save(3, {"n": n})
+        result = saver.last
+        failed += not result.ok
+        newest = newest_checkpoint(run, say=lambda line: pytest.fail(line))
+        found = step_of(newest)
+        if result.ok or again:  # the one of this step stays until the new one has its name
+            assert found == 3
+        elif found == 3:  # it failed after the commit
+            assert "fsync" in points.names[n - 1] or "latest" in points.names[n - 1]
+        else:
+            assert found == 2
+            assert bits(newest) == known[2]
+        other, theirs = trained(0)
+        state = load_checkpoint(newest, model=other, optimizer=theirs)
+        assert state["step"] == found
+        assert saver.save(4, {"n": n})
+        assert saver.last.ok, saver.last
+        folder = run / "checkpoints"
+        assert not [path.name for path in folder.iterdir() if path.name.startswith(".")]
+        assert step_of(newest_checkpoint(run)) == 4
+        assert len(list_checkpoints(run)) == 2
+        if len(points.names) < n:
+            break
+    assert n > 40, points.names
+    assert 30 < failed < n
+    print(f"{n - 1} operations, {failed} failed saves")
+
+
+LENGTH = ("--batch-size=12", "--keep-last=2", "--zero=1", "--eval-every=0")
+INTERVAL = 10
+
+
+def run_with_kills(start, kills, max_steps):
+    """A run that is killed so; how many kills there were."""
+    settings = (*TRAIN, *LENGTH, f"--max-steps={max_steps}", f"--save-every={INTERVAL}")
+    command = torchrun(2, f"--max-restarts={len(kills) + 1}")[:-2]
+    code, _, err = finish(start(*command, DRIVER, "[]", *settings, "--out=whole"), timeout_s=280)
+    assert code == 0, err
+    Path("log.txt").unlink()
+    began = start(*command, DRIVER, json.dumps(kills), *settings, "--out=r")
+    code, out, err = finish(began, timeout_s=100 + 25 * len(kills))
+    assert code == 0, err
+    assert "damaged" not in out
+    starts = [s["step"] for s in json.loads(Path("r/config.json").read_text())["starts"]]
+    killed, begun, lost = 0, 0, []
+    for line in Path("log.txt").read_text().splitlines():
+        word, number = line.split()
+        if word == "save":
+            begun = int(number)
+            continue
+        killed += 1
+        lost.append(begun - starts[killed])
+        assert 0 <= lost[-1] <= INTERVAL, (lost, starts)
+        begun = starts[killed]
+    assert len(starts) == killed + 1
+    a, b = (list_checkpoints(run)[-1] for run in ("r", "whole"))
+    assert a.name == b.name
+    assert bits(a) == bits(b)
+    assert curve("r") == curve("whole")
+    print(f"{killed} kills, steps lost beyond the last save begun: {sorted(lost)}")
+    return killed
+
+
+def random_kills(count, seed):
+    """A third at a step, the others inside of the first or second save after a start."""
+    rng = random.Random(seed)
+    kills = []
+    for _ in range(count):
+        rank = rng.randrange(2)
+        most = 2 * OPERATIONS[rank]
+        kind = rng.choice(("op", "op", "step"))
+        kills.append((rank, kind, rng.randint(1, most if kind == "op" else 2 * INTERVAL)))
+    return kills
+
+
+OPERATIONS = (70, 31)  # of a save, by rank: measured
+
+
+def test_three_kills_inside_and_outside_of_saves(here, start):
+    kills = [(1, "op", 20), (0, "op", OPERATIONS[0] - 4), (1, "step", 17)]
+    assert run_with_kills(start, kills, 40) == len(kills)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_fifty_kills_at_random_moments(here, start):
+    assert run_with_kills(start, random_kills(50, seed=7), 700) >= 50

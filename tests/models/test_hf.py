@@ -1,0 +1,481 @@
+"""fastpar.models.hf against transformers itself, and files that are not as they should be."""
+
+import copy
+import json
+import os
+import sys
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import fastpar.models.hf as hf
+from fastpar.comm.mesh import Mesh
+from fastpar.config.config import GPTConfig
+from fastpar.files.tensor_file import TensorFile
+from fastpar.models.gpt import GPT
+from fastpar.models.hf import load_hf, load_hf_tensors, save_hf, to_hf_tensors
+from fastpar.parallel.engine import engine_of
+from fastpar.parallel.parallelize import parallelize
+from fastpar.testing import run_ranks
+
+TINY = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=67, dropout=0.0)
+# Odd vocabularies; head dims 40 and 64.
+SHAPES = {
+    "D40": {"vocab_size": 211, "n_positions": 37, "n_embd": 80, "n_layer": 2, "n_head": 2},
+    "D64": {
+        "vocab_size": 1009,
+        "n_positions": 64,
+        "n_embd": 192,
+        "n_layer": 3,
+        "n_head": 3,
+        "layer_norm_epsilon": 1e-4,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def transformers():
+    module = pytest.importorskip("transformers", reason="pip install -e '.[dev]'")
+    module.utils.logging.disable_progress_bar()
+    return module
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def pair(request, transformers, tmp_path_factory):
+    """transformers' model with random weights everywhere, its folder, and ours read from it."""
+    config = transformers.GPT2Config(**SHAPES[request.param], bos_token_id=None, eos_token_id=None)
+    theirs = transformers.GPT2LMHeadModel(config).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in theirs.parameters():
+            p.add_(torch.randn(p.shape, generator=generator), alpha=0.05)
+    folder = tmp_path_factory.mktemp(request.param)
+    theirs.save_pretrained(folder)
+    return theirs, folder, load_hf(folder).eval()
+
+
+def random_ids(config, T, B=2):
+    generator = torch.Generator().manual_seed(T)
+    return torch.randint(config.vocab_size, (B, T), generator=generator)
+
+
+def bytes_of(tensors):
+    return {name: t.contiguous().view(torch.uint8).tolist() for name, t in tensors.items()}
+
+
+def test_config_is_read(pair):
+    theirs, _, ours = pair
+    c = theirs.config
+    assert ours.config == GPTConfig(
+        n_layer=c.n_layer,
+        n_head=c.n_head,
+        n_embd=c.n_embd,
+        block_size=c.n_positions,
+        vocab_size=c.vocab_size,
+        dropout=0.1,
+        layer_norm_eps=c.layer_norm_epsilon,
+    )
+    assert ours.num_parameters() == theirs.num_parameters()
+
+
+@torch.no_grad()
+def test_logits_equal_transformers_at_every_length(pair):
+    theirs, _, ours = pair
+    for T in range(1, theirs.config.n_positions + 1):
+        idx = random_ids(theirs.config, T)
+        expected = theirs(idx).logits
+        assert expected.abs().max() > 1
+        assert (ours(idx) - expected).abs().max() <= 1e-5, f"{T=}"
+
+
+def test_loss_and_every_gradient_equal_transformers(pair):
+    """Our error against transformers in fp64 is at most twice that of transformers in fp32.
+
+    Floor: 4 units in the last place of the tensor's largest value, for the roundings of a GEMM's
+    result, of a sum over rows and of the sum of wte's two gradients, where theirs round luckily.
+    """
+    theirs, _, ours = pair
+    idx = random_ids(theirs.config, theirs.config.n_positions)
+
+    def gradients(model):
+        model.zero_grad()
+        model(idx, labels=idx).loss.backward()
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    exact, eager = gradients(copy.deepcopy(theirs).double()), gradients(theirs)
+    ours.zero_grad()
+    targets = torch.cat((idx[:, 1:], torch.full((2, 1), -100)), dim=1)
+    loss = ours(idx, targets)
+    assert (loss - theirs(idx, labels=idx).loss).abs() <= 1e-5
+    loss.backward()
+    V = theirs.config.vocab_size
+    for name, p in ours.named_parameters():
+        grad = p.grad[:V] if name == "wte.weight" else p.grad
+        name = f"transformer.{name}"
+        expected = exact[name].T if name.endswith(hf.CONV1D) else exact[name]
+        error = (grad - expected).abs().max().item()
+        allowed = 2 * (eager[name] - exact[name]).abs().max().item()
+        floor = 4 * torch.finfo(torch.float32).eps * expected.abs().max().item()
+        assert error <= allowed + floor, f"{name}: {error=:.3e} {allowed=:.3e} {floor=:.3e}"
+
+
+@pytest.mark.parametrize("max_shard_bytes", [10**9, 100_000])
+@torch.no_grad()
+def test_transformers_reads_what_is_written(pair, transformers, tmp_path, max_shard_bytes):
+    theirs, _, ours = pair
+    save_hf(ours, tmp_path / "out", max_shard_bytes=max_shard_bytes, eos_token_id=7)
+    assert (tmp_path / "out" / hf.INDEX_FILE).exists() == (max_shard_bytes == 100_000)
+    again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out")
+    assert again.config.eos_token_id == 7
+    assert again.config.bos_token_id is None
+    assert again.dtype == torch.float32
+    idx = random_ids(theirs.config, theirs.config.n_positions)
+    assert torch.equal(again(idx).logits, theirs(idx).logits)
+    assert bytes_of(again.state_dict()) == bytes_of(theirs.state_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("max_shard_size", ["1GB", "100KB"])
+def test_import_and_export_give_the_same_bytes(pair, tmp_path, dtype, max_shard_size):
+    theirs = copy.deepcopy(pair[0]).to(dtype)
+    theirs.save_pretrained(tmp_path / "in", max_shard_size=max_shard_size)
+    ours = load_hf(tmp_path / "in")
+    assert {p.dtype for p in ours.parameters()} == {dtype}
+    save_hf(ours, tmp_path / "out")
+
+    def weights(folder):
+        files = sorted((tmp_path / folder).glob("*.safetensors"))
+        return len(files), {n: t for file in files for n, t in load_file(file).items()}
+
+    (n_files, given), (_, written) = weights("in"), weights("out")
+    assert (n_files > 1) == (max_shard_size == "100KB")
+    assert {t.dtype for t in written.values()} == {dtype}
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["torch_dtype"] == str(dtype).removeprefix("torch.")
+    assert bytes_of(written) == bytes_of(given)
+
+
+@pytest.fixture
+def model():
+    return GPT(TINY)
+
+
+@pytest.fixture
+def folder(model, tmp_path):
+    save_hf(model, tmp_path / "model")
+    return tmp_path / "model"
+
+
+def edit_config(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def edit_weights(folder, edit):
+    tensors = {n: t.clone() for n, t in load_file(folder / hf.WEIGHTS_FILE).items()}
+    edit(tensors)
+    save_file(tensors, folder / hf.WEIGHTS_FILE)
+
+
+def assert_same_weights(model, other):
+    assert model.config == other.config
+    expected = dict(other.named_parameters())
+    for name, p in model.named_parameters():
+        assert torch.equal(p, expected[name]), name
+
+
+def test_round_trip_without_transformers(model, folder):
+    assert sorted(p.name for p in folder.iterdir()) == ["config.json", "model.safetensors"]
+    assert_same_weights(load_hf(folder), model)
+
+
+@pytest.mark.parametrize("max_shard_bytes", [1, 30_000])
+def test_shards_hold_at_most_what_was_asked(model, tmp_path, max_shard_bytes):
+    save_hf(model, tmp_path, max_shard_bytes=max_shard_bytes)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+    index = json.loads((tmp_path / hf.INDEX_FILE).read_text())
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in to_hf_tensors(model).values())
+    shards = [load_file(file) for file in files]
+    sizes = [sum(t.nbytes for t in shard.values()) for shard in shards]
+    for file, shard, size in zip(files, shards, sizes):
+        assert len(shard) == 1 or size <= max_shard_bytes
+        assert {index["weight_map"][name] for name in shard} == {file.name}
+        with safe_open(file, "pt") as opened:
+            assert opened.metadata() == {"format": "pt"}  # transformers < 5 refuses others
+    assert all(a + b > max_shard_bytes for a, b in pairwise(sizes))
+    assert_same_weights(load_hf(tmp_path), model)
+
+
+def test_keys_of_older_files_are_read(model, folder):
+    def edit(tensors):
+        for name in list(tensors):
+            tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+        tensors["h.0.attn.bias"] = torch.ones(1, 1, 16, 16).tril().to(torch.uint8)
+        tensors["h.1.attn.masked_bias"] = torch.tensor(-1e4)
+        tensors["lm_head.weight"] = tensors["wte.weight"].clone()
+
+    edit_weights(folder, edit)
+    assert_same_weights(load_hf(folder), model)
+
+
+def test_a_tied_head_may_stand_for_the_embedding(model, folder):
+    def edit(tensors):
+        tensors["lm_head.weight"] = tensors.pop("transformer.wte.weight")
+
+    edit_weights(folder, edit)
+    assert_same_weights(load_hf(folder), model)
+
+
+def test_an_untied_head_is_refused(model, folder):
+    def edit(tensors):
+        tensors["lm_head.weight"] = tensors["transformer.wte.weight"] + 1e-3
+
+    edit_weights(folder, edit)
+    with pytest.raises(ValueError, match=r"load_hf_tensors: expected lm_head.weight equal to"):
+        load_hf(folder)
+
+
+def test_other_tensors_are_refused_and_nothing_is_copied(model):
+    tensors = {name: t + 1 for name, t in to_hf_tensors(model).items()}
+    before = copy.deepcopy(model)
+    name = "transformer.h.1.mlp.c_fc.weight"
+    missing = {n: t for n, t in tensors.items() if n != name}
+    with pytest.raises(ValueError, match=f"expected a tensor {name}, got none of this name"):
+        load_hf_tensors(model, missing)
+    turned = {**tensors, name: tensors[name].T}
+    with pytest.raises(
+        ValueError, match=rf"expected {name} of shape \[32, 128\], got shape=\[128, 32\]"
+    ):
+        load_hf_tensors(model, turned)
+    for name in ("h.2.ln_1.bias", "h.2.attn.c_attn.bias"):
+        deeper = {**tensors, f"transformer.{name}": torch.zeros(32)}
+        with pytest.raises(ValueError, match=f"GPT-2 with n_layer=2, got {name}"):
+            load_hf_tensors(model, deeper)
+    assert_same_weights(model, before)
+    load_hf_tensors(model, tensors)
+    assert torch.equal(model.h[1].mlp.c_fc.weight, before.h[1].mlp.c_fc.weight + 1)
+    assert torch.count_nonzero(model.wte.weight[67:]) == 0
+
+
+def test_a_config_with_other_sizes_than_the_weights_is_refused(folder):
+    edit_config(folder, vocab_size=68)
+    with pytest.raises(
+        ValueError, match=r"transformer.wte.weight of shape \[68, 32\], got .*67, 32"
+    ):
+        load_hf(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "llama"}, "expected model_type=gpt2, got model_type=llama"),
+        ({"activation_function": "gelu"}, "activation_function=gelu_new, got .*=gelu in"),
+        ({"scale_attn_weights": False}, "scale_attn_weights=True, got .*=False"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "layer_idx=False, got .*=True"),
+        ({"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn=False, got .*=True"),
+        ({"is_causal": False}, "is_causal=True, got is_causal=False in"),
+        ({"add_cross_attention": True}, "add_cross_attention=False, got .*=True"),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings=True, got .*=False"),
+        ({"n_inner": 100}, r"expected n_inner=128 \(4 \* n_embd\), got n_inner=100"),
+        ({"n_embd": "32"}, "expected a number, got n_embd='32'"),
+        ({"n_embd": [32]}, r"expected a number, got n_embd=\[32\]"),
+        ({"layer_norm_epsilon": None}, "expected a number, got layer_norm_epsilon=None"),
+        ({"n_head": True}, "expected a number, got n_head=True"),
+        ({"resid_pdrop": {}}, r"expected a number, got resid_pdrop=\{\}"),
+        ({"n_layer": 10**9}, "expected weights of n_layer=1000000000 layers, got 28 tensors in"),
+        ({"n_embd": 2**62, "n_head": 2}, "expected a model that can be, got GPTConfig"),
+        ({"attn_pdrop": 0.3}, "expected one dropout rate, got embd_pdrop=0.0, attn_pdrop=0.3"),
+    ],
+)
+def test_other_architectures_are_refused_by_name(folder, changes, message):
+    edit_config(folder, **changes)
+    with pytest.raises(ValueError, match=f"load_hf: .*{message}"):
+        load_hf(folder)
+
+
+def test_dropout_can_be_chosen(folder):
+    edit_config(folder, attn_pdrop=0.3)
+    assert load_hf(folder, dropout=0.25).config.dropout == 0.25
+
+
+def test_damaged_or_missing_files_are_named(folder, tmp_path):
+    with pytest.raises(ValueError, match=r"readable config.json, got .*none/config.json \(no such"):
+        load_hf(tmp_path / "none")
+    weights = folder / hf.WEIGHTS_FILE
+    whole = weights.read_bytes()
+    for size in (len(whole) - 1, 100, 4, 0):
+        weights.write_bytes(whole[:size])
+        with pytest.raises(
+            ValueError, match=r"complete safetensors file, got .*model.safetensors \("
+        ):
+            load_hf(folder)
+    weights.unlink()
+    with pytest.raises(
+        ValueError, match=r"model.safetensors or .*index.json, got neither in folder="
+    ):
+        load_hf(folder)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"readable config.json, got .*config.json \("):
+        load_hf(folder)
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"got .*config.json \(no JSON object but list\)"):
+        load_hf(folder)
+
+
+def test_sizes_are_compared_before_memory_is_taken(folder, monkeypatch):
+    monkeypatch.setattr(GPT, "to_empty", None)
+    edit_config(folder, n_positions=2**40)
+    with pytest.raises(ValueError, match=r"transformer.wpe.weight of shape \[1099511627776, 32\]"):
+        load_hf(folder)
+
+
+def test_a_pipe_is_not_waited_for(folder):
+    for name in (hf.WEIGHTS_FILE, "config.json"):
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+        with pytest.raises(ValueError, match=rf"got .*{name} \(.*not a regular file"):
+            load_hf(folder)
+
+
+def test_files_may_be_links_as_in_the_caches_of_model_hubs(model, folder):
+    for name in (hf.WEIGHTS_FILE, "config.json"):
+        (folder / name).rename(folder / f"{name}.blob")
+        (folder / name).symlink_to(f"{name}.blob")
+    assert_same_weights(load_hf(folder), model)
+
+
+def test_damaged_shards_are_named(model, tmp_path):
+    save_hf(model, tmp_path, max_shard_bytes=30_000)
+    shard = sorted(tmp_path.glob("*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=f"complete safetensors file, got .*{shard.name}"):
+        load_hf(tmp_path)
+    shard.unlink()
+    with pytest.raises(ValueError, match=f"complete safetensors file, got .*{shard.name}"):
+        load_hf(tmp_path)
+    for name in ("../model.safetensors", "/etc/passwd", "a/b", "..", 3):
+        (tmp_path / hf.INDEX_FILE).write_text(json.dumps({"weight_map": {"a": name}}))
+        with pytest.raises(ValueError, match=r"expected names of files in the folder, got .*index"):
+            load_hf(tmp_path)
+    (tmp_path / hf.INDEX_FILE).write_text("{}")
+    with pytest.raises(ValueError, match=r"expected a weight_map with file names, got .*=None"):
+        load_hf(tmp_path)
+
+
+def test_dtypes(model, folder):
+    assert load_hf(folder, dtype=torch.bfloat16).wpe.weight.dtype == torch.bfloat16
+
+    def mix(tensors):
+        tensors["transformer.wpe.weight"] = tensors["transformer.wpe.weight"].half()
+
+    edit_weights(folder, mix)
+    with pytest.raises(
+        ValueError, match=r"one dtype of .*torch.float16, torch.float32 in .*dtype="
+    ):
+        load_hf(folder)
+    assert load_hf(folder, dtype=torch.float32).wpe.weight.dtype == torch.float32
+
+    def quantize(tensors):
+        tensors["transformer.wpe.weight"] = tensors["transformer.wpe.weight"].to(torch.int8)
+
+    edit_weights(folder, quantize)
+    with pytest.raises(ValueError, match=r"got dtypes=torch.float32, torch.int8 in .*convert them"):
+        load_hf(folder, dtype=torch.float32)
+    with pytest.raises(
+        ValueError, match=r"save_hf: expected parameters of .* got dtype=torch.float64"
+    ):
+        save_hf(model.double(), folder / "double")
+
+
+def test_a_saved_model_is_never_overwritten(model, folder):
+    before = (folder / hf.WEIGHTS_FILE).read_bytes()
+    with pytest.raises(
+        ValueError, match=r"save_hf: expected a folder without a model, got folder="
+    ):
+        save_hf(GPT(TINY, seed=1), folder)
+    assert (folder / hf.WEIGHTS_FILE).read_bytes() == before
+    with pytest.raises(ValueError, match="expected max_shard_bytes >= 1, got max_shard_bytes=0"):
+        save_hf(model, folder / "new", max_shard_bytes=0)
+
+
+def test_a_failed_save_leaves_no_model_and_can_be_repeated(model, tmp_path, monkeypatch):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    opened = []
+
+    class FailAtTheThird(TensorFile):
+        def write(self, name, tensor):
+            super().write(name, tensor)
+            if self not in opened:
+                opened.append(self)
+            if len(opened) == 3:
+                raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hf, "TensorFile", FailAtTheThird)
+        with pytest.raises(OSError, match="disk full"):
+            save_hf(model, tmp_path, max_shard_bytes=30_000)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 2
+    assert not list(tmp_path.glob(".*"))
+    with pytest.raises(ValueError, match=r"readable config.json, got .* \(no such file\)"):
+        load_hf(tmp_path)
+    save_hf(model, tmp_path, max_shard_bytes=30_000)
+    assert_same_weights(load_hf(tmp_path), model)
+    assert (tmp_path / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize("vocab_size", [67, 256, 301])  # 1, 2 and 3 times 128 rows
+@pytest.mark.parametrize("stage", [0, 3])
+def test_ranks_that_split_a_model_read_whole_tensors(tmp_path, vocab_size, stage):
+    config = replace(TINY, vocab_size=vocab_size)
+    model = GPT(config, seed=1)
+    save_hf(model, tmp_path / "whole")
+
+    def split():
+        parts = parallelize(GPT(config, seed=0), Mesh(tp=2, device="cpu"), zero_stage=stage)
+        engine = engine_of(parts)
+        with engine.gathered():
+            parts.wte.weight.detach().fill_(torch.nan)  # the padding's rows too
+        with engine.gathered():
+            load_hf_tensors(parts, load_file(tmp_path / "whole" / hf.WEIGHTS_FILE))
+        state = parts.state_dict()  # joins the slices
+        with engine.gathered():
+            rows = parts.wte.weight.detach().clone()
+        for call in (
+            lambda: to_hf_tensors(parts),
+            lambda: save_hf(parts, tmp_path / "not written"),
+        ):
+            with pytest.raises(ValueError, match=r"whole on a rank, got one with tp=2; load_hf"):
+                call()
+        return state, rows
+
+    for state, rows in run_ranks(split, 4 if stage else 2):
+        for name, p in model.state_dict().items():
+            assert torch.equal(state[name], p), name
+        assert rows.shape[0] == (256 if vocab_size == 301 else 128)
+        assert rows.isfinite().all()
+    assert not (tmp_path / "not written").exists()
+
+
+def test_files_of_an_unfinished_save_are_not_read(model, tmp_path):
+    other = GPT(TINY, seed=1)
+    for size in (10**9, 30_000, 10**9):
+        save_hf(other, tmp_path, max_shard_bytes=size)
+        (tmp_path / "config.json").unlink()
+        save_hf(model, tmp_path, max_shard_bytes=30_000 if size > 30_000 else 10**9)
+        assert_same_weights(load_hf(tmp_path), model)
+        assert (tmp_path / hf.INDEX_FILE).exists() == (size > 30_000)
+        (tmp_path / "config.json").unlink()
+
+
+def test_without_safetensors_the_message_says_what_to_install(model, folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(ImportError, match=r"pip install safetensors"):
+        load_hf(folder)
+    save_hf(model, folder / "new")  # needs no package
+    assert (folder / "new" / hf.WEIGHTS_FILE).stat().st_size > 0

@@ -1,0 +1,373 @@
+"""fastpar.models.gpt against GPT-2 written down in plain torch, in fp64."""
+
+import copy
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fastpar
+from fastpar import Mesh, parallelize
+from fastpar.config.config import PRESETS, GPTConfig
+from fastpar.kernels import keep_mask, make_key, quantize_p
+from fastpar.kernels.philox import Rng
+from fastpar.models.gpt import GPT
+from fastpar.testing import run_ranks
+
+TINY = GPTConfig(n_layer=2, n_head=2, n_embd=80, block_size=37, vocab_size=211, dropout=0.2)
+
+
+def model_of(config=TINY, **kwargs):
+    """A model whose biases and norms are not trivial."""
+    model = GPT(config, **kwargs)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() == 1:
+                p.add_(torch.randn(p.shape, generator=generator), alpha=0.1)
+            else:
+                p.mul_(3.0)
+    return model
+
+
+def batch(config=TINY, B=3, T=None, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shape = (B, T or config.block_size)
+    idx = torch.randint(config.vocab_size, shape, generator=generator)
+    targets = torch.randint(config.vocab_size, shape, generator=generator)
+    targets[0, 0] = -100
+    return idx, targets
+
+
+def gpt2_ref(w, config, idx, rng_key=None):
+    """Logits of GPT-2 as in the paper's code: every op on its own, nothing delayed, no padding."""
+    c = config
+    site = iter(range(1 + 3 * c.n_layer))
+
+    def drop(x):
+        s = next(site)
+        if rng_key is None:
+            return x
+        keep = keep_mask(Rng(rng_key, s), c.dropout, x.shape)
+        return x * keep / (1 - quantize_p(c.dropout) / 256)
+
+    def norm(x, name):
+        shape, weight, bias = x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"]
+        return F.layer_norm(x, shape, weight, bias, c.layer_norm_eps)
+
+    def linear(x, name):
+        return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+
+    B, T = idx.shape
+    wte = w["wte.weight"][: c.vocab_size]
+    x = drop(wte[idx] + w["wpe.weight"][:T])
+    for i in range(c.n_layer):
+        h = f"h.{i}"
+        qkv = linear(norm(x, f"{h}.ln_1"), f"{h}.attn.c_attn").chunk(3, dim=-1)
+        q, k, v = (t.view(B, T, c.n_head, -1).transpose(1, 2) for t in qkv)  # [B, H, T, D]
+        scores = q @ k.mT / math.sqrt(c.head_dim)
+        scores = scores.masked_fill(torch.ones(T, T).triu(1).bool(), -torch.inf)
+        o = (drop(scores.softmax(-1)) @ v).transpose(1, 2).reshape(B, T, -1)
+        x = x + drop(linear(o, f"{h}.attn.c_proj"))
+        y = F.gelu(linear(norm(x, f"{h}.ln_2"), f"{h}.mlp.c_fc"), approximate="tanh")
+        x = x + drop(linear(y, f"{h}.mlp.c_proj"))
+    return norm(x, "ln_f") @ wte.T
+
+
+def results_of_ref(model, dtype, idx, targets, rng_key):
+    w = {n: p.detach().to(dtype).requires_grad_() for n, p in model.named_parameters()}
+    logits = gpt2_ref(w, model.config, idx, rng_key)
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    loss.backward()
+    return {"logits": logits.detach(), "loss": loss.detach(), **{n: p.grad for n, p in w.items()}}
+
+
+def assert_within_twice(ours, eager, oracle):
+    """Error against fp64 at most twice plain eager's in the same dtype.
+
+    Floor: 4 units in the last place of the tensor's largest value; where eager happens to round
+    luckily, ours still rounds a GEMM's result, a sum over rows and a cast.
+    """
+    assert ours.keys() == eager.keys() == oracle.keys()
+    for name, exact in oracle.items():
+        error = (ours[name].double() - exact).abs().max().item()
+        allowed = 2 * (eager[name].double() - exact).abs().max().item()
+        floor = 4 * torch.finfo(eager[name].dtype).eps * exact.abs().max().item()
+        assert error <= allowed + floor, f"{name}: {error=:.3e} {allowed=:.3e} {floor=:.3e}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("train", [True, False], ids=["dropout", "eval"])
+def test_logits_loss_and_gradients_match_plain_torch(dtype, train):
+    model = model_of().to(dtype).train(train)
+    idx, targets = batch()
+    rng_key = make_key(7, 100)
+    oracle_key = rng_key if train else None
+    oracle = results_of_ref(model, torch.float64, idx, targets, oracle_key)
+    eager = results_of_ref(model, dtype, idx, targets, oracle_key)
+
+    logits = model(idx, rng_key=rng_key)
+    assert logits.shape == (3, 37, 211)
+    loss = model(idx, targets, rng_key=rng_key)
+    assert loss.shape == ()
+    assert loss.dtype == torch.float32
+    loss.backward()
+    grads = {n: p.grad for n, p in model.named_parameters()}
+    assert_within_twice({"logits": logits.detach(), "loss": loss.detach(), **grads}, eager, oracle)
+
+
+@pytest.mark.parametrize("T", [1, 2, 36])
+def test_any_length_up_to_the_limit(T):
+    model = model_of().eval()
+    idx, targets = batch(T=T)
+    oracle = results_of_ref(model, torch.float64, idx, targets, None)
+    eager = results_of_ref(model, torch.float32, idx, targets, None)
+    logits = model(idx).detach()
+    assert_within_twice(
+        {"logits": logits}, {"logits": eager["logits"]}, {"logits": oracle["logits"]}
+    )
+    torch.testing.assert_close(model(idx, targets).double(), oracle["loss"], atol=1e-5, rtol=0)
+
+
+def test_loss_reduction_and_ignored_targets():
+    model = model_of().eval()
+    idx, targets = batch()
+    targets[1, 3:] = -100
+    n_valid = int((targets != -100).sum())
+    mean, total = model(idx, targets), model(idx, targets, reduction="sum")
+    torch.testing.assert_close(total, mean * n_valid)
+    with torch.no_grad():
+        torch.testing.assert_close(model(idx, targets), mean)
+
+
+def test_dropout_is_off_in_eval_mode_and_at_rate_zero():
+    idx, _ = batch()
+    model = model_of()
+    trained = model(idx, rng_key=make_key(0, 0))
+    model.eval()
+    assert torch.equal(model(idx, rng_key=make_key(0, 0)), model(idx))
+    assert not torch.equal(model(idx), trained)
+    plain = GPT(GPTConfig(**{**TINY.__dict__, "dropout": 0.0}))
+    plain.load_state_dict(model.state_dict())
+    assert torch.equal(plain.train()(idx), model(idx))
+
+
+def test_without_a_key_torch_manual_seed_rules_the_dropout():
+    model, (idx, _) = model_of(), batch()
+    drawn = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        drawn.append(model(idx))
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+
+
+def test_masks_follow_the_sample_not_its_place_in_the_batch():
+    model, (idx, _) = model_of(), batch()
+    whole = model(idx, rng_key=make_key(3, 40))
+    for b in range(3):
+        alone = model(idx[b : b + 1], rng_key=make_key(3, 40 + b))
+        torch.testing.assert_close(alone[0], whole[b], atol=1e-5, rtol=1e-5)
+    shifted = model(idx[:1], rng_key=make_key(3, 41))
+    assert (shifted[0] - whole[0]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("adamw", [torch.optim.AdamW, fastpar.AdamW], ids=["torch", "fastpar"])
+def test_padding_rows_stay_zero(adamw):
+    model, (idx, targets) = model_of(), batch()
+    V = TINY.vocab_size
+    assert model.wte.weight.shape == (256, 80)
+    optimizer = adamw(model.parameters(), lr=0.1, weight_decay=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(idx, targets, rng_key=make_key(0, step)).backward()
+        assert model.wte.weight.grad[:V].abs().min(dim=-1).values.max() > 0
+        assert torch.equal(model.wte.weight.grad[V:], torch.zeros(256 - V, 80))
+        optimizer.step()
+        assert torch.equal(model.wte.weight[V:], torch.zeros(256 - V, 80))
+
+
+def test_padding_changes_neither_loss_nor_logits():
+    model, (idx, targets) = model_of().eval(), batch()
+    logits, loss = model(idx), model(idx, targets)
+    with torch.no_grad():
+        model.wte.weight[TINY.vocab_size :] = 100.0
+    assert torch.equal(model(idx), logits)
+    assert torch.equal(model(idx, targets), loss)
+
+
+def test_parameter_names_and_shapes():
+    block = {
+        "ln_1.weight": [80],
+        "ln_1.bias": [80],
+        "attn.c_attn.weight": [240, 80],
+        "attn.c_attn.bias": [240],
+        "attn.c_proj.weight": [80, 80],
+        "attn.c_proj.bias": [80],
+        "ln_2.weight": [80],
+        "ln_2.bias": [80],
+        "mlp.c_fc.weight": [320, 80],
+        "mlp.c_fc.bias": [320],
+        "mlp.c_proj.weight": [80, 320],
+        "mlp.c_proj.bias": [80],
+    }
+    expected = {
+        "wte.weight": [256, 80],
+        "wpe.weight": [37, 80],
+        **{f"h.{i}.{name}": shape for i in range(2) for name, shape in block.items()},
+        "ln_f.weight": [80],
+        "ln_f.bias": [80],
+    }
+    assert {n: list(p.shape) for n, p in GPT(TINY).state_dict().items()} == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "n_parameters", "gflops"),
+    [
+        ("gpt2", 124_439_808, 0.860),
+        ("gpt2-medium", 354_823_168, 2.431),
+        ("gpt2-large", 774_030_080, 5.210),
+        ("gpt2-xl", 1_557_611_200, 10.289),
+    ],
+)
+def test_published_sizes(name, n_parameters, gflops):
+    with torch.device("meta"):
+        model = GPT(PRESETS[name])
+    assert model.num_parameters() == n_parameters
+    assert model.flops_per_token() / 1e9 == pytest.approx(gflops, abs=5e-4)
+
+
+def test_initialization_is_gpt2s():
+    config = GPTConfig(n_layer=8, n_head=2, n_embd=256, block_size=128, vocab_size=1000)
+    for name, p in GPT(config).named_parameters():
+        if name.endswith("bias"):
+            assert torch.count_nonzero(p) == 0, name
+        elif p.dim() == 1:
+            assert torch.equal(p, torch.ones_like(p)), name
+        else:
+            std = 0.02
+            if name == "wte.weight":
+                assert torch.count_nonzero(p[1000:]) == 0
+                p = p[:1000]
+            elif name == "wpe.weight":
+                std = 0.01
+            elif name.endswith("c_proj.weight"):
+                std = 0.02 / math.sqrt(2 * 8)
+            # A sample deviation of n normals is off by std / sqrt(2n) at one sigma, a mean by
+            # std / sqrt(n); six sigma is one failure in 5e8.
+            n = p.numel()
+            assert p.std().item() == pytest.approx(std, rel=6 / math.sqrt(2 * n)), name
+            assert abs(p.mean().item()) < 6 * std / math.sqrt(n), name
+
+
+def test_each_tensor_is_drawn_from_seed_and_name_alone():
+    state = torch.get_rng_state()
+    small = GPT(TINY, seed=5).state_dict()
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(123)
+    deep = GPT(GPTConfig(**{**TINY.__dict__, "n_layer": 3}), seed=5).state_dict()
+    other = GPT(TINY, seed=6).state_dict()
+    for name, p in small.items():
+        if not name.endswith("c_proj.weight"):
+            assert torch.equal(p, deep[name]), name
+        if p.dim() == 2:
+            assert not torch.equal(p, other[name]), name
+    matrices = [p.flatten()[:100] for p in small.values() if p.dim() == 2]
+    assert len({tuple(m.tolist()) for m in matrices}) == len(matrices)
+
+
+def test_builds_on_the_meta_device_without_drawing(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "normal_", None, raising=False)
+    with torch.device("meta"):
+        model = GPT(TINY)
+    assert all(p.is_meta for p in model.parameters())
+
+
+@pytest.mark.parametrize("train", [True, False], ids=["dropout", "eval"])
+def test_compiles_to_one_graph(train):
+    model, (idx, targets) = model_of().train(train), batch()
+    rng_key = make_key(0, 0)
+    eager = model(idx, targets, rng_key=rng_key)
+    eager.backward()
+    grads = {n: p.grad for n, p in model.named_parameters()}
+    model.zero_grad()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    loss = compiled(idx, targets, rng_key=rng_key)
+    loss.backward()
+    torch.testing.assert_close(loss, eager)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, grads[name], msg=lambda m, name=name: f"{name}: {m}")
+    torch.testing.assert_close(compiled(idx, rng_key=rng_key), model(idx, rng_key=rng_key))
+    with pytest.raises(RuntimeError, match="GPT: expected token ids below vocab_size"):
+        compiled(torch.full_like(idx, 211), targets, rng_key=rng_key)
+
+
+@pytest.mark.parametrize(
+    ("idx", "message"),
+    [
+        (torch.zeros(5, dtype=torch.int64), r"expected idx as int64 \[B, T\], got idx.shape=\[5\]"),
+        (torch.zeros(1, 5), r"expected idx as int64 \[B, T\], got .* idx.dtype=torch.float32"),
+        (torch.zeros(1, 38, dtype=torch.int64), r"expected 1 <= T <= block_size=37, got T=38"),
+        (torch.zeros(1, 0, dtype=torch.int64), r"expected 1 <= T <= block_size=37, got T=0"),
+        (torch.tensor([[3, 211, 4]]), r"expected token ids in \[0, 211\), got id=211"),
+        (torch.tensor([[3, -1, 4]]), r"expected token ids in \[0, 211\), got id=-1"),
+    ],
+)
+def test_bad_ids_are_refused(idx, message):
+    with pytest.raises(ValueError, match=f"GPT: {message}"):
+        GPT(TINY)(idx)
+
+
+def test_bad_targets_are_refused():
+    model, (idx, targets) = GPT(TINY), batch()
+    with pytest.raises(ValueError, match=r"GPT: expected targets of idx's shape \[3, 37\], got"):
+        model(idx, targets[:, :-1])
+    targets[1, 2] = 211
+    with pytest.raises(ValueError, match="211"):
+        model(idx, targets)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_fp64_is_exact_throughout(dropout):
+    """Loss, logits, gradients and a step of AdamW of the whole model, to 1e-12 of plain torch."""
+    config = replace(TINY, dropout=dropout)
+    model = model_of(config).double()
+    idx, targets = batch(config)
+    key = make_key(7, 100)
+    want = results_of_ref(model, torch.float64, idx, targets, key if dropout else None)
+    start = {n: p.detach().clone() for n, p in model.named_parameters()}
+    optimizer = fastpar.AdamW(model.parameters(), lr=1e-3)
+    loss = model(idx, targets, rng_key=key)
+    loss.backward()
+    got = {"logits": model(idx, rng_key=key).detach(), "loss": loss.detach()}
+    got.update({n: p.grad for n, p in model.named_parameters()})
+    assert got.keys() == want.keys()
+    for name, exact in want.items():
+        assert got[name].dtype == torch.float64, name
+        assert (got[name] - exact).norm() <= 1e-12 * exact.norm(), name
+    optimizer.step()
+    exact = [start[n].requires_grad_() for n in start]
+    for p, n in zip(exact, start):
+        p.grad = want[n]
+    torch.optim.AdamW(exact, lr=1e-3).step()
+    for p, q in zip(model.parameters(), exact):
+        assert (p - q).norm() <= 1e-12 * q.norm()
+
+
+def test_ranks_of_tp_draw_one_key_for_dropout(monkeypatch):
+    """Whatever their generators are: that of the first rank."""
+    base = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=8, block_size=8, vocab_size=31, dropout=0.5))
+    idx = torch.arange(16).view(2, 8)
+    rank = torch.distributed.get_rank
+    monkeypatch.setattr("fastpar.models.gpt.draw_key", lambda device: make_key(rank(), 0, device))
+
+    def run():
+        model = copy.deepcopy(base)
+        parallelize(model, Mesh(tp=2), sequence_parallel=False)
+        return model(idx), model(idx, rng_key=make_key(0, 0)), model(idx, rng_key=make_key(1, 0))
+
+    for drawn, first, second in run_ranks(run, 2):
+        assert torch.equal(drawn, first)
+        assert not torch.equal(drawn, second)

@@ -1,0 +1,267 @@
+"""recompute.py: the same bits with less memory, for our model, transformers' and any other."""
+
+import copy
+import pickle
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastpar import GPT, GPTConfig
+from fastpar.kernels.backend import has_gemm
+from fastpar.nn.recompute import Recomputed, recompute
+
+IDS = torch.arange(96).view(2, 48) * 7 % 61
+
+
+class Block(nn.Module):
+    """Inputs and outputs by name, torch's dropout, products and an attention of torch."""
+
+    def __init__(self, width=32):
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(width), nn.Linear(width, 3 * width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, state):
+        x = state["x"]
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.drop(y.transpose(1, 2).flatten(2))
+        return {"x": x + self.drop(self.down(F.gelu(self.up(x)).square()))}
+
+
+class Nested(nn.Module):
+    """A ModuleList of ModuleLists; a block has a list of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.wte = nn.Embedding(61, 32)
+        self.stages = nn.ModuleList(nn.ModuleList(Block() for _ in range(2)) for _ in range(2))
+        self.stages[0][0].experts = nn.ModuleList([nn.Linear(32, 32)])
+
+    def forward(self, idx, targets):
+        state = {"x": self.wte(idx)}
+        for stage in self.stages:
+            for block in stage:
+                state = block(state)
+        logits = state["x"] @ self.wte.weight.t()
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def gpt(dtype=torch.float32, dropout=0.1):
+    config = GPTConfig(
+        n_layer=3, n_head=4, n_embd=32, block_size=48, vocab_size=61, dropout=dropout
+    )
+    return GPT(config).to(dtype)
+
+
+def transformers_gpt2(patched=False, cache=False):
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    config = transformers.GPT2Config(
+        n_layer=3, n_head=4, n_embd=32, n_positions=48, vocab_size=61, use_cache=cache
+    )
+    model = transformers.GPT2LMHeadModel(config).train()
+    if patched:
+        from fastpar import patch
+
+        patch(model)
+    return model
+
+
+MODELS = {
+    "ours": gpt,
+    "ours bf16": lambda: gpt(torch.bfloat16),
+    "transformers": transformers_gpt2,
+    "transformers patched": lambda: transformers_gpt2(patched=True),
+    "nested": Nested,
+}
+
+
+def loss_of(model):
+    torch.manual_seed(3)
+    out = model(IDS, labels=IDS) if hasattr(model, "generate") else model(IDS, IDS)
+    return out.loss if hasattr(out, "loss") else out
+
+
+def loss_and_gradients(model):
+    model.zero_grad()
+    loss = loss_of(model)
+    loss.backward()
+    return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if "exp" not in n}
+
+
+def kept_bytes(model):
+    """What a forward leaves allocated, by torch's allocator; the graph is alive meanwhile."""
+    loss_of(model)
+    with torch.autograd.profiler.profile(profile_memory=True) as profile:
+        loss = loss_of(model)
+    total = sum(event.self_cpu_memory_usage for event in profile.key_averages())
+    del loss
+    return total
+
+
+def saved_bytes(model):
+    """What autograd itself saves."""
+    total = 0
+
+    def pack(tensor):
+        nonlocal total
+        total += tensor.numel() * tensor.element_size()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss_of(model)
+    return total
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_have_the_same_bits(name):
+    model = MODELS[name]()
+    expected = loss_and_gradients(model)
+    for mode in ("full", "selective", "none"):
+        loss, gradients = loss_and_gradients(recompute(model, mode))
+        assert torch.equal(loss, expected[0]), mode
+        for parameter, grad in gradients.items():
+            assert torch.equal(grad, expected[1][parameter]), (mode, parameter)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_less_is_kept_between_forward_and_backward(name):
+    model = MODELS[name]()
+    kept = {m: kept_bytes(recompute(model, m)) for m in ("none", "full", "selective")}
+    assert kept["full"] < 0.5 * kept["none"]
+    assert kept["full"] < kept["selective"] < 0.9 * kept["none"]
+    saved = {m: saved_bytes(recompute(model, m)) for m in ("none", "full", "selective")}
+    assert saved["full"] < 0.5 * saved["none"]
+    assert saved["selective"] == saved["full"]  # the rest is kept by the mode
+
+
+class Count(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+OURS_OR_TORCHS = "fastpar.linear" if has_gemm else "aten.addmm"  # by the processor
+
+
+@pytest.mark.parametrize(
+    ("build", "kept", "cheap"),
+    [
+        (gpt, [OURS_OR_TORCHS, "aten.mm", "fastpar.attention"], "fastpar.bias_gelu"),
+        (
+            lambda: Nested().eval(),  # without dropout the attention is one op
+            ["aten.addmm", "aten._scaled_dot_product_flash_attention_for_cpu"],
+            "aten.gelu",
+        ),
+    ],
+)
+def test_selective_runs_only_the_cheap_ops_again(build, kept, cheap):
+    model = build()
+    n_blocks = 3 if build is gpt else 4
+    counts = {}
+    for mode in ("none", "full", "selective"):
+        loss = loss_of(recompute(model, mode))
+        with Count() as count:
+            loss.backward()
+        counts[mode] = count.calls
+    for op in (f"{name}.default" for name in kept):
+        assert counts["full"][op] >= counts["none"][op] + n_blocks
+        assert counts["selective"][op] == counts["none"][op]
+    assert counts["full"][f"{cheap}.default"] == counts["selective"][f"{cheap}.default"] == n_blocks
+
+
+def recomputed_names(model):
+    return [n for n, m in model.named_modules() if isinstance(vars(m).get("forward"), Recomputed)]
+
+
+def test_which_blocks():
+    model = Nested()
+    names = ["stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1"]
+    assert recomputed_names(recompute(model)) == names
+    assert recomputed_names(recompute(model, every=3)) == [names[0], names[3]]
+    assert recomputed_names(recompute(model, blocks=[model.stages[1][1]])) == names[3:]
+    assert recomputed_names(recompute(model, blocks=nn.Linear, mode="none")) == []
+    assert len(recomputed_names(recompute(model, blocks=nn.Linear))) == 3 * 4 + 1
+    assert recomputed_names(recompute(model.stages, "selective")) == [n[7:] for n in names]
+
+
+def test_names_and_an_earlier_forward_of_the_instance_stay():
+    model = Nested()
+    keys = list(model.state_dict())
+    calls = []
+    block = model.stages[1][0]
+
+    def mine(state):
+        calls.append(1)
+        return Block.forward(block, state)
+
+    block.forward = mine
+    loss_and_gradients(recompute(model))
+    assert list(model.state_dict()) == keys
+    assert len(calls) == 2  # forward and recompute
+    recompute(recompute(model, "selective"), "none")
+    assert block.forward is mine
+    assert "forward" not in vars(model.stages[0][0])
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_copies_recompute_their_own_blocks(how):
+    model = recompute(gpt(), "selective")
+    other = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
+    for block in other.h:
+        assert block.forward.block is block
+        assert block.forward.mode == "selective"
+    expected = loss_and_gradients(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    loss, gradients = loss_and_gradients(other)
+    assert torch.equal(loss, expected[0])
+    assert all(torch.equal(g, expected[1][n]) for n, g in gradients.items())
+
+
+def test_without_gradients_nothing_is_recomputed_and_caches_work():
+    model = transformers_gpt2(cache=True).eval()
+    expected = model.generate(IDS[:, :4], max_new_tokens=8, do_sample=False)
+    recompute(model, "selective")
+    assert torch.equal(model.generate(IDS[:, :4], max_new_tokens=8, do_sample=False), expected)
+    with torch.no_grad():
+        assert model(IDS).past_key_values.get_seq_length() == IDS.shape[1]
+    assert model(IDS).past_key_values.get_seq_length() == 0  # withheld: gradients are recorded
+
+
+def test_full_recompute_can_go_backward_twice():
+    model = gpt()
+    expected = {n: 2 * g for n, g in loss_and_gradients(model)[1].items()}
+    recompute(model)
+    model.zero_grad()
+    loss = loss_of(model)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    for name, p in model.named_parameters():
+        assert torch.equal(p.grad, expected[name]), name
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "half"}, r"expected a mode of none, full, selective, got mode='half'"),
+        ({"every": 0}, r"expected every >= 1, got every=0"),
+        ({"blocks": nn.Conv2d}, r"got model=Nested without any of those asked for; pass blocks="),
+        ({"blocks": [nn.Linear(1, 1)]}, r"got blocks\[0\]=Linear, which is none; take them"),
+    ],
+)
+def test_bad_arguments(options, message):
+    with pytest.raises(ValueError, match=message):
+        recompute(Nested(), **options)
+    with pytest.raises(ValueError, match=r"got model=Linear without an nn\.ModuleList"):
+        recompute(nn.Linear(2, 2))

@@ -1,0 +1,290 @@
+"""Split layers, each alone: outputs and every gradient equal the plain layer's."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from test_tp_plan import batch, same
+from torch import nn
+
+import fastpar
+from fastpar import (
+    AdamW,
+    ColumnParallelLinear,
+    Mesh,
+    Partial,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    VocabParallelLinear,
+    engine_of,
+    parallelize,
+)
+from fastpar.nn.tp_layers import TokenDropout, VocabParallelLoss, convert
+from fastpar.testing import run_ranks
+
+
+class Model(nn.Module):
+    """Written for tp: everything is a layer of this file, or says what it is in one line."""
+
+    tp_states = {"norm.weight": Partial(), "norm.bias": Partial()}  # noqa: RUF012
+
+    def __init__(self, bias=True, tied=True):
+        super().__init__()
+        self.words = VocabParallelEmbedding(67, 8)
+        self.norm = nn.LayerNorm(8)
+        self.up = ColumnParallelLinear(8, 24, bias, groups=3)
+        self.down = RowParallelLinear(8, 8, bias)
+        self.head = VocabParallelLinear(8, 67, bias=bias)
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, ids):
+        """Logits [N, V] of all tokens."""
+        x = self.words(ids)  # under sequence parallelism [N/tp, C]
+        q, k, v = self.up(self.norm(x)).chunk(3, -1)
+        return self.head(x + self.down(q * k.sigmoid() + v.tanh())).view(-1, 67)
+
+
+def model(**options):
+    torch.manual_seed(0)
+    return Model(**options).double()
+
+
+def plain(**options):
+    """The same weights in torch's layers."""
+    theirs = model(**options)
+    tied = theirs.head.weight is theirs.words.weight
+    for name, layer in list(theirs.named_children()):
+        if name != "norm":
+            kind = nn.Embedding if name == "words" else nn.Linear
+            args = (67, 8) if name == "words" else (layer.in_features, layer.out_features)
+            other = kind(*args).double() if name == "words" else kind(
+                *args, bias=layer.bias is not None
+            ).double()  # fmt: skip
+            other.load_state_dict(layer.state_dict())
+            setattr(theirs, name, other)
+    if tied:
+        theirs.head.weight = theirs.words.weight
+    return theirs
+
+
+def loss_of(model, ids):
+    return nn.functional.cross_entropy(model(ids), ids.flip(1).flatten())
+
+
+def steps(model, optimizer):
+    seen = []
+    for step in range(3):
+        loss = loss_of(model, batch(step))
+        loss.backward()
+        if hasattr(model.norm.weight, "_fastpar_engine"):
+            grads = [grad.clone() for _, grad in engine_of(model).grads()]
+            names = {id(p): i for i, (p, _) in enumerate(engine_of(model).grads())}
+            grads = [grads[names[id(p)]] for p in model.parameters()]
+        else:
+            grads = [p.grad.clone() for p in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append((loss.detach(), grads))
+    return seen, model.state_dict()
+
+
+def split(base, tp):
+    torch.set_num_threads(1)
+    mine = copy.deepcopy(base)
+    parallelize(mine, Mesh(tp=tp))
+    return steps(mine, AdamW(mine.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.01))
+
+
+@pytest.mark.parametrize("options", [{}, {"bias": False}, {"tied": False}], ids=str)
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_a_model_of_split_layers_equals_torchs(tp, options):
+    theirs = plain(**options)
+    optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.01)
+    want, whole = steps(theirs, optimizer)
+    for seen, state in run_ranks(split, tp, model(**options), tp):
+        for (loss, grads), (want_loss, want_grads) in zip(seen, want):
+            same(loss, want_loss)
+            for grad, other in zip(grads, want_grads):
+                same(grad, other)
+        assert list(state) == list(whole)
+        for name, other in whole.items():
+            same(state[name], other)
+
+
+def test_before_parallelize_they_are_plain():
+    mine, theirs = model(), plain()
+    assert torch.equal(mine(batch(0)), theirs(batch(0)))
+    assert list(mine.state_dict()) == list(theirs.state_dict())
+    again = pickle.loads(pickle.dumps(mine))
+    assert torch.equal(again(batch(0)), theirs(batch(0)))
+
+
+def test_a_whole_embedding_takes_any_shape():
+    base = model()
+
+    def run():
+        mine = copy.deepcopy(base)
+        parallelize(mine, Mesh(tp=2), sequence_parallel=False)
+        mine.words.tp.sequence_parallel = False
+        return mine.words(torch.tensor(5)), mine.words(torch.zeros(1, 2, 3, dtype=torch.int64))
+
+    want = plain().words.weight
+    for one, many in run_ranks(run, 2):
+        assert torch.equal(one, want[5])
+        assert torch.equal(many, want[0].expand(1, 2, 3, 8))
+
+
+def test_how_a_split_layer_prints():
+    base = model()
+
+    def run():
+        mine = copy.deepcopy(base)
+        parallelize(mine, Mesh(tp=2))
+        return repr(mine.up), repr(mine.head)
+
+    up, head = run_ranks(run, 2)[1]
+    assert up == ("ColumnParallelLinear(in_features=8, out_features=24, bias=True, rank 1 of tp=2)")
+    assert head.startswith("VocabParallelLinear(in_features=8, out_features=67")
+
+
+def test_a_split_model_is_copied_and_not_pickled():
+    base = model()
+
+    def run():
+        mine = copy.deepcopy(base)
+        parallelize(mine, Mesh(tp=2))
+        twin = copy.deepcopy(mine)
+        assert torch.equal(twin(batch(0)), mine(batch(0)))
+        with pytest.raises(RuntimeError, match=r"expected a model's state_dict\(\) to be saved"):
+            pickle.dumps(mine)
+        return True
+
+    assert run_ranks(run, 2) == [True, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_under_autocast_they_return_what_torchs_do(dtype):
+    theirs, base = plain().float(), model().float()
+
+    def run():
+        mine = copy.deepcopy(base)
+        parallelize(mine, Mesh(tp=2))
+        with torch.autocast("cpu", dtype):
+            x = mine.words(batch(0))
+            y = mine.up(x)
+            logits = mine.head(mine.down(y.chunk(3, -1)[0]))
+        return y.dtype, logits
+
+    with torch.autocast("cpu", dtype):
+        x = theirs.words(batch(0))
+        want = theirs.head(theirs.down(theirs.up(x).chunk(3, -1)[0])).view(-1, 67)
+    for y, logits in run_ranks(run, 2):
+        assert y == logits.dtype == want.dtype == dtype
+        rounding = torch.finfo(dtype).eps
+        assert (logits - want).abs().max() <= 4 * rounding * want.abs().max()
+
+
+# Conversion
+
+
+def test_convert_keeps_parameters_and_hooks_and_can_be_undone():
+    layer, calls = nn.Linear(4, 6), []
+    layer.register_forward_hook(lambda *_: calls.append(1))
+    weight, x = layer.weight, torch.randn(2, 4)
+    want = layer(x)
+    undo = convert(layer, ColumnParallelLinear, groups=2)
+    assert type(layer) is ColumnParallelLinear
+    assert layer.weight is weight
+    assert layer.groups == 2
+    assert torch.equal(layer(x), want)
+    assert len(calls) == 2
+    undo()
+    assert type(layer) is nn.Linear
+    assert "groups" not in vars(layer)
+
+
+def test_convert_of_transformers_conv1d():
+    transformers = pytest.importorskip("transformers", reason="pip install -e '.[dev]'")
+    layer = transformers.pytorch_utils.Conv1D(6, 4)
+    x = torch.randn(2, 4)
+    want = layer(x)
+    convert(layer, RowParallelLinear)
+    assert type(layer).__name__ == "RowParallelConv1D"
+    assert isinstance(layer, transformers.pytorch_utils.Conv1D)
+    assert torch.equal(layer(x), want)
+
+
+@pytest.mark.parametrize(
+    ("layer", "kind", "message"),
+    [
+        (nn.LayerNorm(4), RowParallelLinear, r"expected nn\.Linear to make a RowParallelLinear of, "
+         r"got h\.0=LayerNorm; leave it out of tp_plan, or put the plain layer there"),
+        (nn.Embedding(4, 4, padding_idx=1), VocabParallelEmbedding,
+         r"expected nn\.Embedding to make a VocabParallelEmbedding of, got h\.0=Embedding, "
+         r"padding_idx=1"),
+        (fastpar.LinearCrossEntropyLoss(z_loss=0.1), VocabParallelLoss,
+         r"got h\.0=LinearCrossEntropyLoss, vocab_size=None, z_loss=0\.1"),
+        (nn.AlphaDropout(), TokenDropout, r"expected nn\.Dropout to make a TokenDropout of, got"),
+    ],
+)  # fmt: skip
+def test_convert_refuses(layer, kind, message):
+    with pytest.raises(ValueError, match=message):
+        convert(layer, kind, name="h.0")
+
+
+def test_a_forward_of_someone_elses_is_not_lost():
+    layer = nn.Linear(4, 4)
+    layer.forward = lambda x: x
+    with pytest.raises(ValueError, match=r"to make a ColumnParallelLinear of, got layer=Linear;"):
+        convert(layer, ColumnParallelLinear)
+
+
+# Losses
+
+
+class WithLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.norm = nn.Embedding(67, 8), nn.LayerNorm(8)
+        self.loss = fastpar.LinearCrossEntropyLoss(vocab_size=67)
+
+    def forward(self, ids):
+        return self.loss(self.norm(self.words(ids)), self.words.weight, ids.flip(1))
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_loss_of_a_split_weight(tp):
+    torch.manual_seed(0)
+    base = WithLoss().double()
+    once = copy.deepcopy(base)
+    want = once(batch(0))
+    want.backward()
+
+    def run():
+        mine = copy.deepcopy(base)
+        parallelize(mine, Mesh(tp=tp), tp_plan={"words": "vocab", "loss": "head"})
+        loss = mine(batch(0))
+        loss.backward()
+        grads = {id(p): grad.clone() for p, grad in engine_of(mine).grads()}
+        return loss.detach(), [grads[id(p)] for p in mine.parameters()]
+
+    for loss, grads in run_ranks(run, tp):
+        same(loss, want.detach())
+        for grad, p in zip(grads, once.parameters()):
+            same(grad, p.grad)
+
+
+def test_a_heads_loss_needs_a_split_head():
+    message = (
+        r"VocabParallelLinear: expected a layer without bias, after parallelize\(\) with tp > 1, "
+        r"got tp=None bias=True; use fastpar\.LinearCrossEntropyLoss before"
+    )
+    with pytest.raises(ValueError, match=message):
+        VocabParallelLinear(4, 6).loss(torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64))
+
+
+def test_the_vocabulary_options_of_the_plain_embedding():
+    with pytest.raises(ValueError, match=r"Embedding: expected padding_idx to be left out, got"):
+        VocabParallelEmbedding(4, 4, padding_idx=1)

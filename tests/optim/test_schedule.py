@@ -1,0 +1,119 @@
+"""schedule.py: the optimizer that settings describe, who is decayed, the learning rate of a run."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from fastpar.config.options import OptimSettings
+from fastpar.optim.adafactor import Adafactor
+from fastpar.optim.adamw import AdamW
+from fastpar.optim.schedule import cosine_lr, describe_storage, make_optimizer, param_groups
+
+
+def test_param_groups_decay_matrices_only_and_tied_ones_once():
+    model = nn.ModuleDict({"wte": nn.Embedding(5, 3), "norm": nn.LayerNorm(3)})
+    model["head"] = nn.Linear(3, 5)
+    model["head"].weight = model["wte"].weight
+    model["frozen"] = nn.Linear(3, 3).requires_grad_(False)
+    decay, rest = param_groups(model, 0.1)
+    assert [id(p) for p in decay["params"]] == [id(model["wte"].weight)]
+    assert decay["weight_decay"] == 0.1
+    assert [p.dim() for p in rest["params"]] == [1, 1, 1]
+    assert rest["weight_decay"] == 0.0
+    assert len(param_groups(nn.Embedding(5, 3), 0.1)) == 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "settings", "entries"),
+    [
+        (torch.float32, {}, {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}),
+        (torch.float32, {"master_weights": "remainder", "moment_dtype": "bf16"},
+         {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16}),
+        (torch.bfloat16, {}, {"master_weight": torch.float32}),
+        (torch.float16, {"master_weights": "full"}, {"master_weight": torch.float32}),
+        (torch.bfloat16, {"master_weights": "remainder"}, {"master_remainder": torch.int16}),
+        (torch.bfloat16, {"stochastic_rounding": True, "moment_dtype": "int8"},
+         {"exp_avg_codes": torch.uint8, "exp_avg_sq_codes": torch.uint8}),
+        (torch.float32, {"optimizer": "adafactor"}, {"row_var": torch.float32}),
+        (torch.bfloat16, {"optimizer": "adafactor", "master_weights": "remainder"},
+         {"col_var": torch.float32, "master_remainder": torch.int16}),
+    ],
+)  # fmt: skip
+def test_settings_choose_what_the_optimizer_keeps(dtype, settings, entries):
+    model = nn.Linear(4, 3).to(dtype)
+    settings = OptimSettings(lr=0.25, betas=(0.5, 0.75), weight_decay=0.125, **settings)
+    optimizer = make_optimizer(model, settings, dtype=dtype, seed=7)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    state = optimizer.state[model.weight]
+    assert {name: state[name].dtype for name in entries} == entries
+    assert {name for name in state if "master" in name} == {n for n in entries if "master" in n}
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.125, 0.0]
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    assert optimizer.max_grad_norm == 1.0
+    if isinstance(optimizer, AdamW):
+        assert (optimizer.seed, optimizer.param_groups[0]["betas"]) == (7, (0.5, 0.75))
+    else:
+        assert isinstance(optimizer, Adafactor)
+        assert optimizer.param_groups[0]["add_eps"]
+
+
+def test_no_limit_still_measures_the_norm():
+    for name in ("adamw", "adafactor"):
+        settings = OptimSettings(optimizer=name, max_grad_norm=0)
+        optimizer = make_optimizer(nn.Linear(2, 2), settings, dtype=torch.float32, seed=0)
+        assert optimizer.max_grad_norm == math.inf
+
+
+@pytest.mark.parametrize(
+    ("dtype", "settings", "words"),
+    [
+        (torch.float32, {}, "adamw, master weights none, moments fp32"),
+        (torch.bfloat16, {}, "adamw, master weights full, moments fp32"),
+        (
+            torch.bfloat16,
+            {"master_weights": "remainder", "moment_dtype": "int8"},
+            "adamw, master weights remainder, moments int8",
+        ),
+        (
+            torch.bfloat16,
+            {"stochastic_rounding": True, "moment_dtype": "bf16"},
+            "adamw, master weights none, rounded stochastically, moments bf16",
+        ),
+        (torch.float32, {"optimizer": "adafactor"}, "adafactor, master weights none, moments row"),
+    ],
+)
+def test_storage_in_words(dtype, settings, words):
+    assert describe_storage(OptimSettings(**settings), dtype).startswith(words)
+
+
+def test_cosine_lr():
+    def lr(step):
+        return cosine_lr(step, lr=1.0, min_lr=0.1, warmup_steps=10, max_steps=110)
+
+    assert [lr(s) for s in (0, 4, 9)] == pytest.approx([0.1, 0.5, 1.0])
+    assert lr(10) == 1.0
+    assert lr(60) == pytest.approx(0.55)
+    assert lr(109) > lr(110) == lr(10**6) == 0.1
+    steps = [lr(s) for s in range(10, 111)]
+    assert steps == sorted(steps, reverse=True)
+    assert cosine_lr(0, lr=1.0, min_lr=1.0, warmup_steps=0, max_steps=0) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"min_lr": 2.0}, r"expected 0 <= min_lr <= lr=1\.0 < inf, got min_lr=2\.0"),
+        ({"lr": float("inf")}, r"expected 0 <= min_lr <= lr=inf < inf"),
+        ({"step": -1}, r"expected step >= 0, got step=-1"),
+        ({"min_lr": -0.1}, r"got min_lr=-0\.1"),
+        ({"warmup_steps": 11}, r"expected 0 <= warmup_steps <= max_steps=10, got warmup_steps=11"),
+    ],
+)
+def test_bad_schedule(options, message):
+    options = {"step": 0, "lr": 1.0, "min_lr": 0.1, "warmup_steps": 1, "max_steps": 10, **options}
+    with pytest.raises(ValueError, match=message):
+        cosine_lr(**options)

@@ -1,0 +1,173 @@
+"""describe.py: what it prints is what the engine holds and sends."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from fastpar import GPT, AdamW, GPTConfig, Mesh, engine_of, parallelize
+from fastpar.parallel import describe
+from fastpar.testing import run_ranks
+
+SMALL = {"bucket_mb": 0.05, "first_bucket_mb": 0.01}
+
+
+def model_of():
+    generator = torch.Generator().manual_seed(0)  # the default one is shared by threads
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.uniform_(-0.1, 0.1, generator=generator)
+    return model
+
+
+def engine_after(steps, **options):
+    model = parallelize(model_of(), Mesh(), **SMALL, **options)
+    optimizer, engine, sent = AdamW(model.parameters()), engine_of(model), []
+    for _ in range(steps):
+        model(torch.ones(2, 64)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sent.append(engine.report.wire_bytes)
+    return model, engine, sent
+
+
+@pytest.mark.parametrize("options", [{}, {"reduce_dtype": torch.bfloat16}])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_wire_bytes_are_those_of_a_step(stage, options):
+    def ranks():
+        _, engine, sent = engine_after(4, zero_stage=stage, **options)
+        # The gathers that zero_grad() launches belong to the step that follows.
+        assert sent[2] == sent[3] == engine.wire_bytes_per_step
+
+    run_ranks(ranks, 2)
+
+
+@pytest.mark.parametrize(
+    ("stage", "kinds"),
+    [
+        (0, {"parameters": 4, "gradients": 4}),
+        (1, {"parameters": 4, "gradients": 4}),
+        (2, {"parameters": 4, "gradient shards": 2}),
+        (3, {"parameter shards": 2, "gradient shards": 2}),
+    ],
+)
+def test_memory_between_steps(stage, kinds):
+    def ranks():
+        _, engine, _ = engine_after(2, zero_stage=stage)
+        if stage == 3:
+            engine.zero_grad()
+        return engine.memory(), sum(b.spec.numel for b in engine.buckets)
+
+    for memory, numel in run_ranks(ranks, 2):
+        assert {k: n for k, n in memory.items() if n} == {k: n * numel for k, n in kinds.items()}
+
+
+def test_what_it_says():
+    def ranks(**options):
+        _, engine, _ = engine_after(1, **options)
+        return engine.describe()
+
+    one = ranks()
+    assert "stage 0, dp=1, 1 shards, no communication" in one
+    assert one.endswith("schedule: nothing to send")
+    text = run_ranks(lambda: ranks(zero_stage=3), 2)[0]
+    assert "engine: stage 3, dp=2, 2 shards, shm (all ranks are on this host), 16,640 tra" in text
+    assert "all-gather each unit before its forward and backward, 1 ahead; reduce-scatter" in text
+    assert len(text.splitlines()) == 4 + 4 + 1
+    assert "     0     4  float32        2     0.02       0.01  3.bias .. 3.weight" in text
+    text = run_ranks(lambda: ranks(zero_stage=2, shard_size=2, deterministic=True), 4)[0]
+    assert "then all-reduce each shard with its 2 copies" in text
+    assert re.search(r"^deterministic: \d+\.\d ms of the last step, \d+\.\d MiB held", text, re.M)
+    assert "sums in a fixed tree" in text
+    assert "under the next forward" in text
+    text = run_ranks(ranks, 2)[0]
+    assert "schedule: all-reduce buckets 0 to" in text
+
+
+def test_frozen_parameters_are_counted():
+    model = model_of()
+    model[0].requires_grad_(False)
+    parallelize(model, Mesh())
+    assert engine_of(model).memory()["frozen parameters"] == 4 * (64 * 64 + 64)
+
+
+@pytest.mark.parametrize(("stage", "copies"), [(0, 1.0), (1, 0.5), (2, 0.5), (3, 0.5)])
+def test_what_fixed_sums_cost_is_counted(stage, copies):
+    """After one micro-batch a tree holds its reduced gradients once more."""
+
+    def ranks():
+        model = parallelize(model_of(), Mesh(), zero_stage=stage, deterministic=True, **SMALL)
+        engine = engine_of(model)
+        model(torch.ones(2, 64)).square().sum().backward()
+        held = engine.memory()["partial sums"]
+        engine.zero_grad()
+        return held, engine.memory()["partial sums"], sum(b.spec.numel for b in engine.buckets)
+
+    for held, after, numel in run_ranks(ranks, 2):
+        assert held == copies * 4 * numel
+        assert after == 0
+
+
+# Along tp
+
+
+def gpt_after(steps, tp, dtype=torch.float32, **options):
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 8, "vocab_size": 100}
+    model = parallelize(GPT(GPTConfig(**sizes)).to(dtype), Mesh(tp=tp), **SMALL, **options)
+    wide = dtype == torch.float32
+    optimizer = AdamW(model.parameters(), master_weights=not wide)
+    engine, sent = engine_of(model), []
+    for _ in range(steps):
+        idx = torch.arange(8)[None]
+        model(idx, idx).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sent.append(engine.report.wire_bytes)
+    return engine, sent
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize(("dp", "stage"), [(1, 0), (2, 0), (2, 1), (2, 2), (2, 3)])
+def test_wire_bytes_with_partial_sums_are_those_of_a_step(dp, stage, sequence_parallel, dtype):
+    def ranks():
+        engine, sent = gpt_after(4, 2, dtype, zero_stage=stage, sequence_parallel=sequence_parallel)
+        assert sent[2] == sent[3] == engine.wire_bytes_per_step
+        kind = "all-reduce of partial gradients"
+        return describe.wire_bytes(engine).get(kind, 0)
+
+    partial = (8 + 10 + 4) * 32 * dtype.itemsize  # wpe, norms, biases
+    sums = run_ranks(ranks, 2 * dp)
+    if not sequence_parallel:
+        assert sums == [0] * 2 * dp
+    elif stage == 0:
+        assert sums == [partial] * 2 * dp
+    else:  # the ranks of dp share the elements
+        assert sums[0] == sums[1]
+        assert sums[0] + sums[2] == partial
+
+
+def test_what_it_says_of_tp():
+    def ranks(**options):
+        return gpt_after(1, 2, **options)[0].describe()
+
+    alone = run_ranks(ranks, 2)[1]
+    whole = 128 * 32 + 8 * 32 + 2 * (12 * 32**2 + 13 * 32) + 2 * 32
+    assert (
+        f"tensor parallel: tp=2, tokens between layers split; of {whole:,} trained parameters "
+        "13 tensors are split, 0 replicated, 15 partial"
+    ) in alone
+    assert alone.endswith(
+        "schedule: all-reduce partial gradients along tp after each backward; one control exchange "
+        "before the update"
+    )
+    assert "all-reduce of partial gradients 0.0 MiB" in alone
+    text = run_ranks(lambda: ranks(zero_stage=2, sequence_parallel=False), 4)[0]
+    assert "tokens between layers on every rank; of" in text
+    assert "13 tensors are split, 15 replicated, 0 partial" in text
+    assert "partial gradients" not in text
+    text = run_ranks(lambda: ranks(zero_stage=3), 4)[0]
+    assert "; all-reduce partial gradients along tp after the last backward; one control" in text
+    assert "tensor parallel" not in run_ranks(lambda: gpt_after(1, 1)[0].describe(), 2)[0]

@@ -1,0 +1,143 @@
+"""groups.py: which ranks meet in which process group, and what runs on it."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fastpar.comm.mesh import Mesh
+from fastpar.parallel.debug import Debug, DelayedCollectives
+from fastpar.parallel.engine_groups import GroupMaker, _strided
+from fastpar.testing import run_ranks
+
+
+@pytest.mark.parametrize(
+    ("stride", "size", "expected"),
+    [
+        (1, 2, [[0, 1], [2, 3], [4, 5], [6, 7]]),  # tp of dp=4, tp=2
+        (2, 4, [[0, 2, 4, 6], [1, 3, 5, 7]]),  # dp
+        (2, 2, [[0, 2], [1, 3], [4, 6], [5, 7]]),  # shards of two
+        (4, 2, [[0, 4], [1, 5], [2, 6], [3, 7]]),  # their copies
+        (8, 1, [[0], [1], [2], [3], [4], [5], [6], [7]]),
+    ],
+)
+def test_groups_of_eight_ranks(stride, size, expected):
+    assert list(_strided(8, stride, size)) == expected
+
+
+def members(collectives):
+    return None if collectives is None else dist.get_process_group_ranks(collectives.group)
+
+
+def maker_of(mesh, transport="torch", factory=None, debug=None, deterministic=False):
+    return GroupMaker(mesh, transport, factory, deterministic=deterministic, debug=debug or Debug())
+
+
+def groups_of(tp, stage, n_shards):
+    maker = maker_of(Mesh(tp=tp))
+    of_tp = members(maker.of_tp()) if tp > 1 else None
+    groups = maker.of_engine(stage, n_shards)
+    roles = ("reduce", "gather", "replicate", "control")
+    return of_tp, *(members(getattr(groups, role)) for role in roles)
+
+
+ALL = list(range(8))
+
+
+@pytest.mark.parametrize(
+    ("tp", "stage", "n_shards", "expected"),
+    [
+        (1, 0, 1, (None, ALL, None, None, ALL)),
+        (1, 2, 8, (None, ALL, ALL, None, ALL)),
+        (1, 3, 2, (None, [4, 5], [4, 5], [1, 3, 5, 7], ALL)),
+        (2, 0, 1, ([4, 5], [1, 3, 5, 7], None, None, ALL)),
+        (2, 1, 4, ([4, 5], [1, 3, 5, 7], [1, 3, 5, 7], None, ALL)),
+        (2, 3, 2, ([4, 5], [5, 7], [5, 7], [1, 5], ALL)),
+        (8, 0, 1, (ALL, None, None, None, ALL)),
+    ],
+)
+def test_what_rank_5_of_8_is_told(tp, stage, n_shards, expected):
+    assert run_ranks(groups_of, 8, tp, stage, n_shards)[5] == expected
+
+
+def test_one_rank_talks_to_nobody():
+    groups = maker_of(Mesh()).of_engine(0, 1)
+    assert (groups.reduce, groups.gather, groups.replicate, groups.control) == (None,) * 4
+
+
+def sums_at_once():
+    """Every role has something under way, in another order on each rank."""
+    mesh = Mesh(tp=2, timeout_s=30)
+    maker = maker_of(mesh)
+    roles = {"tp": maker.of_tp(), **vars(maker.of_engine(3, 1))}
+    names = sorted(roles, reverse=mesh.rank % 2 == 1)
+    sums = {name: torch.full((1000,), mesh.rank + 1.0) for name in names if roles[name] is not None}
+    handles = [roles[name].all_reduce(x, async_op=True) for name, x in sums.items()]
+    for handle in handles:
+        handle.wait()
+    for c in roles.values():
+        if c is not None:
+            c.close()
+    return {name: x.unique().tolist() for name, x in sums.items()}
+
+
+def test_roles_do_not_queue_behind_each_other():
+    """Over gloo, where two orders of one group's operations would add up other tensors."""
+    for rank, sums in enumerate(run_ranks(sums_at_once, 4, backend="gloo")):
+        pair = 3.0 if rank < 2 else 7.0
+        copies = 4.0 if rank % 2 == 0 else 6.0
+        alone = [rank + 1.0]
+        assert sums == {
+            "tp": [pair],
+            "reduce": alone,
+            "gather": alone,
+            "replicate": [copies],
+            "control": [10.0],
+        }
+
+
+def test_shared_memory_serves_every_axis():
+    """Ranks of one host: the transport is chosen for each group."""
+
+    def ranks():
+        maker = maker_of(Mesh(tp=2), "auto")
+        groups = {"tp": maker.of_tp(), **vars(maker.of_engine(2, 2))}
+        return {name: c.transport for name, c in groups.items() if c is not None}
+
+    for kinds in run_ranks(ranks, 4):
+        assert kinds == dict.fromkeys(("tp", "reduce", "gather", "control"), "shm")
+
+
+def test_a_factory_and_delays_are_used_for_every_role():
+    made = []
+
+    def ranks():
+        mesh = Mesh(tp=2)
+
+        def factory(group, role):
+            made.append((mesh.rank, role, dist.get_process_group_ranks(group)))
+            return maker_of(mesh).make(group, role)
+
+        maker = maker_of(mesh, factory=factory, debug=Debug(delay_ms=1.0))
+        return isinstance(maker.of_tp(), DelayedCollectives), vars(maker.of_engine(3, 1))
+
+    for delayed, groups in run_ranks(ranks, 4):
+        assert delayed
+        assert all(isinstance(c, DelayedCollectives) for c in groups.values())
+    assert sorted(x for x in made if x[0] == 3) == [
+        (3, "control", [0, 1, 2, 3]),
+        (3, "gather", [3]),
+        (3, "reduce", [1, 3]),
+        (3, "reduce", [3]),
+        (3, "replicate", [1, 3]),
+        (3, "tp", [2, 3]),
+    ]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_sums_in_rank_order_are_asked_of_every_group(deterministic):
+    def ranks():
+        maker = maker_of(Mesh(tp=2), deterministic=deterministic)
+        groups = [maker.of_tp(), *vars(maker.of_engine(2, 2)).values()]
+        return {c.in_rank_order for c in groups if c is not None}
+
+    assert run_ranks(ranks, 4) == [{deterministic}] * 4

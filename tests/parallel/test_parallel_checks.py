@@ -1,0 +1,288 @@
+"""What does not fit is refused: named, at once, and on every rank that is still there."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from fastpar import AdamW, Mesh, engine_of, parallelize
+from fastpar.testing import run_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = {"bucket_mb": 0.0025, "first_bucket_mb": 0.001}
+stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+
+
+def stack():
+    return nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+
+
+def on_ranks(fn, world_size=2, **options):
+    """The error of each rank; none of them ends the others."""
+
+    def outcome():
+        try:
+            fn()
+        except Exception as error:
+            return error
+
+    return run_ranks(outcome, world_size, **options)
+
+
+def assert_all_raise(outcomes, kind, message):
+    for outcome in outcomes:
+        with pytest.raises(kind, match=message):
+            raise outcome
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"zero_stage": 4}, r"expected zero_stage 0, 1, 2 or 3, got zero_stage=4"),
+        ({"zero_stage": -1}, r"expected zero_stage 0, 1, 2 or 3, got zero_stage=-1"),
+        ({"zero_stage": True}, r"expected zero_stage 0, 1, 2 or 3, got zero_stage=True"),
+        ({"shard_size": 3}, r"expected shard_size to divide dp=2, got shard_size=3"),
+        ({"shard_size": 0}, r"expected shard_size to divide dp=2, got shard_size=0"),
+        ({"grad_dtype": torch.int32}, r"expected a floating-point grad_dtype, got .*int32"),
+        ({"reduce_dtype": torch.bool}, r"expected a floating-point reduce_dtype, got .*bool"),
+        ({"accumulate": "half"}, r"expected accumulate 'shard' or 'full', got accumulate='half'"),
+        ({"grad_accum_steps": 0}, r"expected an integer grad_accum_steps >= 1, got .*=0"),
+        ({"prefetch": -1}, r"expected an integer prefetch >= 0, got prefetch=-1"),
+        ({"units": [nn.Linear(1, 1)]}, r"expected units inside the model, got units with a Linear"),
+        ({"bucket_mb": 0.0}, r"expected bucket_bytes > 0, got bucket_bytes=0\.0"),
+    ],
+)
+def test_arguments(options, message):
+    def ranks():
+        parallelize(stack(), Mesh(), **{"zero_stage": 1, **options})
+
+    assert_all_raise(on_ranks(ranks), ValueError, message)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"grad_dtype": torch.float32, "reduce_dtype": torch.bfloat16}]
+)
+def test_deterministic_refuses_sums_in_16_bits(options):
+    def ranks():
+        parallelize(stack().bfloat16(), Mesh(), deterministic=True, **options)
+
+    message = r"expected gradients kept and sent in fp32 with deterministic=True, got .* for '0\."
+    assert_all_raise(on_ranks(ranks), ValueError, message)
+
+
+def test_a_mesh_must_have_as_many_ranks_as_there_are():
+    assert_all_raise(on_ranks(lambda: Mesh(dp=3)), ValueError, r"expected .*got .*dp=3")
+
+
+@stages
+def test_dtypes_that_do_not_fit(stage):
+    def ranks():
+        model = stack()
+        model[1].weight = nn.Parameter(model[1].weight.to(torch.complex64))
+        parallelize(model, Mesh(), zero_stage=stage)
+
+    message = r"expected fp32, bf16, fp16 or fp64 parameters, got dtype=torch\.complex64 for '1\.w"
+    assert_all_raise(on_ranks(ranks), ValueError, message)
+
+
+def test_embeddings_that_write_their_rows():
+    """Each rank would write others."""
+
+    def ranks(stage):
+        for kind in (nn.Embedding, nn.EmbeddingBag):
+            model = nn.Sequential(kind(5, 4, max_norm=0.5))
+            with pytest.raises(ValueError, match=r"that write no parameters .*max_norm=0.5 of emb"):
+                parallelize(model, Mesh(), zero_stage=stage)
+            model.requires_grad_(False)
+            parallelize(model.append(nn.Linear(4, 4)), Mesh(), zero_stage=stage)
+
+    for stage in (0, 3):
+        run_ranks(ranks, 2, stage)
+
+
+@stages
+def test_parallelize_twice(stage):
+    def ranks():
+        mesh = Mesh()
+        parallelize(parallelize(stack(), mesh, zero_stage=stage), mesh)
+
+    message = r"expected a model without an engine, got parameter '0\.weight'"
+    assert_all_raise(on_ranks(ranks), ValueError, message)
+
+
+@stages
+def test_a_parameter_put_in_the_place_of_another(stage):
+    def ranks():
+        model = parallelize(stack(), Mesh(), zero_stage=stage, **SMALL)
+        model[1].weight = nn.Parameter(torch.ones(16, 16))
+        model(torch.ones(2, 16)).sum().backward()
+
+    message = r"expected the model to keep its parameter '1\.weight', got another object"
+    assert_all_raise(on_ranks(ranks), RuntimeError, message)
+
+
+@stages
+def test_a_parameter_beside_the_others(stage):
+    def ranks():
+        model = parallelize(stack(), Mesh(), zero_stage=stage, **SMALL)
+        model[1].scale = nn.Parameter(torch.ones(16))
+        (model(torch.ones(2, 16)) * model[1].scale).sum().backward()
+
+    message = r"expected the model's parameters of fastpar.parallelize, got '1\.scale' beside them"
+    assert_all_raise(on_ranks(ranks), RuntimeError, message)
+
+
+@stages
+def test_backward_twice_without_need(stage):
+    """torch's own error, and the ranks go on."""
+
+    def ranks():
+        model = parallelize(stack(), Mesh(), zero_stage=stage, **SMALL)
+        optimizer = AdamW(model.parameters(), lr=0.1)
+        loss = model(torch.ones(2, 16)).square().sum()
+        loss.backward()
+        with pytest.raises(RuntimeError, match=r"backward through the graph a second time"):
+            loss.backward()
+        optimizer.zero_grad()
+        model(torch.ones(2, 16)).square().sum().backward()
+        optimizer.step()
+        return model.state_dict()["0.weight"]
+
+    first, second = run_ranks(ranks, 2)
+    assert torch.equal(first, second)
+
+
+class Wrong(torch.autograd.Function):
+    """A gradient of the weight that is not like the weight."""
+
+    @staticmethod
+    def forward(ctx, x, weight, change):
+        ctx.save_for_backward(weight)
+        ctx.change = change
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (weight,) = ctx.saved_tensors
+        return grad @ weight, ctx.change(torch.ones_like(weight)), None
+
+
+class WithWrong(nn.Module):
+    def __init__(self, change):
+        super().__init__()
+        self.weight, self.change = nn.Parameter(torch.ones(16, 16)), change
+
+    def forward(self, x):
+        return Wrong.apply(x, self.weight, self.change)
+
+
+@stages
+def test_a_gradient_of_the_wrong_shape(stage):
+    def ranks():
+        model = nn.Sequential(nn.Linear(16, 16), WithWrong(lambda g: g[:3]))
+        parallelize(model, Mesh(), zero_stage=stage, **SMALL)
+        model(torch.ones(2, 16)).sum().backward()
+
+    assert_all_raise(on_ranks(ranks), RuntimeError, r"invalid gradient .* got \[3, 16\]")
+
+
+@stages
+def test_a_gradient_of_another_dtype_is_cast_by_autograd(stage):
+    def ranks():
+        model = nn.Sequential(WithWrong(lambda g: g.double()))
+        parallelize(model, Mesh(), zero_stage=stage)
+        model(torch.ones(2, 16)).sum().backward()
+        ((_, grad),) = engine_of(model).grads()
+        return grad
+
+    for grad in run_ranks(ranks, 2):
+        assert grad.dtype == torch.float32
+        assert (grad == 1.0).all()
+
+
+def train(case, stage, transport, timeout_s=4.0):
+    """Rank 1 does something else in step 1."""
+    mesh = Mesh(timeout_s=timeout_s)
+    model = parallelize(stack(), mesh, zero_stage=stage, transport=transport, **SMALL)
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    for step in range(3):
+        odd = mesh.rank == 1 and step == 1
+        for _ in range(2 if odd and case == "another backward" else 1):
+            model(torch.ones(2, 16)).square().sum().backward()
+        if odd and case == "no step":
+            optimizer.zero_grad()
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("case", ["another backward", "no step"])
+@stages
+def test_ranks_that_do_different_things(case, stage):
+    outcomes = on_ranks(lambda: train(case, stage, "auto"), timeout_s=30)
+    message = r"(on rank|of rank|from rank) \d.* (bucket \d+ of step \d|backward passes)"
+    message += r"|expected as many backward passes on every rank|every rank to begin the same, got"
+    assert_all_raise(outcomes, RuntimeError, message)
+
+
+@pytest.mark.parametrize(
+    ("case", "stage", "transport"), [("no step", 3, "shm"), ("another backward", 2, "torch")]
+)
+def test_processes_that_do_different_things(case, stage, transport):
+    outcomes = run_ranks(
+        train,
+        2,
+        case,
+        stage,
+        transport,
+        10.0,
+        backend="gloo",
+        timeout_s=60,
+        init=False,
+        return_exceptions=True,
+    )
+    assert_all_raise(outcomes, RuntimeError, r"rank \d")
+
+
+SNIPPET = """
+import torch, fastpar
+from torch import nn
+
+torch.manual_seed(1)
+model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+x, y = torch.randn(4, 8), torch.randn(4, 1)
+loader = [(x[:2], y[:2]), (x[2:], y[2:])]
+forward = model.forward
+model.forward = lambda x, y: (forward(x) - y).square().mean()
+
+mesh = fastpar.Mesh(dp=2)
+model = fastpar.parallelize(model, mesh, zero_stage=2)
+opt = fastpar.AdamW(model.parameters(), lr=6e-4)
+for x, y in loader:
+    loss = model(x, y)
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+total = sum(v.double().sum() for v in model.state_dict().values())
+print(f"rank {mesh.rank}: {total.item()!r}\\n", end="", flush=True)  # one write: ranks share a pipe
+"""
+
+
+def test_the_loop_of_the_readme_under_torchrun(tmp_path):
+    """Mesh(dp=2) alone initializes torch.distributed; equal batches: as one process."""
+    script = tmp_path / "loop.py"
+    script.write_text(SNIPPET)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, str(script)], capture_output=True, text=True, timeout=120, env=env
+    )
+    assert done.returncode == 0, done.stderr
+    lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
+    assert [line.split(":")[0] for line in lines] == ["rank 0", "rank 1"]
+    assert len({line.split(":")[1] for line in lines}) == 1

@@ -1,0 +1,643 @@
+"""Plans: foreign models split by patterns on their modules' names equal one process."""
+
+import copy
+import functools
+import warnings
+from typing import ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_patched import Nano, gpt2, logits_of, random_weights
+from torch import nn
+
+import fastpar
+from fastpar import AdamW, Mesh, Partial, Replicate, Shard, engine_of, parallelize
+from fastpar.patching.tp_plan import GPT2, Column, Divide, Enter, Head, Leave, Row, Tokens, Vocab
+from fastpar.testing import run_ranks
+
+T = 12
+STEPS = 3
+
+
+def hf(**options):
+    return gpt2("D8", n_head=4, n_embd=32, **options).double()
+
+
+def nano(**options):
+    return random_weights(Nano(width=32, heads=4, **options)).double()
+
+
+def patched(model, **options):
+    fastpar.patch(model, **options)
+    return model
+
+
+MODELS = {
+    "transformers": hf,
+    "transformers eager": functools.partial(hf, attn="eager"),
+    "transformers patched": lambda **k: patched(hf(**k)),
+    "nanoGPT": lambda **k: patched(nano(**k)),
+    "nanoGPT without bias": lambda **k: patched(nano(bias=False, **k)),
+}
+
+THOROUGH = ("transformers", "transformers patched", "nanoGPT")
+
+
+def batch(step, rank=0, ranks=1):
+    ids = torch.randint(67, (4, T), generator=torch.Generator().manual_seed(step))
+    return ids.chunk(ranks)[rank]
+
+
+def loss_of(model, ids):
+    logits = logits_of(model, ids)
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()), logits.detach()
+
+
+def train(model, optimizer, *where):
+    """(loss, logits, gradients) of every step."""
+    seen = []
+    for step in range(STEPS):
+        loss, logits = loss_of(model, batch(step, *where))
+        loss.backward()
+        if hasattr(next(model.parameters()), "_fastpar_engine"):
+            whole = {id(p): grad.clone() for p, grad in engine_of(model).grads()}
+            grads = [whole[id(p)] for p in model.parameters()]
+        else:
+            grads = [p.grad.clone() for p in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append((loss.item(), logits, grads))
+    return seen
+
+
+def one_process(model):
+    """By torch alone; eps hides that a key's bias has no gradient but rounding."""
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.01)
+    return train(model, optimizer), model.state_dict()
+
+
+def split_run(model, tp, stage, tokens, plan=None):
+    torch.set_num_threads(1)
+    mesh, model = Mesh(tp=tp), copy.deepcopy(model)
+    parallelize(model, mesh, zero_stage=stage, sequence_parallel=tokens, tp_plan=plan)
+    optimizer = AdamW(model.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.01)
+    seen = train(model, optimizer, mesh.dp_rank, mesh.dp_size)
+    return mesh.dp_rank, seen, model.state_dict(), engine_of(model).tp_report
+
+
+def same(got, want, bound=1e-12):
+    assert got.shape == want.shape
+    assert (got - want).abs().max() <= bound * want.abs().max().clamp_min(1.0)
+
+
+def compare(ranks, dp, reference):
+    seen_once, whole = reference
+    for dp_rank, seen, state, _ in ranks:
+        for (_, logits, grads), (_, want_logits, want_grads) in zip(seen, seen_once):
+            same(logits, want_logits.chunk(dp)[dp_rank])
+            assert len(grads) == len(want_grads)
+            for grad, want in zip(grads, want_grads):
+                same(grad, want)
+        assert list(state) == list(whole)
+        for name, want in whole.items():
+            same(state[name], want)
+    for step, (want, *_) in enumerate(seen_once):
+        mean = sum(seen[step][0] for _, seen, *_ in ranks) / len(ranks)
+        assert abs(mean - want) <= 1e-12 * abs(want)
+
+
+@pytest.fixture
+def quiet():
+    """At stages 1 to 3 the engine's hooks make a patched block fall back, with a warning."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="fastpar.patch")
+        yield
+
+
+@functools.cache
+def model_and_reference(name):
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    return model, one_process(model)
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("tokens", [False, True])
+@pytest.mark.parametrize(
+    ("name", "dp", "tp", "stage"),
+    [
+        *((name, 1, 4, 0) for name in MODELS),
+        *((name, 2, 2, stage) for name in THOROUGH for stage in (0, 3)),
+        *(
+            pytest.param(name, 2, 2, stage, marks=pytest.mark.slow)
+            for name in THOROUGH
+            for stage in (1, 2)
+        ),
+    ],
+)
+def test_a_ready_plan_equals_one_process(name, dp, tp, stage, tokens):
+    model, reference = model_and_reference(name)
+    ranks = run_ranks(split_run, dp * tp, model, tp, stage, tokens)
+    compare(ranks, dp, reference)
+    where = "on" if tokens else "off"
+    plan = "gpt2" if name.startswith("transformers") else "nanogpt"
+    chosen = f"tp={tp}, sequence parallelism {where}, plan {plan}, chosen for its modules"
+    assert chosen in ranks[0][3]
+
+
+def checkpointed(name):
+    torch.manual_seed(0)
+    if name == "nanoGPT":
+        model = patched(nano())
+        model.checkpointing = False
+        return model
+    model = hf()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("tokens", [False, True])
+@pytest.mark.parametrize("name", ["transformers", "nanoGPT"])
+def test_activation_checkpointing(name, tokens):
+    model = checkpointed(name)
+    compare(run_ranks(split_run, 2, model, 2, 0, tokens), 1, one_process(model))
+
+
+# Dropout draws from torch's default generator, which threads share: processes.
+
+
+RATES = {"attn_pdrop": 0.0, "embd_pdrop": 0.25, "resid_pdrop": 0.25}
+DROPPED = {
+    "transformers": lambda: hf(**RATES),
+    "transformers patched": lambda: patched(hf(dropout=0.25)),
+    "nanoGPT patched": lambda: patched(nano(p=0.25)),
+}
+
+
+def dropped(tp, modes):
+    torch.set_num_threads(1)
+    results = {}
+    for name, make in DROPPED.items():
+        for tokens in modes:
+            torch.manual_seed(0)
+            results[name, tokens] = split_run(make(), tp, 0, tokens)
+    return results
+
+
+def test_the_same_masks_as_one_process():
+    (once,) = run_ranks(dropped, 1, 1, (None,), backend="gloo")
+    ranks = run_ranks(dropped, 2, 2, (False, True), backend="gloo")
+    for name in DROPPED:
+        for tokens in (False, True):
+            compare([rank[name, tokens] for rank in ranks], 1, once[name, None][1:3])
+
+
+def with_other_seeds():
+    mesh = Mesh(tp=2)
+    torch.manual_seed(mesh.rank)
+    model = hf(embd_pdrop=0.1)
+    torch.manual_seed(mesh.rank)
+    message = (
+        r"expected the 2 ranks of tp to have the same torch generator for dropout, got other "
+        r"states; call torch\.manual_seed\(seed \+ mesh\.dp_rank\) before"
+    )
+    with pytest.raises(ValueError, match=message):
+        parallelize(model, mesh)
+    torch.manual_seed(0)
+    parallelize(model, mesh)
+    return True
+
+
+def test_generators_that_differ_are_refused():
+    assert run_ranks(with_other_seeds, 2, backend="gloo") == [True, True]
+
+
+# What people do with a transformers model
+
+
+def saved(model, folder):
+    model = copy.deepcopy(model)
+    parallelize(model, Mesh(tp=2), sequence_parallel=False)
+    state = model.state_dict()
+    model.load_state_dict({name: x * 2 for name, x in state.items()})
+    twice = model.state_dict()
+    torch.distributed.barrier()
+    if Mesh(tp=2).rank == 0:
+        model.save_pretrained(folder, state_dict=dict(state))  # which takes tied ones out
+    return state, twice
+
+
+def test_state_dict_and_save_pretrained(tmp_path):
+    import transformers
+
+    model, _ = model_and_reference("transformers")
+    for state, twice in run_ranks(saved, 2, model, tmp_path):
+        assert list(state) == list(model.state_dict())
+        for name, want in model.state_dict().items():
+            assert torch.equal(state[name], want)
+            assert torch.equal(twice[name], want * 2)
+    again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path, dtype=torch.float64)
+    for name, want in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], want)
+
+
+def generated(model, tp):
+    model = copy.deepcopy(model).eval()
+    parallelize(model, Mesh(tp=tp), sequence_parallel=False)
+    return model.generate(batch(0)[:, :5], max_new_tokens=8, do_sample=False, pad_token_id=0)
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("name", ["transformers", "transformers patched"])
+def test_generate(name):
+    model, _ = model_and_reference(name)
+    (want,) = run_ranks(generated, 1, model, 1)
+    for got in run_ranks(generated, 2, model, 2):
+        assert torch.equal(got, want)
+
+
+def test_generate_needs_all_tokens():
+    model, _ = model_and_reference("transformers")
+
+    def odd():
+        mine = copy.deepcopy(model).eval()
+        parallelize(mine, Mesh(tp=2))
+        mine(batch(0)[:, :5])
+
+    message = (
+        r"expected tp to divide the length of sequences under sequence parallelism, got tp=2 T=5; "
+        r"pad them, or pass sequence_parallel=False"
+    )
+    with pytest.raises(ValueError, match=message):
+        run_ranks(odd, 2)
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("tokens", [False, True])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_fused_loss_never_joins_logits(tp, tokens):
+    torch.manual_seed(0)
+    model = patched(hf(), fused_loss=True)
+    once = copy.deepcopy(model)
+    want, _ = loss_of(once, batch(0))
+    want.backward()
+
+    def run():
+        mine = copy.deepcopy(model)
+        parallelize(mine, Mesh(tp=tp), sequence_parallel=tokens)
+        output = mine(batch(0), labels=batch(0))
+        output.loss.backward()
+        grads = {id(p): grad.clone() for p, grad in engine_of(mine).grads()}
+        return output.loss.detach(), output.logits, [grads[id(p)] for p in mine.parameters()]
+
+    for loss, logits, grads in run_ranks(run, tp):
+        assert logits is None
+        same(loss, want.detach())
+        for grad, p in zip(grads, once.parameters()):
+            same(grad, p.grad)
+
+
+def test_gpt2model_without_a_head_has_the_plan():
+    torch.manual_seed(0)
+    model = gpt2("D8", kind="GPT2Model", n_head=4, n_embd=32).double().eval()
+    want = model(batch(0)).last_hidden_state
+
+    def run():
+        mine = copy.deepcopy(model)
+        parallelize(mine, Mesh(tp=2), tp_plan="gpt2")
+        return mine(batch(0)).last_hidden_state, engine_of(mine).tp_report
+
+    for got, report in run_ranks(run, 2):
+        same(got, want)
+        assert "sequence parallelism on, plan gpt2\n" in report
+
+
+# A model of a user's
+
+
+class Scaled(nn.Module):
+    tp_states: ClassVar = {"scale": Replicate()}
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((8,), 1.5))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+class Mixer(nn.Module):
+    def __init__(self, hidden=12):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, hidden), nn.Linear(hidden, 8)
+        self.gain = nn.Parameter(torch.rand(hidden))
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(x)) * self.gain)
+
+
+class Mine(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(67, 8)
+        self.drop = nn.Dropout(0.0)
+        self.layers = nn.ModuleList(Mixer() for _ in range(2))
+        self.norm, self.scaled = nn.LayerNorm(8), Scaled()
+        self.head = nn.Linear(8, 67)
+
+    def forward(self, ids):
+        x = self.drop(self.words(ids))
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(self.scaled(self.norm(x)))
+
+
+PLAN = {
+    "words": "vocab",
+    "layers.*.up": Column(),
+    "layers.*.down": "row",
+    "layers.*.gain": Shard(0),
+    "head": Head(),
+}
+TOKENS = {**PLAN, "drop": Enter(), "norm": Leave()}
+
+
+def mine():
+    torch.manual_seed(0)
+    return Mine().double()
+
+
+@pytest.mark.parametrize(("plan", "tokens"), [(PLAN, None), (TOKENS, None), (TOKENS, False)])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_users_own_model(plan, tokens, tp):
+    ranks = run_ranks(split_run, tp, mine(), tp, 0, tokens, plan)
+    compare(ranks, 1, one_process(mine()))
+
+
+@pytest.mark.parametrize("plan", [PLAN, TOKENS])
+def test_a_model_on_the_meta_device(plan):
+    whole, want = mine().state_dict(), mine()(batch(0)).detach()
+
+    def run():
+        with torch.device("meta"):
+            model = Mine().double()
+        parallelize(
+            model,
+            Mesh(tp=2),
+            tp_plan=plan,
+            zero_stage=2,
+            materialize=lambda name, tensor: tensor.copy_(whole[name]),
+        )
+        return model(batch(0)).detach()
+
+    for got in run_ranks(run, 2):
+        same(got, want)
+
+
+def compiled(model, plan):
+    torch.set_num_threads(1)
+    model = copy.deepcopy(model)
+    parallelize(model, Mesh(tp=2), tp_plan=plan)
+    called = torch.compile(model, backend="aot_eager", fullgraph=True)
+    F.cross_entropy(called(batch(0)).flatten(0, 1), batch(0).flip(1).flatten()).backward()
+    grads = {id(p): grad.clone() for p, grad in engine_of(model).grads()}
+    return [grads[id(p)] for p in model.parameters()]
+
+
+@pytest.mark.slow
+def test_a_compiled_model():
+    model = mine()
+    F.cross_entropy(model(batch(0)).flatten(0, 1), batch(0).flip(1).flatten()).backward()
+    for grads in run_ranks(compiled, 2, mine(), TOKENS, backend="gloo", timeout_s=300):
+        for got, p in zip(grads, model.parameters()):
+            same(got, p.grad)
+
+
+# Bad plans
+
+
+def refused(message, plan, model=mine, ranks=2, **options):
+    def run():
+        target = model()
+        before = {name: type(module) for name, module in target.named_modules()}
+        try:
+            parallelize(target, Mesh(tp=ranks), tp_plan=plan, **options)
+        finally:
+            after = {name: type(module) for name, module in target.named_modules()}
+            assert before == after, "a refused plan leaves the model as it was"
+
+    with pytest.raises(ValueError, match=message):
+        run_ranks(run, ranks)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_pattern_that_names_nothing(ranks):
+    refused(
+        r"expected every pattern of tp_plan to name a module, got 'layers\.\*\.upp', which names "
+        r"nothing; close to it: layers\.\d\.up, ",
+        {"layers.*.upp": "column"},
+        ranks=ranks,
+    )
+    refused(
+        r"got '#', which names nothing; see model\.named_modules\(\)",
+        {"#": "column"},
+        ranks=ranks,
+    )
+
+
+def test_a_module_that_is_named_twice():
+    refused(
+        r"expected one pattern of tp_plan for 'layers\.0\.up', got 'layers\.\*\.up' and "
+        r"'layers\.0\.\*'; make one of them narrower",
+        {"layers.*.up": "column", "layers.0.*": "row"},
+    )
+
+
+@pytest.mark.parametrize("style", ["colunm", 3, None, Column])
+def test_an_unknown_style(style):
+    refused(
+        r"expected a style of tp_plan, got .* for 'head'; use column, row, vocab, head, tokens, "
+        r"enter, leave, replicate, partial, or Column\(groups=\.\.\.\), ",
+        {"head": style},
+    )
+
+
+def test_an_unknown_plan():
+    refused(
+        r"expected tp_plan as a mapping or one of gpt2, nanogpt, got tp_plan=gpt3; pass \{pattern",
+        "gpt3",
+    )
+
+
+def test_a_layer_of_another_class():
+    refused(
+        r"expected nn\.Linear to make a ColumnParallelLinear of, got norm=LayerNorm; leave it out "
+        r"of tp_plan, or put the plain layer there",
+        {"norm": "column"},
+    )
+
+
+def test_a_parameter_beside_split_layers_without_a_state():
+    plan = {name: style for name, style in PLAN.items() if name != "layers.*.gain"}
+    refused(
+        r"expected a declared state for every parameter beside split layers, got none for "
+        r"'layers\.0\.gain' beside 'layers\.0\.up'; name it in tp_plan: Shard, Replicate \(its",
+        plan,
+    )
+
+
+def test_a_parameter_that_sequence_parallelism_does_not_know():
+    plan = {name: style for name, style in TOKENS.items() if name != "head"}
+    refused(
+        r"expected tp_plan to name every parameter under sequence parallelism, got none of its "
+        r"patterns for 'head\.weight'; add Tokens\(\) for its module if it works on a rank's "
+        r"tokens, Replicate\(\) if on all, or pass sequence_parallel=False",
+        plan,
+    )
+
+
+def test_sequence_parallelism_without_a_place_for_it():
+    refused(
+        r"expected a tp_plan with Enter, Tokens and Leave for sequence_parallel=True, got none of "
+        r"them; add them, or leave sequence_parallel out",
+        PLAN,
+        sequence_parallel=True,
+    )
+
+
+def test_two_states_for_one_parameter():
+    refused(
+        r"expected one state for parameter 'scaled\.scale', got Replicate\(\) and Partial\(\); "
+        r"declare it once",
+        {**PLAN, "scaled.scale": Partial()},
+    )
+
+
+def test_a_tied_weight_whose_other_use_is_not_named():
+    def tied():
+        model = mine()
+        model.head.weight = model.words.weight
+        return model
+
+    refused(
+        r"expected every use of a split parameter in tp_plan, got 'head\.weight', which is tied to "
+        r"one; name 'head' too, as Head\(\) or Vocab\(\)",
+        {**{k: v for k, v in PLAN.items() if k != "head"}},
+        tied,
+    )
+
+
+@pytest.mark.parametrize("ranks", [3, 8])
+def test_heads_that_tp_does_not_divide(ranks):
+    refused(
+        rf"expected tp to divide num_heads of 'transformer\.h\.0\.attn', got tp={ranks} "
+        r"num_heads=4; choose another tp",
+        None,
+        hf,
+        ranks,
+    )
+
+
+def test_features_that_tp_does_not_divide():
+    refused(
+        r"expected tp=8 to split parameter 'layers\.0\.gain' of shape \[12\] as Shard\(.*dimension "
+        r"0 of size 12 does not divide by 8; choose another tp",
+        PLAN,
+        ranks=8,
+    )
+
+
+def test_a_model_that_says_nothing():
+    refused(
+        r"expected a declared state for every parameter with tp=2, got none for 'words\.weight'; "
+        r"name it in tp_plan",
+        None,
+    )
+
+
+def test_a_plan_for_a_model_that_declares_itself():
+    config = fastpar.GPTConfig(n_layer=1, n_head=2, n_embd=8, block_size=8, vocab_size=67)
+    refused(
+        r"expected no tp_plan for GPT, which declares its own states, got tp_plan=\{wte\}; leave it"
+        r" out",
+        {"wte": "vocab"},
+        lambda: fastpar.GPT(config),
+    )
+
+
+def test_nanogpt_has_to_be_patched():
+    refused(
+        r"expected 'transformer\.h\.0\.attn' to be patched, got SelfAttention, whose own forward "
+        r"takes the number of features from its input; run fastpar\.patch\(model\) first",
+        None,
+        nano,
+    )
+
+
+def test_a_fused_projection_without_groups():
+    refused(
+        r"expected groups of the fused projection 'transformer\.h\.0\.attn\.c_attn', got Column\(\)"
+        r" of one, which would mix queries, keys and values; write Column\(groups=3\)",
+        {"*.c_attn": "column"},
+        hf,
+    )
+
+
+def test_another_models_attention_has_no_ready_plan():
+    """Names of GPT-2 alone do not say how c_attn is made up."""
+
+    def other():
+        model = nano()
+        for layer in model.transformer.h:
+            layer.attn.num_heads = layer.attn.split_size = layer.attn.n_head
+            layer.attn.n_head = None
+        return model
+
+    refused(r"expected a declared state for every parameter with tp=2, got none for", None, other)
+
+
+def test_dropout_beside_split_layers():
+    message = (
+        r"expected no dropout that torch draws beside split layers, got it in '{}', the same mask "
+        r"for other features on every rank; run fastpar\.patch\(model\) first \(attention\), set "
+        r"it to 0, or name it in tp_plan as Tokens\(\)"
+    )
+    attention = r"transformer\.h\.0\.attn\.attn_dropout"
+    refused(message.format(attention), None, lambda: hf(attn_pdrop=0.1))
+
+    def number():
+        model = mine()
+        model.layers[1].dropout_p = 0.1
+        return model
+
+    refused(message.format(r"layers\.1\.dropout_p"), PLAN, number)
+
+
+def test_a_call_that_falls_back_with_dropout_is_refused():
+    torch.manual_seed(0)
+    model = patched(hf(attn_pdrop=0.1))
+
+    def run():
+        mine = copy.deepcopy(model)
+        parallelize(mine, Mesh(tp=2))
+        mask = torch.ones(4, T, dtype=torch.int64)
+        mask[0, 0] = 0
+        mine(batch(0), attention_mask=mask)
+
+    message = (
+        r"GPT2Attention: expected a call that needs no fallback while dropout is on in split "
+        r"attention, got attention_mask; see fastpar\.patch's report"
+    )
+    with pytest.raises(ValueError, match=message):
+        run_ranks(run, 2)
+
+
+def test_styles_are_what_the_ready_plan_says():
+    assert GPT2["*.attn.c_attn"] == Column(groups=3)
+    assert GPT2["*.attn"] == Divide("num_heads", "split_size")
+    assert GPT2["*wte"] == Vocab()
+    assert GPT2["*.ln_1"] == Tokens()
+    assert GPT2["*.mlp.c_proj"] == Row()

@@ -1,0 +1,226 @@
+"""`fastpar plan`: what it prints is what was computed, its command runs, its mistakes are told."""
+
+import json
+import re
+import shlex
+
+import pytest
+
+from bench.peers.published import predict, published
+from bench.systems.emulated import EmulatedMesh, Link, emulated
+from fastpar import GPT, engine_of, parallelize
+from fastpar.cli import main, parse_train
+from fastpar.config.config import GPTConfig, derive_batch
+from fastpar.cost.devices import Cluster
+from fastpar.cost.workload import Setup
+from fastpar.plan import plan
+from fastpar.plan.plan import PlanCommand, layout_text, peak_text
+
+
+def run(capsys, *words):
+    assert main(["plan", *words]) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys, *words):
+    assert main(["plan", *words]) == 2
+    return capsys.readouterr().err
+
+
+def test_the_readme_example(capsys, tmp_path):
+    out = run(
+        capsys, "--model", "gpt2-xl", "--gpus", "8", "--gpu", "h100", "--json", f"{tmp_path}/p.json"
+    )
+    assert "1,557,686,400 parameters" in out
+    assert "8 x h100" in out
+    stored = json.loads((tmp_path / "p.json").read_text())
+    winner = stored["layouts"][0]
+    assert winner["fits"]
+    times = [row["time"]["step_s"] for row in stored["layouts"] if row["fits"]]
+    assert times[1:] == sorted(times[1:])
+    assert f"{winner['memory_bytes']['total'] / 1e9:,.1f} GB" in out
+    assert all(
+        row["memory_bytes"]["total"] <= stored["limit_bytes"]
+        for row in stored["layouts"]
+        if row["fits"]
+    )
+    assert "why not" in out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--model gpt2-xl --gpus 8 --gpu h100",
+        "--model gpt2 --gpus 1 --gpu 4090",
+        "--model gpt2-large --gpus 4 --gpu v100 --batch-size 32",
+        "--model gpt2-medium --gpus 2 --gpu a100-40 --master-weights remainder --moment-dtype bf16",
+        "--model mini --gpus 2 --gpu cpu",
+        "--model gpt2 --n-layer 24 --n-embd 1536 --n-head 24 --seq-len 2048 --gpus 6",
+    ],
+)
+def test_the_command_is_the_layout_that_won(words, capsys, tmp_path):
+    out = run(capsys, *words.split(), "--json", f"{tmp_path}/p.json")
+    line = next(line for line in out.splitlines() if line.startswith("fastpar train "))
+    config = parse_train(shlex.split(line)[2:])
+    stored = json.loads((tmp_path / "p.json").read_text())
+    winner, batch = stored["layouts"][0], stored["batch_size"]
+    shape = config.model_config(stored["shape"]["vocab_size"])
+    assert stored["shape"] == vars(shape)
+    assert config.system.nproc == winner["world_size"]
+    assert config.text.batch_size == batch
+    dp = winner["world_size"] // winner["tp"]
+    assert derive_batch(config.text, shape.block_size, dp) == (
+        winner["micro_batch_size"],
+        winner["grad_accum_steps"],
+    )
+    kinds = {"dtype": config.system.dtype}
+    again = Setup.of(
+        config,
+        dtype=winner["dtype"] if kinds["dtype"] == "auto" else kinds["dtype"],
+        world_size=winner["world_size"],
+        micro_batch_size=winner["micro_batch_size"],
+        grad_accum_steps=winner["grad_accum_steps"],
+        device_type=winner["device_type"],
+        transport=winner["transport"],
+    )
+    known = {k: v for k, v in winner.items() if k in vars(again)}
+    if winner["tp"] == 1:  # of one rank nothing is shared out
+        known["sequence_parallel"] = again.sequence_parallel
+    assert vars(again) == known
+
+
+def test_several_machines_are_started_by_torchrun(capsys):
+    out = run(capsys, "--model", "gpt2-xl", "--gpus", "16", "--gpu", "a100", "--gpus-per-node", "4")
+    assert re.search(r"torchrun --nnodes 4 --nproc-per-node 4 .* -m fastpar train ", out)
+
+
+def test_a_tenth_of_the_memory_stays_free(capsys, tmp_path):
+    """Of layouts alike in speed the simplest that leaves room wins, not one that fills all."""
+    where = ["--json", f"{tmp_path}/p.json"]
+    limits = {}
+    for headroom in (None, "0", "0.5"):
+        out = run(capsys, *where, *(["--headroom", headroom] if headroom else []))
+        stored = json.loads((tmp_path / "p.json").read_text())
+        limits[headroom] = stored["limit_bytes"]
+        percent = {None: "10%", "0": "0%", "0.5": "50%"}[headroom]
+        assert (
+            f"{limits[headroom] / 1e9:,.1f} GB a rank for tensors, {percent} less than there are "
+            "(--headroom)" in out
+        )
+        winner = stored["layouts"][0]
+        assert winner["memory_bytes"]["total"] <= limits[headroom]
+    assert limits[None] == pytest.approx(0.9 * limits["0"])
+    assert limits["0.5"] == pytest.approx(0.5 * limits["0"])
+
+
+def test_a_model_that_only_the_headroom_refuses_is_told_so(capsys):
+    words = "--model gpt2-large --gpus 1 --gpu a10 --batch-size 1 --headroom"
+    run(capsys, *words.split(), "0")
+    said = refused(capsys, *words.split(), "0.4")
+    assert "GB less a headroom of 40%), got 774,090,240 parameters" in said
+    assert "; use --headroom 0 (nothing stays free), or " in said
+
+
+def test_efficiency_says_of_which_peak(capsys):
+    out = run(capsys, "--gpus", "1")
+    assert re.search(
+        r"\nMFU      .* in percent of 989 TFLOP/s a rank, the bf16 peak of h100 \(", out
+    )
+    out = run(capsys, "--gpus", "1", "--gpu", "a100", "--dtype", "fp32")
+    assert "in percent of 19.5 TFLOP/s a rank, the fp32 peak of a100 (NVIDIA A100 data" in out
+    text = peak_text(PlanCommand(measure=True), Cluster.of("cpu", 1), PaperRates(), "fp32")
+    assert text.endswith(
+        "in percent of 5 GFLOP/s a rank, of the fastest matrix product measured here"
+    )
+
+
+class PaperRates:
+    peak_flops = 5e9
+
+
+def test_words_for_layouts():
+    assert layout_text(Setup()) == "one GPU"
+    assert layout_text(Setup(device_type="cpu")) == "one rank"
+    setup = Setup(world_size=16, tp=2, zero_stage=3, shard_size=4)
+    assert layout_text(setup) == "dp 8 x tp 2, ZeRO-3 in groups of 4"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--model gpt3", r"plan: expected model to be one of gpt2, .* got model=gpt3"),
+        ("--model gpt2-xk", r"did you mean gpt2-xl\?"),
+        ("--gpus 0", r"plan: expected gpus >= 1, got gpus=0; set --gpus"),
+        ("--batch-size -4", r"plan: expected batch_size >= 1, got batch_size=-4"),
+        ("--seq-len 0", r"plan: expected seq_len >= 1, got seq_len=0"),
+        ("--gpu h1000", r"got name=.?h1000.*h100"),
+        ("--link nvlink9", r"got name=.?nvlink9"),
+        (
+            "--headroom 1",
+            r"plan: expected headroom from 0 to below 1, .* got headroom=1.0; set --h",
+        ),
+        ("--price -1", r"plan: expected price >= 0, got price=-1"),
+        (
+            "--gpus 5 --batch-size 7",
+            r"got batch_size=7 with gpus=5; use --batch-size 5 or 10 or 15",
+        ),
+        ("--gpu v100 --dtype bf16", r"expected fp16 or fp32 on v100.*got dtype=bf16"),
+        ("--gpu cpu --dtype fp16 --gpus 1", r"expected dtype fp32 or bf16 on the CPU"),
+        (
+            "--model gpt2-xl --gpus 1 --gpu 4090 --n-layer 96",
+            r"plan: expected a model that fits into 2\d\.\d GB a rank .*, got .*; use .*--gpus \d",
+        ),
+    ],
+)
+def test_bad_input(words, said, capsys):
+    assert re.search(said, refused(capsys, *words.split()))
+
+
+def test_the_list_of_devices(capsys):
+    out = run(capsys, "--gpu", "list")
+    for name in ("v100", "a100", "h100", "h200", "b200", "l40s", "4090", "cpu", "ib-ndr"):
+        assert name in out
+
+
+def test_its_own_error_is_that_of_the_published_runs(capsys):
+    worst = max(abs(predict(row)[1] / row.reported - 1) for row in published())
+    assert worst <= plan.PUBLISHED_ERROR < worst + 0.02
+    assert f"errors up to {plan.PUBLISHED_ERROR:.0%}" in run(capsys, "--gpus", "1")
+
+
+SMALL = "--n-layer 2 --n-embd 96 --n-head 12 --seq-len 24 --vocab-size 300 --batch-size 48"
+
+
+@pytest.mark.parametrize("gpus", [2, 6, 16])
+def test_parallelize_takes_every_layout(gpus, tmp_path, capsys):
+    """All that was compared, not just the winner: on one real rank of an emulated mesh."""
+    where = ["--gpus", f"{gpus}", "--gpus-per-node", f"{min(gpus, 8)}", "--dtype", "fp32"]
+    run(capsys, *SMALL.split(), *where, "--json", f"{tmp_path}/p.json")
+    stored = json.loads((tmp_path / "p.json").read_text())
+    seen = {(r["tp"], r["zero_stage"], r["shard_size"]): r for r in stored["layouts"]}
+    assert len({tp for tp, _, _ in seen}) > 1
+    for row in seen.values():
+        link = Link(None)
+        with EmulatedMesh(gpus, 0, tp=row["tp"]) as mesh:
+            model = GPT(GPTConfig(**stored["shape"]))
+            parallelize(
+                model,
+                mesh,
+                collectives=emulated(link),
+                zero_stage=row["zero_stage"],
+                shard_size=row["shard_size"],
+                sequence_parallel=row["sequence_parallel"],
+                accumulate=row["accumulate"],
+                grad_accum_steps=row["grad_accum_steps"],
+            )
+            assert (
+                engine_of(model).n_shards == (row["shard_size"] or mesh.dp_size)
+                or not row["zero_stage"]
+            )
+        link.close()
+
+
+def test_a_layout_that_the_trainer_would_refuse_is_never_printed(monkeypatch):
+    monkeypatch.setattr(plan, "refused", lambda job, setup: "no")
+    with pytest.raises(AssertionError, match="no"):
+        plan.run(PlanCommand(gpus=1))

@@ -1,0 +1,147 @@
+"""`fastpar profile`: what it writes, on one rank and on two, and what it refuses."""
+
+import importlib.util
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from fastpar.cli import main
+from fastpar.comm.recorder import COMPUTE, GATHER, HOST, WAIT, Span
+from fastpar.measure.ceilings import Ceilings
+from fastpar.profile import profile as profiling
+from fastpar.profile import step_profile
+from fastpar.profile.profile import ProfileOptions, parse_profile
+from fastpar.profile.trace import FORWARD, PHASES, read_trace
+
+TINY = (
+    "--data text.txt --tokenizer bytes --model micro --n-layer 2 --n-embd 32 --n-head 2 "
+    "--block-size 16 --batch-size 4 --threads 1 --device cpu"
+)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    rng = random.Random(0)
+    Path("text.txt").write_text(" ".join(rng.choices(("god", "lord", "unto", "sea"), k=2000)))
+    return tmp_path
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    ceilings = Ceilings(10.0, 0.1, "fp32 256^3")
+    monkeypatch.setattr(step_profile, "measure_ceilings", lambda device: ceilings)
+
+
+def profile(flags):
+    return main(["profile", *TINY.split(), *flags.split()])
+
+
+def test_a_profile_is_a_trace_a_picture_and_a_verdict(here, quick, capsys):
+    assert profile("--steps 2 --out p --micro-batch-size 2") == 0
+    assert sorted(p.name for p in Path("p").iterdir()) == [
+        "profile.json",
+        "timeline.png",
+        "trace.json",
+    ]
+    out = capsys.readouterr().out
+    assert "The step is " in out
+    assert "-bound: " in out
+    assert "What to change:" in out
+    found = json.loads(Path("p/profile.json").read_text())
+    assert [p["name"] for p in found["phases"]] == list(PHASES)
+    assert found["step_ms"] == pytest.approx(sum(p["ms"] for p in found["phases"]))
+    assert len(found["steps_ms"]) == 2
+    assert found["situation"]["grad_accum_steps"] == 2
+    assert found["situation"]["world_size"] == 1
+    assert found["phases"][1]["flops"] > 0
+    assert [op["calls"] for op in found["ops"] if op["name"] == "linear_cross_entropy"] == [2]
+    names = [e["name"] for e in read_trace(Path("p/trace.json"))]
+    assert names.count("fastpar forward") == 4  # two steps of two micro-batches
+    assert names.count("fastpar optimizer") == 2
+    assert not list(here.glob("runs"))  # it leaves no run
+
+
+def test_two_ranks_tell_of_their_exchanges(here):
+    assert profile("--steps 2 --out p --nproc 2 --zero 2") == 0
+    found = json.loads(Path("p/profile.json").read_text())["situation"]
+    assert (found["world_size"], found["zero_stage"], found["transport"]) == (2, 2, "shm")
+    assert found["moving_ms"] > 0
+    assert found["sent_bytes"] >= 4 * found["n_parameters"]  # half of gradients and of weights
+    assert sum(found["waited_ms"].values()) > 0
+    assert Path("p/timeline.png").stat().st_size > 5000
+
+
+def test_folders_are_found_free(here, quick):
+    Path("runs/profile").mkdir(parents=True)
+    Path("runs/profile-2").mkdir()
+    assert profile("--steps 1") == 0
+    assert Path("runs/profile-3/profile.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--steps 0", "profile: expected steps >= 1, got steps=0; set --steps"),
+        ("--resume --steps 1", "profile: expected a new run, got resume=True; leave --resume out"),
+        ("--out taken", "profile: expected a new or empty folder, got out=taken; choose another"),
+        ("--nproc 2 --out taken", "profile: expected a new or empty folder, got out=taken"),
+        ("--batch-size 3 --micro-batch-size 2", "train: expected batch_size = dp"),
+    ],
+)
+def test_refusals_are_one_line(here, capsys, flags, message):
+    Path("taken").mkdir()
+    Path("taken/file").touch()
+    assert profile(flags) == 2
+    assert message in capsys.readouterr().err
+    assert not list(here.glob("p*"))
+
+
+def test_the_picture_needs_matplotlib(here, monkeypatch, capsys):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name)
+    )
+    assert profile("--steps 1") == 1
+    error = capsys.readouterr().err
+    assert "fastpar profile: expected matplotlib, got no such package; pip install" in error
+    assert "Traceback" not in error
+
+
+def test_help_shows_its_own_options_and_those_of_train(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["profile", "--help"])
+    out = capsys.readouterr().out
+    assert "--steps STEPS" in out
+    assert "--micro-batch-size" in out
+
+
+def test_other_flags_are_trains(here):
+    options, left = parse_profile(["--steps", "3", "--nproc", "2", "--out", "x"])
+    assert options == ProfileOptions(3, "x")
+    assert left == ["--nproc", "2"]
+
+
+def test_ranks_are_started_with_the_folder_that_was_found(here, monkeypatch):
+    started = []
+    monkeypatch.setattr(
+        profiling, "launch", lambda arguments, nproc, threads: started.append(arguments) or 0
+    )
+    assert profile("--nproc 2 --steps 3") == 0
+    assert started == [
+        ["profile", *TINY.split(), "--nproc", "2", "--steps", "3", "--out", "runs/profile"]
+    ]
+
+
+def test_only_lanes_with_something_are_shown():
+    panels = [[Span(COMPUTE, FORWARD, 0, 1), Span(WAIT, "nccl", 0, 1)], [Span(GATHER, "", 0, 1)]]
+    assert profiling._rows(panels) == [COMPUTE, GATHER]
+    assert profiling._rows([[Span(HOST, FORWARD, 0, 1)]]) == [HOST]
+
+
+def test_the_median_step_is_shown():
+    steps = [[Span(COMPUTE, FORWARD, 0, end)] for end in (9.0, 3.0, 5.0)]
+    assert profiling._median_step(steps) == 2

@@ -1,0 +1,52 @@
+"""The picture of a timeline: titles, rows, legend."""
+
+import pytest
+
+from fastpar.comm.recorder import COMPUTE, GATHER, HOST, REDUCE, TP, WAIT, Span
+from fastpar.profile import timeline_picture
+
+PANELS = {
+    "fastpar ZeRO-0": [
+        Span(COMPUTE, "forward", 0, 10),
+        Span(COMPUTE, "backward", 10, 30),
+        Span(REDUCE, "all_reduce", 15, 28, 4096),
+        Span(WAIT, "all_reduce", 26, 28),
+    ],
+    "fastpar ZeRO-3": [Span(COMPUTE, "optimizer", 0, 3), Span(GATHER, "all_gather", 0, 2)],
+}
+
+
+def test_titles_say_what_a_panel_shows(monkeypatch, tmp_path):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    shown = []
+    monkeypatch.setattr(pyplot, "close", shown.append)
+    timeline_picture.draw(PANELS, ["a line", "long " * 60], tmp_path / "x.png")
+    (figure,) = shown
+    titles = [axes.get_title(loc="left") for axes in figure.axes]
+    assert titles[0] == ("fastpar ZeRO-0: step 30 ms; collectives under way 13 ms, waited for 2 ms")
+    assert titles[1].startswith("fastpar ZeRO-3: step 3 ms")
+    rows = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert rows == ["compute", "reduce", "gather"]
+    lines = figure.get_supxlabel().split("\n")
+    assert lines[0] == "a line"
+    assert len(lines) == 3
+    assert max(map(len, lines)) <= timeline_picture.LINE_LENGTH
+    pyplot.close("all")
+
+
+def test_a_step_of_a_gpu_has_a_lane_for_the_host_and_keys_of_what_it_shows(monkeypatch, tmp_path):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    shown = []
+    monkeypatch.setattr(pyplot, "close", shown.append)
+    spans = [Span(HOST, "forward", 0, 4), Span(COMPUTE, "backward", 2, 9), Span(TP, "sum", 3, 4)]
+    rows = (HOST, COMPUTE, TP)
+    timeline_picture.draw({"rank 0": spans}, [], tmp_path / "x.png", rows)
+    (figure,) = shown
+    axes = figure.axes[0]
+    assert tuple(label.get_text() for label in axes.get_yticklabels()) == rows
+    assert axes.get_title(loc="left") == (
+        "rank 0: step 9 ms; collectives under way 1 ms, waited for 0 ms"
+    )
+    keys = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert keys == ["forward", "backward", "tp exchange", "queued (pale)"]
+    pyplot.close("all")

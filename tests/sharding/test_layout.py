@@ -1,0 +1,212 @@
+"""layout.py: arithmetic, checked on random models without any rank."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from fastpar.config.config import GPTConfig
+from fastpar.sharding.layout import (
+    ALIGN,
+    ParamSpec,
+    build_layout,
+    default_bucket_mb,
+    inventory,
+    parameter_names,
+)
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+specs_of_a_model = st.lists(
+    st.tuples(
+        st.one_of(st.integers(0, 300), st.sampled_from([64, 128, 4096, 50257])),
+        st.sampled_from(DTYPES),
+    ),
+    min_size=1,
+    max_size=40,
+).map(lambda rows: [ParamSpec((f"p{i}",), (n,), d) for i, (n, d) in enumerate(rows)])
+layouts = st.fixed_dictionaries(
+    {
+        "n_shards": st.integers(1, 9),
+        "bucket_bytes": st.sampled_from([1, 1000, 4096, 1e5, float("inf")]),
+        "first_bucket_bytes": st.sampled_from([1, 500, 1e5]),
+        "grad_dtype": st.sampled_from([None, torch.float32]),
+        "flags": st.booleans(),
+    }
+)
+
+
+@given(specs_of_a_model, layouts)
+def test_every_parameter_has_one_aligned_place(specs, options):
+    layout = build_layout(specs, **options)
+    assert sorted(slot.registered for slot in layout.slots) == list(range(len(specs)))
+    for i, slot in enumerate(layout.slots):
+        bucket = layout.buckets[slot.bucket]
+        assert slot.spec is specs[slot.registered]
+        assert slot.start % ALIGN == 0
+        assert slot.stop - slot.start == slot.spec.numel
+        assert i in bucket.slots
+        assert bucket.dtype == slot.spec.dtype
+
+
+@given(specs_of_a_model, layouts)
+def test_nothing_overlaps_and_buckets_are_covered(specs, options):
+    layout = build_layout(specs, **options)
+    for bucket in layout.buckets:
+        end = 0
+        for i in bucket.slots:
+            assert end <= layout.slots[i].start < end + ALIGN
+            end = layout.slots[i].stop
+        assert end <= bucket.used_start < end + ALIGN
+        end = bucket.used_start + (len(bucket.slots) if options["flags"] else 0)
+        assert end <= bucket.numel < end + options["n_shards"] * ALIGN
+
+
+@given(specs_of_a_model, layouts)
+def test_ranks_own_equal_aligned_slices(specs, options):
+    layout = build_layout(specs, **options)
+    for bucket in layout.buckets:
+        shards = [bucket.shard(rank) for rank in range(options["n_shards"])]
+        assert shards[0][0] == 0
+        assert shards[-1][1] == bucket.numel
+        assert all(a[1] == b[0] for a, b in pairwise(shards))
+        assert {stop - start for start, stop in shards} == {bucket.shard_numel}
+        assert all(start % ALIGN == 0 for start, _ in shards)
+
+
+@given(specs_of_a_model, layouts)
+def test_pieces_of_a_parameter_follow_each_other_and_are_cut_at_multiples(specs, options):
+    layout = build_layout(specs, **options)
+    for i, slot in enumerate(layout.slots):
+        pieces = [layout.piece(i, rank) for rank in range(options["n_shards"])]
+        owned = [piece for piece in pieces if piece[0] < piece[1]]
+        assert sum(stop - start for start, stop in pieces) == slot.spec.numel
+        assert all(a[1] == b[0] for a, b in pairwise(owned))
+        assert all(start % ALIGN == 0 for start, _ in owned)
+        for rank, (start, stop) in enumerate(pieces):
+            first, last = layout.buckets[slot.bucket].shard(rank)
+            assert start == stop or first <= slot.start + start < slot.start + stop <= last
+
+
+@given(specs_of_a_model, layouts)
+def test_order_is_reverse_registration_and_buckets_follow_their_last_parameter(specs, options):
+    layout = build_layout(specs, **options)
+    for dtype in DTYPES:
+        order = [slot.registered for slot in layout.slots if slot.spec.dtype == dtype]
+        assert order == sorted(order, reverse=True)
+    last = [layout.slots[b.slots[-1]].registered for b in layout.buckets]
+    assert last == sorted(last, reverse=True)
+    assert [b.index for b in layout.buckets] == list(range(len(layout.buckets)))
+
+
+def bytes_of(layout, options, i):
+    """What parameter i adds to its bucket."""
+    spec = layout.slots[i].spec
+    return -(-spec.numel // ALIGN) * ALIGN * (options["grad_dtype"] or spec.dtype).itemsize
+
+
+@given(specs_of_a_model, layouts)
+def test_a_bucket_is_full_but_not_overfull(specs, options):
+    layout = build_layout(specs, **options)
+    for dtype in DTYPES:
+        buckets = [b for b in layout.buckets if b.dtype == dtype]
+        for k, bucket in enumerate(buckets):
+            cap = options["bucket_bytes"] if k else options["first_bucket_bytes"]
+            sizes = [bytes_of(layout, options, i) for i in bucket.slots]
+            assert sum(sizes) <= cap * 9 / 8 or sum(sizes[:-1]) < cap / 4
+            if k + 1 < len(buckets):
+                following = bytes_of(layout, options, buckets[k + 1].slots[0])
+                assert sum(sizes) >= cap / 4
+                assert sum(sizes) + following > cap * 9 / 8
+
+
+@given(specs_of_a_model, layouts, st.integers(1, 5), st.integers(1, 9))
+def test_a_bucket_belongs_to_one_unit_and_ends_with_it(specs, options, n_units, run):
+    """Units as runs of parameters, and a root unit (0) in between."""
+    unit_of = [i // run % n_units for i in range(len(specs))]
+    layout = build_layout(specs, unit_of=unit_of, **options)
+    small = options["first_bucket_bytes"] / 4
+    for bucket in layout.buckets:
+        places = [layout.slots[i].registered for i in bucket.slots]
+        assert {unit_of[i] for i in places} == {bucket.unit}
+        size = 0
+        for i, following, place in zip(bucket.slots, places[1:], places, strict=False):
+            size += bytes_of(layout, options, i)
+            between = [j for j in range(following, place) if specs[j].dtype == bucket.dtype]
+            if any(unit_of[j] != bucket.unit for j in between):
+                assert size < small
+    assert all(b.unit == -1 for b in build_layout(specs, **options).buckets)
+
+
+def test_a_small_model_by_hand():
+    specs = [
+        ParamSpec(("wte.weight", "head.weight"), (20, 15), torch.float32),
+        ParamSpec(("h.weight",), (256,), torch.float32),
+        ParamSpec(("h.bias",), (1,), torch.float32),
+    ]
+    layout = build_layout(specs, n_shards=2, bucket_bytes=4000, first_bucket_bytes=1500)
+    places = [(s.spec.names[0], s.bucket, s.start, s.stop) for s in layout.slots]
+    assert places == [("h.bias", 0, 0, 1), ("h.weight", 1, 0, 256), ("wte.weight", 1, 256, 556)]
+    assert [(b.used_start, b.numel) for b in layout.buckets] == [(256, 512), (768, 1024)]
+    assert [layout.piece(2, rank) for rank in range(2)] == [(0, 256), (256, 300)]
+    assert [layout.piece(1, rank) for rank in range(2)] == [(0, 256), (256, 256)]
+
+
+def test_padding_of_gpt2_is_small_and_its_embedding_has_its_own_bucket():
+    from fastpar.models.gpt import GPT
+
+    with torch.device("meta"):
+        model = GPT(GPTConfig.preset("gpt2"))
+    names = parameter_names(model)
+    specs = [ParamSpec(n, tuple(p.shape), p.dtype) for p, n in names.items()]
+    for n_shards in (1, 2, 8, 64):
+        layout = build_layout(specs, n_shards=n_shards)
+        numel = sum(spec.numel for spec in specs)
+        assert sum(b.numel for b in layout.buckets) < 1.003 * numel
+        last = layout.buckets[-1]
+        assert [layout.slots[i].spec.names[0] for i in last.slots] == ["wte.weight"]
+
+
+def test_the_default_cap_grows_with_the_ranks_and_with_the_speed_of_the_link():
+    caps = [default_bucket_mb(8, link) for link in ("gloo", "shm", "nccl")]
+    assert caps == sorted(caps)
+    assert caps[0] < caps[2]
+    assert default_bucket_mb(2, "nccl") == default_bucket_mb(8, "nccl")
+    assert default_bucket_mb(64, "nccl") == 8 * default_bucket_mb(8, "nccl")
+    assert default_bucket_mb(16384, "nccl") == default_bucket_mb(64, "nccl") == 200.0
+
+
+def test_parameter_names_lists_a_tied_parameter_once_with_all_names():
+    model = nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.Linear(3, 2)})
+    model["b"].weight = model["a"].weight
+    names = list(parameter_names(model).values())
+    assert names == [("a.weight", "b.weight"), ("a.bias",), ("b.bias",)]
+
+
+def test_inventory_names_what_ranks_must_share():
+    model = nn.BatchNorm1d(3, affine=True)
+    model.bias.requires_grad_(False)
+    assert inventory(model) == [
+        "parameter weight [3] torch.float32 requires_grad=True",
+        "parameter bias [3] torch.float32 requires_grad=False",
+        "buffer running_mean [3] torch.float32",
+        "buffer running_var [3] torch.float32",
+        "buffer num_batches_tracked [] torch.int64",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"n_shards": 0}, r"expected n_shards >= 1, got n_shards=0"),
+        ({"bucket_bytes": 0}, r"expected bucket_bytes > 0, got bucket_bytes=0"),
+        ({"first_bucket_bytes": -1}, r"expected first_bucket_bytes > 0, got .*=-1"),
+        ({"bucket_bytes": float("nan")}, r"expected bucket_bytes > 0, got bucket_bytes=nan"),
+    ],
+)
+def test_bad_sizes(options, message):
+    with pytest.raises(ValueError, match=message):
+        build_layout([ParamSpec(("p",), (3,), torch.float32)], **options)

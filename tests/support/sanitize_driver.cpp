@@ -1,0 +1,283 @@
+// Runs the ops of csrc/ops.h on memory whose ends the sanitizers watch: odd sizes, odd offsets, one
+// thread and several, every instruction set of the machine; and the shared-memory collectives by
+// threads in place of ranks. tests/tools/test_sanitizers.py builds it with ASan and UBSan, and with TSan.
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "norm_math.h"
+#include "ops.h"
+#include "shm.h"
+#include "simd.h"
+
+namespace {
+
+using namespace fastpar;
+
+constexpr Dtype kDtypes[] = {Dtype::float32, Dtype::bfloat16, Dtype::float16};
+
+int64_t bytes_of(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
+
+// Heap memory that ends where the last element does and begins `offset` elements before the first.
+class Memory {
+ public:
+  Memory(int64_t n, int64_t element, int64_t offset = 0)
+      : base_(static_cast<char*>(std::malloc(n * element + offset * element + (n == 0)))),
+        data_(base_ + offset * element),
+        bytes_(n * element) {
+    for (int64_t i = 0; i < bytes_; ++i)
+      data_[i] = static_cast<char>(i % 61);  // finite in any type
+  }
+  Memory(Memory&& other) : base_(other.base_), data_(other.data_), bytes_(other.bytes_) {
+    other.base_ = nullptr;
+  }
+  ~Memory() { std::free(base_); }
+  void* at() const { return data_; }
+  float* floats() const { return reinterpret_cast<float*>(data_); }
+  void zero() { std::memset(data_, 0, bytes_); }
+
+ private:
+  char* base_;
+  char* data_;
+  int64_t bytes_;
+};
+
+struct Storage {
+  Dtype param, grad;
+  Moment moment;
+  Master master;
+};
+
+void run_adamw(const std::vector<int64_t>& sizes, int64_t offset, int threads) {
+  std::vector<Storage> storages;
+  for (Moment moment : {Moment::float32, Moment::bfloat16, Moment::uint8}) {
+    storages.push_back({Dtype::float32, Dtype::float32, moment, Master::none});
+    for (Dtype grad : {Dtype::float32, Dtype::bfloat16}) {
+      for (Master master : {Master::full, Master::remainder, Master::stochastic}) {
+        storages.push_back({Dtype::bfloat16, grad, moment, master});
+      }
+    }
+    storages.push_back({Dtype::float16, Dtype::float16, moment, Master::full});
+  }
+  for (const Storage& s : storages) {
+    for (bool amsgrad : {false, true}) {
+      if (amsgrad && s.moment == Moment::uint8) continue;
+      const int64_t of_moment = s.moment == Moment::float32 ? 4 : s.moment == Moment::uint8 ? 1 : 2;
+      const int64_t of_master = s.master == Master::full ? 4 : 2;
+      const bool mastered = s.master == Master::full || s.master == Master::remainder;
+      std::vector<Memory> kept;
+      std::vector<AdamwRange> ranges;
+      auto take = [&](int64_t n, int64_t element) {
+        kept.emplace_back(n, element, offset);
+        return kept.back().at();
+      };
+      int64_t first = 0;
+      for (int64_t n : sizes) {
+        AdamwRange r{};
+        r.param = take(n, bytes_of(s.param));
+        r.grad = take(n, bytes_of(s.grad));
+        r.exp_avg = take(n, of_moment);
+        r.exp_avg_sq = take(n, of_moment);
+        if (amsgrad) r.max_exp_avg_sq = take(n, of_moment);
+        if (mastered) r.master = take(n, of_master);
+        if (s.moment == Moment::uint8) {
+          r.exp_avg_scale = static_cast<float*>(take((n + 255) / 256, 4));
+          r.exp_avg_sq_scale = static_cast<float*>(take((n + 255) / 256, 4));
+        }
+        r.size = n;
+        r.first_index = first;
+        first += (n + 255) / 256 * 256;
+        ranges.push_back(r);
+      }
+      const AdamwHyper hyper = {1e-3,    0.9,     0.99,    1e-8,    0.1,     3,
+                                nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
+      const AdamwModes modes = {s.param, s.grad,  s.moment, s.master, true,
+                                true,    nullptr, nullptr,  7};
+      adamw_step(ranges.data(), static_cast<int64_t>(ranges.size()), &hyper, 1, modes, threads);
+    }
+  }
+}
+
+void run_bucket(const std::vector<int64_t>& sizes, int64_t offset, int threads) {
+  for (Dtype to : kDtypes) {
+    for (Dtype from : kDtypes) {
+      for (bool add : {false, true}) {
+        std::vector<Memory> kept;
+        std::vector<BucketRange> ranges;
+        for (int64_t n : sizes) {
+          kept.emplace_back(n, bytes_of(to), offset);
+          void* target = kept.back().at();
+          kept.emplace_back(n, bytes_of(from), 1);
+          ranges.push_back({target, kept.back().at(), n, to, from});
+        }
+        bucket_copy(ranges.data(), static_cast<int64_t>(ranges.size()), add, {0.5F, nullptr},
+                    threads);
+      }
+      for (int64_t n : sizes) {
+        const int world = 3 + 10 * (n % 2);  // within a leaf of the tree, and of several levels
+        std::vector<Memory> shards;
+        std::vector<const void*> at;
+        for (int w = 0; w < world; ++w) {
+          shards.emplace_back(n, bytes_of(from), offset);
+          at.push_back(shards.back().at());
+        }
+        Memory out(n, bytes_of(to), 1);
+        int64_t words[kNormWords] = {};
+        sum_shards(at.data(), world, out.at(), n, from, to, {0.5F, nullptr}, words, threads);
+      }
+    }
+  }
+}
+
+void run_norm(const std::vector<int64_t>& sizes, int64_t offset, int threads) {
+  std::vector<Memory> kept;
+  std::vector<NormRange> ranges;
+  for (Dtype dtype : kDtypes) {
+    for (int64_t n : sizes) {
+      kept.emplace_back(n, bytes_of(dtype), offset);
+      ranges.push_back({kept.back().at(), n, dtype, n % 2 == 0});
+    }
+  }
+  int64_t words[kNormWords] = {};
+  norm_bins(ranges.data(), static_cast<int64_t>(ranges.size()), words, threads);
+  Memory result(3, 4);
+  norm_from_bins(words, {1.0, 1e-6, {1.0F, nullptr}}, result.floats());
+}
+
+void run_quantize(const std::vector<int64_t>& sizes, int64_t offset, int threads) {
+  const uint64_t seed = 5;
+  for (Code code : {Code::int8, Code::e4m3, Code::e5m2}) {
+    for (int64_t block : {16, 256}) {
+      for (int64_t n : sizes) {
+        for (Dtype dtype : kDtypes) {
+          Memory x(n, bytes_of(dtype), offset), error(n, 4, offset), codes(n, 1, offset);
+          Memory scales((n + block - 1) / block, 4);
+          const QuantizeBlocks blocks = {codes.at(), scales.floats(), block, code};
+          for (const uint64_t* at : {static_cast<const uint64_t*>(nullptr), &seed}) {
+            quantize_blockwise(x.at(), dtype, at ? error.at() : nullptr, Dtype::float32, blocks, n,
+                               at, 3, threads);
+          }
+          dequantize_blockwise(blocks, x.at(), dtype, n, threads);
+        }
+      }
+    }
+  }
+}
+
+void run_rows(int64_t n, int64_t c, int64_t offset, int threads) {
+  for (Dtype dtype : kDtypes) {
+    const int64_t element = bytes_of(dtype);
+    Memory x(n * c, element, offset), y(n * c, element, offset), dx(n * c, element, offset);
+    Memory bias(c, 4, 1), dbias(c, 4, 1), weight(c, 4), dweight(c, 4), mean(n, 4), rstd(n, 4);
+    bias_gelu_fwd(x.at(), bias.floats(), y.at(), dtype, n, c, threads);
+    bias_gelu_bwd(y.at(), x.at(), bias.floats(), dx.at(), dbias.floats(), dtype, n, c, threads);
+    const MaskBlock mask = {1, 0, 2, 26, 1, 1, n, c, 0, 0};
+    dropout(x.at(), y.at(), dtype, mask, threads);
+    layer_norm_fwd(x.at(), nullptr, nullptr, weight.floats(), bias.floats(), nullptr, y.at(),
+                   mean.floats(), rstd.floats(), dtype, n, c, 1e-5F, false, MaskBlock{}, threads);
+    layer_norm_bwd(y.at(), nullptr, x.at(), weight.floats(), mean.floats(), rstd.floats(), dx.at(),
+                   nullptr, dweight.floats(), dbias.floats(), nullptr, dtype, n, c, false,
+                   MaskBlock{}, threads);
+    Memory targets(n, 8), loss(n, 4), scale(1, 4);
+    targets.zero();
+    const CrossEntropyRows rows = {
+        x.at(),         c, n,   c,   c, static_cast<const int64_t*>(targets.at()), -100, c,
+        scale.floats(), 0, 0.1, 1e-4};
+    cross_entropy_rows(rows, dx.at(), loss.floats(), dtype, threads);
+  }
+}
+
+// Threads stand for the ranks of one block of shared memory.
+void run_shm(int world, int64_t n) {
+  const int64_t chunk = 4096, heap = 1 << 16;
+  const int64_t bytes = ShmGroup::block_bytes(world, chunk, heap);
+  void* block = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
+  std::memset(block, 0, bytes);
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < world; ++rank) {
+    ranks.emplace_back([=] {
+      ShmGroup group(block, rank, world, chunk, heap, std::vector<int>(world, -1), 60.0);
+      for (int round = 0; round < 3; ++round) {
+        for (ShmType type : {ShmType::float32, ShmType::bfloat16, ShmType::int64}) {
+          const int64_t element = type == ShmType::int64 ? 8 : type == ShmType::float32 ? 4 : 2;
+          Memory whole(n * world, element, 1), part(n, element, 1);
+          group.all_reduce(whole.at(), n * world, type, false, round);
+          group.reduce_scatter(part.at(), whole.at(), n, type, false, false, round);
+          if (element == 2) {
+            Memory wide(n, 4, 1);
+            group.reduce_scatter(wide.at(), whole.at(), n, type, true, true, round);
+          }
+          group.all_gather(whole.at(), part.at(), n, {"x", element}, round);
+          group.broadcast(part.at(), n, {"x", element}, world - 1, round);
+        }
+        std::memset(group.heap(), rank, heap);
+        group.all_reduce(group.heap(), n * world, ShmType::float32, false, round);
+        group.barrier(round);
+      }
+    });
+  }
+  for (std::thread& rank : ranks) rank.join();
+  std::free(block);
+}
+
+// Two elements of one thread and one of the next, where two write: what a report has to look like.
+void run_wrong(const std::string& how) {
+  Memory x(8, 4);
+  if (how == "overflow") {
+    const BucketRange range = {x.at(), x.at(), 9, Dtype::float32, Dtype::float32};
+    bucket_copy(&range, 1, false, {0.5F, nullptr}, 1);
+  } else if (how == "race") {
+    const BucketRange range = {x.at(), x.at(), 8, Dtype::float32, Dtype::float32};
+    std::thread other([&] { bucket_copy(&range, 1, false, {0.5F, nullptr}, 1); });
+    bucket_copy(&range, 1, false, {0.5F, nullptr}, 1);
+    other.join();
+  } else if (how == "loop race") {  // one tensor twice in a list: two chunks of one loop
+    Memory large(1 << 20, 4);
+    const BucketRange range = {large.at(), large.at(), 1 << 20, Dtype::float32, Dtype::float32};
+    const BucketRange ranges[] = {range, range};
+    bucket_copy(ranges, 2, false, {0.5F, nullptr}, 2);
+  } else {  // a value that fits no int
+    volatile int largest = std::numeric_limits<int>::max();
+    largest = largest + 1;
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc > 1) {
+    run_wrong(argv[1]);
+    return 0;
+  }
+  const std::vector<int64_t> tails = {0, 1, 5, 15, 16, 17, 31, 63, 64, 65, 255, 256, 257, 515};
+  for (const char* name : {"baseline", "avx2", "avx512"}) {
+    if (!isa_supported(name)) {
+      std::printf("%s: not on this machine\n", name);
+      continue;
+    }
+    set_isa(name);
+    for (int64_t offset : {0, 1, 3}) {
+      for (int threads : {1, 3}) {
+        std::vector<int64_t> sizes = tails;
+        if (threads > 1) sizes.push_back(140001);  // more than a chunk
+        run_adamw(sizes, offset, threads);
+        run_bucket(sizes, offset, threads);
+        run_norm(sizes, offset, threads);
+        run_quantize(sizes, offset, threads);
+        for (int64_t c : {1, 17, 40}) run_rows(65, c, offset, threads);
+      }
+    }
+    std::printf("%s: done\n", name);
+  }
+  for (int world : {2, 3}) {
+    for (int64_t n : {1, 77, 3001}) run_shm(world, n);
+  }
+  std::printf("shm: done\n");
+  return 0;
+}

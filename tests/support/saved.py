@@ -1,0 +1,34 @@
+"""What a checkpoint holds, put together index by index: the oracle of its readers."""
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+from safetensors.torch import load_file, save
+
+from fastpar.checkpoint.manifest import read_manifest
+
+
+def whole_tensors(path):
+    """(key -> weights, PARAMETER/ENTRY -> the optimizer's state), of any layout."""
+    path = Path(path)
+    manifest = read_manifest(path)
+    files = {t.file: load_file(path / t.file) for t in (*manifest.weights, *manifest.optimizer)}
+    weights = {t.key: files[t.file][t.key] for t in manifest.weights}
+    whole = {}
+    for piece in manifest.optimizer:
+        values = files[piece.file][piece.key].reshape(-1)
+        out = whole.setdefault(piece.key, values.new_zeros(piece.shape)).view(-1)
+        indices = [
+            np.arange(run.length) + run.start + i * run.stride
+            for run in piece.runs
+            for i in range(run.count)
+        ]
+        if indices:  # none of an empty tensor
+            out[np.concatenate(indices)] = values
+    return weights, whole
+
+
+def bits(path):
+    """Digests of the weights and of the optimizer's state."""
+    return [hashlib.sha256(save(tensors)).hexdigest() for tensors in whole_tensors(path)]

@@ -1,0 +1,610 @@
+"""make aot: machine code is read right, every rule can be broken, the committed table is whole."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs triton")
+
+import triton
+import triton.language as tl
+
+from bench.compiler import aot, aot_rules, aot_table, sass
+from bench.compiler.aot_rules import GPUS, RULES, judge
+from fastpar.kernels.triton_launch import Launch, launch
+
+# A loop from .L_x_1 whose wait for a barrier was moved behind the kernel's end (.L_x_3), a shorter
+# one behind it, the trap at the end, and a comment with an address that is no instruction.
+LISTING = """\
+        .section        .text._kernel,"ax",@progbits
+.text._kernel:
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+        /*0010*/                   LDG.E.64 R2, desc[UR8][R2.64] ;
+        /*0020*/              @!P0 BRA `(.L_x_2) ;
+.L_x_1:
+        /*0030*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R5 ;
+        /*0040*/              @!P0 BRA `(.L_x_3) ;
+.L_x_4:
+        /*0050*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], R24 ;
+        /*0060*/              @!P1 LDG.E.128.CONSTANT R8, desc[UR8][R2.64+0x10] ;
+        /*0070*/                   STL [R1], R8 ;
+        /*0080*/                   BRA.U UP0, `(.L_x_1) ;
+.L_x_2:
+        /*0090*/                   STG.E.U16 desc[UR8][R4.64], R8 ;
+        /*00a0*/                   STG.E desc[UR8][R4.64], R8 ;
+        /*00b0*/               @P2 BRA `(.L_x_2) ;
+        /*00c0*/                   RED.E.ADD.F32.FTZ.RN.STRONG.GPU desc[UR8][R4.64], R8 ;
+        /*00d0*/                   EXIT ;
+.L_x_3:
+        /*00e0*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R5 ;
+        /*00f0*/              @!P0 BRA `(.L_x_3) ;
+        /*0100*/                   BRA `(.L_x_4) ;
+.L_x_5:
+        /*0110*/                   BRA `(.L_x_5);
+"""
+
+GOOD = {
+    "module": "toy",
+    "kernel": "_toy_kernel",
+    "calls": ["fwd bf16", "fwd fp16"],
+    "config": "BLOCK=64 w4 s2",
+    "types": "bf16",
+    "arch": 90,
+    "launch": "0123456789",
+    "triton": "3.9.0",
+    "grid": [4, 65535],
+    "kind": "memory",
+    "dots": [],
+    "registers": 64,
+    "stack_bytes": 0,
+    "spill_instructions": 0,
+    "loop_spills": 0,
+    "shared_bytes": 1024,
+    "warps": 4,
+    "ctas_per_sm": 8,
+    "instructions": 100,
+    "loop_instructions": 40,
+    "tile_loads": 1,
+    "tile_stores": 1,
+    "wide_loads": 2,
+    "narrow_loads": 2,
+    "wide_load_bytes": 32,
+    "narrow_load_bytes": 8,
+    "wide_stores": 1,
+    "narrow_stores": 0,
+    "wide_store_bytes": 16,
+    "narrow_store_bytes": 0,
+    "hmma": 0,
+    "hgmma": 0,
+    "ldgsts": 0,
+    "tma": 0,
+    "mufu": 3,
+    "float_atomics": 0,
+}
+MATRIX = {**GOOD, "kind": "matrix", "dots": ["bf16"], "hgmma": 4, "wide_loads": 0}
+NARROW = {"narrow_load_bytes": 64, "narrow_loads": 16}
+
+
+def rules_broken(row, exempt=None):
+    return [b.rule for b in judge(dict(row), exempt or {})[0]]
+
+
+# Reading machine code
+
+
+def test_instructions_of_a_listing():
+    code = sass.parse(LISTING)
+    assert len(code) == 18
+    assert [i.target for i in code if i.name == "BRA"] == [9, 14, 3, 9, 14, 5, 17]
+    assert [i.conditional for i in code if i.name == "BRA"] == [True] * 5 + [False] * 2
+    assert sass.loads(code) == sass.Accesses(1, 1, 16, 8)
+    assert sass.loads(code[5:8]) == sass.Accesses(1, 0, 16, 0)
+    assert sass.stores(code) == sass.Accesses(0, 2, 0, 6)
+    assert sass.count(code, "LDL", "STL") == 1
+    assert sass.float_atomics(code) == 1
+
+
+def test_loops_are_natural_ones():
+    """Not the jump back from the wait at 14 into the middle of the loop, nor the trap at 17."""
+    code = sass.parse(LISTING)
+    assert sass.loops(code) == [[3, 4, 5, 6, 7, 8, 14, 15, 16], [9, 10, 11], [14, 15]]
+    assert [i.name for i in sass.main_loop(code)].count("HGMMA") == 1
+    assert len(sass.main_loop(code)) == 9
+
+
+def test_the_main_loop_of_a_memory_kernel_is_the_inner_one():
+    listing = """
+.L_x_0:
+        /*0000*/                   LDG.E R2, desc[UR8][R2.64] ;
+.L_x_1:
+        /*0010*/                   LDG.E.128 R2, desc[UR8][R2.64] ;
+        /*0020*/               @P0 CALL.REL.NOINC `(.L_x_2) ;
+        /*0030*/                   BRA `(.L_x_1) ;
+.L_x_2:
+        /*0040*/               @P1 BRA `(.L_x_0) ;
+        /*0050*/                   EXIT ;
+"""
+    code = sass.parse(listing)
+    assert sass.loops(code) == [[0, 1, 2, 3, 4], [1, 2, 3]]
+    assert [i.opcode for i in sass.main_loop(code)] == ["LDG.E.128", "CALL.REL.NOINC", "BRA"]
+    assert list(sass.main_loop(code[:1])) == []
+
+
+@pytest.mark.parametrize(
+    ("opcode", "size"),
+    [
+        ("LDG.E.128.CONSTANT", 16),
+        ("LDGSTS.E.BYPASS.128", 16),
+        ("LDG.E.64", 8),
+        ("LDG.E", 4),
+        ("LDG.E.U16.CONSTANT", 2),
+        ("STG.E.U8", 1),
+    ],
+)
+def test_bytes_of_an_access(opcode, size):
+    assert sass.Instruction(opcode).bytes == size
+
+
+@pytest.mark.parametrize(
+    ("opcode", "floating"),
+    [
+        ("RED.E.ADD.F16x2.RN.STRONG.GPU", True),
+        ("ATOMG.E.ADD.F32.FTZ.RN.STRONG.GPU", True),
+        ("RED.E.ADD.STRONG.GPU", False),  # int32: its order does not matter
+        ("REDUX.SUM", False),
+        ("FADD.FTZ", False),
+    ],
+)
+def test_floating_point_atomics(opcode, floating):
+    assert sass.float_atomics([sass.Instruction(opcode)]) == floating
+
+
+@pytest.mark.parametrize(
+    ("arch", "registers", "shared_bytes", "warps", "ctas"),
+    [
+        (90, 32, 0, 4, 16),  # the warps: 64 of them
+        (90, 16, 0, 1, 32),  # the CTAs
+        (90, 167, 0, 4, 3),  # registers: 168 a thread, 3 warps on each scheduler
+        (90, 128, 0, 8, 2),
+        (90, 255, 0, 8, 1),
+        (90, 255, 0, 16, 0),
+        (90, 32, 73 * 1024, 4, 3),  # shared memory
+        (90, 32, 227 * 1024, 4, 1),
+        (80, 32, 163 * 1024, 4, 1),
+        (80, 32, 82 * 1024, 4, 1),
+        (90, 64, 0, 12, 2),
+    ],
+)
+def test_ctas_on_a_multiprocessor(arch, registers, shared_bytes, warps, ctas):
+    assert GPUS[arch].ctas_per_sm(registers, shared_bytes, warps) == ctas
+
+
+# Rules
+
+
+def test_rows_that_break_no_rule():
+    assert rules_broken(GOOD) == []
+    assert rules_broken(MATRIX) == []
+    assert rules_broken({**MATRIX, "arch": 80, "hgmma": 0, "hmma": 8}) == []
+    assert rules_broken({**MATRIX, "dots": ["f32"], "hgmma": 0}) == []  # exact products
+
+
+BREAKS = [
+    ("spills", GOOD, {"spill_instructions": 2, "stack_bytes": 8}),
+    ("spills", GOOD, {"stack_bytes": 8}),
+    ("spills", MATRIX, {"spill_instructions": 1}),
+    ("shared memory", GOOD, {"shared_bytes": 232448 + 1}),
+    ("shared memory", GOOD, {"arch": 80, "shared_bytes": 166912 + 1}),
+    ("resident", MATRIX, {"ctas_per_sm": 0}),
+    ("grid", GOOD, {"grid": [1, 65536]}),
+    ("grid", GOOD, {"grid": [1, 1, 65536]}),
+    ("atomics", GOOD, {"float_atomics": 1}),
+    ("tensor cores", MATRIX, {"hgmma": 0, "hmma": 8}),  # Ampere's instruction on Hopper
+    ("tensor cores", MATRIX, {"arch": 80, "hgmma": 0}),
+    ("tensor cores", MATRIX, {"dots": ["f16", "f32"], "hgmma": 0}),
+    ("16-byte loads", GOOD, {"narrow_load_bytes": 32}),
+    ("16-byte loads", GOOD, {"wide_load_bytes": 0, "wide_loads": 0}),
+    ("16-byte stores", GOOD, {"narrow_store_bytes": 16, "narrow_stores": 2}),
+]
+
+
+@pytest.mark.parametrize(("rule", "row", "change"), BREAKS)
+def test_each_rule_can_be_broken(rule, row, change):
+    assert rules_broken({**row, **change}) == [rule]
+
+
+def test_every_rule_has_a_row_that_breaks_it():
+    assert {rule for rule, _, _ in BREAKS} == set(RULES)
+
+
+def test_single_numbers_are_not_tiles():
+    """A kernel that reads a key and writes tiles; one that reads tiles and writes a loss."""
+    assert rules_broken({**GOOD, "tile_loads": 0, "wide_load_bytes": 0}) == []
+    assert rules_broken({**GOOD, "tile_stores": 0, "wide_store_bytes": 0}) == []
+
+
+def test_an_exemption_is_for_its_calls_and_its_rule():
+    row = {**GOOD, **NARROW}
+    why = {"16-byte loads": "rows of odd length"}
+    assert rules_broken(row, {"_toy_kernel *": why}) == []
+    assert rules_broken(row, {"_toy_kernel fwd ??16": why}) == []
+    assert rules_broken(row, {"_toy_kernel fwd bf16": why}) == ["16-byte loads"]  # not fp16
+    assert rules_broken(row, {"_other_kernel *": why}) == ["16-byte loads"]
+    assert rules_broken(row, {"_toy_kernel *": {"spills": "?"}}) == ["16-byte loads"]
+    judge(row, {"_toy_kernel *": why})
+    assert row["exempt"] == why
+
+
+def test_an_exemption_that_nothing_needs():
+    exempt = {"toy": {"_toy_kernel *": {"spills": "?", "16-byte loads": "rows of odd length"}}}
+    _, needed = judge({**GOOD, **NARROW}, exempt["toy"])
+    found = aot_rules.stale_exemptions(exempt, {("toy", *pair) for pair in needed})
+    assert found == [
+        "toy: exemption: nothing breaks 'spills' under '_toy_kernel *'; delete it from AOT_EXEMPT"
+    ]
+
+
+def test_broken_rules_are_told_once():
+    broken = []
+    for arch in (80, 90):
+        for version in ("3.6.0", "3.9.0"):
+            broken += judge({**GOOD, **NARROW, "arch": arch, "triton": version}, {})[0]
+    broken += judge({**GOOD, "kernel": "_bad_kernel", "error": "CompilationError: at 3:4"}, {})[0]
+    first, second = aot_rules.describe(broken)
+    assert first.startswith("toy _bad_kernel (fwd bf16; bf16; BLOCK=64 w4 s2): compiles: Compil")
+    assert "16-byte loads: 16 narrower ones (64 bytes a thread) against 2 of 16 bytes" in second
+    assert "[sm_80 triton 3.6.0, sm_80 triton 3.9.0, sm_90 triton 3.6.0" in second
+
+
+# Kernels
+
+
+@triton.jit
+def _copy_kernel(x_ptr, y_ptr, n, stride, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    x = tl.load(x_ptr + row * n + at * stride, mask=at < n)
+    tl.store(y_ptr + row * n + at, x * 2, mask=at < n)
+
+
+@triton.jit
+def _sum_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    total = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, n, BLOCK):
+        total += tl.load(x_ptr + first + tl.arange(0, BLOCK))
+    tl.atomic_add(y_ptr, tl.sum(total, 0))
+
+
+@triton.jit
+def _product_kernel(a_ptr, b_ptr, c_ptr, n, BLOCK: tl.constexpr):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK, BLOCK], tl.float32)
+    for first in range(0, n, BLOCK):
+        a = tl.load(a_ptr + row[:, None] * n + first + column[None, :])
+        b = tl.load(b_ptr + (first + column)[:, None] * BLOCK + column[None, :])
+        total = tl.dot(a, b, total, input_precision="ieee")
+    c_at = c_ptr + row[:, None] * BLOCK + column[None, :]
+    tl.store(c_at, total.to(c_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _wrong_kernel(x_ptr, BLOCK: tl.constexpr):
+    tl.store(x_ptr + tl.arange(0, BLOCK), undefined_name)  # noqa: F821
+
+
+def meta(*shape, dtype=torch.bfloat16):
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def copy(rows=4, stride=1, dtype=torch.bfloat16):
+    x, y = meta(rows, 1024 * stride, dtype=dtype), meta(rows, 1024, dtype=dtype)
+    launch(_copy_kernel, (rows,), x, y, 1024, stride, BLOCK=1024, num_warps=4)
+
+
+def product(dtype=torch.bfloat16, block=64, **options):
+    a, b, c = (meta(*shape, dtype=dtype) for shape in ((256, 512), (512, block), (256, block)))
+    launch(_product_kernel, (256 // block,), a, b, c, 512, BLOCK=block, **options)
+
+
+def total():
+    launch(_sum_kernel, (1,), meta(4096), meta(1, dtype=torch.float32), 4096, BLOCK=1024)
+
+
+REAL = {
+    "copy": copy,
+    "strided": lambda: copy(stride=2),
+    "product": product,
+    "product fp32": lambda: product(torch.float32, 32),
+    "product spilled": lambda: product(torch.float32, 32, maxnreg=24),
+    "total": total,
+    "wrong": lambda: launch(_wrong_kernel, (1,), meta(64), BLOCK=64),
+}
+
+
+def compile_real():
+    """For the test below, in a process without the interpreter."""
+    jobs = aot.distinct(aot.collect(list(REAL.items())))
+    rows = aot.compile_all(jobs, 2)
+    print(json.dumps(rows))
+
+
+@pytest.fixture(scope="module")
+def real_rows(tmp_path_factory):
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    code = "import sys; sys.path.insert(0, 'tests/tools'); import test_aot; test_aot.compile_real()"
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=aot.ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert run.returncode == 0, run.stderr
+    rows = json.loads(run.stdout.splitlines()[-1])
+    return {(row["calls"][0], row["arch"]): {**row, "triton": triton.__version__} for row in rows}
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize(
+    ("call", "broken"),
+    [
+        ("copy", []),
+        ("strided", ["16-byte loads"]),
+        ("product", []),
+        ("product fp32", []),
+        ("product spilled", ["spills"]),
+        ("total", ["atomics"]),
+        ("wrong", ["compiles"]),
+    ],
+)
+def test_real_kernels_are_judged(real_rows, call, arch, broken):
+    assert rules_broken(real_rows[call, arch]) == broken
+
+
+def test_what_is_read_from_real_kernels(real_rows):
+    for arch in (80, 90):
+        copied = real_rows["copy", arch]
+        assert (copied["wide_loads"], copied["narrow_loads"]) == (1, 0)
+        assert (copied["wide_stores"], copied["narrow_stores"]) == (1, 0)
+        assert (copied["kind"], copied["types"], copied["grid"]) == ("memory", "bf16", [4])
+        assert copied["config"] == "BLOCK=1024 w4 s3"
+        assert copied["loop_instructions"] == 0
+        matrix = real_rows["product", arch]
+        assert (matrix["kind"], matrix["dots"]) == ("matrix", ["bf16"])
+        assert 0 < matrix["loop_instructions"] < matrix["instructions"]
+        assert matrix["ldgsts"] > 0
+        assert matrix["shared_bytes"] >= 2 * 64 * 64 * 2
+        assert real_rows["product fp32", arch]["dots"] == ["f32"]
+        assert real_rows["product spilled", arch]["registers"] <= 24
+        wrong = real_rows["wrong", arch]["error"]
+        assert re.match(r"\w+Error: at 2:\d+: \.\.\. .*undefined_name", wrong), wrong
+    assert real_rows["product", 80]["hmma"] > 0 == real_rows["product", 80]["hgmma"]
+    assert real_rows["product", 90]["hgmma"] > 0 == real_rows["product", 90]["hmma"]
+
+
+def test_a_tile_has_an_element_for_every_thread():
+    ttir = """
+    %a = tt.load %p, %m : tensor<8x16x!tt.ptr<bf16>> loc(#loc1)
+    %b = tt.load %p : tensor<64x!tt.ptr<f32>> loc(#loc1)
+    %c = tt.load %p : !tt.ptr<i64> loc(#loc1)
+    tt.store %p, %a, %m : tensor<1x256x!tt.ptr<f16>> loc(#loc1)
+    tt.store %p, %a, %m : tensor<4x!tt.ptr<f32>> loc(#loc1)
+    tt.descriptor_store %d[%i], %a : !tt.tensordesc<tensor<64x64xbf16>>, tensor<64x64xbf16>
+    """
+    assert [aot._tiles(ttir, "load", threads) for threads in (32, 128, 256)] == [2, 1, 0]
+    assert aot._tiles(ttir, "store", 128) == 2
+
+
+# Collecting and compiling
+
+
+def test_equal_launches_are_compiled_once():
+    calls = [("a", copy), ("b", lambda: copy(rows=9)), ("c", lambda: copy(dtype=torch.float16))]
+    jobs = aot.distinct(aot.collect([*calls, ("a", copy)]))
+    assert [(j.arch, j.calls, j.launch.grid) for j in jobs] == [
+        (80, ["a", "b"], (9,)),
+        (80, ["c"], (4,)),
+        (90, ["a", "b"], (9,)),
+        (90, ["c"], (4,)),
+    ]
+    assert {j.module for j in jobs} == {"test_aot"}
+    assert len({j.row()["launch"] for j in jobs}) == 2  # the same on both GPUs
+
+
+def test_alignment_tells_launches_apart():
+    def shifted():
+        x = meta(4, 1032)
+        launch(_copy_kernel, (4,), x[:, 1:], x, 1024, 1, BLOCK=1024, num_warps=4)
+
+    jobs = aot.distinct(aot.collect([("aligned", copy), ("shifted", shifted)]))
+    assert [j.calls for j in jobs if j.arch == 80] == [["aligned"], ["shifted"]]
+
+
+def test_a_call_that_launches_nothing():
+    expected = "collect: expected a launch, got none from call=empty; give it tensors that"
+    with pytest.raises(ValueError, match=expected):
+        aot.collect([("empty", lambda: copy(rows=0))])
+
+
+def job(name):
+    def kernel():
+        pass
+
+    kernel.__name__ = name
+    return aot.Job(90, Launch(kernel, (1,), {"x": "*bf16"}, {}, {}, {}), ["call"])
+
+
+def test_a_compiler_that_dies_hangs_or_raises_fails_alone(monkeypatch):
+    def compile_one(job):
+        if job.launch.name == "dies":
+            os.abort()
+        if job.launch.name == "hangs":
+            time.sleep(60)
+        if job.launch.name == "raises":
+            raise RuntimeError("PassManager::run failed")
+        return {**job.row(), "registers": 10}
+
+    monkeypatch.setattr(aot, "compile_one", compile_one)
+    monkeypatch.setattr(aot, "LIMIT_S", 3.0)
+    names = ["works", "dies", "hangs", "raises", "works too"]
+    rows = aot.compile_all([job(name) for name in names], 2)
+    assert {row["kernel"]: row.get("error") for row in rows} == {
+        "works": None,
+        "works too": None,
+        "dies": "the compiler ended with exit code -6",
+        "hangs": "the compiler took more than 3 s",
+        "raises": "RuntimeError: PassManager::run failed",
+    }
+
+
+# The table
+
+
+def test_the_table_keeps_every_number(tmp_path):
+    rows = [{**GOOD, "seconds": 1.5, "exempt": {}}, {**MATRIX, "exempt": {"spills": "few"}}]
+    aot_table.write(tmp_path, rows, "abc", False)
+    stored = aot_table.load(tmp_path)
+    assert (stored["commit"], stored["triton"]) == ("abc", ["3.9.0"])
+    for row, back in zip(rows, stored["rows"]):
+        row.pop("seconds", None)
+        assert back == row
+
+
+def test_one_line_for_both_versions(tmp_path):
+    older = {**MATRIX, "triton": "3.6.0", "registers": 60, "exempt": {"spills": "few"}}
+    aot_table.write(tmp_path, [MATRIX, older], "abc", True)
+    text = (tmp_path / "table.md").read_text()
+    (line,) = (line for line in text.splitlines() if line.startswith("| toy_kernel"))
+    assert "| 60 / 64 | 0 | 1024 | 8 | 0 + 2 | 1 + 0 | 4 HGMMA |" in line
+    assert "Triton 3.6.0 and 3.9.0; commit abc + changes" in text
+    assert "* toy _toy_kernel: spills: few" in text
+
+
+def test_differences_between_the_table_and_the_kernels(tmp_path):
+    old, new = {**GOOD, "launch": "old"}, {**GOOD, "launch": "new"}
+    aot_table.write(tmp_path, [GOOD, old], "abc", False)
+    assert aot_table.differences(tmp_path, [old, {**GOOD, "registers": 99}]) == []
+    lacks, still = aot_table.differences(tmp_path, [GOOD, new])
+    assert lacks.startswith("toy: table: lacks 1 launches, such as _toy_kernel 90 bf16 BLOCK=64")
+    assert still.startswith("toy: table: still has 1 launches")
+    assert still.endswith("w4 s2 old; run `make aot` and commit it")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, r"load: expected the table of `make aot`, got path=table.json \(FileNotFound"),
+        ("{", r"load: expected the table of `make aot`, got path=table.json \(JSONDecodeErr"),
+        ('{"schema": 7}', r"load: expected schema=1, got schema=7 in table.json; run `make aot`"),
+    ],
+)
+def test_a_table_that_cannot_be_read(tmp_path, text, message):
+    if text is not None:
+        (tmp_path / "table.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        aot_table.load(tmp_path)
+    assert len(aot_table.differences(tmp_path, [GOOD])) == 1
+
+
+@pytest.fixture(scope="module")
+def committed():
+    return aot_table.load(aot.TABLE)
+
+
+def test_the_committed_table_covers_every_module(committed):
+    assert aot.MINIMUM in committed["triton"]
+    assert len(committed["triton"]) == 2
+    for version in committed["triton"]:
+        rows = [row for row in committed["rows"] if row["triton"] == version]
+        for arch in GPUS:
+            assert {row["module"] for row in rows if row["arch"] == arch} == set(aot.modules())
+    for row in committed["rows"]:
+        assert set(rules_broken(row)) <= set(row["exempt"]), row
+
+
+def test_the_committed_table_reads_as_its_numbers_say(committed):
+    assert aot_table.markdown(committed["rows"]) in (aot.TABLE / "table.md").read_text()
+
+
+# The command
+
+
+@pytest.fixture
+def fake(monkeypatch, tmp_path):
+    """main() with a table of its own and rows that no compiler made."""
+    (tmp_path / "triton-3.6" / "triton").mkdir(parents=True)
+    monkeypatch.setattr(aot, "TABLE", tmp_path / "table")
+    monkeypatch.setattr(aot, "MINIMUM_FOLDER", tmp_path / "triton-3.6")
+    monkeypatch.setattr(aot, "modules", lambda: ["toy"])
+    given = {"rows": [GOOD], "exempt": {}, "errors": []}
+
+    def run_version(folder, names, processes):
+        version = "3.6.0" if folder else "3.9.0"
+        rows = [{**row, "triton": version} for row in given["rows"]]
+        exempt = {"toy": given["exempt"]}
+        return {"triton": version, "rows": rows, "exempt": exempt, "errors": given["errors"]}
+
+    monkeypatch.setattr(aot, "run_version", run_version)
+    return given
+
+
+def test_the_command_writes_and_checks_the_table(fake, capsys):
+    assert aot.main(["--check"]) == 1  # there is none yet
+    assert "got path=table.json (FileNotFoundError)" in capsys.readouterr().out
+    assert aot.main([]) == 0
+    assert aot.main(["--check"]) == 0
+    fake["rows"] = [{**GOOD, "launch": "other"}]
+    assert aot.main(["--check"]) == 1
+    assert "broken: toy: table: lacks 1 launches" in capsys.readouterr().out
+
+
+def test_the_command_fails_for_a_broken_rule(fake, capsys):
+    fake["rows"] = [{**GOOD, "stack_bytes": 8}]
+    assert aot.main([]) == 1
+    assert "spills: 0 LDL/STL, 0 of them in the main loop; 8 bytes" in capsys.readouterr().out
+    fake["exempt"] = {"_toy_kernel *": {"spills": "measured: faster than without"}}
+    assert aot.main([]) == 0
+    fake["rows"] = [GOOD]
+    assert aot.main([]) == 1
+    assert "nothing breaks 'spills'" in capsys.readouterr().out
+
+
+def test_the_command_fails_for_a_module_that_cannot_be_recorded(fake, capsys):
+    fake["errors"] = ["toy triton 3.9.0: records: TypeError: no"]
+    assert aot.main(["--check"]) == 1
+    assert "broken: toy triton 3.9.0: records: TypeError: no" in capsys.readouterr().out
+
+
+def test_one_module_is_printed_and_not_written(fake, capsys):
+    assert aot.main(["toy", "--installed"]) == 0
+    assert "| toy_kernel | fwd bf16 (+1) | bf16 | BLOCK=64 w4 s2 | 90 |" in capsys.readouterr().out
+    assert not aot.TABLE.exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["nothing"], "aot: expected one of toy, got module=nothing; choose one"),
+        (["toy", "--check"], "aot: expected all modules and versions with --check, got modules="),
+        (["--installed", "--check"], r"got modules=[] installed=True; drop one"),
+    ],
+)
+def test_wrong_arguments(fake, capsys, argv, message):
+    assert aot.main(argv) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_older_triton_is_missing(fake, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(aot, "MINIMUM_FOLDER", tmp_path / "none")
+    assert aot.main([]) == 2
+    expected = "aot: expected Triton 3.6.0 in build/none, got folder=missing; run `make aot`"
+    assert expected in capsys.readouterr().err

@@ -1,0 +1,215 @@
+"""Tensor-parallel contenders: one door, the gate, cases in turns, their table and pictures."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_bench import make_bench
+from test_records import ABOUT, make_row
+
+from bench.peers import tensor_parallel as tp_peers
+from bench.peers.parallel import SINGLE
+from bench.peers.tensor_parallel import OWN, STOCK, TORCH, Way
+from bench.records import ResultFile, load
+from bench.report import pictures, tables
+from bench.systems import bench_emulated, bench_tp, bench_zero
+from bench.systems.bench_zero import GATE_STEPS, Reference, Trial, judge
+from bench.systems.emulated import NODES, NVLINK, Link, Op
+from bench.systems.worker import WorkerError
+from fastpar.compare.strategies import Settings
+from fastpar.config.config import GPTConfig
+from fastpar.testing import run_ranks
+
+TINY = GPTConfig(2, 4, 32, 16, 200, dropout=0.0)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """The folder of the exact weights of TINY, and the errors of one fp32 process."""
+    folder = str(tmp_path_factory.mktemp("exact"))
+    return folder, Reference(Trial(SINGLE, TINY, folder, world_size=1), 0).write()
+
+
+def check_on_rank(way, folder, settings):
+    """A rank trains; its answer to the gate."""
+    trial = bench_tp.trial_of(way, dist.get_world_size(), TINY, folder)
+    rank = bench_tp.Rank.__new__(bench_tp.Rank)
+    rank.trial, rank.rank = replace(trial, settings=settings), dist.get_rank()
+    rank.contender = rank.build()
+    rank.first_losses = rank.steps(0, GATE_STEPS)["losses"]
+    return rank.check()
+
+
+def error_of(way, ranks, reference, settings=None):
+    folder, errors = reference
+    answers = run_ranks(check_on_rank, ranks, way, folder, settings or Settings(), backend="gloo")
+    return judge(answers, errors)
+
+
+def ways(ranks):
+    (case,) = (case for case in bench_tp.CASES if case.ranks == ranks)
+    return [case.base, *(way for group in case.groups for way in group)]
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        Way(TORCH),
+        Way(STOCK),
+        *(
+            pytest.param(way, marks=pytest.mark.slow)
+            for way in (
+                Way(TORCH, sequence_parallel=False),
+                Way(STOCK, sequence_parallel=False),
+                Way(OWN, transport="shm"),
+                Way(OWN, sequence_parallel=False),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_two_ranks_train_what_one_process_trains(way, reference):
+    assert way in ways(2)
+    assert 0 < error_of(way, 2, reference) < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "way", [Way(TORCH, zero_stage=3), Way(STOCK, zero_stage=3), Way(OWN, zero_stage=2)], ids=str
+)
+def test_four_ranks_train_what_one_process_trains(way, reference):
+    assert way in ways(4)
+    assert 0 < error_of(way, 4, reference) < 1e-4
+
+
+def test_the_gate_is_red_for_another_update(reference):
+    with pytest.raises(WorkerError, match="weights after 2 steps: expected an error of the update"):
+        error_of(Way(STOCK), 2, reference, Settings(weight_decay=0.0))
+
+
+def test_names_tell_all_ways_apart():
+    for ranks in (2, 4):
+        names = [str(way) for way in ways(ranks)]
+        assert len(set(names)) == len(names)
+    assert str(Way(TORCH, zero_stage=2)) == "torch DTensor + FSDP2, no reshard"
+    assert str(Way(OWN, zero_stage=1, transport="shm")) == "fastpar, ZeRO-1, shm"
+    assert str(Way(STOCK, sequence_parallel=False)) == "fastpar, stock model, gloo, whole sequences"
+
+
+def test_rows_by_heads_go_there_and_back():
+    rows = torch.arange(3 * 4 * 2.0)
+    state = {"h.0.attn.c_attn.bias": rows, "wte.weight": rows}
+    moved = tp_peers.by_heads(state, 4)
+    assert moved["wte.weight"] is rows
+    by_head = moved["h.0.attn.c_attn.bias"]
+    assert by_head[:6].tolist() == [0, 1, 8, 9, 16, 17]  # q, k and v of the first head
+    assert torch.equal(tp_peers.by_heads(moved, 4, back=True)["h.0.attn.c_attn.bias"], rows)
+
+
+def test_ranks_of_one_replica_have_the_same_batch(reference):
+    batches = []
+    for rank in range(4):
+        made = bench_tp.Rank.__new__(bench_tp.Rank)
+        made.trial, made.rank = bench_tp.trial_of(Way(TORCH), 4, TINY, reference[0]), rank
+        batches.append(made.batch(0)[0])
+    assert torch.equal(batches[0], batches[1])
+    assert torch.equal(batches[2], batches[3])
+    whole = bench_zero.batch(TINY, 0, 0, 1)[0]
+    assert torch.equal(torch.cat(batches[::2]), whole)
+
+
+def test_the_bench_runs_beside_its_base(tmp_path, monkeypatch):
+    case = replace(bench_tp.CASES[0], groups=((Way(OWN, transport="shm"),),))
+    monkeypatch.setattr(bench_tp, "CASES", (case,))
+    bench_tp.run(make_bench(tmp_path, "tp"))
+    _, rows = load(tmp_path / "rows.json")
+    base, own = rows
+    assert (base.variant, own.variant) == ("torch DTensor", "fastpar, shm")
+    assert own.refused is None
+    assert own.baseline == "torch DTensor"
+    assert own.speedup == pytest.approx(base.median_ms / own.median_ms, rel=1e-4)
+    assert own.notes["ranks"] == base.notes["ranks"] == 2
+
+
+@pytest.fixture
+def rows():
+    def row(variant, ms, speedup, case="tp=2, tiny", **values):
+        return make_row(
+            bench="tp", case=case, direction="step", variant=variant, median_ms=ms,
+            tokens_per_s=512e3 / ms, speedup=speedup, peak_bytes=10**9, threads=1,
+            notes={"ranks": 2}, **values,
+        )  # fmt: skip
+
+    return [
+        row("torch DTensor", 2000.0, 1.0),
+        row("torch DTensor, whole sequences", 1000.0, 2.0),
+        row("fastpar, shm", 500.0, 4.0),
+        row("fastpar, gloo", 4000.0, 0.5),
+        row("torch DTensor + FSDP2", 100.0, 1.0, case="dp=2 tp=2, tiny"),
+    ]
+
+
+def test_the_table_compares_with_the_fastest_of_torch(rows):
+    text = tables.tp_table(rows[::-1])
+    lines = text.splitlines()[2:]
+    assert "| tp=2, tiny: fastpar, shm | 2 x 1 | 500 | 1024 | 2.00x | 1000 |" in lines
+    assert "| tp=2, tiny: fastpar, gloo | 2 x 1 | 4000 | 128 | 0.25x, loses | 1000 |" in lines
+    assert lines[-1].startswith("| dp=2 tp=2, tiny: torch DTensor + FSDP2 | 2 x 1 | 100 ")
+    refused = [replace(rows[2], refused="gone"), *rows[:2]]
+    assert "fastpar, shm | 2 x 1 | refused: gone |" in tables.tp_table(refused)
+    assert len({line.count("|") for line in text.splitlines()}) == 1
+
+
+def test_pictures_are_drawn_of_each_case(tmp_path, rows):
+    ResultFile(tmp_path / "a.json", ABOUT).add(*rows[:4], replace(rows[4], notes={"ranks": 4}))
+    drawn = pictures.draw_all(tmp_path)
+    assert [path.name for path in drawn] == ["tp_2.png", "tp_4.png"]
+    assert all(path.stat().st_size > 5000 for path in drawn)
+
+
+# Behind emulated links
+
+
+def test_tp_ranks_can_have_a_link_of_their_own():
+    link = Link(NODES)
+    try:
+        for role in ("tp", "reduce"):
+            link.submit(Op(role, "all_reduce", 0, 1e6, 4, 0), 1, lambda: None)
+        inside, outside = link._done
+        assert inside.takes_ms == NVLINK.ms(1e6)
+        assert outside.takes_ms == NODES.ms(1e6)
+        assert sorted(link._channels) == ["", "tp"]
+    finally:
+        link.close()
+
+
+def test_emulated_settings_split_heads_evenly():
+    found = list(bench_emulated.tp_settings("cuda", False))
+    assert {s.tp for s in found} == {2, 4, 8}
+    assert all(s.config.n_head % s.tp == 0 and s.ranks % s.tp == 0 for s in found)
+    assert str(found[1]) == "350M T=1024 B=8, 8 ranks, stage 0, tp 8, whole sequences"
+    assert len({str(s) for s in found}) == len(found)
+
+
+def test_one_rank_of_a_split_model_sends_what_it_says(tmp_path):
+    """Without a GPU the same code on the CPU: bytes of a step by the textbook."""
+    setting = next(bench_emulated.tp_settings("cpu", True))
+    rank = bench_emulated.Rank(setting, "cpu")
+    try:
+        rank.step()
+        rank.link.clear()
+        rank.step()
+        c, n = setting.config, setting.batch_size * setting.config.block_size
+        activations = [op for op in rank.link.ops if op.tensor_bytes == 4 * n * c.n_embd]
+        # A layer gathers and scatters 2 + 2 tensors [N, C] forward, 2 + 2 backward, and gathers
+        # its two inputs again; the embedding scatters and gathers, the head gathers and scatters.
+        assert len(activations) == 10 * c.n_layer + 4
+        assert {op.wire_bytes for op in activations} == {4 * n * c.n_embd / 2}
+    finally:
+        rank.close()
+    bench = make_bench(tmp_path, "tp")
+    bench_emulated.run_settings(bench, [setting])
+    _, rows = load(tmp_path / "rows.json")
+    assert [row.refused for row in rows] == [None] * 3
+    assert tables.tp_table(rows).count("tp 2") == 2

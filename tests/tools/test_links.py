@@ -1,0 +1,190 @@
+"""Links between namespaces: rate, counters, ranks, and that nothing is left behind."""
+
+import os
+import select
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.systems import links
+
+ROOT = Path(__file__).resolve().parents[2]
+MIB = 1 << 20
+
+
+class Echo:
+    """What a rank of these tests holds."""
+
+    def __init__(self, gift: str) -> None:
+        self.gift = gift
+
+    def about(self, tail: str) -> tuple:
+        return self.gift + tail, os.environ["RANK"], [n for _, n in socket.if_nameindex()]
+
+    def fail(self) -> None:
+        raise ValueError("on purpose")
+
+    def leave(self) -> None:
+        os._exit(3)
+
+    def hang(self) -> None:
+        signal.pause()
+
+
+ECHO = "test_links:Echo"
+
+
+@pytest.fixture(autouse=True)
+def ranks_find_this_file(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests/tools"))
+
+
+@pytest.fixture(scope="module")
+def link():
+    try:
+        made = links.Link(200)
+    except links.NoLinkError as error:
+        pytest.skip(str(error))
+    with made:
+        yield made
+
+
+def gone(pid: int) -> bool:
+    """Whether a process that is no child of this one has ended, within ten seconds."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([fd], [], [], 10)[0])
+    finally:
+        os.close(fd)
+
+
+def test_bytes_take_the_time_that_the_rate_says(link):
+    """8 MiB at 200 Mbit/s: 336 ms; shared memory or the loopback device would need a few."""
+    size = 8 * MIB
+    with links.Ranks(link, "bench.systems.links:Probe") as ranks:
+
+        def all_reduce(mbit: float) -> float:
+            link.set_rate(mbit)
+            return min(max(both) for both in zip(*ranks.call("all_reduce_ms", 2, size)))
+
+        before = link.sent_bytes()
+        slow = all_reduce(200)
+        sent = [now - then for now, then in zip(link.sent_bytes(), before)]
+        fast = all_reduce(1000)
+    assert slow >= 0.9 * 8e3 * size / 200e6  # the bucket lets a burst through at once
+    assert fast < 0.7 * slow
+    assert all(3 * size <= count <= 3.6 * size for count in sent)  # with headers
+
+
+def test_ranks_see_only_their_end_and_failures_are_named(link):
+    with links.Ranks(link, ECHO, "a") as ranks:
+        answers = ranks.call("about", "b")
+        assert answers == [("ab", "0", ["lo", "fastpar0"]), ("ab", "1", ["lo", "fastpar0"])]
+        assert "fastpar0" not in [name for _, name in socket.if_nameindex()]
+        with pytest.raises(links.RankError, match=r"^rank 0: ValueError: on purpose$"):
+            ranks.call("fail")
+        with pytest.raises(links.RankError, match=r"^rank 0: the process is gone$"):
+            ranks.call("leave")
+        with pytest.raises(links.RankError, match=r"^rank 0: the process is gone$"):
+            ranks.call("about", "b")
+
+
+def test_a_rank_that_hangs_is_named_and_killed(link):
+    with links.Ranks(link, ECHO, "") as ranks:
+        pids = [process.pid for process in ranks._processes]
+        with pytest.raises(links.RankError, match=r"^rank 0: no answer within 0\.5 s$"):
+            ranks.call("hang", timeout_s=0.5)
+    assert all(map(gone, pids))
+
+
+def test_an_object_that_cannot_be_built_leaves_no_process(link):
+    with pytest.raises(links.RankError, match="rank 0: ModuleNotFoundError: No module named"):
+        links.Ranks(link, "bench.nowhere:Nobody")
+
+
+def test_nothing_is_left_when_the_parent_is_killed(link):
+    code = (
+        "import os, signal; from bench.systems import links\n"
+        "link = links.Link(100); ranks = links.Ranks(link, 'test_links:Echo', '')\n"
+        "print(*[p.pid for p in [*link._holders, *ranks._processes]], flush=True)\n"
+        "signal.pause()"
+    )
+    command = [sys.executable, "-c", code]
+    parent = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    pids = [int(word) for word in parent.stdout.readline().split()]
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    assert len(pids) == 4
+    assert all(map(gone, pids))
+
+
+def test_closing_ends_the_holders():
+    try:
+        link = links.Link(100)
+    except links.NoLinkError as error:
+        pytest.skip(str(error))
+    pids = [holder.pid for holder in link._holders]
+    link.close()
+    assert len(pids) == 2
+    assert all(map(gone, pids))
+
+
+@pytest.mark.parametrize("mbit", [0, -1, float("nan")])
+def test_a_rate_must_be_positive(mbit):
+    with pytest.raises(ValueError, match="Link: expected mbit > 0, got mbit="):
+        links.Link(mbit)
+
+
+def test_a_missing_tool_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(links.NoLinkError, match="got no unshare, nsenter, ip, tc, cat; inst"):
+        links.Link(100)
+
+
+def test_a_refusal_is_quoted_for_both_ways(monkeypatch, tmp_path):
+    """A system that permits no namespaces: `unshare` says so."""
+    for tool in links.TOOLS:
+        path = tmp_path / tool
+        path.write_text("#!/bin/sh\necho 'unshare failed: Operation not permitted' >&2\nexit 1\n")
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    refusal = (
+        "Link: expected network namespaces to be permitted, got as this user: unshare failed: "
+        "Operation not permitted; in a user namespace: unshare failed: Operation not permitted; run"
+    )
+    with pytest.raises(links.NoLinkError, match=refusal):
+        links.Link(100)
+
+
+def test_a_refused_step_undoes_the_others(monkeypatch):
+    """Namespaces that are there but no qdisc: the reason is tc's, and no holder stays."""
+    holders = []
+    hold = links._hold
+    monkeypatch.setattr(
+        links, "_hold", lambda command: holders.append(hold(command)) or holders[-1]
+    )
+    monkeypatch.setattr(links, "DEVICE", "a name that is too long for a device")
+    try:
+        links._hold(["unshare", "--net"]).stdin.close()
+    except links.NoLinkError as error:
+        pytest.skip(str(error))
+    with pytest.raises(links.NoLinkError, match=r"as this user: ip link add: .*not a valid"):
+        links.Link(100)
+    assert len(holders) == 5
+    assert all(gone(holder.pid) or holder.poll() is not None for holder in holders)
+
+
+def test_the_command_measures_and_says_so(capsys, link):
+    assert links.main(["--mbit", "0"]) == 2
+    assert "expected mbit > 0" in capsys.readouterr().err
+    assert links.main(["--mbit", "4000"]) == 0
+    assert "4000 Mbit/s: all-reduce of 25 MiB in" in capsys.readouterr().out

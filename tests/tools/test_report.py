@@ -1,0 +1,303 @@
+"""The report: tables between markers and pictures, from the newest rows of one machine."""
+
+import pytest
+from test_records import ABOUT, make_row
+
+from bench.ops.errors import ErrorRow
+from bench.records import ResultFile
+from bench.report import pictures, report, roofline, tables
+from bench.targets import Target, faster, note, targets_of
+
+
+@pytest.fixture
+def results(tmp_path):
+    """A folder with two files of one machine and one of an older machine."""
+    folder = tmp_path / "results"
+    old = {**ABOUT, "cpu": "Old CPU", "date": "2025-12-31"}
+    ResultFile(folder / "z.json", old).add(
+        make_row(median_ms=77.0), make_row(case="gone", variant="fastpar")
+    )
+    first = {**ABOUT, "date": "2026-01-01"}
+    ResultFile(folder / "b.json", first).add(
+        make_row(median_ms=55.0),
+        make_row(bench="train", case="6x384", direction="step", tokens_per_s=600.0),
+    )
+    ResultFile(folder / "a.json", ABOUT).add(
+        make_row(),
+        make_row(variant="fastpar", median_ms=0.5, speedup=4.0),
+        make_row(variant="torch.compile", median_ms=1.0),
+        make_row(case="other", variant="fastpar", median_ms=None, refused="red check"),
+        make_row(
+            bench="train",
+            case="char 4x128",
+            direction="step",
+            variant="fastpar",
+            notes={"total_s": 90.25, "val_loss": 1.23456, "max_loss_difference": 2e-6},
+        ),
+    )
+    return folder
+
+
+def test_report_writes_between_markers_only(results):
+    text = "before\n<!-- bench:ops-cpu -->\nold\n<!-- /bench:ops-cpu -->\nafter\n"
+    new = report.update(text, results)
+    assert new.startswith("before\n<!-- bench:ops-cpu -->\n| op |")
+    assert new.endswith("<!-- /bench:ops-cpu -->\nafter\n")
+    assert "old" not in new
+    assert "| bias_gelu N=1 F=2, forward | 2 (eager) | 1 (torch.compile) | 0.5 | 2.00x |" in new
+    assert "refused: red check" in new
+    assert "CPU: Test CPU (R) 9000, 2 cores" in new
+    assert "77" not in new
+    assert "gone" not in new  # another machine's
+    assert report.update(new, results) == new
+
+
+def test_report_takes_each_key_from_its_newest_file(results):
+    text = report.render("train-cpu", results)  # only the older file of this machine has it
+    assert "| 6x384 | eager | 1 x 2 | 2 | 600 | 1.00x |" in text
+    assert "55" not in report.render("ops-cpu", results)
+
+
+def test_report_of_the_char_run(results):
+    text = report.render("char-cpu", results)
+    assert "| char 4x128 | fastpar | 90.2 | 2 | 1.00x | 1.2346 | 2.0e-06 |" in text
+
+
+def test_report_refuses_what_it_cannot_fill(results):
+    with pytest.raises(ValueError, match=r"render: expected one of train, .*, got name=nope"):
+        report.update("<!-- bench:nope -->\n<!-- /bench:nope -->\n", results)
+    with pytest.raises(ValueError, match="update: expected <!-- /bench:ops-cpu --> after"):
+        report.update("<!-- bench:ops-cpu -->\n", results)
+    with pytest.raises(ValueError, match="newest: expected results of device cuda, got none"):
+        report.update("<!-- bench:ops-cuda -->\n<!-- /bench:ops-cuda -->\n", results)
+    with pytest.raises(ValueError, match="render: expected rows for the table ceilings-cpu"):
+        report.update("<!-- bench:ceilings-cpu -->\n<!-- /bench:ceilings-cpu -->\n", results)
+
+
+def test_report_check_tells_a_stale_file(results, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(report.update, "__defaults__", (results,))
+    readme = tmp_path / "README.md"
+    readme.write_text("<!-- bench:ops-cpu -->\n<!-- /bench:ops-cpu -->\n")
+    assert report.main([str(readme), "--check"]) == 1
+    assert report.main([str(readme)]) == 0
+    assert report.main([str(readme), "--check"]) == 0
+    readme.write_text("<!-- bench:ops-cpu -->\n")
+    assert report.main([str(readme)]) == 2
+    assert "update: expected" in capsys.readouterr().err
+
+
+def test_summary_has_a_line_for_each_case():
+    text = tables.summary([make_row(), make_row(variant="fastpar", refused="x", median_ms=None)])
+    says, line = text.splitlines()
+    assert says == "%: of the rate of a plain copy or matrix product in the same process"
+    assert line == "bias_gelu N=1 F=2, fwd, ms: eager 2 (34 %) | fastpar refused"
+
+
+def test_ops_table_names_what_is_slower_and_shows_memory_and_host_time():
+    text = tables.ops_table(
+        [
+            make_row(median_ms=1.0, peak_bytes=4_000_000, host_us=9.0),
+            make_row(variant="fastpar", median_ms=1.25, peak_bytes=1_000_000, host_us=7.5),
+        ]
+    )
+    assert "| against fastest | rate | of the ceiling | peak MB | stock peak MB | host us |" in text
+    assert "| 1.25 | 0.80x, loses | 12 GB/s | 34.5 % | 1 | 4 | 7.5 |" in text
+
+
+def test_every_bench_has_a_table_of_its_own(results):
+    text = report.render("gelu-cpu", results)
+    assert "bias_gelu N=1 F=2, forward" in text
+    with pytest.raises(ValueError, match="render: expected rows for the table philox-cpu, got"):
+        report.render("philox-cpu", results)
+
+
+def test_a_row_beside_dropout_is_no_result():
+    aside = make_row(variant="fastpar without dropout")
+    assert "without" not in tables.ops_table([make_row(), aside])
+
+
+# Targets
+
+TARGETS = [
+    faster(1.5, "eager", "torch.compile"),
+    Target("ceiling", 34.0),
+    Target("memory", 0.15, ("eager",)),
+    Target("host", 15.0),
+]
+
+
+def test_targets_survive_the_row_and_are_judged_by_the_report():
+    ours = make_row(
+        variant="fastpar", median_ms=1.0, peak_bytes=20, host_us=14.96, notes=note(TARGETS)
+    )
+    assert targets_of(type(ours).from_json(ours.to_json())) == TARGETS
+    group = [make_row(peak_bytes=100), make_row(variant="torch.compile", median_ms=1.4), ours]
+    text = tables.targets_table(group)
+    for line in (
+        "| >= 1.5x the best of eager, torch.compile | 1.40x | **no** |",
+        "| >= 34 % of the ceiling | 34 % | yes |",
+        "| peak <= 15 % of eager | 20.0 % | **no** |",
+        "| host <= 15 us | 15.0 us | yes |",
+    ):
+        assert line in text
+    assert tables.targets_table([make_row(peak_bytes=100)]).count("\n") == 1  # no targets
+
+
+def test_targets_of_a_refused_row_are_missed_and_without_peers_they_stay_open():
+    red = make_row(variant="fastpar", median_ms=None, refused="red check", notes=note(TARGETS))
+    assert tables.targets_table([red]).count("refused: red check | no |") == 4
+    alone = make_row(variant="fastpar", notes=note(TARGETS[:1]))
+    refused_peer = make_row(median_ms=None, refused="out of memory")
+    assert "| nothing to compare with | open |" in tables.targets_table([alone, refused_peer])
+
+
+def test_target_refuses_an_unknown_measure():
+    with pytest.raises(ValueError, match=r"Target: expected measure in .*, got measure=joy"):
+        Target("joy", 1.0)
+
+
+# Errors
+
+
+def make_errors(**changes):
+    values = {
+        "op": "bias_gelu",
+        "shape": "N=1 F=2",
+        "dtype": "float32",
+        "implementation": "cpp",
+        "device": "cpu",
+        "results": {"y": [3.0, 1.0, 2.0, 2.0, 0.5, 64], "dx": [1.0, 1.8, 4.0, 2.0, 0.5, 64]},
+    }
+    return ErrorRow(**{**values, **changes})
+
+
+def test_errors_table_shows_the_worst_of_each_op_implementation_and_dtype(tmp_path):
+    file = ResultFile(tmp_path / "errors" / "a.json", ABOUT, ErrorRow)
+    file.add(
+        make_errors(),
+        make_errors(shape="N=9", results={"y": [9.0, 1.0, 2.0, 2.0, 0.5, 64]}),
+        make_errors(implementation="triton"),
+        make_errors(dtype="bfloat16", results={}, refused="why"),
+    )
+    text = report.render("errors-cpu", tmp_path)
+    assert "| bias_gelu | cpp | float32 | 4.50x | y, N=9 | 0.90x | 1 of 2 shapes |" in text
+    assert (
+        "| bias_gelu | triton, interpreted | float32 | 1.50x | y, N=1 F=2 | 0.90x | 1 of 1 shapes |"
+        in text
+    )
+    assert "| bias_gelu | cpp | bfloat16 |  |  |  | 0 of 1 shapes |" in text
+    with pytest.raises(ValueError, match=r"got none in errors; run `python -m bench errors --dev"):
+        report.render("errors-cuda", tmp_path)
+
+
+# Pictures
+
+
+def test_one_picture_for_each_op_with_rows(results, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(
+        pictures, "draw", lambda name, parts, path: drawn.append((name, parts, path))
+    )
+    monkeypatch.setattr(
+        roofline, "draw", lambda parts, path: drawn.append(("roofline", parts, path))
+    )
+    assert pictures.draw_all(results) == [results / "roofline.png", results / "gelu.png"]
+    assert drawn.pop(0)[0] == "roofline"
+    ((name, parts, path),) = drawn
+    assert (name, path) == ("gelu", results / "gelu.png")
+    ((about, rows),) = parts  # one machine: the newest with a CPU; none with a GPU
+    assert about["cpu"] == ABOUT["cpu"]
+    assert {r.variant for r in rows} == {"eager", "torch.compile", "fastpar"}
+
+
+def test_a_damaged_result_file_stops_the_pictures(results):
+    (results / "c.json").write_text("{")
+    with pytest.raises(ValueError, match=r"load: expected a result file, got path=c\.json"):
+        pictures.draw_all(results)
+
+
+def test_picture_shows_every_variant_case_and_direction(tmp_path, monkeypatch):
+    """Bars by rate with their times; a refused variant in words; the ceiling; the machine."""
+    from matplotlib import pyplot
+
+    kept = []
+    monkeypatch.setattr(pyplot, "close", kept.append)
+    rows = [
+        make_row(),
+        make_row(variant="fastpar", median_ms=0.5, gb_per_s=48.0, percent_of_ceiling=96.0),
+        make_row(variant="fastpar without dropout"),
+        make_row(variant="torch.compile", median_ms=None, gb_per_s=None, refused="why"),
+        make_row(direction="backward", case="bias_gelu N=9"),
+    ]
+    pictures.draw("gelu", [(ABOUT, rows)], tmp_path / "gelu.png")
+    assert (tmp_path / "gelu.png").stat().st_size > 10_000
+    (figure,) = kept
+    forward, backward = figure.axes
+    assert [bar.get_width() for bar in forward.patches] == [12.0, 48.0]
+    words = [text.get_text().strip() for text in forward.texts]
+    assert words == ["2 ms", "torch.compile: refused", "0.5 ms"]
+    assert forward.get_title() == "gelu, forward, float32 (CPU)"
+    assert forward.get_xlabel().startswith("GB/s")
+    assert forward.lines[0].get_xdata()[0] == pytest.approx(50.0)
+    assert [label.get_text() for label in backward.get_yticklabels()] == ["bias_gelu N=9"]
+    assert "CPU: Test CPU (R) 9000, 2 cores" in figure.get_supxlabel()
+    assert "dashed" in figure.get_supxlabel()
+    monkeypatch.undo()
+    pyplot.close(figure)
+
+
+def test_fastpar_has_its_own_colour():
+    colour = pictures.colours([f"peer {i}" for i in range(8)] + ["fastpar", "fastpar in place"])
+    assert len(set(colour.values())) == len(colour)
+    assert colour["fastpar"] == pictures.OURS
+
+
+def test_the_door_draws_and_writes_everything(results, monkeypatch, tmp_path, capsys):
+    from bench import __main__ as door
+    from bench.report import history
+
+    drawn = []
+    readme = tmp_path / "README.md"
+    readme.write_text("<!-- bench:ops-cpu -->\n<!-- /bench:ops-cpu -->\n")
+    monkeypatch.setattr(report, "DOCUMENTS", [readme])
+    monkeypatch.setattr(report.update, "__defaults__", (results,))
+    monkeypatch.setattr(report, "draw_pictures", lambda: drawn.append("all"))
+    assert door.main(["report", "--check"]) == 1
+    assert door.main(["report", "--pictures"]) == 0
+    assert readme.read_text().count("\n") == 2
+    assert drawn == ["all"]
+    assert door.main(["report"]) == 0
+    assert drawn == ["all"] * 2
+    assert door.main(["report", "--check"]) == 0
+    assert door.main(["report", "--tables"]) == 0
+    assert drawn == ["all"] * 2
+    monkeypatch.setattr(history, "write", lambda: tmp_path / "history.md")
+    assert door.main(["report", "--history"]) == 0
+    assert capsys.readouterr().out == (
+        "README.md: out of date\nREADME.md: tables rewritten\nhistory.md: written\n"
+    )
+
+
+def test_a_users_own_rows_are_drawn_beside_them(results, capsys):
+    pytest.importorskip("matplotlib")
+    from bench import __main__ as door
+
+    assert door.main(["report", "--results", str(results)]) == 0
+    assert capsys.readouterr().out.endswith("gelu.png: drawn\nreport.md: written\n")
+    text = (results / "report.md").read_text()
+    assert "## train, cpu\n\n| training step |" in text
+    assert "| bias_gelu N=1 F=2, forward | 2 (eager) | 1 (torch.compile) | 0.5 | 2.00x |" in text
+    assert "CPU: Test CPU (R) 9000, 2 cores" in text
+    assert "## tp" not in text
+    assert (results / "gelu.png").stat().st_size > 10_000
+    assert door.main(["report", "--results", str(results / "nowhere")]) == 2
+    assert capsys.readouterr().err.startswith(
+        "report: expected a folder with rows of `python -m bench`, got results="
+    )
+
+
+def test_pictures_of_committed_results_are_drawn(results, capsys):
+    pytest.importorskip("matplotlib")
+    report.draw_pictures(results)
+    assert "gelu.png: drawn\n" in capsys.readouterr().out
+    assert (results / "gelu.png").exists()

@@ -1,0 +1,199 @@
+"""What set-up builds and downloads: setup.py's compilers, .ci/torch's choice of a torch."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def setup_py(*arguments, cwd=ROOT, **env):
+    return subprocess.run(
+        [sys.executable, "setup.py", "-q", *arguments],
+        cwd=cwd,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_no_compiler_is_one_line(tmp_path):
+    done = setup_py("build_ext", "--build-lib", str(tmp_path), CXX="no-such-compiler")
+    assert done.returncode == 1
+    assert done.stderr.startswith("setup.py: expected a C++ compiler, got no no-such-compiler; ")
+    assert "FASTPAR_CPP=0" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not done.stdout
+    done = setup_py("describe_build", FASTPAR_CPP="no")
+    assert "setup.py: expected 0 or 1, got FASTPAR_CPP=no" in done.stderr
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """Says what setup.py would build beside a fake nvcc and a fake torch."""
+    shutil.copy(ROOT / "setup.py", tmp_path)
+    (tmp_path / "csrc").mkdir()
+    nvcc = tmp_path / "toolkit" / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text("#!/bin/sh\n")
+    nvcc.chmod(0o755)
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").touch()
+
+    def build(torch_cuda, **env):
+        version = tmp_path / "torch" / "version.py"
+        version.write_text(f"__version__ = '2.99'\ncuda = {torch_cuda!r}\n")
+        env = {"CUDA_HOME": str(tmp_path / "toolkit"), "MAX_JOBS": "2", **env}
+        return setup_py("describe_build", cwd=tmp_path, PYTHONPATH=str(tmp_path), **env)
+
+    return build
+
+
+def test_nvcc_compiles_for_a_torch_with_cuda_only(machine):
+    said = machine("13.0").stdout
+    assert said.startswith("compiling C++ and CUDA for sm_80, sm_90a: about ")
+    assert said.endswith(" minutes on 2 cores\n")
+    assert machine(None).stdout.startswith("compiling C++ only (torch 2.99, which has no CUDA): ab")
+    assert "C++ and CUDA" in machine(None, FASTPAR_CUDA="1").stdout
+    assert machine("13.0", FASTPAR_CUDA="0").stdout.startswith(
+        "compiling C++ only (FASTPAR_CUDA=0)"
+    )
+    assert "C++ only (no nvcc)" in machine("13.0", CUDA_HOME="/nowhere").stdout
+    assert "nothing to compile: FASTPAR_CPP=0" in machine("13.0", FASTPAR_CPP="0").stdout
+    done = machine(None, FASTPAR_CUDA="1", CUDA_HOME="/nowhere")
+    assert done.returncode == 1
+    assert "setup.py: expected nvcc with FASTPAR_CUDA=1, got none" in done.stderr
+    assert (
+        "expected 0, 1 or emulated, got FASTPAR_CUDA=yes" in machine("1", FASTPAR_CUDA="yes").stderr
+    )
+
+
+@pytest.mark.slow
+def test_an_editable_install_leaves_the_module_out_and_takes_it_in_again(tmp_path):
+    skip = shutil.ignore_patterns("*.so", "__pycache__", "results", "build", "tests", ".*")
+    shutil.copytree(ROOT, tmp_path / "checkout", ignore=skip)
+    kernels = tmp_path / "checkout" / "kernels"
+    old = kernels / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+    old.touch()
+    wheel = ("editable_wheel", "-d", str(tmp_path / "wheels"))
+    done = setup_py(*wheel, cwd=kernels.parent, FASTPAR_CPP="0", CXX="no-such-compiler")
+    assert done.returncode == 0, done.stderr
+    assert (kernels / "_C.py").exists()
+    assert not old.exists()
+    assert setup_py("build_py", "--build-lib", "lib", cwd=kernels.parent).returncode == 0
+    assert not list((kernels.parent / "lib").glob("fastpar/kernels/_C*"))
+    assert (kernels / "_C.py").exists()  # a wheel's build leaves the checkout as it is
+
+
+# .ci/torch
+
+
+def make_wheel(folder, name, version):
+    """A wheel without a file of its own, and its line in a page that pip takes for an index."""
+    file = f"{name}-{version}-py3-none-any.whl"
+    about = {
+        "METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+        "WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        "RECORD": "",
+    }
+    (folder / name).mkdir(parents=True)
+    with zipfile.ZipFile(folder / name / file, "w") as wheel:
+        for entry, text in about.items():
+            wheel.writestr(f"{name}-{version}.dist-info/{entry}", text)
+    (folder / name / "index.html").write_text(f'<a href="{file}">{file}</a>')
+
+
+@pytest.fixture
+def choose(tmp_path):
+    """What .ci/torch would install: (exit status, pip's last line, what it says itself)."""
+    for index, version in (("public", "2.13.0"), ("cpu", "2.13.0+cpu")):
+        make_wheel(tmp_path / index, "torch", version)
+    make_wheel(tmp_path / "public", "numpy", "2.4.6")
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("PIP_")}
+
+    def run(*more, gpu=False, index="public", torch_index=None):
+        smi = tools / "nvidia-smi"
+        smi.write_text(f"#!/bin/sh\nexit {int(not gpu)}\n")
+        smi.chmod(0o755)
+        env = {**clean, "PATH": f"{tools}:{os.environ['PATH']}", "PIP_CONFIG_FILE": os.devnull}
+        if torch_index:
+            env["TORCH_INDEX"] = (tmp_path / torch_index).as_uri()
+        pip = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed"]
+        pip += ["--disable-pip-version-check", "--index-url", (tmp_path / index).as_uri(), *more]
+        done = subprocess.run(
+            [ROOT / ".ci" / "torch", *pip], env=env, capture_output=True, text=True
+        )
+        would = [x for x in done.stdout.splitlines() if x.startswith("Would install")]
+        own = [x for x in done.stdout.splitlines() if x.startswith("==")]
+        return done.returncode, would, own, done.stderr
+
+    return run
+
+
+FAKE_PIP = """#!/bin/sh
+echo "$@"
+case "$*" in
+  *cpu-index*+cpu*|*2.13.0\\ numpy*|*">=2.10"*) ;;
+  *) echo "ERROR: No matching distribution found for torch==2.13.0+cpu" >&2; exit 1 ;;
+esac
+"""
+
+
+def test_the_builds_of_torch_in_their_order(tmp_path):
+    """As below with pip itself, which takes long."""
+    for name, text in (("pip", FAKE_PIP), ("nvidia-smi", "#!/bin/sh\nexit $NO_GPU\n")):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+
+    def run(**env):
+        env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "NO_GPU": "1", **env}
+        done = subprocess.run(
+            [ROOT / ".ci" / "torch", "pip"], env=env, capture_output=True, text=True
+        )
+        return done.returncode, done.stdout.splitlines(), done.stderr
+
+    status, (first,), _ = run(TORCH_INDEX="cpu-index")
+    assert (status, first) == (0, "--extra-index-url cpu-index torch==2.13.0+cpu numpy")
+    status, (first, says, second), said = run(TORCH_INDEX="")
+    assert (status, first, second, said) == (
+        0, "torch==2.13.0+cpu numpy", "torch==2.13.0 numpy", ""
+    )  # fmt: skip
+    assert says.startswith("== torch 2.13.0 without CUDA is nowhere pip looks")
+    status, _, said = run(TORCH_INDEX="elsewhere")
+    assert (status, said.count("\n")) == (2, 1)
+    assert said.startswith("make: expected torch 2.13.0+cpu in TORCH_INDEX, got none in elsewhere;")
+    assert run(NO_GPU="0") == (0, ["torch>=2.10 numpy"], "")
+
+
+@pytest.mark.slow
+def test_torch_without_cuda_is_taken_wherever_it_is(choose, tmp_path):
+    cpu = ["Would install numpy-2.4.6 torch-2.13.0+cpu"]
+    assert choose(torch_index="cpu") == (0, cpu, [], "")
+    local = str(tmp_path / "cpu" / "torch")  # as a folder of wheels that pip's configuration names
+    assert choose("--find-links", local) == (0, cpu, [], "")
+
+    status, would, own, said = choose()
+    assert (status, would, said) == (0, ["Would install numpy-2.4.6 torch-2.13.0"], "")
+    assert len(own) == 1
+    assert "(TORCH_INDEX names a place): downloading the index's build; on Linux x86-64" in own[0]
+
+    status, would, _, said = choose(torch_index="public")
+    assert (status, would) == (2, [])
+    assert said.startswith("make: expected torch 2.13.0+cpu in TORCH_INDEX, got none in file://")
+
+    assert choose(gpu=True)[:2] == (0, ["Would install numpy-2.4.6 torch-2.13.0"])
+
+
+@pytest.mark.slow
+def test_a_failure_of_pip_is_no_reason_for_another_build(choose):
+    status, would, own, said = choose("--no-such-option", torch_index="cpu")
+    assert (status, would, own) == (1, [], [])
+    assert "no such option" in said

@@ -1,0 +1,370 @@
+"""The launcher's parts on plain processes; whole runs with real ranks are in test_faults.py."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from fastpar.comm.watchdog import HUNG
+from fastpar.train import launch, reaper
+from fastpar.train.launch import (
+    FAILED,
+    LOST_PEER,
+    USER_MISTAKE,
+    _forward_signals,
+    _from_where,
+    _Rank,
+    _report,
+    _restored_signals,
+    _watch,
+    available_cores,
+    catching_save,
+    catching_stop,
+    is_rank,
+    launched_here,
+    lost_peer,
+    threads_per_rank,
+)
+from fastpar.train.run_lock import hold, release
+
+
+@pytest.fixture
+def start():
+    """Starts ranks that run a line of Python each, in sessions of their own as torch does."""
+    processes = []
+
+    def run(*codes):
+        for code in codes:
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-S", "-c", f"import os, signal, sys, time\n{code}"],
+                    start_new_session=True,
+                    stdout=subprocess.PIPE,
+                )
+            )
+        return [_Rank(n, p) for n, p in enumerate(processes)]
+
+    yield run
+    for process in processes:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.fixture
+def logs(tmp_path):
+    for rank in range(3):
+        (tmp_path / str(rank)).mkdir()
+    return tmp_path
+
+
+def write(logs, rank, name, text):
+    (logs / str(rank) / name).write_text(text)
+
+
+def test_threads_share_the_cores():
+    assert 1 <= available_cores() <= os.cpu_count()
+    assert threads_per_rank(3, 100) == 3
+    assert threads_per_rank(None, 1) == available_cores()
+    assert threads_per_rank(None, 10_000) == 1
+
+
+def test_who_is_a_rank(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "FASTPAR_LAUNCHER"):
+        monkeypatch.delenv(name, raising=False)
+    assert not is_rank()
+    assert not launched_here()
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert is_rank()
+    assert not launched_here()
+
+
+def test_a_killed_rank_is_named_and_the_others_are_stopped(start, logs, capfd, monkeypatch):
+    monkeypatch.setattr(launch, "GRACE_S", 0.3)
+    ranks = start("time.sleep(60)", "os.kill(os.getpid(), 9)", "time.sleep(0.1); sys.exit(3)")
+    began = time.monotonic()
+    _watch(ranks, [], logs)
+    assert time.monotonic() - began < 5
+    assert [r.code for r in ranks] == [-9, -9, LOST_PEER]
+    assert _report(ranks, [], logs) == 1
+    pid = ranks[1].process.pid
+    assert capfd.readouterr().err == (
+        f"fastpar: rank 1 (pid {pid}) died of SIGKILL (out of memory?); all ranks stopped\n"
+    )
+
+
+def test_the_cause_is_named_though_it_is_seen_last(start, logs, capfd):
+    """Rank 0 loses its peer and ends first; the error file says why the peer failed."""
+    ranks = start(f"sys.exit({LOST_PEER})", "time.sleep(0.3); sys.exit(1)")
+    write(logs, 1, "stderr.log", "Traceback ...\nRuntimeError: no memory\n")
+    write(logs, 1, "error.json", json.dumps({"message": {"message": "RuntimeError: no memory\nx"}}))
+    _watch(ranks, [], logs)
+    assert _report(ranks, [], logs) == 1
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[:2] == ["Traceback ...", "RuntimeError: no memory"]
+    assert lines[2].startswith("fastpar: rank 1 (pid ")
+    assert lines[2].endswith(") failed: RuntimeError: no memory; all ranks stopped")
+
+
+def test_a_failure_without_last_words(start, logs, capfd):
+    ranks = start("", "sys.exit(7)")
+    _watch(ranks, [], logs)
+    assert _report(ranks, [], logs) == 1
+    assert "rank 1" in (err := capfd.readouterr().err)
+    assert "failed: exit status 7; all ranks stopped" in err
+
+
+@pytest.mark.parametrize("rank_0_says_it", [True, False])
+def test_a_users_mistake_is_said_once(start, logs, capfd, rank_0_says_it):
+    code = f"sys.exit({USER_MISTAKE if rank_0_says_it else LOST_PEER})"
+    ranks = start(code, f"sys.exit({USER_MISTAKE})")
+    write(logs, 1, "stderr.log", "a warning\ntrain: expected x, got y\n")
+    _watch(ranks, [], logs)
+    assert _report(ranks, [], logs) == USER_MISTAKE
+    assert capfd.readouterr().err == ("" if rank_0_says_it else "train: expected x, got y\n")
+
+
+def test_ranks_that_end_well(start, logs, capfd):
+    ranks = start("", "")
+    _watch(ranks, [], logs)
+    assert _report(ranks, [], logs) == 0
+    assert capfd.readouterr().err == ""
+
+
+WAIT = "signal.signal(15, lambda *_: sys.exit(143)); print('up', flush=True); time.sleep(60)"
+
+
+def test_a_signal_reaches_the_ranks(start, logs):
+    ranks = start(WAIT, WAIT)
+    for rank in ranks:
+        assert rank.process.stdout.readline() == b"up\n"
+    with _restored_signals():
+        signals = _forward_signals(ranks)
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        _watch(ranks, signals, logs)
+    assert signals == [signal.SIGTERM]
+    assert [r.code for r in ranks] == [143, 143]
+    assert _report(ranks, signals, logs) == 143
+
+
+def test_a_wish_to_save_reaches_the_ranks_and_ends_nothing(start, logs):
+    saves = "signal.signal(10, lambda *_: print('saves', flush=True))"
+    stops = "signal.signal(15, lambda *_: sys.exit(0))"
+    ranks = start(*[f"{saves}; {stops}; print('up', flush=True); time.sleep(60)"] * 2)
+    for rank in ranks:
+        assert rank.process.stdout.readline() == b"up\n"
+    before = signal.getsignal(signal.SIGUSR1)
+    with _restored_signals():
+        signals = _forward_signals(ranks)
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGUSR1)
+            for rank in ranks:
+                assert rank.process.stdout.readline() == b"saves\n"
+        assert [rank.process.poll() for rank in ranks] == [None, None]
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        _watch(ranks, signals, logs)
+    assert signals == [signal.SIGTERM]
+    assert _report(ranks, signals, logs) == 0
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def test_a_rank_notes_wishes_to_save():
+    before = signal.getsignal(signal.SIGUSR1)
+    with catching_save() as received:
+        assert received == []
+        for n in (1, 2):
+            signal.raise_signal(signal.SIGUSR1)
+            assert len(received) == n
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def test_a_second_signal_kills_unless_it_is_the_same_again(start, logs, capfd, monkeypatch):
+    monkeypatch.setattr(launch, "REPEAT_S", 0.15)
+    ranks = start("signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)")
+    for rank in ranks:
+        assert rank.process.stdout.readline() == b"up\n"
+    with _restored_signals():
+        signals = _forward_signals(ranks)
+        for after in (0.1, 0.15, 0.5):
+            threading.Timer(after, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        _watch(ranks, signals, logs)
+    assert signals == [signal.SIGTERM] * 2
+    assert ranks[0].code == -9
+    assert _report(ranks, signals, logs) == 143
+    assert "stopped at once; this stop has saved nothing" in capfd.readouterr().err
+
+
+def test_who_does_not_answer_is_killed(start, logs, capfd, monkeypatch):
+    """After a stop; without one when the watchdogs of all ranks must have spoken."""
+    monkeypatch.setattr(reaper, "SILENT_S", 0.5)
+    monkeypatch.setattr(launch, "MARGIN_S", 0.1)
+    stuck = "signal.signal(15, signal.SIG_IGN); time.sleep(60)"
+    answers = "[(os.utime({!r}), time.sleep(0.1)) for _ in range(20)]"
+    for signals, timeout_s in (([15], float("inf")), ([], 1.0)):
+        file = logs / "1" / "answers"
+        file.touch()
+        ranks = start(stuck, answers.format(str(file)))[-2:]
+        ranks[0].number, ranks[1].number = 0, 1
+        _watch(ranks, signals, logs, timeout_s)
+        assert [rank.code for rank in ranks] == [-9, 0]
+        assert _report(ranks, signals, logs) == (143 if signals else FAILED)
+        said = capfd.readouterr().err
+        pid = ranks[0].process.pid
+        assert re.match(
+            rf"fastpar: rank 0 \(pid {pid}\) did not answer for [12] s and was kil", said
+        )
+        last = "this stop has saved nothing" if signals else "all ranks stopped"
+        assert said.endswith(f"; {last}\n")
+
+
+IGNORED = """
+import os, re, signal, sys
+from pathlib import Path
+numbers = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
+for number in numbers:
+    signal.signal(number, signal.SIG_IGN)
+from fastpar.train import launch
+watch = launch._watch
+def look(ranks, *rest):
+    for pid in (os.getpid(), *(rank.process.pid for rank in ranks)):
+        mask = int(re.search(r"SigIgn:\\s*(\\w+)", Path(f"/proc/{pid}/status").read_text())[1], 16)
+        print(all(mask >> number - 1 & 1 for number in numbers))
+    watch(ranks, *rest)
+launch._watch = look
+sys.exit(launch.launch(["--version"], 2))
+"""
+
+
+def test_what_was_ignored_at_the_start_stays_ignored(tmp_path, monkeypatch):
+    """SIGHUP under nohup, for one; in the launcher and in its ranks."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", IGNORED], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [line for line in done.stdout.split() if line in ("True", "False")] == ["True"] * 3
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_becomes_of_it_is_a_part_of_the_line(start, logs, capfd):
+    ranks = start("sys.exit(9)", "")
+    _watch(ranks, [], logs)
+    assert _report(ranks, [], logs, lambda: "restart 1 of 3, from step 500") == FAILED
+    assert capfd.readouterr().err.endswith(
+        ") failed: exit status 9; restart 1 of 3, from step 500\n"
+    )
+
+
+def test_of_two_that_failed_who_tells_of_a_hang_is_heard(start, logs, capfd):
+    ranks = start("os.kill(os.getpid(), 9)", f"time.sleep(0.3); sys.exit({HUNG})")
+    write(logs, 1, "error.json", json.dumps({"message": {"message": "watchdog: got rank=0 stuck"}}))
+    _watch(ranks, [], logs)
+    assert _report(ranks, [], logs) == FAILED
+    assert " failed: watchdog: got rank=0 stuck; all ranks stopped" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("statuses", "expected"),
+    [
+        ([FAILED, FAILED, 0], 0),
+        ([FAILED, FAILED, FAILED, FAILED], FAILED),
+        ([FAILED, USER_MISTAKE], USER_MISTAKE),
+        ([128 + signal.SIGTERM], 128 + signal.SIGTERM),
+        ([0], 0),
+    ],
+)
+def test_all_ranks_are_started_again_unless_nobody_failed(
+    monkeypatch, tmp_path, statuses, expected
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run/checkpoints/step_000040").mkdir(parents=True)
+    starts, words = [], []
+
+    def one(arguments, nproc, threads, start, then, timeout_s):
+        starts.append(start)
+        words.append(then())
+        return statuses[len(starts) - 1]
+
+    monkeypatch.setattr(launch, "_launch", one)
+    assert launch.launch(["train"], 2, max_restarts=3, out="run") == expected
+    assert len(starts) == len(statuses)
+    assert [s["TORCHELASTIC_RESTART_COUNT"] for s in starts] == list("0123")[: len(starts)]
+    assert len({s["TORCHELASTIC_RUN_ID"] for s in starts}) == 1
+    told = [f"restart {n} of 3, from step 40" for n in (1, 2, 3)]
+    assert words == [*told, "all ranks stopped"][: len(words)]
+
+
+def test_where_a_restart_goes_on(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert _from_where(None, "night") == "from the start"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "night")
+    (tmp_path / "runs/micro").mkdir(parents=True)
+    hold("runs/micro")
+    release()
+    assert _from_where(None, "night") == "from the start"
+    (tmp_path / "runs/micro/checkpoints/step_000012").mkdir(parents=True)
+    assert _from_where(None, "night") == "from step 12"
+    assert _from_where("elsewhere", "night") == "from the start"
+
+
+FIRST_SIGNAL = """
+import signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from fastpar.train import launch
+clock = [100.0]
+launch.time.monotonic = lambda: clock[0]
+before = signal.getsignal(signal.SIGINT)
+with launch.catching_stop(loud=True) as received:
+    signal.raise_signal(signal.SIGINT)
+    assert received == [signal.SIGINT], received
+    signal.raise_signal(signal.SIGINT)
+    assert received == [signal.SIGINT], received
+    clock[0] += 2.0
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt:
+        print("quits")
+assert signal.getsignal(signal.SIGINT) == before
+"""
+
+
+def test_the_first_signal_in_a_rank_only_asks():
+    """In a process of its own: in a shell's background job this one ignores SIGINT from birth."""
+    done = subprocess.run([sys.executable, "-c", FIRST_SIGNAL], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "quits\n"), done.stderr
+    assert done.stderr.count("finishing this step, then saving") == 1
+
+
+def test_signals_are_left_alone_outside_of_the_main_thread():
+    seen = []
+
+    def body():
+        with catching_save() as received:
+            seen.append(received)
+        with catching_stop(loud=False) as received:
+            seen.append(list(received))
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert seen == [[], []]
+
+
+def test_lost_peers_are_told_from_other_errors():
+    gloo = "[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4242"
+    assert lost_peer(RuntimeError(f"Engine: expected every rank to take part, got ... ({gloo})"))
+    shm = "all_reduce: expected every rank to live, got the end of rank 1; restart the run"
+    assert lost_peer(RuntimeError(shm))
+    assert not lost_peer(RuntimeError("out of memory"))
+
+
+def test_shared_memory_still_says_what_is_looked_for():
+    source = (Path(__file__).parents[2] / "csrc/shm_cpu.cpp").read_text()
+    ours = [text for text in launch._LOST_PEER_TEXTS if text in source]
+    assert len(ours) == 4

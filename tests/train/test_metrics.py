@@ -1,0 +1,184 @@
+"""metrics.jsonl, the picture, the bar and its lines, memory, MFU."""
+
+import fcntl
+import json
+import math
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+
+import pytest
+
+from fastpar.train import metrics
+from fastpar.train.metrics import (
+    MetricsLog,
+    Progress,
+    duration,
+    mfu,
+    plot_loss,
+    read_metrics,
+    smoothed,
+)
+
+
+def test_rows_are_json_lines_that_read_back(tmp_path):
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.write({"step": 1, "loss": 2.5, "grad_norm": math.inf, "exposed_comm_ms": None})
+    log.write({"step": 1, "val_loss": 2.25})
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()  # on disk before close
+    log.close()
+    assert [json.loads(line) for line in lines] == read_metrics(tmp_path / "metrics.jsonl")
+    assert json.loads(lines[0]) == {
+        "step": 1, "loss": 2.5, "grad_norm": None, "exposed_comm_ms": None,
+    }  # fmt: skip
+
+
+def test_resume_drops_later_rows_and_a_line_cut_off(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path)
+    for step in range(1, 6):
+        log.write({"step": step, "loss": 1.0 * step})
+    log.write({"step": 3, "val_loss": 3.5})
+    log.close()
+    with path.open("a") as file:
+        file.write('{"step": 3, "lo')
+    log = MetricsLog(path, resume_step=3)
+    log.write({"step": 4, "loss": 40.0})
+    log.close()
+    rows = read_metrics(path)
+    assert [r["step"] for r in rows] == [1, 2, 3, 3, 4]
+    assert rows[-2:] == [{"step": 3, "val_loss": 3.5}, {"step": 4, "loss": 40.0}]
+    assert read_metrics(tmp_path / "none.jsonl") == []
+
+
+def test_a_run_that_went_back_writes_later_rows_again(tmp_path):
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    for step in range(1, 6):
+        log.write({"step": step, "loss": 1.0 * step})
+    log.rewind(3)
+    log.write({"step": 3, "skipped_samples": [8, 16], "reason": "words"})
+    log.write({"step": 4, "loss": 40.0})
+    log.close()
+    rows = read_metrics(log.path)
+    assert [r["step"] for r in rows] == [1, 2, 3, 3, 4]
+    assert rows[3:] == [
+        {"step": 3, "skipped_samples": [8, 16], "reason": "words"},
+        {"step": 4, "loss": 40.0},
+    ]
+
+
+def test_tensorboard_is_fed_where_it_is_installed(tmp_path):
+    pytest.importorskip("tensorboard", reason="tensorboard is optional")
+    log = MetricsLog(tmp_path / "metrics.jsonl", tensorboard=tmp_path / "tb")
+    log.write({"step": 1, "loss": 2.5, "grad_norm": None})
+    log.write({"step": 1, "skipped_samples": [8, 16], "reason": "words"})  # no curves
+    log.close()
+    assert any((tmp_path / "tb").iterdir())
+
+
+def test_smoothed_is_an_average_from_the_start():
+    assert smoothed([3.0] * 5, 0.9) == pytest.approx([3.0] * 5)
+    assert smoothed([1.0, 2.0], weight=0.5) == pytest.approx([1.0, 5 / 3])
+    assert smoothed([3.0, 1.0], 0.0) == [3.0, 1.0]
+
+
+@pytest.mark.parametrize("rows", [[], [{"step": 1, "loss": 2.0}], "both"])
+def test_picture(tmp_path, rows):
+    if rows == "both":
+        rows = [{"step": s, "loss": 8 / s**0.2} for s in range(1, 200)]
+        rows += [{"step": 100, "val_loss": 3.4}, {"step": 199, "val_loss": 3.0}]
+        rows += [{"step": 150, "loss": None}]
+    plot_loss(rows, tmp_path / "loss.png", title="a run")
+    from matplotlib.image import imread
+
+    image = imread(tmp_path / "loss.png")
+    assert image.shape[:2] == (540, 960)
+    assert image[..., :3].min() < 0.5 < image[..., :3].max()
+
+
+def test_picture_without_matplotlib_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    with pytest.raises(
+        ImportError, match=r"plot_loss: expected matplotlib.*; pip install matplotlib"
+    ):
+        plot_loss([], tmp_path / "loss.png", title="")
+
+
+def test_lines_where_there_is_no_terminal(capsys, monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: clock[0])
+    progress = Progress(100, 20, bar=False, interval_s=5)
+    for step in range(21, 101):
+        clock[0] += 1.0
+        progress.update(step, "loss 1.000")
+    progress.say("saved")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "step 21/100  loss 1.000  eta 1:19"
+    assert lines[1].startswith("step 26/100")
+    assert lines[-2:] == ["step 100/100  loss 1.000  eta 0:00", "saved"]
+    assert len(lines) == 18
+
+
+def test_bar(capfd):
+    progress = Progress(10, 2, bar=True)
+    progress.update(3, "loss 1.250")
+    progress.say("saved")
+    progress.close()
+    out, err = capfd.readouterr()
+    assert out == "saved\n"
+    assert "3/10" in err
+    assert "loss 1.250" in err
+
+
+@pytest.mark.parametrize(("rows", "bar"), [(40, True), (0, False)])
+def test_a_bar_only_on_a_terminal_that_knows_its_size(monkeypatch, rows, bar):
+    parent, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, 100, 0, 0))
+    with os.fdopen(terminal, "w") as stderr, monkeypatch.context() as patch:
+        patch.setattr(metrics.sys, "stderr", stderr)
+        progress = Progress(10)
+        assert (progress._bar is not None) == bar
+        progress.close()
+    os.close(parent)
+
+
+def test_other_ranks_are_silent(capfd):
+    progress = Progress(10, enabled=False, bar=True)
+    progress.update(3, "loss")
+    progress.say("saved")
+    progress.close()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_durations():
+    assert [duration(s) for s in (0, 61, 3723, -2)] == ["0:00", "1:01", "1:02:03", "0:00"]
+
+
+HOLD = """
+import mmap
+from fastpar.train.metrics import memory_mb
+
+before, _ = memory_mb()
+with mmap.mmap(-1, 64_000_000) as held:  # new pages, whatever the heap has kept
+    held.write(b"x" * 64_000_000)
+    now, peak = memory_mb()
+assert 50 < now - before < 80, (before, now)
+assert peak >= now - 1
+"""
+
+
+def test_memory_grows_with_what_is_held():
+    """In a process of its own: threads that other tests have left take memory too."""
+    done = subprocess.run([sys.executable, "-c", HOLD], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_mfu():
+    assert mfu("NVIDIA H100 80GB HBM3", 989e12 / 1e9, 1e9) == pytest.approx(1.0)
+    assert mfu("NVIDIA H100 PCIe", 378e12 / 1e9, 1e9) == pytest.approx(0.5)
+    assert mfu("NVIDIA A100-SXM4-80GB", 1.0, 312e12) == pytest.approx(1.0)
+    assert mfu("NVIDIA L40S", 1.0, 362e12) == mfu("NVIDIA L4", 1.0, 121e12) == 1.0
+    assert mfu("GeForce 8800 GT", 1.0, 1.0) is None

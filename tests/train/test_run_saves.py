@@ -1,0 +1,304 @@
+"""The saves of a run: beside training, agreed on by all ranks, reported, asked for by a signal."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from test_train import TINY, bits, curve, forget_after, here  # noqa: F401
+
+from fastpar.checkpoint.checkpoint import checkpoint_folder, list_checkpoints, verify_checkpoint
+from fastpar.checkpoint.saver import Saver
+from fastpar.comm.mesh import Mesh
+from fastpar.config.config import TrainConfig
+from fastpar.testing import run_ranks
+from fastpar.train import run_saves
+from fastpar.train.metrics import read_metrics
+from fastpar.train.run_saves import RunSaves
+from fastpar.train.trainer import Trainer
+
+FEW = {**TINY, "eval_every": 0, "save_every": 2, "num_samples": 0, "micro_batch_size": 4}
+
+
+def rank(changes):
+    """One rank of a run; its exit status."""
+    return Trainer(TrainConfig().replace({**FEW, **changes}), Mesh(device="cpu")).run()
+
+
+def run(out, ranks=1, **changes):
+    """All ranks, as threads; one in this thread, which gets signals."""
+    changes = {"out": out, **changes}
+    found = [rank(changes)] if ranks == 1 else run_ranks(rank, ranks, changes)
+    assert found == [0] * ranks
+
+
+def steps_saved(out):
+    for path in list_checkpoints(out):
+        verify_checkpoint(path)
+    return [int(path.name[5:]) for path in list_checkpoints(out)]
+
+
+def rows_of(out, key):
+    return [row for row in read_metrics(Path(out) / "metrics.jsonl") if key in row]
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """What is written waits until it is set."""
+    event, real = threading.Event(), Saver._work
+
+    def work(self, *args):
+        assert event.wait(30)
+        return real(self, *args)
+
+    monkeypatch.setattr(Saver, "_work", work)
+    return event
+
+
+@pytest.fixture
+def before(monkeypatch):
+    """before(step, action): the action is done when the step begins, on every rank."""
+    actions, real = {}, Trainer.train_step
+
+    def step(self):
+        if self.step + 1 in actions:
+            actions[self.step + 1](self)
+        return real(self)
+
+    monkeypatch.setattr(Trainer, "train_step", step)
+    return actions.__setitem__
+
+
+def soon(action, seconds=0.3):
+    threading.Timer(seconds, action).start()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_training_goes_on_while_a_checkpoint_is_written(here, gate, before, ranks, capsys):  # noqa: F811
+    before(7, lambda trainer: gate.set())
+    run("aside", ranks, save_every=4)
+    rows = [r["step"] for r in read_metrics("aside/metrics.jsonl") if {"loss", "save_s"} & r.keys()]
+    assert rows.index(4) < rows.index(6) < len(rows) - 1 - rows[::-1].index(4)
+    assert steps_saved("aside") == [4, 8]
+    run("at once", ranks, save_every=4, async_save=False)
+    kept = [
+        r
+        for r in read_metrics("at once/metrics.jsonl")
+        if not {"val_loss", "prediction"} & r.keys()
+    ]
+    rows = [r["step"] for r in kept]
+    assert rows == [1, 2, 3, 4, 4, 5, 6, 7, 8, 8]
+    assert bits("aside", 4) == bits("at once", 4)
+    assert bits("aside") == bits("at once")
+    row = rows_of("aside", "save_s")[0]
+    assert row["save_s"] > 0
+    assert row["save_mb"] == pytest.approx(row["save_mb_per_s"] * row["save_s"])
+    assert 0 < row["save_pause_ms"] < row["save_s"] * 1e3
+    row = rows_of("at once", "save_s")[0]
+    assert row["save_pause_ms"] >= row["save_s"] * 1e3
+    assert "step 4  saved: 0.1 MB in " in capsys.readouterr().out
+
+
+def test_a_save_waits_for_the_one_before(here, gate):  # noqa: F811
+    soon(gate.set)
+    run("r")
+    assert steps_saved("r") == [2, 4, 6, 8]
+    waited = {row["step"]: row["save_wait_ms"] for row in rows_of("r", "save_s")}
+    assert waited[2] < 1
+    assert 1 <= waited[4] < 10_000
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_save_is_left_out_while_one_is_written(here, gate, before, capsys, ranks):  # noqa: F811
+    before(5, lambda trainer: gate.set())
+    before(6, lambda trainer: trainer.saves._saver.close())
+    run("r", ranks, save_overlap="skip", save_every=2, max_steps=7)
+    assert steps_saved("r") == [2, 6, 7]
+    assert [row["step"] for row in rows_of("r", "save_skipped")] == [4]
+    words = "step 4  no checkpoint: the one before is still being written (--save-overlap skip)"
+    assert words in capsys.readouterr().out
+
+
+def full(monkeypatch, wrong_rank, steps):
+    real = Saver._work
+
+    def work(self, attempt, *args):
+        if self.rank == wrong_rank and attempt.step in steps:
+            raise OSError(28, "No space left on device")
+        return real(self, attempt, *args)
+
+    monkeypatch.setattr(Saver, "_work", work)
+
+
+@pytest.mark.parametrize("wrong_rank", [0, 1])
+@pytest.mark.parametrize("async_save", [True, False])
+def test_a_full_disk_is_said_and_training_goes_on(
+    here,  # noqa: F811
+    monkeypatch,
+    capsys,
+    wrong_rank,
+    async_save,
+):
+    full(monkeypatch, wrong_rank, (4,))
+    run("r", 2, async_save=async_save)
+    words = (
+        f"no checkpoint of step 4 (rank {wrong_rank}: [Errno 28] No space left on device); the "
+        "older ones are intact"
+    )
+    assert words in capsys.readouterr().out
+    assert steps_saved("r") == [2, 6, 8]
+    assert rows_of("r", "save_error")[0]["step"] == 4
+    assert not list(Path("r/checkpoints").glob(".*"))
+    monkeypatch.undo()
+    os.chdir(here)
+    run("plain", 2)
+    assert bits("r") == bits("plain")
+
+
+def test_who_has_no_older_checkpoint_is_not_told_of_one(here, monkeypatch, capsys):  # noqa: F811
+    full(monkeypatch, 0, (2,))
+    run("r", max_steps=4)
+    assert "[Errno 28] No space left on device); there is no older one" in capsys.readouterr().out
+    assert steps_saved("r") == [4]
+
+
+def test_without_a_checkpoint_of_the_last_step_a_run_fails(here, monkeypatch):  # noqa: F811
+    full(monkeypatch, 0, (8,))
+
+    def fails(changes):
+        with pytest.raises(
+            RuntimeError, match=r"a checkpoint of the last step, got none of step 8; make room, th"
+        ):
+            rank(changes)
+
+    run_ranks(fails, 2, {"out": "r"})
+    assert steps_saved("r") == [2, 4, 6]
+    assert len(rows_of("r", "save_error")) == 2  # it was tried again
+
+
+def test_which_checkpoints_are_kept(here):  # noqa: F811
+    run("r", save_every=1, keep_last=2, keep_every=3)
+    assert steps_saved("r") == [3, 6, 7, 8]
+
+
+def test_a_signal_saves_and_the_run_goes_on(here, before, capsys):  # noqa: F811
+    before(3, lambda trainer: signal.raise_signal(signal.SIGUSR1))
+    run("r", save_every=0)
+    assert steps_saved("r") == [3, 8]
+    run("plain", save_every=0)
+    assert bits("r") == bits("plain")
+    assert curve("r") == curve("plain")
+    assert "step 3  saved: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("asked", [0, 1])
+def test_a_signal_to_any_rank_makes_all_save(here, before, asked, late):  # noqa: F811
+    """late: numbers are read a step later, as on a GPU."""
+
+    def ask(trainer):
+        trainer.keep_pending = late
+        if trainer.mesh.rank == asked:
+            trainer.saves.signals.append(signal.SIGUSR1)
+
+    before(3, ask)
+    run("r", 2, save_every=0)
+    assert steps_saved("r") == [3 + late, 8]
+
+
+def test_a_stop_waits_for_the_save_that_is_running(here, gate, before):  # noqa: F811
+    def stop(trainer):
+        soon(gate.set)
+        signal.raise_signal(signal.SIGTERM)
+
+    before(3, stop)
+    assert rank({"out": "r"}) == 128 + signal.SIGTERM
+    assert steps_saved("r") == [2, 3]
+
+
+def spoiled(trainer):
+    trainer.model.register_forward_hook(lambda module, args, out: out * torch.nan)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_that_fails_waits_for_its_save(here, gate, before, monkeypatch, ranks):  # noqa: F811
+    def spoil(trainer):
+        spoiled(trainer)
+        soon(gate.set)
+
+    def fails(changes):
+        with pytest.raises(RuntimeError, match=r"expected finite numbers, got .* in step 3; lower"):
+            rank(changes)
+
+    monkeypatch.setattr(run_saves, "_LINGER_S", 0.0)
+    before(3, spoil)
+    run_ranks(fails, ranks, {"out": "r"})
+    assert steps_saved("r") == [2]
+
+
+def test_a_rollback_waits_for_the_save_that_is_running(here, gate, before):  # noqa: F811
+    def spoil(trainer):
+        if not trainer.rollbacks:
+            hook = trainer.model.register_forward_hook(lambda module, args, out: out * torch.nan)
+            before(4, lambda trainer: None)
+            soon(gate.set)
+            before(3, lambda trainer: hook.remove())
+
+    before(3, spoil)
+    run("r", on_nonfinite="rollback")
+    assert rows_of("r", "rollback_from")[0]["step"] == 2
+    assert steps_saved("r") == [2, 4, 6, 8]
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_an_error_of_one_rank_gives_a_save_a_moment(here, gate, before, monkeypatch, comes):  # noqa: F811
+    monkeypatch.setattr(run_saves, "_LINGER_S", 10.0 if comes else 0.2)
+
+    def fail(trainer):
+        if comes:
+            soon(gate.set)
+        raise OSError("the text is gone")
+
+    before(3, fail)
+    began = time.monotonic()
+    with pytest.raises(OSError, match="the text is gone"):
+        rank({"out": "r"})
+    assert time.monotonic() - began < 9.0
+    assert steps_saved("r") == ([2] if comes else [])
+    gate.set()
+
+
+class FakeSaver:
+    overlap, unsettled, failed, busy, last = "wait", True, True, True, None
+
+    def __init__(self):
+        self.settled = 0
+
+    def settle(self):
+        self.settled += 1
+
+
+def test_ranks_settle_when_all_are_done_or_one_has_failed():
+    saves = RunSaves(None, None)
+    assert saves.wishes() == [0.0, 0.0, 0.0]
+    saves.hear(0.0, 0.0, 0.0)
+    saves._saver = FakeSaver()
+    assert saves.wishes() == [1.0, 1.0, 0.0]
+    for numbers, settled in (((0, 2, 0), 0), ((0, 0, 0), 1), ((1, 2, 0), 2)):
+        saves.hear(*map(float, numbers))
+        assert saves._saver.settled == settled
+        assert not saves.asked
+    saves.hear(0.0, 1.0, 1.0)
+    assert saves.asked
+
+
+def test_a_resume_begins_with_its_checkpoint_as_the_newest(here):  # noqa: F811
+    run("r")
+    forget_after("r", 6)
+    inode = checkpoint_folder("r", 6).stat().st_ino
+    run("r", resume=True, max_steps=6)
+    assert steps_saved("r") == [2, 4, 6]
+    assert checkpoint_folder("r", 6).stat().st_ino == inode

@@ -1,0 +1,264 @@
+"""fastpar.train.sample: which tokens may come out, with which probability, and as which text."""
+
+import io
+
+import pytest
+import torch
+
+from fastpar.comm.mesh import Mesh
+from fastpar.config.config import GPTConfig
+from fastpar.data.tokenizer import CharTokenizer
+from fastpar.models.gpt import GPT
+from fastpar.parallel.parallelize import parallelize
+from fastpar.testing import run_ranks
+from fastpar.train.sample import SEPARATOR, _draw, generate, sample, stream_text
+
+TINY = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=8, vocab_size=67, dropout=0.5)
+
+
+@pytest.fixture
+def model():
+    model = GPT(TINY)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(10.0)  # so that the distributions are far from uniform
+    return model
+
+
+class ByteTokenizer:
+    vocab_size = 256
+
+    def encode(self, text):
+        return list(text.encode())
+
+    def decode(self, ids):
+        return bytes(ids).decode(errors="replace")
+
+
+def tokens_of(*args, **kwargs):
+    return torch.stack(list(generate(*args, **kwargs)), dim=1)
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def test_greedy_takes_the_most_likely_token_beyond_the_context_too(model):
+    start = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    idx = start
+    with torch.no_grad():
+        model.eval()
+        for _ in range(12):
+            idx = torch.cat((idx, model(idx[:, -8:])[:, -1].argmax(-1, keepdim=True)), dim=1)
+        model.train()
+    tokens = tokens_of(model, start, 12, temperature=0.0)
+    assert torch.equal(tokens, idx[:, 3:])
+    assert len(tokens.unique()) > 2
+    assert model.training
+    assert not tokens.requires_grad
+
+
+def test_a_long_prompt_is_cropped_to_the_context(model):
+    long = torch.arange(20)[None]
+    tokens = tokens_of(model, long, 3, temperature=0.0)
+    assert torch.equal(tokens, tokens_of(model, long[:, -8:], 3, temperature=0.0))
+
+
+def test_the_generator_rules_what_is_drawn(model):
+    start = torch.tensor([[1], [1]])
+    first, again, other = (
+        tokens_of(model, start, 20, generator=seeded(seed)) for seed in (0, 0, 1)
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert not torch.equal(first[0], first[1])
+    torch.manual_seed(0)
+    assert torch.equal(tokens_of(model, start, 20), first)
+
+
+def test_tokens_come_one_by_one(model, monkeypatch):
+    calls = []
+    features = model.features
+
+    def recorded(idx):
+        assert not torch.is_grad_enabled()
+        calls.append(idx.shape[1])
+        return features(idx)
+
+    monkeypatch.setattr(model, "features", recorded)
+    stream = generate(model, torch.tensor([[1]]), 4)
+    assert calls == []
+    next(stream)
+    assert calls == [1]
+    assert torch.is_grad_enabled()
+    assert len(list(stream)) == 3
+    assert calls == [1, 2, 3, 4]
+    assert list(generate(model, torch.tensor([[1]]), 0)) == []
+
+
+def test_padding_is_never_drawn(model):
+    with torch.no_grad():
+        model.wte.weight[67:] = 100.0 * torch.randn(128 - 67, 32, generator=seeded())
+    for temperature in (0.0, 1.0, 100.0):
+        tokens = tokens_of(
+            model, torch.zeros(32, 1).long(), 16, temperature=temperature, generator=seeded()
+        )
+        assert tokens.max() < 67
+
+
+@pytest.mark.parametrize(("temperature", "top_k"), [(1.0, None), (0.5, None), (2.0, 3), (1.0, 99)])
+def test_draws_follow_the_distribution(temperature, top_k):
+    logits = torch.tensor([0.0, 2.0, 1.0, -1.0, 1.5])
+    probs = (logits / temperature).softmax(0)
+    if top_k == 3:
+        probs[[0, 3]] = 0.0
+        probs /= probs.sum()
+    n = 20_000
+    drawn = _draw(logits.expand(n, 5), temperature, top_k, seeded())
+    frequencies = drawn.bincount(minlength=5) / n
+    # Five sigma of a binomial frequency; 0 stays exactly 0.
+    assert ((frequencies - probs).abs() <= 5 * (probs * (1 - probs) / n).sqrt()).all()
+
+
+def test_top_k_of_one_and_a_tiny_temperature_are_greedy(model):
+    start = torch.tensor([[1, 2, 3]])
+    greedy = tokens_of(model, start, 12, temperature=0.0)
+    assert torch.equal(tokens_of(model, start, 12, top_k=1, generator=seeded()), greedy)
+    assert torch.equal(tokens_of(model, start, 12, temperature=1e-40), greedy)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"idx": torch.tensor([1, 2])}, r"expected idx \[B, T\] .* got idx.shape=\[2\]"),
+        ({"idx": torch.zeros(1, 0).long()}, r"expected idx \[B, T\] .* got idx.shape=\[1, 0\]"),
+        ({"max_new_tokens": -1}, "expected max_new_tokens >= 0, got max_new_tokens=-1"),
+        ({"temperature": -0.5}, "expected 0 <= temperature < inf, got temperature=-0.5"),
+        ({"temperature": float("nan")}, "expected 0 <= temperature < inf, got temperature=nan"),
+        ({"top_k": 0}, "expected top_k >= 1, got top_k=0"),
+    ],
+)
+def test_bad_arguments_are_refused_at_the_call(model, kwargs, message):
+    with pytest.raises(ValueError, match=f"generate: {message}"):
+        generate(model, **{"idx": torch.tensor([[1]]), "max_new_tokens": 1, **kwargs})
+
+
+def test_a_split_model_is_refused():
+    def draw():
+        generate(parallelize(GPT(TINY), Mesh(device="cpu", tp=2)), torch.tensor([[1]]), 1)
+
+    with pytest.raises(ValueError, match=r"generate: expected a model .* got one with tp=2; load_"):
+        run_ranks(draw, 2)
+
+
+def test_ids_outside_the_vocabulary_are_refused(model):
+    with pytest.raises(ValueError, match=r"expected token ids in \[0, 67\), got id=67"):
+        next(generate(model, torch.tensor([[67]]), 1))
+
+
+TEXT = "a\u00e9\u20ac\U0001f600\ufffd\u00e9z"
+
+
+def stream(chunks):
+    """Pieces of text from tokens that are byte strings."""
+    return list(stream_text(range(len(chunks)), lambda ids: join(chunks, ids)))
+
+
+def join(chunks, ids):
+    return b"".join(chunks[i] for i in ids).decode(errors="replace")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_streamed_text_never_cuts_a_character(size):
+    data = TEXT.encode()
+    for start in range(size):
+        chunks = [data[:start]] if start else []
+        chunks += [data[i : i + size] for i in range(start, len(data), size)]
+        pieces = stream(chunks)
+        assert "".join(pieces) == TEXT
+        assert all(pieces)
+        assert sum(piece.count("\ufffd") for piece in pieces) == 1
+
+
+def test_streamed_text_is_not_held_back_by_invalid_bytes():
+    chunks = [
+        b"ok",
+        b"\x80",
+        b"\xff",
+        b"\xf0",
+        b"\x9f",
+        b"\x98",
+        b"\x80",
+        b"\xe2\x82",
+        b"!",
+        b"\xe2",
+    ]
+    pieces = stream(chunks)
+    assert "".join(pieces) == b"".join(chunks).decode(errors="replace")
+    assert pieces[0] == "ok"
+    assert pieces[1:3] == ["\ufffd", "\ufffd"]
+    assert "\U0001f600" in pieces
+    assert pieces[-1] == "\ufffd"
+
+
+def test_text_without_an_end_is_streamed_at_once():
+    taken = []
+
+    def tokens():
+        for token in b"abc":
+            taken.append(token)
+            yield token
+
+    text = stream_text(tokens(), ByteTokenizer().decode)
+    assert next(text) == "a"
+    assert len(taken) == 1
+
+
+@pytest.fixture
+def byte_model():
+    return GPT(GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=8, vocab_size=256))
+
+
+def text_of(model, prompt="Hi", **kwargs):
+    out = io.StringIO()
+    sample(model, ByteTokenizer(), prompt, out, **{"max_new_tokens": 12, **kwargs})
+    return out.getvalue()
+
+
+def test_sample_writes_the_prompt_and_a_continuation_for_each_sample(byte_model):
+    parts = text_of(byte_model, n_samples=3).split(SEPARATOR)
+    assert len(parts) == 3
+    assert all(part.startswith("Hi") and part.endswith("\n") for part in parts)
+    assert len(set(parts)) == 3
+    assert text_of(byte_model, seed=1, n_samples=2).split(SEPARATOR) == parts[1:]
+    tokens = tokens_of(
+        byte_model,
+        torch.tensor([[72, 105]]),
+        12,
+        temperature=0.8,
+        top_k=200,
+        generator=seeded(2),
+    )
+    assert parts[2] == "Hi" + ByteTokenizer().decode(tokens[0].tolist()) + "\n"
+
+
+def test_sample_refuses_an_empty_prompt_and_no_samples(byte_model):
+    with pytest.raises(
+        ValueError, match=r"sample: expected a prompt of one token .* got prompt=''"
+    ):
+        text_of(byte_model, prompt="")
+    with pytest.raises(ValueError, match="sample: expected n_samples >= 1, got n_samples=0"):
+        text_of(byte_model, n_samples=0)
+
+
+def test_rows_beyond_the_tokenizers_are_never_drawn():
+    """nanoGPT's 50304 rows of 50257 tokens: what decode() would refuse."""
+    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=8, vocab_size=67)).eval()
+    tokenizer = CharTokenizer("abc")
+    with torch.no_grad():
+        model.wte.weight[3:] *= 100.0
+    out = io.StringIO()
+    sample(model, tokenizer, "ab", out, max_new_tokens=40, temperature=5.0)
+    assert set(out.getvalue().strip()) == set("abc")
+    tokens = tokens_of(model, torch.tensor([[0]]), 40, vocab_size=2, temperature=5.0)
+    assert set(tokens[0].tolist()) == {0, 1}

@@ -1,0 +1,107 @@
+"""What a run starts from: weights, context and tokens that go together."""
+
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+from nanogpt_cells import weights, write
+
+from fastpar.checkpoint import checkpoint
+from fastpar.comm.mesh import Mesh
+from fastpar.config.config import GPTConfig, TrainConfig
+from fastpar.models.gpt import GPT
+from fastpar.models.hf import save_hf
+from fastpar.testing import run_ranks
+from fastpar.train.start import digest, find_checkpoint, load_model_and_data, newest_of_all
+
+TINY = {
+    "data": "text.txt", "tokenizer": "bytes", "model": "micro", "n_layer": 1, "n_head": 1,
+    "n_embd": 8, "block_size": 8,
+}  # fmt: skip
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "text.txt").write_text("in the beginning " * 40)
+    return tmp_path
+
+
+def load(state=None, **changes):
+    return load_model_and_data(TrainConfig().replace({**TINY, **changes}), state, progress=False)
+
+
+def test_a_new_model_takes_its_vocabulary_from_the_text(here):
+    model, block_size, data = load()
+    assert (model.config.vocab_size, block_size) == (data.vocab_size, 8) == (256, 8)
+    again, _, _ = load(seed=2)
+    assert not again.wpe.weight.equal(model.wpe.weight)
+
+
+def test_weights_to_start_from_are_read_once_only(here):
+    first = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=16, vocab_size=256))
+    save_hf(first, here / "w")
+    sizes = dict.fromkeys(("n_layer", "n_head", "n_embd", "block_size"))
+    model, block_size, _ = load(init_from="w", **sizes)
+    assert model.wpe.weight.equal(first.wpe.weight)
+    assert block_size == 16
+    assert load(init_from="w", **{**sizes, "block_size": 4})[1] == 4
+    with pytest.raises(ValueError, match=r"train: expected tp to divide n_head=1, got tp=2"):
+        load(init_from="w", **sizes, tp=2, data="a text that is not read")
+    # A resumed run has them in its checkpoint: the folder may be gone.
+    shape = asdict(replace(first.config, dropout=0.0))
+    model, _, _ = load({"model": shape}, init_from="gone", **sizes)
+    assert model.config.dropout == 0.0
+
+
+def test_nanogpts_weights_to_start_from(here):
+    sizes = {"n_layer": 1, "n_head": 1, "n_embd": 8, "block_size": 16, "vocab_size": 256}
+    write(here / "ckpt.pt", args={**sizes, "dropout": 0.2})
+    ours = dict.fromkeys(("n_layer", "n_head", "n_embd", "block_size"))
+    model, block_size, _ = load(init_from="ckpt.pt", **ours)
+    assert model.wpe.weight.equal(weights(sizes)["transformer.wpe.weight"])
+    assert (block_size, model.config.dropout) == (16, 0.2)
+
+
+def test_digest_sees_both_ends_and_the_length(here):
+    _, _, data = load()
+    known = {digest(data)}
+    for change in (
+        {"train": data.train[:-1]},
+        {"val": data.val[1:]},
+        {"train": data.train.astype(np.int32)},
+    ):
+        known.add(digest(replace(data, **change)))
+    assert len(known) == 4
+    assert digest(replace(data, name="other")) in known
+
+
+def test_without_resume_there_is_no_checkpoint():
+    assert find_checkpoint(TrainConfig(), Mesh(device="cpu")) is None
+
+
+def test_all_ranks_learn_which_checkpoint_is_the_newest_whole_one(tmp_path, monkeypatch):
+    """Only rank 0 has the folder."""
+    damaged = set()
+
+    def verify(path):
+        if path.name in damaged:
+            raise ValueError(f"{path.name} is damaged")
+
+    monkeypatch.setattr(checkpoint, "verify_checkpoint", verify)
+    said = []
+
+    def of_rank():
+        mesh = Mesh(tp=2, device="cpu")
+        return newest_of_all(tmp_path if mesh.is_main else None, mesh, said.append)
+
+    assert run_ranks(of_rank, 4) == [None] * 4
+    for step in (2, 4):
+        (tmp_path / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
+    assert run_ranks(of_rank, 4) == [tmp_path / "checkpoints" / "step_000004"] * 4
+    damaged.add("step_000004")
+    assert run_ranks(of_rank, 4) == [tmp_path / "checkpoints" / "step_000002"] * 4
+    assert "step_000004 is damaged" in said[0]
+    damaged.add("step_000002")
+    assert run_ranks(of_rank, 4) == [None] * 4
