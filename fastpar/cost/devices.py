@@ -1,30 +1,34 @@
 """Devices and links as data: peaks, memory, bandwidths, latencies, prices.
 
-[Note: sources] Peaks are dense (the makers print twice as much for sparse matrices), of 16-bit
-products with sums in fp32, and of products in fp32 proper: torch uses tf32 only when told. Peak and
-bandwidth are from the makers' data sheets that `source` names. Memory is what torch reports of such
-a device, a little less than what the sheet promises. Prices are list prices of an hour on demand at
-clouds, rounded, of the middle of 2025: they change faster than this table, pass your own.
+[Note: sources] devices.csv has a row for each kind of device. Peaks are dense (the makers print
+twice as much for sparse matrices): 16-bit products with sums in fp32, and products in fp32 proper,
+since torch uses tf32 only when told. Peak and bandwidth are from the data sheet that `source`
+names. Memory is what torch reports of such a device, a little less than what the sheet promises.
+Prices are rounded list prices of an hour on demand at clouds, from the middle of 2025: they change
+faster than this table, pass your own.
 
 [Note: links] Bandwidth is that of one direction for each device; makers print both directions. A
-link "of the node" is shared by its devices. `achieved` is what large collectives reach of it, and
-latency what one hop of a ring or tree adds: rounded from what is reported of NCCL's tests (8 A100:
-about 235 of 300 GB/s; 8 H100: 365 of 450; InfiniBand: 90 %); for shared memory and PCIe estimates.
+link "of the node" is shared by its devices. `achieved` is the part that large collectives reach,
+and latency what one hop of a ring or tree adds: rounded from what is reported of NCCL's tests (8
+A100: about 235 of 300 GB/s; 8 H100: 365 of 450; InfiniBand: 90 %); for shared memory and PCIe
+estimates.
 """
 
 from __future__ import annotations
 
+import csv
 import difflib
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
 GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Link:
-    """What connects devices; see [Note: links]."""
+    """What connects devices; [Note: links]."""
 
     name: str
     bytes_per_s: float
@@ -35,11 +39,13 @@ class Link:
 
 @dataclass(frozen=True)
 class Device:
-    """One kind of device, see [Note: sources].
+    """One kind of device; [Note: sources].
 
-    peak_flops, peak_flops_fp32: operations a second. generation: orders makers' designs in time,
-    for datasheet.py. pattern: of the names that torch has for it. intra, inter: usual links inside
-    of a node and between nodes.
+    Attributes:
+        pattern: regular expression that matches torch's names for it.
+        generation: the maker's design, a key of datasheet.GENERATIONS.
+        peak_flops, peak_flops_fp32: operations a second.
+        intra, inter: usual links inside a node and between nodes.
     """
 
     name: str
@@ -77,135 +83,29 @@ def _links() -> Iterable[Link]:
     yield Link("shm", 8e9, 5e-6, 0.5)
 
 
+def _read_devices() -> Iterable[Device]:
+    text = (Path(__file__).parent / "devices.csv").read_text(encoding="utf-8")
+    lines = [re.sub(r" *\| *", "|", line) for line in text.splitlines()]
+    for row in csv.DictReader(lines, delimiter="|"):
+        yield Device(
+            row["name"],
+            tuple(row["aliases"].split()),
+            row["pattern"],
+            row["generation"],
+            float(row["tflops"]) * 1e12,
+            float(row["tflops_fp32"]) * 1e12,
+            int(float(row["memory_gib"]) * GIB),
+            float(row["gb_per_s"]) * 1e9,
+            int(row["per_node"]),
+            row["intra"],
+            row["inter"],
+            float(row["usd_per_hour"]),
+            row["source"],
+        )
+
+
 LINKS: tuple[Link, ...] = tuple(_links())
-
-
-def _gpu(
-    name: str,
-    aliases: str,
-    pattern: str,
-    generation: str,
-    tflops: tuple[float, float],
-    memory: tuple[float, float],
-    links: str,
-    price: float,
-    source: str,
-) -> Device:
-    """tflops: 16-bit, 32-bit. memory: GiB, GB/s. links: intra inter per_node."""
-    intra, inter, per_node = links.split()
-    return Device(
-        name,
-        tuple(aliases.split()),
-        pattern,
-        generation,
-        tflops[0] * 1e12,
-        tflops[1] * 1e12,
-        int(memory[0] * GIB),
-        memory[1] * 1e9,
-        int(per_node),
-        intra,
-        inter,
-        price,
-        source,
-    )
-
-
-# The first pattern that matches a name counts.
-DEVICES: tuple[Device, ...] = (
-    _gpu(
-        "b200", "gb200 b200-sxm", r"\bG?B200\b", "blackwell", (2250, 75), (178.3, 8000),
-        "nvlink5 ib-ndr 8", 4.99, "NVIDIA DGX B200 data sheet, an eighth of it",
-    ),
-    _gpu(
-        "h200", "h200-sxm", r"\bG?H200\b", "hopper", (989, 67), (139.8, 4800),
-        "nvlink4 ib-ndr 8", 3.8, "NVIDIA H200 data sheet, SXM",
-    ),
-    _gpu(
-        "h100-pcie", "", r"\bH[18]00 PCIe", "hopper", (756, 51), (79.2, 2000),
-        "pcie5 ib-ndr 8", 2.5, "NVIDIA H100 data sheet, PCIe",
-    ),
-    _gpu(
-        "h100-nvl", "", r"\bH100 NVL", "hopper", (835, 60), (93.1, 3900),
-        "pcie5 ib-ndr 8", 2.8, "NVIDIA H100 data sheet, NVL",
-    ),
-    _gpu(
-        "h100", "h100-sxm h100-80 h800", r"\bH[18]00\b", "hopper", (989, 67), (79.2, 3350),
-        "nvlink4 ib-ndr 8", 3.0, "NVIDIA H100 data sheet, SXM",
-    ),
-    _gpu(
-        "a100-40-pcie", "a100-pcie-40", r"A100-PCIE-40", "ampere", (312, 19.5), (39.4, 1555),
-        "pcie4 ib-hdr 8", 1.3, "NVIDIA A100 data sheet, PCIe 40 GB",
-    ),
-    _gpu(
-        "a100-pcie", "a100-80-pcie a100-pcie-80", r"A[18]00.*PCIe", "ampere", (312, 19.5),
-        (79.2, 1935), "pcie4 ib-hdr 8", 1.6, "NVIDIA A100 data sheet, PCIe 80 GB",
-    ),
-    _gpu(
-        "a100-40", "a100-40-sxm a100-sxm-40", r"A[18]00.*40\s?GB", "ampere", (312, 19.5),
-        (39.4, 1555), "nvlink3 ib-hdr 8", 1.3, "NVIDIA A100 data sheet, SXM 40 GB",
-    ),
-    _gpu(
-        "a100", "a100-80 a100-sxm a100-80-sxm a800", r"\bA[18]00\b", "ampere", (312, 19.5),
-        (79.2, 2039), "nvlink3 ib-hdr 8", 1.8, "NVIDIA A100 data sheet, SXM 80 GB",
-    ),
-    _gpu(
-        "l40s", "", r"\bL40S\b", "ada", (362, 91.6), (44.4, 864),
-        "pcie4 eth-100 8", 1.0, "NVIDIA L40S data sheet",
-    ),
-    _gpu(
-        "l40", "", r"\bL40\b", "ada", (181, 90.5), (44.4, 864),
-        "pcie4 eth-100 8", 0.9, "NVIDIA L40 data sheet",
-    ),
-    _gpu(
-        "l4", "", r"\bL4\b", "ada", (121, 30.3), (22.0, 300),
-        "pcie4 eth-100 8", 0.8, "NVIDIA L4 data sheet",
-    ),
-    _gpu(
-        "a40", "", r"\bA40\b", "ampere", (150, 37.4), (44.4, 696),
-        "pcie4 eth-100 8", 0.6, "NVIDIA A40 data sheet",
-    ),
-    _gpu(
-        "a30", "", r"\bA30\b", "ampere", (165, 10.3), (23.6, 933),
-        "pcie4 eth-100 8", 0.6, "NVIDIA A30 data sheet",
-    ),
-    _gpu(
-        "a10g", "", r"\bA10G\b", "ampere", (70, 31.2), (22.1, 600),
-        "pcie4 eth-25 4", 1.0, "AWS: instances G5",
-    ),
-    _gpu(
-        "a10", "", r"\bA10\b", "ampere", (125, 31.2), (22.1, 600),
-        "pcie4 eth-25 4", 0.75, "NVIDIA A10 data sheet",
-    ),
-    _gpu(
-        "a6000", "rtx-a6000", r"\bA6000\b", "ampere", (155, 38.7), (47.4, 768),
-        "pcie4 eth-25 4", 0.8, "NVIDIA RTX A6000 data sheet",
-    ),
-    _gpu(
-        "rtx-4090", "4090 rtx4090", r"RTX 4090", "ada", (165, 82.6), (23.6, 1008),
-        "pcie4 eth-25 8", 0.5, "NVIDIA Ada GPU architecture white paper",
-    ),
-    _gpu(
-        "rtx-3090", "3090 rtx3090", r"RTX 3090", "ampere", (71, 35.6), (23.6, 936),
-        "pcie4 eth-25 4", 0.3, "NVIDIA GA102 white paper",
-    ),
-    _gpu(
-        "v100-16", "v100-16-sxm", r"\bV100.*16\s?GB", "volta", (125, 15.7), (15.8, 900),
-        "nvlink2 eth-25 8", 0.5, "NVIDIA V100 data sheet, SXM2",
-    ),
-    _gpu(
-        "v100", "v100-32 v100-sxm v100-32-sxm", r"\bV100\b", "volta", (125, 15.7), (31.7, 900),
-        "nvlink2 eth-100 8", 0.6, "NVIDIA V100 data sheet, SXM2",
-    ),
-    _gpu(
-        "t4", "", r"\bT4\b", "turing", (65, 8.1), (14.6, 320),
-        "pcie3 eth-25 4", 0.35, "NVIDIA T4 data sheet",
-    ),
-    # One core at 3 GHz with two 256-bit FMA units; its part of a server's memory.
-    _gpu(
-        "cpu", "cpu-core", r"^cpu$", "cpu", (0.096, 0.096), (4.0, 8),
-        "shm eth-10 64", 0.04, "AMD EPYC 7003 and Intel Xeon data sheets, a core",
-    ),
-)  # fmt: skip
+DEVICES: tuple[Device, ...] = tuple(_read_devices())  # the first pattern that matches counts
 
 
 def device_of(torch_name: str) -> Device | None:
@@ -215,7 +115,7 @@ def device_of(torch_name: str) -> Device | None:
 
 
 def find_device(name: str) -> Device:
-    """By the table's name, another name for it, or torch's.
+    """The device with this name: the table's, another one for it, or torch's.
 
     Raises:
         ValueError: unknown; names the nearest and all.
@@ -224,15 +124,12 @@ def find_device(name: str) -> Device:
     known = {other: device for device in DEVICES for other in (device.name, *device.aliases)}
     found = known.get(plain) or device_of(name)
     if found is None:
-        raise ValueError(
-            f"find_device: expected a device of the table, got name={name!r}; "
-            f"{_nearest(plain, known, [device.name for device in DEVICES])}"
-        )
+        raise _unknown("device", name, plain, known, [device.name for device in DEVICES])
     return found
 
 
 def find_link(name: str) -> Link:
-    """By the table's name; ethernet and infiniband may be spelled out.
+    """The link with this name of the table; ethernet and infiniband may be spelled out.
 
     Raises:
         ValueError: unknown; names the nearest and all.
@@ -241,17 +138,19 @@ def find_link(name: str) -> Link:
     plain = plain.replace("ethernet", "eth").replace("infiniband", "ib")
     known = {link.name: link for link in LINKS}
     if plain not in known:
-        raise ValueError(
-            f"find_link: expected a link of the table, got name={name!r}; "
-            f"{_nearest(plain, known, list(known))}"
-        )
+        raise _unknown("link", name, plain, known, list(known))
     return known[plain]
 
 
-def _nearest(plain: str, known: Iterable[str], listed: list[str]) -> str:
+def _unknown(
+    what: str, name: str, plain: str, known: Mapping[str, object], listed: list[str]
+) -> ValueError:
     close = difflib.get_close_matches(plain, list(known), n=1, cutoff=0.3)
     hint = f"did you mean {close[0]}? " if close else ""
-    return f"{hint}There are {', '.join(listed)}"
+    return ValueError(
+        f"find_{what}: expected a {what} of the table, got name={name!r}; "
+        f"{hint}There are {', '.join(listed)}"
+    )
 
 
 def larger_device(n_bytes: float) -> str | None:
@@ -261,7 +160,7 @@ def larger_device(n_bytes: float) -> str | None:
 
 
 def device_table() -> str:
-    """All devices and links, for people."""
+    """All devices and links as text: `fastpar plan --gpu list`."""
     lines = ["device        TFLOP/s  fp32   GiB    GB/s  links             USD/h  source"]
     for d in DEVICES:
         lines.append(
@@ -312,10 +211,10 @@ class Cluster:
         device: Device | str,
         n_devices: int,
         per_node: int | None = None,
-        intra: Link | str | None = None,
-        inter: Link | str | None = None,
+        intra: str | None = None,
+        inter: str | None = None,
     ) -> Cluster:
-        """With what is usual for the device where nothing is said.
+        """A cluster with what is usual for the device where nothing is said.
 
         Args:
             per_node: None: as many as usual, or fewer so that nodes are full.
@@ -326,18 +225,8 @@ class Cluster:
         if per_node is None:
             most = min(device.per_node, n_devices) if n_devices > 0 else 1
             per_node = next(n for n in range(most, 0, -1) if n_devices % n == 0)
-        intra, inter = intra or device.intra, inter or device.inter
-        return cls(
-            device,
-            n_devices,
-            per_node,
-            find_link(intra) if isinstance(intra, str) else intra,
-            find_link(inter) if isinstance(inter, str) else inter,
-        )
-
-    def with_devices(self, n_devices: int) -> Cluster:
-        """The same nodes, more or fewer of them."""
-        return replace(self, n_devices=n_devices, per_node=min(self.per_node, n_devices))
+        links = find_link(intra or device.intra), find_link(inter or device.inter)
+        return cls(device, n_devices, per_node, *links)
 
     def __str__(self) -> str:
         nodes = -(-self.n_devices // self.per_node)

@@ -17,7 +17,7 @@ from fastpar.config.config import PRESETS, GPTConfig, TrainConfig
 from fastpar.config.settings import option
 from fastpar.cost.capacity import host_memory
 from fastpar.cost.datasheet import DatasheetRates
-from fastpar.cost.devices import Cluster, find_device, find_link, larger_device
+from fastpar.cost.devices import Cluster, device_table, find_device, larger_device
 from fastpar.cost.operations import Rates
 from fastpar.cost.step_time import cost_per_billion_tokens
 from fastpar.cost.workload import Job, Setup
@@ -99,8 +99,6 @@ def run(command: PlanCommand) -> int:
             model that fits nowhere; each says what would do.
     """
     if command.gpu == "list":
-        from fastpar.cost.devices import device_table
-
         print(device_table())
         return 0
     if command.check:
@@ -222,14 +220,8 @@ def _template(command: PlanCommand) -> Setup:
 
 
 def _cluster(command: PlanCommand) -> Cluster:
-    device = find_device(command.gpu)
-    return Cluster.of(
-        device,
-        command.gpus,
-        per_node=command.gpus_per_node,
-        intra=None if command.link is None else find_link(command.link),
-        inter=None if command.inter_link is None else find_link(command.inter_link),
-    )
+    links = {"intra": command.link, "inter": command.inter_link}
+    return Cluster.of(command.gpu, command.gpus, command.gpus_per_node, **links)
 
 
 def usable_bytes(cluster: Cluster) -> float:

@@ -41,9 +41,9 @@ TORCH_NAMES = {
 }
 
 
-@pytest.mark.parametrize(("name", "expected"), TORCH_NAMES.items())
-def test_names_of_torch(name, expected):
-    assert device_of(name).name == find_device(name).name == expected
+def test_names_of_torch():
+    for name, expected in TORCH_NAMES.items():
+        assert device_of(name).name == find_device(name).name == expected
 
 
 def test_other_names():
@@ -127,7 +127,6 @@ def test_cluster_has_what_is_usual():
     assert str(Cluster.of("rtx-4090", 1)) == "1 x rtx-4090, 1 a node"
     assert Cluster.of("h100", 12).per_node == 6
     assert Cluster.of("a100", 8, per_node=4, inter="eth-100").inter.of_node
-    assert cluster.with_devices(4).per_node == 4
 
 
 @pytest.mark.parametrize(
