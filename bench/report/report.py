@@ -1,4 +1,4 @@
-"""Writes README tables between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->` from bench/results.
+"""Writes tables between `<!-- bench:NAME -->` and `<!-- /bench:NAME -->` from bench/results.
 
     python -m bench report                all of it: every picture, every table
     python -m bench report --check        exit code 1 when a table is not what the results say
@@ -7,9 +7,11 @@
     python -m bench report --history      bench/results/history.md: speed-ups over commits
     python -m bench report --results DIR  of your own rows in DIR: its pictures and DIR/report.md
 
-NAME is <table>-<device>: train, char, zero, tp, overlap, checkpoint, emulated, ops, ceilings,
-targets, errors, published or one bench (attention, ...), and cpu or cuda. Rows come from the newest
-machine of that device; where several of its files hold a key, the newest row counts.
+The documents are README.md, bench/results/README.md, errors/table.md and plan/published.md beside
+it; each has the markers it wants. NAME is headline, or <table>-<device>: train, char, zero, tp,
+overlap, checkpoint, emulated, ops, ceilings, targets, errors, published or one bench (attention,
+...), and cpu or cuda. Rows come from the newest machine of that device; where several of its files
+hold a key, the newest row counts.
 """
 
 from __future__ import annotations
@@ -32,10 +34,14 @@ from bench.records import (
     machine_line,
     slug,
 )
+from bench.report.headline import headline_table
 from bench.report.tables import NOT_OPS, TABLES, errors_table, ops_table
 
 MARKER = re.compile(r"<!-- bench:([\w-]+) -->\n(.*?)<!-- /bench:\1 -->", re.DOTALL)
-DOCUMENTS = [ROOT / "README.md", RESULTS / "errors" / "table.md", RESULTS / "plan" / "published.md"]
+DOCUMENTS = [
+    ROOT / "README.md",
+    *(RESULTS / name for name in ("README.md", "errors/table.md", "plan/published.md")),
+]
 OPENING = re.compile(r"<!-- bench:([\w-]+) -->")
 
 
@@ -79,12 +85,14 @@ def newest(
 
 def render(name: str, folder: Path) -> str:
     """The text between one pair of markers."""
+    if name == "headline":
+        return _headline(folder)
     kind, _, device = name.rpartition("-")
     known = [*TABLES, "errors", "published", *op_benches()]
     if kind not in known or device not in ("cpu", "cuda"):
         raise ValueError(
-            f"render: expected one of {', '.join(known)} with -cpu or -cuda, got name={name}; "
-            "correct the marker"
+            f"render: expected one of {', '.join(known)} with -cpu or -cuda, or headline, got "
+            f"name={name}; correct the marker"
         )
     if kind == "published":
         return published.table() + "\n"
@@ -103,6 +111,25 @@ def render(name: str, folder: Path) -> str:
             "run its bench with --commit-results first"
         )
     return f"{text}\n\n{machine_line(about)}.\n"
+
+
+def _headline(folder: Path) -> str:
+    found = {}
+    for device in ("cpu", "cuda"):
+        try:
+            found[device] = newest(device, folder)
+        except NoResultsError:
+            if device == "cpu":
+                raise
+    rows = {device: part for device, (_, part) in found.items()}
+    machines = "; ".join(
+        machine_line(about).partition("; commit")[0] for about, _ in found.values()
+    )
+    return (
+        f"{headline_table(rows['cpu'], rows.get('cuda', []))}\n\n{machines}; each row of\n"
+        "bench/results has its date and commit. A speed-up is of two variants that took turns, "
+        "which their\nmedians over the whole run need not show exactly.\n"
+    )
 
 
 def update(text: str, folder: Path = RESULTS) -> str:

@@ -63,6 +63,57 @@ def test_report_of_the_char_run(results):
     assert "| char 4x128 | fastpar | 90.2 | 2 | 1.00x | 1.2346 | 2.0e-06 |" in text
 
 
+def test_headline_shows_what_passed_beside_the_fastest_other(tmp_path):
+    """Slower rows say so, refused and missing ones are left out, other GPU sizes are found."""
+
+    def save(variant, median_ms, **changes):
+        values = {"bench": "checkpoint", "case": "GPT-2 124M and AdamW, one process"}
+        return make_row(**{**values, "direction": "save", "baseline": None, "speedup": None,
+                           "variant": variant, "median_ms": median_ms, **changes})  # fmt: skip
+
+    case = {
+        "bench": "gelu",
+        "case": "bias_gelu N=9 F=3072",
+        "direction": "forward+backward",
+        "speedup": None,
+    }
+    loss = {"bench": "cross_entropy", "case": "cross_entropy N=9 V=50304"}
+    zero = {"bench": "zero", "case": "GPT-2 124M T=256 B=1 a rank, 2 ranks", "direction": "step"}
+    ResultFile(tmp_path / "cpu.json", ABOUT).add(
+        make_row(**case),
+        make_row(**case, variant="torch.compile", median_ms=1.5),
+        make_row(**case, variant="fastpar", median_ms=0.5),
+        make_row(**{**case, **loss}),
+        make_row(**{**case, **loss}, variant="fastpar", median_ms=None, refused="red check"),
+        save("torch.save", 1.0),  # does not wait for the disk, as fastpar does
+        save("torch.save, flushed", 9.0),
+        save("torch DCP", 2.0),
+        save("fastpar", 4.0),
+        make_row(**zero, variant="one process", median_ms=1.0, baseline="DDP", speedup=9.0),
+        make_row(**zero, variant="DDP", median_ms=6.0, baseline="DDP", speedup=1.0),
+        make_row(**zero, variant="FSDP2", median_ms=5.0, baseline="DDP", speedup=0.9),
+        make_row(**zero, variant="fastpar ZeRO-2", median_ms=4.0, baseline="DDP", speedup=2.0),
+    )
+    text = report.render("headline", tmp_path)
+    _, _, *lines = [line for line in text.splitlines() if line.startswith("|")]
+    assert lines == [
+        "| bias + GELU: N=9 F=3072, forward+backward | 0.5 ms | 1.5 ms, torch.compile | 3.00x "
+        "| not yet measured |",
+        "| training step, ZeRO-2: GPT-2 124M T=256 B=1 a rank, 2 ranks | 4 ms | 6 ms, DDP | 2.00x "
+        "| not yet measured |",
+        "| checkpoint save to disk: GPT-2 124M and AdamW | 4 ms | 2 ms, torch DCP | 0.50x, slower "
+        "| not yet measured |",
+    ]
+    about = {**ABOUT, "device": "cuda", "gpu": "GPU 9", "driver": "1", "cuda": "13.0"}
+    on_gpu = {**case, "case": "bias_gelu N=99 F=3072", "device": "cuda"}
+    ResultFile(tmp_path / "gpu.json", about).add(
+        make_row(**on_gpu, median_ms=0.3), make_row(**on_gpu, variant="fastpar", median_ms=0.1)
+    )
+    text = report.render("headline", tmp_path)
+    assert "3.00x | 0.1 ms, 3.00x eager |" in text
+    assert "Test CPU (R) 9000, 2 cores; torch 2.13.0, triton none; GPU 9, driver 1" in text
+
+
 def test_report_refuses_what_it_cannot_fill(results):
     with pytest.raises(ValueError, match=r"render: expected one of train, .*, got name=nope"):
         report.update("<!-- bench:nope -->\n<!-- /bench:nope -->\n", results)
