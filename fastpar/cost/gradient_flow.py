@@ -33,7 +33,7 @@ class Sizes:
 
     unit: elements of the largest of the units that stage 3 gathers one after another, n_units of
     them; root: of those that stay. matrices: elements of each, as registered; factors: rows and
-    columns of all of them. split: wte's bucket is the first and its own.
+    columns of all of them.
     """
 
     buckets: tuple[Bucket, ...]
@@ -41,7 +41,6 @@ class Sizes:
     layers: int
     elements: int  # without padding
     grad_bytes: int
-    split: bool
     root: int
     unit: int
     n_units: int
@@ -56,7 +55,7 @@ class Sizes:
 class Flow(NamedTuple):
     """Bytes alive at a time.
 
-    at_loss: before backward; at_head: with wte's own bucket.
+    at_loss: before backward.
     in_blocks: for each of MOMENTS, (blocks whose activations are still there, the most bytes then)
         without those that another pair exceeds in both.
     at_embedding: before its gradients are there; at_table: when they are brought into their bucket;
@@ -64,7 +63,6 @@ class Flow(NamedTuple):
     """
 
     at_loss: int
-    at_head: int
     in_blocks: tuple[tuple[tuple[int, int], ...], ...]
     at_embedding: int
     at_table: int
@@ -118,7 +116,6 @@ def sizes_of(
     by_unit: bool,
     bucket_mb: float,
     first_bucket_mb: float,
-    split: bool,
 ) -> Sizes:
     """The buckets that parallelize() makes of a GPT."""
     parameters = _parameters(layers, width, tokens, rows, tp)
@@ -136,7 +133,6 @@ def sizes_of(
         grad_dtype=_DTYPES[grad_bytes],
         unit_of=units if by_unit else None,
         flags=not by_unit,
-        first=0 if split else None,
     )
     bucket_of = {slot.registered: slot.bucket for slot in layout.slots}
     arrival = list(reversed(range(len(parameters))))
@@ -149,7 +145,6 @@ def sizes_of(
         layers,
         sum(math.prod(shape) for _, shape in parameters),
         grad_bytes,
-        split,
         root=by[0],
         unit=max(by[1:], default=0),
         n_units=len(by) - 1,
@@ -168,7 +163,6 @@ def flow_of(
     wire_bytes: int,
     sum_bytes: float,
     copies: bool,
-    early: bool,
     whole: bool,
 ) -> Flow:
     """One backward that reduces.
@@ -178,7 +172,6 @@ def flow_of(
         sum_bytes: of an element of a bucket, for the shard of its sum where that is added to an
             earlier one; with copies (of shards, in other groups) it stays to the end of backward.
             At stage 1 the earlier sum is put aside, from the first gradient on.
-        early: wte's own bucket is sent first, with the head's part of its gradient; else last.
         whole: earlier micro-batches have left all of this there.
     """
     play = _Play(sizes, stage, reduces, IN_FLIGHT * bucket_mb * 2**20)
@@ -191,14 +184,6 @@ def flow_of(
         for index in range(len(sizes.buckets)):
             play.allocate(index)
     at_loss = play.now
-    if sizes.split:
-        play.allocate(0)
-    at_head = play.now
-    if sizes.split:
-        if early:
-            play.ready(0)
-        else:
-            play.order.rotate(-1)
     found: tuple[list[tuple[int, int]], ...] = tuple([] for _ in MOMENTS)
     first = sizes.order[: -2 - sizes.layers * len(_ARRIVAL)]
     for index in first:
@@ -219,7 +204,7 @@ def flow_of(
     play.allocate(table)
     at_table = play.now
     play.ready(table)
-    return Flow(at_loss, at_head, tuple(map(tuple, found)), at_embedding, at_table, play.top)
+    return Flow(at_loss, tuple(map(tuple, found)), at_embedding, at_table, play.top)
 
 
 class _Play:

@@ -136,29 +136,19 @@ def bucket_mb_of(setup: Setup) -> float:
     return default_bucket_mb(setup.dp, setup.transport if setup.dp > 1 else "none")
 
 
-def _split_embedding(job: Job, setup: Setup, rows: int) -> bool:
-    """Whether the head's gradient has a bucket of its own (split_embedding.py)."""
-    if setup.dp == 1 or setup.tp > 1:
-        return False
-    usual = default_bucket_mb(setup.dp, setup.transport)
-    return rows * job.shape.n_embd * setup.grad_bytes > usual * 2**20
-
-
 def _sizes(job: Job, setup: Setup) -> Sizes:
     tp = setup.tp
-    rows = vocabulary_rows(job, tp)
     return sizes_of(
         layers=math.ceil(job.shape.n_layer / setup.pp),
         width=job.shape.n_embd,
         tokens=job.shape.block_size,
-        rows=rows,
+        rows=vocabulary_rows(job, tp),
         tp=tp,
         weight_bytes=setup.weight_bytes,
         grad_bytes=setup.grad_bytes,
         by_unit=_stage(setup) > 0,
         bucket_mb=bucket_mb_of(setup),
         first_bucket_mb=FIRST_BUCKET_MB,
-        split=_split_embedding(job, setup, rows),
     )
 
 
@@ -253,7 +243,6 @@ class _Phases:
     def _flow(self, job: Job) -> Flow:
         setup, stage = self.setup, self.stage
         again = setup.accumulate == "shard" and setup.grad_accum_steps > 1  # adds to a shard
-        pays = self.n * setup.dp <= self.rows // 2
         return flow_of(
             self.sizes,
             stage=stage,
@@ -262,7 +251,6 @@ class _Phases:
             wire_bytes=setup.wire_bytes if setup.wire_bytes != setup.grad_bytes else 0,
             sum_bytes=setup.grad_bytes / setup.n_shards if again and stage else 0.0,
             copies=setup.n_shards < setup.dp,
-            early=not self.sizes.split or pays,
             whole=stage < 2 and setup.grad_accum_steps > 2 if again else setup.grad_accum_steps > 1,
         )
 
@@ -270,7 +258,6 @@ class _Phases:
         found = [*self._blocks(), *self._embedding()]
         if self.head:
             found += [self._loss(), self._dweight()]
-            found += [self._table()] if self.sizes.split else []
         if self.setup.optimizer == "adafactor":
             found.append(
                 _Phase(0.0, self._standing, 0.0, _adafactor_scratch(self.setup, self.sizes))
@@ -338,15 +325,9 @@ class _Phases:
             loss += self.item * self.table
         return _Phase(kept + self.others, loss, self.flow.at_loss + self._gathered(1))
 
-    def _table(self) -> _Phase:
-        """The head's gradient is brought into the bucket of its own."""
-        kept = self._kept(self.layers) + self.a + self.statistics + self.batch
-        loss = self._standing + self.whole + self.item * self.table
-        return _Phase(kept + self.others, loss, self.flow.at_head + self._gathered(1))
-
     def _waiting(self) -> float:
         """The head's gradient, until the embedding's is there."""
-        return self.item * self.table if self.head and not self.sizes.split else 0.0
+        return self.item * self.table if self.head else 0.0
 
     def _block(self) -> tuple[float, ...]:
         """The most that a block's backward has on top of what is kept up to it, at each moment."""

@@ -271,10 +271,9 @@ class Place(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Buckets in launch order; table_first: the tied embedding has the first one to itself."""
+    """Buckets in launch order."""
 
     buckets: tuple[Place, ...]
-    table_first: bool
     align: int
 
     def numel(self, place: Place) -> int:
@@ -285,14 +284,9 @@ class Places(NamedTuple):
 def places_of(job: Job, setup: Setup) -> Places:
     """The buckets that parallelize() would make."""
     dp, sharded = setup.dp, setup.n_shards > 1
-    usual_mb = default_bucket_mb(dp, setup.transport if dp > 1 else "none")
-    table = _vocab_rows(job.shape, setup.tp) * job.shape.n_embd * setup.grad_bytes
-    first = dp > 1 and setup.tp == setup.pp == 1 and table > usual_mb * 2**20
-    cap = setup.bucket_mb or usual_mb
-    found = _places(
-        job.shape, setup.tp, setup.pp, sharded, cap, first, setup.dtype, setup.grad_dtype
-    )
-    return Places(found, first, ALIGN * setup.n_shards)
+    cap = setup.bucket_mb or default_bucket_mb(dp, setup.transport if dp > 1 else "none")
+    found = _places(job.shape, setup.tp, setup.pp, sharded, cap, setup.dtype, setup.grad_dtype)
+    return Places(found, ALIGN * setup.n_shards)
 
 
 @functools.lru_cache(1024)
@@ -302,7 +296,6 @@ def _places(
     pp: int,
     sharded: bool,
     bucket_mb: float,
-    table_first: bool,
     dtype: str,
     grad_dtype: str,
 ) -> tuple[Place, ...]:
@@ -329,7 +322,6 @@ def _places(
         grad_dtype=wide,
         unit_of=units if sharded else None,
         flags=not sharded,
-        first=0 if table_first else None,
     )
     last, places = max(units), []
     for bucket in layout.buckets:
@@ -363,13 +355,12 @@ def _of_gradients(job: Job, setup: Setup) -> Iterator[Send]:
     """Of buckets: gradients while backward runs, parameters before they are used."""
     places, n_micro = places_of(job, setup), setup.grad_accum_steps
     reductions = n_micro if setup.accumulate == "shard" else 1
-    early = _head_goes_early(job, setup)
     stage = setup.zero_stage if setup.n_shards > 1 else 0
     copies = setup.dp // setup.n_shards
     reduced, last = Counter[tuple[int, str]](), len(places.buckets) - 1
     for index, place in enumerate(places.buckets):
-        waits = index == (0 if places.table_first and not early else last)  # is complete last
-        reduced[places.numel(place), "" if waits else "backward"] += reductions * place.count
+        under = "" if index == last else "backward"  # the last one is complete when backward ends
+        reduced[places.numel(place), under] += reductions * place.count
     for (numel, under), count in reduced.items():
         n_bytes = float(numel * setup.wire_bytes)
         if stage == 0:
@@ -378,26 +369,10 @@ def _of_gradients(job: Job, setup: Setup) -> Iterator[Send]:
         yield Send("reduce_scatter", "shard", n_bytes, setup.n_shards, setup.tp, count, under)
         stride, shard = setup.tp * setup.n_shards, n_bytes / setup.n_shards
         yield Send("all_reduce", "copies", shard, copies, stride, count, under)
-    if places.table_first:
-        under, counts = "backward" if early else "", 16.0 * setup.dp  # of rows
-        yield Send("all_gather", "dp", counts, setup.dp, setup.tp, reductions, under)
-    if early:
-        rows = setup.dp * setup.micro_batch_size * job.seq_len
-        width = job.shape.n_embd * setup.wire_bytes
-        for n_bytes in (8 * rows, width * rows):
-            yield Send("all_gather", "dp", float(n_bytes), setup.dp, setup.tp, reductions, "")
     if stage:
         for (numel, under), count in _gathers(places, stage, n_micro).items():
             n_bytes = float(numel * setup.weight_bytes)
             yield Send("all_gather", "shard", n_bytes, setup.n_shards, setup.tp, count, under)
-
-
-def _head_goes_early(job: Job, setup: Setup) -> bool:
-    """Whether the table's gradient is sent in two parts, see split_embedding.py; of CPU ranks,
-    which count a token once, that is when no token comes twice."""
-    tokens = setup.micro_batch_size * job.seq_len
-    few = setup.dp * tokens <= _vocab_rows(job.shape, 1) // 2
-    return places_of(job, setup).table_first and few
 
 
 def _gathers(places: Places, stage: int, n_micro: int) -> Counter[tuple[int, str]]:

@@ -44,7 +44,6 @@ from fastpar.kernels import (
     linear_cross_entropy,
     residual_layer_norm,
 )
-from fastpar.parallel.split_embedding import head_weight, note_tokens
 from fastpar.sharding.placements import Shard, State
 from fastpar.tensor.functional import TensorParallel, column_linear, gather, row_linear
 from fastpar.tensor.vocabulary import vocab_embedding, vocab_linear, vocab_linear_cross_entropy
@@ -212,7 +211,6 @@ class GPT(nn.Module):
             other tensors or the padding of the vocabulary. On the meta device nothing is drawn.
     """
 
-    tied_embedding = "wte.weight"  # see fastpar/parallel/split_embedding.py
     tp: TensorParallel | None = None
 
     def __init__(self, config: GPTConfig, *, seed: int = 0):
@@ -277,7 +275,7 @@ class GPT(nn.Module):
         if targets is None:
             logits = self.logits(x)
             return logits.view(*idx.shape, -1)[:, :length]
-        weight, vocab_size = head_weight(self.wte.weight), self.config.vocab_size
+        weight, vocab_size = self.wte.weight, self.config.vocab_size
         if self.tp is not None:
             return vocab_linear_cross_entropy(
                 x, weight, targets, self.tp, vocab_size=vocab_size, reduction=reduction
@@ -313,7 +311,6 @@ class GPT(nn.Module):
     def _embed(self, idx: Tensor, tokens: Tokens | None, mask: dict[str, Any]) -> Tensor:
         wte, wpe = self.wte.weight, self.wpe.weight
         if self.tp is None:
-            note_tokens(wte, idx)
             return embedding(idx, wte, wpe, **mask)
         x = vocab_embedding(idx, wte, self.tp)
         if tokens is None:
@@ -325,7 +322,7 @@ class GPT(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """[..., C] -> [..., V]: the tied head. Of all tokens, also under sequence parallelism."""
-        weight, vocab_size = head_weight(self.wte.weight), self.config.vocab_size
+        weight, vocab_size = self.wte.weight, self.config.vocab_size
         if self.tp is not None:
             return vocab_linear(x, weight, self.tp)[..., :vocab_size]
         return linear(x, weight[:vocab_size])

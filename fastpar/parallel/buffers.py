@@ -159,15 +159,10 @@ class BucketState(BucketParameters):
         slot = self.slots[position]
         return self.grad[slot.start : slot.stop].view(slot.spec.shape)
 
-    def take(self, position: int, grad: Tensor | None = None, *, add: bool = False) -> None:
-        """Bring what a backward left in the .grad of a parameter into the bucket.
-
-        Args:
-            grad: another part of it, which comes from elsewhere (see split_embedding.py).
-            add: stage 0: the bucket holds a part already.
-        """
+    def take(self, position: int) -> None:
+        """Bring what a backward left in the .grad of a parameter into the bucket."""
         p = self.params[position]
-        grad = p.grad if grad is None else grad
+        grad = p.grad
         assert grad is not None
         self._check_grad(position, grad)
         if self.stage >= 2 and self.grad is None:
@@ -177,7 +172,7 @@ class BucketState(BucketParameters):
         view = self._grad_view(position)
         if self.stage == 0 and not self._main:
             if grad.data_ptr() != view.data_ptr():
-                view.add_(grad) if add else view.copy_(grad)
+                view.copy_(grad)
                 p.grad = view
         else:
             if position in self.has:

@@ -13,10 +13,9 @@ A bucket is ready when each of its parameters had its hook in this backward. Rea
 launched in index order, bucket i only after i - 1: hooks fire in another order under torch.compile
 and for other inputs, and ranks that issue collectives in different orders add up different buckets.
 A unit that this rank's forward skipped has no gradient: its buckets are ready from the beginning.
-What is not ready at the end of a backward is launched then, and everything is waited for. Reentrant
-checkpoints run a backward inside a backward; their parameters can fire several times with partial
-sums, so their buckets wait for the end of the outermost backward. At stages 0 and 1 the first
-backward only learns whether there are any.
+What is not ready at the end of a backward is launched then, and everything is waited for.
+A backward inside of a backward (reentrant activation checkpoints) would bring a gradient in parts,
+some of them after its bucket was sent: it is refused.
 
 [Note: who used a parameter]
 A parameter that no rank used is not stepped, but one that only other ranks used has a gradient. At
@@ -49,7 +48,6 @@ from fastpar.parallel.control import Control
 from fastpar.parallel.hooks import Hook, Link, inside_backward_of_a_function
 from fastpar.parallel.partials import PartialGradients
 from fastpar.parallel.shards import Groups, Settings, Shards
-from fastpar.parallel.split_embedding import SplitEmbedding
 from fastpar.parallel.step_report import StepReport
 from fastpar.sharding.layout import Layout
 from fastpar.tensor.declared import Declared
@@ -60,9 +58,6 @@ _PATIENCE_S = 1.0  # see [Note: when a bucket is launched]
 
 class Engine(Shards):
     """Reduces gradients and gathers parameters of one model; made by parallelize().
-
-    Reentrant activation checkpoints work but lose the overlap; if no parameter at all lies outside
-    of them, the reduction happens in finish(), which fastpar.AdamW.step() calls.
 
     Attributes:
         report: StepReport of the last step, None before it.
@@ -87,7 +82,6 @@ class Engine(Shards):
         self._patient = True  # in this backward, see [Note: when a bucket is launched]
         self._replicating: list[tuple[BucketState, Handle, Tensor]] = []
         self._missing: list[tuple[BucketState, int]] = []
-        self.split: SplitEmbedding | None = None
         self.use(layout, buckets)
         self.partials = None if declared is None else PartialGradients(self, declared)
         first = mesh.dp_rank // self.n_shards * self.n_shards
@@ -106,9 +100,7 @@ class Engine(Shards):
         self._spent: weakref.WeakSet[Any] = weakref.WeakSet()  # those that need new gradients
         self._again = False  # one more steps with the same gradients
         self._cleared: set[nn.Parameter] = set()  # whose gradient was, by hand, since the last step
-        self._learned = self._reentrant = False
-        self._root = self._task = -1  # graph tasks of autograd: outermost, last seen
-        self._nested_tasks: set[int] = set()
+        self._task = -1  # the graph task of autograd of the backward that runs
         me = weakref.ref(self)  # parameters own the engine, not the hooks: no cycle through C++
         for p in self.params:
             p._fastpar_engine = Link(self)  # type: ignore[attr-defined]
@@ -120,11 +112,6 @@ class Engine(Shards):
     def use(self, layout: Layout, buckets: list[BucketState]) -> None:
         """Work with these buckets from now on; no gradients are under way."""
         super().use(layout, buckets)
-        self._reset_launches()
-
-    def send_apart(self, split: SplitEmbedding) -> None:
-        """The head's part of a tied embedding's gradient may go ahead of the rest."""
-        self.split = split
         self._reset_launches()
 
     # Backward
@@ -141,79 +128,48 @@ class Engine(Shards):
         task = torch._C._current_graph_task_id()
         self._enter_backward(task, fired=p)
         index = bucket.spec.index
-        if self.split is not None and p is self.split.p:
-            self._on_tokens()
-            return
-        if self._position[index] < self._next:
+        if index < self._next:
             raise RuntimeError(
                 "Engine: expected one gradient per backward for parameter "
                 f"'{bucket.name(position)}', got another after bucket {index} was sent; "
                 "use checkpoint(..., use_reentrant=False)"
             )
         bucket.take(position)
-        if task in self._nested_tasks:
-            self._reentrant = self._unreduced = True
-            self._deferred.add(index)
-            return
         if p in self._fired:
             return
         self._fired.add(p)
         self._waiting[index] -= 1
         if self._waiting[index]:
             return
-        if self.gathers is not None and index not in self._deferred:
+        if self.gathers is not None:
             self.gathers.release_bucket(bucket)
         self._launch_ready()
 
     def _launch_ready(self) -> None:
-        if self._will_reduce and (self.zero_stage >= 2 or (self._learned and not self._reentrant)):
-            for index in self._order[self._next :]:
-                if self._waiting[index] or index in self._deferred:
+        if self._will_reduce:
+            for index in range(self._next, len(self.buckets)):
+                if self._waiting[index]:
                     break
                 self._launch(index)
-
-    def on_head(self, alias: Tensor) -> None:
-        """The head's part of the split embedding's gradient is there."""
-        split = self.split
-        assert split is not None
-        self._enter_backward(torch._C._current_graph_task_id())
-        if self._position[split.bucket.spec.index] < self._next:
-            raise RuntimeError(
-                f"Engine: expected one head per backward for parameter '{split.bucket.name(0)}', "
-                "got another after its gradient was sent; pass split_embedding=False to "
-                "fastpar.parallelize"
-            )
-        split.take_head(alias)
-        if self._will_reduce and self._task == self._root and split.pays():
-            self._waiting[split.bucket.spec.index] = 0
-            self._launch_ready()
-
-    def _on_tokens(self) -> None:
-        """The embedding's part of the split embedding's gradient is there."""
-        assert self.split is not None
-        if not self.split.take_tokens():
-            self._waiting[self.split.bucket.spec.index] = 0
-            self._launch_ready()
 
     def _enter_backward(self, task: int, fired: Tensor | None = None) -> None:
         if task == self._task:
             return
-        self._task = task
-        if task == self._root or task in self._nested_tasks:
-            return
         if inside_backward_of_a_function():
-            self._nested_tasks.add(task)
-            return
+            raise RuntimeError(
+                "Engine: expected one backward at a time, got a backward inside of a backward, as "
+                "reentrant activation checkpoints run it; use checkpoint(..., use_reentrant=False)"
+            )
         if self._next:
             raise RuntimeError(
                 "Engine: expected backward to run to its end, got a new one after an earlier "
                 f"stopped with {self._next} of {len(self.buckets)} buckets sent on rank "
                 f"{self.mesh.rank}; the ranks are out of step: restart from a checkpoint"
             )
-        stopped = self._root != -1  # an earlier backward, before it sent anything
+        stopped = self._task != -1  # an earlier backward, before it sent anything
         self._hear_cleared(fired)
         self._reset_launches()
-        self._root = task
+        self._task = task
         self._timer.begin()
         self._step_ended = False
         if self.partials is not None:
@@ -255,9 +211,8 @@ class Engine(Shards):
     def _on_backward_end(self) -> None:
         full = self.settings.accumulate == "full"
         last = not full or self._backwards >= self.settings.grad_accum_steps
-        self._root = self._task = -1
-        self._nested_tasks.clear()
-        self._learned = self._unreduced = True
+        self._task = -1
+        self._unreduced = True
         if self.gathers is not None and self.zero_stage == 3:
             self.gathers.end()
             for unit in range(len(self.gathers.buckets)):
@@ -269,8 +224,6 @@ class Engine(Shards):
                 if self.settings.deterministic:
                     bucket.keep_local()
                 bucket.mark(hidden=self.zero_stage > 0 or self.settings.deterministic)
-            if self.split is not None:
-                self.split.reset()
             self._reset_launches()
 
     # Reductions
@@ -278,13 +231,8 @@ class Engine(Shards):
     def _launch(self, index: int) -> None:
         """Start the reduction of one bucket; its memory stays as it is until _finish()."""
         bucket = self.buckets[index]
-        if self.split is not None and bucket is self.split.bucket:
-            with self._blame("starting", bucket):
-                self.split.before_launch(in_backward=self._root != -1)
         missing = bucket.fill_missing(flags=self.zero_stage == 0)
         self._missing.extend((bucket, position) for position in missing)
-        if self.split is not None and bucket is self.split.bucket:
-            self.split.after_fill()
         bucket.add_local()
         target, grad = bucket.target(), bucket.grad
         assert grad is not None
@@ -310,7 +258,7 @@ class Engine(Shards):
     def _limit_pending(self) -> None:
         """Free whole gradients that have been sent, so that few are alive; two in any case."""
         room = IN_FLIGHT * self.settings.bucket_mb * 2**20
-        late = self.zero_stage == 3 and self.mesh.device.type == "cpu" and self._root != -1
+        late = self.zero_stage == 3 and self.mesh.device.type == "cpu" and self._task != -1
         while len(self._pending) > 2 and self._patient:
             if sum(bucket.grad_bytes for bucket, _, _ in self._pending) <= room:
                 return
@@ -346,7 +294,7 @@ class Engine(Shards):
         for bucket in self.buckets:  # in step() marks are still there, and are no gradients
             bucket.unmark()
         if self.mesh.dp_size > 1:
-            for index in self._order[self._next :]:
+            for index in range(self._next, len(self.buckets)):
                 self._launch(index)
             while self._pending:
                 self._finish_oldest()
@@ -355,10 +303,6 @@ class Engine(Shards):
                     handle.wait()
                 self._take_reduced(bucket, target)
             self._replicating.clear()
-            if self.split is not None:
-                bucket = self.split.bucket
-                with self._blame("exchanging rows of", bucket), self._timer.waiting():
-                    self.split.exchange_rows(self.settings.reduce_dtype or bucket.grad_dtype)
         elif self.settings.deterministic:
             for bucket in self.buckets:
                 bucket.fill_missing(flags=False)
@@ -386,15 +330,10 @@ class Engine(Shards):
                 bucket.adopt(position)
 
     def _reset_launches(self) -> None:
-        self._order = list(range(len(self.buckets)))  # the same on all ranks
-        if self.split is not None and not self.split.first:
-            self._order.append(self._order.pop(self.split.bucket.spec.index))
-        self._position = {index: at for at, index in enumerate(self._order)}
-        self._next = 0  # buckets at positions below it are launched
+        self._next = 0  # buckets below it are launched
         self._waiting = [len(b.params) for b in self.buckets]
         self._patient = True
         self._fired: set[nn.Parameter] = set()
-        self._deferred: set[int] = set()
         self._pending.clear()
         self._replicating.clear()
         self._missing.clear()

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastpar.comm.collectives import Collectives, TorchCollectives
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.overlap import check_overlap, choose_overlap
 from fastpar.parallel.buffers import BucketState
@@ -24,7 +23,6 @@ from fastpar.parallel.engine import Engine
 from fastpar.parallel.engine_groups import Factory, GroupMaker
 from fastpar.parallel.optim_guard import guard_optimizers
 from fastpar.parallel.shards import Groups, Settings
-from fastpar.parallel.split_embedding import SplitEmbedding, tied_embedding
 from fastpar.parallel.state_dicts import guard_state_dicts
 from fastpar.parallel.unit_modules import find_units, unit_of_parameters
 from fastpar.parallel.units import Gathers
@@ -60,7 +58,6 @@ def parallelize(
     prefetch: int = 1,
     deterministic: bool = False,
     transport: str = "auto",
-    split_embedding: bool | None = None,
     materialize: Materialize | None = None,
     debug: Debug | None = None,
     collectives: Factory | None = None,
@@ -104,9 +101,6 @@ def parallelize(
             (sizes that are powers of two); costs a copy of the gradients at stages 0 and 1.
         transport: "auto" (shared memory between CPU ranks of one host, otherwise gloo or NCCL),
             "shm" or "torch".
-        split_embedding: reduce the head's part of a tied embedding's gradient when backward begins
-            and the tokens' rows at its end (fastpar/parallel/split_embedding.py); None: if its
-            gradient is larger than a default bucket. Not with deterministic.
         materialize: fills one tensor, given its name, of a model on the meta device; parameters
             and buffers are then made bucket by bucket, so that no rank holds more than its part.
         debug: a fastpar.parallel.debug.Debug.
@@ -159,7 +153,6 @@ def parallelize(
         "prefetch": prefetch,
         "deterministic": deterministic,
         "transport": transport,
-        "split_embedding": split_embedding,
         "tp_plan": dict(tp_plan) if isinstance(tp_plan, Mapping) else tp_plan,
         "sequence_parallel": sequence_parallel,
         "tp_overlap": tp_overlap,
@@ -183,9 +176,8 @@ def parallelize(
         by = "declared by its modules" if planned is None else planned.why
         report = tp_report(declared, named, by, planned.left if planned else ())
     groups = maker.of_engine(stage, n_shards)
-    usual_mb = default_bucket_mb(dp, groups.reduce.transport if groups.reduce else "none")
     if bucket_mb is None:
-        bucket_mb = usual_mb
+        bucket_mb = default_bucket_mb(dp, groups.reduce.transport if groups.reduce else "none")
     settings = Settings(
         stage,
         n_shards,
@@ -205,7 +197,6 @@ def parallelize(
         named = parameter_names(model)
         if declared is not None:
             declared.rename(old, named)
-    tied = _pick_split(model, settings, named, split_embedding, mesh, usual_mb)
     engine = _build(
         model,
         mesh,
@@ -215,8 +206,6 @@ def parallelize(
         units,
         materialize,
         debug,
-        tied,
-        collectives,
         declared,
     )
     engine.tp_report = report
@@ -238,8 +227,6 @@ def _build(
     units: Any,
     materialize: Materialize | None,
     debug: Any,
-    tied: nn.Parameter | None,
-    collectives: Factory | None,
     declared: Declared | None,
 ) -> Engine:
     stage, mib = settings.zero_stage, 2**20
@@ -255,7 +242,6 @@ def _build(
         grad_dtype=settings.grad_dtype,
         unit_of=[unit_of[p] for p in trained] if stage else None,
         flags=stage == 0,
-        first=None if tied is None else next(i for i, p in enumerate(trained) if p is tied),
     )
     homes = [
         (weakref.ref(module), attribute, p)
@@ -323,16 +309,6 @@ def _build(
             prefetch=settings.prefetch,
             engine=engine,
         )
-    if tied is not None and groups.control is not None:
-        split = SplitEmbedding(
-            model,
-            tied,
-            buckets[0],
-            rows_group=groups.control,
-            sizes_group=_for_host_tensors(mesh, groups.control, collectives),
-            on_head=engine.on_head,
-        )
-        engine.send_apart(split)
     return engine
 
 
@@ -358,37 +334,6 @@ def _split(model: nn.Module, mesh: Mesh, tp: TensorParallel, planned: Planned | 
             if vars(module).get("tp") is not old:
                 vars(module)["tp"] = old
         raise
-
-
-def _for_host_tensors(mesh: Mesh, control: Collectives, factory: Factory | None) -> Collectives:
-    if mesh.device.type == "cpu":
-        return control
-    return TorchCollectives(mesh.dp_group) if factory is None else factory(mesh.dp_group, "sizes")
-
-
-def _pick_split(
-    model: nn.Module,
-    settings: Settings,
-    named: dict[nn.Parameter, tuple[str, ...]],
-    asked: bool | None,
-    mesh: Mesh,
-    usual_mb: float,
-) -> nn.Parameter | None:
-    """The parameter whose gradient is reduced in two parts, see split_embedding.py.
-
-    Not by settings.bucket_mb: bucket sizes change no bits, and this does.
-    """
-    tied = tied_embedding(model, named) if asked is not False else None
-    if asked and (tied is None or settings.deterministic or mesh.tp_size > 1):
-        raise ValueError(
-            "parallelize: expected split_embedding=True with a tied embedding and without "
-            f"deterministic and tp, got deterministic={settings.deterministic}, tp={mesh.tp_size} "
-            f"and {'no such parameter' if tied is None else named[tied][0]}; leave it out"
-        )
-    if tied is None or mesh.dp_size == 1 or settings.deterministic or mesh.tp_size > 1:
-        return None
-    n_bytes = tied.numel() * (settings.grad_dtype or tied.dtype).itemsize
-    return tied if asked or n_bytes > usual_mb * 2**20 else None
 
 
 def _materialize_shells(model: nn.Module, device: torch.device) -> None:

@@ -103,7 +103,6 @@ def build_layout(
     grad_dtype: torch.dtype | None = None,
     unit_of: Sequence[int] | None = None,
     flags: bool = True,
-    first: int | None = None,
 ) -> Layout:
     """Place parameters, given in registration order, into buckets.
 
@@ -120,7 +119,6 @@ def build_layout(
         grad_dtype: of the gradients; None is each parameter's own.
         unit_of: the unit of each parameter.
         flags: whether `used` has room, see the top of the file.
-        first: a parameter with the first bucket to itself (see split_embedding.py).
     Raises:
         ValueError: n_shards below 1; a cap that is not above 0.
     """
@@ -144,7 +142,7 @@ def build_layout(
         groups: dict[int, list[int]] = {}  # open, of each unit
         sizes: dict[int, int] = {}  # their bytes
         for i in reversed(range(len(specs))):
-            if specs[i].dtype != dtype or i == first:
+            if specs[i].dtype != dtype:
                 continue
             unit = units[i]
             n_bytes = _round_up(specs[i].numel, ALIGN) * itemsize
@@ -158,8 +156,6 @@ def build_layout(
             before = unit
         closed.extend((dtype, unit, group) for unit, group in groups.items())
     closed.sort(key=lambda entry: -entry[2][-1])
-    if first is not None:
-        closed.insert(0, (specs[first].dtype, units[first], [first]))
 
     slots: list[Slot] = []
     buckets: list[Bucket] = []

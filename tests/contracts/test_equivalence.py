@@ -177,8 +177,7 @@ def test_two_ranks_have_the_bits_of_two_micro_batches(case, deterministic):
 @pytest.mark.parametrize("bucket_mb", [1e-6, 0.01, 0.05])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_bucket_size_changes_no_bit(world_size, bucket_mb):
-    """split_embedding has an order of sums of its own, and is on where buckets are small."""
-    same = {"deterministic": world_size == 4, "split_embedding": False}
+    same = {"deterministic": world_size == 4}
     options = {"bucket_mb": bucket_mb, "first_bucket_mb": bucket_mb / 3}
     assert_same_bits(ranks(world_size, 1, **options, **same), ranks(world_size, 1, **same))
 
@@ -225,5 +224,5 @@ def test_processes_are_the_same_run(world_size, grad_accum_steps, deterministic)
 
 def test_two_processes_have_the_bits_of_one():
     expected, _ = train(2)
-    options = {"bucket_mb": 0.01, "first_bucket_mb": 0.001, "split_embedding": False}
+    options = {"bucket_mb": 0.01, "first_bucket_mb": 0.001}
     assert_same_bits(ranks(2, 1, backend="gloo", **options), expected)

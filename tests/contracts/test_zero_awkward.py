@@ -404,20 +404,16 @@ def test_outputs(kind, stage):
 # Activation checkpointing
 
 
-def around(use_reentrant):
-    return lambda block, x: checkpoint(block, x, use_reentrant=use_reentrant)
+def checkpointed(block, x):
+    return checkpoint(block, x, use_reentrant=False)
 
 
 class Whole(Net):
     """The whole stack in one checkpoint."""
 
-    def __init__(self, use_reentrant):
-        super().__init__()
-        self.use_reentrant = use_reentrant
-
     def forward(self, idx):
         x = self.wte(idx)
-        x = checkpoint(self.stack, x, use_reentrant=self.use_reentrant)
+        x = checkpointed(self.stack, x)
         return self.head(self.norm(x))
 
     def stack(self, x):
@@ -439,10 +435,8 @@ def gpt(mode):
 @pytest.mark.parametrize(
     ("build", "same_as"),
     [
-        pytest.param(lambda: Net(run=around(False)), Net, id="blocks"),
-        pytest.param(lambda: Net(run=around(True)), None, id="blocks reentrant"),
-        pytest.param(lambda: Whole(False), Net, id="stack"),
-        pytest.param(lambda: Whole(True), None, id="stack reentrant"),
+        pytest.param(lambda: Net(run=checkpointed), Net, id="blocks"),
+        pytest.param(Whole, Net, id="stack"),
         pytest.param(lambda: recompute(Net()), Net, id="recompute full"),
         pytest.param(lambda: recompute(Net(), "selective"), Net, id="recompute selective"),
         pytest.param(lambda: recompute(Net(), every=2), Net, id="recompute every second"),

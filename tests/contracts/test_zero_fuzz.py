@@ -15,12 +15,12 @@ from fastpar.parallel.debug import Debug
 FEW = [
     Cell(0, 2, accum="shard", precision="bf16", deterministic=False),
     Cell(1, 3, clip=True, deterministic=False),
-    Cell(1, 2, accum="shard_no_sync", precision="fp16", checkpoint="reentrant"),
+    Cell(1, 2, accum="shard_no_sync", precision="fp16", checkpoint="non-reentrant"),
     Cell(2, 4, accum="shard", checkpoint="non-reentrant", deterministic=False),
     Cell(2, 4, 2, "full_no_sync", clip=True),
     Cell(3, 2, accum="shard", precision="bf16", model="gpt", checkpoint="non-reentrant"),
     Cell(3, 3, accum="once", model="untied", frozen=True, deterministic=False),
-    Cell(3, 4, 2, "shard", "fp16", checkpoint="reentrant", clip=True),
+    Cell(3, 4, 2, "shard", "fp16", checkpoint="non-reentrant", clip=True),
 ]
 
 
@@ -39,18 +39,6 @@ def test_few_cells(cell):
 )
 def test_prefetch_and_many_buckets(options):
     fuzz(Cell(3, 3, accum="shard", clip=True, deterministic=False), 1, 1.0, **options)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_split_embedding(stage):
-    """Its order of sums is not the reference's: compared with the run without delays."""
-    cell = Cell(stage, 3, accum="shard", clip=True, deterministic=False)
-    debug = Debug(delay_ms=1.0, poison=True, check_replicas=True)
-    for late, prompt in zip(
-        run(cell, split_embedding=True, debug=debug), run(cell, split_embedding=True)
-    ):
-        assert late["losses"] == prompt["losses"]
-        assert late["norms"] == prompt["norms"]
 
 
 @pytest.mark.slow

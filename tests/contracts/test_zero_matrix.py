@@ -107,7 +107,7 @@ OPTIONS = {
         Cell(1, 3, accum="shard_no_sync", precision="bf16"),
         Cell(2, 4, accum="full", checkpoint="non-reentrant", clip=True),
         Cell(3, 3, accum="shard", model="untied", clip=True, deterministic=False),
-        Cell(3, 4, 2, "shard", "bf16", checkpoint="reentrant"),
+        Cell(3, 4, 2, "shard", "bf16", checkpoint="non-reentrant"),
     ],
     ids=str,
 )
@@ -168,7 +168,6 @@ def train_fp64(stage, shard_size, accumulate, n_accum, tied=False):
         grad_accum_steps=n_accum if accumulate == "full" else 1,
         bucket_mb=0.02,
         first_bucket_mb=0.005,
-        split_embedding=tied,
     )
     optimizer = AdamW(model.parameters(), lr=1e-2, eps=1e-5)
     for step in range(STEPS):
@@ -238,8 +237,7 @@ def test_fp64_is_plain_pytorch(stage, world_size, shard_size, n_accum, accumulat
     [(0, 3, None), (1, 2, None), (2, 3, None), (3, 4, None), (3, 4, 2)],
 )
 @pytest.mark.parametrize(("n_accum", "accumulate"), [(1, "shard"), (4, "shard"), (4, "full")])
-def test_fp64_with_a_split_embedding(stage, world_size, shard_size, n_accum, accumulate):
-    """Whose parts are summed apart."""
+def test_fp64_with_a_tied_embedding(stage, world_size, shard_size, n_accum, accumulate):
     truth = plain_fp64(world_size * n_accum, tied=True)
     fn = functools.partial(train_fp64, stage, shard_size, accumulate, n_accum, tied=True)
     for result in run_ranks(fn, world_size):

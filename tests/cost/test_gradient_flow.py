@@ -11,7 +11,7 @@ from fastpar.testing import run_ranks
 SHAPE = {"n_layer": 6, "width": 128, "tokens": 16, "vocab": 500}
 
 
-def sizes(*, by_unit=True, bucket_mb=0.25, tp=1, split=False, grad_bytes=4, layers=6):
+def sizes(*, by_unit=True, bucket_mb=0.25, tp=1, grad_bytes=4, layers=6):
     return sizes_of(
         layers=layers,
         width=128,
@@ -23,13 +23,12 @@ def sizes(*, by_unit=True, bucket_mb=0.25, tp=1, split=False, grad_bytes=4, laye
         by_unit=by_unit,
         bucket_mb=bucket_mb,
         first_bucket_mb=1.0,
-        split=split,
     )
 
 
-def flow(sizes, *, stage=2, early=True, whole=False, **more):
+def flow(sizes, *, stage=2, whole=False, **more):
     options = {"wire_bytes": 0, "sum_bytes": 0.0, "copies": False, "reduces": True, **more}
-    return flow_of(sizes, stage=stage, bucket_mb=0.25, early=early, whole=whole, **options)
+    return flow_of(sizes, stage=stage, bucket_mb=0.25, whole=whole, **options)
 
 
 def layout_of(stage, tp):
@@ -98,17 +97,6 @@ def test_gradients_of_earlier_micro_batches_are_all_there():
     mine = flow(one, whole=True)
     assert mine.at_loss == 4 * one.padded(1)
     assert mine.in_blocks[0][0] == (6, 4 * one.padded(1))
-
-
-def test_a_table_that_comes_late_keeps_its_place_and_nobody_waiting():
-    one = sizes(split=True)
-    early, late = flow(one), flow(one, early=False)
-    table = 4 * one.buckets[0].numel
-    assert one.buckets[0].numel == 512 * 128
-    for pairs in late.in_blocks:
-        assert pairs[0][1] >= table
-    assert late.at_table < 0.8 * 4 * one.padded(1)
-    assert early.at_table < late.at_table + table
 
 
 def test_alone_everything_stays():

@@ -231,37 +231,14 @@ def test_one_control_exchange():
 
 
 def test_the_bucket_that_is_complete_last_hides_nowhere():
-    """Few tokens a rank: the tied table's head part goes first; many: the table goes last."""
+    """It has the tied table, whose gradient is complete when backward ends."""
     table = 4.0 * LARGE.shape.padded_vocab_size * LARGE.shape.n_embd
-    for micro, early in ((1, True), (64, False)):
-        setup = Setup(world_size=8, micro_batch_size=micro, zero_stage=2)
-        sends = sends_of(LARGE, setup)
-        (last,) = (s for s in sends if s.kind == "reduce_scatter" and not s.under)
-        assert (last.bytes < table) == early
-        assert last.count == 1
-        hidden = [s for s in sends if s.kind == "reduce_scatter" and s.under == "backward"]
-        assert sum(s.count for s in hidden) > 10
-        assert len([s for s in sends if s.axis == "dp"]) == (3 if early else 1)
-
-
-@pytest.mark.parametrize(
-    ("micro", "early", "stage"), [(51, True, 0), (51, True, 2), (52, False, 2)]
-)
-def test_rows_of_a_tied_table(micro, early, stage):
-    """A table above a default bucket; 8 ranks' tokens are less or more than half of its rows."""
-    shape = GPTConfig(n_layer=1, n_head=4, n_embd=256, block_size=T, vocab_size=26000, dropout=0.0)
-    options = {"world_size": 8, "micro": micro, "n_micro": 2, "zero_stage": stage}
-    run = Run(shape, grad_accum_steps=2, accumulate="full", **options)
-    assert run.engine.split is not None
-    gathers = [op for op in run.ops if op.kind == "all_gather"]
-    said = sorted(op.tensor_bytes for op in gathers if op.tensor_bytes != 8 * CONTROL)
-    sends = [
-        s for s in sends_of(Job(shape, 16 * micro), setup_of(**options)) if s.axis != "control"
-    ]
-    sends = [s for s in sends if s.kind == "all_gather"]
-    assert sorted(s.bytes for s in sends for _ in range(int(s.count))) == said
-    assert any(s.axis == "dp" and s.bytes == 8 * 256 * micro for s in sends) == early
-    assert any(s.axis == "dp" and s.bytes == 128 for s in sends)
+    sends = sends_of(LARGE, Setup(world_size=8, zero_stage=2))
+    (last,) = (s for s in sends if s.kind == "reduce_scatter" and not s.under)
+    assert last.bytes >= table
+    assert last.count == 1
+    hidden = [s for s in sends if s.kind == "reduce_scatter" and s.under == "backward"]
+    assert sum(s.count for s in hidden) > 10
 
 
 def test_stages_on_paper():

@@ -1,7 +1,6 @@
 """engine.py: right gradients for every way of running backward, and collectives in one order."""
 
 import contextlib
-import copy
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ stages = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
 
 class Net(nn.Module):
-    """Tied embedding, a block used twice, norms; mode: none | checkpoint | reentrant."""
+    """Tied embedding, a block used twice, norms; mode: none | checkpoint."""
 
     def __init__(self, mode="none", seed=0):
         super().__init__()
@@ -42,7 +41,7 @@ class Net(nn.Module):
             if self.mode == "none":
                 x = x + block(x).tanh()
             else:
-                x = x + checkpoint(block, x, use_reentrant=self.mode == "reentrant").tanh()
+                x = x + checkpoint(block, x, use_reentrant=False).tanh()
         if use_extra:
             x = x + self.extra(x)
         return self.head(self.norm(x))
@@ -98,7 +97,7 @@ def assert_same(a, b):
         assert value is None or torch.equal(value, b[name]), name
 
 
-@pytest.mark.parametrize("mode", ["none", "checkpoint", "reentrant"])
+@pytest.mark.parametrize("mode", ["none", "checkpoint"])
 def test_one_rank_has_the_bits_of_plain_autograd(mode):
     plain, model = Net(mode), Net(mode)
     parallelize(model, one_rank(), **SMALL)
@@ -137,7 +136,7 @@ def test_retain_graph_and_two_forwards():
     assert_same(gradients(plain), gradients(model))
 
 
-@pytest.mark.parametrize("mode", ["none", "checkpoint", "reentrant"])
+@pytest.mark.parametrize("mode", ["none", "checkpoint"])
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @stages
@@ -162,51 +161,27 @@ def test_gradients_are_the_mean_over_ranks(stage, world_size, deterministic, mod
             assert_same(result[step], expected)
 
 
-class SharedAcrossACheckpoint(nn.Module):
-    """One layer inside a reentrant checkpoint and again outside: a gradient in two parts."""
+class Reentrant(nn.Module):
+    """A reentrant checkpoint around one layer, another one outside of it."""
 
     def __init__(self):
         super().__init__()
-        self.block, self.shared = nn.Linear(16, 16), nn.Linear(16, 16)
-        self.reentrant = False
+        self.inner, self.outer = nn.Linear(16, 16), nn.Linear(16, 16)
 
-    def forward(self, x):
-        inner = nn.Sequential(self.block, self.shared)
-        x = checkpoint(inner, x, use_reentrant=True) if self.reentrant else inner(x)
-        return self.shared(x).sum()
+    def forward(self, x, use_reentrant):
+        return self.outer(checkpoint(self.inner, x, use_reentrant=use_reentrant)).sum()
 
 
-@pytest.mark.parametrize("learned", [False, True])
-def test_a_gradient_in_two_parts_is_right_or_refused(learned):
-    """Seen in the first backward, launches wait; later, a part was sent already: an error."""
-    start = [SharedAcrossACheckpoint() for _ in range(2)]
-    start[1].load_state_dict(start[0].state_dict())
-    plain = copy.deepcopy(start[0])
-
+@stages
+def test_a_backward_inside_a_backward_is_refused(stage):
     def ranks():
-        mesh = Mesh()
-        model = parallelize(start[mesh.rank], mesh, bucket_mb=0.001, first_bucket_mb=0.001)
-        x = torch.full((2, 16), mesh.rank + 1.0, requires_grad=True)
-        for step in range(3):
-            model.zero_grad()
-            model.reentrant = step > 0 or not learned
-            model(x).backward()
-        return gradients(model)
+        model = parallelize(Reentrant(), Mesh(), zero_stage=stage, **SMALL)
+        x = torch.ones(2, 16, requires_grad=True)
+        model(x, False).backward()
+        model(x, True).backward()
 
-    if learned:
-        message = r"one gradient per backward for parameter 'shared\.\w+'.*use_reentrant=False"
-        with pytest.raises(RuntimeError, match=message):
-            run_ranks(ranks, 2)
-        return
-    first, second = run_ranks(ranks, 2)
-    assert_same(first, second)
-    parts = []
-    for rank in range(2):
-        plain.reentrant = True
-        plain.zero_grad()
-        plain(torch.full((2, 16), rank + 1.0, requires_grad=True)).backward()
-        parts.append(gradients(plain))
-    assert_same(first, {n: (g + parts[1][n]) / 2 for n, g in parts[0].items()})
+    with pytest.raises(RuntimeError, match=r"a backward inside of a backward.*use_reentrant=False"):
+        run_ranks(ranks, 2)
 
 
 def recording(monkeypatch):
@@ -264,7 +239,7 @@ def test_launch_order_does_not_follow_the_hooks(monkeypatch, stage):
 
 @stages
 def test_buckets_are_launched_while_backward_runs(stage):
-    """The hook on the first layer's input runs near the end. Stages 0 and 1: from the second on."""
+    """The hook on the first layer's input runs near the end.."""
 
     def ranks():
         mesh = Mesh()
@@ -282,7 +257,7 @@ def test_buckets_are_launched_while_backward_runs(stage):
 
     for launched, n in run_ranks(ranks, 2):
         assert n == 4
-        assert launched == [0 if stage < 2 else 3, 3, 3]
+        assert launched == [3, 3, 3]
 
 
 @stages

@@ -51,7 +51,7 @@ class Cell:
     accum: str = "once"  # see ACCUM
     precision: str = "fp32"
     model: str = "tied"  # gpt | tied | untied
-    checkpoint: str = "none"  # none | non-reentrant | reentrant
+    checkpoint: str = "none"  # none | non-reentrant
     clip: bool = False
     frozen: bool = False
     deterministic: bool = True
@@ -82,7 +82,7 @@ LAYOUTS = [
 ]
 REST = {
     "model": ("tied", "untied", "gpt"),
-    "checkpoint": ("none", "non-reentrant", "reentrant"),
+    "checkpoint": ("none", "non-reentrant"),
     "clip": (True, False),
     "frozen": (True, False),
     "deterministic": (True, False),
@@ -161,7 +161,7 @@ class Module(nn.Module):
 def recomputed(mode, fn, *args):
     if mode == "none" or not torch.is_grad_enabled():
         return fn(*args)
-    return checkpoint(fn, *args, use_reentrant=mode == "reentrant", preserve_rng_state=False)
+    return checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=False)
 
 
 def build(cell, seed):
@@ -270,7 +270,6 @@ def train(cell: Cell, options: dict, with_state: bool = False) -> dict:
             "accumulate": accumulate,
             "grad_accum_steps": grad_accum_steps,
             "deterministic": cell.deterministic,
-            "split_embedding": False,  # has an order of its own
             **options,
         },
     )
