@@ -1,7 +1,7 @@
 # Two commands do everything on a machine with Python >= 3.10 and a C++ compiler: `make train`, `make test`.
 # Each makes .venv, installs pinned versions, builds csrc/ and runs. VENV=dir, PYTHON=python3.12,
-# TORCH_INDEX=address (of PyTorch's CPU wheels, for a machine without an NVIDIA GPU) and WORKERS= (tests
-# one after another) are yours to set.
+# TORCH_INDEX=address (of PyTorch's CPU wheels, for a machine without an NVIDIA GPU), WORKERS= (tests
+# one after another) and ROOM=parallel (tests/parallel only; several in quotes) are yours to set.
 
 SHELL := bash
 PYTHON ?= python3
@@ -10,8 +10,13 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt
 BUILD_INPUTS := pyproject.toml setup.py .ci/constraints.txt $(wildcard csrc/*)
 ARGS ?=
-WORKERS ?= -n logical --maxprocesses 4
+WORKERS ?= -n logical --maxprocesses 4 --dist worksteal
 TORCH_INDEX ?=
+ROOM ?=
+ROOMS := $(sort $(patsubst tests/%/,%,$(dir $(wildcard tests/*/test_*.py))))
+ifneq ($(filter-out $(ROOMS),$(ROOM)),)
+$(error expected ROOM= a folder of tests/, got ROOM=$(ROOM); choose of $(ROOMS))
+endif
 
 # The CUDA kernels' source as C++, which tests run: built before them, because a test's time is limited.
 EMULATED = @echo "== set-up: csrc/ with its CUDA kernels compiled for the CPU"; mkdir -p build; \
@@ -23,13 +28,13 @@ EMULATED = @echo "== set-up: csrc/ with its CUDA kernels compiled for the CPU"; 
 train: $(VENV)/train.done  ## train GPT-2 on the text that ships with a dependency, two ranks, 3 to 6 minutes on two cores
 	$(BIN)/fastpar train --nproc 2 $(ARGS)
 
-test: $(VENV)/dev.done  ## the test suite, about half an hour on two cores
+test: $(VENV)/dev.done  ## the default tests, 8 minutes on two cores; ROOM=parallel: one room's
 	$(EMULATED)
-	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
+	$(BIN)/python -m pytest $(WORKERS) $(addprefix tests/,$(ROOM)) $(ARGS)
 
-test-slow: $(VENV)/dev.done  ## the long tests
+test-slow: $(VENV)/dev.done  ## the slow tests, hours; ROOM=parallel: one room's, less than 25 minutes
 	$(EMULATED)
-	$(BIN)/python -m pytest $(WORKERS) -m slow $(ARGS)
+	$(BIN)/python -m pytest $(WORKERS) -m slow $(addprefix tests/,$(ROOM)) $(ARGS)
 
 bench: $(VENV)/dev.done  ## microbenchmarks and the training step against plain PyTorch
 	$(BIN)/python -m bench $(ARGS)

@@ -142,7 +142,9 @@ class NinjaBuild(build_ext):
         nvcc, why = choose_cuda()
         with_cuda = bool(nvcc or emulated)
         out = (ROOT / self.get_ext_fullpath(ext.name)).resolve()
-        work = (Path(self.build_temp) / "ninja").resolve()
+        # One folder for every build of a checkout: an unchanged source is compiled once, for the
+        # installed module and for the one with emulated CUDA kernels.
+        work = ROOT.resolve() / "build" / "ninja"
         out.parent.mkdir(parents=True, exist_ok=True)
         work.mkdir(parents=True, exist_ok=True)
         include = " ".join(

@@ -1,13 +1,12 @@
 // What every CUDA source shares: launching on a stream, 16-byte accesses, facts about the device.
 //
 // [Note: CUDA without a GPU]
-// With FASTPAR_EMULATED a *_cuda.cu file is plain C++: tests/support/cuda_emulator.h gives the words of
-// CUDA their meaning on a CPU (a block's threads run as fibers, blocks one after another), so the
-// tests run the kernels' own source, barriers and shuffles included. A kernel may therefore use:
-// static
-// __shared__ arrays of plain types, __syncthreads, the warp functions that the emulator lists with
-// all 32 lanes, integer atomics, one-dimensional grids and blocks (whole warps). It must not let
-// threads return before a barrier that others reach.
+// With FASTPAR_EMULATED a *_cuda.cu file is plain C++: tests/support/cuda_emulator.h gives the
+// words of CUDA their meaning on a CPU (a block's threads run as fibers, blocks one after another),
+// so the tests run the kernels' own source, barriers and shuffles included. A kernel may therefore
+// use: static __shared__ arrays of plain types, __syncthreads, the warp functions that the emulator
+// lists with all 32 lanes, integer atomics, one-dimensional grids and blocks (whole warps). It must
+// not let threads return before a barrier that others reach.
 #pragma once
 
 #ifdef FASTPAR_EMULATED

@@ -1,4 +1,4 @@
-"""What adamw_step_ asks of its arguments, and the messages where they do not fit."""
+"""Argument checks of adamw_step_, with their error messages."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -34,7 +34,7 @@ def check_one(
     scales: Sequence[Tensor | None],
     stochastic: bool,
 ) -> None:
-    """What one parameter of a call must be."""
+    """Check one parameter of a call and its state."""
     half = p.dtype in (torch.bfloat16, torch.float16)
     full = master is not None and master.dtype == torch.float32
     if p.dtype not in (*DTYPE_CODES, torch.float64) or not (

@@ -129,7 +129,7 @@ def _bits(master: Tensor) -> Tensor:
 
 
 def _upper_half(bits: Tensor) -> Tensor:
-    """See round_to_bf16. Overwrites bits: large matrices have no memory for copies of them."""
+    """The bf16 half, as in round_to_bf16. Overwrites bits: a copy would not fit in memory."""
     bits += 0x8000
     bits >>= 16
     return bits.to(torch.int16).view(torch.bfloat16)

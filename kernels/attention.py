@@ -64,7 +64,7 @@ def _layout(x: Tensor) -> tuple[int, int, int, int]:
 def _arguments(
     q: Tensor, k: Tensor, causal: bool, scale: float, drop: Dropout, cu_seqlens: Tensor | None
 ) -> tuple:
-    """What the two compiled functions take after the tensors."""
+    """The arguments of the two compiled functions after the tensors."""
     seed, first_sample = (0, 0) if drop.key is None else drop.key.tolist()
     T, H, D = q.shape[-3:]
     if cu_seqlens is None:
@@ -125,7 +125,7 @@ def attention_bwd(
 
 
 def _bounds(cu_seqlens: Tensor, total: int) -> list[int]:
-    """Where documents begin and end; refuses what does not cut [0, total) into documents."""
+    """Document boundaries; raises ValueError where they do not cut [0, total) into documents."""
     bounds = cu_seqlens.tolist()
     if bounds[0] != 0:
         raise ValueError(

@@ -481,7 +481,7 @@ AOT_EXEMPT = {
 
 
 def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
-    """What `make aot` compiles of the backward."""
+    """The calls of the backward that `make aot` compiles."""
     key = torch.empty(2, dtype=torch.int64, device="meta")
     cu = torch.empty(5, dtype=torch.int32, device="meta")
 

@@ -402,7 +402,7 @@ def aot_inputs(
 
 
 def aot_variants(call: Callable[..., Any]) -> list[tuple[str, Callable[[], Any]]]:
-    """What `make aot` compiles of the forward and of the backward, by label."""
+    """Labelled calls that `make aot` compiles, for the forward and for the backward."""
     return [
         ("D=64 bf16 causal", call()),
         ("D=64 bf16 causal dropout", call(dropout=True)),
@@ -419,7 +419,7 @@ def aot_variants(call: Callable[..., Any]) -> list[tuple[str, Callable[[], Any]]
 
 
 def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
-    """What `make aot` compiles of the forward."""
+    """The calls of the forward that `make aot` compiles."""
     key = torch.empty(2, dtype=torch.int64, device="meta")
     cu = torch.empty(5, dtype=torch.int32, device="meta")
 

@@ -36,7 +36,7 @@ FLOATS = (*DTYPE_CODES, torch.float64)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums, statistics and losses of such tensors are kept in: fp64 for fp64, else fp32."""
+    """The dtype of sums, statistics and losses: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -98,13 +98,12 @@ has_gemm: bool = _C is not None and _C.isa() == "avx512" and not _C.cpu_is_intel
 
 
 def forced() -> str:
-    """What keeps the fastest kernels from running: FASTPAR_BACKEND, "none" for no compiled module;
-    "" for auto."""
+    """FASTPAR_BACKEND where it is set; "none" without the compiled module; "" for auto."""
     return "none" if _C is None else "" if choice == "auto" else choice
 
 
 def way_to_cpp() -> str:
-    """What to do for the compiled kernels where torch serves instead."""
+    """The way out where torch runs instead of the compiled kernels."""
     return WITH_CPP if _C is None else "unset FASTPAR_BACKEND"
 
 
@@ -248,7 +247,7 @@ def _on_cuda(cpu: str, gpu: str) -> tuple[str, str]:
 
 
 def describe() -> str:
-    """What runs where on this machine and why, one fact a line; reasons stand below the ops."""
+    """The text of `fastpar info`: which implementation of each op runs on this machine, and why."""
     try:
         triton = metadata.version("triton")
     except metadata.PackageNotFoundError:

@@ -164,7 +164,7 @@ def shard_bwd(
 
 
 def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
-    """What `make aot` compiles: half of GPT-2's padded vocabulary."""
+    """The calls that `make aot` compiles: half of GPT-2's padded vocabulary."""
 
     def shard(dtype: torch.dtype) -> Any:
         def call() -> None:

@@ -355,7 +355,7 @@ def multiply_rows(grad: Tensor, by: Tensor, out: Tensor) -> Tensor:
 
 
 def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
-    """What `make aot` compiles: GPT-2's vocabulary, padded and not, and a small one."""
+    """The calls that `make aot` compiles: GPT-2's vocabulary, padded and not, and a small one."""
 
     def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")

@@ -329,7 +329,7 @@ def norm_from_bins(
     loss_scale: float | Tensor | None = None,
     eps: float = 1e-6,
 ) -> GlobalNorm:
-    """What global_norm returns, from the bins of norm_bins or from sums of such bins.
+    """global_norm's result, from the bins of norm_bins or from sums of such bins.
 
     Args:
         bins: int64 [NORM_WORDS].

@@ -82,7 +82,7 @@ def workspace(name: str, rows: int, columns: int, like: Tensor) -> Tensor:
 
 
 def workspace_bytes() -> int:
-    """Of this thread, on the CPU."""
+    """Bytes that this thread keeps on the CPU between calls."""
     return sum(buffer.nbytes for buffer in _local.__dict__.get("buffers", {}).values())
 
 

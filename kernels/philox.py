@@ -38,7 +38,7 @@ _WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
 
 
 class Rng(NamedTuple):
-    """Where a dropout's bits come from.
+    """The source of a dropout's bits.
 
     The last three say which part of the whole mask belongs to an x that is a part of a model's
     tensor; its bits are those that the whole would get there. An op that cannot draw such a part

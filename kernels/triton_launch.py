@@ -1,4 +1,4 @@
-"""Where Triton kernels are launched, described for ahead-of-time compilation, and fitted to a GPU.
+"""Triton kernels are launched here, recorded for ahead-of-time compilation, and fitted to a GPU.
 
 Every kernel of kernels/<op>_triton.py goes through launch(). On a GPU that is Triton's own launch;
 on CPU tensors Triton's interpreter runs the kernel (TRITON_INTERPRET=1, for tests); inside
