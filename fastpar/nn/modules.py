@@ -7,10 +7,16 @@ dtype, LayerNorm and RMSNorm on CUDA in fp32, GELU and embedding in their input'
 state_dict keys, and use the parts' weights directly. A part that is more than its weights (hooks, a
 wrapped forward, another class in its place, as adapters and quantizers put there) is called instead
 (test_parts_with_hooks_are_called).
+
+[Note: gathered weights] Under ZeRO a part's weights are not always there: forward hooks of the
+engine fetch them. Such a hook has gathers_weights = True and looks at no input: whoever uses the
+weights without calling the part runs it around the use, and so the op stays fused
+(test_a_patched_model_stays_fused_at_every_stage).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,13 +48,29 @@ def autocast_norm(x: Tensor) -> Tensor:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether something runs when the module is called that its forward does not know of."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
+    """Whether a call of the module runs more than its forward and the gathering of its weights."""
+    if module._backward_hooks or module._backward_pre_hooks:
+        return True
+    return any(
+        not getattr(hook, "gathers_weights", False)
+        for hooks in (module._forward_pre_hooks, module._forward_hooks)
+        for hook in hooks.values()
     )
+
+
+def with_weights(compute: Callable[[], Any], *layers: nn.Module) -> Any:
+    """compute(), which uses the weights of layers without calling them; [Note: gathered weights].
+
+    No layer may have other hooks, see has_hooks().
+    """
+    for layer in layers:
+        for gather in layer._forward_pre_hooks.values():
+            gather(layer, ())
+    output: Any = compute()
+    for layer in reversed(layers):
+        for release in layer._forward_hooks.values():
+            release(layer, (), output)
+    return output
 
 
 def is_conv1d(layer: nn.Module) -> bool:
@@ -63,16 +85,18 @@ def is_plain(layer: nn.Module) -> bool:
     return known and not has_hooks(layer) and "forward" not in vars(layer)
 
 
-def project(layer: nn.Module, x: Tensor, *, with_bias: bool = True) -> Tensor:
-    """layer(x); without its bias only where the layer is plain."""
+def project(layer: nn.Module, x: Tensor) -> Tensor:
+    """layer(x), on kernels.linear where the layer is plain."""
     if not is_plain(layer):
-        assert with_bias
         return layer(x)
-    weight: Any = layer.weight.t() if is_conv1d(layer) else layer.weight  # type: ignore[operator]
-    bias: Any = layer.bias if with_bias else None
-    if autocast_dtype(x) is not None:
-        return F.linear(x, weight, bias)
-    return linear(x, weight, bias)
+    return with_weights(lambda: product(layer, x, layer.bias), layer)
+
+
+def product(layer: nn.Module, x: Tensor, bias: Any = None) -> Tensor:
+    """x @ weight + bias with the weight of a plain layer that is there; see with_weights()."""
+    weight: Any = layer.weight
+    multiply = linear if autocast_dtype(x) is None else F.linear
+    return multiply(x, weight.t() if is_conv1d(layer) else weight, bias)
 
 
 def linear_gelu(layer: nn.Module, x: Tensor, approximate: str) -> Tensor:
@@ -80,7 +104,7 @@ def linear_gelu(layer: nn.Module, x: Tensor, approximate: str) -> Tensor:
     if not is_plain(layer):
         return bias_gelu(layer(x), approximate=approximate)
     bias: Any = layer.bias
-    return bias_gelu(project(layer, x, with_bias=False), bias, approximate=approximate)
+    return with_weights(lambda: bias_gelu(product(layer, x), bias, approximate=approximate), layer)
 
 
 def norm_rows(module: nn.LayerNorm | nn.RMSNorm, x: Tensor) -> tuple[Tensor, Tensor]:

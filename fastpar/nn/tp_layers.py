@@ -40,7 +40,7 @@ from fastpar.nn.modules import (
     embedding_options,
     has_hooks,
     is_conv1d,
-    project,
+    product,
 )
 from fastpar.sharding.placements import Replicate, Shard, State
 from fastpar.tensor.functional import TensorParallel, column_linear, row_linear
@@ -379,7 +379,7 @@ def residual_norm(
     weight, bias, eps = norm
     options: dict[str, Any] = {"x_bias": layer.bias, "dropout_p": p, "eps": eps}
     tp = tp_of(layer)
-    y = project(layer, y, with_bias=False) if tp is None else layer.product(y)
+    y = product(layer, y) if tp is None else layer.product(y)
     if tp is None or not tp.sequence_parallel or p == 0.0:
         return residual_layer_norm(y, x, weight, bias, **options)
     key, (batch, mine) = draw_key(x.device), x.shape[:2]

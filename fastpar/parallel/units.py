@@ -449,6 +449,7 @@ def _may_be_compiled(module: nn.Module) -> bool:
 class _PartHook(Hook):
     """Of a module inside of a unit, compiled with it."""
 
+    gathers_weights = True  # see fastpar.nn.modules.has_hooks
     _torchdynamo_disable = False
 
     def __call__(self, *args: Any) -> Any:

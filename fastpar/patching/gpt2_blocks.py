@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpar.kernels import linear_cross_entropy
-from fastpar.nn.modules import autocast_dtype, is_plain, project
+from fastpar.nn.modules import autocast_dtype, has_hooks, is_plain, project, with_weights
 from fastpar.nn.tp_layers import VocabParallelLinear, tp_of
 from fastpar.patching.layers import (
     MASK_HINT,
@@ -132,10 +132,16 @@ class GPT2Attention(Attention):
 
 
 def head_loss(head: Any, x: Tensor, labels: Tensor, **options: Any) -> Tensor:
-    """The cross-entropy of an nn.Linear's logits, without the logits."""
-    dtype = autocast_dtype(x) or x.dtype
-    weight = head.weight if dtype == x.dtype else head.weight.to(dtype)
-    return linear_cross_entropy(x.to(dtype), weight, labels, **options)
+    """The cross-entropy of a linear layer's logits, without the logits."""
+
+    def compute() -> Tensor:
+        if tp_of(head) is not None:
+            return head.loss(x, labels, **options)
+        dtype = autocast_dtype(x) or x.dtype
+        weight = head.weight if dtype == x.dtype else head.weight.to(dtype)
+        return linear_cross_entropy(x.to(dtype), weight, labels, **options)
+
+    return with_weights(compute, head)
 
 
 class Model(Swapped):
@@ -172,7 +178,7 @@ class LMHead(Swapped):
         # Versions without it in their forward take no notice of it.
         own = not self.option("asks") or self.loss_function is self.option("loss")
         head: Any = self.lm_head
-        split = isinstance(head, VocabParallelLinear) and tp_of(head) is not None
+        split = isinstance(head, VocabParallelLinear) and tp_of(head) and not has_hooks(head)
         if (
             any(isinstance(k, Tensor) or k for k in keep)
             or not own
@@ -197,10 +203,7 @@ class LMHead(Swapped):
             "ignore_index": ignore_index,
             "reduction": "mean" if items is None else "sum",
         }
-        if split:
-            loss = head.loss(x, shift_labels.to(x.device), **options)
-        else:
-            loss = head_loss(head, x, shift_labels.to(x.device), **options)
+        loss = head_loss(head, x, shift_labels.to(x.device), **options)
         if items is not None:
             loss = loss / (items.to(loss.device) if isinstance(items, Tensor) else items)
         output = self.option("output")(

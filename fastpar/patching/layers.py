@@ -50,6 +50,7 @@ from fastpar.nn.modules import (
     is_plain,
     linear_gelu,
     project,
+    with_weights,
 )
 from fastpar.nn.tp_layers import (
     TokenDropout,
@@ -428,7 +429,9 @@ class Block(Swapped):
             return super().forward(*args, **kwargs)
         y, _ = attn.heads(self.ln_1(x), rest)
         p = resid_rate(attn, attn.option("resid"))
-        y, x = residual_norm(attn.c_proj, y, x, norm, p)
+        y, x = with_weights(
+            lambda: residual_norm(attn.c_proj, y, x, norm, p), attn.c_proj, self.ln_2
+        )
         return x + self.mlp(y)
 
     def _dropout_fits(self, attn: Any) -> bool:

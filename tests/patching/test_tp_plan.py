@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import warnings
 from typing import ClassVar
 
 import pytest
@@ -108,14 +107,6 @@ def compare(ranks, dp, reference):
         assert abs(mean - want) <= 1e-12 * abs(want)
 
 
-@pytest.fixture
-def quiet():
-    """At stages 1 to 3 the engine's hooks make a patched block fall back, with a warning."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="fastpar.patch")
-        yield
-
-
 @functools.cache
 def model_and_reference(name):
     torch.manual_seed(0)
@@ -123,7 +114,7 @@ def model_and_reference(name):
     return model, one_process(model)
 
 
-@pytest.mark.usefixtures("quiet")
+@pytest.mark.filterwarnings("error:fastpar.patch")  # no call falls back
 @pytest.mark.parametrize("tokens", [False, True])
 @pytest.mark.parametrize(
     ("name", "dp", "tp", "stage"),
@@ -158,7 +149,6 @@ def checkpointed(name):
     return model
 
 
-@pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("tokens", [False, True])
 @pytest.mark.parametrize("name", ["transformers", "nanoGPT"])
 def test_activation_checkpointing(name, tokens):
@@ -250,7 +240,6 @@ def generated(model, tp):
     return model.generate(batch(0)[:, :5], max_new_tokens=8, do_sample=False, pad_token_id=0)
 
 
-@pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("name", ["transformers", "transformers patched"])
 def test_generate(name):
     model, _ = model_and_reference(name)
@@ -275,7 +264,6 @@ def test_generate_needs_all_tokens():
         run_ranks(odd, 2)
 
 
-@pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("tokens", [False, True])
 @pytest.mark.parametrize("tp", [2, 4])
 def test_a_fused_loss_never_joins_logits(tp, tokens):
