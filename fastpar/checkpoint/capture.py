@@ -22,12 +22,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastpar.checkpoint.weights import SHARD_MB, Weight, files_of, list_weights
+from fastpar.models.weights import Weight, cut_into_files, list_weights
 from fastpar.optim.state import entry_block
 from fastpar.parallel.engine import Engine, engine_of_parameter
 from fastpar.sharding.placements import Shard
-from fastpar.sharding.ranges import HOLE, Run, cut_runs, runs_of_slice, share_of, whole_run
+from fastpar.sharding.ranges import (
+    HOLE,
+    Run,
+    cut_runs,
+    numel_of,
+    runs_of_slice,
+    share_of,
+    whole_run,
+)
 
+SHARD_MB = 64.0  # a file of weights has at least so much, if there is as much
+_MOST_FILES = 16
 _ALIGN = 64  # bytes
 
 
@@ -48,6 +58,20 @@ class Snapshot(NamedTuple):
 
     items: list[Item]
     ready: torch.cuda.Event | None
+
+
+class _Piece(NamedTuple):
+    """A part of an entry of the optimizer's state."""
+
+    key: str
+    shape: tuple[int, ...]  # of the whole entry
+    values: Tensor
+    runs: list[Run]  # where the values belong
+
+    @property
+    def written(self) -> list[Run]:
+        """Without what no whole tensor has."""
+        return [run for run in self.runs if run.start != HOLE]
 
 
 def engine_of_model(model: nn.Module) -> Engine | None:
@@ -102,7 +126,9 @@ class Capture:
         mesh = None if self.engine is None else self.engine.mesh
         self.rank, self.world_size = (0, 1) if mesh is None else (mesh.rank, mesh.world_size)
         self.device = next(model.parameters()).device
-        self.files = files_of(list_weights(model), shard_mb)
+        weights = list_weights(model)
+        total = sum(w.nbytes for w in weights)
+        self.files = cut_into_files(weights, max(shard_mb * 2**20, total / _MOST_FILES))
         self._writer = {
             id(w.tensor): (i % self.world_size, file, w)
             for i, (file, weights) in enumerate(self.files)
@@ -129,14 +155,10 @@ class Capture:
 
     def allocate(self) -> None:
         """Memory for the next take(), touched; any thread, while no other one takes."""
-        n = sum(
-            _padded(runs_numel * dtype.itemsize)
-            for _, dtype, _, runs_numel in self._mine_of_optimizer()
-        ) + sum(
-            _padded(math.prod(w.whole) * w.tensor.dtype.itemsize)
-            for writer, _, w in self._writer.values()
-            if writer == self.rank
-        )
+        pieces = [numel_of(p.written) * p.values.dtype.itemsize for p in self._pieces()]
+        weights = [w for writer, _, w in self._writer.values() if writer == self.rank]
+        n = sum(map(_padded, pieces))
+        n += sum(_padded(math.prod(w.whole) * w.tensor.dtype.itemsize) for w in weights)
         if self._host is None or self._host.numel() < n:
             self._host = None
             self._host = torch.zeros(n, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
@@ -159,37 +181,19 @@ class Capture:
     # Weights
 
     def _weights(self) -> Iterator[Item]:
-        engine = self.engine
+        mesh: Any = None if self.engine is None else self.engine.mesh
         for tensor in self._each_whole():
             found = self._writer.get(id(tensor))
             if found is None:
                 continue
             writer, file, weight = found
-            mine = writer == self.rank
-            rows = None
-            split = (
-                isinstance(tensor, nn.Parameter) and engine is not None and engine.is_split(tensor)
-            )
-            if split:
-                assert engine is not None
-                if engine.mesh.dp_rank == writer // engine.mesh.tp_size:
-                    assert engine.declared is not None
-                    rows = engine.declared.rows(tensor.detach(), tensor)
-            if not mine:
+            value = tensor.detach()
+            if weight.split is not None and mesh.dp_rank == writer // mesh.tp_size:
+                value = weight.declared.whole(value, tensor)
+            if writer != self.rank:
                 continue
             host = self._room(weight.whole, tensor.dtype)
-            if rows is None:
-                host.copy_(tensor.detach(), non_blocking=True)
-            else:
-                assert engine is not None
-                assert engine.declared is not None
-                state = engine.declared.state(tensor)
-                assert isinstance(state, Shard)
-                whole = host if rows.device == host.device else rows.new_empty(weight.whole)
-                for rank, row in enumerate(rows):
-                    state.put(row, rank, len(rows), whole)
-                if whole is not host:
-                    host.copy_(whole, non_blocking=True)
+            host.copy_(value, non_blocking=True)
             runs = whole_run(math.prod(weight.shape))
             yield Item(file, weight.key, tensor.dtype, weight.shape, runs, host, weight)
 
@@ -211,46 +215,43 @@ class Capture:
         for p in self.model.parameters():
             yield p, self.optimizer.state.get(p, {})
 
-    def _mine_of_optimizer(self) -> Iterator[tuple[str, torch.dtype, tuple, int]]:
-        """(key, dtype, (local value, whole shape, runs, first, last), elements written here)."""
+    def _pieces(self) -> Iterator[_Piece]:
+        """The parts of the optimizer's state that this rank writes."""
         index = 0
         names = {p: name for name, p in self.model.named_parameters()}
         for p, state in self._states():
             engine = engine_of_parameter(p)
             shapes = self.optimizer.entry_shapes(p)
-            copy, n_copies = copies_of(p, engine)
             for entry, value in state.items():
                 if not isinstance(value, Tensor):
                     value = torch.tensor(float(value), dtype=torch.float64)
-                shape = shapes.get(entry, value.shape)
-                block = entry_block(entry)
+                shape, block = shapes.get(entry, value.shape), entry_block(entry)
                 if engine is not None and engine.shares and block:
-                    runs = piece_runs(p, engine, block=block)
-                    which = copy, n_copies
+                    runs, which = piece_runs(p, engine, block=block), copies_of(p, engine)
                 else:
-                    runs = whole_run(value.numel())
-                    which = self.rank, self.world_size
+                    runs, which = whole_run(value.numel()), (self.rank, self.world_size)
                 start, stop = share_of(value.numel(), *which, index)
-                written = [r for r in cut_runs(runs, start, stop) if r.start != HOLE]
                 index += 1
-                numel = sum(r.numel for r in written)
-                if numel or (self.rank == 0 and not math.prod(shape)):
-                    found = value, tuple(shape), runs, start, stop
-                    yield f"{names[p]}/{entry}", value.dtype, found, numel
+                values = value.detach().reshape(-1)[start:stop]
+                piece = _Piece(
+                    f"{names[p]}/{entry}", tuple(shape), values, cut_runs(runs, start, stop)
+                )
+                if numel_of(piece.written) or (self.rank == 0 and not math.prod(shape)):
+                    yield piece
 
     def _optimizer(self) -> Iterator[Item]:
-        for key, dtype, (value, shape, runs, start, stop), numel in self._mine_of_optimizer():
-            host = self._room((numel,), dtype)
-            local = value.detach().reshape(-1)
-            at, to, written = 0, 0, []
+        for piece in self._pieces():
+            key, shape, values, runs = piece
+            written = piece.written
+            host = self._room((numel_of(written),), values.dtype)
+            at = to = 0
             for run in runs:
-                a, b = max(start, at), min(stop, at + run.numel)
-                if a < b and run.start != HOLE:
-                    host[to : to + b - a].copy_(local[a:b], non_blocking=True)
-                    to += b - a
+                if run.start != HOLE:
+                    part = values[at : at + run.numel]
+                    host[to : to + run.numel].copy_(part, non_blocking=True)
+                    to += run.numel
                 at += run.numel
-            written = [r for r in cut_runs(runs, start, stop) if r.start != HOLE]
-            yield Item(self.optimizer_file, key, dtype, shape, written, host, None)
+            yield Item(self.optimizer_file, key, values.dtype, shape, written, host, None)
 
     def _room(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         assert self._host is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -12,14 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastpar.checkpoint.folder_tensors import StoredTensor, stored_tensors
-from fastpar.checkpoint.manifest import CONFIG, GPT_MODEL, STATE, Manifest
+from fastpar.checkpoint.manifest import CONFIG, GPT_MODEL, STATE, Manifest, TensorEntry, by_key
+from fastpar.checkpoint.tensor_reader import DTYPES as STORED
+from fastpar.checkpoint.tensor_reader import TensorReader, list_plain_tensors
 from fastpar.checkpoint.weight_sources import verify_weights
-from fastpar.files.plain_files import is_plain_name, read_object
+from fastpar.files.plain_files import read_object
 from fastpar.files.tensor_file import Spec, TensorFile
 from fastpar.kernels.adamw_storage import master_join
-from fastpar.models.hf import CONV1D, DTYPES, INDEX_FILE, MASKS, PREFIX, save_hf
+from fastpar.models.hf import INDEX_FILE, MASKS, index_json, save_hf
 from fastpar.models.nanogpt import load_nanogpt
+from fastpar.models.weights import CONV1D, DTYPES, PREFIX
 
 # What transformers' from_pretrained reads besides weights; all of it is text.
 _TEXTS = (
@@ -64,90 +67,75 @@ def export_weights(
 
 
 def _export_folder(source: Path, to: Path, dtype: torch.dtype | None) -> None:
-    manifest = verify_weights(source)
-    tensors = stored_tensors(source, manifest)
-    states = set() if manifest is None else {t.key for t in manifest.optimizer}
-    weights = {t.name: t for t in tensors if t.name not in states}
+    manifest = verify_weights(source) or list_plain_tensors(source)
     config = read_object(source / CONFIG, links=True) if (source / CONFIG).exists() else {}
     to.mkdir(parents=True)
     for name in _texts(source, manifest):
         shutil.copyfile(source / name, to / name)
-    by_file: dict[str, list[StoredTensor]] = {}
-    for tensor in weights.values():
-        by_file.setdefault(tensor.pieces[0].path.name, []).append(tensor)
+    files: dict[str, list[TensorEntry]] = {}
+    for tensor in manifest.weights:
+        files.setdefault(tensor.file, []).append(tensor)
     if dtype is None:
-        for name in by_file:
+        for name in files:
             shutil.copyfile(source / name, to / name)
         return
-    gpt = manifest is not None and manifest.model == GPT_MODEL
-    convert = _converter({t.name: t for t in tensors if t.name in states}, dtype, gpt)
-    total = 0
-    for name, found in by_file.items():
-        specs = {t.name: Spec(_target(t, dtype), t.shape) for t in found}
-        total += sum(spec.nbytes for spec in specs.values())
-        with TensorFile(to / name, specs, {"format": "pt"}) as file:
-            for tensor in found:
-                file.write(tensor.name, convert(tensor))
+    states = by_key(manifest.optimizer)
+    with TensorReader(source, manifest) as reader:
+        for name, tensors in files.items():
+            specs = {t.key: Spec(_target(t, dtype), t.shape) for t in tensors}
+            with TensorFile(to / name, specs, {"format": "pt"}) as file:
+                for tensor in tensors:
+                    file.write(tensor.key, _converted(reader, tensor, states, dtype))
     if config:
         config.pop("dtype", None)  # how newer versions of transformers call it
         _write(to / CONFIG, {**config, "torch_dtype": DTYPES[dtype]})
-    if len(by_file) > 1:
-        weight_map = {t.name: name for name, found in by_file.items() for t in found}
-        _write(to / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    if len(files) > 1:
+        nbytes = [math.prod(t.shape) * _target(t, dtype).itemsize for t in manifest.weights]
+        weight_map = {t.key: t.file for t in manifest.weights}
+        _write(to / INDEX_FILE, index_json(weight_map, sum(nbytes)))
 
 
-def _texts(source: Path, manifest: Manifest | None) -> list[str]:
-    if manifest is None:
+def _texts(source: Path, manifest: Manifest) -> list[str]:
+    if not manifest.files:
         return [name for name in _TEXTS if (source / name).is_file()]
     tensors = {t.file for t in manifest.weights + manifest.optimizer}
-    names = manifest.files.keys() - tensors - {STATE}
-    return sorted(name for name in names if is_plain_name(name))
+    return sorted(manifest.files.keys() - tensors - {STATE})
 
 
-def _target(tensor: StoredTensor, dtype: torch.dtype) -> torch.dtype:
-    keep = not tensor.dtype.is_floating_point or tensor.name.endswith(MASKS)
-    return tensor.dtype if keep else dtype
+def _target(tensor: TensorEntry, dtype: torch.dtype) -> torch.dtype:
+    stored = STORED[tensor.dtype]
+    return stored if not stored.is_floating_point or tensor.key.endswith(MASKS) else dtype
 
 
-def _converter(
-    states: dict[str, StoredTensor], dtype: torch.dtype, gpt: bool
-) -> Callable[[StoredTensor], Tensor]:
-    """Of a weight: its values in another dtype, from the master where there is one.
-
-    Args:
-        gpt: whether the states have a GPT's names and layouts, and not those of the weights.
-    """
-
-    def convert(tensor: StoredTensor) -> Tensor:
-        target = _target(tensor, dtype)
-        name = tensor.name.removeprefix(PREFIX) if gpt else tensor.name
-        value = tensor.whole()
-        if target == tensor.dtype:
-            return value
-        for entry, join in (("master_weight", _take), ("master_remainder", master_join)):
-            if f"{name}/{entry}" in states:
-                state = states[f"{name}/{entry}"].whole()
-                state = _stored_layout(name, state, tensor.shape) if gpt else state
-                value = join(value, state)
-        converted = value.to(target)
-        if not bool((converted.isfinite() | ~value.isfinite()).all()):
-            raise ValueError(
-                f"fastpar export: expected values that {DTYPES[dtype]} holds, got "
-                f"{tensor.name} with {float(value.abs().max()):.4g}; use --dtype bf16 or fp32"
-            )
-        return converted
-
-    return convert
+def _converted(
+    reader: TensorReader,
+    tensor: TensorEntry,
+    states: dict[str, list[TensorEntry]],
+    dtype: torch.dtype,
+) -> Tensor:
+    """A weight's values in another dtype, from the fp32 master where there is one."""
+    target, value = _target(tensor, dtype), reader.read([tensor])
+    if target == value.dtype:
+        return value
+    gpt = reader.manifest.model == GPT_MODEL  # states have its names and layouts
+    name = tensor.key.removeprefix(PREFIX) if gpt else tensor.key
+    for entry, join in (("master_weight", _take), ("master_remainder", master_join)):
+        if f"{name}/{entry}" in states:
+            state = reader.read(states[f"{name}/{entry}"])
+            if gpt:  # as transformers stores the parameter: without padding, transposed
+                state = state.t() if name.endswith(CONV1D) else state[: tensor.shape[0]]
+            value = join(value, state.contiguous())
+    converted = value.to(target)
+    if not bool((converted.isfinite() | ~value.isfinite()).all()):
+        raise ValueError(
+            f"fastpar export: expected values that {DTYPES[dtype]} holds, got "
+            f"{tensor.key} with {float(value.abs().max()):.4g}; use --dtype bf16 or fp32"
+        )
+    return converted
 
 
 def _take(param: Tensor, master: Tensor) -> Tensor:
     return master
-
-
-def _stored_layout(name: str, state: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A parameter's state as transformers stores the parameter: without padding, turned."""
-    state = state.t() if name.endswith(CONV1D) else state[: shape[0]]
-    return state.contiguous()
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:

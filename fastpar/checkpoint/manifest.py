@@ -29,8 +29,8 @@ import hashlib
 import json
 import math
 import re
-from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -43,6 +43,7 @@ from fastpar.files.plain_files import (
     reason,
     shown,
 )
+from fastpar.files.step_folders import is_step_name, step_of
 from fastpar.files.tensor_header import ITEM_BYTES
 from fastpar.sharding.ranges import HOLE, Run, check_cover, numel_of, whole_run
 
@@ -62,7 +63,6 @@ _HUGE = 1 << 48  # no size, index or shape reaches this
 _ROWS = 1 << 22  # contiguous parts of one tensor, which are listed in memory
 _ALL_ROWS = 1 << 26  # and of all
 _NAME = 512  # characters of a tensor's name
-_STEP = re.compile(r"step_(\d{6,})")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _END = re.compile(rb', "digest": "([0-9a-f]{64})"}\n\Z')
 _T = TypeVar("_T")
@@ -94,6 +94,14 @@ class TensorEntry:
     def nbytes(self) -> int:
         """What the file has of it."""
         return numel_of(self.runs) * ITEM_BYTES[self.dtype]
+
+
+def by_key(entries: Iterable[TensorEntry]) -> dict[str, list[TensorEntry]]:
+    """Name of each tensor -> its pieces."""
+    found: dict[str, list[TensorEntry]] = {}
+    for entry in entries:
+        found.setdefault(entry.key, []).append(entry)
+    return found
 
 
 @dataclass(frozen=True)
@@ -148,8 +156,8 @@ def read_manifest(folder: str | Path, name: str = MANIFEST, *, complete: bool = 
     file = Path(folder) / name
     try:
         manifest = parse_manifest(read_plain(file, JSON_BYTES), complete=complete)
-        step = _STEP.fullmatch(file.parent.resolve().name)
-        if step is None or int(step[1]) == manifest.step:
+        real = file.parent.resolve()
+        if not is_step_name(real.name) or step_of(real) == manifest.step:
             return manifest
         problem = ManifestError(f"of step {manifest.step}, in a folder of another one")
     except OSError as error:
@@ -274,9 +282,7 @@ def _check_complete(manifest: Manifest) -> None:
     for tensor in manifest.weights:
         if list(tensor.runs) != whole_run(math.prod(tensor.shape)):
             raise ManifestError(f"a part only of {shown(tensor.key)}")
-    pieces: dict[str, list[TensorEntry]] = defaultdict(list)
-    for tensor in manifest.optimizer:
-        pieces[tensor.key].append(tensor)
+    pieces = by_key(manifest.optimizer)
     rows = {key: sum(run.count for p in found for run in p.runs) for key, found in pieces.items()}
     total = sum(rows.values())
     for key, n in rows.items():

@@ -6,22 +6,34 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from fastpar.checkpoint.folder_tensors import StoredTensor, stored_tensors
-from fastpar.checkpoint.manifest import ANY_MODULE, CONFIG, MANIFEST, STATE, Manifest, read_manifest
-from fastpar.checkpoint.verify import extra_files, find_damage
-from fastpar.files.plain_files import read_object, shown
-from fastpar.files.step_folders import list_checkpoints
+from fastpar.checkpoint.manifest import (
+    ANY_MODULE,
+    CONFIG,
+    MANIFEST,
+    STATE,
+    Manifest,
+    TensorEntry,
+    by_key,
+    read_manifest,
+)
+from fastpar.checkpoint.tensor_reader import DTYPES, TensorReader, list_plain_tensors
+from fastpar.checkpoint.verify import find_damage
+from fastpar.checkpoint.weight_sources import is_checkpoint
+from fastpar.files.plain_files import read_object, reason, shown
+from fastpar.files.step_folders import is_step_name, list_checkpoints
 from fastpar.models.gpt import GPT
-from fastpar.models.hf import CONV1D, INDEX_FILE, MASKS, PREFIX, REQUIRED, WEIGHTS_FILE, read_config
+from fastpar.models.hf import INDEX_FILE, differences, read_config, unsupported_field
+from fastpar.models.weights import PREFIX, WEIGHTS_FILE
 
-_STEP = re.compile(r"step_(\d{6,})")
+_ARCHITECTURES = (None, [], ["GPT2LMHeadModel"], ["GPT2Model"])
 
 
 class Report(NamedTuple):
@@ -42,7 +54,7 @@ def find_folders(caller: str, folder: str | Path) -> list[Path]:
     try:
         names = set(os.listdir(folder))
     except OSError as error:
-        why = "no such folder" if isinstance(error, FileNotFoundError) else error.strerror
+        why = reason(error).replace("no such file", "no such folder")
         raise ValueError(
             f"{caller}: expected a run, a checkpoint or a folder of transformers, got "
             f"folder={folder} ({why}); give one that can be read"
@@ -52,7 +64,8 @@ def find_folders(caller: str, folder: str | Path) -> list[Path]:
     found = list_checkpoints(folder)
     if found:
         return found
-    if _STEP.fullmatch(folder.resolve().name) and folder.resolve().parent.name == "checkpoints":
+    real = folder.resolve()
+    if is_step_name(real.name) and real.parent.name == "checkpoints":
         return [folder]
     raise ValueError(
         f"{caller}: expected a run with checkpoints, a checkpoint or a folder of transformers, got "
@@ -92,11 +105,9 @@ def _instead(damaged: Path, reports: list[Report]) -> str:
     return f"use {sound[-1]}, the newest that is sound"
 
 
-def _manifest(folder: Path) -> Manifest | None:
-    """A checkpoint's; None of a folder of transformers."""
-    if os.path.lexists(folder / MANIFEST) or _STEP.fullmatch(folder.resolve().name):
-        return read_manifest(folder)
-    return None
+def _manifest(folder: Path) -> Manifest:
+    """A checkpoint's; of a folder of transformers the tensors, without files."""
+    return read_manifest(folder) if is_checkpoint(folder) else list_plain_tensors(folder)
 
 
 def examine(folder: Path) -> Report:
@@ -104,31 +115,28 @@ def examine(folder: Path) -> Report:
     start = time.perf_counter()
     try:
         manifest = _manifest(folder)
-        damage = [] if manifest is None else list(map(str, find_damage(folder, manifest)[0]))
+        damage = find_damage(folder, manifest) if manifest.files else []
         if damage:
-            return Report(folder, [], damage)
-        tensors = stored_tensors(folder, manifest)
-        facts, damage = _facts(folder, manifest, tensors)
+            return Report(folder, [], list(map(str, damage)))
+        facts, problems = _facts(folder, manifest)
     except ValueError as error:
         return Report(folder, [], [str(error)])
-    if manifest is None:
+    if not manifest.files:
         facts.append("no manifest: names, shapes and sizes were compared, there are no checksums")
     else:
         size = sum(entry.size for entry in manifest.files.values())
         seconds = time.perf_counter() - start
-        facts.append(f"{_mb(size)} in {len(manifest.files)} files read in {seconds:.2f} s")
-        extra = extra_files(folder, manifest, MANIFEST)
+        facts.append(f"{size / 1e6:,.1f} MB in {len(manifest.files)} files read in {seconds:.2f} s")
+        extra = sorted(set(os.listdir(folder)) - {*manifest.files, MANIFEST})
         if extra:
             facts.append(f"not part of it: {', '.join(map(shown, extra[:8]))}")
-    return Report(folder, facts, damage)
+    return Report(folder, facts, problems)
 
 
-def _facts(
-    folder: Path, manifest: Manifest | None, tensors: list[StoredTensor]
-) -> tuple[list[str], list[str]]:
+def _facts(folder: Path, manifest: Manifest) -> tuple[list[str], list[str]]:
     """What is there; and what of it does not go together."""
     facts, damage = [], []
-    if manifest is not None:
+    if manifest.files:
         state = _state(folder / STATE)
         if state.get("step", manifest.step) != manifest.step:
             damage.append(f"{STATE} (step {shown(state['step'])}, {manifest.step} in {MANIFEST})")
@@ -136,38 +144,34 @@ def _facts(
         facts.append(
             f"step {manifest.step:,}" + (f", {tokens:,} tokens" if type(tokens) is int else "")
         )
-    states = {t.key for t in manifest.optimizer} if manifest else set()
-    weights = [t for t in tensors if t.name not in states]
-    own = manifest is not None and manifest.model == ANY_MODULE
+    weights, states = manifest.weights, by_key(manifest.optimizer)
+    own = bool(manifest.files) and manifest.model == ANY_MODULE
+    names = {t.key for t in weights}  # that the optimizer's states may be of
     if os.path.lexists(folder / CONFIG):
-        foreign = _foreign(read_object(folder / CONFIG, links=True)) if manifest is None else None
-        if own or foreign:
-            facts.append(f"{CONFIG} {foreign or 'of another module'}, which was not compared")
+        foreign = "of another module" if own else None
+        if not manifest.files:
+            foreign = _foreign(read_object(folder / CONFIG, links=True))
+        if foreign:
+            facts.append(f"{CONFIG} {foreign}, which was not compared")
         else:
-            model, problems = _compare(folder, weights, states)
+            model, problems, names = _compare(folder, weights)
             facts.append(model)
             damage += problems
-    if own:
-        names = {t.name for t in weights}
-        strange = sorted(key for key in states if key.rpartition("/")[0] not in names)
-        damage += [f"state of {key} for a model without this parameter" for key in strange]
+    strange = sorted(key for key in states if key.rpartition("/")[0] not in names)
+    damage += [f"state of {key} for a model without this parameter" for key in strange]
     numel = sum(math.prod(t.shape) for t in weights)
-    dtypes = ", ".join(sorted({str(t.dtype).removeprefix("torch.") for t in weights}))
-    files = len({piece.path for t in weights for piece in t.pieces})
+    dtypes = ", ".join(sorted({str(DTYPES[t.dtype]).removeprefix("torch.") for t in weights}))
     facts.append(
-        f"weights: {len(weights)} tensors, {numel:,} elements of {dtypes}, {_mb(_nbytes(weights))} "
-        f"in {files} file{'s' * (files > 1)}, whole, by "
+        f"weights: {len(weights)} tensors, {numel:,} elements of {dtypes}, {_mb(weights)} in "
+        f"{_files(weights)}, whole, by "
         + ("the module's own names" if own else "transformers' names")
     )
-    moments = [t for t in tensors if t.name in states]
-    if moments:
-        entries = ", ".join(dict.fromkeys(t.name.rpartition("/")[2] for t in moments))
-        pieces = [piece for t in moments for piece in t.pieces]
-        files = len({piece.path for piece in pieces})
+    if states:
+        entries = ", ".join(dict.fromkeys(key.rpartition("/")[2] for key in states))
+        pieces = manifest.optimizer
         facts.append(
-            f"optimizer: {len(moments)} tensors ({entries}), {_mb(_nbytes(moments))} in "
-            f"{len(pieces)} pieces in {files} file{'s' * (files > 1)}, by name and index: any "
-            "mesh reads them"
+            f"optimizer: {len(states)} tensors ({entries}), {_mb(pieces)} in {len(pieces)} pieces "
+            f"in {_files(pieces)}, by name and index: any mesh reads them"
         )
     return facts, damage
 
@@ -181,55 +185,43 @@ def _state(path: Path) -> dict[str, object]:
 
 def _foreign(raw: dict[str, object]) -> str | None:
     """What makes a config.json of transformers that of another model than ours."""
-    if raw.get("model_type") != "gpt2":
-        return f"of model_type {shown(raw.get('model_type'))}"
-    if raw.get("architectures") not in (None, [], ["GPT2LMHeadModel"], ["GPT2Model"]):
-        return f"of architectures {shown(raw['architectures'])}"
-    for name, allowed in REQUIRED.items():
-        if raw.get(name) not in allowed:
-            return f"with {name}={shown(raw[name])}"
-    return None
+    name = unsupported_field(raw)
+    if name is None and raw.get("architectures") not in _ARCHITECTURES:
+        name = "architectures"
+    return None if name is None else f"with {name}={shown(raw.get(name))}"
 
 
-def _compare(folder: Path, weights: list[StoredTensor], states: set[str]) -> tuple[str, list[str]]:
-    """The GPT-2 that config.json describes; and where it is not that of the tensors."""
+def _compare(
+    folder: Path, weights: tuple[TensorEntry, ...]
+) -> tuple[str, list[str], Collection[str]]:
+    """The GPT-2 that config.json describes, where the tensors differ, and its parameters' names."""
     config = read_config(folder, dropout=0.0)
     line = (
         f"GPT-2 with {config.n_layer} layers, {config.n_head} heads, width {config.n_embd}, "
         f"context {config.block_size}, vocabulary {config.vocab_size}"
     )
     if config.n_layer > len(weights):
-        return line, [f"{CONFIG} with {config.n_layer} layers for {len(weights)} weights"]
+        return (
+            line,
+            [f"{CONFIG} with {config.n_layer} layers for {len(weights)} weights"],
+            {t.key.removeprefix(PREFIX) for t in weights},
+        )
     with torch.device("meta"):
         model = GPT(config)
-    shapes = {}
-    for name, p in model.named_parameters():
-        shape = (config.vocab_size, *p.shape[1:]) if name == "wte.weight" else tuple(p.shape)
-        shapes[name] = shape[::-1] if name.endswith(CONV1D) else shape
-    found = {t.name.removeprefix(PREFIX): t.shape for t in weights if not t.name.endswith(MASKS)}
-    if "lm_head.weight" in found:  # tied
-        found.setdefault("wte.weight", found.pop("lm_head.weight"))
-        found.pop("lm_head.weight", None)
-    problems = []
-    for name in [*shapes, *sorted(found.keys() - shapes.keys())]:
-        if shapes.get(name) != found.get(name):
-            wanted, got = shapes.get(name), found.get(name)
-            problems.append(
-                f"{PREFIX}{name} of shape {got and list(got)} where {CONFIG} has "
-                f"{wanted and list(wanted)}"
-            )
-    for key in sorted(states):
-        if key.rpartition("/")[0] not in shapes:
-            problems.append(f"state of {key} for a model without this parameter")
-    return line, problems
+    problems = [
+        f"{PREFIX}{name} of shape {got and list(got)} where {CONFIG} has {wanted and list(wanted)}"
+        for name, wanted, got in differences(model, {t.key: t.shape for t in weights})
+    ]
+    return line, problems, dict(model.named_parameters()).keys()
 
 
-def _nbytes(tensors: list[StoredTensor]) -> int:
-    return sum(piece.place.stop - piece.place.start for t in tensors for piece in t.pieces)
+def _mb(tensors: tuple[TensorEntry, ...]) -> str:
+    return f"{sum(t.nbytes for t in tensors) / 1e6:,.1f} MB"
 
 
-def _mb(nbytes: int) -> str:
-    return f"{nbytes / 1e6:,.1f} MB"
+def _files(tensors: tuple[TensorEntry, ...]) -> str:
+    n = len({t.file for t in tensors})
+    return f"{n} file{'s' * (n > 1)}"
 
 
 class Stats(NamedTuple):
@@ -242,15 +234,11 @@ class Stats(NamedTuple):
     nonfinite: int
 
 
-def stats_of(tensor: StoredTensor) -> Stats:
-    """Read a tensor once, in chunks.
-
-    Raises:
-        ValueError: it is damaged.
-    """
+def stats_of(chunks: Iterable[Tensor]) -> Stats:
+    """Of a tensor that is read in chunks."""
     total = squares = 0.0
     low, high, n, nonfinite = math.inf, -math.inf, 0, 0
-    for chunk in tensor.chunks():
+    for chunk in chunks:
         values = chunk.double()
         finite = values[values.isfinite()]
         nonfinite += len(values) - len(finite)
@@ -275,18 +263,20 @@ def inspect(folder: str | Path, pattern: str | None, say: Callable[[str], None])
         ValueError: no such folder, no tensor of this name, damage in what was read.
     """
     folder = find_folders("fastpar inspect", folder)[-1]
-    everything = stored_tensors(folder, _manifest(folder))
-    tensors = [t for t in everything if pattern is None or _matches(t.name, pattern)]
+    manifest = _manifest(folder)
+    everything = [*by_key(manifest.weights).items(), *by_key(manifest.optimizer).items()]
+    tensors = [(key, t) for key, t in everything if pattern is None or _matches(key, pattern)]
     # Weights, then states; a state's entries in the file's order.
-    tensors.sort(key=lambda t: ("/" in t.name, _natural(t.name.rpartition("/")[0] or t.name)))
+    tensors.sort(key=lambda t: ("/" in t[0], _natural(t[0].rpartition("/")[0] or t[0])))
     if not tensors:
         raise ValueError(
             f"fastpar inspect: expected a name or pattern of tensors in {folder}, got "
-            f"filter={pattern}; its first is {everything[0].name if everything else 'none'}"
+            f"filter={pattern}; its first is {everything[0][0] if everything else 'none'}"
         )
     say(str(folder))
-    for line in _table(tensors):
-        say(line)
+    with TensorReader(folder, manifest) as reader:
+        for line in _table(reader, tensors):
+            say(line)
 
 
 def _natural(name: str) -> list[tuple[str, int]]:
@@ -298,14 +288,15 @@ def _matches(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or pattern in name
 
 
-def _table(tensors: list[StoredTensor]) -> Iterator[str]:
-    shapes = [str(list(t.shape)) for t in tensors]
-    dtypes = [str(t.dtype).removeprefix("torch.") for t in tensors]
-    a = max(len(t.name) for t in tensors)
-    b, c = max(map(len, [*shapes, "shape"])), max(map(len, [*dtypes, "dtype"]))
+def _table(reader: TensorReader, tensors: list[tuple[str, list[TensorEntry]]]) -> Iterator[str]:
+    rows = [
+        (key, str(list(t[0].shape)), str(DTYPES[t[0].dtype]).removeprefix("torch."))
+        for key, t in tensors
+    ]
+    a, b, c = (max(map(len, column)) for column in zip(("", "shape", "dtype"), *rows))
     numbers = "".join(f"{name:>12}" for name in ("norm", "min", "mean", "max"))
     yield f"{'tensor':{a}}  {'shape':{b}}  {'dtype':{c}}{numbers}  nonfinite"
-    for tensor, shape, dtype in zip(tensors, shapes, dtypes):
-        stats = stats_of(tensor)
+    for (key, shape, dtype), (_, pieces) in zip(rows, tensors):
+        stats = stats_of(reader.chunks(pieces))
         numbers = "".join(f"{value:12.4g}" for value in stats[:4])
-        yield f"{tensor.name:{a}}  {shape:{b}}  {dtype:{c}}{numbers}  {stats.nonfinite:9}"
+        yield f"{key:{a}}  {shape:{b}}  {dtype:{c}}{numbers}  {stats.nonfinite:9}"

@@ -2,8 +2,8 @@
 
 [Note: pieces]
 A rank knows which global elements it steps (capture.piece_runs); the manifest says in which files
-they are. So any mesh reads what any other has written, at most one parameter beside its own state:
-of a file, which is mapped and not read, only the pages that it needs.
+they are. So any mesh reads what any other has written, and a rank holds at most one parameter
+beside its own state.
 
 [Note: dtypes]
 What was trained in 16 bits with fp32 masters goes on in fp32 from the masters; what was trained in
@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,18 +29,17 @@ import torch
 from torch import Tensor, nn
 
 from fastpar.checkpoint.capture import engine_of_model, piece_runs
-from fastpar.checkpoint.manifest import STATE, Manifest, TensorEntry, read_manifest
-from fastpar.checkpoint.piece_reader import DTYPES, PieceReader
-from fastpar.checkpoint.verify import check_small, verify_files
-from fastpar.checkpoint.weights import Weight, list_weights
+from fastpar.checkpoint.manifest import STATE, Manifest, TensorEntry, by_key, read_manifest
+from fastpar.checkpoint.tensor_reader import DTYPES, TensorReader
+from fastpar.checkpoint.verify import verify_files
 from fastpar.config.config import GPTConfig
 from fastpar.files.plain_files import read_object, shown
 from fastpar.kernels.adamw import master_join, master_split
 from fastpar.models.gpt import GPT
+from fastpar.models.weights import Weight, list_weights
 from fastpar.optim.state import entry_block
 from fastpar.parallel.agreement import everyones_errors
 from fastpar.parallel.engine import Engine, engine_of_parameter
-from fastpar.sharding.placements import Shard
 from fastpar.sharding.ranges import runs_of_slice, whole_run
 
 
@@ -120,51 +119,30 @@ def load_checkpoint(
             difference, and nothing is changed. Damage, named; then some of the state is replaced.
     Ranks: all of the model's.
     """
-    path, engine = Path(path), engine_of_model(model)
-    plan, error = None, None
-    try:
-        plan = _Plan(path, model, optimizer, strict=strict)
-    except (ValueError, OSError) as caught:
-        error = str(caught)
-    _raise_anywhere(engine, error)
-    assert plan is not None
-    with _Verifying(plan) as verifying:
+    engine = engine_of_model(model)
+    rank, n = (0, 1) if engine is None else (engine.mesh.rank, engine.mesh.world_size)
+    with _errors_of_all(engine):
+        plan = _Plan(Path(path), model, optimizer, strict=strict)
+    with _errors_of_all(engine), ThreadPoolExecutor(1) as thread:
+        verified = thread.submit(verify_files, path, plan.manifest, part=rank, n_parts=n)
         try:
             plan.load()
-        except (ValueError, OSError) as caught:
-            error = str(caught)
-    _raise_anywhere(engine, verifying.error or error)
+        finally:
+            verified.result()  # of two errors the one that names the damage
     return plan.state
 
 
-def _raise_anywhere(engine: Engine | None, mine: str | None) -> None:
-    """Raise on every rank what one of them has to say; each its own, if it has."""
-    errors = everyones_errors(engine, mine)
+@contextlib.contextmanager
+def _errors_of_all(engine: Engine | None) -> Iterator[None]:
+    """Raise on every rank what one of them raises within; each its own, if it does. Ranks: all."""
+    own = None
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        own = str(error)
+    errors = everyones_errors(engine, own)
     if errors:
-        raise ValueError(mine or next(iter(errors.values())))
-
-
-class _Verifying:
-    """A thread that compares this rank's share of a checkpoint's bytes with their checksums."""
-
-    def __init__(self, plan: _Plan) -> None:
-        self.error: str | None = None
-        self._thread = threading.Thread(target=self._run, args=(plan,), daemon=True)
-
-    def _run(self, plan: _Plan) -> None:
-        mesh = None if plan.engine is None else plan.engine.mesh
-        rank, n = (0, 1) if mesh is None else (mesh.rank, mesh.world_size)
-        try:
-            verify_files(plan.path, plan.manifest, part=rank, n_parts=n)
-        except (ValueError, OSError) as error:
-            self.error = str(error)
-
-    def __enter__(self) -> _Verifying:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._thread.join()
+        raise ValueError(own or next(iter(errors.values())))
 
 
 class _Plan:
@@ -174,11 +152,11 @@ class _Plan:
         self.path, self.model, self.optimizer = path, model, optimizer
         self.engine = engine_of_model(model)
         self.manifest: Manifest = read_manifest(path)
-        check_small(path, self.manifest)
+        verify_files(path, self.manifest, tensors=False)
         self.state = read_state(path)
         if strict and isinstance(model, GPT):
             _check_config(path, self.state.get("model", {}), asdict(model.config))
-        self._reader = PieceReader(path, self.manifest)
+        self._reader = TensorReader(path, self.manifest)
         self._stored = {entry.key: entry for entry in self.manifest.weights}
         weights = list_weights(model)
         self.weights = [w for w in weights if w.key in self._stored]
@@ -202,9 +180,9 @@ class _Plan:
                     f"shape={list(shape)} in {path}; load it into the model that was saved"
                 )
         self._pieces: dict[str, dict[str, list[TensorEntry]]] = {}
-        for entry in self.manifest.optimizer:
-            name, _, of = entry.key.rpartition("/")
-            self._pieces.setdefault(name, {}).setdefault(of, []).append(entry)
+        for key, pieces in by_key(self.manifest.optimizer).items():
+            name, _, entry = key.rpartition("/")
+            self._pieces.setdefault(name, {})[entry] = pieces
         if optimizer is not None:
             self._check_moments()
 
@@ -270,19 +248,11 @@ class _Plan:
         if not _keeps(p, engine_of_parameter(p)):  # nothing is read
             fp32 = exact and not {"master_weight", "master_remainder"}.isdisjoint(entries)
             return torch.empty(0, dtype=torch.float32 if fp32 else DTYPES[entry.dtype])
-        stored = weight.loaded(self._reader.whole(entry))
-        declared = None if self.engine is None else self.engine.declared
-        state = None if declared is None else declared.states.get(p)  # type: ignore[call-overload]
-        if isinstance(state, Shard):
-            assert declared is not None
-            local = declared.cut(stored, p)  # pads the vocabulary's last slice with 0
-            runs = runs_of_slice(state, weight.whole, declared.tp.rank, declared.tp.size)
-        else:
-            local = stored
-            if stored.shape != weight.whole:
-                local = stored.new_zeros(weight.whole)
-                local[: len(stored)] = stored
-            runs = whole_run(weight.whole.numel())
+        local = weight.local(self._reader.whole(entry))
+        runs = whole_run(weight.whole.numel())
+        if weight.split is not None and weight.declared is not None:
+            tp = weight.declared.tp
+            runs = runs_of_slice(weight.split, weight.whole, tp.rank, tp.size)
         if not exact or local.dtype == torch.float32:
             return local
         if "master_weight" in entries:

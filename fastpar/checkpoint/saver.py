@@ -40,9 +40,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastpar.checkpoint.capture import Capture, Item, Snapshot
+from fastpar.checkpoint.capture import SHARD_MB, Capture, Item, Snapshot
 from fastpar.checkpoint.manifest import (
     ANY_MODULE,
+    CONFIG,
     GPT_MODEL,
     MANIFEST,
     STATE,
@@ -52,7 +53,6 @@ from fastpar.checkpoint.manifest import (
     parse_manifest,
     read_manifest,
 )
-from fastpar.checkpoint.weights import SHARD_MB, config_files
 from fastpar.files.plain_files import JSON_BYTES, parse_object
 from fastpar.files.step_folders import (
     checkpoint_folder,
@@ -63,9 +63,8 @@ from fastpar.files.step_folders import (
 )
 from fastpar.files.tensor_file import DTYPE_NAMES, Spec, TensorFile
 from fastpar.models.gpt import GPT
-from fastpar.models.hf import INDEX_FILE
+from fastpar.models.hf import INDEX_FILE, config_json, index_json
 from fastpar.parallel.agreement import everyone, everyones_errors
-from fastpar.sharding.ranges import check_cover
 
 _POLL_S = 0.02
 _PATIENCE_S = 120.0  # for a part that its rank has written
@@ -126,7 +125,7 @@ class Saver:
         self.asynchronous, self.overlap = asynchronous, overlap
         self._capture = Capture(model, optimizer, shard_mb=shard_mb)
         self.rank = self._capture.rank
-        self._config = config_files(model, getattr(tokenizer, "eot", None))
+        self._config = _config_of(model, getattr(tokenizer, "eot", None))
         self._attempt: _Attempt | None = None
         self._preparing: threading.Thread | None = None
         self.last: Result | None = None
@@ -289,16 +288,14 @@ class Saver:
     def _write_others(self, folder: Path, state: str) -> dict[str, FileEntry]:
         """What is no tensor, by rank 0."""
         before = set(os.listdir(folder))
-        for name, value in self._config.items():
-            (folder / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        texts = {} if self._config is None else {CONFIG: self._config}
         files = self._capture.files
         if len(files) > 1:
-            total = sum(w.nbytes for _, weights in files for w in weights)
-            index = {
-                "metadata": {"total_size": total},
-                "weight_map": {w.key: file for file, weights in files for w in weights},
-            }
-            (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+            nbytes = sum(w.nbytes for _, weights in files for w in weights)
+            weight_map = {w.key: file for file, weights in files for w in weights}
+            texts[INDEX_FILE] = index_json(weight_map, nbytes)
+        for name, value in texts.items():
+            (folder / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
         if self.tokenizer is not None:
             self.tokenizer.save(folder)
         (folder / STATE).write_text(state, encoding="utf-8")
@@ -378,6 +375,14 @@ class _Attempt:
         self.over.set()
 
 
+def _config_of(model: nn.Module, eot: int | None) -> dict[str, Any] | None:
+    """What transformers reads beside the weights."""
+    if isinstance(model, GPT):
+        return config_json("Saver", model, eot, eot)
+    to_json = getattr(getattr(model, "config", None), "to_json_string", None)
+    return None if to_json is None else json.loads(to_json())
+
+
 def _unreadable_state(state: dict[str, Any]) -> str | None:
     """Why read_state would refuse it; what is no JSON at all raises."""
     for name in ("step", "model"):
@@ -455,31 +460,15 @@ def _sha256(raw: Any) -> str:
 def _joined(folder: Path, names: list[str]) -> bytes:
     """The file of the manifest of all parts, which the code that reads checkpoints accepts."""
     try:
-        whole = Manifest.join([read_manifest(folder, name, complete=False) for name in names])
-        _check_whole(whole)
-        sealed = whole.sealed()
-        parse_manifest(sealed)
+        parts = [read_manifest(folder, name, complete=False) for name in names]
+        sealed = Manifest.join(parts).sealed()
+        parse_manifest(sealed)  # all ranks together have every element once
     except ValueError as error:
         raise RuntimeError(
             f"Saver: expected a checkpoint that can be read back, got {error.__cause__ or error}; "
             "nothing is kept of this save"
         ) from error
     return sealed
-
-
-def _check_whole(manifest: Manifest) -> None:
-    """What the ranks wrote must be all of it, once."""
-    pieces: dict[str, list[TensorEntry]] = {}
-    for entry in manifest.optimizer:
-        pieces.setdefault(entry.key, []).append(entry)
-    for key, entries in pieces.items():
-        shape = entries[0].shape
-        problem = check_cover([e.runs for e in entries], torch.Size(shape).numel())
-        if problem:
-            raise RuntimeError(
-                f"Saver: expected every element of {key} once from all ranks, got {problem}; the "
-                "ranks' optimizers differ"
-            )
 
 
 def _write_flushed(path: Path, content: bytes) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +12,10 @@ import torch
 from fastpar.checkpoint.manifest import CONFIG, FORMAT, MANIFEST, Manifest, read_manifest
 from fastpar.checkpoint.verify import verify_files
 from fastpar.files.plain_files import read_object
+from fastpar.files.step_folders import is_step_name
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import INDEX_FILE, WEIGHTS_FILE, load_hf
 from fastpar.models.nanogpt import load_nanogpt
-
-_STEP = re.compile(r"step_\d{6,}")  # a checkpoint also without its manifest
 
 
 def load_weights(
@@ -53,10 +51,7 @@ def verify_weights(folder: Path) -> Manifest | None:
     Raises:
         ValueError: the checkpoint is damaged, or a file that is not its own would be read.
     """
-    if not os.path.lexists(folder / MANIFEST):
-        if _STEP.fullmatch(folder.resolve().name) is None:
-            return None
-    elif _is_another(folder / MANIFEST):
+    if not is_checkpoint(folder) or _is_another(folder / MANIFEST):
         return None
     manifest = read_manifest(folder)
     states = {tensor.file for tensor in manifest.optimizer}
@@ -69,6 +64,11 @@ def verify_weights(folder: Path) -> Manifest | None:
                 "beside them, which its manifest does not have; delete it"
             )
     return manifest
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder has a manifest, or the name of a folder that should have one."""
+    return os.path.lexists(folder / MANIFEST) or is_step_name(folder.resolve().name)
 
 
 def _is_another(file: Path) -> bool:

@@ -62,6 +62,22 @@ def read_plain(path: str | Path, limit: int, *, links: bool = False) -> bytes:
     return content
 
 
+def read_into(descriptor: int, buffer: memoryview, at: int) -> None:
+    """Fill a buffer with the bytes of a file from `at` on.
+
+    Raises:
+        OSError: the file ends before that, or cannot be read; names the byte.
+    """
+    while buffer:
+        try:
+            n = os.preadv(descriptor, [buffer], at)
+        except OSError as error:
+            raise OSError(error.errno, f"{error.strerror} at byte {at}") from error
+        if n == 0:
+            raise OSError(None, f"ends at byte {at}")
+        at, buffer = at + n, buffer[n:]
+
+
 def parse_object(content: bytes) -> dict[str, Any]:
     """A JSON object.
 
@@ -94,9 +110,11 @@ def read_object(path: str | Path, *, links: bool = False) -> dict[str, Any]:
     return parse_object(content)
 
 
-def reason(error: OSError) -> str:
-    """What an OSError says, without the path."""
-    return "no such file" if isinstance(error, FileNotFoundError) else str(error.strerror)
+def reason(error: Exception) -> str:
+    """The problem that an exception names, without the path of an OSError."""
+    if isinstance(error, OSError):
+        return "no such file" if isinstance(error, FileNotFoundError) else str(error.strerror)
+    return str(error)
 
 
 def shown(value: object) -> str:

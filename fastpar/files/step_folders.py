@@ -18,6 +18,11 @@ def checkpoint_folder(run: str | Path, step: int) -> Path:
     return Path(run) / "checkpoints" / f"step_{step:06d}"
 
 
+def is_step_name(name: str) -> bool:
+    """Whether a folder of this name is a checkpoint."""
+    return _STEP.fullmatch(name) is not None
+
+
 def step_of(checkpoint: Path) -> int:
     """Optimizer steps done at a checkpoint."""
     return int(checkpoint.name.removeprefix("step_"))
@@ -26,7 +31,7 @@ def step_of(checkpoint: Path) -> int:
 def list_checkpoints(run: str | Path) -> list[Path]:
     """Committed checkpoints of a run by step, oldest first; not verified."""
     found = (Path(run) / "checkpoints").glob("step_*")
-    return sorted((p for p in found if _STEP.fullmatch(p.name) and p.is_dir()), key=step_of)
+    return sorted((p for p in found if is_step_name(p.name) and p.is_dir()), key=step_of)
 
 
 def put_folder(folder: Path, final: Path) -> Path | None:

@@ -6,7 +6,7 @@ import math
 import os
 from typing import NamedTuple
 
-from fastpar.files.plain_files import JSON_BYTES, parse_object, shown
+from fastpar.files.plain_files import JSON_BYTES, parse_object, read_into, shown
 from fastpar.files.tensor_file import DTYPE_NAMES
 
 ITEM_BYTES = {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()}
@@ -39,13 +39,10 @@ def read_header(descriptor: int) -> dict[str, Stored]:
     length = int.from_bytes(head, "little")
     if len(head) < 8 or length > min(size - 8, JSON_BYTES):
         raise ValueError(f"a header of {length} bytes in a file of {size}")
-    while len(head) < 8 + length:
-        more = os.pread(descriptor, 8 + length - len(head), len(head))
-        if not more:
-            raise ValueError(f"ends at byte {len(head)}")
-        head += more
-    tensors = parse_header(head)
-    stop = max((stored.place.stop for stored in tensors.values()), default=len(head))
+    text = bytearray(length)
+    read_into(descriptor, memoryview(text), 8)
+    tensors = parse_header(head + text)
+    stop = max((stored.place.stop for stored in tensors.values()), default=8 + length)
     if stop != size:
         raise ValueError(f"{size} bytes instead of {stop}")
     return tensors

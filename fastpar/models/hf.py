@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +21,19 @@ from fastpar.config.config import GPTConfig
 from fastpar.files.plain_files import is_plain_name, open_plain, read_object, shown
 from fastpar.files.tensor_file import Spec, TensorFile
 from fastpar.models.gpt import GPT
-from fastpar.parallel.engine import engine_of_parameter
-from fastpar.tensor.declared import Declared
+from fastpar.models.weights import (
+    DTYPES,
+    PREFIX,
+    WEIGHTS_FILE,
+    cut_into_files,
+    list_weights,
+)
 
-PREFIX = "transformer."
-WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 MASKS = (".attn.bias", ".attn.masked_bias")  # causal masks, stored as buffers by older versions
-DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-# What GPT2Config can ask for and this model does not do. `None`: the field may be missing.
-REQUIRED: dict[str, tuple[Any, ...]] = {
+# What config.json may have of fields that this model does not follow; None: it may be missing.
+_SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "model_type": ("gpt2",),
     "activation_function": (None, "gelu_new"),
     "scale_attn_weights": (None, True),
     "scale_attn_by_inverse_layer_idx": (None, False),
@@ -49,7 +51,7 @@ def to_hf_tensors(model: GPT) -> dict[str, Tensor]:
         ValueError: a model that tp ranks split.
     """
     _check_whole("to_hf_tensors", model)
-    return {PREFIX + name: _to_hf(model, name, p) for name, p in model.named_parameters()}
+    return {w.key: w.stored(w.tensor.detach()) for w in list_weights(model)}
 
 
 def _check_whole(caller: str, model: GPT) -> None:
@@ -58,29 +60,6 @@ def _check_whole(caller: str, model: GPT) -> None:
             f"{caller}: expected a model whose weights are whole on a rank, got one with "
             f"tp={model.tp.size}; load_hf() reads it from a checkpoint of save_checkpoint"
         )
-
-
-def _to_hf(model: GPT, name: str, p: Tensor) -> Tensor:
-    tensor = p.detach()
-    if name == "wte.weight":
-        tensor = tensor[: model.config.vocab_size]
-    return tensor.t() if name.endswith(CONV1D) else tensor
-
-
-def _declared(model: GPT) -> Declared | None:
-    """The states of parameters that tp ranks split, the frozen ones' among them."""
-    engines = map(engine_of_parameter, model.parameters())
-    return next((engine.declared for engine in engines if engine is not None), None)
-
-
-def _hf_specs(model: GPT) -> dict[str, Spec]:
-    """Name -> dtype and shape in transformers' files, of whole tensors also where ranks split."""
-    specs, declared = {}, _declared(model)
-    for name, p in model.named_parameters():
-        shape = p.shape if declared is None else declared.whole_shape(p)
-        whole = torch.empty(shape, dtype=p.dtype, device="meta")
-        specs[PREFIX + name] = Spec(p.dtype, _to_hf(model, name, whole).shape)
-    return specs
 
 
 @torch.no_grad()
@@ -94,20 +73,13 @@ def load_hf_tensors(model: GPT, tensors: Mapping[str, Tensor]) -> None:
             GPT-2 of this shape; an lm_head.weight that is not wte.weight.
     """
     given = _checked(model, tensors)
-    declared = _declared(model)
-    for name, p in model.named_parameters():
-        values = given[name].t() if name.endswith(CONV1D) else given[name]
-        if declared is not None:
-            p.copy_(declared.cut(values, p))  # pads the vocabulary's last slice with 0
-        else:
-            p[: len(values)].copy_(values)
-            p[len(values) :] = 0.0
+    for weight in list_weights(model):
+        weight.tensor.copy_(weight.local(given[weight.name]))
 
 
 def _checked(model: GPT, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors by our names, when they are this model's and no others."""
     given = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
-    ours = {name.removeprefix(PREFIX): spec for name, spec in _hf_specs(model).items()}
     head = given.pop("lm_head.weight", None)
     if head is not None:  # a writer that drops tied copies may have kept this one
         wte = given.setdefault("wte.weight", head)
@@ -116,24 +88,39 @@ def _checked(model: GPT, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 "load_hf_tensors: expected lm_head.weight equal to transformer.wte.weight (a tied "
                 "head), got other values; untied models are not supported"
             )
-    for name, (_, shape) in ours.items():
-        if name not in given:
+    for name, wanted, got in differences(model, {n: t.shape for n, t in given.items()}):
+        if got is None:
             raise ValueError(
                 f"load_hf_tensors: expected a tensor {PREFIX}{name}, got none of this name; "
                 "pass the weights of a GPT2LMHeadModel of the model's shape"
             )
-        if given[name].shape != shape:
+        if wanted is not None:
             raise ValueError(
-                f"load_hf_tensors: expected {PREFIX}{name} of shape {list(shape)}, got "
-                f"shape={list(given[name].shape)}; build the model with the sizes of the weights"
+                f"load_hf_tensors: expected {PREFIX}{name} of shape {list(wanted)}, got "
+                f"shape={list(got)}; build the model with the sizes of the weights"
             )
-    for name in given:
-        if name not in ours and not name.endswith(MASKS):
-            raise ValueError(
-                f"load_hf_tensors: expected only weights of a GPT-2 with n_layer="
-                f"{model.config.n_layer}, got {name}; build the model with the sizes of the weights"
-            )
+        raise ValueError(
+            f"load_hf_tensors: expected only weights of a GPT-2 with n_layer="
+            f"{model.config.n_layer}, got {name}; build the model with the sizes of the weights"
+        )
     return given
+
+
+def differences(
+    model: GPT, shapes: Mapping[str, Sequence[int]]
+) -> list[tuple[str, tuple[int, ...] | None, tuple[int, ...] | None]]:
+    """Where stored tensors are not a model's: (our name, wanted, got), None where one has none.
+
+    Args:
+        shapes: by transformers' names; an lm_head.weight may stand for wte.weight.
+    """
+    ours = {w.name: w.shape for w in list_weights(model)}
+    found = {n.removeprefix(PREFIX): tuple(s) for n, s in shapes.items() if not n.endswith(MASKS)}
+    head = found.pop("lm_head.weight", None)
+    if head is not None:
+        found.setdefault("wte.weight", head)
+    names = [*ours, *sorted(found.keys() - ours.keys())]
+    return [(n, ours.get(n), found.get(n)) for n in names if ours.get(n) != found.get(n)]
 
 
 def load_hf(
@@ -235,47 +222,44 @@ def save_hf(
             f"save_hf: expected max_shard_bytes >= 1, got max_shard_bytes={max_shard_bytes}; "
             "leave it out for 5 GB"
         )
-    if model.wte.weight.dtype not in DTYPES:
-        raise ValueError(
-            f"save_hf: expected parameters of {', '.join(DTYPES.values())}, got "
-            f"dtype={model.wte.weight.dtype}; convert the model with .float() first"
-        )
-    parameters = dict(model.named_parameters())
-    specs = _hf_specs(model)
-    shards: list[list[str]] = [[]]
-    shard_bytes = total_bytes = 0
-    for name, spec in specs.items():
-        if shards[-1] and shard_bytes + spec.nbytes > max_shard_bytes:
-            shards.append([])
-            shard_bytes = 0
-        shards[-1].append(name)
-        shard_bytes += spec.nbytes
-        total_bytes += spec.nbytes
-
+    config = config_json("save_hf", model, bos_token_id, eos_token_id)
+    weights = list_weights(model)
+    files = cut_into_files(weights, max_shard_bytes)
     folder.mkdir(parents=True, exist_ok=True)
-    weight_map = {}
-    for i, names in enumerate(shards, 1):
-        file = (
-            WEIGHTS_FILE if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        )
+    for file, shard in files:
+        specs = {w.key: Spec(w.tensor.dtype, w.shape) for w in shard}
         with (
             _Replacing(folder / file) as temporary,
-            TensorFile(temporary, {name: specs[name] for name in names}, {"format": "pt"}) as out,
+            TensorFile(temporary, specs, {"format": "pt"}) as out,
         ):
-            for name in names:
-                ours = name.removeprefix(PREFIX)
-                out.write(name, _to_hf(model, ours, parameters[ours]))
-        weight_map.update(dict.fromkeys(names, file))
-    (folder / (INDEX_FILE if len(shards) == 1 else WEIGHTS_FILE)).unlink(missing_ok=True)
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-        _write_json(folder / INDEX_FILE, index)
-    _write_json(folder / "config.json", config_json(model, bos_token_id, eos_token_id))
+            for weight in shard:
+                out.write(weight.key, weight.stored(weight.tensor.detach()))
+    (folder / (INDEX_FILE if len(files) == 1 else WEIGHTS_FILE)).unlink(missing_ok=True)
+    if len(files) > 1:
+        weight_map = {w.key: file for file, shard in files for w in shard}
+        _write_json(folder / INDEX_FILE, index_json(weight_map, sum(w.nbytes for w in weights)))
+    _write_json(folder / "config.json", config)
 
 
-def config_json(model: GPT, bos_token_id: int | None, eos_token_id: int | None) -> dict[str, Any]:
-    """What transformers' GPT2Config reads."""
-    c = model.config
+def index_json(weight_map: Mapping[str, str], nbytes: int) -> dict[str, Any]:
+    """What transformers reads where there are several files: the file of each tensor."""
+    return {"metadata": {"total_size": nbytes}, "weight_map": dict(weight_map)}
+
+
+def config_json(
+    caller: str, model: GPT, bos_token_id: int | None, eos_token_id: int | None
+) -> dict[str, Any]:
+    """What transformers' GPT2Config reads.
+
+    Raises:
+        ValueError: parameters of a dtype that transformers would not keep.
+    """
+    c, dtype = model.config, model.wte.weight.dtype
+    if dtype not in DTYPES:
+        raise ValueError(
+            f"{caller}: expected parameters of {', '.join(DTYPES.values())}, got "
+            f"dtype={dtype}; convert the model with .float() first"
+        )
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -294,24 +278,25 @@ def config_json(model: GPT, bos_token_id: int | None, eos_token_id: int | None) 
         "tie_word_embeddings": True,
         "bos_token_id": bos_token_id,
         "eos_token_id": eos_token_id,
-        "torch_dtype": DTYPES[model.wte.weight.dtype],
+        "torch_dtype": DTYPES[dtype],
     }
+
+
+def unsupported_field(raw: Mapping[str, Any]) -> str | None:
+    """The first field of a config.json that asks for another model than ours."""
+    found = (name for name, allowed in _SUPPORTED.items() if raw.get(name) not in allowed)
+    return next(found, None)
 
 
 def read_config(folder: Path, dropout: float | None) -> GPTConfig:
     """The shape that a folder's config.json describes; see load_hf."""
     raw = _read_json(folder / "config.json")
-    if raw.get("model_type") != "gpt2":
+    name = unsupported_field(raw)
+    if name is not None:
         raise ValueError(
-            f"load_hf: expected model_type=gpt2, got model_type={raw.get('model_type')} in "
-            f"{folder / 'config.json'}; only GPT-2 can be loaded"
+            f"load_hf: expected {name}={_SUPPORTED[name][-1]}, got {name}={raw.get(name)} in "
+            f"{folder / 'config.json'}; this variant of GPT-2 is not supported"
         )
-    for name, allowed in REQUIRED.items():
-        if raw.get(name) not in allowed:
-            raise ValueError(
-                f"load_hf: expected {name}={allowed[-1]}, got {name}={raw[name]} in "
-                f"{folder / 'config.json'}; this variant of GPT-2 is not supported"
-            )
     numbers = ("n_layer", "n_head", "n_embd", "n_positions", "vocab_size", "layer_norm_epsilon")
     for name in (*numbers, "embd_pdrop", "attn_pdrop", "resid_pdrop"):
         if type(raw.get(name, 0)) not in (int, float):

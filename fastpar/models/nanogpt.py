@@ -23,8 +23,9 @@ from torch import Tensor
 from fastpar.config.config import GPTConfig
 from fastpar.files.plain_files import open_plain, reason, shown
 from fastpar.models.gpt import GPT
-from fastpar.models.hf import CONV1D, PREFIX, build_model
+from fastpar.models.hf import build_model
 from fastpar.models.nanogpt_meta import META
+from fastpar.models.weights import CONV1D, PREFIX
 
 COMPILED = "_orig_mod."
 _SIZES = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")

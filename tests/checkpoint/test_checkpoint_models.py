@@ -16,7 +16,8 @@ from fastpar.checkpoint.manifest import read_manifest
 from fastpar.checkpoint.report import examine
 from fastpar.checkpoint.saver import Saver
 from fastpar.checkpoint.weight_sources import load_weights
-from fastpar.models.hf import CONV1D, save_hf
+from fastpar.models.hf import save_hf
+from fastpar.models.weights import CONV1D
 from fastpar.testing import run_ranks
 
 SIZES = {"vocab_size": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}

@@ -13,12 +13,12 @@ import torch
 from manifest_cells import content_of, seal
 from safetensors.torch import load_file, save_file
 
-from fastpar.checkpoint import folder_tensors as stored
+from fastpar.checkpoint import tensor_reader
 from fastpar.checkpoint.checkpoint import save_checkpoint
 from fastpar.checkpoint.export import export_weights
-from fastpar.checkpoint.folder_tensors import stored_tensors
 from fastpar.checkpoint.manifest import MANIFEST, read_manifest
 from fastpar.checkpoint.report import examine, find_folders, inspect, stats_of, verify
+from fastpar.checkpoint.tensor_reader import TensorReader, list_plain_tensors
 from fastpar.config.config import GPTConfig
 from fastpar.kernels.adamw_storage import master_join
 from fastpar.models.gpt import GPT
@@ -158,7 +158,7 @@ def test_folders_of_transformers(tmp_path):
     (tmp_path / "llama" / "config.json").write_text('{"model_type": "llama"}')
     sound, lines = said(verify, tmp_path / "llama")
     assert sound
-    assert "  config.json of model_type 'llama', which was not compared" in lines
+    assert "  config.json with model_type='llama', which was not compared" in lines
     head = {"lm_head.weight": load_hf_head(model), "transformer.h.0.attn.bias": torch.ones(1)}
     save_hf(model, tmp_path / "tied")
     path = tmp_path / "tied" / "model.safetensors"
@@ -225,12 +225,14 @@ def test_the_table(made, run):
 
 
 def test_nonfinite_values_are_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr(stored, "CHUNK_BYTES", 8)
+    monkeypatch.setattr(tensor_reader, "BLOCK_BYTES", 8)
     values = torch.tensor([1.0, -2.0, math.nan, math.inf, 4.0])
     tensors = {"a": values, "b": torch.full((3,), math.nan), "c": torch.zeros(0)}
     tensors["d"] = torch.tensor([3, -4], dtype=torch.int8)
     save_file(tensors, tmp_path / "model.safetensors")
-    stats = {t.name: stats_of(t) for t in stored_tensors(tmp_path, None)}
+    manifest = list_plain_tensors(tmp_path)
+    with TensorReader(tmp_path, manifest) as reader:
+        stats = {t.key: stats_of(reader.chunks([t])) for t in manifest.weights}
     assert stats["a"] == pytest.approx((math.sqrt(21), -2.0, 1.0, 4.0, 2))
     assert stats["b"].nonfinite == 3
     assert math.isnan(stats["b"].mean)

@@ -7,10 +7,10 @@ import torch
 from saved import whole_tensors
 
 from fastpar import GPT, AdamW, GPTConfig
-from fastpar.checkpoint import piece_reader
+from fastpar.checkpoint import tensor_reader
 from fastpar.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from fastpar.checkpoint.manifest import read_manifest
-from fastpar.checkpoint.piece_reader import PieceReader
+from fastpar.checkpoint.tensor_reader import TensorReader
 from fastpar.sharding.ranges import HOLE, Run
 
 CONFIG = GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=8, vocab_size=301)
@@ -41,8 +41,8 @@ RUNS = {
 @pytest.mark.parametrize("direct", [1, 1 << 16], ids=["direct", "picked"])
 @pytest.mark.parametrize("runs", RUNS.values(), ids=RUNS)
 def test_the_elements_of_some_runs(saved, monkeypatch, runs, direct, span):
-    monkeypatch.setattr(piece_reader, "_DIRECT_BYTES", direct)
-    monkeypatch.setattr(piece_reader, "_SPAN_BYTES", span)
+    monkeypatch.setattr(tensor_reader, "_DIRECT_BYTES", direct)
+    monkeypatch.setattr(tensor_reader, "_SPAN_BYTES", span)
     path, _, _ = saved
     manifest = read_manifest(path)
     whole = whole_tensors(path)[1][KEY].reshape(-1)
@@ -55,7 +55,7 @@ def test_the_elements_of_some_runs(saved, monkeypatch, runs, direct, span):
     wanted = torch.cat(parts)
     found = [entry for entry in manifest.optimizer if entry.key == KEY]
     room = torch.full_like(wanted, 7.0)
-    with PieceReader(path, manifest) as reader:
+    with TensorReader(path, manifest) as reader:
         new, same = reader.gather(found, runs), reader.gather(found, runs, room)
         other = reader.gather(found, runs, torch.empty(len(wanted) + 1))
     assert same is room
@@ -65,12 +65,13 @@ def test_the_elements_of_some_runs(saved, monkeypatch, runs, direct, span):
 
 def test_rows_that_follow_one_another_are_read_at_once(saved, monkeypatch):
     """What is cut as it was saved costs one call, in however many runs."""
-    calls = []
-    monkeypatch.setattr(os, "preadv", lambda *args, f=os.preadv: calls.append(args) or f(*args))
+    calls, read = [], os.preadv
     path, _, _ = saved
     manifest = read_manifest(path)
     found = [entry for entry in manifest.optimizer if entry.key == KEY]
-    with PieceReader(path, manifest) as reader:
+    with TensorReader(path, manifest) as reader:
+        reader.places(found[0].file)
+        monkeypatch.setattr(os, "preadv", lambda *args: calls.append(args) or read(*args))
         reader.gather(found, [Run(0, 32, 32, 200)])
     assert len(calls) == 1
 
@@ -90,21 +91,22 @@ def test_moments_are_read_into_the_memory_they_have(saved):
 def test_a_file_that_ends_early_is_named(saved, monkeypatch):
     path, _, _ = saved
     manifest = read_manifest(path)
-    monkeypatch.setattr(os, "preadv", lambda *args: 0)
-    with (
-        PieceReader(path, manifest) as reader,
-        pytest.raises(ValueError, match=r"load_checkpoint: expected transformer\.w.*, got ends at"),
-    ):
-        reader.whole(manifest.weights[0])
+    with TensorReader(path, manifest) as reader:
+        reader.places(manifest.weights[0].file)
+        monkeypatch.setattr(os, "preadv", lambda *args: 0)
+        with pytest.raises(
+            ValueError, match=r"TensorReader: expected transformer\.w.*, got ends at"
+        ):
+            reader.whole(manifest.weights[0])
 
 
 def test_a_file_that_is_gone_is_named(saved, tmp_path):
     path, _, _ = saved
     manifest = read_manifest(path)
     with (
-        PieceReader(tmp_path, manifest) as reader,
+        TensorReader(tmp_path, manifest) as reader,
         pytest.raises(
-            ValueError, match=r"got no such file; the checkpoint is damaged, use another"
+            ValueError, match=r"got no such file in .*; the checkpoint is damaged, use another"
         ),
     ):
         reader.whole(manifest.weights[0])

@@ -9,16 +9,11 @@ from dataclasses import replace
 import pytest
 from manifest_cells import make_folder
 
+from fastpar.checkpoint import tensor_reader
 from fastpar.checkpoint import verify as module
-from fastpar.checkpoint.manifest import MANIFEST, FileEntry
-from fastpar.checkpoint.verify import (
-    check_small,
-    describe,
-    extra_files,
-    find_damage,
-    read_places,
-    verify_files,
-)
+from fastpar.checkpoint.manifest import FileEntry
+from fastpar.checkpoint.tensor_reader import TensorReader, describe
+from fastpar.checkpoint.verify import find_damage, verify_files
 from fastpar.sharding.ranges import HOLE, Run
 
 WEIGHTS = "model.safetensors"
@@ -43,37 +38,34 @@ def with_header(folder, manifest, change, name=OPTIMIZER):
     return replace(manifest, files={**manifest.files, name: entry})
 
 
+def places_in(folder, manifest, file):
+    with TensorReader(folder, manifest) as reader:
+        return reader.places(file)
+
+
 def test_what_was_written_is_right(made):
     folder, manifest = made
-    places = verify_files(folder, manifest)
-    assert places.keys() == {t.file for t in manifest.weights + manifest.optimizer}
+    verify_files(folder, manifest)
     for tensor in manifest.weights + manifest.optimizer:
-        start, stop = places[tensor.file][tensor.key]
+        start, stop = places_in(folder, manifest, tensor.file)[tensor.key]
         raw = (folder / tensor.file).read_bytes()[start:stop]
         assert hashlib.sha256(raw).hexdigest() == tensor.sha256
-    assert read_places(folder, manifest, OPTIMIZER) == places[OPTIMIZER]
 
 
 @pytest.mark.parametrize("n_parts", [1, 2, 3, 5, 40])
 def test_the_parts_read_every_byte_once(made, n_parts, monkeypatch):
     folder, manifest = made
-    read = []
-    hash_ = module._hash
-    monkeypatch.setattr(module, "_hash", lambda d, place: read.append(place) or hash_(d, place))
-    heads = set()
+    read, compare = [], TensorReader.compare
+    monkeypatch.setattr(TensorReader, "compare", lambda self, t: read.append(t) or compare(self, t))
     for part in range(n_parts):
-        heads |= verify_files(folder, manifest, part=part, n_parts=n_parts).keys()
-    assert len(read) == len(manifest.weights + manifest.optimizer)
-    assert sum(stop - start for start, stop in read) == sum(
-        entry.size - entry.head for entry in manifest.files.values()
-    )
-    assert heads == {WEIGHTS, OPTIMIZER, OPTIMIZER.replace("00001", "00002", 1)}
+        verify_files(folder, manifest, part=part, n_parts=n_parts)
+    every = manifest.weights + manifest.optimizer
+    assert sorted(read, key=every.index) == list(every)
 
 
 def test_the_parts_are_of_nearly_the_same_size(made):
     _, manifest = made
-    shares = [module._share(manifest, part, 2) for part in range(2)]
-    sizes = [sum(t.nbytes for ts in share.values() for t in ts) for share in shares]
+    sizes = [sum(t.nbytes for t in module._share(manifest, part, 2)) for part in range(2)]
     assert abs(sizes[0] - sizes[1]) <= 64 < sum(sizes)
 
 
@@ -85,8 +77,7 @@ def test_every_changed_byte_is_found_by_one_part(made, n_parts):
         for i in range(0, len(raw), 5):
             (folder / name).write_bytes(raw[:i] + bytes([raw[i] ^ 0x10]) + raw[i + 1 :])
             parts = [
-                find_damage(folder, manifest, part=part, n_parts=n_parts)[0]
-                for part in range(n_parts)
+                find_damage(folder, manifest, part=part, n_parts=n_parts) for part in range(n_parts)
             ]
             found = {d.file for part in parts for d in part}
             assert found == {name}
@@ -96,7 +87,7 @@ def test_every_changed_byte_is_found_by_one_part(made, n_parts):
 def test_damage_is_named(made):
     folder, manifest = made
     entry = manifest.optimizer[1]
-    start, _ = verify_files(folder, manifest)[OPTIMIZER][entry.key]
+    start, _ = places_in(folder, manifest, OPTIMIZER)[entry.key]
     with open(folder / OPTIMIZER, "r+b") as file:
         file.seek(start + 3)
         file.write(b"\x55")
@@ -105,8 +96,10 @@ def test_damage_is_named(made):
     text = f"expected what its manifest has in {folder}, got {OPTIMIZER} {what}, and 1 more; the"
     with pytest.raises(ValueError, match=f"verify_files: {re.escape(text)} checkpoint is damaged"):
         verify_files(folder, manifest)
-    damage, _ = find_damage(folder, manifest)
-    assert [str(d) for d in damage] == [f"{OPTIMIZER} {what}", "config.json (no such file)"]
+    assert [str(d) for d in find_damage(folder, manifest)] == [
+        f"{OPTIMIZER} {what}",
+        "config.json (no such file)",
+    ]
 
 
 def test_sizes_and_kinds_of_files(made):
@@ -119,7 +112,7 @@ def test_sizes_and_kinds_of_files(made):
     (folder / "trainer_state.json").rename(folder / "other")
     (folder / "trainer_state.json").symlink_to(folder / "other")
     size = manifest.files[OPTIMIZER].size
-    assert [str(d) for d in find_damage(folder, manifest)[0]] == [
+    assert [str(d) for d in find_damage(folder, manifest)] == [
         f"{WEIGHTS} (100 bytes instead of {manifest.files[WEIGHTS].size})",
         f"{OPTIMIZER} ({size + 1} bytes instead of {size})",
         "config.json (not a regular file)",
@@ -155,8 +148,13 @@ def test_a_header_with_a_right_digest_and_other_tensors(case, made):
     manifest = with_header(folder, manifest, edit)
     with pytest.raises(ValueError, match=rf"got {OPTIMIZER} \(.*{problem}"):
         verify_files(folder, manifest)
-    with pytest.raises(ValueError, match=rf"read_places: .*got {OPTIMIZER} \(.*{problem}"):
-        read_places(folder, manifest, OPTIMIZER)
+    with (
+        TensorReader(folder, manifest) as reader,
+        pytest.raises(
+            ValueError, match=rf"TensorReader: .*got .*{problem}.* in .*{OPTIMIZER}; the"
+        ),
+    ):
+        reader.read(manifest.optimizer[:1])
 
 
 def test_a_weight_has_its_own_shape(made):
@@ -181,14 +179,14 @@ def test_a_header_s_length(made):
 
 def test_a_file_that_shrinks_while_it_is_read(made, monkeypatch):
     folder, manifest = made
-    place = verify_files(folder, manifest)[OPTIMIZER][KEY]
-    check = module._check_header
+    place = places_in(folder, manifest, OPTIMIZER)[KEY]
+    check = TensorReader._compare_header
 
-    def shrink(head, name, manifest):
-        os.truncate(folder / name, place.start + 4) if name == OPTIMIZER else None
-        return check(head, name, manifest)
+    def shrink(self, file, header):
+        os.truncate(folder / file, place.start + 4) if file == OPTIMIZER else None
+        return check(self, file, header)
 
-    monkeypatch.setattr(module, "_check_header", shrink)
+    monkeypatch.setattr(TensorReader, "_compare_header", shrink)
     with pytest.raises(ValueError, match=f"ends at byte {place.start + 4} in {KEY}, elements 0"):
         verify_files(folder, manifest)
     with pytest.raises(ValueError, match=f"{OPTIMIZER} .{place.start + 4} bytes instead of"):
@@ -198,31 +196,32 @@ def test_a_file_that_shrinks_while_it_is_read(made, monkeypatch):
 def test_a_disk_that_cannot_be_read(made, monkeypatch):
     folder, manifest = made
 
-    def fail(*_):
+    first = min(p.start for p in places_in(folder, manifest, WEIGHTS).values())
+
+    def fail(descriptor, buffers, at, read=os.preadv):
+        if at < first:  # the header
+            return read(descriptor, buffers, at)
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("fastpar.checkpoint.verify.os.preadv", fail)
+    monkeypatch.setattr(os, "preadv", fail)
     with pytest.raises(ValueError, match=r"Input/output error at byte \d+ in transformer.wte"):
         verify_files(folder, manifest)
 
 
-def test_large_files_without_tensors_are_not_kept_in_memory(made, monkeypatch):
+def test_files_are_hashed_in_blocks(made, monkeypatch):
     folder, manifest = made
-    monkeypatch.setattr(module, "_HEAD_BYTES", 4)
-    whole = {n: e for n, e in manifest.files.items() if e.head == e.size}
-    manifest = replace(manifest, files=whole, weights=(), optimizer=())
-    assert verify_files(folder, manifest) == {}
+    monkeypatch.setattr(tensor_reader, "BLOCK_BYTES", 4)
+    verify_files(folder, manifest)
     (folder / "config.json").write_bytes((folder / "config.json").read_bytes()[::-1])
     with pytest.raises(ValueError, match=r"config.json \(other content\)"):
         verify_files(folder, manifest)
 
 
-def test_other_files_in_the_folder(made):
+def test_a_header_that_would_fill_the_memory(made, monkeypatch):
     folder, manifest = made
-    assert extra_files(folder, manifest, MANIFEST) == []
-    (folder / "notes.txt").write_text("mine")
-    verify_files(folder, manifest)
-    assert extra_files(folder, manifest, MANIFEST) == ["notes.txt"]
+    monkeypatch.setattr(tensor_reader, "JSON_BYTES", 100)
+    with pytest.raises(ValueError, match=r"got model.safetensors \(a header of \d+ bytes\), and"):
+        verify_files(folder, manifest)
 
 
 def test_a_piece_in_words(made):
@@ -237,19 +236,19 @@ def test_a_piece_in_words(made):
 def test_a_look_before_anything_is_read(made):
     """Sizes, kinds and what has no tensors: what a loader needs to open the rest."""
     folder, manifest = made
-    check_small(folder, manifest)
+    verify_files(folder, manifest, tensors=False)
     with open(folder / OPTIMIZER, "r+b") as file:
         file.seek(-1, 2)
         file.write(b"\x01")
-    check_small(folder, manifest)  # the bytes of tensors are not its task
+    verify_files(folder, manifest, tensors=False)  # the bytes of tensors are not its task
     state = (folder / "trainer_state.json").read_bytes()
     (folder / "trainer_state.json").write_bytes(state.replace(b"5", b"6"))
     with pytest.raises(ValueError, match=r"got trainer_state.json \(other content\); the"):
-        check_small(folder, manifest)
+        verify_files(folder, manifest, tensors=False)
     (folder / OPTIMIZER).unlink()
     os.mkfifo(folder / OPTIMIZER)
     with pytest.raises(ValueError, match=rf"got {OPTIMIZER} \(not a regular file\), and 1 more"):
-        check_small(folder, manifest)
+        verify_files(folder, manifest, tensors=False)
     os.truncate(folder / WEIGHTS, 50)
     with pytest.raises(ValueError, match=f"got {WEIGHTS} .50 bytes instead of .* and 2 more"):
-        check_small(folder, manifest)
+        verify_files(folder, manifest, tensors=False)

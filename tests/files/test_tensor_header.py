@@ -94,5 +94,5 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path, monkeypatch):
         known = os.fstat(file.fileno())
         file.truncate(20)
         monkeypatch.setattr("fastpar.files.tensor_header.os.fstat", lambda _: known)
-        with pytest.raises(ValueError, match="ends at byte 20"):
+        with pytest.raises(OSError, match="ends at byte 20"):
             read_header(file.fileno())

@@ -18,6 +18,7 @@ from fastpar.config.config import GPTConfig
 from fastpar.files.tensor_file import TensorFile
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import load_hf, load_hf_tensors, save_hf, to_hf_tensors
+from fastpar.models.weights import CONV1D
 from fastpar.parallel.engine import engine_of
 from fastpar.parallel.parallelize import parallelize
 from fastpar.testing import run_ranks
@@ -116,7 +117,7 @@ def test_loss_and_every_gradient_equal_transformers(pair):
     for name, p in ours.named_parameters():
         grad = p.grad[:V] if name == "wte.weight" else p.grad
         name = f"transformer.{name}"
-        expected = exact[name].T if name.endswith(hf.CONV1D) else exact[name]
+        expected = exact[name].T if name.endswith(CONV1D) else exact[name]
         error = (grad - expected).abs().max().item()
         allowed = 2 * (eager[name] - exact[name]).abs().max().item()
         floor = 4 * torch.finfo(torch.float32).eps * expected.abs().max().item()

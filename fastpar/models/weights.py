@@ -1,4 +1,4 @@
-"""Which tensors model*.safetensors holds, and in which file each of them is.
+"""How a model's weights are stored: the names, layouts and files of model*.safetensors.
 
 Of a GPT the names and layouts are transformers' (hf.py); of other models those of their parameters
 and persistent buffers. The files are cut by the model alone, not by the ranks: the same bytes are
@@ -7,7 +7,6 @@ written from every mesh, and several ranks can write one model.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -16,11 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from fastpar.models.gpt import GPT
-from fastpar.models.hf import CONV1D, DTYPES, PREFIX, WEIGHTS_FILE, config_json
 from fastpar.parallel.engine import engine_of_parameter
+from fastpar.sharding.placements import Shard
+from fastpar.tensor.declared import Declared
 
-SHARD_MB = 64.0  # a file has at least so much, if there is as much
-_MOST_FILES = 16
+PREFIX = "transformer."
+WEIGHTS_FILE = "model.safetensors"
+CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 class Weight(NamedTuple):
@@ -32,41 +34,57 @@ class Weight(NamedTuple):
     whole: torch.Size  # of all ranks that share it out
     shape: tuple[int, ...]  # in the file
     transposed: bool
+    declared: Declared | None  # where tp ranks share parameters out
 
     @property
     def nbytes(self) -> int:
         """In the file."""
         return math.prod(self.shape) * self.tensor.dtype.itemsize
 
+    @property
+    def split(self) -> Shard | None:
+        """How tp ranks share it out."""
+        states = {} if self.declared is None else self.declared.states
+        state = states.get(self.tensor)  # type: ignore[call-overload]
+        return state if isinstance(state, Shard) else None
+
     def stored(self, whole: Tensor) -> Tensor:
         """The file's tensor, a view of a whole one in the model's layout."""
         tensor = whole[: self.shape[0]] if self.shape and not self.transposed else whole
         return tensor.t() if self.transposed else tensor
 
-    def loaded(self, stored: Tensor) -> Tensor:
-        """The inverse: of a padded vocabulary without the padding rows."""
-        return stored.t() if self.transposed else stored
+    def local(self, stored: Tensor) -> Tensor:
+        """This rank's part of the file's tensor, in the model's layout; 0 pads the vocabulary."""
+        values = stored.t() if self.transposed else stored
+        if self.split is not None:
+            assert self.declared is not None
+            return self.declared.cut(values, self.tensor)
+        if values.shape == self.whole:
+            return values
+        padded = values.new_zeros(self.whole)
+        padded[: len(values)] = values
+        return padded
 
 
 def list_weights(model: nn.Module) -> list[Weight]:
     """All that a model's files hold, tied parameters once, in the model's order."""
-    found: list[tuple[str, Tensor, torch.Size]] = []
+    engines = map(engine_of_parameter, model.parameters())
+    declared = next((engine.declared for engine in engines if engine is not None), None)
+    weights, gpt = [], isinstance(model, GPT)
     for name, p in model.named_parameters():
         engine = engine_of_parameter(p)
-        found.append((name, p, p.shape if engine is None else engine.whole_shape(p)))
-    declared = next((e.declared for e in map(engine_of_parameter, model.parameters()) if e), None)
-    if declared is not None:  # frozen parameters are split too
-        found = [(name, tensor, declared.whole_shape(tensor)) for name, tensor, _ in found]
-    if not isinstance(model, GPT):
-        found += [(name, b, b.shape) for name, b in _buffers(model)]
-        return [Weight(name, name, t, whole, tuple(whole), False) for name, t, whole in found]
-    weights = []
-    for name, tensor, whole in found:
-        transposed = name.endswith(CONV1D)
+        whole = p.shape if engine is None else engine.whole_shape(p)
+        if declared is not None:  # frozen parameters are split too
+            whole = declared.whole_shape(p)
+        transposed = gpt and name.endswith(CONV1D)
         shape = tuple(reversed(whole)) if transposed else tuple(whole)
-        if name == "wte.weight":
+        if isinstance(model, GPT) and name == "wte.weight":
             shape = (model.config.vocab_size, *shape[1:])
-        weights.append(Weight(name, PREFIX + name, tensor, whole, shape, transposed))
+        key = PREFIX + name if gpt else name
+        weights.append(Weight(name, key, p, whole, shape, transposed, declared))
+    if not gpt:
+        for name, b in _buffers(model):
+            weights.append(Weight(name, name, b, b.shape, tuple(b.shape), False, None))
     return weights
 
 
@@ -80,32 +98,14 @@ def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{name}" if prefix else name, buffer
 
 
-def files_of(weights: list[Weight], shard_mb: float = SHARD_MB) -> list[tuple[str, list[Weight]]]:
-    """File name -> its weights, in order."""
-    limit = max(shard_mb * 2**20, sum(w.nbytes for w in weights) / _MOST_FILES)
+def cut_into_files(weights: list[Weight], most_bytes: float) -> list[tuple[str, list[Weight]]]:
+    """File name -> its weights, in order: no more bytes than asked for, or one weight."""
     shards: list[list[Weight]] = [[]]
     for weight in weights:
-        if shards[-1] and sum(w.nbytes for w in shards[-1]) + weight.nbytes > limit:
+        if shards[-1] and sum(w.nbytes for w in shards[-1]) + weight.nbytes > most_bytes:
             shards.append([])
         shards[-1].append(weight)
     n = len(shards)
     if n == 1:
         return [(WEIGHTS_FILE, shards[0])]
     return [(f"model-{i:05d}-of-{n:05d}.safetensors", shard) for i, shard in enumerate(shards, 1)]
-
-
-def config_files(model: nn.Module, eot: int | None) -> dict[str, dict]:
-    """File name -> JSON of what transformers reads beside the weights.
-
-    Raises:
-        ValueError: parameters of a dtype that transformers would not keep.
-    """
-    if isinstance(model, GPT):
-        if model.wte.weight.dtype not in DTYPES:
-            raise ValueError(
-                f"Saver: expected parameters of {', '.join(DTYPES.values())}, got "
-                f"dtype={model.wte.weight.dtype}; convert the model with .float() first"
-            )
-        return {"config.json": config_json(model, eot, eot)}
-    to_json = getattr(getattr(model, "config", None), "to_json_string", None)
-    return {"config.json": json.loads(to_json())} if to_json is not None else {}

@@ -1,0 +1,316 @@
+"""Reads the tensors of a folder, of a checkpoint or of transformers: the only code that does.
+
+Of a checkpoint nothing is read before the file has the size and the header that the manifest lists;
+whoever has to know that the bytes are right too calls compare(), read() or chunks().
+
+Files are read and not mapped: what a mapping shows counts as memory of the process, page for page,
+and each page of it costs a fault. A reader's own memory is that of the largest tensor that whole()
+has returned, and a few MB for pieces that are cut another way than they were saved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastpar.checkpoint.manifest import Manifest, TensorEntry
+from fastpar.files.plain_files import JSON_BYTES, open_plain, read_into, reason, shown
+from fastpar.files.tensor_file import DTYPE_NAMES
+from fastpar.files.tensor_header import Place, Stored, parse_header, read_header
+from fastpar.models.hf import weight_files
+from fastpar.sharding.ranges import HOLE, Run, cut_runs, intervals, numel_of, overlaps, whole_run
+
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+BLOCK_BYTES = 1 << 20  # of a tensor, hashed at once
+_SPAN_BYTES = 1 << 22  # read at once where elements are picked out of it
+_DIRECT_BYTES = 1 << 16  # a row of elements from which on it is read by itself
+
+
+def list_plain_tensors(folder: Path) -> Manifest:
+    """The weights of a folder of transformers, as a manifest without files and digests.
+
+    Raises:
+        ValueError: a file that is missing, or whose header is damaged.
+    """
+    weights = []
+    for path in weight_files(folder):
+        try:
+            with open(open_plain(path, links=True), "rb") as file:
+                header = read_header(file.fileno())
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"list_plain_tensors: expected a complete safetensors file, got {path} "
+                f"({reason(error)}); copy or save it again"
+            ) from error
+        weights += [
+            TensorEntry(path.name, key, dtype, shape, tuple(whole_run(math.prod(shape))), "")
+            for key, (dtype, shape, _) in header.items()
+        ]
+    return Manifest(0, weights=tuple(weights))
+
+
+class TensorReader:
+    """Use as a context manager; one thread at a time, compare() aside.
+
+    Args:
+        folder: where the files are.
+        manifest: from read_manifest, or from list_plain_tensors.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder, self.manifest = folder, manifest
+        self._descriptors: dict[str, int] = {}
+        self._places: dict[str, dict[str, Place]] = {}
+        self._whole = {(t.file, t.key) for t in manifest.weights}
+        self._listed: dict[str, dict[str, TensorEntry]] = {}
+        for t in manifest.weights + manifest.optimizer:
+            self._listed.setdefault(t.file, {})[t.key] = t
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    def __enter__(self) -> TensorReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+
+    # Files. What these raise is the problem alone, to be put behind a file's name.
+
+    def open(self, file: str) -> int:
+        """A descriptor of a file of the size that the manifest lists.
+
+        Raises:
+            OSError: it cannot be read; ValueError: it has another size.
+        """
+        if file not in self._descriptors:
+            listed = self.manifest.files.get(file)
+            descriptor = open_plain(self.folder / file, links=listed is None)
+            size = os.fstat(descriptor).st_size
+            if listed is not None and size != listed.size:
+                os.close(descriptor)
+                raise ValueError(f"{size} bytes instead of {listed.size}")
+            self._descriptors[file] = descriptor
+        return self._descriptors[file]
+
+    def has_tensors(self, file: str) -> bool:
+        """Whether only the header of a listed file is under the file's own digest."""
+        listed = self.manifest.files[file]
+        return listed.head < listed.size or file.endswith(".safetensors")
+
+    def compare_file(self, file: str) -> None:
+        """Compare what is under a file's own digest, and its header with the manifest's tensors.
+
+        Raises:
+            OSError: it cannot be read; ValueError: it differs.
+        """
+        if self.has_tensors(file):
+            self.places(file)
+            return
+        listed = self.manifest.files[file]
+        for _ in _hashed(self.open(file), Place(0, listed.head), listed.sha256):
+            pass
+
+    def places(self, file: str) -> dict[str, Place]:
+        """Where a file's tensors lie, from its header, which lists those of the manifest.
+
+        Raises:
+            OSError: it cannot be read; ValueError: the header is damaged, or lists other tensors.
+        """
+        if file not in self._places:
+            descriptor, listed = self.open(file), self.manifest.files.get(file)
+            if listed is None:
+                header = read_header(descriptor)
+            elif listed.head > JSON_BYTES:
+                raise ValueError(f"a header of {listed.head} bytes")
+            else:
+                blocks = _hashed(descriptor, Place(0, listed.head), listed.sha256, " in its header")
+                header = parse_header(b"".join(map(bytes, blocks)))
+            self._compare_header(file, header)
+            self._places[file] = {key: stored.place for key, stored in header.items()}
+        return self._places[file]
+
+    def _compare_header(self, file: str, header: dict[str, Stored]) -> None:
+        due = self._listed.get(file, {})
+        for key in sorted(header.keys() ^ due.keys()):
+            raise ValueError(f"{'no' if key in due else 'an unlisted'} tensor {shown(key)}")
+        for key, tensor in due.items():
+            dtype, shape, _ = header[key]
+            whole, numel = (file, key) in self._whole, numel_of(tensor.runs)
+            if dtype != tensor.dtype:
+                raise ValueError(f"tensor {shown(key)} of {dtype} instead of {tensor.dtype}")
+            if (whole and shape != tensor.shape) or math.prod(shape) != numel:
+                wanted = list(tensor.shape) if whole else f"{numel} elements"
+                raise ValueError(f"tensor {shown(key)} of shape {list(shape)} instead of {wanted}")
+
+    # Tensors
+
+    def compare(self, entry: TensorEntry) -> None:
+        """Compare a tensor's bytes with their digest; by any thread, once places() are known.
+
+        Raises:
+            OSError: they cannot be read; ValueError: they differ. Both name the problem alone.
+        """
+        for _ in self._blocks(entry):
+            pass
+
+    def chunks(self, entries: list[TensorEntry]) -> Iterator[Tensor]:
+        """The elements of a tensor's pieces, flat, in no particular order; bytes are compared.
+
+        Each chunk is in memory that the next one overwrites.
+
+        Raises:
+            ValueError: a piece cannot be read or differs; names it.
+        """
+        for entry in entries:
+            at, holes = 0, any(run.start == HOLE for run in entry.runs)
+            with self._named(entry):
+                for block in self._blocks(entry):
+                    chunk = torch.frombuffer(block, dtype=DTYPES[entry.dtype])
+                    runs = cut_runs(entry.runs, at, at + len(chunk)) if holes else []
+                    parts = chunk.split([run.numel for run in runs]) if holes else [chunk]
+                    for i, part in enumerate(parts):
+                        if not holes or runs[i].start != HOLE:
+                            yield part
+                    at += len(chunk)
+
+    def read(self, entries: list[TensorEntry]) -> Tensor:
+        """All of a tensor, from all of its pieces; bytes are compared first.
+
+        Raises:
+            ValueError: a piece cannot be read or differs; names it.
+        """
+        for entry in entries:
+            with self._named(entry):
+                self.compare(entry)
+        shape = entries[0].shape
+        return self.gather(entries, whole_run(math.prod(shape))).view(shape)
+
+    def whole(self, entry: TensorEntry) -> Tensor:
+        """A weight as its file has it, in memory that the next call overwrites.
+
+        Raises:
+            ValueError: its file cannot be read; names both.
+        """
+        if self._scratch.numel() < entry.nbytes:
+            self._scratch = torch.empty(0, dtype=torch.uint8)  # the old one first
+            self._scratch = torch.empty(entry.nbytes, dtype=torch.uint8)
+        raw = self._scratch[: entry.nbytes]
+        with self._named(entry):
+            self._read(entry, 0, raw.numpy())
+        return raw.view(DTYPES[entry.dtype]).view(entry.shape)
+
+    def gather(
+        self, found: list[TensorEntry], runs: list[Run], out: Tensor | None = None
+    ) -> Tensor:
+        """The elements of some runs from the pieces that have them; holes are 0.
+
+        Args:
+            found: pieces of one tensor.
+            runs: what is wanted of it.
+            out: flat and contiguous, on the CPU; overwritten if it is of the right size and dtype.
+        Returns:
+            out, or a new tensor.
+        Raises:
+            ValueError: as of whole().
+        """
+        dtype, numel = DTYPES[found[0].dtype], numel_of(runs)
+        mine = intervals(runs)
+        if out is None or out.dtype != dtype or out.numel() != numel:
+            out = torch.empty(numel, dtype=dtype)
+        if mine[:, 1].sum() < numel:
+            out.zero_()
+        raw, size = out.view(torch.uint8).numpy(), dtype.itemsize
+        for entry in found:
+            rows = _joined(overlaps(mine, intervals(entry.runs))) * size
+            with self._named(entry):
+                if rows[:, 2].sum() >= _DIRECT_BYTES * len(rows):
+                    for at, there, n in rows.tolist():
+                        self._read(entry, there, raw[at : at + n])
+                else:
+                    self._pick(entry, rows[np.argsort(rows[:, 1], kind="stable")], raw)
+        return out
+
+    def _pick(self, entry: TensorEntry, rows: np.ndarray, raw: np.ndarray) -> None:
+        """Copy many short rows, in bytes and in the order of the file."""
+        first = 0
+        while first < len(rows):
+            start = rows[first, 1]
+            stops = rows[first:, 1] + rows[first:, 2]
+            last = first + max(1, int(np.searchsorted(stops, start + _SPAN_BYTES, side="right")))
+            span = np.empty(stops[last - first - 1] - start, dtype=np.uint8)
+            self._read(entry, int(start), span)
+            for at, there, n in rows[first:last].tolist():
+                raw[at : at + n] = span[there - start : there - start + n]
+            first = last
+
+    def _read(self, entry: TensorEntry, start: int, into: np.ndarray) -> None:
+        """Bytes of a tensor from `start` on."""
+        at = self.places(entry.file)[entry.key].start + start
+        read_into(self.open(entry.file), into.data, at)
+
+    def _blocks(self, entry: TensorEntry) -> Iterator[memoryview]:
+        place = self.places(entry.file)[entry.key]
+        return _hashed(self.open(entry.file), place, entry.sha256)
+
+    @contextlib.contextmanager
+    def _named(self, entry: TensorEntry) -> Iterator[None]:
+        """Say of which tensor and file a problem is."""
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            advice = "the checkpoint is damaged, use another one"
+            raise ValueError(
+                f"TensorReader: expected {describe(entry)} as saved, got {reason(error)} in "
+                f"{self.folder / entry.file}; "
+                + (advice if self.manifest.files else "copy or save it again")
+            ) from error
+
+
+def _hashed(descriptor: int, place: Place, sha256: str, where: str = "") -> Iterator[memoryview]:
+    """Bytes of a file in blocks, each in the memory of the one before; their digest, if any, last.
+
+    Raises:
+        OSError: they cannot be read; ValueError: they have another digest.
+    """
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(min(BLOCK_BYTES, place.stop - place.start)))
+    for at in range(place.start, place.stop, BLOCK_BYTES):
+        block = buffer[: place.stop - at]
+        read_into(descriptor, block, at)
+        digest.update(block)
+        yield block
+    if sha256 and digest.hexdigest() != sha256:
+        raise ValueError(f"other content{where}")
+
+
+def describe(tensor: TensorEntry) -> str:
+    """A tensor or piece by name and first and last index of the whole."""
+    runs = [run for run in tensor.runs if run.start != HOLE]
+    if not runs:
+        return f"{tensor.key}, no elements"
+    first, last = min(run.start for run in runs), max(run.stop for run in runs) - 1
+    return f"{tensor.key}, elements {first} to {last}"
+
+
+def _joined(rows: np.ndarray) -> np.ndarray:
+    """overlaps(), where one follows the other on both sides taken as one."""
+    if len(rows) < 2:
+        return rows
+    ends = rows[:, :2] + rows[:, 2:]
+    new = np.concatenate(([True], (rows[1:, :2] != ends[:-1]).any(1)))
+    firsts = np.flatnonzero(new)
+    joined = rows[firsts]
+    joined[:, 2] = np.add.reduceat(rows[:, 2], firsts)
+    return joined
