@@ -382,7 +382,7 @@ class EmulatedMesh(Mesh):
     def check_same(self, caller: str, lines: Any) -> None:
         """Nobody to differ from."""
 
-    def broadcast_(self, tensors: Any, axis: str = "dp") -> None:
+    def broadcast_(self, tensors: Any, *axes: str) -> None:
         """Everybody has these values."""
 
     def close(self) -> None:

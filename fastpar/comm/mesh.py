@@ -1,17 +1,24 @@
-"""Mesh: how the ranks of a run are laid out, and the process group of each axis.
+"""Mesh: the ranks of a run along named axes, and the process groups of any set of axes.
 
 A mesh is a value: it is passed to whatever communicates, and nothing here is global. Ranks come
 from torchrun's environment, or from a process group that exists already; without either the mesh
 has one rank and no group.
 
-The ranks of one tensor-parallel group are neighbours, rank = dp_rank * tp + tp_rank: they exchange
-activations several times a layer, so they should share the fastest links.
+[Note: order of the axes]
+Ranks are numbered as the elements of an array with one dimension for each axis of AXES, outermost
+first, so that tp is innermost. The ranks of one tensor-parallel group are neighbours, because they
+exchange activations several times a layer and should share the fastest links; the copies of a
+sharded model (replicas) are far apart, because they exchange each gradient once. Mesh(dp=4, tp=2):
+
+    dp=0: ranks 0 1      dp=1: ranks 2 3      dp=2: ranks 4 5      dp=3: ranks 6 7
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
+import math
 import os
 import uuid
 from collections.abc import Mapping, Sequence
@@ -23,78 +30,77 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from fastpar.comm.watchdog import waiting
 
 # torch 2.13 warns about the old name.
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+AXES = ("pp", "replicas", "dp", "cp", "ep", "tp")  # see [Note: order of the axes]
+DATA_AXES = ("replicas", "dp")  # whose ranks compute different sequences
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, eq=False, init=False)
 class Mesh:
-    """The ranks of this run along the axes dp (data parallel) and tp (tensor parallel).
+    """The ranks of this run along named axes; see [Note: order of the axes].
 
     Under torchrun it initializes torch.distributed when nobody has: gloo for CPU tensors, NCCL for
     CUDA tensors, with the device of LOCAL_RANK bound to the process. A process group that exists is
     used as it is.
 
     Args:
-        dp: ranks along the data-parallel axis; None takes all that tp leaves.
-        tp: ranks along the tensor-parallel axis, neighbours, which split one model.
+        dp: ranks along the data-parallel axis; None takes all that the other axes leave.
+        tp: ranks along the tensor-parallel axis, neighbours, which split each layer.
+        replicas: copies of a model whose state is sharded along dp (hybrid sharding).
+        pp, cp, ep: ranks along the axes of pipeline stages, parts of sequences, and experts.
+            parallelize() does not run them yet, and says so.
         device: where this rank computes; None takes cuda:LOCAL_RANK if there is a GPU, or the CPU.
         timeout_s: after this long without its peers a collective fails instead of hanging.
     Attributes:
         device: where this rank computes.
         world_size, rank: over all axes.
         is_main: whether this is rank 0, the one that prints and writes.
-        dp_size, dp_rank, dp_group: of the axis dp; the group is None when dp_size is 1.
+        sizes: ranks along each axis, in the order of AXES.
+        dp_size, dp_rank, dp_group: of the ranks that compute different sequences, along replicas
+            and dp together; the group is None when dp_size is 1.
         tp_size, tp_rank, tp_group: of the axis tp, likewise.
-        device_mesh: torch's DeviceMesh of the axes ("dp", "tp"); None with one rank.
+        device_mesh: torch's DeviceMesh of the axes that have more than one rank; None with one.
         owns_process_group: whether the process group was made here; close() destroys it then.
         timeout_s: after so many seconds a collective whose peers are silent fails.
         start: a name of this start of the ranks, the same on all of them and new after a restart;
             empty unless a launcher keeps their store.
     Ranks: every rank constructs it, before any other collective.
     Raises:
-        ValueError: dp or tp below 1, or their product different from the world size; incomplete or
-            malformed environment; a LOCAL_RANK without a GPU of its own.
+        ValueError: an axis below 1, or a product of the axes different from the world size;
+            incomplete or malformed environment; a LOCAL_RANK without a GPU of its own.
         RuntimeError: the other ranks could not be reached.
     """
 
     device: torch.device
     world_size: int
     rank: int
-    dp_size: int
-    dp_rank: int
-    dp_group: dist.ProcessGroup | None
-    tp_size: int
-    tp_rank: int
-    tp_group: dist.ProcessGroup | None
-    device_mesh: DeviceMesh | None
-    owns_process_group: bool  # made here, so close() destroys it
-    timeout_s: float  # of every collective
-    start: str  # names this start of the ranks; empty unless a launcher keeps their store
+    sizes: Mapping[str, int]
+    owns_process_group: bool
+    timeout_s: float
+    start: str
+    _groups: dict[tuple[int, ...], dist.ProcessGroup]  # by the ranks of this rank's group
 
     def __init__(
         self,
         dp: int | None = None,
         tp: int = 1,
         *,
+        replicas: int = 1,
+        pp: int = 1,
+        cp: int = 1,
+        ep: int = 1,
         device: torch.device | str | None = None,
         timeout_s: float = 1800.0,
     ) -> None:
-        for name, size in (("dp", dp), ("tp", tp)):
-            if size is None and name == "dp":
-                continue
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(
-                    f"Mesh: expected {name} to be a positive integer{' or None' * (name == 'dp')}, "
-                    f"got {name}={size}; leave {name} out to "
-                    + ("use every rank" if name == "dp" else "split no model")
-                )
+        asked = {"pp": pp, "replicas": replicas, "dp": dp, "cp": cp, "ep": ep, "tp": tp}
+        _check_sizes(asked)
         if not timeout_s > 0:
             raise ValueError(
                 f"Mesh: expected timeout_s > 0, got timeout_s={timeout_s}; "
@@ -107,30 +113,151 @@ class Mesh:
             rank, world_size, local_rank = _read_environment(os.environ)
             picked, owns = _pick_device(device, None, local_rank), world_size > 1
         # Before any connection: wrong sizes fail at once and on every rank.
-        dp_size = world_size // tp if dp is None else dp
-        if dp_size * tp != world_size:
-            raise ValueError(_wrong_sizes(dp, tp, world_size))
+        sizes = _complete_sizes(asked, world_size)
         if picked.type == "cuda":
             torch.cuda.set_device(picked)
-        start = _initialize(rank, world_size, picked, timeout_s) if owns else ""
-        axes = _make_axes(picked, dp_size, tp, timeout_s) if world_size > 1 else None
         values = {
             "device": picked,
             "world_size": world_size,
             "rank": rank,
-            "dp_size": dp_size,
-            "dp_rank": rank // tp,
-            "dp_group": axes.get_group("dp") if axes is not None and dp_size > 1 else None,
-            "tp_size": tp,
-            "tp_rank": rank % tp,
-            "tp_group": axes.get_group("tp") if axes is not None and tp > 1 else None,
-            "device_mesh": axes,
+            "sizes": sizes,
             "owns_process_group": owns,
             "timeout_s": timeout_s,
-            "start": start,
+            "start": _initialize(rank, world_size, picked, timeout_s) if owns else "",
+            "_groups": {},
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
+        for axes in (AXES, DATA_AXES, ("tp",)):
+            if self.size(*axes) > 1:
+                self.group(*axes)
+
+    def size(self, *axes: str) -> int:
+        """Ranks along some axes together."""
+        unknown = [axis for axis in axes if axis not in AXES]
+        if unknown:
+            raise ValueError(
+                f"Mesh: expected axes of {', '.join(AXES)}, got axis={unknown[0]!r}; "
+                "name one of these"
+            )
+        return math.prod(self.sizes[axis] for axis in set(axes))
+
+    def rank_in(self, *axes: str) -> int:
+        """This rank's number among those that differ from it along some axes only."""
+        number, stride, rest = 0, 1, self.rank
+        for axis in reversed(AXES):
+            rest, place = divmod(rest, self.sizes[axis])
+            if axis in axes:
+                number, stride = number + place * stride, stride * self.sizes[axis]
+        return number
+
+    def group(self, *axes: str) -> dist.ProcessGroup | None:
+        """The process group of the ranks along some axes; None if the mesh has one rank.
+
+        The first call makes it. All axes give the default process group.
+        Ranks: all of the mesh, with the same axes.
+        """
+        if self.world_size == 1:
+            return None
+        ranks = ranks_along(self.sizes, axes)
+        mine = next(tuple(members) for members in ranks if self.rank in members)
+        if mine not in self._groups:
+            if len(mine) == self.world_size:
+                self._set_default_timeout()
+                self._groups[mine] = self._connect(dist.group.WORLD, axes)
+            else:
+                self._groups[mine] = self.new_group(*axes)
+        return self._groups[mine]
+
+    def new_group(self, *axes: str) -> dist.ProcessGroup:
+        """A process group as group() gives it, whose operations queue behind no others.
+
+        Ranks: all of the mesh, with the same axes.
+        """
+        self.size(*axes)
+        with waiting("making a group"):
+            group, _ = dist.new_subgroups_by_enumeration(
+                ranks_along(self.sizes, axes), timeout=timedelta(seconds=self.timeout_s)
+            )
+        return self._connect(group, axes)
+
+    def _connect(self, group: dist.ProcessGroup, axes: Sequence[str]) -> dist.ProcessGroup:
+        """A first collective: a network that does not work shows now, and NCCL connects now.
+
+        NCCL would otherwise build its communicator in the middle of the first step.
+        """
+        total = torch.ones(1, device=self.device)
+        try:
+            with waiting("a first all_reduce"):
+                dist.all_reduce(total, group=group)
+                total.item()  # on a GPU the host has not waited yet
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"Mesh: expected the {self.size(*axes)} ranks along {', '.join(axes)} to reach "
+                f"each other, got an error on rank {self.rank} ({error}); check that every rank "
+                "runs and the network between their hosts"
+            ) from error
+        return group
+
+    def _set_default_timeout(self) -> None:
+        set_timeout: Any = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
+        if set_timeout is not None and dist.get_backend() not in ("threaded", "fake"):
+            set_timeout(timedelta(seconds=self.timeout_s), dist.group.WORLD)
+
+    def with_replicas(self, replicas: int) -> Mesh:
+        """The same ranks, those that compute different sequences as `replicas` sharded copies.
+
+        It shares the groups of this mesh. Ranks: all.
+        """
+        data = self.size(*DATA_AXES)
+        if replicas < 1 or data % replicas:
+            raise ValueError(
+                f"Mesh: expected replicas to divide the {data} ranks along replicas and dp, got "
+                f"replicas={replicas}; choose a divisor"
+            )
+        other = copy.copy(self)
+        sizes = {**self.sizes, "replicas": replicas, "dp": data // replicas}
+        object.__setattr__(other, "sizes", sizes)
+        return other
+
+    @property
+    def dp_size(self) -> int:
+        return self.size(*DATA_AXES)
+
+    @property
+    def dp_rank(self) -> int:
+        return self.rank_in(*DATA_AXES)
+
+    @property
+    def dp_group(self) -> dist.ProcessGroup | None:
+        return self.group(*DATA_AXES) if self.dp_size > 1 else None
+
+    @property
+    def tp_size(self) -> int:
+        return self.size("tp")
+
+    @property
+    def tp_rank(self) -> int:
+        return self.rank_in("tp")
+
+    @property
+    def tp_group(self) -> dist.ProcessGroup | None:
+        return self.group("tp") if self.tp_size > 1 else None
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """For code that wants torch's own. Ranks: all, the first time."""
+        axes = [axis for axis in AXES if self.sizes[axis] > 1]
+        if not axes:
+            return None
+        grid = torch.arange(self.world_size).view([self.sizes[axis] for axis in axes])
+        groups: Any = [self.group(axis) for axis in axes]
+        return DeviceMesh.from_group(
+            groups if len(axes) > 1 else groups[0],
+            self.device.type,
+            mesh=grid,
+            mesh_dim_names=tuple(axes),
+        )
 
     @property
     def is_main(self) -> bool:
@@ -169,69 +296,81 @@ class Mesh:
                     )
 
     @torch.no_grad()
-    def broadcast_(self, tensors: Sequence[Tensor], axis: str = "dp") -> None:
-        """Give the tensors of every rank along an axis the values of its rank 0. Ranks: all.
+    def broadcast_(self, tensors: Sequence[Tensor], *axes: str) -> None:
+        """Give the tensors of every rank along some axes the values of the first of these ranks.
 
-        Wire: the bytes of the tensors, in one collective.
+        Args:
+            axes: none are those of different sequences, DATA_AXES.
+        Ranks: all. Wire: the bytes of the tensors, in one collective.
         """
+        axes = axes or DATA_AXES
         tensors = [t for t in tensors if t.numel()]
-        group = self.dp_group if axis == "dp" else self.tp_group
-        if group is None or not tensors:
+        if self.size(*axes) == 1 or not tensors:
             return
         raw = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in tensors]
         packed = torch.cat(raw) if len(raw) > 1 else raw[0].clone()
         with waiting("broadcast"):
-            dist.broadcast(packed, group=group, group_src=0)
+            dist.broadcast(packed, group=self.group(*axes), group_src=0)
             if packed.device.type == "cuda":  # the host would go on, and wait where nobody looks
                 torch.cuda.current_stream(packed.device).synchronize()
         for t, part in zip(tensors, packed.split([r.numel() for r in raw])):
             # clone: a part may start at an address that the wider dtype does not allow
             t.detach().copy_(part.clone().view(t.dtype).view(t.shape))
 
-    def can_average(self) -> bool:
-        """Whether the backend's collectives divide by the number of ranks. Ranks: all."""
-        try:
-            probe = torch.ones(1, device=self.device)
-            dist.all_reduce(probe, op=dist.ReduceOp.AVG, group=self.dp_group)
-        except (RuntimeError, ValueError):
-            return False
-        return True
-
 
 def gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
-    """What every rank of a group says, in rank order. Ranks: all of the group."""
+    """The object of every rank of a group, in rank order. Ranks: all of the group."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
     with waiting("gathering objects"):
         dist.all_gather_object(everyone, mine, group=group)
     return everyone
 
 
-def _wrong_sizes(dp: int | None, tp: int, world_size: int) -> str:
-    if tp == 1:
-        return (
-            f"Mesh: expected dp equal to the number of ranks, got dp={dp} with "
-            f"world_size={world_size}; start {dp} ranks "
-            f"(torchrun --nproc-per-node {dp}) or leave dp out"
-        )
+def ranks_along(sizes: Mapping[str, int], axes: Sequence[str]) -> list[list[int]]:
+    """All ranks of a mesh in groups: those of one group differ along these axes only.
+
+    Args:
+        sizes: ranks along each axis, outermost first.
+    """
+    dims = [dim for dim, axis in enumerate(sizes) if axis in axes]
+    grid = torch.arange(math.prod(sizes.values())).view(*sizes.values())
+    grid = grid.movedim(dims, list(range(-len(dims), 0)))
+    return grid.reshape(-1, math.prod(sizes[axis] for axis in set(axes))).tolist()
+
+
+def _check_sizes(asked: Mapping[str, int | None]) -> None:
+    for axis, size in asked.items():
+        if size is None and axis == "dp":
+            continue
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            way_out = {"dp": "use every rank", "tp": "split no model"}.get(
+                axis, "have one rank there"
+            )
+            raise ValueError(
+                f"Mesh: expected {axis} to be a positive integer{' or None' * (axis == 'dp')}, "
+                f"got {axis}={size}; leave {axis} out to {way_out}"
+            )
+
+
+def _complete_sizes(asked: Mapping[str, int | None], world_size: int) -> dict[str, int]:
+    """The size of each axis, dp's from what the others leave if it is None."""
+    others = math.prod(size for axis, size in asked.items() if axis != "dp" and size is not None)
+    dp = asked["dp"]
+    product = others * (world_size // others if dp is None else dp)
+    if product == world_size:
+        return {axis: size or world_size // others for axis, size in asked.items()}
+    named = {a: n for a, n in asked.items() if n is not None and (n > 1 or a == "dp")}
+    got = ", ".join(f"{axis}={size}" for axis, size in named.items())
     if dp is None:
-        return (
-            f"Mesh: expected tp to divide the number of ranks, got tp={tp} with "
-            f"world_size={world_size}; start a multiple of {tp} ranks"
-        )
-    return (
-        f"Mesh: expected dp * tp equal to the number of ranks, got dp={dp}, tp={tp} with "
-        f"world_size={world_size}; start {dp * tp} ranks (torchrun --nproc-per-node {dp * tp}) "
-        "or leave dp out"
+        rule = f"{' * '.join(named)} to divide"
+        way_out = f"start a multiple of {others} ranks"
+    else:
+        rule = f"{' * '.join(named)} equal to"
+        way_out = f"start {product} ranks (torchrun --nproc-per-node {product}) or leave dp out"
+    raise ValueError(
+        f"Mesh: expected {rule} the number of ranks, got {got} with "
+        f"world_size={world_size}; {way_out}"
     )
-
-
-def _make_axes(device: torch.device, dp: int, tp: int, timeout_s: float) -> DeviceMesh:
-    axes = init_device_mesh(device.type, (dp, tp), mesh_dim_names=("dp", "tp"))
-    set_timeout: Any = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
-    for axis in ("dp", "tp"):  # torch makes them with its default of half an hour
-        if set_timeout is not None and dist.get_backend() not in ("threaded", "fake"):
-            set_timeout(timedelta(seconds=timeout_s), axes.get_group(axis))
-    return axes
 
 
 def _read_environment(environment: Mapping[str, str]) -> tuple[int, int, int]:

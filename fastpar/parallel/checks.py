@@ -5,9 +5,20 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from fastpar.comm.mesh import Mesh
 from fastpar.parallel.buffers import DTYPES
 from fastpar.parallel.engine import engine_of_parameter
 from fastpar.parallel.shards import Settings
+
+
+def check_axes(mesh: Mesh) -> None:
+    """Axes of a mesh that no code runs yet."""
+    for axis, what in {"pp": "pipeline", "cp": "context", "ep": "expert"}.items():
+        if mesh.size(axis) > 1:
+            raise ValueError(
+                f"parallelize: expected {axis}=1, got {axis}={mesh.size(axis)}; {what} parallelism "
+                f"is not run yet: leave {axis} out of Mesh"
+            )
 
 
 def check_arguments(

@@ -14,6 +14,7 @@ from fastpar.comm.overlap import check_overlap, choose_overlap
 from fastpar.parallel.buffers import BucketState
 from fastpar.parallel.checks import (
     check_arguments,
+    check_axes,
     check_deterministic,
     check_in_place_writers,
     check_parameters,
@@ -125,6 +126,7 @@ def parallelize(
     Source: Rajbhandari et al. 2020, arXiv 1910.02054
     """
     dp = mesh.dp_size
+    check_axes(mesh)
     check_arguments(
         model,
         dp,
@@ -159,7 +161,7 @@ def parallelize(
     }
     lines = [f"{name}={value}" for name, value in options.items()]
     mesh.check_same("parallelize", [*lines, *inventory(model)])
-    n_shards = 1 if zero_stage == 0 or dp == 1 else shard_size or dp
+    n_shards = 1 if zero_stage == 0 or dp == 1 else shard_size or mesh.size("dp")
     stage = zero_stage if n_shards > 1 else 0
     maker = GroupMaker(
         mesh, transport, collectives, deterministic=deterministic, debug=debug or Debug()

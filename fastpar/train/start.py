@@ -19,7 +19,7 @@ from fastpar.checkpoint.checkpoint import (
     step_of,
 )
 from fastpar.checkpoint.weight_sources import load_weights
-from fastpar.comm.mesh import Mesh
+from fastpar.comm.mesh import AXES, Mesh
 from fastpar.config.config import GPTConfig, TrainConfig, check_split
 from fastpar.data.batches import TextData, load_data
 from fastpar.data.token_cache import say
@@ -42,8 +42,7 @@ def newest_of_all(run: Path | None, mesh: Mesh, say: Callable[[str], None]) -> P
         with contextlib.suppress(ValueError):  # all of them are damaged, which was said
             path = os.fsencode(newest_checkpoint(run, say))
             found[: len(path)] = torch.frombuffer(bytearray(path), dtype=torch.uint8)
-    for axis in ("tp", "dp"):
-        mesh.broadcast_([found], axis)
+    mesh.broadcast_([found], *AXES)
     path = bytes(found.tolist()).rstrip(b"\0")
     return Path(os.fsdecode(path)) if path else None
 
@@ -64,8 +63,7 @@ def find_checkpoint(config: TrainConfig, mesh: Mesh) -> Path | None:
         hold(run)
         if list_checkpoints(run) or not config.run.auto_resume:
             step.fill_(step_of(newest_checkpoint(run)))
-    for axis in ("tp", "dp"):
-        mesh.broadcast_([step], axis)
+    mesh.broadcast_([step], *AXES)
     return checkpoint_folder(run, int(step)) if step >= 0 else None
 
 

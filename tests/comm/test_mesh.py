@@ -1,6 +1,7 @@
 """mesh.py: where ranks come from, and what is refused before anything can hang."""
 
 import dataclasses
+import itertools
 import os
 import re
 import subprocess
@@ -9,10 +10,11 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
-from fastpar.comm.mesh import Mesh, gather_objects
-from fastpar.parallel.debug import Debug
-from fastpar.parallel.engine_groups import GroupMaker
+from fastpar.comm.mesh import AXES, DATA_AXES, Mesh, gather_objects, ranks_along
+from fastpar.parallel.parallelize import parallelize
 from fastpar.testing import run_ranks
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -91,7 +93,7 @@ def mesh_of_three():
     Mesh(dp=3)
 
 
-@pytest.mark.parametrize("init", [True, False])
+@pytest.mark.parametrize("init", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_dp_must_be_the_number_of_ranks(init):
     errors = run_ranks(
         mesh_of_three, 2, backend="gloo", init=init, return_exceptions=True, timeout_s=30
@@ -228,7 +230,7 @@ def places():
     return mesh.rank, mesh.dp_rank, mesh.dp_size, mesh.tp_rank, mesh.tp_size, *sums
 
 
-@pytest.mark.parametrize("backend", ["threads", "gloo"])
+@pytest.mark.parametrize("backend", ["threads", pytest.param("gloo", marks=pytest.mark.slow)])
 def test_ranks_of_a_tp_group_are_neighbours(backend):
     assert run_ranks(places, 4, backend=backend) == [
         (0, 0, 2, 0, 2, 0b0101, 0b0011),
@@ -269,6 +271,7 @@ def mesh_from_torchruns_environment():
     return mesh.tp_rank, values[0].tolist()
 
 
+@pytest.mark.slow
 def test_torchruns_environment_with_tp():
     results = run_ranks(mesh_from_torchruns_environment, 2, backend="gloo", init=False)
     assert results == [(0, [1.0] * 3), (1, [1.0] * 3)]
@@ -339,6 +342,7 @@ def start_over(rank, world_size, port, first):
     return mesh.start, y
 
 
+@pytest.mark.slow
 def test_a_store_that_was_used_before():
     """As torchrun's is after a restart: nobody meets a rank of the start before."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -374,10 +378,91 @@ def test_a_store_that_was_used_before():
 
 def time_outs():
     mesh = Mesh(device="cpu", timeout_s=77.0, tp=1)
-    made = GroupMaker(mesh, "torch", None, deterministic=False, debug=Debug())
-    groups = [mesh.dp_group, made._new(1, 2)]
+    groups = [mesh.dp_group, mesh.new_group("dp")]
     return [group._get_backend(torch.device("cpu")).options._timeout.seconds for group in groups]
 
 
 def test_every_group_has_the_time_out_of_the_mesh():
     assert run_ranks(time_outs, 2, backend="gloo") == [[77, 77]] * 2
+
+
+# Any axes
+
+
+@given(st.lists(st.integers(1, 3), min_size=6, max_size=6), st.sets(st.sampled_from(AXES)))
+def test_groups_along_any_axes(counts, axes):
+    """Against the definition: ranks are in one group if their other coordinates agree."""
+    sizes = dict(zip(AXES, counts))
+    everyone = list(itertools.product(*map(range, counts)))  # rank -> its coordinates
+    expected = {}
+    for rank, place in enumerate(everyone):
+        others = tuple(x for axis, x in zip(AXES, place) if axis not in axes)
+        expected.setdefault(others, []).append(rank)
+    assert sorted(ranks_along(sizes, axes)) == sorted(expected.values())
+
+
+def coordinates():
+    mesh = Mesh(pp=2, replicas=2, tp=2)
+    for axes in itertools.combinations(AXES, 2):
+        assert mesh.size(*axes) == dist.get_world_size(mesh.group(*axes))
+        assert mesh.rank_in(*axes) == dist.get_rank(mesh.group(*axes))
+    assert mesh.rank_in(*AXES) == mesh.rank
+    assert mesh.group(*AXES) is dist.group.WORLD
+    assert mesh.group("pp", "tp") is mesh.group("tp", "pp", "cp")
+    assert mesh.new_group("tp") is not mesh.group("tp")
+    assert mesh.device_mesh.mesh_dim_names == ("pp", "replicas", "tp")
+    return [mesh.rank_in(axis) for axis in ("pp", "replicas", "tp")]
+
+
+def test_every_rank_has_its_place_on_every_axis():
+    assert run_ranks(coordinates, 8) == [list(x) for x in itertools.product(range(2), repeat=3)]
+
+
+def test_copies_of_a_sharded_model():
+    """Those of one copy are neighbours; both meshes have the groups of the same ranks in common."""
+
+    def rank():
+        mesh = Mesh(tp=2)
+        other = mesh.with_replicas(2)
+        assert (other.dp_size, other.dp_rank) == (mesh.dp_size, mesh.dp_rank) == (4, mesh.rank // 2)
+        assert other.dp_group is mesh.dp_group
+        assert other.tp_group is mesh.tp_group
+        with pytest.raises(
+            ValueError, match=r"expected replicas to divide the 4 ranks .*replicas=3"
+        ):
+            mesh.with_replicas(3)
+        return [dist.get_process_group_ranks(other.group(axis)) for axis in DATA_AXES]
+
+    found = run_ranks(rank, 8)
+    assert found[0] == [[0, 4], [0, 2]]
+    assert found[7] == [[3, 7], [5, 7]]
+
+
+def test_a_network_that_does_not_work_shows_at_the_start():
+    def rank():
+        def all_reduce(x, group):
+            if dist.get_world_size(group) == 2:
+                raise RuntimeError("no route to host")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "all_reduce", all_reduce)
+            Mesh(tp=2)
+
+    message = r"Mesh: expected the 2 ranks along replicas, dp to reach each other, got an error on "
+    with pytest.raises(RuntimeError, match=message + r"rank \d \(no route to host\); check that"):
+        run_ranks(rank, 4)
+
+
+def test_an_unknown_axis_is_named():
+    with pytest.raises(ValueError, match=r"expected axes of pp, replicas, .*got axis='data'"):
+        Mesh().size("data")
+
+
+@pytest.mark.parametrize("axis", ["pp", "cp", "ep"])
+def test_parallelize_refuses_axes_that_it_does_not_run(axis):
+    def rank():
+        parallelize(torch.nn.Linear(2, 2), Mesh(**{axis: 2}))
+
+    message = rf"parallelize: expected {axis}=1, got {axis}=2; .*leave {axis} out of Mesh"
+    with pytest.raises(ValueError, match=message):
+        run_ranks(rank, 2)

@@ -68,20 +68,6 @@ def test_models_that_differ_between_ranks_are_refused():
         run_ranks(other_buckets, 2)
 
 
-def test_a_backend_without_averages_sums_and_divides(monkeypatch):
-    monkeypatch.setattr(Mesh, "can_average", lambda self: False)
-
-    def ranks():
-        mesh = Mesh()
-        model = parallelize(Net(), mesh, **SMALL)
-        for _ in range(2):
-            model.zero_grad()
-            loss_of(model, mesh.dp_rank).backward()
-        return gradients(model)
-
-    assert_same(run_ranks(ranks, 2)[0], mean_of([(Net(), [0]), (Net(), [1])]))
-
-
 def test_two_models_in_one_process():
     def ranks():
         mesh = Mesh()

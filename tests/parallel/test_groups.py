@@ -6,22 +6,8 @@ import torch.distributed as dist
 
 from fastpar.comm.mesh import Mesh
 from fastpar.parallel.debug import Debug, DelayedCollectives
-from fastpar.parallel.engine_groups import GroupMaker, _strided
+from fastpar.parallel.engine_groups import GroupMaker
 from fastpar.testing import run_ranks
-
-
-@pytest.mark.parametrize(
-    ("stride", "size", "expected"),
-    [
-        (1, 2, [[0, 1], [2, 3], [4, 5], [6, 7]]),  # tp of dp=4, tp=2
-        (2, 4, [[0, 2, 4, 6], [1, 3, 5, 7]]),  # dp
-        (2, 2, [[0, 2], [1, 3], [4, 6], [5, 7]]),  # shards of two
-        (4, 2, [[0, 4], [1, 5], [2, 6], [3, 7]]),  # their copies
-        (8, 1, [[0], [1], [2], [3], [4], [5], [6], [7]]),
-    ],
-)
-def test_groups_of_eight_ranks(stride, size, expected):
-    assert list(_strided(8, stride, size)) == expected
 
 
 def members(collectives):
