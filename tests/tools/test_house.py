@@ -1,6 +1,7 @@
 """The house rules that a machine can check: rooms, imports, names, errors, index, lines."""
 
 import ast
+import functools
 import re
 import subprocess
 from pathlib import Path
@@ -36,6 +37,7 @@ OPTIONAL = {  # heavy or optional: only ever imported inside functions
 }  # fmt: skip
 
 
+@functools.cache
 def tracked(pattern: str = "*") -> list[Path]:
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", pattern],
@@ -58,6 +60,12 @@ def dotted(path: Path) -> str:
     return name.removesuffix(".__init__")
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
 def imports(path: Path, *, top_level_only: bool = False) -> set[str]:
     """Dotted names that a file imports; with top_level_only, those run at import time."""
     found: set[str] = set()
@@ -75,7 +83,7 @@ def imports(path: Path, *, top_level_only: bool = False) -> set[str]:
                 found.update(f"{child.module}.{alias.name}" for alias in child.names)
             visit(child)
 
-    visit(ast.parse(path.read_text()))
+    visit(parsed(path))
     return found
 
 
@@ -197,7 +205,7 @@ def test_triton_kernels_are_launched_in_one_place():
 
 def test_every_triton_module_is_compiled_ahead_of_time():
     for path in (ROOT / "kernels").glob("*_triton.py"):
-        names = {n.name for n in ast.parse(path.read_text()).body if isinstance(n, ast.FunctionDef)}
+        names = {n.name for n in parsed(path).body if isinstance(n, ast.FunctionDef)}
         assert "aot_calls" in names, path.name
 
 
@@ -247,7 +255,7 @@ def test_each_collective_has_one_home():
 def test_public_functions_have_docstrings():
     for room in ("kernels", "fastpar", "bench"):
         for path in sources(room):
-            tree = ast.parse(path.read_text())
+            tree = parsed(path)
             assert ast.get_docstring(tree) or path.stem == "__main__", path
             for node in tree.body:
                 public = isinstance(
