@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import tokenize
 from pathlib import Path
@@ -17,7 +18,8 @@ _NO_CODE = {
 }
 
 
-def code_lines(text: str) -> set[int]:
+@functools.cache
+def code_lines(text: str) -> frozenset[int]:
     """Numbers of the lines of Python that hold code."""
     found: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
@@ -32,7 +34,7 @@ def code_lines(text: str) -> set[int]:
                 and isinstance(first.value.value, str)
             ):
                 found -= set(range(first.lineno, (first.end_lineno or first.lineno) + 1))
-    return found
+    return frozenset(found)
 
 
 def long_functions(text: str, most: int) -> list[tuple[str, int]]:
