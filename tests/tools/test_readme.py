@@ -26,7 +26,11 @@ def code(number):
 
 def test_it_is_short_and_its_links_lead_to_files():
     assert len(README.splitlines()) <= 250
-    documents = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "fastpar").rglob("README.md")]
+    documents = [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *(ROOT / "fastpar").rglob("README.md"),
+    ]
     documents += [ROOT / room / "README.md" for room in ("kernels", "csrc", "bench", "tests")]
     for document in documents:
         for link in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
@@ -50,7 +54,6 @@ def no_gpu_figure():
         assert json.loads(path.read_text())["machine"]["device"] == "cpu"
 
 
-
 def layouts():
     with pytest.raises((ValueError, TypeError), match="pp"):
         run_ranks(_with_stages, 2)
@@ -67,7 +70,7 @@ def optimizers():
 def _stock_optimizer():
     model = fastpar.parallelize(nn.Linear(2, 2), fastpar.Mesh(), zero_stage=2)
     model(torch.ones(1, 2)).sum().backward()
-    with pytest.raises(RuntimeError, match="expected fastpar.AdamW"):
+    with pytest.raises(RuntimeError, match=r"expected fastpar\.AdamW"):
         torch.optim.SGD(model.parameters(), lr=0.1).step()
     with pytest.raises(ValueError, match="expected parameters of an engine with zero_stage=0"):
         fastpar.Adafactor(model.parameters())
