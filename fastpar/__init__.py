@@ -9,96 +9,35 @@ import importlib
 import importlib.machinery
 import importlib.util
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastpar._version import __version__
 
-if TYPE_CHECKING:
-    from fastpar.checkpoint.checkpoint import load_checkpoint, save_checkpoint
-    from fastpar.checkpoint.saver import Saver
-    from fastpar.comm.mesh import Mesh
-    from fastpar.config.config import GPTConfig
-    from fastpar.models.gpt import GPT
-    from fastpar.nn.modules import (
-        GELU,
-        MLP,
-        CausalSelfAttention,
-        Embedding,
-        LayerNorm,
-        LinearCrossEntropyLoss,
-        RMSNorm,
-    )
-    from fastpar.nn.tp_layers import (
-        ColumnParallelLinear,
-        RowParallelLinear,
-        VocabParallelEmbedding,
-        VocabParallelLinear,
-    )
-    from fastpar.optim.adafactor import Adafactor
-    from fastpar.optim.adamw import AdamW
-    from fastpar.parallel.engine import engine_of
-    from fastpar.parallel.parallelize import parallelize
-    from fastpar.patching.patch import patch, unpatch
-    from fastpar.sharding.placements import Partial, Replicate, Shard
-
-__all__ = [
-    "GELU",
-    "GPT",
-    "MLP",
-    "Adafactor",
-    "AdamW",
-    "CausalSelfAttention",
-    "ColumnParallelLinear",
-    "Embedding",
-    "GPTConfig",
-    "LayerNorm",
-    "LinearCrossEntropyLoss",
-    "Mesh",
-    "Partial",
-    "RMSNorm",
-    "Replicate",
-    "RowParallelLinear",
-    "Saver",
-    "Shard",
-    "VocabParallelEmbedding",
-    "VocabParallelLinear",
-    "__version__",
-    "engine_of",
-    "load_checkpoint",
-    "parallelize",
-    "patch",
-    "save_checkpoint",
-    "unpatch",
-]
-
-_HOMES = {
-    "Adafactor": "optim.adafactor",
-    "AdamW": "optim.adamw",
-    "CausalSelfAttention": "nn.modules",
-    "ColumnParallelLinear": "nn.tp_layers",
-    "Embedding": "nn.modules",
-    "GELU": "nn.modules",
-    "GPT": "models.gpt",
-    "GPTConfig": "config.config",
-    "LayerNorm": "nn.modules",
-    "LinearCrossEntropyLoss": "nn.modules",
-    "MLP": "nn.modules",
-    "Mesh": "comm.mesh",
-    "Partial": "sharding.placements",
-    "RMSNorm": "nn.modules",
-    "Replicate": "sharding.placements",
-    "RowParallelLinear": "nn.tp_layers",
-    "Saver": "checkpoint.saver",
-    "Shard": "sharding.placements",
-    "VocabParallelEmbedding": "nn.tp_layers",
-    "VocabParallelLinear": "nn.tp_layers",
-    "engine_of": "parallel.engine",
-    "load_checkpoint": "checkpoint.checkpoint",
-    "parallelize": "parallel.parallelize",
-    "patch": "patching.patch",
-    "save_checkpoint": "checkpoint.checkpoint",
-    "unpatch": "patching.patch",
+# Module -> the public names that live there: the one list. __init__.pyi is its copy for type
+# checkers; `python tests/tools/test_import.py` writes it, and a test compares the two.
+_PUBLIC = {
+    "checkpoint.checkpoint": ("load_checkpoint", "save_checkpoint"),
+    "checkpoint.saver": ("Saver",),
+    "comm.mesh": ("Mesh",),
+    "config.config": ("GPTConfig",),
+    "models.gpt": ("GPT",),
+    "nn.modules": (
+        *("GELU", "MLP", "CausalSelfAttention", "Embedding", "LayerNorm"),
+        *("LinearCrossEntropyLoss", "RMSNorm"),
+    ),
+    "nn.tp_layers": (
+        *("ColumnParallelLinear", "RowParallelLinear"),
+        *("VocabParallelEmbedding", "VocabParallelLinear"),
+    ),
+    "optim.adafactor": ("Adafactor",),
+    "optim.adamw": ("AdamW",),
+    "parallel.engine": ("engine_of",),
+    "parallel.parallelize": ("parallelize",),
+    "patching.patch": ("patch", "unpatch"),
+    "sharding.placements": ("Partial", "Replicate", "Shard"),
 }
+_HOMES = {name: module for module, names in _PUBLIC.items() for name in names}
+__all__ = ["__version__", *_HOMES]
 
 
 def _check_compiled() -> None:

@@ -10,6 +10,7 @@ import pytest
 import fastpar
 
 ROOT = Path(__file__).resolve().parents[2]
+STUB = ROOT / "fastpar" / "__init__.pyi"
 
 
 def python(*arguments):
@@ -43,6 +44,22 @@ def test_public_names_are_there():
     assert fastpar.parallelize.__module__ == "fastpar.parallel.parallelize"
 
 
+def stub() -> str:
+    """fastpar/__init__.pyi: the public names, for type checkers."""
+    lines = [
+        '"""Written from the table of __init__.py by `python tests/tools/test_import.py`."""',
+        "",
+    ]
+    lines.append("from fastpar._version import __version__ as __version__")
+    for module, names in fastpar._PUBLIC.items():
+        lines += [f"from fastpar.{module} import {name} as {name}" for name in names]
+    return "\n".join(lines) + "\n"
+
+
+def test_type_checkers_see_the_public_names():
+    assert STUB.read_text() == stub(), "run `python tests/tools/test_import.py`"
+
+
 def test_unknown_names_are_attribute_errors():
     with pytest.raises(AttributeError, match="module 'fastpar' has no attribute 'nothing'"):
         _ = fastpar.nothing
@@ -64,3 +81,7 @@ def test_a_checkout_that_was_not_built_says_what_to_type(tmp_path, with_kernels,
     done = python("-S", "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import fastpar")
     assert done.returncode == 1
     assert f"expected the compiled module fastpar.kernels._C, {message}; run `pip" in done.stderr
+
+
+if __name__ == "__main__":
+    STUB.write_text(stub())

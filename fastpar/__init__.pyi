@@ -1,0 +1,29 @@
+"""Written from the table of __init__.py by `python tests/tools/test_import.py`."""
+
+from fastpar._version import __version__ as __version__
+from fastpar.checkpoint.checkpoint import load_checkpoint as load_checkpoint
+from fastpar.checkpoint.checkpoint import save_checkpoint as save_checkpoint
+from fastpar.checkpoint.saver import Saver as Saver
+from fastpar.comm.mesh import Mesh as Mesh
+from fastpar.config.config import GPTConfig as GPTConfig
+from fastpar.models.gpt import GPT as GPT
+from fastpar.nn.modules import GELU as GELU
+from fastpar.nn.modules import MLP as MLP
+from fastpar.nn.modules import CausalSelfAttention as CausalSelfAttention
+from fastpar.nn.modules import Embedding as Embedding
+from fastpar.nn.modules import LayerNorm as LayerNorm
+from fastpar.nn.modules import LinearCrossEntropyLoss as LinearCrossEntropyLoss
+from fastpar.nn.modules import RMSNorm as RMSNorm
+from fastpar.nn.tp_layers import ColumnParallelLinear as ColumnParallelLinear
+from fastpar.nn.tp_layers import RowParallelLinear as RowParallelLinear
+from fastpar.nn.tp_layers import VocabParallelEmbedding as VocabParallelEmbedding
+from fastpar.nn.tp_layers import VocabParallelLinear as VocabParallelLinear
+from fastpar.optim.adafactor import Adafactor as Adafactor
+from fastpar.optim.adamw import AdamW as AdamW
+from fastpar.parallel.engine import engine_of as engine_of
+from fastpar.parallel.parallelize import parallelize as parallelize
+from fastpar.patching.patch import patch as patch
+from fastpar.patching.patch import unpatch as unpatch
+from fastpar.sharding.placements import Partial as Partial
+from fastpar.sharding.placements import Replicate as Replicate
+from fastpar.sharding.placements import Shard as Shard
