@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,15 +19,27 @@ from fastpar.compare.strategies import SINGLE, STRATEGIES
 from fastpar.train.metrics import smoothed
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#8B4513")
-_MARKERS = "os^vDPX*<>hdp8H"
+_MARKERS = "s^vDPX*<>hdp8H"
 # Those that run by default have the eight colours; the rest share them.
 _FIRST = ("ddp", "fsdp2", "fsdp2-no-reshard", "dp", "zero1", "zero2", "zero3", "tp")
-_LINES = {"torch": "--", "deepspeed": ":", "fastpar": "-"}
-_HATCHES = {"torch": "//", "deepspeed": "..", "fastpar": ""}
-_OWNERS = {"torch": "torch's", "deepspeed": "DeepSpeed's", "fastpar": "fastpar's"}
-_LINE_WORDS = {"torch": "dashed", "deepspeed": "dotted", "fastpar": "solid"}
-_WIDTH, _HEIGHT, _DPI = 9.0, 4.4, 110
+_SIZE_INCHES, _DPI = (9.0, 4.4), 110
 _MOST_TICKS = 12
+
+
+class _Owner(NamedTuple):
+    """How the strategies of a package look."""
+
+    title: str
+    line: str
+    line_name: str
+    hatch: str
+
+
+_OWNERS = {
+    "torch": _Owner("torch's", "--", "dashed", "//"),
+    "deepspeed": _Owner("DeepSpeed's", ":", "dotted", ".."),
+    "fastpar": _Owner("fastpar's", "-", "solid", ""),
+}
 
 
 def draw_all(comparison: Comparison, folder: Path) -> list[tuple[Path, str]]:
@@ -37,7 +49,7 @@ def draw_all(comparison: Comparison, folder: Path) -> list[tuple[Path, str]]:
         ImportError: matplotlib is not installed.
     """
     made = []
-    for name, words, draw in _PICTURES:
+    for name, (draw, words) in _PICTURES.items():
         figure = _figure()
         draw(comparison, figure)
         figure.savefig(str(folder / name))
@@ -53,7 +65,7 @@ def _figure() -> Any:
         raise ImportError(
             f"draw_all: expected matplotlib, got {error}; pip install matplotlib"
         ) from None
-    figure = Figure(figsize=(_WIDTH, _HEIGHT), dpi=_DPI, layout="constrained")
+    figure = Figure(figsize=_SIZE_INCHES, dpi=_DPI, layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
@@ -62,11 +74,11 @@ def look(name: str) -> dict[str, Any]:
     """Colour, marker and line of a strategy, the same in every picture."""
     if name == SINGLE:
         return {"color": "black", "marker": "o", "linestyle": "-."}
-    at = list(dict.fromkeys((SINGLE, *_FIRST, *STRATEGIES))).index(name) - 1
+    at = [n for n in dict.fromkeys((*_FIRST, *STRATEGIES)) if n != SINGLE].index(name)
     return {
         "color": _COLOURS[at % len(_COLOURS)],
-        "marker": _MARKERS[1:][at % (len(_MARKERS) - 1)],
-        "linestyle": _LINES[STRATEGIES[name].package],
+        "marker": _MARKERS[at % len(_MARKERS)],
+        "linestyle": _OWNERS[STRATEGIES[name].package].line,
     }
 
 
@@ -78,42 +90,36 @@ def _finish(axes: Any, title: str, unit: str, xlabel: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _packages(comparison: Comparison) -> list[str]:
+def _owners(comparison: Comparison) -> list[_Owner]:
     """Whose strategies are shown."""
-    return [p for p in _OWNERS if any(STRATEGIES[n].package == p for n in comparison.names)]
+    shown = {STRATEGIES[name].package for name in comparison.names}
+    return [owner for package, owner in _OWNERS.items() if package in shown]
 
 
-def _legend(comparison: Comparison, figure: Any, *axes: Any) -> None:
-    """Beside the axes: it covers nothing."""
-    lines = [f"{_LINE_WORDS[p]}: {_OWNERS[p]}" for p in _packages(comparison)]
+def _explain_lines(comparison: Comparison, figure: Any, *axes: Any) -> None:
+    """The legend stands beside the axes, where it covers nothing."""
     both = [ax.get_legend_handles_labels() for ax in axes]
     named = {label: handle for handles, labels in both for handle, label in zip(handles, labels)}
+    title = "\n".join(f"{owner.line_name}: {owner.title}" for owner in _owners(comparison))
     figure.legend(
-        named.values(),
-        named.keys(),
-        loc="outside right center",
-        frameon=False,
-        fontsize=9,
-        title="\n".join(lines),
-        title_fontsize=8,
-    )
+        named.values(), named.keys(), loc="outside right center", frameon=False, fontsize=9,
+        title=title, title_fontsize=8,
+    )  # fmt: skip
 
 
 def _explain_bars(comparison: Comparison, figure: Any) -> None:
-    """Below the axes: whose strategies are hatched and how."""
+    """The legend below the axes: whose strategies are hatched and how."""
     from matplotlib.patches import Patch
 
-    packages = _packages(comparison)
-    patches = [
-        Patch(
-            facecolor="white" if _HATCHES[p] else "#666666", edgecolor="#666666", hatch=_HATCHES[p]
-        )
-        for p in packages
-    ]
-    names = [_OWNERS[p] for p in packages]
+    grey = "#666666"
+    patches = {
+        owner.title: Patch(fc="white" if owner.hatch else grey, ec=grey, hatch=owner.hatch)
+        for owner in _owners(comparison)
+    }
     figure.legend(
-        patches, names, loc="outside lower center", ncols=len(names), frameon=False, fontsize=9
-    )
+        patches.values(), patches.keys(), loc="outside lower center", ncols=len(patches),
+        frameon=False, fontsize=9,
+    )  # fmt: skip
 
 
 def _repeats(comparison: Comparison) -> str:
@@ -147,7 +153,7 @@ def _per_epoch(
     axes.set_ylim(bottom=0)
     steps = comparison.settings["epoch_steps"]
     _finish(axes, f"{title} ({_repeats(comparison)})", unit, f"epoch of {steps} steps")
-    _legend(comparison, figure, axes)
+    _explain_lines(comparison, figure, axes)
 
 
 def draw_throughput(comparison: Comparison, figure: Any) -> None:
@@ -167,7 +173,7 @@ def _bars(
     """A bar a strategy with the range of its repeats; what is not known is said in its place."""
     names = comparison.names
     for at, name in enumerate(names):
-        stat = comparison.stat(name, value)
+        stat, hatch = comparison.stat(name, value), _OWNERS[STRATEGIES[name].package].hatch
         if stat is None:
             axes.text(0, at, " not known", va="center", fontsize=8, style="italic")
             continue
@@ -175,9 +181,9 @@ def _bars(
             at,
             stat.median,
             height=0.65,
-            color="white" if _HATCHES[STRATEGIES[name].package] else look(name)["color"],
+            color="white" if hatch else look(name)["color"],
             edgecolor=look(name)["color"],
-            hatch=_HATCHES[STRATEGIES[name].package],
+            hatch=hatch,
             xerr=[[stat.median - stat.low], [stat.high - stat.median]] if stat.n > 1 else None,
             error_kw={"elinewidth": 1.2, "capsize": 3},
         )
@@ -199,14 +205,8 @@ def _bars(
 
 def draw_memory(comparison: Comparison, figure: Any) -> None:
     """Peak memory of the rank that has most."""
-    label = comparison.memory_label
-    _bars(
-        comparison,
-        figure.subplots(),
-        lambda run: comparison.memory(run) / 1e6,
-        f"Peak memory per rank ({_repeats(comparison)})",
-        f"MB: {label}",
-    )
+    title, unit = f"Peak memory per rank ({_repeats(comparison)})", f"MB: {comparison.memory_label}"
+    _bars(comparison, figure.subplots(), lambda run: comparison.memory(run) / 1e6, title, unit)
     _explain_bars(comparison, figure)
 
 
@@ -214,13 +214,7 @@ def draw_communication(comparison: Comparison, figure: Any) -> None:
     """Exposed communication, and bytes on the wire."""
     left, right = figure.subplots(1, 2, sharey=True)
     _bars(comparison, left, lambda run: run.exposed_ms, "Exposed communication", "ms of a step")
-    _bars(
-        comparison,
-        right,
-        lambda run: None if run.wire_bytes is None else run.wire_bytes / 1e6,
-        "Bytes on the wire",
-        "MB a rank sends in a step",
-    )
+    _bars(comparison, right, Run.sent_mb, "Bytes on the wire", "MB a rank sends in a step")
     left.set_ylim(len(comparison.names) - 0.5, -0.5)
     _explain_bars(comparison, figure)
 
@@ -235,57 +229,49 @@ def _curves(
 ) -> None:
     """Every step of the first runs, and below it how far each lies from the first strategy."""
     top, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    names = comparison.names
-    base = np.array(values(comparison.of(names[0])[0]))
-    n = len(base)
-    steps, every = np.arange(1, n + 1), max(1, n // 10)
-    window = max(1.0, n / 60)
-    nothing = True
-    for at, name in enumerate(names):
-        own = np.array(values(comparison.of(name)[0]))
-        style = {**look(name), "markevery": (at * every // len(names), every)}
-        top.plot(
-            steps, smoothed(own, 1 - 1 / window), label=name, markersize=5, linewidth=1, **style
-        )
+    curves = {name: np.array(values(comparison.of(name)[0])) for name in comparison.names}
+    first, base = next(iter(curves.items()))
+    steps, every = np.arange(1, len(base) + 1), max(1, len(base) // 10)
+    window = max(1.0, len(base) / 60)
+    for at, (name, own) in enumerate(curves.items()):
+        style = {**look(name), "markevery": (at * every // len(curves), every)}
+        smooth = smoothed(own, 1 - 1 / window)
+        top.plot(steps, smooth, label=name, markersize=5, linewidth=1, **style)
         apart = np.abs(own - base)
-        if at and apart.any():
-            nothing = False
-            below.semilogy(
-                steps, np.where(apart > 0, apart, np.nan), markersize=4, linewidth=0.7, **style
-            )
+        if apart.any():
+            shown = np.where(apart > 0, apart, np.nan)
+            below.semilogy(steps, shown, markersize=4, linewidth=0.7, **style)
+    if not below.lines:
+        below.text(0.5, 0.5, "no difference", transform=below.transAxes, ha="center")
     if limit is not None:
         below.fill_between(steps, 0, limit, color="#dddddd", zorder=0, label="rounding")
         below.set_yscale("log")
-    if nothing:
-        below.text(0.5, 0.5, "no difference", transform=below.transAxes, ha="center")
     mean = f", mean over about {window:.0f} steps" if window >= 1.5 else ""
     _finish(top, f"{title} of the first runs{mean}", unit, "")
-    _finish(below, f"Distance from {names[0]}, every step", unit, "step")
-    _legend(comparison, figure, top, below)
+    _finish(below, f"Distance from {first}, every step", unit, "step")
+    _explain_lines(comparison, figure, top, below)
 
 
 def draw_grad_norm(comparison: Comparison, figure: Any) -> None:
     """The gradient's norm before clipping."""
-    _curves(
-        comparison, figure, lambda r: r.grad_norms, "Gradient norm before clipping", "norm", None
-    )
+    title = "Gradient norm before clipping"
+    _curves(comparison, figure, lambda run: run.grad_norms, title, "norm", None)
 
 
 def draw_loss(comparison: Comparison, figure: Any) -> None:
     """The loss, and what rounding allows."""
     limit = allowed(comparison)
-    _curves(comparison, figure, lambda r: r.losses, "Loss", "nats per token", limit)
+    _curves(comparison, figure, lambda run: run.losses, "Loss", "nats per token", limit)
 
 
-_PICTURES: tuple[tuple[str, str, Callable[[Comparison, Any], None]], ...] = (
-    ("throughput.png", "Throughput of each epoch.", draw_throughput),
-    ("epoch_time.png", "Training time of each epoch.", draw_time),
-    ("memory.png", "Peak memory of the rank that has most.", draw_memory),
-    ("grad_norm.png", "Norm of the gradient, and how far strategies lie apart.", draw_grad_norm),
-    (
-        "loss.png",
-        "Training loss, and how far strategies lie apart; grey: what rounding alone does.",
+_PICTURES: dict[str, tuple[Callable[[Comparison, Any], None], str]] = {
+    "throughput.png": (draw_throughput, "Throughput of each epoch."),
+    "epoch_time.png": (draw_time, "Training time of each epoch."),
+    "memory.png": (draw_memory, "Peak memory of the rank that has most."),
+    "grad_norm.png": (draw_grad_norm, "Norm of the gradient, and how far strategies lie apart."),
+    "loss.png": (
         draw_loss,
+        "Training loss, and how far strategies lie apart; grey: what rounding alone does.",
     ),
-    ("communication.png", "Exposed communication and bytes on the wire.", draw_communication),
-)
+    "communication.png": (draw_communication, "Exposed communication and bytes on the wire."),
+}

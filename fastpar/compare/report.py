@@ -4,109 +4,105 @@ from __future__ import annotations
 
 import base64
 import html
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from fastpar.compare.results import FACTOR, FLOOR, Comparison, Run, Stat
-from fastpar.compare.words import number, summary
+from fastpar.compare.results import FACTOR, FLOOR, Comparison, Run
+from fastpar.compare.summary import number, summary
 
 TABLE, PAGE = "table.md", "report.html"
 NOT_KNOWN = "not known"
 
 
-def head(comparison: Comparison) -> tuple[str, ...]:
-    """Names of the columns."""
-    base = comparison.baseline
-    return (
-        "strategy",
-        "ranks",
-        "tokens/s",
-        f"speed, {base} = 1",
-        "epoch, s",
-        "peak memory a rank, MB",
-        f"memory, {base} = 1",
-        "sent a step, MB",
-        "exposed, ms of a step",
-        "last loss",
-    )
+class Column(NamedTuple):
+    """A column of the table: its title, and its cell for a strategy that was measured."""
+
+    title: str
+    cell: Callable[[Comparison, str], str]
+
+
+def _number_of(value: Callable[[Comparison, Run], float | None], *, spread: bool = True) -> Any:
+    """A cell: the median over the repeats, with their range."""
+
+    def cell(comparison: Comparison, name: str) -> str:
+        stat = comparison.stat(name, lambda run: value(comparison, run))
+        if stat is None:
+            return NOT_KNOWN
+        text, low, high = (number(x) for x in (stat.median, stat.low, stat.high))
+        return f"{text} ({low}-{high})" if spread and stat.n > 1 and low != high else text
+
+    return cell
+
+
+def _ratio_of(value: Callable[[Comparison, Run], float]) -> Any:
+    """A cell: the median in medians of the baseline."""
+
+    def cell(comparison: Comparison, name: str) -> str:
+        ratio = comparison.ratio(name, lambda run: value(comparison, run))
+        return NOT_KNOWN if ratio is None else f"{ratio:.2f}"
+
+    return cell
+
+
+def _epoch_s(comparison: Comparison, run: Run) -> float:
+    epochs = range(comparison.settings["epochs"])
+    return sum(comparison.epoch_s(run, epoch) for epoch in epochs) / len(epochs)
+
+
+COLUMNS = (
+    Column("strategy", lambda comparison, name: name),
+    Column("ranks", lambda comparison, name: f"{comparison.of(name)[0].ranks}"),
+    Column("tokens/s", _number_of(Comparison.tokens_per_s)),
+    Column("speed, {baseline} = 1", _ratio_of(Comparison.tokens_per_s)),
+    Column("epoch, s", _number_of(_epoch_s)),
+    Column("peak memory a rank, MB", _number_of(lambda c, run: c.memory(run) / 1e6)),
+    Column("memory, {baseline} = 1", _ratio_of(Comparison.memory)),
+    Column("sent a step, MB", _number_of(lambda c, run: run.sent_mb(), spread=False)),
+    Column("exposed, ms of a step", _number_of(lambda c, run: run.exposed_ms)),
+    Column("last loss", lambda comparison, name: f"{comparison.of(name)[0].losses[-1]:.5f}"),
+)
+
+
+def head(comparison: Comparison) -> list[str]:
+    """Titles of the columns."""
+    return [column.title.format(baseline=comparison.baseline) for column in COLUMNS]
 
 
 def rows(comparison: Comparison) -> list[list[str]]:
     """A row a strategy, the fastest first; those left out come last and say why."""
     measured = [name for name, _ in comparison.ranking(comparison.tokens_per_s, most=True)]
-    asked = [*comparison.settings["strategies"], *comparison.skipped]
-    return [_row(comparison, name) for name in dict.fromkeys([*measured, *asked])]
-
-
-def _row(comparison: Comparison, name: str) -> list[str]:
-    if name in comparison.skipped:
-        return [name, f"skipped: {comparison.skipped[name]}"]
-    runs = comparison.of(name)
-    if not runs:
-        why = comparison.failed.get(name)
-        return [name, "stopped before its first run" if why is None else f"failed: {why}"]
-    epochs = range(comparison.settings["epochs"])
-
-    def epoch_s(run: Run) -> float:
-        return sum(comparison.epoch_s(run, epoch) for epoch in epochs) / len(epochs)
-
-    loss = runs[0].losses[-1]
-    return [
-        name,
-        f"{runs[0].ranks}",
-        _cell(comparison.stat(name, comparison.tokens_per_s)),
-        _ratio(comparison.ratio(name, comparison.tokens_per_s)),
-        _cell(comparison.stat(name, epoch_s)),
-        _cell(comparison.stat(name, lambda run: comparison.memory(run) / 1e6)),
-        _ratio(comparison.ratio(name, comparison.memory)),
-        _cell(comparison.stat(name, lambda run: _scaled(run.wire_bytes, 1e-6)), spread=False),
-        _cell(comparison.stat(name, lambda run: run.exposed_ms)),
-        f"{loss:.5f}",
-    ]
-
-
-def _scaled(value: float | None, factor: float) -> float | None:
-    return None if value is None else value * factor
-
-
-def _ratio(value: float | None) -> str:
-    return NOT_KNOWN if value is None else f"{value:.2f}"
-
-
-def _cell(stat: Stat | None, *, spread: bool = True) -> str:
-    if stat is None:
-        return NOT_KNOWN
-    text = number(stat.median)
-    low, high = number(stat.low), number(stat.high)
-    return f"{text} ({low}-{high})" if spread and stat.n > 1 and low != high else text
+    found = [[column.cell(comparison, name) for column in COLUMNS] for name in measured]
+    for name in dict.fromkeys([*comparison.settings["strategies"], *comparison.skipped]):
+        if name in comparison.skipped:
+            found.append([name, f"skipped: {comparison.skipped[name]}"])
+        elif name in comparison.failed and name not in measured:
+            found.append([name, f"failed: {comparison.failed[name]}"])
+        elif name not in measured:
+            found.append([name, "stopped before its first run"])
+    return found
 
 
 def conditions(comparison: Comparison) -> list[str]:
     """What was trained on what, and how numbers are to be read."""
     s, m = comparison.settings, comparison.machine
     shape = s["shape"]
-    what = (
+    versions = [
+        f"{name} {m[name]}"
+        for name in ("python", "torch", "fastpar", "deepspeed", "commit")
+        if m.get(name)
+    ]
+    return [
         f"{s['model']}: {shape['n_layer']} layers, {shape['n_head']} heads, width "
         f"{shape['n_embd']}, context {shape['block_size']}, {s['parameters']:,} parameters, fp32, "
-        f"no dropout; text {s['data']}, tokenizer {s['tokenizer']}"
-    )
-    how = (
+        f"no dropout; text {s['data']}, tokenizer {s['tokenizer']}.",
         f"{s['batch_size']} sequences a step over all ranks, {s['epochs']} epochs of "
         f"{s['epoch_steps']} steps, AdamW, learning rate {s['lr']:g} with warm-up and cosine, "
         f"gradients clipped to a norm of 1; {s['repeats']} run{'s' * (s['repeats'] > 1)} each, "
-        "in fresh processes and turning order"
-    )
-    where = (
+        "in fresh processes and turning order.",
         f"{m['device']}, {s['nproc']} rank{'s' * (s['nproc'] > 1)} with {s['threads']} "
-        f"thread{'s' * (s['threads'] > 1)} each; python {m['python']}, torch {m['torch']}, fastpar "
-        f"{m['fastpar']}{_version(m, 'deepspeed')}{_version(m, 'commit')}; {m['date']}"
-    )
-    return [f"{what}.", f"{how[0].upper()}{how[1:]}.", f"{where}."]
-
-
-def _version(machine: dict[str, Any], name: str) -> str:
-    return f", {name} {machine[name]}" if machine.get(name) else ""
+        f"thread{'s' * (s['threads'] > 1)} each; {', '.join(versions)}; {m['date']}.",
+    ]
 
 
 def notes(comparison: Comparison) -> list[str]:
@@ -136,13 +132,14 @@ def markdown(comparison: Comparison) -> str:
     names = head(comparison)
     lines = [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
     for row in rows(comparison):
-        cells = [cell.replace("|", "/") for cell in row]
-        lines.append(f"| {' | '.join(cells + [''] * (len(names) - len(cells)))} |")
+        cells = [cell.replace("|", "/") for cell in row] + [""] * (len(names) - len(row))
+        lines.append(f"| {' | '.join(cells)} |")
     lines += ["", *(f"- {line}" for line in summary(comparison))]
     lines += ["", *conditions(comparison), "", *notes(comparison)]
     return "\n".join(lines) + "\n"
 
 
+COL = ' scope="col"'
 STYLE = """
 :root { color-scheme: light dark; --line: #bbb; --soft: #f3f3f3; --bad: #b00020; }
 @media (prefers-color-scheme: dark) { :root { --line: #555; --soft: #222; --bad: #ff8a80; } }
@@ -168,39 +165,44 @@ def page(comparison: Comparison, pictures: Sequence[tuple[Path, str]]) -> str:
     Args:
         pictures: PNG files with what they show.
     """
+    return "\n".join(
+        [
+            '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            '<link rel="icon" href="data:,">',  # else a browser asks for one
+            f"<title>fastpar compare</title>\n<style>\n{STYLE}\n</style></head>\n<body>",
+            "<h1>fastpar compare: which parallel strategy</h1>",
+            "<h2>In words</h2>",
+            f"<ul>{_tags('li', summary(comparison))}</ul>",
+            "<h2>Table</h2>",
+            f'<div class="box" tabindex="0"><table><thead><tr>{_tags("th", head(comparison), COL)}',
+            "</tr></thead><tbody>",
+            *(f"<tr>{_html_row(row)}</tr>" for row in rows(comparison)),
+            "</tbody></table></div>",
+            "<h2>Pictures</h2>",
+            *(_figure(path.read_bytes(), html.escape(words)) for path, words in pictures),
+            "<h2>How it was measured</h2>",
+            f'<div class="small">{_tags("p", [*conditions(comparison), *notes(comparison)])}</div>',
+            "</body></html>\n",
+        ]
+    )
 
-    def text(value: str) -> str:
-        return html.escape(value)
 
-    body = ["<h1>fastpar compare: which parallel strategy</h1>", "<h2>In words</h2>", "<ul>"]
-    body += [f"<li>{text(line)}</li>" for line in summary(comparison)]
-    body += ["</ul>", "<h2>Table</h2>", '<div class="box" tabindex="0"><table><thead><tr>']
-    body += [f'<th scope="col">{text(name)}</th>' for name in head(comparison)]
-    body.append("</tr></thead><tbody>")
-    for row in rows(comparison):
-        body.append("<tr>" + f"<td>{text(row[0])}</td>")
-        if len(row) == 2:
-            body.append(
-                f'<td class="left-out" colspan="{len(head(comparison)) - 1}">{text(row[1])}</td>'
-            )
-        body += [f"<td>{text(cell)}</td>" for cell in row[1:] if len(row) > 2]
-        body.append("</tr>")
-    body += ["</tbody></table></div>", "<h2>Pictures</h2>"]
-    for path, words in pictures:
-        data = base64.b64encode(path.read_bytes()).decode()
-        body.append(
-            f'<figure><div class="box" tabindex="0"><img alt="{text(words)}" '
-            f'src="data:image/png;base64,{data}"></div>'
-            f"<figcaption>{text(words)}</figcaption></figure>"
-        )
-    body += ["<h2>How it was measured</h2>"]
-    body += [f'<p class="small">{text(line)}</p>' for line in conditions(comparison)]
-    body += [f'<p class="small">{text(line)}</p>' for line in notes(comparison)]
+def _tags(name: str, texts: Sequence[str], attributes: str = "") -> str:
+    """Each text in an element of its own."""
+    return "\n".join(f"<{name}{attributes}>{html.escape(text)}</{name}>" for text in texts)
+
+
+def _html_row(row: Sequence[str]) -> str:
+    if len(row) > 2:
+        return _tags("td", row)
+    left_out = f' class="left-out" colspan="{len(COLUMNS) - 1}"'
+    return _tags("td", row[:1]) + _tags("td", row[1:], left_out)
+
+
+def _figure(png: bytes, words: str) -> str:
+    data = base64.b64encode(png).decode()
     return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<link rel="icon" href="data:,">\n'  # else a browser asks for one
-        f"<title>fastpar compare</title>\n<style>\n{STYLE}\n</style></head>\n<body>\n"
-        + "\n".join(body)
-        + "\n</body></html>\n"
+        f'<figure><div class="box" tabindex="0"><img alt="{words}" '
+        f'src="data:image/png;base64,{data}"></div><figcaption>{words}</figcaption></figure>'
     )

@@ -90,6 +90,24 @@ class Run:
     exposed_ms: float | None = None
     seconds: float = 0.0
 
+    def sent_mb(self) -> float | None:
+        return None if self.wire_bytes is None else self.wire_bytes / 1e6
+
+    def merge(self, ranks: Sequence[Run]) -> None:
+        """Fills in what the ranks measured: the times of the slowest, the mean of the losses."""
+        self.step_s = [max(times) for times in zip(*(r.step_s for r in ranks))]
+        self.losses = [sum(losses) / len(ranks) for losses in zip(*(r.losses for r in ranks))]
+        self.grad_norms = ranks[0].grad_norms  # the same on every rank
+        self.rss_bytes = [n for r in ranks for n in r.rss_bytes]
+        self.step_bytes = [n for r in ranks for n in r.step_bytes]
+        self.wire_bytes = _largest([r.wire_bytes for r in ranks])
+        self.exposed_ms = _largest([r.exposed_ms for r in ranks])
+
+
+def _largest(values: Sequence[Any]) -> Any:
+    """None where one is not known."""
+    return None if None in values else max(values)
+
 
 @dataclass
 class Comparison:

@@ -1,6 +1,6 @@
-"""Ways to train one model on several ranks behind one door: torch's, DeepSpeed's and fastpar's.
+"""The ways to train one model on several ranks: torch's, DeepSpeed's and fastpar's, as one table.
 
-build(name, ...) wraps the module that the factory makes, with AdamW of the same hyper-parameters
+build(name, ...) wraps the module that a factory makes, with AdamW of the same hyper-parameters
 (decay on matrices only); each rank computes its own rows, and forward(x, y) is the mean loss.
 torch.distributed is initialized before, or there is one rank. The module has its blocks in `.h`;
 a tied head must use the embedding's weight in the root's forward, as fastpar.models.gpt.GPT does,
@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,8 +60,10 @@ class Settings:
     grad_accum_steps: int = 1
     fastpar: Mapping[str, Any] = field(default_factory=dict)
 
-
-Builder = Callable[[str, ModelFactory, Settings], "Contender"]
+    @property
+    def adamw(self) -> dict[str, Any]:
+        """The arguments that every AdamW takes."""
+        return {"lr": self.lr, "betas": self.betas, "eps": self.eps}
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -74,13 +77,8 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
 def adamw_of(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
     """torch's fused AdamW over the model's parameters as they are now."""
-    return torch.optim.AdamW(
-        decay_groups(model, settings.weight_decay),
-        lr=settings.lr,
-        betas=settings.betas,
-        eps=settings.eps,
-        fused=True,
-    )
+    groups = decay_groups(model, settings.weight_decay)
+    return torch.optim.AdamW(groups, fused=True, **settings.adamw)
 
 
 class Contender:
@@ -164,14 +162,18 @@ class _Single(Contender):
         return contextlib.nullcontext()
 
 
-class _DDP(Contender):
+class _DDPZero(Contender):
+    """DDP whose optimizer sends the weights, so that no step is without communication."""
+
     def _micro_batch(self, is_last: bool) -> AbstractContextManager:
-        return contextlib.nullcontext() if is_last else self.quiet()
+        return contextlib.nullcontext() if is_last else self.model.no_sync()  # type: ignore[operator]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, p in self.model.module.named_parameters():  # type: ignore[union-attr]
-            yield name, p.detach()
+        for name, p in super().weights():
+            yield name.removeprefix("module."), p
 
+
+class _DDP(_DDPZero):
     def quiet(self) -> AbstractContextManager:
         return self.model.no_sync()  # type: ignore[operator]
 
@@ -201,12 +203,10 @@ class _DeepSpeed(Contender):
         self.grad_norm = None if norm is None else torch.as_tensor(norm)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        deepspeed = importlib.import_module("deepspeed")
-        module: Any = self.model.module
+        gathered = importlib.import_module("deepspeed").zero.GatheredParameters
         whole = self.model.zero_optimization_stage() < 3  # type: ignore[operator]
-        for name, p in module.named_parameters():
-            gather = contextlib.nullcontext() if whole else deepspeed.zero.GatheredParameters([p])
-            with gather:
+        for name, p in self.model.module.named_parameters():  # type: ignore[union-attr]
+            with contextlib.nullcontext() if whole else gathered([p]):
                 yield name, p.detach()
 
     def close(self) -> None:
@@ -244,115 +244,62 @@ def _single(name: str, make: ModelFactory, settings: Settings) -> Contender:
     return _Single(name, model, adamw_of(model, settings), settings)
 
 
-def _wrapped(make: ModelFactory, settings: Settings) -> nn.parallel.DistributedDataParallel:
+def _ddp(name: str, make: ModelFactory, settings: Settings, *, zero: bool = False) -> Contender:
     if not dist.is_initialized():
         raise ValueError(
             "build: expected torch.distributed to be initialized, got initialized=False; "
             "start the ranks with torchrun or fastpar.testing.run_ranks"
         )
-    cap: dict[str, Any] = {}
-    if settings.bucket_mb is not None:
-        cap["bucket_cap_mb"] = settings.bucket_mb
-    model = make().to(settings.device)
-    return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, **cap)
-
-
-def _ddp(name: str, make: ModelFactory, settings: Settings) -> Contender:
-    model = _wrapped(make, settings)
-    return _DDP(name, model, adamw_of(model, settings), settings)
-
-
-def _ddp_zero(name: str, make: ModelFactory, settings: Settings) -> Contender:
-    """One ZeroRedundancyOptimizer for each group of hyper-parameters: it takes only one."""
+    model = nn.parallel.DistributedDataParallel(
+        make().to(settings.device),
+        gradient_as_bucket_view=True,
+        bucket_cap_mb=settings.bucket_mb,  # type: ignore[arg-type]
+    )
+    if not zero:
+        return _DDP(name, model, adamw_of(model, settings), settings)
     from torch.distributed.optim import ZeroRedundancyOptimizer  # slow to import
 
-    model = _wrapped(make, settings)
-    optimizers = [
-        ZeroRedundancyOptimizer(
-            group["params"],
-            torch.optim.AdamW,
-            lr=settings.lr,
-            betas=settings.betas,
-            eps=settings.eps,
-            weight_decay=group["weight_decay"],
-            fused=True,
-        )
-        for group in decay_groups(model, settings.weight_decay)
-        if group["params"]
-    ]
-    return _DDPZero(name, model, _Together(optimizers), settings)
+    optimizer = ZeroRedundancyOptimizer(
+        decay_groups(model, settings.weight_decay), torch.optim.AdamW, fused=True, **settings.adamw
+    )
+    return _DDPZero(name, model, optimizer, settings)
 
 
-class _DDPZero(_DDP):
-    def quiet(self) -> None:  # type: ignore[override]
-        """Its optimizers send the weights."""
-        return None
+def _fsdp2(name: str, make: ModelFactory, settings: Settings, *, reshard: bool) -> Contender:
+    """A unit for each block; the root's holds both embeddings, the tied head and ln_f."""
+    from torch.distributed.fsdp import fully_shard  # slow to import
 
-    def _micro_batch(self, is_last: bool) -> AbstractContextManager:
-        return contextlib.nullcontext() if is_last else self.model.no_sync()  # type: ignore[operator]
-
-
-class _Together:
-    """Several optimizers as one."""
-
-    def __init__(self, optimizers: list[Any]):
-        self.optimizers = optimizers
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
-
-    def step(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.step()
-
-    def zero_grad(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
+    mesh = dist.device_mesh.init_device_mesh(settings.device, (dist.get_world_size(),))
+    model = make().to(settings.device)
+    for unit in (*model.h, model):  # type: ignore[misc]
+        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard)
+    return _FSDP2(name, model, adamw_of(model, settings), settings)
 
 
-def _fsdp2(reshard: bool) -> Builder:
-    def build(name: str, make: ModelFactory, settings: Settings) -> Contender:
-        """A unit for each block; the root's holds both embeddings, the tied head and ln_f."""
-        from torch.distributed.fsdp import fully_shard  # slow to import
-
-        mesh = dist.device_mesh.init_device_mesh(settings.device, (dist.get_world_size(),))
-        model = make().to(settings.device)
-        for block in model.h:  # type: ignore[union-attr]
-            fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
-        fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
-        return _FSDP2(name, model, adamw_of(model, settings), settings)
-
-    return build
-
-
-def _deepspeed(stage: int) -> Builder:
-    def build(name: str, make: ModelFactory, settings: Settings) -> Contender:
-        deepspeed = import_deepspeed(settings.device)
-        if not deepspeed.comm.is_initialized():
-            deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
-        model = make().to(settings.device)
-        zero: dict[str, Any] = {"stage": stage, "overlap_comm": True}
-        if settings.bucket_mb is not None:
-            zero["reduce_bucket_size"] = int(settings.bucket_mb * 2**20 / 4)  # elements
-        config = {
-            "train_micro_batch_size_per_gpu": 1,  # names a number, moves no data
-            "gradient_accumulation_steps": settings.grad_accum_steps,
-            "zero_optimization": zero,
-            "zero_allow_untested_optimizer": True,
-            "gradient_clipping": settings.max_grad_norm or 0.0,  # its default is 1.0
-            "zero_force_ds_cpu_optimizer": False,
-            "steps_per_print": 10**9,
-        }
-        optimizer = adamw_of(model, settings)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-        if stage == 3:  # the tied head is used outside of its own module
-            deepspeed.zero.register_external_parameter(engine.module, engine.module.wte.weight)
-        return _DeepSpeed(name, engine, engine.optimizer, settings)
-
-    return build
+def _deepspeed(name: str, make: ModelFactory, settings: Settings, *, stage: int) -> Contender:
+    deepspeed = import_deepspeed(settings.device)
+    if not deepspeed.comm.is_initialized():
+        deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
+    model = make().to(settings.device)
+    zero: dict[str, Any] = {"stage": stage, "overlap_comm": True}
+    if settings.bucket_mb is not None:
+        zero["reduce_bucket_size"] = int(settings.bucket_mb * 2**20 / 4)  # elements
+    config = {
+        "train_micro_batch_size_per_gpu": 1,  # names a number, moves no data
+        "gradient_accumulation_steps": settings.grad_accum_steps,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": settings.max_grad_norm or 0.0,  # its default is 1.0
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 10**9,
+    }
+    optimizer = adamw_of(model, settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    if stage == 3:  # the tied head is used outside of its own module
+        deepspeed.zero.register_external_parameter(engine.module, engine.module.wte.weight)
+    return _DeepSpeed(name, engine, engine.optimizer, settings)
 
 
 def import_deepspeed(device: str) -> Any:
@@ -369,38 +316,35 @@ def import_deepspeed(device: str) -> Any:
     return deepspeed
 
 
-def _fastpar(stage: int, hybrid: bool = False, tp: int = 1) -> Builder:
-    def build(name: str, make: ModelFactory, settings: Settings) -> Contender:
-        """hybrid: pairs of ranks share one copy, replicas across."""
-        mesh = Mesh(tp=tp, device=settings.device)
-        options: dict[str, Any] = {"zero_stage": stage, **settings.fastpar}
-        if hybrid:
-            if mesh.dp_size < 4 or mesh.dp_size % 2:
-                raise ValueError(
-                    "build: expected 4, 6, 8, ... ranks for HSDP, got "
-                    f"world_size={mesh.dp_size}; start more ranks"
-                )
-            options["shard_size"] = 2
-        if settings.bucket_mb is not None:
-            options["bucket_mb"] = settings.bucket_mb
-        if settings.grad_accum_steps > 1:
-            options["grad_accum_steps"] = settings.grad_accum_steps
-        model = parallelize(make().to(settings.device), mesh, **options)
-        optimizer = AdamW(
-            [
-                {"params": group["params"], "weight_decay": group["weight_decay"]}
-                for group in decay_groups(model, settings.weight_decay)
-            ],
-            lr=settings.lr,
-            betas=settings.betas,
-            eps=settings.eps,
-            max_grad_norm=settings.max_grad_norm,
-        )
-        made = _Fastpar(name, model, optimizer, settings)
-        made.dp_rank, made.dp_size = mesh.dp_rank, mesh.dp_size
-        return made
-
-    return build
+def _fastpar(
+    name: str,
+    make: ModelFactory,
+    settings: Settings,
+    *,
+    stage: int,
+    tp: int = 1,
+    hsdp: bool = False,
+) -> Contender:
+    """hsdp: pairs of ranks share one copy, replicas across."""
+    mesh = Mesh(tp=tp, device=settings.device)
+    options: dict[str, Any] = {"zero_stage": stage, **settings.fastpar}
+    if hsdp:
+        if mesh.dp_size < 4 or mesh.dp_size % 2:
+            raise ValueError(
+                "build: expected 4, 6, 8, ... ranks for HSDP, got "
+                f"world_size={mesh.dp_size}; start more ranks"
+            )
+        options["shard_size"] = 2
+    if settings.bucket_mb is not None:
+        options["bucket_mb"] = settings.bucket_mb
+    if settings.grad_accum_steps > 1:
+        options["grad_accum_steps"] = settings.grad_accum_steps
+    model = parallelize(make().to(settings.device), mesh, **options)
+    groups = decay_groups(model, settings.weight_decay)
+    optimizer = AdamW(groups, max_grad_norm=settings.max_grad_norm, **settings.adamw)
+    made = _Fastpar(name, model, optimizer, settings)
+    made.dp_rank, made.dp_size = mesh.dp_rank, mesh.dp_size
+    return made
 
 
 _IMPORTS = {
@@ -420,7 +364,7 @@ class Strategy:
 
     name: str
     title: str
-    build: Builder
+    build: Callable[[str, ModelFactory, Settings], Contender]
     package: str = "fastpar"
     ranks: int = 1
     at_least: int = 1
@@ -444,23 +388,31 @@ class Strategy:
 
 
 SINGLE, DDP = "single", "ddp"
+_STAGES = (1, 2, 3)
 _ALL = (
     Strategy(SINGLE, "one process", _single, "torch", one_rank=True),
     Strategy(DDP, "DDP", _ddp, "torch"),
-    Strategy("ddp-zero", "DDP + ZeRO optimizer", _ddp_zero, "torch"),
-    Strategy("fsdp2", "FSDP2", _fsdp2(reshard=True), "torch"),
-    Strategy("fsdp2-no-reshard", "FSDP2, no reshard", _fsdp2(reshard=False), "torch"),
+    Strategy("ddp-zero", "DDP + ZeRO optimizer", partial(_ddp, zero=True), "torch"),
+    Strategy("fsdp2", "FSDP2", partial(_fsdp2, reshard=True), "torch"),
+    Strategy("fsdp2-no-reshard", "FSDP2, no reshard", partial(_fsdp2, reshard=False), "torch"),
     *(
-        Strategy(f"deepspeed{n}", f"DeepSpeed ZeRO-{n}", _deepspeed(n), "deepspeed")
-        for n in (1, 2, 3)
+        Strategy(f"deepspeed{n}", f"DeepSpeed ZeRO-{n}", partial(_deepspeed, stage=n), "deepspeed")
+        for n in _STAGES
     ),
-    Strategy("dp", "fastpar ZeRO-0", _fastpar(0)),
-    *(Strategy(f"zero{n}", f"fastpar ZeRO-{n}", _fastpar(n)) for n in (1, 2, 3)),
-    Strategy("hsdp", "fastpar HSDP", _fastpar(3, hybrid=True), ranks=2, at_least=4),
-    Strategy("tp", "fastpar TP", _fastpar(0, tp=2), ranks=2, at_least=2, tp=2),
+    Strategy("dp", "fastpar ZeRO-0", partial(_fastpar, stage=0)),
+    *(Strategy(f"zero{n}", f"fastpar ZeRO-{n}", partial(_fastpar, stage=n)) for n in _STAGES),
+    Strategy("hsdp", "fastpar HSDP", partial(_fastpar, stage=3, hsdp=True), ranks=2, at_least=4),
+    Strategy("tp", "fastpar TP", partial(_fastpar, stage=0, tp=2), at_least=2, ranks=2, tp=2),
     *(
-        Strategy(f"tp-zero{n}", f"fastpar TP, ZeRO-{n}", _fastpar(n, tp=2), "fastpar", 2, 4, tp=2)
-        for n in (1, 2, 3)
+        Strategy(
+            f"tp-zero{n}",
+            f"fastpar TP, ZeRO-{n}",
+            partial(_fastpar, stage=n, tp=2),
+            at_least=4,
+            ranks=2,
+            tp=2,
+        )
+        for n in _STAGES
     ),
 )
 STRATEGIES: dict[str, Strategy] = {strategy.name: strategy for strategy in _ALL}

@@ -1,11 +1,12 @@
 """One rank of one run of `fastpar compare`: python -m fastpar.compare.worker FOLDER.
 
-FOLDER/spec.json says what to train; what was measured goes to FOLDER/rank<N>.json. Rank 0 prints a
-line of JSON after each step. A failure is a traceback whose last line says why.
+FOLDER/spec.json says what to train; FOLDER/rank<N>.json is the run as this rank has measured it.
+Rank 0 prints a line of JSON after each step. A failure is a traceback whose last line says why.
 """
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import gc
 import json
@@ -17,7 +18,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from fastpar.comm.wire_meter import WireMeter
+from fastpar.compare.results import Run
 from fastpar.compare.strategies import (
     STRATEGIES,
     Batch,
@@ -53,24 +55,26 @@ QUIET_STEPS = 20  # without communication, after the run
 class Spec:
     """What the ranks of a run train.
 
-    untimed_steps: see comparison.py; bytes, of memory and on the wire, are counted in the last of
-        them, or in the only step.
+    settings: of the Comparison. run: as it was planned; nothing in it is measured yet.
+    data, tokenizer: as `fastpar train` takes them; the text's path is in no file of results.
     """
 
-    strategy: str
-    shape: dict[str, Any]
+    settings: dict[str, Any]
+    run: Run
     data: str
     tokenizer: str
-    batch_size: int
-    micro_batch_size: int
-    grad_accum_steps: int
-    steps: int
-    untimed_steps: int
-    lr: float
-    seed: int
-    device: str
-    threads: int
-    exact_norm: bool = False
+
+    def save(self, folder: Path) -> None:
+        (folder / SPEC).write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def load(cls, folder: Path) -> Spec:
+        stored = json.loads((folder / SPEC).read_text())
+        return cls(**{**stored, "run": Run(**stored["run"])})
+
+    @property
+    def steps(self) -> int:
+        return self.settings["epochs"] * self.settings["epoch_steps"]
 
     @property
     def warmup_steps(self) -> int:
@@ -81,24 +85,11 @@ class Spec:
     @property
     def accumulate(self) -> str:
         """As `fastpar train` chooses it."""
-        return "shard" if self.strategy.endswith(("zero2", "zero3")) else "full"
-
-
-@dataclass
-class Measured:
-    """Of one rank; see comparison.Run."""
-
-    step_s: list[float] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    grad_norms: list[float] = field(default_factory=list)
-    step_bytes: int | None = None
-    rss_bytes: int = 0
-    wire_bytes: int | None = None
-    exposed_ms: float | None = None
+        return "shard" if self.run.strategy.endswith(("zero2", "zero3")) else "full"
 
 
 def result_path(folder: Path, rank: int) -> Path:
-    """Where a rank's Measured goes."""
+    """Where a rank leaves the run as it has measured it."""
     return folder / f"rank{rank}.json"
 
 
@@ -120,74 +111,78 @@ class Rank:
 
     def __init__(self, spec: Spec, say: Callable[[int, float, float], None]) -> None:
         self.spec, self.say = spec, say
-        self.strategy = STRATEGIES[spec.strategy]
+        self.settings, self.measured = spec.settings, copy.deepcopy(spec.run)
+        self.device: str = self.settings["device"]
+        self.untimed: int = self.settings["untimed_steps"]
+        self.strategy = STRATEGIES[spec.run.strategy]
         self.ours = self.strategy.package == "fastpar"
-        self.measured = Measured()
         self.meter = WireMeter()
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.data: TextData = load_data(
-            spec.data, spec.tokenizer, block_size=spec.shape["block_size"], progress=False
+            spec.data, spec.tokenizer, block_size=self.settings["block_size"], progress=False
         )
-        if spec.device == "cuda":
+        if self.device == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         else:
             keep_freed_memory()  # under every strategy, as under `fastpar train`
         if not self.strategy.one_rank and (self.world_size > 1 or not self.ours):
-            dist.init_process_group("nccl" if spec.device == "cuda" else "gloo")
+            dist.init_process_group("nccl" if self.device == "cuda" else "gloo")
         if self.strategy.package == "deepspeed":
-            import_deepspeed(spec.device)
+            import_deepspeed(self.device)
         self.strategy.import_all()
         forget_peak()
         self.before_mb = memory_mb()[0]
         # From here on, with nothing alive: DDP's buckets belong to C++, where Python sees none.
         self.measuring = ExitStack()  # to the end of the counted step
         self.memory = self.measuring.enter_context(
-            StepMemory(torch.device(spec.device), alive_bytes=0)
+            StepMemory(torch.device(self.device), alive_bytes=0)
         )
         self.contender: Contender = build(
-            spec.strategy,
-            lambda: GPT(GPTConfig(**spec.shape), seed=spec.seed),
+            spec.run.strategy,
+            lambda: GPT(GPTConfig(**self.settings["shape"]), seed=self.settings["seed"]),
             Settings(
-                lr=spec.lr,
+                lr=self.settings["lr"],
                 eps=EPS,
-                device=spec.device,
+                device=self.device,
                 max_grad_norm=MAX_GRAD_NORM,
-                exact_norm=spec.exact_norm,
-                grad_accum_steps=spec.grad_accum_steps,
+                exact_norm=spec.run.exact_norm,
+                grad_accum_steps=spec.run.grad_accum_steps,
                 fastpar={"accumulate": spec.accumulate},
             ),
         )
 
-    def run(self) -> Measured:
+    def run(self) -> Run:
         """All steps, then what can only be measured after them."""
-        spec, exposed = self.spec, []
-        with self.measuring, ExitStack() as stack:
-            if self.strategy.tp > 1:
-                stack.enter_context(self.meter.of_fastpar())
-            for step in range(spec.steps):
+        exposed: list[float] = []
+        with self.measuring, self.meter.of_fastpar() if self._tp else nullcontext():
+            for step in range(self.spec.steps):
                 waited, sent = self.meter.waited_s, self.meter.sent_bytes
-                counts = step == max(0, spec.untimed_steps - 1)
+                counts = step == max(0, self.untimed - 1)
                 with self._counting() if counts else nullcontext():
                     self._step(step)
                 if counts:
                     forget_peak()  # of what counting itself took
                 said = self.contender.report()
-                if self.strategy.tp > 1:
+                if self._tp:
                     self.measured.wire_bytes = self.meter.sent_bytes - sent
-                    if spec.device == "cpu":
-                        exposed.append(1e3 * (self.meter.waited_s - waited))
+                    exposed += [1e3 * (self.meter.waited_s - waited)] * (self.device == "cpu")
                 elif self.ours and "wire_bytes" in said:
                     self.measured.wire_bytes = int(said["wire_bytes"])
                     exposed += [said["exposed_ms"]] if "exposed_ms" in said else []
                 elif counts:
                     self.measured.wire_bytes = self.meter.sent_bytes
-        self.measured.rss_bytes = round(1e6 * (memory_mb()[1] - self.before_mb))
+        self.measured.rss_bytes = [round(1e6 * (memory_mb()[1] - self.before_mb))]
         if self.ours:
-            timed = exposed[spec.untimed_steps :]
+            timed = exposed[self.untimed :]
             self.measured.exposed_ms = statistics.median(timed) if timed else None
         else:
             self.measured.exposed_ms = self._exposed_ms()
         return self.measured
+
+    @property
+    def _tp(self) -> bool:
+        """Whether layers are split: then the engine does not see all that is sent."""
+        return self.strategy.tp > 1
 
     @contextmanager
     def _counting(self) -> Iterator[None]:
@@ -197,7 +192,7 @@ class Rank:
         with self.meter.of_torch(self.world_size) if theirs else nullcontext():
             yield
         self.measuring.close()
-        self.measured.step_bytes = self.memory.peak_bytes
+        self.measured.step_bytes = [self.memory.peak_bytes]
 
     def _step(self, step: int) -> None:
         """One step, timed to its end on the device."""
@@ -205,7 +200,7 @@ class Rank:
         loss = self._train_step(step)
         norm = self.contender.grad_norm
         values = loss.item(), math.nan if norm is None else float(norm)
-        synchronize(self.spec.device)
+        synchronize(self.device)
         seconds = time.perf_counter() - start
         if not math.isfinite(values[0]):
             raise RuntimeError(
@@ -218,32 +213,31 @@ class Rank:
         self.say(step + 1, values[0], seconds)
 
     def _train_step(self, step: int) -> torch.Tensor:
-        spec = self.spec
         lr = cosine_lr(
             step,
-            lr=spec.lr,
-            min_lr=spec.lr / 10,
-            warmup_steps=spec.warmup_steps,
-            max_steps=spec.steps,
+            lr=self.settings["lr"],
+            min_lr=self.settings["lr"] / 10,
+            warmup_steps=self.spec.warmup_steps,
+            max_steps=self.spec.steps,
         )
         return self.contender.train_step([self._batch(step, j) for j in self._numbers()], lr)
 
     def _numbers(self) -> list[int]:
-        """Of this rank's micro-batches in a step: [Note: who takes which samples] in train.py."""
-        made, accum = self.contender, self.spec.grad_accum_steps
+        """Of this rank's micro-batches in a step: [Note: who takes which samples] in trainer.py."""
+        made, accum = self.contender, self.spec.run.grad_accum_steps
         if self.spec.accumulate == "full":
             return [made.dp_rank * accum + j for j in range(accum)]
         return [j * made.dp_size + made.dp_rank for j in range(accum)]
 
     def _batch(self, step: int, number: int) -> Batch:
-        spec, rows = self.spec, self.spec.micro_batch_size
+        rows = self.spec.run.micro_batch_size
         x, y = sample_batch(
             self.data.train,
-            seed=spec.seed,
-            first_sample=step * spec.batch_size + number * rows,
+            seed=self.settings["seed"],
+            first_sample=step * self.settings["batch_size"] + number * rows,
             n_samples=rows,
-            block_size=spec.shape["block_size"],
-            device=spec.device,
+            block_size=self.settings["block_size"],
+            device=self.device,
         )
         return x, y, None  # no dropout: its masks depend on how a step is split
 
@@ -252,7 +246,7 @@ class Rank:
         if self.strategy.one_rank:
             return 0.0
         quiet = self.contender.quiet()
-        timed = self.measured.step_s[self.spec.untimed_steps :]
+        timed = self.measured.step_s[self.untimed :]
         if quiet is None or not timed:
             return None
         alone = []
@@ -261,7 +255,7 @@ class Rank:
             for step in range(min(QUIET_STEPS, self.spec.steps)):
                 start = time.perf_counter()
                 self._train_step(step).item()
-                synchronize(self.spec.device)
+                synchronize(self.device)
                 alone.append(time.perf_counter() - start)
         return 1e3 * max(0.0, statistics.median(timed) - statistics.median(alone))
 
@@ -272,8 +266,8 @@ def main(folder: Path) -> None:
         follow_launcher()
     warnings.simplefilter("ignore")  # of torch and DeepSpeed, about their own calls
     rank = int(os.environ.get("RANK", "0"))
-    spec = Spec(**json.loads((folder / SPEC).read_text()))
-    torch.set_num_threads(spec.threads)
+    spec = Spec.load(folder)
+    torch.set_num_threads(spec.run.threads)
 
     def say(step: int, loss: float, seconds: float) -> None:
         if rank == 0:

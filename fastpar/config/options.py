@@ -18,8 +18,8 @@ def _also(flag: str) -> Any:
 
 
 @dataclass(frozen=True)
-class ModelSettings:
-    """The model."""
+class ModelSize:
+    """The model's size."""
 
     model: str = "mini"
     """Size: gpt2, gpt2-medium, gpt2-large, gpt2-xl; for CPUs micro, mini, small-cpu."""
@@ -31,6 +31,12 @@ class ModelSettings:
     """Width, instead of the size's own."""
     block_size: int | None = None
     """Context in tokens, instead of the size's own."""
+
+
+@dataclass(frozen=True)
+class ModelSettings(ModelSize):
+    """The model."""
+
     dropout: float | None = None
     """Dropout probability, instead of the size's own."""
     init_from: str | None = None
@@ -38,8 +44,8 @@ class ModelSettings:
 
 
 @dataclass(frozen=True)
-class DataSettings:
-    """Text and batches."""
+class TextSettings:
+    """Text, and how much of it is a step."""
 
     data: str = "bible"
     """bible, stdlib, a text file or folder, a folder of .bin tokens, or hf:NAME."""
@@ -47,6 +53,12 @@ class DataSettings:
     """bytes, chars, bpe-N (N tokens, learned from the text), gpt2, or a folder; auto: bpe-4096."""
     batch_size: int = 8
     """Sequences a step, over all ranks and micro-batches."""
+
+
+@dataclass(frozen=True)
+class DataSettings(TextSettings):
+    """Text and batches."""
+
     micro_batch_size: int | None = None
     """Sequences a rank computes at once; unset: as many as fit 16384 tokens."""
     grad_accum_steps: int | None = None

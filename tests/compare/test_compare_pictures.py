@@ -3,7 +3,7 @@
 import importlib.util
 
 import pytest
-from test_comparison import make_comparison, make_run, orders
+from test_compare_results import make_comparison, make_run, orders
 
 from fastpar.compare.pictures import (
     draw_all,
@@ -13,7 +13,7 @@ from fastpar.compare.pictures import (
     draw_throughput,
     look,
 )
-from fastpar.compare.setups import DEFAULT
+from fastpar.compare.schedule import DEFAULT
 from fastpar.compare.strategies import STRATEGIES
 
 pytest.importorskip("matplotlib", reason="needs matplotlib")
@@ -125,11 +125,6 @@ def test_no_two_strategies_look_alike():
     default = [look(name) for name in DEFAULT if not name.startswith(("deepspeed", "tp-"))]
     for part in ("color", "marker"):
         assert len({style[part] for style in default}) == len(default) == 9
-
-
-def test_one_run_with_one_epoch_is_drawn(tmp_path):
-    run = make_run("dp", step_s=0.1)
-    draw_all(make_comparison(run, epochs=1, epoch_steps=10), tmp_path)
 
 
 def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch):

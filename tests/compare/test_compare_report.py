@@ -7,12 +7,12 @@ import shutil
 import subprocess
 
 import pytest
-from test_comparison import make_comparison, make_run, orders
+from test_compare_results import make_comparison, make_run, orders
 
 from fastpar.compare.pictures import draw_all
 from fastpar.compare.report import PAGE, head, markdown, page, rows
 from fastpar.compare.results import Run
-from fastpar.compare.words import summary
+from fastpar.compare.summary import summary
 
 BROWSERS = map(shutil.which, ("chromium", "google-chrome", "chromium-browser"))
 BROWSER = next(filter(None, BROWSERS), None)
@@ -94,11 +94,13 @@ class Reader(html.parser.HTMLParser):
 
 def test_the_page_is_whole_and_fetches_nothing(tmp_path):
     found = some()
-    text = page(found, draw_all(found, tmp_path))
+    (tmp_path / "a.png").write_bytes(b"\x89PNG")
+    text = page(found, [(tmp_path / "a.png", "What is 1 < 2.")])
     reader = Reader()
     reader.feed(text)
     assert (reader.open, reader.bad) == ([], [])
-    assert len(reader.links) == 7
+    assert len(reader.links) == 2
+    assert text.count("What is 1 &lt; 2.") == 2
     assert all(link.startswith("data:") for link in reader.links)
     assert not re.search(r"url\(|@import|<script|https?://", text)
     assert "&lt;b&gt;RuntimeError&lt;/b&gt;" in text

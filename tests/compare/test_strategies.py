@@ -69,19 +69,22 @@ def check(answers, names, micro_batches):
         assert quiet == (name == "ddp")
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_two_ranks_train_what_one_process_trains(micro_batches):
-    answers = run_ranks(on_rank, 2, ON_TWO, micro_batches, backend="gloo", timeout_s=120)
-    for one in answers:
-        check(one, ON_TWO, micro_batches)
+ON_FOUR = ["hsdp", "tp", "tp-zero1", "tp-zero2", "tp-zero3"]
 
 
-@pytest.mark.slow
-def test_four_ranks_train_what_one_process_trains():
-    names = ["hsdp", "tp", "tp-zero1", "tp-zero2", "tp-zero3"]
-    answers = run_ranks(on_rank, 4, names, 1, backend="gloo", timeout_s=240)
+@pytest.mark.parametrize(
+    ("ranks", "names", "micro_batches"),
+    [
+        (2, ["ddp", "zero2", "tp"], 2),
+        pytest.param(2, ON_TWO, 1, marks=pytest.mark.slow),
+        pytest.param(2, ON_TWO, 2, marks=pytest.mark.slow),
+        pytest.param(4, ON_FOUR, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_train_what_one_process_trains(ranks, names, micro_batches):
+    answers = run_ranks(on_rank, ranks, names, micro_batches, backend="gloo", timeout_s=240)
     for one in answers:
-        check(one, names, 1)
+        check(one, names, micro_batches)
 
 
 def test_every_name_has_a_title_of_its_own_and_says_why_it_cannot_run(monkeypatch):

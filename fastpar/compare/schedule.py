@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -18,7 +18,7 @@ from fastpar.compare.results import Comparison, Run
 from fastpar.compare.strategies import SINGLE, STRATEGIES
 from fastpar.compare.worker import Spec
 from fastpar.config.config import AUTO_MICRO_BATCH_TOKENS, GPTConfig, derive_batch
-from fastpar.config.options import DataSettings
+from fastpar.config.options import DataSettings, ModelSize, TextSettings
 from fastpar.cost.workload import count_parameters
 from fastpar.data.batches import TextData, load_data, n_samples_per_epoch, sample_batch
 from fastpar.measure.machine import about_machine
@@ -30,9 +30,9 @@ DEFAULT = (  # side by side what does the same: torch's, then fastpar's
     *("tp", "tp-zero1", "tp-zero2", "tp-zero3", "deepspeed1", "deepspeed2", "deepspeed3"),
 )
 UNTIMED_STEPS = 3
-FULL, QUICK = (3, 80, 3), (2, 12, 1)  # epochs, steps of each, repeats
-START_S = 6.0  # of a run's processes, on two cores; only for what is expected
-BESIDE = 1.6  # a step beside forward and backward; only for what is expected
+LENGTHS = {"epochs": (3, 2), "epoch_steps": (80, 12), "repeats": (3, 1)}  # in full, and quick
+START_S = 6.0  # of a run's processes, on two cores; only for the expected time
+STEP_OVER_GRADIENTS = 1.6  # a step over its forward and backward; only for the expected time
 _PROBE_STEPS = 3
 _AT_LEAST = {
     "nproc": 1, "batch_size": 1, "epochs": 1, "epoch_steps": 0, "repeats": 1, "threads": 1,
@@ -49,22 +49,6 @@ class CompareCommand:
     here, but for ddp-zero and hsdp."""
     nproc: int = 2
     """Ranks of every strategy but single, which has one."""
-    model: str = "micro"
-    """Size, as of `fastpar train`."""
-    n_layer: int | None = None
-    """Layers, instead of the size's own."""
-    n_head: int | None = None
-    """Attention heads, instead of the size's own."""
-    n_embd: int | None = None
-    """Width, instead of the size's own."""
-    block_size: int | None = None
-    """Context in tokens, instead of the size's own."""
-    data: str = "bible"
-    """Text, as of `fastpar train`."""
-    tokenizer: str = "auto"
-    """As of `fastpar train`."""
-    batch_size: int = 8
-    """Sequences a step, over all ranks and micro-batches."""
     epochs: int | None = None
     """Epochs of a run; unset: 3, quick 2."""
     epoch_steps: int | None = None
@@ -83,6 +67,8 @@ class CompareCommand:
     """CPU threads a rank, of single too; unset: cores / nproc."""
     out: str | None = None
     """Folder of the results; unset: the first free one of runs/compare, runs/compare-2, ..."""
+    shape: ModelSize = field(default_factory=lambda: ModelSize(model="micro"))
+    text: TextSettings = field(default_factory=TextSettings)
 
 
 def chosen(command: CompareCommand) -> list[str]:
@@ -116,39 +102,58 @@ def check(command: CompareCommand) -> None:
         ValueError: names the setting.
     """
     chosen(command)
+    values = {**vars(command), **vars(command.text)}
     for name, low in _AT_LEAST.items():
-        value = getattr(command, name)
-        if value is not None and value < low:
-            flag = "--" + name.replace("_", "-")
-            raise ValueError(f"compare: expected {name} >= {low}, got {name}={value}; set {flag}")
+        if values[name] is not None and values[name] < low:
+            raise ValueError(
+                f"compare: expected {name} >= {low}, got {name}={values[name]}; set "
+                f"--{name.replace('_', '-')}"
+            )
     if not 0 < command.lr < float("inf"):
         raise ValueError(f"compare: expected lr > 0, got lr={command.lr}; set --lr")
-    if command.batch_size % command.nproc:
-        fit = -(-command.batch_size // command.nproc) * command.nproc
+    rows, nproc = command.text.batch_size, command.nproc
+    if rows % nproc:
         raise ValueError(
-            f"compare: expected batch_size to be a multiple of nproc={command.nproc}, got "
-            f"batch_size={command.batch_size}; use --batch-size {fit}"
+            f"compare: expected batch_size to be a multiple of nproc={nproc}, got "
+            f"batch_size={rows}; use --batch-size {-(-rows // nproc) * nproc}"
         )
-    if command.out is not None and Path(command.out).exists():
-        taken = not Path(command.out).is_dir() or any(Path(command.out).iterdir())
-        if taken:
-            raise ValueError(
-                f"compare: expected a new or an empty folder, got out={command.out}; a comparison "
-                "is not gone on with: choose another --out"
-            )
+    out = Path(command.out) if command.out is not None else None
+    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(
+            f"compare: expected a new or an empty folder, got out={command.out}; a comparison "
+            "is not gone on with: choose another --out"
+        )
+
+
+def why_not(name: str, command: CompareCommand, shape: GPTConfig, gpus: int | None) -> str | None:
+    """Why a strategy cannot run with these settings; None: it can.
+
+    Args:
+        gpus: of this machine; None: ranks are on the CPU.
+    """
+    strategy = STRATEGIES[name]
+    reason = strategy.why_not(command.nproc)
+    if reason is None and shape.n_head % strategy.tp:
+        reason = f"needs a multiple of {strategy.tp} heads, got {shape.n_head}"
+    if reason is None and shape.block_size % strategy.tp:
+        reason = f"needs a context that is a multiple of {strategy.tp}, got {shape.block_size}"
+    ranks = 1 if strategy.one_rank else command.nproc
+    if reason is None and gpus is not None and command.device != "cpu" and gpus < ranks:
+        reason = f"needs a GPU for each of {ranks} ranks, got {gpus}"
+    return reason
 
 
 @dataclass
-class Plan:
+class Schedule:
     """A comparison before its first run."""
 
-    command: CompareCommand
+    text: TextSettings
     shape: GPTConfig
     data: TextData
     comparison: Comparison
 
     @classmethod
-    def of(cls, command: CompareCommand) -> Plan:
+    def of(cls, command: CompareCommand) -> Schedule:
         """Reads the text and decides what runs.
 
         Raises:
@@ -163,52 +168,47 @@ class Plan:
                 "compare: expected a GPU for device=cuda, got none that torch can use; use "
                 "--device cpu"
             )
-        sizes = {n: getattr(command, n) for n in ("n_layer", "n_head", "n_embd", "block_size")}
-        given = {name: value for name, value in sizes.items() if value is not None}
-        shape = GPTConfig.preset(command.model, vocab_size=1, dropout=0.0, **given)
-        skipped = {
-            name: why
-            for name in chosen(command)
-            if (why := why_not(name, command, shape, torch.cuda.device_count() if on_gpu else None))
-        }
-        names = [name for name in chosen(command) if name not in skipped]
+        sizes = {k: v for k, v in vars(command.shape).items() if k != "model" and v is not None}
+        shape = GPTConfig.preset(command.shape.model, vocab_size=1, dropout=0.0, **sizes)
+        gpus = torch.cuda.device_count() if on_gpu else None
+        reasons = {name: why_not(name, command, shape, gpus) for name in chosen(command)}
+        skipped = {name: why for name, why in reasons.items() if why is not None}
+        names = [name for name in reasons if name not in skipped]
         if not names:
-            reasons = "; ".join(f"{name} {why}" for name, why in skipped.items())
+            why = "; ".join(f"{name} {why}" for name, why in skipped.items())
             raise ValueError(
-                f"compare: expected a strategy that can run here, got none: {reasons}; change "
+                f"compare: expected a strategy that can run here, got none: {why}; change "
                 "--strategies or --nproc"
             )
-        data = load_data(command.data, command.tokenizer, block_size=shape.block_size)
-        shape = GPTConfig(**{**asdict(shape), "vocab_size": data.vocab_size})
-        epochs, epoch_steps, repeats = (
-            quick if command.quick and value is None else full if value is None else value
-            for value, full, quick in zip(
-                (command.epochs, command.epoch_steps, command.repeats), FULL, QUICK
-            )
-        )
-        if epoch_steps == 0:
+        data = load_data(command.text.data, command.text.tokenizer, block_size=shape.block_size)
+        shape = replace(shape, vocab_size=data.vocab_size)
+        lengths = {
+            name: in_full_and_quick[command.quick] if given is None else given
+            for name, in_full_and_quick in LENGTHS.items()
+            for given in (getattr(command, name),)
+        }
+        if lengths["epoch_steps"] == 0:
             windows = n_samples_per_epoch(data.train, shape.block_size)
-            epoch_steps = max(1, windows // command.batch_size)
+            lengths["epoch_steps"] = max(1, windows // command.text.batch_size)
         settings = {
             "strategies": names,
             "nproc": command.nproc,
-            "model": command.model,
+            "model": command.shape.model,
             "shape": asdict(shape),
             "parameters": count_parameters(shape),
             "data": data.name,
             "tokenizer": data.tokenizer.name,
-            "batch_size": command.batch_size,
+            "batch_size": command.text.batch_size,
             "block_size": shape.block_size,
-            "epochs": epochs,
-            "epoch_steps": epoch_steps,
-            "repeats": repeats,
-            "untimed_steps": min(UNTIMED_STEPS, epoch_steps - 1),
+            **lengths,
+            "untimed_steps": min(UNTIMED_STEPS, lengths["epoch_steps"] - 1),
             "lr": command.lr,
             "seed": command.seed,
             "device": device,
             "threads": threads_per_rank(command.threads, command.nproc),
         }
-        return cls(command, shape, data, Comparison(settings, about_machine(device), skipped))
+        comparison = Comparison(settings, about_machine(device), skipped)
+        return cls(command.text, shape, data, comparison)
 
     @property
     def steps(self) -> int:
@@ -228,24 +228,20 @@ class Plan:
     def _run(self, name: str, repeat: int) -> Run:
         """See [Note: one rank's share]."""
         settings, strategy = self.comparison.settings, STRATEGIES[name]
-        rows = settings["batch_size"]
+        rows, nproc = settings["batch_size"], settings["nproc"]
         batch = DataSettings(batch_size=rows)
-        nproc = settings["nproc"]
         micro, accum = derive_batch(batch, self.shape.block_size, nproc // strategy.tp)
-        ranks = nproc
         if strategy.one_rank:
-            ranks, accum = 1, rows // micro
-        return Run(name, repeat, ranks, settings["threads"], micro, accum)
+            return Run(name, repeat, 1, settings["threads"], micro, rows // micro)
+        return Run(name, repeat, nproc, settings["threads"], micro, accum)
 
     def _yardsticks(self) -> list[Run]:
         """Of `single`: smallest and largest other micro-batches, the latter with an exact norm."""
-        rows = self.comparison.settings["batch_size"]
-        base = self._run(SINGLE, 1)
+        rows, base = self.comparison.settings["batch_size"], self._run(SINGLE, 1)
         most = max(1, AUTO_MICRO_BATCH_TOKENS // self.shape.block_size)
         sizes = [n for n in range(1, min(rows, most) + 1) if rows % n == 0]
-        sizes = [n for n in sizes if n != base.micro_batch_size]
-        orders = [(sizes[-1] if sizes else base.micro_batch_size, True)]
-        orders += [(sizes[0], False)] if len(sizes) > 1 else []
+        sizes = [n for n in sizes if n != base.micro_batch_size] or [base.micro_batch_size]
+        orders = [(sizes[-1], True), *((n, False) for n in sizes[:1] if len(sizes) > 1)]
         if SINGLE not in self.comparison.settings["strategies"]:
             orders.append((base.micro_batch_size, False))
         return [
@@ -255,29 +251,17 @@ class Plan:
 
     def spec(self, run: Run) -> Spec:
         """What the ranks of a run are told."""
-        s = self.comparison.settings
-        return Spec(
-            run.strategy,
-            asdict(self.shape),
-            self.command.data,
-            self.command.tokenizer,
-            s["batch_size"],
-            run.micro_batch_size,
-            run.grad_accum_steps,
-            self.steps,
-            s["untimed_steps"],
-            s["lr"],
-            s["seed"],
-            s["device"],
-            run.threads,
-            run.exact_norm,
-        )
+        return Spec(self.comparison.settings, run, self.text.data, self.text.tokenizer)
 
     def lines(self, runs: Sequence[Run]) -> list[str]:
         """What is about to happen, for people."""
         s = self.comparison.settings
-        count = s["epochs"] * s["epoch_steps"]
-        found = [
+        n_orders = sum(run.yardstick for run in runs)
+        more = f", {n_orders} of them {SINGLE} with other sums" * (n_orders > 0)
+        time_line = f"time     {len(runs)} runs of {self.steps} steps{more}"
+        if s["device"] == "cpu":
+            time_line += f"; expected: about {duration(self.expected_s(runs))} (a step was tried)"
+        return [
             f"compare  {', '.join(s['strategies'])}",
             *(f"skipped  {name}: {why}" for name, why in self.comparison.skipped.items()),
             f"model    {s['model']}, {s['parameters']:,} parameters, fp32, no dropout",
@@ -286,13 +270,8 @@ class Plan:
             f"epochs of {s['epoch_steps']} steps, {s['repeats']} runs each",
             f"ranks    {s['nproc']} on {s['device']}, threads of each: {s['threads']}; {SINGLE} is "
             "one rank",
+            time_line,
         ]
-        n_orders = sum(run.yardstick for run in runs)
-        more = f", {n_orders} of them {SINGLE} with other sums" * (n_orders > 0)
-        line = f"time     {len(runs)} runs of {count} steps{more}"
-        if s["device"] == "cpu":
-            line += f"; expected: about {duration(self.expected_s(runs))} (a step was tried)"
-        return [*found, line]
 
     def expected_s(self, runs: Sequence[Run]) -> float:
         """Seconds of all runs, by a few micro-batches on this process's CPU."""
@@ -305,11 +284,7 @@ class Plan:
         torch.set_num_threads(s["threads"])
         model, rows = GPT(self.shape), max(1, s["batch_size"] // s["nproc"])
         x, y = sample_batch(
-            self.data.train,
-            seed=0,
-            first_sample=0,
-            n_samples=rows,
-            block_size=s["block_size"],
+            self.data.train, seed=0, first_sample=0, n_samples=rows, block_size=s["block_size"]
         )
         model(x, y).backward()
         start = time.perf_counter()
@@ -317,26 +292,5 @@ class Plan:
             model(x, y).backward()
         sequence_s = (time.perf_counter() - start) / _PROBE_STEPS / rows
         torch.set_num_threads(before)
-        total = 0.0
-        for run in runs:
-            own = s["batch_size"] // run.ranks
-            total += START_S + self.steps * (own * sequence_s * BESIDE)
-        return total
-
-
-def why_not(name: str, command: CompareCommand, shape: GPTConfig, gpus: int | None) -> str | None:
-    """Why a strategy cannot run with these settings; None: it can.
-
-    Args:
-        gpus: of this machine; None: ranks are on the CPU.
-    """
-    strategy = STRATEGIES[name]
-    reason = strategy.why_not(command.nproc)
-    if reason is None and shape.n_head % strategy.tp:
-        reason = f"needs a multiple of {strategy.tp} heads, got {shape.n_head}"
-    if reason is None and shape.block_size % strategy.tp:
-        reason = f"needs a context that is a multiple of {strategy.tp}, got {shape.block_size}"
-    ranks = 1 if strategy.one_rank else command.nproc
-    if reason is None and gpus is not None and command.device != "cpu" and gpus < ranks:
-        reason = f"needs a GPU for each of {ranks} ranks, got {gpus}"
-    return reason
+        step_s = sequence_s * STEP_OVER_GRADIENTS * s["batch_size"]
+        return sum(START_S + self.steps * step_s / run.ranks for run in runs)

@@ -1,10 +1,10 @@
 """Words beside constructed numbers: each claim is made only where they prove it."""
 
 import pytest
-from test_comparison import make_comparison, make_run, orders
+from test_compare_results import make_comparison, make_run, orders
 
 from fastpar.compare.results import Run
-from fastpar.compare.words import listed, number, summary
+from fastpar.compare.summary import listed, number, summary
 
 
 def repeats(name, *step_s, **more):

@@ -55,9 +55,9 @@ def _best(
         return f"Only {first} was measured: {with_range(best, unit)}."
     second, other = ranking[1]
     percent = 100 * abs(other.median / best.median - 1) if best.median else 0.0
-    gap = f"{percent:.1f} % {'less' if most else 'more'}"
     beside = (
-        f"{first}, {with_range(best, unit)}; next is {second} with {number(other.median)}, {gap}"
+        f"{first}, {with_range(best, unit)}; next is {second} with {number(other.median)}, "
+        f"{percent:.1f} % {'less' if most else 'more'}"
     )
     if best.n < 2:
         return f"{word} in one run each, which proves no order: {beside}."
@@ -72,26 +72,18 @@ def _best(
 
 def _over_single(comparison: Comparison) -> list[str]:
     """The gain over one rank, of the fastest that uses more."""
-    many = [
-        (name, stat)
-        for name, stat in comparison.ranking(comparison.tokens_per_s, most=True)
-        if comparison.of(name)[0].ranks > 1
-    ]
-    alone = comparison.stat(SINGLE, comparison.tokens_per_s) if SINGLE in comparison.names else None
-    if not many or alone is None:
-        return []
-    name, stat = many[0]
-    ranks, threads = comparison.of(name)[0].ranks, comparison.of(SINGLE)[0].threads
-    return [
-        f"With {ranks} ranks {name} trains {stat.median / alone.median:.2f} times as fast as "
-        f"{SINGLE}, which is one rank ({_threads(comparison, threads)})."
-    ]
-
-
-def _threads(comparison: Comparison, threads: int) -> str:
-    if comparison.settings["device"] == "cuda":
-        return "one GPU"
-    return f"{threads} thread{'s' * (threads > 1)}, as many as each rank of the others"
+    alone = comparison.stat(SINGLE, comparison.tokens_per_s)
+    for name, stat in comparison.ranking(comparison.tokens_per_s, most=True):
+        ranks, threads = comparison.of(name)[0].ranks, comparison.settings["threads"]
+        if ranks > 1 and alone is not None:
+            device = f"{threads} thread{'s' * (threads > 1)}, as many as each rank of the others"
+            if comparison.settings["device"] == "cuda":
+                device = "one GPU"
+            return [
+                f"With {ranks} ranks {name} trains {stat.median / alone.median:.2f} times as fast "
+                f"as {SINGLE}, which is one rank ({device})."
+            ]
+    return []
 
 
 def _losses(comparison: Comparison) -> list[str]:
@@ -109,37 +101,35 @@ def _losses(comparison: Comparison) -> list[str]:
         ]
     measured = (
         f"{SINGLE} with its sums in {verdict.orders} orders drifts apart by {verdict.yardstick:.2g}"
-    )
-    rule = (
-        f"allowed are {FACTOR:g} times its drift up to a step, or {FLOOR:g} roundings of the loss"
+        f" (allowed are {FACTOR:g} times its drift up to a step, or {FLOOR:g} roundings of the "
+        "loss)."
     )
     if verdict.beyond is None:
-        return [found, f"In every step that is within rounding: {measured} ({rule})."]
+        return [found, f"In every step that is within rounding: {measured}"]
     step, outlier = verdict.beyond
     return [
         found,
         f"THAT IS MORE THAN ROUNDING, from step {step} on, where {outlier} is furthest from the "
-        f"others: {measured} ({rule}).",
+        f"others: {measured}",
     ]
 
 
 def _repeats(comparison: Comparison) -> list[str]:
     """Whether repeats gave the same losses, bit for bit as far as they are kept."""
-    several = [name for name in comparison.names if len(comparison.of(name)) > 1]
-    if not several:
-        return []
     apart = {}
-    for name in several:
+    for name in comparison.names:
         losses = np.array([run.losses for run in comparison.of(name)])
-        apart[name] = float((losses.max(0) - losses.min(0)).max())
-    other = [name for name in several if apart[name] > 0]
+        if len(losses) > 1:
+            apart[name] = float(np.ptp(losses, axis=0).max())
+    other = [name for name, difference in apart.items() if difference > 0]
+    if not apart:
+        return []
     if not other:
         return ["Repeats of one strategy gave the same losses to the last bit."]
+    some = len(other) < len(apart)
     return [
-        f"Repeats of {listed(other)} differed in their losses, by {max(apart.values()):.2g} at "
-        "most; those of the others did not."
-        if len(other) < len(several)
-        else f"Repeats differed in their losses, by {max(apart.values()):.2g} at most."
+        f"Repeats{f' of {listed(other)}' * some} differed in their losses, by "
+        f"{max(apart.values()):.2g} at most{'; those of the others did not' * some}."
     ]
 
 

@@ -3,15 +3,17 @@
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 
 import pytest
 
-from fastpar.compare import runs as compare_runs
+from fastpar.compare import processes as compare_processes
+from fastpar.compare.processes import RunFailed, measure, watch, without_paths
 from fastpar.compare.results import Run
-from fastpar.compare.runs import RunFailed, measure, put_together, watch, without_paths
-from fastpar.compare.worker import Measured, Spec
+from fastpar.compare.worker import Spec
+from fastpar.config.config import GPTConfig
 
-SPEC = Spec("dp", {}, "bible", "bytes", 4, 2, 1, 2, 1, 1e-3, 1, "cpu", 1)
+SPEC = Spec({}, Run("dp", 1, 2, 1, 2, 1), "bible", "bytes")
 
 
 def start(tmp_path, *programs):
@@ -66,7 +68,7 @@ def test_steps_are_heard_and_words_go_to_the_log(tmp_path):
     ],
 )
 def test_the_rank_that_failed_is_named(tmp_path, monkeypatch, programs, message):
-    monkeypatch.setattr(compare_runs, "GRACE_S", 0.3)
+    monkeypatch.setattr(compare_processes, "GRACE_S", 0.3)
     processes, logs = start(tmp_path, *programs)
     with pytest.raises(RunFailed, match=message):
         watch(processes, logs, lambda *said: None)
@@ -87,27 +89,46 @@ def test_no_rank_outlives_an_interrupt(monkeypatch):
         started.extend(processes)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(compare_runs, "watch", interrupted)
+    monkeypatch.setattr(compare_processes, "watch", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        measure(SPEC, 2, Run("dp", 1, 2, 1, 2, 1), lambda *said: None)
+        measure(SPEC, lambda *said: None)
     assert [process.poll() for process in started] == [-9, -9]
     for process in started:
         if process.stdout:
             process.stdout.close()
 
 
-def test_ranks_are_put_together():
-    run = put_together(
-        Run("dp", 1, 2, 1, 2, 1),
-        [
-            Measured([0.1, 0.4], [2.0, 3.0], [1.0, 1.0], None, 100, 7, 1.5),
-            Measured([0.3, 0.2], [4.0, 5.0], [1.0, 1.0], 50, 200, 9, None),
-        ],
-    )
+def test_what_the_ranks_measured_is_merged():
+    def of_rank(**measured):
+        return Run("dp", 1, 2, 1, 2, 1, grad_norms=[1.0, 1.0], **measured)
+
+    run = Run("dp", 1, 2, 1, 2, 1)
+    first = of_rank(step_s=[0.1, 0.4], losses=[2.0, 3.0], rss_bytes=[100], wire_bytes=7)
+    first.exposed_ms = 1.5
+    second = of_rank(step_s=[0.3, 0.2], losses=[4.0, 5.0], rss_bytes=[200], wire_bytes=9)
+    second.step_bytes = [50]
+    run.merge([first, second])
     assert run.step_s == [0.3, 0.4], "the slowest rank counts"
     assert run.losses == [3.0, 4.0], "the mean over the ranks"
     assert (run.rss_bytes, run.step_bytes, run.wire_bytes) == ([100, 200], [50], 9)
     assert run.exposed_ms is None, "not known of one rank is not known"
+
+
+def test_two_ranks_train_and_are_measured(tmp_path, monkeypatch):
+    """The processes that `fastpar compare` starts; what it makes of them is a slow test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "text.txt").write_text("In the beginning was the word, and it was short.\n" * 40)
+    shape = asdict(GPTConfig(1, 2, 32, 16, 256, dropout=0.0))
+    settings = {"shape": shape, "block_size": 16, "batch_size": 2, "lr": 1e-2, "epochs": 1,
+                "epoch_steps": 2, "untimed_steps": 1, "seed": 7, "device": "cpu"}  # fmt: skip
+    run = Run("zero1", 1, 2, 1, 1, 1)
+    heard = []
+    measure(Spec(settings, run, str(tmp_path / "text.txt"), "bytes"), lambda *s: heard.append(s[0]))
+    assert heard == [1, 2]
+    assert len(run.step_s) == len(run.losses) == len(run.grad_norms) == 2
+    assert len(run.step_bytes) == len(run.rss_bytes) == 2
+    assert run.wire_bytes > 4 * 4096
+    assert run.exposed_ms >= 0
 
 
 def test_errors_name_no_path():

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from fastpar.compare import strategies
-from fastpar.compare.setups import DEFAULT, CompareCommand, Plan, check, chosen, why_not
+from fastpar.compare.schedule import DEFAULT, CompareCommand, Schedule, check, chosen, why_not
 from fastpar.compare.strategies import STRATEGIES
 from fastpar.config.config import GPTConfig
+from fastpar.config.options import ModelSize, TextSettings
 
 TEXT = "In the beginning was the word, and the word was short.\n" * 40
 MICRO = GPTConfig.preset("micro")
@@ -22,9 +23,14 @@ def text(tmp_path, monkeypatch):
     return str(path)
 
 
-def plan_of(text, **more):
-    values = {"n_layer": 1, "n_embd": 32, "block_size": 16, "tokenizer": "bytes", "threads": 1}
-    return Plan.of(CompareCommand(data=text, device="cpu", **{**values, **more}))
+def command_of(data="bible", batch_size=8, **more):
+    text = TextSettings(data=data, tokenizer="bytes", batch_size=batch_size)
+    return CompareCommand(text=text, **more)
+
+
+def schedule_of(text, **more):
+    size = ModelSize(model="micro", n_layer=1, n_embd=32, block_size=16)
+    return Schedule.of(command_of(text, device="cpu", threads=1, shape=size, **more))
 
 
 @pytest.mark.parametrize(
@@ -49,7 +55,7 @@ def plan_of(text, **more):
 )
 def test_settings_that_make_no_sense_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
-        check(CompareCommand(**settings))
+        check(command_of(**settings))
 
 
 def test_a_taken_folder_is_refused(tmp_path):
@@ -90,22 +96,22 @@ def test_what_cannot_run_is_skipped_with_its_reason(monkeypatch):
 def test_nothing_left_is_refused(text):
     message = r"compare: expected a strategy that can run here, got none: tp needs 2 ranks, got 1;"
     with pytest.raises(ValueError, match=message):
-        plan_of(text, strategies="tp", nproc=1)
+        schedule_of(text, strategies="tp", nproc=1)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 def test_a_gpu_that_is_not_there_is_refused(text):
     with pytest.raises(ValueError, match=r"compare: expected a GPU for device=cuda, got none that"):
-        Plan.of(CompareCommand(data=text, device="cuda"))
+        Schedule.of(command_of(text, device="cuda"))
 
 
 def test_an_unknown_model_is_refused_before_the_text_is_read():
     with pytest.raises(ValueError, match=r"GPTConfig\.preset: expected one of gpt2, .* got name=x"):
-        Plan.of(CompareCommand(model="x", data="no such text"))
+        Schedule.of(command_of("no such text", shape=ModelSize(model="x")))
 
 
 def test_repeats_begin_with_another_strategy_and_orders_come_last(text):
-    runs = plan_of(text, strategies="single,dp,zero1", repeats=3).runs()
+    runs = schedule_of(text, strategies="single,dp,zero1", repeats=3).runs()
     real = [run for run in runs if not run.yardstick]
     assert [run.strategy for run in real[::3]] == ["single", "dp", "zero1"]
     assert set(Counter((run.strategy, run.repeat) for run in real).values()) == {1}
@@ -115,43 +121,44 @@ def test_repeats_begin_with_another_strategy_and_orders_come_last(text):
 
 
 def test_every_strategy_has_the_same_sequences_in_a_step(text):
-    plan = plan_of(text, nproc=4, strategies="single,dp,tp,tp-zero2", batch_size=8)
-    for run in plan.runs():
+    schedule = schedule_of(text, nproc=4, strategies="single,dp,tp,tp-zero2", batch_size=8)
+    for run in schedule.runs():
         splits = STRATEGIES[run.strategy].tp
         assert run.ranks // splits * run.micro_batch_size * run.grad_accum_steps == 8
-        spec = plan.spec(run)
-        assert (spec.batch_size, spec.threads, spec.steps) == (8, 1, plan.steps)
-        assert spec.exact_norm == run.exact_norm
-    alone = plan.runs()[0]
+        spec = schedule.spec(run)
+        assert (spec.run, spec.steps, spec.run.threads) == (run, schedule.steps, 1)
+    alone = schedule.runs()[0]
     assert (alone.ranks, alone.micro_batch_size, alone.grad_accum_steps) == (1, 2, 4)
 
 
 def test_a_yardstick_needs_no_single_in_the_list_and_no_batch(text):
-    runs = plan_of(text, strategies="dp,zero1", batch_size=2).runs()
+    runs = schedule_of(text, strategies="dp,zero1", batch_size=2).runs()
     orders = [run for run in runs if run.yardstick]
     kinds = {(run.strategy, run.micro_batch_size, run.exact_norm) for run in orders}
     assert kinds == {("single", 2, True), ("single", 1, False)}
-    runs = plan_of(text, strategies="single", nproc=1, batch_size=1).runs()
+    runs = schedule_of(text, strategies="single", nproc=1, batch_size=1).runs()
     assert [(run.micro_batch_size, run.exact_norm) for run in runs[3:]] == [(1, True)]
 
 
 def test_quick_fills_in_only_what_is_not_given(text):
-    settings = plan_of(text, quick=True, epochs=5).comparison.settings
+    settings = schedule_of(text, quick=True, epochs=5).comparison.settings
     assert (settings["epochs"], settings["epoch_steps"], settings["repeats"]) == (5, 12, 1)
-    settings = plan_of(text).comparison.settings
+    settings = schedule_of(text).comparison.settings
     assert (settings["epochs"], settings["epoch_steps"], settings["repeats"]) == (3, 80, 3)
 
 
 def test_an_epoch_is_one_pass_of_the_text(text):
-    plan = plan_of(text, epoch_steps=0, batch_size=4)
-    windows = (len(plan.data.train) - 16) // 16
-    assert plan.comparison.settings["epoch_steps"] == windows // 4
-    assert plan_of(text, epoch_steps=2).comparison.settings["untimed_steps"] == 1
+    schedule = schedule_of(text, epoch_steps=0, batch_size=4)
+    windows = (len(schedule.data.train) - 16) // 16
+    assert schedule.comparison.settings["epoch_steps"] == windows // 4
+    assert schedule_of(text, epoch_steps=2).comparison.settings["untimed_steps"] == 1
 
 
 def test_the_lines_say_what_comes(text):
-    plan = plan_of(text, strategies="single,dp,tp-zero1,deepspeed1", epoch_steps=7, repeats=2)
-    said = "\n".join(plan.lines(plan.runs()))
+    schedule = schedule_of(
+        text, strategies="single,dp,tp-zero1,deepspeed1", epoch_steps=7, repeats=2
+    )
+    said = "\n".join(schedule.lines(schedule.runs()))
     assert "compare  single, dp" in said
     assert "skipped  tp-zero1: needs 4 ranks, got 2" in said
     assert "3 epochs of 7 steps" in said
