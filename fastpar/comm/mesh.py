@@ -62,7 +62,7 @@ class Mesh:
         device: where this rank computes.
         world_size, rank: over all axes.
         is_main: whether this is rank 0, the one that prints and writes.
-        sizes: ranks along each axis, in the order of AXES.
+        sizes: ranks along each axis, in the order of AXES; place: this rank's number along each.
         dp_size, dp_rank, dp_group: of the ranks that compute different sequences, along replicas
             and dp together; the group is None when dp_size is 1.
         tp_size, tp_rank, tp_group: of the axis tp, likewise.
@@ -142,13 +142,20 @@ class Mesh:
             )
         return math.prod(self.sizes[axis] for axis in set(axes))
 
+    @property
+    def place(self) -> dict[str, int]:
+        """This rank's number along each axis."""
+        places, rest = {}, self.rank
+        for axis, size in reversed(self.sizes.items()):
+            rest, places[axis] = divmod(rest, size)
+        return places
+
     def rank_in(self, *axes: str) -> int:
         """This rank's number among those that differ from it along some axes only."""
-        number, stride, rest = 0, 1, self.rank
-        for axis in reversed(AXES):
-            rest, place = divmod(rest, self.sizes[axis])
+        number, place = 0, self.place
+        for axis, size in self.sizes.items():
             if axis in axes:
-                number, stride = number + place * stride, stride * self.sizes[axis]
+                number = number * size + place[axis]
         return number
 
     def group(self, *axes: str) -> dist.ProcessGroup | None:

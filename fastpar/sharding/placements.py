@@ -1,19 +1,20 @@
-"""What a rank has of a parameter along a mesh axis, and of its gradient: arithmetic only.
+"""Where a parameter lives on a mesh: its state along each axis. Arithmetic only.
 
     state        values on a rank of the axis      gradient on a rank
     Shard        its slice                         of its slice, complete
     Replicate    all, the same on every rank       the same on every rank, complete
     Partial      all, the same on every rank       a part: the whole is the sum over the ranks
 
-Everything else follows: Partial gradients are summed before a step, of Replicate and Partial ones
-one rank counts in the global norm, checkpoints put Shards together. A parameter without a state has
-no default, because a wrong guess trains, and trains wrongly.
+Everything else follows (Placement): along which axes its gradient is summed, along which its slices
+are joined, which rank counts it in the global norm, which part of a checkpoint a rank writes. A
+parameter without a state has no default, because a wrong guess trains, and trains wrongly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -68,18 +69,6 @@ class Shard:
         local.narrow(self.dim, 0, n).copy_(whole.narrow(self.dim, first, n))
         return local
 
-    def put(self, part: Tensor, rank: int, ranks: int, whole: Tensor) -> None:
-        """Copy the slice of one rank to its place in a whole tensor."""
-        if self.pad_to is None:
-            each = part.shape[self.dim] // self.groups
-            place = whole.unflatten(self.dim, (self.groups, ranks, each)).select(self.dim + 1, rank)
-            place.copy_(part.unflatten(self.dim, (self.groups, each)))
-            return
-        size = part.shape[self.dim]
-        first = min(rank * size, whole.shape[self.dim])
-        n = min(size, whole.shape[self.dim] - first)
-        whole.narrow(self.dim, first, n).copy_(part.narrow(self.dim, 0, n))
-
     def join(self, slices: Sequence[Tensor], whole: Sequence[int]) -> Tensor:
         """The whole tensor, of this shape, from the slices of all ranks."""
         if self.groups > 1:
@@ -100,3 +89,77 @@ class Partial:
 
 
 State = Shard | Replicate | Partial
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A parameter's state along every axis of a mesh.
+
+    A tensor that several axes shard is cut along them in the order of the mesh: the slices of the
+    first are cut by the second. `at` is the place of a rank, its number along each axis
+    (Mesh.place).
+
+    Args:
+        states: by axis; along the other axes every rank has the same.
+        sizes: ranks along each axis, outermost first.
+    """
+
+    states: Mapping[str, State]
+    sizes: Mapping[str, int]
+
+    def _axes(self, kind: type) -> tuple[str, ...]:
+        return tuple(a for a in self.sizes if isinstance(self.states.get(a, Replicate()), kind))
+
+    @cached_property
+    def reduce_axes(self) -> tuple[str, ...]:
+        """Along which gradients are summed."""
+        return self._axes(Partial)
+
+    @cached_property
+    def gather_axes(self) -> tuple[str, ...]:
+        """Along which slices are joined to the whole tensor."""
+        return self._axes(Shard)
+
+    def copy_of(self, at: Mapping[str, int]) -> tuple[int, int]:
+        """(number of this rank among those that have the same slice, how many these are)."""
+        number, count = 0, 1
+        for axis, size in self.sizes.items():
+            if axis not in self.gather_axes:
+                number, count = number * size + at[axis], count * size
+        return number, count
+
+    def counts(self, at: Mapping[str, int]) -> bool:
+        """Whether this rank's slice counts in sums over all elements, of each copy one does."""
+        return self.copy_of(at)[0] == 0
+
+    def shard_steps(self) -> list[tuple[Shard, str, int]]:
+        """(state, axis, ranks) of each cut, in order."""
+        states = [self.states[axis] for axis in self.gather_axes]
+        return [(s, a, self.sizes[a]) for s, a in zip(states, self.gather_axes)]  # type: ignore
+
+    def local_shapes(self, whole: Sequence[int]) -> list[torch.Size]:
+        """Of the whole tensor, and after each cut; raises ValueError as Shard.local_size()."""
+        shapes = [torch.Size(whole)]
+        for state, _, ranks in self.shard_steps():
+            shapes.append(state.local_shape(shapes[-1], ranks))
+        return shapes
+
+    def cut(self, whole: Tensor, at: Mapping[str, int]) -> Tensor:
+        """A rank's slice, a contiguous copy."""
+        local = whole
+        for state, axis, ranks in self.shard_steps():
+            local = state.cut(local, at[axis], ranks)
+        return whole.clone() if local is whole else local
+
+    def join(self, slices: Sequence[Tensor], whole: Sequence[int]) -> Tensor:
+        """The whole tensor, of this shape, from the slices of all ranks along gather_axes.
+
+        Args:
+            slices: in the order of the ranks in the group along gather_axes.
+        """
+        parts = list(slices)
+        steps = zip(self.shard_steps(), self.local_shapes(whole))
+        for (state, _, ranks), shape in reversed(list(steps)):
+            rows = range(0, len(parts), ranks)
+            parts = [state.join(parts[first : first + ranks], shape) for first in rows]
+        return parts[0]

@@ -13,12 +13,12 @@ no whole tensor has: the padding of a vocabulary's last slice.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from fastpar.sharding.placements import Shard
+from fastpar.sharding.placements import Placement, Shard
 
 HOLE = -1
 
@@ -64,6 +64,30 @@ def runs_of_slice(state: Shard, shape: Sequence[int], rank: int, ranks: int) -> 
     else:
         runs = [Run((i * size + s) * inner, each * inner) for i in range(outer) for s in starts]
     return [run._replace(stride=0) if run.count == 1 else run for run in runs if run.numel]
+
+
+def runs_of_placement(
+    placement: Placement, shape: Sequence[int], at: Mapping[str, int]
+) -> list[Run]:
+    """The slice that the rank at a place has of a tensor of this shape, in its own order."""
+    runs = whole_run(math.prod(shape))
+    shapes = placement.local_shapes(shape)
+    for i, (state, axis, ranks) in enumerate(placement.shard_steps()):
+        inner = runs_of_slice(state, shapes[i], at[axis], ranks)
+        runs = inner if i == 0 else _compose(runs, inner)
+    return runs
+
+
+def _compose(outer: Sequence[Run], inner: Iterable[Run]) -> list[Run]:
+    """The elements of a piece that `inner` names by their positions in the piece."""
+    result: list[Run] = []
+    for run in inner:
+        if run.start == HOLE:
+            result.append(run)
+            continue
+        for start in range(run.start, run.stop, run.stride or run.length):
+            result += cut_runs(outer, start, start + run.length)
+    return result
 
 
 def cut_runs(runs: Iterable[Run], start: int, stop: int) -> list[Run]:

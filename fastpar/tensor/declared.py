@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from fastpar.sharding.placements import Shard, State
+from fastpar.sharding.placements import Placement, Shard, State
 from fastpar.tensor.functional import TensorParallel
 
 
@@ -56,16 +56,17 @@ class Declared:
         """Of the tensor that the ranks share out."""
         return self._shapes[p]  # type: ignore[index]
 
+    def placement(self, p: Tensor) -> Placement:
+        """Of one parameter, along tp."""
+        return Placement({"tp": self.state(p)}, {"tp": self.tp.size})
+
     def counts(self, p: Tensor) -> bool:
         """Whether this rank's part of p counts in sums over all elements of the model."""
-        return self.tp.rank == 0 or isinstance(self.state(p), Shard)
+        return self.placement(p).counts({"tp": self.tp.rank})
 
     def cut(self, whole: Tensor, p: Tensor) -> Tensor:
         """This rank's part of a tensor with an element for each of the whole parameter, a copy."""
-        state = self.state(p)
-        if not isinstance(state, Shard):
-            return whole.clone()
-        return state.cut(whole, self.tp.rank, self.tp.size)
+        return self.placement(p).cut(whole, {"tp": self.tp.rank})
 
     def rows(self, local: Tensor, p: Tensor) -> Tensor:
         """Every rank's part of a tensor, each in p's local shape: [tp, ...]. Ranks: all of tp."""
@@ -79,10 +80,10 @@ class Declared:
 
         Wire: the tensor's bytes.
         """
-        state = self.state(p)
-        if not isinstance(state, Shard):
+        placement = self.placement(p)
+        if not placement.gather_axes:
             return local.clone()
-        return state.join(self.rows(local, p).unbind(0), self.whole_shape(p))
+        return placement.join(self.rows(local, p).unbind(0), self.whole_shape(p))
 
 
 def speaker(module: nn.Module) -> Callable[[TensorParallel], dict[str, State]] | None:

@@ -1,11 +1,14 @@
-"""grad_state.py: slices of every rank, joined, are the whole tensor again."""
+"""Placements: slices of every rank, joined, are the whole tensor again, along any axes."""
+
+import itertools
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastpar.sharding.placements import Partial, Replicate, Shard
+from fastpar.sharding.placements import Partial, Placement, Replicate, Shard
+from fastpar.sharding.ranges import HOLE, check_cover, runs_of_placement
 
 
 def round_trip(state, whole, ranks):
@@ -15,10 +18,6 @@ def round_trip(state, whole, ranks):
     joined = state.join(slices, whole.shape)
     assert joined.dtype == whole.dtype
     assert torch.equal(joined, whole)
-    placed = torch.full_like(whole, -1)
-    for rank, part in enumerate(slices):
-        state.put(part, rank, ranks, placed)
-    assert torch.equal(placed, whole)
     return slices
 
 
@@ -107,3 +106,63 @@ def test_states_are_values():
     assert Shard(0) != Shard(1)
     assert Partial() == Partial()
     assert Partial() != Replicate()
+
+
+AXES = ("replicas", "dp", "cp", "ep", "tp")
+SHARDS = st.one_of(
+    st.builds(Shard, st.integers(0, 1), groups=st.integers(1, 2)),
+    st.builds(Shard, st.integers(0, 1), pad_to=st.integers(1, 3)),
+)
+STATES = st.one_of(SHARDS, st.just(Replicate()), st.just(Partial()))
+
+
+@given(
+    states=st.dictionaries(st.sampled_from(AXES), STATES, max_size=4),
+    counts=st.lists(st.integers(1, 3), min_size=5, max_size=5),
+    data=st.data(),
+)
+def test_any_axes_against_brute_force(states, counts, data):
+    """Slices, index runs and the norm's mask of every rank of a mesh, against the whole tensor."""
+    sizes = dict(zip(AXES, counts))
+    placement = Placement(states, sizes)
+    shape = [1, 1]
+    for axis, state in states.items():
+        if isinstance(state, Shard) and state.pad_to is None:
+            shape[state.dim] *= sizes[axis] * state.groups
+    # A cut that does not divide follows only cuts that do.
+    cuts = [s for s, _, _ in placement.shard_steps()]
+    for dim in range(2):
+        along = [s for s in cuts if s.dim == dim]
+        if all(s.pad_to is not None for s in along):
+            shape[dim] = data.draw(st.integers(1, 13))
+        elif any(s.pad_to is not None for s in along):
+            return
+    whole = 1 + torch.arange(shape[0] * shape[1]).view(shape)
+    places = [dict(zip(AXES, at)) for at in itertools.product(*map(range, counts))]
+    local = {tuple(at.values()): placement.cut(whole, at) for at in places}
+    assert {x.shape for x in local.values()} == {placement.local_shapes(shape)[-1]}
+
+    counted = torch.cat(
+        [local[tuple(at.values())].flatten() for at in places if placement.counts(at)]
+    )
+    assert sorted(counted[counted > 0].tolist()) == whole.flatten().tolist()
+
+    for at in places:
+        runs, mine = runs_of_placement(placement, shape, at), local[tuple(at.values())].flatten()
+        indices = [
+            1 + run.start + i * run.stride + j if run.start != HOLE else 0
+            for run in runs
+            for i in range(run.count)
+            for j in range(run.length)
+        ]
+        assert indices == mine.tolist()
+        same = [x for x in places if all(x[a] == at[a] for a in placement.gather_axes)]
+        assert placement.copy_of(at) == (same.index(at), len(same))
+        if placement.copy_of(at)[0] == 0:
+            slices = [x for x in places if placement.copy_of(x)[0] == 0]
+            joined = placement.join([local[tuple(x.values())] for x in slices], shape)
+            assert torch.equal(joined, whole)
+    owners = [runs_of_placement(placement, shape, at) for at in places if placement.counts(at)]
+    assert check_cover(owners, whole.numel()) is None
+    summed = {axis for axis, state in states.items() if isinstance(state, Partial)}
+    assert set(placement.reduce_axes) == summed
