@@ -19,22 +19,27 @@ rounded 6 for each element of its largest tensor; with "remainder" 8 and 8.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastpar.kernels.adamw_storage import master_join, master_split, round_to_bf16
-from fastpar.optim.base import EngineOptimizer, plain, uncompiled
-from fastpar.optim.checks import number, pair
-from fastpar.optim.state import load_step, new_step
+from fastpar.optim.base import EngineOptimizer, Row, plain
+from fastpar.optim.checks import check_ranges, pair
+from fastpar.optim.state import (
+    HALF,
+    add_master,
+    check_master_weights,
+    load_step,
+    master_entry,
+    new_step,
+)
 from fastpar.parallel.engine import engine_of_parameter
 
 BATCH = 1 << 20  # elements
-_HALF = (torch.bfloat16, torch.float16)
 _PAPER_EPS = 1e-30
-_MOMENTS = ("row_var", "col_var", "variance", "exp_avg")
 _ONE = torch.ones(())
 _Pair = tuple[Tensor, Tensor]  # a parameter and its gradient
 
@@ -77,6 +82,8 @@ class Adafactor(EngineOptimizer):
         add_eps=True.
     """
 
+    _attributes = ("master_weights",)
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -95,11 +102,7 @@ class Adafactor(EngineOptimizer):
         master_weights: bool | str = False,
         max_grad_norm: float | None = None,
     ) -> None:
-        if master_weights not in (False, True, "remainder"):
-            raise ValueError(
-                "Adafactor: expected master_weights to be False, True or 'remainder', got "
-                f"master_weights={master_weights!r}; True keeps 32 bits more, 'remainder' 16"
-            )
+        check_master_weights("Adafactor", master_weights)
         self.master_weights = master_weights
         self.set_max_grad_norm(max_grad_norm)
         defaults = {
@@ -117,18 +120,25 @@ class Adafactor(EngineOptimizer):
         }
         super().__init__(params, defaults)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; its options and parameters are checked here, the constructor's too."""
-        super().add_param_group(param_group)
-        try:
-            _check_options(self.param_groups[-1], "Adafactor")
-            for p in self.param_groups[-1]["params"]:
-                self._check_parameter(p)
-        except ValueError:
-            self.param_groups.pop()
-            raise
+    def _check_options(self, group: dict[str, Any], caller: str) -> None:
+        eps, beta1 = pair(caller, "eps", group["eps"]), group["beta1"]
+        if group["foreach"] not in (None, True, False):
+            raise ValueError(
+                f"{caller}: expected foreach to be None, True or False, got foreach="
+                f"{group['foreach']!r}; None lets it be chosen"
+            )
+        ranges = {
+            "lr": (group["lr"], 0.0, math.inf),
+            "beta2_decay": (group["beta2_decay"], -math.inf, 0.0),
+            "eps[0]": (0.0 if eps[0] is None else eps[0], 0.0, math.inf),
+            "eps[1]": (eps[1], 0.0, math.inf),
+            "d": (group["d"], 1.0, math.inf),
+            "weight_decay": (group["weight_decay"], 0.0, math.inf),
+            "beta1": (0.0 if beta1 is None else beta1, 0.0, 1.0),
+        }
+        check_ranges(caller, ranges)
 
-    def _check_parameter(self, p: Tensor) -> None:
+    def _check_parameter(self, p: Tensor, group: dict[str, Any]) -> None:
         engine = engine_of_parameter(p)
         if engine is not None and engine.shares:
             raise ValueError(
@@ -137,7 +147,7 @@ class Adafactor(EngineOptimizer):
                 "means need whole matrices: use fastpar.AdamW, or parallelize without sharing"
             )
         got = f"got a parameter of dtype={p.dtype} with master_weights={self.master_weights!r}"
-        if p.dtype != torch.float32 and not (p.dtype in _HALF and self.master_weights):
+        if p.dtype != torch.float32 and not (p.dtype in HALF and self.master_weights):
             raise ValueError(
                 "Adafactor: expected fp32 parameters, or bf16 and fp16 with master_weights=True, "
                 f"{got}; pass master_weights=True or convert the model"
@@ -150,27 +160,17 @@ class Adafactor(EngineOptimizer):
 
     # The step
 
-    @uncompiled
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step on all groups; returns the closure's loss."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        engines, taken, factor, found = self.begin_step()
-        rows: list[list[_Pair]] = [[] for _ in self.param_groups]
-        for row in taken:
-            rows[row.group].append((row.param, row.grad))
-        if found is None or not found.item():
-            for group, pairs in zip(self.param_groups, rows):
-                for batch in _batches(pairs, group["foreach"]):
-                    self._update(group, batch, factor)
-        for engine in engines:
-            engine.after_step()
-        return loss
+    def _update(self, rows: list[Row], factor: Tensor | None, found: Tensor | None) -> None:
+        if found is not None and found.item():
+            return
+        for i, group in enumerate(self.param_groups):
+            pairs = [(row.param, row.grad) for row in rows if row.group == i]
+            for batch in _batches(pairs, group["foreach"]):
+                self._update_batch(group, batch, factor)
 
-    def _update(self, group: dict[str, Any], batch: list[_Pair], factor: Tensor | None) -> None:
+    def _update_batch(
+        self, group: dict[str, Any], batch: list[_Pair], factor: Tensor | None
+    ) -> None:
         """Parameters of one device, all vectors or none; see the formulas above."""
         grads = [grad for _, grad in batch]
         states = [self._state(p, group) for p, _ in batch]
@@ -212,21 +212,11 @@ class Adafactor(EngineOptimizer):
         state = self.state[p]
         if not state:
             state["step"] = new_step()  # on the host, as in torch
-        wanted = ["row_var", "col_var"] if p.dim() > 1 else ["variance"]
-        for name in wanted + ["exp_avg"] * (group["beta1"] is not None):
+        for name in (*_moments(p), *(["exp_avg"] if group["beta1"] is not None else [])):
             if name not in state:
                 state[name] = torch.zeros(_shape(name, p), dtype=torch.float32, device=p.device)
-        entry = self._master_entry(p)
-        if entry == "master_weight" and entry not in state:
-            state[entry] = p.detach().float()
-        elif entry == "master_remainder" and entry not in state:
-            state[entry] = torch.zeros_like(p, dtype=torch.int16, requires_grad=False)
+        add_master(state, p, self.master_weights)
         return state
-
-    def _master_entry(self, p: Tensor) -> str | None:
-        if p.dtype == torch.float32:
-            return None
-        return "master_remainder" if self.master_weights == "remainder" else "master_weight"
 
     def _master(self, p: Tensor, state: dict[str, Tensor]) -> Tensor:
         """The fp32 values of a parameter; to be written in place, or split again afterwards."""
@@ -237,74 +227,36 @@ class Adafactor(EngineOptimizer):
     # State
 
     def entry_shapes(self, p: Tensor) -> dict[str, torch.Size]:
-        """The entries that a parameter's state may have with these options, for checkpoints."""
-        names = ["step", "exp_avg", *(("row_var", "col_var") if p.dim() > 1 else ("variance",))]
-        entry = self._master_entry(p)
-        return {name: _shape(name, p) for name in ([*names, entry] if entry else names)}
+        """The whole shape of each entry that a parameter's state has with these options."""
+        entry = master_entry(p.dtype, self.master_weights)
+        names = ("step", "exp_avg", *_moments(p), *([entry] if entry else []))
+        return {name: _shape(name, p) for name in names}
 
-    def check_saved(self, p: Tensor, saved: dict[str, Tensor], *, where: str) -> None:
-        """See EngineOptimizer."""
-        _check_state(saved, p)
+    def _required(self, p: Tensor, group: dict[str, Any]) -> list[list[tuple[str, ...]]]:
+        return [[(name,)] for name in ("step", *_moments(p))]
 
-    @torch.no_grad()
-    def load_piece(
-        self, p: Tensor, target: Tensor, saved: dict[str, Tensor], *, where: str
-    ) -> None:
-        """See EngineOptimizer."""
-        self._replace_state(p, self._loaded(saved, p))
+    def _shapes(self, p: Tensor) -> dict[str, torch.Size]:
+        names = ("step", *_moments(p), "exp_avg", "master_weight", "master_remainder")
+        return {name: _shape(name, p) for name in names}
+
+    def _convert(
+        self, saved: dict[str, Any], p: Tensor, group: dict[str, Any], *, where: str, copy: bool
+    ) -> dict[str, Any]:
+        state: dict[str, Any] = {"step": load_step(saved["step"])}
+        for name in (*_moments(p), "exp_avg"):
+            if name in saved:
+                state[name] = saved[name].to(p.device, torch.float32, copy=True)
+        caller = "Adafactor.load_state_dict"
+        add_master(state, p, self.master_weights, saved, caller=caller, where=where)
+        return state
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch."""
         return plain(torch.optim.Optimizer.state_dict)(self)
 
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of this optimizer or of torch's; nothing changes if it is refused."""
-        state_dict = state_dict.copy()
-        state_dict["param_groups"] = [
-            {**{k: v for k, v in self.defaults.items() if k not in g}, **g}
-            for g in state_dict["param_groups"]
-        ]
-        for group in state_dict["param_groups"]:
-            _check_options(group, "Adafactor.load_state_dict")
-        params = [p for g in self.param_groups for p in g["params"]]
-        keys = [key for g in state_dict["param_groups"] for key in g["params"]]
-        pairs = [
-            (p, state_dict["state"][key])
-            for p, key in zip(params, keys)
-            if state_dict["state"].get(key)
-        ]
-        for p, saved in pairs:
-            _check_state(saved, p)
-        plain(torch.optim.Optimizer.load_state_dict)(self, state_dict)
-        for p, saved in pairs:
-            # torch has cast these to the dtype of the parameter: bf16 moments would not do.
-            self.state[p] = self._loaded(saved, p)
 
-    def _loaded(self, saved: dict[str, Any], p: Tensor) -> dict[str, Any]:
-        """A copy of a saved state in the form of this optimizer."""
-        state: dict[str, Any] = {"step": load_step(saved["step"])}
-        for name in _MOMENTS:
-            if name in saved:
-                state[name] = saved[name].to(p.device, torch.float32, copy=True)
-        return {**state, **self._load_master(saved, p)}
-
-    def _load_master(self, saved: dict[str, Any], p: Tensor) -> dict[str, Tensor]:
-        """The saved master, if any, in the form of this optimizer."""
-        entry = self._master_entry(p)
-        dtype = torch.float32 if entry == "master_weight" else torch.int16
-        if entry is not None and entry in saved:
-            return {entry: saved[entry].to(p.device, dtype, copy=True)}
-        if entry == "master_weight" and "master_remainder" in saved:
-            return {entry: master_join(p.detach(), saved["master_remainder"].to(p.device))}
-        if entry == "master_remainder" and "master_weight" in saved:
-            return {entry: master_split(saved["master_weight"].to(p.device, torch.float32))[1]}
-        return {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        names = ("master_weights", "max_grad_norm", "grad_norm", "grad_scale", "_found")
-        own = {name: self.__dict__[name] for name in names if name in self.__dict__}
-        return {**super().__getstate__(), **own}
+def _moments(p: Tensor) -> tuple[str, ...]:
+    return ("row_var", "col_var") if p.dim() > 1 else ("variance",)
 
 
 def _batches(pairs: list[_Pair], foreach: bool | None) -> list[list[_Pair]]:
@@ -384,13 +336,6 @@ def _rms(x: Tensor) -> Tensor:
     return norms.double().square_().sum().div_(x.numel()).sqrt_()
 
 
-def _shapes(p: Tensor) -> dict[str, torch.Size]:
-    """Every entry that a state of this parameter may have."""
-    moments = ("row_var", "col_var") if p.dim() > 1 else ("variance",)
-    names = ("step", *moments, "exp_avg", "master_weight", "master_remainder")
-    return {name: _shape(name, p) for name in names}
-
-
 def _shape(entry: str, p: Tensor) -> torch.Size:
     if entry == "step":
         return torch.Size()
@@ -399,44 +344,3 @@ def _shape(entry: str, p: Tensor) -> torch.Size:
     if entry == "col_var":
         return torch.Size((*p.shape[:-2], 1, p.shape[-1]))
     return p.shape
-
-
-def _check_options(group: dict[str, Any], caller: str) -> None:
-    """Refuse options outside their range."""
-    eps, beta1 = pair(caller, "eps", group["eps"]), group["beta1"]
-    if group["foreach"] not in (None, True, False):
-        raise ValueError(
-            f"{caller}: expected foreach to be None, True or False, got foreach="
-            f"{group['foreach']!r}; None lets it be chosen"
-        )
-    ranges = {
-        "lr": (group["lr"], 0.0, math.inf),
-        "beta2_decay": (group["beta2_decay"], -math.inf, 0.0),
-        "eps[0]": (0.0 if eps[0] is None else eps[0], 0.0, math.inf),
-        "eps[1]": (eps[1], 0.0, math.inf),
-        "d": (group["d"], 1.0, math.inf),
-        "weight_decay": (group["weight_decay"], 0.0, math.inf),
-        "beta1": (0.0 if beta1 is None else beta1, 0.0, 1.0),
-    }
-    for name, (given, low, high) in ranges.items():
-        value = number(caller, name, given)
-        if not (low <= value < high or value == high == 0.0):
-            relation = "<=" if high == 0.0 else "<"
-            raise ValueError(
-                f"{caller}: expected {low} <= {name} {relation} {high}, got {name}={value}; "
-                "correct the option of this group"
-            )
-
-
-def _check_state(saved: dict[str, Any], p: Tensor) -> None:
-    """Refuse a state that is not of this parameter, by the name of its first wrong entry."""
-    needed = ("step", "row_var", "col_var") if p.dim() > 1 else ("step", "variance")
-    for name, shape in _shapes(p).items():
-        entry = saved.get(name)
-        got = None if entry is None else list(entry.shape) if isinstance(entry, Tensor) else []
-        if (got is None and name in needed) or (got is not None and got != list(shape)):
-            raise ValueError(
-                f"Adafactor.load_state_dict: expected {name} of shape {list(shape)} for a "
-                f"parameter of shape {list(p.shape)}, got shape={got}; load the state that was "
-                "saved with this model, in the order of its parameters"
-            )

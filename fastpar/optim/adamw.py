@@ -13,55 +13,31 @@ the device too, and the kernel reads them there.
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
+import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastpar.kernels.adamw import MOMENT_BLOCK, Hyper, adamw_step_
-from fastpar.optim.base import EngineOptimizer, Row, plain, scalar, uncompiled
-from fastpar.optim.checks import (
-    check_engines,
-    check_group,
-    check_memory,
-    check_overlap,
-    check_same_groups,
-    check_seed,
-    where,
-)
+from fastpar.optim.base import EngineOptimizer, Row, plain, scalar
+from fastpar.optim.checks import check_memory, check_overlap, check_ranges, check_seed, pair
 from fastpar.optim.state import (
+    ENTRIES,
     Storage,
-    check_entries,
+    add_master,
     cut_entry,
+    entry_shape,
     moment_names,
     torch_state,
     whole_entry,
+    whole_shape,
 )
 from fastpar.parallel.engine import engine_of_parameter
 
-# Of the whole optimizer; in a group they would be ignored.
-_NOT_IN_GROUPS = (
-    "master_weights",
-    "stochastic_rounding",
-    "seed",
-    "moment_dtype",
-    "max_grad_norm",
-    "zero_grad_in_step",
-)
-_ATTRIBUTES = (
-    "storage",
-    "seed",
-    "max_grad_norm",
-    "zero_grad_in_step",
-    "grad_norm",
-    "grad_scale",
-    "found_inf",
-    "_found",
-)
 _ONE = torch.ones(())
 _HOST = torch.device("cpu")
 
@@ -123,6 +99,17 @@ class AdamW(EngineOptimizer):
             model was parallelized after the optimizer was built.
     """
 
+    _attributes = ("storage", "seed", "zero_grad_in_step")
+    _in_state_dict = frozenset({"seed"})
+    _not_in_groups = (
+        "master_weights",
+        "stochastic_rounding",
+        "seed",
+        "moment_dtype",
+        "max_grad_norm",
+        "zero_grad_in_step",
+    )
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -166,50 +153,44 @@ class AdamW(EngineOptimizer):
 
     # Groups
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; its options and parameters are checked here, the constructor's too."""
-        for name in _NOT_IN_GROUPS:
-            if name in param_group:
+    def _check_options(self, group: dict[str, Any], caller: str) -> None:
+        beta1, beta2 = pair(caller, "betas", group["betas"])
+        ranges = {
+            "lr": (group["lr"], 0.0, math.inf),
+            "betas[0]": (beta1, 0.0, 1.0),
+            "betas[1]": (beta2, 0.0, 1.0),
+            "eps": (group["eps"], 0.0, math.inf),
+            "weight_decay": (group["weight_decay"], 0.0, math.inf),
+        }
+        check_ranges(caller, ranges)
+        for name, only, advice in (
+            ("differentiable", False, "use torch.optim.AdamW to differentiate through a step"),
+            ("decoupled_weight_decay", True, "continue that run with its own optimizer"),
+        ):
+            if group[name] != only:
                 raise ValueError(
-                    f"AdamW: expected {name} as an option of the optimizer, got {name}="
-                    f"{param_group[name]} in a group; use one optimizer for each {name}"
+                    f"{caller}: expected {name}={only}, got {name}={group[name]}; {advice}"
                 )
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        try:
-            check_group(group)
-            check_engines(group["params"], zero_grad_in_step=self.zero_grad_in_step)
-            for p in group["params"]:
-                self.storage.check(p, amsgrad=group["amsgrad"])
-            check_memory(group, len(self.param_groups) - 1)
-            check_overlap(self.param_groups)
-        except ValueError:
-            self.param_groups.pop()
-            raise
+        if group["foreach"] and group["fused"]:
+            raise ValueError(
+                f"{caller}: expected at most one of foreach and fused, got foreach=True and "
+                "fused=True; leave both out: there is one implementation"
+            )
+
+    def _check_parameter(self, p: Tensor, group: dict[str, Any]) -> None:
+        self.storage.check(p, amsgrad=group["amsgrad"])
+        engine = engine_of_parameter(p)
+        if self.zero_grad_in_step and engine is not None and engine.zero_stage:
+            raise ValueError(
+                "AdamW: expected zero_grad_in_step=False with zero_stage >= 1, got True with "
+                f"zero_stage={engine.zero_stage}; the engine frees gradients itself: leave it out"
+            )
+
+    def _check_memory(self) -> None:
+        check_memory(self.param_groups[-1], len(self.param_groups) - 1)
+        check_overlap(self.param_groups)
 
     # The step
-
-    @uncompiled
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step on all groups; returns the closure's loss."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._check_capture()
-        engines, rows, factor, found = self.begin_step()
-        batches: dict[tuple, list[Row]] = {}
-        for row in rows:
-            group = self.param_groups[row.group]
-            key = (row.param.device, group["maximize"], group["amsgrad"])
-            batches.setdefault(key, []).append(row)
-        for (device, _, _), batch in batches.items():
-            factor, found = (t if t is None else t.to(device) for t in (factor, found))
-            self._update(batch, device, factor, found)
-        for engine in engines:
-            engine.after_step()
-        return loss
 
     def _check_capture(self) -> None:
         first = next((p for group in self.param_groups for p in group["params"]), None)
@@ -228,7 +209,17 @@ class AdamW(EngineOptimizer):
                     "ranks' hosts agree on each step; step outside of the capture"
                 )
 
-    def _update(
+    def _update(self, rows: list[Row], factor: Tensor | None, found: Tensor | None) -> None:
+        batches: dict[tuple, list[Row]] = {}
+        for row in rows:
+            group = self.param_groups[row.group]
+            key = (row.param.device, group["maximize"], group["amsgrad"])
+            batches.setdefault(key, []).append(row)
+        for (device, _, _), batch in batches.items():
+            factor, found = (t if t is None else t.to(device) for t in (factor, found))
+            self._update_batch(batch, device, factor, found)
+
+    def _update_batch(
         self, rows: list[Row], device: torch.device, factor: Tensor | None, found: Tensor | None
     ) -> None:
         """One kernel call for rows of one device, maximize and amsgrad."""
@@ -291,7 +282,7 @@ class AdamW(EngineOptimizer):
         elif amsgrad and "max_exp_avg_sq" not in state:  # switched on in the group since
             state["max_exp_avg_sq"] = state["exp_avg_sq"].clone()
         if master is not None and master not in state:
-            self.storage.add_master(state, p)
+            add_master(state, p, self.storage.master_weights)
         home = p.device if on_device else _HOST
         step = state["step"]
         if step.device != home or (on_device and step.dtype != torch.float32):
@@ -329,25 +320,30 @@ class AdamW(EngineOptimizer):
     # State
 
     def entry_shapes(self, p: Tensor) -> dict[str, torch.Size]:
-        """The entries that a parameter's state may have with these options, for checkpoints."""
+        """The whole shape of each entry that a parameter's state has with these options."""
         return self.storage.entry_shapes(p)
 
-    def check_saved(self, p: Tensor, saved: dict[str, Tensor], *, where: str) -> None:
-        """See EngineOptimizer."""
-        check_entries(saved, p, amsgrad=self._amsgrad(p), where=where)
+    def _required(self, p: Tensor, group: dict[str, Any]) -> list[list[tuple[str, ...]]]:
+        moments = moment_names(group["amsgrad"])
+        return [[("step",)], *([(m,), (f"{m}_codes", f"{m}_scale")] for m in moments)]
 
-    @torch.no_grad()
-    def load_piece(
-        self, p: Tensor, target: Tensor, saved: dict[str, Tensor], *, where: str
-    ) -> None:
-        """See EngineOptimizer."""
-        amsgrad = self._amsgrad(p)
-        state = self.storage.convert_state(saved, target, amsgrad=amsgrad, where=where, copy=False)
-        self._replace_state(p, state)
+    def _shapes(self, p: Tensor) -> dict[str, torch.Size]:
+        return {name: entry_shape(name, whole_shape(p)) for name in ENTRIES}
 
-    def _amsgrad(self, p: Tensor) -> bool:
-        groups = (g for g in self.param_groups if any(q is p for q in g["params"]))
-        return next(groups)["amsgrad"]
+    def _convert(
+        self, saved: dict[str, Any], p: Tensor, group: dict[str, Any], *, where: str, copy: bool
+    ) -> dict[str, Any]:
+        amsgrad = group["amsgrad"]
+        return self.storage.convert_state(saved, p, amsgrad=amsgrad, where=where, copy=copy)
+
+    def _load_whole(
+        self, saved: dict[str, Any], p: Tensor, group: dict[str, Any], where: str
+    ) -> dict[str, Any]:
+        target, engine = p, engine_of_parameter(p)
+        if engine is not None and engine.shares:
+            target = engine.piece(p).param.detach()
+            saved = {name: cut_entry(name, value, p, engine) for name, value in saved.items()}
+        return super()._load_whole(saved, target, group, where)
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch; with the seed where steps draw random bits. See Ranks and State above."""
@@ -385,57 +381,6 @@ class AdamW(EngineOptimizer):
             yield
         finally:
             self.state = mine
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of an AdamW of this package or of torch; nothing changes if it is refused.
-
-        torch's own would cast fp32 moments of 16-bit parameters to 16 bits.
-        """
-        state_dict = state_dict.copy()
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = pre_hook(self, state_dict) or state_dict
-        saved_groups = [{**g} for g in state_dict["param_groups"]]
-        check_same_groups(self.param_groups, saved_groups)
-        groups = []
-        for group, saved in zip(self.param_groups, saved_groups):
-            values = {k: copy.deepcopy(v) for k, v in saved.items() if k != "params"}
-            new = {**self.defaults, **values, "params": group["params"]}
-            if "param_names" in group:
-                new.setdefault("param_names", group["param_names"])
-            check_group(new, "AdamW.load_state_dict")
-            groups.append(new)
-        state: dict[Any, Any] = {}
-        known = set()
-        for i, (group, saved) in enumerate(zip(groups, saved_groups)):
-            for position, (p, key) in enumerate(zip(group["params"], saved["params"])):
-                self.storage.check(p, amsgrad=group["amsgrad"])
-                known.add(key)
-                if not state_dict["state"].get(key):
-                    continue
-                saved_state, place = state_dict["state"][key], where(group, i, position)
-                target, engine = p, engine_of_parameter(p)
-                if engine is not None and engine.shares:
-                    check_entries(saved_state, p, amsgrad=group["amsgrad"], where=place)
-                    target = engine.piece(p).param.detach()
-                    saved_state = {
-                        name: cut_entry(name, value, p, engine)
-                        for name, value in saved_state.items()
-                    }
-                state[p] = self.storage.convert_state(
-                    saved_state, target, amsgrad=group["amsgrad"], where=place
-                )
-        state.update({k: v for k, v in state_dict["state"].items() if k not in known})
-        self.seed = state_dict.get("seed", self.seed)
-        fresh: defaultdict[Any, Any] = defaultdict(dict)
-        fresh.update(state)
-        self.__setstate__({"state": fresh, "param_groups": groups})
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
-
-    def __getstate__(self) -> dict[str, Any]:
-        own = {name: self.__dict__[name] for name in _ATTRIBUTES if name in self.__dict__}
-        return {**super().__getstate__(), **own}
 
 
 def _count(counters: list[Tensor], by: Tensor | None = None) -> None:

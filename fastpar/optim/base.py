@@ -15,9 +15,11 @@ that never compile (test_a_step_does_not_import_the_compiler); uncompiled looks 
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -31,7 +33,7 @@ from fastpar.kernels.global_norm import (
     norm_bins,
     norm_from_bins,
 )
-from fastpar.optim.checks import check_plain, number, where
+from fastpar.optim.checks import check_plain, check_same_groups, number, where
 from fastpar.parallel.engine import Engine, engine_of_parameter
 
 
@@ -104,15 +106,27 @@ class EngineOptimizer(torch.optim.Optimizer):
         return self._found is not None and bool(self._found.item())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch; remembers which parameters had no engine."""
+        """Add a group; its options and parameters are checked here, the constructor's too."""
+        caller = type(self).__name__
+        for name in self._not_in_groups:
+            if name in param_group:
+                raise ValueError(
+                    f"{caller}: expected {name} as an option of the optimizer, got {name}="
+                    f"{param_group[name]} in a group; use one optimizer for each {name}"
+                )
         plain(torch.optim.Optimizer.add_param_group)(self, param_group)
+        group = self.param_groups[-1]
         try:
-            check_plain(type(self).__name__, self.param_groups[-1], len(self.param_groups) - 1)
+            check_plain(caller, group, len(self.param_groups) - 1)
+            self._check_options(group, caller)
+            for p in group["params"]:
+                self._check_parameter(p, group)
+            self._check_memory()
         except ValueError:
             self.param_groups.pop()
             raise
-        alone = self.__dict__.setdefault("_alone", set())
-        for p in self.param_groups[-1]["params"]:
+        alone = self.__dict__.setdefault("_alone", set())  # had no engine
+        for p in group["params"]:
             (alone.add if engine_of_parameter(p) is None else alone.discard)(p)
 
     @uncompiled
@@ -128,6 +142,21 @@ class EngineOptimizer(torch.optim.Optimizer):
         return list({id(e): e for e in found if e is not None}.values())
 
     # The step
+
+    @uncompiled
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step on all groups; returns the closure's loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._check_capture()
+        engines, rows, factor, found = self.begin_step()
+        self._update(rows, factor, found)
+        for engine in engines:
+            engine.after_step()
+        return loss
 
     def begin_step(self) -> tuple[list[Engine], list[Row], Tensor | None, Tensor | None]:
         """Finish the engines' reductions and agree with the other ranks on this step.
@@ -145,7 +174,8 @@ class EngineOptimizer(torch.optim.Optimizer):
         engines = self.engines()
         if engines:
             self._check_age()
-        self._check_found_inf(engines)
+        if self.found_inf is not None:
+            self._refuse_scaler(engines)
         for engine in engines:
             engine.before_step(self)
         asked = self._scaled or self.max_grad_norm is not None
@@ -204,18 +234,8 @@ class EngineOptimizer(torch.optim.Optimizer):
                     f"{engine.mesh.tp_size}; no rank has all gradients in p.grad: set grad_scale "
                     "from a fastpar.optim.loss_scale.DynamicLossScale"
                 )
-            if engine.has_main_grads:
-                raise RuntimeError(
-                    f"{type(self).__name__}.step: expected gradients in p.grad under GradScaler, "
-                    "got main gradients; parallelize without grad_dtype, or set grad_scale from a "
-                    "DynamicLossScale"
-                )
-
-    def _check_found_inf(self, engines: list[Engine]) -> None:
-        if self.found_inf is None:
-            return
-        self._refuse_scaler(engines)
-        if not isinstance(self.found_inf, Tensor):  # GradScaler saw no p.grad
+        saw_nothing = not isinstance(self.found_inf, Tensor | None)
+        if saw_nothing or any(engine.has_main_grads for engine in engines):
             raise RuntimeError(
                 f"{type(self).__name__}.step: expected gradients in p.grad under GradScaler, got "
                 "main gradients; parallelize without grad_dtype, or set grad_scale from a "
@@ -278,10 +298,91 @@ class EngineOptimizer(torch.optim.Optimizer):
             )
         return found[0] if found else None
 
-    # For checkpoints
+    # State
 
-    def _replace_state(self, p: Tensor, new: dict[str, Any]) -> None:
-        """Have this state, in the memory of the old one where it fits: captured graphs know it."""
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of this optimizer or of torch's; nothing changes if it is refused.
+
+        torch's own would cast fp32 moments of 16-bit parameters to 16 bits.
+        """
+        caller = f"{type(self).__name__}.load_state_dict"
+        state_dict = state_dict.copy()
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = pre_hook(self, state_dict) or state_dict
+        saved_groups = [{**g} for g in state_dict["param_groups"]]
+        check_same_groups(caller, self.param_groups, saved_groups)
+        groups: list[dict[str, Any]] = []
+        state: defaultdict[Any, Any] = defaultdict(dict)
+        left = dict(state_dict["state"])
+        for i, (mine, saved) in enumerate(zip(self.param_groups, saved_groups)):
+            values = {k: copy.deepcopy(v) for k, v in saved.items() if k != "params"}
+            group = {**self.defaults, **values, "params": mine["params"]}
+            if "param_names" in mine:
+                group.setdefault("param_names", mine["param_names"])
+            self._check_options(group, caller)
+            groups.append(group)
+            for position, (p, key) in enumerate(zip(group["params"], saved["params"])):
+                self._check_parameter(p, group)
+                saved_state = left.pop(key, None)
+                if saved_state:
+                    place = where(group, i, position)
+                    self._check_entries(saved_state, p, group, place)
+                    state[p] = self._load_whole(saved_state, p, group, place)
+        state.update(left)
+        for name in self._in_state_dict & state_dict.keys():
+            setattr(self, name, state_dict[name])
+        self.__setstate__({"state": state, "param_groups": groups})
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _load_whole(
+        self, saved: dict[str, Any], p: Tensor, group: dict[str, Any], where: str
+    ) -> dict[str, Any]:
+        """This rank's part of a saved state, in the form of this optimizer."""
+        return self._convert(saved, p, group, where=where, copy=True)
+
+    def _check_entries(
+        self, saved: dict[str, Any], p: Tensor, group: dict[str, Any], where: str
+    ) -> None:
+        """Refuse a state that is not of this parameter, by the name of its first wrong entry."""
+        caller = f"{type(self).__name__}.load_state_dict"
+        advice = "load the state that was saved with this model, in the order of its parameters"
+        for forms in self._required(p, group):
+            if not any(saved.keys() >= set(form) for form in forms):
+                raise ValueError(
+                    f"{caller}: expected {forms[0][0]} for {where}, got entries={sorted(saved)}; "
+                    f"{advice}"
+                )
+        for name, shape in self._shapes(p).items():
+            got = getattr(saved.get(name), "shape", torch.Size())
+            if name in saved and got != shape:
+                raise ValueError(
+                    f"{caller}: expected {name} of shape {list(shape)} for {where}, got shape="
+                    f"{list(got)}; {advice}"
+                )
+
+    def check_saved(self, p: Tensor, saved: dict[str, Tensor], *, where: str) -> None:
+        """Refuse entries that are not of a parameter, by their whole shapes; for checkpoints.
+
+        Raises:
+            ValueError: an entry is missing or has another shape.
+        """
+        self._check_entries(saved, p, self._group_of(p), where)
+
+    @torch.no_grad()
+    def load_piece(
+        self, p: Tensor, target: Tensor, saved: dict[str, Tensor], *, where: str
+    ) -> None:
+        """Take over this rank's part of a saved state, in whatever form it was saved.
+
+        The old state's memory is kept where it fits: captured graphs know it.
+
+        Args:
+            target: what this rank steps of p, with its new values.
+            saved: tensors that are the optimizer's from now on, or its own.
+        """
+        new = self._convert(saved, target, self._group_of(p), where=where, copy=False)
         old = self.state[p]
         for name, value in new.items():
             mine = old.get(name)
@@ -294,27 +395,52 @@ class EngineOptimizer(torch.optim.Optimizer):
         for name in old.keys() - new.keys():
             del old[name]
 
-    def check_saved(self, p: Tensor, saved: dict[str, Tensor], *, where: str) -> None:
-        """Refuse entries that are not of a parameter, by their whole shapes; for checkpoints.
+    def _group_of(self, p: Tensor) -> dict[str, Any]:
+        return next(g for g in self.param_groups if any(q is p for q in g["params"]))
 
-        Raises:
-            ValueError: an entry is missing or has another shape.
-        """
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("max_grad_norm", "grad_norm", "grad_scale", "found_inf", "_found")
+        kept = {n: self.__dict__[n] for n in (*own, *self._attributes) if n in self.__dict__}
+        return {**super().__getstate__(), **kept}
+
+    # What an optimizer of this package defines
+
+    _not_in_groups: tuple[str, ...] = ("max_grad_norm", "master_weights")
+    _attributes: tuple[str, ...] = ()  # that copies and pickles keep
+    _in_state_dict: frozenset[str] = frozenset()  # attributes that state dicts may have
+
+    def _check_options(self, group: dict[str, Any], caller: str) -> None:
         raise NotImplementedError
 
-    def load_piece(
-        self, p: Tensor, target: Tensor, saved: dict[str, Tensor], *, where: str
-    ) -> None:
-        """Take over this rank's part of a saved state, in whatever form it was saved.
+    def _check_parameter(self, p: Tensor, group: dict[str, Any]) -> None:
+        raise NotImplementedError
 
-        Args:
-            target: what this rank steps of p, with its new values.
-            saved: tensors that are the optimizer's from now on, or its own.
-        """
+    def _check_memory(self) -> None:
+        """Refuse parameters that the kernels cannot update where they are."""
+
+    def _check_capture(self) -> None:
+        """Refuse a step that a CUDA graph cannot hold."""
+
+    def _update(self, rows: list[Row], factor: Tensor | None, found: Tensor | None) -> None:
+        """Update the rows; gradients are multiplied by factor, nothing changes under found."""
+        raise NotImplementedError
+
+    def _required(self, p: Tensor, group: dict[str, Any]) -> list[list[tuple[str, ...]]]:
+        """What a saved state must have: of each thing the forms, with the entries of each."""
+        raise NotImplementedError
+
+    def _shapes(self, p: Tensor) -> dict[str, torch.Size]:
+        """The whole shape of every entry that a saved state may have."""
+        raise NotImplementedError
+
+    def _convert(
+        self, saved: dict[str, Any], p: Tensor, group: dict[str, Any], *, where: str, copy: bool
+    ) -> dict[str, Any]:
+        """A saved state, checked, in the form of this optimizer; p may be this rank's piece."""
         raise NotImplementedError
 
     def entry_shapes(self, p: Tensor) -> dict[str, torch.Size]:
-        """The entries that a parameter's state may have with these options, for checkpoints."""
+        """The whole shape of each entry that a parameter's state has with these options."""
         raise NotImplementedError
 
 

@@ -1,9 +1,8 @@
-"""What an AdamW refuses: options out of range, parameters that overlap, groups of another model."""
+"""What the optimizers refuse: options out of range, parameters without memory of their own."""
 
 from __future__ import annotations
 
 import itertools
-import math
 import numbers
 from collections.abc import Iterable
 from typing import Any
@@ -50,35 +49,16 @@ def check_seed(caller: str, seed: int) -> None:
         raise ValueError(f"{caller}: expected 0 <= seed < 2**63, got seed={seed!r}; 0 will do")
 
 
-def check_group(group: dict[str, Any], caller: str = "AdamW") -> None:
-    """Refuse options outside their range."""
-    betas = pair(caller, "betas", group["betas"])
-    ranges = {
-        "lr": (group["lr"], math.inf),
-        "betas[0]": (betas[0], 1.0),
-        "betas[1]": (betas[1], 1.0),
-        "eps": (group["eps"], math.inf),
-        "weight_decay": (group["weight_decay"], math.inf),
-    }
-    for name, (value, high) in ranges.items():
-        if not 0.0 <= number(caller, name, value) < high:
+def check_ranges(caller: str, options: dict[str, tuple[Any, float, float]]) -> None:
+    """Refuse a value outside low <= value < high, of name -> (value, low, high); 0 may be high."""
+    for name, (given, low, high) in options.items():
+        value = number(caller, name, given)
+        if not (low <= value < high or value == high == 0.0):
+            relation = "<=" if high == 0.0 else "<"
             raise ValueError(
-                f"{caller}: expected 0.0 <= {name} < {high}, got {name}={float(value)}; "
+                f"{caller}: expected {low} <= {name} {relation} {high}, got {name}={value}; "
                 "correct the option of this group"
             )
-    for name, only, advice in (
-        ("differentiable", False, "use torch.optim.AdamW to differentiate through a step"),
-        ("decoupled_weight_decay", True, "continue that run with its own optimizer"),
-    ):
-        if group[name] != only:
-            raise ValueError(
-                f"{caller}: expected {name}={only}, got {name}={group[name]}; {advice}"
-            )
-    if group["foreach"] and group["fused"]:
-        raise ValueError(
-            f"{caller}: expected at most one of foreach and fused, got foreach=True and "
-            "fused=True; leave both out: there is one implementation"
-        )
 
 
 def check_plain(caller: str, group: dict[str, Any], i: int) -> None:
@@ -110,17 +90,6 @@ def check_memory(group: dict[str, Any], i: int) -> None:
             )
 
 
-def check_engines(params: list[Tensor], *, zero_grad_in_step: bool) -> None:
-    """Refuse options that make no sense for parameters of a sharded engine."""
-    for p in params if zero_grad_in_step else ():
-        engine = engine_of_parameter(p)
-        if engine is not None and engine.zero_stage:
-            raise ValueError(
-                "AdamW: expected zero_grad_in_step=False with zero_stage >= 1, got True with "
-                f"zero_stage={engine.zero_stage}; the engine frees gradients itself: leave it out"
-            )
-
-
 def check_overlap(groups: list[dict[str, Any]]) -> None:
     """Refuse parameters that share memory: both would be updated there, in any order.
 
@@ -144,21 +113,22 @@ def check_overlap(groups: list[dict[str, Any]]) -> None:
             )
 
 
-def check_same_groups(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
+def check_same_groups(
+    caller: str, groups: list[dict[str, Any]], saved: list[dict[str, Any]]
+) -> None:
     """Refuse saved groups of other lengths."""
-    advice = "load the state that was saved with this model and these groups"
+    differs = []
     if len(groups) != len(saved):
-        raise ValueError(
-            f"AdamW.load_state_dict: expected {len(groups)} parameter groups, got {len(saved)}; "
-            f"{advice}"
-        )
+        differs = [f"{len(groups)} parameter groups, got {len(saved)}"]
     for i, (group, other) in enumerate(zip(groups, saved)):
         mine, theirs = len(group["params"]), len(other["params"])
         if mine != theirs:
-            raise ValueError(
-                f"AdamW.load_state_dict: expected {mine} parameters in group {i}, got {theirs}; "
-                f"{advice}"
-            )
+            differs.append(f"{mine} parameters in group {i}, got {theirs}")
+    if differs:
+        raise ValueError(
+            f"{caller}: expected {differs[0]}; load the state that was saved with this model and "
+            "these groups"
+        )
 
 
 def where(group: dict[str, Any], i: int, position: int) -> str:

@@ -40,7 +40,7 @@ from fastpar.kernels.adamw import (
 from fastpar.parallel.engine import Engine, engine_of_parameter
 
 MOMENT_DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
-_HALF = (torch.bfloat16, torch.float16)
+HALF = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,7 @@ class Storage:
     moment_dtype: torch.dtype
 
     def __post_init__(self) -> None:
-        if self.master_weights not in (False, True, "remainder"):
-            raise ValueError(
-                "AdamW: expected master_weights to be False, True or 'remainder', got "
-                f"master_weights={self.master_weights!r}; True keeps 32 bits more, 'remainder' 16"
-            )
+        check_master_weights("AdamW", self.master_weights)
         if self.moment_dtype not in MOMENT_DTYPES:
             raise ValueError(
                 "AdamW: expected moment_dtype torch.float32, torch.bfloat16 or torch.uint8, got "
@@ -81,7 +77,7 @@ class Storage:
     def check(self, p: Tensor, *, amsgrad: bool) -> None:
         """Refuse a parameter that these options cannot train."""
         got = f"got a parameter of dtype={p.dtype}"
-        if p.dtype not in (torch.float32, torch.float64, *_HALF):
+        if p.dtype not in (torch.float32, torch.float64, *HALF):
             raise ValueError(
                 f"AdamW: expected fp32, bf16, fp16 or fp64 parameters, {got}; convert the model"
             )
@@ -90,7 +86,7 @@ class Storage:
                 f"AdamW: expected moment_dtype=torch.float32 with fp64 parameters, {got} with "
                 f"moment_dtype={self.moment_dtype}; their moments are fp64: leave it out"
             )
-        if p.dtype in _HALF and not (self.master_weights or self.stochastic_rounding):
+        if p.dtype in HALF and not (self.master_weights or self.stochastic_rounding):
             raise ValueError(
                 "AdamW: expected fp32 parameters, or bf16 and fp16 with master_weights=True, "
                 f"{got} with master_weights=False and stochastic_rounding=False; pass "
@@ -111,9 +107,7 @@ class Storage:
 
     def master_entry(self, dtype: torch.dtype) -> str | None:
         """The name under which the master of parameters of this dtype is kept."""
-        if dtype not in _HALF or self.stochastic_rounding:
-            return None
-        return "master_remainder" if self.master_weights == "remainder" else "master_weight"
+        return master_entry(dtype, self.master_weights)
 
     def new_state(self, p: Tensor, *, amsgrad: bool) -> dict[str, Tensor]:
         """State before the first step."""
@@ -123,15 +117,8 @@ class Storage:
                 state[name] = torch.zeros_like(p, requires_grad=False)
             else:
                 state.update(self._entries(name, *new_moment(p, self.moment_dtype)))
-        self.add_master(state, p)
+        add_master(state, p, self.master_weights)
         return state
-
-    def add_master(self, state: dict[str, Tensor], p: Tensor) -> None:
-        """The master of a parameter as it is now, where the state lacks it."""
-        entry = self.master_entry(p.dtype)
-        if entry is not None and entry not in state:
-            exact = entry == "master_weight"
-            state[entry] = p.detach().float() if exact else torch.zeros_like(p, dtype=torch.int16)
 
     def entry_shapes(self, p: Tensor) -> dict[str, torch.Size]:
         """The whole shape of each entry that a parameter's state may have."""
@@ -141,7 +128,7 @@ class Storage:
             names = ["step", *(f"{m}_{part}" for m in moments for part in ("codes", "scale"))]
         master = self.master_entry(p.dtype)
         shape = whole_shape(p)
-        return {name: _shape(name, shape) for name in ([*names, master] if master else names)}
+        return {name: entry_shape(name, shape) for name in ([*names, master] if master else names)}
 
     def moment_entry(self, name: str) -> str:
         """Under which name the kernel's exp_avg, exp_avg_sq or max_exp_avg_sq is kept."""
@@ -158,38 +145,19 @@ class Storage:
         """A copy of a saved state in the form of these options, on the parameter's device.
 
         Args:
-            saved: of an AdamW of this package or of torch, in any form.
+            saved: of an AdamW of this package or of torch, in any form; its entries were checked.
             where: names the parameter in errors.
             copy: False: moments that have this form already may be returned as they are.
         Raises:
-            ValueError: an entry is missing or not of the parameter's shape.
+            ValueError: a master that is not this parameter's.
         """
-        check_entries(saved, p, amsgrad=amsgrad, where=where)
-        state: dict[str, Any] = {
-            "step": load_step(saved["step"]),
-        }
+        state: dict[str, Any] = {"step": load_step(saved["step"])}
         for name in moment_names(amsgrad):
             state.update(self._convert_moment(saved, name, p, copy=copy))
-        entry = self.master_entry(p.dtype)
-        if entry is not None:
-            master = _master(saved, p)
-            if entry in saved and saved[entry] is master:
-                state[entry] = _like(master, p, master.dtype)
-            elif master is not None and entry == "master_weight":
-                state[entry] = _like(master_join(p, _like(master, p, torch.int16)), p)
-            elif master is not None:
-                rounded, remainder = master_split(_like(master, p))
-                if not torch.equal(rounded, p):
-                    raise ValueError(
-                        f"AdamW.load_state_dict: expected {where} to be the rounding of its saved "
-                        "master_weight, got other values; load the model's weights first"
-                    )
-                state[entry] = remainder
-            else:
-                self.add_master(state, p)
-        known = {*_ENTRIES, "step"}
-        state.update({key: value for key, value in saved.items() if key not in known})
-        return state
+        add_master(
+            state, p, self.master_weights, saved, caller="AdamW.load_state_dict", where=where
+        )
+        return {**{k: v for k, v in saved.items() if k not in (*ENTRIES, "step")}, **state}
 
     def _convert_moment(
         self, saved: dict[str, Any], name: str, p: Tensor, *, copy: bool
@@ -230,7 +198,7 @@ def moment_names(amsgrad: bool) -> tuple[str, ...]:
     return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if amsgrad else ("exp_avg", "exp_avg_sq")
 
 
-_ENTRIES = (
+ENTRIES = (
     *moment_names(True),
     "exp_avg_codes",
     "exp_avg_scale",
@@ -247,65 +215,28 @@ def whole_shape(p: Tensor) -> torch.Size:
     return p.shape if engine is None else engine.whole_shape(p)
 
 
-def _shape(entry: str, of: torch.Size) -> torch.Size:
+def entry_shape(entry: str, of: torch.Size) -> torch.Size:
     """Of an entry for a tensor of shape `of`."""
     if entry == "step":
         return torch.Size()
     return torch.Size([-(-of.numel() // MOMENT_BLOCK)]) if entry.endswith("_scale") else of
 
 
-def check_entries(saved: dict[str, Any], p: Tensor, *, amsgrad: bool, where: str) -> None:
-    """Refuse a state that is not of this parameter, by the name of its first wrong entry."""
-    advice = "load the state that was saved with this model, in the order of its parameters"
-    if "step" not in saved:
-        raise ValueError(f"AdamW.load_state_dict: expected step for {where}, got none; {advice}")
-    for name in moment_names(amsgrad):
-        if name not in saved and not {f"{name}_codes", f"{name}_scale"} <= saved.keys():
-            raise ValueError(
-                f"AdamW.load_state_dict: expected {name} for {where}, got entries="
-                f"{sorted(saved)}; {advice}"
-            )
-    for name in _ENTRIES:
-        shape = _shape(name, whole_shape(p))
-        if name in saved and saved[name].shape != shape:
-            raise ValueError(
-                f"AdamW.load_state_dict: expected {name} of shape {list(shape)} for {where}, got "
-                f"shape={list(saved[name].shape)}; {advice}"
-            )
+def whole_entry(name: str, value: Any, p: Tensor, engine: Engine) -> Any:
+    """An entry for all elements of a parameter that ranks share out. Ranks: all."""
+    block = entry_block(name)  # 0: a count, or what others put there: every rank has it
+    return engine.full(value, p, block=block) if block else value
 
 
-def whole_entry(
-    name: str,
-    value: Any,
-    p: Tensor,
-    engine: Engine,
-    *,
-    along_tp: bool = True,
-) -> Any:
-    """An entry for all elements of a parameter that ranks share out.
-
-    Args:
-        along_tp: False: of this rank's slice along tp.
-    Ranks: all.
-    """
-    if name not in _ENTRIES:  # a count, or what others put there: every rank has it
-        return value
-    if not along_tp:
-        return engine.slice_of_pieces(value, p, block=entry_block(name))
-    return engine.full(value, p, block=entry_block(name))
-
-
-def cut_entry(name: str, whole: Any, p: Tensor, engine: Engine, *, along_tp: bool = True) -> Any:
+def cut_entry(name: str, whole: Any, p: Tensor, engine: Engine) -> Any:
     """This rank's part of a whole entry, a copy; the inverse of whole_entry()."""
-    if name not in _ENTRIES:
-        return whole
-    cut = engine.shard_of if along_tp else engine.piece_of_slice
-    return cut(whole, p, block=entry_block(name))
+    block = entry_block(name)
+    return engine.shard_of(whole, p, block=block) if block else whole
 
 
 def entry_block(name: str) -> int:
     """Elements of the parameter for each element of an entry; 0 if every rank has all of it."""
-    return 0 if name not in _ENTRIES else MOMENT_BLOCK if name.endswith("_scale") else 1
+    return 0 if name not in ENTRIES else MOMENT_BLOCK if name.endswith("_scale") else 1
 
 
 def torch_state(state: dict[str, Any], p: Tensor) -> dict[str, Any]:
@@ -320,12 +251,62 @@ def torch_state(state: dict[str, Any], p: Tensor) -> dict[str, Any]:
     return result
 
 
-def _master(saved: dict[str, Any], p: Tensor) -> Tensor | None:
-    """The saved master, either form, unless it is stale (see above)."""
-    for name, dtype in (("master_weight", torch.float32), ("master_remainder", torch.int16)):
-        if name in saved and saved[name].dtype == dtype and p.dtype in _HALF:
-            return saved[name]
-    return None
+def check_master_weights(caller: str, master_weights: bool | str) -> None:
+    """Refuse other values of this option."""
+    if master_weights not in (False, True, "remainder"):
+        raise ValueError(
+            f"{caller}: expected master_weights to be False, True or 'remainder', got "
+            f"master_weights={master_weights!r}; True keeps 32 bits more, 'remainder' 16"
+        )
+
+
+def master_entry(dtype: torch.dtype, master_weights: bool | str) -> str | None:
+    """The name under which the master of parameters of this dtype is kept."""
+    if dtype not in HALF or not master_weights:
+        return None
+    return "master_remainder" if master_weights == "remainder" else "master_weight"
+
+
+def add_master(
+    state: dict[str, Any],
+    p: Tensor,
+    master_weights: bool | str,
+    saved: dict[str, Any] | None = None,
+    *,
+    caller: str = "",
+    where: str = "",
+) -> None:
+    """The master of a parameter where its state lacks it: a copy of a saved one, or a new one.
+
+    Args:
+        saved: a state with a master in either form, if it has one that is not stale (see above).
+        caller, where: for errors.
+    Raises:
+        ValueError: the parameter is not the rounding of its saved master.
+    """
+    entry = master_entry(p.dtype, master_weights)
+    if entry is None or entry in state:
+        return
+    forms = {"master_weight": torch.float32, "master_remainder": torch.int16}
+    usable = {n: x for n, x in (saved or {}).items() if n in forms and x.dtype == forms[n]}
+    if entry in usable:
+        state[entry] = _like(usable[entry], p, forms[entry])
+    elif entry == "master_weight":
+        low = usable.get("master_remainder")
+        state[entry] = p.detach().float() if low is None else _like(_join(p, low), p)
+    elif "master_weight" not in usable:
+        state[entry] = torch.zeros_like(p, dtype=torch.int16, requires_grad=False)
+    else:
+        rounded, state[entry] = master_split(_like(usable["master_weight"], p))
+        if not torch.equal(rounded, p):
+            raise ValueError(
+                f"{caller}: expected {where} to be the rounding of its saved master_weight, got "
+                "other values; load the model's weights first"
+            )
+
+
+def _join(p: Tensor, remainder: Tensor) -> Tensor:
+    return master_join(p.detach(), _like(remainder, p, torch.int16))
 
 
 def _like(values: Tensor, p: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

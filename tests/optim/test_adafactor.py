@@ -404,14 +404,14 @@ def test_state_of_another_model_is_refused_and_nothing_changes():
     before = str(b.state_dict())
     with pytest.raises(
         ValueError,
-        match=r"load_state_dict: expected col_var of shape \[1, 6\] for a parameter of shape "
-        r"\[4, 6\], got shape=\[1, 3\]; load the state that was saved with this model",
+        match=r"load_state_dict: expected col_var of shape \[1, 6\] for parameter 0 of group 0, "
+        r"got shape=\[1, 3\]; load the state that was saved with this model",
     ):
         b.load_state_dict(a.state_dict())
     swapped = Adafactor(list(reversed(build(shapes=[(4, 3), (5,)]))))
-    with pytest.raises(ValueError, match=r"expected variance of shape \[5\] .* got shape=None"):
+    with pytest.raises(ValueError, match=r"expected variance for parameter 0 of group 0, got entr"):
         swapped.load_state_dict(a.state_dict())
-    with pytest.raises(ValueError, match=r"different number of parameter groups"):
+    with pytest.raises(ValueError, match=r"Adafactor.* expected 2 parameter groups, got 1; load"):
         Adafactor([{"params": [p]} for p in params]).load_state_dict(a.state_dict())
     saved = a.state_dict()
     saved["param_groups"][0]["d"] = 0.5

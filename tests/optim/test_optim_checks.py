@@ -8,7 +8,7 @@ from test_optim import build, put_gradients, run, vector
 from torch import nn
 
 from fastpar.optim.adamw import AdamW
-from fastpar.optim.checks import check_group, check_overlap
+from fastpar.optim.checks import check_overlap
 
 
 def parameter(*shape):
@@ -44,8 +44,10 @@ def test_options_of_a_group_are_checked_and_the_group_is_not_kept():
     with pytest.raises(ValueError, match=r"AdamW: expected 0\.0 <= lr < inf, got lr=-2\.0"):
         optimizer.add_param_group({"params": [parameter(2)], "lr": -2.0})
     assert len(optimizer.param_groups) == 1
-    with pytest.raises(ValueError, match=r"me: expected 0\.0 <= lr < inf, got lr=-2\.0"):
-        check_group({**optimizer.param_groups[0], "lr": -2.0}, "me")
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["lr"] = -2.0
+    with pytest.raises(ValueError, match=r"AdamW.load_state_dict: expected 0\.0 <= lr < inf, got"):
+        optimizer.load_state_dict(saved)
 
 
 @pytest.mark.parametrize(
