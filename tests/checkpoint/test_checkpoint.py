@@ -118,6 +118,7 @@ def test_every_form_of_state_comes_back(tmp_path, dtype, options):
 
 
 MESHES = [(1, 1, 0), (2, 1, 3), (4, 4, 0), (4, 2, 1), (4, 2, 3)]
+FEW = [(1, 1, 0), (2, 1, 3), (4, 2, 1)]
 WIDE = replace(CONFIG, n_head=4, vocab_size=301)  # with tp=2 slices of 256 rows, the last with 45
 
 
@@ -147,9 +148,12 @@ FROZEN = ("wte.weight", "h.0.attn.c_attn.weight", "h.1.ln_1.bias")
 
 
 @pytest.mark.parametrize(
+    "meshes", [FEW, pytest.param(MESHES, marks=pytest.mark.slow)], ids=["few", "all"]
+)
+@pytest.mark.parametrize(
     ("frozen", "dtype", "options"),
     [
-        ((), torch.float32, {}),
+        pytest.param((), torch.float32, {}, marks=pytest.mark.slow),
         (FROZEN, torch.bfloat16, {"master_weights": True}),
         pytest.param(
             (),
@@ -160,7 +164,7 @@ FROZEN = ("wte.weight", "h.0.attn.c_attn.weight", "h.1.ln_1.bias")
         pytest.param(FROZEN, torch.float32, {"amsgrad": True}, marks=pytest.mark.slow),
     ],
 )
-def test_the_same_bytes_from_every_mesh(tmp_path, frozen, dtype, options):
+def test_the_same_bytes_from_every_mesh(tmp_path, frozen, dtype, options, meshes):
     """What a mesh has trained goes through the next one, and what one process has through all.
 
     So a state has one form on disk, whoever read it before.
@@ -175,7 +179,7 @@ def test_the_same_bytes_from_every_mesh(tmp_path, frozen, dtype, options):
         return found
 
     sources = {}
-    for mesh in MESHES:
+    for mesh in meshes:
         found = on_mesh(*mesh, work, frozen=frozen, dtype=dtype, **options)[0]
         for name, path in sources.items():
             assert bits(found[name]) == bits(path), (name, mesh)

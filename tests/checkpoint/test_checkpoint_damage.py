@@ -41,7 +41,9 @@ def write(run, tp, stage):
         save_checkpoint(run, step=step, state={"next_sample": step}, **given)
 
 
-@pytest.fixture(scope="module", params=["one rank", "four ranks"])
+@pytest.fixture(
+    scope="module", params=[pytest.param("one rank", marks=pytest.mark.slow), "four ranks"]
+)
 def run(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("damage") / "run"
     if request.param == "one rank":

@@ -184,6 +184,7 @@ def test_changed_bytes_of_a_manifest(folder, data):
         (folder / MANIFEST).write_bytes(good)
 
 
+@pytest.mark.slow
 @hypothesis.given(data=st.data(), value=values, how=HOW)
 @hypothesis.settings(FEW, max_examples=300)
 def test_a_sealed_manifest_with_anything_in_it(folder, data, value, how):
@@ -229,6 +230,7 @@ def test_sealed_runs_cover_or_are_refused(folder, data):
         (folder / MANIFEST).write_bytes(good)
 
 
+@pytest.mark.slow
 @hypothesis.given(data=st.data(), value=values, how=HOW)
 @hypothesis.settings(FEW, max_examples=300)
 def test_a_header_with_anything_in_it(folder, data, value, how):
@@ -270,6 +272,7 @@ def plain(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 @hypothesis.given(data=st.data(), value=values, how=HOW)
 @hypothesis.settings(FEW, max_examples=300)
 def test_config_and_index_with_anything_in_them(plain, data, value, how):
@@ -302,6 +305,7 @@ RUN = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @hypothesis.given(data=st.data(), value=values, how=HOW)
 @hypothesis.settings(FEW, max_examples=300)
 def test_a_run_s_state_with_anything_in_it(folder, data, value, how):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from matrix import cells
 from saved import whole_tensors
 
 from fastpar import GPT, AdamW, GPTConfig, Mesh, parallelize
@@ -59,23 +60,22 @@ def masters(model, optimizer):
     return path
 
 
-@pytest.mark.parametrize(
-    ("ranks", "stage", "tp"), [(1, 0, 1), (2, 1, 1), (2, 3, 1), (2, 0, 2), (4, 3, 2)]
-)
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ("fp32", "master"),
-        ("fp32", "remainder"),
-        ("master", "fp32"),
-        ("remainder", "fp32"),
-        ("master", "remainder"),
-        ("remainder", "master"),
-        ("fp32", "fp16"),
-        ("fp16", "fp32"),
-    ],
-)
-def test_masters_and_moments_survive_another_dtype(tmp_path, before, after, ranks, stage, tp):
+LAYOUTS = [(2, 3, 1), (1, 0, 1), (2, 1, 1), (2, 0, 2), (4, 3, 2)]  # ranks, stage, tp
+CHANGES = [
+    ("fp32", "master"),
+    ("fp32", "remainder"),
+    ("master", "fp32"),
+    ("remainder", "fp32"),
+    ("master", "remainder"),
+    ("remainder", "master"),
+    ("fp32", "fp16"),
+    ("fp16", "fp32"),
+]
+
+
+@pytest.mark.parametrize(("change", "layout"), cells(CHANGES, LAYOUTS, together=1))
+def test_masters_and_moments_survive_another_dtype(tmp_path, change, layout):
+    (before, after), (ranks, stage, tp) = change, layout
     made = build(before)
     bits = made[1].state[made[0].wpe.weight].get("master_weight", made[0].wpe.weight.data)
     if bits.dtype == torch.float32:  # exactly between two bf16 numbers

@@ -57,8 +57,11 @@ def counting(model, optimizer, *more):
         found.append(alive.peak - before)
 
 
-MESHES = [(1, 1, 0), (2, 1, 0), (2, 1, 1), (2, 1, 3), (3, 1, 3), (2, 2, 0), (4, 2, 3)]
-meshes = pytest.mark.parametrize(("ranks", "tp", "stage"), MESHES)
+MESHES = [(1, 1, 0), (2, 1, 3), (2, 2, 0)]
+MORE = [
+    pytest.param(*m, marks=pytest.mark.slow) for m in [(2, 1, 0), (2, 1, 1), (3, 1, 3), (4, 2, 3)]
+]
+meshes = pytest.mark.parametrize(("ranks", "tp", "stage"), MESHES + MORE)
 
 
 @meshes

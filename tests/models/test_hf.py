@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from matrix import cells
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -139,8 +140,10 @@ def test_transformers_reads_what_is_written(pair, transformers, tmp_path, max_sh
     assert bytes_of(again.state_dict()) == bytes_of(theirs.state_dict())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("max_shard_size", ["1GB", "100KB"])
+@pytest.mark.parametrize(
+    ("dtype", "max_shard_size"),
+    cells([torch.float32, torch.float16, torch.bfloat16], ["100KB", "1GB"], together=1),
+)
 def test_import_and_export_give_the_same_bytes(pair, tmp_path, dtype, max_shard_size):
     theirs = copy.deepcopy(pair[0]).to(dtype)
     theirs.save_pretrained(tmp_path / "in", max_shard_size=max_shard_size)

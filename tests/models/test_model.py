@@ -285,7 +285,9 @@ def test_builds_on_the_meta_device_without_drawing(monkeypatch):
     assert all(p.is_meta for p in model.parameters())
 
 
-@pytest.mark.parametrize("train", [True, False], ids=["dropout", "eval"])
+@pytest.mark.parametrize(
+    "train", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["dropout", "eval"]
+)
 def test_compiles_to_one_graph(train):
     model, (idx, targets) = model_of().train(train), batch()
     rng_key = make_key(0, 0)

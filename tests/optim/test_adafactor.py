@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from matrix import cells
 from torch import nn
 
 import fastpar
@@ -97,17 +98,16 @@ def roundings(steps, n=33):
     return 3 * (n + 3) + 3 * steps + 2 * n + 12
 
 
-@pytest.mark.parametrize("foreach", [None, False, True])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"weight_decay": 0.1, "maximize": True},
-        {"d": 2.0, "beta2_decay": -0.5},
-        {"lr": 0.3, "eps": (None, 100.0)},  # 1 / sqrt(t) is smaller from the 12th step on
-        {"eps": (0.5, 2.0)},
-    ],
-)
+OPTIONS = [
+    {},
+    {"weight_decay": 0.1, "maximize": True},
+    {"d": 2.0, "beta2_decay": -0.5},
+    {"lr": 0.3, "eps": (None, 100.0)},  # 1 / sqrt(t) is smaller from the 12th step on
+    {"eps": (0.5, 2.0)},
+]
+
+
+@pytest.mark.parametrize(("options", "foreach"), cells(OPTIONS, [None, False, True], together=1))
 def test_it_steps_like_torch(options, foreach):
     theirs, ours = build(), build()
     a = torch.optim.Adafactor(theirs, **options)
@@ -139,16 +139,15 @@ def test_it_steps_like_torch(options, foreach):
             assert torch.equal(got, value), name
 
 
-@pytest.mark.parametrize("scale", [1.0, 1e-6])
-@pytest.mark.parametrize(
-    "options",
-    [
-        PAPER,
-        {**PAPER, "beta1": 0.9},
-        {**PAPER, "relative_step": False, "scale_parameter": False, "weight_decay": 0.1},
-        {"eps": (None, 1e-3)},
-    ],
-)
+FORMULAS = [
+    PAPER,
+    {**PAPER, "beta1": 0.9},
+    {**PAPER, "relative_step": False, "scale_parameter": False, "weight_decay": 0.1},
+    {"eps": (None, 1e-3)},
+]
+
+
+@pytest.mark.parametrize(("options", "scale"), cells(FORMULAS, [1.0, 1e-6], together=1))
 def test_it_follows_the_papers_formulas(options, scale):
     options = {"lr": 1e-2, **options}
     params = build()

@@ -12,6 +12,7 @@ from fastpar.optim import adamw as optim
 from fastpar.optim.adamw import AdamW
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "options"),
     [
@@ -123,7 +124,9 @@ def test_a_captured_step_replays():
     assert {int(s["step"]) for s in b.state.values()} == {4}
 
 
-@pytest.mark.parametrize("whole", [True, False], ids=["step", "forward"])
+@pytest.mark.parametrize(
+    "whole", [pytest.param(True, marks=pytest.mark.slow), False], ids=["step", "forward"]
+)
 def test_it_works_under_torch_compile(whole):
     """Compiled with the optimizer's calls inside, and around a compiled forward: the same bits."""
 

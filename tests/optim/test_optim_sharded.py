@@ -5,6 +5,7 @@ import threading
 
 import pytest
 import torch
+from matrix import cells
 from test_optim_state import MODES, assert_same_state
 from torch import nn
 
@@ -18,9 +19,7 @@ from fastpar.testing import run_ranks
 
 HYPER = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
 SMALL = {"bucket_mb": 4e-3, "first_bucket_mb": 1e-3}  # several buckets; pieces of a few blocks
-modes = pytest.mark.parametrize(("dtype", "options"), MODES.values(), ids=MODES)
 stages = pytest.mark.parametrize("stage", [1, 2, 3])
-worlds = pytest.mark.parametrize("world", [2, 3])
 
 
 class Bag(nn.Module):
@@ -97,11 +96,10 @@ def some_unused(step, rank):
     return grads
 
 
-@modes
-@stages
-@worlds
-def test_steps_are_those_of_one_process(dtype, options, stage, world):
+@pytest.mark.parametrize(("mode", "stage", "world"), cells(MODES, [1, 2, 3], [2, 3]))
+def test_steps_are_those_of_one_process(mode, stage, world):
     """With clipping, groups of other options, and parameters that some or all do not use."""
+    dtype, options = mode
     options = {**HYPER, **options, "max_grad_norm": 2.0, "seed": 5}
 
     def ranks():
@@ -338,9 +336,9 @@ def test_parameters_that_are_not_the_optimizers_do_not_count(stage):
 # Tokens
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("max_grad_norm", [None, 1.0, math.inf])
-@pytest.mark.parametrize("scale", [None, 1024.0])
+@pytest.mark.parametrize(
+    ("stage", "max_grad_norm", "scale"), cells([0, 1, 2, 3], [None, 1.0, math.inf], [None, 1024.0])
+)
 def test_gradients_are_divided_by_the_count_of_tokens(stage, max_grad_norm, scale):
     """Losses are sums; their gradients, the norm and the clip are those of the mean per token."""
 
@@ -403,9 +401,9 @@ def test_tokens_of_two_models_in_one_optimizer_are_refused():
 # Loss scale
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@worlds
+@pytest.mark.parametrize(
+    ("stage", "dtype", "world"), cells([0, 1, 2, 3], [torch.float16, torch.float32], [2, 3])
+)
 def test_all_ranks_skip_or_none(stage, dtype, world):
     """One element of one rank overflows: it lies in the piece of one rank."""
     options = {**HYPER, "master_weights": True} if dtype == torch.float16 else HYPER

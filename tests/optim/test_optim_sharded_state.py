@@ -2,20 +2,20 @@
 
 import pytest
 import torch
+from matrix import cells
 from test_optim_sharded import (
     HYPER,
     SMALL,
     Bag,
     assert_same_values,
     groups,
-    modes,
     sharded,
     stages,
     train,
     train_alone,
     values,
 )
-from test_optim_state import assert_same_state
+from test_optim_state import MODES, assert_same_state
 
 import fastpar
 from fastpar import GPT, GPTConfig
@@ -33,7 +33,7 @@ def train_in_a_process(transport):
     return values(model), optimizer.state_dict()
 
 
-@pytest.mark.parametrize("transport", ["torch", "shm"])
+@pytest.mark.parametrize("transport", [pytest.param("torch", marks=pytest.mark.slow), "shm"])
 def test_processes_have_the_state_of_one(transport):
     model = Bag(torch.bfloat16)
     alone = AdamW(groups(model), **HYPER, **OPTIONS)
@@ -62,11 +62,12 @@ def resume(stage, world, dtype, options, model_state, state, steps):
     return run() if stage is None else run_ranks(run, world)[world - 1]
 
 
-@modes
-@pytest.mark.parametrize(
-    "path", [((1, 2), (3, 4)), ((2, 4), (None, 1)), ((None, 1), (2, 4)), ((3, 2), (0, 2))], ids=str
-)
-def test_state_goes_to_other_stages_and_ranks(dtype, options, path):
+PATHS = [((1, 2), (3, 4)), ((2, 4), (None, 1)), ((None, 1), (2, 4)), ((3, 2), (0, 2))]
+
+
+@pytest.mark.parametrize(("mode", "path"), cells(MODES, PATHS, together=1))
+def test_state_goes_to_other_stages_and_ranks(mode, path):
+    dtype, options = mode
     model_state, state = None, None
     for (stage, world), steps in zip(path, (range(2), range(2, 4))):
         model_state, state = resume(stage, world, dtype, options, model_state, state, steps)
