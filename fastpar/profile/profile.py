@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import os
 from collections.abc import Sequence
@@ -13,14 +14,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from fastpar.comm.mesh import gather_objects
-from fastpar.comm.recorder import (
-    COMPUTE,
-    GATHER,
-    HOST,
-    REDUCE,
-    TP,
-    Span,
-)
+from fastpar.comm.recorder import COMPUTE, GATHER, HOST, REDUCE, TP, Span
 from fastpar.config.config import TrainConfig
 from fastpar.profile.step_profile import WARM_UP, measure, title_of
 from fastpar.profile.timeline_picture import draw
@@ -105,11 +99,8 @@ def run_profile(options: ProfileOptions, config: TrainConfig, flags: Sequence[st
 
 
 def _free_folder(runs: Path) -> Path:
-    wanted, n = runs / "profile", 1
-    while wanted.exists():
-        n += 1
-        wanted = runs / f"profile-{n}"
-    return wanted
+    numbered = (runs / f"profile-{n}" for n in itertools.count(2))
+    return next(p for p in itertools.chain([runs / "profile"], numbered) if not p.exists())
 
 
 def _run(trainer: Trainer, options: ProfileOptions) -> int:
@@ -146,7 +137,7 @@ def _median_step(steps: Sequence[Sequence[Span]]) -> int:
 
 
 def _caption(measured: Measured, ranks: int) -> str:
-    kind = "a profiled step" if measured.situation.device == "cuda" else "a step, not profiled"
+    kind = "a profiled step" if measured.setup.device_type == "cuda" else "a step, not profiled"
     return f"{kind}; {ranks} rank{'s' * (ranks > 1)}; {measured.bound}-bound, see profile.json"
 
 

@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fastpar.cost.operations import Op
+from fastpar.profile.advice import advise
 from fastpar.profile.trace import OpTime, product_flops
-from fastpar.profile.verdict import PRODUCTS, Measured, advise, percent, table, verdict
+from fastpar.profile.verdict import PRODUCTS, Measured, percent, table, verdict
 
 TOP = 12  # operations that are shown
 UNSTEADY = 1.5  # the longest step over the shortest
@@ -84,7 +85,13 @@ class Report:
                 }
                 for phase in measured.phases
             ],
-            "situation": asdict(measured.situation),
+            "situation": {
+                "batch_size": measured.job.batch_size,
+                "block_size": measured.job.seq_len,
+                "n_parameters": measured.job.n_parameters,
+                **asdict(measured.setup),
+                **asdict(measured.situation),
+            },
             "verdict": verdict(measured),
             "advice": advise(measured),
             "ops": ops,

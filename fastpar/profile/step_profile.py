@@ -167,16 +167,18 @@ def measure(trainer: Trainer, steps: int, out: Path | None) -> Found:
         phases = _fit_to_step(trace, step_ms)
     else:
         phases = _fit_to_spans(trace, spans, edges)
-    job = Job(replace(trainer.model.config, block_size=trainer.block_size), _batch_size(trainer))
-    work = ops_of(job, _setup(trainer))
+    rows = trainer.micro_batch_size * trainer.grad_accum_steps * trainer.mesh.dp_size
+    job = Job(replace(trainer.model.config, block_size=trainer.block_size), rows)
+    setup = _setup(trainer)
+    work = ops_of(job, setup)
     needed = work_of(work)
     phases = [
         p._replace(flops=needed[p.name][0], bytes=needed[p.name][1]) if p.name in needed else p
         for p in phases
     ]
-    situation = _situation(trainer, spans, steps, trace, device)
+    situation = _situation(trainer, spans, steps, trace)
     report = Report(
-        Measured(phases, ceilings, situation),
+        Measured(phases, ceilings, job, setup, situation),
         trace.ops,
         work,
         trace.step_ms if device == "cpu" else profiled_ms,
@@ -290,10 +292,6 @@ def _waited_ms(step: Sequence[Span], name: str) -> float:
     )
 
 
-def _batch_size(trainer: Trainer) -> int:
-    return trainer.micro_batch_size * trainer.grad_accum_steps * trainer.mesh.dp_size
-
-
 def _setup(trainer: Trainer) -> Setup:
     return Setup.of(
         trainer.config,
@@ -302,20 +300,15 @@ def _setup(trainer: Trainer) -> Setup:
         micro_batch_size=trainer.micro_batch_size,
         grad_accum_steps=trainer.grad_accum_steps,
         device_type=trainer.mesh.device.type,
-        transport=_transport(trainer),
+        transport=getattr(trainer.engine.groups.control, "transport", "none"),
     )
 
 
-def _transport(trainer: Trainer) -> str:
-    return getattr(trainer.engine.groups.control, "transport", "none")
-
-
-def _situation(
-    trainer: Trainer, spans: Sequence[Span], steps: int, trace: TraceTimes, device: str
-) -> Situation:
+def _situation(trainer: Trainer, spans: Sequence[Span], steps: int, trace: TraceTimes) -> Situation:
     config, mesh, engine = trainer.config, trainer.mesh, trainer.engine
     waited = dict.fromkeys((REDUCE, GATHER, TP, CONTROL), 0.0)
-    if device == "cuda":
+    on_gpu = mesh.device.type == "cuda"
+    if on_gpu:
         moving_ms = busy_ms(trace.spans, [REDUCE, GATHER])
         waited[GATHER if engine.zero_stage == 3 else REDUCE] = busy_ms(trace.spans, [WAIT])
     else:
@@ -324,35 +317,17 @@ def _situation(
             if span.row == WAIT:
                 kind = CONTROL if 0 < span.size_bytes < CONTROL_BYTES else span.name
                 waited[kind] += (span.end_ms - span.begin_ms) / steps
-    setup = _setup(trainer)
     sizes = [b.spec.numel * b.grad_dtype.itemsize / 1e6 for b in engine.buckets]
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     idle = available_cores() - ranks_here * torch.get_num_threads()
     sent = engine.report.wire_bytes if engine.report is not None else 0
     return Situation(
-        device=device,
-        world_size=mesh.world_size,
-        tp=mesh.tp_size,
-        zero_stage=engine.zero_stage,
-        micro_batch_size=trainer.micro_batch_size,
-        grad_accum_steps=trainer.grad_accum_steps,
-        batch_size=_batch_size(trainer),
-        block_size=trainer.block_size,
-        dtype=trainer.dtype_name,
-        grad_dtype=setup.grad_dtype,
-        reduce_dtype=setup.reduce_dtype,
-        accumulate=trainer.accumulate,
-        optimizer=config.optim.optimizer,
-        moment_dtype=config.optim.moment_dtype,
-        activation_checkpointing=config.parallel.activation_checkpointing,
-        transport=_transport(trainer),
         compiled=config.system.compile,
         deterministic=config.system.deterministic,
         forced_backend=backend.forced(),
-        idle_cores=max(0, idle) if device == "cpu" else 0,
+        idle_cores=0 if on_gpu else max(0, idle),
         n_buckets=len(sizes),
         bucket_mb=statistics.mean(sizes),
-        n_parameters=trainer.model.num_parameters(),
         sent_bytes=sent + tp_bytes(spans, mesh.tp_size) / steps,
         moving_ms=moving_ms,
         waited_ms=waited,

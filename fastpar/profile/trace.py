@@ -19,7 +19,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -197,13 +197,13 @@ def _on_gpu(found: list[dict[str, Any]], ranges: Sequence[_Range], steps: int) -
     for i, (r, part) in enumerate(zip(ranges, work)):
         if i and ranges[i - 1].phase == OPTIMIZER:
             first = until
-        intervals: dict[str, list[tuple[float, float]]] = {k: [] for k in KINDS}
+        intervals: list[tuple[str, float, float]] = []
         for event in part:
             op = by_id.get(event["args"].get("External id"), {})
             name = _short(op.get("name", event["name"]))
             kind = kind_of(name, event["name"])
             begin, end = event["ts"], event["ts"] + event["dur"]
-            intervals[kind].append((begin, end))
+            intervals.append((kind, begin, end))
             if kind == COMMUNICATION:
                 row = GATHER if "gather" in event["name"].lower() else REDUCE
                 spans.append(_span(row, row, begin, end))
@@ -212,20 +212,13 @@ def _on_gpu(found: list[dict[str, Any]], ranges: Sequence[_Range], steps: int) -
                 entry = groups[name, r.phase, kind, _shape(op)]
                 entry[0] += 1
                 entry[1] += event["dur"]
-        computing = _union(intervals[COMPUTE] + intervals[MEMORY])
-        moving = _union(intervals[COMMUNICATION])
-        stop = max([until, *(end for _, end in computing + moving)])
+        stop = max([until, *(end for _, _, end in intervals)])
         if not part:  # the host alone, as long as nothing runs
             stop = max(until, min([r.end, *begins[i + 1 :]]))
-        exposed = _minus(_clip(moving, until, stop), computing)
-        busy = _length(_clip(computing, until, stop))
-        product = _length(_clip(_union(intervals[COMPUTE]), until, stop))
-        kinds = parts[r.phase]
-        kinds[COMPUTE] += product
-        kinds[MEMORY] += max(0.0, busy - product)
-        kinds[COMMUNICATION] += _length(exposed)
-        kinds[HOST] += max(0.0, stop - until - busy - _length(exposed))
-        spans += [_span(WAIT, "nccl", b, e) for b, e in exposed]
+        for kind, begin, end in _by_priority(intervals, until, stop):
+            parts[r.phase][kind] += end - begin
+            if kind == COMMUNICATION:
+                spans.append(_span(WAIT, "nccl", begin, end))
         until = stop
     shown = _merged(window(spans, first / 1e3, until / 1e3))
     return TraceTimes(steps, _per_step(parts, steps), _ops(groups, steps), shown)
@@ -280,41 +273,21 @@ def _ops(groups: dict[tuple, list[float]], steps: int) -> list[OpTime]:
     return sorted(found, key=lambda op: -op.ms)
 
 
-def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    found: list[tuple[float, float]] = []
-    for begin, end in sorted(intervals):
-        if found and begin <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
-        else:
-            found.append((begin, end))
-    return found
-
-
-def _clip(
-    intervals: Iterable[tuple[float, float]], low: float, high: float
-) -> list[tuple[float, float]]:
-    return [(max(b, low), min(e, high)) for b, e in intervals if min(e, high) > max(b, low)]
-
-
-def _minus(
-    intervals: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]
-) -> list[tuple[float, float]]:
-    """What of the first ones lies in none of the others; both are unions."""
-    found = []
-    for begin, end in intervals:
-        for b, e in others:
-            if e <= begin or b >= end:
-                continue
-            if b > begin:
-                found.append((begin, b))
-            begin = max(begin, e)
-        if begin < end:
-            found.append((begin, end))
-    return found
-
-
-def _length(intervals: Iterable[tuple[float, float]]) -> float:
-    return sum(end - begin for begin, end in intervals)
+def _by_priority(
+    intervals: Iterable[tuple[str, float, float]], begin: float, end: float
+) -> Iterator[tuple[str, float, float]]:
+    """The time from begin to end in pieces, each with the first of KINDS that runs in it."""
+    changes = sorted(
+        (min(max(at, begin), end), kind, step)
+        for kind, first, last in intervals
+        for at, step in ((first, 1), (last, -1))
+    )
+    running = dict.fromkeys(KINDS, 0)
+    for at, kind, step in [*changes, (end, HOST, 0)]:
+        if at > begin:
+            yield next((k for k in KINDS if running[k]), HOST), begin, at
+            begin = at
+        running[kind] += step
 
 
 def product_flops(op: OpTime) -> float | None:
