@@ -17,13 +17,7 @@ from fastpar.parallel.engine import Engine
 
 
 def validation_loss(
-    model: GPT,
-    engine: Engine,
-    tokens: Tokens,
-    *,
-    rows: int,
-    block_size: int,
-    n_batches: int,
+    model: GPT, engine: Engine, tokens: Tokens, *, rows: int, block_size: int, n_batches: int
 ) -> float:
     """Mean loss over the first n_batches batches of windows of the tokens, or as many as there are.
 

@@ -34,10 +34,12 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from fastpar.comm.watchdog import HUNG, MARGIN_S
 from fastpar.train import reaper
@@ -52,7 +54,7 @@ STOPPED = tuple(128 + number for number in SIGNALS)  # as a shell counts
 LOST_PEER = 3  # exit status of a rank that failed because another one was gone
 FAILED, USER_MISTAKE = 1, 2
 _LAUNCHER = "FASTPAR_LAUNCHER"  # in the ranks' environment: pid of the launcher
-_ANSWERS = "FASTPAR_ANSWERS"  # file that a rank touches as long as it answers
+_HEARTBEAT = "FASTPAR_HEARTBEAT"  # file that a rank touches as long as it answers
 _LOST_PEER_TEXTS = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -96,9 +98,9 @@ def launched_here() -> bool:
 
 
 def follow_launcher() -> None:
-    """In a rank: answer the launcher; if it is killed, stop as on SIGTERM, not run on unseen."""
-    if _ANSWERS in os.environ:
-        reaper.answer(os.environ[_ANSWERS])
+    """In a rank: begin the heartbeat; if the launcher is killed, stop as on SIGTERM."""
+    if _HEARTBEAT in os.environ:
+        reaper.begin_heartbeat(os.environ[_HEARTBEAT])
     with contextlib.suppress(AttributeError, OSError):  # Linux only
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != int(os.environ[_LAUNCHER]):
@@ -112,10 +114,11 @@ def lost_peer(error: BaseException) -> bool:
 
 @dataclass
 class _Rank:
-    """One process and how it ended."""
+    """One process and how it ended; its folder holds heartbeat, output and error.json."""
 
     number: int
     process: subprocess.Popen
+    folder: Path
     code: int | None = None
     ended: float = 0.0
     killed: bool = False  # by the launcher, because another rank had failed
@@ -129,29 +132,38 @@ class _Rank:
     def is_cause(self) -> bool:
         return self.failed and self.code != LOST_PEER and not self.killed
 
+    def read(self, name: str) -> str:
+        file = self.folder / name
+        return file.read_text(errors="replace") if file.is_file() else ""
+
 
 @contextlib.contextmanager
-def interrupt_kills() -> Iterator[None]:
+def _handlers(handlers: Mapping[int, Any]) -> Iterator[dict[int, Any]]:
+    """Signal -> handler for a while; yields the former ones. Threads but the main one set none."""
+    main = threading.current_thread() is threading.main_thread()
+    old = {number: signal.getsignal(number) for number in handlers} if main else {}
+    for number in old:
+        signal.signal(number, handlers[number])
+    try:
+        yield old
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def interrupt_kills() -> AbstractContextManager:
     """Around long imports: Ctrl-C ends the process at once, unless it is ignored.
 
     Python's own handler would raise somewhere inside the import, which prints a traceback, or
-    loses the wish to stop where the import catches everything.
+    loses the signal where the import catches everything.
     """
-    old = signal.getsignal(signal.SIGINT)
-    here = threading.current_thread() is threading.main_thread()
-    if old != signal.default_int_handler or not here:
-        yield
-        return
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, old)
+    raises = signal.getsignal(signal.SIGINT) == signal.default_int_handler
+    return _handlers({signal.SIGINT: signal.SIG_DFL} if raises else {})
 
 
-def heeded() -> tuple[signal.Signals, ...]:
-    """The SIGNALS that this process does not ignore, from birth (nohup) or by its own wish."""
-    return tuple(n for n in SIGNALS if signal.getsignal(n) != signal.SIG_IGN)
+def _stop_signals() -> list[int]:
+    """The SIGNALS that this process does not ignore, as SIGHUP under nohup."""
+    return [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
 
 
 @contextlib.contextmanager
@@ -159,11 +171,6 @@ def catching_stop(*, loud: bool) -> Iterator[list[int]]:
     """In a rank: the first signal only enters the list; a second one does what it always does."""
     received: list[int] = []
     first = 0.0
-    old = {number: signal.getsignal(number) for number in heeded()}
-
-    def restore() -> None:
-        for number, handler in old.items():
-            signal.signal(number, handler)
 
     def catch(number: int, frame: FrameType | None) -> None:
         nonlocal first
@@ -173,32 +180,41 @@ def catching_stop(*, loud: bool) -> Iterator[list[int]]:
             if loud:  # not print(): the signal may have come in the middle of one
                 os.write(2, b"\nfinishing this step, then saving; once more to quit at once\n")
         elif time.monotonic() - first > REPEAT_S:
-            restore()
+            signal.signal(number, old[number])
             signal.raise_signal(number)
 
-    if threading.current_thread() is not threading.main_thread():
-        yield received  # only the main thread may set handlers
-        return
-    for number in old:
-        signal.signal(number, catch)
-    try:
+    with _handlers(dict.fromkeys(_stop_signals(), catch)) as old:
         yield received
-    finally:
-        restore()
 
 
 @contextlib.contextmanager
 def catching_save() -> Iterator[list[int]]:
     """In a rank: SAVE_SIGNAL only enters the list."""
     received: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
+    with _handlers({SAVE_SIGNAL: lambda number, frame: received.append(number)}):
         yield received
-        return
-    old = signal.signal(SAVE_SIGNAL, lambda number, frame: received.append(number))
-    try:
+
+
+@contextlib.contextmanager
+def _forwarding_signals(ranks: Sequence[_Rank]) -> Iterator[list[int]]:
+    """The ranks get this process's signals too; yields the list of those received."""
+    received: list[int] = []
+    last = -REPEAT_S
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank.process.pid, number)
+
+    def forward_stop(number: int, frame: FrameType | None) -> None:
+        nonlocal last
+        if not received or time.monotonic() - last > REPEAT_S:
+            last = time.monotonic()
+            received.append(number)
+            forward(number, frame)
+
+    with _handlers({**dict.fromkeys(_stop_signals(), forward_stop), SAVE_SIGNAL: forward}):
         yield received
-    finally:
-        signal.signal(SAVE_SIGNAL, old)
 
 
 def launch(
@@ -222,17 +238,15 @@ def launch(
         failed; then one line on stderr has named the rank and its reason.
     """
     name = f"fastpar-{uuid.uuid4().hex}"
-    for attempt in range(max_restarts + 1):
-
-        def then(attempt: int = attempt) -> str:
-            if attempt == max_restarts:
-                return "all ranks stopped"
-            return f"restart {attempt + 1} of {max_restarts}, {_from_where(out, name)}"
-
-        start = {"TORCHELASTIC_RUN_ID": name, "TORCHELASTIC_RESTART_COUNT": str(attempt)}
-        status = _launch(arguments, nproc, threads, start, then, timeout_s)
+    for restart in range(max_restarts + 1):
+        start = {"TORCHELASTIC_RUN_ID": name, "TORCHELASTIC_RESTART_COUNT": str(restart)}
+        status, cause = _run_ranks(arguments, nproc, threads, start, timeout_s)
         if status != FAILED:
             break
+        after = "all ranks stopped"
+        if restart < max_restarts:
+            after = f"restart {restart + 1} of {max_restarts}, {_from_where(out, name)}"
+        print(f"fastpar: {cause}; {after}", file=sys.stderr, flush=True)
     return status
 
 
@@ -245,15 +259,14 @@ def _from_where(out: str | None, name: str) -> str:
     return f"from step {step_of(found[-1])}" if found else "from the start"
 
 
-def _launch(
+def _run_ranks(
     arguments: Sequence[str],
     nproc: int,
     threads: int | None,
-    start: dict[str, str],
-    then: Callable[[], str],
+    start: Mapping[str, str],
     timeout_s: float,
-) -> int:
-    """One start of all ranks; its exit status."""
+) -> tuple[int, str]:
+    """One start of all ranks; its exit status, and if that is FAILED the cause."""
     with interrupt_kills():
         import torch.distributed as dist
 
@@ -261,17 +274,17 @@ def _launch(
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     logs = Path(tempfile.mkdtemp(prefix="fastpar_"))
     ranks: list[_Rank] = []
-    with _restored_signals(), _reaper(logs) as tell:
-        signal.signal(SAVE_SIGNAL, signal.SIG_IGN)  # the ranks', too, until they can save
+    # SAVE_SIGNAL is ignored by the ranks, too, until they can save.
+    with _handlers({SAVE_SIGNAL: signal.SIG_IGN}), _reaper(logs) as tell:
         try:
             for number in range(nproc):
                 own = rank_environment(number, nproc, store.port, threads_per_rank(threads, nproc))
-                process = _start_rank(number, arguments, {**own, **start}, logs / str(number))
-                ranks.append(_Rank(number, process))
-                tell(f"{process.pid} {_answers(logs, number)}\n")
-            signals = _forward_signals(ranks)
-            _watch(ranks, signals, logs, timeout_s)
-            return _report(ranks, signals, logs, then)
+                rank = _start_rank(number, arguments, {**own, **start}, logs / str(number))
+                ranks.append(rank)
+                tell(f"{rank.process.pid} {rank.folder / 'heartbeat'}\n")
+            with _forwarding_signals(ranks) as signals:
+                _watch(ranks, signals, timeout_s)
+                return _report(ranks, signals)
         finally:
             for rank in ranks:
                 if rank.process.poll() is None:
@@ -280,37 +293,32 @@ def _launch(
 
 
 def _start_rank(
-    number: int, arguments: Sequence[str], environment: dict[str, str], folder: Path
-) -> subprocess.Popen:
+    number: int, arguments: Sequence[str], environment: Mapping[str, str], folder: Path
+) -> _Rank:
     """A rank in a session of its own; all but rank 0 write to files of the folder."""
     folder.mkdir()
-    answers = _answers(folder.parent, number)
-    answers.touch()
+    (folder / "heartbeat").touch()
     own = {
         **environment,
-        _ANSWERS: str(answers),
+        _HEARTBEAT: str(folder / "heartbeat"),
         "TORCHELASTIC_ERROR_FILE": str(folder / "error.json"),
     }
     with (folder / "stdout.log").open("w") as out, (folder / "stderr.log").open("w") as err:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-m", "fastpar", *arguments],
             env={**os.environ, **own},
             start_new_session=True,
             stdout=out if number else None,
             stderr=err if number else None,
         )
-
-
-def _answers(logs: Path, rank: int) -> Path:
-    return logs / str(rank) / "answers"
+    return _Rank(number, process, folder)
 
 
 @contextlib.contextmanager
 def _reaper(folder: Path) -> Iterator[Callable[[str], int]]:
     """The reaper of this launcher, which removes the folder; what is yielded writes to it."""
-    script = [sys.executable, "-I", "-S", reaper.__file__, str(folder), str(reaper.SILENT_S)]
     process = subprocess.Popen(
-        script,
+        [sys.executable, "-I", "-S", reaper.__file__, str(folder), str(reaper.SILENT_S)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -347,46 +355,10 @@ def rank_environment(rank: int, nproc: int, port: int, threads: int) -> dict[str
     return environment
 
 
-@contextlib.contextmanager
-def _restored_signals() -> Iterator[None]:
-    old = {number: signal.getsignal(number) for number in (*SIGNALS, SAVE_SIGNAL)}
-    try:
-        yield
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
-
-
-def _forward_signals(ranks: list[_Rank]) -> list[int]:
-    """From now on the ranks get this process's signals too; returns the list of those received."""
-    received: list[int] = []
-    last = -REPEAT_S
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        nonlocal last
-        if received and time.monotonic() - last <= REPEAT_S:
-            return
-        last = time.monotonic()
-        received.append(number)
-        hand_on(number, frame)
-
-    def hand_on(number: int, frame: FrameType | None) -> None:
-        for rank in ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(rank.process.pid, number)
-
-    for number in heeded():
-        signal.signal(number, forward)
-    signal.signal(SAVE_SIGNAL, hand_on)
-    return received
-
-
-def _watch(
-    ranks: list[_Rank], signals: list[int], logs: Path, timeout_s: float = float("inf")
-) -> None:
+def _watch(ranks: Sequence[_Rank], signals: Sequence[int], timeout_s: float = float("inf")) -> None:
     """Until every rank has ended; see [Note: who stops whom]."""
     deadline = float("inf")
-    silences = {rank.number: reaper.Silence(_answers(logs, rank.number)) for rank in ranks}
+    silences = {rank.number: reaper.Silence(rank.folder / "heartbeat") for rank in ranks}
     while running := [rank for rank in ranks if rank.code is None]:
         # The watchdogs of other ranks speak first: they know more.
         limit = reaper.SILENT_S if signals else max(reaper.SILENT_S, timeout_s + 2 * MARGIN_S)
@@ -406,38 +378,33 @@ def _watch(
         time.sleep(POLL_S)
 
 
-def _report(
-    ranks: list[_Rank],
-    signals: list[int],
-    logs: Path,
-    then: Callable[[], str] = lambda: "all ranks stopped",
-) -> int:
-    """Names the cause on stderr, and what comes of it; the exit status of the command."""
+def _report(ranks: Sequence[_Rank], signals: Sequence[int]) -> tuple[int, str]:
+    """The exit status of all ranks together, and if that is FAILED the cause.
+
+    What the cause itself has written comes to stderr, unless rank 0 has written it there already.
+    """
     # A rank that tells of a hang has killed the one that hung.
     order = sorted(ranks, key=lambda r: (r.code != HUNG, not r.is_cause, r.ended))
     failed = [rank for rank in order if rank.failed]
     if not failed:
-        return max(r.code or 0 for r in ranks)
+        return max(r.code or 0 for r in ranks), ""
     if signals:  # a rank died of it: before the first step, after the last one, or the second time
         for rank in failed:
             if rank.silent_s:
-                print(f"fastpar: {_describe(rank, logs)}", file=sys.stderr)
+                print(f"fastpar: {_describe(rank)}", file=sys.stderr)
         print("fastpar: stopped at once; this stop has saved nothing", file=sys.stderr)
-        return 128 + signals[0]
-    rank = failed[0]
-    code = rank.code
-    words = _read(logs / str(rank.number) / "stderr.log")
-    if code == USER_MISTAKE:
-        if ranks[0].code != USER_MISTAKE:  # rank 0 has said it already
-            print(words.rstrip().rpartition("\n")[2], file=sys.stderr)
-        return USER_MISTAKE
+        return 128 + signals[0], ""
+    words = failed[0].read("stderr.log").rstrip()
+    if failed[0].code == USER_MISTAKE:
+        if ranks[0].code != USER_MISTAKE:
+            print(words.rpartition("\n")[2], file=sys.stderr)
+        return USER_MISTAKE, ""
     if words:
-        print(words.rstrip(), file=sys.stderr)
-    print(f"fastpar: {_describe(rank, logs)}; {then()}", file=sys.stderr, flush=True)
-    return FAILED
+        print(words, file=sys.stderr)
+    return FAILED, _describe(failed[0])
 
 
-def _describe(rank: _Rank, logs: Path) -> str:
+def _describe(rank: _Rank) -> str:
     """A rank that failed, and why."""
     code = rank.code or 0
     if rank.silent_s:
@@ -446,18 +413,8 @@ def _describe(rank: _Rank, logs: Path) -> str:
         reason = f"died of {signal.Signals(-code).name}"
         reason += " (out of memory?)" if code == -signal.SIGKILL else ""
     else:
-        told = _message(logs / str(rank.number) / "error.json")
-        reason = f"failed: {told or f'exit status {code}'}"
+        reason = f"failed: exit status {code}"
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # it has recorded no exception
+            told = json.loads(rank.read("error.json"))["message"]["message"]
+            reason = f"failed: {told.splitlines()[0]}" if told else reason
     return f"rank {rank.number} (pid {rank.process.pid}) {reason}"
-
-
-def _read(path: Path) -> str:
-    return path.read_text(errors="replace") if path.is_file() else ""
-
-
-def _message(error_file: Path) -> str:
-    """First line of the exception that a rank recorded for torch's launcher."""
-    try:
-        return str(json.loads(_read(error_file))["message"]["message"]).partition("\n")[0]
-    except (ValueError, KeyError, TypeError):
-        return ""

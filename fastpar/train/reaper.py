@@ -23,20 +23,20 @@ import time
 from pathlib import Path
 
 SILENT_S = 30.0  # without an answer, a rank that was told to stop is killed
-_ANSWER_S = 1.0
+_BEAT_S = 1.0
 _POLL_S = 0.05
 
 
-def answer(file: str | Path) -> None:
+def begin_heartbeat(file: str | Path) -> None:
     """In a rank: touch the file every second, as long as it is there."""
 
     def touch() -> None:
         with contextlib.suppress(OSError):
             while True:
                 os.utime(file)
-                time.sleep(_ANSWER_S)
+                time.sleep(_BEAT_S)
 
-    threading.Thread(target=touch, name="answer", daemon=True).start()
+    threading.Thread(target=touch, name="heartbeat", daemon=True).start()
 
 
 class Silence:
@@ -56,7 +56,7 @@ class Silence:
         with contextlib.suppress(OSError):
             touched = os.stat(self._file).st_mtime_ns
         now = time.monotonic()
-        passed = min(now - self._looked, _ANSWER_S)
+        passed = min(now - self._looked, _BEAT_S)
         same = touched == self._touched
         self._seconds = self._seconds + passed if same else 0.0
         self._touched, self._looked = touched, now

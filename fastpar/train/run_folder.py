@@ -121,13 +121,7 @@ class RunFolder:
     """
 
     def __init__(
-        self,
-        config: TrainConfig,
-        *,
-        model: GPT,
-        data: TextData,
-        step: int,
-        facts: dict[str, Any],
+        self, config: TrainConfig, *, model: GPT, data: TextData, step: int, facts: dict[str, Any]
     ) -> None:
         size, note = Path(config.shape.init_from or config.shape.model).name, ""
         if config.run.out is not None:

@@ -18,11 +18,10 @@ from fastpar.train.launch import (
     FAILED,
     LOST_PEER,
     USER_MISTAKE,
-    _forward_signals,
+    _forwarding_signals,
     _from_where,
     _Rank,
     _report,
-    _restored_signals,
     _watch,
     available_cores,
     catching_save,
@@ -36,9 +35,11 @@ from fastpar.train.run_lock import hold, release
 
 
 @pytest.fixture
-def start():
+def start(tmp_path):
     """Starts ranks that run a line of Python each, in sessions of their own as torch does."""
     processes = []
+    for rank in range(4):
+        (tmp_path / str(rank)).mkdir()
 
     def run(*codes):
         for code in codes:
@@ -49,24 +50,13 @@ def start():
                     stdout=subprocess.PIPE,
                 )
             )
-        return [_Rank(n, p) for n, p in enumerate(processes)]
+        return [_Rank(n, p, tmp_path / str(n)) for n, p in enumerate(processes)]
 
     yield run
     for process in processes:
         process.kill()
         process.wait()
         process.stdout.close()
-
-
-@pytest.fixture
-def logs(tmp_path):
-    for rank in range(3):
-        (tmp_path / str(rank)).mkdir()
-    return tmp_path
-
-
-def write(logs, rank, name, text):
-    (logs / str(rank) / name).write_text(text)
 
 
 def test_threads_share_the_cores():
@@ -87,92 +77,87 @@ def test_who_is_a_rank(monkeypatch):
     assert not launched_here()
 
 
-def test_a_killed_rank_is_named_and_the_others_are_stopped(start, logs, capfd, monkeypatch):
+def test_a_killed_rank_is_named_and_the_others_are_stopped(start, capfd, monkeypatch):
     monkeypatch.setattr(launch, "GRACE_S", 0.3)
     ranks = start("time.sleep(60)", "os.kill(os.getpid(), 9)", "time.sleep(0.1); sys.exit(3)")
     began = time.monotonic()
-    _watch(ranks, [], logs)
+    _watch(ranks, [])
     assert time.monotonic() - began < 5
     assert [r.code for r in ranks] == [-9, -9, LOST_PEER]
-    assert _report(ranks, [], logs) == 1
-    pid = ranks[1].process.pid
-    assert capfd.readouterr().err == (
-        f"fastpar: rank 1 (pid {pid}) died of SIGKILL (out of memory?); all ranks stopped\n"
-    )
+    cause = f"rank 1 (pid {ranks[1].process.pid}) died of SIGKILL (out of memory?)"
+    assert _report(ranks, []) == (FAILED, cause)
+    assert capfd.readouterr().err == ""
 
 
-def test_the_cause_is_named_though_it_is_seen_last(start, logs, capfd):
+def test_the_cause_is_named_though_it_is_seen_last(start, capfd):
     """Rank 0 loses its peer and ends first; the error file says why the peer failed."""
     ranks = start(f"sys.exit({LOST_PEER})", "time.sleep(0.3); sys.exit(1)")
-    write(logs, 1, "stderr.log", "Traceback ...\nRuntimeError: no memory\n")
-    write(logs, 1, "error.json", json.dumps({"message": {"message": "RuntimeError: no memory\nx"}}))
-    _watch(ranks, [], logs)
-    assert _report(ranks, [], logs) == 1
-    lines = capfd.readouterr().err.splitlines()
-    assert lines[:2] == ["Traceback ...", "RuntimeError: no memory"]
-    assert lines[2].startswith("fastpar: rank 1 (pid ")
-    assert lines[2].endswith(") failed: RuntimeError: no memory; all ranks stopped")
+    (ranks[1].folder / "stderr.log").write_text("Traceback ...\nRuntimeError: no memory\n")
+    (ranks[1].folder / "error.json").write_text(
+        json.dumps({"message": {"message": "RuntimeError: no memory\nx"}})
+    )
+    _watch(ranks, [])
+    cause = f"rank 1 (pid {ranks[1].process.pid}) failed: RuntimeError: no memory"
+    assert _report(ranks, []) == (FAILED, cause)
+    assert capfd.readouterr().err == "Traceback ...\nRuntimeError: no memory\n"
 
 
-def test_a_failure_without_last_words(start, logs, capfd):
+def test_a_failure_without_last_words(start):
     ranks = start("", "sys.exit(7)")
-    _watch(ranks, [], logs)
-    assert _report(ranks, [], logs) == 1
-    assert "rank 1" in (err := capfd.readouterr().err)
-    assert "failed: exit status 7; all ranks stopped" in err
+    _watch(ranks, [])
+    cause = f"rank 1 (pid {ranks[1].process.pid}) failed: exit status 7"
+    assert _report(ranks, []) == (FAILED, cause)
 
 
 @pytest.mark.parametrize("rank_0_says_it", [True, False])
-def test_a_users_mistake_is_said_once(start, logs, capfd, rank_0_says_it):
+def test_a_users_mistake_is_said_once(start, capfd, rank_0_says_it):
     code = f"sys.exit({USER_MISTAKE if rank_0_says_it else LOST_PEER})"
     ranks = start(code, f"sys.exit({USER_MISTAKE})")
-    write(logs, 1, "stderr.log", "a warning\ntrain: expected x, got y\n")
-    _watch(ranks, [], logs)
-    assert _report(ranks, [], logs) == USER_MISTAKE
+    (ranks[1].folder / "stderr.log").write_text("a warning\ntrain: expected x, got y\n")
+    _watch(ranks, [])
+    assert _report(ranks, []) == (USER_MISTAKE, "")
     assert capfd.readouterr().err == ("" if rank_0_says_it else "train: expected x, got y\n")
 
 
-def test_ranks_that_end_well(start, logs, capfd):
+def test_ranks_that_end_well(start, capfd):
     ranks = start("", "")
-    _watch(ranks, [], logs)
-    assert _report(ranks, [], logs) == 0
+    _watch(ranks, [])
+    assert _report(ranks, []) == (0, "")
     assert capfd.readouterr().err == ""
 
 
 WAIT = "signal.signal(15, lambda *_: sys.exit(143)); print('up', flush=True); time.sleep(60)"
 
 
-def test_a_signal_reaches_the_ranks(start, logs):
+def test_a_signal_reaches_the_ranks(start):
     ranks = start(WAIT, WAIT)
     for rank in ranks:
         assert rank.process.stdout.readline() == b"up\n"
-    with _restored_signals():
-        signals = _forward_signals(ranks)
+    with _forwarding_signals(ranks) as signals:
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        _watch(ranks, signals, logs)
+        _watch(ranks, signals)
     assert signals == [signal.SIGTERM]
     assert [r.code for r in ranks] == [143, 143]
-    assert _report(ranks, signals, logs) == 143
+    assert _report(ranks, signals) == (143, "")
 
 
-def test_a_wish_to_save_reaches_the_ranks_and_ends_nothing(start, logs):
+def test_a_wish_to_save_reaches_the_ranks_and_ends_nothing(start):
     saves = "signal.signal(10, lambda *_: print('saves', flush=True))"
     stops = "signal.signal(15, lambda *_: sys.exit(0))"
     ranks = start(*[f"{saves}; {stops}; print('up', flush=True); time.sleep(60)"] * 2)
     for rank in ranks:
         assert rank.process.stdout.readline() == b"up\n"
     before = signal.getsignal(signal.SIGUSR1)
-    with _restored_signals():
-        signals = _forward_signals(ranks)
+    with _forwarding_signals(ranks) as signals:
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGUSR1)
             for rank in ranks:
                 assert rank.process.stdout.readline() == b"saves\n"
         assert [rank.process.poll() for rank in ranks] == [None, None]
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        _watch(ranks, signals, logs)
+        _watch(ranks, signals)
     assert signals == [signal.SIGTERM]
-    assert _report(ranks, signals, logs) == 0
+    assert _report(ranks, signals) == (0, "")
     assert signal.getsignal(signal.SIGUSR1) == before
 
 
@@ -186,43 +171,42 @@ def test_a_rank_notes_wishes_to_save():
     assert signal.getsignal(signal.SIGUSR1) == before
 
 
-def test_a_second_signal_kills_unless_it_is_the_same_again(start, logs, capfd, monkeypatch):
+def test_a_second_signal_kills_unless_it_is_the_same_again(start, capfd, monkeypatch):
     monkeypatch.setattr(launch, "REPEAT_S", 0.15)
     ranks = start("signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)")
     for rank in ranks:
         assert rank.process.stdout.readline() == b"up\n"
-    with _restored_signals():
-        signals = _forward_signals(ranks)
+    with _forwarding_signals(ranks) as signals:
         for after in (0.1, 0.15, 0.5):
             threading.Timer(after, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        _watch(ranks, signals, logs)
+        _watch(ranks, signals)
     assert signals == [signal.SIGTERM] * 2
     assert ranks[0].code == -9
-    assert _report(ranks, signals, logs) == 143
+    assert _report(ranks, signals) == (143, "")
     assert "stopped at once; this stop has saved nothing" in capfd.readouterr().err
 
 
-def test_who_does_not_answer_is_killed(start, logs, capfd, monkeypatch):
+def test_who_does_not_answer_is_killed(start, tmp_path, capfd, monkeypatch):
     """After a stop; without one when the watchdogs of all ranks must have spoken."""
     monkeypatch.setattr(reaper, "SILENT_S", 0.5)
     monkeypatch.setattr(launch, "MARGIN_S", 0.1)
     stuck = "signal.signal(15, signal.SIG_IGN); time.sleep(60)"
-    answers = "[(os.utime({!r}), time.sleep(0.1)) for _ in range(20)]"
+    beats = "[(os.utime({!r}), time.sleep(0.1)) for _ in range(20)]"
     for signals, timeout_s in (([15], float("inf")), ([], 1.0)):
-        file = logs / "1" / "answers"
+        file = tmp_path / "1" / "heartbeat"
         file.touch()
-        ranks = start(stuck, answers.format(str(file)))[-2:]
-        ranks[0].number, ranks[1].number = 0, 1
-        _watch(ranks, signals, logs, timeout_s)
+        ranks = start(stuck, beats.format(str(file)))[-2:]
+        for number in (0, 1):
+            ranks[number].number, ranks[number].folder = number, tmp_path / str(number)
+        _watch(ranks, signals, timeout_s)
         assert [rank.code for rank in ranks] == [-9, 0]
-        assert _report(ranks, signals, logs) == (143 if signals else FAILED)
-        said = capfd.readouterr().err
+        status, cause = _report(ranks, signals)
+        assert status == (143 if signals else FAILED)
+        said = capfd.readouterr().err if signals else f"fastpar: {cause}"
         pid = ranks[0].process.pid
-        assert re.match(
-            rf"fastpar: rank 0 \(pid {pid}\) did not answer for [12] s and was kil", said
-        )
-        last = "this stop has saved nothing" if signals else "all ranks stopped"
-        assert said.endswith(f"; {last}\n")
+        line = rf"fastpar: rank 0 \(pid {pid}\) did not answer for [12] s and was killed"
+        last = "\nfastpar: stopped at once; this stop has saved nothing\n" if signals else ""
+        assert re.fullmatch(line + last, said)
 
 
 IGNORED = """
@@ -252,21 +236,14 @@ def test_what_was_ignored_at_the_start_stays_ignored(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_what_becomes_of_it_is_a_part_of_the_line(start, logs, capfd):
-    ranks = start("sys.exit(9)", "")
-    _watch(ranks, [], logs)
-    assert _report(ranks, [], logs, lambda: "restart 1 of 3, from step 500") == FAILED
-    assert capfd.readouterr().err.endswith(
-        ") failed: exit status 9; restart 1 of 3, from step 500\n"
-    )
-
-
-def test_of_two_that_failed_who_tells_of_a_hang_is_heard(start, logs, capfd):
+def test_of_two_that_failed_who_tells_of_a_hang_is_heard(start):
     ranks = start("os.kill(os.getpid(), 9)", f"time.sleep(0.3); sys.exit({HUNG})")
-    write(logs, 1, "error.json", json.dumps({"message": {"message": "watchdog: got rank=0 stuck"}}))
-    _watch(ranks, [], logs)
-    assert _report(ranks, [], logs) == FAILED
-    assert " failed: watchdog: got rank=0 stuck; all ranks stopped" in capfd.readouterr().err
+    (ranks[1].folder / "error.json").write_text(
+        json.dumps({"message": {"message": "watchdog: got rank=0 stuck"}})
+    )
+    _watch(ranks, [])
+    cause = f"rank 1 (pid {ranks[1].process.pid}) failed: watchdog: got rank=0 stuck"
+    assert _report(ranks, []) == (FAILED, cause)
 
 
 @pytest.mark.parametrize(
@@ -280,24 +257,24 @@ def test_of_two_that_failed_who_tells_of_a_hang_is_heard(start, logs, capfd):
     ],
 )
 def test_all_ranks_are_started_again_unless_nobody_failed(
-    monkeypatch, tmp_path, statuses, expected
+    monkeypatch, tmp_path, capfd, statuses, expected
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run/checkpoints/step_000040").mkdir(parents=True)
-    starts, words = [], []
+    starts = []
 
-    def one(arguments, nproc, threads, start, then, timeout_s):
+    def one(arguments, nproc, threads, start, timeout_s):
         starts.append(start)
-        words.append(then())
-        return statuses[len(starts) - 1]
+        return statuses[len(starts) - 1], "rank 1 died"
 
-    monkeypatch.setattr(launch, "_launch", one)
+    monkeypatch.setattr(launch, "_run_ranks", one)
     assert launch.launch(["train"], 2, max_restarts=3, out="run") == expected
     assert len(starts) == len(statuses)
     assert [s["TORCHELASTIC_RESTART_COUNT"] for s in starts] == list("0123")[: len(starts)]
     assert len({s["TORCHELASTIC_RUN_ID"] for s in starts}) == 1
-    told = [f"restart {n} of 3, from step 40" for n in (1, 2, 3)]
-    assert words == [*told, "all ranks stopped"][: len(words)]
+    after = [*(f"restart {n} of 3, from step 40" for n in (1, 2, 3)), "all ranks stopped"]
+    lines = [f"fastpar: rank 1 died; {text}\n" for text in after]
+    assert capfd.readouterr().err == "".join(lines[: statuses.count(FAILED)])
 
 
 def test_where_a_restart_goes_on(monkeypatch, tmp_path):

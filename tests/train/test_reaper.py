@@ -7,7 +7,7 @@ import time
 
 from fastpar.train import reaper
 
-BEGIN = "from fastpar.train.reaper import answer; answer('{}')"
+BEGIN = "from fastpar.train.reaper import begin_heartbeat; begin_heartbeat('{}')"
 
 
 def test_the_reaper_kills_who_does_not_answer_when_the_launcher_is_dead(tmp_path):
