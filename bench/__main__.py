@@ -150,11 +150,11 @@ def run_all(args: argparse.Namespace) -> dict[str, str]:
 
 
 def tune(args: argparse.Namespace) -> int:
-    from bench.ops import tune as tuner
+    from bench.ops import tune as attention_tiles
     from fastpar.measure.clocks import clock_for
 
     print(machine_line(machine(args.device)), flush=True)
-    tuner.run(
+    attention_tiles.run(
         clock_for(args.device),
         only=args.names[0].partition(":")[2],
         write=args.commit_results,

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from bench.harness import Bench, Case, short
-from bench.peers import kernels as peers
-from bench.peers import stock
+from bench.peers import packages, stock
 from bench.targets import Target, faster
 from fastpar.kernels import adamw, global_norm
 from fastpar.kernels.adamw import Hyper, adamw_step_, adamw_step_flat_, decode_moment, new_moment
@@ -194,7 +193,7 @@ def peer_calls(
     """Optimizers of other packages on fp32 parameters; one that is missing raises when made."""
     return {
         name: optimizer_calls(make, shapes, device, **how)
-        for name, make in peers.adamws(device, HYPER).items()
+        for name, make in packages.adamws(device, HYPER).items()
     }
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.harness import Bench, Case
-from bench.peers import kernels as peers
+from bench.peers import packages
 from bench.targets import Target, faster
 from fastpar.kernels import Rng, attention_qkvpacked, make_key
 from fastpar.kernels.reference import attention_ref
@@ -85,7 +85,7 @@ def case(B: int, H: int, T: int, D: int, p: float, dtype: torch.dtype, device: s
     stock: dict[str, Callable[..., Any]] = {"eager": functools.partial(eager, dropout_p=p)}
     stock |= {name: pinned(BACKENDS[name], p) for name in backends(device, T)}
     if device == "cuda":
-        stock |= peers.attentions(p)
+        stock |= packages.attentions(p)
     ours: dict[str, Callable[..., Any]] = {
         "fastpar": functools.partial(attention_qkvpacked, **drop)
     }

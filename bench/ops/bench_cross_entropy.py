@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.harness import Bench, Case
-from bench.peers import kernels as peers
+from bench.peers import packages
 from fastpar.kernels import cross_entropy
 from fastpar.kernels.reference import cross_entropy_ref
 
@@ -40,7 +40,7 @@ def case(rows: int, V: int, dtype: torch.dtype, device: str) -> Case:
         IN_PLACE: in_place,
     }
     if device == "cuda":
-        variants |= peers.cross_entropies()
+        variants |= packages.cross_entropies()
     one = float(rows * V * dtype.itemsize)
     return Case(
         f"cross_entropy N={rows} V={V}",

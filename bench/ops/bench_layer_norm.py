@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.harness import Bench, Case
-from bench.peers import kernels as peers
+from bench.peers import packages
 from bench.targets import Target, faster
 from fastpar.kernels import (
     Rng,
@@ -56,7 +56,7 @@ def plain_case(rows: int, C: int, dtype: torch.dtype, device: str, *, rms: bool)
     }
     wanted: dict[str, list[Target]] = {}
     if device == "cuda":
-        variants |= peers.rms_norms() if rms else peers.layer_norms()
+        variants |= packages.rms_norms() if rms else packages.layer_norms()
         if C in COMPILED and not rms:
             stock = faster(1.0, *STOCK)
             wanted = {

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.harness import Bench, Case
-from bench.peers import kernels as peers
+from bench.peers import packages
 from bench.targets import Target, faster
 from fastpar.kernels import linear_cross_entropy
 from fastpar.kernels.reference import linear_cross_entropy_ref
@@ -38,7 +38,7 @@ def case(rows: int, C: int, V: int, dtype: torch.dtype, device: str) -> Case:
         variants["torch chunked"] = functools.partial(F.linear_cross_entropy, options=options)
     wanted: list[Target] = []
     if device == "cuda":
-        variants |= peers.linear_cross_entropies()
+        variants |= packages.linear_cross_entropies()
         wanted = [faster(1.0, "eager"), faster(1.0, "torch.compile")]
         wanted.append(Target("memory", 0.15, ("eager",)))
     product = 2.0 * rows * C * V

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from bench.peers.parallel import DDP, SINGLE, Contender, build
+from bench.peers.engines import DDP, SINGLE, Contender, build
 from bench.systems.bench_zero import batch, forget_peak, stock_model
 from bench.systems.worker import resident_bytes
 from fastpar.checkpoint.restore import load_checkpoint

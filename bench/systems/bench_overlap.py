@@ -80,7 +80,7 @@ class Trainer:
     """One rank of one variant; the public methods are called through bench.systems.links.Ranks."""
 
     def __init__(self, variant: str, config: GPTConfig, batch_size: int) -> None:
-        from bench.peers import parallel as peers
+        from bench.peers import engines
         from fastpar.compare.strategies import Settings
 
         keep_freed_memory()  # in every variant, as fastpar's trainer does
@@ -90,9 +90,9 @@ class Trainer:
         self.recorder = Recorder()
         name, settings, model = variant, Settings(bucket_mb=BUCKET_MB), self._stock
         if variant == ALONE:
-            name = peers.SINGLE
+            name = engines.SINGLE
         elif variant.startswith("DDP, "):
-            name = peers.DDP
+            name = engines.DDP
             settings = settings if variant == DDP else replace(settings, bucket_mb=25.0)
         elif variant.startswith("fastpar"):
             settings = replace(settings, fastpar={"collectives": self.recorder.factory})
@@ -100,7 +100,7 @@ class Trainer:
             name, model = name.partition(",")[0], self._own
         if variant in DEEPSPEED:
             _without_shared_memory()
-        self.contender = peers.build(name, model, settings)
+        self.contender = engines.build(name, model, settings)
 
     def _own(self) -> nn.Module:
         return GPT(self.config, seed=0)

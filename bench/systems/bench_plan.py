@@ -12,13 +12,13 @@ from bench.harness import Bench
 from bench.records import Row
 from bench.report.plan_table import draw
 from fastpar.cost.measured_rates import MeasuredRates
-from fastpar.plan.check import Row as Cell
+from fastpar.plan import check
 from fastpar.plan.check import run_all
 
 TIME_LIMIT_S = {"cpu": 1200, "cuda": 500}
 
 
-def to_row(bench: Bench, cell: Cell, rates: MeasuredRates) -> Row:
+def to_row(bench: Bench, cell: check.Row, rates: MeasuredRates) -> Row:
     dtype = torch.float32 if bench.device == "cpu" else torch.bfloat16
     row = bench.row(cell.title, "step", "fastpar", dtype)
     row.threads, row.runs = cell.threads, cell.steps

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from bench.harness import Bench
-from bench.peers import tensor_parallel as tp_peers
-from bench.peers.parallel import SINGLE, Contender
+from bench.peers import tensor_parallel
+from bench.peers.engines import SINGLE, Contender
 from bench.peers.tensor_parallel import OWN, STOCK, TORCH, Way
 from bench.systems import bench_emulated, bench_zero
 from bench.systems.bench_zero import Entry, Reference, Trial, batch, run_group
@@ -95,7 +95,7 @@ class Rank(bench_zero.Rank):
     trial: TPTrial
 
     def build(self) -> Contender:
-        return tp_peers.build(self.trial.way, self.trial.config, self.trial.settings)
+        return tensor_parallel.build(self.trial.way, self.trial.config, self.trial.settings)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         tp = self.trial.way.tp

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from bench.harness import Bench
 from bench.peers import stock
-from bench.peers.parallel import DDP, SINGLE, build, update_error
+from bench.peers.engines import DDP, SINGLE, build, update_error
 from bench.records import Row
 from bench.systems.worker import Worker, WorkerError, resident_bytes
 from fastpar.compare.strategies import Contender, Settings, adamw_of, import_deepspeed

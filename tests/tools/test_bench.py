@@ -15,7 +15,7 @@ from test_records import ABOUT
 from bench import __main__ as door
 from bench.harness import Bench, Case, bind, short
 from bench.ops import bench_adamw, bench_quantize
-from bench.peers import kernels as peers
+from bench.peers import packages
 from bench.records import ResultFile, load
 from bench.systems import bench_shm
 from bench.targets import faster
@@ -206,16 +206,16 @@ def test_targets_go_into_the_notes_of_fastpar_alone(tmp_path):
 
 def test_a_peer_that_is_not_installed_is_a_visible_row(tmp_path):
     case = gelu_case(bias_gelu_ref, directions=("forward",))
-    case.variants["liger"] = peers.installed("no_such_package.ops", "gelu")
+    case.variants["liger"] = packages.installed("no_such_package.ops", "gelu")
     make_bench(tmp_path).run([case])
     _, rows = load(tmp_path / "rows.json")
     assert rows[-1].refused == "ImportError: no_such_package is not installed"
-    assert peers.installed("math", "sqrt")(9.0) == 3.0
+    assert packages.installed("math", "sqrt")(9.0) == 3.0
 
 
 def test_peers_of_a_missing_package_are_all_refused():
-    found = [peers.layer_norms(), peers.rms_norms(), peers.cross_entropies()]
-    found += [peers.linear_cross_entropies(), peers.attentions(0.0), peers.attentions(0.1)]
+    found = [packages.layer_norms(), packages.rms_norms(), packages.cross_entropies()]
+    found += [packages.linear_cross_entropies(), packages.attentions(0.0), packages.attentions(0.1)]
     assert [list(f) for f in found] == [["liger"]] * 4 + [
         ["flash-attn 2", "flash-attn 3"],
         ["flash-attn 2"],

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from test_bench import make_bench
 from test_records import ABOUT, make_row
 
-from bench.peers import tensor_parallel as tp_peers
-from bench.peers.parallel import SINGLE
+from bench.peers import tensor_parallel
+from bench.peers.engines import SINGLE
 from bench.peers.tensor_parallel import OWN, STOCK, TORCH, Way
 from bench.records import ResultFile, load
 from bench.report import pictures, tables
@@ -100,11 +100,11 @@ def test_names_tell_all_ways_apart():
 def test_rows_by_heads_go_there_and_back():
     rows = torch.arange(3 * 4 * 2.0)
     state = {"h.0.attn.c_attn.bias": rows, "wte.weight": rows}
-    moved = tp_peers.by_heads(state, 4)
+    moved = tensor_parallel.by_heads(state, 4)
     assert moved["wte.weight"] is rows
     by_head = moved["h.0.attn.c_attn.bias"]
     assert by_head[:6].tolist() == [0, 1, 8, 9, 16, 17]  # q, k and v of the first head
-    assert torch.equal(tp_peers.by_heads(moved, 4, back=True)["h.0.attn.c_attn.bias"], rows)
+    assert torch.equal(tensor_parallel.by_heads(moved, 4, back=True)["h.0.attn.c_attn.bias"], rows)
 
 
 def test_ranks_of_one_replica_have_the_same_batch(reference):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from test_bench import make_bench
 from test_records import ABOUT, make_row
 
-from bench.peers import parallel as parallel_peers
+from bench.peers import engines
 from bench.records import load
 from bench.report import pictures, tables
 from bench.systems import bench_zero
@@ -28,7 +28,7 @@ def update_on_rank(name, folder):
     trial = Trial(name, TINY, folder)
     contender = Rank.__new__(Rank)
     contender.trial, contender.rank = trial, dist.get_rank() % trial.world_size
-    contender.contender = parallel_peers.build(
+    contender.contender = engines.build(
         name.removesuffix(bench_zero.STOCK), lambda: bench_zero.model_of(trial), trial.settings
     )
     contender.first_losses = contender.steps(0, bench_zero.GATE_STEPS)["losses"]
@@ -39,7 +39,7 @@ def update_on_rank(name, folder):
 def reference(tmp_path_factory):
     """The folder of the exact weights of TINY, and the errors of one fp32 process."""
     folder = str(tmp_path_factory.mktemp("exact"))
-    return folder, Reference(Trial(parallel_peers.SINGLE, TINY, folder), 0).write()
+    return folder, Reference(Trial(engines.SINGLE, TINY, folder), 0).write()
 
 
 PEERS = ["DDP", "DDP + ZeRO optimizer", "FSDP2", "FSDP2, no reshard"]
@@ -67,18 +67,18 @@ def test_hsdp_trains_it_on_four_ranks_and_refuses_two(reference):
 
 def test_the_names_of_rows_are_those_of_strategies():
     for name in (*PEERS, *(name for name in bench_zero.ORDER if bench_zero.STOCK not in name)):
-        assert name in parallel_peers.TITLES
+        assert name in engines.TITLES
     with pytest.raises(ValueError, match=r"build: expected one of single, ddp, .* got name=x; c"):
-        parallel_peers.build("x", torch.nn.Identity)
+        engines.build("x", torch.nn.Identity)
 
 
 def test_update_error_counts_every_tensor_once_and_refuses_other_names():
     start = {"a": torch.zeros(2), "b": torch.zeros(3)}
     exact = {n: torch.ones(t.shape, dtype=torch.float64) for n, t in start.items()}
     padded = [("a", torch.tensor([1.0, 1.5])), ("b", torch.ones(5))]
-    assert parallel_peers.update_error(iter(padded), exact, start) == pytest.approx(math.sqrt(0.05))
+    assert engines.update_error(iter(padded), exact, start) == pytest.approx(math.sqrt(0.05))
     with pytest.raises(ValueError, match=r"update_error: expected the tensors \['a', 'b'\], got n"):
-        parallel_peers.update_error(iter(padded[:1]), exact, start)
+        engines.update_error(iter(padded[:1]), exact, start)
 
 
 def test_judge_refuses_wrong_weights_and_losses():
@@ -95,7 +95,7 @@ def test_judge_refuses_wrong_weights_and_losses():
 def test_a_contender_that_fails_stops_only_itself(tmp_path, reference):
     """Wrong hyper-parameters are red in the gate; a dead process is a refused row."""
     folder, errors = reference
-    right = Trial(parallel_peers.SINGLE, TINY, folder, world_size=1)
+    right = Trial(engines.SINGLE, TINY, folder, world_size=1)
     wrong = replace(right, settings=Settings(weight_decay=0.0))
     red, base = Entry(wrong, errors), Entry(right, errors)
     assert red.refused.startswith("weights after 2 steps: expected")
