@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cells import sweep
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,8 +33,8 @@ def assert_same(got, want):
             assert torch.equal(x, y)
 
 
-@pytest.mark.parametrize("choice", ["auto", "torch"])
-@pytest.mark.parametrize(("maximize", "eps"), [(False, 1e-8), (True, 1e-8), (False, 0.5)])
+@sweep("choice", ["auto", "torch"])
+@sweep(("maximize", "eps"), [(False, 1e-8), (True, 1e-8), (False, 0.5)])
 def test_one_step_matches_the_oracle(maximize, eps, choice, monkeypatch):
     """The 2x rule for parameters and moments, with torch's own step as the yardstick."""
     monkeypatch.setattr(backend, "choice", choice)
@@ -120,8 +121,8 @@ class Bound:
             assert ((x.double() - exact[name]).abs() <= times * e).all(), name
 
 
-@pytest.mark.parametrize("amsgrad", [False, True])
-@pytest.mark.parametrize("maximize", [False, True])
+@sweep("amsgrad", [False, True])
+@sweep("maximize", [False, True])
 def test_100_steps_within_the_derived_bound_of_torch(amsgrad, maximize):
     """Parameters and moments, of ours against the exact run and against torch's single-tensor loop:
     two evaluations differ by at most twice the bound."""
@@ -251,9 +252,9 @@ def test_any_step_is_within_the_bound_of_the_oracle(
             assert torch.equal(params[i], rounded)
 
 
-@pytest.mark.parametrize("choice", ["auto", "torch"])
-@pytest.mark.parametrize("grad_dtype", [None, torch.float32])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@sweep("choice", ["auto", "torch"])
+@sweep("grad_dtype", [None, torch.float32])
+@sweep("dtype", [torch.bfloat16, torch.float16])
 def test_master_weights(dtype, grad_dtype, choice, monkeypatch):
     """The master takes fp32's step bit for bit; the parameter is the master, rounded."""
     monkeypatch.setattr(backend, "choice", choice)
@@ -357,7 +358,7 @@ def test_compiles_without_graph_breaks():
     assert_same(state, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@sweep("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_torchs_kernel_skips_zeroes_scales_and_takes_tensors(dtype, monkeypatch):
     """Where torch's fused AdamW serves, the keywords mean the same."""
     monkeypatch.setattr(backend, "choice", "torch")

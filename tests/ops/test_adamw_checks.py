@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cells import sweep
 
 from fastpar.kernels import _C, Hyper, adamw_step_, adamw_step_flat_, backend
 
@@ -83,7 +84,7 @@ def call(lists):
     adamw_step_(*(lists.pop(name) for name in LISTS[:4]), HYPER, **lists)
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("name", "form"),
     [
         (name, form)
@@ -117,7 +118,7 @@ def test_shapes_devices_and_strides():
     refuses("expected dense parameters and states", p, g, [torch.zeros(8)[::2]], v)
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("name", "value"),
     [
         ("lr", -1.0),

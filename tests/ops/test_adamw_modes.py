@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from cells import sweep
 
 from fastpar.kernels import _C, Hyper, adamw_step_, adamw_step_flat_
 from fastpar.kernels.adamw import decode_moment, encode_moment, master_join, master_split
@@ -335,7 +336,7 @@ def test_same_bits_for_any_cut_threads_and_isa(mode):
         _C.set_isa(before)
 
 
-@pytest.mark.parametrize("isa", ["avx2", "avx512"])
+@sweep("isa", ["avx2", "avx512"])
 def test_isa_is_there(isa):
     if not _C.isa_supported(isa):
         pytest.skip(f"this CPU has no {isa}: its bits are not compared here")
@@ -401,7 +402,7 @@ def test_tensors_as_hypers_give_the_same_bits(mode):
         assert same_bits(a, b)
 
 
-@pytest.mark.parametrize("zero_grad", [False, True])
+@sweep("zero_grad", [False, True])
 def test_found_inf_skips_but_zeroes(mode, zero_grad):
     before = make(20_000, mode)
     for found in (0.0, 1.0, float("nan")):

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from cells import sweep
 
 from fastpar.kernels import Hyper, adamw_step_
 from fastpar.kernels.adamw_storage import (
@@ -56,7 +57,7 @@ def test_rounding_is_to_nearest_with_ties_away_from_zero():
     assert torch.equal(param, expected)
 
 
-@pytest.mark.parametrize("signed", [True, False])
+@sweep("signed", [True, False])
 def test_codes_mean_what_the_header_says(signed):
     codes = torch.arange(256, dtype=torch.uint8)
     if signed:
@@ -69,8 +70,8 @@ def test_codes_mean_what_the_header_says(signed):
     assert ((got - want).abs() <= 11 * 2.0**-24 * want.abs()).all()
 
 
-@pytest.mark.parametrize("signed", [True, False])
-@pytest.mark.parametrize("n", [0, 1, 255, 256, 257, 1000])
+@sweep("signed", [True, False])
+@sweep("n", [0, 1, 255, 256, 257, 1000])
 def test_encoding_takes_the_nearest_level(n, signed):
     x = torch.randn(n) ** 3
     x = x if signed else x.abs()
@@ -159,7 +160,7 @@ def test_small_second_moments_are_never_stored_as_zero():
     assert torch.equal(exp_avg_sq[0] > 0, grad != 0)
 
 
-@pytest.mark.parametrize("master_dtype", [torch.float32, torch.int16])
+@sweep("master_dtype", [torch.float32, torch.int16])
 def test_a_nan_stays_one_whatever_its_lower_bits(master_dtype):
     """The upper half of some nans is an infinity, and rounding others would make them -0."""
     bits = torch.tensor([0x7F800001, 0x7FC0FFFF, 0x7FFFFFFF, -1], dtype=torch.int32)

@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from cells import covering, sweep
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastpar.kernels import _C, Rng, attention, attention_qkvpacked, backend, make_key
@@ -53,11 +54,12 @@ def check(form, inputs, **settings):
     return assert_matches_oracle(fn, ref, inputs, eager=eager)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("p", [0.0, 0.3])
-@pytest.mark.parametrize(
-    ("T", "D"), [(1, 1), (2, 8), (7, 40), (63, 64), (65, 16), (127, 33), (96, 128)]
+@covering(
+    2,
+    (("T", "D"), [(1, 1), (2, 8), (7, 40), (63, 64), (65, 16), (127, 33), (96, 128)]),
+    ("p", [0.0, 0.3]),
+    ("causal", [True, False]),
+    ("dtype", DTYPES),
 )
 def test_matches_oracle(form, T, D, p, causal, dtype):
     B = 2 if T > 60 else 16  # enough elements for a steady largest error
@@ -66,11 +68,9 @@ def test_matches_oracle(form, T, D, p, causal, dtype):
     assert len(report) == 4
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(
-    ("T", "Tk"), [(1, 50), (2, 50), (5, 50), (40, 50), (50, 3), (50, 1), (70, 33)]
-)
-@pytest.mark.parametrize("p", [0.0, 0.3])
+@sweep("causal", [True, False])
+@sweep(("T", "Tk"), [(1, 50), (2, 50), (5, 50), (40, 50), (50, 3), (50, 1), (70, 33)])
+@sweep("p", [0.0, 0.3])
 def test_other_lengths(form, T, Tk, p, causal):
     """Aligned to the last query and the last key; queries that see nothing give 0."""
     inputs = [draw(8, T, 3, 16), draw(8, Tk, 3, 16), draw(8, Tk, 3, 16)]
@@ -91,8 +91,8 @@ def test_last_queries_of_a_sequence_equal_the_whole(form):
         torch.testing.assert_close(attention(q[:, -n:], k, v), whole[:, -n:])
 
 
-@pytest.mark.parametrize("Hkv", [1, 2, 3, 6])
-@pytest.mark.parametrize("p", [0.0, 0.3])
+@sweep("Hkv", [1, 2, 3, 6])
+@sweep("p", [0.0, 0.3])
 def test_fewer_key_heads(form, Hkv, p):
     inputs = [draw(2, 20, 6, 24), draw(2, 20, Hkv, 24), draw(2, 20, Hkv, 24)]
     check(form, inputs, dropout_p=p, rng=RNG)
@@ -104,7 +104,7 @@ def test_long_sequence(form):
     check(form, inputs)
 
 
-@pytest.mark.parametrize("softmax_scale", [0.02, 3.0])
+@sweep("softmax_scale", [0.02, 3.0])
 def test_softmax_scale(form, softmax_scale):
     inputs = [draw(2, 30, 2, 32) for _ in range(3)]
     for p in (0.0, 0.3):
@@ -117,7 +117,7 @@ def test_huge_scores(form):
     check(form, inputs)
 
 
-@pytest.mark.parametrize("p", [0.0, 0.3])
+@sweep("p", [0.0, 0.3])
 def test_packed_is_the_same_attention(form, p):
     qkv = draw(2, 50, 3, 4, 24)
     settings = {"dropout_p": p, "rng": RNG, "softmax_scale": 0.3}
@@ -134,7 +134,7 @@ def test_packed_is_the_same_attention(form, p):
             assert torch.equal(got, grad)
 
 
-@pytest.mark.parametrize("p", [0.0, 0.3])
+@sweep("p", [0.0, 0.3])
 def test_strided_and_expanded_inputs_and_gradients(form, p):
     settings = {"dropout_p": p, "rng": RNG}
     layouts = [
@@ -157,8 +157,8 @@ def test_strided_and_expanded_inputs_and_gradients(form, p):
             torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("p", [0.0, 0.3])
+@sweep("dtype", DTYPES)
+@sweep("p", [0.0, 0.3])
 def test_bits_depend_on_neither_run_nor_threads_nor_isa(dtype, p):
     inputs = [draw(2, 75, 4, 40, dtype=dtype), *(draw(2, 75, 2, 40, dtype=dtype) for _ in "kv")]
     do = torch.randn(2, 75, 4, 40).to(dtype)
@@ -209,8 +209,8 @@ def test_mean_over_masks_is_attention_without():
     assert (error <= 6 * runs.std(0) / math.sqrt(400) + 1e-6).all()
 
 
-@pytest.mark.parametrize("shape", [(0, 4, 2, 8), (2, 0, 2, 8)])
-@pytest.mark.parametrize("p", [0.0, 0.3])
+@sweep("shape", [(0, 4, 2, 8), (2, 0, 2, 8)])
+@sweep("p", [0.0, 0.3])
 def test_nothing_to_attend(form, shape, p):
     q, k, v = draw(*shape), draw(shape[0], 4, 2, 8), draw(shape[0], 4, 2, 8)
     o = attention(q, k, v, dropout_p=p, rng=RNG)
@@ -249,7 +249,7 @@ def test_registration(form):
     opcheck_both(separate, (True, 0.5, RNG.key, 0, 77, None), do, o_kept=False)
 
 
-@pytest.mark.parametrize("p", [0.0, 0.3])
+@sweep("p", [0.0, 0.3])
 def test_compiles_into_one_graph(form, p):
     qkv = draw(1, 6, 3, 2, 4)
 
@@ -265,7 +265,7 @@ def test_compiles_into_one_graph(form, p):
     torch.testing.assert_close(*grads)
 
 
-@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("p", [0.3, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_compiles_for_any_length(form, p):
     def f(qkv):
         return attention_qkvpacked(qkv, dropout_p=p, rng=RNG)
@@ -294,7 +294,7 @@ def ones(*shape, **kwargs):
 X = ones(2, 4, 6, 8)
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("q", "k", "v", "message"),
     [
         (X[0], X, X, r"expected q of shape \[B, T, H, D\], got q=\[4, 6, 8\]"),
@@ -336,7 +336,7 @@ def on_fake_gpu(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype, device="cuda")
 
 
-@pytest.mark.parametrize("p", [0.0, 0.3])
+@sweep("p", [0.0, 0.3])
 def test_a_gpu_takes_triton(p):
     pytest.importorskip("triton", reason="needs triton")
     with FakeTensorMode():
@@ -352,7 +352,7 @@ def test_a_gpu_takes_triton(p):
             assert dqkv.shape == x.shape
 
 
-@pytest.mark.parametrize(("dtype", "choice"), [(torch.float64, "auto"), (torch.float16, "torch")])
+@sweep(("dtype", "choice"), [(torch.float64, "auto"), (torch.float16, "torch")])
 def test_a_gpu_without_triton_kernels_takes_torch(monkeypatch, dtype, choice):
     monkeypatch.setattr(backend, "choice", choice)
     monkeypatch.setattr(backend, "_triton_found", lambda: False)
@@ -373,7 +373,7 @@ def test_missing_triton_on_a_gpu_is_refused(monkeypatch):
         attention_qkvpacked(on_fake_gpu(2, 5, 3, 4, 16))
 
 
-@pytest.mark.parametrize("D", [8, 20, 136, 257])
+@sweep("D", [8, 20, 136, 257])
 def test_head_dims_that_triton_lacks_are_refused(monkeypatch, D):
     monkeypatch.setattr(backend, "_triton_found", lambda: True)
     message = rf"attention: expected head dim 16 to 128 in steps of 8 .*got D={D}; pad the heads"
@@ -385,8 +385,7 @@ def on(device, tensors):
     return [x.detach().to(device).requires_grad_() for x in tensors]
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("p", [0.0, 0.3])
+@covering(1, ("causal", [True, False]), ("p", [0.0, 0.3]))
 def test_triton(triton_device, p, causal):
     """Through the public op; tests/ops/test_attention_triton.py judges the kernels."""
     for T, Tk in ((20, 20), (3, 20), (20, 3)):
@@ -457,9 +456,9 @@ def test_triton_compiles_into_one_graph(triton_device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("p", [0.0, 0.3])
-@pytest.mark.parametrize("choice", ["auto", "torch"])
+@sweep("dtype", DTYPES)
+@sweep("p", [0.0, 0.3])
+@sweep("choice", ["auto", "torch"])
 def test_on_a_gpu(monkeypatch, choice, p, dtype):
     monkeypatch.setattr(backend, "choice", choice)
     for T, Tk, Hkv in ((65, 65, 4), (1, 40, 2), (33, 40, 1), (40, 33, 4)):

@@ -5,6 +5,7 @@ test_attention_triton.py compares all gradients with fp64.
 
 import pytest
 import torch
+from cells import covering
 
 pytest.importorskip("triton", reason="needs triton")
 
@@ -57,15 +58,13 @@ def test_gradients_of_a_packed_tensor_leave_their_neighbours_alone(triton_device
     assert (room == 7.0).all()
 
 
-@pytest.mark.parametrize("Hkv", [1, 2, 4])
-@pytest.mark.parametrize("p", [0.0, 0.3])
+@covering(1, ("p", [0.0, 0.3]), ("Hkv", [1, 2, 4]))
 def test_fewer_key_heads(triton_device, Hkv, p):
     inputs = [draw(triton_device, 1, 64, h, 24, dtype=torch.float32) for h in (4, Hkv, Hkv)]
     check(inputs, dropout_p=p, rng=RNG)
 
 
-@pytest.mark.parametrize("p", [0.0, 0.1])
-@pytest.mark.parametrize("seed", range(3))
+@covering(1, ("seed", range(3)), ("p", [0.0, 0.1]))
 def test_scores_far_apart_in_fp32(triton_device, seed, p):
     """Rows that one key owns: PyTorch's probability is 1 exactly, so ours must be 1 to a rounding.
     lse alone is off by its own rounding, and scores summed in another order by theirs."""

@@ -3,8 +3,8 @@
 What it computes is judged by tests/ops/test_attention.py, which runs every test in this form too.
 """
 
-import pytest
 import torch
+from cells import sweep
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastpar.kernels import Rng, attention, backend, make_key
@@ -21,9 +21,9 @@ from fastpar.testing import assert_matches_oracle
 RNG = Rng(make_key(3, 2**32 - 1), 4)
 
 
-@pytest.mark.parametrize("kilobytes", [1, 40, 100])
-@pytest.mark.parametrize("queries", [7, 64])
-@pytest.mark.parametrize("causal", [True, False])
+@sweep("kilobytes", [1, 40, 100])
+@sweep("queries", [7, 64])
+@sweep("causal", [True, False])
 def test_many_blocks(monkeypatch, kilobytes, queries, causal):
     """One key head a block, some heads, all heads: the same attention and mask."""
     monkeypatch.setattr(backend, "choice", "torch")
@@ -51,7 +51,7 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("bounds", [None, [0, 500, 512]])
+@sweep("bounds", [None, [0, 500, 512]])
 def test_scores_are_never_all_alive(bounds):
     T, H, D = 512, 8, 16
     qkv = torch.randn(*([T] if bounds else [2, T]), 3, H, D)

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from cells import sweep
 
 from fastpar.kernels import attention_configs as configs
 from fastpar.kernels.attention_configs import Config, candidates, get_config, load_configs
@@ -27,7 +28,7 @@ def test_the_file_is_as_set_config_writes_it():
     assert configs._render(json.loads(configs.PATH.read_text())) == configs.PATH.read_text()
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("arch", "table"),
     [(75, 86), (80, 80), (86, 86), (87, 80), (89, 86), (90, 90), (100, 90), (103, 90), (120, 86)],
 )
@@ -107,8 +108,8 @@ def test_set_config_refuses_a_place_that_does_not_exist(path):
         configs.set_config(80, "fwd", 48, "plain", config, path)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("arch", [80, 86, 90])
+@sweep("place", PLACES)
+@sweep("arch", [80, 86, 90])
 def test_candidates_are_possible_and_several(arch, place):
     found = candidates(arch, *place)
     assert len(set(found)) == len(found) >= 3

@@ -9,7 +9,7 @@ from itertools import accumulate
 
 import pytest
 import torch
-from cells import cells
+from cells import cells, covering, sweep
 
 pytest.importorskip("triton", reason="needs triton")
 
@@ -22,11 +22,14 @@ from fastpar.testing import assert_matches_oracle
 
 RNG = Rng(make_key(3, 2**32 - 1), 4)
 DTYPES = [torch.float16, torch.float32, torch.bfloat16]
+ARCHS = [80, 86, 90]
+HEAD_DIMS = [d for d in range(16, 129, 8) if d not in (24, 104)]
+SLOW = pytest.mark.slow
 Mask = tuple[torch.Tensor | None, int, int]
 NO_MASK: Mask = (None, 0, 0)
 
 
-@pytest.fixture(params=[80, 86, 90])
+@pytest.fixture
 def arch(request, monkeypatch):
     """Whose configurations run; on a GPU its own, whatever the parameter."""
     if torch.cuda.is_available() and request.param != 90:
@@ -62,6 +65,7 @@ def run(q, k, v, do, *, mask: Mask = NO_MASK, cu=None, causal=True):
         [0.0, 0.3],
         [True, False],
         DTYPES,
+        strength=1,
     ),
 )
 def test_matches_oracle(triton_device, sizes, p, causal, dtype):
@@ -83,8 +87,11 @@ def test_one_query_and_one_key(triton_device):
     assert (dk.abs() <= bound * q.abs()).all()
 
 
-@pytest.mark.parametrize("D", [16, 32, 64, 128])
-@pytest.mark.parametrize("variant", ["plain", "dropout", "fp32"])
+@pytest.mark.parametrize(
+    ("arch", "variant", "D"),
+    cells(ARCHS, ["plain", "dropout", "fp32"], [16, 32, 64, 128], strength=1),
+    indirect=["arch"],
+)
 def test_every_configuration(triton_device, arch, variant, D):
     """Lengths that leave a tile of every kind: full, cut by the diagonal, cut by the end."""
     dtype = torch.float32 if variant == "fp32" else torch.float16
@@ -92,13 +99,13 @@ def test_every_configuration(triton_device, arch, variant, D):
     check(inputs, dropout_p=0.0 if variant == "plain" else 0.3, rng=RNG)
 
 
-@pytest.mark.parametrize("D", range(16, 129, 8))
+@pytest.mark.parametrize("D", [24, 104, *(pytest.param(d, marks=SLOW) for d in HEAD_DIMS)])
 def test_every_head_dim(triton_device, D):
     inputs = [draw(triton_device, 1, 40, 2, D) for _ in range(3)]
     check(inputs, dropout_p=0.2, rng=RNG)
 
 
-@pytest.mark.parametrize("p", [1 / 256, 127 / 256, 0.5, 200 / 256, 255 / 256])
+@sweep("p", [1 / 256, 127 / 256, 0.5, 200 / 256, 255 / 256])
 def test_every_kind_of_threshold(triton_device, p):
     """Below, at and above 128: four bytes are compared at once."""
     inputs = [draw(triton_device, 1, 60, 1, 16, dtype=torch.float32) for _ in range(3)]
@@ -152,9 +159,9 @@ def documents(device, lengths, H=2, D=32, dtype=torch.float16, Hkv=None):
     return cu, [torch.randn(s).to(device, dtype) for s in shapes]
 
 
-@pytest.mark.parametrize("threshold", [0, 77])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("lengths", [(5,), (1, 63, 64, 65, 7)])
+@covering(
+    1, ("lengths", [(5,), (1, 63, 64, 65, 7)]), ("causal", [True, False]), ("threshold", [0, 77])
+)
 def test_documents_are_samples(triton_device, lengths, causal, threshold):
     """A document has the bits that it has alone, as sample d of a batch."""
     cu, (q, k, v, do) = documents(triton_device, lengths, H=2, Hkv=1)
@@ -170,6 +177,7 @@ def test_documents_are_samples(triton_device, lengths, causal, threshold):
             assert torch.equal(x[a:b], y[0])
 
 
+@pytest.mark.parametrize("arch", ARCHS, indirect=True)
 def test_a_document_does_not_see_its_neighbours(triton_device, arch):
     cu, tensors = documents(triton_device, (30, 45, 40))
     for x in tensors:
@@ -180,7 +188,7 @@ def test_a_document_does_not_see_its_neighbours(triton_device, arch):
         assert x[30:75].isfinite().all()
 
 
-@pytest.mark.parametrize(
+@sweep(
     "cu",
     [
         [5, 30, 70],

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cells import cells
+from cells import cells, covering, sweep
 from test_attention import opcheck_both
 
 from fastpar.kernels import _C, Rng, attention, attention_qkvpacked, backend, make_key
@@ -65,16 +65,16 @@ def test_matches_oracle(form, lengths, p, causal, dtype):
     assert len(report) == 4
 
 
-@pytest.mark.parametrize(("H", "Hkv", "D"), [(6, 1, 33), (6, 3, 8), (2, 2, 128), (3, 3, 12)])
-@pytest.mark.parametrize("p", [0.0, 0.3])
+@sweep(("H", "Hkv", "D"), [(6, 1, 33), (6, 3, 8), (2, 2, 128), (3, 3, 12)])
+@sweep("p", [0.0, 0.3])
 def test_heads(form, H, Hkv, D, p):
     lengths = [5, 64, 3] * (8 if H * D < 50 else 1)  # enough elements for a steady largest error
     inputs, cu_seqlens = draw_qkv(sum(lengths), H, Hkv, D), cumulate(lengths)
     check(inputs, dropout_p=p, rng=RNG, softmax_scale=0.4, cu_seqlens=cu_seqlens)
 
 
-@pytest.mark.parametrize("p", [0.0, 0.3])
-@pytest.mark.parametrize("causal", [True, False])
+@sweep("p", [0.0, 0.3])
+@sweep("causal", [True, False])
 def test_a_document_is_a_sample(form, causal, p):
     """Each alone, with the sample index it has here: the same bits."""
     lengths = [70, 1, 33, 8]
@@ -97,7 +97,7 @@ def test_a_document_is_a_sample(form, causal, p):
             assert torch.equal(got, want[0])
 
 
-@pytest.mark.parametrize("p", [0.0, 0.3])
+@sweep("p", [0.0, 0.3])
 def test_packed_is_the_same_attention(form, p):
     lengths = [30, 1, 20]
     qkv = draw(51, 3, 4, 24)
@@ -113,7 +113,7 @@ def test_packed_is_the_same_attention(form, p):
         assert torch.equal(got, grad)
 
 
-@pytest.mark.parametrize("p", [0.0, 0.3])
+@sweep("p", [0.0, 0.3])
 def test_strided_and_expanded_inputs_and_gradients(form, p):
     N = 200  # enough elements for a steady largest error
     cu_seqlens = torch.tensor([[0, 9], [13, 9], [N, 9]], dtype=torch.int32)[:, 0]
@@ -135,7 +135,7 @@ def test_strided_and_expanded_inputs_and_gradients(form, p):
             torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("causal", [True, False])
+@sweep("causal", [True, False])
 def test_a_document_sees_nothing_of_another(form, causal):
     """NaN and infinity in some documents stay there, though buffers serve one after another."""
     lengths = [100, 9, 70, 33]
@@ -154,7 +154,7 @@ def test_a_document_sees_nothing_of_another(form, causal):
             assert torch.equal(got[part], expected[part])
 
 
-@pytest.mark.parametrize("p", [0.0, 0.3])
+@sweep("p", [0.0, 0.3])
 def test_bits_depend_on_neither_run_nor_threads_nor_isa(p):
     lengths = [75, 1, 30, 200, 2]
     inputs, cu_seqlens = draw_qkv(sum(lengths), D=40), cumulate(lengths)
@@ -191,7 +191,7 @@ def test_registration(form):
     opcheck_both(draw_qkv(5, D=4), settings, torch.randn(5, 4, 4), o_kept=False)
 
 
-@pytest.mark.parametrize("p", [0.0, 0.3])
+@sweep("p", [0.0, 0.3])
 def test_compiles_into_one_graph(form, p):
     qkv, cu_seqlens = draw(6, 3, 2, 4), cumulate([4, 2])
 
@@ -212,7 +212,7 @@ def int32(*values):
     return torch.tensor(values, dtype=torch.int32)
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("cu_seqlens", "message"),
     [
         (int32(0, 3, 8).long(), r"cu_seqlens int32 of shape \[n \+ 1\], n >= 1, got .*int64 \[3\]"),
@@ -250,7 +250,7 @@ def test_backward_checks_cu_seqlens_too(form):
 X = torch.ones(8, 6, 16)
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("q", "k", "v", "message"),
     [
         (X[None], X, X, r"expected q of shape \[total, H, D\], got q=\[1, 8, 6, 16\]"),
@@ -284,8 +284,7 @@ def on(device, tensors):
     return [x.detach().to(device).requires_grad_() for x in tensors]
 
 
-@pytest.mark.parametrize("p", [0.0, 0.3])
-@pytest.mark.parametrize("causal", [True, False])
+@covering(1, ("causal", [True, False]), ("p", [0.0, 0.3]))
 def test_triton(triton_device, causal, p):
     lengths = [9, 1, 30]
     inputs = on(triton_device, draw_qkv(40, dtype=torch.float16))

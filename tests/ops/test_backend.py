@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cells import sweep
 
 from fastpar import kernels
 from fastpar.kernels import _C, backend
@@ -221,7 +222,7 @@ def test_exp_at_the_ends(isa):
     assert torch.equal(y.nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@sweep("dtype", [torch.bfloat16, torch.float16])
 def test_storage_types_round_like_torch(isa, dtype):
     bits = torch.randint(-(2**31), 2**31, (400_000,), dtype=torch.int64).to(torch.int32)
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).float()

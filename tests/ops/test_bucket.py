@@ -3,6 +3,7 @@ offset, tail, cut, thread count, instruction set and device."""
 
 import pytest
 import torch
+from cells import sweep
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -57,9 +58,9 @@ def expected_add(total, x, scale):
     return out.to(total.dtype)
 
 
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("to", DTYPES)
-@pytest.mark.parametrize("source", DTYPES)
+@sweep("scale", SCALES)
+@sweep("to", DTYPES)
+@sweep("source", DTYPES)
 def test_pack_unpack_accumulate(source, to, scale, device):
     given_scale, number = factor_of(scale, device)
     tensors = [rand(n, source, device) for n in SIZES]
@@ -80,9 +81,9 @@ def test_pack_unpack_accumulate(source, to, scale, device):
         assert_same(got, expected)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 6, 7, 8, 9, 13])
-@pytest.mark.parametrize("out_dtype", DTYPES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@sweep("world", [1, 2, 3, 4, 5, 6, 7, 8, 9, 13])
+@sweep("out_dtype", DTYPES)
+@sweep("dtype", DTYPES)
 def test_sum_shards_is_a_tree_over_the_ranks(dtype, out_dtype, world, device):
     n = 3001
     received = rand(world * n, dtype, device).view(world, n)
@@ -95,7 +96,7 @@ def test_sum_shards_is_a_tree_over_the_ranks(dtype, out_dtype, world, device):
         assert_same(out, want.to(out_dtype))
 
 
-@pytest.mark.parametrize("out_dtype", DTYPES)
+@sweep("out_dtype", DTYPES)
 def test_sum_shards_fills_the_bins_of_its_result(out_dtype, device):
     """The norm of these bins has the bits of norm_bins of the result, and adds up over calls."""
     for n, offset in ((0, 0), (1, 0), (5, 3), (3001, 1), (20_000, 2)):
@@ -120,7 +121,7 @@ def test_sum_shards_fills_the_bins_of_its_result(out_dtype, device):
     assert norm_from_bins(bins).found_inf == 1
 
 
-@pytest.mark.parametrize("world", [29, 129, 515])
+@sweep("world", [29, 129, 515])
 def test_sum_shards_of_many(world, device):
     """Deep trees, with a rest on every level."""
     received = rand(world * 67, torch.bfloat16, device).view(world, 67)
@@ -151,7 +152,7 @@ def test_oracles_round_trip():
     assert all(torch.equal(a, b) for a, b in zip(x, back))
 
 
-@pytest.mark.parametrize("kind", ["cpp", "cuda"])
+@sweep("kind", ["cpp", "cuda"])
 def test_lists_of_mixed_types_in_one_call(kind, request, monkeypatch):
     device = request.getfixturevalue("cuda_device") if kind == "cuda" else "cpu"
     calls = []
@@ -177,8 +178,8 @@ def test_one_launch_for_a_thousand_tensors_and_more_launches_beyond(cuda_device)
         assert_same(flat, torch.cat(tensors))
 
 
-@pytest.mark.parametrize("to", DTYPES[:2])
-@pytest.mark.parametrize("source", DTYPES[:2])
+@sweep("to", DTYPES[:2])
+@sweep("source", DTYPES[:2])
 def test_every_offset_and_tail(source, to, device):
     """Offsets 0..63 bytes of source and destination, all tails of 16 elements, nothing outside."""
     steps_to, steps_source = 64 // to.itemsize, 64 // source.itemsize
@@ -200,7 +201,7 @@ def test_every_offset_and_tail(source, to, device):
         assert (memory[a + n :] == 7).all()
 
 
-@pytest.mark.parametrize("n", range(34))
+@sweep("n", range(34))
 def test_every_short_length_of_a_shard(n, device):
     for offset in (0, 1, 3, 4):
         shards = [rand(n, torch.bfloat16, device, offset=offset) for _ in range(3)]
@@ -284,7 +285,7 @@ def test_empty_lists_and_tensors(device):
     assert one.item() == 3
 
 
-@pytest.mark.parametrize("name", ["baseline", "avx2", "avx512"])
+@sweep("name", ["baseline", "avx2", "avx512"])
 def test_same_bits_on_every_instruction_set_and_thread_count(name):
     if not _C.isa_supported(name):
         pytest.skip(f"this machine has no {name}")

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from cells import sweep
 
 from fastpar.kernels import _C, backend, cross_entropy
 from fastpar.kernels.cross_entropy import cross_entropy_rows
@@ -68,25 +69,25 @@ def poisoned():
 
 
 @pytest.mark.usefixtures("poisoned", "choice")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("sizes", [(2, 1, 0), (7, 63, 1), (31, 127, 0), (9, 1000, 24)])
+@sweep("dtype", DTYPES)
+@sweep("reduction", REDUCTIONS)
+@sweep("options", OPTIONS)
+@sweep("sizes", [(2, 1, 0), (7, 63, 1), (31, 127, 0), (9, 1000, 24)])
 def test_matches_oracle(sizes, options, reduction, dtype):
     n, v, pad = sizes
     check(make(n, v, pad=pad, dtype=dtype), vocab_size=v, reduction=reduction, **options)
 
 
 @pytest.mark.usefixtures("choice")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("pad", [0, 47])
+@sweep("dtype", DTYPES)
+@sweep("pad", [0, 47])
 def test_gpt2_vocabulary(pad, dtype):
     inputs = make(6, 50257, pad=pad, dtype=dtype)
     check(inputs, vocab_size=50257, label_smoothing=0.1, z_loss=1e-4)
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("label_smoothing", [0.0, 0.3])
+@sweep("reduction", REDUCTIONS)
+@sweep("label_smoothing", [0.0, 0.3])
 def test_means_what_torch_means(reduction, label_smoothing):
     """In ignored rows and in the mean too; fp32, so that torch's own loss is fp32."""
     logits, targets = make(24, 50)
@@ -159,8 +160,8 @@ def test_incoming_gradient():
 
 
 @pytest.mark.usefixtures("choice")
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("options", OPTIONS)
+@sweep("reduction", REDUCTIONS)
+@sweep("options", OPTIONS)
 def test_all_targets_ignored(options, reduction):
     logits, targets = make(6, 10)
     targets = torch.full_like(targets, -100)
@@ -171,7 +172,7 @@ def test_all_targets_ignored(options, reduction):
 
 
 @pytest.mark.usefixtures("choice")
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@sweep("reduction", REDUCTIONS)
 def test_no_rows(reduction):
     logits, targets = torch.ones(0, 8), torch.ones(0, dtype=torch.int64)
     loss, dlogits = gradients(logits, targets, reduction=reduction)
@@ -181,8 +182,8 @@ def test_no_rows(reduction):
 
 
 @pytest.mark.usefixtures("choice")
-@pytest.mark.parametrize("options", OPTIONS[:2])
-@pytest.mark.parametrize("dtype", DTYPES)
+@sweep("options", OPTIONS[:2])
+@sweep("dtype", DTYPES)
 def test_extreme_logits(dtype, options):
     """1e4 logits neither overflow nor lose the loss."""
     logits, targets = make(8, 300, dtype=dtype)
@@ -193,7 +194,7 @@ def test_extreme_logits(dtype, options):
 
 
 @pytest.mark.usefixtures("choice")
-@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+@sweep("label_smoothing", [0.0, 0.1])
 def test_classes_at_minus_infinity(label_smoothing):
     """Such a class has probability 0; smoothed over, its loss is infinite, as torch has it."""
     logits, targets = make(6, 70, ignored=False)
@@ -212,7 +213,7 @@ def test_classes_at_minus_infinity(label_smoothing):
 
 
 @pytest.mark.usefixtures("choice")
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@sweep("value", [torch.nan, torch.inf])
 def test_non_finite_rows_say_so(value):
     logits, targets = make(4, 70, ignored=False)
     logits = logits.detach()
@@ -238,8 +239,8 @@ def test_fp16_gradients_survive_a_loss_scale():
 
 
 @pytest.mark.usefixtures("choice")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@sweep("dtype", DTYPES)
+@sweep("reduction", REDUCTIONS)
 def test_inplace(reduction, dtype):
     """The same bits, and the gradient lies where the logits were."""
     logits, targets = make(20, 70, pad=3, dtype=dtype)
@@ -291,7 +292,7 @@ def test_no_gradient_work_without_gradients():
     assert [t.numel() for t in outputs] == [1, 0, 1]
 
 
-@pytest.mark.parametrize("inplace", [False, True])
+@sweep("inplace", [False, True])
 def test_backward_twice_with_retained_graph(inplace):
     logits, targets = make(20, 70)
     loss = cross_entropy(logits * 1.0, targets, inplace=inplace)
@@ -303,8 +304,8 @@ def test_backward_twice_with_retained_graph(inplace):
     torch.testing.assert_close(third, 3 * plain)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("options", [(0.0, 0.0), (0.1, 0.01)])
+@sweep("dtype", DTYPES)
+@sweep("options", [(0.0, 0.0), (0.1, 0.01)])
 def test_same_bits_for_any_threads_and_isa(options, dtype):
     logits = torch.randn(37, 1003).to(dtype) * 3
     targets = torch.randint(0, 1001, (37,))
@@ -348,8 +349,8 @@ def test_opcheck():
     torch.library.opcheck(ops.cross_entropy_attach.default, (logits, loss, torch.tensor(0.5)))
 
 
-@pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@sweep("inplace", [False, True])
+@sweep("reduction", REDUCTIONS)
 def test_compiles_without_graph_breaks(reduction, inplace):
     logits, targets = make(30, 100, pad=4)
     options = {"reduction": reduction, "vocab_size": 100, "label_smoothing": 0.1}
@@ -363,7 +364,7 @@ def test_compiles_without_graph_breaks(reduction, inplace):
     torch.testing.assert_close(logits.grad, expected[1])
 
 
-@pytest.mark.parametrize("inplace", [False, True])
+@sweep("inplace", [False, True])
 def test_double_backward_is_refused(inplace):
     logits, targets = make(6, 20)
     loss = cross_entropy(logits * 1.0, targets, inplace=inplace)

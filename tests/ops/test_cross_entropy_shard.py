@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from cells import sweep
 
 from fastpar.kernels import backend, cross_entropy_shard, cross_entropy_shard_grad
 from fastpar.kernels.reference import (
@@ -52,10 +53,8 @@ def combine(logits, targets, cuts, scale, *, z_loss=0.0, vocab_size=None):
 
 
 @pytest.mark.usefixtures("choice")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("n", "v", "first"), [(2, 1, 0), (7, 63, 40), (9, 1000, 500), (3, 25147, 9)]
-)
+@sweep("dtype", DTYPES)
+@sweep(("n", "v", "first"), [(2, 1, 0), (7, 63, 40), (9, 1000, 500), (3, 25147, 9)])
 def test_matches_oracles(n, v, first, dtype):
     logits, targets = make(n, v, dtype=dtype, vocabulary=2 * v)
     options = {"first": first, "vocab_size": first + v - v // 10}
@@ -88,9 +87,9 @@ def float32(x):
 
 
 @pytest.mark.usefixtures("choice")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("z_loss", [0.0, 0.01])
-@pytest.mark.parametrize("cuts", [(500,), (333, 700), (1, 999)])
+@sweep("dtype", DTYPES)
+@sweep("z_loss", [0.0, 0.01])
+@sweep("cuts", [(500,), (333, 700), (1, 999)])
 def test_shards_make_the_whole_loss(cuts, z_loss, dtype):
     """Two and three shards, the last with padding, against the oracle of the whole."""
     logits, targets = make(9, 1000, dtype=dtype, vocabulary=990)
@@ -172,8 +171,8 @@ def test_no_rows_and_any_strides():
 
 
 @pytest.mark.usefixtures("choice")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("v", [1, 63, 1000])
+@sweep("dtype", DTYPES)
+@sweep("v", [1, 63, 1000])
 def test_gradient_written_where_the_caller_says(v, dtype):
     """Into the logits, other memory, or rows of a wider workspace: the same bits."""
     logits, targets = make(9, v, dtype=dtype)

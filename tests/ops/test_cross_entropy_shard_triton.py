@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from cells import covering
 
 pytest.importorskip("triton", reason="needs triton")
 
@@ -33,9 +34,10 @@ def make(n, v, vocabulary, device, dtype=torch.float32):
     return logits, targets.to(device)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("n", "v", "first"), [(2, 1, 0), (7, 63, 40), (6, 1000, 500), (2, 25147, 9)]
+@covering(
+    1,
+    (("n", "v", "first"), [(2, 1, 0), (7, 63, 40), (6, 1000, 500), (2, 25147, 9)]),
+    ("dtype", DTYPES),
 )
 def test_forward_matches_oracle(n, v, first, dtype, triton_device):
     options = {"first": first, "vocab_size": first + v - v // 10}
@@ -47,10 +49,11 @@ def test_forward_matches_oracle(n, v, first, dtype, triton_device):
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("z_loss", [0.0, 0.01])
-@pytest.mark.parametrize(
-    ("n", "v", "first"), [(2, 1, 0), (7, 63, 40), (6, 1000, 500), (2, 25147, 9)]
+@covering(
+    1,
+    (("n", "v", "first"), [(2, 1, 0), (7, 63, 40), (6, 1000, 500), (2, 25147, 9)]),
+    ("z_loss", [0.0, 0.01]),
+    ("dtype", DTYPES),
 )
 def test_backward_matches_oracle(n, v, first, z_loss, dtype, triton_device):
     logits, targets = make(n, v, 2 * v, triton_device, dtype)
@@ -69,8 +72,7 @@ def test_backward_matches_oracle(n, v, first, z_loss, dtype, triton_device):
         )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("v", [63, 1000, 5003])
+@covering(1, ("v", [63, 1000, 5003]), ("dtype", DTYPES))
 def test_gradient_over_the_logits(v, dtype, triton_device):
     """In place, and in rows of a wider workspace that stand elsewhere: the same bits."""
     logits, targets = make(6, v, v, triton_device, dtype)
@@ -86,8 +88,7 @@ def test_gradient_over_the_logits(v, dtype, triton_device):
     assert wide[:, v + 5 :].isnan().all()
 
 
-@pytest.mark.parametrize("z_loss", [0.0, 0.01])
-@pytest.mark.parametrize("cuts", [(50,), (33, 70), (1, 99)])
+@covering(1, ("cuts", [(50,), (33, 70), (1, 99)]), ("z_loss", [0.0, 0.01]))
 def test_shards_make_the_whole_loss(cuts, z_loss, triton_device):
     """Two and three shards, the last with padding, against the oracle of the whole."""
     logits, targets = make(9, 130, 90, triton_device)

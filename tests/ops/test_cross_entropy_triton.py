@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cells import cells
+from cells import cells, covering
 
 pytest.importorskip("triton", reason="needs triton")
 
@@ -65,7 +65,7 @@ def small_tiles(monkeypatch):
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize(
     ("sizes", "options", "reduction", "dtype"),
-    cells([(2, 1, 0), (3, 63, 1), (6, 127, 0)], OPTIONS, REDUCTIONS, DTYPES),
+    cells([(2, 1, 0), (3, 63, 1), (6, 127, 0)], OPTIONS, REDUCTIONS, DTYPES, strength=1),
 )
 def test_matches_oracle(sizes, options, reduction, dtype, triton_device):
     n, v, pad = sizes
@@ -75,7 +75,7 @@ def test_matches_oracle(sizes, options, reduction, dtype, triton_device):
 
 @pytest.mark.usefixtures("poisoned", "small_tiles")
 @pytest.mark.parametrize(
-    ("v", "pad", "dtype"), cells([31, 32, 57, 64, 65, 96, 127, 200], [0, 1, 40], DTYPES)
+    ("v", "pad", "dtype"), cells([31, 32, 57, 64, 65, 96, 127, 200], [0, 1, 40], DTYPES, strength=1)
 )
 def test_every_kind_of_tile(v, pad, dtype, triton_device):
     """Heads, unrolled and single tiles, tails and tiles of padding, at every alignment."""
@@ -83,8 +83,7 @@ def test_every_kind_of_tile(v, pad, dtype, triton_device):
     check(inputs, vocab_size=v, label_smoothing=0.1, reduction="none")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("pad", [0, 47])
+@covering(1, ("pad", [0, 47]), ("dtype", DTYPES))
 def test_gpt2_vocabulary(pad, dtype, triton_device):
     check(make(3, 50257, triton_device, pad=pad, dtype=dtype), vocab_size=50257)
 
@@ -280,8 +279,7 @@ def test_launches_are_recorded():
             assert len(launches) == 1, label
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@covering(1, ("reduction", REDUCTIONS), ("dtype", DTYPES))
 def test_linear_cross_entropy(reduction, dtype, triton_device):
     """The kernel between the GEMMs, by chunks, in place."""
     x = torch.randn(23, 16).to(triton_device, dtype).requires_grad_()

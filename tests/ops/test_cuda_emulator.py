@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cells import sweep
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = r"""
@@ -154,7 +155,7 @@ def test_random_bits_are_a_function_of_the_position(library):
     assert len(np.unique(whole)) > 990
 
 
-@pytest.mark.parametrize("first", [0, 2**32 - 2**19, 2**40])
+@sweep("first", [0, 2**32 - 2**19, 2**40])
 def test_random_bits_are_uniform_and_unrelated(library, first):
     """Each statistic is normal with known variance; six deviations: below 1e-6 for all together."""
     n = 1 << 20

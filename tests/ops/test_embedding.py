@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cells import sweep
 
 from fastpar.kernels import Rng, dropout, embedding, make_key
 from fastpar.kernels.reference import embedding_ref
@@ -15,9 +16,9 @@ def tables(V, positions, C, dtype=torch.float32):
     return [torch.randn(n, C).to(dtype).requires_grad_() for n in (V, positions)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("B", "T", "C"), [(1, 1, 1), (2, 63, 127), (3, 5, 1000), (2, 12, 384)])
-@pytest.mark.parametrize("p", [0.0, 0.3])
+@sweep("dtype", DTYPES)
+@sweep(("B", "T", "C"), [(1, 1, 1), (2, 63, 127), (3, 5, 1000), (2, 12, 384)])
+@sweep("p", [0.0, 0.3])
 def test_matches_oracle(B, T, C, dtype, p):
     idx = torch.randint(0, 50, (B, T))
     for first in (0, 3):
@@ -70,7 +71,7 @@ def test_expanded_gradients_and_strided_tables():
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("shape", [(0, 4), (2, 0)])
+@sweep("shape", [(0, 4), (2, 0)])
 def test_no_tokens(shape):
     wte, wpe = tables(5, 6, 4)
     x = embedding(torch.zeros(shape, dtype=torch.int64), wte, wpe)
@@ -80,7 +81,7 @@ def test_no_tokens(shape):
     assert (wpe.grad == 0).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@sweep("dtype", DTYPES)
 def test_bits_depend_on_neither_run_nor_threads(dtype):
     wte, wpe = tables(1000, 64, 48, dtype)
     idx = torch.randint(0, 20, (8, 64))
@@ -120,8 +121,8 @@ def added(op, p):
     return run
 
 
-@pytest.mark.parametrize(("dtype", "wide"), [(d, w) for d in DTYPES for w in (d, torch.float32)])
-@pytest.mark.parametrize("p", [0.0, 0.3])
+@sweep(("dtype", "wide"), [(d, w) for d in DTYPES for w in (d, torch.float32)])
+@sweep("p", [0.0, 0.3])
 def test_wte_grad_gets_the_gradient_added(dtype, wide, p):
     wte, wpe = tables(50, 20, 33, dtype)
     idx = torch.randint(0, 20, (4, 17), dtype=torch.int32)
@@ -229,7 +230,7 @@ def ones(*shape, **kwargs):
     return torch.ones(shape, **kwargs)
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("args", "first_position", "message"),
     [
         ((IDX + 1, ones(5, 4)), 0, r"expected token ids in \[0, 5\), got id=5"),
@@ -258,7 +259,7 @@ def test_bad_input_is_refused(args, first_position, message):
         embedding(*args, first_position=first_position)
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("wte_grad", "message"),
     [
         (ones(5, 3), r"expected wte_grad like wte \(\[5, 4\], cpu\), got wte_grad=\[5, 3\] on cpu"),
@@ -276,7 +277,7 @@ def test_bad_wte_grad_is_refused(wte_grad, message):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
+@sweep("dtype", DTYPES)
 def test_on_a_gpu(dtype):
     wte, wpe = (t.detach().cuda().requires_grad_() for t in tables(50, 64, 768, dtype))
     idx = torch.randint(0, 50, (4, 60), device="cuda")

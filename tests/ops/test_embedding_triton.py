@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cells import covering
 
 pytest.importorskip("triton", reason="needs triton")
 
@@ -31,8 +32,9 @@ def reference(idx, wte, wpe=None, **options):
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("B", "T", "C"), [(1, 1, 1), (5, 7, 127), (2, 3, 1000), (9, 2, 130)])
+@covering(
+    1, (("B", "T", "C"), [(1, 1, 1), (5, 7, 127), (2, 3, 1000), (9, 2, 130)]), ("dtype", DTYPES)
+)
 def test_matches_oracle(triton_device, B, T, C, dtype):
     """The kernels have one configuration for every architecture."""
     idx = torch.randint(0, 50, (B, T)).to(triton_device)

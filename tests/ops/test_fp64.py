@@ -1,9 +1,9 @@
 """fp64 tensors are computed in fp64 throughout: outputs, statistics and gradients equal the
 oracles', written in plain torch, to a few units of fp64."""
 
-import pytest
 import torch
 import torch.nn.functional as F
+from cells import sweep
 
 from fastpar import kernels
 from fastpar.kernels import Rng, make_key, reference
@@ -89,7 +89,7 @@ def assert_exact(got, want):
     assert (got - want).norm() <= 1e-13 * want.norm()
 
 
-@pytest.mark.parametrize("case", CASES)
+@sweep("case", CASES)
 def test_equals_the_oracle(case):
     op, ref, inputs = CASES[case]
     for got, want in zip(results(op, inputs), results(ref, inputs), strict=True):

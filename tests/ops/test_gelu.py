@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from cells import sweep
 
 from fastpar.kernels import _C, backend, bias_gelu
 from fastpar.kernels.reference import bias_gelu_ref
@@ -38,9 +39,9 @@ def poisoned():
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("approximate", ["tanh", "none"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 1), (63, 127), (2, 3, 1000), (300, 17), (4, 3072)])
+@sweep("approximate", ["tanh", "none"])
+@sweep("dtype", DTYPES)
+@sweep("shape", [(1, 1), (63, 127), (2, 3, 1000), (300, 17), (4, 3072)])
 def test_matches_oracle(shape, dtype, approximate):
     x, bias = make(shape, dtype)
 
@@ -52,7 +53,7 @@ def test_matches_oracle(shape, dtype, approximate):
     assert_matches_oracle(ours, ref, (x,), eager=plain)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@sweep("dtype", [torch.bfloat16, torch.float16])
 def test_fp32_bias_of_a_16_bit_input(dtype):
     assert_matches_oracle(
         bias_gelu, bias_gelu_ref, make((33, 65), dtype, torch.float32), eager=eager
@@ -64,7 +65,7 @@ def test_torch_backend_matches_oracle(monkeypatch):
     assert_matches_oracle(bias_gelu, bias_gelu_ref, make((33, 65), torch.float32), eager=eager)
 
 
-@pytest.mark.parametrize("shape", [(0,), (0, 5), (5, 0), ()])
+@sweep("shape", [(0,), (0, 5), (5, 0), ()])
 def test_empty_and_scalar(shape):
     x = torch.randn(shape, requires_grad=True)
     y = bias_gelu(x)
@@ -95,7 +96,7 @@ def test_far_out_values():
     torch.testing.assert_close(dx, slope, rtol=0, atol=1e-30, equal_nan=True)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@sweep("dtype", DTYPES)
 def test_same_bits_for_any_threads_and_isa(dtype):
     x, bias = make((1001, 173), dtype)
     dy = torch.randn(1001, 173).to(dtype)

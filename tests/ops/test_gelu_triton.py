@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from cells import covering
 
 pytest.importorskip("triton", reason="needs triton")
 
@@ -40,9 +41,7 @@ def poisoned(monkeypatch):
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("approximate", ["tanh", "none"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@covering(1, ("shape", SHAPES), ("dtype", DTYPES), ("approximate", ["tanh", "none"]))
 def test_matches_oracle(triton_device, shape, dtype, approximate):
     def with_form(f):
         return lambda *args: f(*args, approximate=approximate)
@@ -91,8 +90,7 @@ def test_strided_and_expanded(triton_device):
         assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("approximate", ["tanh", "none"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@covering(1, ("dtype", DTYPES), ("approximate", ["tanh", "none"]))
 def test_far_out_values(triton_device, dtype, approximate):
     big = torch.finfo(dtype).max
     x = [1e4, -1e4, big, -big, -torch.inf, torch.inf, torch.nan, 0.0, -0.0, 21.0, -21.0]

@@ -6,6 +6,7 @@ from fractions import Fraction
 
 import pytest
 import torch
+from cells import sweep
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -47,7 +48,7 @@ def assert_rounded(norm, exact, elements):
     assert abs(norm.item() - exact) <= ulp / 2 + exact * (elements * 2.0**-53 + 2.0**-50)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@sweep("dtype", DTYPES)
 def test_lists_match_the_oracle_and_the_exact_sum(dtype, device):
     tensors = [rand(n, dtype).to(device) for n in SIZES]
     result = global_norm(tensors, max_norm=2.0, loss_scale=8.0)
@@ -76,7 +77,7 @@ RANGES = {
 }
 
 
-@pytest.mark.parametrize("name", RANGES)
+@sweep("name", RANGES)
 def test_ranges(name, device):
     x = RANGES[name]()
     assert_rounded(global_norm([x.to(device)]).norm.cpu(), exact_norm([x]), x.numel())
@@ -180,7 +181,7 @@ def test_hypothesis_any_cut_and_order(values, data):
     assert bits(norm_from_bins(ranks, max_norm=1.0)) == bits(whole)
 
 
-@pytest.mark.parametrize("dtype", DTYPES[1:])
+@sweep("dtype", DTYPES[1:])
 def test_storage_of_the_same_values_does_not_matter(dtype, device):
     x = rand(30_001, dtype, spread=6).to(device)
     want = bits(global_norm([x]))
@@ -188,7 +189,7 @@ def test_storage_of_the_same_values_does_not_matter(dtype, device):
     assert bits(global_norm([x[:999], x[999:20_000].float(), x[20_000:]])) == want
 
 
-@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
+@sweep("isa", ["baseline", "avx2", "avx512"])
 def test_threads_and_instruction_sets_give_the_same_bits(isa, monkeypatch):
     if not _C.isa_supported(isa):
         pytest.skip(f"needs a machine with {isa}")
@@ -221,7 +222,7 @@ def total(words):
     return sum(n << (52 * b) for b, n in enumerate(units))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@sweep("dtype", DTYPES)
 def test_every_offset_and_tail(dtype, device):
     """All starts within 64 bytes, tails of up to two vectors, exactly; what lies around is not
     read."""
@@ -235,8 +236,8 @@ def test_every_offset_and_tail(dtype, device):
         assert total(norm_bins(parts).tolist()) == exact << 350
 
 
-@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
-@pytest.mark.parametrize("dtype", DTYPES)
+@sweep("bad", [torch.inf, -torch.inf, torch.nan])
+@sweep("dtype", DTYPES)
 def test_what_is_not_finite_is_found_anywhere(dtype, bad, device):
     n = 4500
     whole = rand(n + 1, dtype, spread=6).to(device)
@@ -315,8 +316,8 @@ def test_words_of_many_chunks_carry(device):
     assert norm_from_bins(zero).norm.item() == 0
 
 
-@pytest.mark.parametrize("max_norm", [None, 0.01, 1.0, 1e6, math.inf])
-@pytest.mark.parametrize("loss_scale", [None, 65536.0, 0.3])
+@sweep("max_norm", [None, 0.01, 1.0, 1e6, math.inf])
+@sweep("loss_scale", [None, 65536.0, 0.3])
 def test_factor(max_norm, loss_scale, device):
     x = [torch.randn(2000).to(device), torch.randn(30).to(device)]
     got = global_norm(x, max_norm=max_norm, loss_scale=loss_scale)

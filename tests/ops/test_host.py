@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from cells import sweep
 
 from fastpar.kernels import _C, host
 
@@ -48,7 +49,7 @@ def test_a_machine_without_an_isa_says_so(monkeypatch):
     assert host.supported_isas() == ("baseline", "avx2")
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("text", "expected"),
     [
         ("0-3\n", (0, 1, 2, 3)),

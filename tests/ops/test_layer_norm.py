@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from cells import sweep
 
 from fastpar.kernels import (
     _C,
@@ -50,9 +51,9 @@ def draw(*shape, dtype=torch.float32, mean=0.0, scale=1.0):
     return (torch.randn(shape) * scale + mean).to(dtype).requires_grad_()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("c", [1, 63, 127, 384, 1000])
-@pytest.mark.parametrize("bias", [True, False])
+@sweep("dtype", DTYPES)
+@sweep("c", [1, 63, 127, 384, 1000])
+@sweep("bias", [True, False])
 def test_layer_norm_matches_oracle(c, dtype, bias):
     inputs = [draw(3, 5, c, dtype=dtype), draw(c, dtype=dtype)]
     if bias:
@@ -60,22 +61,22 @@ def test_layer_norm_matches_oracle(c, dtype, bias):
     assert_matches_oracle(layer_norm, layer_norm_ref, inputs)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("c", [1, 63, 384, 1000])
+@sweep("dtype", DTYPES)
+@sweep("c", [1, 63, 384, 1000])
 def test_rms_norm_matches_oracle(c, dtype):
     assert_matches_oracle(
         rms_norm, rms_norm_ref, [draw(3, 5, c, dtype=dtype), draw(c, dtype=dtype)]
     )
 
 
-@pytest.mark.parametrize("mean", [1e2, 1e4, -1e6])
+@sweep("mean", [1e2, 1e4, -1e6])
 def test_large_mean(mean):
     """Cancellation in x - mean. torch's kernel does not pass: it multiplies, then subtracts."""
     inputs = [draw(7, 768, mean=mean), draw(768), draw(768)]
     assert_matches_oracle(layer_norm, layer_norm_ref, inputs)
 
 
-@pytest.mark.parametrize("mean", [1e2, 1e4, -1e6])
+@sweep("mean", [1e2, 1e4, -1e6])
 def test_large_mean_costs_no_accuracy(mean):
     """x - center is exact and the mean's rounding is corrected: a few roundings of y, whatever the
     mean. (Uncorrected, the error is half an ulp of the mean: 3e-2 at -1e6.)"""
@@ -85,17 +86,17 @@ def test_large_mean_costs_no_accuracy(mean):
     assert (y - exact).abs().max() <= 4 * torch.finfo(torch.float32).eps * exact.abs().max()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@sweep("dtype", [torch.bfloat16, torch.float16])
 def test_float32_weights_with_16_bit_rows(dtype):
     inputs = [draw(4, 96, dtype=dtype), draw(96), draw(96)]
     assert layer_norm(*inputs).dtype == dtype
     assert_matches_oracle(layer_norm, layer_norm_ref, inputs)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("p", [0.0, 0.1, 0.5])
-@pytest.mark.parametrize("x_bias", [True, False])
-@pytest.mark.parametrize("c", [1, 63, 384])
+@sweep("dtype", DTYPES)
+@sweep("p", [0.0, 0.1, 0.5])
+@sweep("x_bias", [True, False])
+@sweep("c", [1, 63, 384])
 def test_residual_layer_norm_matches_oracle(c, x_bias, p, dtype):
     """y and residual_out, and dx, dresidual, dweight, dbias, dx_bias."""
     inputs = [draw(2, 5, c, dtype=dtype) for _ in range(2)]
@@ -106,9 +107,9 @@ def test_residual_layer_norm_matches_oracle(c, x_bias, p, dtype):
     assert len(report) == 2 + len(inputs)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("p", [0.0, 0.1])
-@pytest.mark.parametrize("x_bias", [True, False])
+@sweep("dtype", DTYPES)
+@sweep("p", [0.0, 0.1])
+@sweep("x_bias", [True, False])
 def test_residual_rms_norm_matches_oracle(x_bias, p, dtype):
     inputs = [draw(2, 5, 63, dtype=dtype) for _ in range(2)]
     inputs += [draw(63, dtype=dtype) for _ in range(2 if x_bias else 1)]
@@ -158,7 +159,7 @@ def test_constant_rows_give_the_bias():
     torch.testing.assert_close(y, bias.expand(3, 64), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@sweep("dtype", DTYPES)
 def test_bits_depend_on_neither_run_nor_threads_nor_isa(dtype):
     inputs = [draw(4, 64, 390, dtype=dtype) for _ in range(2)] + [draw(390) for _ in range(3)]
 
@@ -276,7 +277,7 @@ def ones(*shape, **kwargs):
     return torch.ones(shape, **kwargs)
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("args", "message"),
     [
         ((torch.tensor(1.0), ones(1)), r"expected x of shape \[..., C\] .*got x=\[\]"),
@@ -303,7 +304,7 @@ def test_bad_input_is_refused(args, message):
             rms_norm(*args)
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("x", "residual", "x_bias", "message"),
     [
         (ones(2, 3, 4), ones(2, 4), None, r"of one shape, got x=\[2, 3, 4\] residual=\[2, 4\]"),
@@ -336,7 +337,7 @@ def test_bad_dropout_is_refused():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
+@sweep("dtype", DTYPES)
 def test_on_a_gpu(dtype):
     inputs = [draw(2, 9, 768, dtype=dtype) for _ in range(2)] + [draw(768) for _ in range(3)]
     inputs = [x.detach().cuda().requires_grad_() for x in inputs]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cells import sweep
 
 pytest.importorskip("triton", reason="needs triton")
 
@@ -114,10 +115,10 @@ def test_only_the_residual_is_used(draw):
         assert torch.equal(grad, torch.ones_like(grad))
 
 
-@pytest.mark.parametrize("itemsize", [2, 4])
-@pytest.mark.parametrize("c", [1, 63, 768, 1024, 1280, 1600, 4096])
-@pytest.mark.parametrize("sums", [1, 2, 3])
-@pytest.mark.parametrize("tensors", [2, 3])
+@sweep("itemsize", [2, 4])
+@sweep("c", [1, 63, 768, 1024, 1280, 1600, 4096])
+@sweep("sums", [1, 2, 3])
+@sweep("tensors", [2, 3])
 def test_programs_of_an_sm_fit_together(c, itemsize, sums, tensors):
     """Or the last of a fixed number of programs would run alone, after the others."""
     for rms in (False, True):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cells import covering, sweep
 
 pytest.importorskip("triton", reason="needs triton")
 
@@ -77,17 +78,13 @@ def test_layer_norm_matches_oracle(draw, c, dtype):
     assert_matches_oracle(layer_norm, layer_norm_ref, inputs)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("c", [1, 127, 600])
+@covering(1, ("c", [1, 127, 600]), ("dtype", DTYPES))
 def test_rms_norm_matches_oracle(draw, c, dtype):
     inputs = [draw(3, 5, c, dtype=dtype), draw(c, dtype=dtype)]
     assert_matches_oracle(rms_norm, rms_norm_ref, inputs)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("p", [0.0, 0.1])
-@pytest.mark.parametrize("x_bias", [True, False])
-@pytest.mark.parametrize("c", [63, 300])
+@covering(1, ("c", [63, 300]), ("x_bias", [True, False]), ("p", [0.0, 0.1]), ("dtype", DTYPES))
 def test_residual_forms_match_oracle(draw, c, x_bias, p, dtype):
     """y and residual_out, and dx, dresidual, dweight, dbias, dx_bias."""
     inputs = [draw(2, 7, c, dtype=dtype) for _ in range(2)]
@@ -107,8 +104,7 @@ def test_weight_without_bias(draw):
     assert_matches_oracle(*(with_bias(op) for op in ops), inputs)
 
 
-@pytest.mark.parametrize("mean", [1e2, 1e4, -1e6])
-@pytest.mark.parametrize("c", [768, 2500])
+@covering(1, ("c", [768, 2500]), ("mean", [1e2, 1e4, -1e6]))
 def test_large_mean_costs_no_accuracy(draw, c, mean):
     """A few roundings of y, whatever the mean: one warp to a row, and several."""
     x = draw(5, c, mean=mean).detach()
@@ -117,8 +113,7 @@ def test_large_mean_costs_no_accuracy(draw, c, mean):
     assert (y - exact).abs().max() <= 4 * torch.finfo(torch.float32).eps * exact.abs().max()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("p", [0.0, 0.1])
+@covering(1, ("p", [0.0, 0.1]), ("dtype", [torch.bfloat16, torch.float16]))
 def test_mixed_dtypes(draw, dtype, p):
     """fp32 weights; a 16-bit branch on a fp32 stream, read as it is."""
     inputs = [draw(2, 3, 96, dtype=dtype), draw(96), draw(96)]
@@ -131,8 +126,9 @@ def test_mixed_dtypes(draw, dtype, p):
     assert_matches_oracle(*(with_bias(op, p) for op in ops), inputs)
 
 
-@pytest.mark.parametrize("shape", [(3, 5, 40), (2, 3, 4, 40), (7, 40)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@covering(
+    1, ("dtype", [torch.float32, torch.float16]), ("shape", [(3, 5, 40), (2, 3, 4, 40), (7, 40)])
+)
 def test_mask_is_the_oracles(draw, shape, dtype, triton_device):
     """Its bits, forward and backward, in every sample, head and row."""
     x, w = torch.ones(shape, dtype=dtype, device=triton_device), draw(shape[-1], dtype=dtype)
@@ -227,8 +223,8 @@ def test_compiles_into_one_graph(draw):
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("itemsize", [2, 4])
-@pytest.mark.parametrize("c", [1, 16, 63, 768, 1024, 1280, 1600, 4096, 16384])
+@sweep("itemsize", [2, 4])
+@sweep("c", [1, 16, 63, 768, 1024, 1280, 1600, 4096, 16384])
 def test_tiles(c, itemsize):
     """Every column is in a chunk, a thread's part of a row stays small, warps have whole tiles."""
     tile = fwd.tile_of(c, itemsize, fwd.FWD_VALUES)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from cells import sweep
 
 from fastpar.kernels import _C, backend, linear
 from fastpar.kernels.linear import _linear, _linear_bwd, add_matmul_, matmul, use_gemm
@@ -21,7 +22,7 @@ def make(n, c, f, dtype=torch.float32):
 
 
 @pytest.mark.usefixtures("choice")
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (63, 127, 1000), (257, 64, 129), (0, 8, 4)])
+@sweep("sizes", [(1, 1, 1), (63, 127, 1000), (257, 64, 129), (0, 8, 4)])
 def test_matches_oracle(sizes):
     x, weight, bias = make(*sizes)
     assert_matches_oracle(linear, linear_ref, (x, weight, bias), eager=F.linear)
@@ -83,9 +84,9 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("b_layout", LAYOUTS)
-@pytest.mark.parametrize("a_layout", LAYOUTS)
-@pytest.mark.parametrize(
+@sweep("b_layout", LAYOUTS)
+@sweep("a_layout", LAYOUTS)
+@sweep(
     "sizes", [(1, 1, 1), (14, 32, 128), (15, 33, 129), (63, 127, 1000), (257, 5, 16), (3, 600, 47)]
 )
 def test_gemm_at_its_edges(sizes, a_layout, b_layout):

@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
+from cells import sweep
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -69,17 +70,17 @@ def poisoned():
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("sizes", [(5, 8, 1, 0), (63, 17, 127, 1), (127, 64, 1000, 24)])
+@sweep("dtype", DTYPES)
+@sweep("reduction", REDUCTIONS)
+@sweep("options", OPTIONS)
+@sweep("sizes", [(5, 8, 1, 0), (63, 17, 127, 1), (127, 64, 1000, 24)])
 def test_matches_oracle(sizes, options, reduction, dtype):
     n, c, v, pad = sizes
     inputs = make(n, c, v, pad=pad, dtype=dtype)
     check(inputs, vocab_size=v, reduction=reduction, chunk_rows=50, **options)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@sweep("dtype", DTYPES)
 def test_gpt2_vocabulary(dtype):
     check(make(9, 48, 50257, pad=47, dtype=dtype), vocab_size=50257)
 
@@ -99,8 +100,8 @@ def test_default_chunk_is_balanced():
     assert rows == [1, 352, 177, 342]
 
 
-@pytest.mark.parametrize("c", [768, 1280, 1600])
-@pytest.mark.parametrize("n", [16384, 32768, 65536])
+@sweep("c", [768, 1280, 1600])
+@sweep("n", [16384, 32768, 65536])
 def test_chunk_on_a_gpu_keeps_its_promises(n, c):
     """[Note: chunk size]: at most 15 % of eager's peak, chunks the GEMMs can use."""
     v = 50304
@@ -121,7 +122,7 @@ def test_chunks_on_a_gpu():
     ]
 
 
-@pytest.mark.parametrize("choice", ["auto", "torch"])
+@sweep("choice", ["auto", "torch"])
 def test_padding_is_left_out(choice, monkeypatch):
     """Whatever finite values the padding rows hold."""
     monkeypatch.setattr(backend, "choice", choice)
@@ -156,7 +157,7 @@ def test_strided_and_expanded():
     assert same[1].shape == (24, 16)
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@sweep("reduction", REDUCTIONS)
 def test_all_targets_ignored(reduction):
     x, weight, targets = make(6, 8, 10)
     loss, dx, dweight = gradients(x, weight, torch.full_like(targets, -100), reduction=reduction)
@@ -166,7 +167,7 @@ def test_all_targets_ignored(reduction):
     assert not dweight.any()
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@sweep("reduction", REDUCTIONS)
 def test_no_rows(reduction):
     x, weight, targets = torch.ones(0, 8), torch.ones(10, 8), torch.ones(0, dtype=torch.int64)
     loss, dx, dweight = gradients(x, weight, targets, reduction=reduction)
@@ -176,8 +177,8 @@ def test_no_rows(reduction):
     assert torch.equal(dweight, torch.zeros(10, 8))
 
 
-@pytest.mark.parametrize("choice", ["auto", "torch"])
-@pytest.mark.parametrize("size", [1e4, torch.inf])
+@sweep("choice", ["auto", "torch"])
+@sweep("size", [1e4, torch.inf])
 def test_extreme_logits(size, choice, monkeypatch):
     """A class at -size has probability 0; 1e4 logits neither overflow nor lose the loss."""
     monkeypatch.setattr(backend, "choice", choice)
@@ -255,8 +256,8 @@ def test_no_gradient_work_without_gradients():
     assert torch.equal(loss, linear_cross_entropy(x, weight, targets))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@sweep("dtype", DTYPES)
+@sweep("reduction", REDUCTIONS)
 def test_weight_grad(reduction, dtype):
     """backward adds to the buffer what it would have returned, before rounding, and twice."""
     x, weight, targets = make(63, 17, 127, dtype=dtype)
@@ -283,7 +284,7 @@ def test_weight_grad_is_left_alone_without_backward():
     assert torch.equal(buffer, torch.ones(70, 8))
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@sweep("reduction", REDUCTIONS)
 def test_rows_have_their_own_gradient(reduction):
     """An expanded and a strided incoming gradient, and one that differs from row to row."""
     x, weight, targets = make(24, 16, 100)
@@ -333,8 +334,8 @@ class LargestOutput(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("choice", ["auto", "torch"])
+@sweep("reduction", ["mean", "none"])
+@sweep("choice", ["auto", "torch"])
 def test_never_holds_all_logits(choice, reduction, monkeypatch):
     monkeypatch.setattr(backend, "choice", choice)
     x, weight, targets = make(400, 4, 300)
@@ -393,7 +394,7 @@ def test_opcheck():
         torch.library.opcheck(bwd, (torch.ones(6), *detached, 20, -100, 0.1, 0.01, 4, *needs))
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@sweep("reduction", REDUCTIONS)
 def test_compiles_without_graph_breaks(reduction):
     x, weight, targets = make(30, 16, 100)
     expected = gradients(x, weight, targets, dloss=0.5, reduction=reduction)
@@ -408,7 +409,7 @@ def test_compiles_without_graph_breaks(reduction):
     torch.testing.assert_close(weight.grad, expected[2])
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@sweep("reduction", ["mean", "none"])
 def test_weight_grad_compiles(reduction):
     x, weight, targets = make(30, 16, 100)
     buffers = torch.zeros(100, 16), torch.zeros(100, 16)

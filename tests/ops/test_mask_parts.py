@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from cells import sweep
 
 from fastpar.kernels import (
     Rng,
@@ -67,8 +68,8 @@ def residual_ops(device):
     )
 
 
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("shape", [(T, C), (T, 2, 16), (T, 3, 5, 64)])
+@sweep("cut", CUTS)
+@sweep("shape", [(T, C), (T, 2, 16), (T, 3, 5, 64)])
 def test_dropout_of_rows(form, cut, shape):
     x = torch.randn(B, *shape, device=form[1])
     (T, *_), cols, per = shape, shape[-1], x[0, 0].numel() // shape[-1]
@@ -83,7 +84,7 @@ def test_dropout_of_rows(form, cut, shape):
         assert torch.equal(mask, whole[1].reshape(flat.shape)[part] != 0)
 
 
-@pytest.mark.parametrize("cut", CUTS)
+@sweep("cut", CUTS)
 def test_residual_norms_of_rows(form, cut):
     x, r = (torch.randn(B, T, C, device=form[1]) for _ in range(2))
     for op in residual_ops(form[1]):
@@ -96,7 +97,7 @@ def test_residual_norms_of_rows(form, cut):
                     assert torch.equal(a.view(-1, C), b.view(B * T, C)[part])
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@sweep("packed", [False, True])
 @pytest.mark.parametrize(
     "cut",
     [
@@ -209,14 +210,14 @@ ROWS = Rng(KEY, 0, first_row=2, rows=3)
 X = torch.ones(2, 3, 8)
 
 
-@pytest.mark.parametrize("op", [residual_layer_norm, residual_rms_norm])
+@sweep("op", [residual_layer_norm, residual_rms_norm])
 def test_a_part_of_heads_is_refused_by_norms(op):
     for x in (X, X.double()):
         with pytest.raises(ValueError, match=rf"{op.__name__}: expected an rng without first_head"):
             op(x, x, x[0, 0], dropout_p=P, rng=RNG._replace(first_head=1))
 
 
-@pytest.mark.parametrize("rng", [ROWS, RNG._replace(first_row=2), RNG._replace(rows=0)])
+@sweep("rng", [ROWS, RNG._replace(first_row=2), RNG._replace(rows=0)])
 def test_a_part_of_rows_is_refused_by_attention_and_embedding(rng):
     q = torch.ones(1, 2, 3, 8)
     for x in (q, q.double()):
@@ -231,7 +232,7 @@ def test_a_part_of_rows_is_refused_by_attention_and_embedding(rng):
         embedding(idx, X[0], dropout_p=P, rng=RNG._replace(first_head=2))
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("rng", "message"),
     [
         (ROWS._replace(rows=0), r": expected rng.rows >= 1, got rows=0"),
@@ -250,7 +251,7 @@ def test_bad_parts_are_refused(rng, message):
         residual_layer_norm(X, X, X[0, 0], dropout_p=P, rng=rng)
 
 
-@pytest.mark.parametrize("first_head", [-1, 2**16 - 3])
+@sweep("first_head", [-1, 2**16 - 3])
 def test_bad_heads_are_refused(first_head):
     q = torch.ones(1, 2, 3, 8)
     message = rf"dropout: expected 0 <= rng.first_head .*got first_head={first_head} H=3"

@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+from cells import sweep
 
 from fastpar.kernels import _C, Rng, backend, draw_key, dropout, keep_mask, make_key, quantize_p
 from fastpar.kernels.philox import MaskBlock, dropout_block, mask_shape, philox_4x32
@@ -54,14 +55,14 @@ def rng(seed=1, first_sample=0, site=0):
     return Rng(make_key(seed, first_sample), site)
 
 
-@pytest.mark.parametrize(("counter", "key", "expected"), KNOWN)
+@sweep(("counter", "key", "expected"), KNOWN)
 def test_philox_gives_the_published_words(counter, key, expected):
     assert philox_ref(counter, key) == expected
     words = philox_4x32([torch.tensor(c) for c in counter], [torch.tensor(k) for k in key])
     assert tuple(int(w) for w in words) == expected
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@sweep("shape", SHAPES)
 def test_mask_equals_the_oracle(implementation, shape):
     # Seed and sample beyond 32 bits, the sample crossing 2**33 within the batch.
     for r in (rng(5, 3, 9), rng(2**62 + 12345, 2**33 - 1, 2**15 - 1)):
@@ -70,8 +71,8 @@ def test_mask_equals_the_oracle(implementation, shape):
         assert torch.equal(got, keep_mask_ref(r, 0.3, shape))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("shape", SHAPES)
+@sweep("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@sweep("shape", SHAPES)
 def test_dropout_is_the_mask_times_the_scale(implementation, shape, dtype):
     x = torch.randn(shape).to(dtype)
     r = rng(7, 11, 3)
@@ -91,7 +92,7 @@ def test_infinite_and_nan_elements_are_dropped_like_others():
     assert y[1][keep[1]].isnan().all()
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
+@sweep("threads", [1, 2, 3])
 def test_mask_does_not_depend_on_threads(threads):
     x = torch.randn(3, 2, 500, 65)
     torch.set_num_threads(1)
@@ -135,7 +136,7 @@ def test_extra_dimensions_fold_into_rows():
     assert torch.equal(keep_mask(rng(), 0.3, (2, 6)), keep_mask(rng(), 0.3, (2, 1, 6))[:, 0])
 
 
-@pytest.mark.parametrize("p", [1 / 256, 0.1, 0.5, 0.9, 255 / 256])
+@sweep("p", [1 / 256, 0.1, 0.5, 0.9, 255 / 256])
 def test_keep_rate(p):
     """Within 6 standard deviations: a correct generator fails once in 5e8 seeds."""
     n = 1 << 20
@@ -249,14 +250,12 @@ def test_no_dropout_returns_x():
     assert keep_mask(rng(), 0.5, (2, 0, 7)).shape == (2, 0, 7)
 
 
-@pytest.mark.parametrize(
-    ("p", "threshold"), [(0.0, 0), (0.1, 26), (0.5, 128), (0.002, 1), (0.999, 255)]
-)
+@sweep(("p", "threshold"), [(0.0, 0), (0.1, 26), (0.5, 128), (0.002, 1), (0.999, 255)])
 def test_quantize_p(p, threshold):
     assert quantize_p(p) == threshold
 
 
-@pytest.mark.parametrize("p", [-0.1, 1.0, 1.5, math.nan])
+@sweep("p", [-0.1, 1.0, 1.5, math.nan])
 def test_p_outside_is_refused(p):
     with pytest.raises(ValueError, match=r"dropout: expected 0 <= p < 1, got p="):
         dropout(torch.randn(2, 3), p)
@@ -265,7 +264,7 @@ def test_p_outside_is_refused(p):
 KEY = make_key(0, 0)
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("x", "rng", "message"),
     [
         ((2, 3), Rng(KEY, 2**15), r"expected 0 <= site < 32768, got site=32768"),

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from cells import covering
 
 pytest.importorskip("triton", reason="needs triton")
 import triton
@@ -77,8 +78,7 @@ def test_mask_equals_the_oracle(triton_device, shape):
         assert torch.equal(got.cpu(), keep_mask_ref(rng, 0.3, shape))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", SHAPES)
+@covering(1, ("shape", SHAPES), ("dtype", [torch.float32, torch.bfloat16, torch.float16]))
 def test_dropout_is_the_mask_times_the_scale(triton_device, shape, dtype):
     x = torch.randn(shape).to(dtype)
     y = dropout(x.to(triton_device), 0.3, RNGS[1])

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from cells import sweep
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -57,8 +58,8 @@ def check(x, dtype, device, *, block=256, seed=None, first_index=0, error=None):
         assert_same(got, dequantize_blockwise_ref(want, want_scales, block=block).to(out_dtype))
 
 
-@pytest.mark.parametrize("seed", [None, 5, 2**64 - 3])
-@pytest.mark.parametrize("dtype", CODES)
+@sweep("seed", [None, 5, 2**64 - 3])
+@sweep("dtype", CODES)
 def test_matches_the_oracle(dtype, seed, device):
     for n, block in ((0, 256), (1, 256), (255, 256), (257, 64), (1003, 256), (517, 16)):
         for i, x_dtype in enumerate(FLOATS):
@@ -70,7 +71,7 @@ def test_matches_the_oracle(dtype, seed, device):
         check(x, dtype, device, block=block, seed=seed, error=torch.randn(9001).bfloat16())
 
 
-@pytest.mark.parametrize("dtype", CODES)
+@sweep("dtype", CODES)
 def test_the_composed_path_has_the_same_bits(dtype, monkeypatch):
     monkeypatch.setattr(backend, "choice", "torch")
     x = rand(1003)
@@ -81,7 +82,7 @@ def test_the_composed_path_has_the_same_bits(dtype, monkeypatch):
         quantize_blockwise(x, seed=1)
 
 
-@pytest.mark.parametrize("dtype", CODES[1:])
+@sweep("dtype", CODES[1:])
 def test_rounding_to_nearest_is_torchs(dtype, device):
     """Every float16, which holds every tie of the 8-bit formats, and random fp32 numbers, at scale
     1: the largest code in each block sees to it."""
@@ -96,7 +97,7 @@ def test_rounding_to_nearest_is_torchs(dtype, device):
     assert_same(codes, x.to(dtype))
 
 
-@pytest.mark.parametrize("dtype", CODES)
+@sweep("dtype", CODES)
 def test_every_code_decodes_as_torchs(dtype, device):
     codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(dtype).to(device)
     for scale in (1.0, 0.37, 2.0**-126):
@@ -105,8 +106,8 @@ def test_every_code_decodes_as_torchs(dtype, device):
         assert_same(got, codes.cpu().float() * scales.cpu())
 
 
-@pytest.mark.parametrize("seed", [None, 3])
-@pytest.mark.parametrize("dtype", CODES)
+@sweep("seed", [None, 3])
+@sweep("dtype", CODES)
 def test_the_error_is_at_most_one_step(dtype, seed):
     """Half a step to nearest, one step otherwise; U * |x| covers the roundings of 1 / scale, of the
     product, of the scale and of the way back."""
@@ -126,7 +127,7 @@ def test_the_error_is_at_most_one_step(dtype, seed):
 FRACTIONS = (0.5, 0.25, 0.9, 1 / 3, 2.0**-10)
 
 
-@pytest.mark.parametrize("dtype", CODES)
+@sweep("dtype", CODES)
 def test_stochastic_rounding_is_unbiased(dtype):
     """The count of roundings up is binomial; six deviations are exceeded with probability 2e-9, by
     any of the 75 counts with less than 2e-7 (normal approximation: at least 256 are expected)."""
@@ -154,7 +155,7 @@ def test_stochastic_rounding_is_unbiased(dtype):
             assert abs(ups - p * draws) < 6 * math.sqrt(draws * p * (1 - p)), (low, fraction)
 
 
-@pytest.mark.parametrize("dtype", CODES)
+@sweep("dtype", CODES)
 def test_exact_values_are_kept(dtype, device):
     """A number that is a code is that code, whatever the random bits."""
     codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(dtype)
@@ -187,9 +188,9 @@ def test_seeds_and_cuts(device):
             assert unlike > 0.1
 
 
-@pytest.mark.parametrize("error_dtype", FLOATS[:2])
-@pytest.mark.parametrize("seed", [None, 4])
-@pytest.mark.parametrize("dtype", CODES)
+@sweep("error_dtype", FLOATS[:2])
+@sweep("seed", [None, 4])
+@sweep("dtype", CODES)
 def test_error_feedback_loses_nothing_over_steps(dtype, seed, error_dtype):
     """sum of values + last error = sum of inputs, up to the rounding of x + e and of the new e in
     each step: U * |v| + u_e * |e|, u_e = U, and 2^-8 where e is bf16."""
@@ -303,7 +304,7 @@ def test_shapes_and_strides(device):
     assert dequantize_blockwise(codes, scales).item() == 3.0
 
 
-@pytest.mark.parametrize("name", ["baseline", "avx2", "avx512"])
+@sweep("name", ["baseline", "avx2", "avx512"])
 def test_same_bits_on_every_instruction_set_and_thread_count(name):
     if not _C.isa_supported(name):
         pytest.skip(f"this machine has no {name}")

@@ -1,8 +1,8 @@
 """The oracles against torch's own functions in fp64, and against published test vectors."""
 
-import pytest
 import torch
 import torch.nn.functional as F
+from cells import sweep
 
 from fastpar.kernels import reference as ref
 from fastpar.kernels.philox import make_key
@@ -18,21 +18,21 @@ def close(got, expected):
     torch.testing.assert_close(got, expected, **EXACT)
 
 
-@pytest.mark.parametrize("bias", [None, draw(5, seed=2)])
+@sweep("bias", [None, draw(5, seed=2)])
 def test_linear(bias):
     x, weight = draw(3, 7), draw(5, 7, seed=1)
     close(ref.linear_ref(x, weight, bias), F.linear(x, weight, bias))
 
 
-@pytest.mark.parametrize("approximate", ["tanh", "none"])
+@sweep("approximate", ["tanh", "none"])
 def test_bias_gelu(approximate):
     x, bias = 4 * draw(9, 6), draw(6, seed=1)
     expected = F.gelu(x + bias, approximate=approximate)
     close(ref.bias_gelu_ref(x, bias, approximate=approximate), expected)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+@sweep("reduction", ["mean", "sum", "none"])
+@sweep("label_smoothing", [0.0, 0.1])
 def test_linear_cross_entropy(reduction, label_smoothing):
     x, weight = draw(6, 8), draw(11, 8, seed=1)
     targets = torch.tensor([0, 9, -100, 4, 4, 1])
@@ -72,7 +72,7 @@ def test_cross_entropy_shards():
     close(torch.cat(grads, 1), expected)
 
 
-@pytest.mark.parametrize("maximize", [False, True])
+@sweep("maximize", [False, True])
 def test_adamw_step(maximize):
     p, grads = draw(13), [draw(13, seed=s) for s in range(5)]
     expected = p.clone().requires_grad_()
@@ -89,7 +89,7 @@ def test_adamw_step(maximize):
     close(m, adamw.state[expected]["exp_avg"])
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("counter", "key", "expected"),
     [  # Random123's known answers of philox4x32 with 10 rounds
         ((0,) * 4, (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
@@ -112,7 +112,7 @@ def test_dropout_scales_what_the_mask_keeps():
     assert 0 < keep.sum() < keep.numel()
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@sweep("causal", [False, True])
 def test_attention(causal):
     q, k, v = (draw(2, 5, 3, 8, seed=s) for s in range(3))  # [B, T, H, D]
     heads_first = [x.transpose(1, 2) for x in (q, k, v)]
@@ -130,7 +130,7 @@ def test_attention_drops_probabilities():
     close(ref.attention_ref(q, k, v, dropout_p=0.5, rng=rng), expected)
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@sweep("causal", [False, True])
 def test_attention_of_documents(causal):
     """As torch computes it: a mask that is 1 where query and key are of one document."""
     q, k, v = (draw(9, 2, 8, seed=s) for s in range(3))  # [total, H, D]

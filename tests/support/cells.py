@@ -1,22 +1,27 @@
-"""Which combinations of parameters `make test` runs, of more than it has time for."""
+"""Which combinations of values a test runs, where `make test` has no time for all of them."""
 
-from itertools import combinations, product
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, combinations, product
 
 import pytest
+import torch
 
 
-def cells(*axes):
+def cells(*axes, strength=2):
     """Every combination of the axes' values; those that no new pair of values needs are slow.
 
-    Two values that go wrong only together are so met in `make test`, in fewer cells.
+    Two values that go wrong only together are so met in `make test`, in fewer cells. With
+    strength=1 each value is met once: for what is slow to compute, such as interpreted kernels.
     """
     places = list(product(*(range(len(axis)) for axis in axes)))
-    wanted = {pair for place in places for pair in _pairs(place)}
+    wanted = {group for place in places for group in _groups(place, strength)}
     chosen = set()
     while wanted:
-        best = max(places, key=lambda place: len(wanted & _pairs(place)))
+        best = max(places, key=lambda place: len(wanted & _groups(place, strength)))
         chosen.add(best)
-        wanted -= _pairs(best)
+        wanted -= _groups(best, strength)
     return [
         pytest.param(
             *(axis[i] for axis, i in zip(axes, place, strict=True)),
@@ -26,5 +31,48 @@ def cells(*axes):
     ]
 
 
-def _pairs(place):
-    return set(combinations(enumerate(place), 2))
+def _groups(place, strength):
+    return set(combinations(enumerate(place), strength))
+
+
+def covering(strength, *axes):
+    """parametrize by cells() of these axes, each (names, values) as parametrize has them."""
+    names = [n for of_axis, _ in axes for n in ([of_axis] if isinstance(of_axis, str) else of_axis)]
+    rows = [
+        [(value,) if isinstance(of_axis, str) else tuple(value) for value in values]
+        for of_axis, values in axes
+    ]
+    found = [
+        pytest.param(*chain.from_iterable(cell.values), marks=cell.marks)
+        for cell in cells(*rows, strength=strength)
+    ]
+    return pytest.mark.parametrize(names, found)
+
+
+def sweep(names: str | Sequence[str], values: Iterable) -> Callable:
+    """pytest.mark.parametrize as a loop inside one test, for what takes milliseconds.
+
+    Each value starts from the same seed, and a failure names the value. Fixtures are made once.
+    """
+    names = [names] if isinstance(names, str) else list(names)
+    values = list(values)
+
+    def decorate(test):
+        parameters = inspect.signature(test).parameters
+        assert set(names) <= parameters.keys(), names
+
+        @functools.wraps(test)
+        def loop(**fixtures):
+            for value in values:
+                given = dict(zip(names, [value] if len(names) == 1 else value, strict=True))
+                torch.manual_seed(0)
+                try:
+                    test(**fixtures, **given)
+                except Exception as error:
+                    raise AssertionError(f"with {given}: {error}") from error
+
+        rest = [p for name, p in parameters.items() if name not in names]
+        loop.__signature__ = inspect.Signature(rest)  # what pytest passes: fixtures
+        return loop
+
+    return decorate
