@@ -10,10 +10,10 @@ from test_zero_awkward import (
     STEPS,
     Case,
     Net,
-    around,
     assert_same,
     backward,
     batch,
+    checkpointed,
     fill,
     gradients,
     loss_of,
@@ -87,7 +87,7 @@ def inference(model, i):
         ),
         pytest.param(Case(backward=twice, options={"deterministic": True}), id="retain_graph"),
         pytest.param(
-            Case(lambda: Net(run=around(False)), two_forwards), id="two forwards, checkpoints"
+            Case(lambda: Net(run=checkpointed), two_forwards), id="two forwards, checkpoints"
         ),
     ],
 )
