@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cells import covering
 from zero_cells import Cell, assert_same_run, expected, run, same
 
 CUTS = [(1, "shard_8"), (2, "shard"), (4, "shard_2"), (8, "once")]
@@ -31,8 +32,7 @@ def test_the_promised_orders_are_one_tree(precision):
         assert_same_parameters(expected(whole), expected(other))
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize(("world_size", "accum"), CUTS)
+@covering(1, (("world_size", "accum"), CUTS), ("stage", [0, 1, 2, 3]))
 def test_cuts(world_size, accum, stage):
     """All of them are the run of one process without an engine."""
     cell = replace(WHOLE, stage=stage, world_size=world_size, accum=accum)

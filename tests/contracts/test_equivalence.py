@@ -18,6 +18,7 @@ import functools
 
 import pytest
 import torch
+from cells import covering
 
 from fastpar.comm.mesh import Mesh
 from fastpar.config.config import GPTConfig
@@ -136,12 +137,23 @@ def one_deterministic_rank(case):
     return train(4, deterministic=True, **CASES[case])[0]
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize(
-    ("world_size", "stage", "shard_size"),
-    [(2, 0, None), (4, 0, None), (2, 1, None), (4, 2, None), (4, 3, None), (2, 3, None), (4, 3, 2)],
+@covering(
+    1,
+    (
+        ("world_size", "stage", "shard_size"),
+        [
+            (2, 0, None),
+            (4, 0, None),
+            (2, 1, None),
+            (4, 2, None),
+            (4, 3, None),
+            (2, 3, None),
+            (4, 3, 2),
+        ],
+    ),
+    ("case", CASES),
+    ("deterministic", [False, True]),
 )
-@pytest.mark.parametrize("case", CASES)
 def test_ranks_times_accumulation_is_one_run(case, world_size, stage, shard_size, deterministic):
     expected, bound = one_rank(case)
     assert 0 < bound < 1e-4
@@ -174,8 +186,7 @@ def test_two_ranks_have_the_bits_of_two_micro_batches(case, deterministic):
     assert_same_bits(ranks(2, 1, deterministic=deterministic, **CASES[case]), expected)
 
 
-@pytest.mark.parametrize("bucket_mb", [1e-6, 0.01, 0.05])
-@pytest.mark.parametrize("world_size", [2, 4])
+@covering(1, ("bucket_mb", [1e-6, 0.01, 0.05]), ("world_size", [2, 4]))
 def test_bucket_size_changes_no_bit(world_size, bucket_mb):
     same = {"deterministic": world_size == 4}
     options = {"bucket_mb": bucket_mb, "first_bucket_mb": bucket_mb / 3}

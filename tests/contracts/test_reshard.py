@@ -98,22 +98,24 @@ BF16 = {"dtype": torch.bfloat16}
 REMAINDER = {**BF16, "optimizer": {"master_weights": "remainder", "moment_dtype": torch.bfloat16}}
 PAIRS = [
     (Layout(1), Layout(4)),
-    (Layout(4), Layout(3)),
     (Layout(4, 3), Layout(1)),
+    (Layout(3, 2), Layout(2, 3)),
+    (Layout(4, 1), Layout(4, 2, shard_size=2)),
+    (Layout(4, 3, 2), Layout(2, 0)),
+    (Layout(1), Layout(4, 0, 4)),
+    (Layout(4, 3, 2, **BF16), Layout(2, 0, **BF16)),
+    (Layout(2, 2, **REMAINDER), Layout(4, 3, **REMAINDER)),
+]
+MORE_PAIRS = [
+    (Layout(4), Layout(3)),
     (Layout(1), Layout(3, 3)),
     (Layout(2, 1), Layout(4, 2, bucket_mb=0.1)),
-    (Layout(3, 2), Layout(2, 3)),
     (Layout(2, 3), Layout(2, 0)),
     (Layout(4, 3, shard_size=2), Layout(4, 3)),
-    (Layout(4, 1), Layout(4, 2, shard_size=2)),
     (Layout(2, 0, 2), Layout(1)),
-    (Layout(1), Layout(4, 0, 4)),
-    (Layout(4, 3, 2), Layout(2, 0)),
     (Layout(4, 2, 2), Layout(4, 3, 2, sequence_parallel=False)),
     (Layout(4, 1, 4), Layout(4, 3, 2)),
     (Layout(4, 3, **BF16), Layout(2, 1, **BF16)),
-    (Layout(4, 3, 2, **BF16), Layout(2, 0, **BF16)),
-    (Layout(2, 2, **REMAINDER), Layout(4, 3, **REMAINDER)),
     (
         Layout(2, 3, optimizer={"moment_dtype": torch.uint8}),
         Layout(4, 1, optimizer={"moment_dtype": torch.uint8}),
@@ -122,7 +124,11 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(("before", "after"), PAIRS, ids=repr)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [*PAIRS, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in MORE_PAIRS)],
+    ids=repr,
+)
 def test_the_same_state_and_the_same_run(tmp_path, before, after):
     """In deterministic mode the same bits, where the sums have the same tree.
 

@@ -8,6 +8,7 @@ import itertools
 
 import pytest
 import torch
+from cells import covering
 from tp_cells import (
     AXES,
     OVERFLOW_STEP,
@@ -101,9 +102,7 @@ def test_processes(cell, transport):
 MESHES = [(2, 1), (4, 1), (2, 2), (4, 2), (3, 1)]
 
 
-@pytest.mark.parametrize("sequence", [True, False])
-@pytest.mark.parametrize("meta", [True, False])
-@pytest.mark.parametrize(("tp", "dp"), MESHES)
+@covering(1, (("tp", "dp"), MESHES), ("meta", [True, False]), ("sequence", [True, False]))
 def test_first_weights_have_the_bits_of_one_process(tp, dp, meta, sequence):
     cell = Cell(tp, dp, sequence=sequence, n_head=12 if tp == 3 else 4, precision="fp32")
     expected = build(cell, 0).state_dict()

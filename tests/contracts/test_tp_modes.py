@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cells import covering
 from tp_cells import ACCUM, OVERFLOW_STEP, Cell, assert_same_run, batch, build, run, whole_state
 
 from fastpar.comm.mesh import Mesh
@@ -199,9 +200,12 @@ def test_two_deterministic_runs_have_the_same_bits():
 # What one rank sees, all have to know
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(2, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize("sequence", [True, False])
-@pytest.mark.parametrize("name", ["h.1.mlp.c_fc.weight", "h.0.ln_1.weight", "h.1.mlp.c_proj.bias"])
+@covering(
+    1,
+    ("name", ["h.1.mlp.c_fc.weight", "h.0.ln_1.weight", "h.1.mlp.c_proj.bias"]),
+    ("stage", [0, 2, 3]),
+    ("sequence", [True, False]),
+)
 def test_an_overflow_on_one_rank_skips_everywhere(name, sequence, stage):
     """In a slice, in a part of a sum, or in what all have: only tp rank 1 sees it."""
     cell = Cell(2, 2, stage, sequence, precision="fp32", clip=True)

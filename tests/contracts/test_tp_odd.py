@@ -65,7 +65,14 @@ def test_ranks_with_padding_only(cell):
     assert_same_run(cell, run(cell))
 
 
-@pytest.mark.parametrize(("tp", "rows", "n_head"), [(2, 25216, 4), (3, 16768, 3), (4, 12672, 4)])
+@pytest.mark.parametrize(
+    ("tp", "rows", "n_head"),
+    [
+        (3, 16768, 3),
+        pytest.param(2, 25216, 4, marks=SLOW),
+        pytest.param(4, 12672, 4, marks=SLOW),
+    ],
+)
 def test_the_vocabulary_of_gpt2(tp, rows, n_head):
     """50257 rows as multiples of 128 on each rank, and what is behind them stays 0."""
     cell = Cell(tp, vocab_size=50257, n_head=n_head)

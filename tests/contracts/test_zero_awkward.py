@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from cells import covering
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -300,27 +301,26 @@ class NoList(nn.Module):
         return self.head(self.second(self.first(self.wte(idx))))
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(Case(), id="tied"),
-        pytest.param(Case(frozen), id="frozen"),
-        pytest.param(Case(lambda: Extra(lambda i: i % 2), backward_extra), id="unused on a rank"),
-        pytest.param(Case(lambda: Extra(lambda i: 1 < i < 4), backward_extra), id="unused a step"),
-        pytest.param(Case(lambda: Extra(lambda i: False), backward_extra), id="never used"),
-        pytest.param(Case(Reused), id="used several times"),
-        pytest.param(Case(groups=groups_of), id="parameter groups"),
-        pytest.param(Case(Dtypes), id="dtypes"),
-        pytest.param(Case(Small, backward_small), id="small"),
-        pytest.param(Case(Lists), id="lists in lists"),
-        pytest.param(Case(NoList), id="no list"),
-        pytest.param(Case(lambda: nn.Sequential(nn.Embedding(V, C), Block(), nn.Linear(C, V)))),
-        pytest.param(Case(NoList, options={"units": Block}), id="units of a class"),
-    ],
-)
-@stages
-@worlds
-def test_models(case, stage, world_size):
+MODELS = {
+    "tied": Case(),
+    "frozen": Case(frozen),
+    "unused on a rank": Case(lambda: Extra(lambda i: i % 2), backward_extra),
+    "unused a step": Case(lambda: Extra(lambda i: 1 < i < 4), backward_extra),
+    "never used": Case(lambda: Extra(lambda i: False), backward_extra),
+    "used several times": Case(Reused),
+    "parameter groups": Case(groups=groups_of),
+    "dtypes": Case(Dtypes),
+    "small": Case(Small, backward_small),
+    "lists in lists": Case(Lists),
+    "no list": Case(NoList),
+    "sequential": Case(lambda: nn.Sequential(nn.Embedding(V, C), Block(), nn.Linear(C, V))),
+    "units of a class": Case(NoList, options={"units": Block}),
+}
+
+
+@covering(2, ("name", MODELS), ("stage", [0, 1, 2, 3]), ("world_size", [2, 3]))
+def test_models(name, stage, world_size):
+    case = MODELS[name]
     expected = plain(case, world_size)
     for result in on_ranks(case, world_size, stage):
         assert_same(result, expected)

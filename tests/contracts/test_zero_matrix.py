@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cells import covering, few_fields
 from zero_cells import (
     DTYPES,
     LAYOUTS,
@@ -34,12 +35,7 @@ from fastpar.parallel.parallelize import parallelize
 from fastpar.testing import run_ranks
 
 
-def most_are_slow(cells):
-    """make test runs every fourth cell, make test-slow the rest."""
-    return [pytest.param(c, marks=[pytest.mark.slow] * (i % 4 > 0)) for i, c in enumerate(cells)]
-
-
-@pytest.mark.parametrize("cell", most_are_slow(all_cells()), ids=str)
+@pytest.mark.parametrize("cell", few_fields(all_cells()), ids=str)
 def test_cell(cell):
     assert_same_run(cell, run(cell))
 
@@ -99,17 +95,19 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize(
-    "cell",
-    [
-        Cell(0, 3, accum="shard", deterministic=False),
-        Cell(1, 3, accum="shard_no_sync", precision="bf16"),
-        Cell(2, 4, accum="full", checkpoint="non-reentrant", clip=True),
-        Cell(3, 3, accum="shard", model="untied", clip=True, deterministic=False),
-        Cell(3, 4, 2, "shard", "bf16", checkpoint="non-reentrant"),
-    ],
-    ids=str,
+@covering(
+    1,
+    ("options", OPTIONS.values()),
+    (
+        "cell",
+        [
+            Cell(0, 3, accum="shard", deterministic=False),
+            Cell(1, 3, accum="shard_no_sync", precision="bf16"),
+            Cell(2, 4, accum="full", checkpoint="non-reentrant", clip=True),
+            Cell(3, 3, accum="shard", model="untied", clip=True, deterministic=False),
+            Cell(3, 4, 2, "shard", "bf16", checkpoint="non-reentrant"),
+        ],
+    ),
 )
 def test_buckets_units_and_prefetch_change_no_bit(cell, options):
     assert_same_run(cell, run(cell, **options))
@@ -219,11 +217,15 @@ def plain_fp64(n, tied=False):
     return {n: p.detach() for n, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize(("n_accum", "accumulate"), [(1, "shard"), (4, "shard"), (4, "full")])
-@pytest.mark.parametrize(
-    ("stage", "world_size", "shard_size"),
-    [(0, 3, None), (1, 2, None), (2, 3, None), (3, 4, None), (3, 4, 2)],
+FP64_LAYOUTS = [(0, 3, None), (1, 2, None), (2, 3, None), (3, 4, None), (3, 4, 2)]
+fp64_cells = covering(
+    1,
+    (("stage", "world_size", "shard_size"), FP64_LAYOUTS),
+    (("n_accum", "accumulate"), [(1, "shard"), (4, "shard"), (4, "full")]),
 )
+
+
+@fp64_cells
 def test_fp64_is_plain_pytorch(stage, world_size, shard_size, n_accum, accumulate):
     truth = plain_fp64(world_size * n_accum)
     fn = functools.partial(train_fp64, stage, shard_size, accumulate, n_accum)
@@ -232,11 +234,7 @@ def test_fp64_is_plain_pytorch(stage, world_size, shard_size, n_accum, accumulat
             assert (result[name] - p).abs().max().item() <= 1e-12, name
 
 
-@pytest.mark.parametrize(
-    ("stage", "world_size", "shard_size"),
-    [(0, 3, None), (1, 2, None), (2, 3, None), (3, 4, None), (3, 4, 2)],
-)
-@pytest.mark.parametrize(("n_accum", "accumulate"), [(1, "shard"), (4, "shard"), (4, "full")])
+@fp64_cells
 def test_fp64_with_a_tied_embedding(stage, world_size, shard_size, n_accum, accumulate):
     truth = plain_fp64(world_size * n_accum, tied=True)
     fn = functools.partial(train_fp64, stage, shard_size, accumulate, n_accum, tied=True)

@@ -9,6 +9,24 @@ import pytest
 import torch
 
 
+def few(candidates, groups):
+    """As few of the candidates as together have every group; groups(candidate) is a set."""
+    of = {candidate: groups(candidate) for candidate in candidates}
+    wanted = set().union(*of.values())
+    chosen = []
+    while wanted:
+        chosen.append(max(of, key=lambda candidate: len(wanted & of[candidate])))
+        wanted -= of[chosen[-1]]
+    return chosen
+
+
+def few_fields(candidates, strength=2):
+    """parametrize's values: dataclasses, of which the few that together have every combination of
+    `strength` fields' values run in `make test`; the rest are slow."""
+    chosen = few(candidates, lambda cell: set(combinations(vars(cell).items(), strength)))
+    return [pytest.param(c, marks=[] if c in chosen else [pytest.mark.slow]) for c in candidates]
+
+
 def cells(*axes, strength=2):
     """Every combination of the axes' values; those that no new pair of values needs are slow.
 
@@ -16,12 +34,7 @@ def cells(*axes, strength=2):
     strength=1 each value is met once: for what is slow to compute, such as interpreted kernels.
     """
     places = list(product(*(range(len(axis)) for axis in axes)))
-    wanted = {group for place in places for group in _groups(place, strength)}
-    chosen = set()
-    while wanted:
-        best = max(places, key=lambda place: len(wanted & _groups(place, strength)))
-        chosen.add(best)
-        wanted -= _groups(best, strength)
+    chosen = few(places, lambda place: set(combinations(enumerate(place), strength)))
     return [
         pytest.param(
             *(axis[i] for axis, i in zip(axes, place, strict=True)),
@@ -29,10 +42,6 @@ def cells(*axes, strength=2):
         )
         for place in places
     ]
-
-
-def _groups(place, strength):
-    return set(combinations(enumerate(place), strength))
 
 
 def covering(strength, *axes):
