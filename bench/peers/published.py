@@ -32,9 +32,9 @@ from typing import Any
 from fastpar.config.config import GPTConfig
 from fastpar.cost.datasheet import DatasheetRates
 from fastpar.cost.devices import Cluster
-from fastpar.cost.operations import Op, Send, ops_of, sends_of
+from fastpar.cost.operations import Op, CommOp, ops_of, comm_ops_of
 from fastpar.cost.step_time import StepTime, time_of
-from fastpar.cost.workload import Job, Setup
+from fastpar.cost.workload import Workload, Setup
 
 TOLERANCE = 0.2  # of a predicted fraction of peak, relative to the reported
 
@@ -50,7 +50,7 @@ class Published:
     family: str
     name: str
     device: str
-    job: Job
+    workload: Workload
     setup: Setup
     reported: float
     core: bool = False
@@ -63,13 +63,13 @@ class Published:
     def counted_flops(self) -> float:
         """Of a step, as the source counts them."""
         if not self.megatron:
-            return float(self.job.flops_per_token * self.job.tokens_per_step)
-        shape, seq_len = self.job.shape, self.job.seq_len
+            return float(self.workload.flops_per_token * self.workload.tokens_per_step)
+        shape, seq_len = self.workload.shape, self.workload.seq_len
         passes = 96 if self.family == "arXiv 2104.04473" else 72
         layers, width = shape.n_layer, shape.n_embd
         head = shape.vocab_size / (passes / 6 * layers * width)
         per_token = passes * layers * width**2 * (1 + seq_len / (6 * width) + head)
-        return per_token * self.job.tokens_per_step
+        return per_token * self.workload.tokens_per_step
 
 
 def _gpt(layers: int, heads: int, width: int, seq_len: int, vocab: int) -> GPTConfig:
@@ -126,10 +126,10 @@ def published() -> Iterator[Published]:
             activation_checkpointing="full",
             **_MEGATRON,
         )
-        job = Job(_gpt(layers, heads, width, 2048, 51200), batch)
-        yield Published("arXiv 2104.04473", f"{size:g}B", "a100", job, setup, percent / 100)
+        workload = Workload(_gpt(layers, heads, width, 2048, 51200), batch)
+        yield Published("arXiv 2104.04473", f"{size:g}B", "a100", workload, setup, percent / 100)
     for billions, heads, width, layers, tp, pp, gpus, batch, parts, micro, slow, fast in _TABLE_5:
-        job = Job(_gpt(layers, heads, width, 2048, 51200), batch)
+        workload = Workload(_gpt(layers, heads, width, 2048, 51200), batch)
         for core, step_s in ((False, slow), (True, fast)):
             setup = Setup(
                 gpus,
@@ -144,12 +144,12 @@ def published() -> Iterator[Published]:
             )
             kind = "selective, sp" if core else "full"
             name = f"{billions}B {kind}"
-            row = Published("arXiv 2205.05198", name, "a100", job, setup, 0.0, core)
+            row = Published("arXiv 2205.05198", name, "a100", workload, setup, 0.0, core)
             yield _with_seconds(row, step_s)
             if billions == 530:
                 setup = replace(setup, world_size=8 * gpus)
-                job8 = replace(job, batch_size=8 * batch)
-                yield replace(row, job=job8, setup=setup, reported=_EIGHT_COPIES[core])
+                job8 = replace(workload, batch_size=8 * batch)
+                yield replace(row, workload=job8, setup=setup, reported=_EIGHT_COPIES[core])
     for name, layers, heads, width, device, micro, tokens, step_s in _LLM_C:
         setup = Setup(
             8,
@@ -159,8 +159,8 @@ def published() -> Iterator[Published]:
             grad_dtype="bf16",
             reduce_dtype="bf16",
         )
-        job = Job(_gpt(layers, heads, width, 1024, 50257), tokens // 1024)
-        yield _with_seconds(Published("llm.c", name, device, job, setup, 0.0), step_s)
+        workload = Workload(_gpt(layers, heads, width, 1024, 50257), tokens // 1024)
+        yield _with_seconds(Published("llm.c", name, device, workload, setup, 0.0), step_s)
 
 
 def _smallest_divisor(n: int) -> int:
@@ -178,12 +178,12 @@ def _fraction(row: Published, step_s: float) -> float:
 
 def predict(row: Published, rates: DatasheetRates | None = None) -> tuple[StepTime, float]:
     """The step on paper, and its fraction of peak in the source's measure."""
-    job, setup = row.job, row.setup
+    workload, setup = row.workload, row.setup
     rates = rates or DatasheetRates(Cluster.of(row.device, setup.world_size), setup)
-    ops, sends = list(ops_of(job, setup)), list(sends_of(job, setup))
+    ops, sends = list(ops_of(workload, setup)), list(comm_ops_of(workload, setup))
     if row.megatron:
         ops, sends = list(_megatron_ops(row, ops)), list(_megatron_sends(sends))
-    time = time_of(job, setup, rates, ops, sends)
+    time = time_of(workload, setup, rates, ops, sends)
     return time, _fraction(row, time.step_s)
 
 
@@ -228,7 +228,7 @@ def _numel(shape: tuple[int, ...]) -> int:
     return shape[0] * shape[1]
 
 
-def _megatron_sends(sends: list[Send]) -> Iterator[Send]:
+def _megatron_sends(sends: list[CommOp]) -> Iterator[CommOp]:
     for send in sends:
         yield send._replace(under="")
 

@@ -19,7 +19,7 @@ import torch
 
 from fastpar.config.config import GPTConfig, TrainConfig
 from fastpar.cost.memory_model import format_bytes, predict_states
-from fastpar.cost.workload import Job, Setup, count_parameters
+from fastpar.cost.workload import Workload, Setup, count_parameters
 
 _NAMES = {
     torch.float32: "fp32",
@@ -31,7 +31,7 @@ _NAMES = {
 
 def bytes_per_rank(shape: GPTConfig, setup: Setup) -> dict[str, int]:
     """Kind -> bytes that stay."""
-    states = predict_states(Job(shape, 1), setup)
+    states = predict_states(Workload(shape, 1), setup)
     kinds = {"weights": states.parameters, "gradients": states.gradients}
     return {**kinds, "optimizer": states.optimizer}
 

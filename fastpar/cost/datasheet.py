@@ -9,8 +9,8 @@ each plus what a launch costs, and at least what the host needs to issue it.
 [Note: constants] `reached` is what a large product with random data reaches of the sheet's peak: on
 A100 about 250 of 312 TFLOP/s, on H100 about 650 of 989, because power caps its clock and memory
 feeds a tensor unit that grew faster. It was set with the published runs of
-bench/peers/published.py in
-view, as were the fractions of attention; the same numbers hold for all of a device's rows there.
+bench/peers/published.py in view, like the fractions of attention; the same numbers hold for all of
+a device's rows there.
 [Note: tiles] A product is cut into tiles of its output; each multiprocessor has one, so that the
 last wave is partly empty, and a small tile reads more for what it computes. Of TILES that which
 wastes least counts, as libraries choose; a long inner dimension can be cut too (split K).
@@ -20,12 +20,12 @@ wastes least counts, as libraries choose; a long inner dimension can be cut too 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fastpar.cost.devices import Cluster
 from fastpar.cost.network import Network
-from fastpar.cost.operations import Op, Send
-from fastpar.cost.workload import BYTES, Job, Setup
+from fastpar.cost.operations import Op, CommOp
+from fastpar.cost.workload import BYTES, Workload, Setup
 
 # Output tiles of a multiprocessor, and the part of the best tile's speed that they have.
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.82), (64, 64, 0.66))
@@ -35,10 +35,13 @@ SPLIT_COST = 0.04  # of a product's time for each doubling: parts are added up i
 
 
 class Generation(NamedTuple):
-    """What a maker's design reaches, see [Note: constants].
+    """The parts of its peaks that a maker's design reaches; see [Note: constants].
 
-    reached: of a large product. attention: forward, backward, of the same kernel's product.
-    streamed: of memory bandwidth. units: multiprocessors of a large chip.
+    Attributes:
+        reached: by a large product.
+        attention: by attention's forward and backward, of what a large product reaches.
+        streamed: of memory bandwidth.
+        units: multiprocessors of a large chip.
     """
 
     reached: float
@@ -64,7 +67,7 @@ LAUNCHES = {("matmul", "backward"): 2, ("attention", "backward"): 3, ("layer_nor
 
 
 class DatasheetRates:
-    """A cluster's Rates for one setup's formats.
+    """Rates of a cluster for one setup's formats.
 
     Args:
         setup: its dtype says which peak counts.
@@ -77,8 +80,7 @@ class DatasheetRates:
         self._item = BYTES[setup.dtype]
         self._peak = device.peak_flops if self._item == 2 else device.peak_flops_fp32
         self._stream = device.bytes_per_s * self._generation.streamed
-        self._known: dict[tuple[str, tuple[int, ...], str], float] = {}
-        self._sent: dict[tuple[str, float, int, int], float] = {}
+        self._known: dict[Any, float] = {}  # a search asks for the same things again and again
 
     @property
     def peak_flops(self) -> float | None:
@@ -89,24 +91,22 @@ class DatasheetRates:
         """Collectives take some of a GPU's multiprocessors and of its memory's bandwidth."""
         return 0.0 if self._kind == "cpu" else 0.8
 
-    def overhead_s(self, job: Job, setup: Setup) -> float:
+    def overhead_s(self, workload: Workload, setup: Setup) -> float:
         """Data, the log and the optimizer's Python, once a step."""
         return 1e-3
 
     def op_s(self, op: Op) -> float:
         """Seconds of one such operation."""
-        found = self._known.get(op.key)
-        if found is None:
-            found = self._known[op.key] = self._op_s(op)
-        return found
+        if op.key not in self._known:
+            self._known[op.key] = self._op_s(op)
+        return self._known[op.key]
 
-    def send_s(self, send: Send) -> float:
-        """Seconds of one such exchange."""
-        key = (send.kind, send.bytes, send.ranks, send.stride)
-        found = self._sent.get(key)
-        if found is None:
-            found = self._sent[key] = self.network.seconds(*key)
-        return found
+    def comm_s(self, comm: CommOp) -> float:
+        """Seconds of one such communication."""
+        key = (comm.kind, comm.bytes, comm.ranks, comm.stride)
+        if key not in self._known:
+            self._known[key] = self.network.seconds(*key)
+        return self._known[key]
 
     def _op_s(self, op: Op) -> float:
         name, _, direction = op.key
@@ -135,13 +135,13 @@ class DatasheetRates:
         return self._product_s(m, n, k) + self._product_s(n, m, k)
 
     def _product_s(self, m: int, k: int, n: int) -> float:
-        """Of [m, k] @ [k, n]."""
+        """Seconds of [m, k] @ [k, n]."""
         speed = self._peak * self._generation.reached
         moved = float(self._item * (m * k + k * n + m * n))
         return max(2.0 * m * k * n / (speed * self.utilization(m, k, n)), moved / self._stream)
 
     def utilization(self, m: int, k: int, n: int) -> float:
-        """Of the multiprocessors by a product, see [Note: tiles] and [Note: depth]; 0 to 1."""
+        """Part of the multiprocessors that a product uses; see [Note: tiles] and [Note: depth]."""
         if self._kind == "cpu":
             return k / (k + 16.0)
         units, best = self._generation.units, 0.0

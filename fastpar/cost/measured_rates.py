@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastpar.cost.operations import Op, Send
-from fastpar.cost.workload import Job, Setup
+from fastpar.cost.operations import Op, CommOp
+from fastpar.cost.workload import Workload, Setup
 
 VERSION = 1
 MOST_SPREAD = 0.3  # of the operations; rates that vary more say little of the next run
@@ -82,7 +82,7 @@ def overhead_key(setup: Setup) -> str:
     return f"stage {setup.zero_stage}, {split}, {setup.activation_checkpointing}"
 
 
-def send_key(send: Send) -> str:
+def comm_key(send: CommOp) -> str:
     """What an exchange's cost depends on beside its bytes.
 
     Along tp ranks call and wait in one; the engine's other exchanges begin in another thread.
@@ -157,11 +157,11 @@ class MeasuredRates:
         moved = op.bytes / max(copies) if copies else 0.0
         return max(op.flops / self.peak_flops if self.peak_flops else 0.0, moved)
 
-    def send_s(self, send: Send) -> float:
+    def comm_s(self, send: CommOp) -> float:
         """Seconds of one such exchange: on the line between the nearest measured sizes."""
         if send.ranks <= 1 or send.axis == "control":  # that is part of the overhead
             return 0.0
-        points = self.sends.get(send_key(send)) or self._other_sends(send)
+        points = self.sends.get(comm_key(send)) or self._other_sends(send)
         if not points:
             return 0.0
         sizes = [size for size, _ in points]
@@ -173,7 +173,7 @@ class MeasuredRates:
         (low, low_s), (high, high_s) = points[i - 1], points[i]
         return low_s + (high_s - low_s) * (send.bytes - low) / (high - low)
 
-    def _other_sends(self, send: Send) -> list[tuple[float, float]]:
+    def _other_sends(self, send: CommOp) -> list[tuple[float, float]]:
         """Of the kind on other numbers of ranks, the nearest; else any."""
         self.scaled.add(f"{send.kind} of {send.ranks} ranks")
         same = [key for key in self.sends if key.startswith(f"{send.kind},")]
@@ -183,12 +183,12 @@ class MeasuredRates:
         ranks = {key: int(key.rpartition(", ")[2].split()[0]) for key in keys}
         return self.sends[min(keys, key=lambda key: abs(ranks[key] - send.ranks))]
 
-    def overhead_s(self, job: Job, setup: Setup) -> float:
+    def overhead_s(self, workload: Workload, setup: Setup) -> float:
         """Seconds of a step beyond its operations and exchanges; see [Note: overhead]."""
         of = self.overheads.get(overhead_key(setup)) or self._nearest_overhead(setup)
         if of is None:
             return 0.0
-        micro_batches, layers = setup.grad_accum_steps, job.shape.n_layer
+        micro_batches, layers = setup.grad_accum_steps, workload.shape.n_layer
         return (
             of.step + micro_batches * (of.micro_batch + layers * of.layer) + layers * of.layer_step
         )

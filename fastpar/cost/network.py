@@ -1,4 +1,4 @@
-"""How long an exchange takes on paper: latency and bandwidth of rings, trees and hierarchies.
+"""How long a collective takes on paper: latency and bandwidth of rings, trees and hierarchies.
 
 A group of n ranks has `local` of them in each of `nodes` nodes. With S bytes, bandwidths b inside
 of a node and w between nodes for each device, latencies a and c of a hop, an all-reduce is
@@ -38,7 +38,7 @@ class Group(NamedTuple):
 
 
 def place(ranks: int, stride: int, per_node: int) -> Group:
-    """Of ranks that are stride apart.
+    """Where ranks are that are stride apart.
 
     Raises:
         ValueError: a number below 1.
@@ -61,35 +61,32 @@ class Network:
         self.inside = _of_device(cluster.intra, cluster.per_node)
         self.between = _of_device(cluster.inter, cluster.per_node)
 
-    def place(self, ranks: int, stride: int = 1) -> Group:
-        """See the function."""
-        return place(ranks, stride, self.cluster.per_node)
-
     def ring_s(self, n_bytes: float, at: Group, ways: int = 2) -> float:
-        """ways: 2 is an all-reduce, 1 one half of it."""
+        """Seconds of a ring: of an all-reduce with ways=2, of one half of it with ways=1."""
         inside = (at.ranks - at.nodes) * self.inside_s
         hops = inside + (at.nodes * self.between_s if at.nodes > 1 else 0.0)
         return ways * ((at.ranks - 1) / at.ranks * n_bytes / self._slowest(at) + hops)
 
     def tree_s(self, n_bytes: float, at: Group) -> float:
-        """Of an all-reduce."""
+        """Seconds of an all-reduce."""
         return 2 * (n_bytes / self._slowest(at) + self._levels_s(at))
 
     def hierarchical_s(self, n_bytes: float, at: Group, ways: int = 2) -> float:
-        """ways: as ring_s()."""
+        """Seconds of the nodes' rings inside, then one between them; ways: as in ring_s()."""
         inside = (at.local - 1) / at.local * n_bytes / self.inside
         between = (at.nodes - 1) / at.nodes * n_bytes / (at.local * self.between)
         return ways * (inside + between + self._levels_s(at))
 
     def seconds(self, kind: str, n_bytes: float, ranks: int, stride: int = 1) -> float:
-        """Of one exchange.
+        """Seconds of one collective.
 
         Args:
-            kind: of KINDS; bytes: of the whole tensor, as in work.Send.
+            kind: one of KINDS.
+            n_bytes: of the whole tensor, as in operations.CommOp.
         Raises:
             ValueError: an unknown kind; ranks or stride below 1.
         """
-        at = self.place(ranks, stride)
+        at = place(ranks, stride, self.cluster.per_node)
         if ranks == 1:
             return 0.0
         if kind == "all_reduce":

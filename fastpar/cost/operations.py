@@ -1,10 +1,10 @@
-"""What a step is made of, without saying how long it takes: operations and exchanges of one rank.
+"""What a step is made of, without saying how long it takes: compute and communication of one rank.
 
-Op and Send are the words between those who count (here), those who know a machine (Rates) and those
-who add up (step_time.py). Counted is what fastpar's own ops and engine do, of the rank that has
-most to do: of pipeline stages the last one, which has the loss.
+Op and CommOp are the words between those who count (here), those who know a machine (Rates) and
+those who add up (step_time.py). Counted is what fastpar's own ops and engine do, on the rank that
+has most to do: of pipeline stages the last one, which has the loss.
 
-Shape legend as in model.py; N is the tokens of a micro-batch, t is tp. Under sequence parallelism
+Shape legend as in gpt.py; N is the tokens of a micro-batch, t is tp. Under sequence parallelism
 norms see N/t of them.
 """
 
@@ -14,26 +14,16 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-import torch
-
-from fastpar.config.config import VOCAB_MULTIPLE, GPTConfig
-from fastpar.cost.workload import Job, Setup
+from fastpar.config.config import GPTConfig
+from fastpar.cost.buckets import buckets_of
+from fastpar.cost.workload import Setup, Workload, vocabulary_rows
 from fastpar.kernels.global_norm import NORM_WORDS
 from fastpar.kernels.linear_cross_entropy import default_chunk_rows
-from fastpar.sharding.layout import ALIGN, ParamSpec, build_layout, default_bucket_mb
 
-DTYPES = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp64": torch.float64,
-}
-FIRST_BUCKET_BYTES = 2**20  # parallelize()'s default
-_ROOT = 0  # unit of what is in no block
 _CONTROL_WORDS = 5 + NORM_WORDS  # see control.py
-_BITS = 62
+_BITS = 62  # of a word, for what parameters took part
 
 
 class Op(NamedTuple):
@@ -67,15 +57,15 @@ class Op(NamedTuple):
         return self.name, self.shape, self.direction.replace("recompute", "forward")
 
 
-class Send(NamedTuple):
-    """One kind of exchange of a rank, `count` times in a step.
+class CommOp(NamedTuple):
+    """One kind of communication of a rank, `count` times in a step.
 
     kind: all_reduce, reduce_scatter, all_gather, broadcast or send.
     axis: "dp", "shard", "copies" (of shards), "tp", "pp" or "control".
     bytes: of the whole tensor (of all_gather: gathered; of reduce_scatter: before it).
     ranks: of the group; stride: distance of neighbours in the group, in global ranks.
     under: what can hide it: "forward", "backward" or "" (nothing: the rank waits). Along tp the
-        product beside it, else the pass of the micro-batches that send.
+        product beside it, else the pass of the micro-batches that communicate.
     """
 
     kind: str
@@ -88,45 +78,33 @@ class Send(NamedTuple):
 
 
 class Rates(Protocol):
-    """What a machine does: datasheet.py from data sheets, measured.py from this machine."""
+    """How fast a machine is: DatasheetRates on paper, MeasuredRates for this machine."""
 
     def op_s(self, op: Op) -> float:
         """Seconds of one such operation."""
 
-    def send_s(self, send: Send) -> float:
-        """Seconds of one such exchange."""
+    def comm_s(self, comm: CommOp) -> float:
+        """Seconds of one such communication."""
 
-    def overhead_s(self, job: Job, setup: Setup) -> float:
-        """Seconds of a step that no Op and no Send stands for: Python, hooks, data; 0: not known.
-
-        step_time.predict_step adds it to the step as one of its parts.
-        """
+    def overhead_s(self, workload: Workload, setup: Setup) -> float:
+        """Seconds of a step that no Op and no CommOp stands for: Python, hooks, data."""
 
     @property
     def peak_flops(self) -> float | None:
-        """Of a rank at the format of the weights: what MFU is a fraction of; None: not known."""
+        """FLOP/s of a rank at the format of the weights, for MFU; None: not known."""
 
     @property
     def overlap(self) -> float:
-        """Fraction of the compute time under which an exchange hides; 0: ranks' cores do both."""
+        """Fraction of the compute time under which communication hides; 0: cores do both."""
 
 
-# Operations
+# Compute
 
 
-def ops_of(job: Job, setup: Setup) -> tuple[Op, ...]:
+def ops_of(workload: Workload, setup: Setup) -> tuple[Op, ...]:
     """What a rank computes in one optimizer step."""
-    return passes_of(job, setup) + updates_of(job, setup)
-
-
-def passes_of(job: Job, setup: Setup) -> tuple[Op, ...]:
-    """Forward and backward: the part of ops_of() that is the same for the same pass_key()."""
-    return _passes(job.shape, pass_key(setup))
-
-
-def pass_key(setup: Setup) -> tuple[Any, ...]:
-    """What the operations on activations depend on, besides the shape."""
-    return (
+    passes = _passes(
+        workload.shape,
         setup.micro_batch_size,
         setup.grad_accum_steps,
         setup.tp,
@@ -136,41 +114,54 @@ def pass_key(setup: Setup) -> tuple[Any, ...]:
         setup.weight_bytes,
         setup.device_type,
     )
+    return passes + _updates(workload, setup)
 
 
 @functools.lru_cache(4096)
-def _passes(shape: GPTConfig, key: tuple[Any, ...]) -> tuple[Op, ...]:
-    micro, n_micro, t, pp, sequence_parallel, mode, item, device = key
+def _passes(
+    shape: GPTConfig,
+    micro: int,
+    n_micro: int,
+    t: int,
+    pp: int,
+    sequence_parallel: bool,
+    mode: str,
+    item: int,
+    device: str,
+) -> tuple[Op, ...]:
+    """Forward and backward."""
     width, seq_len = shape.n_embd, shape.block_size
     rows = micro * seq_len
     mine = -(-rows // t) if sequence_parallel else rows
     layers = n_micro * -(-shape.n_layer // pp)
-    vocab = _vocab_rows(shape, t)
-    products = [
+    vocab, heads = vocabulary_rows(shape, t), max(1, shape.n_head // t)
+    norm = _elementwise("layer_norm", (mine, width), 8.0, (4, 4), item)
+    gelu = _elementwise("bias_gelu", (rows, 4 * width // t), 15.0, (2, 3), item)
+    cheap = [norm, norm, gelu]
+    kept = [
+        _attention(micro, heads, seq_len, shape.head_dim, item),
         _matmul(rows, width, 3 * width // t, item),
         _matmul(rows, width // t, width, item),
         _matmul(rows, width, 4 * width // t, item),
         _matmul(rows, 4 * width // t, width, item),
     ]
-    norms = _pair("layer_norm", (mine, width), 8.0, (4, 4), item)
-    cheap = [(norms, 2), (_pair("bias_gelu", (rows, 4 * width // t), 15.0, (2, 3), item), 1)]
-    heads = max(1, shape.n_head // t)
-    kept = [(pair, 1) for pair in [_attention(micro, heads, seq_len, shape.head_dim, item)]]
-    kept += [(pair, 1) for pair in products]
     again = {"none": [], "selective": cheap, "full": cheap + kept}[mode]
-    ops = [op._replace(count=layers * n) for pair, n in cheap + kept for op in pair]
-    ops += [pair[0]._replace(direction="recompute", count=layers * n) for pair, n in again]
-    ops += [op._replace(count=n_micro) for op in (*norms, *_loss(rows, width, vocab, item, device))]
+    found = Counter[Op]()
+    for op in (op for pair in cheap + kept for op in pair):
+        found[op] += layers
+    for forward, _ in again:
+        found[forward._replace(direction="recompute")] += layers
+    for op in (*norm, *_loss(rows, width, vocab, item, device)):
+        found[op] += n_micro
     if pp == 1:
         table = float(vocab * width * item)  # of whose gradient most rows are zeros
-        shape_of = (rows, width)
         moved = 3.0 * rows * width * item
-        ops.append(Op("embedding", shape_of, "forward", 0.0, moved, n_micro))
-        ops.append(Op("embedding", shape_of, "backward", 0.0, moved + table, n_micro))
-    return tuple(ops)
+        found[Op("embedding", (rows, width), "forward", 0.0, moved, 1)] = n_micro
+        found[Op("embedding", (rows, width), "backward", 0.0, moved + table, 1)] = n_micro
+    return tuple(op._replace(count=count) for op, count in found.items())
 
 
-def _pair(
+def _elementwise(
     name: str, shape: tuple[int, int], flops: float, passes: tuple[int, int], item: int
 ) -> tuple[Op, Op]:
     """Forward and backward of an op that reads and writes tensors of one size, so many each."""
@@ -213,222 +204,101 @@ def _loss(n: int, width: int, vocab: int, item: int, device: str) -> tuple[Op, O
     )
 
 
-def updates_of(job: Job, setup: Setup) -> tuple[Op, ...]:
-    """The rest of ops_of(): gradients into their buckets, the update of this rank's elements."""
-    local, n_micro = local_parameters(job.shape, setup), setup.grad_accum_steps
-    taken = local * (setup.weight_bytes + setup.grad_bytes)
-    ops = [Op("copy", (taken,), "backward", 0.0, float(taken), 1)]
-    if n_micro > 1:
-        more = local * (setup.weight_bytes + 2 * setup.grad_bytes)
-        n_first = 1 if setup.accumulate == "full" else n_micro
-        ops = [ops[0]._replace(count=n_first)]
-        if n_first < n_micro:
-            ops.append(Op("copy", (more,), "backward", 0.0, float(more), n_micro - n_first))
+def _updates(workload: Workload, setup: Setup) -> tuple[Op, ...]:
+    """Gradients into their buckets, the update of this rank's elements."""
+    local, n_micro = buckets_of(workload, setup).elements, setup.grad_accum_steps
+    n_first = n_micro if setup.accumulate == "shard" else 1
+    copied = local * (setup.weight_bytes + setup.grad_bytes)
+    added = copied + local * setup.grad_bytes
+    ops = [Op("copy", (copied,), "backward", 0.0, float(copied), n_first)]
+    if n_first < n_micro:
+        ops.append(Op("copy", (added,), "backward", 0.0, float(added), n_micro - n_first))
     mine = -(-local // setup.n_shards)
     of_element = 2 * setup.grad_bytes + 2 * setup.weight_bytes + 2 * setup.state_bytes
-    ops.append(Op("optimizer", (mine,), "forward", 15.0 * mine, mine * of_element, 1))
-    return tuple(ops)
+    return *ops, Op("optimizer", (mine,), "forward", 15.0 * mine, mine * of_element, 1)
 
 
-# Parameters and buckets
+# Communication
 
 
-def _vocab_rows(shape: GPTConfig, tp: int) -> int:
-    """Of the table on one rank, see Shard's pad_to."""
-    return -(-shape.padded_vocab_size // (tp * VOCAB_MULTIPLE)) * VOCAB_MULTIPLE
-
-
-def _block_shapes(width: int, tp: int) -> list[tuple[int, ...]]:
-    """Of a block's parameters on one rank, in registration order."""
-    q, f = 3 * width // tp, 4 * width // tp
-    norm: list[tuple[int, ...]] = [(width,), (width,)]
-    attention: list[tuple[int, ...]] = [(q, width), (q,), (width, width // tp), (width,)]
-    mlp: list[tuple[int, ...]] = [(f, width), (f,), (width, f), (width,)]
-    return [*norm, *attention, *norm, *mlp]
-
-
-@functools.lru_cache(256)
-def _n_local(shape: GPTConfig, tp: int, pp: int) -> int:
-    width = shape.n_embd
-    block = sum(math.prod(s) for s in _block_shapes(width, tp))
-    root = _vocab_rows(shape, tp) * width + 2 * width
-    root += shape.block_size * width if pp == 1 else 0
-    return root + -(-shape.n_layer // pp) * block
-
-
-def local_parameters(shape: GPTConfig, setup: Setup) -> int:
-    """Elements of the parameters that a rank has a part of along tp and pp, before ZeRO."""
-    return _n_local(shape, setup.tp, setup.pp)
-
-
-class Place(NamedTuple):
-    """Buckets alike: elements without padding, how many; those of two units stay at stage 3."""
-
-    used: int
-    count: int  # type: ignore[assignment]
-    root: bool
-    last_unit: bool
-
-
-class Places(NamedTuple):
-    """Buckets in launch order."""
-
-    buckets: tuple[Place, ...]
-    align: int
-
-    def numel(self, place: Place) -> int:
-        """Elements with padding."""
-        return -(-place.used // self.align) * self.align
-
-
-def places_of(job: Job, setup: Setup) -> Places:
-    """The buckets that parallelize() would make."""
-    dp, sharded = setup.dp, setup.n_shards > 1
-    cap = setup.bucket_mb or default_bucket_mb(dp, setup.transport if dp > 1 else "none")
-    found = _places(job.shape, setup.tp, setup.pp, sharded, cap, setup.dtype, setup.grad_dtype)
-    return Places(found, ALIGN * setup.n_shards)
-
-
-@functools.lru_cache(1024)
-def _places(
-    shape: GPTConfig,
-    tp: int,
-    pp: int,
-    sharded: bool,
-    bucket_mb: float,
-    dtype: str,
-    grad_dtype: str,
-) -> tuple[Place, ...]:
-    kind, wide, width = DTYPES[dtype], DTYPES[grad_dtype], shape.n_embd
-    block = _block_shapes(width, tp)
-    block_bytes = sum(math.prod(s) for s in block) * kind.itemsize
-    together = max(1, FIRST_BUCKET_BYTES // block_bytes)
-    layers = -(-shape.n_layer // pp)
-    # All units between the first and the last two are alike: few are laid out, one counts often.
-    more = max(0, -(-layers // together) - 6) if sharded else 0
-    shapes: list[tuple[int, ...]] = [(_vocab_rows(shape, tp), width)]
-    if pp == 1:
-        shapes.append((shape.block_size, width))
-    units = [_ROOT] * len(shapes)
-    for layer in range(layers - more * together):
-        shapes += block
-        units += [1 + layer // together] * len(block)
-    shapes += [(width,), (width,)]
-    units += [_ROOT] * 2
-    layout = build_layout(
-        [ParamSpec(("",), s, kind) for s in shapes],
-        bucket_bytes=bucket_mb * 2**20,
-        first_bucket_bytes=FIRST_BUCKET_BYTES,
-        grad_dtype=wide,
-        unit_of=units if sharded else None,
-        flags=not sharded,
-    )
-    last, places = max(units), []
-    for bucket in layout.buckets:
-        used = bucket.used_start + (0 if sharded else len(bucket.slots))
-        count = 1 + more if bucket.unit == 3 else 1
-        places.append(Place(used, count, bucket.unit == _ROOT, bucket.unit == last))
-    return tuple(places)
-
-
-# Exchanges
-
-
-def sends_of(job: Job, setup: Setup) -> tuple[Send, ...]:
-    """What a rank exchanges in one optimizer step, as describe.wire_bytes() adds it up and more."""
-    sends: list[Send] = []
+def comm_ops_of(workload: Workload, setup: Setup) -> tuple[CommOp, ...]:
+    """What a rank communicates in one optimizer step."""
+    found: list[CommOp] = []
     if setup.dp > 1:
-        sends += _of_gradients(job, setup)
+        found += _gradients_and_weights(workload, setup)
     if setup.tp > 1:
-        sends += _along_tp(job, setup)
+        found += _along_tp(workload, setup)
     if setup.pp > 1:
-        sends += _along_pp(job, setup)
+        found += _along_pp(workload, setup)
     if setup.world_size > 1:
-        n_params = 4 + 12 * -(-job.shape.n_layer // setup.pp)
+        n_params = 4 + 12 * -(-workload.shape.n_layer // setup.pp)
         words = _CONTROL_WORDS + -(-n_params // _BITS)
         total = 8.0 * words * setup.world_size
-        sends.append(Send("all_gather", "control", total, setup.world_size, 1, 1, ""))
-    return tuple(send for send in sends if send.count and send.ranks > 1)
+        found.append(CommOp("all_gather", "control", total, setup.world_size, 1, 1, ""))
+    return tuple(comm for comm in found if comm.count and comm.ranks > 1)
 
 
-def _of_gradients(job: Job, setup: Setup) -> Iterator[Send]:
+def _gradients_and_weights(workload: Workload, setup: Setup) -> Iterator[CommOp]:
     """Of buckets: gradients while backward runs, parameters before they are used."""
-    places, n_micro = places_of(job, setup), setup.grad_accum_steps
+    n_micro, stage, shards, tp = setup.grad_accum_steps, setup.stage, setup.n_shards, setup.tp
     reductions = n_micro if setup.accumulate == "shard" else 1
-    stage = setup.zero_stage if setup.n_shards > 1 else 0
-    copies = setup.dp // setup.n_shards
-    reduced, last = Counter[tuple[int, str]](), len(places.buckets) - 1
-    for index, place in enumerate(places.buckets):
-        under = "" if index == last else "backward"  # the last one is complete when backward ends
-        reduced[places.numel(place), under] += reductions * place.count
+    reduced, gathered = Counter[tuple[int, str]](), Counter[tuple[int, str]]()
+    for kind, count in buckets_of(workload, setup).kinds.items():
+        numel, passes = kind.padded(shards), count * (n_micro if stage == 3 else 1)
+        reduced[numel, "" if kind.complete_last else "backward"] += reductions * count
+        gathered[numel, "" if kind.root else "forward"] += passes
+        if stage == 3 and not (kind.root or kind.last_unit):
+            gathered[numel, "backward"] += passes
     for (numel, under), count in reduced.items():
         n_bytes = float(numel * setup.wire_bytes)
         if stage == 0:
-            yield Send("all_reduce", "dp", n_bytes, setup.dp, setup.tp, count, under)
+            yield CommOp("all_reduce", "dp", n_bytes, setup.dp, tp, count, under)
             continue
-        yield Send("reduce_scatter", "shard", n_bytes, setup.n_shards, setup.tp, count, under)
-        stride, shard = setup.tp * setup.n_shards, n_bytes / setup.n_shards
-        yield Send("all_reduce", "copies", shard, copies, stride, count, under)
-    if stage:
-        for (numel, under), count in _gathers(places, stage, n_micro).items():
-            n_bytes = float(numel * setup.weight_bytes)
-            yield Send("all_gather", "shard", n_bytes, setup.n_shards, setup.tp, count, under)
+        yield CommOp("reduce_scatter", "shard", n_bytes, shards, tp, count, under)
+        part, copies = n_bytes / shards, setup.dp // shards
+        yield CommOp("all_reduce", "copies", part, copies, tp * shards, count, under)
+    for (numel, under), count in gathered.items() if stage else ():
+        n_bytes = float(numel * setup.weight_bytes)
+        yield CommOp("all_gather", "shard", n_bytes, shards, tp, count, under)
 
 
-def _gathers(places: Places, stage: int, n_micro: int) -> Counter[tuple[int, str]]:
-    """(elements, under) of buckets that are gathered, how often; the first one hides nowhere."""
-    found = Counter[tuple[int, str]]()
-    for place in places.buckets:
-        first = "" if place.root else "forward"
-        numel, times = places.numel(place), place.count * (n_micro if stage == 3 else 1)
-        found[numel, first] += times
-        if stage == 3 and not (place.root or place.last_unit):
-            found[numel, "backward"] += times
-    return found
-
-
-def _along_tp(job: Job, setup: Setup) -> Iterator[Send]:
-    """See tensor_parallel.py and vocab_parallel.py."""
-    shape, t, n_micro = job.shape, setup.tp, setup.grad_accum_steps
-    n, width = setup.micro_batch_size * job.seq_len, shape.n_embd
+def _along_tp(workload: Workload, setup: Setup) -> Iterator[CommOp]:
+    """The exchanges of tensor/functional.py and tensor/vocabulary.py."""
+    shape, t, n_micro = workload.shape, setup.tp, setup.grad_accum_steps
+    n, width = setup.micro_batch_size * workload.seq_len, shape.n_embd
     whole = float(n * width * setup.weight_bytes)
-    layers = n_micro * -(-shape.n_layer // setup.pp)
+    layers = -(-shape.n_layer // setup.pp)
+    passes = n_micro * layers
     forwards = 2 if setup.activation_checkpointing == "full" else 1
     embeds = n_micro if setup.pp == 1 else 0
 
-    def send(kind: str, count: int, under: str = "", n_bytes: float = whole) -> Send:
-        return Send(kind, "tp", n_bytes, t, 1, count, under)
+    def comm(kind: str, count: int, under: str = "", n_bytes: float = whole) -> CommOp:
+        return CommOp(kind, "tp", n_bytes, t, 1, count, under)
 
     if setup.sequence_parallel:
         # Of a layer's backward only what enters its column layers has a product beside it.
-        yield send("all_gather", 2 * layers * (forwards + 1) + embeds + n_micro)
-        yield send("reduce_scatter", 2 * layers * forwards + embeds + n_micro)
-        yield send("all_gather", 2 * layers, "backward")
-        yield send("reduce_scatter", 2 * layers, "backward")
-        partial = _partial_elements(job, setup)
-        times = n_micro if setup.zero_stage == 0 else 1
+        yield comm("all_gather", 2 * passes * (forwards + 1) + embeds + n_micro)
+        yield comm("reduce_scatter", 2 * passes * forwards + embeds + n_micro)
+        yield comm("all_gather", 2 * passes, "backward")
+        yield comm("reduce_scatter", 2 * passes, "backward")
+        # Partial sums of parameters that tokens share: positions, norms, biases of row layers.
+        partial = (6 * layers + 2 + (workload.seq_len if setup.pp == 1 else 0)) * width
         mine = float(partial * setup.grad_bytes) / setup.n_shards
-        yield send("all_reduce", times, "", mine)
+        yield comm("all_reduce", n_micro if setup.zero_stage == 0 else 1, "", mine)
     else:
-        yield send("all_reduce", 2 * layers * forwards + embeds + n_micro)
-        yield send("all_reduce", 2 * layers, "backward")
-    rows = default_chunk_rows(n, width, _vocab_rows(shape, t), setup.device_type)
+        yield comm("all_reduce", 2 * passes * forwards + embeds + n_micro)
+        yield comm("all_reduce", 2 * passes, "backward")
+    rows = default_chunk_rows(n, width, vocabulary_rows(shape, t), setup.device_type)
     chunks = -(-n // rows)
-    yield send("all_gather", n_micro * chunks, "", 12.0 * n * t / chunks)
+    yield comm("all_gather", n_micro * chunks, "", 12.0 * n * t / chunks)
 
 
-def _partial_elements(job: Job, setup: Setup) -> int:
-    """Of parameters that tokens share: positions, norms, biases of row layers."""
-    layers, width = -(-job.shape.n_layer // setup.pp), job.shape.n_embd
-    return (6 * layers + 2 + (job.seq_len if setup.pp == 1 else 0)) * width
-
-
-def _along_pp(job: Job, setup: Setup) -> Iterator[Send]:
+def _along_pp(workload: Workload, setup: Setup) -> Iterator[CommOp]:
     """On paper: a stage's output forward, its gradient back; and the two copies of the table."""
-    tokens, width = setup.micro_batch_size * job.seq_len, job.shape.n_embd
+    tokens, width = setup.micro_batch_size * workload.seq_len, workload.shape.n_embd
     stride, t = setup.tp * setup.dp, setup.tp
     n_bytes = float(tokens * width * setup.weight_bytes) / t
     count = 2 * setup.grad_accum_steps * setup.pp_interleave
-    yield Send("send", "pp", n_bytes, setup.pp, stride, count, "")
-    table = float(_vocab_rows(job.shape, t) * width * setup.wire_bytes)
-    yield Send("all_reduce", "pp", table, 2, stride * (setup.pp - 1), 1, "")
+    yield CommOp("send", "pp", n_bytes, setup.pp, stride, count, "")
+    table = float(vocabulary_rows(workload.shape, t) * width * setup.wire_bytes)
+    yield CommOp("all_reduce", "pp", table, 2, stride * (setup.pp - 1), 1, "")

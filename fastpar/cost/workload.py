@@ -1,30 +1,37 @@
-"""What the planner speaks of: a job (what is trained) and a setup (one way to train it on ranks).
+"""What is predicted: a workload (what is trained) and a setup (one way to train it on ranks).
 
-Arithmetic only: no torch, no ranks. Shape legend as in model.py; t is tp, d is dp.
+Arithmetic only: no torch, no ranks. Shape legend as in gpt.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from fastpar.config.config import GPTConfig, TrainConfig
+from fastpar.config.config import VOCAB_MULTIPLE, GPTConfig, TrainConfig
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp64": 8}
 
 
 def count_parameters(shape: GPTConfig) -> int:
-    """Of a GPT, without making one; the padding of the vocabulary counts."""
+    """Parameters of a GPT, without making one; the padding of the vocabulary counts."""
     width = shape.n_embd
     block = 12 * width * width + 13 * width  # matrices; their biases and two norms
     return (shape.padded_vocab_size + shape.block_size + 2) * width + shape.n_layer * block
 
 
+def vocabulary_rows(shape: GPTConfig, tp: int) -> int:
+    """Rows of the embedding on a rank of tp: the padding of each rank's slice counts."""
+    return -(-shape.padded_vocab_size // (tp * VOCAB_MULTIPLE)) * VOCAB_MULTIPLE
+
+
 @dataclass(frozen=True)
-class Job:
+class Workload:
     """What is trained; the same whatever the ranks do.
 
-    shape: block_size is the tokens of a sequence. batch_size: sequences a step, over all ranks.
+    Attributes:
+        shape: its block_size is the tokens of a sequence.
+        batch_size: sequences a step, over all ranks.
     """
 
     shape: GPTConfig
@@ -45,22 +52,26 @@ class Job:
 
     @property
     def flops_per_token(self) -> int:
-        """Model FLOPs of forward and backward: 6*P + 12*n_layer*T*C, as GPT.flops_per_token."""
+        """Model FLOPs of forward and backward: 6*P + 12*n_layer*T*C, like GPT.flops_per_token."""
         s = self.shape
-        layer = 12 * s.n_embd**2 + 13 * s.n_embd
-        n = (s.vocab_size + s.block_size + 2) * s.n_embd + s.n_layer * layer
-        return 6 * n + 12 * s.n_layer * s.block_size * s.n_embd
+        padding = (s.padded_vocab_size - s.vocab_size) * s.n_embd
+        return 6 * (self.n_parameters - padding) + 12 * s.n_layer * s.block_size * s.n_embd
 
 
 @dataclass(frozen=True)
 class Setup:
-    """One way to train a job on world_size ranks; the words are those of `fastpar train`.
+    """One way to train a workload on world_size ranks.
 
-    accumulate: "shard" or "full", as parallelize has it. bucket_mb: None is the runtime's default.
-    master_weights: "none", "full" or "remainder". pp: pipeline stages; the runtime has none, only
-    figures published by others need them, and pp_interleave: parts of the layers that each stage
-    has, in turns with the others. device_type: "cuda" or "cpu". transport: "nccl",
-    "shm" or "gloo".
+    Fields that `fastpar train` has too are named like its settings, but hold what is in effect, so
+    none is "auto".
+
+    Attributes:
+        pp: pipeline stages; the runtime has none, only figures published by others need them.
+        pp_interleave: parts of the layers that each stage has, in turns with the others.
+        bucket_mb: None: the runtime's default.
+        master_weights: "none", "full" or "remainder".
+        device_type: "cuda" or "cpu".
+        transport: "nccl", "shm" or "gloo".
     """
 
     world_size: int = 1
@@ -95,6 +106,11 @@ class Setup:
         return min(self.dp, self.shard_size or self.dp) if self.zero_stage else 1
 
     @property
+    def stage(self) -> int:
+        """The stage in effect: with nobody to share with it is 0."""
+        return self.zero_stage if self.n_shards > 1 else 0
+
+    @property
     def weight_bytes(self) -> int:
         """Of an element of the weights; activations have the same."""
         return BYTES[self.dtype]
@@ -105,93 +121,56 @@ class Setup:
 
     @property
     def wire_bytes(self) -> int:
-        """Of an element of a gradient that is sent."""
+        """Bytes of an element of a gradient that is sent."""
         return BYTES[self.reduce_dtype]
 
     @property
     def state_bytes(self) -> float:
-        """Of the optimizer's numbers for an element: moments and what 16-bit weights lack."""
+        """Bytes of optimizer state for an element: moments and what 16-bit weights lack."""
         moments = 2 * BYTES[self.moment_dtype] if self.optimizer == "adamw" else 0
         return moments + {"none": 0, "full": 4, "remainder": 2}[self.master_weights]
 
     @classmethod
-    def of(
-        cls,
-        config: TrainConfig,
-        *,
-        dtype: str,
-        world_size: int,
-        micro_batch_size: int = 1,
-        grad_accum_steps: int = 1,
-        device_type: str = "cpu",
-        transport: str = "shm",
-    ) -> Setup:
-        """Of a run.
+    def of(cls, config: TrainConfig, *, dtype: str, world_size: int, **in_effect: Any) -> Setup:
+        """The setup of a run, whose micro-batch is one sequence unless said otherwise.
 
         Args:
-            dtype: of its weights: fp32, bf16 or fp16.
+            dtype: format of its weights: fp32, bf16 or fp16.
+            in_effect: fields that are not what the settings say, or that they leave open.
         """
-        optim, parallel = config.optim, config.parallel
-        half = BYTES[dtype] == 2
-        masters = "none"
-        if half and not optim.stochastic_rounding:
-            masters = "remainder" if optim.master_weights == "remainder" else "full"
-        grads = "fp32" if parallel.grad_dtype == "auto" else parallel.grad_dtype
-        accumulate: str = parallel.accumulate
-        if accumulate == "auto":
-            accumulate = "full" if parallel.zero_stage < 2 else "shard"
-        return cls(
-            world_size=world_size,
-            tp=parallel.tp,
-            zero_stage=parallel.zero_stage,
-            shard_size=parallel.shard_size,
-            sequence_parallel=parallel.sequence_parallel,
-            micro_batch_size=micro_batch_size,
-            grad_accum_steps=grad_accum_steps,
-            activation_checkpointing=parallel.activation_checkpointing,
-            accumulate=accumulate,
-            bucket_mb=parallel.bucket_mb,
-            optimizer=optim.optimizer,
-            dtype=dtype,
-            grad_dtype=grads,
-            reduce_dtype=grads if parallel.reduce_dtype == "auto" else parallel.reduce_dtype,
-            master_weights=masters,
-            moment_dtype=optim.moment_dtype,
-            device_type=device_type,
-            transport=transport,
-        )
+        names = {field.name for field in fields(cls)}
+        values = {name: value for name, value in config.settings().items() if name in names}
+        if BYTES[dtype] > 2 or config.optim.stochastic_rounding:
+            values["master_weights"] = "none"
+        elif values["master_weights"] == "auto":
+            values["master_weights"] = "full"
+        if values["accumulate"] == "auto":
+            values["accumulate"] = default_accumulate(config.parallel.zero_stage)
+        if values["grad_dtype"] == "auto":
+            values["grad_dtype"] = "fp32"
+        if values["reduce_dtype"] == "auto":
+            values["reduce_dtype"] = values["grad_dtype"]
+        values |= {"micro_batch_size": 1, "grad_accum_steps": 1}
+        values |= {"device_type": "cpu", "transport": "shm"}
+        return cls(**{**values, "dtype": dtype, "world_size": world_size, **in_effect})
 
-    def settings(self, job: Job) -> dict[str, Any]:
-        """As settings of `fastpar train`, which refuses what the runtime cannot do."""
-        shape = job.shape
-        return {
-            "n_layer": shape.n_layer,
-            "n_head": shape.n_head,
-            "n_embd": shape.n_embd,
-            "block_size": shape.block_size,
-            "dropout": shape.dropout,
-            "batch_size": job.batch_size,
-            "micro_batch_size": self.micro_batch_size,
-            "grad_accum_steps": self.grad_accum_steps,
-            "tp": self.tp,
-            "zero_stage": self.zero_stage,
-            "shard_size": self.shard_size,
-            "sequence_parallel": self.sequence_parallel,
-            "accumulate": self.accumulate,
-            "activation_checkpointing": self.activation_checkpointing,
-            "bucket_mb": self.bucket_mb,
-            "optimizer": self.optimizer,
-            "dtype": self.dtype,
-            "moment_dtype": self.moment_dtype,
-            "grad_dtype": self.grad_dtype,
-            "reduce_dtype": self.reduce_dtype,
-            "master_weights": ("remainder" if self.master_weights == "remainder" else "auto"),
-        }
+    def settings(self, workload: Workload) -> dict[str, Any]:
+        """The same as settings of `fastpar train`."""
+        known = TrainConfig().settings().keys() - {"transport"}
+        values = {**asdict(workload.shape), **asdict(self), "batch_size": workload.batch_size}
+        if self.master_weights != "remainder":
+            values["master_weights"] = "auto"
+        return {name: value for name, value in values.items() if name in known}
 
-    def config(self, job: Job) -> TrainConfig:
+    def config(self, workload: Workload) -> TrainConfig:
         """The run's settings.
 
         Raises:
             ValueError: what `fastpar train` refuses for them.
         """
-        return TrainConfig().replace(self.settings(job))
+        return TrainConfig().replace(self.settings(workload))
+
+
+def default_accumulate(zero_stage: int) -> str:
+    """What `accumulate = auto` means."""
+    return "full" if zero_stage < 2 else "shard"

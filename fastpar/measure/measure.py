@@ -1,6 +1,6 @@
-"""Measures this machine: what operations and exchanges of a job cost ranks that all work at once.
+"""Measures this machine: what operations and exchanges of a workload cost ranks that all work at once.
 
-    rates = measure(job, setups)          about 30 s; kept for later runs
+    rates = measure(workload, setups)          about 30 s; kept for later runs
 
 Ranks of one machine share its cores, caches and memory, so all of them measure side by side, with
 the threads that training would give them. Three things are measured: operations where they stand
@@ -44,13 +44,13 @@ from fastpar.cost.measured_rates import (
     gpu_name,
     machine_name,
     overhead_key,
-    send_key,
+    comm_key,
 )
-from fastpar.cost.operations import Send, ops_of, sends_of
-from fastpar.cost.workload import Job, Setup
+from fastpar.cost.operations import CommOp, ops_of, comm_ops_of
+from fastpar.cost.workload import Workload, Setup
 from fastpar.measure.op_chain import Chain
 from fastpar.measure.rank_pool import Rank, RankPool
-from fastpar.measure.short_run import Trial, slowest
+from fastpar.measure.short_run import ShortRun, slowest
 from fastpar.optim.adamw import AdamW
 from fastpar.train.launch import available_cores, threads_per_rank
 
@@ -65,12 +65,12 @@ WHOLE = ("chain", (), "forward")  # among the operations' times: of all of them
 TINY = 8  # sequence length of the models whose steps are overhead
 
 Say = Callable[[str], None]
-Cell = tuple[Job, Setup]
+Cell = tuple[Workload, Setup]
 Samples = dict[Any, list[float]]
 
 
 def measure(
-    job: Job,
+    workload: Workload,
     setups: Sequence[Setup],
     *,
     threads: int | None = None,
@@ -79,7 +79,7 @@ def measure(
     keep: bool = True,
     say: Say = lambda line: None,
 ) -> MeasuredRates:
-    """Rates of this machine for ways to train a job, which all have the same number of ranks.
+    """Rates of this machine for ways to train a workload, which all have the same number of ranks.
 
     Args:
         threads: CPU threads a rank; None: as `fastpar train` would choose.
@@ -100,7 +100,7 @@ def measure(
     threads = threads_per_rank(threads, ranks)
     seconds = seconds or (QUICK_SECONDS if quick else SECONDS)
     with RankPool(ranks, threads=threads, device=setups[0].device_type) as pool:
-        rates = measure_cells(pool, [(job, s) for s in setups], seconds=seconds, say=say)
+        rates = measure_cells(pool, [(workload, s) for s in setups], seconds=seconds, say=say)
     if keep:
         keep_rates(rates)
     return rates
@@ -124,7 +124,7 @@ def keep_rates(rates: MeasuredRates) -> None:
 def measure_cells(
     pool: RankPool, cells: Sequence[Cell], *, seconds: float, say: Say = lambda line: None
 ) -> MeasuredRates:
-    """Rates for these jobs and setups by the ranks of a pool."""
+    """Rates for these workloads and setups by the ranks of a pool."""
     at_work = cores_at_work()
     tiny = {overhead_key(setup): _tiny_cells(setup) for _, setup in cells}
     chains = _distinct_chains([*cells, *(cell for four in tiny.values() for cell in four[:2])])
@@ -201,11 +201,11 @@ def _spread(samples: Sequence[float]) -> float:
 def _distinct_chains(cells: Iterable[Cell]) -> list[list[Cell]]:
     """Cells of the same operations together: one chain serves them all."""
     found: dict[Any, list[Cell]] = {}
-    for job, setup in cells:
+    for workload, setup in cells:
         sequence = setup.sequence_parallel and setup.tp > 1
         adds = setup.grad_accum_steps > 1
-        key = (job.shape, setup.micro_batch_size, setup.tp, sequence, adds, meets_often(setup))
-        found.setdefault(key, []).append((job, setup))
+        key = (workload.shape, setup.micro_batch_size, setup.tp, sequence, adds, meets_often(setup))
+        found.setdefault(key, []).append((workload, setup))
     return list(found.values())
 
 
@@ -221,10 +221,10 @@ def _time_chains(
     stop, rounds = time.monotonic() + seconds, 0
     while rounds < LEAST_ROUNDS or time.monotonic() < stop:
         for number, same in enumerate(chains):
-            job, setup = same[0]
+            workload, setup = same[0]
             shards = sorted({s.n_shards for _, s in same})
             adds = any(s.grad_accum_steps > 1 for _, s in same)
-            ranks = pool.call(_run_chain, number, job, setup, shards, adds)
+            ranks = pool.call(_run_chain, number, workload, setup, shards, adds)
             often = meets_often(setup) and not shared
             for key, values in waited_for(ranks, each_operation=often).items():
                 found[key].extend(values)
@@ -249,7 +249,7 @@ def waited_for(ranks: Sequence[Samples], *, each_operation: bool) -> Samples:
 
 
 def _run_chain(
-    rank: Rank, number: int, job: Job, setup: Setup, shards: list[int], adds: bool
+    rank: Rank, number: int, workload: Workload, setup: Setup, shards: list[int], adds: bool
 ) -> Samples:
     """One turn of a chain on a rank: a step that warms up, and steps that count."""
     chains = rank.kept.setdefault("chains", {})
@@ -258,7 +258,7 @@ def _run_chain(
         if sum(c.n_elements for c, _ in chains.values()) > KEPT_ELEMENTS:
             chains.clear()
             gc.collect()
-        chain = Chain(job, setup, device)
+        chain = Chain(workload, setup, device)
         chains[number] = chain, [_Update(chain, n) for n in shards]
     chain, updates = chains[number]
     found: Samples = defaultdict(list)
@@ -318,7 +318,7 @@ def _rates_of_ops(
 ) -> dict[OpKey, Rate]:
     """What was measured, by the names and sizes that ops_of() gives."""
     found: dict[OpKey, Rate] = {}
-    for op in (op for same in chains for job, setup in same for op in ops_of(job, setup)):
+    for op in (op for same in chains for workload, setup in same for op in ops_of(workload, setup)):
         key = op.name, op.shape, op.direction
         if samples.get(key):
             found[key] = Rate(average(samples[key]), op.flops, op.bytes)
@@ -332,11 +332,11 @@ def _time_sends(
     pool: RankPool, cells: Sequence[Cell], seconds: float
 ) -> dict[str, list[tuple[float, float]]]:
     """(bytes, seconds) by kind and ranks."""
-    asked: dict[str, tuple[Send, Setup, set[float]]] = {}
-    for job, setup in cells:
-        for send in sends_of(job, setup):
+    asked: dict[str, tuple[CommOp, Setup, set[float]]] = {}
+    for workload, setup in cells:
+        for send in comm_ops_of(workload, setup):
             if send.axis != "control" and send.ranks > 1:
-                _, _, sizes = asked.setdefault(send_key(send), (send, setup, set()))
+                _, _, sizes = asked.setdefault(comm_key(send), (send, setup, set()))
                 sizes.add(min(send.bytes, MOST_SENT))
     found: dict[str, list[tuple[float, float]]] = {}
     for key, (send, setup, sizes) in asked.items():
@@ -359,7 +359,7 @@ def spaced(low: float, high: float, count: int = 4) -> list[int]:
     return sorted({int(-(-low * ratio**i // 1024) * 1024) for i in range(count)})
 
 
-def _run_send(rank: Rank, send: Send, size: int, transport: str, seconds: float) -> list[float]:
+def _run_send(rank: Rank, send: CommOp, size: int, transport: str, seconds: float) -> list[float]:
     """Seconds of one exchange after the other on a rank; every group of so many ranks at once."""
     groups = rank.kept.setdefault("groups", {})
     if send.ranks not in groups:
@@ -378,7 +378,7 @@ def _run_send(rank: Rank, send: Send, size: int, transport: str, seconds: float)
     whole = group.empty(numel, torch.float32).zero_()
     part = numel // send.ranks
     mine = whole[group.rank * part : (group.rank + 1) * part]
-    later = send.axis != "tp"  # see send_key()
+    later = send.axis != "tp"  # see comm_key()
     calls: dict[str, Callable[[], Any]] = {
         "all_reduce": lambda: group.all_reduce(whole, async_op=later),
         "reduce_scatter": lambda: group.reduce_scatter(mine, whole, async_op=later),
@@ -417,7 +417,7 @@ def _tiny_cells(setup: Setup) -> list[Cell]:
     for layers, micro in itertools.product((1, 3), (1, 3)):
         shape = GPTConfig(layers, heads, 8 * heads, TINY, 128, dropout=0.0)
         tiny = replace(setup, micro_batch_size=setup.tp, grad_accum_steps=micro, bucket_mb=None)
-        cells.append((Job(shape, tiny.dp * tiny.micro_batch_size * micro), tiny))
+        cells.append((Workload(shape, tiny.dp * tiny.micro_batch_size * micro), tiny))
     return cells
 
 
@@ -437,10 +437,10 @@ def _overheads(
     return found
 
 
-def known_s(job: Job, setup: Setup, rates: MeasuredRates) -> float:
+def known_s(workload: Workload, setup: Setup, rates: MeasuredRates) -> float:
     """Seconds of the operations and exchanges of a step, one after the other."""
-    ops = sum(op.count * rates.op_s(op) for op in ops_of(job, setup))
-    return ops + sum(send.count * rates.send_s(send) for send in sends_of(job, setup))
+    ops = sum(op.count * rates.op_s(op) for op in ops_of(workload, setup))
+    return ops + sum(send.count * rates.comm_s(send) for send in comm_ops_of(workload, setup))
 
 
 def solve(beyond: Sequence[float]) -> Overhead:
@@ -458,20 +458,20 @@ def solve(beyond: Sequence[float]) -> Overhead:
 
 def _run_tiny(rank: Rank, cells: list[Cell], seconds: float) -> list[list[float]]:
     """Seconds of steps of every cell on a rank, in turns."""
-    trials = [Trial(job, setup, rank.mesh(setup.tp)) for job, setup in cells]
+    runs = [ShortRun(workload, setup, rank.mesh(setup.tp)) for workload, setup in cells]
     found: list[list[float]] = [[] for _ in cells]
-    for trial in trials:
-        trial.seconds(3)
+    for run in runs:
+        run.seconds(3)
     rank.barrier()
     start = time.perf_counter()
-    for trial in trials:
-        trial.seconds(1)
+    for run in runs:
+        run.seconds(1)
     once: list[Any] = [time.perf_counter() - start]
     if rank.world_size > 1:
         dist.broadcast_object_list(once, 0)
     for _ in range(max(8, min(60, int(seconds / max(once[0], 1e-6))))):
-        for number, trial in enumerate(trials):
-            found[number] += trial.seconds(1)
-    del trials
+        for number, run in enumerate(runs):
+            found[number] += run.seconds(1)
+    del runs
     gc.collect()
     return found

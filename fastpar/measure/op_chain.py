@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fastpar.config.config import VOCAB_MULTIPLE
-from fastpar.cost.workload import Job, Setup
+from fastpar.cost.workload import Workload, Setup
 from fastpar.kernels import (
     Rng,
     attention_qkvpacked,
@@ -103,22 +103,22 @@ class Chain:
     """One rank's operations of a micro-batch: a GPT without what its ranks exchange.
 
     Args:
-        n_layer: of the chain; None is the job's.
+        n_layer: of the chain; None is the workload's.
         seed: of weights and tokens.
     """
 
     def __init__(
         self,
-        job: Job,
+        workload: Workload,
         setup: Setup,
         device: torch.device,
         *,
         n_layer: int | None = None,
         seed: int = 0,
     ) -> None:
-        shape, tp = job.shape, setup.tp
+        shape, tp = workload.shape, setup.tp
         self.rows = setup.micro_batch_size  # B
-        self.width, self.time = shape.n_embd, job.seq_len
+        self.width, self.time = shape.n_embd, workload.seq_len
         self.tokens = self.rows * self.time
         self.mine = -(-self.tokens // tp) if setup.sequence_parallel else self.tokens
         self.heads = shape.n_head // tp

@@ -1,4 +1,4 @@
-"""A few steps of a job in this process, without a run: the trainer's step on random tokens.
+"""A few steps of a workload in this process, without a run: the trainer's step on random tokens.
 
 What is measured beside a prediction (plan_check.py) and where its fixed costs come from
 (measure.py). The step is that of train.py without its journal, guards and signals.
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from fastpar.comm.mesh import Mesh
-from fastpar.cost.workload import Job, Setup
+from fastpar.cost.workload import Workload, Setup
 from fastpar.data.batches import sample_batch
 from fastpar.kernels import make_key
 from fastpar.models.gpt import GPT
@@ -26,18 +26,18 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SEED = 1
 
 
-class Trial:
-    """The model of a job, set up on the ranks, and steps of it.
+class ShortRun:
+    """The model of a workload, set up on the ranks, and steps of it.
 
     Args:
         mesh: of setup.world_size ranks, with setup.tp.
     Ranks: all.
     """
 
-    def __init__(self, job: Job, setup: Setup, mesh: Mesh) -> None:
-        self.job, self.setup, self.mesh = job, setup, mesh
-        config, dtype = setup.config(job), DTYPES[setup.dtype]
-        model = GPT(job.shape, seed=SEED).to(mesh.device, dtype)
+    def __init__(self, workload: Workload, setup: Setup, mesh: Mesh) -> None:
+        self.workload, self.setup, self.mesh = workload, setup, mesh
+        config, dtype = setup.config(workload), DTYPES[setup.dtype]
+        model = GPT(workload.shape, seed=SEED).to(mesh.device, dtype)
         parallelize(
             model,
             mesh,
@@ -54,16 +54,16 @@ class Trial:
         recompute(model, setup.activation_checkpointing)
         self.model, self.engine = model, engine_of(model)
         self.optimizer = make_optimizer(model, config.optim, dtype=dtype, seed=SEED)
-        rows = max(4 * job.batch_size, 8)
+        rows = max(4 * workload.batch_size, 8)
         generator = np.random.default_rng(SEED)
         self._tokens = generator.integers(
-            job.shape.vocab_size, size=(rows + 1) * job.seq_len + 1
-        ).astype(np.uint16 if job.shape.vocab_size <= 1 << 16 else np.uint32)
+            workload.shape.vocab_size, size=(rows + 1) * workload.seq_len + 1
+        ).astype(np.uint16 if workload.shape.vocab_size <= 1 << 16 else np.uint32)
         self._next = 0
 
     def step(self) -> None:
         """One optimizer step, as Trainer.train_step()."""
-        job, setup, mesh = self.job, self.setup, self.mesh
+        workload, setup, mesh = self.workload, self.setup, self.mesh
         self.model.train()
         loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
         for j in range(setup.grad_accum_steps):
@@ -73,7 +73,7 @@ class Trial:
                 seed=SEED,
                 first_sample=first,
                 n_samples=setup.micro_batch_size,
-                block_size=job.seq_len,
+                block_size=workload.seq_len,
                 device=mesh.device,
             )
             key = to_device(make_key(SEED, first), mesh.device)
@@ -83,7 +83,7 @@ class Trial:
         self.engine.contribute(loss.reshape(1))
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self._next += job.batch_size
+        self._next += workload.batch_size
         assert self.optimizer.grad_norm is not None
         if mesh.device.type == "cpu":
             self.optimizer.grad_norm.item()  # the trainer reads every step's numbers

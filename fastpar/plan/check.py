@@ -1,7 +1,7 @@
 """`fastpar plan --check`: small layouts are predicted, run for real on this machine, and compared.
 
 For every number of ranks one group of processes measures a cell's rates (measure.py) and trains
-it for a few steps (trial.py), by turns: step time is the median over steps of the slowest rank's,
+it for a few steps (run.py), by turns: step time is the median over steps of the slowest rank's,
 memory the peak of one step of the fullest rank (step_memory.py). What is reported is the
 distribution of the errors, predicted / measured - 1, of all cells; none is left out.
 """
@@ -23,11 +23,11 @@ from fastpar.cost.measured_rates import MeasuredRates
 from fastpar.cost.memory_model import predict_memory
 from fastpar.cost.step_memory import StepMemory, held_bytes
 from fastpar.cost.step_time import StepTime, predict_step
-from fastpar.cost.workload import Job, Setup
+from fastpar.cost.workload import Workload, Setup
 from fastpar.kernels.linear_cross_entropy import release_workspaces
 from fastpar.measure.measure import Cell, keep_rates, measure_cells
 from fastpar.measure.rank_pool import Rank, RankPool
-from fastpar.measure.short_run import Trial, slowest
+from fastpar.measure.short_run import ShortRun, slowest
 from fastpar.plan.check_picture import draw_check
 from fastpar.train.launch import available_cores
 
@@ -177,7 +177,7 @@ def cell(
     accum: int,
     device: str = "cpu",
 ) -> Cell:
-    """A job with the batch that this setup makes of it."""
+    """A workload with the batch that this setup makes of it."""
     on_gpu = device == "cuda"
     setup = Setup(
         world_size=ranks,
@@ -192,12 +192,12 @@ def cell(
         device_type=device,
         transport="nccl" if on_gpu else "shm",
     )
-    return Job(shape, setup.dp * micro * accum), setup
+    return Workload(shape, setup.dp * micro * accum), setup
 
 
-def title_of(job: Job, setup: Setup) -> str:
+def title_of(workload: Workload, setup: Setup) -> str:
     """A cell in a few words."""
-    shape, s = job.shape, setup
+    shape, s = workload.shape, setup
     layout = f"tp {s.tp}" if s.tp > 1 else ""
     layout += (" x " if layout and s.dp > 1 else "") + (f"ZeRO-{s.zero_stage}" if s.dp > 1 else "")
     return (
@@ -229,40 +229,40 @@ def check_cells(
         say(f"{ranks} rank{'s' * (ranks > 1)}: {len(cells)} layouts")
         kept: MeasuredRates | None = None
         spreads, rows = [], []
-        for job, setup in cells:
+        for workload, setup in cells:
             found = []
             for _ in range(turns):
-                rates = measure_cells(pool, [(job, setup)], seconds=seconds / len(cells) / turns)
-                answers = pool.call(run_cell, job, setup, steps_s / turns)
-                found.append((predict_step(job, setup, rates), answers))
+                rates = measure_cells(pool, [(workload, setup)], seconds=seconds / len(cells) / turns)
+                answers = pool.call(run_cell, workload, setup, steps_s / turns)
+                found.append((predict_step(workload, setup, rates), answers))
                 kept = kept or MeasuredRates(rates.about)
                 was_busy = kept.about["busy"]
                 kept.update(rates)
                 kept.about["busy"] = was_busy or rates.about["busy"]
                 spreads.append(rates.about["spread"])
-            rows.append(make_row(job, setup, found, threads))
+            rows.append(make_row(workload, setup, found, threads))
             say(f"  {describe_row(rows[-1])}")
     assert kept is not None
     kept.about["spread"] = statistics.median(spreads)
     return rows, kept
 
 
-def run_cell(rank: Rank, job: Job, setup: Setup, seconds: float) -> tuple[list[float], int]:
+def run_cell(rank: Rank, workload: Workload, setup: Setup, seconds: float) -> tuple[list[float], int]:
     """On a rank: seconds of steps, and the peak of bytes in a further one."""
     release_workspaces()  # those of a larger model before
-    trial = Trial(job, setup, rank.mesh(setup.tp))
-    trial.seconds(WARM_UP)
+    run = ShortRun(workload, setup, rank.mesh(setup.tp))
+    run.seconds(WARM_UP)
     rank.barrier()
     start = time.perf_counter()
-    trial.seconds(1)
+    run.seconds(1)
     count = _same_everywhere(rank, seconds / (time.perf_counter() - start))
-    times = trial.seconds(max(FEWEST, min(MOST, int(count))))
+    times = run.seconds(max(FEWEST, min(MOST, int(count))))
     gc.collect()
     rank.barrier()
-    held = held_bytes(trial.engine, trial.optimizer)
+    held = held_bytes(run.engine, run.optimizer)
     with StepMemory(rank.mesh(setup.tp).device, alive_bytes=held) as memory:
-        trial.step()
-    del trial
+        run.step()
+    del run
     gc.collect()
     return times, memory.peak_bytes
 
@@ -279,19 +279,19 @@ def _same_everywhere(rank: Rank, value: float) -> float:
 
 
 def make_row(
-    job: Job,
+    workload: Workload,
     setup: Setup,
     turns: Sequence[tuple[StepTime, Sequence[tuple[list[float], int]]]],
     threads: int,
 ) -> Row:
     """The row of a cell from each turn's prediction and what its ranks answered."""
-    memory = predict_memory(job, setup)
+    memory = predict_memory(workload, setup)
     step = sorted((step for step, _ in turns), key=lambda s: s.step_s)[len(turns) // 2]
     times = [t for _, answers in turns for t in slowest([seconds for seconds, _ in answers])]
     p20, *_, p80 = statistics.quantiles(times, n=5)
     kinds = {name: int(value) for name, value in asdict(memory).items() if value}
     return Row(
-        title_of(job, setup),
+        title_of(workload, setup),
         setup.world_size,
         threads,
         memory.total,

@@ -20,7 +20,7 @@ from fastpar.cost.datasheet import DatasheetRates
 from fastpar.cost.devices import Cluster, device_table, find_device, larger_device
 from fastpar.cost.operations import Rates
 from fastpar.cost.step_time import cost_per_billion_tokens
-from fastpar.cost.workload import Job, Setup
+from fastpar.cost.workload import Workload, Setup
 from fastpar.data.tokenizer import GPT2_VOCABULARY, name_for
 from fastpar.plan.search import (
     Estimate,
@@ -108,27 +108,27 @@ def run(command: PlanCommand) -> int:
     _check_counts(command)
     if command.measure:
         command = _this_machine(command)
-    job, template = _job(command), _template(command)
+    workload, template = _workload(command), _template(command)
     cluster = _cluster(command)
-    rates, rates_text = _rates(command, job, template, cluster)
+    rates, rates_text = _rates(command, workload, template, cluster)
     limit = limit_bytes(command, cluster)
-    estimates = search(job, template, rates=rates, limit_bytes=limit, per_node=cluster.per_node)
+    estimates = search(workload, template, rates=rates, limit_bytes=limit, per_node=cluster.per_node)
     if not estimates:
-        near = " or ".join(map(str, possible_batches(job, template, cluster.per_node)))
+        near = " or ".join(map(str, possible_batches(workload, template, cluster.per_node)))
         raise ValueError(
-            f"plan: expected a batch_size that the ranks divide, got batch_size={job.batch_size} "
+            f"plan: expected a batch_size that the ranks divide, got batch_size={workload.batch_size} "
             f"with gpus={command.gpus}; use --batch-size {near}, or another --gpus"
         )
     if estimates[0].time is None:
-        _nothing_fits(command, job, template, cluster, estimates)
+        _nothing_fits(command, workload, template, cluster, estimates)
     winner = estimates[0]
-    problem = refused(job, winner.setup)
+    problem = refused(workload, winner.setup)
     assert problem is None, problem
     whose_peak = peak_text(command, cluster, rates, template.dtype)
-    text = report(command, job, cluster, estimates, limit, rates_text, whose_peak)
+    text = report(command, workload, cluster, estimates, limit, rates_text, whose_peak)
     print(text)
     if command.json is not None:
-        _write_json(Path(command.json), command, job, cluster, estimates, limit, rates_text)
+        _write_json(Path(command.json), command, workload, cluster, estimates, limit, rates_text)
     return 0
 
 
@@ -176,7 +176,7 @@ def _this_machine(command: PlanCommand) -> PlanCommand:
     return replace(command, gpu="cpu")
 
 
-def _job(command: PlanCommand) -> Job:
+def _workload(command: PlanCommand) -> Workload:
     on_cpu = find_device(command.gpu).kind == "cpu"
     vocab = command.vocab_size or (CPU_VOCABULARY if on_cpu else GPT2_VOCABULARY)
     given = {n: getattr(command, n) for n in ("n_layer", "n_head", "n_embd")}
@@ -187,7 +187,7 @@ def _job(command: PlanCommand) -> Job:
     rows = command.batch_size
     if rows is None:
         rows = 8 if on_cpu else max(1, TOKENS_PER_STEP // shape.block_size)
-    return Job(shape, rows)
+    return Workload(shape, rows)
 
 
 def _template(command: PlanCommand) -> Setup:
@@ -237,7 +237,7 @@ def limit_bytes(command: PlanCommand, cluster: Cluster) -> float:
     return usable_bytes(cluster) * (1 - command.headroom)
 
 
-def _rates(command: PlanCommand, job: Job, template: Setup, cluster: Cluster) -> tuple[Rates, str]:
+def _rates(command: PlanCommand, workload: Workload, template: Setup, cluster: Cluster) -> tuple[Rates, str]:
     """What the machine does, and where that is known from."""
     sheet = DatasheetRates(cluster, template)
     if not command.measure:
@@ -248,17 +248,17 @@ def _rates(command: PlanCommand, job: Job, template: Setup, cluster: Cluster) ->
     from fastpar.measure.measure import measure
 
     limit = limit_bytes(command, cluster)
-    first = search(job, template, rates=sheet, limit_bytes=limit, per_node=cluster.per_node)
+    first = search(workload, template, rates=sheet, limit_bytes=limit, per_node=cluster.per_node)
     setups = [e.setup for e in first if e.time is not None][:12]
     if not setups:
         return sheet, f"data sheet of {cluster.device.name}"
-    measured = measure(job, setups, quick=command.quick)
+    measured = measure(workload, setups, quick=command.quick)
     return measured, str(measured)
 
 
 def _nothing_fits(
     command: PlanCommand,
-    job: Job,
+    workload: Workload,
     template: Setup,
     cluster: Cluster,
     estimates: Sequence[Estimate],
@@ -266,7 +266,7 @@ def _nothing_fits(
     least, limit = min(estimates, key=lambda e: e.memory.total), limit_bytes(command, cluster)
     whole, used = usable_bytes(cluster), 1 - command.headroom
     ways = smallest_changes(
-        job,
+        workload,
         template,
         limit_bytes=limit,
         per_node=cluster.per_node,
@@ -276,7 +276,7 @@ def _nothing_fits(
         ways.insert(0, "--headroom 0 (nothing stays free)")
     raise ValueError(
         f"plan: expected a model that fits into {limit / 1e9:,.1f} GB a rank ({whole / 1e9:,.1f} "
-        f"GB less a headroom of {command.headroom:.0%}), got {job.n_parameters:,} parameters, "
+        f"GB less a headroom of {command.headroom:.0%}), got {workload.n_parameters:,} parameters, "
         f"which on {layout_text(least.setup)} with {_recompute(least.setup)} take {least.memory}; "
         "use " + ", or ".join([*ways, "a smaller model"])
     )
@@ -296,7 +296,7 @@ def layout_text(setup: Setup) -> str:
 
 def report(
     command: PlanCommand,
-    job: Job,
+    workload: Workload,
     cluster: Cluster,
     estimates: Sequence[Estimate],
     limit: float,
@@ -304,13 +304,13 @@ def report(
     whose_peak: str,
 ) -> str:
     """Tables and words for people."""
-    shape, winner = job.shape, estimates[0]
+    shape, winner = workload.shape, estimates[0]
     best = families(estimates)
     fitting = [e for e in best if e.time is not None]
     lines = [
         f"model    {command.model}: {shape.n_layer} layers, {shape.n_head} heads, {shape.n_embd} "
-        f"wide, {job.n_parameters:,} parameters",
-        f"step     {job.tokens_per_step:,} tokens: {job.batch_size} sequences of {job.seq_len:,}",
+        f"wide, {workload.n_parameters:,} parameters",
+        f"step     {workload.tokens_per_step:,} tokens: {workload.batch_size} sequences of {workload.seq_len:,}",
         f"machine  {cluster}; {limit / 1e9:,.1f} GB a rank for tensors, "
         f"{command.headroom:.0%} less than there are (--headroom)",
         f"rates    {rates_text}",
@@ -347,7 +347,7 @@ def report(
         "time     "
         + ", ".join(f"{k} {s * 1e3:.3g} ms" for k, s in winner.time.parts.items() if s > 0),
         "",
-        *command_lines(command, job, cluster, winner.setup),
+        *command_lines(command, workload, cluster, winner.setup),
     ]
     return "\n".join(lines)
 
@@ -401,10 +401,10 @@ def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def flags(command: PlanCommand, job: Job, setup: Setup) -> list[str]:
+def flags(command: PlanCommand, workload: Workload, setup: Setup) -> list[str]:
     """Of `fastpar train`, for a layout; what is the trainer's default anyway is left out."""
     size = PRESETS[command.model]
-    changed = setup.settings(job)
+    changed = setup.settings(workload)
     defaults: dict[str, Any] = {
         **TrainConfig().settings(),
         "n_layer": size.n_layer,
@@ -417,7 +417,7 @@ def flags(command: PlanCommand, job: Job, setup: Setup) -> list[str]:
     # Decided in the same way by the trainer itself.
     automatic = {"accumulate": accumulate, "grad_dtype": "fp32", "reduce_dtype": "fp32"}
     words = ["--model", command.model]
-    vocabulary = job.shape.vocab_size
+    vocabulary = workload.shape.vocab_size
     if vocabulary != CPU_VOCABULARY:
         words += ["--tokenizer", name_for(vocabulary)]
     for name, value in changed.items():
@@ -430,9 +430,9 @@ def flags(command: PlanCommand, job: Job, setup: Setup) -> list[str]:
     return words
 
 
-def command_lines(command: PlanCommand, job: Job, cluster: Cluster, setup: Setup) -> list[str]:
+def command_lines(command: PlanCommand, workload: Workload, cluster: Cluster, setup: Setup) -> list[str]:
     """What to type, on one machine or on several."""
-    words = " ".join(flags(command, job, setup))
+    words = " ".join(flags(command, workload, setup))
     nodes = -(-cluster.n_devices // cluster.per_node)
     if nodes == 1:
         nproc = f" --nproc {cluster.n_devices}" if cluster.n_devices > 1 else ""
@@ -448,7 +448,7 @@ def command_lines(command: PlanCommand, job: Job, cluster: Cluster, setup: Setup
 def _write_json(
     path: Path,
     command: PlanCommand,
-    job: Job,
+    workload: Workload,
     cluster: Cluster,
     estimates: Sequence[Estimate],
     limit: float,
@@ -456,9 +456,9 @@ def _write_json(
 ) -> None:
     content = {
         "command": asdict(command),
-        "shape": asdict(job.shape),
-        "batch_size": job.batch_size,
-        "parameters": job.n_parameters,
+        "shape": asdict(workload.shape),
+        "batch_size": workload.batch_size,
+        "parameters": workload.n_parameters,
         "machine": str(cluster),
         "rates": rates_text,
         "limit_bytes": limit,

@@ -1,4 +1,4 @@
-"""Every layout that the runtime can train a job with, what each would cost, and why one wins.
+"""Every layout that the runtime can train a workload with, what each would cost, and why one wins.
 
 A layout is refused here exactly where `fastpar train` refuses it: each candidate is turned into the
 run's settings, which check themselves. What does not fit is kept, to say by how much.
@@ -13,7 +13,7 @@ from typing import Any
 from fastpar.cost.memory_model import Memory, predict_memory
 from fastpar.cost.operations import Rates
 from fastpar.cost.step_time import StepTime, predict_step
-from fastpar.cost.workload import Job, Setup
+from fastpar.cost.workload import Workload, Setup
 
 MAX_MICRO_BATCH_TOKENS = 131072  # of a rank: matrices of more rows are no faster
 CHECKPOINTING = ("none", "selective", "full")
@@ -40,7 +40,7 @@ def divisors(n: int) -> list[int]:
     return small + [n // k for k in reversed(small) if k * k != n]
 
 
-def splits(job: Job, template: Setup, per_node: int) -> Iterator[Setup]:
+def splits(workload: Workload, template: Setup, per_node: int) -> Iterator[Setup]:
     """Every (tp, stage, shard size) that divides what it has to, with a micro-batch of 1.
 
     tp stays inside a node: across nodes every layer would wait for the network.
@@ -48,11 +48,11 @@ def splits(job: Job, template: Setup, per_node: int) -> Iterator[Setup]:
     world = template.world_size
     for tp in divisors(world):
         dp = world // tp
-        if tp > per_node or job.shape.n_head % tp or job.batch_size % dp:
+        if tp > per_node or workload.shape.n_head % tp or workload.batch_size % dp:
             continue
         if tp > 1 and template.moment_dtype == "int8":
             continue
-        sequence_parallel = job.seq_len % tp == 0
+        sequence_parallel = workload.seq_len % tp == 0
         base = replace(template, tp=tp, sequence_parallel=sequence_parallel)
         in_node = per_node // tp
         shards = {n for n in (in_node, 8 * in_node) if 1 < n < dp and dp % n == 0}
@@ -63,7 +63,7 @@ def splits(job: Job, template: Setup, per_node: int) -> Iterator[Setup]:
 
 
 def search(
-    job: Job,
+    workload: Workload,
     template: Setup,
     *,
     rates: Rates,
@@ -82,12 +82,12 @@ def search(
         per_node: ranks on a node.
     """
     found = []
-    for split in splits(job, template, per_node):
-        rows = job.batch_size // split.dp
+    for split in splits(workload, template, per_node):
+        rows = workload.batch_size // split.dp
         for mode in checkpointing:
             best: Estimate | None = None
             for micro in divisors(rows):
-                if micro > 1 and micro * job.seq_len > MAX_MICRO_BATCH_TOKENS:
+                if micro > 1 and micro * workload.seq_len > MAX_MICRO_BATCH_TOKENS:
                     break
                 setup = replace(
                     split,
@@ -95,11 +95,11 @@ def search(
                     grad_accum_steps=rows // micro,
                     activation_checkpointing=mode,
                 )
-                memory = predict_memory(job, setup)
+                memory = predict_memory(workload, setup)
                 if memory.total > limit_bytes:  # and so will larger ones be
                     best = best or Estimate(setup, memory, None)
                     break
-                time = predict_step(job, setup, rates)
+                time = predict_step(workload, setup, rates)
                 if best is None or best.time is None or time.step_s < best.time.step_s:
                     best = Estimate(setup, memory, time)
             if best is not None:
@@ -155,19 +155,19 @@ def why_not(loser: Estimate, winner: Estimate, limit_bytes: float) -> str:
     return f"{100 * slower:.1f} % slower: " + ", ".join(shown)
 
 
-def refused(job: Job, setup: Setup) -> str | None:
+def refused(workload: Workload, setup: Setup) -> str | None:
     """Why the runtime would refuse a layout; None: it would not."""
     if setup.shard_size is not None and setup.dp % setup.shard_size:
         return f"shard_size={setup.shard_size} does not divide dp={setup.dp}"
     try:
-        setup.config(job)
+        setup.config(workload)
     except ValueError as error:
         return str(error)
     return None
 
 
 def smallest_changes(
-    job: Job,
+    workload: Workload,
     template: Setup,
     *,
     limit_bytes: float,
@@ -180,18 +180,18 @@ def smallest_changes(
         larger: bytes -> a kind of device whose ranks have so many, or None.
     """
 
-    def least(job: Job, template: Setup, per_node: int) -> float:
+    def least(workload: Workload, template: Setup, per_node: int) -> float:
         """Bytes of the layout that takes the least."""
         sizes = [
             predict_memory(
-                job,
+                workload,
                 replace(
                     split,
-                    grad_accum_steps=job.batch_size // split.dp,
+                    grad_accum_steps=workload.batch_size // split.dp,
                     activation_checkpointing="full",
                 ),
             ).total
-            for split in splits(job, template, per_node)
+            for split in splits(workload, template, per_node)
         ]
         return min(sizes, default=float("inf"))
 
@@ -206,34 +206,34 @@ def smallest_changes(
     ):
         if "master_weights" in changes and template.dtype != "bf16":
             continue
-        if least(job, replace(template, **changes), per_node) <= limit_bytes:  # type: ignore[arg-type]
+        if least(workload, replace(template, **changes), per_node) <= limit_bytes:  # type: ignore[arg-type]
             ways.append(flags)
             break
-    length = job.seq_len // 2
+    length = workload.seq_len // 2
     while length >= 64:
-        shape = replace(job.shape, block_size=length)
-        if least(replace(job, shape=shape), template, per_node) <= limit_bytes:
+        shape = replace(workload.shape, block_size=length)
+        if least(replace(workload, shape=shape), template, per_node) <= limit_bytes:
             ways.append(f"--seq-len {length}")
             break
         length //= 2
     for factor in (2, 3, 4, 6, 8, 12, 16, 32, 64):
         world = template.world_size * factor
         node = max(per_node, min(8, world)) if per_node == template.world_size else per_node
-        if least(job, replace(template, world_size=world), node) <= limit_bytes:
+        if least(workload, replace(template, world_size=world), node) <= limit_bytes:
             ways.append(f"--gpus {world}")
             break
-    device = larger(least(job, template, per_node))
+    device = larger(least(workload, template, per_node))
     if device is not None:
         ways.append(f"--gpu {device}")
     return ways
 
 
-def possible_batches(job: Job, template: Setup, per_node: int, n: int = 3) -> list[int]:
+def possible_batches(workload: Workload, template: Setup, per_node: int, n: int = 3) -> list[int]:
     """The nearest batch sizes that some split of these ranks divides."""
     world = template.world_size
-    dps = [world // tp for tp in divisors(world) if tp <= per_node and job.shape.n_head % tp == 0]
+    dps = [world // tp for tp in divisors(world) if tp <= per_node and workload.shape.n_head % tp == 0]
     smallest = min(dps)
-    below = job.batch_size // smallest * smallest
+    below = workload.batch_size // smallest * smallest
     near = {below, below + smallest, below + 2 * smallest, below - smallest} - {0}
-    fits = sorted((b for b in near if b > 0), key=lambda b: abs(b - job.batch_size))
+    fits = sorted((b for b in near if b > 0), key=lambda b: abs(b - workload.batch_size))
     return sorted(fits[:n])

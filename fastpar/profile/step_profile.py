@@ -43,7 +43,7 @@ from fastpar.comm.recorder import (
     window,
 )
 from fastpar.cost.operations import ops_of
-from fastpar.cost.workload import Job, Setup
+from fastpar.cost.workload import Workload, Setup
 from fastpar.kernels import backend
 from fastpar.measure.ceilings import measure_ceilings
 from fastpar.measure.clocks import synchronize
@@ -168,9 +168,9 @@ def measure(trainer: Trainer, steps: int, out: Path | None) -> Found:
     else:
         phases = _fit_to_spans(trace, spans, edges)
     rows = trainer.micro_batch_size * trainer.grad_accum_steps * trainer.mesh.dp_size
-    job = Job(replace(trainer.model.config, block_size=trainer.block_size), rows)
+    workload = Workload(replace(trainer.model.config, block_size=trainer.block_size), rows)
     setup = _setup(trainer)
-    work = ops_of(job, setup)
+    work = ops_of(workload, setup)
     needed = work_of(work)
     phases = [
         p._replace(flops=needed[p.name][0], bytes=needed[p.name][1]) if p.name in needed else p
@@ -178,7 +178,7 @@ def measure(trainer: Trainer, steps: int, out: Path | None) -> Found:
     ]
     situation = _situation(trainer, spans, steps, trace)
     report = Report(
-        Measured(phases, ceilings, job, setup, situation),
+        Measured(phases, ceilings, workload, setup, situation),
         trace.ops,
         work,
         trace.step_ms if device == "cpu" else profiled_ms,

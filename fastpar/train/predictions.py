@@ -29,7 +29,7 @@ from fastpar.cost.memory_model import format_bytes, predict_memory
 from fastpar.cost.operations import Rates
 from fastpar.cost.step_memory import StepMemory, held_bytes
 from fastpar.cost.step_time import predict_step
-from fastpar.cost.workload import Job, Setup
+from fastpar.cost.workload import Workload, Setup
 from fastpar.parallel.agreement import everyone
 from fastpar.parallel.engine import Engine
 from fastpar.parallel.step_report import StepReport
@@ -111,10 +111,10 @@ class Predictions:
 
 def predict(config: TrainConfig, shape: GPTConfig, facts: dict[str, Any]) -> dict[str, Any]:
     """Of a run with these facts: bytes and ms, their parts, and whose rates they are."""
-    job, setup = job_of(config, shape, facts)
-    memory = predict_memory(job, setup)
-    rates, whose = rates_of(job, setup, facts)
-    step = predict_step(job, setup, rates)
+    workload, setup = workload_of(config, shape, facts)
+    memory = predict_memory(workload, setup)
+    rates, whose = rates_of(workload, setup, facts)
+    step = predict_step(workload, setup, rates)
     return {
         "predicted_bytes": memory.total,
         "memory": {name: int(size) for name, size in asdict(memory).items() if size},
@@ -125,7 +125,7 @@ def predict(config: TrainConfig, shape: GPTConfig, facts: dict[str, Any]) -> dic
     }
 
 
-def job_of(config: TrainConfig, shape: GPTConfig, facts: dict[str, Any]) -> tuple[Job, Setup]:
+def workload_of(config: TrainConfig, shape: GPTConfig, facts: dict[str, Any]) -> tuple[Workload, Setup]:
     """What a run trains, and how, in the planner's words."""
     on_gpu = facts["device"] != "CPU"
     setup = Setup.of(
@@ -137,11 +137,11 @@ def job_of(config: TrainConfig, shape: GPTConfig, facts: dict[str, Any]) -> tupl
         device_type="cuda" if on_gpu else "cpu",
         transport=facts["transport"] if facts["transport"] != "none" else "shm",
     )
-    job = Job(replace(shape, block_size=facts["block_size"]), config.text.batch_size)
-    return job, replace(setup, zero_stage=facts["zero_stage"])
+    workload = Workload(replace(shape, block_size=facts["block_size"]), config.text.batch_size)
+    return workload, replace(setup, zero_stage=facts["zero_stage"])
 
 
-def rates_of(job: Job, setup: Setup, facts: dict[str, Any]) -> tuple[Rates, str]:
+def rates_of(workload: Workload, setup: Setup, facts: dict[str, Any]) -> tuple[Rates, str]:
     """The rates of this machine if such ranks have been measured, else a data sheet's; which.
 
     Raises:
@@ -153,7 +153,7 @@ def rates_of(job: Job, setup: Setup, facts: dict[str, Any]) -> tuple[Rates, str]
         dtype=setup.dtype,
         ranks=setup.world_size,
         threads=facts["threads"],
-        dropout=job.shape.dropout > 0,
+        dropout=workload.shape.dropout > 0,
     )
     if found is not None:
         return found, str(found)

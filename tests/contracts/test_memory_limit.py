@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from memory_cells import build, job, setup, step
+from memory_cells import build, workload, setup, step
 
 from fastpar.cost.memory_model import predict_memory
 
@@ -42,8 +42,8 @@ def train_within(name, factor):
 
     torch.set_num_threads(1)
     shape, settings = LAYOUTS[name]
-    one, s, mesh = job(**shape), setup(**settings), Mesh(device="cpu")
-    tiny, small = job(n_layer=1, width=64, tokens=16), setup(**{**settings, "micro_batch_size": 1})
+    one, s, mesh = workload(**shape), setup(**settings), Mesh(device="cpu")
+    tiny, small = workload(n_layer=1, width=64, tokens=16), setup(**{**settings, "micro_batch_size": 1})
     step(*build(tiny, small, mesh), tiny, small, mesh)  # what is loaded at first use
     limit = data_bytes() + round(factor * predict_memory(one, s).total)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))

@@ -5,10 +5,10 @@ import pytest
 from fastpar.config.config import GPTConfig
 from fastpar.cost.datasheet import GENERATIONS, LAUNCH_S, DatasheetRates
 from fastpar.cost.devices import DEVICES, Cluster, find_device
-from fastpar.cost.operations import Op, Send, ops_of, sends_of
-from fastpar.cost.workload import Job, Setup
+from fastpar.cost.operations import Op, CommOp, ops_of, comm_ops_of
+from fastpar.cost.workload import Workload, Setup
 
-JOB = Job(GPTConfig.preset("gpt2-xl", dropout=0.0), 64)
+WORKLOAD = Workload(GPTConfig.preset("gpt2-xl", dropout=0.0), 64)
 
 
 def rates_of(name="a100", n=8, **options):
@@ -24,7 +24,7 @@ def test_nothing_is_faster_than_the_sheet(device):
     """Neither in operations nor in bytes."""
     rates, d = rates_of(device), find_device(device)
     assert set(GENERATIONS) == {other.generation for other in DEVICES}
-    for op in ops_of(JOB, Setup(8, micro_batch_size=8, activation_checkpointing="full")):
+    for op in ops_of(WORKLOAD, Setup(8, micro_batch_size=8, activation_checkpointing="full")):
         assert rates.op_s(op) >= op.flops / d.peak_flops
         if op.name not in ("matmul", "attention"):
             assert rates.op_s(op) >= op.bytes / d.bytes_per_s
@@ -79,8 +79,8 @@ def test_formats_choose_the_peak():
 
 def test_exchanges_are_the_networks():
     rates = rates_of(n=16)
-    send = Send("all_reduce", "dp", 1e9, 16, 1, 1, "")
-    assert rates.send_s(send) == rates.network.seconds("all_reduce", 1e9, 16)
-    assert rates.send_s(send._replace(count=5)) == rates.send_s(send)
-    assert sum(map(rates.send_s, sends_of(JOB, Setup(16, zero_stage=3)))) > 0
+    send = CommOp("all_reduce", "dp", 1e9, 16, 1, 1, "")
+    assert rates.comm_s(send) == rates.network.seconds("all_reduce", 1e9, 16)
+    assert rates.comm_s(send._replace(count=5)) == rates.comm_s(send)
+    assert sum(map(rates.comm_s, comm_ops_of(WORKLOAD, Setup(16, zero_stage=3)))) > 0
     assert (rates.overlap, rates_of("cpu").overlap) == (0.8, 0.0)

@@ -1,7 +1,7 @@
 """The bytes of whole gradients under way, against an engine that is watched while it trains."""
 
 import pytest
-from memory_cells import build, job, setup, step
+from memory_cells import build, workload, setup, step
 
 from fastpar.comm.mesh import Mesh
 from fastpar.cost.gradient_flow import flow_of, sizes_of
@@ -35,7 +35,7 @@ def layout_of(stage, tp):
     """(elements of each bucket, most bytes of whole gradients in a backward) of a run."""
     mesh = Mesh(tp=tp, device="cpu")
     s = setup(world_size=2, zero_stage=stage, tp=tp, bucket_mb=0.25)
-    one = job(**SHAPE)
+    one = workload(**SHAPE)
     model, optimizer = build(one, s, mesh)
     engine, most = engine_of(model), 0
 

@@ -14,12 +14,12 @@ from fastpar.cost.measured_rates import (
     overhead_key,
     rates_folder,
 )
-from fastpar.cost.operations import Op, Send
+from fastpar.cost.operations import Op, CommOp
 from fastpar.cost.step_time import predict_step
-from fastpar.cost.workload import Job, Setup
+from fastpar.cost.workload import Workload, Setup
 
 SETUP = Setup(world_size=2, dtype="fp32", master_weights="none", device_type="cpu", transport="shm")
-JOB = Job(GPTConfig(3, 2, 32, 16, 128, dropout=0.0), 2)
+WORKLOAD = Workload(GPTConfig(3, 2, 32, 16, 128, dropout=0.0), 2)
 
 
 def rates(**about):
@@ -90,7 +90,7 @@ def test_an_unknown_operation_goes_at_the_peak():
 
 
 def send(n_bytes, ranks=2, kind="all_reduce", axis="dp"):
-    return Send(kind, axis, n_bytes, ranks, 1, 1, "")
+    return CommOp(kind, axis, n_bytes, ranks, 1, 1, "")
 
 
 @pytest.mark.parametrize(
@@ -98,44 +98,44 @@ def send(n_bytes, ranks=2, kind="all_reduce", axis="dp"):
     [(10, 1e-4), (1000, 1e-4), (2000, 1.5e-4), (6000, 5e-4), (9000, 8e-4), (18000, 1.6e-3)],
 )
 def test_exchanges_lie_between_what_was_measured(n_bytes, seconds):
-    assert rates().send_s(send(float(n_bytes))) == pytest.approx(seconds)
+    assert rates().comm_s(send(float(n_bytes))) == pytest.approx(seconds)
 
 
 def test_exchanges_of_other_ranks_and_kinds_take_the_nearest():
     known = rates()
-    assert known.send_s(send(1000.0, ranks=3)) == 1e-4
-    assert known.send_s(send(1000.0, ranks=8)) == 3e-4
-    assert known.send_s(send(1000.0, kind="all_gather")) == 1e-4
+    assert known.comm_s(send(1000.0, ranks=3)) == 1e-4
+    assert known.comm_s(send(1000.0, ranks=8)) == 3e-4
+    assert known.comm_s(send(1000.0, kind="all_gather")) == 1e-4
     assert known.scaled == {
         "all_reduce of 3 ranks",
         "all_reduce of 8 ranks",
         "all_gather of 2 ranks",
     }
-    assert known.send_s(send(1000.0, ranks=1)) == 0.0
-    assert known.send_s(send(1000.0, axis="control")) == 0.0, "a part of the overhead"
-    assert MeasuredRates(known.about).send_s(send(1000.0)) == 0.0
+    assert known.comm_s(send(1000.0, ranks=1)) == 0.0
+    assert known.comm_s(send(1000.0, axis="control")) == 0.0, "a part of the overhead"
+    assert MeasuredRates(known.about).comm_s(send(1000.0)) == 0.0
 
 
 def test_exchanges_along_tp_are_apart():
     known = rates()
     known.sends["all_reduce, 2 ranks at once"] = [(1000.0, 7e-5)]
-    assert known.send_s(send(1000.0, axis="tp")) == 7e-5
-    assert known.send_s(send(1000.0)) == 1e-4
+    assert known.comm_s(send(1000.0, axis="tp")) == 7e-5
+    assert known.comm_s(send(1000.0)) == 1e-4
 
 
 def test_overhead_adds_up_and_takes_the_nearest_setup():
     known = rates()
     setup = replace(SETUP, grad_accum_steps=5)
-    assert known.overhead_s(JOB, setup) == pytest.approx(1e-3 + 5 * (2e-3 + 3 * 3e-4) + 3 * 4e-4)
+    assert known.overhead_s(WORKLOAD, setup) == pytest.approx(1e-3 + 5 * (2e-3 + 3 * 3e-4) + 3 * 4e-4)
     assert not known.scaled
     other = replace(SETUP, zero_stage=3, activation_checkpointing="full")
-    assert known.overhead_s(JOB, other) == 5e-3
+    assert known.overhead_s(WORKLOAD, other) == 5e-3
     assert known.scaled == {"overhead of stage 3, tp 1, full"}
-    assert MeasuredRates(known.about).overhead_s(JOB, SETUP) == 0.0
+    assert MeasuredRates(known.about).overhead_s(WORKLOAD, SETUP) == 0.0
 
 
 def test_predict_step_takes_them():
-    found = predict_step(JOB, SETUP, rates())
+    found = predict_step(WORKLOAD, SETUP, rates())
     assert found.parts["other"] == pytest.approx(1e-3 + 2e-3 + 3 * 7e-4)
     assert found.step_s > found.parts["other"]
 

@@ -5,12 +5,12 @@ import itertools
 import time
 
 import pytest
-from memory_cells import job, measure, measure_all, setup
+from memory_cells import workload, measure, measure_all, setup
 
 from fastpar.comm.mesh import Mesh
 from fastpar.config.config import GPTConfig
 from fastpar.cost.memory_model import Memory, predict_memory, predict_states
-from fastpar.cost.workload import Job, Setup
+from fastpar.cost.workload import Workload, Setup
 from fastpar.testing import run_ranks
 
 SHAPES = {
@@ -135,8 +135,8 @@ def measured(cells):
         sorted(cells, key=lambda cell: cell[1].world_size), key=lambda cell: cell[1].world_size
     ):
         several = list(several)
-        jobs = [(job(**SHAPES[shape]), s) for shape, s in several]
-        peaks = run_ranks(measure_all, ranks, jobs, backend="gloo", timeout_s=900)
+        workloads = [(workload(**SHAPES[shape]), s) for shape, s in several]
+        peaks = run_ranks(measure_all, ranks, workloads, backend="gloo", timeout_s=900)
         found |= {cell: max(p) for cell, p in zip(several, zip(*peaks), strict=True)}
     return found
 
@@ -144,7 +144,7 @@ def measured(cells):
 def check(cell, cells):
     """Half of what is promised in fp32; products in 16 bits take scratch that is not predicted."""
     shape, s = cell
-    predicted, rel = predict_memory(job(**SHAPES[shape]), s), 0.025 if s.dtype == "fp32" else 0.05
+    predicted, rel = predict_memory(workload(**SHAPES[shape]), s), 0.025 if s.dtype == "fp32" else 0.05
     assert predicted.total == pytest.approx(measured(tuple(cells))[cell], rel=rel), str(predicted)
 
 
@@ -195,7 +195,7 @@ GPUS = [
 @pytest.mark.parametrize(("name", "mode", "micro_batch"), GPUS)
 def test_predicted_within_five_percent_of_a_gpus_allocator(name, mode, micro_batch):
     s = Setup(activation_checkpointing=mode, micro_batch_size=micro_batch)  # bf16, fp32 masters
-    one = Job(GPTConfig.preset(name), micro_batch)
+    one = Workload(GPTConfig.preset(name), micro_batch)
     predicted = predict_memory(one, s)
     assert predicted.total == pytest.approx(measure(one, s, Mesh()), rel=0.05), str(predicted)
 
@@ -210,7 +210,7 @@ SEVEN_AND_A_HALF_BILLION = GPTConfig(
 @pytest.mark.parametrize(("stage", "published_gb"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])
 def test_the_example_of_the_zero_paper(stage, published_gb):
     """7.5 billion parameters on 64 GPUs, 2 + 2 + 12 bytes (arXiv 1910.02054, figure 1)."""
-    one = Job(SEVEN_AND_A_HALF_BILLION, 64)
+    one = Workload(SEVEN_AND_A_HALF_BILLION, 64)
     assert one.n_parameters == pytest.approx(7.5e9, rel=0.005)
     s = Setup(world_size=64, zero_stage=stage, grad_dtype="bf16", reduce_dtype="bf16")
     assert predict_states(one, s).total == pytest.approx(published_gb * 1e9, rel=0.015)
@@ -225,7 +225,7 @@ def test_the_activations_of_a_published_layer(sp, formula):
     def kept(layers):
         shape = GPTConfig(n_layer=layers, n_head=96, n_embd=h, block_size=s, vocab_size=51200)
         setup = Setup(world_size=8, tp=8, sequence_parallel=sp, micro_batch_size=b)
-        return predict_memory(Job(shape, 1), setup).activations
+        return predict_memory(Workload(shape, 1), setup).activations
 
     layer = (kept(96) - kept(92)) / 4 / (s * b * h)
     masks = 2 / 8 if sp else 2
@@ -237,7 +237,7 @@ def test_the_activations_of_a_published_layer(sp, formula):
 
 def test_a_trillion_parameters_take_no_time():
     shape = GPTConfig(n_layer=128, n_head=160, n_embd=25600, block_size=2048, vocab_size=51200)
-    one = Job(shape, 3072)
+    one = Workload(shape, 3072)
     setups = [
         Setup(world_size=16384, tp=8, zero_stage=stage, micro_batch_size=m, bucket_mb=25.0)
         for stage in range(4)
@@ -252,7 +252,7 @@ def test_a_trillion_parameters_take_no_time():
 
 
 def test_more_of_what_takes_memory_takes_more():
-    one = job(n_layer=6)
+    one = workload(n_layer=6)
     base = setup(world_size=8, micro_batch_size=4)
 
     def total(**changes):
@@ -267,12 +267,12 @@ def test_more_of_what_takes_memory_takes_more():
 
 
 def test_one_rank_runs_stage_0():
-    one = job()
+    one = workload()
     assert predict_memory(one, setup(zero_stage=3)) == predict_memory(one, setup(zero_stage=0))
 
 
 def test_a_pipeline_keeps_as_many_micro_batches_as_stages():
-    one = job(n_layer=8, vocab=64)
+    one = workload(n_layer=8, vocab=64)
     alone = setup(world_size=4, micro_batch_size=8)
     piped = setup(world_size=4, pp=4, micro_batch_size=8, grad_accum_steps=8)
     a, b = predict_memory(one, alone), predict_memory(one, piped)

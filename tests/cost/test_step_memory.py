@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from memory_cells import build, job, setup, step
+from memory_cells import build, workload, setup, step
 
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.shm import ShmCollectives
@@ -93,7 +93,7 @@ def test_memory_that_ranks_share_counts_where_it_was_taken():
 
 def leftovers(stage, tp):
     mesh = Mesh(tp=tp, device="cpu")
-    one, s = job(), setup(world_size=2, zero_stage=stage, tp=tp, micro_batch_size=2)
+    one, s = workload(), setup(world_size=2, zero_stage=stage, tp=tp, micro_batch_size=2)
     model, optimizer = build(one, s, mesh)
     found = []
     for _ in range(4):
@@ -137,8 +137,8 @@ def test_on_a_gpu_it_is_the_allocators_peak():
 def held_and_alive(stage):
     """After two steps of a rank that is a process: nothing else is alive there."""
     from fastpar.comm.mesh import Mesh
-    from fastpar.cost.workload import Job, Setup
-    from fastpar.measure.short_run import Trial
+    from fastpar.cost.workload import Workload, Setup
+    from fastpar.measure.short_run import ShortRun
 
     shape = GPTConfig(3, 2, 64, 16, 300, dropout=0.0)
     setup = Setup(
@@ -150,10 +150,10 @@ def held_and_alive(stage):
         device_type="cpu",
         transport="shm",
     )
-    trial = Trial(Job(shape, 2), setup, Mesh(device="cpu"))
-    trial.seconds(2)
+    run = ShortRun(Workload(shape, 2), setup, Mesh(device="cpu"))
+    run.seconds(2)
     gc.collect()
-    return held_bytes(trial.engine, trial.optimizer), alive_bytes()
+    return held_bytes(run.engine, run.optimizer), alive_bytes()
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -9,9 +9,9 @@ import pytest
 from fastpar.config.config import GPTConfig
 from fastpar.cost.datasheet import DatasheetRates
 from fastpar.cost.devices import Cluster
-from fastpar.cost.operations import Send, ops_of, sends_of
+from fastpar.cost.operations import CommOp, ops_of, comm_ops_of
 from fastpar.cost.step_time import bubble_fraction, cost_per_billion_tokens, predict_step, time_of
-from fastpar.cost.workload import Job, Setup
+from fastpar.cost.workload import Workload, Setup
 
 SHAPE = GPTConfig(n_layer=4, n_head=4, n_embd=256, block_size=128, dropout=0.0)
 
@@ -27,20 +27,20 @@ class Fixed:
     def op_s(self, op):
         return 2.0 if op.key[2] == "backward" else 1.0
 
-    def send_s(self, send):
+    def comm_s(self, send):
         return self._send
 
-    def overhead_s(self, job, setup):
+    def overhead_s(self, workload, setup):
         return 0.5
 
 
 def predict(setup, rates=None, shape=SHAPE):
-    job = Job(shape, setup.dp * setup.micro_batch_size * setup.grad_accum_steps)
-    return predict_step(job, setup, rates or Fixed())
+    workload = Workload(shape, setup.dp * setup.micro_batch_size * setup.grad_accum_steps)
+    return predict_step(workload, setup, rates or Fixed())
 
 
 def exposed(setup, sends, rates):
-    return time_of(Job(SHAPE, 8), setup, rates, None, sends).parts["dp"]
+    return time_of(Workload(SHAPE, 8), setup, rates, None, sends).parts["dp"]
 
 
 # Pipelines
@@ -75,9 +75,9 @@ def test_parts_add_up():
     assert time.parts["loss"] == 2 * (1 + 2)
     assert time.parts["optimizer"] == 1
     assert time.parts["other"] == 0.5
-    total = sum(op.count * Fixed().op_s(op) for op in ops_of(Job(SHAPE, 8), setup))
+    total = sum(op.count * Fixed().op_s(op) for op in ops_of(Workload(SHAPE, 8), setup))
     assert time.compute_s == pytest.approx(total)
-    assert time.comm_s == sum(s.count for s in sends_of(Job(SHAPE, 8), setup))
+    assert time.comm_s == sum(s.count for s in comm_ops_of(Workload(SHAPE, 8), setup))
     assert time.mfu is None
     assert time.tokens_per_s == 8 * 128 / time.step_s
 
@@ -85,9 +85,9 @@ def test_parts_add_up():
 def test_mfu_and_cost():
     cluster = Cluster.of("a100", 8)
     setup = Setup(8, micro_batch_size=4)
-    job = Job(GPTConfig.preset("gpt2"), 32)
-    time = predict_step(job, setup, DatasheetRates(cluster, setup))
-    flops = time.tokens_per_s * job.flops_per_token
+    workload = Workload(GPTConfig.preset("gpt2"), 32)
+    time = predict_step(workload, setup, DatasheetRates(cluster, setup))
+    flops = time.tokens_per_s * workload.flops_per_token
     assert time.mfu == pytest.approx(flops / (8 * 312e12))
     assert 0.2 < time.mfu < 0.65
     hours = 1e9 / time.tokens_per_s / 3600
@@ -101,7 +101,7 @@ def test_mfu_and_cost():
 
 
 def send(under, kind="all_reduce", axis="dp", count=1.0):
-    return Send(kind, axis, 1e6, 8, 1, count, under)
+    return CommOp(kind, axis, 1e6, 8, 1, count, under)
 
 
 def test_nothing_hides_without_overlap():
@@ -144,10 +144,10 @@ def test_recomputation_hides_too():
 
 def test_along_tp_column_products_hide():
     setup = Setup(2, tp=2)
-    job = Job(SHAPE, 1)
+    workload = Workload(SHAPE, 1)
     products = 2.0 * 4 * SHAPE.n_layer * 7 / 12
     for count, expected in ((products, 0.0), (products + 5, 5.0)):
-        found = time_of(job, setup, Fixed(), None, [send("backward", axis="tp", count=count)])
+        found = time_of(workload, setup, Fixed(), None, [send("backward", axis="tp", count=count)])
         assert found.parts["tp"] == pytest.approx(expected)
 
 
@@ -169,13 +169,13 @@ def test_along_tp_column_products_hide():
 )
 def test_bad_setups(setup, batch, match):
     with pytest.raises(ValueError, match=match):
-        predict_step(Job(SHAPE, batch), setup, Fixed())
+        predict_step(Workload(SHAPE, batch), setup, Fixed())
 
 
 def test_large_machines_are_quick():
     """1T parameters on 16,384 GPUs: a search asks thousands of times and ends within 2 s."""
     shape = GPTConfig(n_layer=128, n_head=160, n_embd=25600, block_size=2048, dropout=0.0)
-    job = Job(shape, 2048)
+    workload = Workload(shape, 2048)
     cluster = Cluster.of("h100", 16384)
     setups = [
         Setup(16384, tp=tp, zero_stage=stage, shard_size=shard, grad_accum_steps=tp // 8)
@@ -187,7 +187,7 @@ def test_large_machines_are_quick():
     best = math.inf
     for _ in range(20):
         start = time.perf_counter()
-        times = [predict_step(job, setup, rates) for setup in setups]
+        times = [predict_step(workload, setup, rates) for setup in setups]
         best = min(best, time.perf_counter() - start)
     assert best < len(setups) * 300e-6  # 60 us each on a quiet machine
     assert all(0 < t.mfu < 0.6 for t in times)

@@ -6,9 +6,9 @@ import pytest
 
 from fastpar.config.config import GPTConfig
 from fastpar.cost.measured_rates import FOLDER, MeasuredRates, Overhead, find_rates
-from fastpar.cost.operations import ops_of, sends_of
+from fastpar.cost.operations import ops_of, comm_ops_of
 from fastpar.cost.step_time import predict_step
-from fastpar.cost.workload import Job, Setup
+from fastpar.cost.workload import Workload, Setup
 from fastpar.measure import measure as module
 from fastpar.measure.measure import (
     WHOLE,
@@ -23,7 +23,7 @@ from fastpar.measure.measure import (
 )
 
 SETUP = Setup(world_size=2, dtype="fp32", master_weights="none", device_type="cpu", transport="shm")
-JOB = Job(GPTConfig(2, 2, 32, 16, 128, dropout=0.0), 4)
+WORKLOAD = Workload(GPTConfig(2, 2, 32, 16, 128, dropout=0.0), 4)
 SETUPS = [
     replace(SETUP, micro_batch_size=2),
     replace(SETUP, zero_stage=3, accumulate="shard", grad_accum_steps=2),
@@ -40,7 +40,7 @@ def measured(tmp_path_factory):
     patch = pytest.MonkeyPatch()
     patch.setattr(module, "_spread", lambda times: 0.1)  # whatever else runs here
     try:
-        yield measure(JOB, SETUPS[1:], threads=1, seconds=0.5, say=said.append), said, folder
+        yield measure(WORKLOAD, SETUPS[1:], threads=1, seconds=0.5, say=said.append), said, folder
     finally:
         patch.undo()
         os.environ.pop(FOLDER)
@@ -51,12 +51,12 @@ def measured(tmp_path_factory):
 def test_all_that_the_setups_do_is_measured(measured):
     rates, said, _ = measured
     for setup in SETUPS[1:]:
-        for op in ops_of(JOB, setup):
+        for op in ops_of(WORKLOAD, setup):
             assert rates.op_s(op) > 0
-        for send in sends_of(JOB, setup):
-            assert rates.send_s(send) > 0 or send.axis == "control"
-        assert rates.overhead_s(JOB, setup) >= 0
-        assert predict_step(JOB, setup, rates).step_s > known_s(JOB, setup, rates) * 0.999
+        for send in comm_ops_of(WORKLOAD, setup):
+            assert rates.comm_s(send) > 0 or send.axis == "control"
+        assert rates.overhead_s(WORKLOAD, setup) >= 0
+        assert predict_step(WORKLOAD, setup, rates).step_s > known_s(WORKLOAD, setup, rates) * 0.999
     assert not rates.scaled
     assert len(rates.overheads) == 2
     assert rates.about["ranks"] == 2
@@ -100,7 +100,7 @@ def test_a_damaged_file_is_replaced(tmp_path, monkeypatch):
 @pytest.mark.parametrize("setups", [[], [SETUP, replace(SETUP, world_size=4)]])
 def test_setups_of_one_kind_only(setups):
     with pytest.raises(ValueError, match="expected setups of the same ranks, device and format"):
-        measure(JOB, setups)
+        measure(WORKLOAD, setups)
 
 
 def test_overhead_is_solved_from_four_steps():
@@ -116,7 +116,7 @@ def test_overhead_is_solved_from_four_steps():
     steps = [took(layers, micro) for layers in (1, 3) for micro in (1, 3)]
     assert solve(steps) == pytest.approx(truth)
     cells = module._tiny_cells(SETUP)
-    order = [(job.shape.n_layer, setup.grad_accum_steps) for job, setup in cells]
+    order = [(workload.shape.n_layer, setup.grad_accum_steps) for workload, setup in cells]
     assert order == [(1, 1), (1, 3), (3, 1), (3, 3)]
     assert solve([1.0, 1.0, 0.5, 0.5]) == (1.0, 0.0, 0.0, 0.0), "none is negative"
 
@@ -157,8 +157,8 @@ def test_sizes_of_exchanges_span_what_is_asked_for():
 
 
 def test_cells_of_the_same_operations_share_a_chain():
-    cells = [(JOB, s) for s in SETUPS]
-    again = (JOB, replace(SETUPS[0], zero_stage=1))
+    cells = [(WORKLOAD, s) for s in SETUPS]
+    again = (WORKLOAD, replace(SETUPS[0], zero_stage=1))
     chains = module._distinct_chains([*cells, again])
     assert [len(chain) for chain in chains] == [2, 1, 1]
     assert chains[0] == [cells[0], again]

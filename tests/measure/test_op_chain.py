@@ -8,10 +8,10 @@ import torch
 from fastpar.config.config import GPTConfig
 from fastpar.cost.operations import ops_of
 from fastpar.cost.step_memory import alive_bytes
-from fastpar.cost.workload import Job, Setup
+from fastpar.cost.workload import Workload, Setup
 from fastpar.measure.op_chain import Chain, Clock, fitted
 
-JOB = Job(GPTConfig(2, 4, 32, 16, 200, dropout=0.0), 4)
+WORKLOAD = Workload(GPTConfig(2, 4, 32, 16, 200, dropout=0.0), 4)
 
 
 def setup(**changes):
@@ -22,13 +22,13 @@ def setup(**changes):
 @pytest.mark.parametrize("tp", [{}, {"tp": 2}, {"tp": 2, "sequence_parallel": False}])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_a_chain_has_the_operations_that_a_step_has(tp, dropout):
-    job = Job(GPTConfig(2, 4, 32, 16, 200, dropout=dropout), 4)
+    workload = Workload(GPTConfig(2, 4, 32, 16, 200, dropout=dropout), 4)
     kind = setup(world_size=tp.get("tp", 1), **tp)
-    chain = Chain(job, kind, torch.device("cpu"))
+    chain = Chain(workload, kind, torch.device("cpu"))
     chain.step()
     times = chain.times()
     asked = Counter[Any]()
-    for o in ops_of(job, kind):
+    for o in ops_of(workload, kind):
         asked[o.name, o.shape, o.direction] += o.count
     optimizer = ("optimizer", (chain.n_elements,), "forward")
     assert set(asked) == {*times, optimizer}
@@ -42,7 +42,7 @@ def test_a_chain_has_the_operations_that_a_step_has(tp, dropout):
 
 
 def test_gradients_are_copied_or_added_where_the_engine_has_them():
-    chain = Chain(JOB, setup(), torch.device("cpu"))
+    chain = Chain(WORKLOAD, setup(), torch.device("cpu"))
     chain.step()
     first = chain.buffer.clone()
     assert first.count_nonzero() > 0.5 * first.numel()
@@ -52,7 +52,7 @@ def test_gradients_are_copied_or_added_where_the_engine_has_them():
     assert torch.allclose(chain.buffer, 2 * first, rtol=1e-4, atol=1e-7)
     assert ("copy", (chain.added_bytes,), "backward") in chain.times()
     two = {"grad_accum_steps": 2, "accumulate": "full"}
-    asked = {o.shape for o in ops_of(Job(JOB.shape, 8), setup(**two)) if o.name == "copy"}
+    asked = {o.shape for o in ops_of(Workload(WORKLOAD.shape, 8), setup(**two)) if o.name == "copy"}
     assert asked == {(chain.copied_bytes,), (chain.added_bytes,)}
 
 
@@ -77,7 +77,7 @@ def test_fitted_cuts_and_repeats():
 def test_a_chain_leaves_nothing_behind():
     gc.collect()
     before = alive_bytes()
-    chain = Chain(JOB, setup(), torch.device("cpu"))
+    chain = Chain(WORKLOAD, setup(), torch.device("cpu"))
     chain.step()
     assert alive_bytes() > before
     del chain

@@ -221,6 +221,6 @@ def test_parallelize_takes_every_layout(gpus, tmp_path, capsys):
 
 
 def test_a_layout_that_the_trainer_would_refuse_is_never_printed(monkeypatch):
-    monkeypatch.setattr(plan, "refused", lambda job, setup: "no")
+    monkeypatch.setattr(plan, "refused", lambda workload, setup: "no")
     with pytest.raises(AssertionError, match="no"):
         plan.run(PlanCommand(gpus=1))

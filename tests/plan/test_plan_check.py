@@ -9,7 +9,7 @@ from fastpar.config.config import GPTConfig
 from fastpar.cost.measured_rates import FOLDER, MeasuredRates, Overhead, Rate, overhead_key
 from fastpar.cost.memory_model import predict_memory
 from fastpar.cost.step_time import predict_step
-from fastpar.cost.workload import Job
+from fastpar.cost.workload import Workload
 from fastpar.plan import check as plan_check
 from fastpar.plan.check import (
     Check,
@@ -24,7 +24,7 @@ from fastpar.plan.check import (
 )
 
 SHAPE = GPTConfig(2, 2, 32, 16, 128, dropout=0.0)
-JOB, SETUP = cell(SHAPE, 2, 1, 1, "none", 2, 3)
+WORKLOAD, SETUP = cell(SHAPE, 2, 1, 1, "none", 2, 3)
 ABOUT = {"device_type": "cpu", "ranks": 2, "threads": 1, "date": "now", "spread": 0.1, "busy": ""}
 
 
@@ -39,8 +39,8 @@ def rates():
 
 def row(**changes):
     answers = [([0.1, 0.3, 0.2, 0.1, 0.1], 900), ([0.2, 0.1, 0.2, 0.1, 0.3], 1000)]
-    turns = [(predict_step(JOB, SETUP, rates()), answers)]
-    return replace(make_row(JOB, SETUP, turns, 1), **changes)
+    turns = [(predict_step(WORKLOAD, SETUP, rates()), answers)]
+    return replace(make_row(WORKLOAD, SETUP, turns, 1), **changes)
 
 
 def test_a_row_has_the_slowest_and_the_fullest_rank():
@@ -49,7 +49,7 @@ def test_a_row_has_the_slowest_and_the_fullest_rank():
     assert found.measured_bytes == 1000
     assert found.steps == 5
     assert found.p20_s < 0.2 < found.p80_s
-    assert found.predicted_bytes == predict_memory(JOB, SETUP).total
+    assert found.predicted_bytes == predict_memory(WORKLOAD, SETUP).total
     assert sum(found.memory_parts.values()) == found.predicted_bytes
     assert found.predicted_s == pytest.approx(0.125)
     assert found.time_error == pytest.approx(0.125 / 0.2 - 1)
@@ -77,14 +77,14 @@ def test_the_grid_is_what_the_runtime_can_do():
     assert {s.zero_stage for _, s in cells} == {0, 1, 2, 3}
     assert {s.activation_checkpointing for _, s in cells} == {"none", "full", "selective"}
     assert len({title_of(*c) for c in cells}) == len(cells)
-    for job, setup in cells:
-        setup.config(job)
-        assert job.batch_size == setup.dp * setup.micro_batch_size * setup.grad_accum_steps
+    for workload, setup in cells:
+        setup.config(workload)
+        assert workload.batch_size == setup.dp * setup.micro_batch_size * setup.grad_accum_steps
 
 
 def test_the_grid_of_a_gpu_spans_gpt2_to_its_largest():
     (cells,) = cells_of("cuda").values()
-    sizes = sorted({round(job.n_parameters / 1e6, -1) for job, _ in cells})
+    sizes = sorted({round(workload.n_parameters / 1e6, -1) for workload, _ in cells})
     assert (sizes[0], sizes[-1]) == (120, 1560)
     for _, setup in cells:
         assert (setup.dtype, setup.master_weights, setup.transport) == ("bf16", "full", "nccl")
@@ -92,7 +92,7 @@ def test_the_grid_of_a_gpu_spans_gpt2_to_its_largest():
 
 
 def test_titles():
-    assert title_of(JOB, SETUP) == (
+    assert title_of(WORKLOAD, SETUP) == (
         "2x32 T=16, 2 ranks: ZeRO-1, micro-batch 2 x 3, checkpointing none"
     )
     both = cell(SHAPE, 4, 2, 3, "full", 1, 1)
@@ -143,4 +143,4 @@ def test_cells_run_for_real():
         assert sum(each.parts.values()) == pytest.approx(each.predicted_s)
     assert found.about["ranks"] == 2
     assert len(said) == 3
-    assert isinstance(small[0], Job)
+    assert isinstance(small[0], Workload)

@@ -57,12 +57,12 @@ def built(words, monkeypatch):
 
 
 def planned(monkeypatch, capsys, *words):
-    """(command, job, cluster, estimates) of a run of the command, and what it printed."""
+    """(command, workload, cluster, estimates) of a run of the command, and what it printed."""
     seen, report = [], plan.report
 
-    def kept(command, job, cluster, estimates, *more):
-        seen.append((command, job, cluster, estimates))
-        return report(command, job, cluster, estimates, *more)
+    def kept(command, workload, cluster, estimates, *more):
+        seen.append((command, workload, cluster, estimates))
+        return report(command, workload, cluster, estimates, *more)
 
     monkeypatch.setattr(plan, "report", kept)
     assert main(["plan", *map(str, words)]) == 0
@@ -72,14 +72,14 @@ def planned(monkeypatch, capsys, *words):
 
 def check_all(monkeypatch, capsys, words, *, all_layouts):
     """The winner's command, or those of all layouts, build what they were taken for."""
-    command, job, cluster, estimates, out = planned(monkeypatch, capsys, *words)
-    winner = command_lines(command, job, cluster, estimates[0].setup)[-1]
+    command, workload, cluster, estimates, out = planned(monkeypatch, capsys, *words)
+    winner = command_lines(command, workload, cluster, estimates[0].setup)[-1]
     assert out.rstrip().endswith(winner)
     fits = [e.setup for e in estimates if e.time is not None]
     for setup in fits if all_layouts else fits[:1]:
-        line = command_lines(command, job, cluster, setup)[-1]
+        line = command_lines(command, workload, cluster, setup)[-1]
         config, made = built(line, monkeypatch)
-        assert vars(made.model.config) == vars(job.shape), line
+        assert vars(made.model.config) == vars(workload.shape), line
         assert made.mesh.world_size == setup.world_size
         assert made.mesh.tp_size == setup.tp
         assert (made.micro_batch_size, made.grad_accum_steps) == (

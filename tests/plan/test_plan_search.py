@@ -7,7 +7,7 @@ import pytest
 
 from fastpar.config.config import PRESETS, GPTConfig, derive_batch
 from fastpar.cost.memory_model import predict_memory
-from fastpar.cost.workload import Job, Setup
+from fastpar.cost.workload import Workload, Setup
 from fastpar.plan.search import (
     divisors,
     families,
@@ -19,7 +19,7 @@ from fastpar.plan.search import (
     why_not,
 )
 
-GPT2 = Job(PRESETS["gpt2"], 64)
+GPT2 = Workload(PRESETS["gpt2"], 64)
 
 
 class PaperRates:
@@ -30,15 +30,15 @@ class PaperRates:
     def op_s(self, op):
         return max(op.flops / 1e12, op.bytes / 1e11)
 
-    def send_s(self, send):
+    def comm_s(self, send):
         return 1e-5 + send.bytes / 1e10
 
-    def overhead_s(self, job, setup):
+    def overhead_s(self, workload, setup):
         return 0.0
 
 
 class SlowLinks(PaperRates):
-    def send_s(self, send):
+    def comm_s(self, send):
         return send.bytes / 1e8
 
 
@@ -46,16 +46,16 @@ class FreeLinks(PaperRates):
     def op_s(self, op):
         return 0.0 if op.name == "optimizer" else super().op_s(op)
 
-    def send_s(self, send):
+    def comm_s(self, send):
         return 0.0
 
 
 RATES = PaperRates()
 
 
-def found(job=GPT2, world=8, limit=80e9, per_node=8, **template):
+def found(workload=GPT2, world=8, limit=80e9, per_node=8, **template):
     return search(
-        job, Setup(world_size=world, **template), rates=RATES, limit_bytes=limit, per_node=per_node
+        workload, Setup(world_size=world, **template), rates=RATES, limit_bytes=limit, per_node=per_node
     )
 
 
@@ -66,9 +66,9 @@ def test_divisors():
 
 
 def test_every_split_divides_what_it_cuts():
-    seen = list(splits(Job(PRESETS["gpt2-xl"], 96), Setup(world_size=48), per_node=8))
+    seen = list(splits(Workload(PRESETS["gpt2-xl"], 96), Setup(world_size=48), per_node=8))
     assert {s.tp for s in seen} == {1}  # 25 heads
-    seen = list(splits(Job(PRESETS["gpt2"], 96), Setup(world_size=48), per_node=8))
+    seen = list(splits(Workload(PRESETS["gpt2"], 96), Setup(world_size=48), per_node=8))
     assert {s.tp for s in seen} == {1, 2, 3, 4, 6}
     assert {s.zero_stage for s in seen} == {0, 1, 2, 3}
     assert all(s.shard_size is None or s.dp % s.shard_size == 0 for s in seen)
@@ -78,9 +78,9 @@ def test_every_split_divides_what_it_cuts():
 
 
 def test_a_batch_that_no_split_divides_leaves_nothing():
-    job = replace(GPT2, batch_size=7)
-    assert found(job, world=5) == []
-    assert possible_batches(job, Setup(world_size=5), 8) == [5, 10, 15]
+    workload = replace(GPT2, batch_size=7)
+    assert found(workload, world=5) == []
+    assert possible_batches(workload, Setup(world_size=5), 8) == [5, 10, 15]
 
 
 def test_fastest_first_and_all_within_the_limit():
@@ -112,12 +112,12 @@ def test_the_micro_batch_is_the_fastest_that_fits():
 @pytest.mark.parametrize("model", ["gpt2", "gpt2-xl", "mini"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_nothing_is_proposed_that_the_trainer_refuses(model, world, dtype):
-    job = Job(PRESETS[model], 96)
+    workload = Workload(PRESETS[model], 96)
     masters = "full" if dtype == "bf16" else "none"
-    for e in found(job, world, dtype=dtype, master_weights=masters):
-        assert refused(job, e.setup) is None
-        config = e.setup.config(job)
-        batch = derive_batch(config.text, job.seq_len, e.setup.dp)
+    for e in found(workload, world, dtype=dtype, master_weights=masters):
+        assert refused(workload, e.setup) is None
+        config = e.setup.config(workload)
+        batch = derive_batch(config.text, workload.seq_len, e.setup.dp)
         assert batch == (e.setup.micro_batch_size, e.setup.grad_accum_steps)
 
 
@@ -157,12 +157,12 @@ def test_of_layouts_alike_the_simplest_wins():
 def test_the_smallest_changes_that_make_something_fit():
     template = Setup(world_size=2)
     shape = GPTConfig.preset("gpt2-xl")
-    job = Job(shape, 64)
+    workload = Workload(shape, 64)
     least = min(
         predict_memory(
-            job, replace(s, grad_accum_steps=64 // s.dp, activation_checkpointing="full")
+            workload, replace(s, grad_accum_steps=64 // s.dp, activation_checkpointing="full")
         ).total
-        for s in splits(job, template, 2)
+        for s in splits(workload, template, 2)
     )
     asked = []
 
@@ -170,23 +170,23 @@ def test_the_smallest_changes_that_make_something_fit():
         asked.append(size)
         return "h200"
 
-    ways = smallest_changes(job, template, limit_bytes=least - 1, per_node=2, larger=larger)
+    ways = smallest_changes(workload, template, limit_bytes=least - 1, per_node=2, larger=larger)
     assert asked == [least]
     assert ways[0].startswith("--m")
     assert any(way.startswith("--seq-len ") for way in ways)
     assert "--gpus 4" in ways
     assert ways[-1] == "--gpu h200"
-    ways = smallest_changes(job, template, limit_bytes=1e8, per_node=2, larger=lambda size: None)
+    ways = smallest_changes(workload, template, limit_bytes=1e8, per_node=2, larger=lambda size: None)
     assert not [way for way in ways if way.startswith("--gpu ")]
 
 
 def test_sixteen_thousand_ranks_and_a_trillion_parameters_within_two_seconds():
     shape = GPTConfig(n_layer=128, n_head=160, n_embd=25600, block_size=2048)
-    job = Job(shape, 16384)
+    workload = Workload(shape, 16384)
     began = time.process_time()
-    estimates = found(job, 16384)
+    estimates = found(workload, 16384)
     seconds = time.process_time() - began
     assert estimates[0].time is not None
-    assert job.n_parameters > 1e12
+    assert workload.n_parameters > 1e12
     # A bound on work, not on this machine: tens of times what it takes.
     assert seconds < 20.0

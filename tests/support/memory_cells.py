@@ -1,4 +1,4 @@
-"""Training steps as `fastpar train` does them, with their memory measured, of a job and a setup."""
+"""Training steps as `fastpar train` does them, with their memory measured, of a workload and a setup."""
 
 import gc
 
@@ -8,7 +8,7 @@ from fastpar.comm.mesh import Mesh
 from fastpar.config.config import GPTConfig
 from fastpar.config.options import OptimSettings
 from fastpar.cost.step_memory import StepMemory
-from fastpar.cost.workload import Job, Setup
+from fastpar.cost.workload import Workload, Setup
 from fastpar.kernels import make_key
 from fastpar.kernels.linear_cross_entropy import _local as workspaces
 from fastpar.models.gpt import GPT
@@ -21,7 +21,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STEPS = 2  # the first makes the optimizer's state and learns the order of gathers
 
 
-def job(n_layer=4, width=128, heads=4, tokens=128, batch=4, vocab=512, dropout=0.0):
+def workload(n_layer=4, width=128, heads=4, tokens=128, batch=4, vocab=512, dropout=0.0):
     shape = GPTConfig(
         n_layer=n_layer,
         n_head=heads,
@@ -30,7 +30,7 @@ def job(n_layer=4, width=128, heads=4, tokens=128, batch=4, vocab=512, dropout=0
         vocab_size=vocab,
         dropout=dropout,
     )
-    return Job(shape, batch)
+    return Workload(shape, batch)
 
 
 def setup(**settings):
@@ -53,10 +53,10 @@ def optim_of(setup):
     )
 
 
-def build(job, setup, mesh):
+def build(workload, setup, mesh):
     """(model, optimizer), as the trainer makes them."""
     torch.manual_seed(0)
-    model = GPT(job.shape).to(mesh.device, DTYPES[setup.dtype])
+    model = GPT(workload.shape).to(mesh.device, DTYPES[setup.dtype])
     half = setup.weight_bytes == 2
     parallelize(
         model,
@@ -75,13 +75,13 @@ def build(job, setup, mesh):
     return model, optimizer
 
 
-def step(model, optimizer, job, setup, mesh):
+def step(model, optimizer, workload, setup, mesh):
     engine = engine_of(model)
-    rows, tokens = setup.micro_batch_size, job.seq_len
+    rows, tokens = setup.micro_batch_size, workload.seq_len
     loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for j in range(setup.grad_accum_steps):
         generator = torch.Generator().manual_seed(7 * j + mesh.dp_rank)
-        ids = torch.randint(job.shape.vocab_size, (rows, tokens + 1), generator=generator)
+        ids = torch.randint(workload.shape.vocab_size, (rows, tokens + 1), generator=generator)
         x, y = ids[:, :-1].to(mesh.device), ids[:, 1:].to(mesh.device)
         part = model(x, y, rng_key=make_key(0, j).to(mesh.device)) / setup.grad_accum_steps
         part.backward()
@@ -91,16 +91,16 @@ def step(model, optimizer, job, setup, mesh):
     optimizer.zero_grad()
 
 
-def measure(job, setup, mesh):
+def measure(workload, setup, mesh):
     """The peak of the last of STEPS steps."""
     workspaces.__dict__.clear()
     while gc.collect():  # models of earlier cells
         pass
-    model, optimizer = build(job, setup, mesh)
+    model, optimizer = build(workload, setup, mesh)
     for _ in range(STEPS - 1):
-        step(model, optimizer, job, setup, mesh)
+        step(model, optimizer, workload, setup, mesh)
     with StepMemory(mesh.device) as memory:
-        step(model, optimizer, job, setup, mesh)
+        step(model, optimizer, workload, setup, mesh)
     return memory.peak_bytes
 
 

@@ -10,7 +10,7 @@ from bench.records import RESULTS
 from fastpar.cost import datasheet
 from fastpar.cost.datasheet import GENERATIONS
 from fastpar.cost.devices import find_device
-from fastpar.cost.operations import ops_of, sends_of
+from fastpar.cost.operations import ops_of, comm_ops_of
 from fastpar.cost.step_time import check
 
 ROWS = list(published.published())
@@ -29,10 +29,10 @@ def test_rows_are_as_their_sources_have_them():
     """Sizes by the parameters they give; the batch is whole micro-batches; fractions as printed."""
     assert len(ROWS) == 10 + 8 + 2 + 6
     for row in ROWS:
-        check(row.job, row.setup)
+        check(row.workload, row.setup)
         size = row.name.split()[0]
         billions = float(size.strip("MB")) / (1000 if size.endswith("M") else 1)
-        assert row.job.n_parameters / 1e9 == pytest.approx(billions, rel=0.03)  # 1.7 is 1.65
+        assert row.workload.n_parameters / 1e9 == pytest.approx(billions, rel=0.03)  # 1.7 is 1.65
     printed = {  # table 5 has MFU too
         "22B selective, sp": 0.415,
         "175B selective, sp": 0.514,
@@ -68,7 +68,7 @@ def test_stacks_do_more_than_ours():
     for row in ROWS:
         time, _ = predict(row)
         assert sum(time.parts.values()) == pytest.approx(time.step_s)
-        ops, sends = ops_of(row.job, row.setup), sends_of(row.job, row.setup)
+        ops, sends = ops_of(row.workload, row.setup), comm_ops_of(row.workload, row.setup)
         if row.megatron:
             changed = list(published._megatron_ops(row, list(ops)))
             flops = [sum(op.flops * op.count for op in found) for found in (ops, changed)]

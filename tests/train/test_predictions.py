@@ -8,13 +8,13 @@ import pytest
 from fastpar.comm.mesh import Mesh
 from fastpar.config.config import GPTConfig, TrainConfig
 from fastpar.cost.measured_rates import FOLDER, MeasuredRates, Rate, machine_name
-from fastpar.cost.workload import Job, Setup
+from fastpar.cost.workload import Workload, Setup
 from fastpar.kernels.linear_cross_entropy import release_workspaces
-from fastpar.measure.short_run import Trial
+from fastpar.measure.short_run import ShortRun
 from fastpar.testing import run_ranks
 from fastpar.train import predictions
 from fastpar.train.metrics import read_metrics
-from fastpar.train.predictions import SKIPPED, Predictions, job_of, lines_of, predict
+from fastpar.train.predictions import SKIPPED, Predictions, workload_of, lines_of, predict
 from fastpar.train.trainer import train
 
 SETTINGS = {
@@ -173,8 +173,8 @@ def test_a_run_in_the_planners_words():
     config = TrainConfig().replace({**SETTINGS, "tp": 2, "zero_stage": 2})
     facts = {**FACTS, "world_size": 4, "zero_stage": 2, "transport": "gloo", "block_size": 16}
     facts |= {"micro_batch_size": 2, "grad_accum_steps": 2}
-    job, setup = job_of(config, SHAPE, facts)
-    assert (job.seq_len, job.batch_size) == (16, 8)
+    workload, setup = workload_of(config, SHAPE, facts)
+    assert (workload.seq_len, workload.batch_size) == (16, 8)
     assert (setup.world_size, setup.tp, setup.dp, setup.zero_stage) == (4, 2, 2, 2)
     assert (setup.accumulate, setup.transport, setup.dtype) == ("shard", "gloo", "fp32")
 
@@ -228,16 +228,16 @@ def tell_on_two_ranks():
     setup = Setup(
         world_size=2, dtype="fp32", master_weights="none", device_type="cpu", transport="shm"
     )
-    trial = Trial(Job(SHAPE, 2), setup, Mesh(device="cpu"))
-    watch = Predictions(trial.engine, trial.optimizer)
+    run = ShortRun(Workload(SHAPE, 2), setup, Mesh(device="cpu"))
+    watch = Predictions(run.engine, run.optimizer)
     for _ in range(6):
-        watch.watched(trial.step)
+        watch.watched(run.step)
     found = len(watch.times_ms), watch.peak_bytes
-    rank = trial.mesh.rank
+    rank = run.mesh.rank
     watch.peak_bytes = 1000 * (rank + 1)
     watch.times_ms.clear()
     watch.times_ms.extend([1.0, 10.0 * (rank + 1), 100.0])
-    journal = Journal(trial.mesh.is_main)
+    journal = Journal(run.mesh.is_main)
     facts = {**FACTS, "world_size": 2, "micro_batch_size": 1, "transport": "shm"}
     config = TrainConfig().replace({**SETTINGS, "batch_size": 2})
     watch.tell(journal, config, SHAPE, facts)

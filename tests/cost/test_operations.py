@@ -6,8 +6,8 @@ import torch
 from bench.systems.emulated import EmulatedMesh, Link, emulated
 from fastpar import GPT, AdamW, engine_of, parallelize
 from fastpar.config.config import GPTConfig
-from fastpar.cost.operations import Op, Send, local_parameters, ops_of, places_of, sends_of
-from fastpar.cost.workload import Job, Setup, count_parameters
+from fastpar.cost.operations import Op, CommOp, local_parameters, ops_of, places_of, comm_ops_of
+from fastpar.cost.workload import Workload, Setup, count_parameters
 from fastpar.kernels.global_norm import NORM_WORDS
 from fastpar.nn.recompute import recompute
 from fastpar.parallel.describe import wire_bytes
@@ -16,10 +16,10 @@ C, T, LAYERS = 64, 32, 3
 SHAPE = GPTConfig(n_layer=LAYERS, n_head=4, n_embd=C, block_size=T, vocab_size=500, dropout=0.0)
 FP32 = {"dtype": "fp32", "master_weights": "none", "device_type": "cpu", "transport": "nccl"}
 CONTROL = 8 * (5 + NORM_WORDS + 1)  # bytes of a rank; fewer than 63 parameters
-LARGE = Job(GPTConfig.preset("gpt2-xl"), 64)
+LARGE = Workload(GPTConfig.preset("gpt2-xl"), 64)
 
 
-def wire(send: Send) -> float:
+def wire(send: CommOp) -> float:
     """Bytes that a rank sends for it."""
     ways = 2 if send.kind == "all_reduce" else 1
     return ways * send.bytes * (send.ranks - 1) / send.ranks * send.count
@@ -68,7 +68,7 @@ def test_words():
     op = Op("matmul", (4, 8, 16), "recompute", 2.0 * 4 * 8 * 16, 4.0 * (32 + 128 + 64), 3)
     assert op.key == ("matmul", (4, 8, 16), "forward")
     assert op._replace(direction="backward").key == ("matmul", (4, 8, 16), "backward")
-    assert Send("all_reduce", "dp", 1e6, 4, 1, 1, "backward").under == "backward"
+    assert CommOp("all_reduce", "dp", 1e6, 4, 1, 1, "backward").under == "backward"
 
 
 # Operations
@@ -142,11 +142,11 @@ def test_local_parameters_are_those_of_a_rank(tp):
 def test_bytes_of_an_engine(stage, bucket_mb):
     options = {"world_size": 4, "zero_stage": stage, "bucket_mb": bucket_mb}
     run = Run(SHAPE, **options)
-    job, setup = Job(SHAPE, 8), setup_of(**options)
-    places = places_of(job, setup)
+    workload, setup = Workload(SHAPE, 8), setup_of(**options)
+    places = places_of(workload, setup)
     counted = [places.numel(p) for p in places.buckets for _ in range(p.count)]
     assert sorted(counted) == sorted(run.buckets)
-    sends = [send for send in sends_of(job, setup) if send.axis in ("dp", "shard")]
+    sends = [send for send in comm_ops_of(workload, setup) if send.axis in ("dp", "shard")]
     assert sum(map(wire, sends)) == sum(run.described.values())
 
 
@@ -159,7 +159,7 @@ def test_bytes_of_many_layers(wide):
     for mb in (0.3, 2.0):
         options = {"world_size": 2, "zero_stage": 3, "bucket_mb": mb}
         run, setup = Run(shape, **options), setup_of(**options)
-        sends = [send for send in sends_of(Job(shape, 4), setup) if send.axis == "shard"]
+        sends = [send for send in comm_ops_of(Workload(shape, 4), setup) if send.axis == "shard"]
         assert sum(map(wire, sends)) == sum(run.described.values())
         n_reduced = sum(send.count for send in sends if send.kind == "reduce_scatter")
         assert n_reduced == len(run.buckets)
@@ -172,7 +172,7 @@ def test_bytes_between_copies():
         ("copies", ["all-reduce of shards"]),
         ("shard", ["reduce-scatter", "all-gather"]),
     ):
-        sends = [send for send in sends_of(Job(SHAPE, 8), setup) if send.axis == axis]
+        sends = [send for send in comm_ops_of(Workload(SHAPE, 8), setup) if send.axis == axis]
         assert sum(map(wire, sends)) == sum(run.described[kind] for kind in kinds)
         assert {send.stride for send in sends} == {2 if axis == "copies" else 1}
 
@@ -185,7 +185,7 @@ def test_sums_of_several_micro_batches(accumulate, stage):
     setup = setup_of(n_micro=3, **options)
     for kind in ("all_reduce", "reduce_scatter", "all_gather"):
         said = [op for op in run.ops if op.kind == kind and op.tensor_bytes != CONTROL * 2]
-        sends = [s for s in sends_of(Job(SHAPE, 12), setup) if s.kind == kind]
+        sends = [s for s in comm_ops_of(Workload(SHAPE, 12), setup) if s.kind == kind]
         sends = [s for s in sends if s.axis in ("dp", "shard")]
         assert sum(s.count for s in sends) == len(said)
         assert sum(s.bytes * s.count for s in sends) == sum(op.tensor_bytes for op in said)
@@ -202,7 +202,7 @@ def test_exchanges_along_tp(sp, mode):
         if op.role == "tp":
             key = op.kind, float(op.tensor_bytes)
             said[key] = said.get(key, 0) + 1
-    for send in sends_of(Job(SHAPE, 4), setup):
+    for send in comm_ops_of(Workload(SHAPE, 4), setup):
         if send.axis == "tp":
             key = send.kind, send.bytes
             counted[key] = counted.get(key, 0) + send.count
@@ -214,7 +214,7 @@ def test_partial_sums_are_of_pieces():
     found = {}
     for stage in (0, 2):
         setup = setup_of(world_size=8, tp=2, n_micro=3, zero_stage=stage)
-        sends = [s for s in sends_of(Job(SHAPE, 24), setup) if (s.axis, s.under) == ("tp", "")]
+        sends = [s for s in comm_ops_of(Workload(SHAPE, 24), setup) if (s.axis, s.under) == ("tp", "")]
         (found[stage],) = (s for s in sends if s.kind == "all_reduce")
     elements = (6 * LAYERS + 2 + T) * C
     assert (found[0].bytes, found[0].count) == (4 * elements, 3)
@@ -225,15 +225,15 @@ def test_one_control_exchange():
     run = Run(SHAPE, world_size=2)
     (said,) = (op for op in run.ops if op.kind == "all_gather")
     assert said.tensor_bytes == CONTROL * 2
-    (send,) = (s for s in sends_of(Job(SHAPE, 4), setup_of(world_size=2)) if s.axis == "control")
+    (send,) = (s for s in comm_ops_of(Workload(SHAPE, 4), setup_of(world_size=2)) if s.axis == "control")
     assert (send.bytes, send.ranks) == (said.tensor_bytes, said.world_size)
-    assert not sends_of(Job(SHAPE, 4), setup_of(world_size=1))
+    assert not comm_ops_of(Workload(SHAPE, 4), setup_of(world_size=1))
 
 
 def test_the_bucket_that_is_complete_last_hides_nowhere():
     """It has the tied table, whose gradient is complete when backward ends."""
     table = 4.0 * LARGE.shape.padded_vocab_size * LARGE.shape.n_embd
-    sends = sends_of(LARGE, Setup(world_size=8, zero_stage=2))
+    sends = comm_ops_of(LARGE, Setup(world_size=8, zero_stage=2))
     (last,) = (s for s in sends if s.kind == "reduce_scatter" and not s.under)
     assert last.bytes >= table
     assert last.count == 1
@@ -243,7 +243,7 @@ def test_the_bucket_that_is_complete_last_hides_nowhere():
 
 def test_stages_on_paper():
     setup = Setup(world_size=16, pp=4, tp=2, grad_accum_steps=8, pp_interleave=2)
-    send, table = (s for s in sends_of(LARGE, setup) if s.axis == "pp")
+    send, table = (s for s in comm_ops_of(LARGE, setup) if s.axis == "pp")
     assert (send.count, send.stride) == (2 * 8 * 2, 4)
     assert send.bytes == LARGE.seq_len * LARGE.shape.n_embd * 2 / 2
     assert (table.kind, table.ranks) == ("all_reduce", 2)

@@ -1,11 +1,11 @@
-"""job.py: sizes of a job, a setup from settings and back."""
+"""workload.py: sizes of a workload, a setup from settings and back."""
 
 import pytest
 import torch
 
 from fastpar import GPT
 from fastpar.config.config import PRESETS, GPTConfig, TrainConfig
-from fastpar.cost.workload import Job, Setup, count_parameters
+from fastpar.cost.workload import Workload, Setup, count_parameters
 
 MICRO = GPTConfig.preset("micro", vocab_size=300)
 
@@ -15,11 +15,11 @@ def test_sizes_are_those_of_the_model(name):
     shape = PRESETS[name]
     with torch.device("meta"):
         model = GPT(shape)
-    job = Job(shape, batch_size=3)
-    assert job.n_parameters == sum(p.numel() for p in model.parameters())
-    assert job.flops_per_token == model.flops_per_token()
-    assert job.tokens_per_step == 3 * shape.block_size
-    assert count_parameters(shape) == job.n_parameters
+    workload = Workload(shape, batch_size=3)
+    assert workload.n_parameters == sum(p.numel() for p in model.parameters())
+    assert workload.flops_per_token == model.flops_per_token()
+    assert workload.tokens_per_step == 3 * shape.block_size
+    assert count_parameters(shape) == workload.n_parameters
 
 
 def test_groups_of_ranks():
@@ -52,7 +52,7 @@ def test_a_setup_is_what_its_settings_say():
         activation_checkpointing="selective", accumulate="shard", bucket_mb=2.0, dtype="bf16",
         master_weights="remainder", moment_dtype="bf16", device_type="cpu", transport="shm",
     )  # fmt: skip
-    config = setup.config(Job(MICRO, batch_size=16))
+    config = setup.config(Workload(MICRO, batch_size=16))
     again = Setup.of(
         config,
         dtype="bf16",
@@ -66,4 +66,4 @@ def test_a_setup_is_what_its_settings_say():
 
 def test_settings_that_the_trainer_refuses():
     with pytest.raises(ValueError, match=r"train: expected tp to divide n_head=4, got tp=3"):
-        Setup(world_size=3, tp=3).config(Job(MICRO, 3))
+        Setup(world_size=3, tp=3).config(Workload(MICRO, 3))

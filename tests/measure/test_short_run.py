@@ -1,7 +1,7 @@
 from fastpar.comm.mesh import Mesh
 from fastpar.config.config import GPTConfig
-from fastpar.cost.workload import Job, Setup
-from fastpar.measure.short_run import Trial, slowest
+from fastpar.cost.workload import Workload, Setup
+from fastpar.measure.short_run import ShortRun, slowest
 from fastpar.testing import run_ranks
 
 SHAPE = GPTConfig(2, 2, 32, 16, 128, dropout=0.1)
@@ -17,11 +17,11 @@ def loss_after_steps(world_size, tp=1, **changes):
         transport="shm",
         **changes,
     )
-    job = Job(SHAPE, setup.dp * setup.micro_batch_size * setup.grad_accum_steps)
-    trial = Trial(job, setup, Mesh(tp=tp, device="cpu"))
-    assert len(trial.seconds(3)) == 3
-    trial.step()
-    return trial.engine.contributed.item() / world_size
+    workload = Workload(SHAPE, setup.dp * setup.micro_batch_size * setup.grad_accum_steps)
+    run = ShortRun(workload, setup, Mesh(tp=tp, device="cpu"))
+    assert len(run.seconds(3)) == 3
+    run.step()
+    return run.engine.contributed.item() / world_size
 
 
 def test_steps_train_the_same_model_in_every_layout():

@@ -1,0 +1,157 @@
+"""The buckets that parallelize() makes of a GPT on one rank of tp, without making the model.
+
+The parameters' shapes go through the same build_layout() as a real model's, in the same units.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from fastpar.config.config import GPTConfig
+from fastpar.cost.workload import Setup, Workload, vocabulary_rows
+from fastpar.sharding.layout import ALIGN, Layout, ParamSpec, build_layout, default_bucket_mb
+
+FIRST_BUCKET_MB = 1.0  # parallelize()'s default
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+}
+_ROOT = 0  # the unit of what is in no block
+
+
+class BucketKind(NamedTuple):
+    """What buckets have in common that take as long to send, at the same time.
+
+    root, last_unit: its unit is the root, or the last one: at stage 3 both stay from forward to
+        backward.
+    complete_last: nothing is left of backward to hide it.
+    """
+
+    numel: int
+    root: bool
+    last_unit: bool
+    complete_last: bool
+
+    def padded(self, n_shards: int) -> int:
+        """Elements, cut into so many shards."""
+        return -(-self.numel // (n_shards * ALIGN)) * n_shards * ALIGN
+
+
+@dataclass(frozen=True, eq=False)  # one object for each model and way to cut it: compared by id
+class GPTBuckets:
+    """The buckets of one rank.
+
+    Attributes:
+        shapes: of the parameters, in registration order.
+        layout: with one shard; BucketKind.padded() knows others.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    layout: Layout
+    n_layers: int
+    grad_bytes: int
+
+    @functools.cached_property
+    def elements(self) -> int:
+        """Elements of all parameters, without padding."""
+        return sum(map(math.prod, self.shapes))
+
+    @functools.cached_property
+    def matrices(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the parameters with two dimensions."""
+        return tuple(shape for shape in self.shapes if len(shape) == 2)
+
+    @functools.cached_property
+    def arrival(self) -> tuple[int, ...]:
+        """The bucket of each parameter, in the order in which backward makes the gradients."""
+        bucket_of = {slot.registered: slot.bucket for slot in self.layout.slots}
+        return tuple(bucket_of[i] for i in reversed(range(len(self.shapes))))
+
+    @functools.cached_property
+    def units(self) -> tuple[int, ...]:
+        """Elements of the root, then of each unit that stage 3 gathers by itself."""
+        sizes = Counter[int]()
+        for bucket in self.layout.buckets:
+            sizes[max(bucket.unit, _ROOT)] += bucket.numel
+        return tuple(sizes[unit] for unit in range(max(sizes) + 1))
+
+    @functools.cached_property
+    def kinds(self) -> Counter[BucketKind]:
+        """How many buckets there are of each kind."""
+        buckets, last_unit = self.layout.buckets, len(self.units) - 1
+        return Counter(
+            BucketKind(b.numel, b.unit == _ROOT, b.unit == last_unit, b is buckets[-1])
+            for b in buckets
+        )
+
+    def padded(self, n_shards: int) -> int:
+        """Elements of all buckets, cut into so many shards."""
+        return sum(kind.padded(n_shards) * count for kind, count in self.kinds.items())
+
+
+def bucket_mb_of(setup: Setup) -> float:
+    """The cap of a bucket."""
+    if setup.bucket_mb is not None:
+        return setup.bucket_mb
+    return default_bucket_mb(setup.dp, setup.transport if setup.dp > 1 else "none")
+
+
+def buckets_of(workload: Workload, setup: Setup) -> GPTBuckets:
+    """The buckets of a rank; one of several pipeline stages has everything but other layers."""
+    return _buckets(
+        workload.shape,
+        -(-workload.shape.n_layer // setup.pp),
+        setup.tp,
+        setup.dtype,
+        setup.grad_dtype,
+        setup.stage > 0,
+        bucket_mb_of(setup),
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _buckets(
+    shape: GPTConfig,
+    n_layers: int,
+    tp: int,
+    dtype: str,
+    grad_dtype: str,
+    by_unit: bool,
+    bucket_mb: float,
+) -> GPTBuckets:
+    dtypes, width = (DTYPES[dtype], DTYPES[grad_dtype]), shape.n_embd
+    block = tuple(_block_shapes(width, tp))
+    # parallelize() merges neighbouring units up to the cap of the first bucket.
+    block_bytes = sum(map(math.prod, block)) * dtypes[0].itemsize
+    merged = max(1, int(FIRST_BUCKET_MB * 2**20) // block_bytes)
+    embeddings = ((vocabulary_rows(shape, tp), width), (shape.block_size, width))
+    last_norm = ((width,), (width,))
+    shapes = (*embeddings, *block * n_layers, *last_norm)
+    units = [1 + layer // merged for layer in range(n_layers) for _ in block]
+    layout = build_layout(
+        [ParamSpec((str(i),), s, dtypes[0]) for i, s in enumerate(shapes)],
+        bucket_bytes=bucket_mb * 2**20,
+        first_bucket_bytes=FIRST_BUCKET_MB * 2**20,
+        grad_dtype=dtypes[1],
+        unit_of=[_ROOT, _ROOT, *units, _ROOT, _ROOT] if by_unit else None,
+        flags=not by_unit,
+    )
+    return GPTBuckets(shapes, layout, n_layers, dtypes[1].itemsize)
+
+
+def _block_shapes(width: int, tp: int) -> Iterable[tuple[int, ...]]:
+    """Shapes of a block's parameters, in registration order: norm, attention, norm, MLP."""
+    attention, hidden = width // tp, 4 * width // tp
+    yield from ((width,), (width,))
+    yield from ((3 * attention, width), (3 * attention,), (width, attention), (width,))
+    yield from ((width,), (width,))
+    yield from ((hidden, width), (hidden,), (width, hidden), (width,))
