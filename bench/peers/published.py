@@ -32,9 +32,9 @@ from typing import Any
 from fastpar.config.config import GPTConfig
 from fastpar.cost.datasheet import DatasheetRates
 from fastpar.cost.devices import Cluster
-from fastpar.cost.operations import Op, CommOp, ops_of, comm_ops_of
+from fastpar.cost.operations import CommOp, Op, comm_ops_of, ops_of
 from fastpar.cost.step_time import StepTime, time_of
-from fastpar.cost.workload import Workload, Setup
+from fastpar.cost.workload import Setup, Workload
 
 TOLERANCE = 0.2  # of a predicted fraction of peak, relative to the reported
 

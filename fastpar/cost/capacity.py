@@ -19,7 +19,7 @@ import torch
 
 from fastpar.config.config import GPTConfig, TrainConfig
 from fastpar.cost.memory_model import format_bytes, predict_states
-from fastpar.cost.workload import Workload, Setup, count_parameters
+from fastpar.cost.workload import Setup, Workload, count_parameters
 
 _NAMES = {
     torch.float32: "fp32",

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 
 from fastpar.cost.devices import Cluster
 from fastpar.cost.network import Network
-from fastpar.cost.operations import Op, CommOp
-from fastpar.cost.workload import BYTES, Workload, Setup
+from fastpar.cost.operations import CommOp, Op
+from fastpar.cost.workload import BYTES, Setup, Workload
 
 # Output tiles of a multiprocessor, and the part of the best tile's speed that they have.
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.82), (64, 64, 0.66))

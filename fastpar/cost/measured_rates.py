@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastpar.cost.operations import Op, CommOp
-from fastpar.cost.workload import Workload, Setup
+from fastpar.cost.operations import CommOp, Op
+from fastpar.cost.workload import Setup, Workload
 
 VERSION = 1
 MOST_SPREAD = 0.3  # of the operations; rates that vary more say little of the next run

@@ -1,4 +1,4 @@
-"""Measures this machine: what operations and exchanges of a workload cost ranks that all work at once.
+"""Measures this machine: what compute and communication cost ranks that all work at once.
 
     rates = measure(workload, setups)          about 30 s; kept for later runs
 
@@ -41,13 +41,13 @@ from fastpar.cost.measured_rates import (
     OpKey,
     Overhead,
     Rate,
+    comm_key,
     gpu_name,
     machine_name,
     overhead_key,
-    comm_key,
 )
-from fastpar.cost.operations import CommOp, ops_of, comm_ops_of
-from fastpar.cost.workload import Workload, Setup
+from fastpar.cost.operations import CommOp, comm_ops_of, ops_of
+from fastpar.cost.workload import Setup, Workload
 from fastpar.measure.op_chain import Chain
 from fastpar.measure.rank_pool import Rank, RankPool
 from fastpar.measure.short_run import ShortRun, slowest

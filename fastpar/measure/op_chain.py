@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fastpar.config.config import VOCAB_MULTIPLE
-from fastpar.cost.workload import Workload, Setup
+from fastpar.cost.workload import Setup, Workload
 from fastpar.kernels import (
     Rng,
     attention_qkvpacked,

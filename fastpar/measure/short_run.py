@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from fastpar.comm.mesh import Mesh
-from fastpar.cost.workload import Workload, Setup
+from fastpar.cost.workload import Setup, Workload
 from fastpar.data.batches import sample_batch
 from fastpar.kernels import make_key
 from fastpar.models.gpt import GPT

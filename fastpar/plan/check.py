@@ -23,7 +23,7 @@ from fastpar.cost.measured_rates import MeasuredRates
 from fastpar.cost.memory_model import predict_memory
 from fastpar.cost.step_memory import StepMemory, held_bytes
 from fastpar.cost.step_time import StepTime, predict_step
-from fastpar.cost.workload import Workload, Setup
+from fastpar.cost.workload import Setup, Workload
 from fastpar.kernels.linear_cross_entropy import release_workspaces
 from fastpar.measure.measure import Cell, keep_rates, measure_cells
 from fastpar.measure.rank_pool import Rank, RankPool
@@ -232,7 +232,9 @@ def check_cells(
         for workload, setup in cells:
             found = []
             for _ in range(turns):
-                rates = measure_cells(pool, [(workload, setup)], seconds=seconds / len(cells) / turns)
+                rates = measure_cells(
+                    pool, [(workload, setup)], seconds=seconds / len(cells) / turns
+                )
                 answers = pool.call(run_cell, workload, setup, steps_s / turns)
                 found.append((predict_step(workload, setup, rates), answers))
                 kept = kept or MeasuredRates(rates.about)
@@ -247,7 +249,9 @@ def check_cells(
     return rows, kept
 
 
-def run_cell(rank: Rank, workload: Workload, setup: Setup, seconds: float) -> tuple[list[float], int]:
+def run_cell(
+    rank: Rank, workload: Workload, setup: Setup, seconds: float
+) -> tuple[list[float], int]:
     """On a rank: seconds of steps, and the peak of bytes in a further one."""
     release_workspaces()  # those of a larger model before
     run = ShortRun(workload, setup, rank.mesh(setup.tp))

@@ -20,7 +20,7 @@ from fastpar.cost.datasheet import DatasheetRates
 from fastpar.cost.devices import Cluster, device_table, find_device, larger_device
 from fastpar.cost.operations import Rates
 from fastpar.cost.step_time import cost_per_billion_tokens
-from fastpar.cost.workload import Workload, Setup
+from fastpar.cost.workload import Setup, Workload
 from fastpar.data.tokenizer import GPT2_VOCABULARY, name_for
 from fastpar.plan.search import (
     Estimate,
@@ -112,12 +112,15 @@ def run(command: PlanCommand) -> int:
     cluster = _cluster(command)
     rates, rates_text = _rates(command, workload, template, cluster)
     limit = limit_bytes(command, cluster)
-    estimates = search(workload, template, rates=rates, limit_bytes=limit, per_node=cluster.per_node)
+    estimates = search(
+        workload, template, rates=rates, limit_bytes=limit, per_node=cluster.per_node
+    )
     if not estimates:
         near = " or ".join(map(str, possible_batches(workload, template, cluster.per_node)))
         raise ValueError(
-            f"plan: expected a batch_size that the ranks divide, got batch_size={workload.batch_size} "
-            f"with gpus={command.gpus}; use --batch-size {near}, or another --gpus"
+            "plan: expected a batch_size that the ranks divide, got "
+            f"batch_size={workload.batch_size} with gpus={command.gpus}; use --batch-size {near}, "
+            "or another --gpus"
         )
     if estimates[0].time is None:
         _nothing_fits(command, workload, template, cluster, estimates)
@@ -237,7 +240,9 @@ def limit_bytes(command: PlanCommand, cluster: Cluster) -> float:
     return usable_bytes(cluster) * (1 - command.headroom)
 
 
-def _rates(command: PlanCommand, workload: Workload, template: Setup, cluster: Cluster) -> tuple[Rates, str]:
+def _rates(
+    command: PlanCommand, workload: Workload, template: Setup, cluster: Cluster
+) -> tuple[Rates, str]:
     """What the machine does, and where that is known from."""
     sheet = DatasheetRates(cluster, template)
     if not command.measure:
@@ -310,7 +315,8 @@ def report(
     lines = [
         f"model    {command.model}: {shape.n_layer} layers, {shape.n_head} heads, {shape.n_embd} "
         f"wide, {workload.n_parameters:,} parameters",
-        f"step     {workload.tokens_per_step:,} tokens: {workload.batch_size} sequences of {workload.seq_len:,}",
+        f"step     {workload.tokens_per_step:,} tokens: {workload.batch_size} sequences of "
+        f"{workload.seq_len:,}",
         f"machine  {cluster}; {limit / 1e9:,.1f} GB a rank for tensors, "
         f"{command.headroom:.0%} less than there are (--headroom)",
         f"rates    {rates_text}",
@@ -430,7 +436,9 @@ def flags(command: PlanCommand, workload: Workload, setup: Setup) -> list[str]:
     return words
 
 
-def command_lines(command: PlanCommand, workload: Workload, cluster: Cluster, setup: Setup) -> list[str]:
+def command_lines(
+    command: PlanCommand, workload: Workload, cluster: Cluster, setup: Setup
+) -> list[str]:
     """What to type, on one machine or on several."""
     words = " ".join(flags(command, workload, setup))
     nodes = -(-cluster.n_devices // cluster.per_node)

@@ -13,7 +13,7 @@ from typing import Any
 from fastpar.cost.memory_model import Memory, predict_memory
 from fastpar.cost.operations import Rates
 from fastpar.cost.step_time import StepTime, predict_step
-from fastpar.cost.workload import Workload, Setup
+from fastpar.cost.workload import Setup, Workload
 
 MAX_MICRO_BATCH_TOKENS = 131072  # of a rank: matrices of more rows are no faster
 CHECKPOINTING = ("none", "selective", "full")
@@ -231,7 +231,9 @@ def smallest_changes(
 def possible_batches(workload: Workload, template: Setup, per_node: int, n: int = 3) -> list[int]:
     """The nearest batch sizes that some split of these ranks divides."""
     world = template.world_size
-    dps = [world // tp for tp in divisors(world) if tp <= per_node and workload.shape.n_head % tp == 0]
+    dps = [
+        world // tp for tp in divisors(world) if tp <= per_node and workload.shape.n_head % tp == 0
+    ]
     smallest = min(dps)
     below = workload.batch_size // smallest * smallest
     near = {below, below + smallest, below + 2 * smallest, below - smallest} - {0}

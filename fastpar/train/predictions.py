@@ -29,7 +29,7 @@ from fastpar.cost.memory_model import format_bytes, predict_memory
 from fastpar.cost.operations import Rates
 from fastpar.cost.step_memory import StepMemory, held_bytes
 from fastpar.cost.step_time import predict_step
-from fastpar.cost.workload import Workload, Setup
+from fastpar.cost.workload import Setup, Workload
 from fastpar.parallel.agreement import everyone
 from fastpar.parallel.engine import Engine
 from fastpar.parallel.step_report import StepReport
@@ -125,7 +125,9 @@ def predict(config: TrainConfig, shape: GPTConfig, facts: dict[str, Any]) -> dic
     }
 
 
-def workload_of(config: TrainConfig, shape: GPTConfig, facts: dict[str, Any]) -> tuple[Workload, Setup]:
+def workload_of(
+    config: TrainConfig, shape: GPTConfig, facts: dict[str, Any]
+) -> tuple[Workload, Setup]:
     """What a run trains, and how, in the planner's words."""
     on_gpu = facts["device"] != "CPU"
     setup = Setup.of(

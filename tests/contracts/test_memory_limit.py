@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from memory_cells import build, workload, setup, step
+from memory_cells import setup, workload
 
 from fastpar.cost.memory_model import predict_memory
+from fastpar.measure.short_run import ShortRun
 
 LAYOUTS = {
     "many activations": (
@@ -43,14 +44,17 @@ def train_within(name, factor):
     torch.set_num_threads(1)
     shape, settings = LAYOUTS[name]
     one, s, mesh = workload(**shape), setup(**settings), Mesh(device="cpu")
-    tiny, small = workload(n_layer=1, width=64, tokens=16), setup(**{**settings, "micro_batch_size": 1})
-    step(*build(tiny, small, mesh), tiny, small, mesh)  # what is loaded at first use
+    tiny, small = (
+        workload(n_layer=1, width=64, tokens=16),
+        setup(**{**settings, "micro_batch_size": 1}),
+    )
+    ShortRun(tiny, small, mesh).step()  # what is loaded at first use
     limit = data_bytes() + round(factor * predict_memory(one, s).total)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     try:
-        model, optimizer = build(one, s, mesh)
+        run = ShortRun(one, s, mesh)
         for _ in range(2):
-            step(model, optimizer, one, s, mesh)
+            run.step()
     except (RuntimeError, MemoryError) as error:
         known = "can't allocate memory" in str(error) or "bad_alloc" in str(error)
         os._exit(OUT_OF_MEMORY if known or isinstance(error, MemoryError) else 1)

@@ -14,9 +14,9 @@ from fastpar.cost.measured_rates import (
     overhead_key,
     rates_folder,
 )
-from fastpar.cost.operations import Op, CommOp
+from fastpar.cost.operations import CommOp, Op
 from fastpar.cost.step_time import predict_step
-from fastpar.cost.workload import Workload, Setup
+from fastpar.cost.workload import Setup, Workload
 
 SETUP = Setup(world_size=2, dtype="fp32", master_weights="none", device_type="cpu", transport="shm")
 WORKLOAD = Workload(GPTConfig(3, 2, 32, 16, 128, dropout=0.0), 2)
@@ -126,7 +126,9 @@ def test_exchanges_along_tp_are_apart():
 def test_overhead_adds_up_and_takes_the_nearest_setup():
     known = rates()
     setup = replace(SETUP, grad_accum_steps=5)
-    assert known.overhead_s(WORKLOAD, setup) == pytest.approx(1e-3 + 5 * (2e-3 + 3 * 3e-4) + 3 * 4e-4)
+    assert known.overhead_s(WORKLOAD, setup) == pytest.approx(
+        1e-3 + 5 * (2e-3 + 3 * 3e-4) + 3 * 4e-4
+    )
     assert not known.scaled
     other = replace(SETUP, zero_stage=3, activation_checkpointing="full")
     assert known.overhead_s(WORKLOAD, other) == 5e-3

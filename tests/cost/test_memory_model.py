@@ -5,12 +5,12 @@ import itertools
 import time
 
 import pytest
-from memory_cells import workload, measure, measure_all, setup
+from memory_cells import measure, measure_all, setup, workload
 
 from fastpar.comm.mesh import Mesh
 from fastpar.config.config import GPTConfig
 from fastpar.cost.memory_model import Memory, predict_memory, predict_states
-from fastpar.cost.workload import Workload, Setup
+from fastpar.cost.workload import Setup, Workload
 from fastpar.testing import run_ranks
 
 SHAPES = {
@@ -144,7 +144,10 @@ def measured(cells):
 def check(cell, cells):
     """Half of what is promised in fp32; products in 16 bits take scratch that is not predicted."""
     shape, s = cell
-    predicted, rel = predict_memory(workload(**SHAPES[shape]), s), 0.025 if s.dtype == "fp32" else 0.05
+    predicted, rel = (
+        predict_memory(workload(**SHAPES[shape]), s),
+        0.025 if s.dtype == "fp32" else 0.05,
+    )
     assert predicted.total == pytest.approx(measured(tuple(cells))[cell], rel=rel), str(predicted)
 
 

@@ -45,7 +45,7 @@ def test_small_messages_are_latency():
     few, many = (net.seconds("all_reduce", 8.0, n) for n in (128, 16384))
     levels = 2 * 7 * net.between_s
     assert many - few == pytest.approx(levels, rel=1e-6)
-    at = net.place(16384)
+    at = place(16384, 1, net.cluster.per_node)
     assert net.ring_s(8.0, at) > 50 * net.tree_s(8.0, at)
     assert net.seconds("all_gather", 8.0, 16384) < 1e-3
 
@@ -54,7 +54,7 @@ def test_small_messages_are_latency():
 def test_hierarchy_beats_a_ring_over_slow_links(inter):
     """Through the slow link each byte goes (nodes-1)/nodes times instead of (n-1)/n."""
     net = network(16, inter=inter)
-    at = net.place(16)
+    at = place(16, 1, net.cluster.per_node)
     ring, levels = (f(1e10, at) for f in (net.ring_s, net.hierarchical_s))
     assert levels < ring
     if inter == "eth-10":
@@ -64,7 +64,7 @@ def test_hierarchy_beats_a_ring_over_slow_links(inter):
 
 def test_inside_of_a_node_a_ring_is_a_hierarchy():
     net = network()
-    at = net.place(8)
+    at = place(8, 1, net.cluster.per_node)
     assert net.ring_s(1e9, at) == pytest.approx(net.hierarchical_s(1e9, at))
     assert net.ring_s(1e9, at) < net.tree_s(1e9, at)
 
@@ -97,5 +97,5 @@ def test_bad_input():
     with pytest.raises(ValueError, match="place: expected ranks >= 1, got ranks=0; count from 1"):
         net.seconds("send", 1.0, 0)
     with pytest.raises(ValueError, match="expected stride >= 1, got stride=0"):
-        net.place(2, 0)
-    assert net.place(1) == Group(1, 1, 1)
+        place(2, 0, net.cluster.per_node)
+    assert place(1, 1, net.cluster.per_node) == Group(1, 1, 1)

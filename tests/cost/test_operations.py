@@ -1,4 +1,4 @@
-"""work.py: operations and exchanges of a step, against arithmetic by hand and real engines."""
+"""Compute and communication of a step, against arithmetic by hand and real engines."""
 
 import pytest
 import torch
@@ -6,8 +6,9 @@ import torch
 from bench.systems.emulated import EmulatedMesh, Link, emulated
 from fastpar import GPT, AdamW, engine_of, parallelize
 from fastpar.config.config import GPTConfig
-from fastpar.cost.operations import Op, CommOp, local_parameters, ops_of, places_of, comm_ops_of
-from fastpar.cost.workload import Workload, Setup, count_parameters
+from fastpar.cost.buckets import buckets_of
+from fastpar.cost.operations import CommOp, Op, comm_ops_of, ops_of
+from fastpar.cost.workload import Setup, Workload, count_parameters
 from fastpar.kernels.global_norm import NORM_WORDS
 from fastpar.nn.recompute import recompute
 from fastpar.parallel.describe import wire_bytes
@@ -130,8 +131,8 @@ def test_optimizer_has_this_ranks_elements():
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_local_parameters_are_those_of_a_rank(tp):
     run = Run(SHAPE, world_size=2 * tp, tp=tp)
-    assert local_parameters(SHAPE, Setup(tp=tp)) == run.local
-    assert local_parameters(LARGE.shape, Setup()) == count_parameters(LARGE.shape)
+    assert buckets_of(Workload(SHAPE, 4), Setup(tp=tp)).elements == run.local
+    assert buckets_of(LARGE, Setup()).elements == count_parameters(LARGE.shape)
 
 
 # Exchanges, as real engines do them
@@ -143,8 +144,8 @@ def test_bytes_of_an_engine(stage, bucket_mb):
     options = {"world_size": 4, "zero_stage": stage, "bucket_mb": bucket_mb}
     run = Run(SHAPE, **options)
     workload, setup = Workload(SHAPE, 8), setup_of(**options)
-    places = places_of(workload, setup)
-    counted = [places.numel(p) for p in places.buckets for _ in range(p.count)]
+    kinds = buckets_of(workload, setup).kinds
+    counted = [kind.padded(setup.n_shards) for kind in kinds.elements()]
     assert sorted(counted) == sorted(run.buckets)
     sends = [send for send in comm_ops_of(workload, setup) if send.axis in ("dp", "shard")]
     assert sum(map(wire, sends)) == sum(run.described.values())
@@ -214,7 +215,9 @@ def test_partial_sums_are_of_pieces():
     found = {}
     for stage in (0, 2):
         setup = setup_of(world_size=8, tp=2, n_micro=3, zero_stage=stage)
-        sends = [s for s in comm_ops_of(Workload(SHAPE, 24), setup) if (s.axis, s.under) == ("tp", "")]
+        sends = [
+            s for s in comm_ops_of(Workload(SHAPE, 24), setup) if (s.axis, s.under) == ("tp", "")
+        ]
         (found[stage],) = (s for s in sends if s.kind == "all_reduce")
     elements = (6 * LAYERS + 2 + T) * C
     assert (found[0].bytes, found[0].count) == (4 * elements, 3)
@@ -225,7 +228,9 @@ def test_one_control_exchange():
     run = Run(SHAPE, world_size=2)
     (said,) = (op for op in run.ops if op.kind == "all_gather")
     assert said.tensor_bytes == CONTROL * 2
-    (send,) = (s for s in comm_ops_of(Workload(SHAPE, 4), setup_of(world_size=2)) if s.axis == "control")
+    (send,) = (
+        s for s in comm_ops_of(Workload(SHAPE, 4), setup_of(world_size=2)) if s.axis == "control"
+    )
     assert (send.bytes, send.ranks) == (said.tensor_bytes, said.world_size)
     assert not comm_ops_of(Workload(SHAPE, 4), setup_of(world_size=1))
 

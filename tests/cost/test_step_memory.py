@@ -5,12 +5,12 @@ import threading
 
 import pytest
 import torch
-from memory_cells import build, workload, setup, step
+from memory_cells import setup, workload
 
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.shm import ShmCollectives
-from fastpar.config.config import GPTConfig
 from fastpar.cost.step_memory import StepMemory, alive_bytes, held_bytes
+from fastpar.measure.short_run import ShortRun
 from fastpar.testing import run_ranks
 
 CPU = torch.device("cpu")
@@ -92,15 +92,13 @@ def test_memory_that_ranks_share_counts_where_it_was_taken():
 
 
 def leftovers(stage, tp):
-    mesh = Mesh(tp=tp, device="cpu")
-    one, s = workload(), setup(world_size=2, zero_stage=stage, tp=tp, micro_batch_size=2)
-    model, optimizer = build(one, s, mesh)
-    found = []
+    s = setup(world_size=2, zero_stage=stage, tp=tp, micro_batch_size=2)
+    run = ShortRun(workload(), s, Mesh(tp=tp, device="cpu"))
     for _ in range(4):
         with StepMemory(CPU) as memory:
-            step(model, optimizer, one, s, mesh)
-        found.append((memory.left_bytes, alive_bytes()))
-    return found[-1]
+            run.step()
+        found = memory.left_bytes, alive_bytes()
+    return found
 
 
 @pytest.mark.parametrize(("stage", "tp"), [(0, 1), (3, 1), (0, 2)])
@@ -136,21 +134,8 @@ def test_on_a_gpu_it_is_the_allocators_peak():
 
 def held_and_alive(stage):
     """After two steps of a rank that is a process: nothing else is alive there."""
-    from fastpar.comm.mesh import Mesh
-    from fastpar.cost.workload import Workload, Setup
-    from fastpar.measure.short_run import ShortRun
-
-    shape = GPTConfig(3, 2, 64, 16, 300, dropout=0.0)
-    setup = Setup(
-        world_size=2,
-        zero_stage=stage,
-        accumulate="full" if stage < 2 else "shard",
-        dtype="fp32",
-        master_weights="none",
-        device_type="cpu",
-        transport="shm",
-    )
-    run = ShortRun(Workload(shape, 2), setup, Mesh(device="cpu"))
+    one, s = workload(n_layer=3, width=64), setup(world_size=2, zero_stage=stage)
+    run = ShortRun(one, s, Mesh(device="cpu"))
     run.seconds(2)
     gc.collect()
     return held_bytes(run.engine, run.optimizer), alive_bytes()

@@ -9,9 +9,9 @@ import pytest
 from fastpar.config.config import GPTConfig
 from fastpar.cost.datasheet import DatasheetRates
 from fastpar.cost.devices import Cluster
-from fastpar.cost.operations import CommOp, ops_of, comm_ops_of
+from fastpar.cost.operations import CommOp, comm_ops_of, ops_of
 from fastpar.cost.step_time import bubble_fraction, cost_per_billion_tokens, predict_step, time_of
-from fastpar.cost.workload import Workload, Setup
+from fastpar.cost.workload import Setup, Workload
 
 SHAPE = GPTConfig(n_layer=4, n_head=4, n_embd=256, block_size=128, dropout=0.0)
 
@@ -40,7 +40,8 @@ def predict(setup, rates=None, shape=SHAPE):
 
 
 def exposed(setup, sends, rates):
-    return time_of(Workload(SHAPE, 8), setup, rates, None, sends).parts["dp"]
+    workload = Workload(SHAPE, 8)
+    return time_of(workload, setup, rates, ops_of(workload, setup), sends).parts["dp"]
 
 
 # Pipelines
@@ -147,7 +148,8 @@ def test_along_tp_column_products_hide():
     workload = Workload(SHAPE, 1)
     products = 2.0 * 4 * SHAPE.n_layer * 7 / 12
     for count, expected in ((products, 0.0), (products + 5, 5.0)):
-        found = time_of(workload, setup, Fixed(), None, [send("backward", axis="tp", count=count)])
+        comm = send("backward", axis="tp", count=count)
+        found = time_of(workload, setup, Fixed(), ops_of(workload, setup), [comm])
         assert found.parts["tp"] == pytest.approx(expected)
 
 
@@ -192,10 +194,3 @@ def test_large_machines_are_quick():
     assert best < len(setups) * 300e-6  # 60 us each on a quiet machine
     assert all(0 < t.mfu < 0.6 for t in times)
     assert all(t.step_s > t.compute_s for t in times)
-
-
-def test_rates_without_hash():
-    class Listed(Fixed):
-        __hash__ = None
-
-    assert predict(Setup(2), Listed()) == predict(Setup(2), Fixed())

@@ -5,7 +5,7 @@ import torch
 
 from fastpar import GPT
 from fastpar.config.config import PRESETS, GPTConfig, TrainConfig
-from fastpar.cost.workload import Workload, Setup, count_parameters
+from fastpar.cost.workload import Setup, Workload, count_parameters
 
 MICRO = GPTConfig.preset("micro", vocab_size=300)
 

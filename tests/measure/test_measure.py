@@ -6,9 +6,9 @@ import pytest
 
 from fastpar.config.config import GPTConfig
 from fastpar.cost.measured_rates import FOLDER, MeasuredRates, Overhead, find_rates
-from fastpar.cost.operations import ops_of, comm_ops_of
+from fastpar.cost.operations import comm_ops_of, ops_of
 from fastpar.cost.step_time import predict_step
-from fastpar.cost.workload import Workload, Setup
+from fastpar.cost.workload import Setup, Workload
 from fastpar.measure import measure as module
 from fastpar.measure.measure import (
     WHOLE,

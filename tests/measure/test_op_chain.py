@@ -8,7 +8,7 @@ import torch
 from fastpar.config.config import GPTConfig
 from fastpar.cost.operations import ops_of
 from fastpar.cost.step_memory import alive_bytes
-from fastpar.cost.workload import Workload, Setup
+from fastpar.cost.workload import Setup, Workload
 from fastpar.measure.op_chain import Chain, Clock, fitted
 
 WORKLOAD = Workload(GPTConfig(2, 4, 32, 16, 200, dropout=0.0), 4)

@@ -1,6 +1,6 @@
 from fastpar.comm.mesh import Mesh
 from fastpar.config.config import GPTConfig
-from fastpar.cost.workload import Workload, Setup
+from fastpar.cost.workload import Setup, Workload
 from fastpar.measure.short_run import ShortRun, slowest
 from fastpar.testing import run_ranks
 

@@ -7,7 +7,7 @@ import pytest
 
 from fastpar.config.config import PRESETS, GPTConfig, derive_batch
 from fastpar.cost.memory_model import predict_memory
-from fastpar.cost.workload import Workload, Setup
+from fastpar.cost.workload import Setup, Workload
 from fastpar.plan.search import (
     divisors,
     families,
@@ -55,7 +55,11 @@ RATES = PaperRates()
 
 def found(workload=GPT2, world=8, limit=80e9, per_node=8, **template):
     return search(
-        workload, Setup(world_size=world, **template), rates=RATES, limit_bytes=limit, per_node=per_node
+        workload,
+        Setup(world_size=world, **template),
+        rates=RATES,
+        limit_bytes=limit,
+        per_node=per_node,
     )
 
 
@@ -176,7 +180,9 @@ def test_the_smallest_changes_that_make_something_fit():
     assert any(way.startswith("--seq-len ") for way in ways)
     assert "--gpus 4" in ways
     assert ways[-1] == "--gpu h200"
-    ways = smallest_changes(workload, template, limit_bytes=1e8, per_node=2, larger=lambda size: None)
+    ways = smallest_changes(
+        workload, template, limit_bytes=1e8, per_node=2, larger=lambda size: None
+    )
     assert not [way for way in ways if way.startswith("--gpu ")]
 
 

@@ -10,7 +10,7 @@ from bench.records import RESULTS
 from fastpar.cost import datasheet
 from fastpar.cost.datasheet import GENERATIONS
 from fastpar.cost.devices import find_device
-from fastpar.cost.operations import ops_of, comm_ops_of
+from fastpar.cost.operations import comm_ops_of, ops_of
 from fastpar.cost.step_time import check
 
 ROWS = list(published.published())

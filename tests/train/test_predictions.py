@@ -8,13 +8,13 @@ import pytest
 from fastpar.comm.mesh import Mesh
 from fastpar.config.config import GPTConfig, TrainConfig
 from fastpar.cost.measured_rates import FOLDER, MeasuredRates, Rate, machine_name
-from fastpar.cost.workload import Workload, Setup
+from fastpar.cost.workload import Setup, Workload
 from fastpar.kernels.linear_cross_entropy import release_workspaces
 from fastpar.measure.short_run import ShortRun
 from fastpar.testing import run_ranks
 from fastpar.train import predictions
 from fastpar.train.metrics import read_metrics
-from fastpar.train.predictions import SKIPPED, Predictions, workload_of, lines_of, predict
+from fastpar.train.predictions import SKIPPED, Predictions, lines_of, predict, workload_of
 from fastpar.train.trainer import train
 
 SETTINGS = {
