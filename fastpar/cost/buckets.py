@@ -106,10 +106,11 @@ def bucket_mb_of(setup: Setup) -> float:
 
 
 def buckets_of(workload: Workload, setup: Setup) -> GPTBuckets:
-    """The buckets of a rank; one of several pipeline stages has everything but other layers."""
+    """The buckets of a rank; of several pipeline stages the last one, which has the head."""
     return _buckets(
         workload.shape,
         -(-workload.shape.n_layer // setup.pp),
+        setup.pp == 1,
         setup.tp,
         setup.dtype,
         setup.grad_dtype,
@@ -122,6 +123,7 @@ def buckets_of(workload: Workload, setup: Setup) -> GPTBuckets:
 def _buckets(
     shape: GPTConfig,
     n_layers: int,
+    positions: bool,
     tp: int,
     dtype: str,
     grad_dtype: str,
@@ -133,16 +135,15 @@ def _buckets(
     # parallelize() merges neighbouring units up to the cap of the first bucket.
     block_bytes = sum(map(math.prod, block)) * dtypes[0].itemsize
     merged = max(1, int(FIRST_BUCKET_MB * 2**20) // block_bytes)
-    embeddings = ((vocabulary_rows(shape, tp), width), (shape.block_size, width))
-    last_norm = ((width,), (width,))
-    shapes = (*embeddings, *block * n_layers, *last_norm)
+    embeddings = ((vocabulary_rows(shape, tp), width), (shape.block_size, width))[: 1 + positions]
+    shapes = (*embeddings, *block * n_layers, (width,), (width,))
     units = [1 + layer // merged for layer in range(n_layers) for _ in block]
     layout = build_layout(
         [ParamSpec((str(i),), s, dtypes[0]) for i, s in enumerate(shapes)],
         bucket_bytes=bucket_mb * 2**20,
         first_bucket_bytes=FIRST_BUCKET_MB * 2**20,
         grad_dtype=dtypes[1],
-        unit_of=[_ROOT, _ROOT, *units, _ROOT, _ROOT] if by_unit else None,
+        unit_of=[*[_ROOT] * len(embeddings), *units, _ROOT, _ROOT] if by_unit else None,
         flags=not by_unit,
     )
     return GPTBuckets(shapes, layout, n_layers, dtypes[1].itemsize)

@@ -85,8 +85,9 @@ def gradient_flow(
             if not pairs or top > pairs[-1][1]:
                 pairs.append((left, top))
     at_embedding = backward.now
-    positions, table = arrival
-    backward.take(positions)
+    *positions, table = arrival
+    for index in positions:
+        backward.take(index)
     backward.allocate(table)
     at_table = backward.now
     backward.take(table)

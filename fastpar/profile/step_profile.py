@@ -43,7 +43,7 @@ from fastpar.comm.recorder import (
     window,
 )
 from fastpar.cost.operations import ops_of
-from fastpar.cost.workload import Workload, Setup
+from fastpar.cost.workload import Setup, Workload
 from fastpar.kernels import backend
 from fastpar.measure.ceilings import measure_ceilings
 from fastpar.measure.clocks import synchronize
