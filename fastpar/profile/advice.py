@@ -61,7 +61,7 @@ def _host(m: Measured) -> Iterator[str]:
 
 def _small_operations(m: Measured) -> Iterator[str]:
     setup, reached = m.setup, m.of_matmul(m.phases)
-    rows = setup.micro_batch_size * m.job.seq_len
+    rows = setup.micro_batch_size * m.workload.seq_len
     if m.shares[HOST] >= HOST_SHARE:
         why = f"The host takes {percent(m.shares[HOST])} of the step"
     elif m.bound == COMPUTE and rows < SMALL_ROWS and reached is not None and reached < POOR:
@@ -70,13 +70,13 @@ def _small_operations(m: Measured) -> Iterator[str]:
         return
     if setup.grad_accum_steps > 1:
         even = setup.grad_accum_steps % 2 == 0
-        larger = 2 * setup.micro_batch_size if even else m.job.batch_size // setup.dp
+        larger = 2 * setup.micro_batch_size if even else m.workload.batch_size // setup.dp
         yield (
             f"{why}: --micro-batch-size {larger} does the same samples in fewer, larger operations."
         )
     else:
         yield (
-            f"{why}: a larger --batch-size (now {m.job.batch_size}) gives every operation more "
+            f"{why}: a larger --batch-size (now {m.workload.batch_size}) gives every operation more "
             "rows for the same overhead."
         )
 
@@ -115,7 +115,7 @@ def _tp_waits(m: Measured, why: str) -> Iterator[str]:
 def _gather_waits(m: Measured, why: str) -> Iterator[str]:
     setup = m.setup
     if setup.zero_stage == 3:
-        whole = m.job.n_parameters / setup.tp * setup.weight_bytes * (1 - 1 / setup.dp) / 1e6
+        whole = m.workload.n_parameters / setup.tp * setup.weight_bytes * (1 - 1 / setup.dp) / 1e6
         yield (
             f"{why} gathered weights: --zero 2 keeps them whole, for {whole:,.0f} MB more a rank."
         )

@@ -86,9 +86,9 @@ class Report:
                 for phase in measured.phases
             ],
             "situation": {
-                "batch_size": measured.job.batch_size,
-                "block_size": measured.job.seq_len,
-                "n_parameters": measured.job.n_parameters,
+                "batch_size": measured.workload.batch_size,
+                "block_size": measured.workload.seq_len,
+                "n_parameters": measured.workload.n_parameters,
                 **asdict(measured.setup),
                 **asdict(measured.situation),
             },

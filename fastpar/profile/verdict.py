@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from fastpar.comm.recorder import COMPUTE, HOST
 from fastpar.cost.operations import Op
-from fastpar.cost.workload import Job, Setup
+from fastpar.cost.workload import Setup, Workload
 from fastpar.measure.ceilings import Ceilings
 from fastpar.profile.trace import BACKWARD, COMMUNICATION, FORWARD, INPUT, MEMORY, OPTIMIZER
 
@@ -86,7 +86,7 @@ class Measured:
 
     phases: Sequence[Phase]
     ceilings: Ceilings
-    job: Job
+    workload: Workload
     setup: Setup
     situation: Situation
 

@@ -9,7 +9,7 @@ import pytest
 from fastpar.comm.recorder import COMPUTE, CONTROL, GATHER, HOST, REDUCE, TP
 from fastpar.config.config import GPTConfig
 from fastpar.cost.operations import Op
-from fastpar.cost.workload import Job, Setup
+from fastpar.cost.workload import Setup, Workload
 from fastpar.measure.ceilings import Ceilings
 from fastpar.profile import advice
 from fastpar.profile.advice import RULES, advise
@@ -39,7 +39,7 @@ SEEN = {field.name for field in fields(Situation)}
 def measured(phases=PHASES, batch_size=16, **known):
     situation = Situation(**{name: known.pop(name) for name in SEEN & set(known)})
     setup = Setup(**{**LARGE, **known})
-    return Measured(phases, CEILINGS, Job(GPTConfig(), batch_size), setup, situation)
+    return Measured(phases, CEILINGS, Workload(GPTConfig(), batch_size), setup, situation)
 
 
 def test_a_good_step_is_compute_bound_and_nothing_is_to_change():
