@@ -76,8 +76,8 @@ def _small_operations(m: Measured) -> Iterator[str]:
         )
     else:
         yield (
-            f"{why}: a larger --batch-size (now {m.workload.batch_size}) gives every operation more "
-            "rows for the same overhead."
+            f"{why}: a larger --batch-size (now {m.workload.batch_size}) gives every operation "
+            "more rows for the same overhead."
         )
 
 
