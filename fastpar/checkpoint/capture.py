@@ -139,12 +139,12 @@ class Capture:
 
     @property
     def optimizer_file(self) -> str:
-        """Of this rank."""
+        """The file that this rank writes."""
         return f"optimizer-{self.rank + 1:05d}-of-{self.world_size:05d}.safetensors"
 
     @property
     def nbytes(self) -> int:
-        """Of the whole checkpoint's tensors."""
+        """Bytes of the whole checkpoint's tensors."""
         total = sum(w.nbytes for _, weights in self.files for w in weights)
         for p, state in self._states():
             shapes = self.optimizer.entry_shapes(p)

@@ -116,7 +116,7 @@ class Manifest:
 
     @staticmethod
     def join(parts: Sequence[Manifest]) -> Manifest:
-        """Of the ranks' parts of one checkpoint."""
+        """One manifest of the ranks' parts of a checkpoint."""
         return Manifest(
             parts[0].step,
             {name: entry for part in parts for name, entry in part.files.items()},

@@ -225,7 +225,7 @@ def _files(tensors: tuple[TensorEntry, ...]) -> str:
 
 
 class Stats(NamedTuple):
-    """Of a tensor's elements; all but nonfinite of the finite ones."""
+    """A tensor's elements in numbers; all but nonfinite are of the finite ones."""
 
     norm: float
     low: float
@@ -235,7 +235,7 @@ class Stats(NamedTuple):
 
 
 def stats_of(chunks: Iterable[Tensor]) -> Stats:
-    """Of a tensor that is read in chunks."""
+    """The numbers of a tensor that is read in chunks."""
     total = squares = 0.0
     low, high, n, nonfinite = math.inf, -math.inf, 0, 0
     for chunk in chunks:

@@ -215,9 +215,8 @@ class _Plan:
         p = weight.tensor
         engine = engine_of_parameter(p)
         entries = self._pieces.get(weight.name, {})
-        splits = self.optimizer is not None and "master_remainder" in (
-            self.optimizer.entry_shapes(p) if entries else ()
-        )
+        kept = self.optimizer.master_entry(p) if self.optimizer is not None and entries else None
+        splits = kept == "master_remainder"
         values = self._values(weight, entries, exact=splits or p.dtype == torch.float32)
         rounded = values
         if splits and values.dtype == torch.float32:  # rounds ties in its own way

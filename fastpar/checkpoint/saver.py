@@ -68,7 +68,6 @@ from fastpar.parallel.agreement import everyone, everyones_errors
 
 _POLL_S = 0.02
 _PATIENCE_S = 120.0  # for a part that its rank has written
-_SMALL = 1 << 16  # bytes: hashed at once
 _FLUSH_BYTES = 1 << 26  # written before the disk is asked to take them
 
 
@@ -414,7 +413,7 @@ def _write_tensors(folder: Path, step: int, items: list[Item]) -> Manifest:
     Threads hash a tensor while it is written, and have the disk take what was written while the
     next tensors are: the page cache alone would take all of a checkpoint before it begins.
     """
-    part = Manifest(step)
+    files: dict[str, FileEntry] = {}
     entries: dict[int, TensorEntry] = {}
     turned = [item for item in items if item.weight is not None and item.weight.transposed]
     most = max((item.host.nbytes for item in turned), default=0)
@@ -422,7 +421,10 @@ def _write_tensors(folder: Path, step: int, items: list[Item]) -> Manifest:
     with ThreadPoolExecutor(1, "sha256") as hashing, ThreadPoolExecutor(1, "flush") as flushing:
         for name in dict.fromkeys(item.file for item in items):
             mine = {item.key: item for item in items if item.file == name}
-            specs = {key: Spec(item.dtype, _stored_shape(item)) for key, item in mine.items()}
+            specs = {
+                key: Spec(item.dtype, item.host.shape if item.weight is None else item.shape)
+                for key, item in mine.items()
+            }
             flushes, waiting = [], 0
             with TensorFile(folder / name, specs, {"format": "pt"}) as file:
                 for item in map(mine.__getitem__, file.order):
@@ -431,26 +433,23 @@ def _write_tensors(folder: Path, step: int, items: list[Item]) -> Manifest:
                         room = scratch[: tensor.nbytes].view(tensor.dtype)
                         tensor = room.view(tensor.shape).copy_(tensor)
                     raw = tensor.reshape(-1).view(torch.uint8).numpy().data
-                    digest = hashing.submit(_sha256, raw) if raw.nbytes > _SMALL else None
+                    digest = hashing.submit(_sha256, raw)
                     file.write(item.key, tensor)
-                    sha256 = _sha256(raw) if digest is None else digest.result()
                     waiting += raw.nbytes
                     if waiting > _FLUSH_BYTES:
                         flushes.append(flushing.submit(flush, folder / name))
                         waiting = 0
                     dtype, runs = DTYPE_NAMES[item.dtype], tuple(item.runs)
-                    entries[id(item)] = TensorEntry(name, item.key, dtype, item.shape, runs, sha256)
+                    entries[id(item)] = TensorEntry(
+                        name, item.key, dtype, item.shape, runs, digest.result()
+                    )
             for done in flushes:
                 done.result()
             flush(folder / name)
-            part.files[name] = FileEntry(file.size, _sha256(file.head), len(file.head))
+            files[name] = FileEntry(file.size, _sha256(file.head), len(file.head))
     weights = tuple(entries[id(item)] for item in items if item.weight is not None)
     optimizer = tuple(entries[id(item)] for item in items if item.weight is None)
-    return Manifest(step, part.files, weights, optimizer)
-
-
-def _stored_shape(item: Item) -> tuple[int, ...]:
-    return tuple(item.host.shape) if item.weight is None else item.shape
+    return Manifest(step, files, weights, optimizer)
 
 
 def _sha256(raw: Any) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -62,30 +61,29 @@ class TensorFile:
     def __init__(
         self, path: str | Path, specs: Mapping[str, Spec], metadata: Mapping[str, str] | None = None
     ) -> None:
-        order = list(DTYPE_NAMES)
+        dtypes, end = list(DTYPE_NAMES), 0
         header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-        self._specs, self._places, end = dict(specs), {}, 0
+        self._left: dict[str, tuple[Spec, int]] = {}  # not written yet, and where they go
         for name, spec in specs.items():
             if spec.dtype not in DTYPE_NAMES:
                 raise ValueError(
                     f"TensorFile: expected a dtype of safetensors, got dtype={spec.dtype} for "
                     f"'{name}'; convert it"
                 )
-        self.order = sorted(specs, key=lambda n: (order.index(specs[n].dtype), n))
+        self.order = sorted(specs, key=lambda n: (dtypes.index(specs[n].dtype), n))
         for name in self.order:
             spec = specs[name]
-            self._places[name] = end
-            end += spec.nbytes
+            self._left[name] = spec, end
             header[name] = {
                 "dtype": DTYPE_NAMES[spec.dtype],
                 "shape": list(spec.shape),
-                "data_offsets": [self._places[name], end],
+                "data_offsets": [end, end + spec.nbytes],
             }
+            end += spec.nbytes
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % 8)
         self.head = len(text).to_bytes(8, "little") + text
-        self._start = len(self.head)
-        self._end = self.size = self._start + end
+        self.size = len(self.head) + end
         self._file = open(path, "wb")  # noqa: SIM115 - closed by __exit__
         self._file.write(self.head)
 
@@ -95,23 +93,16 @@ class TensorFile:
         Raises:
             ValueError: no such tensor is expected, or it was written already.
         """
-        place, spec = self._places.pop(name, None), self._specs.get(name)
-        if (
-            place is None
-            or spec is None
-            or (tensor.dtype, list(tensor.shape))
-            != (
-                spec.dtype,
-                list(spec.shape),
-            )
-        ):
+        spec, place = self._left.pop(name, (None, 0))
+        got = tensor.dtype, list(tensor.shape)
+        if spec is None or got != (spec.dtype, list(spec.shape)):
             raise ValueError(
-                f"TensorFile.write: expected {spec if place is not None else 'one of the others'}, "
-                f"got '{name}' of dtype={tensor.dtype}, shape={list(tensor.shape)}; write each "
-                "tensor once, as announced"
+                f"TensorFile.write: expected {spec or 'one of the others'}, got '{name}' of "
+                f"dtype={tensor.dtype}, shape={list(tensor.shape)}; write each tensor once, as "
+                "announced"
             )
         raw = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
-        self._file.seek(self._start + place)
+        self._file.seek(len(self.head) + place)
         self._file.write(raw.numpy().data)
 
     def __enter__(self) -> TensorFile:
@@ -121,12 +112,11 @@ class TensorFile:
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         with self._file:
-            if kind is None and self._places:
+            if kind is not None:
+                return
+            if self._left:
                 raise ValueError(
-                    f"TensorFile: expected all of {len(self._specs)} tensors, got none for "
-                    f"'{next(iter(self._places))}'; write each tensor once"
+                    f"TensorFile: expected all of {len(self.order)} tensors, got none for "
+                    f"'{next(iter(self._left))}'; write each tensor once"
                 )
-            self._file.flush()
-            size = os.fstat(self._file.fileno()).st_size
-            if kind is None and size < self._end:  # tensors without elements at the end
-                self._file.truncate(self._end)
+            self._file.truncate(self.size)  # tensors without elements may stand at the end

@@ -132,7 +132,7 @@ class Attention(nn.Module):
 
     @property
     def first_head(self) -> int:
-        """Of this rank's heads."""
+        """The first of this rank's heads."""
         return 0 if self.tp is None else self.tp.rank * self.n_head // self.tp.size
 
     def forward(self, y: Tensor, tokens: Tokens | None = None, **dropout: Any) -> Tensor:

@@ -8,9 +8,10 @@ Vocabulary padding is never written. No byte of a weight changes on the way in a
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -229,7 +230,7 @@ def save_hf(
     for file, shard in files:
         specs = {w.key: Spec(w.tensor.dtype, w.shape) for w in shard}
         with (
-            _Replacing(folder / file) as temporary,
+            _replacing(folder / file) as temporary,
             TensorFile(temporary, specs, {"format": "pt"}) as out,
         ):
             for weight in shard:
@@ -385,23 +386,18 @@ def _safetensors(caller: str) -> Any:
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
-    with _Replacing(path) as temporary:
+    with _replacing(path) as temporary:
         temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-class _Replacing:
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
     """A temporary name; what is written there is moved to `path`, or removed on an error."""
-
-    def __init__(self, path: Path):
-        self.path, self.temporary = path, path.with_name(f".{path.name}.{os.getpid()}.tmp")
-
-    def __enter__(self) -> Path:
-        return self.temporary
-
-    def __exit__(self, kind: Any, *_: Any) -> None:
-        if kind is not None:
-            self.temporary.unlink(missing_ok=True)
-            return
-        with open(self.temporary, "rb+") as file:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
-        os.replace(self.temporary, self.path)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

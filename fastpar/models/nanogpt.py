@@ -86,7 +86,7 @@ def load_nanogpt(
 
 
 def _zero_biases(given: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Of every norm and matrix without one; embeddings and the head have none."""
+    """A bias for every norm and matrix without one; embeddings and the head have none."""
     added = {}
     for name, weight in given.items():
         stem, _, kind = name.rpartition(".")

@@ -26,14 +26,13 @@ import torch
 from torch import Tensor
 
 from fastpar.kernels.adamw_storage import master_join, master_split, round_to_bf16
-from fastpar.optim.base import EngineOptimizer, Row, plain
+from fastpar.optim.base import EngineOptimizer, Row
 from fastpar.optim.checks import check_ranges, pair
 from fastpar.optim.state import (
     HALF,
     add_master,
     check_master_weights,
     load_step,
-    master_entry,
     new_step,
 )
 from fastpar.parallel.engine import engine_of_parameter
@@ -81,8 +80,6 @@ class Adafactor(EngineOptimizer):
     Source: Shazeer, Stern 2018, arXiv 1804.04235; the paper's own are eps=(1e-30, 1e-3) and
         add_eps=True.
     """
-
-    _attributes = ("master_weights",)
 
     def __init__(
         self,
@@ -227,17 +224,12 @@ class Adafactor(EngineOptimizer):
     # State
 
     def entry_shapes(self, p: Tensor) -> dict[str, torch.Size]:
-        """The whole shape of each entry that a parameter's state has with these options."""
-        entry = master_entry(p.dtype, self.master_weights)
-        names = ("step", "exp_avg", *_moments(p), *([entry] if entry else []))
+        """The whole shape of every entry that a parameter's state may have."""
+        names = ("step", *_moments(p), "exp_avg", "master_weight", "master_remainder")
         return {name: _shape(name, p) for name in names}
 
     def _required(self, p: Tensor, group: dict[str, Any]) -> list[list[tuple[str, ...]]]:
         return [[(name,)] for name in ("step", *_moments(p))]
-
-    def _shapes(self, p: Tensor) -> dict[str, torch.Size]:
-        names = ("step", *_moments(p), "exp_avg", "master_weight", "master_remainder")
-        return {name: _shape(name, p) for name in names}
 
     def _convert(
         self, saved: dict[str, Any], p: Tensor, group: dict[str, Any], *, where: str, copy: bool
@@ -249,10 +241,6 @@ class Adafactor(EngineOptimizer):
         caller = "Adafactor.load_state_dict"
         add_master(state, p, self.master_weights, saved, caller=caller, where=where)
         return state
-
-    def state_dict(self) -> dict[str, Any]:
-        """As in torch."""
-        return plain(torch.optim.Optimizer.state_dict)(self)
 
 
 def _moments(p: Tensor) -> tuple[str, ...]:

@@ -26,15 +26,14 @@ from fastpar.kernels.adamw import MOMENT_BLOCK, Hyper, adamw_step_
 from fastpar.optim.base import EngineOptimizer, Row, plain, scalar
 from fastpar.optim.checks import check_memory, check_overlap, check_ranges, check_seed, pair
 from fastpar.optim.state import (
-    ENTRIES,
     Storage,
     add_master,
     cut_entry,
-    entry_shape,
+    entry_shapes,
+    master_entry,
     moment_names,
     torch_state,
     whole_entry,
-    whole_shape,
 )
 from fastpar.parallel.engine import engine_of_parameter
 
@@ -133,6 +132,7 @@ class AdamW(EngineOptimizer):
     ) -> None:
         self.set_max_grad_norm(max_grad_norm)
         check_seed("AdamW", seed)
+        self.master_weights = master_weights
         self.storage = Storage(master_weights, stochastic_rounding, moment_dtype)
         self.seed = seed
         self.zero_grad_in_step = zero_grad_in_step
@@ -229,8 +229,8 @@ class AdamW(EngineOptimizer):
         skipping_on_gpu = found is not None and device.type != "cpu"
         on_device = [g["capturable"] or skipping_on_gpu for g in self.param_groups]
         dtypes = {row.piece.dtype for row in rows}
-        masters: dict[torch.dtype, Any] = {dtype: storage.master_entry(dtype) for dtype in dtypes}
-        states = [self._state(r, on_device[r.group], masters[r.piece.dtype]) for r in rows]
+        kept: dict[torch.dtype, Any] = {d: master_entry(d, self.master_weights) for d in dtypes}
+        states = [self._state(r, on_device[r.group], kept[r.piece.dtype]) for r in rows]
         counted = [s["step"] for row, s in zip(rows, states) if on_device[row.group]]
         if counted:
             _count(counted, None if found is None else 1.0 - found.ne(0).float())
@@ -247,7 +247,7 @@ class AdamW(EngineOptimizer):
                 [s[exp_avg_sq] for s in states],
                 hypers,
                 hyper_index=hyper_index,
-                master_weights=[s.get(masters[row.piece.dtype]) for row, s in owned],
+                master_weights=[s.get(kept[row.piece.dtype]) for row, s in owned],
                 max_exp_avg_sqs=[s["max_exp_avg_sq"] for s in states] if amsgrad else None,
                 exp_avg_scales=[s["exp_avg_scale"] for s in states] if eight_bit else None,
                 exp_avg_sq_scales=[s["exp_avg_sq_scale"] for s in states] if eight_bit else None,
@@ -262,7 +262,7 @@ class AdamW(EngineOptimizer):
             _count(numbered)
 
     def _first_indices(self, rows: Sequence[Row]) -> list[int]:
-        """Of each piece's first element among the random bits, which all parameters share."""
+        """Where each piece begins among the random bits, which all parameters share."""
         params = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
         blocks = (-(-p.numel() // MOMENT_BLOCK) for p in params)
         before = list(itertools.accumulate(blocks, initial=0))
@@ -282,7 +282,7 @@ class AdamW(EngineOptimizer):
         elif amsgrad and "max_exp_avg_sq" not in state:  # switched on in the group since
             state["max_exp_avg_sq"] = state["exp_avg_sq"].clone()
         if master is not None and master not in state:
-            add_master(state, p, self.storage.master_weights)
+            add_master(state, p, self.master_weights)
         home = p.device if on_device else _HOST
         step = state["step"]
         if step.device != home or (on_device and step.dtype != torch.float32):
@@ -320,15 +320,12 @@ class AdamW(EngineOptimizer):
     # State
 
     def entry_shapes(self, p: Tensor) -> dict[str, torch.Size]:
-        """The whole shape of each entry that a parameter's state has with these options."""
-        return self.storage.entry_shapes(p)
+        """The whole shape of every entry that a parameter's state may have."""
+        return entry_shapes(p)
 
     def _required(self, p: Tensor, group: dict[str, Any]) -> list[list[tuple[str, ...]]]:
         moments = moment_names(group["amsgrad"])
         return [[("step",)], *([(m,), (f"{m}_codes", f"{m}_scale")] for m in moments)]
-
-    def _shapes(self, p: Tensor) -> dict[str, torch.Size]:
-        return {name: entry_shape(name, whole_shape(p)) for name in ENTRIES}
 
     def _convert(
         self, saved: dict[str, Any], p: Tensor, group: dict[str, Any], *, where: str, copy: bool
@@ -346,9 +343,9 @@ class AdamW(EngineOptimizer):
         return super()._load_whole(saved, target, group, where)
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch; with the seed where steps draw random bits. See Ranks and State above."""
+        """torch's, with the seed where steps draw random bits; Ranks and State above say more."""
         with self._whole_state():
-            state_dict = plain(torch.optim.Optimizer.state_dict)(self)
+            state_dict = super().state_dict()
         if self.storage.random:
             state_dict["seed"] = self.seed
         return state_dict

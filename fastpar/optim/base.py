@@ -34,6 +34,7 @@ from fastpar.kernels.global_norm import (
     norm_from_bins,
 )
 from fastpar.optim.checks import check_plain, check_same_groups, number, where
+from fastpar.optim.state import master_entry
 from fastpar.parallel.engine import Engine, engine_of_parameter
 
 
@@ -85,6 +86,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     """
 
     steps_engines = True  # see fastpar/parallel/optim_guard.py
+    master_weights: bool | str = False
     grad_scale: float | Tensor = 1.0
     found_inf: Tensor | None = None
     grad_norm: Tensor | None = None
@@ -131,7 +133,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch, for main gradients and shards of engines too: of this one's parameters."""
+        """torch's, for main gradients and shards of engines too: of this one's parameters."""
         plain(torch.optim.Optimizer.zero_grad)(self, set_to_none)
         for engine in self.engines():
             engine.zero_grad(set_to_none, of=self)
@@ -300,6 +302,14 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     # State
 
+    def state_dict(self) -> dict[str, Any]:
+        """torch's own."""
+        return plain(torch.optim.Optimizer.state_dict)(self)
+
+    def master_entry(self, p: Tensor) -> str | None:
+        """The name under which the fp32 master of a parameter is kept; None if it has none."""
+        return master_entry(p.dtype, self.master_weights)
+
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of this optimizer or of torch's; nothing changes if it is refused.
@@ -354,7 +364,7 @@ class EngineOptimizer(torch.optim.Optimizer):
                     f"{caller}: expected {forms[0][0]} for {where}, got entries={sorted(saved)}; "
                     f"{advice}"
                 )
-        for name, shape in self._shapes(p).items():
+        for name, shape in self.entry_shapes(p).items():
             got = getattr(saved.get(name), "shape", torch.Size())
             if name in saved and got != shape:
                 raise ValueError(
@@ -399,7 +409,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         return next(g for g in self.param_groups if any(q is p for q in g["params"]))
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("max_grad_norm", "grad_norm", "grad_scale", "found_inf", "_found")
+        own = ("master_weights", "max_grad_norm", "grad_norm", "grad_scale", "found_inf", "_found")
         kept = {n: self.__dict__[n] for n in (*own, *self._attributes) if n in self.__dict__}
         return {**super().__getstate__(), **kept}
 
@@ -429,10 +439,6 @@ class EngineOptimizer(torch.optim.Optimizer):
         """What a saved state must have: of each thing the forms, with the entries of each."""
         raise NotImplementedError
 
-    def _shapes(self, p: Tensor) -> dict[str, torch.Size]:
-        """The whole shape of every entry that a saved state may have."""
-        raise NotImplementedError
-
     def _convert(
         self, saved: dict[str, Any], p: Tensor, group: dict[str, Any], *, where: str, copy: bool
     ) -> dict[str, Any]:
@@ -440,7 +446,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def entry_shapes(self, p: Tensor) -> dict[str, torch.Size]:
-        """The whole shape of each entry that a parameter's state has with these options."""
+        """The whole shape of every entry that a parameter's state may have."""
         raise NotImplementedError
 
 
@@ -452,7 +458,7 @@ def _norm(
     max_norm: float | None,
     loss_scale: float | Tensor | None,
 ) -> GlobalNorm:
-    """Of gradients on one or several devices and of bins, on the device."""
+    """The norm of gradients on one or several devices and of bins, on the device."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for grad in whole:
         by_device.setdefault(grad.device, []).append(grad)

@@ -105,10 +105,6 @@ class Storage:
                 "a running maximum of rounded values drifts: use torch.bfloat16 or torch.float32"
             )
 
-    def master_entry(self, dtype: torch.dtype) -> str | None:
-        """The name under which the master of parameters of this dtype is kept."""
-        return master_entry(dtype, self.master_weights)
-
     def new_state(self, p: Tensor, *, amsgrad: bool) -> dict[str, Tensor]:
         """State before the first step."""
         state = {"step": new_step()}
@@ -119,16 +115,6 @@ class Storage:
                 state.update(self._entries(name, *new_moment(p, self.moment_dtype)))
         add_master(state, p, self.master_weights)
         return state
-
-    def entry_shapes(self, p: Tensor) -> dict[str, torch.Size]:
-        """The whole shape of each entry that a parameter's state may have."""
-        names = ["step", *moment_names(True)]
-        if self.moment_dtype == torch.uint8:
-            moments = moment_names(False)
-            names = ["step", *(f"{m}_{part}" for m in moments for part in ("codes", "scale"))]
-        master = self.master_entry(p.dtype)
-        shape = whole_shape(p)
-        return {name: entry_shape(name, shape) for name in ([*names, master] if master else names)}
 
     def moment_entry(self, name: str) -> str:
         """Under which name the kernel's exp_avg, exp_avg_sq or max_exp_avg_sq is kept."""
@@ -157,7 +143,7 @@ class Storage:
         add_master(
             state, p, self.master_weights, saved, caller="AdamW.load_state_dict", where=where
         )
-        return {**{k: v for k, v in saved.items() if k not in (*ENTRIES, "step")}, **state}
+        return {**state, **{k: v for k, v in saved.items() if k not in ("step", *ENTRIES)}}
 
     def _convert_moment(
         self, saved: dict[str, Any], name: str, p: Tensor, *, copy: bool
@@ -209,17 +195,13 @@ ENTRIES = (
 )
 
 
-def whole_shape(p: Tensor) -> torch.Size:
-    """Of a parameter, whatever ranks share out of it; of other tensors their own."""
+def entry_shapes(p: Tensor) -> dict[str, torch.Size]:
+    """The shape of every entry that a state may have, whatever ranks share out of the parameter."""
     engine = engine_of_parameter(p)
-    return p.shape if engine is None else engine.whole_shape(p)
-
-
-def entry_shape(entry: str, of: torch.Size) -> torch.Size:
-    """Of an entry for a tensor of shape `of`."""
-    if entry == "step":
-        return torch.Size()
-    return torch.Size([-(-of.numel() // MOMENT_BLOCK)]) if entry.endswith("_scale") else of
+    shape = p.shape if engine is None else engine.whole_shape(p)
+    scales = torch.Size([-(-shape.numel() // MOMENT_BLOCK)])
+    found = {name: scales if name.endswith("_scale") else shape for name in ENTRIES}
+    return {"step": torch.Size(), **found}
 
 
 def whole_entry(name: str, value: Any, p: Tensor, engine: Engine) -> Any:

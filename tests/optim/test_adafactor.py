@@ -392,7 +392,8 @@ def test_entries_have_the_shapes_that_checkpoints_expect():
         run(params, optimizer, 1)
         for p in params:
             shapes = {name: value.shape for name, value in optimizer.state[p].items()}
-            assert optimizer.entry_shapes(p) == shapes
+            assert shapes.items() <= optimizer.entry_shapes(p).items()
+            assert optimizer.master_entry(p) in shapes
 
 
 def test_state_of_another_model_is_refused_and_nothing_changes():
