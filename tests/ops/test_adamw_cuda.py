@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from cells import covering
 from test_adamw_modes import (
     F32,
     HYPER,
@@ -74,8 +75,7 @@ def test_every_pair_of_types_with_all_features(cuda_device, mode):
     check([to(once, "cpu")], mode, cuda_device, **kwargs)
 
 
-@pytest.mark.parametrize("zero_grad", [False, True])
-@pytest.mark.parametrize("offset", [1, 2, 3, 4, 5, 6, 7, 8])
+@covering(1, ("mode", MODES.values()), ("offset", range(1, 9)), ("zero_grad", [False, True]))
 def test_any_common_alignment(cuda_device, mode, offset, zero_grad):
     state = make(700, mode)
     expected = on_cpu([state], mode, zero_grad=zero_grad)

@@ -15,11 +15,11 @@ from fastpar.kernels import attention_bwd_triton as bwd
 from fastpar.kernels import attention_triton as fwd
 
 
-@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("p", [0.3, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_two_runs_are_equal_bit_for_bit(triton_device, p):
-    inputs = [draw(triton_device, 2, n, h, 64).detach() for n, h in ((70, 2), (80, 1), (80, 1))]
+    inputs = [draw(triton_device, 1, n, h, 64).detach() for n, h in ((70, 2), (80, 1), (80, 1))]
     mask: Mask = (RNG.key, 4, round(256 * p)) if p else NO_MASK
-    do = torch.randn(2, 70, 2, 64).to(inputs[0])
+    do = torch.randn(1, 70, 2, 64).to(inputs[0])
     first, second = (run(*inputs, do, mask=mask) for _ in range(2))
     for a, b in zip(first, second):
         assert torch.equal(a, b)
@@ -38,10 +38,10 @@ def test_strides_are_read_and_written_in_place(triton_device):
         "odd address": [torch.cat([x[..., :1], x], -1)[..., 1:] for x in packed.unbind(2)],
     }
     for name, (q, k, v) in layouts.items():
-        for do in (ones, ones[:1, :1, :1, :1].expand(B, T, H, D)):
-            assert fwd.tma_reads(k) == (name != "odd address")
-            for a, b in zip(run(q, k, v, do), want):
-                torch.testing.assert_close(a, b, msg=name)
+        expanded = ones[:1, :1, :1, :1].expand(B, T, H, D)
+        assert fwd.tma_reads(k) == (name != "odd address")
+        for a, b in zip(run(q, k, v, ones if name == "packed" else expanded), want):
+            torch.testing.assert_close(a, b, msg=name)
 
 
 def test_gradients_of_a_packed_tensor_leave_their_neighbours_alone(triton_device):

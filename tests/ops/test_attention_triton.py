@@ -105,14 +105,19 @@ def test_every_head_dim(triton_device, D):
     check(inputs, dropout_p=0.2, rng=RNG)
 
 
-@sweep("p", [1 / 256, 127 / 256, 0.5, 200 / 256, 255 / 256])
+@pytest.mark.parametrize(
+    "p", [127 / 256, 0.5, 200 / 256, *(pytest.param(x / 256, marks=SLOW) for x in (1, 255))]
+)
 def test_every_kind_of_threshold(triton_device, p):
     """Below, at and above 128: four bytes are compared at once."""
     inputs = [draw(triton_device, 1, 60, 1, 16, dtype=torch.float32) for _ in range(3)]
     check(inputs, dropout_p=p, rng=RNG)
 
 
-@pytest.mark.parametrize(("block_q", "block_k"), [(64, 16), (16, 64), (32, 32), (64, 128)])
+@pytest.mark.parametrize(
+    ("block_q", "block_k"),
+    [(64, 16), (32, 32), *(pytest.param(*b, marks=SLOW) for b in ((16, 64), (64, 128)))],
+)
 def test_the_mask_does_not_depend_on_the_tile(triton_device, monkeypatch, block_q, block_k):
     config = Config(block_q, block_k, 4, 1, "tma")  # which dropout must not take for its keys
     for module in (fwd, bwd):
