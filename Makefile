@@ -12,7 +12,7 @@ BUILD_INPUTS := pyproject.toml setup.py .ci/constraints.txt $(wildcard csrc/*)
 ARGS ?=
 WORKERS ?= -n logical --maxprocesses 4 --dist worksteal
 TORCH_INDEX ?=
-ROOM ?=
+ROOM :=
 ROOMS := $(sort $(patsubst tests/%/,%,$(dir $(wildcard tests/*/test_*.py))))
 ifneq ($(filter-out $(ROOMS),$(ROOM)),)
 $(error expected ROOM= a folder of tests/, got ROOM=$(ROOM); choose of $(ROOMS))

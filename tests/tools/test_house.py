@@ -3,6 +3,7 @@
 import ast
 import functools
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -307,3 +308,25 @@ def test_version_is_in_one_place():
     text = (ROOT / "fastpar" / "_version.py").read_text()
     assert f'"{fastpar.__version__}"' in text
     assert "version =" not in (ROOT / "pyproject.toml").read_text().split("[tool")[0]
+
+
+def test_every_test_file_is_in_a_room_and_has_a_name_of_its_own():
+    """`make test-slow ROOM=` then reaches every test, and files may import each other by name."""
+    files = [p.relative_to(ROOT / "tests") for p in tracked("tests/*.py")]
+    tests = [p for p in files if p.name.startswith("test_")]
+    assert {len(p.parts) for p in tests} == {2}
+    names = [p.name for p in files if p.name != "conftest.py"]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_make_names_the_rooms_where_one_is_wrong():
+    def make(room):
+        command = ["make", "--dry-run", "test-slow", f"ROOM={room}"]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+    refused = make("paralel")
+    assert refused.returncode == 2
+    assert "expected ROOM= a folder of tests/, got ROOM=paralel; choose of" in refused.stderr
+    assert " parallel " in refused.stderr
+    assert " -m slow tests/parallel tests/comm" in make("parallel comm").stdout
