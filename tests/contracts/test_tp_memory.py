@@ -20,8 +20,8 @@ fp32 statistics come on top: 2 norms' mean and rstd for each token, and attentio
 
 import gc
 
-import pytest
 import torch
+from cells import covering
 
 from bench.systems.emulated import EmulatedMesh
 from fastpar import GPT, GPTConfig, Mesh, parallelize
@@ -142,11 +142,9 @@ def of_a_layer(measure, *args):
 
 
 CASES = [(1, True), (2, True), (4, True), (2, False), (4, False)]
-cases = pytest.mark.parametrize(("tp", "sp"), CASES, ids=lambda x: str(x))
 
 
-@cases
-@pytest.mark.parametrize("mode", PER_TOKEN)
+@covering(1, (("tp", "sp"), CASES), ("mode", PER_TOKEN))
 def test_what_a_layer_keeps(mode, tp, sp):
     """Exactly; 1 / t of it with sequence parallelism."""
     generator = torch.get_rng_state().nbytes if mode != "none" else 0  # torch's, for each block
@@ -156,8 +154,7 @@ def test_what_a_layer_keeps(mode, tp, sp):
         assert kept < published(sp, tp)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-@cases
+@covering(1, (("tp", "sp"), CASES), ("dropout", [0.0, 0.1]))
 def test_what_autograd_saves(tp, sp, dropout):
     """The same, seen from another side, on every rank; masks take nothing."""
 

@@ -11,6 +11,7 @@ import contextlib
 
 import pytest
 import torch
+from cells import covering
 
 from bench.systems.emulated import EmulatedMesh, Link, emulated
 from fastpar import GPT, AdamW, GPTConfig, Mesh, engine_of, parallelize
@@ -112,9 +113,9 @@ def of_others(ops):
     return [f"{op.role} {op.kind}" for op in ops if op.role != "tp"]
 
 
-@modes
-@sequence
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@covering(
+    2, ("stage", [0, 1, 2, 3]), ("sp", [True, False]), ("mode", ["none", "selective", "full"])
+)
 def test_schedule_of_a_step(stage, sp, mode):
     """Selective recomputation sends nothing again, a full one what a layer's forward sends."""
     forward, backward = schedule(sp, mode)

@@ -25,6 +25,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
+from cells import covering
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -188,7 +189,10 @@ def measure(world_size, stage, shard_size, accumulate):
     return run_ranks(functools.partial(train, stage, shard_size, accumulate, n_accum), world_size)
 
 
-CASES = [(w, stage, None) for w in (2, 4) for stage in range(4)] + [(4, 3, 2), (4, 2, 2)]
+LAYOUTS = [(w, stage, None) for w in (2, 4) for stage in range(4)] + [(4, 3, 2), (4, 2, 2)]
+layouts = covering(
+    1, (("world_size", "stage", "shard_size"), LAYOUTS), ("accumulate", ["shard", "full"])
+)
 
 
 def test_the_model_is_large_enough():
@@ -197,8 +201,7 @@ def test_the_model_is_large_enough():
     assert 0.02 * total > 12 * LAYERS * 256  # a parameter's padding, at most
 
 
-@pytest.mark.parametrize("accumulate", ["shard", "full"])
-@pytest.mark.parametrize(("world_size", "stage", "shard_size"), CASES)
+@layouts
 def test_bytes_that_stay(world_size, stage, shard_size, accumulate):
     formula = stays(stage, shard_size or world_size) * sizes()[0]
     for rank in measure(world_size, stage, shard_size, accumulate):
@@ -207,8 +210,7 @@ def test_bytes_that_stay(world_size, stage, shard_size, accumulate):
         assert sum(rank["told"].values()) == pytest.approx(rank["after"], rel=0.03)
 
 
-@pytest.mark.parametrize("accumulate", ["shard", "full"])
-@pytest.mark.parametrize(("world_size", "stage", "shard_size"), CASES)
+@layouts
 def test_bytes_at_the_peak(world_size, stage, shard_size, accumulate):
     constant = stays(stage, shard_size or world_size) * sizes()[0]
     for rank in measure(world_size, stage, shard_size, accumulate):
