@@ -133,7 +133,7 @@ def measure_cells(
     samples = _time_chains(pool, chains, 0.6 * seconds, shared=shared)
     ops = _rates_of_ops(samples, chains, statistics.fmean if shared else statistics.median)
     say("measuring exchanges")
-    sends = _time_sends(pool, cells, 0.15 * seconds)
+    sends = _time_collectives(pool, cells, 0.15 * seconds)
     long = [times for times in samples.values() if statistics.median(times) > LONG_S]
     spread = statistics.median(_spread(times) for times in long or samples.values())
     about = {
@@ -290,7 +290,7 @@ class _Update:
         self.params: list[torch.nn.Parameter] = []
         self.elements = -(-chain.n_elements // n_shards)
         left, at = self.elements, 0
-        for p in chain.parameters():
+        for p in chain.parameters:
             n = min(p.numel(), left)
             part = torch.nn.Parameter(p.detach().reshape(-1)[:n] if n < p.numel() else p.detach())
             part.grad = chain.buffer[at : at + n].view(part.shape).to(part.dtype)
@@ -328,7 +328,7 @@ def _rates_of_ops(
 # Exchanges
 
 
-def _time_sends(
+def _time_collectives(
     pool: RankPool, cells: Sequence[Cell], seconds: float
 ) -> dict[str, list[tuple[float, float]]]:
     """(bytes, seconds) by kind and ranks."""
@@ -343,7 +343,7 @@ def _time_sends(
         points = []
         for size in spaced(min(sizes), max(sizes)):
             share = seconds / len(asked) / 4
-            ranks = pool.call(_run_send, send, size, setup.transport, share)
+            ranks = pool.call(_run_collective, send, size, setup.transport, share)
             # Ranks leave the barrier one after the other: the last one waits for nobody.
             times = [min(each) for each in zip(*ranks)][1:]
             points.append((float(size), statistics.median(times)))
@@ -359,7 +359,9 @@ def spaced(low: float, high: float, count: int = 4) -> list[int]:
     return sorted({int(-(-low * ratio**i // 1024) * 1024) for i in range(count)})
 
 
-def _run_send(rank: Rank, send: CommOp, size: int, transport: str, seconds: float) -> list[float]:
+def _run_collective(
+    rank: Rank, send: CommOp, size: int, transport: str, seconds: float
+) -> list[float]:
     """Seconds of one exchange after the other on a rank; every group of so many ranks at once."""
     groups = rank.kept.setdefault("groups", {})
     if send.ranks not in groups:

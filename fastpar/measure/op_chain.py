@@ -12,18 +12,19 @@ outside of the stamps.
 from __future__ import annotations
 
 import functools
+import math
 import statistics
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastpar.config.config import VOCAB_MULTIPLE
-from fastpar.cost.workload import Setup, Workload
+from fastpar.cost.buckets import DTYPES
+from fastpar.cost.workload import Setup, Workload, vocabulary_rows
 from fastpar.kernels import (
     Rng,
     attention_qkvpacked,
@@ -36,8 +37,7 @@ from fastpar.kernels import (
     residual_layer_norm,
 )
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-Key = tuple[str, tuple[int, ...], str]  # name, shape and direction of a work.Op
+Key = tuple[str, tuple[int, ...], str]  # name, shape and direction of an operations.Op
 EMPTY = ("empty", ())  # two stamps with nothing between them: what a stamp costs
 COPY = ("copy", ())
 FIRST = "first layer_norm"  # without a residual: the model has one
@@ -90,10 +90,7 @@ class _Stamp(torch.autograd.Function):
 
 def fitted(x: Tensor, shape: Sequence[int]) -> Tensor:
     """The elements of x, cut or repeated, as a tensor of this shape."""
-    numel = 1
-    for n in shape:
-        numel *= n
-    flat = x.reshape(-1)
+    numel, flat = math.prod(shape), x.reshape(-1)
     if flat.numel() < numel:
         flat = torch.cat([flat] * -(-numel // flat.numel()))
     return flat[:numel].view(*shape)
@@ -103,7 +100,6 @@ class Chain:
     """One rank's operations of a micro-batch: a GPT without what its ranks exchange.
 
     Args:
-        n_layer: of the chain; None is the workload's.
         seed: of weights and tokens.
     """
 
@@ -112,57 +108,45 @@ class Chain:
         workload: Workload,
         setup: Setup,
         device: torch.device,
-        *,
-        n_layer: int | None = None,
         seed: int = 0,
     ) -> None:
         shape, tp = workload.shape, setup.tp
-        self.rows = setup.micro_batch_size  # B
-        self.width, self.time = shape.n_embd, workload.seq_len
-        self.tokens = self.rows * self.time
+        c, part, t = shape.n_embd, shape.n_embd // tp, workload.seq_len
+        self.rows, self.width, self.time = setup.micro_batch_size, c, t  # B, C, T
+        self.tokens = self.rows * t
         self.mine = -(-self.tokens // tp) if setup.sequence_parallel else self.tokens
-        self.heads = shape.n_head // tp
-        self.inner = self.width // tp
-        self.n_layer = shape.n_layer if n_layer is None else n_layer
+        self.heads, self.vocab = shape.n_head // tp, vocabulary_rows(shape, tp)
         self.dropout, self.eps = shape.dropout, shape.layer_norm_eps
-        multiple = tp * VOCAB_MULTIPLE  # see Shard's pad_to
-        self.vocab = -(-shape.padded_vocab_size // multiple) * VOCAB_MULTIPLE
-        self.clock = Clock(device)
+        self.clock, self.device, self.dtype = Clock(device), device, DTYPES[setup.dtype]
         torch.manual_seed(seed)
         self._key = make_key(seed, 0).to(device)
-        self.device, self.dtype = device, DTYPES[setup.dtype]
-        c, part = self.width, self.inner
-        self.wte, self.wpe = self._weight(self.vocab, c), self._weight(self.time, c)
-        self.layers: list[dict[str, Any]] = [
-            {
-                "qkv": self._weight(3 * part, c),
-                "qkv_bias": self._weight(3 * part),
-                "proj": self._weight(c, part),
-                "proj_bias": self._weight(c),
-                "up": self._weight(4 * part, c),
-                "up_bias": self._weight(4 * part),
-                "down": self._weight(c, 4 * part),
-                "down_bias": self._weight(c),
-                "norms": [self._weight(c) for _ in range(4)],
-            }
-            for _ in range(self.n_layer)
+        self.parameters: list[Tensor] = []
+        self.wte, self.wpe = self._weight(self.vocab, c), self._weight(t, c)
+        shapes = {
+            **{"qkv": (3 * part, c), "qkv_bias": (3 * part,), "proj": (c, part)},
+            **{"proj_bias": (c,), "up": (4 * part, c), "up_bias": (4 * part,)},
+            **{"down": (c, 4 * part), "down_bias": (c,)},
+            **{f"norm{i}_{name}": (c,) for i in (1, 2) for name in ("weight", "bias")},
+        }
+        self.layers = [
+            {name: self._weight(*sizes) for name, sizes in shapes.items()}
+            for _ in range(shape.n_layer)
         ]
-        self.last = [self._weight(c), self._weight(c)]
+        self.last_norm = self._weight(c), self._weight(c)
         self._hook_gradients(DTYPES[setup.grad_dtype])
-        ids = torch.randint(self.vocab, (2, self.rows, self.time), device=device)
-        self.idx, self.targets = ids[0], ids[1]
+        self.idx, self.targets = torch.randint(self.vocab, (2, self.rows, t), device=device)
 
     def _weight(self, *shape: int) -> Tensor:
         weight = torch.randn(*shape, device=self.device).mul_(0.02)
-        return weight.to(self.dtype).requires_grad_()
+        self.parameters.append(weight.to(self.dtype).requires_grad_())
+        return self.parameters[-1]
 
     def _hook_gradients(self, dtype: torch.dtype) -> None:
         """Every gradient goes to its place in one buffer when it is there, as the engine's do."""
-        weights = list(self.parameters())
-        self.n_elements = sum(p.numel() for p in weights)
+        self.n_elements = sum(p.numel() for p in self.parameters)
         self.buffer = torch.empty(self.n_elements, dtype=dtype, device=self.device)
         self.adding = False  # what is there already, as in a later micro-batch
-        item, wide = weights[0].element_size(), self.buffer.element_size()
+        item, wide = self.dtype.itemsize, dtype.itemsize
         self.copied_bytes = self.n_elements * (item + wide)
         self.added_bytes = self.n_elements * (item + 2 * wide)
         at, me = 0, weakref.ref(self)  # torch keeps hooks where no collector looks
@@ -172,7 +156,7 @@ class Chain:
             if chain is not None:
                 chain._take(p, view)
 
-        for p in weights:
+        for p in self.parameters:
             view = self.buffer[at : at + p.numel()].view_as(p)
             at += p.numel()
             p.register_post_accumulate_grad_hook(functools.partial(take, view=view))
@@ -210,54 +194,53 @@ class Chain:
         self,
         x: Tensor,
         delta: Tensor | None,
-        norm: list[Tensor],
+        weight: Tensor,
+        bias: Tensor,
         site: int,
         x_bias: Tensor | None = None,
     ) -> Any:
-        shape = (self.mine, self.width)
+        """(norm of the sum, sum)."""
+        shape, more = (self.mine, self.width), {"eps": self.eps}
         if delta is None:
-            y = self._timed(
-                FIRST, shape, lambda v: layer_norm(v, norm[0], norm[1], eps=self.eps), x
-            )
-            return y, x
+            return self._timed(FIRST, shape, lambda v: layer_norm(v, weight, bias, **more), x), x
 
         def function(d: Tensor, r: Tensor) -> Any:
-            more = self._drop(site)
-            return residual_layer_norm(d, r, norm[0], norm[1], x_bias=x_bias, eps=self.eps, **more)
+            dropped = self._drop(site)
+            return residual_layer_norm(d, r, weight, bias, x_bias=x_bias, **more, **dropped)
 
         return self._timed("layer_norm", shape, function, fitted(delta, shape), x)
 
     def step(self) -> Tensor:
         """Forward and backward of one micro-batch, stamped."""
-        n, t, c = self.mine, self.time, self.width
-        drop = self._drop(0)
+        c, drop = self.width, self._drop(0)
         x = self._timed(
             "embedding",
             (self.tokens, c),
             lambda w: embedding(self.idx, w, self.wpe, **drop),
             self.wte,
         )
-        x, delta = fitted(x, (n, c)), None
-        for number, layer in enumerate(self.layers):
-            site, norms = 3 * number, layer["norms"]
-            y, x = self._norm(x, delta, norms[:2], site)
+        x, delta = fitted(x, (self.mine, c)), None
+        for number, w in enumerate(self.layers):
+            site = 3 * number
+            y, x = self._norm(x, delta, w["norm1_weight"], w["norm1_bias"], site)
             x = self._at(EMPTY, None, x)
             x = self._at(None, EMPTY, x)
-            y = self._matmul(y, layer["qkv"], layer["qkv_bias"])
-            qkv = y.view(self.rows, t, 3, self.heads, -1)
+            y = self._matmul(y, w["qkv"], w["qkv_bias"])
+            qkv = y.view(self.rows, self.time, 3, self.heads, -1)
             more = self._drop(site + 1)
             y = self._timed(
                 "attention",
-                (self.rows, self.heads, t, qkv.shape[-1]),
+                (self.rows, self.heads, self.time, qkv.shape[-1]),
                 lambda v, more=more: attention_qkvpacked(v, causal=True, **more),
                 qkv,
             )
-            delta = self._matmul(y.flatten(2), layer["proj"])
-            y, x = self._norm(x, delta, norms[2:], site + 2, layer["proj_bias"])
-            y = self._matmul(y, layer["up"])
-            y = self._timed("bias_gelu", tuple(y.shape), bias_gelu, y, layer["up_bias"])
-            delta = self._matmul(y, layer["down"], layer["down_bias"])
-        y, _ = self._norm(x, delta, self.last, 3 * self.n_layer)
+            delta = self._matmul(y.flatten(2), w["proj"])
+            norm = w["norm2_weight"], w["norm2_bias"]
+            y, x = self._norm(x, delta, *norm, site + 2, w["proj_bias"])
+            y = self._matmul(y, w["up"])
+            y = self._timed("bias_gelu", tuple(y.shape), bias_gelu, y, w["up_bias"])
+            delta = self._matmul(y, w["down"], w["down_bias"])
+        y, _ = self._norm(x, delta, *self.last_norm, 3 * len(self.layers))
         y = fitted(y, (self.tokens, c))
         loss = self._timed(
             "loss",
@@ -271,13 +254,6 @@ class Chain:
         found += [(k, "backward", s) for k, s in self.clock.intervals()]
         self.found = found
         return loss.detach()
-
-    def parameters(self) -> Iterable[Tensor]:
-        """All weights."""
-        yield from (self.wte, self.wpe, *self.last)
-        for layer in self.layers:
-            for value in layer.values():
-                yield from value if isinstance(value, list) else (value,)
 
     def times(self) -> dict[Key, list[float]]:
         """Seconds of every operation of the last step, without the stamps' own."""

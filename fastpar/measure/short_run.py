@@ -1,17 +1,19 @@
-"""A few steps of a workload in this process, without a run: the trainer's step on random tokens.
+"""A few of the trainer's steps on random tokens, without a run folder.
 
-What is measured beside a prediction (plan_check.py) and where its fixed costs come from
-(measure.py). The step is that of train.py without its journal, guards and signals.
+plan/check.py measures it beside a prediction; measure.py takes a step's fixed costs from it. The
+step is the trainer's without its journal, guards and signals.
 """
 
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 
 import numpy as np
 import torch
 
 from fastpar.comm.mesh import Mesh
+from fastpar.cost.buckets import DTYPES
 from fastpar.cost.workload import Setup, Workload
 from fastpar.data.batches import sample_batch
 from fastpar.kernels import make_key
@@ -22,7 +24,6 @@ from fastpar.parallel.engine import engine_of
 from fastpar.parallel.parallelize import parallelize
 from fastpar.train.journal import to_device
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SEED = 1
 
 
@@ -54,15 +55,14 @@ class ShortRun:
         recompute(model, setup.activation_checkpointing)
         self.model, self.engine = model, engine_of(model)
         self.optimizer = make_optimizer(model, config.optim, dtype=dtype, seed=SEED)
-        rows = max(4 * workload.batch_size, 8)
-        generator = np.random.default_rng(SEED)
-        self._tokens = generator.integers(
-            workload.shape.vocab_size, size=(rows + 1) * workload.seq_len + 1
-        ).astype(np.uint16 if workload.shape.vocab_size <= 1 << 16 else np.uint32)
+        n_tokens = (max(4 * workload.batch_size, 8) + 1) * workload.seq_len + 1
+        vocabulary = workload.shape.vocab_size
+        self._tokens = np.random.default_rng(SEED).integers(vocabulary, size=n_tokens)
+        self._tokens = self._tokens.astype(np.uint16 if vocabulary <= 1 << 16 else np.uint32)
         self._next = 0
 
     def step(self) -> None:
-        """One optimizer step, as Trainer.train_step()."""
+        """One optimizer step, like Trainer.train_step()."""
         workload, setup, mesh = self.workload, self.setup, self.mesh
         self.model.train()
         loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
@@ -89,22 +89,21 @@ class ShortRun:
             self.optimizer.grad_norm.item()  # the trainer reads every step's numbers
 
     def seconds(self, count: int) -> list[float]:
-        """Of each of so many steps on this rank; on a GPU their mean, so many times."""
-        if self.mesh.device.type == "cuda":
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(count):
-                self.step()
-            torch.cuda.synchronize()
-            return [(time.perf_counter() - start) / count] * count
-        found = []
+        """Seconds of so many steps on this rank; on a GPU their mean, so many times."""
+        on_gpu, marks = self.mesh.device.type == "cuda", []
         for _ in range(count):
-            start = time.perf_counter()
+            if on_gpu and not marks:
+                torch.cuda.synchronize()
+            marks.append(time.perf_counter())
             self.step()
-            found.append(time.perf_counter() - start)
-        return found
+        if on_gpu:
+            torch.cuda.synchronize()
+        marks.append(time.perf_counter())
+        if on_gpu:
+            return [(marks[-1] - marks[0]) / count] * count
+        return [end - start for start, end in pairwise(marks)]
 
 
 def slowest(ranks: list[list[float]]) -> list[float]:
-    """Of each step, the rank that took longest."""
+    """The seconds of each step on the rank that took longest."""
     return [max(each) for each in zip(*ranks)]

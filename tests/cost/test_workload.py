@@ -1,5 +1,8 @@
 """workload.py: sizes of a workload, a setup from settings and back."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -67,3 +70,19 @@ def test_a_setup_is_what_its_settings_say():
 def test_settings_that_the_trainer_refuses():
     with pytest.raises(ValueError, match=r"train: expected tp to divide n_head=4, got tp=3"):
         Setup(world_size=3, tp=3).config(Workload(MICRO, 3))
+
+
+def test_the_help_of_train_loads_no_planner():
+    """Nor does a run need more than cost/ for the lines at its end (held by the order of rooms)."""
+    code = (
+        "import sys\n"
+        "from fastpar.cli import main\n"
+        "try:\n"
+        "    main(['train', '--help'])\n"
+        "except SystemExit:\n"
+        "    pass\n"
+        "rooms = {name.split('.')[1] for name in sys.modules if name.startswith('fastpar.')}\n"
+        "print(sorted(rooms & {'cost', 'measure', 'plan', 'compare', 'profile'}))\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert ran.stdout.splitlines()[-1] == "[]", ran.stdout + ran.stderr

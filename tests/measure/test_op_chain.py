@@ -46,7 +46,7 @@ def test_gradients_are_copied_or_added_where_the_engine_has_them():
     chain.step()
     first = chain.buffer.clone()
     assert first.count_nonzero() > 0.5 * first.numel()
-    assert all(p.grad is None for p in chain.parameters())
+    assert all(p.grad is None for p in chain.parameters)
     chain.adding = True
     chain.step()
     assert torch.allclose(chain.buffer, 2 * first, rtol=1e-4, atol=1e-7)
