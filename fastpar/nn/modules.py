@@ -49,13 +49,13 @@ def autocast_norm(x: Tensor) -> Tensor:
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether a call of the module runs more than its forward and the gathering of its weights."""
+    before, after = module._forward_pre_hooks, module._forward_hooks
     if module._backward_hooks or module._backward_pre_hooks:
         return True
-    return any(
-        not getattr(hook, "gathers_weights", False)
-        for hooks in (module._forward_pre_hooks, module._forward_hooks)
-        for hook in hooks.values()
-    )
+    if not (before or after):
+        return False
+    hooks = (*before.values(), *after.values())
+    return not all(getattr(hook, "gathers_weights", False) for hook in hooks)
 
 
 def with_weights(compute: Callable[[], Any], *layers: nn.Module) -> Any:

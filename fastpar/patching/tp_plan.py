@@ -49,7 +49,8 @@ from fastpar.nn.tp_layers import (
     VocabParallelLoss,
     convert,
 )
-from fastpar.patching.layers import Attention, swap_of
+from fastpar.patching.fused_modules import Attention
+from fastpar.patching.swap import swap_of
 from fastpar.sharding.placements import Partial, Replicate, Shard, State
 from fastpar.tensor.declared import add_state, speaker
 from fastpar.tensor.functional import TensorParallel, gather, scatter

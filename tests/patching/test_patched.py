@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fastpar
 from fastpar.config.config import GPTConfig
-from fastpar.patching import layers as patched
+from fastpar.patching import fused_modules
+from fastpar.patching.swap import swap_of
 from fastpar.testing import assert_matches_oracle
 
 # Head dims 40 and 8; odd vocabularies and lengths.
@@ -197,7 +198,7 @@ def fused_calls(monkeypatch):
         return call
 
     for name in calls:
-        monkeypatch.setattr(patched, name, counting(name, getattr(patched, name)))
+        monkeypatch.setattr(fused_modules, name, counting(name, getattr(fused_modules, name)))
     return calls
 
 
@@ -378,10 +379,8 @@ def test_copies_and_pickles_are_patched(name):
         assert fastpar.patch(other).already == sum(map(len, report.replaced.values()))
         part, own = other.transformer.h[0].attn, model.transformer.h[0].attn
         assert type(part) is type(own)
-        assert patched.swap_of(part).fallbacks is not report.fallbacks
-        assert patched.swap_of(other.transformer.h[1].attn).fallbacks is (
-            patched.swap_of(part).fallbacks
-        )
+        assert swap_of(part).fallbacks is not report.fallbacks
+        assert swap_of(other.transformer.h[1].attn).fallbacks is (swap_of(part).fallbacks)
 
 
 @pytest.mark.parametrize("items", [None, 11, torch.tensor(11)])

@@ -15,8 +15,7 @@ import fastpar
 from fastpar.config.config import GPTConfig
 from fastpar.kernels import backend
 from fastpar.nn import modules
-from fastpar.patching import layers as patched
-from fastpar.patching import patch as patching
+from fastpar.patching import fused_modules, recognize
 from fastpar.testing import run_ranks
 
 MODELS = {"transformers": gpt2, "nanoGPT": Nano}
@@ -90,8 +89,8 @@ def test_a_part_of_a_model_can_be_patched(name):
     idx = ids_for(model)
     expected = logits_of(model, idx)
     fastpar.patch(model.transformer.h[0].attn)
-    assert isinstance(model.transformer.h[0].attn, patched.Attention)
-    assert not isinstance(model.transformer.h[1].attn, patched.Attention)
+    assert isinstance(model.transformer.h[0].attn, fused_modules.Attention)
+    assert not isinstance(model.transformer.h[1].attn, fused_modules.Attention)
     torch.testing.assert_close(logits_of(model, idx), expected)
 
 
@@ -268,7 +267,7 @@ def test_parts_that_only_look_like_nanogpts_are_left(name):
     report = fastpar.patch(model)
     assert report.left[type(impostor).__name__, reason] == [f"transformer.h.1.{part}"]
     assert type(impostor).__name__ not in report.replaced
-    assert isinstance(model.transformer.h[0], patched.Block)
+    assert isinstance(model.transformer.h[0], fused_modules.Block)
     if part != "mlp":
         assert report.left["Layer", f"its {'attention' if part == 'attn' else part} was left"]
     if name != "failing":
@@ -334,8 +333,8 @@ def test_looking_uses_no_kernel(monkeypatch):
 
 def test_equal_parts_are_looked_at_once(monkeypatch):
     looks = []
-    checked = patching._checked
-    monkeypatch.setattr(patching, "_checked", lambda *a, **k: looks.append(a) or checked(*a, **k))
+    checked = recognize._checked
+    monkeypatch.setattr(recognize, "_checked", lambda *a, **k: looks.append(a) or checked(*a, **k))
     fastpar.patch(Nano())
     # SelfAttention, Layer, Norm once, FeedForward for both forms of GELU
     assert len(looks) == 5

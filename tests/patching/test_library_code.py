@@ -10,7 +10,8 @@ from test_patched import gpt2, ids_for, logits_of
 from torch import nn
 
 import fastpar
-from fastpar.patching.known import is_own, replaced_code, replaced_in, torch_forward
+from fastpar.patching.recognize import is_own, replaced_code, torch_forward
+from fastpar.patching.swap import replaced_in
 
 transformers = pytest.importorskip("transformers", reason="pip install -e '.[dev]'")
 

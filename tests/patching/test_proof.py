@@ -15,8 +15,7 @@ from test_patched import FeedForward, Layer, Nano, Norm, SelfAttention, gpt2, id
 from torch import nn
 
 import fastpar
-from fastpar.patching import layers as patched
-from fastpar.patching import patch as patching
+from fastpar.patching import fused_modules, recognize
 
 WIDTH, HEADS = 24, 3
 
@@ -287,13 +286,13 @@ def test_each_layer_is_looked_at_with_its_own_buffers():
 def test_equal_modules_are_proven_once(monkeypatch):
     """So that many layers take no longer than two; those with numbers of their own do."""
     proven = []
-    prove = patching.prove
+    prove = recognize.prove
 
     def counted(module, *args, **options):
         proven.append(type(module).__name__)
         return prove(module, *args, **options)
 
-    monkeypatch.setattr(patching, "prove", counted)
+    monkeypatch.setattr(recognize, "prove", counted)
     threads = torch.get_num_threads()
     fastpar.patch(gpt2(n_layer=5))
     assert torch.get_num_threads() == threads
@@ -311,7 +310,7 @@ def test_equal_modules_are_proven_once(monkeypatch):
 
 def places_of(kind, p=0.3):
     """Sizes and rates of what torch drops in one call."""
-    from fastpar.patching.probe import run
+    from fastpar.patching.proof import run
 
     attn = kind(p).double()
     return sorted(run(attn.train(), torch.randn(2, 7, WIDTH, dtype=torch.float64))[2].seen)
@@ -325,12 +324,12 @@ def test_dropout_stays_where_it_is():
         model = with_attention(kind, kind, p=0.3).train()
         fastpar.patch(model)
         attn = model.transformer.h[0].attn
-        assert isinstance(attn, patched.Attention), kind
-        found = [(probs, patched.probs_rate(attn, attn.option("probs")))]
-        found += [(resid, patched.resid_rate(attn, attn.option("resid")))]
+        assert isinstance(attn, fused_modules.Attention), kind
+        found = [(probs, fused_modules.probs_rate(attn, attn.option("probs")))]
+        found += [(resid, fused_modules.resid_rate(attn, attn.option("resid")))]
         assert sorted(f for f in found if f[1]) == places_of(kind), kind
     attn.dropout = 0.5  # of nothing
-    assert patched.probs_rate(attn, attn.option("probs")) == 0.0
+    assert fused_modules.probs_rate(attn, attn.option("probs")) == 0.0
 
 
 def changed_window(attn):
@@ -419,8 +418,8 @@ def test_heads_that_no_kernel_takes():
     assert len(fastpar.patch(model).left["GPT2Attention", reason]) == 2
     logits_of(model, ids_for(None))
     x = torch.randn(1)
-    assert patched.head_dim_fits(x, 12)
-    assert not patched.head_dim_fits(x, 257)
+    assert fused_modules.head_dim_fits(x, 12)
+    assert not fused_modules.head_dim_fits(x, 257)
 
 
 def test_heads_that_triton_does_not_take(monkeypatch):
@@ -429,6 +428,5 @@ def test_heads_that_triton_does_not_take(monkeypatch):
     monkeypatch.setattr(backend, "choice", "triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(backend, "_triton_found", lambda: True)
-    assert [D for D in (8, 12, 16, 64, 128, 136) if patched.head_dim_fits(torch.ones(1), D)] == [
-        16, 64, 128,
-    ]  # fmt: skip
+    fits = [D for D in (8, 12, 16, 64, 128, 136) if fused_modules.head_dim_fits(torch.ones(1), D)]
+    assert fits == [16, 64, 128]

@@ -17,10 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastpar.nn.modules import autocast_dtype, is_plain
-from fastpar.patching.gpt2_blocks import head_loss
-from fastpar.patching.known import replaced_in
-from fastpar.patching.layers import Swapped, fall_back, swap_of
-from fastpar.patching.probe import (
+from fastpar.patching.fused_gpt2 import head_loss
+from fastpar.patching.proof import (
     LONGEST,
     Masks,
     StandIn,
@@ -31,6 +29,7 @@ from fastpar.patching.probe import (
     set_rates,
     twin_of,
 )
+from fastpar.patching.swap import SILENT, Swapped, replaced_in, swap_of
 
 IGNORED = -1
 ROWS = 61  # of a copy's vocabulary and positions
@@ -42,12 +41,11 @@ class Loss(Swapped):
     does = "loss without logits in training (fused_loss=True): the logits are None"
     falls_back = ("torch.compile, fp64, hooks on or another lm_head, settings changed since",)
 
-    def forward(self, *args, **kwargs):
-        given = self.given(args, kwargs)
-        targets = given.get(self.names[1])
+    def refusal(self, given: dict[str, Any]) -> str | None:
+        idx, targets = (given.get(name) for name in self.argument_names)
         if not self.training or targets is None or swap_of(self) is None:
-            return super().forward(*args, **kwargs)
-        idx, head = given.get(self.names[0]), self.lm_head
+            return SILENT
+        head = self.lm_head
         if (
             torch.compiler.is_compiling()
             or not (isinstance(idx, Tensor) and isinstance(targets, Tensor))
@@ -58,10 +56,13 @@ class Loss(Swapped):
             or head.weight.dtype == torch.float64
             or self.changed() is not None
         ):
-            fall_back(self, self.falls_back[0])
-            return super().forward(*args, **kwargs)
-        x = _last(self, self.option("norm"), lambda: super(Loss, self).forward(idx))
-        loss = head_loss(head, x, targets, ignore_index=IGNORED, reduction="mean")
+            return self.falls_back[0]
+        return None
+
+    def fused_forward(self, given: dict[str, Any]) -> tuple[None, Tensor]:
+        idx, targets = (given[name] for name in self.argument_names)
+        x = _last(self, self.option("norm"), lambda: self.own_forward[0](self, idx))
+        loss = head_loss(self.lm_head, x, targets, ignore_index=IGNORED, reduction="mean")
         return None, loss if autocast_dtype(x) else loss.to(x.dtype)
 
 

@@ -1,4 +1,4 @@
-"""What a foreign module computes, found out by running a copy of it: patching.py's proofs.
+"""What a foreign module computes, found out by running a copy of it beside a formula.
 
 [Note: seen to compute] Names do not tell whether an attention is causal, has a window or a clamp.
 So a part that looks like GPT-2's is copied and run beside the formula that it should be: outputs
@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fastpar.nn.modules import is_conv1d
-from fastpar.patching import layers as patched
+from fastpar.patching.swap import MODULE_FIELDS, Conditions, restore, settings_in, settings_of
 
 Formula = Callable[[Any, Tensor], Tensor]
 LARGE = 1e11
@@ -129,14 +129,6 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def restore(module: nn.Module) -> bool:
-    """Gives a swapped module its own class back; whether it was swapped."""
-    swap = vars(module).pop("_fastpar_swap", None)
-    if swap is not None:
-        module.__class__ = swap.original
-    return swap is not None
 
 
 def is_linear(part: nn.Module) -> bool:
@@ -394,35 +386,34 @@ def words_of(error: Exception) -> str:
     return f"could not be checked: {type(error).__name__}" + (f": {words[0]}" if words else "")
 
 
-def settings_of(
-    module: nn.Module, options: dict[str, Any], used: tuple[str, ...]
-) -> dict[str, Any]:
-    """What the proof rests on and patched.py looks at when it is called; see its [Note: settings].
+def conditions_of(
+    module: nn.Module, options: dict[str, Any], used: tuple[str, ...], tokens: int | None
+) -> Conditions:
+    """With what the module was run: with its own settings, and parts besides those that are used.
 
     Raises:
         UnprovenError: a part that may do anything.
     """
-    for name, part in module.named_children():
-        if name not in used and type(part) not in (nn.Dropout, nn.Identity):
+    parts = {name: type(part) for name, part in module.named_children() if name not in used}
+    for name, kind in parts.items():
+        if kind not in (nn.Dropout, nn.Identity):
             raise UnprovenError(f"a part of unknown use: {name}")
-    rate = options.get("probs")
-    settings: list[tuple[tuple[str, ...], Any]] = [
-        ((name,), value)
-        for name, value in patched.attributes_of(module)
-        if name not in (rate, "n_head")
-    ]
-    for name, value in vars(module).items():
-        if name not in patched.MODULE_FIELDS and not isinstance(value, Tensor | nn.Module | type):
-            inner = getattr(value, "__dict__", None)
-            settings += [((name, k), v) for k, v in patched.plain(inner or {})]
+    settings = settings_of(module)
+    for name in ("n_head", options.get("probs")):
+        settings.pop(name, None)  # looked at in every call, not only compared
+    holders = {
+        name: vars(value)
+        for name, value in vars(module).items()
+        if name not in MODULE_FIELDS
+        and hasattr(value, "__dict__")
+        and not isinstance(value, Tensor | nn.Module | type)
+    }
+    for name, values in holders.items():
+        settings |= {f"{name}.{key}": value for key, value in settings_in(values).items()}
+    by_part = {"": settings}
     activation = options.get("activation")
     if activation is not None:
-        found = patched.attributes_of(getattr(module, activation))
-        settings += [((activation, k), v) for k, v in found]
-    tensors = {k: v for k, v in vars(module).items() if isinstance(v, Tensor)}
-    tensors |= {k: v for k, v in module._buffers.items() if v is not None}
-    return {
-        "settings": settings,
-        "parts": [(k, type(p)) for k, p in module.named_children() if k not in used],
-        "buffers": {k: v.detach().cpu().clone() for k, v in tensors.items()},
-    }
+        by_part[activation] = settings_of(getattr(module, activation))
+    tensors = {**vars(module), **module._buffers}
+    buffers = {k: v.detach().cpu().clone() for k, v in tensors.items() if isinstance(v, Tensor)}
+    return Conditions(by_part, parts, buffers, tokens)

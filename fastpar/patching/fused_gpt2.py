@@ -1,4 +1,4 @@
-"""What the modules of transformers' GPT-2 do once patching.py has swapped them; see patched.py."""
+"""What the swapped modules of transformers' GPT-2 compute, by kernels; see fused_modules.py."""
 
 from __future__ import annotations
 
@@ -10,15 +10,8 @@ from torch import Tensor, nn
 from fastpar.kernels import linear_cross_entropy
 from fastpar.nn.modules import autocast_dtype, has_hooks, is_plain, project, with_weights
 from fastpar.nn.tp_layers import VocabParallelLinear, tp_of
-from fastpar.patching.layers import (
-    MASK_HINT,
-    Attention,
-    Swapped,
-    fall_back,
-    is_observed,
-    probs_rate,
-    swap_of,
-)
+from fastpar.patching.fused_modules import MASK_HINT, Attention, is_observed
+from fastpar.patching.swap import SILENT, Swapped, swap_of
 
 # Arguments of GPT-2's blocks and attention that do not change what they compute, or are looked at.
 HARMLESS = {
@@ -89,7 +82,7 @@ class GPT2Attention(Attention):
         if not (getattr(self, "is_causal", True) and getattr(config, "is_causal", True)):
             return "is_causal=False"
         for name, value in given.items():
-            if name in self.names[:1] or name in HARMLESS:
+            if name in self.argument_names[:1] or name in HARMLESS:
                 continue
             if value is not None and value is not False:
                 return f"the argument {name}"
@@ -97,37 +90,36 @@ class GPT2Attention(Attention):
         masked = "bias" in self._buffers or given.get("attention_mask") is not None
         if implementation == "eager" and not masked:
             return "eager attention without a mask, which is not causal"
-        return self.cache_misfit(given) or self.misfit(given)
+        x = {self.argument_names[0]: given.get(self.argument_names[0])}
+        return self.cache_refusal(given) or super().refusal(x)
 
-    def dim_of_heads(self) -> int:
-        return self.head_dim
-
-    def cache_misfit(self, given: dict[str, Any]) -> str | None:
+    def cache_refusal(self, given: dict[str, Any]) -> str | None:
         if given.get("layer_past") is not None:
             return "layer_past"
-        cache = self.cache(given)
+        cache = self.given_cache(given)
         if cache is None:
             return None
         if type(cache).__name__ != "DynamicCache" or not hasattr(cache, "update"):
             return f"past_key_values of type {type(cache).__name__}"
         return "past_key_values with tokens" if cache.get_seq_length(self.layer_idx) else None
 
-    def cache(self, given: dict[str, Any]) -> Any:
+    def given_cache(self, given: dict[str, Any]) -> Any:
         cache = given.get("past_key_values")
         return given.get("past_key_value") if cache is None else cache
 
-    def heads(self, x: Tensor, given: dict[str, Any]) -> tuple[Tensor, Any]:
+    def fused_heads(self, x: Tensor, given: dict[str, Any]) -> tuple[Tensor, Any]:
         qkv = project(self.c_attn, x).unflatten(-1, (3, self.num_heads, self.head_dim))
         _, k, v = qkv.transpose(1, 3).unbind(2)  # [B, H, T, D]
-        cache, present = self.cache(given), None
+        cache, present = self.given_cache(given), None
         if cache is not None:
             cache.update(k, v, self.layer_idx)
-        elif "layer_past" in self.names and given.get("use_cache"):  # transformers before 4.53
+        elif "layer_past" in self.argument_names and given.get(
+            "use_cache"
+        ):  # transformers before 4.53
             present = (k, v)
-        p = probs_rate(self, "attn_dropout")
-        return self.attend(qkv, p, scale_of(self)), present
+        return self.fused_attention(qkv, scale_of(self)), present
 
-    def result(self, y: Tensor, present: Any) -> Any:
+    def fused_output(self, y: Tensor, present: Any) -> Any:
         return y, present
 
 
@@ -149,17 +141,17 @@ class Model(Swapped):
 
     does = "knows a causal mask without looking at it"
 
-    def forward(self, *args, **kwargs):
-        given, config = self.given(args, kwargs), self.config
-        if self.changed() is not None:
-            return super().forward(*args, **kwargs)
-        default = getattr(config, "output_attentions", False)
+    def refusal(self, given: dict[str, Any]) -> str | None:
+        return None if self.changed() is None else SILENT
+
+    def fused_forward(self, given: dict[str, Any]) -> Any:
+        default = getattr(self.config, "output_attentions", False)
         if given.get("output_attentions", default):
-            kwargs[MASK_HINT] = "attentions"
+            given[MASK_HINT] = "attentions"
         elif given.get("attention_mask") is None and given.get("position_ids") is None:
             # With position_ids transformers looks for several documents in a row.
-            kwargs[MASK_HINT] = "causal"
-        return super().forward(*args, **kwargs)
+            given[MASK_HINT] = "causal"
+        return self.own_forward[0](self, **given)
 
 
 class LMHead(Swapped):
@@ -168,13 +160,10 @@ class LMHead(Swapped):
     does = "loss without logits in training (fused_loss=True): the output's logits are None"
     falls_back = ("logits_to_keep, another loss_function, fp64, hooks on or another lm_head",)
 
-    def forward(self, *args, **kwargs):
-        given = self.given(args, kwargs)
-        labels = given.pop("labels", None)
-        if not self.training or labels is None or swap_of(self) is None:
-            return super().forward(*args, **kwargs)
-        shift_labels = given.get("shift_labels")
-        keep = [given.pop(name, 0) for name in ("logits_to_keep", "num_logits_to_keep")]
+    def refusal(self, given: dict[str, Any]) -> str | None:
+        if not self.training or given.get("labels") is None or swap_of(self) is None:
+            return SILENT
+        keep = [given.get(name, 0) for name in ("logits_to_keep", "num_logits_to_keep")]
         # Versions without it in their forward take no notice of it.
         own = not self.option("asks") or self.loss_function is self.option("loss")
         head: Any = self.lm_head
@@ -187,31 +176,28 @@ class LMHead(Swapped):
             or head.bias is not None
             or (head.weight.dtype == torch.float64 and not split)
         ):
-            fall_back(self, self.falls_back[0])
-            return super().forward(*args, **kwargs)
+            return self.falls_back[0]
+        return None
 
-        return_dict = given.pop("return_dict", None)
+    def fused_forward(self, given: dict[str, Any]) -> Any:
+        labels, return_dict = given.pop("labels"), given.pop("return_dict", None)
+        for name in ("logits_to_keep", "num_logits_to_keep"):
+            given.pop(name, None)
         if return_dict is None:
             return_dict = getattr(self.config, "return_dict", True)
         outputs = self.transformer(**given, return_dict=True)
         x = outputs.last_hidden_state
         ignore_index = given.get("ignore_index", -100)
+        shift_labels = given.get("shift_labels")
         if shift_labels is None:
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         items = given.get("num_items_in_batch")
-        options = {
-            "ignore_index": ignore_index,
-            "reduction": "mean" if items is None else "sum",
-        }
-        loss = head_loss(head, x, shift_labels.to(x.device), **options)
+        options = {"ignore_index": ignore_index, "reduction": "mean" if items is None else "sum"}
+        loss = head_loss(self.lm_head, x, shift_labels.to(x.device), **options)
         if items is not None:
             loss = loss / (items.to(loss.device) if isinstance(items, Tensor) else items)
+        kept = ("past_key_values", "hidden_states", "attentions", "cross_attentions")
         output = self.option("output")(
-            loss=loss,
-            logits=None,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            cross_attentions=outputs.cross_attentions,
+            loss=loss, logits=None, **{name: getattr(outputs, name) for name in kept}
         )
         return output if return_dict else output.to_tuple()
