@@ -353,6 +353,7 @@ def real_rows(tmp_path_factory):
     return {(row["calls"][0], row["arch"]): {**row, "triton": triton.__version__} for row in rows}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize(
     ("call", "broken"),
@@ -370,6 +371,7 @@ def test_real_kernels_are_judged(real_rows, call, arch, broken):
     assert rules_broken(real_rows[call, arch]) == broken
 
 
+@pytest.mark.slow
 def test_what_is_read_from_real_kernels(real_rows):
     for arch in (80, 90):
         copied = real_rows["copy", arch]

@@ -131,6 +131,7 @@ def test_quick_ledger_is_complete_and_written(tmp_path, capsys):
     assert f"{len(rows)} rows in " in printed
 
 
+@pytest.mark.slow
 def test_triton_ledger_from_the_command_line(tmp_path):
     """In a process of its own: the interpreter must be chosen before Triton is imported."""
     pytest.importorskip("triton", reason="needs triton")

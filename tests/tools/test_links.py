@@ -84,6 +84,7 @@ def test_bytes_take_the_time_that_the_rate_says(link):
     assert all(3 * size <= count <= 3.6 * size for count in sent)  # with headers
 
 
+@pytest.mark.slow
 def test_ranks_see_only_their_end_and_failures_are_named(link):
     with links.Ranks(link, ECHO, "a") as ranks:
         answers = ranks.call("about", "b")
@@ -97,6 +98,7 @@ def test_ranks_see_only_their_end_and_failures_are_named(link):
             ranks.call("about", "b")
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_named_and_killed(link):
     with links.Ranks(link, ECHO, "") as ranks:
         pids = [process.pid for process in ranks._processes]
@@ -105,6 +107,7 @@ def test_a_rank_that_hangs_is_named_and_killed(link):
     assert all(map(gone, pids))
 
 
+@pytest.mark.slow
 def test_an_object_that_cannot_be_built_leaves_no_process(link):
     with pytest.raises(links.RankError, match="rank 0: ModuleNotFoundError: No module named"):
         links.Ranks(link, "bench.nowhere:Nobody")
@@ -183,6 +186,7 @@ def test_a_refused_step_undoes_the_others(monkeypatch):
     assert all(gone(holder.pid) or holder.poll() is not None for holder in holders)
 
 
+@pytest.mark.slow
 def test_the_command_measures_and_says_so(capsys, link):
     assert links.main(["--mbit", "0"]) == 2
     assert "expected mbit > 0" in capsys.readouterr().err
