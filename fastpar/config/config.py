@@ -203,6 +203,12 @@ class TrainConfig(TrainFlags):
         given = self.optim.warmup_steps
         return min(self.run.max_steps // 10, 1000) if given is None else given
 
+    @property
+    def accumulate(self) -> str:
+        """Whether each micro-batch is reduced ("shard") or their whole sum ("full")."""
+        auto = "full" if self.parallel.zero_stage < 2 else "shard"
+        return auto if self.parallel.accumulate == "auto" else self.parallel.accumulate
+
 
 def setting_name(key: str) -> str:
     """A setting as it is spelled in a file or, without its dashes, as a flag."""

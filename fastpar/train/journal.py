@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -75,6 +76,11 @@ class Journal:
             self.say(line)
 
     @property
+    def path(self) -> Path | None:
+        """The run's folder, on rank 0 once it is open."""
+        return None if self.folder is None else self.folder.path
+
+    @property
     def seconds(self) -> float:
         """Since the start of this process' run."""
         return time.monotonic() - self.began
@@ -91,7 +97,7 @@ class Journal:
         """The run went back to a step: what was written of later ones goes."""
         folder = self.folder
         if folder is not None:
-            self._on_disk(lambda: folder.rewind(step))
+            self._on_disk(lambda: folder.log.rewind(step))
 
     def note(self, step: int, text: str, **row: Any) -> None:
         """Something happened after a step: a line, and a row of metrics.jsonl."""
@@ -143,7 +149,7 @@ class Journal:
     def _write(self, row: dict[str, Any]) -> None:
         folder = self.folder
         if folder is not None:
-            self._on_disk(lambda: folder.write(row))
+            self._on_disk(lambda: folder.log.write(row))
 
     def _on_disk(self, action: Callable[[], None]) -> None:
         """A full disk ends no run: it is said once, until there is room again."""

@@ -117,7 +117,8 @@ class RunFolder:
     Attributes:
         path: of the folder.
         header: lines that say what runs where, every automatic choice among them.
-        notes: lines that finish() says with its own.
+        log: writes metrics.jsonl.
+        notes: lines that finish() prints with its own.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class RunFolder:
         if fresh and config.run.out is not None:
             check_out(config)  # another run may have had it meanwhile
         changes = self._write_config(config, model, step, facts)
-        self._log = MetricsLog(
+        self.log = MetricsLog(
             self.path / "metrics.jsonl",
             resume_step=-1 if fresh else step,
             tensorboard=self.path / "tensorboard",
@@ -168,14 +169,6 @@ class RunFolder:
             *(f"changed  {change}" for change in changes),
         )
 
-    def write(self, row: dict[str, Any]) -> None:
-        """A row of metrics.jsonl."""
-        self._log.write(row)
-
-    def rewind(self, step: int) -> None:
-        """Metrics of later steps are dropped: they come again."""
-        self._log.rewind(step)
-
     def finish(
         self,
         model: GPT,
@@ -192,7 +185,7 @@ class RunFolder:
         Args:
             stopped_by: a signal, TIME_IS_UP or 0.
         """
-        self._log.close()
+        self.log.close()
         picture = self.path / "loss.png"
         plot_loss(read_metrics(self.path / "metrics.jsonl"), picture, title=self.path.name)
         go_on = f"go on: fastpar train --resume --out {self.path}"

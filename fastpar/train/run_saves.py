@@ -10,7 +10,6 @@ is reported, and the next one tries again.
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 from fastpar.checkpoint.saver import Result, Saver
@@ -18,8 +17,7 @@ from fastpar.parallel.agreement import everyone
 from fastpar.parallel.engine import Engine
 from fastpar.train.journal import Journal
 
-WISHES = 3  # numbers of wishes()
-_LINGER_S = 3.0  # below launch.GRACE_S
+_LAST_WAIT_S = 3.0  # below launch.GRACE_S
 _POLL_S = 0.05
 
 
@@ -42,9 +40,9 @@ class RunSaves:
         self._prepared = False
         self._waited_ms = self._pause_ms = 0.0
 
-    def open(self, run: str | Path, **saver: Any) -> None:
-        """From now on it saves: to the run's folder, with the arguments of a Saver. Ranks: all."""
-        self._saver = Saver(run, **saver)
+    def open(self, saver: Saver) -> None:
+        """From now on it saves, with this Saver of the run's folder."""
+        self._saver = saver
 
     def prepare(self) -> None:
         """Memory for the host copy, in the background; best after the first step."""
@@ -52,14 +50,14 @@ class RunSaves:
             self._prepared = True
             self._saver.prepare()
 
-    def wishes(self) -> list[float]:
-        """What this rank tells all others in a step."""
+    def requests(self) -> list[float]:
+        """What this rank tells all others in a step: the arguments of take_requests."""
         saver = self._saver
         failed, busy = (False, False) if saver is None else (saver.failed, saver.busy)
         return [float(failed), float(busy), float(bool(self.signals))]
 
-    def hear(self, failed: float, busy: float, asked: float) -> None:
-        """Sums of everybody's wishes of a step since the last save. Ranks: all, after that step."""
+    def take_requests(self, failed: float, busy: float, asked: float) -> None:
+        """Sums over all ranks of what they told in a step. Ranks: all, after that step."""
         self.asked = self.asked or asked > 0
         if failed or not busy:
             self.settle()
@@ -94,9 +92,9 @@ class RunSaves:
         if result is not None:
             self._report(result)
 
-    def linger(self) -> None:
+    def wait_briefly(self) -> None:
         """The run fails: give a save that is nearly there a moment. For one rank."""
-        deadline = time.monotonic() + _LINGER_S
+        deadline = time.monotonic() + _LAST_WAIT_S
         while self._saver is not None and self._saver.busy and time.monotonic() < deadline:
             time.sleep(_POLL_S)
 

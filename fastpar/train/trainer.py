@@ -9,8 +9,9 @@ and in deterministic mode they are added in the same tree: the same bits, at eve
 that split one model have one dp rank, so they take the same samples.
 
 [Note: control] A step has one small exchange, the engine's: the trainer adds its loss to it, and
-who wishes to stop, because of a signal or of rank 0's clock. Every rank reads the same sums, so all
-stop after the same step; a rank that left by itself would leave the others waiting in a collective.
+what a rank requests: to stop, because of a signal or of rank 0's clock, or to save. Every rank
+reads the same sums, so all stop after the same step; a rank that left by itself would leave the
+others waiting in a collective.
 On a GPU the numbers are read one step later, when they are there anyway: the host never waits for
 the device. With a loss scale they are read at once, because the next step's scale depends on them.
 
@@ -48,6 +49,7 @@ from fastpar.checkpoint.checkpoint import (
 )
 from fastpar.checkpoint.manifest import STATE
 from fastpar.checkpoint.restore import making_sense, read_run_state
+from fastpar.checkpoint.saver import Saver
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.watchdog import MARGIN_S, Watchdog, in_step
 from fastpar.config.config import TrainConfig, check_parallel, check_storage, derive_batch
@@ -68,9 +70,9 @@ from fastpar.train.guards import Guards, merged, past, poison
 from fastpar.train.journal import Journal, Step, to_device, to_host
 from fastpar.train.launch import SIGNALS, catching_save, catching_stop, threads_per_rank
 from fastpar.train.predictions import Predictions
-from fastpar.train.run_folder import TIME_IS_UP, check_out
+from fastpar.train.run_folder import TIME_IS_UP, RunFolder, check_out
 from fastpar.train.run_lock import release
-from fastpar.train.run_saves import WISHES, RunSaves
+from fastpar.train.run_saves import RunSaves
 from fastpar.train.start import digest, find_checkpoint, load_model_and_data, newest_of_all
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -78,7 +80,7 @@ STOPS = (*SIGNALS, TIME_IS_UP)  # reasons to stop early
 
 
 def train(config: TrainConfig, run: Callable[[Trainer], int] | None = None) -> int:
-    """Trains as one rank of a run, to its end or to a wish to stop.
+    """Trains as one rank of a run, to its end or until something stops it.
 
     Args:
         run: what to do with the trainer instead of Trainer.run.
@@ -145,9 +147,6 @@ class Trainer:
         self.micro_batch_size, self.grad_accum_steps = batch
         self.model = model.to(mesh.device, dtype)
         parallel = config.parallel
-        self.accumulate = parallel.accumulate
-        if self.accumulate == "auto":
-            self.accumulate = "full" if parallel.zero_stage < 2 else "shard"
         parallelize(
             self.model,
             mesh,
@@ -156,7 +155,7 @@ class Trainer:
             bucket_mb=parallel.bucket_mb,
             grad_dtype=DTYPES.get(parallel.grad_dtype, torch.float32 if half else None),
             reduce_dtype=DTYPES.get(parallel.reduce_dtype),
-            accumulate=self.accumulate,
+            accumulate=config.accumulate,
             grad_accum_steps=self.grad_accum_steps,
             deterministic=config.system.deterministic,
             transport=parallel.transport,
@@ -176,11 +175,9 @@ class Trainer:
         if checkpoint is not None:
             self._load(checkpoint)
         self.saves = RunSaves(self.engine, self.journal, self.step if checkpoint else -1)
-        self.pending: deque[Step] = deque()
+        self.pending: deque[Step] = deque()  # steps whose numbers have not been read
         self.keep_pending = int(mesh.device.type == "cuda" and self.loss_scale is None)
         self.stop_signals: list[int] = []
-
-    # Set-up
 
     def _pick_dtype(self, state: dict[str, Any] | None) -> str:
         name, on_gpu = str(self.config.system.dtype), self.mesh.device.type == "cuda"
@@ -222,10 +219,8 @@ class Trainer:
             self.guards.load_state_dict(state["guards"])
         self.skipped_samples = merged([*self.skipped_samples, *state.get("skipped_samples", ())])
 
-    # The loop
-
     def run(self) -> int:
-        """Trains to the end or to a wish to stop; the exit status. Closes the mesh."""
+        """Trains to the end or until something stops it; the exit status. Closes the mesh."""
         self.journal.open(model=self.model, data=self.data, step=self.step, facts=self._facts())
         if self.changed:
             self.journal.say(self.changed)
@@ -237,7 +232,7 @@ class Trainer:
             try:
                 stop = self._loop()
             except BaseException:
-                self.saves.linger()
+                self.saves.wait_briefly()
                 raise
             if stop <= 0 and (self.val is None or self.val[0] != self.step):
                 self.validate()
@@ -253,27 +248,30 @@ class Trainer:
         self.predictions.tell(self.journal, self.config, self.model.config, self._facts())
         self.journal.close()
         self.mesh.close()  # what follows is rank 0's alone
-        folder = self.journal.folder
-        if folder is not None:
-            model: GPT = self.model
-            if self.engine.shares and stop <= 0:
-                model = load_hf(checkpoint_folder(folder.path, self.step))
-            folder.finish(
-                model.to(self.mesh.device),
-                self.data,
-                config=self.config,
-                step=self.step,
-                seconds=self.journal.seconds,
-                val_loss=self.val[1] if self.val else None,
-                stopped_by=stop,
-            )
+        if self.journal.folder is not None:
+            self._finish(self.journal.folder, stop)
         return 128 + stop if stop > 0 else 0
+
+    def _finish(self, folder: RunFolder, stop: int) -> None:
+        """See [Note: the sample at the end]."""
+        model: GPT = self.model
+        if self.engine.shares and stop <= 0:
+            model = load_hf(checkpoint_folder(folder.path, self.step))
+        folder.finish(
+            model.to(self.mesh.device),
+            self.data,
+            config=self.config,
+            step=self.step,
+            seconds=self.journal.seconds,
+            val_loss=self.val[1] if self.val else None,
+            stopped_by=stop,
+        )
 
     def _open_saves(self) -> None:
         """Checkpoints go to the folder that rank 0 has made."""
-        run, faults, folder = self.config.run, self.config.faults, self.journal.folder
-        self.saves.open(
-            text_of_main(self.engine, "" if folder is None else str(folder.path)),
+        run, faults = self.config.run, self.config.faults
+        saver = Saver(
+            text_of_main(self.engine, str(self.journal.path or "")),
             model=self.model,
             optimizer=self.optimizer,
             tokenizer=self.data.tokenizer,
@@ -282,6 +280,7 @@ class Trainer:
             asynchronous=faults.async_save,
             overlap=faults.save_overlap,
         )
+        self.saves.open(saver)
 
     def _loop(self) -> int:
         """Steps, validations and saves to the end, or to a reason to stop, which is returned."""
@@ -349,8 +348,8 @@ class Trainer:
             group["lr"] = lr
         if scale is not None or skips:
             optimizer.grad_scale = scale or 1.0  # see guards.py: an update that is left out
-        wishes = to_device(torch.tensor(self._wishes(), dtype=torch.float64), mesh.device)
-        self.engine.contribute(torch.cat(((loss / mesh.world_size).reshape(1), wishes)))
+        requests = to_device(torch.tensor(self._requests(), dtype=torch.float64), mesh.device)
+        self.engine.contribute(torch.cat(((loss / mesh.world_size).reshape(1), requests)))
         optimizer.step()
         optimizer.zero_grad()
         taken = self.next_sample, self.next_sample + samples
@@ -365,8 +364,8 @@ class Trainer:
         return Step(self.step, lr, taken, self.tokens, values, ready, scale)
 
     def _number(self, j: int) -> int:
-        """Of micro-batch j of this rank in the step: see [Note: who takes which samples]."""
-        if self.accumulate == "full":
+        """Number in the step of this rank's micro-batch j: see [Note: who takes which samples]."""
+        if self.config.accumulate == "full":
             return self.mesh.dp_rank * self.grad_accum_steps + j
         return j * self.mesh.dp_size + self.mesh.dp_rank
 
@@ -402,23 +401,21 @@ class Trainer:
         }
         self.saves.save(self.step, state)
 
-    # What a step leaves behind
-
-    def _wishes(self) -> list[float]:
-        """1 for the reason in STOPS for which this rank would stop now; then those of saves."""
+    def _requests(self) -> list[float]:
+        """1 for each reason in STOPS for which this rank would stop now; then those of saves."""
         limit = self.config.run.max_time
         late = self.mesh.is_main and limit and self.journal.seconds > parse_seconds(limit)
         stops = [float(bool(late) if r == TIME_IS_UP else r in self.stop_signals) for r in STOPS]
-        return [*stops, *self.saves.wishes()]
+        return [*stops, *self.saves.requests()]
 
     def _read(self, keep: int) -> int:
         """Takes in finished steps until `keep` are left; the reason to stop, one of STOPS, or 0."""
         stop = 0
         while len(self.pending) > keep:
             done = self.pending.popleft()
-            loss, norm, *wishes = done.numbers()
-            stop = next((reason for reason, n in zip(STOPS, wishes) if n), stop)
-            self.saves.hear(*wishes[-WISHES:])
+            loss, norm, *requests = done.numbers()
+            stop = next((reason for reason, n in zip(STOPS, requests) if n), stop)
+            self.saves.take_requests(*requests[len(STOPS) :])
             with self._on_all_ranks():
                 verdict = self.guards.judge(done.step, loss, norm)
             if verdict.action == "go back":
@@ -453,9 +450,7 @@ class Trainer:
                 f"train: expected at most max_rollbacks={limit} rollbacks, got one more reason: "
                 f"{why}; look at these samples, lower --lr, or raise --max-rollbacks"
             )
-        folder = self.journal.folder
-        run = folder.path if folder is not None else None
-        path = newest_of_all(run, self.mesh, self.journal.say)
+        path = newest_of_all(self.journal.path, self.mesh, self.journal.say)
         if path is None:
             raise RuntimeError(
                 f"train: expected a checkpoint to go back to, got none: {why}; lower --lr or "
@@ -494,7 +489,7 @@ class Trainer:
             "grad_accum_steps": self.grad_accum_steps,
             "zero_stage": self.engine.zero_stage,
             "n_shards": self.engine.n_shards,
-            "accumulate": self.accumulate,
+            "accumulate": self.config.accumulate,
             "transport": getattr(self.engine.groups.control, "transport", "none"),
             "storage": describe_storage(self.config.optim, DTYPES[self.dtype_name]),
         }

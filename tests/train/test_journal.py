@@ -77,7 +77,7 @@ def test_a_full_disk_is_said_once_and_ends_nothing(tmp_path, capsys):
     journal, engine = journal_of(tmp_path / "r", Mesh(device="cpu"))
     metrics = tmp_path / "r" / "metrics.jsonl"
     journal.note(1, "there is room")
-    log = journal.folder._log
+    log = journal.folder.log
     room, log._file = log._file, open("/dev/full", "a")  # noqa: SIM115
     for step in (2, 3):
         journal.write_step(step_of(step), loss=1.0, norm=1.0, engine=engine)

@@ -233,7 +233,7 @@ def test_a_run_that_fails_waits_for_its_save(here, gate, before, monkeypatch, ra
         with pytest.raises(RuntimeError, match=r"expected finite numbers, got .* in step 3; lower"):
             rank(changes)
 
-    monkeypatch.setattr(run_saves, "_LINGER_S", 0.0)
+    monkeypatch.setattr(run_saves, "_LAST_WAIT_S", 0.0)
     before(3, spoil)
     run_ranks(fails, ranks, {"out": "r"})
     assert steps_saved("r") == [2]
@@ -255,7 +255,7 @@ def test_a_rollback_waits_for_the_save_that_is_running(here, gate, before):  # n
 
 @pytest.mark.parametrize("comes", [True, False])
 def test_an_error_of_one_rank_gives_a_save_a_moment(here, gate, before, monkeypatch, comes):  # noqa: F811
-    monkeypatch.setattr(run_saves, "_LINGER_S", 10.0 if comes else 0.2)
+    monkeypatch.setattr(run_saves, "_LAST_WAIT_S", 10.0 if comes else 0.2)
 
     def fail(trainer):
         if comes:
@@ -283,15 +283,15 @@ class FakeSaver:
 
 def test_ranks_settle_when_all_are_done_or_one_has_failed():
     saves = RunSaves(None, None)
-    assert saves.wishes() == [0.0, 0.0, 0.0]
-    saves.hear(0.0, 0.0, 0.0)
+    assert saves.requests() == [0.0, 0.0, 0.0]
+    saves.take_requests(0.0, 0.0, 0.0)
     saves._saver = FakeSaver()
-    assert saves.wishes() == [1.0, 1.0, 0.0]
+    assert saves.requests() == [1.0, 1.0, 0.0]
     for numbers, settled in (((0, 2, 0), 0), ((0, 0, 0), 1), ((1, 2, 0), 2)):
-        saves.hear(*map(float, numbers))
+        saves.take_requests(*map(float, numbers))
         assert saves._saver.settled == settled
         assert not saves.asked
-    saves.hear(0.0, 1.0, 1.0)
+    saves.take_requests(0.0, 1.0, 1.0)
     assert saves.asked
 
 

@@ -165,7 +165,7 @@ def _dies_in_a_save(folder, changes):
                 os.kill(os.getpid(), signal.SIGKILL)
         return real(self, name, tensor)
 
-    run_saves._LINGER_S = 0.0  # run_ranks waits less for an answer than a launcher
+    run_saves._LAST_WAIT_S = 0.0  # run_ranks waits less for an answer than a launcher
     TensorFile.write = write
     return Trainer(TrainConfig().replace({**FEW, **changes}), mesh).run()
 
