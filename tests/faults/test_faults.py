@@ -43,12 +43,12 @@ def start():
 @pytest.mark.parametrize(
     ("victim", "options"),
     [
-        (0, []),
-        (1, ["--zero=2"]),
-        (0, ["--zero=3"]),
         (1, ["--zero=3", "--transport=torch"]),
-        (0, ["--tp=2"]),
-        (1, ["--tp=2", "--transport=torch"]),
+        pytest.param(0, [], marks=pytest.mark.slow),
+        pytest.param(1, ["--zero=2"], marks=pytest.mark.slow),
+        pytest.param(0, ["--zero=3"], marks=pytest.mark.slow),
+        pytest.param(0, ["--tp=2"], marks=pytest.mark.slow),
+        pytest.param(1, ["--tp=2", "--transport=torch"], marks=pytest.mark.slow),
     ],
 )
 def test_killed_rank_stops_the_others(here, start, victim, options):
@@ -94,6 +94,7 @@ def test_stopped_run_goes_on_under_torchrun_bit_for_bit(here, start):
     assert bits(list_checkpoints("whole")[-1]) == bits(list_checkpoints("cut")[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stages", [(0, 3), pytest.param((0, 1, 2, 3), marks=pytest.mark.slow)], ids=str
 )

@@ -63,7 +63,7 @@ def names(run):
     return sorted(os.listdir(run / "checkpoints"))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("seen", [True, False], ids=["seen before", "in the middle"])
 def test_a_full_disk(disk, monkeypatch, ranks, seen):
     """It has room for two; the third is refused before a byte is written, or fails on the way."""
@@ -88,6 +88,7 @@ def test_a_full_disk(disk, monkeypatch, ranks, seen):
         verify_checkpoint(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_disk_that_becomes_read_only(disk, ranks):
     run = disk(20)
@@ -105,7 +106,9 @@ def test_a_disk_that_becomes_read_only(disk, ranks):
     verify_checkpoint(newest_checkpoint(run))
 
 
-@pytest.mark.parametrize("nbytes", [100, 5000, 400_000])
+@pytest.mark.parametrize(
+    "nbytes", [5000, *(pytest.param(n, marks=pytest.mark.slow) for n in (100, 400_000))]
+)
 def test_a_limit_in_the_middle_of_a_save(tmp_path, nbytes):
     """As a quota: no file of this process may grow beyond so many bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

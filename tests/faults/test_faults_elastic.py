@@ -99,6 +99,7 @@ def test_a_killed_rank_costs_at_most_a_save_interval(whole, start):
     print(f"new ranks {lost} s after the kill")
 
 
+@pytest.mark.slow
 def test_torchrun_restarts_a_run_whose_folder_it_chose_itself(whole, start):
     """Once before anything is saved: from step 0 in the same folder; once in the middle."""
     command = torchrun(2, "--max-restarts=2")
@@ -123,6 +124,7 @@ def test_torchrun_restarts_a_run_whose_folder_it_chose_itself(whole, start):
     assert_same(run, whole)
 
 
+@pytest.mark.slow
 def test_a_hang_leads_to_a_restart(whole, start):
     launcher = start(
         *FASTPAR, *TRAIN, *LENGTH, "--nproc=2", "--max-restarts=1", "--out=r", "--timeout=4s"

@@ -50,6 +50,7 @@ def test_all_scripts_are_known_and_shipped():
     assert sorted(p.name for p in EXAMPLES.iterdir()) == sorted(NAMES)
 
 
+@pytest.mark.slow
 def test_one_node_survives_a_killed_rank_and_goes_on_later(here, start):
     more = [f"--{name}={value}" for name, value in SETTINGS.items() if name != "save-every"]
     env = {"PYTHON": sys.executable, "NPROC": "2", "SAVE_EVERY": "20", "MAX_RESTARTS": "2"}

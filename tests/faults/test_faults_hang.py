@@ -99,6 +99,7 @@ def test_all_others_name_a_stopped_rank_in_time(here, start, nproc, victim, opti
     assert "watchdog: expected every rank to take part" in err  # as the cause, by torchrun
 
 
+@pytest.mark.slow
 def test_the_launcher_tells_of_a_hang(here, start):
     launcher = start(*FASTPAR, *TRAIN, *ENDLESS, "--nproc=2", "--zero=2")
     wait_for_steps(launcher, "r", 20)
@@ -116,6 +117,7 @@ def test_the_launcher_tells_of_a_hang(here, start):
     assert not any(is_alive(pid) for pid in ranks.values())
 
 
+@pytest.mark.slow
 def test_a_rank_that_computes_for_long_is_not_hung(here, start):
     """Rank 1 loops for ever in its forward; the others wait for it, and say where it is."""
     Path("loop.py").write_text(

@@ -55,7 +55,11 @@ def refuse():
     raise OSError(errno.EIO, "the disk is gone")
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["another step", "the same step again"])
+@pytest.mark.parametrize(
+    "again",
+    [pytest.param(False, marks=pytest.mark.slow), True],
+    ids=["another step", "the same step again"],
+)
 def test_a_save_that_fails_at_any_operation(tmp_path, monkeypatch, again):
     """Every operation of a save, one after another: the newest checkpoint is whole, and loads."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # counted, but not waited for
@@ -153,6 +157,7 @@ def random_kills(count, seed):
 OPERATIONS = (70, 31)  # of a save, by rank: measured
 
 
+@pytest.mark.slow
 def test_three_kills_inside_and_outside_of_saves(here, start):
     kills = [(1, "op", 20), (0, "op", OPERATIONS[0] - 4), (1, "step", 17)]
     assert run_with_kills(start, kills, 40) == len(kills)

@@ -55,6 +55,7 @@ def machine(tmp_path):
     return build
 
 
+@pytest.mark.slow
 def test_nvcc_compiles_for_a_torch_with_cuda_only(machine):
     said = machine("13.0").stdout
     assert said.startswith("compiling C++ and CUDA for sm_80, sm_90a: about ")

@@ -133,8 +133,13 @@ def full(monkeypatch, wrong_rank, steps):
     monkeypatch.setattr(Saver, "_work", work)
 
 
-@pytest.mark.parametrize("wrong_rank", [0, 1])
-@pytest.mark.parametrize("async_save", [True, False])
+@pytest.mark.parametrize(
+    ("async_save", "wrong_rank"),
+    [
+        (True, 1),
+        *(pytest.param(*c, marks=pytest.mark.slow) for c in ((True, 0), (False, 0), (False, 1))),
+    ],
+)
 def test_a_full_disk_is_said_and_training_goes_on(
     here,  # noqa: F811
     monkeypatch,
@@ -194,8 +199,13 @@ def test_a_signal_saves_and_the_run_goes_on(here, before, capsys):  # noqa: F811
     assert "step 3  saved: " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("late", [0, 1])
-@pytest.mark.parametrize("asked", [0, 1])
+@pytest.mark.parametrize(
+    ("asked", "late"),
+    [
+        (1, 0),
+        *(pytest.param(*cell, marks=pytest.mark.slow) for cell in ((0, 0), (0, 1), (1, 1))),
+    ],
+)
 def test_a_signal_to_any_rank_makes_all_save(here, before, asked, late):  # noqa: F811
     """late: numbers are read a step later, as on a GPU."""
 

@@ -168,7 +168,7 @@ def join(chunks, ids):
     return b"".join(chunks[i] for i in ids).decode(errors="replace")
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("size", [1, 3])
 def test_streamed_text_never_cuts_a_character(size):
     data = TEXT.encode()
     for start in range(size):

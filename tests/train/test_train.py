@@ -136,7 +136,14 @@ STORAGE = [
 ]
 
 
-@pytest.mark.parametrize("changes", [{}, BF16, {"micro_batch_size": 2}, *STORAGE])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"micro_batch_size": 2},
+        STORAGE[0],
+        *(pytest.param(c, marks=pytest.mark.slow) for c in ({}, BF16, *STORAGE[1:])),
+    ],
+)
 def test_resume_equals_the_uninterrupted_run(here, changes):
     run("whole", **changes)
     shutil.copytree("whole", "cut", symlinks=True)
@@ -207,6 +214,7 @@ def test_numbers_that_are_read_a_step_later_are_the_same(here, monkeypatch):
     assert bits("a") == bits("b")
 
 
+@pytest.mark.slow
 def test_every_cut_of_a_step_takes_the_same_samples_and_masks(here, monkeypatch):
     taken = []
     batch, key = train_module.sample_batch, train_module.make_key
@@ -287,6 +295,7 @@ def test_two_ranks_resume_bit_for_bit_and_equal_one(here):
         assert row["wire_mb"] > 0
 
 
+@pytest.mark.slow
 def test_two_ranks_resume_bit_for_bit_however_the_optimizer_stores(here):
     for i, changes in enumerate(STORAGE):
         changes = {**changes, "max_steps": 4, "save_every": 2, "eval_every": 0}
@@ -312,6 +321,7 @@ def test_the_format_that_auto_finds_must_fit_the_storage(here):
         run("r", stochastic_rounding=True)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_storage(here):
     """Moments are converted; of another optimizer there are none."""
     run("r", **STORAGE[0])
@@ -494,6 +504,7 @@ def test_resume_with_another_model_or_text_is_refused(here, changes, message):
     assert Path("r/metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_in_another_format(here, capsys):
     """fp32 to bf16 keeps the fp32 values as masters, and bf16 to fp32 goes on from them."""
     run("plain", max_steps=12)

@@ -106,7 +106,16 @@ MESHES = [
 
 @pytest.mark.parametrize(
     ("how", "ranks", "changes"),
-    [(how, *MESHES[i]) for how in (inf_loss, nan_grad) for i in range(len(MESHES))],
+    [
+        (inf_loss, *MESHES[0]),
+        (nan_grad, *MESHES[1]),
+        *(
+            pytest.param(how, *MESHES[i], marks=pytest.mark.slow)
+            for how in (inf_loss, nan_grad)
+            for i in range(len(MESHES))
+            if (how, i) not in ((inf_loss, 0), (nan_grad, 1))
+        ),
+    ],
 )
 def test_an_update_is_left_out_on_all_ranks(here, spoil, capsys, how, ranks, changes):  # noqa: F811
     """Sample 47 is the last of step 6: one micro-batch of one rank sees it."""
@@ -124,7 +133,10 @@ def test_an_update_is_left_out_on_all_ranks(here, spoil, capsys, how, ranks, cha
     assert (state["next_sample"], state["guards"]["skipped"]) == (64, 1)
 
 
-@pytest.mark.parametrize("changes", [{}, {"dtype": "bf16"}, *STORAGE])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, *(pytest.param(c, marks=pytest.mark.slow) for c in ({"dtype": "bf16"}, *STORAGE))],
+)
 def test_the_rule_alone_changes_no_bit(here, changes):  # noqa: F811
     run("stop", **changes)
     for policy in ("skip", "rollback"):
@@ -142,8 +154,13 @@ def test_ten_updates_left_out_in_a_row_stop_the_run(here, spoil):  # noqa: F811
 @pytest.mark.parametrize(
     ("how", "ranks", "changes"),
     [
-        *((nan_loss, *mesh) for mesh in MESHES),
-        *((nan_grad, 2, storage) for storage in ({}, {"dtype": "bf16"}, *STORAGE[:2])),
+        (nan_loss, *MESHES[0]),
+        (nan_grad, 2, STORAGE[0]),
+        *(pytest.param(nan_loss, *mesh, marks=pytest.mark.slow) for mesh in MESHES[1:]),
+        *(
+            pytest.param(nan_grad, 2, storage, marks=pytest.mark.slow)
+            for storage in ({}, {"dtype": "bf16"}, STORAGE[1])
+        ),
     ],
 )
 def test_a_run_that_went_back_never_had_those_samples(here, spoil, how, ranks, changes):  # noqa: F811
@@ -175,7 +192,7 @@ def test_what_is_said_of_a_rollback(here, spoil, capsys):  # noqa: F811
     ) in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("bad", [37, 45, 61])
+@pytest.mark.parametrize("bad", [45, *(pytest.param(n, marks=pytest.mark.slow) for n in (37, 61))])
 def test_a_verdict_that_comes_a_step_late_condemns_the_same_samples(
     here,  # noqa: F811
     spoil,
@@ -243,6 +260,7 @@ def test_samples_stay_skipped_after_a_resume(here, spoil):  # noqa: F811
     assert min(taken) == 48
 
 
+@pytest.mark.slow
 def test_several_rollbacks_and_one_too_many(here, spoil):  # noqa: F811
     spoil(nan_loss, 45, 50, 63)
     run("r", **BACK)

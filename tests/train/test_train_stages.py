@@ -71,7 +71,7 @@ def test_every_stage_and_cut_gives_the_same_bits(here):  # noqa: F811
         assert files(f"r{i}") == files("one"), (ranks, changes)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", [pytest.param("bf16", marks=pytest.mark.slow), "fp16"])
 def test_every_stage_gives_the_same_bits_in_16_bits(here, monkeypatch, dtype):  # noqa: F811
     """fp16 is refused on the CPU; the loop's part of it, a loss scale for all ranks, is run.
 
@@ -94,7 +94,9 @@ def test_every_stage_gives_the_same_bits_in_16_bits(here, monkeypatch, dtype):  
 STAGES = [(2, {"zero_stage": z}) for z in range(4)] + [(4, {"zero_stage": 3, "shard_size": 2})]
 
 
-@pytest.mark.parametrize("storage", [{}, *STORAGE[:2]])
+@pytest.mark.parametrize(
+    "storage", [STORAGE[0], *(pytest.param(s, marks=pytest.mark.slow) for s in ({}, STORAGE[1]))]
+)
 def test_a_run_goes_on_at_any_stage_and_number_of_ranks(here, storage):  # noqa: F811
     """Saved at one stage, resumed at another, saved, resumed at the next: as if uninterrupted."""
     storage = {**storage, "save_every": 1}
@@ -107,7 +109,10 @@ def test_a_run_goes_on_at_any_stage_and_number_of_ranks(here, storage):  # noqa:
     assert bits("cut", 4) == bits("whole", 4)
 
 
-@pytest.mark.parametrize(("ranks", "changes"), STAGES)
+@pytest.mark.parametrize(
+    ("ranks", "changes"),
+    [STAGES[2], *(pytest.param(*s, marks=pytest.mark.slow) for s in (*STAGES[:2], *STAGES[3:]))],
+)
 def test_resume_equals_the_uninterrupted_run_at_every_stage(here, ranks, changes):  # noqa: F811
     changes = {**changes, "deterministic": False, "micro_batch_size": None}
     run("whole", ranks, **changes)
@@ -118,7 +123,7 @@ def test_resume_equals_the_uninterrupted_run_at_every_stage(here, ranks, changes
     assert bits("cut", 4) == bits("whole", 4)
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in range(3))])
 def test_validation_where_a_rank_has_nothing_to_read(here, stage):  # noqa: F811
     """Three windows for two ranks of two rows; one window, which is rank 0's alone."""
     text = Path("text.txt").read_text()
@@ -170,7 +175,7 @@ def _dies_in_a_save(folder, changes):
     return Trainer(TrainConfig().replace({**FEW, **changes}), mesh).run()
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_rank_that_dies_in_a_save_leaves_the_older_checkpoints(here, stage):  # noqa: F811
     changes = {"zero_stage": stage, "out": "r", "save_every": 1}
     errors = run_ranks(_dies_in_a_save, 2, here, changes, backend="gloo", return_exceptions=True)

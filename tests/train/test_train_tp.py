@@ -115,6 +115,7 @@ def skipped(out):
     return [row["grad_norm"] is None for row in curve(out) if "loss" in row]
 
 
+@pytest.mark.slow
 def test_ranks_of_one_tp_give_the_same_bits_at_every_stage_and_cut(here):  # noqa: F811
     """In deterministic mode."""
     whole = {"deterministic": True, "tp": 2}
@@ -159,6 +160,7 @@ def test_another_models_checkpoint_is_refused(here):  # noqa: F811
         run("r", 4, tp=4, n_embd=32, resume=True)
 
 
+@pytest.mark.slow
 def test_the_time_is_up_for_all_ranks(here):  # noqa: F811
     run("r", 4, tp=2, zero_stage=2, max_steps=10**6, max_time="1s", eval_every=0, save_every=0)
     [step] = [p.name for p in Path("r/checkpoints").iterdir()]
@@ -177,7 +179,7 @@ def test_validation_where_a_group_of_tp_ranks_has_nothing_to_read(here):  # noqa
         assert losses[1] == pytest.approx(losses[0], rel=ROUNDING)
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_sample_and_export_take_a_run_of_tp_ranks(here, capsys, tp):  # noqa: F811
     """The text at the end of the run is that of the weights it saved, whole."""
     run("r", 4, tp=tp, num_samples=2)
@@ -203,6 +205,7 @@ def command(*arguments):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_processes_print_the_curve_of_one(here):  # noqa: F811
     run("one", 1)
     names = ("loss", "grad_norm", "val_loss")
