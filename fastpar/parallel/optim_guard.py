@@ -60,22 +60,22 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 
 def _refuse_sharded(optimizer: torch.optim.Optimizer) -> None:
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            engine = engine_of_parameter(p)
-            if engine is not None and engine.partials is not None:
-                engine.partials.check()
-            if engine is not None and engine.has_main_grads:
-                name = type(optimizer).__name__
-                raise RuntimeError(
-                    f"{name}.step: expected fastpar.AdamW for parameters with main gradients, got "
-                    f"{name} with grad_dtype={engine.settings.grad_dtype}; it reads p.grad only: "
-                    "use fastpar.AdamW, or parallelize without grad_dtype"
-                )
-            if engine is not None and engine.zero_stage:
-                name = type(optimizer).__name__
-                raise RuntimeError(
-                    f"{name}.step: expected fastpar.AdamW for parameters of an engine with "
-                    f"zero_stage >= 1, got {name} with zero_stage={engine.zero_stage}; their "
-                    "gradients exist only as shards: use fastpar.AdamW, or zero_stage=0"
-                )
+    name = type(optimizer).__name__
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    for engine in map(engine_of_parameter, params):
+        if engine is None:
+            continue
+        if engine.partials is not None:
+            engine.partials.check()
+        if engine.has_main_grads:
+            what, got = "with main gradients", f"grad_dtype={engine.settings.grad_dtype}"
+            advice = "it reads p.grad only: use fastpar.AdamW, or parallelize without grad_dtype"
+        elif engine.zero_stage:
+            what, got = "of an engine with zero_stage >= 1", f"zero_stage={engine.zero_stage}"
+            advice = "their gradients exist only as shards: use fastpar.AdamW, or zero_stage=0"
+        else:
+            continue
+        raise RuntimeError(
+            f"{name}.step: expected fastpar.AdamW for parameters {what}, got {name} "
+            f"with {got}; {advice}"
+        )
