@@ -201,15 +201,13 @@ class TensorReader:
         """A weight as its file has it, in memory that the next call overwrites.
 
         Raises:
-            ValueError: its file cannot be read; names both.
+            ValueError: its file cannot be read; names it and the tensor.
         """
         if self._scratch.numel() < entry.nbytes:
             self._scratch = torch.empty(0, dtype=torch.uint8)  # the old one first
             self._scratch = torch.empty(entry.nbytes, dtype=torch.uint8)
-        raw = self._scratch[: entry.nbytes]
-        with self._named(entry):
-            self._read(entry, 0, raw.numpy())
-        return raw.view(DTYPES[entry.dtype]).view(entry.shape)
+        out = self._scratch[: entry.nbytes].view(DTYPES[entry.dtype])
+        return self.gather([entry], list(entry.runs), out).view(entry.shape)
 
     def gather(
         self, found: list[TensorEntry], runs: list[Run], out: Tensor | None = None
@@ -223,7 +221,7 @@ class TensorReader:
         Returns:
             out, or a new tensor.
         Raises:
-            ValueError: as of whole().
+            ValueError: a file cannot be read; names it and the tensor.
         """
         dtype, numel = DTYPES[found[0].dtype], numel_of(runs)
         mine = intervals(runs)
