@@ -1,16 +1,16 @@
-"""A checkpoint's tensors, copied to host memory: each rank has those that it will write.
+"""A checkpoint's tensors copied to host memory: on each rank those that it writes.
 
 [Note: who writes what]
-Weights are whole tensors: file k of model*.safetensors is rank k's (modulo the ranks), which gets
-each of its tensors from the ranks that share it, one bucket at a time; no rank has the model. The
-optimizer's entries stay pieces: a rank writes what it steps. What several ranks have alike (stage
-0, HSDP copies, what tp does not split) is cut between them, so all disks' and hosts' work is shared
-out evenly.
+Weights are written as whole tensors: rank k writes file k of model*.safetensors (modulo the number
+of ranks) and collects its tensors from the ranks that share them, one bucket at a time; no rank
+holds the model. The optimizer's state stays in pieces: a rank writes the elements that it steps.
+What several ranks hold alike (stage 0, HSDP copies, what tp does not split) is divided among them,
+so that all ranks write about the same amount.
 
 [Note: the host copy]
-One allocation a rank, pinned with a GPU, made once and used for every save: fresh memory costs more
-than the copy. On a GPU the copies are enqueued behind the step on its stream, and the next step
-behind them, so nobody waits; the writing thread waits for their event.
+Each rank allocates it once (pinned where there is a GPU) and uses it for every save, because fresh
+memory costs more than the copy. On a GPU the copies are enqueued on the step's stream, between this
+step and the next, so the host does not wait; the writing thread waits for their event.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Checkpoints: folders per step that transformers loads, and the newest one that is whole.
 
-saver.py writes them, restore.py reads them; manifest.py says what is in them.
+saver.py writes them, restore.py reads them, manifest.py describes their content.
 """
 
 from __future__ import annotations

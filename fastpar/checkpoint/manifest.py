@@ -11,16 +11,16 @@ a reader puts together what it needs of whatever mesh has written. The manifest 
 itself.
 
 [Note: models]
-Of a GPT the weights have transformers' names and layouts, and config.json is there to build it
-from. Of every other module, one of transformers' or nanoGPT's too, weights and state have its own
-names and layouts, whatever these look like: who loads it brings the module. Version 2 did not say
-which it is; such a manifest is a GPT's if it has config.json and a GPT's names, and no others.
+The weights of a GPT have transformers' names and layouts, and config.json describes the model. The
+weights and state of any other module (one of transformers' or nanoGPT's too) have its own names and
+layouts: whoever loads it builds the module first. Version 2 had no field for this: such a manifest
+is a GPT's if it has config.json and a GPT's names, and no others.
 
 [Note: trust]
-The digest finds damage, it does not keep anybody from writing a manifest of his own. So whatever is
-read is checked as if it came from a stranger, before anything is opened or allocated: types, names
-without a path, sizes that add up to the files' and are bounded, every element of every tensor in
-exactly one piece. test_manifest.py says so with re-sealed manifests.
+The digest finds damage; it does not stop anybody from writing a manifest. So everything is checked
+before a file is opened or memory allocated: types, names without a path, sizes that are bounded and
+add up to those of the files, every element of every tensor in exactly one piece. test_manifest.py
+holds this with manifests that were changed and sealed again.
 """
 
 from __future__ import annotations

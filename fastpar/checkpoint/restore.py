@@ -81,7 +81,7 @@ _OF_A_RUN = {"model": dict, "dtype": str, "data": str, "next_sample": int, "toke
 
 @contextlib.contextmanager
 def making_sense(file: Path) -> Iterator[None]:
-    """Within, the content of a trainer_state.json is used; what fails is said of that file.
+    """For a block that uses what a trainer_state.json holds: its errors name that file.
 
     Raises:
         ValueError: its fields are missing or have other types or values than fastpar writes.
@@ -193,7 +193,7 @@ class _Plan:
             if not self.optimizer.state and not self._pieces:
                 return  # saved before the first step
             if name in trained and name not in loaded:
-                continue  # not strict, and said already
+                continue  # not strict, and listed in "missing" already
             what = "no" if name in trained else "also"
             raise ValueError(
                 f"load_checkpoint: expected the optimizer's state of this model in {self.path}, "
@@ -283,11 +283,11 @@ def _keeps(p: Tensor, engine: Engine | None) -> bool:
     return stop > start
 
 
-def _check_config(path: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
-    for name, value in theirs.items():
-        if name != "dropout" and ours.get(name) != value:
+def _check_config(path: Path, saved: dict[str, Any], config: dict[str, Any]) -> None:
+    for name, value in saved.items():
+        if name != "dropout" and config.get(name) != value:
             raise ValueError(
                 f"load_checkpoint: expected the model of {path} with {name}={value}, got "
-                f"{name}={ours.get(name)}; resume with the run's own settings, or start a new run "
-                f"with --init-from {path}"
+                f"{name}={config.get(name)}; resume with the run's own settings, or start a new "
+                f"run with --init-from {path}"
             )

@@ -19,7 +19,8 @@ save before each of its file operations).
 [Note: who waits for whom]
 The writing threads never communicate: rank 0's looks for the others' parts on the file system,
 which all ranks must share. Ranks agree in save() and settle(), on the caller's thread, which all
-ranks call in the same order. A rank whose disk fails says so there; rank 0's thread then gives up.
+ranks call in the same order. A rank whose disk fails reports it there; then rank 0's thread stops
+waiting.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ _FLUSH_BYTES = 1 << 26  # written before the disk is asked to take them
 
 @dataclass(frozen=True)
 class Result:
-    """How a save ended."""
+    """The outcome of a save."""
 
     step: int
     ok: bool
@@ -163,7 +164,7 @@ class Saver:
                 are added and may not be among them.
         Returns:
             False if the save before is still running and overlap is "skip", the same on every rank.
-            A full disk is told by settle(), and a state or model that could not be read back.
+            settle() reports a full disk, and a state or model that could not be read back.
         Ranks: all of the model's.
         Wire: at stage 3 and with tp the weights.
         """
@@ -189,7 +190,7 @@ class Saver:
             text = json.dumps({"step": step, **self._model_of(), **state}, indent=1) + "\n"
             attempt.pause_ms = (time.perf_counter() - began) * 1e3
             attempt.start(lambda: self._work(attempt, snapshot, text))
-        self._attempt = attempt  # not one that raised: nobody could settle it
+        self._attempt = attempt  # only here: after an exception there is nothing to settle
         if not self.asynchronous:
             self.settle()
         return True
@@ -208,7 +209,7 @@ class Saver:
         attempt.over.wait()
         if not errors:
             errors = self._errors(attempt.error)  # of the commit
-        if errors and self.rank == 0:  # not before: others would have failed for want of the folder
+        if errors and self.rank == 0:  # not earlier: other ranks may still write there
             shutil.rmtree(self._hidden(attempt), ignore_errors=True)
         path = None if errors else checkpoint_folder(self.run, attempt.step)
         self._attempt = None
@@ -238,7 +239,7 @@ class Saver:
         return [f"rank {rank}: {text}" for rank, text in found.items()]
 
     def _refusal(self) -> str | None:
-        """Why rank 0 does not begin a save; makes the folder and removes what crashes left."""
+        """Why rank 0 cannot begin a save. Makes the folder, removes what earlier crashes left."""
         folder = self.run / "checkpoints"
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -347,7 +348,7 @@ class Saver:
 
 
 class _Attempt:
-    """One save on one rank: a thread, and how far it is."""
+    """One save on one rank: its thread and its progress."""
 
     def __init__(self, step: int, nonce: int, began: float, nbytes: int) -> None:
         self.step, self.nonce, self.began, self.nbytes = step, nonce, began, nbytes
@@ -369,7 +370,7 @@ class _Attempt:
         self.end()
 
     def end(self) -> None:
-        """It is over, well or not."""
+        """Mark it as over, whether it succeeded or not."""
         self.written.set()
         self.over.set()
 
@@ -383,7 +384,7 @@ def _config_of(model: nn.Module, eot: int | None) -> dict[str, Any] | None:
 
 
 def _unreadable_state(state: dict[str, Any]) -> str | None:
-    """Why read_state would refuse it; what is no JSON at all raises."""
+    """Why read_state would refuse a state. Values that are not JSON raise TypeError."""
     for name in ("step", "model"):
         if name in state:
             return f"expected a state without {name!r}, which save() adds, got one; rename it"

@@ -72,7 +72,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def _is_another(file: Path) -> bool:
-    """Whether this is no manifest of ours, or of the version whose folders are transformers'."""
+    """Whether this is another program's file, or of version 1, which was a transformers folder."""
     try:
         raw = read_object(file)
     except ValueError:

@@ -82,7 +82,7 @@ def parse_object(content: bytes) -> dict[str, Any]:
     """A JSON object.
 
     Raises:
-        ValueError: something else; the text says what, to be put behind a file's name.
+        ValueError: something else; its text is the problem, to be put behind a file's name.
     """
     try:
         value = json.loads(content.decode("utf-8"), object_pairs_hook=_unique, parse_int=_int)
@@ -101,7 +101,7 @@ def read_object(path: str | Path, *, links: bool = False) -> dict[str, Any]:
     """The JSON object in a file.
 
     Raises:
-        ValueError: it cannot be read, or is not one; the text says why, to be put behind its name.
+        ValueError: it cannot be read, or is not one; its text is the problem, without the name.
     """
     try:
         content = read_plain(path, JSON_BYTES, links=links)

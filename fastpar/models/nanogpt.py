@@ -104,7 +104,7 @@ def tokenizer_of_nanogpt(path: str | os.PathLike[str], vocab_size: int) -> str |
         path: of the file; a meta.pkl beside it has its characters.
         vocab_size: of the model; GPT-2's tokens have GPT-2's tokenizer.
     Returns:
-        For make_tokenizer; None where it cannot be told.
+        For make_tokenizer; None where it is unknown.
     """
     if (Path(path).parent / META).is_file():
         return str(Path(path).parent / META)

@@ -3,8 +3,8 @@
 A pickle is a program that may name any function and call it. What nanoGPT writes needs none:
 {"vocab_size": n, "itos": {0: "a", ...}, "stoi": {"a": 0, ...}} is made of numbers, texts and
 dictionaries, for which a pickle has operations of its own. So the unpickler here knows no name at
-all; the first one that a file asks for is refused and said. It is pickle's own in Python: the
-compiled one takes memory for any index that a file claims.
+all: the first one that a file asks for is refused, and named in the error. It is pickle's own in
+Python, because the compiled one takes memory for any index that a file claims.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class AdamW(EngineOptimizer):
     Attributes:
         grad_norm: fp32 tensor [], of the last step, over all shards, before clipping, after
             division by grad_scale and by the engine's count of tokens; None where nothing asked for
-            it: no max_grad_norm, and no loss scale or one whose overflows found_inf tells.
+            it: no max_grad_norm, and no loss scale, or one whose overflows found_inf reports.
         grad_scale: the loss scale, by which gradients are divided; 1 by default.
         found_inf: tensor of one element, nonzero if the gradients are known to be not finite.
             torch.amp.GradScaler sets both around step(); so may any other training loop, but not
@@ -86,10 +86,10 @@ class AdamW(EngineOptimizer):
         torch_state_dict() at zero_stage >= 1 or with tp > 1.
     State: at zero_stage >= 1, or with tp > 1, each rank keeps that of its elements; state_dict() is
         the whole one, on the CPU of every rank, and load_state_dict() takes a whole one. Entries
-        are listed in fastpar/optim/state.py; state dicts of torch.optim.AdamW load here, and
-        ours there (with
-        8-bit moments: torch_state_dict()). Saved in one form of storage they load in any. Load the
-        model before its state and before the first step: master weights are made there.
+        are listed in fastpar/optim/state.py. State dicts of torch.optim.AdamW load here, and these
+        load there (with 8-bit moments: torch_state_dict()). Saved in one form of storage they load
+        in any. Load the model before its state and before the first step: master weights are made
+        there.
     Raises:
         ValueError: options outside their range or without sense together; 16-bit parameters without
             master weights or stochastic rounding; parameters that overlap; the state of another
@@ -343,7 +343,7 @@ class AdamW(EngineOptimizer):
         return super()._load_whole(saved, target, group, where)
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's, with the seed where steps draw random bits; Ranks and State above say more."""
+        """torch's, with the seed where steps draw random bits: see Ranks and State above."""
         with self._whole_state():
             state_dict = super().state_dict()
         if self.storage.random:

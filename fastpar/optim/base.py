@@ -1,16 +1,16 @@
-"""What AdamW and Adafactor share: gradients of engines, the norm, the clip factor, skipped steps.
+"""EngineOptimizer: everything of AdamW and Adafactor but the update itself.
 
 [Note: who decides]
 A rank of a sharded engine sees only its pieces of the gradients. Norm, clip factor and overflow are
 made from bins that the engine's control exchange has added up over the shards; bins are integers,
-so all ranks get the same bits, and those of one process. has_grad() is agreed on as well: all ranks
-step the same parameters, and count the steps of those of which they own no element.
+so all ranks get the same bits, and those of one process. The exchange also decides which parameters
+have a gradient: all ranks step the same ones, and count the steps of those they own no part of.
 
 [Note: torch.compile]
 A compiled training step runs step() and zero_grad() as they are, between its graphs: they are a few
 kernel calls already, and to trace their bookkeeping would only add guards. torch's own decorator
 for this imports torch._dynamo at the first call, which takes 1.4 s and over 100 MB in processes
-that never compile (test_a_step_does_not_import_the_compiler); uncompiled looks whether it is there.
+that never compile (test_a_step_does_not_import_the_compiler); uncompiled() checks for it first.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from fastpar.parallel.engine import Engine, engine_of_parameter
 
 
 def uncompiled(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method, never traced: see [Note: torch.compile]."""
+    """The method, never traced by torch.compile: [Note: torch.compile]."""
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -76,7 +76,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         max_grad_norm: of the constructor; infinity only measures.
         grad_norm: fp32 tensor [], of the last step, before clipping, after division by grad_scale
             and by the engine's count of tokens; None where nothing asked for it: no max_grad_norm,
-            and no loss scale or one whose overflows found_inf tells.
+            and no loss scale, or one whose overflows found_inf reports.
         grad_scale: the loss scale, by which gradients are divided; 1 by default.
         found_inf: tensor of one element, nonzero if the gradients are known to be not finite.
             torch.amp.GradScaler sets both around step(); so may any other training loop.

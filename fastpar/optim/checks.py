@@ -93,7 +93,7 @@ def check_memory(group: dict[str, Any], i: int) -> None:
 def check_overlap(groups: list[dict[str, Any]]) -> None:
     """Refuse parameters that share memory: both would be updated there, in any order.
 
-    Engines look at theirs themselves; what is gathered later shares one element until then.
+    Engines check their own; parameters that are gathered later share one element until then.
     """
     spans = []
     for i, group in enumerate(groups):
@@ -132,7 +132,7 @@ def check_same_groups(
 
 
 def where(group: dict[str, Any], i: int, position: int) -> str:
-    """How errors call a parameter."""
+    """The name of a parameter in errors."""
     names = group.get("param_names")
     name = f" ('{names[position]}')" if names else ""
     return f"parameter {position} of group {i}{name}"

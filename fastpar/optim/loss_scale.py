@@ -11,7 +11,7 @@ class DynamicLossScale:
 
     Multiply the loss by scale, set the optimizer's grad_scale to scale, step, then call
     update(optimizer.skipped). All ranks skip a step or none does, also where each sees only its
-    shards of the gradients, so their scales stay the same without talking about it.
+    shards of the gradients, so their scales stay the same without communication.
 
     Args:
         init: first scale; growth_interval: finite steps in a row after which it is doubled.

@@ -45,7 +45,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Storage:
-    """The options of an AdamW that say how its state is stored.
+    """The options of an AdamW that determine how its state is stored.
 
     Raises:
         ValueError: options that contradict each other; in check(), a parameter that does not fit.
