@@ -5,12 +5,13 @@ The cells and the run that they are compared with are those of tp_cells.py.
 """
 
 import functools
+import itertools
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
-from cells import covering
+from cells import covering, slow
 from tp_cells import ACCUM, OVERFLOW_STEP, Cell, assert_same_run, batch, build, run, whole_state
 
 from fastpar.comm.mesh import Mesh
@@ -33,11 +34,13 @@ ACCUMULATION = [
     Cell(2, 2, 0, True, "untied", clip=True, accum="shard"),
     Cell(2, 2, 3, True, "tied", dropout=True, clip=True, accum="shard"),
     Cell(4, 1, 0, False, "untied", dropout=True, accum="full"),
-    Cell(2, 2, 2, True, "tied", clip=True, accum="full"),
     Cell(2, 2, 1, False, "tied", dropout=True, accum="no_sync"),
-    Cell(2, 2, 0, True, "untied", accum="no_sync"),
 ]
 MORE_ACCUMULATION = [
+    Cell(2, 2, 2, True, "tied", clip=True, accum="full"),
+    Cell(2, 2, 0, True, "untied", accum="no_sync"),
+]
+MORE_ACCUMULATION += [
     Cell(tp, dp, stage, sequence, model, dropout=True, clip=stage > 1, accum=accum)
     for accum in ("shard", "full", "no_sync")
     for tp, dp in ((2, 2), (4, 1), (2, 1))
@@ -95,19 +98,19 @@ def test_fp16_skips_the_overflow_and_goes_on(cell):
         assert not torch.tensor(result["norms"][OVERFLOW_STEP]).isfinite()
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
-@pytest.mark.parametrize(
-    "cell",
-    [
-        Cell(2, 2, 3, True, dropout=True, clip=True),
-        Cell(2, 1, 0, False, dropout=True),
-        pytest.param(
-            Cell(2, 2, 2, True, "untied", dropout=True, accum="full"), marks=pytest.mark.slow
-        ),
-        pytest.param(Cell(4, 1, 0, True, dropout=True), marks=pytest.mark.slow),
-        pytest.param(Cell(4, 2, 3, False, "untied"), marks=pytest.mark.slow),
-    ],
-    ids=str,
+@covering(
+    1,
+    (
+        "cell",
+        [
+            Cell(2, 2, 3, True, dropout=True, clip=True),
+            Cell(2, 1, 0, False, dropout=True),
+            Cell(2, 2, 2, True, "untied", dropout=True, accum="full"),
+            Cell(4, 1, 0, True, dropout=True),
+            Cell(4, 2, 3, False, "untied"),
+        ],
+    ),
+    ("mode", ["full", "selective"]),
 )
 def test_recomputation_changes_no_bit(cell, mode):
     """And nothing else does: the run without it is one process'."""
@@ -171,14 +174,13 @@ CUTS = [
 
 
 def cuts():
-    quick = {(0, 1, "shard_4"), (0, 2, "shard"), (3, 2, "shard")}
-    slow = [pytest.mark.slow]
-    return [pytest.param(*cut, marks=[] if cut in quick else slow) for cut in CUTS]
+    """Three of them run in `make test`."""
+    default = {(0, 1, "shard_4", True, 2), (0, 2, "shard", False, 2), (3, 2, "shard", True, 2)}
+    every = [(*cut, *rest) for cut in CUTS for rest in itertools.product((True, False), (2, 4))]
+    return [values if values in default else slow(*values) for values in every]
 
 
-@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("sequence", [True, False])
-@pytest.mark.parametrize(("stage", "dp", "accum"), cuts())
+@pytest.mark.parametrize(("stage", "dp", "accum", "sequence", "tp"), cuts())
 def test_deterministic_mode_has_the_same_bits_for_every_cut(stage, dp, accum, sequence, tp):
     cell = Cell(tp, 2, 1, sequence, dropout=True, clip=True, deterministic=True, precision="fp32")
     expected = plain_run(replace(cell, accum="full"))[0]

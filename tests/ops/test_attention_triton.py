@@ -245,11 +245,11 @@ def test_scores_of_minus_infinity_weigh_nothing(triton_device):
 
 def test_heads_by_sections_are_all_computed(triton_device, monkeypatch):
     """Sections that do not divide the number of heads; see [Note: order]."""
-    inputs = [torch.randn(3, 40, h, 16).to(triton_device) for h in (6, 3, 3)]
+    inputs = [torch.randn(3, 20, h, 16).to(triton_device) for h in (6, 3, 3)]
     do = torch.randn_like(inputs[0])
     want = run(*inputs, do)
-    each = 2 * 40 * 16 * 4
-    for heads in (2, 5):
+    each = 2 * 20 * 16 * 4
+    for heads in (2,) if triton_device == "cpu" else (2, 5):
         monkeypatch.setattr(fwd, "SECTION_BYTES", {80: heads * each, 90: heads * each})
         assert fwd.heads_per_section(inputs[1], 2, 90) == 2 * heads
         for a, b in zip(run(*inputs, do), want):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cells import covering
+from cells import covering, slow
 
 pytest.importorskip("triton", reason="needs triton")
 
@@ -48,7 +48,17 @@ def test_matches_oracle(triton_device, B, T, C, dtype):
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize(("dtype", "wide"), [(d, w) for d in DTYPES for w in (d, torch.float32)])
+@pytest.mark.parametrize(
+    ("dtype", "wide"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32),
+        *(
+            slow(*dtypes)
+            for dtypes in [(d, d) for d in DTYPES[1:]] + [(torch.float16, torch.float32)]
+        ),
+    ],
+)
 def test_wte_grad_gets_the_gradient_added(triton_device, dtype, wide):
     """dropout's oracle is on the CPU: without it here, with it in the next test."""
     wte, wpe = tables(50, 12, 33, dtype)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cells import sweep
+from cells import slow, sweep
 
 pytest.importorskip("triton", reason="needs triton")
 
@@ -57,7 +57,7 @@ def test_large_mean_gradients(draw):
     assert_matches_oracle(layer_norm, layer_norm_ref, inputs)
 
 
-@pytest.mark.parametrize("c", [2500, 5000])
+@pytest.mark.parametrize("c", [5000, slow(2500)])
 def test_wide_rows(draw, c, triton_device):
     """Rows that warps share; from 4096 on rows whose columns programs share in backward."""
     # fp16, because the interpreter adds what warps exchange one after another, a GPU in a tree.
@@ -69,6 +69,7 @@ def test_wide_rows(draw, c, triton_device):
     assert_matches_oracle(rms_norm, rms_norm_ref, inputs[1:3])
 
 
+@pytest.mark.slow
 def test_widest_rows(draw, triton_device):
     dtype = torch.float32 if triton_device == "cuda" else torch.float16
     c = 16384

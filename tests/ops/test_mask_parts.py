@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from cells import sweep
+from cells import covering, slow, sweep
 
 from fastpar.kernels import (
     Rng,
@@ -68,8 +68,7 @@ def residual_ops(device):
     )
 
 
-@sweep("cut", CUTS)
-@sweep("shape", [(T, C), (T, 2, 16), (T, 3, 5, 64)])
+@covering(1, ("cut", CUTS), ("shape", [(T, C), (T, 2, 16), (T, 3, 5, 64)]))
 def test_dropout_of_rows(form, cut, shape):
     x = torch.randn(B, *shape, device=form[1])
     (T, *_), cols, per = shape, shape[-1], x[0, 0].numel() // shape[-1]
@@ -84,7 +83,7 @@ def test_dropout_of_rows(form, cut, shape):
         assert torch.equal(mask, whole[1].reshape(flat.shape)[part] != 0)
 
 
-@sweep("cut", CUTS)
+@pytest.mark.parametrize("cut", [CUTS[4], *map(slow, (c for c in CUTS if c != CUTS[4]))])
 def test_residual_norms_of_rows(form, cut):
     x, r = (torch.randn(B, T, C, device=form[1]) for _ in range(2))
     for op in residual_ops(form[1]):
@@ -97,15 +96,14 @@ def test_residual_norms_of_rows(form, cut):
                     assert torch.equal(a.view(-1, C), b.view(B * T, C)[part])
 
 
-@sweep("packed", [False, True])
 @pytest.mark.parametrize(
-    "cut",
+    ("cut", "packed"),
     [
-        (0, 1, 6),
-        *(
-            pytest.param(c, marks=pytest.mark.slow)
-            for c in ((0, 3, 6), (0, 1, 3, 6), (0, 1, 2, 5, 6))
-        ),
+        ((0, 1, 6), False),
+        ((0, 3, 6), True),
+        slow((0, 1, 6), True),
+        slow((0, 3, 6), False),
+        *(slow(cut, packed) for cut in ((0, 1, 3, 6), (0, 1, 2, 5, 6)) for packed in (False, True)),
     ],
 )
 def test_attention_of_heads(form, cut, packed):

@@ -175,6 +175,7 @@ print(json.dumps({"jit": repr(caught), "recorded": repr([recorded])}))
 """
 
 
+@pytest.mark.slow
 def test_recorded_is_what_the_launcher_compiles():
     """The launcher itself, up to the point where it calls the compiler, which needs no GPU."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

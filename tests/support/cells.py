@@ -9,6 +9,11 @@ import pytest
 import torch
 
 
+def slow(*values):
+    """One of parametrize's values, which `make test` leaves to `make test-slow`."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def few(candidates, groups):
     """As few of the candidates as together have every group; groups(candidate) is a set."""
     of = {candidate: groups(candidate) for candidate in candidates}
