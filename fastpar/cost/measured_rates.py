@@ -38,7 +38,7 @@ OpKey = tuple[str, tuple[int, ...], str]
 
 
 class Rate(NamedTuple):
-    """Of one operation: seconds, and what it does in them."""
+    """Seconds of one operation, and what it does in them."""
 
     seconds: float
     flops: float
@@ -54,17 +54,21 @@ class Overhead(NamedTuple):
     layer_step: float
 
 
-def machine_name() -> str:
-    """This machine's processor and number of logical CPUs."""
+def cpu_name() -> str:
+    """This machine's processor, named like the system does."""
     found = None
     with contextlib.suppress(OSError):
         found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M)
-    name = found[1].strip() if found else platform.processor() or platform.machine()
-    return f"{name}, {os.cpu_count()} CPUs"
+    return found[1].strip() if found else platform.processor() or platform.machine()
+
+
+def machine_name() -> str:
+    """This machine's processor and number of logical CPUs."""
+    return f"{cpu_name()}, {os.cpu_count()} CPUs"
 
 
 def gpu_name() -> str:
-    """The first GPU's, "" without one."""
+    """The first GPU's name; "" without one."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
 
 
@@ -92,7 +96,7 @@ def comm_key(send: CommOp) -> str:
 
 @dataclass(eq=False)  # hashable: step_time.py remembers by the object
 class MeasuredRates:
-    """A work.Rates of this machine.
+    """Rates of this machine.
 
     Attributes:
         about: machine, gpu, device_type, dtype, dropout, ranks, threads, torch, date, spread
@@ -129,21 +133,17 @@ class MeasuredRates:
         """Whether the rates vary so little that they are worth keeping."""
         return bool(self.about["spread"] <= MOST_SPREAD)
 
-    # What work.Rates asks for
-
     def op_s(self, op: Op) -> float:
         """Seconds of one such operation; see [Note: shapes that were not measured]."""
-        if op.direction == "recompute":
-            op = op._replace(direction="forward")
-        known = self.ops.get((op.name, op.shape, op.direction))
+        known = self.ops.get(op.key)
         if known is not None:
             return known.seconds
         near = [
             (_distance(op, shape, rate), rate)
             for (name, shape, way), rate in self.ops.items()
-            if (name, way) == (op.name, op.direction)
+            if (name, way) == (op.name, op.key[2])
         ]
-        self.scaled.add(f"{op.name} {op.shape} {op.direction}")
+        self.scaled.add(f"{op.name} {op.shape} {op.key[2]}")
         if not near:
             return self._unknown(op)
         rate = min(near, key=lambda each: each[0])[1]
@@ -152,7 +152,7 @@ class MeasuredRates:
         return rate.seconds * max(ratios)
 
     def _unknown(self, op: Op) -> float:
-        """Of an operation of which no shape was measured: the machine's peak, and its copy."""
+        """An operation of which no shape was measured: the machine's peak, and its copy."""
         copies = [r.bytes / r.seconds for (name, _, _), r in self.ops.items() if name == "copy"]
         moved = op.bytes / max(copies) if copies else 0.0
         return max(op.flops / self.peak_flops if self.peak_flops else 0.0, moved)
@@ -174,7 +174,7 @@ class MeasuredRates:
         return low_s + (high_s - low_s) * (send.bytes - low) / (high - low)
 
     def _other_sends(self, send: CommOp) -> list[tuple[float, float]]:
-        """Of the kind on other numbers of ranks, the nearest; else any."""
+        """The same kind on the nearest number of ranks; else any."""
         self.scaled.add(f"{send.kind} of {send.ranks} ranks")
         same = [key for key in self.sends if key.startswith(f"{send.kind},")]
         keys = same or list(self.sends)
@@ -220,7 +220,7 @@ class MeasuredRates:
     @property
     def path(self) -> Path:
         """Where it is kept."""
-        return _path(**{name: self.about[name] for name in _NAMED})
+        return _path(**self.about)
 
     def save(self, path: Path | None = None) -> Path:
         """Write the file; where it is."""
@@ -288,9 +288,6 @@ class MeasuredRates:
         self.overheads.update(other.overheads)
 
 
-_NAMED = ("device_type", "dtype", "ranks", "threads", "dropout")
-
-
 def _number(value: Any) -> float:
     number = float(value)
     if not math.isfinite(number) or number < 0:
@@ -305,22 +302,21 @@ def _distance(op: Op, shape: Sequence[int], rate: Rate) -> float:
     return far + flops
 
 
-def _path(*, device_type: str, dtype: str, ranks: int, threads: int, dropout: bool) -> Path:
-    name = f"{device_type}_{dtype}_{ranks}x{threads}{'_dropout' * bool(dropout)}.json"
-    return rates_folder() / name
+def _path(**about: Any) -> Path:
+    """The file of rates of this device_type, dtype, ranks, threads and dropout."""
+    name = "{device_type}_{dtype}_{ranks}x{threads}".format(**about)
+    return rates_folder() / f"{name}{'_dropout' * bool(about['dropout'])}.json"
 
 
-def find_rates(
-    *, device_type: str, dtype: str, ranks: int, threads: int, dropout: bool
-) -> MeasuredRates | None:
+def find_rates(**about: Any) -> MeasuredRates | None:
     """Rates measured here before for such ranks, if there are any.
 
+    Args:
+        about: device_type, dtype, ranks, threads, dropout.
     Raises:
-        ValueError: as MeasuredRates.load; their spread is too large, as earlier versions kept them.
+        ValueError: see MeasuredRates.load; their spread is too large (earlier versions kept such).
     """
-    path = _path(
-        device_type=device_type, dtype=dtype, ranks=ranks, threads=threads, dropout=dropout
-    )
+    path = _path(**about)
     if not path.exists():
         return None
     found = MeasuredRates.load(path)

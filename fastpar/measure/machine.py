@@ -5,23 +5,14 @@ from __future__ import annotations
 import datetime
 import os
 import platform
-import re
 import subprocess
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from fastpar._version import __version__
+from fastpar.cost.measured_rates import cpu_name
 from fastpar.train.launch import available_cores
-
-
-def cpu_name() -> str:
-    """As the system calls it."""
-    try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M)
-    except OSError:
-        found = None
-    return found[1].strip() if found else platform.processor() or platform.machine()
 
 
 def commit() -> str | None:

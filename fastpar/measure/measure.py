@@ -48,6 +48,7 @@ from fastpar.cost.measured_rates import (
 )
 from fastpar.cost.operations import CommOp, comm_ops_of, ops_of
 from fastpar.cost.workload import Setup, Workload
+from fastpar.measure.clocks import stopwatch
 from fastpar.measure.op_chain import Chain
 from fastpar.measure.rank_pool import Rank, RankPool
 from fastpar.measure.short_run import ShortRun, slowest
@@ -201,11 +202,10 @@ def _spread(samples: Sequence[float]) -> float:
 def _distinct_chains(cells: Iterable[Cell]) -> list[list[Cell]]:
     """Cells of the same operations together: one chain serves them all."""
     found: dict[Any, list[Cell]] = {}
-    for workload, setup in cells:
-        sequence = setup.sequence_parallel and setup.tp > 1
-        adds = setup.grad_accum_steps > 1
-        key = (workload.shape, setup.micro_batch_size, setup.tp, sequence, adds, meets_often(setup))
-        found.setdefault(key, []).append((workload, setup))
+    for workload, s in cells:
+        split, adds = (s.tp, s.sequence_parallel and s.tp > 1), s.grad_accum_steps > 1
+        key = (workload.shape, s.micro_batch_size, split, adds, meets_often(s))
+        found.setdefault(key, []).append((workload, s))
     return list(found.values())
 
 
@@ -265,13 +265,12 @@ def _run_chain(
     for count in range(3):
         chain.adding = adds and count == 2
         rank.barrier()
-        start = time.perf_counter()
-        chain.step()
-        _wait(device)
+        whole = _seconds(chain.step, device)
         times = chain.times()
-        times[WHOLE] = [time.perf_counter() - start]
+        times[WHOLE] = [whole]
         for update in updates:
-            times["optimizer", (update.elements,), "forward"] = [update.step(device)]
+            key = "optimizer", (update.elements,), "forward"
+            times[key] = [_seconds(update.optimizer.step, device)]
         if count:
             for key, values in times.items():
                 found[key].append(statistics.fmean(values))
@@ -300,17 +299,10 @@ class _Update:
                 break
         self.optimizer = AdamW(self.params, lr=1e-9, weight_decay=0.0, max_grad_norm=1.0)
 
-    def step(self, device: torch.device) -> float:
-        _wait(device)
-        start = time.perf_counter()
-        self.optimizer.step()
-        _wait(device)
-        return time.perf_counter() - start
 
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+def _seconds(call: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of one call, the device's work included."""
+    return stopwatch(call, device.type)[0] / 1e3
 
 
 def _rates_of_ops(
@@ -389,19 +381,17 @@ def _run_collective(
     }
     call = calls[send.kind]
 
-    def once() -> float:
-        _wait(whole.device)
-        start = time.perf_counter()
+    def wait_for_it() -> None:
         handle = call()
         if handle is not None:
             handle.wait()
-        _wait(whole.device)
-        return time.perf_counter() - start
+
+    def once() -> float:
+        return _seconds(wait_for_it, whole.device)
 
     rank.barrier()
-    guess: list[Any] = [max(once(), once())]
-    dist.broadcast_object_list(guess, 0)  # all do as many
-    count = max(5, min(50, int(seconds / max(guess[0], 1e-6))))
+    guess = rank.of_first(max(once(), once()))  # all do as many
+    count = max(5, min(50, int(seconds / max(guess, 1e-6))))
     found = []
     for _ in range(count):
         rank.barrier()
@@ -468,10 +458,8 @@ def _run_tiny(rank: Rank, cells: list[Cell], seconds: float) -> list[list[float]
     start = time.perf_counter()
     for run in runs:
         run.seconds(1)
-    once: list[Any] = [time.perf_counter() - start]
-    if rank.world_size > 1:
-        dist.broadcast_object_list(once, 0)
-    for _ in range(max(8, min(60, int(seconds / max(once[0], 1e-6))))):
+    once = rank.of_first(time.perf_counter() - start)
+    for _ in range(max(8, min(60, int(seconds / max(once, 1e-6))))):
         for number, run in enumerate(runs):
             found[number] += run.seconds(1)
     del runs

@@ -1,11 +1,11 @@
 """Ranks of this machine that stay and do one thing after the other: to measure, start once.
 
     with RankPool(2, threads=1) as pool:
-        times = pool.call(function, argument)  # a list: function(rank, argument) of every rank
+        times = pool.call(function, argument)  # what every rank returned
 
-Function is found by its module and name; `rank` is the process' own Rank, which keeps what later
-calls need. The ranks have the environment of the launcher's (launch.py), so a Mesh made in them
-forms their process group.
+The function is called as function(rank, argument) and found by its module and name; `rank` is the
+process' own Rank, which keeps what later calls need. The ranks have the environment of the
+launcher's (launch.py), so a Mesh made in them forms their process group.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TIMEOUT_S = 300.0  # of a collective
 
 
 class Rank:
-    """What a process of the pool has.
+    """A process of the pool.
 
     Attributes:
         rank, world_size, threads; kept: what functions leave for later calls.
@@ -56,6 +56,14 @@ class Rank:
         if self.world_size > 1:
             self.mesh()
             dist.barrier()
+
+    def of_first(self, value: Any) -> Any:
+        """The value that rank 0 has. Ranks: all."""
+        values = [value]
+        if self.world_size > 1:
+            self.mesh()
+            dist.broadcast_object_list(values, 0)
+        return values[0]
 
 
 class RankPool:

@@ -42,31 +42,32 @@ SIZES = {
 }
 TINY = GPTConfig(2, 2, 32, 16, 128, dropout=0.0)
 # Ranks -> (sizes, tp, stage, checkpointing, micro-batch, accumulation).
-CPU_GRID: dict[int, tuple[tuple[str, int, int, str, int, int], ...]] = {
+_EVERY = tuple(SIZES)
+CPU_GRID: dict[int, tuple[tuple[Sequence[str], int, int, str, int, int], ...]] = {
     1: (
-        *((size, 1, 0, "none", 2, 1) for size in SIZES),
-        *((size, 1, 0, "full", 4, 1) for size in SIZES),
-        *((size, 1, 0, "selective", 2, 2) for size in SIZES),
+        (_EVERY, 1, 0, "none", 2, 1),
+        (_EVERY, 1, 0, "full", 4, 1),
+        (_EVERY, 1, 0, "selective", 2, 2),
     ),
     2: (
-        *((size, 1, 0, "none", 2, 1) for size in SIZES),
-        *((size, 1, 1, "none", 1, 4) for size in SIZES),
-        *((size, 1, 2, "full", 2, 2) for size in SIZES),
-        *((size, 1, 3, "none", 4, 1) for size in SIZES),
-        *((size, 2, 0, "none", 2, 1) for size in SIZES),
-        *((size, 2, 0, "selective", 4, 2) for size in SIZES),
+        (_EVERY, 1, 0, "none", 2, 1),
+        (_EVERY, 1, 1, "none", 1, 4),
+        (_EVERY, 1, 2, "full", 2, 2),
+        (_EVERY, 1, 3, "none", 4, 1),
+        (_EVERY, 2, 0, "none", 2, 1),
+        (_EVERY, 2, 0, "selective", 4, 2),
     ),
     4: (
-        ("S", 1, 0, "none", 1, 1),
-        ("S", 1, 3, "full", 2, 1),
-        ("S", 2, 1, "none", 2, 2),
+        (["S"], 1, 0, "none", 1, 1),
+        (["S"], 1, 3, "full", 2, 1),
+        (["S"], 2, 1, "none", 2, 2),
     ),
 }
-GPU_GRID = {
+GPU_GRID: dict[int, tuple[tuple[Sequence[str], int, int, str, int, int], ...]] = {
     1: tuple(
-        (size, 1, 0, mode, micro, accum)
+        ([size], 1, 0, *more)
         for size, most in (("gpt2", 16), ("gpt2-medium", 8), ("gpt2-large", 4), ("gpt2-xl", 2))
-        for mode, micro, accum in (
+        for more in (
             ("none", most, 1),
             ("none", most // 2, 2),
             ("selective", most, 1),
@@ -153,17 +154,14 @@ class Check:
 
 def cells_of(device: str = "cpu", *, quick: bool = False) -> dict[int, list[Cell]]:
     """The grid: ranks -> cells."""
-    grid = CPU_GRID if device == "cpu" else GPU_GRID
     found: dict[int, list[Cell]] = {}
-    for ranks, cells in grid.items():
+    for ranks, rows in (CPU_GRID if device == "cpu" else GPU_GRID).items():
         if quick and ranks > 2:
             continue
-        for size, tp, stage, mode, micro, accum in cells[:: len(cells) // 2] if quick else cells:
-            shape = SIZES[size] if size in SIZES else PRESETS[size]
-            shape = TINY if quick else shape
-            found.setdefault(ranks, []).append(
-                cell(shape, ranks, tp, stage, mode, micro, accum, device)
-            )
+        cells = [(size, *rest) for sizes, *rest in rows for size in sizes]
+        for size, *rest in cells[:: len(cells) // 2] if quick else cells:
+            shape = TINY if quick else {**PRESETS, **SIZES}[size]
+            found.setdefault(ranks, []).append(cell(shape, ranks, *rest, device))
     return found
 
 
@@ -259,7 +257,7 @@ def run_cell(
     rank.barrier()
     start = time.perf_counter()
     run.seconds(1)
-    count = _same_everywhere(rank, seconds / (time.perf_counter() - start))
+    count = rank.of_first(seconds / (time.perf_counter() - start))
     times = run.seconds(max(FEWEST, min(MOST, int(count))))
     gc.collect()
     rank.barrier()
@@ -269,17 +267,6 @@ def run_cell(
     del run
     gc.collect()
     return times, memory.peak_bytes
-
-
-def _same_everywhere(rank: Rank, value: float) -> float:
-    """Rank 0's."""
-    if rank.world_size == 1:
-        return value
-    import torch.distributed as dist
-
-    values: list[Any] = [value]
-    dist.broadcast_object_list(values, 0)
-    return values[0]
 
 
 def make_row(

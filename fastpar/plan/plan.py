@@ -1,26 +1,28 @@
 """`fastpar plan`: which layout, how large a micro-batch, how fast, how much memory, what it costs.
 
 The machine is one of devices.py, taken from data sheets, or this one, measured (--measure). The
-figures come from memory_model.py and step_time.py; the layouts from plan_search.py.
+figures come from cost/memory_model.py and cost/step_time.py; the layouts from search.py.
 """
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from fastpar.config.config import PRESETS, GPTConfig, TrainConfig
 from fastpar.config.settings import option
 from fastpar.cost.capacity import host_memory
 from fastpar.cost.datasheet import DatasheetRates
 from fastpar.cost.devices import Cluster, device_table, find_device, larger_device
+from fastpar.cost.measured_rates import gpu_name
 from fastpar.cost.operations import Rates
 from fastpar.cost.step_time import cost_per_billion_tokens
-from fastpar.cost.workload import Setup, Workload
+from fastpar.cost.workload import Setup, Workload, default_accumulate
 from fastpar.data.tokenizer import GPT2_VOCABULARY, name_for
 from fastpar.plan.search import (
     Estimate,
@@ -157,26 +159,19 @@ def _check_counts(command: PlanCommand) -> None:
                 f"vocab_size={command.vocab_size}; the largest is 1000000, set --vocab-size"
             ) from None
     if command.model not in PRESETS:
-        import difflib
-
         near = difflib.get_close_matches(command.model, PRESETS, n=1)
+        hint = (
+            f"did you mean {near[0]}?" if near else "set --n-layer, --n-head, --n-embd for others"
+        )
         raise ValueError(
             f"plan: expected model to be one of {', '.join(PRESETS)}, got model={command.model}; "
-            + (
-                f"did you mean {near[0]}?"
-                if near
-                else "set --n-layer, --n-head, --n-embd for others"
-            )
+            f"{hint}"
         )
 
 
 def _this_machine(command: PlanCommand) -> PlanCommand:
-    """The device that is here; a GPU's own name where there is one."""
-    import torch
-
-    if torch.cuda.is_available():
-        return replace(command, gpu=torch.cuda.get_device_name())
-    return replace(command, gpu="cpu")
+    """The command for the device that is here; a GPU's own name where there is one."""
+    return replace(command, gpu=gpu_name() or "cpu")
 
 
 def _workload(command: PlanCommand) -> Workload:
@@ -228,7 +223,7 @@ def _cluster(command: PlanCommand) -> Cluster:
 
 
 def usable_bytes(cluster: Cluster) -> float:
-    """Of a rank's memory, for tensors."""
+    """Bytes of a rank's memory for tensors."""
     device = cluster.device
     if device.kind == "cpu":
         return host_memory() / cluster.per_node - CPU_RESERVED_BYTES
@@ -288,10 +283,9 @@ def _nothing_fits(
 
 
 def layout_text(setup: Setup) -> str:
-    """dp 4 x tp 2, ZeRO-3 in groups of 8."""
+    """A layout in words: dp 4 x tp 2, ZeRO-3 in groups of 8."""
     axes = [f"{name} {n}" for name, n in (("dp", setup.dp), ("tp", setup.tp)) if n > 1]
-    text = " x ".join(axes) or "one GPU" if setup.device_type == "cuda" else "one rank"
-    text = " x ".join(axes) or text
+    text = " x ".join(axes) or ("one GPU" if setup.device_type == "cuda" else "one rank")
     if setup.dp > 1:
         text += f", ZeRO-{setup.zero_stage}"
     if setup.shard_size is not None:
@@ -323,17 +317,8 @@ def report(
         f"layouts  {len(fitting)} of {len(best)} ways to cut it fit; the best of each:",
         "",
     ]
-    head = (
-        "layout",
-        "micro-batch",
-        "recompute",
-        "memory",
-        "step ms",
-        "tokens/s",
-        "MFU",
-        "exposed ms",
-    )
-    rows = [[*head, "$ / 1e9 tokens"]]
+    head = ["layout", "micro-batch", "recompute", "memory", "step ms", "tokens/s", "MFU"]
+    rows = [[*head, "exposed ms", "$ / 1e9 tokens"]]
     for estimate in fitting[: command.top]:
         rows.append(_row(command, cluster, estimate))
     lines += _columns(rows)
@@ -359,7 +344,7 @@ def report(
 
 
 def peak_text(command: PlanCommand, cluster: Cluster, rates: Rates, dtype: str) -> str:
-    """Of which peak MFU is a percentage, and where that is known from."""
+    """The peak that MFU is a percentage of, and where that is known from."""
     peak, device = rates.peak_flops, cluster.device
     if peak is None:
         return ""
@@ -395,7 +380,7 @@ def _row(command: PlanCommand, cluster: Cluster, estimate: Estimate) -> list[str
         f"{time.tokens_per_s:,.0f}",
         "" if time.mfu is None else f"{time.mfu:.1%}",
         f"{time.exposed_s * 1e3:.3g}",
-        "" if cost is None else f"{cost:,.2f}",
+        f"{cost:,.2f}",
     ]
 
 
@@ -408,25 +393,16 @@ def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def flags(command: PlanCommand, workload: Workload, setup: Setup) -> list[str]:
-    """Of `fastpar train`, for a layout; what is the trainer's default anyway is left out."""
-    size = PRESETS[command.model]
-    changed = setup.settings(workload)
-    defaults: dict[str, Any] = {
-        **TrainConfig().settings(),
-        "n_layer": size.n_layer,
-        "n_head": size.n_head,
-        "n_embd": size.n_embd,
-        "block_size": size.block_size,
-        "dropout": size.dropout,
-    }
-    accumulate = "full" if setup.zero_stage < 2 else "shard"
+    """Flags of `fastpar train` for a layout, without what is the trainer's default anyway."""
+    defaults = {**TrainConfig().settings(), **asdict(PRESETS[command.model])}
     # Decided in the same way by the trainer itself.
-    automatic = {"accumulate": accumulate, "grad_dtype": "fp32", "reduce_dtype": "fp32"}
+    automatic = {"accumulate": default_accumulate(setup.zero_stage)}
+    automatic |= {"grad_dtype": "fp32", "reduce_dtype": "fp32"}
     words = ["--model", command.model]
     vocabulary = workload.shape.vocab_size
     if vocabulary != CPU_VOCABULARY:
         words += ["--tokenizer", name_for(vocabulary)]
-    for name, value in changed.items():
+    for name, value in setup.settings(workload).items():
         if value == defaults[name] or value is None or automatic.get(name) == value:
             continue
         if isinstance(value, bool):

@@ -13,7 +13,7 @@ from typing import Any
 from fastpar.cost.memory_model import Memory, predict_memory
 from fastpar.cost.operations import Rates
 from fastpar.cost.step_time import StepTime, predict_step
-from fastpar.cost.workload import Setup, Workload
+from fastpar.cost.workload import Setup, Workload, default_accumulate
 
 MAX_MICRO_BATCH_TOKENS = 131072  # of a rank: matrices of more rows are no faster
 CHECKPOINTING = ("none", "selective", "full")
@@ -58,7 +58,7 @@ def splits(workload: Workload, template: Setup, per_node: int) -> Iterator[Setup
         shards = {n for n in (in_node, 8 * in_node) if 1 < n < dp and dp % n == 0}
         for stage in range(4 if dp > 1 else 1):
             for shard_size in (None, *sorted(shards)) if stage else (None,):
-                accumulate = "full" if stage < 2 else "shard"
+                accumulate = default_accumulate(stage)
                 yield replace(base, zero_stage=stage, shard_size=shard_size, accumulate=accumulate)
 
 
@@ -182,31 +182,26 @@ def smallest_changes(
 
     def least(workload: Workload, template: Setup, per_node: int) -> float:
         """Bytes of the layout that takes the least."""
+        template = replace(template, activation_checkpointing="full")
         sizes = [
             predict_memory(
-                workload,
-                replace(
-                    split,
-                    grad_accum_steps=workload.batch_size // split.dp,
-                    activation_checkpointing="full",
-                ),
+                workload, replace(split, grad_accum_steps=workload.batch_size // split.dp)
             ).total
             for split in splits(workload, template, per_node)
         ]
         return min(sizes, default=float("inf"))
 
     ways = []
-    for flags, changes in (
-        ("--master-weights remainder", {"master_weights": "remainder"}),
-        ("--moment-dtype bf16", {"moment_dtype": "bf16"}),
-        (
-            "--moment-dtype bf16 --master-weights remainder",
-            {"moment_dtype": "bf16", "master_weights": "remainder"},
-        ),
-    ):
+    smaller: dict[str, dict[str, Any]] = {
+        "--master-weights remainder": {"master_weights": "remainder"},
+        "--moment-dtype bf16": {"moment_dtype": "bf16"},
+    }
+    both = {name: value for changes in smaller.values() for name, value in changes.items()}
+    smaller["--moment-dtype bf16 --master-weights remainder"] = both
+    for flags, changes in smaller.items():
         if "master_weights" in changes and template.dtype != "bf16":
             continue
-        if least(workload, replace(template, **changes), per_node) <= limit_bytes:  # type: ignore[arg-type]
+        if least(workload, replace(template, **changes), per_node) <= limit_bytes:
             ways.append(flags)
             break
     length = workload.seq_len // 2

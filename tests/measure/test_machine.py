@@ -5,8 +5,9 @@ import os
 import re
 import subprocess
 
+from fastpar.cost.measured_rates import cpu_name
 from fastpar.measure import machine
-from fastpar.measure.machine import about_machine, commit, cpu_name, version_of
+from fastpar.measure.machine import about_machine, commit, version_of
 
 
 def test_a_result_names_machine_and_versions():
