@@ -18,19 +18,15 @@ from typing import Any
 import torch
 
 from fastpar.config.config import GPTConfig, TrainConfig
+from fastpar.cost.buckets import DTYPES
 from fastpar.cost.memory_model import format_bytes, predict_states
 from fastpar.cost.workload import Setup, Workload, count_parameters
 
-_NAMES = {
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float64: "fp64",
-}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def bytes_per_rank(shape: GPTConfig, setup: Setup) -> dict[str, int]:
-    """Kind -> bytes that stay."""
+    """Bytes that stay, by kind."""
     states = predict_states(Workload(shape, 1), setup)
     kinds = {"weights": states.parameters, "gradients": states.gradients}
     return {**kinds, "optimizer": states.optimizer}

@@ -227,7 +227,7 @@ class _Peak:
 
     @property
     def _workspace(self) -> float:
-        """Of the head: a chunk's logits; on a CPU they stay, and a 16-bit product of dweight."""
+        """The head's: a chunk's logits; on a CPU they stay, and a 16-bit product of dweight."""
         kind = "cuda" if self.on_gpu else "cpu"
         rows = min(self.n, default_chunk_rows(self.n, self.width, self.rows, kind))
         product = self.item * self.table if self.item == 2 and not self.on_gpu else 0

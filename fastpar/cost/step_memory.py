@@ -103,7 +103,7 @@ def held_bytes(engine: Engine, optimizer: torch.optim.Optimizer) -> int:
 
 
 def alive_bytes() -> int:
-    """Of all tensors in this process's CPU memory, each storage once; see held_bytes()."""
+    """Bytes of all tensors in this process's CPU memory, each storage once; see held_bytes()."""
     shared = shared_ranges()
     found: dict[int, int] = {}
     for x in gc.get_objects():

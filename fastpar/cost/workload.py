@@ -112,7 +112,7 @@ class Setup:
 
     @property
     def weight_bytes(self) -> int:
-        """Of an element of the weights; activations have the same."""
+        """Bytes of an element of the weights, and of activations."""
         return BYTES[self.dtype]
 
     @property

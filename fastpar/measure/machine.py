@@ -16,7 +16,7 @@ from fastpar.train.launch import available_cores
 
 
 def commit() -> str | None:
-    """Of the checkout that this package runs from, with + where it was changed; None: none."""
+    """The commit of the checkout that this package runs from, with + if it was changed; or None."""
     root = Path(__file__).resolve().parent.parent.parent
     if not (root / "csrc").is_dir() or not (root / "fastpar").is_dir():  # installed elsewhere
         return os.environ.get("FASTPAR_COMMIT")
@@ -35,7 +35,7 @@ def _output(command: list[str]) -> str:
 
 
 def version_of(package: str) -> str | None:
-    """Of an installed package; None where it is missing."""
+    """The version of an installed package; None where it is missing."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

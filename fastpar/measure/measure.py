@@ -416,7 +416,7 @@ def _tiny_cells(setup: Setup) -> list[Cell]:
 def _overheads(
     pool: RankPool, tiny: dict[str, list[Cell]], rates: MeasuredRates, seconds: float
 ) -> dict[str, Overhead]:
-    """Of each way to set up: what its tiny steps cost beyond their operations."""
+    """For each way to set up, what its tiny steps cost beyond their operations."""
     found = {}
     for key, cells in tiny.items():
         steps = pool.call(_run_tiny, cells, seconds / max(1, len(tiny)))

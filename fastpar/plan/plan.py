@@ -74,11 +74,11 @@ class PlanCommand:
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Format of weights and activations; auto: bf16 where the device has it."""
     master_weights: Literal["auto", "full", "remainder"] = "auto"
-    """As in fastpar train."""
+    """Like fastpar train's."""
     moment_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
-    """As in fastpar train."""
+    """Like fastpar train's."""
     price: float | None = None
-    """Of a GPU and hour in dollars; unset: a usual one."""
+    """Dollars for a GPU and hour; unset: a usual price."""
     headroom: float = 0.1
     """Part of the memory that a layout leaves free: what no prediction knows takes some, too."""
     top: int = 6

@@ -151,9 +151,10 @@ def test_bytes_of_an_engine(stage, bucket_mb):
     assert sum(map(wire, sends)) == sum(run.described.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wide", [False, True])
 def test_bytes_of_many_layers(wide):
-    """Of units alike only some are laid out: nothing of the others may be missed."""
+    """Many units of the same size."""
     shape = GPTConfig(
         n_layer=11, n_head=4, n_embd=192 if wide else 64, block_size=T, vocab_size=500, dropout=0.0
     )

@@ -101,7 +101,12 @@ def leftovers(stage, tp):
     return found
 
 
-@pytest.mark.parametrize(("stage", "tp"), [(0, 1), (3, 1), (0, 2)])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("stage", "tp"), [(3, 1), pytest.param(0, 1, marks=SLOW), pytest.param(0, 2, marks=SLOW)]
+)
 def test_a_step_frees_what_it_takes_as_far_as_is_seen(stage, tp):
     """Otherwise the peak would be too high: what another thread frees is not seen."""
     for left, alive in run_ranks(leftovers, 2, stage, tp, backend="gloo"):
@@ -141,7 +146,7 @@ def held_and_alive(stage):
     return held_bytes(run.engine, run.optimizer), alive_bytes()
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=SLOW), 3])
 def test_what_is_held_is_what_is_alive(stage):
     for held, alive in run_ranks(held_and_alive, 2, stage, backend="gloo"):
         assert held == pytest.approx(alive, rel=0.02)
