@@ -239,7 +239,7 @@ def comm_ops_of(workload: Workload, setup: Setup) -> tuple[CommOp, ...]:
 
 
 def _gradients_and_weights(workload: Workload, setup: Setup) -> Iterator[CommOp]:
-    """One for each kind of bucket: gradients while backward runs, parameters before they are used."""
+    """Gradients of each kind of bucket while backward runs, weights before they are used."""
     n_micro, stage, shards, tp = setup.grad_accum_steps, setup.stage, setup.n_shards, setup.tp
     reductions = n_micro if setup.accumulate == "shard" else 1
     reduced, gathered = Counter[tuple[int, str]](), Counter[tuple[int, str]]()
