@@ -26,6 +26,7 @@ import contextlib
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -281,7 +282,9 @@ class _Stream:
 class EmulatedCollectives(Collectives):
     """One rank of a group whose other ranks have the same data, behind a link.
 
-    Sums are W * x, means are x, and what is gathered are W copies of x.
+    Sums are W * x, means are x, and what is gathered are W copies of x; in an all-to-all every
+    rank sends what this rank sends to itself. What is received is what this rank sent before, in
+    the order of its sends; without any, out stays as it is.
     """
 
     def __init__(
@@ -293,6 +296,7 @@ class EmulatedCollectives(Collectives):
         self.transport = "emulated"
         name = "no link" if link.profile is None else link.profile.name
         self.why = f"emulated: {name}"
+        self._sent: deque[Tensor] = deque()
 
     def barrier(self, *, tag: int = 0) -> None:
         self._submit("barrier", torch.empty(0), 0.0, 2, tag, lambda: None).wait()
@@ -325,8 +329,29 @@ class EmulatedCollectives(Collectives):
         return self._submit("all_gather", out, self._share(out), 1, tag, work)
 
     def _broadcast(self, x: Tensor, src: int, tag: int = 0) -> Handle:
-        n_bytes = float(x.numel() * x.element_size())
-        return self._submit("broadcast", x, n_bytes, 1, tag, lambda: None)
+        return self._submit("broadcast", x, float(x.nbytes), 1, tag, lambda: None)
+
+    def _all_to_all(
+        self, out: Tensor, x: Tensor, out_sizes: list[int], x_sizes: list[int], tag: int = 0
+    ) -> Handle:
+        def work() -> None:
+            mine = x.view(-1).split(x_sizes)[self.rank]
+            for part in out.view(-1).split(out_sizes):
+                part.copy_(mine[: part.numel()])
+
+        wire = float(x.nbytes - x_sizes[self.rank] * x.element_size())
+        return self._submit("all_to_all", x, wire, 1, tag, work)
+
+    def _send(self, x: Tensor, dst: int, tag: int = 0) -> Handle:
+        self._sent.append(x.clone())
+        return self._submit("send", x, float(x.nbytes), 1, tag, lambda: None)
+
+    def _recv(self, out: Tensor, src: int, tag: int = 0) -> Handle:
+        def work() -> None:
+            if self._sent:
+                out.copy_(self._sent.popleft())
+
+        return self._submit("recv", out, 0.0, 1, tag, work)
 
     def _share(self, whole: Tensor) -> float:
         return whole.numel() * whole.element_size() * (self.world_size - 1) / self.world_size

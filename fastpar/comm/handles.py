@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastpar.comm.watchdog import on_stream, waiting
+from fastpar.comm.watchdog import on_stream, waiting, watched
 
 
 class Handle(ABC):
@@ -177,6 +177,32 @@ class StreamHandle(Handle):
     @property
     def ms(self) -> float | None:
         return self._start.elapsed_time(self._end) if self._end.query() else None
+
+
+class _Done(Handle):
+    """Of what was over when it was called, or is a part of the current stream."""
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        return
+
+    def is_completed(self) -> bool:
+        return True
+
+
+DONE = _Done()
+
+
+def enqueue(device: torch.device, op: str, call: Callable[[], None]) -> None:
+    """Call what enqueues an operation in the current stream; a watchdog sees it if there is one."""
+    if not watched():
+        call()
+        return
+    stream = torch.cuda.current_stream(device)
+    start, end = torch.cuda.Event(), torch.cuda.Event()
+    start.record(stream)
+    call()
+    end.record(stream)
+    on_stream(stream, op, start, end)
 
 
 def through(rest: Rest) -> None:

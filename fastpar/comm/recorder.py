@@ -1,6 +1,6 @@
 """What a step's timeline is made of: phases, collectives and waits, noted by each rank's clock.
 
-[Note: what a bar is] A Recorder stands between the engine and its collectives. An operation's bar
+[Note: what a bar is] A Recorder is an observer of the engine's collectives. An operation's bar
 begins when the engine starts it, pale while operations of the same kind are before it, and ends
 when a thread that looks every millisecond finds it complete. Where the main thread waits for an
 operation, the compute row is red: that is exposed communication. gloo may move two operations of
@@ -12,9 +12,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 
@@ -26,7 +25,6 @@ COMPUTE, REDUCE, GATHER, TP, WAIT = "compute", "reduce", "gather", "tp", "wait"
 CONTROL = "control"  # exchanges of a few numbers
 HOST = "host"  # of a GPU: what the CPU is at while it enqueues
 LOOK_S = 0.001
-_NOTED = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 
 
 @dataclass
@@ -61,14 +59,22 @@ class Recorder:
         One group would queue gathers behind reductions.
         """
         members = dist.get_process_group_ranks(group or dist.group.WORLD)
-        inner = make_collectives(dist.new_group(members), transport="torch")
-        return _Recorded(inner, GATHER if role == "gather" else REDUCE, self)  # type: ignore
+        made = make_collectives(dist.new_group(members), transport="torch")
+        self.watch(made, GATHER if role == "gather" else REDUCE)
+        return made
 
     def watch(self, collectives: Collectives, row: str) -> None:
-        """Note from now on what is done with collectives that somebody has already."""
-        noted = _Recorded(collectives, row, self)
-        for name in _NOTED:
-            setattr(collectives, name, getattr(noted, name))
+        """Note from now on what is done with collectives, as long as the recorder is on."""
+
+        def note(_: Collectives, op: str, n_bytes: int, begin: Callable[[], Handle]) -> Handle:
+            if not self.on:
+                return begin()
+            span = Span(row, op, now_ms(), 0.0, n_bytes)
+            handle = _RecordedHandle(begin(), span, self)
+            self._follow(handle)
+            return handle
+
+        collectives.observers += (note,)
 
     @contextlib.contextmanager
     def span(self, row: str, name: str, size_bytes: int = 0) -> Iterator[None]:
@@ -79,7 +85,7 @@ class Recorder:
             if self.on:
                 self.spans.append(Span(row, name, begin, now_ms(), size_bytes))
 
-    def follow(self, handle: _RecordedHandle) -> None:
+    def _follow(self, handle: _RecordedHandle) -> None:
         """Note when this operation is complete."""
         with self._changed:
             self._open.append(handle)
@@ -125,34 +131,6 @@ class _RecordedHandle(Handle):
             self._noted = True
             self._span.end_ms = now_ms()
             self._recorder.spans.append(self._span)
-
-
-class _Recorded:
-    """Collectives whose operations are noted; everything else is the inner one's."""
-
-    def __init__(self, inner: Collectives, row: str, recorder: Recorder) -> None:
-        self._inner, self._row, self._recorder = inner, row, recorder
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._inner, name)
-        if name not in _NOTED:
-            return found
-
-        def call(*tensors: Any, async_op: bool = False, **options: Any) -> Handle | None:
-            if not self._recorder.on:
-                return found(*tensors, async_op=async_op, **options)
-            size = max(t.nbytes for t in tensors if hasattr(t, "nbytes"))
-            span = Span(self._row, name, now_ms(), 0.0, size)
-            handle = _RecordedHandle(
-                found(*tensors, async_op=True, **options), span, self._recorder
-            )
-            if async_op:
-                self._recorder.follow(handle)
-                return handle
-            handle.wait()
-            return None
-
-        return call
 
 
 def window(spans: Sequence[Span], begin_ms: float, end_ms: float) -> list[Span]:

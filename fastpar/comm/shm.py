@@ -19,6 +19,7 @@ an ordinary thread would wait for peers that wait for it (test_exit_with_an_oper
 from __future__ import annotations
 
 import fcntl
+import functools
 import mmap
 import os
 import secrets
@@ -35,6 +36,7 @@ from torch import Tensor
 
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.handles import FutureHandle, Handle, TaskThread
+from fastpar.comm.torch_collectives import TorchCollectives
 from fastpar.comm.watchdog import waiting
 from fastpar.kernels import _C
 
@@ -58,7 +60,8 @@ class ShmCollectives(Collectives):
     """Shared memory; every sum is a tree in rank order.
 
     Args:
-        group: of torch.distributed, used only to meet; None is all ranks. Ranks may be threads.
+        group: of torch.distributed, used to meet and for send and recv; None is all ranks. Ranks
+            may be threads.
         timeout_s: after this long without a peer an operation fails; a peer that died is noticed
             within about 0.1 s.
         chunk_kb: what a rank hands to one other at a time; None derives it from the ranks.
@@ -79,7 +82,7 @@ class ShmCollectives(Collectives):
         chunk_kb: int | None = None,
         heap_gb: float = 16.0,
     ) -> None:
-        group = group if group is not None else dist.group.WORLD
+        self._met_in = group = group if group is not None else dist.group.WORLD
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.device = torch.device("cpu")
         self.transport, self.why = "shm", "all ranks are on this host"
@@ -163,6 +166,47 @@ class ShmCollectives(Collectives):
     def _broadcast(self, x: Tensor, src: int, tag: int) -> Handle:
         args = (x.data_ptr(), x.numel(), *_element(x), src, tag)
         return self._submit("broadcast", self._group.broadcast, *args, of=[x])
+
+    def _all_to_all(
+        self, out: Tensor, x: Tensor, out_sizes: list[int], x_sizes: list[int], tag: int
+    ) -> Handle:
+        args = (out.view(-1), x.view(-1), [x_sizes, out_sizes], tag)
+        return self._submit("all_to_all", self._exchange, *args, of=[out, x])
+
+    def _exchange(self, out: Tensor, x: Tensor, sizes: list[list[int]], tag: int) -> None:
+        """Every rank reads what all send, and takes its own: W times the least traffic."""
+
+        def gather(mine: Tensor) -> Tensor:
+            rows = mine.new_empty(self.world_size, mine.numel())
+            places = rows.data_ptr(), mine.data_ptr()
+            self._group.all_gather(*places, mine.numel(), *_element(mine), tag)
+            return rows
+
+        table = gather(torch.tensor(sizes).view(-1)).view(self.world_size, 2, self.world_size)
+        sent, expected = table[:, 0], table[:, 1]  # [from, to], [to, from]
+        if not torch.equal(sent, expected.t()):
+            to, src = (expected.t() != sent).t().nonzero()[0].tolist()
+            raise RuntimeError(
+                f"ShmCollectives.all_to_all: expected rank {to} to take the {int(sent[src, to])} "
+                f"elements that rank {src} sends it, got {int(expected[to, src])} in its out_sizes;"
+                " give out_sizes what the other ranks have in x_sizes"
+            )
+        padded = x.new_empty(int(sent.sum(1).max()))
+        padded[: x.numel()] = x
+        starts = (sent.cumsum(1) - sent)[:, self.rank].tolist()
+        rows, parts = gather(padded), sent[:, self.rank].tolist()
+        torch.cat([row[a : a + n] for row, a, n in zip(rows, starts, parts)], out=out)
+
+    @functools.cached_property
+    def _messages(self) -> TorchCollectives:
+        """Carries send and recv, which concern two ranks: rounds in the block are of all ranks."""
+        return TorchCollectives(self._met_in)
+
+    def _send(self, x: Tensor, dst: int, tag: int) -> Handle:
+        return self._messages._send(x, dst, tag)
+
+    def _recv(self, out: Tensor, src: int, tag: int) -> Handle:
+        return self._messages._recv(out, src, tag)
 
 
 def shared_bytes() -> int:

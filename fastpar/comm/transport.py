@@ -7,8 +7,9 @@ import warnings
 import torch
 import torch.distributed as dist
 
-from fastpar.comm.collectives import Collectives, TorchCollectives
+from fastpar.comm.collectives import Collectives
 from fastpar.comm.shm import ShmCollectives, ShmUnavailable
+from fastpar.comm.torch_collectives import TorchCollectives
 
 
 def make_collectives(

@@ -87,6 +87,11 @@ def count_call() -> None:
     _calls[0] += 1
 
 
+def watched() -> bool:
+    """Whether somebody asks for the collectives of streams."""
+    return _streams is not None
+
+
 def on_stream(stream: Any, op: str, start: Any, end: Any) -> None:
     """A collective was enqueued between two events of a stream."""
     if _streams is not None:

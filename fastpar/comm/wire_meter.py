@@ -4,8 +4,9 @@ torch's collectives (DDP, FSDP2, DeepSpeed) are seen by torch's dispatcher, thos
 included; fastpar's by their one interface, collectives.Collectives.
 
 [Note: sent bytes] A collective over W ranks of b bytes counts as what each rank sends in a ring:
-(W - 1) / W * b for reduce-scatter, all-gather and, in the mean over the ranks, a broadcast; twice
-that for an all-reduce. Any algorithm must send as much in all; some send more.
+(W - 1) / W * b for reduce-scatter, all-gather, all-to-all and, in the mean over the ranks, a
+broadcast; twice that for an all-reduce; b for a send. Any algorithm must send as much in all; some
+send more.
 """
 
 from __future__ import annotations
@@ -16,14 +17,12 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.handles import Handle
 
 _NAMESPACES = ("c10d", "_c10d_functional")
-_OURS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 
 
 def ring_bytes(operation: str, whole_bytes: int, world_size: int) -> int:
@@ -34,7 +33,9 @@ def ring_bytes(operation: str, whole_bytes: int, world_size: int) -> int:
         whole_bytes: of the tensor that all ranks reduce, gather or get.
     """
     name = operation.replace("_", "")
-    if not any(word in name for word in ("reduce", "gather", "broadcast")):
+    if name == "send":
+        return whole_bytes
+    if not any(word in name for word in ("reduce", "gather", "broadcast", "alltoall")):
         return 0
     ways = 2 if "allreduce" in name else 1
     return ways * whole_bytes * (world_size - 1) // world_size
@@ -61,24 +62,18 @@ class WireMeter:
     @contextlib.contextmanager
     def of_fastpar(self) -> Iterator[None]:
         """Counts those of fastpar's transports, and the time in them."""
-        old = {name: getattr(Collectives, name) for name in _OURS}
-        for name, call in old.items():
-            setattr(Collectives, name, self._counted(name, call))
+        Collectives.observers += (self._count,)
         try:
             yield
         finally:
-            for name, call in old.items():
-                setattr(Collectives, name, call)
+            Collectives.observers = tuple(o for o in Collectives.observers if o != self._count)
 
-    def _counted(self, name: str, call: Callable[..., Handle | None]) -> Callable[..., Any]:
-        def counted(group: Collectives, *tensors: Any, **options: Any) -> Handle | None:
-            whole = max(x.nbytes for x in tensors if isinstance(x, Tensor))
-            self.sent_bytes += ring_bytes(name, whole, group.world_size)
-            with self._waiting():
-                handle = call(group, *tensors, **options)
-            return handle if handle is None else _Waited(handle, self)
-
-        return counted
+    def _count(
+        self, group: Collectives, op: str, n_bytes: int, begin: Callable[[], Handle]
+    ) -> Handle:
+        self.sent_bytes += ring_bytes(op, n_bytes, group.world_size)
+        with self._waiting():
+            return _Waited(begin(), self)
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:

@@ -130,6 +130,20 @@ class DelayedCollectives(Collectives):
     def _broadcast(self, x: Tensor, src: int, tag: int) -> Handle:
         return self._submit("broadcast", lambda: self.inner.broadcast(x, src, tag=tag), x)
 
+    def _all_to_all(
+        self, out: Tensor, x: Tensor, out_sizes: list[int], x_sizes: list[int], tag: int
+    ) -> Handle:
+        def call() -> None:
+            self.inner.all_to_all(out, x, out_sizes, x_sizes, tag=tag)
+
+        return self._submit("all_to_all", call, out, x)
+
+    def _send(self, x: Tensor, dst: int, tag: int) -> Handle:
+        return self._submit("send", lambda: self.inner.send(x, dst, tag=tag), x)
+
+    def _recv(self, out: Tensor, src: int, tag: int) -> Handle:
+        return self._submit("recv", lambda: self.inner.recv(out, src, tag=tag), out)
+
 
 class InputCheck:
     """Compares what the ranks of a tp group give to their parts of one model.

@@ -1,17 +1,20 @@
-"""Both transports against sums written out: every collective, dtype and number of ranks."""
+"""Every transport: the same operations, the same sums, the same refusals."""
 
 import functools
 
 import pytest
 import torch
 
-from fastpar.comm.collectives import SUMMABLE, TorchCollectives, _sum_parts
+from bench.systems.emulated import EmulatedMesh, Link, emulated
+from fastpar.comm.collectives import SUMMABLE
 from fastpar.comm.shm import ShmCollectives
+from fastpar.comm.torch_collectives import TorchCollectives, _sum_parts
 from fastpar.testing import run_ranks
 
 TRANSPORTS = {
     "shm": functools.partial(ShmCollectives, timeout_s=30.0, chunk_kb=16, heap_gb=0.01),
     "torch": functools.partial(TorchCollectives, in_rank_order=True),
+    "own order": TorchCollectives,
 }
 
 
@@ -37,7 +40,10 @@ def expected_sum(world_size, n, dtype, mean):
 
 
 def reductions(transport, n, dtype, mean):
-    c = TRANSPORTS[transport]()
+    return reductions_of(TRANSPORTS[transport](), n, dtype, mean)
+
+
+def reductions_of(c, n, dtype, mean):
     wide = expected_sum(c.world_size, n, dtype, mean)
     whole = wide.to(dtype)
     part = whole.view(c.world_size, -1)[c.rank]
@@ -107,17 +113,18 @@ def reductions(transport, n, dtype, mean):
     return [name for name, right in results.items() if not right]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("dtype", SUMMABLE, ids=str)
-def test_shm_on_threads(world_size, dtype):
-    for n, mean in [(0, False), (1, False), (127, False), (10_007, dtype != torch.int64)]:
-        wrong = run_ranks(reductions, world_size, "shm", n * world_size, dtype, mean)
-        assert wrong == [[]] * world_size, (n, mean)
+def test_sums_of_shm_on_threads(dtype):
+    for world_size in (1, 2, 3, 4, 7):
+        for n, mean in [(0, False), (1, False), (127, False), (10_007, dtype != torch.int64)]:
+            wrong = run_ranks(reductions, world_size, "shm", n * world_size, dtype, mean)
+            assert wrong == [[]] * world_size, (n, mean)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_processes(transport, world_size):
+@pytest.mark.parametrize("transport", ["shm", "torch"])
+def test_sums_of_processes(transport, world_size):
     n = 60_000 * world_size  # many chunks
     wrong = run_ranks(
         reductions, world_size, transport, n, torch.float32, True, backend="gloo", timeout_s=90
@@ -125,26 +132,29 @@ def test_processes(transport, world_size):
     assert wrong == [[]] * world_size
 
 
-@pytest.mark.parametrize(
-    ("dtype", "world_size"),
-    [(torch.bfloat16, 3), (torch.bfloat16, 4), (torch.float64, 3), (torch.int64, 3)],
-)
-def test_gloo_dtypes(dtype, world_size):
-    n, mean = world_size * 1001, dtype != torch.int64
-    wrong = run_ranks(reductions, world_size, "torch", n, dtype, mean, backend="gloo", timeout_s=90)
-    assert wrong == [[]] * world_size
+def of_every_dtype():
+    wrong = []
+    for dtype in SUMMABLE:
+        n, mean = 3 * 1001, dtype != torch.int64
+        c = TorchCollectives(in_rank_order=True)
+        wrong += [f"{dtype} {name}" for name in reductions_of(c, n, dtype, mean)]
+    return wrong
+
+
+def test_sums_of_gloo():
+    assert run_ranks(of_every_dtype, 3, backend="gloo", timeout_s=90) == [[]] * 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.bfloat16])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 6, 7, 8, 11])
-def test_local_sums_of_torch(world_size, dtype):
+def test_local_sums_of_torch(dtype):
     mean, n = dtype != torch.int64, 1001
-    parts = torch.stack([values(r, n, dtype) for r in range(world_size)])
-    wide = expected_sum(world_size, n, dtype, mean)
-    for to in {dtype, wide.dtype}:
-        out = torch.empty(n, dtype=to)
-        _sum_parts(parts.clone(), out, mean)
-        assert torch.equal(out, wide.to(to))
+    for world_size in (1, 2, 3, 4, 5, 6, 7, 8, 11):
+        parts = torch.stack([values(r, n, dtype) for r in range(world_size)])
+        wide = expected_sum(world_size, n, dtype, mean)
+        for to in {dtype, wide.dtype}:
+            out = torch.empty(n, dtype=to)
+            _sum_parts(parts.clone(), out, mean)
+            assert torch.equal(out, wide.to(to)), (world_size, to)
 
 
 def micro_batches(n, dtype):
@@ -167,8 +177,96 @@ def test_ranks_that_hold_trees_of_their_own():
     assert not torch.equal(in_turn, alone)  # the order shows in these values
 
 
-def bad_calls():
-    c = ShmCollectives(timeout_s=30.0, heap_gb=0.001)
+# Every operation, with a handle and without, on every transport
+
+
+def make_emulated():
+    mesh = EmulatedMesh(3, 1)
+    return emulated(Link(None))(mesh.dp_group, "reduce"), mesh
+
+
+def each_once(c, alike, async_op, wrong):
+    """alike: every rank has what this one has."""
+    n, rank = c.world_size, c.rank
+
+    def run(op, *args, **options):
+        handle = getattr(c, op)(*args, async_op=async_op, **options)
+        if not async_op:
+            assert handle is None
+        return handle
+
+    def check(name, handles, found, expected):
+        for handle in handles:
+            if async_op:
+                handle.wait()
+                assert handle.is_completed()
+        if not torch.equal(found, expected):
+            wrong.append(f"{name} {async_op=} {found.tolist()} {expected.tolist()}")
+
+    def of(r, size=2 * n):
+        return torch.arange(float(size)) + 100.0 * (rank if alike else r)
+
+    everyone = [of(r) for r in range(n)]
+    total = sum(everyone)
+    x = of(rank)
+    check("all_reduce", [run("all_reduce", x)], x, total)
+    x = of(rank)
+    check("mean", [run("all_reduce", x, mean=True)], x, total / n)
+    out = torch.empty(2)
+    check("reduce_scatter", [run("reduce_scatter", out, of(rank))], out, total.view(n, 2)[rank])
+    out = torch.empty(2 * n * n)
+    check("all_gather", [run("all_gather", out, of(rank))], out, torch.cat(everyone))
+    x = of(rank)
+    check("broadcast", [run("broadcast", x, n - 1)], x, of(n - 1))
+    out = torch.empty(2 * n)
+    mine = [x.view(n, 2)[rank] for x in everyone]
+    check("all_to_all", [run("all_to_all", out, of(rank))], out, torch.cat(mine))
+    tables = [lambda src, to: to + 1]
+    if not alike:
+        tables.append(lambda src, to: (src + 2 * to) % 3)
+    for table in tables:
+        sizes = [[table(src, to) for to in range(n)] for src in range(n)]
+        sent = [of(r, sum(sizes[r])).split(sizes[r])[rank] for r in range(n)]
+        x, out = of(rank, sum(sizes[rank])), torch.empty(sum(map(len, sent)))
+        handle = run("all_to_all", out, x, list(map(len, sent)), sizes[rank])
+        check("unequal", [handle], out, torch.cat(sent))
+    x, out = of(rank), torch.empty(2 * n)
+    messages = [("send", x, (rank + 1) % n), ("recv", out, (rank - 1) % n)]
+    if rank and not alike and not async_op:
+        messages.reverse()
+    handles = [run(*message, tag=5) for message in messages]
+    check("send and recv", handles, out, of((rank - 1) % n))
+
+
+def every_operation(kind):
+    """Names of what went wrong."""
+    c, mesh = make_emulated() if kind == "emulated" else (TRANSPORTS[kind](), None)
+    wrong = []
+    for async_op in (False, True):
+        each_once(c, mesh is not None, async_op, wrong)
+    if mesh is not None:
+        mesh.close()
+    else:
+        c.barrier()
+        c.close()
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [("shm", "threads"), ("torch", "threads"), ("own order", "gloo"), ("torch", "gloo"),
+     pytest.param("shm", "gloo", marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_every_operation(kind, backend):
+    assert run_ranks(every_operation, 3, kind, backend=backend) == [[]] * 3
+
+
+def test_every_operation_of_the_emulator():
+    assert every_operation("emulated") == []
+
+
+def bad_calls(kind):
+    c = TRANSPORTS[kind]()
     x = torch.ones(6)
     messages = []
     for call in (
@@ -181,7 +279,14 @@ def bad_calls():
         lambda: c.reduce_scatter(torch.empty(3, dtype=torch.bfloat16), x),
         lambda: c.reduce_scatter(x[:3], x.view(torch.bfloat16)[:6]),
         lambda: c.broadcast(x, 2),
-        lambda: c.empty(1 << 20, torch.float32),
+        lambda: c.all_to_all(torch.empty(6), torch.empty(7)),
+        lambda: c.all_to_all(torch.empty(6), x, [3, 3], [1, 2]),
+        lambda: c.all_to_all(torch.empty(6), x, [2, 4], [4, 2]),
+        lambda: c.all_to_all(torch.empty(6), x.double()),
+        lambda: c.all_to_all(x, x),
+        lambda: c.send(x, c.rank),
+        lambda: c.recv(x, -1),
+        lambda: c.send(x.view(2, 3).T, 1 - c.rank),
     ):
         try:
             call()
@@ -192,7 +297,8 @@ def bad_calls():
     return messages
 
 
-def test_bad_calls():
+@pytest.mark.parametrize("kind", TRANSPORTS)
+def test_bad_calls(kind):
     expected = [
         "all_reduce: expected contiguous tensors on cpu, got shape=[3, 2]",
         "all_reduce: expected one dtype of torch.float32",
@@ -203,8 +309,34 @@ def test_bad_calls():
         "reduce_scatter: expected one dtype",
         "reduce_scatter: expected out apart from x where it is wider, got out=torch.float32",
         "broadcast: expected 0 <= src < 2, got src=2",
-        "ShmCollectives.empty: expected at most 1073152 bytes in all, got 4194304;",
+        "all_to_all: expected the sizes of 2 slices that make 7 elements, got sizes=[3, 3]",
+        "all_to_all: expected the sizes of 2 slices that make 6 elements, got sizes=[1, 2]",
+        "all_to_all: expected as many elements from this rank as to it, got out_sizes=[2, 4]",
+        "all_to_all: expected one dtype",
+        "all_to_all: expected out apart from x",
+        "send: expected 0 <= dst < 2, got dst=",
+        "recv: expected 0 <= src < 2, got src=-1",
+        "send: expected contiguous tensors on cpu",
     ]
-    for messages in run_ranks(bad_calls, 2):
+    for messages in run_ranks(bad_calls, 2, kind):
         for message, start in zip(messages, expected, strict=True):
             assert message.startswith(start), (message, start)
+
+
+def test_a_heap_that_is_full():
+    def rank():
+        ShmCollectives(timeout_s=30.0, heap_gb=0.001).empty(1 << 20, torch.float32)
+
+    message = r"ShmCollectives.empty: expected at most 1073152 bytes in all, got 4194304;"
+    with pytest.raises(RuntimeError, match=message):
+        run_ranks(rank, 2)
+
+
+def sizes_that_differ():
+    c = TRANSPORTS["shm"]()
+    c.all_to_all(torch.empty(3), torch.ones(3), [2, 1], [2, 1])  # 0 sends 1 and 1 expects 2
+
+
+def test_sizes_of_two_ranks_that_do_not_fit():
+    for error in run_ranks(sizes_that_differ, 2, return_exceptions=True):
+        assert "expected rank 0 to take the 2 elements that rank 1 sends it, got 1 in" in str(error)

@@ -4,7 +4,7 @@ import threading
 
 import torch
 
-from fastpar.comm.collectives import TorchCollectives
+from fastpar.comm.collectives import Collectives
 from fastpar.comm.handles import Handle
 from fastpar.comm.recorder import (
     COMPUTE,
@@ -14,11 +14,11 @@ from fastpar.comm.recorder import (
     WAIT,
     Recorder,
     Span,
-    _Recorded,
     busy_ms,
     now_ms,
     window,
 )
+from fastpar.comm.torch_collectives import TorchCollectives
 from fastpar.testing import run_ranks
 
 
@@ -39,25 +39,33 @@ class Operation(Handle):
         return done
 
 
-class Inner:
+class Inner(Collectives):
     """A transport whose operations the test completes."""
 
-    transport = "fake"
+    transport = why = "fake"
+    rank, world_size, device = 0, 1, torch.device("cpu")
 
     def __init__(self):
         self.operations = []
 
-    def all_reduce(self, x, *, mean=False, async_op=False, tag=0):
+    def _begin(self, *args):
         self.operations.append(Operation())
         return self.operations[-1]
 
+    barrier = _all_reduce = _reduce_scatter = _all_gather = _broadcast = _begin
+    _all_to_all = _send = _recv = _begin
+
+
+def recorded(row):
+    recorder, inner = Recorder(), Inner()
+    recorder.watch(inner, row)
+    return recorder, inner
+
 
 def test_an_operation_ends_when_it_is_complete_not_when_it_is_waited_for():
-    recorder, inner = Recorder(), Inner()
-    by = _Recorded(inner, REDUCE, recorder)
-    assert by.transport == "fake"
+    recorder, inner = recorded(REDUCE)
     recorder.on = True
-    handle = by.all_reduce(torch.ones(3), async_op=True)
+    handle = inner.all_reduce(torch.ones(3), async_op=True)
     before = now_ms()
     inner.operations[0].over.set()
     assert inner.operations[0].looked_at.wait(10)
@@ -74,10 +82,9 @@ def test_an_operation_ends_when_it_is_complete_not_when_it_is_waited_for():
 
 
 def test_a_wait_is_noted_with_the_operation_it_is_for():
-    recorder, inner = Recorder(), Inner()
-    by = _Recorded(inner, GATHER, recorder)
+    recorder, inner = recorded(GATHER)
     recorder.on = True
-    thread = threading.Thread(target=lambda: by.all_reduce(torch.ones(3)))
+    thread = threading.Thread(target=lambda: inner.all_reduce(torch.ones(3)))
     thread.start()
     while not inner.operations:
         pass
@@ -90,9 +97,8 @@ def test_a_wait_is_noted_with_the_operation_it_is_for():
 
 
 def test_nothing_is_noted_while_it_is_off():
-    recorder, inner = Recorder(), Inner()
-    by = _Recorded(inner, REDUCE, recorder)
-    handle = by.all_reduce(torch.ones(3), async_op=True)
+    recorder, inner = recorded(REDUCE)
+    handle = inner.all_reduce(torch.ones(3), async_op=True)
     assert handle is inner.operations[0]
     with recorder.span(COMPUTE, "forward"):
         pass
@@ -103,7 +109,7 @@ def with_recorder():
     recorder = Recorder()
     kinds = [recorder.factory(None, role) for role in ("reduce", "gather")]
     assert kinds[0].group != kinds[1].group
-    assert isinstance(kinds[0]._inner, TorchCollectives)
+    assert isinstance(kinds[0], TorchCollectives)
     recorder.on = True
     x = torch.ones(4)
     kinds[0].all_reduce(x)
@@ -141,9 +147,7 @@ def test_overlapping_spans_count_once():
 
 
 def test_what_is_in_use_can_be_watched():
-    recorder, inner = Recorder(), Inner()
-    inner.reduce_scatter = inner.all_gather = inner.broadcast = inner.all_reduce
-    recorder.watch(inner, TP)
+    recorder, inner = recorded(TP)
     recorder.on = True
     handle = inner.all_reduce(torch.ones(3), async_op=True)
     assert recorder.spans == []
@@ -155,5 +159,5 @@ def test_what_is_in_use_can_be_watched():
         (TP, "all_reduce", 12),
     ]
     recorder.on = False
-    inner.all_reduce(torch.ones(3))
+    inner.all_reduce(torch.ones(3), async_op=True)
     assert len(recorder.spans) == 2

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from fastpar import GPT, AdamW, GPTConfig, Mesh, engine_of, parallelize
-from fastpar.comm.collectives import TorchCollectives
 from fastpar.comm.shm import ShmCollectives
+from fastpar.comm.torch_collectives import TorchCollectives
 from fastpar.parallel import debug
 from fastpar.parallel.debug import Debug, DelayedCollectives
 from fastpar.sharding.placements import Replicate

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from fastpar import GPT, GPTConfig, engine_of, parallelize
-from fastpar.comm.collectives import TorchCollectives
 from fastpar.comm.mesh import Mesh
+from fastpar.comm.torch_collectives import TorchCollectives
 from fastpar.sharding.layout import parameter_names
 from fastpar.sharding.placements import Partial, Replicate, Shard
 from fastpar.tensor.declared import Declared, add_state, find_states, split_parameters

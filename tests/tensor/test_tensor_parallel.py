@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fastpar.comm.collectives import TorchCollectives
+from fastpar.comm.torch_collectives import TorchCollectives
 from fastpar.kernels.linear import matmul
 from fastpar.sharding.placements import Partial, Replicate
 from fastpar.tensor.functional import (

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fastpar.comm.collectives import TorchCollectives
+from fastpar.comm.torch_collectives import TorchCollectives
 from fastpar.kernels import embedding, linear, linear_cross_entropy
 from fastpar.sharding.placements import Shard
 from fastpar.tensor.functional import TensorParallel

@@ -1,0 +1,176 @@
+"""What is asked of NCCL: the calls of torch.distributed, noted by a stand-in for it."""
+
+import contextlib
+import importlib.util
+import sys
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fastpar.comm import handles, mesh, torch_collectives, watchdog
+from fastpar.comm.torch_collectives import TorchCollectives
+
+AVG, SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
+
+
+class Event:
+    made = 0
+
+    def __init__(self, enable_timing=False):
+        Event.made += 1
+
+    def record(self, stream=None):
+        return
+
+    def query(self):
+        return True
+
+
+class Stream:
+    device = "cuda"
+
+    def __init__(self, *_):
+        return
+
+    def wait_stream(self, other):
+        return
+
+    wait_event = wait_stream
+
+
+class Work:
+    def wait(self):
+        return True
+
+
+@pytest.fixture
+def nccl(monkeypatch):
+    """(makes collectives of rank 1 of 4, the list of calls: name, options, tensors)."""
+    calls = []
+
+    def note(name):
+        def call(*tensors, group=None, **options):
+            calls.append((name, options, tensors))
+            return Work() if name in ("isend", "irecv") else None
+
+        return call
+
+    for name in ("all_reduce", "all_to_all_single", "broadcast", "isend", "irecv"):
+        monkeypatch.setattr(dist, name, note(name))
+    for name in ("reduce_scatter", "all_gather"):
+        monkeypatch.setattr(torch_collectives, name, note(name))
+    for name, value in {"Stream": Stream, "Event": Event, "current_stream": Stream}.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    dist.init_process_group("fake", rank=1, world_size=4)
+
+    def make(backend="cuda:nccl", **options):
+        monkeypatch.setattr(dist, "get_backend_config", lambda _: backend)
+        c = TorchCollectives(device="cuda", **options)
+        c.device = torch.device("cpu")  # where the test's tensors are
+        Event.made = 0
+        return c
+
+    yield make, calls
+    dist.destroy_process_group()
+
+
+def test_each_operation_is_one_call_without_handle_events_or_copy(nccl):
+    make, calls = nccl
+    c, x = make(), torch.ones(8)
+    out, whole, parts = torch.zeros(2), torch.zeros(32), torch.zeros(8)
+    for call, name, options, tensors in [
+        (lambda: c.all_reduce(x), "all_reduce", {"op": SUM, "async_op": False}, [x]),
+        (lambda: c.all_reduce(x, mean=True), "all_reduce", {"op": AVG, "async_op": False}, [x]),
+        (lambda: c.reduce_scatter(out, x), "reduce_scatter", {"op": SUM}, [out, x]),
+        (lambda: c.reduce_scatter(out, x, mean=True), "reduce_scatter", {"op": AVG}, [out, x]),
+        (lambda: c.reduce_scatter(x[2:4], x), "reduce_scatter", {"op": SUM}, [x[2:4], x]),
+        (lambda: c.all_gather(whole, x), "all_gather", {"async_op": False}, [whole, x]),
+        (lambda: c.broadcast(x, 2), "broadcast", {"group_src": 2, "async_op": False}, [x]),
+        (lambda: c.send(x, 3, tag=7), "isend", {"group_dst": 3, "tag": 7}, [x]),
+        (lambda: c.recv(x, 0, tag=7), "irecv", {"group_src": 0, "tag": 7}, [x]),
+        (lambda: c.all_to_all(parts, x), "all_to_all_single", {"async_op": False}, [parts, x]),
+    ]:
+        assert call() is None
+        ((asked, given, used),) = calls
+        assert (asked, given) == (name, options)
+        assert [t.data_ptr() for t in used if torch.is_tensor(t)] == [t.data_ptr() for t in tensors]
+        calls.clear()
+    assert Event.made == 0
+    assert torch.equal(x, torch.ones(8))  # nothing is divided: the mean is NCCL's
+
+
+def test_a_handle_has_two_events(nccl):
+    make, calls = nccl
+    handle = make().reduce_scatter(torch.zeros(2), torch.ones(8), mean=True, async_op=True)
+    assert isinstance(handle, handles.StreamHandle)
+    assert [(name, options) for name, options, _ in calls] == [("reduce_scatter", {"op": AVG})]
+    assert Event.made == 2
+
+
+def test_16_bits_into_fp32_are_summed_in_place(nccl):
+    make, calls = nccl
+    x, out = torch.full((8,), 3.0, dtype=torch.bfloat16), torch.zeros(2)
+    make().reduce_scatter(out, x, mean=True)
+    ((name, options, (part, whole)),) = calls
+    assert (name, options, part.dtype) == ("reduce_scatter", {"op": AVG}, torch.bfloat16)
+    assert (part.data_ptr(), whole.data_ptr()) == (x[2:4].data_ptr(), x.data_ptr())
+    assert out.tolist() == [3.0, 3.0]
+
+
+def test_a_backend_without_averages_sums_and_divides(nccl):
+    make, calls = nccl
+    c, x, out = make("cuda:other"), torch.full((8,), 4.0), torch.full((2,), 8.0)
+    c.all_reduce(x, mean=True)
+    c.reduce_scatter(out, x, mean=True)
+    assert [options["op"] for _, options, _ in calls] == [SUM, SUM]
+    assert (x.unique().tolist(), out.tolist()) == ([1.0], [2.0, 2.0])
+
+
+def test_deterministic_sums_are_the_tree(nccl):
+    make, calls = nccl
+    c, x = make(in_rank_order=True), torch.ones(8)
+    c.reduce_scatter(torch.zeros(2), x)
+    c.all_reduce(x)
+    names = [name for name, _, _ in calls]
+    assert names == ["all_to_all_single", "all_to_all_single", "all_gather"]
+
+
+def test_a_watchdog_sees_what_is_synchronous(nccl, monkeypatch):
+    make, _ = nccl
+    monkeypatch.setattr(watchdog, "_streams", {})
+    make().all_reduce(torch.ones(3))
+    ((entry,),) = watchdog._streams.values()
+    assert entry[1] == "all_reduce"
+    assert Event.made == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "new", "old"),
+    [
+        ("reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor"),
+        ("all_gather", "all_gather_single", "all_gather_into_tensor"),
+    ],
+)
+def test_both_names_of_torch(name, new, old, monkeypatch):
+    """torch 2.13 warns about the older name; older versions have no other."""
+
+    def loaded():
+        home = torch_collectives if name == "reduce_scatter" else mesh
+        spec = importlib.util.spec_from_file_location("_another_copy", home.__file__)
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, spec.name, module)  # dataclasses look there
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            spec.loader.exec_module(module)
+        return getattr(module, name)
+
+    for has in ("new", "old"):
+        monkeypatch.setattr(dist, old, has + " old", raising=False)
+        if has == "new":
+            monkeypatch.setattr(dist, new, "new", raising=False)
+        else:
+            monkeypatch.delattr(dist, new)
+        assert loaded() == ("new" if has == "new" else "old old")
