@@ -47,8 +47,22 @@ def skips(op, timeout_s):
     return first, later, seconds
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "all_gather"])
+@pytest.mark.parametrize(
+    ("op", "world_size"),
+    [
+        ("all_reduce", 2),
+        *(
+            pytest.param(op, world_size, marks=pytest.mark.slow)
+            for op, world_size in [
+                ("all_reduce", 3),
+                ("reduce_scatter", 2),
+                ("reduce_scatter", 3),
+                ("all_gather", 2),
+                ("all_gather", 3),
+            ]
+        ),
+    ],
+)
 def test_a_rank_that_skips_is_an_error_on_every_other(op, world_size):
     outcomes = run_ranks(
         skips, world_size, op, 2, backend="gloo", timeout_s=60, return_exceptions=True
@@ -147,6 +161,7 @@ sys.stdin.read()  # lives until the test lets go
 """
 
 
+@pytest.mark.slow
 def test_exit_with_an_operation_under_way(tmp_path):
     """A thread inside of torch at the end of the interpreter would abort the process."""
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}

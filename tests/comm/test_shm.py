@@ -184,7 +184,7 @@ def shared_memory_kib():
     return int(line.split()[1])
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_killed_rank_is_an_error_on_the_others(victim):
     """Also in the middle of an operation of many rounds, and well within the time-out of 20 s."""
     outcomes = run_ranks(
@@ -336,6 +336,7 @@ sys.stdin.read()  # lives until the test lets go
 """
 
 
+@pytest.mark.slow
 def test_exit_with_an_operation_under_way(tmp_path):
     """The interpreter must not join a thread that waits for a peer which will never come."""
     command = [sys.executable, "-c", EXITS]
