@@ -159,6 +159,7 @@ def edit(content, path, value, how):
 HOW = st.sampled_from(["set", "set", "drop", "copy"])
 
 
+@pytest.mark.slow
 @hypothesis.given(content=st.binary(max_size=200))
 @FEW
 def test_any_bytes_as_a_manifest(folder, content):
@@ -200,6 +201,7 @@ def test_a_sealed_manifest_with_anything_in_it(folder, data, value, how):
         (folder / MANIFEST).write_bytes(good)
 
 
+@pytest.mark.slow
 @hypothesis.given(data=st.data())
 @FEW
 def test_sealed_runs_cover_or_are_refused(folder, data):
@@ -286,6 +288,7 @@ def test_config_and_index_with_anything_in_them(plain, data, value, how):
         file.write_bytes(good)
 
 
+@pytest.mark.slow
 @hypothesis.given(content=st.binary(max_size=100), name=st.sampled_from([CONFIG, MANIFEST]))
 @FEW
 def test_any_bytes_as_metadata_of_weights(plain, content, name):
