@@ -63,6 +63,7 @@ def test_files_are_written_and_drawn_again(tmp_path):
     assert [(tmp_path / name).read_bytes() for name in names] == before
 
 
+@pytest.mark.slow
 def test_quick_runs_train(tmp_path, monkeypatch, capsys):
     (tmp_path / "text.txt").write_text(
         "in the beginning god created the heaven and the earth\n" * 99

@@ -83,6 +83,7 @@ def test_a_wrong_tile_is_refused_however_fast(table, monkeypatch, capsys):
     assert "stages 1 ptr refused: AssertionError: output 0: expected" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_present_entry_stays_for_less_than_a_percent(table):
     path, clock = table
     clock.ms = dict.fromkeys(clock.ms, 1.0) | {OTHER: 0.995}
