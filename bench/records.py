@@ -22,7 +22,7 @@ import torch
 
 SCHEMA = 1
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "bench" / "results"  # tracked: the README's tables are made from it
+RESULTS = ROOT / "bench" / "results"  # tracked: the documents' tables are made from it
 SCRATCH = ROOT / "build" / "bench"  # not tracked
 
 

@@ -34,7 +34,7 @@ class Instruction:
 
     @property
     def bytes(self) -> int:
-        """Of one thread's memory access."""
+        """Bytes of one thread's memory access."""
         parts = self.opcode.split(".")
         for part, size in (("128", 16), ("64", 8), ("U16", 2), ("S16", 2), ("U8", 1), ("S8", 1)):
             if part in parts:

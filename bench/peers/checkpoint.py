@@ -109,7 +109,7 @@ class Rank:
             dist.barrier()
 
     def prepare(self) -> dict[str, float]:
-        """Of fastpar: the host copy, in the background; ms and memory until it is there."""
+        """fastpar's host copy, in the background; ms and memory until it is there."""
         self.saver = Saver(self.folder, model=self.made.model, optimizer=self.made.optimizer)
         saver = self.saver
 
@@ -121,7 +121,7 @@ class Rank:
         return self._measure(make)
 
     def _remove_own(self) -> None:
-        """As _fresh() for the peers."""
+        """The counterpart of _fresh() for the peers."""
         if self.rank == 0:
             for path in list_checkpoints(self.folder):
                 shutil.rmtree(path)

@@ -33,26 +33,26 @@ def _first(result: Any) -> Any:
 
 
 def layer_norms() -> dict[str, Callable[..., Any]]:
-    """Of (x, weight, bias)."""
+    """Functions of (x, weight, bias)."""
     op = installed(LIGER, "liger_layer_norm")
     return {"liger": lambda x, weight, bias: op(x, weight, bias, 1e-5)}
 
 
 def rms_norms() -> dict[str, Callable[..., Any]]:
-    """Of (x, weight)."""
+    """Functions of (x, weight)."""
     op = installed(LIGER, "liger_rms_norm")
     # In place it would overwrite the gradient that the other variants are given too.
     return {"liger": lambda x, weight: op(x, weight, 1e-6, in_place=False)}
 
 
 def cross_entropies() -> dict[str, Callable[..., Any]]:
-    """Of (logits, targets); overwrites logits with their gradient."""
+    """Functions of (logits, targets) that overwrite logits with their gradient."""
     op = installed(LIGER, "liger_cross_entropy")
     return {"liger": lambda logits, targets: _first(op(logits, targets))}
 
 
 def linear_cross_entropies() -> dict[str, Callable[..., Any]]:
-    """Of (x, weight, targets)."""
+    """Functions of (x, weight, targets)."""
     op = installed(LIGER, "liger_fused_linear_cross_entropy")
     return {"liger": lambda x, weight, targets: _first(op(x, weight, targets))}
 

@@ -61,7 +61,7 @@ class Published:
 
     @property
     def counted_flops(self) -> float:
-        """Of a step, as the source counts them."""
+        """FLOPs of a step, as the source counts them."""
         if not self.megatron:
             return float(self.workload.flops_per_token * self.workload.tokens_per_step)
         shape, seq_len = self.workload.shape, self.workload.seq_len

@@ -15,7 +15,7 @@ from fastpar.config.config import GPTConfig
 
 
 def gpt2_shapes(quick: bool) -> list[torch.Size]:
-    """Of the 148 tensors of GPT-2 small; quick: of a model of one narrow layer."""
+    """Shapes of the 148 tensors of GPT-2 small; quick: of a model of one narrow layer."""
     config = GPTConfig(n_layer=12, n_head=12, n_embd=768, vocab_size=50257)
     if quick:
         config = GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=32, vocab_size=256)

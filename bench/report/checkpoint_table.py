@@ -1,4 +1,4 @@
-"""The README's table of bench_checkpoint.py's rows."""
+"""The table of bench_checkpoint.py's rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The README's table and picture of bench_plan.py's rows: how far predictions are off."""
+"""The table and the picture of bench_plan.py's rows: how far predictions are off."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LIMITS = {"peak memory": 0.05, "step time": 0.15}  # of a layout's error
 
 
 def errors_of(rows: Sequence[Row]) -> dict[str, Errors]:
-    """Of memory and step time, of all layouts and of those of each number of ranks."""
+    """Errors of memory and step time, over all layouts and over those of each number of ranks."""
     found = {}
     kinds = {"peak memory": memory_error, "step time": time_error}
     ranks = sorted({row.notes["ranks"] for row in rows})

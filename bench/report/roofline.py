@@ -68,7 +68,7 @@ def elements(case: str) -> float | None:
 
 
 def least_bytes(row: Row) -> float | None:
-    """Of a row whose FLOPs are known: reads of inputs and writes of results; None: not known."""
+    """Reads of inputs and writes of results of a row with known FLOPs; None: not known."""
     size = {name: int(n) for name, n in re.findall(r"\b([A-Z])=(\d+)", row.case)}
     item = ITEM[row.dtype]
     if row.bench == "attention" and set("BHTD") <= set(size):

@@ -1,4 +1,4 @@
-"""Rows as Markdown: one function for each table of the README, and a summary for the console."""
+"""Rows as Markdown: one function for each table of a document, and a summary for the console."""
 
 from __future__ import annotations
 

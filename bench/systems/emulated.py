@@ -149,7 +149,7 @@ class Link:
 
 
 def _cycles_per_ms(cuda: Any) -> float:
-    """Of _sleep, on the clock that the GPU has after some work: the median of three."""
+    """Cycles of _sleep in a ms, at the clock of a GPU after some work: the median of three."""
     cuda._sleep(_CALIBRATION_CYCLES)
     rates = []
     for _ in range(3):

@@ -76,7 +76,7 @@ def _measure_one(
 
 
 def write_report(comparison: Comparison, folder: Path) -> None:
-    """Table, pictures and page from the results; without matplotlib no pictures, which is said."""
+    """Table, pictures and page from the results; without matplotlib a line and no pictures."""
     pictures: list[tuple[Path, str]] = []
     try:
         pictures = draw_all(comparison, folder)

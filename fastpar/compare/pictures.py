@@ -170,7 +170,7 @@ def draw_time(comparison: Comparison, figure: Any) -> None:
 def _bars(
     comparison: Comparison, axes: Any, value: Callable[[Run], float | None], title: str, unit: str
 ) -> None:
-    """A bar a strategy with the range of its repeats; what is not known is said in its place."""
+    """A bar a strategy with the range of its repeats; "not known" in its place where it is not."""
     names = comparison.names
     for at, name in enumerate(names):
         stat, hatch = comparison.stat(name, value), _OWNERS[STRATEGIES[name].package].hatch

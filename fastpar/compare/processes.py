@@ -35,7 +35,7 @@ StepListener = Callable[[int, float, float], None]  # step, loss of rank 0, seco
 
 
 class RunFailed(RuntimeError):  # noqa: N818 - of a strategy, not of the command
-    """A run did not end well; the text says why, in one line."""
+    """A run did not end well; the text is the reason, in one line."""
 
 
 def measure(spec: Spec, on_step: StepListener) -> None:

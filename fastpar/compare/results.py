@@ -62,7 +62,7 @@ class Run:
     Attributes:
         yardstick: of `single` in another order of sums; see [Note: within rounding].
         exact_norm: the gradient's norm was summed in fp64.
-        error: why it failed, in a line; then the rest says nothing.
+        error: why it failed, in a line; then the rest has no meaning.
         step_s: of each step, on its slowest rank.
         losses: of each step before its update, over all ranks. grad_norms: before clipping.
         step_bytes: of each rank, the largest that a step had allocated; empty: not known.
@@ -227,7 +227,7 @@ class Comparison:
         return float(max(run.step_bytes if self.counts_steps else run.rss_bytes))
 
     def stat(self, name: str, value: Callable[[Run], float | None]) -> Stat | None:
-        """Of a number over the repeats of a strategy; None where a run does not know it."""
+        """A number over the repeats of a strategy; None where a run does not know it."""
         values = [value(run) for run in self.of(name)]
         known = [v for v in values if v is not None]
         return Stat.of(known) if known and len(known) == len(values) else None
@@ -281,7 +281,7 @@ def _curves(runs: Sequence[Run]) -> np.ndarray:
 
 
 def yardstick(comparison: Comparison) -> np.ndarray | None:
-    """Of each step; None where one order was run."""
+    """The drift by rounding up to each step; None where one order was run."""
     orders = comparison.orders
     if len(orders) < 2:
         return None
@@ -299,7 +299,7 @@ def allowed(comparison: Comparison) -> np.ndarray | None:
 
 
 def judge_losses(comparison: Comparison) -> LossVerdict | None:
-    """Of all repeats of all strategies; None with fewer than two strategies."""
+    """Compares all repeats of all strategies; None with fewer than two strategies."""
     names = comparison.names
     if len(names) < 2:
         return None

@@ -212,7 +212,7 @@ class Schedule:
 
     @property
     def steps(self) -> int:
-        """Of one run."""
+        """Steps of one run."""
         return self.comparison.settings["epochs"] * self.comparison.settings["epoch_steps"]
 
     def runs(self) -> list[Run]:
@@ -226,7 +226,7 @@ class Schedule:
         return runs + self._yardsticks()
 
     def _run(self, name: str, repeat: int) -> Run:
-        """See [Note: one rank's share]."""
+        """A run of a strategy; how it splits a step: [Note: one rank's share]."""
         settings, strategy = self.comparison.settings, STRATEGIES[name]
         rows, nproc = settings["batch_size"], settings["nproc"]
         batch = DataSettings(batch_size=rows)
@@ -236,7 +236,7 @@ class Schedule:
         return Run(name, repeat, nproc, settings["threads"], micro, accum)
 
     def _yardsticks(self) -> list[Run]:
-        """Of `single`: smallest and largest other micro-batches, the latter with an exact norm."""
+        """`single` in the smallest and largest other micro-batches, these with an exact norm."""
         rows, base = self.comparison.settings["batch_size"], self._run(SINGLE, 1)
         most = max(1, AUTO_MICRO_BATCH_TOKENS // self.shape.block_size)
         sizes = [n for n in range(1, min(rows, most) + 1) if rows % n == 0]

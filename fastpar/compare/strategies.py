@@ -146,7 +146,7 @@ class Contender:
             yield name, p.detach()
 
     def report(self) -> dict[str, float]:
-        """Of fastpar's engine: exposed_ms, wire_bytes, ... of the last step, live_bytes now."""
+        """fastpar alone: exposed_ms, wire_bytes, ... of the last step; live_bytes now."""
         return {}
 
     def quiet(self) -> AbstractContextManager | None:

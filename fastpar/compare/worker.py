@@ -1,6 +1,6 @@
 """One rank of one run of `fastpar compare`: python -m fastpar.compare.worker FOLDER.
 
-FOLDER/spec.json says what to train; FOLDER/rank<N>.json is the run as this rank has measured it.
+FOLDER/spec.json is what to train; FOLDER/rank<N>.json is the run as this rank has measured it.
 Rank 0 prints a line of JSON after each step. A failure is a traceback whose last line says why.
 """
 
@@ -84,7 +84,7 @@ class Spec:
 
     @property
     def accumulate(self) -> str:
-        """As `fastpar train` chooses it."""
+        """When gradients are reduced; chosen as `fastpar train` does."""
         return "shard" if self.run.strategy.endswith(("zero2", "zero3")) else "full"
 
 
@@ -106,11 +106,11 @@ class Rank:
     """A rank of a run: its contender, and what is measured of it.
 
     Args:
-        say: gets the number of each finished step, its loss on this rank and its seconds.
+        on_step: is called after each step with its number, its loss on this rank and its seconds.
     """
 
-    def __init__(self, spec: Spec, say: Callable[[int, float, float], None]) -> None:
-        self.spec, self.say = spec, say
+    def __init__(self, spec: Spec, on_step: Callable[[int, float, float], None]) -> None:
+        self.spec, self.on_step = spec, on_step
         self.settings, self.measured = spec.settings, copy.deepcopy(spec.run)
         self.device: str = self.settings["device"]
         self.untimed: int = self.settings["untimed_steps"]
@@ -162,13 +162,13 @@ class Rank:
                     self._step(step)
                 if counts:
                     forget_peak()  # of what counting itself took
-                said = self.contender.report()
+                report = self.contender.report()
                 if self._tp:
                     self.measured.wire_bytes = self.meter.sent_bytes - sent
                     exposed += [1e3 * (self.meter.waited_s - waited)] * (self.device == "cpu")
-                elif self.ours and "wire_bytes" in said:
-                    self.measured.wire_bytes = int(said["wire_bytes"])
-                    exposed += [said["exposed_ms"]] if "exposed_ms" in said else []
+                elif self.ours and "wire_bytes" in report:
+                    self.measured.wire_bytes = int(report["wire_bytes"])
+                    exposed += [report["exposed_ms"]] if "exposed_ms" in report else []
                 elif counts:
                     self.measured.wire_bytes = self.meter.sent_bytes
         self.measured.rss_bytes = [round(1e6 * (memory_mb()[1] - self.before_mb))]
@@ -186,7 +186,7 @@ class Rank:
 
     @contextmanager
     def _counting(self) -> Iterator[None]:
-        """Memory of one step, and torch's collectives; fastpar's engine says what it sent."""
+        """Memory of one step, and torch's collectives; fastpar's engine reports what it sent."""
         theirs = not self.ours and not self.strategy.one_rank
         self.memory.begin_step()
         with self.meter.of_torch(self.world_size) if theirs else nullcontext():
@@ -210,7 +210,7 @@ class Rank:
         self.measured.step_s.append(seconds)
         self.measured.losses.append(values[0])
         self.measured.grad_norms.append(values[1])
-        self.say(step + 1, values[0], seconds)
+        self.on_step(step + 1, values[0], seconds)
 
     def _train_step(self, step: int) -> torch.Tensor:
         lr = cosine_lr(
@@ -223,7 +223,7 @@ class Rank:
         return self.contender.train_step([self._batch(step, j) for j in self._numbers()], lr)
 
     def _numbers(self) -> list[int]:
-        """Of this rank's micro-batches in a step: [Note: who takes which samples] in trainer.py."""
+        """This rank's micro-batches of a step; [Note: who takes which samples] in trainer.py."""
         made, accum = self.contender, self.spec.run.grad_accum_steps
         if self.spec.accumulate == "full":
             return [made.dp_rank * accum + j for j in range(accum)]
@@ -269,11 +269,11 @@ def main(folder: Path) -> None:
     spec = Spec.load(folder)
     torch.set_num_threads(spec.run.threads)
 
-    def say(step: int, loss: float, seconds: float) -> None:
+    def print_step(step: int, loss: float, seconds: float) -> None:
         if rank == 0:
             print(json.dumps({"step": step, "loss": loss, "seconds": seconds}), flush=True)
 
-    made = Rank(spec, say)
+    made = Rank(spec, print_step)
     path = result_path(folder, rank)
     path.write_text(json.dumps(asdict(made.run())))
     made.contender.close()

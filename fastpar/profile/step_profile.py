@@ -232,7 +232,7 @@ def _activities(device: str) -> list[ProfilerActivity]:
 
 
 def _trace(profiler: Any, out: Path | None) -> TraceTimes:
-    """The trace on disk, compressed where it is large, and what it says."""
+    """Writes the trace, compressed where it is large, and reads the times from it."""
     with tempfile.TemporaryDirectory() as scratch:
         path = (out or Path(scratch)) / "trace.json"
         profiler.export_chrome_trace(str(path))
@@ -249,7 +249,7 @@ def _phase_of(trace: TraceTimes, name: str) -> Phase:
 
 
 def _fit_to_step(trace: TraceTimes, step_ms: float) -> list[Phase]:
-    """Of a GPU: the host's parts give way until the phases are a step without the profiler."""
+    """A GPU's phases: the host's parts shrink until they add up to a step without the profiler."""
     phases = [_phase_of(trace, name) for name in PHASES]
     idle = sum(p.host_ms for p in phases)
     busy = trace.step_ms - idle
@@ -267,7 +267,7 @@ def _fit_to_step(trace: TraceTimes, step_ms: float) -> list[Phase]:
 
 
 def _fit_to_spans(trace: TraceTimes, spans: Sequence[Span], edges: Sequence[float]) -> list[Phase]:
-    """Of a CPU: every phase as long, and with such waits, as in the median step."""
+    """A CPU's phases: each as long, and with the waits, as in the median step."""
     steps = [window(spans, begin, end) for begin, end in pairwise(edges)]
 
     def median(of: Callable[[Sequence[Span], str], float], name: str) -> float:

@@ -56,7 +56,7 @@ class OpTime(NamedTuple):
 
 @dataclass
 class TraceTimes:
-    """What a trace says about a step, on the average.
+    """A step as a trace shows it, on the average.
 
     Attributes:
         parts: phase -> kind -> ms; together they are the step.
@@ -160,7 +160,7 @@ def _on_cpu(found: list[dict[str, Any]], ranges: Sequence[_Range], steps: int) -
 
 
 def _short(name: str) -> str:
-    """Of an op of ours, which stands in a trace as fastpar::NAME, as NAME, or as both in turn."""
+    """The name of an op; fastpar's own stand in a trace as fastpar::NAME, as NAME, or as both."""
     return name.removeprefix("fastpar::")
 
 

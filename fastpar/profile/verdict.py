@@ -25,7 +25,7 @@ PRODUCTS = ("matmul", "attention", "loss")  # of work.Op: limited by arithmetic
 
 
 class Phase(NamedTuple):
-    """Of a step on one rank: times in ms, and what the model must do in it.
+    """A phase of a step on one rank: times in ms, and what the model must do in it.
 
     flops: of products; bytes: of all the rest.
     """
@@ -54,7 +54,7 @@ class Phase(NamedTuple):
 
     @property
     def bound(self) -> str:
-        """See [Note: what bounds]."""
+        """The kind of most of its time; [Note: what bounds]."""
         parts = self.parts
         return INPUT if self.name == INPUT else max(parts, key=lambda kind: parts[kind])
 

@@ -33,7 +33,7 @@ def arguments(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_two_strategies_on_two_ranks(arguments, tmp_path, capfd):
-    """Of batch size 2 there are two orders of sums besides: four runs."""
+    """With batch size 2 there are two more orders of sums: four runs."""
     assert cli.main([*arguments, "--strategies", "zero1,ddp,tp-zero1"]) == 0
     out = tmp_path / "out"
     assert {path.name for path in out.iterdir()} == FILES

@@ -26,7 +26,7 @@ def spec(tmp_path, monkeypatch):
 
 
 def spec_of(data, shape=SHAPE, micro_batch_size=2, grad_accum_steps=2, **more):
-    """Of five steps in one process, the first two untimed."""
+    """Five steps in one process, the first two untimed."""
     settings = {"shape": shape, "block_size": shape["block_size"], "batch_size": 4, "lr": 1e-2,
                 "epochs": 1, "epoch_steps": 5, "untimed_steps": 2, "seed": 7,
                 "device": "cpu"}  # fmt: skip

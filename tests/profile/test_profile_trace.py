@@ -85,7 +85,7 @@ def test_operations_are_told_by_name_phase_and_shape():
 
 
 def test_an_op_inside_of_itself_is_one_call():
-    """As torch.compile calls it: through the dispatcher, autograd, and the dispatcher again."""
+    """torch.compile calls it so: through the dispatcher, autograd, and the dispatcher again."""
     dims = [[2, 3, 5], [7, 5]]
     events = [
         phase(FORWARD, 0, 100),
@@ -107,7 +107,7 @@ def kernel(name, launch, ts, dur, number):
 
 
 def gpu_step(at):
-    """Of 1000 us on the device: 100 us wait for NCCL, 250 us wait for the host."""
+    """1000 us on the device: 100 us wait for NCCL, 250 us wait for the host."""
     return [
         phase(INPUT, at, 50),
         *kernel("Memcpy", at + 10, at + 20, 30, at + 1),
