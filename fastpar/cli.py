@@ -203,31 +203,27 @@ def _parse(command: Any, arguments: list[str], name: str, default: Any = None) -
 
 def _train(arguments: list[str]) -> int:
     with _naming_saved_settings(arguments):
-        return _train_or_launch(arguments)
+        config = parse_train(arguments)
+        _check_ranks(config)
+        nproc, tp = config.system.nproc, config.parallel.tp
+        if not is_rank():
+            derive_batch(config.text, 1, nproc // tp)
+        if not is_rank() and nproc > 1:
+            with interrupt_kills():
+                from fastpar.train.run_folder import check_out
 
-
-def _train_or_launch(arguments: list[str]) -> int:
-    config = parse_train(arguments)
-    _check_ranks(config)
-    nproc, tp = config.system.nproc, config.parallel.tp
-    if not is_rank():
-        derive_batch(config.text, 1, nproc // tp)
-    if not is_rank() and nproc > 1:
+            check_out(config)  # before the ranks start, which takes seconds
+            return launch(
+                ["train", *arguments],
+                nproc,
+                threads=config.system.threads,
+                max_restarts=config.faults.max_restarts,
+                out=config.run.out,
+                timeout_s=parse_seconds(config.faults.timeout, "timeout"),
+            )
         with interrupt_kills():
-            from fastpar.train.run_folder import check_out
-
-        check_out(config)  # before the ranks start, which takes seconds
-        return launch(
-            ["train", *arguments],
-            nproc,
-            threads=config.system.threads,
-            max_restarts=config.faults.max_restarts,
-            out=config.run.out,
-            timeout_s=parse_seconds(config.faults.timeout, "timeout"),
-        )
-    with interrupt_kills():
-        from fastpar.train.trainer import train
-    return train(config)
+            from fastpar.train.trainer import train
+        return train(config)
 
 
 def _check_ranks(config: TrainConfig) -> None:

@@ -14,8 +14,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
-from fastpar.cost.devices import device_of
-
 
 def mfu(device_name: str, tokens_per_s: float, flops_per_token: float) -> float | None:
     """Model FLOPs utilization of one GPU at bf16 or fp16, 0 to 1; None for a GPU not in the table.
@@ -25,6 +23,8 @@ def mfu(device_name: str, tokens_per_s: float, flops_per_token: float) -> float 
         tokens_per_s: of this GPU alone.
         flops_per_token: forward and backward, without recomputation.
     """
+    from fastpar.cost.devices import device_of  # needed on GPUs alone
+
     device = device_of(device_name)
     if device is None or device.kind != "cuda":
         return None

@@ -1,13 +1,11 @@
-"""What the planner says of a run, beside what the run measures: two lines at its end.
+"""Measures memory and time of a run's steps, for the two lines at its end.
 
-    memory   predicted 52.1 MB, measured 51.0 MB (+2.2 %): parameters 12.0 MB, ...
-    step     predicted 61.0 ms (measured on this machine, ...), measured 58.2 ms (+4.8 %)
-
-Memory is measured in one early step, of every rank, by step_memory.py, which slows that step and no
-other; the fullest rank counts. The step's time is the median of all but the first ones, on the rank
-where it is longest, as the engine's reports have it: from the first forward to the end of the
-update. The figures stand in metrics.jsonl, as the row that has "prediction". The lines come only
-where `fastpar plan --measure` has measured such ranks: by data sheets a step is a guess.
+They compare with what cost/prediction.py says. Memory is measured in one early step, of every rank,
+by step_memory.py, which slows that step and no other; the fullest rank counts. The step's time is
+the median of all but the first ones, on the rank where it is longest, as the engine's reports have
+it: from the first forward to the end of the update. The figures stand in metrics.jsonl, as the row
+that has "prediction". The lines come only where `fastpar plan --measure` has measured such ranks:
+by data sheets a step is a guess.
 """
 
 from __future__ import annotations
@@ -16,20 +14,12 @@ import contextlib
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 import torch
 
 from fastpar.config.config import GPTConfig, TrainConfig
-from fastpar.cost.datasheet import DatasheetRates
-from fastpar.cost.devices import Cluster, device_of
-from fastpar.cost.measured_rates import MeasuredRates, find_rates
-from fastpar.cost.memory_model import format_bytes, predict_memory
-from fastpar.cost.operations import Rates
 from fastpar.cost.step_memory import StepMemory, held_bytes
-from fastpar.cost.step_time import predict_step
-from fastpar.cost.workload import Setup, Workload
 from fastpar.parallel.agreement import everyone
 from fastpar.parallel.engine import Engine
 from fastpar.parallel.step_report import StepReport
@@ -43,7 +33,7 @@ MOST = 1000  # times that are kept, the newest
 
 
 class Predictions:
-    """On every rank: watches steps, and tells at the end.
+    """On every rank: measures steps, and reports at the end.
 
     Attributes:
         peak_bytes: of this rank, in the step that was watched; 0 before.
@@ -56,7 +46,7 @@ class Predictions:
         self._steps, self._last = 0, engine.report
 
     def watched(self, step: Callable[[], T]) -> T:
-        """The step, with an eye on it."""
+        """Runs the step; measures its time, and the memory of one."""
         self._steps += 1
         with self._measured():
             found = step()
@@ -94,8 +84,10 @@ class Predictions:
         peak, ms = (max(everyone(self.engine, value)) for value in (float(self.peak_bytes), mine))
         if journal.folder is None:
             return
+        from fastpar.cost import prediction  # many modules, which no step needs
+
         try:
-            found = predict(config, shape, facts)
+            found = prediction.predict(config, shape, facts)
         except ValueError as error:
             journal.folder.notes += (f"predicted: not available, {error}",)
             return
@@ -105,77 +97,5 @@ class Predictions:
             return
         row = {**found, "measured_bytes": int(peak) or None, "measured_ms": ms or None}
         if found["measured_rates"]:
-            journal.folder.notes += tuple(lines_of(row))
+            journal.folder.notes += tuple(prediction.lines_of(row))
         journal.keep(prediction=row)
-
-
-def predict(config: TrainConfig, shape: GPTConfig, facts: dict[str, Any]) -> dict[str, Any]:
-    """Of a run with these facts: bytes and ms, their parts, and whose rates they are."""
-    workload, setup = workload_of(config, shape, facts)
-    memory = predict_memory(workload, setup)
-    rates, whose = rates_of(workload, setup, facts)
-    step = predict_step(workload, setup, rates)
-    return {
-        "predicted_bytes": memory.total,
-        "memory": {name: int(size) for name, size in asdict(memory).items() if size},
-        "predicted_ms": step.step_s * 1e3,
-        "step_ms": {name: seconds * 1e3 for name, seconds in step.parts.items() if seconds},
-        "rates": whose,
-        "measured_rates": isinstance(rates, MeasuredRates),
-    }
-
-
-def workload_of(
-    config: TrainConfig, shape: GPTConfig, facts: dict[str, Any]
-) -> tuple[Workload, Setup]:
-    """What a run trains, and how, in the planner's words."""
-    on_gpu = facts["device"] != "CPU"
-    setup = Setup.of(
-        config,
-        dtype=facts["dtype"],
-        world_size=facts["world_size"],
-        micro_batch_size=facts["micro_batch_size"],
-        grad_accum_steps=facts["grad_accum_steps"],
-        device_type="cuda" if on_gpu else "cpu",
-        transport=facts["transport"] if facts["transport"] != "none" else "shm",
-    )
-    workload = Workload(replace(shape, block_size=facts["block_size"]), config.text.batch_size)
-    return workload, replace(setup, zero_stage=facts["zero_stage"])
-
-
-def rates_of(workload: Workload, setup: Setup, facts: dict[str, Any]) -> tuple[Rates, str]:
-    """The rates of this machine if such ranks have been measured, else a data sheet's; which.
-
-    Raises:
-        ValueError: the measured ones are of no use, see find_rates.
-    """
-    note, on_gpu = "", setup.device_type == "cuda"
-    found = find_rates(
-        device_type=setup.device_type,
-        dtype=setup.dtype,
-        ranks=setup.world_size,
-        threads=facts["threads"],
-        dropout=workload.shape.dropout > 0,
-    )
-    if found is not None:
-        return found, str(found)
-    device = device_of(facts["device"]) if on_gpu else "cpu"
-    if device is None:
-        device, note = "h100", f"; {facts['device']} is not in the table"
-    name = device if isinstance(device, str) else device.name
-    rates = DatasheetRates(Cluster.of(device, setup.world_size), setup)
-    return rates, f"data sheet of {name}{note}; `fastpar plan --measure` makes it exact"
-
-
-def lines_of(row: dict[str, Any]) -> list[str]:
-    """The two lines."""
-    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in row["memory"].items())
-    memory = f"predicted {format_bytes(row['predicted_bytes'])}"
-    if row["measured_bytes"]:
-        error = row["predicted_bytes"] / row["measured_bytes"] - 1
-        memory += f", measured {format_bytes(row['measured_bytes'])} ({error:+.1%})"
-    step = f"predicted {row['predicted_ms']:.1f} ms ({row['rates']})"
-    if row["measured_ms"]:
-        error = row["predicted_ms"] / row["measured_ms"] - 1
-        step += f", measured {row['measured_ms']:.1f} ms ({error:+.1%})"
-    return [f"memory   {memory}: {parts}", f"step     {step}"]

@@ -7,14 +7,15 @@ import pytest
 
 from fastpar.comm.mesh import Mesh
 from fastpar.config.config import GPTConfig, TrainConfig
+from fastpar.cost import prediction
 from fastpar.cost.measured_rates import FOLDER, MeasuredRates, Rate, machine_name
+from fastpar.cost.prediction import lines_of, predict, workload_of
 from fastpar.cost.workload import Setup, Workload
 from fastpar.kernels.linear_cross_entropy import release_workspaces
 from fastpar.measure.short_run import ShortRun
 from fastpar.testing import run_ranks
-from fastpar.train import predictions
 from fastpar.train.metrics import read_metrics
-from fastpar.train.predictions import SKIPPED, Predictions, lines_of, predict, workload_of
+from fastpar.train.predictions import SKIPPED, Predictions
 from fastpar.train.trainer import train
 
 SETTINGS = {
@@ -198,7 +199,7 @@ def test_a_prediction_that_fails_fails_no_run(capsys, monkeypatch):
     def fail(*_):
         raise KeyError("flux")
 
-    monkeypatch.setattr(predictions, "predict", fail)
+    monkeypatch.setattr(prediction, "predict", fail)
     assert run() == []
     assert "predicted: not available (KeyError: 'flux')\n" in capsys.readouterr().out
 

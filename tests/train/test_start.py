@@ -1,5 +1,7 @@
 """What a run starts from: weights, context and tokens that go together."""
 
+import subprocess
+import sys
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -105,3 +107,32 @@ def test_all_ranks_learn_which_checkpoint_is_the_newest_whole_one(tmp_path, monk
     assert "step_000004 is damaged" in said[0]
     damaged.add("step_000002")
     assert run_ranks(of_rank, 4) == [None] * 4
+
+
+LOADED = """
+import sys
+from fastpar.config.config import TrainConfig
+from fastpar.train.trainer import train
+
+def one_step(trainer):
+    trainer.predictions.watched(trainer.train_step)
+    print(*(name for name in sys.modules if name.startswith("fastpar.")))
+    return 0
+
+settings = {"data": "text.txt", "tokenizer": "bytes", "model": "micro", "device": "cpu"}
+sys.exit(train(TrainConfig().replace(settings), one_step))
+"""
+
+
+def test_a_step_loads_nothing_of_the_planner(tmp_path):
+    """Of cost/ only what refuses a model that does not fit, and what measures memory."""
+    (tmp_path / "text.txt").write_text("in the beginning god created the heaven\n" * 200)
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    loaded = [name.split(".")[1:] for name in done.stdout.split()]
+    assert not {room for room, *_ in loaded} & {"measure", "plan", "compare", "profile"}
+    cost = {file for room, *rest in loaded if room == "cost" for file in rest}
+    at_the_start = {"capacity", "memory_model", "gradient_flow", "buckets", "workload"}
+    assert cost <= {*at_the_start, "step_memory"}

@@ -1,0 +1,93 @@
+"""What a run should take, from its settings and what was chosen at its start: memory and step time.
+
+    memory   predicted 52.1 MB, measured 51.0 MB (+2.2 %): parameters 12.0 MB, ...
+    step     predicted 61.0 ms (measured on this machine, ...), measured 58.2 ms (+4.8 %)
+
+`fastpar train` loads this when it prints the two lines, at its end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+from fastpar.config.config import GPTConfig, TrainConfig
+from fastpar.cost.datasheet import DatasheetRates
+from fastpar.cost.devices import Cluster, device_of
+from fastpar.cost.measured_rates import MeasuredRates, find_rates
+from fastpar.cost.memory_model import format_bytes, predict_memory
+from fastpar.cost.operations import Rates
+from fastpar.cost.step_time import predict_step
+from fastpar.cost.workload import Setup, Workload
+
+
+def predict(config: TrainConfig, shape: GPTConfig, facts: dict[str, Any]) -> dict[str, Any]:
+    """Bytes and ms of a run with these facts (see RunFolder), their parts, and whose rates."""
+    workload, setup = workload_of(config, shape, facts)
+    memory = predict_memory(workload, setup)
+    rates, whose = rates_of(workload, setup, facts)
+    step = predict_step(workload, setup, rates)
+    return {
+        "predicted_bytes": memory.total,
+        "memory": {name: int(size) for name, size in asdict(memory).items() if size},
+        "predicted_ms": step.step_s * 1e3,
+        "step_ms": {name: seconds * 1e3 for name, seconds in step.parts.items() if seconds},
+        "rates": whose,
+        "measured_rates": isinstance(rates, MeasuredRates),
+    }
+
+
+def workload_of(
+    config: TrainConfig, shape: GPTConfig, facts: dict[str, Any]
+) -> tuple[Workload, Setup]:
+    """What a run trains, and how."""
+    on_gpu = facts["device"] != "CPU"
+    setup = Setup.of(
+        config,
+        dtype=facts["dtype"],
+        world_size=facts["world_size"],
+        micro_batch_size=facts["micro_batch_size"],
+        grad_accum_steps=facts["grad_accum_steps"],
+        device_type="cuda" if on_gpu else "cpu",
+        transport=facts["transport"] if facts["transport"] != "none" else "shm",
+    )
+    workload = Workload(replace(shape, block_size=facts["block_size"]), config.text.batch_size)
+    return workload, replace(setup, zero_stage=facts["zero_stage"])
+
+
+def rates_of(workload: Workload, setup: Setup, facts: dict[str, Any]) -> tuple[Rates, str]:
+    """The rates of this machine if such ranks have been measured, else a data sheet's; which.
+
+    Raises:
+        ValueError: the measured ones are of no use, see find_rates.
+    """
+    note, on_gpu = "", setup.device_type == "cuda"
+    found = find_rates(
+        device_type=setup.device_type,
+        dtype=setup.dtype,
+        ranks=setup.world_size,
+        threads=facts["threads"],
+        dropout=workload.shape.dropout > 0,
+    )
+    if found is not None:
+        return found, str(found)
+    device = device_of(facts["device"]) if on_gpu else "cpu"
+    if device is None:
+        device, note = "h100", f"; {facts['device']} is not in the table"
+    name = device if isinstance(device, str) else device.name
+    rates = DatasheetRates(Cluster.of(device, setup.world_size), setup)
+    return rates, f"data sheet of {name}{note}; `fastpar plan --measure` makes it exact"
+
+
+def lines_of(row: dict[str, Any]) -> list[str]:
+    """The two lines for the end of the run."""
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in row["memory"].items())
+    memory = f"predicted {format_bytes(row['predicted_bytes'])}"
+    if row["measured_bytes"]:
+        error = row["predicted_bytes"] / row["measured_bytes"] - 1
+        memory += f", measured {format_bytes(row['measured_bytes'])} ({error:+.1%})"
+    step = f"predicted {row['predicted_ms']:.1f} ms ({row['rates']})"
+    if row["measured_ms"]:
+        error = row["predicted_ms"] / row["measured_ms"] - 1
+        step += f", measured {row['measured_ms']:.1f} ms ({error:+.1%})"
+    return [f"memory   {memory}: {parts}", f"step     {step}"]
