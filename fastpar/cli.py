@@ -67,7 +67,7 @@ class SampleCommand:
     """gpt2, bytes, or a folder with a saved one or nanoGPT's meta.pkl; unset: the model's own."""
     sample: SampleSettings = field(default_factory=SampleSettings)
     seed: int = 0
-    """Of the random draws."""
+    """Seed of the random draws."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; auto: cuda where there is one."""
 

@@ -25,6 +25,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -83,17 +84,17 @@ def run_ranks(
     return [o.value if o.error is None else o.error for o in outcomes]
 
 
+@dataclass
 class _Outcome:
     """What one rank ended with."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.value: Any = None
-        self.error: BaseException | None = None
-        self.trace = ""
-        self.at = float("inf")  # when it failed: the first failure is the cause, the others follow
-        self.follows = False  # stopped by the harness because another rank failed
-        self.done = False
+    rank: int
+    value: Any = None
+    error: BaseException | None = None
+    trace: str = ""
+    at: float = float("inf")  # when it failed: the first failure is the cause, the others follow
+    follows: bool = False  # stopped by the harness because another rank failed
+    done: bool = False
 
     def finish(self, value: Any) -> None:
         self.value, self.done = value, True
@@ -281,7 +282,7 @@ def _pickle_error(error: BaseException, trace: str) -> bytes:
 
 
 class Errors(NamedTuple):
-    """Of one result against fp64, over all elements that are finite there."""
+    """Errors of one result against fp64, over all elements that are finite there."""
 
     max: float
     rms: float

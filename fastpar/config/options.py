@@ -162,7 +162,7 @@ class ParallelSettings:
     transport: Literal["auto", "shm", "torch"] = "auto"
     """auto: shared memory between CPU ranks of one host, else gloo or NCCL."""
     bucket_mb: float | None = None
-    """Gradients of one collective, in MB; unset: by the number of ranks; auto: measured."""
+    """Gradients of one collective, in MB; unset: chosen by the number of ranks."""
 
 
 @dataclass(frozen=True)

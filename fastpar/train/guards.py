@@ -53,7 +53,7 @@ class Guards:
         self._losses: deque[float] = deque(maxlen=WINDOW)
 
     def judge(self, step: int, loss: float, norm: float) -> Verdict:
-        """Of the numbers of a step, in order.
+        """What to do after a step with these numbers; to be asked step by step.
 
         Raises:
             RuntimeError: the run cannot go on.

@@ -168,7 +168,7 @@ class Journal:
 
 
 def _costs(engine: Engine) -> dict[str, float | None]:
-    """Of the newest step that is known: times of this rank in ms, MB it sent."""
+    """Times of this rank in ms and MB that it sent, in the newest step that is known."""
     report = engine.report
     names = ("step_ms", "compute_ms", "comm_ms", "exposed_ms")
     costs = {name: None if report is None else getattr(report, name) for name in names}

@@ -253,7 +253,7 @@ class Trainer:
         return 128 + stop if stop > 0 else 0
 
     def _finish(self, folder: RunFolder, stop: int) -> None:
-        """See [Note: the sample at the end]."""
+        """The end of the run, by rank 0; see [Note: the sample at the end]."""
         model: GPT = self.model
         if self.engine.shares and stop <= 0:
             model = load_hf(checkpoint_folder(folder.path, self.step))

@@ -110,7 +110,7 @@ def test_a_disk_that_becomes_read_only(disk, ranks):
     "nbytes", [5000, *(pytest.param(n, marks=pytest.mark.slow) for n in (100, 400_000))]
 )
 def test_a_limit_in_the_middle_of_a_save(tmp_path, nbytes):
-    """As a quota: no file of this process may grow beyond so many bytes."""
+    """A quota does the same: no file of this process may grow beyond so many bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def limit(step):

@@ -149,7 +149,7 @@ esac
 
 
 def test_the_builds_of_torch_in_their_order(tmp_path):
-    """As below with pip itself, which takes long."""
+    """The test below with pip itself, which takes long."""
     for name, text in (("pip", FAKE_PIP), ("nvidia-smi", "#!/bin/sh\nexit $NO_GPU\n")):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)

@@ -26,7 +26,7 @@ def loss_of(options, rows, n_batches):
     [(1, {}), (2, {}), (3, {"zero_stage": 3}), (4, {"zero_stage": 3}), (4, {"tp": 2})],
 )
 def test_all_windows_count_once(ranks, options):
-    """Of seven windows some ranks get fewer; dropout is off."""
+    """Some ranks get fewer of the seven windows; dropout is off."""
     model = GPT(SHAPE).double().eval()
     ids = torch.from_numpy(TOKENS.astype(np.int64))
     with torch.no_grad():

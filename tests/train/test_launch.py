@@ -141,7 +141,7 @@ def test_a_signal_reaches_the_ranks(start):
     assert _report(ranks, signals) == (143, "")
 
 
-def test_a_wish_to_save_reaches_the_ranks_and_ends_nothing(start):
+def test_a_save_signal_reaches_the_ranks_and_ends_nothing(start):
     saves = "signal.signal(10, lambda *_: print('saves', flush=True))"
     stops = "signal.signal(15, lambda *_: sys.exit(0))"
     ranks = start(*[f"{saves}; {stops}; print('up', flush=True); time.sleep(60)"] * 2)
@@ -161,7 +161,7 @@ def test_a_wish_to_save_reaches_the_ranks_and_ends_nothing(start):
     assert signal.getsignal(signal.SIGUSR1) == before
 
 
-def test_a_rank_notes_wishes_to_save():
+def test_a_rank_notes_save_signals():
     before = signal.getsignal(signal.SIGUSR1)
     with catching_save() as received:
         assert received == []

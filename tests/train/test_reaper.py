@@ -31,7 +31,7 @@ def test_the_reaper_kills_who_does_not_answer_when_the_launcher_is_dead(tmp_path
 
 
 def test_silence_is_the_time_since_the_last_answer(tmp_path):
-    """Of the time in which somebody looks; a machine that was suspended adds a second at most."""
+    """Only time in which somebody looks counts; a suspended machine adds a second at most."""
     file = tmp_path / "answers"
     silence = reaper.Silence(file)
     assert silence.seconds() < 1  # not begun to answer, not there

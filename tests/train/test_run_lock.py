@@ -90,7 +90,7 @@ def test_the_same_process_has_it_as_often_as_it_asks(tmp_path):
 
 
 def test_a_fork_does_not_keep_it(tmp_path, holder):
-    """As a worker that outlives its rank."""
+    """A worker can outlive its rank."""
     assert hold(tmp_path)
     child = os.fork()
     if child == 0:

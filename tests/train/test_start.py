@@ -125,7 +125,7 @@ sys.exit(train(TrainConfig().replace(settings), one_step))
 
 
 def test_a_step_loads_nothing_of_the_planner(tmp_path):
-    """Of cost/ only what refuses a model that does not fit, and what measures memory."""
+    """It loads of cost/ only what refuses a model that does not fit, and what measures memory."""
     (tmp_path / "text.txt").write_text("in the beginning god created the heaven\n" * 200)
     done = subprocess.run(
         [sys.executable, "-c", LOADED], cwd=tmp_path, capture_output=True, text=True

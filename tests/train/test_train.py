@@ -78,7 +78,7 @@ def run(out, **changes):
 
 
 def curve(out):
-    """Of steps and validations; rows of saves come when they are over."""
+    """Rows of steps and validations; rows of saves come when they are over."""
     rows = read_metrics(Path(out) / "metrics.jsonl")
     rows = [row for row in rows if {"loss", "val_loss"} & row.keys()]
     return [{k: row[k] for k in CURVE if k in row} for row in rows]

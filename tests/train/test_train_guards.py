@@ -199,7 +199,7 @@ def test_a_verdict_that_comes_a_step_late_condemns_the_same_samples(
     monkeypatch,
     bad,
 ):
-    """As on a GPU; 61 is of the last step, which is to be saved, and is not."""
+    """A GPU does this; 61 is of the last step, which is to be saved, and is not."""
     saved, save = [], Trainer.save
     monkeypatch.setattr(Trainer, "save", lambda self: saved.append(self.step) or save(self))
     spoil(nan_loss, bad)

@@ -50,7 +50,7 @@ def run(out, ranks, **changes):
 
 
 def values(out, *names):
-    """Of every row that has them."""
+    """Values of every row that has them."""
     return [row[name] for row in curve(out) for name in names if name in row]
 
 
@@ -66,7 +66,7 @@ def double(monkeypatch):
 
 
 def numbers(changes):
-    """(step, loss) of validations and (loss, norm, wishes) of steps, on one rank."""
+    """(step, loss) of validations and (loss, norm, requests) of steps, on one rank."""
     config = TrainConfig().replace({**FEW, **changes})
     trainer = Trainer(config, Mesh(tp=config.parallel.tp, device="cpu"))
     tp, found = trainer.model.tp, []
