@@ -140,12 +140,10 @@ def look_of(module: nn.Module) -> Any:
         look += [name, type(part), swap_of(part) is None, tuple(part._modules)]
         if part is not module and isinstance(part, fused_modules.Attention | fused_modules.MLP):
             continue
-        skipped = {"_fastpar_swap"}
         by_layer = getattr(part, "scale_attn_by_inverse_layer_idx", False)
-        if type(part).__module__ == GPT2 and not by_layer:
-            skipped.add("layer_idx")  # its place in a cache
+        in_cache = {"layer_idx"} if type(part).__module__ == GPT2 and not by_layer else set()
         for key, value in vars(part).items():
-            if key not in MODULE_FIELDS and key not in skipped:
+            if key not in MODULE_FIELDS and key not in in_cache:
                 known = isinstance(value, int | float | str | tuple | None)
                 look += [key, repr(value) if known else id(value)]
         tensors = [*part._parameters.items(), *part._buffers.items()]

@@ -52,7 +52,7 @@ def no_tokenizing(monkeypatch):
     fraction=st.floats(0.01, 0.9),
     multibyte=st.booleans(),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_split_keeps_every_byte_once_and_holds_out_the_fraction(sizes, fraction, multibyte):
     texts = [("\u00e9" if multibyte else "a") * size for size in sizes]
     source = source_of(texts)
@@ -91,7 +91,7 @@ def test_nanogpts_characters_and_split(tmp_path):
     assert data.tokenizer.vocab_size == len(chars)
 
 
-@pytest.mark.parametrize("tokenizer", ["gpt2", "bpe-300"])
+@pytest.mark.parametrize("tokenizer", [pytest.param("gpt2", marks=pytest.mark.slow), "bpe-300"])
 def test_documents_are_joined_by_the_end_of_text(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(token_cache, "_BATCH_BYTES", 500)
     data = tokens_of(source_of(DOCUMENTS), tokenizer, cache=tmp_path)

@@ -61,6 +61,7 @@ def transformers_gpt2(tmp_path_factory):
     return transformers.GPT2Tokenizer.from_pretrained(folder)
 
 
+@pytest.mark.slow
 @given(text=any_text.filter(lambda text: END_OF_TEXT not in text))
 @settings(max_examples=100, deadline=None)
 def test_gpt2_ids_equal_transformers(gpt2, transformers_gpt2, text):

@@ -346,7 +346,14 @@ def test_gradient_checkpointing_changes_nothing(name, reentrant, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(plain, again))
 
 
-@pytest.mark.parametrize("name", ["transformers D40", "transformers eager", "nanoGPT"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("transformers D40", marks=pytest.mark.slow),
+        pytest.param("transformers eager", marks=pytest.mark.slow),
+        "nanoGPT",
+    ],
+)
 def test_compiles(name, monkeypatch):
     model = MODELS[name]()
     fastpar.patch(model)
@@ -430,6 +437,7 @@ def test_fused_loss_has_no_logits():
     assert another(idx, labels=idx).logits.shape == (2, 23, 101)
 
 
+@pytest.mark.slow
 def test_matches_through_triton(triton_device):
     """The same classes run Triton's kernels: on a GPU, or in Triton's interpreter."""
     theirs = random_weights(Nano(32, 2, approximate="tanh")).to(triton_device)

@@ -27,6 +27,7 @@ def test_rates_that_masks_do_not_have_fall_back(p):
     assert report.fallbacks == {"GPT2Attention: a dropout rate of 1, or of 1/512 and less": 2}
 
 
+@pytest.mark.slow
 def test_compiled_calls_warn_when_they_fall_back():
     model = gpt2()
     report = fastpar.patch(model)
@@ -77,7 +78,7 @@ def test_output_attentions_falls_back():
 
 
 @pytest.mark.filterwarnings("ignore:fastpar.patch")
-@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+@pytest.mark.parametrize("attn", ["sdpa", pytest.param("eager", marks=pytest.mark.slow)])
 def test_output_hidden_states(attn):
     """transformers leaves hooks on attn behind; they cost nothing while they record nothing."""
     theirs, ours, report = fallback_pair(attn=attn)

@@ -22,6 +22,7 @@ def smoothed_loss(model, idx):
     return LabelSmoother(epsilon=0.1)(model(input_ids=idx), idx, shift_labels=shift)
 
 
+@pytest.mark.slow
 def test_label_smoothing_learns_the_same():
     """Labels that are not shifted, because the class's name is not known, teach the identity."""
     theirs = gpt2("D8")

@@ -103,7 +103,14 @@ def test_signatures_stay():
             assert inspect.signature(module.forward) == signature, type(module)
 
 
-@pytest.mark.parametrize("name", ["GPT2Model", "GPT2LMHeadModel", "GPT2ForSequenceClassification"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "GPT2LMHeadModel",
+        pytest.param("GPT2Model", marks=pytest.mark.slow),
+        pytest.param("GPT2ForSequenceClassification", marks=pytest.mark.slow),
+    ],
+)
 def test_saved_and_loaded(name, tmp_path):
     import transformers
 
