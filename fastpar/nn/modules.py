@@ -79,10 +79,14 @@ def is_conv1d(layer: nn.Module) -> bool:
     return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
 
 
+def is_linear(layer: nn.Module) -> bool:
+    """Whether this is torch's nn.Linear or transformers' Conv1D, and no subclass of them."""
+    return type(layer) is nn.Linear or is_conv1d(layer)
+
+
 def is_plain(layer: nn.Module) -> bool:
     """Whether the layer is x @ weight + bias and no more; see [Note: parts that are called]."""
-    known = type(layer) is nn.Linear or is_conv1d(layer)
-    return known and not has_hooks(layer) and "forward" not in vars(layer)
+    return is_linear(layer) and not has_hooks(layer) and "forward" not in vars(layer)
 
 
 def project(layer: nn.Module, x: Tensor) -> Tensor:

@@ -340,7 +340,7 @@ def _of_conv1d(mixin: type, conv1d: type) -> Any:
     return type(f"{mixin.__name__}ParallelConv1D", (mixin, conv1d), {})
 
 
-# What patched.py asks of parts that may be split.
+# What the patched modules ask of parts that may be split.
 
 
 def tp_of(part: nn.Module) -> TensorParallel | None:

@@ -123,6 +123,14 @@ class GPT2Attention(Attention):
         return y, present
 
 
+def head_fits(head: Any) -> bool:
+    """Whether head_loss() takes this head: nothing but a product, with a weight that it can use."""
+    if isinstance(head, VocabParallelLinear) and tp_of(head) is not None:
+        return head.bias is None and not has_hooks(head)
+    plain = type(head) is nn.Linear and is_plain(head) and head.bias is None
+    return plain and head.weight.dtype != torch.float64
+
+
 def head_loss(head: Any, x: Tensor, labels: Tensor, **options: Any) -> Tensor:
     """The cross-entropy of a linear layer's logits, without the logits."""
 
@@ -166,18 +174,9 @@ class LMHead(Swapped):
         keep = [given.get(name, 0) for name in ("logits_to_keep", "num_logits_to_keep")]
         # Versions without it in their forward take no notice of it.
         own = not self.option("asks") or self.loss_function is self.option("loss")
-        head: Any = self.lm_head
-        split = isinstance(head, VocabParallelLinear) and tp_of(head) and not has_hooks(head)
-        if (
-            any(isinstance(k, Tensor) or k for k in keep)
-            or not own
-            or self.changed() is not None
-            or not (split or (is_plain(head) and type(head) is nn.Linear))
-            or head.bias is not None
-            or (head.weight.dtype == torch.float64 and not split)
-        ):
-            return self.falls_back[0]
-        return None
+        whole = not any(isinstance(k, Tensor) or k for k in keep)
+        fits = whole and own and head_fits(self.lm_head) and self.changed() is None
+        return None if fits else self.falls_back[0]
 
     def fused_forward(self, given: dict[str, Any]) -> Any:
         labels, return_dict = given.pop("labels"), given.pop("return_dict", None)

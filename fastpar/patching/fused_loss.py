@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastpar.nn.modules import autocast_dtype, is_plain
-from fastpar.patching.fused_gpt2 import head_loss
+from fastpar.nn.modules import autocast_dtype
+from fastpar.patching.fused_gpt2 import head_fits, head_loss
 from fastpar.patching.proof import (
     LONGEST,
     Masks,
@@ -45,19 +45,16 @@ class Loss(Swapped):
         idx, targets = (given.get(name) for name in self.argument_names)
         if not self.training or targets is None or swap_of(self) is None:
             return SILENT
-        head = self.lm_head
-        if (
-            torch.compiler.is_compiling()
-            or not (isinstance(idx, Tensor) and isinstance(targets, Tensor))
-            or idx.dim() != 2
-            or targets.shape != idx.shape
-            or not (is_plain(head) and type(head) is nn.Linear)
-            or head.bias is not None
-            or head.weight.dtype == torch.float64
-            or self.changed() is not None
-        ):
-            return self.falls_back[0]
-        return None
+        fits = (
+            not torch.compiler.is_compiling()
+            and isinstance(idx, Tensor)
+            and isinstance(targets, Tensor)
+            and idx.dim() == 2
+            and targets.shape == idx.shape
+            and head_fits(self.lm_head)
+            and self.changed() is None
+        )
+        return None if fits else self.falls_back[0]
 
     def fused_forward(self, given: dict[str, Any]) -> tuple[None, Tensor]:
         idx, targets = (given[name] for name in self.argument_names)

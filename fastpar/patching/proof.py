@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fastpar.nn.modules import is_conv1d
+from fastpar.nn.modules import is_conv1d, is_linear
 from fastpar.patching.swap import MODULE_FIELDS, Conditions, restore, settings_in, settings_of
 
 Formula = Callable[[Any, Tensor], Tensor]
@@ -129,11 +129,6 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def is_linear(part: nn.Module) -> bool:
-    """Whether a copy may have a mixing layer in its place."""
-    return type(part) is nn.Linear or is_conv1d(part)
 
 
 def features(layer: Any) -> tuple[int, int]:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from fastpar.kernels.attention import MAX_HEAD_DIM
 from fastpar.kernels.layer_norm import MAX_COLUMNS
 from fastpar.nn import modules
-from fastpar.nn.modules import embedding_options, is_conv1d
+from fastpar.nn.modules import embedding_options, is_linear
 from fastpar.patching import fused_gpt2, fused_modules
 from fastpar.patching.fused_loss import Loss, loss_shape, prove_loss
 from fastpar.patching.proof import (
@@ -199,7 +199,7 @@ def plan(name: str, module: nn.Module, fused_loss: bool, looks: Looks) -> Plan:
             return "its class got another forward since it was patched first"
     if found is not None or module._modules:
         return found
-    if isinstance(module, nn.Linear | nn.Dropout) or is_conv1d(module):
+    if isinstance(module, nn.Linear | nn.Dropout) or is_linear(module):
         return "torch's, no faster one here"
     return "not known" if any(True for _ in module.parameters()) else None
 
