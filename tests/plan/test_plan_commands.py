@@ -60,9 +60,9 @@ def planned(monkeypatch, capsys, *words):
     """(command, workload, cluster, estimates) of a run of the command, and what it printed."""
     seen, report = [], plan.report
 
-    def kept(command, workload, cluster, estimates, *more):
-        seen.append((command, workload, cluster, estimates))
-        return report(command, workload, cluster, estimates, *more)
+    def kept(question, estimates, *more):
+        seen.append((question.command, question.workload, question.cluster, estimates))
+        return report(question, estimates, *more)
 
     monkeypatch.setattr(plan, "report", kept)
     assert main(["plan", *map(str, words)]) == 0
