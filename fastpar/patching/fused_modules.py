@@ -197,8 +197,8 @@ class Block(Swapped):
     falls_back = ("hooks on attn or its parts or on ln_2, or others in their places",)
 
     def refusal(self, given: dict[str, Any]) -> str | None:
-        x, attn = given.get(self.argument_names[0]), self.attn
-        reason = self.changed(x)
+        x: Any = given.get(self.argument_names[0])
+        attn, reason = self.attn, self.changed(x)
         if reason is not None:
             return reason
         if not (

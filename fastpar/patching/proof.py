@@ -394,8 +394,8 @@ def conditions_of(
         if kind not in (nn.Dropout, nn.Identity):
             raise UnprovenError(f"a part of unknown use: {name}")
     settings = settings_of(module)
-    for name in ("n_head", options.get("probs")):
-        settings.pop(name, None)  # looked at in every call, not only compared
+    for looked_at in ("n_head", options.get("probs")):
+        settings.pop(str(looked_at), None)  # looked at in every call, not only compared
     holders = {
         name: vars(value)
         for name, value in vars(module).items()
