@@ -114,8 +114,17 @@ class Overlap:
                 rows[:, start:end] = out
         return y.flatten(0, 1), None if rows is None else rows.flatten(0, 1)
 
+    def matmul_scatter(self, x: Tensor, weight: Tensor) -> Tensor:
+        """This rank's [N/tp, F] of the sum of x[N, K] @ weight[K, F]."""
+        if self.symmetric is not None or self.chunks > 1:
+            return self.begin_matmul_scatter(x, weight).wait()
+        part = matmul(x, weight)
+        out = part.new_empty(part.shape[0] // self.group.world_size, part.shape[1])
+        self.group.reduce_scatter(out.view(-1), part.view(-1))
+        return out
+
     def begin_matmul_scatter(self, x: Tensor, weight: Tensor) -> Scattering:
-        """Starts this rank's [N/tp, F] of the sum of x[N, K] @ weight[K, F]."""
+        """Starts matmul_scatter()."""
         tp = self.group.world_size
         if self.symmetric is not None:
             scatter = torch.ops.symm_mem.fused_matmul_reduce_scatter

@@ -19,8 +19,8 @@ first (modules of other people, tp_plan.py).
 
 [Note: under way] The sum of a column layer's input gradient is under way while the weight's
 gradient is computed. Under sequence parallelism its input is kept as N/tp tokens; it is gathered
-once more in backward, under the product that gives the input's gradient. What else can be under way
-then, tp_overlap.py says.
+once more in backward, under the product that gives the input's gradient. comm/overlap.py can put
+more under way then.
 
 [Note: handles] The layers are ops of torch.library, so that torch.compile and selective
 recomputation see them as one each; an op's arguments are tensors and numbers, so it is given the
@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -95,17 +96,14 @@ class TensorParallel:
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         """The slices of all ranks along dim, as one tensor."""
-        out, handle = self.begin_all_gather(x, dim)
-        handle.wait()
+        out, _ = self.begin_all_gather(x, async_op=False)
         return self.finish_all_gather(out, dim)
 
-    def begin_all_gather(self, x: Tensor, dim: int) -> tuple[Tensor, Handle]:
+    def begin_all_gather(self, x: Tensor, async_op: bool = True) -> tuple[Tensor, Handle | None]:
         """Starts it; finish_all_gather() makes the result of the first when the second is done."""
         x = x.contiguous()
         out = x.new_empty(self.size, *x.shape)
-        handle = self.group.all_gather(out.view(-1), x.view(-1), async_op=True)
-        assert handle is not None
-        return out, handle
+        return out, self.group.all_gather(out.view(-1), x.view(-1), async_op=async_op)
 
     def finish_all_gather(self, out: Tensor, dim: int) -> Tensor:
         dim %= out.dim() - 1
@@ -113,18 +111,16 @@ class TensorParallel:
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
         """This rank's slice along dim of the sum over the ranks."""
-        out, handle = self.begin_reduce_scatter(x, dim)
-        handle.wait()
-        return out
+        return self.begin_reduce_scatter(x, dim, async_op=False)[0]
 
-    def begin_reduce_scatter(self, x: Tensor, dim: int) -> tuple[Tensor, Handle]:
+    def begin_reduce_scatter(
+        self, x: Tensor, dim: int, async_op: bool = True
+    ) -> tuple[Tensor, Handle | None]:
         """Starts it; the first is the result when the second is done."""
         dim %= x.dim()
         x = x.unflatten(dim, (self.size, -1)).movedim(dim, 0).contiguous()
         out = x.new_empty(x.shape[1:])
-        handle = self.group.reduce_scatter(out.view(-1), x.view(-1), async_op=True)
-        assert handle is not None
-        return out, handle
+        return out, self.group.reduce_scatter(out.view(-1), x.view(-1), async_op=async_op)
 
     def slice(self, x: Tensor, dim: int) -> Tensor:
         """This rank's slice along dim; a view."""
@@ -167,15 +163,13 @@ def _slice(x: Tensor, dim: int, number: int) -> Tensor:
 
 
 def _gathered(x: Tensor, dim: int, number: int) -> Tensor:
-    shape = list(x.shape)
-    shape[dim] *= handle_of(number).size
-    return x.new_empty(shape)
+    size = handle_of(number).size
+    return x.new_empty([n * size if d == dim % x.dim() else n for d, n in enumerate(x.shape)])
 
 
 def _scattered(x: Tensor, dim: int, number: int) -> Tensor:
-    shape = list(x.shape)
-    shape[dim] //= handle_of(number).size
-    return x.new_empty(shape)
+    size = handle_of(number).size
+    return x.new_empty([n // size if d == dim % x.dim() else n for d, n in enumerate(x.shape)])
 
 
 _DEVICES = ("CPU", "CUDA")
@@ -194,61 +188,37 @@ _reduce_scatter_op = define_op(
 _slice_op = define_op("tp_slice(Tensor x, int dim, int tp) -> Tensor", _slice, _scattered, _DEVICES)
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, number: int) -> Tensor:
-        ctx.number = number
-        return x.view_as(x)
+_OPERATORS: dict[str, Callable[[Tensor, int, int], Tensor]] = {
+    "same": lambda x, dim, number: x.view_as(x),
+    "all_reduce": lambda x, dim, number: _all_reduce_op(x, number),
+    "all_gather": _all_gather_op,
+    "reduce_scatter": _reduce_scatter_op,
+    "slice": _slice_op,
+}
+
+
+class _Conjugate(torch.autograd.Function):
+    """One operator forward, another backward."""
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        return _all_reduce_op(dy, ctx.number), None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, number: int) -> Tensor:
-        return _all_reduce_op(x, number)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        return dy, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, partial: bool, number: int) -> Tensor:
-        ctx.dim, ctx.partial, ctx.number = dim, partial, number
-        return _all_gather_op(x, dim, number)
+    def forward(ctx: Any, x: Tensor, dim: int, number: int, forward: str, backward: str) -> Tensor:
+        ctx.backward_of = backward, dim, number
+        return _OPERATORS[forward](x, dim, number)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        if ctx.partial:
-            return _reduce_scatter_op(dy, ctx.dim, ctx.number), None, None, None
-        return _slice_op(dy, ctx.dim, ctx.number), None, None, None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, partial: bool, number: int) -> Tensor:
-        ctx.dim, ctx.number = dim, number
-        if partial:
-            return _reduce_scatter_op(x, dim, number)
-        return _slice_op(x, dim, number)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        return _all_gather_op(dy, ctx.dim, ctx.number), None, None, None
+        backward, dim, number = ctx.backward_of
+        return _OPERATORS[backward](dy, dim, number), None, None, None, None
 
 
 def copy_to(x: Tensor, tp: TensorParallel) -> Tensor:
     """x, the same on all ranks, into what each computes otherwise: the gradient is their sum."""
-    return _Copy.apply(x, tp.number)
+    return _Conjugate.apply(x, 0, tp.number, "same", "all_reduce")
 
 
 def reduce_from(x: Tensor, tp: TensorParallel) -> Tensor:
     """The sum of every rank's part x; the gradient goes to each part."""
-    return _Reduce.apply(x, tp.number)
+    return _Conjugate.apply(x, 0, tp.number, "all_reduce", "same")
 
 
 def gather(x: Tensor, dim: int, tp: TensorParallel, *, partial: bool) -> Tensor:
@@ -258,7 +228,8 @@ def gather(x: Tensor, dim: int, tp: TensorParallel, *, partial: bool) -> Tensor:
         partial: what follows differs from rank to rank, so that the gradient is the slice of a sum
             (a reduce-scatter); False: all do the same with it, and it is a slice.
     """
-    return _Gather.apply(x, dim, partial, tp.number)
+    backward = "reduce_scatter" if partial else "slice"
+    return _Conjugate.apply(x, dim, tp.number, "all_gather", backward)
 
 
 def scatter(x: Tensor, dim: int, tp: TensorParallel, *, partial: bool) -> Tensor:
@@ -271,7 +242,8 @@ def scatter(x: Tensor, dim: int, tp: TensorParallel, *, partial: bool) -> Tensor
         ValueError: the ranks do not divide dim.
     """
     _check_slices("scatter", x, dim, tp)
-    return _Scatter.apply(x, dim, partial, tp.number)
+    forward = "reduce_scatter" if partial else "slice"
+    return _Conjugate.apply(x, dim, tp.number, forward, "all_gather")
 
 
 # Split linear layers
@@ -309,7 +281,7 @@ def column_linear_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dweight, dbias, [0] for what is not needed; see [Note: under way]."""
     tp, none = handle_of(number), x.new_empty(0)
-    gathering = tp.begin_all_gather(x, -2) if tp.sequence_parallel and need_dweight else None
+    gathering = tp.begin_all_gather(x) if tp.sequence_parallel and need_dweight else None
     shape = x.shape
     dx, summing, scattering = none, None, None
     if need_dx and tp.sequence_parallel and _flat(x):
@@ -323,8 +295,10 @@ def column_linear_bwd(
     dweight = none.clone()
     if need_dweight:
         if gathering is not None:
-            gathering[1].wait()
-            x = tp.finish_all_gather(gathering[0], -2)
+            whole, handle = gathering
+            if handle is not None:
+                handle.wait()
+            x = tp.finish_all_gather(whole, -2)
         dweight = matmul(_rows(dy).t(), _rows(x))
     dbias = _rows(dy).sum(0) if need_dbias else none.clone()
     if summing is not None:
@@ -338,7 +312,7 @@ def row_linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None, number: int) 
     """y [..., C], or this rank's slice of its tokens, of x [..., F/tp]."""
     tp = handle_of(number)
     if tp.sequence_parallel and _flat(x):
-        y = tp.overlap.begin_matmul_scatter(_rows(x), weight.t()).wait()
+        y = tp.overlap.matmul_scatter(_rows(x), weight.t())
         y = y.view(*x.shape[:-2], *y.shape)
     else:
         y = matmul(_rows(x), weight.t()).view(*x.shape[:-1], weight.shape[0])
@@ -373,19 +347,13 @@ def row_linear_bwd(
 
 
 def _column_fake(x, weight, bias, number):
-    tp = handle_of(number)
-    shape = [*x.shape[:-1], weight.shape[0]]
-    if tp.sequence_parallel:
-        shape[-2] *= tp.size
-    return x.new_empty(shape)
+    y = x.new_empty([*x.shape[:-1], weight.shape[0]])
+    return _gathered(y, -2, number) if handle_of(number).sequence_parallel else y
 
 
 def _row_fake(x, weight, bias, number):
-    tp = handle_of(number)
-    shape = [*x.shape[:-1], weight.shape[0]]
-    if tp.sequence_parallel:
-        shape[-2] //= tp.size
-    return x.new_empty(shape)
+    y = x.new_empty([*x.shape[:-1], weight.shape[0]])
+    return _scattered(y, -2, number) if handle_of(number).sequence_parallel else y
 
 
 def _bwd_fake(dy, x, weight, need_dx, need_dweight, need_dbias, number):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from fastpar.comm import handles, mesh, torch_collectives, watchdog
 from fastpar.comm.torch_collectives import TorchCollectives
+from fastpar.tensor.functional import TensorParallel
 
 AVG, SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
 
@@ -174,3 +175,17 @@ def test_both_names_of_torch(name, new, old, monkeypatch):
         else:
             monkeypatch.delattr(dist, new)
         assert loaded() == ("new" if has == "new" else "old old")
+
+
+def test_tensor_parallel_waits_for_nothing_by_handle(nccl):
+    """Layers call about ten collectives each: a handle, two events and two stream hops cost."""
+    make, calls = nccl
+    tp, x = TensorParallel(make()), torch.ones(8, 3)
+    tp.all_reduce(x)
+    tp.all_gather(x, 0)
+    tp.reduce_scatter(x, 0)
+    tp.overlap.gather_matmul(x, torch.ones(3, 2))
+    tp.overlap.matmul_scatter(x, torch.ones(3, 2))
+    names = ["all_reduce", "all_gather", "reduce_scatter", "all_gather", "reduce_scatter"]
+    assert [name for name, _, _ in calls] == names
+    assert Event.made == 0
