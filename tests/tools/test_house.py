@@ -118,6 +118,16 @@ def test_oracles_import_torch_only():
     assert {n.split(".")[0] for n in names} <= {"torch", "math", "__future__"}
 
 
+def test_a_wheel_has_every_room_and_every_file_that_is_not_python():
+    text = (ROOT / "pyproject.toml").read_text()
+    packages = set(re.findall(r'"(fastpar[\w.]*)"', text.split("packages = [")[1].split("]")[0]))
+    assert packages == {"fastpar", "fastpar.kernels", *(f"fastpar.{room}" for room in ROOMS)}
+    data = text.split("[tool.setuptools.package-data]")[1].split("[tool.ruff]")[0]
+    for path in tracked("fastpar/*"):
+        if path.suffix not in (".py", ".md"):
+            assert path.name in data or f"{path.parent.name}/*" in data, path
+
+
 def graph() -> dict[str, set[str]]:
     """Module of fastpar/ -> those that it imports, TYPE_CHECKING and functions included."""
     modules = {dotted(p): p for p in sources("fastpar") if p.stem != "__init__"}
