@@ -125,7 +125,8 @@ def test_a_wheel_has_every_room_and_every_file_that_is_not_python():
     data = text.split("[tool.setuptools.package-data]")[1].split("[tool.ruff]")[0]
     for path in tracked("fastpar/*"):
         if path.suffix not in (".py", ".md"):
-            assert path.name in data or f"{path.parent.name}/*" in data, path
+            names = (path.name, f"*{path.suffix}", f"{path.parent.name}/*")
+            assert any(f'"{name}"' in data for name in names), path
 
 
 def graph() -> dict[str, set[str]]:
