@@ -114,7 +114,7 @@ def render(name: str, folder: Path) -> str:
 
 
 def _headline(folder: Path) -> str:
-    found = {}
+    found: dict[str, tuple[dict[str, Any], list[Row]]] = {}
     for device in ("cpu", "cuda"):
         try:
             found[device] = newest(device, folder)

@@ -253,7 +253,7 @@ def _ddp(name: str, make: ModelFactory, settings: Settings, *, zero: bool = Fals
     model = nn.parallel.DistributedDataParallel(
         make().to(settings.device),
         gradient_as_bucket_view=True,
-        bucket_cap_mb=settings.bucket_mb,  # type: ignore[arg-type]
+        bucket_cap_mb=settings.bucket_mb,
     )
     if not zero:
         return _DDP(name, model, adamw_of(model, settings), settings)
