@@ -189,6 +189,7 @@ class Capture:
             writer, file, weight = found
             value = tensor.detach()
             if weight.split is not None and mesh.dp_rank == writer // mesh.tp_size:
+                assert weight.declared is not None
                 value = weight.declared.whole(value, tensor)
             if writer != self.rank:
                 continue
