@@ -213,7 +213,7 @@ class Rank:
         sharded = engine is not None and engine.zero_stage == 3
         found = []
         for p in self.made.model.parameters():
-            found.append(engine.piece(p).param if engine is not None and sharded else p)
+            found.append(engine.shards.piece(p).param if engine is not None and sharded else p)
             found += [x for x in self.made.optimizer.state[p].values() if x.dim()]
         return [_local(x.detach()) for x in found]
 

@@ -233,7 +233,7 @@ def rows_of(
             "bucket_mb": setting.bucket_mb,
             "prefetch": setting.prefetch,
             "tp": setting.tp,
-            "buckets": len(rank.engine.layout.buckets),
+            "buckets": len(rank.engine.shards.layout.buckets),
             "wire_mb": taken[0][2] / 1e6,
         }
         if variant != BASELINE:

@@ -87,13 +87,15 @@ def piece_runs(p: Tensor, engine: Engine | None, *, block: int = 1) -> list[Run]
     state = None if engine.declared is None else engine.declared.state(p)
     if isinstance(state, Shard):
         if block > 1:
-            engine.check_block(p, block)
-        runs = runs_of_slice(state, engine.whole_shape(p), engine.mesh.tp_rank, engine.mesh.tp_size)
+            engine.shards.check_block(p, block)
+        runs = runs_of_slice(
+            state, engine.shards.whole_shape(p), engine.mesh.tp_rank, engine.mesh.tp_size
+        )
     else:
         runs = whole_run(-(-p.numel() // block))
     if engine.zero_stage == 0:
         return runs
-    _, start, stop = engine.place(p)
+    _, start, stop = engine.shards.place(p)
     return cut_runs(runs, -(-start // block), -(-stop // block))
 
 
@@ -102,7 +104,7 @@ def copies_of(p: Tensor, engine: Engine | None) -> tuple[int, int]:
     if engine is None:
         return 0, 1
     mesh = engine.mesh
-    n_shards = engine.n_shards if engine.zero_stage else 1
+    n_shards = engine.settings.n_shards if engine.zero_stage else 1
     copy, n = mesh.dp_rank // n_shards, mesh.dp_size // n_shards
     if engine.declared is not None and not isinstance(engine.declared.state(p), Shard):
         return copy * mesh.tp_size + mesh.tp_rank, n * mesh.tp_size
@@ -203,8 +205,8 @@ class Capture:
         if self.engine is None:
             yield from (w.tensor for _, weights in self.files for w in weights)
             return
-        yield from self.engine.each_whole()
-        known = {id(p) for p in self.engine.params}
+        yield from self.engine.shards.each_whole()
+        known = {id(p) for p in self.engine.shards.params}
         for _, weights in self.files:
             yield from (w.tensor for w in weights if id(w.tensor) not in known)
 

@@ -206,7 +206,7 @@ class _Plan:
     def load(self) -> None:
         """Copy everything. Ranks: all."""
         if self.engine is not None:
-            self.engine.begin_writes()
+            self.engine.shards.begin_writes()
         with self._reader:
             for weight in self.weights:
                 self._load(weight)
@@ -223,15 +223,15 @@ class _Plan:
             rounded, _ = master_split(values.contiguous())
         if engine is not None:
             if _keeps(p, engine):
-                engine.write(p, rounded)  # type: ignore[arg-type]
+                engine.shards.write(p, rounded)  # type: ignore[arg-type]
         else:
             p.copy_(rounded)
         if self.optimizer is None or not entries:
             return
         saved = {name: self._read(p, name, found, engine) for name, found in entries.items()}
-        target = (p if engine is None else engine.piece(p).param).detach()
+        target = (p if engine is None else engine.shards.piece(p).param).detach()
         if target.dtype != values.dtype == torch.float32 and "master_weight" not in saved:
-            start, stop = (0, p.numel()) if engine is None else engine.place(p)[1:]
+            start, stop = (0, p.numel()) if engine is None else engine.shards.place(p)[1:]
             saved["master_weight"] = values.reshape(-1)[start:stop].view(target.shape)
             saved.pop("master_remainder", None)
         saved = {
@@ -279,7 +279,7 @@ def _keeps(p: Tensor, engine: Engine | None) -> bool:
     """Whether this rank has an element of a parameter between two steps."""
     if engine is None or engine.zero_stage < 3:
         return True
-    _, start, stop = engine.place(p)
+    _, start, stop = engine.shards.place(p)
     return stop > start
 
 

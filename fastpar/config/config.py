@@ -206,13 +206,8 @@ class TrainConfig(TrainFlags):
     @property
     def accumulate(self) -> str:
         """Whether each micro-batch is reduced ("shard") or their whole sum ("full")."""
-        given = self.parallel.accumulate
-        return default_accumulate(self.parallel.zero_stage) if given == "auto" else given
-
-
-def default_accumulate(zero_stage: int) -> str:
-    """What `accumulate = auto` means at a stage."""
-    return "full" if zero_stage < 2 else "shard"
+        auto = "full" if self.parallel.zero_stage < 2 else "shard"
+        return auto if self.parallel.accumulate == "auto" else self.parallel.accumulate
 
 
 def setting_name(key: str) -> str:

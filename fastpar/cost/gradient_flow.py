@@ -2,9 +2,8 @@
 
 The engine's rules are simulated on the buckets of a model that need not exist. A bucket has memory
 from the first gradient that is copied into it until its reduction is waited for; the engine waits
-for the oldest one when more than two are under way and they are more than IN_FLIGHT caps of a
-bucket. At stages 0 and 1 gradients have their place anyway, but a wire of another format needs a
-copy until the end of backward.
+for the oldest one when reducer.too_many_in_flight() says so. At stages 0 and 1 gradients have their
+place anyway, but a wire of another format needs a copy until the end of backward.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections import deque
 from typing import NamedTuple
 
 from fastpar.cost.buckets import GPTBuckets
-from fastpar.parallel.engine import IN_FLIGHT
+from fastpar.parallel.reducer import too_many_in_flight
 
 # Moments of a block's backward: when it begins; while the gradients of c_proj, then those of c_fc
 # are copied into their buckets; the rest.
@@ -62,7 +61,7 @@ def gradient_flow(
             At stage 1 the earlier sum is put aside, from the first gradient on.
         whole: earlier micro-batches have left all gradients there.
     """
-    backward = _Backward(buckets, stage, reduces, IN_FLIGHT * bucket_mb * 2**20)
+    backward = _Backward(buckets, stage, reduces, bucket_mb)
     backward.alive_bytes = buckets.grad_bytes if stage >= 2 else sum_bytes
     added_bytes = sum_bytes if stage >= 2 else 0.0
     backward.launch_bytes = wire_bytes + added_bytes
@@ -97,8 +96,8 @@ def gradient_flow(
 class _Backward:
     """Buckets under way, treated as the engine does."""
 
-    def __init__(self, buckets: GPTBuckets, stage: int, reduces: bool, room: float) -> None:
-        self.stage, self.reduces, self.room = stage, reduces, room
+    def __init__(self, buckets: GPTBuckets, stage: int, reduces: bool, bucket_mb: float) -> None:
+        self.stage, self.reduces, self.bucket_mb = stage, reduces, bucket_mb
         self.numel = [bucket.numel for bucket in buckets.layout.buckets]
         self.missing = [len(bucket.slots) for bucket in buckets.layout.buckets]
         self.grad_bytes = buckets.grad_bytes
@@ -125,9 +124,9 @@ class _Backward:
             self._add(round(self.numel[self.next] * self.launch_bytes))
             self.pending.append(self.next)
             self.next += 1
-            while self.stage >= 2 and len(self.pending) > 2:
-                if sum(self.numel[i] for i in self.pending) * self.grad_bytes <= self.room:
-                    break
+            while self.stage >= 2 and too_many_in_flight(
+                (self.numel[i] * self.grad_bytes for i in self.pending), self.bucket_mb
+            ):
                 self._finish(self.pending.popleft())
 
     def _finish(self, index: int) -> None:

@@ -144,7 +144,8 @@ class Setup:
             values["master_weights"] = "none"
         elif values["master_weights"] == "auto":
             values["master_weights"] = "full"
-        values["accumulate"] = config.accumulate
+        if values["accumulate"] == "auto":
+            values["accumulate"] = default_accumulate(config.parallel.zero_stage)
         if values["grad_dtype"] == "auto":
             values["grad_dtype"] = "fp32"
         if values["reduce_dtype"] == "auto":
@@ -168,3 +169,8 @@ class Setup:
             ValueError: what `fastpar train` refuses for them.
         """
         return TrainConfig().replace(self.settings(workload))
+
+
+def default_accumulate(zero_stage: int) -> str:
+    """What `accumulate = auto` means."""
+    return "full" if zero_stage < 2 else "shard"

@@ -73,7 +73,7 @@ def list_weights(model: nn.Module) -> list[Weight]:
     weights, gpt = [], isinstance(model, GPT)
     for name, p in model.named_parameters():
         engine = engine_of_parameter(p)
-        whole = p.shape if engine is None else engine.whole_shape(p)
+        whole = p.shape if engine is None else engine.shards.whole_shape(p)
         if declared is not None:  # frozen parameters are split too
             whole = declared.whole_shape(p)
         transposed = gpt and name.endswith(CONV1D)

@@ -338,7 +338,7 @@ class AdamW(EngineOptimizer):
     ) -> dict[str, Any]:
         target, engine = p, engine_of_parameter(p)
         if engine is not None and engine.shares:
-            target = engine.piece(p).param.detach()
+            target = engine.shards.piece(p).param.detach()
             saved = {name: cut_entry(name, value, p, engine) for name, value in saved.items()}
         return super()._load_whole(saved, target, group, where)
 

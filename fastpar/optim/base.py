@@ -85,7 +85,7 @@ class EngineOptimizer(torch.optim.Optimizer):
             the step.
     """
 
-    steps_engines = True  # see fastpar/parallel/optim_guard.py
+    steps_engines = True  # see fastpar/parallel/checks.py
     master_weights: bool | str = False
     grad_scale: float | Tensor = 1.0
     found_inf: Tensor | None = None
@@ -188,7 +188,7 @@ class EngineOptimizer(torch.optim.Optimizer):
             for p in group["params"]:
                 position += 1
                 of = engine_of_parameter(p) if engines else None
-                piece, grad, start = (p, p.grad, 0) if of is None else of.piece(p)
+                piece, grad, start = (p, p.grad, 0) if of is None else of.shards.piece(p)
                 if grad is None:
                     continue
                 if grad.layout is not torch.strided:
@@ -198,7 +198,7 @@ class EngineOptimizer(torch.optim.Optimizer):
                     )
                 rows.append(Row(p, piece, grad, i, position, start, of))
                 if of is not None and of.shares and grad.numel():
-                    owned[id(of)].append((grad, of.counts(p)))
+                    owned[id(of)].append((grad, of.shards.counts(p)))
         bins = [self._exchange(engine, owned[id(engine)] if asked else None) for engine in engines]
         if engines:
             rows = [row for row in rows if row.engine is None or row.engine.has_grad(row.param)]
@@ -237,7 +237,7 @@ class EngineOptimizer(torch.optim.Optimizer):
                     "from a fastpar.optim.loss_scale.DynamicLossScale"
                 )
         saw_nothing = not isinstance(self.found_inf, Tensor | None)
-        if saw_nothing or any(engine.has_main_grads for engine in engines):
+        if saw_nothing or any(engine.shards.has_main_grads for engine in engines):
             raise RuntimeError(
                 f"{type(self).__name__}.step: expected gradients in p.grad under GradScaler, got "
                 "main gradients; parallelize without grad_dtype, or set grad_scale from a "

@@ -198,7 +198,7 @@ ENTRIES = (
 def entry_shapes(p: Tensor) -> dict[str, torch.Size]:
     """The shape of every entry that a state may have, whatever ranks share out of the parameter."""
     engine = engine_of_parameter(p)
-    shape = p.shape if engine is None else engine.whole_shape(p)
+    shape = p.shape if engine is None else engine.shards.whole_shape(p)
     scales = torch.Size([-(-shape.numel() // MOMENT_BLOCK)])
     found = {name: scales if name.endswith("_scale") else shape for name in ENTRIES}
     return {"step": torch.Size(), **found}
@@ -207,13 +207,13 @@ def entry_shapes(p: Tensor) -> dict[str, torch.Size]:
 def whole_entry(name: str, value: Any, p: Tensor, engine: Engine) -> Any:
     """An entry for all elements of a parameter that ranks share out. Ranks: all."""
     block = entry_block(name)  # 0: a count, or what others put there: every rank has it
-    return engine.full(value, p, block=block) if block else value
+    return engine.shards.full(value, p, block=block) if block else value
 
 
 def cut_entry(name: str, whole: Any, p: Tensor, engine: Engine) -> Any:
     """This rank's part of a whole entry, a copy; the inverse of whole_entry()."""
     block = entry_block(name)
-    return engine.shard_of(whole, p, block=block) if block else whole
+    return engine.shards.shard_of(whole, p, block=block) if block else whole
 
 
 def entry_block(name: str) -> int:

@@ -1,18 +1,30 @@
-"""What parallelize() refuses before it changes anything."""
+"""What parallelize() refuses before it changes anything, and what step() of any optimizer refuses.
+
+[Note: strangers]
+A parameter that was added to the model or unfrozen after parallelize() has no engine, so every rank
+would train its own. The engine sees it when it reduces gradients; if all of the others have been
+frozen there are none to reduce, and only the optimizer that steps it knows of it.
+"""
 
 from __future__ import annotations
 
+import threading
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fastpar.comm.mesh import Mesh
-from fastpar.parallel.buffers import DTYPES
-from fastpar.parallel.engine import engine_of_parameter
-from fastpar.parallel.shards import Settings
+from fastpar.parallel.bucket import DTYPES
+from fastpar.parallel.engine import Engine, engine_of_parameter
+from fastpar.parallel.stages import STAGES, Settings
 
 
 def check_axes(mesh: Mesh) -> None:
-    """Axes of a mesh that no code runs yet."""
+    """Refuse axes of a mesh that no code runs yet."""
     for axis, what in {"pp": "pipeline", "cp": "context", "ep": "expert"}.items():
         if mesh.size(axis) > 1:
             raise ValueError(
@@ -21,27 +33,17 @@ def check_axes(mesh: Mesh) -> None:
             )
 
 
-def check_arguments(
-    model: nn.Module,
-    dp: int,
-    *,
-    zero_stage: int,
-    shard_size: int | None,
-    bucket_mb: float | None,
-    grad_dtype: torch.dtype | None,
-    reduce_dtype: torch.dtype | None,
-    accumulate: str,
-    grad_accum_steps: int,
-    prefetch: int,
-) -> None:
-    """Options outside their range, and a model that has an engine."""
+def check_arguments(model: nn.Module, dp: int, options: Mapping[str, Any]) -> None:
+    """Refuse options outside their range, and a model that has an engine."""
     for name, p in model.named_parameters():
         if engine_of_parameter(p) is not None:
             raise ValueError(
                 f"parallelize: expected a model without an engine, got parameter '{name}' of "
                 "an earlier fastpar.parallelize; call it once"
             )
-    if isinstance(zero_stage, bool) or zero_stage not in (0, 1, 2, 3):
+    zero_stage, shard_size = options["zero_stage"], options["shard_size"]
+    bucket_mb, accumulate = options["bucket_mb"], options["accumulate"]
+    if isinstance(zero_stage, bool) or zero_stage not in range(len(STAGES)):
         raise ValueError(
             f"parallelize: expected zero_stage 0, 1, 2 or 3, got zero_stage={zero_stage!r}; "
             "0 shares nothing, 3 everything"
@@ -61,7 +63,8 @@ def check_arguments(
             f"parallelize: expected bucket_mb in MiB or None, got bucket_mb={bucket_mb!r}; "
             "leave it out for a size that fits ranks and transport"
         )
-    for name, value in (("grad_dtype", grad_dtype), ("reduce_dtype", reduce_dtype)):
+    for name in ("grad_dtype", "reduce_dtype"):
+        value = options[name]
         if value not in (None, *DTYPES):
             raise ValueError(
                 f"parallelize: expected a floating-point {name}, got {name}={value}; "
@@ -72,10 +75,8 @@ def check_arguments(
             f"parallelize: expected accumulate 'shard' or 'full', got accumulate={accumulate!r}; "
             "'shard' reduces every backward, 'full' the last one"
         )
-    for name, count, least in (
-        ("grad_accum_steps", grad_accum_steps, 1),
-        ("prefetch", prefetch, 0),
-    ):
+    for name, least in (("grad_accum_steps", 1), ("prefetch", 0)):
+        count = options[name]
         if isinstance(count, bool) or not isinstance(count, int) or count < least:
             raise ValueError(
                 f"parallelize: expected an integer {name} >= {least}, got {name}={count!r}; "
@@ -148,3 +149,69 @@ def check_in_place_writers(model: nn.Module, dp: int) -> None:
                 "rows of this rank's batch; set max_norm=None, and scale rows after each step "
                 "inside `with fastpar.engine_of(model).gathered():`"
             )
+
+
+# Optimizers
+
+_lock = threading.Lock()
+_installed = False
+
+
+class _Here(threading.local):
+    """Ranks may be threads: each looks at its own models."""
+
+    def __init__(self) -> None:
+        self.engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+_here = _Here()
+
+
+def guard_optimizers(engine: Engine) -> None:
+    """From now on, step() of any optimizer in this thread refuses what it cannot step right.
+
+    Called when an engine is made; installed once in a process.
+    """
+    global _installed
+    _here.engines.add(engine)
+    with _lock:
+        if not _installed:
+            register_optimizer_step_pre_hook(_before_step)
+            _installed = True
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if not getattr(optimizer, "steps_engines", False):
+        _refuse_sharded(optimizer)
+    strangers = {
+        p
+        for group in (optimizer.param_groups if _here.engines else ())
+        for p in group["params"]
+        if p.requires_grad and engine_of_parameter(p) is None
+    }
+    for engine in list(_here.engines) if strangers else ():
+        model = engine.shards.model()
+        if model is not None and not strangers.isdisjoint(model.parameters()):
+            engine.shards.check()  # says which, see [Note: strangers]
+
+
+def _refuse_sharded(optimizer: torch.optim.Optimizer) -> None:
+    name = type(optimizer).__name__
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    for engine in map(engine_of_parameter, params):
+        if engine is None:
+            continue
+        if engine.partials is not None:
+            engine.partials.check()
+        if engine.shards.has_main_grads:
+            what, got = "with main gradients", f"grad_dtype={engine.settings.grad_dtype}"
+            advice = "it reads p.grad only: use fastpar.AdamW, or parallelize without grad_dtype"
+        elif engine.stage.shards:
+            what, got = "of an engine with zero_stage >= 1", f"zero_stage={engine.zero_stage}"
+            advice = "their gradients exist only as shards: use fastpar.AdamW, or zero_stage=0"
+        else:
+            continue
+        raise RuntimeError(
+            f"{name}.step: expected fastpar.AdamW for parameters {what}, got {name} "
+            f"with {got}; {advice}"
+        )

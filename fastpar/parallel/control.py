@@ -31,6 +31,7 @@ class Control:
     """Makes, exchanges and reads the words of one engine.
 
     Args:
+        group: all ranks of the mesh, None if there is one.
         n_params: of the engine.
         copy_ranks: the ranks that have one copy of the model with this one; the norm is theirs.
     Attributes:
@@ -45,12 +46,11 @@ class Control:
         copy_ranks: Sequence[int],
         device: torch.device,
     ) -> None:
-        self._group, self._n_params, self._device = group, n_params, device
+        self.group, self._n_params, self._device = group, n_params, device
         self._ranks = slice(copy_ranks[0], copy_ranks[-1] + 1)
         self._values: list[Tensor] = []
         self._tokens: Tensor | int | None = None
         self._doubt = ""  # what is wrong with the tokens, for a person
-        self._forwards = 0  # since the last step
         self._rows: Tensor | None = None
         self._late: tuple[Tensor, torch.cuda.Event] | None = None
         self.contributed: Tensor | None = None
@@ -123,11 +123,11 @@ class Control:
         mine = torch.cat([*parts, zero, host[_HEAD:], values.view(torch.int64)])
         keep_values, keep_scale = again and not self._values, again and not counted
         self._values, self._tokens = [], None
-        if self._group is None:
+        if self.group is None:
             rows = mine.view(1, -1)
         else:
-            rows = mine.new_empty(self._group.world_size, mine.numel())
-            self._group.all_gather(rows.view(-1), mine)
+            rows = mine.new_empty(self.group.world_size, mine.numel())
+            self.group.all_gather(rows.view(-1), mine)
             self._check(rows[:, :_HEAD])
         self._rows = rows
         start = _HEAD + NORM_WORDS + len(flags)
@@ -140,15 +140,36 @@ class Control:
             self.token_scale = tokens.clamp(min=1).float() / rows.shape[0]
         return None if bins is None else rows[self._ranks, _HEAD : _HEAD + NORM_WORDS].sum(0)
 
-    def begin(self, what: str) -> None:
-        """See [Note: what begins]; what: of BEGINS. Ranks: all."""
-        group = self._group
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum of a small vector over the ranks, apart from a step. Ranks: all.
+
+        Raises:
+            ValueError: another dtype than fp32 and fp64.
+        """
+        if values.dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"all_reduce_scalars: expected fp32 or fp64, got dtype={values.dtype}; "
+                "pack the values with torch.tensor([...], dtype=torch.float64)"
+            )
+        mine = values.detach().clone()
+        if self.group is None:
+            return mine
+        rows = mine.new_empty((self.group.world_size, *mine.shape))
+        self.group.all_gather(rows.view(-1), mine.view(-1))
+        return _sum_rows(rows)
+
+    def begin(self, what: str, n_micro_batches: int) -> None:
+        """Tell the others what begins; see [Note: what begins]. Ranks: all.
+
+        Args:
+            what: one of BEGINS; n_micro_batches: since the last step, for the message.
+        """
+        group = self.group
         if group is None or group.transport not in ("shm", "gloo") or group.device.type != "cpu":
             return
         kind = BEGINS.index(what)
         rows = torch.empty(group.world_size, 2, dtype=torch.int64)
-        group.all_gather(rows.view(-1), torch.tensor([kind, self._forwards]))
-        self._forwards = 0 if kind == 0 else self._forwards + (kind == 1)
+        group.all_gather(rows.view(-1), torch.tensor([kind, n_micro_batches]))
         said = rows.tolist()
         for rank, (theirs, count) in enumerate(said):
             if theirs != said[0][0]:

@@ -25,7 +25,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.handles import FutureHandle, Handle, StreamHandle, TaskThread, run_task
-from fastpar.parallel.hooks import Hook
+from fastpar.parallel.units import Hook
 
 _CYCLES_PER_MS = 1_500_000  # of a GPU, about
 

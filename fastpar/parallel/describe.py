@@ -1,80 +1,79 @@
-"""What an engine holds and sends, for people: units, buckets, bytes, collectives of a step."""
+"""What an engine holds and sends, as text: units, buckets, bytes, collectives of a step."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 
+from fastpar.parallel.shards import Shards
 from fastpar.parallel.units import ROOT
 from fastpar.sharding.placements import Partial, Shard
-
-if TYPE_CHECKING:
-    from fastpar.parallel.shards import Shards
-    from fastpar.tensor.functional import TensorParallel
+from fastpar.tensor.functional import TensorParallel
 
 _MIB = 2**20
 
 
-def memory(engine: Shards) -> dict[str, int]:
+def memory(shards: Shards) -> dict[str, int]:
     """Bytes that are alive on this rank, by kind; without the optimizer's state and activations."""
     kinds = dict.fromkeys(("parameters", "parameter shards", "gradients", "gradient shards"), 0)
-    for bucket in engine.buckets:
-        if bucket.stage < 3:
-            kinds["parameters"] += bucket.flat.numel() * bucket.flat.element_size()
-        else:  # a storage of its own, empty while the unit is not used
+    for bucket in shards.buckets:
+        if bucket.stage.frees_parameters:  # a storage of its own, empty while the unit is not used
             kinds["parameters"] += bucket.flat.untyped_storage().nbytes()
-            kinds["parameter shards"] += bucket.shard.numel() * bucket.shard.element_size()
+            kinds["parameter shards"] += bucket.shard.nbytes
+        else:
+            kinds["parameters"] += bucket.flat.nbytes
         for kind, x in (("gradients", bucket.grad), ("gradient shards", bucket.grad_shard)):
             if x is not None:
                 kinds[kind] += x.numel() * x.element_size()
-    kinds["partial sums"] = sum(bucket.tree_bytes for bucket in engine.buckets)
-    kinds["frozen parameters"] = sum(p.numel() * p.element_size() for p in engine.frozen)
+    kinds["partial sums"] = sum(bucket.tree_bytes for bucket in shards.buckets)
+    kinds["frozen parameters"] = sum(p.numel() * p.element_size() for p in shards.frozen)
     return kinds
 
 
-def wire_bytes(engine: Shards) -> dict[str, int]:
+def wire_bytes(shards: Shards, last_unit: int) -> dict[str, int]:
     """Bytes that this rank sends for one backward and step, by kind of collective.
 
     Without evaluation, recomputed gathers, the control exchange, and tp's activations, which
     depend on the batch.
+
+    Args:
+        last_unit: that stays from forward to backward where parameters are freed.
     """
-    sent = _between_copies(engine)
-    partial = _partial_bytes(engine)
+    sent = _between_copies(shards, last_unit)
+    partial = _partial_bytes(shards)
     if partial:
         sent["all-reduce of partial gradients"] = partial
     return sent
 
 
-def _partial_bytes(engine: Shards) -> int:
-    """Of the sum along tp; see partials.py."""
-    if engine.declared is None:
+def _partial_bytes(shards: Shards) -> int:
+    """Bytes of the sum along tp; see reducer.py."""
+    if shards.declared is None:
         return 0
-    ranks, sizes = engine.mesh.tp_size, dict[torch.dtype, int]()
-    for p in engine.params:
-        if isinstance(engine.declared.state(p), Partial):
-            bucket, start, stop = engine.place(p)
+    ranks, sizes = shards.mesh.tp_size, dict[torch.dtype, int]()
+    for p in shards.params:
+        if isinstance(shards.declared.state(p), Partial):
+            bucket, start, stop = shards.place(p)
             sizes[bucket.grad_dtype] = sizes.get(bucket.grad_dtype, 0) + stop - start
     return sum(n * dtype.itemsize // ranks * (ranks - 1) * 2 for dtype, n in sizes.items())
 
 
-def _between_copies(engine: Shards) -> dict[str, int]:
-    stage, ranks, n_shards = engine.zero_stage, engine.mesh.dp_size, engine.n_shards
+def _between_copies(shards: Shards, last_unit: int) -> dict[str, int]:
+    stage, ranks, n_shards = shards.stage, shards.mesh.dp_size, shards.settings.n_shards
     grads = values = kept = 0
-    for bucket in engine.buckets:
-        wire = engine.settings.reduce_dtype or bucket.grad_dtype
-        grads += bucket.spec.numel * wire.itemsize
+    for bucket in shards.buckets:
+        grads += bucket.spec.numel * bucket.wire_dtype.itemsize
         n_bytes = bucket.spec.numel * bucket.spec.dtype.itemsize
         values += n_bytes
         # The root stays from forward to backward, and so does the last unit.
-        kept += n_bytes if bucket.spec.unit in (ROOT, engine.last_unit) else 0
+        kept += n_bytes if bucket.spec.unit in (ROOT, last_unit) else 0
     if ranks == 1:
         return {}
-    if stage == 0:
+    if not stage.shards:
         return {"all-reduce": 2 * (ranks - 1) * grads // ranks}
     sent = {"reduce-scatter": (n_shards - 1) * grads // n_shards}
-    gathers = 2 * values - kept if stage == 3 else values
+    gathers = 2 * values - kept if stage.frees_parameters else values
     sent["all-gather"] = (n_shards - 1) * gathers // n_shards
     copies = ranks // n_shards
     if copies > 1:
@@ -82,24 +81,24 @@ def _between_copies(engine: Shards) -> dict[str, int]:
     return sent
 
 
-def describe(engine: Shards) -> str:
+def describe(shards: Shards, last_unit: int, tree_ms: float) -> str:
     """One line on the engine, one on memory and wire, a table of buckets, and the schedule."""
-    settings, ranks = engine.settings, engine.mesh.dp_size
-    parameters = sum(slot.spec.numel for slot in engine.layout.slots)
-    reduce = engine.groups.reduce
+    settings, ranks = shards.settings, shards.mesh.dp_size
+    parameters = sum(slot.spec.numel for slot in shards.layout.slots)
+    reduce = shards.buckets[0].groups.reduce
     how = f"{reduce.transport} ({reduce.why})" if reduce is not None else "no communication"
     lines = [
-        f"engine: stage {engine.zero_stage}, dp={ranks}, {engine.n_shards} shards, {how}, "
-        f"{parameters:,} trained parameters, {len(engine.buckets)} buckets"
+        f"engine: stage {shards.stage.number}, dp={ranks}, {settings.n_shards} shards, {how}, "
+        f"{parameters:,} trained parameters, {len(shards.buckets)} buckets"
         + (", deterministic" if settings.deterministic else ""),
-        *([] if engine.declared is None else [_tp(engine.declared.tp)]),
-        *([] if engine.declared is None else [_tensor_parallel(engine)]),
-        *([_cost_of_fixed_sums(engine)] if settings.deterministic else []),
-        "memory: " + _mib(memory(engine)),
-        "wire per rank and step: " + (_mib(wire_bytes(engine)) or "nothing"),
+        *([] if shards.declared is None else [_tp(shards.declared.tp)]),
+        *([] if shards.declared is None else [_tensor_parallel(shards)]),
+        *([_cost_of_fixed_sums(shards, tree_ms)] if settings.deterministic else []),
+        "memory: " + _mib(memory(shards)),
+        "wire per rank and step: " + (_mib(wire_bytes(shards, last_unit)) or "nothing"),
         "bucket  unit  dtype     params      MiB  shard MiB  parameters",
     ]
-    for bucket in engine.buckets:
+    for bucket in shards.buckets:
         spec, dtype = bucket.spec, str(bucket.grad_dtype).removeprefix("torch.")
         size = spec.numel * bucket.grad_dtype.itemsize / _MIB
         names = dict.fromkeys((bucket.name(0), bucket.name(len(bucket.params) - 1)))
@@ -108,7 +107,7 @@ def describe(engine: Shards) -> str:
             f"{spec.index:6d}  {unit:>4s}  {dtype:8s}  {len(bucket.params):6d}  {size:7.2f}  "
             f"{size / spec.n_shards:9.2f}  {' .. '.join(names)}"
         )
-    return "\n".join([*lines, "schedule: " + _schedule(engine)])
+    return "\n".join([*lines, "schedule: " + _schedule(shards)])
 
 
 def _tp(tp: TensorParallel) -> str:
@@ -117,46 +116,46 @@ def _tp(tp: TensorParallel) -> str:
     return f"tp={tp.size}: {group.transport} ({group.why}), {tokens}, {tp.overlap}"
 
 
-def _tensor_parallel(engine: Shards) -> str:
-    assert engine.declared is not None
-    states = [engine.declared.state(p) for p in engine.params]
+def _tensor_parallel(shards: Shards) -> str:
+    assert shards.declared is not None
+    states = [shards.declared.state(p) for p in shards.params]
     split = sum(isinstance(state, Shard) for state in states)
     partial = sum(isinstance(state, Partial) for state in states)
-    whole = sum(math.prod(engine.whole_shape(p)) for p in engine.params)
-    tokens = "split" if engine.declared.tp.sequence_parallel else "on every rank"
+    whole = sum(math.prod(shards.whole_shape(p)) for p in shards.params)
+    tokens = "split" if shards.declared.tp.sequence_parallel else "on every rank"
     return (
-        f"tensor parallel: tp={engine.mesh.tp_size}, tokens between layers {tokens}; of {whole:,} "
+        f"tensor parallel: tp={shards.mesh.tp_size}, tokens between layers {tokens}; of {whole:,} "
         f"trained parameters {split} tensors are split, {len(states) - split - partial} "
         f"replicated, {partial} partial"
     )
 
 
-def _cost_of_fixed_sums(engine: Shards) -> str:
-    held = memory(engine)["partial sums"] / _MIB
-    return f"deterministic: {engine.tree_ms:.1f} ms of the last step, {held:.1f} MiB held now"
+def _cost_of_fixed_sums(shards: Shards, tree_ms: float) -> str:
+    held = memory(shards)["partial sums"] / _MIB
+    return f"deterministic: {tree_ms:.1f} ms of the last step, {held:.1f} MiB held now"
 
 
-def _schedule(engine: Shards) -> str:
-    if engine.mesh.world_size == 1:
+def _schedule(shards: Shards) -> str:
+    if shards.mesh.world_size == 1:
         return "nothing to send"
     control = "; one control exchange before the update"
-    if _partial_bytes(engine):
-        when = "each backward" if engine.zero_stage == 0 else "the last backward"
+    if _partial_bytes(shards):
+        when = "the last backward" if shards.stage.shards else "each backward"
         control = f"; all-reduce partial gradients along tp after {when}{control}"
-    if engine.mesh.dp_size == 1:
+    if shards.mesh.dp_size == 1:
         return control.removeprefix("; ")
-    first, last = 0, len(engine.buckets) - 1
+    first, last = 0, len(shards.buckets) - 1
     span = f"buckets {first} to {last}"
-    tree = ", sums in a fixed tree" if engine.settings.deterministic else ""
-    if engine.zero_stage == 0:
+    tree = ", sums in a fixed tree" if shards.settings.deterministic else ""
+    if not shards.stage.shards:
         return f"all-reduce {span} while backward runs{tree}{control}"
-    copies = engine.mesh.dp_size // engine.n_shards
+    copies = shards.mesh.dp_size // shards.settings.n_shards
     reduce = f"reduce-scatter {span} while backward runs{tree}"
     if copies > 1:
         reduce += f", then all-reduce each shard with its {copies} copies"
-    if engine.zero_stage < 3:
+    if not shards.stage.frees_parameters:
         return f"{reduce}{control}; all-gather {span} under the next forward"
-    ahead = engine.settings.prefetch
+    ahead = shards.settings.prefetch
     return f"all-gather each unit before its forward and backward, {ahead} ahead; {reduce}{control}"
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,22 +11,22 @@ from torch import Tensor, nn
 
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.overlap import check_overlap, choose_overlap
-from fastpar.parallel.buffers import BucketState
+from fastpar.parallel.bucket import BucketState
+from fastpar.parallel.bucket_parameters import BucketGroups
 from fastpar.parallel.checks import (
     check_arguments,
     check_axes,
     check_deterministic,
     check_in_place_writers,
     check_parameters,
+    guard_optimizers,
 )
 from fastpar.parallel.debug import Debug, InputCheck
 from fastpar.parallel.engine import Engine
 from fastpar.parallel.engine_groups import Factory, GroupMaker
-from fastpar.parallel.optim_guard import guard_optimizers
-from fastpar.parallel.shards import Groups, Settings
-from fastpar.parallel.state_dicts import guard_state_dicts
-from fastpar.parallel.unit_modules import find_units, unit_of_parameters
-from fastpar.parallel.units import Gathers
+from fastpar.parallel.shards import Shards, guard_state_dicts
+from fastpar.parallel.stages import STAGES, Settings, Stage
+from fastpar.parallel.units import find_units, unit_of_parameters
 from fastpar.patching.tp_plan import Plan, Planned, plan_for, use_tokens
 from fastpar.sharding.layout import (
     ParamSpec,
@@ -125,24 +125,6 @@ def parallelize(
             twice; models that differ between ranks.
     Source: Rajbhandari et al. 2020, arXiv 1910.02054
     """
-    dp = mesh.dp_size
-    check_axes(mesh)
-    check_arguments(
-        model,
-        dp,
-        zero_stage=zero_stage,
-        shard_size=shard_size,
-        bucket_mb=bucket_mb,
-        grad_dtype=grad_dtype,
-        reduce_dtype=reduce_dtype,
-        accumulate=accumulate,
-        grad_accum_steps=grad_accum_steps,
-        prefetch=prefetch,
-    )
-    check_overlap(tp_overlap, sequence_parallel is not False)
-    named = parameter_names(model)
-    check_parameters(named, mesh.device, materialize is not None)
-    check_in_place_writers(model, dp)
     options = {
         "zero_stage": zero_stage,
         "shard_size": shard_size,
@@ -159,159 +141,160 @@ def parallelize(
         "sequence_parallel": sequence_parallel,
         "tp_overlap": tp_overlap,
     }
+    check_axes(mesh)
+    check_arguments(model, mesh.dp_size, options)
+    check_overlap(tp_overlap, sequence_parallel is not False)
+    check_parameters(parameter_names(model), mesh.device, materialize is not None)
+    check_in_place_writers(model, mesh.dp_size)
     lines = [f"{name}={value}" for name, value in options.items()]
     mesh.check_same("parallelize", [*lines, *inventory(model)])
-    n_shards = 1 if zero_stage == 0 or dp == 1 else shard_size or mesh.size("dp")
-    stage = zero_stage if n_shards > 1 else 0
-    maker = GroupMaker(
-        mesh, transport, collectives, deterministic=deterministic, debug=debug or Debug()
-    )
-    declared, report = None, "tensor parallelism: tp=1, nothing is split"
-    planned = plan_for(model, tp_plan)
-    tokens = use_tokens(planned, sequence_parallel)
-    if mesh.tp_size > 1:
-        group = maker.of_tp()
-        overlap = choose_overlap(tp_overlap, group, sequence_parallel=tokens)
-        tp = TensorParallel(group, sequence_parallel=tokens, overlap=overlap)
-        declared = _split(model, mesh, tp, planned)
-        named = parameter_names(model)
-        by = "declared by its modules" if planned is None else planned.why
-        report = tp_report(declared, named, by, planned.left if planned else ())
+    debug = debug or Debug()
+    maker = GroupMaker(mesh, transport, collectives, deterministic=deterministic, debug=debug)
+    declared, report = _split_along_tp(model, mesh, maker, tp_plan, sequence_parallel, tp_overlap)
+    n_shards = 1 if zero_stage == 0 else shard_size or mesh.size("dp")
+    stage = STAGES[zero_stage if n_shards > 1 else 0]
     groups = maker.of_engine(stage, n_shards)
-    if bucket_mb is None:
-        bucket_mb = default_bucket_mb(dp, groups.reduce.transport if groups.reduce else "none")
-    settings = Settings(
-        stage,
-        n_shards,
-        bucket_mb,
-        first_bucket_mb,
-        grad_dtype,
-        reduce_dtype,
-        accumulate,
-        grad_accum_steps,
-        prefetch,
-        deterministic,
-    )
-    check_deterministic(settings, named)
+    settings = _settings(options, stage, n_shards, mesh.dp_size, groups.of_buckets)
+    check_deterministic(settings, parameter_names(model))
     if materialize is not None:
-        old = named
-        _materialize_shells(model, mesh.device)
-        named = parameter_names(model)
-        if declared is not None:
-            declared.rename(old, named)
-    engine = _build(
-        model,
-        mesh,
-        settings,
-        groups,
-        named,
-        units,
-        materialize,
-        debug,
-        declared,
+        _allocate_meta(model, mesh.device, declared)
+    modules = find_units(model, units, merge_bytes=first_bucket_mb * 2**20)
+    fill = _Fill(parameter_names(model), materialize, declared)
+    shards = _make_shards(
+        model, mesh, settings, groups.of_buckets, modules, fill, poison=debug.poison
     )
+    engine = Engine(shards, modules, groups.control, debug)
     engine.tp_report = report
     guard_optimizers(engine)
-    if engine.shares:
-        guard_state_dicts(model, engine)
-    if declared is not None and debug is not None and debug.check_inputs:
+    if shards.shares:
+        guard_state_dicts(model, shards)
+    if declared is not None and debug.check_inputs:
         engine.input_check = InputCheck(declared.tp.group)
         engine.input_check.attach(model)
     return model
 
 
-def _build(
+def _settings(
+    options: Mapping[str, Any], stage: Stage, n_shards: int, dp: int, groups: BucketGroups
+) -> Settings:
+    """The options, with the default of bucket_mb filled in."""
+    names = [f.name for f in dataclasses.fields(Settings) if f.name in options]
+    settings = Settings(stage=stage, n_shards=n_shards, **{name: options[name] for name in names})
+    if settings.bucket_mb is not None:
+        return settings
+    transport = groups.reduce.transport if groups.reduce else "none"
+    return dataclasses.replace(settings, bucket_mb=default_bucket_mb(dp, transport))
+
+
+class _Fill:
+    """Gives parameters their first values.
+
+    Args:
+        named: all parameters with their names.
+        materialize: where the model was on the meta device; else parameters have their values.
+    """
+
+    def __init__(
+        self,
+        named: dict[nn.Parameter, tuple[str, ...]],
+        materialize: Materialize | None,
+        declared: Declared | None,
+    ) -> None:
+        self.named, self.materialize, self.declared = named, materialize, declared
+
+    def __call__(self, p: nn.Parameter, memory: Tensor) -> None:
+        """Write the values of p into memory."""
+        if self.materialize is None:
+            memory.copy_(p.detach())
+        elif self.declared is None or not isinstance(self.declared.state(p), Shard):
+            self.materialize(self.named[p][0], memory)
+        else:
+            whole = memory.new_empty(self.declared.whole_shape(p))
+            self.materialize(self.named[p][0], whole)
+            memory.copy_(self.declared.cut(whole, p))
+
+    def rest(self, model: nn.Module, frozen: Iterable[nn.Parameter]) -> None:
+        """Values of what is in no bucket."""
+        if self.materialize is None:
+            return
+        for p in frozen:
+            self(p, p.data)
+        for name, buffer in model.named_buffers():
+            self.materialize(name, buffer.data)
+
+
+def _make_shards(
     model: nn.Module,
     mesh: Mesh,
     settings: Settings,
-    groups: Groups,
-    named: dict[nn.Parameter, tuple[str, ...]],
-    units: Any,
-    materialize: Materialize | None,
-    debug: Any,
-    declared: Declared | None,
-) -> Engine:
-    stage, mib = settings.zero_stage, 2**20
-    modules = find_units(model, units, merge_bytes=settings.first_bucket_mb * mib)
-    unit_of = unit_of_parameters(modules)
-    trained = [p for p in named if p.requires_grad]
-
+    groups: BucketGroups,
+    units: list[list[nn.Module]],
+    fill: _Fill,
+    *,
+    poison: bool,
+) -> Shards:
+    """Bring the parameters into buckets, with the values of rank 0."""
+    stage, unit_of = settings.stage, unit_of_parameters(units)
+    trained = [p for p in fill.named if p.requires_grad]
     layout = build_layout(
-        [ParamSpec(named[p], tuple(p.shape), p.dtype) for p in trained],
+        [ParamSpec(fill.named[p], tuple(p.shape), p.dtype) for p in trained],
         n_shards=settings.n_shards,
-        bucket_bytes=settings.bucket_mb * mib,
-        first_bucket_bytes=settings.first_bucket_mb * mib,
+        bucket_bytes=settings.bucket_mb * 2**20,
+        first_bucket_bytes=settings.first_bucket_mb * 2**20,
         grad_dtype=settings.grad_dtype,
-        unit_of=[unit_of[p] for p in trained] if stage else None,
-        flags=stage == 0,
+        unit_of=[unit_of[p] for p in trained] if stage.shards else None,
+        flags=not stage.shards,
     )
-    homes = [
-        (weakref.ref(module), attribute, p)
-        for module in model.modules()
-        for attribute, p in module._parameters.items()
-        if p is not None and p.requires_grad
-    ]
-
-    def make(fill: Callable[[nn.Parameter, Tensor], None]) -> list[BucketState]:
-        buckets = []
-        for spec in layout.buckets:  # one after another: little extra memory
-            params = [trained[layout.slots[i].registered] for i in spec.slots]
-            bucket = BucketState(
-                layout,
-                spec,
-                params,
-                stage=stage,
-                rank=mesh.dp_rank % settings.n_shards,
-                device=mesh.device,
-                grad_dtype=settings.grad_dtype,
-                deterministic=settings.deterministic,
-                reduce=groups.reduce,
-                gather=groups.gather,
-                poison=debug is not None and debug.poison,
-            )
-            for view, p in zip(bucket.views, params):
-                fill(p, view)
-            mesh.broadcast_([bucket.flat])
-            bucket.attach()
-            if stage == 3:
-                bucket.make_stale()
-            buckets.append(bucket)
-        return buckets
-
-    def fill_from_name(p: nn.Parameter, view: Tensor) -> None:
-        assert materialize is not None
-        if declared is None or not isinstance(declared.state(p), Shard):
-            materialize(named[p][0], view)
-            return
-        whole = view.new_empty(declared.whole_shape(p))
-        materialize(named[p][0], whole)
-        view.copy_(declared.cut(whole, p))
-
-    def first_values(p: nn.Parameter, view: Tensor) -> None:
-        if materialize is not None:
-            fill_from_name(p, view)
-        else:
-            view.copy_(p.detach())
-
-    buckets = make(first_values)
-    frozen = {p: names[0] for p, names in named.items() if not p.requires_grad}
-    if materialize is not None:
-        for p in frozen:
-            fill_from_name(p, p.data)
-        for name, buffer in model.named_buffers():
-            materialize(name, buffer.data)
-    mesh.broadcast_([*frozen, *model.buffers()])
-    engine = Engine(mesh, settings, groups, layout, buckets, frozen, homes, declared, debug)
-    engine.model = weakref.ref(model)
-    if stage:
-        engine.gathers = Gathers(
-            modules,
-            [[b for b in buckets if b.spec.unit == index] for index in range(len(modules))],
+    buckets = []
+    for spec in layout.buckets:  # one after another: little extra memory
+        bucket = BucketState(
+            layout,
+            spec,
+            [trained[layout.slots[i].registered] for i in spec.slots],
             stage=stage,
-            prefetch=settings.prefetch,
-            engine=engine,
+            rank=mesh.dp_rank % settings.n_shards,
+            device=mesh.device,
+            grad_dtype=settings.grad_dtype,
+            reduce_dtype=settings.reduce_dtype,
+            deterministic=settings.deterministic,
+            groups=groups,
+            poison=poison,
         )
-    return engine
+        for view, p in zip(bucket.views, bucket.params):
+            fill(p, view)
+        mesh.broadcast_([bucket.flat])
+        bucket.attach()
+        if stage.frees_parameters:
+            bucket.make_stale()
+        buckets.append(bucket)
+    frozen = {p: names[0] for p, names in fill.named.items() if not p.requires_grad}
+    fill.rest(model, frozen)
+    mesh.broadcast_([*frozen, *model.buffers()])
+    return Shards(
+        mesh, settings, layout, buckets, frozen=frozen, declared=fill.declared, model=model
+    )
+
+
+def _split_along_tp(
+    model: nn.Module,
+    mesh: Mesh,
+    maker: GroupMaker,
+    tp_plan: Plan | str | None,
+    sequence_parallel: bool | None,
+    tp_overlap: int | str | None,
+) -> tuple[Declared | None, str]:
+    """What each rank of tp keeps of the model, and a report of it. Ranks: all."""
+    planned = plan_for(model, tp_plan)
+    tokens = use_tokens(planned, sequence_parallel)
+    if mesh.tp_size == 1:
+        return None, "tensor parallelism: tp=1, nothing is split"
+    group = maker.of_tp()
+    overlap = choose_overlap(tp_overlap, group, sequence_parallel=tokens)
+    tp = TensorParallel(group, sequence_parallel=tokens, overlap=overlap)
+    declared = _split(model, mesh, tp, planned)
+    by = "declared by its modules" if planned is None else planned.why
+    left = planned.left if planned else ()
+    return declared, tp_report(declared, parameter_names(model), by, left)
 
 
 def _split(model: nn.Module, mesh: Mesh, tp: TensorParallel, planned: Planned | None) -> Declared:
@@ -338,8 +321,9 @@ def _split(model: nn.Module, mesh: Mesh, tp: TensorParallel, planned: Planned | 
         raise
 
 
-def _materialize_shells(model: nn.Module, device: torch.device) -> None:
+def _allocate_meta(model: nn.Module, device: torch.device, declared: Declared | None) -> None:
     """Parameters of the meta device -> parameters on device, trained ones without memory yet."""
+    old = parameter_names(model)
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, p in module._parameters.items():
@@ -353,3 +337,5 @@ def _materialize_shells(model: nn.Module, device: torch.device) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty_like(buffer, device=device)
+    if declared is not None:
+        declared.rename(old, parameter_names(model))

@@ -1,30 +1,26 @@
-"""A model's parameters as this rank has them: pieces, gathers, whole tensors of pieces, checks."""
+"""A model's parameters as this rank has them: pieces, gathers, whole tensors of pieces, checks.
+
+state_dict() and load_state_dict() of a model whose ranks have parts of it see whole tensors, those
+of its submodules too. The module that is asked gathers for all that it asks in turn.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fastpar.comm.collectives import Collectives
 from fastpar.comm.mesh import Mesh
-from fastpar.comm.watchdog import activity
-from fastpar.parallel.buffers import BucketState
-from fastpar.parallel.debug import InputCheck
-from fastpar.parallel.describe import describe, memory, wire_bytes
-from fastpar.parallel.replicas import check_replicas
-from fastpar.parallel.step_report import StepTimer
-from fastpar.parallel.units import Gathers
+from fastpar.parallel.bucket import BucketState
+from fastpar.parallel.stages import Settings
+from fastpar.parallel.step_report import CollectiveLog
 from fastpar.sharding.layout import Layout
 from fastpar.sharding.placements import Shard
 from fastpar.tensor.declared import Declared
-
-_HASH = (1 << 61) - 1
 
 
 class Piece(NamedTuple):
@@ -35,92 +31,64 @@ class Piece(NamedTuple):
     start: int
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What parallelize() was asked for; see there."""
-
-    zero_stage: int
-    n_shards: int
-    bucket_mb: float
-    first_bucket_mb: float
-    grad_dtype: torch.dtype | None
-    reduce_dtype: torch.dtype | None
-    accumulate: str
-    grad_accum_steps: int
-    prefetch: int
-    deterministic: bool
-
-
-@dataclass
-class Groups:
-    """The collectives of an engine; None where there is nobody to talk to."""
-
-    reduce: Collectives | None  # stage 0: of all ranks of dp, else of those that share a copy
-    gather: Collectives | None
-    replicate: Collectives | None  # of the ranks with the same shard
-    control: Collectives | None  # of all ranks of the mesh
-
-
 class Shards:
     """The buckets of one model on one rank, and the collectives that make parameters whole.
 
-    Attributes:
-        zero_stage: that is run; 0 if nobody shares a copy, whatever was asked for.
-        n_shards: ranks that share one copy; layout: the places of the parameters.
-        params: in launch order.
+    Args:
+        layout: the places of the parameters in the buckets.
+        frozen: parameters that are not trained, by name.
         declared: the parameters' states along tp, None with tp=1.
+        model: weakly referred to.
+    Attributes:
+        params: in launch order.
+        log: of the collectives of this engine.
     """
 
     def __init__(
         self,
         mesh: Mesh,
         settings: Settings,
-        groups: Groups,
+        layout: Layout,
+        buckets: list[BucketState],
+        *,
         frozen: dict[nn.Parameter, str],
-        homes: list[tuple[weakref.ref[nn.Module], str, nn.Parameter]],
         declared: Declared | None,
+        model: nn.Module,
     ) -> None:
-        self.mesh, self.settings, self.groups = mesh, settings, groups
-        self.declared = declared
-        self.frozen, self._homes = frozen, homes
-        self.zero_stage, self.n_shards = settings.zero_stage, settings.n_shards
-        self.gathers: Gathers | None = None
-        self.model: Callable[[], nn.Module | None] = lambda: None  # a weak reference to it
-        self.input_check: InputCheck | None = None
-        self.n_reductions = 0  # since parallelize(); names the step in errors
-        self.tree_ms = 0.0  # the host's, in the fixed sums of the last step
-        self._timer = StepTimer(mesh.device)
-        self._hashes = [0, 0]  # reductions, gathers: what was launched since the last step
-
-    def use(self, layout: Layout, buckets: list[BucketState]) -> None:
-        """Have these buckets from now on."""
+        self.mesh, self.settings, self.stage = mesh, settings, settings.stage
         self.layout, self.buckets = layout, buckets
+        self.declared, self.frozen = declared, frozen
+        self.model: Callable[[], nn.Module | None] = weakref.ref(model)
+        self.log = CollectiveLog(mesh.device, mesh.rank)
         self.params = [p for bucket in buckets for p in bucket.params]
-        self._place = {
+        self.index = {p: i for i, p in enumerate(self.params)}
+        self.places = {
             p: (bucket, position) for bucket in buckets for position, p in enumerate(bucket.params)
         }
-        self._index = {p: i for i, p in enumerate(self.params)}
+        self._homes = [
+            (weakref.ref(module), attribute, p)
+            for module in model.modules()
+            for attribute, p in module._parameters.items()
+            if p is not None and p.requires_grad
+        ]
 
     # Gathers
 
     def launch_gather(self, bucket: BucketState) -> None:
         """Start filling a bucket with everybody's slices."""
-        gather = self.groups.gather
-        assert gather is not None
+        group, index = bucket.groups.gather, bucket.spec.index
+        assert group is not None
         bucket.allocate()
-        self._note(1, bucket.spec.index)
-        with self._blame("gathering", bucket):
-            bucket.gathering = gather.all_gather(
-                bucket.flat, bucket.shard, async_op=True, tag=bucket.spec.index
-            )
+        self.log.note_gather(index)
+        with self.log.naming("gathering", index):
+            bucket.gathering = group.all_gather(bucket.flat, bucket.shard, async_op=True, tag=index)
         assert bucket.gathering is not None
-        self._timer.add(bucket.gathering, self._wire_bytes(bucket.flat, gather, False))
+        self.log.add(bucket.gathering, bucket.flat, group, both_ways=False)
 
     def finish_gather(self, bucket: BucketState) -> None:
         """Wait until a bucket is filled: its parameters are whole."""
         if bucket.gathering is not None:
-            with self._blame("gathering", bucket), self._timer.waiting():
-                bucket.gathering.wait()
+            self.log.wait(bucket.gathering, "gathering", bucket.spec.index)
             bucket.gathering = None
             bucket.make_live()
 
@@ -146,7 +114,7 @@ class Shards:
             refused = self._take_new_memory()
             for bucket in self.buckets:
                 bucket.save_writes()
-            for bucket in stale if self.zero_stage == 3 else ():
+            for bucket in stale if self.stage.frees_parameters else ():
                 bucket.make_stale()
             if refused:
                 raise RuntimeError(refused[0])
@@ -169,13 +137,13 @@ class Shards:
                 self.launch_gather(bucket)
             self.finish_gather(bucket)
             yield from bucket.params
-            if stale and self.zero_stage == 3:
+            if stale and self.stage.frees_parameters:
                 bucket.make_stale()
 
     def begin_writes(self) -> None:
         """Before write(): where whole parameters stay in memory, they are gathered. Ranks: all."""
         for bucket in self.buckets:
-            if self.zero_stage in (1, 2) and not bucket.live and bucket.gathering is None:
+            if self.stage.gathers_after_step and not bucket.live and bucket.gathering is None:
                 self.launch_gather(bucket)
             self.finish_gather(bucket)
 
@@ -183,7 +151,7 @@ class Shards:
     def write(self, p: nn.Parameter, local: Tensor) -> None:
         """Replace a parameter by this rank's slice along tp, the same along dp."""
         bucket, start, stop = self.place(p)
-        if self.zero_stage == 3:
+        if self.stage.frees_parameters:
             rows = local if local.dim() > 1 else local.reshape(-1)
             row = max(1, rows[:1].numel())  # of a transposed one only this rank's rows are copied
             first = start // row
@@ -197,7 +165,7 @@ class Shards:
     @property
     def shares(self) -> bool:
         """Whether a rank has less than whole parameters, or gradients of less."""
-        return self.zero_stage > 0 or self.declared is not None
+        return self.stage.shards or self.declared is not None
 
     @property
     def has_main_grads(self) -> bool:
@@ -209,33 +177,59 @@ class Shards:
         return self.declared is None or self.declared.counts(p)
 
     def whole_shape(self, p: Tensor) -> torch.Size:
-        """Of the parameter, over all ranks that share it out."""
+        """The shape of the parameter, over all ranks that share it out."""
         return p.shape if self.declared is None else self.declared.whole_shape(p)
 
     def place(self, p: Tensor) -> tuple[BucketState, int, int]:
         """(bucket, start, stop) of the elements of p that this rank steps."""
-        bucket, position = self._place[p]  # type: ignore[index]
-        return (bucket, *(bucket.pieces[position] if self.zero_stage else (0, p.numel())))
-
-    def sum_over(self, group: Collectives, x: Tensor, action: str) -> None:
-        """Replace x by its sum over a group, as a part of the step."""
-        with self._blame(f"{action} after", self.buckets[-1]):
-            handle = group.all_reduce(x, async_op=True)
-            assert handle is not None
-            self._timer.add(handle, self._wire_bytes(x, group, True))
-            with self._timer.waiting():
-                handle.wait()
+        bucket, position = self.places[p]  # type: ignore[index]
+        return (bucket, *(bucket.pieces[position] if self.stage.shards else (0, p.numel())))
 
     def bucket_of(self, p: nn.Parameter) -> BucketState:
-        """Where it lives."""
-        return self._place[p][0]
+        """The bucket of a parameter."""
+        return self.places[p][0]
+
+    def ranks_of_copy(self) -> range:
+        """The ranks that hold one copy of the model with this one."""
+        n_shards, tp = self.settings.n_shards, self.mesh.tp_size
+        first = self.mesh.dp_rank // n_shards * n_shards
+        return range(first * tp, (first + n_shards) * tp)
+
+    def forget_cleared(self, fired: Tensor | None) -> tuple[bool, list[nn.Parameter]]:
+        """See BucketState.forget_cleared.
+
+        Returns:
+            Whether any gradient was cleared or zeroed, and parameters whose gradient was cleared
+            where every rank had one.
+        """
+        heard, found = False, []
+        for bucket in self.buckets:
+            zeroed = bucket.zeroed
+            cleared, everywhere = bucket.forget_cleared(fired)
+            heard = heard or bool(cleared) or bucket.zeroed != zeroed
+            found += [bucket.params[position] for position in cleared] if everywhere else []
+        return heard, found
+
+    def became_zero(self) -> bool:
+        """Whether somebody wrote zeros into all gradients; see BucketState.became_zero."""
+        seen = [bucket for bucket in self.buckets if bucket.seen]
+        return bool(seen) and all(bucket.became_zero() for bucket in seen)
+
+    def by_bucket(self, params: Iterable[Tensor]) -> dict[BucketState, set[int]]:
+        """Positions in buckets of those parameters that are in one."""
+        found: dict[BucketState, set[int]] = {}
+        for p in params:
+            if p in self.places:
+                bucket, position = self.places[p]  # type: ignore[index]
+                found.setdefault(bucket, set()).add(position)
+        return found
 
     def piece(self, p: Tensor) -> Piece:
         """What this rank owns of a parameter, and its gradient."""
-        bucket, position = self._place[p]  # type: ignore[index]
-        if self.zero_stage == 0:
-            return Piece(p, bucket.grad_of(position), 0)
-        return Piece(*bucket.piece(position))
+        bucket, position = self.places[p]  # type: ignore[index]
+        if self.stage.shards:
+            return Piece(*bucket.piece(position))
+        return Piece(p, bucket.grad_of(position), 0)
 
     def full(self, values: Tensor, p: Tensor, *, block: int = 1) -> Tensor:
         """A whole tensor from every rank's part of it. Ranks: all that share the copy.
@@ -268,29 +262,29 @@ class Shards:
             )
 
     def name_of(self, p: Tensor) -> str:
-        """Its first name."""
-        return self.layout.slots[self._index[p]].spec.names[0]  # type: ignore[index]
+        """The first name of a parameter."""
+        return self.layout.slots[self.index[p]].spec.names[0]  # type: ignore[index]
 
     def slice_of_pieces(self, values: Tensor, p: Tensor, *, block: int = 1) -> Tensor:
         """full(), but of this rank's slice along tp."""
         numel = -(-p.numel() // block)
-        if self.zero_stage == 0:
+        group = self.bucket_of(p).groups.gather  # type: ignore[arg-type]
+        if not self.stage.shards:
             return values.clone()
-        gather = self.groups.gather
-        assert gather is not None
+        assert group is not None
         parts = [
             slice(-(-start // block), -(-stop // block))
             for start, stop in (
-                self.layout.piece(self._index[p], rank)  # type: ignore[index]
-                for rank in range(self.n_shards)
+                self.layout.piece(self.index[p], rank)  # type: ignore[index]
+                for rank in range(self.settings.n_shards)
             )
         ]
         most = max(part.stop - part.start for part in parts)
         mine = values.new_zeros(most)
         mine[: values.numel()] = values.view(-1)
-        rows = values.new_empty(self.n_shards, most)
-        with self._timer.waiting():
-            gather.all_gather(rows.view(-1).view(torch.uint8), mine.view(torch.uint8))
+        rows = values.new_empty(self.settings.n_shards, most)
+        with self.log.timer.waiting():
+            group.all_gather(rows.view(-1).view(torch.uint8), mine.view(torch.uint8))
         whole = values.new_empty(numel)
         for row, part in zip(rows, parts):
             whole[part] = row[: part.stop - part.start]
@@ -305,56 +299,11 @@ class Shards:
 
     def piece_of_slice(self, whole: Tensor, p: Tensor, *, block: int = 1) -> Tensor:
         """shard_of(), but of this rank's slice along tp."""
-        if self.zero_stage == 0:
+        if not self.stage.shards:
             return whole.clone()
-        rank = self.mesh.dp_rank % self.n_shards
-        start, stop = self.layout.piece(self._index[p], rank)  # type: ignore[index]
+        rank = self.mesh.dp_rank % self.settings.n_shards
+        start, stop = self.layout.piece(self.index[p], rank)  # type: ignore[index]
         return whole.reshape(-1)[-(-start // block) : -(-stop // block)].clone()
-
-    def all_reduce_scalars(self, values: Tensor) -> Tensor:
-        """Sum a small vector over the ranks, apart from a step (validation). Ranks: all.
-
-        Args:
-            values: fp32 or fp64, on mesh.device; loss, token count, flags. Those of every rank of
-                the mesh are added up.
-        Returns:
-            A new tensor, the same bits on every rank.
-        """
-        if values.dtype not in (torch.float32, torch.float64):
-            raise ValueError(
-                f"all_reduce_scalars: expected fp32 or fp64, got dtype={values.dtype}; "
-                "pack the values with torch.tensor([...], dtype=torch.float64)"
-            )
-        group, mine = self.groups.control, values.detach().clone()
-        if group is None:
-            return mine
-        rows = mine.new_empty((group.world_size, *mine.shape))
-        with self._blame("summing scalars after", self.buckets[-1]), self._timer.waiting():
-            group.all_gather(rows.view(-1), mine.view(-1))
-        total = rows[0].clone()
-        for row in rows[1:]:
-            total.add_(row)
-        return total
-
-    # For people
-
-    @property
-    def last_unit(self) -> int:
-        """Stage 3: the unit that stays from forward to backward, -1 as long as it is unknown."""
-        return self.gathers.last_forward() if self.gathers is not None else -1
-
-    @property
-    def wire_bytes_per_step(self) -> int:
-        """Bytes that this rank sends for one backward and step."""
-        return sum(wire_bytes(self).values())
-
-    def memory(self) -> dict[str, int]:
-        """Bytes that are alive on this rank, by kind; see fastpar/parallel/describe.py."""
-        return memory(self)
-
-    def describe(self) -> str:
-        """Units, buckets in launch order, shards, bytes by kind, and the collectives of a step."""
-        return describe(self)
 
     # Checks
 
@@ -365,7 +314,7 @@ class Shards:
         for module_ref, attribute, p in self._homes:
             module = module_ref()
             if module is not None and module._parameters.get(attribute) is not p:
-                bucket, position = self._place[p]
+                bucket, position = self.places[p]
                 raise RuntimeError(
                     f"Engine: expected the model to keep its parameter '{bucket.name(position)}', "
                     "got another object in its place; load with load_state_dict(assign=False), and "
@@ -373,7 +322,7 @@ class Shards:
                 )
         model = self.model()
         for name, p in model.named_parameters() if model is not None else ():
-            if p.requires_grad and p not in self._place and p not in self.frozen:
+            if p.requires_grad and p not in self.places and p not in self.frozen:
                 raise RuntimeError(
                     f"Engine: expected the model's parameters of fastpar.parallelize, got '{name}' "
                     "beside them; add parameters before fastpar.parallelize"
@@ -385,37 +334,86 @@ class Shards:
                     "set requires_grad before fastpar.parallelize"
                 )
 
-    def check_replicas(self, optimizer: object = None, *, step: int | None = None) -> None:
-        """Raise unless the ranks hold the same bits in what they should have alike. Ranks: all.
 
-        See fastpar/parallel/replicas.py.
+def guard_state_dicts(model: nn.Module, shards: Shards) -> None:
+    """From now on they gather, join and cut what the ranks share out. Ranks: all call them."""
+    guard = _StateDicts(weakref.ref(shards))
+    for module in model.modules():
+        if next(module.parameters(), None) is not None:
+            module.register_state_dict_pre_hook(guard.enter)
+            module._register_state_dict_hook(guard.copy)
+            module.register_load_state_dict_pre_hook(guard.enter_load)
+            module.register_load_state_dict_post_hook(guard.leave)
 
-        Args:
-            optimizer: of this engine, whose state is compared too.
-            step: for the message; None: reductions since parallelize().
-        """
-        check_replicas(self, optimizer, step=self.n_reductions if step is None else step)
 
-    def _note(self, kind: int, index: int) -> None:
-        self._hashes[kind] = (self._hashes[kind] * 1000003 + index + 1) % _HASH
+class _StateDicts:
+    """Holds gathered() open between two hooks. Copies and pickles of it do nothing."""
 
-    def _wire_bytes(self, x: Tensor, group: Collectives, both_ways: bool) -> int:
-        part = x.numel() * x.element_size() // group.world_size
-        return part * (group.world_size - 1) * (2 if both_ways else 1)
+    def __init__(self, shards: Callable[[], Shards | None] = lambda: None) -> None:
+        self._shards = shards
+        self._open: contextlib.ExitStack | None = None
+        self._asked: Callable[[], nn.Module | None] = lambda: None  # the outermost module
 
-    @contextlib.contextmanager
-    def _blame(self, action: str, bucket: BucketState) -> Iterator[None]:
-        here = activity()
-        outer, here.place = here.place, (action, bucket.spec.index)
-        try:
-            yield
-        except RuntimeError as error:
-            if str(error).startswith("Engine:"):
-                raise
-            raise RuntimeError(
-                f"Engine: expected every rank to take part, got an error on rank {self.mesh.rank} "
-                f"while {action} bucket {bucket.spec.index} of step {self.n_reductions} ({error}); "
-                "another rank stopped or skipped a collective: its own message says why"
-            ) from error
-        finally:
-            here.place = outer
+    def __deepcopy__(self, memo: dict) -> _StateDicts:
+        return _StateDicts()
+
+    def __reduce__(self) -> tuple:
+        return (_StateDicts, ())
+
+    def enter(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        shards, asked = self._shards(), self._asked()
+        if shards is None or (asked is not None and _is_inside(module, asked)):
+            return
+        self._close()  # of one that failed
+        self._asked, self._open = weakref.ref(module), contextlib.ExitStack()
+        self._open.enter_context(shards.gathered())
+
+    def enter_load(
+        self, module: nn.Module, state: dict, prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        self.enter(module)
+        shards = self._shards()
+        if shards is None or shards.declared is None or self._asked() is not module:
+            return
+        errors: list[str] = args[-1]  # torch raises them together with its own
+        for name, p in module.named_parameters(remove_duplicate=False):
+            value, whole = state.get(prefix + name), shards.declared.whole_shape(p)
+            if not isinstance(value, Tensor):
+                continue
+            if value.shape == whole:
+                state[prefix + name] = shards.declared.cut(value, p)
+            else:  # torch would take it if it happened to have the shape of a slice
+                state[prefix + name] = p.detach().clone()
+                errors.append(
+                    f"size mismatch for {prefix}{name}: expected the whole tensor's shape "
+                    f"{list(whole)}, got {list(value.shape)}; load a state_dict of the same model"
+                )
+
+    def copy(self, module: nn.Module, state: dict, prefix: str, metadata: Any) -> None:
+        shards = self._shards()
+        if shards is not None and self._asked() is module:
+            joined: dict[int, Tensor] = {}  # tied ones once, under all their names
+            for name, p in module.named_parameters(remove_duplicate=False):
+                value = state.get(prefix + name)
+                if value is None or value.data_ptr() != p.data_ptr():
+                    continue
+                if shards.declared is not None:
+                    if id(p) not in joined:
+                        joined[id(p)] = shards.declared.whole(p.detach(), p)
+                    state[prefix + name] = joined[id(p)]
+                elif shards.stage.shards:
+                    state[prefix + name] = value.clone()
+        self.leave(module)
+
+    def leave(self, module: nn.Module, *args: Any) -> None:
+        if self._asked() is module:
+            self._close()
+
+    def _close(self) -> None:
+        opened, self._open, self._asked = self._open, None, lambda: None
+        if opened is not None:
+            opened.close()
+
+
+def _is_inside(module: nn.Module, outer: nn.Module) -> bool:
+    return module is not outer and any(part is module for part in outer.modules())

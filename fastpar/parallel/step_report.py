@@ -1,4 +1,4 @@
-"""What a step cost: time, time in communication, time in which communication was waited for."""
+"""What a step cost (time, communication, waiting for it), and the log of what was sent for it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
+from fastpar.comm.collectives import Collectives
 from fastpar.comm.handles import Handle
+from fastpar.comm.watchdog import activity
 
+_HASH = (1 << 61) - 1
 _KEPT = 8  # steps on a GPU whose events may still be ahead of the host
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """Of one step on one rank; times in ms, None where they are not known (yet).
+    """The cost of one step on one rank; times in ms, None where they are not known (yet).
 
     Attributes:
         step_ms: from the step's first forward or backward to the end of optimizer.step().
@@ -128,3 +132,64 @@ class StepTimer:
         while self._steps and self._steps[0].is_over():
             self._known = self._steps.popleft().report()
         return self._known or StepReport(None, None, None, None, step.wire_bytes)
+
+
+class CollectiveLog:
+    """The collectives of one engine: timed, hashed in their order, and named in errors.
+
+    Attributes:
+        timer: of the steps.
+        hashes: of the reductions and of the gathers that were launched since the last step.
+        n_reductions: of all buckets together, since the beginning; names the step in errors.
+    """
+
+    def __init__(self, device: torch.device, rank: int) -> None:
+        self.timer, self._rank = StepTimer(device), rank
+        self.hashes, self.n_reductions = [0, 0], 0
+
+    def note_reduction(self, bucket: int) -> None:
+        """The reduction of a bucket is launched."""
+        self.hashes[0] = (self.hashes[0] * 1000003 + bucket + 1) % _HASH
+
+    def note_gather(self, bucket: int) -> None:
+        """The gather of a bucket is launched."""
+        self.hashes[1] = (self.hashes[1] * 1000003 + bucket + 1) % _HASH
+
+    def add(self, handle: Handle, x: Tensor, group: Collectives, *, both_ways: bool) -> None:
+        """A collective of x is under way; both_ways: an all-reduce."""
+        part = x.numel() * x.element_size() // group.world_size
+        self.timer.add(handle, part * (group.world_size - 1) * (2 if both_ways else 1))
+
+    def wait(
+        self, handle: Handle, action: str, bucket: int, timeout_s: float | None = None
+    ) -> None:
+        """Wait for a collective."""
+        with self.naming(action, bucket), self.timer.waiting():
+            handle.wait(timeout_s)
+
+    def all_reduce(self, group: Collectives, x: Tensor, action: str, bucket: int) -> None:
+        """Replace x by its sum over a group, as a part of the step."""
+        with self.naming(action, bucket):
+            handle = group.all_reduce(x, async_op=True)
+            assert handle is not None
+            self.add(handle, x, group, both_ways=True)
+            with self.timer.waiting():
+                handle.wait()
+
+    @contextlib.contextmanager
+    def naming(self, action: str, bucket: int) -> Iterator[None]:
+        """Errors inside, and the watchdog, say what this rank was doing to which bucket."""
+        here = activity()
+        outer, here.place = here.place, (action, bucket)
+        try:
+            yield
+        except RuntimeError as error:
+            if str(error).startswith("Engine:"):
+                raise
+            raise RuntimeError(
+                f"Engine: expected every rank to take part, got an error on rank {self._rank} "
+                f"while {action} bucket {bucket} of step {self.n_reductions} ({error}); "
+                "another rank stopped or skipped a collective: its own message says why"
+            ) from error
+        finally:
+            here.place = outer

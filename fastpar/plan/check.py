@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fastpar.config.config import PRESETS, GPTConfig, default_accumulate
+from fastpar.config.config import PRESETS, GPTConfig
 from fastpar.cost.measured_rates import MeasuredRates
 from fastpar.cost.memory_model import predict_memory
 from fastpar.cost.step_memory import StepMemory, held_bytes
@@ -184,7 +184,7 @@ def cell(
         micro_batch_size=micro,
         grad_accum_steps=accum,
         activation_checkpointing=mode,
-        accumulate=default_accumulate(stage),
+        accumulate="full" if stage < 2 else "shard",
         dtype="bf16" if on_gpu else "fp32",
         master_weights="full" if on_gpu else "none",
         device_type=device,

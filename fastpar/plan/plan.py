@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from fastpar.config.config import PRESETS, GPTConfig, TrainConfig, default_accumulate
+from fastpar.config.config import PRESETS, GPTConfig, TrainConfig
 from fastpar.config.settings import option
 from fastpar.cost.capacity import host_memory
 from fastpar.cost.datasheet import DatasheetRates
@@ -22,7 +22,7 @@ from fastpar.cost.devices import Cluster, device_table, find_device, larger_devi
 from fastpar.cost.measured_rates import gpu_name
 from fastpar.cost.operations import Rates
 from fastpar.cost.step_time import cost_per_billion_tokens
-from fastpar.cost.workload import Setup, Workload
+from fastpar.cost.workload import Setup, Workload, default_accumulate
 from fastpar.data.tokenizer import GPT2_VOCABULARY, name_for
 from fastpar.plan.search import (
     Estimate,
@@ -110,66 +110,31 @@ def run(command: PlanCommand) -> int:
     _check_counts(command)
     if command.measure:
         command = _this_machine(command)
-    question = Question.of(command)
-    rates, rates_text = _rates(question)
-    estimates = question.search(rates)
+    workload, template = _workload(command), _template(command)
+    cluster = _cluster(command)
+    rates, rates_text = _rates(command, workload, template, cluster)
+    limit = limit_bytes(command, cluster)
+    estimates = search(
+        workload, template, rates=rates, limit_bytes=limit, per_node=cluster.per_node
+    )
     if not estimates:
-        batches = possible_batches(question.workload, question.template, question.cluster.per_node)
+        near = " or ".join(map(str, possible_batches(workload, template, cluster.per_node)))
         raise ValueError(
             "plan: expected a batch_size that the ranks divide, got "
-            f"batch_size={question.workload.batch_size} with gpus={command.gpus}; use "
-            f"--batch-size {' or '.join(map(str, batches))}, or another --gpus"
+            f"batch_size={workload.batch_size} with gpus={command.gpus}; use --batch-size {near}, "
+            "or another --gpus"
         )
     if estimates[0].time is None:
-        raise _nothing_fits(question, estimates)
-    problem = refused(question.workload, estimates[0].setup)
+        _nothing_fits(command, workload, template, cluster, estimates)
+    winner = estimates[0]
+    problem = refused(workload, winner.setup)
     assert problem is None, problem
-    whose_peak = peak_text(command, question.cluster, rates, question.template.dtype)
-    print(report(question, estimates, rates_text, whose_peak))
+    whose_peak = peak_text(command, cluster, rates, template.dtype)
+    text = report(command, workload, cluster, estimates, limit, rates_text, whose_peak)
+    print(text)
     if command.json is not None:
-        _write_json(Path(command.json), question, estimates, rates_text)
+        _write_json(Path(command.json), command, workload, cluster, estimates, limit, rates_text)
     return 0
-
-
-@dataclass(frozen=True)
-class Question:
-    """What a command asks, in the words of cost/.
-
-    Attributes:
-        template: world size, formats, device and transport of all layouts.
-    """
-
-    command: PlanCommand
-    workload: Workload
-    template: Setup
-    cluster: Cluster
-
-    @classmethod
-    def of(cls, command: PlanCommand) -> Question:
-        links = {"intra": command.link, "inter": command.inter_link}
-        workload, template = _workload(command), _template(command)
-        cluster = Cluster.of(command.gpu, command.gpus, command.gpus_per_node, **links)
-        return cls(command, workload, template, cluster)
-
-    @property
-    def usable_bytes(self) -> float:
-        """Bytes of a rank's memory for tensors."""
-        device = self.cluster.device
-        if device.kind == "cpu":
-            return host_memory() / self.cluster.per_node - CPU_RESERVED_BYTES
-        return device.memory_bytes * GPU_USABLE - GPU_RESERVED_BYTES
-
-    @property
-    def limit_bytes(self) -> float:
-        """The most that a layout may take: what is usable less the headroom."""
-        return self.usable_bytes * (1 - self.command.headroom)
-
-    def search(self, rates: Rates) -> list[Estimate]:
-        """All layouts, the best one first."""
-        limit, per_node = self.limit_bytes, self.cluster.per_node
-        return search(
-            self.workload, self.template, rates=rates, limit_bytes=limit, per_node=per_node
-        )
 
 
 def _check_counts(command: PlanCommand) -> None:
@@ -252,10 +217,29 @@ def _template(command: PlanCommand) -> Setup:
     )
 
 
-def _rates(question: Question) -> tuple[Rates, str]:
+def _cluster(command: PlanCommand) -> Cluster:
+    links = {"intra": command.link, "inter": command.inter_link}
+    return Cluster.of(command.gpu, command.gpus, command.gpus_per_node, **links)
+
+
+def usable_bytes(cluster: Cluster) -> float:
+    """Bytes of a rank's memory for tensors."""
+    device = cluster.device
+    if device.kind == "cpu":
+        return host_memory() / cluster.per_node - CPU_RESERVED_BYTES
+    return device.memory_bytes * GPU_USABLE - GPU_RESERVED_BYTES
+
+
+def limit_bytes(command: PlanCommand, cluster: Cluster) -> float:
+    """The most that a layout may take: what is usable less the headroom."""
+    return usable_bytes(cluster) * (1 - command.headroom)
+
+
+def _rates(
+    command: PlanCommand, workload: Workload, template: Setup, cluster: Cluster
+) -> tuple[Rates, str]:
     """What the machine does, and where that is known from."""
-    command, cluster = question.command, question.cluster
-    sheet = DatasheetRates(cluster, question.template)
+    sheet = DatasheetRates(cluster, template)
     if not command.measure:
         return sheet, (
             f"data sheet of {cluster.device.name}; in this way published runs on A100 and H100 are "
@@ -263,29 +247,36 @@ def _rates(question: Question) -> tuple[Rates, str]:
         )
     from fastpar.measure.measure import measure
 
-    setups = [e.setup for e in question.search(sheet) if e.time is not None][:12]
+    limit = limit_bytes(command, cluster)
+    first = search(workload, template, rates=sheet, limit_bytes=limit, per_node=cluster.per_node)
+    setups = [e.setup for e in first if e.time is not None][:12]
     if not setups:
         return sheet, f"data sheet of {cluster.device.name}"
-    measured = measure(question.workload, setups, quick=command.quick)
+    measured = measure(workload, setups, quick=command.quick)
     return measured, str(measured)
 
 
-def _nothing_fits(question: Question, estimates: Sequence[Estimate]) -> ValueError:
-    workload, headroom = question.workload, question.command.headroom
-    least = min(estimates, key=lambda e: e.memory.total)
-    limit, whole, used = question.limit_bytes, question.usable_bytes, 1 - headroom
+def _nothing_fits(
+    command: PlanCommand,
+    workload: Workload,
+    template: Setup,
+    cluster: Cluster,
+    estimates: Sequence[Estimate],
+) -> None:
+    least, limit = min(estimates, key=lambda e: e.memory.total), limit_bytes(command, cluster)
+    whole, used = usable_bytes(cluster), 1 - command.headroom
     ways = smallest_changes(
         workload,
-        question.template,
+        template,
         limit_bytes=limit,
-        per_node=question.cluster.per_node,
+        per_node=cluster.per_node,
         larger=lambda size: larger_device((size / used + GPU_RESERVED_BYTES) / GPU_USABLE),
     )
     if least.memory.total <= whole:
         ways.insert(0, "--headroom 0 (nothing stays free)")
-    return ValueError(
+    raise ValueError(
         f"plan: expected a model that fits into {limit / 1e9:,.1f} GB a rank ({whole / 1e9:,.1f} "
-        f"GB less a headroom of {headroom:.0%}), got {workload.n_parameters:,} parameters, "
+        f"GB less a headroom of {command.headroom:.0%}), got {workload.n_parameters:,} parameters, "
         f"which on {layout_text(least.setup)} with {_recompute(least.setup)} take {least.memory}; "
         "use " + ", or ".join([*ways, "a smaller model"])
     )
@@ -303,11 +294,16 @@ def layout_text(setup: Setup) -> str:
 
 
 def report(
-    question: Question, estimates: Sequence[Estimate], rates_text: str, whose_peak: str
+    command: PlanCommand,
+    workload: Workload,
+    cluster: Cluster,
+    estimates: Sequence[Estimate],
+    limit: float,
+    rates_text: str,
+    whose_peak: str,
 ) -> str:
     """Tables and words for people."""
-    command, workload, cluster = question.command, question.workload, question.cluster
-    limit, shape, winner = question.limit_bytes, workload.shape, estimates[0]
+    shape, winner = workload.shape, estimates[0]
     best = families(estimates)
     fitting = [e for e in best if e.time is not None]
     lines = [
@@ -434,17 +430,22 @@ def command_lines(
 
 
 def _write_json(
-    path: Path, question: Question, estimates: Sequence[Estimate], rates_text: str
+    path: Path,
+    command: PlanCommand,
+    workload: Workload,
+    cluster: Cluster,
+    estimates: Sequence[Estimate],
+    limit: float,
+    rates_text: str,
 ) -> None:
-    workload = question.workload
     content = {
-        "command": asdict(question.command),
+        "command": asdict(command),
         "shape": asdict(workload.shape),
         "batch_size": workload.batch_size,
         "parameters": workload.n_parameters,
-        "machine": str(question.cluster),
+        "machine": str(cluster),
         "rates": rates_text,
-        "limit_bytes": question.limit_bytes,
+        "limit_bytes": limit,
         "layouts": [
             {
                 **asdict(e.setup),

@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fastpar.config.config import default_accumulate
 from fastpar.cost.memory_model import Memory, predict_memory
 from fastpar.cost.operations import Rates
 from fastpar.cost.step_time import StepTime, predict_step
-from fastpar.cost.workload import Setup, Workload
+from fastpar.cost.workload import Setup, Workload, default_accumulate
 
 MAX_MICRO_BATCH_TOKENS = 131072  # of a rank: matrices of more rows are no faster
 CHECKPOINTING = ("none", "selective", "full")

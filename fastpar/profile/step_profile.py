@@ -194,13 +194,13 @@ def _watch(trainer: Trainer, marks: Marks) -> None:
     """Note every exchange of the engine and of layers that are split."""
     engine = trainer.engine
     tp = engine.declared.tp.group if engine.declared is not None else None
-    groups, seen = engine.groups, set[int]()
+    groups, seen = engine.buckets[0].groups, set[int]()
     for group, row in (
         (tp, TP),
         (groups.gather, GATHER),
         (groups.reduce, REDUCE),
-        (groups.replicate, REDUCE),
-        (groups.control, REDUCE),
+        (groups.copies, REDUCE),
+        (engine.control_group, REDUCE),
     ):
         if group is not None and id(group) not in seen:
             seen.add(id(group))
@@ -300,7 +300,7 @@ def _setup(trainer: Trainer) -> Setup:
         micro_batch_size=trainer.micro_batch_size,
         grad_accum_steps=trainer.grad_accum_steps,
         device_type=trainer.mesh.device.type,
-        transport=getattr(trainer.engine.groups.control, "transport", "none"),
+        transport=getattr(trainer.engine.control_group, "transport", "none"),
     )
 
 

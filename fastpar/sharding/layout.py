@@ -12,7 +12,7 @@ of ALIGN: rank r owns slice r. Nothing depends on whether sizes are divisible. A
 one bucket, so what a rank owns of it is one range of its elements (piece), maybe empty.
 
 Buckets are cut by size, at the sharded stages also where a unit ends (the modules whose parameters
-are gathered together, see unit_modules.py): a forward then waits for nothing that it does not need.
+are gathered together): a forward then waits for nothing that it does not need.
 
 `used` carries, in the same collective as the gradients, which parameters took part in a step on any
 rank; sharded stages tell it in the control exchange, because one rank would own the slice.

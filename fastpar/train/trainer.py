@@ -488,9 +488,9 @@ class Trainer:
             "micro_batch_size": self.micro_batch_size,
             "grad_accum_steps": self.grad_accum_steps,
             "zero_stage": self.engine.zero_stage,
-            "n_shards": self.engine.n_shards,
+            "n_shards": self.engine.settings.n_shards,
             "accumulate": self.config.accumulate,
-            "transport": getattr(self.engine.groups.control, "transport", "none"),
+            "transport": getattr(self.engine.control_group, "transport", "none"),
             "storage": describe_storage(self.config.optim, DTYPES[self.dtype_name]),
         }
 

@@ -35,7 +35,7 @@ def test_the_pieces_of_all_ranks_are_the_whole(ranks, tp, stage, shard_size):
         found = {}
         for name, p in model.named_parameters():
             engine = engine_of_parameter(p)
-            found[name] = piece_runs(p, engine), copies_of(p, engine), engine.whole_shape(p)
+            found[name] = piece_runs(p, engine), copies_of(p, engine), engine.shards.whole_shape(p)
         return found
 
     everyone = run_ranks(work, ranks)

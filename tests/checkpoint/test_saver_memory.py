@@ -48,7 +48,7 @@ def counting(model, optimizer, *more):
     """[bytes at the peak beyond those before]; sees the state first."""
     found = []
     with Alive() as alive:
-        pieces = [engine_of(model).piece(p).param for p in model.parameters()]
+        pieces = [engine_of(model).shards.piece(p).param for p in model.parameters()]
         alive.see([*model.parameters(), *pieces, *optimizer.state.values(), *more])
         before = alive.now()
         alive.peak = before

@@ -68,8 +68,8 @@ class Sgd:
     def step(self):
         self.engine.before_step()
         self.engine.exchange(None)
-        for p in self.engine.params:
-            param, grad, _ = self.engine.piece(p)
+        for p in self.engine.shards.params:
+            param, grad, _ = self.engine.shards.piece(p)
             if self.engine.has_grad(p):
                 param.sub_(grad, alpha=0.1)
         self.engine.after_step()
@@ -126,8 +126,11 @@ class Run:
     def table(self, said, *, blocks=False):
         """A line for each operation, and for each block that computes."""
         names = [
-            "+".join(self.engine.layout.slots[i].spec.names[0].split(".weight")[0] for i in b.slots)
-            for b in self.engine.layout.buckets
+            "+".join(
+                self.engine.shards.layout.slots[i].spec.names[0].split(".weight")[0]
+                for i in b.slots
+            )
+            for b in self.engine.shards.layout.buckets
         ]
         lines = []
         for op in said:
@@ -415,7 +418,7 @@ def test_evaluation_at_stage_3_gathers_each_unit_once():
 
 def padded(run):
     """Bytes of all buckets."""
-    return sum(b.numel for b in run.engine.layout.buckets) * 4
+    return sum(b.numel for b in run.engine.shards.layout.buckets) * 4
 
 
 def sent(ops):
@@ -451,7 +454,7 @@ def test_volumes_are_the_textbook_s(stage):
 def test_padding_is_at_most_a_slice_of_256_elements_a_rank(world_size, stage):
     with Run(world_size=world_size, rank=1, zero_stage=stage) as run:
         run.train()
-        whole, n_buckets = padded(run), len(run.engine.layout.buckets)
+        whole, n_buckets = padded(run), len(run.engine.shards.layout.buckets)
         assert 0 <= whole - P * KIB < n_buckets * world_size * 256 * 4
         reductions = [op for op in run.ops(run.train()) if op.kind == "reduce_scatter"]
         assert sent(reductions) == pytest.approx(whole * (world_size - 1) / world_size, abs=1e-3)

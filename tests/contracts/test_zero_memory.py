@@ -150,7 +150,7 @@ def train(stage, shard_size, accumulate, n_accum):
         told = engine_of(model).memory()
         states = [v for s in optimizer.state.values() for v in s.values()]
         told["optimizer"] = sum(v.numel() * v.element_size() for v in states if v.dim())
-        buckets = [4 * b.numel for b in engine_of(model).layout.buckets]
+        buckets = [4 * b.numel for b in engine_of(model).shards.layout.buckets]
     return {
         "after": after[-1][0],
         "step": after[-1][1],

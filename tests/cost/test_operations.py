@@ -11,7 +11,6 @@ from fastpar.cost.operations import CommOp, Op, comm_ops_of, ops_of
 from fastpar.cost.workload import Setup, Workload, count_parameters
 from fastpar.kernels.global_norm import NORM_WORDS
 from fastpar.nn.recompute import recompute
-from fastpar.parallel.describe import wire_bytes
 
 C, T, LAYERS = 64, 32, 3
 SHAPE = GPTConfig(n_layer=LAYERS, n_head=4, n_embd=C, block_size=T, vocab_size=500, dropout=0.0)
@@ -45,7 +44,7 @@ class Run:
                     optimizer.zero_grad()
                 self.ops = list(link.ops)
                 self.engine = engine_of(model)
-                self.described = wire_bytes(self.engine)
+                self.described = self.engine.wire_bytes()
                 self.buckets = [b.spec.numel for b in self.engine.buckets]
                 self.local = sum(p.numel() for p in model.parameters())
         finally:

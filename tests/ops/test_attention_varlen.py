@@ -304,7 +304,6 @@ def test_triton_packed(triton_device):
         torch.testing.assert_close(got, grad)
 
 
-@pytest.mark.slow
 def test_triton_registration(triton_device):
     inputs = on(triton_device, draw_qkv(5))
     do = torch.randn(5, 4, 16, device=triton_device)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from cells import covering, slow
+from cells import covering
 
 pytest.importorskip("triton", reason="needs triton")
 
@@ -111,7 +111,7 @@ def test_tails_are_as_accurate_as_torch(triton_device):
 
 
 @pytest.mark.usefixtures("arch")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float32), slow(torch.float16)])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_two_runs_give_the_same_bits(triton_device, dtype):
     x, bias = (t.detach().to(triton_device) for t in make((90, 173), dtype))
     dy = torch.randn(90, 173).to(triton_device, dtype)

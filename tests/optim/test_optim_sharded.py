@@ -300,7 +300,7 @@ def test_two_optimizers_for_one_model(stage):
                 model({n: 8 * g for n, g in gradients(step).items()}).backward()
             for optimizer in pair:
                 optimizer.step()
-            assert engine.n_reductions == step + 1
+            assert engine.log.n_reductions == step + 1
             assert engine.contributed.tolist() == [2.0 * step]
             for optimizer in pair:
                 optimizer.zero_grad()

@@ -123,7 +123,7 @@ def test_pieces_are_taken_over_in_place(stage, dtype):
         model.load_state_dict(whole)
         [engine] = optimizer.engines()
         for name, p in model.named_parameters():
-            target = engine.piece(p).param.detach()
+            target = engine.shards.piece(p).param.detach()
             optimizer.load_piece(p, target, {**saved[p], "mine": torch.tensor(3)}, where=name)
             assert optimizer.state[p].pop("mine") == 3
             assert optimizer.state[p]["exp_avg_codes"].data_ptr() == places[p]

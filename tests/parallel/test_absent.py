@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastpar.parallel.absent import Absent, AbsentParameter, hide, show
+from fastpar.parallel.bucket_parameters import Absent, AbsentParameter, hide, show
 
 
 def nans(*shape):

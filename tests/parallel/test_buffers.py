@@ -6,7 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from fastpar.parallel.buffers import BucketState, PairwiseSum
+from fastpar.parallel.bucket import BucketState
+from fastpar.parallel.bucket_parameters import BucketGroups
+from fastpar.parallel.fixed_sum import PairwiseSum
+from fastpar.parallel.stages import STAGES
 from fastpar.sharding.layout import ALIGN, ParamSpec, build_layout, parameter_names
 
 CPU = torch.device("cpu")
@@ -47,13 +50,12 @@ def flatten(model, stage=0, *, rank=0, n_shards=2, grad_dtype=None, deterministi
             layout,
             spec,
             [params[layout.slots[i].registered] for i in spec.slots],
-            stage=stage,
+            stage=STAGES[stage],
             rank=rank if stage else 0,
             device=CPU,
             grad_dtype=grad_dtype,
             deterministic=deterministic,
-            reduce=None,
-            gather=None,
+            groups=BucketGroups(),
         )
         for view, p in zip(bucket.views, bucket.params):
             view.copy_(p.detach())

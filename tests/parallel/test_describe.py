@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from fastpar import GPT, AdamW, GPTConfig, Mesh, engine_of, parallelize
-from fastpar.parallel import describe
 from fastpar.testing import run_ranks
 
 SMALL = {"bucket_mb": 0.05, "first_bucket_mb": 0.01}
@@ -136,7 +135,7 @@ def test_wire_bytes_with_partial_sums_are_those_of_a_step(dp, stage, sequence_pa
         engine, sent = gpt_after(4, 2, dtype, zero_stage=stage, sequence_parallel=sequence_parallel)
         assert sent[2] == sent[3] == engine.wire_bytes_per_step
         kind = "all-reduce of partial gradients"
-        return describe.wire_bytes(engine).get(kind, 0)
+        return engine.wire_bytes().get(kind, 0)
 
     partial = (8 + 10 + 4) * 32 * dtype.itemsize  # wpe, norms, biases
     sums = run_ranks(ranks, 2 * dp)

@@ -250,10 +250,10 @@ def test_buckets_are_launched_while_backward_runs(stage):
         for _ in range(3):
             x = torch.ones(2, 16, requires_grad=True)
             y = model[0](x)
-            y.register_hook(lambda _: launched.append(engine._next))
+            y.register_hook(lambda _: launched.append(engine.reducer.n_sent))
             model[1:](y).sum().backward()
             model.zero_grad()
-        return launched, len(engine.layout.buckets)
+        return launched, len(engine.shards.layout.buckets)
 
     for launched, n in run_ranks(ranks, 2):
         assert n == 4
@@ -275,7 +275,7 @@ def test_no_sync_adds_up_without_communication(monkeypatch, stage):
                 with engine.no_sync() if micro < 2 else contextlib.nullcontext():
                     loss_of(model, step * 6 + micro * 2 + mesh.dp_rank).backward()
                 sent = len([1 for rank, _ in log if rank == mesh.rank]) - before
-                assert sent == (0 if micro < 2 else len(engine.layout.buckets))
+                assert sent == (0 if micro < 2 else len(engine.shards.layout.buckets))
             result.append(reduced(model))
             model.zero_grad()
         return result

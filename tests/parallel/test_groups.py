@@ -7,6 +7,7 @@ import torch.distributed as dist
 from fastpar.comm.mesh import Mesh
 from fastpar.parallel.debug import Debug, DelayedCollectives
 from fastpar.parallel.engine_groups import GroupMaker
+from fastpar.parallel.stages import STAGES
 from fastpar.testing import run_ranks
 
 
@@ -18,12 +19,15 @@ def maker_of(mesh, transport="torch", factory=None, debug=None, deterministic=Fa
     return GroupMaker(mesh, transport, factory, deterministic=deterministic, debug=debug or Debug())
 
 
+def roles(maker, stage, n_shards):
+    groups = maker.of_engine(STAGES[stage], n_shards)
+    return {**vars(groups.of_buckets), "control": groups.control}
+
+
 def groups_of(tp, stage, n_shards):
     maker = maker_of(Mesh(tp=tp))
     of_tp = members(maker.of_tp()) if tp > 1 else None
-    groups = maker.of_engine(stage, n_shards)
-    roles = ("reduce", "gather", "replicate", "control")
-    return of_tp, *(members(getattr(groups, role)) for role in roles)
+    return of_tp, *map(members, roles(maker, stage, n_shards).values())
 
 
 ALL = list(range(8))
@@ -46,21 +50,22 @@ def test_what_rank_5_of_8_is_told(tp, stage, n_shards, expected):
 
 
 def test_one_rank_talks_to_nobody():
-    groups = maker_of(Mesh()).of_engine(0, 1)
-    assert (groups.reduce, groups.gather, groups.replicate, groups.control) == (None,) * 4
+    assert set(roles(maker_of(Mesh()), 0, 1).values()) == {None}
 
 
 def sums_at_once():
     """Every role has something under way, in another order on each rank."""
     mesh = Mesh(tp=2, timeout_s=30)
     maker = maker_of(mesh)
-    roles = {"tp": maker.of_tp(), **vars(maker.of_engine(3, 1))}
-    names = sorted(roles, reverse=mesh.rank % 2 == 1)
-    sums = {name: torch.full((1000,), mesh.rank + 1.0) for name in names if roles[name] is not None}
-    handles = [roles[name].all_reduce(x, async_op=True) for name, x in sums.items()]
+    groups = {"tp": maker.of_tp(), **roles(maker, 3, 1)}
+    names = sorted(groups, reverse=mesh.rank % 2 == 1)
+    sums = {
+        name: torch.full((1000,), mesh.rank + 1.0) for name in names if groups[name] is not None
+    }
+    handles = [groups[name].all_reduce(x, async_op=True) for name, x in sums.items()]
     for handle in handles:
         handle.wait()
-    for c in roles.values():
+    for c in groups.values():
         if c is not None:
             c.close()
     return {name: x.unique().tolist() for name, x in sums.items()}
@@ -76,7 +81,7 @@ def test_roles_do_not_queue_behind_each_other():
             "tp": [pair],
             "reduce": alone,
             "gather": alone,
-            "replicate": [copies],
+            "copies": [copies],
             "control": [10.0],
         }
 
@@ -86,7 +91,7 @@ def test_shared_memory_serves_every_axis():
 
     def ranks():
         maker = maker_of(Mesh(tp=2), "auto")
-        groups = {"tp": maker.of_tp(), **vars(maker.of_engine(2, 2))}
+        groups = {"tp": maker.of_tp(), **roles(maker, 2, 2)}
         return {name: c.transport for name, c in groups.items() if c is not None}
 
     for kinds in run_ranks(ranks, 4):
@@ -104,7 +109,7 @@ def test_a_factory_and_delays_are_used_for_every_role():
             return maker_of(mesh).make(group, role)
 
         maker = maker_of(mesh, factory=factory, debug=Debug(delay_ms=1.0))
-        return isinstance(maker.of_tp(), DelayedCollectives), vars(maker.of_engine(3, 1))
+        return isinstance(maker.of_tp(), DelayedCollectives), roles(maker, 3, 1)
 
     for delayed, groups in run_ranks(ranks, 4):
         assert delayed
@@ -123,7 +128,7 @@ def test_a_factory_and_delays_are_used_for_every_role():
 def test_sums_in_rank_order_are_asked_of_every_group(deterministic):
     def ranks():
         maker = maker_of(Mesh(tp=2), deterministic=deterministic)
-        groups = [maker.of_tp(), *vars(maker.of_engine(2, 2)).values()]
+        groups = [maker.of_tp(), *roles(maker, 2, 2).values()]
         return {c.in_rank_order for c in groups if c is not None}
 
     assert run_ranks(ranks, 4) == [{deterministic}] * 4

@@ -7,7 +7,7 @@ import weakref
 
 import torch
 
-from fastpar.parallel.hooks import Hook, Link, inside_backward_of_a_function
+from fastpar.parallel.units import Hook, Link, inside_backward_of_a_function
 
 
 class Owner:

@@ -1,4 +1,4 @@
-"""optim_guard.py, and what fastpar's optimizers refuse on parameters of an engine."""
+"""checks.py: what steps fastpar's optimizers refuse on parameters of an engine."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from fastpar.comm.mesh import Mesh
 from fastpar.optim import adamw as optim
 from fastpar.optim.adafactor import Adafactor
 from fastpar.optim.adamw import AdamW
-from fastpar.parallel import optim_guard
+from fastpar.parallel import checks
 from fastpar.testing import run_ranks
 
 stages = pytest.mark.parametrize("stage", [1, 2, 3])
@@ -52,8 +52,8 @@ def test_stock_optimizers_step_at_stage_0_and_beside_engines():
 
 def test_the_guard_is_installed_once(monkeypatch):
     installed = []
-    monkeypatch.setattr(optim_guard, "_installed", False)
-    monkeypatch.setattr(optim_guard, "register_optimizer_step_pre_hook", installed.append)
+    monkeypatch.setattr(checks, "_installed", False)
+    monkeypatch.setattr(checks, "register_optimizer_step_pre_hook", installed.append)
     for _ in range(3):
         fastpar.parallelize(nn.Linear(2, 2), Mesh())
     assert len(installed) == 1

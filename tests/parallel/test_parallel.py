@@ -82,14 +82,15 @@ def test_all_ranks_begin_with_the_values_of_the_first(tp):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_groups_of_copies(stage):
     def ranks():
-        groups = engine_of(parallelize(Net(), Mesh(), zero_stage=stage, shard_size=2)).groups
+        engine = engine_of(parallelize(Net(), Mesh(), zero_stage=stage, shard_size=2))
+        groups, control = engine.buckets[-1].groups, engine.control_group
         rank = torch.tensor([dist.get_rank()])
         found = []
-        for group in (groups.reduce, groups.gather, groups.replicate, groups.control):
+        for group in (groups.reduce, groups.gather, groups.copies, control):
             everyone = torch.empty(group.world_size, dtype=torch.int64)
             group.all_gather(everyone, rank)
             found.append(everyone.tolist())
-        assert len({id(g) for g in (groups.reduce, groups.gather, groups.control)}) == 3
+        assert len({id(g) for g in (groups.reduce, groups.gather, control)}) == 3
         return found
 
     for rank, found in enumerate(run_ranks(ranks, 4)):
@@ -99,8 +100,9 @@ def test_groups_of_copies(stage):
 
 def test_gathers_and_reductions_do_not_share_a_group():
     def ranks():
-        groups = engine_of(parallelize(Net(), Mesh(), zero_stage=2)).groups
-        return groups.gather is groups.reduce, groups.control is groups.reduce, groups.replicate
+        engine = engine_of(parallelize(Net(), Mesh(), zero_stage=2))
+        groups = engine.buckets[0].groups
+        return groups.gather is groups.reduce, engine.control_group is groups.reduce, groups.copies
 
     assert run_ranks(ranks, 2) == [(False, True, None)] * 2
 

@@ -30,7 +30,10 @@ def split(tp, stage=0, **options):
 
 def whole_grads(model):
     engine = engine_of(model)
-    return {engine.layout.slots[engine._index[p]].spec.names[0]: g for p, g in engine.grads()}
+    return {
+        engine.shards.layout.slots[engine.shards.index[p]].spec.names[0]: g
+        for p, g in engine.grads()
+    }
 
 
 def reference(dp, micros, steps=1, optimizer_of=AdamW):

@@ -24,11 +24,13 @@ def test_pieces_make_up_each_parameter(ranks, stage):
     def of_rank():
         engine = engine_of(parallelize(model_of(), Mesh(), zero_stage=stage, **SMALL))
         found = []
-        for p in engine.params:
-            piece = engine.piece(p)
+        for p in engine.shards.params:
+            piece = engine.shards.piece(p)
             found.append((piece.start, piece.param.detach().clone().view(-1)))
             assert piece.start % 256 == 0 or not piece.param.numel()  # blocks of 8-bit moments fit
-        return [(s.names[0], *f) for s, f in zip((x.spec for x in engine.layout.slots), found)]
+        return [
+            (s.names[0], *f) for s, f in zip((x.spec for x in engine.shards.layout.slots), found)
+        ]
 
     everyone = run_ranks(of_rank, ranks)
     expected = dict(model_of().named_parameters())
@@ -46,12 +48,12 @@ def test_pieces_make_up_each_parameter(ranks, stage):
 def test_whole_tensors_of_parts_and_back(stage, dtype, block):
     def of_rank():
         engine = engine_of(parallelize(model_of(), Mesh(), zero_stage=stage, **SMALL))
-        for p in engine.params:
+        for p in engine.shards.params:
             shape = p.shape if block == 1 else (-(-p.numel() // block),)
             whole = torch.randint(0, 200, shape, generator=torch.Generator().manual_seed(1))
             whole = whole.to(dtype)
-            part = engine.shard_of(whole, p, block=block)
-            assert torch.equal(engine.full(part, p, block=block), whole)
+            part = engine.shards.shard_of(whole, p, block=block)
+            assert torch.equal(engine.shards.full(part, p, block=block), whole)
 
     run_ranks(of_rank, 3)
 
@@ -80,7 +82,7 @@ def test_replicas_that_differ_are_named():
         engine = engine_of(model)
         engine.check_replicas()
         if dist.get_rank() == 3:
-            engine.piece(model[0].weight).param.detach().add_(1)
+            engine.shards.piece(model[0].weight).param.detach().add_(1)
         with pytest.raises(RuntimeError, match=r"difference on rank 3 in parameter .0.weight."):
             engine.check_replicas()
 

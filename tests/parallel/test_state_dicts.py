@@ -1,4 +1,4 @@
-"""state_dicts.py: a model whose ranks have parts of it saves and loads whole tensors."""
+"""shards.py: a model whose ranks have parts of it saves and loads whole tensors."""
 
 import copy
 import io

@@ -214,7 +214,7 @@ def test_parallelize_takes_every_layout(gpus, tmp_path, capsys):
                 grad_accum_steps=row["grad_accum_steps"],
             )
             assert (
-                engine_of(model).n_shards == (row["shard_size"] or mesh.dp_size)
+                engine_of(model).settings.n_shards == (row["shard_size"] or mesh.dp_size)
                 or not row["zero_stage"]
             )
         link.close()

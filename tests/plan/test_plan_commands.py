@@ -60,9 +60,9 @@ def planned(monkeypatch, capsys, *words):
     """(command, workload, cluster, estimates) of a run of the command, and what it printed."""
     seen, report = [], plan.report
 
-    def kept(question, estimates, *more):
-        seen.append((question.command, question.workload, question.cluster, estimates))
-        return report(question, estimates, *more)
+    def kept(command, workload, cluster, estimates, *more):
+        seen.append((command, workload, cluster, estimates))
+        return report(command, workload, cluster, estimates, *more)
 
     monkeypatch.setattr(plan, "report", kept)
     assert main(["plan", *map(str, words)]) == 0
@@ -87,7 +87,7 @@ def check_all(monkeypatch, capsys, words, *, all_layouts):
             setup.grad_accum_steps,
         ), line
         assert made.engine.zero_stage == setup.zero_stage or setup.dp == 1
-        assert made.engine.n_shards == setup.n_shards or not setup.zero_stage, line
+        assert made.engine.settings.n_shards == setup.n_shards or not setup.zero_stage, line
         assert config.parallel.activation_checkpointing == setup.activation_checkpointing
         assert config.system.dtype == setup.dtype
         if setup.dtype in DTYPES:

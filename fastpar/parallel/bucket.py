@@ -1,11 +1,11 @@
-"""The memory of one bucket on one rank: parameters are views of it, gradients are brought into it.
+"""One bucket on one rank: gradients are brought into it, sent, and kept as their mean.
 
-    stage   parameters          gradients                     reduced gradients
-    0       whole               whole, kept                   in place, on every rank
-    1       whole               whole, kept                   own slice, in place
-    2       whole               whole, freed when reduced     own slice
-    3       own slice; whole    whole, freed when reduced     own slice
-            only around use
+    IDLE -> COLLECTING -> READY -> IN_FLIGHT -> REDUCED -> IDLE
+
+    stage   gradients                     reduced gradients
+    0       whole, kept                   in place, on every rank
+    1       whole, kept                   own slice, in place
+    2, 3    whole, freed when reduced     own slice
 
 [Note: where gradients live]
 Autograd puts its own tensor into p.grad; take() copies it into the bucket, or adds it, at the cost
@@ -24,52 +24,20 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from fastpar.comm.collectives import Collectives
-from fastpar.parallel.absent import Absent
-from fastpar.parallel.bucket_params import BucketParameters
+from fastpar.parallel.bucket_parameters import Absent, BucketGroups, BucketParameters
+from fastpar.parallel.fixed_sum import PairwiseSum
+from fastpar.parallel.stages import BUCKET_PHASES, BucketPhase, Stage, checked
 from fastpar.sharding.layout import Bucket, Layout
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-class PairwiseSum:
-    """A sum of tensors in a fixed tree: ((0 + 1) + (2 + 3)) + ..., the rest from the right."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._parts: list[Tensor] = []
-
-    def push(self, x: Tensor) -> None:
-        """Add the next tensor; it belongs to the sum from now on."""
-        order = self.count
-        while order & 1:
-            x = self._parts.pop().add_(x)
-            order >>= 1
-        self._parts.append(x)
-        self.count += 1
-
-    @property
-    def nbytes(self) -> int:
-        """Of the partial sums."""
-        return sum(x.nbytes for x in self._parts)
-
-    def zero_(self, place: slice) -> None:
-        """Forget what was added to these elements."""
-        for x in self._parts:
-            x[place].zero_()
-
-    def total(self) -> Tensor:
-        """A new tensor; the sum can go on."""
-        x = self._parts[-1].clone()
-        for left in reversed(self._parts[:-1]):
-            x = left + x
-        return x
-
-
 class BucketState(BucketParameters):
-    """One bucket; made by the engine, which decides when what happens.
+    """One bucket; the engine decides when what happens.
 
     Attributes:
+        phase: of its gradients in this backward; changed by enter() only.
+        wire_dtype: of gradients on the wire.
         grad: [P] gradients of this rank, None while they are freed.
         reduced: [S] ([P] at stage 0) mean over the ranks, None until the first of a step.
     """
@@ -80,13 +48,13 @@ class BucketState(BucketParameters):
         spec: Bucket,
         params: list[nn.Parameter],
         *,
-        stage: int,
+        stage: Stage,
         rank: int,
         device: torch.device,
         grad_dtype: torch.dtype | None,
         deterministic: bool,
-        reduce: Collectives | None,
-        gather: Collectives | None,
+        groups: BucketGroups,
+        reduce_dtype: torch.dtype | None = None,
         poison: bool = False,
     ) -> None:
         super().__init__(
@@ -96,17 +64,20 @@ class BucketState(BucketParameters):
             stage=stage,
             rank=rank,
             device=device,
-            gather=gather,
+            groups=groups,
             poison=poison,
         )
+        self.phase = BucketPhase.IDLE
+        self._awaited = set(range(len(params)))  # positions without a gradient in this backward
         self.deterministic = deterministic
         self.grad_dtype = grad_dtype or spec.dtype
+        self.wire_dtype = reduce_dtype or self.grad_dtype
         self._main = self.grad_dtype != spec.dtype
         self.grad: Tensor | None = None
-        if stage <= 1:
-            self.grad = self._empty(reduce, spec.numel, self.grad_dtype)
+        if not stage.frees_gradients:
+            self.grad = self._empty(groups.reduce, spec.numel, self.grad_dtype)
         self.grad_shard: Tensor | None = None
-        if stage >= 2:
+        if stage.frees_gradients:
             self.grad_shard = torch.empty(spec.shard_numel, dtype=self.grad_dtype, device=device)
         self.has: set[int] = set()  # positions with a gradient of this rank in `grad`
         self.seen: set[int] = set()  # since zero_grad(), wherever it is by now
@@ -122,14 +93,28 @@ class BucketState(BucketParameters):
         self._version = -1  # of `grad`, when remember() was called
         self._zeroed = set(range(len(params)))  # positions whose gradient nobody has, on any rank
         self._began_empty = True  # the last backward
-        if stage == 0:
+        if not stage.shards:
             for p, view in zip(params, self.grad_views):
                 if self._main:
                     p.main_grad = view  # type: ignore[attr-defined]
 
+    def enter(self, phase: BucketPhase) -> None:
+        """Change the phase; raises RuntimeError where it cannot follow the present one."""
+        self.phase = checked(f"bucket {self.spec.index}", self.phase, phase, BUCKET_PHASES)
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether its gradients of this backward have left."""
+        return self.phase in (BucketPhase.IN_FLIGHT, BucketPhase.REDUCED)
+
+    def rest(self) -> None:
+        """The backward, or the reduction, is over."""
+        if self.phase is not BucketPhase.IDLE:
+            self.enter(BucketPhase.IDLE)
+
     @property
     def grad_bytes(self) -> int:
-        """Of the whole gradients."""
+        """Size of the whole gradients."""
         return self.spec.numel * self.grad_dtype.itemsize
 
     def piece(self, position: int) -> tuple[Tensor, Tensor | None, int]:
@@ -148,29 +133,36 @@ class BucketState(BucketParameters):
 
     @functools.cached_property
     def grad_views(self) -> list[Tensor]:
-        """Of `grad`, where it is kept."""
+        """Each parameter's part of `grad`, where it is kept."""
         assert self.grad is not None
         return [self.grad[s.start : s.stop].view(s.spec.shape) for s in self.slots]
 
     def _grad_view(self, position: int) -> Tensor:
-        if self.stage <= 1:
+        if not self.stage.frees_gradients:
             return self.grad_views[position]
         assert self.grad is not None
         slot = self.slots[position]
         return self.grad[slot.start : slot.stop].view(slot.spec.shape)
 
-    def take(self, position: int) -> None:
-        """Bring what a backward left in the .grad of a parameter into the bucket."""
+    def take(self, position: int) -> bool:
+        """Bring what a backward left in the .grad of a parameter into the bucket.
+
+        Returns whether this was the last one that the bucket has waited for.
+        """
+        if self.is_sent:
+            raise RuntimeError(
+                "Engine: expected one gradient per backward for parameter "
+                f"'{self.name(position)}', got another after bucket {self.spec.index} was sent "
+                f"('{self.phase.value}' cannot go back to 'collecting'); call the module that owns "
+                "the parameter in every forward, or in none"
+            )
         p = self.params[position]
         grad = p.grad
         assert grad is not None
         self._check_grad(position, grad)
-        if self.stage >= 2 and self.grad is None:
-            self.grad = torch.empty(self.spec.numel, dtype=self.grad_dtype, device=self.device)
-        elif self.stage == 1 and self.reduced is not None and not self.has:
-            self._keep_reduced()
+        self._open_grad()
         view = self._grad_view(position)
-        if self.stage == 0 and not self._main:
+        if not self.stage.shards and not self._main:
             if grad.data_ptr() != view.data_ptr():
                 view.copy_(grad)
                 p.grad = view
@@ -182,24 +174,29 @@ class BucketState(BucketParameters):
             p.grad = None
         self.has.add(position)
         self.seen.add(position)
+        if self.phase is not BucketPhase.COLLECTING:
+            return False
+        self._awaited.discard(position)
+        if self._awaited:
+            return False
+        self.enter(BucketPhase.READY)
+        return True
 
-    def _keep_reduced(self) -> None:
-        """Stage 1: the own slice of `grad` holds the sum so far, and is about to be overwritten."""
-        assert self.grad is not None
-        assert self.reduced is not None
-        if self.reduced.data_ptr() == self.grad[self._own].data_ptr():
-            self.reduced = self.reduced.clone()
+    def _open_grad(self) -> None:
+        """`grad` is about to be written: make it, or save the sum so far that its own slice has."""
+        if self.grad is None:
+            self.grad = torch.empty(self.spec.numel, dtype=self.grad_dtype, device=self.device)
+        elif self.stage.shards and self.reduced is not None and not self.has:
+            in_place = self.reduced.data_ptr() == self.grad[self._own].data_ptr()
+            self.reduced = self.reduced.clone() if in_place else self.reduced
 
     def fill_missing(self, *, flags: bool) -> list[int]:
         """Zero the places without a gradient and set `used`; returns them. p.grad may be new."""
-        if self.grad is None:
-            self.grad = torch.empty(self.spec.numel, dtype=self.grad_dtype, device=self.device)
-        elif self.stage == 1 and self.reduced is not None and not self.has:
-            self._keep_reduced()
+        self._open_grad()
         missing = []
         self._zeroed.clear()
         for position, p in enumerate(self.params):
-            if self.stage == 0 and not self._main:
+            if not self.stage.shards and not self._main:
                 # By hand between two backward passes, or forgotten by zero_grad() of a module.
                 if p.grad is None:
                     self.has.discard(position)
@@ -232,8 +229,8 @@ class BucketState(BucketParameters):
         if self.unreduced is None:
             self.unreduced = PairwiseSum()
         with self._summing():
-            self.unreduced.push(self.grad.clone() if self.stage <= 1 else self.grad)
-        if self.stage >= 2:
+            self.unreduced.push(self.grad if self.stage.frees_gradients else self.grad.clone())
+        if self.stage.frees_gradients:
             self.grad = None
         self._forget_local()
 
@@ -260,9 +257,9 @@ class BucketState(BucketParameters):
     def target(self) -> Tensor:
         """Where the next reduction puts its result."""
         assert self.grad is not None
-        if self.stage == 0:
+        if not self.stage.shards:
             return self.grad
-        if self.stage == 1:
+        if not self.stage.frees_gradients:
             return self.grad[self._own]
         if self.reduced is None and not self.deterministic:
             assert self.grad_shard is not None
@@ -270,28 +267,28 @@ class BucketState(BucketParameters):
         return torch.empty(self.spec.shard_numel, dtype=self.grad_dtype, device=self.device)
 
     def add_reduced(self, result: Tensor) -> None:
-        """Take in what target() was given; at stage >= 2 the whole gradients are freed."""
+        """Take in what target() was given; whole gradients are freed where the stage says so."""
         if self.deterministic:
-            if self._reductions is None or (self.stage == 0 and not self._aside):
+            if self._reductions is None or (not self.stage.shards and not self._aside):
                 self._reductions = PairwiseSum()
             with self._summing():
-                self._reductions.push(result.clone() if self.stage <= 1 else result)
-                if self._reductions.count > 1 or self.stage >= 2:
+                self._reductions.push(result if self.stage.frees_gradients else result.clone())
+                if self._reductions.count > 1 or self.stage.frees_gradients:
                     self._collect_tree(result)
                 else:
                     self.reduced = result
             self._aside = False
-        elif self.reduced is None or self.stage == 0:
+        elif self.reduced is None or not self.stage.shards:
             self.reduced = result
         else:
             self.reduced = self.reduced.add_(result)
-        if self.stage:
+        if self.stage.shards:
             self.has.clear()
         self.free_grad()
 
     def free_grad(self) -> None:
         """The whole gradients have been sent."""
-        if self.stage >= 2:
+        if self.stage.frees_gradients:
             if self.poison and self.grad is not None:
                 self.grad.fill_(float("nan"))
             self.grad = None
@@ -299,7 +296,7 @@ class BucketState(BucketParameters):
     def _collect_tree(self, result: Tensor) -> None:
         assert self._reductions is not None
         total = self._reductions.total()
-        if self.stage >= 2:
+        if self.stage.frees_gradients:
             assert self.grad_shard is not None
             self.reduced = self.grad_shard.copy_(total)
         else:
@@ -307,7 +304,7 @@ class BucketState(BucketParameters):
 
     def set_aside(self) -> None:
         """Deterministic stage 0: a new backward must not add to the sum of the last ones."""
-        if self.stage == 0 and self.reduced is not None:
+        if not self.stage.shards and self.reduced is not None:
             self._aside = True
             self._forget_local()
 
@@ -331,7 +328,7 @@ class BucketState(BucketParameters):
     @property
     def empty(self) -> bool:
         """Whether this rank has no gradient, and no part of one."""
-        return self.zeroed or (not self.seen and (self.stage == 0 or self.reduced is None))
+        return self.zeroed or (not self.seen and (not self.stage.shards or self.reduced is None))
 
     def zero_grad(self, set_to_none: bool, positions: set[int] | None = None) -> None:
         """Forget all gradients, which writes no memory; or set those that there are to zero.
@@ -366,13 +363,21 @@ class BucketState(BucketParameters):
         if self.reduced is not self.grad_shard:
             self._piece_views = None  # they would keep it alive
         self.reduced = None
-        if self.stage >= 2:
+        if self.stage.frees_gradients:
             self.grad = None
 
-    def begin_backward(self, *, stopped: bool) -> None:
-        """Sharded: what a backward has left that stopped before is dropped, if it was the first
-        since zero_grad(), which does not reach it when called on the module."""
-        if stopped and self._began_empty:
+    def begin_backward(self, *, stopped: bool, skipped: bool = False) -> None:
+        """A backward begins; skipped: the forward did not use these parameters.
+
+        stopped: the last one did. Where gradients are shared out, what it has left is dropped if it
+        was the first since zero_grad(), which does not reach it when called on the module.
+        """
+        self.rest()
+        self.enter(BucketPhase.COLLECTING)
+        self._awaited = set(range(len(self.params)))
+        if skipped:
+            self.enter(BucketPhase.READY)
+        if stopped and self._began_empty and self.stage.shards:
             self.zero_grad(True)
         self.unmark()
         self._began_empty = not self.seen
@@ -387,7 +392,7 @@ class BucketState(BucketParameters):
     def mark(self, *, hidden: bool = True) -> None:
         """See [Note: marks]; not hidden: p.grad is what it should be."""
         self._hidden = hidden = hidden or self._main
-        everywhere = self.stage > 0 and self.reduced is not None
+        everywhere = self.stage.shards and self.reduced is not None
         self._marks.clear()
         for position in range(len(self.params)) if everywhere else self.seen:
             p = self.params[position]
@@ -450,7 +455,7 @@ class BucketState(BucketParameters):
     def _zero(self, position: int) -> None:
         """A parameter's gradient is zero from now on."""
         self._zeroed.add(position)
-        if self.stage:
+        if self.stage.shards:
             self.has.discard(position)
         elif (grad := self.grad_of(position)) is not None:  # or a placeholder, which may be zero
             grad.zero_()
@@ -462,11 +467,11 @@ class BucketState(BucketParameters):
         whole = slice(slot.start, slot.stop)
         start, stop = self.pieces[position]
         first = slot.start - self._own.start
-        part = whole if self.stage == 0 else slice(first + start, first + stop)
+        part = slice(first + start, first + stop) if self.stage.shards else whole
         for tree, place in ((self.unreduced, whole), (self._reductions, part)):
             if tree is not None:
                 tree.zero_(place)
-        if self.reduced is not None and self.stage:
+        if self.reduced is not None and self.stage.shards:
             self.reduced[part].zero_()
 
     def take_tree_ms(self) -> float:

@@ -1,0 +1,326 @@
+"""The parameters of one bucket on one rank: views of its memory, or placeholders.
+
+[Note: stale parameters]
+After a step a rank knows only its own slice of the new parameters, at stage 3 also between uses.
+Until they are gathered, p.data is a placeholder of the right shape with one nan for all elements:
+whoever reads it sees nans instead of old values, and not the memory that was freed, which would
+crash. Tensors that autograd saved keep the storage, which is resized and filled again in place.
+
+[Note: absent tensors]
+A placeholder, of a parameter or of a gradient that was reduced into a shard, refuses to be changed:
+what is written there would be lost, copies and files would hold nan without a word, and torch's own
+words are about memory. A parameter is absent by its class, which costs nothing while it is there;
+only its methods refuse: torch's functions on lists (torch._foreach_mul_) still fail in their way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from fastpar.comm.collectives import Collectives
+from fastpar.comm.handles import Handle
+from fastpar.parallel.stages import Stage
+from fastpar.sharding.layout import Bucket, Layout
+
+
+@dataclass(frozen=True)
+class BucketGroups:
+    """Over which ranks a bucket travels; None where there is nobody else.
+
+    They follow from the placement of its parameters: the axes along which these are replicated.
+
+    Args:
+        reduce: sums gradients: all that have the parameters, or those that share one copy.
+        gather: the same ranks as reduce, another group: neither waits for the other.
+        copies: the ranks that own the same shard of other copies.
+    """
+
+    reduce: Collectives | None = None
+    gather: Collectives | None = None
+    copies: Collectives | None = None
+
+
+class BucketParameters:
+    """The parameters of one bucket; see [Note: stale parameters].
+
+    Attributes:
+        params: its parameters; the slots of the layout in order.
+        flat: [P] parameters; without memory while a bucket of stage 3 is freed.
+        shard: [S] this rank's slice of the newest parameters.
+        live: whether the parameters are views of flat.
+        groups: over which it travels; device: where it lies.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        spec: Bucket,
+        params: list[nn.Parameter],
+        *,
+        stage: Stage,
+        rank: int,
+        device: torch.device,
+        groups: BucketGroups,
+        poison: bool,
+    ) -> None:
+        self.spec, self.params, self.stage = spec, params, stage
+        self.slots = [layout.slots[i] for i in spec.slots]
+        self.groups, self.device, self.poison = groups, device, poison
+        self._own = slice(*spec.shard(rank))
+        self.pieces = [layout.piece(i, rank) for i in spec.slots]
+        shared = (
+            groups.gather if stage.gathers_after_step else None
+        )  # memory that the peers read without a copy
+        self.flat = self._empty(shared, spec.numel, spec.dtype).zero_()
+        self.views = [self.flat[s.start : s.stop].view(s.spec.shape) for s in self.slots]
+        self.shard = self.flat[self._own] if stage.shards else self.flat
+        if stage.frees_parameters:
+            self.shard = self._empty(groups.gather, spec.shard_numel, spec.dtype)
+        self._placeholders = list(self.views)
+        self.live = True
+        self.gathering: Handle | None = None
+
+    def _empty(self, group: Collectives | None, numel: int, dtype: torch.dtype) -> Tensor:
+        if group is None:
+            return torch.empty(numel, dtype=dtype, device=self.device)
+        return group.empty(numel, dtype)
+
+    def name(self, position: int) -> str:
+        """The first name of the parameter at a position."""
+        return self.slots[position].spec.names[0]
+
+    def attach(self) -> None:
+        """The values are in flat, for the first time: parameters become views."""
+        if self.stage.frees_parameters:
+            self.shard.copy_(self.flat[self._own])
+        for p in self.params:
+            p.grad = None
+        self.make_live()
+
+    def allocate(self) -> None:
+        """Memory for all parameters, their values unknown."""
+        if self.stage.frees_parameters and not self.flat.untyped_storage().nbytes():
+            self.flat.untyped_storage().resize_(self.spec.numel * self.spec.dtype.itemsize)
+
+    def make_live(self) -> None:
+        """The values are there: parameters are views of them."""
+        if not self.live and not all(type(p) is AbsentParameter for p in self.params):
+            self.check()  # those that are absent refuse other memory themselves
+        for p, view in zip(self.params, self.views):
+            show(p)
+            p.data = view
+        self.live = True
+
+    def make_stale(self) -> None:
+        """See [Note: stale parameters]; at stage 3 the memory is given back."""
+        if not self.live:
+            return
+        self.check()
+        self.live = False
+        nan = self._nan(self.spec.dtype)
+        self._placeholders = [nan.expand(s.spec.shape) for s in self.slots]
+        for p, placeholder in zip(self.params, self._placeholders):
+            p.data = placeholder
+            hide(p)
+        if self.stage.frees_parameters:
+            if self.poison:
+                self.flat.fill_(float("nan"))
+            self.flat.untyped_storage().resize_(0)
+
+    def new_memory(self) -> list[tuple[int, Tensor]]:
+        """(position, copy of the values) of live parameters that somebody gave other memory."""
+        moved = [i for i in range(len(self.params)) if not self.is_in_place(i)]
+        return [(i, self.params[i].data.clone()) for i in moved]
+
+    def take_memory(self, position: int, new: Tensor) -> str | None:
+        """Keep such values in the old memory; or say why they do not fit."""
+        p, view = self.params[position], self.views[position]
+        p.data = view
+        fits = (new.shape, new.dtype, new.device) == (view.shape, view.dtype, view.device)
+        if fits and hasattr(p, "_fastpar_engine"):
+            view.copy_(new)
+            return None
+        return (
+            f"gathered: expected values for parameter '{self.name(position)}' of shape "
+            f"{list(view.shape)}, {view.dtype}, on {view.device}, got p.data={list(new.shape)}, "
+            f"{new.dtype}, on {new.device}; write them with p.copy_(), and change shapes and "
+            "dtypes before fastpar.parallelize"
+        )
+
+    def save_writes(self) -> None:
+        """Somebody wrote into the whole parameters: this rank's slice of them is the truth."""
+        if self.stage.frees_parameters:
+            self.shard.copy_(self.flat[self._own])
+
+    def _nan(self, dtype: torch.dtype) -> Tensor:
+        """A new one: somebody may write into that of a parameter with one element."""
+        return torch.full((), float("nan"), dtype=dtype, device=self.device)
+
+    def is_in_place(self, position: int) -> bool:
+        """Whether the parameter still uses the bucket's memory, in the same way."""
+        view = self.views[position] if self.live else self._placeholders[position]
+        p = self.params[position]
+        same = p.data_ptr() == view.data_ptr() and p.dtype == view.dtype
+        return same and p.shape == view.shape and p.stride() == view.stride()
+
+    def check(self) -> None:
+        """Raise RuntimeError for a parameter that somebody gave other memory."""
+        for position, p in enumerate(self.params):
+            if not self.is_in_place(position):
+                raise RuntimeError(
+                    f"Engine: expected parameter '{self.name(position)}' to stay in its flat "
+                    f"buffer, got other memory (dtype={p.dtype}, shape={list(p.shape)}, device="
+                    f"{p.device}); call module.to() before fastpar.parallelize, and write values "
+                    "inside `with fastpar.engine_of(model).gathered():`"
+                )
+
+
+_HARMLESS = {"requires_grad_", "share_memory_"}
+_WRITERS = {
+    name
+    for name in dir(Tensor)
+    if (name.endswith("_") and not name.startswith("_") and name not in _HARMLESS)
+    or (name.startswith("__i") and name[3:].strip("_") in {
+        "add", "and", "div", "floordiv", "lshift", "mod", "mul", "or", "pow", "rshift", "sub",
+        "truediv", "xor",
+    })
+} | {"__setitem__"}  # fmt: skip
+_SPOKEN = {"__deepcopy__": "copy.deepcopy", "__reduce_ex__": "pickle"}
+
+
+def _refuse(what: str, name: str, action: str) -> NoReturn:
+    if action == "data":
+        raise RuntimeError(
+            f"parallelize: expected parameter '{name}' to keep its dtype, device and memory, which "
+            "are a bucket's, got other memory for p.data; call module.to() before "
+            "fastpar.parallelize, and write values inside `with fastpar.engine_of(model)"
+            ".gathered():`"
+        )
+    if what == "gradient":
+        raise RuntimeError(
+            f"p.grad: expected to be left as it is, got {action} for '{name}', whose gradient is "
+            "not in p.grad but reduced into a shard, or waits for that; clip with "
+            "fastpar.AdamW(max_grad_norm=...), scale the loss, and read whole gradients with "
+            "fastpar.engine_of(model).grads()"
+        )
+    raise RuntimeError(
+        f"{_SPOKEN.get(action, f'p.{action}')}: expected a whole parameter, got '{name}', of which "
+        "this rank has its slice; write, copy and save parameters inside "
+        "`with fastpar.engine_of(model).gathered():`, on all ranks"
+    )
+
+
+class Absent(Tensor):
+    """nans in the place of a gradient, or of an absent parameter's data; see the note.
+
+    Attributes:
+        zeroed: somebody called zero_() on it.
+    """
+
+    _what = "parameter"
+    _name = ""
+    zeroed = False
+
+    @staticmethod
+    def of(nans: Tensor, what: str, name: str) -> Absent:
+        """nans as such a tensor, of the parameter or gradient with this name."""
+        made = nans.as_subclass(Absent)
+        made._what, made._name = what, name
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        zeroes = name in ("zero_", "_foreach_zero_")
+        listed = name.startswith(("_foreach_", "_amp_foreach_")) and name.endswith("_")
+        touched = [args[0] if args else kwargs.get("self")] if name in _WRITERS or listed else []
+        if name in _SPOKEN:
+            touched = [args[0]]
+        for x in _absent((touched, kwargs.get("out"))):
+            if not (zeroes and x._what == "gradient"):
+                _refuse(x._what, x._name, name)
+            x.zeroed = True
+        with torch._C.DisableTorchFunctionSubclass():
+            if zeroes:  # nothing is there to be written
+                rest = [x for x in _tensors(touched) if not isinstance(x, Absent)]
+                if rest:
+                    torch._foreach_zero_(rest)
+                return args[0] if name == "zero_" else None
+            out = func(*args, **kwargs)
+        first = args[0] if args else None
+        if isinstance(first, Absent) and _share(first, out):
+            return Absent.of(out, first._what, first._name)
+        return out
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, list | tuple):
+        for x in tree:
+            yield from _tensors(x)
+
+
+def _share(x: Tensor, y: Any) -> bool:
+    return type(y) is Tensor and y.untyped_storage()._cdata == x.untyped_storage()._cdata
+
+
+def _absent(tree: Any) -> Iterator[Absent]:
+    return (x for x in _tensors(tree) if isinstance(x, Absent))
+
+
+def _name_of(p: Tensor) -> str:
+    link = getattr(p, "_fastpar_engine", None)
+    return "?" if link is None or link.target is None else link.target.shards.name_of(p)
+
+
+_data: Any = nn.Parameter.data  # the descriptor that AbsentParameter hides
+
+
+class AbsentParameter(nn.Parameter):
+    """A parameter that is not there; see [Note: absent tensors]."""
+
+    @property
+    def data(self) -> Tensor:
+        return Absent.of(_data.__get__(self), "parameter", _name_of(self))
+
+    @data.setter
+    def data(self, new: Tensor) -> None:
+        old = _data.__get__(self)
+        same = (new.dtype, new.shape, new.stride()) == (old.dtype, old.shape, old.stride())
+        if not same or new.data_ptr() != old.data_ptr():  # module.to() may have nothing to do
+            _refuse("parameter", _name_of(self), "data")
+
+    def detach(self) -> Tensor:
+        """torch's, absent too."""
+        return self.data
+
+
+def _refusing(action: str) -> Callable[..., NoReturn]:
+    def refuse(self: Tensor, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse("parameter", _name_of(self), action)
+
+    return refuse
+
+
+for _action in (*_WRITERS, *_SPOKEN):
+    setattr(AbsentParameter, _action, _refusing(_action))
+
+
+def hide(p: nn.Parameter) -> None:
+    """The parameter is absent from now on; its data are nans."""
+    if type(p) is nn.Parameter:
+        p.__class__ = AbsentParameter
+
+
+def show(p: nn.Parameter) -> None:
+    """The parameter is about to be there."""
+    if type(p) is AbsentParameter:
+        p.__class__ = nn.Parameter  # type: ignore[assignment]
