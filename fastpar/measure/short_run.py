@@ -90,7 +90,8 @@ class ShortRun:
 
     def seconds(self, count: int) -> list[float]:
         """Seconds of so many steps on this rank; on a GPU their mean, so many times."""
-        on_gpu, marks = self.mesh.device.type == "cuda", []
+        on_gpu = self.mesh.device.type == "cuda"
+        marks: list[float] = []
         for _ in range(count):
             if on_gpu and not marks:
                 torch.cuda.synchronize()

@@ -158,7 +158,7 @@ def cells_of(device: str = "cpu", *, quick: bool = False) -> dict[int, list[Cell
     for ranks, rows in (CPU_GRID if device == "cpu" else GPU_GRID).items():
         if quick and ranks > 2:
             continue
-        cells = [(size, *rest) for sizes, *rest in rows for size in sizes]
+        cells: list[Any] = [(size, *rest) for sizes, *rest in rows for size in sizes]
         for size, *rest in cells[:: len(cells) // 2] if quick else cells:
             shape = TINY if quick else {**PRESETS, **SIZES}[size]
             found.setdefault(ranks, []).append(cell(shape, ranks, *rest, device))
