@@ -6,14 +6,14 @@
 
 Before parallelize(), and with tp=1, each is torch's layer: its constructor, its whole weights, its
 state_dict keys. parallelize() cuts the weights. Under sequence parallelism what enters a column
-layer and leaves a row layer is this rank's part of the tokens, see tensor_parallel.py.
+layer and leaves a row layer is this rank's part of the tokens, see tensor/functional.py.
 
 [Note: another class] convert() splits a layer of a foreign model by giving the instance another
 class. Its Parameters, hooks and names stay, and so do ties and what else refers to it.
 
 [Note: all tokens] A foreign model embeds and compares tokens as [B, T], which is not what a rank
 has under sequence parallelism. There an embedding and a head that have all_tokens work on whole
-tensors, and other modules of the plan cut and join the tokens (tp_plan.py).
+tensors, and other modules of the plan cut and join the tokens (patching/tp_plan.py).
 
 [Note: masks of a part] What a rank has of a model's tensors gets that part of the masks that one
 process would draw. Of the heads that is Rng's first_head. Of T/tp tokens of each of B samples it is

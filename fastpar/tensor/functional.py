@@ -15,7 +15,7 @@ N/tp each:
 [Note: tokens] Under sequence parallelism a rank has N/tp consecutive tokens of the batch, seen as
 [N, C]: what is gathered or scattered lies in one piece, and nothing is copied to get there. Tensors
 of more dimensions are split along the one before the last, which costs a copy if it is not the
-first (modules of other people, tp_plan.py).
+first (modules of other people, patching/tp_plan.py).
 
 [Note: under way] The sum of a column layer's input gradient is under way while the weight's
 gradient is computed. Under sequence parallelism its input is kept as N/tp tokens; it is gathered

@@ -159,7 +159,7 @@ def splits_a_model():
     return [list(p.shape) for p in model.parameters()]
 
 
-@pytest.mark.parametrize("backend", ["threads", "gloo"])
+@pytest.mark.parametrize("backend", ["threads", pytest.param("gloo", marks=pytest.mark.slow)])
 def test_parameters_are_cut_in_place_with_the_first_ranks_values(backend):
     shapes = [[4, 3], [4, 6], [4], [6, 4], [6], [2, 3]]
     assert run_ranks(splits_a_model, 2, backend=backend) == [shapes] * 2

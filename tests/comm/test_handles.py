@@ -1,4 +1,4 @@
-"""tasks.py: the thread that ends operations in order."""
+"""handles.py: the thread that ends operations in order."""
 
 import threading
 import weakref
