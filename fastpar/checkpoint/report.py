@@ -146,7 +146,7 @@ def _facts(folder: Path, manifest: Manifest) -> tuple[list[str], list[str]]:
         )
     weights, states = manifest.weights, by_key(manifest.optimizer)
     own = bool(manifest.files) and manifest.model == ANY_MODULE
-    names = {t.key for t in weights}  # that the optimizer's states may be of
+    names: Collection[str] = {t.key for t in weights}  # that the optimizer's states may be of
     if os.path.lexists(folder / CONFIG):
         foreign = "of another module" if own else None
         if not manifest.files:
