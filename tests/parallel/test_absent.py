@@ -1,4 +1,4 @@
-"""absent.py: nans that can be read, and refuse whatever would change or copy them."""
+"""bucket_parameters.py: nans that can be read, and refuse whatever would change or copy them."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""buffers.py: one bucket at each stage: where parameters and gradients are, and what is freed."""
+"""bucket.py: one bucket at each stage: where parameters and gradients are, and what is freed."""
 
 import copy
 

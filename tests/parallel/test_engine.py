@@ -138,7 +138,9 @@ def test_retain_graph_and_two_forwards():
 
 @pytest.mark.parametrize("mode", ["none", "checkpoint"])
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize(
+    "world_size", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))]
+)
 @stages
 def test_gradients_are_the_mean_over_ranks(stage, world_size, deterministic, mode):
     """Bit for bit, in the order of the tree, whatever the buckets are."""
@@ -333,7 +335,7 @@ def test_a_plain_loop_with_several_backward_calls(stage, accumulate):
         assert (grad - expected[name]).abs().max() <= 12 * 2**-24 * 4.0, name
 
 
-@pytest.mark.parametrize("grad_dtype", [None, torch.float64])
+@pytest.mark.parametrize("grad_dtype", [None, pytest.param(torch.float64, marks=pytest.mark.slow)])
 @stages
 def test_unused_parameters_match_one_process(stage, grad_dtype):
     """Used by nobody: no gradient, on one rank only: a gradient everywhere."""
@@ -422,7 +424,12 @@ def gloo_gradients(stage, transport):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "stage", "transport"), [(2, 0, "torch"), (3, 1, "shm"), (3, 3, "torch")]
+    ("world_size", "stage", "transport"),
+    [
+        (2, 0, "torch"),
+        pytest.param(3, 1, "shm", marks=pytest.mark.slow),
+        pytest.param(3, 3, "torch", marks=pytest.mark.slow),
+    ],
 )
 def test_processes_have_the_bits_of_the_tree(world_size, stage, transport):
     results = run_ranks(gloo_gradients, world_size, stage, transport, backend="gloo")

@@ -1,4 +1,4 @@
-"""hooks.py: copies and pickles of links and hooks are empty, and hooks keep nobody alive."""
+"""units.py: copies and pickles of links and hooks are empty, and hooks keep nobody alive."""
 
 import copy
 import gc

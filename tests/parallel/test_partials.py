@@ -1,4 +1,4 @@
-"""partials.py: gradients that are a sum over tp are whole once, and counted once."""
+"""reducer.py: gradients that are a sum over tp are whole once, and counted once."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""units.py: the order in which units are gathered."""
+"""gathers.py: the order in which units are gathered."""
 
 import weakref
 
