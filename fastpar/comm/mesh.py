@@ -62,7 +62,8 @@ class Mesh:
         device: where this rank computes.
         world_size, rank: over all axes.
         is_main: whether this is rank 0, the one that prints and writes.
-        sizes: ranks along each axis, in the order of AXES; place: this rank's number along each.
+        sizes: ranks along each axis, in the order of AXES.
+        place: this rank's number along each axis.
         dp_size, dp_rank, dp_group: of the ranks that compute different sequences, along replicas
             and dp together; the group is None when dp_size is 1.
         tp_size, tp_rank, tp_group: of the axis tp, likewise.

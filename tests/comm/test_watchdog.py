@@ -203,6 +203,7 @@ def test_a_store_that_does_not_answer_blames_its_host(ranks, monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_time_in_which_this_rank_stood_still_is_not_counted():
     """SIGSTOP and SIGCONT of a whole run, as a laptop that sleeps: nobody is accused."""
     code = f"""
