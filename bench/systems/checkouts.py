@@ -54,7 +54,7 @@ class Ranks:
 
     def __init__(self, python: str, n_ranks: int, stage: int, link: Link | None) -> None:
         port = _free_port()
-        self._processes = []
+        self._processes: list[Any] = []  # Popen: its pipes are there
         for rank in range(n_ranks):
             env = {**os.environ, "OMP_NUM_THREADS": "1"}
             command = [python, "-c", _RANK, str(stage)]

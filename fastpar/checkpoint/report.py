@@ -33,7 +33,7 @@ from fastpar.models.gpt import GPT
 from fastpar.models.hf import INDEX_FILE, differences, read_config, unsupported_field
 from fastpar.models.weights import PREFIX, WEIGHTS_FILE
 
-_ARCHITECTURES = (None, [], ["GPT2LMHeadModel"], ["GPT2Model"])
+_ARCHITECTURES: tuple[list[str] | None, ...] = (None, [], ["GPT2LMHeadModel"], ["GPT2Model"])
 
 
 class Report(NamedTuple):

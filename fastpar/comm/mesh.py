@@ -147,7 +147,7 @@ class Mesh:
     def place(self) -> dict[str, int]:
         """This rank's number along each axis."""
         places, rest = {}, self.rank
-        for axis, size in reversed(self.sizes.items()):
+        for axis, size in reversed(list(self.sizes.items())):
             rest, places[axis] = divmod(rest, size)
         return places
 
@@ -172,7 +172,7 @@ class Mesh:
         if mine not in self._groups:
             if len(mine) == self.world_size:
                 self._set_default_timeout()
-                self._groups[mine] = self._connect(dist.group.WORLD, axes)
+                self._groups[mine] = self._connect(dist.distributed_c10d._get_default_group(), axes)
             else:
                 self._groups[mine] = self.new_group(*axes)
         return self._groups[mine]

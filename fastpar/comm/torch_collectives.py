@@ -72,7 +72,7 @@ class TorchCollectives(Collectives):
         in_rank_order: bool = False,
         why: str = "asked for",
     ) -> None:
-        self.group = group if group is not None else dist.group.WORLD
+        self.group = group or dist.distributed_c10d._get_default_group()
         self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.device = torch.device(device)
         self._on_gpu = self.device.type == "cuda"
@@ -274,8 +274,16 @@ class TorchCollectives(Collectives):
         to_right = [x.numel() * (r == right) for r in range(self.world_size)]
         return self._exchange(out.view(self.world_size, -1)[left], x, from_left, to_right)
 
-    def _exchange(self, out: Tensor, x: Tensor, *sizes: list[int]) -> dist.Work | None:
-        return dist.all_to_all_single(out, x, *sizes, group=self.group, async_op=not self._on_gpu)
+    def _exchange(
+        self,
+        out: Tensor,
+        x: Tensor,
+        out_sizes: list[int] | None = None,
+        x_sizes: list[int] | None = None,
+    ) -> dist.Work | None:
+        return dist.all_to_all_single(
+            out, x, out_sizes, x_sizes, group=self.group, async_op=not self._on_gpu
+        )
 
     def _all_gather(self, out: Tensor, x: Tensor, tag: int) -> Handle:
         call = functools.partial(self._gather_into, out.view(-1), x.view(-1))
@@ -311,6 +319,7 @@ class TorchCollectives(Collectives):
                 work = dist.isend(x, group=self.group, group_dst=peer, tag=tag)
             else:
                 work = dist.irecv(x, group=self.group, group_src=peer, tag=tag)
+            assert work is not None  # this rank is in the group
             return lambda: work.wait() and None
 
         return self._submit(op, call, x, message=True)
@@ -322,7 +331,7 @@ class _Mailbox:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._store: Any = dist.distributed_c10d._get_default_store()
         self._name, self._rank = group.group_name, dist.get_rank(group)
-        self._counts: Counter[tuple[int, int, int]] = Counter()
+        self._counts: Counter[tuple[int, ...]] = Counter()
 
     @functools.cached_property
     def thread(self) -> TaskThread:

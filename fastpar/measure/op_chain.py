@@ -200,7 +200,8 @@ class Chain:
         x_bias: Tensor | None = None,
     ) -> Any:
         """(norm of the sum, sum)."""
-        shape, more = (self.mine, self.width), {"eps": self.eps}
+        shape = (self.mine, self.width)
+        more: dict[str, Any] = {"eps": self.eps}
         if delta is None:
             return self._timed(FIRST, shape, lambda v: layer_norm(v, weight, bias, **more), x), x
 

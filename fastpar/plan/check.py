@@ -159,9 +159,9 @@ def cells_of(device: str = "cpu", *, quick: bool = False) -> dict[int, list[Cell
         if quick and ranks > 2:
             continue
         cells: list[Any] = [(size, *rest) for sizes, *rest in rows for size in sizes]
-        for size, *rest in cells[:: len(cells) // 2] if quick else cells:
+        for size, *layout in cells[:: len(cells) // 2] if quick else cells:
             shape = TINY if quick else {**PRESETS, **SIZES}[size]
-            found.setdefault(ranks, []).append(cell(shape, ranks, *rest, device))
+            found.setdefault(ranks, []).append(cell(shape, ranks, *(*layout, device)))
     return found
 
 
