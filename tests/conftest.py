@@ -19,6 +19,11 @@ if not torch.cuda.is_available():
     # Read when a kernel is defined, so before the first <op>_triton module is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# `with torch.device(...)` keeps the functions that it found at its first use in the process: not
+# those that a test has put in their places.
+with torch.device("cpu"):
+    torch.empty(0)
+
 with contextlib.suppress(ImportError):
     import hypothesis
 

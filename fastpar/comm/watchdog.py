@@ -410,7 +410,9 @@ def _stack(frame: FrameType | None) -> list[str]:
     lines = []
     for f, number in traceback.walk_stack(frame) if frame is not None else ():
         code = f.f_code
-        lines.append(f"{'/'.join(Path(code.co_filename).parts[-2:])}:{number} {code.co_name}")
+        parts = Path(code.co_filename).parts[-3:]
+        path = "/".join(parts if parts[0] == "fastpar" else parts[-2:])
+        lines.append(f"{path}:{number} {code.co_name}")
         if len(lines) == _DEEPEST:
             break
     return lines[::-1]

@@ -11,7 +11,7 @@ from fastpar.config.options import FaultSettings, TrainFlags
 
 def test_every_setting_has_a_default_and_help():
     for group in get_type_hints(TrainFlags).values():
-        source = inspect.getsource(group)
+        source = "".join(inspect.getsource(part) for part in group.__mro__[:-1])
         for f in fields(group):
             assert re.search(rf'    {f.name}: [^\n]+ = [^\n]+\n    """[^"]+', source), f.name
 

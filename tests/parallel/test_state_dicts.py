@@ -172,7 +172,7 @@ def test_a_dead_engine_leaves_a_plain_module():
         model = parallelize(Tied(), Mesh(tp=2))
         hook = next(iter(model._state_dict_hooks.values()))
         guard = hook.__self__ if hasattr(hook, "__self__") else hook
-        guard._engine = lambda: None
+        guard._shards = lambda: None
         model.load_state_dict(model.state_dict())
         return list(model.state_dict()["a"].shape)
 
