@@ -1,7 +1,8 @@
 """Two checkouts of fastpar side by side: the training step and start-up, in one interleaved run.
 
     python -m bench.systems.checkouts OLD_PYTHON            the other checkout's interpreter
-        [--rounds 9] [--mbit 1000] [--only step,link,start] [--out bench/results/checkouts.json]
+        [--rounds 9] [--mbit 1000] [--vocab 4096] [--only step,link,start]
+        [--out bench/results/checkouts/checkouts.json]
 
 Both checkouts must be built, each in its own environment. Every cell starts the ranks of both,
 which then take turns of a few steps each; start-up commands take turns, too. Printed and written:
@@ -31,14 +32,14 @@ from fastpar.measure.clocks import CpuClock
 STEPS = 4  # of one turn
 _RANK = """
 import sys, torch, fastpar
-stage = int(sys.argv[1])
+stage, vocab = int(sys.argv[1]), int(sys.argv[2])
 torch.manual_seed(0)
 torch.set_num_threads(1)
-config = fastpar.GPTConfig(n_layer=4, n_head=4, n_embd=256, block_size=128, vocab_size=4096)
+config = fastpar.GPTConfig(n_layer=4, n_head=4, n_embd=256, block_size=128, vocab_size=vocab)
 model = fastpar.GPT(config)
 model = fastpar.parallelize(model, fastpar.Mesh(), zero_stage=stage)
 optimizer = fastpar.AdamW(model.parameters(), lr=1e-4, max_grad_norm=1.0)
-tokens = torch.randint(0, 4096, (2, 129))
+tokens = torch.randint(0, vocab, (2, 129))
 for line in sys.stdin:
     for _ in range(int(line)):
         loss = model(tokens[:, :-1], tokens[:, 1:])
@@ -52,12 +53,12 @@ for line in sys.stdin:
 class Ranks:
     """The ranks of one checkout, which train when they are told to."""
 
-    def __init__(self, python: str, n_ranks: int, stage: int, link: Link | None) -> None:
+    def __init__(self, python: str, n_ranks: int, stage: int, vocab: int, link: Link | None):
         port = _free_port()
         self._processes: list[Any] = []  # Popen: its pipes are there
         for rank in range(n_ranks):
             env = {**os.environ, "OMP_NUM_THREADS": "1"}
-            command = [python, "-c", _RANK, str(stage)]
+            command = [python, "-c", _RANK, str(stage), str(vocab)]
             if link is not None:
                 env.update(link.environment(rank, port))
                 command = link.enter(rank, *command)
@@ -94,11 +95,13 @@ def _free_port() -> int:
 
 
 @contextlib.contextmanager
-def _both(pythons: Sequence[str], n: int, stage: int, link: Link | None) -> Iterator[list[Ranks]]:
+def _both(
+    pythons: Sequence[str], n: int, stage: int, vocab: int, link: Link | None
+) -> Iterator[list[Ranks]]:
     ranks: list[Ranks] = []
     try:
         for python in pythons:
-            ranks.append(Ranks(python, n, stage, link))
+            ranks.append(Ranks(python, n, stage, vocab, link))
             ranks[-1].train(2)
         yield ranks
     finally:
@@ -123,7 +126,9 @@ def _turns(calls: Sequence[Any], rounds: int) -> dict[str, float]:
     }
 
 
-def steps(pythons: Sequence[str], rounds: int, mbit: float | None) -> dict[str, dict[str, float]]:
+def steps(
+    pythons: Sequence[str], rounds: int, mbit: float | None, vocab: int
+) -> dict[str, dict[str, float]]:
     """One process, then two ranks at each stage; behind a link of so many Mbit/s if given."""
     found = {}
     link = None if mbit is None else Link(mbit)
@@ -132,7 +137,7 @@ def steps(pythons: Sequence[str], rounds: int, mbit: float | None) -> dict[str, 
         for n_ranks, stage in [*cells, *((2, stage) for stage in range(4))]:
             where = "shared memory" if link is None else f"{mbit:g} Mbit/s"
             name = "1 process" if n_ranks == 1 else f"2 ranks, stage {stage}, {where}"
-            with _both(pythons, n_ranks, stage, link) as ranks:
+            with _both(pythons, n_ranks, stage, vocab, link) as ranks:
                 losses = {each.train(1) for each in ranks}
                 found[name] = _turns([each.train for each in ranks], rounds)
                 found[name]["same_loss"] = len(losses) == 1
@@ -182,6 +187,7 @@ def main() -> int:
     parser.add_argument("old_python")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--mbit", type=float, default=1000.0)
+    parser.add_argument("--vocab", type=int, default=4096, help="rows of the tied table")
     parser.add_argument("--only", default="step,link,start")
     parser.add_argument("--out", type=Path, default=RESULTS / "checkouts" / "checkouts.json")
     args = parser.parse_args()
@@ -190,16 +196,21 @@ def main() -> int:
     found: dict[str, Any] = {}
     only = args.only.split(",")
     if "step" in only:
-        found |= steps(pythons, args.rounds, None)
+        found |= steps(pythons, args.rounds, None, args.vocab)
     if "link" in only:
         try:
-            found |= steps(pythons, args.rounds, args.mbit)
+            found |= steps(pythons, args.rounds, args.mbit, args.vocab)
         except NoLinkError as error:
             print(error)
     if "start" in only:
         found |= starts(pythons, args.rounds)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    about = {"machine": machine("cpu"), "old": _commit(pythons[0]), "new": _commit(pythons[1])}
+    about = {
+        "machine": machine("cpu"),
+        "vocab": args.vocab,
+        "old": _commit(pythons[0]),
+        "new": _commit(pythons[1]),
+    }
     args.out.write_text(json.dumps({**about, "rows": found}, indent=1) + "\n")
     return 0
 
