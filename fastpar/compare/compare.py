@@ -10,11 +10,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from fastpar.compare.pictures import draw_all
-from fastpar.compare.processes import RunFailed, measure
 from fastpar.compare.report import PAGE, TABLE, markdown, page
 from fastpar.compare.results import RESULTS, Comparison, Run
 from fastpar.compare.schedule import CompareCommand, Schedule, check
 from fastpar.compare.summary import summary
+from fastpar.compare.worker import measure
+from fastpar.measure.rank_pool import RankFailed
 from fastpar.train.metrics import Progress
 from fastpar.train.run_folder import make_next_free
 from fastpar.train.run_lock import RUNS
@@ -63,8 +64,8 @@ def _measure_one(
 
     try:
         measure(schedule.spec(run), on_step)
-    except RunFailed as error:
-        run.error = str(error)
+    except RankFailed as error:
+        run.error = f"rank {error.rank}: {error.reason}" if run.ranks > 1 else error.reason
     comparison.runs.append(run)
     if run.error is not None:
         progress.say(f"{where}: failed: {run.error}")

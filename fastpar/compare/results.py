@@ -23,7 +23,7 @@ import json
 import os
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -142,28 +142,6 @@ class Comparison:
         partial = path.with_suffix(".tmp")
         partial.write_text(f'{text},\n "runs": [\n  {lines}\n ]\n}}\n')
         os.replace(partial, path)
-
-    @classmethod
-    def load(cls, path: Path) -> Comparison:
-        """What save() wrote.
-
-        Raises:
-            ValueError: it is something else.
-        """
-        try:
-            stored = json.loads(path.read_text())
-            known = isinstance(stored, dict) and stored.get("format") == FORMAT
-            names = {f.name for f in fields(Run)}
-            if not known or any(set(run) - names for run in stored["runs"]):
-                raise ValueError(f"not of format {FORMAT}")
-            runs = [Run(**run) for run in stored["runs"]]
-            settings, machine, skipped = (stored[n] for n in ("settings", "machine", "skipped"))
-            return cls(settings, machine, skipped, runs, stored["complete"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"Comparison.load: expected results of fastpar compare, got path={path.name} "
-                f"({error}); run `fastpar compare` again"
-            ) from None
 
     # Which runs
 

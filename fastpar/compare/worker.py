@@ -1,24 +1,18 @@
-"""One rank of one run of `fastpar compare`: python -m fastpar.compare.worker FOLDER.
-
-FOLDER/spec.json is what to train; FOLDER/rank<N>.json is the run as this rank has measured it.
-Rank 0 prints a line of JSON after each step. A failure is a traceback whose last line says why.
-"""
+"""One run of `fastpar compare`: each of its ranks, in a process of its own, trains and measures."""
 
 from __future__ import annotations
 
 import copy
 import ctypes
 import gc
-import json
 import math
 import os
 import statistics
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +33,19 @@ from fastpar.config.config import GPTConfig
 from fastpar.cost.step_memory import StepMemory
 from fastpar.data.batches import TextData, load_data, sample_batch
 from fastpar.kernels import keep_freed_memory
+from fastpar.measure import rank_pool
 from fastpar.measure.clocks import synchronize
+from fastpar.measure.rank_pool import RankPool
 from fastpar.models.gpt import GPT
 from fastpar.optim.schedule import cosine_lr
-from fastpar.train.launch import follow_launcher, launched_here
 from fastpar.train.metrics import memory_mb
 
-SPEC = "spec.json"
+SILENCE_S = 300.0  # without a step: then a run is stopped
 EPS = 1e-8  # as `fastpar train` has it
 MAX_GRAD_NORM = 1.0
 QUIET_STEPS = 20  # without communication, after the run
+
+StepListener = Callable[[int, float, float], None]  # step, loss of rank 0, seconds
 
 
 @dataclass(frozen=True)
@@ -64,14 +61,6 @@ class Spec:
     data: str
     tokenizer: str
 
-    def save(self, folder: Path) -> None:
-        (folder / SPEC).write_text(json.dumps(asdict(self)))
-
-    @classmethod
-    def load(cls, folder: Path) -> Spec:
-        stored = json.loads((folder / SPEC).read_text())
-        return cls(**{**stored, "run": Run(**stored["run"])})
-
     @property
     def steps(self) -> int:
         return self.settings["epochs"] * self.settings["epoch_steps"]
@@ -86,11 +75,6 @@ class Spec:
     def accumulate(self) -> str:
         """When gradients are reduced; chosen as `fastpar train` does."""
         return "shard" if self.run.strategy.endswith(("zero2", "zero3")) else "full"
-
-
-def result_path(folder: Path, rank: int) -> Path:
-    """Where a rank leaves the run as it has measured it."""
-    return folder / f"rank{rank}.json"
 
 
 def forget_peak() -> None:
@@ -109,7 +93,7 @@ class Rank:
         on_step: is called after each step with its number, its loss on this rank and its seconds.
     """
 
-    def __init__(self, spec: Spec, on_step: Callable[[int, float, float], None]) -> None:
+    def __init__(self, spec: Spec, on_step: StepListener) -> None:
         self.spec, self.on_step = spec, on_step
         self.settings, self.measured = spec.settings, copy.deepcopy(spec.run)
         self.device: str = self.settings["device"]
@@ -260,27 +244,28 @@ class Rank:
         return 1e3 * max(0.0, statistics.median(timed) - statistics.median(alone))
 
 
-def main(folder: Path) -> None:
-    """The rank that torchrun's environment names."""
-    if launched_here():
-        follow_launcher()
+def measure(spec: Spec, on_step: StepListener) -> None:
+    """Trains spec.run in fresh processes and fills it in.
+
+    Raises:
+        RankFailed: a rank failed or finished no step for SILENCE_S.
+    """
+    run, start = spec.run, time.monotonic()
+    device = spec.settings["device"]
+    with RankPool(run.ranks, threads=run.threads, device=device, quiet=True) as pool:
+        run.merge(pool.call(_train, spec, timeout_s=SILENCE_S, heard=lambda said: on_step(*said)))
+    run.seconds = round(time.monotonic() - start, 3)
+
+
+def _train(process: rank_pool.Rank, spec: Spec) -> Run:
+    """The run as this rank has measured it; rank 0 tells of each step."""
     warnings.simplefilter("ignore")  # of torch and DeepSpeed, about their own calls
-    rank = int(os.environ.get("RANK", "0"))
-    spec = Spec.load(folder)
-    torch.set_num_threads(spec.run.threads)
 
-    def print_step(step: int, loss: float, seconds: float) -> None:
-        if rank == 0:
-            print(json.dumps({"step": step, "loss": loss, "seconds": seconds}), flush=True)
+    def say(*step: float) -> None:
+        if process.rank == 0:
+            process.say(step)
 
-    made = Rank(spec, print_step)
-    path = result_path(folder, rank)
-    path.write_text(json.dumps(asdict(made.run())))
-    made.contender.close()
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    rank = Rank(spec, say)
+    found = rank.run()
+    rank.contender.close()
+    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import re
 import subprocess
 from importlib import metadata
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any
 from fastpar._version import __version__
 from fastpar.cost.measured_rates import cpu_name
 from fastpar.train.launch import available_cores
+
+_REASON_LENGTH = 300  # characters of an error
 
 
 def commit() -> str | None:
@@ -40,6 +43,12 @@ def version_of(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def without_paths(text: str) -> str:
+    """An error in one line of ASCII that names no path of this machine."""
+    text = re.sub(r"(?<![\w.])/[\w.+-]+(?:/[\w.+-]+)+", "<path>", " ".join(text.split()))
+    return text.encode("ascii", "replace").decode()[:_REASON_LENGTH]
 
 
 def about_machine(device: str) -> dict[str, Any]:

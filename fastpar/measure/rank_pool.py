@@ -6,29 +6,54 @@
 The function is called as function(rank, argument) and found by its module and name; `rank` is the
 process' own Rank, which keeps what later calls need. The ranks have the environment of the
 launcher's (launch.py), so a Mesh made in them forms their process group.
+
+[Note: who is stopped] The ranks have sessions of their own, so Ctrl-C reaches the command alone,
+which kills them. A rank that fails leaves the others waiting: after GRACE_S they are killed. So are
+all where one does not answer in time. A rank that lost a peer is not the cause of a failure.
 """
 
 from __future__ import annotations
 
-import multiprocessing
+import contextlib
 import os
-import pickle
+import signal
+import subprocess
+import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from fastpar.comm.mesh import Mesh
 from fastpar.kernels import keep_freed_memory
-from fastpar.train.launch import rank_environment
+from fastpar.measure.machine import without_paths
+from fastpar.train.launch import follow_launcher, lost_peer, rank_environment
 
-START_S, CALL_S, END_S = 120.0, 600.0, 5.0
+START_S, CALL_S, END_S, GRACE_S = 120.0, 600.0, 5.0, 5.0
 TIMEOUT_S = 300.0  # of a collective
+_PROGRAM = "from fastpar.measure.rank_pool import serve; serve()"
+
+
+class RankFailed(RuntimeError):  # noqa: N818 - of a rank, not of the pool
+    """A rank did not end well.
+
+    Attributes:
+        rank: the one that failed first; reason: why, in one line that names no path.
+    """
+
+    def __init__(self, rank: int, what: str, reason: str) -> None:
+        super().__init__(
+            f"RankPool: expected an answer of every rank, got rank {rank} in {what}: {reason}; its "
+            "error says the cause"
+        )
+        self.rank, self.reason = rank, reason
 
 
 class Rank:
@@ -36,11 +61,14 @@ class Rank:
 
     Attributes:
         rank, world_size, threads; kept: what functions leave for later calls.
+        say: sends a value to who waits for the call's end.
     """
 
-    def __init__(self, rank: int, world_size: int, threads: int, device: str) -> None:
+    def __init__(
+        self, rank: int, world_size: int, threads: int, device: str, say: Callable[[Any], None]
+    ) -> None:
         self.rank, self.world_size, self.threads = rank, world_size, threads
-        self.device = device
+        self.device, self.say = device, say
         self.kept: dict[str, Any] = {}
         self._meshes: dict[int, Mesh] = {}
 
@@ -66,121 +94,169 @@ class Rank:
         return values[0]
 
 
+class _Process(NamedTuple):
+    """A rank as the pool sees it."""
+
+    process: subprocess.Popen
+    pipe: Connection
+    log: IO[str] | None
+
+    def why(self) -> str:
+        """Why it is gone: the signal, its last words or its status."""
+        code = self.process.wait(END_S)
+        if code < 0:
+            name = signal.Signals(-code).name
+            return f"died of {name}" + " (out of memory?)" * (name == "SIGKILL")
+        words: list[str] = []
+        if self.log is not None:
+            self.log.seek(0)
+            words = [line for line in self.log.read().splitlines() if line.strip()]
+        return without_paths(words[-1]) if words else f"exit status {code}"
+
+
 class RankPool:
     """nproc processes, each a rank of one process group on this machine.
 
     Args:
         threads: of each rank; device: "cpu" or "cuda".
+        quiet: what the ranks print is not shown.
     Raises:
-        RuntimeError: a rank could not start, died or raised; then all are gone.
+        RankFailed: a rank could not start, died, raised or did not answer; then all are gone.
     """
 
-    def __init__(self, nproc: int, *, threads: int = 1, device: str = "cpu") -> None:
+    def __init__(
+        self, nproc: int, *, threads: int = 1, device: str = "cpu", quiet: bool = False
+    ) -> None:
         self.nproc, self.threads, self.device = nproc, threads, device
-        self._pipes: list[Connection] = []
-        self._processes: list[Any] = []
         # The parent holds the store: its port is taken before a rank starts.
         self._store = dist.TCPStore(
-            "127.0.0.1",
-            0,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=START_S),
-        )
-        context = multiprocessing.get_context("spawn")
-        before = dict(os.environ)
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False,
+            timeout=timedelta(seconds=TIMEOUT_S),
+        )  # fmt: skip
+        self._ranks: list[_Process] = []
         try:
             for rank in range(nproc):
-                # Set before the process starts: OpenMP reads its variables when torch is loaded.
-                os.environ.update(rank_environment(rank, nproc, self._store.port, threads))
-                ours, theirs = context.Pipe()
-                process = context.Process(
-                    target=_serve, args=(theirs, rank, nproc, threads, device), daemon=True
-                )
-                process.start()
-                theirs.close()  # so that the process' death shows as the end of the pipe
-                self._pipes.append(ours)
-                self._processes.append(process)
-        finally:
-            os.environ.clear()
-            os.environ.update(before)
-        self._collect("start", START_S)
+                self._ranks.append(self._start(rank, quiet))
+            self._collect("start", START_S)
+        except BaseException:
+            self.close(at_once=True)
+            raise
+
+    def _start(self, rank: int, quiet: bool) -> _Process:
+        ours, theirs = Pipe()
+        log = tempfile.TemporaryFile("w+") if quiet else None  # noqa: SIM115 - close() does it
+        # Set before the process starts: OpenMP reads its variables when torch is loaded.
+        environment = rank_environment(rank, self.nproc, self._store.port, self.threads)
+        process = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, str(theirs.fileno())],
+            env={
+                **os.environ,
+                **environment,
+                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            },
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+        theirs.close()  # so that the process' death shows as the end of the pipe
+        ours.send((rank, self.nproc, self.threads, self.device))
+        return _Process(process, ours, log)
 
     def call(
-        self, function: Callable[..., Any], *args: Any, timeout_s: float = CALL_S
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout_s: float = CALL_S,
+        heard: Callable[[Any], None] | None = None,
     ) -> list[Any]:
-        """function(rank, *args) in every rank at once; what each returned."""
-        message = pickle.dumps((function, args))
-        for number, pipe in enumerate(self._pipes):
-            try:
-                pipe.send_bytes(message)
-            except OSError:
-                self._give_up(f"rank {number} is gone")
-        return self._collect(function.__name__, timeout_s)
+        """function(rank, *args) in every rank at once; what each returned.
 
-    def _collect(self, what: str, timeout_s: float) -> list[Any]:
+        Args:
+            timeout_s: for which no rank answers nor says anything.
+            heard: is called with what ranks say meanwhile.
+        """
+        for rank in self._ranks:
+            with contextlib.suppress(OSError):  # it is gone: _collect() says why
+                rank.pipe.send((function, args))
+        return self._collect(function.__name__, timeout_s, heard)
+
+    def _collect(
+        self, what: str, timeout_s: float, heard: Callable[[Any], None] | None = None
+    ) -> list[Any]:
         answers: dict[int, Any] = {}
+        errors: dict[int, str] = {}
         deadline = time.monotonic() + timeout_s
-        while len(answers) < self.nproc:
-            left = {self._pipes[n]: n for n in range(self.nproc) if n not in answers}
-            ready: list[Any] = wait(list(left), timeout=max(0.0, deadline - time.monotonic()))
+        while len(answers) + len(errors) < self.nproc:
+            waiting = set(range(self.nproc)) - answers.keys() - errors.keys()
+            pipes = {self._ranks[n].pipe: n for n in waiting}
+            ready: list[Any] = wait(list(pipes), max(0.0, deadline - time.monotonic()))
+            if not ready and not errors:
+                errors[min(waiting)] = f"gave no answer for {timeout_s:g} s"
             if not ready:
-                self._give_up(f"{what} took more than {timeout_s:g} s on rank {min(left.values())}")
+                break
             for pipe in ready:
-                number = left[pipe]
                 try:
-                    value, error = pickle.loads(pipe.recv_bytes())
-                except EOFError:
-                    self._processes[number].join(END_S)
-                    code = self._processes[number].exitcode
-                    self._give_up(f"rank {number} left with exit code {code} in {what}")
-                if error is not None:
-                    self._give_up(f"rank {number} in {what}: {error}")
-                answers[number] = value
+                    kind, value = pipe.recv()
+                except (EOFError, OSError):
+                    kind, value = "error", self._ranks[pipes[pipe]].why()
+                if kind == "said":
+                    deadline = deadline if errors else time.monotonic() + timeout_s
+                    if heard is not None:
+                        heard(value)
+                elif kind == "answer":
+                    answers[pipes[pipe]] = value
+                else:
+                    errors[pipes[pipe]] = value
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        if errors:
+            self.close(at_once=True)
+            causes = [rank for rank, text in errors.items() if not lost_peer(RuntimeError(text))]
+            first = (causes or list(errors))[0]
+            raise RankFailed(first, what, errors[first])
         return [answers[n] for n in range(self.nproc)]
-
-    def _give_up(self, why: str) -> None:
-        self.close(at_once=True)
-        raise RuntimeError(
-            f"RankPool: expected an answer of {self.nproc} ranks, got {why}; its last line says "
-            "the cause"
-        )
 
     def close(self, *, at_once: bool = False) -> None:
         """The processes end."""
-        for pipe in self._pipes:
-            pipe.close()  # the end of a rank's loop
-        for process in self._processes:
-            if not at_once:
-                process.join(END_S)
-            if process.is_alive():
-                process.kill()
-            process.join()
-        self._pipes, self._processes = [], []
+        for rank in self._ranks:
+            if at_once:
+                rank.process.kill()
+            rank.pipe.close()  # the end of a rank's loop
+        for rank in self._ranks:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                rank.process.wait(END_S)
+            rank.process.kill()
+            rank.process.wait()
+            if rank.log is not None:
+                rank.log.close()
+        self._ranks = []
 
     def __enter__(self) -> RankPool:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(at_once=kind is not None)
 
 
-def _serve(pipe: Connection, number: int, world_size: int, threads: int, device: str) -> None:
+def serve() -> None:
     """A rank's life: do what comes through the pipe, until it ends."""
+    follow_launcher()
+    pipe = Connection(int(sys.argv[1]))
+    number, world_size, threads, device = pipe.recv()
     torch.set_num_threads(threads)
     if device == "cpu":
         keep_freed_memory()
-    rank = Rank(number, world_size, threads, device)
-    message = pickle.dumps((None, None))
+    rank = Rank(number, world_size, threads, device, lambda value: pipe.send(("said", value)))
+    message: tuple[str, Any] = "answer", None
     while True:
         try:
-            pipe.send_bytes(message)
-            function, args = pickle.loads(pipe.recv_bytes())
+            pipe.send(message)
+            function, args = pipe.recv()
         except (EOFError, OSError):
             os._exit(0)  # no orderly exit: gloo's destructor can wait for peers that are gone
         try:
-            message = pickle.dumps((function(rank, *args), None))
+            message = "answer", function(rank, *args)
         except BaseException as error:
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            where = f"{os.path.basename(last.filename)}:{last.lineno}"
-            message = pickle.dumps((None, f"{type(error).__name__}: {error} ({where})"))
+            traceback.print_exc()
+            message = "error", without_paths(f"{type(error).__name__}: {error}")

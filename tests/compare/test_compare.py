@@ -3,13 +3,13 @@
 import json
 
 import pytest
-from test_compare_results import make_comparison, make_run
+from test_compare_results import make_comparison, make_run, read
 
 from fastpar import cli
 from fastpar.compare import compare
 from fastpar.compare.compare import write_report
-from fastpar.compare.processes import RunFailed
-from fastpar.compare.results import RESULTS, Comparison
+from fastpar.compare.results import RESULTS
+from fastpar.measure.rank_pool import RankFailed
 
 TEXT = "In the beginning was the word, and the word was short.\n" * 40
 FILES = {
@@ -37,7 +37,7 @@ def test_two_strategies_on_two_ranks(arguments, tmp_path, capfd):
     assert cli.main([*arguments, "--strategies", "zero1,ddp,tp-zero1"]) == 0
     out = tmp_path / "out"
     assert {path.name for path in out.iterdir()} == FILES
-    found = Comparison.load(out / RESULTS)
+    found = read(out / RESULTS)
     assert found.complete
     assert found.names == ["zero1", "ddp"]
     assert found.skipped == {"tp-zero1": "needs 4 ranks, got 2"}
@@ -73,7 +73,7 @@ def fake_measure(monkeypatch, failing=(), interrupted_at=None):
         if count == interrupted_at:
             raise KeyboardInterrupt
         if run.strategy in failing:
-            raise RunFailed("rank 1: RuntimeError: no room")
+            raise RankFailed(1, "a run", "RuntimeError: no room")
         on_step(1, 5.0, 0.1)
         made = make_run(run.strategy, run.repeat)
         steps = spec.steps
@@ -88,7 +88,7 @@ def fake_measure(monkeypatch, failing=(), interrupted_at=None):
 def test_one_that_fails_ends_no_other(arguments, tmp_path, capfd, monkeypatch):
     fake_measure(monkeypatch, failing=("ddp",))
     assert cli.main([*arguments, "--strategies", "single,ddp,dp"]) == 1
-    found = Comparison.load(tmp_path / "out" / RESULTS)
+    found = read(tmp_path / "out" / RESULTS)
     assert found.names == ["single", "dp"]
     assert found.failed == {"ddp": "rank 1: RuntimeError: no room"}
     said = capfd.readouterr().out
@@ -107,7 +107,7 @@ def test_nothing_that_ends_well_makes_no_pictures(arguments, tmp_path, monkeypat
 def test_an_interrupt_keeps_what_was_measured(arguments, tmp_path, monkeypatch, capfd):
     fake_measure(monkeypatch, interrupted_at=3)
     assert cli.main([*arguments, "--strategies", "single,ddp,dp"]) == 130
-    found = Comparison.load(tmp_path / "out" / RESULTS)
+    found = read(tmp_path / "out" / RESULTS)
     assert found.names == ["single", "ddp"]
     assert not found.complete
     assert "stopped before all of its runs" in capfd.readouterr().out
@@ -135,6 +135,6 @@ def test_without_matplotlib_there_are_table_and_page(tmp_path, monkeypatch, capf
 def test_a_report_is_made_again_from_its_results(tmp_path):
     found = make_comparison(make_run("dp"), epochs=1, epoch_steps=10)
     found.save(tmp_path / RESULTS)
-    write_report(Comparison.load(tmp_path / RESULTS), tmp_path)
+    write_report(read(tmp_path / RESULTS), tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == FILES
     assert json.loads((tmp_path / RESULTS).read_text())["format"] == 1

@@ -41,6 +41,14 @@ def make_run(name, repeat=1, *, step_s=0.1, memory=50e6, nudge=0.0, **more):
     return Run(name, repeat, **{**values, **more})
 
 
+def read(path):
+    """What save() has written."""
+    content = json.loads(path.read_text())
+    assert content.pop("format") == 1
+    runs = [Run(**run) for run in content.pop("runs")]
+    return Comparison(runs=runs, **content)
+
+
 def make_comparison(*runs, skipped=None, complete=True, **settings):
     """With what compare_plan.py writes."""
     known = {
@@ -170,7 +178,7 @@ def test_the_file_keeps_everything(tmp_path):
         make_run("single"), make_run("dp"), skipped={"tp": "needs 4 ranks, got 2"}, complete=False
     )
     found.save(tmp_path / RESULTS)
-    again = Comparison.load(tmp_path / RESULTS)
+    again = read(tmp_path / RESULTS)
     assert asdict(again) == asdict(found)
     assert [p.name for p in tmp_path.iterdir()] == [RESULTS]
     lines = (tmp_path / RESULTS).read_text().splitlines()
@@ -180,17 +188,4 @@ def test_the_file_keeps_everything(tmp_path):
 def test_the_file_loses_no_digit_of_an_fp32(tmp_path):
     loss = float(np.float32(8.123456789))
     make_comparison(make_run("dp", losses=[loss] * 10)).save(tmp_path / RESULTS)
-    assert np.float32(Comparison.load(tmp_path / RESULTS).runs[0].losses[0]) == np.float32(loss)
-
-
-@pytest.mark.parametrize(
-    "text", ["no json", "{}", json.dumps({"format": 1, "runs": [{"x": 1}]}), '{"format": 1}']
-)
-def test_another_file_is_refused(tmp_path, text):
-    (tmp_path / RESULTS).write_text(text)
-    with pytest.raises(
-        ValueError, match=r"Comparison\.load: expected results of fastpar compare, g"
-    ):
-        Comparison.load(tmp_path / RESULTS)
-    with pytest.raises(ValueError, match=r"got path=missing\.json"):
-        Comparison.load(tmp_path / "missing.json")
+    assert np.float32(read(tmp_path / RESULTS).runs[0].losses[0]) == np.float32(loss)

@@ -7,9 +7,10 @@ import torch
 
 from fastpar.compare.results import Run
 from fastpar.compare.strategies import SINGLE, Settings, build
-from fastpar.compare.worker import EPS, Rank, Spec
+from fastpar.compare.worker import EPS, Rank, Spec, measure
 from fastpar.config.config import GPTConfig, TrainConfig
 from fastpar.data.batches import load_data, sample_batch
+from fastpar.measure.rank_pool import RankFailed
 from fastpar.models.gpt import GPT
 from fastpar.optim.schedule import cosine_lr
 
@@ -126,6 +127,45 @@ def test_a_loss_that_is_not_finite_ends_the_run(spec):
         rank.run()
 
 
-def test_a_spec_is_read_as_it_was_written(spec, tmp_path):
-    spec.save(tmp_path)
-    assert Spec.load(tmp_path) == spec
+def test_what_the_ranks_measured_is_merged():
+    def of_rank(**measured):
+        return Run("dp", 1, 2, 1, 2, 1, grad_norms=[1.0, 1.0], **measured)
+
+    merged = Run("dp", 1, 2, 1, 2, 1)
+    first = of_rank(step_s=[0.1, 0.4], losses=[2.0, 3.0], rss_bytes=[100], wire_bytes=7)
+    first.exposed_ms = 1.5
+    second = of_rank(step_s=[0.3, 0.2], losses=[4.0, 5.0], rss_bytes=[200], wire_bytes=9)
+    second.step_bytes = [50]
+    merged.merge([first, second])
+    assert merged.step_s == [0.3, 0.4], "the slowest rank counts"
+    assert merged.losses == [3.0, 4.0], "the mean over the ranks"
+    assert (merged.rss_bytes, merged.step_bytes, merged.wire_bytes) == ([100, 200], [50], 9)
+    assert merged.exposed_ms is None, "not known of one rank is not known"
+
+
+def planned(spec, strategy):
+    """The run of a strategy on two ranks."""
+    settings = {**spec.settings, "batch_size": 2, "epoch_steps": 2, "untimed_steps": 1}
+    return Spec(settings, Run(strategy, 1, 2, 1, 1, 1), spec.data, spec.tokenizer)
+
+
+def test_two_ranks_train_and_are_measured(spec, capfd):
+    """The processes that `fastpar compare` starts; what it makes of them is a slow test."""
+    heard, two = [], planned(spec, "zero1")
+    measure(two, lambda *said: heard.append(said[0]))
+    made = two.run
+    assert heard == [1, 2]
+    assert len(made.step_s) == len(made.losses) == len(made.grad_norms) == 2
+    assert len(made.step_bytes) == len(made.rss_bytes) == 2
+    assert made.wire_bytes > 4 * 4096
+    assert made.exposed_ms >= 0
+    assert made.seconds > 0
+    assert capfd.readouterr() == ("", ""), "the ranks are quiet"
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_says_why(spec):
+    failing = planned(spec, "hsdp")
+    with pytest.raises(RankFailed) as caught:
+        measure(failing, lambda *said: None)
+    assert caught.value.reason.startswith("ValueError: build: expected 4, 6, 8, ... ranks")
