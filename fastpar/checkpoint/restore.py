@@ -50,7 +50,7 @@ def read_state(path: str | Path) -> dict[str, Any]:
         ValueError: there is none, or it is not what Saver wrote.
     """
     file = Path(path) / STATE
-    with making_sense(file):
+    with naming_damaged_file(file):
         state = read_object(file)
         if type(state.get("step")) is not int:
             raise TypeError(f"step={shown(state.get('step'))}")
@@ -80,7 +80,7 @@ _OF_A_RUN = {"model": dict, "dtype": str, "data": str, "next_sample": int, "toke
 
 
 @contextlib.contextmanager
-def making_sense(file: Path) -> Iterator[None]:
+def naming_damaged_file(file: Path) -> Iterator[None]:
     """For a block that uses what a trainer_state.json holds: its errors name that file.
 
     Raises:

@@ -180,7 +180,7 @@ class StreamHandle(Handle):
 
 
 class _Done(Handle):
-    """Of what was over when it was called, or is a part of the current stream."""
+    """For an operation that ended in its call, or is a part of the current stream."""
 
     def wait(self, timeout_s: float | None = None) -> None:
         return

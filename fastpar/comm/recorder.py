@@ -39,7 +39,7 @@ class Span:
 
 
 def now_ms() -> float:
-    """Of the clock that all processes of a host share."""
+    """Milliseconds of the clock that all processes of a host share."""
     return time.perf_counter() * 1e3
 
 

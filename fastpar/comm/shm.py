@@ -126,7 +126,7 @@ class ShmCollectives(Collectives):
 
     @property
     def address_range(self) -> tuple[int, int]:
-        """Of the block of all ranks."""
+        """The addresses of the block of all ranks."""
         return self._range
 
     def barrier(self, *, tag: int = 0) -> None:

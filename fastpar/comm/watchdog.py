@@ -69,7 +69,7 @@ _streams: dict[Any, deque] | None = None  # recent collectives by stream; None: 
 
 
 def activity() -> Activity:
-    """Of the calling thread."""
+    """What the calling thread is doing."""
     try:
         return _local.activity
     except AttributeError:
@@ -377,7 +377,7 @@ def _kill(process: list[Any]) -> None:
 
 
 def _unfinished(recent: list[tuple]) -> tuple | None:
-    """Of a stream's collectives the one that the device is in now."""
+    """The one of a stream's collectives that the device is in now."""
     found = None
     for entry in reversed(recent):
         if entry[3].query():

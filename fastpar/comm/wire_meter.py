@@ -26,7 +26,7 @@ _NAMESPACES = ("c10d", "_c10d_functional")
 
 
 def ring_bytes(operation: str, whole_bytes: int, world_size: int) -> int:
-    """See [Note: sent bytes].
+    """Bytes that one rank sends by a ring algorithm: [Note: sent bytes].
 
     Args:
         operation: its name, as torch or fastpar have it.
@@ -120,7 +120,7 @@ class _Dispatched(TorchDispatchMode):
 
 
 def _bytes(arg: Any) -> int:
-    """Of the tensors in an argument; lists of lists of them are what gathers fill."""
+    """Bytes of the tensors in an argument; gathers fill lists of lists of tensors."""
     if isinstance(arg, torch.Tensor):
         return arg.nbytes
     if isinstance(arg, Iterable) and not isinstance(arg, str):

@@ -52,7 +52,7 @@ def everyone(engine: Summing | None, mine: float) -> list[float]:
     return engine.all_reduce_scalars(values).tolist()
 
 
-def text_of_main(engine: Summing | None, text: str) -> str:
+def broadcast_text(engine: Summing | None, text: str) -> str:
     """What rank 0 says, on every rank. Ranks: all."""
     if engine is None:
         return text

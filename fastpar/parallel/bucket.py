@@ -390,7 +390,7 @@ class BucketState(BucketParameters):
     # are reduced every parameter has one, as no rank knows which of them others have used.
 
     def mark(self, *, hidden: bool = True) -> None:
-        """See [Note: marks]; not hidden: p.grad is what it should be."""
+        """Puts placeholders into p.grad, [Note: marks]; not hidden: p.grad is what it should be."""
         self._hidden = hidden = hidden or self._main
         everywhere = self.stage.shards and self.reduced is not None
         self._marks.clear()
@@ -462,7 +462,7 @@ class BucketState(BucketParameters):
         self._zero_parts(position)
 
     def _zero_parts(self, position: int) -> None:
-        """Of one parameter, in what was added up so far."""
+        """Zeroes one parameter's elements in what was added up so far."""
         slot = self.slots[position]
         whole = slice(slot.start, slot.stop)
         start, stop = self.pieces[position]

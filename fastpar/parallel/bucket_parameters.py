@@ -117,7 +117,7 @@ class BucketParameters:
         self.live = True
 
     def make_stale(self) -> None:
-        """See [Note: stale parameters]; at stage 3 the memory is given back."""
+        """Marks parameters as out of date, at stage 3 frees them: [Note: stale parameters]."""
         if not self.live:
             return
         self.check()

@@ -219,7 +219,7 @@ class InputCheck:
         return f"'{name}' first at index {index} on tp rank {rank}"
 
     def _gather(self, x: Tensor) -> Tensor:
-        """Of every rank, [W * S], on the host."""
+        """The tensors of all ranks, [W * S], on the host."""
         x = x.to(self.group.device)
         out = x.new_empty(self.group.world_size * x.numel())
         self.group.all_gather(out, x)

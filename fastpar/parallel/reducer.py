@@ -263,7 +263,7 @@ class PartialGradients:
         self._versions = [grad._version for grad in grads if grad is not None]
 
     def check(self) -> None:
-        """See [Note: clipping by hand]."""
+        """Refuses gradients changed in place since show(): [Note: clipping by hand]."""
         for bucket, version in zip(self._shards.buckets, self._versions):
             assert bucket.grad is not None
             if bucket.grad._version != version:

@@ -196,7 +196,7 @@ class Shards:
         return range(first * tp, (first + n_shards) * tp)
 
     def forget_cleared(self, fired: Tensor | None) -> tuple[bool, list[nn.Parameter]]:
-        """See BucketState.forget_cleared.
+        """BucketState.forget_cleared of every bucket.
 
         Returns:
             Whether any gradient was cleared or zeroed, and parameters whose gradient was cleared

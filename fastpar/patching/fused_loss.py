@@ -99,7 +99,7 @@ def loss_shape(model: nn.Module) -> str | None:
 
 
 def prove_loss(model: nn.Module, norm: str) -> None:
-    """See [Note: the loss without logits].
+    """Checks that the model computes the loss this room knows: [Note: the loss without logits].
 
     Raises:
         UnprovenError: it returns something else, draws random numbers or changes itself.

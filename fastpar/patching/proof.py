@@ -50,7 +50,7 @@ class UnprovenError(Exception):
 
 
 class _Mixed(nn.Linear):
-    """See [Note: cheap copies]."""
+    """A Linear that is cheap to run in a copy: [Note: cheap copies]."""
 
     def __init__(self, inputs: int, outputs: int):
         nn.Module.__init__(self)
@@ -68,7 +68,7 @@ class _Mixed(nn.Linear):
 
 
 class StandIn(nn.Module):
-    """See [Note: cheap copies]; another function for each name."""
+    """Replaces a module in a copy, with another function for each name: [Note: cheap copies]."""
 
     def __init__(self, name: str, width: int):
         super().__init__()
@@ -82,7 +82,7 @@ class StandIn(nn.Module):
 
 
 class Masks(TorchFunctionMode):
-    """See [Note: places of dropout]; keeps the rates and sizes of what was dropped."""
+    """Keeps the rates and sizes of what was dropped: [Note: places of dropout]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -366,7 +366,7 @@ def attributes(twin: nn.Module) -> list[Any]:
 
 
 def random_states() -> tuple[Any, ...]:
-    """Of torch, Python and numpy, to be compared."""
+    """The states of the generators of torch, Python and numpy, to be compared."""
     numpy: Any = sys.modules.get("numpy")
     legacy = () if numpy is None else numpy.random.get_state(legacy=True)
     parts = (legacy[1].tobytes(), legacy[2]) if legacy else ()

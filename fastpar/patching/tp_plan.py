@@ -256,7 +256,7 @@ class Planned:
     def _leave(
         self, p: nn.Parameter, name: str, states: dict[nn.Parameter, State], tp: TensorParallel
     ) -> None:
-        """See [Note: regions] and [Note: tokens]."""
+        """Leaves a parameter that no pattern names whole, where that is safe: [Note: regions]."""
         if tp.sequence_parallel:
             raise ValueError(
                 "parallelize: expected tp_plan to name every parameter under sequence parallelism, "
@@ -444,7 +444,7 @@ def _leave_tokens(tp: TensorParallel, module: nn.Module, args: Any, output: Tens
 
 
 def _state_below(style: Style, tp: TensorParallel) -> State | None:
-    """Of all parameters below a module of this style; None if it says so itself."""
+    """The state of all parameters below a module of this style; None if it declares its own."""
     if isinstance(style, State):
         return style
     if isinstance(style, Tokens | Leave):
@@ -476,7 +476,7 @@ def _dropouts(model: nn.Module) -> Iterator[tuple[str, str, bool]]:
 
 
 def _check_generators(tp: TensorParallel) -> None:
-    """See [Note: generators]."""
+    """Refuses ranks of tp whose generators for dropout differ: [Note: generators]."""
     states = [torch.get_rng_state()]
     device = tp.group.device
     if device.type == "cuda":

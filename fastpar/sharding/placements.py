@@ -49,7 +49,7 @@ class Shard:
         return whole // ranks
 
     def local_shape(self, whole: Sequence[int], ranks: int) -> torch.Size:
-        """Of the slice; raises as local_size()."""
+        """The shape of the slice; raises as local_size()."""
         if self.dim >= len(whole):
             raise ValueError(f"there is no dimension {self.dim} in {list(whole)}")
         size = self.local_size(whole[self.dim], ranks)
@@ -138,7 +138,7 @@ class Placement:
         return [(s, a, self.sizes[a]) for s, a in zip(states, self.gather_axes)]  # type: ignore
 
     def local_shapes(self, whole: Sequence[int]) -> list[torch.Size]:
-        """Of the whole tensor, and after each cut; raises ValueError as Shard.local_size()."""
+        """Shapes of the whole and after each cut; raises ValueError as Shard.local_size()."""
         shapes = [torch.Size(whole)]
         for state, _, ranks in self.shard_steps():
             shapes.append(state.local_shape(shapes[-1], ranks))

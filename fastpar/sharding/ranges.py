@@ -24,7 +24,7 @@ HOLE = -1
 
 
 class Run(NamedTuple):
-    """See the top of the file."""
+    """A repeated run of elements; the top of the file explains it."""
 
     start: int
     length: int

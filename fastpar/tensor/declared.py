@@ -49,15 +49,15 @@ class Declared:
         self._shapes = {q: self._shapes[p] for p, q in pairs}
 
     def state(self, p: Tensor) -> State:
-        """Of one parameter."""
+        """How one parameter is placed along tp."""
         return self.states[p]  # type: ignore[index]
 
     def whole_shape(self, p: Tensor) -> torch.Size:
-        """Of the tensor that the ranks share out."""
+        """The shape of the tensor that the ranks share out."""
         return self._shapes[p]  # type: ignore[index]
 
     def placement(self, p: Tensor) -> Placement:
-        """Of one parameter, along tp."""
+        """The placement of one parameter along tp."""
         return Placement({"tp": self.state(p)}, {"tp": self.tp.size})
 
     def counts(self, p: Tensor) -> bool:

@@ -129,7 +129,7 @@ class TensorParallel:
 
 
 def handle_of(number: int) -> TensorParallel:
-    """See [Note: handles]."""
+    """The TensorParallel that an operator's integer argument stands for: [Note: handles]."""
     tp = _handles.get(number)
     assert tp is not None, "the model keeps it"
     return tp

@@ -48,7 +48,7 @@ from fastpar.checkpoint.checkpoint import (
     set_rng_state,
 )
 from fastpar.checkpoint.manifest import STATE
-from fastpar.checkpoint.restore import making_sense, read_run_state
+from fastpar.checkpoint.restore import naming_damaged_file, read_run_state
 from fastpar.checkpoint.saver import Saver
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.watchdog import MARGIN_S, Watchdog, in_step
@@ -62,7 +62,7 @@ from fastpar.models.hf import load_hf
 from fastpar.nn.recompute import recompute
 from fastpar.optim.loss_scale import DynamicLossScale
 from fastpar.optim.schedule import cosine_lr, describe_storage, make_optimizer
-from fastpar.parallel.agreement import text_of_main
+from fastpar.parallel.agreement import broadcast_text
 from fastpar.parallel.engine import engine_of
 from fastpar.parallel.parallelize import parallelize
 from fastpar.train.evaluate import validation_loss
@@ -205,7 +205,7 @@ class Trainer:
                 f"{self.config.text.data}; undo the change of --data, --tokenizer or the text, or "
                 f"start a new run with --init-from {checkpoint}"
             )
-        with making_sense(checkpoint / STATE):
+        with naming_damaged_file(checkpoint / STATE):
             self._restore(state)
 
     def _restore(self, state: dict[str, Any]) -> None:
@@ -271,7 +271,7 @@ class Trainer:
         """Checkpoints go to the folder that rank 0 has made."""
         run, faults = self.config.run, self.config.faults
         saver = Saver(
-            text_of_main(self.engine, str(self.journal.path or "")),
+            broadcast_text(self.engine, str(self.journal.path or "")),
             model=self.model,
             optimizer=self.optimizer,
             tokenizer=self.data.tokenizer,

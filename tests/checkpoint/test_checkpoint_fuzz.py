@@ -17,7 +17,7 @@ from manifest_cells import content_of, make_folder, seal
 
 from fastpar.checkpoint.checkpoint import rng_state, set_rng_state
 from fastpar.checkpoint.manifest import CONFIG, MANIFEST, STATE, FileEntry, read_manifest
-from fastpar.checkpoint.restore import making_sense, read_run_state
+from fastpar.checkpoint.restore import naming_damaged_file, read_run_state
 from fastpar.checkpoint.verify import find_damage
 from fastpar.checkpoint.weight_sources import load_weights
 from fastpar.config.options import FaultSettings
@@ -320,7 +320,7 @@ def test_a_run_s_state_with_anything_in_it(folder, data, value, how):
 
     def use():
         state = read_run_state(folder)
-        with making_sense(file):
+        with naming_damaged_file(file):
             set_rng_state(state["rng"])
             guards = Guards(FaultSettings(), scaled=False)
             guards.load_state_dict(state["guards"])

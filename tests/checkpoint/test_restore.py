@@ -10,7 +10,7 @@ from saved import whole_tensors
 
 from fastpar import GPT, AdamW, GPTConfig, Mesh, parallelize
 from fastpar.checkpoint.checkpoint import load_checkpoint, save_checkpoint
-from fastpar.checkpoint.restore import making_sense, read_run_state, read_state
+from fastpar.checkpoint.restore import naming_damaged_file, read_run_state, read_state
 from fastpar.testing import run_ranks
 
 CONFIG = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=8, vocab_size=131)
@@ -215,7 +215,7 @@ def test_fields_that_are_used_later(tmp_path):
     for error in (KeyError("rng"), TypeError("x"), RuntimeError("RNG state is wrong size")):
         with (
             pytest.raises(ValueError, match=r"got file \(.*(rng|x|wrong size)"),
-            making_sense(Path("file")),
+            naming_damaged_file(Path("file")),
         ):
             raise error
 

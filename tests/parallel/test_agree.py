@@ -3,7 +3,7 @@
 import torch
 
 from fastpar import Mesh, parallelize
-from fastpar.parallel.agreement import everyone, everyones_errors, text_of_main
+from fastpar.parallel.agreement import broadcast_text, everyone, everyones_errors
 from fastpar.parallel.engine import engine_of
 from fastpar.testing import run_ranks
 
@@ -36,13 +36,13 @@ def test_errors_have_the_rank_where_they_were():
         return (
             everyones_errors(engine, None),
             everyones_errors(engine, "no room, n\u00e4mlich" if rank == 1 else None),
-            text_of_main(engine, f"from {rank}"),
+            broadcast_text(engine, f"from {rank}"),
         )
 
     assert run_ranks(rank_of(work), 3) == [({}, {1: "no room, n\u00e4mlich"}, "from 0")] * 3
     assert everyones_errors(None, None) == {}
     assert everyones_errors(None, "x") == {0: "x"}
-    assert text_of_main(None, "mine") == "mine"
+    assert broadcast_text(None, "mine") == "mine"
 
 
 def test_a_long_text_is_cut():
