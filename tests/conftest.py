@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -65,8 +65,25 @@ def triton_device(monkeypatch) -> Iterator[str]:
     if torch.cuda.is_available():
         yield "cuda"
         return
-    with gpu_arithmetic():
+    with gpu_arithmetic(), language_interpreted():
         yield "cpu"
+
+
+@contextlib.contextmanager
+def language_interpreted() -> Iterator[None]:
+    """The functions of triton.language are replaced once. The interpreter does it at every launch
+    and at every call of a device function, tl.sum and tl.max included: most of a test's time."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang
+    scope = patch(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    interpreter._patch_lang = lambda fn: SimpleNamespace(restore=lambda: None)
+    try:
+        yield
+    finally:
+        interpreter._patch_lang = patch
+        scope.restore()
 
 
 ROOT = Path(__file__).resolve().parent.parent

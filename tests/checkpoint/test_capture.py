@@ -47,7 +47,7 @@ def test_the_pieces_of_all_ranks_are_the_whole(ranks, tp, stage, shard_size):
 
 @pytest.mark.parametrize(("ranks", "tp", "stage", "shard_size"), MESHES)
 def test_each_rank_copies_its_share(ranks, tp, stage, shard_size):
-    """Of the optimizer's state as much as the others; of the weights never all of them."""
+    """It copies as much of the optimizer's state as the others, and never all of the weights."""
 
     def work():
         capture = Capture(*build(tp, stage, shard_size), shard_mb=0.01)

@@ -344,7 +344,7 @@ def start_over(rank, world_size, port, first):
 
 @pytest.mark.slow
 def test_a_store_that_was_used_before():
-    """As torchrun's is after a restart: nobody meets a rank of the start before."""
+    """torchrun's store is so after a restart: nobody meets a rank of the start before."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     names = set()
     for start, world_size in enumerate((2, 3)):

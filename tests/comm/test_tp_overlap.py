@@ -66,7 +66,7 @@ def test_chunks_change_no_bits(chunks, transport):
 @pytest.mark.parametrize("lead", [(), (1,)], ids=["rows", "batch-of-one"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_chunks_agree_in_fp64(world_size, lead):
-    """Of any product (torch's here, whose bits may depend on its rows) and number of ranks."""
+    """For any product (torch's here, whose bits may depend on its rows) and number of ranks."""
     rows = 5 * world_size
     for chunks in (2, 5, 100):  # 100: more than there are rows
         one, many = (

@@ -34,7 +34,7 @@ def test_asked_for_torch():
 
 
 def elsewhere(transport, in_rank_order=False):
-    """As if each rank were on a host of its own."""
+    """Makes each rank believe that it is on a host of its own."""
     import torch.distributed as dist
 
     here = shm._place

@@ -14,7 +14,7 @@ NUMEL = sum(p.numel() for p in GPT(TINY).parameters())
 
 
 def steps_on_rank(names):
-    """Of each strategy's third step: bytes, seconds in communication, what the engine says."""
+    """Each strategy's third step: bytes, seconds in communication, what the engine says."""
     found = {}
     for name in names:
         made = build(name, lambda: GPT(TINY, seed=1), Settings(max_grad_norm=1.0))

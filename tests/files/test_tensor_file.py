@@ -13,7 +13,7 @@ def specs_of(tensors):
 
 
 def some_tensors():
-    """Of every dtype, with and without dims and elements, in no order."""
+    """Tensors of every dtype, with and without dims and elements, in no order."""
     return {
         f"h.{10 - i}/\u00e9.{len(shape)}.{sum(shape)}": torch.randint(0, 9, shape).to(dtype)
         for i, dtype in enumerate(tensor_file.DTYPE_NAMES)

@@ -265,6 +265,7 @@ def test_compiles_into_one_graph(form, p):
     torch.testing.assert_close(*grads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("p", [0.3, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_compiles_for_any_length(form, p):
     def f(qkv):
@@ -431,6 +432,7 @@ def test_triton_reads_and_writes_the_packed_tensor_in_place(triton_device, monke
         torch.testing.assert_close(got, grad)
 
 
+@pytest.mark.slow
 def test_triton_registration(triton_device):
     (qkv,) = on(triton_device, [draw(1, 3, 3, 2, 16)])
     do = torch.randn(1, 3, 2, 16, device=triton_device)
@@ -439,6 +441,7 @@ def test_triton_registration(triton_device):
     opcheck_both(separate, (True, 0.5, RNG.key, 0, 77, None), do, o_kept=True)
 
 
+@pytest.mark.slow
 def test_triton_compiles_into_one_graph(triton_device):
     (qkv,) = on(triton_device, [draw(1, 6, 3, 2, 16)])
 

@@ -183,6 +183,7 @@ def test_float64():
         torch.autograd.gradcheck(lambda q, k, v, s=settings: attention(q, k, v, **s), inputs)
 
 
+@pytest.mark.slow
 def test_registration(form):
     cu_seqlens, qkv = cumulate([2, 3]), draw(5, 3, 2, 4)
     settings = (True, 0.5, None, 0, 0, cu_seqlens)
@@ -191,6 +192,7 @@ def test_registration(form):
     opcheck_both(draw_qkv(5, D=4), settings, torch.randn(5, 4, 4), o_kept=False)
 
 
+@pytest.mark.slow
 @sweep("p", [0.0, 0.3])
 def test_compiles_into_one_graph(form, p):
     qkv, cu_seqlens = draw(6, 3, 2, 4), cumulate([4, 2])
@@ -239,7 +241,7 @@ def test_bad_cu_seqlens_are_refused(form, cu_seqlens, message):
 
 
 def test_backward_checks_cu_seqlens_too(form):
-    """As an op of its own it must not read outside the tensors either."""
+    """Called as an op of its own it must not read outside the tensors either."""
     q = torch.randn(8, 2, 16)
     settings = (True, 0.5, None, 0, 0)
     _, stats = torch.ops.fastpar.attention(q, q, q, *settings, int32(0, 8))
@@ -304,6 +306,7 @@ def test_triton_packed(triton_device):
         torch.testing.assert_close(got, grad)
 
 
+@pytest.mark.slow
 def test_triton_registration(triton_device):
     inputs = on(triton_device, draw_qkv(5))
     do = torch.randn(5, 4, 16, device=triton_device)

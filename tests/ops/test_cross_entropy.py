@@ -60,14 +60,6 @@ def choice(request, monkeypatch):
     return request.param
 
 
-@pytest.fixture
-def poisoned():
-    """Memory from torch.empty holds NaN."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.usefixtures("poisoned", "choice")
 @sweep("dtype", DTYPES)
 @sweep("reduction", REDUCTIONS)

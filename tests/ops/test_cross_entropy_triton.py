@@ -46,14 +46,6 @@ def check(inputs, **kwargs):
 
 
 @pytest.fixture
-def poisoned():
-    """Memory from torch.empty holds NaN."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture
 def small_tiles(monkeypatch):
     """Tiles of 32 lanes, so that small rows have every kind of tile; in the interpreter only."""
     if torch.cuda.is_available():
@@ -245,6 +237,7 @@ def test_two_runs_have_the_same_bits(triton_device):
         assert torch.equal(a, b)
 
 
+@pytest.mark.slow
 def test_opcheck(triton_device):
     logits, targets = make(3, 20, triton_device, pad=4)
     ops = torch.ops.fastpar
@@ -256,6 +249,7 @@ def test_opcheck(triton_device):
     torch.library.opcheck(ops.cross_entropy_bwd.default, (rows, by))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inplace", [False, True])
 def test_compiles_without_graph_breaks(inplace, triton_device):
     logits, targets = make(6, 100, triton_device, pad=4)

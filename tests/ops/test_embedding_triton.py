@@ -13,14 +13,6 @@ from fastpar.kernels.reference import embedding_ref
 from fastpar.testing import assert_matches_oracle
 
 
-@pytest.fixture
-def poisoned():
-    """Memory from Tensor.new_empty holds NaN."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def on(device, *tensors):
     return [t.detach().to(device).requires_grad_(t.requires_grad) for t in tensors]
 
@@ -238,6 +230,7 @@ def test_dropout_has_the_samples_of_the_batch(triton_device):
         assert torch.equal(part, whole[start : start + n])
 
 
+@pytest.mark.slow
 def test_registration(triton_device):
     wte, wpe = on(triton_device, *tables(5, 3, 4))
     idx, dx = torch.tensor([[4, 0]]).to(triton_device), torch.randn(1, 2, 4).to(triton_device)
@@ -248,6 +241,7 @@ def test_registration(triton_device):
     torch.library.opcheck(ops.embedding_bwd_.default, (total, dx, idx, *mask, 3, 0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("add", [False, True])
 def test_compiles_into_one_graph(triton_device, add):
     wte, wpe = on(triton_device, *tables(5, 3, 4))

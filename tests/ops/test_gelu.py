@@ -30,14 +30,6 @@ def gradients(x, bias, dy):
     return y.detach(), x.grad, None if bias is None else bias.grad
 
 
-@pytest.fixture
-def poisoned():
-    """Memory from torch.empty holds NaN."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.usefixtures("poisoned")
 @sweep("approximate", ["tanh", "none"])
 @sweep("dtype", DTYPES)

@@ -6,50 +6,14 @@ from cells import slow, sweep
 
 pytest.importorskip("triton", reason="needs triton")
 
-from fastpar.kernels import (
-    Rng,
-    layer_norm,
-    make_key,
-    residual_layer_norm,
-    rms_norm,
-    triton_launch,
-)
+from test_layer_norm_triton import with_bias
+
+from fastpar.kernels import layer_norm, residual_layer_norm, rms_norm, triton_launch
 from fastpar.kernels import layer_norm_bwd_triton as bwd
 from fastpar.kernels.reference import layer_norm_ref, residual_layer_norm_ref, rms_norm_ref
 from fastpar.testing import assert_matches_oracle
 
-RNG = Rng(make_key(3, 5), 2)
 pytestmark = pytest.mark.usefixtures("poisoned")
-
-
-@pytest.fixture
-def poisoned(monkeypatch):
-    """Memory that kernels are given is NaN until they write it."""
-
-    def fill(allocate):
-        def allocate_and_fill(*args, **kwargs):
-            x = allocate(*args, **kwargs)
-            return x.fill_(float("nan")) if x.is_floating_point() else x
-
-        return allocate_and_fill
-
-    monkeypatch.setattr(torch, "empty", fill(torch.empty))
-    monkeypatch.setattr(torch, "empty_like", fill(torch.empty_like))
-    monkeypatch.setattr(torch.Tensor, "new_empty", fill(torch.Tensor.new_empty))
-
-
-@pytest.fixture
-def draw(triton_device):
-    def draw(*shape, dtype=torch.float32, mean=0.0):
-        x = (torch.randn(shape) + mean).to(dtype)
-        return x.to(triton_device).requires_grad_()
-
-    return draw
-
-
-def with_bias(op, p=0.0, rng=RNG):
-    """op of (x, residual, weight, bias, x_bias)."""
-    return lambda x, r, w, b=None, xb=None: op(x, r, w, b, x_bias=xb, dropout_p=p, rng=rng)
 
 
 def test_large_mean_gradients(draw):

@@ -29,31 +29,6 @@ RNG = Rng(make_key(3, 5), 2)
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 
-@pytest.fixture
-def poisoned(monkeypatch):
-    """Memory that kernels are given is NaN until they write it."""
-
-    def fill(allocate):
-        def allocate_and_fill(*args, **kwargs):
-            x = allocate(*args, **kwargs)
-            return x.fill_(float("nan")) if x.is_floating_point() else x
-
-        return allocate_and_fill
-
-    monkeypatch.setattr(torch, "empty", fill(torch.empty))
-    monkeypatch.setattr(torch, "empty_like", fill(torch.empty_like))
-    monkeypatch.setattr(torch.Tensor, "new_empty", fill(torch.Tensor.new_empty))
-
-
-@pytest.fixture
-def draw(triton_device):
-    def draw(*shape, dtype=torch.float32, mean=0.0):
-        x = (torch.randn(shape) + mean).to(dtype)
-        return x.to(triton_device).requires_grad_()
-
-    return draw
-
-
 def with_bias(op, p=0.0, rng=RNG):
     """op of (x, residual, weight, bias, x_bias)."""
     return lambda x, r, w, b=None, xb=None: op(x, r, w, b, x_bias=xb, dropout_p=p, rng=rng)
@@ -189,6 +164,7 @@ def test_no_rows(draw, key):
         assert (grad == 0).all()
 
 
+@pytest.mark.slow
 def test_registration(draw, triton_device):
     x, r, w = draw(2, 3, 8), draw(2, 3, 8), draw(8)
     narrow = draw(2, 3, 8, dtype=torch.bfloat16)
@@ -208,6 +184,7 @@ def test_registration(draw, triton_device):
         check(torch.ops.fastpar.layer_norm_bwd.default, (*rows, rstd, rstd, *options))
 
 
+@pytest.mark.slow
 def test_compiles_into_one_graph(draw):
     inputs = [draw(2, 3, 16), draw(2, 3, 16), draw(16), draw(16), draw(16)]
 

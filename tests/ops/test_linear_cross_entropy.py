@@ -61,14 +61,6 @@ def check(inputs, **kwargs):
     )
 
 
-@pytest.fixture
-def poisoned():
-    """Memory from torch.empty holds NaN."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.usefixtures("poisoned")
 @sweep("dtype", DTYPES)
 @sweep("reduction", REDUCTIONS)

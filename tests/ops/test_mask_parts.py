@@ -178,6 +178,7 @@ def test_whole_samples_are_one_block():
     ]
 
 
+@pytest.mark.slow
 def test_registration_and_compile():
     x = torch.randn(9, C, requires_grad=True)
     w, key = torch.randn(C, requires_grad=True), make_key(1, 2)

@@ -162,6 +162,7 @@ def test_key_on_either_device(triton_device):
     assert torch.equal(dropout_fwd(x, key, site, quantize_p(0.3), at), first)
 
 
+@pytest.mark.slow
 def test_registration(triton_device):
     x = torch.randn(2, 3, 5, device=triton_device, requires_grad=True)
     key = make_key(1, 2, triton_device)
@@ -172,6 +173,7 @@ def test_registration(triton_device):
     )
 
 
+@pytest.mark.slow
 def test_compiles_into_one_graph(triton_device):
     x = torch.randn(2, 3, 5, device=triton_device, requires_grad=True)
 

@@ -132,7 +132,7 @@ def test_attention_drops_probabilities():
 
 @sweep("causal", [False, True])
 def test_attention_of_documents(causal):
-    """As torch computes it: a mask that is 1 where query and key are of one document."""
+    """torch's form of it: a mask that is 1 where query and key are of one document."""
     q, k, v = (draw(9, 2, 8, seed=s) for s in range(3))  # [total, H, D]
     cu_seqlens = torch.tensor([0, 4, 5, 9], dtype=torch.int32)
     document = torch.tensor([0, 0, 0, 0, 1, 2, 2, 2, 2])

@@ -68,7 +68,7 @@ def test_gradients_may_lie_in_any_order(choice, monkeypatch):
 
 
 def test_gradients_used_transposed_in_fp64():
-    """As a model gives them: the parameter's own gradient, in the order that its use had."""
+    """The parameter's own gradient, in the order that its use had."""
     w = torch.nn.Parameter(torch.randn(4, 3, dtype=torch.float64))
     other = torch.nn.Parameter(w.detach().clone())
     x = torch.randn(7, 3, dtype=torch.float64)

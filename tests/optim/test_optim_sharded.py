@@ -42,7 +42,7 @@ class Bag(nn.Module):
 
 
 def gradients(step, rank=0):
-    """Of one rank: sixteenths, whose sums are exact."""
+    """The gradients of one rank: sixteenths, whose sums are exact."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     shapes = {n: p.shape for n, p in Bag().named_parameters()}
     return {n: torch.randint(-64, 65, s, generator=generator) / 16 for n, s in shapes.items()}
@@ -149,7 +149,7 @@ def test_ranks_may_own_nothing_and_count_all_the_same():
 
 
 def test_all_pieces_are_one_call(monkeypatch):
-    """As many launches as without shards, also for groups with other options."""
+    """The same number of launches as without shards, also for groups with other options."""
     calls = []
 
     def spy(*args, **kwargs):

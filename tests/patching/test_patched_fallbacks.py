@@ -208,7 +208,7 @@ def test_hooks_run_in_a_patched_model(name):
 
 
 def test_parts_replaced_after_the_patch_are_used():
-    """As adapters do it: c_attn becomes c_attn plus something."""
+    """What adapters do: c_attn becomes c_attn plus something."""
 
     class Adapter(nn.Module):
         def __init__(self, base):

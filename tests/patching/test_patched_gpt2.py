@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers", reason="pip install -e '.[dev
 
 
 def smoothed_loss(model, idx):
-    """As Trainer.compute_loss with a label_smoothing_factor: the labels never reach the model."""
+    """Trainer.compute_loss with a label_smoothing_factor: the labels never reach the model."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.trainer_pt_utils import LabelSmoother
 

@@ -89,7 +89,7 @@ def run(name, stage, mode="none"):
 @pytest.mark.parametrize("mode", ["none", pytest.param("full", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", BUILD)
 def test_a_patched_model_stays_fused_at_every_stage(name, mode):
-    """As many calls of every op as in one process, and the same weights at all stages."""
+    """The same numbers of calls of ops as in one process, the same weights at all stages."""
     once, _ = run(name, None, mode)
     for calls in once[0]:
         assert calls["layer_norm 5"] == calls["bias_gelu 2"] == 2, calls  # with residual; with bias

@@ -15,7 +15,7 @@ def slow(*values):
 
 
 def few(candidates, groups):
-    """As few of the candidates as together have every group; groups(candidate) is a set."""
+    """The fewest candidates that together have every group; groups(candidate) is a set."""
     of = {candidate: groups(candidate) for candidate in candidates}
     wanted = set().union(*of.values())
     chosen = []

@@ -131,13 +131,13 @@ def test_another_ignore_index():
 @sequence
 @pytest.mark.parametrize("vocab_size", [2, 4, 5, 13])
 def test_small_vocabularies_leave_ranks_of_padding_only(sp, vocab_size):
-    """Of 4 ranks with 4 rows each: one, two or three have none, and one is cut."""
+    """4 ranks with 4 rows each: one, two or three have none, and one is cut."""
     check_loss(sp, 4, vocab_size, torch.float64)
 
 
 @dtypes
 def test_huge_logits(dtype):
-    """Of about 1e4: exp() of them alone overflows."""
+    """Logits of about 1e4: exp() of them alone overflows."""
     check_loss(True, 2, 30, dtype, factor=3e3)
 
 

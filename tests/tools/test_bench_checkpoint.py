@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cells import slow
 from test_records import make_row
 
 from bench.peers.checkpoint import DCP, FLUSHED, OWN, Rank, Trial
@@ -12,7 +13,7 @@ from fastpar.config.config import GPTConfig
 TINY = GPTConfig(1, 2, 32, 16, 200, dropout=0.0)
 
 
-@pytest.mark.parametrize("way", [OWN, FLUSHED, DCP])
+@pytest.mark.parametrize("way", [OWN, slow(FLUSHED), slow(DCP)])
 def test_what_is_loaded_is_what_was_saved_or_the_row_is_refused(tmp_path, way):
     rank = Rank(Trial(way == OWN, TINY, str(tmp_path)), 0)
     if way == OWN:

@@ -190,6 +190,7 @@ def test_training_apart_gives_losses_that_the_gate_refuses(monkeypatch):
     assert two["apart"].refused is not None
 
 
+@pytest.mark.slow
 def test_a_variant_that_dies_is_refused_and_closed(link, monkeypatch):
     closed = []
 

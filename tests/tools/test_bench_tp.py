@@ -56,25 +56,22 @@ def ways(ranks):
     return [case.base, *(way for group in case.groups for way in group)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("some", "ranks"),
     [
-        ([Way(TORCH), Way(OWN, transport="shm")], 2),
-        pytest.param(
+        (
             [
+                Way(TORCH),
                 Way(TORCH, sequence_parallel=False),
+                Way(OWN, transport="shm"),
                 Way(OWN, sequence_parallel=False),
                 Way(STOCK),
                 Way(STOCK, sequence_parallel=False),
             ],
             2,
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
-            [Way(TORCH, zero_stage=3), Way(OWN, zero_stage=2), Way(STOCK, zero_stage=3)],
-            4,
-            marks=pytest.mark.slow,
-        ),
+        ([Way(TORCH, zero_stage=3), Way(OWN, zero_stage=2), Way(STOCK, zero_stage=3)], 4),
     ],
 )
 def test_ranks_train_what_one_process_trains(some, ranks, reference):

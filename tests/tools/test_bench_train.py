@@ -78,6 +78,7 @@ def test_gpu_steps_are_timed_as_one_stretch_without_the_first_two(monkeypatch):
     assert len(answer["losses"]) == 8
 
 
+@pytest.mark.slow
 def test_two_ranks_take_turns_and_a_failure_stops_only_its_own(tmp_path):
     two = worker.Spec("fastpar", TINY, 4, world_size=2)
     specs = {"DDP": two, "broken": replace(two, kind="stock", world_size=1, device="nowhere")}

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from cells import slow
 from test_bench import make_bench
 from test_records import ABOUT, make_row
 
@@ -52,10 +53,7 @@ OURS = [f"fastpar ZeRO-{stage}{model}" for stage in range(4) for model in ("", b
 
 @pytest.mark.parametrize(
     "names",
-    [
-        ["DDP", "fastpar ZeRO-2", f"fastpar ZeRO-3{bench_zero.STOCK}"],
-        pytest.param([*PEERS, *OURS], marks=pytest.mark.slow),
-    ],
+    [["DDP", f"fastpar ZeRO-3{bench_zero.STOCK}"], slow([*PEERS, *OURS])],
     ids=["some", "all"],
 )
 def test_two_ranks_train_what_one_process_trains(names, reference):

@@ -84,6 +84,7 @@ def test_quick_runs_train(tmp_path, monkeypatch, capsys):
     assert "spread of fp32: " in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_says_why(tmp_path):
     with pytest.raises(RuntimeError, match=r"a run of fp32 to end, got exit code 2; it said: .*no"):
         curves.train_once(BASELINE, 1, curves.QUICK, str(tmp_path / "none.txt"), 1)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cells import slow
 from test_records import ABOUT
 
 from bench.__main__ import homes
@@ -48,7 +49,7 @@ def gpu_cases(monkeypatch):
     return cases
 
 
-@pytest.mark.parametrize("name", op_benches())
+@pytest.mark.parametrize("name", [n if n == "layer_norm" else slow(n) for n in op_benches()])
 def test_quick_run_on_the_cpu(name, tmp_path, monkeypatch):
     """Without torch.compile, whose part test_bench.py covers: it takes most of the time."""
     results = ResultFile(tmp_path / "rows.json", ABOUT)

@@ -38,12 +38,13 @@ def test_it_is_short_and_its_links_lead_to_files():
 
 
 def test_the_loop_runs_as_it_stands(tmp_path, monkeypatch):
+    """But for a checkpoint every 3 steps instead of every 1000."""
     monkeypatch.chdir(tmp_path)
     tiny = GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=8, vocab_size=64)
     monkeypatch.setattr(fastpar.GPTConfig, "preset", lambda name: tiny)
     tokens = torch.randint(0, 64, (2, 9))
-    names = {"loader": [(tokens[:, :-1], tokens[:, 1:])] * 1000}
-    exec(code(1), names)
+    names = {"loader": [(tokens[:, :-1], tokens[:, 1:])] * 3}
+    exec(code(1).replace("% 1000", "% 3"), names)
     assert Path("runs/mine/latest").exists()
     exec("import fastpar; model = fastpar.GPT(fastpar.GPTConfig.preset(''))\n" + code(0), names)
     assert "replaced" in str(names["report"])

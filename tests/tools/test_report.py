@@ -347,6 +347,7 @@ def test_a_users_own_rows_are_drawn_beside_them(results, capsys):
     )
 
 
+@pytest.mark.slow
 def test_pictures_of_committed_results_are_drawn(results, capsys):
     pytest.importorskip("matplotlib")
     report.draw_pictures(results)

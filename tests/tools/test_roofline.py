@@ -93,6 +93,7 @@ def test_the_largest_shape_has_the_number():
     assert [d.case for d in numbered(dots)] == ["x", "n=9.0"]
 
 
+@pytest.mark.slow
 def test_the_picture_has_a_panel_for_each_machine_and_no_number_upon_another(monkeypatch, tmp_path):
     pyplot = pytest.importorskip("matplotlib.pyplot")
     shown = []

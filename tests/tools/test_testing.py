@@ -45,10 +45,8 @@ def fail(kind):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_first_failure_is_raised_with_its_rank(backend):
-    start = time.monotonic()
     with pytest.raises(KeyError, match="no luck") as caught:
-        run_ranks(fail, 2, KeyError, backend=backend, timeout_s=60)
-    assert time.monotonic() - start < 30
+        run_ranks(fail, 2, KeyError, backend=backend, timeout_s=3600)  # longer than a test may take
     assert "rank 1 failed:" in str(caught.value.__cause__)
     assert "in fail" in str(caught.value.__cause__)
     assert len(run_ranks(add_ranks, 2, 0.0, backend=backend)) == 2
@@ -84,12 +82,12 @@ def sleep_on_rank_1(seconds):
         time.sleep(seconds)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_rank_that_hangs_is_named(backend):
+@pytest.mark.parametrize(("backend", "timeout_s", "hangs_s"), [("threads", 1, 2), ("gloo", 4, 600)])
+def test_a_rank_that_hangs_is_named(backend, timeout_s, hangs_s):
     """Threads cannot be killed: that one ends by itself."""
-    message = r"expected every rank to end within 2 s, got no answer from rank 1; a collective"
+    message = rf"expected every rank to end within {timeout_s} s, got no answer from rank 1; a coll"
     with pytest.raises(TimeoutError, match=message):
-        run_ranks(sleep_on_rank_1, 2, 4.0, backend=backend, timeout_s=2)
+        run_ranks(sleep_on_rank_1, 2, hangs_s, backend=backend, timeout_s=timeout_s)
 
 
 def pid():
