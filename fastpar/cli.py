@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import platform
 import re
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -155,6 +153,8 @@ def _leave(error: Exception) -> int:
         line = f"fastpar: {error}"
         status = USER_MISTAKE if error.errno in WRONG_PATH else 1
     else:
+        import traceback
+
         line, status = "".join(traceback.format_exception(error)).rstrip(), 1
     sys.stdout.flush()
     print(line, file=sys.stderr, flush=True)
@@ -492,6 +492,8 @@ def _info(arguments: list[str]) -> int:
     _, rest = argparse.ArgumentParser("fastpar info", description=about).parse_known_args(arguments)
     if rest:
         raise ValueError(f"fastpar info: expected no options, got {rest[0]}; leave them out")
+    import platform
+
     from fastpar.kernels.backend import describe
 
     print(f"fastpar   {__version__}, {available_cores()} cores, {platform.platform()}")

@@ -5,7 +5,7 @@ The command line, the settings file and a run's config.json are made from the sa
 
 from __future__ import annotations
 
-import difflib
+import functools
 import math
 import re
 from collections.abc import Mapping
@@ -170,13 +170,16 @@ class TrainConfig(TrainFlags):
         groups: dict[str, dict[str, Any]] = {f.name: {} for f in fields(self)}
         for key, value in changes.items():
             name = setting_name(key)
-            if name not in _SETTINGS:
-                near = difflib.get_close_matches(name, _SETTINGS, n=1)
+            known = _settings_by_name()
+            if name not in known:
+                import difflib
+
+                near = difflib.get_close_matches(name, known, n=1)
                 raise ValueError(
                     f"train: expected a setting of `fastpar train --help` in {source}, got "
                     f"key={key}; {f'did you mean {near[0]}?' if near else 'remove it'}"
                 )
-            group, hint = _SETTINGS[name]
+            group, hint = known[name]
             if not fits(value, hint):
                 raise ValueError(
                     f"train: expected {describe(hint)} for {name} in {source}, got "
@@ -287,6 +290,7 @@ def check_split(parallel: ParallelSettings, shape: GPTConfig) -> None:
         )
 
 
+@functools.cache
 def _settings_by_name() -> dict[str, tuple[str, Any]]:
     """Name of every setting -> (its group, its type)."""
     groups = get_type_hints(TrainConfig)
@@ -297,7 +301,6 @@ def _settings_by_name() -> dict[str, tuple[str, Any]]:
     }
 
 
-_SETTINGS = _settings_by_name()
 _AT_LEAST: dict[str, float] = {
     **dict.fromkeys(("batch_size", "micro_batch_size", "grad_accum_steps", "max_steps"), 1),
     **dict.fromkeys(("eval_batches", "nproc", "threads", "shard_size", "tp"), 1),

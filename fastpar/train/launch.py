@@ -22,7 +22,6 @@ dies of SIGHUP under nohup unless TORCHELASTIC_SIGNALS_TO_HANDLE=SIGTERM,SIGINT 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import shutil
@@ -33,7 +32,6 @@ import sys
 import tempfile
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -41,7 +39,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from fastpar.comm.watchdog import HUNG, MARGIN_S
 from fastpar.train import reaper
 from fastpar.train.run_lock import RUNS, find_run
 
@@ -101,6 +98,8 @@ def follow_launcher() -> None:
     """In a rank: begin the heartbeat; if the launcher is killed, stop as on SIGTERM."""
     if _HEARTBEAT in os.environ:
         reaper.begin_heartbeat(os.environ[_HEARTBEAT])
+    import ctypes  # not at the top: it would take 1 % of the time of `fastpar train --help`
+
     with contextlib.suppress(AttributeError, OSError):  # Linux only
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != int(os.environ[_LAUNCHER]):
@@ -237,7 +236,7 @@ def launch(
         The exit status: 0, 2 for a user's mistake, 128 + signal when stopped by one, 1 when a rank
         failed; then one line on stderr has named the rank and its reason.
     """
-    name = f"fastpar-{uuid.uuid4().hex}"
+    name = f"fastpar-{os.urandom(16).hex()}"
     for restart in range(max_restarts + 1):
         start = {"TORCHELASTIC_RUN_ID": name, "TORCHELASTIC_RESTART_COUNT": str(restart)}
         status, cause = _run_ranks(arguments, nproc, threads, start, timeout_s)
@@ -357,6 +356,8 @@ def rank_environment(rank: int, nproc: int, port: int, threads: int) -> dict[str
 
 def _watch(ranks: Sequence[_Rank], signals: Sequence[int], timeout_s: float = float("inf")) -> None:
     """Until every rank has ended; see [Note: who stops whom]."""
+    from fastpar.comm.watchdog import MARGIN_S
+
     deadline = float("inf")
     silences = {rank.number: reaper.Silence(rank.folder / "heartbeat") for rank in ranks}
     while running := [rank for rank in ranks if rank.code is None]:
@@ -383,6 +384,8 @@ def _report(ranks: Sequence[_Rank], signals: Sequence[int]) -> tuple[int, str]:
 
     What the cause itself has written comes to stderr, unless rank 0 has written it there already.
     """
+    from fastpar.comm.watchdog import HUNG
+
     # A rank that tells of a hang has killed the one that hung.
     order = sorted(ranks, key=lambda r: (r.code != HUNG, not r.is_cause, r.ended))
     failed = [rank for rank in order if rank.failed]
