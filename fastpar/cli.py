@@ -428,7 +428,7 @@ def _sample(arguments: list[str]) -> int:
 
     from fastpar.checkpoint.weight_sources import load_weights
     from fastpar.train.launch import threads_per_rank
-    from fastpar.train.run_folder import draw
+    from fastpar.train.sample import sample
 
     torch.set_num_threads(threads_per_rank(None, 1))
     device = command.device
@@ -437,7 +437,8 @@ def _sample(arguments: list[str]) -> int:
     folder = _weights("sample", command.folder)
     model = load_weights(folder, say=_note)
     tokenizer = _tokenizer(command.tokenizer, folder, model.config.vocab_size)
-    draw(model.to(device), tokenizer, command.sample, sys.stdout, seed=command.seed)
+    for piece in sample(model.to(device), tokenizer, command.sample, seed=command.seed):
+        print(piece, end="", flush=True)
     return 0
 
 

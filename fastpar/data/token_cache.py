@@ -17,7 +17,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
@@ -70,7 +70,8 @@ def tokenized(
         RuntimeError: the disk is full.
     Ranks: any number of processes may call it at once, see [Note: cache].
     """
-    sizes, key = _survey(source, tokenizer, val_fraction)
+    corpus = Corpus(source, val_fraction)
+    key = corpus.key(tokenizer)
     readable = re.sub(r"[^A-Za-z0-9.-]+", "-", f"{source.name}-{Path(tokenizer).name}")[:60]
     entry = cache / f"{readable}-{key}"
     with _locked(cache / f"{readable}-{key}.lock") as alone:
@@ -83,7 +84,7 @@ def tokenized(
         if not entry.exists():
             with temporary(cache, f".tmp-{key}-") as folder:
                 try:
-                    _tokenize(source, sizes, tokenizer, val_fraction, folder, progress)
+                    _tokenize(corpus, tokenizer, folder, progress)
                 except OSError as error:
                     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                         raise
@@ -101,94 +102,98 @@ def tokenized(
     return TokenizedText(train, val, load_tokenizer(entry), meta["val_bytes"])
 
 
-def _survey(
-    source: TextSource, tokenizer: str, val_fraction: float
-) -> tuple[tuple[list[int], list[int] | None], str]:
-    """Bytes of every document, and the digest that names the cache entry."""
-    digest = hashlib.sha256()
+class Corpus:
+    """The documents of a source, read once for their sizes and the digest of their content.
 
-    def read(documents: Iterable[Document]) -> list[int]:
-        sizes = []
-        for document in documents:
-            sizes.append(len(document))
-            if source.content_key is None:
-                digest.update(len(document).to_bytes(8, "little"))
-                digest.update(document)
-        return sizes
-
-    sizes = read(source.documents())
-    val_sizes = None if source.val_documents is None else read(source.val_documents())
-    choices = [_CACHE_FORMAT, fingerprint(tokenizer), val_fraction, source.content_key]
-    return (sizes, val_sizes), digest_of([*choices, digest.hexdigest()])
-
-
-def _split(
-    source: TextSource, sizes: tuple[list[int], list[int] | None], val_fraction: float
-) -> Iterator[tuple[str, Document]]:
-    """Documents with the part each belongs to, in order.
-
-    A document is held out when less than val_fraction of what came before is: whole documents,
-    spread over the text. Where that misses the fraction by half (few documents, or one of them
-    very long), the end of the text is held out instead, if need be from within a document.
+    Args:
+        val_fraction: share of the text that is held out, unless the source has a part for that.
     """
-    total, seen, held_out = sum(sizes[0]), 0, 0
-    if source.val_documents is not None:
-        yield from (("train", document) for document in source.documents())
-        yield from (("val", document) for document in source.val_documents())
-        return
-    is_val = []
-    for size in sizes[0]:
-        is_val.append(held_out < val_fraction * seen)
-        held_out += size * is_val[-1]
-        seen += size
-    if 0.5 * val_fraction * total <= held_out <= 1.5 * val_fraction * total:
-        for hold, document in zip(is_val, source.documents()):
-            yield ("val" if hold else "train"), document
-        return
-    cut = int(total * (1.0 - val_fraction))
-    for document in source.documents():
-        at = min(max(cut, 0), len(document))
-        while 0 < at < len(document) and document[at] & 0xC0 == 0x80:  # inside a character
-            at -= 1
-        if at:
-            yield "train", document[:at]
-        if at < len(document):
-            yield "val", document[at:]
-        cut -= len(document)
+
+    def __init__(self, source: TextSource, val_fraction: float) -> None:
+        self.source, self.val_fraction = source, val_fraction
+        self._digest = hashlib.sha256()
+        self.sizes = [self._read(document) for document in source.documents()]
+        val_documents = source.val_documents() if source.val_documents else ()
+        self.val_sizes = [self._read(document) for document in val_documents]
+
+    def _read(self, document: Document) -> int:
+        if self.source.content_key is None:
+            self._digest.update(len(document).to_bytes(8, "little"))
+            self._digest.update(document)
+        return len(document)
+
+    def key(self, tokenizer: str) -> str:
+        """The name of the cache entry."""
+        choices = [fingerprint(tokenizer), self.val_fraction, self.source.content_key]
+        return digest_of([_CACHE_FORMAT, *choices, self._digest.hexdigest()])
+
+    def split(self) -> Iterator[tuple[str, Document]]:
+        """Documents with the part each belongs to, in order.
+
+        A document is held out when less than val_fraction of what came before is: whole documents,
+        spread over the text. Where that misses the fraction by half (few documents, or one of them
+        very long), the end of the text is held out instead, if need be from within a document.
+        """
+        source, fraction = self.source, self.val_fraction
+        if source.val_documents is not None:
+            yield from (("train", document) for document in source.documents())
+            yield from (("val", document) for document in source.val_documents())
+            return
+        total, seen, held_out, parts = sum(self.sizes), 0, 0, []
+        for size in self.sizes:
+            parts.append("val" if held_out < fraction * seen else "train")
+            held_out += size * (parts[-1] == "val")
+            seen += size
+        if 0.5 * fraction * total <= held_out <= 1.5 * fraction * total:
+            yield from zip(parts, source.documents())
+            return
+        cut = int(total * (1.0 - fraction))
+        for document in source.documents():
+            at = min(max(cut, 0), len(document))
+            while 0 < at < len(document) and document[at] & 0xC0 == 0x80:  # inside a character
+                at -= 1
+            if at:
+                yield "train", document[:at]
+            if at < len(document):
+                yield "val", document[at:]
+            cut -= len(document)
+
+    def texts_to_learn(self, tokenizer: str) -> Iterator[str]:
+        """All characters for chars; for a BPE what is not held out, up to _BPE_TRAIN_BYTES."""
+        seen = 0
+        for part, document in self.split():
+            if tokenizer == "chars":
+                yield from pieces(document)
+            elif part == "train" and seen < _BPE_TRAIN_BYTES:
+                for text in pieces(document):
+                    seen += len(text)
+                    yield text
+                    if seen >= _BPE_TRAIN_BYTES:
+                        break
 
 
-def _tokenize(
-    source: TextSource,
-    sizes: tuple[list[int], list[int] | None],
-    tokenizer: str,
-    val_fraction: float,
-    folder: Path,
-    progress: bool,
-) -> None:
+def _tokenize(corpus: Corpus, tokenizer: str, folder: Path, progress: bool) -> None:
     """Writes a complete cache entry into the folder: tokens, tokenizer, checksums."""
-    n_documents = len(sizes[0]) + len(sizes[1] or ())
+    name, sizes = corpus.source.name, [*corpus.sizes, *corpus.val_sizes]
+    texts = None
     if learns_from_text(tokenizer):
-        texts = _texts_to_learn(source, sizes, tokenizer, val_fraction)
-        say(f"making tokenizer {tokenizer} from {source.name}", progress)
-        chosen = make_tokenizer(tokenizer, chain(texts, ["\n"] if n_documents > 1 else []))
-    else:
-        chosen = make_tokenizer(tokenizer)
+        say(f"making tokenizer {tokenizer} from {name}", progress)
+        texts = chain(corpus.texts_to_learn(tokenizer), ["\n"] if len(sizes) > 1 else [])
+    chosen = make_tokenizer(tokenizer, texts)
     chosen.save(folder)
     dtype = np.dtype("<u2" if chosen.vocab_size <= 1 << 16 else "<u4")
-    joint = (
-        [chosen.eot] if chosen.eot is not None else chosen.encode("\n") if n_documents > 1 else []
-    )
-    total = sum(sizes[0]) + sum(sizes[1] or ())
-    val_bytes = 0
+    joint = [] if chosen.eot is None else [chosen.eot]
+    if chosen.eot is None and len(sizes) > 1:
+        joint = chosen.encode("\n")
+    val_bytes = n_batch = n_done = 0
     batch: list[tuple[str, bool, str]] = []
     with (
         (folder / "train.bin").open("wb") as train,
         (folder / "val.bin").open("wb") as val,
-        progress_bar(total, "B", f"tokenizing {source.name} with {chosen.name}", progress) as bar,
+        progress_bar(sum(sizes), "B", f"tokenizing {name} with {chosen.name}", progress) as bar,
     ):
         files = {"train": train, "val": val}
-        n_batch = n_done = 0
-        for part, document in _split(source, sizes, val_fraction):
+        for part, document in corpus.split():
             val_bytes += len(document) if part == "val" else 0
             for i, text in enumerate(pieces(document)):
                 batch.append((part, i == 0, text))
@@ -199,34 +204,15 @@ def _tokenize(
                     n_done += n_batch
                     batch, n_batch = [], 0
         _write_tokens(batch, chosen, dtype, joint, files)
-        bar.update(total - n_done)  # to the end, although pieces leave out carriage returns
+        bar.update(sum(sizes) - n_done)  # to the end, although pieces leave out carriage returns
     meta = {
-        "source": source.name,
+        "source": name,
         "tokenizer": chosen.name,
         "dtype": dtype.str,
         "val_bytes": val_bytes,
         "checksums": {file.name: _checksum(file) for file in sorted(folder.iterdir())},
     }
     (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
-
-
-def _texts_to_learn(
-    source: TextSource,
-    sizes: tuple[list[int], list[int] | None],
-    tokenizer: str,
-    val_fraction: float,
-) -> Iterator[str]:
-    """All characters for chars; for a BPE what is not held out, up to _BPE_TRAIN_BYTES."""
-    seen = 0
-    for part, document in _split(source, sizes, val_fraction):
-        if tokenizer == "chars":
-            yield from pieces(document)
-        elif part == "train" and seen < _BPE_TRAIN_BYTES:
-            for text in pieces(document):
-                seen += len(text)
-                yield text
-                if seen >= _BPE_TRAIN_BYTES:
-                    break
 
 
 def _write_tokens(

@@ -72,11 +72,10 @@ class MetricsLog:
     def _open(self, resume_step: int) -> None:
         self._file: IO[str] = self.path.open("a", encoding="utf-8")
         self._board: Any = None
-        board = self._tensorboard
-        if board is not None and importlib.util.find_spec("tensorboard") is not None:
+        if self._tensorboard and importlib.util.find_spec("tensorboard") is not None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(str(board), purge_step=resume_step + 1)
+            self._board = SummaryWriter(str(self._tensorboard), purge_step=resume_step + 1)
 
     def write(self, row: dict[str, Any]) -> None:
         """Appends a row that has "step"; a value that is not finite is written as null."""

@@ -10,10 +10,9 @@ by data sheets a step is a guess.
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +21,6 @@ from fastpar.config.config import GPTConfig, TrainConfig
 from fastpar.cost.step_memory import StepMemory, held_bytes
 from fastpar.parallel.agreement import everyone
 from fastpar.parallel.engine import Engine
-from fastpar.parallel.step_report import StepReport
 from fastpar.train.journal import Journal
 
 T = TypeVar("T")
@@ -48,27 +46,19 @@ class Predictions:
     def watched(self, step: Callable[[], T]) -> T:
         """Runs the step; measures its time, and the memory of one."""
         self._steps += 1
-        with self._measured():
+        if self._steps == MEMORY_STEP:
+            held = held_bytes(self.engine, self.optimizer)
+            with StepMemory(self.engine.mesh.device, alive_bytes=held) as memory:
+                found = step()
+            self.peak_bytes = memory.peak_bytes
+        else:
             found = step()
         report = self.engine.report  # on a GPU of an earlier step
-        if report is not self._last and self._steps > SKIPPED:
-            self._take(report)
+        new = report is not self._last and self._steps > SKIPPED
+        if new and report is not None and report.step_ms is not None:
+            self.times_ms.append(report.step_ms)
         self._last = report
         return found
-
-    @contextlib.contextmanager
-    def _measured(self) -> Iterator[None]:
-        if self._steps != MEMORY_STEP:
-            yield
-            return
-        held = held_bytes(self.engine, self.optimizer)
-        with StepMemory(self.engine.mesh.device, alive_bytes=held) as memory:
-            yield
-        self.peak_bytes = memory.peak_bytes
-
-    def _take(self, report: StepReport | None) -> None:
-        if report is not None and report.step_ms is not None:
-            self.times_ms.append(report.step_ms)
 
     def tell(
         self, journal: Journal, config: TrainConfig, shape: GPTConfig, facts: dict[str, Any]
@@ -88,12 +78,11 @@ class Predictions:
 
         try:
             found = prediction.predict(config, shape, facts)
-        except ValueError as error:
-            journal.folder.notes += (f"predicted: not available, {error}",)
-            return
         except Exception as error:
             # The run is done and saved: what is wrong with its prediction must not fail it.
-            journal.folder.notes += (f"predicted: not available ({type(error).__name__}: {error})",)
+            known = isinstance(error, ValueError)
+            why = f", {error}" if known else f" ({type(error).__name__}: {error})"
+            journal.folder.notes += (f"predicted: not available{why}",)
             return
         row = {**found, "measured_bytes": int(peak) or None, "measured_ms": ms or None}
         if found["measured_rates"]:

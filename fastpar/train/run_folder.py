@@ -16,11 +16,10 @@ import platform
 import re
 import shlex
 import signal
-import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,9 +27,8 @@ import torch
 from fastpar._version import __version__
 from fastpar.checkpoint.checkpoint import list_checkpoints
 from fastpar.config.config import TrainConfig
-from fastpar.config.options import SampleSettings
 from fastpar.data.batches import TextData
-from fastpar.data.tokenizer import IdTokenizer, Tokenizer
+from fastpar.data.tokenizer import IdTokenizer
 from fastpar.files.step_folders import LATEST
 from fastpar.models.gpt import GPT
 from fastpar.train.metrics import MetricsLog, duration, plot_loss, read_metrics
@@ -197,8 +195,9 @@ class RunFolder:
         with (self.path / "samples.txt").open("a", encoding="utf-8") as file:
             file.write(f"== step {step}\n")
             print(RULE)
-            out = _Both(sys.stdout, file)
-            draw(model, data.tokenizer, config.sample, out, seed=config.run.seed)
+            for piece in sample(model, data.tokenizer, config.sample, seed=config.run.seed):
+                print(piece, end="", flush=True)
+                file.write(piece)
             print(RULE)
         lines = [*self.notes, f"{step} steps, {duration(seconds)}; see {picture}"]
         if val_loss is not None:
@@ -254,38 +253,6 @@ class RunFolder:
         return [f"{k} {before.get(k)} -> {now[k]}" for k in now if now[k] != before.get(k)]
 
 
-def draw(
-    model: GPT, tokenizer: Tokenizer, settings: SampleSettings, out: Any, *, seed: int
-) -> None:
-    """Writes settings.num_samples texts to `out`, token by token; without a prompt, free text."""
-    if not settings.num_samples:
-        return
-    was_training = model.training
-    model.eval()
-    sample(
-        model,
-        tokenizer,
-        settings.prompt or _free_prompt(tokenizer),
-        out,
-        n_samples=settings.num_samples,
-        max_new_tokens=settings.max_new_tokens,
-        temperature=settings.temperature,
-        top_k=settings.top_k or None,
-        seed=seed,
-    )
-    model.train(was_training)
-
-
-def _free_prompt(tokenizer: Tokenizer) -> str:
-    """A new line, or the first token of a tokenizer that has none."""
-    try:
-        if tokenizer.encode("\n"):
-            return "\n"
-    except ValueError:
-        pass
-    return tokenizer.decode([0])
-
-
 def example_prompt(data: TextData) -> str:
     """The first words of a line of the text held out; empty where it has none to type."""
     if isinstance(data.tokenizer, IdTokenizer):
@@ -309,18 +276,3 @@ def make_next_free(path: Path) -> Path:
         except FileExistsError:
             n += 1
             candidate = path.with_name(f"{path.name}-{n}")
-
-
-class _Both:
-    """A text stream that goes to two files."""
-
-    def __init__(self, *files: IO[str]) -> None:
-        self.files = files
-
-    def write(self, text: str) -> None:
-        for file in self.files:
-            file.write(text)
-
-    def flush(self) -> None:
-        for file in self.files:
-            file.flush()

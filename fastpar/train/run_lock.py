@@ -72,13 +72,10 @@ def hold(folder: str | Path, *, wait_s: float | None = None) -> bool:
             if time.monotonic() > deadline:
                 raise _taken(folder)
             time.sleep(_POLL_S)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         os.close(descriptor)
-        if error.errno in _NO_LOCKS:
+        if getattr(error, "errno", None) in _NO_LOCKS:
             return False
-        raise
-    except ValueError:
-        os.close(descriptor)
         raise
     holder = {
         "pid": os.getpid(),
@@ -108,9 +105,12 @@ def check_free(folder: str | Path) -> None:
 
 
 def _taken(folder: Path) -> ValueError:
+    holder, who = _read(folder / LOCK), "another process"
+    if {"pid", "host", "since"} <= holder.keys():
+        who = f"process {holder['pid']} on {holder['host']} since {holder['since']}"
     return ValueError(
-        f"train: expected a run that no other process writes, got out={folder}, which "
-        f"{_describe(_read(folder / LOCK))} has; wait for it, stop it, or choose another --out"
+        f"train: expected a run that no other process writes, got out={folder}, which {who} has; "
+        "wait for it, stop it, or choose another --out"
     )
 
 
@@ -136,15 +136,5 @@ def _read(file: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _describe(holder: dict[str, Any]) -> str:
-    if not {"pid", "host", "since"} <= holder.keys():
-        return "another process"
-    return f"process {holder['pid']} on {holder['host']} since {holder['since']}"
-
-
-def _after_fork() -> None:
-    """A fork shares its parent's lock, and would keep it when that is gone."""
-    release()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+# A fork shares its parent's lock, and would keep it when that is gone.
+os.register_at_fork(after_in_child=release)

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol, TextIO
 
 import torch
 from torch import Tensor
 
+from fastpar.config.options import SampleSettings
+from fastpar.data.tokenizer import Tokenizer
 from fastpar.models.gpt import GPT
 
 SEPARATOR = "\n" + 40 * "-" + "\n"
-
-
-class Tokenizer(Protocol):
-    """What sample needs of a tokenizer."""
-
-    vocab_size: int
-
-    def encode(self, text: str, /) -> list[int]: ...
-
-    def decode(self, ids: list[int], /) -> str: ...
 
 
 def generate(
@@ -74,26 +66,18 @@ def generate(
         raise ValueError(
             f"generate: expected top_k >= 1, got top_k={top_k}; leave it out to draw from all"
         )
-    return _generate(model, idx, max_new_tokens, temperature, top_k, generator, vocab_size)
+    size = model.config.block_size
 
+    def tokens(idx: Tensor) -> Iterator[Tensor]:
+        for _ in range(max_new_tokens):
+            with torch.no_grad():
+                x = model.features(idx[:, -size:])
+                logits = model.logits(x[:, -1])[:, :vocab_size].float().cpu()
+                token = _draw(logits, temperature, top_k, generator).to(idx.device)
+                idx = torch.cat((idx, token[:, None]), dim=1)[:, -size:]
+            yield token
 
-def _generate(
-    model: GPT,
-    idx: Tensor,
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int | None,
-    generator: torch.Generator | None,
-    vocab_size: int | None,
-) -> Iterator[Tensor]:
-    for _ in range(max_new_tokens):
-        with torch.no_grad():
-            x = model.features(idx[:, -model.config.block_size :])
-            logits = model.logits(x[:, -1])[:, :vocab_size].float().cpu()
-            token = _draw(logits, temperature, top_k, generator)
-            token = token.to(idx.device)
-            idx = torch.cat((idx, token[:, None]), dim=1)[:, -model.config.block_size :]
-        yield token
+    return tokens(idx)
 
 
 def _draw(
@@ -132,48 +116,42 @@ def stream_text(tokens: Iterable[int], decode: Callable[[list[int]], str]) -> It
 
 
 def sample(
-    model: GPT,
-    tokenizer: Tokenizer,
-    prompt: str,
-    out: TextIO,
-    *,
-    n_samples: int = 1,
-    max_new_tokens: int = 200,
-    temperature: float = 0.8,
-    top_k: int | None = 200,
-    seed: int = 0,
-) -> None:
-    """Writes the prompt and the model's continuation to `out` as it is drawn, n_samples times.
+    model: GPT, tokenizer: Tokenizer, settings: SampleSettings, *, seed: int = 0
+) -> Iterator[str]:
+    """Texts as they are drawn: settings.num_samples times the prompt and the model's continuation.
 
     Sample i has a generator of its own, seeded by seed + i. Rows that pad a vocabulary beyond the
-    tokenizer's, as nanoGPT's 50304, are never drawn.
+    tokenizer's, as nanoGPT's 50304, are never drawn. Without a prompt, free text.
 
     Raises:
-        ValueError: a prompt without tokens; n_samples < 1; see generate.
+        ValueError: a prompt without tokens; see generate.
     """
+    prompt = settings.prompt or _free_prompt(tokenizer)
     ids = tokenizer.encode(prompt)
     if not ids:
         raise ValueError(
             f"sample: expected a prompt of one token at least, got prompt={prompt!r}; "
             "begin with a newline for free text"
         )
-    if n_samples < 1:
-        raise ValueError(f"sample: expected n_samples >= 1, got n_samples={n_samples}; ask for one")
     start = torch.tensor([ids], dtype=torch.int64, device=model.wte.weight.device)
-    for i in range(n_samples):
-        generator = torch.Generator("cpu").manual_seed(seed + i)
+    for i in range(settings.num_samples):
         tokens = generate(
             model,
             start,
-            max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            generator=generator,
+            settings.max_new_tokens,
+            temperature=settings.temperature,
+            top_k=settings.top_k or None,
+            generator=torch.Generator("cpu").manual_seed(seed + i),
             vocab_size=tokenizer.vocab_size,
         )
-        out.write(SEPARATOR if i else "")
-        out.write(prompt)
-        for piece in stream_text((int(token) for token in tokens), tokenizer.decode):
-            out.write(piece)
-            out.flush()
-        out.write("\n")
+        yield SEPARATOR * (i > 0) + prompt
+        yield from stream_text(map(int, tokens), tokenizer.decode)
+        yield "\n"
+
+
+def _free_prompt(tokenizer: Tokenizer) -> str:
+    """A new line, or the first token of a tokenizer that has none."""
+    with contextlib.suppress(ValueError):
+        if tokenizer.encode("\n"):
+            return "\n"
+    return tokenizer.decode([0])

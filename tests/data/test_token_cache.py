@@ -57,7 +57,7 @@ def test_split_keeps_every_byte_once_and_holds_out_the_fraction(sizes, fraction,
     texts = [("\u00e9" if multibyte else "a") * size for size in sizes]
     source = source_of(texts)
     n_bytes = [len(text.encode()) for text in texts]
-    parts = list(token_cache._split(source, (n_bytes, None), fraction))
+    parts = list(token_cache.Corpus(source, fraction).split())
     assert b"".join(bytes(d) for _, d in parts) == "".join(texts).encode()
     total = sum(n_bytes)
     held_out = sum(len(d) for part, d in parts if part == "val")
@@ -248,8 +248,8 @@ def test_two_processes_at_first_use_tokenize_once(tmp_path):
 def test_without_locks_the_first_rename_wins(tmp_path, monkeypatch):
     tokenize = token_cache._tokenize
 
-    def overtaken(source, sizes, tokenizer, val_fraction, folder, progress):
-        tokenize(source, sizes, tokenizer, val_fraction, folder, progress)
+    def overtaken(corpus, tokenizer, folder, progress):
+        tokenize(corpus, tokenizer, folder, progress)
         key = folder.name.split("-")[1]
         shutil.copytree(folder, tmp_path / f"texts-bytes-{key}")
         (tmp_path / f"texts-bytes-{key}" / "by-the-other").touch()

@@ -1,13 +1,12 @@
 """fastpar.train.sample: which tokens may come out, with which probability, and as which text."""
 
-import io
-
 import pytest
 import torch
 
 from fastpar.comm.mesh import Mesh
 from fastpar.config.config import GPTConfig
-from fastpar.data.tokenizer import CharTokenizer
+from fastpar.config.options import SampleSettings
+from fastpar.data.tokenizer import CharTokenizer, IdTokenizer
 from fastpar.models.gpt import GPT
 from fastpar.parallel.parallelize import parallelize
 from fastpar.testing import run_ranks
@@ -219,18 +218,18 @@ def byte_model():
     return GPT(GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=8, vocab_size=256))
 
 
-def text_of(model, prompt="Hi", **kwargs):
-    out = io.StringIO()
-    sample(model, ByteTokenizer(), prompt, out, **{"max_new_tokens": 12, **kwargs})
-    return out.getvalue()
+def text_of(model, prompt="Hi", tokenizer=None, seed=0, **kwargs):
+    settings = {"max_new_tokens": 12, "top_k": 200, **kwargs}
+    tokenizer = tokenizer or ByteTokenizer()
+    return "".join(sample(model, tokenizer, SampleSettings(prompt, **settings), seed=seed))
 
 
 def test_sample_writes_the_prompt_and_a_continuation_for_each_sample(byte_model):
-    parts = text_of(byte_model, n_samples=3).split(SEPARATOR)
+    parts = text_of(byte_model, num_samples=3).split(SEPARATOR)
     assert len(parts) == 3
     assert all(part.startswith("Hi") and part.endswith("\n") for part in parts)
     assert len(set(parts)) == 3
-    assert text_of(byte_model, seed=1, n_samples=2).split(SEPARATOR) == parts[1:]
+    assert text_of(byte_model, seed=1, num_samples=2).split(SEPARATOR) == parts[1:]
     tokens = tokens_of(
         byte_model,
         torch.tensor([[72, 105]]),
@@ -242,13 +241,11 @@ def test_sample_writes_the_prompt_and_a_continuation_for_each_sample(byte_model)
     assert parts[2] == "Hi" + ByteTokenizer().decode(tokens[0].tolist()) + "\n"
 
 
-def test_sample_refuses_an_empty_prompt_and_no_samples(byte_model):
-    with pytest.raises(
-        ValueError, match=r"sample: expected a prompt of one token .* got prompt=''"
-    ):
-        text_of(byte_model, prompt="")
-    with pytest.raises(ValueError, match="sample: expected n_samples >= 1, got n_samples=0"):
-        text_of(byte_model, n_samples=0)
+def test_sample_refuses_a_prompt_without_tokens_and_draws_no_samples(byte_model):
+    message = r"sample: expected a prompt of one token .* got prompt=' '"
+    with pytest.raises(ValueError, match=message):
+        text_of(byte_model, " ", IdTokenizer(256))
+    assert text_of(byte_model, num_samples=0) == ""
 
 
 def test_rows_beyond_the_tokenizers_are_never_drawn():
@@ -257,8 +254,7 @@ def test_rows_beyond_the_tokenizers_are_never_drawn():
     tokenizer = CharTokenizer("abc")
     with torch.no_grad():
         model.wte.weight[3:] *= 100.0
-    out = io.StringIO()
-    sample(model, tokenizer, "ab", out, max_new_tokens=40, temperature=5.0)
-    assert set(out.getvalue().strip()) == set("abc")
+    settings = {"num_samples": 1, "max_new_tokens": 40, "temperature": 5.0}
+    assert set(text_of(model, "ab", tokenizer, **settings).strip()) == set("abc")
     tokens = tokens_of(model, torch.tensor([[0]]), 40, vocab_size=2, temperature=5.0)
     assert set(tokens[0].tolist()) == {0, 1}
