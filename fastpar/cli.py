@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from fastpar._version import __version__
 from fastpar.config.config import TrainConfig, derive_batch, setting_name
-from fastpar.config.options import SampleSettings, TrainFlags
+from fastpar.config.options import SampleSettings, TrainFlags, for_tyro
 from fastpar.config.settings import WRONG_PATH, option, parse_seconds, read_settings
 from fastpar.train.launch import (
     LOST_PEER,
@@ -47,20 +47,18 @@ USAGE = """usage: fastpar COMMAND [OPTIONS]
 """
 
 
-def _tyro(choose: Callable[[Any], Any]) -> Any:
-    """Something of tyro.conf, which is imported by the time that it looks at types."""
-    tyro = sys.modules.get("tyro")
-    return choose(tyro.conf) if tyro is not None else None
-
-
-@dataclass(frozen=True)
-class SampleCommand:
-    """Write text with a trained model."""
-
+@dataclass(frozen=True, kw_only=True)
+class _OfWeights:
     folder: Annotated[
-        str | None, _tyro(lambda c: c.Positional), _tyro(lambda c: c.arg(metavar="[FOLDER]"))
+        str | None, for_tyro(lambda c: c.Positional), for_tyro(lambda c: c.arg(metavar="[FOLDER]"))
     ] = None
     """A run, a checkpoint, transformers weights, or nanoGPT's ckpt.pt; unset: newest of runs/."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleCommand(_OfWeights):
+    """Write text with a trained model."""
+
     tokenizer: str | None = None
     """gpt2, bytes, or a folder with a saved one or nanoGPT's meta.pkl; unset: the model's own."""
     sample: SampleSettings = field(default_factory=SampleSettings)
@@ -70,16 +68,12 @@ class SampleCommand:
     """Where to compute; auto: cuda where there is one."""
 
 
-@dataclass(frozen=True)
-class ExportCommand:
+@dataclass(frozen=True, kw_only=True)
+class ExportCommand(_OfWeights):
     """Copy weights and tokenizer of a run's newest checkpoint to a folder of their own."""
 
     to: str
     """Folder to make."""
-    folder: Annotated[
-        str | None, _tyro(lambda c: c.Positional), _tyro(lambda c: c.arg(metavar="[FOLDER]"))
-    ] = None
-    """A run, a checkpoint, transformers weights, or nanoGPT's ckpt.pt; unset: newest of runs/."""
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """Convert the weights, from fp32 masters where there are some; unset: the same bytes."""
 
@@ -204,10 +198,9 @@ def _parse(command: Any, arguments: list[str], name: str, default: Any = None) -
 def _train(arguments: list[str]) -> int:
     with _naming_saved_settings(arguments):
         config = parse_train(arguments)
-        _check_ranks(config)
-        nproc, tp = config.system.nproc, config.parallel.tp
+        nproc = _ranks_to_start(config)
         if not is_rank():
-            derive_batch(config.text, 1, nproc // tp)
+            derive_batch(config.text, 1, nproc // config.parallel.tp)
         if not is_rank() and nproc > 1:
             with interrupt_kills():
                 from fastpar.train.run_folder import check_out
@@ -226,13 +219,14 @@ def _train(arguments: list[str]) -> int:
         return train(config)
 
 
-def _check_ranks(config: TrainConfig) -> None:
+def _ranks_to_start(config: TrainConfig) -> int:
     nproc, tp = config.system.nproc, config.parallel.tp
     if not is_rank() and nproc % tp:
         raise ValueError(
             f"train: expected nproc to be a multiple of tp={tp}, got nproc={nproc}; use --nproc "
             f"{-(-nproc // tp) * tp}, or change --tp"
         )
+    return nproc
 
 
 def _profile(arguments: list[str]) -> int:
@@ -241,7 +235,7 @@ def _profile(arguments: list[str]) -> int:
 
     options, flags = parse_profile(arguments)
     config = parse_train(flags)
-    _check_ranks(config)
+    _ranks_to_start(config)
     return run_profile(options, config, flags)
 
 

@@ -7,14 +7,18 @@ on two CPU cores. What the values must be is in config.py.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 
-def _also(flag: str) -> Any:
-    """A second flag of a setting, for tyro; others, which may not have it, see nothing."""
+def for_tyro(choose: Callable[[Any], Any]) -> Any:
+    """Something of tyro.conf, which is imported by the time that it looks at types.
+
+    Others, which may not have tyro, see nothing.
+    """
     tyro = sys.modules.get("tyro")
-    return tyro.conf.arg(aliases=[flag]) if tyro is not None else None
+    return choose(tyro.conf) if tyro is not None else None
 
 
 @dataclass(frozen=True)
@@ -147,7 +151,7 @@ class ParallelSettings:
     """Neighbouring ranks that split each layer."""
     sequence_parallel: bool = True
     """They share out the tokens, too, where layers are not split."""
-    zero_stage: Annotated[Literal[0, 1, 2, 3], _also("--zero")] = 0
+    zero_stage: Annotated[Literal[0, 1, 2, 3], for_tyro(lambda c: c.arg(aliases=["--zero"]))] = 0
     """Ranks share 0: nothing, 1: the optimizer's state, 2: and gradients, 3: and weights."""
     shard_size: int | None = None
     """Ranks that share one copy, if there are to be several copies; unset: all."""
