@@ -16,34 +16,43 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastpar.config.config import PRESETS, GPTConfig
 from fastpar.cost.measured_rates import MeasuredRates
 from fastpar.cost.memory_model import predict_memory
 from fastpar.cost.step_memory import StepMemory, held_bytes
 from fastpar.cost.step_time import StepTime, predict_step
-from fastpar.cost.workload import Setup, Workload
+from fastpar.cost.workload import Setup, Workload, default_accumulate
 from fastpar.kernels.linear_cross_entropy import release_workspaces
 from fastpar.measure.measure import Cell, keep_rates, measure_cells
 from fastpar.measure.rank_pool import Rank, RankPool
 from fastpar.measure.short_run import ShortRun, slowest
 from fastpar.plan.check_picture import draw_check
-from fastpar.train.launch import available_cores
+from fastpar.train.launch import threads_per_rank
 
 OUT = "runs/plan-check"
-TURNS = 3  # of measuring rates and running steps, for each cell
-MEASURE_S, QUICK_MEASURE_S = 60.0, 4.0
-WARM_UP, STEPS_S, FEWEST, MOST = 2, 4.0, 4, 20  # steps of a cell: for so long, so many
+WARM_UP, FEWEST, MOST = 2, 4, 20  # steps of a cell
 SIZES = {
     "XS": GPTConfig(4, 4, 128, 64, 512, dropout=0.0),
     "S": GPTConfig(4, 4, 256, 128, 1024, dropout=0.0),
     "M": GPTConfig(6, 6, 384, 128, 2048, dropout=0.0),
 }
+
+
+class Effort(NamedTuple):
+    """Seconds of measuring the rates of all cells, of running one cell's steps; turns of both."""
+
+    rates_s: float
+    steps_s: float
+    turns: int
+
+
+FULL, QUICK = Effort(60.0, 4.0, 3), Effort(4.0, 0.2, 1)
 TINY = GPTConfig(2, 2, 32, 16, 128, dropout=0.0)
 # Ranks -> (sizes, tp, stage, checkpointing, micro-batch, accumulation).
 _EVERY = tuple(SIZES)
-CPU_GRID: dict[int, tuple[tuple[Sequence[str], int, int, str, int, int], ...]] = {
+CPU_GRID: dict[int, Sequence[tuple[Sequence[str], int, int, str, int, int]]] = {
     1: (
         (_EVERY, 1, 0, "none", 2, 1),
         (_EVERY, 1, 0, "full", 4, 1),
@@ -63,17 +72,17 @@ CPU_GRID: dict[int, tuple[tuple[Sequence[str], int, int, str, int, int], ...]] =
         (["S"], 2, 1, "none", 2, 2),
     ),
 }
-GPU_GRID: dict[int, tuple[tuple[Sequence[str], int, int, str, int, int], ...]] = {
-    1: tuple(
-        ([size], 1, 0, *more)
+GPU_GRID: dict[int, Sequence[tuple[Sequence[str], int, int, str, int, int]]] = {
+    1: [
+        ([size], 1, 0, mode, int(most * micro), accum)
         for size, most in (("gpt2", 16), ("gpt2-medium", 8), ("gpt2-large", 4), ("gpt2-xl", 2))
-        for more in (
-            ("none", most, 1),
-            ("none", most // 2, 2),
-            ("selective", most, 1),
-            ("full", 2 * most, 1),
+        for mode, micro, accum in (
+            ("none", 1, 1),
+            ("none", 0.5, 2),
+            ("selective", 1, 1),
+            ("full", 2, 1),
         )
-    ),
+    ],
 }
 
 
@@ -102,6 +111,19 @@ class Row:
     def time_error(self) -> float:
         return self.predicted_s / self.measured_s - 1
 
+    @property
+    def point(self) -> tuple[int, float, float, float, float]:
+        """Ranks, then predicted and measured MB and ms."""
+        sizes = self.predicted_bytes / 1e6, self.measured_bytes / 1e6
+        return self.world_size, *sizes, self.predicted_s * 1e3, self.measured_s * 1e3
+
+    def __str__(self) -> str:
+        _, *sizes, predicted_ms, measured_ms = self.point
+        return (
+            f"{self.title}: memory {sizes[0]:.1f} / {sizes[1]:.1f} MB ({self.memory_error:+.1%}), "
+            f"step {predicted_ms:.1f} / {measured_ms:.1f} ms ({self.time_error:+.1%})"
+        )
+
 
 @dataclass(frozen=True)
 class Errors:
@@ -127,56 +149,22 @@ class Errors:
         )
 
 
-@dataclass(frozen=True)
-class Check:
-    """All rows of a check; about: of the rates, by ranks."""
-
-    rows: tuple[Row, ...]
-    about: dict[int, dict[str, Any]]
-
-    @property
-    def memory(self) -> Errors:
-        return Errors.of([row.memory_error for row in self.rows])
-
-    @property
-    def time(self) -> Errors:
-        return Errors.of([row.time_error for row in self.rows])
-
-    @property
-    def busy(self) -> list[str]:
-        """Which rates were measured while the machine was at work for others."""
-        return [
-            f"{n} rank{'s' * (n > 1)}: {about['busy']}"
-            for n, about in self.about.items()
-            if about.get("busy")
-        ]
-
-
 def cells_of(device: str = "cpu", *, quick: bool = False) -> dict[int, list[Cell]]:
     """The grid: ranks -> cells."""
-    found: dict[int, list[Cell]] = {}
+    shapes, found = {**PRESETS, **SIZES}, {}
     for ranks, rows in (CPU_GRID if device == "cpu" else GPU_GRID).items():
-        if quick and ranks > 2:
-            continue
-        cells: list[Any] = [(size, *rest) for sizes, *rest in rows for size in sizes]
-        for size, *layout in cells[:: len(cells) // 2] if quick else cells:
-            shape = TINY if quick else {**PRESETS, **SIZES}[size]
-            found.setdefault(ranks, []).append(cell(shape, ranks, *(*layout, device)))
+        cells = [(shapes[size], *layout) for sizes, *layout in rows for size in sizes]
+        if quick:
+            cells = [(TINY, *layout) for _, *layout in cells[:: len(cells) // 2]]
+        if ranks <= 2 or not quick:
+            found[ranks] = [cell(shape, ranks, *layout, device=device) for shape, *layout in cells]
     return found
 
 
-def cell(
-    shape: GPTConfig,
-    ranks: int,
-    tp: int,
-    stage: int,
-    mode: str,
-    micro: int,
-    accum: int,
-    device: str = "cpu",
-) -> Cell:
-    """A workload with the batch that this setup makes of it."""
-    on_gpu = device == "cuda"
+def cell(shape: GPTConfig, ranks: int, *layout: Any, device: str = "cpu") -> Cell:
+    """A workload with the batch that a setup makes of it; layout: as in the grids."""
+    tp, stage, mode, micro, accum = layout
+    on_cpu = {"dtype": "fp32", "master_weights": "none", "device_type": "cpu", "transport": "shm"}
     setup = Setup(
         world_size=ranks,
         tp=tp,
@@ -184,11 +172,8 @@ def cell(
         micro_batch_size=micro,
         grad_accum_steps=accum,
         activation_checkpointing=mode,
-        accumulate="full" if stage < 2 else "shard",
-        dtype="bf16" if on_gpu else "fp32",
-        master_weights="full" if on_gpu else "none",
-        device_type=device,
-        transport="nccl" if on_gpu else "shm",
+        accumulate=default_accumulate(stage),
+        **(on_cpu if device == "cpu" else {}),
     )
     return Workload(shape, setup.dp * micro * accum), setup
 
@@ -209,12 +194,9 @@ def title_of(workload: Workload, setup: Setup) -> str:
 def check_cells(
     ranks: int,
     cells: Sequence[Cell],
+    effort: Effort = FULL,
     *,
     device: str = "cpu",
-    threads: int = 1,
-    seconds: float = MEASURE_S,
-    steps_s: float = STEPS_S,
-    turns: int = TURNS,
     say: Callable[[str], None] = print,
 ) -> tuple[list[Row], MeasuredRates]:
     """Measure rates, predict and run each cell, in one group of processes.
@@ -223,27 +205,26 @@ def check_cells(
     cell's rates are measured and its steps are run by turns, and medians over the turns are
     compared. Returned are the rates of all cells' last turns, too.
     """
+    threads = 1 if device == "cpu" else threads_per_rank(None, ranks)
+    rows, measured = [], []
     with RankPool(ranks, threads=threads, device=device) as pool:
         say(f"{ranks} rank{'s' * (ranks > 1)}: {len(cells)} layouts")
-        kept: MeasuredRates | None = None
-        spreads, rows = [], []
         for workload, setup in cells:
             found = []
-            for _ in range(turns):
-                rates = measure_cells(
-                    pool, [(workload, setup)], seconds=seconds / len(cells) / turns
-                )
-                answers = pool.call(run_cell, workload, setup, steps_s / turns)
+            for _ in range(effort.turns):
+                seconds = effort.rates_s / len(cells) / effort.turns
+                rates = measure_cells(pool, [(workload, setup)], seconds=seconds)
+                answers = pool.call(run_cell, workload, setup, effort.steps_s / effort.turns)
                 found.append((predict_step(workload, setup, rates), answers))
-                kept = kept or MeasuredRates(rates.about)
-                was_busy = kept.about["busy"]
-                kept.update(rates)
-                kept.about["busy"] = was_busy or rates.about["busy"]
-                spreads.append(rates.about["spread"])
+                measured.append(rates)
             rows.append(make_row(workload, setup, found, threads))
-            say(f"  {describe_row(rows[-1])}")
-    assert kept is not None
-    kept.about["spread"] = statistics.median(spreads)
+            say(f"  {rows[-1]}")
+    kept = MeasuredRates({})
+    for rates in measured:
+        kept.update(rates)
+    was_busy = [rates.about["busy"] for rates in measured if rates.about["busy"]]
+    spread = statistics.median(rates.about["spread"] for rates in measured)
+    kept.about = {**kept.about, "busy": (was_busy or [""])[0], "spread": spread}
     return rows, kept
 
 
@@ -297,40 +278,16 @@ def make_row(
     )
 
 
-def describe_row(row: Row) -> str:
-    """A line for the terminal."""
-    return (
-        f"{row.title}: memory {row.predicted_bytes / 1e6:.1f} / {row.measured_bytes / 1e6:.1f} MB "
-        f"({row.memory_error:+.1%}), step {row.predicted_s * 1e3:.1f} / {row.measured_s * 1e3:.1f} "
-        f"ms ({row.time_error:+.1%})"
-    )
-
-
 def run_all(
     *, device: str = "cpu", quick: bool = False, say: Callable[[str], None] = print
 ) -> Iterator[tuple[list[Row], MeasuredRates]]:
     """The cells of one number of ranks after the other."""
     for ranks, cells in cells_of(device, quick=quick).items():
-        threads = 1 if device == "cpu" else max(1, available_cores() // ranks)
-        seconds, steps_s = (QUICK_MEASURE_S, 0.2) if quick else (MEASURE_S, STEPS_S)
-        yield check_cells(
-            ranks,
-            cells,
-            device=device,
-            threads=threads,
-            seconds=seconds,
-            steps_s=steps_s,
-            turns=1 if quick else TURNS,
-            say=say,
-        )
+        yield check_cells(ranks, cells, QUICK if quick else FULL, device=device, say=say)
 
 
 def run_check(
-    *,
-    quick: bool = False,
-    device: str = "cpu",
-    out: str | Path = OUT,
-    say: Callable[[str], None] = print,
+    *, quick: bool = False, out: str | Path = OUT, say: Callable[[str], None] = print
 ) -> int:
     """Predicts and runs the grid; prints the distribution of the errors; keeps it in a folder.
 
@@ -344,51 +301,38 @@ def run_check(
     """
     rows: list[Row] = []
     about: dict[int, dict[str, Any]] = {}
-    for some, rates in run_all(device=device, quick=quick, say=say):
+    for some, rates in run_all(quick=quick, say=say):
         rows += some
         about[some[0].world_size] = rates.about
         if not quick:
             keep_rates(rates)
             if not rates.steady:
                 say(f"rates   {rates}")
-    check, folder = Check(tuple(rows), about), Path(out)
+    memory = Errors.of([row.memory_error for row in rows])
+    step = Errors.of([row.time_error for row in rows])
+    folder, files = Path(out), ["results.json"]
     folder.mkdir(parents=True, exist_ok=True)
-    write_check(check, folder / "results.json")
-    files = ["results.json"]
-    with contextlib.suppress(ImportError):  # matplotlib is optional
-        draw_check(points_of(check.rows), folder / "errors.png")
-        files.append("errors.png")
-    say(f"memory  error {check.memory}")
-    say(f"step    error {check.time}")
-    for line in check.busy:
-        say(f"measured on a busy machine: {line}; a quiet one gives other step times")
-    say(f"all layouts: {', '.join(str(folder / name) for name in files)}")
-    return 0
-
-
-def points_of(rows: Sequence[Row]) -> list[tuple[int, float, float, float, float]]:
-    """Ranks, then predicted and measured MB and ms of every row, for the picture."""
-    return [
-        (
-            row.world_size,
-            row.predicted_bytes / 1e6,
-            row.measured_bytes / 1e6,
-            row.predicted_s * 1e3,
-            row.measured_s * 1e3,
-        )
-        for row in rows
-    ]
-
-
-def write_check(check: Check, path: Path) -> None:
-    """All rows and their errors as JSON."""
     content = {
-        "memory": asdict(check.memory),
-        "time": asdict(check.time),
-        "rates": check.about,
+        "memory": asdict(memory),
+        "time": asdict(step),
+        "rates": about,
         "rows": [
             {**asdict(row), "memory_error": row.memory_error, "time_error": row.time_error}
-            for row in check.rows
+            for row in rows
         ],
     }
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    text = json.dumps(content, indent=1) + "\n"
+    (folder / "results.json").write_text(text, encoding="utf-8")
+    with contextlib.suppress(ImportError):  # matplotlib is optional
+        draw_check([row.point for row in rows], folder / "errors.png")
+        files.append("errors.png")
+    say(f"memory  error {memory}")
+    say(f"step    error {step}")
+    for ranks, of_rates in about.items():
+        if of_rates["busy"]:
+            say(
+                f"measured on a busy machine: {ranks} rank{'s' * (ranks > 1)}: {of_rates['busy']}; "
+                "a quiet one gives other step times"
+            )
+    say(f"all layouts: {', '.join(str(folder / name) for name in files)}")
+    return 0

@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -18,7 +19,7 @@ from fastpar.config.config import PRESETS, GPTConfig, TrainConfig
 from fastpar.config.settings import option
 from fastpar.cost.capacity import host_memory
 from fastpar.cost.datasheet import DatasheetRates
-from fastpar.cost.devices import Cluster, device_table, find_device, larger_device
+from fastpar.cost.devices import Cluster, Device, device_table, find_device, larger_device
 from fastpar.cost.measured_rates import gpu_name
 from fastpar.cost.operations import Rates
 from fastpar.cost.step_time import cost_per_billion_tokens
@@ -41,6 +42,7 @@ CPU_VOCABULARY = 4096  # of the tokenizer that the trainer learns by default
 # allocator cannot use because of its blocks; on a CPU interpreter and libraries of a rank.
 GPU_RESERVED_BYTES, GPU_USABLE = 1.5e9, 0.96
 CPU_RESERVED_BYTES = 0.5e9
+MOST_MEASURED = 12  # layouts whose operations --measure measures
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,25 @@ class PlanCommand:
     """Measure and check less."""
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What a command asks for, and what was found.
+
+    Attributes:
+        template: what all layouts have in common; limit_bytes: the most that one may take.
+        estimates: the layouts, the best first.
+    """
+
+    command: PlanCommand
+    workload: Workload
+    template: Setup
+    cluster: Cluster
+    limit_bytes: float
+    rates: Rates
+    rates_text: str
+    estimates: Sequence[Estimate] = ()
+
+
 def run(command: PlanCommand) -> int:
     """The command; the exit status.
 
@@ -107,16 +128,41 @@ def run(command: PlanCommand) -> int:
         from fastpar.plan.check import run_check
 
         return run_check(quick=command.quick)
+    plan = make_plan(command)
+    print(report(plan))
+    if command.json is not None:
+        _write_json(plan, Path(command.json))
+    return 0
+
+
+def make_plan(command: PlanCommand) -> Plan:
+    """Every layout that fits, and that `fastpar train` takes.
+
+    Raises:
+        ValueError: as run().
+    """
     _check_counts(command)
-    if command.measure:
-        command = _this_machine(command)
-    workload, template = _workload(command), _template(command)
-    cluster = _cluster(command)
-    rates, rates_text = _rates(command, workload, template, cluster)
-    limit = limit_bytes(command, cluster)
-    estimates = search(
-        workload, template, rates=rates, limit_bytes=limit, per_node=cluster.per_node
+    if command.measure:  # the device that is here; a GPU's own name where there is one
+        command = replace(command, gpu=gpu_name() or "cpu")
+    device = find_device(command.gpu)
+    workload, template = _workload(command, device), _template(command, device)
+    links = command.link, command.inter_link
+    cluster = Cluster.of(device, command.gpus, command.gpus_per_node, *links)
+    limit = usable_bytes(cluster) * (1 - command.headroom)
+    find = partial(search, workload, template, limit_bytes=limit, per_node=cluster.per_node)
+    rates: Rates = DatasheetRates(cluster, template)
+    rates_text = (
+        f"data sheet of {device.name}; in this way published runs on A100 and H100 are "
+        f"predicted with errors up to {PUBLISHED_ERROR:.0%}"
     )
+    estimates = find(rates=rates)
+    setups = [e.setup for e in estimates if e.time is not None][:MOST_MEASURED]
+    if command.measure and setups:
+        from fastpar.measure.measure import measure
+
+        rates = measure(workload, setups, quick=command.quick)
+        rates_text, estimates = str(rates), find(rates=rates)
+    plan = Plan(command, workload, template, cluster, limit, rates, rates_text, estimates)
     if not estimates:
         near = " or ".join(map(str, possible_batches(workload, template, cluster.per_node)))
         raise ValueError(
@@ -125,16 +171,10 @@ def run(command: PlanCommand) -> int:
             "or another --gpus"
         )
     if estimates[0].time is None:
-        _nothing_fits(command, workload, template, cluster, estimates)
-    winner = estimates[0]
-    problem = refused(workload, winner.setup)
+        raise ValueError(_nothing_fits(plan))
+    problem = refused(workload, estimates[0].setup)
     assert problem is None, problem
-    whose_peak = peak_text(command, cluster, rates, template.dtype)
-    text = report(command, workload, cluster, estimates, limit, rates_text, whose_peak)
-    print(text)
-    if command.json is not None:
-        _write_json(Path(command.json), command, workload, cluster, estimates, limit, rates_text)
-    return 0
+    return plan
 
 
 def _check_counts(command: PlanCommand) -> None:
@@ -169,18 +209,12 @@ def _check_counts(command: PlanCommand) -> None:
         )
 
 
-def _this_machine(command: PlanCommand) -> PlanCommand:
-    """The command for the device that is here; a GPU's own name where there is one."""
-    return replace(command, gpu=gpu_name() or "cpu")
-
-
-def _workload(command: PlanCommand) -> Workload:
-    on_cpu = find_device(command.gpu).kind == "cpu"
+def _workload(command: PlanCommand, device: Device) -> Workload:
+    on_cpu = device.kind == "cpu"
     vocab = command.vocab_size or (CPU_VOCABULARY if on_cpu else GPT2_VOCABULARY)
     given = {n: getattr(command, n) for n in ("n_layer", "n_head", "n_embd")}
+    given["block_size"] = command.seq_len
     overrides = {name: value for name, value in given.items() if value is not None}
-    if command.seq_len is not None:
-        overrides["block_size"] = command.seq_len
     shape = GPTConfig.preset(command.model, vocab_size=vocab, **overrides)
     rows = command.batch_size
     if rows is None:
@@ -188,8 +222,7 @@ def _workload(command: PlanCommand) -> Workload:
     return Workload(shape, rows)
 
 
-def _template(command: PlanCommand) -> Setup:
-    device = find_device(command.gpu)
+def _template(command: PlanCommand, device: Device) -> Setup:
     on_cpu, dtype = device.kind == "cpu", command.dtype
     if dtype == "auto":
         dtype = "fp32" if on_cpu else "bf16" if device.has_bf16 else "fp16"
@@ -217,11 +250,6 @@ def _template(command: PlanCommand) -> Setup:
     )
 
 
-def _cluster(command: PlanCommand) -> Cluster:
-    links = {"intra": command.link, "inter": command.inter_link}
-    return Cluster.of(command.gpu, command.gpus, command.gpus_per_node, **links)
-
-
 def usable_bytes(cluster: Cluster) -> float:
     """Bytes of a rank's memory for tensors."""
     device = cluster.device
@@ -230,55 +258,25 @@ def usable_bytes(cluster: Cluster) -> float:
     return device.memory_bytes * GPU_USABLE - GPU_RESERVED_BYTES
 
 
-def limit_bytes(command: PlanCommand, cluster: Cluster) -> float:
-    """The most that a layout may take: what is usable less the headroom."""
-    return usable_bytes(cluster) * (1 - command.headroom)
-
-
-def _rates(
-    command: PlanCommand, workload: Workload, template: Setup, cluster: Cluster
-) -> tuple[Rates, str]:
-    """What the machine does, and where that is known from."""
-    sheet = DatasheetRates(cluster, template)
-    if not command.measure:
-        return sheet, (
-            f"data sheet of {cluster.device.name}; in this way published runs on A100 and H100 are "
-            f"predicted with errors up to {PUBLISHED_ERROR:.0%}"
-        )
-    from fastpar.measure.measure import measure
-
-    limit = limit_bytes(command, cluster)
-    first = search(workload, template, rates=sheet, limit_bytes=limit, per_node=cluster.per_node)
-    setups = [e.setup for e in first if e.time is not None][:12]
-    if not setups:
-        return sheet, f"data sheet of {cluster.device.name}"
-    measured = measure(workload, setups, quick=command.quick)
-    return measured, str(measured)
-
-
-def _nothing_fits(
-    command: PlanCommand,
-    workload: Workload,
-    template: Setup,
-    cluster: Cluster,
-    estimates: Sequence[Estimate],
-) -> None:
-    least, limit = min(estimates, key=lambda e: e.memory.total), limit_bytes(command, cluster)
-    whole, used = usable_bytes(cluster), 1 - command.headroom
+def _nothing_fits(plan: Plan) -> str:
+    """The least that the model takes, and the smallest changes that would do."""
+    command, limit = plan.command, plan.limit_bytes
+    least = min(plan.estimates, key=lambda e: e.memory.total)
+    whole, used = usable_bytes(plan.cluster), 1 - command.headroom
     ways = smallest_changes(
-        workload,
-        template,
+        plan.workload,
+        plan.template,
         limit_bytes=limit,
-        per_node=cluster.per_node,
+        per_node=plan.cluster.per_node,
         larger=lambda size: larger_device((size / used + GPU_RESERVED_BYTES) / GPU_USABLE),
     )
     if least.memory.total <= whole:
         ways.insert(0, "--headroom 0 (nothing stays free)")
-    raise ValueError(
+    return (
         f"plan: expected a model that fits into {limit / 1e9:,.1f} GB a rank ({whole / 1e9:,.1f} "
-        f"GB less a headroom of {command.headroom:.0%}), got {workload.n_parameters:,} parameters, "
-        f"which on {layout_text(least.setup)} with {_recompute(least.setup)} take {least.memory}; "
-        "use " + ", or ".join([*ways, "a smaller model"])
+        f"GB less a headroom of {command.headroom:.0%}), got {plan.workload.n_parameters:,} "
+        f"parameters, which on {layout_text(least.setup)} with {_recompute(least.setup)} take "
+        f"{least.memory}; use " + ", or ".join([*ways, "a smaller model"])
     )
 
 
@@ -293,16 +291,9 @@ def layout_text(setup: Setup) -> str:
     return text
 
 
-def report(
-    command: PlanCommand,
-    workload: Workload,
-    cluster: Cluster,
-    estimates: Sequence[Estimate],
-    limit: float,
-    rates_text: str,
-    whose_peak: str,
-) -> str:
+def report(plan: Plan) -> str:
     """Tables and words for people."""
+    command, workload, estimates = plan.command, plan.workload, plan.estimates
     shape, winner = workload.shape, estimates[0]
     best = families(estimates)
     fitting = [e for e in best if e.time is not None]
@@ -311,47 +302,37 @@ def report(
         f"wide, {workload.n_parameters:,} parameters",
         f"step     {workload.tokens_per_step:,} tokens: {workload.batch_size} sequences of "
         f"{workload.seq_len:,}",
-        f"machine  {cluster}; {limit / 1e9:,.1f} GB a rank for tensors, "
+        f"machine  {plan.cluster}; {plan.limit_bytes / 1e9:,.1f} GB a rank for tensors, "
         f"{command.headroom:.0%} less than there are (--headroom)",
-        f"rates    {rates_text}",
+        f"rates    {plan.rates_text}",
         f"layouts  {len(fitting)} of {len(best)} ways to cut it fit; the best of each:",
         "",
     ]
     head = ["layout", "micro-batch", "recompute", "memory", "step ms", "tokens/s", "MFU"]
     rows = [[*head, "exposed ms", "$ / 1e9 tokens"]]
-    for estimate in fitting[: command.top]:
-        rows.append(_row(command, cluster, estimate))
+    rows += [_row(plan, estimate) for estimate in fitting[: command.top]]
     lines += _columns(rows)
-    if rows[1][head.index("MFU")]:
-        lines += ["", f"MFU      {whose_peak}"]
-    lines += ["", "why not"]
-    losers = best[1 : max(command.top, len(fitting)) + 4]
-    lines += [f"  {layout_text(e.setup)}: {why_not(e, winner, limit)}" for e in losers]
-    same_split = [e for e in estimates[1:] if e.family == winner.family]
-    lines += [
-        f"  {layout_text(e.setup)}, {_recompute(e.setup)}: {why_not(e, winner, limit)}"
-        for e in same_split
-    ]
-    lines += ["", f"memory   {winner.memory}"]
+    if plan.rates.peak_flops is not None:
+        lines += ["", f"MFU      {peak_text(plan, plan.rates.peak_flops)}"]
+    losers = {layout_text(e.setup): e for e in best[1 : max(command.top, len(fitting)) + 4]}
+    for e in estimates[1:]:
+        if e.family == winner.family:
+            losers[f"{layout_text(e.setup)}, {_recompute(e.setup)}"] = e
+    why = [f"  {name}: {why_not(e, winner, plan.limit_bytes)}" for name, e in losers.items()]
     assert winner.time is not None
-    lines += [
-        "time     "
-        + ", ".join(f"{k} {s * 1e3:.3g} ms" for k, s in winner.time.parts.items() if s > 0),
-        "",
-        *command_lines(command, workload, cluster, winner.setup),
-    ]
-    return "\n".join(lines)
+    parts = [f"{k} {s * 1e3:.3g} ms" for k, s in winner.time.parts.items() if s > 0]
+    lines += ["", "why not", *why, "", f"memory   {winner.memory}", f"time     {', '.join(parts)}"]
+    return "\n".join([*lines, "", *command_lines(plan, winner.setup)])
 
 
-def peak_text(command: PlanCommand, cluster: Cluster, rates: Rates, dtype: str) -> str:
+def peak_text(plan: Plan, peak: float) -> str:
     """The peak that MFU is a percentage of, and where that is known from."""
-    peak, device = rates.peak_flops, cluster.device
-    if peak is None:
-        return ""
+    device = plan.cluster.device
     size = f"{peak / 1e12:,.4g} TFLOP/s" if peak >= 1e12 else f"{peak / 1e9:,.4g} GFLOP/s"
     whose = "of the fastest matrix product measured here"
-    if not command.measure:
-        whose = f"the {dtype} peak of {device.name} ({device.source}), which no training reaches"
+    if not plan.command.measure:
+        whose = f"the {plan.template.dtype} peak of {device.name} ({device.source}), which no "
+        whose += "training reaches"
     return (
         "the model's floating-point operations of a step, recomputation not counted, in percent of "
         f"{size} a rank, {whose}"
@@ -367,10 +348,10 @@ def _size(n_bytes: float) -> str:
     return f"{n_bytes / 1e9:,.1f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:,.0f} MB"
 
 
-def _row(command: PlanCommand, cluster: Cluster, estimate: Estimate) -> list[str]:
+def _row(plan: Plan, estimate: Estimate) -> list[str]:
     setup, time = estimate.setup, estimate.time
     assert time is not None
-    cost = cost_per_billion_tokens(time, cluster, command.price)
+    cost = cost_per_billion_tokens(time, plan.cluster, plan.command.price)
     return [
         layout_text(setup),
         f"{setup.micro_batch_size} x {setup.grad_accum_steps}",
@@ -392,17 +373,17 @@ def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def flags(command: PlanCommand, workload: Workload, setup: Setup) -> list[str]:
+def flags(plan: Plan, setup: Setup) -> list[str]:
     """Flags of `fastpar train` for a layout, without what is the trainer's default anyway."""
-    defaults = {**TrainConfig().settings(), **asdict(PRESETS[command.model])}
+    model, vocabulary = plan.command.model, plan.workload.shape.vocab_size
+    defaults = {**TrainConfig().settings(), **asdict(PRESETS[model])}
     # Decided in the same way by the trainer itself.
     automatic = {"accumulate": default_accumulate(setup.zero_stage)}
     automatic |= {"grad_dtype": "fp32", "reduce_dtype": "fp32"}
-    words = ["--model", command.model]
-    vocabulary = workload.shape.vocab_size
+    words = ["--model", model]
     if vocabulary != CPU_VOCABULARY:
         words += ["--tokenizer", name_for(vocabulary)]
-    for name, value in setup.settings(workload).items():
+    for name, value in setup.settings(plan.workload).items():
         if value == defaults[name] or value is None or automatic.get(name) == value:
             continue
         if isinstance(value, bool):
@@ -412,11 +393,9 @@ def flags(command: PlanCommand, workload: Workload, setup: Setup) -> list[str]:
     return words
 
 
-def command_lines(
-    command: PlanCommand, workload: Workload, cluster: Cluster, setup: Setup
-) -> list[str]:
+def command_lines(plan: Plan, setup: Setup) -> list[str]:
     """What to type, on one machine or on several."""
-    words = " ".join(flags(command, workload, setup))
+    cluster, words = plan.cluster, " ".join(flags(plan, setup))
     nodes = -(-cluster.n_devices // cluster.per_node)
     if nodes == 1:
         nproc = f" --nproc {cluster.n_devices}" if cluster.n_devices > 1 else ""
@@ -429,23 +408,15 @@ def command_lines(
     ]
 
 
-def _write_json(
-    path: Path,
-    command: PlanCommand,
-    workload: Workload,
-    cluster: Cluster,
-    estimates: Sequence[Estimate],
-    limit: float,
-    rates_text: str,
-) -> None:
+def _write_json(plan: Plan, path: Path) -> None:
     content = {
-        "command": asdict(command),
-        "shape": asdict(workload.shape),
-        "batch_size": workload.batch_size,
-        "parameters": workload.n_parameters,
-        "machine": str(cluster),
-        "rates": rates_text,
-        "limit_bytes": limit,
+        "command": asdict(plan.command),
+        "shape": asdict(plan.workload.shape),
+        "batch_size": plan.workload.batch_size,
+        "parameters": plan.workload.n_parameters,
+        "machine": str(plan.cluster),
+        "rates": plan.rates_text,
+        "limit_bytes": plan.limit_bytes,
         "layouts": [
             {
                 **asdict(e.setup),
@@ -453,7 +424,7 @@ def _write_json(
                 "memory_bytes": {**vars(e.memory), "total": e.memory.total},
                 "time": None if e.time is None else asdict(e.time),
             }
-            for e in estimates
+            for e in plan.estimates
         ],
     }
     temporary = path.with_name(path.name + ".tmp")

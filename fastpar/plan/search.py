@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import count, takewhile
 from typing import Any
 
 from fastpar.cost.memory_model import Memory, predict_memory
@@ -191,32 +192,33 @@ def smallest_changes(
         ]
         return min(sizes, default=float("inf"))
 
-    ways = []
-    smaller: dict[str, dict[str, Any]] = {
-        "--master-weights remainder": {"master_weights": "remainder"},
-        "--moment-dtype bf16": {"moment_dtype": "bf16"},
-    }
-    both = {name: value for changes in smaller.values() for name, value in changes.items()}
-    smaller["--moment-dtype bf16 --master-weights remainder"] = both
-    for flags, changes in smaller.items():
-        if "master_weights" in changes and template.dtype != "bf16":
-            continue
-        if least(workload, replace(template, **changes), per_node) <= limit_bytes:
-            ways.append(flags)
-            break
-    length = workload.seq_len // 2
-    while length >= 64:
-        shape = replace(workload.shape, block_size=length)
-        if least(replace(workload, shape=shape), template, per_node) <= limit_bytes:
-            ways.append(f"--seq-len {length}")
-            break
-        length //= 2
-    for factor in (2, 3, 4, 6, 8, 12, 16, 32, 64):
-        world = template.world_size * factor
-        node = max(per_node, min(8, world)) if per_node == template.world_size else per_node
-        if least(workload, replace(template, world_size=world), node) <= limit_bytes:
-            ways.append(f"--gpus {world}")
-            break
+    ways: list[str] = []
+
+    def add_first(cases: Iterable[tuple[str, Workload, Setup, int]]) -> None:
+        for flags, *case in cases:
+            if least(*case) <= limit_bytes:
+                ways.append(flags)
+                break
+
+    bf16, remainder = {"moment_dtype": "bf16"}, {"master_weights": "remainder"}
+    storage = {"--moment-dtype bf16": bf16}
+    if template.dtype == "bf16":
+        both = {"--moment-dtype bf16 --master-weights remainder": {**bf16, **remainder}}
+        storage = {"--master-weights remainder": remainder, **storage, **both}
+    add_first((f, workload, replace(template, **new), per_node) for f, new in storage.items())
+    lengths = takewhile(lambda length: length >= 64, (workload.seq_len >> n for n in count(1)))
+    shapes = (replace(workload.shape, block_size=length) for length in lengths)
+    add_first(
+        (f"--seq-len {shape.block_size}", replace(workload, shape=shape), template, per_node)
+        for shape in shapes
+    )
+    worlds = [template.world_size * factor for factor in (2, 3, 4, 6, 8, 12, 16, 32, 64)]
+    one_node = per_node == template.world_size
+    nodes = [max(per_node, min(8, world)) if one_node else per_node for world in worlds]
+    add_first(
+        (f"--gpus {world}", workload, replace(template, world_size=world), node)
+        for world, node in zip(worlds, nodes)
+    )
     device = larger(least(workload, template, per_node))
     if device is not None:
         ways.append(f"--gpu {device}")

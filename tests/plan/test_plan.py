@@ -11,10 +11,11 @@ from bench.systems.emulated import EmulatedMesh, Link, emulated
 from fastpar import GPT, engine_of, parallelize
 from fastpar.cli import main, parse_train
 from fastpar.config.config import GPTConfig, derive_batch
+from fastpar.cost.datasheet import DatasheetRates
 from fastpar.cost.devices import Cluster
-from fastpar.cost.workload import Setup
+from fastpar.cost.workload import Setup, Workload
 from fastpar.plan import plan
-from fastpar.plan.plan import PlanCommand, layout_text, peak_text
+from fastpar.plan.plan import Plan, PlanCommand, layout_text, peak_text
 
 
 def run(capsys, *words):
@@ -128,14 +129,13 @@ def test_efficiency_says_of_which_peak(capsys):
     )
     out = run(capsys, "--gpus", "1", "--gpu", "a100", "--dtype", "fp32")
     assert "in percent of 19.5 TFLOP/s a rank, the fp32 peak of a100 (NVIDIA A100 data" in out
-    text = peak_text(PlanCommand(measure=True), Cluster.of("cpu", 1), PaperRates(), "fp32")
+    workload, template = Workload(GPTConfig(), 1), Setup(dtype="fp32")
+    rates = DatasheetRates(Cluster.of("cpu", 1), template)
+    made = Plan(PlanCommand(measure=True), workload, template, rates.cluster, 0.0, rates, "")
+    text = peak_text(made, 5e9)
     assert text.endswith(
         "in percent of 5 GFLOP/s a rank, of the fastest matrix product measured here"
     )
-
-
-class PaperRates:
-    peak_flops = 5e9
 
 
 def test_words_for_layouts():

@@ -57,27 +57,23 @@ def built(words, monkeypatch):
 
 
 def planned(monkeypatch, capsys, *words):
-    """(command, workload, cluster, estimates) of a run of the command, and what it printed."""
+    """The plan of a run of the command, and what it printed."""
     seen, report = [], plan.report
-
-    def kept(command, workload, cluster, estimates, *more):
-        seen.append((command, workload, cluster, estimates))
-        return report(command, workload, cluster, estimates, *more)
-
-    monkeypatch.setattr(plan, "report", kept)
+    monkeypatch.setattr(plan, "report", lambda made: seen.append(made) or report(made))
     assert main(["plan", *map(str, words)]) == 0
     monkeypatch.setattr(plan, "report", report)
-    return *seen[0], capsys.readouterr().out
+    return seen[0], capsys.readouterr().out
 
 
 def check_all(monkeypatch, capsys, words, *, all_layouts):
     """The winner's command, or those of all layouts, build what they were taken for."""
-    command, workload, cluster, estimates, out = planned(monkeypatch, capsys, *words)
-    winner = command_lines(command, workload, cluster, estimates[0].setup)[-1]
+    made_plan, out = planned(monkeypatch, capsys, *words)
+    workload, estimates = made_plan.workload, made_plan.estimates
+    winner = command_lines(made_plan, estimates[0].setup)[-1]
     assert out.rstrip().endswith(winner)
     fits = [e.setup for e in estimates if e.time is not None]
     for setup in fits if all_layouts else fits[:1]:
-        line = command_lines(command, workload, cluster, setup)[-1]
+        line = command_lines(made_plan, setup)[-1]
         config, made = built(line, monkeypatch)
         assert vars(made.model.config) == vars(workload.shape), line
         assert made.mesh.world_size == setup.world_size

@@ -112,7 +112,9 @@ def test_the_micro_batch_is_the_fastest_that_fits():
         assert e.setup.micro_batch_size == rows or predict_memory(GPT2, more).total > limit
 
 
-@pytest.mark.parametrize("world", [1, 2, 6, 8, 16, 48])
+@pytest.mark.parametrize(
+    "world", [1, 6, 8, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 16, 48))]
+)
 @pytest.mark.parametrize("model", ["gpt2", "gpt2-xl", "mini"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_nothing_is_proposed_that_the_trainer_refuses(model, world, dtype):
