@@ -38,7 +38,7 @@ from fastpar.kernels.adamw import master_join, master_split
 from fastpar.models.gpt import GPT
 from fastpar.models.weights import Weight, list_weights
 from fastpar.optim.state import entry_block
-from fastpar.parallel.agreement import everyones_errors
+from fastpar.parallel.control import everyones_errors
 from fastpar.parallel.engine import Engine, engine_of_parameter
 from fastpar.sharding.ranges import runs_of_slice, whole_run
 

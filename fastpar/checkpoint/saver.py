@@ -65,7 +65,7 @@ from fastpar.files.step_folders import (
 from fastpar.files.tensor_file import DTYPE_NAMES, Spec, TensorFile
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import INDEX_FILE, config_json, index_json
-from fastpar.parallel.agreement import everyone, everyones_errors
+from fastpar.parallel.control import everyone, everyones_errors
 
 _POLL_S = 0.02
 _PATIENCE_S = 120.0  # for a part that its rank has written

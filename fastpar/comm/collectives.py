@@ -150,13 +150,23 @@ class Collectives(ABC):
         self._check_rank("recv", "src", src, other=True)
         return self._run("recv", out, async_op, lambda: self._recv(out, src, tag))
 
-    @abstractmethod
+    def gathered(self, x: Tensor) -> Tensor:
+        """[W, *x.shape]: the x of every rank, of any strides. Ranks: all."""
+        rows = x.new_empty((self.world_size, *x.shape))
+        self.all_gather(rows.view(-1), x.contiguous().view(-1))
+        return rows
+
     def barrier(self, *, tag: int = 0) -> None:
         """Return when every rank has called it."""
+        x = torch.zeros(1, device=self.device)
+        self._run("barrier", x, False, lambda: self._barrier(x, tag))
 
     def close(self) -> None:
         """Give back what the group holds. Not collective; nothing may be under way."""
         return
+
+    def _barrier(self, x: Tensor, tag: int) -> Handle:
+        return self._all_reduce(x, False, tag)
 
     @abstractmethod
     def _all_reduce(self, x: Tensor, mean: bool, tag: int) -> Handle: ...

@@ -35,6 +35,23 @@ class Handle(ABC):
         """Whether wait() would return at once."""
 
 
+class ObservedHandle(Handle):
+    """Another handle, for an observer that looks at waits."""
+
+    def __init__(self, inner: Handle) -> None:
+        self.inner = inner
+
+    @property
+    def ms(self) -> float | None:
+        return self.inner.ms
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        self.inner.wait(timeout_s)
+
+    def is_completed(self) -> bool:
+        return self.inner.is_completed()
+
+
 def overlap(a: Tensor, b: Tensor) -> bool:
     """Whether two contiguous tensors share memory."""
     start, other = a.data_ptr(), b.data_ptr()

@@ -129,9 +129,6 @@ class ShmCollectives(Collectives):
         """The addresses of the block of all ranks."""
         return self._range
 
-    def barrier(self, *, tag: int = 0) -> None:
-        self._submit("barrier", self._group.barrier, tag).wait()
-
     def close(self) -> None:
         self._stop()
 
@@ -149,6 +146,9 @@ class ShmCollectives(Collectives):
         future: Future = Future()
         self._thread.put((future, call, args, of))
         return FutureHandle(op, future, self)
+
+    def _barrier(self, x: Tensor, tag: int) -> Handle:
+        return self._submit("barrier", self._group.barrier, tag)
 
     def _all_reduce(self, x: Tensor, mean: bool, tag: int) -> Handle:
         args = (x.data_ptr(), x.numel(), _CODES[x.dtype], mean, tag)

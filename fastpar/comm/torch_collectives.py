@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastpar.comm.collectives import Collectives
+from fastpar.comm.fixed_sum import sum_rows_in_tree
 from fastpar.comm.handles import (
     DONE,
     Begun,
@@ -30,7 +31,6 @@ from fastpar.comm.handles import (
 )
 from fastpar.comm.mesh import all_gather
 from fastpar.comm.watchdog import waiting
-from fastpar.kernels import sum_shards
 
 # torch 2.13 warns about the old name.
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -92,10 +92,6 @@ class TorchCollectives(Collectives):
         self._under_way: deque[Begun] = deque()
         self._received: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self._took_s: dict[tuple, float] = {}  # by operation and size
-
-    def barrier(self, *, tag: int = 0) -> None:
-        x = torch.zeros(1, device=self.device)
-        self._all_reduce(x, False, tag).wait()
 
     def close(self) -> None:
         if self._thread is not None:
@@ -246,7 +242,7 @@ class TorchCollectives(Collectives):
 
         def rest() -> None:
             self._finish(work, ("reduce_scatter", x.nbytes))
-            _sum_parts(received.view(self.world_size, -1), out, mean)
+            sum_rows_in_tree(received.view(self.world_size, -1), out, mean)
             if self._thread is not None:
                 free.append(received)  # new memory of this size would be faulted in each time
 
@@ -360,23 +356,3 @@ class _Mailbox:
                 out.copy_(received.view(out.shape))
 
         return rest
-
-
-def _sum_parts(parts: Tensor, out: Tensor, mean: bool) -> None:
-    """out[S] = the tree over the rows of parts[W, S] (which is overwritten), or the mean."""
-    world_size = parts.shape[0]
-    if parts.dtype in (torch.float64, torch.int64):
-        step = 1
-        while step < world_size:  # each row adds its right neighbour of those still there
-            for left in range(0, world_size - step, 2 * step):
-                parts[left].add_(parts[left + step])
-            step *= 2
-        torch.div(parts[0], world_size, out=out) if mean else out.copy_(parts[0])
-    elif not mean or world_size & (world_size - 1) == 0:  # a power of two: the product is exact
-        sum_shards(parts, out, scale=1.0 / world_size if mean else None)
-    else:  # divided before the one rounding
-        wide = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
-        sum_shards(parts, wide)
-        torch.div(wide, world_size, out=wide)
-        if wide is not out:
-            out.copy_(wide)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fastpar.comm.wire_meter import WireMeter
+from fastpar.comm.recorder import WireMeter
 from fastpar.compare.results import Run
 from fastpar.compare.strategies import (
     STRATEGIES,

@@ -24,8 +24,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from fastpar.comm.fixed_sum import PairwiseSum
 from fastpar.parallel.bucket_parameters import Absent, BucketGroups, BucketParameters
-from fastpar.parallel.fixed_sum import PairwiseSum
 from fastpar.parallel.stages import BUCKET_PHASES, BucketPhase, Stage, checked
 from fastpar.sharding.layout import Bucket, Layout
 

@@ -1,4 +1,5 @@
-"""The one small exchange of a step: what every rank tells all others before the optimizer's update.
+"""What every rank tells all others: the one small exchange of a step, before the optimizer's
+update, and numbers and texts outside of a step.
 
     | hashes | backwards | cleared | tokens | norm bins | used parameters, a bit each | values |
 
@@ -15,14 +16,17 @@ there anyway.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from fastpar.comm.collectives import Collectives
+from fastpar.comm.mesh import Mesh
 from fastpar.kernels.global_norm import NORM_WORDS
 
 _BITS = 62
+_TEXT_BYTES = 2048
 BEGINS = ("a step", "a forward", "a forward without gradients")
 _HEAD = 5  # hashes of two kinds of collectives, backwards, hash of cleared gradients, tokens
 
@@ -126,8 +130,7 @@ class Control:
         if self.group is None:
             rows = mine.view(1, -1)
         else:
-            rows = mine.new_empty(self.group.world_size, mine.numel())
-            self.group.all_gather(rows.view(-1), mine)
+            rows = self.group.gathered(mine)
             self._check(rows[:, :_HEAD])
         self._rows = rows
         start = _HEAD + NORM_WORDS + len(flags)
@@ -151,12 +154,8 @@ class Control:
                 f"all_reduce_scalars: expected fp32 or fp64, got dtype={values.dtype}; "
                 "pack the values with torch.tensor([...], dtype=torch.float64)"
             )
-        mine = values.detach().clone()
-        if self.group is None:
-            return mine
-        rows = mine.new_empty((self.group.world_size, *mine.shape))
-        self.group.all_gather(rows.view(-1), mine.view(-1))
-        return _sum_rows(rows)
+        mine = values.detach()
+        return mine.clone() if self.group is None else _sum_rows(self.group.gathered(mine))
 
     def begin(self, what: str, n_micro_batches: int) -> None:
         """Tell the others what begins; see [Note: what begins]. Ranks: all.
@@ -168,9 +167,7 @@ class Control:
         if group is None or group.transport not in ("shm", "gloo") or group.device.type != "cpu":
             return
         kind = BEGINS.index(what)
-        rows = torch.empty(group.world_size, 2, dtype=torch.int64)
-        group.all_gather(rows.view(-1), torch.tensor([kind, n_micro_batches]))
-        said = rows.tolist()
+        said = group.gathered(torch.tensor([kind, n_micro_batches])).tolist()
         for rank, (theirs, count) in enumerate(said):
             if theirs != said[0][0]:
                 raise RuntimeError(
@@ -244,3 +241,52 @@ def _sum_rows(rows: Tensor) -> Tensor:
     for row in rows[1:]:
         total.add_(row)
     return total
+
+
+# Outside of a step
+
+
+class Summing(Protocol):
+    """An engine, as far as it adds up numbers of the ranks."""
+
+    mesh: Mesh
+
+    def all_reduce_scalars(self, values: Tensor) -> Tensor:
+        """Their sum over the ranks."""
+
+
+def everyone(engine: Summing | None, mine: float) -> list[float]:
+    """A number of every rank, on all of them, in rank order. Ranks: all."""
+    if engine is None:
+        return [mine]
+    mesh = engine.mesh
+    values = torch.zeros(mesh.world_size, dtype=torch.float64, device=mesh.device)
+    values[mesh.rank] = mine
+    return engine.all_reduce_scalars(values).tolist()
+
+
+def broadcast_text(engine: Summing | None, text: str) -> str:
+    """What rank 0 says, on every rank. Ranks: all."""
+    if engine is None:
+        return text
+    return _texts(engine, text if engine.mesh.is_main else "").get(0, "")
+
+
+def everyones_errors(engine: Summing | None, mine: str | None) -> dict[int, str]:
+    """Rank -> what went wrong there, of the ranks that have something to say. Ranks: all.
+
+    Wire: 8 bytes a rank; 16 kB more where there is an error.
+    """
+    if not any(everyone(engine, float(mine is not None))):
+        return {}
+    return {0: str(mine)} if engine is None else _texts(engine, mine or "")
+
+
+def _texts(engine: Summing, mine: str) -> dict[int, str]:
+    mesh = engine.mesh
+    rows = torch.zeros(mesh.world_size, _TEXT_BYTES, dtype=torch.float64)
+    raw = mine.encode()[:_TEXT_BYTES]
+    rows[mesh.rank, : len(raw)] = torch.tensor(list(raw), dtype=torch.float64)
+    sums = engine.all_reduce_scalars(rows.to(mesh.device)).to("cpu", torch.uint8).numpy()
+    texts = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in sums]
+    return {rank: text for rank, text in enumerate(texts) if text}

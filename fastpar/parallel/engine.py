@@ -27,15 +27,14 @@ import torch
 from torch import Tensor, nn
 
 from fastpar.comm.collectives import Collectives
-from fastpar.parallel.agreement import check_replicas
+from fastpar.comm.step_report import StepReport
 from fastpar.parallel.control import Control
-from fastpar.parallel.debug import Debug, InputCheck
+from fastpar.parallel.debug import Debug, InputCheck, check_replicas
 from fastpar.parallel.describe import describe, memory, wire_bytes
 from fastpar.parallel.gathers import Gathers
 from fastpar.parallel.reducer import PartialGradients, Reducer
 from fastpar.parallel.shards import Shards
 from fastpar.parallel.stages import STEP_PHASES, MicroBatches, StepPhase, checked
-from fastpar.parallel.step_report import StepReport
 from fastpar.parallel.units import Hook, Link, inside_backward_of_a_function
 
 

@@ -39,10 +39,10 @@ import torch
 from torch import Tensor
 
 from fastpar.comm.handles import Handle
+from fastpar.comm.step_report import CollectiveLog
 from fastpar.parallel.bucket import BucketState
 from fastpar.parallel.shards import Shards
 from fastpar.parallel.stages import BucketPhase, Settings
-from fastpar.parallel.step_report import CollectiveLog
 from fastpar.sharding.placements import Partial
 from fastpar.tensor.declared import Declared
 

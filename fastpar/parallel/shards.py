@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from fastpar.comm.mesh import Mesh
+from fastpar.comm.step_report import CollectiveLog
 from fastpar.parallel.bucket import BucketState
 from fastpar.parallel.stages import Settings
-from fastpar.parallel.step_report import CollectiveLog
 from fastpar.sharding.layout import Layout
 from fastpar.sharding.placements import Shard
 from fastpar.tensor.declared import Declared

@@ -17,9 +17,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from fastpar.comm.step_report import StepReport
 from fastpar.config.config import GPTConfig, TrainConfig
 from fastpar.cost.step_memory import StepMemory, held_bytes
-from fastpar.parallel.agreement import everyone
+from fastpar.parallel.control import everyone
 from fastpar.parallel.engine import Engine
 from fastpar.train.journal import Journal
 

@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 from fastpar.checkpoint.saver import Result, Saver
-from fastpar.parallel.agreement import everyone
+from fastpar.parallel.control import everyone
 from fastpar.parallel.engine import Engine
 from fastpar.train.journal import Journal
 

@@ -62,7 +62,7 @@ from fastpar.models.hf import load_hf
 from fastpar.nn.recompute import recompute
 from fastpar.optim.loss_scale import DynamicLossScale
 from fastpar.optim.schedule import cosine_lr, describe_storage, make_optimizer
-from fastpar.parallel.agreement import broadcast_text
+from fastpar.parallel.control import broadcast_text
 from fastpar.parallel.engine import engine_of
 from fastpar.parallel.parallelize import parallelize
 from fastpar.train.evaluate import validation_loss

@@ -7,8 +7,9 @@ import torch
 
 from bench.systems.emulated import EmulatedMesh, Link, emulated
 from fastpar.comm.collectives import SUMMABLE
+from fastpar.comm.fixed_sum import sum_rows_in_tree
 from fastpar.comm.shm import ShmCollectives
-from fastpar.comm.torch_collectives import TorchCollectives, _sum_parts
+from fastpar.comm.torch_collectives import TorchCollectives
 from fastpar.testing import run_ranks
 
 TRANSPORTS = {
@@ -153,7 +154,7 @@ def test_local_sums_of_torch(dtype):
         wide = expected_sum(world_size, n, dtype, mean)
         for to in {dtype, wide.dtype}:
             out = torch.empty(n, dtype=to)
-            _sum_parts(parts.clone(), out, mean)
+            sum_rows_in_tree(parts.clone(), out, mean)
             assert torch.equal(out, wide.to(to)), (world_size, to)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fastpar.comm.wire_meter import WireMeter, ring_bytes
+from fastpar.comm.recorder import WireMeter, ring_bytes
 from fastpar.compare.strategies import STRATEGIES, Settings, build
 from fastpar.config.config import GPTConfig
 from fastpar.models.gpt import GPT

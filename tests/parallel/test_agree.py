@@ -3,7 +3,7 @@
 import torch
 
 from fastpar import Mesh, parallelize
-from fastpar.parallel.agreement import broadcast_text, everyone, everyones_errors
+from fastpar.parallel.control import broadcast_text, everyone, everyones_errors
 from fastpar.parallel.engine import engine_of
 from fastpar.testing import run_ranks
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from fastpar.comm.fixed_sum import PairwiseSum
 from fastpar.parallel.bucket import BucketState
 from fastpar.parallel.bucket_parameters import BucketGroups
-from fastpar.parallel.fixed_sum import PairwiseSum
 from fastpar.parallel.stages import STAGES
 from fastpar.sharding.layout import ALIGN, ParamSpec, build_layout, parameter_names
 

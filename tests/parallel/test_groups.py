@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 
 from fastpar.comm.mesh import Mesh
-from fastpar.parallel.debug import Debug, DelayedCollectives
-from fastpar.parallel.engine_groups import GroupMaker
+from fastpar.parallel.debug import Debug, Delays
+from fastpar.parallel.parallelize import GroupMaker
 from fastpar.parallel.stages import STAGES
 from fastpar.testing import run_ranks
 
@@ -109,11 +109,10 @@ def test_a_factory_and_delays_are_used_for_every_role():
             return maker_of(mesh).make(group, role)
 
         maker = maker_of(mesh, factory=factory, debug=Debug(delay_ms=1.0))
-        return isinstance(maker.of_tp(), DelayedCollectives), roles(maker, 3, 1)
+        return [maker.of_tp(), *roles(maker, 3, 1).values()]
 
-    for delayed, groups in run_ranks(ranks, 4):
-        assert delayed
-        assert all(isinstance(c, DelayedCollectives) for c in groups.values())
+    for groups in run_ranks(ranks, 4):
+        assert [[type(o) for o in c.observers] for c in groups] == [[Delays]] * 5
     assert sorted(x for x in made if x[0] == 3) == [
         (3, "control", [0, 1, 2, 3]),
         (3, "gather", [3]),

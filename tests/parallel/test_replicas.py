@@ -1,4 +1,4 @@
-"""agreement.py: one flipped bit in anything that ranks have alike is found, and named."""
+"""debug.py: one flipped bit in anything that ranks have alike is found, and named."""
 
 import random
 import re
@@ -11,8 +11,8 @@ from fastpar import AdamW, Mesh, engine_of, parallelize
 from fastpar.config.config import GPTConfig
 from fastpar.models.gpt import GPT
 from fastpar.optim.adafactor import Adafactor
-from fastpar.parallel import agreement
-from fastpar.parallel.agreement import Difference, checksum, differences
+from fastpar.parallel import debug
+from fastpar.parallel.debug import Difference, checksum, differences
 from fastpar.testing import run_ranks
 
 SMALL = {"bucket_mb": 0.002, "first_bucket_mb": 0.001}
@@ -32,7 +32,7 @@ def flip(x, at=0, bit=0):
 )
 @pytest.mark.parametrize(("size", "offset"), [(1, 0), (3, 1), (8, 0), (37, 0), (40, 3)])
 def test_every_single_flip_changes_the_sum(monkeypatch, dtype, size, offset):
-    monkeypatch.setattr(agreement, "_CHUNK", 64)
+    monkeypatch.setattr(debug, "_CHUNK", 64)
     x = torch.randn(size + offset).mul(50).to(dtype)[offset:]
     before = checksum(x)
     assert before.dtype == torch.int64
@@ -47,7 +47,7 @@ def test_every_single_flip_changes_the_sum(monkeypatch, dtype, size, offset):
 
 def test_what_the_sum_sees_and_does_not(monkeypatch):
     x = torch.randn(1000)
-    monkeypatch.setattr(agreement, "_CHUNK", 256)
+    monkeypatch.setattr(debug, "_CHUNK", 256)
     y = x.clone()
     y[[10, 700]] = x[[700, 10]]
     assert checksum(y) != checksum(x)

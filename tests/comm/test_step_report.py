@@ -6,9 +6,9 @@ from typing import ClassVar
 import pytest
 import torch
 
+from fastpar.comm import step_report
 from fastpar.comm.handles import Handle
-from fastpar.parallel import step_report
-from fastpar.parallel.step_report import StepReport, StepTimer
+from fastpar.comm.step_report import StepReport, StepTimer
 
 
 class Clock:
