@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from fastpar.comm.step_report import StepReport
 from fastpar.config.config import GPTConfig, TrainConfig
 from fastpar.cost.step_memory import StepMemory, held_bytes
 from fastpar.parallel.control import everyone
