@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +22,7 @@ import torch
 
 from fastpar.data.sources import Shards, Tokens, TokenSource, open_source
 from fastpar.data.token_cache import (
+    TextData,
     cache_folder,
     digest_of,
     progress_bar,
@@ -32,7 +32,6 @@ from fastpar.data.token_cache import (
 )
 from fastpar.data.tokenizer import (
     IdTokenizer,
-    Tokenizer,
     check_name,
     learns_from_text,
     make_tokenizer,
@@ -43,35 +42,6 @@ _SCAN_TOKENS = 1 << 24
 _FEISTEL_ROUNDS = 8
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: splitmix64's increment
-
-
-@dataclass(frozen=True)
-class TextData:
-    """Tokens to train on and tokens to validate on, with the tokenizer that reads them.
-
-    train, val: 1-D, uint16 or uint32, mapped from disk; len() and contiguous slices work.
-    val_bytes: bytes of text that val stands for, None for ready-made tokens;
-        val_loss * len(val) / val_bytes / ln 2 is bits per byte, comparable across tokenizers.
-    notes: what the user should know, as files that were skipped.
-    """
-
-    name: str
-    train: Tokens
-    val: Tokens
-    tokenizer: Tokenizer
-    vocab_size: int
-    val_bytes: int | None = None
-    notes: tuple[str, ...] = ()
-
-    def describe(self) -> str:
-        """One line for the set-up a run prints."""
-        text = (
-            f"{self.name}: {len(self.train):,} tokens to train on, {len(self.val):,} to validate "
-            f"on; tokenizer {self.tokenizer.name}, {self.vocab_size:,} tokens"
-        )
-        if self.val_bytes and len(self.val):
-            text += f", {self.val_bytes / len(self.val):.2f} bytes per token"
-        return text
 
 
 def load_data(
@@ -89,8 +59,7 @@ def load_data(
     Args:
         source: see `fastpar.data.sources.open_source`.
         tokenizer: see `fastpar.data.tokenizer.make_tokenizer`; auto is bpe-4096 for text, gpt2 for
-        .bin
-            files, or the characters of nanoGPT's meta.pkl beside them. ids, for .bin files only,
+            .bin files, or the characters of nanoGPT's meta.pkl beside them. ids, for .bin only,
             leaves them numbers; the vocabulary then ends at the largest.
         cache_dir: default $XDG_CACHE_HOME/fastpar or ~/.cache/fastpar.
         val_fraction: share of the text that is held out: whole documents spread over the text, or
@@ -119,17 +88,7 @@ def load_data(
     else:
         name = _DEFAULT_TOKENIZER if tokenizer == "auto" else tokenizer
         check_name(name)
-        text = tokenized(opened, name, val_fraction, cache=cache, progress=progress)
-        n_tokens = text.tokenizer.vocab_size
-        data = TextData(
-            opened.name,
-            text.train,
-            text.val,
-            text.tokenizer,
-            n_tokens,
-            val_bytes=text.val_bytes,
-            notes=tuple(opened.notes),
-        )
+        data = tokenized(opened, name, val_fraction, cache=cache, progress=progress)
     if block_size is not None:
         for part, tokens in (("training", data.train), ("validation", data.val)):
             _check_length("load_data", tokens, block_size, f"{part} tokens of {data.name}")
@@ -163,14 +122,9 @@ def sample_batch(
         x, y: int64 [n_samples, block_size] on device; y is x moved on by one token. The copy to a
         GPU is asynchronous on the current stream, from pinned memory.
     Raises:
-        ValueError: too few tokens; a negative index or count.
+        ValueError: too few tokens.
     Deterministic: yes, a pure function of its arguments; see [Note: sample order].
     """
-    if first_sample < 0 or n_samples < 0:
-        raise ValueError(
-            "sample_batch: expected first_sample >= 0 and n_samples >= 0, got "
-            f"first_sample={first_sample}, n_samples={n_samples}; samples count from 0"
-        )
     starts = _window_starts(
         len(tokens),
         n_samples_per_epoch(tokens, block_size),
@@ -201,13 +155,9 @@ def eval_batches(
     Returns:
         (x, y) as `sample_batch`.
     Raises:
-        ValueError: too few tokens; batch_size below 1.
+        ValueError: too few tokens.
     """
     _check_length("eval_batches", tokens, block_size, "tokens")
-    if batch_size < 1:
-        raise ValueError(
-            f"eval_batches: expected batch_size >= 1, got batch_size={batch_size}; give rows"
-        )
     starts = np.arange((len(tokens) - 1) // block_size) * block_size
     last = len(starts) if n_batches is None else min(len(starts), n_batches * batch_size)
     firsts = range(rank * batch_size, last, world_size * batch_size)

@@ -28,7 +28,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from fastpar.config.settings import WRONG_PATH
-from fastpar.data.sources import Document, TextSource, pieces
+from fastpar.data.sources import Document, TextSource, Tokens, pieces
 from fastpar.data.tokenizer import (
     Tokenizer,
     fingerprint,
@@ -46,23 +46,42 @@ _CHECKSUM_BLOCKS = 256
 
 
 @dataclass(frozen=True)
-class TokenizedText:
-    """A cache entry, opened: tokens mapped from disk, and the bytes of text behind val."""
+class TextData:
+    """Tokens to train on and tokens to validate on, with the tokenizer that reads them.
 
-    train: np.ndarray
-    val: np.ndarray
+    train, val: 1-D, uint16 or uint32, mapped from disk; len() and contiguous slices work.
+    val_bytes: bytes of text that val stands for, None for ready-made tokens;
+        val_loss * len(val) / val_bytes / ln 2 is bits per byte, comparable across tokenizers.
+    notes: what the user should know, as files that were skipped.
+    """
+
+    name: str
+    train: Tokens
+    val: Tokens
     tokenizer: Tokenizer
-    val_bytes: int
+    vocab_size: int
+    val_bytes: int | None = None
+    notes: tuple[str, ...] = ()
+
+    def describe(self) -> str:
+        """One line for the set-up a run prints."""
+        text = (
+            f"{self.name}: {len(self.train):,} tokens to train on, {len(self.val):,} to validate "
+            f"on; tokenizer {self.tokenizer.name}, {self.vocab_size:,} tokens"
+        )
+        if self.val_bytes and len(self.val):
+            text += f", {self.val_bytes / len(self.val):.2f} bytes per token"
+        return text
 
 
 def tokenized(
     source: TextSource, tokenizer: str, val_fraction: float, *, cache: Path, progress: bool
-) -> TokenizedText:
+) -> TextData:
     """The source's tokens in the cache, made first where they are not there or are damaged.
 
     Args:
         tokenizer: see `fastpar.data.tokenizer.make_tokenizer`; one that learns from text learns
-        from     this one. A BPE sees only what is not held out, chars sees all.
+            from this one. A BPE sees only what is not held out, chars sees all.
         val_fraction: share of the text that is held out, unless the source has a part for that.
         cache: a folder that `cache_folder` returned.
     Raises:
@@ -99,7 +118,9 @@ def tokenized(
                         raise
     meta = json.loads((entry / "meta.json").read_text(encoding="utf-8"))
     train, val = (_map_tokens(entry / f"{part}.bin", meta["dtype"]) for part in ("train", "val"))
-    return TokenizedText(train, val, load_tokenizer(entry), meta["val_bytes"])
+    chosen = load_tokenizer(entry)
+    size, notes = chosen.vocab_size, tuple(source.notes)
+    return TextData(source.name, train, val, chosen, size, meta["val_bytes"], notes)
 
 
 class Corpus:

@@ -7,11 +7,13 @@ and never waits. JSON is read strictly: UTF-8, an object, no name twice, of boun
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import stat
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +110,25 @@ def read_object(path: str | Path, *, links: bool = False) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(reason(error)) from error
     return parse_object(content)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary name; what is written there is moved to `path`, or removed on an error."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """A file that appears complete or not at all."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def reason(error: Exception) -> str:

@@ -8,10 +8,9 @@ Vocabulary padding is never written. No byte of a weight changes on the way in a
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +18,17 @@ import torch
 from torch import Tensor
 
 from fastpar.config.config import GPTConfig
-from fastpar.files.plain_files import is_plain_name, open_plain, read_object, shown
+from fastpar.files.plain_files import (
+    is_plain_name,
+    open_plain,
+    read_object,
+    replacing,
+    shown,
+    write_text,
+)
 from fastpar.files.tensor_file import Spec, TensorFile
 from fastpar.models.gpt import GPT
-from fastpar.models.weights import (
-    DTYPES,
-    PREFIX,
-    WEIGHTS_FILE,
-    cut_into_files,
-    list_weights,
-)
+from fastpar.models.weights import DTYPES, PREFIX, WEIGHTS_FILE, cut_into_files, list_weights
 
 INDEX_FILE = "model.safetensors.index.json"
 MASKS = (".attn.bias", ".attn.masked_bias")  # causal masks, stored as buffers by older versions
@@ -45,17 +45,8 @@ _SUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 
 
-def to_hf_tensors(model: GPT) -> dict[str, Tensor]:
-    """The model's weights by transformers' names: views, without the vocabulary's padding rows.
-
-    Raises:
-        ValueError: a model that tp ranks split.
-    """
-    _check_whole("to_hf_tensors", model)
-    return {w.key: w.stored(w.tensor.detach()) for w in list_weights(model)}
-
-
-def _check_whole(caller: str, model: GPT) -> None:
+def check_whole(caller: str, model: GPT) -> None:
+    """Refuse a model that tp ranks split."""
     if model.tp is not None:
         raise ValueError(
             f"{caller}: expected a model whose weights are whole on a rank, got one with "
@@ -211,7 +202,7 @@ def save_hf(
         ValueError: the folder holds a model already; max_shard_bytes < 1; a dtype of the
             parameters that from_pretrained would not keep; a model that tp ranks split.
     """
-    _check_whole("save_hf", model)
+    check_whole("save_hf", model)
     folder = Path(folder)
     if (folder / "config.json").exists():
         raise ValueError(
@@ -230,7 +221,7 @@ def save_hf(
     for file, shard in files:
         specs = {w.key: Spec(w.tensor.dtype, w.shape) for w in shard}
         with (
-            _replacing(folder / file) as temporary,
+            replacing(folder / file) as temporary,
             TensorFile(temporary, specs, {"format": "pt"}) as out,
         ):
             for weight in shard:
@@ -238,8 +229,9 @@ def save_hf(
     (folder / (INDEX_FILE if len(files) == 1 else WEIGHTS_FILE)).unlink(missing_ok=True)
     if len(files) > 1:
         weight_map = {w.key: file for file, shard in files for w in shard}
-        _write_json(folder / INDEX_FILE, index_json(weight_map, sum(w.nbytes for w in weights)))
-    _write_json(folder / "config.json", config)
+        index = index_json(weight_map, sum(w.nbytes for w in weights))
+        write_text(folder / INDEX_FILE, json.dumps(index, indent=2) + "\n")
+    write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
 
 
 def index_json(weight_map: Mapping[str, str], nbytes: int) -> dict[str, Any]:
@@ -383,21 +375,3 @@ def _safetensors(caller: str) -> Any:
             "pip install safetensors"
         ) from error
     return safetensors
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    with _replacing(path) as temporary:
-        temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
-@contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """A temporary name; what is written there is moved to `path`, or removed on an error."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        yield temporary
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

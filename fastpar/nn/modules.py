@@ -322,7 +322,7 @@ class LinearCrossEntropyLoss(nn.Module):
         dtype = autocast_dtype(x)
         if dtype is not None:
             x, weight = x.to(dtype), weight.to(dtype)
-        return linear_cross_entropy(
+        return self.compute(
             x,
             weight,
             targets,
@@ -333,6 +333,10 @@ class LinearCrossEntropyLoss(nn.Module):
             z_loss=self.z_loss,
             chunk_rows=self.chunk_rows,
         )
+
+    def compute(self, x: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
+        """The loss of operands in their final dtypes."""
+        return linear_cross_entropy(x, weight, targets, **options)
 
     def extra_repr(self) -> str:
         return f"ignore_index={self.ignore_index}, reduction={self.reduction}"

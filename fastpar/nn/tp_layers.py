@@ -53,10 +53,21 @@ class Split(nn.Module):
     """Base of the layers: a linear layer, with weight [out, in] or, as Conv1D's, [in, out]."""
 
     tp: TensorParallel | None = None
+    all_tokens = False  # see [Note: all tokens]
 
     if TYPE_CHECKING:  # of the layer
         weight: Any
         bias: Any
+
+    def tensor_parallel(self, tp: TensorParallel) -> dict[str, State]:
+        """Split the layer over these ranks; how its parameters are split."""
+        whole = self.all_tokens and tp.sequence_parallel
+        self.tp = TensorParallel(tp.group, sequence_parallel=False) if whole else tp
+        return {name: s for name, s in self.states(tp).items() if getattr(self, name) is not None}
+
+    def states(self, tp: TensorParallel) -> dict[str, State]:
+        """How the layer's parameters are split, those that it may lack among them."""
+        return {}
 
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """x, weight [out, in] and bias as the product takes them, also under torch.autocast."""
@@ -81,12 +92,9 @@ class Column(Split):
 
     groups = 1
 
-    def tensor_parallel(self, tp: TensorParallel) -> dict[str, State]:
-        self.tp = tp
-        states: dict[str, State] = {"weight": Shard(int(_transposed(self)), groups=self.groups)}
-        if self.bias is not None:
-            states["bias"] = Shard(0, groups=self.groups)
-        return states
+    def states(self, tp: TensorParallel) -> dict[str, State]:
+        weight = Shard(int(_transposed(self)), groups=self.groups)
+        return {"weight": weight, "bias": Shard(0, groups=self.groups)}
 
     def forward(self, x: Tensor) -> Tensor:
         if self.tp is None:
@@ -119,12 +127,8 @@ class ColumnParallelLinear(Column, nn.Linear):
 class Row(Split):
     """Mixin: some of the input features; the sum over the ranks is the output."""
 
-    def tensor_parallel(self, tp: TensorParallel) -> dict[str, State]:
-        self.tp = tp
-        states: dict[str, State] = {"weight": Shard(int(not _transposed(self)))}
-        if self.bias is not None:
-            states["bias"] = tp.per_token
-        return states
+    def states(self, tp: TensorParallel) -> dict[str, State]:
+        return {"weight": Shard(int(not _transposed(self))), "bias": tp.per_token}
 
     def forward(self, x: Tensor) -> Tensor:
         if self.tp is None:
@@ -145,16 +149,7 @@ class RowParallelLinear(Row, nn.Linear):
     """
 
 
-class _OfVocabulary(nn.Module):
-    all_tokens = False  # see [Note: all tokens]
-
-    def of(self, tp: TensorParallel) -> TensorParallel:
-        if not (self.all_tokens and tp.sequence_parallel):
-            return tp
-        return TensorParallel(tp.group, sequence_parallel=False)
-
-
-class VocabParallelEmbedding(_OfVocabulary, Embedding):
+class VocabParallelEmbedding(Split, Embedding):
     """fastpar.Embedding of whose rows each rank has some, in multiples of 64.
 
     Args:
@@ -163,10 +158,7 @@ class VocabParallelEmbedding(_OfVocabulary, Embedding):
         ValueError: an option of nn.Embedding that fastpar.Embedding does not have.
     """
 
-    tp: TensorParallel | None = None
-
-    def tensor_parallel(self, tp: TensorParallel) -> dict[str, State]:
-        self.tp = self.of(tp)
+    def states(self, tp: TensorParallel) -> dict[str, State]:
         return {"weight": Shard(0, pad_to=PAD_TO)}
 
     def forward(self, input: Tensor) -> Tensor:
@@ -178,19 +170,15 @@ class VocabParallelEmbedding(_OfVocabulary, Embedding):
         return x if self.tp.sequence_parallel else x.view(*input.shape, self.embedding_dim)
 
 
-class VocabParallelLinear(_OfVocabulary, Split, nn.Linear):
+class VocabParallelLinear(Split, nn.Linear):
     """nn.Linear over classes of which each rank has some: the head, tied to an embedding or not.
 
     Args:
         in_features, out_features, bias, device, dtype: of the whole layer, as nn.Linear.
     """
 
-    def tensor_parallel(self, tp: TensorParallel) -> dict[str, State]:
-        self.tp = self.of(tp)
-        states: dict[str, State] = {"weight": Shard(0, pad_to=PAD_TO)}
-        if self.bias is not None:
-            states["bias"] = Replicate()
-        return states
+    def states(self, tp: TensorParallel) -> dict[str, State]:
+        return {"weight": Shard(0, pad_to=PAD_TO), "bias": Replicate()}
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits of all classes, the same on every rank."""
@@ -217,49 +205,26 @@ class VocabParallelLinear(_OfVocabulary, Split, nn.Linear):
         return vocab_linear_cross_entropy(x, weight, targets, self.tp, vocab_size=size, **options)
 
 
-class VocabParallelLoss(_OfVocabulary, LinearCrossEntropyLoss):
+class VocabParallelLoss(Split, LinearCrossEntropyLoss):
     """fastpar.LinearCrossEntropyLoss with a head's weight of which each rank has some rows.
 
     It needs to be told vocab_size, and has neither label_smoothing nor z_loss.
     """
 
-    tp: TensorParallel | None = None
-
-    def tensor_parallel(self, tp: TensorParallel) -> dict[str, State]:
-        self.tp = self.of(tp)
-        return {}
-
-    def forward(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    def compute(self, x: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
         if self.tp is None:
-            return super().forward(x, weight, targets)
-        dtype = autocast_dtype(x)
-        if dtype is not None:
-            x, weight = x.to(dtype), weight.to(dtype)
-        assert self.vocab_size is not None
-        return vocab_linear_cross_entropy(
-            x,
-            weight,
-            targets,
-            self.tp,
-            vocab_size=self.vocab_size,
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,
-            chunk_rows=self.chunk_rows,
-        )
+            return super().compute(x, weight, targets, **options)
+        for name in ("label_smoothing", "z_loss"):  # 0: convert() takes no other
+            del options[name]
+        return vocab_linear_cross_entropy(x, weight, targets, self.tp, **options)
 
 
-class TokenDropout(nn.Dropout):
+class TokenDropout(Split, nn.Dropout):
     """nn.Dropout of this rank's tokens, [..., T/tp, C]: its part of the mask of all of them.
 
     The whole mask is drawn on every rank: as torch's own it depends on the generator's state, which
     must stay the same on all ranks of tp.
     """
-
-    tp: TensorParallel | None = None
-
-    def tensor_parallel(self, tp: TensorParallel) -> dict[str, State]:
-        self.tp = tp
-        return {}
 
     def forward(self, input: Tensor) -> Tensor:
         tp = self.tp

@@ -28,13 +28,7 @@ from torch import Tensor
 from fastpar.kernels.adamw_storage import master_join, master_split, round_to_bf16
 from fastpar.optim.base import EngineOptimizer, Row
 from fastpar.optim.checks import check_ranges, pair
-from fastpar.optim.state import (
-    HALF,
-    add_master,
-    check_master_weights,
-    load_step,
-    new_step,
-)
+from fastpar.optim.state import HALF, add_master, check_master_weights, new_step
 from fastpar.parallel.engine import engine_of_parameter
 
 BATCH = 1 << 20  # elements
@@ -171,7 +165,7 @@ class Adafactor(EngineOptimizer):
         """Parameters of one device, all vectors or none; see the formulas above."""
         grads = [grad for _, grad in batch]
         states = [self._state(p, group) for p, _ in batch]
-        values = [self._master(p, s) for (p, _), s in zip(batch, states)]
+        values = [_master(p, s) for (p, _), s in zip(batch, states)]
         if factor is not None:
             factor = factor.to(grads[0].device)
         torch._foreach_add_([s["step"] for s in states], _ONE, alpha=1.0)
@@ -215,12 +209,6 @@ class Adafactor(EngineOptimizer):
         add_master(state, p, self.master_weights)
         return state
 
-    def _master(self, p: Tensor, state: dict[str, Tensor]) -> Tensor:
-        """The fp32 values of a parameter; to be written in place, or split again afterwards."""
-        if "master_remainder" in state:
-            return master_join(p, state["master_remainder"])
-        return state.get("master_weight", p)
-
     # State
 
     def entry_shapes(self, p: Tensor) -> dict[str, torch.Size]:
@@ -231,16 +219,18 @@ class Adafactor(EngineOptimizer):
     def _required(self, p: Tensor, group: dict[str, Any]) -> list[list[tuple[str, ...]]]:
         return [[(name,)] for name in ("step", *_moments(p))]
 
-    def _convert(
-        self, saved: dict[str, Any], p: Tensor, group: dict[str, Any], *, where: str, copy: bool
+    def _convert_moments(
+        self, saved: dict[str, Any], p: Tensor, group: dict[str, Any], *, copy: bool
     ) -> dict[str, Any]:
-        state: dict[str, Any] = {"step": load_step(saved["step"])}
-        for name in (*_moments(p), "exp_avg"):
-            if name in saved:
-                state[name] = saved[name].to(p.device, torch.float32, copy=True)
-        caller = "Adafactor.load_state_dict"
-        add_master(state, p, self.master_weights, saved, caller=caller, where=where)
-        return state
+        names = [name for name in (*_moments(p), "exp_avg") if name in saved]
+        return {name: saved[name].to(p.device, torch.float32, copy=True) for name in names}
+
+
+def _master(p: Tensor, state: dict[str, Tensor]) -> Tensor:
+    """The fp32 values of a parameter; to be written in place, or split again afterwards."""
+    if "master_remainder" in state:
+        return master_join(p, state["master_remainder"])
+    return state.get("master_weight", p)
 
 
 def _moments(p: Tensor) -> tuple[str, ...]:
@@ -251,18 +241,17 @@ def _batches(pairs: list[_Pair], foreach: bool | None) -> list[list[_Pair]]:
     """Pairs of one device, all of vectors or none, and not too many elements together."""
     limit = {None: BATCH, True: math.inf, False: 0}[foreach]
     batches: list[list[_Pair]] = []
-    open_batches: dict[Any, tuple[list[_Pair], int]] = {}
-    for of in pairs:
-        p = of[0]
+    growing: dict[Any, tuple[list[_Pair], int]] = {}
+    for p, grad in pairs:
         if p.numel() == 0:
             continue
         key = (p.device, p.dim() > 1)
-        batch, size = open_batches.get(key, ([], 0))
+        batch, size = growing.get(key, ([], 0))
         if not batch or size + p.numel() > limit:
             batch, size = [], 0
             batches.append(batch)
-        batch.append(of)
-        open_batches[key] = (batch, size + p.numel())
+        batch.append((p, grad))
+        growing[key] = batch, size + p.numel()
     return batches
 
 

@@ -26,9 +26,9 @@ from fastpar.kernels.adamw import MOMENT_BLOCK, Hyper, adamw_step_
 from fastpar.optim.base import EngineOptimizer, Row, plain, scalar
 from fastpar.optim.checks import check_memory, check_overlap, check_ranges, check_seed, pair
 from fastpar.optim.state import (
+    ENTRIES,
     Storage,
     add_master,
-    cut_entry,
     entry_shapes,
     master_entry,
     moment_names,
@@ -327,20 +327,13 @@ class AdamW(EngineOptimizer):
         moments = moment_names(group["amsgrad"])
         return [[("step",)], *([(m,), (f"{m}_codes", f"{m}_scale")] for m in moments)]
 
-    def _convert(
-        self, saved: dict[str, Any], p: Tensor, group: dict[str, Any], *, where: str, copy: bool
+    def _convert_moments(
+        self, saved: dict[str, Any], p: Tensor, group: dict[str, Any], *, copy: bool
     ) -> dict[str, Any]:
-        amsgrad = group["amsgrad"]
-        return self.storage.convert_state(saved, p, amsgrad=amsgrad, where=where, copy=copy)
-
-    def _load_whole(
-        self, saved: dict[str, Any], p: Tensor, group: dict[str, Any], where: str
-    ) -> dict[str, Any]:
-        target, engine = p, engine_of_parameter(p)
-        if engine is not None and engine.shares:
-            target = engine.shards.piece(p).param.detach()
-            saved = {name: cut_entry(name, value, p, engine) for name, value in saved.items()}
-        return super()._load_whole(saved, target, group, where)
+        found = {k: v for k, v in saved.items() if k not in ("step", *ENTRIES)}  # of others
+        for name in moment_names(group["amsgrad"]):
+            found.update(self.storage.convert_moment(saved, name, p, copy=copy))
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """torch's, with the seed where steps draw random bits: see Ranks and State above."""

@@ -34,7 +34,7 @@ from fastpar.kernels.global_norm import (
     norm_from_bins,
 )
 from fastpar.optim.checks import check_plain, check_same_groups, number, where
-from fastpar.optim.state import master_entry
+from fastpar.optim.state import add_master, cut_entry, load_step, master_entry
 from fastpar.parallel.engine import Engine, engine_of_parameter
 
 
@@ -350,7 +350,28 @@ class EngineOptimizer(torch.optim.Optimizer):
         self, saved: dict[str, Any], p: Tensor, group: dict[str, Any], where: str
     ) -> dict[str, Any]:
         """This rank's part of a saved state, in the form of this optimizer."""
-        return self._convert(saved, p, group, where=where, copy=True)
+        target, engine = p, engine_of_parameter(p)
+        if engine is not None and engine.shares:
+            target = engine.shards.piece(p).param.detach()
+            saved = {name: cut_entry(name, value, p, engine) for name, value in saved.items()}
+        return self._convert(saved, target, group, where=where, copy=True)
+
+    def _convert(
+        self, saved: dict[str, Any], p: Tensor, group: dict[str, Any], *, where: str, copy: bool
+    ) -> dict[str, Any]:
+        """A saved state, checked, in the form of this optimizer; p may be this rank's piece.
+
+        Args:
+            where: names the parameter in errors.
+            copy: False: moments that have this form already may be returned as they are.
+        Raises:
+            ValueError: a master that is not this parameter's.
+        """
+        moments = self._convert_moments(saved, p, group, copy=copy)
+        state = {"step": load_step(saved["step"]), **moments}
+        caller = f"{type(self).__name__}.load_state_dict"
+        add_master(state, p, self.master_weights, saved, caller=caller, where=where)
+        return state
 
     def _check_entries(
         self, saved: dict[str, Any], p: Tensor, group: dict[str, Any], where: str
@@ -439,10 +460,10 @@ class EngineOptimizer(torch.optim.Optimizer):
         """What a saved state must have: of each thing the forms, with the entries of each."""
         raise NotImplementedError
 
-    def _convert(
-        self, saved: dict[str, Any], p: Tensor, group: dict[str, Any], *, where: str, copy: bool
+    def _convert_moments(
+        self, saved: dict[str, Any], p: Tensor, group: dict[str, Any], *, copy: bool
     ) -> dict[str, Any]:
-        """A saved state, checked, in the form of this optimizer; p may be this rank's piece."""
+        """What a saved state has besides its step and its master; see _convert."""
         raise NotImplementedError
 
     def entry_shapes(self, p: Tensor) -> dict[str, torch.Size]:

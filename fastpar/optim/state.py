@@ -16,7 +16,7 @@ pieces begin at multiples of 256 elements. state_dict() puts the pieces together
 load_state_dict() cuts them (cut_entry), so a saved state knows neither stage nor world size, nor tp
 (with tp > 1 not in 8 bits, whose blocks are those of a rank's slice).
 
-A state saved in one form loads in any other (convert_state), and torch_state has torch's form.
+A state saved in one form loads in any other (convert_moment, add_master); torch_state has torch's.
 Entries of another dtype than above have been through an optimizer that casts its state to that of
 the parameter and does not know master weights: those are stale then, and are made anew.
 """
@@ -121,33 +121,19 @@ class Storage:
         return f"{name}_codes" if self.moment_dtype == torch.uint8 else name
 
     def _entries(self, name: str, values: Tensor, scale: Tensor | None) -> dict[str, Tensor]:
-        return (
-            {name: values} if scale is None else {f"{name}_codes": values, f"{name}_scale": scale}
-        )
+        if scale is None:
+            return {name: values}
+        return {f"{name}_codes": values, f"{name}_scale": scale}
 
-    def convert_state(
-        self, saved: dict[str, Any], p: Tensor, *, amsgrad: bool, where: str, copy: bool = True
-    ) -> dict[str, Any]:
-        """A copy of a saved state in the form of these options, on the parameter's device.
+    def convert_moment(
+        self, saved: dict[str, Any], name: str, p: Tensor, *, copy: bool
+    ) -> dict[str, Tensor]:
+        """A moment of a saved state, in the form of these options, on the parameter's device.
 
         Args:
             saved: of an AdamW of this package or of torch, in any form; its entries were checked.
-            where: names the parameter in errors.
-            copy: False: moments that have this form already may be returned as they are.
-        Raises:
-            ValueError: a master that is not this parameter's.
+            copy: False: one that has this form already may be returned as it is.
         """
-        state: dict[str, Any] = {"step": load_step(saved["step"])}
-        for name in moment_names(amsgrad):
-            state.update(self._convert_moment(saved, name, p, copy=copy))
-        add_master(
-            state, p, self.master_weights, saved, caller="AdamW.load_state_dict", where=where
-        )
-        return {**state, **{k: v for k, v in saved.items() if k not in ("step", *ENTRIES)}}
-
-    def _convert_moment(
-        self, saved: dict[str, Any], name: str, p: Tensor, *, copy: bool
-    ) -> dict[str, Tensor]:
         if f"{name}_codes" in saved:
             codes = _like(saved[f"{name}_codes"], p, torch.uint8)
             scale = saved[f"{name}_scale"].to(p.device, torch.float32, copy=True)
@@ -159,9 +145,7 @@ class Storage:
         if self.moment_dtype != torch.uint8:
             dtype = torch.float64 if p.dtype == torch.float64 else self.moment_dtype
             same = (values.dtype, values.device, values.stride()) == (dtype, p.device, p.stride())
-            return self._entries(
-                name, values if same and not copy else _like(values, p, dtype), None
-            )
+            return {name: values if same and not copy else _like(values, p, dtype)}
         return self._entries(name, *encode_moment(_like(values, p), signed=name == "exp_avg"))
 
 
@@ -273,9 +257,11 @@ def add_master(
     usable = {n: x for n, x in (saved or {}).items() if n in forms and x.dtype == forms[n]}
     if entry in usable:
         state[entry] = _like(usable[entry], p, forms[entry])
+    elif entry == "master_weight" and "master_remainder" in usable:
+        low = _like(usable["master_remainder"], p, torch.int16)
+        state[entry] = _like(master_join(p.detach(), low), p)
     elif entry == "master_weight":
-        low = usable.get("master_remainder")
-        state[entry] = p.detach().float() if low is None else _like(_join(p, low), p)
+        state[entry] = p.detach().float()
     elif "master_weight" not in usable:
         state[entry] = torch.zeros_like(p, dtype=torch.int16, requires_grad=False)
     else:
@@ -285,10 +271,6 @@ def add_master(
                 f"{caller}: expected {where} to be the rounding of its saved master_weight, got "
                 "other values; load the model's weights first"
             )
-
-
-def _join(p: Tensor, remainder: Tensor) -> Tensor:
-    return master_join(p.detach(), _like(remainder, p, torch.int16))
 
 
 def _like(values: Tensor, p: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

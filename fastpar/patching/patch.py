@@ -10,7 +10,7 @@ from torch import nn
 
 from fastpar.patching import fused_modules
 from fastpar.patching.proof import one_thread
-from fastpar.patching.recognize import TORCH_DOES, Fused, Looks, plan, plan_losses
+from fastpar.patching.recognize import TORCH_CLASSES, Fused, Looks, plan, plan_losses
 from fastpar.patching.swap import Swap, restore, swap_in, swap_of, swapped_class
 
 
@@ -150,6 +150,6 @@ def _swap(name: str, module: nn.Module, found: Fused, report: PatchReport) -> No
     swap_in(module, Swap(mixin, original, report.fallbacks, found.options, conditions))
     kind = original.__name__
     report.replaced.setdefault(kind, []).append(name or "model")
-    report.does[kind] = TORCH_DOES.get(original) or mixin.does
+    report.does[kind] = TORCH_CLASSES[original][1] if original in TORCH_CLASSES else mixin.does
     if getattr(mixin, "falls_back", ()):
         report.falls_back[kind] = mixin.falls_back

@@ -11,6 +11,7 @@ nn.RMSNorm, nn.GELU and nn.Embedding are taken where they are exactly that.
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -47,19 +48,14 @@ from fastpar.patching.swap import (
 
 GPT2 = "transformers.models.gpt2.modeling_gpt2"
 TORCH = os.path.dirname(torch.__file__)
-TORCH_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
-    nn.LayerNorm: modules.LayerNorm,
-    nn.RMSNorm: modules.RMSNorm,
-    nn.GELU: modules.GELU,
-    nn.Embedding: modules.Embedding,
+# torch's classes: ours in their place, and what these do better.
+TORCH_CLASSES: dict[type[nn.Module], tuple[type[nn.Module], str]] = {
+    nn.LayerNorm: (modules.LayerNorm, "LayerNorm in one pass"),
+    nn.RMSNorm: (modules.RMSNorm, "RMSNorm in one pass"),
+    nn.GELU: (modules.GELU, "GELU in one pass"),
+    nn.Embedding: (modules.Embedding, "deterministic backward without atomics"),
 }
 OURS = ("fastpar.nn.modules", "fastpar.models.gpt")
-TORCH_DOES = {
-    nn.LayerNorm: "LayerNorm in one pass",
-    nn.RMSNorm: "RMSNorm in one pass",
-    nn.GELU: "GELU in one pass",
-    nn.Embedding: "deterministic backward without atomics",
-}
 
 
 @dataclass
@@ -213,12 +209,10 @@ def _plan_torch(module: Any) -> Plan:
         if options:
             return f"{', '.join(f'{k}={v}' for k, v in options.items())} has no kernel"
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
-        columns = 1
-        for size in module.normalized_shape:
-            columns *= size
+        columns = math.prod(module.normalized_shape)
         if not 1 <= columns <= MAX_COLUMNS:
             return f"{columns} elements a row, the kernel takes 1 to {MAX_COLUMNS}"
-    return Fused(TORCH_CLASSES[type(module)])
+    return Fused(TORCH_CLASSES[type(module)][0])
 
 
 def _plan_gpt2(module: Any, fused_loss: bool) -> Plan:

@@ -40,15 +40,6 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from fastpar.nn import tp_layers
 from fastpar.nn.modules import LinearCrossEntropyLoss
-from fastpar.nn.tp_layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    TokenDropout,
-    VocabParallelEmbedding,
-    VocabParallelLinear,
-    VocabParallelLoss,
-    convert,
-)
 from fastpar.patching.fused_modules import Attention
 from fastpar.patching.swap import swap_of
 from fastpar.sharding.placements import Partial, Replicate, Shard, State
@@ -282,14 +273,14 @@ class Planned:
 
     def _check_ties(self, states: dict[nn.Parameter, State]) -> None:
         """A slice is not used by a module that takes it for the whole."""
-        split = (tp_layers.Column, tp_layers.Row, VocabParallelEmbedding, VocabParallelLinear)
         speaking = tuple(
             f"{name}." if name else "" for name, m in self.model.named_modules() if _declares(m)
         )
         for prefix, module in self.model.named_modules():
             for key, p in module._parameters.items():
                 name = f"{prefix}.{key}" if prefix else key
-                if p is None or not isinstance(states.get(p), Shard) or isinstance(module, split):
+                split = p is not None and isinstance(states.get(p), Shard)
+                if not split or isinstance(module, tp_layers.Split):
                     continue
                 if name not in self.parameters and not name.startswith(speaking):
                     raise ValueError(
@@ -376,9 +367,8 @@ def _choose(model: nn.Module) -> str | None:
     attention = [model.get_submodule(name) for name in fnmatch.filter(names, "*.attn")]
     if all(type(m).__module__ == "transformers.models.gpt2.modeling_gpt2" for m in attention):
         return "gpt2"
-    return (
-        "nanogpt" if all(isinstance(getattr(m, "n_head", None), int) for m in attention) else None
-    )
+    counts = [getattr(m, "n_head", None) for m in attention]
+    return "nanogpt" if all(isinstance(n, int) for n in counts) else None
 
 
 def _style(pattern: str, given: Any) -> Style:
@@ -407,18 +397,19 @@ def _check_divide(module: nn.Module, name: str, style: Divide, tp: TensorParalle
 
 
 def _convert(module: Any, name: str, style: Style, tp: TensorParallel) -> Iterator[Undo]:
-    turn = partial(convert, module, name=name)
+    turn = partial(tp_layers.convert, module, name=name)
     if isinstance(style, Column):
-        yield turn(ColumnParallelLinear, groups=style.groups)
+        yield turn(tp_layers.ColumnParallelLinear, groups=style.groups)
     elif isinstance(style, Row):
-        yield turn(RowParallelLinear)
+        yield turn(tp_layers.RowParallelLinear)
     elif isinstance(style, Vocab):
-        yield turn(VocabParallelEmbedding, all_tokens=True)
+        yield turn(tp_layers.VocabParallelEmbedding, all_tokens=True)
+    elif isinstance(style, Head) and isinstance(module, LinearCrossEntropyLoss):
+        yield turn(tp_layers.VocabParallelLoss, all_tokens=True)
     elif isinstance(style, Head):
-        of_loss = isinstance(module, LinearCrossEntropyLoss)
-        yield turn(VocabParallelLoss if of_loss else VocabParallelLinear, all_tokens=True)
+        yield turn(tp_layers.VocabParallelLinear, all_tokens=True)
     elif isinstance(style, Tokens) and isinstance(module, _DropoutNd):
-        yield turn(TokenDropout)
+        yield turn(tp_layers.TokenDropout)
     elif isinstance(style, Divide):
         for key in style.names:
             value = getattr(module, key)

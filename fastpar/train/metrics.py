@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
+from fastpar.files.plain_files import write_text
+
 
 def mfu(device_name: str, tokens_per_s: float, flops_per_token: float) -> float | None:
     """Model FLOPs utilization of one GPU at bf16 or fp16, 0 to 1; None for a GPU not in the table.
@@ -65,9 +67,7 @@ class MetricsLog:
 
     def _drop_after(self, step: int) -> None:
         kept = [row for row in read_metrics(self.path) if row["step"] <= step]
-        temporary = self.path.with_name(self.path.name + ".tmp")
-        temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        os.replace(temporary, self.path)
+        write_text(self.path, "".join(json.dumps(row) + "\n" for row in kept))
 
     def _open(self, resume_step: int) -> None:
         self._file: IO[str] = self.path.open("a", encoding="utf-8")

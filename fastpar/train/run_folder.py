@@ -29,6 +29,7 @@ from fastpar.checkpoint.checkpoint import list_checkpoints
 from fastpar.config.config import TrainConfig
 from fastpar.data.batches import TextData
 from fastpar.data.tokenizer import IdTokenizer
+from fastpar.files.plain_files import write_text
 from fastpar.files.step_folders import LATEST
 from fastpar.models.gpt import GPT
 from fastpar.train.metrics import MetricsLog, duration, plot_loss, read_metrics
@@ -247,9 +248,7 @@ class RunFolder:
             "model": asdict(model.config),
             "starts": [*old["starts"], start],
         }
-        temporary = file.with_name("config.json.tmp")
-        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        os.replace(temporary, file)
+        write_text(file, json.dumps(content, indent=1) + "\n")
         return [f"{k} {before.get(k)} -> {now[k]}" for k in now if now[k] != before.get(k)]
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from fastpar.config.options import SampleSettings
 from fastpar.data.tokenizer import Tokenizer
 from fastpar.models.gpt import GPT
+from fastpar.models.hf import check_whole
 
 SEPARATOR = "\n" + 40 * "-" + "\n"
 
@@ -42,11 +43,7 @@ def generate(
     Raises:
         ValueError: an argument outside the above.
     """
-    if model.tp is not None:
-        raise ValueError(
-            f"generate: expected a model whose weights are whole on a rank, got one with "
-            f"tp={model.tp.size}; load_hf() reads it from a checkpoint of save_checkpoint"
-        )
+    check_whole("generate", model)
     if idx.dim() != 2 or idx.shape[1] < 1:
         raise ValueError(
             f"generate: expected idx [B, T] with T >= 1, got idx.shape={list(idx.shape)}; "

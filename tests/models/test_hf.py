@@ -18,8 +18,8 @@ from fastpar.comm.mesh import Mesh
 from fastpar.config.config import GPTConfig
 from fastpar.files.tensor_file import TensorFile
 from fastpar.models.gpt import GPT
-from fastpar.models.hf import load_hf, load_hf_tensors, save_hf, to_hf_tensors
-from fastpar.models.weights import CONV1D
+from fastpar.models.hf import load_hf, load_hf_tensors, save_hf
+from fastpar.models.weights import CONV1D, list_weights
 from fastpar.parallel.engine import engine_of
 from fastpar.parallel.parallelize import parallelize
 from fastpar.testing import run_ranks
@@ -203,7 +203,7 @@ def test_shards_hold_at_most_what_was_asked(model, tmp_path, max_shard_bytes):
     files = sorted(tmp_path.glob("*.safetensors"))
     assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
     index = json.loads((tmp_path / hf.INDEX_FILE).read_text())
-    assert index["metadata"]["total_size"] == sum(t.nbytes for t in to_hf_tensors(model).values())
+    assert index["metadata"]["total_size"] == sum(w.nbytes for w in list_weights(model))
     shards = [load_file(file) for file in files]
     sizes = [sum(t.nbytes for t in shard.values()) for shard in shards]
     for file, shard, size in zip(files, shards, sizes):
@@ -245,7 +245,7 @@ def test_an_untied_head_is_refused(model, folder):
 
 
 def test_other_tensors_are_refused_and_nothing_is_copied(model):
-    tensors = {name: t + 1 for name, t in to_hf_tensors(model).items()}
+    tensors = {w.key: w.stored(w.tensor.detach()) + 1 for w in list_weights(model)}
     before = copy.deepcopy(model)
     name = "transformer.h.1.mlp.c_fc.weight"
     missing = {n: t for n, t in tensors.items() if n != name}
@@ -449,12 +449,8 @@ def test_ranks_that_split_a_model_read_whole_tensors(tmp_path, vocab_size, stage
         state = parts.state_dict()  # joins the slices
         with engine.gathered():
             rows = parts.wte.weight.detach().clone()
-        for call in (
-            lambda: to_hf_tensors(parts),
-            lambda: save_hf(parts, tmp_path / "not written"),
-        ):
-            with pytest.raises(ValueError, match=r"whole on a rank, got one with tp=2; load_hf"):
-                call()
+        with pytest.raises(ValueError, match=r"whole on a rank, got one with tp=2; load_hf"):
+            save_hf(parts, tmp_path / "not written")
         return state, rows
 
     for state, rows in run_ranks(split, 4 if stage else 2):

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from fastpar import GPT, GPTConfig, Mesh, parallelize
 from fastpar.checkpoint.saver import Saver
-from fastpar.models.hf import to_hf_tensors
+from fastpar.models.hf import save_hf
 from fastpar.models.weights import cut_into_files, list_weights
 from fastpar.testing import run_ranks
 
@@ -17,10 +18,11 @@ def described(model):
     return [(w.name, w.key, w.shape, w.transposed) for w in list_weights(model)]
 
 
-def test_a_gpt_has_transformers_tensors():
+def test_a_gpt_has_transformers_tensors(tmp_path):
     model = GPT(CONFIG)
     stored = {w.key: w.stored(w.tensor.detach()) for w in list_weights(model)}
-    expected = to_hf_tensors(model)
+    save_hf(model, tmp_path)
+    expected = load_file(tmp_path / "model.safetensors")
     assert stored.keys() == expected.keys()
     for w in list_weights(model):
         assert tuple(expected[w.key].shape) == w.shape
