@@ -135,7 +135,7 @@ def run_for_real(turns, *cells):
     for each in rows:
         assert abs(each.memory_error) < 0.05, each.title
         assert each.measured_s > 0
-        assert each.steps >= 5
+        assert each.steps >= 4 * turns
         assert sum(each.parts.values()) == pytest.approx(each.predicted_s)
     assert found.about["ranks"] == 2
     assert len(said) == 1 + len(cells)
