@@ -6,6 +6,7 @@ import base64
 import html
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from string import Template
 from typing import Any, NamedTuple
 
 from fastpar.compare.results import FACTOR, FLOOR, Comparison, Run
@@ -139,52 +140,19 @@ def markdown(comparison: Comparison) -> str:
     return "\n".join(lines) + "\n"
 
 
-COL = ' scope="col"'
-STYLE = """
-:root { color-scheme: light dark; --line: #bbb; --soft: #f3f3f3; --bad: #b00020; }
-@media (prefers-color-scheme: dark) { :root { --line: #555; --soft: #222; --bad: #ff8a80; } }
-* { box-sizing: border-box; }
-body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 62rem; padding: 1rem; }
-h1 { font-size: 1.5rem; line-height: 1.2; } h2 { font-size: 1.2rem; margin-top: 2rem; }
-p, li { overflow-wrap: anywhere; }
-.box { overflow-x: auto; border: 1px solid var(--line); border-radius: 6px; }
-table { border-collapse: collapse; font-size: .875rem; width: 100%; }
-th, td { padding: .4rem .6rem; text-align: right; border-bottom: 1px solid var(--line); }
-td { white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; position: sticky; left: 0;
-  background: var(--soft); }
-td.left-out { text-align: left; white-space: normal; color: var(--bad); }
-figure { margin: 1rem 0; } img { width: 100%; min-width: 40rem; height: auto; background: #fff; }
-figcaption, .small { font-size: .875rem; opacity: .85; }
-""".strip()
-
-
 def page(comparison: Comparison, pictures: Sequence[tuple[Path, str]]) -> str:
     """The HTML page; nothing in it is fetched.
 
     Args:
         pictures: PNG files with what they show.
     """
-    return "\n".join(
-        [
-            '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            '<link rel="icon" href="data:,">',  # else a browser asks for one
-            f"<title>fastpar compare</title>\n<style>\n{STYLE}\n</style></head>\n<body>",
-            "<h1>fastpar compare: which parallel strategy</h1>",
-            "<h2>In words</h2>",
-            f"<ul>{_tags('li', summary(comparison))}</ul>",
-            "<h2>Table</h2>",
-            f'<div class="box" tabindex="0"><table><thead><tr>{_tags("th", head(comparison), COL)}',
-            "</tr></thead><tbody>",
-            *(f"<tr>{_html_row(row)}</tr>" for row in rows(comparison)),
-            "</tbody></table></div>",
-            "<h2>Pictures</h2>",
-            *(_figure(path.read_bytes(), html.escape(words)) for path, words in pictures),
-            "<h2>How it was measured</h2>",
-            f'<div class="small">{_tags("p", [*conditions(comparison), *notes(comparison)])}</div>',
-            "</body></html>\n",
-        ]
+    template = Template((Path(__file__).parent / PAGE).read_text(encoding="utf-8"))
+    return template.substitute(
+        summary=_tags("li", summary(comparison)),
+        head=_tags("th", head(comparison), ' scope="col"'),
+        rows="\n".join(f"<tr>{_html_row(row)}</tr>" for row in rows(comparison)),
+        pictures="\n".join(_figure(path.read_bytes(), html.escape(x)) for path, x in pictures),
+        notes=_tags("p", [*conditions(comparison), *notes(comparison)]),
     )
 
 

@@ -19,6 +19,7 @@ from fastpar.compare.strategies import SINGLE, STRATEGIES
 from fastpar.compare.worker import Spec
 from fastpar.config.config import AUTO_MICRO_BATCH_TOKENS, GPTConfig, derive_batch
 from fastpar.config.options import DataSettings, ModelSize, TextSettings
+from fastpar.config.settings import check_at_least
 from fastpar.cost.workload import count_parameters
 from fastpar.data.batches import TextData, load_data, n_samples_per_epoch, sample_batch
 from fastpar.measure.machine import about_machine
@@ -102,13 +103,7 @@ def check(command: CompareCommand) -> None:
         ValueError: names the setting.
     """
     chosen(command)
-    values = {**vars(command), **vars(command.text)}
-    for name, low in _AT_LEAST.items():
-        if values[name] is not None and values[name] < low:
-            raise ValueError(
-                f"compare: expected {name} >= {low}, got {name}={values[name]}; set "
-                f"--{name.replace('_', '-')}"
-            )
+    check_at_least("compare", {**vars(command), **vars(command.text)}, _AT_LEAST)
     if not 0 < command.lr < float("inf"):
         raise ValueError(f"compare: expected lr > 0, got lr={command.lr}; set --lr")
     rows, nproc = command.text.batch_size, command.nproc
@@ -182,11 +177,9 @@ class Schedule:
             )
         data = load_data(command.text.data, command.text.tokenizer, block_size=shape.block_size)
         shape = replace(shape, vocab_size=data.vocab_size)
-        lengths = {
-            name: in_full_and_quick[command.quick] if given is None else given
-            for name, in_full_and_quick in LENGTHS.items()
-            for given in (getattr(command, name),)
-        }
+        given = {name: getattr(command, name) for name in LENGTHS}
+        lengths = {name: usual[command.quick] for name, usual in LENGTHS.items()}
+        lengths |= {name: n for name, n in given.items() if n is not None}
         if lengths["epoch_steps"] == 0:
             windows = n_samples_per_epoch(data.train, shape.block_size)
             lengths["epoch_steps"] = max(1, windows // command.text.batch_size)

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, get_type_hints
 
 from fastpar.config.options import DataSettings, OptimSettings, ParallelSettings, TrainFlags
-from fastpar.config.settings import describe, fits, option, parse_seconds
+from fastpar.config.settings import check_at_least, describe, fits, option, parse_seconds
 
 VOCAB_MULTIPLE = 128  # rows of wte are padded to this, so that every GEMM of the head is aligned
 
@@ -98,12 +98,7 @@ class TrainConfig(TrainFlags):
 
     def __post_init__(self) -> None:
         values = self.settings()
-        for name, low in _AT_LEAST.items():
-            value = values[name]
-            if value is not None and not low <= value < math.inf:
-                raise ValueError(
-                    f"train: expected {name} >= {low}, got {name}={value}; set {option(name)}"
-                )
+        check_at_least("train", values, _AT_LEAST)
         for name in ("lr", "bucket_mb"):
             if values[name] is not None and not 0.0 < values[name] < math.inf:
                 raise ValueError(

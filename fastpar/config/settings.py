@@ -8,9 +8,11 @@ from __future__ import annotations
 import errno
 import importlib
 import json
+import math
 import re
 import sys
 import types
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -31,6 +33,19 @@ WRONG_PATH = (
 def option(name: str) -> str:
     """The flag of a setting: max_steps -> --max-steps."""
     return "--" + name.replace("_", "-")
+
+
+def check_at_least(
+    who: str, values: Mapping[str, Any], lowest: Mapping[str, float], advice: str | None = None
+) -> None:
+    """Refuse numbers below the lowest that make sense, and infinite ones; None is not set."""
+    for name, low in lowest.items():
+        value = values[name]
+        if value is not None and not low <= value < math.inf:
+            raise ValueError(
+                f"{who}: expected {name} >= {low}, got {name}={value}; "
+                f"{advice or 'set ' + option(name)}"
+            )
 
 
 _TOML = "tomllib" if sys.version_info >= (3, 11) else "tomli"

@@ -7,11 +7,11 @@ names. Memory is what torch reports of such a device, a little less than what th
 Prices are rounded list prices of an hour on demand at clouds, from the middle of 2025: they change
 faster than this table, pass your own.
 
-[Note: links] Bandwidth is that of one direction for each device; makers print both directions. A
-link "of the node" is shared by its devices. `achieved` is the part that large collectives reach,
-and latency what one hop of a ring or tree adds: rounded from what is reported of NCCL's tests (8
-A100: about 235 of 300 GB/s; 8 H100: 365 of 450; InfiniBand: 90 %); for shared memory and PCIe
-estimates.
+[Note: links] links.csv has a row for each. Bandwidth is that of one direction for each device;
+makers print both directions. A link "of the node" is shared by its devices. `achieved` is the part
+that large collectives reach, and latency what one hop of a ring or tree adds: rounded from what is
+reported of NCCL's tests (8 A100: about 235 of 300 GB/s; 8 H100: 365 of 450; InfiniBand: 90 %); for
+shared memory and PCIe estimates.
 """
 
 from __future__ import annotations
@@ -71,41 +71,41 @@ class Device:
         return self.generation not in ("volta", "turing")
 
 
-def _links() -> Iterable[Link]:
-    for generation, bandwidth in ((2, 150e9), (3, 300e9), (4, 450e9), (5, 900e9)):
-        yield Link(f"nvlink{generation}", bandwidth, 1.5e-6, 0.79)
-    for generation, bandwidth in ((3, 15.75e9), (4, 31.5e9), (5, 63e9)):
-        yield Link(f"pcie{generation}", bandwidth, 3e-6, 0.75)
-    for name, bandwidth in (("hdr", 25e9), ("ndr", 50e9), ("xdr", 100e9)):
-        yield Link(f"ib-{name}", bandwidth, 5e-6, 0.9)
-    for gbit in (10, 25, 100, 400):
-        yield Link(f"eth-{gbit}", gbit / 8 * 1e9, 30e-6, 0.8, of_node=True)
-    yield Link("shm", 8e9, 5e-6, 0.5)
-
-
-def _read_devices() -> Iterable[Device]:
-    text = (Path(__file__).parent / "devices.csv").read_text(encoding="utf-8")
+def _read(name: str) -> Iterable[dict[str, str]]:
+    """The rows of a table of this folder."""
+    text = (Path(__file__).parent / name).read_text(encoding="utf-8")
     lines = [re.sub(r" *\| *", "|", line) for line in text.splitlines()]
-    for row in csv.DictReader(lines, delimiter="|"):
-        yield Device(
-            row["name"],
-            tuple(row["aliases"].split()),
-            row["pattern"],
-            row["generation"],
-            float(row["tflops"]) * 1e12,
-            float(row["tflops_fp32"]) * 1e12,
-            int(float(row["memory_gib"]) * GIB),
-            float(row["gb_per_s"]) * 1e9,
-            int(row["per_node"]),
-            row["intra"],
-            row["inter"],
-            float(row["usd_per_hour"]),
-            row["source"],
-        )
+    return csv.DictReader(lines, delimiter="|")
 
 
-LINKS: tuple[Link, ...] = tuple(_links())
-DEVICES: tuple[Device, ...] = tuple(_read_devices())  # the first pattern that matches counts
+LINKS = tuple(
+    Link(
+        row["name"],
+        float(row["gb_per_s"]) * 1e9,
+        float(row["latency_us"]) / 1e6,
+        float(row["achieved"]),
+        row["of"] == "node",
+    )
+    for row in _read("links.csv")
+)
+DEVICES = tuple(  # the first pattern that matches counts
+    Device(
+        row["name"],
+        tuple(row["aliases"].split()),
+        row["pattern"],
+        row["generation"],
+        float(row["tflops"]) * 1e12,
+        float(row["tflops_fp32"]) * 1e12,
+        int(float(row["memory_gib"]) * GIB),
+        float(row["gb_per_s"]) * 1e9,
+        int(row["per_node"]),
+        row["intra"],
+        row["inter"],
+        float(row["usd_per_hour"]),
+        row["source"],
+    )
+    for row in _read("devices.csv")
+)
 
 
 def device_of(torch_name: str) -> Device | None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from fastpar.config.settings import check_at_least
 from fastpar.cost.devices import Cluster, Link
 
 # Of a collective before its first byte moves: a kernel's launch and its ranks' arrival (NCCL's
@@ -43,9 +44,8 @@ def place(ranks: int, stride: int, per_node: int) -> Group:
     Raises:
         ValueError: a number below 1.
     """
-    for name, value in (("ranks", ranks), ("stride", stride), ("per_node", per_node)):
-        if value < 1:
-            raise ValueError(f"place: expected {name} >= 1, got {name}={value}; count from 1")
+    values = {"ranks": ranks, "stride": stride, "per_node": per_node}
+    check_at_least("place", values, dict.fromkeys(values, 1), "count from 1")
     local = max(1, min(ranks, per_node // stride))
     return Group(ranks, local, -(-ranks // local))
 

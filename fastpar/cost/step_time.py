@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from fastpar.config.settings import check_at_least
 from fastpar.cost.devices import Cluster
 from fastpar.cost.operations import CommOp, Op, Rates, comm_ops_of, ops_of
 from fastpar.cost.workload import Setup, Workload
@@ -54,11 +55,8 @@ def bubble_fraction(pp: int, n_micro: int, interleave: int = 1) -> float:
     Raises:
         ValueError: a number below 1.
     """
-    for name, value in (("pp", pp), ("n_micro", n_micro), ("interleave", interleave)):
-        if value < 1:
-            raise ValueError(
-                f"bubble_fraction: expected {name} >= 1, got {name}={value}; count from 1"
-            )
+    values = {"pp": pp, "n_micro": n_micro, "interleave": interleave}
+    check_at_least("bubble_fraction", values, dict.fromkeys(values, 1), "count from 1")
     return (pp - 1) / (n_micro * interleave)
 
 
@@ -75,12 +73,8 @@ def predict_step(workload: Workload, setup: Setup, rates: Rates) -> StepTime:
 
 def check(workload: Workload, setup: Setup) -> None:
     """Raise ValueError for what predict_step refuses."""
-    for name in ("world_size", "tp", "pp", "micro_batch_size", "grad_accum_steps"):
-        value = getattr(setup, name)
-        if value < 1:
-            raise ValueError(
-                f"predict_step: expected {name} >= 1, got {name}={value}; count from 1"
-            )
+    counts = ("world_size", "tp", "pp", "micro_batch_size", "grad_accum_steps")
+    check_at_least("predict_step", vars(setup), dict.fromkeys(counts, 1), "count from 1")
     if setup.world_size % (setup.tp * setup.pp):
         raise ValueError(
             f"predict_step: expected tp * pp to divide world_size={setup.world_size}, got "
@@ -159,9 +153,6 @@ def cost_per_billion_tokens(
         ValueError: a negative price.
     """
     price = cluster.device.price_per_hour if price_per_hour is None else price_per_hour
-    if not price >= 0:
-        raise ValueError(
-            f"cost_per_billion_tokens: expected price_per_hour >= 0, got price_per_hour={price}; "
-            "pass the price of one device"
-        )
+    values, advice = {"price_per_hour": price}, "pass the price of one device"
+    check_at_least("cost_per_billion_tokens", values, {"price_per_hour": 0}, advice)
     return price * cluster.n_devices / 3600 * 1e9 / time.tokens_per_s

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from fastpar.config.config import PRESETS, GPTConfig, TrainConfig
-from fastpar.config.settings import option
+from fastpar.config.settings import check_at_least, option
 from fastpar.cost.capacity import host_memory
 from fastpar.cost.datasheet import DatasheetRates
 from fastpar.cost.devices import Cluster, Device, device_table, find_device, larger_device
@@ -43,6 +43,11 @@ CPU_VOCABULARY = 4096  # of the tokenizer that the trainer learns by default
 GPU_RESERVED_BYTES, GPU_USABLE = 1.5e9, 0.96
 CPU_RESERVED_BYTES = 0.5e9
 MOST_MEASURED = 12  # layouts whose operations --measure measures
+
+_AT_LEAST = {
+    **dict.fromkeys(("n_layer", "n_head", "n_embd", "vocab_size", "seq_len", "batch_size"), 1),
+    **{"gpus": 1, "gpus_per_node": 1, "top": 1, "price": 0},
+}
 
 
 @dataclass(frozen=True)
@@ -178,13 +183,7 @@ def make_plan(command: PlanCommand) -> Plan:
 
 
 def _check_counts(command: PlanCommand) -> None:
-    for name in ("n_layer", "n_head", "n_embd", "vocab_size", "seq_len", "batch_size", "gpus",
-                 "gpus_per_node", "top"):  # fmt: skip
-        value = getattr(command, name)
-        if value is not None and value < 1:
-            raise ValueError(f"plan: expected {name} >= 1, got {name}={value}; set {option(name)}")
-    if command.price is not None and not command.price >= 0:
-        raise ValueError(f"plan: expected price >= 0, got price={command.price}; set --price")
+    check_at_least("plan", vars(command), _AT_LEAST)
     if not 0 <= command.headroom < 1:
         raise ValueError(
             "plan: expected headroom from 0 to below 1, a part of the memory, got headroom="

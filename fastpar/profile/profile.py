@@ -16,6 +16,7 @@ import torch.distributed as dist
 from fastpar.comm.mesh import gather_objects
 from fastpar.comm.recorder import COMPUTE, GATHER, HOST, REDUCE, TP, Span
 from fastpar.config.config import TrainConfig
+from fastpar.config.settings import check_at_least
 from fastpar.profile.step_profile import WARM_UP, measure, title_of
 from fastpar.profile.timeline_picture import draw
 from fastpar.profile.verdict import Measured
@@ -35,8 +36,7 @@ class ProfileOptions:
     picture: bool = True
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ValueError(f"profile: expected steps >= 1, got steps={self.steps}; set --steps")
+        check_at_least("profile", vars(self), {"steps": 1})
 
 
 def parse_profile(arguments: Sequence[str]) -> tuple[ProfileOptions, list[str]]:
