@@ -5,7 +5,7 @@
 #include <thread>
 #include <vector>
 
-#include "../csrc/shm.h"
+#include "../../csrc/shm.h"
 
 using fastpar::ShmGroup;
 using fastpar::ShmType;
