@@ -25,16 +25,7 @@ from torch import Tensor, nn
 from fastpar.models.weights import Weight, cut_into_files, list_weights
 from fastpar.optim.state import entry_block
 from fastpar.parallel.engine import Engine, engine_of_parameter
-from fastpar.sharding.placements import Shard
-from fastpar.sharding.ranges import (
-    HOLE,
-    Run,
-    cut_runs,
-    numel_of,
-    runs_of_slice,
-    share_of,
-    whole_run,
-)
+from fastpar.sharding.ranges import HOLE, Run, cut_runs, numel_of, share_of, whole_run
 
 SHARD_MB = 64.0  # a file of weights has at least so much, if there is as much
 _MOST_FILES = 16
@@ -82,33 +73,14 @@ def engine_of_model(model: nn.Module) -> Engine | None:
 
 def piece_runs(p: Tensor, engine: Engine | None, *, block: int = 1) -> list[Run]:
     """What this rank steps of a parameter, in global indices of blocks of elements."""
+    runs = whole_run(-(-p.numel() // block))
     if engine is None:
-        return whole_run(-(-p.numel() // block))
-    state = None if engine.declared is None else engine.declared.state(p)
-    if isinstance(state, Shard):
-        if block > 1:
-            engine.shards.check_block(p, block)
-        runs = runs_of_slice(
-            state, engine.shards.whole_shape(p), engine.mesh.tp_rank, engine.mesh.tp_size
-        )
-    else:
-        runs = whole_run(-(-p.numel() // block))
-    if engine.zero_stage == 0:
         return runs
+    engine.shards.check_block(p, block)
+    if engine.declared is not None and block == 1:
+        runs = engine.declared.runs(p)
     _, start, stop = engine.shards.place(p)
     return cut_runs(runs, -(-start // block), -(-stop // block))
-
-
-def copies_of(p: Tensor, engine: Engine | None) -> tuple[int, int]:
-    """(which of them this is, how many) ranks have the same piece of a parameter."""
-    if engine is None:
-        return 0, 1
-    mesh = engine.mesh
-    n_shards = engine.settings.n_shards if engine.zero_stage else 1
-    copy, n = mesh.dp_rank // n_shards, mesh.dp_size // n_shards
-    if engine.declared is not None and not isinstance(engine.declared.state(p), Shard):
-        return copy * mesh.tp_size + mesh.tp_rank, n * mesh.tp_size
-    return copy, n
 
 
 class Capture:
@@ -230,7 +202,7 @@ class Capture:
                     value = torch.tensor(float(value), dtype=torch.float64)
                 shape, block = shapes.get(entry, value.shape), entry_block(entry)
                 if engine is not None and engine.shares and block:
-                    runs, which = piece_runs(p, engine, block=block), copies_of(p, engine)
+                    runs, which = piece_runs(p, engine, block=block), engine.shards.copy_of(p)
                 else:
                     runs, which = whole_run(value.numel()), (self.rank, self.world_size)
                 start, stop = share_of(value.numel(), *which, index)

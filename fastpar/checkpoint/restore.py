@@ -40,7 +40,7 @@ from fastpar.models.weights import Weight, list_weights
 from fastpar.optim.state import entry_block
 from fastpar.parallel.control import everyones_errors
 from fastpar.parallel.engine import Engine, engine_of_parameter
-from fastpar.sharding.ranges import runs_of_slice, whole_run
+from fastpar.sharding.ranges import whole_run
 
 
 def read_state(path: str | Path) -> dict[str, Any]:
@@ -248,10 +248,7 @@ class _Plan:
             fp32 = exact and not {"master_weight", "master_remainder"}.isdisjoint(entries)
             return torch.empty(0, dtype=torch.float32 if fp32 else DTYPES[entry.dtype])
         local = weight.local(self._reader.whole(entry))
-        runs = whole_run(weight.whole.numel())
-        if weight.split is not None and weight.declared is not None:
-            tp = weight.declared.tp
-            runs = runs_of_slice(weight.split, weight.whole, tp.rank, tp.size)
+        runs = weight.declared.runs(p) if weight.declared else whole_run(weight.whole.numel())
         if not exact or local.dtype == torch.float32:
             return local
         if "master_weight" in entries:

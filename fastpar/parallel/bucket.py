@@ -20,13 +20,14 @@ import contextlib
 import functools
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fastpar.comm.fixed_sum import PairwiseSum
 from fastpar.parallel.bucket_parameters import Absent, BucketGroups, BucketParameters
-from fastpar.parallel.stages import BUCKET_PHASES, BucketPhase, Stage, checked
+from fastpar.parallel.stages import BUCKET_PHASES, BucketPhase, Settings, checked
 from fastpar.sharding.layout import Bucket, Layout
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -47,31 +48,17 @@ class BucketState(BucketParameters):
         layout: Layout,
         spec: Bucket,
         params: list[nn.Parameter],
-        *,
-        stage: Stage,
-        rank: int,
-        device: torch.device,
-        grad_dtype: torch.dtype | None,
-        deterministic: bool,
+        settings: Settings,
         groups: BucketGroups,
-        reduce_dtype: torch.dtype | None = None,
-        poison: bool = False,
+        **where: Any,
     ) -> None:
-        super().__init__(
-            layout,
-            spec,
-            params,
-            stage=stage,
-            rank=rank,
-            device=device,
-            groups=groups,
-            poison=poison,
-        )
+        super().__init__(layout, spec, params, settings, groups, **where)
+        stage, device = self.stage, self.device
         self.phase = BucketPhase.IDLE
         self._awaited = set(range(len(params)))  # positions without a gradient in this backward
-        self.deterministic = deterministic
-        self.grad_dtype = grad_dtype or spec.dtype
-        self.wire_dtype = reduce_dtype or self.grad_dtype
+        self.deterministic = settings.deterministic
+        self.grad_dtype = settings.grad_dtype or spec.dtype
+        self.wire_dtype = settings.reduce_dtype or self.grad_dtype
         self._main = self.grad_dtype != spec.dtype
         self.grad: Tensor | None = None
         if not stage.frees_gradients:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.handles import Handle
-from fastpar.parallel.stages import Stage
+from fastpar.parallel.stages import Settings
 from fastpar.sharding.layout import Bucket, Layout
 
 
@@ -61,21 +61,21 @@ class BucketParameters:
         layout: Layout,
         spec: Bucket,
         params: list[nn.Parameter],
+        settings: Settings,
+        groups: BucketGroups,
         *,
-        stage: Stage,
         rank: int,
         device: torch.device,
-        groups: BucketGroups,
-        poison: bool,
+        poison: bool = False,
     ) -> None:
-        self.spec, self.params, self.stage = spec, params, stage
+        self.spec, self.params, self.stage = spec, params, settings.stage
         self.slots = [layout.slots[i] for i in spec.slots]
         self.groups, self.device, self.poison = groups, device, poison
         self._own = slice(*spec.shard(rank))
         self.pieces = [layout.piece(i, rank) for i in spec.slots]
-        shared = (
-            groups.gather if stage.gathers_after_step else None
-        )  # memory that the peers read without a copy
+        stage = settings.stage
+        # Memory that the peers read without a copy.
+        shared = groups.gather if stage.gathers_after_step else None
         self.flat = self._empty(shared, spec.numel, spec.dtype).zero_()
         self.views = [self.flat[s.start : s.stop].view(s.spec.shape) for s in self.slots]
         self.shard = self.flat[self._own] if stage.shards else self.flat

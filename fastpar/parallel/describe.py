@@ -8,7 +8,6 @@ import torch
 
 from fastpar.parallel.shards import Shards
 from fastpar.parallel.units import ROOT
-from fastpar.sharding.placements import Partial, Shard
 from fastpar.tensor.functional import TensorParallel
 
 _MIB = 2**20
@@ -53,7 +52,7 @@ def _partial_bytes(shards: Shards) -> int:
         return 0
     ranks, sizes = shards.mesh.tp_size, dict[torch.dtype, int]()
     for p in shards.params:
-        if isinstance(shards.declared.state(p), Partial):
+        if shards.declared.is_partial(p):
             bucket, start, stop = shards.place(p)
             sizes[bucket.grad_dtype] = sizes.get(bucket.grad_dtype, 0) + stop - start
     return sum(n * dtype.itemsize // ranks * (ranks - 1) * 2 for dtype, n in sizes.items())
@@ -118,14 +117,13 @@ def _tp(tp: TensorParallel) -> str:
 
 def _tensor_parallel(shards: Shards) -> str:
     assert shards.declared is not None
-    states = [shards.declared.state(p) for p in shards.params]
-    split = sum(isinstance(state, Shard) for state in states)
-    partial = sum(isinstance(state, Partial) for state in states)
+    split = sum(map(shards.declared.is_split, shards.params))
+    partial = sum(map(shards.declared.is_partial, shards.params))
     whole = sum(math.prod(shards.whole_shape(p)) for p in shards.params)
     tokens = "split" if shards.declared.tp.sequence_parallel else "on every rank"
     return (
         f"tensor parallel: tp={shards.mesh.tp_size}, tokens between layers {tokens}; of {whole:,} "
-        f"trained parameters {split} tensors are split, {len(states) - split - partial} "
+        f"trained parameters {split} tensors are split, {len(shards.params) - split - partial} "
         f"replicated, {partial} partial"
     )
 

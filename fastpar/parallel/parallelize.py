@@ -36,13 +36,14 @@ from fastpar.sharding.layout import (
     inventory,
     parameter_names,
 )
-from fastpar.sharding.placements import Shard
 from fastpar.tensor.declared import Declared, find_states, split_parameters
 from fastpar.tensor.functional import TensorParallel
 from fastpar.tensor.report import tp_report
 
 Factory = Callable[[Any, str], Collectives]
 Materialize = Callable[[str, Tensor], None]
+# Arguments of parallelize() that may differ between ranks, or are compared in another way.
+_NO_OPTIONS = {"model", "mesh", "units", "materialize", "debug", "collectives"}
 
 
 def parallelize(
@@ -127,22 +128,8 @@ def parallelize(
             twice; models that differ between ranks.
     Source: Rajbhandari et al. 2020, arXiv 1910.02054
     """
-    options = {
-        "zero_stage": zero_stage,
-        "shard_size": shard_size,
-        "bucket_mb": bucket_mb,
-        "first_bucket_mb": first_bucket_mb,
-        "grad_dtype": grad_dtype,
-        "reduce_dtype": reduce_dtype,
-        "accumulate": accumulate,
-        "grad_accum_steps": grad_accum_steps,
-        "prefetch": prefetch,
-        "deterministic": deterministic,
-        "transport": transport,
-        "tp_plan": dict(tp_plan) if isinstance(tp_plan, Mapping) else tp_plan,
-        "sequence_parallel": sequence_parallel,
-        "tp_overlap": tp_overlap,
-    }
+    options = {name: value for name, value in locals().items() if name not in _NO_OPTIONS}
+    options["tp_plan"] = dict(tp_plan) if isinstance(tp_plan, Mapping) else tp_plan
     check_axes(mesh)
     check_arguments(model, mesh.dp_size, options)
     check_overlap(tp_overlap, sequence_parallel is not False)
@@ -208,7 +195,7 @@ class _Fill:
         """Write the values of p into memory."""
         if self.materialize is None:
             memory.copy_(p.detach())
-        elif self.declared is None or not isinstance(self.declared.state(p), Shard):
+        elif self.declared is None or not self.declared.is_split(p):
             self.materialize(self.named[p][0], memory)
         else:
             whole = memory.new_empty(self.declared.whole_shape(p))
@@ -253,13 +240,10 @@ def _make_shards(
             layout,
             spec,
             [trained[layout.slots[i].registered] for i in spec.slots],
-            stage=stage,
+            settings,
+            groups,
             rank=mesh.dp_rank % settings.n_shards,
             device=mesh.device,
-            grad_dtype=settings.grad_dtype,
-            reduce_dtype=settings.reduce_dtype,
-            deterministic=settings.deterministic,
-            groups=groups,
             poison=poison,
         )
         for view, p in zip(bucket.views, bucket.params):

@@ -43,7 +43,6 @@ from fastpar.comm.step_report import CollectiveLog
 from fastpar.parallel.bucket import BucketState
 from fastpar.parallel.shards import Shards
 from fastpar.parallel.stages import BucketPhase, Settings
-from fastpar.sharding.placements import Partial
 from fastpar.tensor.declared import Declared
 
 IN_FLIGHT = 3  # caps of a bucket: bytes of whole gradients that may be under way
@@ -200,22 +199,13 @@ class PartialGradients:
 
     def __init__(self, shards: Shards, declared: Declared) -> None:
         self._shards, self.group = shards, declared.tp.group
-        self._declared = declared
+        self._params = [p for p in shards.params if declared.is_partial(p)]
         self._summed = False
         self._versions: list[int] = []  # of the buckets' gradients when p.grad was shown
 
     def _grads(self) -> list[Tensor | None]:
         """This rank's piece of each."""
-        shards, state = self._shards, self._declared.state
-        return [shards.piece(p).grad for p in shards.params if isinstance(state(p), Partial)]
-
-    def _sizes(self) -> list[tuple[int, torch.dtype]]:
-        shards, found = self._shards, []
-        for p in shards.params:
-            if isinstance(self._declared.state(p), Partial):
-                bucket, start, stop = shards.place(p)
-                found.append((stop - start, bucket.grad_dtype))
-        return found
+        return [self._shards.piece(p).grad for p in self._params]
 
     def sum(self) -> None:
         """Make them whole, unless they are. Ranks: all of tp."""
@@ -224,8 +214,13 @@ class PartialGradients:
         self._summed = True
         shards, device = self._shards, self._shards.mesh.device
         by_dtype: dict[torch.dtype, list[tuple[Tensor, Tensor | None]]] = {}
-        for grad, (numel, dtype) in zip(self._grads(), self._sizes()):
-            flat = torch.zeros(numel, dtype=dtype, device=device) if grad is None else grad.view(-1)
+        for p, grad in zip(self._params, self._grads()):
+            bucket, start, stop = shards.place(p)
+            dtype = bucket.grad_dtype
+            if grad is None:
+                flat = torch.zeros(stop - start, dtype=dtype, device=device)
+            else:
+                flat = grad.view(-1)
             by_dtype.setdefault(dtype, []).append((flat, grad))
         for entries in by_dtype.values():
             packed = torch.cat([flat for flat, _ in entries])

@@ -19,7 +19,7 @@ from fastpar.comm.step_report import CollectiveLog
 from fastpar.parallel.bucket import BucketState
 from fastpar.parallel.stages import Settings
 from fastpar.sharding.layout import Layout
-from fastpar.sharding.placements import Shard
+from fastpar.sharding.placements import Placement
 from fastpar.tensor.declared import Declared
 
 
@@ -185,6 +185,13 @@ class Shards:
         bucket, position = self.places[p]  # type: ignore[index]
         return (bucket, *(bucket.pieces[position] if self.stage.shards else (0, p.numel())))
 
+    def copy_of(self, p: Tensor) -> tuple[int, int]:
+        """(number of this rank among those that have the same piece of p, how many these are)."""
+        mesh, states = self.mesh, {} if self.declared is None else {"tp": self.declared.state(p)}
+        copy, n = (x // self.settings.n_shards for x in (mesh.dp_rank, mesh.dp_size))
+        placement = Placement(states, {"replicas": n, "tp": mesh.tp_size})
+        return placement.copy_of({"replicas": copy, "tp": mesh.tp_rank})
+
     def bucket_of(self, p: nn.Parameter) -> BucketState:
         """The bucket of a parameter."""
         return self.places[p][0]
@@ -242,15 +249,13 @@ class Shards:
             ValueError: blocks of a parameter that is split along tp.
         Wire: the tensor's bytes, padded to equal parts.
         """
-        local = self.slice_of_pieces(values, p, block=block)
-        if self.declared is None:
-            return local
         self.check_block(p, block)
-        return self.declared.whole(local, p) if block == 1 else local
+        local = self._joined(values, p, block) if self.stage.shards else values.clone()
+        return local if self.declared is None or block > 1 else self.declared.whole(local, p)
 
     def is_split(self, p: Tensor) -> bool:
         """Whether tp ranks have different parts of p."""
-        return self.declared is not None and isinstance(self.declared.state(p), Shard)
+        return self.declared is not None and self.declared.is_split(p)
 
     def check_block(self, p: Tensor, block: int) -> None:
         """Raise ValueError for values of several elements of a parameter that tp splits."""
@@ -265,45 +270,32 @@ class Shards:
         """The first name of a parameter."""
         return self.layout.slots[self.index[p]].spec.names[0]  # type: ignore[index]
 
-    def slice_of_pieces(self, values: Tensor, p: Tensor, *, block: int = 1) -> Tensor:
+    def _blocks(self, p: Tensor, rank: int, block: int) -> slice:
+        """The blocks of a parameter that begin in the piece of a rank."""
+        start, stop = self.layout.piece(self.index[p], rank)  # type: ignore[index]
+        return slice(-(-start // block), -(-stop // block))
+
+    def _joined(self, values: Tensor, p: Tensor, block: int) -> Tensor:
         """full(), but of this rank's slice along tp."""
-        numel = -(-p.numel() // block)
         group = self.bucket_of(p).groups.gather  # type: ignore[arg-type]
-        if not self.stage.shards:
-            return values.clone()
         assert group is not None
-        parts = [
-            slice(-(-start // block), -(-stop // block))
-            for start, stop in (
-                self.layout.piece(self.index[p], rank)  # type: ignore[index]
-                for rank in range(self.settings.n_shards)
-            )
-        ]
-        most = max(part.stop - part.start for part in parts)
-        mine = values.new_zeros(most)
+        parts = [self._blocks(p, rank, block) for rank in range(group.world_size)]
+        mine = values.new_zeros(max(part.stop - part.start for part in parts))
         mine[: values.numel()] = values.view(-1)
-        rows = values.new_empty(self.settings.n_shards, most)
         with self.log.timer.waiting():
-            group.all_gather(rows.view(-1).view(torch.uint8), mine.view(torch.uint8))
-        whole = values.new_empty(numel)
-        for row, part in zip(rows, parts):
-            whole[part] = row[: part.stop - part.start]
-        return whole.view(p.shape) if block == 1 else whole
+            rows = group.gathered(mine.view(torch.uint8)).view(values.dtype)
+        joined = torch.cat([row[: part.stop - part.start] for row, part in zip(rows, parts)])
+        return joined.view(p.shape) if block == 1 else joined
 
     def shard_of(self, whole: Tensor, p: Tensor, *, block: int = 1) -> Tensor:
         """This rank's part of a whole tensor, a copy: the inverse of full()."""
+        self.check_block(p, block)
         if self.declared is not None and block == 1:
             whole = self.declared.cut(whole, p)
-        self.check_block(p, block)
-        return self.piece_of_slice(whole, p, block=block)
-
-    def piece_of_slice(self, whole: Tensor, p: Tensor, *, block: int = 1) -> Tensor:
-        """shard_of(), but of this rank's slice along tp."""
         if not self.stage.shards:
             return whole.clone()
         rank = self.mesh.dp_rank % self.settings.n_shards
-        start, stop = self.layout.piece(self.index[p], rank)  # type: ignore[index]
-        return whole.reshape(-1)[-(-start // block) : -(-stop // block)].clone()
+        return whole.reshape(-1)[self._blocks(p, rank, block)].clone()
 
     # Checks
 

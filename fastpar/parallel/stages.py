@@ -107,13 +107,13 @@ class Settings:
     stage: Stage
     n_shards: int
     bucket_mb: float
-    first_bucket_mb: float
-    grad_dtype: torch.dtype | None
-    reduce_dtype: torch.dtype | None
-    accumulate: str
-    grad_accum_steps: int
-    prefetch: int
-    deterministic: bool
+    first_bucket_mb: float = 1.0
+    grad_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    accumulate: str = "shard"
+    grad_accum_steps: int = 1
+    prefetch: int = 1
+    deterministic: bool = False
 
 
 class MicroBatches:

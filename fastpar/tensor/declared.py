@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpar.sharding.placements import Placement, Shard, State
+from fastpar.sharding.ranges import Run, runs_of_placement
 from fastpar.tensor.functional import TensorParallel
 
 
@@ -64,26 +65,35 @@ class Declared:
         """Whether this rank's part of p counts in sums over all elements of the model."""
         return self.placement(p).counts({"tp": self.tp.rank})
 
+    def is_split(self, p: Tensor) -> bool:
+        """Whether the ranks have different parts of p."""
+        return bool(self.placement(p).gather_axes)
+
+    def is_partial(self, p: Tensor) -> bool:
+        """Whether p's gradient is the sum over the ranks."""
+        return bool(self.placement(p).reduce_axes)
+
+    def runs(self, p: Tensor) -> list[Run]:
+        """Which elements of the whole tensor this rank's part of p holds."""
+        return runs_of_placement(self.placement(p), self.whole_shape(p), {"tp": self.tp.rank})
+
     def cut(self, whole: Tensor, p: Tensor) -> Tensor:
         """This rank's part of a tensor with an element for each of the whole parameter, a copy."""
         return self.placement(p).cut(whole, {"tp": self.tp.rank})
 
     def rows(self, local: Tensor, p: Tensor) -> Tensor:
         """Every rank's part of a tensor, each in p's local shape: [tp, ...]. Ranks: all of tp."""
-        rows = local.new_empty(self.tp.size, *p.shape)
-        mine = local.contiguous().view(-1)
-        self.tp.group.all_gather(rows.view(-1).view(torch.uint8), mine.view(torch.uint8))
-        return rows
+        raw = self.tp.group.gathered(local.contiguous().view(-1).view(torch.uint8))
+        return raw.view(local.dtype).view(self.tp.size, *p.shape)
 
     def whole(self, local: Tensor, p: Tensor) -> Tensor:
         """The whole tensor from every rank's part of it, in p's local shape. Ranks: all of tp.
 
         Wire: the tensor's bytes.
         """
-        placement = self.placement(p)
-        if not placement.gather_axes:
+        if not self.is_split(p):
             return local.clone()
-        return placement.join(self.rows(local, p).unbind(0), self.whole_shape(p))
+        return self.placement(p).join(self.rows(local, p).unbind(0), self.whole_shape(p))
 
 
 def speaker(module: nn.Module) -> Callable[[TensorParallel], dict[str, State]] | None:

@@ -5,7 +5,7 @@ import torch
 from saved import whole_tensors
 
 from fastpar import GPT, AdamW, GPTConfig, Mesh, parallelize
-from fastpar.checkpoint.capture import Capture, copies_of, piece_runs
+from fastpar.checkpoint.capture import Capture, piece_runs
 from fastpar.checkpoint.checkpoint import save_checkpoint
 from fastpar.parallel.engine import engine_of_parameter
 from fastpar.sharding.ranges import check_cover, cut_runs
@@ -35,7 +35,8 @@ def test_the_pieces_of_all_ranks_are_the_whole(ranks, tp, stage, shard_size):
         found = {}
         for name, p in model.named_parameters():
             engine = engine_of_parameter(p)
-            found[name] = piece_runs(p, engine), copies_of(p, engine), engine.shards.whole_shape(p)
+            shards = engine.shards
+            found[name] = piece_runs(p, engine), shards.copy_of(p), shards.whole_shape(p)
         return found
 
     everyone = run_ranks(work, ranks)

@@ -9,7 +9,7 @@ from torch import nn
 from fastpar.comm.fixed_sum import PairwiseSum
 from fastpar.parallel.bucket import BucketState
 from fastpar.parallel.bucket_parameters import BucketGroups
-from fastpar.parallel.stages import STAGES
+from fastpar.parallel.stages import STAGES, Settings
 from fastpar.sharding.layout import ALIGN, ParamSpec, build_layout, parameter_names
 
 CPU = torch.device("cpu")
@@ -44,18 +44,23 @@ def flatten(model, stage=0, *, rank=0, n_shards=2, grad_dtype=None, deterministi
         grad_dtype=grad_dtype,
         flags=stage == 0,
     )
+    settings = Settings(
+        STAGES[stage],
+        layout.n_shards,
+        grad_dtype=grad_dtype,
+        deterministic=deterministic,
+        bucket_mb=1.0,
+    )
     params, buckets = list(named), []
     for spec in layout.buckets:
         bucket = BucketState(
             layout,
             spec,
             [params[layout.slots[i].registered] for i in spec.slots],
-            stage=STAGES[stage],
+            settings,
+            BucketGroups(),
             rank=rank if stage else 0,
             device=CPU,
-            grad_dtype=grad_dtype,
-            deterministic=deterministic,
-            groups=BucketGroups(),
         )
         for view, p in zip(bucket.views, bucket.params):
             view.copy_(p.detach())
