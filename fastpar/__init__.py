@@ -16,7 +16,8 @@ from fastpar._version import __version__
 # Module -> the public names that live there: the one list. __init__.pyi is its copy for type
 # checkers; `python tests/tools/test_import.py` writes it, and a test compares the two.
 _PUBLIC = {
-    "checkpoint.checkpoint": ("load_checkpoint", "save_checkpoint"),
+    "checkpoint.checkpoint": ("save_checkpoint",),
+    "checkpoint.restore": ("load_checkpoint",),
     "checkpoint.saver": ("Saver",),
     "comm.mesh": ("Mesh",),
     "config.config": ("GPTConfig",),

@@ -1,8 +1,8 @@
 """Written from the table of __init__.py by `python tests/tools/test_import.py`."""
 
 from fastpar._version import __version__ as __version__
-from fastpar.checkpoint.checkpoint import load_checkpoint as load_checkpoint
 from fastpar.checkpoint.checkpoint import save_checkpoint as save_checkpoint
+from fastpar.checkpoint.restore import load_checkpoint as load_checkpoint
 from fastpar.checkpoint.saver import Saver as Saver
 from fastpar.comm.mesh import Mesh as Mesh
 from fastpar.config.config import GPTConfig as GPTConfig

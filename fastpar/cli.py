@@ -354,8 +354,9 @@ def _refuse_old_flags(name: str, arguments: list[str]) -> None:
 
 def _weights(name: str, given: str | None) -> Path:
     """The folder or file that holds the weights asked for."""
-    from fastpar.checkpoint.checkpoint import list_checkpoints, newest_checkpoint
+    from fastpar.checkpoint.checkpoint import newest_checkpoint
     from fastpar.checkpoint.report import find_folders
+    from fastpar.files.step_folders import list_checkpoints
     from fastpar.train.run_folder import newest_run
 
     run = given or newest_run()

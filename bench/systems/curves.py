@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.records import RESULTS, SCRATCH, machine, machine_line
-from fastpar.checkpoint.checkpoint import checkpoint_folder
 from fastpar.checkpoint.manifest import read_manifest
 from fastpar.config.config import TrainConfig, option
+from fastpar.files.step_folders import checkpoint_folder
 from fastpar.train.metrics import read_metrics
 
 BASELINE = "fp32"

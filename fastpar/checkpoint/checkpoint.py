@@ -14,23 +14,9 @@ import torch
 from torch import nn
 
 from fastpar.checkpoint.manifest import Manifest, read_manifest
-from fastpar.checkpoint.restore import load_checkpoint, read_state
 from fastpar.checkpoint.saver import Saver
 from fastpar.checkpoint.verify import verify_files
-from fastpar.files.step_folders import checkpoint_folder, list_checkpoints, step_of
-
-__all__ = [
-    "checkpoint_folder",
-    "list_checkpoints",
-    "load_checkpoint",
-    "newest_checkpoint",
-    "read_state",
-    "rng_state",
-    "save_checkpoint",
-    "set_rng_state",
-    "step_of",
-    "verify_checkpoint",
-]
+from fastpar.files.step_folders import list_checkpoints
 
 
 def save_checkpoint(

@@ -251,7 +251,7 @@ def launch(
 
 def _from_where(out: str | None, name: str) -> str:
     """Where a restart goes on; checked checksums may yet lead to an earlier checkpoint."""
-    from fastpar.checkpoint.checkpoint import list_checkpoints, step_of
+    from fastpar.files.step_folders import list_checkpoints, step_of
 
     run = Path(out) if out is not None else find_run(RUNS, name)
     found = list_checkpoints(run) if run is not None else []

@@ -25,12 +25,11 @@ import numpy as np
 import torch
 
 from fastpar._version import __version__
-from fastpar.checkpoint.checkpoint import list_checkpoints
 from fastpar.config.config import TrainConfig
 from fastpar.data.batches import TextData
 from fastpar.data.tokenizer import IdTokenizer
 from fastpar.files.plain_files import write_text
-from fastpar.files.step_folders import LATEST
+from fastpar.files.step_folders import LATEST, list_checkpoints
 from fastpar.models.gpt import GPT
 from fastpar.train.metrics import MetricsLog, duration, plot_loss, read_metrics
 from fastpar.train.run_lock import RUNS, check_free, hold

@@ -12,17 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastpar.checkpoint.checkpoint import (
-    checkpoint_folder,
-    list_checkpoints,
-    newest_checkpoint,
-    step_of,
-)
+from fastpar.checkpoint.checkpoint import newest_checkpoint
 from fastpar.checkpoint.weight_sources import load_weights
 from fastpar.comm.mesh import AXES, Mesh
 from fastpar.config.config import GPTConfig, TrainConfig, check_split
 from fastpar.data.batches import TextData, load_data
 from fastpar.data.token_cache import say
+from fastpar.files.step_folders import checkpoint_folder, list_checkpoints, step_of
 from fastpar.models.gpt import GPT
 from fastpar.models.nanogpt import tokenizer_of_nanogpt
 from fastpar.train.run_lock import hold

@@ -41,14 +41,9 @@ from typing import Any
 
 import torch
 
-from fastpar.checkpoint.checkpoint import (
-    checkpoint_folder,
-    load_checkpoint,
-    rng_state,
-    set_rng_state,
-)
+from fastpar.checkpoint.checkpoint import rng_state, set_rng_state
 from fastpar.checkpoint.manifest import STATE
-from fastpar.checkpoint.restore import naming_damaged_file, read_run_state
+from fastpar.checkpoint.restore import load_checkpoint, naming_damaged_file, read_run_state
 from fastpar.checkpoint.saver import Saver
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.watchdog import MARGIN_S, Watchdog, in_step
@@ -56,6 +51,7 @@ from fastpar.config.config import TrainConfig, check_parallel, check_storage, de
 from fastpar.config.settings import parse_seconds
 from fastpar.cost.capacity import check_ranks
 from fastpar.data.batches import sample_batch
+from fastpar.files.step_folders import checkpoint_folder
 from fastpar.kernels import keep_freed_memory, make_key
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import load_hf

@@ -10,18 +10,17 @@ from saved import bits
 
 from fastpar.checkpoint import saver
 from fastpar.checkpoint.checkpoint import (
-    list_checkpoints,
-    load_checkpoint,
     newest_checkpoint,
-    read_state,
     rng_state,
     save_checkpoint,
     set_rng_state,
     verify_checkpoint,
 )
+from fastpar.checkpoint.restore import load_checkpoint, read_state
 from fastpar.comm.mesh import Mesh
 from fastpar.config.config import GPTConfig
 from fastpar.data.tokenizer import make_tokenizer
+from fastpar.files.step_folders import list_checkpoints
 from fastpar.models.gpt import GPT
 from fastpar.optim.adamw import AdamW
 from fastpar.optim.schedule import param_groups

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from fastpar import GPT, AdamW, GPTConfig, Mesh, parallelize
-from fastpar.checkpoint.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
+from fastpar.checkpoint.checkpoint import newest_checkpoint, save_checkpoint
 from fastpar.checkpoint.manifest import MANIFEST, read_manifest
 from fastpar.checkpoint.report import examine
+from fastpar.checkpoint.restore import load_checkpoint
 from fastpar.checkpoint.weight_sources import load_weights
 from fastpar.cli import main
 from fastpar.data.tokenizer import make_tokenizer

@@ -12,14 +12,11 @@ from saved import bits
 
 from fastpar import GPT, AdamW, GPTConfig, Mesh, parallelize
 from fastpar.checkpoint import saver as saver_module
-from fastpar.checkpoint.checkpoint import (
-    list_checkpoints,
-    load_checkpoint,
-    read_state,
-    verify_checkpoint,
-)
+from fastpar.checkpoint.checkpoint import verify_checkpoint
 from fastpar.checkpoint.report import examine
+from fastpar.checkpoint.restore import load_checkpoint, read_state
 from fastpar.checkpoint.saver import Saver
+from fastpar.files.step_folders import list_checkpoints
 from fastpar.testing import run_ranks
 
 CONFIG = GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=8, vocab_size=131)

@@ -23,7 +23,7 @@ from fault_runs import (
 )
 from saved import bits
 
-from fastpar.checkpoint.checkpoint import list_checkpoints
+from fastpar.files.step_folders import list_checkpoints
 from fastpar.train import reaper
 from fastpar.train.metrics import read_metrics
 

@@ -21,7 +21,8 @@ from fault_runs import (
 )
 from saved import whole_tensors
 
-from fastpar.checkpoint.checkpoint import list_checkpoints, verify_checkpoint
+from fastpar.checkpoint.checkpoint import verify_checkpoint
+from fastpar.files.step_folders import list_checkpoints
 
 LENGTH = ("--max-steps=240", "--save-every=40", "--batch-size=12", "--keep-last=0")
 

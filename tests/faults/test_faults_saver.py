@@ -14,10 +14,11 @@ from fault_runs import TRAIN, Commands, curve, enter, finish, torchrun
 from saved import bits
 
 import fastpar
-from fastpar.checkpoint.checkpoint import list_checkpoints, load_checkpoint, newest_checkpoint
+from fastpar.checkpoint.checkpoint import newest_checkpoint
+from fastpar.checkpoint.restore import load_checkpoint
 from fastpar.checkpoint.saver import Saver
 from fastpar.config.config import GPTConfig
-from fastpar.files.step_folders import step_of
+from fastpar.files.step_folders import list_checkpoints, step_of
 from fastpar.models.gpt import GPT
 
 DRIVER = str(Path(__file__).parents[1] / "support" / "fault_driver.py")

@@ -10,10 +10,11 @@ import pytest
 import torch
 from test_train import TINY, bits, curve, forget_after, here  # noqa: F401
 
-from fastpar.checkpoint.checkpoint import checkpoint_folder, list_checkpoints, verify_checkpoint
+from fastpar.checkpoint.checkpoint import verify_checkpoint
 from fastpar.checkpoint.saver import Saver
 from fastpar.comm.mesh import Mesh
 from fastpar.config.config import TrainConfig
+from fastpar.files.step_folders import checkpoint_folder, list_checkpoints
 from fastpar.testing import run_ranks
 from fastpar.train import run_saves
 from fastpar.train.metrics import read_metrics

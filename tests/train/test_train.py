@@ -14,16 +14,13 @@ import saved
 import torch
 import torch.distributed as dist
 
-from fastpar.checkpoint.checkpoint import (
-    checkpoint_folder,
-    list_checkpoints,
-    read_state,
-    verify_checkpoint,
-)
+from fastpar.checkpoint.checkpoint import verify_checkpoint
 from fastpar.checkpoint.manifest import read_manifest
+from fastpar.checkpoint.restore import read_state
 from fastpar.comm.mesh import Mesh
 from fastpar.config.config import TrainConfig
 from fastpar.cost import capacity
+from fastpar.files.step_folders import checkpoint_folder, list_checkpoints
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import load_hf
 from fastpar.optim.loss_scale import DynamicLossScale

@@ -9,9 +9,10 @@ import pytest
 import torch
 from test_train import STORAGE, TINY, bits, curve, forget_after, here  # noqa: F401
 
-from fastpar.checkpoint.checkpoint import checkpoint_folder, list_checkpoints, read_state
+from fastpar.checkpoint.restore import read_state
 from fastpar.comm.mesh import Mesh
 from fastpar.config.config import TrainConfig
+from fastpar.files.step_folders import checkpoint_folder, list_checkpoints
 from fastpar.parallel import engine
 from fastpar.testing import run_ranks
 from fastpar.train import trainer as train_module

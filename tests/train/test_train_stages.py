@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from test_train import STORAGE, TINY, bits, curve, forget_after, here  # noqa: F401
 
-from fastpar.checkpoint.checkpoint import list_checkpoints, newest_checkpoint
+from fastpar.checkpoint.checkpoint import newest_checkpoint
 from fastpar.comm.mesh import Mesh
 from fastpar.config.config import TrainConfig
+from fastpar.files.step_folders import list_checkpoints
 from fastpar.files.tensor_file import TensorFile
 from fastpar.optim.loss_scale import DynamicLossScale
 from fastpar.parallel.control import Control
