@@ -36,7 +36,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from fastpar.cost.buckets import GPTBuckets, bucket_mb_of, buckets_of
 from fastpar.cost.gradient_flow import GradientFlow, gradient_flow
@@ -74,11 +75,12 @@ class Memory:
 
     @property
     def total(self) -> int:
-        return sum(getattr(self, field.name) for field in fields(self))
+        return sum(vars(self).values())
 
     def __str__(self) -> str:
-        kinds = ((field.name, getattr(self, field.name)) for field in fields(self))
-        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in kinds if size)
+        parts = ", ".join(
+            f"{name} {format_bytes(size)}" for name, size in vars(self).items() if size
+        )
         return f"{format_bytes(self.total)} ({parts})"
 
 
@@ -133,18 +135,13 @@ def _adafactor_scratch(setup: Setup, buckets: GPTBuckets) -> float:
     return float(most)
 
 
-@dataclass(frozen=True)
-class _Moment:
+class _Moment(NamedTuple):
     """Bytes of what comes and goes, at one moment."""
 
     activations: float
     loss: float
     buckets: float
     update: float = 0.0
-
-    @property
-    def total(self) -> float:
-        return self.activations + self.loss + self.buckets + self.update
 
 
 class _Peak:
@@ -195,7 +192,7 @@ class _Peak:
 
     def memory(self) -> Memory:
         """What stays, and the largest moment."""
-        top = max(self._moments(), key=lambda moment: moment.total)
+        top = max(self._moments(), key=sum)
         return replace(
             predict_states(self.workload, self.setup),
             activations=round(top.activations),

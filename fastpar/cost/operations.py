@@ -10,13 +10,11 @@ norms see N/t of them.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
-from fastpar.config.config import GPTConfig
 from fastpar.cost.buckets import buckets_of
 from fastpar.cost.workload import Setup, Workload, vocabulary_rows
 from fastpar.kernels.global_norm import NORM_WORDS
@@ -103,37 +101,11 @@ class Rates(Protocol):
 
 def ops_of(workload: Workload, setup: Setup) -> tuple[Op, ...]:
     """What a rank computes in one optimizer step."""
-    passes = _passes(
-        workload.shape,
-        setup.micro_batch_size,
-        setup.grad_accum_steps,
-        setup.tp,
-        setup.pp,
-        setup.sequence_parallel and setup.tp > 1,
-        setup.activation_checkpointing,
-        setup.weight_bytes,
-        setup.device_type,
-    )
-    return passes + _updates(workload, setup)
-
-
-@functools.lru_cache(4096)
-def _passes(
-    shape: GPTConfig,
-    micro: int,
-    n_micro: int,
-    t: int,
-    pp: int,
-    sequence_parallel: bool,
-    mode: str,
-    item: int,
-    device: str,
-) -> tuple[Op, ...]:
-    """Forward and backward."""
-    width, seq_len = shape.n_embd, shape.block_size
+    shape, micro, n_micro = workload.shape, setup.micro_batch_size, setup.grad_accum_steps
+    t, item, width, seq_len = setup.tp, setup.weight_bytes, shape.n_embd, shape.block_size
     rows = micro * seq_len
-    mine = -(-rows // t) if sequence_parallel else rows
-    layers = n_micro * -(-shape.n_layer // pp)
+    mine = -(-rows // t) if setup.sequence_parallel else rows
+    layers = n_micro * -(-shape.n_layer // setup.pp)
     vocab, heads = vocabulary_rows(shape, t), max(1, shape.n_head // t)
     norm = _elementwise("layer_norm", (mine, width), 8.0, (4, 4), item)
     gelu = _elementwise("bias_gelu", (rows, 4 * width // t), 15.0, (2, 3), item)
@@ -145,20 +117,21 @@ def _passes(
         _matmul(rows, width, 4 * width // t, item),
         _matmul(rows, 4 * width // t, width, item),
     ]
-    again = {"none": [], "selective": cheap, "full": cheap + kept}[mode]
+    modes = {"none": [], "selective": cheap, "full": cheap + kept}
     found = Counter[Op]()
     for op in (op for pair in cheap + kept for op in pair):
         found[op] += layers
-    for forward, _ in again:
+    for forward, _ in modes[setup.activation_checkpointing]:
         found[forward._replace(direction="recompute")] += layers
-    for op in (*norm, *_loss(rows, width, vocab, item, device)):
+    for op in (*norm, *_loss(rows, width, vocab, item, setup.device_type)):
         found[op] += n_micro
-    if pp == 1:
+    if setup.pp == 1:
         table = float(vocab * width * item)  # of whose gradient most rows are zeros
         moved = 3.0 * rows * width * item
         found[Op("embedding", (rows, width), "forward", 0.0, moved, 1)] = n_micro
         found[Op("embedding", (rows, width), "backward", 0.0, moved + table, 1)] = n_micro
-    return tuple(op._replace(count=count) for op, count in found.items())
+    passes = (op._replace(count=count) for op, count in found.items())
+    return *passes, *_updates(workload, setup)
 
 
 def _elementwise(

@@ -65,7 +65,6 @@ LONG_S = 1e-4  # operations whose spread tells of others, not of the clock and t
 WHOLE = ("chain", (), "forward")  # among the operations' times: of all of them
 TINY = 8  # sequence length of the models whose steps are overhead
 
-Say = Callable[[str], None]
 Cell = tuple[Workload, Setup]
 Samples = dict[Any, list[float]]
 
@@ -77,16 +76,15 @@ def measure(
     threads: int | None = None,
     quick: bool = False,
     seconds: float | None = None,
-    keep: bool = True,
-    say: Say = lambda line: None,
 ) -> MeasuredRates:
     """Rates of this machine for ways to train a workload, which all have the same number of ranks.
+
+    They are kept in the user's cache, beside what was measured before for other shapes.
 
     Args:
         threads: CPU threads a rank; None: as `fastpar train` would choose.
         quick: fewer rounds.
         seconds: to spend about, without the start of the ranks.
-        keep: in the user's cache, beside what was measured before for other shapes.
     Raises:
         ValueError: no setups, or of different ranks, devices or formats.
         RuntimeError: a rank died.
@@ -101,9 +99,8 @@ def measure(
     threads = threads_per_rank(threads, ranks)
     seconds = seconds or (QUICK_SECONDS if quick else SECONDS)
     with RankPool(ranks, threads=threads, device=setups[0].device_type) as pool:
-        rates = measure_cells(pool, [(workload, s) for s in setups], seconds=seconds, say=say)
-    if keep:
-        keep_rates(rates)
+        rates = measure_cells(pool, [(workload, s) for s in setups], seconds=seconds)
+    keep_rates(rates)
     return rates
 
 
@@ -122,18 +119,14 @@ def keep_rates(rates: MeasuredRates) -> None:
     kept.save()
 
 
-def measure_cells(
-    pool: RankPool, cells: Sequence[Cell], *, seconds: float, say: Say = lambda line: None
-) -> MeasuredRates:
+def measure_cells(pool: RankPool, cells: Sequence[Cell], *, seconds: float) -> MeasuredRates:
     """Rates for these workloads and setups by the ranks of a pool."""
     at_work = cores_at_work()
     tiny = {overhead_key(setup): _tiny_cells(setup) for _, setup in cells}
     chains = _distinct_chains([*cells, *(cell for four in tiny.values() for cell in four[:2])])
-    say(f"measuring {len(chains)} shapes of operations on {pool.nproc} ranks")
     shared = pool.device == "cpu" and pool.nproc * pool.threads > available_cores()
     samples = _time_chains(pool, chains, 0.6 * seconds, shared=shared)
     ops = _rates_of_ops(samples, chains, statistics.fmean if shared else statistics.median)
-    say("measuring exchanges")
     sends = _time_collectives(pool, cells, 0.15 * seconds)
     long = [times for times in samples.values() if statistics.median(times) > LONG_S]
     spread = statistics.median(_spread(times) for times in long or samples.values())
@@ -151,7 +144,6 @@ def measure_cells(
         "busy": busy(at_work, 0.0 if shared else spread),  # theirs is what ranks do to ranks
     }
     rates = MeasuredRates(about, ops, sends)
-    say("measuring steps of tiny models")
     rates.overheads = _overheads(pool, tiny, rates, 0.25 * seconds)
     return rates
 
@@ -330,16 +322,14 @@ def _time_collectives(
             if send.axis != "control" and send.ranks > 1:
                 _, _, sizes = asked.setdefault(comm_key(send), (send, setup, set()))
                 sizes.add(min(send.bytes, MOST_SENT))
-    found: dict[str, list[tuple[float, float]]] = {}
+    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for key, (send, setup, sizes) in asked.items():
-        points = []
         for size in spaced(min(sizes), max(sizes)):
             share = seconds / len(asked) / 4
             ranks = pool.call(_run_collective, send, size, setup.transport, share)
             # Ranks leave the barrier one after the other: the last one waits for nobody.
             times = [min(each) for each in zip(*ranks)][1:]
-            points.append((float(size), statistics.median(times)))
-        found[key] = points
+            found[key].append((float(size), statistics.median(times)))
     pool.call(_forget)
     return found
 
@@ -373,21 +363,20 @@ def _run_collective(
     part = numel // send.ranks
     mine = whole[group.rank * part : (group.rank + 1) * part]
     later = send.axis != "tp"  # see comm_key()
-    calls: dict[str, Callable[[], Any]] = {
-        "all_reduce": lambda: group.all_reduce(whole, async_op=later),
-        "reduce_scatter": lambda: group.reduce_scatter(mine, whole, async_op=later),
-        "all_gather": lambda: group.all_gather(whole, mine, async_op=later),
-        "broadcast": lambda: group.broadcast(whole, 0, async_op=later),
+    arguments = {
+        "reduce_scatter": (mine, whole),
+        "all_gather": (whole, mine),
+        "broadcast": (whole, 0),
     }
-    call = calls[send.kind]
 
-    def wait_for_it() -> None:
-        handle = call()
+    def exchange() -> None:
+        call = getattr(group, send.kind)
+        handle = call(*arguments.get(send.kind, (whole,)), async_op=later)
         if handle is not None:
             handle.wait()
 
     def once() -> float:
-        return _seconds(wait_for_it, whole.device)
+        return _seconds(exchange, whole.device)
 
     rank.barrier()
     guess = rank.of_first(max(once(), once()))  # all do as many
