@@ -87,10 +87,14 @@ class Contender:
     Attributes:
         dp_rank, dp_size: whose rows this rank computes, of how many such ranks.
         grad_norm: of the last train_step(), over all ranks, before clipping; None: not known.
+        no_sync: makes a context in which backward sends nothing; None: there is none.
+        quiet: makes a context in which steps do all but communicate; None: it cannot be had.
     """
 
     dp_rank, dp_size = 0, 1
     grad_norm: Tensor | None = None
+    no_sync: Callable[[], AbstractContextManager] | None = None
+    quiet: Callable[[], AbstractContextManager] | None = None
 
     def __init__(
         self, name: str, model: nn.Module, optimizer: Any = None, settings: Settings | None = None
@@ -114,15 +118,13 @@ class Contender:
             group["lr"] = lr
         losses = []
         for j, (x, y, rng_key) in enumerate(batches):
-            with self._micro_batch(is_last=j == len(batches) - 1):
+            is_last = self.no_sync is None or j == len(batches) - 1
+            with contextlib.nullcontext() if is_last else self.no_sync():  # type: ignore[misc]
                 loss = self.model(x, y, rng_key=rng_key)
                 self._backward(loss, len(batches))
             losses.append(loss.detach())
         self._update()
         return torch.stack(losses).double().mean()
-
-    def _micro_batch(self, is_last: bool) -> AbstractContextManager:
-        return contextlib.nullcontext()
 
     def _backward(self, loss: Tensor, n: int) -> None:
         (loss / n).backward()
@@ -136,52 +138,26 @@ class Contender:
                 grads = [grad.double() for grad in grads]
             norm: Any = nn.utils.get_total_norm(grads)
             nn.utils.clip_grads_with_norm_(params, limit, norm)  # as clip_grad_norm_ does
-            self.grad_norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+            self.grad_norm = _whole(norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter whole under the module's own name, one after another."""
         for name, p in self.model.named_parameters():
-            yield name, p.detach()
+            yield name.removeprefix("module."), _whole(p.detach())  # of DDP; of FSDP2
 
     def report(self) -> dict[str, float]:
         """fastpar alone: exposed_ms, wire_bytes, ... of the last step; live_bytes now."""
         return {}
 
-    def quiet(self) -> AbstractContextManager | None:
-        """A context in which steps do all but communicate; None where that cannot be had."""
-        return None
-
     def close(self) -> None:
-        self.model = self.optimizer = None  # type: ignore[assignment]
+        self.model = self.optimizer = self.no_sync = self.quiet = None  # type: ignore[assignment]
 
 
-class _Single(Contender):
-    def quiet(self) -> AbstractContextManager:
-        return contextlib.nullcontext()
-
-
-class _DDPZero(Contender):
-    """DDP whose optimizer sends the weights, so that no step is without communication."""
-
-    def _micro_batch(self, is_last: bool) -> AbstractContextManager:
-        return contextlib.nullcontext() if is_last else self.model.no_sync()  # type: ignore[operator]
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, p in super().weights():
-            yield name.removeprefix("module."), p
-
-
-class _DDP(_DDPZero):
-    def quiet(self) -> AbstractContextManager:
-        return self.model.no_sync()  # type: ignore[operator]
-
-
-class _FSDP2(Contender):
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, p in super().weights():
-            yield name, p.full_tensor() if hasattr(p, "full_tensor") else p
+def _whole(x: Any) -> Any:
+    """A tensor that FSDP2 has split, put together."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
 class _DeepSpeed(Contender):
@@ -241,7 +217,9 @@ class _Fastpar(Contender):
 
 def _single(name: str, make: ModelFactory, settings: Settings) -> Contender:
     model = make().to(settings.device)
-    return _Single(name, model, adamw_of(model, settings), settings)
+    made = Contender(name, model, adamw_of(model, settings), settings)
+    made.quiet = contextlib.nullcontext
+    return made
 
 
 def _ddp(name: str, make: ModelFactory, settings: Settings, *, zero: bool = False) -> Contender:
@@ -250,19 +228,20 @@ def _ddp(name: str, make: ModelFactory, settings: Settings, *, zero: bool = Fals
             "build: expected torch.distributed to be initialized, got initialized=False; "
             "start the ranks with torchrun or fastpar.testing.run_ranks"
         )
-    model = nn.parallel.DistributedDataParallel(
-        make().to(settings.device),
-        gradient_as_bucket_view=True,
-        bucket_cap_mb=settings.bucket_mb,
-    )
+    options: dict[str, Any] = {"bucket_cap_mb": settings.bucket_mb}
+    model = make().to(settings.device)
+    model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, **options)
+    made = Contender(name, model, None, settings)
+    made.no_sync = model.no_sync
     if not zero:
-        return _DDP(name, model, adamw_of(model, settings), settings)
+        made.optimizer, made.quiet = adamw_of(model, settings), model.no_sync
+        return made
     from torch.distributed.optim import ZeroRedundancyOptimizer  # slow to import
 
-    optimizer = ZeroRedundancyOptimizer(
-        decay_groups(model, settings.weight_decay), torch.optim.AdamW, fused=True, **settings.adamw
-    )
-    return _DDPZero(name, model, optimizer, settings)
+    groups, adamw = decay_groups(model, settings.weight_decay), torch.optim.AdamW
+    # It sends the weights, so that no step is without communication.
+    made.optimizer = ZeroRedundancyOptimizer(groups, adamw, fused=True, **settings.adamw)
+    return made
 
 
 def _fsdp2(name: str, make: ModelFactory, settings: Settings, *, reshard: bool) -> Contender:
@@ -273,7 +252,7 @@ def _fsdp2(name: str, make: ModelFactory, settings: Settings, *, reshard: bool) 
     model = make().to(settings.device)
     for unit in (*model.h, model):  # type: ignore[misc]
         fully_shard(unit, mesh=mesh, reshard_after_forward=reshard)
-    return _FSDP2(name, model, adamw_of(model, settings), settings)
+    return Contender(name, model, adamw_of(model, settings), settings)
 
 
 def _deepspeed(name: str, make: ModelFactory, settings: Settings, *, stage: int) -> Contender:

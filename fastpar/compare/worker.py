@@ -229,13 +229,13 @@ class Rank:
         """A step less one that does all but communicate, in these processes; None: not known."""
         if self.strategy.one_rank:
             return 0.0
-        quiet = self.contender.quiet()
+        quiet = self.contender.quiet
         timed = self.measured.step_s[self.untimed :]
         if quiet is None or not timed:
             return None
         alone = []
         dist.barrier()
-        with quiet:
+        with quiet():
             for step in range(min(QUIET_STEPS, self.spec.steps)):
                 start = time.perf_counter()
                 self._train_step(step).item()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import json
 import os
 import platform
 import shutil
@@ -33,6 +34,7 @@ from fastpar.comm.recorder import (
     COMPUTE,
     CONTROL,
     GATHER,
+    HOST,
     REDUCE,
     TP,
     WAIT,
@@ -56,7 +58,6 @@ from fastpar.profile.trace import (
     PHASES,
     PREFIX,
     TraceTimes,
-    read_trace,
     times_of,
 )
 from fastpar.profile.verdict import Measured, Phase, Situation, fitted, work_of
@@ -163,10 +164,8 @@ def measure(trainer: Trainer, steps: int, out: Path | None) -> Found:
         with profile(activities=_activities(device), record_shapes=True) as profiler:
             profiled_ms, _ = _steps(trainer, marks, steps)
     trace = _trace(profiler, out)
-    if device == "cuda":
-        phases = _fit_to_step(trace, step_ms)
-    else:
-        phases = _fit_to_spans(trace, spans, edges)
+    shown = [window(spans, begin, end) for begin, end in pairwise(edges)]
+    phases = _fit_to_step(trace, step_ms) if device == "cuda" else _fit_to_spans(trace, shown)
     rows = trainer.micro_batch_size * trainer.grad_accum_steps * trainer.mesh.dp_size
     workload = Workload(replace(trainer.model.config, block_size=trainer.block_size), rows)
     setup = _setup(trainer)
@@ -185,25 +184,20 @@ def measure(trainer: Trainer, steps: int, out: Path | None) -> Found:
         [end - begin for begin, end in pairwise(edges)],
         _about(trainer),
     )
-    if device == "cuda":
-        return Found(report, [trace.spans])
-    return Found(report, [window(spans, begin, end) for begin, end in pairwise(edges)])
+    return Found(report, [trace.spans] if device == "cuda" else shown)
 
 
 def _watch(trainer: Trainer, marks: Marks) -> None:
     """Note every exchange of the engine and of layers that are split."""
     engine = trainer.engine
     tp = engine.declared.tp.group if engine.declared is not None else None
-    groups, seen = engine.buckets[0].groups, set[int]()
-    for group, row in (
-        (tp, TP),
-        (groups.gather, GATHER),
-        (groups.reduce, REDUCE),
-        (groups.copies, REDUCE),
-        (engine.control_group, REDUCE),
-    ):
-        if group is not None and id(group) not in seen:
-            seen.add(id(group))
+    groups = engine.buckets[0].groups
+    rows: dict[Any, str] = dict.fromkeys(
+        (groups.reduce, groups.copies, engine.control_group), REDUCE
+    )
+    rows |= {groups.gather: GATHER, tp: TP}
+    for group, row in rows.items():
+        if group is not None:
             marks.watch(group, row)
 
 
@@ -236,7 +230,7 @@ def _trace(profiler: Any, out: Path | None) -> TraceTimes:
     with tempfile.TemporaryDirectory() as scratch:
         path = (out or Path(scratch)) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        found = times_of(read_trace(path))
+        found = times_of(json.loads(path.read_text())["traceEvents"])
         if out is not None and path.stat().st_size > _COMPRESSED_FROM:
             with path.open("rb") as plain, gzip.open(f"{path}.gz", "wb", 5) as packed:
                 shutil.copyfileobj(plain, packed)
@@ -253,22 +247,16 @@ def _fit_to_step(trace: TraceTimes, step_ms: float) -> list[Phase]:
     phases = [_phase_of(trace, name) for name in PHASES]
     idle = sum(p.host_ms for p in phases)
     busy = trace.step_ms - idle
-    left = max(0.0, step_ms - busy)
-    scale = min(1.0, step_ms / busy) if busy else 1.0
+    waits = max(0.0, step_ms - busy) / idle if idle else 0.0
+    works = min(1.0, step_ms / busy) if busy else 1.0
     return [
-        p._replace(
-            compute_ms=p.compute_ms * scale,
-            memory_ms=p.memory_ms * scale,
-            communication_ms=p.communication_ms * scale,
-            host_ms=p.host_ms * left / idle if idle else 0.0,
-        )
+        Phase(p.name, *(ms * (waits if kind == HOST else works) for kind, ms in p.parts.items()))
         for p in phases
     ]
 
 
-def _fit_to_spans(trace: TraceTimes, spans: Sequence[Span], edges: Sequence[float]) -> list[Phase]:
+def _fit_to_spans(trace: TraceTimes, steps: Sequence[Sequence[Span]]) -> list[Phase]:
     """A CPU's phases: each as long, and with the waits, as in the median step."""
-    steps = [window(spans, begin, end) for begin, end in pairwise(edges)]
 
     def median(of: Callable[[Sequence[Span], str], float], name: str) -> float:
         return statistics.median(of(step, name) for step in steps)

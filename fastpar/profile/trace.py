@@ -14,14 +14,11 @@ the rest by memory. Views and allocations move nothing: they are the host's.
 from __future__ import annotations
 
 import bisect
-import gzip
-import json
 import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from fastpar.comm.recorder import COMPUTE, GATHER, HOST, REDUCE, WAIT, Span, window
@@ -79,12 +76,6 @@ class _Range(NamedTuple):
     phase: str
     begin: float
     end: float
-
-
-def read_trace(path: Path) -> list[dict[str, Any]]:
-    """The events of a trace, which may be compressed."""
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rt") as file:
-        return json.load(file)["traceEvents"]
 
 
 def times_of(events: Iterable[dict[str, Any]]) -> TraceTimes:

@@ -15,11 +15,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from fastpar.comm.recorder import COMPUTE, HOST
 from fastpar.cost.operations import Op
 from fastpar.cost.workload import Setup, Workload
 from fastpar.measure.ceilings import Ceilings
-from fastpar.profile.trace import BACKWARD, COMMUNICATION, FORWARD, INPUT, MEMORY, OPTIMIZER
+from fastpar.profile.trace import BACKWARD, COMMUNICATION, FORWARD, INPUT, KINDS, OPTIMIZER
 
 PRODUCTS = ("matmul", "attention", "loss")  # of work.Op: limited by arithmetic
 
@@ -39,18 +38,13 @@ class Phase(NamedTuple):
     bytes: float = 0.0
 
     @property
-    def ms(self) -> float:
-        return self.compute_ms + self.memory_ms + self.communication_ms + self.host_ms
-
-    @property
     def parts(self) -> dict[str, float]:
         """Kind -> ms."""
-        return {
-            COMPUTE: self.compute_ms,
-            MEMORY: self.memory_ms,
-            COMMUNICATION: self.communication_ms,
-            HOST: self.host_ms,
-        }
+        return dict(zip(KINDS, self[1:5]))  # type: ignore[arg-type]
+
+    @property
+    def ms(self) -> float:
+        return sum(self.parts.values())
 
     @property
     def bound(self) -> str:
@@ -97,7 +91,7 @@ class Measured:
     @property
     def shares(self) -> dict[str, float]:
         """compute, memory, communication, host, input -> fraction of the step."""
-        found = dict.fromkeys((COMPUTE, MEMORY, COMMUNICATION, HOST, INPUT), 0.0)
+        found = dict.fromkeys((*KINDS, INPUT), 0.0)
         for phase in self.phases:
             for kind, ms in phase.parts.items():
                 found[INPUT if phase.name == INPUT else kind] += ms
@@ -115,19 +109,19 @@ class Measured:
 
     def of_matmul(self, phases: Iterable[Phase]) -> float | None:
         """Fraction of the measured product's rate that the products of these phases reached."""
-        found = [p for p in phases if p.flops and p.compute_ms]
-        if not found:
-            return None
-        rate = sum(p.flops for p in found) / sum(p.compute_ms for p in found) / 1e9
-        return rate / self.ceilings.matmul_tflop_per_s
+        flops_per_ms = _rate((p.flops, p.compute_ms) for p in phases)
+        return flops_per_ms and flops_per_ms / 1e9 / self.ceilings.matmul_tflop_per_s
 
     def of_copy(self, phases: Iterable[Phase]) -> float | None:
         """Fraction of the measured copy's rate that the rest of these phases reached."""
-        found = [p for p in phases if p.bytes and p.memory_ms]
-        if not found:
-            return None
-        rate = sum(p.bytes for p in found) / sum(p.memory_ms for p in found) / 1e6
-        return rate / self.ceilings.copy_gb_per_s
+        bytes_per_ms = _rate((p.bytes, p.memory_ms) for p in phases)
+        return bytes_per_ms and bytes_per_ms / 1e6 / self.ceilings.copy_gb_per_s
+
+
+def _rate(parts: Iterable[tuple[float, float]]) -> float | None:
+    """Work a ms of those parts, (work, ms), that have both; None: none has."""
+    found = [part for part in parts if all(part)]
+    return sum(work for work, _ in found) / sum(ms for _, ms in found) if found else None
 
 
 def work_of(ops: Iterable[Op]) -> dict[str, tuple[float, float]]:

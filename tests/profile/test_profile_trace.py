@@ -1,8 +1,5 @@
 """Times from a trace: own time of operations, phases, kernels by stream, gaps."""
 
-import gzip
-import json
-
 import pytest
 
 from fastpar.comm.recorder import COMPUTE, HOST, REDUCE, WAIT, Span
@@ -16,7 +13,6 @@ from fastpar.profile.trace import (
     OpTime,
     kind_of,
     product_flops,
-    read_trace,
     times_of,
 )
 
@@ -187,11 +183,3 @@ def test_flops_of_products_come_from_their_shapes(name, shape, flops):
 def test_a_trace_without_steps_is_refused():
     with pytest.raises(ValueError, match="times_of: expected ranges of phases in the trace, got n"):
         times_of([op("aten::mm", 0, 5)])
-
-
-def test_traces_may_be_compressed(tmp_path):
-    text = json.dumps({"traceEvents": step(0)})
-    (tmp_path / "a.json").write_text(text)
-    with gzip.open(tmp_path / "b.json.gz", "wt") as file:
-        file.write(text)
-    assert read_trace(tmp_path / "a.json") == read_trace(tmp_path / "b.json.gz") == step(0)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fastpar.comm.mesh import Mesh
-from fastpar.comm.recorder import COMPUTE, GATHER, REDUCE, TP, WAIT, Span
+from fastpar.comm.recorder import COMPUTE, GATHER, REDUCE, TP, WAIT, Span, window
 from fastpar.config.config import TrainConfig
 from fastpar.profile import step_profile
 from fastpar.profile.step_profile import Marks, marked, title_of, tp_bytes
@@ -80,7 +80,8 @@ def test_phases_of_a_cpu_have_the_times_of_the_median_step():
     parts = {name: dict.fromkeys(("compute", "memory", "communication", "host"), 0.0)
              for name in PHASES}  # fmt: skip
     parts[FORWARD] |= {"compute": 6.0, "host": 12.0}
-    phases = step_profile._fit_to_spans(TraceTimes(3, parts), spans, edges)
+    steps = [window(spans, begin, end) for begin, end in pairwise(edges)]
+    phases = step_profile._fit_to_spans(TraceTimes(3, parts), steps)
     forward = phases[1]
     assert forward.ms == pytest.approx(11.0)
     assert forward.communication_ms == pytest.approx(2.0)
