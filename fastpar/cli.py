@@ -16,17 +16,7 @@ from fastpar._version import __version__
 from fastpar.config.config import TrainConfig, derive_batch, setting_name
 from fastpar.config.options import SampleSettings, TrainFlags, for_tyro
 from fastpar.config.settings import WRONG_PATH, option, parse_seconds, read_settings
-from fastpar.train.launch import (
-    LOST_PEER,
-    USER_MISTAKE,
-    available_cores,
-    follow_launcher,
-    interrupt_kills,
-    is_rank,
-    launch,
-    launched_here,
-    lost_peer,
-)
+from fastpar.train import launch
 from fastpar.train.run_lock import RUNS, find_run, is_restart, run_id
 
 _NOBODY_READS = 128 + 13  # as if by SIGPIPE
@@ -93,8 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(arguments: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if launched_here():
-        follow_launcher()
+    if launch.launched_here():
+        launch.follow_launcher()
     commands: dict[str, Callable[[list[str]], int]] = {
         "train": _train,
         "profile": _profile,
@@ -123,7 +113,7 @@ def _main(arguments: Sequence[str] | None) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and not is_rank():
+        if isinstance(error, BrokenPipeError) and not launch.is_rank():
             if name in ("train", "profile", "compare") and "--help" not in arguments:
                 print(f"fastpar {name}: stops: what reads its output is gone", file=sys.stderr)
             raise
@@ -132,11 +122,11 @@ def _main(arguments: Sequence[str] | None) -> int:
 
 def _leave(error: Exception) -> int:
     """Says what went wrong: one line, or a traceback where it is a defect. The exit status."""
-    status = USER_MISTAKE if isinstance(error, ValueError) else 1
+    status = launch.USER_MISTAKE if isinstance(error, ValueError) else 1
     file = error.filename if isinstance(error, OSError) else None
     missing = _missing_memory(error)
-    if is_rank() and lost_peer(error):
-        status, line = LOST_PEER, f"rank {os.environ['RANK']} stops: another rank is gone"
+    if launch.is_rank() and launch.lost_peer(error):
+        status, line = launch.LOST_PEER, f"rank {os.environ['RANK']} stops: another rank is gone"
     elif _WRITTEN_FOR_USERS.match(str(error)):
         line = str(error)
     elif missing:
@@ -145,14 +135,14 @@ def _leave(error: Exception) -> int:
     elif file is not None:
         assert isinstance(error, OSError)
         line = f"fastpar: {error}"
-        status = USER_MISTAKE if error.errno in WRONG_PATH else 1
+        status = launch.USER_MISTAKE if error.errno in WRONG_PATH else 1
     else:
         import traceback
 
         line, status = "".join(traceback.format_exception(error)).rstrip(), 1
     sys.stdout.flush()
     print(line, file=sys.stderr, flush=True)
-    if is_rank():
+    if launch.is_rank():
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         get_error_handler().record_exception(error)
@@ -199,14 +189,14 @@ def _train(arguments: list[str]) -> int:
     with _naming_saved_settings(arguments):
         config = parse_train(arguments)
         nproc = _ranks_to_start(config)
-        if not is_rank():
+        if not launch.is_rank():
             derive_batch(config.text, 1, nproc // config.parallel.tp)
-        if not is_rank() and nproc > 1:
-            with interrupt_kills():
+        if not launch.is_rank() and nproc > 1:
+            with launch.interrupt_kills():
                 from fastpar.train.run_folder import check_out
 
             check_out(config)  # before the ranks start, which takes seconds
-            return launch(
+            return launch.launch(
                 ["train", *arguments],
                 nproc,
                 threads=config.system.threads,
@@ -214,14 +204,14 @@ def _train(arguments: list[str]) -> int:
                 out=config.run.out,
                 timeout_s=parse_seconds(config.faults.timeout, "timeout"),
             )
-        with interrupt_kills():
+        with launch.interrupt_kills():
             from fastpar.train.trainer import train
         return train(config)
 
 
 def _ranks_to_start(config: TrainConfig) -> int:
     nproc, tp = config.system.nproc, config.parallel.tp
-    if not is_rank() and nproc % tp:
+    if not launch.is_rank() and nproc % tp:
         raise ValueError(
             f"train: expected nproc to be a multiple of tp={tp}, got nproc={nproc}; use --nproc "
             f"{-(-nproc // tp) * tp}, or change --tp"
@@ -255,7 +245,8 @@ def parse_train(arguments: list[str]) -> TrainConfig:
     flags = _parse(TrainFlags, arguments, "train", TrainFlags(**vars(base)))
     config = TrainConfig(**vars(flags)).replace(changes)
     nproc, ranks = config.system.nproc, os.environ.get("WORLD_SIZE", "1")
-    if is_rank() and not launched_here() and nproc not in (base.system.nproc, int(ranks)):
+    by_torchrun = launch.is_rank() and not launch.launched_here()
+    if by_torchrun and nproc not in (base.system.nproc, int(ranks)):
         raise ValueError(
             f"train: expected no --nproc under torchrun, which has started {ranks} ranks, got "
             f"nproc={nproc}; use --nproc-per-node of torchrun"
@@ -376,12 +367,7 @@ def _weights(name: str, given: str | None) -> Path:
 
 def _tokenizer(named: str | None, source: Path, vocab_size: int) -> Any:
     """The tokenizer of weights: the one that is named, or theirs."""
-    from fastpar.data.tokenizer import (
-        has_tokenizer,
-        learns_from_text,
-        load_tokenizer,
-        make_tokenizer,
-    )
+    from fastpar.data import tokenizer as tokenizers
     from fastpar.models.nanogpt import tokenizer_of_nanogpt
 
     name = named
@@ -389,20 +375,20 @@ def _tokenizer(named: str | None, source: Path, vocab_size: int) -> Any:
         name = tokenizer_of_nanogpt(source, vocab_size)
         if name is not None:
             _note(f"tokenizer {name}, as nanoGPT has it; --tokenizer chooses another one")
-    if name is None and (source.is_file() or not has_tokenizer(source)):
+    if name is None and (source.is_file() or not tokenizers.has_tokenizer(source)):
         raise ValueError(
             f"fastpar sample: expected --tokenizer for the {vocab_size} tokens of {source}, which "
             "has none, got none; name gpt2, bytes, or a folder with a saved one or the meta.pkl of "
             "nanoGPT's data"
         )
     if name is None:
-        return load_tokenizer(source)
-    if learns_from_text(name):
+        return tokenizers.load_tokenizer(source)
+    if tokenizers.learns_from_text(name):
         raise ValueError(
             f"fastpar sample: expected a tokenizer that was saved, got tokenizer={name}, which "
             "learns from a text; name the folder that it was saved in"
         )
-    tokenizer = make_tokenizer(name)
+    tokenizer = tokenizers.make_tokenizer(name)
     if tokenizer.vocab_size > vocab_size:
         raise ValueError(
             f"fastpar sample: expected a tokenizer of at most the {vocab_size} tokens of {source}, "
@@ -422,10 +408,9 @@ def _sample(arguments: list[str]) -> int:
     import torch
 
     from fastpar.checkpoint.weight_sources import load_weights
-    from fastpar.train.launch import threads_per_rank
     from fastpar.train.sample import sample
 
-    torch.set_num_threads(threads_per_rank(None, 1))
+    torch.set_num_threads(launch.threads_per_rank(None, 1))
     device = command.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -492,6 +477,6 @@ def _info(arguments: list[str]) -> int:
 
     from fastpar.kernels.backend import describe
 
-    print(f"fastpar   {__version__}, {available_cores()} cores, {platform.platform()}")
+    print(f"fastpar   {__version__}, {launch.available_cores()} cores, {platform.platform()}")
     print(describe())
     return 0

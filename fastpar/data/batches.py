@@ -20,16 +20,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from fastpar.data import token_cache
 from fastpar.data.sources import Shards, Tokens, TokenSource, open_source
-from fastpar.data.token_cache import (
-    TextData,
-    cache_folder,
-    digest_of,
-    progress_bar,
-    say,
-    temporary,
-    tokenized,
-)
+from fastpar.data.token_cache import TextData
 from fastpar.data.tokenizer import (
     IdTokenizer,
     check_name,
@@ -81,14 +74,14 @@ def load_data(
         )
     opened = open_source(source, text_column=text_column)
     for note in opened.notes:
-        say(note, progress)
-    cache = cache_folder(cache_dir)
+        token_cache.say(note, progress)
+    cache = token_cache.cache_folder(cache_dir)
     if isinstance(opened, TokenSource):
         data = _load_tokens(opened, tokenizer, val_fraction, cache, progress)
     else:
         name = _DEFAULT_TOKENIZER if tokenizer == "auto" else tokenizer
         check_name(name)
-        data = tokenized(opened, name, val_fraction, cache=cache, progress=progress)
+        data = token_cache.tokenized(opened, name, val_fraction, cache=cache, progress=progress)
     if block_size is not None:
         for part, tokens in (("training", data.train), ("validation", data.val)):
             _check_length("load_data", tokens, block_size, f"{part} tokens of {data.name}")
@@ -125,14 +118,12 @@ def sample_batch(
         ValueError: too few tokens.
     Deterministic: yes, a pure function of its arguments; see [Note: sample order].
     """
-    starts = _window_starts(
-        len(tokens),
-        n_samples_per_epoch(tokens, block_size),
-        seed=seed,
-        first_sample=first_sample,
-        n_samples=n_samples,
-        block_size=block_size,
-    )
+    n = n_samples_per_epoch(tokens, block_size)
+    epoch, position = np.divmod(np.arange(first_sample, first_sample + n_samples), n)
+    keys = _epoch_keys(seed, epoch)
+    offset = keys[-1] % np.uint64(min(block_size, len(tokens) - n * block_size))
+    window = _permute(position.astype(np.uint64), n, keys[:-1])
+    starts = (offset + window * np.uint64(block_size)).astype(np.int64)
     return _gather(tokens, starts, block_size, device)
 
 
@@ -196,17 +187,6 @@ def _gather(
     if pinned:
         xy = xy.to(device, non_blocking=True)
     return xy[0], xy[1]
-
-
-def _window_starts(
-    n_tokens: int, n: int, *, seed: int, first_sample: int, n_samples: int, block_size: int
-) -> np.ndarray:
-    """First token of each sample; int64 [n_samples]. See [Note: sample order]."""
-    epoch, position = np.divmod(np.arange(first_sample, first_sample + n_samples), n)
-    keys = _epoch_keys(seed, epoch)
-    offset = keys[-1] % np.uint64(min(block_size, n_tokens - n * block_size))
-    window = _permute(position.astype(np.uint64), n, keys[:-1])
-    return (offset + window * np.uint64(block_size)).astype(np.int64)
 
 
 def _epoch_keys(seed: int, epoch: np.ndarray) -> np.ndarray:
@@ -278,7 +258,7 @@ def _load_tokens(
 def _max_id(source: TokenSource, cache: Path, progress: bool) -> tuple[int, str]:
     """Largest id of all files and the part that has it; remembered while the files are the same."""
     stats = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in source.files]
-    memo = cache / f"max-id-{digest_of(stats)}.json"
+    memo = cache / f"max-id-{token_cache.digest_of(stats)}.json"
     try:
         known = json.loads(memo.read_text(encoding="utf-8"))
         return int(known["id"]), str(known["part"])
@@ -287,7 +267,8 @@ def _max_id(source: TokenSource, cache: Path, progress: bool) -> tuple[int, str]
     best = (-1, "")
     parts = {"training": source.train, "validation": source.val}
     total = sum(len(tokens) for tokens in parts.values() if tokens is not None)
-    with progress_bar(total, "token", f"checking ids of {source.name}", progress) as bar:
+    what = f"checking ids of {source.name}"
+    with token_cache.progress_bar(total, "token", what, progress) as bar:
         for part, tokens in parts.items():
             if tokens is None:
                 continue
@@ -295,7 +276,7 @@ def _max_id(source: TokenSource, cache: Path, progress: bool) -> tuple[int, str]
                 block = tokens[start : start + _SCAN_TOKENS]
                 best = max(best, (int(block.max()), f"the {part} files of {source.name}"))
                 bar.update(len(block))
-    with temporary(cache, "max-id-") as folder:
+    with token_cache.temporary(cache, "max-id-") as folder:
         (folder / "memo").write_text(json.dumps({"id": best[0], "part": best[1]}))
         os.replace(folder / "memo", memo)
     return best

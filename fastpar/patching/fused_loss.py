@@ -17,18 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastpar.nn.modules import autocast_dtype
+from fastpar.patching import proof
 from fastpar.patching.fused_gpt2 import head_fits, head_loss
-from fastpar.patching.proof import (
-    LONGEST,
-    Masks,
-    StandIn,
-    UnprovenError,
-    attributes,
-    differ,
-    random_states,
-    set_rates,
-    twin_of,
-)
 from fastpar.patching.swap import SILENT, Swapped, replaced_in, swap_of
 
 IGNORED = -1
@@ -72,7 +62,7 @@ def _last(model: Any, norm: str, forward: Any) -> Tensor:
     finally:
         hook.remove()
     if len(found) != 1:
-        raise UnprovenError(f"calls {norm} {len(found)} times")
+        raise proof.UnprovenError(f"calls {norm} {len(found)} times")
     return found[0]
 
 
@@ -107,28 +97,28 @@ def prove_loss(model: nn.Module, norm: str) -> None:
     head: Any = model.lm_head
     replaced = replaced_in(model)
     if replaced is not None:
-        raise UnprovenError(f"has another {replaced} of someone else's")
+        raise proof.UnprovenError(f"has another {replaced} of someone else's")
     if type(head) is not nn.Linear or head.bias is not None:
-        raise UnprovenError("has an lm_head that is not an nn.Linear without bias")
-    width, positions = head.in_features, LONGEST
+        raise proof.UnprovenError("has an lm_head that is not an nn.Linear without bias")
+    width, positions = head.in_features, proof.LONGEST
     instead: dict[nn.Module, nn.Module] = {head: nn.Linear(width, ROWS, bias=False)}
     blocks = model.get_submodule(norm.replace("ln_f", "h"))
-    instead |= {block: StandIn("block", width) for block in blocks.children()}
+    instead |= {block: proof.StandIn("block", width) for block in blocks.children()}
     for name, part in model.named_modules():
         if isinstance(part, nn.Embedding):
             instead[part] = _Rows(part.embedding_dim)
             if name.endswith("wpe"):
                 positions = part.num_embeddings
-    twin = twin_of(model, instead).train().requires_grad_(True)
-    set_rates(twin)
-    settings = attributes(twin)
+    twin = proof.twin_of(model, instead).train().requires_grad_(True)
+    proof.set_rates(twin)
+    settings = proof.attributes(twin)
     for scale in (1.0, 1e4):
         with torch.no_grad():
             twin.lm_head.weight *= scale
         for B, T in ((2, 9), (1, 1), (3, 17), (1, positions)):
             _compare(twin, norm, B, min(T, positions))
-    if attributes(twin) != settings:
-        raise UnprovenError("changes its own attributes")
+    if proof.attributes(twin) != settings:
+        raise proof.UnprovenError("changes its own attributes")
 
 
 def _compare(twin: Any, norm: str, B: int, T: int) -> None:
@@ -136,22 +126,22 @@ def _compare(twin: Any, norm: str, B: int, T: int) -> None:
     idx = torch.randint(ROWS, (B, T), generator=generator)
     targets = torch.randint(ROWS, (B, T), generator=generator)
     targets[:, 1::3] = IGNORED
-    forward, before, rows = type(twin).forward, random_states(), []
-    with Masks():
+    forward, before, rows = type(twin).forward, proof.random_states(), []
+    with proof.Masks():
         own = forward(twin, idx, targets)
         hook = twin.lm_head.register_forward_hook(lambda m, args, y: rows.append(args[0].shape))
         x = _last(twin, norm, lambda: forward(twin, idx))
         hook.remove()
     if not (isinstance(own, tuple) and len(own) == 2 and isinstance(own[1], Tensor)):
-        raise UnprovenError("returns something else than (logits, loss)")
+        raise proof.UnprovenError("returns something else than (logits, loss)")
     width = twin.lm_head.in_features
     if x.shape != (B, T, width) or [shape.numel() for shape in rows] != [B * width]:
-        raise UnprovenError("computes logits of all tokens when it is given no targets")
+        raise proof.UnprovenError("computes logits of all tokens when it is given no targets")
     loss = F.cross_entropy(twin.lm_head(x).flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
     weights = list(twin.parameters())
     grads = [torch.autograd.grad(y, weights, allow_unused=True) for y in (own[1], loss)]
     for got, want in zip((own[1], *grads[0]), (loss, *grads[1])):
-        if (got is None) != (want is None) or (got is not None and differ(got, want)):
-            raise UnprovenError("returns another loss than the mean cross-entropy without -1")
-    if random_states() != before:
-        raise UnprovenError("draws random numbers that are not dropout's")
+        if (got is None) != (want is None) or (got is not None and proof.differ(got, want)):
+            raise proof.UnprovenError("returns another loss than the mean cross-entropy without -1")
+    if proof.random_states() != before:
+        raise proof.UnprovenError("draws random numbers that are not dropout's")

@@ -27,24 +27,8 @@ from fastpar.kernels.attention import MAX_HEAD_DIM
 from fastpar.kernels.layer_norm import MAX_COLUMNS
 from fastpar.nn import modules
 from fastpar.nn.modules import embedding_options, is_linear
-from fastpar.patching import fused_gpt2, fused_modules
+from fastpar.patching import fused_gpt2, fused_modules, proof, swap
 from fastpar.patching.fused_loss import Loss, loss_shape, prove_loss
-from fastpar.patching.proof import (
-    Formula,
-    conditions_of,
-    features,
-    places_of_dropout,
-    prove,
-    words_of,
-)
-from fastpar.patching.swap import (
-    MODULE_FIELDS,
-    Conditions,
-    Swap,
-    replaced_in,
-    swap_of,
-    swapped_class,
-)
 
 GPT2 = "transformers.models.gpt2.modeling_gpt2"
 TORCH = os.path.dirname(torch.__file__)
@@ -64,7 +48,7 @@ class Fused:
 
     mixin: Any
     options: dict[str, Any] = field(default_factory=dict)
-    conditions: Conditions = field(default_factory=Conditions)
+    conditions: swap.Conditions = field(default_factory=swap.Conditions)
 
 
 # Why a module is left is a string; None for what is not worth a word.
@@ -133,13 +117,13 @@ def look_of(module: nn.Module) -> Any:
     """Equal for modules that differ in the values of their tensors only."""
     look: list[Any] = []
     for name, part in seen_parts(module):
-        look += [name, type(part), swap_of(part) is None, tuple(part._modules)]
+        look += [name, type(part), swap.swap_of(part) is None, tuple(part._modules)]
         if part is not module and isinstance(part, fused_modules.Attention | fused_modules.MLP):
             continue
         by_layer = getattr(part, "scale_attn_by_inverse_layer_idx", False)
         in_cache = {"layer_idx"} if type(part).__module__ == GPT2 and not by_layer else set()
         for key, value in vars(part).items():
-            if key not in MODULE_FIELDS and key not in in_cache:
+            if key not in swap.MODULE_FIELDS and key not in in_cache:
                 known = isinstance(value, int | float | str | tuple | None)
                 look += [key, repr(value) if known else id(value)]
         tensors = [*part._parameters.items(), *part._buffers.items()]
@@ -162,10 +146,10 @@ def plan_losses(model: nn.Module) -> dict[nn.Module, Plan]:
         elif norm is not None:
             try:
                 prove_loss(module, norm)
-                conditions = conditions_of(module, {}, tuple(module._modules), None)
+                conditions = proof.conditions_of(module, {}, tuple(module._modules), None)
                 plans[module] = Fused(Loss, {"norm": norm}, conditions)
             except Exception as error:
-                why = f", which {words_of(error)}"
+                why = f", which {proof.words_of(error)}"
     if why or not (found or plans):
         raise ValueError(
             "patch: expected transformers' GPT2LMHeadModel or nanoGPT's "
@@ -181,7 +165,7 @@ def _is_gpt2(module: nn.Module, *names: str) -> bool:
 
 def plan(name: str, module: nn.Module, fused_loss: bool, looks: Looks) -> Plan:
     """What becomes of a module, whose parts have been swapped already."""
-    method = replaced_in(module)
+    method = swap.replaced_in(module)
     if method is not None:
         return f"its {method} was replaced by someone else's"
     if type(module) in TORCH_CLASSES:
@@ -191,7 +175,7 @@ def plan(name: str, module: nn.Module, fused_loss: bool, looks: Looks) -> Plan:
     found = looks.plan(name, module, fused_loss)
     if isinstance(found, Fused):
         kind: Any = type(module)
-        if swapped_class(found.mixin, kind).own_forward[0] is not kind.forward:
+        if swap.swapped_class(found.mixin, kind).own_forward[0] is not kind.forward:
             return "its class got another forward since it was patched first"
     if found is not None or module._modules:
         return found
@@ -234,7 +218,7 @@ def _plan_gpt2(module: Any, fused_loss: bool) -> Plan:
             return "its attention was left"
         return Fused(fused_modules.Block)
     if _is_gpt2(module, "GPT2Model"):
-        takers = [type(module), *(swap_of(b.attn) for b in module.h), *map(type, module.h)]
+        takers = [type(module), *(swap.swap_of(b.attn) for b in module.h), *map(type, module.h)]
         return Fused(fused_gpt2.Model) if all(map(_takes_hints, takers)) else None
     if fused_loss:
         from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions
@@ -281,7 +265,7 @@ def _plan_gpt2_attention(module: Any) -> Plan:
         "resid": "resid_dropout",
         "head_dim": module.head_dim,
     }
-    conditions = Conditions()
+    conditions = swap.Conditions()
     causal = module._buffers.get("bias")
     if causal is not None:
         if not torch.equal(causal, torch.ones_like(causal).tril()):
@@ -290,15 +274,15 @@ def _plan_gpt2_attention(module: Any) -> Plan:
     positions = module.config.max_position_embeddings
     limits: dict[str, Any] = {"positions": positions, "long": False, "brief": True}
     try:
-        prove(module, module.embed_dim, formula, own=own, **limits, keep=[module.config])
+        proof.prove(module, module.embed_dim, formula, own=own, **limits, keep=[module.config])
     except Exception as error:
-        return words_of(error)
+        return proof.words_of(error)
     return Fused(fused_gpt2.GPT2Attention, options, conditions)
 
 
 def _takes_hints(taker: Any) -> bool:
     """Whether it hands on arguments that it does not know, as transformers does from 4.53 on."""
-    kind = taker.original if isinstance(taker, Swap) else taker
+    kind = taker.original if isinstance(taker, swap.Swap) else taker
     if kind is None:
         return False
     parameters = inspect.signature(kind.forward).parameters.values()
@@ -357,7 +341,7 @@ def _plan_attention(module: Any, parts: dict[str, nn.Module], positions: int | N
     if type(module) is modules.CausalSelfAttention and module.softmax_scale is None:
         D = module.n_embd // module.n_head
         known = {"probs": "attn_dropout", "resid": "resid_dropout", "head_dim": D}
-        conditions = conditions_of(module, known, ("c_attn", "c_proj"), None)
+        conditions = proof.conditions_of(module, known, ("c_attn", "c_proj"), None)
         return Fused(fused_modules.Attention, known, conditions)
     c_attn, c_proj = parts["c_attn"], parts["c_proj"]
     if type(c_attn) is not nn.Linear or type(c_proj) is not nn.Linear:
@@ -375,9 +359,9 @@ def _plan_attention(module: Any, parts: dict[str, nn.Module], positions: int | N
         return y if places["resid"] is None else getattr(m, places["resid"])(y)
 
     try:
-        places.update(places_of_dropout(module, C, heads))
+        places.update(proof.places_of_dropout(module, C, heads))
     except Exception as error:
-        return words_of(error)
+        return proof.words_of(error)
     used = ("c_attn", "c_proj")
     limits: dict[str, Any] = {"positions": positions, "heads": heads, "rate": places["probs"]}
     return _checked(module, formula, fused_modules.Attention, places, used, **limits)
@@ -391,7 +375,7 @@ def _heads(m: Any, x: Tensor, heads: int, **options: Any) -> Tensor:
 
 def _plan_mlp(module: Any, activation: str, **how: Any) -> Plan:
     part = getattr(module, activation)
-    replaced = torch_forward(nn.GELU) if type(part) is nn.GELU else replaced_in(part)
+    replaced = torch_forward(nn.GELU) if type(part) is nn.GELU else swap.replaced_in(part)
     if replaced is not None:
         return f"{replaced} was replaced by someone else's"
     dropouts = [name for name, p in module.named_children() if isinstance(p, nn.Dropout)]
@@ -444,7 +428,7 @@ def _block(m: Any, x: Tensor) -> Tensor:
 
 def _checked(
     module: Any,
-    formula: Formula,
+    formula: proof.Formula,
     mixin: Any,
     options: dict[str, Any],
     used: tuple[str, ...] = (),
@@ -455,9 +439,9 @@ def _checked(
     if first is None:
         width = module.attn.c_attn.in_features if used else module.weight.shape[0]
     else:
-        width = features(first)[0]
+        width = proof.features(first)[0]
     try:
-        reached = prove(module, width, formula, **how)
-        return Fused(mixin, options, conditions_of(module, options, used, reached))
+        reached = proof.prove(module, width, formula, **how)
+        return Fused(mixin, options, proof.conditions_of(module, options, used, reached))
     except Exception as error:
-        return words_of(error)
+        return proof.words_of(error)

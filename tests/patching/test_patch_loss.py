@@ -179,14 +179,14 @@ def test_what_falls_back():
 def test_the_copy_is_small(monkeypatch):
     """Neither the vocabulary nor the blocks are copied."""
     sizes = []
-    twin_of = fused_loss.twin_of
+    twin_of = fused_loss.proof.twin_of
 
     def counted(*args):
         twin = twin_of(*args)
         sizes.append(sum(p.numel() for p in twin.parameters()))
         return twin
 
-    monkeypatch.setattr(fused_loss, "twin_of", counted)
+    monkeypatch.setattr(fused_loss.proof, "twin_of", counted)
     model = GPT(width=48)
     model.transformer.wte = nn.Embedding(5000, 48)
     model.lm_head = nn.Linear(48, 5000, bias=False)

@@ -286,13 +286,13 @@ def test_each_layer_is_looked_at_with_its_own_buffers():
 def test_equal_modules_are_proven_once(monkeypatch):
     """So that many layers take no longer than two; those with numbers of their own do."""
     proven = []
-    prove = recognize.prove
+    prove = recognize.proof.prove
 
     def counted(module, *args, **options):
         proven.append(type(module).__name__)
         return prove(module, *args, **options)
 
-    monkeypatch.setattr(recognize, "prove", counted)
+    monkeypatch.setattr(recognize.proof, "prove", counted)
     threads = torch.get_num_threads()
     fastpar.patch(gpt2(n_layer=5))
     assert torch.get_num_threads() == threads
