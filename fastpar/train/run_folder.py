@@ -122,6 +122,7 @@ class RunFolder:
     def __init__(
         self, config: TrainConfig, *, model: GPT, data: TextData, step: int, facts: dict[str, Any]
     ) -> None:
+        self.config, self.data = config, data
         size, note = Path(config.shape.init_from or config.shape.model).name, ""
         if config.run.out is not None:
             self.path = Path(config.run.out)
@@ -137,7 +138,7 @@ class RunFolder:
         fresh = step == 0 and not config.run.resume
         if fresh and config.run.out is not None:
             check_out(config)  # another run may have had it meanwhile
-        changes = self._write_config(config, model, step, facts)
+        changes = self._write_config(model, step, facts)
         self.log = MetricsLog(
             self.path / "metrics.jsonl",
             resume_step=-1 if fresh else step,
@@ -168,21 +169,14 @@ class RunFolder:
         )
 
     def finish(
-        self,
-        model: GPT,
-        data: TextData,
-        *,
-        config: TrainConfig,
-        step: int,
-        seconds: float,
-        val_loss: float | None,
-        stopped_by: int,
+        self, model: GPT, step: int, *, seconds: float, val_loss: float | None, stopped_by: int
     ) -> None:
         """The picture, a sample unless a signal stopped the run, and what to type next.
 
         Args:
             stopped_by: a signal, TIME_IS_UP or 0.
         """
+        data, config = self.data, self.config
         self.log.close()
         picture = self.path / "loss.png"
         plot_loss(read_metrics(self.path / "metrics.jsonl"), picture, title=self.path.name)
@@ -219,19 +213,13 @@ class RunFolder:
         )
         print("\n".join(lines), flush=True)
 
-    def _write_config(
-        self, config: TrainConfig, model: GPT, step: int, facts: dict[str, Any]
-    ) -> list[str]:
+    def _write_config(self, model: GPT, step: int, facts: dict[str, Any]) -> list[str]:
         """Writes config.json; what of an earlier one it changes, a setting an entry."""
         file = self.path / "config.json"
-        settings = {
-            **config.settings(),
-            "resume": False,
-            "auto_resume": False,
-            "out": str(self.path),
-        }
+        here = {"resume": False, "auto_resume": False, "out": str(self.path)}
+        settings = {**self.config.settings(), **here}
         old: dict[str, Any] = {"settings": settings, "starts": []}
-        if file.exists() and (step or config.run.resume):
+        if file.exists() and (step or self.config.run.resume):
             old = json.loads(file.read_text(encoding="utf-8"))
         # As JSON has them: a tuple comes back as a list.
         before, now = (json.loads(json.dumps(each)) for each in (old["settings"], settings))

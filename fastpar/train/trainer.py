@@ -63,9 +63,8 @@ from fastpar.parallel.engine import engine_of
 from fastpar.parallel.parallelize import parallelize
 from fastpar.train.evaluate import validation_loss
 from fastpar.train.guards import Guards, merged, past, poison
-from fastpar.train.journal import Journal, Step, to_device, to_host
+from fastpar.train.journal import Journal, Predictions, Step, to_device, to_host
 from fastpar.train.launch import SIGNALS, catching_save, catching_stop, threads_per_rank
-from fastpar.train.predictions import Predictions
 from fastpar.train.run_folder import TIME_IS_UP, RunFolder, check_out
 from fastpar.train.run_lock import release
 from fastpar.train.run_saves import RunSaves
@@ -253,15 +252,9 @@ class Trainer:
         model: GPT = self.model
         if self.engine.shares and stop <= 0:
             model = load_hf(checkpoint_folder(folder.path, self.step))
-        folder.finish(
-            model.to(self.mesh.device),
-            self.data,
-            config=self.config,
-            step=self.step,
-            seconds=self.journal.seconds,
-            val_loss=self.val[1] if self.val else None,
-            stopped_by=stop,
-        )
+        seconds, val_loss = self.journal.seconds, self.val[1] if self.val else None
+        model = model.to(self.mesh.device)
+        folder.finish(model, self.step, seconds=seconds, val_loss=val_loss, stopped_by=stop)
 
     def _open_saves(self) -> None:
         """Checkpoints go to the folder that rank 0 has made."""

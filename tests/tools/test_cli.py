@@ -320,7 +320,7 @@ def test_train_then_sample_export_and_info(here, capsys, monkeypatch):
         sample = "--max-new-tokens 5 --num-samples 2 --temperature 0 --device cpu"
         assert fastpar(f"sample --prompt god {sample}") == 0
     assert "runs/micro-text-2/checkpoints/step_000002" in capsys.readouterr().err
-    assert pieces[:2] == ["", "god"]
+    assert pieces[0] == "god"
     assert len(pieces) > 10  # a token at a time
     one, two = "".join(pieces).split("\n" + 40 * "-" + "\n")
     assert one.strip() == two.strip()  # without temperature

@@ -14,8 +14,8 @@ from fastpar.cost.workload import Setup, Workload
 from fastpar.kernels.linear_cross_entropy import release_workspaces
 from fastpar.measure.short_run import ShortRun
 from fastpar.testing import run_ranks
+from fastpar.train.journal import SKIPPED, Predictions
 from fastpar.train.metrics import read_metrics
-from fastpar.train.predictions import SKIPPED, Predictions
 from fastpar.train.trainer import train
 
 SETTINGS = {
