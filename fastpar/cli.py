@@ -16,6 +16,7 @@ from fastpar._version import __version__
 from fastpar.config.config import TrainConfig, derive_batch, setting_name
 from fastpar.config.options import SampleSettings, TrainFlags, for_tyro
 from fastpar.config.settings import WRONG_PATH, option, parse_seconds, read_settings
+from fastpar.files.packages import import_package
 from fastpar.train import launch
 from fastpar.train.run_lock import RUNS, find_run, is_restart, run_id
 
@@ -172,10 +173,7 @@ def _missing_memory(error: Exception) -> str:
 
 def _parse(command: Any, arguments: list[str], name: str, default: Any = None) -> Any:
     """The dataclass from flags, by tyro, which ends the process with status 2 on a mistake."""
-    try:
-        import tyro
-    except ImportError as error:
-        raise ImportError(f"fastpar {name}: expected tyro, got {error}; pip install tyro") from None
+    tyro = import_package("tyro", f"fastpar {name}")
     return tyro.cli(
         command,
         prog=f"fastpar {name}",

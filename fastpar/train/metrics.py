@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
+from fastpar.files.packages import import_package
 from fastpar.files.plain_files import write_text
 
 
@@ -135,17 +136,10 @@ def plot_loss(rows: list[dict[str, Any]], path: str | Path, *, title: str) -> No
     Raises:
         ImportError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            f"plot_loss: expected matplotlib, got {error}; pip install matplotlib"
-        ) from None
+    make_figure = import_package("matplotlib.figure", "plot_loss").Figure
     train = [(r["step"], r["loss"]) for r in rows if r.get("loss") is not None]
     val = [(r["step"], r["val_loss"]) for r in rows if r.get("val_loss") is not None]
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = make_figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     axes = figure.subplots()
     if train:
         steps, losses = zip(*train)

@@ -302,8 +302,8 @@ def test_nproc_under_torchrun_is_refused(monkeypatch):
 def test_without_tyro_the_extra_is_named(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tyro", None)
     assert main(["train"]) == 1
-    assert "fastpar train: expected tyro, got" in (err := capsys.readouterr().err)
-    assert "; pip install tyro" in err
+    assert "fastpar train: expected the package tyro, got" in (err := capsys.readouterr().err)
+    assert "; run pip install tyro" in err
 
 
 def test_train_then_sample_export_and_info(here, capsys, monkeypatch):

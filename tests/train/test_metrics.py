@@ -101,9 +101,8 @@ def test_picture(tmp_path, rows):
 
 def test_picture_without_matplotlib_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    with pytest.raises(
-        ImportError, match=r"plot_loss: expected matplotlib.*; pip install matplotlib"
-    ):
+    message = r"plot_loss: expected the package matplotlib.*; run pip install matplotlib"
+    with pytest.raises(ImportError, match=message):
         plot_loss([], tmp_path / "loss.png", title="")
 
 

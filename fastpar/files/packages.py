@@ -1,0 +1,39 @@
+"""Packages that may be missing: whoever needs one says what to type."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+
+def import_package(name: str, caller: str, need: str = "", instead: str = "") -> Any:
+    """A package, or a module of it.
+
+    Args:
+        need, instead: for the error, as " for this" and ", or do that".
+    Raises:
+        ImportError: it is missing.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise _missing(name.split(".")[0], caller, need, instead, str(error)) from error
+
+
+def package_file(package: str, file: str, caller: str, need: str = "", instead: str = "") -> Path:
+    """Path of a file that an installed package brings; see import_package."""
+    from importlib import metadata  # takes long
+
+    try:
+        distribution = metadata.distribution(package)
+    except metadata.PackageNotFoundError as error:
+        raise _missing(package, caller, need, instead, "none installed") from error
+    return Path(str(distribution.locate_file(file)))
+
+
+def _missing(package: str, caller: str, need: str, instead: str, got: str) -> ImportError:
+    return ImportError(
+        f"{caller}: expected the package {package}{need}, got {got}; run pip install "
+        f"{package}{instead}"
+    )
