@@ -18,11 +18,9 @@ from fastpar.cost.workload import Setup, Workload
 from fastpar.data.batches import sample_batch
 from fastpar.kernels import make_key
 from fastpar.models.gpt import GPT
-from fastpar.nn.recompute import recompute
-from fastpar.optim.schedule import make_optimizer
 from fastpar.parallel.engine import engine_of
-from fastpar.parallel.parallelize import parallelize
 from fastpar.train.journal import to_device
+from fastpar.train.start import set_up
 
 SEED = 1
 
@@ -38,23 +36,12 @@ class ShortRun:
     def __init__(self, workload: Workload, setup: Setup, mesh: Mesh) -> None:
         self.workload, self.setup, self.mesh = workload, setup, mesh
         config, dtype = setup.config(workload), DTYPES[setup.dtype]
-        model = GPT(workload.shape, seed=SEED).to(mesh.device, dtype)
-        parallelize(
-            model,
-            mesh,
-            zero_stage=setup.zero_stage,
-            shard_size=setup.shard_size,
-            bucket_mb=setup.bucket_mb,
-            grad_dtype=DTYPES[setup.grad_dtype],
-            reduce_dtype=DTYPES[setup.reduce_dtype],
-            accumulate=setup.accumulate,
-            grad_accum_steps=setup.grad_accum_steps,
-            transport="auto" if setup.transport in ("shm", "nccl") else "torch",
-            sequence_parallel=setup.sequence_parallel,
-        )
-        recompute(model, setup.activation_checkpointing)
-        self.model, self.engine = model, engine_of(model)
-        self.optimizer = make_optimizer(model, config.optim, dtype=dtype, seed=SEED)
+        if setup.transport == "gloo":
+            config = config.replace({"transport": "torch"})
+        self.model = GPT(workload.shape, seed=SEED).to(mesh.device, dtype)
+        accum = setup.grad_accum_steps
+        self.optimizer = set_up(self.model, mesh, config, dtype=dtype, grad_accum_steps=accum)
+        self.engine = engine_of(self.model)
         n_tokens = (max(4 * workload.batch_size, 8) + 1) * workload.seq_len + 1
         vocabulary = workload.shape.vocab_size
         self._tokens = np.random.default_rng(SEED).integers(vocabulary, size=n_tokens)

@@ -16,11 +16,17 @@ from fastpar.checkpoint.checkpoint import newest_checkpoint
 from fastpar.checkpoint.weight_sources import load_weights
 from fastpar.comm.mesh import AXES, Mesh
 from fastpar.config.config import GPTConfig, TrainConfig, check_split
+from fastpar.cost.buckets import DTYPES
 from fastpar.data.batches import TextData, load_data
 from fastpar.data.token_cache import say
 from fastpar.files.step_folders import checkpoint_folder, list_checkpoints, step_of
 from fastpar.models.gpt import GPT
 from fastpar.models.nanogpt import tokenizer_of_nanogpt
+from fastpar.nn.recompute import recompute
+from fastpar.optim.adafactor import Adafactor
+from fastpar.optim.adamw import AdamW
+from fastpar.optim.schedule import make_optimizer
+from fastpar.parallel.parallelize import parallelize
 from fastpar.train.run_lock import hold
 
 _LONGEST_PATH = 4096  # bytes
@@ -117,6 +123,34 @@ def load_model_and_data(
 
 
 _DIGEST_TOKENS = 1 << 16
+
+
+def set_up(
+    model: torch.nn.Module,
+    mesh: Mesh,
+    config: TrainConfig,
+    *,
+    dtype: torch.dtype,
+    grad_accum_steps: int,
+) -> AdamW | Adafactor:
+    """Makes the engine of a run and recomputation on a model; returns the optimizer. Ranks: all."""
+    parallel, half = config.parallel, dtype != torch.float32
+    parallelize(
+        model,
+        mesh,
+        zero_stage=parallel.zero_stage,
+        shard_size=parallel.shard_size,
+        bucket_mb=parallel.bucket_mb,
+        grad_dtype=DTYPES.get(parallel.grad_dtype, torch.float32 if half else None),
+        reduce_dtype=DTYPES.get(parallel.reduce_dtype),
+        accumulate=config.accumulate,
+        grad_accum_steps=grad_accum_steps,
+        deterministic=config.system.deterministic,
+        transport=parallel.transport,
+        sequence_parallel=parallel.sequence_parallel,
+    )
+    recompute(model, parallel.activation_checkpointing)
+    return make_optimizer(model, config.optim, dtype=dtype, seed=config.run.seed)
 
 
 def digest(data: TextData) -> str:

@@ -49,18 +49,17 @@ from fastpar.comm.mesh import Mesh
 from fastpar.comm.watchdog import MARGIN_S, Watchdog, in_step
 from fastpar.config.config import TrainConfig, check_parallel, check_storage, derive_batch
 from fastpar.config.settings import parse_seconds
+from fastpar.cost.buckets import DTYPES
 from fastpar.cost.capacity import check_ranks
 from fastpar.data.batches import sample_batch
 from fastpar.files.step_folders import checkpoint_folder
 from fastpar.kernels import keep_freed_memory, make_key
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import load_hf
-from fastpar.nn.recompute import recompute
 from fastpar.optim.loss_scale import DynamicLossScale
-from fastpar.optim.schedule import cosine_lr, describe_storage, make_optimizer
+from fastpar.optim.schedule import cosine_lr, describe_storage
 from fastpar.parallel.control import broadcast_text
 from fastpar.parallel.engine import engine_of
-from fastpar.parallel.parallelize import parallelize
 from fastpar.train.evaluate import validation_loss
 from fastpar.train.guards import Guards, merged, past, poison
 from fastpar.train.journal import Journal, Predictions, Step, to_device, to_host
@@ -68,9 +67,14 @@ from fastpar.train.launch import SIGNALS, catching_save, catching_stop, threads_
 from fastpar.train.run_folder import TIME_IS_UP, RunFolder, check_out
 from fastpar.train.run_lock import release
 from fastpar.train.run_saves import RunSaves
-from fastpar.train.start import digest, find_checkpoint, load_model_and_data, newest_of_all
+from fastpar.train.start import (
+    digest,
+    find_checkpoint,
+    load_model_and_data,
+    newest_of_all,
+    set_up,
+)
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STOPS = (*SIGNALS, TIME_IS_UP)  # reasons to stop early
 
 
@@ -130,7 +134,6 @@ class Trainer:
         state = read_run_state(checkpoint) if checkpoint is not None else None
         self.dtype_name = self._pick_dtype(state)
         dtype = DTYPES[self.dtype_name]
-        half = dtype != torch.float32
         torch.manual_seed(config.run.seed)
         check = partial(
             check_ranks, config=config, dtype=dtype, device=mesh.device, ranks=mesh.world_size
@@ -141,24 +144,10 @@ class Trainer:
         batch = derive_batch(config.text, self.block_size, mesh.dp_size)
         self.micro_batch_size, self.grad_accum_steps = batch
         self.model = model.to(mesh.device, dtype)
-        parallel = config.parallel
-        parallelize(
-            self.model,
-            mesh,
-            zero_stage=parallel.zero_stage,
-            shard_size=parallel.shard_size,
-            bucket_mb=parallel.bucket_mb,
-            grad_dtype=DTYPES.get(parallel.grad_dtype, torch.float32 if half else None),
-            reduce_dtype=DTYPES.get(parallel.reduce_dtype),
-            accumulate=config.accumulate,
-            grad_accum_steps=self.grad_accum_steps,
-            deterministic=config.system.deterministic,
-            transport=parallel.transport,
-            sequence_parallel=parallel.sequence_parallel,
+        self.optimizer = set_up(
+            self.model, mesh, config, dtype=dtype, grad_accum_steps=self.grad_accum_steps
         )
-        recompute(self.model, parallel.activation_checkpointing)
         self.engine = engine_of(self.model)
-        self.optimizer = make_optimizer(self.model, config.optim, dtype=dtype, seed=config.run.seed)
         self.loss_scale = DynamicLossScale() if dtype == torch.float16 else None
         self.predictions = Predictions(self.engine, self.optimizer)
         self.guards = Guards(config.faults, scaled=self.loss_scale is not None)

@@ -47,7 +47,7 @@ def built(words, monkeypatch):
     def emulating(model, mesh, *, transport, **more):
         return parallelize(model, mesh, collectives=emulated(link), **more)
 
-    monkeypatch.setattr(train, "parallelize", emulating)
+    monkeypatch.setattr(start, "parallelize", emulating)
     monkeypatch.setattr(start, "load_data", text_of)
     try:
         with EmulatedMesh(ranks, 0, tp=config.parallel.tp) as mesh:

@@ -14,6 +14,7 @@ from fastpar.comm.mesh import Mesh
 from fastpar.config.config import TrainConfig
 from fastpar.optim.loss_scale import DynamicLossScale
 from fastpar.testing import run_ranks
+from fastpar.train import start
 from fastpar.train import trainer as train_module
 from fastpar.train.metrics import read_metrics
 from fastpar.train.trainer import Trainer
@@ -57,12 +58,9 @@ def values(out, *names):
 @pytest.fixture
 def double(monkeypatch):
     """Trains in fp64, where a difference that is no rounding cannot hide."""
-    real = train_module.parallelize
-    monkeypatch.setitem(train_module.DTYPES, "fp64", torch.float64)
+    real = start.parallelize
     monkeypatch.setattr(Trainer, "_pick_dtype", lambda self, state: "fp64")
-    monkeypatch.setattr(
-        train_module, "parallelize", lambda *a, **k: real(*a, **{**k, "grad_dtype": None})
-    )
+    monkeypatch.setattr(start, "parallelize", lambda *a, **k: real(*a, **{**k, "grad_dtype": None}))
 
 
 def numbers(changes):
