@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from matrix import cells
+from cells import cells
 from saved import whole_tensors
 
 from fastpar import GPT, AdamW, GPTConfig, Mesh, parallelize
@@ -78,7 +78,7 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize(("change", "layout"), cells(CHANGES, LAYOUTS, together=1))
+@pytest.mark.parametrize(("change", "layout"), cells(CHANGES, LAYOUTS, strength=1))
 def test_masters_and_moments_survive_another_dtype(tmp_path, change, layout):
     (before, after), (ranks, stage, tp) = change, layout
     made = build(before)

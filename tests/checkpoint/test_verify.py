@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from cells import slow
 from manifest_cells import make_folder
 
 from fastpar.checkpoint import tensor_reader
@@ -69,12 +70,12 @@ def test_the_parts_are_of_nearly_the_same_size(made):
     assert abs(sizes[0] - sizes[1]) <= 64 < sum(sizes)
 
 
-@pytest.mark.parametrize("n_parts", [1, 3])
-def test_every_changed_byte_is_found_by_one_part(made, n_parts):
+@pytest.mark.parametrize(("n_parts", "step"), [(3, 13), slow(1, 5), slow(3, 5)])
+def test_every_changed_byte_is_found_by_one_part(made, n_parts, step):
     folder, manifest = made
     for name in manifest.files:
         raw = (folder / name).read_bytes()
-        for i in range(0, len(raw), 5):
+        for i in range(0, len(raw), step):
             (folder / name).write_bytes(raw[:i] + bytes([raw[i] ^ 0x10]) + raw[i + 1 :])
             parts = [
                 find_damage(folder, manifest, part=part, n_parts=n_parts) for part in range(n_parts)

@@ -1,9 +1,11 @@
 """Every transport: the same operations, the same sums, the same refusals."""
 
 import functools
+from itertools import product
 
 import pytest
 import torch
+from cells import slow
 
 from bench.systems.emulated import EmulatedMesh, Link, emulated
 from fastpar.comm.collectives import SUMMABLE
@@ -114,12 +116,19 @@ def reductions_of(c, n, dtype, mean):
     return [name for name, right in results.items() if not right]
 
 
-@pytest.mark.parametrize("dtype", SUMMABLE, ids=str)
-def test_sums_of_shm_on_threads(dtype):
-    for world_size in (1, 2, 3, 4, 7):
+@pytest.mark.parametrize(
+    ("dtypes", "sizes"),
+    [
+        ([torch.bfloat16], (1, 2, 3, 4, 7)),
+        (SUMMABLE, (3,)),
+        *(slow([dtype], (1, 2, 4, 7)) for dtype in SUMMABLE if dtype != torch.bfloat16),
+    ],
+)
+def test_sums_of_shm_on_threads(dtypes, sizes):
+    for world_size, dtype in product(sizes, dtypes):
         for n, mean in [(0, False), (1, False), (127, False), (10_007, dtype != torch.int64)]:
             wrong = run_ranks(reductions, world_size, "shm", n * world_size, dtype, mean)
-            assert wrong == [[]] * world_size, (n, mean)
+            assert wrong == [[]] * world_size, (dtype, n, mean)
 
 
 @pytest.mark.slow

@@ -245,7 +245,7 @@ def profiled(mode):
     }
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities), modes[mode]():
-        for _ in range(500):
+        for _ in range(200):
             handles = [
                 c.all_gather(whole, part, async_op=True),
                 c.reduce_scatter(part, whole, mean=True, async_op=True),

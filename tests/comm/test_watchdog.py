@@ -124,7 +124,7 @@ def test_nobody_is_named_as_long_as_nobody_waits_too_long(ranks):
     two = ranks(2)
 
     def works(ranks):
-        for step in range(8):
+        for step in range(6):
             in_step(step)
             with waiting("all_reduce"):
                 time.sleep(0.6 * TIMEOUT_S)
@@ -133,7 +133,7 @@ def test_nobody_is_named_as_long_as_nobody_waits_too_long(ranks):
 
     two.start(0, works)
     two.start(1, computes(0))
-    time.sleep(3 * TIMEOUT_S)
+    time.sleep(2 * TIMEOUT_S)
     assert two.said == {}
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cells import slow
 
 from fastpar.comm.recorder import WireMeter, ring_bytes
 from fastpar.compare.strategies import STRATEGIES, Settings, build
@@ -34,21 +35,25 @@ def steps_on_rank(names):
     return found
 
 
-def test_a_step_sends_what_its_strategy_must():
-    names = ["ddp", "fsdp2", "fsdp2-no-reshard", "dp", "zero1", "zero2", "zero3", "tp"]
+@pytest.mark.parametrize(
+    "names",
+    [["ddp", "fsdp2", "zero2", "zero3", "tp"], slow(["fsdp2-no-reshard", "dp", "zero1"])],
+    ids=["some", "others"],
+)
+def test_a_step_sends_what_its_strategy_must(names):
     for found in run_ranks(steps_on_rank, 2, names, backend="gloo", timeout_s=120):
         once = 4 * NUMEL  # of 2 ranks an all-reduce sends each byte once, a gather half of them
-        assert found["ddp"][0] == once
-        assert found["fsdp2-no-reshard"][0] == once
-        assert found["fsdp2"][0] == once * 3 // 2  # gathered twice
-        for name in ("dp", "zero1", "zero2", "zero3"):
+        of_torch = {"ddp": once, "fsdp2-no-reshard": once, "fsdp2": once * 3 // 2}  # gathered twice
+        for name in names:
             sent, waited, report = found[name]
-            # The engine leaves out its small exchanges: norm and control.
-            assert report["wire_bytes"] <= sent <= report["wire_bytes"] + 2000, name
+            if name in of_torch:
+                assert sent == of_torch[name], name
+                continue
             assert waited > 0
-        sent, waited, report = found["tp"]
-        assert sent > report["wire_bytes"] + 4 * 2 * 32 * 32  # activations of two layers
-        assert waited > 0
+            if name == "tp":
+                assert sent > report["wire_bytes"] + 4 * 2 * 32 * 32  # activations of two layers
+            else:  # the engine leaves out its small exchanges: norm and control
+                assert report["wire_bytes"] <= sent <= report["wire_bytes"] + 2000, name
 
 
 def test_ring_bytes():

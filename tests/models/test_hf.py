@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from matrix import cells
+from cells import cells
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -142,7 +142,7 @@ def test_transformers_reads_what_is_written(pair, transformers, tmp_path, max_sh
 
 @pytest.mark.parametrize(
     ("dtype", "max_shard_size"),
-    cells([torch.float32, torch.float16, torch.bfloat16], ["100KB", "1GB"], together=1),
+    cells([torch.float32, torch.float16, torch.bfloat16], ["100KB", "1GB"], strength=1),
 )
 def test_import_and_export_give_the_same_bytes(pair, tmp_path, dtype, max_shard_size):
     theirs = copy.deepcopy(pair[0]).to(dtype)

@@ -69,7 +69,7 @@ def test_matches_oracle(form, T, D, p, causal, dtype):
 
 
 @sweep("causal", [True, False])
-@sweep(("T", "Tk"), [(1, 50), (2, 50), (5, 50), (40, 50), (50, 3), (50, 1), (70, 33)])
+@sweep(("T", "Tk"), [(1, 50), (5, 50), (50, 1), (70, 33)])
 @sweep("p", [0.0, 0.3])
 def test_other_lengths(form, T, Tk, p, causal):
     """Aligned to the last query and the last key; queries that see nothing give 0."""
@@ -384,14 +384,6 @@ def test_head_dims_that_triton_lacks_are_refused(monkeypatch, D):
 
 def on(device, tensors):
     return [x.detach().to(device).requires_grad_() for x in tensors]
-
-
-@covering(1, ("causal", [True, False]), ("p", [0.0, 0.3]))
-def test_triton(triton_device, p, causal):
-    """Through the public op; tests/ops/test_attention_triton.py judges the kernels."""
-    for T, Tk in ((20, 20), (3, 20), (20, 3)):
-        inputs = [draw(2, n, H, 24, dtype=torch.float16) for n, H in ((T, 4), (Tk, 2), (Tk, 2))]
-        check("cpp", on(triton_device, inputs), causal=causal, dropout_p=p, rng=RNG)
 
 
 def test_triton_draws_the_mask_of_the_cpu(triton_device, monkeypatch):

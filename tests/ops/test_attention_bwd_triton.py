@@ -17,9 +17,9 @@ from fastpar.kernels import attention_triton as fwd
 
 @pytest.mark.parametrize("p", [0.3, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_two_runs_are_equal_bit_for_bit(triton_device, p):
-    inputs = [draw(triton_device, 1, n, h, 64).detach() for n, h in ((70, 2), (80, 1), (80, 1))]
+    inputs = [draw(triton_device, 1, n, h, 32).detach() for n, h in ((70, 2), (80, 1), (80, 1))]
     mask: Mask = (RNG.key, 4, round(256 * p)) if p else NO_MASK
-    do = torch.randn(1, 70, 2, 64).to(inputs[0])
+    do = torch.randn(1, 70, 2, 32).to(inputs[0])
     first, second = (run(*inputs, do, mask=mask) for _ in range(2))
     for a, b in zip(first, second):
         assert torch.equal(a, b)
@@ -27,7 +27,7 @@ def test_two_runs_are_equal_bit_for_bit(triton_device, p):
 
 def test_strides_are_read_and_written_in_place(triton_device):
     """Packed, heads before rows, steps over samples, and addresses no descriptor can hold."""
-    B, T, H, D = 2, 70, 1, 32
+    B, T, H, D = 2, 40, 1, 32
     packed = torch.randn(B, T, 3, H, D).to(triton_device)
     ones = torch.ones(B, T, H, D, device=triton_device)
     want = run(*(x.contiguous() for x in packed.unbind(2)), ones)
@@ -58,13 +58,13 @@ def test_gradients_of_a_packed_tensor_leave_their_neighbours_alone(triton_device
     assert (room == 7.0).all()
 
 
-@covering(1, ("p", [0.0, 0.3]), ("Hkv", [1, 2, 4]))
+@covering(1, ("p", [0.0, 0.3]), ("Hkv", [1, 2]))
 def test_fewer_key_heads(triton_device, Hkv, p):
     inputs = [draw(triton_device, 1, 64, h, 24, dtype=torch.float32) for h in (4, Hkv, Hkv)]
     check(inputs, dropout_p=p, rng=RNG)
 
 
-@covering(1, ("seed", range(3)), ("p", [0.0, 0.1]))
+@covering(1, ("seed", range(2)), ("p", [0.0, 0.1]))
 def test_scores_far_apart_in_fp32(triton_device, seed, p):
     """Rows that one key owns: PyTorch's probability is 1 exactly, so ours must be 1 to a rounding.
     lse alone is off by its own rounding, and scores summed in another order by theirs."""

@@ -177,7 +177,7 @@ def test_bits_depend_on_neither_run_nor_threads_nor_isa(p):
 
 
 def test_float64():
-    inputs = draw_qkv(6, D=4, dtype=torch.float64)
+    inputs = draw_qkv(6, 2, 1, D=4, dtype=torch.float64)
     for p in (0.0, 0.3):
         settings = {"dropout_p": p, "rng": RNG, "cu_seqlens": cumulate([4, 2])}
         torch.autograd.gradcheck(lambda q, k, v, s=settings: attention(q, k, v, **s), inputs)

@@ -3,7 +3,7 @@ offset, tail, cut, thread count, instruction set and device."""
 
 import pytest
 import torch
-from cells import sweep
+from cells import covering, sweep
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -82,8 +82,7 @@ def test_pack_unpack_accumulate(source, to, scale, device):
 
 
 @sweep("world", [1, 2, 3, 4, 5, 6, 7, 8, 9, 13])
-@sweep("out_dtype", DTYPES)
-@sweep("dtype", DTYPES)
+@covering(1, ("dtype", DTYPES), ("out_dtype", DTYPES))
 def test_sum_shards_is_a_tree_over_the_ranks(dtype, out_dtype, world, device):
     n = 3001
     received = rand(world * n, dtype, device).view(world, n)
@@ -99,7 +98,7 @@ def test_sum_shards_is_a_tree_over_the_ranks(dtype, out_dtype, world, device):
 @sweep("out_dtype", DTYPES)
 def test_sum_shards_fills_the_bins_of_its_result(out_dtype, device):
     """The norm of these bins has the bits of norm_bins of the result, and adds up over calls."""
-    for n, offset in ((0, 0), (1, 0), (5, 3), (3001, 1), (20_000, 2)):
+    for n, offset in ((0, 0), (1, 0), (5, 3), (3001, 1), (9001, 2)):
         shards = [rand(n, torch.bfloat16, device, offset=offset) for _ in range(3)]
         shards[0][: n // 2] *= 2.0**-40
         out = torch.zeros(n + 1, dtype=out_dtype, device=device)[1:]
@@ -113,7 +112,7 @@ def test_sum_shards_fills_the_bins_of_its_result(out_dtype, device):
         twice = norm_from_bins(norm_bins([out, plain]))
         assert norm_from_bins(bins).norm.item() == twice.norm.item()
     shards[1][77] = torch.inf
-    shards[2][19_000] = torch.nan
+    shards[2][8_700] = torch.nan
     bins.zero_()
     sum_shards(shards, out, bins=bins)
     assert bins[-2:].tolist() == norm_bins([out])[-2:].tolist()

@@ -83,12 +83,14 @@ RUNS = {
     "single ones": [1] * (PIECE + 5),
     "begins and ends at a border": [3, PIECE - 3, 3 * PIECE, 5],
 }
+BORDERS = "crosses every border", "more pieces than are added at once"
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("runs", RUNS.values(), ids=RUNS.keys())
-def test_runs_of_every_length(triton_device, runs):
+@pytest.mark.parametrize("name", [n if n in ("one token", *BORDERS) else slow(n) for n in RUNS])
+def test_runs_of_every_length(triton_device, name):
     """Small whole numbers: the sums are exact, so a term lost or counted twice shows."""
+    runs = RUNS[name]
     ids = torch.repeat_interleave(torch.arange(len(runs)) * 2 + 1, torch.tensor(runs))
     order = torch.randperm(len(ids))
     idx, dx = ids[order][None], torch.randint(-8, 9, (1, len(ids), 128)).float()

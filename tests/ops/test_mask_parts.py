@@ -83,7 +83,7 @@ def test_dropout_of_rows(form, cut, shape):
         assert torch.equal(mask, whole[1].reshape(flat.shape)[part] != 0)
 
 
-@pytest.mark.parametrize("cut", [CUTS[4], *map(slow, (c for c in CUTS if c != CUTS[4]))])
+@pytest.mark.parametrize("cut", [CUTS[1], *map(slow, (c for c in CUTS if c != CUTS[1]))])
 def test_residual_norms_of_rows(form, cut):
     x, r = (torch.randn(B, T, C, device=form[1]) for _ in range(2))
     for op in residual_ops(form[1]):
@@ -99,15 +99,15 @@ def test_residual_norms_of_rows(form, cut):
 @pytest.mark.parametrize(
     ("cut", "packed"),
     [
-        ((0, 1, 6), False),
-        ((0, 3, 6), True),
+        ((0, 1, 4), False),
+        ((0, 2, 4), True),
+        slow((0, 1, 6), False),
         slow((0, 1, 6), True),
-        slow((0, 3, 6), False),
         *(slow(cut, packed) for cut in ((0, 1, 3, 6), (0, 1, 2, 5, 6)) for packed in (False, True)),
     ],
 )
 def test_attention_of_heads(form, cut, packed):
-    qkv = torch.randn(2, 19, 3, 6, 16, device=form[1])
+    qkv = torch.randn(2, 19, 3, cut[-1], 16, device=form[1])
     cu_seqlens = None
     if packed:
         qkv, cu_seqlens = qkv.flatten(0, 1), torch.tensor([0, 11, 38], dtype=torch.int32)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from matrix import cells
+from cells import cells
 from torch import nn
 
 import fastpar
@@ -107,7 +107,7 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("options", "foreach"), cells(OPTIONS, [None, False, True], together=1))
+@pytest.mark.parametrize(("options", "foreach"), cells(OPTIONS, [None, False, True], strength=1))
 def test_it_steps_like_torch(options, foreach):
     theirs, ours = build(), build()
     a = torch.optim.Adafactor(theirs, **options)
@@ -147,7 +147,7 @@ FORMULAS = [
 ]
 
 
-@pytest.mark.parametrize(("options", "scale"), cells(FORMULAS, [1.0, 1e-6], together=1))
+@pytest.mark.parametrize(("options", "scale"), cells(FORMULAS, [1.0, 1e-6], strength=1))
 def test_it_follows_the_papers_formulas(options, scale):
     options = {"lr": 1e-2, **options}
     params = build()

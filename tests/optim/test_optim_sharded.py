@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from matrix import cells
+from cells import cells
 from test_optim_state import MODES, assert_same_state
 from torch import nn
 

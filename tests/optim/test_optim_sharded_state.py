@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from matrix import cells
+from cells import cells
 from test_optim_sharded import (
     HYPER,
     SMALL,
@@ -65,7 +65,7 @@ def resume(stage, world, dtype, options, model_state, state, steps):
 PATHS = [((1, 2), (3, 4)), ((2, 4), (None, 1)), ((None, 1), (2, 4)), ((3, 2), (0, 2))]
 
 
-@pytest.mark.parametrize(("mode", "path"), cells(MODES, PATHS, together=1))
+@pytest.mark.parametrize(("mode", "path"), cells(MODES, PATHS, strength=1))
 def test_state_goes_to_other_stages_and_ranks(mode, path):
     dtype, options = mode
     model_state, state = None, None

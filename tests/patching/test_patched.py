@@ -346,14 +346,8 @@ def test_gradient_checkpointing_changes_nothing(name, reentrant, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(plain, again))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("transformers D40", marks=pytest.mark.slow),
-        pytest.param("transformers eager", marks=pytest.mark.slow),
-        "nanoGPT",
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["transformers D40", "transformers eager", "nanoGPT"])
 def test_compiles(name, monkeypatch):
     model = MODELS[name]()
     fastpar.patch(model)

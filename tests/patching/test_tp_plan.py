@@ -7,6 +7,7 @@ from typing import ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
+from cells import covering, slow
 from test_patched import Nano, gpt2, logits_of, random_weights
 from torch import nn
 
@@ -119,11 +120,11 @@ def model_and_reference(name):
 @pytest.mark.parametrize(
     ("name", "dp", "tp", "stage"),
     [
-        *((name, 1, 4, 0) for name in MODELS if "without" not in name),
+        ("nanoGPT", 1, 4, 0),
         ("transformers patched", 2, 2, 3),
-        pytest.param("nanoGPT without bias", 1, 4, 0, marks=pytest.mark.slow),
+        *(slow(name, 1, 4, 0) for name in MODELS if name != "nanoGPT"),
         *(
-            pytest.param(name, 2, 2, stage, marks=pytest.mark.slow)
+            slow(name, 2, 2, stage)
             for name in THOROUGH
             for stage in range(4)
             if (name, stage) != ("transformers patched", 3)
@@ -151,8 +152,7 @@ def checkpointed(name):
     return model
 
 
-@pytest.mark.parametrize("tokens", [False, True])
-@pytest.mark.parametrize("name", ["transformers", "nanoGPT"])
+@covering(1, ("name", ["transformers", "nanoGPT"]), ("tokens", [False, True]))
 def test_activation_checkpointing(name, tokens):
     model = checkpointed(name)
     compare(run_ranks(split_run, 2, model, 2, 0, tokens), 1, one_process(model))
@@ -268,8 +268,7 @@ def test_generate_needs_all_tokens():
         run_ranks(odd, 2)
 
 
-@pytest.mark.parametrize("tokens", [False, True])
-@pytest.mark.parametrize("tp", [2, 4])
+@covering(1, ("tp", [2, 4]), ("tokens", [False, True]))
 def test_a_fused_loss_never_joins_logits(tp, tokens):
     torch.manual_seed(0)
     model = patched(hf(), fused_loss=True)
@@ -362,8 +361,7 @@ def mine():
     return Mine().double()
 
 
-@pytest.mark.parametrize(("plan", "tokens"), [(PLAN, None), (TOKENS, None), (TOKENS, False)])
-@pytest.mark.parametrize("tp", [2, 4])
+@covering(1, (("plan", "tokens"), [(PLAN, None), (TOKENS, None), (TOKENS, False)]), ("tp", [2, 4]))
 def test_a_users_own_model(plan, tokens, tp):
     ranks = run_ranks(split_run, tp, mine(), tp, 0, tokens, plan)
     compare(ranks, 1, one_process(mine()))

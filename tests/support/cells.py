@@ -37,16 +37,19 @@ def cells(*axes, strength=2):
 
     Two values that go wrong only together are so met in `make test`, in fewer cells. With
     strength=1 each value is met once: for what is slow to compute, such as interpreted kernels.
+    An axis is a list, or a dict of id -> value.
     """
-    places = list(product(*(range(len(axis)) for axis in axes)))
+    with_ids = any(isinstance(axis, dict) for axis in axes)
+    rows = [list(axis.items() if isinstance(axis, dict) else zip(axis, axis)) for axis in axes]
+    places = list(product(*(range(len(row)) for row in rows)))
     chosen = few(places, lambda place: set(combinations(enumerate(place), strength)))
-    return [
-        pytest.param(
-            *(axis[i] for axis, i in zip(axes, place, strict=True)),
-            marks=[] if place in chosen else [pytest.mark.slow],
-        )
-        for place in places
-    ]
+    found = []
+    for place in places:
+        names, values = zip(*(row[i] for row, i in zip(rows, place, strict=True)), strict=True)
+        marks = [] if place in chosen else [pytest.mark.slow]
+        name = "-".join(map(str, names)) if with_ids else None
+        found.append(pytest.param(*values, id=name, marks=marks))
+    return found
 
 
 def covering(strength, *axes):

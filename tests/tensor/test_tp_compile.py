@@ -30,13 +30,10 @@ def losses(sequence_parallel, stage):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "sequence_parallel", "stage"),
-    [
-        (2, True, 0),
-        pytest.param(2, False, 0, marks=pytest.mark.slow),
-        pytest.param(4, True, 3, marks=pytest.mark.slow),
-    ],
+    [(2, True, 0), (2, False, 0), (4, True, 3)],
 )
 def test_a_compiled_model_has_the_losses_of_an_eager_one(world_size, sequence_parallel, stage):
     results = run_ranks(losses, world_size, sequence_parallel, stage, backend="gloo", timeout_s=300)
