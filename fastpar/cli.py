@@ -7,7 +7,7 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -22,20 +22,24 @@ from fastpar.train.run_lock import RUNS, find_run, is_restart, run_id
 
 _NOBODY_READS = 128 + 13  # as if by SIGPIPE
 _WRITTEN_FOR_USERS = re.compile(r"[\w.]+(?: \w+)?: expected ")  # the form of all our messages
-USAGE = """usage: fastpar COMMAND [OPTIONS]
-
-  train    train a GPT-2 on text (--nproc N: on N ranks of this machine)
-  profile  where the time of a training step goes, and what to change
-  plan     which parallel layout for a model on some GPUs: memory, time, cost, command
-  compare  train one GPT-2 with several parallel strategies: which one, by measurement
-  sample   write text with a trained model
-  verify   read every byte of a run's checkpoints: what is there, and what is damaged
-  inspect  a table of a checkpoint's tensors: shapes, norms, extremes, nonfinite values
-  export   copy a run's weights and tokenizer to a folder that transformers loads
-  info     what runs where on this machine, and why
-
-`fastpar COMMAND --help` lists a command's options; `fastpar --version` prints the version.
-"""
+# Each is a function of this file, with _ in front.
+COMMANDS = {
+    "train": "train a GPT-2 on text (--nproc N: on N ranks of this machine)",
+    "profile": "where the time of a training step goes, and what to change",
+    "plan": "which parallel layout for a model on some GPUs: memory, time, cost, command",
+    "compare": "train one GPT-2 with several parallel strategies: which one, by measurement",
+    "sample": "write text with a trained model",
+    "verify": "read every byte of a run's checkpoints: what is there, and what is damaged",
+    "inspect": "a table of a checkpoint's tensors: shapes, norms, extremes, nonfinite values",
+    "export": "copy a run's weights and tokenizer to a folder that transformers loads",
+    "info": "what runs where on this machine, and why",
+}
+USAGE = (
+    "usage: fastpar COMMAND [OPTIONS]\n\n"
+    + "".join(f"  {name:8} {about}\n" for name, about in COMMANDS.items())
+    + "\n`fastpar COMMAND --help` lists a command's options; "
+    "`fastpar --version` prints the version.\n"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,17 +90,6 @@ def _main(arguments: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if launch.launched_here():
         launch.follow_launcher()
-    commands: dict[str, Callable[[list[str]], int]] = {
-        "train": _train,
-        "profile": _profile,
-        "plan": _plan,
-        "compare": _compare,
-        "sample": _sample,
-        "verify": _verify,
-        "inspect": _inspect,
-        "export": _export,
-        "info": _info,
-    }
     name = arguments[0] if arguments else "--help"
     if name in ("-h", "--help"):
         print(USAGE, end="")
@@ -105,12 +98,12 @@ def _main(arguments: Sequence[str] | None) -> int:
         print(__version__)
         return 0
     try:
-        if name not in commands:
+        if name not in COMMANDS:
             raise ValueError(
-                f"fastpar: expected one of {', '.join(commands)}, got command={name}; "
+                f"fastpar: expected one of {', '.join(COMMANDS)}, got command={name}; "
                 "see fastpar --help"
             )
-        return commands[name](arguments[1:])
+        return globals()[f"_{name}"](arguments[1:])
     except KeyboardInterrupt:
         return 130
     except Exception as error:

@@ -17,17 +17,10 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 # Errors of a path that a user can set right; others are the machine's.
-WRONG_PATH = (
-    errno.EACCES,
-    errno.EEXIST,
-    errno.EISDIR,
-    errno.ELOOP,
-    errno.ENAMETOOLONG,
-    errno.ENOENT,
-    errno.ENOTDIR,
-    errno.EPERM,
-    errno.EROFS,
-)
+WRONG_PATH = {
+    *(errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG),
+    *(errno.EACCES, errno.EPERM, errno.EROFS),
+}
 
 
 def option(name: str) -> str:

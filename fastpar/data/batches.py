@@ -13,7 +13,6 @@ and resuming need no state: whoever knows the index has the sample.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from fastpar.data.tokenizer import (
     learns_from_text,
     make_tokenizer,
 )
+from fastpar.files.plain_files import write_text
 
 _DEFAULT_TOKENIZER = "bpe-4096"
 _SCAN_TOKENS = 1 << 24
@@ -277,7 +277,5 @@ def _max_id(source: TokenSource, cache: Path, progress: bool) -> tuple[int, str]
                 block = tokens[start : start + _SCAN_TOKENS]
                 best = max(best, (int(block.max()), f"the {part} files of {source.name}"))
                 bar.update(len(block))
-    with token_cache.temporary(cache, "max-id-") as folder:
-        (folder / "memo").write_text(json.dumps({"id": best[0], "part": best[1]}))
-        os.replace(folder / "memo", memo)
+    write_text(memo, json.dumps({"id": best[0], "part": best[1]}))
     return best

@@ -28,25 +28,19 @@ import fastpar.tensor.functional  # noqa: F401 (both define ops that KEPT names)
 
 MODES = ("none", "full", "selective")
 
-aten, ours = torch.ops.aten, torch.ops.fastpar
 # Matrix products, convolutions and attention: most of a block's time, and outputs no larger than
 # what the cheap ops between them would keep. Of split layers, running again would also be sending
 # again.
+_OURS = ("linear", "column_linear", "row_linear", "attention")
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
+_ATTENTION = (
+    *("flash_attention", "flash_attention_for_cpu", "efficient_attention"),
+    *("cudnn_attention", "fused_attention_overrideable"),
+)
 KEPT = [
-    ours.linear.default,
-    ours.column_linear.default,
-    ours.row_linear.default,
-    ours.attention.default,
-    aten.mm.default,
-    aten.addmm.default,
-    aten.bmm.default,
-    aten.baddbmm.default,
-    aten.convolution.default,
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default,
-    aten._scaled_dot_product_fused_attention_overrideable.default,
+    *(getattr(torch.ops.fastpar, name).default for name in _OURS),
+    *(getattr(torch.ops.aten, name).default for name in _PRODUCTS),
+    *(getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default for name in _ATTENTION),
 ]
 
 
@@ -150,12 +144,8 @@ class Recomputed:
         kwargs = {k: None if _is_cache(a) else a for k, a in kwargs.items()}
         options: dict[str, Any] = {}
         if self.mode == "selective":
-            options["context_fn"] = _keep_products
+            options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, KEPT)
         return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
-
-
-def _keep_products() -> tuple[Any, Any]:
-    return create_selective_checkpoint_contexts(KEPT)
 
 
 def _is_cache(value: Any) -> bool:

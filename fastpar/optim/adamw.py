@@ -101,12 +101,8 @@ class AdamW(EngineOptimizer):
     _attributes = ("storage", "seed", "zero_grad_in_step")
     _in_state_dict = frozenset({"seed"})
     _not_in_groups = (
-        "master_weights",
-        "stochastic_rounding",
-        "seed",
-        "moment_dtype",
-        "max_grad_norm",
-        "zero_grad_in_step",
+        *("master_weights", "stochastic_rounding", "seed"),
+        *("moment_dtype", "max_grad_norm", "zero_grad_in_step"),
     )
 
     def __init__(

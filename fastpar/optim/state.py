@@ -170,12 +170,8 @@ def moment_names(amsgrad: bool) -> tuple[str, ...]:
 
 ENTRIES = (
     *moment_names(True),
-    "exp_avg_codes",
-    "exp_avg_scale",
-    "exp_avg_sq_codes",
-    "exp_avg_sq_scale",
-    "master_weight",
-    "master_remainder",
+    *(f"{name}_{part}" for name in moment_names(False) for part in ("codes", "scale")),
+    *("master_weight", "master_remainder"),
 )
 
 

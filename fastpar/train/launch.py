@@ -53,16 +53,10 @@ FAILED, USER_MISTAKE = 1, 2
 _LAUNCHER = "FASTPAR_LAUNCHER"  # in the ranks' environment: pid of the launcher
 _HEARTBEAT = "FASTPAR_HEARTBEAT"  # file that a rank touches as long as it answers
 _LOST_PEER_TEXTS = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "Socket closed",
-    "Connection refused",
-    "NCCL communicator was aborted",
-    "remote process exited",
-    "got the end of rank",  # these four: csrc/shm_cpu.cpp
-    "that closed its group",
-    "that gave up waiting for rank",
+    *("Connection closed by peer", "Connection reset by peer", "Connection refused"),
+    *("Broken pipe", "Socket closed", "NCCL communicator was aborted", "remote process exited"),
+    # csrc/shm_cpu.cpp:
+    *("got the end of rank", "that closed its group", "that gave up waiting for rank"),
     "; its own message says why",
 )
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,24 +28,26 @@ from fastpar.optim.schedule import make_optimizer
 from fastpar.parallel.parallelize import parallelize
 from fastpar.train.run_lock import hold
 
-_LONGEST_PATH = 4096  # bytes
-
 
 def newest_of_all(run: Path | None, mesh: Mesh, say: Callable[[str], None]) -> Path | None:
     """The newest checkpoint that verifies, the same on every rank; None where there is none.
 
     Args:
-        run: its folder, needed on rank 0 alone.
+        run: its folder.
     Ranks: all. Rank 0 reads all of it; the others follow.
     """
-    found = torch.zeros(_LONGEST_PATH, dtype=torch.uint8, device=mesh.device)
+    step = -1
     if mesh.is_main and run is not None and list_checkpoints(run):
         with contextlib.suppress(ValueError):  # all of them are damaged, which was said
-            path = os.fsencode(newest_checkpoint(run, say))
-            found[: len(path)] = torch.frombuffer(bytearray(path), dtype=torch.uint8)
+            step = step_of(newest_checkpoint(run, say))
+    return _found_by_main(run, step, mesh)
+
+
+def _found_by_main(run: Path | None, step: int, mesh: Mesh) -> Path | None:
+    """The checkpoint of the step that rank 0 has found, -1 for none. Ranks: all."""
+    found = torch.full((), step, dtype=torch.int64, device=mesh.device)
     mesh.broadcast_([found], *AXES)
-    path = bytes(found.tolist()).rstrip(b"\0")
-    return Path(os.fsdecode(path)) if path else None
+    return checkpoint_folder(run, int(found)) if run is not None and found >= 0 else None
 
 
 def find_checkpoint(config: TrainConfig, mesh: Mesh) -> Path | None:
@@ -59,14 +60,12 @@ def find_checkpoint(config: TrainConfig, mesh: Mesh) -> Path | None:
     """
     if not config.run.resume:
         return None
-    run = Path(config.run.out or "")
-    step = torch.full((), -1, dtype=torch.int64, device=mesh.device)
+    run, step = Path(config.run.out or ""), -1
     if mesh.is_main:
         hold(run)
         if list_checkpoints(run) or not config.run.auto_resume:
-            step.fill_(step_of(newest_checkpoint(run)))
-    mesh.broadcast_([step], *AXES)
-    return checkpoint_folder(run, int(step)) if step >= 0 else None
+            step = step_of(newest_checkpoint(run))
+    return _found_by_main(run, step, mesh)
 
 
 def load_model_and_data(

@@ -155,6 +155,7 @@ class Trainer:
         self.forward: Any = torch.compile(self.model) if config.system.compile else self.model
         self.step = self.next_sample = self.tokens = self.rollbacks = 0
         self.changed = ""  # what config.json does not tell
+        self.folder: Path | None = None  # of the run, once rank 0 has made it
         self.val: tuple[int, float] | None = None  # (step, loss) of the last validation
         if checkpoint is not None:
             self._load(checkpoint)
@@ -248,8 +249,9 @@ class Trainer:
     def _open_saves(self) -> None:
         """Checkpoints go to the folder that rank 0 has made."""
         run, faults = self.config.run, self.config.faults
+        self.folder = Path(broadcast_text(self.engine, str(self.journal.path or "")))
         saver = Saver(
-            broadcast_text(self.engine, str(self.journal.path or "")),
+            self.folder,
             model=self.model,
             optimizer=self.optimizer,
             tokenizer=self.data.tokenizer,
@@ -428,7 +430,7 @@ class Trainer:
                 f"train: expected at most max_rollbacks={limit} rollbacks, got one more reason: "
                 f"{why}; look at these samples, lower --lr, or raise --max-rollbacks"
             )
-        path = newest_of_all(self.journal.path, self.mesh, self.journal.say)
+        path = newest_of_all(self.folder, self.mesh, self.journal.say)
         if path is None:
             raise RuntimeError(
                 f"train: expected a checkpoint to go back to, got none: {why}; lower --lr or "

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from fastpar.comm import watchdog
 from fastpar.comm.watchdog import HUNG
 from fastpar.train import launch, reaper
 from fastpar.train.launch import (
@@ -189,7 +190,7 @@ def test_a_second_signal_kills_unless_it_is_the_same_again(start, capfd, monkeyp
 def test_who_does_not_answer_is_killed(start, tmp_path, capfd, monkeypatch):
     """After a stop; without one when the watchdogs of all ranks must have spoken."""
     monkeypatch.setattr(reaper, "SILENT_S", 0.5)
-    monkeypatch.setattr(launch, "MARGIN_S", 0.1)
+    monkeypatch.setattr(watchdog, "MARGIN_S", 0.1)
     stuck = "signal.signal(15, signal.SIG_IGN); time.sleep(60)"
     beats = "[(os.utime({!r}), time.sleep(0.1)) for _ in range(20)]"
     for signals, timeout_s in (([15], float("inf")), ([], 1.0)):
