@@ -301,9 +301,8 @@ class Saver:
         (folder / STATE).write_text(state, encoding="utf-8")
         entries = {}
         for path in sorted(folder.iterdir()):
-            if path.name in before or path.suffix == ".safetensors" or path.name.startswith("."):
-                continue
-            if path.name.startswith(_PART):
+            ours = path.suffix == ".safetensors" or path.name.startswith((".", _PART))
+            if ours or path.name in before:
                 continue
             flush(path)
             raw = path.read_bytes()

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import itertools
 import math
 import os
 import uuid
@@ -117,18 +118,16 @@ class Mesh:
         sizes = _complete_sizes(asked, world_size)
         if picked.type == "cuda":
             torch.cuda.set_device(picked)
-        values = {
-            "device": picked,
-            "world_size": world_size,
-            "rank": rank,
-            "sizes": sizes,
-            "owns_process_group": owns,
-            "timeout_s": timeout_s,
-            "start": _initialize(rank, world_size, picked, timeout_s) if owns else "",
-            "_groups": {},
-        }
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+        vars(self).update(
+            device=picked,
+            world_size=world_size,
+            rank=rank,
+            sizes=sizes,
+            owns_process_group=owns,
+            timeout_s=timeout_s,
+            start=_initialize(rank, world_size, picked, timeout_s) if owns else "",
+            _groups={},
+        )
         for axes in (AXES, DATA_AXES, ("tp",)):
             if self.size(*axes) > 1:
                 self.group(*axes)
@@ -224,8 +223,7 @@ class Mesh:
                 f"replicas={replicas}; choose a divisor"
             )
         other = copy.copy(self)
-        sizes = {**self.sizes, "replicas": replicas, "dp": data // replicas}
-        object.__setattr__(other, "sizes", sizes)
+        vars(other)["sizes"] = {**self.sizes, "replicas": replicas, "dp": data // replicas}
         return other
 
     @property
@@ -293,15 +291,11 @@ class Mesh:
                 return
             everyone: list[Any] = [None] * self.world_size
             dist.all_gather_object(everyone, list(lines))
-        for rank, theirs in enumerate(everyone):
-            for i in range(max(len(theirs), len(everyone[0]))):
-                line, expected = (x[i] if i < len(x) else "nothing" for x in (theirs, everyone[0]))
-                if line != expected:
-                    raise ValueError(
-                        f"{caller}: expected the same on every rank, got '{line}' on rank {rank} "
-                        f"where rank 0 has '{expected}'; give every rank the same model and "
-                        "arguments"
-                    )
+        rank, line, expected = first_difference(everyone)
+        raise ValueError(
+            f"{caller}: expected the same on every rank, got '{line}' on rank {rank} where rank 0 "
+            f"has '{expected}'; give every rank the same model and arguments"
+        )
 
     @torch.no_grad()
     def broadcast_(self, tensors: Sequence[Tensor], *axes: str) -> None:
@@ -332,6 +326,15 @@ def gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
     with waiting("gathering objects"):
         dist.all_gather_object(everyone, mine, group=group)
     return everyone
+
+
+def first_difference(everyone: Sequence[Sequence[str]]) -> tuple[int, str, str]:
+    """(rank, its line, that of rank 0) where a rank's lines differ from rank 0's; -1 if none do."""
+    for rank, theirs in enumerate(everyone):
+        for line, expected in itertools.zip_longest(theirs, everyone[0], fillvalue="nothing"):
+            if line != expected:
+                return rank, line, expected
+    return -1, "", ""
 
 
 def ranks_along(sizes: Mapping[str, int], axes: Sequence[str]) -> list[list[int]]:

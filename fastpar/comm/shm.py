@@ -119,16 +119,6 @@ class ShmCollectives(Collectives):
         place = self._heap_start + start
         return torch.frombuffer(self._block, dtype=dtype, count=numel, offset=place)
 
-    @property
-    def heap_bytes_used(self) -> int:
-        """By empty()."""
-        return self._heap_used
-
-    @property
-    def address_range(self) -> tuple[int, int]:
-        """The addresses of the block of all ranks."""
-        return self._range
-
     def close(self) -> None:
         self._stop()
 
@@ -211,12 +201,12 @@ class ShmCollectives(Collectives):
 
 def shared_bytes() -> int:
     """What this process's ranks have taken by empty(), of all groups."""
-    return sum(group.heap_bytes_used for group in list(_groups))
+    return sum(group._heap_used for group in list(_groups))
 
 
 def shared_ranges() -> list[tuple[int, int]]:
     """Addresses [start, stop) of all blocks that this process maps."""
-    return [group.address_range for group in list(_groups)]
+    return [group._range for group in list(_groups)]
 
 
 def _place() -> tuple[str, str, int]:

@@ -134,6 +134,11 @@ class StepTimer:
         return self._known or StepReport(None, None, None, None, step.wire_bytes)
 
 
+def extended_hash(digest: int, number: int) -> int:
+    """The hash of a list of numbers with one more at its end."""
+    return (digest * 1000003 + number + 1) % _HASH
+
+
 class CollectiveLog:
     """The collectives of one engine: timed, hashed in their order, and named in errors.
 
@@ -147,13 +152,9 @@ class CollectiveLog:
         self.timer, self._rank = StepTimer(device), rank
         self.hashes, self.n_reductions = [0, 0], 0
 
-    def note_reduction(self, bucket: int) -> None:
-        """The reduction of a bucket is launched."""
-        self.hashes[0] = (self.hashes[0] * 1000003 + bucket + 1) % _HASH
-
-    def note_gather(self, bucket: int) -> None:
-        """The gather of a bucket is launched."""
-        self.hashes[1] = (self.hashes[1] * 1000003 + bucket + 1) % _HASH
+    def note(self, kind: int, bucket: int) -> None:
+        """The reduction (0) or gather (1) of a bucket is launched."""
+        self.hashes[kind] = extended_hash(self.hashes[kind], bucket)
 
     def add(self, handle: Handle, x: Tensor, group: Collectives, *, both_ways: bool) -> None:
         """A collective of x is under way; both_ways: an all-reduce."""

@@ -304,45 +304,42 @@ class Watchdog:
         """Who is slow: see the note."""
         now = time.monotonic()
         seen = dict(self._seen)
-        stale = _STALE_BEATS * self._beat_s
-        others = [rank for rank in range(self.world_size) if rank != self.rank]
-        silent = {rank: now - seen[rank].when for rank in others if rank in seen}
+        beats = {rank: each.beat for rank, each in seen.items()}
+
+        def found(rank: int, how: str) -> dict[str, Any]:
+            beat = beats.get(rank, {})
+            known = {name: beat.get(name, []) for name in ("stack", "process")}
+            return {"rank": rank, "who": f"rank={rank}{how}", **known}
+
         if late:
-            beat = seen[0].beat if 0 in seen else {}
-            return _found(
+            s = now - self._answered
+            return found(
                 0,
-                f"rank=0, or the host that keeps the ranks' store, without an answer for "
-                f"{now - self._answered:.1f} s",
-                beat,
+                f", or the host that keeps the ranks' store, without an answer for {s:.1f} s",
             )
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
         if missing := [rank for rank in others if rank not in seen]:
-            return _found(missing[0], f"rank={missing[0]} without any sign of life", {})
-        beats = {rank: seen[rank].beat for rank in others}
+            return found(missing[0], " without any sign of life")
         ended = [rank for rank in others if beats[rank]["ended"]]
+        silent = {rank: now - seen[rank].when for rank in others}
         longest = max(others, key=lambda rank: (rank not in ended, silent[rank]))
-        if silent[longest] > stale and longest not in ended:
-            beat = beats[longest]
-            return _found(
+        if silent[longest] > _STALE_BEATS * self._beat_s and longest not in ended:
+            return found(
                 longest,
-                f"rank={longest} without a sign of life for {silent[longest]:.1f} s (stopped, dead "
-                f"or cut off), last seen in {_where(beat)}",
-                beat,
+                f" without a sign of life for {silent[longest]:.1f} s (stopped, dead or cut off), "
+                f"last seen in {_where(beats[longest])}",
             )
         if ended:
-            return _found(ended[0], f"rank={ended[0]} that has left the run", beats[ended[0]])
-        busy = [rank for rank in others if beats[rank]["op"] is None]
-        if busy:
+            return found(ended[0], " that has left the run")
+        if busy := [rank for rank in others if beats[rank]["op"] is None]:
             rank = min(busy, key=lambda rank: _progress(beats[rank]))
-            how = f"that waits for nobody: {_where(beats[rank])}"
-            return _found(rank, f"rank={rank} {how}", beats[rank])
+            return found(rank, f" that waits for nobody: {_where(beats[rank])}")
         beats[self.rank] = self._beat()
         rank = min(sorted(beats), key=lambda rank: _progress(beats[rank]))
-        how = f"that is behind: {_where(beats[rank])}"
-        if all(_progress(beat) == _progress(beats[rank]) for beat in beats.values()):
-            how = "beside others that wait, too, none of them behind: " + ", ".join(
-                f"rank {rank} in {_where(beats[rank])}" for rank in sorted(beats)
-            )
-        return _found(rank, f"rank={rank} {how}", beats[rank])
+        if any(_progress(beat) != _progress(beats[rank]) for beat in beats.values()):
+            return found(rank, f" that is behind: {_where(beats[rank])}")
+        each = ", ".join(f"rank {rank} in {_where(beats[rank])}" for rank in sorted(beats))
+        return found(rank, f" beside others that wait, too, none of them behind: {each}")
 
 
 def _own_connection(store: Any, start: str) -> Any:
@@ -384,11 +381,6 @@ def _unfinished(recent: list[tuple]) -> tuple | None:
             break
         found = entry
     return found if found is not None and found[2].query() else None
-
-
-def _found(rank: int, who: str, beat: dict[str, Any]) -> dict[str, Any]:
-    known = {name: beat.get(name, []) for name in ("stack", "process")}
-    return {"rank": rank, "who": who, **known}
 
 
 def _progress(beat: dict[str, Any]) -> tuple[int, int]:

@@ -233,7 +233,7 @@ class TokenDropout(Split, nn.Dropout):
         shape = list(input.shape)
         shape[-2] *= tp.size
         mask = F.dropout(input.new_ones(shape), self.p)
-        return input * tp.slice(mask, -2).clone()  # a view would keep the whole mask
+        return input * tp.slice(mask, -2)
 
 
 _FROM: dict[type[nn.Module], tuple[type[nn.Module], ...]] = {

@@ -260,10 +260,10 @@ class BucketState(BucketParameters):
                 self._reductions = PairwiseSum()
             with self._summing():
                 self._reductions.push(result if self.stage.frees_gradients else result.clone())
+                self.reduced = self.grad_shard if self.stage.frees_gradients else result
+                assert self.reduced is not None
                 if self._reductions.count > 1 or self.stage.frees_gradients:
-                    self._collect_tree(result)
-                else:
-                    self.reduced = result
+                    self.reduced.copy_(self._reductions.total())
             self._aside = False
         elif self.reduced is None or not self.stage.shards:
             self.reduced = result
@@ -279,15 +279,6 @@ class BucketState(BucketParameters):
             if self.poison and self.grad is not None:
                 self.grad.fill_(float("nan"))
             self.grad = None
-
-    def _collect_tree(self, result: Tensor) -> None:
-        assert self._reductions is not None
-        total = self._reductions.total()
-        if self.stage.frees_gradients:
-            assert self.grad_shard is not None
-            self.reduced = self.grad_shard.copy_(total)
-        else:
-            self.reduced = result.copy_(total)
 
     def set_aside(self) -> None:
         """Deterministic stage 0: a new backward must not add to the sum of the last ones."""

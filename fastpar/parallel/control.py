@@ -15,6 +15,7 @@ there anyway.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.mesh import Mesh
+from fastpar.comm.step_report import extended_hash
 from fastpar.kernels.global_norm import NORM_WORDS
 
 _BITS = 62
@@ -109,7 +111,12 @@ class Control:
             )
         counted = self._tokens is not None
         unknown = isinstance(self._tokens, Tensor) or not counted
-        words = [*hashes, backwards, _digest(cleared), -1 if unknown else 0]
+        words = [
+            *hashes,
+            backwards,
+            functools.reduce(extended_hash, cleared, 0),
+            -1 if unknown else 0,
+        ]
         if counted and not isinstance(self._tokens, Tensor):
             words[-1] = int(self._tokens)  # type: ignore[arg-type]
         flags = [
@@ -227,13 +234,6 @@ def _compare(heads: Tensor) -> None:
             f"Engine: expected count_tokens() on every rank or on none, got none on rank {rank}; "
             "a rank without tokens counts 0"
         )
-
-
-def _digest(numbers: Sequence[int]) -> int:
-    digest = 0
-    for number in numbers:
-        digest = (digest * 1000003 + number + 1) % ((1 << 61) - 1)
-    return digest
 
 
 def _sum_rows(rows: Tensor) -> Tensor:

@@ -38,6 +38,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.handles import FutureHandle, Handle, StreamHandle, TaskThread, run_task
+from fastpar.comm.mesh import first_difference
 from fastpar.parallel.shards import Shards
 from fastpar.parallel.units import Hook
 
@@ -166,17 +167,12 @@ class InputCheck:
         padded = torch.full((size,), ord(" "), dtype=torch.uint8)
         padded[: text.numel()] = text
         rows = self._gather(padded)
-        everyone = [bytes(row.tolist()).decode().rstrip(" ").split("\n") for row in rows]
-        for rank, theirs in enumerate(everyone):
-            for i in range(max(len(theirs), len(everyone[0]))):
-                a, b = (x[i] if i < len(x) else "" for x in (theirs, everyone[0]))
-                if a != b:
-                    name = (b or a).split(":")[0]
-                    return (
-                        f"'{name}' on tp rank {rank}: {a or 'nothing'} where rank 0 has "
-                        f"{b or 'nothing'}"
-                    )
-        return None
+        texts = [bytes(row.tolist()).decode().rstrip(" ") for row in rows]
+        rank, mine, first = first_difference([text.split("\n") if text else [] for text in texts])
+        if rank < 0:
+            return None
+        name = (mine if first == "nothing" else first).split(":")[0]
+        return f"'{name}' on tp rank {rank}: {mine} where rank 0 has {first}"
 
     def _first(self, named: Sequence[tuple[str, Tensor]], raw: Sequence[Tensor]) -> str:
         """The first element that differs from that of rank 0."""

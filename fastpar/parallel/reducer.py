@@ -129,7 +129,7 @@ class Reducer:
         assert grad is not None
         wire = grad if grad.dtype == bucket.wire_dtype else grad.to(bucket.wire_dtype)
         bucket.enter(BucketPhase.IN_FLIGHT)
-        self._log.note_reduction(index)
+        self._log.note(0, index)
         with self._log.naming("starting", index):
             if scatters:
                 handle = group.reduce_scatter(target, wire, mean=True, async_op=True, tag=index)

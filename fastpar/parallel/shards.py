@@ -74,12 +74,21 @@ class Shards:
 
     # Gathers
 
+    def gather(self, buckets: Iterable[BucketState]) -> None:
+        """Make the parameters of some buckets whole. Ranks: all."""
+        buckets = list(buckets)
+        for bucket in buckets:
+            if not bucket.live and bucket.gathering is None:
+                self.launch_gather(bucket)
+        for bucket in buckets:
+            self.finish_gather(bucket)
+
     def launch_gather(self, bucket: BucketState) -> None:
         """Start filling a bucket with everybody's slices."""
         group, index = bucket.groups.gather, bucket.spec.index
         assert group is not None
         bucket.allocate()
-        self.log.note_gather(index)
+        self.log.note(1, index)
         with self.log.naming("gathering", index):
             bucket.gathering = group.all_gather(bucket.flat, bucket.shard, async_op=True, tag=index)
         assert bucket.gathering is not None
@@ -103,11 +112,7 @@ class Shards:
             RuntimeError: at the end, for p.data that does not fit; the parameter keeps its values.
         """
         stale = [bucket for bucket in self.buckets if not bucket.live]
-        for bucket in stale:
-            if bucket.gathering is None:
-                self.launch_gather(bucket)
-        for bucket in stale:
-            self.finish_gather(bucket)
+        self.gather(stale)
         try:
             yield
         finally:
@@ -133,19 +138,15 @@ class Shards:
         """
         for bucket in self.buckets:
             stale = not bucket.live
-            if stale and bucket.gathering is None:
-                self.launch_gather(bucket)
-            self.finish_gather(bucket)
+            self.gather([bucket])
             yield from bucket.params
             if stale and self.stage.frees_parameters:
                 bucket.make_stale()
 
     def begin_writes(self) -> None:
         """Before write(): where whole parameters stay in memory, they are gathered. Ranks: all."""
-        for bucket in self.buckets:
-            if self.stage.gathers_after_step and not bucket.live and bucket.gathering is None:
-                self.launch_gather(bucket)
-            self.finish_gather(bucket)
+        whole = self.stage.gathers_after_step
+        self.gather(bucket for bucket in self.buckets if whole or bucket.gathering is not None)
 
     @torch.no_grad()
     def write(self, p: nn.Parameter, local: Tensor) -> None:

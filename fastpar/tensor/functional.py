@@ -101,9 +101,9 @@ class TensorParallel:
 
     def begin_all_gather(self, x: Tensor, async_op: bool = True) -> tuple[Tensor, Handle | None]:
         """Starts it; finish_all_gather() makes the result of the first when the second is done."""
-        x = x.contiguous()
         out = x.new_empty(self.size, *x.shape)
-        return out, self.group.all_gather(out.view(-1), x.view(-1), async_op=async_op)
+        mine = x.contiguous().view(-1)
+        return out, self.group.all_gather(out.view(-1), mine, async_op=async_op)
 
     def finish_all_gather(self, out: Tensor, dim: int) -> Tensor:
         dim %= out.dim() - 1
@@ -123,9 +123,10 @@ class TensorParallel:
         return out, self.group.reduce_scatter(out.view(-1), x.view(-1), async_op=async_op)
 
     def slice(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's slice along dim; a view."""
+        """This rank's slice along dim."""
         size = x.shape[dim] // self.size
-        return x.narrow(dim, self.rank * size, size)
+        part = x.narrow(dim, self.rank * size, size)
+        return part.clone(memory_format=torch.contiguous_format)
 
 
 def handle_of(number: int) -> TensorParallel:
@@ -146,22 +147,6 @@ def _check_slices(op: str, x: Tensor, dim: int, tp: TensorParallel) -> None:
         )
 
 
-def _all_reduce(x: Tensor, number: int) -> Tensor:
-    return handle_of(number).all_reduce(x)
-
-
-def _all_gather(x: Tensor, dim: int, number: int) -> Tensor:
-    return handle_of(number).all_gather(x, dim)
-
-
-def _reduce_scatter(x: Tensor, dim: int, number: int) -> Tensor:
-    return handle_of(number).reduce_scatter(x, dim)
-
-
-def _slice(x: Tensor, dim: int, number: int) -> Tensor:
-    return handle_of(number).slice(x, dim).clone(memory_format=torch.contiguous_format)
-
-
 def _gathered(x: Tensor, dim: int, number: int) -> Tensor:
     size = handle_of(number).size
     return x.new_empty([n * size if d == dim % x.dim() else n for d, n in enumerate(x.shape)])
@@ -175,25 +160,27 @@ def _scattered(x: Tensor, dim: int, number: int) -> Tensor:
 _DEVICES = ("CPU", "CUDA")
 _all_reduce_op = define_op(
     "tp_all_reduce(Tensor x, int tp) -> Tensor",
-    _all_reduce,
+    lambda x, number: handle_of(number).all_reduce(x),
     lambda x, number: torch.empty_like(x, memory_format=torch.contiguous_format),
     _DEVICES,
 )
-_all_gather_op = define_op(
-    "tp_all_gather(Tensor x, int dim, int tp) -> Tensor", _all_gather, _gathered, _DEVICES
-)
-_reduce_scatter_op = define_op(
-    "tp_reduce_scatter(Tensor x, int dim, int tp) -> Tensor", _reduce_scatter, _scattered, _DEVICES
-)
-_slice_op = define_op("tp_slice(Tensor x, int dim, int tp) -> Tensor", _slice, _scattered, _DEVICES)
+
+
+def _define(name: str, fake: Callable[[Tensor, int, int], Tensor]) -> Callable[..., Tensor]:
+    """An op that calls the method of TensorParallel with this name."""
+
+    def run(x: Tensor, dim: int, number: int) -> Tensor:
+        return getattr(handle_of(number), name)(x, dim)
+
+    return define_op(f"tp_{name}(Tensor x, int dim, int tp) -> Tensor", run, fake, _DEVICES)
 
 
 _OPERATORS: dict[str, Callable[[Tensor, int, int], Tensor]] = {
     "same": lambda x, dim, number: x.view_as(x),
     "all_reduce": lambda x, dim, number: _all_reduce_op(x, number),
-    "all_gather": _all_gather_op,
-    "reduce_scatter": _reduce_scatter_op,
-    "slice": _slice_op,
+    "all_gather": _define("all_gather", _gathered),
+    "reduce_scatter": _define("reduce_scatter", _scattered),
+    "slice": _define("slice", _scattered),
 }
 
 
