@@ -18,6 +18,7 @@ from fastpar.comm.mesh import Mesh
 from fastpar.comm.step_report import CollectiveLog
 from fastpar.parallel.bucket import BucketState
 from fastpar.parallel.stages import Settings
+from fastpar.parallel.units import NotCopied
 from fastpar.sharding.layout import Layout
 from fastpar.sharding.placements import Placement
 from fastpar.tensor.declared import Declared
@@ -339,19 +340,13 @@ def guard_state_dicts(model: nn.Module, shards: Shards) -> None:
             module.register_load_state_dict_post_hook(guard.leave)
 
 
-class _StateDicts:
-    """Holds gathered() open between two hooks. Copies and pickles of it do nothing."""
+class _StateDicts(NotCopied):
+    """Holds gathered() open between two hooks."""
 
     def __init__(self, shards: Callable[[], Shards | None] = lambda: None) -> None:
         self._shards = shards
         self._open: contextlib.ExitStack | None = None
         self._asked: Callable[[], nn.Module | None] = lambda: None  # the outermost module
-
-    def __deepcopy__(self, memo: dict) -> _StateDicts:
-        return _StateDicts()
-
-    def __reduce__(self) -> tuple:
-        return (_StateDicts, ())
 
     def enter(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         shards, asked = self._shards(), self._asked()

@@ -22,20 +22,24 @@ ROOT = 0  # index of the root unit
 T = TypeVar("T")
 
 
-class Link(Generic[T]):
+class NotCopied:
+    """Copies and pickles of it are new ones, made without arguments, which do nothing."""
+
+    def __deepcopy__(self, memo: dict) -> NotCopied:
+        return type(self)()
+
+    def __reduce__(self) -> tuple:
+        return type(self), ()
+
+
+class Link(NotCopied, Generic[T]):
     """From a parameter to what works for it."""
 
     def __init__(self, target: T | None = None) -> None:
         self.target = target
 
-    def __deepcopy__(self, memo: dict) -> Link[T]:
-        return Link()
 
-    def __reduce__(self) -> tuple:
-        return (Link, ())
-
-
-class Hook:
+class Hook(NotCopied):
     """Calls owner's method; owner is a weak reference, so that nobody is kept alive by a hook.
 
     torch.compile does not look inside (test_compiled_models_match_one_process): where dynamo is
@@ -62,12 +66,6 @@ class Hook:
     def is_of(self, owner: Any) -> bool:
         """Whether it calls a method of owner."""
         return self._owner is not None and self._owner() is owner
-
-    def __deepcopy__(self, memo: dict) -> Hook:
-        return Hook()
-
-    def __reduce__(self) -> tuple:
-        return (Hook, ())
 
 
 def inside_backward_of_a_function() -> bool:
