@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fastpar.files.packages import import_package
+
 # Okabe and Ito's colours, which the colour-blind can tell apart, and a shape each.
 LOOKS = (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"))
 BANDS = ((0.15, "#EEEEEE"), (0.05, "#D5D5D5"))  # of errors: 15 %, and in it 5 %
@@ -24,18 +26,12 @@ def draw_check(
     Raises:
         ImportError: matplotlib is not installed.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 5.2), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(1, 2)
+    make_figure = import_package("matplotlib.figure", "draw_check").Figure
+    figure = make_figure(figsize=(10, 5.2), dpi=120, layout="constrained")
+    memory, step = figure.subplots(1, 2)
     ranks = sorted({point[0] for point in points})
-    for axes, at, what in (
-        (panels[0], 1, "peak memory of a rank (MB)"),
-        (panels[1], 3, "step (ms)"),
-    ):
-        _panel(axes, [(p[0], p[at], p[at + 1]) for p in points], ranks, what)
+    _panel(memory, [p[:3] for p in points], ranks, "peak memory of a rank (MB)")
+    _panel(step, [(p[0], *p[3:]) for p in points], ranks, "step (ms)")
     figure.suptitle(title)
     figure.savefig(str(path))
 

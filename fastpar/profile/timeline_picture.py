@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fastpar.comm.recorder import COMPUTE, GATHER, HOST, REDUCE, TP, WAIT, Span, busy_ms
+from fastpar.files.packages import import_package
 
 COLOURS = {  # Okabe and Ito
     "input": "#F0E442",
@@ -49,21 +50,12 @@ def draw(
         lines: below the picture.
         rows: of each panel, from above; HOST and COMPUTE show phases.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    from matplotlib.patches import Patch
-
-    figure, all_axes = pyplot.subplots(
-        len(panels),
-        1,
-        figsize=(11, 0.9 + (0.55 + 0.3 * len(rows)) * len(panels)),
-        sharex=True,
-        squeeze=False,
-        layout="constrained",
-    )
-    for (variant, spans), axes in zip(panels.items(), all_axes[:, 0]):
+    make_figure = import_package("matplotlib.figure", "fastpar profile").Figure
+    make_patch = import_package("matplotlib.patches", "fastpar profile").Patch
+    size = 11, 0.9 + (0.55 + 0.3 * len(rows)) * len(panels)
+    figure = make_figure(figsize=size, dpi=110, layout="constrained")
+    all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
+    for (variant, spans), axes in zip(panels.items(), all_axes):
         for y, row in enumerate(rows):
             if row not in (HOST, COMPUTE):
                 _bars(axes, y, [s for s in spans if s.row == row], COLOURS[row])
@@ -84,20 +76,18 @@ def draw(
         axes.set_yticks(range(len(rows)), rows, fontsize=8)
         axes.set_ylim(len(rows) - 0.5, -0.5)
         axes.tick_params(axis="x", labelsize=8)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
-    all_axes[-1, 0].set_xlabel("ms since the step began", fontsize=8)
-    all_axes[-1, 0].set_xlim(left=0)
+        axes.spines[["top", "right"]].set_visible(False)
+    all_axes[-1].set_xlabel("ms since the step began", fontsize=8)
+    all_axes[-1].set_xlim(left=0)
     names = {WAIT: "waits for communication", TP: "tp exchange"}
     drawn = {s.name if s.row in (HOST, COMPUTE) else s.row for p in panels.values() for s in p}
-    keys = [Patch(color=c, label=names.get(n, n)) for n, c in COLOURS.items() if n in drawn]
+    keys = [make_patch(color=c, label=names.get(n, n)) for n, c in COLOURS.items() if n in drawn]
     if drawn & {REDUCE, GATHER, TP}:
-        keys.append(Patch(color="#999999", alpha=0.4, label="queued (pale)"))
+        keys.append(make_patch(color="#999999", alpha=0.4, label="queued (pale)"))
     figure.legend(
         handles=keys, loc="outside upper center", ncols=max(1, len(keys)), fontsize=8, frameon=False
     )
     wrapped = [part for line in lines for part in textwrap.wrap(line, LINE_LENGTH)]
     figure.supxlabel("\n".join(wrapped), fontsize=7)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    figure.savefig(path)

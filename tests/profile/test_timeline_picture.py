@@ -16,10 +16,18 @@ PANELS = {
 }
 
 
+def watched(monkeypatch):
+    """The figures that will be written."""
+    figures = pytest.importorskip("matplotlib.figure")
+    shown, save = [], figures.Figure.savefig
+    monkeypatch.setattr(
+        figures.Figure, "savefig", lambda self, path: shown.append(self) or save(self, path)
+    )
+    return shown
+
+
 def test_titles_say_what_a_panel_shows(monkeypatch, tmp_path):
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    shown = []
-    monkeypatch.setattr(pyplot, "close", shown.append)
+    shown = watched(monkeypatch)
     timeline_picture.draw(PANELS, ["a line", "long " * 60], tmp_path / "x.png")
     (figure,) = shown
     titles = [axes.get_title(loc="left") for axes in figure.axes]
@@ -31,13 +39,10 @@ def test_titles_say_what_a_panel_shows(monkeypatch, tmp_path):
     assert lines[0] == "a line"
     assert len(lines) == 3
     assert max(map(len, lines)) <= timeline_picture.LINE_LENGTH
-    pyplot.close("all")
 
 
 def test_a_step_of_a_gpu_has_a_lane_for_the_host_and_keys_of_what_it_shows(monkeypatch, tmp_path):
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    shown = []
-    monkeypatch.setattr(pyplot, "close", shown.append)
+    shown = watched(monkeypatch)
     spans = [Span(HOST, "forward", 0, 4), Span(COMPUTE, "backward", 2, 9), Span(TP, "sum", 3, 4)]
     rows = (HOST, COMPUTE, TP)
     timeline_picture.draw({"rank 0": spans}, [], tmp_path / "x.png", rows)
@@ -49,4 +54,3 @@ def test_a_step_of_a_gpu_has_a_lane_for_the_host_and_keys_of_what_it_shows(monke
     )
     keys = [text.get_text() for text in figure.legends[0].get_texts()]
     assert keys == ["forward", "backward", "tp exchange", "queued (pale)"]
-    pyplot.close("all")
