@@ -96,9 +96,6 @@ class _Outcome:
     follows: bool = False  # stopped by the harness because another rank failed
     done: bool = False
 
-    def finish(self, value: Any) -> None:
-        self.value, self.done = value, True
-
     def fail(self, error: BaseException, trace: str = "", *, follows: bool = False) -> None:
         self.error, self.trace, self.follows = error, trace, follows
         self.at, self.done = time.monotonic(), True
@@ -126,7 +123,7 @@ def _run_threads(
                 store=store,
                 timeout=timedelta(seconds=timeout_s),
             )
-            outcome.finish(fn(*args))
+            outcome.value, outcome.done = fn(*args), True
         except BaseException as error:
             follows = isinstance(error, SystemExit)  # raised inside a collective by the line below
             outcome.fail(error, traceback.format_exc(), follows=follows)
@@ -207,18 +204,16 @@ def _collect(pipes: dict[Any, _Outcome], processes: list, timeout_s: float) -> N
         for pipe in ready:
             outcome = waiting.pop(pipe)
             try:
-                value, error, trace = pickle.loads(pipe.recv_bytes())
+                outcome.value, error, trace = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 process = processes[outcome.rank]
                 process.join(_GRACE_S)
-                value, trace = None, "(no traceback: the process is gone)"
+                trace = "(no traceback: the process is gone)"
                 error = RuntimeError(
                     f"run_ranks: expected a result from rank {outcome.rank}, got exit code "
                     f"{process.exitcode}; the process was killed or left with os._exit"
                 )
-            if error is None:
-                outcome.finish(value)
-            else:
+            if error is not None:
                 outcome.fail(error, trace)
                 deadline = min(deadline, time.monotonic() + _GRACE_S)
 
@@ -244,18 +239,17 @@ def _worker(payload, rank, world_size, port, timeout_s, init, sender) -> None:
         TORCHELASTIC_USE_AGENT_STORE="True",  # the store is the parent's: rank 0 is a client too
         GLOO_SOCKET_IFNAME="lo",
     )
-    value, error, trace = None, None, ""
+    error: BaseException | None = None
     try:
         fn, args = pickle.loads(payload)
         if init:
             dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
             # A rank that ends at once would break the connections its peers are still making.
             dist.barrier()
-        value = fn(*args)
-        message = pickle.dumps((value, None, ""))
+        message = pickle.dumps((fn(*args), None, ""))
     except BaseException as caught:
-        error, trace = caught, traceback.format_exc()
-        message = _pickle_error(error, trace)
+        error = caught
+        message = _pickle_error(error, traceback.format_exc())
     with contextlib.suppress(BrokenPipeError):
         sender.send_bytes(message)
     sender.close()
@@ -384,14 +378,11 @@ def _evaluate(
     fn: Callable[..., Any], inputs: Sequence[Any], grad: bool, seed: int, *, double: bool
 ) -> dict[str, Tensor]:
     """Outputs and gradients of fn on detached copies of the inputs, strides kept."""
-    local: list[Any] = []
-    for x in inputs:
-        if not isinstance(x, Tensor):
-            local.append(x)
-            continue
-        wide = double and x.is_floating_point()
-        copy = x.detach().to(torch.float64) if wide else x.detach()
-        local.append(copy.requires_grad_(grad and x.requires_grad))
+    local: list[Any] = list(inputs)
+    for i, x in enumerate(inputs):
+        if isinstance(x, Tensor):
+            copy = x.detach().double() if double and x.is_floating_point() else x.detach()
+            local[i] = copy.requires_grad_(grad and x.requires_grad)
     outputs = fn(*local)
     outputs = outputs if isinstance(outputs, tuple | list) else (outputs,)
     results = {f"output {i}": o.detach() for i, o in enumerate(outputs)}
@@ -400,14 +391,10 @@ def _evaluate(
         generator = torch.Generator().manual_seed(seed)
         smooth = [o for o in outputs if o.requires_grad]
         # Rounded to bf16 first: exact in every dtype, so that all three see the same cotangent.
-        cotangents = [
-            torch.randn(o.shape, generator=generator).bfloat16().to(o.device, o.dtype)
-            for o in smooth
-        ]
-        grads = torch.autograd.grad(smooth, list(leaves.values()), cotangents, allow_unused=True)
-        for i, g in zip(leaves, grads):
-            if g is not None:
-                results[f"gradient of input {i}"] = g
+        drawn = [torch.randn(o.shape, generator=generator).bfloat16() for o in smooth]
+        dy = [d.to(o.device, o.dtype) for d, o in zip(drawn, smooth)]
+        grads = torch.autograd.grad(smooth, list(leaves.values()), dy, allow_unused=True)
+        results |= {f"gradient of input {i}": g for i, g in zip(leaves, grads) if g is not None}
     return results
 
 

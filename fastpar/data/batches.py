@@ -22,12 +22,7 @@ import torch
 from fastpar.data import token_cache
 from fastpar.data.sources import Shards, Tokens, TokenSource, open_source
 from fastpar.data.token_cache import TextData
-from fastpar.data.tokenizer import (
-    IdTokenizer,
-    check_name,
-    learns_from_text,
-    make_tokenizer,
-)
+from fastpar.data.tokenizer import IdTokenizer, check_name, learns_from_text, make_tokenizer
 from fastpar.files.plain_files import write_text
 
 _DEFAULT_TOKENIZER = "bpe-4096"

@@ -58,11 +58,7 @@ class Tokens(NamedTuple):
 
 
 def dropout_at(
-    site: int,
-    p: float,
-    rng_key: Tensor | None,
-    tokens: Tokens | None = None,
-    first_head: int = 0,
+    site: int, p: float, rng_key: Tensor | None, tokens: Tokens | None = None, first_head: int = 0
 ) -> dict[str, Any]:
     """An op's dropout arguments at this site (none without a key); see [Note: dropout sites]."""
     if rng_key is None:

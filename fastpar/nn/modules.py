@@ -282,6 +282,12 @@ class CausalSelfAttention(nn.Module):
         return self.resid_dropout(project(self.c_proj, o.flatten(-2)))
 
 
+_LOSS_OPTIONS = (
+    *("vocab_size", "ignore_index", "reduction"),
+    *("label_smoothing", "z_loss", "chunk_rows"),
+)
+
+
 class LinearCrossEntropyLoss(nn.Module):
     """torch.nn.CrossEntropyLoss of the logits x @ weight.T, which never exist at once.
 
@@ -322,17 +328,8 @@ class LinearCrossEntropyLoss(nn.Module):
         dtype = autocast_dtype(x)
         if dtype is not None:
             x, weight = x.to(dtype), weight.to(dtype)
-        return self.compute(
-            x,
-            weight,
-            targets,
-            vocab_size=self.vocab_size,
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,
-            label_smoothing=self.label_smoothing,
-            z_loss=self.z_loss,
-            chunk_rows=self.chunk_rows,
-        )
+        options = {name: getattr(self, name) for name in _LOSS_OPTIONS}
+        return self.compute(x, weight, targets, **options)
 
     def compute(self, x: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
         """The loss of operands in their final dtypes."""

@@ -111,11 +111,10 @@ class GPT2Attention(Attention):
         qkv = project(self.c_attn, x).unflatten(-1, (3, self.num_heads, self.head_dim))
         _, k, v = qkv.transpose(1, 3).unbind(2)  # [B, H, T, D]
         cache, present = self.given_cache(given), None
+        before_4_53 = "layer_past" in self.argument_names
         if cache is not None:
             cache.update(k, v, self.layer_idx)
-        elif "layer_past" in self.argument_names and given.get(
-            "use_cache"
-        ):  # transformers before 4.53
+        elif before_4_53 and given.get("use_cache"):
             present = (k, v)
         return self.fused_attention(qkv, scale_of(self)), present
 

@@ -31,13 +31,7 @@ from fastpar.nn.modules import (
     project,
     with_weights,
 )
-from fastpar.nn.tp_layers import (
-    TokenDropout,
-    gives_product,
-    head_dropout,
-    residual_norm,
-    tp_of,
-)
+from fastpar.nn.tp_layers import TokenDropout, gives_product, head_dropout, residual_norm, tp_of
 from fastpar.patching.swap import SILENT, Swapped
 
 # Set by Model for the attention of its blocks: "causal" (whatever mask comes with it is the causal

@@ -249,17 +249,12 @@ def places_of_dropout(module: nn.Module, width: int, heads: int) -> dict[str, st
         for name, value in list(vars(twin).items()):
             if type(value) in (int, float) and 0 <= value < 1:
                 setattr(twin, name, 0.29)
-                try:
-                    ruled = rates()
-                except Exception:  # no rate
-                    ruled = {}
+                with contextlib.suppress(Exception):  # no rate
+                    probs = name if rates().get("probs") == 0.29 else probs
                 setattr(twin, name, value)
-                if ruled.get("probs") == 0.29:
-                    probs = name
         if probs is None and "probs" in found:
-            raise UnprovenError(
-                "drops out of its attention by a rate that is none of its attributes"
-            )
+            why = "drops out of its attention by a rate that is none of its attributes"
+            raise UnprovenError(why)
     return {"probs": probs, "resid": resid}
 
 

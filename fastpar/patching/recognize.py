@@ -260,11 +260,7 @@ def _plan_gpt2_attention(module: Any) -> Plan:
 
     if not 1 <= module.head_dim <= MAX_HEAD_DIM:
         return f"heads of {module.head_dim} elements, the kernels take 1 to {MAX_HEAD_DIM}"
-    options = {
-        "probs": "attn_dropout",
-        "resid": "resid_dropout",
-        "head_dim": module.head_dim,
-    }
+    options = {"probs": "attn_dropout", "resid": "resid_dropout", "head_dim": module.head_dim}
     conditions = swap.Conditions()
     causal = module._buffers.get("bias")
     if causal is not None:

@@ -180,8 +180,7 @@ def restore(module: nn.Module) -> bool:
 
 def _announce(name: str, reason: str) -> None:
     warnings.warn(
-        f"fastpar.patch: {name} falls back to its own forward for this call: {reason}",
-        stacklevel=4,
+        f"fastpar.patch: {name} falls back to its own forward for this call: {reason}", stacklevel=4
     )
 
 

@@ -67,13 +67,7 @@ from fastpar.train.launch import SIGNALS, catching_save, catching_stop, threads_
 from fastpar.train.run_folder import TIME_IS_UP, RunFolder, check_out
 from fastpar.train.run_lock import release
 from fastpar.train.run_saves import RunSaves
-from fastpar.train.start import (
-    digest,
-    find_checkpoint,
-    load_model_and_data,
-    newest_of_all,
-    set_up,
-)
+from fastpar.train.start import digest, find_checkpoint, load_model_and_data, newest_of_all, set_up
 
 STOPS = (*SIGNALS, TIME_IS_UP)  # reasons to stop early
 
