@@ -22,7 +22,7 @@ def assert_same_parameters(a, b):
     assert same(a["norms"], b["norms"])
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", slow("bf16")])
 def test_the_promised_orders_are_one_tree(precision):
     """Of the references; test_cuts then shows that the engine keeps them. (Not of fp16: dividing
     the loss by the accumulation is not exact in its subnormal numbers.)"""
@@ -55,9 +55,10 @@ def test_cuts_with_copies(stage, world_size, shard_size, accum):
     assert_same_parameters(run(cell)[0], expected(WHOLE))
 
 
-def test_bf16_and_dropout_too():
+@pytest.mark.parametrize("cuts", [CUTS[1::3], slow(CUTS)], ids=["few", "all"])
+def test_bf16_and_dropout_too(cuts):
     whole = replace(WHOLE, precision="bf16", model="gpt")
-    for stage, (world_size, accum) in zip(itertools.cycle([3, 1, 2, 0]), CUTS):
+    for stage, (world_size, accum) in zip(itertools.cycle([3, 1, 2, 0]), cuts):
         cell = replace(whole, stage=stage, world_size=world_size, accum=accum)
         assert_same_parameters(run(cell)[0], expected(whole))
 
@@ -72,7 +73,7 @@ def test_the_ordinary_order_has_other_bits():
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_ranks_and_repetitions_agree(deterministic):
     """Also on a number of ranks that divides nothing."""
-    cell = Cell(3, 3, accum="shard", precision="bf16", deterministic=deterministic)
+    cell = Cell(3, 3, accum="shard_2", precision="bf16", deterministic=deterministic)
     first = run(cell)
     for result in [*first[1:], *run(cell)]:
         assert_same_parameters(result, first[0])

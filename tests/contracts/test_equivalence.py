@@ -1,7 +1,7 @@
 """The same training run, however it is cut into ranks and micro-batches.
 
 [Note: the bound] Where the order of a sum differs, parameters can only agree within rounding, and
-the bound has to say how far rounding reaches after 20 AdamW steps. Backward error analysis gives
+the bound has to say how far rounding reaches after 10 AdamW steps. Backward error analysis gives
 the first half: a sum of n terms computed in any order is the exact sum of terms that were each
 changed by at most a factor 1 +- (n - 1) u, u = 2^-24 (Higham, Accuracy and Stability, section 4.2).
 With n = 4 micro-batches, another order is thus a change of every micro-batch gradient, element
@@ -18,7 +18,7 @@ import functools
 
 import pytest
 import torch
-from cells import covering
+from cells import covering, slow
 
 from fastpar.comm.mesh import Mesh
 from fastpar.config.config import GPTConfig
@@ -31,7 +31,7 @@ from fastpar.parallel.engine import engine_of
 from fastpar.parallel.parallelize import parallelize
 from fastpar.testing import run_ranks
 
-STEPS, T, SEED = 20, 12, 5
+STEPS, T, SEED = 10, 12, 5
 CONFIG = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=61, dropout=0.1)
 CASES = {  # dropout, clipping (the norms here are 0.9 to 1.3), tied weights in all of them
     "dropout and clipping": {"dropout": 0.1, "max_grad_norm": 0.5},
@@ -61,7 +61,7 @@ def train(
     dtype=torch.float32,
     **options,
 ):
-    """20 steps of this rank; every other rank starts from other weights, which rank 0 replaces."""
+    """10 steps of this rank; every other rank starts from other weights, which rank 0 replaces."""
     mesh = Mesh(device="cpu")
     A, W, b = grad_accum_steps, mesh.dp_size, micro_batch_size
     config = GPTConfig(**{**CONFIG.__dict__, "dropout": dropout})
@@ -166,9 +166,9 @@ def test_ranks_times_accumulation_is_one_run(case, world_size, stage, shard_size
 
 @pytest.mark.parametrize("case", CASES)
 def test_one_lost_sample_is_far_outside_of_the_bound(case):
-    """One of 160, in the middle of the run."""
+    """One of 80, in the middle of the run."""
     expected, bound = one_rank(case)
-    assert distance(train(4, lost=(10, 2), **CASES[case])[0], expected) > 100 * bound
+    assert distance(train(4, lost=(5, 2), **CASES[case])[0], expected) > 100 * bound
 
 
 def test_one_other_dropout_mask_is_far_outside_of_the_bound(monkeypatch):
@@ -186,11 +186,16 @@ def test_two_ranks_have_the_bits_of_two_micro_batches(case, deterministic):
     assert_same_bits(ranks(2, 1, deterministic=deterministic, **CASES[case]), expected)
 
 
+@functools.lru_cache
+def default_buckets(world_size):
+    return ranks(world_size, 1, deterministic=world_size == 4)
+
+
 @covering(1, ("bucket_mb", [1e-6, 0.01, 0.05]), ("world_size", [2, 4]))
 def test_bucket_size_changes_no_bit(world_size, bucket_mb):
     same = {"deterministic": world_size == 4}
     options = {"bucket_mb": bucket_mb, "first_bucket_mb": bucket_mb / 3}
-    assert_same_bits(ranks(world_size, 1, **options, **same), ranks(world_size, 1, **same))
+    assert_same_bits(ranks(world_size, 1, **options, **same), default_buckets(world_size))
 
 
 def test_the_size_of_a_micro_batch_changes_rounding_only():
@@ -220,7 +225,7 @@ def test_half_precision_with_main_gradients_has_the_same_bits(dtype):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "grad_accum_steps", "deterministic"), [(2, 2, False), (4, 1, True)]
+    ("world_size", "grad_accum_steps", "deterministic"), [slow(2, 2, False), (4, 1, True)]
 )
 def test_processes_are_the_same_run(world_size, grad_accum_steps, deterministic):
     case = "dropout and clipping"
@@ -231,9 +236,3 @@ def test_processes_are_the_same_run(world_size, grad_accum_steps, deterministic)
     assert distance(parameters, expected) <= bound
     if deterministic:
         assert_same_bits(parameters, one_deterministic_rank(case))
-
-
-def test_two_processes_have_the_bits_of_one():
-    expected, _ = train(2)
-    options = {"bucket_mb": 0.01, "first_bucket_mb": 0.001}
-    assert_same_bits(ranks(2, 1, backend="gloo", **options), expected)

@@ -8,7 +8,7 @@ import itertools
 
 import pytest
 import torch
-from cells import covering
+from cells import covering, slow
 from tp_cells import (
     AXES,
     OVERFLOW_STEP,
@@ -31,8 +31,7 @@ from fastpar.testing import run_ranks
 
 def matrix():
     """make test runs the cells that together have every pair, make test-slow the rest."""
-    slow = [pytest.mark.slow]
-    return [pytest.param(c, marks=[] if quick else slow) for c, quick in all_cells()]
+    return [c if quick else slow(c) for c, quick in all_cells()]
 
 
 @pytest.mark.parametrize("cell", matrix(), ids=str)
@@ -84,12 +83,12 @@ def test_the_reference_overflows():
 @pytest.mark.parametrize(
     ("cell", "transport"),
     [
-        (Cell(2, 1, 0, False, "untied", precision="fp32"), "shm"),
+        slow(Cell(2, 1, 0, False, "untied", precision="fp32"), "shm"),
         (Cell(2, 2, 3, dropout=True, clip=True), "torch"),
-        pytest.param(Cell(2, 1, dropout=True, clip=True), "torch", marks=pytest.mark.slow),
-        pytest.param(Cell(2, 2, 2, precision="fp32"), "shm", marks=pytest.mark.slow),
-        pytest.param(Cell(4, 1, 0, model="untied", dropout=True), "shm", marks=pytest.mark.slow),
-        pytest.param(Cell(4, 1, 0, False, clip=True), "torch", marks=pytest.mark.slow),
+        slow(Cell(2, 1, dropout=True, clip=True), "torch"),
+        slow(Cell(2, 2, 2, precision="fp32"), "shm"),
+        slow(Cell(4, 1, 0, model="untied", dropout=True), "shm"),
+        slow(Cell(4, 1, 0, False, clip=True), "torch"),
     ],
     ids=str,
 )

@@ -14,13 +14,14 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def few(candidates, groups):
-    """The fewest candidates that together have every group; groups(candidate) is a set."""
+def few(candidates, groups, effort=lambda candidate: 1):
+    """The fewest candidates that together have every group; groups(candidate) is a set. Of two
+    that bring as many groups it takes the one of less effort."""
     of = {candidate: groups(candidate) for candidate in candidates}
     wanted = set().union(*of.values())
     chosen = []
     while wanted:
-        chosen.append(max(of, key=lambda candidate: len(wanted & of[candidate])))
+        chosen.append(max(of, key=lambda one: len(wanted & of[one]) / effort(one)))
         wanted -= of[chosen[-1]]
     return chosen
 
