@@ -132,5 +132,8 @@ def test_no_two_strategies_look_alike():
 
 def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"draw_all: expected matplotlib, got .*; pip install ma"):
+    with pytest.raises(
+        ImportError,
+        match=r"draw_all: expected the package matplotlib, got .*; run pip install matplotlib",
+    ):
         draw_all(some(), tmp_path)

@@ -152,8 +152,8 @@ def check(cell, cells):
 
 
 def test_predicted_within_five_percent():
-    """One layout of each kind; the other tests have all pairs of settings, and every cell."""
-    kinds = [SAMPLE[i] for i in (0, 6, 9, 13, 17)] + [SPECIAL[1], SPECIAL[10]]
+    """ZeRO-1, ZeRO-3 and tp; the slow tests have all pairs of settings, and every cell."""
+    kinds = [SAMPLE[i] for i in (7, 9, 11)]
     for cell in kinds:
         check(cell, kinds)
 

@@ -39,7 +39,7 @@ def measured(tmp_path_factory):
     patch = pytest.MonkeyPatch()
     patch.setattr(module, "_spread", lambda times: 0.1)  # whatever else runs here
     try:
-        yield measure(WORKLOAD, SETUPS[1:], threads=1, seconds=0.5), folder
+        yield measure(WORKLOAD, SETUPS[1:2], threads=1, seconds=0.5), folder
     finally:
         patch.undo()
         os.environ.pop(FOLDER)
@@ -47,9 +47,8 @@ def measured(tmp_path_factory):
             os.environ[FOLDER] = before
 
 
-def test_all_that_the_setups_do_is_measured(measured):
-    rates, _ = measured
-    for setup in SETUPS[1:]:
+def check(rates, setups):
+    for setup in setups:
         for op in ops_of(WORKLOAD, setup):
             assert rates.op_s(op) > 0
         for send in comm_ops_of(WORKLOAD, setup):
@@ -57,9 +56,19 @@ def test_all_that_the_setups_do_is_measured(measured):
         assert rates.overhead_s(WORKLOAD, setup) >= 0
         assert predict_step(WORKLOAD, setup, rates).step_s > known_s(WORKLOAD, setup, rates) * 0.999
     assert not rates.scaled
-    assert len(rates.overheads) == 2
+    assert len(rates.overheads) == len(setups)
     assert rates.about["ranks"] == 2
     assert rates.about["threads"] == 1
+
+
+def test_all_that_a_setup_does_is_measured(measured):
+    check(measured[0], SETUPS[1:2])
+
+
+@pytest.mark.slow
+def test_all_that_several_setups_do_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    check(measure(WORKLOAD, SETUPS[1:], threads=1, seconds=0.5), SETUPS[1:])
 
 
 def test_rates_are_kept_for_later_runs(measured):
