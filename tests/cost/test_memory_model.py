@@ -153,7 +153,7 @@ def check(cell, cells):
 
 def test_predicted_within_five_percent():
     """ZeRO-1, ZeRO-3 and tp; the slow tests have all pairs of settings, and every cell."""
-    kinds = [SAMPLE[i] for i in (7, 9, 11)]
+    kinds = [SAMPLE[i] for i in (7, 21, 22)]
     for cell in kinds:
         check(cell, kinds)
 
