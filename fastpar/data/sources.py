@@ -15,6 +15,7 @@ import re
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -320,19 +321,13 @@ def _open_dataset(name: str, text_column: str) -> TextSource:
                 f"choose one of {', '.join(rows.column_names)}"
             )
 
-    def reader(part: str) -> Callable[[], Iterator[Document]]:
-        def documents() -> Iterator[Document]:
-            for rows in parts[part].select_columns([text_column]).iter(batch_size=1000):
-                yield from (text.encode() for text in rows[text_column] if text and text.strip())
+    def documents(part: str) -> Iterator[Document]:
+        for rows in parts[part].select_columns([text_column]).iter(batch_size=1000):
+            yield from (text.encode() for text in rows[text_column] if text and text.strip())
 
-        return documents
-
-    return TextSource(
-        f"hf-{name}",
-        reader("train"),
-        val_documents=reader("validation") if "validation" in parts else None,
-        content_key="|".join([text_column, *(str(rows._fingerprint) for rows in parts.values())]),
-    )
+    held_out = partial(documents, "validation") if "validation" in parts else None
+    content = "|".join([text_column, *(str(rows._fingerprint) for rows in parts.values())])
+    return TextSource(f"hf-{name}", partial(documents, "train"), held_out, content)
 
 
 def _open_bins(files: list[Path], name: str, folder: Path) -> TokenSource:

@@ -269,10 +269,7 @@ def _plan_gpt2_attention(module: Any) -> Plan:
         conditions.buffers["bias"] = causal.cpu().clone()
     positions = module.config.max_position_embeddings
     limits: dict[str, Any] = {"positions": positions, "long": False, "brief": True}
-    try:
-        proof.prove(module, module.embed_dim, formula, own=own, **limits, keep=[module.config])
-    except Exception as error:
-        return proof.words_of(error)
+    proof.prove(module, module.embed_dim, formula, own=own, **limits, keep=[module.config])
     return Fused(fused_gpt2.GPT2Attention, options, conditions)
 
 
@@ -304,10 +301,13 @@ class Looks:
         for others, found in known:
             if all(a is b or torch.equal(a, b) for a, b in zip(others, buffers)):
                 return found
-        if type(module).__module__ == GPT2:
-            found = _plan_gpt2(module, fused_loss)
-        else:
-            found = _plan_nanogpt(name, module, self.positions)
+        try:
+            if type(module).__module__ == GPT2:
+                found = _plan_gpt2(module, fused_loss)
+            else:
+                found = _plan_nanogpt(name, module, self.positions)
+        except Exception as error:
+            found = proof.words_of(error)
         known.append((buffers, found))
         return found
 
@@ -354,10 +354,7 @@ def _plan_attention(module: Any, parts: dict[str, nn.Module], positions: int | N
         y = m.c_proj(_heads(m, x, heads, dropout_p=p))
         return y if places["resid"] is None else getattr(m, places["resid"])(y)
 
-    try:
-        places.update(proof.places_of_dropout(module, C, heads))
-    except Exception as error:
-        return proof.words_of(error)
+    places.update(proof.places_of_dropout(module, C, heads))
     used = ("c_attn", "c_proj")
     limits: dict[str, Any] = {"positions": positions, "heads": heads, "rate": places["probs"]}
     return _checked(module, formula, fused_modules.Attention, places, used, **limits)
