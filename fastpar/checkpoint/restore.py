@@ -98,11 +98,7 @@ def naming_damaged_file(file: Path) -> Iterator[None]:
 
 @torch.no_grad()
 def load_checkpoint(
-    path: str | Path,
-    *,
-    model: nn.Module,
-    optimizer: Any = None,
-    strict: bool = True,
+    path: str | Path, *, model: nn.Module, optimizer: Any = None, strict: bool = True
 ) -> dict[str, Any]:
     """Puts a checkpoint's weights and moments into a model and an optimizer, at any layout.
 

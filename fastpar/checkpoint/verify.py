@@ -47,12 +47,7 @@ def verify_files(folder: str | Path, manifest: Manifest, **options: Any) -> None
 
 
 def find_damage(
-    folder: str | Path,
-    manifest: Manifest,
-    *,
-    part: int = 0,
-    n_parts: int = 1,
-    tensors: bool = True,
+    folder: str | Path, manifest: Manifest, *, part: int = 0, n_parts: int = 1, tensors: bool = True
 ) -> list[Damage]:
     """Read the files, or a share of them, and compare them with the manifest.
 

@@ -70,13 +70,7 @@ class Collectives(ABC):
         return self._run("all_reduce", x, async_op, lambda: self._all_reduce(x, mean, tag))
 
     def reduce_scatter(
-        self,
-        out: Tensor,
-        x: Tensor,
-        *,
-        mean: bool = False,
-        async_op: bool = False,
-        tag: int = 0,
+        self, out: Tensor, x: Tensor, *, mean: bool = False, async_op: bool = False, tag: int = 0
     ) -> Handle | None:
         """out[P / W] = this rank's slice of the sum (or mean) of x[P]; x is left in any state.
 

@@ -40,13 +40,7 @@ from fastpar.comm.torch_collectives import TorchCollectives
 from fastpar.comm.watchdog import waiting
 from fastpar.kernels import _C
 
-_CODES = {
-    torch.float32: 0,
-    torch.bfloat16: 1,
-    torch.float16: 2,
-    torch.float64: 3,
-    torch.int64: 4,
-}
+_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3, torch.int64: 4}
 _groups: weakref.WeakSet[ShmCollectives] = weakref.WeakSet()  # of this process
 _PAGE = 4096
 _ALIGNMENT = 4096  # of tensors in the heap
@@ -220,11 +214,7 @@ def _element(x: Tensor) -> tuple[str, int]:
 
 
 def _stop(
-    pid: int,
-    group: _C.ShmGroup,
-    worker: TaskThread,
-    pidfds: list[int],
-    memory: Tensor,
+    pid: int, group: _C.ShmGroup, worker: TaskThread, pidfds: list[int], memory: Tensor
 ) -> None:
     """Ends what a group holds; memory stays mapped until its thread is over."""
     if os.getpid() != pid:

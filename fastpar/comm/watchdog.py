@@ -314,8 +314,7 @@ class Watchdog:
         if late:
             s = now - self._answered
             return found(
-                0,
-                f", or the host that keeps the ranks' store, without an answer for {s:.1f} s",
+                0, f", or the host that keeps the ranks' store, without an answer for {s:.1f} s"
             )
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         if missing := [rank for rank in others if rank not in seen]:

@@ -201,8 +201,7 @@ def _refuse_sharded(optimizer: torch.optim.Optimizer) -> None:
     for engine in map(engine_of_parameter, params):
         if engine is None:
             continue
-        if engine.partials is not None:
-            engine.partials.check()
+        engine.partials.check()
         if engine.shards.has_main_grads:
             what, got = "with main gradients", f"grad_dtype={engine.settings.grad_dtype}"
             advice = "it reads p.grad only: use fastpar.AdamW, or parallelize without grad_dtype"

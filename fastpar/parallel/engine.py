@@ -67,9 +67,7 @@ class Engine:
         on_cpu = self.mesh.device.type == "cpu"
         self.reducer = Reducer(shards.buckets, self.settings, self.log, on_cpu=on_cpu)
         self.gathers = Gathers(units, shards, self) if self.stage.shards else None
-        self.partials = None
-        if self.declared is not None:
-            self.partials = PartialGradients(shards, self.declared)
+        self.partials = PartialGradients(shards)
         copy = shards.ranks_of_copy()
         self.control = Control(control_group, len(shards.params), copy, self.mesh.device)
         self.micro_batches = MicroBatches(self.settings.accumulate, self.settings.grad_accum_steps)
@@ -91,37 +89,31 @@ class Engine:
             p.register_post_accumulate_grad_hook(Hook(me, "_on_grad"))
             hides = self.settings.grad_dtype not in (None, p.dtype)
             if self.shares or self.settings.deterministic or hides:  # p.grad must be None before
-                p.register_hook(Hook(me, "_before_grad"))
+                p.register_hook(Hook(me, "before_unit_backward"))
 
     def _enter(self, phase: StepPhase) -> None:
         self.phase = checked("the step", self.phase, phase, STEP_PHASES)
 
     # Backward
 
-    def _before_grad(self, grad: Tensor) -> None:
-        """Autograd is about to add to p.grad."""
-        self.before_unit_backward()
-
     def _on_grad(self, p: nn.Parameter) -> None:
         """Post-accumulate hook: the gradient of p is final for this backward."""
         bucket, position = self.shards.places[p]
         if p.data_ptr() != bucket.views[position].data_ptr():
             self.shards.check()
-        task = torch._C._current_graph_task_id()
-        if task != self._graph_task:
-            self._begin_backward(task, fired=p)
+        self.before_unit_backward(fired=p)
         if bucket.take(position):
             if self.gathers is not None:
                 self.gathers.release_bucket(bucket)
             self.reducer.launch_ready()
 
-    def before_unit_backward(self) -> None:
-        """The backward of a unit begins, perhaps the first of a backward."""
+    def before_unit_backward(self, grad: Tensor | None = None, fired: Tensor | None = None) -> None:
+        """The backward of a unit begins, or a gradient comes: perhaps the first of a backward."""
         task = torch._C._current_graph_task_id()
         if task != self._graph_task:
-            self._begin_backward(task)
+            self._begin_backward(task, fired)
 
-    def _begin_backward(self, task: int, fired: Tensor | None = None) -> None:
+    def _begin_backward(self, task: int, fired: Tensor | None) -> None:
         if inside_backward_of_a_function():
             raise RuntimeError(
                 "Engine: expected one backward at a time, got a backward inside of a backward, as "
@@ -140,8 +132,7 @@ class Engine:
         self._before_backward = self.phase
         self._enter(StepPhase.BACKWARD)
         self.log.timer.begin()
-        if self.partials is not None:
-            self.partials.split()
+        self.partials.split()
         skipped: set[int] = set()
         if self.gathers is not None:
             self.gathers.begin("backward")
@@ -174,7 +165,7 @@ class Engine:
         for bucket in self.buckets:  # in step() marks are still there: no gradients
             bucket.unmark()
         self.reducer.finish()
-        if self.partials is not None and not self.stage.shards:
+        if not self.stage.shards:
             self.partials.sum()
             self.partials.show()
         for bucket in self.buckets:
@@ -235,17 +226,15 @@ class Engine:
             self._reduce()
         if self.stage.frees_parameters:
             self._say_begin("a step")
-        if self.partials is not None:
-            self.partials.check()
-            self.partials.sum()
+        self.partials.check()
+        self.partials.sum()
 
     def finish(self) -> None:
         """Reduce gradients that only this rank knows, if there are any. Ranks: all."""
         self._forget_cleared()
         if self.phase is StepPhase.LOCAL:
             self._reduce()
-        if self.partials is not None:
-            self.partials.sum()
+        self.partials.sum()
 
     def exchange(self, bins: Tensor | None) -> Tensor | None:
         """The control exchange: norm bins of this rank's pieces -> of all. Ranks: all, once."""
@@ -314,8 +303,7 @@ class Engine:
             params = (p for group in of.param_groups for p in group["params"])
             for bucket, positions in self.shards.by_bucket(params).items():
                 bucket.zero_grad(set_to_none, positions)
-            if self.partials is not None:
-                self.partials.changed()
+            self.partials.changed()
         if all(bucket.zeroed for bucket in self.buckets):
             only = True
             self._end_of_gradients()
@@ -332,8 +320,7 @@ class Engine:
         self.control.forget(early=self.micro_batches.begun == 0)
         self._enter(StepPhase.EMPTY)
         self.micro_batches.forget()
-        if self.partials is not None:
-            self.partials.forget()
+        self.partials.forget()
         self._spent.clear()
         self._cleared.clear()
 

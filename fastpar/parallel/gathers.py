@@ -87,10 +87,7 @@ class Gathers:
     """
 
     def __init__(
-        self,
-        units: list[list[nn.Module]],
-        shards: Shards,
-        listener: PassListener,
+        self, units: list[list[nn.Module]], shards: Shards, listener: PassListener
     ) -> None:
         buckets = [[b for b in shards.buckets if b.spec.unit == i] for i in range(len(units))]
         self._shards, self._listener, self.buckets = shards, listener, buckets

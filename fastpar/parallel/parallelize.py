@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -142,17 +142,15 @@ def parallelize(
     declared, report = _split_along_tp(model, mesh, maker, tp_plan, sequence_parallel, tp_overlap)
     n_shards = 1 if zero_stage == 0 else shard_size or mesh.size("dp")
     stage = STAGES[zero_stage if n_shards > 1 else 0]
-    groups = maker.of_engine(stage, n_shards)
-    settings = _settings(options, stage, n_shards, mesh.dp_size, groups.of_buckets)
+    groups, control = maker.of_engine(stage, n_shards)
+    settings = _settings(options, stage, n_shards, mesh.dp_size, groups)
     check_deterministic(settings, parameter_names(model))
     if materialize is not None:
         _allocate_meta(model, mesh.device, declared)
     modules = find_units(model, units, merge_bytes=first_bucket_mb * 2**20)
     fill = _Fill(parameter_names(model), materialize, declared)
-    shards = _make_shards(
-        model, mesh, settings, groups.of_buckets, modules, fill, poison=debug.poison
-    )
-    engine = Engine(shards, modules, groups.control, debug)
+    shards = _make_shards(model, mesh, settings, groups, modules, fill, poison=debug.poison)
+    engine = Engine(shards, modules, control, debug)
     engine.tp_report = report
     guard_optimizers(engine)
     if shards.shares:
@@ -330,13 +328,6 @@ def _allocate_meta(model: nn.Module, device: torch.device, declared: Declared | 
 # Process groups
 
 
-class Groups(NamedTuple):
-    """What the buckets travel over, and what the control exchange does: all ranks of the mesh."""
-
-    of_buckets: BucketGroups
-    control: Collectives | None
-
-
 class GroupMaker:
     """Makes collectives of process groups, the same way for every role.
 
@@ -378,17 +369,19 @@ class GroupMaker:
         own = shared and self.factory is None
         return self.make(mesh.new_group("tp") if own else mesh.group("tp"), "tp")
 
-    def of_engine(self, stage: Stage, n_shards: int) -> Groups:
-        """One group for each role; gather and reduce never queue behind each other. Ranks: all.
+    def of_engine(self, stage: Stage, n_shards: int) -> tuple[BucketGroups, Collectives | None]:
+        """What the buckets travel over, and all ranks' group of the control exchange. Ranks: all.
+
+        One group for each role: gather and reduce never queue behind each other.
 
         Parameters are replicated along dp and replicas: their gradients are reduced there, and
         their shards gathered along dp.
         """
         mesh = self.mesh.with_replicas(self.mesh.dp_size // n_shards)
         if mesh.world_size == 1:
-            return Groups(BucketGroups(), None)
+            return BucketGroups(), None
         if mesh.dp_size == 1:
-            return Groups(BucketGroups(), self.make(mesh.group(*AXES), "control"))
+            return BucketGroups(), self.make(mesh.group(*AXES), "control")
         whole = self.make(mesh.dp_group, "reduce")
         kind = "shm" if whole.transport == "shm" else self.transport
         # The norm, the flags and the loss are those of all ranks.
@@ -396,11 +389,11 @@ class GroupMaker:
         if mesh.world_size > mesh.dp_size:
             control = self.make(mesh.group(*AXES), "control", kind)
         if not stage.shards:
-            return Groups(BucketGroups(whole), control)
+            return BucketGroups(whole), control
         new = self.factory is None and whole.transport != "shm"  # shared memory only meets in one
         gather = self.make(mesh.new_group("dp") if new else mesh.group("dp"), "gather", kind)
         if mesh.size("replicas") == 1:
-            return Groups(BucketGroups(whole, gather), control)
+            return BucketGroups(whole, gather), control
         reduce = self.make(mesh.group("dp"), "reduce", kind)
         copies = self.make(mesh.group("replicas"), "replicate", kind)
-        return Groups(BucketGroups(reduce, gather, copies), control)
+        return BucketGroups(reduce, gather, copies), control

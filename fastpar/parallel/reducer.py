@@ -43,7 +43,6 @@ from fastpar.comm.step_report import CollectiveLog
 from fastpar.parallel.bucket import BucketState
 from fastpar.parallel.shards import Shards
 from fastpar.parallel.stages import BucketPhase, Settings
-from fastpar.tensor.declared import Declared
 
 IN_FLIGHT = 3  # caps of a bucket: bytes of whole gradients that may be under way
 _PATIENCE_S = 1.0  # see [Note: when a bucket is launched]
@@ -195,51 +194,39 @@ class Reducer:
 
 
 class PartialGradients:
-    """The partial gradients of one model; see the notes on them."""
+    """The partial gradients of one model, none without tp; see the notes on them."""
 
-    def __init__(self, shards: Shards, declared: Declared) -> None:
-        self._shards, self.group = shards, declared.tp.group
-        self._params = [p for p in shards.params if declared.is_partial(p)]
+    def __init__(self, shards: Shards) -> None:
+        self._shards, declared = shards, shards.declared
+        self._group = None if declared is None else declared.tp.group
+        self._params = [p for p in shards.params if declared and declared.is_partial(p)]
         self._summed = False
         self._versions: list[int] = []  # of the buckets' gradients when p.grad was shown
 
-    def _grads(self) -> list[Tensor | None]:
-        """This rank's piece of each."""
-        return [self._shards.piece(p).grad for p in self._params]
-
     def sum(self) -> None:
         """Make them whole, unless they are. Ranks: all of tp."""
-        if self._summed:
+        if self._summed or self._group is None:
             return
         self._summed = True
-        shards, device = self._shards, self._shards.mesh.device
-        by_dtype: dict[torch.dtype, list[tuple[Tensor, Tensor | None]]] = {}
-        for p, grad in zip(self._params, self._grads()):
+        shards, last = self._shards, self._shards.buckets[-1].spec.index
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for p in self._params:
             bucket, start, stop = shards.place(p)
-            dtype = bucket.grad_dtype
+            grad, dtype = shards.piece(p).grad, bucket.grad_dtype
             if grad is None:
-                flat = torch.zeros(stop - start, dtype=dtype, device=device)
-            else:
-                flat = grad.view(-1)
-            by_dtype.setdefault(dtype, []).append((flat, grad))
-        for entries in by_dtype.values():
-            packed = torch.cat([flat for flat, _ in entries])
-            shards.log.all_reduce(
-                self.group,
-                packed,
-                "summing partial gradients after",
-                shards.buckets[-1].spec.index,
-            )
-            sums = packed.split([flat.numel() for flat, _ in entries])
-            for (_, grad), total in zip(entries, sums):
-                if grad is not None:
-                    grad.copy_(total.view(grad.shape))
+                grad = torch.zeros(stop - start, dtype=dtype, device=bucket.device)
+            by_dtype.setdefault(dtype, []).append(grad.view(-1))
+        for grads in by_dtype.values():
+            packed = torch.cat(grads)
+            shards.log.all_reduce(self._group, packed, "summing partial gradients after", last)
+            for grad, total in zip(grads, packed.split([grad.numel() for grad in grads])):
+                grad.copy_(total)
 
     def split(self) -> None:
         """A backward begins that adds to them; see [Note: partial gradients]."""
-        if self._summed and self.group.rank:
-            for grad in self._grads():
-                if grad is not None:
+        if self._summed and self._group is not None and self._group.rank:
+            for p in self._params:
+                if (grad := self._shards.piece(p).grad) is not None:
                     grad.zero_()
         self.forget()
 
@@ -254,17 +241,18 @@ class PartialGradients:
 
     def show(self) -> None:
         """p.grad is there to be read."""
-        grads = [bucket.grad for bucket in self._shards.buckets]
-        self._versions = [grad._version for grad in grads if grad is not None]
+        if self._group is not None:
+            grads = [bucket.grad for bucket in self._shards.buckets]
+            self._versions = [grad._version for grad in grads if grad is not None]
 
     def check(self) -> None:
         """Refuses gradients changed in place since show(): [Note: clipping by hand]."""
         for bucket, version in zip(self._shards.buckets, self._versions):
             assert bucket.grad is not None
             if bucket.grad._version != version:
-                tp = self.group.world_size
                 raise RuntimeError(
-                    f"Engine: expected gradients as backward left them with tp={tp}, "
-                    f"got p.grad of '{bucket.name(0)}' changed in place; a rank sees its part of "
-                    "the norm only: clip with fastpar.AdamW(max_grad_norm=...)"
+                    "Engine: expected gradients as backward left them with "
+                    f"tp={self._shards.mesh.tp_size}, got p.grad of '{bucket.name(0)}' changed in "
+                    "place; a rank sees its part of the norm only: clip with "
+                    "fastpar.AdamW(max_grad_norm=...)"
                 )

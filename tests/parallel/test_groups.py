@@ -20,8 +20,8 @@ def maker_of(mesh, transport="torch", factory=None, debug=None, deterministic=Fa
 
 
 def roles(maker, stage, n_shards):
-    groups = maker.of_engine(STAGES[stage], n_shards)
-    return {**vars(groups.of_buckets), "control": groups.control}
+    groups, control = maker.of_engine(STAGES[stage], n_shards)
+    return {**vars(groups), "control": control}
 
 
 def groups_of(tp, stage, n_shards):
