@@ -20,6 +20,10 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from fastpar.cost.measured_rates import cpu_name
+from fastpar.measure.machine import version_of, without_paths
+from fastpar.train.launch import available_cores
+
 SCHEMA = 1
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"  # tracked: the documents' tables are made from it
@@ -102,10 +106,7 @@ def _rounded(value: Any) -> Any:
 
 def reason(error: BaseException) -> str:
     """An exception in one line that fits a table and names no path of this machine."""
-    text = " ".join(str(error).split())
-    text = re.sub(r"(?<![\w.])/[\w.+-]+(?:/[\w.+-]+)+", "<path>", text)
-    text = text.encode("ascii", "replace").decode()
-    return f"{type(error).__name__}: {text}"[:300]
+    return without_paths(f"{type(error).__name__}: {error}")
 
 
 def _output(*command: str) -> str | None:
@@ -127,34 +128,17 @@ def commit() -> tuple[str, bool]:
     return head, changed != ""
 
 
-def _cpu_name() -> str:
-    try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M)
-    except OSError:
-        found = None
-    return found[1].strip() if found else platform.processor() or platform.machine()
-
-
-def _triton_version() -> str | None:
-    try:
-        import triton
-    except ImportError:
-        return None
-    return triton.__version__
-
-
 @functools.cache
 def machine(device: str) -> dict[str, Any]:
     """What the numbers were measured on."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     head, dirty = commit()
     about: dict[str, Any] = {
         "device": device,
-        "cpu": _cpu_name(),
-        "cores": cores,
+        "cpu": cpu_name(),
+        "cores": available_cores(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": _triton_version(),
+        "triton": version_of("triton"),
         "commit": head,
         "dirty": dirty,
         "date": datetime.date.today().isoformat(),

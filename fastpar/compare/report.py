@@ -13,6 +13,7 @@ from fastpar.compare.results import FACTOR, FLOOR, Comparison, Run
 from fastpar.compare.summary import number, summary
 
 TABLE, PAGE = "table.md", "report.html"
+NOTES = "notes.txt"  # how each column was measured
 NOT_KNOWN = "not known"
 
 
@@ -108,24 +109,19 @@ def conditions(comparison: Comparison) -> list[str]:
 
 def notes(comparison: Comparison) -> list[str]:
     """How each column was measured."""
-    untimed = comparison.settings["untimed_steps"]
-    return [
-        "Times are medians of the repeats, in brackets their range. The slowest rank counts. The "
-        f"first {untimed} steps of a run train like the others and are not timed. The fastest "
-        f"stands first; ratios are of medians, to those of {comparison.baseline}.",
-        f"Memory: {comparison.memory_label}.",
-        "Sent: what a ring would send for the collectives of a step. Of torch and DeepSpeed those "
-        "that torch's dispatcher sees, of fastpar what its engine reports, of tp all of its "
-        "transports' calls.",
-        "Exposed: time of a step in which a rank only waits for others. Of fastpar as its engine "
-        "measures it (tp: in calls and waits of its transports); of DDP a step less one without "
-        f"communication, in the same processes; of FSDP2 and DeepSpeed {NOT_KNOWN}.",
-        "Within rounding: strategies add the same gradients in other orders. How far that alone "
-        "drives losses apart is measured by training the single device again with other "
-        "micro-batches, and with the gradient's norm summed in fp64 instead of fp32. Up to "
-        f"{FACTOR:g} times that drift, or {FLOOR:g} roundings of the loss, "
-        "count as rounding.",
-    ]
+    text = (
+        (Path(__file__).parent / NOTES)
+        .read_text(encoding="utf-8")
+        .format(
+            untimed=comparison.settings["untimed_steps"],
+            baseline=comparison.baseline,
+            memory=comparison.memory_label,
+            not_known=NOT_KNOWN,
+            factor=FACTOR,
+            floor=FLOOR,
+        )
+    )
+    return [" ".join(paragraph.split()) for paragraph in text.split("\n\n")]
 
 
 def markdown(comparison: Comparison) -> str:

@@ -1,9 +1,9 @@
-"""network.py: what textbooks say of rings, trees and hierarchies, and where ranks are."""
+"""datasheet.Network: what textbooks say of rings, trees and hierarchies, and where ranks are."""
 
 import pytest
 
+from fastpar.cost.datasheet import KINDS, Group, Network, place
 from fastpar.cost.devices import Cluster, find_link
-from fastpar.cost.network import KINDS, Group, Network, place
 
 MIB = 2**20
 
