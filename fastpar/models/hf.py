@@ -37,12 +37,9 @@ MASKS = (".attn.bias", ".attn.masked_bias")  # causal masks, stored as buffers b
 _SUPPORTED: dict[str, tuple[Any, ...]] = {
     "model_type": ("gpt2",),
     "activation_function": (None, "gelu_new"),
-    "scale_attn_weights": (None, True),
-    "scale_attn_by_inverse_layer_idx": (None, False),
+    **dict.fromkeys(("scale_attn_weights", "tie_word_embeddings", "is_causal"), (None, True)),
+    **dict.fromkeys(("scale_attn_by_inverse_layer_idx", "add_cross_attention"), (None, False)),
     "reorder_and_upcast_attn": (None, False),
-    "add_cross_attention": (None, False),
-    "tie_word_embeddings": (None, True),
-    "is_causal": (None, True),
 }
 
 

@@ -111,17 +111,8 @@ class Leave:
 
 Style = Column | Row | Vocab | Head | Divide | Tokens | Enter | Leave | State
 Plan = Mapping[str, "Style | str"]
-_SHORT: dict[str, Style] = {
-    "column": Column(),
-    "row": Row(),
-    "vocab": Vocab(),
-    "head": Head(),
-    "tokens": Tokens(),
-    "enter": Enter(),
-    "leave": Leave(),
-    "replicate": Replicate(),
-    "partial": Partial(),
-}
+_STYLES = (Column, Row, Vocab, Head, Tokens, Enter, Leave, Replicate, Partial)
+_SHORT: dict[str, Style] = {style.__name__.lower(): style() for style in _STYLES}
 
 GPT2: dict[str, Style] = {
     "*wte": Vocab(),
@@ -320,9 +311,10 @@ def plan_for(model: nn.Module, given: Plan | str | None) -> Planned | None:
             return None
         return Planned(model, READY[name], f"plan {name}, chosen for its modules", ready=True)
     if speaker(model) is not None:
+        short = given if isinstance(given, str) else f"{{{', '.join(given)}}}"
         raise ValueError(
             f"parallelize: expected no tp_plan for {type(model).__name__}, which declares its own "
-            f"states, got tp_plan={_short(given)}; leave it out"
+            f"states, got tp_plan={short}; leave it out"
         )
     if isinstance(given, str):
         if given not in READY:
@@ -347,10 +339,6 @@ def use_tokens(planned: Planned | None, asked: bool | None) -> bool:
             "sequence_parallel=True, got none of them; add them, or leave sequence_parallel out"
         )
     return possible if asked is None else asked
-
-
-def _short(given: Plan | str) -> str:
-    return given if isinstance(given, str) else f"{{{', '.join(given)}}}"
 
 
 def _declares(module: nn.Module) -> bool:

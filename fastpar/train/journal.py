@@ -112,9 +112,8 @@ class Journal:
 
     def rewind(self, step: int) -> None:
         """The run went back to a step: what was written of later ones goes."""
-        folder = self.folder
-        if folder is not None:
-            self._on_disk(lambda: folder.log.rewind(step))
+        if self.folder is not None:
+            self._on_disk(self.folder.log.rewind, step)
 
     def note(self, step: int, text: str, **row: Any) -> None:
         """Something happened after a step: a line, and a row of metrics.jsonl."""
@@ -164,14 +163,13 @@ class Journal:
         self._progress.update(done.step, text)
 
     def _write(self, row: dict[str, Any]) -> None:
-        folder = self.folder
-        if folder is not None:
-            self._on_disk(lambda: folder.log.write(row))
+        if self.folder is not None:
+            self._on_disk(self.folder.log.write, row)
 
-    def _on_disk(self, action: Callable[[], None]) -> None:
+    def _on_disk(self, action: Callable[[Any], None], value: Any) -> None:
         """A full disk ends no run: it is said once, until there is room again."""
         try:
-            action()
+            action(value)
         except OSError as error:
             if not self._full:
                 self.say(f"metrics.jsonl cannot be written ({error}); training goes on")
