@@ -77,12 +77,16 @@ class Result:
     """The outcome of a save."""
 
     step: int
-    ok: bool
-    path: Path | None  # of the checkpoint
+    path: Path | None  # of the checkpoint, None if it failed
     errors: tuple[str, ...]  # "rank 3: [Errno 28] No space left on device"
     pause_ms: float  # for which save() kept this rank
     seconds: float  # from save() to the commit, on rank 0; elsewhere to the end of its writing
     nbytes: int  # of the whole checkpoint's tensors
+
+    @property
+    def ok(self) -> bool:
+        """Whether the checkpoint is there."""
+        return self.path is not None
 
 
 class Saver:
@@ -187,7 +191,8 @@ class Saver:
             attempt.end()
         else:
             snapshot = self._capture.take()
-            text = json.dumps({"step": step, **self._model_of(), **state}, indent=1) + "\n"
+            sizes = {"model": asdict(self.model.config)} if isinstance(self.model, GPT) else {}
+            text = json.dumps({"step": step, **sizes, **state}, indent=1) + "\n"
             attempt.pause_ms = (time.perf_counter() - began) * 1e3
             attempt.start(lambda: self._work(attempt, snapshot, text))
         self._attempt = attempt  # only here: after an exception there is nothing to settle
@@ -213,15 +218,8 @@ class Saver:
             shutil.rmtree(self._hidden(attempt), ignore_errors=True)
         path = None if errors else checkpoint_folder(self.run, attempt.step)
         self._attempt = None
-        self.last = Result(
-            attempt.step,
-            not errors,
-            path,
-            tuple(errors),
-            attempt.pause_ms,
-            attempt.seconds,
-            attempt.nbytes,
-        )
+        times = attempt.pause_ms, attempt.seconds
+        self.last = Result(attempt.step, path, tuple(errors), *times, attempt.nbytes)
         return self.last
 
     def close(self) -> None:
@@ -257,9 +255,6 @@ class Saver:
             )
         return None
 
-    def _model_of(self) -> dict[str, Any]:
-        return {"model": asdict(self.model.config)} if isinstance(self.model, GPT) else {}
-
     # On the thread
 
     def _work(self, attempt: _Attempt, snapshot: Snapshot, state: str) -> None:
@@ -287,7 +282,6 @@ class Saver:
 
     def _write_others(self, folder: Path, state: str) -> dict[str, FileEntry]:
         """What is no tensor, by rank 0."""
-        before = set(os.listdir(folder))
         texts = {} if self._config is None else {CONFIG: self._config}
         files = self._capture.files
         if len(files) > 1:
@@ -301,12 +295,11 @@ class Saver:
         (folder / STATE).write_text(state, encoding="utf-8")
         entries = {}
         for path in sorted(folder.iterdir()):
-            ours = path.suffix == ".safetensors" or path.name.startswith((".", _PART))
-            if ours or path.name in before:
+            if path.suffix == ".safetensors" or path.name.startswith((".", _PART)):
                 continue
             flush(path)
             raw = path.read_bytes()
-            entries[path.name] = FileEntry(len(raw), hashlib.sha256(raw).hexdigest(), len(raw))
+            entries[path.name] = FileEntry(len(raw), _sha256(raw), len(raw))
         return entries
 
     def _commit(self, attempt: _Attempt, folder: Path, final: Path) -> None:

@@ -209,6 +209,12 @@ class _Done(Handle):
 DONE = _Done()
 
 
+def started(handle: Handle | None) -> Handle:
+    """The handle of an operation that was called with async_op=True."""
+    assert handle is not None
+    return handle
+
+
 def enqueue(device: torch.device, op: str, call: Callable[[], None]) -> None:
     """Call what enqueues an operation in the current stream; a watchdog sees it if there is one."""
     if not watched():

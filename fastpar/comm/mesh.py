@@ -289,8 +289,7 @@ class Mesh:
             all_gather(hashes, mine)
             if bool((hashes == hashes[0]).all()):
                 return
-            everyone: list[Any] = [None] * self.world_size
-            dist.all_gather_object(everyone, list(lines))
+            everyone = gather_objects(list(lines))
         rank, line, expected = first_difference(everyone)
         raise ValueError(
             f"{caller}: expected the same on every rank, got '{line}' on rank {rank} where rank 0 "
@@ -320,7 +319,7 @@ class Mesh:
             t.detach().copy_(part.clone().view(t.dtype).view(t.shape))
 
 
-def gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
+def gather_objects(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """The object of every rank of a group, in rank order. Ranks: all of the group."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
     with waiting("gathering objects"):

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from fastpar.comm.collectives import Collectives
-from fastpar.comm.handles import Handle
+from fastpar.comm.handles import Handle, started
 from fastpar.comm.mesh import gather_objects
 from fastpar.kernels.linear import matmul
 
@@ -54,7 +54,7 @@ class Scattering:
 
     def begin(self, group: Collectives, part: Tensor, rows: slice) -> None:
         mine = self._out[rows].view(-1)
-        handle = _started(group.reduce_scatter(mine, part.view(-1), async_op=True))
+        handle = started(group.reduce_scatter(mine, part.view(-1), async_op=True))
         self._parts.append((handle, part))
 
     def wait(self) -> Tensor:
@@ -99,7 +99,7 @@ class Overlap:
         bounds = list(self._bounds(n))
         arriving = [x.new_empty(tp, end - start, k) for start, end in bounds]
         handles = [
-            _started(self.group.all_gather(out.view(-1), x[start:end].view(-1), async_op=True))
+            started(self.group.all_gather(out.view(-1), x[start:end].view(-1), async_op=True))
             for out, (start, end) in zip(arriving, bounds)
         ]
         y = x.new_empty(tp, n, weight.shape[1])
@@ -146,11 +146,6 @@ class Overlap:
         """Rows of each chunk; fewer chunks where there are not so many rows."""
         chunks = max(1, min(self.chunks, n))
         return list(itertools.pairwise(n * i // chunks for i in range(chunks + 1)))
-
-
-def _started(handle: Handle | None) -> Handle:
-    assert handle is not None
-    return handle
 
 
 def choose_overlap(

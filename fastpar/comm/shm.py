@@ -36,6 +36,7 @@ from torch import Tensor
 
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.handles import FutureHandle, Handle, TaskThread
+from fastpar.comm.mesh import gather_objects
 from fastpar.comm.torch_collectives import TorchCollectives
 from fastpar.comm.watchdog import waiting
 from fastpar.kernels import _C
@@ -264,10 +265,9 @@ def _share(group: dist.ProcessGroup | None, rank: int, size: int) -> tuple[mmap.
                 pidfds.append(-1 if pid == os.getpid() else os.pidfd_open(pid))
         except (OSError, AttributeError) as error:
             reason = reason or f"rank {rank} cannot watch process {pid} ({error})"
-        everyone: list[Any] = [None] * dist.get_world_size(group)
         with waiting("meeting to share memory"):
-            dist.all_gather_object(everyone, reason, group=group)
-        for reason in everyone:
+            reasons = gather_objects(reason, group)
+        for reason in reasons:
             if reason:
                 raise ShmUnavailable(reason)
         assert block is not None
@@ -284,8 +284,7 @@ def _share(group: dist.ProcessGroup | None, rank: int, size: int) -> tuple[mmap.
 
 def _meet(group: dist.ProcessGroup | None, mine: tuple) -> tuple[tuple, list[int]]:
     """What rank 0 says, and every rank's process; ShmUnavailable unless they are in one place."""
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine, group=group)
+    everyone = gather_objects(mine, group)
     for rank, (place, _, _, _, reason) in enumerate(everyone):
         if reason:
             raise ShmUnavailable(reason)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastpar.comm.collectives import Collectives
-from fastpar.comm.handles import Handle
+from fastpar.comm.handles import Handle, started
 from fastpar.comm.watchdog import activity
 
 _HASH = (1 << 61) - 1
@@ -171,8 +171,7 @@ class CollectiveLog:
     def all_reduce(self, group: Collectives, x: Tensor, action: str, bucket: int) -> None:
         """Replace x by its sum over a group, as a part of the step."""
         with self.naming(action, bucket):
-            handle = group.all_reduce(x, async_op=True)
-            assert handle is not None
+            handle = started(group.all_reduce(x, async_op=True))
             self.add(handle, x, group, both_ways=True)
             with self.timer.waiting():
                 handle.wait()

@@ -38,7 +38,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from fastpar.comm.handles import Handle
+from fastpar.comm.handles import Handle, started
 from fastpar.comm.step_report import CollectiveLog
 from fastpar.parallel.bucket import BucketState
 from fastpar.parallel.shards import Shards
@@ -163,9 +163,9 @@ class Reducer:
             self._take_reduced(bucket, target)
             return
         bucket.free_grad()
-        with self._log.naming("starting the copies' mean of", bucket.spec.index):
-            again = copies.all_reduce(target, mean=True, async_op=True, tag=bucket.spec.index)
-        assert again is not None
+        index = bucket.spec.index
+        with self._log.naming("starting the copies' mean of", index):
+            again = started(copies.all_reduce(target, mean=True, async_op=True, tag=index))
         self._log.add(again, target, copies, both_ways=True)
         self._between_copies.append((bucket, again, target))
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fastpar.comm.handles import started
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.step_report import CollectiveLog
 from fastpar.parallel.bucket import BucketState
@@ -91,8 +92,8 @@ class Shards:
         bucket.allocate()
         self.log.note(1, index)
         with self.log.naming("gathering", index):
-            bucket.gathering = group.all_gather(bucket.flat, bucket.shard, async_op=True, tag=index)
-        assert bucket.gathering is not None
+            handle = group.all_gather(bucket.flat, bucket.shard, async_op=True, tag=index)
+        bucket.gathering = started(handle)
         self.log.add(bucket.gathering, bucket.flat, group, both_ways=False)
 
     def finish_gather(self, bucket: BucketState) -> None:

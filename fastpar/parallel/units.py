@@ -140,18 +140,14 @@ def _elements(module: nn.Module) -> list[nn.Module]:
 
 def unit_of_parameters(units: list[list[nn.Module]]) -> dict[nn.Parameter, int]:
     """The unit of each parameter of the model; the root's where units share one."""
+    parts = [
+        (part, i) for i, modules in enumerate(units) if i for m in modules for part in m.modules()
+    ]
+    inner = {part for part, _ in parts}
+    parts += [(part, ROOT) for part in units[ROOT][0].modules() if part not in inner]
     homes: dict[nn.Parameter, set[int]] = {}
-    inner: set[int] = set()
-    for index, modules in enumerate(units[1:], 1):
-        for module in modules:
-            for part in module.modules():
-                inner.add(id(part))
-                for p in part._parameters.values():
-                    if p is not None:
-                        homes.setdefault(p, set()).add(index)
-    for part in units[ROOT][0].modules():
-        if id(part) not in inner:
-            for p in part._parameters.values():
-                if p is not None:
-                    homes.setdefault(p, set()).add(ROOT)
+    for part, index in parts:
+        for p in part._parameters.values():
+            if p is not None:
+                homes.setdefault(p, set()).add(index)
     return {p: next(iter(found)) if len(found) == 1 else ROOT for p, found in homes.items()}
