@@ -94,16 +94,20 @@ def emulated_cuda() -> ModuleType:
     """_C with its CUDA kernels compiled for the CPU: csrc/cuda_launch.h says how."""
     folder = ROOT / "build" / "emulated"
     folder.mkdir(parents=True, exist_ok=True)
+    sources = [ROOT / "setup.py", *(ROOT / "csrc").iterdir(), *(ROOT / "tests/support").glob("*.h")]
+    newest = max(source.stat().st_mtime for source in sources)
     with open(folder / "lock", "w") as lock:  # of several test processes one builds
         fcntl.flock(lock, fcntl.LOCK_EX)
-        built = subprocess.run(
-            [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(folder)],
-            cwd=ROOT,
-            env={**os.environ, "FASTPAR_CUDA": "emulated"},
-            capture_output=True,
-            text=True,
-        )
-    assert built.returncode == 0, built.stdout + built.stderr
+        found = list((folder / "fastpar" / "kernels").glob("_C*.so"))
+        if not found or found[0].stat().st_mtime < newest:
+            built = subprocess.run(
+                [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(folder)],
+                cwd=ROOT,
+                env={**os.environ, "FASTPAR_CUDA": "emulated"},
+                capture_output=True,
+                text=True,
+            )
+            assert built.returncode == 0, built.stdout + built.stderr
     (path,) = (folder / "fastpar" / "kernels").glob("_C*.so")
     spec = importlib.util.spec_from_file_location("emulated_cuda._C", path)
     assert spec is not None

@@ -117,7 +117,7 @@ def test_every_form_of_state_comes_back(tmp_path, dtype, options):
 
 
 MESHES = [(1, 1, 0), (2, 1, 3), (4, 4, 0), (4, 2, 1), (4, 2, 3)]
-FEW = [(1, 1, 0), (2, 1, 3), (4, 2, 1)]
+FEW = [(1, 1, 0), (4, 2, 3)]
 WIDE = replace(CONFIG, n_head=4, vocab_size=301)  # with tp=2 slices of 256 rows, the last with 45
 
 
@@ -283,9 +283,11 @@ def test_another_model_is_refused_and_left_alone(tmp_path, changes, message):
 
 
 def test_dropout_may_change(tmp_path):
-    path = save(tmp_path, 1)
+    saved, optimizer = make()
+    path = save(tmp_path, 1, made=(saved, optimizer))
     model, _ = make(GPTConfig(**{**vars(CONFIG), "dropout": 0.0}), steps=0)
     load_checkpoint(path, model=model)
+    assert all(map(torch.equal, model.parameters(), saved.parameters()))
 
 
 def test_other_optimizer_state_is_refused(tmp_path):

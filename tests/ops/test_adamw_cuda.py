@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from cells import covering
+from cells import covering, slow
 from test_adamw_modes import (
     F32,
     HYPER,
@@ -145,6 +145,11 @@ def ranges_of_a_launch(mode: Mode) -> int:
     return (ARGUMENT_WORDS - 12) // (1 + pointers + random)
 
 
+@pytest.mark.parametrize(
+    "mode",
+    [n if n in ("bf16 full", "fp32 8-bit moments", "bf16 remainder") else slow(n) for n in MODES],
+    indirect=True,
+)
 def test_many_tensors(cuda_device, mode, monkeypatch):
     """One launch up to the number that its argument holds, then a second."""
     limit = ranges_of_a_launch(mode)

@@ -1,0 +1,251 @@
+"""make aot: machine code is read right, and every rule can be broken."""
+
+import pytest
+
+pytest.importorskip("triton", reason="needs triton")
+
+
+from bench.compiler import aot_rules, sass
+from bench.compiler.aot_rules import GPUS, RULES, judge
+
+# A loop from .L_x_1 whose wait for a barrier was moved behind the kernel's end (.L_x_3), a shorter
+# one behind it, the trap at the end, and a comment with an address that is no instruction.
+LISTING = """\
+        .section        .text._kernel,"ax",@progbits
+.text._kernel:
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+        /*0010*/                   LDG.E.64 R2, desc[UR8][R2.64] ;
+        /*0020*/              @!P0 BRA `(.L_x_2) ;
+.L_x_1:
+        /*0030*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R5 ;
+        /*0040*/              @!P0 BRA `(.L_x_3) ;
+.L_x_4:
+        /*0050*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], R24 ;
+        /*0060*/              @!P1 LDG.E.128.CONSTANT R8, desc[UR8][R2.64+0x10] ;
+        /*0070*/                   STL [R1], R8 ;
+        /*0080*/                   BRA.U UP0, `(.L_x_1) ;
+.L_x_2:
+        /*0090*/                   STG.E.U16 desc[UR8][R4.64], R8 ;
+        /*00a0*/                   STG.E desc[UR8][R4.64], R8 ;
+        /*00b0*/               @P2 BRA `(.L_x_2) ;
+        /*00c0*/                   RED.E.ADD.F32.FTZ.RN.STRONG.GPU desc[UR8][R4.64], R8 ;
+        /*00d0*/                   EXIT ;
+.L_x_3:
+        /*00e0*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R5 ;
+        /*00f0*/              @!P0 BRA `(.L_x_3) ;
+        /*0100*/                   BRA `(.L_x_4) ;
+.L_x_5:
+        /*0110*/                   BRA `(.L_x_5);
+"""
+
+GOOD = {
+    "module": "toy",
+    "kernel": "_toy_kernel",
+    "calls": ["fwd bf16", "fwd fp16"],
+    "config": "BLOCK=64 w4 s2",
+    "types": "bf16",
+    "arch": 90,
+    "launch": "0123456789",
+    "triton": "3.9.0",
+    "grid": [4, 65535],
+    "kind": "memory",
+    "dots": [],
+    "registers": 64,
+    "stack_bytes": 0,
+    "spill_instructions": 0,
+    "loop_spills": 0,
+    "shared_bytes": 1024,
+    "warps": 4,
+    "ctas_per_sm": 8,
+    "instructions": 100,
+    "loop_instructions": 40,
+    "tile_loads": 1,
+    "tile_stores": 1,
+    "wide_loads": 2,
+    "narrow_loads": 2,
+    "wide_load_bytes": 32,
+    "narrow_load_bytes": 8,
+    "wide_stores": 1,
+    "narrow_stores": 0,
+    "wide_store_bytes": 16,
+    "narrow_store_bytes": 0,
+    "hmma": 0,
+    "hgmma": 0,
+    "ldgsts": 0,
+    "tma": 0,
+    "mufu": 3,
+    "float_atomics": 0,
+}
+MATRIX = {**GOOD, "kind": "matrix", "dots": ["bf16"], "hgmma": 4, "wide_loads": 0}
+NARROW = {"narrow_load_bytes": 64, "narrow_loads": 16}
+
+
+def rules_broken(row, exempt=None):
+    return [b.rule for b in judge(dict(row), exempt or {})[0]]
+
+
+# Reading machine code
+
+
+def test_instructions_of_a_listing():
+    code = sass.parse(LISTING)
+    assert len(code) == 18
+    assert [i.target for i in code if i.name == "BRA"] == [9, 14, 3, 9, 14, 5, 17]
+    assert [i.conditional for i in code if i.name == "BRA"] == [True] * 5 + [False] * 2
+    assert sass.loads(code) == sass.Accesses(1, 1, 16, 8)
+    assert sass.loads(code[5:8]) == sass.Accesses(1, 0, 16, 0)
+    assert sass.stores(code) == sass.Accesses(0, 2, 0, 6)
+    assert sass.count(code, "LDL", "STL") == 1
+    assert sass.float_atomics(code) == 1
+
+
+def test_loops_are_natural_ones():
+    """Not the jump back from the wait at 14 into the middle of the loop, nor the trap at 17."""
+    code = sass.parse(LISTING)
+    assert sass.loops(code) == [[3, 4, 5, 6, 7, 8, 14, 15, 16], [9, 10, 11], [14, 15]]
+    assert [i.name for i in sass.main_loop(code)].count("HGMMA") == 1
+    assert len(sass.main_loop(code)) == 9
+
+
+def test_the_main_loop_of_a_memory_kernel_is_the_inner_one():
+    listing = """
+.L_x_0:
+        /*0000*/                   LDG.E R2, desc[UR8][R2.64] ;
+.L_x_1:
+        /*0010*/                   LDG.E.128 R2, desc[UR8][R2.64] ;
+        /*0020*/               @P0 CALL.REL.NOINC `(.L_x_2) ;
+        /*0030*/                   BRA `(.L_x_1) ;
+.L_x_2:
+        /*0040*/               @P1 BRA `(.L_x_0) ;
+        /*0050*/                   EXIT ;
+"""
+    code = sass.parse(listing)
+    assert sass.loops(code) == [[0, 1, 2, 3, 4], [1, 2, 3]]
+    assert [i.opcode for i in sass.main_loop(code)] == ["LDG.E.128", "CALL.REL.NOINC", "BRA"]
+    assert list(sass.main_loop(code[:1])) == []
+
+
+@pytest.mark.parametrize(
+    ("opcode", "size"),
+    [
+        ("LDG.E.128.CONSTANT", 16),
+        ("LDGSTS.E.BYPASS.128", 16),
+        ("LDG.E.64", 8),
+        ("LDG.E", 4),
+        ("LDG.E.U16.CONSTANT", 2),
+        ("STG.E.U8", 1),
+    ],
+)
+def test_bytes_of_an_access(opcode, size):
+    assert sass.Instruction(opcode).bytes == size
+
+
+@pytest.mark.parametrize(
+    ("opcode", "floating"),
+    [
+        ("RED.E.ADD.F16x2.RN.STRONG.GPU", True),
+        ("ATOMG.E.ADD.F32.FTZ.RN.STRONG.GPU", True),
+        ("RED.E.ADD.STRONG.GPU", False),  # int32: its order does not matter
+        ("REDUX.SUM", False),
+        ("FADD.FTZ", False),
+    ],
+)
+def test_floating_point_atomics(opcode, floating):
+    assert sass.float_atomics([sass.Instruction(opcode)]) == floating
+
+
+@pytest.mark.parametrize(
+    ("arch", "registers", "shared_bytes", "warps", "ctas"),
+    [
+        (90, 32, 0, 4, 16),  # the warps: 64 of them
+        (90, 16, 0, 1, 32),  # the CTAs
+        (90, 167, 0, 4, 3),  # registers: 168 a thread, 3 warps on each scheduler
+        (90, 128, 0, 8, 2),
+        (90, 255, 0, 8, 1),
+        (90, 255, 0, 16, 0),
+        (90, 32, 73 * 1024, 4, 3),  # shared memory
+        (90, 32, 227 * 1024, 4, 1),
+        (80, 32, 163 * 1024, 4, 1),
+        (80, 32, 82 * 1024, 4, 1),
+        (90, 64, 0, 12, 2),
+    ],
+)
+def test_ctas_on_a_multiprocessor(arch, registers, shared_bytes, warps, ctas):
+    assert GPUS[arch].ctas_per_sm(registers, shared_bytes, warps) == ctas
+
+
+# Rules
+
+
+def test_rows_that_break_no_rule():
+    assert rules_broken(GOOD) == []
+    assert rules_broken(MATRIX) == []
+    assert rules_broken({**MATRIX, "arch": 80, "hgmma": 0, "hmma": 8}) == []
+    assert rules_broken({**MATRIX, "dots": ["f32"], "hgmma": 0}) == []  # exact products
+
+
+BREAKS = [
+    ("spills", GOOD, {"spill_instructions": 2, "stack_bytes": 8}),
+    ("spills", GOOD, {"stack_bytes": 8}),
+    ("spills", MATRIX, {"spill_instructions": 1}),
+    ("shared memory", GOOD, {"shared_bytes": 232448 + 1}),
+    ("shared memory", GOOD, {"arch": 80, "shared_bytes": 166912 + 1}),
+    ("resident", MATRIX, {"ctas_per_sm": 0}),
+    ("grid", GOOD, {"grid": [1, 65536]}),
+    ("grid", GOOD, {"grid": [1, 1, 65536]}),
+    ("atomics", GOOD, {"float_atomics": 1}),
+    ("tensor cores", MATRIX, {"hgmma": 0, "hmma": 8}),  # Ampere's instruction on Hopper
+    ("tensor cores", MATRIX, {"arch": 80, "hgmma": 0}),
+    ("tensor cores", MATRIX, {"dots": ["f16", "f32"], "hgmma": 0}),
+    ("16-byte loads", GOOD, {"narrow_load_bytes": 32}),
+    ("16-byte loads", GOOD, {"wide_load_bytes": 0, "wide_loads": 0}),
+    ("16-byte stores", GOOD, {"narrow_store_bytes": 16, "narrow_stores": 2}),
+]
+
+
+@pytest.mark.parametrize(("rule", "row", "change"), BREAKS)
+def test_each_rule_can_be_broken(rule, row, change):
+    assert rules_broken({**row, **change}) == [rule]
+
+
+def test_every_rule_has_a_row_that_breaks_it():
+    assert {rule for rule, _, _ in BREAKS} == set(RULES)
+
+
+def test_single_numbers_are_not_tiles():
+    """A kernel that reads a key and writes tiles; one that reads tiles and writes a loss."""
+    assert rules_broken({**GOOD, "tile_loads": 0, "wide_load_bytes": 0}) == []
+    assert rules_broken({**GOOD, "tile_stores": 0, "wide_store_bytes": 0}) == []
+
+
+def test_an_exemption_is_for_its_calls_and_its_rule():
+    row = {**GOOD, **NARROW}
+    why = {"16-byte loads": "rows of odd length"}
+    assert rules_broken(row, {"_toy_kernel *": why}) == []
+    assert rules_broken(row, {"_toy_kernel fwd ??16": why}) == []
+    assert rules_broken(row, {"_toy_kernel fwd bf16": why}) == ["16-byte loads"]  # not fp16
+    assert rules_broken(row, {"_other_kernel *": why}) == ["16-byte loads"]
+    assert rules_broken(row, {"_toy_kernel *": {"spills": "?"}}) == ["16-byte loads"]
+    judge(row, {"_toy_kernel *": why})
+    assert row["exempt"] == why
+
+
+def test_an_exemption_that_nothing_needs():
+    exempt = {"toy": {"_toy_kernel *": {"spills": "?", "16-byte loads": "rows of odd length"}}}
+    _, needed = judge({**GOOD, **NARROW}, exempt["toy"])
+    found = aot_rules.stale_exemptions(exempt, {("toy", *pair) for pair in needed})
+    assert found == [
+        "toy: exemption: nothing breaks 'spills' under '_toy_kernel *'; delete it from AOT_EXEMPT"
+    ]
+
+
+def test_broken_rules_are_told_once():
+    broken = []
+    for arch in (80, 90):
+        for version in ("3.6.0", "3.9.0"):
+            broken += judge({**GOOD, **NARROW, "arch": arch, "triton": version}, {})[0]
+    broken += judge({**GOOD, "kernel": "_bad_kernel", "error": "CompilationError: at 3:4"}, {})[0]
+    first, second = aot_rules.describe(broken)
+    assert first.startswith("toy _bad_kernel (fwd bf16; bf16; BLOCK=64 w4 s2): compiles: Compil")
+    assert "16-byte loads: 16 narrower ones (64 bytes a thread) against 2 of 16 bytes" in second
+    assert "[sm_80 triton 3.6.0, sm_80 triton 3.9.0, sm_90 triton 3.6.0" in second
