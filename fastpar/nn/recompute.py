@@ -109,9 +109,8 @@ def _find_blocks(
     for position, block in enumerate(blocks):
         if block not in known:
             raise ValueError(
-                "recompute: expected modules of the model, got "
-                f"blocks[{position}]={type(block).__name__}, which is none; "
-                "take them from model.modules()"
+                f"recompute: expected modules of the model, got blocks[{position}]="
+                f"{type(block).__name__}, which is none; take them from model.modules()"
             )
         yield block
 

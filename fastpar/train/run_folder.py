@@ -154,8 +154,7 @@ class RunFolder:
             axes = f"{dp} * tp {tp} ({kind}), "
         self.header = (
             f"fastpar  {__version__}, torch {torch.__version__}, {facts['device']}, "
-            f"ranks {facts['world_size']}, "
-            f"threads a rank {facts['threads']}, {facts['dtype']}",
+            f"ranks {facts['world_size']}, threads a rank {facts['threads']}, {facts['dtype']}",
             f"model    {size}: {shape.n_layer} layers, {shape.n_head} heads, {shape.n_embd} wide, "
             f"context {facts['block_size']}, dropout {shape.dropout}, "
             f"{model.num_parameters():,} parameters",
