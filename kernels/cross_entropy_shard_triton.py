@@ -20,8 +20,8 @@ from fastpar.kernels.cross_entropy_triton import (
     exp_fast,
     row_statistics,
     rows_of,
+    same_row_alignment,
     scale_stride_of,
-    stand_alike,
     write_gradient,
     write_zeros,
 )
@@ -158,7 +158,7 @@ def shard_bwd(
         ignore_index,
         z_loss,
         INPLACE=grad is logits or grad.data_ptr() == logits.data_ptr() != 0,
-        ALIGNED=stand_alike(logits, grad),
+        ALIGNED=same_row_alignment(logits, grad),
         **config_of(logits),
     )
 

@@ -288,7 +288,7 @@ def config_of(logits: Tensor) -> dict[str, int]:
     return config(logits.shape[1] * size, size)
 
 
-def stand_alike(a: Tensor, b: Tensor) -> bool:
+def same_row_alignment(a: Tensor, b: Tensor) -> bool:
     """Whether rows of the same index are equally far from a 16-byte boundary."""
     return (a.stride(0) - b.stride(0)) % 8 == 0
 
@@ -329,7 +329,7 @@ def cross_entropy_rows(
         z_loss,
         GRAD=grad is not None,
         SMOOTH=label_smoothing != 0.0,
-        ALIGNED=stand_alike(logits, out),
+        ALIGNED=same_row_alignment(logits, out),
         **config_of(logits),
     )
     return losses
@@ -348,7 +348,7 @@ def multiply_rows(grad: Tensor, by: Tensor, out: Tensor) -> Tensor:
         scale_stride_of(by),
         grad.shape[1],
         INPLACE=out is grad,
-        ALIGNED=stand_alike(grad, out),
+        ALIGNED=same_row_alignment(grad, out),
         **config_of(grad),
     )
     return out

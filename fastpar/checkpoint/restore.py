@@ -38,7 +38,7 @@ from fastpar.kernels.adamw import master_join, master_split
 from fastpar.models.gpt import GPT
 from fastpar.models.weights import Weight, list_weights
 from fastpar.optim.state import entry_block
-from fastpar.parallel.control import everyones_errors
+from fastpar.parallel.control import gather_errors
 from fastpar.parallel.engine import Engine, engine_of_parameter
 from fastpar.sharding.ranges import whole_run
 
@@ -136,7 +136,7 @@ def _errors_of_all(engine: Engine | None) -> Iterator[None]:
         yield
     except (ValueError, OSError) as error:
         own = str(error)
-    errors = everyones_errors(engine, own)
+    errors = gather_errors(engine, own)
     if errors:
         raise ValueError(own or next(iter(errors.values())))
 

@@ -65,7 +65,7 @@ from fastpar.files.step_folders import (
 from fastpar.files.tensor_file import DTYPE_NAMES, Spec, TensorFile
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import INDEX_FILE, config_json, index_json
-from fastpar.parallel.control import everyone, everyones_errors
+from fastpar.parallel.control import gather_errors, gather_numbers
 
 _POLL_S = 0.02
 _PATIENCE_S = 120.0  # for a part that its rank has written
@@ -173,7 +173,7 @@ class Saver:
         Wire: at stage 3 and with tp the weights.
         """
         if self._attempt is not None:
-            if self.overlap == "skip" and any(self._everyone(float(self.busy))):
+            if self.overlap == "skip" and any(self._gather_numbers(float(self.busy))):
                 return False
             self.settle()
         began = time.perf_counter()
@@ -184,7 +184,7 @@ class Saver:
         if self.rank == 0:
             nonce = int.from_bytes(os.urandom(6), "little") + 1
             problem = _unreadable_state(state) or self._refusal()
-        nonce = int(self._everyone(0.0 if problem else float(nonce))[0])
+        nonce = int(self._gather_numbers(0.0 if problem else float(nonce))[0])
         attempt = _Attempt(step, nonce, began, self._capture.nbytes)
         if not nonce:
             attempt.error = problem
@@ -229,11 +229,11 @@ class Saver:
 
     # What the ranks agree on
 
-    def _everyone(self, mine: float) -> list[float]:
-        return everyone(self._capture.engine, mine)
+    def _gather_numbers(self, mine: float) -> list[float]:
+        return gather_numbers(self._capture.engine, mine)
 
     def _errors(self, mine: str | None) -> list[str]:
-        found = everyones_errors(self._capture.engine, mine)
+        found = gather_errors(self._capture.engine, mine)
         return [f"rank {rank}: {text}" for rank, text in found.items()]
 
     def _refusal(self) -> str | None:

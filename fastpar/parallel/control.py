@@ -255,7 +255,7 @@ class Summing(Protocol):
         """Their sum over the ranks."""
 
 
-def everyone(engine: Summing | None, mine: float) -> list[float]:
+def gather_numbers(engine: Summing | None, mine: float) -> list[float]:
     """A number of every rank, on all of them, in rank order. Ranks: all."""
     if engine is None:
         return [mine]
@@ -272,12 +272,12 @@ def broadcast_text(engine: Summing | None, text: str) -> str:
     return _texts(engine, text if engine.mesh.is_main else "").get(0, "")
 
 
-def everyones_errors(engine: Summing | None, mine: str | None) -> dict[int, str]:
+def gather_errors(engine: Summing | None, mine: str | None) -> dict[int, str]:
     """Rank -> what went wrong there, of the ranks that have something to say. Ranks: all.
 
     Wire: 8 bytes a rank; 16 kB more where there is an error.
     """
-    if not any(everyone(engine, float(mine is not None))):
+    if not any(gather_numbers(engine, float(mine is not None))):
         return {}
     return {0: str(mine)} if engine is None else _texts(engine, mine or "")
 

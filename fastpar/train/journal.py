@@ -28,7 +28,7 @@ from fastpar.config.config import GPTConfig, TrainConfig
 from fastpar.cost.step_memory import StepMemory, held_bytes
 from fastpar.data.batches import TextData
 from fastpar.models.gpt import GPT
-from fastpar.parallel.control import everyone
+from fastpar.parallel.control import gather_numbers
 from fastpar.parallel.engine import Engine
 from fastpar.train.metrics import Progress, memory_mb, mfu
 from fastpar.train.run_folder import RunFolder
@@ -223,7 +223,9 @@ class Predictions:
         if not self._steps:
             return
         mine = statistics.median(self.times_ms) if self.times_ms else 0.0
-        peak, ms = (max(everyone(self.engine, value)) for value in (float(self.peak_bytes), mine))
+        peak, ms = (
+            max(gather_numbers(self.engine, value)) for value in (float(self.peak_bytes), mine)
+        )
         if journal.folder is None:
             return
         from fastpar.cost import prediction  # many modules, which no step needs

@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 from fastpar.checkpoint.saver import Result, Saver
-from fastpar.parallel.control import everyone
+from fastpar.parallel.control import gather_numbers
 from fastpar.parallel.engine import Engine
 from fastpar.train.journal import Journal
 
@@ -70,7 +70,7 @@ class RunSaves:
         self.signals.clear()
         began = time.perf_counter()
         if saver.unsettled:
-            if saver.overlap == "skip" and any(everyone(self.engine, float(saver.busy))):
+            if saver.overlap == "skip" and any(gather_numbers(self.engine, float(saver.busy))):
                 self.journal.note(
                     step,
                     "no checkpoint: the one before is still being written (--save-overlap skip)",
