@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_train import TINY, bits, curve, forget_after, here  # noqa: F401
+from train_runs import TINY, bits, curve, forget_after
 
 from fastpar.checkpoint.checkpoint import verify_checkpoint
 from fastpar.checkpoint.saver import Saver
@@ -78,7 +78,7 @@ def soon(action, seconds=0.3):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_training_goes_on_while_a_checkpoint_is_written(here, gate, before, ranks, capsys):  # noqa: F811
+def test_training_goes_on_while_a_checkpoint_is_written(here, gate, before, ranks, capsys):
     before(7, lambda trainer: gate.set())
     run("aside", ranks, save_every=4)
     rows = [r["step"] for r in read_metrics("aside/metrics.jsonl") if {"loss", "save_s"} & r.keys()]
@@ -103,8 +103,8 @@ def test_training_goes_on_while_a_checkpoint_is_written(here, gate, before, rank
     assert "step 4  saved: 0.1 MB in " in capsys.readouterr().out
 
 
-def test_a_save_waits_for_the_one_before(here, gate):  # noqa: F811
-    soon(gate.set)
+def test_a_save_waits_for_the_one_before(here, gate, before):
+    before(4, lambda trainer: soon(gate.set))
     run("r")
     assert steps_saved("r") == [2, 4, 6, 8]
     waited = {row["step"]: row["save_wait_ms"] for row in rows_of("r", "save_s")}
@@ -113,7 +113,7 @@ def test_a_save_waits_for_the_one_before(here, gate):  # noqa: F811
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_save_is_left_out_while_one_is_written(here, gate, before, capsys, ranks):  # noqa: F811
+def test_a_save_is_left_out_while_one_is_written(here, gate, before, capsys, ranks):
     before(5, lambda trainer: gate.set())
     before(6, lambda trainer: trainer.saves._saver.close())
     run("r", ranks, save_overlap="skip", save_every=2, max_steps=7)
@@ -142,7 +142,7 @@ def full(monkeypatch, wrong_rank, steps):
     ],
 )
 def test_a_full_disk_is_said_and_training_goes_on(
-    here,  # noqa: F811
+    here,
     monkeypatch,
     capsys,
     wrong_rank,
@@ -164,14 +164,14 @@ def test_a_full_disk_is_said_and_training_goes_on(
     assert bits("r") == bits("plain")
 
 
-def test_who_has_no_older_checkpoint_is_not_told_of_one(here, monkeypatch, capsys):  # noqa: F811
+def test_who_has_no_older_checkpoint_is_not_told_of_one(here, monkeypatch, capsys):
     full(monkeypatch, 0, (2,))
     run("r", max_steps=4)
     assert "[Errno 28] No space left on device); there is no older one" in capsys.readouterr().out
     assert steps_saved("r") == [4]
 
 
-def test_without_a_checkpoint_of_the_last_step_a_run_fails(here, monkeypatch):  # noqa: F811
+def test_without_a_checkpoint_of_the_last_step_a_run_fails(here, monkeypatch):
     full(monkeypatch, 0, (8,))
 
     def fails(changes):
@@ -185,12 +185,12 @@ def test_without_a_checkpoint_of_the_last_step_a_run_fails(here, monkeypatch):  
     assert len(rows_of("r", "save_error")) == 2  # it was tried again
 
 
-def test_which_checkpoints_are_kept(here):  # noqa: F811
+def test_which_checkpoints_are_kept(here):
     run("r", save_every=1, keep_last=2, keep_every=3)
     assert steps_saved("r") == [3, 6, 7, 8]
 
 
-def test_a_signal_saves_and_the_run_goes_on(here, before, capsys):  # noqa: F811
+def test_a_signal_saves_and_the_run_goes_on(here, before, capsys):
     before(3, lambda trainer: signal.raise_signal(signal.SIGUSR1))
     run("r", save_every=0)
     assert steps_saved("r") == [3, 8]
@@ -207,7 +207,7 @@ def test_a_signal_saves_and_the_run_goes_on(here, before, capsys):  # noqa: F811
         *(pytest.param(*cell, marks=pytest.mark.slow) for cell in ((0, 0), (0, 1), (1, 1))),
     ],
 )
-def test_a_signal_to_any_rank_makes_all_save(here, before, asked, late):  # noqa: F811
+def test_a_signal_to_any_rank_makes_all_save(here, before, asked, late):
     """late: numbers are read a step later, as on a GPU."""
 
     def ask(trainer):
@@ -220,7 +220,7 @@ def test_a_signal_to_any_rank_makes_all_save(here, before, asked, late):  # noqa
     assert steps_saved("r") == [3 + late, 8]
 
 
-def test_a_stop_waits_for_the_save_that_is_running(here, gate, before):  # noqa: F811
+def test_a_stop_waits_for_the_save_that_is_running(here, gate, before):
     def stop(trainer):
         soon(gate.set)
         signal.raise_signal(signal.SIGTERM)
@@ -235,7 +235,7 @@ def spoiled(trainer):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_that_fails_waits_for_its_save(here, gate, before, monkeypatch, ranks):  # noqa: F811
+def test_a_run_that_fails_waits_for_its_save(here, gate, before, monkeypatch, ranks):
     def spoil(trainer):
         spoiled(trainer)
         soon(gate.set)
@@ -250,7 +250,7 @@ def test_a_run_that_fails_waits_for_its_save(here, gate, before, monkeypatch, ra
     assert steps_saved("r") == [2]
 
 
-def test_a_rollback_waits_for_the_save_that_is_running(here, gate, before):  # noqa: F811
+def test_a_rollback_waits_for_the_save_that_is_running(here, gate, before):
     def spoil(trainer):
         if not trainer.rollbacks:
             hook = trainer.model.register_forward_hook(lambda module, args, out: out * torch.nan)
@@ -265,7 +265,7 @@ def test_a_rollback_waits_for_the_save_that_is_running(here, gate, before):  # n
 
 
 @pytest.mark.parametrize("comes", [True, False])
-def test_an_error_of_one_rank_gives_a_save_a_moment(here, gate, before, monkeypatch, comes):  # noqa: F811
+def test_an_error_of_one_rank_gives_a_save_a_moment(here, gate, before, monkeypatch, comes):
     monkeypatch.setattr(run_saves, "_LAST_WAIT_S", 10.0 if comes else 0.2)
 
     def fail(trainer):
@@ -306,7 +306,7 @@ def test_ranks_settle_when_all_are_done_or_one_has_failed():
     assert saves.asked
 
 
-def test_a_resume_begins_with_its_checkpoint_as_the_newest(here):  # noqa: F811
+def test_a_resume_begins_with_its_checkpoint_as_the_newest(here):
     run("r")
     forget_after("r", 6)
     inode = checkpoint_folder("r", 6).stat().st_ino

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_train import STORAGE, TINY, bits, curve, forget_after, here  # noqa: F401
+from train_runs import STORAGE, TINY, bits, curve, forget_after
 
 from fastpar.checkpoint.restore import read_state
 from fastpar.comm.mesh import Mesh
@@ -118,7 +118,7 @@ MESHES = [
         ),
     ],
 )
-def test_an_update_is_left_out_on_all_ranks(here, spoil, capsys, how, ranks, changes):  # noqa: F811
+def test_an_update_is_left_out_on_all_ranks(here, spoil, capsys, how, ranks, changes):
     """Sample 47 is the last of step 6: one micro-batch of one rank sees it."""
     spoil(how, 47)
     run("r", ranks, on_nonfinite="skip", save_every=1, **changes)
@@ -138,7 +138,7 @@ def test_an_update_is_left_out_on_all_ranks(here, spoil, capsys, how, ranks, cha
     "changes",
     [{}, *(pytest.param(c, marks=pytest.mark.slow) for c in ({"dtype": "bf16"}, *STORAGE))],
 )
-def test_the_rule_alone_changes_no_bit(here, changes):  # noqa: F811
+def test_the_rule_alone_changes_no_bit(here, changes):
     run("stop", **changes)
     for policy in ("skip", "rollback"):
         run(policy, on_nonfinite=policy, loss_spike=9.0, **changes)
@@ -146,7 +146,7 @@ def test_the_rule_alone_changes_no_bit(here, changes):  # noqa: F811
         assert curve(policy) == curve("stop")
 
 
-def test_ten_updates_left_out_in_a_row_stop_the_run(here, spoil):  # noqa: F811
+def test_ten_updates_left_out_in_a_row_stop_the_run(here, spoil):
     spoil(nan_loss, *range(16, 200))
     with pytest.raises(RuntimeError, match=r"finite step among 10, got .* in step 12 as in those"):
         rank({"out": "r", "on_nonfinite": "skip", "max_steps": 20})
@@ -164,7 +164,7 @@ def test_ten_updates_left_out_in_a_row_stop_the_run(here, spoil):  # noqa: F811
         ),
     ],
 )
-def test_a_run_that_went_back_never_had_those_samples(here, spoil, how, ranks, changes):  # noqa: F811
+def test_a_run_that_went_back_never_had_those_samples(here, spoil, how, ranks, changes):
     changes = {**BACK, **changes}
     spoil(how, 45)
     run("r", ranks, **changes)
@@ -184,7 +184,7 @@ def steps_of_curve(out):
     return [row for row in curve(out) if "grad_norm" in row]
 
 
-def test_what_is_said_of_a_rollback(here, spoil, capsys):  # noqa: F811
+def test_what_is_said_of_a_rollback(here, spoil, capsys):
     spoil(nan_loss, 45)
     run("r", **BACK)
     assert (
@@ -195,7 +195,7 @@ def test_what_is_said_of_a_rollback(here, spoil, capsys):  # noqa: F811
 
 @pytest.mark.parametrize("bad", [45, *(pytest.param(n, marks=pytest.mark.slow) for n in (37, 61))])
 def test_a_verdict_that_comes_a_step_late_condemns_the_same_samples(
-    here,  # noqa: F811
+    here,
     spoil,
     monkeypatch,
     bad,
@@ -214,7 +214,7 @@ def test_a_verdict_that_comes_a_step_late_condemns_the_same_samples(
     assert saved.count(4) == 2  # once in each run
 
 
-def test_a_loss_spike_goes_back(here, spoil):  # noqa: F811
+def test_a_loss_spike_goes_back(here, spoil):
     changes = {"loss_spike": 6.0, "deterministic": True, "max_steps": 40, "save_every": 10}
     spoil(high_loss, 271)
     run("r", 2, **changes)
@@ -234,13 +234,13 @@ def test_a_loss_spike_goes_back(here, spoil):  # noqa: F811
     assert bits("cut", 40) == bits("r", 40)
 
 
-def test_without_the_rule_a_spike_is_trained_on(here, spoil):  # noqa: F811
+def test_without_the_rule_a_spike_is_trained_on(here, spoil):
     spoil(high_loss, 271)
     run("r", max_steps=40, save_every=10)
     assert max(row["loss"] for row in steps("r")) > 20
 
 
-def test_samples_stay_skipped_after_a_resume(here, spoil):  # noqa: F811
+def test_samples_stay_skipped_after_a_resume(here, spoil):
     spoil(nan_loss, 45)
     changes = {**BACK, "max_steps": 12}
     run("whole", **changes)
@@ -262,7 +262,7 @@ def test_samples_stay_skipped_after_a_resume(here, spoil):  # noqa: F811
 
 
 @pytest.mark.slow
-def test_several_rollbacks_and_one_too_many(here, spoil):  # noqa: F811
+def test_several_rollbacks_and_one_too_many(here, spoil):
     spoil(nan_loss, 45, 50, 63)
     run("r", **BACK)
     assert [e["skipped_samples"] for e in events("r")] == [[40, 48], [48, 56], [56, 64]]
@@ -275,7 +275,7 @@ def test_several_rollbacks_and_one_too_many(here, spoil):  # noqa: F811
         rank({"out": "s", **BACK, "max_rollbacks": 2})
 
 
-def test_before_the_first_checkpoint_there_is_nothing_to_go_back_to(here, spoil):  # noqa: F811
+def test_before_the_first_checkpoint_there_is_nothing_to_go_back_to(here, spoil):
     spoil(nan_loss, 20)
 
     def fails(changes):
@@ -288,7 +288,7 @@ def test_before_the_first_checkpoint_there_is_nothing_to_go_back_to(here, spoil)
     run_ranks(fails, 2, {"out": "r", **BACK})
 
 
-def test_a_damaged_checkpoint_is_not_what_it_goes_back_to(here, spoil, capsys, monkeypatch):  # noqa: F811
+def test_a_damaged_checkpoint_is_not_what_it_goes_back_to(here, spoil, capsys, monkeypatch):
     real = Trainer.train_step
 
     def step(self):
@@ -308,7 +308,7 @@ def test_a_damaged_checkpoint_is_not_what_it_goes_back_to(here, spoil, capsys, m
     assert bits("r") == bits("clean")
 
 
-def test_a_loss_scale_keeps_its_own_overflows(here, spoil, monkeypatch):  # noqa: F811
+def test_a_loss_scale_keeps_its_own_overflows(here, spoil, monkeypatch):
     """fp16 is refused on the CPU; the loop's part of it is run there all the same."""
     monkeypatch.setattr(Trainer, "_pick_dtype", lambda self, state: "fp16")
     spoil(nan_grad, 45)
@@ -323,7 +323,7 @@ def test_a_loss_scale_keeps_its_own_overflows(here, spoil, monkeypatch):  # noqa
     assert [row["loss_scale"] for row in steps("s")] == [2.0**16] * 8
 
 
-def test_a_rank_that_drifts_is_named_before_its_state_is_saved(here, monkeypatch):  # noqa: F811
+def test_a_rank_that_drifts_is_named_before_its_state_is_saved(here, monkeypatch):
     real = Trainer.train_step
 
     def step(self):
@@ -345,7 +345,7 @@ def test_a_rank_that_drifts_is_named_before_its_state_is_saved(here, monkeypatch
     assert [p.name for p in list_checkpoints("r")] == [f"step_00000{i}" for i in (1, 2, 3)]
 
 
-def test_ranks_that_are_well_are_compared_without_a_trace(here, monkeypatch):  # noqa: F811
+def test_ranks_that_are_well_are_compared_without_a_trace(here, monkeypatch):
     run("plain", 2, zero_stage=2)
     steps, check = [], engine.check_replicas
 

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from test_train import STORAGE, TINY, bits, curve, forget_after, here  # noqa: F401
+from train_runs import STORAGE, TINY, bits, curve, forget_after
 
 from fastpar.checkpoint.checkpoint import newest_checkpoint
 from fastpar.comm.mesh import Mesh
@@ -61,11 +61,24 @@ CUTS = [
 ]
 
 
-def test_every_stage_and_cut_gives_the_same_bits(here):  # noqa: F811
+FEW_CUTS = [
+    (1, {"zero_stage": 3, "accumulate": "shard"}),
+    (2, {"zero_stage": 0, "accumulate": "shard"}),
+    (2, {"zero_stage": 1, "accumulate": "full"}),
+    (4, {"zero_stage": 2}),
+    (4, {"zero_stage": 3, "shard_size": 2}),
+    (2, {"zero_stage": 3, "transport": "torch", "activation_checkpointing": "full"}),
+]
+
+
+@pytest.mark.parametrize(
+    "cuts", [FEW_CUTS, pytest.param(CUTS, marks=pytest.mark.slow)], ids=["few", "all"]
+)
+def test_every_stage_and_cut_gives_the_same_bits(here, cuts):
     """Dropout and clipping are on: 1 x 4, 2 x 2 and 4 x 1 micro-batches."""
     run("one", 1)
     assert 0 < max(row["grad_norm"] for row in numbers("one")) != 1.0
-    for i, (ranks, changes) in enumerate(CUTS):
+    for i, (ranks, changes) in enumerate(cuts):
         run(f"r{i}", ranks, **changes)
         assert bits(f"r{i}", 4) == bits("one", 4), (ranks, changes)
         assert numbers(f"r{i}") == numbers("one"), (ranks, changes)
@@ -73,7 +86,7 @@ def test_every_stage_and_cut_gives_the_same_bits(here):  # noqa: F811
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("bf16", marks=pytest.mark.slow), "fp16"])
-def test_every_stage_gives_the_same_bits_in_16_bits(here, monkeypatch, dtype):  # noqa: F811
+def test_every_stage_gives_the_same_bits_in_16_bits(here, monkeypatch, dtype):
     """fp16 is refused on the CPU; the loop's part of it, a loss scale for all ranks, is run.
 
     Its gradients below 2**-14 lose bits when the mean over more micro-batches divides them: the
@@ -98,7 +111,7 @@ STAGES = [(2, {"zero_stage": z}) for z in range(4)] + [(4, {"zero_stage": 3, "sh
 @pytest.mark.parametrize(
     "storage", [STORAGE[0], *(pytest.param(s, marks=pytest.mark.slow) for s in ({}, STORAGE[1]))]
 )
-def test_a_run_goes_on_at_any_stage_and_number_of_ranks(here, storage):  # noqa: F811
+def test_a_run_goes_on_at_any_stage_and_number_of_ranks(here, storage):
     """Saved at one stage, resumed at another, saved, resumed at the next: as if uninterrupted."""
     storage = {**storage, "save_every": 1}
     run("whole", 1, **storage)
@@ -114,7 +127,7 @@ def test_a_run_goes_on_at_any_stage_and_number_of_ranks(here, storage):  # noqa:
     ("ranks", "changes"),
     [STAGES[2], *(pytest.param(*s, marks=pytest.mark.slow) for s in (*STAGES[:2], *STAGES[3:]))],
 )
-def test_resume_equals_the_uninterrupted_run_at_every_stage(here, ranks, changes):  # noqa: F811
+def test_resume_equals_the_uninterrupted_run_at_every_stage(here, ranks, changes):
     changes = {**changes, "deterministic": False, "micro_batch_size": None}
     run("whole", ranks, **changes)
     shutil.copytree("whole", "cut", symlinks=True)
@@ -125,7 +138,7 @@ def test_resume_equals_the_uninterrupted_run_at_every_stage(here, ranks, changes
 
 
 @pytest.mark.parametrize("stage", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in range(3))])
-def test_validation_where_a_rank_has_nothing_to_read(here, stage):  # noqa: F811
+def test_validation_where_a_rank_has_nothing_to_read(here, stage):
     """Three windows for two ranks of two rows; one window, which is rank 0's alone."""
     text = Path("text.txt").read_text()
     changes = {"batch_size": 4, "block_size": 16, "max_steps": 2, "save_every": 0}
@@ -138,7 +151,7 @@ def test_validation_where_a_rank_has_nothing_to_read(here, stage):  # noqa: F811
         assert losses[1] == pytest.approx(losses[0], rel=1e-12)
 
 
-def test_a_full_disk_is_learned_by_all_ranks(here, monkeypatch, capsys):  # noqa: F811
+def test_a_full_disk_is_learned_by_all_ranks(here, monkeypatch, capsys):
     """Rank 1 fails in the middle of its third tensor; rank 0 has written all of its own."""
     real, written = TensorFile.write, []
 
@@ -177,7 +190,7 @@ def _dies_in_a_save(folder, changes):
 
 
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_a_rank_that_dies_in_a_save_leaves_the_older_checkpoints(here, stage):  # noqa: F811
+def test_a_rank_that_dies_in_a_save_leaves_the_older_checkpoints(here, stage):
     changes = {"zero_stage": stage, "out": "r", "save_every": 1}
     errors = run_ranks(_dies_in_a_save, 2, here, changes, backend="gloo", return_exceptions=True)
     assert "rank 1, got exit code -9" in str(errors[1])
@@ -190,7 +203,7 @@ def test_a_rank_that_dies_in_a_save_leaves_the_older_checkpoints(here, stage):  
     assert bits("r", 4) == bits("whole", 4)
 
 
-def test_a_step_has_one_exchange(here, monkeypatch):  # noqa: F811
+def test_a_step_has_one_exchange(here, monkeypatch):
     counted = []
     for cls, name in ((Control, "exchange"), (Engine, "all_reduce_scalars"), (Mesh, "broadcast_")):
         real = getattr(cls, name)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_train import TINY, bits, curve, forget_after, here  # noqa: F401
+from train_runs import TINY, bits, curve, forget_after
 
 from fastpar.cli import main
 from fastpar.comm.mesh import Mesh
@@ -21,12 +21,12 @@ from fastpar.train.trainer import Trainer
 
 FEW = {**TINY, "n_head": 4, "n_layer": 2, "micro_batch_size": 2, "max_steps": 4, "save_every": 2}
 MESHES = [
-    (2, {"tp": 2}),
     (4, {"tp": 4, "sequence_parallel": False}),
-    (4, {"tp": 2, "zero_stage": 2, "sequence_parallel": False}),
     (4, {"tp": 2, "zero_stage": 3, "activation_checkpointing": "full"}),
 ]
 MORE_MESHES = [
+    (2, {"tp": 2}),
+    (4, {"tp": 2, "zero_stage": 2, "sequence_parallel": False}),
     (2, {"tp": 2, "sequence_parallel": False}),
     (4, {"tp": 4}),
     (4, {"tp": 4, "accumulate": "shard"}),
@@ -76,7 +76,7 @@ def numbers(changes):
 
 
 @pytest.mark.parametrize("meshes", [MESHES, pytest.param(MORE_MESHES, marks=pytest.mark.slow)])
-def test_every_mesh_gives_the_curve_of_one_process(here, double, meshes):  # noqa: F811
+def test_every_mesh_gives_the_curve_of_one_process(here, double, meshes):
     """Dropout and clipping are on; 8 sequences in micro-batches of two."""
     [one] = run_ranks(numbers, 1, {})
     for ranks, changes in meshes:
@@ -85,7 +85,10 @@ def test_every_mesh_gives_the_curve_of_one_process(here, double, meshes):  # noq
         torch.testing.assert_close(found[0], one, rtol=1e-12, atol=0)
 
 
-def test_all_ranks_skip_a_step_that_overflows(here, monkeypatch):  # noqa: F811
+@pytest.mark.parametrize(
+    ("dp", "tp", "stage"), [(2, 2, 3), pytest.param(1, 4, 0, marks=pytest.mark.slow)]
+)
+def test_all_ranks_skip_a_step_that_overflows(here, monkeypatch, dp, tp, stage):
     """fp16 is refused on the CPU; the loop's part of it, a loss scale for all ranks, is run.
 
     Each against the run with as many dp ranks, whose micro-batches have the same weight in fp16.
@@ -94,19 +97,18 @@ def test_all_ranks_skip_a_step_that_overflows(here, monkeypatch):  # noqa: F811
     """
     monkeypatch.setattr(Trainer, "_pick_dtype", lambda self, state: "fp16")
     monkeypatch.setattr(train_module, "DynamicLossScale", partial(DynamicLossScale, init=2.0**20))
-    for dp, tp, stage in ((2, 2, 3), (1, 4, 0)):
-        run(f"{dp} {tp}", dp, zero_stage=stage)
-        expected = skipped(f"{dp} {tp}")
-        assert expected[0] > expected[-1]
-        for shared in (True, False):
-            out = f"{dp} {tp} {shared}"
-            run(out, dp * tp, tp=tp, zero_stage=stage, sequence_parallel=shared)
-            assert skipped(out)[0] > skipped(out)[-1]
-            if not shared:
-                assert skipped(out) == expected
-                # fp16 has 11 bits; a loss is a mean of losses that are computed from fp16 logits.
-                losses = values(f"{dp} {tp}", "loss")
-                assert values(out, "loss") == pytest.approx(losses, rel=2.0**-11)
+    run("plain", dp, zero_stage=stage)
+    expected = skipped("plain")
+    assert expected[0] > expected[-1]
+    for shared in (True, False):
+        out = f"split {shared}"
+        run(out, dp * tp, tp=tp, zero_stage=stage, sequence_parallel=shared)
+        assert skipped(out)[0] > skipped(out)[-1]
+        if not shared:
+            assert skipped(out) == expected
+            # fp16 has 11 bits; a loss is a mean of losses that are computed from fp16 logits.
+            losses = values("plain", "loss")
+            assert values(out, "loss") == pytest.approx(losses, rel=2.0**-11)
 
 
 def skipped(out):
@@ -114,7 +116,7 @@ def skipped(out):
 
 
 @pytest.mark.slow
-def test_ranks_of_one_tp_give_the_same_bits_at_every_stage_and_cut(here):  # noqa: F811
+def test_ranks_of_one_tp_give_the_same_bits_at_every_stage_and_cut(here):
     """In deterministic mode."""
     whole = {"deterministic": True, "tp": 2}
     run("one", 2, **whole)
@@ -125,7 +127,7 @@ def test_ranks_of_one_tp_give_the_same_bits_at_every_stage_and_cut(here):  # noq
         assert Path(f"z{stage}/samples.txt").read_bytes() == Path("one/samples.txt").read_bytes()
 
 
-def test_resume_equals_the_uninterrupted_run_on_the_same_mesh(here):  # noqa: F811
+def test_resume_equals_the_uninterrupted_run_on_the_same_mesh(here):
     changes = {"tp": 2, "zero_stage": 3}
     run("r", 4, **changes)
     before = curve("r"), bits("r", 4)
@@ -134,7 +136,7 @@ def test_resume_equals_the_uninterrupted_run_on_the_same_mesh(here):  # noqa: F8
     assert (curve("r"), bits("r", 4)) == before
 
 
-def test_a_run_goes_on_on_any_mesh(here):  # noqa: F811
+def test_a_run_goes_on_on_any_mesh(here):
     """One process, then meshes that split it, one step each: the curve of one process."""
     run("whole", 1, save_every=1)
     run("cut", 1, save_every=1)
@@ -152,20 +154,20 @@ def test_a_run_goes_on_on_any_mesh(here):  # noqa: F811
     assert values("cut", *names) == pytest.approx(values("whole", *names), rel=ROUNDING)
 
 
-def test_another_models_checkpoint_is_refused(here):  # noqa: F811
+def test_another_models_checkpoint_is_refused(here):
     run("r", 2, tp=2, max_steps=1)
     with pytest.raises(ValueError, match="the model of r/checkpoints/step_000001 with n_embd=16, "):
         run("r", 4, tp=4, n_embd=32, resume=True)
 
 
 @pytest.mark.slow
-def test_the_time_is_up_for_all_ranks(here):  # noqa: F811
+def test_the_time_is_up_for_all_ranks(here):
     run("r", 4, tp=2, zero_stage=2, max_steps=10**6, max_time="1s", eval_every=0, save_every=0)
     [step] = [p.name for p in Path("r/checkpoints").iterdir()]
     assert int(step.removeprefix("step_")) == read_metrics("r/metrics.jsonl")[-1]["step"] < 10**6
 
 
-def test_validation_where_a_group_of_tp_ranks_has_nothing_to_read(here):  # noqa: F811
+def test_validation_where_a_group_of_tp_ranks_has_nothing_to_read(here):
     """Three windows for two groups of two rows; one window, which is the first group's alone."""
     text = Path("text.txt").read_text()
     changes = {"batch_size": 4, "max_steps": 1, "save_every": 0, "num_samples": 0}
@@ -178,7 +180,7 @@ def test_validation_where_a_group_of_tp_ranks_has_nothing_to_read(here):  # noqa
 
 
 @pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_sample_and_export_take_a_run_of_tp_ranks(here, capsys, tp):  # noqa: F811
+def test_sample_and_export_take_a_run_of_tp_ranks(here, capsys, tp):
     """The text at the end of the run is that of the weights it saved, whole."""
     run("r", 4, tp=tp, num_samples=2)
     drawn = Path("r/samples.txt").read_text().partition("\n")[2]
@@ -204,7 +206,7 @@ def command(*arguments):
 
 
 @pytest.mark.slow
-def test_processes_print_the_curve_of_one(here):  # noqa: F811
+def test_processes_print_the_curve_of_one(here):
     run("one", 1)
     names = ("loss", "grad_norm", "val_loss")
     told = command(*FASTPAR, "train", *FLAGS, "--nproc=4", "--tp=2", "--zero=2", "--out=four")

@@ -1,0 +1,75 @@
+"""Short runs of the trainer in this process, and what two of them must have alike."""
+
+import random
+import shutil
+from pathlib import Path
+
+import saved
+
+from fastpar.checkpoint.checkpoint import verify_checkpoint
+from fastpar.config.config import TrainConfig
+from fastpar.files.step_folders import checkpoint_folder, list_checkpoints
+from fastpar.train.metrics import read_metrics
+from fastpar.train.trainer import train
+
+BF16 = {"dtype": "bf16"}
+STORAGE = [
+    {**BF16, "master_weights": "remainder", "moment_dtype": "bf16"},
+    {**BF16, "stochastic_rounding": True, "moment_dtype": "int8"},
+    {**BF16, "optimizer": "adafactor"},
+]
+TINY = {
+    "data": "text.txt",
+    "tokenizer": "bytes",
+    "model": "micro",
+    "n_layer": 1,
+    "n_head": 2,
+    "n_embd": 16,
+    "block_size": 16,
+    "dropout": 0.2,
+    "batch_size": 8,
+    "lr": 1e-3,
+    "max_steps": 8,
+    "eval_every": 4,
+    "eval_batches": 2,
+    "save_every": 4,
+    "keep_last": 0,
+    "num_samples": 1,
+    "max_new_tokens": 4,
+    "threads": 1,
+    "device": "cpu",
+}
+CURVE = ("step", "loss", "lr", "grad_norm", "tokens", "val_loss")
+
+
+def make_text(folder: Path) -> None:
+    words = ("the", "of", "and", "lord", "god", "unto", "shall", "he", "his", "that", "for", "was")
+    rng = random.Random(0)
+    lines = (" ".join(rng.choices(words, k=8)) for _ in range(600))
+    (folder / "text.txt").write_text("\n".join(lines))
+
+
+def run(out, **changes):
+    """One run in this process; its exit status."""
+    return train(TrainConfig().replace({**TINY, "out": str(out), **changes}))
+
+
+def curve(out):
+    """Rows of steps and validations; rows of saves come when they are over."""
+    rows = read_metrics(Path(out) / "metrics.jsonl")
+    rows = [row for row in rows if {"loss", "val_loss"} & row.keys()]
+    return [{k: row[k] for k in CURVE if k in row} for row in rows]
+
+
+def bits(out, step=8):
+    """Digests of weights and moments after a step."""
+    path = checkpoint_folder(out, step)
+    verify_checkpoint(path)
+    return saved.bits(path)
+
+
+def forget_after(out, step):
+    """Leaves a run as a crash some steps after the checkpoint of `step` would."""
+    for path in list_checkpoints(out):
+        if int(path.name.removeprefix("step_")) > step:
+            shutil.rmtree(path)

@@ -1,0 +1,16 @@
+"""Where the trainer's tests run."""
+
+import pytest
+from train_runs import make_text
+
+from fastpar.train import run_folder
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty folder with a text, to run in. No pictures: one takes longer than a short run."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(run_folder, "plot_loss", lambda rows, path, title: path.touch())
+    make_text(tmp_path)
+    return tmp_path
