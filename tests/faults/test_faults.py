@@ -12,12 +12,11 @@ from fault_runs import (
     CURVES,
     FASTPAR,
     TRAIN,
-    Commands,
     curve,
-    enter,
     finish,
     is_alive,
     ranks_of,
+    run_in_threads,
     torchrun,
     wait_for_steps,
 )
@@ -26,18 +25,6 @@ from saved import bits
 from fastpar.files.step_folders import list_checkpoints
 from fastpar.train import reaper
 from fastpar.train.metrics import read_metrics
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    enter(tmp_path, monkeypatch)
-
-
-@pytest.fixture
-def start():
-    commands = Commands()
-    yield commands
-    commands.close()
 
 
 @pytest.mark.parametrize(
@@ -68,29 +55,26 @@ def test_killed_rank_stops_the_others(here, start, victim, options):
 
 def test_stopped_run_goes_on_under_torchrun_bit_for_bit(here, start):
     """SIGTERM to the launcher reaches both ranks: they save the same step, and no step is lost."""
-    length = "--max-steps=300"
-    whole = start(*FASTPAR, *TRAIN, length, "--nproc=2", "--out=whole")
-    code, out, err = finish(whole)
-    assert code == 0, err
-    assert out.count("fastpar  ") == 1  # rank 0 alone prints
-    assert "ranks 2, threads a rank " in out
-
+    length = "--max-steps=150"
+    run_in_threads("whole", 2, length)
     cut = start(*FASTPAR, *TRAIN, length, "--nproc=2", "--out=cut")
     wait_for_steps(cut, "cut", 5)
     cut.terminate()
     code, out, err = finish(cut)
     assert code == 128 + signal.SIGTERM
     assert err.count("finishing this step, then saving; once more to quit at once") == 1
+    assert out.count("fastpar  ") == 1  # rank 0 alone prints
+    assert "ranks 2, threads a rank " in out
     assert out.endswith("saved in cut\ngo on: fastpar train --resume --out cut\n")
     [saved] = list_checkpoints("cut")
     assert read_metrics("cut/metrics.jsonl")[-1]["step"] == int(saved.name.removeprefix("step_"))
-    assert saved.name < "step_000300"
+    assert saved.name < "step_000150"
 
     code, _, err = finish(start(*torchrun(2), "train", "--resume", "--out=cut"))
     assert code == 0, err
     curves = [curve(out) for out in ("whole", "cut")]
     assert curves[0] == curves[1]
-    assert len(curves[0]) == 301
+    assert len(curves[0]) == 151
     assert bits(list_checkpoints("whole")[-1]) == bits(list_checkpoints("cut")[-1])
 
 
@@ -120,8 +104,8 @@ def test_every_stage_prints_the_same_curve(here, start, stages):
 
 def test_a_mistake_found_by_the_ranks_is_one_line(here, start):
     Path("text.txt").write_text("too short")
-    code, out, err = finish(start(*FASTPAR, *TRAIN, "--nproc=2", "--out=r"))
-    assert code == 2
+    code, out, err = finish(start(*FASTPAR, *TRAIN, "--nproc=2", "--max-restarts=3", "--out=r"))
+    assert code == 2  # and no restart
     assert out == ""
     *progress, line = err.strip().splitlines()
     assert line.startswith("load_data: expected at least block_size + 1 = 17 training tokens of te")

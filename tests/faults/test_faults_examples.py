@@ -1,5 +1,6 @@
 """The scripts of fastpar/examples: all of them parse, and that for a single node is run."""
 
+import functools
 import os
 import re
 import shutil
@@ -9,22 +10,17 @@ import sys
 from importlib import resources
 
 import pytest
-from fault_runs import SETTINGS, Commands, curve, enter, finish, ranks_of, wait_for_steps
+from fault_runs import SETTINGS, curve, finish, ranks_of, wait_for_steps
 
 EXAMPLES = resources.files("fastpar") / "examples"
 NAMES = ("one_node.sh", "several_nodes.sh", "slurm.sbatch")
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    enter(tmp_path, monkeypatch)
-
-
-@pytest.fixture
-def start():
-    commands = Commands()
-    yield commands
-    commands.close()
+@functools.cache
+def options_of(*command):
+    """What a command's help names."""
+    shown = subprocess.run([sys.executable, "-m", *command, "--help"], capture_output=True)
+    return set(re.findall(r"--[a-z-]+", shown.stdout.decode()))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -35,15 +31,10 @@ def test_a_script_is_one_and_has_no_option_that_we_do_not_know(name):
     ours = path.read_text().replace("\\\n", " ").partition("-m fastpar train")[2].split("\n")[0]
     flags = set(re.findall(r"--[a-z-]+", ours))
     assert {"--auto-resume", "--out", "--timeout", "--save-every"} <= flags
-    shown = subprocess.run(
-        [sys.executable, "-m", "fastpar", "train", "--help"], capture_output=True, text=True
-    ).stdout
-    assert flags <= set(re.findall(r"--[a-z-]+", shown))
+    assert flags <= options_of("fastpar", "train")
     theirs = set(re.findall(r"--[a-z-]+", path.read_text().partition("distributed.run")[2]))
-    shown += subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--help"], capture_output=True, text=True
-    ).stdout
-    assert theirs <= set(re.findall(r"--[a-z-]+", shown)) | {"--save-every"}
+    known = options_of("fastpar", "train") | options_of("torch.distributed.run")
+    assert theirs <= known | {"--save-every"}
 
 
 def test_all_scripts_are_known_and_shipped():

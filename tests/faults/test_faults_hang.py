@@ -10,8 +10,6 @@ import pytest
 from fault_runs import (
     FASTPAR,
     TRAIN,
-    Commands,
-    enter,
     finish,
     is_alive,
     ranks_of,
@@ -24,23 +22,12 @@ ENDLESS = ("--max-steps=1000000", "--out=r", f"--timeout={TIMEOUT_S}s", "--batch
 GLOO, SHM = ("--transport=torch",), ("--transport=shm",)
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    enter(tmp_path, monkeypatch)
-
-
-@pytest.fixture
-def start():
-    commands = Commands()
-    yield commands
-    commands.close()
-
-
 def said_by(rank, logs="logs"):
     return "".join(p.read_text() for p in Path(logs).glob(f"*/attempt_0/{rank}/stderr.log"))
 
 
 SLOW = [
+    (3, 2, (*GLOO, "--zero=3")),
     (2, 0, (*GLOO, "--zero=3")),
     (2, 0, SHM),
     (2, 0, (*GLOO, "--tp=2")),
@@ -57,7 +44,6 @@ SLOW = [
     ("nproc", "victim", "options"),
     [
         (2, 1, (*SHM, "--zero=3")),
-        (3, 2, (*GLOO, "--zero=3")),
         *(pytest.param(*cell, marks=pytest.mark.slow) for cell in SLOW),
     ],
 )

@@ -8,7 +8,11 @@ import sys
 import time
 from pathlib import Path
 
+from fastpar.cli import parse_train
+from fastpar.comm.mesh import Mesh
+from fastpar.testing import run_ranks
 from fastpar.train.metrics import read_metrics
+from fastpar.train.trainer import Trainer
 
 SETTINGS = {
     "data": "text.txt", "tokenizer": "bytes", "model": "micro", "n-layer": 1, "n-embd": 16,
@@ -19,6 +23,13 @@ TRAIN = ["train", *(f"--{name}={value}" for name, value in SETTINGS.items())]
 FASTPAR = [sys.executable, "-m", "fastpar"]
 CURVE = ("step", "loss", "lr", "grad_norm", "val_loss")
 CURVES = {"loss", "val_loss"}  # rows without are of saves
+
+
+def run_in_threads(out, ranks, *options):
+    """The run of so many ranks to which nothing happens, in this process: the bits of processes."""
+    config = parse_train([*TRAIN[1:], *options, f"--out={out}", "--threads=1"])
+    work = lambda: Trainer(config, Mesh(device="cpu")).run()  # noqa: E731
+    assert run_ranks(work, ranks, timeout_s=200) == [0] * ranks
 
 
 def torchrun(nproc, *options):
