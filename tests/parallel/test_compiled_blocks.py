@@ -51,11 +51,12 @@ def plain(world_size):
 @pytest.mark.parametrize(
     ("how", "backend", "stage", "eager_steps"),
     [
-        ("block", "aot_eager", 2, 0),
+        pytest.param("block", "aot_eager", 2, 0, marks=pytest.mark.slow),
         ("block", "eager", 3, 0),
         pytest.param("forward", "aot_eager", 3, 0, marks=pytest.mark.slow),
-        ("model", "aot_eager", 3, 0),
-        ("part", "eager", 1, 1),  # a forward has learned which modules it calls
+        pytest.param("model", "aot_eager", 3, 0, marks=pytest.mark.slow),
+        # A forward has learned which modules it calls.
+        pytest.param("part", "eager", 1, 1, marks=pytest.mark.slow),
         pytest.param("forward", "eager", 1, 1, marks=pytest.mark.slow),
     ],
 )

@@ -325,6 +325,7 @@ def compiled_inputs():
         run(idx_of([(0, 1)] * engine_of(model).mesh.rank))
 
 
+@pytest.mark.slow
 def test_compiled_models_compare():
     run_ranks(compiled_inputs, 2, backend="gloo", timeout_s=120.0)
 

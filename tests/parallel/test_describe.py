@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from cells import covering
 from torch import nn
 
 from fastpar import GPT, AdamW, GPTConfig, Mesh, engine_of, parallelize
@@ -127,9 +128,12 @@ def gpt_after(steps, tp, dtype=torch.float32, **options):
     return engine, sent
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-@pytest.mark.parametrize(("dp", "stage"), [(1, 0), (2, 0), (2, 1), (2, 2), (2, 3)])
+@covering(
+    2,
+    (("dp", "stage"), [(1, 0), (2, 0), (2, 1), (2, 2), (2, 3)]),
+    ("sequence_parallel", [True, False]),
+    ("dtype", [torch.float32, torch.bfloat16]),
+)
 def test_wire_bytes_with_partial_sums_are_those_of_a_step(dp, stage, sequence_parallel, dtype):
     def ranks():
         engine, sent = gpt_after(4, 2, dtype, zero_stage=stage, sequence_parallel=sequence_parallel)

@@ -272,6 +272,7 @@ print(f"rank {mesh.rank}: {total.item()!r}\\n", end="", flush=True)  # one write
 """
 
 
+@pytest.mark.slow
 def test_the_loop_of_the_readme_under_torchrun(tmp_path):
     """Mesh(dp=2) alone initializes torch.distributed; equal batches: as one process."""
     script = tmp_path / "loop.py"

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cells import covering
 from torch import nn
 
 from fastpar import GPT, AdamW, GPTConfig, engine_of, parallelize
@@ -12,7 +13,6 @@ SIZES = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 8, "vocab_size":
 # eps well above the rounding of gradients that are 0 in exact arithmetic (those of the keys' bias).
 HYPER = {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-4}
 CELLS = [(1, 2, 0), (2, 2, 0), (2, 2, 1), (2, 2, 2), (2, 2, 3)]
-cells = pytest.mark.parametrize(("dp", "tp", "stage"), CELLS)
 
 
 def gpt():
@@ -81,10 +81,13 @@ def accumulates(dp, tp, stage, look, no_sync, set_to_none, micros=3, steps=2):
     return grads, model.state_dict()
 
 
-@pytest.mark.parametrize("set_to_none", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("no_sync", [False, True])
-@pytest.mark.parametrize("look", [False, True])
-@cells
+@covering(
+    2,
+    (("dp", "tp", "stage"), CELLS),
+    ("look", [False, True]),
+    ("no_sync", [False, True]),
+    ("set_to_none", [True, False]),
+)
 def test_several_backwards_add_up(dp, tp, stage, look, no_sync, set_to_none):
     expected, parameters = reference(dp, 3, 2)
     for grads, state in run_ranks(accumulates, dp * tp, dp, tp, stage, look, no_sync, set_to_none):
