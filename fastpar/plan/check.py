@@ -151,9 +151,9 @@ class Errors:
 
 def cells_of(device: str = "cpu", *, quick: bool = False) -> dict[int, list[Cell]]:
     """The grid: ranks -> cells."""
-    shapes, found = {**PRESETS, **SIZES}, {}
+    shapes, found = {**PRESETS, **SIZES}, dict[int, list[Cell]]()
     for ranks, rows in (CPU_GRID if device == "cpu" else GPU_GRID).items():
-        cells = [(shapes[size], *layout) for sizes, *layout in rows for size in sizes]
+        cells: list[Any] = [(shapes[size], *layout) for sizes, *layout in rows for size in sizes]
         if quick:
             cells = [(TINY, *layout) for _, *layout in cells[:: len(cells) // 2]]
         if ranks <= 2 or not quick:
@@ -164,7 +164,8 @@ def cells_of(device: str = "cpu", *, quick: bool = False) -> dict[int, list[Cell
 def cell(shape: GPTConfig, ranks: int, *layout: Any, device: str = "cpu") -> Cell:
     """A workload with the batch that a setup makes of it; layout: as in the grids."""
     tp, stage, mode, micro, accum = layout
-    on_cpu = {"dtype": "fp32", "master_weights": "none", "device_type": "cpu", "transport": "shm"}
+    on_cpu: dict[str, Any] = {"dtype": "fp32", "master_weights": "none"}
+    on_cpu |= {"device_type": "cpu", "transport": "shm"}
     setup = Setup(
         world_size=ranks,
         tp=tp,

@@ -195,16 +195,17 @@ def smallest_changes(
     ways: list[str] = []
 
     def add_first(cases: Iterable[tuple[str, Workload, Setup, int]]) -> None:
-        for flags, *case in cases:
-            if least(*case) <= limit_bytes:
+        for flags, of_what, setup, in_node in cases:
+            if least(of_what, setup, in_node) <= limit_bytes:
                 ways.append(flags)
                 break
 
-    bf16, remainder = {"moment_dtype": "bf16"}, {"master_weights": "remainder"}
-    storage = {"--moment-dtype bf16": bf16}
+    storage: dict[str, dict[str, Any]] = {"--moment-dtype bf16": {"moment_dtype": "bf16"}}
     if template.dtype == "bf16":
-        both = {"--moment-dtype bf16 --master-weights remainder": {**bf16, **remainder}}
-        storage = {"--master-weights remainder": remainder, **storage, **both}
+        remainder = {"master_weights": "remainder"}
+        both = {"moment_dtype": "bf16", **remainder}
+        storage = {"--master-weights remainder": remainder, **storage}
+        storage["--moment-dtype bf16 --master-weights remainder"] = both
     add_first((f, workload, replace(template, **new), per_node) for f, new in storage.items())
     lengths = takewhile(lambda length: length >= 64, (workload.seq_len >> n for n in count(1)))
     shapes = (replace(workload.shape, block_size=length) for length in lengths)

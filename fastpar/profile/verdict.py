@@ -40,7 +40,7 @@ class Phase(NamedTuple):
     @property
     def parts(self) -> dict[str, float]:
         """Kind -> ms."""
-        return dict(zip(KINDS, self[1:5]))  # type: ignore[arg-type]
+        return dict(zip(KINDS, self[1:5]))
 
     @property
     def ms(self) -> float:
