@@ -7,7 +7,7 @@ import html
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from string import Template
-from typing import Any, NamedTuple
+from typing import Any
 
 from fastpar.compare.results import FACTOR, FLOOR, Comparison, Run
 from fastpar.compare.summary import number, summary
@@ -15,13 +15,6 @@ from fastpar.compare.summary import number, summary
 TABLE, PAGE = "table.md", "report.html"
 NOTES = "notes.txt"  # how each column was measured
 NOT_KNOWN = "not known"
-
-
-class Column(NamedTuple):
-    """A column of the table: its title, and its cell for a strategy that was measured."""
-
-    title: str
-    cell: Callable[[Comparison, str], str]
 
 
 def _number_of(value: Callable[[Comparison, Run], float | None], *, spread: bool = True) -> Any:
@@ -52,29 +45,30 @@ def _epoch_s(comparison: Comparison, run: Run) -> float:
     return sum(comparison.epoch_s(run, epoch) for epoch in epochs) / len(epochs)
 
 
-COLUMNS = (
-    Column("strategy", lambda comparison, name: name),
-    Column("ranks", lambda comparison, name: f"{comparison.of(name)[0].ranks}"),
-    Column("tokens/s", _number_of(Comparison.tokens_per_s)),
-    Column("speed, {baseline} = 1", _ratio_of(Comparison.tokens_per_s)),
-    Column("epoch, s", _number_of(_epoch_s)),
-    Column("peak memory a rank, MB", _number_of(lambda c, run: c.memory(run) / 1e6)),
-    Column("memory, {baseline} = 1", _ratio_of(Comparison.memory)),
-    Column("sent a step, MB", _number_of(lambda c, run: run.sent_mb(), spread=False)),
-    Column("exposed, ms of a step", _number_of(lambda c, run: run.exposed_ms)),
-    Column("last loss", lambda comparison, name: f"{comparison.of(name)[0].losses[-1]:.5f}"),
-)
+# Title -> the cell of a strategy that was measured.
+COLUMNS: dict[str, Callable[[Comparison, str], str]] = {
+    "strategy": lambda comparison, name: name,
+    "ranks": lambda comparison, name: f"{comparison.of(name)[0].ranks}",
+    "tokens/s": _number_of(Comparison.tokens_per_s),
+    "speed, {baseline} = 1": _ratio_of(Comparison.tokens_per_s),
+    "epoch, s": _number_of(_epoch_s),
+    "peak memory a rank, MB": _number_of(lambda c, run: c.memory(run) / 1e6),
+    "memory, {baseline} = 1": _ratio_of(Comparison.memory),
+    "sent a step, MB": _number_of(lambda c, run: run.sent_mb(), spread=False),
+    "exposed, ms of a step": _number_of(lambda c, run: run.exposed_ms),
+    "last loss": lambda comparison, name: f"{comparison.of(name)[0].losses[-1]:.5f}",
+}
 
 
 def head(comparison: Comparison) -> list[str]:
     """Titles of the columns."""
-    return [column.title.format(baseline=comparison.baseline) for column in COLUMNS]
+    return [title.format(baseline=comparison.baseline) for title in COLUMNS]
 
 
 def rows(comparison: Comparison) -> list[list[str]]:
     """A row a strategy, the fastest first; those left out come last and say why."""
     measured = [name for name, _ in comparison.ranking(comparison.tokens_per_s, most=True)]
-    found = [[column.cell(comparison, name) for column in COLUMNS] for name in measured]
+    found = [[cell(comparison, name) for cell in COLUMNS.values()] for name in measured]
     for name in dict.fromkeys([*comparison.settings["strategies"], *comparison.skipped]):
         if name in comparison.skipped:
             found.append([name, f"skipped: {comparison.skipped[name]}"])

@@ -165,8 +165,7 @@ class _DeepSpeed(Contender):
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
         loss = self.model(x, y)
-        self.model.backward(loss)  # type: ignore[operator]
-        self.model.step()  # type: ignore[operator]
+        self._backward(loss, 1)
         return loss.detach()
 
     def _backward(self, loss: Tensor, n: int) -> None:
