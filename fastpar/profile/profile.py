@@ -109,17 +109,16 @@ def _run(trainer: Trainer, options: ProfileOptions) -> int:
     if mesh.is_main:
         out.mkdir(parents=True, exist_ok=True)
         print(f"profile  {title_of(trainer)}", flush=True)
-    found = measure(trainer, options.steps, out if mesh.is_main else None)
-    everyone = [found.steps]
+    report, steps = measure(trainer, options.steps, out if mesh.is_main else None)
+    everyone = [steps]
     if mesh.world_size > 1:
         assert dist.group.WORLD is not None
-        everyone = gather_objects(found.steps, dist.group.WORLD)
+        everyone = gather_objects(steps, dist.group.WORLD)
     if mesh.is_main:
-        report = found.report
         print("\n".join(["", *report.lines()]))
         on_gpu = mesh.device.type == "cuda"
-        step = _median_step(found.steps)
-        shown = [steps[step] for steps in everyone[: 1 if on_gpu else _SHOWN_RANKS]]
+        step = _median_step(steps)
+        shown = [own[step] for own in everyone[: 1 if on_gpu else _SHOWN_RANKS]]
         lines = [title_of(trainer), _caption(report.measured, len(everyone))]
         panels = {f"rank {rank}": spans for rank, spans in enumerate(shown)}
         if options.picture:

@@ -21,7 +21,7 @@ import shutil
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -83,14 +83,6 @@ def title_of(trainer: Trainer) -> str:
     )
 
 
-@dataclass
-class Found:
-    """What one rank has found; the spans of each step that can be shown."""
-
-    report: Report
-    steps: list[list[Span]]
-
-
 class Marks(Recorder):
     """A recorder that also marks phases and waits in the profiler's trace, where asked to."""
 
@@ -142,11 +134,14 @@ def marked(trainer: Trainer, marks: Marks) -> Iterator[None]:
         trainer_module.sample_batch = fetch
 
 
-def measure(trainer: Trainer, steps: int, out: Path | None) -> Found:
-    """Ceilings, warm-up, measured steps, profiled steps, on this rank. Ranks: all.
+def measure(
+    trainer: Trainer, steps: int, out: Path | None
+) -> tuple[Report, Sequence[Sequence[Span]]]:
+    """What this rank found in measured and in profiled steps, and the spans of those to show.
 
     Args:
         out: where the trace goes; None: it is looked at and thrown away.
+    Ranks: all.
     """
     device, marks = trainer.mesh.device.type, Marks()
     ceilings = measure_ceilings(device)
@@ -184,7 +179,7 @@ def measure(trainer: Trainer, steps: int, out: Path | None) -> Found:
         [end - begin for begin, end in pairwise(edges)],
         _about(trainer),
     )
-    return Found(report, [trace.spans] if device == "cuda" else shown)
+    return report, [trace.spans] if device == "cuda" else shown
 
 
 def _watch(trainer: Trainer, marks: Marks) -> None:
