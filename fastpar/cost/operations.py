@@ -10,11 +10,14 @@ norms see N/t of them.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from operator import attrgetter
+from typing import Any, NamedTuple, Protocol
 
+from fastpar.config.config import GPTConfig
 from fastpar.cost.buckets import buckets_of
 from fastpar.cost.workload import Setup, Workload, vocabulary_rows
 from fastpar.kernels.global_norm import NORM_WORDS
@@ -101,11 +104,23 @@ class Rates(Protocol):
 
 def ops_of(workload: Workload, setup: Setup) -> tuple[Op, ...]:
     """What a rank computes in one optimizer step."""
-    shape, micro, n_micro = workload.shape, setup.micro_batch_size, setup.grad_accum_steps
-    t, item, width, seq_len = setup.tp, setup.weight_bytes, shape.n_embd, shape.block_size
+    return _passes(workload.shape, *_decides_passes(setup)) + _updates(workload, setup)
+
+
+_decides_passes = attrgetter(
+    *("micro_batch_size", "grad_accum_steps", "tp", "pp", "sequence_parallel"),
+    *("activation_checkpointing", "weight_bytes", "device_type"),
+)
+
+
+@functools.lru_cache(4096)
+def _passes(shape: GPTConfig, *decides: Any) -> tuple[Op, ...]:
+    """Forward and backward."""
+    micro, n_micro, t, pp, sequence_parallel, mode, item, device = decides
+    width, seq_len = shape.n_embd, shape.block_size
     rows = micro * seq_len
-    mine = -(-rows // t) if setup.sequence_parallel else rows
-    layers = n_micro * -(-shape.n_layer // setup.pp)
+    mine = -(-rows // t) if sequence_parallel else rows
+    layers = n_micro * -(-shape.n_layer // pp)
     vocab, heads = vocabulary_rows(shape, t), max(1, shape.n_head // t)
     norm = _elementwise("layer_norm", (mine, width), 8.0, (4, 4), item)
     gelu = _elementwise("bias_gelu", (rows, 4 * width // t), 15.0, (2, 3), item)
@@ -121,17 +136,16 @@ def ops_of(workload: Workload, setup: Setup) -> tuple[Op, ...]:
     found = Counter[Op]()
     for op in (op for pair in cheap + kept for op in pair):
         found[op] += layers
-    for forward, _ in modes[setup.activation_checkpointing]:
+    for forward, _ in modes[mode]:
         found[forward._replace(direction="recompute")] += layers
-    for op in (*norm, *_loss(rows, width, vocab, item, setup.device_type)):
+    for op in (*norm, *_loss(rows, width, vocab, item, device)):
         found[op] += n_micro
-    if setup.pp == 1:
+    if pp == 1:
         table = float(vocab * width * item)  # of whose gradient most rows are zeros
         moved = 3.0 * rows * width * item
         found[Op("embedding", (rows, width), "forward", 0.0, moved, 1)] = n_micro
         found[Op("embedding", (rows, width), "backward", 0.0, moved + table, 1)] = n_micro
-    passes = (op._replace(count=count) for op, count in found.items())
-    return *passes, *_updates(workload, setup)
+    return tuple(op._replace(count=count) for op, count in found.items())
 
 
 def _elementwise(

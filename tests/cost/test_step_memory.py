@@ -78,6 +78,7 @@ def shared(rank_bytes):
     import torch.distributed as dist
 
     group = ShmCollectives(dist.group.WORLD, heap_gb=0.1)
+    gc.collect()  # what setting it up has left
     before = alive_bytes()
     x = group.empty(rank_bytes, torch.uint8)
     with StepMemory(CPU) as memory:
