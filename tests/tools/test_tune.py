@@ -57,6 +57,7 @@ def written(path):
     return Config(**json.loads(path.read_text())["90"]["fwd"]["16"]["fp32"])
 
 
+@pytest.mark.slow
 def test_the_fastest_is_written_and_only_when_asked(table, capsys):
     path, clock = table
     before = path.read_text()
