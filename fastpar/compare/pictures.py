@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -123,21 +121,14 @@ def _repeats(comparison: Comparison) -> str:
 
 
 def _per_epoch(
-    comparison: Comparison,
-    figure: Any,
-    *,
-    value: Callable[[Comparison, Run, int], float],
-    title: str,
-    unit: str,
+    comparison: Comparison, figure: Any, value: Callable[[Run, int], float], title: str, unit: str
 ) -> None:
     """A point a strategy and epoch with the range of its repeats; names side by side."""
     axes = figure.subplots()
     names, epochs = comparison.names, comparison.settings["epochs"]
     for at, name in enumerate(names):
         shift = 0.6 * ((at + 0.5) / len(names) - 0.5)
-        values = np.array(
-            [[value(comparison, r, e) for e in range(epochs)] for r in comparison.of(name)]
-        )
+        values = np.array([[value(run, e) for e in range(epochs)] for run in comparison.of(name)])
         middle = np.median(values, axis=0)
         axes.errorbar(
             np.arange(1, epochs + 1) + shift,
@@ -156,6 +147,17 @@ def _per_epoch(
     steps = comparison.settings["epoch_steps"]
     _finish(axes, f"{title} ({_repeats(comparison)})", unit, f"epoch of {steps} steps")
     _explain_lines(comparison, figure, axes)
+
+
+def draw_throughput(comparison: Comparison, figure: Any) -> None:
+    """Tokens a second of each epoch."""
+    value = comparison.epoch_tokens_per_s
+    _per_epoch(comparison, figure, value, "Throughput per epoch", "tokens/s, all ranks")
+
+
+def draw_time(comparison: Comparison, figure: Any) -> None:
+    """Seconds of each epoch."""
+    _per_epoch(comparison, figure, comparison.epoch_s, "Training time per epoch", "seconds")
 
 
 def _bars(
@@ -213,11 +215,10 @@ def draw_communication(comparison: Comparison, figure: Any) -> None:
 def _curves(
     comparison: Comparison,
     figure: Any,
-    *,
     values: Callable[[Run], Sequence[float]],
     title: str,
     unit: str,
-    limit_of: Callable[[Comparison], np.ndarray | None] = lambda comparison: None,
+    limit: np.ndarray | None,
 ) -> None:
     """Every step of the first runs, and below it how far each lies from the first strategy."""
     top, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
@@ -235,7 +236,7 @@ def _curves(
             below.semilogy(steps, shown, markersize=4, linewidth=0.7, **style)
     if not below.lines:
         below.text(0.5, 0.5, "no difference", transform=below.transAxes, ha="center")
-    if (limit := limit_of(comparison)) is not None:
+    if limit is not None:
         below.fill_between(steps, 0, limit, color="#dddddd", zorder=0, label="rounding")
         below.set_yscale("log")
     mean = f", mean over about {window:.0f} steps" if window >= 1.5 else ""
@@ -244,21 +245,18 @@ def _curves(
     _explain_lines(comparison, figure, top, below)
 
 
-draw_throughput = partial(
-    _per_epoch,
-    value=Comparison.epoch_tokens_per_s,
-    title="Throughput per epoch",
-    unit="tokens/s, all ranks",
-)
-draw_time = partial(
-    _per_epoch, value=Comparison.epoch_s, title="Training time per epoch", unit="seconds"
-)
-draw_grad_norm = partial(
-    _curves, values=attrgetter("grad_norms"), title="Gradient norm before clipping", unit="norm"
-)
-draw_loss = partial(
-    _curves, values=attrgetter("losses"), title="Loss", unit="nats per token", limit_of=allowed
-)
+def draw_grad_norm(comparison: Comparison, figure: Any) -> None:
+    """The gradient's norm before clipping."""
+    title = "Gradient norm before clipping"
+    _curves(comparison, figure, lambda run: run.grad_norms, title, "norm", None)
+
+
+def draw_loss(comparison: Comparison, figure: Any) -> None:
+    """The loss, and what rounding allows."""
+    limit = allowed(comparison)
+    _curves(comparison, figure, lambda run: run.losses, "Loss", "nats per token", limit)
+
+
 _PICTURES: dict[str, tuple[Callable[[Comparison, Any], None], str]] = {
     "throughput.png": (draw_throughput, "Throughput of each epoch."),
     "epoch_time.png": (draw_time, "Training time of each epoch."),
