@@ -286,7 +286,8 @@ class Shards:
         mine = values.new_zeros(max(part.stop - part.start for part in parts))
         mine[: values.numel()] = values.view(-1)
         with self.log.timer.waiting():
-            rows = group.gathered(mine.view(torch.uint8)).view(values.dtype)
+            sent = group.gathered(mine.view(torch.uint8)).view(-1)  # no elements: no rows to cast
+        rows = sent.view(values.dtype).view(group.world_size, mine.numel())
         joined = torch.cat([row[: part.stop - part.start] for row, part in zip(rows, parts)])
         return joined.view(p.shape) if block == 1 else joined
 
