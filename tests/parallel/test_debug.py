@@ -312,7 +312,8 @@ def test_copies_and_pickles_do_not_compare():
     def rank():
         model = parallelize(Takes(), Mesh(tp=2), debug=Debug(check_inputs=True))
         for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            other(idx_of([(0, engine_of(model).mesh.rank)]))  # alone, on one rank after another
+            # Alone, on one rank after another.
+            assert other(idx_of([(0, engine_of(model).mesh.rank)])) is not None
 
     run_ranks(rank, 2)
 
