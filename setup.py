@@ -85,7 +85,7 @@ def choose_cuda() -> tuple[str | None, str]:
     if nvcc is None and asked == "1":
         sys.exit(
             "setup.py: expected nvcc with FASTPAR_CUDA=1, got none; put it on the PATH or set "
-            "CUDA_HOME"
+            "CUDA_HOME to the toolkit's folder"
         )
     if nvcc is None:
         return None, "no nvcc when it was built"
@@ -112,12 +112,21 @@ def describe() -> str:
     return f"compiling {what}: about {spent} on {jobs} core{'s' * (jobs != 1)}"
 
 
-def find_nvcc() -> str | None:
-    """Path of nvcc, or None."""
+def find_nvcc(root: Path = Path("/")) -> str | None:
+    """Path of nvcc, or None: CUDA_HOME's, else that on the PATH, else of the newest toolkit in the
+    folders that NVIDIA's installers, distributions and conda use."""
     if os.environ.get("FASTPAR_CUDA") in ("0", "emulated"):
         return None
-    home = os.environ.get("CUDA_HOME")
-    return shutil.which("nvcc", path=str(Path(home) / "bin") if home else None)
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if home:
+        return shutil.which("nvcc", path=str(Path(home) / "bin"))
+    versions = (root / "usr" / "local").glob("cuda-*")
+    newest = sorted(versions, key=lambda p: [int(n) for n in re.findall(r"\d+", p.name)])[::-1]
+    usual = [root / "usr/local/cuda", *newest, root / "opt/cuda", root / "usr/lib/cuda"]
+    folders = [Path(sys.prefix), *usual]
+    return shutil.which("nvcc") or shutil.which(
+        "nvcc", path=os.pathsep.join(f"{f}/bin" for f in folders)
+    )
 
 
 def quote(path: str | Path) -> str:

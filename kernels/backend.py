@@ -129,6 +129,39 @@ cuda_kernels: Any = _C if _C is not None and _C.built_with_cuda else None
 cuda_on_cpu = False
 
 
+LEAST_CAPABILITY = (
+    8,
+    0,
+)  # A100: bf16 products, asynchronous copies; csrc/ is compiled from there on
+_able_gpus: set[int | None] = set()  # indices of GPUs that were looked at
+
+
+def _check_gpu(op: str, device: torch.device) -> None:
+    """Refuses a GPU for which no kernel is compiled, once for each GPU.
+
+    Raises:
+        RuntimeError: an AMD GPU, or one older than LEAST_CAPABILITY.
+    """
+    if device.index in _able_gpus or torch.compiler.is_compiling():
+        return
+    name, way_out = (
+        torch.cuda.get_device_name(device),
+        "set FASTPAR_BACKEND=torch for plain PyTorch",
+    )
+    if torch.version.hip is not None:
+        raise RuntimeError(
+            f"{op}: expected an NVIDIA GPU, got {name} with ROCm {torch.version.hip}; {way_out}"
+        )
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST_CAPABILITY:
+        least = ".".join(map(str, LEAST_CAPABILITY))
+        raise RuntimeError(
+            f"{op}: expected a GPU of compute capability {least} or newer (A100, H100), got {name} "
+            f"of {capability[0]}.{capability[1]}; {way_out}"
+        )
+    _able_gpus.add(device.index)
+
+
 def use_cuda(op: str, x: Tensor) -> bool:
     """Whether `op`, which has a CUDA kernel of its own in csrc/, uses it for tensors like x.
 
@@ -137,6 +170,8 @@ def use_cuda(op: str, x: Tensor) -> bool:
     """
     if not (x.is_cuda or cuda_on_cpu) or choice == "torch":
         return False
+    if x.is_cuda:
+        _check_gpu(op, x.device)
     if cuda_kernels is None:
         raise RuntimeError(
             f"{op}: expected fastpar.kernels._C with CUDA for tensors on {x.device}, got none "
@@ -193,6 +228,8 @@ def use_triton(op: str, x: Tensor) -> bool:
             f"{op}: expected Triton for tensors on {x.device}, got no triton package; "
             "`pip install triton`, or set FASTPAR_BACKEND=torch for plain PyTorch"
         )
+    if able and cuda:
+        _check_gpu(op, x.device)
     return able
 
 

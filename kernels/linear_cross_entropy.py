@@ -40,6 +40,8 @@ and 2048 rows are taken for the time's sake.
 [Note: dweight]
 On CUDA torch.addmm(dweight, a, b, out_dtype=torch.float32, out=dweight) multiplies 16-bit matrices
 and adds them to the fp32 sum inside the GEMM: no temporary of dweight's size, no further pass.
+Where torch is too old for it (before 2.8), and on a CPU, a chunk's product is rounded to 16 bits
+and added.
 """
 
 import threading
@@ -67,6 +69,8 @@ from fastpar.kernels.op import (
     refuse_double_backward,
 )
 
+# Whether torch multiplies 16-bit matrices to an fp32 result.
+_MIXED_MM = "dtype" in torch.ops.aten.mm.overloads()
 _local = threading.local()  # ranks may be threads of one process: one workspace each
 
 
@@ -151,7 +155,7 @@ def accumulate(dweight: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     """dweight + a @ b in fp32 (fp64 for fp64), in place; None stands for 0; [Note: dweight]."""
     if a.dtype == wide(a.dtype):
         return matmul(a, b) if dweight is None else add_matmul_(dweight, a, b)
-    if a.device.type == "cuda":
+    if a.device.type == "cuda" and _MIXED_MM:
         if dweight is None:
             return torch.mm(a, b, out_dtype=torch.float32)
         return torch.addmm(dweight, a, b, out_dtype=torch.float32, out=dweight)
@@ -285,7 +289,10 @@ def scaled(grad: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
     """grad * by, as dtype; grad itself where that is the same (on CPU, where looking is free)."""
     if by.device.type == "cpu" and is_plain(by) and by.item() == 1.0:
         return grad.to(dtype)
-    return (grad * by).to(dtype)
+    if grad.dtype == dtype or not (is_plain(grad) and is_plain(by)):
+        return (grad * by).to(dtype)
+    # Rounded as it is written: no product of dweight's size in fp32 besides dweight.
+    return torch.mul(grad, by, out=torch.empty_like(grad, dtype=dtype))
 
 
 def _backward(ctx, dloss, *_):

@@ -105,8 +105,20 @@ def sm_count(device: torch.device) -> int:
 
 
 def device_key(key: Tensor, device: torch.device) -> Tensor:
-    """The dropout key where a kernel can read it."""
-    return key if key.device == device else key.to(device, non_blocking=True)
+    """The dropout key where a kernel can read it.
+
+    Raises:
+        RuntimeError: a key on the CPU while a CUDA graph is captured, whose copy every replay
+            would read from memory that may be gone by then.
+    """
+    if key.device == device:
+        return key
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"dropout: expected a key on {device} while a CUDA graph is captured, got one on "
+            f"{key.device}; make it there: make_key(seed, first_sample, device)"
+        )
+    return key.to(device, non_blocking=True)
 
 
 def _record(

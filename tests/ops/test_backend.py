@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -155,6 +156,28 @@ def test_cuda_kernels_are_chosen_or_missed_with_a_message(monkeypatch):
         RuntimeError, match=r"adamw_step_: expected fastpar.kernels._C with CUDA .* put nvcc on the"
     ):
         backend.use_cuda("adamw_step_", x)
+
+
+@pytest.mark.parametrize(
+    ("hip", "capability", "message"),
+    [
+        (None, (7, 5), r"expected a GPU of compute capability 8.0 or newer .* got a GPU of 7.5"),
+        ("6.4", (9, 4), r"expected an NVIDIA GPU, got a GPU with ROCm 6.4; set FASTPAR_BACKEND="),
+    ],
+)
+def test_a_gpu_without_kernels_is_refused(monkeypatch, hip, capability, message):
+    monkeypatch.setattr(backend, "_able_gpus", set())
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    x = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match=f"layer_norm: {message}"):
+        backend.use_triton("layer_norm", x)
+    with pytest.raises(RuntimeError, match=f"adamw_step_: {message}"):
+        backend.use_cuda("adamw_step_", x)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    assert backend.use_triton("layer_norm", x)
 
 
 def test_unknown_isa():

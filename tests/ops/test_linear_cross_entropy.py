@@ -15,6 +15,7 @@ from fastpar.kernels.linear_cross_entropy import (
     linear_cross_entropy_bwd,
     linear_cross_entropy_fwd,
     release_workspaces,
+    scaled,
     workspace,
 )
 from fastpar.kernels.reference import cross_entropy_ref, linear_cross_entropy_ref
@@ -465,3 +466,17 @@ def test_errors():
     )
     targets[2] = -1
     refuses(r"got targets\[2\]=-1", x, weight, targets)
+
+
+def test_gradients_are_scaled_without_a_product_in_fp32_and_keep_their_bits(monkeypatch):
+    dweight, by, outs = torch.randn(50, 64), torch.tensor(0.37), []
+    multiply = torch.mul
+
+    def watched(*args, out):
+        outs.append(out.dtype)
+        return multiply(*args, out=out)
+
+    monkeypatch.setattr(torch, "mul", watched)
+    found = scaled(dweight, by, torch.bfloat16)
+    assert outs == [torch.bfloat16]
+    assert torch.equal(found, (dweight * by).to(torch.bfloat16))

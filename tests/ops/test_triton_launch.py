@@ -249,3 +249,10 @@ def test_record_of_a_gpu_without_configurations():
     expected = r"record: expected arch in \[80, 90\], got arch=75; choose one"
     with pytest.raises(ValueError, match=expected), record(75):
         pass
+
+
+def test_a_key_on_the_cpu_is_refused_while_a_graph_is_captured(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    gpu = torch.device("cuda", 0)
+    with pytest.raises(RuntimeError, match=r"expected a key on cuda:0 while a CUDA graph .* cpu"):
+        triton_launch.device_key(torch.tensor([1, 2]), gpu)
