@@ -151,7 +151,7 @@ def run_all(args: argparse.Namespace) -> dict[str, str]:
 
 def tune(args: argparse.Namespace) -> int:
     from bench.ops import tune as attention_tiles
-    from fastpar.measure.clocks import clock_for
+    from fastpar.doctor.clocks import clock_for
 
     print(machine_line(machine(args.device)), flush=True)
     attention_tiles.run(

@@ -32,6 +32,7 @@ COMMANDS = {
     "verify": "read every byte of a run's checkpoints: what is there, and what is damaged",
     "inspect": "a table of a checkpoint's tensors: shapes, norms, extremes, nonfinite values",
     "export": "copy a run's weights and tokenizer to a folder that transformers loads",
+    "doctor": "try every kernel on this machine: is it right, and faster than stock PyTorch",
     "info": "what runs where on this machine, and why",
 }
 USAGE = (
@@ -455,6 +456,12 @@ def _plan(arguments: list[str]) -> int:
     from fastpar.plan.plan import PlanCommand, run
 
     return run(_parse(PlanCommand, arguments, "plan"))
+
+
+def _doctor(arguments: list[str]) -> int:
+    from fastpar.doctor.report import DoctorCommand, doctor
+
+    return doctor(_parse(DoctorCommand, arguments, "doctor"))
 
 
 def _info(arguments: list[str]) -> int:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from fastpar.kernels import _C
+from fastpar.kernels.choice import may_run, refuse_wrong
 
 # Storage types of the compiled kernels; the codes are csrc/simd.h's Dtype.
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -120,7 +121,17 @@ def use_cpp(op: str, x: Tensor) -> bool:
             f"FASTPAR_BACKEND=cpp, got device={x.device.type} dtype={x.dtype}; "
             "unset FASTPAR_BACKEND"
         )
-    return able and choice in ("auto", "cpp")
+    if not able or choice not in ("auto", "cpp"):
+        return False
+    return _allowed(op, x)
+
+
+def _allowed(op: str, x: Tensor) -> bool:
+    """Whether the proof of this class allows its own kernel; choice.py."""
+    if choice == "auto":
+        return may_run(op, x)
+    refuse_wrong(op, x, f"FASTPAR_BACKEND={choice}")
+    return True
 
 
 # The module whose CUDA kernels serve CUDA tensors; the tests of these kernels put the one that runs
@@ -177,7 +188,7 @@ def use_cuda(op: str, x: Tensor) -> bool:
             f"{op}: expected fastpar.kernels._C with CUDA for tensors on {x.device}, got none "
             f"({_why_without_cuda()}); {_WITH_CUDA}"
         )
-    return True
+    return _allowed(op, x)
 
 
 _WITH_CUDA = (
@@ -230,7 +241,7 @@ def use_triton(op: str, x: Tensor) -> bool:
         )
     if able and cuda:
         _check_gpu(op, x.device)
-    return able
+    return able and _allowed(op, x)
 
 
 def keep_freed_memory() -> bool:

@@ -19,10 +19,10 @@ from torch import Tensor
 from bench.harness import Bench, Case, short
 from bench.peers import packages, stock
 from bench.targets import Target, faster
+from fastpar.doctor.clocks import Call
 from fastpar.kernels import adamw, global_norm
 from fastpar.kernels.adamw import Hyper, adamw_step_, adamw_step_flat_, decode_moment, new_moment
 from fastpar.kernels.reference import adamw_step_ref
-from fastpar.measure.clocks import Call
 from fastpar.optim.adamw import AdamW
 from fastpar.testing import assert_matches_oracle
 

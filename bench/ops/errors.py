@@ -24,9 +24,21 @@ from pathlib import Path
 import torch
 
 from bench.records import RESULTS, SCRATCH, Record, ResultFile, default_path, machine, reason
+from fastpar.doctor.cases import (
+    ErrorCase,
+    adamw_steps,
+    attentions,
+    dropouts,
+    embeddings,
+    gelus,
+    linears,
+    losses,
+    norms,
+)
 from fastpar.testing import gpu_arithmetic
 
 FEW = 16
+INTERPRETED_ROWS = 24  # Triton's interpreter takes milliseconds for each program
 IMPLEMENTATIONS = ("cpp", "torch", "triton")
 
 
@@ -81,12 +93,41 @@ def format_row(row: ErrorRow) -> str:
     return f"{what} {'  '.join(cells)}{'  FAILS' if row.fails else ''}"
 
 
+def cases(device: str, *, interpreted: bool = False, quick: bool = False) -> list[ErrorCase]:
+    """What the ledger judges; small shapes, and only ops with Triton kernels, where interpreted."""
+    small = interpreted or quick
+    if small:
+        few: tuple[tuple[int, ...], ...] = ((1, 33, 33, 2, 2, 16), (1, 5, 20, 2, 1, 40))
+        found = [
+            *norms(INTERPRETED_ROWS, (96,), device),
+            *gelus(INTERPRETED_ROWS, (96,)),
+            *losses(INTERPRETED_ROWS, ((32, 250, 6),)),
+            *attentions(few, device),
+            *embeddings(2, 12, (48,), 64, device),
+            *dropouts((2, 3, 40), device),
+        ]
+        return found if interpreted else [*found, *linears(16, ((32, 48),)), *adamw_steps(1003)]
+    shapes = (
+        *((1, 1024, 1024, 2, 2, 64), (1, 1024, 1024, 1, 1, 128), (2, 1, 1, 3, 3, 64)),
+        *((2, 127, 127, 3, 1, 16), (2, 63, 63, 2, 2, 40), (2, 5, 200, 2, 2, 64)),
+    )
+    return [
+        *norms(512, (768, 1600), device),
+        *gelus(256, (3072, 6400)),
+        *losses(64, ((768, 50257, 47), (256, 1009, 15))),
+        *attentions(shapes, device),
+        *embeddings(2, 256, (768, 1600), 4096, device),
+        *dropouts((2, 32, 768), device),
+        *linears(256, ((768, 2304), (768, 3072), (3072, 768), (127, 1))),
+        *adamw_steps(100_003),
+    ]
+
+
 def measure(
     implementation: str, device: str, *, quick: bool = False, only: str = ""
 ) -> Iterable[ErrorRow]:
     """A row for each case and dtype of the ops whose name holds `only`."""
     interpreted = implementation == "triton" and device == "cpu"
-    from bench.ops.error_cases import cases
     from fastpar.kernels import backend
 
     rounding = contextlib.ExitStack()

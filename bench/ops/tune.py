@@ -24,6 +24,7 @@ from torch import Tensor
 
 from bench.harness import bind
 from bench.records import reason
+from fastpar.doctor.clocks import Call, interleave
 from fastpar.kernels import Rng, attention_qkvpacked, make_key
 from fastpar.kernels.attention_configs import (
     PATH,
@@ -34,7 +35,6 @@ from fastpar.kernels.attention_configs import (
     table_for,
 )
 from fastpar.kernels.reference import attention_ref
-from fastpar.measure.clocks import Call, interleave
 from fastpar.testing import assert_matches_oracle
 
 P = 0.1

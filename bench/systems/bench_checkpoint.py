@@ -35,7 +35,7 @@ from bench.records import SCRATCH, Row
 from bench.systems.worker import Worker, WorkerError
 from bench.targets import faster, note
 from fastpar.config.config import GPTConfig
-from fastpar.measure.clocks import Timing
+from fastpar.doctor.clocks import Timing
 
 TIME_LIMIT_S = {"cpu": 1200, "cuda": 10}
 CONFIG = GPTConfig(12, 12, 768, 256, 50304, dropout=0.0)

@@ -40,7 +40,7 @@ from bench.systems.emulated import (
     emulated,
 )
 from fastpar.config.config import GPTConfig
-from fastpar.measure.clocks import Timing, steady_ms, synchronize
+from fastpar.doctor.clocks import Timing, steady_ms, synchronize
 from fastpar.models.gpt import GPT
 from fastpar.optim.adamw import AdamW
 from fastpar.optim.schedule import param_groups

@@ -50,8 +50,8 @@ from bench.systems.links import PROBE_BYTES, Link, NoLinkError, RankError, Ranks
 from bench.targets import Target, faster, note
 from fastpar.comm.recorder import COMPUTE, Recorder, Span, now_ms, window
 from fastpar.config.config import GPTConfig
+from fastpar.doctor.clocks import Timing
 from fastpar.kernels import keep_freed_memory
-from fastpar.measure.clocks import Timing
 from fastpar.models.gpt import GPT
 
 TIME_LIMIT_S = {"cpu": 720, "cuda": 30}

@@ -21,7 +21,7 @@ from bench.records import Row, reason
 from bench.targets import faster, note
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.transport import make_collectives
-from fastpar.measure.clocks import Call, Timing
+from fastpar.doctor.clocks import Call, Timing
 from fastpar.testing import run_ranks
 
 TIME_LIMIT_S = {"cpu": 300, "cuda": 30}

@@ -24,7 +24,7 @@ from bench.harness import Bench
 from bench.records import Row
 from bench.systems.worker import Spec, Worker, WorkerError
 from fastpar.config.config import GPTConfig
-from fastpar.measure.clocks import Timing
+from fastpar.doctor.clocks import Timing
 
 TIME_LIMIT_S = {"cpu": 3600, "cuda": 280}
 CONFIGS = {

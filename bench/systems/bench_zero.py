@@ -39,7 +39,7 @@ from bench.records import Row
 from bench.systems.worker import Worker, WorkerError, resident_bytes
 from fastpar.compare.strategies import Contender, Settings, adamw_of, import_deepspeed
 from fastpar.config.config import GPTConfig
-from fastpar.measure.clocks import Timing, stopwatch
+from fastpar.doctor.clocks import Timing, stopwatch
 from fastpar.models.gpt import GPT
 
 TIME_LIMIT_S = {"cpu": 1800, "cuda": 10}

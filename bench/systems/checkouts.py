@@ -27,7 +27,7 @@ from typing import Any
 
 from bench.records import RESULTS, machine, machine_line
 from bench.systems.links import Link, NoLinkError
-from fastpar.measure.clocks import CpuClock
+from fastpar.doctor.clocks import CpuClock
 
 STEPS = 4  # of one turn
 _RANK = """

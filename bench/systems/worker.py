@@ -29,8 +29,8 @@ from bench.records import reason
 from fastpar.comm.mesh import Mesh
 from fastpar.config.config import GPTConfig
 from fastpar.data.batches import eval_batches, load_data, sample_batch
+from fastpar.doctor.clocks import stopwatch
 from fastpar.kernels import keep_freed_memory
-from fastpar.measure.clocks import stopwatch
 from fastpar.models.gpt import GPT
 from fastpar.optim.adamw import AdamW
 from fastpar.optim.schedule import cosine_lr, param_groups

@@ -32,9 +32,9 @@ from fastpar.compare.strategies import (
 from fastpar.config.config import GPTConfig
 from fastpar.cost.step_memory import StepMemory
 from fastpar.data.batches import TextData, load_data, sample_batch
+from fastpar.doctor.clocks import synchronize
 from fastpar.kernels import keep_freed_memory
 from fastpar.measure import rank_pool
-from fastpar.measure.clocks import synchronize
 from fastpar.measure.rank_pool import RankPool
 from fastpar.models.gpt import GPT
 from fastpar.optim.schedule import cosine_lr

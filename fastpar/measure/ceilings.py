@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from fastpar.doctor.clocks import clock_for, interleave
 from fastpar.kernels import linear
-from fastpar.measure.clocks import clock_for, interleave
 
 
 class Ceilings(NamedTuple):

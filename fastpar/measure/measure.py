@@ -48,7 +48,7 @@ from fastpar.cost.measured_rates import (
 )
 from fastpar.cost.operations import CommOp, comm_ops_of, ops_of
 from fastpar.cost.workload import Setup, Workload
-from fastpar.measure.clocks import stopwatch
+from fastpar.doctor.clocks import stopwatch
 from fastpar.measure.op_chain import Chain
 from fastpar.measure.rank_pool import Rank, RankPool
 from fastpar.measure.short_run import ShortRun, slowest

@@ -46,9 +46,9 @@ from fastpar.comm.recorder import (
 )
 from fastpar.cost.operations import ops_of
 from fastpar.cost.workload import Setup, Workload
+from fastpar.doctor.clocks import synchronize
 from fastpar.kernels import backend
 from fastpar.measure.ceilings import measure_ceilings
-from fastpar.measure.clocks import synchronize
 from fastpar.profile.report import Report
 from fastpar.profile.trace import (
     BACKWARD,

@@ -2,9 +2,9 @@
 
 import pytest
 
+from fastpar.doctor.clocks import Timing
 from fastpar.measure import ceilings
 from fastpar.measure.ceilings import measure_ceilings
-from fastpar.measure.clocks import Timing
 
 
 def test_ceilings_of_this_machine_are_plausible():

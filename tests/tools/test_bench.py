@@ -19,9 +19,9 @@ from bench.peers import packages
 from bench.records import ResultFile, load
 from bench.systems import bench_shm
 from bench.targets import faster
+from fastpar.doctor.clocks import CpuClock
 from fastpar.kernels.reference import bias_gelu_ref
 from fastpar.measure.ceilings import Ceilings
-from fastpar.measure.clocks import CpuClock
 
 ROOT = Path(__file__).resolve().parents[2]
 

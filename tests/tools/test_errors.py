@@ -11,10 +11,10 @@ import torch
 
 import fastpar.kernels
 from bench import __main__ as door
-from bench.ops import error_cases, errors
-from bench.ops.error_cases import ErrorCase
+from bench.ops import errors
 from bench.ops.errors import ErrorRow
 from bench.records import load
+from fastpar.doctor.cases import ErrorCase
 from fastpar.kernels import backend, bias_gelu
 from fastpar.kernels.reference import bias_gelu_ref
 
@@ -56,7 +56,7 @@ def gelu_case(fn, **changes):
 
 
 def by_cases(monkeypatch, *cases):
-    monkeypatch.setattr(error_cases, "cases", lambda *args, **kwargs: list(cases))
+    monkeypatch.setattr(errors, "cases", lambda *args, **kwargs: list(cases))
 
 
 def test_measured_errors_are_named_by_input_and_judged(monkeypatch):
@@ -113,9 +113,9 @@ def test_every_public_op_is_in_the_ledger():
         "sum_shards", "unpack_",
     }  # fmt: skip
     public = {n for n in fastpar.kernels.__all__ if re.match("[a-z]", n)} - apart
-    assert {case.op for case in error_cases.cases("cpu")} == public
-    assert {case.op for case in error_cases.cases("cpu", quick=True)} == public
-    keys = [(case.op, case.shape) for case in error_cases.cases("cpu")]
+    assert {case.op for case in errors.cases("cpu")} == public
+    assert {case.op for case in errors.cases("cpu", quick=True)} == public
+    keys = [(case.op, case.shape) for case in errors.cases("cpu")]
     assert len(set(keys)) == len(keys)
 
 
@@ -126,7 +126,7 @@ def test_quick_ledger_is_complete_and_written(tmp_path, capsys):
     printed = capsys.readouterr().out
     _, rows = load(out, ErrorRow)
     assert status == any(row.fails for row in rows)
-    assert {row.op for row in rows} == {case.op for case in error_cases.cases("cpu")}
+    assert {row.op for row in rows} == {case.op for case in errors.cases("cpu")}
     assert all(row.results and not row.refused for row in rows)
     assert f"{len(rows)} rows in " in printed
 

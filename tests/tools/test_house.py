@@ -18,7 +18,7 @@ TOP_LEVEL = {
 }  # fmt: skip
 # The rooms of fastpar/ from the bottom up: a file imports from its own room and those before it.
 ROOMS = [
-    "config", "files", "comm", "sharding", "tensor", "nn", "patching", "parallel", "optim",
+    "config", "files", "doctor", "comm", "sharding", "tensor", "nn", "patching", "parallel", "optim",
     "models", "checkpoint", "data", "cost", "train", "measure", "plan", "compare", "profile",
 ]  # fmt: skip
 MOST_FILES = 17  # of a room, __init__.py not counted

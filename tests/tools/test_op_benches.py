@@ -12,9 +12,9 @@ from bench.__main__ import homes
 from bench.harness import Bench
 from bench.records import ResultFile
 from bench.report.report import op_benches
+from fastpar.doctor.clocks import CpuClock
 from fastpar.kernels import make_key
 from fastpar.measure.ceilings import Ceilings
-from fastpar.measure.clocks import CpuClock
 
 # These make calls of their own.
 BY_CASE = [name for name in op_benches() if name not in ("adamw", "shm")]

@@ -10,9 +10,9 @@ import torch
 from bench import __main__ as door
 from bench.ops import tune
 from bench.ops.tune import Place
+from fastpar.doctor.clocks import CpuClock
 from fastpar.kernels import attention_configs
 from fastpar.kernels.attention_configs import PATH, Config, get_config
-from fastpar.measure.clocks import CpuClock
 
 FWD = Place("fwd", 16, "fp32")
 GOOD = Config(16, 16, 4, 1, "ptr")

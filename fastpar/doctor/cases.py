@@ -1,5 +1,5 @@
-"""What the error ledger judges: every op at GPT-2's sizes and at hostile ones, each with its oracle
-and with what stock PyTorch computes in the same dtype.
+"""What ops are judged by: each at a model's sizes and at hostile ones, with its oracle and with
+what stock PyTorch computes in the same dtype.
 """
 
 from __future__ import annotations
@@ -13,31 +13,36 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastpar.doctor.errors import Errors, measure_errors
 from fastpar.kernels import (
     Hyper,
     Rng,
+    accumulate_,
     adamw_step_,
     attention,
     bias_gelu,
     cross_entropy,
     dropout,
     embedding,
+    global_norm,
     layer_norm,
     linear,
     linear_cross_entropy,
     make_key,
+    pack_,
     reference,
     residual_layer_norm,
     residual_rms_norm,
     rms_norm,
+    sum_shards,
+    unpack_,
 )
-from fastpar.testing import Errors, measure_errors
+from fastpar.kernels.backend import wide
 
 P = 0.1  # of dropout
 LOGIT_STD = 3.0  # a spread like that of a trained model: some tokens are likely
 Inputs = dict[str, Any]
 Draw = Callable[..., Tensor]  # draw(*shape): standard normal, of the case's dtype and device
-INTERPRETED_ROWS = 24  # Triton's interpreter takes milliseconds for each program
 
 
 @dataclass
@@ -53,16 +58,19 @@ class ErrorCase:
     outputs: tuple[str, ...] = ("y",)
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
 
-    def measure(self, dtype: torch.dtype, device: str) -> dict[str, Errors]:
-        """Result -> its errors: "y", "dx", ..."""
+    def inputs(self, dtype: torch.dtype, device: str) -> Inputs:
+        """The same ones in every call, by name; floating-point tensors ask for gradients."""
         generator = torch.Generator().manual_seed(5)
 
         def draw(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator).to(device, dtype)
 
-        inputs = self.make(draw)
-        values = [_leaf(v, device) for v in inputs.values()]
-        measured = measure_errors(self.fn, self.ref, values, eager=self.eager)
+        return {name: _leaf(value, device) for name, value in self.make(draw).items()}
+
+    def measure(self, dtype: torch.dtype, device: str) -> dict[str, Errors]:
+        """Result -> its errors: "y", "dx", ..."""
+        inputs = self.inputs(dtype, device)
+        measured = measure_errors(self.fn, self.ref, list(inputs.values()), eager=self.eager)
         names = {f"output {i}": name for i, name in enumerate(self.outputs)}
         names |= {f"gradient of input {i}": f"d{name}" for i, name in enumerate(inputs)}
         return {names[result]: errors for result, errors in measured.items()}
@@ -75,7 +83,9 @@ def _leaf(value: Any, device: str) -> Any:
     return value.requires_grad_() if value.is_floating_point() else value
 
 
-def _norms(rows: int, widths: tuple[int, ...], device: str) -> Iterator[ErrorCase]:
+def norms(rows: int, widths: tuple[int, ...], device: str) -> Iterator[ErrorCase]:
+    """Norms of plain and hostile rows, alone and after a residual add."""
+
     def stream(draw: Draw, N: int, C: int, how: str) -> Tensor:
         if how == "mean 100 std":
             return draw(N, C) + 100
@@ -152,9 +162,10 @@ def _norms(rows: int, widths: tuple[int, ...], device: str) -> Iterator[ErrorCas
         yield residual(min(rows, 96), widths[0], P, rms=rms)
 
 
-def _gelus(rows: int, widths: tuple[int, ...]) -> Iterator[ErrorCase]:
+def gelus(rows: int, widths: tuple[int, ...]) -> Iterator[ErrorCase]:
+    """Both forms of GELU with a bias."""
     for approximate, name in (("tanh", "tanh"), ("none", "erf")):
-        for N, width, scale in [(rows, 4 * C, 1.0) for C in widths] + [(63, 127, 30.0)]:
+        for N, width, scale in [(rows, width, 1.0) for width in widths] + [(63, 127, 30.0)]:
 
             def make(draw: Draw, N: int = N, width: int = width, scale: float = scale) -> Inputs:
                 return {"x": draw(N, width) * scale, "bias": draw(width)}
@@ -169,7 +180,7 @@ def _gelus(rows: int, widths: tuple[int, ...]) -> Iterator[ErrorCase]:
             )
 
 
-def _losses(rows: int, shapes: tuple[tuple[int, int, int], ...]) -> Iterator[ErrorCase]:
+def losses(rows: int, shapes: tuple[tuple[int, int, int], ...]) -> Iterator[ErrorCase]:
     """shapes: (C, vocabulary, its padding)."""
 
     def stock(logits: Tensor, targets: Tensor, z_loss: float = 0.0, **settings: Any) -> Tensor:
@@ -246,7 +257,7 @@ def _losses(rows: int, shapes: tuple[tuple[int, int, int], ...]) -> Iterator[Err
         yield fused(small[0], C, small[1], 24, how)
 
 
-def _attentions(shapes: tuple[tuple[int, ...], ...], device: str) -> Iterator[ErrorCase]:
+def attentions(shapes: tuple[tuple[int, ...], ...], device: str) -> Iterator[ErrorCase]:
     """shapes: (B, T, Tk, H, Hkv, D)."""
 
     def one(
@@ -305,9 +316,8 @@ def _attentions(shapes: tuple[tuple[int, ...], ...], device: str) -> Iterator[Er
     yield one(1, min(T, 48), min(T, 48), H, H, D, p=P)
 
 
-def _embeddings(
-    B: int, T: int, widths: tuple[int, ...], V: int, device: str
-) -> Iterator[ErrorCase]:
+def embeddings(B: int, T: int, widths: tuple[int, ...], V: int, device: str) -> Iterator[ErrorCase]:
+    """Token and position embedding; some tokens repeat."""
     rng = Rng(make_key(1, 0, device), 4)
     cases = [(B, T, C, 0.0) for C in widths] + [(2, min(T, 48), widths[0], P), (1, 1, 63, 0.0)]
     for b, t, C, p in cases:
@@ -332,7 +342,8 @@ def _embeddings(
         )
 
 
-def _linears(rows: int, shapes: tuple[tuple[int, int], ...]) -> Iterator[ErrorCase]:
+def linears(rows: int, shapes: tuple[tuple[int, int], ...]) -> Iterator[ErrorCase]:
+    """shapes: (C, outputs)."""
     for C, out in shapes:
 
         def make(draw: Draw, C: int = C, out: int = out) -> Inputs:
@@ -342,7 +353,8 @@ def _linears(rows: int, shapes: tuple[tuple[int, int], ...]) -> Iterator[ErrorCa
         yield ErrorCase("linear", shape, make, linear, reference.linear_ref, F.linear)
 
 
-def _dropouts(shape: tuple[int, ...], device: str) -> Iterator[ErrorCase]:
+def dropouts(shape: tuple[int, ...], device: str) -> Iterator[ErrorCase]:
+    """Dropout by the counter-based mask."""
     rng = Rng(make_key(1, 0, device), 5)
 
     def eager(x: Tensor) -> Tensor:
@@ -359,7 +371,8 @@ def _dropouts(shape: tuple[int, ...], device: str) -> Iterator[ErrorCase]:
     )
 
 
-def _adamw_steps(numel: int) -> Iterator[ErrorCase]:
+def adamw_steps(numel: int) -> Iterator[ErrorCase]:
+    """One step over so many elements, beside torch's fused one."""
     hyper: dict[str, Any] = {
         "lr": 6e-4,
         "beta1": 0.9,
@@ -399,31 +412,88 @@ def _adamw_steps(numel: int) -> Iterator[ErrorCase]:
     yield ErrorCase("adamw_step_", f"P={numel}", make, *calls, outputs, (torch.float32,))
 
 
-def cases(device: str, *, interpreted: bool = False, quick: bool = False) -> list[ErrorCase]:
-    """All of them; tiny ones under Triton's interpreter (and no op without Triton kernels)."""
-    small = interpreted or quick
-    if small:
-        few: tuple[tuple[int, ...], ...] = ((1, 33, 33, 2, 2, 16), (1, 5, 20, 2, 1, 40))
-        found = [
-            *_norms(INTERPRETED_ROWS, (96,), device),
-            *_gelus(INTERPRETED_ROWS, (24,)),
-            *_losses(INTERPRETED_ROWS, ((32, 250, 6),)),
-            *_attentions(few, device),
-            *_embeddings(2, 12, (48,), 64, device),
-            *_dropouts((2, 3, 40), device),
-        ]
-        return found if interpreted else [*found, *_linears(16, ((32, 48),)), *_adamw_steps(1003)]
-    shapes = (
-        *((1, 1024, 1024, 2, 2, 64), (1, 1024, 1024, 1, 1, 128), (2, 1, 1, 3, 3, 64)),
-        *((2, 127, 127, 3, 1, 16), (2, 63, 63, 2, 2, 40), (2, 5, 200, 2, 2, 64)),
-    )
-    return [
-        *_norms(512, (768, 1600), device),
-        *_gelus(256, (768, 1600)),
-        *_losses(64, ((768, 50257, 47), (256, 1009, 15))),
-        *_attentions(shapes, device),
-        *_embeddings(2, 256, (768, 1600), 4096, device),
-        *_dropouts((2, 32, 768), device),
-        *_linears(256, ((768, 2304), (768, 3072), (3072, 768), (127, 1))),
-        *_adamw_steps(100_003),
-    ]
+def flat_ops(numel: int) -> Iterator[ErrorCase]:
+    """Ops of buckets and of the norm: a list of two tensors, or flat memory."""
+
+    def two(draw: Draw) -> Inputs:
+        return {"a": draw(numel // 3), "b": draw(numel - numel // 3)}
+
+    def packed(op: Callable[..., None]) -> Callable[..., Tensor]:
+        def function(a: Tensor, b: Tensor) -> Tensor:
+            flat = a.new_empty(a.numel() + b.numel())
+            op(flat, [a.detach(), b.detach()], scale=0.5)
+            return flat
+
+        return function
+
+    def unpacked(op: Callable[..., None]) -> Callable[..., Any]:
+        def function(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+            results = [torch.empty_like(t.detach()) for t in (a, b)]
+            op(results, torch.cat([a.detach(), b.detach()]), scale=0.5)
+            return tuple(results)
+
+        return function
+
+    def accumulated(op: Callable[..., None]) -> Callable[..., Any]:
+        def function(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+            totals = [t.detach().clone() for t in (a, b)]
+            op(totals, [t.detach() for t in (a, b)], scale=0.5)
+            return tuple(totals)
+
+        return function
+
+    def summed(op: Callable[..., None]) -> Callable[..., Tensor]:
+        def function(a: Tensor, b: Tensor) -> Tensor:
+            out = torch.empty_like(a.detach())
+            rows = torch.stack([t.detach()[: a.numel()] for t in (a, b)])
+            op(rows, out, scale=0.5)
+            return out
+
+        return function
+
+    def norm(a: Tensor, b: Tensor) -> Tensor:
+        return global_norm([a.detach(), b.detach()], max_norm=1.0)[0]
+
+    def norm_ref(a: Tensor, b: Tensor) -> Tensor:
+        norm = torch.cat([a.detach(), b.detach()]).to(wide(a.dtype)).norm()
+        return norm
+
+    pairs: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+        "pack_": (packed(pack_), packed(reference.pack_ref)),
+        "unpack_": (unpacked(unpack_), unpacked(reference.unpack_ref)),
+        "accumulate_": (accumulated(accumulate_), accumulated(reference.accumulate_ref)),
+        "sum_shards": (summed(sum_shards), summed(reference.sum_shards_ref)),
+        "global_norm": (norm, norm_ref),
+    }
+    for op, (ours, ref) in pairs.items():
+        outputs = ("a", "b") if op in ("unpack_", "accumulate_") else ("y",)
+        yield ErrorCase(op, f"P={numel}", two, ours, ref, ref, outputs)
+
+
+def proof_cases(op: str, size: int, device: str, rows: int) -> list[ErrorCase]:
+    """What an op is proven with for tensors of this last dimension: a plain case of so many rows
+    first, which can be timed, then hostile ones; none for an op that has no proof."""
+    few = 64  # rows of the hostile cases
+    by_op: dict[str, Callable[[int], Iterator[ErrorCase]]] = {
+        **dict.fromkeys(
+            ("layer_norm", "rms_norm", "residual_layer_norm", "residual_rms_norm"),
+            lambda n: norms(n, (size,), device),
+        ),
+        "bias_gelu": lambda n: gelus(n, (size,)),
+        "embedding": lambda n: embeddings(1, n, (size,), 4096, device),
+        "attention": lambda n: attentions(
+            ((-(-n // 1024), min(n, 1024), min(n, 1024), 4, 4, size),), device
+        ),
+        "cross_entropy": lambda n: losses(n, ((64, size - size // 64, size // 64),)),
+        "linear_cross_entropy": lambda n: losses(n, ((64, size - size // 64, size // 64),)),
+        "dropout": lambda n: dropouts((1, n, 48), device),
+        "adamw_step_": lambda n: adamw_steps(n * 768),
+        **dict.fromkeys(
+            ("pack_", "unpack_", "accumulate_", "sum_shards", "global_norm"),
+            lambda n: flat_ops(n * 768),
+        ),
+    }
+    if op not in by_op:
+        return []
+    timed, *_ = (case for case in by_op[op](rows) if case.op == op)
+    return [timed, *(case for case in by_op[op](few) if case.op == op)]

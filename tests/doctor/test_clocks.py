@@ -2,7 +2,7 @@
 
 import time
 
-from fastpar.measure.clocks import (
+from fastpar.doctor.clocks import (
     CYCLES_PER_US,
     CpuClock,
     CudaClock,

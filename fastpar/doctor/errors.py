@@ -1,0 +1,109 @@
+"""The error of an op: against fp64, beside that of plain PyTorch in the same dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Errors(NamedTuple):
+    """Errors of one result against fp64, over all elements that are finite there."""
+
+    max: float
+    rms: float
+    eager_max: float  # of plain PyTorch in the same dtype
+    eager_rms: float
+    rounding: float  # of the largest value to the result's dtype: eps / 2 * max|oracle|
+    numel: int
+
+    @property
+    def bound(self) -> float:
+        """The 2x rule: twice plain PyTorch's error and one rounding of the largest value.
+
+        A result that was exact until it was stored can be that far off, and the yardstick can be
+        lucky.
+        """
+        return 2.0 * self.eager_max + self.rounding
+
+
+def measure_errors(
+    fn: Callable[..., Any],
+    ref: Callable[..., Any],
+    inputs: Sequence[Any],
+    *,
+    eager: Callable[..., Any] | None = None,
+    grad: bool = True,
+    seed: int = 0,
+) -> dict[str, Errors]:
+    """The errors of fn and of eager (default: ref) against ref on fp64 copies of the inputs.
+
+    For every output and for the gradient of every input with requires_grad; one random cotangent
+    for all three.
+
+    Args:
+        fn, ref, eager: take *inputs, return a tensor or a tuple of tensors.
+        inputs: tensors and other arguments; floating-point tensors are upcast for the oracle, the
+            rest is passed on.
+        grad: also compare gradients of the inputs that require them.
+        seed: of the cotangents.
+    Returns:
+        "output 0", "gradient of input 0", ... -> Errors; results without elements are left out.
+    Raises:
+        AssertionError: on a missing result, a wrong shape or dtype, and where not both are finite.
+    """
+    truth = _evaluate(ref, inputs, grad, seed, double=True)
+    base = _evaluate(eager or ref, inputs, grad, seed, double=False)
+    ours = _evaluate(fn, inputs, grad, seed, double=False)
+    assert ours.keys() == truth.keys(), f"results: expected {list(truth)}, got {list(ours)}"
+    measured = {}
+    for name, exact in truth.items():
+        got, plain = ours[name], base[name]
+        assert got.shape == exact.shape, f"{name}: expected shape {exact.shape}, got {got.shape}"
+        assert got.dtype == plain.dtype, f"{name}: expected dtype {plain.dtype}, got {got.dtype}"
+        if not exact.numel():
+            continue
+        finite = exact.isfinite()
+        same = torch.equal(got.double()[~finite].nan_to_num(), exact[~finite].nan_to_num())
+        assert same, f"{name}: expected the oracle's infinities and NaNs"
+        magnitude = exact[finite].abs().max().item() if finite.any() else 0.0
+        measured[name] = Errors(
+            *_max_and_rms(got, exact, finite),
+            *_max_and_rms(plain, exact, finite),
+            0.5 * torch.finfo(got.dtype).eps * magnitude,
+            exact.numel(),
+        )
+    return measured
+
+
+def _max_and_rms(value: Tensor, exact: Tensor, finite: Tensor) -> tuple[float, float]:
+    difference = (value.double() - exact)[finite].abs().nan_to_num(nan=float("inf"))
+    if not difference.numel():
+        return 0.0, 0.0
+    return difference.max().item(), difference.square().mean().sqrt().item()
+
+
+def _evaluate(
+    fn: Callable[..., Any], inputs: Sequence[Any], grad: bool, seed: int, *, double: bool
+) -> dict[str, Tensor]:
+    """Outputs and gradients of fn on detached copies of the inputs, strides kept."""
+    local: list[Any] = list(inputs)
+    for i, x in enumerate(inputs):
+        if isinstance(x, Tensor):
+            copy = x.detach().double() if double and x.is_floating_point() else x.detach()
+            local[i] = copy.requires_grad_(grad and x.requires_grad)
+    outputs = fn(*local)
+    outputs = outputs if isinstance(outputs, tuple | list) else (outputs,)
+    results = {f"output {i}": o.detach() for i, o in enumerate(outputs)}
+    leaves = {i: x for i, x in enumerate(local) if isinstance(x, Tensor) and x.requires_grad}
+    if leaves:
+        generator = torch.Generator().manual_seed(seed)
+        smooth = [o for o in outputs if o.requires_grad]
+        # Rounded to bf16 first: exact in every dtype, so that all three see the same cotangent.
+        drawn = [torch.randn(o.shape, generator=generator).bfloat16() for o in smooth]
+        dy = [d.to(o.device, o.dtype) for d, o in zip(drawn, smooth)]
+        grads = torch.autograd.grad(smooth, list(leaves.values()), dy, allow_unused=True)
+        results |= {f"gradient of input {i}": g for i, g in zip(leaves, grads) if g is not None}
+    return results

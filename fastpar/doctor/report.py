@@ -1,0 +1,111 @@
+"""`fastpar doctor`: proves what a model's training step calls, and shows the result."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from fastpar.config.config import GPTConfig
+from fastpar.doctor.doctor import adopt, cases_of_model, table_of
+from fastpar.doctor.table import row_of
+from fastpar.kernels.choice import OWN, Case, Proof
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class DoctorCommand:
+    """Try every kernel on this machine: is it right, and faster than stock PyTorch?"""
+
+    model: str = "gpt2"
+    """Whose sizes: gpt2, gpt2-medium, gpt2-large, gpt2-xl."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """What to try; auto: cuda where there is one."""
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    """Of activations; auto: bf16 on cuda, fp32 on the CPU, as fastpar train has them."""
+    again: bool = False
+    """Try also what was proven before."""
+    json: str | None = None
+    """Also write the table to this file, to attach to a bug report."""
+
+
+def doctor(command: DoctorCommand, write: Callable[[str], None] = print) -> int:
+    """Proves, prints the table; 1 if a kernel is wrong here, else 0.
+
+    Raises:
+        ValueError: an unknown model; RuntimeError: no GPU for device=cuda.
+    """
+    gpu = torch.cuda.is_available()
+    device = ("cuda" if gpu else "cpu") if command.device == "auto" else command.device
+    if device == "cuda" and not gpu:
+        raise ValueError(
+            "fastpar doctor: expected a GPU with --device cuda, got none that torch finds; use "
+            "--device cpu"
+        )
+    dtype = DTYPES[
+        {"cuda": "bf16", "cpu": "fp32"}[device] if command.dtype == "auto" else command.dtype
+    ]
+    config = GPTConfig.preset(command.model)
+    cases = cases_of_model(
+        device,
+        dtype,
+        n_embd=config.n_embd,
+        head_dim=config.n_embd // config.n_head,
+        vocab_size=config.padded_vocab_size,
+    )
+    found: dict[Case, Proof] = {}
+    about = table_of(device).about
+    write(", ".join(f"{name} {value}" for name, value in sorted(about.items())))
+    for case in cases:  # a row as soon as it is known
+        if not found:
+            write(HEADER)
+        found |= adopt([case], again=command.again)
+        write(row(case, found[case]))
+    for line in notes(found):
+        write(line)
+    write(f"kept in {table_of(device).path}")
+    if command.json is not None:
+        rows = [row_of(case, proof) for case, proof in found.items()]
+        text = json.dumps({"about": about, "proofs": rows}, indent=1)
+        Path(command.json).write_text(text + "\n", encoding="utf-8")
+    return int(any(proof.wrong for proof in found.values()))
+
+
+HEADER = (
+    f"{'':40}  {'forward, ms':>26}   {'backward, ms':>26}\n"
+    f"{'op, dtype, last dimension':40}  {'own':>8} {'instead':>8} {'PyTorch':>8}   "
+    f"{'own':>8} {'instead':>8} {'PyTorch':>8}   runs"
+)
+
+
+def row(case: Case, proof: Proof) -> str:
+    """A line of the table; times of (own kernel, what runs instead of it, stock PyTorch)."""
+    cells = []
+    for direction in (0, 1):
+        times = (proof.own_ms, proof.instead_ms, proof.stock_ms)
+        cells.append(
+            " ".join(f"{ms[direction]:8.3f}" if ms[direction] else f"{'-':>8}" for ms in times)
+        )
+    runs = "own" if proof.chosen == OWN else "torch: own is WRONG" if proof.wrong else "torch"
+    return f"{case!s:40}  {'   '.join(cells)}   {runs}"
+
+
+def notes(found: Mapping[Case, Proof]) -> list[str]:
+    """What a reader of the table should know."""
+    lines = [f"WRONG  {case}: {proof.wrong}" for case, proof in found.items() if proof.wrong]
+    for case, proof in found.items():
+        runs = proof.own_ms if proof.chosen == OWN else proof.instead_ms
+        if not proof.wrong and sum(runs) > 1.1 * sum(proof.stock_ms) > 0:
+            ratio = sum(runs) / sum(proof.stock_ms)
+            lines.append(
+                f"slower  {case}: {ratio:.2f} times PyTorch's own functions, but " + _REASON
+            )
+    return lines
+
+
+_REASON = "with the same bits on every layout"

@@ -1,0 +1,216 @@
+"""The proofs of a machine, in one file for each device and version of what computes.
+
+The file lies in fastpar/proofs of the user's cache (FASTPAR_PROOFS: elsewhere). It is read like any
+file from outside and replaced whole; a lock lets one process at a time prove. Where it cannot be
+written, that is told once and the proofs live as long as the process. A table that ships with the
+package (shipped/, measured by `make gpu`) saves the trial on that GPU with those versions.
+
+[Note: a trial that ends the process] The case under trial is written down first. What was being
+tried TWICE when its process ended without a word is taken for wrong: a kernel may have done it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import json
+import math
+import os
+import re
+import warnings
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fastpar.kernels
+from fastpar._version import __version__
+from fastpar.files.plain_files import read_plain
+from fastpar.kernels import _C
+from fastpar.kernels.choice import OWN, STOCK, Case, Proof
+
+FOLDER = "FASTPAR_PROOFS"  # environment: another folder
+VERSION = 1
+SHIPPED = Path(__file__).with_name("shipped")
+MOST_BYTES = 1 << 20
+TWICE = 2
+
+
+def proofs_folder() -> Path:
+    """Where tables are kept: FASTPAR_PROOFS, or fastpar/proofs in the user's cache."""
+    named = os.environ.get(FOLDER)
+    if named:
+        return Path(named).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fastpar" / "proofs"
+
+
+@functools.cache
+def environment(device: str) -> dict[str, str]:
+    """What a proof holds for: the device's name, and the versions of all that computes."""
+    about = {"fastpar": f"{__version__} {_kernels_digest()}", "torch": torch.__version__}
+    if device == "cuda":
+        about["device"] = torch.cuda.get_device_name()
+        about["driver"] = _driver()
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            about["triton"] = metadata.version("triton")
+    else:
+        isa = _C.isa() if _C is not None else "no compiled module"
+        about["device"] = f"CPU {_cpu_name()}"
+        about["kernels"] = f"{isa}, {torch.get_num_threads()} threads"
+    return about
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M)
+        if found:
+            return found[1].strip()
+    return "unknown"
+
+
+def _driver() -> str:
+    with contextlib.suppress(OSError):
+        found = re.search(r"\s(\d+\.\d+[.\d]*)\s", Path("/proc/driver/nvidia/version").read_text())
+        if found:
+            return found[1]
+    return str(torch._C._cuda_getDriverVersion())
+
+
+def _kernels_digest() -> str:
+    """Of the kernels that are installed: a checkout's change without its version does."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(fastpar.kernels.__file__).parent.glob("*")):
+        if path.suffix in (".py", ".json"):
+            digest.update(path.read_bytes())
+        elif path.suffix == ".so":
+            digest.update(f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}".encode())
+    return digest.hexdigest()[:8]
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9]+", "-", text).strip("-").lower()
+
+
+def row_of(case: Case, proof: Proof) -> dict[str, Any]:
+    """A proof as JSON has it."""
+    where = {"op": case.op, "dtype": str(case.dtype).removeprefix("torch."), "size": case.size}
+    return where | proof._asdict()
+
+
+def parse_proofs(device: str, content: Any) -> dict[Case, Proof]:
+    """The proofs of a file's content; raises whatever a wrong one makes of it (ValueError, ...)."""
+    found = {}
+    for row in content["proofs"]:
+        dtype = getattr(torch, row["dtype"])
+        if not isinstance(dtype, torch.dtype) or row["chosen"] not in (OWN, STOCK):
+            raise ValueError(row)
+        times = {}
+        for name in ("own_ms", "instead_ms", "stock_ms"):
+            times[name] = tuple(float(ms) for ms in row[name])
+            if len(times[name]) != 2 or not all(
+                math.isfinite(ms) and ms >= 0 for ms in times[name]
+            ):
+                raise ValueError(row)
+        case = Case(device, str(row["op"]), dtype, int(row["size"]))
+        found[case] = Proof(row["chosen"], str(row["wrong"]), **times)
+    return found
+
+
+class ProofTable:
+    """The proofs of one device, in memory and in its file.
+
+    Attributes:
+        device: "cpu" | "cuda".
+        path: of the file.
+        proofs: all that is known.
+        about: what they hold for, see environment().
+    """
+
+    def __init__(self, device: str) -> None:
+        self.device, self.about = device, environment(device)
+        name, key = _slug(self.about["device"]), json.dumps(self.about, sort_keys=True)
+        digest = hashlib.sha256(key.encode()).hexdigest()[:8]
+        self.path = proofs_folder() / f"{name}_{digest}.json"
+        self.proofs: dict[Case, Proof] = {}
+        self._tried: dict[str, int] = {}  # case -> trials that were begun and not ended
+        self._told = False
+        self._load(SHIPPED / self.path.name)
+        if not self._load(self.path):
+            others = [p for p in self.path.parent.glob(f"{name}_*.json") if p != self.path]
+            if others:
+                self._tell(f"{len(others)} of another version of fastpar, torch or the driver", "")
+
+    def _tell(self, what: str, error: object) -> None:
+        if not self._told:
+            self._told = True
+            text = f"proofs of this machine: {what} in {self.path.parent} are not used"
+            warnings.warn(f"{text}{f' ({error})' if error else ''}", stacklevel=2)
+
+    def _load(self, path: Path) -> bool:
+        """Takes over a file's proofs, if it is there and of this environment."""
+        try:
+            content = json.loads(read_plain(path, MOST_BYTES))
+            if content["version"] != VERSION or content["about"] != self.about:
+                raise ValueError("it is of another version or machine")
+            proofs = parse_proofs(self.device, content)
+            tried = {str(case): int(count) for case, count in content["tried"].items()}
+        except FileNotFoundError:
+            return False
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            self._tell(path.name, error)
+            return False
+        self.proofs |= proofs
+        self._tried = tried
+        return True
+
+    def save(self) -> None:
+        """Replaces the file; told once where that cannot be."""
+        rows = [row_of(case, proof) for case, proof in self.proofs.items()]
+        content = {"version": VERSION, "about": self.about, "proofs": rows, "tried": self._tried}
+        temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            os.replace(temporary, self.path)
+        except OSError as error:
+            if not self._told:
+                self._told = True
+                warnings.warn(
+                    f"proofs of this machine cannot be kept ({error}): the next process makes them "
+                    f"again; make {self.path.parent} writable, or name another with {FOLDER}",
+                    stacklevel=2,
+                )
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """One process at a time proves; what others have proven meanwhile is taken over."""
+        descriptor = None
+        with contextlib.suppress(OSError):  # a folder or file system without locks
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o666)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        try:
+            self._load(self.path)
+            yield
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+
+    @contextlib.contextmanager
+    def trial(self, case: Case) -> Iterator[str]:
+        """Around a proof: why it must not be begun, "" where it may; [Note: a trial ...]."""
+        name = str(case)
+        if self._tried.get(name, 0) >= TWICE:
+            yield f"the process ended {TWICE} times while it was tried"
+            return
+        self._tried[name] = self._tried.get(name, 0) + 1
+        self.save()
+        try:
+            yield ""
+        finally:
+            self._tried.pop(name, None)
+            self.save()

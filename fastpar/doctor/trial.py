@@ -1,0 +1,109 @@
+"""A proof: is an op's own kernel right on this machine, and is it faster than stock PyTorch?
+
+Right: on a plain and on hostile inputs every result is within the 2x rule of errors.py, and a
+second call has the same bits. Fast: forward and backward, each timed in turn with what would run
+instead, and with stock PyTorch's own function where that is another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastpar.doctor.cases import ErrorCase, proof_cases
+from fastpar.doctor.clocks import clock_for, interleave
+from fastpar.kernels.choice import OWN, STOCK, Case, Proof, trying
+
+SLOWER = 1.03  # own over what runs instead: below it they are equally fast
+SECONDS = 0.6  # of timing, for a pass of one op
+DEFAULT_ROWS = {"cpu": 512, "cuda": 8192}
+
+
+def prove(case: Case, rows: int = 0) -> Proof:
+    """Tries the own kernel of a case, beside what would run instead.
+
+    Args:
+        case: op, dtype and last dimension; an op without cases counts as proven.
+        rows: how many rows (tokens) the timed call has; 0 for DEFAULT_ROWS.
+    """
+    rows = rows or DEFAULT_ROWS[case.device]
+    found = proof_cases(case.op, case.size, case.device, rows)
+    found = [one for one in found if case.dtype in one.dtypes]
+    if not found:
+        return Proof(OWN)
+    wrong = _what_is_wrong(case, found[1:])
+    if wrong:
+        return Proof(STOCK, wrong)
+    own, instead, stock = _times(case, found[0])
+    chosen = OWN if sum(own) <= SLOWER * sum(instead) else STOCK
+    return Proof(chosen, "", own, instead, stock)
+
+
+def _what_is_wrong(case: Case, found: Sequence[ErrorCase]) -> str:
+    """The first result that breaks a rule, with its numbers; "" where all keep them."""
+    for one in found:
+        where = f"at {one.shape}: "
+        try:
+            with trying(case.op, OWN):
+                for result, errors in one.measure(case.dtype, case.device).items():
+                    if not errors.max <= errors.bound:
+                        limit = f"at most {errors.bound:.2e}"
+                        return f"{where}error of {result} is {errors.max:.2e}, {limit} was allowed"
+                first, second = (_results(case, one, one.fn) for _ in range(2))
+            for result, value in first.items():
+                if not torch.equal(value.view(torch.uint8), second[result].view(torch.uint8)):
+                    return f"{where}{result} differs between two calls"
+        except Exception as error:
+            return f"{where}{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    return ""
+
+
+def _results(case: Case, one: ErrorCase, fn: Any) -> dict[str, Tensor]:
+    """Outputs and gradients of one call, contiguous."""
+    inputs = list(one.inputs(case.dtype, case.device).values())
+    outputs = fn(*inputs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    results = dict(zip(one.outputs, (o.detach() for o in outputs)))
+    leaves = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
+    smooth = [o for o in outputs if o.requires_grad]
+    if smooth:
+        grads = torch.autograd.grad(smooth, leaves, [o.detach() for o in smooth], allow_unused=True)
+        results |= {f"gradient {i}": g for i, g in enumerate(grads) if g is not None}
+    return {name: value.contiguous().reshape(-1) for name, value in results.items()}
+
+
+def _times(case: Case, one: ErrorCase) -> list[tuple[float, float]]:
+    """ms of (forward, backward) of the own kernel, of what runs instead, and of stock PyTorch."""
+    ways = {"own": (OWN, one.fn), "instead": (STOCK, one.fn), "stock": (STOCK, one.eager)}
+    inputs = list(one.inputs(case.dtype, case.device).values())
+    leaves = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
+    calls: list[dict[str, list[Any]]] = [{}, {}]
+    for name, (what, fn) in ways.items():
+
+        def forward(fn: Any = fn, what: str = what) -> Any:
+            with trying(case.op, what):
+                return fn(*inputs)
+
+        outputs = forward()
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        smooth = [o for o in outputs if o.requires_grad]
+        cotangents = [torch.randn_like(o) for o in smooth]
+
+        def backward(smooth: Any = smooth, cotangents: Any = cotangents, what: str = what) -> Any:
+            with trying(case.op, what):
+                return torch.autograd.grad(
+                    smooth, leaves, cotangents, retain_graph=True, allow_unused=True
+                )
+
+        calls[0][name] = [forward]
+        if smooth:
+            calls[1][name] = [backward]
+    clock = clock_for(case.device)
+    ms: list[dict[str, float]] = []
+    for direction in calls:
+        timed = interleave(direction, clock, budget_s=SECONDS, min_runs=3) if direction else {}
+        ms.append({name: timing.p20_ms for name, timing in timed.items()})
+    return [(ms[0][name], ms[1].get(name, 0.0)) for name in ways]

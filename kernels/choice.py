@@ -1,0 +1,112 @@
+"""Whether an op's own kernel may run: what was proven about it on this machine.
+
+A proof says of one op and class of shapes (dtype, last dimension) whether the own kernel is right
+(within twice stock PyTorch's error, the same bits twice) and how long it and stock PyTorch take.
+What is wrong never runs, what is slower than stock is not chosen; FASTPAR_BACKEND decides instead
+where it is set. Proofs are made by fastpar/doctor; this file asks for them by the name PROVER, so
+that the ops work without it. On CUDA a class without a proof is proven at its first call, on a CPU
+by `fastpar doctor` alone: the CPU's kernels are the ones that the tests hold.
+
+[Note: no trial here] Nothing is proven while a graph is captured: an unproven class then runs as
+stock PyTorch does it. While torch.compile traces, the op is kept; its call decides when it runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+OWN, STOCK = "own", "torch"
+PROVER = "fastpar.doctor.doctor"  # its prove_first_use(case, tensor) -> Proof
+# Ops over lists of tensors or flat memory, whose last dimension says nothing.
+_FLAT = frozenset({
+    "adamw_step_", "pack_", "unpack_", "accumulate_", "sum_shards", "global_norm",
+    "quantize_blockwise", "dequantize_blockwise", "dropout",
+})  # fmt: skip
+_PARTS = {  # of an op, proven with it
+    "norm_bins": "global_norm", "norm_from_bins": "global_norm", "keep_mask": "dropout",
+    "cross_entropy_shard_grad": "cross_entropy_shard",
+}  # fmt: skip
+
+
+class Case(NamedTuple):
+    """An op and a class of shapes: what one proof holds for."""
+
+    device: str  # "cpu" | "cuda"
+    op: str
+    dtype: torch.dtype
+    size: int  # the last dimension: C, D, F or V; 0 for ops over flat memory
+
+    def __str__(self) -> str:
+        size = f" {self.size}" if self.size else ""
+        return f"{self.op} {str(self.dtype).removeprefix('torch.')}{size}"
+
+
+class Proof(NamedTuple):
+    """What was found out about one Case on one machine."""
+
+    chosen: str  # OWN | STOCK
+    wrong: str = ""  # why the own kernel must not run; "" where it is right
+    own_ms: tuple[float, float] = (0.0, 0.0)  # forward, backward; 0: there is none
+    instead_ms: tuple[float, float] = (0.0, 0.0)  # of what runs where the own kernel does not
+    stock_ms: tuple[float, float] = (0.0, 0.0)  # of PyTorch's own functions
+
+
+proofs: dict[Case, Proof] = {}  # what this process goes by
+_trying: dict[str, str] = {}  # op -> OWN | STOCK while it is tried; also of autograd's threads
+
+
+def case_of(op: str, x: Tensor) -> Case:
+    """The class of a call with tensors like x."""
+    op = _PARTS.get(op, op)
+    return Case(x.device.type, op, x.dtype, 0 if op in _FLAT or not x.dim() else x.shape[-1])
+
+
+@contextmanager
+def trying(op: str, what: str) -> Iterator[None]:
+    """Calls of op inside run the own kernel (OWN) or stock PyTorch (STOCK); others are own."""
+    before = dict(_trying)
+    _trying[op] = what
+    try:
+        yield
+    finally:
+        _trying.clear()
+        _trying.update(before)
+
+
+def may_run(op: str, x: Tensor) -> bool:
+    """Whether the own kernel serves a call of op with tensors like x; proves it if need be."""
+    if _trying:
+        return _trying.get(_PARTS.get(op, op), OWN) == OWN
+    if not proofs and not x.is_cuda:
+        return True
+    case = case_of(op, x)
+    proof = proofs.get(case)
+    if proof is None:
+        if not x.is_cuda or torch.compiler.is_compiling():
+            return True
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        proof = importlib.import_module(PROVER).prove_first_use(case, x)
+        proofs[case] = proof
+    return proof.chosen == OWN
+
+
+def refuse_wrong(op: str, x: Tensor, variable: str) -> None:
+    """For a backend that the user forces: what failed its proof is not run even then.
+
+    Raises:
+        RuntimeError: the own kernel is wrong here, with the numbers.
+    """
+    proof = proofs.get(case_of(op, x))
+    if not _trying and proof is not None and proof.wrong:
+        raise RuntimeError(
+            f"{op}: expected a kernel that passed its proof under {variable}, got one that failed "
+            f"for {case_of(op, x)}: {proof.wrong}; unset {variable}, or run `fastpar doctor "
+            "--again` after an update of the driver, torch or Triton"
+        )
