@@ -2,8 +2,8 @@
 
 [Note: several ranks] The ranks of a layout must run the same kernels. One of them proves a case and
 puts the result where all can read it: into torch.distributed's store once share() gave it, else
-into the file, whose lock lets one process prove. Ranks on GPUs of different kinds prove one each;
-what fails or is slower on any of them is chosen on none.
+into the file, whose lock lets one process prove. Of ranks on GPUs of different kinds one of each
+kind proves; what fails or is slower on any of them is chosen on none.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -23,52 +23,68 @@ from fastpar.doctor.trial import prove
 from fastpar.kernels import choice
 from fastpar.kernels.choice import OWN, STOCK, Case, Proof
 
-_tables: dict[str, ProofTable] = {}
-_lock = threading.RLock()
-_store: Any = None  # of torch.distributed, between the ranks
-_kinds: Sequence[str] = ()  # names of the ranks' devices, where there are several
+MOST_ROWS = 1 << 15  # of a timed call
 
 
-def table_of(device: str) -> ProofTable:
-    """The table of "cpu" or "cuda", read at the first call."""
-    with _lock:
-        if device not in _tables:
-            _tables[device] = ProofTable(device)
-        return _tables[device]
-
-
-def share(store: Any, kinds: Iterable[str]) -> None:
-    """From now on the ranks behind this store prove together; see [Note: several ranks].
+class Prover:
+    """Who makes the proofs of this process; see [Note: several ranks].
 
     Args:
-        store: with add, set and get, as torch.distributed's.
-        kinds: names of all ranks' devices.
+        store: of the ranks, with add, set and get as torch.distributed's; None: one process, or
+            several of one machine that share the file.
+        kinds: names of the ranks' devices.
     """
-    global _store, _kinds
-    _store, _kinds = store, sorted(set(kinds))
-    choice.proofs.clear()
 
+    def __init__(self, store: Any = None, kinds: Iterable[str] = ()) -> None:
+        self._store, self._kinds = store, sorted(set(kinds))
+        self._tables: dict[str, ProofTable] = {}
+        self._lock = threading.RLock()
 
-def prove_first_use(case: Case, x: Tensor) -> Proof:
-    """The proof of a case that an op is about to be called with; made if there is none."""
-    rows = x.numel() // case.size if case.size else 0
-    return proof_of(case, rows=min(rows, 1 << 15))
+    def table(self, device: str) -> ProofTable:
+        """The table of "cpu" or "cuda", read at the first call."""
+        with self._lock:
+            if device not in self._tables:
+                self._tables[device] = ProofTable(device)
+            return self._tables[device]
 
+    def kind(self, device: str) -> str:
+        """The name of this rank's device."""
+        return self.table(device).about["device"]
 
-def proof_of(case: Case, *, rows: int = 0, again: bool = False) -> Proof:
-    """The proof of a case, from the ranks' store, the file, or by a trial."""
-    with _lock:
-        if _store is None:
-            return _proof_here(case, rows, again)
-        here = table_of(case.device).about["device"]
-        found = {}
-        for kind in sorted(_kinds, key=lambda kind: kind != here):  # first what this rank can do
-            key = f"fastpar/proof/{kind}/{case.device}/{case}"
-            if kind == here and _store.add(f"{key}/claims", 1) == 1:
-                _store.set(key, json.dumps(row_of(case, _proof_here(case, rows, again))))
-            row = json.loads(_store.get(key))  # waits for the rank that proves
-            found[kind] = next(iter(parse_proofs(case.device, {"proofs": [row]}).values()))
-    return _common(case, found)
+    def proof_of(self, case: Case, *, rows: int = 0, again: bool = False) -> Proof:
+        """The proof of a case, from the ranks' store, the file, or by a trial."""
+        with self._lock:
+            if self._store is None:
+                return self.proof_here(case, rows, again)
+            here, found = self.kind(case.device), {}
+            for kind in sorted(self._kinds, key=lambda kind: kind != here):
+                key = f"fastpar/proof/{kind}/{case.device}/{case}"
+                if kind == here and self._store.add(f"{key}/claims", 1) == 1:
+                    row = row_of(case, self.proof_here(case, rows, again))
+                    self._store.set(key, json.dumps(row))
+                row = json.loads(self._store.get(key))  # waits for the rank that proves
+                found[kind] = parse_proofs(case.device, {"proofs": [row]})[case]
+            return _common(case, found)
+
+    def proof_here(self, case: Case, rows: int, again: bool) -> Proof:
+        """From this device's table, or by a trial, which is told and kept."""
+        table = self.table(case.device)
+        if case in table.proofs and not again:
+            return table.proofs[case]
+        with table.locked():
+            if case in table.proofs and not again:
+                return table.proofs[case]
+            start = time.perf_counter()
+            with table.trial(case) as barred:
+                proof = Proof(STOCK, barred) if barred else prove(case, rows)
+                table.proofs[case] = proof
+        if proof.wrong:
+            where = f"on {self.kind(case.device)} and does not run"
+            _say(f"{case}: the own kernel is WRONG {where}: {proof.wrong}")
+        elif case.device == "cuda":
+            seconds = time.perf_counter() - start
+            _say(f"{case}: proven in {seconds:.1f} s, runs {proof.chosen}")
+        return proof
 
 
 def _common(case: Case, found: dict[str, Proof]) -> Proof:
@@ -80,33 +96,34 @@ def _common(case: Case, found: dict[str, Proof]) -> Proof:
     return worst
 
 
-def _proof_here(case: Case, rows: int, again: bool) -> Proof:
-    """From this device's table, or by a trial, which is told and kept."""
-    table = table_of(case.device)
-    if case in table.proofs and not again:
-        return table.proofs[case]
-    with table.locked():
-        if case in table.proofs and not again:
-            return table.proofs[case]
-        start = time.perf_counter()
-        with table.trial(case) as barred:
-            proof = Proof(STOCK, barred) if barred else prove(case, rows)
-            table.proofs[case] = proof
-    if proof.wrong:
-        device = table.about["device"]
-        _say(f"{case}: the own kernel is WRONG on {device} and does not run: {proof.wrong}")
-    elif case.device == "cuda":
-        _say(f"{case}: proven in {time.perf_counter() - start:.1f} s, runs {proof.chosen}")
-    return proof
-
-
 def _say(text: str) -> None:
     print(f"fastpar: {text}", file=sys.stderr, flush=True)
 
 
+_prover = Prover()
+
+
+def share(store: Any, kinds: Iterable[str]) -> None:
+    """From now on the ranks behind this store prove together; arguments as Prover's."""
+    global _prover
+    _prover = Prover(store, kinds)
+    choice.proofs.clear()
+
+
+def prove_first_use(case: Case, x: Tensor) -> Proof:
+    """The proof of a case that an op is about to be called with; made if there is none."""
+    rows = x.numel() // case.size if case.size else 0
+    return _prover.proof_of(case, rows=min(rows, MOST_ROWS))
+
+
+def table_of(device: str) -> ProofTable:
+    """The table that this process goes by, of "cpu" or "cuda"."""
+    return _prover.table(device)
+
+
 def adopt(cases: Iterable[Case], *, rows: int = 0, again: bool = False) -> dict[Case, Proof]:
     """Proves cases before they are needed, and makes this process go by the results."""
-    found = {case: proof_of(case, rows=rows, again=again) for case in cases}
+    found = {case: _prover.proof_of(case, rows=rows, again=again) for case in cases}
     choice.proofs.update(found)
     return found
 

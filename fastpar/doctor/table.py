@@ -158,7 +158,7 @@ class ProofTable:
                 raise ValueError("it is of another version or machine")
             proofs = parse_proofs(self.device, content)
             tried = {str(case): int(count) for case, count in content["tried"].items()}
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return False
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             self._tell(path.name, error)

@@ -1,0 +1,108 @@
+"""Compiles Triton kernels before they are needed, on all cores: into Triton's cache on disk.
+
+A kernel takes a second or two to compile, and a first step would compile them one after another on
+every rank. Here the calls of a proof are made on CPU tensors with their launches recorded for this
+GPU's architecture, and each process compiles every n-th distinct launch. A launch that is compiled
+so has the key that Triton's own launcher looks up (tests/ops/test_triton_launch.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from fastpar.doctor.cases import ErrorCase, proof_cases
+from fastpar.kernels import backend
+from fastpar.kernels.choice import OWN, Case, trying
+
+ROWS = 128  # a kernel depends on the number of rows by its divisors only
+
+
+def warm(cases: Sequence[Case], arch: int, processes: int | None = None) -> list[str]:
+    """Compiles what proofs of these cases launch on sm_<arch>; the errors, which a proof meets too.
+
+    Args:
+        processes: by default one for each core that this process may use, at most 16.
+    """
+    count = processes or min(16, len(os.sched_getaffinity(0)))
+    rows = [[case.op, str(case.dtype).removeprefix("torch."), case.size] for case in cases]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment.pop("TRITON_INTERPRET", None)
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-m", "fastpar.doctor.warm", json.dumps([arch, i, count, rows])],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for i in range(count)
+    ]
+    return [line for process in running for line in process.communicate()[0].splitlines()]
+
+
+def launches_of(case: Case, arch: int) -> list[Any]:
+    """What the calls of a proof launch, forward and backward."""
+    from fastpar.kernels.triton_launch import record
+
+    found: list[Any] = []
+    before = backend.choice, backend.recording
+    backend.choice, backend.recording = "triton", True
+    try:
+        with record(arch) as found, trying(case.op, OWN):
+            for one in proof_cases(case.op, case.size, "cpu", ROWS):
+                if case.dtype in one.dtypes:
+                    _call(one, case.dtype)
+    finally:
+        backend.choice, backend.recording = before
+    return found
+
+
+def _call(one: ErrorCase, dtype: torch.dtype) -> None:
+    inputs = list(one.inputs(dtype, "cpu").values())
+    outputs = one.fn(*inputs)
+    smooth = [o for o in (outputs if isinstance(outputs, tuple) else (outputs,)) if o.requires_grad]
+    if smooth:
+        leaves = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
+        cotangents = [torch.ones_like(o) for o in smooth]
+        torch.autograd.grad(smooth, leaves, cotangents, allow_unused=True)
+
+
+def _distinct(launches: Sequence[Any]) -> Iterator[Any]:
+    known = set()
+    for launch in launches:
+        key = repr((launch.name, launch.signature, launch.constexprs, launch.attrs, launch.options))
+        if key not in known:
+            known.add(key)
+            yield launch
+
+
+def main(arch: int, index: int, count: int, rows: Sequence[Sequence[Any]]) -> None:
+    """One of `count` processes: compiles its part, prints what could not be compiled."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    torch.set_num_threads(1)
+    cases = [Case("cpu", op, getattr(torch, dtype), size) for op, dtype, size in rows]
+    launches = [launch for case in cases for launch in launches_of(case, arch)]
+    target = GPUTarget("cuda", arch, 32)
+    for i, launch in enumerate(_distinct(launches)):
+        if i % count == index:
+            source = ASTSource(launch.kernel, launch.signature, launch.constexprs, launch.attrs)
+            try:
+                with contextlib.redirect_stdout(sys.stderr):
+                    triton.compile(source, target=target, options=launch.options)
+            except Exception as error:
+                print(f"{launch.name}: {str(error).strip().splitlines()[0]}")
+
+
+if __name__ == "__main__":
+    main(*json.loads(sys.argv[1]))

@@ -1,0 +1,13 @@
+import pytest
+
+from fastpar.doctor import doctor
+from fastpar.kernels import choice
+
+
+@pytest.fixture(autouse=True)
+def no_proofs(monkeypatch, tmp_path):
+    """An empty folder of proofs, and none in this process."""
+    monkeypatch.setenv("FASTPAR_PROOFS", str(tmp_path / "proofs"))
+    monkeypatch.setattr(doctor, "_prover", doctor.Prover())
+    monkeypatch.setattr(choice, "proofs", {})
+    return tmp_path / "proofs"

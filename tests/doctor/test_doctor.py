@@ -1,0 +1,295 @@
+"""Proof on first use: what is wrong or slower does not run, whoever asks and however it ends."""
+
+import json
+import threading
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed import HashStore
+
+from fastpar.doctor import doctor, report, trial
+from fastpar.doctor.report import DoctorCommand
+from fastpar.doctor.table import ProofTable
+from fastpar.kernels import backend, bias_gelu, choice, gelu
+from fastpar.kernels.choice import OWN, STOCK, Case, Proof
+
+GELU = Case("cpu", "bias_gelu", torch.float32, 96)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """One op, and little time for it."""
+    monkeypatch.setattr(trial, "SECONDS", 0.02)
+    monkeypatch.setattr(report, "cases_of_model", lambda *args, **sizes: [GELU])
+
+
+def break_gelu(monkeypatch, fault):
+    own = gelu._bias_gelu_cpp
+
+    def broken(x, bias):
+        return fault(own(x, bias))
+
+    monkeypatch.setattr(gelu, "_bias_gelu_cpp", broken)
+
+
+def run_doctor(**options):
+    lines = []
+    status = report.doctor(DoctorCommand(device="cpu", **options), lines.append)
+    return status, "\n".join(lines)
+
+
+def test_a_right_kernel_is_proven_and_the_table_is_kept(quick, no_proofs, tmp_path):
+    status, printed = run_doctor(json=str(tmp_path / "doctor.json"))
+    assert status == 0
+    assert "bias_gelu float32 96" in printed
+    (kept,) = no_proofs.glob("*.json")
+    assert str(kept) in printed
+    attached = json.loads((tmp_path / "doctor.json").read_text())
+    assert attached["about"] == json.loads(kept.read_text())["about"]
+    (row,) = attached["proofs"]
+    assert row["op"] == "bias_gelu"
+    assert min(*row["own_ms"], *row["instead_ms"], *row["stock_ms"]) > 0
+    assert ProofTable("cpu").proofs == choice.proofs  # as another process reads it
+
+
+def test_a_wrong_kernel_is_named_and_does_not_run(quick, monkeypatch, capsys):
+    break_gelu(monkeypatch, lambda y: y * 1.001)
+    status, printed = run_doctor()
+    assert status == 1
+    assert "torch: own is WRONG" in printed
+    assert (
+        "WRONG  bias_gelu float32 96: at tanh N=63 F=127" in printed or "error of y is" in printed
+    )
+    assert "error of y is" in capsys.readouterr().err
+    x = torch.randn(5, 96)
+    assert torch.equal(bias_gelu(x), F.gelu(x, approximate="tanh"))
+    monkeypatch.setattr(backend, "choice", "cpp")
+    with pytest.raises(RuntimeError, match=r"failed for bias_gelu float32 96: at .* error of y is"):
+        bias_gelu(x)
+
+
+def test_results_that_change_from_call_to_call_are_wrong(quick, monkeypatch):
+    calls = []
+
+    def flip(y):
+        calls.append(None)
+        return torch.nextafter(y, y + 1) if len(calls) % 2 else y
+
+    break_gelu(monkeypatch, flip)
+    status, printed = run_doctor()
+    assert status == 1
+    assert "differs between two calls" in printed
+
+
+def test_a_slow_kernel_is_not_chosen_but_may_be_forced(quick, monkeypatch):
+    break_gelu(monkeypatch, lambda y: time.sleep(0.05) or y)
+    status, _ = run_doctor()
+    assert status == 0
+    assert choice.proofs[GELU][:2] == (STOCK, "")
+    x, used = torch.randn(5, 96), []
+    monkeypatch.setattr(gelu, "_bias_gelu_cpp", lambda x, bias: used.append(1) or x)
+    bias_gelu(x)
+    assert not used
+    monkeypatch.setattr(backend, "choice", "cpp")
+    bias_gelu(x)
+    assert used
+
+
+def test_a_kernel_that_raises_is_wrong(quick, monkeypatch):
+    def fault(y):
+        raise RuntimeError("an illegal memory access was encountered\nmore")
+
+    break_gelu(monkeypatch, fault)
+    status, printed = run_doctor()
+    assert status == 1
+    assert "RuntimeError: an illegal memory access was encountered" in printed
+
+
+def test_known_proofs_are_not_made_again_unless_asked_for(quick, monkeypatch):
+    run_doctor()
+    monkeypatch.setattr(doctor, "prove", lambda *args: pytest.fail("proven again"))
+    run_doctor()
+    monkeypatch.setattr(doctor, "_prover", doctor.Prover())  # as another process
+    run_doctor()
+    monkeypatch.setattr(doctor, "prove", lambda *args: Proof(STOCK, "now wrong"))
+    assert run_doctor(again=True)[0] == 1
+
+
+def test_no_gpu_is_a_mistake_with_a_way_out(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"expected a GPU with --device cuda.*use --device cpu"):
+        report.doctor(DoctorCommand(device="cuda"))
+
+
+# The file
+
+
+def table_with(proofs):
+    table = ProofTable("cpu")
+    table.proofs = dict(proofs)
+    table.save()
+    return table
+
+
+def test_a_damaged_file_is_told_ignored_and_replaced(no_proofs):
+    table = table_with({GELU: Proof(OWN)})
+    sound = table.path.read_text()
+    for damaged in (
+        "", "[]", "{", sound.replace('"own"', '"mine"'), sound.replace("float32", "Tensor"),
+        sound.replace("0.0", "-1.0", 1), sound.replace("0.0", "NaN", 1),
+        sound.replace('"version": 1', '"version": 2'),
+        sound.replace(f'"torch": "{torch.__version__}"', '"torch": "1.0"'),
+    ):  # fmt: skip
+        assert damaged != sound
+        table.path.write_text(damaged)
+        with pytest.warns(UserWarning, match=f"{table.path.name} in .* are not used"):
+            assert ProofTable("cpu").proofs == {}
+    table.save()
+    assert ProofTable("cpu").proofs == {GELU: Proof(OWN)}
+
+
+def test_proofs_of_another_version_are_told(no_proofs, monkeypatch):
+    table = table_with({GELU: Proof(OWN)})
+    table.path.rename(table.path.with_name(table.path.name[:-13] + "deadbeef.json"))
+    with pytest.warns(UserWarning, match="1 of another version of fastpar, torch or the driver"):
+        assert ProofTable("cpu").proofs == {}
+
+
+def test_an_unwritable_folder_is_told_once_and_the_proofs_count(quick, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FASTPAR_PROOFS", str(tmp_path / "file" / "below"))
+    with pytest.warns(UserWarning, match="cannot be kept .* FASTPAR_PROOFS") as told:
+        assert run_doctor()[0] == 0
+    assert len(told) == 1
+    assert choice.proofs[GELU]
+
+
+def test_a_trial_that_ended_its_process_twice_is_not_begun_again(monkeypatch):
+    monkeypatch.setattr(doctor, "prove", lambda *args: Proof(OWN))
+    for _ in range(2):
+        trial_of_it = ProofTable("cpu").trial(GELU)
+        assert trial_of_it.__enter__() == ""  # and the process is gone
+    proof = doctor.Prover().proof_of(GELU)
+    assert proof.chosen == STOCK
+    assert "ended 2 times while it was tried" in proof.wrong
+
+
+def test_an_interrupted_trial_leaves_nothing_behind(monkeypatch):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    for _ in range(3):
+        monkeypatch.setattr(doctor, "prove", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            doctor.Prover().proof_of(GELU)
+    monkeypatch.setattr(doctor, "_prover", doctor.Prover())
+    monkeypatch.setattr(doctor, "prove", lambda *args: Proof(OWN))
+    assert doctor.Prover().proof_of(GELU) == Proof(OWN)
+
+
+# Several ranks
+
+
+def test_one_rank_proves_and_all_have_its_result(monkeypatch):
+    made, lock = [], threading.Lock()
+
+    def prove(case, rows):
+        with lock:
+            made.append(threading.current_thread().name)
+        time.sleep(0.1)
+        return Proof(STOCK, "", (float(len(made)), 0.0))
+
+    monkeypatch.setattr(doctor, "prove", prove)
+    store, found = HashStore(), {}
+    kind = ProofTable("cpu").about["device"]
+
+    def rank(name):
+        found[name] = doctor.Prover(store, [kind]).proof_of(GELU)
+
+    threads = [threading.Thread(target=rank, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(made) == 1
+    assert list(found.values()) == [Proof(STOCK, "", (1.0, 0.0))] * 4
+
+
+def test_ranks_on_different_devices_run_what_both_can(monkeypatch, capsys):
+    store, found = HashStore(), {}
+    proofs = {"slow GPU": Proof(STOCK), "fast GPU": Proof(OWN)}
+
+    def rank(kind):
+        prover = doctor.Prover(store, proofs)
+        prover.proof_here = lambda case, rows, again: proofs[kind]
+        prover.kind = lambda device: kind
+        found[kind] = prover.proof_of(GELU)
+
+    threads = [threading.Thread(target=rank, args=(kind,)) for kind in proofs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert found == dict.fromkeys(proofs, Proof(STOCK))
+    assert "the ranks' GPUs differ (" in capsys.readouterr().err
+
+
+# What the ops ask
+
+
+class OnGpu:
+    """As much of a CUDA tensor as a choice looks at."""
+
+    is_cuda, dtype, shape = True, torch.bfloat16, (4, 768)
+    device = torch.device("cuda", 0)
+
+    def dim(self):
+        return 2
+
+    def numel(self):
+        return 4 * 768
+
+
+def test_a_gpu_class_is_proven_at_its_first_call_only(monkeypatch):
+    asked = []
+
+    def first_use(case, x):
+        asked.append(case)
+        return Proof(STOCK if case.op == "bias_gelu" else OWN)
+
+    monkeypatch.setattr(doctor, "prove_first_use", first_use)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert [choice.may_run("layer_norm", OnGpu()) for _ in range(3)] == [True] * 3
+    assert [choice.may_run("bias_gelu", OnGpu()) for _ in range(3)] == [False] * 3
+    assert [case.op for case in asked] == ["layer_norm", "bias_gelu"]
+    assert choice.may_run("layer_norm", torch.ones(4, 768))  # a CPU's is never proven by itself
+
+
+def test_nothing_is_tried_while_a_graph_is_captured(monkeypatch):
+    monkeypatch.setattr(doctor, "prove_first_use", lambda *args: pytest.fail("tried"))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert not choice.may_run("layer_norm", OnGpu())
+    choice.proofs[choice.case_of("layer_norm", OnGpu())] = Proof(OWN)
+    assert choice.may_run("layer_norm", OnGpu())
+
+
+def test_nothing_is_tried_while_torch_compile_traces(monkeypatch):
+    monkeypatch.setattr(doctor, "prove_first_use", lambda *args: pytest.fail("tried"))
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert choice.may_run("layer_norm", OnGpu())
+
+
+def test_parts_of_an_op_go_by_its_proof():
+    assert choice.case_of("norm_bins", torch.ones(3)).op == "global_norm"
+    assert choice.case_of("adamw_step_", torch.ones(3)).size == 0
+
+
+def test_compiled_code_goes_by_the_proofs(quick, monkeypatch):
+    x, weight = torch.randn(4, 96), torch.ones(96)
+    choice.proofs[choice.case_of("layer_norm", x)] = Proof(STOCK)
+    from fastpar.kernels import layer_norm
+
+    compiled = torch.compile(lambda x: layer_norm(x, weight), fullgraph=True, backend="eager")
+    assert torch.equal(compiled(x), F.layer_norm(x, (96,), weight))
