@@ -76,6 +76,11 @@ def _arguments(
     return sizes, causal, scale, seed, first_sample, drop.site_head, drop.threshold, threads
 
 
+def _case(threshold: int, cu_seqlens: Tensor | None) -> str:
+    """The name that a call is proven under: torch has a kernel of its own for plain ones only."""
+    return "attention_masked" if threshold or cu_seqlens is not None else "attention"
+
+
 def _stats_shape(q: Tensor) -> tuple[int, ...]:
     """[B, H, T] or [H, total]: the rows of q in the order of their statistics."""
     *B, T, H, _D = q.shape
@@ -158,13 +163,14 @@ def _attention_run(
     threshold: int,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    triton = use_triton("attention", q)
+    op = _case(threshold, cu_seqlens)
+    triton = use_triton(op, q)
     bounds = None
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens.contiguous()
         bounds = None if triton and q.is_cuda else _bounds(cu_seqlens, q.shape[0])
     if not q.numel():
-        return _fake(q, k, v)
+        return _fake(q, k, v, causal, scale, key, site_head, threshold, cu_seqlens)
     q, k, v = _split(q, k, v)
     if triton:
         from fastpar.kernels import attention_triton
@@ -173,7 +179,7 @@ def _attention_run(
             q, k, v, causal, scale, key, site_head, threshold, cu_seqlens
         )
     drop = Dropout(key, site_head, threshold)
-    if use_cpp("attention", q):
+    if use_cpp(op, q):
         return attention_fwd(q, k, v, causal, scale, drop, cu_seqlens)
     o = composed_fwd((q, k, v), bounds, causal, scale, drop)
     return o, q.new_empty(0, dtype=torch.float32)
@@ -196,7 +202,8 @@ def _attention_bwd_run(
     results = _bwd_fake(do, q, k, v)
     inputs = _split(q, k, v)
     grads: Triple = results if k is not None else _split(results[0], None, None)
-    triton = use_triton("attention", q)
+    op = _case(threshold, cu_seqlens)
+    triton = use_triton(op, q)
     bounds = None
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens.contiguous()
@@ -215,19 +222,20 @@ def _attention_bwd_run(
         )
     else:
         drop = Dropout(key, site_head, threshold)
-        if use_cpp("attention", q):
+        if use_cpp(op, q):
             attention_bwd(do, inputs, stats, grads, causal, scale, drop, cu_seqlens)
         else:
             composed_bwd(do, inputs, grads, bounds, causal, scale, drop)
     return results
 
 
-def _fake(q, k, v, *_):
+def _fake(q, k, v, causal, scale, key, site_head, threshold, cu_seqlens):
     q, _k, _v = _split(q, k, v)
-    if use_triton("attention", q):
+    op = _case(threshold, cu_seqlens)
+    if use_triton(op, q):
         stats = _stats_shape(q)
     else:
-        stats = (*_stats_shape(q), 2) if use_cpp("attention", q) else (0,)
+        stats = (*_stats_shape(q), 2) if use_cpp(op, q) else (0,)
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     return o, torch.empty(stats, dtype=torch.float32, device=q.device)
 
@@ -261,7 +269,7 @@ _attention_bwd = define_op(
 def _setup_context(ctx, inputs, output):
     q, k, v, ctx.causal, ctx.scale, key, ctx.site_head, ctx.threshold, cu_seqlens = inputs
     o, stats = output
-    kept = o if use_triton("attention", q) else None
+    kept = o if use_triton(_case(ctx.threshold, cu_seqlens), q) else None
     ctx.save_for_backward(q, k, v, kept, stats, key, cu_seqlens)
 
 
@@ -353,7 +361,9 @@ def _run(
 ) -> Tensor:
     """The call after the checks of q, k and v against each other; q may be packed."""
     H, D = q.shape[-2:]
-    triton = use_triton("attention", q)
+    threshold = quantize_p(p)
+    op = _case(threshold, cu_seqlens)
+    triton = use_triton(op, q)
     least, most, step = TRITON_HEAD_DIM
     if triton and (D % step or not least <= D <= most):
         raise ValueError(
@@ -365,7 +375,6 @@ def _run(
         raise ValueError(
             f"attention: expected head dim in [1, {MAX_HEAD_DIM}], got D={D}; use more heads"
         )
-    threshold = quantize_p(p)
     scale = D**-0.5 if softmax_scale is None else softmax_scale
     if isinstance(scale, str) or not 0.0 < scale < math.inf:
         raise ValueError(
@@ -381,7 +390,7 @@ def _run(
         refuse_parts("attention", rng, "first_head")
         check_rng(rng, H, q.device)
         return _attention(q, k, v, causal, scale, rng.key, rng.site_head, threshold, cu_seqlens)[0]
-    if cu_seqlens is None and not triton and not use_cpp("attention", q):
+    if cu_seqlens is None and not triton and not use_cpp(op, q):
         return sdpa(*_split(q, k, v), causal, scale)
     return _attention(q, k, v, causal, scale, None, 0, 0, cu_seqlens)[0]
 

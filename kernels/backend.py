@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from fastpar.kernels import _C
-from fastpar.kernels.choice import may_run, refuse_wrong
+from fastpar.kernels.choice import is_real, may_run, refuse_wrong
 
 # Storage types of the compiled kernels; the codes are csrc/simd.h's Dtype.
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -153,7 +153,7 @@ def _check_gpu(op: str, device: torch.device) -> None:
     Raises:
         RuntimeError: an AMD GPU, or one older than LEAST_CAPABILITY.
     """
-    if device.index in _able_gpus or torch.compiler.is_compiling():
+    if device.index in _able_gpus:
         return
     name, way_out = (
         torch.cuda.get_device_name(device),
@@ -181,7 +181,7 @@ def use_cuda(op: str, x: Tensor) -> bool:
     """
     if not (x.is_cuda or cuda_on_cpu) or choice == "torch":
         return False
-    if x.is_cuda:
+    if x.is_cuda and is_real(x):
         _check_gpu(op, x.device)
     if cuda_kernels is None:
         raise RuntimeError(
@@ -243,7 +243,7 @@ def use_triton(op: str, x: Tensor) -> bool:
             f"{op}: expected Triton for tensors on {x.device}, got no triton package; "
             "`pip install triton`, or set FASTPAR_BACKEND=torch for plain PyTorch"
         )
-    if able and cuda:
+    if able and cuda and is_real(x):
         _check_gpu(op, x.device)
     return able and _allowed(op, x)
 

@@ -8,7 +8,8 @@ that the ops work without it. On CUDA a class without a proof is proven at its f
 by `fastpar doctor` alone: the CPU's kernels are the ones that the tests hold.
 
 [Note: no trial here] Nothing is proven while a graph is captured: an unproven class then runs as
-stock PyTorch does it. While torch.compile traces, the op is kept; its call decides when it runs.
+stock PyTorch does it. While torch.compile or a fake tensor traces, the op is kept; its call decides
+when it runs.
 """
 
 from __future__ import annotations
@@ -79,6 +80,11 @@ def trying(op: str, what: str) -> Iterator[None]:
         _trying.update(before)
 
 
+def is_real(x: Tensor) -> bool:
+    """Whether x has memory, so that a call with it computes: not while torch.compile traces."""
+    return not torch.compiler.is_compiling() and type(x) in (Tensor, torch.nn.Parameter)
+
+
 def may_run(op: str, x: Tensor) -> bool:
     """Whether the own kernel serves a call of op with tensors like x; proves it if need be."""
     if _trying:
@@ -88,7 +94,7 @@ def may_run(op: str, x: Tensor) -> bool:
     case = case_of(op, x)
     proof = proofs.get(case)
     if proof is None:
-        if not x.is_cuda or torch.compiler.is_compiling():
+        if not x.is_cuda or not is_real(x):
             return True
         if torch.cuda.is_current_stream_capturing():
             return False

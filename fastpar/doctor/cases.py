@@ -257,8 +257,10 @@ def losses(rows: int, shapes: tuple[tuple[int, int, int], ...]) -> Iterator[Erro
         yield fused(small[0], C, small[1], 24, how)
 
 
-def attentions(shapes: tuple[tuple[int, ...], ...], device: str) -> Iterator[ErrorCase]:
-    """shapes: (B, T, Tk, H, Hkv, D)."""
+def attentions(
+    shapes: tuple[tuple[int, ...], ...], device: str, p: float = 0.0
+) -> Iterator[ErrorCase]:
+    """shapes: (B, T, Tk, H, Hkv, D), with dropout p; then documents and hostile ones."""
 
     def one(
         B: int, T: int, Tk: int, H: int, Hkv: int, D: int, *, p: float = 0.0, **kind: Any
@@ -307,7 +309,7 @@ def attentions(shapes: tuple[tuple[int, ...], ...], device: str) -> Iterator[Err
         )
 
     for shape in shapes:
-        yield one(*shape)
+        yield one(*shape, p=p)
     B, T, _, H, _, D = shapes[0]
     yield documents(min(T, 300), H, D)
     T = min(T, 96)
@@ -470,6 +472,15 @@ def flat_ops(numel: int) -> Iterator[ErrorCase]:
         yield ErrorCase(op, f"P={numel}", two, ours, ref, ref, outputs)
 
 
+def _attention_proofs(n: int, head_dim: int, device: str, *, masked: bool) -> Iterator[ErrorCase]:
+    """Plain attention, or attention with dropout or documents; see kernels/attention.py _case."""
+    T = min(n, 1024)
+    shape = (-(-n // 1024), T, T, 4, 4, head_dim)
+    for case in attentions((shape,), device, p=P if masked else 0.0):
+        if masked == ("dropout" in case.shape or "documents" in case.shape):
+            yield case
+
+
 def proof_cases(op: str, size: int, device: str, rows: int) -> list[ErrorCase]:
     """What an op is proven with for tensors of this last dimension: a plain case of so many rows
     first, which can be timed, then hostile ones; none for an op that has no proof."""
@@ -481,9 +492,8 @@ def proof_cases(op: str, size: int, device: str, rows: int) -> list[ErrorCase]:
         ),
         "bias_gelu": lambda n: gelus(n, (size,)),
         "embedding": lambda n: embeddings(1, n, (size,), 4096, device),
-        "attention": lambda n: attentions(
-            ((-(-n // 1024), min(n, 1024), min(n, 1024), 4, 4, size),), device
-        ),
+        "attention": lambda n: _attention_proofs(n, size, device, masked=False),
+        "attention_masked": lambda n: _attention_proofs(n, size, device, masked=True),
         "cross_entropy": lambda n: losses(n, ((64, size - size // 64, size // 64),)),
         "linear_cross_entropy": lambda n: losses(n, ((64, size - size // 64, size // 64),)),
         "dropout": lambda n: dropouts((1, n, 48), device),
@@ -495,5 +505,6 @@ def proof_cases(op: str, size: int, device: str, rows: int) -> list[ErrorCase]:
     }
     if op not in by_op:
         return []
-    timed, *_ = (case for case in by_op[op](rows) if case.op == op)
-    return [timed, *(case for case in by_op[op](few) if case.op == op)]
+    name = op.removesuffix("_masked")
+    timed, *_ = (case for case in by_op[op](rows) if case.op == name)
+    return [timed, *(case for case in by_op[op](few) if case.op == name)]

@@ -135,7 +135,6 @@ def cases_of_model(
     n_embd: int,
     head_dim: int,
     vocab_size: int,
-    residual: bool = True,
 ) -> list[Case]:
     """What a training step of a GPT-2-class model calls.
 
@@ -145,7 +144,8 @@ def cases_of_model(
     C = n_embd
     model = {
         "embedding": C, "layer_norm": C, "residual_layer_norm": C, "attention": head_dim,
-        "bias_gelu": 4 * C, "cross_entropy": vocab_size, "linear_cross_entropy": vocab_size,
+        "attention_masked": head_dim, "bias_gelu": 4 * C, "cross_entropy": vocab_size,
+        "linear_cross_entropy": vocab_size,
     }  # fmt: skip
     flat = ("adamw_step_", "global_norm", "pack_", "unpack_", "accumulate_", "sum_shards")
     return [

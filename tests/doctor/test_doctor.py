@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses import FakeTensorMode
 from torch.distributed import HashStore
 
 from fastpar.doctor import doctor, report, trial
@@ -239,6 +240,12 @@ def test_ranks_on_different_devices_run_what_both_can(monkeypatch, capsys):
 # What the ops ask
 
 
+@pytest.fixture
+def real(monkeypatch):
+    """OnGpu counts as a tensor with memory."""
+    monkeypatch.setattr(choice, "is_real", lambda x: True)
+
+
 class OnGpu:
     """As much of a CUDA tensor as a choice looks at."""
 
@@ -252,7 +259,7 @@ class OnGpu:
         return 4 * 768
 
 
-def test_a_gpu_class_is_proven_at_its_first_call_only(monkeypatch):
+def test_a_gpu_class_is_proven_at_its_first_call_only(monkeypatch, real):
     asked = []
 
     def first_use(case, x):
@@ -267,7 +274,7 @@ def test_a_gpu_class_is_proven_at_its_first_call_only(monkeypatch):
     assert choice.may_run("layer_norm", torch.ones(4, 768))  # a CPU's is never proven by itself
 
 
-def test_nothing_is_tried_while_a_graph_is_captured(monkeypatch):
+def test_nothing_is_tried_while_a_graph_is_captured(monkeypatch, real):
     monkeypatch.setattr(doctor, "prove_first_use", lambda *args: pytest.fail("tried"))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert not choice.may_run("layer_norm", OnGpu())
@@ -277,6 +284,8 @@ def test_nothing_is_tried_while_a_graph_is_captured(monkeypatch):
 
 def test_nothing_is_tried_while_torch_compile_traces(monkeypatch):
     monkeypatch.setattr(doctor, "prove_first_use", lambda *args: pytest.fail("tried"))
+    with FakeTensorMode():
+        assert choice.may_run("layer_norm", torch.empty(4, 768, device="cuda"))
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert choice.may_run("layer_norm", OnGpu())
 
