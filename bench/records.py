@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from fastpar.cost.measured_rates import cpu_name
+from fastpar.doctor.table import cpu_name
 from fastpar.measure.machine import version_of, without_paths
 from fastpar.train.launch import available_cores
 

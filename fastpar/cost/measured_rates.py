@@ -14,12 +14,9 @@ for a layer of a step. They depend on what the engine has to do: stage, tp and c
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
-import platform
-import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -30,6 +27,7 @@ import torch
 
 from fastpar.cost.operations import CommOp, Op
 from fastpar.cost.workload import Setup, Workload
+from fastpar.doctor.table import cpu_name
 
 VERSION = 1
 MOST_SPREAD = 0.3  # of the operations; rates that vary more say little of the next run
@@ -52,14 +50,6 @@ class Overhead(NamedTuple):
     micro_batch: float
     layer: float  # of a micro-batch
     layer_step: float
-
-
-def cpu_name() -> str:
-    """This machine's processor, named like the system does."""
-    found = None
-    with contextlib.suppress(OSError):
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M)
-    return found[1].strip() if found else platform.processor() or platform.machine()
 
 
 def machine_name() -> str:

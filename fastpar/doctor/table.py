@@ -18,6 +18,7 @@ import hashlib
 import json
 import math
 import os
+import platform
 import re
 import warnings
 from collections.abc import Iterator
@@ -59,17 +60,17 @@ def environment(device: str) -> dict[str, str]:
             about["triton"] = metadata.version("triton")
     else:
         isa = _C.isa() if _C is not None else "no compiled module"
-        about["device"] = f"CPU {_cpu_name()}"
+        about["device"] = f"CPU {cpu_name()}"
         about["kernels"] = f"{isa}, {torch.get_num_threads()} threads"
     return about
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """This machine's processor, named like the system does."""
+    found = None
     with contextlib.suppress(OSError):
         found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M)
-        if found:
-            return found[1].strip()
-    return "unknown"
+    return found[1].strip() if found else platform.processor() or platform.machine()
 
 
 def _driver() -> str:

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastpar.doctor.cases import ErrorCase, proof_cases
+from fastpar.doctor.cases import ErrorCase
 from fastpar.doctor.clocks import clock_for, interleave
+from fastpar.doctor.proof_cases import proof_cases
 from fastpar.kernels.choice import OWN, STOCK, Case, Proof, trying
 
 SLOWER = 1.03  # own over what runs instead: below it they are equally fast

@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from fastpar.doctor.cases import ErrorCase, proof_cases
+from fastpar.doctor.cases import ErrorCase
+from fastpar.doctor.proof_cases import proof_cases
 from fastpar.kernels import backend
 from fastpar.kernels.choice import OWN, Case, trying
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fastpar._version import __version__
-from fastpar.cost.measured_rates import cpu_name
+from fastpar.doctor.table import cpu_name
 from fastpar.train.launch import available_cores
 
 _REASON_LENGTH = 300  # characters of an error

@@ -5,7 +5,7 @@ import os
 import re
 import subprocess
 
-from fastpar.cost.measured_rates import cpu_name
+from fastpar.doctor.table import cpu_name
 from fastpar.measure import machine
 from fastpar.measure.machine import about_machine, commit, version_of, without_paths
 

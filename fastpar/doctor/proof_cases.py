@@ -1,0 +1,120 @@
+"""What an op is proven with on a machine: cases of cases.py at one size, plain and hostile ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from fastpar.doctor.cases import (
+    Draw,
+    ErrorCase,
+    Inputs,
+    P,
+    adamw_steps,
+    attentions,
+    dropouts,
+    embeddings,
+    gelus,
+    losses,
+    norms,
+)
+from fastpar.kernels import accumulate_, global_norm, pack_, reference, sum_shards, unpack_
+from fastpar.kernels.backend import wide
+
+
+def flat_ops(numel: int) -> Iterator[ErrorCase]:
+    """Ops of buckets and of the norm: a list of two tensors, or flat memory."""
+
+    def two(draw: Draw) -> Inputs:
+        return {"a": draw(numel // 3), "b": draw(numel - numel // 3)}
+
+    def packed(op: Callable[..., None]) -> Callable[..., Tensor]:
+        def function(a: Tensor, b: Tensor) -> Tensor:
+            flat = a.new_empty(a.numel() + b.numel())
+            op(flat, [a.detach(), b.detach()], scale=0.5)
+            return flat
+
+        return function
+
+    def unpacked(op: Callable[..., None]) -> Callable[..., object]:
+        def function(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+            results = [torch.empty_like(t.detach()) for t in (a, b)]
+            op(results, torch.cat([a.detach(), b.detach()]), scale=0.5)
+            return tuple(results)
+
+        return function
+
+    def accumulated(op: Callable[..., None]) -> Callable[..., object]:
+        def function(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+            totals = [t.detach().clone() for t in (a, b)]
+            op(totals, [t.detach() for t in (a, b)], scale=0.5)
+            return tuple(totals)
+
+        return function
+
+    def summed(op: Callable[..., None]) -> Callable[..., Tensor]:
+        def function(a: Tensor, b: Tensor) -> Tensor:
+            out = torch.empty_like(a.detach())
+            rows = torch.stack([t.detach()[: a.numel()] for t in (a, b)])
+            op(rows, out, scale=0.5)
+            return out
+
+        return function
+
+    def norm(a: Tensor, b: Tensor) -> Tensor:
+        return global_norm([a.detach(), b.detach()], max_norm=1.0)[0]
+
+    def norm_ref(a: Tensor, b: Tensor) -> Tensor:
+        norm = torch.cat([a.detach(), b.detach()]).to(wide(a.dtype)).norm()
+        return norm
+
+    pairs: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
+        "pack_": (packed(pack_), packed(reference.pack_ref)),
+        "unpack_": (unpacked(unpack_), unpacked(reference.unpack_ref)),
+        "accumulate_": (accumulated(accumulate_), accumulated(reference.accumulate_ref)),
+        "sum_shards": (summed(sum_shards), summed(reference.sum_shards_ref)),
+        "global_norm": (norm, norm_ref),
+    }
+    for op, (ours, ref) in pairs.items():
+        outputs = ("a", "b") if op in ("unpack_", "accumulate_") else ("y",)
+        yield ErrorCase(op, f"P={numel}", two, ours, ref, ref, outputs)
+
+
+def _attention_proofs(n: int, head_dim: int, device: str, *, masked: bool) -> Iterator[ErrorCase]:
+    """Plain attention, or attention with dropout or documents; see kernels/attention.py _case."""
+    T = min(n, 1024)
+    shape = (-(-n // 1024), T, T, 4, 4, head_dim)
+    for case in attentions((shape,), device, p=P if masked else 0.0):
+        if masked == ("dropout" in case.shape or "documents" in case.shape):
+            yield case
+
+
+def proof_cases(op: str, size: int, device: str, rows: int) -> list[ErrorCase]:
+    """What an op is proven with for tensors of this last dimension: a plain case of so many rows
+    first, which can be timed, then hostile ones; none for an op that has no proof."""
+    few = 64  # rows of the hostile cases
+    by_op: dict[str, Callable[[int], Iterator[ErrorCase]]] = {
+        **dict.fromkeys(
+            ("layer_norm", "rms_norm", "residual_layer_norm", "residual_rms_norm"),
+            lambda n: norms(n, (size,), device),
+        ),
+        "bias_gelu": lambda n: gelus(n, (size,)),
+        "embedding": lambda n: embeddings(1, n, (size,), 4096, device),
+        "attention": lambda n: _attention_proofs(n, size, device, masked=False),
+        "attention_masked": lambda n: _attention_proofs(n, size, device, masked=True),
+        "cross_entropy": lambda n: losses(n, ((64, size - size // 64, size // 64),)),
+        "linear_cross_entropy": lambda n: losses(n, ((64, size - size // 64, size // 64),)),
+        "dropout": lambda n: dropouts((1, n, 48), device),
+        "adamw_step_": lambda n: adamw_steps(n * 768),
+        **dict.fromkeys(
+            ("pack_", "unpack_", "accumulate_", "sum_shards", "global_norm"),
+            lambda n: flat_ops(n * 768),
+        ),
+    }
+    if op not in by_op:
+        return []
+    name = op.removesuffix("_masked")
+    timed, *_ = (case for case in by_op[op](rows) if case.op == name)
+    return [timed, *(case for case in by_op[op](few) if case.op == name)]
