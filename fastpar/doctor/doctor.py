@@ -18,8 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastpar.config.config import GPTConfig
 from fastpar.doctor.table import ProofTable, parse_proofs, row_of
 from fastpar.doctor.trial import prove
+from fastpar.doctor.warm import warm
 from fastpar.kernels import choice
 from fastpar.kernels.choice import OWN, STOCK, Case, Proof
 
@@ -123,32 +125,44 @@ def table_of(device: str) -> ProofTable:
 
 def adopt(cases: Iterable[Case], *, rows: int = 0, again: bool = False) -> dict[Case, Proof]:
     """Proves cases before they are needed, and makes this process go by the results."""
+    cases = list(cases)
+    unknown = [case for case in cases if again or case not in table_of(case.device).proofs]
+    if len(unknown) > 1 and unknown[0].device == "cuda":
+        major, minor = torch.cuda.get_device_capability()
+        warm(unknown, 10 * major + minor)
     found = {case: _prover.proof_of(case, rows=rows, again=again) for case in cases}
     choice.proofs.update(found)
     return found
 
 
 def cases_of_model(
-    device: str,
-    dtype: torch.dtype,
-    *,
-    n_embd: int,
-    head_dim: int,
-    vocab_size: int,
+    device: str, dtype: torch.dtype, config: GPTConfig, *, tp: int = 1
 ) -> list[Case]:
-    """What a training step of a GPT-2-class model calls.
-
-    Args:
-        n_embd, head_dim, vocab_size: of the tensors that a rank holds; vocab_size padded.
-    """
-    C = n_embd
+    """What a rank's training step of a GPT calls: the sizes of its part along tp."""
+    C, V = config.n_embd, config.padded_vocab_size // tp
+    loss = ("cross_entropy", "linear_cross_entropy") if tp == 1 else ("cross_entropy_shard",)
     model = {
-        "embedding": C, "layer_norm": C, "residual_layer_norm": C, "attention": head_dim,
-        "attention_masked": head_dim, "bias_gelu": 4 * C, "cross_entropy": vocab_size,
-        "linear_cross_entropy": vocab_size,
+        "embedding": C, "layer_norm": C, "residual_layer_norm": C, "bias_gelu": 4 * C // tp,
+        "attention": C // config.n_head, "attention_masked": C // config.n_head,
+        **dict.fromkeys(loss, V),
     }  # fmt: skip
     flat = ("adamw_step_", "global_norm", "pack_", "unpack_", "accumulate_", "sum_shards")
     return [
         *(Case(device, op, dtype, size) for op, size in model.items()),
         *(Case(device, op, torch.float32, 0) for op in flat),
     ]
+
+
+def prove_before_training(
+    device: str, dtype: torch.dtype, config: GPTConfig, *, tp: int = 1, rows: int = 0
+) -> None:
+    """On a GPU proves what a run will call, as far as that is not known; on a CPU nothing is tried,
+    but what `fastpar doctor` found counts.
+
+    Ranks: all, with the same arguments.
+    """
+    cases = cases_of_model(device, dtype, config, tp=tp)
+    if device == "cpu":
+        known = table_of(device).proofs
+        cases = [case for case in cases if case in known]
+    adopt(cases, rows=min(rows, MOST_ROWS))

@@ -51,20 +51,15 @@ def doctor(command: DoctorCommand, write: Callable[[str], None] = print) -> int:
         {"cuda": "bf16", "cpu": "fp32"}[device] if command.dtype == "auto" else command.dtype
     ]
     config = GPTConfig.preset(command.model)
-    cases = cases_of_model(
-        device,
-        dtype,
-        n_embd=config.n_embd,
-        head_dim=config.n_embd // config.n_head,
-        vocab_size=config.padded_vocab_size,
-    )
+    cases = cases_of_model(device, dtype, config)
     found: dict[Case, Proof] = {}
     about = table_of(device).about
     write(", ".join(f"{name} {value}" for name, value in sorted(about.items())))
-    for case in cases:  # a row as soon as it is known
-        if not found:
-            write(HEADER)
-        found |= adopt([case], again=command.again)
+    if device == "cuda":
+        adopt(cases, again=command.again)  # all at once: their kernels are compiled by all cores
+    write(HEADER)
+    for case in cases:  # on a CPU a row as soon as it is known
+        found |= adopt([case], again=command.again and device == "cpu")
         write(row(case, found[case]))
     for line in notes(found):
         write(line)

@@ -52,6 +52,7 @@ from fastpar.config.settings import parse_seconds
 from fastpar.cost.buckets import DTYPES
 from fastpar.cost.capacity import check_ranks
 from fastpar.data.batches import sample_batch
+from fastpar.doctor.doctor import prove_before_training
 from fastpar.files.step_folders import checkpoint_folder
 from fastpar.kernels import keep_freed_memory, make_key
 from fastpar.models.gpt import GPT
@@ -138,6 +139,10 @@ class Trainer:
         batch = derive_batch(config.text, self.block_size, mesh.dp_size)
         self.micro_batch_size, self.grad_accum_steps = batch
         self.model = model.to(mesh.device, dtype)
+        rows = self.micro_batch_size * self.block_size
+        prove_before_training(
+            mesh.device.type, dtype, self.model.config, tp=mesh.tp_size, rows=rows
+        )
         self.optimizer = set_up(
             self.model, mesh, config, dtype=dtype, grad_accum_steps=self.grad_accum_steps
         )
