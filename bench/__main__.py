@@ -7,6 +7,7 @@
     python -m bench errors                   errors against fp64 (bench/ops/errors.py)
     python -m bench report                   tables and pictures from results
     (bench/report/report.py)
+    python -m bench ingest ARCHIVE           what make gpu brought back (bench/ingest.py)
     python -m bench report --results build/bench/full    of your own rows, into that folder
 
 Without --commit-results or --out, rows go to build/bench. With --quick the shapes are tiny: what
@@ -173,6 +174,10 @@ def main(argv: list[str] | None = None) -> int:
         from bench.report import report
 
         return report.main(argv[1:])
+    if argv[:1] == ["ingest"]:
+        from bench import ingest
+
+        return ingest.main(argv[1:])
     try:
         args = parse(argv)
         ResultFile(args.out, machine(args.device), Row)  # refuses a file of another machine now

@@ -92,8 +92,12 @@ def _kernels_digest() -> str:
     return digest.hexdigest()[:8]
 
 
-def _slug(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9]+", "-", text).strip("-").lower()
+def file_name(about: dict[str, str]) -> str:
+    """The name of a table's file: the device, and a digest of all that it holds for."""
+    name = re.sub(r"[^A-Za-z0-9]+", "-", about["device"]).strip("-").lower()
+    return (
+        f"{name}_{hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:8]}.json"
+    )
 
 
 def row_of(case: Case, proof: Proof) -> dict[str, Any]:
@@ -133,14 +137,13 @@ class ProofTable:
 
     def __init__(self, device: str) -> None:
         self.device, self.about = device, environment(device)
-        name, key = _slug(self.about["device"]), json.dumps(self.about, sort_keys=True)
-        digest = hashlib.sha256(key.encode()).hexdigest()[:8]
-        self.path = proofs_folder() / f"{name}_{digest}.json"
+        self.path = proofs_folder() / file_name(self.about)
         self.proofs: dict[Case, Proof] = {}
         self._tried: dict[str, int] = {}  # case -> trials that were begun and not ended
         self._told = False
         self._load(SHIPPED / self.path.name)
         if not self._load(self.path):
+            name = self.path.name.rpartition("_")[0]
             others = [p for p in self.path.parent.glob(f"{name}_*.json") if p != self.path]
             if others:
                 self._tell(f"{len(others)} of another version of fastpar, torch or the driver", "")

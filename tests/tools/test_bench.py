@@ -4,7 +4,6 @@ import importlib
 import os
 import re
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -383,34 +382,3 @@ def test_one_bench_that_runs_out_of_time_does_not_stop_the_next(tmp_path, monkey
     assert not re.search(r"\d ms|[GT]B/s|FLOP/s|\d %|\dx ", printed)
     assert "report --results" not in printed
     assert {row.bench for row in load(out)[1]} == {"ceilings"}
-
-
-@pytest.mark.slow
-def test_gpu_script_refuses_bad_arguments():
-    failed = run("bash", "bench/gpu.sh", "--part", "nope")
-    assert failed.returncode == 2
-    assert "gpu.sh: expected --part tests|ops|errors|tune|train" in failed.stderr
-    if not torch.cuda.is_available():
-        failed = run("bash", "bench/gpu.sh", PYTHON=sys.executable)
-        assert failed.returncode == 2
-        assert "gpu.sh: expected a GPU that torch can use, got none" in failed.stderr
-
-
-@pytest.mark.slow
-def test_gpu_script_runs_without_a_gpu(tmp_path):
-    done = run(
-        *("bash", "bench/gpu.sh", "--device", "cpu", "--quick"),
-        *("--part", "ops", "--part", "train", "--part", "profile"),
-        PYTHON=sys.executable,
-        FASTPAR_GPU_BUILD="none",
-        OUT=str(tmp_path),
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "bench ops: done" in done.stdout
-    assert "bench train: done" in done.stdout
-    assert "profile: done" in done.stdout
-    assert (tmp_path / "profile" / "profile.json").exists()
-    (results,) = tmp_path.glob("*.json")
-    elsewhere = {"build", "emulated", "overlap", "shm", "zero"}  # parts of their own, or of CPUs
-    assert {row.bench for row in load(results)[1]} == set(door.names()) - elsewhere
-    assert (tmp_path / "bench_ops.log").exists()

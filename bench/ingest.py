@@ -1,0 +1,92 @@
+"""`python -m bench ingest ARCHIVE ...`: what `make gpu` brought back becomes the project's results.
+
+Rows go to bench/results (a file for each machine and day), the error ledger to its errors/, proofs
+to fastpar/doctor/shipped, where they save the trial on that GPU, tuned tiles to
+kernels/attention_configs.json, the summary to bench/results/gpu. Then the tables and pictures are
+drawn anew. An archive is read like any file from outside: nothing leaves the folder it is put in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+from bench.ops.errors import ErrorRow
+from bench.records import RESULTS, ROOT, ResultFile, Row, default_path, load
+from fastpar.doctor.table import SHIPPED, file_name
+
+
+def ingest(archive: Path, results: Path = RESULTS, package: Path = ROOT) -> list[str]:
+    """Takes over one archive; what became of each of its files.
+
+    Raises:
+        ValueError: it is no archive of a part, or its rows are of another format.
+    """
+    said: list[str] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            with tarfile.open(archive) as tar:
+                tar.extractall(scratch, filter="data")
+        except (OSError, tarfile.TarError) as error:
+            raise ValueError(
+                f"ingest: expected an archive of `make gpu`, got path={archive.name} ({error}); "
+                "name the .tar.gz that it printed"
+            ) from None
+        folders = [p for p in Path(scratch).iterdir() if (p / "summary.txt").is_file()]
+        if len(folders) != 1:
+            raise ValueError(
+                f"ingest: expected one part with a summary.txt, got {len(folders)} in "
+                f"{archive.name}; name the .tar.gz that `make gpu` printed"
+            )
+        folder = folders[0]
+        for name, kind, target in (
+            ("rows.json", Row, results),
+            ("errors.json", ErrorRow, results / "errors"),
+        ):
+            if (folder / name).exists():
+                about, rows = load(folder / name, kind)
+                file = ResultFile(default_path(about, target), about, kind)
+                file.add(*rows)
+                said.append(f"{len(rows)} rows in {file.path.name}")
+        if (folder / "proofs.json").exists():
+            said += _ship_proofs(folder / "proofs.json", package)
+        if (folder / "attention_configs.json").exists():
+            shutil.copy(folder / "attention_configs.json", package / "kernels")
+            said.append("tiles in kernels/attention_configs.json")
+        (results / "gpu").mkdir(parents=True, exist_ok=True)
+        shutil.copy(folder / "summary.txt", results / "gpu" / f"{folder.name}.txt")
+        said.append(f"summary in gpu/{folder.name}.txt")
+    return said
+
+
+def _ship_proofs(path: Path, package: Path) -> list[str]:
+    content = json.loads(path.read_text())
+    if content["about"]["device"].startswith("CPU"):
+        return ["proofs of a CPU are not shipped"]
+    name = file_name(content["about"])
+    folder = package / SHIPPED.relative_to(ROOT)
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(json.dumps({"version": 1, "tried": {}, **content}, indent=1) + "\n")
+    return [f"proofs in fastpar/doctor/shipped/{name}"]
+
+
+def main(argv: list[str]) -> int:
+    """Takes over archives, then draws the report."""
+    parser = argparse.ArgumentParser(prog="python -m bench ingest", description=__doc__)
+    parser.add_argument("archives", nargs="+", type=Path)
+    args = parser.parse_args(argv)
+    try:
+        for archive in args.archives:
+            for line in ingest(archive):
+                print(line)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    from bench.report import report
+
+    return report.main([])
