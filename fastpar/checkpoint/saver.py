@@ -54,6 +54,7 @@ from fastpar.checkpoint.manifest import (
     parse_manifest,
     read_manifest,
 )
+from fastpar.comm.watchdog import on_this_gpu
 from fastpar.files.plain_files import JSON_BYTES, parse_object
 from fastpar.files.step_folders import (
     checkpoint_folder,
@@ -152,7 +153,7 @@ class Saver:
     def prepare(self) -> None:
         """Make the host copy in the background; best when the optimizer has stepped once."""
         if self._preparing is None:
-            self._preparing = threading.Thread(target=self._prepare, daemon=True)
+            self._preparing = threading.Thread(target=on_this_gpu(self._prepare), daemon=True)
             self._preparing.start()
 
     def _prepare(self) -> None:
@@ -351,7 +352,8 @@ class _Attempt:
         self.all_written = threading.Event()
 
     def start(self, work: Callable[[], None]) -> None:
-        threading.Thread(target=self._run, args=(work,), name="saver", daemon=True).start()
+        run = on_this_gpu(self._run)
+        threading.Thread(target=run, args=(work,), name="saver", daemon=True).start()
 
     def _run(self, work: Callable[[], None]) -> None:
         try:

@@ -117,6 +117,7 @@ class Mesh:
         # Before any connection: wrong sizes fail at once and on every rank.
         sizes = _complete_sizes(asked, world_size)
         if picked.type == "cuda":
+            torch.cuda.init()  # so that threads know by is_initialized() that there is a choice
             torch.cuda.set_device(picked)
         vars(self).update(
             device=picked,
@@ -434,6 +435,8 @@ def _pick_device(
     if backend is not None:  # whoever made the group has bound the device
         return torch.device("cuda", torch.cuda.current_device())
     count = torch.cuda.device_count()
+    if count == 1 and os.environ.get("CUDA_VISIBLE_DEVICES", ",").count(",") == 0:
+        return torch.device("cuda", 0)  # a scheduler showed each of its tasks one GPU
     if local_rank >= count:
         raise ValueError(
             f"Mesh: expected a GPU for every local rank, got LOCAL_RANK={local_rank} with "

@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.handles import Handle, ObservedHandle
 from fastpar.comm.transport import make_collectives
+from fastpar.comm.watchdog import on_this_gpu
 
 _NAMESPACES = ("c10d", "_c10d_functional")  # of torch's collectives
 COMPUTE, REDUCE, GATHER, TP, WAIT = "compute", "reduce", "gather", "tp", "wait"
@@ -64,7 +65,7 @@ class Recorder:
         self.on = False
         self._open: list[_RecordedHandle] = []
         self._changed = threading.Condition()
-        threading.Thread(target=self._watch, daemon=True).start()
+        threading.Thread(target=on_this_gpu(self._watch), daemon=True).start()
 
     def factory(self, group: dist.ProcessGroup | None, role: str) -> Collectives:
         """For parallelize(collectives=...): torch's, each role with a group of its own. Ranks: all.

@@ -16,6 +16,7 @@ there anyway.
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -29,6 +30,7 @@ from fastpar.kernels.global_norm import NORM_WORDS
 
 _BITS = 62
 _TEXT_BYTES = 2048
+MOST_LATE = 4  # steps whose words have not been compared
 BEGINS = ("a step", "a forward", "a forward without gradients")
 _HEAD = 5  # hashes of two kinds of collectives, backwards, hash of cleared gradients, tokens
 
@@ -58,7 +60,7 @@ class Control:
         self._tokens: Tensor | int | None = None
         self._doubt = ""  # what is wrong with the tokens, for a person
         self._rows: Tensor | None = None
-        self._late: tuple[Tensor, torch.cuda.Event] | None = None
+        self._late: deque[tuple[Tensor, torch.cuda.Event]] = deque()
         self.contributed: Tensor | None = None
         self.token_scale: Tensor | None = None
 
@@ -191,17 +193,27 @@ class Control:
         return any(word >> parameter % _BITS & 1 for word in self._rows[:, column].tolist())
 
     def _check(self, heads: Tensor) -> None:
-        """Raise if the ranks were out of step: at once, or one step later on a GPU."""
+        """Raise if the ranks were out of step: at once, or on a GPU when the words are there.
+
+        The host runs ahead of a GPU, by MOST_LATE steps at most.
+        """
         if heads.device.type != "cuda":
             _compare(heads)
             return
-        if self._late is not None and self._late[1].query():
-            _compare(self._late[0])
-        host = torch.empty(heads.shape, dtype=heads.dtype, pin_memory=True)
-        host.copy_(heads, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._late = host, event
+        if len(self._late) == MOST_LATE:
+            self._late[0][1].synchronize()
+        while self._late and self._late[0][1].query():
+            _compare(self._late.popleft()[0])
+        self._late.append(_copied(heads))
+
+
+def _copied(heads: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+    """The words on the host, and when they are there."""
+    host = torch.empty(heads.shape, dtype=heads.dtype, pin_memory=True)
+    host.copy_(heads, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return host, event
 
 
 def _compare(heads: Tensor) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastpar.comm.mesh import AXES, DATA_AXES, Mesh, gather_objects, ranks_along
+from fastpar.comm.mesh import AXES, DATA_AXES, Mesh, _pick_device, gather_objects, ranks_along
 from fastpar.parallel.parallelize import parallelize
 from fastpar.testing import run_ranks
 
@@ -147,6 +147,13 @@ def test_two_local_ranks_on_one_gpu_are_refused(environment, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ValueError, match=r"expected a GPU for every local rank, got LOCAL_RANK=1"):
         Mesh()
+
+
+def test_a_scheduler_that_shows_each_task_one_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    assert _pick_device(None, None, local_rank=5) == torch.device("cuda", 0)
 
 
 def test_check_same_names_the_first_difference_on_every_rank():

@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from fastpar.comm import watchdog
@@ -314,3 +315,16 @@ def test_one_rank_has_nobody_to_wait_for():
 def test_a_timeout_that_is_none(timeout_s):
     with pytest.raises(ValueError, match=r"Watchdog: expected timeout_s > 0, got timeout_s="):
         Watchdog(0, 2, timeout_s=timeout_s)
+
+
+def test_threads_look_at_their_ranks_gpu(monkeypatch):
+    """Otherwise an event's query opens a context on GPU 0 in every rank."""
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    watchdog.on_this_gpu(chosen.append)("ran")
+    assert chosen == [5, "ran"]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    watchdog.on_this_gpu(chosen.append)("alone")
+    assert chosen == [5, "ran", "alone"]

@@ -1,11 +1,14 @@
 """control.py: what the exchange of a step carries, and what it notices."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.transport import make_collectives
 from fastpar.kernels.global_norm import NORM_WORDS, norm_bins, norm_from_bins
+from fastpar.parallel import control as control_module
 from fastpar.parallel.control import Control
 from fastpar.testing import run_ranks
 
@@ -131,3 +134,52 @@ def test_one_rank_talks_to_itself():
     assert c.contributed.tolist() == [2.5]
     assert c.token_scale.item() == 8
     assert (c.used_anywhere(0), c.used_anywhere(1)) == (True, False)
+
+
+class LateEvent:
+    """Recorded on a device whose host is two steps ahead."""
+
+    now = 0
+    waits = 0
+
+    def __init__(self):
+        self.at = LateEvent.now
+
+    def query(self):
+        return LateEvent.now - self.at >= 2
+
+    def synchronize(self):
+        LateEvent.waits += 1
+
+
+class OnGpu(NamedTuple):
+    """Words of a step, as far as the check looks at them on a GPU."""
+
+    words: torch.Tensor
+    device: torch.device = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("wrong_step", [0, 3, 9])
+def test_every_step_is_compared_on_a_device_that_lags(monkeypatch, wrong_step):
+    monkeypatch.setattr(LateEvent, "now", 0)
+    monkeypatch.setattr(control_module, "_copied", lambda heads: (heads.words, LateEvent()))
+    one = Control(None, 3, [0], CPU)
+    same = torch.tensor([[7, 7, 1, 0, 0]] * 2)
+    other = same + torch.tensor([[0] * 5, [0, 1, 0, 0, 0]])
+    for step in range(wrong_step + 2):
+        one._check(OnGpu(other if step == wrong_step else same))
+        LateEvent.now += 1
+    with pytest.raises(RuntimeError, match="expected the same collectives in the same order"):
+        one._check(OnGpu(same))
+
+
+def test_the_host_waits_for_the_oldest_words_when_it_is_far_ahead(monkeypatch):
+    monkeypatch.setattr(LateEvent, "query", lambda self: False)
+    monkeypatch.setattr(LateEvent, "waits", 0)
+    monkeypatch.setattr(control_module, "_copied", lambda heads: (heads.words, LateEvent()))
+    one = Control(None, 3, [0], CPU)
+    for _ in range(control_module.MOST_LATE):
+        one._check(OnGpu(torch.zeros(2, 5, dtype=torch.int64)))
+    assert LateEvent.waits == 0
+    one._check(OnGpu(torch.zeros(2, 5, dtype=torch.int64)))
+    assert LateEvent.waits == 1

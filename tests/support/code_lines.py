@@ -25,15 +25,10 @@ def code_lines(text: str) -> frozenset[int]:
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in _NO_CODE:
             found.update(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            first = node.body[0] if node.body else None
-            if (
-                isinstance(first, ast.Expr)
-                and isinstance(first.value, ast.Constant)
-                and isinstance(first.value.value, str)
-            ):
-                found -= set(range(first.lineno, (first.end_lineno or first.lineno) + 1))
+    for node in ast.walk(ast.parse(text)):  # docstrings: of modules, classes, functions, fields
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            if isinstance(node.value.value, str):
+                found -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return frozenset(found)
 
 
