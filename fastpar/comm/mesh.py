@@ -132,16 +132,6 @@ class Mesh:
         for axes in (AXES, DATA_AXES, ("tp",)):
             if self.size(*axes) > 1:
                 self.group(*axes)
-        if picked.type == "cuda" and world_size > 1:
-            self._prove_together()
-
-    def _prove_together(self) -> None:
-        """All ranks run the same kernels: one of each kind of GPU proves for all (doctor/)."""
-        from fastpar.doctor.doctor import share
-
-        kinds = gather_objects(torch.cuda.get_device_name(self.device), self.group(*AXES))
-        store = dist.distributed_c10d._get_default_store()
-        share(dist.PrefixStore(f"proofs {self.start}", store), kinds)
 
     def size(self, *axes: str) -> int:
         """Ranks along some axes together."""

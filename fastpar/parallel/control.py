@@ -21,11 +21,13 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fastpar.comm.collectives import Collectives
-from fastpar.comm.mesh import Mesh
+from fastpar.comm.mesh import Mesh, gather_objects
 from fastpar.comm.step_report import extended_hash
+from fastpar.doctor.doctor import share
 from fastpar.kernels.global_norm import NORM_WORDS
 
 _BITS = 62
@@ -256,6 +258,17 @@ def _sum_rows(rows: Tensor) -> Tensor:
 
 
 # Outside of a step
+
+
+def prove_together(mesh: Mesh) -> None:
+    """The ranks of GPUs run the same kernels from now on: one of each kind proves for all (doctor/).
+
+    Ranks: all.
+    """
+    if mesh.device.type == "cuda" and mesh.world_size > 1:
+        kinds = gather_objects(torch.cuda.get_device_name(mesh.device))
+        store = dist.distributed_c10d._get_default_store()
+        share(dist.PrefixStore(f"proofs {mesh.start}", store), kinds)
 
 
 class Summing(Protocol):

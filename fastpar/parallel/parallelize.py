@@ -23,6 +23,7 @@ from fastpar.parallel.checks import (
     check_parameters,
     guard_optimizers,
 )
+from fastpar.parallel.control import prove_together
 from fastpar.parallel.debug import Debug, InputCheck
 from fastpar.parallel.engine import Engine
 from fastpar.parallel.shards import Shards, guard_state_dicts
@@ -137,6 +138,7 @@ def parallelize(
     check_in_place_writers(model, mesh.dp_size)
     lines = [f"{name}={value}" for name, value in options.items()]
     mesh.check_same("parallelize", [*lines, *inventory(model)])
+    prove_together(mesh)
     debug = debug or Debug()
     maker = GroupMaker(mesh, transport, collectives, deterministic=deterministic, debug=debug)
     declared, report = _split_along_tp(model, mesh, maker, tp_plan, sequence_parallel, tp_overlap)

@@ -59,7 +59,7 @@ from fastpar.models.gpt import GPT
 from fastpar.models.hf import load_hf
 from fastpar.optim.loss_scale import DynamicLossScale
 from fastpar.optim.schedule import cosine_lr, describe_storage
-from fastpar.parallel.control import broadcast_text
+from fastpar.parallel.control import broadcast_text, prove_together
 from fastpar.parallel.engine import engine_of
 from fastpar.train.evaluate import validation_loss
 from fastpar.train.guards import Guards, merged, past, poison
@@ -140,6 +140,7 @@ class Trainer:
         self.micro_batch_size, self.grad_accum_steps = batch
         self.model = model.to(mesh.device, dtype)
         rows = self.micro_batch_size * self.block_size
+        prove_together(mesh)
         prove_before_training(
             mesh.device.type, dtype, self.model.config, tp=mesh.tp_size, rows=rows
         )

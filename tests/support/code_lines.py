@@ -26,9 +26,9 @@ def code_lines(text: str) -> frozenset[int]:
         if token.type not in _NO_CODE:
             found.update(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(ast.parse(text)):  # docstrings: of modules, classes, functions, fields
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            if isinstance(node.value.value, str):
-                found -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+        value = node.value if isinstance(node, ast.Expr) else None
+        if isinstance(value, ast.Constant) and isinstance(value.value, str):
+            found -= set(range(value.lineno, (value.end_lineno or value.lineno) + 1))
     return frozenset(found)
 
 
