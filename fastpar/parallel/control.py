@@ -261,7 +261,7 @@ def _sum_rows(rows: Tensor) -> Tensor:
 
 
 def prove_together(mesh: Mesh) -> None:
-    """The ranks of GPUs run the same kernels from now on: one of each kind proves for all (doctor/).
+    """All ranks run the same kernels from now on: one GPU of each kind proves for all (doctor/).
 
     Ranks: all.
     """
