@@ -9,6 +9,7 @@ printed at the end. bench/gpu.sh builds and calls this.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import re
 import shutil
@@ -114,9 +115,7 @@ _OPS = (
 
 
 def _workers(quick: bool) -> list[str]:
-    try:
-        import xdist  # noqa: F401
-    except ImportError:
+    if importlib.util.find_spec("xdist") is None:
         return []
     return ["-n", "2" if quick else "8"]
 

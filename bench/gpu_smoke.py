@@ -8,6 +8,7 @@ each op under CUDA graph capture, and attention beside PyTorch's kernels at GPT-
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import tempfile
 from collections.abc import Callable
@@ -148,8 +149,9 @@ def attention_ms(device: str) -> str:
     def stock(kind: SDPBackend) -> Callable[[], Tensor]:
         def call() -> Tensor:
             with sdpa_kernel(kind):
-                parts = (x.transpose(1, 2) for x in (q, k, v))
-                return F.scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2)
+                heads = [x.transpose(1, 2) for x in (q, k, v)]
+                o = F.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True)
+                return o.transpose(1, 2)
 
         return call
 
@@ -183,7 +185,7 @@ def main(argv: list[str] | None = None) -> int:
     }
     if device == "cuda":
         for op, size in SIZES.items():
-            checks[f"{op} captured"] = lambda op=op, size=size: captured(op, size)
+            checks[f"{op} captured"] = functools.partial(captured, op, size)
     checks["ms of attention"] = lambda: attention_ms(device)
     wrong = 0
     for name, check in checks.items():

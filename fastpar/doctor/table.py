@@ -78,7 +78,7 @@ def _driver() -> str:
         found = re.search(r"\s(\d+\.\d+[.\d]*)\s", Path("/proc/driver/nvidia/version").read_text())
         if found:
             return found[1]
-    return str(torch._C._cuda_getDriverVersion())
+    return str(getattr(torch._C, "_cuda_getDriverVersion")())  # noqa: B009  no stub has it
 
 
 def _kernels_digest() -> str:
@@ -113,15 +113,11 @@ def parse_proofs(device: str, content: Any) -> dict[Case, Proof]:
         dtype = getattr(torch, row["dtype"])
         if not isinstance(dtype, torch.dtype) or row["chosen"] not in (OWN, STOCK):
             raise ValueError(row)
-        times = {}
-        for name in ("own_ms", "instead_ms", "stock_ms"):
-            times[name] = tuple(float(ms) for ms in row[name])
-            if len(times[name]) != 2 or not all(
-                math.isfinite(ms) and ms >= 0 for ms in times[name]
-            ):
-                raise ValueError(row)
+        times = [[float(ms) for ms in row[name]] for name in Proof._fields[2:]]
+        if not all(len(ms) == 2 and all(0 <= x < math.inf for x in ms) for ms in times):
+            raise ValueError(row)
         case = Case(device, str(row["op"]), dtype, int(row["size"]))
-        found[case] = Proof(row["chosen"], str(row["wrong"]), **times)
+        found[case] = Proof(row["chosen"], str(row["wrong"]), *((f, b) for f, b in times))
     return found
 
 
