@@ -445,16 +445,15 @@ def test_copies_of_a_sharded_model():
     assert found[7] == [[3, 7], [5, 7]]
 
 
-def test_a_network_that_does_not_work_shows_at_the_start():
+def test_a_network_that_does_not_work_shows_at_the_start(monkeypatch):
+    def all_reduce(x, group):
+        if dist.get_world_size(group) == 2:
+            raise RuntimeError("no route to host")
+
     def rank():
-        def all_reduce(x, group):
-            if dist.get_world_size(group) == 2:
-                raise RuntimeError("no route to host")
+        Mesh(tp=2)
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dist, "all_reduce", all_reduce)
-            Mesh(tp=2)
-
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)  # here: the ranks are threads
     message = r"Mesh: expected the 2 ranks along replicas, dp to reach each other, got an error on "
     with pytest.raises(RuntimeError, match=message + r"rank \d \(no route to host\); check that"):
         run_ranks(rank, 4)
