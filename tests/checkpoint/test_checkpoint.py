@@ -211,6 +211,7 @@ def test_the_checkpoint_of_another_model_is_refused_by_ranks_that_split_it(tmp_p
         assert on_mesh(2, 2, 0, work) == [True, True]
 
 
+@pytest.mark.slow
 def test_transformers_reads_the_link_to_the_newest(tmp_path):
     transformers = pytest.importorskip("transformers", reason="pip install -e '.[dev]'")
     gpt2 = transformers.GPT2LMHeadModel

@@ -14,6 +14,7 @@ from fastpar.parallel.parallelize import parallelize
 from fastpar.testing import run_ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cell",
     [

@@ -36,6 +36,7 @@ def test_few_cells(cell):
     fuzz(cell, 0, 2.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{"prefetch": 0}, {"prefetch": 3}, {"bucket_mb": 1e-6}], ids=str
 )

@@ -27,6 +27,7 @@ from fastpar.train import reaper
 from fastpar.train.metrics import read_metrics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("victim", "options"),
     [

@@ -132,6 +132,7 @@ def test_a_hang_leads_to_a_restart(whole, start):
     assert_same("r", whole)
 
 
+@pytest.mark.slow
 def test_two_runs_on_one_folder_are_refused(here, start, capsys):
     first = start(*FASTPAR, *TRAIN, "--max-steps=1000000", "--save-every=20", "--out=r")
     wait_for_steps(first, "r", 25)

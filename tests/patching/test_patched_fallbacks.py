@@ -77,6 +77,7 @@ def test_output_attentions_falls_back():
     assert report.fallbacks["GPT2Attention: output_attentions=True"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:fastpar.patch")
 @pytest.mark.parametrize("attn", ["sdpa", pytest.param("eager", marks=pytest.mark.slow)])
 def test_output_hidden_states(attn):

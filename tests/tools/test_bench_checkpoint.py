@@ -13,6 +13,7 @@ from fastpar.config.config import GPTConfig
 TINY = GPTConfig(1, 2, 32, 16, 200, dropout=0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [OWN, slow(FLUSHED), slow(DCP)])
 def test_what_is_loaded_is_what_was_saved_or_the_row_is_refused(tmp_path, way):
     rank = Rank(Trial(way == OWN, TINY, str(tmp_path)), 0)

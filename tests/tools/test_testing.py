@@ -82,6 +82,7 @@ def sleep_on_rank_1(seconds):
         time.sleep(seconds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("backend", "timeout_s", "hangs_s"), [("threads", 1, 2), ("gloo", 4, 600)])
 def test_a_rank_that_hangs_is_named(backend, timeout_s, hangs_s):
     """Threads cannot be killed: that one ends by itself."""

@@ -85,6 +85,7 @@ def test_every_mesh_gives_the_curve_of_one_process(here, double, meshes):
         torch.testing.assert_close(found[0], one, rtol=1e-12, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dp", "tp", "stage"), [(2, 2, 3), pytest.param(1, 4, 0, marks=pytest.mark.slow)]
 )
@@ -127,6 +128,7 @@ def test_ranks_of_one_tp_give_the_same_bits_at_every_stage_and_cut(here):
         assert Path(f"z{stage}/samples.txt").read_bytes() == Path("one/samples.txt").read_bytes()
 
 
+@pytest.mark.slow
 def test_resume_equals_the_uninterrupted_run_on_the_same_mesh(here):
     changes = {"tp": 2, "zero_stage": 3}
     run("r", 4, **changes)
