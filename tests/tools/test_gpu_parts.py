@@ -42,12 +42,14 @@ def test_steps_fail_alone_and_the_archive_is_complete_after_each(tmp_path):
     part.run(says("second", "raise SystemExit(3)"), 0)
     part.run(says("third", "import time; print('begun', flush=True); time.sleep(60)", 1.5), 0)
     part.run(says("fourth", "print('still there')"), 0)
+    part.run(Step("no test", ["-c", "raise SystemExit(5)", "pytest"], 20), 0)
     part.archive()
     _, names, summary = members(tmp_path)
     assert "second: FAILED, exit status 3" in summary
     assert "third: FAILED, stopped after 2 s" in summary
     assert "begun" in summary
     assert "still there" in summary
+    assert "no test: none is collected here" in summary
     assert summary.rstrip().endswith("FAILED: second, third")
 
 
