@@ -2,6 +2,7 @@ import gc
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -74,12 +75,21 @@ def test_each_thread_measures_itself():
     assert found == {n * MB: n * MB for n in (1, 2, 3)}
 
 
+def settled_bytes():
+    """alive_bytes() once the threads that set a group up have let go of what they sent."""
+    last, now = -1, 0
+    while now != last:
+        gc.collect()
+        time.sleep(0.1)
+        last, now = now, alive_bytes()
+    return now
+
+
 def shared(rank_bytes):
     import torch.distributed as dist
 
     group = ShmCollectives(dist.group.WORLD, heap_gb=0.1)
-    gc.collect()  # what setting it up has left
-    before = alive_bytes()
+    before = settled_bytes()
     x = group.empty(rank_bytes, torch.uint8)
     with StepMemory(CPU) as memory:
         x.fill_(1)
