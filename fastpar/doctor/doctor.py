@@ -9,10 +9,11 @@ kind proves; what fails or is slower on any of them is chosen on none.
 from __future__ import annotations
 
 import json
+import platform
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -68,6 +69,19 @@ class Prover:
                 found[kind] = parse_proofs(case.device, {"proofs": [row]})[case]
             return _common(case, found)
 
+    def warm(self, cases: Sequence[Case], arch: int) -> None:
+        """Compiles what proofs need, once on each host; other ranks of the host wait for it."""
+        if self._store is None:
+            warm(cases, arch)
+            return
+        key = f"fastpar/warm/{platform.node()}/{' '.join(map(str, cases))}"
+        if self._store.add(f"{key}/claims", 1) == 1:
+            try:
+                warm(cases, arch)
+            finally:
+                self._store.set(key, "done")
+        self._store.get(key)
+
     def proof_here(self, case: Case, rows: int, again: bool) -> Proof:
         """From this device's table, or by a trial, which is told and kept."""
         table = self.table(case.device)
@@ -77,9 +91,13 @@ class Prover:
             if case in table.proofs and not again:
                 return table.proofs[case]
             start = time.perf_counter()
-            with table.trial(case) as barred:
-                proof = Proof(STOCK, barred) if barred else prove(case, rows)
-                table.proofs[case] = proof
+            try:
+                with table.trial(case) as barred:
+                    proof = Proof(STOCK, barred) if barred else prove(case, rows)
+                    table.proofs[case] = proof
+            except torch.OutOfMemoryError:
+                _say(f"{case}: no memory is left to try it; stock PyTorch runs in this process")
+                return Proof(STOCK)
         if proof.wrong:
             where = f"on {self.kind(case.device)} and does not run"
             _say(f"{case}: the own kernel is WRONG {where}: {proof.wrong}")
@@ -129,7 +147,7 @@ def adopt(cases: Iterable[Case], *, rows: int = 0, again: bool = False) -> dict[
     unknown = [case for case in cases if again or case not in table_of(case.device).proofs]
     if len(unknown) > 1 and unknown[0].device == "cuda":
         major, minor = torch.cuda.get_device_capability()
-        warm(unknown, 10 * major + minor)
+        _prover.warm(unknown, 10 * major + minor)
     found = {case: _prover.proof_of(case, rows=rows, again=again) for case in cases}
     choice.proofs.update(found)
     return found

@@ -53,6 +53,7 @@ def proofs_folder() -> Path:
 def environment(device: str) -> dict[str, str]:
     """What a proof holds for: the device's name, and the versions of all that computes."""
     about = {"fastpar": f"{__version__} {_kernels_digest()}", "torch": torch.__version__}
+    about["module"] = _module()
     if device == "cuda":
         about["device"] = torch.cuda.get_device_name()
         about["driver"] = _driver()
@@ -87,17 +88,26 @@ def _kernels_digest() -> str:
     for path in sorted(Path(fastpar.kernels.__file__).parent.glob("*")):
         if path.suffix in (".py", ".json"):
             digest.update(path.read_bytes())
-        elif path.suffix == ".so":
-            digest.update(f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}".encode())
     return digest.hexdigest()[:8]
 
 
+def _module() -> str:
+    """Which build of csrc/ is installed."""
+    if _C is None:
+        return "none"
+    status = Path(_C.__file__).stat()
+    return f"{status.st_size} bytes, {status.st_mtime_ns}"
+
+
+def _without_module(about: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in about.items() if name != "module"}
+
+
 def file_name(about: dict[str, str]) -> str:
-    """The name of a table's file: the device, and a digest of all that it holds for."""
+    """The name of a table's file: the device, and a digest of all versions but csrc's build."""
     name = re.sub(r"[^A-Za-z0-9]+", "-", about["device"]).strip("-").lower()
-    return (
-        f"{name}_{hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:8]}.json"
-    )
+    text = json.dumps(_without_module(about), sort_keys=True)
+    return f"{name}_{hashlib.sha256(text.encode()).hexdigest()[:8]}.json"
 
 
 def row_of(case: Case, proof: Proof) -> dict[str, Any]:
@@ -154,7 +164,10 @@ class ProofTable:
         """Takes over a file's proofs, if it is there and of this environment."""
         try:
             content = json.loads(read_plain(path, MOST_BYTES))
-            if content["version"] != VERSION or content["about"] != self.about:
+            about, here = dict(content["about"]), self.about
+            if path.parent == SHIPPED:  # another build of the same kernels
+                about, here = _without_module(about), _without_module(here)
+            if content["version"] != VERSION or about != here:
                 raise ValueError("it is of another version or machine")
             proofs = parse_proofs(self.device, content)
             tried = {str(case): int(count) for case, count in content["tried"].items()}

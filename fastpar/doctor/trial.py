@@ -20,6 +20,7 @@ from fastpar.kernels.choice import OWN, STOCK, Case, Proof, trying
 
 SLOWER = 1.03  # own over what runs instead: below it they are equally fast
 SECONDS = 0.6  # of timing, for a pass of one op
+MOST_ELEMENTS = 1 << 27  # of a timed tensor: half a gigabyte in fp32
 DEFAULT_ROWS = {"cpu": 512, "cuda": 8192}
 
 
@@ -28,9 +29,12 @@ def prove(case: Case, rows: int = 0) -> Proof:
 
     Args:
         case: op, dtype and last dimension; an op without cases counts as proven.
-        rows: how many rows (tokens) the timed call has; 0 for DEFAULT_ROWS.
+        rows: how many rows (tokens) the timed call has; 0 for DEFAULT_ROWS, and no more than
+            MOST_ELEMENTS allow.
+    Raises:
+        torch.OutOfMemoryError: no memory is left beside a model that is there already.
     """
-    rows = rows or DEFAULT_ROWS[case.device]
+    rows = min(rows or DEFAULT_ROWS[case.device], max(64, MOST_ELEMENTS // max(case.size, 1)))
     found = proof_cases(case.op, case.size, case.device, rows)
     found = [one for one in found if case.dtype in one.dtypes]
     if not found:
@@ -57,8 +61,11 @@ def _what_is_wrong(case: Case, found: Sequence[ErrorCase]) -> str:
             for result, value in first.items():
                 if not torch.equal(value.view(torch.uint8), second[result].view(torch.uint8)):
                     return f"{where}{result} differs between two calls"
+        except torch.OutOfMemoryError:
+            raise  # it says nothing about the kernel
         except Exception as error:
-            return f"{where}{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+            first_line = (str(error).strip().splitlines() or ["no message"])[0]
+            return f"{where}{type(error).__name__}: {first_line}"
     return ""
 
 

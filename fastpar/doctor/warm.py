@@ -102,7 +102,8 @@ def main(arch: int, index: int, count: int, rows: Sequence[Sequence[Any]]) -> No
                 with contextlib.redirect_stdout(sys.stderr):
                     triton.compile(source, target=target, options=launch.options)
             except Exception as error:
-                print(f"{launch.name}: {str(error).strip().splitlines()[0]}")
+                first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                print(f"{launch.name}: {first_line}")
 
 
 if __name__ == "__main__":

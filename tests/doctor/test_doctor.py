@@ -11,6 +11,7 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed import HashStore
 
 from fastpar.doctor import doctor, report, trial
+from fastpar.doctor import table as table_module
 from fastpar.doctor.report import DoctorCommand
 from fastpar.doctor.table import ProofTable
 from fastpar.kernels import backend, bias_gelu, choice, gelu
@@ -108,6 +109,58 @@ def test_a_kernel_that_raises_is_wrong(quick, monkeypatch):
     assert "RuntimeError: an illegal memory access was encountered" in printed
 
 
+def test_an_error_without_a_message_is_named(quick, monkeypatch):
+    def fault(y):
+        raise AssertionError
+
+    break_gelu(monkeypatch, fault)
+    status, printed = run_doctor()
+    assert status == 1
+    assert "AssertionError: no message" in printed
+
+
+def test_no_memory_says_nothing_about_a_kernel_and_is_not_kept(quick, monkeypatch, capsys):
+    def fault(y):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    break_gelu(monkeypatch, fault)
+    proof = doctor.Prover().proof_of(GELU)
+    assert proof == Proof(STOCK)
+    assert "no memory is left to try it" in capsys.readouterr().err
+    assert ProofTable("cpu").proofs == {}
+
+
+def test_a_timed_call_is_never_larger_than_memory_allows(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        trial, "proof_cases", lambda op, size, device, rows: asked.append(rows) or []
+    )
+    trial.prove(Case("cuda", "cross_entropy", torch.bfloat16, 50304), rows=1 << 15)
+    assert asked == [trial.MOST_ELEMENTS // 50304]
+
+
+def test_one_rank_of_a_host_compiles_and_the_others_wait(monkeypatch):
+    store, compiled = HashStore(), []
+
+    def compile_all(cases, arch):
+        time.sleep(0.1)
+        compiled.append(arch)
+
+    monkeypatch.setattr(doctor, "warm", compile_all)
+    seen = []
+
+    def rank():
+        doctor.Prover(store, ["GPU"]).warm([GELU], 90)
+        seen.append(list(compiled))
+
+    threads = [threading.Thread(target=rank) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert seen == [[90]] * 3
+
+
 def test_known_proofs_are_not_made_again_unless_asked_for(quick, monkeypatch):
     run_doctor()
     monkeypatch.setattr(doctor, "prove", lambda *args: pytest.fail("proven again"))
@@ -149,6 +202,20 @@ def test_a_damaged_file_is_told_ignored_and_replaced(no_proofs):
             assert ProofTable("cpu").proofs == {}
     table.save()
     assert ProofTable("cpu").proofs == {GELU: Proof(OWN)}
+
+
+def test_a_shipped_table_serves_every_build_of_the_same_kernels(monkeypatch, tmp_path):
+    table = table_with({GELU: Proof(OWN)})
+    content = json.loads(table.path.read_text())
+    table.path.unlink()
+    content["about"]["module"] = "of another machine's compiler"
+    (tmp_path / table.path.name).write_text(json.dumps(content))
+    monkeypatch.setattr(table_module, "SHIPPED", tmp_path)
+    assert ProofTable("cpu").proofs == {GELU: Proof(OWN)}
+    content["about"]["torch"] = "1.0"
+    (tmp_path / table.path.name).write_text(json.dumps(content))
+    with pytest.warns(UserWarning, match="are not used"):
+        assert ProofTable("cpu").proofs == {}
 
 
 def test_proofs_of_another_version_are_told(no_proofs, monkeypatch):
