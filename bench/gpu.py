@@ -28,6 +28,7 @@ from bench.records import ROOT, machine, machine_line, slug
 
 LIMIT_S = 525.0  # of a part, from the start of its build
 MOST_LINES = 100
+REHEARSAL = "rehearsal"  # how the name of an archive with --quick begins
 NO_TESTS = 5  # pytest's exit status
 ENGINE = ("optim", "parallel", "comm", "checkpoint", "train")  # rooms whose GPU tests come first
 
@@ -100,7 +101,7 @@ def details(device: str, quick: bool, folder: Path) -> list[Step]:
         Step("ops", ["-m", "bench", *_OPS, *rows], 180, 90, shown="fastpar"),
         Step("errors", errors, 60, shown="fails|rows in"),
         Step("emulated links", ["-m", "bench", "emulated", *rows], 90, 45, shown="fastpar"),
-        Step("tensor parallel", ["-m", "bench", "tp", *rows], 60, 30, shown="fastpar"),
+        Step("tensor parallel", ["-m", "bench", "tp", *rows], 110, 30, shown="fastpar"),
     ]
 
 
@@ -124,9 +125,11 @@ def _workers(quick: bool) -> list[str]:
 class Part:
     """One part of a run: its folder, archive and summary."""
 
-    def __init__(self, number: int, device: str, out: Path, started: float) -> None:
+    def __init__(
+        self, number: int, device: str, out: Path, started: float, kind: str = "gpu"
+    ) -> None:
         about = machine(device)
-        self.name = f"gpu_part{number}_{slug(about)}_{time.strftime('%Y-%m-%d_%H%M%S')}"
+        self.name = f"{kind}_part{number}_{slug(about)}_{time.strftime('%Y-%m-%d_%H%M%S')}"
         self.out, self.deadline = out, started + LIMIT_S
         self.folder = out / self.name
         self.folder.mkdir(parents=True)
@@ -218,7 +221,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     status = 0
     for i, number in enumerate(args.part or PARTS):
-        part = Part(number, args.device, args.out, time.time() if i else args.started)
+        started, kind = time.time() if i else args.started, REHEARSAL if args.quick else "gpu"
+        part = Part(number, args.device, args.out, started, kind)
         if args.build_log is not None and args.build_log.exists():
             shutil.copy(args.build_log, part.folder / "build.log")
         steps = PARTS[number](args.device, args.quick, part.folder)

@@ -21,6 +21,8 @@ PYTHON=${PYTHON:-$(test -x .venv/bin/python && echo "$PWD/.venv/bin/python" || e
 OUT=${OUT:-$PWD/build/gpu}
 mkdir -p "$OUT" build
 export PYTHONUNBUFFERED=1
+# Of the toolkit: compute-sanitizer is often not on the PATH.
+PATH=$PATH:/usr/local/cuda/bin:/opt/cuda/bin
 
 # Where pip cannot install. From a copy without pyproject.toml: setuptools below 77 refuses its license.
 build_inplace() {

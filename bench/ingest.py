@@ -2,8 +2,10 @@
 
 Rows go to bench/results (a file for each machine and day), the error ledger to its errors/, proofs
 to fastpar/doctor/shipped, where they save the trial on that GPU, tuned tiles to
-kernels/attention_configs.json, the summary to bench/results/gpu. Then the tables and pictures are
-drawn anew. An archive is read like any file from outside: nothing leaves the folder it is put in.
+kernels/attention_configs.json, the summary and the profile to bench/results/gpu. Then the tables
+and pictures are drawn anew. A rehearsal (--quick) is no result: with --into DIR what it found goes
+there instead, with tables and pictures of its own. An archive is read like any file from outside:
+nothing leaves the folder it is put in.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
+from bench.gpu import REHEARSAL
 from bench.ops.errors import ErrorRow
 from bench.records import RESULTS, ROOT, ResultFile, Row, default_path, load
 from fastpar.doctor.table import SHIPPED, file_name
@@ -25,7 +28,8 @@ def ingest(archive: Path, results: Path = RESULTS, package: Path = ROOT) -> list
     """Takes over one archive; what became of each of its files.
 
     Raises:
-        ValueError: it is no archive of a part, or its rows are of another format.
+        ValueError: it is no archive of a part, or a rehearsal for the committed results, or its
+            rows are of another format.
     """
     said: list[str] = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -44,6 +48,11 @@ def ingest(archive: Path, results: Path = RESULTS, package: Path = ROOT) -> list
                 f"{archive.name}; name the .tar.gz that `make gpu` printed"
             )
         folder = folders[0]
+        if folder.name.startswith(REHEARSAL) and results == RESULTS:
+            raise ValueError(
+                f"ingest: expected a run at full size, got the rehearsal {archive.name}; run `make "
+                "gpu` without --quick, or add --into DIR to look at its tables and pictures"
+            )
         for name, kind, target in (
             ("rows.json", Row, results),
             ("errors.json", ErrorRow, results / "errors"),
@@ -56,11 +65,15 @@ def ingest(archive: Path, results: Path = RESULTS, package: Path = ROOT) -> list
         if (folder / "proofs.json").exists():
             said += _ship_proofs(folder / "proofs.json", package)
         if (folder / "attention_configs.json").exists():
+            (package / "kernels").mkdir(exist_ok=True)
             shutil.copy(folder / "attention_configs.json", package / "kernels")
             said.append("tiles in kernels/attention_configs.json")
         (results / "gpu").mkdir(parents=True, exist_ok=True)
-        shutil.copy(folder / "summary.txt", results / "gpu" / f"{folder.name}.txt")
-        said.append(f"summary in gpu/{folder.name}.txt")
+        for name in ("summary.txt", "profile/profile.json", "profile/timeline.png"):
+            if (folder / name).exists():
+                kept = f"{folder.name}_{Path(name).name}"
+                shutil.copy(folder / name, results / "gpu" / kept)
+                said.append(f"gpu/{kept}")
     return said
 
 
@@ -70,7 +83,7 @@ def _ship_proofs(path: Path, package: Path) -> list[str]:
         return ["proofs of a CPU are not shipped"]
     name = file_name(content["about"])
     folder = package / SHIPPED.relative_to(ROOT)
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text(json.dumps({"version": 1, "tried": {}, **content}, indent=1) + "\n")
     return [f"proofs in fastpar/doctor/shipped/{name}"]
 
@@ -79,14 +92,18 @@ def main(argv: list[str]) -> int:
     """Takes over archives, then draws the report."""
     parser = argparse.ArgumentParser(prog="python -m bench ingest", description=__doc__)
     parser.add_argument("archives", nargs="+", type=Path)
+    parser.add_argument("--into", type=Path, metavar="DIR", help="instead of bench/results")
     args = parser.parse_args(argv)
     try:
         for archive in args.archives:
-            for line in ingest(archive):
-                print(line)
+            into = (args.into, args.into) if args.into else ()
+            print("\n".join(ingest(archive, *into)))
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
     from bench.report import report
 
-    return report.main([])
+    if not args.into:
+        return report.main([])
+    report.write_own(args.into)
+    return 0

@@ -115,7 +115,18 @@ def test_an_archive_becomes_results(tmp_path):
     assert [r.key for r in load(rows)[1]] == [row.key]
     (shipped,) = (package / "fastpar" / "doctor" / "shipped").iterdir()
     assert shipped.name.startswith("a-gpu_")
-    assert (tmp_path / "results" / "gpu" / "gpu_part2_a-gpu.txt").read_text() == "part 2\n"
+    kept = tmp_path / "results" / "gpu" / "gpu_part2_a-gpu_summary.txt"
+    assert kept.read_text() == "part 2\n"
+
+
+def test_a_rehearsal_is_no_result(tmp_path, capsys):
+    part = Part(2, "cpu", tmp_path, time.time(), gpu.REHEARSAL)
+    archive = part.archive()
+    assert ingest.main([str(archive)]) == 2
+    assert "got the rehearsal rehearsal_part2_" in capsys.readouterr().err
+    assert ingest.ingest(archive, tmp_path / "looked at", tmp_path) == [
+        f"gpu/{part.name}_summary.txt"
+    ]
 
 
 def test_what_is_no_archive_is_refused_and_nothing_leaves_its_folder(tmp_path):
@@ -160,4 +171,9 @@ def test_a_rehearsal_without_a_gpu(part, tmp_path):
     assert str(archive) in done.stdout
     assert "build.log" in names
     assert len(summary.splitlines()) <= gpu.MOST_LINES
-    ingest.ingest(archive, tmp_path / "results", tmp_path)
+    into = tmp_path / "looked at"
+    if part == "1":  # no rows
+        assert ingest.ingest(archive, into, tmp_path)
+    else:
+        assert ingest.main([str(archive), "--into", str(into)]) == 0
+        assert "quick" in (into / "report.md").read_text()
