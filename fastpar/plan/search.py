@@ -6,6 +6,7 @@ run's settings, which check themselves. What does not fit is kept, to say by how
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import count, takewhile
@@ -41,15 +42,18 @@ def divisors(n: int) -> list[int]:
     return small + [n // k for k in reversed(small) if k * k != n]
 
 
-def splits(workload: Workload, template: Setup, per_node: int) -> Iterator[Setup]:
-    """Every (tp, stage, shard size) that divides what it has to, with a micro-batch of 1.
-
-    tp stays inside a node: across nodes every layer would wait for the network.
-    """
+def tp_sizes(workload: Workload, template: Setup, per_node: int) -> list[int]:
+    """Those whose ranks share a node: across nodes every layer would wait for the network."""
     world = template.world_size
-    for tp in divisors(world):
-        dp = world // tp
-        if tp > per_node or workload.shape.n_head % tp or workload.batch_size % dp:
+    in_node = math.gcd(world, min(world, per_node))
+    return [tp for tp in divisors(in_node) if workload.shape.n_head % tp == 0]
+
+
+def splits(workload: Workload, template: Setup, per_node: int) -> Iterator[Setup]:
+    """Every (tp, stage, shard size) that divides what it has to, with a micro-batch of 1."""
+    for tp in tp_sizes(workload, template, per_node):
+        dp = template.world_size // tp
+        if workload.batch_size % dp:
             continue
         if tp > 1 and template.moment_dtype == "int8":
             continue
@@ -228,11 +232,7 @@ def smallest_changes(
 
 def possible_batches(workload: Workload, template: Setup, per_node: int, n: int = 3) -> list[int]:
     """The nearest batch sizes that some split of these ranks divides."""
-    world = template.world_size
-    dps = [
-        world // tp for tp in divisors(world) if tp <= per_node and workload.shape.n_head % tp == 0
-    ]
-    smallest = min(dps)
+    smallest = template.world_size // tp_sizes(workload, template, per_node)[-1]
     below = workload.batch_size // smallest * smallest
     near = {below, below + smallest, below + 2 * smallest, below - smallest} - {0}
     fits = sorted((b for b in near if b > 0), key=lambda b: abs(b - workload.batch_size))

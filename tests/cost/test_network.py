@@ -1,9 +1,9 @@
-"""datasheet.Network: what textbooks say of rings, trees and hierarchies, and where ranks are."""
+"""What textbooks say of rings, trees and hierarchies, and where ranks are."""
 
 import pytest
 
-from fastpar.cost.datasheet import KINDS, Group, Network, place
 from fastpar.cost.devices import Cluster, find_link
+from fastpar.cost.network import WAYS, Group, Network, hierarchy, pairs, place, ring, tree
 
 MIB = 2**20
 
@@ -43,10 +43,10 @@ def test_small_messages_are_latency():
     """A ring's grows with the ranks, a tree's with their logarithm."""
     net = network(16384)
     few, many = (net.seconds("all_reduce", 8.0, n) for n in (128, 16384))
-    levels = 2 * 7 * net.between_s
+    levels = 2 * 7 * net.cluster.inter.latency_s
     assert many - few == pytest.approx(levels, rel=1e-6)
     at = place(16384, 1, net.cluster.per_node)
-    assert net.ring_s(8.0, at) > 50 * net.tree_s(8.0, at)
+    assert net.traffic_s(ring(at, 8.0, 2)) > 50 * net.traffic_s(tree(at, 8.0, 2))
     assert net.seconds("all_gather", 8.0, 16384) < 1e-3
 
 
@@ -55,18 +55,19 @@ def test_hierarchy_beats_a_ring_over_slow_links(inter):
     """Through the slow link each byte goes (nodes-1)/nodes times instead of (n-1)/n."""
     net = network(16, inter=inter)
     at = place(16, 1, net.cluster.per_node)
-    ring, levels = (f(1e10, at) for f in (net.ring_s, net.hierarchical_s))
-    assert levels < ring
+    around, levels = (net.traffic_s(way(at, 1e10, 2)) for way in (ring, hierarchy))
+    assert levels < around
     if inter == "eth-10":
-        assert ring / levels == pytest.approx((15 / 16) / (1 / 2), rel=0.02)
+        assert around / levels == pytest.approx((15 / 16) / (1 / 2), rel=0.02)
     assert net.seconds("all_reduce", 1e10, 16) <= levels + net.start_s
 
 
 def test_inside_of_a_node_a_ring_is_a_hierarchy():
     net = network()
     at = place(8, 1, net.cluster.per_node)
-    assert net.ring_s(1e9, at) == pytest.approx(net.hierarchical_s(1e9, at))
-    assert net.ring_s(1e9, at) < net.tree_s(1e9, at)
+    around = net.traffic_s(ring(at, 1e9, 2))
+    assert around == pytest.approx(net.traffic_s(hierarchy(at, 1e9, 2)))
+    assert around < net.traffic_s(tree(at, 1e9, 2))
 
 
 def test_every_device_has_an_adapter_or_its_part_of_one():
@@ -80,7 +81,7 @@ def test_every_device_has_an_adapter_or_its_part_of_one():
 
 def test_more_bytes_ranks_and_distance_are_never_faster():
     net = network(16384)
-    for kind in KINDS:
+    for kind in WAYS:
         by_bytes = [net.seconds(kind, n, 16) for n in (0, MIB, 64 * MIB)]
         assert by_bytes == sorted(by_bytes)
         by_ranks = [net.seconds(kind, 64 * MIB, 2**i) for i in range(15)]
@@ -99,3 +100,40 @@ def test_bad_input():
     with pytest.raises(ValueError, match="expected stride >= 1, got stride=0"):
         place(2, 0, net.cluster.per_node)
     assert place(1, 1, net.cluster.per_node) == Group(1, 1, 1)
+
+
+@pytest.mark.parametrize("inter", ["ib-ndr", "eth-100"])
+@pytest.mark.parametrize(
+    ("kind", "ranks", "stride", "of_node"),
+    [
+        # Bytes of a tensor that leave a node of 8: a ring's, and pairs' of all of its ranks.
+        ("reduce_scatter", 64, 1, 63 / 64),
+        ("all_reduce", 64, 1, 2),  # trees send both ways all of it
+        ("all_to_all", 64, 1, 8 * 56 / 64),
+        ("reduce_scatter", 8, 8, 8 * 7 / 8),  # 8 groups of one rank a node
+        ("all_to_all", 8, 8, 8 * 7 / 8),
+        ("all_to_all", 16, 4, 4 * 2 * 14 / 16),  # 4 groups of two ranks a node
+        ("reduce_scatter", 8, 1, 0.0),
+        ("all_to_all", 8, 1, 0.0),
+        ("reduce_scatter", 1, 1, 0.0),
+    ],
+)
+def test_bytes_of_each_adapter(kind, ranks, stride, of_node, inter):
+    """Of the node one adapter sends all, of 8 each sends an eighth; hierarchies save little."""
+    net = network(inter=inter)
+    found = net.nic_bytes(kind, 1e9, ranks, stride) * (8 if inter == "ib-ndr" else 1)
+    near = 0.0 if inter == "ib-ndr" else 0.13  # where the adapter is slow, NCCL saves bytes of it
+    assert of_node * 1e9 * (1 - near) <= found * (1 + 1e-9)
+    assert found <= of_node * 1e9 * (1 + 1e-9)
+
+
+def test_pairs_bring_each_adapter_seven_times_the_bytes_of_a_ring():
+    """The review's table: 8 x 8 ranks, 56/64 of the tensor through each of 64 adapters."""
+    at = place(64, 1, 8)
+    assert pairs(at, 64.0).adapter == 56
+    assert ring(at, 64.0).adapter == 63 / 8
+    net = network(inter="ib-ndr")
+    slower = net.seconds("all_to_all", 1e9, 64) / net.seconds("reduce_scatter", 1e9, 64)
+    assert 3 < slower < 7.2  # inside of an A100's node a ring goes no faster than NVLink
+    one_a_node = place(8, 8, 8)
+    assert pairs(one_a_node, 64.0).adapter == ring(one_a_node, 64.0).adapter == 56

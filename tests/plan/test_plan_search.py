@@ -73,10 +73,12 @@ def test_every_split_divides_what_it_cuts():
     seen = list(splits(Workload(PRESETS["gpt2-xl"], 96), Setup(world_size=48), per_node=8))
     assert {s.tp for s in seen} == {1}  # 25 heads
     seen = list(splits(Workload(PRESETS["gpt2"], 96), Setup(world_size=48), per_node=8))
-    assert {s.tp for s in seen} == {1, 2, 3, 4, 6}
+    assert {s.tp for s in seen} == {1, 2, 4}
     assert {s.zero_stage for s in seen} == {0, 1, 2, 3}
     assert all(s.shard_size is None or s.dp % s.shard_size == 0 for s in seen)
     assert {s.shard_size for s in seen if s.tp == 1} == {None, 8}
+    seen = list(splits(Workload(PRESETS["gpt2"], 96), Setup(world_size=48), per_node=12))
+    assert {s.tp for s in seen} == {1, 2, 3, 4, 6, 12}
     # The runtime cuts the context of 1024 into 3 parts with padding in none of its ways.
     assert all(s.sequence_parallel == (1024 % s.tp == 0) for s in seen)
 
@@ -198,3 +200,13 @@ def test_sixteen_thousand_ranks_and_a_trillion_parameters_within_two_seconds():
     assert workload.n_parameters > 1e12
     # A bound on work, not on this machine: tens of times what it takes.
     assert seconds < 20.0
+
+
+@pytest.mark.parametrize(("world", "per_node"), [(12, 6), (24, 6), (12, 3), (64, 8)])
+def test_tp_stays_inside_a_node(world, per_node):
+    """Ranks 4 to 7 of nodes of 6 are in two nodes: a size that does not divide a node is none."""
+    workload = replace(GPT2, batch_size=192)
+    sizes = {s.tp for s in splits(workload, Setup(world_size=world), per_node)}
+    assert sizes == {n for n in divisors(per_node) if 12 % n == 0}
+    allowed = possible_batches(replace(GPT2, batch_size=1), Setup(world_size=world), per_node)
+    assert allowed[0] == world // max(sizes)
