@@ -3,11 +3,18 @@
 Right: on a plain and on hostile inputs every result is within the 2x rule of errors.py, and a
 second call has the same bits. Fast: forward and backward, each timed in turn with what would run
 instead, and with stock PyTorch's own function where that is another.
+
+[Note: surroundings] The call that needs a proof may stand in an autograd.Function's forward (no
+gradients are recorded there), in a checkpointed block (whose hooks would see the trial's tensors),
+under autocast, inference mode or a default device. All of these hold for one thread, so a trial has
+a thread of its own. It draws from generators of its own, so that a run has the same random numbers
+with a trial as without (tests/doctor/test_first_use.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -34,6 +41,27 @@ def prove(case: Case, rows: int = 0) -> Proof:
     Raises:
         torch.OutOfMemoryError: no memory is left beside a model that is there already.
     """
+    threads = torch.get_num_threads()
+    gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    strict = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+
+    def alone() -> Proof:
+        torch.set_num_threads(threads)
+        if gpu is not None:
+            torch.cuda.set_device(gpu)
+        return _prove(case, rows)
+
+    # An oracle may use what torch has no deterministic form of: that is no error of the kernel.
+    torch.use_deterministic_algorithms(strict, warn_only=True)
+    try:
+        with ThreadPoolExecutor(1) as thread:  # see [Note: surroundings]
+            return thread.submit(alone).result()
+    finally:
+        torch.use_deterministic_algorithms(strict, warn_only=warns)
+
+
+def _prove(case: Case, rows: int) -> Proof:
     rows = min(rows or DEFAULT_ROWS[case.device], max(64, MOST_ELEMENTS // max(case.size, 1)))
     found = proof_cases(case.op, case.size, case.device, rows)
     found = [one for one in found if case.dtype in one.dtypes]
@@ -83,6 +111,11 @@ def _results(case: Case, one: ErrorCase, fn: Any) -> dict[str, Tensor]:
     return {name: value.contiguous().reshape(-1) for name, value in results.items()}
 
 
+def _random_like(x: Tensor) -> Tensor:
+    generator = torch.Generator(x.device).manual_seed(6)
+    return torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device)
+
+
 def _times(case: Case, one: ErrorCase) -> list[tuple[float, float]]:
     """ms of (forward, backward) of the own kernel, of what runs instead, and of stock PyTorch."""
     ways = {"own": (OWN, one.fn), "instead": (STOCK, one.fn), "stock": (STOCK, one.eager)}
@@ -98,7 +131,7 @@ def _times(case: Case, one: ErrorCase) -> list[tuple[float, float]]:
         outputs = forward()
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         smooth = [o for o in outputs if o.requires_grad]
-        cotangents = [torch.randn_like(o) for o in smooth]
+        cotangents = [_random_like(o) for o in smooth]
 
         def backward(smooth: Any = smooth, cotangents: Any = cotangents, what: str = what) -> Any:
             with trying(case.op, what):
