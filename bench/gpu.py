@@ -81,10 +81,17 @@ def speed(device: str, quick: bool, folder: Path) -> list[Step]:
     on = ["--device", device, *["--quick"] * quick]
     rows = [*on, "--out", str(folder / "rows.json")]
     profile = ["-m", "bench.systems.profile_gpt2", *on, "--out", str(folder / "profile")]
+
+    def train(case: str, most_s: float, least_s: float) -> Step:
+        command = ["-m", "bench", f"train:{case}", *rows]
+        return Step(f"train {case}", command, most_s, least_s, shown="fastpar|eager|compile")
+
     return [
-        Step("training step", ["-m", "bench", "train", *rows], 240, shown="fastpar|plain|compile"),
+        train("124M", 170, 60),
         Step("profile", profile, 100, 40, shown=r"%|ms"),
-        Step("plan", ["-m", "bench", "plan", *rows], 200, 60, shown=r"gpt2|%"),
+        train("1.5B", 170, 60),
+        Step("plan", ["-m", "bench", "plan", *rows], 120, 50, shown=r"gpt2|%"),
+        train("best batch", 120, 20),
     ]
 
 

@@ -4,8 +4,8 @@ Plain PyTorch is bench/peers/stock.py, eager and under torch.compile, with fused
 clip_grad_norm_; for two ranks it is DDP with 25 MB buckets. Same weights, batches and threads.
 Variants take turns of a few steps, so that their times are side by side; each lives in processes of
 its own, so that its peak memory is its own. Cases: 6x384 and 12x768 on a CPU, one process and two
-ranks; char, nanoGPT's CPU recipe with its loss curve; on a GPU the 124M at each variant's best
-batch.
+ranks; char, nanoGPT's CPU recipe with its loss curve; on a GPU 124M and 1.5B at one batch size,
+then 124M at each variant's best batch.
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ CONFIGS = {
     "6x384": (GPTConfig(6, 6, 384, 256, 50304, dropout=0.0), 8),
     "12x768": (GPTConfig(12, 12, 768, 256, 50304, dropout=0.0), 4),
     "124M": (GPTConfig(12, 12, 768, 1024, 50304, dropout=0.0), 32),
+    "1.5B": (GPTConfig(48, 25, 1600, 1024, 50304, dropout=0.0), 4),
 }
 QUICK = GPTConfig(2, 2, 32, 32, 256, dropout=0.0)
 CHAR_STEPS, CHAR_BATCH, CHAR_SLICE = 2000, 12, 50
+GPU_CASES = ("124M", "1.5B", "best batch")
 GPU_BATCHES = (8, 16, 32, 64, 128)
 
 
@@ -239,7 +241,21 @@ def search_batch(
     return max(rates, key=lambda b: rates[b], default=None)
 
 
-def run_gpu(bench: Bench) -> None:
+def run_gpu(bench: Bench, name: str) -> None:
+    """One size at one batch size, two variants at a time: so much memory is there."""
+    config, batch_size = (QUICK, 4) if bench.quick else CONFIGS[name]
+    rounds, steps = (1, 2) if bench.quick else (4, 5)
+    title = f"{'quick' if bench.quick else name} T={config.block_size} B={batch_size}"
+    eager = Spec("stock", config, batch_size, device=bench.device)
+    bases = {"eager": eager, "torch.compile": replace(eager, compiled=True)}
+    for base, stock in bases.items():
+        specs = {base: stock, "fastpar": replace(eager, kind="fastpar")}
+        logs = take_turns(specs, rounds=rounds, steps=steps, warmup=3)
+        case = f"{title}, compiled" if stock.compiled else title
+        bench.add(*to_rows(bench, case, specs, logs, base))
+
+
+def run_best_batch(bench: Bench) -> None:
     """124M: bf16 autocast for plain PyTorch, bf16 with fp32 master weights for fastpar.
 
     Each variant searches its best batch; then they take turns at it in the same processes.
@@ -308,13 +324,13 @@ def run_slice(
 def run(bench: Bench) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     jobs = {
-        "cpu": {
-            "6x384": lambda: run_cpu(bench, "6x384"),
-            "12x768": lambda: run_cpu(bench, "12x768"),
-            "char": lambda: run_char(bench),
-        },
-        "cuda": {"124M": lambda: run_gpu(bench)},
-    }[bench.device]
+        "6x384": lambda: run_cpu(bench, "6x384"),
+        "12x768": lambda: run_cpu(bench, "12x768"),
+        "char": lambda: run_char(bench),
+    }
+    if bench.device == "cuda" or (bench.quick and bench.only in GPU_CASES):
+        jobs = {name: lambda name=name: run_gpu(bench, name) for name in GPU_CASES[:2]}
+        jobs["best batch"] = lambda: run_best_batch(bench)
     for name, job in jobs.items():
         if bench.only in name and not (bench.quick and name == "12x768"):  # tiny as well
             job()
