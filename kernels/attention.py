@@ -251,14 +251,14 @@ def _bwd_fake(do, q, k, v, *_):
 
 _attention = define_op(
     "attention(Tensor q, Tensor? k, Tensor? v, bool causal, float scale, Tensor? key, "
-    "int site_head, int threshold, Tensor? cu_seqlens) -> (Tensor, Tensor)",
+    "SymInt site_head, int threshold, Tensor? cu_seqlens) -> (Tensor, Tensor)",
     _attention_run,
     _fake,
     ("CPU", "CUDA"),
 )
 _attention_bwd = define_op(
     "attention_bwd(Tensor do, Tensor q, Tensor? k, Tensor? v, Tensor? o, Tensor stats, "
-    "bool causal, float scale, Tensor? key, int site_head, int threshold, Tensor? cu_seqlens) "
+    "bool causal, float scale, Tensor? key, SymInt site_head, int threshold, Tensor? cu_seqlens) "
     "-> (Tensor, Tensor, Tensor)",
     _attention_bwd_run,
     _bwd_fake,

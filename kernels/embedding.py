@@ -175,21 +175,21 @@ def _add_fake(wte_grad, dx, idx, key, site, threshold, positions, first_position
 
 
 _embedding = define_op(
-    "embedding(Tensor idx, Tensor wte, Tensor? wpe, SymInt first_position, Tensor? key, int site, "
-    "int threshold, Tensor? wte_grad) -> Tensor",
+    "embedding(Tensor idx, Tensor wte, Tensor? wpe, SymInt first_position, Tensor? key, "
+    "SymInt site, int threshold, Tensor? wte_grad) -> Tensor",
     embedding_fwd,
     _fake,
     ("CPU", "CUDA"),
 )
 _embedding_bwd = define_op(
-    "embedding_bwd(Tensor dx, Tensor idx, Tensor? key, int site, int threshold, SymInt rows, "
+    "embedding_bwd(Tensor dx, Tensor idx, Tensor? key, SymInt site, int threshold, SymInt rows, "
     "SymInt positions, SymInt first_position) -> (Tensor, Tensor)",
     embedding_bwd,
     _bwd_fake,
     ("CPU", "CUDA"),
 )
 _embedding_bwd_ = define_op(
-    "embedding_bwd_(Tensor(a!) wte_grad, Tensor dx, Tensor idx, Tensor? key, int site, "
+    "embedding_bwd_(Tensor(a!) wte_grad, Tensor dx, Tensor idx, Tensor? key, SymInt site, "
     "int threshold, SymInt positions, SymInt first_position) -> Tensor",
     embedding_bwd_,
     _add_fake,

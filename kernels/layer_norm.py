@@ -256,7 +256,7 @@ def _bwd_fake(dy, dtotal, x, weight, mean, rstd, key, *options):
 
 _layer_norm = define_op(
     "layer_norm(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, Tensor? x_bias, "
-    "Tensor? key, int site, int threshold, SymInt? rows, SymInt first_row, float eps, bool rms)"
+    "Tensor? key, SymInt site, int threshold, SymInt? rows, SymInt first_row, float eps, bool rms)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     layer_norm_fwd,
     _fake,
@@ -264,7 +264,7 @@ _layer_norm = define_op(
 )
 _layer_norm_bwd = define_op(
     "layer_norm_bwd(Tensor dy, Tensor? dtotal, Tensor x, Tensor weight, Tensor mean, Tensor rstd, "
-    "Tensor? key, int site, int threshold, SymInt? rows, SymInt first_row, ScalarType x_dtype, "
+    "Tensor? key, SymInt site, int threshold, SymInt? rows, SymInt first_row, ScalarType x_dtype, "
     "ScalarType? bias_dtype, ScalarType? x_bias_dtype, bool rms)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     layer_norm_bwd,

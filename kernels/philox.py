@@ -294,7 +294,7 @@ def _dropout_fake(x, *_):
 
 
 _dropout = define_op(
-    "dropout(Tensor x, Tensor key, int site_head, int threshold, SymInt? rows, SymInt first_row)"
+    "dropout(Tensor x, Tensor key, SymInt site_head, int threshold, SymInt? rows, SymInt first_row)"
     " -> Tensor",
     _dropout_run,
     _dropout_fake,
@@ -369,7 +369,7 @@ def _keep_mask_fake(key, site_head, threshold, rows, first_row, shape, device):
 
 
 _keep_mask = define_op(
-    "keep_mask(Tensor key, int site_head, int threshold, SymInt? rows, SymInt first_row, "
+    "keep_mask(Tensor key, SymInt site_head, int threshold, SymInt? rows, SymInt first_row, "
     "SymInt[] shape, Device device) -> Tensor",
     _keep_mask_run,
     _keep_mask_fake,

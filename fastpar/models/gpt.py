@@ -169,9 +169,9 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """One layer; see [Note: delayed residual]."""
 
-    def __init__(self, config: GPTConfig, layer: int):
+    def __init__(self, config: GPTConfig):
         super().__init__()
-        self.p, self.site = config.dropout, 3 * layer
+        self.p = config.dropout
         self.ln_1 = LayerNorm(config)
         self.attn = Attention(config)
         self.ln_2 = LayerNorm(config)
@@ -183,13 +183,16 @@ class Block(nn.Module):
         delta: Tensor | None,
         rng_key: Tensor | None = None,
         tokens: Tokens | None = None,
+        site: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """The pair of the layer below -> this one's, [B, T, C] each; delta None: nothing to add.
 
-        Dropout is applied exactly when rng_key is given. Under sequence parallelism [N/tp, C]
-        each, and tokens says of which batch.
+        Dropout is applied exactly when rng_key is given, from this site on: an argument and no
+        attribute, or torch.compile would compile every block anew
+        (test_one_compiled_block_serves_all_layers). Under sequence parallelism [N/tp, C] each, and
+        tokens says of which batch.
         """
-        site, p, attn = self.site, self.p, self.attn
+        p, attn = self.p, self.attn
         y, x = self.ln_1(x, delta, **dropout_at(site, p, rng_key, tokens))
         heads = dropout_at(site + 1, p, rng_key, first_head=attn.first_head)
         delta = attn(y, tokens, **heads)
@@ -214,7 +217,7 @@ class GPT(nn.Module):
         self.config = config
         self.wte = Weights(config.padded_vocab_size, config.n_embd, bias=False)
         self.wpe = Weights(config.block_size, config.n_embd, bias=False)
-        self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = LayerNorm(config)
         self._init_weights(seed)
 
@@ -294,8 +297,8 @@ class GPT(nn.Module):
         p, site = self.config.dropout, 3 * self.config.n_layer
         x = self._embed(idx, tokens, dropout_at(0, p, rng_key, tokens))  # [B, T, C]
         delta = None
-        for block in self.h:
-            x, delta = block(x, delta, rng_key, tokens)
+        for layer, block in enumerate(self.h):
+            x, delta = block(x, delta, rng_key, tokens, 3 * layer)
         y, _ = self.ln_f(x, delta, **dropout_at(site, p, rng_key, tokens))
         return y
 

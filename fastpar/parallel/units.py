@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
+from torch._C._dynamo import eval_frame
 
 ROOT = 0  # index of the root unit
 T = TypeVar("T")
@@ -42,30 +43,29 @@ class Link(NotCopied, Generic[T]):
 class Hook(NotCopied):
     """Calls owner's method; owner is a weak reference, so that nobody is kept alive by a hook.
 
-    torch.compile does not look inside (test_compiled_models_match_one_process): where dynamo is
-    loaded the call is disabled for it. It is not imported for that, which takes a second.
+    torch.compile neither traces a hook nor compiles what it calls: it would compile them once for
+    each unit, and give up after eight (test_one_compiled_block_serves_all_layers).
     """
 
     _torchdynamo_disable = True
 
     def __init__(self, owner: Any = None, method: str = "", *args: Any) -> None:
         self._owner, self._method, self._args = owner, method, args
-        self._disabled: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if "torch._dynamo" in sys.modules:
-            if self._disabled is None:
-                self._disabled = torch.compiler.disable(self._call)
-            return self._disabled(*args, **kwargs)
-        return self._call(*args, **kwargs)
-
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
         owner = None if self._owner is None else self._owner()
         return None if owner is None else getattr(owner, self._method)(*self._args, *args, **kwargs)
 
     def is_of(self, owner: Any) -> bool:
         """Whether it calls a method of owner."""
         return self._owner is not None and self._owner() is owner
+
+
+# As torch.compiler.disable() does, which imports dynamo, and that takes a second.
+eval_frame.set_code_exec_strategy(
+    Hook.__call__.__code__,
+    eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP),
+)
 
 
 def inside_backward_of_a_function() -> bool:

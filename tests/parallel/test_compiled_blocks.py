@@ -3,8 +3,10 @@
 import pytest
 import torch
 from test_zero_awkward import SMALL, Net, backward, fill, gradients, set_mean
+from torch._dynamo.testing import CompileCounterWithBackend
 
-from fastpar import AdamW, Mesh, parallelize
+from fastpar import GPT, AdamW, GPTConfig, Mesh, parallelize, patch
+from fastpar.nn.recompute import recompute
 from fastpar.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -70,3 +72,70 @@ def test_compiled_models_match_one_process(how, backend, stage, eager_steps):
             # Compiled graphs may decompose a norm: a few roundings, which AdamW's first steps
             # (of about lr each, whatever the gradient's size) leave as a small part of lr.
             assert torch.allclose(result[name], value, rtol=1e-4, atol=1e-5), name
+
+
+def tiny_gpt(dropout):
+    return GPT(
+        GPTConfig(n_layer=12, n_head=2, n_embd=16, block_size=8, vocab_size=32, dropout=dropout)
+    )
+
+
+def patched_gpt2(dropout):
+    """transformers', whose blocks hold numbers of their own."""
+    transformers = pytest.importorskip("transformers", reason="pip install -e '.[dev]'")
+    config = transformers.GPT2Config(
+        n_layer=12, n_head=2, n_embd=16, n_positions=8, vocab_size=32,
+        resid_pdrop=dropout, attn_pdrop=dropout, embd_pdrop=dropout,
+        bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    model = transformers.GPT2LMHeadModel(config)
+    patch(model)
+    return model
+
+
+def count_graphs(build, dropout, stage, *, tp=1, recomputed="none"):
+    """(graphs after each step, losses of the steps, those of the same steps without a compiler)"""
+    counter = CompileCounterWithBackend("aot_eager")
+    ids = torch.arange(16).view(2, 8)
+    losses = {}
+    counts = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = recompute(build(dropout).train(), recomputed)
+        called = model = parallelize(model, Mesh(tp=tp), zero_stage=stage, first_bucket_mb=1e-4)
+        optimizer = AdamW(model.parameters(), lr=0.05)
+        if compiled:
+            called = torch.compile(model, backend=counter)
+        losses[compiled] = []
+        torch.manual_seed(1)
+        for _ in range(3):
+            if build is tiny_gpt:
+                loss = called(ids, ids)
+            else:
+                loss = called(ids, labels=ids, use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[compiled].append(loss.item())
+            counts += [counter.frame_count] * compiled
+    return counts, losses[True], losses[False]
+
+
+def count_all(cases):
+    return [count_graphs(*case, **options) for *case, options in cases]
+
+
+@pytest.mark.slow
+def test_one_compiled_block_serves_all_layers():
+    """Of twelve; the first of ours differs, it has nothing to add. dynamo gives up after 8."""
+    cases = [
+        (tiny_gpt, 0.0, 3, {}),
+        (tiny_gpt, 0.1, 1, {"tp": 2}),
+        (tiny_gpt, 0.1, 2, {"recomputed": "full"}),
+        (patched_gpt2, 0.1, 1, {}),
+    ]
+    for found in run_ranks(count_all, 2, cases, backend="gloo", timeout_s=300):
+        for case, (counts, compiled, eager) in zip(cases, found):
+            assert counts[0] == counts[-1] <= 8, (case, counts)
+            assert compiled == pytest.approx(eager, rel=1e-4), case
