@@ -15,7 +15,7 @@ from bench.records import Row, machine_line
 from bench.report import plan_table, roofline
 from bench.report.report import NoResultsError, newest, op_benches
 from bench.report.tables import ASIDE, by_case, is_ours, number, tp_rows, zero_rows
-from bench.systems import bench_emulated
+from bench.systems import bench_emulated, bench_nodes
 
 # Okabe and Ito's colours first, which the colour-blind can tell apart; fastpar's are warm ones, and
 # others never get them.
@@ -185,7 +185,7 @@ def draw_all(folder: Path) -> list[Path]:
     """<folder>/<op>.png for every op with rows there, of the newest machine of each device.
 
     And roofline.png; zero.png and tp_<ranks>.png, of the first machine that has such rows; of
-    emulated links one for each device.
+    emulated links one for each device, of nodes one.
     """
     machines = []
     for device in ("cuda", "cpu"):
@@ -213,6 +213,10 @@ def draw_all(folder: Path) -> list[Path]:
         if own:
             drawn.append(folder / "plan" / f"check_{about['device']}.png")
             plan_table.draw(own, drawn[-1])
+        own = [r for r in rows if r.bench == "nodes"]
+        if own and folder / "nodes.png" not in drawn:
+            drawn.append(folder / "nodes.png")
+            bench_nodes.draw(about, own, drawn[-1])
     for name, choose in (("zero", zero_rows), ("tp", tp_rows)):
         for about, rows in machines:
             for own in by_case(choose(rows)).values():

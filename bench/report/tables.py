@@ -11,7 +11,18 @@ from bench.report.plan_table import plan_table
 from bench.targets import targets_of
 
 ASIDE = "fastpar without dropout"  # what a row with dropout is compared with: no result by itself
-NOT_OPS = {"train", "ceilings", "build", "zero", "tp", "emulated", "overlap", "checkpoint", "plan"}
+NOT_OPS = {
+    "train",
+    "ceilings",
+    "build",
+    "zero",
+    "tp",
+    "emulated",
+    "overlap",
+    "checkpoint",
+    "plan",
+    "nodes",
+}
 ZERO_TARGETS = {"DDP": 1.2, "FSDP2": 1.6, "DeepSpeed": 1.6}  # of every stage of fastpar
 
 
@@ -309,7 +320,7 @@ def emulated_table(rows: Sequence[Row], bench: str = "emulated") -> str:
         base = next((r.median_ms for r in group if r.variant == r.baseline), None)
         for row in group:
             if row.refused:
-                lines.append([case, row.variant, f"refused: {row.refused}", "", "", "", "", ""])
+                lines.append([case, row.variant, f"refused: {row.refused}", "", "", "", "", "", ""])
             elif row.variant != row.baseline:
                 notes = row.notes
                 lines.append(
@@ -322,15 +333,46 @@ def emulated_table(rows: Sequence[Row], bench: str = "emulated") -> str:
                         number(notes["exposed_ms"]),
                         f"{100 * notes['exposed']:.0f} %",
                         number(notes["wire_mb"]),
+                        number(notes.get("nic_mb")),
                     ]
                 )
     head = ["one rank of many", "link", "step ms", "without link", "communication ms"]
-    return table([*head, "exposed ms", "exposed, of communication", "MB sent"], lines)
+    return table(
+        [*head, "exposed ms", "exposed, of communication", "MB sent", "MB through each NIC"], lines
+    )
+
+
+def nodes_table(rows: Sequence[Row]) -> str:
+    """Bytes through each adapter of 8 nodes of 8 ranks, counted and planned; then planned steps."""
+    own = [row for row in rows if row.bench == "nodes"]
+    lines = []
+    for row in (row for row in own if row.direction == "bytes"):
+        notes = row.notes
+        if row.refused:
+            lines.append([row.case, row.variant, f"refused: {row.refused}", "", "", ""])
+            continue
+        cells = [number(notes[name], 4) for name in ("nic_mb", "planned_mb")]
+        part = f"{notes['nic_mb'] / notes['tensor_mb']:.3f}"
+        lines.append([row.case, row.variant, *cells, part, number(notes["planned_ms"])])
+    size = next((f"{row.notes['tensor_mb']:.2f} MB" for row in own if "tensor_mb" in row.notes), "")
+    head = [f"reduce-scatter of {size}", "as", "counted MB through each NIC", "planned MB"]
+    text = table([*head, "of the tensor", "planned ms"], lines)
+    steps = [
+        [
+            f"{row.case}, {row.variant}",
+            row.notes["layout"],
+            *(number(row.notes[name]) for name in ("nic_mb", "exposed_ms", "planned_ms")),
+        ]
+        for row in own
+        if row.direction == "step"
+    ]
+    head = ["64 x h100, links", "planned layout", "MB through each NIC", "exposed ms", "step ms"]
+    return f"{text}\n\n{table(head, steps)}"
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """For the console: a line for each case and direction with all its variants."""
-    lines = []
+    """For the console: a line for each case and direction with all its variants that took time."""
+    rows, lines = [row for row in rows if row.refused or row.median_ms is not None], []
     if any(row.percent_of_ceiling is not None for row in rows):
         lines.append("%: of the rate of a plain copy or matrix product in the same process")
     for (case, direction), group in by_case(rows).items():
@@ -362,4 +404,5 @@ TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
     "overlap": overlap_table,
     "checkpoint": checkpoint_table,
     "plan": plan_table,
+    "nodes": nodes_table,
 }

@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -125,6 +125,15 @@ def curves(size: str, config: GPTConfig, batch_size: int, ranks: int) -> Iterato
         yield Setting(size, config, batch_size, ranks, 3, None, prefetch)
 
 
+class Sample(NamedTuple):
+    """A step: ms of it and of its operations, bytes sent, and through each adapter of a node."""
+
+    ms: float
+    comm_ms: float
+    wire_bytes: float
+    nic_bytes: float
+
+
 class Rank:
     """The one rank that exists."""
 
@@ -165,14 +174,15 @@ class Rank:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def sample(self, profile: Profile | None, count: int) -> tuple[float, float, float]:
-        """(ms of a step, ms of its operations, bytes sent), means over count steps."""
+    def sample(self, profile: Profile | None, count: int) -> Sample:
+        """Means over count steps."""
         synchronize(self.device)
         self.link.profile = profile
         self.link.clear()
         ms = steady_ms(self.step, count, self.device)
         synchronize(self.device)
-        return ms, self.link.comm_ms() / (count + 1), self.link.wire_bytes() / (count + 1)
+        sums = self.link.comm_ms(), self.link.wire_bytes(), self.link.nic_bytes()
+        return Sample(ms, *(total / (count + 1) for total in sums))
 
     def close(self) -> None:
         synchronize(self.device)
@@ -190,40 +200,41 @@ def fill(name: str, tensor: Tensor) -> None:
             tensor.normal_(0.0, 0.02)
 
 
-def profiles_of(device: str, tp: int = 1) -> Sequence[Profile]:
-    if tp > 1 and device == "cuda":
-        return (NVLINK, PCIE, NODES)
-    return PROFILES if device == "cuda" else (ETHERNET_25, ETHERNET_1)
+def profiles_of(device: str, ranks: int, tp: int = 1) -> Sequence[Profile]:
+    if device == "cpu":
+        return (ETHERNET_25, ETHERNET_1)
+    nodes = NODES if ranks > 8 else ()
+    return (NVLINK, PCIE, *nodes) if tp > 1 else (*PROFILES, *nodes)
 
 
 def measure(
     rank: Rank, profiles: Sequence[Profile], *, rounds: int, budget_s: float
-) -> dict[str, list[tuple[float, float, float]]]:
+) -> dict[str, list[Sample]]:
     """Variant -> its samples; all links in turn, as many rounds as fit into the budget."""
     for _ in range(3):
         rank.step()
     variants: dict[str, Profile | None] = {BASELINE: None}
     variants |= {f"emulated {profile.name}": profile for profile in profiles}
-    samples: dict[str, list[tuple[float, float, float]]] = {name: [] for name in variants}
+    samples: dict[str, list[Sample]] = {name: [] for name in variants}
     start = time.monotonic()
     for turn in range(rounds):
         if turn and (time.monotonic() - start) * (turn + 1) / turn > budget_s:
             break
         for name, profile in variants.items():
-            before = samples[name][-1][0] if turn else 500.0
+            before = samples[name][-1].ms if turn else 500.0
             samples[name].append(rank.sample(profile, max(1, min(4, int(500 / before)))))
     return samples
 
 
 def rows_of(
-    bench: Bench, setting: Setting, rank: Rank, samples: dict[str, list[tuple[float, float, float]]]
+    bench: Bench, setting: Setting, rank: Rank, samples: dict[str, list[Sample]]
 ) -> list[Row]:
     dtype = torch.bfloat16 if bench.device == "cuda" else torch.float32
     rows = []
-    base = statistics.median(ms for ms, _, _ in samples[BASELINE])
+    base = statistics.median(sample.ms for sample in samples[BASELINE])
     for variant, taken in samples.items():
         row = bench.row(str(setting), "step", variant, dtype)
-        row.median_ms, row.p20_ms, row.p80_ms, row.runs = Timing.of([ms for ms, _, _ in taken])
+        row.median_ms, row.p20_ms, row.p80_ms, row.runs = Timing.of([sample.ms for sample in taken])
         row.baseline, row.speedup = BASELINE, base / row.median_ms
         row.notes = {
             "emulated": True,
@@ -234,11 +245,13 @@ def rows_of(
             "prefetch": setting.prefetch,
             "tp": setting.tp,
             "buckets": len(rank.engine.shards.layout.buckets),
-            "wire_mb": taken[0][2] / 1e6,
+            "wire_mb": taken[0].wire_bytes / 1e6,
         }
         if variant != BASELINE:
-            comm, exposed = statistics.median(c for _, c, _ in taken), row.median_ms - base
+            comm, exposed = statistics.median(s.comm_ms for s in taken), row.median_ms - base
             row.notes |= {"comm_ms": comm, "exposed_ms": exposed, "exposed": exposed / comm}
+        if taken[0].nic_bytes:
+            row.notes["nic_mb"] = taken[0].nic_bytes / 1e6
         rows.append(row)
     return rows
 
@@ -260,7 +273,10 @@ def run_settings(bench: Bench, these: Iterable[Setting]) -> None:
         try:
             rank = Rank(setting, bench.device)
             taken = measure(
-                rank, profiles_of(bench.device, setting.tp), rounds=rounds, budget_s=budget_s
+                rank,
+                profiles_of(bench.device, setting.ranks, setting.tp),
+                rounds=rounds,
+                budget_s=budget_s,
             )
             rows = rows_of(bench, setting, rank, taken)
         except Exception as error:
@@ -289,7 +305,7 @@ def draw(about: dict[str, Any], rows: Sequence[Row], path: Path) -> None:
     sizes = list(dict.fromkeys(r.notes["size"] for r in plain))
     curved = list(dict.fromkeys(r.notes["size"] for r in swept))
     links = list(dict.fromkeys(r.variant for r in rows))
-    colour = dict(zip(links, ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#999999")))
+    colour = dict(zip(links, ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#999999", "#56B4E9")))
     width = max(len(sizes), len(curved))
     figure, panels = pyplot.subplots(
         1 + bool(curved), width, figsize=(4.2 * width + 1, 3.2 * (1 + bool(curved))),

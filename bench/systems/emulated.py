@@ -9,7 +9,10 @@ operation take on the link. Everything measured with them carries the word "emul
 Time, bytes, order, and who waits for what. An operation takes (bytes this rank sends) / bandwidth +
 latency, twice the latency for an all-reduce, which is a reduce-scatter and an all-gather. The
 operations of a rank share its link: they pass one after another in the order of the calls. Where a
-profile is not shared, each role (reduce, gather, ...) has the bandwidth for itself.
+profile is not shared, each role (reduce, gather, ...) has the bandwidth for itself. A profile of
+nodes has two links, inside of nodes and between them, and an operation takes what the planner's
+model of it says (fastpar/cost/network.py); Link.nic_bytes() is what leaves through an adapter.
+bench/systems/nodes.py sends such messages really and counts them.
 Not emulated: what transports take from the computation (NCCL occupies a few multiprocessors and
 memory bandwidth, gloo and shared memory occupy cores), stragglers, and congestion. Figures are
 therefore lower bounds of what communication costs.
@@ -38,6 +41,8 @@ from torch import Tensor
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.handles import Handle
 from fastpar.comm.mesh import Mesh
+from fastpar.cost.devices import Cluster
+from fastpar.cost.network import Network, Traffic
 
 _CALIBRATION_CYCLES = 20_000_000  # about 10 ms
 
@@ -50,7 +55,7 @@ class Profile:
         gb_per_s: 1e9 bytes per second that one rank sends while it receives as many.
         latency_us: of one operation; bandwidths are line rates, latencies are assumptions.
         shared: see [Note: what is emulated].
-        inner: a link of its own for the ranks along tp, which are neighbours; None: they share it.
+        network: of nodes; None: all ranks are alike.
     """
 
     name: str
@@ -58,11 +63,18 @@ class Profile:
     latency_us: float
     source: str
     shared: bool = True
-    inner: Profile | None = None
+    network: Network | None = None
 
     def ms(self, n_bytes: float, passes: int = 1) -> float:
         """How long an operation takes that sends n_bytes and pays the latency `passes` times."""
         return n_bytes / self.gb_per_s / 1e6 + passes * self.latency_us / 1e3
+
+    def traffic(self, op: Op) -> Traffic:
+        """What a rank sends in an operation of a profile of nodes."""
+        assert self.network is not None
+        kind = {"barrier": "all_reduce", "recv": "send"}.get(op.kind, op.kind)
+        n_bytes = op.tensor_bytes if op.wire_bytes else 0
+        return self.network.traffic(kind, n_bytes, op.world_size, op.stride)
 
 
 NVLINK = Profile(
@@ -78,7 +90,18 @@ ETHERNET_100 = Profile("100 GbE", 12.5, 30.0, "100 Gbit/s a rank (IEEE 802.3ba)"
 ETHERNET_25 = Profile("25 GbE", 3.125, 50.0, "25 Gbit/s a rank (IEEE 802.3by)")
 ETHERNET_1 = Profile("1 GbE", 0.125, 100.0, "1 Gbit/s a rank (IEEE 802.3ab); for CPUs")
 PROFILES = (NVLINK, PCIE, ETHERNET_100, ETHERNET_25)
-NODES = Profile("NVLink in 100 GbE", 12.5, 30.0, "nodes of tp ranks with NVLink", inner=NVLINK)
+
+
+def nodes_of(per_node: int, inter: str) -> Profile:
+    """Nodes of H100s with NVLink; inter: of links.csv, between them."""
+    network = Network(Cluster.of("h100", per_node, per_node, inter=inter))
+    link = network.cluster.inter
+    name = f"nodes of {per_node}: NVLink, {inter}"
+    speed = link.bytes_per_s / 1e9, link.latency_s * 1e6
+    return Profile(name, *speed, "fastpar/cost/links.csv", network=network)
+
+
+NODES = (nodes_of(8, "ib-ndr"), nodes_of(8, "eth-100"))  # an adapter for each GPU; one a node
 
 
 class Op(NamedTuple):
@@ -90,6 +113,7 @@ class Op(NamedTuple):
     wire_bytes: float  # that this rank sends
     world_size: int
     tag: int
+    stride: int = 1  # between neighbours of the group, in ranks of the mesh
 
 
 class Link:
@@ -118,11 +142,14 @@ class Link:
         self.ops.append(op)
         ms, name = 0.0, ""
         if self.profile is not None and op.world_size > 1:
-            inside = self.profile.inner is not None and op.role == "tp"
-            profile = self.profile.inner if inside else self.profile
-            assert profile is not None
-            ms = profile.ms(op.wire_bytes, passes)
-            name = op.role if inside or not profile.shared else ""
+            network = self.profile.network
+            if network is None:
+                ms = self.profile.ms(op.wire_bytes, passes)
+                name = "" if self.profile.shared else op.role
+            else:
+                sent = self.profile.traffic(op)
+                ms = 1e3 * (network.start_s + network.traffic_s(sent))
+                name = "" if sent.adapter or sent.hops_between else "inside"
         if name not in self._channels:
             self._channels[name] = _Thread() if self._cuda is None else _Stream(self._cuda)
         handle = self._channels[name].submit(ms, int(ms * self.cycles_per_ms), work)
@@ -136,6 +163,13 @@ class Link:
     def wire_bytes(self) -> float:
         """Sent by this rank since clear()."""
         return sum(op.wire_bytes for op in self.ops)
+
+    def nic_bytes(self) -> float:
+        """Through each adapter of a node since clear(); 0 without nodes."""
+        profile = self.profile
+        if profile is None or profile.network is None:
+            return 0.0
+        return sum(profile.network.nic_bytes(profile.traffic(op)) for op in self.ops)
 
     def clear(self) -> None:
         self.ops.clear()
@@ -288,9 +322,15 @@ class EmulatedCollectives(Collectives):
     """
 
     def __init__(
-        self, link: Link, role: str, rank: int, world_size: int, device: torch.device | str
+        self,
+        link: Link,
+        role: str,
+        rank: int,
+        world_size: int,
+        device: torch.device | str,
+        stride: int = 1,
     ) -> None:
-        self.link, self.role = link, role
+        self.link, self.role, self.stride = link, role, stride
         self.rank, self.world_size = rank, world_size
         self.device = torch.device(device)
         self.transport = "emulated"
@@ -360,7 +400,7 @@ class EmulatedCollectives(Collectives):
         self, kind: str, whole: Tensor, wire: float, passes: int, tag: int, work: Callable[[], None]
     ) -> Handle:
         n_bytes = whole.numel() * whole.element_size()
-        op = Op(self.role, kind, n_bytes, wire, self.world_size, tag)
+        op = Op(self.role, kind, n_bytes, wire, self.world_size, tag, self.stride)
         return self.link.submit(op, passes, torch.no_grad()(work))
 
 
@@ -374,12 +414,14 @@ def emulated(link: Link) -> Callable[[dist.ProcessGroup | None, str], EmulatedCo
     def factory(group: dist.ProcessGroup | None, role: str) -> EmulatedCollectives:
         group = group if group is not None else dist.group.WORLD
         on_host = role == "sizes"
+        ranks = dist.get_process_group_ranks(group)
         return EmulatedCollectives(
             Link(None) if on_host else link,
             role,
             dist.get_rank(group),
-            dist.get_world_size(group),
+            len(ranks),
             "cpu" if on_host else device,
+            ranks[1] - ranks[0] if len(ranks) > 1 else 1,
         )
 
     return factory

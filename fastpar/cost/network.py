@@ -11,11 +11,12 @@ communicate at the same time, in whatever groups they are. Of a tensor of S byte
     tree         S                       S / local                    local - 1, log2(nodes)
     pairs        (local-1)/n S           (n-local)/n S                local - 1, n - local
 
-for a reduce-scatter or an all-gather, and twice that for an all-reduce. A ring enters and leaves
-each node once: there is one through each device's adapter, with its part of the tensor, and inside
-of a node each goes as fast as its slowest link. In pairs every rank sends to every other: that is
-an all-to-all, and the deterministic reduce-scatter, which adds up what it received. Nothing is
-added up before it leaves a node, so each adapter carries `local` times the bytes of a ring.
+for a reduce-scatter or an all-gather, and twice that for an all-reduce (in trees at most). A ring
+enters and leaves each node once: there is one through each device's adapter, with its part of the
+tensor, and inside of a node each goes as fast as its slowest link. In pairs every rank sends to
+every other: that is an all-to-all, and the deterministic reduce-scatter, which adds up what it
+received. Nothing is added up before it leaves a node, so that each adapter carries almost `local`
+times the bytes of a ring. bench/systems/nodes.py sends all of these messages and counts them.
 
 An operation lasts as long as its slower link, or as both where one waits for the other
 (hierarchy). Of several ways the fastest counts, as NCCL chooses.
@@ -27,12 +28,13 @@ Source: Thakur et al. 2005, doi 10.1177/1094342005051521 (rings, pairs); Sanders
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple
 
 from fastpar.config.settings import check_at_least
 from fastpar.cost.devices import Cluster, Link
+from fastpar.cost.operations import CommOp
 
 # Of a collective before its first byte moves: a kernel's launch and its ranks' arrival (NCCL's
 # base latencies are 7 to 14 us); between CPU ranks threads wake up.
@@ -63,11 +65,13 @@ class Traffic(NamedTuple):
     """What a rank of a group sends in one collective; see [Note: collectives].
 
     Attributes:
+        way: of WAYS.
         inside: bytes over its link inside of the node; adapter: bytes to other nodes.
         hops_inside, hops_between: messages that wait for each other.
         in_turn: the bytes to other nodes wait for those inside.
     """
 
+    way: str
     inside: float
     adapter: float
     hops_inside: int
@@ -82,33 +86,34 @@ def ring(at: Group, n_bytes: float, times: int = 1) -> Traffic:
     """Every byte goes to all ranks in turn; times: 2 for an all-reduce, which is both halves."""
     sent, across = times * (at.ranks - 1) / at.ranks * n_bytes, at.nodes > 1
     hops = times * (at.ranks - at.nodes), times * at.nodes * across
-    return Traffic(sent * (at.local > 1), sent / at.local * across, *hops)
+    return Traffic("ring", sent * (at.local > 1), sent / at.local * across, *hops)
 
 
 def tree(at: Group, n_bytes: float, times: int = 1) -> Traffic:
     """A chain inside of nodes, two binary trees between them; times: 2 up and down again."""
     sent = times * n_bytes
-    return Traffic(sent * (at.local > 1), sent / at.local * (at.nodes > 1), *_levels(at, times))
+    between = sent / at.local * (at.nodes > 1)
+    return Traffic("tree", sent * (at.local > 1), between, *_levels(at, times))
 
 
 def hierarchy(at: Group, n_bytes: float, times: int = 1) -> Traffic:
     """The nodes' rings inside, then a ring of the nodes; times: as in ring()."""
     inside = times * (at.local - 1) / at.local * n_bytes
     between = times * (at.nodes - 1) / at.nodes * n_bytes / at.local
-    return Traffic(inside, between, *_levels(at, times), in_turn=True)
+    return Traffic("hierarchy", inside, between, *_levels(at, times), in_turn=True)
 
 
 def pairs(at: Group, n_bytes: float) -> Traffic:
     """Every rank sends every other its slice."""
     slices = n_bytes / at.ranks
     near, far = at.local - 1, at.ranks - at.local
-    return Traffic(near * slices, far * slices, near, far)
+    return Traffic("pairs", near * slices, far * slices, near, far)
 
 
 def message(at: Group, n_bytes: float) -> Traffic:
     """From one device to one other, the farthest in the group."""
     far = at.nodes > 1
-    return Traffic(n_bytes * (not far), n_bytes * far, int(not far), int(far))
+    return Traffic("message", n_bytes * (not far), n_bytes * far, int(not far), int(far))
 
 
 def _levels(at: Group, times: int) -> tuple[int, int]:
@@ -150,7 +155,7 @@ class Network:
                 "choose one of these"
             )
         if ranks == 1:
-            return Traffic(0.0, 0.0, 0, 0)
+            return Traffic("none", 0.0, 0.0, 0, 0)
         return min((way(at, n_bytes) for way in WAYS[kind]), key=self.traffic_s)
 
     def seconds(self, kind: str, n_bytes: float, ranks: int, stride: int = 1) -> float:
@@ -165,13 +170,14 @@ class Network:
         hops_s = sent.hops_inside * self.cluster.intra.latency_s
         return moving + hops_s + sent.hops_between * self.cluster.inter.latency_s
 
-    def nic_bytes(self, kind: str, n_bytes: float, ranks: int, stride: int = 1) -> float:
-        """Bytes that leave a node through each of its adapters, in one collective of all ranks.
+    def nic_bytes(self, sent: Traffic) -> float:
+        """Bytes that leave a node through each of its adapters while every rank sends this."""
+        return sent.adapter * (self.cluster.per_node if self.cluster.inter.of_node else 1)
 
-        Every rank is in one such group. Arguments as of traffic().
-        """
-        sharing = self.cluster.per_node if self.cluster.inter.of_node else 1
-        return sharing * self.traffic(kind, n_bytes, ranks, stride).adapter
+    def step_nic_bytes(self, comms: Iterable[CommOp]) -> float:
+        """The same of all communication of a step."""
+        sent = ((c.count, self.traffic(c.kind, c.bytes, c.ranks, c.stride)) for c in comms)
+        return sum(count * self.nic_bytes(each) for count, each in sent)
 
 
 def _of_device(link: Link, per_node: int) -> float:

@@ -21,7 +21,8 @@ from fastpar.cost.capacity import host_memory
 from fastpar.cost.datasheet import DatasheetRates
 from fastpar.cost.devices import Cluster, Device, device_table, find_device, larger_device
 from fastpar.cost.measured_rates import gpu_name
-from fastpar.cost.operations import Rates
+from fastpar.cost.network import Network
+from fastpar.cost.operations import Rates, comm_ops_of
 from fastpar.cost.step_time import cost_per_billion_tokens
 from fastpar.cost.workload import Setup, Workload, default_accumulate
 from fastpar.data.tokenizer import GPT2_VOCABULARY, name_for
@@ -321,7 +322,18 @@ def report(plan: Plan) -> str:
     assert winner.time is not None
     parts = [f"{k} {s * 1e3:.3g} ms" for k, s in winner.time.parts.items() if s > 0]
     lines += ["", "why not", *why, "", f"memory   {winner.memory}", f"time     {', '.join(parts)}"]
+    sent = nic_bytes(plan, winner.setup)
+    if sent:
+        lines.append(
+            f"network  {_size(sent)} a step leave through each adapter (NIC) of "
+            f"{plan.cluster.inter.name}"
+        )
     return "\n".join([*lines, "", *command_lines(plan, winner.setup)])
+
+
+def nic_bytes(plan: Plan, setup: Setup) -> float:
+    """Bytes of a step that leave a machine through each of its network adapters."""
+    return Network(plan.cluster).step_nic_bytes(comm_ops_of(plan.workload, setup))
 
 
 def peak_text(plan: Plan, peak: float) -> str:
@@ -420,6 +432,7 @@ def _write_json(plan: Plan, path: Path) -> None:
             {
                 **asdict(e.setup),
                 "fits": e.time is not None,
+                "nic_bytes": nic_bytes(plan, e.setup),
                 "memory_bytes": {**vars(e.memory), "total": e.memory.total},
                 "time": None if e.time is None else asdict(e.time),
             }

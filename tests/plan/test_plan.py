@@ -95,6 +95,30 @@ def test_several_machines_are_started_by_torchrun(capsys):
     assert re.search(r"torchrun --nnodes 4 --nproc-per-node 4 .* -m fastpar train ", out)
 
 
+def test_64_gpus_on_8_nodes_by_their_links(capsys, tmp_path):
+    """tp stays inside of nodes, slower adapters cost time, and what leaves through each is said."""
+    words = ["--model", "gpt2", "--gpus", "64", "--gpus-per-node", "8", "--json"]
+    took = {}
+    for inter, adapters in {"ib-ndr": 8, "ethernet-400": 1, "ethernet-100": 1}.items():
+        out = run(capsys, *words, f"{tmp_path}/p.json", "--inter-link", inter)
+        layouts = json.loads((tmp_path / "p.json").read_text())["layouts"]
+        winner, name = layouts[0], inter.replace("ethernet", "eth")
+        took[inter] = min(row["time"]["step_s"] for row in layouts if row["fits"])
+        assert f"64 x h100, 8 a node over nvlink4, 8 nodes over {name};" in out
+        mb = winner["nic_bytes"] / 1e6
+        text = f"{mb / 1e3:,.1f} GB" if mb >= 1e3 else f"{mb:,.0f} MB"
+        assert f"\nnetwork  {text} a step leave through each adapter (NIC) of {name}\n" in out
+        assert max(row["tp"] for row in layouts) <= 8
+        plain = next(
+            row for row in layouts
+            if (row["tp"], row["zero_stage"], row["accumulate"]) == (1, 0, "full")
+        )  # fmt: skip
+        sent = 124439808 * 4 * 2 / adapters  # an fp32 all-reduce: at most both ways all of it
+        assert 0.85 * sent < plain["nic_bytes"] < 1.02 * sent
+    assert took["ib-ndr"] < took["ethernet-400"] < took["ethernet-100"]
+    assert "adapter (NIC)" not in run(capsys, "--gpus", "8")
+
+
 def test_a_tenth_of_the_memory_stays_free(capsys, tmp_path):
     """Of layouts alike in speed the simplest that leaves room wins, not one that fills all."""
     where = ["--json", f"{tmp_path}/p.json"]
@@ -155,6 +179,11 @@ def test_words_for_layouts():
         ("--seq-len 0", r"plan: expected seq_len >= 1, got seq_len=0"),
         ("--gpu h1000", r"got name=.?h1000.*h100"),
         ("--link nvlink9", r"got name=.?nvlink9"),
+        (
+            "--gpus 60 --gpus-per-node 8",
+            r"Cluster: expected full nodes of per_node=8, got n_devices=60; use a multiple",
+        ),
+        ("--gpus-per-node 0", r"plan: expected gpus_per_node >= 1, got gpus_per_node=0"),
         (
             "--headroom 1",
             r"plan: expected headroom from 0 to below 1, .* got headroom=1.0; set --h",

@@ -15,7 +15,6 @@ from bench.records import ResultFile, load
 from bench.report import pictures, tables
 from bench.systems import bench_emulated, bench_tp, bench_zero
 from bench.systems.bench_zero import GATE_STEPS, Reference, Trial, judge
-from bench.systems.emulated import NODES, NVLINK, Link, Op
 from bench.systems.worker import WorkerError
 from fastpar.compare.strategies import Settings
 from fastpar.config.config import GPTConfig
@@ -168,19 +167,6 @@ def test_pictures_are_drawn_of_each_case(tmp_path, rows):
 
 
 # Behind emulated links
-
-
-def test_tp_ranks_can_have_a_link_of_their_own():
-    link = Link(NODES)
-    try:
-        for role in ("tp", "reduce"):
-            link.submit(Op(role, "all_reduce", 0, 1e6, 4, 0), 1, lambda: None)
-        inside, outside = link._done
-        assert inside.takes_ms == NVLINK.ms(1e6)
-        assert outside.takes_ms == NODES.ms(1e6)
-        assert sorted(link._channels) == ["", "tp"]
-    finally:
-        link.close()
 
 
 def test_emulated_settings_split_heads_evenly():
