@@ -54,8 +54,9 @@ def count_bytes(bench: Bench, network: Network, tp: int, variant: str, numel: in
     nodes, right = run_on_nodes(
         network, scatter(numel), ranks=dp, stride=tp, in_rank_order=variant == BEFORE, way=way
     )
-    counted, link = nodes.nic_bytes(), network.cluster.inter.name
-    planned = traffic(place(dp, tp, network.cluster.per_node), 4.0 * numel)
+    counted, cluster = nodes.nic_bytes(), network.cluster
+    link = cluster.inter.name
+    planned = traffic(place(dp, tp, cluster.per_node), 4.0 * numel)
     planned_bytes = network.nic_bytes(planned)
     case = f"dp {dp}" + f" x tp {tp}" * (tp > 1)
     row = bench.row(f"{case}, {link}", "bytes", variant, torch.float32)
@@ -63,6 +64,7 @@ def count_bytes(bench: Bench, network: Network, tp: int, variant: str, numel: in
         row.refused = f"counted {max(counted)} bytes, planned {planned_bytes:.0f}"
     row.notes = {
         "link": link,
+        "nodes": f"{cluster.n_devices // cluster.per_node} x {cluster.per_node}",
         "tensor_mb": 4e-6 * numel,
         "nic_mb": max(counted) / 1e6,
         "least_nic_mb": min(counted) / 1e6,
@@ -129,7 +131,7 @@ def draw(about: dict[str, Any], rows: Sequence[Row], path: Path) -> None:
         )
         axes.invert_yaxis()
         axes.margins(x=0.12)
-        axes.set_title(f"{link}: {adapters}", fontsize=10)
+        axes.set_title(f"{own[0].notes['nodes']} ranks, {link}: {adapters}", fontsize=10)
         axes.set_xlabel("bytes through it in a reduce-scatter, of the tensor's", fontsize=9)
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
