@@ -147,7 +147,7 @@ LEAST_CAPABILITY = (
 _able_gpus: set[int | None] = set()  # indices of GPUs that were looked at
 
 
-def _check_gpu(op: str, device: torch.device) -> None:
+def check_gpu(op: str, device: torch.device) -> None:
     """Refuses a GPU for which no kernel is compiled, once for each GPU.
 
     Raises:
@@ -182,7 +182,7 @@ def use_cuda(op: str, x: Tensor) -> bool:
     if not (x.is_cuda or cuda_on_cpu) or choice == "torch":
         return False
     if x.is_cuda and is_real(x):
-        _check_gpu(op, x.device)
+        check_gpu(op, x.device)
     if cuda_kernels is None:
         raise RuntimeError(
             f"{op}: expected fastpar.kernels._C with CUDA for tensors on {x.device}, got none "
@@ -244,7 +244,7 @@ def use_triton(op: str, x: Tensor) -> bool:
             "`pip install triton`, or set FASTPAR_BACKEND=torch for plain PyTorch"
         )
     if able and cuda and is_real(x):
-        _check_gpu(op, x.device)
+        check_gpu(op, x.device)
     return able and _allowed(op, x)
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 OWN, STOCK = "own", "torch"
-PROVER = "fastpar.doctor.doctor"  # its prove_first_use(case, tensor) -> Proof
+PROVER = "fastpar.doctor.doctor"  # its prove_first_use(case, tensor) and known_proof(case)
 # Ops over lists of tensors or flat memory, whose last dimension says nothing.
 _FLAT = frozenset({
     "adamw_step_", "pack_", "unpack_", "accumulate_", "sum_shards", "global_norm",
@@ -109,10 +109,16 @@ def refuse_wrong(op: str, x: Tensor, variable: str) -> None:
     Raises:
         RuntimeError: the own kernel is wrong here, with the numbers.
     """
-    proof = proofs.get(case_of(op, x)) if proofs else None
-    if not _trying and proof is not None and proof.wrong:
+    if _trying or not (proofs or x.is_cuda):
+        return
+    case = case_of(op, x)
+    if case not in proofs and x.is_cuda and is_real(x):
+        known = importlib.import_module(PROVER).known_proof(case)
+        proofs[case] = Proof(OWN) if known is None else known  # forced: not tried
+    proof = proofs.get(case)
+    if proof is not None and proof.wrong:
         raise RuntimeError(
             f"{op}: expected a kernel that passed its proof under {variable}, got one that failed "
-            f"for {case_of(op, x)}: {proof.wrong}; unset {variable}, or run `fastpar doctor "
+            f"for {case}: {proof.wrong}; unset {variable}, or run `fastpar doctor "
             "--again` after an update of the driver, torch or Triton"
         )

@@ -1,5 +1,11 @@
 """Proofs of a machine's kernels: asked for by ops, made before a run, shown by `fastpar doctor`.
 
+[Note: when] `fastpar train` asks for the proofs of its model before the first step. fastpar.patch
+says what its model will call (expect); the first of these calls has all of them proven at once,
+their kernels compiled by all cores. Any other call of an op asks for its own class. On a CPU
+nothing is tried by itself: what `fastpar doctor` found counts in `fastpar train` and from the first
+fastpar.patch on. With FASTPAR_BACKEND set nothing is tried either, but what failed is refused.
+
 [Note: several ranks] The ranks of a layout must run the same kernels. One of them proves a case and
 puts the result where all can read it: into torch.distributed's store once share() gave it, else
 into the file, whose lock lets one process prove. Of ranks on GPUs of different kinds one of each
@@ -23,7 +29,7 @@ from fastpar.config.config import GPTConfig
 from fastpar.doctor.table import ProofTable, parse_proofs, row_of
 from fastpar.doctor.trial import prove
 from fastpar.doctor.warm import warm
-from fastpar.kernels import choice
+from fastpar.kernels import backend, choice
 from fastpar.kernels.choice import OWN, STOCK, Case, Proof
 
 MOST_ROWS = 1 << 15  # of a timed call
@@ -130,10 +136,31 @@ def share(store: Any, kinds: Iterable[str]) -> None:
     choice.proofs.clear()
 
 
+_expected: set[tuple[str, int]] = set()  # op, last dimension
+
+
+def expect(calls: Iterable[tuple[str, int]], device: str, dtype: torch.dtype) -> None:
+    """Says what a model will call, as (op, last dimension); see [Note: when]."""
+    calls = set(calls)
+    _expected.update(calls)
+    if device == "cpu":
+        adopt_known(Case(device, op, dtype, size) for op, size in calls)
+
+
 def prove_first_use(case: Case, x: Tensor) -> Proof:
-    """The proof of a case that an op is about to be called with; made if there is none."""
+    """The proof of a case that an op is about to be called with; made if there is none, with those
+    of the calls that are expected beside this one."""
     rows = x.numel() // case.size if case.size else 0
-    return _prover.proof_of(case, rows=min(rows, MOST_ROWS))
+    cases = {case}
+    if (case.op, case.size) in _expected:
+        cases |= {case._replace(op=op, size=size) for op, size in _expected}
+    missing = sorted(cases - choice.proofs.keys(), key=str)
+    return (choice.proofs | adopt(missing, rows=min(rows, MOST_ROWS)))[case]
+
+
+def known_proof(case: Case) -> Proof | None:
+    """What the table says of a case; nothing is tried."""
+    return table_of(case.device).proofs.get(case)
 
 
 def table_of(device: str) -> ProofTable:
@@ -141,9 +168,21 @@ def table_of(device: str) -> ProofTable:
     return _prover.table(device)
 
 
+def adopt_known(cases: Iterable[Case]) -> None:
+    """Makes this process go by what the table has of these cases; nothing is tried."""
+    found = {case: proof for case in cases if (proof := known_proof(case)) is not None}
+    choice.proofs.update(found)
+
+
 def adopt(cases: Iterable[Case], *, rows: int = 0, again: bool = False) -> dict[Case, Proof]:
-    """Proves cases before they are needed, and makes this process go by the results."""
+    """Proves cases before they are needed, and makes this process go by the results.
+
+    Raises:
+        RuntimeError: the GPU is one for which no kernel is compiled.
+    """
     cases = list(cases)
+    if cases and cases[0].device == "cuda":
+        backend.check_gpu("fastpar", torch.device("cuda", torch.cuda.current_device()))
     unknown = [case for case in cases if again or case not in table_of(case.device).proofs]
     if len(unknown) > 1 and unknown[0].device == "cuda":
         major, minor = torch.cuda.get_device_capability()
@@ -174,13 +213,12 @@ def cases_of_model(
 def prove_before_training(
     device: str, dtype: torch.dtype, config: GPTConfig, *, tp: int = 1, rows: int = 0
 ) -> None:
-    """On a GPU proves what a run will call, as far as that is not known; on a CPU nothing is tried,
-    but what `fastpar doctor` found counts.
+    """Proves what a run will call, as far as that is not known; see [Note: when].
 
     Ranks: all, with the same arguments.
     """
     cases = cases_of_model(device, dtype, config, tp=tp)
-    if device == "cpu":
-        known = table_of(device).proofs
-        cases = [case for case in cases if case in known]
-    adopt(cases, rows=min(rows, MOST_ROWS))
+    if device == "cpu" or backend.choice != "auto":
+        adopt_known(cases)
+    else:
+        adopt(cases, rows=min(rows, MOST_ROWS))

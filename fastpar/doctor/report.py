@@ -13,6 +13,7 @@ import torch
 from fastpar.config.config import GPTConfig
 from fastpar.doctor.doctor import adopt, cases_of_model, table_of
 from fastpar.doctor.table import row_of
+from fastpar.kernels import backend
 from fastpar.kernels.choice import OWN, Case, Proof
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -38,8 +39,14 @@ def doctor(command: DoctorCommand, write: Callable[[str], None] = print) -> int:
     """Proves, prints the table; 1 if a kernel is wrong here, else 0.
 
     Raises:
-        ValueError: an unknown model; RuntimeError: no GPU for device=cuda.
+        ValueError: an unknown model; no GPU for device=cuda; an implementation is forced.
+        RuntimeError: the GPU is one for which no kernel is compiled.
     """
+    if backend.choice != "auto":
+        raise ValueError(
+            "fastpar doctor: expected own kernels and PyTorch's to choose from, got "
+            f"FASTPAR_BACKEND={backend.choice}; {backend.way_to_cpp()}"
+        )
     gpu = torch.cuda.is_available()
     device = ("cuda" if gpu else "cpu") if command.device == "auto" else command.device
     if device == "cuda" and not gpu:

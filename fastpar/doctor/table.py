@@ -6,7 +6,8 @@ written, that is told once and the proofs live as long as the process. A table t
 package (shipped/, measured by `make gpu`) saves the trial on that GPU with those versions.
 
 [Note: a trial that ends the process] The case under trial is written down first. What was being
-tried TWICE when its process ended without a word is taken for wrong: a kernel may have done it.
+tried TWICE when its process ended without a word is taken for wrong: a kernel may have done it. Only
+with the lock: without it another host, which shares the folder, may be at the same trial.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ import torch
 
 import fastpar.kernels
 from fastpar._version import __version__
-from fastpar.files.plain_files import read_plain
+from fastpar.files.plain_files import parse_object, read_plain, shown, write_text
 from fastpar.kernels import _C
 from fastpar.kernels.choice import OWN, STOCK, Case, Proof
 
 FOLDER = "FASTPAR_PROOFS"  # environment: another folder
 VERSION = 1
 SHIPPED = Path(__file__).with_name("shipped")
-MOST_BYTES = 1 << 20
+MOST_BYTES, MOST_LETTERS = 1 << 20, 1000  # of a file; of why a kernel is wrong
 TWICE = 2
 
 
@@ -61,8 +62,8 @@ def environment(device: str) -> dict[str, str]:
             about["triton"] = metadata.version("triton")
     else:
         isa = _C.isa() if _C is not None else "no compiled module"
-        about["device"] = f"CPU {cpu_name()}"
-        about["kernels"] = f"{isa}, {torch.get_num_threads()} threads"
+        about["device"] = f"CPU {cpu_name()}, {torch.get_num_threads()} threads"
+        about["kernels"] = isa
     return about
 
 
@@ -121,13 +122,17 @@ def parse_proofs(device: str, content: Any) -> dict[Case, Proof]:
     found = {}
     for row in content["proofs"]:
         dtype = getattr(torch, row["dtype"])
+        op, size, wrong = row["op"], row["size"], row["wrong"]
+        readable = isinstance(wrong, str) and len(wrong) <= MOST_LETTERS and wrong.isprintable()
+        if not (isinstance(op, str) and isinstance(size, int) and readable):
+            raise ValueError(shown(row))
         if not isinstance(dtype, torch.dtype) or row["chosen"] not in (OWN, STOCK):
-            raise ValueError(row)
+            raise ValueError(shown(row))
         times = [[float(ms) for ms in row[name]] for name in Proof._fields[2:]]
         if not all(len(ms) == 2 and all(0 <= x < math.inf for x in ms) for ms in times):
-            raise ValueError(row)
-        case = Case(device, str(row["op"]), dtype, int(row["size"]))
-        found[case] = Proof(row["chosen"], str(row["wrong"]), *((f, b) for f, b in times))
+            raise ValueError(shown(row))
+        proof = Proof(row["chosen"], wrong, *((f, b) for f, b in times))
+        found[Case(device, op, dtype, size)] = proof
     return found
 
 
@@ -146,7 +151,7 @@ class ProofTable:
         self.path = proofs_folder() / file_name(self.about)
         self.proofs: dict[Case, Proof] = {}
         self._tried: dict[str, int] = {}  # case -> trials that were begun and not ended
-        self._told = False
+        self._told = self._is_locked = False
         self._load(SHIPPED / self.path.name)
         if not self._load(self.path):
             name = self.path.name.rpartition("_")[0]
@@ -163,14 +168,16 @@ class ProofTable:
     def _load(self, path: Path) -> bool:
         """Takes over a file's proofs, if it is there and of this environment."""
         try:
-            content = json.loads(read_plain(path, MOST_BYTES))
+            content = parse_object(read_plain(path, MOST_BYTES))
             about, here = dict(content["about"]), self.about
             if path.parent == SHIPPED:  # another build of the same kernels
                 about, here = _without_module(about), _without_module(here)
             if content["version"] != VERSION or about != here:
                 raise ValueError("it is of another version or machine")
             proofs = parse_proofs(self.device, content)
-            tried = {str(case): int(count) for case, count in content["tried"].items()}
+            tried = dict(content["tried"])
+            if not all(isinstance(count, int) and count > 0 for count in tried.values()):
+                raise ValueError(f"tried: {shown(tried)}")
         except (FileNotFoundError, NotADirectoryError):
             return False
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -184,11 +191,9 @@ class ProofTable:
         """Replaces the file; told once where that cannot be."""
         rows = [row_of(case, proof) for case, proof in self.proofs.items()]
         content = {"version": VERSION, "about": self.about, "proofs": rows, "tried": self._tried}
-        temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-            os.replace(temporary, self.path)
+            write_text(self.path, json.dumps(content, indent=1) + "\n")
         except OSError as error:
             if not self._told:
                 self._told = True
@@ -201,15 +206,17 @@ class ProofTable:
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """One process at a time proves; what others have proven meanwhile is taken over."""
-        descriptor = None
+        descriptor, flags = None, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
         with contextlib.suppress(OSError):  # a folder or file system without locks
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self.path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o666)
+            descriptor = os.open(self.path.with_suffix(".lock"), flags, 0o666)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
+            self._is_locked = True
         try:
             self._load(self.path)
             yield
         finally:
+            self._is_locked = False
             if descriptor is not None:
                 os.close(descriptor)
 
@@ -217,11 +224,12 @@ class ProofTable:
     def trial(self, case: Case) -> Iterator[str]:
         """Around a proof: why it must not be begun, "" where it may; [Note: a trial ...]."""
         name = str(case)
-        if self._tried.get(name, 0) >= TWICE:
-            yield f"the process ended {TWICE} times while it was tried"
-            return
-        self._tried[name] = self._tried.get(name, 0) + 1
-        self.save()
+        if self._is_locked:
+            if self._tried.get(name, 0) >= TWICE:
+                yield f"the process ended {TWICE} times while it was tried"
+                return
+            self._tried[name] = self._tried.get(name, 0) + 1
+            self.save()
         try:
             yield ""
         finally:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
-from fastpar.patching import fused_modules
-from fastpar.patching.proof import one_thread
+from fastpar.doctor.doctor import expect
+from fastpar.nn import modules
+from fastpar.patching import fused_gpt2, fused_modules
+from fastpar.patching.fused_loss import Loss
+from fastpar.patching.proof import features, one_thread
 from fastpar.patching.recognize import TORCH_CLASSES, Fused, Looks, plan, plan_losses
 from fastpar.patching.swap import Swap, restore, swap_in, swap_of, swapped_class
 
@@ -55,14 +60,14 @@ class PatchReport:
         return "\n".join(lines)
 
 
-@one_thread()
 def patch(model: nn.Module, *, fused_loss: bool = False) -> PatchReport:
     """Swaps the layers of a GPT-2-class model for fastpar's, in place.
 
     Parameters, state_dict, hooks and class names stay as they are; the model can be trained,
     copied, pickled, saved and compiled as before. Dropout of attention's probabilities and before
     ln_2 has other masks than torch's from the same seed, in units of 1/256; torch.manual_seed and
-    activation checkpointing rule them as they do torch's. Not available in a patched model: second
+    activation checkpointing rule them as they do torch's. On a GPU that nobody has measured, the first
+    call has all kernels of the model proven at once (fastpar/doctor). Not available in a patched model: second
     derivatives, torch.func.vmap and forward-mode gradients: unpatch it for these.
 
     Args:
@@ -84,6 +89,15 @@ def patch(model: nn.Module, *, fused_loss: bool = False) -> PatchReport:
         raise ValueError(
             f"patch: expected a torch.nn.Module, got model={type(model).__name__}; pass the model"
         )
+    report = _patch(model, fused_loss)
+    weight = next(model.parameters(), None)
+    if weight is not None:
+        expect(calls_of(model), weight.device.type, weight.dtype)
+    return report
+
+
+@one_thread()
+def _patch(model: nn.Module, fused_loss: bool) -> PatchReport:
     split = next((name for name, m in model.named_modules() if getattr(m, "tp", None)), None)
     if split is not None:
         raise ValueError(
@@ -122,6 +136,36 @@ def patch(model: nn.Module, *, fused_loss: bool = False) -> PatchReport:
     report.replaced = dict(reversed(report.replaced.items()))
     report.falls_back = dict(reversed(report.falls_back.items()))
     return report
+
+
+# A patched module's class, the op that it calls, and that op's last dimension (0: none).
+_CALLS: tuple[tuple[type[nn.Module], str, Callable[[Any], int]], ...] = (
+    (modules.LayerNorm, "layer_norm", lambda m: m.normalized_shape[-1]),
+    (modules.RMSNorm, "rms_norm", lambda m: m.normalized_shape[-1]),
+    (modules.Embedding, "embedding", lambda m: m.embedding_dim),
+    (fused_modules.Norm, "layer_norm", lambda m: m.weight.numel()),
+    (fused_modules.MLP, "bias_gelu", lambda m: features(m.c_fc)[1]),
+    (fused_modules.Block, "residual_layer_norm", lambda m: features(m.attn.c_proj)[1]),
+    (fused_modules.Attention, "attention", lambda m: m.option("head_dim")),
+    (
+        fused_modules.Attention,
+        "attention_masked",
+        lambda m: m.option("head_dim") if m.option("probs") else 0,
+    ),
+    (fused_gpt2.LMHead, "linear_cross_entropy", lambda m: m.lm_head.weight.shape[0]),
+    (Loss, "linear_cross_entropy", lambda m: m.lm_head.weight.shape[0]),
+)
+
+
+def calls_of(model: nn.Module) -> set[tuple[str, int]]:
+    """The ops that a patched model calls, with their last dimensions; without what needs data to be
+    known: a GELU of its own has any size."""
+    return {
+        (op, size(module))
+        for module in model.modules()
+        for kind, op, size in _CALLS
+        if isinstance(module, kind) and size(module)
+    }
 
 
 def unpatch(model: nn.Module) -> int:

@@ -7,17 +7,19 @@ import time
 import pytest
 import torch
 import torch.nn.functional as F
+from nanogpt_cells import ARGS, NanoGPT
+from proofs import GELU, table_with
 from torch._subclasses import FakeTensorMode
 from torch.distributed import HashStore
 
+import fastpar
+from fastpar.config.config import GPTConfig
 from fastpar.doctor import doctor, report, trial
 from fastpar.doctor import table as table_module
 from fastpar.doctor.report import DoctorCommand
 from fastpar.doctor.table import ProofTable
 from fastpar.kernels import backend, bias_gelu, choice, gelu
 from fastpar.kernels.choice import OWN, STOCK, Case, Proof
-
-GELU = Case("cpu", "bias_gelu", torch.float32, 96)
 
 
 @pytest.fixture
@@ -180,51 +182,6 @@ def test_no_gpu_is_a_mistake_with_a_way_out(monkeypatch):
 # The file
 
 
-def table_with(proofs):
-    table = ProofTable("cpu")
-    table.proofs = dict(proofs)
-    table.save()
-    return table
-
-
-def test_a_damaged_file_is_told_ignored_and_replaced(no_proofs):
-    table = table_with({GELU: Proof(OWN)})
-    sound = table.path.read_text()
-    for damaged in (
-        "", "[]", "{", sound.replace('"own"', '"mine"'), sound.replace("float32", "Tensor"),
-        sound.replace("0.0", "-1.0", 1), sound.replace("0.0", "NaN", 1),
-        sound.replace('"version": 1', '"version": 2'),
-        sound.replace(f'"torch": "{torch.__version__}"', '"torch": "1.0"'),
-    ):  # fmt: skip
-        assert damaged != sound
-        table.path.write_text(damaged)
-        with pytest.warns(UserWarning, match=f"{table.path.name} in .* are not used"):
-            assert ProofTable("cpu").proofs == {}
-    table.save()
-    assert ProofTable("cpu").proofs == {GELU: Proof(OWN)}
-
-
-def test_a_shipped_table_serves_every_build_of_the_same_kernels(monkeypatch, tmp_path):
-    table = table_with({GELU: Proof(OWN)})
-    content = json.loads(table.path.read_text())
-    table.path.unlink()
-    content["about"]["module"] = "of another machine's compiler"
-    (tmp_path / table.path.name).write_text(json.dumps(content))
-    monkeypatch.setattr(table_module, "SHIPPED", tmp_path)
-    assert ProofTable("cpu").proofs == {GELU: Proof(OWN)}
-    content["about"]["torch"] = "1.0"
-    (tmp_path / table.path.name).write_text(json.dumps(content))
-    with pytest.warns(UserWarning, match="are not used"):
-        assert ProofTable("cpu").proofs == {}
-
-
-def test_proofs_of_another_version_are_told(no_proofs, monkeypatch):
-    table = table_with({GELU: Proof(OWN)})
-    table.path.rename(table.path.with_name(table.path.name[:-13] + "deadbeef.json"))
-    with pytest.warns(UserWarning, match="1 of another version of fastpar, torch or the driver"):
-        assert ProofTable("cpu").proofs == {}
-
-
 def test_an_unwritable_folder_is_told_once_and_the_proofs_count(quick, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FASTPAR_PROOFS", str(tmp_path / "file" / "below"))
@@ -237,8 +194,10 @@ def test_an_unwritable_folder_is_told_once_and_the_proofs_count(quick, monkeypat
 def test_a_trial_that_ended_its_process_twice_is_not_begun_again(monkeypatch):
     monkeypatch.setattr(doctor, "prove", lambda *args: Proof(OWN))
     for _ in range(2):
-        trial_of_it = ProofTable("cpu").trial(GELU)
-        assert trial_of_it.__enter__() == ""  # and the process is gone
+        table = ProofTable("cpu")
+        with table.locked():
+            trial_of_it = table.trial(GELU)
+            assert trial_of_it.__enter__() == ""  # and the process is gone
     proof = doctor.Prover().proof_of(GELU)
     assert proof.chosen == STOCK
     assert "ended 2 times while it was tried" in proof.wrong
@@ -355,6 +314,108 @@ def test_nothing_is_tried_while_torch_compile_traces(monkeypatch):
         assert choice.may_run("layer_norm", torch.empty(4, 768, device="cuda"))
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert choice.may_run("layer_norm", OnGpu())
+
+
+def test_a_forced_kernel_that_failed_in_another_process_is_refused(monkeypatch, real):
+    gelu = Case("cuda", "bias_gelu", torch.bfloat16, 768)
+    monkeypatch.setattr(doctor, "known_proof", {gelu: Proof(STOCK, "error is 7")}.get)
+    monkeypatch.setattr(doctor, "prove_first_use", lambda *args: pytest.fail("tried"))
+    monkeypatch.setattr(backend, "choice", "triton")
+    monkeypatch.setattr(backend, "check_gpu", lambda *args: None)
+    with pytest.raises(RuntimeError, match="failed for bias_gelu bfloat16 768: error is 7"):
+        backend.use_triton("bias_gelu", OnGpu())
+    assert backend.use_triton("layer_norm", OnGpu())  # nothing is known of it
+
+
+def test_a_table_serves_those_who_ask_without_a_trial():
+    table_with({GELU: Proof(STOCK, "error is 7")})
+    assert doctor.known_proof(GELU).wrong == "error is 7"
+    assert doctor.known_proof(GELU._replace(size=7)) is None
+
+
+@pytest.mark.parametrize("name", ["torch", "cpp", "triton"])
+def test_a_forced_implementation_leaves_no_proof_of_another(quick, monkeypatch, no_proofs, name):
+    monkeypatch.setattr(backend, "choice", name)
+    monkeypatch.setattr(doctor, "prove", lambda *args: pytest.fail("tried"))
+    with pytest.raises(ValueError, match=f"to choose from, got FASTPAR_BACKEND={name}; unset"):
+        run_doctor()
+    doctor.prove_before_training("cpu", torch.bfloat16, GPTConfig())
+    assert not list(no_proofs.glob("*.json"))
+
+
+def test_an_old_gpu_is_refused_by_name_before_a_kernel_is_tried(monkeypatch):
+    monkeypatch.setattr(backend, "_able_gpus", set())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *args: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (7, 5))
+    monkeypatch.setattr(doctor, "prove", lambda *args: pytest.fail("tried"))
+    monkeypatch.setattr(table_module, "_driver", lambda: "570")
+    message = r"fastpar: expected a GPU of compute capability 8.0 or newer .* Tesla T4 of 7.5"
+    with pytest.raises(RuntimeError, match=message):
+        doctor.prove_before_training("cuda", torch.bfloat16, GPTConfig())
+    with pytest.raises(RuntimeError, match=message):
+        report.doctor(DoctorCommand(device="cuda"), lambda line: None)
+
+
+# Patched models
+
+SIZES = {name: value for name, value in ARGS.items() if name != "dropout"}
+
+
+@pytest.fixture
+def patched(monkeypatch):
+    monkeypatch.setattr(doctor, "_expected", set())
+    model = NanoGPT(**SIZES)
+    fastpar.patch(model)
+    return model
+
+
+def test_the_first_call_of_a_patched_model_has_all_of_it_proven_at_once(patched, monkeypatch, real):
+    C = ARGS["n_embd"]
+    expected = {
+        ("embedding", C), ("layer_norm", C), ("residual_layer_norm", C), ("bias_gelu", 4 * C),
+        ("attention", C // ARGS["n_head"]),
+    }  # fmt: skip
+    assert doctor._expected == expected
+    asked = []
+
+    def adopt(cases, rows):
+        asked.append([(case.op, case.size) for case in cases])
+        choice.proofs.update(dict.fromkeys(cases, Proof(OWN)))
+        return choice.proofs
+
+    monkeypatch.setattr(doctor, "adopt", adopt)
+    x = torch.randn(2, 3, C)
+    doctor.prove_first_use(Case("cuda", "layer_norm", torch.bfloat16, C), x)
+    assert set(asked.pop()) == expected
+    doctor.prove_first_use(Case("cuda", "layer_norm", torch.bfloat16, 7), x)
+    assert asked == [[("layer_norm", 7)]]
+
+
+def test_several_proofs_have_their_kernels_compiled_before_them(monkeypatch):
+    order = []
+    cases = [Case("cuda", op, torch.bfloat16, 96) for op in ("layer_norm", "bias_gelu")]
+    monkeypatch.setattr(doctor, "table_of", lambda device: ProofTable("cpu"))
+    monkeypatch.setattr(backend, "check_gpu", lambda *args: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(doctor, "warm", lambda cases, arch: order.append((arch, len(cases))))
+    monkeypatch.setattr(
+        doctor.Prover, "proof_of", lambda self, case, **_: order.append(case.op) or Proof(OWN)
+    )
+    doctor.adopt(cases)
+    assert order == [(90, 2), "layer_norm", "bias_gelu"]
+
+
+def test_what_the_doctor_found_on_a_cpu_counts_in_a_patched_model(monkeypatch):
+    model = NanoGPT(**SIZES)
+    C = ARGS["n_embd"]
+    norm = Case("cpu", "layer_norm", torch.float32, C)
+    table_with({norm: Proof(STOCK), norm._replace(size=C + 1): Proof(STOCK)})
+    monkeypatch.setattr(doctor, "prove", lambda *args: pytest.fail("tried"))
+    fastpar.patch(model)
+    assert choice.proofs == {norm: Proof(STOCK)}
 
 
 def test_parts_of_an_op_go_by_its_proof():

@@ -2,12 +2,10 @@
 
 import pytest
 import torch
+from proofs import GELU
 from torch.utils.checkpoint import checkpoint
 
 from fastpar.doctor import doctor, trial
-from fastpar.kernels.choice import Case
-
-GELU = Case("cpu", "bias_gelu", torch.float32, 96)
 
 
 @pytest.fixture

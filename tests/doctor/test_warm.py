@@ -22,6 +22,7 @@ def test_a_proof_launches_forward_and_backward_kernels_and_runs_none():
     assert bias_gelu(torch.ones(2, 96)).isfinite().all()  # by C++ again
 
 
+@pytest.mark.slow
 def test_processes_fill_tritons_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     assert warm([DROPOUT], 90, processes=2) == []
