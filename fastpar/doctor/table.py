@@ -6,8 +6,8 @@ written, that is told once and the proofs live as long as the process. A table t
 package (shipped/, measured by `make gpu`) saves the trial on that GPU with those versions.
 
 [Note: a trial that ends the process] The case under trial is written down first. What was being
-tried TWICE when its process ended without a word is taken for wrong: a kernel may have done it. Only
-with the lock: without it another host, which shares the folder, may be at the same trial.
+tried TWICE when its process ended without a word is taken for wrong: a kernel may have done it.
+Only with the lock: without it another host that shares the folder may be at the same trial.
 """
 
 from __future__ import annotations

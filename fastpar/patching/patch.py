@@ -66,9 +66,10 @@ def patch(model: nn.Module, *, fused_loss: bool = False) -> PatchReport:
     Parameters, state_dict, hooks and class names stay as they are; the model can be trained,
     copied, pickled, saved and compiled as before. Dropout of attention's probabilities and before
     ln_2 has other masks than torch's from the same seed, in units of 1/256; torch.manual_seed and
-    activation checkpointing rule them as they do torch's. On a GPU that nobody has measured, the first
-    call has all kernels of the model proven at once (fastpar/doctor). Not available in a patched model: second
-    derivatives, torch.func.vmap and forward-mode gradients: unpatch it for these.
+    activation checkpointing rule them as they do torch's. On a GPU that nobody has measured, the
+    first call has all kernels of the model proven at once (fastpar/doctor). Not available in a
+    patched model: second derivatives, torch.func.vmap and forward-mode gradients: unpatch it for
+    these.
 
     Args:
         model: transformers' GPT2Model or GPT2LMHeadModel (4.45 or later; residual add and LayerNorm
