@@ -58,6 +58,18 @@ def _same_start():
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(autouse=True)
+def _mesh_on_the_cpu(request, monkeypatch):
+    """A test that is not about GPUs has its mesh and models on the CPU, also beside a GPU."""
+    from fastpar.comm import mesh
+
+    if "gpu" not in request.keywords:
+        pick = mesh._pick_device
+        monkeypatch.setattr(
+            mesh, "_pick_device", lambda asked, *place: pick(asked or "cpu", *place)
+        )
+
+
 @pytest.fixture
 def triton_device(monkeypatch) -> Iterator[str]:
     """Ops run their Triton kernels: on a GPU where there is one, else on CPU tensors in Triton's

@@ -183,9 +183,13 @@ class Mesh:
         Ranks: all of the mesh, with the same axes.
         """
         self.size(*axes)
+        # Small objects travel in the default group: no other one needs gloo beside NCCL.
+        nccl = self.device.type == "cuda" and "nccl" in dist.get_backend_config()
         with waiting("making a group"):
             group, _ = dist.new_subgroups_by_enumeration(
-                ranks_along(self.sizes, axes), timeout=timedelta(seconds=self.timeout_s)
+                ranks_along(self.sizes, axes),
+                timeout=timedelta(seconds=self.timeout_s),
+                backend="nccl" if nccl else None,
             )
         return self._connect(group, axes)
 

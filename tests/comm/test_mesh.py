@@ -36,9 +36,17 @@ def test_one_process_needs_no_group(environment):
     mesh = Mesh()
     assert (mesh.dp_size, mesh.dp_rank, mesh.dp_group) == (1, 0, None)
     assert (mesh.world_size, mesh.rank, mesh.is_main) == (1, 0, True)
-    assert mesh.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
     assert not dist.is_initialized()
     mesh.close()
+
+
+def test_the_models_of_tests_are_on_the_cpu(environment, monkeypatch):
+    """conftest.py; otherwise a mesh takes the GPU that is there."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert Mesh().device == torch.device("cpu")
+    assert _pick_device(None, None, 0) == torch.device("cuda", 0)
+    assert _pick_device(None, "gloo", 0) == torch.device("cpu")
 
 
 def test_one_rank_under_torchrun_needs_no_group(environment):
@@ -73,7 +81,7 @@ def test_an_existing_group_is_used():
 
 def make_mesh_from_environment():
     assert not dist.is_initialized()
-    mesh = Mesh(dp=2, timeout_s=20)
+    mesh = Mesh(dp=2, timeout_s=20, device="cpu")
     total = torch.tensor([mesh.dp_rank + 1.0])
     dist.all_reduce(total, group=mesh.dp_group)
     again = Mesh()
@@ -141,12 +149,11 @@ def test_unreachable_ranks_are_reported(environment):
     assert not dist.is_initialized()
 
 
-def test_two_local_ranks_on_one_gpu_are_refused(environment, monkeypatch):
-    environment(**TORCHRUN, LOCAL_RANK="1")
+def test_two_local_ranks_on_one_gpu_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ValueError, match=r"expected a GPU for every local rank, got LOCAL_RANK=1"):
-        Mesh()
+        _pick_device(None, None, local_rank=1)
 
 
 def test_a_scheduler_that_shows_each_task_one_gpu(monkeypatch):
@@ -207,7 +214,7 @@ def test_broadcast_copies_any_dtype_shape_and_stride():
 
 
 def die_in_the_middle():
-    mesh = Mesh(timeout_s=20)
+    mesh = Mesh(timeout_s=20, device="cpu")
     if mesh.rank == 1:
         os._exit(3)
     dist.barrier(group=mesh.dp_group)
@@ -270,7 +277,7 @@ def test_a_large_world_of_fake_ranks():
 
 
 def mesh_from_torchruns_environment():
-    mesh = Mesh(dp=1, tp=2, timeout_s=20)
+    mesh = Mesh(dp=1, tp=2, timeout_s=20, device="cpu")
     values = [torch.full((3,), mesh.tp_rank + 1.0)]
     mesh.broadcast_(values, "tp")
     mesh.broadcast_(values)  # nobody along dp

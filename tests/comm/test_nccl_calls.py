@@ -32,8 +32,8 @@ class Event:
 class Stream:
     device = "cuda"
 
-    def __init__(self, *_):
-        return
+    def __init__(self, *_, priority=0):
+        self.priority = priority
 
     def wait_stream(self, other):
         return
@@ -109,6 +109,59 @@ def test_a_handle_has_two_events(nccl):
     assert isinstance(handle, handles.StreamHandle)
     assert [(name, options) for name, options, _ in calls] == [("reduce_scatter", {"op": AVG})]
     assert Event.made == 2
+
+
+def test_what_overlaps_has_a_high_priority(nccl, monkeypatch):
+    make, calls = nccl
+    streams = []
+
+    @contextlib.contextmanager
+    def within(stream):
+        streams.append((stream.priority, len(calls)))
+        yield
+        streams.append((stream.priority, len(calls)))
+
+    monkeypatch.setattr(torch.cuda, "stream", within)
+    make().all_gather(torch.zeros(8), torch.ones(2), async_op=True).wait()
+    assert streams == [(-1, 0), (-1, 1)]  # the call is made inside
+
+
+def test_groups_beside_the_default_one_are_nccls_alone(nccl, monkeypatch):
+    """gloo would connect all ranks of each group once more, and torch hands it NCCL's options."""
+    made = []
+
+    def new_groups(ranks, **options):
+        made.append((ranks, options.pop("backend")))
+        assert list(options) == ["timeout"]
+        return dist.group.WORLD, []
+
+    monkeypatch.setattr(dist, "new_subgroups_by_enumeration", new_groups)
+    for config, device, expected in [
+        ("cpu:gloo,cuda:nccl", "cuda", "nccl"),
+        ("gloo", "cuda", None),  # two ranks on one GPU
+        ("gloo", "cpu", None),
+    ]:
+        monkeypatch.setattr(dist, "get_backend_config", lambda _=None, config=config: config)
+        monkeypatch.setattr(mesh.Mesh, "_connect", lambda self, group, axes: group)
+        m = mesh.Mesh(tp=2, device="cpu")
+        vars(m)["device"] = torch.device(device)
+        made.clear()
+        m.new_group("tp")
+        assert made == [([[0, 1], [2, 3]], expected)]
+
+
+def test_the_default_group_has_gloo_for_objects(monkeypatch):
+    asked = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *a, **k: asked.append((*a, k)))
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    gpu = torch.device("cuda", 3)
+    for device, backend, bound in [
+        (gpu, "cpu:gloo,cuda:nccl", gpu),
+        (torch.device("cpu"), "gloo", None),
+    ]:
+        mesh._initialize(0, 2, device, 30.0)
+        told, options = asked.pop()
+        assert (told, options["device_id"]) == (backend, bound)
 
 
 def test_16_bits_into_fp32_are_summed_in_place(nccl):

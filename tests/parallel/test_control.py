@@ -4,12 +4,13 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.transport import make_collectives
 from fastpar.kernels.global_norm import NORM_WORDS, norm_bins, norm_from_bins
 from fastpar.parallel import control as control_module
-from fastpar.parallel.control import Control
+from fastpar.parallel.control import Control, _sum_rows
 from fastpar.testing import run_ranks
 
 CPU = torch.device("cpu")
@@ -52,6 +53,27 @@ def test_bins_are_those_of_the_ranks_that_share_a_copy():
     for bins in run_ranks(ranks, 4):
         assert norm_from_bins(bins).norm == x.norm()
         assert bins.shape == (NORM_WORDS,)
+
+
+class Ops(TorchDispatchMode):
+    """Names of torch's operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_gpu_sums_the_ranks_in_one_kernel():
+    """Not in one a rank."""
+    rows = torch.empty(64, 3, dtype=torch.float64, device="meta")
+    with Ops() as ops:
+        total = _sum_rows(rows)
+    assert (total.shape, total.device.type) == ((3,), "meta")
+    assert ops.names == ["aten.sum.dim_IntList"]
 
 
 @pytest.mark.parametrize("n_params", [1, 62, 63, 200])

@@ -206,7 +206,7 @@ def test_a_gradient_of_another_dtype_is_cast_by_autograd(stage):
 
 def train(case, stage, transport, timeout_s=4.0):
     """Rank 1 does something else in step 1."""
-    mesh = Mesh(timeout_s=timeout_s)
+    mesh = Mesh(timeout_s=timeout_s, device="cpu")
     model = parallelize(stack(), mesh, zero_stage=stage, transport=transport, **SMALL)
     optimizer = AdamW(model.parameters(), lr=0.1)
     for step in range(3):
