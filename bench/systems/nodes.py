@@ -245,7 +245,8 @@ def run_on_nodes(
         ranks, stride: of each group; every rank of the cluster is in one.
         in_rank_order, way: of TorchCollectives and Nodes.
     """
-    nodes, found = Nodes(network, way), []
+    nodes = Nodes(network, way)
+    found: list[Any] = []
     for first in range(network.cluster.n_devices):
         if first // stride % ranks == 0:
             group = NodeGroup(nodes, range(first, first + ranks * stride, stride))

@@ -19,7 +19,8 @@ received. Nothing is added up before it leaves a node, so that each adapter carr
 times the bytes of a ring. bench/systems/nodes.py sends all of these messages and counts them.
 
 An operation lasts as long as its slower link, or as both where one waits for the other
-(hierarchy). Of several ways the fastest counts, as NCCL chooses.
+(hierarchy). Of several ways the fastest counts, as NCCL chooses. Its own halves of an all-reduce go
+around rings where a node has several ranks: a hierarchy of them is the best that they could do.
 
 Source: Thakur et al. 2005, doi 10.1177/1094342005051521 (rings, pairs); Sanders et al. 2009, doi
 10.1016/j.parco.2009.09.001 (two trees); Patarasuk and Yuan 2009, doi 10.1016/j.jpdc.2008.09.002

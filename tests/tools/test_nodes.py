@@ -6,8 +6,8 @@ from test_bench import make_bench
 from test_records import ABOUT
 
 from bench.records import RESULTS, ResultFile, load
-from bench.report import pictures, report
-from bench.systems import bench_nodes
+from bench.report import pictures, report, tables
+from bench.systems import bench_emulated, bench_nodes
 from bench.systems.bench_emulated import QUICK, Rank, Setting
 from bench.systems.emulated import NODES, Link, Op, nodes_of
 from bench.systems.nodes import run_on_nodes
@@ -167,7 +167,30 @@ def test_an_engine_s_step_sends_what_the_planner_says(tp, stage):
     assert found == pytest.approx(net.step_nic_bytes(comms), rel=0.02)
 
 
+def test_a_step_behind_nodes_takes_what_the_model_says(tmp_path):
+    """One of 64 ranks; its row has the bytes through an adapter."""
+    setting = Setting("tiny", QUICK, 2, 64, 2)
+    rank = Rank(setting, "cpu")
+    try:
+        taken = bench_emulated.measure(rank, NODES, rounds=1, budget_s=0.0)
+        network, ops = NODES[1].network, [op for op in rank.link.ops if op.world_size > 1]
+        nominal = [network.seconds(op.kind, op.tensor_bytes, op.world_size) for op in ops]
+        assert rank.link.comm_ms() >= 0.999e3 * sum(nominal)
+        rows = bench_emulated.rows_of(make_bench(tmp_path, "emulated"), setting, rank, taken)
+    finally:
+        rank.close()
+    plain, infiniband, ethernet = (row.notes.get("nic_mb") for row in rows)
+    assert plain is None
+    assert ethernet == pytest.approx(8 * infiniband)
+    assert tables.emulated_table(rows).count("| emulated nodes of 8: NVLink, ") == 2
+
+
 def test_profiles_of_nodes():
+    assert bench_emulated.profiles_of("cuda", 64)[-2:] == NODES
+    assert bench_emulated.profiles_of("cuda", 64, tp=8)[-2:] == NODES
+    assert not {*bench_emulated.profiles_of("cuda", 8), *bench_emulated.profiles_of("cpu", 64)} & {
+        *NODES
+    }
     infiniband, ethernet = (profile.network for profile in NODES)
     assert NODES[0].name == "nodes of 8: NVLink, ib-ndr"
     for net, nics in ((infiniband, 8), (ethernet, 1)):
