@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections import Counter, deque
@@ -115,13 +116,17 @@ class TorchCollectives(Collectives):
                 f"TorchCollectives.{op}: expected an open group, got one after close(); "
                 "make a new one"
             )
+        if self._stream is not None:
+
+            def whole() -> None:
+                self._guard(op, lambda: through(call()))
+
+            if self._synchronous:
+                enqueue(self.device, op, whole)
+                return DONE
+            return StreamHandle(self._stream, whole, of, op)
         inference = torch.is_inference_mode_enabled()  # a thread has a mode of its own
         begin = functools.partial(self._guard, op, call, inference)
-        if self._stream is not None:
-            if self._synchronous:
-                enqueue(self.device, op, lambda: through(begin()))
-                return DONE
-            return StreamHandle(self._stream, lambda: through(begin()), of, op)
         thread = self._mailbox.thread if message and self._mailbox is not None else self._thread
         future: Future = Future()
         task = (future, begin, (), of)
@@ -145,15 +150,20 @@ class TorchCollectives(Collectives):
         self._under_way.append(begun)
         return begun
 
-    def _guard(self, op: str, call: Call, inference: bool) -> Rest:
-        """call(), unless an earlier one failed; says who failed where. What is left is guarded."""
+    def _guard(self, op: str, call: Call, inference: bool | None = None) -> Rest:
+        """call(), unless an earlier one failed; says who failed where. What is left is guarded.
+
+        inference: the caller's mode, None in its own thread: to set it takes as long as a call.
+        """
         if self._failed is not None:
             raise RuntimeError(
                 f"TorchCollectives.{op}: expected a working group, got one that failed before on "
                 f"rank {self.rank} ({self._failed}); make a new one"
             ) from self._failed
         try:
-            with torch.inference_mode(inference), torch.no_grad():
+            unchanged = contextlib.nullcontext()
+            mode = unchanged if inference is None else torch.inference_mode(inference)
+            with mode, torch.no_grad():
                 rest = call()
         except Exception as error:
             self._failed = error

@@ -242,3 +242,17 @@ def test_tensor_parallel_waits_for_nothing_by_handle(nccl):
     names = ["all_reduce", "all_gather", "reduce_scatter", "all_gather", "reduce_scatter"]
     assert [name for name, _, _ in calls] == names
     assert Event.made == 0
+
+
+def test_modes_are_set_once_a_call(nccl, monkeypatch):
+    """Each costs as much host time as torch's own call; see [Note: who runs it]."""
+    make, calls = nccl
+    c, x = make(), torch.ones(8, requires_grad=True)
+    entered, enter = [], torch.no_grad.__enter__
+    monkeypatch.setattr(torch.no_grad, "__enter__", lambda mode: entered.append(1) or enter(mode))
+    monkeypatch.setattr(torch, "inference_mode", None)
+    for async_op in (False, True):
+        entered.clear()
+        c.all_reduce(x, mean=True, async_op=async_op)
+        assert len(entered) == 1
+    assert len(calls) == 2
