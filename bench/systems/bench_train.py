@@ -14,8 +14,9 @@ import contextlib
 import os
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -323,13 +324,13 @@ def run_slice(
 
 def run(bench: Bench) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    jobs = {
+    jobs: dict[str, Callable[[], None]] = {
         "6x384": lambda: run_cpu(bench, "6x384"),
         "12x768": lambda: run_cpu(bench, "12x768"),
         "char": lambda: run_char(bench),
     }
     if bench.device == "cuda" or (bench.quick and bench.only in GPU_CASES):
-        jobs = {name: lambda name=name: run_gpu(bench, name) for name in GPU_CASES[:2]}
+        jobs = {name: partial(run_gpu, bench, name) for name in GPU_CASES[:2]}
         jobs["best batch"] = lambda: run_best_batch(bench)
     for name, job in jobs.items():
         if bench.only in name and not (bench.quick and name == "12x768"):  # tiny as well
