@@ -142,7 +142,8 @@ def interleave(
 
     Args:
         variants: name -> the same call on several input sets, used in rotation.
-        budget_s: wall time for all of them; rounds stay within [min_runs, max_runs].
+        budget_s: wall time for all of them; rounds stay within [min_runs, max_runs], and none
+            begins after twice that time.
     """
     start = time.perf_counter()
     for calls in variants.values():
@@ -152,6 +153,8 @@ def interleave(
     rounds = int(min(max_runs, max(min_runs, budget_s * 2 / max(spent, 1e-9))))
     samples: dict[str, list[float]] = {name: [] for name in variants}
     for index in range(rounds):
+        if index >= min_runs and time.perf_counter() - start > spent + 2 * budget_s:
+            break
         for name, calls in variants.items():
             samples[name].append(clock.sample(calls[index % len(calls)]))
     return {name: Timing.of(times) for name, times in samples.items()}

@@ -31,7 +31,7 @@ import torch
 
 import fastpar.kernels
 from fastpar._version import __version__
-from fastpar.files.plain_files import parse_object, read_plain, shown, write_text
+from fastpar.files.plain_files import parse_object, read_plain, reason, shown, write_text
 from fastpar.kernels import _C
 from fastpar.kernels.choice import OWN, STOCK, Case, Proof
 
@@ -181,7 +181,7 @@ class ProofTable:
         except (FileNotFoundError, NotADirectoryError):
             return False
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            self._tell(path.name, error)
+            self._tell(path.name, reason(error))
             return False
         self.proofs |= proofs
         self._tried = tried

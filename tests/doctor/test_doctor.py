@@ -121,6 +121,21 @@ def test_an_error_without_a_message_is_named(quick, monkeypatch):
     assert "AssertionError: no message" in printed
 
 
+def test_what_is_much_slower_is_not_timed_for_long(quick, monkeypatch):
+    calls, plain = [], trial.proof_cases("bias_gelu", 96, "cpu", 64)[:2]
+
+    def slow(x, bias):
+        calls.append(time.sleep(0.05))
+        return F.gelu(x + bias, approximate="tanh")
+
+    for case in plain:
+        monkeypatch.setattr(case, "eager", slow)
+    monkeypatch.setattr(trial, "proof_cases", lambda *args: plain)
+    proof = trial.prove(GELU)
+    assert proof.stock_ms[0] > 50
+    assert len(calls) == 1 + 1 + 2  # right, for backward, timed
+
+
 def test_no_memory_says_nothing_about_a_kernel_and_is_not_kept(quick, monkeypatch, capsys):
     def fault(y):
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -138,7 +153,7 @@ def test_a_timed_call_is_never_larger_than_memory_allows(monkeypatch):
         trial, "proof_cases", lambda op, size, device, rows: asked.append(rows) or []
     )
     trial.prove(Case("cuda", "cross_entropy", torch.bfloat16, 50304), rows=1 << 15)
-    assert asked == [trial.MOST_ELEMENTS // 50304]
+    assert asked == [trial.MOST_ELEMENTS["cuda"] // 50304]
 
 
 def test_one_rank_of_a_host_compiles_and_the_others_wait(monkeypatch):
@@ -416,6 +431,19 @@ def test_what_the_doctor_found_on_a_cpu_counts_in_a_patched_model(monkeypatch):
     monkeypatch.setattr(doctor, "prove", lambda *args: pytest.fail("tried"))
     fastpar.patch(model)
     assert choice.proofs == {norm: Proof(STOCK)}
+
+
+def test_deterministic_runs_go_by_right_and_wrong_not_by_times(monkeypatch):
+    x = torch.ones(4, 96)
+    case = choice.case_of("layer_norm", x)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    for proof, runs in (
+        (Proof(STOCK, "", (2.0, 2.0), (1.0, 1.0)), True),
+        (Proof(STOCK, "error is 7"), False),
+        (Proof(STOCK), False),  # could not be tried
+    ):
+        choice.proofs[case] = proof
+        assert choice.may_run("layer_norm", x) is runs
 
 
 def test_parts_of_an_op_go_by_its_proof():
