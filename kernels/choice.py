@@ -3,10 +3,11 @@
 A proof says of one op and class of shapes (dtype, last dimension) whether the own kernel is right
 (within twice stock PyTorch's error, the same bits twice) and how long it and stock PyTorch take.
 What is wrong never runs, what is slower than stock is not chosen; FASTPAR_BACKEND decides instead
-where it is set. Where torch.use_deterministic_algorithms is on, right is enough: bits must not
-follow from times, and own kernels have the same ones in every call. Proofs are made by fastpar/doctor; this file asks for them by the name PROVER, so
-that the ops work without it. On CUDA a class without a proof is proven at its first call, on a CPU
-by `fastpar doctor` alone: the CPU's kernels are the ones that the tests hold.
+where it is set. Under torch.use_deterministic_algorithms right is enough: bits must not follow from
+times, and own kernels have the same ones in every call. Proofs are made by fastpar/doctor; this
+file asks for them by the name PROVER, so that the ops work without it. On CUDA a class without a
+proof is proven at its first call, on a CPU by `fastpar doctor` alone: the CPU's kernels are the
+ones that the tests hold.
 
 [Note: no trial here] Nothing is proven while a graph is captured: an unproven class then runs as
 stock PyTorch does it. While torch.compile or a fake tensor traces, the op is kept; its call decides

@@ -87,9 +87,9 @@ def versions(about: Mapping[str, str]) -> str:
 
 
 HEADER = (
-    "Each kernel is compared with fp64 at plain and hostile inputs, then timed: fastpar's own one,\n"
-    "what fastpar runs instead of it, and PyTorch's functions alone. An own kernel runs where it is\n"
-    "right and not slower than what runs instead.\n\n"
+    "Each kernel is compared with fp64 at plain and hostile inputs, then timed: fastpar's own,\n"
+    "what fastpar runs instead of it, and PyTorch's functions alone. An own kernel runs where\n"
+    "it is right and not slower than what runs instead.\n\n"
     f"{'':40}  {'forward, ms':>26}   {'backward, ms':>26}\n"
     f"{'op, dtype, last dimension':40}  {'own':>8} {'instead':>8} {'PyTorch':>8}   "
     f"{'own':>8} {'instead':>8} {'PyTorch':>8}   runs"
