@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from fastpar.doctor.cases import ErrorCase
 from fastpar.doctor.proof_cases import proof_cases
+from fastpar.doctor.trial import results
 from fastpar.kernels import backend
 from fastpar.kernels.choice import OWN, Case, trying
 
@@ -60,20 +60,10 @@ def launches_of(case: Case, arch: int) -> list[Any]:
         with record(arch) as found, trying(case.op, OWN):
             for one in proof_cases(case.op, case.size, "cpu", ROWS):
                 if case.dtype in one.dtypes:
-                    _call(one, case.dtype)
+                    results(case._replace(device="cpu"), one)
     finally:
         backend.choice, backend.recording = before
     return found
-
-
-def _call(one: ErrorCase, dtype: torch.dtype) -> None:
-    inputs = list(one.inputs(dtype, "cpu").values())
-    outputs = one.fn(*inputs)
-    smooth = [o for o in (outputs if isinstance(outputs, tuple) else (outputs,)) if o.requires_grad]
-    if smooth:
-        leaves = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
-        cotangents = [torch.ones_like(o) for o in smooth]
-        torch.autograd.grad(smooth, leaves, cotangents, allow_unused=True)
 
 
 def _distinct(launches: Sequence[Any]) -> Iterator[Any]:
