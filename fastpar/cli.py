@@ -473,8 +473,10 @@ def _info(arguments: list[str]) -> int:
         raise ValueError(f"fastpar info: expected no options, got {rest[0]}; leave them out")
     import platform
 
+    from fastpar.doctor.report import known_choices
     from fastpar.kernels.backend import describe
 
     print(f"fastpar   {__version__}, {launch.available_cores()} cores, {platform.platform()}")
     print(describe())
+    print("\n".join(known_choices()))
     return 0

@@ -58,6 +58,7 @@ class Proof(NamedTuple):
     own_ms: tuple[float, float] = (0.0, 0.0)  # forward, backward; 0: there is none
     instead_ms: tuple[float, float] = (0.0, 0.0)  # of what runs where the own kernel does not
     stock_ms: tuple[float, float] = (0.0, 0.0)  # of PyTorch's own functions
+    compiled_ms: tuple[float, float] = (0.0, 0.0)  # of these under torch.compile; 0: not asked for
 
 
 proofs: dict[Case, Proof] = {}  # what this process goes by

@@ -60,16 +60,17 @@ class Prover:
         """The name of this rank's device."""
         return self.table(device).about["device"]
 
-    def proof_of(self, case: Case, *, rows: int = 0, again: bool = False) -> Proof:
-        """The proof of a case, from the ranks' store, the file, or by a trial."""
+    def proof_of(self, case: Case, **how: Any) -> Proof:
+        """The proof of a case, from the ranks' store, the file, or by a trial; how: proof_here's
+        further arguments."""
         with self._lock:
             if self._store is None:
-                return self.proof_here(case, rows, again)
+                return self.proof_here(case, **how)
             here, found = self.kind(case.device), {}
             for kind in sorted(self._kinds, key=lambda kind: kind != here):
                 key = f"fastpar/proof/{kind}/{case.device}/{case}"
                 if kind == here and self._store.add(f"{key}/claims", 1) == 1:
-                    row = row_of(case, self.proof_here(case, rows, again))
+                    row = row_of(case, self.proof_here(case, **how))
                     self._store.set(key, json.dumps(row))
                 row = json.loads(self._store.get(key))  # waits for the rank that proves
                 found[kind] = parse_proofs(case.device, {"proofs": [row]})[case]
@@ -88,8 +89,10 @@ class Prover:
                 self._store.set(key, "done")
         self._store.get(key)
 
-    def proof_here(self, case: Case, rows: int, again: bool) -> Proof:
-        """From this device's table, or by a trial, which is told and kept."""
+    def proof_here(
+        self, case: Case, *, rows: int = 0, again: bool = False, compiled: bool = False
+    ) -> Proof:
+        """From this device's table, or by a trial (prove), which is told and kept."""
         table = self.table(case.device)
         if case in table.proofs and not again:
             return table.proofs[case]
@@ -99,7 +102,7 @@ class Prover:
             start = time.perf_counter()
             try:
                 with table.trial(case) as barred:
-                    proof = Proof(STOCK, barred) if barred else prove(case, rows)
+                    proof = Proof(STOCK, barred) if barred else prove(case, rows, compiled)
                     table.proofs[case] = proof
             except torch.OutOfMemoryError:
                 _say(f"{case}: no memory is left to try it; stock PyTorch runs in this process")
@@ -174,9 +177,11 @@ def adopt_known(cases: Iterable[Case]) -> None:
     choice.proofs.update(found)
 
 
-def adopt(cases: Iterable[Case], *, rows: int = 0, again: bool = False) -> dict[Case, Proof]:
+def adopt(cases: Iterable[Case], *, again: bool = False, **how: Any) -> dict[Case, Proof]:
     """Proves cases before they are needed, and makes this process go by the results.
 
+    Args:
+        how: further arguments of prove(), for what is not known (again: for all).
     Raises:
         RuntimeError: the GPU is one for which no kernel is compiled.
     """
@@ -187,7 +192,7 @@ def adopt(cases: Iterable[Case], *, rows: int = 0, again: bool = False) -> dict[
     if len(unknown) > 1 and unknown[0].device == "cuda":
         major, minor = torch.cuda.get_device_capability()
         _prover.warm(unknown, 10 * major + minor)
-    found = {case: _prover.proof_of(case, rows=rows, again=again) for case in cases}
+    found = {case: _prover.proof_of(case, again=again, **how) for case in cases}
     choice.proofs.update(found)
     return found
 

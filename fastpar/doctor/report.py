@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,8 @@ class DoctorCommand:
     """Of activations; auto: bf16 on cuda, fp32 on the CPU, as fastpar train has them."""
     again: bool = False
     """Try also what was proven before."""
+    compile: bool = False
+    """Also time PyTorch's functions under torch.compile, where it fuses them; tries all again."""
     json: str | None = None
     """Also write the table to this file, to attach to a bug report."""
 
@@ -62,13 +65,15 @@ def doctor(command: DoctorCommand, write: Callable[[str], None] = print) -> int:
     found: dict[Case, Proof] = {}
     about = table_of(device).about
     write(versions(about))
+    how = {"again": command.again or command.compile, "compiled": command.compile}
     if device == "cuda":
-        adopt(cases, again=command.again)  # all at once: their kernels are compiled by all cores
-    if device == "cpu":
+        adopt(cases, **how)  # all at once: their kernels are compiled by all cores
+        how = {}
+    else:
         backend.keep_freed_memory()  # as training does: else page faults are what is timed
     write(HEADER)
     for case in cases:  # on a CPU a row as soon as it is known
-        found |= adopt([case], again=command.again and device == "cpu")
+        found |= adopt([case], **how)
         write(row(case, found[case]))
     for line in notes(found):
         write(line)
@@ -108,10 +113,37 @@ def row(case: Case, proof: Proof) -> str:
     return f"{case!s:40}  {'   '.join(cells)}   {runs}"
 
 
+def known_choices() -> list[str]:
+    """What the tables of this machine say, for `fastpar info`."""
+    lines = []
+    for device in ["cpu"] + ["cuda"] * torch.cuda.is_available():
+        table = table_of(device)
+        if table.source is None:
+            lines.append(f"proofs    {device}: none; `fastpar doctor --device {device}` makes them")
+            continue
+        made = time.strftime("%Y-%m-%d %H:%M", time.localtime(table.source.stat().st_mtime))
+        others = {case: proof for case, proof in table.proofs.items() if proof.chosen != OWN}
+        lines += [
+            f"proofs    {device}: {len(table.proofs)} in {table.source}, of {made}",
+            f"          for {versions(table.about)}",
+            f"          {len(table.proofs) - len(others)} run fastpar's own kernel, others torch:",
+        ]
+        for case, proof in others.items():
+            times = f"{sum(proof.own_ms):.3f} ms, torch {sum(proof.instead_ms):.3f}"
+            why = f"own is WRONG: {proof.wrong}" if proof.wrong else f"own takes {times}"
+            lines.append(f"          {case}: {why}")
+    return lines
+
+
 def notes(found: Mapping[Case, Proof]) -> list[str]:
     """What a reader of the table should know."""
     lines = [f"WRONG  {case}: {proof.wrong}" for case, proof in found.items() if proof.wrong]
     for case, proof in found.items():
+        if sum(proof.compiled_ms) > 0:
+            lines.append(
+                f"compiled  {case}: {proof.compiled_ms[0]:.3f} ms forward, "
+                f"{proof.compiled_ms[1]:.3f} backward by PyTorch's functions under torch.compile"
+            )
         runs = proof.own_ms if proof.chosen == OWN else proof.instead_ms
         if not proof.wrong and sum(runs) > 1.1 * sum(proof.stock_ms) > 0:
             lines.append(

@@ -36,7 +36,7 @@ from fastpar.kernels import _C
 from fastpar.kernels.choice import OWN, STOCK, Case, Proof
 
 FOLDER = "FASTPAR_PROOFS"  # environment: another folder
-VERSION = 1
+VERSION = 2
 SHIPPED = Path(__file__).with_name("shipped")
 MOST_BYTES, MOST_LETTERS = 1 << 20, 1000  # of a file; of why a kernel is wrong
 TWICE = 2
@@ -143,6 +143,7 @@ class ProofTable:
         device: "cpu" | "cuda".
         path: of the file.
         proofs: all that is known.
+        source: the file that they were read from; None: no file.
         about: what they hold for, see environment().
     """
 
@@ -150,6 +151,7 @@ class ProofTable:
         self.device, self.about = device, environment(device)
         self.path = proofs_folder() / file_name(self.about)
         self.proofs: dict[Case, Proof] = {}
+        self.source: Path | None = None
         self._tried: dict[str, int] = {}  # case -> trials that were begun and not ended
         self._told = self._is_locked = False
         self._load(SHIPPED / self.path.name)
@@ -183,7 +185,7 @@ class ProofTable:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             self._tell(path.name, reason(error))
             return False
-        self.proofs |= proofs
+        self.source, self.proofs = path, self.proofs | proofs
         self._tried = tried
         return True
 

@@ -29,16 +29,21 @@ SLOWER = 1.03  # own over what runs instead: below it they are equally fast
 SECONDS = 0.6  # of timing, for a pass of one op
 MUCH_SLOWER = 8.0  # than own: two calls tell
 MOST_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 27}  # of a timed tensor: 32 MB, 512 MB in fp32
+FUSED_BY_COMPILE = frozenset({  # by torch.compile, from PyTorch's functions
+    "layer_norm", "rms_norm", "residual_layer_norm", "residual_rms_norm", "bias_gelu",
+    "cross_entropy",
+})  # fmt: skip
 DEFAULT_ROWS = {"cpu": 512, "cuda": 8192}
 
 
-def prove(case: Case, rows: int = 0) -> Proof:
+def prove(case: Case, rows: int = 0, compiled: bool = False) -> Proof:
     """Tries the own kernel of a case, beside what would run instead.
 
     Args:
         case: op, dtype and last dimension; an op without cases counts as proven.
         rows: how many rows (tokens) the timed call has; 0 for DEFAULT_ROWS, and no more than
             MOST_ELEMENTS allow.
+        compiled: also time PyTorch's functions under torch.compile, where it can fuse them.
     Raises:
         torch.OutOfMemoryError: no memory is left beside a model that is there already.
     """
@@ -51,7 +56,7 @@ def prove(case: Case, rows: int = 0) -> Proof:
         torch.set_num_threads(threads)
         if gpu is not None:
             torch.cuda.set_device(gpu)
-        return _prove(case, rows)
+        return _prove(case, rows, compiled and case.op in FUSED_BY_COMPILE)
 
     # An oracle may use what torch has no deterministic form of: that is no error of the kernel.
     torch.use_deterministic_algorithms(strict, warn_only=True)
@@ -62,7 +67,7 @@ def prove(case: Case, rows: int = 0) -> Proof:
         torch.use_deterministic_algorithms(strict, warn_only=warns)
 
 
-def _prove(case: Case, rows: int) -> Proof:
+def _prove(case: Case, rows: int, compiled: bool) -> Proof:
     most = MOST_ELEMENTS[case.device] // max(case.size, 1)
     rows = min(rows or DEFAULT_ROWS[case.device], max(64, most))
     found = proof_cases(case.op, case.size, case.device, rows)
@@ -72,9 +77,9 @@ def _prove(case: Case, rows: int) -> Proof:
     wrong = _what_is_wrong(case, found[1:])
     if wrong:
         return Proof(STOCK, wrong)
-    own, instead, stock = _times(case, found[0])
+    own, instead, *stock = _times(case, found[0], compiled)
     chosen = OWN if sum(own) <= SLOWER * sum(instead) else STOCK
-    return Proof(chosen, "", own, instead, stock)
+    return Proof(chosen, "", own, instead, *stock)
 
 
 def _what_is_wrong(case: Case, found: Sequence[ErrorCase]) -> str:
@@ -118,9 +123,12 @@ def _random_like(x: Tensor) -> Tensor:
     return torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device)
 
 
-def _times(case: Case, one: ErrorCase) -> list[tuple[float, float]]:
-    """ms of (forward, backward) of the own kernel, of what runs instead, and of stock PyTorch."""
+def _times(case: Case, one: ErrorCase, compiled: bool) -> list[tuple[float, float]]:
+    """ms of (forward, backward) of the own kernel, of what runs instead, of stock PyTorch, and of
+    that under torch.compile."""
     ways = {"own": (OWN, one.fn), "instead": (STOCK, one.fn), "stock": (STOCK, one.eager)}
+    if compiled:
+        ways["compiled"] = (STOCK, torch.compile(one.eager, dynamic=False))
     inputs = list(one.inputs(case.dtype, case.device).values())
     leaves = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
     calls: list[dict[str, list[Any]]] = [{}, {}]
@@ -130,7 +138,8 @@ def _times(case: Case, one: ErrorCase) -> list[tuple[float, float]]:
             with trying(case.op, what):
                 return fn(*inputs)
 
-        outputs = forward()
+        with torch._functorch.config.patch(donated_buffer=False):  # backward is called repeatedly
+            outputs = forward()
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         smooth = [o for o in outputs if o.requires_grad]
         cotangents = [_random_like(o) for o in smooth]

@@ -188,6 +188,35 @@ def test_known_proofs_are_not_made_again_unless_asked_for(quick, monkeypatch):
     assert run_doctor(again=True)[0] == 1
 
 
+def test_info_shows_what_the_tables_say(quick, monkeypatch):
+    assert report.known_choices() == [
+        "proofs    cpu: none; `fastpar doctor --device cpu` makes them"
+    ]
+    slow, wrong = GELU._replace(size=64), GELU._replace(size=32)
+    table = table_with({
+        GELU: Proof(OWN), slow: Proof(STOCK, "", (2.0, 1.0), (1.0, 1.0)),
+        wrong: Proof(STOCK, "error is 7"),
+    })  # fmt: skip
+    monkeypatch.setattr(doctor, "_prover", doctor.Prover())
+    text = "\n".join(report.known_choices())
+    assert f"cpu: 3 in {table.path}, of 20" in text
+    assert f"torch {torch.__version__}" in text
+    assert "1 run fastpar's own kernel, others torch:" in text
+    assert "bias_gelu float32 64: own takes 3.000 ms, torch 2.000" in text
+    assert "bias_gelu float32 32: own is WRONG: error is 7" in text
+
+
+@pytest.mark.slow
+def test_torch_compile_is_timed_where_it_is_asked_for(quick):
+    status, printed = run_doctor()
+    assert "under torch.compile" not in printed
+    status, printed = run_doctor(compile=True)
+    assert status == 0
+    assert "backward by PyTorch's functions under torch.compile" in printed
+    assert min(choice.proofs[GELU].compiled_ms) > 0
+    assert ProofTable("cpu").proofs == choice.proofs
+
+
 def test_no_gpu_is_a_mistake_with_a_way_out(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=r"expected a GPU with --device cuda.*use --device cpu"):
@@ -237,7 +266,7 @@ def test_an_interrupted_trial_leaves_nothing_behind(monkeypatch):
 def test_one_rank_proves_and_all_have_its_result(monkeypatch):
     made, lock = [], threading.Lock()
 
-    def prove(case, rows):
+    def prove(case, *how):
         with lock:
             made.append(threading.current_thread().name)
         time.sleep(0.1)
@@ -265,7 +294,7 @@ def test_ranks_on_different_devices_run_what_both_can(monkeypatch, capsys):
 
     def rank(kind):
         prover = doctor.Prover(store, proofs)
-        prover.proof_here = lambda case, rows, again: proofs[kind]
+        prover.proof_here = lambda case: proofs[kind]
         prover.kind = lambda device: kind
         found[kind] = prover.proof_of(GELU)
 

@@ -17,7 +17,7 @@ def test_a_damaged_file_is_told_ignored_and_replaced(no_proofs):
     for damaged in (
         "", "[]", "{", sound.replace('"own"', '"mine"'), sound.replace("float32", "Tensor"),
         sound.replace("0.0", "-1.0", 1), sound.replace("0.0", "NaN", 1),
-        sound.replace('"version": 1', '"version": 2'),
+        sound.replace('"version": 2', '"version": 1'),
         sound.replace(f'"torch": "{torch.__version__}"', '"torch": "1.0"'),
     ):  # fmt: skip
         assert damaged != sound
