@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastpar.doctor.errors import Errors, measure_errors
+from fastpar.doctor.errors import Errors, evaluate, measure_errors
 from fastpar.kernels import (
     Hyper,
     Rng,
@@ -65,9 +65,17 @@ class ErrorCase:
         """Result -> its errors: "y", "dx", ..."""
         inputs = self.inputs(dtype, device)
         measured = measure_errors(self.fn, self.ref, list(inputs.values()), eager=self.eager)
+        return self._by_name(inputs, measured)
+
+    def results(self, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
+        """Result -> its value in one call of the op."""
+        inputs = self.inputs(dtype, device)
+        return self._by_name(inputs, evaluate(self.fn, list(inputs.values())))
+
+    def _by_name(self, inputs: Inputs, found: dict[str, Any]) -> dict[str, Any]:
         names = {f"output {i}": name for i, name in enumerate(self.outputs)}
         names |= {f"gradient of input {i}": f"d{name}" for i, name in enumerate(inputs)}
-        return {names[result]: errors for result, errors in measured.items()}
+        return {names[result]: value for result, value in found.items()}
 
 
 def _leaf(value: Any, device: str) -> Any:
@@ -89,29 +97,21 @@ def norms(rows: int, widths: tuple[int, ...], device: str) -> Iterator[ErrorCase
             return draw(N, C) * 1e-3
         return draw(N, C)
 
+    def stock(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if bias is None:
+            return F.rms_norm(x, weight.shape, weight, 1e-6)
+        return F.layer_norm(x, weight.shape, weight, bias)
+
     def plain(N: int, C: int, how: str, *, rms: bool) -> ErrorCase:
         def make(draw: Draw) -> Inputs:
             inputs = {"x": stream(draw, N, C, how), "weight": 1 + 0.1 * draw(C)}
             return inputs if rms else {**inputs, "bias": 0.1 * draw(C)}
 
         shape = f"N={N} C={C} {how}".strip()
+        calls: tuple[Callable[..., Any], ...] = layer_norm, reference.layer_norm_ref, stock
         if rms:
-            return ErrorCase(
-                "rms_norm",
-                shape,
-                make,
-                rms_norm,
-                reference.rms_norm_ref,
-                lambda x, w: F.rms_norm(x, w.shape, w, 1e-6),
-            )
-        return ErrorCase(
-            "layer_norm",
-            shape,
-            make,
-            layer_norm,
-            reference.layer_norm_ref,
-            lambda x, w, b: F.layer_norm(x, w.shape, w, b),
-        )
+            calls = rms_norm, reference.rms_norm_ref, stock
+        return ErrorCase(calls[0].__name__, shape, make, *calls)
 
     def residual(N: int, C: int, p: float, *, rms: bool) -> ErrorCase:
         rng = Rng(make_key(1, 0, device), 2)
@@ -130,12 +130,7 @@ def norms(rows: int, widths: tuple[int, ...], device: str) -> Iterator[ErrorCase
             if p:
                 x = reference.dropout_ref(x, p, rng)
             total = residual + x
-            norm = (
-                F.rms_norm(total, weight.shape, weight, 1e-6)
-                if rms
-                else F.layer_norm(total, weight.shape, weight, bias)
-            )
-            return norm, total
+            return stock(total, weight, bias), total
 
         op = residual_rms_norm if rms else residual_layer_norm
         ref = reference.residual_rms_norm_ref if rms else reference.residual_layer_norm_ref
@@ -369,13 +364,7 @@ def dropouts(shape: tuple[int, ...], device: str) -> Iterator[ErrorCase]:
 
 def adamw_steps(numel: int) -> Iterator[ErrorCase]:
     """One step over so many elements, beside torch's fused one."""
-    hyper: dict[str, Any] = {
-        "lr": 6e-4,
-        "beta1": 0.9,
-        "beta2": 0.95,
-        "eps": 1e-8,
-        "weight_decay": 0.1,
-    }
+    hyper = {"lr": 6e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 
     def make(draw: Draw) -> Inputs:
         p, g, m, v = (draw(numel).float() for _ in range(4))
@@ -397,12 +386,9 @@ def adamw_steps(numel: int) -> Iterator[ErrorCase]:
         )
         return p, m, v
 
+    def ours(*lists: Any, **hyper: Any) -> None:
+        adamw_step_(*lists, Hyper(**hyper))
+
     outputs = ("p", "exp_avg", "exp_avg_sq")
-
-    def ours(
-        p: list[Tensor], g: list[Tensor], m: list[Tensor], v: list[Tensor], **h: float
-    ) -> None:
-        adamw_step_(p, g, m, v, Hyper(**h))
-
     calls = by(ours), by(reference.adamw_step_ref), fused
     yield ErrorCase("adamw_step_", f"P={numel}", make, *calls, outputs, (torch.float32,))

@@ -54,9 +54,9 @@ def measure_errors(
     Raises:
         AssertionError: on a missing result, a wrong shape or dtype, and where not both are finite.
     """
-    truth = _evaluate(ref, inputs, grad, seed, double=True)
-    base = _evaluate(eager or ref, inputs, grad, seed, double=False)
-    ours = _evaluate(fn, inputs, grad, seed, double=False)
+    truth = evaluate(ref, inputs, grad, seed, double=True)
+    base = evaluate(eager or ref, inputs, grad, seed)
+    ours = evaluate(fn, inputs, grad, seed)
     assert ours.keys() == truth.keys(), f"results: expected {list(truth)}, got {list(ours)}"
     measured = {}
     for name, exact in truth.items():
@@ -85,10 +85,16 @@ def _max_and_rms(value: Tensor, exact: Tensor, finite: Tensor) -> tuple[float, f
     return difference.max().item(), difference.square().mean().sqrt().item()
 
 
-def _evaluate(
-    fn: Callable[..., Any], inputs: Sequence[Any], grad: bool, seed: int, *, double: bool
+def evaluate(
+    fn: Callable[..., Any],
+    inputs: Sequence[Any],
+    grad: bool = True,
+    seed: int = 0,
+    *,
+    double: bool = False,
 ) -> dict[str, Tensor]:
-    """Outputs and gradients of fn on detached copies of the inputs, strides kept."""
+    """Outputs and gradients of fn on detached copies of the inputs, strides kept; arguments and
+    names of results as measure_errors has them."""
     local: list[Any] = list(inputs)
     for i, x in enumerate(inputs):
         if isinstance(x, Tensor):

@@ -67,8 +67,7 @@ def flat_ops(numel: int) -> Iterator[ErrorCase]:
         return global_norm([a.detach(), b.detach()], max_norm=1.0)[0]
 
     def norm_ref(a: Tensor, b: Tensor) -> Tensor:
-        norm = torch.cat([a.detach(), b.detach()]).to(wide(a.dtype)).norm()
-        return norm
+        return torch.cat([a.detach(), b.detach()]).to(wide(a.dtype)).norm()
 
     pairs: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
         "pack_": (packed(pack_), packed(reference.pack_ref)),

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from fastpar.doctor.proof_cases import proof_cases
-from fastpar.doctor.trial import results
 from fastpar.kernels import backend
 from fastpar.kernels.choice import OWN, Case, trying
 
@@ -60,7 +59,7 @@ def launches_of(case: Case, arch: int) -> list[Any]:
         with record(arch) as found, trying(case.op, OWN):
             for one in proof_cases(case.op, case.size, "cpu", ROWS):
                 if case.dtype in one.dtypes:
-                    results(case._replace(device="cpu"), one)
+                    one.results(case.dtype, "cpu")
     finally:
         backend.choice, backend.recording = before
     return found
