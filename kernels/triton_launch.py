@@ -59,6 +59,7 @@ class Launch:
 @dataclass
 class _Recorder:
     arch: int
+    sms: int
     launches: list[Launch] = field(default_factory=list)
 
 
@@ -66,12 +67,13 @@ _local = threading.local()
 
 
 @contextlib.contextmanager
-def record(arch: int) -> Iterator[list[Launch]]:
-    """Collects the launches of the calls inside, on tensors of the meta device, for sm_<arch>."""
-    if arch not in SMS:
+def record(arch: int, sms: int | None = None) -> Iterator[list[Launch]]:
+    """Collects the launches of the calls inside, on tensors of the meta device, for a GPU of
+    sm_<arch> with so many multiprocessors, by default those of A100 and H100."""
+    if sms is None and arch not in SMS:
         raise ValueError(f"record: expected arch in {sorted(SMS)}, got arch={arch}; choose one")
     before = _recorder()
-    recorder = _local.recorder = _Recorder(arch)
+    recorder = _local.recorder = _Recorder(arch, sms or SMS[arch])
     try:
         yield recorder.launches
     finally:
@@ -100,7 +102,7 @@ def sm_count(device: torch.device) -> int:
     """Streaming multiprocessors, for persistent grids."""
     recorder = _recorder()
     if recorder is not None:
-        return SMS[recorder.arch]
+        return recorder.sms
     return _properties(device)[1] if device.type == "cuda" else _INTERPRETED_SMS
 
 

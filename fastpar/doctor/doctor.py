@@ -76,15 +76,15 @@ class Prover:
                 found[kind] = parse_proofs(case.device, {"proofs": [row]})[case]
             return _common(case, found)
 
-    def warm(self, cases: Sequence[Case], arch: int) -> None:
+    def warm(self, cases: Sequence[Case], gpu: tuple[int, int]) -> None:
         """Compiles what proofs need, once on each host; other ranks of the host wait for it."""
         if self._store is None:
-            warm(cases, arch)
+            _warm(cases, gpu)
             return
         key = f"fastpar/warm/{platform.node()}/{' '.join(map(str, cases))}"
         if self._store.add(f"{key}/claims", 1) == 1:
             try:
-                warm(cases, arch)
+                _warm(cases, gpu)
             finally:
                 self._store.set(key, "done")
         self._store.get(key)
@@ -123,6 +123,11 @@ def _common(case: Case, found: dict[str, Proof]) -> Proof:
         each = ", ".join(f"{kind}: {proof.chosen}" for kind, proof in found.items())
         _say(f"{case}: the ranks' GPUs differ ({each}); all run {worst.chosen}")
     return worst
+
+
+def _warm(cases: Sequence[Case], gpu: tuple[int, int]) -> None:
+    for line in warm(cases, gpu):
+        _say(f"not compiled ahead of its proof: {line}")
 
 
 def _say(text: str) -> None:
@@ -190,8 +195,9 @@ def adopt(cases: Iterable[Case], *, again: bool = False, **how: Any) -> dict[Cas
         backend.check_gpu("fastpar", torch.device("cuda", torch.cuda.current_device()))
     unknown = [case for case in cases if again or case not in table_of(case.device).proofs]
     if len(unknown) > 1 and unknown[0].device == "cuda":
-        major, minor = torch.cuda.get_device_capability()
-        _prover.warm(unknown, 10 * major + minor)
+        about = torch.cuda.get_device_properties()
+        gpu = 10 * about.major + about.minor, about.multi_processor_count
+        _prover.warm(unknown, gpu)
     found = {case: _prover.proof_of(case, again=again, **how) for case in cases}
     choice.proofs.update(found)
     return found

@@ -25,10 +25,12 @@ from fastpar.kernels.choice import OWN, Case, trying
 ROWS = 128  # a kernel depends on the number of rows by its divisors only
 
 
-def warm(cases: Sequence[Case], arch: int, processes: int | None = None) -> list[str]:
-    """Compiles what proofs of these cases launch on sm_<arch>; the errors, which a proof meets too.
+def warm(cases: Sequence[Case], gpu: tuple[int, int], processes: int | None = None) -> list[str]:
+    """Compiles what proofs of these cases launch; the errors, which a proof meets too.
 
     Args:
+        gpu: compute capability (80 for sm_80) and count of multiprocessors, by which grids and with
+            them the arguments of kernels are chosen.
         processes: by default one for each core that this process may use, at most 16.
     """
     count = processes or min(16, len(os.sched_getaffinity(0)))
@@ -37,7 +39,7 @@ def warm(cases: Sequence[Case], arch: int, processes: int | None = None) -> list
     environment.pop("TRITON_INTERPRET", None)
     running = [
         subprocess.Popen(
-            [sys.executable, "-m", "fastpar.doctor.warm", json.dumps([arch, i, count, rows])],
+            [sys.executable, "-m", "fastpar.doctor.warm", json.dumps([gpu, i, count, rows])],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -45,10 +47,12 @@ def warm(cases: Sequence[Case], arch: int, processes: int | None = None) -> list
         )
         for i in range(count)
     ]
-    return [line for process in running for line in process.communicate()[0].splitlines()]
+    errors = [line for process in running for line in process.communicate()[0].splitlines()]
+    ended = {process.returncode for process in running} - {0}
+    return errors + [f"a process ended with status {status}" for status in ended]
 
 
-def launches_of(case: Case, arch: int) -> list[Any]:
+def launches_of(case: Case, gpu: tuple[int, int]) -> list[Any]:
     """What the calls of a proof launch, forward and backward."""
     from fastpar.kernels.triton_launch import record
 
@@ -56,7 +60,7 @@ def launches_of(case: Case, arch: int) -> list[Any]:
     before = backend.choice, backend.recording
     backend.choice, backend.recording = "triton", True
     try:
-        with record(arch) as found, trying(case.op, OWN):
+        with record(*gpu) as found, trying(case.op, OWN):
             for one in proof_cases(case.op, case.size, "cpu", ROWS):
                 if case.dtype in one.dtypes:
                     one.results(case.dtype, "cpu")
@@ -74,7 +78,7 @@ def _distinct(launches: Sequence[Any]) -> Iterator[Any]:
             yield launch
 
 
-def main(arch: int, index: int, count: int, rows: Sequence[Sequence[Any]]) -> None:
+def main(gpu: tuple[int, int], index: int, count: int, rows: Sequence[Sequence[Any]]) -> None:
     """One of `count` processes: compiles its part, prints what could not be compiled."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -82,8 +86,8 @@ def main(arch: int, index: int, count: int, rows: Sequence[Sequence[Any]]) -> No
 
     torch.set_num_threads(1)
     cases = [Case("cpu", op, getattr(torch, dtype), size) for op, dtype, size in rows]
-    launches = [launch for case in cases for launch in launches_of(case, arch)]
-    target = GPUTarget("cuda", arch, 32)
+    launches = [launch for case in cases for launch in launches_of(case, gpu)]
+    target = GPUTarget("cuda", gpu[0], 32)
     for i, launch in enumerate(_distinct(launches)):
         if i % count == index:
             source = ASTSource(launch.kernel, launch.signature, launch.constexprs, launch.attrs)

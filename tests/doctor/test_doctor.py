@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -156,18 +157,19 @@ def test_a_timed_call_is_never_larger_than_memory_allows(monkeypatch):
     assert asked == [trial.MOST_ELEMENTS["cuda"] // 50304]
 
 
-def test_one_rank_of_a_host_compiles_and_the_others_wait(monkeypatch):
+def test_one_rank_of_a_host_compiles_and_the_others_wait(monkeypatch, capsys):
     store, compiled = HashStore(), []
 
-    def compile_all(cases, arch):
+    def compile_all(cases, gpu):
         time.sleep(0.1)
-        compiled.append(arch)
+        compiled.append(gpu)
+        return ["_gelu_fwd_kernel: no registers"]
 
     monkeypatch.setattr(doctor, "warm", compile_all)
     seen = []
 
     def rank():
-        doctor.Prover(store, ["GPU"]).warm([GELU], 90)
+        doctor.Prover(store, ["GPU"]).warm([GELU], (90, 132))
         seen.append(list(compiled))
 
     threads = [threading.Thread(target=rank) for _ in range(3)]
@@ -175,7 +177,8 @@ def test_one_rank_of_a_host_compiles_and_the_others_wait(monkeypatch):
         thread.start()
     for thread in threads:
         thread.join(20)
-    assert seen == [[90]] * 3
+    assert seen == [[(90, 132)]] * 3
+    assert capsys.readouterr().err.count("not compiled ahead of its proof: _gelu_fwd") == 1
 
 
 def test_known_proofs_are_not_made_again_unless_asked_for(quick, monkeypatch):
@@ -443,13 +446,14 @@ def test_several_proofs_have_their_kernels_compiled_before_them(monkeypatch):
     monkeypatch.setattr(doctor, "table_of", lambda device: ProofTable("cpu"))
     monkeypatch.setattr(backend, "check_gpu", lambda *args: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(doctor, "warm", lambda cases, arch: order.append((arch, len(cases))))
+    pcie = SimpleNamespace(major=9, minor=0, multi_processor_count=114)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: pcie)
+    monkeypatch.setattr(doctor, "warm", lambda cases, gpu: order.append((gpu, len(cases))) or [])
     monkeypatch.setattr(
         doctor.Prover, "proof_of", lambda self, case, **_: order.append(case.op) or Proof(OWN)
     )
     doctor.adopt(cases)
-    assert order == [(90, 2), "layer_norm", "bias_gelu"]
+    assert order == [((90, 114), 2), "layer_norm", "bias_gelu"]
 
 
 def test_what_the_doctor_found_on_a_cpu_counts_in_a_patched_model(monkeypatch):

@@ -1,21 +1,25 @@
 """Kernels compiled before they are needed: those that calls launch, by several processes."""
 
+import shutil
+import sys
+
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="needs triton")
 
+from fastpar.doctor import warm as warm_module
 from fastpar.doctor.warm import launches_of, warm
-from fastpar.kernels import backend, bias_gelu
+from fastpar.kernels import backend, bias_gelu, triton_launch
 from fastpar.kernels.choice import Case
 
 DROPOUT = Case("cuda", "dropout", torch.bfloat16, 0)
+GELU = Case("cuda", "bias_gelu", torch.bfloat16, 96)
+H100 = (90, 132)
 
 
 def test_a_proof_launches_forward_and_backward_kernels_and_runs_none():
-    names = {
-        launch.name for launch in launches_of(Case("cuda", "bias_gelu", torch.bfloat16, 96), 90)
-    }
+    names = {launch.name for launch in launches_of(GELU, H100)}
     assert any("fwd" in name for name in names)
     assert any("bwd" in name for name in names)
     assert (backend.choice, backend.recording) == ("auto", False)
@@ -25,6 +29,32 @@ def test_a_proof_launches_forward_and_backward_kernels_and_runs_none():
 @pytest.mark.slow
 def test_processes_fill_tritons_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    assert warm([DROPOUT], 90, processes=2) == []
-    names = {launch.name for launch in launches_of(DROPOUT, 90)}
+    assert warm([DROPOUT], (89, 58), processes=2) == []
+    names = {launch.name for launch in launches_of(DROPOUT, (89, 58))}
     assert {path.stem for path in tmp_path.rglob("*.cubin")} == names
+
+
+def test_kernels_are_those_of_the_gpu_that_is_there():
+    """sm_89 has no default count of multiprocessors, and cards of one architecture differ in it."""
+    with triton_launch.record(89, 58):
+        assert triton_launch.gpu_arch(torch.device("cpu")) == 89
+        assert triton_launch.sm_count(torch.device("cpu")) == 58
+    assert launches_of(GELU, (89, 58))
+
+
+def test_a_process_that_fails_is_told(monkeypatch):
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    assert warm([DROPOUT], H100, processes=2) == ["a process ended with status 1"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("op", "size"), [("layer_norm", 768), ("attention", 64), ("bias_gelu", 768)]
+)
+def test_few_rows_launch_the_kernels_that_many_do(monkeypatch, op, size):
+    def kernels(rows):
+        monkeypatch.setattr(warm_module, "ROWS", rows)
+        found = launches_of(Case("cuda", op, torch.bfloat16, size), H100)
+        return {repr((x.name, x.signature, x.constexprs, x.attrs, x.options)) for x in found}
+
+    assert kernels(warm_module.ROWS) == kernels(4096)
