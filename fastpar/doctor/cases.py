@@ -108,10 +108,9 @@ def norms(rows: int, widths: tuple[int, ...], device: str) -> Iterator[ErrorCase
             return inputs if rms else {**inputs, "bias": 0.1 * draw(C)}
 
         shape = f"N={N} C={C} {how}".strip()
-        calls: tuple[Callable[..., Any], ...] = layer_norm, reference.layer_norm_ref, stock
-        if rms:
-            calls = rms_norm, reference.rms_norm_ref, stock
-        return ErrorCase(calls[0].__name__, shape, make, *calls)
+        op = rms_norm if rms else layer_norm
+        ref = reference.rms_norm_ref if rms else reference.layer_norm_ref
+        return ErrorCase(op.__name__, shape, make, op, ref, stock)
 
     def residual(N: int, C: int, p: float, *, rms: bool) -> ErrorCase:
         rng = Rng(make_key(1, 0, device), 2)
@@ -364,7 +363,7 @@ def dropouts(shape: tuple[int, ...], device: str) -> Iterator[ErrorCase]:
 
 def adamw_steps(numel: int) -> Iterator[ErrorCase]:
     """One step over so many elements, beside torch's fused one."""
-    hyper = {"lr": 6e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+    hyper: dict[str, Any] = dict(lr=6e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 
     def make(draw: Draw) -> Inputs:
         p, g, m, v = (draw(numel).float() for _ in range(4))
@@ -386,8 +385,8 @@ def adamw_steps(numel: int) -> Iterator[ErrorCase]:
         )
         return p, m, v
 
-    def ours(*lists: Any, **hyper: Any) -> None:
-        adamw_step_(*lists, Hyper(**hyper))
+    def ours(p: Any, g: Any, m: Any, v: Any, **hyper: Any) -> None:
+        adamw_step_(p, g, m, v, Hyper(**hyper))
 
     outputs = ("p", "exp_avg", "exp_avg_sq")
     calls = by(ours), by(reference.adamw_step_ref), fused
