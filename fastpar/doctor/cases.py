@@ -363,7 +363,8 @@ def dropouts(shape: tuple[int, ...], device: str) -> Iterator[ErrorCase]:
 
 def adamw_steps(numel: int) -> Iterator[ErrorCase]:
     """One step over so many elements, beside torch's fused one."""
-    hyper: dict[str, Any] = dict(lr=6e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+    hyper: dict[str, Any] = {"lr": 6e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
+    hyper["weight_decay"] = 0.1
 
     def make(draw: Draw) -> Inputs:
         p, g, m, v = (draw(numel).float() for _ in range(4))
