@@ -88,12 +88,14 @@ def modules() -> list[str]:
     return sorted(p.stem.removesuffix("_triton") for p in (ROOT / "kernels").glob("*_triton.py"))
 
 
-def collect(calls: Sequence[tuple[str, Callable[[], Any]]]) -> list[Job]:
-    """What these calls launch on each architecture."""
+def collect(
+    calls: Sequence[tuple[str, Callable[[], Any]]], archs: Sequence[int] = tuple(GPUS)
+) -> list[Job]:
+    """What these calls launch on each of these architectures."""
     from fastpar.kernels.triton_launch import record
 
     jobs = []
-    for arch in GPUS:
+    for arch in archs:
         for label, call in calls:
             with record(arch) as launches:
                 call()
@@ -124,9 +126,11 @@ def compile_one(job: Job) -> Row:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     launch = job.launch
-    source = ASTSource(launch.kernel, launch.signature, launch.constexprs, launch.attrs)
+    language = GluonASTSource if launch.kernel.is_gluon() else ASTSource
+    source = language(launch.kernel, launch.signature, launch.constexprs, launch.attrs)
     start = time.monotonic()
     compiled = triton.compile(
         source, target=GPUTarget("cuda", job.arch, 32), options=launch.options
@@ -151,13 +155,16 @@ def measure(
     compiled: Any,
     seconds: float,
 ) -> Row:
-    ttir = compiled.asm["ttir"]
-    dots = re.findall(r"tt\.dot(?:_scaled)? .*? : tensor<[\dx]*x(\w+)", ttir)
+    ttir = compiled.asm.get("ttir") or compiled.asm["ttgir"]  # Gluon begins with the latter
+    dots = re.findall(
+        r"(?:tt\.dot|warp_group_dot)(?:_scaled)? .*? : (?:tensor|!ttg\.memdesc)<[\dx]*x(\w+)", ttir
+    )
     kind = "matrix" if dots else "memory"
     loop = sass.main_loop(code)
     # Where a memory kernel's traffic is: its main loop, if that loads.
     path = loop if kind == "memory" and sass.count(loop, "LDG", "LDGSTS") else code
     loads, stores = sass.loads(path), sass.stores(path)
+    overlapped, _ = sass.in_flight(loop, "MUFU")
     shared_bytes, warps = compiled.metadata.shared, compiled.metadata.num_warps
     return {
         **job.row(),
@@ -187,6 +194,9 @@ def measure(
         "ldgsts": sass.count(code, "LDGSTS"),
         "tma": sass.count(code, "UTMALDG", "UTMASTG", "UBLKCP"),
         "mufu": sass.count(code, "MUFU"),
+        "loop_mufu": sass.count(loop, "MUFU"),
+        "overlapped_mufu": overlapped,
+        "product_writes": sass.in_flight(code, "MUFU")[1],
         "float_atomics": sass.float_atomics(code),
         "seconds": seconds,
     }
@@ -289,7 +299,7 @@ def work(names: Sequence[str], processes: int) -> Row:
         try:
             module = importlib.import_module(f"fastpar.kernels.{name}_triton")
             exempt[name] = getattr(module, "AOT_EXEMPT", {})
-            jobs += collect(module.aot_calls())
+            jobs += collect(module.aot_calls(), getattr(module, "AOT_ARCHS", tuple(GPUS)))
         except Exception as error:
             errors.append(f"{name} triton {triton.__version__}: records: {reason(error)}")
     for job in jobs:

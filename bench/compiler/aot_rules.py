@@ -87,6 +87,13 @@ def tensor_cores(row: Row) -> str | None:
     return None if row[wanted] else f"tl.dot of {'/'.join(row['dots'])} without {wanted.upper()}"
 
 
+def products(row: Row) -> str | None:
+    """What a product that runs on its own reads and sums up must stay as it is until it ends."""
+    if row["product_writes"]:
+        return f"{row['product_writes']} instructions write registers of a product in flight"
+    return None
+
+
 def _mostly_narrow(row: Row, what: str) -> str | None:
     """Where a memory kernel moves tiles; single numbers (a key, a row's mean) are as they are."""
     wide, narrow = row[f"wide_{what}_bytes"], row[f"narrow_{what}_bytes"]
@@ -113,6 +120,7 @@ RULES: dict[str, Callable[[Row], str | None]] = {
     "grid": grid,
     "atomics": atomics,
     "tensor cores": tensor_cores,
+    "products in flight": products,
     "16-byte loads": wide_loads,
     "16-byte stores": wide_stores,
 }

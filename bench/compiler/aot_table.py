@@ -18,12 +18,14 @@ COUNTS = (
     "stack_bytes", "spill_instructions", "loop_spills", "shared_bytes", "ctas_per_sm",
     "loop_instructions", "tile_loads", "tile_stores", "wide_loads", "narrow_loads",
     "wide_load_bytes", "narrow_load_bytes", "wide_stores", "narrow_stores", "wide_store_bytes",
-    "narrow_store_bytes", "hmma", "hgmma", "ldgsts", "tma", "mufu", "float_atomics",
+    "narrow_store_bytes", "hmma", "hgmma", "ldgsts", "tma", "mufu", "loop_mufu",
+    "overlapped_mufu", "product_writes", "float_atomics",
 )  # fmt: skip
 LEGEND = """\
 Compiled, not run. Registers, bytes of stack and of accesses are of one thread. Spills: LDL + STL
 instructions, those in the main loop among them, stack. CTA/SM: how many fit by registers, shared
-memory and warps. Loads and stores: global ones of 16 bytes + narrower ones; in a kernel without
+memory and warps. MUFU: exponentials and the like (of those in the main loop, how many run while an
+HGMMA is in flight). Loads and stores: global ones of 16 bytes + narrower ones; in a kernel without
 matrix products those of its main loop, if that loads. Instructions: main loop of whole kernel.
 a / b: the two versions differ."""
 
@@ -54,6 +56,12 @@ def _both(wide: str, narrow: str, row: Row) -> str:
     return f"{row.get(wide, 0)} + {row.get(narrow, 0)}"
 
 
+def _mufu(row: Row) -> str:
+    loop = row.get("loop_mufu", 0) if row.get("hgmma") else 0
+    inner = f" ({row.get('overlapped_mufu', 0)} of {loop})" if loop else ""
+    return f"{row.get('mufu', 0)}{inner}"
+
+
 def _spills(row: Row) -> str:
     count, stack = row.get("spill_instructions", 0), row.get("stack_bytes", 0)
     inner = row.get("loop_spills", 0)
@@ -69,7 +77,7 @@ CELLS = {
     "stores": lambda row: _both("wide_stores", "narrow_stores", row),
     "tensor cores": _tensor,
     "async": _copies,
-    "MUFU": lambda row: str(row.get("mufu", 0)),
+    "MUFU": _mufu,
     "instructions": lambda row: f"{row.get('loop_instructions', 0)} of {row['instructions']}",
 }
 

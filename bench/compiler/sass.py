@@ -19,6 +19,8 @@ _TARGET = re.compile(r"^(.*)`\((\.L\w*)\)")
 _JUMP = re.compile(r"BRA\b|CALL\.REL\.NOINC")  # that call never returns: a jump out of a loop
 _USAGE = re.compile(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+)")
 _SECTION = re.compile(r"^\s*\.section\s+\.text\.(\S+?),.*$", re.MULTILINE)
+_REGISTER = re.compile(r"R(\d+)\b")
+_COLUMNS = re.compile(r"64x(\d+)x")
 _ATOMIC = re.compile(r"^(?:RED|ATOM|ATOMG|REDG)\.(?:.*\.)?(?:F16|F32|F64|BF16)")
 
 
@@ -27,6 +29,7 @@ class Instruction:
     opcode: str  # "LDG.E.128"
     target: int | None = None  # of a branch: index of the instruction it goes to
     conditional: bool = False  # whether the next instruction may follow a branch or exit
+    operands: str = ""
 
     @property
     def name(self) -> str:
@@ -55,7 +58,7 @@ def parse(text: str) -> list[Instruction]:
     for predicate, opcode, operands in found:
         target = _TARGET.match(operands) if _JUMP.match(opcode) else None
         if target is None:
-            code.append(Instruction(opcode, None, bool(predicate)))
+            code.append(Instruction(opcode, None, bool(predicate), operands))
         else:  # BRA.U and BRA.DIV have their conditions among the operands
             conditional = bool(predicate or target[1].strip() or opcode.startswith("BRA."))
             code.append(Instruction(opcode, starts.get(target[2]), conditional))
@@ -143,6 +146,44 @@ def stores(code: Sequence[Instruction]) -> Accesses:
 
 def count(code: Sequence[Instruction], *names: str) -> int:
     return sum(i.name in names for i in code)
+
+
+def _registers(first: int, size: int) -> set[int]:
+    return set(range(first, first + size))
+
+
+def _held(product: Instruction) -> set[int]:
+    """Registers of HGMMA.64xNx16 d, a, b, d: the sums' N / 2, and 4 if a is in registers."""
+    named = [_REGISTER.match(x.strip()) for x in product.operands.split(",")[:2]]
+    columns = _COLUMNS.search(product.opcode)
+    sizes = (int(columns[1]) // 2 if columns else 4, 4)
+    return {r for n, size in zip(named, sizes) if n for r in _registers(int(n[1]), size)}
+
+
+def in_flight(code: Sequence[Instruction], name: str) -> tuple[int, int]:
+    """(instructions of this name that run while a warp group's product is in flight, instructions
+    that write its registers meanwhile), in the order of the listing.
+
+    A group of products ends with gsb0; WARPGROUP.DEPBAR.LE gsb0, n waits until n are in flight.
+    """
+    found = wrong = 0
+    groups: list[set[int]] = []
+    open_group = False
+    for i in code:
+        if i.name == "HGMMA":
+            if not open_group:
+                groups.append(set())
+            groups[-1] |= _held(i)
+            open_group = "gsb0" not in i.operands
+        elif i.opcode.startswith("WARPGROUP.DEPBAR"):
+            del groups[: max(0, len(groups) - int(i.operands.rpartition(",")[2], 16))]
+        else:
+            to = _REGISTER.match(i.operands.strip())
+            found += bool(groups) and i.name == name
+            size = max(1, i.bytes // 4) if i.name.startswith("LD") else 1 + (".WIDE" in i.opcode)
+            if to and not i.name.startswith(("ST", "RED", "BAR")):
+                wrong += any(_registers(int(to[1]), size) & held for held in groups)
+    return found, wrong
 
 
 def float_atomics(code: Sequence[Instruction]) -> int:

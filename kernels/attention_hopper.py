@@ -1,0 +1,81 @@
+"""What the Hopper forward of attention (attention_hopper_triton.py) can serve, and its call.
+
+It is an alternative to attention_triton.py's forward, with the same o and lse, which the same
+backward takes. Nothing chooses it yet: it has been compiled and emulated, not run on a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from torch import Tensor
+
+_HEAD_DIMS = (64, 128)
+_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def _gluon_found() -> bool:
+    try:
+        return importlib.util.find_spec("triton.experimental.gluon.nvidia.hopper") is not None
+    except ModuleNotFoundError:  # no triton at all, or one before Gluon
+        return False
+
+
+def refusal(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    dropout: bool = False,
+    documents: bool = False,
+) -> str:
+    """Why attention_forward_hopper cannot serve such a call; "" if it can."""
+    arch = torch.cuda.get_device_capability(q.device) if q.is_cuda else None
+    if arch != (9, 0):
+        return "needs a GPU of sm_90 (H100, H200)"
+    if not _gluon_found():
+        return "needs Triton 3.6 or later, with triton.experimental.gluon"
+    if dropout:
+        return "has no dropout"
+    if documents:
+        return "knows no documents (cu_seqlens)"
+    if not causal or q.shape[1] != k.shape[1]:
+        return "is causal, with as many keys as queries"
+    if q.shape[-1] not in _HEAD_DIMS:
+        return f"has head dimensions {_HEAD_DIMS}, not {q.shape[-1]}"
+    if q.dtype not in _DTYPES:
+        return f"takes bfloat16 and float16, not {q.dtype}"
+    from fastpar.kernels.attention_triton import tma_reads
+
+    if not all(tma_reads(x) for x in (q, k, v)):
+        return "needs addresses and steps of 16 bytes"
+    return ""
+
+
+def attention_forward_hopper(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Causal attention's forward on a Hopper GPU, without dropout.
+
+    Args:
+        q: [B, T, H, D], bf16 | fp16, D 64 | 128, last dimension contiguous.
+        k, v: [B, T, Hkv, D], H a multiple of Hkv.
+        scale: of the scores; 1 / sqrt(D) by default.
+    Returns:
+        o: [B, T, H, D], contiguous. lse: [B, H, T], fp32, base 2: what attention's backward takes.
+    Raises:
+        RuntimeError: refusal() says why it cannot serve this call.
+    Deterministic: yes, bitwise.
+    Oracle: fastpar.kernels.reference.attention_ref
+    """
+    why = refusal(q, k, v)
+    if why:
+        raise RuntimeError(
+            f"attention_forward_hopper: expected a call that it can serve, got one that it cannot: "
+            f"it {why}; call attention"
+        )
+    from fastpar.kernels.attention_hopper_triton import attention_hopper_fwd
+
+    return attention_hopper_fwd(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale)
