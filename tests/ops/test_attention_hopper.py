@@ -1,5 +1,5 @@
-"""The Hopper forward: its own source as Python with numbers, every order of its barriers, and what
-it compiles to. Only test_on_a_gpu runs the kernel itself."""
+"""The Hopper forward: its source as Python with numbers, every order of its barriers, and what it
+compiles to. Only test_on_a_gpu runs the kernel itself."""
 
 import json
 from dataclasses import replace

@@ -74,6 +74,7 @@ GOOD = {
     "ldgsts": 0,
     "tma": 0,
     "mufu": 3,
+    "product_writes": 0,
     "float_atomics": 0,
 }
 MATRIX = {**GOOD, "kind": "matrix", "dots": ["bf16"], "hgmma": 4, "wide_loads": 0}
@@ -123,6 +124,27 @@ def test_the_main_loop_of_a_memory_kernel_is_the_inner_one():
     assert sass.loops(code) == [[0, 1, 2, 3, 4], [1, 2, 3]]
     assert [i.opcode for i in sass.main_loop(code)] == ["LDG.E.128", "CALL.REL.NOINC", "BRA"]
     assert list(sass.main_loop(code[:1])) == []
+
+
+def test_what_happens_while_a_product_is_in_flight():
+    """R24 to R55 are the sums of the first group, R60 to R63 a part of the second's input."""
+    lines = """\
+FMUL R24, R1, R2 ;
+HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], RZ, !UPT ;
+HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], R24, gsb0 ;
+MUFU.EX2 R1, R2 ;
+HGMMA.64x8x16.F32.BF16 R64, R60, gdesc[UR8].tnspB, R64, gsb0 ;
+F2FP.BF16.F32.PACK_AB R55, R3, R2 ;
+WARPGROUP.DEPBAR.LE gsb0, 0x1 ;
+FMUL R24, R24, R2 ;
+@P0 LDS.128 R57, [R60] ;
+MUFU.EX2 R64, R2 ;
+STS.128 [R4], R60 ;
+WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+MUFU.EX2 R60, R2 ;""".splitlines()
+    code = sass.parse("".join(f"        /*{i:04x}*/  {line}\n" for i, line in enumerate(lines)))
+    assert len(code) == len(lines)
+    assert sass.in_flight(code, "MUFU") == (2, 3)
 
 
 @pytest.mark.parametrize(
@@ -194,6 +216,7 @@ BREAKS = [
     ("grid", GOOD, {"grid": [1, 65536]}),
     ("grid", GOOD, {"grid": [1, 1, 65536]}),
     ("atomics", GOOD, {"float_atomics": 1}),
+    ("products in flight", MATRIX, {"product_writes": 1}),
     ("tensor cores", MATRIX, {"hgmma": 0, "hmma": 8}),  # Ampere's instruction on Hopper
     ("tensor cores", MATRIX, {"arch": 80, "hgmma": 0}),
     ("tensor cores", MATRIX, {"dots": ["f16", "f32"], "hgmma": 0}),

@@ -230,6 +230,7 @@ def test_every_op_has_an_oracle_and_a_bench():
             "adamw_storage",
             "attention_composed",
             "attention_configs",
+            "attention_hopper",
             "choice",
             "host",
             "op",
