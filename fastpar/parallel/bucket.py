@@ -78,6 +78,7 @@ class BucketState(BucketParameters):
         self._marks: dict[int, Tensor] = {}  # see [Note: marks]
         self._hidden = False  # the marks are placeholders
         self._version = -1  # of `grad`, when remember() was called
+        self._marked_version = -1  # of `grad`, when mark() was
         self._zeroed = set(range(len(params)))  # positions whose gradient nobody has, on any rank
         self._began_empty = True  # the last backward
         if not stage.shards:
@@ -283,7 +284,13 @@ class BucketState(BucketParameters):
     def set_aside(self) -> None:
         """Deterministic stage 0: a new backward must not add to the sum of the last ones."""
         if not self.stage.shards and self.reduced is not None:
-            self._aside = True
+            assert self.grad is not None
+            if self._reductions is not None and self.grad._version != self._marked_version:
+                self._reductions = None  # somebody wrote into p.grad: that is what is added to
+                if self.grad.any():
+                    self._reductions = PairwiseSum()
+                    self._reductions.push(self.grad.clone())
+            self._aside = self._reductions is not None
             self._forget_local()
 
     def adopt(self, position: int) -> None:
@@ -379,6 +386,7 @@ class BucketState(BucketParameters):
             if p.grad is not None:
                 self._marks[position] = p.grad
         self.remember()
+        self._marked_version = self._version
 
     def remember(self) -> None:
         """What is counted from now on belongs to the gradients that there are."""

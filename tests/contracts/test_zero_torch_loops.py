@@ -168,6 +168,25 @@ def test_a_step_that_does_not_come_leaves_no_tokens():
         check(body, within=COUNTED_WITHIN)
 
 
+def halved_by_hand(loop, step):
+    clear_optimizers(loop)
+    loop.backward(step)
+    for p in loop.model.parameters():
+        if p.grad is not None:
+            p.grad.mul_(0.5)
+    loop.backward(step + 20)
+    loop.step()
+
+
+def test_gradients_changed_by_hand_are_what_is_added_to():
+    fixed = {"deterministic": True}
+    check(halved_by_hand, [(1, {}), (2, {"stage": 0}), (1, fixed), (2, {"stage": 0, **fixed})])
+
+
+def test_a_step_that_does_not_come_leaves_nothing_in_the_tree():
+    check(abandoned(clear_model_to_zero), [(1, {"deterministic": True})], within=COUNTED_WITHIN)
+
+
 def means(loop, step):
     loop.backward(step)
     clear_optimizers(loop)
