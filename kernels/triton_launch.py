@@ -1,9 +1,18 @@
 """Triton kernels are launched here, recorded for ahead-of-time compilation, and fitted to a GPU.
 
-Every kernel of kernels/<op>_triton.py goes through launch(). On a GPU that is Triton's own launch;
-on CPU tensors Triton's interpreter runs the kernel (TRITON_INTERPRET=1, for tests); inside
-record(arch) nothing runs: the kernels, argument types and options that a call would launch on such
-a GPU are collected, which is what `make aot` compiles. So what is checked is what is shipped.
+Every kernel of kernels/<op>_triton.py goes through launch(). On a GPU that is Triton's own launch
+the first time, then the launcher of what it compiled, [Note: launches again]. On CPU tensors
+Triton's interpreter runs the kernel (TRITON_INTERPRET=1, for tests); inside record(arch) nothing
+runs: the kernels, argument types and options that a call would launch on such a GPU are collected,
+which is what `make aot` compiles. So what is checked is what is shipped.
+
+[Note: launches again] Triton's launch looks at every argument and writes a text of all options to
+find the kernel that it compiled, which takes longer than the rest of a small op. So launch() keeps
+that kernel under a key of everything that Triton specializes by: types, dtypes, whether each
+address is a multiple of 16, the values of integers (finer than Triton: it goes by whether they are
+1 or multiples of 16), constants, options and the device. A known key goes straight to the compiled
+kernel's own launcher, on the current stream. What is unusual goes through Triton: hooks of a
+profiler, TRITON_DEBUG, hooks before a run, a Triton whose launch returns something else.
 
 Only the <op>_triton modules import this one, and they are imported when a kernel is first needed:
 `import fastpar.kernels` does not import Triton.
@@ -13,14 +22,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
+from triton import knobs
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 INTERPRETED_ARCH = 90  # which GPU's configurations run under the interpreter
@@ -63,7 +76,11 @@ class _Recorder:
     launches: list[Launch] = field(default_factory=list)
 
 
-_local = threading.local()
+class _Local(threading.local):
+    recorder: _Recorder | None = None
+
+
+_local = _Local()
 
 
 @contextlib.contextmanager
@@ -81,7 +98,7 @@ def record(arch: int, sms: int | None = None) -> Iterator[list[Launch]]:
 
 
 def _recorder() -> _Recorder | None:
-    return getattr(_local, "recorder", None)
+    return _local.recorder
 
 
 @functools.cache
@@ -130,7 +147,7 @@ def _record(
     # Not public names of Triton (the same in 3.6 and 3.9): a launch must not depend on them.
     from triton.backends.compiler import GPUTarget
     from triton.compiler.compiler import make_backend
-    from triton.runtime.jit import JITFunction, create_function_from_signature
+    from triton.runtime.jit import create_function_from_signature
 
     if not isinstance(kernel, JITFunction):  # TRITON_INTERPRET=1 made an interpreted one
         kernel = JITFunction(kernel.fn, **kernel.kwargs)
@@ -152,6 +169,93 @@ def _device(args: tuple) -> torch.device:
     raise AssertionError("a kernel takes a tensor")
 
 
+_Key = tuple[Any, ...]
+_MANY = 8192  # keys; integers that never repeat must not fill the memory
+# key -> (compiled kernel, its launcher, its function, its packed metadata, values of constants)
+_known: dict[_Key, tuple[Any, Callable[..., Any], Any, Any, tuple]] = {}
+
+
+def _getter(places: list[int]) -> Callable[[tuple], tuple]:
+    """The arguments at these places, as a tuple."""
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    return lambda args: tuple(args[i] for i in places)
+
+
+@functools.cache
+def _places(types: tuple[type, ...]) -> tuple[Callable[[tuple], tuple], ...]:
+    """Getters of the tensors, descriptors and other values that a key is made of; a number with a
+    fraction is none, as nothing is specialized by it."""
+    kinds: list[list[int]] = [[], [], []]
+    for i, kind in enumerate(types):
+        if issubclass(kind, Tensor):
+            kinds[0].append(i)
+        elif issubclass(kind, TensorDescriptor):
+            kinds[1].append(i)
+        elif kind is not float:
+            kinds[2].append(i)
+    return tuple(map(_getter, kinds))
+
+
+def _key_of(kernel: Any, device: int, args: tuple, kwargs: dict[str, Any]) -> _Key:
+    """See [Note: launches again]."""
+    types = tuple(map(type, args))
+    tensors, descriptors, values = _places(types)
+    given = tensors(args)
+    return (
+        kernel,
+        device,
+        types,
+        tuple([t.dtype for t in given]),
+        tuple([t.data_ptr() % 16 == 0 for t in given]),
+        tuple([(d.base.dtype, *d.block_shape) for d in descriptors(args)]),
+        values(args),
+        *kwargs.items(),
+    )
+
+
+def _is_watched(kernel: Any) -> bool:
+    """Whether a launch has to go through Triton: hooks, debugging, another Triton."""
+    settings = knobs.runtime
+    enter, leave = settings.launch_enter_hook, settings.launch_exit_hook
+    return bool(
+        settings.debug
+        or kernel.pre_run_hooks
+        or getattr(enter, "calls", enter)
+        or getattr(leave, "calls", leave)
+        or getattr(settings, "add_stages_inspection_hook", None)
+    )
+
+
+def _keep(key: _Key, compiled: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Keeps what a launch through Triton compiled, if it is what this file knows how to launch."""
+    rest = [p.name for p in key[0].params[len(args) :]]
+    if hasattr(compiled, "packed_metadata") and all(name in kwargs for name in rest):
+        if len(_known) >= _MANY:
+            _known.clear()
+        constants = tuple(kwargs[name] for name in rest)
+        run, function = compiled.run, compiled.function
+        _known[key] = compiled, run, function, compiled.packed_metadata, constants
+
+
+def _launch_here(kernel: Any, grid: tuple[int, ...], args: tuple, kwargs: dict[str, Any]) -> None:
+    """A launch on the current device."""
+    if type(kernel) is not JITFunction or _is_watched(kernel):  # interpreted: no JITFunction
+        kernel[grid](*args, **kwargs)
+        return
+    active = driver.active
+    device = active.get_current_device()
+    key = _key_of(kernel, device, args, kwargs)
+    known = _known.get(key)
+    if known is None:
+        _keep(key, kernel[grid](*args, **kwargs), args, kwargs)
+        return
+    _, run, function, metadata, constants = known
+    x, y, z = (*grid, 1, 1)[:3]
+    stream = active.get_current_stream(device)
+    run(x, y, z, stream, function, metadata, None, None, None, *args, *constants)
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
     """kernel[grid](*args, **kwargs) on the device of its first tensor; nothing for an empty grid.
 
@@ -170,9 +274,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> Non
     device = _device(args)
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            kernel[grid](*args, **kwargs)
+            _launch_here(kernel, grid, args, kwargs)
     else:
-        kernel[grid](*args, **kwargs)
+        _launch_here(kernel, grid, args, kwargs)
 
 
 def cdiv(a: int, b: int) -> int:

@@ -189,6 +189,91 @@ def test_recorded_is_what_the_launcher_compiles():
     assert both["jit"] == both["recorded"]
 
 
+AGAIN = """
+import json, random, sys
+sys.path.insert(0, sys.argv[1])
+import torch
+from types import SimpleNamespace
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+from fastpar.kernels import triton_launch
+import test_triton_launch as here
+
+state = SimpleNamespace(device=0, stream=7)
+driver.set_active(SimpleNamespace(
+    get_current_device=lambda: state.device,
+    get_current_stream=lambda device: state.stream + device,
+    get_current_target=lambda: GPUTarget("cuda", 90, 32),
+))
+ran = []
+
+class Compiled:  # says which kernel ran, and with what
+    function, packed_metadata = "function", "metadata"
+    def run(self, x, y, z, stream, function, metadata, about, enter, leave, *args):
+        ran.append((id(self), x, y, z, stream, function, metadata, *args))
+    def launch_metadata(self, *args):
+        return None
+
+def compile(self, key, signature, device, *rest):
+    return self.device_caches[device][0].setdefault(key, Compiled())
+
+JITFunction._do_compile = compile
+memory = {kind: torch.empty(64, 64, dtype=kind) for kind in (torch.bfloat16, torch.float32)}
+flags = torch.empty(4, dtype=torch.bool)
+pointers = [m for m in memory.values()] + [m[:, 1:] for m in memory.values()] + [flags, None]
+pointers += [torch.nn.Parameter(memory[torch.float32])]
+tiles = [
+    TensorDescriptor(m, [64, 64], [64, 1], [rows, 32]) for m in memory.values() for rows in (16, 32)
+]
+numbers = [0, 1, 2, 8, 16, 17, 1 << 31, 1 << 40, -1, -16, True, False, None, 1.0, 2.0, 0.5, 16.0]
+draw = random.Random(1)
+hits = slow = 0
+for _ in range(6000):
+    args = [draw.choice(pointers) for _ in range(5)] + [draw.choice(tiles)]
+    args += [draw.choice(numbers) if draw.random() < 0.2 else 16 for _ in range(8)]
+    if draw.random() < 0.6:  # most calls repeat
+        args[:6], state.device = [memory[torch.float32]] * 5 + [tiles[0]], 0
+    else:
+        state.device = draw.randrange(2)
+    grid = draw.choice([(3,), (3, 2), (3, 2, 5)])
+    state.stream = draw.randrange(100)
+    options = {"CAUSAL": draw.choice([True, False]), "BLOCK": draw.choice([32, 64])}
+    options |= {"num_warps": draw.choice([4, 8]), "enable_fp_fusion": True}
+    before = len(triton_launch._known)
+    ran.clear()
+    triton_launch.launch(here._kinds_kernel, grid, *args, **options)
+    hits += len(triton_launch._known) == before
+    here._kinds_kernel[grid](*args, **options)
+    mine, jit = ran
+    assert len(mine) == len(jit), (mine, jit)
+    assert all(a is b or (type(a) is type(b) and a == b) for a, b in zip(mine, jit)), (mine, jit)
+assert hits > 500, hits  # or nothing was shown
+
+seen = []
+knobs.runtime.launch_enter_hook = lambda about: seen.append(about)  # a profiler's
+original, Compiled.run = Compiled.run, lambda self, *a: seen.append(a[7])
+before = len(triton_launch._known)
+triton_launch.launch(here._kinds_kernel, grid, *args, **options)
+assert seen and seen[0] is knobs.runtime.launch_enter_hook, seen
+print(hits, before)
+"""
+
+
+@pytest.mark.slow
+def test_a_launch_again_is_what_triton_would_launch():
+    """Which compiled kernel, arguments, grid and stream: those of Triton's own launch, in calls of
+    random types, alignments, integers, constants, devices and streams; hooks are called."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    folder = os.path.dirname(__file__)
+    run = subprocess.run(
+        [sys.executable, "-c", AGAIN, folder], env=env, capture_output=True, text=True, timeout=200
+    )
+    assert run.returncode == 0, run.stderr
+
+
 def test_fp_fusion_can_be_refused():
     with record(80) as launches:
         launch_add(meta(64), meta(64), meta(64), enable_fp_fusion=False)
