@@ -1,7 +1,7 @@
 import pytest
 
 from fastpar.doctor import doctor
-from fastpar.kernels import choice
+from fastpar.kernels import backend, choice
 
 
 @pytest.fixture(autouse=True)
@@ -10,4 +10,5 @@ def no_proofs(monkeypatch, tmp_path):
     monkeypatch.setenv("FASTPAR_PROOFS", str(tmp_path / "proofs"))
     monkeypatch.setattr(doctor, "_prover", doctor.Prover())
     monkeypatch.setattr(choice, "proofs", {})
+    monkeypatch.setattr(backend, "keep_freed_memory", lambda: True)  # for the whole process
     return tmp_path / "proofs"
