@@ -411,8 +411,7 @@ SIZES = {name: value for name, value in ARGS.items() if name != "dropout"}
 
 
 @pytest.fixture
-def patched(monkeypatch):
-    monkeypatch.setattr(doctor, "_expected", set())
+def patched():
     model = NanoGPT(**SIZES)
     fastpar.patch(model)
     return model
