@@ -129,8 +129,12 @@ def _times(case: Case, one: ErrorCase, compiled: bool) -> list[tuple[float, floa
             with trying(case.op, what):
                 return fn(*inputs)
 
-        with torch._functorch.config.patch(donated_buffer=False):  # backward is called repeatedly
-            outputs = forward()
+        if name == "compiled":
+            from torch._functorch import config  # imports torch's compiler
+
+            with config.patch(donated_buffer=False):  # backward is called repeatedly
+                forward()
+        outputs = forward()
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         smooth = [o for o in outputs if o.requires_grad]
         cotangents = [_random_like(o) for o in smooth]
