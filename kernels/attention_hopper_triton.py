@@ -50,8 +50,8 @@ from fastpar.kernels.attention_triton import LOG2_E, aot_inputs
 from fastpar.kernels.triton_launch import cdiv, launch, sm_count
 
 # Triton 3.6's names of them, which later ones refuse.
-_load = getattr(tma, "async_load", tma.async_copy_global_to_shared)
-_store = getattr(tma, "async_store", tma.async_copy_shared_to_global)
+_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 HALF = gl.constexpr(64)  # queries of a consumer
 BLOCK = gl.constexpr(128)  # queries of a tile, keys of a block
 AOT_ARCHS = (90,)
