@@ -74,6 +74,8 @@ GOOD = {
     "ldgsts": 0,
     "tma": 0,
     "mufu": 3,
+    "loop_mufu": 0,
+    "overlapped_mufu": 0,
     "product_writes": 0,
     "float_atomics": 0,
 }
