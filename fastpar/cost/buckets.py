@@ -81,7 +81,7 @@ class GPTBuckets:
         """Elements of the root, then of each unit that stage 3 gathers by itself."""
         sizes = Counter[int]()
         for bucket in self.layout.buckets:
-            sizes[max(bucket.unit, _ROOT)] += bucket.numel
+            sizes[bucket.unit] += bucket.numel
         return tuple(sizes[unit] for unit in range(max(sizes) + 1))
 
     @functools.cached_property
@@ -137,13 +137,13 @@ def _buckets(
     merged = max(1, int(FIRST_BUCKET_MB * 2**20) // block_bytes)
     embeddings = ((vocabulary_rows(shape, tp), width), (shape.block_size, width))[: 1 + positions]
     shapes = (*embeddings, *block * n_layers, (width,), (width,))
-    units = [1 + layer // merged for layer in range(n_layers) for _ in block]
+    units = [1 + by_unit * (layer // merged) for layer in range(n_layers) for _ in block]
     layout = build_layout(
         [ParamSpec((str(i),), s, dtypes[0]) for i, s in enumerate(shapes)],
         bucket_bytes=bucket_mb * 2**20,
         first_bucket_bytes=FIRST_BUCKET_MB * 2**20,
         grad_dtype=dtypes[1],
-        unit_of=[*[_ROOT] * len(embeddings), *units, _ROOT, _ROOT] if by_unit else None,
+        unit_of=[*[_ROOT] * len(embeddings), *units, _ROOT, _ROOT],
         flags=not by_unit,
     )
     return GPTBuckets(shapes, layout, n_layers, dtypes[1].itemsize)

@@ -101,7 +101,8 @@ def describe(shards: Shards, last_unit: int, tree_ms: float) -> str:
         spec, dtype = bucket.spec, str(bucket.grad_dtype).removeprefix("torch.")
         size = spec.numel * bucket.grad_dtype.itemsize / _MIB
         names = dict.fromkeys((bucket.name(0), bucket.name(len(bucket.params) - 1)))
-        unit = "-" if spec.unit < 0 else "root" if spec.unit == ROOT else str(spec.unit)
+        unit = "root" if spec.unit == ROOT else str(spec.unit)
+        unit = unit if shards.stage.shards else "-"
         lines.append(
             f"{spec.index:6d}  {unit:>4s}  {dtype:8s}  {len(bucket.params):6d}  {size:7.2f}  "
             f"{size / spec.n_shards:9.2f}  {' .. '.join(names)}"
