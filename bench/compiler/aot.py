@@ -88,6 +88,15 @@ def modules() -> list[str]:
     return sorted(p.stem.removesuffix("_triton") for p in (ROOT / "kernels").glob("*_triton.py"))
 
 
+def imported(name: str) -> Any:
+    return importlib.import_module(f"fastpar.kernels.{name}_triton")
+
+
+def archs(module: Any) -> tuple[int, ...]:
+    """What the module's kernels are for: AOT_ARCHS if it has that, all otherwise."""
+    return getattr(module, "AOT_ARCHS", tuple(GPUS))
+
+
 def collect(
     calls: Sequence[tuple[str, Callable[[], Any]]], archs: Sequence[int] = tuple(GPUS)
 ) -> list[Job]:
@@ -297,9 +306,9 @@ def work(names: Sequence[str], processes: int) -> Row:
     errors: list[str] = []
     for name in names:
         try:
-            module = importlib.import_module(f"fastpar.kernels.{name}_triton")
+            module = imported(name)
             exempt[name] = getattr(module, "AOT_EXEMPT", {})
-            jobs += collect(module.aot_calls(), getattr(module, "AOT_ARCHS", tuple(GPUS)))
+            jobs += collect(module.aot_calls(), archs(module))
         except Exception as error:
             errors.append(f"{name} triton {triton.__version__}: records: {reason(error)}")
     for job in jobs:
