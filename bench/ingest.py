@@ -84,7 +84,7 @@ def _ship_proofs(path: Path, package: Path) -> list[str]:
     name = file_name(content["about"])
     folder = package / SHIPPED.relative_to(ROOT)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / name).write_text(json.dumps({"version": 1, "tried": {}, **content}, indent=1) + "\n")
+    (folder / name).write_text(json.dumps({"tried": {}, **content}, indent=1) + "\n")
     return [f"proofs in fastpar/doctor/shipped/{name}"]
 
 

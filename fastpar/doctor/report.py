@@ -13,7 +13,7 @@ import torch
 
 from fastpar.config.config import GPTConfig
 from fastpar.doctor.doctor import adopt, cases_of_model, table_of
-from fastpar.doctor.table import row_of
+from fastpar.doctor.table import VERSION, row_of
 from fastpar.kernels import backend
 from fastpar.kernels.choice import OWN, Case, Proof
 
@@ -80,7 +80,7 @@ def doctor(command: DoctorCommand, write: Callable[[str], None] = print) -> int:
     write(f"kept in {table_of(device).path}")
     if command.json is not None:
         rows = [row_of(case, proof) for case, proof in found.items()]
-        text = json.dumps({"about": about, "proofs": rows}, indent=1)
+        text = json.dumps({"version": VERSION, "about": about, "proofs": rows}, indent=1)
         Path(command.json).write_text(text + "\n", encoding="utf-8")
     return int(any(proof.wrong for proof in found.values()))
 

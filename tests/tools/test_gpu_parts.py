@@ -1,6 +1,7 @@
 """The parts of `make gpu`: time is shared out, what was found is kept, and becomes results."""
 
 import io
+import json
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import torch
 from bench import gpu, ingest
 from bench.gpu import PARTS, Part, Step
 from bench.records import ResultFile, Row, load, machine
+from fastpar.doctor.table import VERSION
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -101,8 +103,8 @@ def test_an_archive_becomes_results(tmp_path):
     folder = tmp_path / "gpu_part2_a-gpu"
     row = Row("gelu", "tanh", "forward", "fastpar", "cuda", dtype="bfloat16", threads=1)
     ResultFile(folder / "rows.json", about).add(row)
-    proofs = '{"about": {"device": "A GPU"}, "proofs": []}'
-    (folder / "proofs.json").write_text(proofs)
+    proofs = {"version": VERSION, "about": {"device": "A GPU"}, "proofs": []}
+    (folder / "proofs.json").write_text(json.dumps(proofs))
     (folder / "summary.txt").write_text("part 2\n")
     archive = tmp_path / "part.tar.gz"
     with tarfile.open(archive, "w:gz") as tar:
@@ -115,6 +117,7 @@ def test_an_archive_becomes_results(tmp_path):
     assert [r.key for r in load(rows)[1]] == [row.key]
     (shipped,) = (package / "fastpar" / "doctor" / "shipped").iterdir()
     assert shipped.name.startswith("a-gpu_")
+    assert json.loads(shipped.read_text())["version"] == VERSION  # else it would be ignored
     kept = tmp_path / "results" / "gpu" / "gpu_part2_a-gpu_summary.txt"
     assert kept.read_text() == "part 2\n"
 
