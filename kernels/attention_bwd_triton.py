@@ -52,7 +52,7 @@ from fastpar.kernels.attention_triton import (
     tma_reads,
     unknown_zero,
 )
-from fastpar.kernels.triton_launch import cdiv, device_key, gpu_arch, launch
+from fastpar.kernels.triton_launch import cdiv, device_key, gpu_arch, launch, next_power_of_2
 
 
 @triton.jit
@@ -368,7 +368,7 @@ def attention_bwd(
     arch, D = gpu_arch(q.device), q.shape[-1]
     varlen, fp32 = cu_seqlens is not None, q.dtype == torch.float32
     variant = variant_for(threshold > 0, fp32)
-    block_d = max(16, triton.next_power_of_2(D))
+    block_d = max(16, next_power_of_2(D))
     if do.stride(-1) != 1:
         do = do.contiguous()
     if varlen:

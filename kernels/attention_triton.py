@@ -34,6 +34,7 @@ Source: Dao 2023, arXiv 2307.08691.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -45,7 +46,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fastpar.kernels.attention_configs import get_config, variant_for
 from fastpar.kernels.philox_triton import philox_words
-from fastpar.kernels.triton_launch import cdiv, device_key, gpu_arch, launch
+from fastpar.kernels.triton_launch import cdiv, device_key, gpu_arch, launch, next_power_of_2
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 SECTION_BYTES = {80: 16 << 20, 90: 32 << 20}  # of keys and values that L2 holds beside the rest
@@ -307,11 +308,23 @@ def _attention_fwd_kernel(
     tl.store(lse_head + row + within, lse, mask=row + within < n_rows)
 
 
+@functools.lru_cache(1024)
+def _descriptor_fields(
+    shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, block: int, block_d: int
+) -> dict[str, Any]:
+    """A descriptor's fields, which Triton checks at length, once for tensors of one layout."""
+    B, T, H, D = shape
+    b, t, h, _ = stride
+    base = torch.empty(0, dtype=dtype, device="meta")
+    return vars(TensorDescriptor(base, [B, H, T, D], [b, h, t, 1], [1, 1, block, block_d]))
+
+
 def descriptor(x: Tensor, block: int, block_d: int) -> TensorDescriptor:
-    """x [B, T, H, D] seen as [B, H, T, D] in boxes of [1, 1, block, block_d]."""
-    B, T, H, D = x.shape
-    b, t, h, _ = x.stride()
-    return TensorDescriptor(x, [B, H, T, D], [b, h, t, 1], [1, 1, block, block_d])
+    """x [B, T, H, D] seen as [B, H, T, D] in boxes of [1, 1, block, block_d]; only for an x that
+    tma_reads() accepts."""
+    result = object.__new__(TensorDescriptor)
+    vars(result).update(_descriptor_fields(x.shape, x.stride(), x.dtype, block, block_d), base=x)
+    return result
 
 
 def tma_reads(x: Tensor) -> bool:
@@ -341,7 +354,7 @@ def attention_fwd(
     """o, contiguous, and lse: [B, H, T] for q [B, T, H, D], [H, total] for q [total, H, D]."""
     arch, D = gpu_arch(q.device), q.shape[-1]
     varlen, fp32 = cu_seqlens is not None, q.dtype == torch.float32
-    block_d = max(16, triton.next_power_of_2(D))
+    block_d = max(16, next_power_of_2(D))
     config = get_config(arch, "fwd", block_d, variant_for(threshold > 0, fp32))
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if varlen:

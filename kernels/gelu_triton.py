@@ -17,6 +17,7 @@ of row ranges follows the number of multiprocessors, so dbias has the same bits 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -152,11 +153,13 @@ class Config(NamedTuple):
 CONFIGS = {80: Config(2048, 4, 4), 90: Config(2048, 4, 5)}
 
 
+@functools.cache
 def config(arch: int) -> Config:
     """That of the newest listed architecture which is not newer than this one."""
     return CONFIGS[max((a for a in CONFIGS if a <= arch), default=min(CONFIGS))]
 
 
+@functools.cache
 def block_columns(C: int) -> int:
     """Columns of a tile: the widest that divides C, else that leaves at most 1/16 of it idle."""
     for spare in (0, C // 16):

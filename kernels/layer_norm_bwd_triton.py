@@ -5,6 +5,7 @@
 # mypy: disable-error-code="assignment"
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -299,6 +300,7 @@ _BWD_VALUES = 24
 _WIDE = 4096  # rows that backward reads twice
 
 
+@functools.cache
 def bwd_tile_of(C: int, itemsize: int, sums: int, tensors: int, rms: bool) -> tuple[Tile, int, int]:
     """(tile, programs that an SM holds at once, registers a thread may have for that).
 

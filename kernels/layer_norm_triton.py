@@ -34,6 +34,7 @@ warp with idle lanes (256 columns are 16 groups for 32 lanes), and no bit moves 
 # mypy: disable-error-code="assignment"
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -231,6 +232,7 @@ class Tile(NamedTuple):
     num_warps: int
 
 
+@functools.cache
 def tile_of(C: int, itemsize: int, values: int) -> Tile:
     """At most `values` elements of a row in a thread; 16 bytes of each tensor side by side."""
     side = 16 // itemsize

@@ -29,7 +29,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton import knobs
 from triton.runtime.driver import driver
@@ -175,15 +174,17 @@ _MANY = 8192  # keys; integers that never repeat must not fill the memory
 _known: dict[_Key, tuple[Any, Callable[..., Any], Any, Any, tuple]] = {}
 
 
-def _getter(places: list[int]) -> Callable[[tuple], tuple]:
-    """The arguments at these places, as a tuple."""
+def _getter(places: list[int]) -> Any:
+    """The arguments at these places, as a tuple, or None for no place."""
+    if not places:
+        return None
     if len(places) > 1:
         return operator.itemgetter(*places)
     return lambda args: tuple(args[i] for i in places)
 
 
 @functools.cache
-def _places(types: tuple[type, ...]) -> tuple[Callable[[tuple], tuple], ...]:
+def _places(types: tuple[type, ...]) -> tuple[Any, ...]:
     """Getters of the tensors, descriptors and other values that a key is made of; a number with a
     fraction is none, as nothing is specialized by it."""
     kinds: list[list[int]] = [[], [], []]
@@ -201,16 +202,15 @@ def _key_of(kernel: Any, device: int, args: tuple, kwargs: dict[str, Any]) -> _K
     """See [Note: launches again]."""
     types = tuple(map(type, args))
     tensors, descriptors, values = _places(types)
-    given = tensors(args)
     return (
-        kernel,
+        kernel.fn,  # the kernel's own hash is one of its source
         device,
         types,
-        tuple([t.dtype for t in given]),
-        tuple([t.data_ptr() % 16 == 0 for t in given]),
-        tuple([(d.base.dtype, *d.block_shape) for d in descriptors(args)]),
-        values(args),
-        *kwargs.items(),
+        tensors and tuple([(t.dtype, t.data_ptr() % 16 == 0) for t in tensors(args)]),
+        descriptors and tuple([(d.base.dtype, *d.block_shape) for d in descriptors(args)]),
+        values and values(args),
+        tuple(kwargs),
+        tuple(kwargs.values()),
     )
 
 
@@ -227,9 +227,9 @@ def _is_watched(kernel: Any) -> bool:
     )
 
 
-def _keep(key: _Key, compiled: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+def _keep(kernel: Any, key: _Key, compiled: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     """Keeps what a launch through Triton compiled, if it is what this file knows how to launch."""
-    rest = [p.name for p in key[0].params[len(args) :]]
+    rest = [p.name for p in kernel.params[len(args) :]]
     if hasattr(compiled, "packed_metadata") and all(name in kwargs for name in rest):
         if len(_known) >= _MANY:
             _known.clear()
@@ -248,7 +248,7 @@ def _launch_here(kernel: Any, grid: tuple[int, ...], args: tuple, kwargs: dict[s
     key = _key_of(kernel, device, args, kwargs)
     known = _known.get(key)
     if known is None:
-        _keep(key, kernel[grid](*args, **kwargs), args, kwargs)
+        _keep(kernel, key, kernel[grid](*args, **kwargs), args, kwargs)
         return
     _, run, function, metadata, constants = known
     x, y, z = (*grid, 1, 1)[:3]
@@ -286,4 +286,4 @@ def cdiv(a: int, b: int) -> int:
 
 def next_power_of_2(n: int) -> int:
     """The smallest power of 2 that is at least n."""
-    return triton.next_power_of_2(n)
+    return 1 << (n - 1).bit_length()

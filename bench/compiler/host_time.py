@@ -51,7 +51,7 @@ from fastpar.kernels import (
 )
 
 FOLDER = ROOT / "build" / "host_time"
-CALLS, CHUNKS = 20, 300
+CALLS, CHUNKS = 20, 100
 
 # Functions whose first parameter is the address of what they return.
 _OUTPUTS = {
