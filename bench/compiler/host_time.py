@@ -151,7 +151,7 @@ def cases() -> dict[str, Case]:
     wte, wpe = make(512, C), make(T, C)
     ids = torch.randint(512, (B, T))
     rng = Rng(make_key(1, 0), 0)
-    drop = {"dropout_p": 0.1, "rng": rng}
+    drop: dict[str, Any] = {"dropout_p": 0.1, "rng": rng}
     return {
         "layer_norm": Case(lambda: layer_norm(x, w, b), (x, w, b)),
         "rms_norm": Case(lambda: rms_norm(x, w), (x, w)),
