@@ -474,9 +474,10 @@ def _info(arguments: list[str]) -> int:
     import platform
 
     from fastpar.doctor.report import known_choices
+    from fastpar.kernels import attention_peers
     from fastpar.kernels.backend import describe
 
     print(f"fastpar   {__version__}, {launch.available_cores()} cores, {platform.platform()}")
     print(describe())
-    print("\n".join(known_choices()))
+    print("\n".join([*attention_peers.table(), *known_choices()]))
     return 0

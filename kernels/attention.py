@@ -38,7 +38,7 @@ import operator
 import torch
 from torch import Tensor
 
-from fastpar.kernels import _C
+from fastpar.kernels import _C, attention_peers, choice
 from fastpar.kernels.attention_composed import Dropout, Triple, composed_bwd, composed_fwd, sdpa
 from fastpar.kernels.backend import DTYPE_CODES, use_cpp, use_triton
 from fastpar.kernels.op import check_float, define_autograd, define_op, refuse_double_backward
@@ -172,6 +172,9 @@ def _attention_run(
     if not q.numel():
         return _fake(q, k, v, causal, scale, key, site_head, threshold, cu_seqlens)
     q, k, v = _split(q, k, v)
+    cpp = not triton and use_cpp(op, q)
+    if (triton or cpp) and (peer := attention_peers.serving(op, q, k, v, causal, 0)):
+        return attention_peers.forward(peer, q, k, v, causal, scale, base_2=triton)
     if triton:
         from fastpar.kernels import attention_triton
 
@@ -179,7 +182,7 @@ def _attention_run(
             q, k, v, causal, scale, key, site_head, threshold, cu_seqlens
         )
     drop = Dropout(key, site_head, threshold)
-    if use_cpp(op, q):
+    if cpp:
         return attention_fwd(q, k, v, causal, scale, drop, cu_seqlens)
     o = composed_fwd((q, k, v), bounds, causal, scale, drop)
     return o, q.new_empty(0, dtype=torch.float32)
@@ -213,6 +216,14 @@ def _attention_bwd_run(
     if not do.numel():
         for grad in grads:
             grad.zero_()
+    elif (
+        stats.numel()
+        and o is not None
+        and (peer := attention_peers.serving(op, *inputs, causal, 1))
+    ):
+        found = attention_peers.backward(peer, do, *inputs, o, stats, causal, scale)
+        for grad, value in zip(grads, found):
+            grad.copy_(value)
     elif triton:
         from fastpar.kernels import attention_bwd_triton
 
@@ -269,7 +280,9 @@ _attention_bwd = define_op(
 def _setup_context(ctx, inputs, output):
     q, k, v, ctx.causal, ctx.scale, key, ctx.site_head, ctx.threshold, cu_seqlens = inputs
     o, stats = output
-    kept = o if use_triton(_case(ctx.threshold, cu_seqlens), q) else None
+    op = _case(ctx.threshold, cu_seqlens)
+    other = attention_peers.forced or choice.server(op, q, 1)
+    kept = o if other in attention_peers.PEERS or use_triton(op, q) else None
     ctx.save_for_backward(q, k, v, kept, stats, key, cu_seqlens)
 
 

@@ -1,7 +1,7 @@
 """What the Hopper forward of attention (attention_hopper_triton.py) can serve, and its call.
 
 It is an alternative to attention_triton.py's forward, with the same o and lse, which the same
-backward takes. Nothing chooses it yet: it has been compiled and emulated, not run on a GPU.
+backward takes; attention_peers.py offers it. It has been compiled and emulated, not run on a GPU.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which implementation of each op runs, why, and how to force one.
 
-Two environment variables are read once, at import:
+Environment variables that are read once, at import:
 
 FASTPAR_BACKEND=auto|torch|cpp|triton
     auto    C++ for CPU tensors and Triton for CUDA tensors where an op has such an implementation,
@@ -12,6 +12,8 @@ FASTPAR_BACKEND=auto|torch|cpp|triton
             switches on (for tests: it is slow, and its bf16 matrix products are wrong)
 FASTPAR_ISA=auto|baseline|avx2|avx512
     the instruction set of the compiled kernels; results have the same bits on each
+FASTPAR_ATTENTION=auto|own|<one of attention_peers.py>
+    who serves attention's plain calls; auto: what a proof found right and fastest
 
 Without the compiled module (installed with FASTPAR_CPP=0) auto is torch, and cpp is refused.
 `fastpar info` prints what was chosen.

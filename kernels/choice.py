@@ -50,6 +50,14 @@ class Case(NamedTuple):
         return f"{self.op} {str(self.dtype).removeprefix('torch.')}{size}"
 
 
+class PeerProof(NamedTuple):
+    """What was found out about another implementation of an op; see attention_peers.py."""
+
+    name: str
+    wrong: str  # why it must not run; "" where it is right
+    ms: tuple[float, float]  # forward, backward; 0: not timed
+
+
 class Proof(NamedTuple):
     """What was found out about one Case on one machine."""
 
@@ -59,6 +67,8 @@ class Proof(NamedTuple):
     instead_ms: tuple[float, float] = (0.0, 0.0)  # of what runs where the own kernel does not
     stock_ms: tuple[float, float] = (0.0, 0.0)  # of PyTorch's own functions
     compiled_ms: tuple[float, float] = (0.0, 0.0)  # of these under torch.compile; 0: not asked for
+    serves: tuple[str, str] = (OWN, OWN)  # who does forward and backward where OWN is chosen
+    peers: tuple[PeerProof, ...] = ()
 
 
 proofs: dict[Case, Proof] = {}  # what this process goes by
@@ -73,7 +83,10 @@ def case_of(op: str, x: Tensor) -> Case:
 
 @contextmanager
 def trying(op: str, what: str) -> Iterator[None]:
-    """Calls of op inside run the own kernel (OWN) or stock PyTorch (STOCK); others are own."""
+    """Calls of op inside run the own kernel (OWN) or stock PyTorch (STOCK); others are own.
+
+    what: also "forward/backward", names of implementations of attention.
+    """
     before = dict(_trying)
     _trying[op] = what
     try:
@@ -81,6 +94,11 @@ def trying(op: str, what: str) -> Iterator[None]:
     finally:
         _trying.clear()
         _trying.update(before)
+
+
+def is_trying() -> bool:
+    """Whether a trial says who runs."""
+    return bool(_trying)
 
 
 def is_real(x: Tensor) -> bool:
@@ -91,7 +109,7 @@ def is_real(x: Tensor) -> bool:
 def may_run(op: str, x: Tensor) -> bool:
     """Whether the own kernel serves a call of op with tensors like x; proves it if need be."""
     if _trying:
-        return _trying.get(_PARTS.get(op, op), OWN) == OWN
+        return _trying.get(_PARTS.get(op, op), OWN) != STOCK
     if not proofs and not x.is_cuda:
         return True
     case = case_of(op, x)
@@ -106,6 +124,17 @@ def may_run(op: str, x: Tensor) -> bool:
     if proof.own_ms[0] and torch.are_deterministic_algorithms_enabled():
         return True  # it is right, or there would be no times
     return proof.chosen == OWN
+
+
+def server(op: str, x: Tensor, direction: int) -> str:
+    """Who serves a call that may_run(): direction 0 forward, 1 backward."""
+    if _trying:
+        forward, _, backward = _trying.get(op, OWN).partition("/")
+        return (forward, backward or forward)[direction]
+    proof = proofs.get(case_of(op, x)) if proofs else None
+    if proof is None or torch.are_deterministic_algorithms_enabled():
+        return OWN
+    return proof.serves[direction]
 
 
 def refuse_wrong(op: str, x: Tensor, variable: str) -> None:
@@ -127,3 +156,14 @@ def refuse_wrong(op: str, x: Tensor, variable: str) -> None:
             f"for {case}: {proof.wrong}; unset {variable}, or run `fastpar doctor "
             "--again` after an update of the driver, torch or Triton"
         )
+
+
+def refuse_peer(op: str, x: Tensor, name: str, variable: str) -> None:
+    """The same for another implementation that the user forces."""
+    proof = proofs.get(case_of(op, x)) if proofs and not _trying else None
+    for peer in () if proof is None else proof.peers:
+        if peer.name == name and peer.wrong:
+            raise RuntimeError(
+                f"{op}: expected an implementation that passed its proof under {variable}, got "
+                f"{name}, which failed for {case_of(op, x)}: {peer.wrong}; unset {variable}"
+            )

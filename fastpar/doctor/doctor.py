@@ -122,6 +122,8 @@ def _common(case: Case, found: dict[str, Proof]) -> Proof:
     if len({proof.chosen for proof in found.values()}) > 1:
         each = ", ".join(f"{kind}: {proof.chosen}" for kind, proof in found.items())
         _say(f"{case}: the ranks' GPUs differ ({each}); all run {worst.chosen}")
+    if len({proof.serves for proof in found.values()}) > 1:
+        worst = worst._replace(serves=(OWN, OWN))
     return worst
 
 

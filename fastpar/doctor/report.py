@@ -109,7 +109,9 @@ def row(case: Case, proof: Proof) -> str:
         cells.append(
             " ".join(f"{ms[direction]:8.3f}" if ms[direction] else f"{'-':>8}" for ms in times)
         )
-    runs = "own" if proof.chosen == OWN else "torch: own is WRONG" if proof.wrong else "torch"
+    forward, backward = proof.serves
+    own = forward if forward == backward else f"{forward} / {backward}"
+    runs = own if proof.chosen == OWN else "torch: own is WRONG" if proof.wrong else "torch"
     return f"{case!s:40}  {'   '.join(cells)}   {runs}"
 
 
@@ -123,11 +125,16 @@ def known_choices() -> list[str]:
             continue
         made = time.strftime("%Y-%m-%d %H:%M", time.localtime(table.source.stat().st_mtime))
         others = {case: proof for case, proof in table.proofs.items() if proof.chosen != OWN}
+        shared = {c: proof for c, proof in table.proofs.items() if set(proof.serves) != {OWN}}
         lines += [
             f"proofs    {device}: {len(table.proofs)} in {table.source}, of {made}",
             f"          for {versions(table.about)}",
             f"          {len(table.proofs) - len(others)} run fastpar's own kernel, others torch:",
         ]
+        for case, proof in shared.items():
+            lines.append(
+                f"          {case}: forward by {proof.serves[0]}, backward by {proof.serves[1]}"
+            )
         for case, proof in others.items():
             times = f"{sum(proof.own_ms):.3f} ms, torch {sum(proof.instead_ms):.3f}"
             why = f"own is WRONG: {proof.wrong}" if proof.wrong else f"own takes {times}"
@@ -143,6 +150,11 @@ def notes(found: Mapping[Case, Proof]) -> list[str]:
             lines.append(
                 f"compiled  {case}: {proof.compiled_ms[0]:.3f} ms forward, "
                 f"{proof.compiled_ms[1]:.3f} backward by PyTorch's functions under torch.compile"
+            )
+        for peer in proof.peers:
+            times = f"{peer.ms[0]:.3f} ms forward, {peer.ms[1]:.3f} backward"
+            lines.append(
+                f"other  {case}: {peer.name} {f'is WRONG: {peer.wrong}' if peer.wrong else times}"
             )
         runs = proof.own_ms if proof.chosen == OWN else proof.instead_ms
         if not proof.wrong and sum(runs) > 1.1 * sum(proof.stock_ms) > 0:

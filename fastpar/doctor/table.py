@@ -33,10 +33,11 @@ import fastpar.kernels
 from fastpar._version import __version__
 from fastpar.files.plain_files import parse_object, read_plain, reason, shown, write_text
 from fastpar.kernels import _C
-from fastpar.kernels.choice import OWN, STOCK, Case, Proof
+from fastpar.kernels.attention_peers import PEERS
+from fastpar.kernels.choice import OWN, STOCK, Case, PeerProof, Proof
 
 FOLDER = "FASTPAR_PROOFS"  # environment: another folder
-VERSION = 2
+VERSION = 3
 SHIPPED = Path(__file__).with_name("shipped")
 MOST_BYTES, MOST_LETTERS = 1 << 20, 1000  # of a file; of why a kernel is wrong
 TWICE = 2
@@ -114,7 +115,7 @@ def file_name(about: dict[str, str]) -> str:
 def row_of(case: Case, proof: Proof) -> dict[str, Any]:
     """A proof as JSON has it."""
     where = {"op": case.op, "dtype": str(case.dtype).removeprefix("torch."), "size": case.size}
-    return where | proof._asdict()
+    return where | proof._asdict() | {"peers": [peer._asdict() for peer in proof.peers]}
 
 
 def parse_proofs(device: str, content: Any) -> dict[Case, Proof]:
@@ -122,16 +123,25 @@ def parse_proofs(device: str, content: Any) -> dict[Case, Proof]:
     found = {}
     for row in content["proofs"]:
         dtype = getattr(torch, row["dtype"])
-        op, size, wrong = row["op"], row["size"], row["wrong"]
-        readable = isinstance(wrong, str) and len(wrong) <= MOST_LETTERS and wrong.isprintable()
+        op, size, texts = row["op"], row["size"], [row["wrong"]]
+        times = [row[name] for name in Proof._fields if name.endswith("_ms")]
+        serves = tuple(map(str, row["serves"]))
+        peers = [PeerProof(**peer) for peer in row["peers"]]
+        texts += [text for peer in peers for text in (peer.name, peer.wrong)]
+        times = [tuple(map(float, ms)) for ms in (*times, *(peer.ms for peer in peers))]
+        readable = all(isinstance(t, str) and len(t) <= MOST_LETTERS for t in texts)
+        readable = readable and all(t.isprintable() for t in texts)
         if not (isinstance(op, str) and isinstance(size, int) and readable):
             raise ValueError(shown(row))
         if not isinstance(dtype, torch.dtype) or row["chosen"] not in (OWN, STOCK):
             raise ValueError(shown(row))
-        times = [[float(ms) for ms in row[name]] for name in Proof._fields[2:]]
         if not all(len(ms) == 2 and all(0 <= x < math.inf for x in ms) for ms in times):
             raise ValueError(shown(row))
-        proof = Proof(row["chosen"], wrong, *((f, b) for f, b in times))
+        if len(serves) != 2 or not set(serves) <= {OWN, *PEERS}:
+            raise ValueError(shown(row))
+        own = times[: len(times) - len(peers)]
+        others = (peer._replace(ms=ms) for peer, ms in zip(peers, times[len(own) :]))
+        proof = Proof(row["chosen"], texts[0], *own, serves, tuple(others))
         found[Case(device, op, dtype, size)] = proof
     return found
 

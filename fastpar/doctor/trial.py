@@ -2,7 +2,8 @@
 
 Right: on a plain and on hostile inputs every result is within the 2x rule of errors.py, and a
 second call has the same bits. Fast: forward and backward, each timed in turn with what would run
-instead, and with stock PyTorch's own function where that is another.
+instead, and with stock PyTorch's own function where that is another. Of attention the other
+implementations of attention_peers.py are tried as well, by the same rules but that of equal bits.
 
 [Note: surroundings] The call that needs a proof may stand in an autograd.Function's forward (no
 gradients are recorded there), in a checkpointed block (whose hooks would see the trial's tensors),
@@ -13,7 +14,7 @@ with a trial as without (tests/doctor/test_first_use.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -23,7 +24,8 @@ from torch import Tensor
 from fastpar.doctor.cases import ErrorCase
 from fastpar.doctor.clocks import clock_for, interleave
 from fastpar.doctor.proof_cases import proof_cases
-from fastpar.kernels.choice import OWN, STOCK, Case, Proof, trying
+from fastpar.kernels.attention_peers import peers_for
+from fastpar.kernels.choice import OWN, STOCK, Case, PeerProof, Proof, trying
 
 SLOWER = 1.03  # own over what runs instead: below it they are equally fast
 SECONDS = 0.6  # of timing, for a pass of one op
@@ -78,21 +80,57 @@ def _prove(case: Case, rows: int, compiled: bool) -> Proof:
     wrong = _what_is_wrong(case, found[1:])
     if wrong:
         return Proof(STOCK, wrong)
-    own, instead, *stock = _times(case, found[0], compiled)
-    chosen = OWN if sum(own) <= SLOWER * sum(instead) else STOCK
-    return Proof(chosen, "", own, instead, *stock)
+    others = {name: _what_is_wrong(case, found[1:], name) for name in _others(case)}
+    right = [name for name, why in others.items() if not why]
+    times = _times(case, found[0], compiled, right)
+    serves = _fastest(case, found[1:], {name: times[name] for name in (OWN, *right)})
+    best = times[serves[0]][0] + times[serves[1]][1]
+    chosen = OWN if best <= SLOWER * sum(times["instead"]) else STOCK
+    peers = tuple(PeerProof(name, why, times.get(name, (0.0, 0.0))) for name, why in others.items())
+    known = (times[name] for name in (OWN, "instead", "stock"))
+    return Proof(chosen, "", *known, times.get("compiled", (0.0, 0.0)), serves, peers)
 
 
-def _what_is_wrong(case: Case, found: Sequence[ErrorCase]) -> str:
+def _others(case: Case) -> list[str]:
+    """Other implementations behind the op."""
+    if case.op != "attention":
+        return []
+    return peers_for(case.device, case.dtype, case.size)
+
+
+def _fastest(
+    case: Case, found: Sequence[ErrorCase], times: Mapping[str, tuple[float, float]]
+) -> tuple[str, str]:
+    """Who does forward and who backward: OWN but where another is faster, and right together."""
+    pairs = [
+        (forward, backward)
+        for forward in times
+        for backward in times
+        if times[backward][1] or not times[OWN][1]
+    ]
+
+    def cost(pair: tuple[str, str]) -> float:
+        each = (times[name][i] * (SLOWER if name != OWN else 1) for i, name in enumerate(pair))
+        return sum(each)
+
+    for forward, backward in sorted(pairs, key=cost):
+        if forward == backward or not _what_is_wrong(case, found, f"{forward}/{backward}"):
+            return forward, backward
+    return OWN, OWN
+
+
+def _what_is_wrong(case: Case, found: Sequence[ErrorCase], what: str = OWN) -> str:
     """The first result that breaks a rule, with its numbers; "" where all keep them."""
     for one in found:
         where = f"at {one.shape}: "
         try:
-            with trying(case.op, OWN):
+            with trying(case.op, what):
                 for result, errors in one.measure(case.dtype, case.device).items():
                     if not errors.max <= errors.bound:
                         limit = f"at most {errors.bound:.2e}"
                         return f"{where}error of {result} is {errors.max:.2e}, {limit} was allowed"
+                if what != OWN:
+                    continue
                 first, second = (one.results(case.dtype, case.device) for _ in range(2))
             for result, value in first.items():
                 if _bytes(value).ne(_bytes(second[result])).any():
@@ -114,10 +152,13 @@ def _random_like(x: Tensor) -> Tensor:
     return torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device)
 
 
-def _times(case: Case, one: ErrorCase, compiled: bool) -> list[tuple[float, float]]:
-    """ms of (forward, backward) of the own kernel, of what runs instead, of stock PyTorch, and of
-    that under torch.compile."""
-    ways = {"own": (OWN, one.fn), "instead": (STOCK, one.fn), "stock": (STOCK, one.eager)}
+def _times(
+    case: Case, one: ErrorCase, compiled: bool, others: Sequence[str]
+) -> dict[str, tuple[float, float]]:
+    """ms of (forward, backward) of the own kernel, of what runs instead, of stock PyTorch, of that
+    under torch.compile, and of other implementations."""
+    ways: dict[str, tuple[str, Any]] = {name: (name, one.fn) for name in (OWN, *others)}
+    ways |= {"instead": (STOCK, one.fn), "stock": (STOCK, one.eager)}
     if compiled:
         ways["compiled"] = (STOCK, torch.compile(one.eager, dynamic=False))
     inputs = list(one.inputs(case.dtype, case.device).values())
@@ -155,4 +196,4 @@ def _times(case: Case, one: ErrorCase, compiled: bool) -> list[tuple[float, floa
         near = {n: call for n, call in direction.items() if first[n] <= MUCH_SLOWER * first["own"]}
         timed = interleave(near, clock, budget_s=SECONDS, min_runs=3) if near else {}
         ms.append(first | {name: timing.p20_ms for name, timing in timed.items()})
-    return [(ms[0][name], ms[1].get(name, 0.0)) for name in ways]
+    return {name: (ms[0][name], ms[1].get(name, 0.0)) for name in ways}

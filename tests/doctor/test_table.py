@@ -17,7 +17,7 @@ def test_a_damaged_file_is_told_ignored_and_replaced(no_proofs):
     for damaged in (
         "", "[]", "{", sound.replace('"own"', '"mine"'), sound.replace("float32", "Tensor"),
         sound.replace("0.0", "-1.0", 1), sound.replace("0.0", "NaN", 1),
-        sound.replace('"version": 2', '"version": 1'),
+        sound.replace('"version": 3', '"version": 2'),
         sound.replace(f'"torch": "{torch.__version__}"', '"torch": "1.0"'),
     ):  # fmt: skip
         assert damaged != sound
@@ -58,6 +58,9 @@ def test_what_is_no_table_is_told_and_ignored(no_proofs, tmp_path):
         {"tried": {"x": 1e999}}, {"tried": {"x": -1}}, {"proofs": [row | {"size": 1e999}]},
         {"proofs": [row | {"own_ms": [1e300 * 1e10, 0]}]}, {"proofs": [row | {"wrong": 7}]},
         {"proofs": [row | {"wrong": "\x1b[2J"}]}, {"proofs": [row | {"wrong": "x" * 5000}]},
+        {"proofs": [row | {"serves": ["own"]}]}, {"proofs": [row | {"serves": ["own", "other"]}]},
+        {"proofs": [row | {"peers": [{"name": "cpu"}]}]},
+        {"proofs": [row | {"peers": [{"name": "cpu", "wrong": "", "ms": [-1, 0]}]}]},
         {"proofs": [row | {"op": ["bias_gelu"]}]}, {"proofs": [row | {"size": "96"}]},
         {"proofs": [row] * 100_000},
     ):  # fmt: skip

@@ -231,6 +231,7 @@ def test_every_op_has_an_oracle_and_a_bench():
             "attention_composed",
             "attention_configs",
             "attention_hopper",
+            "attention_peers",
             "choice",
             "host",
             "op",

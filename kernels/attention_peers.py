@@ -1,0 +1,274 @@
+"""Others' attention kernels behind the op `attention`: forward and backward, each by the fastest.
+
+    own        this package's: dropout and documents, too; the same bits on every layout
+    hopper     this package's forward in attention_hopper_triton.py
+    flash      torch's FlashAttention 2
+    cudnn      torch's call of cuDNN
+    efficient  torch's memory-efficient kernel (fp32, too)
+    fa4        flash-attn-4, where that package is installed
+    cpu        torch's flash kernel for CPU tensors
+
+All keep of a row the logarithm of its sum of exponentials, so that any forward goes with any
+backward, ours included. fastpar/doctor tries each on the machine at hand: what is right and faster
+serves plain calls (no dropout, no documents) from then on, forward and backward chosen apart.
+FASTPAR_ATTENTION=<name> forces one. Under torch.use_deterministic_algorithms `own` serves: others'
+backward adds in any order (torch: flash only unless asked otherwise, cuDNN and efficient always),
+and their forward may cut a row's keys by the size of the batch.
+
+[Note: others' masks] With dropout others draw masks of their own, which are not the same mask on
+every layout: such calls are `own`'s, and refused where another is forced.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+import os
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastpar.kernels import attention_hopper, choice
+from fastpar.kernels.choice import OWN
+
+LOG2_E = math.log2(math.e)
+_HALF = (torch.float16, torch.bfloat16)
+_Three = tuple[Tensor, Tensor, Tensor]
+_aten = torch.ops.aten
+
+
+class Peer(NamedTuple):
+    """One implementation.
+
+    Attributes:
+        forward: (q, k, v, causal, scale) -> o, lse; all [B, T, H, D], lse [B, H, T], natural.
+        backward: (do, q, k, v, o, lse, causal, scale) -> dq, dk, dv; None: it has none.
+        device, dtypes, most: what it takes; most: the largest head dimension.
+    """
+
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., _Three] | None
+    device: str
+    dtypes: tuple[torch.dtype, ...]
+    most: int
+
+
+def _heads_first(*tensors: Tensor) -> list[Tensor]:
+    """[B, T, H, D] as [B, H, T, D], or back."""
+    return [x.transpose(1, 2) for x in tensors]
+
+
+def _no_numbers(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Seed and offset of a mask that is not drawn."""
+    return tuple(torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(2))  # type: ignore[return-value]
+
+
+def _flash_fwd(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float):
+    found = _aten._scaled_dot_product_flash_attention(
+        *_heads_first(q, k, v), 0.0, causal, False, scale=scale
+    )
+    return found[0].transpose(1, 2), found[1]
+
+
+def _flash_bwd(do, q, k, v, o, lse, causal, scale):
+    lengths = (None, None, q.shape[1], k.shape[1])
+    return _heads_first(
+        *_aten._scaled_dot_product_flash_attention_backward(
+            *_heads_first(do, q, k, v, o), lse, *lengths, 0.0, causal, *_no_numbers(q), scale=scale
+        )
+    )
+
+
+def _cudnn_fwd(q, k, v, causal, scale):
+    found = _aten._scaled_dot_product_cudnn_attention(
+        *_heads_first(q, k, v), None, True, 0.0, causal, False, scale=scale
+    )
+    return found[0].transpose(1, 2), found[1].squeeze(-1)
+
+
+def _cudnn_bwd(do, q, k, v, o, lse, causal, scale):
+    rest = (*_no_numbers(q), None, None, None, q.shape[1], k.shape[1], 0.0, causal)
+    return _heads_first(
+        *_aten._scaled_dot_product_cudnn_attention_backward(
+            *_heads_first(do, q, k, v, o), lse.unsqueeze(-1), *rest, scale=scale
+        )
+    )
+
+
+def _efficient_fwd(q, k, v, causal, scale):
+    found = _aten._scaled_dot_product_efficient_attention(
+        *_heads_first(q, k, v), None, True, 0.0, causal, scale=scale
+    )
+    return found[0].transpose(1, 2), found[1][..., : q.shape[1]]  # in steps of 32
+
+
+def _efficient_bwd(do, q, k, v, o, lse, causal, scale):
+    lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf)
+    rest = (*_no_numbers(q), 0.0, [True, True, True, False], causal)
+    found = _aten._scaled_dot_product_efficient_attention_backward(
+        *_heads_first(do, q, k, v), None, o.transpose(1, 2), lse, *rest, scale=scale
+    )
+    return _heads_first(*found[:3])
+
+
+def _cpu_fwd(q, k, v, causal, scale):
+    o, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+        *_heads_first(q, k, v), 0.0, causal, scale=scale
+    )
+    return o.transpose(1, 2), lse
+
+
+def _cpu_bwd(do, q, k, v, o, lse, causal, scale):
+    return _heads_first(
+        *_aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *_heads_first(do, q, k, v, o), lse, 0.0, causal, scale=scale
+        )
+    )
+
+
+def _fa4():
+    return importlib.import_module("flash_attn.cute.interface")
+
+
+def _fa4_fwd(q, k, v, causal, scale):
+    found = _fa4()._flash_attn_fwd(q, k, v, softmax_scale=scale, causal=causal, return_lse=True)
+    return found[0], found[1]
+
+
+def _fa4_bwd(do, q, k, v, o, lse, causal, scale):
+    return _fa4()._flash_attn_bwd(q, k, v, o, do, lse, softmax_scale=scale, causal=causal)[:3]
+
+
+def _hopper_fwd(q, k, v, causal, scale):
+    o, lse = attention_hopper.attention_forward_hopper(q, k, v, scale)
+    return o, lse / LOG2_E
+
+
+PEERS = {
+    "hopper": Peer(_hopper_fwd, None, "cuda", _HALF, 128),
+    "flash": Peer(_flash_fwd, _flash_bwd, "cuda", _HALF, 256),
+    "cudnn": Peer(_cudnn_fwd, _cudnn_bwd, "cuda", _HALF, 128),
+    "efficient": Peer(_efficient_fwd, _efficient_bwd, "cuda", (*_HALF, torch.float32), 256),
+    "fa4": Peer(_fa4_fwd, _fa4_bwd, "cuda", _HALF, 128),
+    "cpu": Peer(_cpu_fwd, _cpu_bwd, "cpu", (*_HALF, torch.float32), 256),
+}
+
+
+def read_forced(name: str) -> str:
+    """FASTPAR_ATTENTION's value, checked; "" for auto."""
+    if name not in ("auto", OWN, *PEERS):
+        raise ValueError(
+            f"attention: expected auto, own or one of {', '.join(PEERS)}, got "
+            f"FASTPAR_ATTENTION={name}; correct it"
+        )
+    return "" if name == "auto" else name
+
+
+forced = read_forced(os.environ.get("FASTPAR_ATTENTION", "auto"))
+
+
+def peers_for(device: str, dtype: torch.dtype, head_dim: int) -> list[str]:
+    """Names of those that may serve such tensors on this machine."""
+    return [name for name in PEERS if not _refusal_of_kind(name, device, dtype, head_dim)]
+
+
+def _refusal_of_kind(name: str, device: str, dtype: torch.dtype, head_dim: int) -> str:
+    peer = PEERS[name]
+    if device != peer.device:
+        return f"needs {peer.device} tensors, not {device}"
+    if dtype not in peer.dtypes:
+        return f"does not take {dtype}"
+    if head_dim % 8 or head_dim > peer.most:
+        return f"takes head dimensions up to {peer.most} in steps of 8, not {head_dim}"
+    if name == "fa4" and importlib.util.find_spec("flash_attn") is None:
+        return "needs the package flash-attn-4"
+    return ""
+
+
+def refusal(
+    name: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, *, masked: bool = False
+) -> str:
+    """Why a peer cannot serve such a call of [B, T, H, D]; "" if it can."""
+    if masked:
+        return (
+            "serves neither documents nor dropout, whose mask would not be the same mask on every "
+            "layout"
+        )
+    why = _refusal_of_kind(name, q.device.type, q.dtype, q.shape[-1])
+    if why:
+        return why
+    if q.shape[-2] != k.shape[-2]:
+        return "takes a key head for each query head here"
+    if causal and q.shape[-3] != k.shape[-3]:
+        return "would align a causal mask to another key"
+    return attention_hopper.refusal(q, k, v, causal=causal) if name == "hopper" else ""
+
+
+def serving(op: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, direction: int) -> str:
+    """Who serves a call instead of the own kernel, "" for none; direction: 0 forward, 1 backward.
+
+    op: "attention" for plain calls, "attention_masked" for those with dropout or documents.
+
+    Raises:
+        ValueError: FASTPAR_ATTENTION names one that cannot.
+        RuntimeError: it names one that failed its proof, with the numbers.
+    """
+    asked = "" if choice.is_trying() else forced
+    name = asked or choice.server(op, q, direction)
+    if name == OWN or (direction and PEERS[name].backward is None):
+        return ""
+    why = refusal(name, q, k, v, causal, masked=op != "attention")
+    if not asked:
+        return "" if why else name
+    if why:
+        raise ValueError(
+            f"attention: expected a call that FASTPAR_ATTENTION={name} can serve, got one that it "
+            f"cannot: it {why}; unset FASTPAR_ATTENTION"
+        )
+    choice.refuse_peer(op, q, name, "FASTPAR_ATTENTION")
+    return name
+
+
+def forward(
+    name: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, base_2: bool
+) -> tuple[Tensor, Tensor]:
+    """o [B, T, H, D], contiguous, and the statistics that the own backward takes.
+
+    base_2: of the Triton kernels: lse [B, H, T] in base 2; else of the C++ kernel: a row's largest
+        score and the inverse of its sum, [B, H, T, 2].
+    """
+    o, lse = PEERS[name].forward(q, k, v, causal, scale)
+    lse = lse.float()
+    stats = lse * LOG2_E if base_2 else torch.stack((lse, torch.ones_like(lse)), -1)
+    return o.contiguous(), stats.contiguous()
+
+
+def backward(
+    name: str, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, stats: Tensor,
+    causal: bool, scale: float,
+) -> _Three:  # fmt: skip
+    """dq, dk, dv from the statistics of any forward."""
+    lse = stats / LOG2_E if stats.dim() < q.dim() else stats[..., 0] - stats[..., 1].log()
+    run = PEERS[name].backward
+    assert run is not None  # choice never names one without
+    dq, dk, dv = run(do, q, k, v, o, lse.contiguous(), causal, scale)
+    return dq, dk, dv
+
+
+def table() -> list[str]:
+    """What serves which case here, for `fastpar info`."""
+    lines = [
+        "attention own, for dropout and documents always; for plain calls what is right and faster:"
+    ]
+    for name, peer in PEERS.items():
+        dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in peer.dtypes)
+        gone = peer.device == "cuda" and not torch.cuda.is_available()
+        why = "no GPU here" if gone else _refusal_of_kind(name, peer.device, peer.dtypes[0], 64)
+        does = "forward" if peer.backward is None else "forward and backward"
+        text = f"{name:<10}{does} on {peer.device}, {dtypes}, head dim up to {peer.most}"
+        lines.append(f"          {text}{f' ({why})' if why else ''}")
+    return [*lines, f"          FASTPAR_ATTENTION={forced or 'auto'}"]

@@ -1,0 +1,235 @@
+"""Others' kernels behind the op attention: any forward with any backward, who serves, forcing."""
+
+import pytest
+import torch
+
+from fastpar.kernels import (
+    Rng,
+    attention,
+    attention_peers,
+    attention_qkvpacked,
+    choice,
+    make_key,
+)
+from fastpar.kernels.attention_peers import PEERS, peers_for, read_forced, refusal
+from fastpar.kernels.choice import OWN, PeerProof, Proof, trying
+from fastpar.kernels.reference import attention_ref
+from fastpar.testing import assert_matches_oracle
+
+PAIRS = ["cpu", "cpu/own", "own/cpu"]
+
+
+def draw(*shape, dtype=torch.float32, device="cpu"):
+    return torch.randn(shape, dtype=dtype, device=device).requires_grad_()
+
+
+def check(inputs, pair, **settings):
+    def ours(q, k, v):
+        with trying("attention", pair):
+            return attention(q, k, v, **settings)
+
+    def formula(q, k, v):
+        return attention_ref(q, k, v, **settings)
+
+    return assert_matches_oracle(ours, formula, inputs, eager=formula)
+
+
+@pytest.fixture
+def force(monkeypatch):
+    return lambda name: monkeypatch.setattr(attention_peers, "forced", name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("pair", PAIRS)
+def test_matches_oracle(pair, causal, dtype):
+    inputs = [draw(2, 65, 3, 32, dtype=dtype) for _ in range(3)]
+    assert len(check(inputs, pair, causal=causal)) == 4
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_packed_projection_gets_its_gradients(pair):
+    qkv, do = draw(2, 40, 3, 2, 16), torch.randn(2, 40, 2, 16)
+    with trying("attention", pair):
+        (packed,) = torch.autograd.grad(attention_qkvpacked(qkv), qkv, do)
+        apart = torch.autograd.grad(attention(*qkv.unbind(2)), qkv, do)[0]
+    torch.testing.assert_close(packed, apart, rtol=0, atol=0)
+
+
+def test_the_peer_really_runs():
+    """Its bits are torch's."""
+    q, k, v = (draw(2, 65, 3, 32) for _ in range(3))
+    do = torch.randn(2, 65, 3, 32)
+    with trying("attention", "cpu"):
+        o = attention(q, k, v)
+        ours = (o, *torch.autograd.grad(o, (q, k, v), do))
+    theirs = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True
+    ).transpose(1, 2)
+    torch.testing.assert_close(ours[0], theirs, rtol=0, atol=0)
+    for mine, grad in zip(ours[1:], torch.autograd.grad(theirs, (q, k, v), do)):
+        torch.testing.assert_close(mine, grad, rtol=0, atol=1e-6)
+
+
+def test_statistics_go_through_both_forms():
+    q, k, v, do = (torch.randn(1, 33, 2, 16) for _ in range(4))
+    found = []
+    for base_2 in (True, False):
+        o, stats = attention_peers.forward("cpu", q, k, v, True, 0.25, base_2)
+        assert stats.shape == ((1, 2, 33) if base_2 else (1, 2, 33, 2))
+        found.append(attention_peers.backward("cpu", do, q, k, v, o, stats, True, 0.25))
+    for one, other in zip(*found):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    scores = (q[0, -1, 0] @ k[0, :, 0].T * 0.25).logsumexp(0)
+    _, stats = attention_peers.forward("cpu", q, k, v, True, 0.25, True)
+    torch.testing.assert_close(stats[0, 0, -1] * 0.6931471805599453, scores)
+
+
+def test_what_a_peer_cannot_serve_is_the_own_kernels(monkeypatch):
+    called = []
+    monkeypatch.setattr(attention_peers, "forward", lambda *a, **k: called.append(a))
+    with trying("attention", "cpu"), trying("attention_masked", "cpu"):
+        attention(torch.ones(1, 4, 2, 8), *[torch.ones(1, 6, 2, 8)] * 2)  # more keys
+        attention(torch.ones(1, 4, 2, 8), *[torch.ones(1, 4, 1, 8)] * 2)  # fewer key heads
+        attention(*[torch.ones(1, 4, 2, 7)] * 3)
+        attention(*[torch.ones(1, 4, 2, 8)] * 3, dropout_p=0.5, rng=Rng(make_key(0, 0), 0))
+        attention(*[torch.ones(4, 2, 8)] * 3, cu_seqlens=torch.tensor([0, 4], dtype=torch.int32))
+    assert not called
+
+
+def test_a_forced_peer_refuses_what_it_cannot_serve_by_name(force):
+    force("cpu")
+    q = torch.ones(1, 4, 2, 8)
+    with pytest.raises(ValueError, match="would not be the same mask on every layout; unset FAST"):
+        attention(q, q, q, dropout_p=0.5, rng=Rng(make_key(0, 0), 0))
+    with pytest.raises(ValueError, match="would align a causal mask to another key"):
+        attention(q[:, :2], q, q)
+    force("flash")
+    with pytest.raises(ValueError, match=r"FASTPAR_ATTENTION=flash can serve, got one that it "
+                       r"cannot: it needs cuda tensors, not cpu; unset"):  # fmt: skip
+        attention(q, q, q)
+    force("own")
+    attention(q, q, q, dropout_p=0.5, rng=Rng(make_key(0, 0), 0))
+
+
+def test_a_forced_peer_that_failed_its_proof_is_refused_with_the_numbers(force, monkeypatch):
+    q = torch.ones(1, 4, 2, 8)
+    failed = PeerProof("cpu", "error of dq is 3.00e-01", (0.0, 0.0))
+    monkeypatch.setattr(
+        choice, "proofs", {choice.case_of("attention", q): Proof(OWN, peers=(failed,))}
+    )
+    force("cpu")
+    with pytest.raises(RuntimeError, match=r"got cpu, which failed for attention float32 8: error "
+                       r"of dq is 3.00e-01; unset FASTPAR_ATTENTION"):  # fmt: skip
+        attention(q, q, q)
+
+
+def test_an_unknown_name_is_refused():
+    assert [read_forced(name) for name in ("auto", "own", "flash")] == ["", "own", "flash"]
+    with pytest.raises(
+        ValueError, match=r"expected auto, own or one of hopper, flash, .* got FAST"
+    ):
+        read_forced("fash")
+
+
+def test_the_proof_says_who_serves_but_not_in_deterministic_mode(monkeypatch):
+    q = torch.randn(1, 16, 2, 8, requires_grad=True)
+    proof = Proof(OWN, own_ms=(1.0, 1.0), serves=("cpu", "own"))
+    monkeypatch.setattr(choice, "proofs", {choice.case_of("attention", q): proof})
+    called = []
+    forward = attention_peers.forward
+    monkeypatch.setattr(
+        attention_peers, "forward", lambda *a, **k: called.append(a[0]) or forward(*a, **k)
+    )
+    monkeypatch.setattr(attention_peers, "backward", None)  # the own one runs
+    attention(q, q, q).sum().backward()
+    assert called == ["cpu"]
+    torch.use_deterministic_algorithms(True)
+    try:
+        attention(q, q, q)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert called == ["cpu"]
+
+
+def test_a_peer_serves_under_torch_compile(monkeypatch):
+    q = torch.randn(1, 16, 2, 8, requires_grad=True)
+    proof = Proof(OWN, serves=("cpu", "cpu"))
+    monkeypatch.setattr(choice, "proofs", {choice.case_of("attention", q): proof})
+    eager = torch.autograd.grad(attention(q, q, q).sum(), q)[0]
+    compiled = torch.compile(lambda q: attention(q, q, q).sum(), backend="aot_eager")
+    torch.testing.assert_close(torch.autograd.grad(compiled(q), q)[0], eager, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("op", "arguments"),
+    [
+        (
+            "flash_attention_backward",
+            "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p "
+            "is_causal philox_seed philox_offset scale",
+        ),
+        (
+            "flash_attention",
+            "query key value dropout_p is_causal return_debug_mask scale",
+        ),
+        (
+            "cudnn_attention",
+            "query key value attn_bias compute_log_sumexp dropout_p is_causal return_debug_mask "
+            "scale",
+        ),
+        (
+            "cudnn_attention_backward",
+            "grad_out query key value out logsumexp philox_seed philox_offset attn_bias cum_seq_q "
+            "cum_seq_k max_q max_k dropout_p is_causal scale",
+        ),
+        (
+            "efficient_attention",
+            "query key value attn_bias compute_log_sumexp dropout_p is_causal scale",
+        ),
+        (
+            "efficient_attention_backward",
+            "grad_out_ query key value attn_bias out logsumexp philox_seed philox_offset "
+            "dropout_p grad_input_mask is_causal scale",
+        ),
+    ],
+)
+def test_torchs_functions_take_what_they_are_given(op, arguments):
+    """In this order: those for CUDA never run here."""
+    schema = getattr(torch.ops.aten, f"_scaled_dot_product_{op}").default._schema
+    assert [a.name for a in schema.arguments] == arguments.split()
+
+
+@pytest.mark.parametrize("name", [n for n, p in PEERS.items() if p.device == "cuda"])
+def test_calls_for_a_gpu_fit_torchs_shapes(name):
+    """Forward and backward of CUDA's kernels on tensors without memory."""
+    if name in ("fa4", "hopper"):
+        pytest.skip("no function of torch's")
+    q, k, v, do = (torch.empty(2, 40, 3, 64, dtype=torch.bfloat16, device="meta") for _ in range(4))
+    o, stats = attention_peers.forward(name, q, k, v, True, 0.125, True)
+    assert (o.shape, stats.shape, o.is_contiguous()) == (q.shape, (2, 3, 40), True)
+    grads = attention_peers.backward(name, do, q, k, v, o, stats, True, 0.125)
+    assert [g.shape for g in grads] == [q.shape] * 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [n for n, p in PEERS.items() if p.device == "cuda"])
+@pytest.mark.parametrize("D", [64, 128])
+def test_on_a_gpu(name, D):
+    q = draw(2, 192, 3, D, dtype=torch.bfloat16, device="cuda")
+    why = refusal(name, q, q, q, True)
+    if why:
+        pytest.skip(why)
+    inputs = [draw(2, 192, 3, D, dtype=torch.bfloat16, device="cuda") for _ in range(3)]
+    for pair in (f"{name}/own", name, f"own/{name}")[: 1 if PEERS[name].backward is None else 3]:
+        assert len(check(inputs, pair)) == 4
+
+
+def test_who_may_serve():
+    assert peers_for("cpu", torch.float32, 64) == ["cpu"]
+    assert peers_for("cpu", torch.float64, 64) == []
+    assert "flash" in peers_for("cuda", torch.bfloat16, 64)
+    assert peers_for("cuda", torch.float32, 64) == ["efficient"]
+    assert any("no GPU here" in line for line in attention_peers.table()) != (
+        torch.cuda.is_available()
+    )
