@@ -124,26 +124,31 @@ def parse_proofs(device: str, content: Any) -> dict[Case, Proof]:
     for row in content["proofs"]:
         dtype = getattr(torch, row["dtype"])
         op, size, texts = row["op"], row["size"], [row["wrong"]]
-        times = [row[name] for name in Proof._fields if name.endswith("_ms")]
-        serves = tuple(map(str, row["serves"]))
+        own = [_two_times(row[name]) for name in Proof._fields if name.endswith("_ms")]
         peers = [PeerProof(**peer) for peer in row["peers"]]
+        peers = [peer._replace(ms=_two_times(peer.ms)) for peer in peers]
         texts += [text for peer in peers for text in (peer.name, peer.wrong)]
-        times = [tuple(map(float, ms)) for ms in (*times, *(peer.ms for peer in peers))]
         readable = all(isinstance(t, str) and len(t) <= MOST_LETTERS for t in texts)
         readable = readable and all(t.isprintable() for t in texts)
         if not (isinstance(op, str) and isinstance(size, int) and readable):
             raise ValueError(shown(row))
         if not isinstance(dtype, torch.dtype) or row["chosen"] not in (OWN, STOCK):
             raise ValueError(shown(row))
-        if not all(len(ms) == 2 and all(0 <= x < math.inf for x in ms) for ms in times):
+        forward, backward = row["serves"]
+        if not {forward, backward} <= {OWN, *PEERS}:
             raise ValueError(shown(row))
-        if len(serves) != 2 or not set(serves) <= {OWN, *PEERS}:
-            raise ValueError(shown(row))
-        own = times[: len(times) - len(peers)]
-        others = (peer._replace(ms=ms) for peer, ms in zip(peers, times[len(own) :]))
-        proof = Proof(row["chosen"], texts[0], *own, serves, tuple(others))
+        first, second, third, compiled = own
+        serves = (forward, backward)
+        proof = Proof(row["chosen"], texts[0], first, second, third, compiled, serves, tuple(peers))
         found[Case(device, op, dtype, size)] = proof
     return found
+
+
+def _two_times(ms: Any) -> tuple[float, float]:
+    forward, backward = map(float, ms)
+    if not (0 <= forward < math.inf and 0 <= backward < math.inf):
+        raise ValueError(f"times {shown(ms)}")
+    return forward, backward
 
 
 class ProofTable:

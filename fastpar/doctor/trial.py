@@ -87,8 +87,8 @@ def _prove(case: Case, rows: int, compiled: bool) -> Proof:
     best = times[serves[0]][0] + times[serves[1]][1]
     chosen = OWN if best <= SLOWER * sum(times["instead"]) else STOCK
     peers = tuple(PeerProof(name, why, times.get(name, (0.0, 0.0))) for name, why in others.items())
-    known = (times[name] for name in (OWN, "instead", "stock"))
-    return Proof(chosen, "", *known, times.get("compiled", (0.0, 0.0)), serves, peers)
+    own, instead, stock = (times[name] for name in (OWN, "instead", "stock"))
+    return Proof(chosen, "", own, instead, stock, times.get("compiled", (0.0, 0.0)), serves, peers)
 
 
 def _others(case: Case) -> list[str]:
