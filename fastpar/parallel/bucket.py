@@ -281,12 +281,21 @@ class BucketState(BucketParameters):
                 self.grad.fill_(float("nan"))
             self.grad = None
 
-    def set_aside(self) -> None:
-        """Deterministic stage 0: a new backward must not add to the sum of the last ones."""
+    @property
+    def written_by_hand(self) -> bool:
+        """Stage 0: whether somebody wrote into p.grad since mark()."""
+        shown = not self.stage.shards and self.reduced is not None and self.grad is not None
+        return shown and self.grad._version != self._marked_version
+
+    def set_aside(self, *, anew: bool) -> None:
+        """Deterministic stage 0: a new backward must not add to the sum of the last ones.
+
+        anew: what is in p.grad is that sum.
+        """
         if not self.stage.shards and self.reduced is not None:
             assert self.grad is not None
-            if self._reductions is not None and self.grad._version != self._marked_version:
-                self._reductions = None  # somebody wrote into p.grad: that is what is added to
+            if anew:
+                self._reductions = None
                 if self.grad.any():
                     self._reductions = PairwiseSum()
                     self._reductions.push(self.grad.clone())

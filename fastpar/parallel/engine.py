@@ -132,6 +132,7 @@ class Engine:
         self._before_backward = self.phase
         self._enter(StepPhase.BACKWARD)
         self.log.timer.begin()
+        written = {bucket for bucket in self.buckets if bucket.written_by_hand}
         self.partials.split()
         skipped: set[int] = set()
         if self.gathers is not None:
@@ -140,7 +141,7 @@ class Engine:
         for bucket in self.buckets:
             bucket.begin_backward(stopped=stopped, skipped=bucket.spec.unit in skipped)
             if self.settings.deterministic:
-                bucket.set_aside()
+                bucket.set_aside(anew=bucket in written)
         self.micro_batches.begin_backward()
         self.reducer.begin_backward(sends=self.micro_batches.last and self.mesh.dp_size > 1)
         torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
