@@ -284,8 +284,9 @@ class BucketState(BucketParameters):
     @property
     def written_by_hand(self) -> bool:
         """Stage 0: whether somebody wrote into p.grad since mark()."""
-        shown = not self.stage.shards and self.reduced is not None and self.grad is not None
-        return shown and self.grad._version != self._marked_version
+        if self.stage.shards or self.reduced is None or self.grad is None:
+            return False
+        return self.grad._version != self._marked_version
 
     def set_aside(self, *, anew: bool) -> None:
         """Deterministic stage 0: a new backward must not add to the sum of the last ones.
