@@ -36,7 +36,8 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 INTERPRETED_ARCH = 90  # which GPU's configurations run under the interpreter
-SMS = {80: 108, 90: 132}  # streaming multiprocessors of A100 and H100/H200
+# Streaming multiprocessors of A100, A10, L40S, H100 and H200, B200, RTX 5090.
+SMS = {80: 108, 86: 72, 89: 142, 90: 132, 100: 148, 120: 170}
 _INTERPRETED_SMS = 3
 
 
@@ -85,7 +86,7 @@ _local = _Local()
 @contextlib.contextmanager
 def record(arch: int, sms: int | None = None) -> Iterator[list[Launch]]:
     """Collects the launches of the calls inside, on tensors of the meta device, for a GPU of
-    sm_<arch> with so many multiprocessors, by default those of A100 and H100."""
+    sm_<arch> with so many multiprocessors, by default those of SMS."""
     if sms is None and arch not in SMS:
         raise ValueError(f"record: expected arch in {sorted(SMS)}, got arch={arch}; choose one")
     before = _recorder()

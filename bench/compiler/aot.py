@@ -4,6 +4,8 @@
     bench/results/aot
     python -m bench.compiler.aot --check         writes nothing; 1 if the table lists other launches
     python -m bench.compiler.aot layer_norm      one module's rows on the console
+    python -m bench.compiler.aot --others        sm_86, sm_89, sm_100 and sm_120 with the installed
+                                                 Triton; writes bench/results/aot/others.md
 
 A launch comes from the calls that each kernels/<op>_triton.py lists in aot_calls(), recorded as a
 GPU of that kind would run them. The versions are the installed Triton and the copy of MINIMUM that
@@ -26,20 +28,30 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 from bench.compiler import aot_table, sass
-from bench.compiler.aot_rules import GPUS, Broken, Row, describe, judge, stale_exemptions
+from bench.compiler.aot_rules import (
+    ANY_GPU,
+    GPUS,
+    OTHERS,
+    Broken,
+    Row,
+    describe,
+    judge,
+    stale_exemptions,
+)
 from bench.records import ROOT, commit, reason
 
 MINIMUM = "3.6.0"  # what torch 2.11 comes with
 MINIMUM_FOLDER = ROOT / "build" / "triton-3.6"
 TABLE = ROOT / "bench" / "results" / "aot"
 LIMIT_S = 300.0  # for one kernel
+ON_ANY_GPU = ("compiles", "spills", "shared memory", "resident", "grid", "atomics")
 
 
 # What there is to compile
@@ -94,7 +106,7 @@ def imported(name: str) -> Any:
 
 def archs(module: Any) -> tuple[int, ...]:
     """What the module's kernels are for: AOT_ARCHS if it has that, all otherwise."""
-    return getattr(module, "AOT_ARCHS", tuple(GPUS))
+    return getattr(module, "AOT_ARCHS", tuple(ANY_GPU))
 
 
 def collect(
@@ -185,7 +197,7 @@ def measure(
         "loop_spills": sass.count(loop, "LDL", "STL"),
         "shared_bytes": shared_bytes,
         "warps": warps,
-        "ctas_per_sm": GPUS[job.arch].ctas_per_sm(registers, shared_bytes, warps),
+        "ctas_per_sm": ANY_GPU[job.arch].ctas_per_sm(registers, shared_bytes, warps),
         "instructions": len(code),
         "loop_instructions": len(loop),
         "tile_loads": _tiles(ttir, "load", 32 * warps),
@@ -297,7 +309,7 @@ def compile_all(jobs: Sequence[Job], processes: int) -> list[Row]:
     return rows
 
 
-def work(names: Sequence[str], processes: int) -> Row:
+def work(names: Sequence[str], processes: int, gpus: Collection[int] = GPUS) -> Row:
     """In a process of one Triton version: all rows and exemptions of these modules."""
     import triton
 
@@ -308,7 +320,8 @@ def work(names: Sequence[str], processes: int) -> Row:
         try:
             module = imported(name)
             exempt[name] = getattr(module, "AOT_EXEMPT", {})
-            jobs += collect(module.aot_calls(), archs(module))
+            wanted = [arch for arch in archs(module) if arch in gpus]
+            jobs += collect(module.aot_calls(), wanted)
         except Exception as error:
             errors.append(f"{name} triton {triton.__version__}: records: {reason(error)}")
     for job in jobs:
@@ -320,7 +333,7 @@ def work(names: Sequence[str], processes: int) -> Row:
     return {"triton": triton.__version__, "rows": rows, "exempt": exempt, "errors": errors}
 
 
-def run_version(folder: Path | None, names: Sequence[str], processes: int) -> Row:
+def run_version(folder: Path | None, names: Sequence[str], processes: int, *more: str) -> Row:
     """work() in a process that imports the Triton of this folder, or the installed one."""
     dropped = ("TRITON_INTERPRET", "FASTPAR_BACKEND")
     env = {k: v for k, v in os.environ.items() if k not in dropped}
@@ -331,7 +344,7 @@ def run_version(folder: Path | None, names: Sequence[str], processes: int) -> Ro
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "rows.json"
         command = [sys.executable, "-m", "bench.compiler.aot", "--worker", str(out), "--jobs"]
-        subprocess.run([*command, str(processes), *names], cwd=ROOT, env=env, check=True)
+        subprocess.run([*command, str(processes), *more, *names], cwd=ROOT, env=env, check=True)
         return json.loads(out.read_text())
 
 
@@ -345,6 +358,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--check", action="store_true", help="write nothing; compare the launches")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--installed", action="store_true", help="only the installed Triton")
+    parser.add_argument("--others", action="store_true", help="GPUs that the table does not list")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     for name in args.modules:
@@ -352,11 +366,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             raise ValueError(
                 f"aot: expected one of {', '.join(modules())}, got module={name}; choose one"
             )
-    if args.check and (args.modules or args.installed):
+    if args.check and (args.modules or args.installed or args.others):
         raise ValueError(
             "aot: expected all modules and versions with --check, got "
-            f"modules={args.modules} installed={args.installed}; drop one"
+            f"modules={args.modules} installed={args.installed} others={args.others}; drop one"
         )
+    args.installed |= args.others
     if not args.installed and not args.worker and not (MINIMUM_FOLDER / "triton").is_dir():
         raise ValueError(
             f"aot: expected Triton {MINIMUM} in build/{MINIMUM_FOLDER.name}, got "
@@ -373,7 +388,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     names = args.modules or modules()
     if args.worker:
-        args.worker.write_text(json.dumps(work(names, args.jobs)))
+        gpus = OTHERS if args.others else GPUS
+        args.worker.write_text(json.dumps(work(names, args.jobs, gpus)))
         return 0
     rows: list[Row] = []
     problems: list[str] = []
@@ -382,12 +398,12 @@ def main(argv: list[str] | None = None) -> int:
     exempt: dict[str, Any] = {}
     for folder in (None,) if args.installed else (MINIMUM_FOLDER, None):
         start = time.monotonic()
-        found = run_version(folder, names, args.jobs)
+        found = run_version(folder, names, args.jobs, *["--others"] * args.others)
         problems += found["errors"]
         exempt = found["exempt"]
         for row in found["rows"]:
             wrong, used = judge(row, exempt[row["module"]])
-            broken += wrong
+            broken += [b for b in wrong if not args.others or b.rule in ON_ANY_GPU]
             needed |= {(row["module"], *pair) for pair in used}
         slowest = max(found["rows"], key=lambda row: row.get("seconds", 0.0), default=None)
         note = f"; slowest {slowest['kernel']} {slowest.get('seconds', 0):.1f} s" if slowest else ""
@@ -403,6 +419,8 @@ def main(argv: list[str] | None = None) -> int:
     rows.sort(key=aot_table.order)
     if args.check:
         problems += aot_table.differences(TABLE, rows)
+    elif args.others and not args.modules:
+        aot_table.write_others(TABLE, rows, describe(broken), *commit())
     elif args.modules or args.installed:
         print(aot_table.markdown(rows))
     else:

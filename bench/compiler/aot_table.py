@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.compiler.aot_rules import GPUS, Row
+from bench.compiler.aot_rules import GPUS, OTHERS, Row
 
 SCHEMA = 1
 COUNTS = (
@@ -136,6 +136,20 @@ def write(folder: Path, rows: Sequence[Row], commit: str, dirty: bool) -> None:
         "# Every Triton launch, compiled ahead of time\n\n"
         f"{LEGEND}\nTriton {' and '.join(versions)}; commit {commit}{' + changes' * dirty}; "
         f"shared memory limits {limits}. Written by `make aot`.\n\n{markdown(rows)}"
+    )
+
+
+def write_others(
+    folder: Path, rows: Sequence[Row], broken: Sequence[str], commit: str, dirty: bool
+) -> None:
+    """others.md: GPUs for which nothing is tuned, and by name what spills or does not fit there."""
+    limits = ", ".join(f"sm_{arch}: {gpu.shared_per_cta} B" for arch, gpu in OTHERS.items())
+    named = "\n".join(f"- {line}" for line in broken) or "None."
+    (folder / "others.md").write_text(
+        "# Every Triton launch on other GPUs, compiled ahead of time\n\n"
+        f"{LEGEND}\nTriton {rows[0]['triton']}; commit {commit}{' + changes' * dirty}; "
+        f"shared memory limits {limits}. Written by `make aot ARGS=--others`.\n\n## What breaks a rule\n\n{named}"
+        f"\n\n{markdown(rows)}"
     )
 
 

@@ -356,7 +356,7 @@ def test_one_module_is_printed_and_not_written(fake, capsys):
     [
         (["nothing"], "aot: expected one of toy, got module=nothing; choose one"),
         (["toy", "--check"], "aot: expected all modules and versions with --check, got modules="),
-        (["--installed", "--check"], r"got modules=[] installed=True; drop one"),
+        (["--installed", "--check"], r"got modules=[] installed=True others=False; drop one"),
     ],
 )
 def test_wrong_arguments(fake, capsys, argv, message):
