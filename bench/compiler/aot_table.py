@@ -148,8 +148,8 @@ def write_others(
     (folder / "others.md").write_text(
         "# Every Triton launch on other GPUs, compiled ahead of time\n\n"
         f"{LEGEND}\nTriton {rows[0]['triton']}; commit {commit}{' + changes' * dirty}; "
-        f"shared memory limits {limits}. Written by `make aot ARGS=--others`.\n\n## What breaks a rule\n\n{named}"
-        f"\n\n{markdown(rows)}"
+        f"shared memory limits {limits}. Written by `make aot ARGS=--others`.\n\n"
+        f"## What breaks a rule\n\n{named}\n\n{markdown(rows)}"
     )
 
 
