@@ -38,7 +38,7 @@ import operator
 import torch
 from torch import Tensor
 
-from fastpar.kernels import _C, attention_peers, choice
+from fastpar.kernels import _C, attention_peers
 from fastpar.kernels.attention_composed import Dropout, Triple, composed_bwd, composed_fwd, sdpa
 from fastpar.kernels.backend import DTYPE_CODES, use_cpp, use_triton
 from fastpar.kernels.op import check_float, define_autograd, define_op, refuse_double_backward
@@ -281,7 +281,7 @@ def _setup_context(ctx, inputs, output):
     q, k, v, ctx.causal, ctx.scale, key, ctx.site_head, ctx.threshold, cu_seqlens = inputs
     o, stats = output
     op = _case(ctx.threshold, cu_seqlens)
-    other = attention_peers.forced or choice.server(op, q, 1)
+    other = attention_peers.wanted(op, q, 1)
     kept = o if other in attention_peers.PEERS or use_triton(op, q) else None
     ctx.save_for_backward(q, k, v, kept, stats, key, cu_seqlens)
 
@@ -397,13 +397,16 @@ def _run(
     scale = float(scale)
     if cu_seqlens is not None:
         _check_cu_seqlens(cu_seqlens, q.device)
+    own = triton or use_cpp(op, q)
+    if not own:
+        attention_peers.refuse_to_ignore(op, q)
     if threshold:
         if rng is None:
             rng = Rng(draw_key(q.device), 0)
         refuse_parts("attention", rng, "first_head")
         check_rng(rng, H, q.device)
         return _attention(q, k, v, causal, scale, rng.key, rng.site_head, threshold, cu_seqlens)[0]
-    if cu_seqlens is None and not triton and not use_cpp(op, q):
+    if cu_seqlens is None and not own:
         return sdpa(*_split(q, k, v), causal, scale)
     return _attention(q, k, v, causal, scale, None, 0, 0, cu_seqlens)[0]
 

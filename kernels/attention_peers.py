@@ -11,7 +11,8 @@
 All keep of a row the logarithm of its sum of exponentials, so that any forward goes with any
 backward, ours included. fastpar/doctor tries each on the machine at hand: what is right and faster
 serves plain calls (no dropout, no documents) from then on, forward and backward chosen apart.
-FASTPAR_ATTENTION=<name> forces one. Under torch.use_deterministic_algorithms `own` serves: others'
+FASTPAR_ATTENTION=<name> forces one, and is refused where it would be ignored; FASTPAR_BACKEND=cpp
+or triton forces `own`. Under torch.use_deterministic_algorithms `own` serves: others'
 backward adds in any order (torch: flash only unless asked otherwise, cuDNN and efficient always),
 and their forward may cut a row's keys by the size of the batch.
 
@@ -32,7 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastpar.kernels import attention_hopper, choice
+from fastpar.kernels import attention_hopper, backend, choice
 from fastpar.kernels.choice import OWN
 
 LOG2_E = math.log2(math.e)
@@ -171,11 +172,6 @@ def read_forced(name: str) -> str:
 forced = read_forced(os.environ.get("FASTPAR_ATTENTION", "auto"))
 
 
-def peers_for(device: str, dtype: torch.dtype, head_dim: int) -> list[str]:
-    """Names of those that may serve such tensors on this machine."""
-    return [name for name in PEERS if not _refusal_of_kind(name, device, dtype, head_dim)]
-
-
 def _refusal_of_kind(name: str, device: str, dtype: torch.dtype, head_dim: int) -> str:
     peer = PEERS[name]
     if device != peer.device:
@@ -208,6 +204,27 @@ def refusal(
     return attention_hopper.refusal(q, k, v, causal=causal) if name == "hopper" else ""
 
 
+def wanted(op: str, q: Tensor, direction: int) -> str:
+    """Who shall serve such calls, if able: as asked by the variables, else as the proof says."""
+    if choice.is_trying():
+        return choice.server(op, q, direction)
+    return forced or (OWN if backend.forced() else choice.server(op, q, direction))
+
+
+def refuse_to_ignore(op: str, q: Tensor) -> None:
+    """For a call that torch's own function serves: FASTPAR_ATTENTION asked for something else.
+
+    Raises:
+        RuntimeError: it is set.
+    """
+    if forced and not choice.is_trying():
+        raise RuntimeError(
+            f"attention: expected a call of fastpar's kernels under FASTPAR_ATTENTION={forced}, "
+            f"got torch's own function for {choice.case_of(op, q)} (`fastpar info` says why); "
+            "unset FASTPAR_ATTENTION"
+        )
+
+
 def serving(op: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, direction: int) -> str:
     """Who serves a call instead of the own kernel, "" for none; direction: 0 forward, 1 backward.
 
@@ -218,12 +235,14 @@ def serving(op: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, direction: i
         RuntimeError: it names one that failed its proof, with the numbers.
     """
     asked = "" if choice.is_trying() else forced
-    name = asked or choice.server(op, q, direction)
+    name = wanted(op, q, direction)
     if name == OWN or (direction and PEERS[name].backward is None):
         return ""
     why = refusal(name, q, k, v, causal, masked=op != "attention")
     if not asked:
         return "" if why else name
+    if torch.are_deterministic_algorithms_enabled():
+        why = "promises no equal bits, as torch.use_deterministic_algorithms asks"
     if why:
         raise ValueError(
             f"attention: expected a call that FASTPAR_ATTENTION={name} can serve, got one that it "

@@ -24,7 +24,8 @@ from torch import Tensor
 from fastpar.doctor.cases import ErrorCase
 from fastpar.doctor.clocks import clock_for, interleave
 from fastpar.doctor.proof_cases import proof_cases
-from fastpar.kernels.attention_peers import peers_for
+from fastpar.kernels import attention_peers
+from fastpar.kernels.attention_peers import PEERS
 from fastpar.kernels.choice import OWN, STOCK, Case, PeerProof, Proof, trying
 
 SLOWER = 1.03  # own over what runs instead: below it they are equally fast
@@ -80,7 +81,7 @@ def _prove(case: Case, rows: int, compiled: bool) -> Proof:
     wrong = _what_is_wrong(case, found[1:])
     if wrong:
         return Proof(STOCK, wrong)
-    others = {name: _what_is_wrong(case, found[1:], name) for name in _others(case)}
+    others = {name: _what_is_wrong(case, found[1:], name) for name in _others(case, found[0])}
     right = [name for name, why in others.items() if not why]
     times = _times(case, found[0], compiled, right)
     serves = _fastest(case, found[1:], {name: times[name] for name in (OWN, *right)})
@@ -91,11 +92,12 @@ def _prove(case: Case, rows: int, compiled: bool) -> Proof:
     return Proof(chosen, "", own, instead, stock, times.get("compiled", (0.0, 0.0)), serves, peers)
 
 
-def _others(case: Case) -> list[str]:
-    """Other implementations behind the op."""
+def _others(case: Case, timed: ErrorCase) -> list[str]:
+    """Other implementations behind the op that can serve the timed call."""
     if case.op != "attention":
         return []
-    return peers_for(case.device, case.dtype, case.size)
+    q, k, v = (x.detach() for x in timed.inputs(case.dtype, case.device).values())
+    return [name for name in PEERS if not attention_peers.refusal(name, q, k, v, causal=True)]
 
 
 def _fastest(
@@ -187,7 +189,7 @@ def _times(
                 )
 
         calls[0][name] = [forward]
-        if smooth:
+        if smooth and (name not in PEERS or PEERS[name].backward is not None):
             calls[1][name] = [backward]
     clock = clock_for(case.device)
     ms: list[dict[str, float]] = []

@@ -19,7 +19,7 @@ from fastpar.doctor import doctor, report, trial
 from fastpar.doctor import table as table_module
 from fastpar.doctor.report import DoctorCommand
 from fastpar.doctor.table import ProofTable
-from fastpar.kernels import backend, bias_gelu, choice, gelu
+from fastpar.kernels import attention_peers, backend, bias_gelu, choice, gelu
 from fastpar.kernels.choice import OWN, STOCK, Case, Proof
 
 
@@ -536,6 +536,24 @@ def test_an_implementation_that_is_wrong_serves_nothing(monkeypatch):
         proof = trial.prove(PLAIN)
         assert proof.serves == serves
         assert [peer.wrong for peer in proof.peers] == ["dq" if broken == "cpu" else ""]
+
+
+def test_one_without_a_backward_serves_none(monkeypatch):
+    """The own one would be timed under its name."""
+    monkeypatch.setattr(trial, "SECONDS", 0.01)
+    monkeypatch.setattr(trial, "_what_is_wrong", lambda *_: "")
+    peer = attention_peers.PEERS["cpu"]._replace(backward=None)
+    monkeypatch.setitem(attention_peers.PEERS, "cpu", peer)
+    proof = trial.prove(PLAIN._replace(size=64), rows=64)
+    assert [(peer.wrong, peer.ms[0] > 0, peer.ms[1]) for peer in proof.peers] == [("", True, 0.0)]
+    assert proof.serves[1] == OWN
+
+
+def test_one_that_cannot_serve_the_timed_call_is_not_tried(monkeypatch):
+    """The own kernel would run under its name."""
+    monkeypatch.setattr(trial, "SECONDS", 0.01)
+    monkeypatch.setattr(attention_peers, "refusal", lambda *a, **k: "needs a GPU of sm_90")
+    assert trial.prove(PLAIN._replace(size=64), rows=64).peers == ()
 
 
 def test_a_real_trial_tries_torchs_kernel(monkeypatch):

@@ -8,10 +8,11 @@ from fastpar.kernels import (
     attention,
     attention_peers,
     attention_qkvpacked,
+    backend,
     choice,
     make_key,
 )
-from fastpar.kernels.attention_peers import PEERS, peers_for, read_forced, refusal
+from fastpar.kernels.attention_peers import PEERS, read_forced, refusal
 from fastpar.kernels.choice import OWN, PeerProof, Proof, trying
 from fastpar.kernels.reference import attention_ref
 from fastpar.testing import assert_matches_oracle
@@ -124,6 +125,46 @@ def test_a_forced_peer_that_failed_its_proof_is_refused_with_the_numbers(force, 
         attention(q, q, q)
 
 
+def test_a_forced_peer_is_refused_in_deterministic_mode(force, monkeypatch):
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    q = torch.ones(1, 4, 2, 8)
+    force("cpu")
+    with pytest.raises(ValueError, match=r"FASTPAR_ATTENTION=cpu can serve, .* promises no equal "
+                       r"bits, as torch.use_deterministic_algorithms asks; unset"):  # fmt: skip
+        attention(q, q, q)
+    force("own")
+    attention(q, q, q)
+
+
+@pytest.mark.parametrize("name", ["cpu", "own"])
+def test_a_forced_name_is_not_ignored_where_torch_s_function_runs(force, monkeypatch, name):
+    force(name)
+    q = torch.ones(1, 4, 2, 8)
+    message = (
+        r"expected a call of fastpar's kernels under FASTPAR_ATTENTION=.*, got torch's own "
+        r"function for attention\w* float32 8 \(`fastpar info` says why\); unset FASTPAR_ATTENTION"
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(choice, "proofs", {choice.case_of("attention", q): Proof(choice.STOCK)})
+        with pytest.raises(RuntimeError, match=message):
+            attention(q, q, q)
+    monkeypatch.setattr(backend, "choice", "torch")
+    with pytest.raises(RuntimeError, match=message):
+        attention(q, q, q)
+    with pytest.raises(RuntimeError, match=message):
+        attention(q, q, q, dropout_p=0.5, rng=Rng(make_key(0, 0), 0))
+
+
+def test_a_forced_backend_is_not_served_by_others(monkeypatch):
+    q = torch.randn(1, 16, 2, 8, requires_grad=True)
+    proof = Proof(OWN, serves=("cpu", "cpu"))
+    monkeypatch.setattr(choice, "proofs", {choice.case_of("attention", q): proof})
+    monkeypatch.setattr(backend, "choice", "cpp")
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(attention_peers, name, lambda *a, **k: pytest.fail("another runs"))
+    attention(q, q, q).sum().backward()
+
+
 def test_an_unknown_name_is_refused():
     assert [read_forced(name) for name in ("auto", "own", "flash")] == ["", "own", "flash"]
     with pytest.raises(
@@ -226,10 +267,15 @@ def test_on_a_gpu(name, D):
 
 
 def test_who_may_serve():
-    assert peers_for("cpu", torch.float32, 64) == ["cpu"]
-    assert peers_for("cpu", torch.float64, 64) == []
-    assert "flash" in peers_for("cuda", torch.bfloat16, 64)
-    assert peers_for("cuda", torch.float32, 64) == ["efficient"]
+    def able(dtype):
+        q = torch.ones(1, 4, 2, 8, dtype=dtype)
+        return [name for name in PEERS if not refusal(name, q, q, q, True)]
+
+    assert (able(torch.float32), able(torch.float64)) == (["cpu"], [])
+    q = torch.ones(1, 4, 2, 8)
+    for name in PEERS:
+        if PEERS[name].device == "cuda":
+            assert refusal(name, q, q, q, True) == "needs cuda tensors, not cpu"
     assert any("no GPU here" in line for line in attention_peers.table()) != (
         torch.cuda.is_available()
     )
