@@ -19,7 +19,7 @@ from fastpar.doctor import doctor, report, trial
 from fastpar.doctor import table as table_module
 from fastpar.doctor.report import DoctorCommand
 from fastpar.doctor.table import ProofTable
-from fastpar.kernels import attention_peers, backend, bias_gelu, choice, gelu
+from fastpar.kernels import backend, bias_gelu, choice, gelu
 from fastpar.kernels.choice import OWN, STOCK, Case, Proof
 
 
@@ -491,73 +491,3 @@ def test_compiled_code_goes_by_the_proofs(quick, monkeypatch):
 
     compiled = torch.compile(lambda x: layer_norm(x, weight), fullgraph=True, backend="eager")
     assert torch.equal(compiled(x), F.layer_norm(x, (96,), weight))
-
-
-PLAIN = Case("cpu", "attention", torch.float32, 32)
-TIMES = {  # forward, backward
-    "own": (2.0, 2.0), "cpu": (1.0, 3.0), "instead": (3.0, 3.0), "stock": (9.0, 9.0),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("cpu_ms", "serves"),
-    [
-        ((1.0, 3.0), ("cpu", "own")),
-        ((3.0, 1.0), ("own", "cpu")),
-        ((1.0, 1.0), ("cpu", "cpu")),
-        ((1.97, 1.97), ("own", "own")),  # as good as equal
-    ],
-)
-def test_attention_s_forward_and_backward_are_by_whoever_is_faster(
-    monkeypatch, no_proofs, cpu_ms, serves
-):
-    monkeypatch.setattr(trial, "_times", lambda *_: TIMES | {"cpu": cpu_ms})
-    monkeypatch.setattr(trial, "_what_is_wrong", lambda *_: "")
-    proof = doctor.adopt([PLAIN])[PLAIN]
-    assert (proof.chosen, proof.serves) == (OWN, serves)
-    assert [(peer.name, peer.ms) for peer in proof.peers] == [("cpu", cpu_ms)]
-    assert ProofTable("cpu").proofs == {PLAIN: proof}
-    assert [choice.server("attention", torch.ones(2, 32), i) for i in (0, 1)] == list(serves)
-    monkeypatch.setattr(doctor, "_prover", doctor.Prover())
-    assert f"{PLAIN}: forward by {serves[0]}" in "\n".join(report.known_choices()) or (
-        serves == ("own", "own")
-    )
-
-
-def test_an_implementation_that_is_wrong_serves_nothing(monkeypatch):
-    """Alone, or as a forward for the own backward."""
-    monkeypatch.setattr(trial, "_times", lambda *_: TIMES)
-    for broken, serves in (("cpu", ("own", "own")), ("cpu/own", ("own", "own"))):
-        monkeypatch.setattr(
-            trial,
-            "_what_is_wrong",
-            lambda case, found, what=OWN, broken=broken: "dq" if what == broken else "",
-        )
-        proof = trial.prove(PLAIN)
-        assert proof.serves == serves
-        assert [peer.wrong for peer in proof.peers] == ["dq" if broken == "cpu" else ""]
-
-
-def test_one_without_a_backward_serves_none(monkeypatch):
-    """The own one would be timed under its name."""
-    monkeypatch.setattr(trial, "SECONDS", 0.01)
-    monkeypatch.setattr(trial, "_what_is_wrong", lambda *_: "")
-    peer = attention_peers.PEERS["cpu"]._replace(backward=None)
-    monkeypatch.setitem(attention_peers.PEERS, "cpu", peer)
-    proof = trial.prove(PLAIN._replace(size=64), rows=64)
-    assert [(peer.wrong, peer.ms[0] > 0, peer.ms[1]) for peer in proof.peers] == [("", True, 0.0)]
-    assert proof.serves[1] == OWN
-
-
-def test_one_that_cannot_serve_the_timed_call_is_not_tried(monkeypatch):
-    """The own kernel would run under its name."""
-    monkeypatch.setattr(trial, "SECONDS", 0.01)
-    monkeypatch.setattr(attention_peers, "refusal", lambda *a, **k: "needs a GPU of sm_90")
-    assert trial.prove(PLAIN._replace(size=64), rows=64).peers == ()
-
-
-def test_a_real_trial_tries_torchs_kernel(monkeypatch):
-    monkeypatch.setattr(trial, "SECONDS", 0.01)
-    (peer,) = trial.prove(PLAIN._replace(size=64), rows=64).peers
-    assert (peer.name, peer.wrong) == ("cpu", "")
-    assert min(peer.ms) > 0
