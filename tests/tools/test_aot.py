@@ -308,7 +308,7 @@ def fake(monkeypatch, tmp_path):
     monkeypatch.setattr(aot, "modules", lambda: ["toy"])
     given = {"rows": [GOOD], "exempt": {}, "errors": []}
 
-    def run_version(folder, names, processes):
+    def run_version(folder, names, processes, *more):
         version = "3.6.0" if folder else "3.9.0"
         rows = [{**row, "triton": version} for row in given["rows"]]
         exempt = {"toy": given["exempt"]}
@@ -337,6 +337,18 @@ def test_the_command_fails_for_a_broken_rule(fake, capsys):
     fake["rows"] = [GOOD]
     assert aot.main([]) == 1
     assert "nothing breaks 'spills'" in capsys.readouterr().out
+
+
+def test_other_gpus_name_every_spill(fake, capsys):
+    """An exemption was measured on the table's GPUs; it says nothing about another."""
+    aot.TABLE.mkdir()
+    fake["rows"] = [{**GOOD, "arch": 89, "spill_instructions": 265, "stack_bytes": 240}]
+    fake["exempt"] = {"_toy_kernel *": {"spills": "at most 16 bytes"}}
+    assert aot.main(["--others"]) == 1
+    assert "spills: 265 LDL/STL" in capsys.readouterr().out
+    named = (aot.TABLE / "others.md").read_text()
+    assert "- toy _toy_kernel (fwd bf16; bf16; BLOCK=64 w4 s2): spills: 265 LDL/STL" in named
+    assert "[sm_89 triton 3.9.0]" in named
 
 
 def test_the_command_fails_for_a_module_that_cannot_be_recorded(fake, capsys):
