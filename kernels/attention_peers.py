@@ -22,8 +22,8 @@ every layout: such calls are `own`'s, and refused where another is forced.
 
 from __future__ import annotations
 
+import functools
 import importlib
-import importlib.util
 import math
 import os
 from collections.abc import Callable
@@ -131,8 +131,13 @@ def _cpu_bwd(do, q, k, v, o, lse, causal, scale):
     )
 
 
+@functools.cache
 def _fa4():
-    return importlib.import_module("flash_attn.cute.interface")
+    """flash-attn-4, None without it; flash-attn 2 has another package of the name flash_attn."""
+    try:
+        return importlib.import_module("flash_attn.cute.interface")
+    except ImportError:
+        return None
 
 
 def _fa4_fwd(q, k, v, causal, scale):
@@ -180,7 +185,7 @@ def _refusal_of_kind(name: str, device: str, dtype: torch.dtype, head_dim: int) 
         return f"does not take {dtype}"
     if head_dim % 8 or head_dim > peer.most:
         return f"takes head dimensions up to {peer.most} in steps of 8, not {head_dim}"
-    if name == "fa4" and importlib.util.find_spec("flash_attn") is None:
+    if name == "fa4" and _fa4() is None:
         return "needs the package flash-attn-4"
     return ""
 

@@ -212,6 +212,7 @@ def measure(
         "narrow_store_bytes": stores.narrow_bytes,
         "hmma": sass.count(code, "HMMA"),
         "hgmma": sass.count(code, "HGMMA"),
+        "utchmma": sass.count(code, "UTCHMMA"),
         "ldgsts": sass.count(code, "LDGSTS"),
         "tma": sass.count(code, "UTMALDG", "UTMASTG", "UBLKCP"),
         "mufu": sass.count(code, "MUFU"),

@@ -43,7 +43,7 @@ def identity(row: Row) -> tuple[Any, ...]:
 def _tensor(row: Row) -> str:
     if "dots" not in row or not row["dots"]:
         return ""
-    used = [f"{row[k]} {k.upper()}" for k in ("hmma", "hgmma") if row.get(k)]
+    used = [f"{row[k]} {k.upper()}" for k in ("hmma", "hgmma", "utchmma") if row.get(k)]
     return ", ".join(used) or f"FMA ({'/'.join(row['dots'])})"
 
 

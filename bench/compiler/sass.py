@@ -112,7 +112,7 @@ def main_loop(code: Sequence[Instruction]) -> Sequence[Instruction]:
     def work(body: Sequence[int]) -> tuple[int, int]:
         here = [code[at] for at in body]
         traffic = sum(i.bytes for i in here if i.name in ("LDG", "STG", "LDGSTS"))
-        return count(here, "HMMA", "HGMMA"), traffic
+        return count(here, "HMMA", "HGMMA", "UTCHMMA"), traffic
 
     busy = [set(body) for body in loops(code) if work(body) != (0, 0)]
     inner = [sorted(body) for body in busy if not any(other < body for other in busy)]

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fastpar.config.config import GPTConfig
 from fastpar.doctor.table import ProofTable, parse_proofs, row_of
-from fastpar.doctor.trial import prove
+from fastpar.doctor.trial import FUSED_BY_COMPILE, SLOWER, prove
 from fastpar.doctor.warm import warm
 from fastpar.kernels import backend, choice
 from fastpar.kernels.choice import OWN, STOCK, Case, Proof
@@ -94,10 +94,10 @@ class Prover:
     ) -> Proof:
         """From this device's table, or by a trial (prove), which is told and kept."""
         table = self.table(case.device)
-        if case in table.proofs and not again:
+        if not again and _is_known(table, case, compiled):
             return table.proofs[case]
         with table.locked():
-            if case in table.proofs and not again:
+            if not again and _is_known(table, case, compiled):
                 return table.proofs[case]
             start = time.perf_counter()
             try:
@@ -122,7 +122,9 @@ def _common(case: Case, found: dict[str, Proof]) -> Proof:
     if len({proof.chosen for proof in found.values()}) > 1:
         each = ", ".join(f"{kind}: {proof.chosen}" for kind, proof in found.items())
         _say(f"{case}: the ranks' GPUs differ ({each}); all run {worst.chosen}")
-    if len({proof.serves for proof in found.values()}) > 1:
+    if worst.chosen == OWN and len({proof.serves for proof in found.values()}) > 1:
+        each = ", ".join(f"{kind}: {' / '.join(proof.serves)}" for kind, proof in found.items())
+        _say(f"{case}: the ranks' GPUs differ in what serves it fastest ({each}); own on all")
         worst = worst._replace(serves=(OWN, OWN))
     return worst
 
@@ -173,6 +175,15 @@ def known_proof(case: Case) -> Proof | None:
     return table_of(case.device).proofs.get(case)
 
 
+def go_by_compiled_times(cases: Iterable[Case]) -> None:
+    """For a process that compiles its model: where torch.compile makes of PyTorch's functions what
+    is faster than the own kernel, it gets these functions to compile."""
+    for case in cases:
+        proof = choice.proofs.get(case)
+        if proof is not None and 0 < SLOWER * sum(proof.compiled_ms) < sum(proof.own_ms):
+            choice.proofs[case] = proof._replace(chosen=STOCK)
+
+
 def table_of(device: str) -> ProofTable:
     """The table that this process goes by, of "cpu" or "cuda"."""
     return _prover.table(device)
@@ -184,25 +195,38 @@ def adopt_known(cases: Iterable[Case]) -> None:
     choice.proofs.update(found)
 
 
-def adopt(cases: Iterable[Case], *, again: bool = False, **how: Any) -> dict[Case, Proof]:
+def adopt(
+    cases: Iterable[Case], *, again: bool = False, compiled: bool = False, rows: int = 0
+) -> dict[Case, Proof]:
     """Proves cases before they are needed, and makes this process go by the results.
 
     Args:
-        how: further arguments of prove(), for what is not known (again: for all).
+        again: also what is known.
+        compiled: time PyTorch's functions under torch.compile, too; see prove().
+        rows: of a timed call; see prove().
     Raises:
         RuntimeError: the GPU is one for which no kernel is compiled.
     """
     cases = list(cases)
     if cases and cases[0].device == "cuda":
         backend.check_gpu("fastpar", torch.device("cuda", torch.cuda.current_device()))
-    unknown = [case for case in cases if again or case not in table_of(case.device).proofs]
+    unknown = [c for c in cases if again or not _is_known(table_of(c.device), c, compiled)]
     if len(unknown) > 1 and unknown[0].device == "cuda":
         about = torch.cuda.get_device_properties()
         gpu = 10 * about.major + about.minor, about.multi_processor_count
         _prover.warm(unknown, gpu)
-    found = {case: _prover.proof_of(case, again=again, **how) for case in cases}
+    how: dict[str, Any] = {"again": again, "compiled": compiled, "rows": rows}
+    found = {case: _prover.proof_of(case, **how) for case in cases}
     choice.proofs.update(found)
     return found
+
+
+def _is_known(table: ProofTable, case: Case, compiled: bool) -> bool:
+    """Whether a table has a proof, with a time under torch.compile where that is asked for."""
+    proof = table.proofs.get(case)
+    if proof is None or not compiled or case.op not in FUSED_BY_COMPILE:
+        return proof is not None
+    return not proof.own_ms[0] or min(proof.compiled_ms) > 0
 
 
 def cases_of_model(
@@ -226,14 +250,23 @@ def cases_of_model(
 
 
 def prove_before_training(
-    device: str, dtype: torch.dtype, config: GPTConfig, *, tp: int = 1, rows: int = 0
+    device: str,
+    dtype: torch.dtype,
+    config: GPTConfig,
+    *,
+    tp: int = 1,
+    rows: int = 0,
+    compiled: bool = False,
 ) -> None:
     """Proves what a run will call, as far as that is not known; see [Note: when].
 
-    Ranks: all, with the same arguments.
+    compiled: the run compiles its model, so that PyTorch's functions count as torch.compile makes
+    them. Ranks: all, with the same arguments.
     """
     cases = cases_of_model(device, dtype, config, tp=tp)
     if device == "cpu" or backend.choice != "auto":
         adopt_known(cases)
     else:
-        adopt(cases, rows=min(rows, MOST_ROWS))
+        adopt(cases, rows=min(rows, MOST_ROWS), compiled=compiled)
+    if compiled:
+        go_by_compiled_times(cases)

@@ -142,7 +142,12 @@ class Trainer:
         rows = self.micro_batch_size * self.block_size
         prove_together(mesh)
         prove_before_training(
-            mesh.device.type, dtype, self.model.config, tp=mesh.tp_size, rows=rows
+            mesh.device.type,
+            dtype,
+            self.model.config,
+            tp=mesh.tp_size,
+            rows=rows,
+            compiled=config.system.compile,
         )
         self.optimizer = set_up(
             self.model, mesh, config, dtype=dtype, grad_accum_steps=self.grad_accum_steps

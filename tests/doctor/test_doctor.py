@@ -221,6 +221,35 @@ def test_torch_compile_is_timed_where_it_is_asked_for(quick):
     assert ProofTable("cpu").proofs == choice.proofs
 
 
+@pytest.mark.parametrize("times, runs", [((1.0, 1.5), STOCK), ((2.0, 2.5), OWN), ((0, 0), OWN)])
+def test_a_compiled_run_gives_the_compiler_what_it_makes_faster(quick, monkeypatch, times, runs):
+    config = GPTConfig.preset("gpt2")
+    case = choice.Case("cpu", "bias_gelu", torch.float32, 4 * config.n_embd)
+    proof = Proof(OWN, "", (2.0, 2.0), (3.0, 3.0), (3.0, 3.0), times)
+    table = doctor.table_of("cpu")
+    table.proofs[case] = proof
+    doctor.prove_before_training("cpu", torch.float32, config)
+    assert choice.proofs[case].chosen == OWN  # eager PyTorch is slower
+    doctor.prove_before_training("cpu", torch.float32, config, compiled=True)
+    assert choice.proofs[case].chosen == runs
+    assert table.proofs[case] == proof  # other runs go by the times of eager PyTorch
+
+
+def test_a_compiled_run_proves_again_what_has_no_time_under_torch_compile(quick, monkeypatch):
+    asked = []
+
+    def prove(case, rows, compiled):
+        asked.append((case.op, compiled))
+        return Proof(OWN, "", (2.0, 2.0), (3.0, 3.0), (3.0, 3.0), (1.0, 1.0) if compiled else (0, 0))
+
+    monkeypatch.setattr(doctor, "prove", prove)
+    gelu, flat = GELU, GELU._replace(op="global_norm", size=0)
+    doctor.adopt([gelu, flat])
+    doctor.adopt([gelu, flat], compiled=True)
+    doctor.adopt([gelu, flat], compiled=True)
+    assert asked == [("bias_gelu", False), ("global_norm", False), ("bias_gelu", True)]
+
+
 def test_no_gpu_is_a_mistake_with_a_way_out(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=r"expected a GPU with --device cuda.*use --device cpu"):
@@ -309,6 +338,14 @@ def test_ranks_on_different_devices_run_what_both_can(monkeypatch, capsys):
         thread.join(20)
     assert found == dict.fromkeys(proofs, Proof(STOCK))
     assert "the ranks' GPUs differ (" in capsys.readouterr().err
+
+
+def test_ranks_whose_fastest_attention_differs_run_own_and_are_told(capsys):
+    case = choice.Case("cuda", "attention", torch.bfloat16, 64)
+    proofs = {"A": Proof(OWN, serves=("flash", OWN)), "B": Proof(OWN, serves=("cudnn", "cudnn"))}
+    assert doctor._common(case, proofs) == Proof(OWN)
+    told = "differ in what serves it fastest (A: flash / own, B: cudnn / cudnn); own on all"
+    assert told in capsys.readouterr().err
 
 
 # What the ops ask

@@ -1,5 +1,7 @@
 """Others' kernels behind the op attention: any forward with any backward, who serves, forcing."""
 
+import sys
+
 import pytest
 import torch
 
@@ -264,6 +266,28 @@ def test_on_a_gpu(name, D):
     inputs = [draw(2, 192, 3, D, dtype=torch.bfloat16, device="cuda") for _ in range(3)]
     for pair in (f"{name}/own", name, f"own/{name}")[: 1 if PEERS[name].backward is None else 3]:
         assert len(check(inputs, pair)) == 4
+
+
+@pytest.mark.parametrize(
+    "files, why",
+    [
+        ([], "needs the package flash-attn-4"),
+        (["__init__.py"], "needs the package flash-attn-4"),  # flash-attn 2
+        (["__init__.py", "cute/__init__.py", "cute/interface.py"], ""),
+    ],
+)
+def test_flash_attn_2_is_not_flash_attn_4(monkeypatch, tmp_path, files, why):
+    for file in files:
+        (tmp_path / "flash_attn" / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "flash_attn" / file).touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    attention_peers._fa4.cache_clear()
+    try:
+        assert attention_peers._refusal_of_kind("fa4", "cuda", torch.bfloat16, 64) == why
+    finally:
+        attention_peers._fa4.cache_clear()
+        for name in [n for n in sys.modules if n.partition(".")[0] == "flash_attn"]:
+            del sys.modules[name]
 
 
 def test_who_may_serve():
