@@ -221,7 +221,7 @@ def test_torch_compile_is_timed_where_it_is_asked_for(quick):
     assert ProofTable("cpu").proofs == choice.proofs
 
 
-@pytest.mark.parametrize("times, runs", [((1.0, 1.5), STOCK), ((2.0, 2.5), OWN), ((0, 0), OWN)])
+@pytest.mark.parametrize(("times", "runs"), [((1.0, 1.5), STOCK), ((2.0, 2.5), OWN), ((0, 0), OWN)])
 def test_a_compiled_run_gives_the_compiler_what_it_makes_faster(quick, monkeypatch, times, runs):
     config = GPTConfig.preset("gpt2")
     case = choice.Case("cpu", "bias_gelu", torch.float32, 4 * config.n_embd)
@@ -240,7 +240,9 @@ def test_a_compiled_run_proves_again_what_has_no_time_under_torch_compile(quick,
 
     def prove(case, rows, compiled):
         asked.append((case.op, compiled))
-        return Proof(OWN, "", (2.0, 2.0), (3.0, 3.0), (3.0, 3.0), (1.0, 1.0) if compiled else (0, 0))
+        return Proof(
+            OWN, "", (2.0, 2.0), (3.0, 3.0), (3.0, 3.0), (1.0, 1.0) if compiled else (0, 0)
+        )
 
     monkeypatch.setattr(doctor, "prove", prove)
     gelu, flat = GELU, GELU._replace(op="global_norm", size=0)

@@ -269,7 +269,7 @@ def test_on_a_gpu(name, D):
 
 
 @pytest.mark.parametrize(
-    "files, why",
+    ("files", "why"),
     [
         ([], "needs the package flash-attn-4"),
         (["__init__.py"], "needs the package flash-attn-4"),  # flash-attn 2
