@@ -128,8 +128,8 @@ def why_not(name: str, command: CompareCommand, shape: GPTConfig, gpus: int | No
     """
     strategy = STRATEGIES[name]
     reason = strategy.why_not(command.nproc)
-    if reason is None and shape.n_head % strategy.tp:
-        reason = f"needs a multiple of {strategy.tp} heads, got {shape.n_head}"
+    if reason is None and not shape.splits_by(strategy.tp):
+        reason = f"needs {strategy.tp} heads or more, got {shape.n_head}"
     if reason is None and shape.block_size % strategy.tp:
         reason = f"needs a context that is a multiple of {strategy.tp}, got {shape.block_size}"
     ranks = 1 if strategy.one_rank else command.nproc

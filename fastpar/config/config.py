@@ -65,6 +65,14 @@ class GPTConfig:
     def padded_vocab_size(self) -> int:
         return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
+    def heads_of_rank(self, tp: int) -> int:
+        """Heads on each rank of tp, those among them that only pad where tp does not divide."""
+        return -(-self.n_head // tp)
+
+    def splits_by(self, tp: int) -> bool:
+        """Whether tp can split the layers: heads are padded, the MLP's features are not."""
+        return tp <= self.n_head and 4 * self.n_embd % tp == 0
+
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> GPTConfig:
         """The named entry of PRESETS, with single fields replaced by `overrides`."""
@@ -272,11 +280,16 @@ def check_parallel(parallel: ParallelSettings, dtype: str, *, deterministic: boo
 
 
 def check_split(parallel: ParallelSettings, shape: GPTConfig) -> None:
-    """Refuse a tp that does not divide what it splits of a model."""
-    if shape.n_head % parallel.tp:
+    """Refuse a tp that cannot split a model; heads that it does not divide are padded."""
+    if parallel.tp > shape.n_head:
         raise ValueError(
-            f"train: expected tp to divide n_head={shape.n_head}, got tp={parallel.tp}; attention "
-            "is split by heads: change --tp"
+            f"train: expected tp of at most n_head={shape.n_head}, got tp={parallel.tp}; attention "
+            "is split by heads: lower --tp"
+        )
+    if not shape.splits_by(parallel.tp):
+        raise ValueError(
+            f"train: expected tp to divide the MLP's width of {4 * shape.n_embd}, got "
+            f"tp={parallel.tp}; change --tp"
         )
     if parallel.sequence_parallel and shape.block_size % parallel.tp:
         raise ValueError(

@@ -131,7 +131,7 @@ def _buckets(
     bucket_mb: float,
 ) -> GPTBuckets:
     dtypes, width = (DTYPES[dtype], DTYPES[grad_dtype]), shape.n_embd
-    block = tuple(_block_shapes(width, tp))
+    block = tuple(_block_shapes(shape, tp))
     # parallelize() merges neighbouring units up to the cap of the first bucket.
     block_bytes = sum(map(math.prod, block)) * dtypes[0].itemsize
     merged = max(1, int(FIRST_BUCKET_MB * 2**20) // block_bytes)
@@ -149,9 +149,10 @@ def _buckets(
     return GPTBuckets(shapes, layout, n_layers, dtypes[1].itemsize)
 
 
-def _block_shapes(width: int, tp: int) -> Iterable[tuple[int, ...]]:
+def _block_shapes(shape: GPTConfig, tp: int) -> Iterable[tuple[int, ...]]:
     """Shapes of a block's parameters, in registration order: norm, attention, norm, MLP."""
-    attention, hidden = width // tp, 4 * width // tp
+    width = shape.n_embd
+    attention, hidden = shape.heads_of_rank(tp) * shape.head_dim, 4 * width // tp
     yield from ((width,), (width,))
     yield from ((3 * attention, width), (3 * attention,), (width, attention), (width,))
     yield from ((width,), (width,))

@@ -91,7 +91,7 @@ def what_would_hold(shape: GPTConfig, setup: Setup, mine: int) -> str:
     if setup.shard_size is not None and size(shard_size=None) <= mine:
         ways.append(f"no --shard-size ({format_bytes(size(shard_size=None))} a rank)")
     for tp in range(setup.tp + 1, setup.world_size + 1):
-        fits = setup.world_size % tp == 0 and shape.n_head % tp == 0
+        fits = setup.world_size % tp == 0 and shape.splits_by(tp)
         if fits and size(tp=tp) <= mine:
             ways.append(f"--tp {tp} ({format_bytes(size(tp=tp))} a rank)")
             break

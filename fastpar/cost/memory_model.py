@@ -17,12 +17,13 @@ Which block it is depends on what shrinks faster towards the first one: activati
 gradients on their way (gradient_flow.py).
 
 [Note: units] a: the features of this rank's tokens between blocks, [N, C] ([N/tp, C] under sequence
-parallelism); whole: of all tokens; split: [N, C/tp]. All in bytes of the weights' format.
+parallelism); whole: of all tokens; split: [N, C/tp]; heads: [N, H*D] of this rank's heads, which is
+split where tp divides them. All in bytes of the weights' format.
 
 [Note: what a layer keeps] tests/contracts/test_tp_memory.py has it exactly:
 
-    none        4 a + 12 split: both norms' x and y; qkv, o, fc, gelu
-    selective   3 a + 8 split: both inputs' sum, outputs of c_proj; qkv, o, fc
+    none        4 a + 4 heads + 8 split: both norms' x and y; qkv, o; fc, gelu
+    selective   3 a + 4 heads + 4 split: both inputs' sum, outputs of c_proj; qkv, o; fc
     full        2 a: x and delta (the first block has no delta)
 
 and mean and rstd of each norm and attention's row statistics (lse), in fp32.
@@ -162,11 +163,13 @@ class _Peak:
         self.width, self.n = shape.n_embd, setup.micro_batch_size * workload.seq_len
         self.whole = self.n * self.width * self.item
         self.split = self.whole / tp
+        n_heads = shape.heads_of_rank(tp)
+        self.heads = self.n * n_heads * shape.head_dim * self.item
         self.a = self.split if self.sp else self.whole
         # Mean and rstd of a norm.
         self.statistics = 8 * (self.n / tp if self.sp else self.n)
         # Of a row and head of attention: lse; on the CPU two numbers.
-        self.lse = (4 if self.on_gpu else 8) * self.n * shape.n_head / tp
+        self.lse = (4 if self.on_gpu else 8) * self.n * n_heads
         self.res = self.a * (2 if shape.dropout else 1)  # gradients of x and delta: one or two
         self.weight = 4 * self.width**2 / tp * self.item  # the gradient of a block's largest
         self.rows = vocabulary_rows(shape, tp)
@@ -214,8 +217,8 @@ class _Peak:
     def _kept(self, layers: int) -> float:
         """Kept by so many blocks; see [Note: what a layer keeps]."""
         one = {
-            "none": 4 * self.a + 12 * self.split + 2 * self.statistics + self.lse,
-            "selective": 3 * self.a + 8 * self.split + self.lse,
+            "none": 4 * (self.a + self.heads) + 8 * self.split + 2 * self.statistics + self.lse,
+            "selective": 3 * self.a + 4 * (self.heads + self.split) + self.lse,
             "full": 2 * self.a,
         }[self.mode]
         if self.mode != "none" and not self.on_gpu:
@@ -273,11 +276,12 @@ class _Peak:
     def _block(self) -> tuple[float, ...]:
         """The most that a block's backward has on top of what is kept up to it, at each moment."""
         a, whole, split, weight = self.a, self.whole, self.split, self.weight
+        heads = self.heads
         tokens = whole if self.sp else 0.0  # gathered
         arriving = whole + a if self.sp else 0.0  # and scattered
         again = last = 0.0
         if self.mode == "full":  # the block's forward; its last product is thrown away
-            again = 4 * a + 12 * split + 2 * self.statistics + self.lse
+            again = 4 * (a + heads) + 8 * split + 2 * self.statistics + self.lse
             last = self.res + again + a + whole + (a if self.sp else 0.0)
         elif self.mode == "selective":
             again = 4 * a + 4 * split + 2 * self.statistics
@@ -289,7 +293,8 @@ class _Peak:
         # As c_fc's backward runs, and when its input and gelu's are gone.
         c_fc = again - 4 * split + a + whole + weight + arriving
         # Backward of c_attn: the second norm, the MLP and attention's output are gone.
-        rest = again - 9 * split - a + whole + 3 / 4 * weight + arriving
+        c_attn = 3 / 4 * weight * heads / split
+        rest = again - 8 * split - heads - a + whole + c_attn + arriving
         return start, c_proj, c_fc, rest
 
     def _blocks(self) -> Iterator[_Moment]:

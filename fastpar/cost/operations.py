@@ -121,14 +121,15 @@ def _passes(shape: GPTConfig, *decides: Any) -> tuple[Op, ...]:
     rows = micro * seq_len
     mine = -(-rows // t) if sequence_parallel else rows
     layers = n_micro * -(-shape.n_layer // pp)
-    vocab, heads = vocabulary_rows(shape, t), max(1, shape.n_head // t)
+    vocab, heads = vocabulary_rows(shape, t), shape.heads_of_rank(t)
+    features = heads * shape.head_dim
     norm = _elementwise("layer_norm", (mine, width), 8.0, (4, 4), item)
     gelu = _elementwise("bias_gelu", (rows, 4 * width // t), 15.0, (2, 3), item)
     cheap = [norm, norm, gelu]
     kept = [
         _attention(micro, heads, seq_len, shape.head_dim, item),
-        _matmul(rows, width, 3 * width // t, item),
-        _matmul(rows, width // t, width, item),
+        _matmul(rows, width, 3 * features, item),
+        _matmul(rows, features, width, item),
         _matmul(rows, width, 4 * width // t, item),
         _matmul(rows, 4 * width // t, width, item),
     ]

@@ -111,11 +111,12 @@ class Chain:
         seed: int = 0,
     ) -> None:
         shape, tp = workload.shape, setup.tp
-        c, part, t = shape.n_embd, shape.n_embd // tp, workload.seq_len
+        c, hidden, t = shape.n_embd, 4 * shape.n_embd // tp, workload.seq_len
         self.rows, self.width, self.time = setup.micro_batch_size, c, t  # B, C, T
         self.tokens = self.rows * t
         self.mine = -(-self.tokens // tp) if setup.sequence_parallel else self.tokens
-        self.heads, self.vocab = shape.n_head // tp, vocabulary_rows(shape, tp)
+        self.heads, self.vocab = shape.heads_of_rank(tp), vocabulary_rows(shape, tp)
+        part = self.heads * shape.head_dim
         self.dropout, self.eps = shape.dropout, shape.layer_norm_eps
         self.clock, self.device, self.dtype = Clock(device), device, DTYPES[setup.dtype]
         torch.manual_seed(seed)
@@ -124,8 +125,8 @@ class Chain:
         self.wte, self.wpe = self._weight(self.vocab, c), self._weight(t, c)
         shapes = {
             **{"qkv": (3 * part, c), "qkv_bias": (3 * part,), "proj": (c, part)},
-            **{"proj_bias": (c,), "up": (4 * part, c), "up_bias": (4 * part,)},
-            **{"down": (c, 4 * part), "down_bias": (c,)},
+            **{"proj_bias": (c,), "up": (hidden, c), "up_bias": (hidden,)},
+            **{"down": (c, hidden), "down_bias": (c,)},
             **{f"norm{i}_{name}": (c,) for i in (1, 2) for name in ("weight", "bias")},
         }
         self.layers = [

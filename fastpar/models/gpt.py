@@ -14,6 +14,11 @@ linear_cross_entropy masks their logits. AdamW leaves them at 0 (test_padding_ro
 has 3*i + 1 (attention), 3*i + 2 (attention's residual) and 3*i + 3 (the MLP's residual). The key
 names the batch's first sample: a sample's masks do not depend on how a batch is cut over ranks.
 
+[Note: padded heads] A tp that does not divide the heads pads them: the last ranks have heads whose
+weights are 0 (25 heads at tp=2: 13 and 12 + 1). Such a head's query, key and value are 0, so what
+attention gives for it is 0, and so are the gradients of its weights: an optimizer leaves them at 0.
+No checkpoint, norm or whole tensor has them (tests/contracts/test_tp_odd.py).
+
 [Note: tensor parallel] parallelize() calls the modules' tensor_parallel(), which says how their
 parameters are split and keeps the TensorParallel; None is one rank. Under sequence parallelism x
 and delta are this rank's part of the tokens, [N/tp, C], and what needs the whole batch is told its
@@ -113,23 +118,24 @@ class Attention(nn.Module):
         self.c_proj = Weights(config.n_embd, config.n_embd)
 
     def tensor_parallel(self, tp: TensorParallel) -> dict[str, State]:
-        if self.n_head % tp.size:
+        if tp.size > self.n_head:
             raise ValueError(
-                f"parallelize: expected tp to divide n_head={self.n_head}, got tp={tp.size}; "
-                "attention is split by heads: choose another tp"
+                f"parallelize: expected tp of at most n_head={self.n_head}, got tp={tp.size}; "
+                "attention is split by heads: choose a smaller tp"
             )
         self.tp = tp
+        pad_to = self.head_dim if self.n_head % tp.size else None  # see [Note: padded heads]
         return {
-            "c_attn.weight": Shard(0, groups=3),
-            "c_attn.bias": Shard(0, groups=3),
-            "c_proj.weight": Shard(1),
+            "c_attn.weight": Shard(0, groups=3, pad_to=pad_to),
+            "c_attn.bias": Shard(0, groups=3, pad_to=pad_to),
+            "c_proj.weight": Shard(1, pad_to=pad_to),
             "c_proj.bias": tp.per_token,
         }
 
     @property
     def first_head(self) -> int:
         """The first of this rank's heads."""
-        return 0 if self.tp is None else self.tp.rank * self.n_head // self.tp.size
+        return 0 if self.tp is None else self.tp.rank * -(-self.n_head // self.tp.size)
 
     def forward(self, y: Tensor, tokens: Tokens | None = None, **dropout: Any) -> Tensor:
         qkv = column_linear(y, self.c_attn.weight, self.c_attn.bias, self.tp)  # [B, T, 3*C/tp]

@@ -54,6 +54,8 @@ class Split(nn.Module):
 
     tp: TensorParallel | None = None
     all_tokens = False  # see [Note: all tokens]
+    groups = 1  # equal parts of the features that are each split alike
+    heads = 0  # of attention, that the split features of a group belong to; 0: no heads
 
     if TYPE_CHECKING:  # of the layer
         weight: Any
@@ -68,6 +70,13 @@ class Split(nn.Module):
     def states(self, tp: TensorParallel) -> dict[str, State]:
         """How the layer's parameters are split, those that it may lack among them."""
         return {}
+
+    def pad_to(self, dim: int, tp: TensorParallel) -> int | None:
+        """A head's features, where tp does not divide the heads; models/gpt.py, [Note: padded
+        heads]."""
+        if not self.heads or self.heads % tp.size == 0:
+            return None
+        return self.weight.shape[dim] // self.groups // self.heads
 
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """x, weight [out, in] and bias as the product takes them, also under torch.autocast."""
@@ -90,11 +99,10 @@ def _transposed(layer: nn.Module) -> bool:
 class Column(Split):
     """Mixin: some of the output features."""
 
-    groups = 1
-
     def states(self, tp: TensorParallel) -> dict[str, State]:
-        weight = Shard(int(_transposed(self)), groups=self.groups)
-        return {"weight": weight, "bias": Shard(0, groups=self.groups)}
+        dim = int(_transposed(self))
+        options = {"groups": self.groups, "pad_to": self.pad_to(dim, tp)}
+        return {"weight": Shard(dim, **options), "bias": Shard(0, **options)}
 
     def forward(self, x: Tensor) -> Tensor:
         if self.tp is None:
@@ -128,7 +136,8 @@ class Row(Split):
     """Mixin: some of the input features; the sum over the ranks is the output."""
 
     def states(self, tp: TensorParallel) -> dict[str, State]:
-        return {"weight": Shard(int(not _transposed(self))), "bias": tp.per_token}
+        dim = int(not _transposed(self))
+        return {"weight": Shard(dim, pad_to=self.pad_to(dim, tp)), "bias": tp.per_token}
 
     def forward(self, x: Tensor) -> Tensor:
         if self.tp is None:
@@ -267,7 +276,7 @@ def convert(
             VocabParallelLinear (of nn.Linear), VocabParallelEmbedding, VocabParallelLoss or
             TokenDropout.
         name: of the layer, for errors.
-        attributes: of the kind: groups, all_tokens.
+        attributes: of the kind: groups, heads, all_tokens.
     Returns:
         What undoes it.
     Raises:

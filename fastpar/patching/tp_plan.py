@@ -82,16 +82,40 @@ class Head:
 class Divide:
     """A module's integers that become those of one rank: its number of heads, a size to split by.
 
+    heads: which of them is the number of attention's heads: a tp that does not divide it pads the
+        heads, in the split layers below the module. None: tp has to divide.
     patched: the module's own forward takes sizes from elsewhere, and fastpar.patch has to replace
         it first.
     """
 
     names: tuple[str, ...]
+    heads: str | None
     patched: bool
 
-    def __init__(self, *names: str, patched: bool = False) -> None:
-        object.__setattr__(self, "names", names)
-        object.__setattr__(self, "patched", patched)
+    def __init__(self, *names: str, heads: str | None = None, patched: bool = False) -> None:
+        if heads is not None and heads not in names:
+            raise ValueError(
+                f"Divide: expected heads to be one of {', '.join(names)}, got heads={heads}; name "
+                "it among them"
+            )
+        vars(self).update(names=names, heads=heads, patched=patched)  # frozen for others
+
+    def of_rank(self, module: nn.Module, ranks: int) -> dict[str, int | None]:
+        """The integers of one rank by name; None for what does not divide."""
+        values = {name: getattr(module, name, None) for name in self.names}
+        heads = values.get(self.heads) if self.heads else None
+        if not isinstance(heads, int) or not 0 < ranks <= heads:
+            heads = 0
+        padded = -(-heads // ranks)
+
+        def of(value: Any) -> int | None:
+            if not isinstance(value, int):
+                return None
+            if heads and value % heads == 0:
+                return value // heads * padded
+            return value // ranks if value % ranks == 0 else None
+
+        return {name: of(value) for name, value in values.items()}
 
 
 @dataclass(frozen=True)
@@ -119,7 +143,7 @@ GPT2: dict[str, Style] = {
     "*wpe": Replicate(),
     "*drop": Enter(),
     "*.ln_1": Tokens(),
-    "*.attn": Divide("num_heads", "split_size"),
+    "*.attn": Divide("num_heads", "split_size", heads="num_heads"),
     "*.attn.c_attn": Column(groups=3),
     "*.attn.c_proj": Row(),
     "*.attn.resid_dropout": Tokens(),
@@ -130,7 +154,7 @@ GPT2: dict[str, Style] = {
     "*ln_f": Leave(),
     "*lm_head": Head(),
 }
-NANOGPT: dict[str, Style] = {**GPT2, "*.attn": Divide("n_head", patched=True)}
+NANOGPT: dict[str, Style] = {**GPT2, "*.attn": Divide("n_head", heads="n_head", patched=True)}
 READY = {"gpt2": GPT2, "nanogpt": NANOGPT}
 _NEEDED = ("*wte", "*.attn", "*.attn.c_attn", "*.attn.c_proj", "*.mlp.c_fc", "*.mlp.c_proj")
 
@@ -202,9 +226,14 @@ class Planned:
 
     def convert(self, tp: TensorParallel) -> None:
         """Give the named modules their parts to play; undo() takes it back."""
+        heads = {
+            name: getattr(self.model.get_submodule(name), style.heads)
+            for name, style in self.modules.items()
+            if isinstance(style, Divide) and style.heads
+        }
         for name, style in self.modules.items():
             module = self.model.get_submodule(name)
-            self._undo += _convert(module, name, style, tp)
+            self._undo += _convert(module, name, style, tp, heads.get(name.rpartition(".")[0], 0))
 
     def undo(self) -> None:
         """The model is as it was, but for its parameters."""
@@ -375,21 +404,23 @@ def _check_divide(module: nn.Module, name: str, style: Divide, tp: TensorParalle
             f"parallelize: expected '{name}' to be patched, got {type(module).__name__}, whose own "
             "forward takes the number of features from its input; run fastpar.patch(model) first"
         )
-    for key in style.names:
-        value = getattr(module, key, None)
-        if not isinstance(value, int) or value % tp.size:
+    for key, local in style.of_rank(module, tp.size).items():
+        if local is None:
             raise ValueError(
                 f"parallelize: expected tp to divide {key} of '{name}', got tp={tp.size} "
-                f"{key}={value}; choose another tp"
+                f"{key}={getattr(module, key, None)}; choose another tp"
             )
 
 
-def _convert(module: Any, name: str, style: Style, tp: TensorParallel) -> Iterator[Undo]:
+def _convert(
+    module: Any, name: str, style: Style, tp: TensorParallel, heads: int
+) -> Iterator[Undo]:
+    """heads: of the attention that the module is a part of, 0 without any."""
     turn = partial(tp_layers.convert, module, name=name)
     if isinstance(style, Column):
-        yield turn(tp_layers.ColumnParallelLinear, groups=style.groups)
+        yield turn(tp_layers.ColumnParallelLinear, groups=style.groups, heads=heads)
     elif isinstance(style, Row):
-        yield turn(tp_layers.RowParallelLinear)
+        yield turn(tp_layers.RowParallelLinear, heads=heads)
     elif isinstance(style, Vocab):
         yield turn(tp_layers.VocabParallelEmbedding, all_tokens=True)
     elif isinstance(style, Head) and isinstance(module, LinearCrossEntropyLoss):
@@ -399,10 +430,9 @@ def _convert(module: Any, name: str, style: Style, tp: TensorParallel) -> Iterat
     elif isinstance(style, Tokens) and isinstance(module, _DropoutNd):
         yield turn(tp_layers.TokenDropout)
     elif isinstance(style, Divide):
-        for key in style.names:
-            value = getattr(module, key)
-            setattr(module, key, value // tp.size)
-            yield partial(setattr, module, key, value)
+        for key, local in style.of_rank(module, tp.size).items():
+            yield partial(setattr, module, key, getattr(module, key))
+            setattr(module, key, local)
     elif isinstance(style, Enter | Leave) and tp.sequence_parallel:
         hook = partial(_enter if isinstance(style, Enter) else _leave_tokens, tp)
         yield module.register_forward_hook(hook).remove

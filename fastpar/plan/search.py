@@ -46,7 +46,7 @@ def tp_sizes(workload: Workload, template: Setup, per_node: int) -> list[int]:
     """Those whose ranks share a node: across nodes every layer would wait for the network."""
     world = template.world_size
     in_node = math.gcd(world, min(world, per_node))
-    return [tp for tp in divisors(in_node) if workload.shape.n_head % tp == 0]
+    return [tp for tp in divisors(in_node) if workload.shape.splits_by(tp)]
 
 
 def splits(workload: Workload, template: Setup, per_node: int) -> Iterator[Setup]:

@@ -27,8 +27,8 @@ class Shard:
     Args:
         dim: of the whole tensor, from the front.
         groups: equal parts of dim that are each split alike: 3 for GPT-2's fused q, k and v.
-        pad_to: slices are multiples of this, what they have beyond the whole is 0 (a vocabulary);
-            None: dim must divide.
+        pad_to: a group's slices are multiples of this, what they have beyond the whole is 0 (a
+            vocabulary, attention heads); None: dim must divide.
     """
 
     dim: int = 0
@@ -41,8 +41,9 @@ class Shard:
         Raises:
             ValueError: they cannot be split so.
         """
-        if self.pad_to is not None:
-            return -(-whole // (ranks * self.pad_to)) * self.pad_to
+        if self.pad_to is not None and whole % self.groups == 0:
+            group = self.groups * self.pad_to
+            return -(-whole // (ranks * group)) * group
         if whole % (self.groups * ranks):
             parts = f"{self.groups} groups of {ranks}" if self.groups > 1 else str(ranks)
             raise ValueError(f"dimension {self.dim} of size {whole} does not divide by {parts}")
@@ -57,25 +58,26 @@ class Shard:
 
     def cut(self, whole: Tensor, rank: int, ranks: int) -> Tensor:
         """The slice of one rank, a contiguous copy."""
-        shape = self.local_shape(whole.shape, ranks)
-        if self.pad_to is None:
-            each = shape[self.dim] // self.groups
-            parts = whole.unflatten(self.dim, (self.groups, ranks, each)).select(self.dim + 1, rank)
-            return parts.clone(memory_format=torch.contiguous_format).view(shape)
-        size = shape[self.dim]
-        local = whole.new_zeros(shape)
-        first = min(rank * size, whole.shape[self.dim])
-        n = min(size, whole.shape[self.dim] - first)
-        local.narrow(self.dim, 0, n).copy_(whole.narrow(self.dim, first, n))
+        local = whole.new_zeros(self.local_shape(whole.shape, ranks))
+        theirs, mine = self._by_group(whole), self._by_group(local)
+        first, n = self.range_of(whole.shape[self.dim], rank, ranks)
+        mine.narrow(self.dim + 1, 0, n).copy_(theirs.narrow(self.dim + 1, first, n))
         return local
 
     def join(self, slices: Sequence[Tensor], whole: Sequence[int]) -> Tensor:
         """The whole tensor, of this shape, from the slices of all ranks."""
-        if self.groups > 1:
-            each = slices[0].shape[self.dim] // self.groups
-            grouped = [x.unflatten(self.dim, (self.groups, each)) for x in slices]
-            return torch.stack(grouped, self.dim + 1).reshape(tuple(whole))
-        return torch.cat(list(slices), self.dim).narrow(self.dim, 0, whole[self.dim])
+        padded = torch.cat([self._by_group(x) for x in slices], self.dim + 1)
+        size = whole[self.dim] // self.groups
+        return padded.narrow(self.dim + 1, 0, size).reshape(tuple(whole))
+
+    def range_of(self, whole: int, rank: int, ranks: int) -> tuple[int, int]:
+        """(first element, how many) that a rank has of each group, padding not counted."""
+        each, size = self.local_size(whole, ranks) // self.groups, whole // self.groups
+        first = min(rank * each, size)
+        return first, min(each, size - first)
+
+    def _by_group(self, x: Tensor) -> Tensor:
+        return x.unflatten(self.dim, (self.groups, x.shape[self.dim] // self.groups))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ A run (start, length, stride, count) stands for the elements
 in this order, of the whole tensor flattened row by row. A piece is a list of runs, in the order in
 which its elements lie in memory: a rank's part of a bucket is one run; a slice of columns is one
 run of as many rows; q, k and v of a slice of heads are three. start = HOLE stands for elements that
-no whole tensor has: the padding of a vocabulary's last slice.
+no whole tensor has: the padding of a vocabulary's last slice, or of attention's heads.
 """
 
 from __future__ import annotations
@@ -51,18 +51,14 @@ def runs_of_slice(state: Shard, shape: Sequence[int], rank: int, ranks: int) -> 
     outer = math.prod(shape[: state.dim])
     inner = math.prod(shape[state.dim + 1 :])
     size, each = shape[state.dim], state.local_size(shape[state.dim], ranks) // state.groups
-    starts = [k * (size // state.groups) + rank * each for k in range(state.groups)]
-    runs = []
-    if state.groups == 1:
-        start = min(starts[0], size)
-        n = min(each, size - start)
-        if n == each:
-            runs = [Run(start * inner, n * inner, size * inner, outer)]
-        else:  # the vocabulary's last slice
-            for i in range(outer):
-                runs += [Run((i * size + start) * inner, n * inner), Run(HOLE, (each - n) * inner)]
+    first, n = state.range_of(size, rank, ranks)
+    if state.groups == 1 and n == each:
+        runs = [Run(first * inner, n * inner, size * inner, outer)]
     else:
-        runs = [Run((i * size + s) * inner, each * inner) for i in range(outer) for s in starts]
+        starts = [k * (size // state.groups) + first for k in range(state.groups)]
+        padding = Run(HOLE, (each - n) * inner)
+        here = [(i * size + start) * inner for i in range(outer) for start in starts]
+        runs = [run for start in here for run in (Run(start, n * inner), padding)]
     return [run._replace(stride=0) if run.count == 1 else run for run in runs if run.numel]
 
 

@@ -152,11 +152,13 @@ class RunFolder:
             dp = f"dp {facts['world_size'] // tp}"
             kind = "sequence parallel" if facts["sequence_parallel"] else "no sequence parallelism"
             axes = f"{dp} * tp {tp} ({kind}), "
+        heads, padded = shape.n_head, tp * shape.heads_of_rank(tp)
+        padding = f" (padded to {padded} by tp)" if padded > heads else ""
         self.header = (
             f"fastpar  {__version__}, torch {torch.__version__}, {facts['device']}, "
             f"ranks {facts['world_size']}, threads a rank {facts['threads']}, {facts['dtype']}",
-            f"model    {size}: {shape.n_layer} layers, {shape.n_head} heads, {shape.n_embd} wide, "
-            f"context {facts['block_size']}, dropout {shape.dropout}, "
+            f"model    {size}: {shape.n_layer} layers, {heads} heads{padding}, "
+            f"{shape.n_embd} wide, context {facts['block_size']}, dropout {shape.dropout}, "
             f"{model.num_parameters():,} parameters",
             f"text     {data.describe()}",
             f"batch    {tokens:,} tokens a step: {rows} sequences = {dp} * micro-batch "

@@ -83,7 +83,7 @@ def test_what_cannot_run_is_skipped_with_its_reason(monkeypatch):
     assert why_not("tp-zero1", two, MICRO, None) == "needs 4 ranks, got 2"
     assert why_not("tp-zero1", four, MICRO, None) is None
     odd = GPTConfig.preset("micro", n_head=1, block_size=63)
-    assert why_not("tp", two, odd, None) == "needs a multiple of 2 heads, got 1"
+    assert why_not("tp", two, odd, None) == "needs 2 heads or more, got 1"
     odd = GPTConfig.preset("micro", block_size=63)
     assert why_not("tp", two, odd, None) == "needs a context that is a multiple of 2, got 63"
     assert why_not("dp", two, MICRO, 1) == "needs a GPU for each of 2 ranks, got 1"

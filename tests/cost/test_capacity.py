@@ -140,7 +140,7 @@ def test_every_rank_begins_with_the_whole_model():
         (8, {"zero": 1}, 0.4, "use --zero 3 (0.2 GB a rank), or --tp 4 (0.4 GB a rank), or"),
         (8, {"zero": 3, "shard_size": 2}, 0.3, "use no --shard-size (0.2 GB a rank), or --tp 4 "),
         (8, {"zero": 3}, 0.1, "use 20 ranks with as much memory each and --zero 3, or a smaller"),
-        (8, {}, 0.3, "use --zero 3 (0.2 GB a rank), or a smaller model"),  # 8 leaves half a head
+        (8, {}, 0.3, "use --zero 3 (0.2 GB a rank), or --tp 8 (0.3 GB a rank), or a smaller"),
         (8, {"zero": 3, "tp": 4}, 0.095, "use 24 ranks with as much memory each and --zero 3, or"),
         (8, {"zero": 3, "tp": 4}, 0.1, "use 20 ranks with as much memory each and --zero 3, or"),
         (2, {}, 0.1, "use 20 ranks with as much memory each and --zero 3, or a smaller model"),

@@ -68,7 +68,9 @@ def test_a_setup_is_what_its_settings_say():
 
 
 def test_settings_that_the_trainer_refuses():
-    with pytest.raises(ValueError, match=r"train: expected tp to divide n_head=4, got tp=3"):
+    with pytest.raises(
+        ValueError, match=r"train: expected tp to divide the MLP's width of 512, got tp=3"
+    ):
         Setup(world_size=3, tp=3).config(Workload(MICRO, 3))
 
 

@@ -20,12 +20,16 @@ T = 12
 STEPS = 3
 
 
-def hf(**options):
-    return gpt2("D8", n_head=4, n_embd=32, **options).double()
+def hf(heads=4, **options):
+    return gpt2("D8", n_head=heads, n_embd=8 * heads, **options).double()
 
 
-def nano(**options):
-    return random_weights(Nano(width=32, heads=4, **options)).double()
+def nano(heads=4, **options):
+    return random_weights(Nano(width=8 * heads, heads=heads, **options)).double()
+
+
+def five_heads(make, **options):
+    return make(heads=5, **options)
 
 
 def patched(model, **options):
@@ -39,6 +43,10 @@ MODELS = {
     "transformers patched": lambda **k: patched(hf(**k)),
     "nanoGPT": lambda **k: patched(nano(**k)),
     "nanoGPT without bias": lambda **k: patched(nano(bias=False, **k)),
+    # Five heads, which tp pads.
+    "transformers 5": functools.partial(five_heads, hf),
+    "transformers patched 5": lambda **k: patched(five_heads(hf, **k)),
+    "nanoGPT 5": lambda **k: patched(five_heads(nano, **k)),
 }
 
 THOROUGH = ("transformers", "transformers patched", "nanoGPT")
@@ -122,7 +130,11 @@ def model_and_reference(name):
     [
         ("nanoGPT", 1, 4, 0),
         ("transformers patched", 2, 2, 3),
-        *(slow(name, 1, 4, 0) for name in MODELS if name != "nanoGPT"),
+        ("transformers 5", 1, 2, 0),
+        slow("transformers patched 5", 2, 2, 3),
+        slow("transformers 5", 1, 4, 1),
+        slow("nanoGPT 5", 2, 4, 2),
+        *(slow(name, 1, 4, 0) for name in MODELS if name not in ("nanoGPT", "transformers 5")),
         *(
             slow(name, 2, 2, stage)
             for name in THOROUGH

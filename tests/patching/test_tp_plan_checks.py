@@ -123,15 +123,23 @@ def test_a_tied_weight_whose_other_use_is_not_named():
     )
 
 
-@pytest.mark.parametrize("ranks", [3, 8])
-def test_heads_that_tp_does_not_divide(ranks):
+@pytest.mark.parametrize(
+    ("ranks", "heads"), [(8, "num_heads"), (3, None)], ids=["more than heads", "not said"]
+)
+def test_heads_that_tp_cannot_split(ranks, heads):
+    plan = {**GPT2, "*.attn": Divide("num_heads", "split_size", heads=heads)}
     refused(
         rf"expected tp to divide num_heads of 'transformer\.h\.0\.attn', got tp={ranks} "
         r"num_heads=4; choose another tp",
-        None,
+        plan,
         hf,
         ranks,
     )
+
+
+def test_a_count_of_heads_that_is_not_divided():
+    with pytest.raises(ValueError, match="heads to be one of num_heads, got heads=n_head; name it"):
+        Divide("num_heads", heads="n_head")
 
 
 def test_features_that_tp_does_not_divide():
@@ -230,7 +238,7 @@ def test_a_call_that_falls_back_with_dropout_is_refused():
 
 def test_styles_are_what_the_ready_plan_says():
     assert GPT2["*.attn.c_attn"] == Column(groups=3)
-    assert GPT2["*.attn"] == Divide("num_heads", "split_size")
+    assert GPT2["*.attn"] == Divide("num_heads", "split_size", heads="num_heads")
     assert GPT2["*wte"] == Vocab()
     assert GPT2["*.ln_1"] == Tokens()
     assert GPT2["*.mlp.c_proj"] == Row()

@@ -77,6 +77,7 @@ class Cell:
     time: int = T
     vocab_size: int = V
     n_head: int = HEADS
+    head_dim: int = C // HEADS
 
     def __str__(self) -> str:
         hsdp = f"of{self.shard_size}" if self.shard_size else ""
@@ -228,7 +229,7 @@ def build(cell: Cell, seed: int) -> nn.Module:
     """Weights of a seed; torch's own generator is shared by thread ranks."""
     p = 0.2 if cell.dropout else 0.0
     if cell.model == "tied":
-        sizes = {"n_layer": LAYERS, "n_head": cell.n_head, "n_embd": cell.n_head * C // HEADS}
+        sizes = {"n_layer": LAYERS, "n_head": cell.n_head, "n_embd": cell.n_head * cell.head_dim}
         vocab = {"block_size": 12, "vocab_size": cell.vocab_size}
         return GPT(GPTConfig(dropout=p, **sizes, **vocab), seed=seed).to(DTYPES[cell.precision])
     model = Foreign(p)
@@ -391,7 +392,7 @@ def _plain(cell: Cell, precision: str, parts: int, moved: int) -> dict[str, Any]
 def plain(cell: Cell, precision: str, parts: int = 1, moved: int = 0) -> dict[str, Any]:
     """The run without an engine, which knows nothing of a mesh."""
     asked = {n: getattr(cell, n) for n in ("model", "dropout", "clip", "precision")}
-    sizes = {n: getattr(cell, n) for n in ("time", "vocab_size", "n_head")}
+    sizes = {n: getattr(cell, n) for n in ("time", "vocab_size", "n_head", "head_dim")}
     dp = cell.samples // 4 * 4  # has as many samples
     return _plain(replace(Cell(), **asked, **sizes, dp=dp), precision, parts, moved)
 

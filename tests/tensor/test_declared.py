@@ -287,14 +287,14 @@ def test_every_parameter_of_gpt_is_declared(sequence_parallel):
             {"n_head": 4},
             3,
             {"sequence_parallel": False},
-            r"expected tp to divide n_head=4, got tp=3; attention is split by heads",
+            r"expected tp=3 to split parameter 'h\.0\.mlp\.c_fc\.weight' .* does not divide by 3",
         ),
         (
             {"n_head": 2},
             4,
             {},
-            r"parallelize: expected tp to divide n_head=2, got tp=4; attention is split by heads: "
-            r"choose another tp",
+            r"parallelize: expected tp of at most n_head=2, got tp=4; attention is split by heads: "
+            r"choose a smaller tp",
         ),
         (
             {"block_size": 9},

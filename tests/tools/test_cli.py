@@ -114,7 +114,10 @@ def test_flags_win_over_the_file_over_the_run_over_defaults(here):
             "train --tp 2",
             "train: expected nproc to be a multiple of tp=2, got nproc=1; use --nproc 2",
         ),
-        ("train --nproc 3 --tp 3", "train: expected tp to divide n_head=4, got tp=3; attention is"),
+        (
+            "train --nproc 3 --tp 3",
+            "train: expected tp to divide the MLP's width of 1024, got tp=3;",
+        ),
         ("train --nproc 2 --resume --out none", "train: expected a folder with a run to go on wit"),
         ("train --resume", "train: expected --out with --resume, got out=None; name the folder"),
         (
