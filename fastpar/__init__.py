@@ -35,6 +35,7 @@ _PUBLIC = {
     "parallel.engine": ("engine_of",),
     "parallel.parallelize": ("parallelize",),
     "patching.patch": ("patch", "unpatch"),
+    "patching.sdpa": ("register_sdpa",),
     "sharding.placements": ("Partial", "Replicate", "Shard"),
 }
 _HOMES = {name: module for module, names in _PUBLIC.items() for name in names}

@@ -24,6 +24,7 @@ from fastpar.parallel.engine import engine_of as engine_of
 from fastpar.parallel.parallelize import parallelize as parallelize
 from fastpar.patching.patch import patch as patch
 from fastpar.patching.patch import unpatch as unpatch
+from fastpar.patching.sdpa import register_sdpa as register_sdpa
 from fastpar.sharding.placements import Partial as Partial
 from fastpar.sharding.placements import Replicate as Replicate
 from fastpar.sharding.placements import Shard as Shard

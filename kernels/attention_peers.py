@@ -257,6 +257,18 @@ def serving(op: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, direction: i
     return name
 
 
+def from_natural(lse: Tensor, base_2: bool) -> Tensor:
+    """The own backward's statistics from lse [B, H, T] in base e; base_2: as forward()'s."""
+    stats = lse * LOG2_E if base_2 else torch.stack((lse, torch.ones_like(lse)), -1)
+    return stats.contiguous()
+
+
+def to_natural(stats: Tensor, q: Tensor) -> Tensor:
+    """The way back."""
+    lse = stats / LOG2_E if stats.dim() < q.dim() else stats[..., 0] - stats[..., 1].log()
+    return lse.contiguous()
+
+
 def forward(
     name: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, base_2: bool
 ) -> tuple[Tensor, Tensor]:
@@ -266,9 +278,7 @@ def forward(
         score and the inverse of its sum, [B, H, T, 2].
     """
     o, lse = PEERS[name].forward(q, k, v, causal, scale)
-    lse = lse.float()
-    stats = lse * LOG2_E if base_2 else torch.stack((lse, torch.ones_like(lse)), -1)
-    return o.contiguous(), stats.contiguous()
+    return o.contiguous(), from_natural(lse.float(), base_2)
 
 
 def backward(
@@ -276,10 +286,10 @@ def backward(
     causal: bool, scale: float,
 ) -> _Three:  # fmt: skip
     """dq, dk, dv from the statistics of any forward."""
-    lse = stats / LOG2_E if stats.dim() < q.dim() else stats[..., 0] - stats[..., 1].log()
+    lse = to_natural(stats, q)
     run = PEERS[name].backward
     assert run is not None  # choice never names one without
-    dq, dk, dv = run(do, q, k, v, o, lse.contiguous(), causal, scale)
+    dq, dk, dv = run(do, q, k, v, o, lse, causal, scale)
     return dq, dk, dv
 
 
