@@ -7,7 +7,9 @@ breadth) or as gloo processes on the loopback device (seconds, for reality).
 [Note: how ranks are started]
 Threads use torch's threaded process group. It needs torch's thread isolation mode: without it
 the groups of all threads share one registry. Torch's default random generator is shared by
-threads too: a function that draws numbers needs its own torch.Generator.
+threads too: a function that draws numbers needs its own torch.Generator. A new thread computes with
+as many cores as whichever thread said last (fastpar.patch says 1 for a while), and bits of products
+depend on it, so each rank is given the caller's number.
 Processes come from a fork server that has only imported torch (no thread pool is running in it,
 so forking is safe): the first call pays the import, later ones a fork. A thread of each worker
 watches its parent and ends the process when the parent is gone, so that a killed test run leaves
@@ -115,7 +117,10 @@ def _run_threads(
     threaded.ProcessLocalGroup.reset()
     store = dist.HashStore()
 
+    n_threads = torch.get_num_threads()
+
     def worker(outcome: _Outcome) -> None:
+        torch.set_num_threads(n_threads)  # see [Note: how ranks are started]
         try:
             dist.init_process_group(
                 "threaded",

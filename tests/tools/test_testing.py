@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import pytest
@@ -109,6 +110,27 @@ def is_running(pid):
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc to look for processes")
+def test_every_thread_has_the_callers_number_of_cores():
+    """Also one that starts while another computes with fewer, as fastpar.patch does."""
+    fewer, done = threading.Event(), threading.Event()
+
+    def rank():
+        if dist.get_rank() == 0:
+            before = torch.get_num_threads()
+            torch.set_num_threads(before + 1)
+            fewer.set()
+            done.wait(20)
+            torch.set_num_threads(before)
+            return before
+        fewer.wait(20)
+        found = torch.get_num_threads()
+        done.set()
+        return found
+
+    expected = torch.get_num_threads()
+    assert run_ranks(rank, 2) == [expected] * 2
+
+
 def test_no_process_is_left_behind():
     assert not any(map(is_running, run_ranks(pid, 2, backend="gloo")))
 
