@@ -5,6 +5,7 @@
     python -m bench --commit-results         rows go to bench/results, which the README shows
     python -m bench attention --tune         tiles of the attention kernels (bench/ops/tune.py)
     python -m bench errors                   errors against fp64 (bench/ops/errors.py)
+    python -m bench launches                 kernel launches of a step (bench/compiler/launches.py)
     python -m bench report                   tables and pictures from results
     (bench/report/report.py)
     python -m bench ingest ARCHIVE           what make gpu brought back (bench/ingest.py)
@@ -41,6 +42,12 @@ from bench.records import (
 from bench.report.tables import summary
 
 FIRST, LAST = ("ceilings",), ("train",)
+COMMANDS = {  # which are no benches: module with a main()
+    "errors": "bench.ops.errors",
+    "ingest": "bench.ingest",
+    "launches": "bench.compiler.launches",
+    "report": "bench.report.report",
+}
 
 
 def names() -> list[str]:
@@ -166,18 +173,9 @@ def tune(args: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["errors"]:
-        from bench.ops import errors
-
-        return errors.main(argv[1:])
-    if argv[:1] == ["report"]:
-        from bench.report import report
-
-        return report.main(argv[1:])
-    if argv[:1] == ["ingest"]:
-        from bench import ingest
-
-        return ingest.main(argv[1:])
+    if argv and argv[0] in COMMANDS:
+        command = importlib.import_module(COMMANDS[argv[0]])
+        return int(command.main(argv[1:]))
     try:
         args = parse(argv)
         ResultFile(args.out, machine(args.device), Row)  # refuses a file of another machine now

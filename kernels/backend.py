@@ -210,7 +210,8 @@ def cuda_stream(x: Tensor) -> int:
     return torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
 
 
-# Whether launches for tensors on the CPU are recorded, not run: fastpar/doctor/warm.py sets it.
+# Whether launches are recorded, not run, for tensors on the CPU and the meta device:
+# fastpar/doctor/warm.py sets it.
 recording = False
 _has_triton: bool = importlib.util.find_spec("triton") is not None
 
@@ -231,8 +232,8 @@ def use_triton(op: str, x: Tensor) -> bool:
         return False
     able = x.dtype in DTYPE_CODES
     if choice == "triton":
-        interpreted = x.device.type == "cpu" and (
-            recording or os.environ.get("TRITON_INTERPRET") == "1"
+        interpreted = recording or (
+            x.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
         )
         if not (able and (cuda or interpreted)):
             raise RuntimeError(

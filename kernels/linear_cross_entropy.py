@@ -155,7 +155,7 @@ def accumulate(dweight: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     """dweight + a @ b in fp32 (fp64 for fp64), in place; None stands for 0; [Note: dweight]."""
     if a.dtype == wide(a.dtype):
         return matmul(a, b) if dweight is None else add_matmul_(dweight, a, b)
-    if a.device.type == "cuda" and _MIXED_MM:
+    if a.device.type != "cpu" and _MIXED_MM:
         if dweight is None:
             return torch.mm(a, b, out_dtype=torch.float32)
         return torch.addmm(dweight, a, b, out_dtype=torch.float32, out=dweight)

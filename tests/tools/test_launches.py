@@ -1,0 +1,39 @@
+"""Kernel launches of a training step are counted without a GPU."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs triton")
+
+from bench.compiler.launches import Launches, as_on_a_gpu, row
+from fastpar.config.config import GPTConfig
+from fastpar.kernels import bias_gelu
+
+
+def test_views_and_memory_launch_nothing():
+    x = torch.ones(4, 6)
+    with Launches() as mode:
+        y = x.t().reshape(24)[3:].new_empty(5).view(5, 1)
+        assert mode.found.total() == 1  # reshape of a transposed matrix copies
+        y.add_(1).sum().item()
+        torch.empty(0).add_(1)
+    assert dict(+mode.found) == {("forward", n): 1 for n in ("clone", "add_", "sum")}
+
+
+def test_our_ops_launch_what_a_gpu_would_run():
+    x, bias = torch.ones(4, 64, requires_grad=True), torch.ones(64, requires_grad=True)
+    with as_on_a_gpu(), Launches() as mode:
+        y = bias_gelu(x, bias)
+        mode.part = "backward"
+        y.backward(torch.ones_like(y))
+    kernels = {name for part, name in +mode.found if part == "backward"}
+    assert ("forward", "_bias_gelu_fwd_kernel") in mode.found
+    assert {"_bias_gelu_bwd_kernel", "_bias_gelu_bwd_dbias_kernel"} <= kernels
+
+
+@pytest.mark.slow
+def test_a_layer_has_as_many_launches_as_it_should():
+    sizes = {"n_head": 2, "n_embd": 128, "vocab_size": 512, "block_size": 64}
+    found = row(GPTConfig(n_layer=4, **sizes))
+    assert found["layer"]["forward"] == 8
+    assert found["layer"]["backward"] == 30
