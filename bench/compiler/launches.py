@@ -35,6 +35,7 @@ from fastpar.config.config import GPTConfig
 from fastpar.kernels import backend
 from fastpar.kernels.op import Op
 from fastpar.models.gpt import GPT
+from fastpar.parallel.copies import WAIT_BYTES
 
 PARTS = ("forward", "backward", "step")
 IN_CSRC = {  # of kernels/adamw.py and the like: one launch a call
@@ -110,19 +111,22 @@ def _launches(func: Any, name: str, args: Any, result: Any) -> int:
 
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """Triton's kernels are recorded for tensors without a GPU."""
-    before = backend.choice, backend.recording
+    """Triton's kernels are recorded, and gradients brought into buckets, as on a GPU."""
+    before, on_cpu = (backend.choice, backend.recording), WAIT_BYTES["cpu"]
     backend.choice, backend.recording = "triton", True
+    WAIT_BYTES["cpu"] = WAIT_BYTES["cuda"]
     try:
         yield
     finally:
         backend.choice, backend.recording = before
+        WAIT_BYTES["cpu"] = on_cpu
 
 
 def count(config: GPTConfig, tokens: int = 64) -> Counter[tuple[str, str]]:
     """The launches of one step in its steady state, by part and kernel."""
     model = GPT(config).to(torch.bfloat16)
-    parallelize(model, Mesh(device="cpu"), grad_dtype=torch.float32)
+    with as_on_a_gpu():
+        parallelize(model, Mesh(device="cpu"), grad_dtype=torch.float32)
     opt = AdamW(model.parameters(), lr=1e-4, master_weights=True, max_grad_norm=1.0)
     ids = torch.zeros(1, tokens, dtype=torch.int64)
     for counted in (False, True):

@@ -8,10 +8,10 @@
     2, 3    whole, freed when reduced     own slice
 
 [Note: where gradients live]
-Autograd puts its own tensor into p.grad; take() copies it into the bucket, or adds it, at the cost
-that zeroing the bucket beforehand would have. Nothing is zeroed: the places of parameters without a
-gradient keep old bytes until fill_missing(). At stage 0 p.grad is then a view of the bucket (or
-p.main_grad, where the gradient's dtype is not the parameter's); otherwise p.grad is None.
+Autograd puts its own tensor into p.grad; take() copies it into the bucket (copies.py), or adds it,
+at the cost that zeroing the bucket beforehand would have. Nothing is zeroed: places of parameters
+without a gradient keep old bytes until fill_missing(). At stage 0 p.grad is then a view of the
+bucket (p.main_grad, where the gradient's dtype is not the parameter's); otherwise p.grad is None.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from fastpar.comm.fixed_sum import PairwiseSum
 from fastpar.parallel.bucket_parameters import Absent, BucketGroups, BucketParameters
+from fastpar.parallel.copies import WaitingCopies
 from fastpar.parallel.stages import BUCKET_PHASES, BucketPhase, Settings, checked
 from fastpar.sharding.layout import Bucket, Layout
 
@@ -68,6 +69,7 @@ class BucketState(BucketParameters):
             self.grad_shard = torch.empty(spec.shard_numel, dtype=self.grad_dtype, device=device)
         self.has: set[int] = set()  # positions with a gradient of this rank in `grad`
         self.seen: set[int] = set()  # since zero_grad(), wherever it is by now
+        self._copies = WaitingCopies(device)  # of gradients into `grad`
         self.unreduced: PairwiseSum | None = None  # earlier micro-batches that stayed here
         self.reduced: Tensor | None = None
         self._reductions: PairwiseSum | None = None
@@ -155,20 +157,18 @@ class BucketState(BucketParameters):
                 view.copy_(grad)
                 p.grad = view
         else:
-            if position in self.has:
-                view.add_(grad)
-            else:
-                view.copy_(grad)
+            self._copies.take(grad, view, add=position in self.has)
             p.grad = None
         self.has.add(position)
         self.seen.add(position)
-        if self.phase is not BucketPhase.COLLECTING:
-            return False
         self._awaited.discard(position)
-        if self._awaited:
+        collecting = self.phase is BucketPhase.COLLECTING
+        if collecting and self._awaited:
             return False
-        self.enter(BucketPhase.READY)
-        return True
+        self._copies.make()
+        if collecting:
+            self.enter(BucketPhase.READY)
+        return collecting
 
     def _open_grad(self) -> None:
         """`grad` is about to be written: make it, or save the sum so far that its own slice has."""
@@ -180,6 +180,7 @@ class BucketState(BucketParameters):
 
     def fill_missing(self, *, flags: bool) -> list[int]:
         """Zero the places without a gradient and set `used`; returns them. p.grad may be new."""
+        self._copies.make()
         self._open_grad()
         missing = []
         self._zeroed.clear()
@@ -330,6 +331,7 @@ class BucketState(BucketParameters):
 
         positions: those of these parameters only.
         """
+        self._copies.make()
         positions = set(range(len(self.params))) if positions is None else positions
         zero = set()
         if not set_to_none:  # but of what was cleared by hand
@@ -386,6 +388,7 @@ class BucketState(BucketParameters):
 
     def mark(self, *, hidden: bool = True) -> None:
         """Puts placeholders into p.grad, [Note: marks]; not hidden: p.grad is what it should be."""
+        self._copies.make()
         self._hidden = hidden = hidden or self._main
         everywhere = self.stage.shards and self.reduced is not None
         self._marks.clear()
@@ -429,6 +432,7 @@ class BucketState(BucketParameters):
         Returns:
             Positions that were cleared, and whether every rank had marked them.
         """
+        self._copies.make()
         cleared = set()
         for position, mark in self._marks.items():
             grad = self.params[position].grad

@@ -27,6 +27,7 @@ from fastpar.kernels import make_key as make_key_of
 from fastpar.models.gpt import GPT
 from fastpar.optim.adamw import AdamW
 from fastpar.optim.schedule import cosine_lr, param_groups
+from fastpar.parallel import copies
 from fastpar.parallel.engine import engine_of
 from fastpar.parallel.parallelize import parallelize
 from fastpar.testing import run_ranks
@@ -222,6 +223,15 @@ def test_half_precision_with_main_gradients_has_the_same_bits(dtype):
         assert losses[-1] < losses[0]
         other = ranks(n, 1, loss_scale=2.0**12, deterministic=n == 4, **options)
         assert_same_bits(other, expected)
+
+
+@pytest.mark.parametrize("zero_stage", [0, slow(1), 2, slow(3)])
+def test_gradients_that_are_copied_together_have_the_same_bits(zero_stage, monkeypatch):
+    """As on a GPU: 4096 bytes wait, so that some are copied before their bucket is complete."""
+    options = {"dtype": torch.bfloat16, "grad_dtype": torch.float32, "zero_stage": zero_stage}
+    expected = ranks(2, 2, **options)
+    monkeypatch.setitem(copies.WAIT_BYTES, "cpu", 4096)
+    assert_same_bits(ranks(2, 2, **options), expected)
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,13 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastpar.comm.fixed_sum import PairwiseSum
+from fastpar.parallel import copies as copies_module
 from fastpar.parallel.bucket import BucketState
 from fastpar.parallel.bucket_parameters import BucketGroups
-from fastpar.parallel.stages import STAGES, Settings
+from fastpar.parallel.stages import STAGES, BucketPhase, Settings
 from fastpar.sharding.layout import ALIGN, ParamSpec, build_layout, parameter_names
 
 CPU = torch.device("cpu")
@@ -199,6 +201,68 @@ def test_gradients_in_fp32_add_up_in_fp32(dtype, stage):
     bias.grad = torch.full((2,), 3.0, dtype=dtype)
     bucket.take(0)
     assert bucket.grad[:2].tolist() == [3.0, 3.0]
+
+
+class Copies(TorchDispatchMode):
+    """The copies of one gradient, and of several at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.several = 0, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.one += func is torch.ops.aten.copy_.default
+        if func is torch.ops.aten._foreach_copy_.default:
+            self.several.append(len(args[0]))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("wait_bytes", "one", "several"),
+    [(0, 4, []), (1 << 20, 0, [4]), (20, 2, [1, 1]), (40, 0, [3, 1])],
+)
+@stages
+def test_gradients_wait_to_be_copied_together(stage, wait_bytes, one, several, monkeypatch):
+    """One launch for many; no more than wait_bytes are kept, and larger ones do not wait."""
+    monkeypatch.setitem(copies_module.WAIT_BYTES, "cpu", wait_bytes)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)).bfloat16()  # 6, 24, 8, 24 from the last
+    (bucket,) = flatten(model, stage, grad_dtype=torch.float32)
+    if bucket.grad is not None:
+        bucket.grad.fill_(float("nan"))
+    bucket.enter(BucketPhase.COLLECTING)
+    with Copies() as copies:
+        for i, p in enumerate(bucket.params):
+            p.grad = torch.full(p.shape, i + 1.0, dtype=p.dtype)
+            assert bucket.take(i) == (i == 3)
+    assert (copies.one, copies.several) == (one, several)
+    for i in range(4):
+        assert (bucket._grad_view(i) == i + 1.0).all()
+
+
+@pytest.mark.parametrize("then", ["mark", "zero", "backward", "missing", "again"])
+@stages
+def test_no_gradient_waits_longer_than_its_backward(stage, then, monkeypatch):
+    """Of a backward that stops, or that uses some parameters only, all that it left is there."""
+    monkeypatch.setitem(copies_module.WAIT_BYTES, "cpu", 1 << 20)
+    bucket = one(nn.Linear(3, 2).bfloat16(), stage, grad_dtype=torch.float32)
+    bias = bucket.params[0]
+    bucket.enter(BucketPhase.COLLECTING)
+    bias.grad = torch.ones_like(bias)
+    bucket.take(0)
+    if then == "again":  # adds to what waits
+        bias.grad = torch.ones_like(bias)
+        bucket.take(0)
+    if then == "mark":
+        bucket.mark()
+    elif then == "zero":
+        bucket.zero_grad(False)
+        bucket.fill_missing(flags=False)
+    elif then == "backward":
+        bucket.begin_backward(stopped=False)
+    else:
+        bucket.fill_missing(flags=False)
+    expected = {"zero": 0.0, "again": 2.0}.get(then, 1.0)
+    assert bucket.grad[:2].tolist() == [expected] * 2
 
 
 @pytest.mark.parametrize("grad_dtype", [None, torch.float32])
