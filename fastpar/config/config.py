@@ -145,6 +145,7 @@ class TrainConfig(TrainFlags):
         check_parallel(
             self.parallel, str(self.system.dtype), deterministic=self.system.deterministic
         )
+        self._check_graphs()
         if self.run.name is not None and not re.fullmatch(r"[\w.+-]*\w[\w.+-]*", self.run.name):
             raise ValueError(
                 f"train: expected name of letters, digits and . _ + -, got name={self.run.name!r}; "
@@ -163,6 +164,16 @@ class TrainConfig(TrainFlags):
         if self.shape.init_from is None:
             # Sizes are refused before the text is read.
             check_split(self.parallel, self.model_config(vocab_size=1))
+
+    def _check_graphs(self) -> None:
+        """Refuse what a CUDA graph of a micro-batch cannot hold."""
+        for name, allowed, why in _GRAPHED if self.system.cuda_graphs else ():
+            value = self.settings()[name]
+            if value not in allowed:
+                raise ValueError(
+                    f"train: expected {name} {' or '.join(map(str, allowed))} with cuda_graphs: "
+                    f"{why}, got {name}={value}; change {option(name)}, or leave --cuda-graphs out"
+                )
 
     def settings(self) -> dict[str, Any]:
         """Every setting by its own name, without the groups: what config.json holds."""
@@ -319,6 +330,14 @@ _AT_LEAST: dict[str, float] = {
 }
 
 
+# Setting, its values under cuda_graphs, why it has no others.
+_GRAPHED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("device", ("auto", "cuda"), "a CPU has no graphs"),
+    ("zero_stage", (0, 1), "gradients or weights that are freed come back at other addresses"),
+    ("tp", (1,), "the host takes part in collectives inside of layers"),
+    ("compile", (False,), "compiled code may be compiled anew"),
+    ("activation_checkpointing", ("none",), "the host reads the state of random generators"),
+)
 AUTO_MICRO_BATCH_TOKENS = 16384
 
 

@@ -139,6 +139,8 @@ class SystemSettings:
     """CPU threads a rank; unset: cores / ranks."""
     compile: bool = False
     """torch.compile the model: a slow start, then faster."""
+    cuda_graphs: bool = False
+    """Replay a micro-batch's forward and backward as a CUDA graph: for small micro-batches."""
     deterministic: bool = False
     """The same bits at every stage and split of a step into dp ranks and micro-batches."""
 

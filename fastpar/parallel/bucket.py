@@ -150,7 +150,7 @@ class BucketState(BucketParameters):
         grad = p.grad
         assert grad is not None
         self._check_grad(position, grad)
-        self._open_grad()
+        self.open_grad()
         view = self._grad_view(position)
         if not self.stage.shards and not self._main:
             if grad.data_ptr() != view.data_ptr():
@@ -159,6 +159,10 @@ class BucketState(BucketParameters):
         else:
             self._copies.take(grad, view, add=position in self.has)
             p.grad = None
+        return self.taken(position)
+
+    def taken(self, position: int) -> bool:
+        """A gradient is in the bucket; whether it was the last one that the bucket waited for."""
         self.has.add(position)
         self.seen.add(position)
         self._awaited.discard(position)
@@ -170,7 +174,7 @@ class BucketState(BucketParameters):
             self.enter(BucketPhase.READY)
         return collecting
 
-    def _open_grad(self) -> None:
+    def open_grad(self) -> None:
         """`grad` is about to be written: make it, or save the sum so far that its own slice has."""
         if self.grad is None:
             self.grad = torch.empty(self.spec.numel, dtype=self.grad_dtype, device=self.device)
@@ -181,7 +185,7 @@ class BucketState(BucketParameters):
     def fill_missing(self, *, flags: bool) -> list[int]:
         """Zero the places without a gradient and set `used`; returns them. p.grad may be new."""
         self._copies.make()
-        self._open_grad()
+        self.open_grad()
         missing = []
         self._zeroed.clear()
         for position, p in enumerate(self.params):

@@ -53,6 +53,8 @@ class Engine:
         tree_ms: the host's time in the fixed sums of the last step.
     """
 
+    paused = False  # its hooks do nothing; see replay.py
+
     def __init__(
         self,
         shards: Shards,
@@ -111,9 +113,11 @@ class Engine:
         """The backward of a unit begins, or a gradient comes: perhaps the first of a backward."""
         task = torch._C._current_graph_task_id()
         if task != self._graph_task:
-            self._begin_backward(task, fired)
+            self.begin_backward(task, fired)
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
-    def _begin_backward(self, task: int, fired: Tensor | None) -> None:
+    def begin_backward(self, task: int = -1, fired: Tensor | None = None) -> None:
+        """A backward begins: autograd's of this number, or one that is replayed."""
         if inside_backward_of_a_function():
             raise RuntimeError(
                 "Engine: expected one backward at a time, got a backward inside of a backward, as "
@@ -144,9 +148,9 @@ class Engine:
                 bucket.set_aside(anew=bucket in written)
         self.micro_batches.begin_backward()
         self.reducer.begin_backward(sends=self.micro_batches.last and self.mesh.dp_size > 1)
-        torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
 
-    def _on_backward_end(self) -> None:
+    def end_backward(self) -> None:
+        """All gradients of a backward are there."""
         self._graph_task = -1
         self._enter(StepPhase.LOCAL)
         if self.gathers is not None:

@@ -86,6 +86,8 @@ class Gathers:
         listener: hears of passes that begin.
     """
 
+    paused = False  # its hooks do nothing; see replay.py
+
     def __init__(
         self, units: list[list[nn.Module]], shards: Shards, listener: PassListener
     ) -> None:
@@ -199,6 +201,15 @@ class Gathers:
                 self._shards.finish_gather(bucket)
         if self.frees:
             self._prefetch(index)
+
+    def replay_forward(self) -> None:
+        """Stages 1 and 2: a forward of all units, without hooks, begins behind all gathers."""
+        self._listener.before_forward(True)
+        self.entered.update(range(len(self.buckets)))
+        self._ever |= self.entered
+        self.launch_stale()
+        for bucket in self._shards.buckets:
+            self._shards.finish_gather(bucket)
 
     def _refuse_transforms(self) -> None:
         """Before anything is launched or said to other ranks."""

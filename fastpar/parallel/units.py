@@ -41,7 +41,8 @@ class Link(NotCopied, Generic[T]):
 
 
 class Hook(NotCopied):
-    """Calls owner's method; owner is a weak reference, so that nobody is kept alive by a hook.
+    """Calls owner's method, unless owner.paused; owner is a weak reference, so that nobody is kept
+    alive by a hook.
 
     torch.compile neither traces a hook nor compiles what it calls: it would compile them once for
     each unit, and give up after eight (test_one_compiled_block_serves_all_layers).
@@ -54,7 +55,9 @@ class Hook(NotCopied):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         owner = None if self._owner is None else self._owner()
-        return None if owner is None else getattr(owner, self._method)(*self._args, *args, **kwargs)
+        if owner is None or getattr(owner, "paused", False):
+            return None
+        return getattr(owner, self._method)(*self._args, *args, **kwargs)
 
     def is_of(self, owner: Any) -> bool:
         """Whether it calls a method of owner."""

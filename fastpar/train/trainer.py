@@ -61,6 +61,7 @@ from fastpar.optim.loss_scale import DynamicLossScale
 from fastpar.optim.schedule import cosine_lr, describe_storage
 from fastpar.parallel.control import broadcast_text, prove_together
 from fastpar.parallel.engine import engine_of
+from fastpar.train.cuda_graphs import MicroBatchGraphs
 from fastpar.train.evaluate import validation_loss
 from fastpar.train.guards import Guards, merged, past, poison
 from fastpar.train.journal import Journal, Predictions, Step, to_device, to_host
@@ -158,6 +159,9 @@ class Trainer:
         self.guards = Guards(config.faults, scaled=self.loss_scale is not None)
         self.skipped_samples: list[tuple[int, int]] = []  # ranges that are never taken again
         self.forward: Any = torch.compile(self.model) if config.system.compile else self.model
+        self.micro_batch: Callable[..., torch.Tensor] = self._micro_batch
+        if config.system.cuda_graphs:
+            self.micro_batch = MicroBatchGraphs(self._micro_batch, self.model, self.engine)
         self.step = self.next_sample = self.tokens = self.rollbacks = 0
         self.changed = ""  # what config.json does not tell
         self.folder: Path | None = None  # of the run, once rank 0 has made it
@@ -318,10 +322,7 @@ class Trainer:
                 device=mesh.device,
             )
             key = to_device(make_key(seed, first), mesh.device)
-            part = self.forward(x, y, rng_key=key) / self.grad_accum_steps
-            target = part if scale is None else part * scale
-            (target * poison(part) if skips else target).backward()
-            loss += part.detach()
+            loss += self.micro_batch(x, y, key, scale)
         lr = cosine_lr(
             self.step,
             lr=config.optim.lr,
@@ -347,6 +348,16 @@ class Trainer:
         norm = optimizer.grad_norm.double().reshape(1)
         values, ready = to_host(torch.cat((control[:1], norm, control[1:])))
         return Step(self.step, lr, taken, self.tokens, values, ready, scale)
+
+    def _micro_batch(
+        self, x: torch.Tensor, y: torch.Tensor, key: torch.Tensor, scale: float | None
+    ) -> torch.Tensor:
+        """Forward and backward; its part of the step's loss. In a CUDA graph scale is a tensor."""
+        part = self.forward(x, y, rng_key=key) / self.grad_accum_steps
+        target = part if scale is None else part * scale
+        skips = self.config.faults.on_nonfinite == "skip"
+        (target * poison(part) if skips else target).backward()
+        return part.detach()
 
     def _number(self, j: int) -> int:
         """Number in the step of this rank's micro-batch j: see [Note: who takes which samples]."""

@@ -1,0 +1,153 @@
+"""Forward and backward of a micro-batch as a CUDA graph: one launch instead of hundreds.
+
+For small micro-batches, whose launches cost the host more than their work costs the GPU.
+
+[Note: what a graph holds] From the model's inputs to the gradients in the memory of their buckets.
+Inputs, the dropout key, the loss scale and the loss are tensors that stay where they are and are
+filled before a replay. The first gradients of a step are written, later ones added: two graphs,
+which share their memory, as they never run together and nothing of one outlives it
+(capture_check.py). What the engine's hooks would have told it is told after the replay
+(parallel/replay.py): reductions do not hide under the backward. The memory of activations stays
+with the graphs between steps.
+
+[Note: before a capture] The region runs twice on a stream of its own, where its gradients are
+dropped: kernels are compiled, proven and loaded. The second time the capture check looks on.
+Other threads (the watchdog, a save) may go on while one captures: their calls do not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastpar.parallel.engine import Engine
+from fastpar.parallel.replay import recording, run_replay
+from fastpar.parallel.units import Hook
+from fastpar.train.capture_check import CaptureCheck
+
+_MOST_SHAPES = 4
+
+
+class MicroBatchGraphs:
+    """Calls of compute(*inputs), which runs a forward and backward of model and returns the loss.
+
+    Each shape of the inputs is captured at its first call, and replayed from then on.
+
+    Args:
+        compute: takes tensors, numbers (given to it as fp32 tensors) and None.
+        engine: of the model.
+    Raises:
+        ValueError: no GPU, a stage that frees memory, hooks of others than the engine.
+    """
+
+    def __init__(self, compute: Callable[..., Tensor], model: nn.Module, engine: Engine) -> None:
+        _check_device(engine.mesh.device)
+        if engine.stage.frees_gradients:
+            raise ValueError(
+                "MicroBatchGraphs: expected zero_stage 0 or 1, got zero_stage="
+                f"{engine.zero_stage}, which frees memory; use zero_stage=1"
+            )
+        self._compute, self._model, self._engine = compute, model, engine
+        self._shapes: dict[tuple, _Graphs] = {}
+        self._pool: Any = None
+
+    def __call__(self, *inputs: Tensor | float | None) -> Tensor:
+        """The loss, valid until the next call."""
+        _refuse_hooks(self._model, self._engine)
+        key = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else type(x) for x in inputs)
+        if key not in self._shapes and len(self._shapes) >= _MOST_SHAPES:
+            raise ValueError(
+                f"train: expected at most {_MOST_SHAPES} shapes of micro-batches with cuda_graphs, "
+                f"got one more: {key}; pad them to one shape, or leave --cuda-graphs out"
+            )
+        graphs = self._shapes.setdefault(key, _Graphs(inputs, self._engine.mesh.device))
+        for place, value in zip(graphs.inputs, inputs):
+            if place is not None:
+                place.copy_(value) if isinstance(value, Tensor) else place.fill_(value)
+
+        def replay(adds: bool) -> list[nn.Parameter]:
+            if adds not in graphs.captured:
+                graphs.captured[adds] = self._capture(graphs, adds)
+            run, fired = graphs.captured[adds]
+            run()
+            return fired
+
+        run_replay(self._engine, replay)
+        return graphs.loss
+
+    def _capture(self, graphs: _Graphs, adds: bool) -> tuple[Callable[[], None], list]:
+        fired: list[nn.Parameter] = []
+
+        def region(adds: bool | None = adds) -> None:
+            with recording(self._engine, adds=adds) as found:
+                graphs.loss.copy_(self._compute(*graphs.inputs))
+            fired[:] = found
+
+        def warm_up() -> None:
+            region(None)
+            known = [*self._model.parameters(), *self._model.buffers(), graphs.loss]
+            with CaptureCheck([*known, *(x for x in graphs.inputs if x is not None)]):
+                region(None)
+
+        graph = capture(region, warm_up, self._pool)
+        self._pool = graph.pool()
+        return graph.replay, fired
+
+
+class _Graphs:
+    """The graphs of one shape, and what they read and write."""
+
+    def __init__(self, inputs: tuple, device: torch.device) -> None:
+        self.inputs = [None if x is None else _place(x, device) for x in inputs]
+        self.loss = torch.empty((), device=device)
+        self.captured: dict[bool, tuple[Callable[[], None], list]] = {}
+
+
+def _place(x: Tensor | float, device: torch.device) -> Tensor:
+    if isinstance(x, Tensor):
+        return torch.empty_like(x, device=device)
+    return torch.empty((), device=device)
+
+
+def _check_device(device: torch.device) -> None:
+    if device.type != "cuda":
+        raise ValueError(
+            f"train: expected a GPU with cuda_graphs, got device={device}; leave --cuda-graphs out"
+        )
+
+
+def capture(region: Callable[[], None], warm_up: Callable[[], None], pool: Any) -> Any:
+    """A torch.cuda.CUDAGraph of region, with its memory in pool (None: a new one)."""
+    here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+    aside.wait_stream(here)
+    with torch.cuda.stream(aside):
+        warm_up()
+    here.wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        region()
+    return graph
+
+
+def _refuse_hooks(model: nn.Module, engine: Engine) -> None:
+    """A replay calls no hooks: the engine's are made up for, those of others would be lost."""
+    mine = (engine, engine.gathers)
+    for owner in (*model.named_modules(), *model.named_parameters()):
+        name, what = owner
+        for attribute in _HOOKS:
+            for hook in (getattr(what, attribute, None) or {}).values():
+                if not (isinstance(hook, Hook) and any(map(hook.is_of, mine))):
+                    raise ValueError(
+                        f"train: expected no hooks with cuda_graphs, got {attribute} of "
+                        f"'{name or type(what).__name__}', which a replay would not call; remove "
+                        "it, or leave --cuda-graphs out"
+                    )
+
+
+_HOOKS = (
+    *("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"),
+    "_post_accumulate_grad_hooks",
+)

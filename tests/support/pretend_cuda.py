@@ -1,0 +1,52 @@
+"""CPU tensors that say they are on a GPU: the host's code takes the way that it takes there."""
+
+import contextlib
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
+from torch.overrides import TorchFunctionMode
+
+from fastpar.kernels import backend
+from fastpar.train import capture_check
+
+_CUDA, _CPU = torch.device("cuda", 0), torch.device("cpu")
+
+
+class _Pretend(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func == Tensor.device.__get__:
+            return _CUDA
+        if func in (Tensor.is_cuda.__get__, Tensor.is_cpu.__get__):
+            return func == Tensor.is_cuda.__get__
+        if func is Tensor.backward:  # else what it calls would be told the truth
+            with self:
+                return _engine_run_backward(
+                    args, (torch.ones_like(args[0]),), False, False, (), True, accumulate_grad=True
+                )
+        swap = [_CPU if a == _CUDA else a for a in args]
+        named = {k: _CPU if v == _CUDA else v for k, v in (kwargs or {}).items()}
+        return func(*swap, **named)
+
+
+def _yes(*args):  # a Mock would keep the tensors that it is called with
+    return True
+
+
+@contextlib.contextmanager
+def pretend_cuda():
+    """Yields the names of Triton's kernels that are launched. They are not run: what they would
+    write keeps the bytes that were there."""
+    from fastpar.kernels import triton_launch
+
+    with (
+        mock.patch.object(triton_launch, "_record", lambda kernel, *args: kernel.fn.__name__),
+        mock.patch.object(capture_check, "_PASSED", (*capture_check._PASSED, __file__)),
+        mock.patch.object(backend, "check_gpu", _yes),
+        mock.patch.object(backend, "_allowed", _yes),
+        mock.patch.object(backend, "choice", "triton"),
+        triton_launch.record(90) as names,
+        _Pretend(),
+    ):
+        yield names

@@ -1,0 +1,120 @@
+"""What the capture of a CUDA graph forbids is found on a CPU, and a micro-batch has none of it."""
+
+import pytest
+import torch
+from pretend_cuda import pretend_cuda
+
+from fastpar import GPT, GPTConfig, Mesh, engine_of, parallelize
+from fastpar.kernels import bias_gelu, make_key
+from fastpar.parallel.replay import recording
+from fastpar.train.capture_check import CaptureCheck
+
+kept = []
+outside = torch.ones(4)
+
+
+FORBIDDEN = {
+    "item": (lambda x: x.sum().item(), "reads a value: _local_scalar_dense"),
+    "bool": (lambda x: 1 if x.sum() > 0 else 0, "reads a value"),
+    "tolist": (lambda x: x.tolist(), r"reads a value: Tensor\.tolist"),
+    "cpu": (lambda x: x.cpu(), r"reads a value: Tensor\.cpu"),
+    "numpy": (lambda x: x.numpy(), r"reads a value: Tensor\.numpy"),
+    "equal": (lambda x: torch.equal(x, x + 1), "reads a value: equal"),
+    "nonzero": (lambda x: x.nonzero(), "how large the result is: nonzero"),
+    "mask": (lambda x: x[x > 0], "how large the result is: index"),
+    "masked": (lambda x: x.masked_select(x > 0), "how large the result is: masked_select"),
+    "unique": (lambda x: x.unique(), "how large the result is: _unique2"),
+    "synchronize": (lambda x: torch.cuda.synchronize(), r"waits for the device: torch\.cuda"),
+    "event": (
+        lambda x: torch.cuda.Event.synchronize(x),
+        r"waits for the device: Event\.synchronize",
+    ),
+    "query": (lambda x: torch.cuda.Event.query(x), r"waits for the device: Event\.query"),
+    "record": (lambda x: torch.cuda.Event.record(x), "record the event again"),
+    "pin": (lambda x: x.pin_memory(), "memory of the host is pinned"),
+    "key": (lambda x: make_key(1, 2), "a number of the host: lift_fresh"),
+    "alive": (lambda x: kept.append(x * 2), "outlives the graph: mul"),
+    "address": (lambda x: x + outside, "not static is used: add"),
+    "meta": (lambda x: x.to("meta"), "exchange values: _to_copy"),
+}
+
+
+@pytest.mark.parametrize("act", FORBIDDEN)
+def test_what_a_capture_forbids_is_found(act):
+    do, why = FORBIDDEN[act]
+    x = torch.arange(4.0)
+    line = __file__ if act not in ("key",) else "philox.py"
+    why = f"CaptureCheck: expected .* got .*{why}"
+    with pytest.raises(RuntimeError, match=why) as error, CaptureCheck([x]):
+        do(x)
+    assert f"{line}:" in str(error.value)
+    kept.clear()
+    assert x.tolist() == [0, 1, 2, 3]  # the patches are gone
+
+
+def test_what_a_capture_allows_passes():
+    x, out = torch.arange(4.0), torch.empty(4)
+    weight = torch.ones(4, requires_grad=True)
+    with CaptureCheck([x, out, weight]):
+        (grad,) = torch.autograd.grad((weight * x).relu().sum(), weight)
+        out.copy_(grad)
+        del grad
+    assert out.equal(x)
+
+
+def test_an_error_of_the_region_is_not_hidden():
+    with pytest.raises(ZeroDivisionError), CaptureCheck([outside]):
+        1 / 0  # noqa: B018
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("adds", [False, True, None])
+def test_a_training_micro_batch_can_be_captured(dropout, adds):
+    """The host's code of a GPU, Triton's kernels aside: forward, backward, gradients kept."""
+    config = GPTConfig(
+        n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=64, dropout=dropout
+    )
+    model = parallelize(GPT(config).train(), Mesh())
+    engine = engine_of(model)
+    ids, key, loss = torch.arange(32).view(2, 16), make_key(1, 0), torch.empty(())
+    static = [*model.parameters(), ids, key, loss, *(b.grad for b in engine.buckets)]
+    with (
+        recording(engine, adds=adds) as fired,
+        pretend_cuda() as launched,
+        CaptureCheck(static),
+    ):
+        part = model(ids, ids, rng_key=key) / 2
+        (part * loss).backward()
+        loss.copy_(part.detach())
+        del part
+    assert set(fired) == set(model.parameters())
+    assert len(launched) > 20  # the way of a GPU
+    assert {"_attention_fwd_kernel", "_layer_norm_fwd_kernel"} <= set(launched), launched
+
+
+def test_a_micro_batch_with_a_key_of_the_host_cannot():
+    config = GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=16, vocab_size=64)
+    model, ids = GPT(config).train(), torch.arange(32).view(2, 16)
+    check = CaptureCheck([*model.parameters(), ids])
+    why = r"number of the host: lift_fresh at .*philox.py"
+    with pytest.raises(RuntimeError, match=why), pretend_cuda(), check:
+        model(ids, ids, rng_key=make_key(1, 0, ids.device))
+
+
+def test_it_looks_inside_of_ops(monkeypatch):
+    """A host read in the code that launches a kernel, in forward and in backward."""
+    from fastpar.kernels import gelu_triton
+
+    for name in ("bias_gelu_fwd", "bias_gelu_bwd"):
+        launch = getattr(gelu_triton, name)
+
+        def reads(x, *args, launch=launch):
+            x.sum().item()
+            return launch(x, *args)
+
+        x = torch.randn(4, 16, requires_grad=True)
+        with monkeypatch.context() as patched:
+            patched.setattr(gelu_triton, name, reads)
+            why = "reads a value: _local_scalar_dense at .*test_capture_check.py"
+            with pytest.raises(RuntimeError, match=why), pretend_cuda(), CaptureCheck([x]):
+                bias_gelu(x).sum().backward()
