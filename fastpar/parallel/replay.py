@@ -59,7 +59,6 @@ def run_replay(engine: Engine, replay: Callable[[bool], Collection[nn.Parameter]
         replay: called with whether gradients are added to those that are there; returns the
             parameters that it gave one.
     """
-    engine.shards.check()
     if engine.gathers is not None:
         engine.gathers.replay_forward()
     engine.begin_backward()
@@ -77,5 +76,4 @@ def run_replay(engine: Engine, replay: Callable[[bool], Collection[nn.Parameter]
         if not bucket.stage.shards:
             bucket.adopt(position)
         bucket.taken(position)
-    engine.reducer.launch_ready()
     engine.end_backward()

@@ -29,6 +29,8 @@ from fastpar.parallel.units import Hook
 from fastpar.train.capture_check import CaptureCheck
 
 _MOST_SHAPES = 4
+_OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 class MicroBatchGraphs:
@@ -53,17 +55,22 @@ class MicroBatchGraphs:
         self._compute, self._model, self._engine = compute, model, engine
         self._shapes: dict[tuple, _Graphs] = {}
         self._pool: Any = None
+        self._hooks = -1  # how many there were when they were looked at
+        self._params = list(model.parameters())
+        self._of_modules = [getattr(m, name) for m in model.modules() for name in _OF_MODULES]
 
     def __call__(self, *inputs: Tensor | float | None) -> Tensor:
         """The loss, valid until the next call."""
-        _refuse_hooks(self._model, self._engine)
+        self._refuse_hooks()
         key = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else type(x) for x in inputs)
         if key not in self._shapes and len(self._shapes) >= _MOST_SHAPES:
             raise ValueError(
                 f"train: expected at most {_MOST_SHAPES} shapes of micro-batches with cuda_graphs, "
                 f"got one more: {key}; pad them to one shape, or leave --cuda-graphs out"
             )
-        graphs = self._shapes.setdefault(key, _Graphs(inputs, self._engine.mesh.device))
+        if key not in self._shapes:
+            self._shapes[key] = _Graphs(inputs, self._engine.mesh.device)
+        graphs = self._shapes[key]
         for place, value in zip(graphs.inputs, inputs):
             if place is not None:
                 place.copy_(value) if isinstance(value, Tensor) else place.fill_(value)
@@ -77,6 +84,25 @@ class MicroBatchGraphs:
 
         run_replay(self._engine, replay)
         return graphs.loss
+
+    def _refuse_hooks(self) -> None:
+        """A replay calls no hooks: those of others than the engine would be lost."""
+        found = sum(map(len, self._of_modules))  # dicts that modules keep; those of tensors change
+        found += sum(
+            len(getattr(p, name, None) or ()) for p in self._params for name in _OF_TENSORS
+        )
+        if found == self._hooks:
+            return
+        mine = (self._engine, self._engine.gathers)
+        for name, owner in (*self._model.named_modules(), *self._model.named_parameters()):
+            for hooks in (getattr(owner, a, None) or {} for a in (*_OF_MODULES, *_OF_TENSORS)):
+                if not all(isinstance(h, Hook) and any(map(h.is_of, mine)) for h in hooks.values()):
+                    raise ValueError(
+                        "train: expected no hooks with cuda_graphs, got one of "
+                        f"'{name or type(owner).__name__}', which a replay would not call; remove "
+                        "it, or leave --cuda-graphs out"
+                    )
+        self._hooks = found
 
     def _capture(self, graphs: _Graphs, adds: bool) -> tuple[Callable[[], None], list]:
         fired: list[nn.Parameter] = []
@@ -130,24 +156,3 @@ def capture(region: Callable[[], None], warm_up: Callable[[], None], pool: Any) 
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         region()
     return graph
-
-
-def _refuse_hooks(model: nn.Module, engine: Engine) -> None:
-    """A replay calls no hooks: the engine's are made up for, those of others would be lost."""
-    mine = (engine, engine.gathers)
-    for owner in (*model.named_modules(), *model.named_parameters()):
-        name, what = owner
-        for attribute in _HOOKS:
-            for hook in (getattr(what, attribute, None) or {}).values():
-                if not (isinstance(hook, Hook) and any(map(hook.is_of, mine))):
-                    raise ValueError(
-                        f"train: expected no hooks with cuda_graphs, got {attribute} of "
-                        f"'{name or type(what).__name__}', which a replay would not call; remove "
-                        "it, or leave --cuda-graphs out"
-                    )
-
-
-_HOOKS = (
-    *("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"),
-    "_post_accumulate_grad_hooks",
-)

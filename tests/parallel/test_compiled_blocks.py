@@ -1,5 +1,7 @@
 """torch.compile and the engine: compiled blocks, forwards and models train like plain ones."""
 
+import functools
+
 import pytest
 import torch
 from test_zero_awkward import SMALL, Net, backward, fill, gradients, set_mean
@@ -74,10 +76,9 @@ def test_compiled_models_match_one_process(how, backend, stage, eager_steps):
             assert torch.allclose(result[name], value, rtol=1e-4, atol=1e-5), name
 
 
-def tiny_gpt(dropout):
-    return GPT(
-        GPTConfig(n_layer=12, n_head=2, n_embd=16, block_size=8, vocab_size=32, dropout=dropout)
-    )
+def tiny_gpt(dropout, n_layer=12):
+    config = GPTConfig(n_layer, n_head=2, n_embd=16, block_size=8, vocab_size=32, dropout=dropout)
+    return GPT(config)
 
 
 def patched_gpt2(dropout):
@@ -93,9 +94,9 @@ def patched_gpt2(dropout):
     return model
 
 
-def count_graphs(build, dropout, stage, *, tp=1, recomputed="none"):
+def count_graphs(build, dropout, stage, *, tp=1, recomputed="none", backend="aot_eager"):
     """(graphs after each step, losses of the steps, those of the same steps without a compiler)"""
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend(backend)
     ids = torch.arange(16).view(2, 8)
     losses = {}
     counts = []
@@ -110,7 +111,7 @@ def count_graphs(build, dropout, stage, *, tp=1, recomputed="none"):
         losses[compiled] = []
         torch.manual_seed(1)
         for _ in range(3):
-            if build is tiny_gpt:
+            if isinstance(model, GPT):
                 loss = called(ids, ids)
             else:
                 loss = called(ids, labels=ids, use_cache=False).loss
@@ -139,3 +140,15 @@ def test_one_compiled_block_serves_all_layers():
         for case, (counts, compiled, eager) in zip(cases, found):
             assert counts[0] == counts[-1] <= 8, (case, counts)
             assert compiled == pytest.approx(eager, rel=1e-4), case
+
+
+@pytest.mark.slow
+def test_nothing_is_compiled_after_the_second_block():
+    """24 layers take as many graphs as 2, at every stage, and no step after the first takes one."""
+    sizes = {n: functools.partial(tiny_gpt, n_layer=n) for n in (2, 24)}
+    cases = [(sizes[n], 0.1, stage, {"backend": "eager"}) for stage in range(4) for n in sizes]
+    for found in run_ranks(count_all, 2, cases, backend="gloo", timeout_s=600):
+        for stage in range(4):
+            (few, *_), (many, compiled, eager) = found[2 * stage :][:2]
+            assert few[0] == few[-1] == many[0] == many[-1], (stage, few, many)
+            assert compiled == pytest.approx(eager, rel=1e-4), stage
