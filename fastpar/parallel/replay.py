@@ -28,10 +28,11 @@ def recording(engine: Engine, *, adds: bool | None) -> Iterator[list[nn.Paramete
 
     def store(p: Tensor) -> None:
         bucket, position = shards.places[p]  # type: ignore[index]
-        if adds is None:
-            p.grad = None
-        else:
-            bucket.store(position, adds=adds)
+        if adds is not None:
+            view, grad = bucket.grad_views[position], p.grad
+            assert grad is not None
+            view.add_(grad) if adds else view.copy_(grad)
+        p.grad = None
         fired.append(bucket.params[position])
 
     owners = [owner for owner in (engine, engine.gathers) if owner is not None]
