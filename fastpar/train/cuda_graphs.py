@@ -72,7 +72,7 @@ class MicroBatchGraphs:
             self._shapes[key] = _Graphs(inputs, self._engine.mesh.device)
         graphs = self._shapes[key]
         for place, value in zip(graphs.inputs, inputs):
-            if place is not None:
+            if place is not None and value is not None:
                 place.copy_(value) if isinstance(value, Tensor) else place.fill_(value)
 
         def replay(adds: bool) -> list[nn.Parameter]:
