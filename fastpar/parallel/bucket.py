@@ -135,10 +135,7 @@ class BucketState(BucketParameters):
         return self.grad[slot.start : slot.stop].view(slot.spec.shape)
 
     def take(self, position: int) -> bool:
-        """Bring what a backward left in the .grad of a parameter into the bucket.
-
-        Returns whether this was the last one that the bucket has waited for.
-        """
+        """Bring what a backward left in a parameter's .grad into the bucket; returns taken()."""
         if self.is_sent:
             raise RuntimeError(
                 "Engine: expected one gradient per backward for parameter "

@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_iter
 
 from fastpar.kernels import op
@@ -71,7 +71,7 @@ class CaptureCheck(TorchDispatchMode):
         self._patches.enter_context(mock.patch.object(op, "_is_watched", return_value=False))
         for owner, names, why in _CALLS:
             for name in names:
-                refuse = _refusal(f"{owner.__name__}.{name}", why)
+                refuse = _refusal(f"{owner.__name__}.{name}", why, getattr(owner, name))
                 self._patches.enter_context(mock.patch.object(owner, name, refuse))
         super().__enter__()
         return self
@@ -124,9 +124,13 @@ def _error(what: str) -> RuntimeError:
     )
 
 
-def _refusal(name: str, why: str) -> Callable[..., Any]:
+def _refusal(name: str, why: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """call, refused in the region and its backward; other threads (watchdog, save) go on."""
+
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise _error(f"{why}: {name} at {_line()}")
+        if any(isinstance(mode, CaptureCheck) for mode in _get_current_dispatch_mode_stack()):
+            raise _error(f"{why}: {name} at {_line()}")
+        return call(*args, **kwargs)
 
     return refuse
 

@@ -25,7 +25,7 @@ ROOMS = [
 MOST_FILES = 17  # of a room, __init__.py not counted
 LONGEST_FILE, LONGEST_FUNCTION = 500, 80  # lines; lines of code
 BUDGETS = {  # lines of code, of rooms together
-    ("comm", "sharding", "tensor", "parallel", "checkpoint"): 7_502,
+    ("comm", "sharding", "tensor", "parallel", "checkpoint"): 7_562,
     ("cost", "measure", "plan", "compare", "profile"): 5_740,
     ("", *ROOMS): 23_400,
 }

@@ -1,5 +1,7 @@
 """What the capture of a CUDA graph forbids is found on a CPU, and a micro-batch has none of it."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from pretend_cuda import pretend_cuda
@@ -60,6 +62,17 @@ def test_what_a_capture_allows_passes():
         out.copy_(grad)
         del grad
     assert out.equal(x)
+
+
+def test_other_threads_go_on():
+    """A watchdog waits for its events, a save copies to the host, while a micro-batch is checked."""
+    x = torch.arange(4.0)
+    with ThreadPoolExecutor(1) as pool, CaptureCheck([x]):
+        assert pool.submit(outside.tolist).result() == [1.0] * 4
+    y = x.clone().requires_grad_()
+    y.register_hook(lambda grad: grad.tolist() and None)  # autograd's thread is not another
+    with pytest.raises(RuntimeError, match="reads a value"), CaptureCheck([y]):
+        y.sum().backward()
 
 
 def test_an_error_of_the_region_is_not_hidden():
