@@ -65,7 +65,7 @@ def test_what_a_capture_allows_passes():
 
 
 def test_other_threads_go_on():
-    """A watchdog waits for its events, a save copies to the host, while a micro-batch is checked."""
+    """A watchdog waits for its events, a save copies to the host, under a check."""
     x = torch.arange(4.0)
     with ThreadPoolExecutor(1) as pool, CaptureCheck([x]):
         assert pool.submit(outside.tolist).result() == [1.0] * 4
