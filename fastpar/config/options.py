@@ -138,9 +138,9 @@ class SystemSettings:
     threads: int | None = None
     """CPU threads a rank; unset: cores / ranks."""
     compile: bool = False
-    """torch.compile the model: a slow start, then faster."""
+    """torch.compile: slow start, then fast."""
     cuda_graphs: bool = False
-    """Replay a micro-batch's forward and backward as a CUDA graph: for small micro-batches."""
+    """Replay micro-batches as CUDA graphs."""
     deterministic: bool = False
     """The same bits at every stage and split of a step into dp ranks and micro-batches."""
 
