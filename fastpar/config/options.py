@@ -102,7 +102,7 @@ class RunSettings:
     max_steps: int = 2000
     """Steps in all; the schedule ends there."""
     max_time: str | None = None
-    """Stop after this time: 300s, 5m, 1h30m. Counts the process, not the run."""
+    """Stop after this time in this process: 300s, 5m, 1h30m."""
     out: str | None = None
     """Folder of the run; unset: the first free one of runs/NAME, runs/NAME-2, ..."""
     name: str | None = None
@@ -138,9 +138,9 @@ class SystemSettings:
     threads: int | None = None
     """CPU threads a rank; unset: cores / ranks."""
     compile: bool = False
-    """torch.compile: slow start, then fast."""
+    """torch.compile the model: a slow start, then faster."""
     cuda_graphs: bool = False
-    """Replay micro-batches as CUDA graphs."""
+    """Replay micro-batches as CUDA graphs: pays for small ones."""
     deterministic: bool = False
     """The same bits at every stage and split of a step into dp ranks and micro-batches."""
 
