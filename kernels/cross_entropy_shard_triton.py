@@ -100,7 +100,8 @@ def _cross_entropy_shard_grad_kernel(
         extra = 2.0 * z_loss * lse
         chosen = scale * ((p - 1.0) + extra * p)
         factor = scale * (1.0 + extra)
-        write_gradient(ptr, out_ptr, shift, v, width, lse, factor, 0.0, local, chosen, U, W)
+        column = tl.where(here, local, -1).to(tl.int32)
+        write_gradient(ptr, out_ptr, shift, v, width, lse, factor, 0.0, column, chosen, U, W)
     else:
         write_zeros(grad_ptr + row * grad_stride, width, W)
 
