@@ -34,6 +34,7 @@ _PUBLIC = {
     "optim.adamw": ("AdamW",),
     "parallel.engine": ("engine_of",),
     "parallel.parallelize": ("parallelize",),
+    "parallel.pipeline": ("pipeline_step",),
     "patching.patch": ("patch", "unpatch"),
     "patching.sdpa": ("register_sdpa",),
     "sharding.placements": ("Partial", "Replicate", "Shard"),

@@ -22,6 +22,7 @@ from fastpar.optim.adafactor import Adafactor as Adafactor
 from fastpar.optim.adamw import AdamW as AdamW
 from fastpar.parallel.engine import engine_of as engine_of
 from fastpar.parallel.parallelize import parallelize as parallelize
+from fastpar.parallel.pipeline import pipeline_step as pipeline_step
 from fastpar.patching.patch import patch as patch
 from fastpar.patching.patch import unpatch as unpatch
 from fastpar.patching.sdpa import register_sdpa as register_sdpa

@@ -68,7 +68,13 @@ class _Piece(NamedTuple):
 def engine_of_model(model: nn.Module) -> Engine | None:
     """The engine of a model, None without one."""
     found = (engine_of_parameter(p) for p in model.parameters())
-    return next((engine for engine in found if engine is not None), None)
+    engine = next((engine for engine in found if engine is not None), None)
+    if engine is not None and engine.shards.stages is not None:
+        raise ValueError(
+            f"checkpoint: expected a model with pp=1, got pp={engine.mesh.size('pp')}; stages of a "
+            "pipeline are not saved or loaded yet: save each rank's state_dict()"
+        )
+    return engine
 
 
 def piece_runs(p: Tensor, engine: Engine | None, *, block: int = 1) -> list[Run]:

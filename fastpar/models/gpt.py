@@ -24,6 +24,11 @@ parameters are split and keeps the TensorParallel; None is one rank. Under seque
 and delta are this rank's part of the tokens, [N/tp, C], and what needs the whole batch is told its
 shape by Tokens. A batch that the ranks do not divide is padded behind its last position, where
 attention does not look and targets do not count.
+
+[Note: pipeline] One tensor goes from a stage to the next: x + dropout(delta), as the norm behind it
+would store it. The sender has that from the norm's own op, whose norm it drops; the receiver adds
+zeros in it. So the sums of forward and backward are rounded where one process rounds them
+(test_pipeline_bits).
 """
 
 from __future__ import annotations
@@ -244,6 +249,8 @@ class GPT(nn.Module):
         *,
         rng_key: Tensor | None = None,
         reduction: Literal["mean", "sum"] = "mean",
+        parts: range | None = None,
+        stream: Tensor | None = None,
     ) -> Tensor:
         """Loss of `targets`, or logits without them.
 
@@ -254,9 +261,10 @@ class GPT(nn.Module):
                 mode draws it from torch's default generator, with tp from that of tp's first rank.
                 Without effect in eval mode.
             reduction: of the loss: "mean" over the valid targets or "sum".
+            parts: run these of pipeline_parts() only; stream: what the parts before them returned.
         Returns:
             loss: [] fp32 (fp64 for fp64 parameters), or logits: [B, T, V] in the parameters' dtype
-                (no padding).
+                (no padding). Without the last part: the residual stream for the parts behind.
         Raises:
             ValueError: a shape or dtype that differs from the above; T > block_size; on CPU also a
                 token id outside the vocabulary (on a GPU that is a device-side assert).
@@ -276,7 +284,9 @@ class GPT(nn.Module):
         if behind:
             idx = F.pad(idx, (0, behind))
             targets = targets if targets is None else F.pad(targets, (0, behind), value=-100)
-        x = self.features(idx, rng_key)
+        x = self.features(idx, rng_key, parts, stream)
+        if parts is not None and len(self.h) + 1 not in parts:
+            return x
         if targets is None:
             logits = self.logits(x)
             return logits.view(*idx.shape, -1)[:, :length]
@@ -293,20 +303,53 @@ class GPT(nn.Module):
             return 0
         return -idx.shape[-1] % self.tp.size
 
-    def features(self, idx: Tensor, rng_key: Tensor | None = None) -> Tensor:
+    def pipeline_parts(self) -> list[tuple[str, ...]]:
+        """The modules of each part that a pipeline may cut apart: embedding, layers, head."""
+        layers = [(f"h.{layer}",) for layer in range(len(self.h))]
+        return [("wte", "wpe"), *layers, ("ln_f", "wte")]
+
+    def new_stream(self, idx: Tensor) -> Tensor:
+        """Memory for the residual stream of idx[B, T] between two parts."""
+        batch, time = idx.shape[0], idx.shape[1] + self._padding(idx)
+        tokens = self._tokens(batch, time)
+        shape = (batch, time) if tokens is None else (batch * time // self.tp.size,)
+        return next(self.parameters()).new_empty(*shape, self.config.n_embd)
+
+    def draw_keys(self, count: int, device: torch.device) -> Tensor | None:
+        """Keys of the dropout masks of so many batches, one a row; None: no dropout is applied."""
+        if not self.training or self.config.dropout == 0.0:
+            return None
+        return torch.stack([draw_key(device) for _ in range(count)])
+
+    def features(
+        self,
+        idx: Tensor,
+        rng_key: Tensor | None = None,
+        parts: range | None = None,
+        stream: Tensor | None = None,
+    ) -> Tensor:
         """[B, T] token ids -> [B, T, C], the head's input; dropout only when rng_key is given.
 
-        Under sequence parallelism [N/tp, C], this rank's tokens.
+        Under sequence parallelism [N/tp, C], this rank's tokens. parts, stream: as in forward();
+        see [Note: pipeline].
         """
         self._check_ids(idx)
         tokens = self._tokens(*idx.shape)
-        p, site = self.config.dropout, 3 * self.config.n_layer
-        x = self._embed(idx, tokens, dropout_at(0, p, rng_key, tokens))  # [B, T, C]
-        delta = None
-        for layer, block in enumerate(self.h):
-            x, delta = block(x, delta, rng_key, tokens, 3 * layer)
-        y, _ = self.ln_f(x, delta, **dropout_at(site, p, rng_key, tokens))
-        return y
+        p, n_layer = self.config.dropout, len(self.h)
+        parts = range(n_layer + 2) if parts is None else parts
+        if stream is None:
+            x = self._embed(idx, tokens, dropout_at(0, p, rng_key, tokens))  # [B, T, C]
+        else:
+            x = stream
+        delta = torch.zeros_like(x) if parts.start > 1 else None
+        for layer in range(max(parts.start - 1, 0), min(parts.stop - 1, n_layer)):
+            x, delta = self.h[layer](x, delta, rng_key, tokens, 3 * layer)
+        mask = dropout_at(3 * min(parts.stop - 1, n_layer), p, rng_key, tokens)
+        if n_layer + 1 in parts:
+            return self.ln_f(x, delta, **mask)[0]
+        if delta is None:
+            return x
+        return residual_layer_norm(delta, x, x.new_ones(x.shape[-1]), **mask)[1]
 
     def _tokens(self, batch: int, time: int) -> Tokens | None:
         if self.tp is None or not self.tp.sequence_parallel:

@@ -25,7 +25,7 @@ from fastpar.parallel.stages import STAGES, Settings
 
 def check_axes(mesh: Mesh) -> None:
     """Refuse axes of a mesh that no code runs yet."""
-    for axis, what in {"pp": "pipeline", "cp": "context", "ep": "expert"}.items():
+    for axis, what in {"cp": "context", "ep": "expert"}.items():
         if mesh.size(axis) > 1:
             raise ValueError(
                 f"parallelize: expected {axis}=1, got {axis}={mesh.size(axis)}; {what} parallelism "

@@ -42,8 +42,10 @@ class Control:
 
     Args:
         group: all ranks of the mesh, None if there is one.
-        n_params: of the engine.
+        n_params: of the engine; under a pipeline of the whole model.
         copy_ranks: the ranks that have one copy of the model with this one; the norm is theirs.
+            Under a pipeline these are the ranks of one stage, counted from its first.
+        stage, stages: the number of this rank's pipeline stage, and how many there are.
     Attributes:
         contributed: fp64 [k], sum over the ranks of what they contributed to the last step.
         token_scale: fp32 [], by which gradients are divided, None if nobody counts tokens.
@@ -55,9 +57,13 @@ class Control:
         n_params: int,
         copy_ranks: Sequence[int],
         device: torch.device,
+        stage: int = 0,
+        stages: int = 1,
     ) -> None:
         self.group, self._n_params, self._device = group, n_params, device
         self._ranks = slice(copy_ranks[0], copy_ranks[-1] + 1)
+        self._stages, n_ranks = stages, 1 if group is None else group.world_size // stages
+        self._peers = range(stage * n_ranks, (stage + 1) * n_ranks)  # have the same parameters
         self._values: list[Tensor] = []
         self._tokens: Tensor | int | None = None
         self._doubt = ""  # what is wrong with the tokens, for a person
@@ -142,7 +148,7 @@ class Control:
             rows = mine.view(1, -1)
         else:
             rows = self.group.gathered(mine)
-            self._check(rows[:, :_HEAD])
+            self._check(self._of_peers(rows)[:, :_HEAD])
         self._rows = rows
         start = _HEAD + NORM_WORDS + len(flags)
         if not keep_values:
@@ -152,7 +158,13 @@ class Control:
         if counted:
             tokens = rows[:, _HEAD - 1].clamp(min=0).sum()
             self.token_scale = tokens.clamp(min=1).float() / rows.shape[0]
-        return None if bins is None else rows[self._ranks, _HEAD : _HEAD + NORM_WORDS].sum(0)
+        if bins is None:
+            return None
+        by_stage = rows.unflatten(0, (self._stages, -1))
+        return by_stage[:, self._ranks, _HEAD : _HEAD + NORM_WORDS].sum((0, 1))
+
+    def _of_peers(self, rows: Tensor) -> Tensor:
+        return rows[self._peers.start : self._peers.stop]
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum of a small vector over the ranks, apart from a step. Ranks: all.
@@ -175,7 +187,12 @@ class Control:
             what: one of BEGINS; n_micro_batches: since the last step, for the message.
         """
         group = self.group
-        if group is None or group.transport not in ("shm", "gloo") or group.device.type != "cpu":
+        if (
+            group is None
+            or self._stages > 1
+            or group.transport not in ("shm", "gloo")
+            or group.device.type != "cpu"
+        ):
             return
         kind = BEGINS.index(what)
         said = group.gathered(torch.tensor([kind, n_micro_batches])).tolist()
@@ -192,20 +209,22 @@ class Control:
         """Whether any rank had a gradient for it in this step. Waits for the device."""
         assert self._rows is not None
         column = _HEAD + NORM_WORDS + parameter // _BITS
-        return any(word >> parameter % _BITS & 1 for word in self._rows[:, column].tolist())
+        words = self._of_peers(self._rows)[:, column].tolist()
+        return any(word >> parameter % _BITS & 1 for word in words)
 
     def _check(self, heads: Tensor) -> None:
         """Raise if the ranks were out of step: at once, or on a GPU when the words are there.
 
         The host runs ahead of a GPU, by MOST_LATE steps at most.
         """
+        first = self._peers.start
         if heads.device.type != "cuda":
-            _compare(heads)
+            _compare(heads, first)
             return
         if len(self._late) == MOST_LATE:
             self._late[0][1].synchronize()
         while self._late and self._late[0][1].query():
-            _compare(self._late.popleft()[0])
+            _compare(self._late.popleft()[0], first)
         self._late.append(_copied(heads))
 
 
@@ -218,9 +237,9 @@ def _copied(heads: Tensor) -> tuple[Tensor, torch.cuda.Event]:
     return host, event
 
 
-def _compare(heads: Tensor) -> None:
+def _compare(heads: Tensor, first_rank: int) -> None:
     rows = heads.tolist()
-    busy = [(rank, row) for rank, row in enumerate(rows) if row[2]]
+    busy = [(rank, row) for rank, row in enumerate(rows, first_rank) if row[2]]
     for rank, row in busy:
         first, expected = busy[0]
         if row[2] != expected[2]:
@@ -235,15 +254,15 @@ def _compare(heads: Tensor) -> None:
                 f"on rank {rank} than on rank {first}; the ranks ran different parts of the model: "
                 "restart from a checkpoint"
             )
-    for rank, row in enumerate(rows):
+    for rank, row in enumerate(rows, first_rank):
         if row[3] != rows[0][3]:
             raise RuntimeError(
                 "Engine: expected the same gradients set to None on every rank between backward "
-                f"and step, got others on rank {rank} than on rank 0; do it on every rank, or on "
-                "none where a rank has no batch"
+                f"and step, got others on rank {rank} than on rank {first_rank}; do it on every "
+                "rank, or on none where a rank has no batch"
             )
     if len({row[4] < 0 for row in rows}) > 1:
-        rank = next(r for r, row in enumerate(rows) if row[4] < 0)
+        rank = next(r for r, row in enumerate(rows, first_rank) if row[4] < 0)
         raise RuntimeError(
             f"Engine: expected count_tokens() on every rank or on none, got none on rank {rank}; "
             "a rank without tokens counts 0"

@@ -71,7 +71,10 @@ class Engine:
         self.gathers = Gathers(units, shards, self) if self.stage.shards else None
         self.partials = PartialGradients(shards)
         copy = shards.ranks_of_copy()
-        self.control = Control(control_group, len(shards.params), copy, self.mesh.device)
+        stages = shards.stages
+        n_params = len(shards.params) if stages is None else stages.n_params
+        where = self.mesh.rank_in("pp"), self.mesh.size("pp")
+        self.control = Control(control_group, n_params, copy, self.mesh.device, *where)
         self.micro_batches = MicroBatches(self.settings.accumulate, self.settings.grad_accum_steps)
         self.input_check: InputCheck | None = None
         self.report: StepReport | None = None

@@ -26,6 +26,7 @@ from fastpar.parallel.checks import (
 from fastpar.parallel.control import prove_together
 from fastpar.parallel.debug import Debug, InputCheck
 from fastpar.parallel.engine import Engine
+from fastpar.parallel.pipeline_stages import Stages, cut_stages, make_stages
 from fastpar.parallel.shards import Shards, guard_state_dicts
 from fastpar.parallel.stages import STAGES, Settings, Stage
 from fastpar.parallel.units import find_units, unit_of_parameters
@@ -69,6 +70,7 @@ def parallelize(
     tp_plan: Plan | str | None = None,
     sequence_parallel: bool | None = None,
     tp_overlap: int | str | None = None,
+    pp_split: Sequence[int] | None = None,
 ) -> nn.Module:
     """Make the ranks of mesh train model together; an ordinary training loop stays as it was.
 
@@ -116,6 +118,8 @@ def parallelize(
             model or its plan can. engine_of(model).tp_report says what was chosen.
         tp_overlap: chunks in which their tokens are gathered and scattered beside products, or
             "symmetric": through symmetric memory; None: one (see fastpar/comm/overlap.py).
+        pp_split: layers on each pipeline stage; None: equal numbers, the last stage, which has the
+            head, the fewest. Training steps are those of fastpar.pipeline_step.
     Returns:
         The same module (of a model on the meta device, with new parameters).
     Ranks: all, with the same model and arguments.
@@ -140,6 +144,7 @@ def parallelize(
     mesh.check_same("parallelize", [*lines, *inventory(model)])
     prove_together(mesh)
     debug = debug or Debug()
+    cut = cut_stages(model, mesh, pp_split)
     maker = GroupMaker(mesh, transport, collectives, deterministic=deterministic, debug=debug)
     declared, report = _split_along_tp(model, mesh, maker, tp_plan, sequence_parallel, tp_overlap)
     n_shards = 1 if zero_stage == 0 else shard_size or mesh.size("dp")
@@ -149,8 +154,9 @@ def parallelize(
     check_deterministic(settings, parameter_names(model))
     if materialize is not None:
         _allocate_meta(model, mesh.device, declared)
+    stages = None if cut is None else make_stages(cut, mesh, maker.make)
     modules = find_units(model, units, merge_bytes=first_bucket_mb * 2**20)
-    fill = _Fill(parameter_names(model), materialize, declared)
+    fill = _Fill(parameter_names(model), materialize, declared, stages)
     shards = _make_shards(model, mesh, settings, groups, modules, fill, poison=debug.poison)
     engine = Engine(shards, modules, control, debug)
     engine.tp_report = report
@@ -188,8 +194,10 @@ class _Fill:
         named: dict[nn.Parameter, tuple[str, ...]],
         materialize: Materialize | None,
         declared: Declared | None,
+        stages: Stages | None,
     ) -> None:
         self.named, self.materialize, self.declared = named, materialize, declared
+        self.stages = stages
 
     def __call__(self, p: nn.Parameter, memory: Tensor) -> None:
         """Write the values of p into memory."""
@@ -233,6 +241,7 @@ def _make_shards(
         grad_dtype=settings.grad_dtype,
         # Embeddings, which are ready last, let no block wait (test_tied_table.py).
         unit_of=[unit_of[p] if stage.shards else min(unit_of[p], 1) for p in trained],
+        alone=[i for i, p in enumerate(trained) if fill.stages and p in fill.stages.tied],
         flags=not stage.shards,
     )
     buckets = []
@@ -258,7 +267,14 @@ def _make_shards(
     fill.rest(model, frozen)
     mesh.broadcast_([*frozen, *model.buffers()])
     return Shards(
-        mesh, settings, layout, buckets, frozen=frozen, declared=fill.declared, model=model
+        mesh,
+        settings,
+        layout,
+        buckets,
+        frozen=frozen,
+        declared=fill.declared,
+        stages=fill.stages,
+        model=model,
     )
 
 

@@ -22,7 +22,8 @@ Where gradients are shared out, p.grad says nothing, and the control exchange te
 Gradients whose state along tp is Partial are packed and summed along tp after their reduction along
 dp: where p.grad can be read at the end of a backward, otherwise once before the step. A backward
 that adds to such a sum would have it counted again by the next: the first rank keeps it, the others
-begin with 0.
+begin with 0. A tied table on the first and the last stage of a pipeline is summed in the same way:
+the head's part of its gradient is on the one, the embedding's on the other.
 
 [Note: clipping by hand]
 Where p.grad can be read, a norm over it is that of one rank's part of the model. torch's
@@ -36,8 +37,9 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from fastpar.comm.collectives import Collectives
 from fastpar.comm.handles import Handle, started
 from fastpar.comm.step_report import CollectiveLog
 from fastpar.parallel.bucket import BucketState
@@ -194,23 +196,31 @@ class Reducer:
 
 
 class PartialGradients:
-    """The partial gradients of one model, none without tp; see the notes on them."""
+    """The partial gradients of one model, along tp and of a table on two stages; see the notes."""
 
     def __init__(self, shards: Shards) -> None:
-        self._shards, declared = shards, shards.declared
-        self._group = None if declared is None else declared.tp.group
-        self._params = [p for p in shards.params if declared and declared.is_partial(p)]
+        self._shards, declared, stages = shards, shards.declared, shards.stages
+        self._sums: list[tuple[Collectives, list[nn.Parameter]]] = []
+        if declared is not None:
+            partial = [p for p in shards.params if declared.is_partial(p)]
+            self._sums.append((declared.tp.group, partial))
+        if stages is not None and stages.pair is not None:
+            self._sums.append((stages.pair, list(stages.tied)))
         self._summed = False
         self._versions: list[int] = []  # of the buckets' gradients when p.grad was shown
 
     def sum(self) -> None:
         """Make them whole, unless they are. Ranks: all of tp."""
-        if self._summed or self._group is None:
+        if self._summed:
             return
         self._summed = True
+        for group, params in self._sums:
+            self._add_up(group, params)
+
+    def _add_up(self, group: Collectives, params: list[nn.Parameter]) -> None:
         shards, last = self._shards, self._shards.buckets[-1].spec.index
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for p in self._params:
+        for p in params:
             bucket, start, stop = shards.place(p)
             grad, dtype = shards.piece(p).grad, bucket.grad_dtype
             if grad is None:
@@ -218,14 +228,14 @@ class PartialGradients:
             by_dtype.setdefault(dtype, []).append(grad.view(-1))
         for grads in by_dtype.values():
             packed = torch.cat(grads)
-            shards.log.all_reduce(self._group, packed, "summing partial gradients after", last)
+            shards.log.all_reduce(group, packed, "summing partial gradients after", last)
             for grad, total in zip(grads, packed.split([grad.numel() for grad in grads])):
                 grad.copy_(total)
 
     def split(self) -> None:
         """A backward begins that adds to them; see [Note: partial gradients]."""
-        if self._summed and self._group is not None and self._group.rank:
-            for p in self._params:
+        for group, params in self._sums if self._summed else ():
+            for p in params if group.rank else ():
                 if (grad := self._shards.piece(p).grad) is not None:
                     grad.zero_()
         self.forget()
@@ -241,7 +251,7 @@ class PartialGradients:
 
     def show(self) -> None:
         """p.grad is there to be read."""
-        if self._group is not None:
+        if self._sums:
             grads = [bucket.grad for bucket in self._shards.buckets]
             self._versions = [grad._version for grad in grads if grad is not None]
 

@@ -18,6 +18,7 @@ from fastpar.comm.handles import started
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.step_report import CollectiveLog
 from fastpar.parallel.bucket import BucketState
+from fastpar.parallel.pipeline_stages import Stages
 from fastpar.parallel.stages import Settings
 from fastpar.parallel.units import NotCopied
 from fastpar.sharding.layout import Layout
@@ -40,6 +41,7 @@ class Shards:
         layout: the places of the parameters in the buckets.
         frozen: parameters that are not trained, by name.
         declared: the parameters' states along tp, None with tp=1.
+        stages: of a pipeline, None with pp=1.
         model: weakly referred to.
     Attributes:
         params: in launch order.
@@ -55,11 +57,12 @@ class Shards:
         *,
         frozen: dict[nn.Parameter, str],
         declared: Declared | None,
+        stages: Stages | None,
         model: nn.Module,
     ) -> None:
         self.mesh, self.settings, self.stage = mesh, settings, settings.stage
         self.layout, self.buckets = layout, buckets
-        self.declared, self.frozen = declared, frozen
+        self.declared, self.frozen, self.stages = declared, frozen, stages
         self.model: Callable[[], nn.Module | None] = weakref.ref(model)
         self.log = CollectiveLog(mesh.device, mesh.rank)
         self.params = [p for bucket in buckets for p in bucket.params]
@@ -168,7 +171,7 @@ class Shards:
     @property
     def shares(self) -> bool:
         """Whether a rank has less than whole parameters, or gradients of less."""
-        return self.stage.shards or self.declared is not None
+        return self.stage.shards or self.declared is not None or self.stages is not None
 
     @property
     def has_main_grads(self) -> bool:
@@ -177,6 +180,8 @@ class Shards:
 
     def counts(self, p: Tensor) -> bool:
         """Whether this rank's piece of p counts in sums over the whole model."""
+        if self.stages is not None and self.stages.is_second_copy(p):
+            return False
         return self.declared is None or self.declared.counts(p)
 
     def whole_shape(self, p: Tensor) -> torch.Size:

@@ -21,7 +21,7 @@ rank; sharded stages tell it in the control exchange, because one rank would own
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -102,6 +102,7 @@ def build_layout(
     first_bucket_bytes: float = 2**20,
     grad_dtype: torch.dtype | None = None,
     unit_of: Sequence[int] | None = None,
+    alone: Container[int] = (),
     flags: bool = True,
 ) -> Layout:
     """Place parameters, given in registration order, into buckets.
@@ -118,6 +119,7 @@ def build_layout(
         n_shards: ranks that share one copy.
         grad_dtype: of the gradients; None is each parameter's own.
         unit_of: the unit of each parameter.
+        alone: parameters that have a bucket of their own, the same wherever they are trained.
         flags: whether `used` has room, see the top of the file.
     Raises:
         ValueError: n_shards below 1; a cap that is not above 0.
@@ -145,6 +147,9 @@ def build_layout(
             if specs[i].dtype != dtype:
                 continue
             unit = units[i]
+            if i in alone:
+                closed.append((dtype, unit, [i]))
+                continue
             n_bytes = _round_up(specs[i].numel, ALIGN) * itemsize
             ended = before != unit and sizes.get(before, 0) >= first_bucket_bytes / 4
             full = sizes.get(unit, 0) >= cap / 4 and sizes[unit] + n_bytes > cap * 9 / 8

@@ -1,0 +1,235 @@
+"""fastpar.pipeline_step: the micro-batches of one optimizer step through the stages of a pipeline.
+
+    F of micro-batch i:  receive the stream -> forward of this rank's parts -> send the stream
+    B of micro-batch i:  receive its gradient -> backward -> send the gradient of what was received
+
+[Note: order] Every schedule runs the backward passes of a stage in the order of the micro-batches,
+so that sums over them are those of one process. A message's tag is its micro-batch. Receives are
+posted one operation ahead; the gradient of the stream is sent as soon as autograd has it, before
+the backward, and the reductions in it, come to their end: the first stage of a tied table waits
+for it while the last one waits for the first's part of the sum.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fastpar.comm.handles import Handle, started
+from fastpar.parallel.engine import Engine, engine_of
+from fastpar.parallel.pipeline_stages import Stages
+
+
+class Op(NamedTuple):
+    """The forward, or else the backward, of a micro-batch."""
+
+    forward: bool
+    micro: int
+
+
+def _gpipe(stages_behind: int, count: int) -> list[Op]:
+    return [Op(forward, i) for forward in (True, False) for i in range(count)]
+
+
+def _one_forward_one_backward(stages_behind: int, count: int) -> list[Op]:
+    ahead = min(stages_behind, count)
+    ops = [Op(True, i) for i in range(ahead)]
+    for i in range(count):
+        ops += [Op(True, i + ahead)] * (i + ahead < count) + [Op(False, i)]
+    return ops
+
+
+SCHEDULES = {"gpipe": _gpipe, "1f1b": _one_forward_one_backward}
+
+
+def pipeline_step(
+    model: nn.Module,
+    idx: Tensor,
+    targets: Tensor,
+    *,
+    micro_batches: int = 1,
+    schedule: str = "1f1b",
+    reduction: str = "mean",
+    rng_keys: Sequence[Tensor] | None = None,
+) -> Tensor:
+    """The forwards and backward passes of one optimizer step; optimizer.step() comes after it.
+
+    Works with pp=1 too, as a loop over the micro-batches.
+
+    Args:
+        model: went through parallelize().
+        idx, targets: [B, T] of this rank's dp place, the same on all of its stages.
+        micro_batches: equal slices of B that go through the stages one behind another.
+        schedule: "1f1b" holds as many micro-batches as there are stages, "gpipe" all of them.
+        reduction: gradients are those of the "mean" of the micro-batches' mean losses, or of the
+            "sum" of the losses of all tokens (with engine.count_tokens).
+        rng_keys: of dropout, one a micro-batch; None: drawn from torch's generator of the first
+            stage, as one process would.
+    Returns:
+        That mean or sum, [] without gradient, the same on every stage.
+    Ranks: all, with the same arguments but idx and targets.
+    Wire: the stream [B, T, C], and its gradient back, a boundary.
+    Raises:
+        ValueError: micro_batches that do not divide B; an unknown schedule.
+    """
+    if schedule not in SCHEDULES:
+        raise ValueError(
+            f"pipeline_step: expected schedule to be one of {', '.join(SCHEDULES)}, got "
+            f"schedule={schedule!r}; choose one of these"
+        )
+    if micro_batches < 1 or idx.shape[0] % micro_batches:
+        raise ValueError(
+            f"pipeline_step: expected micro_batches to divide the {idx.shape[0]} rows of the batch,"
+            f" got micro_batches={micro_batches}; choose a divisor"
+        )
+    engine, many = engine_of(model), micro_batches
+    if rng_keys is None:
+        keys = model.draw_keys(many, idx.device)  # type: ignore[operator]
+        if keys is not None:
+            engine.mesh.broadcast_([keys], "pp", "tp")
+        rng_keys = [None] * many if keys is None else list(keys)  # type: ignore[list-item]
+    step = _Step(model, engine, idx.chunk(many), targets.chunk(many), rng_keys, reduction)
+    behind = engine.mesh.size("pp") - 1 - engine.mesh.rank_in("pp")
+    return step.run(SCHEDULES[schedule](behind, many))
+
+
+class _Step:
+    """One step on one rank; see [Note: order]."""
+
+    def __init__(
+        self,
+        model: Any,
+        engine: Engine,
+        idx: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        keys: Sequence[Tensor | None],
+        reduction: str,
+    ) -> None:
+        self.model, self.engine, self.idx, self.targets, self.keys = (
+            model,
+            engine,
+            idx,
+            targets,
+            keys,
+        )
+        self.stages: Stages | None = engine.shards.stages
+        self.first = self.stages is None or self.stages.first
+        self.last = self.stages is None or self.stages.last
+        self.reduction = reduction
+        wide = torch.promote_types(next(model.parameters()).dtype, torch.float32)
+        self.loss = torch.zeros((), dtype=wide, device=idx[0].device)
+        self.held: dict[int, tuple[Tensor | None, Tensor]] = {}
+        self.posted: dict[Op, tuple[Tensor, Handle]] = {}
+        self.sent: deque[Handle] = deque()
+
+    def run(self, ops: Sequence[Op]) -> Tensor:
+        """The loss, on every stage."""
+        with contextlib.ExitStack() as hooks:
+            for p in self._summed_each_time():
+                hooks.callback(p.register_hook(self._joined).remove)
+            for op, following in zip(ops, [*ops[1:], None]):
+                received = self._received(op)
+                self._post(following)
+                if op.forward:
+                    self._forward(op.micro, received)
+                else:
+                    self._backward(op.micro, received)
+        while self.sent:
+            self.sent.popleft().wait()
+        if self.reduction == "mean":
+            self.loss /= len(self.idx)
+        if self.stages is not None:
+            self.stages.onward.broadcast(self.loss, self.stages.onward.world_size - 1)
+        return self.loss
+
+    def _forward(self, micro: int, stream: Tensor | None) -> None:
+        given: dict[str, Any] = {}
+        if self.stages is not None:
+            given = {"parts": self.stages.parts, "stream": stream}
+        if stream is not None:
+            stream.requires_grad_()
+        targets = self.targets[micro] if self.last else None
+        out = self.model(
+            self.idx[micro],
+            targets,
+            rng_key=self.keys[micro],
+            reduction=self.reduction,
+            **given,
+        )
+        if self.last:
+            self.loss = self.loss + out.detach()
+            out = out / len(self.idx) if self.reduction == "mean" else out
+        else:
+            assert self.stages is not None
+            self._send(self.stages.onward, out.detach(), +1, micro)
+        self.held[micro] = stream, out
+
+    def _backward(self, micro: int, grad: Tensor | None) -> None:
+        settings = self.engine.settings
+        stream, out = self.held.pop(micro)
+        each = settings.accumulate == "shard" and settings.stage.frees_gradients
+        self.engine.begin_micro_batch(last=each or micro == len(self.idx) - 1)
+        if stream is not None:
+            stages = self.stages
+            assert stages is not None
+
+            def send(x: Tensor) -> None:
+                assert x.grad is not None
+                self._send(stages.back, x.grad, -1, micro)
+                x.grad = None
+
+            stream.register_post_accumulate_grad_hook(send)
+        self._micro = micro
+        torch.autograd.backward(out, grad)
+
+    # Messages
+
+    def _received(self, op: Op) -> Tensor | None:
+        self._post(op)
+        if op not in self.posted:
+            return None
+        x, handle = self.posted.pop(op)
+        handle.wait()
+        return x
+
+    def _post(self, op: Op | None) -> None:
+        """Begin to receive what an operation needs, if it needs a message."""
+        stages = self.stages
+        if op is None or stages is None or op in self.posted:
+            return
+        if self.first if op.forward else self.last:
+            return
+        group, by = (stages.onward, -1) if op.forward else (stages.back, +1)
+        x = self.model.new_stream(self.idx[op.micro])
+        handle = group.recv(x, group.rank + by, async_op=True, tag=op.micro)
+        self.posted[op] = x, started(handle)
+
+    def _send(self, group: Any, x: Tensor, by: int, micro: int) -> None:
+        handle = group.send(x.contiguous(), group.rank + by, async_op=True, tag=micro)
+        self.sent.append(started(handle))
+        while len(self.sent) > 4:
+            self.sent.popleft().wait()
+
+    # Tied tables
+
+    def _summed_each_time(self) -> Sequence[Tensor]:
+        """Deterministic: see pipeline_stages.py, [Note: a table on two stages]."""
+        if self.stages is None or not self.engine.settings.deterministic:
+            return ()
+        return list(self.stages.tied)
+
+    def _joined(self, grad: Tensor) -> Tensor:
+        assert self.stages is not None
+        pair = self.stages.pair
+        assert pair is not None
+        if self.first:
+            other = torch.empty_like(grad, memory_format=torch.contiguous_format)
+            pair.recv(other, 1, tag=self._micro)
+            return grad + other
+        self.sent.append(started(pair.send(grad.contiguous(), 0, async_op=True, tag=self._micro)))
+        return torch.zeros_like(grad)

@@ -1,0 +1,212 @@
+"""Pipeline stages are the same run as one process: in fp64 and, deterministic, to the bit."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from cells import few
+
+from fastpar import GPT, AdamW, GPTConfig, Mesh, engine_of, parallelize, pipeline_step
+from fastpar.checkpoint.checkpoint import save_checkpoint
+from fastpar.kernels import make_key
+from fastpar.testing import run_ranks
+
+STEPS, MICRO, B, T = 3, 4, 8, 8
+CONFIG = GPTConfig(vocab_size=97, n_layer=3, n_head=2, n_embd=16, block_size=T, dropout=0.0)
+
+
+@dataclass(frozen=True)
+class Cell:
+    pp: int = 2
+    dp: int = 1
+    tp: int = 1
+    stage: int = 0
+    schedule: str = "1f1b"
+    precision: str = "fp32"
+    accumulate: str = "shard"
+    dropout: float = 0.0
+    clip: bool = False
+
+
+def batches(dp: int):
+    """The batch of each step, [dp, B, T + 1]."""
+    g = torch.Generator().manual_seed(1)
+    return [torch.randint(0, 97, (dp, B, T + 1), generator=g) for _ in range(STEPS)]
+
+
+def train(cell: Cell, deterministic: bool):
+    """(losses, parameters of this stage, norms) after some steps."""
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}[cell.precision]
+    wide = torch.float32 if dtype == torch.bfloat16 else None
+    config = GPTConfig(**{**vars(CONFIG), "dropout": cell.dropout})
+    mesh = Mesh(pp=cell.pp, dp=cell.dp, tp=cell.tp, device="cpu")
+    model = GPT(config).to(dtype)
+    parallelize(
+        model,
+        mesh,
+        zero_stage=cell.stage,
+        deterministic=deterministic,
+        grad_dtype=wide,
+        accumulate=cell.accumulate,
+        bucket_mb=0.01,
+        first_bucket_mb=0.001,
+    )
+    opt = AdamW(
+        model.parameters(),
+        lr=1e-2,
+        master_weights=dtype == torch.bfloat16,
+        max_grad_norm=0.5 if cell.clip else None,
+    )
+    losses, norms = [], []
+    for step, batch in enumerate(batches(cell.dp)):
+        mine = batch[mesh.dp_rank]
+        first = mesh.dp_rank * MICRO
+        keys = [make_key(7, step * 100 + first + i) for i in range(MICRO)]
+        loss = pipeline_step(
+            model,
+            mine[:, :-1].contiguous(),
+            mine[:, 1:].contiguous(),
+            micro_batches=MICRO,
+            schedule=cell.schedule,
+            rng_keys=keys,
+        )
+        losses.append(loss.item())
+        opt.step()
+        norms.append(None if opt.grad_norm is None else opt.grad_norm.item())
+        opt.zero_grad()
+    engine_of(model).check_replicas(opt)
+    return losses, {k: v.clone() for k, v in model.state_dict().items()}, norms, mesh.dp_rank
+
+
+def order(cell: Cell) -> list[tuple[int, int]]:
+    """(rank along dp, micro-batch) as they are added up: ranks first where each is reduced."""
+    found = list(itertools.product(range(cell.dp), range(MICRO)))
+    ranks_first = cell.accumulate == "shard" and cell.stage >= 2
+    return sorted(found, key=lambda pair: pair[1]) if ranks_first else found
+
+
+def one_process(cell: Cell, deterministic: bool):
+    """The same run with all micro-batches of all ranks on one, a whole model, and a plain loop."""
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}[cell.precision]
+    config = GPTConfig(**{**vars(CONFIG), "dropout": cell.dropout})
+    model = GPT(config).to(dtype)
+    wide = torch.float32 if dtype == torch.bfloat16 else None
+    mesh = Mesh(device="cpu")
+    parallelize(model, mesh, deterministic=deterministic, grad_dtype=wide)
+    opt = AdamW(
+        model.parameters(),
+        lr=1e-2,
+        master_weights=dtype == torch.bfloat16,
+        max_grad_norm=0.5 if cell.clip else None,
+    )
+    losses, norms = [], []
+    for step, batch in enumerate(batches(cell.dp)):
+        found = torch.zeros(cell.dp, MICRO, dtype=wide or dtype)
+        for rank, i in order(cell):
+            part = batch[rank].chunk(MICRO)[i]
+            key = make_key(7, step * 100 + rank * MICRO + i)
+            loss = model(part[:, :-1].contiguous(), part[:, 1:].contiguous(), rng_key=key)
+            (loss / (MICRO * cell.dp)).backward()
+            found[rank, i] = loss.detach()
+        losses.append([(sum(each) / MICRO).item() for each in found])
+        opt.step()
+        norms.append(None if opt.grad_norm is None else opt.grad_norm.item())
+        opt.zero_grad()
+    return losses, {k: v.clone() for k, v in model.state_dict().items()}, norms
+
+
+def compare(cell: Cell, deterministic: bool) -> None:
+    world = cell.pp * cell.dp * cell.tp
+    expected = run_ranks(one_process, 1, cell, deterministic)[0]
+    names = set()
+    for losses, state, norms, dp_rank in run_ranks(train, world, cell, deterministic):
+        mine = [each[dp_rank] for each in expected[0]]
+        if deterministic:
+            assert (losses, norms) == (mine, expected[2]), cell
+        else:
+            torch.testing.assert_close(torch.tensor(losses), torch.tensor(mine), rtol=0, atol=1e-12)
+        for name, value in state.items():
+            if deterministic:
+                assert torch.equal(value, expected[1][name]), (cell, name)
+            else:
+                torch.testing.assert_close(value, expected[1][name], rtol=0, atol=1e-12)
+        names |= state.keys()
+    assert names == expected[1].keys()
+
+
+def grid() -> list[Cell]:
+    """Every cell that promises bits: 16-bit parameters without dropout; see README.md."""
+    options = {
+        "pp": (2, 3, 4),
+        "dp": (1, 2),
+        "stage": (0, 1, 2, 3),
+        "schedule": ("gpipe", "1f1b"),
+        "precision": ("fp32", "bf16"),
+        "accumulate": ("shard", "full"),
+        "dropout": (0.0, 0.2),
+        "clip": (False, True),
+    }
+    found = [
+        Cell(**dict(zip(options, values)))  # type: ignore[arg-type]
+        for values in itertools.product(*options.values())
+    ]
+    return [c for c in found if c.precision == "fp32" or not c.dropout]
+
+
+@pytest.mark.parametrize("cell", [Cell(), Cell(pp=3, schedule="gpipe", clip=True)], ids=str)
+def test_pipeline_is_one_process_in_fp64(cell):
+    compare(replace(cell, precision="fp64"), False)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell(clip=True, dropout=0.2),
+        Cell(dp=2, stage=2, precision="bf16", clip=True),
+        Cell(dp=2, stage=3, accumulate="full", schedule="gpipe"),
+    ],
+    ids=str,
+)
+def test_pipeline_bits(cell):
+    compare(cell, True)
+
+
+@pytest.mark.slow
+def test_pipeline_bits_of_pairs():
+    pairs = few(grid(), lambda cell: set(itertools.combinations(vars(cell).items(), 2)))
+    for cell in pairs:
+        compare(cell, True)
+
+
+def test_a_cut_that_cannot_be_is_refused():
+    def build(model, **options):
+        with pytest.raises(ValueError, match=r"parallelize: expected") as caught:
+            parallelize(model, Mesh(pp=2, device="cpu"), **options)
+        return str(caught.value)
+
+    def rank():
+        stock = build(torch.nn.Linear(2, 2))
+        return stock, build(GPT(CONFIG), pp_split=[3, 1])
+
+    for stock, split in run_ranks(rank, 2):
+        assert "expected a model with pipeline_parts() for pp=2, got Linear" in stock
+        assert "2 numbers of layers that make 3, got pp_split=[3, 1]" in split
+
+
+def test_bad_steps_are_refused_and_a_stage_alone_has_no_forward(tmp_path):
+    def rank():
+        model = parallelize(GPT(CONFIG), Mesh(pp=2, device="cpu"))
+        idx = torch.zeros(4, T, dtype=torch.int64)
+        with pytest.raises(ValueError, match=r"micro_batches to divide the 4 rows .*=3; choose a"):
+            pipeline_step(model, idx, idx, micro_batches=3)
+        with pytest.raises(ValueError, match="one of gpipe, 1f1b, got schedule='zb-x'"):
+            pipeline_step(model, idx, idx, schedule="zb-x")
+        with pytest.raises(AttributeError, match=r"call fastpar\.pipeline_step instead"):
+            model(idx, idx)
+        with pytest.raises(ValueError, match="checkpoint: expected a model with pp=1, got pp=2"):
+            save_checkpoint(tmp_path, step=1, model=model, optimizer=AdamW(model.parameters()))
+
+    run_ranks(rank, 2)
