@@ -109,12 +109,12 @@ def loops(code: Sequence[Instruction]) -> list[list[int]]:
 def main_loop(code: Sequence[Instruction]) -> Sequence[Instruction]:
     """The shortest loop with most tensor-core work, then most memory traffic; [] without one."""
 
-    def work(body: Sequence[int]) -> tuple[int, int]:
+    def work(body: Sequence[int]) -> tuple[int, int, int]:
         here = [code[at] for at in body]
         traffic = sum(i.bytes for i in here if i.name in ("LDG", "STG", "LDGSTS"))
-        return count(here, "HMMA", "HGMMA", "UTCHMMA"), traffic
+        return count(here, "HMMA", "HGMMA", "UTCHMMA"), traffic, -len(body)
 
-    busy = [set(body) for body in loops(code) if work(body) != (0, 0)]
+    busy = [set(body) for body in loops(code) if work(body)[:2] != (0, 0)]
     inner = [sorted(body) for body in busy if not any(other < body for other in busy)]
     return [code[at] for at in max(inner, key=work, default=[])]
 

@@ -110,6 +110,21 @@ def test_loops_are_natural_ones():
     assert len(sass.main_loop(code)) == 9
 
 
+def test_the_main_loop_is_the_shortest_of_equal_ones():
+    """Of attention's two phases the one without a mask, wherever the compiler puts it."""
+    masked, plain = (
+        f"""
+{label}:
+        /*0000*/                   HMMA.16816.F32.BF16 R4, R8, R2, R4 ;
+{mask}        /*0020*/               @P0 BRA `({label}) ;
+"""
+        for label, mask in ((".L_x_0", "        /*0010*/  FSEL R4, R4, RZ, P1 ;\n"), (".L_x_1", ""))
+    )
+    for listing in (masked + plain, plain + masked):
+        code = sass.parse(listing + "        /*0040*/                   EXIT ;\n")
+        assert [i.name for i in sass.main_loop(code)] == ["HMMA", "BRA"]
+
+
 def test_the_main_loop_of_a_memory_kernel_is_the_inner_one():
     listing = """
 .L_x_0:
