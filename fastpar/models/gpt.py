@@ -240,7 +240,12 @@ class GPT(nn.Module):
                 "another tp"
             )
         self.tp = tp
-        return {"wte.weight": Shard(0, pad_to=VOCAB_MULTIPLE), "wpe.weight": tp.per_token}
+        states: dict[str, State] = {
+            "wte.weight": Shard(0, pad_to=VOCAB_MULTIPLE),
+            "wpe.weight": tp.per_token,
+        }
+        here = {name for name, _ in self.named_parameters()}  # of this stage of a pipeline
+        return {name: state for name, state in states.items() if name in here}
 
     def forward(
         self,
@@ -311,8 +316,9 @@ class GPT(nn.Module):
     def new_stream(self, idx: Tensor) -> Tensor:
         """Memory for the residual stream of idx[B, T] between two parts."""
         batch, time = idx.shape[0], idx.shape[1] + self._padding(idx)
-        tokens = self._tokens(batch, time)
-        shape = (batch, time) if tokens is None else (batch * time // self.tp.size,)
+        shape: tuple[int, ...] = (batch, time)
+        if self.tp is not None and self.tp.sequence_parallel:
+            shape = (batch * time // self.tp.size,)
         return next(self.parameters()).new_empty(*shape, self.config.n_embd)
 
     def draw_keys(self, count: int, device: torch.device) -> Tensor | None:

@@ -88,12 +88,12 @@ def pipeline_step(
             f" got micro_batches={micro_batches}; choose a divisor"
         )
     engine, many = engine_of(model), micro_batches
-    if rng_keys is None:
-        keys = model.draw_keys(many, idx.device)  # type: ignore[operator]
-        if keys is not None:
-            engine.mesh.broadcast_([keys], "pp", "tp")
-        rng_keys = [None] * many if keys is None else list(keys)  # type: ignore[list-item]
-    step = _Step(model, engine, idx.chunk(many), targets.chunk(many), rng_keys, reduction)
+    gpt: Any = model
+    keys = gpt.draw_keys(many, idx.device) if rng_keys is None else torch.stack([*rng_keys])
+    if rng_keys is None and keys is not None:
+        engine.mesh.broadcast_([keys], "pp", "tp")
+    each = [None] * many if keys is None else list(keys)
+    step = _Step(gpt, engine, idx.chunk(many), targets.chunk(many), each, reduction)
     behind = engine.mesh.size("pp") - 1 - engine.mesh.rank_in("pp")
     return step.run(SCHEDULES[schedule](behind, many))
 

@@ -156,7 +156,7 @@ def grid() -> list[Cell]:
     return [c for c in found if c.precision == "fp32" or not c.dropout]
 
 
-@pytest.mark.parametrize("cell", [Cell(), Cell(pp=3, schedule="gpipe", clip=True)], ids=str)
+@pytest.mark.parametrize("cell", [Cell(tp=2), Cell(pp=3, schedule="gpipe", clip=True)], ids=str)
 def test_pipeline_is_one_process_in_fp64(cell):
     compare(replace(cell, precision="fp64"), False)
 
