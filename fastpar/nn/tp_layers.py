@@ -101,7 +101,7 @@ class Column(Split):
 
     def states(self, tp: TensorParallel) -> dict[str, State]:
         dim = int(_transposed(self))
-        options = {"groups": self.groups, "pad_to": self.pad_to(dim, tp)}
+        options: dict[str, Any] = {"groups": self.groups, "pad_to": self.pad_to(dim, tp)}
         return {"weight": Shard(dim, **options), "bias": Shard(0, **options)}
 
     def forward(self, x: Tensor) -> Tensor:
