@@ -120,6 +120,7 @@ def _run_threads(
     n_threads = torch.get_num_threads()
 
     def worker(outcome: _Outcome) -> None:
+        torch.get_num_threads()  # the first call takes the process's number, set by anybody
         torch.set_num_threads(n_threads)  # see [Note: how ranks are started]
         try:
             dist.init_process_group(
