@@ -17,7 +17,7 @@ names the batch's first sample: a sample's masks do not depend on how a batch is
 [Note: padded heads] A tp that does not divide the heads pads them: the last ranks have heads whose
 weights are 0 (25 heads at tp=2: 13 and 12 + 1). Such a head's query, key and value are 0, so what
 attention gives for it is 0, and so are the gradients of its weights: an optimizer leaves them at 0.
-No checkpoint, norm or whole tensor has them (tests/contracts/test_tp_odd.py).
+No checkpoint, norm or whole tensor has them (tests/contracts/test_tp_padded_heads.py).
 
 [Note: tensor parallel] parallelize() calls the modules' tensor_parallel(), which says how their
 parameters are split and keeps the TensorParallel; None is one rank. Under sequence parallelism x

@@ -134,8 +134,8 @@ class Adafactor(EngineOptimizer):
         if engine is not None and engine.shares:
             raise ValueError(
                 "Adafactor: expected parameters of an engine with zero_stage=0 and tp=1, got "
-                f"zero_stage={engine.zero_stage}, tp={engine.mesh.tp_size}; its row and column "
-                "means need whole matrices: use fastpar.AdamW, or parallelize without sharing"
+                f"{engine.sharing}; its row and column means need whole matrices of the whole "
+                "model: use fastpar.AdamW, or parallelize without sharing"
             )
         got = f"got a parameter of dtype={p.dtype} with master_weights={self.master_weights!r}"
         if p.dtype != torch.float32 and not (p.dtype in HALF and self.master_weights):

@@ -201,8 +201,8 @@ class AdamW(EngineOptimizer):
             if engine.shares:
                 raise RuntimeError(
                     "AdamW.step: expected zero_stage=0 and tp=1 while a CUDA graph is captured, "
-                    f"got zero_stage={engine.zero_stage}, tp={engine.mesh.tp_size}, where the "
-                    "ranks' hosts agree on each step; step outside of the capture"
+                    f"got {engine.sharing}, where the ranks' hosts agree on each step; step "
+                    "outside of the capture"
                 )
 
     def _update(self, rows: list[Row], factor: Tensor | None, found: Tensor | None) -> None:

@@ -232,9 +232,9 @@ class EngineOptimizer(torch.optim.Optimizer):
             if engine.shares:
                 raise RuntimeError(
                     f"{type(self).__name__}.step: expected neither GradScaler nor found_inf with "
-                    f"zero_stage >= 1 or tp > 1, got one with zero_stage={engine.zero_stage}, tp="
-                    f"{engine.mesh.tp_size}; no rank has all gradients in p.grad: set grad_scale "
-                    "from a fastpar.optim.loss_scale.DynamicLossScale"
+                    f"zero_stage >= 1 or tp > 1, got one with {engine.sharing}; no rank has all "
+                    "gradients in p.grad: set grad_scale from a "
+                    "fastpar.optim.loss_scale.DynamicLossScale"
                 )
         saw_nothing = not isinstance(self.found_inf, Tensor | None)
         if saw_nothing or any(engine.shards.has_main_grads for engine in engines):

@@ -447,6 +447,12 @@ class Engine:
         return self.stage.number
 
     @property
+    def sharing(self) -> str:
+        """How the model is shared out, for messages."""
+        text = f"zero_stage={self.zero_stage}, tp={self.mesh.tp_size}"
+        return text if self.shards.stages is None else f"{text}, pp={self.mesh.size('pp')}"
+
+    @property
     def wire_bytes_per_step(self) -> int:
         """Bytes that this rank sends for one backward and step."""
         return sum(self.wire_bytes().values())

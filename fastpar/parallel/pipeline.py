@@ -75,8 +75,30 @@ def pipeline_step(
     Ranks: all, with the same arguments but idx and targets.
     Wire: the stream [B, T, C], and its gradient back, a boundary.
     Raises:
-        ValueError: micro_batches that do not divide B; an unknown schedule.
+        ValueError: on every rank, micro_batches that do not divide B; an unknown schedule or
+            reduction; other targets or keys than one a token and one a micro-batch.
     """
+    _check(idx, targets, micro_batches, schedule, reduction, rng_keys)
+    engine, many = engine_of(model), micro_batches
+    gpt: Any = model
+    keys = gpt.draw_keys(many, idx.device) if rng_keys is None else torch.stack([*rng_keys])
+    if rng_keys is None and keys is not None:
+        engine.mesh.broadcast_([keys], "pp", "tp")
+    each = [None] * many if keys is None else list(keys)
+    step = _Step(gpt, engine, idx.chunk(many), targets.chunk(many), each, reduction)
+    behind = engine.mesh.size("pp") - 1 - engine.mesh.rank_in("pp")
+    return step.run(SCHEDULES[schedule](behind, many))
+
+
+def _check(
+    idx: Tensor,
+    targets: Tensor,
+    micro_batches: int,
+    schedule: str,
+    reduction: str,
+    rng_keys: Sequence[Tensor] | None,
+) -> None:
+    """What one stage alone would refuse while the others wait for its message."""
     if schedule not in SCHEDULES:
         raise ValueError(
             f"pipeline_step: expected schedule to be one of {', '.join(SCHEDULES)}, got "
@@ -87,15 +109,21 @@ def pipeline_step(
             f"pipeline_step: expected micro_batches to divide the {idx.shape[0]} rows of the batch,"
             f" got micro_batches={micro_batches}; choose a divisor"
         )
-    engine, many = engine_of(model), micro_batches
-    gpt: Any = model
-    keys = gpt.draw_keys(many, idx.device) if rng_keys is None else torch.stack([*rng_keys])
-    if rng_keys is None and keys is not None:
-        engine.mesh.broadcast_([keys], "pp", "tp")
-    each = [None] * many if keys is None else list(keys)
-    step = _Step(gpt, engine, idx.chunk(many), targets.chunk(many), each, reduction)
-    behind = engine.mesh.size("pp") - 1 - engine.mesh.rank_in("pp")
-    return step.run(SCHEDULES[schedule](behind, many))
+    if idx.dim() != 2 or targets.shape != idx.shape:
+        raise ValueError(
+            "pipeline_step: expected idx [B, T] and targets of its shape, got "
+            f"idx={list(idx.shape)} targets={list(targets.shape)}; pass one target a token"
+        )
+    if reduction not in ("mean", "sum"):
+        raise ValueError(
+            f"pipeline_step: expected reduction mean or sum, got reduction={reduction!r}; choose "
+            "one of these"
+        )
+    if rng_keys is not None and len(rng_keys) != micro_batches:
+        raise ValueError(
+            f"pipeline_step: expected rng_keys for {micro_batches} micro-batches, got "
+            f"{len(rng_keys)}; pass one for each, or none"
+        )
 
 
 class _Step:
@@ -110,13 +138,8 @@ class _Step:
         keys: Sequence[Tensor | None],
         reduction: str,
     ) -> None:
-        self.model, self.engine, self.idx, self.targets, self.keys = (
-            model,
-            engine,
-            idx,
-            targets,
-            keys,
-        )
+        self.model, self.engine, self.keys = model, engine, keys
+        self.idx, self.targets = idx, targets
         self.stages: Stages | None = engine.shards.stages
         self.first = self.stages is None or self.stages.first
         self.last = self.stages is None or self.stages.last

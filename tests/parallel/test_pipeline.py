@@ -9,7 +9,7 @@ import pytest
 import torch
 from cells import few
 
-from fastpar import GPT, AdamW, GPTConfig, Mesh, engine_of, parallelize, pipeline_step
+from fastpar import GPT, Adafactor, AdamW, GPTConfig, Mesh, engine_of, parallelize, pipeline_step
 from fastpar.checkpoint.checkpoint import save_checkpoint
 from fastpar.kernels import make_key
 from fastpar.testing import run_ranks
@@ -37,13 +37,23 @@ def batches(dp: int):
     return [torch.randint(0, 97, (dp, B, T + 1), generator=g) for _ in range(STEPS)]
 
 
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+def gpt(cell: Cell) -> GPT:
+    return GPT(GPTConfig(**{**vars(CONFIG), "dropout": cell.dropout})).to(DTYPES[cell.precision])
+
+
+def adamw(cell: Cell, model: GPT) -> AdamW:
+    masters, clip = cell.precision == "bf16", 0.5 if cell.clip else None
+    return AdamW(model.parameters(), lr=1e-2, master_weights=masters, max_grad_norm=clip)
+
+
 def train(cell: Cell, deterministic: bool):
     """(losses, parameters of this stage, norms) after some steps."""
-    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}[cell.precision]
-    wide = torch.float32 if dtype == torch.bfloat16 else None
-    config = GPTConfig(**{**vars(CONFIG), "dropout": cell.dropout})
+    wide = torch.float32 if cell.precision == "bf16" else None
     mesh = Mesh(pp=cell.pp, dp=cell.dp, tp=cell.tp, device="cpu")
-    model = GPT(config).to(dtype)
+    model = gpt(cell)
     parallelize(
         model,
         mesh,
@@ -54,12 +64,7 @@ def train(cell: Cell, deterministic: bool):
         bucket_mb=0.01,
         first_bucket_mb=0.001,
     )
-    opt = AdamW(
-        model.parameters(),
-        lr=1e-2,
-        master_weights=dtype == torch.bfloat16,
-        max_grad_norm=0.5 if cell.clip else None,
-    )
+    opt = adamw(cell, model)
     losses, norms = [], []
     for step, batch in enumerate(batches(cell.dp)):
         mine = batch[mesh.dp_rank]
@@ -90,21 +95,14 @@ def order(cell: Cell) -> list[tuple[int, int]]:
 
 def one_process(cell: Cell, deterministic: bool):
     """The same run with all micro-batches of all ranks on one, a whole model, and a plain loop."""
-    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}[cell.precision]
-    config = GPTConfig(**{**vars(CONFIG), "dropout": cell.dropout})
-    model = GPT(config).to(dtype)
-    wide = torch.float32 if dtype == torch.bfloat16 else None
+    model = gpt(cell)
+    wide = torch.float32 if cell.precision == "bf16" else None
     mesh = Mesh(device="cpu")
     parallelize(model, mesh, deterministic=deterministic, grad_dtype=wide)
-    opt = AdamW(
-        model.parameters(),
-        lr=1e-2,
-        master_weights=dtype == torch.bfloat16,
-        max_grad_norm=0.5 if cell.clip else None,
-    )
+    opt = adamw(cell, model)
     losses, norms = [], []
     for step, batch in enumerate(batches(cell.dp)):
-        found = torch.zeros(cell.dp, MICRO, dtype=wide or dtype)
+        found = torch.zeros(cell.dp, MICRO, dtype=wide or DTYPES[cell.precision])
         for rank, i in order(cell):
             part = batch[rank].chunk(MICRO)[i]
             key = make_key(7, step * 100 + rank * MICRO + i)
@@ -204,6 +202,14 @@ def test_bad_steps_are_refused_and_a_stage_alone_has_no_forward(tmp_path):
             pipeline_step(model, idx, idx, micro_batches=3)
         with pytest.raises(ValueError, match="one of gpipe, 1f1b, got schedule='zb-x'"):
             pipeline_step(model, idx, idx, schedule="zb-x")
+        with pytest.raises(ValueError, match=r"idx=\[4, 8\] targets=\[4, 7\]; pass one target"):
+            pipeline_step(model, idx, idx[:, 1:])
+        with pytest.raises(ValueError, match="reduction mean or sum, got reduction='none'"):
+            pipeline_step(model, idx, idx, reduction="none")
+        with pytest.raises(ValueError, match="rng_keys for 2 micro-batches, got 1; pass one for"):
+            pipeline_step(model, idx, idx, micro_batches=2, rng_keys=[make_key(0, 0)])
+        with pytest.raises(ValueError, match="got zero_stage=0, tp=1, pp=2; its row and column"):
+            Adafactor(model.parameters(), lr=1e-2)
         with pytest.raises(AttributeError, match=r"call fastpar\.pipeline_step instead"):
             model(idx, idx)
         with pytest.raises(ValueError, match="checkpoint: expected a model with pp=1, got pp=2"):

