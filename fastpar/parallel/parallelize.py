@@ -26,11 +26,11 @@ from fastpar.parallel.checks import (
 from fastpar.parallel.control import prove_together
 from fastpar.parallel.debug import Debug, InputCheck
 from fastpar.parallel.engine import Engine
-from fastpar.parallel.pipeline_stages import Stages, cut_stages, make_stages
 from fastpar.parallel.shards import Shards, guard_state_dicts
 from fastpar.parallel.stages import STAGES, Settings, Stage
 from fastpar.parallel.units import find_units, unit_of_parameters
 from fastpar.patching.tp_plan import Plan, Planned, plan_for, use_tokens
+from fastpar.pipeline.stages import Stages, cut_stages, make_stages
 from fastpar.sharding.layout import (
     ParamSpec,
     build_layout,

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fastpar.comm.handles import Handle, started
 from fastpar.parallel.engine import Engine, engine_of
-from fastpar.parallel.pipeline_stages import Stages
+from fastpar.pipeline.stages import Stages
 
 
 class Op(NamedTuple):
@@ -241,7 +241,7 @@ class _Step:
     # Tied tables
 
     def _summed_each_time(self) -> Sequence[Tensor]:
-        """Deterministic: see pipeline_stages.py, [Note: a table on two stages]."""
+        """Deterministic: see pipeline/stages.py, [Note: a table on two stages]."""
         if self.stages is None or not self.engine.settings.deterministic:
             return ()
         return list(self.stages.tied)

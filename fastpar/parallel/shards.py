@@ -18,9 +18,9 @@ from fastpar.comm.handles import started
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.step_report import CollectiveLog
 from fastpar.parallel.bucket import BucketState
-from fastpar.parallel.pipeline_stages import Stages
 from fastpar.parallel.stages import Settings
 from fastpar.parallel.units import NotCopied
+from fastpar.pipeline.stages import Stages
 from fastpar.sharding.layout import Layout
 from fastpar.sharding.placements import Placement
 from fastpar.tensor.declared import Declared

@@ -149,7 +149,8 @@ def test_adafactor_is_refused(stage):
     with pytest.raises(
         ValueError,
         match=r"Adafactor: expected parameters of an engine with zero_stage=0 and tp=1, got "
-        rf"zero_stage={stage}, tp=1; its row and column means need whole matrices: use fastpar\.Ad",
+        rf"zero_stage={stage}, tp=1; its row and column means need whole matrices of the whole "
+        r"model: use fastpar\.Ad",
     ):
         step_with(stage, lambda model: Adafactor(model.parameters()))
 

@@ -1,0 +1,1 @@
+"""Pipelines: schedules as data, their simulator, the cut of a model into stages."""

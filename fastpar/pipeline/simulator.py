@@ -1,0 +1,155 @@
+"""What a schedule costs, and whether it can run at all: found out by going through it.
+
+[Note: no deadlock] Sends do not wait for their receivers, and messages of two ranks in one
+direction are received in the order of sending. check() demands both of a schedule: every operation
+once, after those that it needs, and per pair of stages the same order on both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from fastpar.pipeline.schedules import Kind, Op, Schedule
+
+FINISHES = (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)  # after it a micro-batch is no longer held
+
+
+class Costs(NamedTuple):
+    """Seconds of one micro-batch on each stage; see simulate()."""
+
+    forward: Sequence[float]
+    input_gradient: Sequence[float]
+    weight_gradient: Sequence[float]
+
+    def of(self, op: Op, stage: int) -> float:
+        """Of one operation."""
+        match op.kind:
+            case Kind.FORWARD:
+                return self.forward[stage]
+            case Kind.INPUT_GRADIENT:
+                return self.input_gradient[stage]
+            case Kind.WEIGHT_GRADIENT:
+                return self.weight_gradient[stage]
+        return self.input_gradient[stage] + self.weight_gradient[stage]
+
+
+class Simulated(NamedTuple):
+    """What came out of simulate().
+
+    Attributes:
+        makespan: seconds from the first operation to the end of the last.
+        busy: seconds of operations of each rank.
+        peaks: the most micro-batches that each rank's chunks held at once, one number a chunk,
+            at the moment when their sum, weighted by `held`, was largest.
+        spans: of each rank, (operation, start, end) in seconds.
+    """
+
+    makespan: float
+    busy: list[float]
+    peaks: list[tuple[int, ...]]
+    spans: list[list[tuple[Op, float, float]]]
+
+    @property
+    def bubble(self) -> float:
+        """The part of all ranks' time in which they wait."""
+        return 1 - sum(self.busy) / (len(self.busy) * self.makespan)
+
+
+def needs(schedule: Schedule, rank: int, op: Op) -> list[tuple[int, Op]]:
+    """(rank, operation) of those that come before an operation."""
+    stage, micro = schedule.stage_of(rank, op.chunk), op.micro
+
+    def of(stage: int, kind: Kind) -> tuple[int, Op]:
+        owner, chunk = schedule.owner(stage)
+        return owner, Op(kind, chunk, micro)
+
+    if op.kind is Kind.FORWARD:
+        return [of(stage - 1, Kind.FORWARD)] if stage else []
+    if op.kind is Kind.WEIGHT_GRADIENT:
+        return [of(stage, Kind.INPUT_GRADIENT)]
+    behind = [of(stage + 1, op.kind)] if stage + 1 < schedule.stages else []
+    return [of(stage, Kind.FORWARD), *behind]
+
+
+def simulate(
+    schedule: Schedule,
+    costs: Costs,
+    *,
+    message: float = 0.0,
+    held: Sequence[float] | None = None,
+) -> Simulated:
+    """Run every operation as soon as those before it are done.
+
+    Args:
+        message: seconds of a message between two ranks, which costs neither of them work.
+        held: what one micro-batch keeps on each stage, such as bytes; by default the same on each.
+    Raises:
+        ValueError: a schedule that can not run: operations wait for each other.
+    """
+    p = schedule.ranks
+    weights = [1.0] * schedule.stages if held is None else held
+    now, busy, at = [0.0] * p, [0.0] * p, [0] * p
+    ends: dict[tuple[int, Op], float] = {}
+    spans: list[list[tuple[Op, float, float]]] = [[] for _ in range(p)]
+    counts = [[0] * schedule.chunks for _ in range(p)]
+    most, peaks = [-1.0] * p, [(0,) * schedule.chunks] * p
+    moved = True
+    while moved:
+        moved = False
+        for rank, ops in enumerate(schedule.ops):
+            while at[rank] < len(ops):
+                op = ops[at[rank]]
+                before = needs(schedule, rank, op)
+                if any(key not in ends for key in before):
+                    break
+                arrivals = [ends[k] + (message if k[0] != rank else 0.0) for k in before]
+                start = max([now[rank], *arrivals])
+                cost = costs.of(op, schedule.stage_of(rank, op.chunk))
+                now[rank] = ends[rank, op] = start + cost
+                busy[rank] += cost
+                spans[rank].append((op, start, now[rank]))
+                at[rank], moved = at[rank] + 1, True
+                counts[rank][op.chunk] += op.kind is Kind.FORWARD
+                sizes = (weights[schedule.stage_of(rank, c)] for c in range(schedule.chunks))
+                kept = sum(n * size for n, size in zip(counts[rank], sizes))
+                if kept > most[rank]:
+                    most[rank], peaks[rank] = kept, tuple(counts[rank])
+                counts[rank][op.chunk] -= op.kind in FINISHES
+    waiting = [ops[i] for ops, i in zip(schedule.ops, at) if i < len(ops)]
+    if waiting:
+        raise ValueError(
+            f"simulate: expected a schedule that can run, got {schedule.name} with pp={p} where "
+            f"{waiting} wait for each other; mend its rule"
+        )
+    return Simulated(max(now), busy, peaks, spans)
+
+
+def check(schedule: Schedule) -> None:
+    """See [Note: no deadlock].
+
+    Raises:
+        ValueError: an operation missing, twice or out of order; messages of a pair of stages in
+            another order on the two sides; operations that wait for each other.
+    """
+    kinds = {Kind.FORWARD, Kind.BACKWARD}
+    if schedule.splits_backward:
+        kinds = {Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT}
+    for rank, ops in enumerate(schedule.ops):
+        for chunk in range(schedule.chunks):
+            for kind in kinds:
+                micros = [op.micro for op in ops if op.kind is kind and op.chunk == chunk]
+                # So the order of messages is the same on both sides of a boundary, too.
+                if micros != list(range(schedule.micro_batches)):
+                    raise ValueError(
+                        f"check: expected every micro-batch once and in order, got {micros} for "
+                        f"{kind.name} of rank {rank}, chunk {chunk} of {schedule.name}; mend its "
+                        "rule"
+                    )
+        if len(ops) != len(kinds) * schedule.chunks * schedule.micro_batches:
+            raise ValueError(
+                f"check: expected only {sorted(k.name for k in kinds)}, got others on rank {rank} "
+                f"of {schedule.name}; mend its rule"
+            )
+    ones = [1.0] * schedule.stages
+    simulate(schedule, Costs(ones, ones, ones))

@@ -1,0 +1,128 @@
+"""Schedules of a pipeline: complete, able to run, with the bubbles and peaks of their papers."""
+
+import pytest
+
+from fastpar.pipeline.schedules import CHUNKS, RULES, Kind, Op, make_schedule
+from fastpar.pipeline.simulator import Costs, check, simulate
+
+
+def equal_costs(schedule):
+    """F = B = W, for a rank's whole part of the model the same at any number of chunks."""
+    each = [1 / schedule.chunks] * schedule.stages
+    return Costs(each, each, each)
+
+
+def many(micro_batches):
+    return [
+        make_schedule(name, p, m, v)
+        for name in RULES
+        for p in range(1, 17)
+        for m in micro_batches(p)
+        for v in range(1, 5)
+        if v in CHUNKS.get(name, range(1, 2))
+    ]
+
+
+def test_every_schedule_is_complete_and_can_run():
+    for schedule in many(lambda p: {1, 3, p + 1, 2 * p - 1} if p < 8 else {p // 2}):
+        check(schedule)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("low", range(1, 65, 8))
+def test_all_of_them_are_complete_and_can_run(low):
+    for schedule in many(lambda p: range(low, low + 8)):
+        check(schedule)
+
+
+# p, m: makespan over the ideal - 1, and micro-batches of a whole rank's layers held at most.
+PUBLISHED = {
+    (2, 8): [(0.125, 8), (0.125, 2), (0.062, 2.5), (0.042, 2.33), (0.042, 2), (0.021, 2)],
+    (4, 8): [(0.375, 8), (0.375, 4), (0.188, 5.5), (0.125, 5), (0.125, 4), (0.062, 4)],
+    (4, 16): [(0.188, 16), (0.188, 4), (0.094, 5.5), (0.062, 5), (0.062, 4), (0.031, 4)],
+    (8, 32): [(0.219, 32), (0.219, 8), (0.109, 11.5), (0.073, 10.33), (0.073, 8), (0.036, 8)],
+}
+COLUMNS = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1)]
+
+
+@pytest.mark.parametrize(("p", "m"), PUBLISHED)
+def test_bubbles_and_peaks(p, m):
+    for (name, v), (bubble, peak) in zip([*COLUMNS, ("zb-v", 2)], PUBLISHED[p, m]):
+        schedule = make_schedule(name, p, m, v)
+        found = simulate(schedule, equal_costs(schedule))
+        assert found.makespan / (3 * m) - 1 == pytest.approx(bubble, abs=6e-4), name
+        assert max(sum(x) / v for x in found.peaks) == pytest.approx(peak, abs=0.01), name
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("m", [1, 2, 5, 8, 32])
+def test_formulas_of_bubble_and_peak(p, m):
+    F, D, W = 1.0, 1.5, 0.75
+    costs = Costs([F] * p, [D] * p, [W] * p)
+    for name in ("gpipe", "1f1b"):
+        found = simulate(make_schedule(name, p, m), costs)
+        assert found.makespan == pytest.approx((m + p - 1) * (F + D + W))
+        peaks = [m if name == "gpipe" else min(p - rank, m) for rank in range(p)]
+        assert [x[0] for x in found.peaks] == peaks
+    found = simulate(make_schedule("zb-h1", p, m), costs)
+    assert [x[0] for x in found.peaks] == [min(p, m)] * p
+    if m >= p:
+        ideal = m * (F + D + W) + (p - 1) * (F + D - W)
+        assert found.makespan == pytest.approx(ideal)
+
+
+def test_a_message_costs_time_between_ranks_only():
+    schedule = make_schedule("zb-v", 2, 1)
+    ones = [1.0] * 4
+    # Two boundaries are between ranks, the one at the bottom of the V is not; twice each.
+    added = simulate(schedule, Costs(ones, ones, ones), message=0.5).makespan
+    assert added - simulate(schedule, Costs(ones, ones, ones)).makespan == pytest.approx(4 * 0.5)
+
+
+def test_peaks_are_taken_where_the_weighted_sum_is_largest():
+    schedule = make_schedule("zb-v", 2, 4)
+    costs = equal_costs(schedule)
+    assert simulate(schedule, costs, held=[1, 1, 1, 100]).peaks[0] == (3, 1)
+    assert simulate(schedule, costs, held=[100, 1, 1, 1]).peaks[0] == (4, 0)
+
+
+def test_stages_and_owners():
+    for name in ("interleaved", "zb-v"):
+        schedule = make_schedule(name, 4, 8, 2)
+        for stage in range(8):
+            assert schedule.stage_of(*schedule.owner(stage)) == stage
+    assert make_schedule("zb-v", 4, 8).owner(7) == (0, 1)
+    assert make_schedule("interleaved", 4, 8, 2).owner(7) == (3, 1)
+
+
+def broken(change):
+    schedule = make_schedule("1f1b", 2, 3)
+    return schedule._replace(ops=tuple(tuple(change(list(ops))) for ops in schedule.ops))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda ops: ops[:-1], r"every micro-batch once and in order, got \[0, 1\] for BACKWARD"),
+        (lambda ops: [*ops, ops[0]], r"once and in order, got \[0, 1, 2, 0\] for FORWARD"),
+        (lambda ops: [*ops, Op(Kind.WEIGHT_GRADIENT, 0, 0)], "got others on rank 0 of 1f1b"),
+        (lambda ops: sorted(ops, key=lambda op: op.kind.value), "1f1b with pp=2 where .* wait"),
+    ],
+)
+def test_a_broken_schedule_is_found(change, message):
+    with pytest.raises(ValueError, match=message):
+        check(broken(change))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("1f2b", 2, 4), r"one of gpipe, 1f1b, interleaved, zb-h1, zb-v, got schedule='1f2b'"),
+        (("zb-v", 2, 4, 3), "expected chunks=2 with schedule='zb-v', got chunks=3; leave chunks"),
+        (("1f1b", 2, 4, 2), "expected chunks=1 with schedule='1f1b', got chunks=2; .*interleaved"),
+        (("1f1b", 0, 4), "at least one rank and one micro-batch, got pp=0 micro_batches=4"),
+    ],
+)
+def test_bad_input(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        make_schedule(*arguments)
