@@ -103,7 +103,7 @@ def _alternate(forwards: list[Op], backwards: list[Op], ahead: int) -> Iterator[
 
 
 def _interleaved(p: int, m: int, v: int, rank: int) -> Iterator[Op]:
-    """In groups of p micro-batches; of the last group, the missing ones' operations are left out."""
+    """In groups of p micro-batches; operations of those that the last group lacks are left out."""
     groups = [range(low, low + p) for low in range(0, m, p)] if v > 1 else [range(m)]
     forwards = [Op(F, c, i) for group in groups for c in range(v) for i in group]
     backwards = [Op(B, v - 1 - c, i) for _, c, i in forwards]
