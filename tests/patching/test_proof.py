@@ -6,7 +6,9 @@ in long rows, in training, in large values, in one layer's own buffers, or later
 
 import copy
 import random
+import threading
 import warnings
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -252,6 +254,46 @@ def test_attention_that_does_more_is_left():
         assert [k for k, _ in report.left if k == kind.__name__], kind
         if kind not in (Noisy, LiteralRate, AlwaysDropped):
             assert_equal_calls(ours, theirs)
+
+
+class Drawing(Norm):
+    """Draws and does not use what it drew: another model's dropout would differ after it."""
+
+    def forward(self, x):
+        torch.rand(1)
+        return super().forward(x)
+
+
+@contextmanager
+def another_thread_that_draws():
+    stop = threading.Event()
+
+    def draw():
+        while not stop.wait(1e-5):
+            torch.rand(1)
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_numbers_that_another_thread_draws_do_not_count():
+    alone = fastpar.patch(Nano(WIDTH, HEADS))
+    with another_thread_that_draws():
+        assert fastpar.patch(Nano(WIDTH, HEADS)).replaced == alone.replaced
+    for kind in (Noisy, Drawing):
+        model = with_attention(kind, Attention) if kind is Noisy else Nano(WIDTH, HEADS)
+        if kind is Drawing:
+            model.transformer.h[0].ln_1 = Drawing(WIDTH, True)
+        with another_thread_that_draws():
+            report = fastpar.patch(model)
+        assert (kind.__name__, "draws random numbers that are not dropout's") in [
+            (name, why.split(": ", 1)[-1]) for name, why in report.left
+        ], report
 
 
 def test_blocks_norms_and_layers_that_do_more_are_left():
