@@ -191,18 +191,26 @@ def twin_of(
     return twin
 
 
-def run(twin: Any, x: Tensor, of: Formula | None = None) -> tuple[Tensor, Tensor, Masks]:
-    """The output of a copy's own forward, or of a formula, and the gradient of x."""
-    x = x.clone().requires_grad_(torch.is_grad_enabled())
+def without_draws(call: Callable[[], Any]) -> tuple[Any, Masks]:
+    """What a function of no arguments returns, and what it dropped: [Note: places of dropout].
+
+    Raises:
+        UnprovenError: it draws other random numbers.
+    """
     for attempt in range(TRIES):
         masks, draws, before = Masks(), Draws(), random_states()
         with masks, draws if attempt else contextlib.nullcontext():
-            y = type(twin).forward(twin, x) if of is None else of(twin, x)
+            result = call()
         after = random_states()
         if after == before or (attempt and not draws.seen and after[1:] == before[1:]):
-            break
-    else:
-        raise UnprovenError("draws random numbers that are not dropout's")
+            return result, masks
+    raise UnprovenError("draws random numbers that are not dropout's")
+
+
+def run(twin: Any, x: Tensor, of: Formula | None = None) -> tuple[Tensor, Tensor, Masks]:
+    """The output of a copy's own forward, or of a formula, and the gradient of x."""
+    x = x.clone().requires_grad_(torch.is_grad_enabled())
+    y, masks = without_draws(lambda: (of or type(twin).forward)(twin, x))
     y = y[0] if isinstance(y, tuple) else y
     if not isinstance(y, Tensor) or not y.is_floating_point():
         raise UnprovenError("computes something else than its parts' names say")

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from test_patched import Nano, random_weights
+from test_patched import Nano, another_thread_that_draws, random_weights
 from torch import nn
 
 import fastpar
@@ -52,6 +52,14 @@ class Smoothed(GPT):
         return F.cross_entropy(
             logits.flatten(0, 1), targets.flatten(), ignore_index=-1, label_smoothing=0.01
         )
+
+
+class Drawing(GPT):
+    """Draws and does not use what it drew."""
+
+    def loss(self, logits, targets):
+        torch.rand(1)
+        return super().loss(logits, targets)
 
 
 class Capped(GPT):
@@ -149,6 +157,13 @@ def test_evaluation_and_calls_without_targets_stay():
         torch.testing.assert_close(got, want)
     fastpar.unpatch(ours)
     assert type(ours) is GPT
+
+
+def test_numbers_that_another_thread_draws_do_not_count():
+    with another_thread_that_draws():
+        assert fastpar.patch(GPT(), fused_loss=True).replaced["GPT"] == ["model"]
+        with pytest.raises(ValueError, match="draws random numbers that are not dropout's"):
+            fastpar.patch(Drawing(), fused_loss=True)
 
 
 def test_another_loss_is_refused_before_anything_is_swapped():

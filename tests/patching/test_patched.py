@@ -3,7 +3,9 @@
 import copy
 import functools
 import pickle
+import threading
 import warnings
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -41,6 +43,23 @@ def gpt2(size="D40", *, kind="GPT2LMHeadModel", dropout=0.0, attn="sdpa", **opti
         attn_implementation=attn,
     )  # fmt: skip
     return random_weights(getattr(transformers, kind)(config)).train()
+
+
+@contextmanager
+def another_thread_that_draws():
+    stop = threading.Event()
+
+    def draw():
+        while not stop.wait(1e-5):
+            torch.rand(1)
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
 
 
 class Norm(nn.Module):

@@ -6,14 +6,22 @@ in long rows, in training, in large values, in one layer's own buffers, or later
 
 import copy
 import random
-import threading
 import warnings
-from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.nn.functional as F
-from test_patched import FeedForward, Layer, Nano, Norm, SelfAttention, gpt2, ids_for, logits_of
+from test_patched import (
+    FeedForward,
+    Layer,
+    Nano,
+    Norm,
+    SelfAttention,
+    another_thread_that_draws,
+    gpt2,
+    ids_for,
+    logits_of,
+)
 from torch import nn
 
 import fastpar
@@ -262,23 +270,6 @@ class Drawing(Norm):
     def forward(self, x):
         torch.rand(1)
         return super().forward(x)
-
-
-@contextmanager
-def another_thread_that_draws():
-    stop = threading.Event()
-
-    def draw():
-        while not stop.wait(1e-5):
-            torch.rand(1)
-
-    thread = threading.Thread(target=draw)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
 
 
 def test_numbers_that_another_thread_draws_do_not_count():
