@@ -60,6 +60,7 @@ else:
     )
     from fastpar.kernels.linear import linear
     from fastpar.kernels.linear_cross_entropy import linear_cross_entropy
+    from fastpar.kernels.orthogonalize import orthogonalize
     from fastpar.kernels.philox import Rng, draw_key, dropout, keep_mask, make_key, quantize_p
     from fastpar.kernels.quantize import dequantize_blockwise, quantize_blockwise
 
@@ -86,6 +87,7 @@ else:
         "linear",
         "linear_cross_entropy",
         "make_key",
+        "orthogonalize",
         "pack_",
         "quantize_blockwise",
         "quantize_p",

@@ -358,6 +358,17 @@ def global_norm_ref(
     return norm, factor / loss_scale, torch.tensor(float(not finite))
 
 
+def orthogonalize_ref(
+    x: Tensor, *, coefficients: tuple[tuple[float, float, float], ...], eps: float = 1e-7
+) -> Tensor:
+    """U p(S) V^T of the singular value decomposition, p being the polynomials one after another."""
+    wide = x.double()
+    u, s, vt = torch.linalg.svd(wide / wide.norm().clamp(min=eps), full_matrices=False)
+    for a, b, c in coefficients:
+        s = a * s + b * s**3 + c * s**5
+    return (u * s) @ vt
+
+
 def _random_bits_ref(seed: int, index: Tensor) -> Tensor:
     """32 random bits of (seed, step 0, stream 0) and each index, as csrc/random.h defines them."""
     key, words, mask64 = 0, (seed, 0, 0), 2**64 - 1
