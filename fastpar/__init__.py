@@ -32,6 +32,7 @@ _PUBLIC = {
     ),
     "optim.adafactor": ("Adafactor",),
     "optim.adamw": ("AdamW",),
+    "optim.muon": ("Muon", "muon_groups"),
     "parallel.engine": ("engine_of",),
     "parallel.parallelize": ("parallelize",),
     "parallel.pipeline": ("pipeline_step",),

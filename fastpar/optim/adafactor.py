@@ -25,10 +25,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastpar.kernels.adamw_storage import master_join, master_split, round_to_bf16
 from fastpar.optim.base import EngineOptimizer, Row
 from fastpar.optim.checks import check_ranges, pair
-from fastpar.optim.state import HALF, add_master, check_master_weights, new_step
+from fastpar.optim.state import (
+    HALF,
+    add_master,
+    check_master_weights,
+    new_step,
+    store_values,
+    values_of,
+)
 from fastpar.parallel.engine import engine_of_parameter
 
 BATCH = 1 << 20  # elements
@@ -165,7 +171,7 @@ class Adafactor(EngineOptimizer):
         """Parameters of one device, all vectors or none; see the formulas above."""
         grads = [grad for _, grad in batch]
         states = [self._state(p, group) for p, _ in batch]
-        values = [_master(p, s) for (p, _), s in zip(batch, states)]
+        values = [values_of(p, s) for (p, _), s in zip(batch, states)]
         if factor is not None:
             factor = factor.to(grads[0].device)
         torch._foreach_add_([s["step"] for s in states], _ONE, alpha=1.0)
@@ -196,7 +202,7 @@ class Adafactor(EngineOptimizer):
             updates = means
         torch._foreach_add_(values, updates)
         for (p, _), state, x in zip(batch, states, values):
-            _store(p, state, x)
+            store_values(p, state, x)
 
     def _state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         """The state of a parameter, made or completed where needed."""
@@ -224,13 +230,6 @@ class Adafactor(EngineOptimizer):
     ) -> dict[str, Any]:
         names = [name for name in (*_moments(p), "exp_avg") if name in saved]
         return {name: saved[name].to(p.device, torch.float32, copy=True) for name in names}
-
-
-def _master(p: Tensor, state: dict[str, Tensor]) -> Tensor:
-    """The fp32 values of a parameter; to be written in place, or split again afterwards."""
-    if "master_remainder" in state:
-        return master_join(p, state["master_remainder"])
-    return state.get("master_weight", p)
 
 
 def _moments(p: Tensor) -> tuple[str, ...]:
@@ -288,16 +287,6 @@ def _estimates(
     if clamped:
         torch._foreach_clamp_min_(found, clamped * clamped)
     return found
-
-
-def _store(p: Tensor, state: dict[str, Tensor], values: Tensor) -> None:
-    """Rounds the fp32 values into a 16-bit parameter, and what that loses into its state."""
-    if "master_remainder" in state:
-        rounded, remainder = master_split(values)
-        p.copy_(rounded)
-        state["master_remainder"].copy_(remainder)
-    elif "master_weight" in state:
-        p.copy_(values if p.dtype == torch.float16 else round_to_bf16(values))
 
 
 def _mean_of_squares(grad: Tensor, dim: int, factor: Tensor | None) -> Tensor:

@@ -190,7 +190,7 @@ class AdamW(EngineOptimizer):
 
     def _check_capture(self) -> None:
         first = next((p for group in self.param_groups for p in group["params"]), None)
-        if first is None or not _capturing(first.device):
+        if first is None or not capturing(first.device):
             return
         if not all(g["capturable"] for g in self.param_groups):
             raise RuntimeError(
@@ -269,7 +269,7 @@ class AdamW(EngineOptimizer):
         p, amsgrad = row.piece, self.param_groups[row.group]["amsgrad"]
         state = self.state.get(row.param)
         if not state:
-            if _capturing(p.device):
+            if capturing(p.device):
                 raise RuntimeError(
                     "AdamW.step: expected a first step before the capture of a CUDA graph, got a "
                     "parameter without state; each replay would begin anew: call step() once"
@@ -376,5 +376,6 @@ def _count(counters: list[Tensor], by: Tensor | None = None) -> None:
         torch._foreach_add_(counters, _ONE if by is None else by, alpha=1.0)
 
 
-def _capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+def capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured there."""
+    return device.type == "cuda" and torch.cuda.is_current_streamcapturing()

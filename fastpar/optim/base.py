@@ -1,4 +1,4 @@
-"""EngineOptimizer: everything of AdamW and Adafactor but the update itself.
+"""EngineOptimizer: everything of an optimizer but the update itself.
 
 [Note: who decides]
 A rank of a sharded engine sees only its pieces of the gradients. Norm, clip factor and overflow are
@@ -368,7 +368,7 @@ class EngineOptimizer(torch.optim.Optimizer):
             ValueError: a master that is not this parameter's.
         """
         moments = self._convert_moments(saved, p, group, copy=copy)
-        state = {"step": load_step(saved["step"]), **moments}
+        state = {**({"step": load_step(saved["step"])} if "step" in saved else {}), **moments}
         caller = f"{type(self).__name__}.load_state_dict"
         add_master(state, p, self.master_weights, saved, caller=caller, where=where)
         return state

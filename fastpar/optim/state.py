@@ -10,6 +10,7 @@ The entries of one parameter's state, by the optimizer's options:
     exp_avg_sq_codes, exp_avg_sq_scale    (never under torch's names, which hold values)
     master_weight                         fp32, of a 16-bit parameter
     master_remainder                      int16, the low half of the master of a bf16 parameter
+    momentum_buffer, row_second_moment    of Muon; the second is whole on every rank
 
 Parameters of a sharded engine have the same entries of this rank's piece alone, in one dimension;
 pieces begin at multiples of 256 elements. state_dict() puts the pieces together (whole_entry) and
@@ -37,6 +38,7 @@ from fastpar.kernels.adamw import (
     master_split,
     new_moment,
 )
+from fastpar.kernels.adamw_storage import round_to_bf16
 from fastpar.parallel.engine import Engine, engine_of_parameter
 
 MOMENT_DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
@@ -171,7 +173,7 @@ def moment_names(amsgrad: bool) -> tuple[str, ...]:
 ENTRIES = (
     *moment_names(True),
     *(f"{name}_{part}" for name in moment_names(False) for part in ("codes", "scale")),
-    *("master_weight", "master_remainder"),
+    *("master_weight", "master_remainder", "momentum_buffer"),
 )
 
 
@@ -267,6 +269,23 @@ def add_master(
                 f"{caller}: expected {where} to be the rounding of its saved master_weight, got "
                 "other values; load the model's weights first"
             )
+
+
+def values_of(p: Tensor, state: dict[str, Any]) -> Tensor:
+    """The fp32 values of a parameter; written in place, they are given to store_values()."""
+    if "master_remainder" in state:
+        return master_join(p, state["master_remainder"])
+    return state.get("master_weight", p)
+
+
+def store_values(p: Tensor, state: dict[str, Any], values: Tensor) -> None:
+    """Rounds the fp32 values into a 16-bit parameter, and what that loses into its state."""
+    if "master_remainder" in state:
+        rounded, remainder = master_split(values)
+        p.copy_(rounded)
+        state["master_remainder"].copy_(remainder)
+    elif "master_weight" in state:
+        p.copy_(values if p.dtype == torch.float16 else round_to_bf16(values))
 
 
 def _like(values: Tensor, p: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

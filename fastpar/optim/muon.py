@@ -1,0 +1,386 @@
+"""fastpar.Muon: matrices are moved by the orthogonal factor of their momentum.
+
+For the gradient G of a matrix W [m, n], with the options of torch.optim.Muon:
+
+    M = momentum M + (1 - momentum) G
+    O = orthogonalize((1 - momentum) G + momentum M)       (without nesterov: of M)
+    W = W - lr weight_decay W - lr scale O                 scale = sqrt(max(1, m / n))
+
+Options beyond torch's, each off by default:
+
+    matrices=k       W is k matrices one below another, each with its own O: GPT-2's q, k, v
+    row_beta         NorMuon (Li et al. 2025, arXiv 2510.05491): O's rows are divided by the root of
+                     a running mean of their squares, and O brought back to its norm
+    cautious         weight decay only where O and W have the same sign (Chen et al. 2025,
+                     arXiv 2510.12402)
+    momentum_dtype   bf16 for M
+
+Groups with adamw=True are stepped by fastpar.AdamW in the same object: embeddings, heads, biases
+and gains of norms. muon_groups(model) makes the groups of a GPT-2.
+
+[Note: single roundings] A rank steps pieces of any length and place. torch's fused a + b * c rounds
+once in whole vectors and twice in what is left over, so each operation here rounds once.
+
+Whole matrices: homes.py. Temporary memory: what is exchanged there, and one matrix's products.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastpar.kernels.orthogonalize import POLAR_EXPRESS, orthogonalize
+from fastpar.nn.modules import is_conv1d
+from fastpar.optim.adamw import AdamW, capturing
+from fastpar.optim.base import Row
+from fastpar.optim.checks import check_ranges
+from fastpar.optim.homes import Homes
+from fastpar.optim.state import add_master, store_values, values_of
+from fastpar.parallel.engine import Engine, engine_of_parameter
+from fastpar.sharding.layout import parameter_names
+
+_ADAMW = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+_SCALES = (None, "original", "match_rms_adamw")
+
+
+class Muon(AdamW):
+    """Muon: torch.optim.Muon's signature, and AdamW for what is no hidden matrix.
+
+    Parameters of a parallelized model need nothing more, at any stage and tp, and get the bits of
+    one process. Parameters without a gradient are skipped.
+
+    Args:
+        params: parameters, named parameters, or groups; options up to adamw may differ per group.
+        lr, weight_decay, momentum, nesterov, eps: as in torch.optim.Muon.
+        ns_coefficients: (a, b, c) of every step of orthogonalize; None: those of Polar Express.
+        ns_steps: how many; Polar Express has up to 5.
+        adjust_lr_fn: "original" (None) scales by sqrt(max(1, m / n)); "match_rms_adamw" by
+            0.2 sqrt(max(m, n)), so that a learning rate and decay found for AdamW serve here.
+        matrices: how many equal ones a parameter is made of, along its outputs.
+        transposed: weights are [inputs, outputs], as in transformers' Conv1D.
+        row_beta: of NorMuon's running mean; None: no such memory.
+        cautious: see the module's first lines.
+        momentum_dtype: torch.float32 or torch.bfloat16; fp64 parameters have fp64.
+        adamw: a mapping: options of the groups that say adamw=True, see fastpar.AdamW; by default
+            lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1. In a group: whether it is one.
+        master_weights, max_grad_norm: as in fastpar.AdamW; the norm is that of all groups.
+    Attributes:
+        grad_norm, grad_scale, found_inf, skipped: as in fastpar.AdamW; with a loss scale, step()
+            reads on the host whether it overflowed.
+    Ranks: step() is called by all ranks of the model's mesh.
+    State: momentum_buffer as in torch.optim.Muon; row_second_moment; of AdamW's groups AdamW's; of
+        16-bit parameters a master. State dicts load both ways where torch has the options.
+    Raises:
+        ValueError: options outside their range; a parameter that is no matrix, or not of as many as
+            the group says; 16-bit parameters without master weights; another optimizer's state.
+        RuntimeError: sparse gradients; a CUDA graph captures the step.
+    Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon; scales: Liu et al. 2025,
+        arXiv 2502.16982.
+    """
+
+    _not_in_groups = ("master_weights", "max_grad_norm", "momentum_dtype")
+    _attributes = (*AdamW._attributes, "momentum_dtype", "_adamw")
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] | None = None,
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        matrices: int = 1,
+        transposed: bool = False,
+        row_beta: float | None = None,
+        cautious: bool = False,
+        momentum_dtype: torch.dtype = torch.float32,
+        adamw: Mapping[str, Any] | None = None,
+        master_weights: bool | str = False,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        if momentum_dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(
+                "Muon: expected momentum_dtype torch.float32 or torch.bfloat16, got "
+                f"momentum_dtype={momentum_dtype}; leave it out for fp32"
+            )
+        self.momentum_dtype = momentum_dtype
+        self._adamw = {**_ADAMW, **(adamw or {})}
+        self._own = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "matrices": matrices,
+            "transposed": transposed,
+            "row_beta": row_beta,
+            "cautious": cautious,
+            "adamw": False,
+        }
+        super().__init__(params, master_weights=master_weights, max_grad_norm=max_grad_norm)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, with the options of its kind."""
+        kind = self._adamw if param_group.get("adamw") else {}
+        super().add_param_group({**self._own, **kind, **param_group})
+
+    def _check_options(self, group: dict[str, Any], caller: str) -> None:
+        if group["adamw"]:
+            return super()._check_options(group, caller)
+        ranges = {
+            "lr": (group["lr"], 0.0, math.inf),
+            "weight_decay": (group["weight_decay"], 0.0, math.inf),
+            "momentum": (group["momentum"], 0.0, 1.0),
+            "eps": (group["eps"], 0.0, math.inf),
+            "row_beta": (group["row_beta"] or 0.0, 0.0, 1.0),
+        }
+        check_ranges(caller, ranges)
+        if group["adjust_lr_fn"] not in _SCALES:
+            raise ValueError(
+                f"{caller}: expected adjust_lr_fn to be None, 'original' or 'match_rms_adamw', got "
+                f"adjust_lr_fn={group['adjust_lr_fn']!r}; None is 'original'"
+            )
+        most = 99 if group["ns_coefficients"] else len(POLAR_EXPRESS)
+        if not 1 <= group["ns_steps"] <= most:
+            raise ValueError(
+                f"{caller}: expected 1 <= ns_steps <= {most}, got ns_steps={group['ns_steps']}; 5 "
+                "steps will do"
+            )
+
+    def _check_parameter(self, p: Tensor, group: dict[str, Any]) -> None:
+        super()._check_parameter(p, group)
+        if group["adamw"]:
+            return
+        shape = _whole_shape(p)
+        if len(shape) != 2:
+            raise ValueError(
+                f"Muon: expected matrices [M, N], got a parameter of shape={list(shape)}; put it "
+                "into a group with adamw=True, or take fastpar.muon_groups(model)"
+            )
+        if group["matrices"] < 1 or shape[int(group["transposed"])] % group["matrices"]:
+            raise ValueError(
+                f"Muon: expected matrices to divide the outputs of a parameter of shape="
+                f"{list(shape)}, got matrices={group['matrices']} transposed={group['transposed']};"
+                " correct the option of this group"
+            )
+
+    # The step
+
+    def _check_capture(self) -> None:
+        first = next((p for group in self.param_groups for p in group["params"]), None)
+        if first is not None and capturing(first.device):
+            raise RuntimeError(
+                "Muon.step: expected no capture of a CUDA graph, got one; step outside of it"
+            )
+
+    def _update(self, rows: list[Row], factor: Tensor | None, found: Tensor | None) -> None:
+        groups = self.param_groups
+        super()._update([row for row in rows if groups[row.group]["adamw"]], factor, found)
+        mine = [row for row in rows if not groups[row.group]["adamw"]]
+        if not mine or (found is not None and found.item()):
+            return
+        by_engine: dict[Engine | None, list[Row]] = {}
+        for row in mine:
+            by_engine.setdefault(row.engine, []).append(row)
+        for engine, those in by_engine.items():
+            by_param = {row.param: row for row in those}
+            pieces = {p: self._moved(row, factor) for p, row in by_param.items()}
+            if engine is None:
+                results = ((p, *self._result(p, x)) for p, x in pieces.items())
+            else:
+                results = self._homes(engine).run(pieces, self._result)
+            for p, update, squares in results:
+                self._apply(by_param[p], update, squares)
+
+    def _moved(self, row: Row, factor: Tensor | None) -> Tensor:
+        """Moves the momentum on; what is to be orthogonalized, in the dtype of the products."""
+        group, state, p = self.param_groups[row.group], self.state[row.param], row.piece
+        wide = torch.promote_types(p.dtype, torch.float32)
+        kept = wide if wide == torch.float64 else self.momentum_dtype
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(p, dtype=kept, requires_grad=False)
+        if group["row_beta"] is not None and "row_second_moment" not in state:
+            rows = _whole_shape(row.param)[int(group["transposed"])]
+            state["row_second_moment"] = torch.zeros(rows, dtype=wide, device=p.device)
+        add_master(state, p, self.master_weights)
+        beta = float(group["momentum"])
+        grad = row.grad.to(wide) if factor is None else row.grad.to(wide) * factor.to(p.device)
+        grad = grad * (beta - 1.0 if group["maximize"] else 1.0 - beta)
+        buffer = state["momentum_buffer"]
+        # See [Note: single roundings].
+        moved = buffer.to(wide) * beta + grad
+        buffer.copy_(moved)
+        if group["nesterov"]:
+            moved = moved * beta + grad
+        return moved.to(_dtype_of_products(wide, p.is_cuda)).reshape(-1)
+
+    def _result(self, p: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
+        """The orthogonal factors of a whole parameter, and its rows' squares."""
+        group, state = self._group_of(p), self.state[p]
+        x = whole.view(_whole_shape(p))
+        x = x.t() if group["transposed"] else x
+        given = group["ns_coefficients"]
+        steps = (given,) * group["ns_steps"] if given else POLAR_EXPRESS[: group["ns_steps"]]
+        parts = [
+            orthogonalize(part, coefficients=steps, eps=group["eps"], dtype=x.dtype)
+            for part in x.chunk(group["matrices"])
+        ]
+        squares = x.new_empty(0)
+        if group["row_beta"] is not None:
+            moment = state["row_second_moment"]
+            beta, wide = float(group["row_beta"]), moment.dtype
+            means = torch.cat([part.to(wide).square().mean(1) for part in parts])
+            moment = moment * beta + means * (1.0 - beta)
+            by_part = moment.clamp(min=1e-16).rsqrt().chunk(len(parts))
+            parts = [_rows_scaled(part, by) for part, by in zip(parts, by_part)]
+            squares = moment.view(x.dtype)
+        out = torch.cat(parts) if len(parts) > 1 else parts[0]
+        return (out.t() if group["transposed"] else out).contiguous(), squares
+
+    def _apply(self, row: Row, update: Tensor, squares: Tensor) -> None:
+        group, state, p = self.param_groups[row.group], self.state[row.param], row.piece
+        if squares.numel():
+            moment = state["row_second_moment"]
+            moment.copy_(squares.view(moment.dtype))
+        values = values_of(p, state)
+        update = update.view(p.shape).to(values.dtype)
+        lr, (m, n) = float(group["lr"]), _whole_shape(row.param)
+        m, n = (n, m) if group["transposed"] else (m, n)
+        m //= group["matrices"]
+        match = group["adjust_lr_fn"] == "match_rms_adamw"
+        scale = 0.2 * math.sqrt(max(m, n)) if match else math.sqrt(max(1.0, m / n))
+        decay = lr * float(group["weight_decay"])
+        if decay and group["cautious"]:
+            values.sub_(values * decay * (update * values > 0))
+        elif decay:
+            values.mul_(1.0 - decay)
+        values.sub_(update * (lr * scale))
+        store_values(p, state, values)
+
+    def _homes(self, engine: Engine) -> Homes:
+        """Of all matrices of an engine, made at the first step."""
+        known = self.__dict__.setdefault("_known_homes", {})
+        params = [
+            p
+            for group in self.param_groups
+            if not group["adamw"]
+            for p in group["params"]
+            if engine_of_parameter(p) is engine
+        ]
+        if engine not in known or list(known[engine].home) != params:
+            costs = [self._cost(p) for p in params]
+            extra = [self._extra(p) for p in params]
+            known[engine] = Homes(engine, params, costs, extra)
+        return known[engine]
+
+    def _cost(self, p: Tensor) -> float:
+        """Flops of orthogonalize, a step."""
+        rows, columns = _whole_shape(p)
+        matrices = self._group_of(p)["matrices"]
+        short, long = sorted((rows // matrices, columns))
+        return float(matrices) * (4 * short * short * long + 2 * short**3)
+
+    def _extra(self, p: Tensor) -> int:
+        group = self._group_of(p)
+        if group["row_beta"] is None:
+            return 0
+        wide = torch.promote_types(p.dtype, torch.float32)
+        products = _dtype_of_products(wide, p.is_cuda)
+        return _whole_shape(p)[int(group["transposed"])] * wide.itemsize // products.itemsize
+
+    # State
+
+    def entry_shapes(self, p: Tensor) -> dict[str, torch.Size]:
+        """The whole shape of every entry that a parameter's state may have."""
+        shapes = super().entry_shapes(p)
+        group = self._group_of(p)
+        if group["adamw"]:
+            return shapes
+        whole = _whole_shape(p)
+        rows = torch.Size([whole[int(group["transposed"])]])
+        return {**shapes, "momentum_buffer": whole, "row_second_moment": rows}
+
+    def _required(self, p: Tensor, group: dict[str, Any]) -> list[list[tuple[str, ...]]]:
+        return super()._required(p, group) if group["adamw"] else [[("momentum_buffer",)]]
+
+    def _convert_moments(
+        self, saved: dict[str, Any], p: Tensor, group: dict[str, Any], *, copy: bool
+    ) -> dict[str, Any]:
+        if group["adamw"]:
+            return super()._convert_moments(saved, p, group, copy=copy)
+        wide = torch.promote_types(p.dtype, torch.float32)
+        kept = wide if wide == torch.float64 else self.momentum_dtype
+        buffer = saved["momentum_buffer"]
+        found = {"momentum_buffer": torch.empty_like(p, dtype=kept, requires_grad=False)}
+        found["momentum_buffer"].copy_(buffer)
+        if "row_second_moment" in saved:
+            rows = saved["row_second_moment"]
+            found["row_second_moment"] = rows.to(p.device, wide, copy=True)
+        return found
+
+
+def _dtype_of_products(wide: torch.dtype, on_cuda: bool) -> torch.dtype:
+    return torch.bfloat16 if on_cuda and wide == torch.float32 else wide
+
+
+def _whole_shape(p: Tensor) -> torch.Size:
+    engine = engine_of_parameter(p)
+    return p.shape if engine is None else engine.shards.whole_shape(p)
+
+
+def _rows_scaled(x: Tensor, by: Tensor) -> Tensor:
+    """Rows times numbers, with the norm of x."""
+    wide = x.to(by.dtype)
+    scaled = wide * by[:, None]
+    norms = [row.square().sum(1).sum() for row in (wide, scaled)]
+    return (scaled * (norms[0] / norms[1].clamp(min=1e-30)).sqrt()).to(x.dtype)
+
+
+def muon_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """A model's trained parameters as groups for fastpar.Muon.
+
+    Matrices of linear layers inside of a list of blocks are Muon's; of those, layers with three
+    times as many outputs as inputs are q, k and v. All others are AdamW's: two dims and more with
+    weight decay, the rest without.
+
+    Raises:
+        ValueError: a model without linear layers in a list of blocks.
+    """
+    names = parameter_names(model)
+    kinds: dict[nn.Parameter, tuple[int, bool]] = {}
+    embedded = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if weight not in names or weight in embedded or weight.dim() != 2:
+            continue
+        if not any(part.isdecimal() for part in name.split(".")):
+            continue
+        transposed = is_conv1d(module)
+        outputs, inputs = _whole_shape(weight)[:: -1 if transposed else 1]
+        kinds[weight] = (3 if outputs == 3 * inputs else 1), transposed
+    trained = [p for p in names if p.requires_grad]
+    if not any(p in kinds for p in trained):
+        raise ValueError(
+            f"muon_groups: expected linear layers in a list of blocks, got {type(model).__name__} "
+            "without; make groups yourself, with adamw=True for what is no hidden matrix"
+        )
+    groups: dict[Any, dict[str, Any]] = {}
+    for p in trained:
+        options: dict[str, Any] = {"adamw": True}
+        if p in kinds:
+            options = {"matrices": kinds[p][0], "transposed": kinds[p][1]}
+        elif p.dim() < 2:
+            options["weight_decay"] = 0.0
+        groups.setdefault(tuple(options.items()), {"params": [], **options})["params"].append(p)
+    return list(groups.values())
