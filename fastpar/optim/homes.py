@@ -154,7 +154,7 @@ class Homes:
             return {p: slices[p] for p in mine}
         split = [p for p in slices if declared.is_split(p)]
         parts = [[slices[p] for p in split if self.home[p].tp == t] for t in range(self.n_tp)]
-        joined = [p for p in split if p in mine]
+        joined = [p for p in split if self.home[p] == self.me]
         sizes = [sum(p.numel() for p in joined)] * self.n_tp
         message = self._launch(self.tp, parts, sizes, tag)
         rows = _split(message, [[p.numel() for p in joined]] * self.n_tp)
@@ -190,8 +190,9 @@ class Homes:
         return self._unpacked(by_home, message, lambda p: p.numel())
 
     def _send_pieces(self, batch: list[Tensor], slices: dict, tag: int) -> _Message:
+        mine = self._in_column(batch)
         parts = [
-            [x for p in slices for x in (slices[p][0][slice(*self._range(p, r))], slices[p][1])]
+            [x for p in mine for x in (slices[p][0][slice(*self._range(p, r))], slices[p][1])]
             for r in range(self.n_dp)
         ]
         sizes = [

@@ -129,6 +129,7 @@ class Muon(AdamW):
             "adamw": False,
         }
         super().__init__(params, master_weights=master_weights, max_grad_norm=max_grad_norm)
+        self.defaults |= self._own  # of groups in a loaded state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, with the options of its kind."""
@@ -278,7 +279,7 @@ class Muon(AdamW):
             for p in group["params"]
             if engine_of_parameter(p) is engine
         ]
-        if engine not in known or list(known[engine].home) != params:
+        if engine not in known or list(map(id, known[engine].home)) != list(map(id, params)):
             costs = [self._cost(p) for p in params]
             extra = [self._extra(p) for p in params]
             known[engine] = Homes(engine, params, costs, extra)

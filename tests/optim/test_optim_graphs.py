@@ -83,7 +83,7 @@ def test_a_capture_begins_after_a_first_step(monkeypatch):
     model = build()
     optimizer = AdamW(model.parameters(), **HYPER)
     put_gradients(model, 0)
-    monkeypatch.setattr(optim, "_capturing", lambda device: True)
+    monkeypatch.setattr(optim, "capturing", lambda device: True)
     with pytest.raises(RuntimeError, match=r"expected capturable=True while a CUDA graph"):
         optimizer.step()
     optimizer.param_groups[0]["capturable"] = True
