@@ -1,6 +1,6 @@
 """Where to cut a model, so that the stage with most to do has as little as possible.
 
-    cut([embedding, layer, ..., layer, head], 4) -> layers on each stage, as pp_split has them
+cut([embedding, layer, ..., layer, head], 4) -> layers on each stage, as pp_split has them
 """
 
 from __future__ import annotations

@@ -25,9 +25,7 @@ def test_no_other_cut_is_better(costs, n_stages, head):
     n_stages = min(n_stages, n + 2)
     inner = n_stages - 2
     ways = [
-        [n]
-        if n_stages == 1
-        else [b - a for a, b in itertools.pairwise([0, *ends, n])]
+        [n] if n_stages == 1 else [b - a for a, b in itertools.pairwise([0, *ends, n])]
         for ends in itertools.combinations_with_replacement(range(n + 1), n_stages - 1)
     ]
     ways = [way for way in ways if all(way[1 : 1 + max(0, inner)])]
@@ -37,7 +35,9 @@ def test_no_other_cut_is_better(costs, n_stages, head):
         return max(each), sum(x * x for x in each)
 
     found = cut(costs, n_stages)
-    assert len(found) == n_stages and sum(found) == n and all(found[1:-1])
+    assert len(found) == n_stages
+    assert sum(found) == n
+    assert all(found[1:-1])
     assert order(found) == min(map(order, ways))
 
 
