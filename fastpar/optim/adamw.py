@@ -98,9 +98,9 @@ class AdamW(EngineOptimizer):
             model was parallelized after the optimizer was built.
     """
 
-    _attributes = ("storage", "seed", "zero_grad_in_step")
+    _attributes: tuple[str, ...] = ("storage", "seed", "zero_grad_in_step")
     _in_state_dict = frozenset({"seed"})
-    _not_in_groups = (
+    _not_in_groups: tuple[str, ...] = (
         *("master_weights", "stochastic_rounding", "seed"),
         *("moment_dtype", "max_grad_norm", "zero_grad_in_step"),
     )
@@ -378,4 +378,4 @@ def _count(counters: list[Tensor], by: Tensor | None = None) -> None:
 
 def capturing(device: torch.device) -> bool:
     """Whether a CUDA graph is being captured there."""
-    return device.type == "cuda" and torch.cuda.is_current_streamcapturing()
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -78,7 +78,7 @@ class Homes:
         self.me = Home(mesh.dp_rank % n_shards if self.sharded else mesh.dp_rank, mesh.tp_rank)
         places = assign(costs, self.n_dp * self.n_tp)
         self.home = {p: Home(*divmod(place, self.n_tp)) for p, place in zip(params, places)}
-        self.batches = [
+        self.batches: list[list[Tensor]] = [
             [p for p in bucket.params if p in self.home]
             for bucket in shards.buckets
             if any(p in self.home for p in bucket.params)

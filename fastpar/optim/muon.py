@@ -191,16 +191,17 @@ class Muon(AdamW):
         mine = [row for row in rows if not groups[row.group]["adamw"]]
         if not mine or (found is not None and found.item()):
             return
-        by_engine: dict[Engine | None, list[Row]] = {}
+        together: dict[tuple[Engine | None, torch.dtype], list[Row]] = {}
         for row in mine:
-            by_engine.setdefault(row.engine, []).append(row)
-        for engine, those in by_engine.items():
+            together.setdefault((row.engine, _dtype_of_products(row.param)), []).append(row)
+        for (engine, dtype), those in together.items():
             by_param = {row.param: row for row in those}
             pieces = {p: self._moved(row, factor) for p, row in by_param.items()}
+            results: Iterable[tuple[Tensor, Tensor, Tensor]]
             if engine is None:
                 results = ((p, *self._result(p, x)) for p, x in pieces.items())
             else:
-                results = self._homes(engine).run(pieces, self._result)
+                results = self._homes(engine, dtype).run(pieces, self._result)
             for p, update, squares in results:
                 self._apply(by_param[p], update, squares)
 
@@ -224,7 +225,7 @@ class Muon(AdamW):
         buffer.copy_(moved)
         if group["nesterov"]:
             moved = moved * beta + grad
-        return moved.to(_dtype_of_products(wide, p.is_cuda)).reshape(-1)
+        return moved.to(_dtype_of_products(p)).reshape(-1)
 
     def _result(self, p: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
         """The orthogonal factors of a whole parameter, and its rows' squares."""
@@ -269,21 +270,22 @@ class Muon(AdamW):
         values.sub_(update * (lr * scale))
         store_values(p, state, values)
 
-    def _homes(self, engine: Engine) -> Homes:
-        """Of all matrices of an engine, made at the first step."""
+    def _homes(self, engine: Engine, dtype: torch.dtype) -> Homes:
+        """Of all matrices of an engine with products of a dtype, made at the first step."""
         known = self.__dict__.setdefault("_known_homes", {})
         params = [
             p
             for group in self.param_groups
             if not group["adamw"]
             for p in group["params"]
-            if engine_of_parameter(p) is engine
+            if engine_of_parameter(p) is engine and _dtype_of_products(p) == dtype
         ]
-        if engine not in known or list(map(id, known[engine].home)) != list(map(id, params)):
+        homes = known.get((engine, dtype))
+        if homes is None or list(map(id, homes.home)) != list(map(id, params)):
             costs = [self._cost(p) for p in params]
-            extra = [self._extra(p) for p in params]
-            known[engine] = Homes(engine, params, costs, extra)
-        return known[engine]
+            homes = Homes(engine, params, costs, [self._extra(p) for p in params])
+            known[engine, dtype] = homes
+        return homes
 
     def _cost(self, p: Tensor) -> float:
         """Flops of orthogonalize, a step."""
@@ -297,8 +299,8 @@ class Muon(AdamW):
         if group["row_beta"] is None:
             return 0
         wide = torch.promote_types(p.dtype, torch.float32)
-        products = _dtype_of_products(wide, p.is_cuda)
-        return _whole_shape(p)[int(group["transposed"])] * wide.itemsize // products.itemsize
+        rows = _whole_shape(p)[int(group["transposed"])]
+        return rows * wide.itemsize // _dtype_of_products(p).itemsize
 
     # State
 
@@ -331,8 +333,9 @@ class Muon(AdamW):
         return found
 
 
-def _dtype_of_products(wide: torch.dtype, on_cuda: bool) -> torch.dtype:
-    return torch.bfloat16 if on_cuda and wide == torch.float32 else wide
+def _dtype_of_products(p: Tensor) -> torch.dtype:
+    wide = torch.promote_types(p.dtype, torch.float32)
+    return torch.bfloat16 if p.is_cuda and wide == torch.float32 else wide
 
 
 def _whole_shape(p: Tensor) -> torch.Size:

@@ -191,7 +191,7 @@ def test_grad_scaler_is_refused(stage, how):
 
 @stages
 def test_a_capture_is_refused(stage, monkeypatch):
-    monkeypatch.setattr(optim, "_capturing", lambda device: True)
+    monkeypatch.setattr(optim, "capturing", lambda device: True)
     with pytest.raises(
         RuntimeError, match=rf"zero_stage=0 and tp=1 while a CUDA graph .*, got zero_stage={stage},"
     ):
