@@ -119,7 +119,8 @@ def published() -> Iterator[Published]:
             gpus,
             tp,
             pp,
-            pp_interleave=parts,
+            schedule=_schedule(parts),
+            chunks=parts,
             sequence_parallel=False,
             micro_batch_size=micro,
             grad_accum_steps=batch * tp * pp // gpus // micro,
@@ -135,7 +136,8 @@ def published() -> Iterator[Published]:
                 gpus,
                 tp,
                 pp,
-                pp_interleave=parts,
+                schedule=_schedule(parts),
+                chunks=parts,
                 sequence_parallel=core,
                 micro_batch_size=micro,
                 grad_accum_steps=batch // micro,
@@ -165,6 +167,10 @@ def published() -> Iterator[Published]:
 
 def _smallest_divisor(n: int) -> int:
     return next(k for k in range(2, n + 1) if n % k == 0)
+
+
+def _schedule(parts: int) -> str:
+    return "interleaved" if parts > 1 else "1f1b"
 
 
 def _with_seconds(row: Published, step_s: float) -> Published:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,6 +16,8 @@ import torch
 
 from fastpar.config.config import GPTConfig
 from fastpar.cost.workload import Setup, Workload, vocabulary_rows
+from fastpar.pipeline.schedules import stage_of
+from fastpar.pipeline.stages import equal_split
 from fastpar.sharding.layout import ALIGN, Layout, ParamSpec, build_layout, default_bucket_mb
 
 FIRST_BUCKET_MB = 1.0  # parallelize()'s default
@@ -53,11 +55,14 @@ class GPTBuckets:
     Attributes:
         shapes: of the parameters, in registration order.
         layout: with one shard; BucketKind.padded() knows others.
+        first, last: whether the embedding, the head are among them.
     """
 
     shapes: tuple[tuple[int, ...], ...]
     layout: Layout
     n_layers: int
+    first: bool
+    last: bool
     grad_bytes: int
 
     @functools.cached_property
@@ -105,12 +110,50 @@ def bucket_mb_of(setup: Setup) -> float:
     return default_bucket_mb(setup.dp, setup.transport if setup.dp > 1 else "none")
 
 
-def buckets_of(workload: Workload, setup: Setup) -> GPTBuckets:
-    """The buckets of a rank; of several pipeline stages the last one, which has the head."""
+class RankParts(NamedTuple):
+    """Layers on each chunk of a pipeline's rank; whether the embedding, the head are there too."""
+
+    layers: tuple[int, ...]
+    first: bool
+    last: bool
+
+
+def stage_layers(n_layer: int, setup: Setup) -> Sequence[int]:
+    """Layers on each of the stages."""
+    return setup.pp_split or equal_split(n_layer, setup.pp * setup.chunks)
+
+
+def parts_of(workload: Workload, setup: Setup) -> tuple[RankParts, ...]:
+    """What each rank of a pipeline has."""
+    if setup.pp == 1:
+        return (RankParts((workload.shape.n_layer,), True, True),)
+    split = tuple(stage_layers(workload.shape.n_layer, setup))
+    return _rank_parts(setup.schedule, setup.pp, setup.chunks, split)
+
+
+@functools.lru_cache(4096)
+def _rank_parts(
+    schedule: str, pp: int, chunks: int, split: tuple[int, ...]
+) -> tuple[RankParts, ...]:
+    stages = [[stage_of(schedule, pp, rank, c) for c in range(chunks)] for rank in range(pp)]
+    return tuple(
+        RankParts(tuple(split[s] for s in mine), 0 in mine, pp * chunks - 1 in mine)
+        for mine in stages
+    )
+
+
+def buckets_of(workload: Workload, setup: Setup, parts: RankParts | None = None) -> GPTBuckets:
+    """The buckets of a rank with these parts; None: of the one with most parameters."""
+    if parts is None:
+        table = vocabulary_rows(workload.shape, 1) / (12 * workload.shape.n_embd)
+        parts = max(
+            parts_of(workload, setup), key=lambda p: sum(p.layers) + table * (p.first or p.last)
+        )
     return _buckets(
         workload.shape,
-        -(-workload.shape.n_layer // setup.pp),
-        setup.pp == 1,
+        sum(parts.layers),
+        parts.first,
+        parts.last,
         setup.tp,
         setup.dtype,
         setup.grad_dtype,
@@ -123,7 +166,8 @@ def buckets_of(workload: Workload, setup: Setup) -> GPTBuckets:
 def _buckets(
     shape: GPTConfig,
     n_layers: int,
-    positions: bool,
+    first: bool,
+    last: bool,
     tp: int,
     dtype: str,
     grad_dtype: str,
@@ -135,18 +179,20 @@ def _buckets(
     # parallelize() merges neighbouring units up to the cap of the first bucket.
     block_bytes = sum(map(math.prod, block)) * dtypes[0].itemsize
     merged = max(1, int(FIRST_BUCKET_MB * 2**20) // block_bytes)
-    embeddings = ((vocabulary_rows(shape, tp), width), (shape.block_size, width))[: 1 + positions]
-    shapes = (*embeddings, *block * n_layers, (width,), (width,))
+    embeddings = ((vocabulary_rows(shape, tp), width),) * (first or last)
+    embeddings += ((shape.block_size, width),) * first
+    norm = ((width,), (width,)) * last
+    shapes = (*embeddings, *block * n_layers, *norm)
     units = [1 + by_unit * (layer // merged) for layer in range(n_layers) for _ in block]
     layout = build_layout(
         [ParamSpec((str(i),), s, dtypes[0]) for i, s in enumerate(shapes)],
         bucket_bytes=bucket_mb * 2**20,
         first_bucket_bytes=FIRST_BUCKET_MB * 2**20,
         grad_dtype=dtypes[1],
-        unit_of=[*[_ROOT] * len(embeddings), *units, _ROOT, _ROOT],
+        unit_of=[*[_ROOT] * len(embeddings), *units, *[_ROOT] * len(norm)],
         flags=not by_unit,
     )
-    return GPTBuckets(shapes, layout, n_layers, dtypes[1].itemsize)
+    return GPTBuckets(shapes, layout, n_layers, first, last, dtypes[1].itemsize)
 
 
 def _block_shapes(shape: GPTConfig, tp: int) -> Iterable[tuple[int, ...]]:

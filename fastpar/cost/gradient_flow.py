@@ -71,8 +71,10 @@ def gradient_flow(
             backward.allocate(index)
     at_loss = backward.now
     arrival = iter(buckets.arrival)
-    for _ in range(2):  # the last norm
+    for _ in range(2 * buckets.last):  # the last norm
         backward.take(next(arrival))
+    if buckets.last and not buckets.first:  # the head's table; none of the embedding is added
+        backward.take(buckets.arrival[-1])
     found: tuple[list[tuple[int, int]], ...] = tuple([] for _ in range(N_MOMENTS))
     for left in range(buckets.n_layers, 0, -1):
         tops = [backward.now, 0, 0, 0]
@@ -84,6 +86,8 @@ def gradient_flow(
             if not pairs or top > pairs[-1][1]:
                 pairs.append((left, top))
     at_embedding = backward.now
+    if not buckets.first:
+        return GradientFlow(at_loss, tuple(map(tuple, found)), *[at_embedding] * 3)
     *positions, table = arrival
     for index in positions:
         backward.take(index)

@@ -40,8 +40,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from fastpar.cost.buckets import GPTBuckets, bucket_mb_of, buckets_of
+from fastpar.cost.buckets import GPTBuckets, RankParts, bucket_mb_of, buckets_of, parts_of
 from fastpar.cost.gradient_flow import GradientFlow, gradient_flow
+from fastpar.cost.stage_costs import held_of
 from fastpar.cost.workload import Setup, Workload, vocabulary_rows
 from fastpar.kernels.linear_cross_entropy import default_chunk_rows
 from fastpar.optim.adafactor import BATCH
@@ -90,9 +91,9 @@ def format_bytes(size: float) -> str:
     return f"{size / 1e9:,.1f} GB" if size >= 1e8 else f"{size / 1e6:,.1f} MB"
 
 
-def predict_states(workload: Workload, setup: Setup) -> Memory:
-    """What surely stays between steps; no activations, nothing on its way."""
-    buckets, stage, n = buckets_of(workload, setup), setup.stage, setup.n_shards
+def predict_states(workload: Workload, setup: Setup, parts: RankParts | None = None) -> Memory:
+    """What surely stays between steps; no activations, nothing on its way; see buckets_of()."""
+    buckets, stage, n = buckets_of(workload, setup, parts), setup.stage, setup.n_shards
     whole, shard = buckets.padded(n), buckets.padded(n) / n
     # Padding has no state. A rank can have a little more than its share of what has.
     elements = buckets.elements / (n if stage else 1)
@@ -111,15 +112,21 @@ def predict_states(workload: Workload, setup: Setup) -> Memory:
 def predict_memory(workload: Workload, setup: Setup) -> Memory:
     """The peak of a step, after the first ones (which make the optimizer's state).
 
-    Of pipeline stages (one forward, one backward in turn) the first keeps pp micro-batches and the
-    last has the head; that is rough, for figures that others published.
+    Of a pipeline, on the rank that needs most: each with the parameters of its stages, a table that
+    the first and the last one share counted on both ranks, and the micro-batches that its
+    schedule holds.
     """
-    last = _Peak(workload, setup, kept_batches=1, head=True).memory()
-    if setup.pp == 1:
-        return last
-    kept = min(setup.pp, setup.grad_accum_steps)
-    first = _Peak(workload, setup, kept_batches=kept, head=False).memory()
-    return max(first, last, key=lambda memory: memory.total)
+    return max(predict_ranks(workload, setup), key=lambda memory: memory.total)
+
+
+def predict_ranks(workload: Workload, setup: Setup) -> list[Memory]:
+    """predict_memory() of each rank of a pipeline; with pp=1 of the one there is."""
+    what = setup.schedule, setup.pp, setup.grad_accum_steps, setup.chunks
+    held = held_of(*what) if setup.pp > 1 else [(1,)]
+    return [
+        _Peak(workload, setup, parts, counts).memory()
+        for parts, counts in zip(parts_of(workload, setup), held)
+    ]
 
 
 def _adafactor_scratch(setup: Setup, buckets: GPTBuckets) -> float:
@@ -149,14 +156,15 @@ class _Peak:
     """The moments where the peak can be; see the top of the file.
 
     Args:
-        kept_batches: micro-batches whose activations a pipeline stage keeps.
-        head: whether the stage has the loss.
+        parts: of the rank; held: micro-batches whose activations each of its chunks keeps.
     """
 
-    def __init__(self, workload: Workload, setup: Setup, *, kept_batches: int, head: bool) -> None:
+    def __init__(
+        self, workload: Workload, setup: Setup, parts: RankParts, held: tuple[int, ...]
+    ) -> None:
         shape, tp = workload.shape, setup.tp
-        self.workload, self.setup, self.head = workload, setup, head
-        self.buckets = buckets_of(workload, setup)
+        self.workload, self.setup, self.parts = workload, setup, parts
+        self.head, self.buckets = parts.last, buckets_of(workload, setup, parts)
         self.layers, self.mode = self.buckets.n_layers, setup.activation_checkpointing
         self.on_gpu, self.item = setup.device_type == "cuda", setup.weight_bytes
         self.sp = tp > 1 and setup.sequence_parallel
@@ -177,7 +185,8 @@ class _Peak:
         self.batch = 16 * self.n  # idx and targets
         self.flow = self._gradient_flow()
         # What the other micro-batches of a pipeline keep meanwhile.
-        self.others = (kept_batches - 1) * self._kept(self.layers)
+        self.others = sum(n * self._kept(layers) for n, layers in zip(held, parts.layers))
+        self.others -= self._kept(self.layers)
 
     def _gradient_flow(self) -> GradientFlow:
         setup, stage = self.setup, self.setup.stage
@@ -197,7 +206,7 @@ class _Peak:
         """What stays, and the largest moment."""
         top = max(self._moments(), key=sum)
         return replace(
-            predict_states(self.workload, self.setup),
+            predict_states(self.workload, self.setup, self.parts),
             activations=round(top.activations),
             loss=round(top.loss),
             buckets=round(top.buckets) + (_CUBLAS if self.on_gpu else 0),
@@ -206,7 +215,8 @@ class _Peak:
 
     def _moments(self) -> Iterator[_Moment]:
         yield from self._blocks()
-        yield from self._embedding()
+        if self.parts.first:
+            yield from self._embedding()
         if self.head:
             yield self._loss()
             yield self._dweight()
@@ -271,7 +281,8 @@ class _Peak:
 
     def _waiting(self) -> float:
         """The head's gradient and workspace, until the embedding's gradient is there."""
-        return self.item * self.table * self.head + self._standing
+        waits = self.parts.first and self.parts.last
+        return self.item * self.table * waits + self._standing
 
     def _block(self) -> tuple[float, ...]:
         """The most that a block's backward has on top of what is kept up to it, at each moment."""

@@ -2,7 +2,7 @@
 
 Op and CommOp are the words between those who count (here), those who know a machine (Rates) and
 those who add up (step_time.py). Counted is what fastpar's own ops and engine do, on the rank that
-has most to do: of pipeline stages the last one, which has the loss.
+has most to do; of pipeline stages the mean, fractions of the loss and of the embedding included.
 
 Shape legend as in gpt.py; N is the tokens of a micro-batch, t is tp. Under sequence parallelism
 norms see N/t of them.
@@ -65,8 +65,9 @@ class CommOp(NamedTuple):
     axis: "dp", "shard", "copies" (of shards), "tp", "pp" or "control".
     bytes: of the whole tensor (of all_gather: gathered; of reduce_scatter: before it).
     ranks: of the group; stride: distance of neighbours in the group, in global ranks.
-    under: what can hide it: "forward", "backward" or "" (nothing: the rank waits). Along tp the
-        product beside it, else the pass of the micro-batches that communicate.
+    under: what can hide it: "forward", "backward", "schedule" (a pipeline's other operations) or ""
+        (nothing: the rank waits). Along tp the product beside it, else the pass of the
+        micro-batches that communicate.
     """
 
     kind: str
@@ -120,7 +121,7 @@ def _passes(shape: GPTConfig, *decides: Any) -> tuple[Op, ...]:
     width, seq_len = shape.n_embd, shape.block_size
     rows = micro * seq_len
     mine = -(-rows // t) if sequence_parallel else rows
-    layers = n_micro * -(-shape.n_layer // pp)
+    layers, ends = n_micro * shape.n_layer / pp, n_micro / pp
     vocab, heads = vocabulary_rows(shape, t), shape.heads_of_rank(t)
     features = heads * shape.head_dim
     norm = _elementwise("layer_norm", (mine, width), 8.0, (4, 4), item)
@@ -140,12 +141,11 @@ def _passes(shape: GPTConfig, *decides: Any) -> tuple[Op, ...]:
     for forward, _ in modes[mode]:
         found[forward._replace(direction="recompute")] += layers
     for op in (*norm, *_loss(rows, width, vocab, item, device)):
-        found[op] += n_micro
-    if pp == 1:
-        table = float(vocab * width * item)  # of whose gradient most rows are zeros
-        moved = 3.0 * rows * width * item
-        found[Op("embedding", (rows, width), "forward", 0.0, moved, 1)] = n_micro
-        found[Op("embedding", (rows, width), "backward", 0.0, moved + table, 1)] = n_micro
+        found[op] += ends
+    table = float(vocab * width * item)  # of whose gradient most rows are zeros
+    moved = 3.0 * rows * width * item
+    found[Op("embedding", (rows, width), "forward", 0.0, moved, 1)] = ends
+    found[Op("embedding", (rows, width), "backward", 0.0, moved + table, 1)] = ends
     return tuple(op._replace(count=count) for op, count in found.items())
 
 
@@ -282,11 +282,13 @@ def _along_tp(workload: Workload, setup: Setup) -> Iterator[CommOp]:
 
 
 def _along_pp(workload: Workload, setup: Setup) -> Iterator[CommOp]:
-    """On paper: a stage's output forward, its gradient back; and the two copies of the table."""
+    """A stage's output forward, its gradient back; the sum of both copies of the table."""
     tokens, width = setup.micro_batch_size * workload.seq_len, workload.shape.n_embd
     stride, t = setup.tp * setup.dp, setup.tp
     n_bytes = float(tokens * width * setup.weight_bytes) / t
-    count = 2 * setup.grad_accum_steps * setup.pp_interleave
-    yield CommOp("send", "pp", n_bytes, setup.pp, stride, count, "")
+    count = 2 * setup.grad_accum_steps * setup.chunks
+    yield CommOp("send", "pp", n_bytes, setup.pp, stride, count, "schedule")
+    if setup.schedule == "zb-v":  # rank 0 has the first and the last stage
+        return
     table = float(vocabulary_rows(workload.shape, t) * width * setup.wire_bytes)
     yield CommOp("all_reduce", "pp", table, 2, stride * (setup.pp - 1), 1, "")

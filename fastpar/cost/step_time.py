@@ -4,10 +4,9 @@
 it, in the compute time of the micro-batches that it has: sums of accumulate="full" have the last
 backward, gathers of stages 1 and 2 the first forward, others all. What is under nothing, like the
 last bucket, the rank waits for. Along tp only the products of column layers run beside it.
-[Note: bubble] p stages that each have m micro-batches wait (p - 1) / m of the time that they work,
-with v parts of the layers in turns (p - 1) / (v m).
-
-Source: Narayanan et al. 2021, arXiv 2104.04473, section 2.2 (the bubble)
+[Note: bubble] Parts are those of a pipeline's mean rank; the bubble is the rest of the makespan of
+its schedule, which pipeline/simulator.py goes through with each stage's costs. Also in it are the
+time that messages take, and what the slowest stage has to do more than the mean.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from fastpar.config.settings import check_at_least
 from fastpar.cost.devices import Cluster
 from fastpar.cost.operations import CommOp, Op, Rates, comm_ops_of, ops_of
+from fastpar.cost.stage_costs import PassCosts
 from fastpar.cost.workload import Setup, Workload
 
 _COLUMN_SHARE = 7 / 12  # of a layer's products: 3 + 4 of 12 C**2 are in column layers
@@ -47,17 +47,6 @@ class StepTime:
     parts: dict[str, float]
     tokens_per_s: float
     mfu: float | None
-
-
-def bubble_fraction(pp: int, n_micro: int, interleave: int = 1) -> float:
-    """Part of the time that a pipeline's stages work which they wait; see [Note: bubble].
-
-    Raises:
-        ValueError: a number below 1.
-    """
-    values = {"pp": pp, "n_micro": n_micro, "interleave": interleave}
-    check_at_least("bubble_fraction", values, dict.fromkeys(values, 1), "count from 1")
-    return (pp - 1) / (n_micro * interleave)
 
 
 def predict_step(workload: Workload, setup: Setup, rates: Rates) -> StepTime:
@@ -94,17 +83,25 @@ def time_of(
 ) -> StepTime:
     """The time of a step that consists of these operations and this communication."""
     parts, column_s = dict.fromkeys(_PARTS, 0.0), 0.0
+    kinds = PassCosts() if setup.pp > 1 else None
     for op in ops:
         seconds = rates.op_s(op) * op.count
         parts[op.name if op.name in _PARTS else op.direction] += seconds
+        if kinds:
+            kinds.add(op, seconds)
         if op.name == "matmul" and op.direction == "backward":
             column_s += seconds * _COLUMN_SHARE
     compute_s = sum(parts.values())
+    comms = list(comms)
     comm_s, exposed = _exposed(setup, rates, comms, parts, column_s)
     parts.update(exposed)
-    working = sum(parts[p] for p in ("forward", "backward", "recompute", "loss", "tp", "pp"))
-    wait = bubble_fraction(setup.pp, setup.grad_accum_steps, setup.pp_interleave)
-    parts["bubble"] = wait * working
+    parts["bubble"] = 0.0
+    if kinds:
+        message_s = max((rates.comm_s(c) for c in comms if c.under == "schedule"), default=0.0)
+        waited = exposed["tp"] + sum(
+            rates.comm_s(c) * c.count for c in comms if c.kind == "send" and not c.under
+        )
+        parts["bubble"] = kinds.bubble_s(workload.shape.n_layer, setup, waited, message_s)
     parts["other"] = rates.overhead_s(workload, setup)
     step_s = sum(parts.values())
     tokens_per_s, peak, mfu = workload.tokens_per_step / step_s, rates.peak_flops, None
@@ -125,6 +122,8 @@ def _exposed(
     for comm in comms:
         seconds = rates.comm_s(comm) * comm.count
         total += seconds
+        if comm.under == "schedule":  # see [Note: bubble]
+            continue
         if not comm.under:
             exposed[comm.axis if comm.axis in _EXPOSED else "dp"] += seconds
         elif comm.axis == "tp":

@@ -66,8 +66,9 @@ class Setup:
     none is "auto".
 
     Attributes:
-        pp: pipeline stages; the runtime has none, only figures published by others need them.
-        pp_interleave: parts of the layers that each stage has, in turns with the others.
+        pp: ranks of a pipeline. schedule, chunks: see pipeline/schedules.py; the micro-batches are
+            those of grad_accum_steps.
+        pp_split: layers on each of the pp * chunks stages; None: equal numbers.
         bucket_mb: None: the runtime's default.
         master_weights: "none", "full" or "remainder".
         device_type: "cuda" or "cpu".
@@ -77,7 +78,9 @@ class Setup:
     world_size: int = 1
     tp: int = 1
     pp: int = 1
-    pp_interleave: int = 1
+    schedule: str = "1f1b"
+    chunks: int = 1
+    pp_split: tuple[int, ...] | None = None
     zero_stage: int = 0
     shard_size: int | None = None
     sequence_parallel: bool = True

@@ -248,7 +248,7 @@ def test_the_bucket_that_is_complete_last_hides_nowhere():
 
 
 def test_stages_on_paper():
-    setup = Setup(world_size=16, pp=4, tp=2, grad_accum_steps=8, pp_interleave=2)
+    setup = Setup(world_size=16, pp=4, tp=2, grad_accum_steps=8, schedule="interleaved", chunks=2)
     send, table = (s for s in comm_ops_of(LARGE, setup) if s.axis == "pp")
     assert (send.count, send.stride) == (2 * 8 * 2, 4)
     assert send.bytes == LARGE.seq_len * LARGE.shape.n_embd * 2 / 2

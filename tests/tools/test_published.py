@@ -45,6 +45,7 @@ def test_rows_are_as_their_sources_have_them():
     assert {row.device for row in ROWS if row.family == "llm.c"} == {"a100", "h100"}
 
 
+@pytest.mark.slow  # a simulation of each pipeline and number
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_left_out_is_predicted_from_the_others(family, monkeypatch):
     """`reached` of A100 fitted to the other families' rows alone."""
