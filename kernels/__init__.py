@@ -51,6 +51,7 @@ else:
     )
     from fastpar.kernels.embedding import embedding
     from fastpar.kernels.gelu import bias_gelu
+    from fastpar.kernels.gelu_mlp import gelu_mlp
     from fastpar.kernels.global_norm import global_norm
     from fastpar.kernels.layer_norm import (
         layer_norm,
@@ -80,6 +81,7 @@ else:
         "draw_key",
         "dropout",
         "embedding",
+        "gelu_mlp",
         "global_norm",
         "keep_freed_memory",
         "keep_mask",

@@ -51,6 +51,10 @@ OPS = {
     "residual_layer_norm": ("cpp: layer_norm_cpu.cpp", "triton: layer_norm_triton.py"),
     "residual_rms_norm": ("cpp: layer_norm_cpu.cpp", "triton: layer_norm_triton.py"),
     "bias_gelu": ("cpp: gelu_cpu.cpp (tanh form); torch (erf form)", "triton: gelu_triton.py"),
+    "gelu_mlp": (
+        "{gemm} (fp32) or torch (16 bits), cpp: gelu_cpu.cpp between",
+        "torch, triton: gelu_triton.py between; cublasLt's epilogues where proven faster",
+    ),
     "embedding": ("torch; cpp: dropout_cpu.cpp", "triton: embedding_triton.py"),
     "linear": ("{gemm} (fp32); torch (16 bits)", "torch"),
     "cross_entropy": ("cpp: cross_entropy_cpu.cpp", "triton: cross_entropy_triton.py"),

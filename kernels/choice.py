@@ -126,6 +126,11 @@ def may_run(op: str, x: Tensor) -> bool:
     return proof.chosen == OWN
 
 
+def is_proven(op: str, x: Tensor) -> bool:
+    """may_run() for an op with a complete other form: while others are tried, that one serves."""
+    return (not _trying or op in _trying) and may_run(op, x)
+
+
 def server(op: str, x: Tensor, direction: int) -> str:
     """Who serves a call that may_run(): direction 0 forward, 1 backward."""
     if _trying:

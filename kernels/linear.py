@@ -9,15 +9,27 @@ AVX-512 on Intel machines only. On other makers' AVX-512 machines the products a
 oneDNN, which torch also has, is as fast but allocates every result and sums in one long chain, so
 that its error is 2 to 3 times MKL's; ours is below MKL's. They read any strides.
 Saved for backward: x and weight, the inputs.
+
+[Note: epilogues] cublasLt can change a product before it is stored, which saves a pass over it.
+Used where a proof allows it (use_epilogues), with 16-bit tensors on CUDA, by csrc/linear_lt.cpp:
+    GELU_AUX_BIAS  aux = a @ b + vector, result gelu(aux), in the tanh form
+    DGELU_BGRAD    result (a @ b) * gelu'(aux), vector = its sums over the rows
+    BGRADB         result a @ b, vector = the sums of a over its columns
 """
+
+import functools
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fastpar.kernels import _C, backend
-from fastpar.kernels.backend import has_gemm
-from fastpar.kernels.op import define_autograd, define_op, refuse_double_backward
+from fastpar.kernels.backend import DTYPE_CODES, has_gemm
+from fastpar.kernels.choice import is_proven, is_real
+from fastpar.kernels.op import define_autograd, define_op, is_plain, refuse_double_backward
+
+GELU_AUX_BIAS, DGELU_BGRAD, BGRADB = 164, 208, 512  # cublasLtEpilogue_t
+_WORKSPACE_BYTES = 32 << 20  # as NVIDIA recommends for sm_90
 
 # Multiply-adds of a product from which ours is faster than MKL's: measured equal at 64^3.
 _OURS_FROM = 1 << 18
@@ -69,6 +81,60 @@ def add_matmul_(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
     if not use_gemm(a, a.shape[0], b.shape[1], a.shape[1]):
         return out.addmm_(a, b)
     _gemm(a, b, out, None, accumulate=True)
+    return out
+
+
+@functools.cache
+def why_no_epilogues() -> str:
+    """Why cublasLt cannot be opened here, "" where it is open."""
+    if _C is None or torch.version.cuda is None:
+        return "no compiled module" if _C is None else "this torch has no CUDA"
+    return str(_C.open_lt(f"libcublasLt.so.{torch.version.cuda.partition('.')[0]}"))
+
+
+def use_epilogues(op: str, *tensors: Tensor) -> bool:
+    """Whether op is served by cublasLt's epilogues, for these operands and vectors; see the note.
+
+    Not while a graph is traced, where torch.compile fuses what it is given; not with a backend that
+    is forced.
+    """
+    x = tensors[0]
+    if x.dtype not in (torch.bfloat16, torch.float16) or backend.choice != "auto":
+        return False
+    if not (x.is_cuda or backend.cuda_on_cpu) or not x.numel():
+        return False
+    for t in tensors:
+        if t.dtype != x.dtype or t.device != x.device or not (is_real(t) and is_plain(t)):
+            return False
+        if not t.is_contiguous() or t.shape[-1] % 8 or t.data_ptr() % 16:
+            return False
+    return not why_no_epilogues() and is_proven(op, x)
+
+
+def matmul_lt(
+    a: Tensor, b: Tensor, epilogue: int, vector: Tensor, aux: Tensor | None = None
+) -> Tensor:
+    """a [M, K] @ b [K, N] with an epilogue, outside autograd; see the note for vector and aux.
+
+    a and b have a stride of 1 in one dimension, aux is [M, N] and contiguous.
+    """
+    out = a.new_empty(a.shape[0], b.shape[1])
+    workspace = a.new_empty(_WORKSPACE_BYTES, dtype=torch.uint8)
+    with torch.cuda.device_of(a):
+        _C.matmul_lt(
+            (a.data_ptr(), *a.stride()),
+            (b.data_ptr(), *b.stride()),
+            out.data_ptr(),
+            vector.data_ptr(),
+            0 if aux is None else aux.data_ptr(),
+            (*out.shape, a.shape[1]),
+            DTYPE_CODES[a.dtype],
+            epilogue,
+            a.get_device(),
+            workspace.data_ptr(),
+            _WORKSPACE_BYTES,
+            backend.cuda_stream(a),
+        )
     return out
 
 

@@ -25,6 +25,13 @@ def bias_gelu_ref(x: Tensor, bias: Tensor | None = None, *, approximate: str = "
     return 0.5 * u * (1 + torch.erf(u / math.sqrt(2)))
 
 
+def gelu_mlp_ref(
+    x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor | None = None
+) -> Tensor:
+    """gelu(x @ weight1.T + bias1) @ weight2.T + bias2."""
+    return linear_ref(bias_gelu_ref(linear_ref(x, weight1, bias1)), weight2, bias2)
+
+
 def cross_entropy_ref(
     logits: Tensor,
     targets: Tensor,

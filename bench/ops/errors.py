@@ -33,6 +33,7 @@ from fastpar.doctor.cases import (
     gelus,
     linears,
     losses,
+    mlps,
     norms,
 )
 from fastpar.testing import gpu_arithmetic
@@ -106,7 +107,11 @@ def cases(device: str, *, interpreted: bool = False, quick: bool = False) -> lis
             *embeddings(2, 12, (48,), 64, device),
             *dropouts((2, 3, 40), device),
         ]
-        return found if interpreted else [*found, *linears(16, ((32, 48),)), *adamw_steps(1003)]
+        return (
+            found
+            if interpreted
+            else [*found, *linears(16, ((32, 48),)), *mlps(16, 32), *adamw_steps(1003)]
+        )
     shapes = (
         *((1, 1024, 1024, 2, 2, 64), (1, 1024, 1024, 1, 1, 128), (2, 1, 1, 3, 3, 64)),
         *((2, 127, 127, 3, 1, 16), (2, 63, 63, 2, 2, 40), (2, 5, 200, 2, 2, 64)),
@@ -119,6 +124,7 @@ def cases(device: str, *, interpreted: bool = False, quick: bool = False) -> lis
         *embeddings(2, 256, (768, 1600), 4096, device),
         *dropouts((2, 32, 768), device),
         *linears(256, ((768, 2304), (768, 3072), (3072, 768), (127, 1))),
+        *mlps(256, 768),
         *adamw_steps(100_003),
     ]
 

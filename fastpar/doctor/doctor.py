@@ -31,6 +31,7 @@ from fastpar.doctor.trial import FUSED_BY_COMPILE, SLOWER, prove
 from fastpar.doctor.warm import warm
 from fastpar.kernels import backend, choice
 from fastpar.kernels.choice import OWN, STOCK, Case, Proof
+from fastpar.kernels.linear import why_no_epilogues
 
 MOST_ROWS = 1 << 15  # of a timed call
 
@@ -242,6 +243,8 @@ def cases_of_model(
     }  # fmt: skip
     if device == "cuda":  # on a CPU it is torch's
         model["embedding"] = C
+        if tp == 1 and not why_no_epilogues():
+            model["gelu_mlp"] = C
     flat = ("adamw_step_", "global_norm", "pack_", "unpack_", "accumulate_", "sum_shards")
     return [
         *(Case(device, op, dtype, size) for op, size in model.items()),

@@ -18,6 +18,7 @@ from fastpar.doctor.cases import (
     embeddings,
     gelus,
     losses,
+    mlps,
     norms,
 )
 from fastpar.kernels import accumulate_, global_norm, pack_, reference, sum_shards, unpack_
@@ -100,6 +101,7 @@ def proof_cases(op: str, size: int, device: str, rows: int) -> list[ErrorCase]:
             lambda n: norms(n, (size,), device),
         ),
         "bias_gelu": lambda n: gelus(n, (size,)),
+        "gelu_mlp": lambda n: mlps(n, size),
         "embedding": lambda n: embeddings(1, n, (size,), 4096, device),
         "attention": lambda n: _attention_proofs(n, size, device, masked=False),
         "attention_masked": lambda n: _attention_proofs(n, size, device, masked=True),

@@ -49,6 +49,7 @@ from fastpar.kernels import (
     draw_key,
     dropout,
     embedding,
+    gelu_mlp,
     layer_norm,
     linear,
     linear_cross_entropy,
@@ -173,6 +174,9 @@ class MLP(nn.Module):
         }
 
     def forward(self, y: Tensor) -> Tensor:
+        if self.tp is None:
+            fc, proj = self.c_fc, self.c_proj
+            return gelu_mlp(y, fc.weight, fc.bias, proj.weight, proj.bias)
         y = bias_gelu(column_linear(y, self.c_fc.weight, tp=self.tp), self.c_fc.bias)  # [..., F/tp]
         return row_linear(y, self.c_proj.weight, self.c_proj.bias, self.tp)  # [..., C]
 
