@@ -3,7 +3,7 @@
     python -m bench                          all of them on the GPU if there is one, or on the CPU
     python -m bench layer_norm train:6x384   one bench; one case of one
     python -m bench --commit-results         rows go to bench/results, which the README shows
-    python -m bench attention --tune         tiles of the attention kernels (bench/ops/tune.py)
+    python -m bench tune                     alternatives that a GPU decides (bench/ops/tune.py)
     python -m bench errors                   errors against fp64 (bench/ops/errors.py)
     python -m bench launches                 kernel launches of a step (bench/compiler/launches.py)
     python -m bench report                   tables and pictures from results
@@ -47,6 +47,7 @@ COMMANDS = {  # which are no benches: module with a main()
     "ingest": "bench.ingest",
     "launches": "bench.compiler.launches",
     "report": "bench.report.report",
+    "tune": "bench.ops.tune",
 }
 
 
@@ -76,7 +77,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--time-limit", type=float, help="seconds for each bench")
     parser.add_argument("--total-limit", type=float, help="seconds for all benches together")
     parser.add_argument("--here", action="store_true", help="in this process, without a limit")
-    parser.add_argument("--tune", action="store_true", help="attention on a GPU: choose its tiles")
     args = parser.parse_args(argv)
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     args.names = args.names or names()
@@ -85,16 +85,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             raise ValueError(
                 f"bench: expected one of {', '.join(names())}, got name={name}; choose one of these"
             )
-    if args.tune and [name.partition(":")[0] for name in args.names] != ["attention"]:
-        raise ValueError(
-            f"bench: expected attention alone with --tune, got names={' '.join(args.names)}; "
-            "run `python -m bench attention --tune`"
-        )
-    if args.tune and args.device != "cuda":
-        raise RuntimeError(
-            f"bench: expected a GPU with --tune, got device={args.device}; tiles are chosen by "
-            "their time on the GPU that they serve"
-        )
     if args.device == "cuda" and not torch.cuda.is_available():
         raise RuntimeError("bench: expected a GPU, got device=cuda without one; use --device cpu")
     if args.commit_results and (args.quick or args.out):
@@ -157,20 +147,6 @@ def run_all(args: argparse.Namespace) -> dict[str, str]:
     return failures
 
 
-def tune(args: argparse.Namespace) -> int:
-    from bench.ops import tune as attention_tiles
-    from fastpar.doctor.clocks import clock_for
-
-    print(machine_line(machine(args.device)), flush=True)
-    attention_tiles.run(
-        clock_for(args.device),
-        only=args.names[0].partition(":")[2],
-        write=args.commit_results,
-        limit_s=args.total_limit or float("inf"),
-    )
-    return 0
-
-
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in COMMANDS:
@@ -182,8 +158,6 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, RuntimeError) as error:
         print(error, file=sys.stderr)
         return 2
-    if args.tune:
-        return tune(args)
     if args.here:
         run_here(args.names[0], args)
         return 0

@@ -96,15 +96,15 @@ def speed(device: str, quick: bool, folder: Path) -> list[Step]:
 
 
 def details(device: str, quick: bool, folder: Path) -> list[Step]:
-    """Part 3: tiles, single ops, what hides behind emulated links."""
+    """Part 3: the tuning list, single ops, what hides behind emulated links."""
     on = ["--device", device, *["--quick"] * quick]
     rows = [*on, "--out", str(folder / "rows.json")]
-    tune = ["-m", "bench", "attention", "--tune", "--commit-results"]
-    if device == "cpu":
-        tune = ["-c", "print('tiles are chosen on a GPU')"]
+    tune = ["-m", "bench", "tune", "--out", str(folder / "proofs.json"), "--device", device]
+    tune += ["--minutes", "2.2", "--commit-results"] if device == "cuda" else ["--minutes", "0.2"]
+    tune += ["bias_gelu"] * quick
     errors = ["-m", "bench", "errors", *on, "--out", str(folder / "errors.json")]
     return [
-        Step("tiles", tune, 150, shown=r"->|best|candidates|GPU"),
+        Step("tuning list", tune, 150, shown=r"^==|chosen|refused|not "),
         Step("ops", ["-m", "bench", *_OPS, *rows], 180, 90, shown="fastpar"),
         Step("errors", errors, 60, shown="fails|rows in"),
         Step("emulated links", ["-m", "bench", "emulated", *rows], 90, 45, shown="fastpar"),
@@ -238,7 +238,8 @@ def main(argv: list[str] | None = None) -> int:
             part.run(step, sum(later.least_s for later in steps[at + 1 :]))
             archive = part.archive()
         if number == 3 and args.device == "cuda":
-            shutil.copy(ROOT / "kernels" / "attention_configs.json", part.folder)
+            for table in (ROOT / "kernels").glob("*.json"):
+                shutil.copy(table, part.folder)
             archive = part.archive()
         print("\n".join(part.summary()))
         print(f"archive: {archive}", flush=True)

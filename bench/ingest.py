@@ -1,8 +1,8 @@
 """`python -m bench ingest ARCHIVE ...`: what `make gpu` brought back becomes the project's results.
 
 Rows go to bench/results (a file for each machine and day), the error ledger to its errors/, proofs
-to fastpar/doctor/shipped, where they save the trial on that GPU, tuned tiles to
-kernels/attention_configs.json, the summary and the profile to bench/results/gpu. Then the tables
+to fastpar/doctor/shipped, where they save the trial on that GPU, tuned tables to kernels/, the
+summary and the profile to bench/results/gpu. Then the tables
 and pictures are drawn anew. A rehearsal (--quick) is no result: with --into DIR what it found goes
 there instead, with tables and pictures of its own. An archive is read like any file from outside:
 nothing leaves the folder it is put in.
@@ -17,11 +17,13 @@ import sys
 import tarfile
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from bench.gpu import REHEARSAL
 from bench.ops.errors import ErrorRow
 from bench.records import RESULTS, ROOT, ResultFile, Row, default_path, load
 from fastpar.doctor.table import SHIPPED, file_name
+from fastpar.doctor.warm import TABLES
 
 
 def ingest(archive: Path, results: Path = RESULTS, package: Path = ROOT) -> list[str]:
@@ -63,11 +65,12 @@ def ingest(archive: Path, results: Path = RESULTS, package: Path = ROOT) -> list
                 file.add(*rows)
                 said.append(f"{len(rows)} rows in {file.path.name}")
         if (folder / "proofs.json").exists():
-            said += _ship_proofs(folder / "proofs.json", package)
-        if (folder / "attention_configs.json").exists():
-            (package / "kernels").mkdir(exist_ok=True)
-            shutil.copy(folder / "attention_configs.json", package / "kernels")
-            said.append("tiles in kernels/attention_configs.json")
+            said += ship_proofs(json.loads((folder / "proofs.json").read_text()), package)
+        for name in TABLES:
+            if (folder / f"{name}.json").exists():
+                (package / "kernels").mkdir(exist_ok=True)
+                shutil.copy(folder / f"{name}.json", package / "kernels")
+                said.append(f"choices in kernels/{name}.json")
         (results / "gpu").mkdir(parents=True, exist_ok=True)
         for name in ("summary.txt", "profile/profile.json", "profile/timeline.png"):
             if (folder / name).exists():
@@ -77,14 +80,16 @@ def ingest(archive: Path, results: Path = RESULTS, package: Path = ROOT) -> list
     return said
 
 
-def _ship_proofs(path: Path, package: Path) -> list[str]:
-    content = json.loads(path.read_text())
+def ship_proofs(content: dict[str, Any], package: Path) -> list[str]:
+    """Puts proofs, as `fastpar doctor --json` writes them, where they save the trial."""
     if content["about"]["device"].startswith("CPU"):
         return ["proofs of a CPU are not shipped"]
     name = file_name(content["about"])
     folder = package / SHIPPED.relative_to(ROOT)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / name).write_text(json.dumps({"tried": {}, **content}, indent=1) + "\n")
+    names = ("version", "about", "proofs")
+    shipped = {"tried": {}, **{key: content[key] for key in names}}
+    (folder / name).write_text(json.dumps(shipped, indent=1) + "\n")
     return [f"proofs in fastpar/doctor/shipped/{name}"]
 
 

@@ -1,19 +1,16 @@
-"""Which tile each attention kernel uses on which GPU: attention_configs.json, read once.
+"""Which tile each attention kernel uses on which GPU, and how much it keeps in L2: two tables.
 
-The table is arch -> kernel -> head dim -> variant -> Config. Nothing is timed at a user's first
-step; `python -m bench attention --tune` measures candidates() on a GPU and writes the winners back
-with set_config(). A GPU without a table of its own uses that of table_for().
+attention_configs.json is arch -> kernel -> head dim -> variant -> Config, attention_sections.json
+arch -> Section; config_table.py reads them, `python -m bench tune` writes them.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
-import json
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-PATH = Path(__file__).with_name("attention_configs.json")
+from fastpar.kernels.config_table import ConfigTable
+
 KERNELS = ("fwd", "bwd_dq", "bwd_dkdv")
 HEAD_DIMS = (16, 32, 64, 128)  # padded to a power of 2
 VARIANTS = ("plain", "dropout", "fp32")  # fp32: with and without dropout
@@ -46,92 +43,17 @@ def variant_for(dropout: bool, fp32: bool) -> str:
     return "fp32" if fp32 else "dropout" if dropout else "plain"
 
 
-def _check(key: tuple[str, ...], entry: Any) -> Config:
-    """entry as a Config, or a ValueError that names its place in the table."""
-
-    def refuse(rule: str, name: str, value: Any) -> ValueError:
-        return ValueError(
-            f"attention_configs: expected {rule}, got {name}={value} at {' / '.join(key)}; correct "
-            f"{PATH.name} or restore the one that was installed"
-        )
-
-    if not isinstance(entry, dict) or set(entry) != set(Config._fields):
-        raise refuse(f"the fields {', '.join(Config._fields)}", "entry", entry)
-    config = Config(**entry)
+def _wrong(arch: int, config: Config) -> tuple[str, str] | None:
     for name in ("block_q", "block_k"):
-        if entry[name] not in (16, 32, 64, 128, 256):
-            raise refuse("a power of 2 in [16, 256]", name, entry[name])
+        if getattr(config, name) not in (16, 32, 64, 128, 256):
+            return "a power of 2 in [16, 256]", name
     if config.num_warps not in (1, 2, 4, 8):
-        raise refuse("1, 2, 4 or 8", "num_warps", config.num_warps)
+        return "1, 2, 4 or 8", "num_warps"
     if config.num_stages not in (1, 2, 3, 4, 5):
-        raise refuse("1 to 5", "num_stages", config.num_stages)
-    if config.load not in LOADS or (config.load == "tma" and key[0] != "90"):
-        raise refuse("ptr, or tma in the table 90", "load", config.load)
-    return config
-
-
-@functools.cache
-def load_configs(path: Path) -> dict[tuple[int, str, int, str], Config]:
-    """(arch, kernel, padded head dim, variant) -> Config, all of them, checked.
-
-    Raises:
-        ValueError: a missing, unknown or impossible entry, named.
-    """
-    table = json.loads(path.read_text())
-    configs = {}
-    for arch in SHARED_BYTES:
-        for kernel in KERNELS:
-            for head_dim in HEAD_DIMS:
-                for variant in VARIANTS:
-                    key = (str(arch), kernel, str(head_dim), variant)
-                    entry: Any = table
-                    for name in key:
-                        entry = entry.get(name) if isinstance(entry, dict) else None
-                    configs[arch, kernel, head_dim, variant] = _check(key, entry)
-    return configs
-
-
-@functools.cache
-def get_config(arch: int, kernel: str, head_dim: int, variant: str) -> Config:
-    """The Config of a kernel on a GPU of this compute capability; head_dim already padded."""
-    config = load_configs(PATH)[table_for(arch), kernel, head_dim, variant]
-    return config if arch == 90 else config._replace(load="ptr")
-
-
-def set_config(
-    arch: int, kernel: str, head_dim: int, variant: str, config: Config, path: Path | None = None
-) -> None:
-    """Writes one entry of the table (of PATH by default); calls from now on use it.
-
-    Raises:
-        ValueError: no such place in the table, or an impossible config.
-    """
-    key = (str(table_for(arch)), kernel, str(head_dim), variant)
-    if kernel not in KERNELS or head_dim not in HEAD_DIMS or variant not in VARIANTS:
-        raise ValueError(
-            f"set_config: expected a kernel of {KERNELS}, a head dim of {HEAD_DIMS} and a variant "
-            f"of {VARIANTS}, got place={' / '.join(key)}; choose one of these"
-        )
-    _check(key, config._asdict())
-    path = PATH if path is None else path
-    table = json.loads(path.read_text())
-    table[key[0]][kernel][str(head_dim)][variant] = config._asdict()
-    path.write_text(_render(table))
-    load_configs.cache_clear()
-    get_config.cache_clear()
-
-
-def _render(table: dict[str, Any], depth: int = 3) -> str:
-    """JSON with one Config a line, so that a re-tuned table is a readable difference."""
-
-    def render(node: dict[str, Any], level: int) -> str:
-        if level > depth:
-            return json.dumps(node)
-        pad = "  " * (level + 1)
-        items = (f"{pad}{json.dumps(k)}: {render(v, level + 1)}" for k, v in node.items())
-        return "{\n" + ",\n".join(items) + "\n" + "  " * level + "}"
-
-    return render(table, 0) + "\n"
+        return "1 to 5", "num_stages"
+    if config.load not in LOADS or (config.load == "tma" and arch != 90):
+        return "ptr, or tma in the table 90", "load"
+    return None
 
 
 def candidates(arch: int, kernel: str, head_dim: int, variant: str) -> list[Config]:
@@ -158,3 +80,33 @@ def candidates(arch: int, kernel: str, head_dim: int, variant: str) -> list[Conf
             if rows * head_dim * element_bytes <= SHARED_BYTES[table_for(arch)]:
                 found += [Config(block_q, block_k, num_warps, num_stages, x) for x in loads]
     return found
+
+
+TABLE = ConfigTable(
+    "attention_configs",
+    Config,
+    tuple(SHARED_BYTES),
+    list(itertools.product(KERNELS, HEAD_DIMS, VARIANTS)),
+    _wrong,
+    table_for,
+    candidates,
+    lambda arch, config: config if arch == 90 else config._replace(load="ptr"),
+)
+get_config = TABLE.get  # (arch, kernel, padded head dim, variant) -> Config
+
+
+class Section(NamedTuple):
+    """Keys and values that L2 holds beside the rest; see attention_triton.py [Note: order]."""
+
+    megabytes: int
+
+
+SECTIONS = ConfigTable(
+    "attention_sections",
+    Section,
+    (80, 90),
+    [()],
+    lambda arch, s: None if 1 <= s.megabytes <= 1024 else ("1 to 1024", "megabytes"),
+    lambda arch: 90 if arch >= 90 else 80,
+    lambda arch: [Section(n) for n in (4, 8, 16, 32, 64)],
+)

@@ -44,12 +44,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fastpar.kernels.attention_configs import get_config, variant_for
+from fastpar.kernels.attention_configs import SECTIONS, get_config, variant_for
 from fastpar.kernels.philox_triton import philox_words
 from fastpar.kernels.triton_launch import cdiv, device_key, gpu_arch, launch, next_power_of_2
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-SECTION_BYTES = {80: 16 << 20, 90: 32 << 20}  # of keys and values that L2 holds beside the rest
 
 
 @triton.jit
@@ -337,7 +336,7 @@ def tma_reads(x: Tensor) -> bool:
 def heads_per_section(k: Tensor, group: int, arch: int) -> int:
     """Query heads whose keys and values fit in L2 together; see [Note: order]."""
     each = 2 * k.shape[1] * k.shape[3] * k.element_size()
-    return max(1, SECTION_BYTES[90 if arch >= 90 else 80] // each) * group
+    return max(1, (SECTIONS.get(arch).megabytes << 20) // each) * group
 
 
 def attention_fwd(

@@ -109,13 +109,18 @@ define_autograd(_gelu_mlp, _setup_context, _backward, by_products=2)
 
 
 def gelu_mlp(
-    x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor | None = None
+    x: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    bias2: Tensor | None = None,
 ) -> Tensor:
     """gelu(x @ weight1.T + bias1) @ weight2.T + bias2, GELU in its tanh form.
 
     Args:
         x: [..., C], any dtype that linear takes.
-        weight1: [F, C]; bias1: [F]; weight2: [G, F]; bias2: [G] or None; dtype of x.
+        weight1: [F, C]; weight2: [G, F]; dtype of x.
+        bias1, bias2: [F] and [G], dtype of x, or None.
     Returns:
         y: [..., G]. x, the weights and two tensors [..., F] are kept for backward.
     Raises:
@@ -125,11 +130,10 @@ def gelu_mlp(
     Deterministic: yes, bitwise.
     Oracle: fastpar.kernels.reference.gelu_mlp_ref
     """
-    tensors = [x, weight1, bias1, weight2] + ([] if bias2 is None else [bias2])
     fits = x.shape[-1:] == weight1.shape[1:] and weight1.shape[:1] == weight2.shape[1:]
-    fits = fits and bias1.shape == weight1.shape[:1]
-    fits = fits and (bias2 is None or bias2.shape == weight2.shape[:1])
-    if fits and use_epilogues("gelu_mlp", *tensors):
+    for bias, weight in ((bias1, weight1), (bias2, weight2)):
+        fits = fits and (bias is None or bias.shape == weight.shape[:1])
+    if fits and bias1 is not None and use_epilogues("gelu_mlp", x, weight1, bias1, weight2, bias2):
         y: Tensor = _gelu_mlp(x, weight1, bias1, weight2, bias2)[0]
         return y
     return linear(bias_gelu(linear(x, weight1), bias1), weight2, bias2)

@@ -20,13 +20,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastpar.kernels.gelu_configs import TABLE
 from fastpar.kernels.triton_launch import cdiv, gpu_arch, launch, next_power_of_2, sm_count
 
 _TWO_K = 2 * math.sqrt(2 / math.pi)
@@ -139,26 +140,6 @@ def _bias_gelu_bwd_dbias_kernel(
     tl.store(dbias_ptr + cols, tl.sum(total, 0).to(dbias_ptr.dtype.element_ty), mask=cols < C)
 
 
-class Config(NamedTuple):
-    """Tile and occupancy of one architecture."""
-
-    tile: int  # elements a program has in flight: 16 a thread
-    num_warps: int
-    programs_per_sm: int  # of backward, all resident at once
-
-
-# Bandwidth times latency, by the data sheets: an H200 needs about 25 KB in flight a multiprocessor,
-# an A100 12 KB. A program of backward loads 8 KB at a time; its 80 to 96 registers a thread let
-# five be resident.
-CONFIGS = {80: Config(2048, 4, 4), 90: Config(2048, 4, 5)}
-
-
-@functools.cache
-def config(arch: int) -> Config:
-    """That of the newest listed architecture which is not newer than this one."""
-    return CONFIGS[max((a for a in CONFIGS if a <= arch), default=min(CONFIGS))]
-
-
 @functools.cache
 def block_columns(C: int) -> int:
     """Columns of a tile: the widest that divides C, else that leaves at most 1/16 of it idle."""
@@ -179,7 +160,7 @@ def bias_gelu_fwd(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
     x = x.contiguous()
     y = torch.empty_like(x)
     N, C = _rows_and_columns(x)
-    how, width = config(gpu_arch(x.device)), block_columns(C)
+    how, width = TABLE.get(gpu_arch(x.device)), block_columns(C)
     rows = how.tile // width
     launch(
         _bias_gelu_fwd_kernel,
@@ -203,7 +184,7 @@ def bias_gelu_bwd(dy: Tensor, x: Tensor, bias: Tensor | None, tanh: bool) -> tup
     dy, x = dy.contiguous(), x.contiguous()
     dx = torch.empty_like(x)
     N, C = _rows_and_columns(x)
-    how, width = config(gpu_arch(x.device)), block_columns(C)
+    how, width = TABLE.get(gpu_arch(x.device)), block_columns(C)
     rows, blocks = how.tile // width, cdiv(C, width)
     # Equal ranges of whole tiles, as many as are resident at once.
     parts = max(1, how.programs_per_sm * sm_count(x.device) // max(1, blocks))

@@ -92,18 +92,19 @@ def why_no_epilogues() -> str:
     return str(_C.open_lt(f"libcublasLt.so.{torch.version.cuda.partition('.')[0]}"))
 
 
-def use_epilogues(op: str, *tensors: Tensor) -> bool:
+def use_epilogues(op: str, x: Tensor, *others: Tensor | None) -> bool:
     """Whether op is served by cublasLt's epilogues, for these operands and vectors; see the note.
 
     Not while a graph is traced, where torch.compile fuses what it is given; not with a backend that
     is forced.
     """
-    x = tensors[0]
     if x.dtype not in (torch.bfloat16, torch.float16) or backend.choice != "auto":
         return False
     if not (x.is_cuda or backend.cuda_on_cpu) or not x.numel():
         return False
-    for t in tensors:
+    for t in (x, *others):
+        if t is None:
+            continue
         if t.dtype != x.dtype or t.device != x.device or not (is_real(t) and is_plain(t)):
             return False
         if not t.is_contiguous() or t.shape[-1] % 8 or t.data_ptr() % 16:

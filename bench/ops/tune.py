@@ -1,218 +1,376 @@
-"""`python -m bench attention --tune`: which tile each attention kernel should use on this GPU.
+"""`python -m bench tune`: the tuning list, which a GPU decides: alternatives of ops, as data.
 
-For each kernel, head dim and variant of kernels/attention_configs.json: every candidate that keeps
-the 2x rule is timed at GPT-2's shape, the fastest few are timed against the present entry in turn,
-and the table of all of them is printed. With --commit-results a winner replaces the entry as soon
-as its place is done, so that a run that is stopped keeps what it found.
+Alternatives of two kinds: configs of a table of kernels/ (tiles, warps, stages, L2 sections), and
+implementations of an op (own, torch's, others' attention, cublasLt's epilogues), which proofs
+choose. The list is worked through longest expected gain first, as long as --minutes allow. An
+alternative that breaks the 2x rule or gives other bits in a second call is refused, by the doctor's
+trial; those that are right are timed in turn at GPT-2's shapes, and the fastest is chosen.
 
-    python -m bench attention --tune                        all places, until --total-limit
-    python -m bench "attention:fwd D=64" --tune             places whose name holds this
+    python -m bench tune --minutes 10                   the whole list
+    python -m bench tune "bwd_dq" gelu                  places whose name holds one of these
+    python -m bench tune --alternative "load tma"       only alternatives whose name holds this
+    python -m bench tune --compile 90                   all configs for sm_90, without a GPU
+    python -m bench tune --device cpu                   the CPU's implementations
+
+What was found is in build/bench/tune.json as soon as a place is done. With --commit-results winners
+go to the tables of kernels/, and proofs to fastpar/doctor/shipped, so that a run that is stopped
+keeps what it found. On a GPU a place's configs are compiled by all cores before they are tried.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import functools
+import json
+import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
-from bench.harness import bind
-from bench.records import reason
-from fastpar.doctor.clocks import Call, interleave
-from fastpar.kernels import Rng, attention_qkvpacked, make_key
-from fastpar.kernels.attention_configs import (
-    PATH,
-    Config,
-    candidates,
-    get_config,
-    set_config,
-    table_for,
-)
-from fastpar.kernels.reference import attention_ref
-from fastpar.testing import assert_matches_oracle
+from bench.ingest import ship_proofs
+from bench.records import ROOT, SCRATCH, machine, machine_line, reason
+from fastpar.config.config import GPTConfig
+from fastpar.doctor import doctor, report
+from fastpar.doctor.proof_cases import proof_cases
+from fastpar.doctor.table import VERSION, environment, row_of
+from fastpar.doctor.trial import Way, time_ways, what_is_wrong
+from fastpar.doctor.warm import warm
+from fastpar.kernels import attention_configs, attention_peers, backend, gelu_configs
+from fastpar.kernels.choice import OWN, STOCK, Case, Proof, trying
+from fastpar.kernels.config_table import ConfigTable
 
-P = 0.1
+CHECKED_ROWS = 200  # a multiple of no tile, and more than one
+ROWS = {"cuda": 1 << 15, "cpu": 512}  # of a timed call; on a GPU 32 samples of 1024 tokens
 FINALISTS = 4
-SAMPLES = 5  # of a candidate's first timing
 LEAST_GAIN = 1.01  # below, the present entry stays: medians of two runs differ by as much
 
 
 @dataclass(frozen=True)
-class Place:
-    """One entry of the table."""
+class Entry:
+    """One place of the list.
 
-    kernel: str
-    head_dim: int
-    variant: str
+    gain_ms: expected of a step of GPT-2 124M with 32 x 1024 tokens on an H200, from a count of
+        instructions and bytes; it orders the list and decides nothing else.
+    table, place: whose configs are tried; None: implementations.
+    direction: which time counts, 0 forward, 1 backward; None: both.
+    """
 
-    def __str__(self) -> str:
-        return f"{self.kernel} D={self.head_dim} {self.variant}"
+    case: Case
+    gain_ms: float
+    table: ConfigTable[Any] | None = None
+    place: tuple[Any, ...] = ()
+    direction: int | None = None
 
     @property
-    def settings(self) -> dict[str, Any]:
-        if self.variant != "dropout":
-            return {}
-        return {"dropout_p": P, "rng": Rng(make_key(1, 0), 0)}
+    def name(self) -> str:
+        what = "implementations" if self.table is None else self.table.name
+        return " ".join([f"{self.case}:", what, *map(str, self.place)])
 
-    def draw(self, B: int, T: int, H: int, device: str) -> Tensor:
-        dtype = torch.float32 if self.variant == "fp32" else torch.bfloat16
-        if device == "cpu" and dtype == torch.bfloat16:
-            dtype = torch.float16  # Triton's interpreter gets products of bf16 wrong
-        generator = torch.Generator(device).manual_seed(6)
-        shape = (B, T, 3, H, self.head_dim)
-        qkv = torch.randn(shape, generator=generator, device=device).to(dtype)
-        return qkv.requires_grad_()
+    def configs(self, arch: int) -> dict[str, Any]:
+        """By name; the present one first."""
+        assert self.table is not None
+        present = self.table.get(arch, *self.place)
+        return {shown(c): c for c in (present, *self.table.candidates(arch, *self.place))}
 
 
-PLACES = [
-    Place(kernel, head_dim, variant)
-    for variant in ("plain", "dropout")
-    for head_dim in (64, 128)
-    for kernel in ("fwd", "bwd_dkdv", "bwd_dq")
-]
+@dataclass
+class Outcome:
+    """What was found at one place, by the names of its alternatives."""
+
+    chosen: str
+    ms: dict[str, tuple[float, float]] = field(default_factory=dict)  # forward, backward
+    refused: dict[str, str] = field(default_factory=dict)
+
+
+GAINS = {"attention": 6.0, "attention_masked": 1.0, "gelu_mlp": 3.5, "layer_norm": 0.1}
+# (gain, kernel, head dim, variant); GPT-2 has 64. fwd is direction 0.
+ATTENTION_TILES = (
+    (2.0, "bwd_dkdv", 64, "plain"), (1.5, "bwd_dq", 64, "plain"), (1.0, "fwd", 64, "plain"),
+    (1.9, "bwd_dkdv", 64, "dropout"), (1.4, "bwd_dq", 64, "dropout"), (0.9, "fwd", 64, "dropout"),
+    (0.0, "bwd_dkdv", 128, "plain"), (0.0, "bwd_dq", 128, "plain"), (0.0, "fwd", 128, "plain"),
+    (0.0, "bwd_dkdv", 128, "dropout"), (0.0, "bwd_dq", 128, "dropout"),
+    (0.0, "fwd", 128, "dropout"),
+)  # fmt: skip
+
+
+def entries(device: str, dtype: torch.dtype) -> list[Entry]:
+    """The whole list for "cpu" or "cuda"; the CPU's kernels have no tables."""
+    gpt2 = GPTConfig.preset("gpt2")
+    cases = doctor.cases_of_model(device, dtype, gpt2)
+    found = [Entry(case, GAINS.get(case.op, 0.2)) for case in cases]
+    if device == "cuda":
+        for gain, kernel, head_dim, variant in ATTENTION_TILES:
+            op = "attention" if variant == "plain" else "attention_masked"
+            case, direction = Case(device, op, dtype, head_dim), int(kernel != "fwd")
+            place = (kernel, head_dim, variant)
+            found.append(Entry(case, gain, attention_configs.TABLE, place, direction))
+        case = Case(device, "attention", dtype, 64)
+        found.append(Entry(case, 0.5, attention_configs.SECTIONS))
+        case = Case(device, "bias_gelu", dtype, 4 * gpt2.n_embd)
+        found.append(Entry(case, 0.3, gelu_configs.TABLE))
+    return sorted(found, key=lambda entry: -entry.gain_ms)
+
+
+def shown(config: Any) -> str:
+    """block_q 64 block_k 32 ..."""
+    return " ".join(f"{name} {value}" for name, value in config._asdict().items())
 
 
 @contextlib.contextmanager
-def forced(place: Place, config: Config) -> Iterator[None]:
-    """Calls inside use this config for this place, whatever the table says."""
-    from fastpar.kernels import attention_bwd_triton, attention_triton
-
-    def choose(arch: int, kernel: str, head_dim: int, variant: str) -> Config:
-        here = (kernel, head_dim, variant) == (place.kernel, place.head_dim, place.variant)
-        return config if here else get_config(arch, kernel, head_dim, variant)
-
-    modules: tuple[Any, ...] = (attention_triton, attention_bwd_triton)
-    for module in modules:
-        module.get_config = choose
-    try:
+def forced(entry: Entry, config: Any) -> Iterator[None]:
+    """Calls inside run the own kernel with this config, whatever the table says."""
+    assert entry.table is not None
+    with trying(entry.case.op, OWN), entry.table.trying(entry.place, config):
         yield
-    finally:
-        for module in modules:
-            module.get_config = get_config
 
 
-def check(place: Place, device: str, T: int = 200) -> None:
-    """Raises AssertionError unless attention keeps the 2x rule; T is a multiple of no tile."""
+def why_not(entry: Entry, alternative: str, arch: int) -> str | None:
+    """Why no alternative of this name can run here, "" if one can, None if there is none."""
+    if entry.table is not None:
+        if any(alternative in name for name in entry.configs(arch)):
+            return ""
+        archs = [a for a in entry.table.archs if any(alternative in n for n in entry.configs(a))]
+        return f"is for {', '.join(f'sm_{a}' for a in archs)}" if archs else None
+    if alternative in (OWN, STOCK):
+        return ""
+    if entry.case.op != "attention" or alternative not in attention_peers.PEERS:
+        return None
+    q = torch.empty(1, 16, 1, entry.case.size, dtype=entry.case.dtype, device=entry.case.device)
+    return attention_peers.refusal(alternative, q, q, q, causal=True)
 
-    def oracle(qkv: Tensor) -> Tensor:
-        return attention_ref(*qkv.unbind(2), **place.settings)
 
-    def ours(qkv: Tensor) -> Tensor:
-        return attention_qkvpacked(qkv, **place.settings)
+def choose(
+    listed: Sequence[Entry], only: Sequence[str], alternative: str, arch: int
+) -> list[Entry]:
+    """The places that are asked for.
 
-    grad = place.kernel != "fwd"
-    assert_matches_oracle(ours, oracle, [place.draw(2, T, 2, device)], grad=grad)
-
-
-def tune_place(
-    place: Place,
-    arch: int,
-    clock: Any,
-    *,
-    device: str = "cuda",
-    deadline: float = float("inf"),
-    shape: tuple[int, int, int] | None = None,
-    check_length: int = 200,
-) -> Config:
-    """Prints the place's table and returns its best config: the present one, or a faster one.
-
-    Args:
-        deadline: of time.monotonic(); candidates that are not timed by then are left out, visibly.
-        shape: B, T and H of the timed call; default: 16 samples of 1024 tokens, 768 wide.
+    Raises:
+        ValueError: there are none, or none has an alternative that this machine can run.
     """
-    present = get_config(arch, place.kernel, place.head_dim, place.variant)
-    others = candidates(arch, place.kernel, place.head_dim, place.variant)
-    direction = "forward" if place.kernel == "fwd" else "backward"
-    qkv = place.draw(*(shape or (16, 1024, 768 // place.head_dim)), device)
-    calls: dict[Config, Call] = {}
-    first_ms: dict[Config, float] = {}
-    tried = 0
-    print(f"== {place}: {len(others)} candidates", flush=True)
-    for config in [present, *(c for c in others if c != present)]:
-        if config != present and time.monotonic() > deadline:
-            print(f"{place}: out of time after {tried} configs")
-            break
-        tried += 1
-        try:
-            with forced(place, config):
-                check(place, device, check_length)
-                call = _call(place, config, qkv, direction)
-                call()
-                first_ms[config] = float(np.median([clock.sample(call) for _ in range(SAMPLES)]))
-                calls[config] = call
-        except Exception as error:
-            print(f"{_show(config)} refused: {reason(error)}", flush=True)
-            continue
-        print(f"{_show(config)} {first_ms[config]:9.4f} ms", flush=True)
-    finalists = sorted(first_ms, key=lambda c: first_ms[c])[:FINALISTS]
-    finalists += [present] if present in calls and present not in finalists else []
-    if not finalists:
-        raise RuntimeError(
-            f"tune: expected a config of {place} that runs, got none; see the reasons above"
+    found = [e for e in listed if not only or any(text in e.name for text in only)]
+    if not found:
+        raise ValueError(
+            f"tune: expected a part of a place's name, got names={' '.join(only)}; one of "
+            f"{'; '.join(e.name for e in listed)}"
         )
-    timings = interleave({_show(c): [calls[c]] for c in finalists}, clock, budget_s=1.0)
-    ms = {c: timings[_show(c)].median_ms for c in finalists}
-    best = min(finalists, key=lambda c: ms[c])
-    if present in ms and ms[present] < LEAST_GAIN * ms[best]:
-        best = present
-    for config in finalists:
-        marks = " present" * (config == present) + " best" * (config == best)
-        print(f"final {_show(config)} {ms[config]:9.4f} ms{marks}", flush=True)
-    return best
+    if not alternative:
+        return found
+    reasons = [(e, why) for e in found if (why := why_not(e, alternative, arch)) is not None]
+    able = [e for e, why in reasons if not why]
+    if not able:
+        why = f"it {reasons[0][1]}" if reasons else "no place has one of this name"
+        raise ValueError(
+            "tune: expected an alternative that this machine can run, got "
+            f"alternative={alternative}: {why}; leave --alternative out, or name another"
+        )
+    return able
 
 
-def _call(place: Place, config: Config, qkv: Tensor, direction: str) -> Call:
-    def function(qkv: Tensor) -> Tensor:
-        return attention_qkvpacked(qkv, **place.settings)
+def tune_configs(
+    entry: Entry, arch: int, deadline: float, alternative: str, rows: int, checked_rows: int
+) -> Outcome:
+    """Tries the configs of a place; its present one stays where no other is faster."""
+    assert entry.table is not None
+    case, found = entry.case, Outcome("")
+    configs = entry.configs(arch)
+    present = next(iter(configs))
+    configs = {n: c for n, c in configs.items() if n == present or alternative in n}
+    if case.device == "cuda":
+        compile_ahead([(entry, config) for config in configs.values()], arch)
+    judged = proof_cases(case.op, case.size, case.device, checked_rows)
+    (timed, *_) = proof_cases(case.op, case.size, case.device, rows)
+    ways: dict[str, tuple[Way, Any]] = {}
+    for name, config in configs.items():
+        if ways and time.monotonic() > deadline:
+            print(f"{entry.name}: out of time, {len(configs) - len(ways)} configs are left out")
+            break
+        with entry.table.trying(entry.place, config):
+            why = what_is_wrong(case, judged)
+        if why:
+            found.refused[name] = why
+            print(f"{name} refused: {why}", flush=True)
+        else:
+            ways[name] = (functools.partial(forced, entry, config), timed.fn)
+    if not ways:
+        raise RuntimeError(
+            f"tune: expected a right config of {entry.name}, got none; see the reasons above"
+        )
 
-    (inner,) = bind(function, [(qkv,)], direction)
+    def ms(name: str) -> float:
+        each = found.ms[name]
+        return sum(each) if entry.direction is None else each[entry.direction]
 
-    def call() -> Any:
-        with forced(place, config):
-            return inner()
+    found.ms = time_ways(case, timed, ways)
+    finalists = sorted(ways, key=ms)[:FINALISTS]
+    finalists += [present] if present in ways and present not in finalists else []
+    found.ms |= time_ways(case, timed, {name: ways[name] for name in finalists})
+    best = min(finalists, key=ms)
+    stays = present in ways and ms(present) < LEAST_GAIN * ms(best)
+    found.chosen = present if stays else best
+    for name in sorted(ways, key=ms):
+        marks = " present" * (name == present) + " chosen" * (name == found.chosen)
+        print(f"{name} {ms(name):9.4f} ms{marks}", flush=True)
+    return found
 
-    return call
+
+def compile_ahead(jobs: Sequence[tuple[Entry, Any]], arch: int) -> list[str]:
+    """Compiles entries with configs by all cores; told and returned: what cannot be."""
+    from fastpar.kernels.triton_launch import SMS
+
+    sms = SMS[arch] if arch in SMS else torch.cuda.get_device_properties().multi_processor_count
+    tables = [(e.table.name, e.place, tuple(config)) for e, config in jobs if e.table is not None]
+    errors = warm([entry.case for entry, _ in jobs], (arch, sms), forced=tables)
+    for line in errors:
+        print(f"not compiled: {line}", flush=True)
+    return errors
 
 
-def _show(config: Config) -> str:
-    return (
-        f"q{config.block_q:<4}k{config.block_k:<4}warps {config.num_warps} "
-        f"stages {config.num_stages} {config.load}"
-    )
+def tune_implementations(entry: Entry, rows: int) -> tuple[Outcome, Proof]:
+    """A proof of the case, which compares all implementations that can serve it."""
+    proof = doctor.adopt([entry.case], again=True, rows=rows)[entry.case]
+    print(report.row(entry.case, proof), flush=True)
+    ms = {OWN: proof.own_ms, "instead": proof.instead_ms, STOCK: proof.stock_ms}
+    ms |= {peer.name: peer.ms for peer in proof.peers}
+    refused = {peer.name: peer.wrong for peer in proof.peers if peer.wrong}
+    refused |= {OWN: proof.wrong} if proof.wrong else {}
+    for name, why in refused.items():
+        print(f"{name} refused: {why}", flush=True)
+    chosen = " / ".join(dict.fromkeys(proof.serves)) if proof.chosen == OWN else STOCK
+    return Outcome(chosen, {n: t for n, t in ms.items() if any(t)}, refused), proof
+
+
+class Session:
+    """One run through the list: what it found, and where that is kept after each place."""
+
+    def __init__(self, device: str, arch: int, write: bool, out: Path, package: Path) -> None:
+        self.device, self.arch, self.write = device, arch, write
+        self.out, self.package = out, package
+        self.found: dict[str, Outcome] = {}
+        self.proofs: dict[Case, Proof] = {}
+
+    def keep(self, entry: Entry, outcome: Outcome, proof: Proof | None = None) -> None:
+        """Writes what was found so far; a table's winner into the table."""
+        self.found[entry.name] = outcome
+        if proof is not None:
+            self.proofs[entry.case] = proof
+        elif self.write and entry.table is not None and outcome.ms:
+            config = entry.configs(self.arch)[outcome.chosen]
+            if self.arch not in entry.table.archs:
+                print(f"not written: {entry.table.path.name} has no part for sm_{self.arch}")
+            elif config != entry.table.get(self.arch, *entry.place):
+                entry.table.write(self.arch, entry.place, config)
+                environment.cache_clear()  # proofs are of kernels with their tables
+                op = entry.case.op.removesuffix("_masked")
+                self.proofs = {c: p for c, p in self.proofs.items() if not c.op.startswith(op)}
+        rows = [row_of(case, proof) for case, proof in self.proofs.items()]
+        content = {"version": VERSION, "about": environment(self.device), "proofs": rows}
+        places = {name: asdict(one) for name, one in self.found.items()}
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        self.out.write_text(json.dumps({"places": places, **content}, indent=1) + "\n")
+        if self.write and rows:
+            ship_proofs(content, self.package)
 
 
 def run(
-    clock: Any,
+    listed: Sequence[Entry],
+    session: Session,
     *,
-    only: str = "",
-    write: bool = False,
-    limit_s: float = float("inf"),
-    places: Sequence[Place] = tuple(PLACES),
-    path: Path = PATH,
-    **settings: Any,
-) -> dict[str, str]:
-    """Tune the places in turn; what was found for each, by name."""
-    from fastpar.kernels.triton_launch import gpu_arch
-
-    arch = gpu_arch(torch.device(settings.get("device", "cuda")))
-    deadline = time.monotonic() + limit_s
-    found = {}
-    for place in (p for p in places if only in str(p)):
+    minutes: float,
+    alternative: str = "",
+    rows: int = 0,
+    checked_rows: int = CHECKED_ROWS,
+) -> dict[str, Outcome]:
+    """Works through a list, longest expected gain first; a place that fails fails alone."""
+    deadline = time.monotonic() + 60 * minutes
+    todo = sorted(listed, key=lambda entry: -entry.gain_ms)
+    while todo:
+        entry = todo.pop(0)
         if time.monotonic() > deadline:
-            found[str(place)] = "not tuned: out of time"
+            session.found.setdefault(entry.name, Outcome("not tuned: out of time"))
             continue
-        present = get_config(arch, place.kernel, place.head_dim, place.variant)
-        best = tune_place(place, arch, clock, deadline=deadline, **settings)
-        found[str(place)] = f"{_show(best)}{' (as before)' if best == present else ''}"
-        if write and best != present:
-            set_config(arch, place.kernel, place.head_dim, place.variant, best, path)
-    print(f"\ntable {table_for(arch)} of {path.name}{'' if write else ', not written'}")
-    for name, what in found.items():
-        print(f"{name:22} {what}")
-    return found
+        print(f"== {entry.name}, {entry.gain_ms:g} ms expected", flush=True)
+        size, proven = rows or ROWS[session.device], set(session.proofs)
+        try:
+            if entry.table is None:
+                session.keep(entry, *tune_implementations(entry, size))
+                continue
+            if entry.case.op.startswith("attention") and not rows:
+                size *= 3  # a proof has 4 heads, GPT-2 has 12
+            how = session.arch, deadline, alternative, size, checked_rows
+            session.keep(entry, tune_configs(entry, *how))
+        except Exception as error:
+            print(f"{entry.name}: {reason(error)}", flush=True)
+            session.keep(entry, Outcome(f"not tuned: {reason(error)}"))
+        stale = proven - session.proofs.keys()  # their own kernel has another config now
+        todo += [e for e in listed if e.table is None and e.case in stale]
+    return session.found
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the list; 2 for what cannot be, 1 where something could not be compiled."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench tune",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("names", nargs="*", metavar="TEXT", help="parts of names of places")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
+    parser.add_argument("--minutes", type=float, default=10.0, help="for the whole list")
+    parser.add_argument("--alternative", default="", metavar="TEXT", help="only those named so")
+    parser.add_argument("--compile", type=int, metavar="ARCH", help="90: compile for sm_90 only")
+    parser.add_argument("--commit-results", action="store_true", help="write what ships")
+    parser.add_argument("--out", type=Path, default=SCRATCH / "tune.json", help="what was found")
+    args = parser.parse_args(argv)
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return _main(args, "cuda" if args.compile else device)
+    except (ValueError, RuntimeError) as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def _main(args: argparse.Namespace, device: str) -> int:
+    if args.minutes <= 0:
+        raise ValueError(f"tune: expected minutes > 0, got minutes={args.minutes:g}; 10 is usual")
+    if args.commit_results and device == "cpu":
+        raise ValueError(
+            "tune: expected a GPU with --commit-results, got device=cpu; tables that ship are "
+            "measured on the GPU that they serve"
+        )
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    if args.compile:
+        from fastpar.kernels.triton_launch import SMS
+
+        if args.compile not in SMS:
+            raise ValueError(f"tune: expected arch in {sorted(SMS)}, got arch={args.compile}")
+        tiles = [entry for entry in entries("cuda", dtype) if entry.table is not None]
+        listed = choose(tiles, args.names, args.alternative, args.compile)
+        named = [(e, item) for e in listed for item in e.configs(args.compile).items()]
+        jobs = [(e, config) for e, (name, config) in named if args.alternative in name]
+        errors = compile_ahead(jobs, args.compile)
+        print(f"sm_{args.compile}: {len(jobs)} configs of {len(listed)} places compiled")
+        return int(bool(errors))
+    if device == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError("tune: expected a GPU, got device=cuda without one; use --device cpu")
+    arch = 0
+    if device == "cuda":
+        major, minor = torch.cuda.get_device_capability()
+        arch = 10 * major + minor
+    listed = choose(entries(device, dtype), args.names, args.alternative, arch)
+    if device == "cpu":
+        backend.keep_freed_memory()  # as training does: else page faults are what is timed
+    print(machine_line(machine(device)), flush=True)
+    session = Session(device, arch, args.commit_results, args.out, ROOT)
+    try:
+        run(listed, session, minutes=args.minutes, alternative=args.alternative)
+    except KeyboardInterrupt:
+        print("stopped; what was found is kept")
+    for name, outcome in session.found.items():
+        print(f"{name:48} {outcome.chosen}")
+    print(f"kept in {args.out}{'' if args.commit_results else '; no table that ships was written'}")
+    return 0

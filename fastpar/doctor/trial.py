@@ -14,8 +14,10 @@ with a trial as without (tests/doctor/test_first_use.py).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ from fastpar.kernels import attention_peers
 from fastpar.kernels.attention_peers import PEERS
 from fastpar.kernels.choice import OWN, STOCK, Case, PeerProof, Proof, trying
 
+Way = Callable[[], AbstractContextManager[None]]
 SLOWER = 1.03  # own over what runs instead: below it they are equally fast
 SECONDS = 0.6  # of timing, for a pass of one op
 MUCH_SLOWER = 8.0  # than own: two calls tell
@@ -78,10 +81,10 @@ def _prove(case: Case, rows: int, compiled: bool) -> Proof:
     found = [one for one in found if case.dtype in one.dtypes]
     if not found:
         return Proof(OWN)
-    wrong = _what_is_wrong(case, found[1:])
+    wrong = what_is_wrong(case, found[1:])
     if wrong:
         return Proof(STOCK, wrong)
-    others = {name: _what_is_wrong(case, found[1:], name) for name in _others(case, found[0])}
+    others = {name: what_is_wrong(case, found[1:], name) for name in _others(case, found[0])}
     right = [name for name, why in others.items() if not why]
     times = _times(case, found[0], compiled, right)
     serves = _fastest(case, found[1:], {name: times[name] for name in (OWN, *right)})
@@ -116,12 +119,12 @@ def _fastest(
         return sum(each)
 
     for forward, backward in sorted(pairs, key=cost):
-        if forward == backward or not _what_is_wrong(case, found, f"{forward}/{backward}"):
+        if forward == backward or not what_is_wrong(case, found, f"{forward}/{backward}"):
             return forward, backward
     return OWN, OWN
 
 
-def _what_is_wrong(case: Case, found: Sequence[ErrorCase], what: str = OWN) -> str:
+def what_is_wrong(case: Case, found: Sequence[ErrorCase], what: str = OWN) -> str:
     """The first result that breaks a rule, with its numbers; "" where all keep them."""
     for one in found:
         where = f"at {one.shape}: "
@@ -159,31 +162,43 @@ def _times(
 ) -> dict[str, tuple[float, float]]:
     """ms of (forward, backward) of the own kernel, of what runs instead, of stock PyTorch, of that
     under torch.compile, and of other implementations."""
-    ways: dict[str, tuple[str, Any]] = {name: (name, one.fn) for name in (OWN, *others)}
-    ways |= {"instead": (STOCK, one.fn), "stock": (STOCK, one.eager)}
+    own, stock = (functools.partial(trying, case.op, what) for what in (OWN, STOCK))
+    ways: dict[str, tuple[Way, Any]] = {OWN: (own, one.fn)}
+    ways |= {name: (functools.partial(trying, case.op, name), one.fn) for name in others}
+    ways |= {"instead": (stock, one.fn), "stock": (stock, one.eager)}
     if compiled:
-        ways["compiled"] = (STOCK, torch.compile(one.eager, dynamic=False))
+        from torch._functorch import config  # imports torch's compiler
+
+        function = torch.compile(one.eager, dynamic=False)
+        with config.patch(donated_buffer=False):  # backward is called repeatedly
+            function(*one.inputs(case.dtype, case.device).values())
+        ways["compiled"] = (stock, function)
+    return time_ways(case, one, ways)
+
+
+def time_ways(
+    case: Case, one: ErrorCase, ways: Mapping[str, tuple[Way, Any]]
+) -> dict[str, tuple[float, float]]:
+    """ms of (forward, backward) of each (way, function), which is called inside way().
+
+    What takes MUCH_SLOWER times as long as the first one is called twice and no more.
+    """
     inputs = list(one.inputs(case.dtype, case.device).values())
     leaves = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
     calls: list[dict[str, list[Any]]] = [{}, {}]
-    for name, (what, fn) in ways.items():
+    for name, (way, fn) in ways.items():
 
-        def forward(fn: Any = fn, what: str = what) -> Any:
-            with trying(case.op, what):
+        def forward(fn: Any = fn, way: Way = way) -> Any:
+            with way():
                 return fn(*inputs)
 
-        if name == "compiled":
-            from torch._functorch import config  # imports torch's compiler
-
-            with config.patch(donated_buffer=False):  # backward is called repeatedly
-                forward()
         outputs = forward()
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         smooth = [o for o in outputs if o.requires_grad]
         cotangents = [_random_like(o) for o in smooth]
 
-        def backward(smooth: Any = smooth, cotangents: Any = cotangents, what: str = what) -> Any:
-            with trying(case.op, what):
+        def backward(smooth: Any = smooth, cotangents: Any = cotangents, way: Way = way) -> Any:
+            with way():
                 return torch.autograd.grad(
                     smooth, leaves, cotangents, retain_graph=True, allow_unused=True
                 )
@@ -195,7 +210,8 @@ def _times(
     ms: list[dict[str, float]] = []
     for direction in calls:
         first = {n: min(clock.sample(call) for _ in range(2)) for n, (call,) in direction.items()}
-        near = {n: call for n, call in direction.items() if first[n] <= MUCH_SLOWER * first["own"]}
+        most = MUCH_SLOWER * next(iter(first.values()), 0.0)
+        near = {name: call for name, call in direction.items() if first[name] <= most}
         timed = interleave(near, clock, budget_s=SECONDS, min_runs=3) if near else {}
         ms.append(first | {name: timing.p20_ms for name, timing in timed.items()})
     return {name: (ms[0][name], ms[1].get(name, 0.0)) for name in ways}

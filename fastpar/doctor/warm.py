@@ -9,6 +9,7 @@ so has the key that Triton's own launcher looks up (tests/ops/test_triton_launch
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import subprocess
@@ -19,22 +20,33 @@ from typing import Any
 import torch
 
 from fastpar.doctor.proof_cases import proof_cases
-from fastpar.kernels import backend
+from fastpar.kernels import attention_configs, backend, gelu_configs  # noqa: F401  fill TABLES
 from fastpar.kernels.choice import OWN, Case, trying
+from fastpar.kernels.config_table import TABLES
 
+Forced = tuple[str, tuple[Any, ...], tuple[Any, ...]]  # name of a table, place, config
 ROWS = 128  # a kernel depends on the number of rows by its divisors only
 
 
-def warm(cases: Sequence[Case], gpu: tuple[int, int], processes: int | None = None) -> list[str]:
+def warm(
+    cases: Sequence[Case],
+    gpu: tuple[int, int],
+    processes: int | None = None,
+    forced: Sequence[Forced | None] = (),
+) -> list[str]:
     """Compiles what proofs of these cases launch; the errors, which a proof meets too.
 
     Args:
+        forced: for each case, what one of its tables is to say instead; none by default.
         gpu: compute capability (80 for sm_80) and count of multiprocessors, by which grids and with
             them the arguments of kernels are chosen.
         processes: by default one for each core that this process may use, at most 16.
     """
     count = processes or min(16, len(os.sched_getaffinity(0)))
-    rows = [[case.op, str(case.dtype).removeprefix("torch."), case.size] for case in cases]
+    rows = [
+        [case.op, str(case.dtype).removeprefix("torch."), case.size, instead]
+        for case, instead in itertools.zip_longest(cases, forced)
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)
     running = [
@@ -52,7 +64,7 @@ def warm(cases: Sequence[Case], gpu: tuple[int, int], processes: int | None = No
     return errors + [f"a process ended with status {status}" for status in ended]
 
 
-def launches_of(case: Case, gpu: tuple[int, int]) -> list[Any]:
+def launches_of(case: Case, gpu: tuple[int, int], forced: Forced | None = None) -> list[Any]:
     """What the calls of a proof launch, forward and backward."""
     from fastpar.kernels.triton_launch import record
 
@@ -60,7 +72,13 @@ def launches_of(case: Case, gpu: tuple[int, int]) -> list[Any]:
     before = backend.choice, backend.recording
     backend.choice, backend.recording = "triton", True
     try:
-        with record(*gpu) as found, trying(case.op, OWN):
+        with contextlib.ExitStack() as stack:
+            found = stack.enter_context(record(*gpu))
+            stack.enter_context(trying(case.op, OWN))
+            if forced is not None:
+                name, place, config = forced
+                table = TABLES[name]
+                stack.enter_context(table.trying(tuple(place), table.kind(*config)))
             for one in proof_cases(case.op, case.size, "cpu", ROWS):
                 if case.dtype in one.dtypes:
                     one.results(case.dtype, "cpu")
@@ -85,11 +103,15 @@ def main(gpu: tuple[int, int], index: int, count: int, rows: Sequence[Sequence[A
     from triton.compiler import ASTSource
 
     torch.set_num_threads(1)
-    cases = [Case("cpu", op, getattr(torch, dtype), size) for op, dtype, size in rows]
-    launches = [launch for case in cases for launch in launches_of(case, gpu)]
+    step = count if len(rows) >= count else 1  # of many each process takes its own
+    launches = [
+        launch
+        for op, dtype, size, forced in (rows[index::count] if step > 1 else rows)
+        for launch in launches_of(Case("cpu", op, getattr(torch, dtype), size), gpu, forced)
+    ]
     target = GPUTarget("cuda", gpu[0], 32)
     for i, launch in enumerate(_distinct(launches)):
-        if i % count == index:
+        if step > 1 or i % count == index:
             source = ASTSource(launch.kernel, launch.signature, launch.constexprs, launch.attrs)
             try:
                 with contextlib.redirect_stdout(sys.stderr):

@@ -27,7 +27,7 @@ def test_attention_s_forward_and_backward_are_by_whoever_is_faster(
     monkeypatch, no_proofs, cpu_ms, serves
 ):
     monkeypatch.setattr(trial, "_times", lambda *_: TIMES | {"cpu": cpu_ms})
-    monkeypatch.setattr(trial, "_what_is_wrong", lambda *_: "")
+    monkeypatch.setattr(trial, "what_is_wrong", lambda *_: "")
     proof = doctor.adopt([PLAIN])[PLAIN]
     assert (proof.chosen, proof.serves) == (OWN, serves)
     assert [(peer.name, peer.ms) for peer in proof.peers] == [("cpu", cpu_ms)]
@@ -45,7 +45,7 @@ def test_an_implementation_that_is_wrong_serves_nothing(monkeypatch):
     for broken, serves in (("cpu", ("own", "own")), ("cpu/own", ("own", "own"))):
         monkeypatch.setattr(
             trial,
-            "_what_is_wrong",
+            "what_is_wrong",
             lambda case, found, what=OWN, broken=broken: "dq" if what == broken else "",
         )
         proof = trial.prove(PLAIN)
@@ -56,7 +56,7 @@ def test_an_implementation_that_is_wrong_serves_nothing(monkeypatch):
 def test_one_without_a_backward_serves_none(monkeypatch):
     """The own one would be timed under its name."""
     monkeypatch.setattr(trial, "SECONDS", 0.01)
-    monkeypatch.setattr(trial, "_what_is_wrong", lambda *_: "")
+    monkeypatch.setattr(trial, "what_is_wrong", lambda *_: "")
     peer = attention_peers.PEERS["cpu"]._replace(backward=None)
     monkeypatch.setitem(attention_peers.PEERS, "cpu", peer)
     proof = trial.prove(PLAIN._replace(size=64), rows=64)

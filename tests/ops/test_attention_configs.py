@@ -6,7 +6,8 @@ import pytest
 from cells import sweep
 
 from fastpar.kernels import attention_configs as configs
-from fastpar.kernels.attention_configs import Config, candidates, get_config, load_configs
+from fastpar.kernels.attention_configs import TABLE, Config, candidates, get_config
+from fastpar.kernels.config_table import render
 
 PLACES = [(k, d, v) for k in configs.KERNELS for d in configs.HEAD_DIMS for v in configs.VARIANTS]
 
@@ -14,18 +15,16 @@ PLACES = [(k, d, v) for k in configs.KERNELS for d in configs.HEAD_DIMS for v in
 @pytest.fixture
 def path(tmp_path):
     copy = tmp_path / "configs.json"
-    copy.write_text(configs.PATH.read_text())
+    copy.write_text(TABLE.path.read_text())
     return copy
 
 
 def test_every_place_has_a_config():
-    assert set(load_configs(configs.PATH)) == {
-        (a, *place) for a in (80, 86, 90) for place in PLACES
-    }
+    assert set(TABLE.load(TABLE.path)) == {(a, *place) for a in (80, 86, 90) for place in PLACES}
 
 
-def test_the_file_is_as_set_config_writes_it():
-    assert configs._render(json.loads(configs.PATH.read_text())) == configs.PATH.read_text()
+def test_the_file_is_as_write_makes_it():
+    assert render(json.loads(TABLE.path.read_text())) == TABLE.path.read_text()
 
 
 @sweep(
@@ -35,20 +34,18 @@ def test_the_file_is_as_set_config_writes_it():
 def test_every_gpu_has_a_table(arch, table):
     assert configs.table_for(arch) == table
     for place in PLACES:
-        config, shipped = get_config(arch, *place), load_configs(configs.PATH)[(table, *place)]
+        config, shipped = get_config(arch, *place), TABLE.load(TABLE.path)[(table, *place)]
         assert config == (shipped if arch == 90 else shipped._replace(load="ptr"))
 
 
 def test_tensor_memory_accelerator_is_used_on_hopper_only():
-    assert any(c.load == "tma" for c in load_configs(configs.PATH).values())
-    assert all(
-        c.load == "ptr" for (arch, *_), c in load_configs(configs.PATH).items() if arch != 90
-    )
+    assert any(c.load == "tma" for c in TABLE.load(TABLE.path).values())
+    assert all(c.load == "ptr" for (arch, *_), c in TABLE.load(TABLE.path).items() if arch != 90)
 
 
 def test_dropout_reads_keys_by_pointers():
     """In an order that a descriptor's box does not have."""
-    for (_, kernel, _, variant), config in load_configs(configs.PATH).items():
+    for (_, kernel, _, variant), config in TABLE.load(TABLE.path).items():
         if variant == "dropout" and kernel != "bwd_dkdv":
             assert config.load == "ptr"
 
@@ -69,7 +66,7 @@ def test_an_impossible_entry_is_named(path, field, value, rule):
     table["80"]["bwd_dq"]["64"]["dropout"][field] = value
     path.write_text(json.dumps(table))
     with pytest.raises(ValueError, match=f"{rule} at 80 / bwd_dq / 64 / dropout; correct"):
-        load_configs(path)
+        TABLE.load(path)
 
 
 def test_a_missing_entry_is_named(path):
@@ -77,35 +74,33 @@ def test_a_missing_entry_is_named(path):
     del table["90"]["fwd"]["128"]
     path.write_text(json.dumps(table))
     with pytest.raises(ValueError, match=r"the fields block_q.* got entry=None at 90 / fwd / 128"):
-        load_configs(path)
+        TABLE.load(path)
 
 
-def test_set_config_changes_one_line(path):
+def test_write_changes_one_line(path):
     config = Config(32, 64, 2, 3, "tma")
-    configs.set_config(90, "bwd_dkdv", 32, "plain", config, path)
-    before, after = configs.PATH.read_text().splitlines(), path.read_text().splitlines()
+    TABLE.write(90, ("bwd_dkdv", 32, "plain"), config, path)
+    before, after = TABLE.path.read_text().splitlines(), path.read_text().splitlines()
     assert sum(a != b for a, b in zip(before, after)) == 1
     assert len(before) == len(after)
-    assert load_configs(path)[90, "bwd_dkdv", 32, "plain"] == config
+    assert TABLE.load(path)[90, "bwd_dkdv", 32, "plain"] == config
 
 
-def test_calls_after_set_config_use_it(path, monkeypatch):
-    monkeypatch.setattr(configs, "PATH", path)
+def test_calls_after_write_use_it(path, monkeypatch):
+    monkeypatch.setattr(TABLE, "path", path)
     config = Config(16, 16, 1, 1, "ptr")
     try:
         assert get_config(80, "fwd", 64, "plain") != config
-        configs.set_config(80, "fwd", 64, "plain", config)
+        TABLE.write(80, ("fwd", 64, "plain"), config)
         assert get_config(80, "fwd", 64, "plain") == config
     finally:
         get_config.cache_clear()
 
 
-def test_set_config_refuses_a_place_that_does_not_exist(path):
+def test_write_refuses_a_place_that_does_not_exist(path):
     config = get_config(80, "fwd", 64, "plain")
-    with pytest.raises(
-        ValueError, match=r"expected a kernel of .* got place=80 / fwd / 48 / plain"
-    ):
-        configs.set_config(80, "fwd", 48, "plain", config, path)
+    with pytest.raises(ValueError, match=r"expected a place of .* got place=80 / fwd / 48 / plain"):
+        TABLE.write(80, ("fwd", 48, "plain"), config, path)
 
 
 @sweep("place", PLACES)
@@ -114,4 +109,14 @@ def test_candidates_are_possible_and_several(arch, place):
     found = candidates(arch, *place)
     assert len(set(found)) == len(found) >= 3
     for config in found:
-        configs._check((str(arch), *map(str, place)), config._asdict())
+        TABLE.check((arch, *place), config._asdict())
+
+
+def test_trying_reaches_every_gpu_and_is_undone():
+    place, tried = ("fwd", 64, "plain"), Config(32, 32, 4, 1, "tma")
+    before = get_config(90, *place), get_config(80, *place)
+    with TABLE.trying(place, tried):
+        assert get_config(90, *place) == tried
+        assert get_config(80, *place) == tried._replace(load="ptr")
+        assert get_config(90, "fwd", 64, "dropout") != tried
+    assert (get_config(90, *place), get_config(80, *place)) == before

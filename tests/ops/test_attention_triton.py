@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="needs triton")
 from fastpar.kernels import Rng, attention, make_key, triton_launch
 from fastpar.kernels import attention_bwd_triton as bwd
 from fastpar.kernels import attention_triton as fwd
-from fastpar.kernels.attention_configs import Config
+from fastpar.kernels.attention_configs import SECTIONS, Config
 from fastpar.kernels.reference import attention_ref
 from fastpar.testing import assert_matches_oracle
 
@@ -230,15 +230,23 @@ def test_scores_of_minus_infinity_weigh_nothing(triton_device):
     torch.testing.assert_close(o, seen.mean(1, keepdim=True).expand_as(o))
 
 
+def test_a_section_is_of_the_heads_that_fit():
+    k = torch.empty(2, 1024, 3, 64, dtype=torch.bfloat16)  # 256 KB a head
+    assert fwd.heads_per_section(k, 2, 80) == 2 * 64
+    with SECTIONS.trying((), SECTIONS.kind(1)):
+        assert fwd.heads_per_section(k, 2, 80) == 2 * 4
+    with pytest.raises(ValueError, match="attention_sections: expected 1 to 1024, got megabytes=0"):
+        SECTIONS.write(90, (), SECTIONS.kind(0))
+
+
 def test_heads_by_sections_are_all_computed(triton_device, monkeypatch):
     """Sections that do not divide the number of heads; see [Note: order]."""
     inputs = [torch.randn(2, 20, h, 16).to(triton_device) for h in (6, 3, 3)]
     do = torch.randn_like(inputs[0])
     want = run(*inputs, do)
-    each = 2 * 20 * 16 * 4
     for heads in (2,) if triton_device == "cpu" else (2, 5):
-        monkeypatch.setattr(fwd, "SECTION_BYTES", {80: heads * each, 90: heads * each})
-        assert fwd.heads_per_section(inputs[1], 2, 90) == 2 * heads
+        monkeypatch.setattr(fwd, "heads_per_section", lambda k, group, arch, n=heads: n * group)
+        monkeypatch.setattr(bwd, "heads_per_section", fwd.heads_per_section)
         for a, b in zip(run(*inputs, do), want):
             assert torch.equal(a, b)
 

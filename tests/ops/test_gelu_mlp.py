@@ -124,6 +124,7 @@ def test_what_epilogues_cannot_serve_goes_by_the_three_ops(lt, monkeypatch):
         [torch.randn(65).bfloat16()[1:].view(8, 8), *rest],  # at an odd address
     ):
         assert gelu_mlp(*inputs).shape[-1] == 8
+    gelu_mlp(x, rest[0], None, rest[2])
     torch.func.vmap(lambda row: gelu_mlp(row, *rest))(x)
     torch.compile(gelu_mlp, backend="eager", fullgraph=True)(x, *rest)
     monkeypatch.setattr(backend, "choice", "torch")

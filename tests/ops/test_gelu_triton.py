@@ -9,6 +9,7 @@ pytest.importorskip("triton", reason="needs triton")
 from test_gelu import DTYPES, eager, gradients, make
 
 from fastpar.kernels import bias_gelu, gelu_triton, triton_launch
+from fastpar.kernels.gelu_configs import TABLE, Config
 from fastpar.kernels.reference import bias_gelu_ref
 from fastpar.testing import assert_matches_oracle
 
@@ -16,7 +17,7 @@ from fastpar.testing import assert_matches_oracle
 SHAPES = [(1, 1), (63, 127), (2, 3, 1000), (300, 17), (50, 256), (2, 3072)]
 
 
-@pytest.fixture(params=sorted(gelu_triton.CONFIGS))
+@pytest.fixture(params=TABLE.archs)
 def arch(request, monkeypatch):
     """Each architecture's table (on a GPU, too)."""
     monkeypatch.setattr(triton_launch, "INTERPRETED_ARCH", request.param)
@@ -136,10 +137,29 @@ def test_row_ranges_cover_every_row_once(triton_device, monkeypatch):
 def test_configurations():
     widths = {C: gelu_triton.block_columns(C) for C in (1, 17, 127, 173, 768, 1000, 3072, 6400)}
     assert widths == {1: 16, 17: 32, 127: 128, 173: 128, 768: 256, 1000: 512, 3072: 512, 6400: 256}
-    assert gelu_triton.config(75) == gelu_triton.config(86) == gelu_triton.CONFIGS[80]
-    assert gelu_triton.config(100) == gelu_triton.CONFIGS[90]
-    for how in gelu_triton.CONFIGS.values():
-        assert how.tile == 16 * 32 * how.num_warps
+    assert TABLE.get(75) == TABLE.get(86) == TABLE.get(80) == Config(2048, 4, 4)
+    assert TABLE.get(100) == TABLE.get(90) == Config(2048, 4, 5)
+    for arch in TABLE.archs:
+        for config in TABLE.candidates(arch):
+            assert TABLE.check((arch,), config._asdict()) == config
+
+
+@pytest.mark.parametrize(
+    ("field", "rule"),
+    [("tile", "a power of 2"), ("num_warps", "1, 2, 4 or 8"), ("programs_per_sm", "1 to 16")],
+)
+def test_an_impossible_configuration_is_named(field, rule):
+    entry = {**TABLE.get(90)._asdict(), field: 33}
+    with pytest.raises(ValueError, match=f"gelu_configs: expected {rule}.* got {field}=33 at 90"):
+        TABLE.check((90,), entry)
+
+
+def test_every_candidate_matches_oracle(triton_device, monkeypatch):
+    x, bias = (t.detach().to(triton_device) for t in make((50, 256), torch.float32))
+    want = bias_gelu(x, bias)
+    for config in TABLE.candidates(90):
+        with TABLE.trying((), config):
+            assert torch.equal(bias_gelu(x, bias), want)
 
 
 def test_opcheck(triton_device):

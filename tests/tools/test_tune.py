@@ -1,6 +1,8 @@
-"""Choosing the tiles of attention: wrong ones are refused, the fastest right one is written."""
+"""The tuning list: wrong alternatives are refused with their numbers, slow ones not chosen, and
+what was found is kept and written where it ships."""
 
 import json
+import re
 import shutil
 import time
 
@@ -9,21 +11,37 @@ import torch
 
 from bench import __main__ as door
 from bench.ops import tune
-from bench.ops.tune import Place
-from fastpar.doctor.clocks import CpuClock
-from fastpar.kernels import attention_configs
-from fastpar.kernels.attention_configs import PATH, Config, get_config
+from bench.ops.tune import Entry, Session
+from fastpar.doctor import doctor, trial
+from fastpar.doctor.proof_cases import proof_cases
+from fastpar.doctor.table import parse_proofs
+from fastpar.kernels import attention_configs, attention_peers, backend, choice, gelu, gelu_configs
+from fastpar.kernels.attention_peers import Peer
+from fastpar.kernels.choice import OWN, STOCK, Case, Proof
+from fastpar.kernels.gelu_configs import TABLE, Config
 
-FWD = Place("fwd", 16, "fp32")
-GOOD = Config(16, 16, 4, 1, "ptr")
-OTHER = Config(32, 16, 4, 1, "ptr")
+FP32 = torch.float32
+GELU = Entry(Case("cpu", "bias_gelu", FP32, 16), 0.3, TABLE)
+PROOF = Entry(Case("cpu", "bias_gelu", FP32, 16), 0.2)
+ATTENTION = Entry(Case("cpu", "attention", FP32, 64), 6.0)
+PRESENT, GOOD, OTHER = TABLE.get(90), Config(1024, 4, 4), Config(512, 4, 4)
+
+
+@pytest.fixture(autouse=True)
+def no_proofs(monkeypatch, tmp_path):
+    monkeypatch.setenv("FASTPAR_PROOFS", str(tmp_path / "proofs"))
+    monkeypatch.setattr(doctor, "_prover", doctor.Prover())
+    monkeypatch.setattr(choice, "proofs", {})
+    monkeypatch.setattr(backend, "keep_freed_memory", lambda: True)  # for the whole process
+    monkeypatch.setattr(trial, "SECONDS", 0.01)
 
 
 class ScriptedClock:
-    """Runs the call and tells the time that its config is given."""
+    """Runs the call and tells the time that the config in force is given."""
 
-    def __init__(self, ms):
-        self.ms, self.active = ms, None
+    def __init__(self):
+        self.ms = {PRESENT: 3.0, GOOD: 2.0, OTHER: 1.0}
+        self.active = None
 
     def sample(self, call):
         call()
@@ -32,89 +50,128 @@ class ScriptedClock:
 
 @pytest.fixture
 def table(tmp_path, monkeypatch, triton_device):
-    """A copy of the table, two candidates, and a clock by which OTHER is the fastest."""
+    """A copy of GELU's table, two candidates, few cases, and a clock by which OTHER is fastest."""
     if triton_device == "cuda":
         pytest.skip("needs Triton's interpreter: times are scripted")
-    path = tmp_path / PATH.name
-    shutil.copy(PATH, path)
-    monkeypatch.setattr(tune, "candidates", lambda *place: [GOOD, OTHER])
-    present = get_config(90, "fwd", 16, "fp32")
-    clock = ScriptedClock({present: 3.0, GOOD: 2.0, OTHER: 1.0})
-    entered = tune.forced
+    path = tmp_path / TABLE.path.name
+    shutil.copy(TABLE.path, path)
+    monkeypatch.setattr(TABLE, "path", path)
+    monkeypatch.setattr(TABLE, "candidates", lambda arch: [GOOD, OTHER])
+    monkeypatch.setattr(tune, "proof_cases", lambda *args: proof_cases(*args)[:1])
+    clock, entered = ScriptedClock(), tune.forced
 
-    def forced(place, config):
+    def forced(entry, config):
         clock.active = config
-        return entered(place, config)
+        return entered(entry, config)
 
     monkeypatch.setattr(tune, "forced", forced)
-    return path, clock
+    monkeypatch.setattr(trial, "clock_for", lambda device: clock)
+    yield path, clock
+    TABLE.load.cache_clear()
+    TABLE.get.cache_clear()
 
 
-SMALL = {"device": "cpu", "shape": (1, 20, 1), "check_length": 20}
+def session(tmp_path, write=False):
+    return Session("cpu", 90, write, tmp_path / "tune.json", tmp_path)
 
 
 def written(path):
-    return Config(**json.loads(path.read_text())["90"]["fwd"]["16"]["fp32"])
+    return Config(**json.loads(path.read_text())["90"])
 
 
-@pytest.mark.slow
-def test_the_fastest_is_written_and_only_when_asked(table, capsys):
-    path, clock = table
+SMALL = {"minutes": 5.0, "rows": 4, "checked_rows": 4}
+
+
+def test_the_fastest_is_written_and_only_when_asked(table, tmp_path, capsys):
+    path, _ = table
     before = path.read_text()
-    found = tune.run(clock, places=[FWD], path=path, **SMALL)
-    assert found == {"fwd D=16 fp32": "q32  k16  warps 4 stages 1 ptr"}
+    found = tune.run([GELU], session(tmp_path), **SMALL)
+    assert found[GELU.name].chosen == tune.shown(OTHER)
     assert path.read_text() == before
-    tune.run(clock, places=[FWD], path=path, write=True, **SMALL)
-    assert written(path) == OTHER
+    tune.run([GELU], session(tmp_path, write=True), **SMALL)
+    assert written(path) == OTHER == TABLE.get(90)
     printed = capsys.readouterr().out
-    assert "final q32  k16  warps 4 stages 1 ptr    1.0000 ms best" in printed
+    assert "tile 512 num_warps 4 programs_per_sm 4    2.0000 ms chosen" in printed
     assert "ms present" in printed
+    kept = json.loads((tmp_path / "tune.json").read_text())["places"][GELU.name]
+    assert kept["ms"][tune.shown(GOOD)] == [2.0, 2.0]
 
 
-def test_a_wrong_tile_is_refused_however_fast(table, monkeypatch, capsys):
-    path, clock = table
-    right = tune.attention_qkvpacked
+def test_a_wrong_config_is_refused_with_its_numbers_however_fast(
+    table, monkeypatch, tmp_path, capsys
+):
+    from fastpar.kernels import gelu_triton
 
-    def wrong_with_other(qkv, **settings):
-        return right(qkv, **settings) * (1.01 if clock.active == OTHER else 1.0)
+    path, _ = table
+    right = gelu_triton.bias_gelu_fwd
 
-    monkeypatch.setattr(tune, "attention_qkvpacked", wrong_with_other)
-    tune.run(clock, places=[FWD], path=path, write=True, **SMALL)
+    def wrong_with_other(*args):
+        return right(*args) * (1.01 if TABLE.get(90) == OTHER else 1.0)
+
+    monkeypatch.setattr(gelu_triton, "bias_gelu_fwd", wrong_with_other)
+    found = tune.run([GELU], session(tmp_path, write=True), **SMALL)
     assert written(path) == GOOD
-    assert "stages 1 ptr refused: AssertionError: output 0: expected" in capsys.readouterr().out
+    assert "error of y is" in found[GELU.name].refused[tune.shown(OTHER)]
+    assert "programs_per_sm 4 refused: at tanh" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_the_present_entry_stays_for_less_than_a_percent(table):
+def test_a_slow_config_is_not_chosen_and_less_than_a_percent_changes_nothing(table, tmp_path):
     path, clock = table
-    clock.ms = dict.fromkeys(clock.ms, 1.0) | {OTHER: 0.995}
     before = path.read_text()
-    found = tune.run(clock, places=[FWD], path=path, write=True, **SMALL)
-    assert found["fwd D=16 fp32"].endswith("(as before)")
+    for ms in (900.0, 2.995):
+        clock.ms |= {GOOD: ms, OTHER: ms}
+        found = tune.run([GELU], session(tmp_path, write=True), **SMALL)
+        assert found[GELU.name].chosen == tune.shown(PRESENT)
     assert path.read_text() == before
 
 
-def test_out_of_time_is_said(table, capsys):
-    path, clock = table
-    present = get_config(90, "fwd", 16, "fp32")
-    best = tune.tune_place(FWD, 90, clock, deadline=time.monotonic() - 1, **SMALL)
-    assert best == present
-    assert "fwd D=16 fp32: out of time after 1 configs" in capsys.readouterr().out
-    found = tune.run(clock, places=[FWD], path=path, limit_s=-1.0, **SMALL)
-    assert found == {"fwd D=16 fp32": "not tuned: out of time"}
+def test_what_was_measured_is_kept_when_time_runs_out(table, monkeypatch, tmp_path, capsys):
+    judge = tune.what_is_wrong
+
+    def slow(*args):
+        time.sleep(0.05)
+        return judge(*args)
+
+    monkeypatch.setattr(tune, "what_is_wrong", slow)
+    later = Entry(PROOF.case, 0.1, TABLE)
+    found = tune.run([GELU], session(tmp_path), **SMALL | {"minutes": 0.01 / 60})
+    assert list(found[GELU.name].ms) == [tune.shown(PRESENT)]
+    assert "out of time, 2 configs are left out" in capsys.readouterr().out
+    found = tune.run([later], session(tmp_path), **SMALL | {"minutes": -1.0})
+    assert found[later.name].chosen == "not tuned: out of time"
 
 
-def test_nothing_that_runs_is_an_error(table, monkeypatch):
-    def broken(qkv, **settings):
-        raise RuntimeError("no")
+def test_an_interrupted_run_keeps_the_places_before(table, monkeypatch, tmp_path):
+    path, _ = table
 
-    monkeypatch.setattr(tune, "attention_qkvpacked", broken)
-    with pytest.raises(RuntimeError, match="tune: expected a config of fwd D=16 fp32 that runs"):
-        tune.tune_place(FWD, 90, CpuClock(), **SMALL)
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tune, "tune_implementations", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tune.run([PROOF, GELU], session(tmp_path, write=True), **SMALL)
+    assert written(path) == OTHER
+    assert list(json.loads((tmp_path / "tune.json").read_text())["places"]) == [GELU.name]
+
+
+def test_a_place_where_nothing_is_right_fails_alone(table, monkeypatch, tmp_path):
+    monkeypatch.setattr(tune, "what_is_wrong", lambda *args: "no")
+    found = tune.run([GELU], session(tmp_path, write=True), **SMALL)
+    assert "tune: expected a right config of bias_gelu" in found[GELU.name].chosen
+
+
+def test_a_gpu_without_a_part_of_its_own_overwrites_no_others(table, tmp_path, capsys):
+    path, _ = table
+    before = path.read_text()
+    one = session(tmp_path, write=True)
+    one.arch = 100
+    tune.run([GELU], one, **SMALL)
+    assert path.read_text() == before
+    assert "not written: gelu_configs.json has no part for sm_100" in capsys.readouterr().out
 
 
 def test_forced_reaches_the_launch_and_is_undone(triton_device, monkeypatch):
-    from fastpar.kernels import attention_bwd_triton, attention_triton
+    from fastpar.kernels import attention, attention_bwd_triton, attention_triton
 
     seen = []
     for module in (attention_triton, attention_bwd_triton):
@@ -127,25 +184,152 @@ def test_forced_reaches_the_launch_and_is_undone(triton_device, monkeypatch):
                 _launch(kernel, *args, **kwargs),
             ),
         )
-    qkv = torch.randn(1, 20, 3, 1, 16, device=triton_device).requires_grad_()
-    place = Place("bwd_dkdv", 16, "fp32")
-    with tune.forced(place, GOOD):
-        tune.attention_qkvpacked(qkv).sum().backward()
+    place = ("bwd_dkdv", 16, "fp32")
+    case = Case(triton_device, "attention", FP32, 16)
+    entry = Entry(case, 1.0, attention_configs.TABLE, place, 1)
+    small = attention_configs.Config(16, 16, 4, 1, "ptr")
+    before = attention_configs.get_config(90, *place)
+    q, k, v = (torch.randn(1, 20, 1, 16, device=triton_device).requires_grad_() for _ in range(3))
+    with tune.forced(entry, small):
+        attention(q, k, v).sum().backward()
     by_name = {name: tile for name, *tile in seen}
     assert by_name["_attention_bwd_dkdv_kernel"] == [16, 16]
     assert by_name["_attention_bwd_dq_kernel"] != [16, 16]
-    assert attention_triton.get_config is attention_bwd_triton.get_config is get_config
+    assert attention_configs.get_config(90, *place) == before
 
 
-def test_places_are_those_of_the_table():
-    for place in tune.PLACES:
-        assert place.kernel in attention_configs.KERNELS
-        assert place.head_dim in attention_configs.HEAD_DIMS
-        assert place.variant in attention_configs.VARIANTS
+# Implementations, on a CPU
 
 
-def test_bad_calls_are_one_line(capsys):
-    assert door.main(["gelu", "--tune", "--device", "cpu"]) == 2
-    assert "bench: expected attention alone with --tune, got names=gelu" in capsys.readouterr().err
-    assert door.main(["attention", "--tune", "--device", "cpu"]) == 2
-    assert "bench: expected a GPU with --tune, got device=cpu" in capsys.readouterr().err
+def peers(monkeypatch, **found):
+    """Others' attention for CPU tensors: name -> what becomes of the output of torch's kernel."""
+    cpu = attention_peers.PEERS["cpu"]
+
+    def forward(change):
+        def run(*args):
+            o, lse = cpu.forward(*args)
+            return change(o), lse
+
+        return run
+
+    for name, change in found.items():
+        peer = Peer(forward(change), cpu.backward, "cpu", cpu.dtypes, cpu.most)
+        monkeypatch.setitem(attention_peers.PEERS, name, peer)
+
+
+def test_wrong_and_slow_implementations_are_not_chosen(monkeypatch, tmp_path, capsys):
+    peers(monkeypatch, wrong=lambda o: o * 1.001, slow=lambda o: time.sleep(0.05) or o)
+    listed = [PROOF, ATTENTION]
+    found = tune.run(listed, session(tmp_path), minutes=5.0, rows=64)
+    assert list(found) == [ATTENTION.name, PROOF.name]  # longest expected gain first
+    outcome = found[ATTENTION.name]
+    assert "error of o is" in outcome.refused["wrong"]
+    assert "wrong refused: at B=1 T=64" in capsys.readouterr().out
+    assert outcome.ms["slow"][0] > 50
+    assert outcome.ms[OWN][0] < 50
+    assert not {"slow", "wrong"} & set(outcome.chosen.split(" / "))
+    content = json.loads((tmp_path / "tune.json").read_text())
+    assert set(parse_proofs("cpu", content)) == {ATTENTION.case, PROOF.case}
+
+
+def test_a_wrong_own_kernel_is_refused_with_its_numbers(monkeypatch, tmp_path):
+    own = gelu._bias_gelu_cpp
+    monkeypatch.setattr(gelu, "_bias_gelu_cpp", lambda x, bias: own(x, bias) * 1.001)
+    outcome = tune.run([PROOF], session(tmp_path), minutes=5.0, rows=64)[PROOF.name]
+    assert outcome.chosen == STOCK
+    assert "error of y is" in outcome.refused[OWN]
+
+
+def test_proofs_of_a_kernel_that_got_another_config_are_made_again(monkeypatch, table, tmp_path):
+    proof = Proof(OWN, own_ms=(1.0, 1.0))
+    made = []
+    monkeypatch.setattr(
+        tune, "tune_implementations", lambda e, rows: made.append(e) or (tune.Outcome(OWN), proof)
+    )
+    first = Entry(PROOF.case, 9.0)
+    other = Entry(PROOF.case._replace(op="layer_norm"), 8.0)
+    one = session(tmp_path, write=True)
+    tune.run([first, other, GELU], one, **SMALL)
+    assert [entry.case.op for entry in made] == ["bias_gelu", "layer_norm", "bias_gelu"]
+    assert set(one.proofs) == {first.case, other.case}
+
+
+def test_the_command_works_through_a_cpus_list(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(tune, "ROWS", {"cpu": 64})
+    out = tmp_path / "found.json"
+    assert door.main(["tune", "--device", "cpu", "--out", str(out), "bias_gelu", "layer_norm"]) == 0
+    printed = capsys.readouterr().out
+    places = json.loads(out.read_text())["places"]
+    assert {name.split()[0] for name in places} == {
+        "bias_gelu", "layer_norm", "residual_layer_norm",
+    }  # fmt: skip
+    assert all(name in printed for name in places)
+    assert "no table that ships was written" in printed
+
+
+# The list
+
+
+def test_the_list_is_ordered_and_its_places_are_those_of_the_tables():
+    listed = tune.entries("cuda", torch.bfloat16)
+    gains = [entry.gain_ms for entry in listed]
+    assert gains == sorted(gains, reverse=True)
+    assert len({entry.name for entry in listed}) == len(listed)
+    for entry in listed:
+        if entry.table is not None:
+            assert entry.place in entry.table.places
+            for arch in (80, 86, 90):
+                assert len(entry.configs(arch)) > 2
+    tables = {entry.table.name for entry in listed if entry.table is not None}
+    assert tables == {"attention_configs", "attention_sections", "gelu_configs"}
+
+
+@pytest.mark.slow
+def test_all_configs_are_compiled_without_a_gpu(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    assert door.main(["tune", "--compile", "90", "gelu", "--alternative", "programs_per_sm 3"]) == 0
+    assert "configs of 1 places compiled" in capsys.readouterr().out
+    warps = {json.loads(p.read_text())["num_warps"] for p in tmp_path.rglob("_bias*fwd*.json")}
+    assert warps == {config.num_warps for config in gelu_configs.candidates(90)}
+
+
+def test_a_config_that_is_not_compiled_is_told(monkeypatch, capsys):
+    monkeypatch.setattr(tune, "warm", lambda *args, **kwargs: ["_kernel: out of registers"])
+    assert door.main(["tune", "--compile", "90", "gelu"]) == 1
+    assert "not compiled: _kernel: out of registers" in capsys.readouterr().out
+
+
+def test_a_forced_alternative_that_cannot_run_is_refused_by_name():
+    listed = tune.entries("cuda", torch.bfloat16)
+    tiles = [entry for entry in listed if entry.table is attention_configs.TABLE]
+    with pytest.raises(ValueError, match="got alternative=load tma: it is for sm_90; leave"):
+        tune.choose(tiles, [], "load tma", 80)
+    assert tune.choose(tiles, [], "load tma", 90)
+    cpu = tune.entries("cpu", FP32)
+    with pytest.raises(ValueError, match="alternative=hopper: it needs cuda tensors, not cpu"):
+        tune.choose(cpu, [], "hopper", 0)
+    assert [e.case.op for e in tune.choose(cpu, [], "cpu", 0)] == ["attention"]
+    with pytest.raises(ValueError, match="alternative=magic: no place has one of this name"):
+        tune.choose(listed, [], "magic", 90)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["everything"], "tune: expected a part of a place's name, got names=everything; one of"),
+        (["--minutes", "0"], "tune: expected minutes > 0, got minutes=0"),
+        (["--commit-results"], "tune: expected a GPU with --commit-results, got device=cpu"),
+        (["--compile", "70"], "tune: expected arch in .80, 86, 89, 90, 100, 120., got arch=70"),
+    ],
+)
+def test_bad_calls_are_one_line(argv, said, capsys):
+    assert door.main(["tune", "--device", "cpu", *argv]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert re.search(said, error), error
+
+
+def test_a_gpu_that_is_not_there_is_said(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert door.main(["tune", "--device", "cuda"]) == 2
+    assert "tune: expected a GPU, got device=cuda without one" in capsys.readouterr().err

@@ -1,0 +1,147 @@
+"""Tables of what a GPU decides by time: which tile, how many warps, how much to keep in its cache.
+
+A table is architecture -> place -> config, in a JSON file that ships. Nothing is timed at a user's
+first step: `python -m bench tune` tries a table's candidates on a GPU and writes the winners. A GPU
+without a part of its own uses that of another one, which the table names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+C = TypeVar("C", bound=Any)  # a NamedTuple
+Place = tuple[Any, ...]
+TABLES: dict[str, ConfigTable] = {}  # by name: all that were imported
+
+
+class ConfigTable(Generic[C]):
+    """One table.
+
+    Args:
+        name: of its file <name>.json beside this one.
+        kind: of a config, a NamedTuple.
+        archs: compute capabilities with a part of their own (80 for 8.0).
+        places: keys of configs below the architecture; () where there is one.
+        wrong: (arch, config) -> (rule, field) of a value that cannot be, or None.
+        part_for: compute capability -> the one of archs whose part serves it.
+        candidates: (arch, *place) -> configs worth timing.
+        adapt: (arch, config) -> the config as a GPU of that kind can run it.
+    Attributes:
+        get: (arch, *place) -> the config of a GPU of this compute capability.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        kind: type[C],
+        archs: Sequence[int],
+        places: Sequence[Place],
+        wrong: Callable[[int, C], tuple[str, str] | None],
+        part_for: Callable[[int], int],
+        candidates: Callable[..., list[C]],
+        adapt: Callable[[int, C], C] = lambda arch, config: config,
+    ) -> None:
+        self.name, self.kind, self.places = name, kind, list(places)
+        self.archs, self.part_for, self.candidates = archs, part_for, candidates
+        self.path = Path(__file__).with_name(f"{name}.json")
+        self._wrong, self._adapt = wrong, adapt
+        self._tried: dict[Place, C] = {}
+        self.load = functools.cache(self._load)
+        self.get = functools.cache(self._get)
+        TABLES[name] = self
+
+    def _get(self, arch: int, *place: Any) -> C:
+        config = self._tried.get(place)
+        if config is None:
+            key = (self.part_for(arch), *place)
+            config = self.load(self.path)[key]
+        return self._adapt(arch, config)
+
+    @contextlib.contextmanager
+    def trying(self, place: Place, config: C) -> Iterator[None]:
+        """Calls inside, also of autograd's threads, find this config at this place."""
+        before = dict(self._tried)
+        self._tried[place] = config
+        self.get.cache_clear()
+        try:
+            yield
+        finally:
+            self._tried = before
+            self.get.cache_clear()
+
+    def check(self, key: Place, entry: Any) -> C:
+        """entry as a config, or a ValueError that names its place; key: (arch, *place)."""
+
+        def refuse(rule: str, name: str, value: Any) -> ValueError:
+            return ValueError(
+                f"{self.name}: expected {rule}, got {name}={value} at {_shown(key)}; correct "
+                f"{self.path.name} or restore the one that was installed"
+            )
+
+        if not isinstance(entry, dict) or set(entry) != set(self.kind._fields):
+            raise refuse(f"the fields {', '.join(self.kind._fields)}", "entry", entry)
+        config = self.kind(**entry)
+        found = self._wrong(key[0], config)
+        if found is not None:
+            raise refuse(*found, entry[found[1]])
+        return config
+
+    def _load(self, path: Path) -> dict[Place, C]:
+        """(arch, *place) -> config, all of a file's, checked.
+
+        Raises:
+            ValueError: a missing, unknown or impossible entry, named.
+        """
+        table = json.loads(path.read_text())
+        configs = {}
+        for key in ((arch, *place) for arch in self.archs for place in self.places):
+            entry: Any = table
+            for name in map(str, key):
+                entry = entry.get(name) if isinstance(entry, dict) else None
+            configs[key] = self.check(key, entry)
+        return configs
+
+    def write(self, arch: int, place: Place, config: C, path: Path | None = None) -> None:
+        """Writes one entry of the table (to its own file by default); calls from now on use it.
+
+        Raises:
+            ValueError: no such place in the table, or an impossible config.
+        """
+        key = (self.part_for(arch), *place)
+        if place not in self.places:
+            raise ValueError(
+                f"{self.name}: expected a place of {self.path.name}, got place={_shown(key)}; "
+                f"choose one of its {len(self.places)}"
+            )
+        self.check(key, config._asdict())
+        path = path or self.path
+        table = json.loads(path.read_text())
+        node = table
+        for name in map(str, key[:-1]):
+            node = node[name]
+        node[str(key[-1])] = config._asdict()
+        path.write_text(render(table))
+        self.load.cache_clear()
+        self.get.cache_clear()
+
+
+def _shown(key: Place) -> str:
+    return " / ".join(map(str, key))
+
+
+def render(table: dict[str, Any]) -> str:
+    """JSON with one config a line, so that a table tuned again is a readable difference."""
+
+    def render_node(node: dict[str, Any], level: int) -> str:
+        if not any(isinstance(value, dict) for value in node.values()):
+            return json.dumps(node)
+        pad = "  " * (level + 1)
+        items = (f"{pad}{json.dumps(k)}: {render_node(v, level + 1)}" for k, v in node.items())
+        return "{\n" + ",\n".join(items) + "\n" + "  " * level + "}"
+
+    return render_node(table, 0) + "\n"
