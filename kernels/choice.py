@@ -127,7 +127,10 @@ def may_run(op: str, x: Tensor) -> bool:
 
 
 def is_proven(op: str, x: Tensor) -> bool:
-    """may_run() for an op with a complete other form: while others are tried, that one serves."""
+    """may_run() for an op with a complete other form, which serves while others are tried and
+    where the user asks torch for deterministic algorithms."""
+    if not _trying and torch.are_deterministic_algorithms_enabled():
+        return False
     return (not _trying or op in _trying) and may_run(op, x)
 
 

@@ -7,7 +7,8 @@
 On CUDA, in 16 bits, four of these come out of cublasLt's products by their epilogues (linear.py): h
 and u of the first, du and dbias1 of the product with weight2, dbias2 of the one that gives
 dweight2. So no pass over [N, F] is left between the products. This runs where a proof on first use
-found it right and faster; otherwise, and on CPU, the op is linear, bias_gelu and linear.
+found it right and faster; otherwise, on CPU and under torch.use_deterministic_algorithms, the op is
+linear, bias_gelu and linear. A product that cublasLt refuses later is computed by torch.
 Saved for backward: x, h, u and the weights, as many bytes as these three keep.
 torch's own _addmm_activation has the first product's epilogue without u, so it serves no backward.
 Source: Hendrycks, Gimpel 2016, arXiv 1606.08415.

@@ -91,6 +91,42 @@ def test_epilogues_match_the_oracle(lt, shape, hidden, out, dtype):
     assert lt.fake_calls() == before + 5
 
 
+def test_a_gradient_at_an_odd_address_is_served_by_torch(lt):
+    def move(dy):
+        return torch.cat([dy.new_empty(1), dy.flatten()])[1:].view_as(dy)
+
+    def moved(*inputs):
+        y = gelu_mlp(*inputs)
+        if y.requires_grad:
+            y.register_hook(move)
+        return y
+
+    before = lt.fake_calls()
+    with pytest.warns(UserWarning, match="cublasLt: expected an algorithm"):
+        assert_matches_oracle(
+            moved, gelu_mlp_ref, make((12, 8), 16, 8, torch.bfloat16), eager=eager
+        )
+    assert lt.fake_calls() == before + 1  # the forward's
+
+
+def test_a_product_without_an_algorithm_is_computed_by_torch(lt):
+    """A size that the proof did not meet: what the library refuses costs time, not the run."""
+    inputs = make((12, 8), 16, 8, torch.bfloat16)
+    lt.fake_fault(2)
+    with pytest.warns(UserWarning, match="cublasLt: expected an algorithm .*computed by torch"):
+        assert_matches_oracle(gelu_mlp, gelu_mlp_ref, inputs, eager=eager)
+
+
+def test_deterministic_algorithms_go_by_the_three_ops(lt):
+    inputs, before = make((12, 8), 16, 8, torch.bfloat16), lt.fake_calls()
+    torch.use_deterministic_algorithms(True)
+    try:
+        gradients(inputs)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert lt.fake_calls() == before
+
+
 def test_only_what_is_needed_is_computed(lt):
     inputs = make((9, 8), 16, 8, torch.bfloat16)
     want = gradients(inputs)
@@ -120,10 +156,14 @@ def test_what_epilogues_cannot_serve_goes_by_the_three_ops(lt, monkeypatch):
         make((8, 7), 16, 8, bf16),
         make((8, 8), 15, 8, bf16),
         make((0, 8), 16, 8, bf16),
-        [torch.randn(8, 16).bfloat16()[:, ::2], *rest],
-        [torch.randn(65).bfloat16()[1:].view(8, 8), *rest],  # at an odd address
+        [torch.randn(8, 16).bfloat16()[:, ::2].requires_grad_(), *rest],
+        make((8, 8), 16, 7, bf16),
+        make((8, 8), 16, 7, bf16, bias2=False),
+        [torch.randn(65).bfloat16()[1:].view(8, 8).requires_grad_(), *rest],  # at an odd address
     ):
-        assert gelu_mlp(*inputs).shape[-1] == 8
+        gradients(inputs)
+    with torch.autocast("cpu", bf16):
+        gradients(make((8, 8), 16, 8, torch.float32))
     gelu_mlp(x, rest[0], None, rest[2])
     torch.func.vmap(lambda row: gelu_mlp(row, *rest))(x)
     torch.compile(gelu_mlp, backend="eager", fullgraph=True)(x, *rest)

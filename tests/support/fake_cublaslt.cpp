@@ -128,16 +128,28 @@ int cublasLtMatmulPreferenceDestroy(void* preference) {
   return 0;
 }
 
-int cublasLtMatmulPreferenceSetAttribute(void*, int name, const void*, size_t size) {
+int cublasLtMatmulPreferenceSetAttribute(void* preference, int name, const void* value,
+                                         size_t size) {
   const std::map<int, size_t> sizes = {{1, 8}, {3, 4}, {5, 4}, {6, 4}, {7, 4}, {8, 4}};
-  return sizes.count(name) && sizes.at(name) == size ? 0 : kInvalid;
+  if (!sizes.count(name) || sizes.at(name) != size) return kInvalid;
+  const char* bytes = static_cast<const char*>(value);
+  static_cast<Attributes*>(preference)->values[name] = {bytes, bytes + size};
+  return 0;
 }
 
-int cublasLtMatmulAlgoGetHeuristic(void*, void* desc, void* a, void* b, void*, void* d, void*, int,
-                                   void* result, int* found) {
+// Whether every operand begins and steps at a multiple of 16 bytes, as the epilogues want.
+bool is_aligned(const Attributes& preference, const std::vector<void*>& layouts) {
+  bool aligned = true;
+  for (int name = 5; name <= 8; ++name) aligned &= preference.get<uint32_t>(name, 256) >= 16;
+  for (void* layout : layouts) aligned &= static_cast<Layout*>(layout)->step % 8 == 0;
+  return aligned;
+}
+
+int cublasLtMatmulAlgoGetHeuristic(void*, void* desc, void* a, void* b, void*, void* d,
+                                   void* preference, int, void* result, int* found) {
   std::memset(result, 0, 96);
-  *found = fault != 2;
-  if (fault == 2) return kNotSupported;
+  *found = fault != 2 && is_aligned(*static_cast<Attributes*>(preference), {a, b, d});
+  if (*found == 0) return kNotSupported;
   return status_of(*static_cast<Attributes*>(desc), *static_cast<Layout*>(a),
                    *static_cast<Layout*>(b), *static_cast<Layout*>(d));
 }
