@@ -14,37 +14,18 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fastpar.comm.handles import Handle, started
 from fastpar.parallel.engine import Engine, engine_of
+from fastpar.pipeline.schedules import Kind, Op, make_schedule
 from fastpar.pipeline.stages import Stages
 
-
-class Op(NamedTuple):
-    """The forward, or else the backward, of a micro-batch."""
-
-    forward: bool
-    micro: int
-
-
-def _gpipe(stages_behind: int, count: int) -> list[Op]:
-    return [Op(forward, i) for forward in (True, False) for i in range(count)]
-
-
-def _one_forward_one_backward(stages_behind: int, count: int) -> list[Op]:
-    ahead = min(stages_behind, count)
-    ops = [Op(True, i) for i in range(ahead)]
-    for i in range(count):
-        ops += [Op(True, i + ahead)] * (i + ahead < count) + [Op(False, i)]
-    return ops
-
-
-SCHEDULES = {"gpipe": _gpipe, "1f1b": _one_forward_one_backward}
+SCHEDULES = ("gpipe", "1f1b")  # those that need neither chunks nor a split backward
 
 
 def pipeline_step(
@@ -56,6 +37,7 @@ def pipeline_step(
     schedule: str = "1f1b",
     reduction: str = "mean",
     rng_keys: Sequence[Tensor] | None = None,
+    target: Callable[[Tensor], Tensor] = lambda loss: loss,
 ) -> Tensor:
     """The forwards and backward passes of one optimizer step; optimizer.step() comes after it.
 
@@ -70,8 +52,9 @@ def pipeline_step(
             "sum" of the losses of all tokens (with engine.count_tokens).
         rng_keys: of dropout, one a micro-batch; None: drawn from torch's generator of the first
             stage, as one process would.
+        target: what is differentiated instead of a micro-batch's part of the loss: a loss scale.
     Returns:
-        That mean or sum, [] without gradient, the same on every stage.
+        That mean or sum, fp64 [] without gradient, the same on every stage.
     Ranks: all, with the same arguments but idx and targets.
     Wire: the stream [B, T, C], and its gradient back, a boundary.
     Raises:
@@ -85,9 +68,29 @@ def pipeline_step(
     if rng_keys is None and keys is not None:
         engine.mesh.broadcast_([keys], "pp", "tp")
     each = [None] * many if keys is None else list(keys)
-    step = _Step(gpt, engine, idx.chunk(many), targets.chunk(many), each, reduction)
-    behind = engine.mesh.size("pp") - 1 - engine.mesh.rank_in("pp")
-    return step.run(SCHEDULES[schedule](behind, many))
+    step = _Step(gpt, engine, idx.chunk(many), targets.chunk(many), each, reduction, target)
+    ops = make_schedule(schedule, engine.mesh.size("pp"), many).ops
+    return step.run(ops[engine.mesh.rank_in("pp")])
+
+
+@torch.no_grad()
+def pipeline_loss(
+    model: nn.Module, idx: Tensor, targets: Tensor, *, reduction: str = "mean"
+) -> Tensor:
+    """The loss alone, without gradients: for validation. Works with pp=1 too.
+
+    Args:
+        model, idx, targets, reduction: as in pipeline_step; model.eval() leaves dropout out.
+    Returns:
+        fp64 [], the same on every stage.
+    Ranks: all. Wire: the stream [B, T, C], a boundary.
+    Raises:
+        ValueError: as pipeline_step.
+    """
+    _check(idx, targets, 1, SCHEDULES[0], reduction, None)
+    gpt: Any = model
+    step = _Step(gpt, engine_of(model), [idx], [targets], [None], reduction)
+    return step.run([Op(Kind.FORWARD, 0, 0)])
 
 
 def _check(
@@ -137,15 +140,15 @@ class _Step:
         targets: Sequence[Tensor],
         keys: Sequence[Tensor | None],
         reduction: str,
+        target: Callable[[Tensor], Tensor] = lambda loss: loss,
     ) -> None:
-        self.model, self.engine, self.keys = model, engine, keys
+        self.model, self.engine, self.keys, self.target = model, engine, keys, target
         self.idx, self.targets = idx, targets
         self.stages: Stages | None = engine.shards.stages
         self.first = self.stages is None or self.stages.first
         self.last = self.stages is None or self.stages.last
         self.reduction = reduction
-        wide = torch.promote_types(next(model.parameters()).dtype, torch.float32)
-        self.loss = torch.zeros((), dtype=wide, device=idx[0].device)
+        self.loss = torch.zeros((), dtype=torch.float64, device=idx[0].device)
         self.held: dict[int, tuple[Tensor | None, Tensor]] = {}
         self.posted: dict[Op, tuple[Tensor, Handle]] = {}
         self.sent: deque[Handle] = deque()
@@ -158,14 +161,12 @@ class _Step:
             for op, following in zip(ops, [*ops[1:], None]):
                 received = self._received(op)
                 self._post(following)
-                if op.forward:
+                if op.kind is Kind.FORWARD:
                     self._forward(op.micro, received)
                 else:
                     self._backward(op.micro, received)
         while self.sent:
             self.sent.popleft().wait()
-        if self.reduction == "mean":
-            self.loss /= len(self.idx)
         if self.stages is not None:
             self.stages.onward.broadcast(self.loss, self.stages.onward.world_size - 1)
         return self.loss
@@ -175,7 +176,7 @@ class _Step:
         if self.stages is not None:
             given = {"parts": self.stages.parts, "stream": stream}
         if stream is not None:
-            stream.requires_grad_()
+            stream.requires_grad_(torch.is_grad_enabled())
         targets = self.targets[micro] if self.last else None
         out = self.model(
             self.idx[micro],
@@ -185,12 +186,14 @@ class _Step:
             **given,
         )
         if self.last:
-            self.loss = self.loss + out.detach()
-            out = out / len(self.idx) if self.reduction == "mean" else out
+            part = out / len(self.idx) if self.reduction == "mean" else out
+            self.loss += part.detach()
+            out = self.target(part)
         else:
             assert self.stages is not None
             self._send(self.stages.onward, out.detach(), +1, micro)
-        self.held[micro] = stream, out
+        if torch.is_grad_enabled():
+            self.held[micro] = stream, out
 
     def _backward(self, micro: int, grad: Tensor | None) -> None:
         settings = self.engine.settings
@@ -225,9 +228,10 @@ class _Step:
         stages = self.stages
         if op is None or stages is None or op in self.posted:
             return
-        if self.first if op.forward else self.last:
+        forward = op.kind is Kind.FORWARD
+        if self.first if forward else self.last:
             return
-        group, by = (stages.onward, -1) if op.forward else (stages.back, +1)
+        group, by = (stages.onward, -1) if forward else (stages.back, +1)
         x = self.model.new_stream(self.idx[op.micro])
         handle = group.recv(x, group.rank + by, async_op=True, tag=op.micro)
         self.posted[op] = x, started(handle)

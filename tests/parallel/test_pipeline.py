@@ -102,14 +102,14 @@ def one_process(cell: Cell, deterministic: bool):
     opt = adamw(cell, model)
     losses, norms = [], []
     for step, batch in enumerate(batches(cell.dp)):
-        found = torch.zeros(cell.dp, MICRO, dtype=wide or DTYPES[cell.precision])
+        found = torch.zeros(cell.dp, MICRO, dtype=torch.float64)
         for rank, i in order(cell):
             part = batch[rank].chunk(MICRO)[i]
             key = make_key(7, step * 100 + rank * MICRO + i)
             loss = model(part[:, :-1].contiguous(), part[:, 1:].contiguous(), rng_key=key)
             (loss / (MICRO * cell.dp)).backward()
-            found[rank, i] = loss.detach()
-        losses.append([(sum(each) / MICRO).item() for each in found])
+            found[rank, i] = loss.detach() / MICRO
+        losses.append([sum(each).item() for each in found])
         opt.step()
         norms.append(None if opt.grad_norm is None else opt.grad_norm.item())
         opt.zero_grad()
