@@ -182,7 +182,8 @@ def _train(arguments: list[str]) -> int:
         config = parse_train(arguments)
         nproc = _ranks_to_start(config)
         if not launch.is_rank():
-            derive_batch(config.text, 1, nproc // config.parallel.tp)
+            pp = config.parallel.pp
+            derive_batch(config.text, 1, nproc // (config.parallel.tp * pp), pp)
         if not launch.is_rank() and nproc > 1:
             with launch.interrupt_kills():
                 from fastpar.train.run_folder import check_out
@@ -202,11 +203,13 @@ def _train(arguments: list[str]) -> int:
 
 
 def _ranks_to_start(config: TrainConfig) -> int:
-    nproc, tp = config.system.nproc, config.parallel.tp
-    if not launch.is_rank() and nproc % tp:
+    nproc, tp, pp = config.system.nproc, config.parallel.tp, config.parallel.pp
+    together = tp * pp
+    if not launch.is_rank() and nproc % together:
+        axes, flags = (f"tp={tp}", "--tp") if pp == 1 else (f"tp * pp = {tp} * {pp}", "--pp, --tp")
         raise ValueError(
-            f"train: expected nproc to be a multiple of tp={tp}, got nproc={nproc}; use --nproc "
-            f"{-(-nproc // tp) * tp}, or change --tp"
+            f"train: expected nproc to be a multiple of {axes}, got nproc={nproc}; use --nproc "
+            f"{-(-nproc // together) * together}, or change {flags}"
         )
     return nproc
 

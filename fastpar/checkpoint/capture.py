@@ -1,11 +1,12 @@
 """A checkpoint's tensors copied to host memory: on each rank those that it writes.
 
 [Note: who writes what]
-Weights are written as whole tensors: rank k writes file k of model*.safetensors (modulo the number
-of ranks) and collects its tensors from the ranks that share them, one bucket at a time; no rank
-holds the model. The optimizer's state stays in pieces: a rank writes the elements that it steps.
-What several ranks hold alike (stage 0, HSDP copies, what tp does not split) is divided among them,
-so that all ranks write about the same amount.
+Weights are written as whole tensors: of the ranks that have the same stage of a pipeline, rank k
+writes file k (modulo their number) of the stage's model*.safetensors and collects its tensors from
+the ranks that share them, one bucket at a time; no rank holds the model. The optimizer's state
+stays in pieces: a rank writes the elements that it steps. What several ranks hold alike (stage 0,
+HSDP copies, what tp does not split) is divided among them, so that all ranks write about the same
+amount.
 
 [Note: the host copy]
 Each rank allocates it once (pinned where there is a GPU) and uses it for every save, because fresh
@@ -22,7 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastpar.models.weights import Weight, cut_into_files, list_weights
+from fastpar.comm.mesh import gather_objects
+from fastpar.models.weights import Weight, cut_into_files, list_weights, weights_file
 from fastpar.optim.state import entry_block
 from fastpar.parallel.engine import Engine, engine_of_parameter
 from fastpar.sharding.ranges import HOLE, Run, cut_runs, numel_of, share_of, whole_run
@@ -68,13 +70,14 @@ class _Piece(NamedTuple):
 def engine_of_model(model: nn.Module) -> Engine | None:
     """The engine of a model, None without one."""
     found = (engine_of_parameter(p) for p in model.parameters())
-    engine = next((engine for engine in found if engine is not None), None)
-    if engine is not None and engine.shards.stages is not None:
-        raise ValueError(
-            f"checkpoint: expected a model with pp=1, got pp={engine.mesh.size('pp')}; stages of a "
-            "pipeline are not saved or loaded yet: save each rank's state_dict()"
-        )
-    return engine
+    return next((engine for engine in found if engine is not None), None)
+
+
+def of_stages(engine: Engine | None, mine: Any) -> tuple[int, list[Any]]:
+    """(this rank's stage of a pipeline, what each stage has given). Ranks: all."""
+    if engine is None or engine.shards.stages is None:
+        return 0, [mine]
+    return engine.mesh.rank_in("pp"), gather_objects(mine, engine.mesh.group("pp"))
 
 
 def piece_runs(p: Tensor, engine: Engine | None, *, block: int = 1) -> list[Run]:
@@ -107,10 +110,24 @@ class Capture:
         self.rank, self.world_size = (0, 1) if mesh is None else (mesh.rank, mesh.world_size)
         self.device = next(model.parameters()).device
         weights = list_weights(model)
-        total = sum(w.nbytes for w in weights)
-        self.files = cut_into_files(weights, max(shard_mb * 2**20, total / _MOST_FILES))
+        stage, everyones = of_stages(self.engine, {w.key: w.nbytes for w in weights})
+        # Of a table that two stages have, the first one's copy is written.
+        before = {key for theirs in everyones[:stage] for key in theirs}
+        weights = [w for w in weights if w.key not in before]
+        self._peers = self.world_size // len(everyones)  # ranks that have the same weights
+        self._place = self.rank % self._peers
+        sizes = dict(pair for theirs in everyones[::-1] for pair in theirs.items())
+        self._share = sum(w.nbytes for w in weights) / max(1, sum(sizes.values()))
+        self.nbytes_of_weights = sum(sizes.values())
+        parts = cut_into_files(weights, max(shard_mb * 2**20, self.nbytes_of_weights / _MOST_FILES))
+        _, counts = of_stages(self.engine, len(parts))
+        first, n_files = sum(counts[:stage]), sum(counts)
+        self.files = [(weights_file(first + i, n_files), w) for i, (_, w) in enumerate(parts)]
+        mine = {w.key: file for file, weights in self.files for w in weights}
+        maps = of_stages(self.engine, mine)[1]
+        self.weight_map = {key: file for theirs in maps for key, file in theirs.items()}
         self._writer = {
-            id(w.tensor): (i % self.world_size, file, w)
+            id(w.tensor): (i % self._peers, file, w)
             for i, (file, weights) in enumerate(self.files)
             for w in weights
         }
@@ -125,18 +142,19 @@ class Capture:
     @property
     def nbytes(self) -> int:
         """Bytes of the whole checkpoint's tensors."""
-        total = sum(w.nbytes for _, weights in self.files for w in weights)
+        total = 0
         for p, state in self._states():
             shapes = self.optimizer.entry_shapes(p)
             for name, value in state.items():
                 if isinstance(value, Tensor) and name in shapes:
                     total += math.prod(shapes[name]) * value.dtype.itemsize
-        return total
+        # Of other stages: what weights as large as theirs have here.
+        return self.nbytes_of_weights + math.ceil(total / (self._share or 1.0))
 
     def allocate(self) -> None:
         """Memory for the next take(), touched; any thread, while no other one takes."""
         pieces = [numel_of(p.written) * p.values.dtype.itemsize for p in self._pieces()]
-        weights = [w for writer, _, w in self._writer.values() if writer == self.rank]
+        weights = [w for writer, _, w in self._writer.values() if writer == self._place]
         n = sum(map(_padded, pieces))
         n += sum(_padded(math.prod(w.whole) * w.tensor.dtype.itemsize) for w in weights)
         if self._host is None or self._host.numel() < n:
@@ -171,7 +189,7 @@ class Capture:
             if weight.split is not None and mesh.dp_rank == writer // mesh.tp_size:
                 assert weight.declared is not None
                 value = weight.declared.whole(value, tensor)
-            if writer != self.rank:
+            if writer != self._place:
                 continue
             host = self._room(weight.whole, tensor.dtype)
             host.copy_(value, non_blocking=True)
@@ -193,8 +211,10 @@ class Capture:
     def _states(self) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
         if self.optimizer is None:
             return
+        stages = None if self.engine is None else self.engine.shards.stages
         for p in self.model.parameters():
-            yield p, self.optimizer.state.get(p, {})
+            if stages is None or not stages.is_second_copy(p):
+                yield p, self.optimizer.state.get(p, {})
 
     def _pieces(self) -> Iterator[_Piece]:
         """The parts of the optimizer's state that this rank writes."""
@@ -210,14 +230,14 @@ class Capture:
                 if engine is not None and engine.shares and block:
                     runs, which = piece_runs(p, engine, block=block), engine.shards.copy_of(p)
                 else:
-                    runs, which = whole_run(value.numel()), (self.rank, self.world_size)
+                    runs, which = whole_run(value.numel()), (self._place, self._peers)
                 start, stop = share_of(value.numel(), *which, index)
                 index += 1
                 values = value.detach().reshape(-1)[start:stop]
                 piece = _Piece(
                     f"{names[p]}/{entry}", tuple(shape), values, cut_runs(runs, start, stop)
                 )
-                if numel_of(piece.written) or (self.rank == 0 and not math.prod(shape)):
+                if numel_of(piece.written) or (self._place == 0 and not math.prod(shape)):
                     yield piece
 
     def _optimizer(self) -> Iterator[Item]:

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastpar.checkpoint.capture import engine_of_model, piece_runs
+from fastpar.checkpoint.capture import engine_of_model, of_stages, piece_runs
 from fastpar.checkpoint.manifest import STATE, Manifest, TensorEntry, by_key, read_manifest
 from fastpar.checkpoint.tensor_reader import DTYPES, TensorReader
 from fastpar.checkpoint.verify import verify_files
@@ -117,8 +117,9 @@ def load_checkpoint(
     """
     engine = engine_of_model(model)
     rank, n = (0, 1) if engine is None else (engine.mesh.rank, engine.mesh.world_size)
+    known = of_stages(engine, {w.key: w.name for w in list_weights(model)})[1]
     with _errors_of_all(engine):
-        plan = _Plan(Path(path), model, optimizer, strict=strict)
+        plan = _Plan(Path(path), model, optimizer, known, strict=strict)
     with _errors_of_all(engine), ThreadPoolExecutor(1) as thread:
         verified = thread.submit(verify_files, path, plan.manifest, part=rank, n_parts=n)
         try:
@@ -142,10 +143,23 @@ def _errors_of_all(engine: Engine | None) -> Iterator[None]:
 
 
 class _Plan:
-    """What is loaded from where; made without changing anything."""
+    """What is loaded from where; made without changing anything.
 
-    def __init__(self, path: Path, model: nn.Module, optimizer: Any, *, strict: bool) -> None:
+    Args:
+        known: of each stage of a pipeline, the key and the name of its weights.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        model: nn.Module,
+        optimizer: Any,
+        known: list[dict[str, str]],
+        *,
+        strict: bool,
+    ) -> None:
         self.path, self.model, self.optimizer = path, model, optimizer
+        names = {key: name for theirs in known for key, name in theirs.items()}
         self.engine = engine_of_model(model)
         self.manifest: Manifest = read_manifest(path)
         verify_files(path, self.manifest, tensors=False)
@@ -157,13 +171,13 @@ class _Plan:
         weights = list_weights(model)
         self.weights = [w for w in weights if w.key in self._stored]
         missing = [w.key for w in weights if w.key not in self._stored]
-        unexpected = sorted(self._stored.keys() - {w.key for w in weights})
+        unexpected = sorted(self._stored.keys() - names.keys())
         if strict:
-            for names, what in ((missing, "no"), (unexpected, "also")):
-                if names:
+            for found, what in ((missing, "no"), (unexpected, "also")):
+                if found:
                     raise ValueError(
                         f"load_checkpoint: expected the weights of this model in {path}, got "
-                        f"{what} {names[0]}; load it into the model that was saved, or pass "
+                        f"{what} {found[0]}; load it into the model that was saved, or pass "
                         "strict=False"
                     )
         else:
@@ -179,6 +193,8 @@ class _Plan:
         for key, pieces in by_key(self.manifest.optimizer).items():
             name, _, entry = key.rpartition("/")
             self._pieces.setdefault(name, {})[entry] = pieces
+        for name in set(names.values()) - {w.name for w in weights}:  # of other stages
+            self._pieces.pop(name, None)
         if optimizer is not None:
             self._check_moments()
 

@@ -284,11 +284,9 @@ class Saver:
     def _write_others(self, folder: Path, state: str) -> dict[str, FileEntry]:
         """What is no tensor, by rank 0."""
         texts = {} if self._config is None else {CONFIG: self._config}
-        files = self._capture.files
-        if len(files) > 1:
-            nbytes = sum(w.nbytes for _, weights in files for w in weights)
-            weight_map = {w.key: file for file, weights in files for w in weights}
-            texts[INDEX_FILE] = index_json(weight_map, nbytes)
+        weight_map = self._capture.weight_map
+        if len(set(weight_map.values())) > 1:
+            texts[INDEX_FILE] = index_json(weight_map, self._capture.nbytes_of_weights)
         for name, value in texts.items():
             (folder / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
         if self.tokenizer is not None:

@@ -128,12 +128,18 @@ class TrainConfig(TrainFlags):
                 f"train: expected warmup_steps <= max_steps={steps}, got warmup_steps={warmup}; "
                 "lower --warmup-steps or raise --max-steps"
             )
-        stage, tp = self.parallel.zero_stage, self.parallel.tp
+        stage, tp, pp = self.parallel.zero_stage, self.parallel.tp, self.parallel.pp
         if self.optim.optimizer == "adafactor" and (stage or tp > 1):
             raise ValueError(
                 "train: expected zero_stage=0 and tp=1 with optimizer=adafactor, whose means of "
                 f"rows and columns need whole matrices, got zero_stage={stage}, tp={tp}; use "
                 "--optimizer adamw, or leave --zero and --tp out"
+            )
+        if pp > 1 and (self.optim.optimizer == "adafactor" or self.system.compile):
+            setting = "compile=True" if self.system.compile else "optimizer=adafactor"
+            raise ValueError(
+                f"train: expected adamw and no compile with pp > 1, got {setting} with pp={pp}; "
+                "leave one of them out"
             )
         if self.optim.moment_dtype == "int8" and tp > 1:
             raise ValueError(
@@ -290,8 +296,32 @@ def check_parallel(parallel: ParallelSettings, dtype: str, *, deterministic: boo
             )
 
 
+def pp_split(parallel: ParallelSettings) -> list[int] | None:
+    """Layers of each stage as the settings say; None: by cost."""
+    text = parallel.pp_split
+    if text == "auto":
+        return None
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise ValueError(
+            f"train: expected pp_split as numbers of layers, such as 8,4, or auto, got "
+            f"pp_split={text}; correct --pp-split"
+        )
+    return [int(number) for number in text.split(",")]
+
+
 def check_split(parallel: ParallelSettings, shape: GPTConfig) -> None:
-    """Refuse a tp that cannot split a model; heads that it does not divide are padded."""
+    """Refuse tp and pp that cannot split a model; heads that tp does not divide are padded."""
+    pp, split = parallel.pp, pp_split(parallel)
+    if pp > shape.n_layer + 2:
+        raise ValueError(
+            f"train: expected pp of at most {shape.n_layer + 2}, the {shape.n_layer} layers, "
+            f"embedding and output layer, got pp={pp}; lower --pp"
+        )
+    if pp > 1 and split is not None and (len(split) != pp or sum(split) != shape.n_layer):
+        raise ValueError(
+            f"train: expected pp_split as pp={pp} numbers of layers that make {shape.n_layer}, got "
+            f"pp_split={parallel.pp_split}; correct it, or use --pp-split auto"
+        )
     if parallel.tp > shape.n_head:
         raise ValueError(
             f"train: expected tp of at most n_head={shape.n_head}, got tp={parallel.tp}; attention "
@@ -322,7 +352,7 @@ def _settings_by_name() -> dict[str, tuple[str, Any]]:
 
 _AT_LEAST: dict[str, float] = {
     **dict.fromkeys(("batch_size", "micro_batch_size", "grad_accum_steps", "max_steps"), 1),
-    **dict.fromkeys(("eval_batches", "nproc", "threads", "shard_size", "tp"), 1),
+    **dict.fromkeys(("eval_batches", "nproc", "threads", "shard_size", "tp", "pp"), 1),
     **dict.fromkeys(("eval_every", "save_every", "keep_last", "warmup_steps", "min_lr"), 0),
     **dict.fromkeys(("weight_decay", "max_grad_norm", "num_samples", "max_new_tokens"), 0),
     **dict.fromkeys(("temperature", "top_k", "keep_every", "loss_spike", "max_rollbacks"), 0),
@@ -335,17 +365,24 @@ _GRAPHED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("device", ("auto", "cuda"), "a CPU has no graphs"),
     ("zero_stage", (0, 1), "gradients or weights that are freed come back at other addresses"),
     ("tp", (1,), "the host takes part in collectives inside of layers"),
+    ("pp", (1,), "the host sends and receives between stages"),
     ("compile", (False,), "compiled code may be compiled anew"),
     ("activation_checkpointing", ("none",), "the host reads the state of random generators"),
 )
 AUTO_MICRO_BATCH_TOKENS = 16384
 
 
-def derive_batch(settings: DataSettings, block_size: int, dp_size: int) -> tuple[int, int]:
+MICRO_BATCHES_A_STAGE = 4  # where the batch allows it: then 1f1b waits for at most a fifth
+
+
+def derive_batch(
+    settings: DataSettings, block_size: int, dp_size: int, pp: int = 1
+) -> tuple[int, int]:
     """(micro_batch_size, grad_accum_steps) with batch_size = dp_size * both.
 
     Args:
-        dp_size: ranks, or groups of tp ranks, that compute different sequences.
+        dp_size: ranks, or groups of tp and pp ranks, that compute different sequences.
+        pp: stages of a pipeline, which are the busier the more micro-batches there are.
     Raises:
         ValueError: batch_size has fewer sequences than these, or does not divide.
     """
@@ -358,6 +395,8 @@ def derive_batch(settings: DataSettings, block_size: int, dp_size: int) -> tuple
     if micro is None:
         micro = max(1, rows // dp_size // (accum or 1))
         limit = micro if accum else max(1, AUTO_MICRO_BATCH_TOKENS // block_size)
+        if pp > 1 and not accum:
+            limit = min(limit, max(1, micro // (MICRO_BATCHES_A_STAGE * pp)))
         micro = max(m for m in range(1, min(micro, limit) + 1) if micro % m == 0)
     if accum is None:
         accum = max(1, rows // (dp_size * micro))

@@ -66,7 +66,7 @@ class DataSettings(TextSettings):
     micro_batch_size: int | None = None
     """Sequences a rank computes at once; unset: as many as fit 16384 tokens."""
     grad_accum_steps: int | None = None
-    """Micro-batches a rank and step; unset: batch-size / (nproc / tp * micro-batch-size)."""
+    """Micro-batches a rank and step; unset: batch-size / (nproc / tp / pp * micro-batch-size)."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +151,12 @@ class ParallelSettings:
 
     tp: int = 1
     """Neighbouring ranks that split each layer."""
+    pp: int = 1
+    """Ranks that each have some of the layers; micro-batches go through them one behind another."""
+    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    """Order of a pipeline's work: 1f1b holds pp micro-batches at once, gpipe all of them."""
+    pp_split: str = "auto"
+    """Layers of each stage of a pipeline, such as 8,4; auto: by cost, the output layer counted."""
     sequence_parallel: bool = True
     """They share out the tokens, too, where layers are not split."""
     zero_stage: Annotated[Literal[0, 1, 2, 3], for_tyro(lambda c: c.arg(aliases=["--zero"]))] = 0

@@ -245,7 +245,7 @@ def config_json(
     Raises:
         ValueError: parameters of a dtype that transformers would not keep.
     """
-    c, dtype = model.config, model.wte.weight.dtype
+    c, dtype = model.config, next(model.parameters()).dtype
     if dtype not in DTYPES:
         raise ValueError(
             f"{caller}: expected parameters of {', '.join(DTYPES.values())}, got "

@@ -105,7 +105,9 @@ def cut_into_files(weights: list[Weight], most_bytes: float) -> list[tuple[str, 
         if shards[-1] and sum(w.nbytes for w in shards[-1]) + weight.nbytes > most_bytes:
             shards.append([])
         shards[-1].append(weight)
-    n = len(shards)
-    if n == 1:
-        return [(WEIGHTS_FILE, shards[0])]
-    return [(f"model-{i:05d}-of-{n:05d}.safetensors", shard) for i, shard in enumerate(shards, 1)]
+    return [(weights_file(i, len(shards)), shard) for i, shard in enumerate(shards)]
+
+
+def weights_file(i: int, n: int) -> str:
+    """The name of file i, from 0, of n."""
+    return WEIGHTS_FILE if n == 1 else f"model-{i + 1:05d}-of-{n:05d}.safetensors"

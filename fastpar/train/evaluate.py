@@ -14,6 +14,7 @@ from fastpar.data.batches import eval_batches
 from fastpar.data.sources import Tokens
 from fastpar.models.gpt import GPT
 from fastpar.parallel.engine import Engine
+from fastpar.parallel.pipeline import pipeline_loss
 
 
 def validation_loss(
@@ -43,10 +44,13 @@ def validation_loss(
     with torch.no_grad():
         for _ in range(math.ceil(windows / (rows * mesh.dp_size))):
             x, y = next(batches, (nothing, None))  # see [Note: who forwards]
+            if engine.shards.stages is not None:
+                loss = pipeline_loss(model, x, x if y is None else y, reduction="sum")
+            else:
+                loss = model(x, x if y is None else y, reduction="sum")
             if y is None:
-                model(x)
                 continue
-            total[0] += model(x, y, reduction="sum")
+            total[0] += loss
             total[1] += y.numel()
     loss, count = engine.all_reduce_scalars(total).tolist()
     return loss / count

@@ -145,13 +145,13 @@ class RunFolder:
             tensorboard=self.path / "tensorboard",
         )
         self.notes: tuple[str, ...] = ()
-        shape, rows, tp = model.config, config.text.batch_size, facts["tp"]
+        shape, rows, tp, pp = model.config, config.text.batch_size, facts["tp"], facts["pp"]
         tokens, axes = rows * facts["block_size"], ""
         dp = f"ranks {facts['world_size']}"
-        if tp > 1:
-            dp = f"dp {facts['world_size'] // tp}"
+        if tp > 1 or pp > 1:
+            dp = f"dp {facts['world_size'] // (tp * pp)}"
             kind = "sequence parallel" if facts["sequence_parallel"] else "no sequence parallelism"
-            axes = f"{dp} * tp {tp} ({kind}), "
+            axes = f"{dp}{f' * tp {tp} ({kind})' * (tp > 1)}{f' * pp {pp}' * (pp > 1)}, "
         heads, padded = shape.n_head, tp * shape.heads_of_rank(tp)
         padding = f" (padded to {padded} by tp)" if padded > heads else ""
         self.header = (
@@ -166,6 +166,7 @@ class RunFolder:
             f"ranks    {axes}stage {facts['zero_stage']}, shards {facts['n_shards']}, transport "
             f"{facts['transport']}, accumulate {facts['accumulate']}; {facts['storage']}",
             f"run      {self.path}{note}, steps {step} to {config.run.max_steps}",
+            *([_pipeline(facts)] if pp > 1 else []),
             *(f"changed  {change}" for change in changes),
         )
 
@@ -263,3 +264,13 @@ def make_next_free(path: Path) -> Path:
         except FileExistsError:
             n += 1
             candidate = path.with_name(f"{path.name}-{n}")
+
+
+def _pipeline(facts: dict[str, Any]) -> str:
+    """The line on a pipeline's stages, with the part of the time in which a rank waits."""
+    p, m = facts["pp"], facts["grad_accum_steps"]
+    layers = " + ".join(map(str, facts["pp_split"]))
+    return (
+        f"stages   {layers} layers, {facts['schedule']} over {m} micro-batches: ranks wait for "
+        f"{(p - 1) / (m + p - 1):.0%} of a step if stages take equally long"
+    )

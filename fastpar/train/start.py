@@ -14,7 +14,15 @@ import torch
 from fastpar.checkpoint.checkpoint import newest_checkpoint
 from fastpar.checkpoint.weight_sources import load_weights
 from fastpar.comm.mesh import AXES, Mesh
-from fastpar.config.config import GPTConfig, TrainConfig, check_split
+from fastpar.config.config import (
+    GPTConfig,
+    TrainConfig,
+    check_parallel,
+    check_split,
+    check_storage,
+    pp_split,
+)
+from fastpar.config.options import ParallelSettings
 from fastpar.cost.buckets import DTYPES
 from fastpar.data.batches import TextData, load_data
 from fastpar.data.token_cache import say
@@ -24,8 +32,10 @@ from fastpar.models.nanogpt import tokenizer_of_nanogpt
 from fastpar.nn.recompute import recompute
 from fastpar.optim.adafactor import Adafactor
 from fastpar.optim.adamw import AdamW
-from fastpar.optim.schedule import make_optimizer
+from fastpar.optim.schedule import describe_storage, make_optimizer
+from fastpar.parallel.engine import Engine
 from fastpar.parallel.parallelize import parallelize
+from fastpar.pipeline.split import cut
 from fastpar.train.run_lock import hold
 
 
@@ -121,11 +131,41 @@ def load_model_and_data(
     return model, block_size, data
 
 
+def pick_dtype(config: TrainConfig, mesh: Mesh, state: dict[str, Any] | None) -> str:
+    """The format of the weights: fp32, bf16 or fp16; auto is the checkpoint's or the device's."""
+    name, on_gpu = str(config.system.dtype), mesh.device.type == "cuda"
+    if name == "auto" and state is not None:
+        name = state["dtype"]
+    if name == "auto" and on_gpu:
+        name = "bf16" if torch.cuda.is_bf16_supported() else "fp16"
+    if name == "fp16" and not on_gpu:
+        raise ValueError(
+            "train: expected dtype fp32 or bf16 on the CPU, got dtype=fp16; use --dtype bf16"
+        )
+    name = "fp32" if name == "auto" else name
+    check_storage(config.optim, name)
+    check_parallel(config.parallel, name, deterministic=config.system.deterministic)
+    return name
+
+
 _DIGEST_TOKENS = 1 << 16
 
 
+def stages_of(parallel: ParallelSettings, shape: GPTConfig) -> list[int] | None:
+    """Layers of each stage of a pipeline; None without one.
+
+    By flops of a token's forward: 24 C^2 + 4 T C of a layer, 2 V C of the output layer.
+    """
+    given = pp_split(parallel)
+    if parallel.pp == 1 or given is not None:
+        return None if parallel.pp == 1 else given
+    c = shape.n_embd
+    layer, head = 24 * c * c + 4 * shape.block_size * c, 2 * shape.vocab_size * c
+    return cut([0.0, *[float(layer)] * shape.n_layer, float(head)], parallel.pp)
+
+
 def set_up(
-    model: torch.nn.Module,
+    model: GPT,
     mesh: Mesh,
     config: TrainConfig,
     *,
@@ -147,6 +187,7 @@ def set_up(
         deterministic=config.system.deterministic,
         transport=parallel.transport,
         sequence_parallel=parallel.sequence_parallel,
+        pp_split=stages_of(parallel, model.config),
     )
     recompute(model, parallel.activation_checkpointing)
     return make_optimizer(model, config.optim, dtype=dtype, seed=config.run.seed)
@@ -160,3 +201,38 @@ def digest(data: TextData) -> str:
         for start in (0, max(0, len(tokens) - _DIGEST_TOKENS)):
             known.update(np.asarray(tokens[start : start + _DIGEST_TOKENS]).tobytes())
     return known.hexdigest()
+
+
+def facts_of(
+    config: TrainConfig,
+    engine: Engine,
+    shape: GPTConfig,
+    dtype: torch.dtype,
+    block_size: int,
+    batch: tuple[int, int],
+) -> dict[str, Any]:
+    """What was chosen for this start; see RunFolder.
+
+    Args:
+        batch: micro_batch_size, grad_accum_steps.
+    """
+    mesh, on_gpu = engine.mesh, engine.mesh.device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name() if on_gpu else "CPU",
+        "dtype": next(name for name, known in DTYPES.items() if known == dtype),
+        "world_size": mesh.world_size,
+        "tp": mesh.tp_size,
+        "pp": mesh.size("pp"),
+        "schedule": config.parallel.schedule,
+        "pp_split": stages_of(config.parallel, shape),
+        "sequence_parallel": mesh.tp_size > 1 and config.parallel.sequence_parallel,
+        "threads": torch.get_num_threads(),
+        "block_size": block_size,
+        "micro_batch_size": batch[0],
+        "grad_accum_steps": batch[1],
+        "zero_stage": engine.zero_stage,
+        "n_shards": engine.settings.n_shards,
+        "accumulate": config.accumulate,
+        "transport": getattr(engine.control_group, "transport", "none"),
+        "storage": describe_storage(config.optim, dtype),
+    }

@@ -47,7 +47,7 @@ from fastpar.checkpoint.restore import load_checkpoint, naming_damaged_file, rea
 from fastpar.checkpoint.saver import Saver
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.watchdog import MARGIN_S, Watchdog, in_step
-from fastpar.config.config import TrainConfig, check_parallel, check_storage, derive_batch
+from fastpar.config.config import TrainConfig, derive_batch
 from fastpar.config.settings import parse_seconds
 from fastpar.cost.buckets import DTYPES
 from fastpar.cost.capacity import check_ranks
@@ -58,9 +58,10 @@ from fastpar.kernels import keep_freed_memory, make_key
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import load_hf
 from fastpar.optim.loss_scale import DynamicLossScale
-from fastpar.optim.schedule import cosine_lr, describe_storage
+from fastpar.optim.schedule import cosine_lr
 from fastpar.parallel.control import broadcast_text, prove_together
 from fastpar.parallel.engine import engine_of
+from fastpar.parallel.pipeline import pipeline_step
 from fastpar.train.cuda_graphs import MicroBatchGraphs
 from fastpar.train.evaluate import validation_loss
 from fastpar.train.guards import Guards, merged, past, poison
@@ -69,7 +70,15 @@ from fastpar.train.launch import SIGNALS, catching_save, catching_stop, threads_
 from fastpar.train.run_folder import TIME_IS_UP, RunFolder, check_out
 from fastpar.train.run_lock import release
 from fastpar.train.run_saves import RunSaves
-from fastpar.train.start import digest, find_checkpoint, load_model_and_data, newest_of_all, set_up
+from fastpar.train.start import (
+    digest,
+    facts_of,
+    find_checkpoint,
+    load_model_and_data,
+    newest_of_all,
+    pick_dtype,
+    set_up,
+)
 
 STOPS = (*SIGNALS, TIME_IS_UP)  # reasons to stop early
 
@@ -99,6 +108,7 @@ def train(config: TrainConfig, run: Callable[[Trainer], int] | None = None) -> i
     timeout_s = parse_seconds(config.faults.timeout, "timeout")
     mesh = Mesh(
         tp=config.parallel.tp,
+        pp=config.parallel.pp,
         device="cpu" if system.device == "cpu" else None,
         timeout_s=timeout_s + MARGIN_S,  # the watchdog speaks first: it knows more
     )
@@ -128,7 +138,7 @@ class Trainer:
         self.journal = Journal(config, mesh)
         checkpoint = find_checkpoint(config, mesh)
         state = read_run_state(checkpoint) if checkpoint is not None else None
-        self.dtype_name = self._pick_dtype(state)
+        self.dtype_name = pick_dtype(config, mesh, state)
         dtype = DTYPES[self.dtype_name]
         torch.manual_seed(config.run.seed)
         check = partial(
@@ -137,7 +147,7 @@ class Trainer:
         model, self.block_size, self.data = load_model_and_data(
             config, state, progress=mesh.is_main, check=check
         )
-        batch = derive_batch(config.text, self.block_size, mesh.dp_size)
+        batch = derive_batch(config.text, self.block_size, mesh.dp_size, mesh.size("pp"))
         self.micro_batch_size, self.grad_accum_steps = batch
         self.model = model.to(mesh.device, dtype)
         rows = self.micro_batch_size * self.block_size
@@ -154,6 +164,14 @@ class Trainer:
             self.model, mesh, config, dtype=dtype, grad_accum_steps=self.grad_accum_steps
         )
         self.engine = engine_of(self.model)
+        self._facts = facts_of(
+            config,
+            self.engine,
+            self.model.config,
+            dtype=dtype,
+            block_size=self.block_size,
+            batch=batch,
+        )
         self.loss_scale = DynamicLossScale() if dtype == torch.float16 else None
         self.predictions = Predictions(self.engine, self.optimizer)
         self.guards = Guards(config.faults, scaled=self.loss_scale is not None)
@@ -172,22 +190,6 @@ class Trainer:
         self.pending: deque[Step] = deque()  # steps whose numbers have not been read
         self.keep_pending = int(mesh.device.type == "cuda" and self.loss_scale is None)
         self.stop_signals: list[int] = []
-
-    def _pick_dtype(self, state: dict[str, Any] | None) -> str:
-        name, on_gpu = str(self.config.system.dtype), self.mesh.device.type == "cuda"
-        if name == "auto" and state is not None:
-            name = state["dtype"]
-        if name == "auto" and on_gpu:
-            name = "bf16" if torch.cuda.is_bf16_supported() else "fp16"
-        if name == "fp16" and not on_gpu:
-            raise ValueError(
-                "train: expected dtype fp32 or bf16 on the CPU, got dtype=fp16; use --dtype bf16"
-            )
-        name = "fp32" if name == "auto" else name
-        check_storage(self.config.optim, name)
-        deterministic = self.config.system.deterministic
-        check_parallel(self.config.parallel, name, deterministic=deterministic)
-        return name
 
     def _load(self, checkpoint: Path) -> None:
         state = load_checkpoint(checkpoint, model=self.model, optimizer=self.optimizer)
@@ -215,7 +217,7 @@ class Trainer:
 
     def run(self) -> int:
         """Trains to the end or until something stops it; the exit status. Closes the mesh."""
-        self.journal.open(model=self.model, data=self.data, step=self.step, facts=self._facts())
+        self.journal.open(model=self.model, data=self.data, step=self.step, facts=self._facts)
         if self.changed:
             self.journal.say(self.changed)
         self._open_saves()
@@ -239,7 +241,7 @@ class Trainer:
                     f"train: expected a checkpoint of the last step, got none of step {self.step}; "
                     "make room, then --resume from the one before"
                 )
-        self.predictions.tell(self.journal, self.config, self.model.config, self._facts())
+        self.predictions.tell(self.journal, self.config, self.model.config, self._facts)
         self.journal.close()
         self.mesh.close()  # what follows is rank 0's alone
         if self.journal.folder is not None:
@@ -311,6 +313,7 @@ class Trainer:
         in_step(self.step + 1)
         self.model.train()
         loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
+        whole: list[tuple[torch.Tensor, ...]] = []  # of a pipeline, which takes all at once
         for j in range(self.grad_accum_steps):
             first = self.next_sample + self._number(j) * rows
             x, y = sample_batch(
@@ -322,7 +325,12 @@ class Trainer:
                 device=mesh.device,
             )
             key = to_device(make_key(seed, first), mesh.device)
-            loss += self.micro_batch(x, y, key, scale)
+            if self.engine.shards.stages is None:
+                loss += self.micro_batch(x, y, key, scale)
+            else:
+                whole.append((x, y, key))
+        if whole:
+            loss += self._through_stages(whole, scale)
         lr = cosine_lr(
             self.step,
             lr=config.optim.lr,
@@ -354,10 +362,28 @@ class Trainer:
     ) -> torch.Tensor:
         """Forward and backward; its part of the step's loss. In a CUDA graph scale is a tensor."""
         part = self.forward(x, y, rng_key=key) / self.grad_accum_steps
-        target = part if scale is None else part * scale
-        skips = self.config.faults.on_nonfinite == "skip"
-        (target * poison(part) if skips else target).backward()
+        self._target(part, scale).backward()
         return part.detach()
+
+    def _target(self, part: torch.Tensor, scale: float | None) -> torch.Tensor:
+        """What is differentiated, of a micro-batch's part of the loss."""
+        target = part if scale is None else part * scale
+        return target * poison(part) if self.config.faults.on_nonfinite == "skip" else target
+
+    def _through_stages(
+        self, batches: list[tuple[torch.Tensor, ...]], scale: float | None
+    ) -> torch.Tensor:
+        """All micro-batches of a step through the stages of a pipeline; the step's loss."""
+        x, y, keys = zip(*batches)
+        return pipeline_step(
+            self.model,
+            torch.cat(x),
+            torch.cat(y),
+            micro_batches=len(batches),
+            schedule=self.config.parallel.schedule,
+            rng_keys=keys,
+            target=partial(self._target, scale=scale),
+        )
 
     def _number(self, j: int) -> int:
         """Number in the step of this rank's micro-batch j: see [Note: who takes which samples]."""
@@ -469,26 +495,6 @@ class Trainer:
             reason=reason,
         )
         self.journal.start_clock()
-
-    def _facts(self) -> dict[str, Any]:
-        """What was chosen for this start; see RunFolder."""
-        mesh, on_gpu = self.mesh, self.mesh.device.type == "cuda"
-        return {
-            "device": torch.cuda.get_device_name() if on_gpu else "CPU",
-            "dtype": self.dtype_name,
-            "world_size": mesh.world_size,
-            "tp": mesh.tp_size,
-            "sequence_parallel": mesh.tp_size > 1 and self.config.parallel.sequence_parallel,
-            "threads": torch.get_num_threads(),
-            "block_size": self.block_size,
-            "micro_batch_size": self.micro_batch_size,
-            "grad_accum_steps": self.grad_accum_steps,
-            "zero_stage": self.engine.zero_stage,
-            "n_shards": self.engine.settings.n_shards,
-            "accumulate": self.config.accumulate,
-            "transport": getattr(self.engine.control_group, "transport", "none"),
-            "storage": describe_storage(self.config.optim, DTYPES[self.dtype_name]),
-        }
 
 
 def _is_due(every: int, step: int) -> bool:

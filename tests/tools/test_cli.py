@@ -111,6 +111,10 @@ def test_flags_win_over_the_file_over_the_run_over_defaults(here):
             "train: expected nproc to be a multiple of tp=4, got nproc=6; use --nproc 8, or change",
         ),
         (
+            "train --nproc 3 --pp 2 --tp 2",
+            "train: expected nproc to be a multiple of tp * pp = 2 * 2, got nproc=3; use --nproc 4",
+        ),
+        (
             "train --tp 2",
             "train: expected nproc to be a multiple of tp=2, got nproc=1; use --nproc 2",
         ),

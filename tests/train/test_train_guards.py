@@ -310,7 +310,7 @@ def test_a_damaged_checkpoint_is_not_what_it_goes_back_to(here, spoil, capsys, m
 
 def test_a_loss_scale_keeps_its_own_overflows(here, spoil, monkeypatch):
     """fp16 is refused on the CPU; the loop's part of it is run there all the same."""
-    monkeypatch.setattr(Trainer, "_pick_dtype", lambda self, state: "fp16")
+    monkeypatch.setattr("fastpar.train.trainer.pick_dtype", lambda *given: "fp16")
     spoil(nan_grad, 45)
     run("r", **BACK)
     assert not events("r")

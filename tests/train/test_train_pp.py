@@ -1,0 +1,126 @@
+"""The trainer through pipeline stages: the bits of one process, checkpoints for any layout."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from train_runs import TINY, bits, curve, forget_after
+
+from fastpar.checkpoint.weight_sources import load_weights
+from fastpar.comm.mesh import Mesh
+from fastpar.config.config import TrainConfig
+from fastpar.testing import run_ranks
+from fastpar.train.start import stages_of
+from fastpar.train.trainer import Trainer
+
+RUN = {**TINY, "n_layer": 3, "grad_accum_steps": 4, "max_steps": 4, "eval_every": 2}
+RUN |= {"save_every": 2, "deterministic": True}
+
+
+def rank(changes):
+    """One rank of a run; its exit status."""
+    config = TrainConfig().replace({**RUN, **changes})
+    parallel = config.parallel
+    return Trainer(config, Mesh(tp=parallel.tp, pp=parallel.pp, device="cpu")).run()
+
+
+def run(out, ranks, **changes):
+    """All ranks, as threads."""
+    assert run_ranks(rank, ranks, {"out": out, **changes}) == [0] * ranks
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes"),
+    [
+        (2, {"pp": 2, "zero_stage": 2}),
+        (3, {"pp": 3, "schedule": "gpipe", "pp_split": "1,1,1"}),
+        (2, {"pp": 2, "on_nonfinite": "skip", "pp_split": "0,3"}),
+        pytest.param(5, {"pp": 5}, marks=pytest.mark.slow),
+        pytest.param(2, {"pp": 2, "activation_checkpointing": "full"}, marks=pytest.mark.slow),
+    ],
+)
+def test_the_bits_of_one_process(here, ranks, changes):
+    """Losses, norms, validations, weights and moments, with dropout and clipping."""
+    run("alone", 1)
+    run("stages", ranks, **changes)
+    assert curve("stages") == curve("alone")
+    for step in (2, 4):
+        assert bits("stages", step) == bits("alone", step)
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [
+        ((2, {"pp": 2}), (1, {})),
+        ((1, {}), (3, {"pp": 3, "zero_stage": 1})),
+        pytest.param((3, {"pp": 3}), (2, {"pp": 2, "zero_stage": 3}), marks=pytest.mark.slow),
+    ],
+)
+def test_resumes_at_another_number_of_stages(here, saved, resumed):
+    run("alone", 1)
+    run("moved", saved[0], **saved[1])
+    forget_after("moved", 2)
+    run("moved", resumed[0], **{"resume": True, **resumed[1]})
+    assert bits("moved", 4) == bits("alone", 4)
+
+
+def test_stages_beside_data_parallel_ranks_and_tp(here):
+    run("alone", 2)
+    run("both", 4, pp=2)
+    assert curve("both") == curve("alone")
+    assert bits("both", 4) == bits("alone", 4)
+    run("tp", 4, pp=2, tp=2, max_steps=2, deterministic=False)
+    losses = [row["loss"] for row in curve("alone") if "loss" in row][:2]
+    assert [row["loss"] for row in curve("tp") if "loss" in row] == pytest.approx(losses, rel=1e-5)
+
+
+def test_files_of_stages_are_one_model(here, capsys):
+    run("stages", 2, pp=2)
+    printed = capsys.readouterr().out
+    assert "stages   2 + 1 layers, 1f1b over 4 micro-batches: ranks wait for 20% of" in printed
+    assert "ranks    dp 1 * pp 2, stage 0" in printed
+    model = load_weights("stages/latest")
+    assert model.wte.weight.shape[1] == 16
+    assert torch.isfinite(model.h[2].mlp.c_fc.weight).all()
+
+
+def test_layers_of_stages_by_cost():
+    def split(n_layer, n_embd, vocab_size, pp):
+        shape = {"n_layer": n_layer, "n_embd": n_embd, "block_size": 1024}
+        config = TrainConfig().replace({"pp": pp, **shape})
+        return stages_of(config.parallel, config.model_config(vocab_size))
+
+    # The output layer of 124M weighs 4.9 layers, so the last of two stages has fewer layers.
+    assert split(12, 768, 50304, 2) == [8, 4]
+    assert split(12, 768, 50304, 4) == [4, 4, 4, 0]
+    assert split(12, 768, 50304, 1) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pp": 6}, "pp of at most 5, the 3 layers, embedding and output layer, got pp=6; lower"),
+        ({"pp": 2, "pp_split": "1,1"}, "as pp=2 numbers of layers that make 3, got pp_split=1,1"),
+        ({"pp": 2, "pp_split": "1,1,1"}, "as pp=2 numbers .* got pp_split=1,1,1; correct it, or"),
+        ({"pp": 2, "pp_split": "1+2"}, "numbers of layers, such as 8,4, or auto, got pp_split=1+"),
+        ({"pp": 0}, "expected pp >= 1, got pp=0; set --pp"),
+        ({"pp": 2, "schedule": "2f2b"}, "one of 1f1b, gpipe for schedule in settings, got sched"),
+        ({"pp": 2, "compile": True}, "no compile with pp > 1, got compile=True with pp=2; leave"),
+        ({"pp": 2, "optimizer": "adafactor"}, "got optimizer=adafactor with pp=2; leave one"),
+        ({"pp": 2, "cuda_graphs": True, "device": "cuda"}, "expected pp 1 with cuda_graphs: the"),
+    ],
+)
+def test_bad_settings(changes, message):
+    with pytest.raises(ValueError, match=message.replace("+", r"\+")):
+        TrainConfig().replace({**RUN, **changes})
+
+
+@pytest.mark.slow
+def test_processes(here):
+    """Ranks of their own, started as a user does."""
+    options = [f"--{k.replace('_', '-')}={v}" for k, v in RUN.items() if k != "deterministic"]
+    options += ["--deterministic", "--out=stages", "--nproc=2", "--pp=2"]
+    subprocess.run([sys.executable, "-m", "fastpar", "train", *options], check=True)
+    run("alone", 1)
+    assert bits("stages", 4) == bits("alone", 4)
