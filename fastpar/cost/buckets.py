@@ -14,9 +14,11 @@ from typing import NamedTuple
 
 import torch
 
-from fastpar.config.config import GPTConfig
+from fastpar.config.config import GPTConfig, pp_split
+from fastpar.config.options import ParallelSettings
 from fastpar.cost.workload import Setup, Workload, vocabulary_rows
 from fastpar.pipeline.schedules import stage_of
+from fastpar.pipeline.split import cut
 from fastpar.pipeline.stages import equal_split
 from fastpar.sharding.layout import ALIGN, Layout, ParamSpec, build_layout, default_bucket_mb
 
@@ -108,6 +110,19 @@ def bucket_mb_of(setup: Setup) -> float:
     if setup.bucket_mb is not None:
         return setup.bucket_mb
     return default_bucket_mb(setup.dp, setup.transport if setup.dp > 1 else "none")
+
+
+def stages_of(parallel: ParallelSettings, shape: GPTConfig) -> list[int] | None:
+    """Layers of each stage of a pipeline; None without one.
+
+    By flops of a token's forward: 24 C^2 + 4 T C of a layer, 2 V C of the output layer.
+    """
+    given = pp_split(parallel)
+    if parallel.pp == 1 or given is not None:
+        return None if parallel.pp == 1 else given
+    c = shape.n_embd
+    layer, head = 24 * c * c + 4 * shape.block_size * c, 2 * shape.vocab_size * c
+    return cut([0.0, *[float(layer)] * shape.n_layer, float(head)], parallel.pp)
 
 
 class RankParts(NamedTuple):

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from fastpar.config.config import GPTConfig, TrainConfig
-from fastpar.cost.buckets import DTYPES
+from fastpar.cost.buckets import DTYPES, stages_of
 from fastpar.cost.memory_model import format_bytes, predict_states
 from fastpar.cost.workload import Setup, Workload, count_parameters
 
@@ -114,7 +114,9 @@ def check_ranks(
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     check_building(shape, limit_bytes=host_memory(), sharing=ranks_here)
     limit, whose, sharing = memory_of(device)
-    setup = Setup.of(config, dtype=_NAMES[dtype], world_size=ranks)
+    stages = stages_of(config.parallel, shape)
+    split = None if stages is None else tuple(stages)
+    setup = Setup.of(config, dtype=_NAMES[dtype], world_size=ranks, pp_split=split)
     check_capacity(shape, setup, limit_bytes=limit, of_what=whose, sharing=sharing)
 
 

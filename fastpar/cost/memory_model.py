@@ -42,10 +42,10 @@ from typing import NamedTuple
 
 from fastpar.cost.buckets import GPTBuckets, RankParts, bucket_mb_of, buckets_of, parts_of
 from fastpar.cost.gradient_flow import GradientFlow, gradient_flow
-from fastpar.cost.stage_costs import held_of
 from fastpar.cost.workload import Setup, Workload, vocabulary_rows
 from fastpar.kernels.linear_cross_entropy import default_chunk_rows
 from fastpar.optim.adafactor import BATCH
+from fastpar.pipeline.simulator import held_of
 
 _RNG_STATE = 5056  # torch's generator on the CPU, saved with each recomputed block
 # cuBLAS's workspace on Hopper, from torch's allocator (a quarter on older GPUs), which the threads

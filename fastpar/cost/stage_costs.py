@@ -9,11 +9,8 @@ from fastpar.cost.buckets import stage_layers
 from fastpar.cost.operations import Op
 from fastpar.cost.workload import Setup
 from fastpar.pipeline.schedules import Kind, make_schedule
-from fastpar.pipeline.simulator import Costs, simulate
+from fastpar.pipeline.simulator import ENOUGH, Costs, simulate
 
-# More micro-batches than this many times the ranks only repeat what the schedule does in its
-# middle: every further one costs what the fullest rank has to do.
-_ENOUGH = 2
 F, I, W = Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT  # noqa: E741
 
 
@@ -85,16 +82,6 @@ def makespan_of(
     schedule: str, pp: int, micro_batches: int, chunks: int, costs: Costs, message: float
 ) -> float:
     """See simulate(); costs are tuples."""
-    few = min(micro_batches, _ENOUGH * pp + micro_batches % pp)
+    few = min(micro_batches, ENOUGH * pp + micro_batches % pp)
     found = simulate(make_schedule(schedule, pp, few, chunks), costs, message=message)
     return found.makespan + (micro_batches - few) * max(found.busy) / few
-
-
-@functools.lru_cache(4096)
-def held_of(schedule: str, pp: int, micro_batches: int, chunks: int) -> list[tuple[int, ...]]:
-    """The most micro-batches that each rank's chunks hold; see Simulated.peaks."""
-    few = micro_batches
-    if schedule != "gpipe":  # which holds all
-        few = min(micro_batches, _ENOUGH * pp + micro_batches % pp)
-    ones = [1.0] * (pp * chunks)
-    return simulate(make_schedule(schedule, pp, few, chunks), Costs(ones, ones, ones)).peaks

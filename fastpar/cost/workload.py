@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from fastpar.config.config import VOCAB_MULTIPLE, GPTConfig, TrainConfig
+from fastpar.config.config import VOCAB_MULTIPLE, GPTConfig, TrainConfig, pp_split
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp64": 8}
 
@@ -153,6 +153,8 @@ class Setup:
             values["grad_dtype"] = "fp32"
         if values["reduce_dtype"] == "auto":
             values["reduce_dtype"] = values["grad_dtype"]
+        split = pp_split(config.parallel)
+        values["pp_split"] = split and tuple(split)
         values |= {"micro_batch_size": 1, "grad_accum_steps": 1}
         values |= {"device_type": "cpu", "transport": "shm"}
         return cls(**{**values, "dtype": dtype, "world_size": world_size, **in_effect})
@@ -161,6 +163,7 @@ class Setup:
         """The same as settings of `fastpar train`."""
         known = TrainConfig().settings().keys() - {"transport"}
         values = {**asdict(workload.shape), **asdict(self), "batch_size": workload.batch_size}
+        values["pp_split"] = ",".join(map(str, self.pp_split or ())) or "auto"
         if self.master_weights != "remainder":
             values["master_weights"] = "auto"
         return {name: value for name, value in values.items() if name in known}

@@ -7,10 +7,15 @@ once, after those that it needs, and per pair of stages the same order on both s
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fastpar.pipeline.schedules import Kind, Op, Schedule
+from fastpar.pipeline.schedules import Kind, Op, Schedule, make_schedule
+
+# More micro-batches than this many times the ranks only repeat what the schedule does in its
+# middle: every further one costs what the fullest rank has to do.
+ENOUGH = 2
 
 FINISHES = (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)  # after it a micro-batch is no longer held
 
@@ -153,3 +158,13 @@ def check(schedule: Schedule) -> None:
             )
     ones = [1.0] * schedule.stages
     simulate(schedule, Costs(ones, ones, ones))
+
+
+@functools.lru_cache(4096)
+def held_of(schedule: str, pp: int, micro_batches: int, chunks: int) -> list[tuple[int, ...]]:
+    """The most micro-batches that each rank's chunks hold; see Simulated.peaks."""
+    few = micro_batches
+    if schedule != "gpipe":  # which holds all
+        few = min(micro_batches, ENOUGH * pp + micro_batches % pp)
+    ones = [1.0] * (pp * chunks)
+    return simulate(make_schedule(schedule, pp, few, chunks), Costs(ones, ones, ones)).peaks

@@ -20,10 +20,8 @@ from fastpar.config.config import (
     check_parallel,
     check_split,
     check_storage,
-    pp_split,
 )
-from fastpar.config.options import ParallelSettings
-from fastpar.cost.buckets import DTYPES
+from fastpar.cost.buckets import DTYPES, stages_of
 from fastpar.data.batches import TextData, load_data
 from fastpar.data.token_cache import say
 from fastpar.files.step_folders import checkpoint_folder, list_checkpoints, step_of
@@ -35,7 +33,6 @@ from fastpar.optim.adamw import AdamW
 from fastpar.optim.schedule import describe_storage, make_optimizer
 from fastpar.parallel.engine import Engine
 from fastpar.parallel.parallelize import parallelize
-from fastpar.pipeline.split import cut
 from fastpar.train.run_lock import hold
 
 
@@ -149,19 +146,6 @@ def pick_dtype(config: TrainConfig, mesh: Mesh, state: dict[str, Any] | None) ->
 
 
 _DIGEST_TOKENS = 1 << 16
-
-
-def stages_of(parallel: ParallelSettings, shape: GPTConfig) -> list[int] | None:
-    """Layers of each stage of a pipeline; None without one.
-
-    By flops of a token's forward: 24 C^2 + 4 T C of a layer, 2 V C of the output layer.
-    """
-    given = pp_split(parallel)
-    if parallel.pp == 1 or given is not None:
-        return None if parallel.pp == 1 else given
-    c = shape.n_embd
-    layer, head = 24 * c * c + 4 * shape.block_size * c, 2 * shape.vocab_size * c
-    return cut([0.0, *[float(layer)] * shape.n_layer, float(head)], parallel.pp)
 
 
 def set_up(

@@ -164,14 +164,7 @@ class Trainer:
             self.model, mesh, config, dtype=dtype, grad_accum_steps=self.grad_accum_steps
         )
         self.engine = engine_of(self.model)
-        self._facts = facts_of(
-            config,
-            self.engine,
-            self.model.config,
-            dtype=dtype,
-            block_size=self.block_size,
-            batch=batch,
-        )
+        self._facts = facts_of(config, self.engine, model.config, dtype, self.block_size, batch)
         self.loss_scale = DynamicLossScale() if dtype == torch.float16 else None
         self.predictions = Predictions(self.engine, self.optimizer)
         self.guards = Guards(config.faults, scaled=self.loss_scale is not None)

@@ -40,6 +40,7 @@ FACTS = {
     "dtype": "fp32",
     "world_size": 1,
     "tp": 1,
+    "pp": 1,
     "threads": 1,
     "block_size": 32,
     "micro_batch_size": 8,

@@ -10,8 +10,8 @@ from train_runs import TINY, bits, curve, forget_after
 from fastpar.checkpoint.weight_sources import load_weights
 from fastpar.comm.mesh import Mesh
 from fastpar.config.config import TrainConfig
+from fastpar.cost.buckets import stages_of
 from fastpar.testing import run_ranks
-from fastpar.train.start import stages_of
 from fastpar.train.trainer import Trainer
 
 RUN = {**TINY, "n_layer": 3, "grad_accum_steps": 4, "max_steps": 4, "eval_every": 2}
