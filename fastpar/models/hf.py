@@ -30,6 +30,7 @@ from fastpar.files.plain_files import (
 from fastpar.files.tensor_file import Spec, TensorFile
 from fastpar.models.gpt import GPT
 from fastpar.models.weights import DTYPES, PREFIX, WEIGHTS_FILE, cut_into_files, list_weights
+from fastpar.pipeline.stages import Absent
 
 INDEX_FILE = "model.safetensors.index.json"
 MASKS = (".attn.bias", ".attn.masked_bias")  # causal masks, stored as buffers by older versions
@@ -44,12 +45,17 @@ _SUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 def check_whole(caller: str, model: GPT) -> None:
-    """Refuse a model that tp ranks split."""
-    if model.tp is not None:
-        raise ValueError(
-            f"{caller}: expected a model whose weights are whole on a rank, got one with "
-            f"tp={model.tp.size}; load_hf() reads it from a checkpoint of save_checkpoint"
-        )
+    """Refuse a model that tp ranks split, or that a pipeline has cut."""
+    if any(isinstance(part, Absent) for part in model.modules()):
+        got = "cut into stages"
+    elif model.tp is not None:
+        got = f"with tp={model.tp.size}"
+    else:
+        return
+    raise ValueError(
+        f"{caller}: expected a model whose weights are whole on a rank, got one {got}; load_hf() "
+        "reads it from a checkpoint of save_checkpoint"
+    )
 
 
 @torch.no_grad()

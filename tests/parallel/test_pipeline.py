@@ -12,6 +12,7 @@ from cells import few
 from fastpar import GPT, Adafactor, AdamW, GPTConfig, Mesh, engine_of, parallelize, pipeline_step
 from fastpar.kernels import make_key
 from fastpar.testing import run_ranks
+from fastpar.train.sample import generate
 
 STEPS, MICRO, B, T = 3, 4, 8, 8
 CONFIG = GPTConfig(vocab_size=97, n_layer=3, n_head=2, n_embd=16, block_size=T, dropout=0.0)
@@ -211,5 +212,7 @@ def test_bad_steps_are_refused_and_a_stage_alone_has_no_forward():
             Adafactor(model.parameters(), lr=1e-2)
         with pytest.raises(AttributeError, match=r"call fastpar\.pipeline_step instead"):
             model(idx, idx)
+        with pytest.raises(ValueError, match=r"generate: .* got one cut into stages; load_hf\(\)"):
+            next(generate(model, idx, 1))
 
     run_ranks(rank, 2)
