@@ -76,6 +76,7 @@ OPS = {
     "quantize_blockwise": ("cpp: quantize_cpu.cpp", "cuda: quantize_cuda.cu"),
     "dequantize_blockwise": ("cpp: quantize_cpu.cpp", "cuda: quantize_cuda.cu"),
     "dropout": ("cpp: dropout_cpu.cpp", "triton: philox_triton.py"),
+    "orthogonalize": ("products by {gemm} (fp32); torch (others)", "torch"),
 }
 
 

@@ -226,8 +226,9 @@ def test_wrong_and_slow_implementations_are_not_chosen(monkeypatch, tmp_path, ca
     assert "error of o is" in outcome.refused["wrong"]
     assert "wrong refused: at B=1 T=64" in capsys.readouterr().out
     assert outcome.ms["slow"][0] > 50
-    assert outcome.ms[OWN][0] < 50
-    assert not {"slow", "wrong"} & set(outcome.chosen.split(" / "))
+    # Their backward is that of "cpu", so any of the right ones may be chosen for it.
+    assert "wrong" not in outcome.chosen
+    assert outcome.chosen.split(" / ")[0] != "slow"
     content = json.loads((tmp_path / "tune.json").read_text())
     assert set(parse_proofs("cpu", content)) == {ATTENTION.case, PROOF.case}
 
