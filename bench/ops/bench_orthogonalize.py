@@ -43,6 +43,7 @@ def case(m: int, n: int, dtype: torch.dtype, device: str) -> Case:
         dtype,
         bytes_moved={"call": 15.0 * (m * n + m * m) * dtype.itemsize},
         directions=("call",),
+        compiled=False,  # five times three products: nothing to fuse
         unjudged=("torch.optim.Muon",) if dtype == torch.float32 else (),
     )
 
