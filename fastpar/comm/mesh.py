@@ -55,8 +55,9 @@ class Mesh:
         dp: ranks along the data-parallel axis; None takes all that the other axes leave.
         tp: ranks along the tensor-parallel axis, neighbours, which split each layer.
         replicas: copies of a model whose state is sharded along dp (hybrid sharding).
-        pp, cp, ep: ranks along the axes of pipeline stages, parts of sequences, and experts.
-            parallelize() does not run them yet, and says so.
+        pp: stages of a pipeline; see fastpar.pipeline_step.
+        cp, ep: ranks along the axes of parts of sequences, and experts. parallelize() does not run
+            them yet, and says so.
         device: where this rank computes; None takes cuda:LOCAL_RANK if there is a GPU, or the CPU.
         timeout_s: after this long without its peers a collective fails instead of hanging.
     Attributes:

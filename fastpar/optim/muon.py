@@ -83,7 +83,7 @@ class Muon(AdamW):
     """
 
     _not_in_groups = ("master_weights", "max_grad_norm", "momentum_dtype")
-    _attributes = (*AdamW._attributes, "momentum_dtype", "_adamw")
+    _attributes = (*AdamW._attributes, "momentum_dtype", "_adamw", "_own")
 
     def __init__(
         self,

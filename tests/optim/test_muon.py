@@ -356,3 +356,10 @@ def test_a_checkpoint_goes_on_at_another_layout_bit_for_bit(tmp_path):
     want = run_ranks(begin, 4)[0]
     for stage in (0, 1):
         assert_same(run_ranks(lambda stage=stage: go_on(stage), 4)[0], want)
+
+
+def test_a_copy_takes_more_groups():
+    p = nn.Parameter(MATRIX.clone())
+    twin = copy.deepcopy(fastpar.Muon([p], lr=0.3))
+    twin.add_param_group({"params": [nn.Parameter(MATRIX.clone())]})
+    assert [group["lr"] for group in twin.param_groups] == [0.3, 0.3]
