@@ -63,7 +63,7 @@ using Key = std::array<int64_t, 13>;
 std::mutex mutex;  // of all below
 Library library;
 std::map<int, Opaque> handles;        // by device; they live as long as the process
-std::map<Key, Algorithm> algorithms;  // what the library chose for a product
+std::map<Key, Heuristic> algorithms;  // what the library chose for a product, or its refusal
 
 void check(int status, const char* what, const LtProduct& p) {
   if (status == 0) return;
@@ -99,7 +99,8 @@ uint32_t alignment(const void* data) {
   return static_cast<uint32_t>(address & (~address + 1));
 }
 
-Algorithm choose(const LtProduct& p, const Library& lib, Opaque handle, Opaque desc, Opaque a,
+// The library's first choice; status is not 0 where it has none.
+Heuristic choose(const LtProduct& p, const Library& lib, Opaque handle, Opaque desc, Opaque a,
                  Opaque b, Opaque d) {
   Owned preference(lib.preference_destroy);
   check(lib.preference_create(preference.out()), "a preference", p);
@@ -112,9 +113,9 @@ Algorithm choose(const LtProduct& p, const Library& lib, Opaque handle, Opaque d
   for (int i = 0; i < 4; ++i) set(kAlignmentOfA + i, alignment(operands[i]));
   Heuristic found = {};
   int count = 0;
-  check(lib.heuristic(handle, desc, a, b, d, d, preference, 1, &found, &count), "an algorithm", p);
-  check(count == 0 ? -1 : found.status, "an algorithm", p);
-  return found.algorithm;
+  const int status = lib.heuristic(handle, desc, a, b, d, d, preference, 1, &found, &count);
+  if (status != 0 || count == 0) found.status = status != 0 ? status : -1;
+  return found;
 }
 
 }  // namespace
@@ -200,10 +201,12 @@ void matmul_lt(const LtProduct& p, Stream stream) {
   if (at == algorithms.end()) {
     at = algorithms.emplace(key, choose(p, lib, handle, desc, a, b, d)).first;
   }
+  Heuristic& chosen = at->second;
+  check(chosen.status, "an algorithm", p);
   const float one = 1, zero = 0;
-  check(lib.matmul(handle, desc, &one, p.b.data, a, p.a.data, b, &zero, p.d, d, p.d, d, &at->second,
-                   p.workspace, p.workspace_bytes, stream),
-        "a product", p);
+  chosen.status = lib.matmul(handle, desc, &one, p.b.data, a, p.a.data, b, &zero, p.d, d, p.d, d,
+                             &chosen.algorithm, p.workspace, p.workspace_bytes, stream);
+  check(chosen.status, "a product", p);
 }
 
 }  // namespace fastpar

@@ -119,6 +119,19 @@ def use_epilogues(op: str, x: Tensor, *others: Tensor | None) -> bool:
     return not why_no_epilogues() and is_proven(op, x)
 
 
+@functools.cache
+def _kept_workspace(device: torch.device, stream: int) -> Tensor:
+    """32 MiB that the products of a stream share: they run one after another."""
+    return torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+
+
+def _workspace(x: Tensor, stream: int) -> Tensor:
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        # The graph's own: it may be replayed on another stream, beside this one's products.
+        return x.new_empty(_WORKSPACE_BYTES, dtype=torch.uint8)
+    return _kept_workspace(x.device, stream)
+
+
 def matmul_lt(
     a: Tensor, b: Tensor, epilogue: int, vector: Tensor, aux: Tensor | None = None
 ) -> Tensor:
@@ -127,9 +140,10 @@ def matmul_lt(
     a and b have a stride of 1 in one dimension, aux is [M, N] and contiguous.
     """
     out = a.new_empty(a.shape[0], b.shape[1])
-    workspace = a.new_empty(_WORKSPACE_BYTES, dtype=torch.uint8)
     try:
         with torch.cuda.device_of(a):
+            stream = backend.cuda_stream(a)
+            workspace = _workspace(a, stream)
             _C.matmul_lt(
                 (a.data_ptr(), *a.stride()),
                 (b.data_ptr(), *b.stride()),
@@ -142,7 +156,7 @@ def matmul_lt(
                 a.get_device(),
                 workspace.data_ptr(),
                 _WORKSPACE_BYTES,
-                backend.cuda_stream(a),
+                stream,
             )
     except RuntimeError as error:  # a size or an address that the proof did not meet
         if is_trying():

@@ -4,6 +4,7 @@ tests/support/fake_cublaslt.cpp stands for the library, with the numbers and rul
 csrc/linear_lt.cpp is what runs, descriptors, transposes and leading dimensions included.
 """
 
+import contextlib
 import ctypes
 import re
 import subprocess
@@ -18,8 +19,10 @@ from cells import sweep
 from fastpar.config.config import GPTConfig
 from fastpar.doctor import doctor, trial
 from fastpar.kernels import _C, backend, bias_gelu, choice, gelu_mlp, linear
+from fastpar.kernels.backend import DTYPE_CODES
 from fastpar.kernels.choice import OWN, STOCK, Case
 from fastpar.kernels.gelu_mlp import _gelu_mlp, _gelu_mlp_bwd
+from fastpar.kernels.linear import GELU_AUX_BIAS
 from fastpar.kernels.reference import gelu_mlp_ref
 from fastpar.models.gpt import GPT
 from fastpar.testing import assert_matches_oracle
@@ -115,6 +118,40 @@ def test_a_product_without_an_algorithm_is_computed_by_torch(lt):
     lt.fake_fault(2)
     with pytest.warns(UserWarning, match="cublasLt: expected an algorithm .*computed by torch"):
         assert_matches_oracle(gelu_mlp, gelu_mlp_ref, inputs, eager=eager)
+
+
+@sweep("fault", [0, 2])
+def test_what_the_library_answered_is_asked_once(lt, fault):
+    """A refusal too: asking takes longer than the product's launch."""
+    lt.fake_fault(fault)
+    a, b, out, aux = (torch.zeros(16, 16, dtype=torch.bfloat16) for _ in range(4))
+    pointers = [x.data_ptr() for x in (out, aux[0], aux)]
+    before = lt.fake_asked()
+    for _ in range(3):
+        with contextlib.suppress(RuntimeError):
+            _C.matmul_lt(
+                (a.data_ptr(), 16, 1), (b.data_ptr(), 16, 1), *pointers, (16, 16, 16),
+                DTYPE_CODES[a.dtype], GELU_AUX_BIAS, 0, 0, 0, 0,
+            )  # fmt: skip
+    assert lt.fake_asked() == before + 1
+
+
+def test_products_of_a_stream_share_one_workspace(lt, monkeypatch):
+    module, seen = sys.modules["fastpar.kernels.linear"], []
+
+    class Spy:
+        def matmul_lt(self, *arguments):
+            seen.append(arguments[-3])
+            _C.matmul_lt(*arguments)
+
+    monkeypatch.setattr(module, "_C", Spy())
+    kept = [gradients(make((12, 8), 16, 8, torch.bfloat16)) for _ in range(2)]
+    assert len(seen) == 3 * len(kept)
+    assert len(set(seen)) == 1
+    monkeypatch.setattr(backend, "cuda_stream", lambda x: 7)
+    gradients(make((12, 8), 16, 8, torch.bfloat16))
+    assert seen[-1] != seen[0]
+    assert lt.fake_calls()
 
 
 def test_deterministic_algorithms_go_by_the_three_ops(lt):
