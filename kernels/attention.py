@@ -39,6 +39,7 @@ import torch
 from torch import Tensor
 
 from fastpar.kernels import _C, attention_peers
+from fastpar.kernels.attention_bits import kept_bits
 from fastpar.kernels.attention_composed import Dropout, Triple, composed_bwd, composed_fwd, sdpa
 from fastpar.kernels.backend import DTYPE_CODES, use_cpp, use_triton
 from fastpar.kernels.op import check_float, define_autograd, define_op, refuse_double_backward
@@ -162,6 +163,7 @@ def _attention_run(
     site_head: int,
     threshold: int,
     cu_seqlens: Tensor | None,
+    bits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     op = _case(threshold, cu_seqlens)
     triton = use_triton(op, q)
@@ -170,7 +172,7 @@ def _attention_run(
         cu_seqlens = cu_seqlens.contiguous()
         bounds = None if triton and q.is_cuda else _bounds(cu_seqlens, q.shape[0])
     if not q.numel():
-        return _fake(q, k, v, causal, scale, key, site_head, threshold, cu_seqlens)
+        return _fake(q, k, v, causal, scale, key, site_head, threshold, cu_seqlens, bits)
     q, k, v = _split(q, k, v)
     cpp = not triton and use_cpp(op, q)
     if (triton or cpp) and (peer := attention_peers.serving(op, q, k, v, causal, 0)):
@@ -179,7 +181,7 @@ def _attention_run(
         from fastpar.kernels import attention_triton
 
         return attention_triton.attention_fwd(
-            q, k, v, causal, scale, key, site_head, threshold, cu_seqlens
+            q, k, v, causal, scale, key, site_head, threshold, cu_seqlens, bits
         )
     drop = Dropout(key, site_head, threshold)
     if cpp:
@@ -201,6 +203,7 @@ def _attention_bwd_run(
     site_head: int,
     threshold: int,
     cu_seqlens: Tensor | None,
+    bits: Tensor | None = None,
 ) -> Triple:
     results = _bwd_fake(do, q, k, v)
     inputs = _split(q, k, v)
@@ -229,8 +232,9 @@ def _attention_bwd_run(
 
         assert o is not None  # _setup_context keeps it where Triton runs
         attention_bwd_triton.attention_bwd(
-            do, *inputs, o, stats, *grads, causal, scale, key, site_head, threshold, cu_seqlens
-        )
+            do, *inputs, o, stats, *grads, causal, scale, key, site_head, threshold, cu_seqlens,
+            bits,
+        )  # fmt: skip
     else:
         drop = Dropout(key, site_head, threshold)
         if use_cpp(op, q):
@@ -240,7 +244,7 @@ def _attention_bwd_run(
     return results
 
 
-def _fake(q, k, v, causal, scale, key, site_head, threshold, cu_seqlens):
+def _fake(q, k, v, causal, scale, key, site_head, threshold, cu_seqlens, bits=None):
     q, _k, _v = _split(q, k, v)
     op = _case(threshold, cu_seqlens)
     if use_triton(op, q):
@@ -262,15 +266,15 @@ def _bwd_fake(do, q, k, v, *_):
 
 _attention = define_op(
     "attention(Tensor q, Tensor? k, Tensor? v, bool causal, float scale, Tensor? key, "
-    "SymInt site_head, int threshold, Tensor? cu_seqlens) -> (Tensor, Tensor)",
+    "SymInt site_head, int threshold, Tensor? cu_seqlens, Tensor? bits=None) -> (Tensor, Tensor)",
     _attention_run,
     _fake,
     ("CPU", "CUDA"),
 )
 _attention_bwd = define_op(
     "attention_bwd(Tensor do, Tensor q, Tensor? k, Tensor? v, Tensor? o, Tensor stats, "
-    "bool causal, float scale, Tensor? key, SymInt site_head, int threshold, Tensor? cu_seqlens) "
-    "-> (Tensor, Tensor, Tensor)",
+    "bool causal, float scale, Tensor? key, SymInt site_head, int threshold, Tensor? cu_seqlens, "
+    "Tensor? bits=None) -> (Tensor, Tensor, Tensor)",
     _attention_bwd_run,
     _bwd_fake,
     ("CPU", "CUDA"),
@@ -278,20 +282,20 @@ _attention_bwd = define_op(
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, ctx.causal, ctx.scale, key, ctx.site_head, ctx.threshold, cu_seqlens = inputs
+    q, k, v, ctx.causal, ctx.scale, key, ctx.site_head, ctx.threshold, cu_seqlens, *bits = inputs
     o, stats = output
     op = _case(ctx.threshold, cu_seqlens)
     other = attention_peers.wanted(op, q, 1)
     kept = o if other in attention_peers.PEERS or use_triton(op, q) else None
-    ctx.save_for_backward(q, k, v, kept, stats, key, cu_seqlens)
+    ctx.save_for_backward(q, k, v, kept, stats, key, cu_seqlens, *bits)
 
 
 def _backward(ctx, do, _dstats):
     refuse_double_backward("attention")
-    q, k, v, o, stats, key, cu_seqlens = ctx.saved_tensors
-    settings = (ctx.causal, ctx.scale, key, ctx.site_head, ctx.threshold, cu_seqlens)
+    q, k, v, o, stats, key, cu_seqlens, *bits = ctx.saved_tensors
+    settings = (ctx.causal, ctx.scale, key, ctx.site_head, ctx.threshold, cu_seqlens, *bits)
     dq, dk, dv = _attention_bwd(do, q, k, v, o, stats, *settings)
-    return dq, *((None, None) if k is None else (dk, dv)), *[None] * 6
+    return dq, *((None, None) if k is None else (dk, dv)), *[None] * (6 + len(bits))
 
 
 define_autograd(_attention, _setup_context, _backward, by_products=1)
@@ -405,7 +409,10 @@ def _run(
             rng = Rng(draw_key(q.device), 0)
         refuse_parts("attention", rng, "first_head")
         check_rng(rng, H, q.device)
-        return _attention(q, k, v, causal, scale, rng.key, rng.site_head, threshold, cu_seqlens)[0]
+        mask = rng.key, rng.site_head, threshold
+        tk = (q if k is None else k).shape[1]
+        bits = kept_bits(q, tk, causal, *mask) if triton and cu_seqlens is None else None
+        return _attention(q, k, v, causal, scale, *mask, cu_seqlens, bits)[0]
     if cu_seqlens is None and not own:
         return sdpa(*_split(q, k, v), causal, scale)
     return _attention(q, k, v, causal, scale, None, 0, 0, cu_seqlens)[0]

@@ -35,37 +35,36 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastpar.kernels.attention_bits_triton import drop, mask_of_head, tile_order, unknown_zero
 from fastpar.kernels.attention_configs import get_config, variant_for
 from fastpar.kernels.attention_triton import (
     LOG2_E,
-    aot_inputs,
     aot_variants,
     descriptor,
-    drop,
     find_tile,
     head_ptr,
     heads_per_section,
     key_range,
     load_tile,
+    mask_source,
     store_tile,
-    tile_order,
     tma_reads,
-    unknown_zero,
 )
-from fastpar.kernels.triton_launch import cdiv, device_key, gpu_arch, launch, next_power_of_2
+from fastpar.kernels.triton_launch import cdiv, gpu_arch, launch, next_power_of_2
 
 
 @triton.jit
 def _dq_tiles(
     dq, sum_p, sum_dp, q, do, lse, norm, delta, k_source, v_source, batch, kv_head, first, low,
-    high, n_keys, limit, rows, stride_k_t, stride_v_t, scale, key_ptr, sample, site_head, threshold,
+    high, n_keys, limit, rows, stride_k_t, stride_v_t, scale, mask_ptr, sample, site_head,
+    threshold,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
     DROPOUT: tl.constexpr, MASKED: tl.constexpr, VARLEN: tl.constexpr, FP32: tl.constexpr,
     SUMS: tl.constexpr,
 ):  # fmt: skip
     """One loop of [Note: phases] over keys [low, high): adds ds k to dq or, if SUMS, p and
     p * keep * dp to the sums of [Note: fp32]. scale: with log2(e)."""
-    order = tile_order(BLOCK_K, DROPOUT)
+    order = tile_order(BLOCK_K, DROPOUT, mask_ptr)
     for start in tl.range(low, high, BLOCK_K):
         start = tl.multiple_of(start, BLOCK_K)
         k = load_tile(
@@ -85,7 +84,7 @@ def _dq_tiles(
         dp = tl.dot(do, v.T, input_precision="ieee")
         kept = p
         if DROPOUT:
-            kept = drop(p, key_ptr, sample, site_head, rows, start, threshold)
+            kept = drop(p, mask_ptr, sample, site_head, rows, start, threshold)
         if SUMS:
             sum_p += tl.sum(p, 1)
             sum_dp += tl.sum(kept * dp, 1)
@@ -100,7 +99,7 @@ def _dq_tiles(
 
 @triton.jit(do_not_specialize=["n", "T", "Tk", "H", "group", "section", "site_head", "threshold"])
 def _attention_bwd_dq_kernel(
-    do_ptr, q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, delta_ptr, norm_ptr, dq_ptr, key_ptr, cu_ptr,
+    do_ptr, q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, delta_ptr, norm_ptr, dq_ptr, mask_ptr, cu_ptr,
     stride_do_b, stride_do_t, stride_do_h,
     stride_q_b, stride_q_t, stride_q_h,
     stride_k_b, stride_k_t, stride_k_h,
@@ -146,18 +145,19 @@ def _attention_bwd_dq_kernel(
     norm = tl.full([BLOCK_Q], 1.0, tl.float32)
     sum_p = tl.zeros([BLOCK_Q], tl.float32)
     delta = tl.zeros([BLOCK_Q], tl.float32)
-    site_head += head
+    if DROPOUT:
+        mask_ptr, site_head = mask_of_head(mask_ptr, site_head, batch, head, H, T, Tk)
     if FP32:
         dq, sum_p, delta = _dq_tiles(
             dq, sum_p, delta, q, do, lse, norm, delta, k_source, v_source, batch, kv_head, first,
-            0, full, n_keys, limit, rows, stride_k_t, stride_v_t, scale * LOG2_E, key_ptr, sample,
-            site_head, threshold,
+            0, full, n_keys, limit, rows, stride_k_t, stride_v_t, scale * LOG2_E, mask_ptr,
+            sample, site_head, threshold,
             D, BLOCK_D, BLOCK_K, TMA, DROPOUT, False, VARLEN, False, True,
         )  # fmt: skip
         dq, sum_p, delta = _dq_tiles(
             dq, sum_p, delta, q, do, lse, norm, delta, k_source, v_source, batch, kv_head, first,
-            full, end, n_keys, limit, rows, stride_k_t, stride_v_t, scale * LOG2_E, key_ptr, sample,
-            site_head, threshold,
+            full, end, n_keys, limit, rows, stride_k_t, stride_v_t, scale * LOG2_E, mask_ptr,
+            sample, site_head, threshold,
             D, BLOCK_D, BLOCK_K, TMA, DROPOUT, True, VARLEN, False, True,
         )  # fmt: skip
         norm = 1.0 / tl.where(lse < float("inf"), sum_p, 1.0)
@@ -176,12 +176,12 @@ def _attention_bwd_dq_kernel(
 
     dq, sum_p, _ = _dq_tiles(
         dq, sum_p, delta, q, do, lse, norm, delta, k_source, v_source, batch, kv_head, first,
-        0, full, n_keys, limit, rows, stride_k_t, stride_v_t, scale * LOG2_E, key_ptr, sample,
+        0, full, n_keys, limit, rows, stride_k_t, stride_v_t, scale * LOG2_E, mask_ptr, sample,
         site_head, threshold, D, BLOCK_D, BLOCK_K, TMA, DROPOUT, False, VARLEN, FP32, False,
     )  # fmt: skip
     dq, sum_p, _ = _dq_tiles(
         dq, sum_p, delta, q, do, lse, norm, delta, k_source, v_source, batch, kv_head, first,
-        full, end, n_keys, limit, rows, stride_k_t, stride_v_t, scale * LOG2_E, key_ptr, sample,
+        full, end, n_keys, limit, rows, stride_k_t, stride_v_t, scale * LOG2_E, mask_ptr, sample,
         site_head, threshold, D, BLOCK_D, BLOCK_K, TMA, DROPOUT, True, VARLEN, FP32, False,
     )  # fmt: skip
     if DROPOUT:
@@ -194,7 +194,7 @@ def _attention_bwd_dq_kernel(
 @triton.jit
 def _dkdv_tiles(
     dk, dv, k, v, keys, q_source, do_source, lse_head, delta_head, norm_head, batch, head, first,
-    low, high, n_rows, behind, stride_q_t, stride_do_t, scale, key_ptr, sample, site_head,
+    low, high, n_rows, behind, stride_q_t, stride_do_t, scale, mask_ptr, sample, site_head,
     first_key, threshold,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, TMA: tl.constexpr,
     DROPOUT: tl.constexpr, CUT: tl.constexpr, TAIL: tl.constexpr, VARLEN: tl.constexpr,
@@ -229,7 +229,7 @@ def _dkdv_tiles(
                 p = tl.where(keys[None, :] <= (rows + behind)[:, None], p, 0.0)
             kept = p
             if DROPOUT:
-                kept = drop(p, key_ptr, sample, site_head, rows, first_key, threshold)
+                kept = drop(p, mask_ptr, sample, site_head, rows, first_key, threshold)
             dv = tl.dot(kept.to(do.dtype).T, do, dv, input_precision="ieee")
             dp = tl.dot(do, v.T, input_precision="ieee")
             ds = kept * dp - p * delta[:, None]
@@ -248,9 +248,9 @@ def _dkdv_tiles(
 
 @triton.jit
 def _dkdv_head(
-    dk, dv, k, v, keys, do_ptr, q_ptr, lse_ptr, delta_ptr, norm_ptr, key_ptr,
+    dk, dv, k, v, keys, do_ptr, q_ptr, lse_ptr, delta_ptr, norm_ptr, mask_ptr,
     stride_do_b, stride_do_t, stride_do_h, stride_q_b, stride_q_t, stride_q_h,
-    sample, batch, head, first, n_rows, behind, first_key, T, H, scale, site_head, threshold,
+    sample, batch, head, first, n_rows, behind, first_key, T, Tk, H, scale, site_head, threshold,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr, TMA: tl.constexpr,
     EVEN: tl.constexpr, FP32: tl.constexpr,
@@ -262,7 +262,8 @@ def _dkdv_head(
         q_source = head_ptr(q_ptr, batch, first, head, stride_q_b, stride_q_t, stride_q_h)
         do_source = head_ptr(do_ptr, batch, first, head, stride_do_b, stride_do_t, stride_do_h)
     statistics = (batch.to(tl.int64) * H + head) * T + first
-    site_head += head
+    if DROPOUT:
+        mask_ptr, site_head = mask_of_head(mask_ptr, site_head, batch, head, H, T, Tk)
     full = n_rows * 0
     if CAUSAL:
         low = tl.maximum(first_key - behind, 0) // BLOCK_Q * BLOCK_Q
@@ -271,20 +272,20 @@ def _dkdv_head(
         dk, dv = _dkdv_tiles(
             dk, dv, k, v, keys, q_source, do_source, lse_ptr + statistics, delta_ptr + statistics,
             norm_ptr + statistics, batch, head, first, low, tl.minimum(full, n_rows), n_rows,
-            behind, stride_q_t, stride_do_t, scale, key_ptr, sample, site_head, first_key,
+            behind, stride_q_t, stride_do_t, scale, mask_ptr, sample, site_head, first_key,
             threshold, D, BLOCK_D, BLOCK_Q, TMA, DROPOUT, True, not EVEN, VARLEN, FP32,
         )  # fmt: skip
     return _dkdv_tiles(
         dk, dv, k, v, keys, q_source, do_source, lse_ptr + statistics, delta_ptr + statistics,
         norm_ptr + statistics, batch, head, first, full, n_rows, n_rows, behind, stride_q_t,
-        stride_do_t, scale, key_ptr, sample, site_head, first_key, threshold,
+        stride_do_t, scale, mask_ptr, sample, site_head, first_key, threshold,
         D, BLOCK_D, BLOCK_Q, TMA, DROPOUT, False, not EVEN, VARLEN, FP32,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["n", "T", "Tk", "H", "group", "section", "site_head", "threshold"])
 def _attention_bwd_dkdv_kernel(
-    do_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, norm_ptr, dk_ptr, dv_ptr, key_ptr, cu_ptr,
+    do_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, norm_ptr, dk_ptr, dv_ptr, mask_ptr, cu_ptr,
     stride_do_b, stride_do_t, stride_do_h,
     stride_q_b, stride_q_t, stride_q_h,
     stride_k_b, stride_k_t, stride_k_h,
@@ -306,7 +307,7 @@ def _attention_bwd_dkdv_kernel(
     n_rows = n_keys if VARLEN else T
     behind = n_keys - n_rows
     first_key = tile * BLOCK_K
-    order = tile_order(BLOCK_K, DROPOUT)
+    order = tile_order(BLOCK_K, DROPOUT, mask_ptr)
     keys = first_key + order
     k_source = head_ptr(k_ptr, batch, first, kv_head, stride_k_b, stride_k_t, stride_k_h)
     v_source = head_ptr(v_ptr, batch, first, kv_head, stride_v_b, stride_v_t, stride_v_h)
@@ -323,17 +324,17 @@ def _attention_bwd_dkdv_kernel(
     if GROUPED:
         for i in range(group):
             dk, dv = _dkdv_head(
-                dk, dv, k, v, keys, do_ptr, q_ptr, lse_ptr, delta_ptr, norm_ptr, key_ptr,
+                dk, dv, k, v, keys, do_ptr, q_ptr, lse_ptr, delta_ptr, norm_ptr, mask_ptr,
                 stride_do_b, stride_do_t, stride_do_h, stride_q_b, stride_q_t, stride_q_h,
-                sample, batch, kv_head * group + i, first, n_rows, behind, first_key, T, H,
+                sample, batch, kv_head * group + i, first, n_rows, behind, first_key, T, Tk, H,
                 scale * LOG2_E, site_head, threshold,
                 D, BLOCK_D, BLOCK_Q, BLOCK_K, CAUSAL, DROPOUT, VARLEN, TMA, EVEN, FP32,
             )  # fmt: skip
     else:
         dk, dv = _dkdv_head(
-            dk, dv, k, v, keys, do_ptr, q_ptr, lse_ptr, delta_ptr, norm_ptr, key_ptr,
+            dk, dv, k, v, keys, do_ptr, q_ptr, lse_ptr, delta_ptr, norm_ptr, mask_ptr,
             stride_do_b, stride_do_t, stride_do_h, stride_q_b, stride_q_t, stride_q_h,
-            sample, batch, kv_head, first, n_rows, behind, first_key, T, H,
+            sample, batch, kv_head, first, n_rows, behind, first_key, T, Tk, H,
             scale * LOG2_E, site_head, threshold, D, BLOCK_D, BLOCK_Q, BLOCK_K, CAUSAL, DROPOUT,
             VARLEN, TMA, EVEN, FP32,
         )  # fmt: skip
@@ -342,7 +343,7 @@ def _attention_bwd_dkdv_kernel(
         dv *= 256.0 / (256 - threshold)
     dk_head = head_ptr(dk_ptr, batch, first, kv_head, stride_dk_b, stride_dk_t, stride_dk_h)
     dv_head = head_ptr(dv_ptr, batch, first, kv_head, stride_dv_b, stride_dv_t, stride_dv_h)
-    order = tile_order(BLOCK_K, DROPOUT, unknown_zero(threshold))
+    order = tile_order(BLOCK_K, DROPOUT, mask_ptr, unknown_zero(threshold))
     store_tile(dk * scale, dk_head, first_key, n_keys, stride_dk_t, order, D, BLOCK_D)
     store_tile(dv, dv_head, first_key, n_keys, stride_dv_t, order, D, BLOCK_D)
 
@@ -363,11 +364,12 @@ def attention_bwd(
     site_head: int,
     threshold: int,
     cu_seqlens: Tensor | None,
+    bits: Tensor | None = None,
 ) -> None:
-    """Writes dq, dk and dv, maybe parts of one packed tensor; o and lse are the forward's."""
+    """Writes dq, dk and dv, maybe parts of one packed tensor; o, lse and bits are the forward's."""
     arch, D = gpu_arch(q.device), q.shape[-1]
     varlen, fp32 = cu_seqlens is not None, q.dtype == torch.float32
-    variant = variant_for(threshold > 0, fp32)
+    variant = variant_for(threshold > 0, fp32, bits)
     block_d = max(16, next_power_of_2(D))
     if do.stride(-1) != 1:
         do = do.contiguous()
@@ -378,7 +380,8 @@ def attention_bwd(
     n = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     delta = torch.empty_like(lse)
     norm = torch.empty_like(lse) if fp32 else delta  # not touched otherwise
-    key = None if key is None else device_key(key, q.device)
+    mask = mask_source(key, bits, q.device)
+    drawn = threshold > 0 and bits is None
     section = heads_per_section(k, 1, arch)
     constants = {
         "D": D,
@@ -391,7 +394,7 @@ def attention_bwd(
     }
 
     config = get_config(arch, "bwd_dq", block_d, variant)
-    tma = config.load == "tma" and threshold == 0 and tma_reads(k) and tma_reads(v)
+    tma = config.load == "tma" and not drawn and tma_reads(k) and tma_reads(v)
     tiles = T // config.block_q + n if varlen else cdiv(T, config.block_q) * n
     launch(
         _attention_bwd_dq_kernel,
@@ -405,7 +408,7 @@ def attention_bwd(
         delta,
         norm,
         dq,
-        key,
+        mask,
         cu_seqlens,
         *do.stride()[:3],
         *q.stride()[:3],
@@ -444,7 +447,7 @@ def attention_bwd(
         norm,
         dk,
         dv,
-        key,
+        mask,
         cu_seqlens,
         *do.stride()[:3],
         *q.stride()[:3],
@@ -482,17 +485,10 @@ AOT_EXEMPT = {
 
 def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
     """The calls of the backward that `make aot` compiles."""
-    key = torch.empty(2, dtype=torch.int64, device="meta")
-    cu = torch.empty(5, dtype=torch.int32, device="meta")
 
-    def call(dropout: bool = False, causal: bool = True, varlen: bool = False, **shape: Any) -> Any:
-        q, k, v = (x[0] if varlen else x for x in aot_inputs(**shape))
+    def run(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> None:
         o = torch.empty(q.shape, dtype=q.dtype, device="meta")
-        rows = (o.shape[-2], o.shape[0]) if varlen else (o.shape[0], o.shape[2], o.shape[1])
-        lse = torch.empty(rows, device="meta")
-        mask: tuple[Tensor | None, int, int] = (key, 1, 26) if dropout else (None, 0, 0)
-        return lambda: attention_bwd(
-            o, q, k, v, o, lse, q, k, v, causal, 0.125, *mask, cu if varlen else None
-        )
+        lse = torch.empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), device="meta")
+        attention_bwd(o, q, k, v, o, lse, q, k, v, *settings)
 
-    return aot_variants(call)
+    return aot_variants(run)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import itertools
 from typing import NamedTuple
 
+from torch import Tensor
+
 from fastpar.kernels.config_table import ConfigTable
 
 KERNELS = ("fwd", "bwd_dq", "bwd_dkdv")
 HEAD_DIMS = (16, 32, 64, 128)  # padded to a power of 2
-VARIANTS = ("plain", "dropout", "fp32")  # fp32: with and without dropout
+VARIANTS = ("plain", "dropout", "bits", "fp32")  # bits: of the mask, kept; fp32: any mask or none
 LOADS = ("ptr", "tma")
 SHARED_BYTES = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}  # a program may use
 
@@ -38,9 +40,11 @@ def table_for(arch: int) -> int:
     return 80 if arch in (80, 87) else 86
 
 
-def variant_for(dropout: bool, fp32: bool) -> str:
-    """The table's column for a call: fp32 tiles hold half as much, dropout needs registers."""
-    return "fp32" if fp32 else "dropout" if dropout else "plain"
+def variant_for(dropout: bool, fp32: bool, bits: Tensor | None = None) -> str:
+    """The table's column for a call: fp32 tiles hold half as much, drawing needs registers."""
+    if fp32 or not dropout:
+        return "fp32" if fp32 else "plain"
+    return "dropout" if bits is None else "bits"
 
 
 def _wrong(arch: int, config: Config) -> tuple[str, str] | None:
@@ -69,7 +73,7 @@ def candidates(arch: int, kernel: str, head_dim: int, variant: str) -> list[Conf
     found = []
     for block_q, block_k, num_warps in itertools.product((32, 64, 128), (32, 64, 128), (4, 8)):
         owned, walked = (block_k, block_q) if kernel == "bwd_dkdv" else (block_q, block_k)
-        score_rows = block_q if variant == "dropout" else owned
+        score_rows = owned if variant == "plain" else block_q
         if num_warps * 16 > score_rows and variant != "fp32":
             continue
         values = n_scores * block_q * block_k + n_outputs * owned * head_dim

@@ -44,8 +44,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fastpar.kernels.attention_bits_triton import drop, mask_of_head, tile_order, unknown_zero
 from fastpar.kernels.attention_configs import SECTIONS, get_config, variant_for
-from fastpar.kernels.philox_triton import philox_words
 from fastpar.kernels.triton_launch import cdiv, device_key, gpu_arch, launch, next_power_of_2
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -116,22 +116,6 @@ def key_range(
 
 
 @triton.jit
-def unknown_zero(threshold):
-    """A 0 that the compiler does not know, as thresholds are below 256. Indices that it is added to
-    are computed again where a kernel ends, not kept in registers, or spilled, from its start on."""
-    return threshold >> 8
-
-
-@triton.jit
-def tile_order(BLOCK: tl.constexpr, DROPOUT: tl.constexpr, zero=0):
-    """Key at each place of a tile; see [Note: key order]."""
-    place = tl.arange(0, BLOCK) + zero
-    if DROPOUT and BLOCK >= 64:
-        place = place // 64 * 64 + place // 2 % 4 * 16 + place // 8 % 8 * 2 + place % 2
-    return place
-
-
-@triton.jit
 def head_ptr(ptr, batch, first, head, stride_b, stride_t, stride_h):
     """Row `first` of one head."""
     return (
@@ -181,39 +165,15 @@ def store_tile(x, to, start, n, stride, order, D: tl.constexpr, BLOCK_D: tl.cons
 
 
 @triton.jit
-def drop(p, key_ptr, sample, site_head, rows, start, threshold):
-    """p [R, BLOCK] of these queries and the keys start + tile_order(), with 0 where the mask of
-    philox_triton.keep_tile drops. start: a multiple of 16."""
-    R: tl.constexpr = p.shape[0]
-    BLOCK: tl.constexpr = p.shape[1]
-    G: tl.constexpr = BLOCK // 16
-    groups = start // 16 + tl.arange(0, G)
-    w0, w1, w2, w3 = philox_words(key_ptr, sample, site_head, rows[:, None], groups[None, :])
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(R, G, 4)
-    # Four bytes at a time: the highest bit of each tells whether it reaches the threshold.
-    limit = threshold.to(tl.uint32) * 0x01010101
-    low = (words | 0x80808080) - (limit & 0x7F7F7F7F)
-    reached = (words & ~limit) | (~(words ^ limit) & low)
-    signs = tl.full([4], 0x80, tl.uint32) << (tl.arange(0, 4) * 8).to(tl.uint32)
-    keep = (reached[:, :, :, None] & signs[None, None, None, :]) != 0
-    if BLOCK >= 64:  # [block, c, j, e] -> [block, j, c, e]
-        keep = keep.reshape(R, BLOCK // 64, 4, 8, 2).permute(0, 1, 3, 2, 4)
-    # Given a constant, the compiler selects after rounding p to 16 bits, which takes two more
-    # instructions to part and join each pair.
-    zero = unknown_zero(threshold).to(tl.float32)
-    return tl.where(keep.reshape(R, BLOCK), p, zero)
-
-
-@triton.jit
 def _fwd_tiles(
     acc, m, sums, q, k_source, v_source, batch, kv_head, first, low, high, n_keys, limit, rows,
-    stride_k_t, stride_v_t, scale, key_ptr, sample, site_head, threshold,
+    stride_k_t, stride_v_t, scale, mask_ptr, sample, site_head, threshold,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
     DROPOUT: tl.constexpr, MASKED: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
     """One of the two loops of [Note: phases]: keys [low, high); row i sees keys below limit[i].
     scale: with log2(e)."""
-    order = tile_order(BLOCK_K, DROPOUT)
+    order = tile_order(BLOCK_K, DROPOUT, mask_ptr)
     for start in tl.range(low, high, BLOCK_K):
         start = tl.multiple_of(start, BLOCK_K)
         k = load_tile(
@@ -229,7 +189,7 @@ def _fwd_tiles(
         alpha = tl.math.exp2(m - shift)
         sums = sums * alpha + tl.sum(p, 1)
         if DROPOUT:
-            p = drop(p, key_ptr, sample, site_head, rows, start, threshold)
+            p = drop(p, mask_ptr, sample, site_head, rows, start, threshold)
         v = load_tile(
             v_source, batch, kv_head, first, start, n_keys, stride_v_t, order,
             D, BLOCK_D, TMA, MASKED, VARLEN,
@@ -241,7 +201,7 @@ def _fwd_tiles(
 
 @triton.jit(do_not_specialize=["n", "T", "Tk", "H", "group", "section", "site_head", "threshold"])
 def _attention_fwd_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, key_ptr, cu_ptr,
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, mask_ptr, cu_ptr,
     stride_q_b, stride_q_t, stride_q_h,
     stride_k_b, stride_k_t, stride_k_h,
     stride_v_b, stride_v_t, stride_v_h,
@@ -278,15 +238,16 @@ def _attention_fwd_kernel(
     acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     m = tl.full([BLOCK_Q], -float("inf"), tl.float32)
     sums = tl.zeros([BLOCK_Q], tl.float32)
-    site_head += head
+    if DROPOUT:
+        mask_ptr, site_head = mask_of_head(mask_ptr, site_head, batch, head, H, T, Tk)
     acc, m, sums = _fwd_tiles(
         acc, m, sums, q, k_source, v_source, batch, kv_head, first, 0, full, n_keys, limit, rows,
-        stride_k_t, stride_v_t, scale * LOG2_E, key_ptr, sample, site_head, threshold,
+        stride_k_t, stride_v_t, scale * LOG2_E, mask_ptr, sample, site_head, threshold,
         D, BLOCK_D, BLOCK_K, TMA, DROPOUT, False, VARLEN,
     )  # fmt: skip
     acc, m, sums = _fwd_tiles(
         acc, m, sums, q, k_source, v_source, batch, kv_head, first, full, end, n_keys, limit, rows,
-        stride_k_t, stride_v_t, scale * LOG2_E, key_ptr, sample, site_head, threshold,
+        stride_k_t, stride_v_t, scale * LOG2_E, mask_ptr, sample, site_head, threshold,
         D, BLOCK_D, BLOCK_K, TMA, DROPOUT, True, VARLEN,
     )  # fmt: skip
 
@@ -333,6 +294,11 @@ def tma_reads(x: Tensor) -> bool:
     return steps and x.data_ptr() % 16 == 0 and x.numel() > 0
 
 
+def mask_source(key: Tensor | None, bits: Tensor | None, device: torch.device) -> Tensor | None:
+    """What kernels know the mask from: its bits, or the key to draw it; None: there is no mask."""
+    return bits if bits is not None or key is None else device_key(key, device)
+
+
 def heads_per_section(k: Tensor, group: int, arch: int) -> int:
     """Query heads whose keys and values fit in L2 together; see [Note: order]."""
     each = 2 * k.shape[1] * k.shape[3] * k.element_size()
@@ -349,12 +315,16 @@ def attention_fwd(
     site_head: int,
     threshold: int,
     cu_seqlens: Tensor | None,
+    bits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """o, contiguous, and lse: [B, H, T] for q [B, T, H, D], [H, total] for q [total, H, D]."""
+    """o, contiguous, and lse: [B, H, T] for q [B, T, H, D], [H, total] for q [total, H, D].
+
+    bits: the mask, where attention_bits.py keeps it; it is drawn without.
+    """
     arch, D = gpu_arch(q.device), q.shape[-1]
     varlen, fp32 = cu_seqlens is not None, q.dtype == torch.float32
     block_d = max(16, next_power_of_2(D))
-    config = get_config(arch, "fwd", block_d, variant_for(threshold > 0, fp32))
+    config = get_config(arch, "fwd", block_d, variant_for(threshold > 0, fp32, bits))
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if varlen:
         q, k, v = q[None], k[None], v[None]
@@ -363,7 +333,8 @@ def attention_fwd(
     lse = torch.empty((H, T) if varlen else (B, H, T), dtype=torch.float32, device=q.device)
     n = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     tiles = T // config.block_q + n if varlen else cdiv(T, config.block_q) * n
-    tma = config.load == "tma" and threshold == 0 and tma_reads(k) and tma_reads(v)
+    drawn = threshold > 0 and bits is None
+    tma = config.load == "tma" and not drawn and tma_reads(k) and tma_reads(v)
     launch(
         _attention_fwd_kernel,
         (tiles * H,),
@@ -372,7 +343,7 @@ def attention_fwd(
         descriptor(v, config.block_k, block_d) if tma else v,
         o,
         lse,
-        None if key is None else device_key(key, q.device),
+        mask_source(key, bits, q.device),
         cu_seqlens,
         *q.stride()[:3],
         *k.stride()[:3],
@@ -413,11 +384,26 @@ def aot_inputs(
     return q, k, k.clone()
 
 
-def aot_variants(call: Callable[..., Any]) -> list[tuple[str, Callable[[], Any]]]:
-    """Labelled calls that `make aot` compiles, for the forward and for the backward."""
+def aot_variants(run: Callable[..., Any]) -> list[tuple[str, Callable[[], Any]]]:
+    """Labelled calls that `make aot` compiles: of run(q, k, v, causal, scale, ..., bits)."""
+    key = torch.empty(2, dtype=torch.int64, device="meta")
+    cu = torch.empty(5, dtype=torch.int32, device="meta")
+    bits = torch.empty(8, 12, 16, 1024, dtype=torch.uint64, device="meta")
+
+    def call(
+        dropout: bool = False, causal: bool = True, varlen: bool = False, kept: bool = False,
+        **shape: Any,
+    ) -> Any:  # fmt: skip
+        q, k, v = (x[0] if varlen else x for x in aot_inputs(**shape))
+        mask: tuple[Tensor | None, int, int] = (key, 1, 26) if dropout else (None, 0, 0)
+        documents, kept_mask = cu if varlen else None, bits if kept else None
+        return lambda: run(q, k, v, causal, 0.125, *mask, documents, kept_mask)
+
     return [
         ("D=64 bf16 causal", call()),
         ("D=64 bf16 causal dropout", call(dropout=True)),
+        ("D=64 bf16 causal dropout bits", call(dropout=True, kept=True)),
+        ("D=128 bf16 causal dropout bits", call(dropout=True, kept=True, D=128)),
         ("D=64 bf16 full", call(causal=False)),
         ("D=64 fp16 causal", call(dtype=torch.float16)),
         ("D=64 fp32 causal", call(dtype=torch.float32)),
@@ -432,14 +418,4 @@ def aot_variants(call: Callable[..., Any]) -> list[tuple[str, Callable[[], Any]]
 
 def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
     """The calls of the forward that `make aot` compiles."""
-    key = torch.empty(2, dtype=torch.int64, device="meta")
-    cu = torch.empty(5, dtype=torch.int32, device="meta")
-
-    def call(dropout: bool = False, causal: bool = True, varlen: bool = False, **shape: Any) -> Any:
-        q, k, v = aot_inputs(**shape)
-        if varlen:
-            q, k, v = q[0], k[0], v[0]
-        mask: tuple[Tensor | None, int, int] = (key, 1, 26) if dropout else (None, 0, 0)
-        return lambda: attention_fwd(q, k, v, causal, 0.125, *mask, cu if varlen else None)
-
-    return aot_variants(call)
+    return aot_variants(attention_fwd)

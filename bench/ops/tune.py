@@ -40,7 +40,13 @@ from fastpar.doctor.proof_cases import proof_cases
 from fastpar.doctor.table import VERSION, environment, row_of
 from fastpar.doctor.trial import Way, time_ways, what_is_wrong
 from fastpar.doctor.warm import warm
-from fastpar.kernels import attention_configs, attention_peers, backend, gelu_configs
+from fastpar.kernels import (
+    attention_bits,
+    attention_configs,
+    attention_peers,
+    backend,
+    gelu_configs,
+)
 from fastpar.kernels.choice import OWN, STOCK, Case, Proof, trying
 from fastpar.kernels.config_table import ConfigTable
 
@@ -111,6 +117,8 @@ def entries(device: str, dtype: torch.dtype) -> list[Entry]:
             found.append(Entry(case, gain, attention_configs.TABLE, place, direction))
         case = Case(device, "attention", dtype, 64)
         found.append(Entry(case, 0.5, attention_configs.SECTIONS))
+        case = Case(device, "attention_masked", dtype, 64)
+        found.append(Entry(case, 3.0, attention_bits.TABLE))
         case = Case(device, "bias_gelu", dtype, 4 * gpt2.n_embd)
         found.append(Entry(case, 0.3, gelu_configs.TABLE))
     return sorted(found, key=lambda entry: -entry.gain_ms)

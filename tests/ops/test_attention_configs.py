@@ -120,3 +120,7 @@ def test_trying_reaches_every_gpu_and_is_undone():
         assert get_config(80, *place) == tried._replace(load="ptr")
         assert get_config(90, "fwd", 64, "dropout") != tried
     assert (get_config(90, *place), get_config(80, *place)) == before
+
+
+def test_the_tile_that_the_compiler_counts_as_better_is_tried():
+    assert Config(64, 128, 4, 2, "tma") in candidates(90, "bwd_dq", 64, "plain")

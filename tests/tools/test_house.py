@@ -228,6 +228,7 @@ def test_every_op_has_an_oracle_and_a_bench():
             "philox",
             "adamw_checks",
             "adamw_storage",
+            "attention_bits",
             "attention_composed",
             "attention_configs",
             "attention_hopper",
