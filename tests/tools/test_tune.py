@@ -280,7 +280,7 @@ def test_the_list_is_ordered_and_its_places_are_those_of_the_tables():
         if entry.table is not None:
             assert entry.place in entry.table.places
             for arch in (80, 86, 90):
-                assert len(entry.configs(arch)) > 2
+                assert len(entry.configs(arch)) >= 2
     tables = {entry.table.name for entry in listed if entry.table is not None}
     assert tables == {"attention_configs", "attention_sections", "gelu_configs"}
 
