@@ -24,10 +24,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
 
 from fastpar.kernels.philox_triton import philox_words
 from fastpar.kernels.triton_launch import device_key, launch
 
+_INTERPRETED = tl.constexpr(knobs.runtime.interpret)  # where there is no assembly
 _ROUNDED = tl.constexpr(256)  # T and Tk, up to multiples: of every tile
 _ROWS, _BLOCKS = 128, 4  # of a program: queries, and blocks of 64 keys
 
@@ -86,6 +88,16 @@ def _drawn(key_ptr, sample, site_head, rows, start, threshold, BLOCK: tl.constex
 
 
 @triton.jit
+def _and(a, b):
+    """a & b, int32. LLVM would make a vector of all tests and then take it apart bit by bit,
+    66 of 412 instructions of the dq kernel's loop. It does not see into the assembly."""
+    if _INTERPRETED:
+        return a & b
+    else:
+        return tl.inline_asm_elementwise("and.b32 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, True, 1)
+
+
+@triton.jit
 def _kept(bits_ptr, step, rows, start, BLOCK: tl.constexpr):
     """The same from [Note: kept bits], of at most 64 keys; bits_ptr: those of the head."""
     R: tl.constexpr = rows.shape[0]
@@ -96,7 +108,7 @@ def _kept(bits_ptr, step, rows, start, BLOCK: tl.constexpr):
     if BLOCK < 64:
         part = part << (start // 8 % 8)
     signs = (0x80 << (8 * tl.arange(0, 2)))[None, :] >> tl.arange(0, J)[:, None]
-    keep = (part[:, None, :, None] & signs[None, :, None, :]) != 0
+    keep = _and(part[:, None, :, None], signs[None, :, None, :]) != 0
     return keep.reshape(R, BLOCK)
 
 

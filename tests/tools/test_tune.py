@@ -18,6 +18,7 @@ from fastpar.doctor.table import parse_proofs
 from fastpar.kernels import attention_configs, attention_peers, backend, choice, gelu, gelu_configs
 from fastpar.kernels.attention_peers import Peer
 from fastpar.kernels.choice import OWN, STOCK, Case, Proof
+from fastpar.kernels.config_table import TABLES
 from fastpar.kernels.gelu_configs import TABLE, Config
 
 FP32 = torch.float32
@@ -282,7 +283,7 @@ def test_the_list_is_ordered_and_its_places_are_those_of_the_tables():
             for arch in (80, 86, 90):
                 assert len(entry.configs(arch)) >= 2
     tables = {entry.table.name for entry in listed if entry.table is not None}
-    assert tables == {"attention_configs", "attention_sections", "gelu_configs"}
+    assert tables == set(TABLES)
 
 
 @pytest.mark.slow
