@@ -38,7 +38,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastpar.kernels.triton_launch import launch
+from fastpar.kernels.cross_entropy_configs import TABLE, Config
+from fastpar.kernels.triton_launch import cdiv, gpu_arch, launch, next_power_of_2
 
 _LOG2E = tl.constexpr(math.log2(math.e))
 # Where maxima start: lower than logits are, and unlike -inf its difference to itself is 0.
@@ -276,18 +277,19 @@ def _cross_entropy_bwd_kernel(
             tl.store(to_ptr + j + lanes, (x * by).to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def config(row_bytes: int, element_size: int) -> dict[str, int]:
-    """Constants and options for rows of this size, on every GPU; see the notes above."""
-    warps = [(16 << 10, 4), (64 << 10, 8), (128 << 10, 16)]
-    num_warps = next((w for size, w in warps if row_bytes <= size), 32)
+def config(row_bytes: int, element_size: int, how: Config) -> dict[str, int]:
+    """Constants and options for rows of this size; see the notes above."""
+    least = 4 if row_bytes <= 16 << 10 else 8
+    num_warps = min(32, max(least, next_power_of_2(cdiv(row_bytes, how.kb_per_warp << 10))))
     lanes = num_warps * 32 * (16 // element_size)
-    return {"U": 2, "W": lanes, "num_warps": num_warps, "maxnreg": 64}
+    registers = min(how.registers, 2048 // num_warps)
+    return {"U": how.unroll, "W": lanes, "num_warps": num_warps, "maxnreg": registers}
 
 
 def config_of(logits: Tensor) -> dict[str, int]:
     """config() for rows like those of logits."""
     size = logits.element_size()
-    return config(logits.shape[1] * size, size)
+    return config(logits.shape[1] * size, size, TABLE.get(gpu_arch(logits.device)))
 
 
 def same_row_alignment(a: Tensor, b: Tensor) -> bool:

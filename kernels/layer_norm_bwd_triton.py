@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastpar.kernels.layer_norm_configs import TABLE, Config
 from fastpar.kernels.layer_norm_triton import (
-    FWD_VALUES,
     Tile,
     drop,
     flat_rows,
@@ -26,7 +26,7 @@ from fastpar.kernels.layer_norm_triton import (
     tile_of,
 )
 from fastpar.kernels.philox import MaskBlock, mask_shape
-from fastpar.kernels.triton_launch import cdiv, device_key, launch, sm_count
+from fastpar.kernels.triton_launch import cdiv, device_key, gpu_arch, launch, sm_count
 
 
 @triton.jit
@@ -296,21 +296,22 @@ def _layer_norm_bwd_sum_kernel(
         tl.store(third_ptr + cols, out, mask=cols < C)
 
 
-_BWD_VALUES = 24
 _WIDE = 4096  # rows that backward reads twice
 
 
 @functools.cache
-def bwd_tile_of(C: int, itemsize: int, sums: int, tensors: int, rms: bool) -> tuple[Tile, int, int]:
+def bwd_tile_of(
+    C: int, itemsize: int, sums: int, tensors: int, rms: bool, how: Config
+) -> tuple[Tile, int, int]:
     """(tile, programs that an SM holds at once, registers a thread may have for that).
 
     The limits on what is live come from ptxas's reports: with them nothing spills.
     """
     # The sums; what is made of x and dy; the next row, most of it packed as it is stored.
     each = sums + (3.1 if rms else 2) + 1.2 * tensors * itemsize / 4
-    tile = tile_of(C, itemsize, min(_BWD_VALUES, int(164 / each)))
+    tile = tile_of(C, itemsize, min(how.bwd_values, int(164 / each)), how.num_warps)
     if C % tile.chunk:  # the mask of the last chunk is live, too
-        tile = tile_of(C, itemsize, min(_BWD_VALUES, int(160 / each)))
+        tile = tile_of(C, itemsize, min(how.bwd_values, int(160 / each)), how.num_warps)
     live = cdiv(C, tile.chunk) * tile.side * each
     groups, registers = (4, 128) if live <= 89 else (3, 168) if live <= 125 else (2, 255)
     return tile, max(1, groups * 4 // tile.num_warps), registers
@@ -353,16 +354,16 @@ def layer_norm_bwd(
     dy, x = flat_rows(dy, n, C), flat_rows(x, n, C)
     given = None if dtotal is None else flat_rows(dtotal, n, C)
     weight = weight.contiguous()
-    blocks = cdiv(C, _WIDE)
+    blocks, how = cdiv(C, _WIDE), TABLE.get(gpu_arch(x.device))
     width = cdiv(C, blocks)
     tile, programs, registers = bwd_tile_of(
-        width, x.element_size(), len(sums), 2 if given is None else 3, rms
+        width, x.element_size(), len(sums), 2 if given is None else 3, rms, how
     )
     programs = min(cdiv(n, tile.rows), cdiv(programs * sm_count(x.device), blocks))
     slope = offset = None
     if blocks > 1:
         slope, offset = (x.new_empty(m, dtype=torch.float32) for m in (n, 0 if rms else n))
-        wide = tile_of(C, x.element_size(), FWD_VALUES)
+        wide = tile_of(C, x.element_size(), how.fwd_values, how.num_warps)
         launch(
             _layer_norm_bwd_rows_kernel,
             (cdiv(n, wide.rows),),

@@ -43,9 +43,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastpar.kernels.layer_norm_configs import TABLE
 from fastpar.kernels.philox import MaskBlock, mask_shape
 from fastpar.kernels.philox_triton import philox_words
-from fastpar.kernels.triton_launch import cdiv, device_key, launch, next_power_of_2
+from fastpar.kernels.triton_launch import cdiv, device_key, gpu_arch, launch, next_power_of_2
 
 
 @triton.jit
@@ -233,18 +234,15 @@ class Tile(NamedTuple):
 
 
 @functools.cache
-def tile_of(C: int, itemsize: int, values: int) -> Tile:
+def tile_of(C: int, itemsize: int, values: int, least_warps: int) -> Tile:
     """At most `values` elements of a row in a thread; 16 bytes of each tensor side by side."""
     side = 16 // itemsize
     warps_per_row = 1
     while cdiv(C, 32 * side * warps_per_row) * side > values:
         warps_per_row *= 2
     chunk = min(32 * side * warps_per_row, max(16, next_power_of_2(C)))
-    num_warps = max(4, warps_per_row)
+    num_warps = max(least_warps, warps_per_row)
     return Tile(chunk, num_warps * 32 * side // chunk, side, num_warps)
-
-
-FWD_VALUES = 64
 
 
 def flat_rows(x: Tensor, n: int, C: int) -> Tensor:
@@ -282,7 +280,8 @@ def layer_norm_fwd(
     at = MaskBlock(n, 1, sample_rows or 1, C)
     if key is not None and sample_rows is None:
         at = mask_shape(shape)
-    tile = tile_of(C, _itemsize(x, residual), FWD_VALUES)
+    how = TABLE.get(gpu_arch(x.device))
+    tile = tile_of(C, _itemsize(x, residual), how.fwd_values, how.num_warps)
     x = flat_rows(x, n, C)
     residual = None if residual is None else flat_rows(residual, n, C)
     launch(

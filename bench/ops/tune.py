@@ -45,7 +45,9 @@ from fastpar.kernels import (
     attention_configs,
     attention_peers,
     backend,
+    cross_entropy_configs,
     gelu_configs,
+    layer_norm_configs,
 )
 from fastpar.kernels.choice import OWN, STOCK, Case, Proof, trying
 from fastpar.kernels.config_table import ConfigTable
@@ -115,12 +117,14 @@ def entries(device: str, dtype: torch.dtype) -> list[Entry]:
             case, direction = Case(device, op, dtype, head_dim), int(kernel != "fwd")
             place = (kernel, head_dim, variant)
             found.append(Entry(case, gain, attention_configs.TABLE, place, direction))
-        case = Case(device, "attention", dtype, 64)
-        found.append(Entry(case, 0.5, attention_configs.SECTIONS))
-        case = Case(device, "attention_masked", dtype, 64)
-        found.append(Entry(case, 3.0, attention_bits.TABLE))
-        case = Case(device, "bias_gelu", dtype, 4 * gpt2.n_embd)
-        found.append(Entry(case, 0.3, gelu_configs.TABLE))
+        for gain, op, size, table in (
+            (3.0, "attention_masked", 64, attention_bits.TABLE),
+            (0.5, "attention", 64, attention_configs.SECTIONS),
+            (0.3, "bias_gelu", 4 * gpt2.n_embd, gelu_configs.TABLE),
+            (0.4, "residual_layer_norm", gpt2.n_embd, layer_norm_configs.TABLE),
+            (0.4, "cross_entropy", gpt2.padded_vocab_size, cross_entropy_configs.TABLE),
+        ):
+            found.append(Entry(Case(device, op, dtype, size), gain, table))
     return sorted(found, key=lambda entry: -entry.gain_ms)
 
 
@@ -273,8 +277,9 @@ class Session:
             elif config != entry.table.get(self.arch, *entry.place):
                 entry.table.write(self.arch, entry.place, config)
                 environment.cache_clear()  # proofs are of kernels with their tables
-                op = entry.case.op.removesuffix("_masked")
-                self.proofs = {c: p for c, p in self.proofs.items() if not c.op.startswith(op)}
+                # Of the ops that run the same kernels: all norms, both losses, GELU and gelu_mlp.
+                kind = entry.case.op.removesuffix("_masked").rpartition("_")[2]
+                self.proofs = {c: p for c, p in self.proofs.items() if kind not in c.op}
         rows = [row_of(case, proof) for case, proof in self.proofs.items()]
         content = {"version": VERSION, "about": environment(self.device), "proofs": rows}
         places = {name: asdict(one) for name, one in self.found.items()}

@@ -20,7 +20,14 @@ from typing import Any
 import torch
 
 from fastpar.doctor.proof_cases import proof_cases
-from fastpar.kernels import attention_configs, backend, gelu_configs  # noqa: F401  fill TABLES
+from fastpar.kernels import (  # noqa: F401  the tables fill TABLES
+    attention_bits,
+    attention_configs,
+    backend,
+    cross_entropy_configs,
+    gelu_configs,
+    layer_norm_configs,
+)
 from fastpar.kernels.choice import OWN, Case, trying
 from fastpar.kernels.config_table import TABLES
 

@@ -7,6 +7,7 @@ from cells import cells, covering, slow
 pytest.importorskip("triton", reason="needs triton")
 
 from fastpar.kernels import cross_entropy, cross_entropy_triton, linear_cross_entropy
+from fastpar.kernels.cross_entropy_configs import TABLE
 from fastpar.kernels.reference import cross_entropy_ref, linear_cross_entropy_ref
 from fastpar.kernels.triton_launch import record
 from fastpar.testing import assert_matches_oracle
@@ -51,7 +52,7 @@ def small_tiles(monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("tiles of 32 lanes are for the interpreter: a GPU runs the shipped ones")
     config = {"U": 2, "W": 32, "num_warps": 1, "maxnreg": 64}
-    monkeypatch.setattr(cross_entropy_triton, "config", lambda row_bytes, size: config)
+    monkeypatch.setattr(cross_entropy_triton, "config", lambda row_bytes, size, how: config)
 
 
 @pytest.mark.usefixtures("poisoned")
@@ -85,7 +86,7 @@ def test_gpt2_vocabulary(pad, dtype, triton_device):
 @pytest.mark.parametrize("v", [8193, 32769, slow(8192), slow(50257)])
 def test_every_configuration(v, triton_device):
     """4, 8 and 16 warps in 16 bits; 50257 columns of fp32, above, have 32."""
-    warps = cross_entropy_triton.config(2 * v, 2)["num_warps"]
+    warps = cross_entropy_triton.config(2 * v, 2, TABLE.get(90))["num_warps"]
     assert warps == {8192: 4, 8193: 8, 32769: 16, 50257: 16}[v]
     check(make(3, v, triton_device, dtype=torch.float16), z_loss=1e-3)
 
@@ -102,12 +103,24 @@ def test_bf16_is_the_rounded_fp32(v, triton_device):
 
 
 def test_configurations_fit_the_notes():
-    configs = [cross_entropy_triton.config(*row) for row in ((1, 2), (1 << 16, 2), (100608, 2))]
+    config = cross_entropy_triton.config
+    configs = [config(*row, TABLE.get(90)) for row in ((1, 2), (1 << 16, 2), (100608, 2))]
     assert [c["num_warps"] for c in configs] == [4, 8, 16]
-    assert cross_entropy_triton.config(50304 * 4, 4)["num_warps"] == 32
-    for c, size in zip([*configs, cross_entropy_triton.config(201216, 4)], (2, 2, 2, 4)):
+    assert config(50304 * 4, 4, TABLE.get(90))["num_warps"] == 32
+    for c, size in zip([*configs, config(201216, 4, TABLE.get(90))], (2, 2, 2, 4)):
         assert c["W"] == c["num_warps"] * 32 * 16 // size  # 16 bytes a thread
         assert c["maxnreg"] * 32 * c["num_warps"] <= 65536
+    for how in TABLE.candidates(90):
+        for row in ((1, 2), (1 << 16, 2), (100608, 2), (201216, 4)):
+            c = config(*row, how)
+            assert 4 <= c["num_warps"] <= 32
+            assert c["maxnreg"] * 32 * c["num_warps"] <= 65536
+
+
+@pytest.mark.parametrize("how", [0, 4, *map(slow, (1, 2, 3))])
+def test_every_alternative_of_the_tuning_list(how, triton_device):
+    with TABLE.trying((), TABLE.candidates(90)[how]):
+        check(make(3, 8193, triton_device, dtype=torch.float16), z_loss=1e-3)
 
 
 def test_strided_expanded_and_misaligned(triton_device):

@@ -1,5 +1,7 @@
 """What only the norms' backward kernels have: columns shared by programs, partial sums, grids."""
 
+import itertools
+
 import pytest
 import torch
 from cells import slow, sweep
@@ -10,6 +12,7 @@ from test_layer_norm_triton import with_bias
 
 from fastpar.kernels import layer_norm, residual_layer_norm, rms_norm, triton_launch
 from fastpar.kernels import layer_norm_bwd_triton as bwd
+from fastpar.kernels.layer_norm_configs import TABLE
 from fastpar.kernels.reference import layer_norm_ref, residual_layer_norm_ref, rms_norm_ref
 from fastpar.testing import assert_matches_oracle
 
@@ -86,8 +89,8 @@ def test_only_the_residual_is_used(draw):
 @sweep("tensors", [2, 3])
 def test_programs_of_an_sm_fit_together(c, itemsize, sums, tensors):
     """Or the last of a fixed number of programs would run alone, after the others."""
-    for rms in (False, True):
-        tile, programs, registers = bwd.bwd_tile_of(c, itemsize, sums, tensors, rms)
+    for rms, how in itertools.product((False, True), TABLE.candidates(90)):
+        tile, programs, registers = bwd.bwd_tile_of(c, itemsize, sums, tensors, rms, how)
         assert tile.rows * tile.chunk == 32 * tile.num_warps * tile.side
         assert programs * 32 * tile.num_warps * registers <= 65536
         assert programs * tile.num_warps >= 8

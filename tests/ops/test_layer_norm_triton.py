@@ -16,6 +16,7 @@ from fastpar.kernels import (
     triton_launch,
 )
 from fastpar.kernels import layer_norm_triton as fwd
+from fastpar.kernels.layer_norm_configs import TABLE, Config
 from fastpar.kernels.reference import (
     layer_norm_ref,
     residual_layer_norm_ref,
@@ -208,7 +209,22 @@ def test_compiles_into_one_graph(draw):
 @sweep("c", [1, 16, 63, 768, 1024, 1280, 1600, 4096, 16384])
 def test_tiles(c, itemsize):
     """Every column is in a chunk, a thread's part of a row stays small, warps have whole tiles."""
-    tile = fwd.tile_of(c, itemsize, fwd.FWD_VALUES)
-    threads = 32 * tile.num_warps
-    assert tile.rows * tile.chunk == threads * tile.side
-    assert triton_launch.cdiv(c, tile.chunk) * tile.side <= fwd.FWD_VALUES
+    for how in TABLE.candidates(90):
+        tile = fwd.tile_of(c, itemsize, how.fwd_values, how.num_warps)
+        threads = 32 * tile.num_warps
+        assert tile.rows * tile.chunk == threads * tile.side
+        assert triton_launch.cdiv(c, tile.chunk) * tile.side <= how.fwd_values
+
+
+@pytest.mark.parametrize("how", [Config(16, 16, 2), Config(64, 24, 8)])
+def test_every_kind_of_config(triton_device, how):
+    """Several warps a row, one, and several rows a program."""
+    x, r = (torch.randn(5, 7, 300).to(triton_device).requires_grad_() for _ in range(2))
+    w, b = (torch.randn(300).to(triton_device).requires_grad_() for _ in range(2))
+    with TABLE.trying((), how):
+        found = assert_matches_oracle(
+            lambda *inputs: residual_layer_norm(*inputs)[0],
+            lambda *inputs: residual_layer_norm_ref(*inputs)[0],
+            [x, r, w, b],
+        )
+    assert len(found) == 5

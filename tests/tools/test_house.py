@@ -235,7 +235,9 @@ def test_every_op_has_an_oracle_and_a_bench():
             "attention_peers",
             "choice",
             "config_table",
+            "cross_entropy_configs",
             "gelu_configs",
+            "layer_norm_configs",
             "host",
             "op",
         )

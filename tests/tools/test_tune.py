@@ -256,6 +256,18 @@ def test_proofs_of_a_kernel_that_got_another_config_are_made_again(monkeypatch, 
     assert set(one.proofs) == {first.case, other.case}
 
 
+@pytest.mark.parametrize(
+    ("tuned", "proven"),
+    [("cross_entropy", "linear_cross_entropy"), ("residual_layer_norm", "layer_norm")],
+)
+def test_a_tables_kernels_serve_other_ops_too(tuned, proven, table, tmp_path):
+    one = session(tmp_path, write=True)
+    one.proofs = {Case("cpu", op, FP32, 16): Proof(OWN) for op in (proven, "embedding")}
+    entry = Entry(Case("cpu", tuned, FP32, 16), 0.3, TABLE)
+    one.keep(entry, tune.Outcome(tune.shown(OTHER), {tune.shown(OTHER): (1.0, 1.0)}))
+    assert {case.op for case in one.proofs} == {"embedding"}
+
+
 def test_the_command_works_through_a_cpus_list(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(tune, "ROWS", {"cpu": 64})
     out = tmp_path / "found.json"

@@ -1,0 +1,37 @@
+"""How a row of logits is swept on which GPU: cross_entropy_configs.json is arch -> Config; see
+config_table.py. The bits of a result may differ between configs, by the order of sums.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from fastpar.kernels.config_table import ConfigTable
+
+
+class Config(NamedTuple):
+    """Of one architecture; see the notes of cross_entropy_triton.py."""
+
+    unroll: int  # accesses of 16 bytes that a thread has in flight
+    kb_per_warp: int  # of a row; 4 to 32 warps sweep it
+    registers: int  # a thread may have, of 2048 / warps
+
+
+def _wrong(arch: int, config: Config) -> tuple[str, str] | None:
+    if config.unroll not in (2, 4, 8):
+        return "2, 4 or 8", "unroll"
+    if config.kb_per_warp not in (2, 4, 8, 16, 32):
+        return "a power of 2 in [2, 32]", "kb_per_warp"
+    return None if config.registers in (64, 128) else ("64 or 128", "registers")
+
+
+TABLE = ConfigTable(
+    "cross_entropy_configs",
+    Config,
+    (80, 90),
+    [()],
+    _wrong,
+    lambda arch: 90 if arch >= 90 else 80,
+    # Four accesses spill where registers end at 64.
+    lambda arch: [Config(2, kb, 64) for kb in (4, 8, 16)] + [Config(4, kb, 128) for kb in (8, 16)],
+)
