@@ -27,16 +27,16 @@ import sys
 import time
 from pathlib import Path
 
-import torch
-
 from bench.records import (
     RESULTS,
     SCRATCH,
     ResultFile,
     Row,
     default_path,
+    device_of,
     machine,
     machine_line,
+    parser_with_device,
     reason,
 )
 from bench.report.tables import summary
@@ -64,13 +64,8 @@ def homes() -> dict[str, str]:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_with_device("bench", __doc__)
     parser.add_argument("names", nargs="*", metavar="name[:case]", help=", ".join(names()))
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
     parser.add_argument("--quick", action="store_true", help="tiny shapes: does the code run?")
     parser.add_argument("--out", type=Path, help="JSON file the rows are merged into")
     parser.add_argument("--commit-results", action="store_true", help="write to bench/results")
@@ -78,15 +73,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--total-limit", type=float, help="seconds for all benches together")
     parser.add_argument("--here", action="store_true", help="in this process, without a limit")
     args = parser.parse_args(argv)
-    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    args.device = device_of(args, "bench")
     args.names = args.names or names()
     for name in args.names:
         if name.partition(":")[0] not in names():
             raise ValueError(
                 f"bench: expected one of {', '.join(names())}, got name={name}; choose one of these"
             )
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise RuntimeError("bench: expected a GPU, got device=cuda without one; use --device cpu")
     if args.commit_results and (args.quick or args.out):
         raise ValueError(
             "bench: expected full shapes and no --out with --commit-results, got "

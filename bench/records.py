@@ -7,6 +7,7 @@ other, so that benches run alone, in any order, and one that dies loses nothing 
 from __future__ import annotations
 
 import abc
+import argparse
 import datetime
 import functools
 import json
@@ -126,6 +127,30 @@ def commit() -> tuple[str, bool]:
         return os.environ.get("FASTPAR_COMMIT", "unknown"), True
     changed = _output(*git, "status", "--porcelain", "--", ".", ":!bench/results", ":!README.md")
     return head, changed != ""
+
+
+def parser_with_device(name: str, description: str | None) -> argparse.ArgumentParser:
+    """For a command that runs on a CPU or a GPU; device_of() reads its --device."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
+    return parser
+
+
+def device_of(args: argparse.Namespace, command: str) -> str:
+    """The device to run on.
+
+    Raises:
+        RuntimeError: a GPU was asked for and there is none.
+    """
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError(
+            f"{command}: expected a GPU, got device=cuda without one; use --device cpu"
+        )
+    return args.device or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @functools.cache

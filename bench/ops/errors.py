@@ -12,7 +12,6 @@ the result's dtype.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import sys
@@ -21,9 +20,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
-from bench.records import RESULTS, SCRATCH, Record, ResultFile, default_path, machine, reason
+from bench.records import (
+    RESULTS,
+    SCRATCH,
+    Record,
+    ResultFile,
+    default_path,
+    device_of,
+    machine,
+    parser_with_device,
+    reason,
+)
 from fastpar.doctor.cases import (
     ErrorCase,
     adamw_steps,
@@ -161,13 +168,8 @@ def measure(
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench errors",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_with_device("bench errors", __doc__)
     parser.add_argument("op", nargs="?", default="", help="a part of the ops' names; all of them")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
     parser.add_argument(
         "--implementation", choices=IMPLEMENTATIONS, help="default: triton on a GPU, cpp on a CPU"
     )
@@ -176,15 +178,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--commit-results", action="store_true", help="write to bench/results")
     parser.add_argument("--total-limit", type=float, default=float("inf"), help="seconds")
     args = parser.parse_args(argv)
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    implementation = args.implementation or {"cuda": "triton", "cpu": "cpp"}[device]
-    if (implementation, device) == ("triton", "cpu"):
-        os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported: before machine()
     try:
-        if device == "cuda" and not torch.cuda.is_available():
-            raise RuntimeError(
-                "errors: expected a GPU, got device=cuda without one; use --device cpu"
-            )
+        device = device_of(args, "errors")
+        implementation = args.implementation or {"cuda": "triton", "cpu": "cpp"}[device]
+        if (implementation, device) == ("triton", "cpu"):
+            os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported: before machine()
         if device == "cuda" and implementation == "cpp":
             raise ValueError(
                 "errors: expected --implementation triton or torch on a GPU, got cpp; "

@@ -33,7 +33,15 @@ from typing import Any
 import torch
 
 from bench.ingest import ship_proofs
-from bench.records import ROOT, SCRATCH, machine, machine_line, reason
+from bench.records import (
+    ROOT,
+    SCRATCH,
+    device_of,
+    machine,
+    machine_line,
+    parser_with_device,
+    reason,
+)
 from fastpar.config.config import GPTConfig
 from fastpar.doctor import doctor, report
 from fastpar.doctor.proof_cases import proof_cases
@@ -326,22 +334,16 @@ def run(
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the list; 2 for what cannot be, 1 where something could not be compiled."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench tune",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_with_device("bench tune", __doc__)
     parser.add_argument("names", nargs="*", metavar="TEXT", help="parts of names of places")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
     parser.add_argument("--minutes", type=float, default=10.0, help="for the whole list")
     parser.add_argument("--alternative", default="", metavar="TEXT", help="only those named so")
     parser.add_argument("--compile", type=int, metavar="ARCH", help="90: compile for sm_90 only")
     parser.add_argument("--commit-results", action="store_true", help="write what ships")
     parser.add_argument("--out", type=Path, default=SCRATCH / "tune.json", help="what was found")
     args = parser.parse_args(argv)
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return _main(args, "cuda" if args.compile else device)
+        return _main(args, "cuda" if args.compile else device_of(args, "tune"))
     except (ValueError, RuntimeError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -368,8 +370,6 @@ def _main(args: argparse.Namespace, device: str) -> int:
         errors = compile_ahead(jobs, args.compile)
         print(f"sm_{args.compile}: {len(jobs)} configs of {len(listed)} places compiled")
         return int(bool(errors))
-    if device == "cuda" and not torch.cuda.is_available():
-        raise RuntimeError("tune: expected a GPU, got device=cuda without one; use --device cpu")
     arch = 0
     if device == "cuda":
         major, minor = torch.cuda.get_device_capability()
