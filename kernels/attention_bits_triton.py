@@ -17,6 +17,7 @@ j = 2 g + i of (r[g][2 i + h] & 0x80808080) >> j.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -199,6 +200,6 @@ def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
     bits = torch.empty(8, 12, 16, 1024, dtype=torch.uint64, device="meta")
     sizes = (8, 12, 1024, 1024)
     return [
-        (name, lambda causal=causal: attention_bits_fwd(key, 1, 26, causal, bits, sizes))
+        (name, functools.partial(attention_bits_fwd, key, 1, 26, causal, bits, sizes))
         for name, causal in (("causal", True), ("full", False))
     ]
