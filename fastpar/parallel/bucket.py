@@ -134,8 +134,8 @@ class BucketState(BucketParameters):
         slot = self.slots[position]
         return self.grad[slot.start : slot.stop].view(slot.spec.shape)
 
-    def take(self, position: int) -> bool:
-        """Bring what a backward left in a parameter's .grad into the bucket; returns taken()."""
+    def take(self, position: int, given: Tensor | None = None) -> bool:
+        """Bring a parameter's .grad, or a given gradient, into the bucket; returns taken()."""
         if self.is_sent:
             raise RuntimeError(
                 "Engine: expected one gradient per backward for parameter "
@@ -144,14 +144,14 @@ class BucketState(BucketParameters):
                 "the parameter in every forward, or in none"
             )
         p = self.params[position]
-        grad = p.grad
+        grad = p.grad if given is None else given
         assert grad is not None
         self._check_grad(position, grad)
         self.open_grad()
         view = self._grad_view(position)
         if not self.stage.shards and not self._main:
             if grad.data_ptr() != view.data_ptr():
-                view.copy_(grad)
+                view.add_(grad) if given is not None and position in self.has else view.copy_(grad)
                 p.grad = view
         else:
             self._copies.take(grad, view, add=position in self.has)

@@ -35,7 +35,7 @@ from fastpar.parallel.gathers import Gathers
 from fastpar.parallel.reducer import PartialGradients, Reducer
 from fastpar.parallel.shards import Shards
 from fastpar.parallel.stages import STEP_PHASES, MicroBatches, StepPhase, checked
-from fastpar.parallel.units import Hook, Link, inside_backward_of_a_function
+from fastpar.parallel.units import Hook, Link, refuse_nested_backward
 
 
 class Engine:
@@ -70,6 +70,8 @@ class Engine:
         self.reducer = Reducer(shards.buckets, self.settings, self.log, on_cpu=on_cpu)
         self.gathers = Gathers(units, shards, self) if self.stage.shards else None
         self.partials = PartialGradients(shards)
+        self._last_bucket = shards.buckets[-1].spec.index
+        self._active = self.buckets  # those to which a backward gives gradients, or that it sends
         copy = shards.ranks_of_copy()
         stages = shards.stages
         n_params = len(shards.params) if stages is None else stages.n_params
@@ -114,6 +116,8 @@ class Engine:
 
     def before_unit_backward(self, grad: Tensor | None = None, fired: Tensor | None = None) -> None:
         """The backward of a unit begins, or a gradient comes: perhaps the first of a backward."""
+        if self.paused:
+            return
         task = torch._C._current_graph_task_id()
         if task != self._graph_task:
             self.begin_backward(task, fired)
@@ -121,17 +125,8 @@ class Engine:
 
     def begin_backward(self, task: int = -1, fired: Tensor | None = None) -> None:
         """A backward begins: autograd's of this number, or one that is replayed."""
-        if inside_backward_of_a_function():
-            raise RuntimeError(
-                "Engine: expected one backward at a time, got a backward inside of a backward, as "
-                "reentrant activation checkpoints run it; use checkpoint(..., use_reentrant=False)"
-            )
-        if self.reducer.n_sent:
-            raise RuntimeError(
-                "Engine: expected backward to run to its end, got a new one after an earlier "
-                f"stopped with {self.reducer.n_sent} of {len(self.buckets)} buckets sent on "
-                f"rank {self.mesh.rank}; the ranks are out of step: restart from a checkpoint"
-            )
+        refuse_nested_backward()
+        self.reducer.check_rests(self.mesh.rank)
         stopped = self._graph_task != -1  # an earlier backward, before it sent anything
         self._forget_cleared(fired)
         self.reducer.reset()
@@ -145,12 +140,16 @@ class Engine:
         if self.gathers is not None:
             self.gathers.begin("backward")
             skipped = self.gathers.skipped()
-        for bucket in self.buckets:
-            bucket.begin_backward(stopped=stopped, skipped=bucket.spec.unit in skipped)
-            if self.settings.deterministic:
-                bucket.set_aside(anew=bucket in written)
         self.micro_batches.begin_backward()
-        self.reducer.begin_backward(sends=self.micro_batches.last and self.mesh.dp_size > 1)
+        part, last = self.micro_batches.part, self.micro_batches.last
+        if part is not None and not (last and not self.settings.reduces_each):
+            self._active = [b for b in self.buckets if b.spec.part == part]
+        for bucket in self._active:
+            others = part not in (None, bucket.spec.part)
+            bucket.begin_backward(stopped=stopped, skipped=bucket.spec.unit in skipped or others)
+            if self.settings.deterministic and not others:
+                bucket.set_aside(anew=bucket in written)
+        self.reducer.begin_backward(self._active, sends=last and self.mesh.dp_size > 1)
 
     def end_backward(self) -> None:
         """All gradients of a backward are there."""
@@ -161,23 +160,26 @@ class Engine:
         if self.micro_batches.last:
             self._reduce()
             return
-        for bucket in self.buckets:
-            if self.settings.deterministic:
+        keeps = self.settings.deterministic and not self.micro_batches.closes
+        for bucket in self._active:
+            if keeps:
                 bucket.keep_local()
-            bucket.mark(hidden=self.stage.shards or self.settings.deterministic)
+            bucket.mark(hidden=self.stage.shards or keeps)
         self.reducer.reset()
+        self._active = self.buckets
 
     def _reduce(self) -> None:
         """Afterwards gradients are means over the ranks."""
         self.shards.check()
-        for bucket in self.buckets:  # in step() marks are still there: no gradients
+        for bucket in self._active:  # in step() marks are still there: no gradients
             bucket.unmark()
         self.reducer.finish()
         if not self.stage.shards:
             self.partials.sum()
             self.partials.show()
-        for bucket in self.buckets:
+        for bucket in self._active:
             bucket.mark(hidden=self.stage.shards)
+        self._active = self.buckets
         self.log.n_reductions += 1
         self._enter(StepPhase.REDUCED)
 
@@ -202,10 +204,6 @@ class Engine:
     def _say_begin(self, what: str) -> None:
         with self.log.naming(f"beginning {what} after", self._last_bucket):
             self.control.begin(what, self.micro_batches.finished)
-
-    @property
-    def _last_bucket(self) -> int:
-        return self.buckets[-1].spec.index
 
     # The optimizer's side
 
@@ -246,8 +244,7 @@ class Engine:
 
     def exchange(self, bins: Tensor | None) -> Tensor | None:
         """The control exchange: norm bins of this rank's pieces -> of all. Ranks: all, once."""
-        alone = self.control_group is None
-        waiting = contextlib.nullcontext() if alone else self.log.timer.waiting()
+        waiting = self.log.timer.waiting() if self.control_group else contextlib.nullcontext()
         with self.log.naming("in the control exchange after", self._last_bucket), waiting:
             return self.control.exchange(
                 bins,
@@ -300,12 +297,11 @@ class Engine:
         gradients of its parameters; otherwise all of this engine's are zeroed.
         """
         self._resume_if_stopped()
-        only = of is None
+        only = of is None or (of in self._optimizers and len(self._optimizers) == 1)
         if of is None:
             for bucket in self.buckets:
                 bucket.zero_grad(set_to_none)
         else:
-            only = of in self._optimizers and len(self._optimizers) == 1
             if self._spent:
                 self._spent.add(of)
             params = (p for group in of.param_groups for p in group["params"])
@@ -351,12 +347,15 @@ class Engine:
 
     # The training loop's side
 
-    def begin_micro_batch(self, *, last: bool) -> None:
+    def begin_micro_batch(
+        self, *, last: bool, part: int | None = None, closes: bool = False
+    ) -> None:
         """The forwards and backward passes up to the next call, or the step, are one micro-batch.
 
         For loops in which a backward is not a micro-batch; see [Note: micro-batches]. Ranks: all.
         last: of the step: its backward passes reduce gradients, those of all others stay on this
         rank, whatever accumulate says. If none is the last, the step reduces them.
+        part: the chunk of a pipeline that gets gradients; closes: for the last time in this step.
         """
         self._resume_if_stopped()
         if self.phase is StepPhase.BACKWARD:
@@ -364,7 +363,7 @@ class Engine:
                 "Engine.begin_micro_batch: expected a call between backward passes, got one inside "
                 "of one; call it before the forwards of the micro-batch"
             )
-        self.micro_batches.begin(last)
+        self.micro_batches.begin(last, part, closes)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -430,8 +429,7 @@ class Engine:
         Of parameters that have one on this rank (sharded stages: of all); whole tensors.
         """
         self.finish()
-        shards, found = self.shards, []
-        slots = shards.layout.slots
+        shards, found, slots = self.shards, [], self.shards.layout.slots
         for i in sorted(range(len(slots)), key=lambda i: slots[i].registered):
             p = shards.params[i]
             grad = shards.piece(p).grad

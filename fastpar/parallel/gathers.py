@@ -37,6 +37,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import weakref
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -87,6 +88,7 @@ class Gathers:
     """
 
     paused = False  # its hooks do nothing; see replay.py
+    part: object = 0  # of the model that runs: each has its own order of gathers
 
     def __init__(
         self, units: list[list[nn.Module]], shards: Shards, listener: PassListener
@@ -94,11 +96,14 @@ class Gathers:
         buckets = [[b for b in shards.buckets if b.spec.unit == i] for i in range(len(units))]
         self._shards, self._listener, self.buckets = shards, listener, buckets
         self.frees, self.prefetch = shards.stage.frees_parameters, shards.settings.prefetch
-        self._passes = {name: _Pass() for name in ("forward", "evaluation", "backward")}
+        self._passes: defaultdict[tuple[str, object], _Pass] = defaultdict(_Pass)
         self._pass = _Pass()  # between passes: nothing is launched ahead of use
-        order = [index for index, mine in enumerate(buckets) if mine]
-        self._passes["forward"].recorded = self._passes["evaluation"].recorded = order
-        self._passes["backward"].recorded = [i for i in order[-2::-1] if i != ROOT]
+        for part in {b.spec.part for b in shards.buckets}:
+            mine = [{b.spec.part for b in unit} for unit in buckets]
+            order = [i for i, parts in enumerate(mine) if parts and (i == ROOT or part in parts)]
+            for name in ("forward", "evaluation"):
+                self._passes[name, part].recorded = order
+            self._passes["backward", part].recorded = [i for i in order[-2::-1] if i != ROOT]
         self.passes_since_step: set[str] = set()
         self.entered: set[int] = set()  # units that a forward with gradients used, since a step
         self._ever: set[int] = set()  # of all steps
@@ -151,7 +156,7 @@ class Gathers:
                 self.release(index)
         if self.frees and name != "backward":
             self._listener.before_gathers(name == "forward")
-        self._pass = self._passes[name]
+        self._pass = self._passes[name, self.part]
         self._pass.begin()
         for known in (self._opened, self._inside, self._done):
             known.clear()
@@ -293,7 +298,7 @@ class Gathers:
     def _launch(self, index: int) -> None:
         self._pass.launched.append(index)
         buckets = self.buckets[index]
-        for bucket in buckets if self._pass is self._passes["backward"] else reversed(buckets):
+        for bucket in buckets if self._pass is self._passes["backward", self.part] else reversed(buckets):
             if not bucket.live and bucket not in self._done:
                 self._shards.launch_gather(bucket)
 
@@ -305,7 +310,7 @@ class Gathers:
 
     def last_forward(self) -> int:
         """The unit that is gathered last in a forward with gradients, -1 before the first."""
-        recorded = self._passes["forward"].recorded
+        recorded = self._passes["forward", self.part].recorded
         return recorded[-1] if recorded else -1
 
     # Hooks

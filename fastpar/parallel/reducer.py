@@ -82,21 +82,30 @@ class Reducer:
         """No backward runs, and nothing is under way."""
         self.n_sent = 0
         self._sends = self._in_backward = False
-        self._patient = True
+        self._patient, self._now = True, self._buckets
         self._in_flight: deque[tuple[BucketState, Handle, Tensor]] = deque()
         self._between_copies: list[tuple[BucketState, Handle, Tensor]] = []
         self._unused: list[tuple[BucketState, int]] = []  # without a gradient of this rank
         for bucket in self._buckets:
             bucket.rest()
 
-    def begin_backward(self, *, sends: bool) -> None:
-        """A backward begins; sends: it reduces."""
-        self._sends, self._in_backward = sends, True
+    def check_rests(self, rank: int) -> None:
+        """Raises RuntimeError where a backward has stopped after it began to send."""
+        if self.n_sent:
+            raise RuntimeError(
+                "Engine: expected backward to run to its end, got a new one after an earlier "
+                f"stopped with {self.n_sent} of {len(self._now)} buckets sent on rank {rank}; the "
+                "ranks are out of step: restart from a checkpoint"
+            )
+
+    def begin_backward(self, buckets: Sequence[BucketState], *, sends: bool) -> None:
+        """A backward that gives these gradients begins; sends: it reduces."""
+        self._sends, self._in_backward, self._now = sends, True, buckets
 
     def launch_ready(self) -> None:
         """Launch what may go; see [Note: when a bucket is launched]."""
-        while self._sends and self.n_sent < len(self._buckets):
-            if self._buckets[self.n_sent].phase is not BucketPhase.READY:
+        while self._sends and self.n_sent < len(self._now):
+            if self._now[self.n_sent].phase is not BucketPhase.READY:
                 return
             self._launch()
 
@@ -106,7 +115,7 @@ class Reducer:
         if self._buckets[0].groups.reduce is None:
             self._finish_alone()
         else:
-            while self.n_sent < len(self._buckets):
+            while self.n_sent < len(self._now):
                 self._launch()
             while self._in_flight:
                 self._finish_oldest()
@@ -119,7 +128,7 @@ class Reducer:
 
     def _launch(self) -> None:
         """Start the next bucket's reduction; its memory stays as it is until it is taken."""
-        bucket = self._buckets[self.n_sent]
+        bucket = self._now[self.n_sent]
         index, group = bucket.spec.index, bucket.groups.reduce
         assert group is not None
         scatters = self._settings.stage.shards
@@ -180,7 +189,7 @@ class Reducer:
 
     def _finish_alone(self) -> None:
         """Nobody to send to: only the tree over the micro-batches is left."""
-        for bucket in self._buckets if self._settings.deterministic else ():
+        for bucket in self._now if self._settings.deterministic else ():
             bucket.fill_missing(flags=False)
             bucket.add_local()
             bucket.add_reduced(bucket.target())

@@ -115,6 +115,11 @@ class Settings:
     prefetch: int = 1
     deterministic: bool = False
 
+    @property
+    def reduces_each(self) -> bool:
+        """Whether each micro-batch of a pipeline is reduced by itself."""
+        return self.accumulate == "shard" and self.stage.frees_gradients
+
 
 class MicroBatches:
     """How far a step is, and which backward passes reduce; see engine.py, [Note: micro-batches]."""
@@ -123,6 +128,8 @@ class MicroBatches:
         self._reduced_at = grad_accum_steps if accumulate == "full" else 1
         self.begun = 0  # since the last step
         self.told = False  # by begin(): backward passes belong to that one
+        self.part: int | None = None  # of the model that it runs; None: all
+        self.closes = False  # the part's last one
         self.last = True  # gradients are reduced after this one's backward passes
         self.synchronize = True  # False under no_sync()
 
@@ -131,10 +138,10 @@ class MicroBatches:
         """Those before the present one."""
         return self.begun - self.told
 
-    def begin(self, last: bool) -> None:
+    def begin(self, last: bool, part: int | None, closes: bool) -> None:
         """The next one, as the training loop tells it."""
         self.begun += 1
-        self.told, self.last = True, last
+        self.told, self.last, self.part, self.closes = True, last, part, closes
 
     def begin_backward(self) -> None:
         """A backward begins: of the one that was told, or of the next one."""
@@ -148,7 +155,7 @@ class MicroBatches:
 
     def end_step(self) -> None:
         """The next step begins with the next one."""
-        self.begun, self.told = 0, False
+        self.begun, self.told, self.part, self.closes = 0, False, None, False
 
 
 def checked(

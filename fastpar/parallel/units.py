@@ -80,6 +80,15 @@ def inside_backward_of_a_function() -> bool:
     return frame is not None
 
 
+def refuse_nested_backward() -> None:
+    """Raises RuntimeError in a backward that an autograd.Function's backward has started."""
+    if inside_backward_of_a_function():
+        raise RuntimeError(
+            "Engine: expected one backward at a time, got a backward inside of a backward, as "
+            "reentrant activation checkpoints run it; use checkpoint(..., use_reentrant=False)"
+        )
+
+
 def find_units(
     model: nn.Module,
     units: Sequence[nn.Module] | type | tuple[type, ...] | None,

@@ -68,6 +68,7 @@ class Bucket:
     numel: int
     n_shards: int
     unit: int  # -1 without units
+    part: int = 0  # chunk of a pipeline's rank
 
     @property
     def shard_numel(self) -> int:
@@ -103,6 +104,7 @@ def build_layout(
     grad_dtype: torch.dtype | None = None,
     unit_of: Sequence[int] | None = None,
     alone: Container[int] = (),
+    part_of: Sequence[int] | None = None,
     flags: bool = True,
 ) -> Layout:
     """Place parameters, given in registration order, into buckets.
@@ -120,6 +122,7 @@ def build_layout(
         grad_dtype: of the gradients; None is each parameter's own.
         unit_of: the unit of each parameter.
         alone: parameters that have a bucket of their own, the same wherever they are trained.
+        part_of: the part of the model that each belongs to; parts share no bucket.
         flags: whether `used` has room, see the top of the file.
     Raises:
         ValueError: n_shards below 1; a cap that is not above 0.
@@ -137,41 +140,42 @@ def build_layout(
                 "use a large value for one bucket"
             )
     units = [-1] * len(specs) if unit_of is None else unit_of
-    closed: list[tuple[torch.dtype, int, list[int]]] = []
+    homes = list(zip(units, [0] * len(specs) if part_of is None else part_of))
+    closed: list[tuple[torch.dtype, tuple[int, int], list[int]]] = []
     for dtype in dict.fromkeys(spec.dtype for spec in specs):
         itemsize = (grad_dtype or dtype).itemsize
-        cap, before = first_bucket_bytes, -1
-        groups: dict[int, list[int]] = {}  # open, of each unit
-        sizes: dict[int, int] = {}  # their bytes
+        cap, before = first_bucket_bytes, (-1, 0)
+        groups: dict[tuple[int, int], list[int]] = {}  # open, of each unit and part
+        sizes: dict[tuple[int, int], int] = {}  # their bytes
         for i in reversed(range(len(specs))):
             if specs[i].dtype != dtype:
                 continue
-            unit = units[i]
+            home = homes[i]
             if i in alone:
-                closed.append((dtype, unit, [i]))
+                closed.append((dtype, home, [i]))
                 continue
             n_bytes = _round_up(specs[i].numel, ALIGN) * itemsize
-            ended = before != unit and sizes.get(before, 0) >= first_bucket_bytes / 4
-            full = sizes.get(unit, 0) >= cap / 4 and sizes[unit] + n_bytes > cap * 9 / 8
-            for other in [before] * ended + [unit] * full:
+            ended = before != home and sizes.get(before, 0) >= first_bucket_bytes / 4
+            full = sizes.get(home, 0) >= cap / 4 and sizes[home] + n_bytes > cap * 9 / 8
+            for other in [before] * ended + [home] * full:
                 closed.append((dtype, other, groups.pop(other)))
                 sizes[other], cap = 0, bucket_bytes
-            groups.setdefault(unit, []).append(i)
-            sizes[unit] = sizes.get(unit, 0) + n_bytes
-            before = unit
-        closed.extend((dtype, unit, group) for unit, group in groups.items())
+            groups.setdefault(home, []).append(i)
+            sizes[home] = sizes.get(home, 0) + n_bytes
+            before = home
+        closed.extend((dtype, home, group) for home, group in groups.items())
     closed.sort(key=lambda entry: -entry[2][-1])
 
     slots: list[Slot] = []
     buckets: list[Bucket] = []
-    for index, (dtype, unit, group) in enumerate(closed):
+    for index, (dtype, home, group) in enumerate(closed):
         first_slot, offset = len(slots), 0
         for i in group:
             slots.append(Slot(specs[i], i, index, offset))
             offset = _round_up(offset + specs[i].numel, ALIGN)
         numel = _round_up(offset + (len(group) if flags else 0), n_shards * ALIGN)
         indices = tuple(range(first_slot, len(slots)))
-        buckets.append(Bucket(index, dtype, indices, offset, numel, n_shards, unit))
+        buckets.append(Bucket(index, dtype, indices, offset, numel, n_shards, *home))
     return Layout(tuple(slots), tuple(buckets), n_shards)
 
 
