@@ -27,6 +27,7 @@ from fastpar.kernels.linear import (
     use_epilogues,
 )
 from fastpar.kernels.op import define_autograd, define_op, refuse_double_backward
+from fastpar.kernels.weight_gradients import queue_for
 
 
 def gelu_mlp_fwd(
@@ -40,20 +41,28 @@ def gelu_mlp_fwd(
     return y.view(*x.shape[:-1], weight2.shape[0]), h, u
 
 
+def _weight2_bwd(rows: Tensor, h: Tensor, dbias2: Tensor) -> Tensor:
+    """dweight2; fills dbias2, unless it is [0]."""
+    return matmul_lt(rows.t(), h, BGRADB, dbias2) if len(dbias2) else matmul(rows.t(), h)
+
+
+def _hidden_bwd(rows: Tensor, weight2: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """du and dbias1."""
+    dbias1 = u.new_empty(u.shape[1])
+    return matmul_lt(rows, weight2, DGELU_BGRAD, dbias1, u), dbias1
+
+
 def gelu_mlp_bwd(
     dy: Tensor, x: Tensor, weight1: Tensor, weight2: Tensor, h: Tensor, u: Tensor, need: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dx, dweight1, dbias1, dweight2, dbias2; [0] for what is not needed."""
     need_dx, need_dweight1, _, need_dweight2, need_dbias2 = need
     rows = dy.reshape(-1, dy.shape[-1]).contiguous()
-    dx, dweight1, dweight2, dbias2 = (x.new_empty(0) for _ in range(4))
-    if need_dbias2:
-        dbias2 = x.new_empty(weight2.shape[0])
-        dweight2 = matmul_lt(rows.t(), h, BGRADB, dbias2)
-    elif need_dweight2:
-        dweight2 = matmul(rows.t(), h)
-    dbias1 = x.new_empty(weight1.shape[0])
-    du = matmul_lt(rows, weight2, DGELU_BGRAD, dbias1, u)
+    dx, dweight1, dweight2 = (x.new_empty(0) for _ in range(3))
+    dbias2 = x.new_empty(weight2.shape[0] if need_dbias2 else 0)
+    if need_dweight2 or need_dbias2:
+        dweight2 = _weight2_bwd(rows, h, dbias2)
+    du, dbias1 = _hidden_bwd(rows, weight2, u)
     if need_dweight1:
         dweight1 = matmul(du.t(), x.reshape(-1, x.shape[-1]))
     if need_dx:
@@ -95,13 +104,30 @@ _gelu_mlp_bwd = define_op(
 
 
 def _setup_context(ctx, inputs, output):
-    x, weight1, _bias1, weight2, _bias2 = inputs
+    x, weight1, _bias1, weight2, bias2 = inputs
+    ctx.queue, ctx.later = queue_for(weight1), (weight1, weight2, bias2)
     ctx.save_for_backward(x, weight1, weight2, *output[1:])
+
+
+def _weights_later(ctx, dy, need):
+    """The weights' gradients, and that of bias2, which comes with one of them, wait."""
+    queue, (weight1, weight2, bias2) = ctx.queue, ctx.later
+    x, _, _, h, u = ctx.saved_tensors
+    rows = dy.reshape(-1, dy.shape[-1]).contiguous()
+    du, dbias1 = _hidden_bwd(rows, weight2, u)
+    dbias2 = x.new_empty(weight2.shape[0] if need[4] else 0)
+    queue.later(weight2, lambda _: _weight2_bwd(rows, h, dbias2))
+    if need[4]:
+        queue.later(bias2, lambda _: dbias2)
+    queue.later(weight1, lambda out: matmul(du.t(), x.reshape(-1, x.shape[-1]), out=out))
+    return matmul(du, weight1).view(x.shape) if need[0] else None, None, dbias1, None, None
 
 
 def _backward(ctx, dy, _dh, _du):
     refuse_double_backward("gelu_mlp")
     need = list(ctx.needs_input_grad)
+    if ctx.queue is not None:
+        return _weights_later(ctx, dy, need)
     grads = _gelu_mlp_bwd(dy, *ctx.saved_tensors, need)
     return tuple(grad if needed else None for grad, needed in zip(grads, need))
 

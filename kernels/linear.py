@@ -28,6 +28,7 @@ from fastpar.kernels import _C, backend
 from fastpar.kernels.backend import DTYPE_CODES, has_gemm
 from fastpar.kernels.choice import is_proven, is_real, is_trying
 from fastpar.kernels.op import define_autograd, define_op, is_plain, refuse_double_backward
+from fastpar.kernels.weight_gradients import queue_for
 
 GELU_AUX_BIAS, DGELU_BGRAD, BGRADB = 164, 208, 512  # cublasLtEpilogue_t
 _WORKSPACE_BYTES = 32 << 20  # as NVIDIA recommends for sm_90
@@ -239,6 +240,25 @@ def _backward(ctx, dy):
 define_autograd(_linear, _setup_context, _backward)
 
 
+class _WeightLater(torch.autograd.Function):
+    """The same layer, whose weight's gradient waits; see weight_gradients.py."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, queue):
+        ctx.save_for_backward(x, weight)
+        ctx.queue, ctx.weight = queue, weight
+        return _at_once(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        need_dx, _, need_dbias, _ = ctx.needs_input_grad
+        dx, _, dbias = linear_bwd(dy, x, weight, need_dx, False, need_dbias)
+        rows, x_rows = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+        ctx.queue.later(ctx.weight, lambda out: matmul(rows.t(), x_rows, out=out))
+        return dx if need_dx else None, None, dbias if need_dbias else None, None
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias, drop-in for F.linear.
 
@@ -265,6 +285,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             f"linear: expected bias [F] with weight [F, C], got bias={list(bias.shape)} "
             f"weight={list(weight.shape)}; pass one bias for each row of weight"
         )
+    queue = queue_for(weight)
+    if queue is not None:
+        y: Tensor = _WeightLater.apply(x, weight, bias, queue)
+        return y
+    return _at_once(x, weight, bias)
+
+
+def _at_once(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     rows = x.numel() // max(1, x.shape[-1])
     if use_gemm(x, rows, *weight.shape):
         return _linear(x, weight, bias)

@@ -146,17 +146,25 @@ class BucketState(BucketParameters):
         p = self.params[position]
         grad = p.grad if given is None else given
         assert grad is not None
-        self._check_grad(position, grad)
+        self.check_grad(position, grad)
         self.open_grad()
         view = self._grad_view(position)
         if not self.stage.shards and not self._main:
             if grad.data_ptr() != view.data_ptr():
                 view.add_(grad) if given is not None and position in self.has else view.copy_(grad)
+            if p.grad is not view:
                 p.grad = view
         else:
-            self._copies.take(grad, view, add=position in self.has)
+            if grad.data_ptr() != view.data_ptr():
+                self._copies.take(grad, view, add=position in self.has)
             p.grad = None
         return self.taken(position)
+
+    def room_for(self, position: int) -> Tensor | None:
+        """Where a gradient can be computed; None where take() has to add it, or to cast it."""
+        self.open_grad()
+        first = position not in self.has and self.grad_dtype == self.spec.dtype
+        return self._grad_view(position) if first else None
 
     def taken(self, position: int) -> bool:
         """A gradient is in the bucket; whether it was the last one that the bucket waited for."""
@@ -485,16 +493,3 @@ class BucketState(BucketParameters):
         """What fixed sums cost in memory now."""
         trees = (self.unreduced, self._reductions)
         return sum(tree.nbytes for tree in trees if tree is not None)
-
-    def _check_grad(self, position: int, grad: Tensor) -> None:
-        name = self.name(position)
-        if grad.layout != torch.strided:
-            raise RuntimeError(
-                f"Engine: expected a dense gradient for parameter '{name}', got "
-                f"layout={grad.layout}; build the embedding with sparse=False"
-            )
-        if grad.requires_grad:
-            raise RuntimeError(
-                "Engine: expected backward without create_graph, got a gradient with a graph for "
-                f"parameter '{name}'; use torch.autograd.grad for higher derivatives"
-            )

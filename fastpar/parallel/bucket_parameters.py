@@ -179,6 +179,20 @@ class BucketParameters:
                     "inside `with fastpar.engine_of(model).gathered():`"
                 )
 
+    def check_grad(self, position: int, grad: Tensor) -> None:
+        """Refuse a gradient that no bucket can take."""
+        name = self.name(position)
+        if grad.layout != torch.strided:
+            raise RuntimeError(
+                f"Engine: expected a dense gradient for parameter '{name}', got "
+                f"layout={grad.layout}; build the embedding with sparse=False"
+            )
+        if grad.requires_grad:
+            raise RuntimeError(
+                "Engine: expected backward without create_graph, got a gradient with a graph for "
+                f"parameter '{name}'; use torch.autograd.grad for higher derivatives"
+            )
+
 
 _HARMLESS = {"requires_grad_", "share_memory_"}
 _WRITERS = {

@@ -298,7 +298,9 @@ class Gathers:
     def _launch(self, index: int) -> None:
         self._pass.launched.append(index)
         buckets = self.buckets[index]
-        for bucket in buckets if self._pass is self._passes["backward", self.part] else reversed(buckets):
+        for bucket in (
+            buckets if self._pass is self._passes["backward", self.part] else reversed(buckets)
+        ):
             if not bucket.live and bucket not in self._done:
                 self._shards.launch_gather(bucket)
 

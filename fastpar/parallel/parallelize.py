@@ -71,6 +71,8 @@ def parallelize(
     sequence_parallel: bool | None = None,
     tp_overlap: int | str | None = None,
     pp_split: Sequence[int] | None = None,
+    pp_schedule: str = "1f1b",
+    pp_chunks: int | None = None,
 ) -> nn.Module:
     """Make the ranks of mesh train model together; an ordinary training loop stays as it was.
 
@@ -120,6 +122,8 @@ def parallelize(
             "symmetric": through symmetric memory; None: one (see fastpar/comm/overlap.py).
         pp_split: layers on each pipeline stage; None: equal numbers, the last stage, which has the
             head, the fewest. Training steps are those of fastpar.pipeline_step.
+        pp_schedule, pp_chunks: the schedule whose placement the stages have: "interleaved" gives
+            each rank pp_chunks of them (2), "zb-v" two in the shape of a V, any other one.
     Returns:
         The same module (of a model on the meta device, with new parameters).
     Ranks: all, with the same model and arguments.
@@ -144,7 +148,7 @@ def parallelize(
     mesh.check_same("parallelize", [*lines, *inventory(model)])
     prove_together(mesh)
     debug = debug or Debug()
-    cut = cut_stages(model, mesh, pp_split)
+    cut = cut_stages(model, mesh, pp_split, pp_schedule, pp_chunks)
     maker = GroupMaker(mesh, transport, collectives, deterministic=deterministic, debug=debug)
     declared, report = _split_along_tp(model, mesh, maker, tp_plan, sequence_parallel, tp_overlap)
     n_shards = 1 if zero_stage == 0 else shard_size or mesh.size("dp")
@@ -154,8 +158,9 @@ def parallelize(
     check_deterministic(settings, parameter_names(model))
     if materialize is not None:
         _allocate_meta(model, mesh.device, declared)
-    stages = None if cut is None else make_stages(cut, mesh, maker.make)
-    modules = find_units(model, units, merge_bytes=first_bucket_mb * 2**20)
+    stages = None if cut is None else make_stages(cut, model, mesh, maker.make)
+    apart = () if cut is None else cut.starts(model)
+    modules = find_units(model, units, merge_bytes=first_bucket_mb * 2**20, apart=apart)
     fill = _Fill(parameter_names(model), materialize, declared, stages)
     shards = _make_shards(model, mesh, settings, groups, modules, fill, poison=debug.poison)
     engine = Engine(shards, modules, control, debug)
@@ -233,6 +238,8 @@ def _make_shards(
     """Bring the parameters into buckets, with the values of rank 0."""
     stage, unit_of = settings.stage, unit_of_parameters(units)
     trained = [p for p in fill.named if p.requires_grad]
+    stages = fill.stages
+    chunk_of = None if stages is None else stages.chunk_of
     layout = build_layout(
         [ParamSpec(fill.named[p], tuple(p.shape), p.dtype) for p in trained],
         n_shards=settings.n_shards,
@@ -241,7 +248,8 @@ def _make_shards(
         grad_dtype=settings.grad_dtype,
         # Embeddings, which are ready last, let no block wait (test_tied_table.py).
         unit_of=[unit_of[p] if stage.shards else min(unit_of[p], 1) for p in trained],
-        alone=[i for i, p in enumerate(trained) if fill.stages and p in fill.stages.tied],
+        alone=[i for i, p in enumerate(trained) if stages and p in stages.tied],
+        part_of=None if chunk_of is None else [chunk_of[p] for p in trained],
         flags=not stage.shards,
     )
     buckets = []

@@ -1,19 +1,21 @@
 """fastpar.pipeline_step: the micro-batches of one optimizer step through the stages of a pipeline.
 
-    F of micro-batch i:  receive the stream -> forward of this rank's parts -> send the stream
+    F of micro-batch i:  receive the stream -> forward of a chunk's parts -> send the stream
     B of micro-batch i:  receive its gradient -> backward -> send the gradient of what was received
+    I, W:                B in two halves, of which W sends nothing (split_backward.py)
 
 [Note: order] Every schedule runs the backward passes of a stage in the order of the micro-batches,
-so that sums over them are those of one process. A message's tag is its micro-batch. Receives are
-posted one operation ahead; the gradient of the stream is sent as soon as autograd has it, before
-the backward, and the reductions in it, come to their end: the first stage of a tied table waits
-for it while the last one waits for the first's part of the sum.
+so that sums over them are those of one process. A message's tag names the stage that receives it
+and its micro-batch; at the bottom of a V both stages are on one rank, and nothing is sent. Receives
+are posted one operation ahead; the gradient of the stream is sent as soon as autograd has it,
+before the backward, and the reductions in it, come to their end: the first stage of a tied table
+waits for it while the last one waits for the first's part of the sum. Nobody waits for a send.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections import deque
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,10 +24,11 @@ from torch import Tensor, nn
 
 from fastpar.comm.handles import Handle, started
 from fastpar.parallel.engine import Engine, engine_of
-from fastpar.pipeline.schedules import Kind, Op, make_schedule
+from fastpar.parallel.split_backward import SplitBackward
+from fastpar.pipeline.schedules import RULES, SPLIT, Kind, Op, Schedule, make_schedule
 from fastpar.pipeline.stages import Stages
 
-SCHEDULES = ("gpipe", "1f1b")  # those that need neither chunks nor a split backward
+_FINISHES = (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)
 
 
 def pipeline_step(
@@ -34,7 +37,7 @@ def pipeline_step(
     targets: Tensor,
     *,
     micro_batches: int = 1,
-    schedule: str = "1f1b",
+    schedule: str | None = None,
     reduction: str = "mean",
     rng_keys: Sequence[Tensor] | None = None,
     target: Callable[[Tensor], Tensor] = lambda loss: loss,
@@ -47,7 +50,8 @@ def pipeline_step(
         model: went through parallelize().
         idx, targets: [B, T] of this rank's dp place, the same on all of its stages.
         micro_batches: equal slices of B that go through the stages one behind another.
-        schedule: "1f1b" holds as many micro-batches as there are stages, "gpipe" all of them.
+        schedule: a name of fastpar/pipeline/schedules.py whose stages are where parallelize() has
+            put them: "gpipe", "1f1b" and "zb-h1" agree on that; None: the one that it was given.
         reduction: gradients are those of the "mean" of the micro-batches' mean losses, or of the
             "sum" of the losses of all tokens (with engine.count_tokens).
         rng_keys: of dropout, one a micro-batch; None: drawn from torch's generator of the first
@@ -58,19 +62,44 @@ def pipeline_step(
     Ranks: all, with the same arguments but idx and targets.
     Wire: the stream [B, T, C], and its gradient back, a boundary.
     Raises:
-        ValueError: on every rank, micro_batches that do not divide B; an unknown schedule or
-            reduction; other targets or keys than one a token and one a micro-batch.
+        ValueError: on every rank, micro_batches that do not divide B; an unknown schedule, or one
+            that places stages in another way; an unknown reduction; other targets or keys than one
+            a token and one a micro-batch.
     """
-    _check(idx, targets, micro_batches, schedule, reduction, rng_keys)
+    _check(idx, targets, micro_batches, reduction, rng_keys)
     engine, many = engine_of(model), micro_batches
+    ops = _schedule(engine, many, schedule)
     gpt: Any = model
     keys = gpt.draw_keys(many, idx.device) if rng_keys is None else torch.stack([*rng_keys])
     if rng_keys is None and keys is not None:
         engine.mesh.broadcast_([keys], "pp", "tp")
     each = [None] * many if keys is None else list(keys)
-    step = _Step(gpt, engine, idx.chunk(many), targets.chunk(many), each, reduction, target)
-    ops = make_schedule(schedule, engine.mesh.size("pp"), many).ops
-    return step.run(ops[engine.mesh.rank_in("pp")])
+    return _Step(
+        gpt, engine, ops, idx.chunk(many), targets.chunk(many), each, reduction, target
+    ).run(ops.ops[engine.mesh.rank_in("pp")])
+
+
+def _schedule(engine: Engine, micro_batches: int, name: str | None) -> Schedule:
+    """Who does what, in which order."""
+    stages = engine.shards.stages
+    if name is not None and name not in RULES:
+        raise ValueError(
+            f"pipeline_step: expected schedule to be one of {', '.join(RULES)}, got "
+            f"schedule={name!r}; choose one of these"
+        )
+    if stages is None:
+        return make_schedule("1f1b", 1, micro_batches)
+    placed, name = stages.schedule, name or stages.schedule.name
+    chunks = placed.chunks if name in ("interleaved", placed.name) else None
+    found = make_schedule(name, placed.ranks, micro_batches, chunks)
+    here, there = ([s.owner(i) for i in range(s.stages)] for s in (placed, found))
+    if here != there:
+        raise ValueError(
+            f"pipeline_step: expected a schedule that places stages as {placed.name!r} with "
+            f"{placed.chunks} a rank does, got schedule={name!r}; pass pp_schedule={name!r} to "
+            "parallelize()"
+        )
+    return found
 
 
 @torch.no_grad()
@@ -87,26 +116,22 @@ def pipeline_loss(
     Raises:
         ValueError: as pipeline_step.
     """
-    _check(idx, targets, 1, SCHEDULES[0], reduction, None)
+    _check(idx, targets, 1, reduction, None)
     gpt: Any = model
-    step = _Step(gpt, engine_of(model), [idx], [targets], [None], reduction)
-    return step.run([Op(Kind.FORWARD, 0, 0)])
+    engine = engine_of(model)
+    schedule = _schedule(engine, 1, None)
+    step = _Step(gpt, engine, schedule, [idx], [targets], [None], reduction)
+    return step.run([Op(Kind.FORWARD, chunk, 0) for chunk in range(schedule.chunks)])
 
 
 def _check(
     idx: Tensor,
     targets: Tensor,
     micro_batches: int,
-    schedule: str,
     reduction: str,
     rng_keys: Sequence[Tensor] | None,
 ) -> None:
     """What one stage alone would refuse while the others wait for its message."""
-    if schedule not in SCHEDULES:
-        raise ValueError(
-            f"pipeline_step: expected schedule to be one of {', '.join(SCHEDULES)}, got "
-            f"schedule={schedule!r}; choose one of these"
-        )
     if micro_batches < 1 or idx.shape[0] % micro_batches:
         raise ValueError(
             f"pipeline_step: expected micro_batches to divide the {idx.shape[0]} rows of the batch,"
@@ -136,6 +161,7 @@ class _Step:
         self,
         model: Any,
         engine: Engine,
+        schedule: Schedule,
         idx: Sequence[Tensor],
         targets: Sequence[Tensor],
         keys: Sequence[Tensor | None],
@@ -143,79 +169,113 @@ class _Step:
         target: Callable[[Tensor], Tensor] = lambda loss: loss,
     ) -> None:
         self.model, self.engine, self.keys, self.target = model, engine, keys, target
-        self.idx, self.targets = idx, targets
+        self.schedule, self.idx, self.targets, self.reduction = schedule, idx, targets, reduction
         self.stages: Stages | None = engine.shards.stages
-        self.first = self.stages is None or self.stages.first
-        self.last = self.stages is None or self.stages.last
-        self.reduction = reduction
+        self.rank = engine.mesh.rank_in("pp")
         self.loss = torch.zeros((), dtype=torch.float64, device=idx[0].device)
-        self.held: dict[int, tuple[Tensor | None, Tensor]] = {}
+        self.held: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+        self.halves: dict[tuple[int, int], SplitBackward] = {}
+        self.kept: defaultdict[int, dict[Tensor, Tensor]] = defaultdict(dict)
+        self.params: list[list[nn.Parameter]] = []
         self.posted: dict[Op, tuple[Tensor, Handle]] = {}
-        self.sent: deque[Handle] = deque()
+        self.here: dict[tuple[bool, int, int], Tensor] = {}  # between stages of one rank
+        self.sent: list[Handle] = []
+        if schedule.name in SPLIT:
+            self.params = self._params()
 
     def run(self, ops: Sequence[Op]) -> Tensor:
         """The loss, on every stage."""
+        final = [op for op in ops if op.kind in _FINISHES][-1:]
         with contextlib.ExitStack() as hooks:
             for p in self._summed_each_time():
                 hooks.callback(p.register_hook(self._joined).remove)
             for op, following in zip(ops, [*ops[1:], None]):
                 received = self._received(op)
                 self._post(following)
+                if self.engine.gathers is not None:
+                    self.engine.gathers.part = op.chunk
                 if op.kind is Kind.FORWARD:
-                    self._forward(op.micro, received)
+                    self._forward(op, received)
+                    continue
+                if op.kind in _FINISHES:
+                    self._begin(op, final=op in final)
+                if op.kind is Kind.WEIGHT_GRADIENT:
+                    each = op.micro if self.engine.settings.deterministic else 0
+                    self.halves.pop(op[1:]).weight_gradients(self.kept[each])
                 else:
-                    self._backward(op.micro, received)
-        while self.sent:
-            self.sent.popleft().wait()
+                    self._backward(op, received)
+        for handle in self.sent:
+            handle.wait()
         if self.stages is not None:
-            self.stages.onward.broadcast(self.loss, self.stages.onward.world_size - 1)
+            links = next(iter(self.stages.links.values()))
+            links.broadcast(self.loss, self.schedule.owner(self.schedule.stages - 1)[0])
         return self.loss
 
-    def _forward(self, micro: int, stream: Tensor | None) -> None:
+    def _begin(self, op: Op, *, final: bool) -> None:
+        """The engine is told of the micro-batch whose gradients come now."""
+        part = None if self.stages is None else op.chunk
+        closes = op.micro == len(self.idx) - 1
+        last = final or self.engine.settings.reduces_each
+        self.engine.begin_micro_batch(last=last, part=part, closes=closes)
+
+    def _forward(self, op: Op, stream: Tensor | None) -> None:
         given: dict[str, Any] = {}
+        stage, micro = self.schedule.stage_of(self.rank, op.chunk), op.micro
         if self.stages is not None:
-            given = {"parts": self.stages.parts, "stream": stream}
+            given = {"parts": self.stages.parts[op.chunk], "stream": stream}
         if stream is not None:
             stream.requires_grad_(torch.is_grad_enabled())
-        targets = self.targets[micro] if self.last else None
-        out = self.model(
-            self.idx[micro],
-            targets,
-            rng_key=self.keys[micro],
-            reduction=self.reduction,
-            **given,
-        )
-        if self.last:
+        last = stage == self.schedule.stages - 1
+        targets = self.targets[micro] if last else None
+        waits: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self.params and torch.is_grad_enabled():
+            half = SplitBackward(self.engine, op.chunk, self.params[op.chunk])
+            self.halves[op[1:]], waits = half, half.forward()
+        with waits:
+            out = self.model(
+                self.idx[micro],
+                targets,
+                rng_key=self.keys[micro],
+                reduction=self.reduction,
+                **given,
+            )
+        if last:
             part = out / len(self.idx) if self.reduction == "mean" else out
             self.loss += part.detach()
             out = self.target(part)
         else:
-            assert self.stages is not None
-            self._send(self.stages.onward, out.detach(), +1, micro)
+            self._send(True, out.detach(), stage + 1, micro)
         if torch.is_grad_enabled():
-            self.held[micro] = stream, out
+            self.held[op[1:]] = stream, out
 
-    def _backward(self, micro: int, grad: Tensor | None) -> None:
-        settings = self.engine.settings
-        stream, out = self.held.pop(micro)
-        each = settings.accumulate == "shard" and settings.stage.frees_gradients
-        self.engine.begin_micro_batch(last=each or micro == len(self.idx) - 1)
+    def _backward(self, op: Op, grad: Tensor | None) -> None:
+        stage, (stream, out) = self.schedule.stage_of(self.rank, op.chunk), self.held.pop(op[1:])
         if stream is not None:
-            stages = self.stages
-            assert stages is not None
 
             def send(x: Tensor) -> None:
                 assert x.grad is not None
-                self._send(stages.back, x.grad, -1, micro)
+                self._send(False, x.grad, stage - 1, op.micro)
                 x.grad = None
 
             stream.register_post_accumulate_grad_hook(send)
-        self._micro = micro
-        torch.autograd.backward(out, grad)
+        self._micro = op.micro
+        if op.kind is Kind.BACKWARD:
+            torch.autograd.backward(out, grad)
+        else:
+            self.halves[op[1:]].input_gradient(out, grad)
+
+    def _params(self) -> list[list[nn.Parameter]]:
+        """The trained parameters that each chunk uses."""
+        trained = [self.engine.shards.params] if self.stages is None else self.stages.used
+        return [[p for p in used if p.requires_grad] for used in trained]
 
     # Messages
 
     def _received(self, op: Op) -> Tensor | None:
+        stage = self.schedule.stage_of(self.rank, op.chunk)
+        found = self.here.pop((op.kind is Kind.FORWARD, stage, op.micro), None)
+        if found is not None and op.kind is not Kind.WEIGHT_GRADIENT:
+            return found
         self._post(op)
         if op not in self.posted:
             return None
@@ -225,22 +285,30 @@ class _Step:
 
     def _post(self, op: Op | None) -> None:
         """Begin to receive what an operation needs, if it needs a message."""
-        stages = self.stages
-        if op is None or stages is None or op in self.posted:
+        if op is None or op in self.posted or op.kind is Kind.WEIGHT_GRADIENT:
             return
-        forward = op.kind is Kind.FORWARD
-        if self.first if forward else self.last:
+        forward, stage = op.kind is Kind.FORWARD, self.schedule.stage_of(self.rank, op.chunk)
+        before = stage - 1 if forward else stage + 1
+        if not 0 <= before < self.schedule.stages:
             return
-        group, by = (stages.onward, -1) if forward else (stages.back, +1)
+        by = self.schedule.owner(before)[0]
+        if by == self.rank:
+            return
+        assert self.stages is not None
         x = self.model.new_stream(self.idx[op.micro])
-        handle = group.recv(x, group.rank + by, async_op=True, tag=op.micro)
-        self.posted[op] = x, started(handle)
+        group = self.stages.links[forward, self.rank > by]
+        tag = stage * len(self.idx) + op.micro
+        self.posted[op] = x, started(group.recv(x, by, async_op=True, tag=tag))
 
-    def _send(self, group: Any, x: Tensor, by: int, micro: int) -> None:
-        handle = group.send(x.contiguous(), group.rank + by, async_op=True, tag=micro)
-        self.sent.append(started(handle))
-        while len(self.sent) > 4:
-            self.sent.popleft().wait()
+    def _send(self, forward: bool, x: Tensor, stage: int, micro: int) -> None:
+        to = self.schedule.owner(stage)[0]
+        if to == self.rank:
+            self.here[forward, stage, micro] = x
+            return
+        assert self.stages is not None
+        group, tag = self.stages.links[forward, to > self.rank], stage * len(self.idx) + micro
+        handle = started(group.send(x.contiguous(), to, async_op=True, tag=tag))
+        self.sent = [*(h for h in self.sent if not h.is_completed()), handle]
 
     # Tied tables
 
@@ -254,7 +322,7 @@ class _Step:
         assert self.stages is not None
         pair = self.stages.pair
         assert pair is not None
-        if self.first:
+        if self.stages.first:
             other = torch.empty_like(grad, memory_format=torch.contiguous_format)
             pair.recv(other, 1, tag=self._micro)
             return grad + other

@@ -94,10 +94,11 @@ def find_units(
     units: Sequence[nn.Module] | type | tuple[type, ...] | None,
     *,
     merge_bytes: float,
+    apart: Sequence[nn.Module] = (),
 ) -> list[list[nn.Module]]:
     """The modules of each unit in registration order; the first is the root's.
 
-    Neighbours are merged into one unit while their parameters fit into merge_bytes.
+    Neighbours are merged into one unit while their parameters fit into merge_bytes; not with apart.
 
     Raises:
         ValueError: a module that is not in the model, or inside another unit.
@@ -130,7 +131,7 @@ def find_units(
         size = sum(p.numel() * p.element_size() for p in module.parameters())
         if not size:
             continue
-        if size <= room:
+        if size <= room and module not in apart:
             found[-1].append(module)
             room -= size
         else:

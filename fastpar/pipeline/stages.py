@@ -3,13 +3,18 @@
 A model says by pipeline_parts() where it may be cut: the names of the modules of each part, first
 the embedding, then the layers, last the head. A stage is a range of parts. Modules of other parts
 become Absent: without parameters, so that nothing of them is made, trained or sent here, and the
-names of all others stay those of one process.
+names of all others stay those of one process. A rank has as many stages as its schedule has chunks;
+which ones, the schedule's name says (schedules.py).
 
 [Note: a table on two stages] A module that is named by the first and the last part, GPT-2's tied
 table, is on both stages. It has a bucket of its own, with the same layout on both, and the sum of
 both gradients is made once a step by PartialGradients. In deterministic mode the last stage hands
 on each micro-batch's gradient to the first, which adds it to its own before anything else is added:
-the order of one process (test_pipeline_bits).
+the order of one process (test_pipeline_bits). In zb-v one rank has both stages, and one table.
+
+[Note: a group for each direction] Activations and gradients, up to a higher rank and down to a
+lower one, each have a process group: on NCCL two ranks that send to each other in one group would
+wait for ever, and messages of a group are received in the order of sending, whatever their tags.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ from torch import nn
 
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.mesh import Mesh, ranks_along
+from fastpar.pipeline.schedules import Schedule, make_schedule
 from fastpar.sharding.layout import parameter_names
 
 
@@ -47,26 +53,35 @@ class Stages:
     """What a rank knows of its pipeline.
 
     Attributes:
-        parts: of the model that this rank runs.
-        first, last: whether these are the first, the last ones.
+        schedule: in whose placement the stages are: any number of micro-batches.
+        parts: of the model, that each of this rank's chunks runs.
         n_params: of the whole model.
-        tied: parameters that the first and the last stage both have.
-        onward: to the next stage; back: to the one before. A group each: on NCCL two ranks that
-            send to each other in one group would wait for ever.
+        used: parameters of each chunk.
+        tied: parameters that the first and the last stage both have, on two ranks.
+        links: (whether activations, whether to a higher rank) -> who carries them; see the note.
         pair: the first and the last stage, None in between, or where nothing is tied.
     """
 
-    parts: range
-    first: bool
-    last: bool
+    schedule: Schedule
+    parts: tuple[range, ...]
     n_params: int
+    used: list[list[nn.Parameter]]
     tied: dict[nn.Parameter, None]
-    onward: Collectives
-    back: Collectives
+    links: dict[tuple[bool, bool], Collectives]
     pair: Collectives | None
 
+    @property
+    def first(self) -> bool:
+        """Whether this rank has the first stage."""
+        return self.parts[0].start == 0
+
+    @property
+    def chunk_of(self) -> dict[nn.Parameter, int]:
+        """The chunk of each parameter; of two that use it, the first, whose backward is later."""
+        return {p: c for c, used in reversed([*enumerate(self.used)]) for p in used}
+
     def is_second_copy(self, p: Any) -> bool:
-        """Whether the first stage has p too."""
+        """Whether the first stage has p too, on another rank."""
         return not self.first and p in self.tied
 
 
@@ -74,22 +89,37 @@ class Stages:
 class Cut:
     """What cut_stages() found out; see Stages."""
 
-    parts: range
-    n_parts: int
+    schedule: Schedule
+    parts: tuple[range, ...]
+    names: tuple[tuple[str, ...], ...]  # of the modules of each chunk
     n_params: int
     shared: list[nn.Module]
 
+    def used(self, model: nn.Module) -> list[list[nn.Parameter]]:
+        """See Stages."""
+        modules = ([model.get_submodule(name) for name in names] for names in self.names)
+        found = ([p for m in chunk for p in m.parameters()] for chunk in modules)
+        return [list(dict.fromkeys(params)) for params in found]
 
-def cut_stages(model: nn.Module, mesh: Mesh, split: Sequence[int] | None) -> Cut | None:
-    """Leave in the model what this rank's stage runs; None with pp=1. Ranks: all.
+    def starts(self, model: nn.Module) -> list[nn.Module]:
+        """The first module of each chunk but the first: gathered apart from those before."""
+        return [model.get_submodule(names[0]) for names in self.names[1:]]
+
+
+def cut_stages(
+    model: nn.Module, mesh: Mesh, split: Sequence[int] | None, name: str, chunks: int | None
+) -> Cut | None:
+    """Leave in the model what this rank's stages run; None with pp=1. Ranks: all.
 
     Args:
         split: layers on each stage; None: see equal_split().
+        name, chunks: of the schedule that places the stages.
     Raises:
-        ValueError: a model that does not declare its parts; a split that is not one of its layers.
+        ValueError: a model that does not declare its parts; a split that is not one of its layers;
+            chunks that the schedule does not take.
     """
-    n_stages, stage = mesh.size("pp"), mesh.rank_in("pp")
-    if n_stages == 1:
+    n_ranks = mesh.size("pp")
+    if n_ranks == 1:
         if split is not None:
             raise ValueError(
                 f"parallelize: expected pp_split with pp above 1 only, got pp_split={list(split)}; "
@@ -99,10 +129,11 @@ def cut_stages(model: nn.Module, mesh: Mesh, split: Sequence[int] | None) -> Cut
     declared = getattr(model, "pipeline_parts", None)
     if declared is None:
         raise ValueError(
-            f"parallelize: expected a model with pipeline_parts() for pp={n_stages}, got "
+            f"parallelize: expected a model with pipeline_parts() for pp={n_ranks}, got "
             f"{type(model).__name__}; use fastpar.GPT, or leave pp out of Mesh"
         )
-    names = declared()
+    schedule = make_schedule(name, n_ranks, 1, chunks, caller="parallelize")
+    names, n_stages = declared(), schedule.stages
     n_layers = len(names) - 2
     counts = equal_split(n_layers, n_stages) if split is None else list(split)
     if len(counts) != n_stages or min(counts) < 0 or sum(counts) != n_layers:
@@ -112,20 +143,25 @@ def cut_stages(model: nn.Module, mesh: Mesh, split: Sequence[int] | None) -> Cut
         )
     ends = [0, *(1 + sum(counts[: i + 1]) for i in range(n_stages))]
     ends[-1] = len(names)
-    parts = range(ends[stage], ends[stage + 1])
     if any(a == b for a, b in itertools.pairwise(ends)):
         raise ValueError(
             f"parallelize: expected every stage between the first and the last to have layers, got "
-            f"pp_split={counts} for {n_layers} layers; choose a smaller pp, or another split"
+            f"pp_split={counts} for {n_layers} layers; choose a smaller pp, fewer chunks, or "
+            "another split"
         )
     values = [t for t in (*model.parameters(), *model.buffers()) if not t.is_meta]
     mesh.broadcast_(values, "pp")
     n_params = len(parameter_names(model))
-    kept = {name for part in parts for name in names[part]}
-    shared = [model.get_submodule(n) for n in names[0] if n in names[-1] and n in kept]
-    for name in {name for part in names for name in part} - kept:
-        model.set_submodule(name, Absent())
-    return Cut(parts, len(names), n_params, shared)
+    mine = [schedule.stage_of(mesh.rank_in("pp"), c) for c in range(schedule.chunks)]
+    parts = tuple(range(ends[stage], ends[stage + 1]) for stage in mine)
+    each = tuple(tuple(n for part in chunk for n in names[part]) for chunk in parts)
+    kept = {n for chunk in each for n in chunk}
+    both = {0, n_stages - 1} <= set(mine)
+    tied = [] if both else [n for n in names[0] if n in names[-1] and n in kept]
+    shared = [model.get_submodule(n) for n in tied]
+    for n in {n for part in names for n in part} - kept:
+        model.set_submodule(n, Absent())
+    return Cut(schedule, parts, each, n_params, shared)
 
 
 def equal_split(n_layers: int, n_stages: int) -> list[int]:
@@ -134,15 +170,25 @@ def equal_split(n_layers: int, n_stages: int) -> list[int]:
     return [few + (stage < more) for stage in range(n_stages)]
 
 
-def make_stages(cut: Cut, mesh: Mesh, make: Callable[[Any, str], Collectives]) -> Stages:
+def make_stages(
+    cut: Cut, model: nn.Module, mesh: Mesh, make: Callable[[Any, str], Collectives]
+) -> Stages:
     """The messages between stages are connected. Ranks: all."""
-    first, last = cut.parts.start == 0, cut.parts.stop == cut.n_parts
-    onward = make(mesh.group("pp"), "pipeline")
-    back = make(mesh.new_group("pp"), "pipeline")
-    lines = ranks_along(mesh.sizes, ["pp"])
-    groups = [part for line in lines for part in (line[:: len(line) - 1], line[1:-1]) if part]
-    ends, _ = dist.new_subgroups_by_enumeration(groups, timeout=timedelta(seconds=mesh.timeout_s))
-    pair = make(ends, "tied") if first or last else None
+    schedule = cut.schedule
+    owners = [schedule.owner(stage)[0] for stage in range(schedule.stages)]
+    ways = {(there > here) for here, there in itertools.pairwise(owners) if here != there}
+    links = {
+        (forward, up): make(mesh.new_group("pp"), "pipeline")
+        for forward, up in sorted({(True, up) for up in ways} | {(False, not up) for up in ways})
+    }
     shared = (p for module in cut.shared for p in module.parameters())
     tied = dict.fromkeys(p for p in shared if p.requires_grad)
-    return Stages(cut.parts, first, last, cut.n_params, tied, onward, back, pair)
+    pair = None
+    if owners[0] != owners[-1]:
+        lines = ranks_along(mesh.sizes, ["pp"])
+        groups = [part for line in lines for part in (line[:: len(line) - 1], line[1:-1]) if part]
+        ends, _ = dist.new_subgroups_by_enumeration(
+            groups, timeout=timedelta(seconds=mesh.timeout_s)
+        )
+        pair = make(ends, "tied") if mesh.rank_in("pp") in (owners[0], owners[-1]) else None
+    return Stages(schedule, cut.parts, cut.n_params, cut.used(model), tied, links, pair)

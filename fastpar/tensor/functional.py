@@ -45,6 +45,7 @@ from fastpar.comm.overlap import Overlap
 from fastpar.kernels import linear
 from fastpar.kernels.linear import matmul
 from fastpar.kernels.op import define_autograd, define_op, refuse_double_backward
+from fastpar.kernels.weight_gradients import queue_for
 from fastpar.sharding.placements import Partial, Replicate, State
 
 _numbers = itertools.count(1)
@@ -364,23 +365,36 @@ _row_bwd = define_op("row_linear_bwd" + _LINEAR_BWD, row_linear_bwd, _bwd_fake, 
 
 def _setup_context(ctx, inputs, output):
     x, weight, bias, ctx.number = inputs
+    ctx.queue, ctx.weight = queue_for(weight), weight
     ctx.save_for_backward(x, weight)
     ctx.need_dbias = bias is not None and ctx.needs_input_grad[2]
 
 
-def _backward_of(op: Any, name: str) -> Any:
+def _backward_of(op: Any, name: str, split: int) -> Any:
+    """split: under sequence parallelism this rank has its tokens only of dy (0), or of x (1)."""
+
     def backward(ctx, dy):
         refuse_double_backward(name)
         x, weight = ctx.saved_tensors
-        needed = (ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.need_dbias)
+        at_once = ctx.needs_input_grad[1] and ctx.queue is None
+        needed = (ctx.needs_input_grad[0], at_once, ctx.need_dbias)
         grads = op(dy, x, weight, *needed, ctx.number)
+        if ctx.queue is not None:
+            tp, factors = handle_of(ctx.number), [dy, x]
+
+            def compute(out: Tensor | None) -> Tensor:
+                if tp.sequence_parallel:
+                    factors[split] = tp.all_gather(factors[split], -2)
+                return matmul(_rows(factors[0]).t(), _rows(factors[1]), out=out)
+
+            ctx.queue.later(ctx.weight, compute)
         return *(grad if need else None for grad, need in zip(grads, needed)), None
 
     return backward
 
 
-define_autograd(_column, _setup_context, _backward_of(_column_bwd, "column_linear"))
-define_autograd(_row, _setup_context, _backward_of(_row_bwd, "row_linear"))
+define_autograd(_column, _setup_context, _backward_of(_column_bwd, "column_linear", 1))
+define_autograd(_row, _setup_context, _backward_of(_row_bwd, "row_linear", 0))
 
 
 def column_linear(

@@ -11,6 +11,7 @@ from cells import few
 
 from fastpar import GPT, Adafactor, AdamW, GPTConfig, Mesh, engine_of, parallelize, pipeline_step
 from fastpar.kernels import make_key
+from fastpar.pipeline.schedules import chunks_of
 from fastpar.testing import run_ranks
 from fastpar.train.sample import generate
 
@@ -25,6 +26,7 @@ class Cell:
     tp: int = 1
     stage: int = 0
     schedule: str = "1f1b"
+    chunks: int | None = None
     precision: str = "fp32"
     accumulate: str = "shard"
     dropout: float = 0.0
@@ -41,7 +43,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 def gpt(cell: Cell) -> GPT:
-    return GPT(GPTConfig(**{**vars(CONFIG), "dropout": cell.dropout})).to(DTYPES[cell.precision])
+    chunks = chunks_of(cell.schedule, cell.chunks, caller="test")
+    given = {"dropout": cell.dropout, "n_layer": max(3, cell.pp * chunks)}
+    return GPT(GPTConfig(**{**vars(CONFIG), **given})).to(DTYPES[cell.precision])
 
 
 def adamw(cell: Cell, model: GPT) -> AdamW:
@@ -63,6 +67,8 @@ def train(cell: Cell, deterministic: bool):
         accumulate=cell.accumulate,
         bucket_mb=0.01,
         first_bucket_mb=0.001,
+        pp_schedule=cell.schedule,
+        pp_chunks=cell.chunks,
     )
     opt = adamw(cell, model)
     losses, norms = [], []
@@ -141,7 +147,8 @@ def grid() -> list[Cell]:
         "pp": (2, 3, 4),
         "dp": (1, 2),
         "stage": (0, 1, 2, 3),
-        "schedule": ("gpipe", "1f1b"),
+        "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"),
+        "chunks": (None, 1, 3),
         "precision": ("fp32", "bf16"),
         "accumulate": ("shard", "full"),
         "dropout": (0.0, 0.2),
@@ -151,12 +158,34 @@ def grid() -> list[Cell]:
         Cell(**dict(zip(options, values)))  # type: ignore[arg-type]
         for values in itertools.product(*options.values())
     ]
-    return [c for c in found if c.precision == "fp32" or not c.dropout]
+    return [
+        c
+        for c in found
+        if (c.precision == "fp32" or not c.dropout)
+        and (c.chunks is None or c.schedule == "interleaved")
+    ]
 
 
-@pytest.mark.parametrize("cell", [Cell(tp=2), Cell(pp=3, schedule="gpipe", clip=True)], ids=str)
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell(tp=2),
+        Cell(pp=3, schedule="gpipe", clip=True),
+        Cell(tp=2, schedule="zb-v"),
+        Cell(pp=3, schedule="zb-h1"),
+        Cell(dp=2, stage=3, schedule="interleaved"),
+    ],
+    ids=str,
+)
 def test_pipeline_is_one_process_in_fp64(cell):
     compare(replace(cell, precision="fp64"), False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"])
+def test_pipeline_of_tensor_parallel_ranks_is_one_process_in_fp64(schedule):
+    for dp, stage, accumulate in ((1, 0, "shard"), (2, 2, "shard"), (2, 3, "full")):
+        compare(Cell(2, dp, 2, stage, schedule, None, "fp64", accumulate, 0.2, True), False)
 
 
 @pytest.mark.parametrize(
@@ -165,6 +194,12 @@ def test_pipeline_is_one_process_in_fp64(cell):
         Cell(clip=True, dropout=0.2),
         Cell(dp=2, stage=2, precision="bf16", clip=True),
         Cell(dp=2, stage=3, accumulate="full", schedule="gpipe"),
+        Cell(schedule="interleaved", clip=True, dropout=0.2),
+        Cell(schedule="zb-h1", clip=True, dropout=0.2),
+        Cell(schedule="zb-v", clip=True, dropout=0.2),
+        Cell(dp=2, stage=2, schedule="interleaved", precision="bf16", clip=True),
+        Cell(dp=2, stage=3, schedule="zb-v"),
+        Cell(dp=2, stage=3, schedule="zb-h1", accumulate="full"),
     ],
     ids=str,
 )
@@ -200,8 +235,10 @@ def test_bad_steps_are_refused_and_a_stage_alone_has_no_forward():
         idx = torch.zeros(4, T, dtype=torch.int64)
         with pytest.raises(ValueError, match=r"micro_batches to divide the 4 rows .*=3; choose a"):
             pipeline_step(model, idx, idx, micro_batches=3)
-        with pytest.raises(ValueError, match="one of gpipe, 1f1b, got schedule='zb-x'"):
+        with pytest.raises(ValueError, match="one of gpipe, 1f1b, .*, got schedule='zb-x'"):
             pipeline_step(model, idx, idx, schedule="zb-x")
+        with pytest.raises(ValueError, match=r"as '1f1b' with 1 a rank does, .*pp_schedule='zb-v'"):
+            pipeline_step(model, idx, idx, schedule="zb-v")
         with pytest.raises(ValueError, match=r"idx=\[4, 8\] targets=\[4, 7\]; pass one target"):
             pipeline_step(model, idx, idx[:, 1:])
         with pytest.raises(ValueError, match="reduction mean or sum, got reduction='none'"):

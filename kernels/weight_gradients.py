@@ -1,0 +1,61 @@
+"""Weight gradients of linear layers that are computed after a backward, not in it.
+
+    dx = dy @ weight          in the backward: the layer before waits for it
+    dweight = dy.T @ x        when run() is called: nobody waits for it but the optimizer
+
+So a pipeline hands on dx as early as it can, and fills its waiting with the products that are left
+(the split backward of zero-bubble schedules, Qi et al. 2023, arXiv 2401.10241). Between the two dy
+and x are kept. What is computed, and its bits, are those of a backward in one piece.
+
+A layer asks for the queue when its forward runs, in the thread that calls it, and keeps it for its
+backward, which autograd may run in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Collection, Iterator
+
+import torch
+from torch import Tensor
+
+_here = threading.local()
+
+
+class WeightGradients:
+    """Those of one forward and backward.
+
+    Args:
+        params: whose gradients may wait; those of any other tensor are computed in the backward.
+    """
+
+    def __init__(self, params: Collection[Tensor]) -> None:
+        self.params = params
+        self._left: list[tuple[Tensor, Callable[[Tensor | None], Tensor]]] = []
+
+    @contextlib.contextmanager
+    def collect(self) -> Iterator[None]:
+        """Layers whose forward runs inside leave their weights' gradients here."""
+        before, _here.queue = getattr(_here, "queue", None), self
+        try:
+            yield
+        finally:
+            _here.queue = before
+
+    def later(self, weight: Tensor, compute: Callable[[Tensor | None], Tensor]) -> None:
+        """Compute the gradient in run(); compute(out) writes it there, or into a new tensor."""
+        self._left.append((weight, compute))
+
+    def run(self) -> Iterator[tuple[Tensor, Callable[[Tensor | None], Tensor]]]:
+        """(weight, compute) of all that wait, in the order in which their backward passes ran."""
+        while self._left:
+            yield self._left.pop(0)
+
+
+def queue_for(weight: Tensor) -> WeightGradients | None:
+    """Where the gradient of this weight may wait, in a forward that runs here; None: nowhere."""
+    queue = getattr(_here, "queue", None)
+    if queue is None or torch.is_autocast_enabled(weight.device.type):
+        return None
+    return queue if weight.requires_grad and weight in queue.params else None
