@@ -309,18 +309,31 @@ def pp_split(parallel: ParallelSettings) -> list[int] | None:
     return [int(number) for number in text.split(",")]
 
 
+def pp_chunks(parallel: ParallelSettings) -> int:
+    """Stages on each rank of a pipeline."""
+    usual = 2 if parallel.schedule in ("interleaved", "zb-v") else 1
+    if parallel.chunks not in (None, usual) and parallel.schedule != "interleaved":
+        raise ValueError(
+            f"train: expected chunks={usual} with schedule={parallel.schedule}, got chunks="
+            f"{parallel.chunks}; leave --chunks out, or choose --schedule interleaved, which takes "
+            "any"
+        )
+    return usual if parallel.chunks is None else parallel.chunks
+
+
 def check_split(parallel: ParallelSettings, shape: GPTConfig) -> None:
     """Refuse tp and pp that cannot split a model; heads that tp does not divide are padded."""
-    pp, split = parallel.pp, pp_split(parallel)
-    if pp > shape.n_layer + 2:
+    pp, split, chunks = parallel.pp, pp_split(parallel), pp_chunks(parallel)
+    stages = f"pp={pp}" if chunks == 1 else f"pp * chunks = {pp} * {chunks}"
+    if pp > 1 and pp * chunks > shape.n_layer + 2:
         raise ValueError(
-            f"train: expected pp of at most {shape.n_layer + 2}, the {shape.n_layer} layers, "
-            f"embedding and output layer, got pp={pp}; lower --pp"
+            f"train: expected pp * chunks of at most {shape.n_layer + 2}, the {shape.n_layer} "
+            f"layers, embedding and output layer, got {stages}; lower --pp, or --chunks"
         )
-    if pp > 1 and split is not None and (len(split) != pp or sum(split) != shape.n_layer):
+    if pp > 1 and split is not None and (len(split) != pp * chunks or sum(split) != shape.n_layer):
         raise ValueError(
-            f"train: expected pp_split as pp={pp} numbers of layers that make {shape.n_layer}, got "
-            f"pp_split={parallel.pp_split}; correct it, or use --pp-split auto"
+            f"train: expected pp_split as {stages} numbers of layers that make {shape.n_layer}, "
+            f"got pp_split={parallel.pp_split}; correct it, or use --pp-split auto"
         )
     if parallel.tp > shape.n_head:
         raise ValueError(
@@ -352,7 +365,7 @@ def _settings_by_name() -> dict[str, tuple[str, Any]]:
 
 _AT_LEAST: dict[str, float] = {
     **dict.fromkeys(("batch_size", "micro_batch_size", "grad_accum_steps", "max_steps"), 1),
-    **dict.fromkeys(("eval_batches", "nproc", "threads", "shard_size", "tp", "pp"), 1),
+    **dict.fromkeys(("eval_batches", "nproc", "threads", "shard_size", "tp", "pp", "chunks"), 1),
     **dict.fromkeys(("eval_every", "save_every", "keep_last", "warmup_steps", "min_lr"), 0),
     **dict.fromkeys(("weight_decay", "max_grad_norm", "num_samples", "max_new_tokens"), 0),
     **dict.fromkeys(("temperature", "top_k", "keep_every", "loss_spike", "max_rollbacks"), 0),

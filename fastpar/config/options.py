@@ -153,8 +153,11 @@ class ParallelSettings:
     """Neighbouring ranks that split each layer."""
     pp: int = 1
     """Ranks that each have some of the layers; micro-batches go through them one behind another."""
-    schedule: Literal["1f1b", "gpipe"] = "1f1b"
-    """Order of a pipeline's work: 1f1b holds pp micro-batches at once, gpipe all of them."""
+    schedule: Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"] = "1f1b"
+    """Order of a pipeline's work: 1f1b holds pp micro-batches at once, gpipe all of them; the
+    others wait less: interleaved by more messages, zb-h1 and zb-v by a backward in two halves."""
+    chunks: int | None = None
+    """Stages on each rank with schedule interleaved; unset: 2."""
     pp_split: str = "auto"
     """Layers of each stage of a pipeline, such as 8,4; auto: by cost, the output layer counted."""
     sequence_parallel: bool = True

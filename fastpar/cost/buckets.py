@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from fastpar.config.config import GPTConfig, pp_split
+from fastpar.config.config import GPTConfig, pp_chunks, pp_split
 from fastpar.config.options import ParallelSettings
 from fastpar.cost.workload import Setup, Workload, vocabulary_rows
 from fastpar.pipeline.schedules import stage_of
@@ -122,7 +122,9 @@ def stages_of(parallel: ParallelSettings, shape: GPTConfig) -> list[int] | None:
         return None if parallel.pp == 1 else given
     c = shape.n_embd
     layer, head = 24 * c * c + 4 * shape.block_size * c, 2 * shape.vocab_size * c
-    return cut([0.0, *[float(layer)] * shape.n_layer, float(head)], parallel.pp)
+    return cut(
+        [0.0, *[float(layer)] * shape.n_layer, float(head)], parallel.pp * pp_chunks(parallel)
+    )
 
 
 class RankParts(NamedTuple):

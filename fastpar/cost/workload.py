@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from fastpar.config.config import VOCAB_MULTIPLE, GPTConfig, TrainConfig, pp_split
+from fastpar.config.config import VOCAB_MULTIPLE, GPTConfig, TrainConfig, pp_chunks, pp_split
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp64": 8}
 
@@ -155,6 +155,7 @@ class Setup:
             values["reduce_dtype"] = values["grad_dtype"]
         split = pp_split(config.parallel)
         values["pp_split"] = split and tuple(split)
+        values["chunks"] = pp_chunks(config.parallel)
         values |= {"micro_batch_size": 1, "grad_accum_steps": 1}
         values |= {"device_type": "cpu", "transport": "shm"}
         return cls(**{**values, "dtype": dtype, "world_size": world_size, **in_effect})

@@ -98,12 +98,12 @@ class Gathers:
         self.frees, self.prefetch = shards.stage.frees_parameters, shards.settings.prefetch
         self._passes: defaultdict[tuple[str, object], _Pass] = defaultdict(_Pass)
         self._pass = _Pass()  # between passes: nothing is launched ahead of use
-        for part in {b.spec.part for b in shards.buckets}:
-            mine = [{b.spec.part for b in unit} for unit in buckets]
-            order = [i for i, parts in enumerate(mine) if parts and (i == ROOT or part in parts)]
+        of_units = [{b.spec.part for b in unit} for unit in buckets]
+        for part in set().union(*of_units):
+            order = [n for n, its in enumerate(of_units) if its and (n == ROOT or part in its)]
             for name in ("forward", "evaluation"):
                 self._passes[name, part].recorded = order
-            self._passes["backward", part].recorded = [i for i in order[-2::-1] if i != ROOT]
+            self._passes["backward", part].recorded = [n for n in order[-2::-1] if n != ROOT]
         self.passes_since_step: set[str] = set()
         self.entered: set[int] = set()  # units that a forward with gradients used, since a step
         self._ever: set[int] = set()  # of all steps

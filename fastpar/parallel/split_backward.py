@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,14 +25,13 @@ class SplitBackward:
     """Of one micro-batch and one chunk of a pipeline's rank.
 
     Args:
-        params: that the chunk uses.
-        last: the chunk that completes a parameter which several use.
+        params: trained ones that the chunk uses.
     """
 
     def __init__(self, engine: Engine, chunk: int, params: Sequence[nn.Parameter]) -> None:
         self._engine, self._chunk, self._params = engine, chunk, params
         self._queue = WeightGradients(set(params))
-        self._aside: list[tuple[Tensor, Tensor]] = []
+        self._aside: list[tuple[nn.Parameter, Tensor]] = []
 
     def forward(self) -> contextlib.AbstractContextManager[None]:
         """The forward runs inside."""
@@ -61,11 +61,11 @@ class SplitBackward:
             self._give(p, kept.pop(p) + grad if p in kept else grad)
         self._aside.clear()
         for weight, compute in self._queue.run():
-            bucket, position = shards.places[weight]
-            self._give(weight, compute(bucket.room_for(position)))
+            bucket, position = shards.places[weight]  # type: ignore[index]
+            self._give(bucket.params[position], compute(bucket.room_for(position)))
         engine.end_backward()
 
-    def _give(self, p: Tensor, grad: Tensor) -> None:
+    def _give(self, p: nn.Parameter, grad: Tensor) -> None:
         engine = self._engine
         bucket, position = engine.shards.places[p]
         if bucket.take(position, grad):
@@ -93,7 +93,7 @@ class SplitBackward:
     def _set_aside(self) -> Iterator[None]:
         """Gradients go to no p.grad; what is there stays as it is."""
 
-        def store(p: Tensor) -> None:
+        def store(p: Any) -> None:
             if p.grad is not None:  # autograd comes here for those that wait, too
                 self._aside.append((p, p.grad))
                 p.grad = None

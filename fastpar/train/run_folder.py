@@ -31,6 +31,8 @@ from fastpar.data.tokenizer import IdTokenizer
 from fastpar.files.plain_files import write_text
 from fastpar.files.step_folders import LATEST, list_checkpoints
 from fastpar.models.gpt import GPT
+from fastpar.pipeline.schedules import make_schedule
+from fastpar.pipeline.simulator import Costs, simulate
 from fastpar.train.metrics import MetricsLog, duration, plot_loss, read_metrics
 from fastpar.train.run_lock import RUNS, check_free, hold
 from fastpar.train.sample import sample
@@ -268,9 +270,11 @@ def make_next_free(path: Path) -> Path:
 
 def _pipeline(facts: dict[str, Any]) -> str:
     """The line on a pipeline's stages, with the part of the time in which a rank waits."""
-    p, m = facts["pp"], facts["grad_accum_steps"]
-    layers = " + ".join(map(str, facts["pp_split"]))
+    split, m = facts["pp_split"], facts["grad_accum_steps"]
+    order = make_schedule(facts["schedule"], facts["pp"], m, len(split) // facts["pp"])
+    equal = [1.0] * len(split)
     return (
-        f"stages   {layers} layers, {facts['schedule']} over {m} micro-batches: ranks wait for "
-        f"{(p - 1) / (m + p - 1):.0%} of a step if stages take equally long"
+        f"stages   {' + '.join(map(str, split))} layers, {order.name} over {m} micro-batches: "
+        f"ranks wait for {simulate(order, Costs(equal, equal, equal)).bubble:.0%} of a step if "
+        "stages take equally long"
     )

@@ -172,6 +172,8 @@ def set_up(
         transport=parallel.transport,
         sequence_parallel=parallel.sequence_parallel,
         pp_split=stages_of(parallel, model.config),
+        pp_schedule=parallel.schedule,
+        pp_chunks=parallel.chunks,
     )
     recompute(model, parallel.activation_checkpointing)
     return make_optimizer(model, config.optim, dtype=dtype, seed=config.run.seed)

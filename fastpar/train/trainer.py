@@ -373,7 +373,6 @@ class Trainer:
             torch.cat(x),
             torch.cat(y),
             micro_batches=len(batches),
-            schedule=self.config.parallel.schedule,
             rng_keys=keys,
             target=partial(self._target, scale=scale),
         )

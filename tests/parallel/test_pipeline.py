@@ -235,7 +235,7 @@ def test_bad_steps_are_refused_and_a_stage_alone_has_no_forward():
         idx = torch.zeros(4, T, dtype=torch.int64)
         with pytest.raises(ValueError, match=r"micro_batches to divide the 4 rows .*=3; choose a"):
             pipeline_step(model, idx, idx, micro_batches=3)
-        with pytest.raises(ValueError, match="one of gpipe, 1f1b, .*, got schedule='zb-x'"):
+        with pytest.raises(ValueError, match=r"one of gpipe, 1f1b, .*, got schedule='zb-x'"):
             pipeline_step(model, idx, idx, schedule="zb-x")
         with pytest.raises(ValueError, match=r"as '1f1b' with 1 a rank does, .*pp_schedule='zb-v'"):
             pipeline_step(model, idx, idx, schedule="zb-v")

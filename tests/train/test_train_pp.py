@@ -36,7 +36,10 @@ def run(out, ranks, **changes):
         (2, {"pp": 2, "zero_stage": 2}),
         (3, {"pp": 3, "schedule": "gpipe", "pp_split": "1,1,1"}),
         (2, {"pp": 2, "on_nonfinite": "skip", "pp_split": "0,3"}),
+        (2, {"pp": 2, "schedule": "zb-v", "pp_split": "0,1,1,1", "zero_stage": 3}),
         pytest.param(5, {"pp": 5}, marks=pytest.mark.slow),
+        pytest.param(2, {"pp": 2, "schedule": "interleaved"}, marks=pytest.mark.slow),
+        pytest.param(3, {"pp": 3, "schedule": "zb-h1"}, marks=pytest.mark.slow),
         pytest.param(2, {"pp": 2, "activation_checkpointing": "full"}, marks=pytest.mark.slow),
     ],
 )
@@ -54,6 +57,7 @@ def test_the_bits_of_one_process(here, ranks, changes):
     [
         ((2, {"pp": 2}), (1, {})),
         ((1, {}), (3, {"pp": 3, "zero_stage": 1})),
+        ((2, {"pp": 2, "schedule": "interleaved"}), (2, {"pp": 2, "schedule": "zb-v"})),
         pytest.param((3, {"pp": 3}), (2, {"pp": 2, "zero_stage": 3}), marks=pytest.mark.slow),
     ],
 )
@@ -100,19 +104,31 @@ def test_layers_of_stages_by_cost():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"pp": 6}, "pp of at most 5, the 3 layers, embedding and output layer, got pp=6; lower"),
+        (
+            {"pp": 6},
+            "pp * chunks of at most 5, the 3 layers, embedding and output layer, got pp=6; lower",
+        ),
         ({"pp": 2, "pp_split": "1,1"}, "as pp=2 numbers of layers that make 3, got pp_split=1,1"),
         ({"pp": 2, "pp_split": "1,1,1"}, "as pp=2 numbers .* got pp_split=1,1,1; correct it, or"),
         ({"pp": 2, "pp_split": "1+2"}, "numbers of layers, such as 8,4, or auto, got pp_split=1+"),
         ({"pp": 0}, "expected pp >= 1, got pp=0; set --pp"),
-        ({"pp": 2, "schedule": "2f2b"}, "one of 1f1b, gpipe for schedule in settings, got sched"),
+        ({"pp": 2, "schedule": "2f2b"}, "one of 1f1b, gpipe, interleaved, zb-h1, zb-v for sched"),
+        (
+            {"pp": 2, "chunks": 2},
+            "chunks=1 with schedule=1f1b, got chunks=2; leave --chunks out, or",
+        ),
+        (
+            {"pp": 3, "schedule": "zb-v"},
+            "pp * chunks of at most 5, .* got pp * chunks = 3 * 2; low",
+        ),
+        ({"pp": 2, "schedule": "zb-v", "pp_split": "1,2"}, "as pp * chunks = 2 * 2 numbers of lay"),
         ({"pp": 2, "compile": True}, "no compile with pp > 1, got compile=True with pp=2; leave"),
         ({"pp": 2, "optimizer": "adafactor"}, "got optimizer=adafactor with pp=2; leave one"),
         ({"pp": 2, "cuda_graphs": True, "device": "cuda"}, "expected pp 1 with cuda_graphs: the"),
     ],
 )
 def test_bad_settings(changes, message):
-    with pytest.raises(ValueError, match=message.replace("+", r"\+")):
+    with pytest.raises(ValueError, match=message.replace("+", r"\+").replace(" * ", r" \* ")):
         TrainConfig().replace({**RUN, **changes})
 
 
