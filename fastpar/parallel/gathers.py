@@ -99,11 +99,11 @@ class Gathers:
         self._passes: defaultdict[tuple[str, object], _Pass] = defaultdict(_Pass)
         self._pass = _Pass()  # between passes: nothing is launched ahead of use
         of_units = [{b.spec.part for b in unit} for unit in buckets]
-        for part in set().union(*of_units):
-            order = [n for n, its in enumerate(of_units) if its and (n == ROOT or part in its)]
+        for chunk in set().union(*of_units):
+            order = [n for n, its in enumerate(of_units) if its and (n == ROOT or chunk in its)]
             for name in ("forward", "evaluation"):
-                self._passes[name, part].recorded = order
-            self._passes["backward", part].recorded = [n for n in order[-2::-1] if n != ROOT]
+                self._passes[name, chunk].recorded = order
+            self._passes["backward", chunk].recorded = [n for n in order[-2::-1] if n != ROOT]
         self.passes_since_step: set[str] = set()
         self.entered: set[int] = set()  # units that a forward with gradients used, since a step
         self._ever: set[int] = set()  # of all steps
