@@ -1,7 +1,7 @@
 """Weight gradients of linear layers that are computed after a backward, not in it.
 
     dx = dy @ weight          in the backward: the layer before waits for it
-    dweight = dy.T @ x        when run() is called: nobody waits for it but the optimizer
+    dweight = dy.T @ x        by whoever take()s it: nobody waits for it but the optimizer
 
 So a pipeline hands on dx as early as it can, and fills its waiting with the products that are left
 (the split backward of zero-bubble schedules, Qi et al. 2023, arXiv 2401.10241). Between the two dy
@@ -37,25 +37,30 @@ class WeightGradients:
     @contextlib.contextmanager
     def collect(self) -> Iterator[None]:
         """Layers whose forward runs inside leave their weights' gradients here."""
-        before, _here.queue = getattr(_here, "queue", None), self
+        before, _here.queue = current_queue(), self
         try:
             yield
         finally:
             _here.queue = before
 
     def later(self, weight: Tensor, compute: Callable[[Tensor | None], Tensor]) -> None:
-        """Compute the gradient in run(); compute(out) writes it there, or into a new tensor."""
+        """compute(out) makes the gradient when somebody takes it: there, or in a new tensor."""
         self._left.append((weight, compute))
 
-    def run(self) -> Iterator[tuple[Tensor, Callable[[Tensor | None], Tensor]]]:
+    def take(self) -> list[tuple[Tensor, Callable[[Tensor | None], Tensor]]]:
         """(weight, compute) of all that wait, in the order in which their backward passes ran."""
-        while self._left:
-            yield self._left.pop(0)
+        left, self._left = self._left, []
+        return left
+
+
+def current_queue() -> WeightGradients | None:
+    """That of the forward that runs here, None without one."""
+    return getattr(_here, "queue", None)
 
 
 def queue_for(weight: Tensor) -> WeightGradients | None:
     """Where the gradient of this weight may wait, in a forward that runs here; None: nowhere."""
-    queue = getattr(_here, "queue", None)
+    queue = current_queue()
     if queue is None or torch.is_autocast_enabled(weight.device.type):
         return None
     return queue if weight.requires_grad and weight in queue.params else None

@@ -15,6 +15,7 @@ first backward: a second one through the same graph (retain_graph=True) needs mo
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -25,6 +26,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import fastpar.kernels
 import fastpar.tensor.functional  # noqa: F401 (both define ops that KEPT names)
+from fastpar.kernels.weight_gradients import WeightGradients, current_queue
 
 MODES = ("none", "full", "selective")
 
@@ -144,7 +146,25 @@ class Recomputed:
         options: dict[str, Any] = {}
         if self.mode == "selective":
             options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, KEPT)
+        queue = current_queue()
+        if queue is not None:
+            options["context_fn"] = functools.partial(_waiting, queue, options.get("context_fn"))
         return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+
+
+def _waiting(
+    queue: WeightGradients, context_fn: Callable[[], tuple[Any, Any]] | None
+) -> tuple[Any, Any]:
+    """The contexts of both forwards, the second with the queue that the first one found: layers
+    whose weights' gradients wait must save the same again."""
+    first, again = context_fn() if context_fn else (contextlib.nullcontext(),) * 2
+    return first, _both(again, queue.collect())
+
+
+@contextlib.contextmanager
+def _both(outer: Any, inner: Any) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
 def _is_cache(value: Any) -> bool:

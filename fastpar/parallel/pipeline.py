@@ -25,10 +25,9 @@ from torch import Tensor, nn
 from fastpar.comm.handles import Handle, started
 from fastpar.parallel.engine import Engine, engine_of
 from fastpar.parallel.split_backward import SplitBackward
-from fastpar.pipeline.schedules import RULES, SPLIT, Kind, Op, Schedule, make_schedule
+from fastpar.pipeline.schedules import RULES, Kind, Op, Schedule, make_schedule
+from fastpar.pipeline.simulator import FINISHES
 from fastpar.pipeline.stages import Stages
-
-_FINISHES = (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)
 
 
 def pipeline_step(
@@ -91,7 +90,7 @@ def _schedule(engine: Engine, micro_batches: int, name: str | None) -> Schedule:
         return make_schedule("1f1b", 1, micro_batches)
     placed, name = stages.schedule, name or stages.schedule.name
     chunks = placed.chunks if name in ("interleaved", placed.name) else None
-    found = make_schedule(name, placed.ranks, micro_batches, chunks)
+    found = make_schedule(name, placed.ranks, micro_batches, chunks, caller="pipeline_step")
     here, there = ([s.owner(i) for i in range(s.stages)] for s in (placed, found))
     if here != there:
         raise ValueError(
@@ -176,16 +175,13 @@ class _Step:
         self.held: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
         self.halves: dict[tuple[int, int], SplitBackward] = {}
         self.kept: defaultdict[int, dict[Tensor, Tensor]] = defaultdict(dict)
-        self.params: list[list[nn.Parameter]] = []
         self.posted: dict[Op, tuple[Tensor, Handle]] = {}
         self.here: dict[tuple[bool, int, int], Tensor] = {}  # between stages of one rank
         self.sent: list[Handle] = []
-        if schedule.name in SPLIT:
-            self.params = self._params()
 
     def run(self, ops: Sequence[Op]) -> Tensor:
         """The loss, on every stage."""
-        final = [op for op in ops if op.kind in _FINISHES][-1:]
+        final = [op for op in ops if op.kind in FINISHES][-1:]
         with contextlib.ExitStack() as hooks:
             for p in self._summed_each_time():
                 hooks.callback(p.register_hook(self._joined).remove)
@@ -197,7 +193,7 @@ class _Step:
                 if op.kind is Kind.FORWARD:
                     self._forward(op, received)
                     continue
-                if op.kind in _FINISHES:
+                if op.kind in FINISHES:
                     self._begin(op, final=op in final)
                 if op.kind is Kind.WEIGHT_GRADIENT:
                     each = op.micro if self.engine.settings.deterministic else 0
@@ -228,8 +224,10 @@ class _Step:
         last = stage == self.schedule.stages - 1
         targets = self.targets[micro] if last else None
         waits: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if self.params and torch.is_grad_enabled():
-            half = SplitBackward(self.engine, op.chunk, self.params[op.chunk])
+        if self.schedule.splits_backward and torch.is_grad_enabled():
+            assert self.stages is not None  # one process splits nothing
+            used = [p for p in self.stages.used[op.chunk] if p.requires_grad]
+            half = SplitBackward(self.engine, op.chunk, used)
             self.halves[op[1:]], waits = half, half.forward()
         with waits:
             out = self.model(
@@ -263,11 +261,6 @@ class _Step:
             torch.autograd.backward(out, grad)
         else:
             self.halves[op[1:]].input_gradient(out, grad)
-
-    def _params(self) -> list[list[nn.Parameter]]:
-        """The trained parameters that each chunk uses."""
-        trained = [self.engine.shards.params] if self.stages is None else self.stages.used
-        return [[p for p in used if p.requires_grad] for used in trained]
 
     # Messages
 

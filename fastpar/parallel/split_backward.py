@@ -11,7 +11,8 @@ So all of a micro-batch's gradients come to the engine at once, in the order of 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ class SplitBackward:
     def __init__(self, engine: Engine, chunk: int, params: Sequence[nn.Parameter]) -> None:
         self._engine, self._chunk, self._params = engine, chunk, params
         self._queue = WeightGradients(set(params))
-        self._aside: list[tuple[nn.Parameter, Tensor]] = []
+        self._aside: list[tuple[Tensor, Callable[[Tensor | None], Tensor]]] = []
 
     def forward(self) -> contextlib.AbstractContextManager[None]:
         """The forward runs inside."""
@@ -39,7 +40,7 @@ class SplitBackward:
 
     def input_gradient(self, out: Tensor, grad: Tensor | None) -> None:
         """autograd.backward of out, without the gradients that wait. Ranks: all of dp."""
-        with self._engine_paused(), self._gathering("backward"), self._set_aside():
+        with self._alone(), self._set_aside():
             torch.autograd.backward(out, grad)
 
     @torch.no_grad()
@@ -47,45 +48,45 @@ class SplitBackward:
         """The rest, as the engine's next backward. Ranks: all of dp.
 
         Args:
-            kept: gradients of parameters that an earlier chunk completes: those of this chunk are
-                added there, or taken from there.
+            kept: gradients of a table that another chunk uses too: the later chunk leaves its own
+                here, the earlier one, whose backward comes second, takes it.
         """
         engine, shards = self._engine, self._engine.shards
         if engine.gathers is not None:
             engine.gathers.part = "weights"  # needs no parameters
         engine.begin_backward()
-        for p, grad in self._aside:
-            if shards.places[p][0].spec.part != self._chunk:
-                kept[p] = kept[p] + grad if p in kept else grad
-                continue
-            self._give(p, kept.pop(p) + grad if p in kept else grad)
+        parts: dict[Tensor, list[Callable[[Tensor | None], Tensor]]] = {}
+        for p, compute in itertools.chain(self._aside, self._queue.take()):
+            parts.setdefault(p, []).append(compute)
         self._aside.clear()
-        for weight, compute in self._queue.run():
-            bucket, position = shards.places[weight]  # type: ignore[index]
-            self._give(bucket.params[position], compute(bucket.room_for(position)))
+        for p in list(parts):
+            computes = parts.pop(p)  # with what it keeps
+            bucket, position = shards.places[p]  # type: ignore[index]
+            mine = bucket.spec.part == self._chunk
+            alone = mine and len(computes) == 1 and p not in kept
+            grad = computes[0](bucket.room_for(position) if alone else None)
+            for compute in computes[1:]:
+                grad = grad + compute(None)
+            if p in kept:
+                grad = kept.pop(p) + grad
+            if not mine:
+                kept[p] = grad
+            elif bucket.take(position, grad):
+                engine.reducer.launch_ready()
         engine.end_backward()
 
-    def _give(self, p: nn.Parameter, grad: Tensor) -> None:
-        engine = self._engine
-        bucket, position = engine.shards.places[p]
-        if bucket.take(position, grad):
-            engine.reducer.launch_ready()
-
     @contextlib.contextmanager
-    def _engine_paused(self) -> Iterator[None]:
-        self._engine.paused = True
+    def _alone(self) -> Iterator[None]:
+        """Parameters are gathered, but the engine's hooks do nothing."""
+        engine, gathers = self._engine, self._engine.gathers
+        if gathers is not None:
+            gathers.part = self._chunk
+            gathers.begin("backward")
+        engine.paused = True
         try:
             yield
         finally:
-            self._engine.paused = False
-
-    @contextlib.contextmanager
-    def _gathering(self, name: str) -> Iterator[None]:
-        gathers = self._engine.gathers
-        if gathers is not None:
-            gathers.part = self._chunk
-            gathers.begin(name)
-        yield
+            engine.paused = False
         if gathers is not None:
             gathers.end_backward()
 
@@ -95,7 +96,7 @@ class SplitBackward:
 
         def store(p: Any) -> None:
             if p.grad is not None:  # autograd comes here for those that wait, too
-                self._aside.append((p, p.grad))
+                self._aside.append((p, _made(p.grad)))
                 p.grad = None
 
         before = [(p, p.grad) for p in self._params]
@@ -109,3 +110,7 @@ class SplitBackward:
                 hook.remove()
             for p, grad in before:
                 p.grad = grad
+
+
+def _made(grad: Tensor) -> Callable[[Tensor | None], Tensor]:
+    return lambda _: grad

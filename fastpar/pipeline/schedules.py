@@ -17,6 +17,7 @@ the order of the micro-batches: sums over them are those of one process.
 from __future__ import annotations
 
 import enum
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -181,6 +182,7 @@ def chunks_of(name: str, chunks: int | None, *, caller: str) -> int:
     return chunks
 
 
+@functools.lru_cache(16)  # a training loop asks in every step
 def make_schedule(
     name: str, ranks: int, micro_batches: int, chunks: int | None = None, *, caller: str = "plan"
 ) -> Schedule:

@@ -149,6 +149,7 @@ def cut_stages(
             f"pp_split={counts} for {n_layers} layers; choose a smaller pp, fewer chunks, or "
             "another split"
         )
+    _check_shared(model, names, ends)
     values = [t for t in (*model.parameters(), *model.buffers()) if not t.is_meta]
     mesh.broadcast_(values, "pp")
     n_params = len(parameter_names(model))
@@ -162,6 +163,21 @@ def cut_stages(
     for n in {n for part in names for n in part} - kept:
         model.set_submodule(n, Absent())
     return Cut(schedule, parts, each, n_params, shared)
+
+
+def _check_shared(model: nn.Module, names: list[tuple[str, ...]], ends: list[int]) -> None:
+    """Refuse parameters of several stages, but those that the first and the last part name."""
+    found: dict[nn.Parameter, int] = {}
+    tables = {p for n in {*names[0]} & {*names[-1]} for p in model.get_submodule(n).parameters()}
+    for stage, (start, stop) in enumerate(itertools.pairwise(ends)):
+        for n in (n for part in names[start:stop] for n in part):
+            for name, p in model.get_submodule(n).named_parameters(n):
+                if found.setdefault(p, stage) != stage and p not in tables:
+                    raise ValueError(
+                        "parallelize: expected pipeline stages that share no parameter but a table "
+                        f"of the first and the last, got '{name}' on stages {found[p]} and {stage};"
+                        " keep its layers together by pp_split, or leave pp out"
+                    )
 
 
 def equal_split(n_layers: int, n_stages: int) -> list[int]:

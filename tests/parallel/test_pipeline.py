@@ -11,7 +11,9 @@ from cells import few
 
 from fastpar import GPT, Adafactor, AdamW, GPTConfig, Mesh, engine_of, parallelize, pipeline_step
 from fastpar.kernels import make_key
-from fastpar.pipeline.schedules import chunks_of
+from fastpar.parallel import pipeline
+from fastpar.pipeline.schedules import chunks_of, make_schedule
+from fastpar.pipeline.simulator import held_of
 from fastpar.testing import run_ranks
 from fastpar.train.sample import generate
 
@@ -27,6 +29,7 @@ class Cell:
     stage: int = 0
     schedule: str = "1f1b"
     chunks: int | None = None
+    shared: tuple[int, int] | None = None  # layers with one weight
     precision: str = "fp32"
     accumulate: str = "shard"
     dropout: float = 0.0
@@ -45,7 +48,11 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 def gpt(cell: Cell) -> GPT:
     chunks = chunks_of(cell.schedule, cell.chunks, caller="test")
     given = {"dropout": cell.dropout, "n_layer": max(3, cell.pp * chunks)}
-    return GPT(GPTConfig(**{**vars(CONFIG), **given})).to(DTYPES[cell.precision])
+    model = GPT(GPTConfig(**{**vars(CONFIG), **given})).to(DTYPES[cell.precision])
+    if cell.shared is not None:
+        first, second = (model.h[i].attn for i in cell.shared)
+        second.c_proj = first.c_proj
+    return model
 
 
 def adamw(cell: Cell, model: GPT) -> AdamW:
@@ -207,11 +214,68 @@ def test_pipeline_bits(cell):
     compare(cell, True)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_weight_of_two_layers_gets_one_gradient(schedule):
+    compare(Cell(dp=2, stage=2, schedule=schedule, shared=(0, 1)), True)
+
+
+@pytest.mark.parametrize(
+    ("cell", "where"),
+    [
+        (Cell(shared=(0, 2)), "stages 0 and 1"),
+        (Cell(schedule="interleaved", shared=(0, 2)), "stages 0 and 2"),
+        (Cell(schedule="zb-v", shared=(0, 3)), "stages 0 and 3"),
+    ],
+)
+def test_a_weight_of_two_stages_is_refused(cell, where):
+    """Each stage would train its own copy."""
+    message = rf"parameter but a table .* got 'h\.\d\.attn\.c_proj\.weight' on {where}; keep"
+    with pytest.raises(ValueError, match=message):
+        run_ranks(train, 2, cell, False)
+
+
 @pytest.mark.slow
 def test_pipeline_bits_of_pairs():
     pairs = few(grid(), lambda cell: set(itertools.combinations(vars(cell).items(), 2)))
     for cell in pairs:
         compare(cell, True)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"])
+def test_held_micro_batches_and_messages_are_those_of_the_simulator(schedule, monkeypatch):
+    cell, many = Cell(pp=2, schedule=schedule), 8
+    original = pipeline._Step._received
+
+    def received(step, op):
+        live = len({*step.held, *step.halves})
+        step.engine.most_held = max(live, getattr(step.engine, "most_held", 0))
+        return original(step, op)
+
+    def rank():
+        mesh = Mesh(pp=cell.pp, device="cpu")
+        model = parallelize(gpt(cell), mesh, pp_schedule=schedule)
+        stages, sent = engine_of(model).shards.stages, []
+
+        def observe(group, op, nbytes, call):
+            sent.extend([nbytes] * (op == "send"))
+            return call()
+
+        for link in stages.links.values():
+            link.observers = (*link.observers, observe)
+        idx = torch.zeros(many, T, dtype=torch.int64)
+        pipeline_step(model, idx, idx, micro_batches=many)
+        return engine_of(model).most_held, sent
+
+    monkeypatch.setattr(pipeline._Step, "_received", received)
+    order = make_schedule(schedule, cell.pp, many)
+    held = held_of(schedule, cell.pp, many, order.chunks)
+    stream = T * CONFIG.n_embd * 4  # bytes of one row
+    for here, (most, sent) in enumerate(run_ranks(rank, cell.pp)):
+        assert most == sum(held[here])
+        mine = [order.stage_of(here, chunk) for chunk in range(order.chunks)]
+        beside = [s + by for s in mine for by in (1, -1) if 0 <= s + by < order.stages]
+        away = [s for s in beside if order.owner(s)[0] != here]
+        assert sent == [stream] * (many * len(away))
 
 
 def test_a_cut_that_cannot_be_is_refused():

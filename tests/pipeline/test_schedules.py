@@ -114,6 +114,17 @@ def test_a_broken_schedule_is_found(change, message):
         check(broken(change))
 
 
+def test_messages_in_another_order_on_the_two_sides_are_found():
+    """Each chunk's are in order, and the dependencies hold; but a group does not know chunks."""
+    schedule = make_schedule("interleaved", 2, 2, 2)
+    check(schedule)
+    ops = list(schedule.ops[1])
+    assert ops[1:3] == [Op(Kind.FORWARD, 0, 1), Op(Kind.FORWARD, 1, 0)]
+    ops[1:3] = ops[2:0:-1]
+    with pytest.raises(ValueError, match="rank 0 to be received in the order of sending on rank 1"):
+        check(schedule._replace(ops=(schedule.ops[0], tuple(ops))))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

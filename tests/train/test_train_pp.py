@@ -37,6 +37,20 @@ def run(out, ranks, **changes):
         (3, {"pp": 3, "schedule": "gpipe", "pp_split": "1,1,1"}),
         (2, {"pp": 2, "on_nonfinite": "skip", "pp_split": "0,3"}),
         (2, {"pp": 2, "schedule": "zb-v", "pp_split": "0,1,1,1", "zero_stage": 3}),
+        (2, {"pp": 2, "schedule": "zb-h1", "activation_checkpointing": "full"}),
+        *(
+            pytest.param(
+                2,
+                {"pp": 2, "schedule": schedule, "activation_checkpointing": mode},
+                marks=pytest.mark.slow,
+            )
+            for schedule, mode in [
+                ("zb-v", "full"),
+                ("zb-h1", "selective"),
+                ("zb-v", "selective"),
+                ("interleaved", "selective"),
+            ]
+        ),
         pytest.param(5, {"pp": 5}, marks=pytest.mark.slow),
         pytest.param(2, {"pp": 2, "schedule": "interleaved"}, marks=pytest.mark.slow),
         pytest.param(3, {"pp": 3, "schedule": "zb-h1"}, marks=pytest.mark.slow),
