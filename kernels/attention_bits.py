@@ -10,8 +10,7 @@ blocks of keys a document has is known on the GPU alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,35 +41,25 @@ def bits_shape(B: int, H: int, T: int, Tk: int) -> tuple[int, int, int, int]:
     return B, H, -(-Tk // 256) * 4, -(-T // 256) * 256
 
 
-def _fake(
-    key: Tensor,
-    site_head: int,
-    threshold: int,
-    causal: bool,
-    sizes: Sequence[int],
-    device: torch.device,
-) -> Tensor:
+def _keeps(device: torch.device) -> int:
     from fastpar.kernels.triton_launch import gpu_arch
 
-    B, H, T, Tk = sizes
     traced_only = device.type == "cuda" and not torch.cuda.is_available()  # by fake tensors
-    kept = not traced_only and TABLE.get(gpu_arch(device)).kept
-    shape = bits_shape(B, H, T, Tk) if kept else (0,)
+    return 0 if traced_only else TABLE.get(gpu_arch(device)).kept
+
+
+def _fake(*mask: Any) -> Tensor:
+    *_, sizes, device = mask
+    shape = bits_shape(*sizes) if _keeps(device) else (0,)
     return torch.empty(shape, dtype=torch.uint64, device=device)
 
 
-def _run(
-    key: Tensor,
-    site_head: int,
-    threshold: int,
-    causal: bool,
-    sizes: Sequence[int],
-    device: torch.device,
-) -> Tensor:
-    bits = _fake(key, site_head, threshold, causal, sizes, device)
+def _run(*mask: Any) -> Tensor:
+    bits = _fake(*mask)
     if bits.numel():
         from fastpar.kernels.attention_bits_triton import attention_bits_fwd
 
+        key, site_head, threshold, causal, sizes, _ = mask
         attention_bits_fwd(key, site_head, threshold, causal, bits, tuple(sizes))
     return bits
 
@@ -88,6 +77,8 @@ def kept_bits(
     q: Tensor, Tk: int, causal: bool, key: Tensor, site_head: int, threshold: int
 ) -> Tensor | None:
     """The mask of a call with q [B, T, H, D] (or packed) and Tk keys; None where it is drawn."""
+    if not torch.compiler.is_compiling() and not _keeps(q.device):
+        return None  # without a call of the op
     sizes = (q.shape[0], q.shape[-2], q.shape[1], Tk)
     bits: Tensor = _attention_bits(key, site_head, threshold, causal, sizes, q.device)
     return bits if bits.numel() else None
