@@ -160,11 +160,10 @@ class Engine:
         if self.micro_batches.last:
             self._reduce()
             return
-        keeps = self.settings.deterministic and not self.micro_batches.closes
         for bucket in self._active:
-            if keeps:
+            if self.settings.deterministic:
                 bucket.keep_local()
-            bucket.mark(hidden=self.stage.shards or keeps)
+            bucket.mark(hidden=self.stage.shards or self.settings.deterministic)
         self.reducer.reset()
         self._active = self.buckets
 
@@ -347,15 +346,13 @@ class Engine:
 
     # The training loop's side
 
-    def begin_micro_batch(
-        self, *, last: bool, part: int | None = None, closes: bool = False
-    ) -> None:
+    def begin_micro_batch(self, *, last: bool, part: int | None = None) -> None:
         """The forwards and backward passes up to the next call, or the step, are one micro-batch.
 
         For loops in which a backward is not a micro-batch; see [Note: micro-batches]. Ranks: all.
         last: of the step: its backward passes reduce gradients, those of all others stay on this
         rank, whatever accumulate says. If none is the last, the step reduces them.
-        part: the chunk of a pipeline that gets gradients; closes: for the last time in this step.
+        part: the chunk of a pipeline that gets gradients.
         """
         self._resume_if_stopped()
         if self.phase is StepPhase.BACKWARD:
@@ -363,7 +360,7 @@ class Engine:
                 "Engine.begin_micro_batch: expected a call between backward passes, got one inside "
                 "of one; call it before the forwards of the micro-batch"
             )
-        self.micro_batches.begin(last, part, closes)
+        self.micro_batches.begin(last, part)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -94,9 +94,9 @@ def _schedule(engine: Engine, micro_batches: int, name: str | None) -> Schedule:
     here, there = ([s.owner(i) for i in range(s.stages)] for s in (placed, found))
     if here != there:
         raise ValueError(
-            f"pipeline_step: expected a schedule that places stages as {placed.name!r} with "
-            f"{placed.chunks} a rank does, got schedule={name!r}; pass pp_schedule={name!r} to "
-            "parallelize()"
+            f"pipeline_step: expected a schedule with stages where pp_schedule={placed.name!r} has "
+            f"put them, {placed.chunks} a rank, got schedule={name!r}; pass pp_schedule={name!r} "
+            "to parallelize()"
         )
     return found
 
@@ -210,9 +210,8 @@ class _Step:
     def _begin(self, op: Op, *, final: bool) -> None:
         """The engine is told of the micro-batch whose gradients come now."""
         part = None if self.stages is None else op.chunk
-        closes = op.micro == len(self.idx) - 1
         last = final or self.engine.settings.reduces_each
-        self.engine.begin_micro_batch(last=last, part=part, closes=closes)
+        self.engine.begin_micro_batch(last=last, part=part)
 
     def _forward(self, op: Op, stream: Tensor | None) -> None:
         given: dict[str, Any] = {}

@@ -129,7 +129,6 @@ class MicroBatches:
         self.begun = 0  # since the last step
         self.told = False  # by begin(): backward passes belong to that one
         self.part: int | None = None  # of the model that it runs; None: all
-        self.closes = False  # the part's last one
         self.last = True  # gradients are reduced after this one's backward passes
         self.synchronize = True  # False under no_sync()
 
@@ -138,10 +137,10 @@ class MicroBatches:
         """Those before the present one."""
         return self.begun - self.told
 
-    def begin(self, last: bool, part: int | None, closes: bool) -> None:
+    def begin(self, last: bool, part: int | None) -> None:
         """The next one, as the training loop tells it."""
         self.begun += 1
-        self.told, self.last, self.part, self.closes = True, last, part, closes
+        self.told, self.last, self.part = True, last, part
 
     def begin_backward(self) -> None:
         """A backward begins: of the one that was told, or of the next one."""
@@ -155,7 +154,7 @@ class MicroBatches:
 
     def end_step(self) -> None:
         """The next step begins with the next one."""
-        self.begun, self.told, self.part, self.closes = 0, False, None, False
+        self.begun, self.told, self.part = 0, False, None
 
 
 def checked(

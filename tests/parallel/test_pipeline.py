@@ -29,11 +29,11 @@ class Cell:
     stage: int = 0
     schedule: str = "1f1b"
     chunks: int | None = None
-    shared: tuple[int, int] | None = None  # layers with one weight
     precision: str = "fp32"
     accumulate: str = "shard"
     dropout: float = 0.0
     clip: bool = False
+    shared: tuple[int, int] | None = None  # layers with one weight
 
 
 def batches(dp: int):
@@ -301,7 +301,9 @@ def test_bad_steps_are_refused_and_a_stage_alone_has_no_forward():
             pipeline_step(model, idx, idx, micro_batches=3)
         with pytest.raises(ValueError, match=r"one of gpipe, 1f1b, .*, got schedule='zb-x'"):
             pipeline_step(model, idx, idx, schedule="zb-x")
-        with pytest.raises(ValueError, match=r"as '1f1b' with 1 a rank does, .*pp_schedule='zb-v'"):
+        with pytest.raises(
+            ValueError, match=r"pp_schedule='1f1b' has put them, 1 a rank, .*='zb-v' to"
+        ):
             pipeline_step(model, idx, idx, schedule="zb-v")
         with pytest.raises(ValueError, match=r"idx=\[4, 8\] targets=\[4, 7\]; pass one target"):
             pipeline_step(model, idx, idx[:, 1:])
