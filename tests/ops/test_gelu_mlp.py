@@ -24,6 +24,7 @@ from fastpar.kernels.choice import OWN, STOCK, Case
 from fastpar.kernels.gelu_mlp import _gelu_mlp, _gelu_mlp_bwd
 from fastpar.kernels.linear import GELU_AUX_BIAS
 from fastpar.kernels.reference import gelu_mlp_ref
+from fastpar.kernels.weight_gradients import WeightGradients
 from fastpar.models.gpt import GPT
 from fastpar.testing import assert_matches_oracle
 
@@ -92,6 +93,25 @@ def test_epilogues_match_the_oracle(lt, shape, hidden, out, dtype):
     assert lt.fake_calls() == before + 3  # h and u; du and dbias1; dweight2 and dbias2
     assert_matches_oracle(gelu_mlp, gelu_mlp_ref, inputs[:4], eager=eager)
     assert lt.fake_calls() == before + 5
+
+
+@sweep("bias2", [True, False])
+def test_weights_that_wait_get_the_same_gradients(lt, bias2):
+    """See weight_gradients.py."""
+    inputs = make((2, 5, 24), 40, 16, torch.bfloat16, bias2)
+    y, *want = gradients(inputs)
+    queue = WeightGradients(set(inputs))
+    before = lt.fake_calls()
+    with queue.collect():
+        again = gelu_mlp(*inputs)
+    again.sum().backward()
+    assert lt.fake_calls() == before + 2  # not yet the product with dweight2 and dbias2
+    waiting = [1, 3, 4] if bias2 else [1, 3]
+    assert [x.grad is None for x in inputs] == [i in waiting for i in range(len(inputs))]
+    for p, compute in queue.take():
+        p.grad = compute(None)
+    assert torch.equal(again, y)
+    assert all(map(torch.equal, (x.grad for x in inputs), want))
 
 
 def test_a_gradient_at_an_odd_address_is_served_by_torch(lt):
