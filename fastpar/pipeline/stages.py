@@ -20,15 +20,17 @@ wait for ever, and messages of a group are received in the order of sending, wha
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from fastpar.comm.collectives import Collectives
+from fastpar.comm.handles import started
 from fastpar.comm.mesh import Mesh, ranks_along
 from fastpar.pipeline.schedules import Schedule, make_schedule
 from fastpar.sharding.layout import parameter_names
@@ -207,4 +209,34 @@ def make_stages(
             groups, timeout=timedelta(seconds=mesh.timeout_s)
         )
         pair = make(ends, "tied") if mesh.rank_in("pp") in (owners[0], owners[-1]) else None
+    _connect(owners, mesh, links, pair)
     return Stages(schedule, cut.parts, cut.n_params, cut.used(model), tied, links, pair)
+
+
+def _connect(
+    owners: Sequence[int],
+    mesh: Mesh,
+    links: Mapping[tuple[bool, bool], Collectives],
+    pair: Collectives | None,
+) -> None:
+    """A number along every way that messages take: NCCL connects two ranks at their first one.
+
+    It would do so in the middle of the first step otherwise. All ranks take the ways in one order.
+    """
+    rank = mesh.rank_in("pp")
+    steps = [(a, b) for a, b in itertools.pairwise(owners) if a != b]
+    ways = {(links[True, b > a], a, b) for a, b in steps}
+    ways |= {(links[False, a > b], b, a) for a, b in steps}
+    order = {link: i for i, link in enumerate(links.values())}
+    number, handles = torch.zeros(1, device=mesh.device), []
+    for link, source, target in sorted(ways, key=lambda way: (order[way[0]], *way[1:])):
+        if rank == source:
+            handles.append(started(link.send(number, target, async_op=True)))
+        if rank == target:
+            handles.append(started(link.recv(number.clone(), source, async_op=True)))
+    if pair is not None:
+        first = rank == owners[0]
+        move = pair.recv if first else pair.send
+        handles.append(started(move(number.clone(), 1 if first else 0, async_op=True)))
+    for handle in handles:
+        handle.wait()

@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from cells import few
 
 from fastpar import GPT, Adafactor, AdamW, GPTConfig, Mesh, engine_of, parallelize, pipeline_step
+from fastpar.comm.collectives import Collectives
 from fastpar.kernels import make_key
 from fastpar.parallel import pipeline
 from fastpar.pipeline.schedules import chunks_of, make_schedule
@@ -276,6 +278,36 @@ def test_held_micro_batches_and_messages_are_those_of_the_simulator(schedule, mo
         beside = [s + by for s in mine for by in (1, -1) if 0 <= s + by < order.stages]
         away = [s for s in beside if order.owner(s)[0] != here]
         assert sent == [stream] * (many * len(away))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v"])
+def test_ranks_are_connected_before_the_first_step(schedule, monkeypatch):
+    """Every way that a step's messages take had one when parallelize() returned."""
+    peers = []
+
+    def note(kind, original):
+        def noted(self, x, peer, **options):
+            peers.append((dist.get_rank(), id(self), kind, peer))
+            return original(self, x, peer, **options)
+
+        return noted
+
+    for kind in ("send", "recv"):
+        monkeypatch.setattr(Collectives, kind, note(kind, getattr(Collectives, kind)))
+
+    def rank():
+        cell = Cell(pp=3, schedule=schedule)
+        model = parallelize(
+            gpt(cell), Mesh(pp=3, device="cpu"), pp_schedule=schedule, deterministic=True
+        )
+        here = dist.get_rank()
+        before = {p for p in peers if p[0] == here}
+        idx = torch.zeros(MICRO, T, dtype=torch.int64)
+        pipeline_step(model, idx, idx, micro_batches=MICRO)
+        return before, {p for p in peers if p[0] == here}
+
+    for before, after in run_ranks(rank, 3):
+        assert before == after
 
 
 def test_a_cut_that_cannot_be_is_refused():
