@@ -22,6 +22,7 @@ NOT_OPS = {
     "checkpoint",
     "plan",
     "nodes",
+    "bubble",
 }
 ZERO_TARGETS = {"DDP": 1.2, "FSDP2": 1.6, "DeepSpeed": 1.6}  # of every stage of fastpar
 
@@ -370,6 +371,20 @@ def nodes_table(rows: Sequence[Row]) -> str:
     return f"{text}\n\n{table(head, steps)}"
 
 
+def bubble_table(rows: Sequence[Row]) -> str:
+    """The part of all ranks' time in which they wait, by schedule: measured and simulated."""
+    lines = []
+    for row in (row for row in rows if row.bench == "bubble" and not row.refused):
+        notes = row.notes
+        parts = [f"{100 * notes[name]:.1f} %" for name in ("bubble", "simulated")]
+        times_ms = [number(notes[name], 4) for name in ("step_ms", "simulated_ms")]
+        lines.append(
+            [f"{row.case}, {row.variant}", *parts, times(notes["of_simulated"]), *times_ms]
+        )
+    head = ["four processes that sleep", "waiting", "simulated", "ratio", "step ms", "simulated ms"]
+    return table(head, lines)
+
+
 def summary(rows: Sequence[Row]) -> str:
     """For the console: a line for each case and direction with all its variants that took time."""
     rows, lines = [row for row in rows if row.refused or row.median_ms is not None], []
@@ -405,4 +420,5 @@ TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
     "checkpoint": checkpoint_table,
     "plan": plan_table,
     "nodes": nodes_table,
+    "bubble": bubble_table,
 }

@@ -1,6 +1,6 @@
 """Pictures of a comparison: the five of the study arXiv 2405.15628, and what travels.
 
-Colours are those of Okabe and Ito, which colour-blind readers tell apart; every strategy has a
+Most colours are those of Okabe and Ito, which colour-blind readers tell apart; every strategy has a
 marker of its own too, and kinds have line styles and hatches: torch's are dashed, DeepSpeed's
 dotted, fastpar's solid. Legends say so and stand beside the axes.
 """
@@ -19,10 +19,13 @@ from fastpar.compare.strategies import SINGLE, STRATEGIES
 from fastpar.files.packages import import_package
 from fastpar.train.metrics import smoothed
 
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#8B4513")
+_COLOURS = (
+    *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#8B4513"),
+    "#332288",
+)
 _MARKERS = "s^vDPX*<>hdp8H"
-# Those that run by default have the eight colours; the rest share them.
-_FIRST = ("ddp", "fsdp2", "fsdp2-no-reshard", "dp", "zero1", "zero2", "zero3", "tp")
+# Those that run on two ranks by default have a colour each; the rest share them.
+_FIRST = ("ddp", "fsdp2", "fsdp2-no-reshard", "dp", "zero1", "zero2", "zero3", "tp", "pp")
 _SIZE_INCHES, _DPI = (9.0, 4.4), 110
 _MOST_TICKS = 12
 

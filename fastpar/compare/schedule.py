@@ -28,7 +28,8 @@ from fastpar.train.metrics import duration
 
 DEFAULT = (  # side by side what does the same: torch's, then fastpar's
     *(SINGLE, "ddp", "dp", "zero1", "fsdp2-no-reshard", "zero2", "fsdp2", "zero3"),
-    *("tp", "tp-zero1", "tp-zero2", "tp-zero3", "deepspeed1", "deepspeed2", "deepspeed3"),
+    *("tp", "tp-zero1", "tp-zero2", "tp-zero3", "pp", "dp-pp"),
+    *("deepspeed1", "deepspeed2", "deepspeed3"),
 )
 UNTIMED_STEPS = 3
 LENGTHS = {"epochs": (3, 2), "epoch_steps": (80, 12), "repeats": (3, 1)}  # in full, and quick
@@ -46,8 +47,8 @@ class CompareCommand:
 
     strategies: str | None = None
     """Names with commas: single, ddp, ddp-zero, fsdp2, fsdp2-no-reshard, dp, zero1, zero2, zero3,
-    hsdp, tp, tp-zero1, tp-zero2, tp-zero3, deepspeed1, deepspeed2, deepspeed3; unset: all that run
-    here, but for ddp-zero and hsdp."""
+    hsdp, tp, tp-zero1, tp-zero2, tp-zero3, pp (every rank a stage), dp-pp (two stages),
+    deepspeed1, deepspeed2, deepspeed3; unset: all that run here, but for ddp-zero and hsdp."""
     nproc: int = 2
     """Ranks of every strategy but single, which has one."""
     epochs: int | None = None
@@ -132,7 +133,9 @@ def why_not(name: str, command: CompareCommand, shape: GPTConfig, gpus: int | No
         reason = f"needs {strategy.tp} heads or more, got {shape.n_head}"
     if reason is None and shape.block_size % strategy.tp:
         reason = f"needs a context that is a multiple of {strategy.tp}, got {shape.block_size}"
-    ranks = 1 if strategy.one_rank else command.nproc
+    ranks, stages = 1 if strategy.one_rank else command.nproc, strategy.pp or command.nproc
+    if reason is None and shape.n_layer < stages:
+        reason = f"needs {stages} layers or more, got {shape.n_layer}"
     if reason is None and gpus is not None and command.device != "cpu" and gpus < ranks:
         reason = f"needs a GPU for each of {ranks} ranks, got {gpus}"
     return reason
@@ -223,7 +226,8 @@ class Schedule:
         settings, strategy = self.comparison.settings, STRATEGIES[name]
         rows, nproc = settings["batch_size"], settings["nproc"]
         batch = DataSettings(batch_size=rows)
-        micro, accum = derive_batch(batch, self.shape.block_size, nproc // strategy.tp)
+        dp = nproc // strategy.model_ranks(nproc)
+        micro, accum = derive_batch(batch, self.shape.block_size, dp, strategy.pp or nproc)
         if strategy.one_rank:
             return Run(name, repeat, 1, settings["threads"], micro, rows // micro)
         return Run(name, repeat, nproc, settings["threads"], micro, accum)

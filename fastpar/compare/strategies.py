@@ -29,10 +29,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fastpar.comm.mesh import Mesh
+from fastpar.comm.mesh import Mesh, gather_objects
 from fastpar.optim.adamw import AdamW
 from fastpar.parallel.engine import engine_of
 from fastpar.parallel.parallelize import parallelize
+from fastpar.parallel.pipeline import pipeline_step
 
 ModelFactory = Callable[[], nn.Module]
 Batch = tuple[Tensor, Tensor, Tensor | None]  # x, y, the key of dropout
@@ -116,6 +117,12 @@ class Contender:
         """A step of several micro-batches with clipping; the mean of this rank's losses."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        loss = self._gradients(batches)
+        self._update()
+        return loss
+
+    def _gradients(self, batches: Sequence[Batch]) -> Tensor:
+        """Forward and backward of the micro-batches; the mean of their losses."""
         losses = []
         for j, (x, y, rng_key) in enumerate(batches):
             is_last = self.no_sync is None or j == len(batches) - 1
@@ -123,7 +130,6 @@ class Contender:
                 loss = self.model(x, y, rng_key=rng_key)
                 self._backward(loss, len(batches))
             losses.append(loss.detach())
-        self._update()
         return torch.stack(losses).double().mean()
 
     def _backward(self, loss: Tensor, n: int) -> None:
@@ -214,6 +220,28 @@ class _Fastpar(Contender):
         return {n: v for n, v in values.items() if v is not None}
 
 
+class _Pipeline(_Fastpar):
+    """Each rank has some of the layers; the micro-batches of a step follow one another."""
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = pipeline_step(self.model, x, y, micro_batches=len(x))
+        self._update()
+        return loss
+
+    def _gradients(self, batches: Sequence[Batch]) -> Tensor:
+        x, y, keys = zip(*batches)
+        given = None if keys[0] is None else keys
+        many = len(batches)
+        return pipeline_step(
+            self.model, torch.cat(x), torch.cat(y), micro_batches=many, rng_keys=given
+        )
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        mine = dict(super().weights())
+        for theirs in gather_objects(mine, self.engine.mesh.group("pp")):
+            yield from theirs.items()
+
+
 def _single(name: str, make: ModelFactory, settings: Settings) -> Contender:
     model = make().to(settings.device)
     made = Contender(name, model, adamw_of(model, settings), settings)
@@ -301,10 +329,11 @@ def _fastpar(
     *,
     stage: int,
     tp: int = 1,
+    pp: int = 1,
     hsdp: bool = False,
 ) -> Contender:
-    """hsdp: pairs of ranks share one copy, replicas across."""
-    mesh = Mesh(tp=tp, device=settings.device)
+    """hsdp: pairs of ranks share one copy, replicas across. pp: see Strategy."""
+    mesh = Mesh(tp=tp, pp=pp or dist.get_world_size(), device=settings.device)
     options: dict[str, Any] = {"zero_stage": stage, **settings.fastpar}
     if hsdp:
         if mesh.dp_size < 4 or mesh.dp_size % 2:
@@ -320,7 +349,7 @@ def _fastpar(
     model = parallelize(make().to(settings.device), mesh, **options)
     groups = decay_groups(model, settings.weight_decay)
     optimizer = AdamW(groups, max_grad_norm=settings.max_grad_norm, **settings.adamw)
-    made = _Fastpar(name, model, optimizer, settings)
+    made = (_Fastpar if pp == 1 else _Pipeline)(name, model, optimizer, settings)
     made.dp_rank, made.dp_size = mesh.dp_rank, mesh.dp_size
     return made
 
@@ -337,7 +366,7 @@ class Strategy:
 
     name: as it is typed; title: in tables of bench. package: what it needs, beside torch.
     ranks: it runs on multiples of these, at least `at_least`; one_rank: on one, whatever there are.
-    tp: ranks that split each layer.
+    tp: ranks that split each layer. pp: stages of a pipeline; 0: every rank is one.
     """
 
     name: str
@@ -348,6 +377,11 @@ class Strategy:
     at_least: int = 1
     one_rank: bool = False
     tp: int = 1
+    pp: int = 1
+
+    def model_ranks(self, nproc: int) -> int:
+        """Ranks that have one model together."""
+        return self.tp * (self.pp or nproc)
 
     def import_all(self) -> None:
         """What else would be imported in the first step: memory that is no part of training."""
@@ -391,6 +425,10 @@ _ALL = (
             tp=2,
         )
         for n in _STAGES
+    ),
+    Strategy("pp", "fastpar PP", partial(_fastpar, stage=0, pp=0), at_least=2, pp=0),
+    Strategy(
+        "dp-pp", "fastpar DP x PP", partial(_fastpar, stage=0, pp=2), at_least=4, ranks=2, pp=2
     ),
 )
 STRATEGIES: dict[str, Strategy] = {strategy.name: strategy for strategy in _ALL}

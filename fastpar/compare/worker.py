@@ -138,7 +138,7 @@ class Rank:
     def run(self) -> Run:
         """All steps, then what can only be measured after them."""
         exposed: list[float] = []
-        with self.measuring, self.meter.of_fastpar() if self._tp else nullcontext():
+        with self.measuring, self.meter.of_fastpar() if self._within else nullcontext():
             for step in range(self.spec.steps):
                 waited, sent = self.meter.waited_s, self.meter.sent_bytes
                 counts = step == max(0, self.untimed - 1)
@@ -147,7 +147,7 @@ class Rank:
                 if counts:
                     forget_peak()  # of what counting itself took
                 report = self.contender.report()
-                if self._tp:
+                if self._within:
                     self.measured.wire_bytes = self.meter.sent_bytes - sent
                     exposed += [1e3 * (self.meter.waited_s - waited)] * (self.device == "cpu")
                 elif self.ours and "wire_bytes" in report:
@@ -164,9 +164,9 @@ class Rank:
         return self.measured
 
     @property
-    def _tp(self) -> bool:
-        """Whether layers are split: then the engine does not see all that is sent."""
-        return self.strategy.tp > 1
+    def _within(self) -> bool:
+        """Whether ranks have one model together: then the engine does not see all that is sent."""
+        return self.strategy.model_ranks(self.world_size) > 1
 
     @contextmanager
     def _counting(self) -> Iterator[None]:

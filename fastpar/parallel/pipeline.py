@@ -73,7 +73,7 @@ def pipeline_step(
     if rng_keys is None and keys is not None:
         engine.mesh.broadcast_([keys], "pp", "tp")
     each = [None] * many if keys is None else list(keys)
-    return _Step(
+    return PipelineStep(
         gpt, engine, ops, idx.chunk(many), targets.chunk(many), each, reduction, target
     ).run(ops.ops[engine.mesh.rank_in("pp")])
 
@@ -119,7 +119,7 @@ def pipeline_loss(
     gpt: Any = model
     engine = engine_of(model)
     schedule = _schedule(engine, 1, None)
-    step = _Step(gpt, engine, schedule, [idx], [targets], [None], reduction)
+    step = PipelineStep(gpt, engine, schedule, [idx], [targets], [None], reduction)
     return step.run([Op(Kind.FORWARD, chunk, 0) for chunk in range(schedule.chunks)])
 
 
@@ -153,7 +153,7 @@ def _check(
         )
 
 
-class _Step:
+class PipelineStep:
     """One step on one rank; see [Note: order]."""
 
     def __init__(
@@ -188,24 +188,28 @@ class _Step:
             for op, following in zip(ops, [*ops[1:], None]):
                 received = self._received(op)
                 self._post(following)
-                if self.engine.gathers is not None:
-                    self.engine.gathers.part = op.chunk
-                if op.kind is Kind.FORWARD:
-                    self._forward(op, received)
-                    continue
-                if op.kind in FINISHES:
-                    self._begin(op, final=op in final)
-                if op.kind is Kind.WEIGHT_GRADIENT:
-                    each = op.micro if self.engine.settings.deterministic else 0
-                    self.halves.pop(op[1:]).weight_gradients(self.kept[each])
-                else:
-                    self._backward(op, received)
+                self.do(op, received, final=op in final)
         for handle in self.sent:
             handle.wait()
         if self.stages is not None:
             links = next(iter(self.stages.links.values()))
             links.broadcast(self.loss, self.schedule.owner(self.schedule.stages - 1)[0])
         return self.loss
+
+    def do(self, op: Op, received: Tensor | None, *, final: bool) -> None:
+        """One operation; `fastpar profile` and a bench measure it from outside."""
+        if self.engine.gathers is not None:
+            self.engine.gathers.part = op.chunk
+        if op.kind in FINISHES:
+            self._begin(op, final=final)
+        match op.kind:
+            case Kind.FORWARD:
+                self._forward(op, received)
+            case Kind.WEIGHT_GRADIENT:
+                each = op.micro if self.engine.settings.deterministic else 0
+                self.halves.pop(op[1:]).weight_gradients(self.kept[each])
+            case _:
+                self._backward(op, received)
 
     def _begin(self, op: Op, *, final: bool) -> None:
         """The engine is told of the micro-batch whose gradients come now."""

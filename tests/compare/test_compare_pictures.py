@@ -125,9 +125,9 @@ def test_curves_that_agree_bit_for_bit_say_so():
 def test_no_two_strategies_look_alike():
     looks = [(s["color"], s["marker"], s["linestyle"]) for s in map(look, STRATEGIES)]
     assert len(set(looks)) == len(STRATEGIES)
-    default = [look(name) for name in DEFAULT if not name.startswith(("deepspeed", "tp-"))]
+    default = [look(name) for name in DEFAULT if not name.startswith(("deepspeed", "tp-", "dp-"))]
     for part in ("color", "marker"):
-        assert len({style[part] for style in default}) == len(default) == 9
+        assert len({style[part] for style in default}) == len(default) == 10
 
 
 def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch):

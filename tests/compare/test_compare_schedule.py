@@ -86,6 +86,10 @@ def test_what_cannot_run_is_skipped_with_its_reason(monkeypatch):
     assert why_not("tp", two, odd, None) == "needs 2 heads or more, got 1"
     odd = GPTConfig.preset("micro", block_size=63)
     assert why_not("tp", two, odd, None) == "needs a context that is a multiple of 2, got 63"
+    shallow = GPTConfig.preset("micro", n_layer=3)
+    assert why_not("pp", four, shallow, None) == "needs 4 layers or more, got 3"
+    assert why_not("dp-pp", four, shallow, None) is None
+    assert why_not("dp-pp", two, MICRO, None) == "needs 4 ranks, got 2"
     assert why_not("dp", two, MICRO, 1) == "needs a GPU for each of 2 ranks, got 1"
     assert why_not("single", two, MICRO, 1) is None
     assert why_not("dp", CompareCommand(device="cpu"), MICRO, 1) is None

@@ -18,7 +18,9 @@ from fastpar.testing import run_ranks
 
 TINY = GPTConfig(2, 2, 32, 16, 200, dropout=0.0)
 STEPS, ROWS, LIMIT = 3, 4, 0.5
-ON_TWO = ["ddp", "ddp-zero", "fsdp2", "fsdp2-no-reshard", "dp", "zero1", "zero2", "zero3", "tp"]
+ON_TWO = [
+    *("ddp", "ddp-zero", "fsdp2", "fsdp2-no-reshard", "dp", "zero1", "zero2", "zero3", "tp", "pp"),
+]
 
 
 def make():
@@ -69,13 +71,13 @@ def check(answers, names, micro_batches):
         assert quiet == (name == "ddp")
 
 
-ON_FOUR = ["hsdp", "tp", "tp-zero1", "tp-zero2", "tp-zero3"]
+ON_FOUR = ["hsdp", "tp", "tp-zero1", "tp-zero2", "tp-zero3", "dp-pp"]
 
 
 @pytest.mark.parametrize(
     ("ranks", "names", "micro_batches"),
     [
-        (2, ["ddp", "zero2", "tp"], 2),
+        (2, ["ddp", "zero2", "tp", "pp"], 2),
         pytest.param(2, ON_TWO, 1, marks=pytest.mark.slow),
         pytest.param(2, ON_TWO, 2, marks=pytest.mark.slow),
         pytest.param(4, ON_FOUR, 1, marks=pytest.mark.slow),
