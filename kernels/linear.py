@@ -28,7 +28,7 @@ from fastpar.kernels import _C, backend
 from fastpar.kernels.backend import DTYPE_CODES, has_gemm
 from fastpar.kernels.choice import is_proven, is_real, is_trying
 from fastpar.kernels.op import define_autograd, define_op, is_plain, refuse_double_backward
-from fastpar.kernels.weight_gradients import queue_for
+from fastpar.kernels.weight_gradients import place_for, queue_for
 
 GELU_AUX_BIAS, DGELU_BGRAD, BGRADB = 164, 208, 512  # cublasLtEpilogue_t
 _WORKSPACE_BYTES = 32 << 20  # as NVIDIA recommends for sm_90
@@ -240,23 +240,36 @@ def _backward(ctx, dy):
 define_autograd(_linear, _setup_context, _backward)
 
 
-class _WeightLater(torch.autograd.Function):
-    """The same layer, whose weight's gradient waits; see weight_gradients.py."""
+class _WeightElsewhere(torch.autograd.Function):
+    """The same layer, whose weight's gradient waits or has a place; see weight_gradients.py."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, queue):
+    def forward(ctx, x, weight, bias, queue, place):
         ctx.save_for_backward(x, weight)
-        ctx.queue, ctx.weight = queue, weight
+        ctx.queue, ctx.place, ctx.weight = queue, place, weight
         return _at_once(x, weight, bias)
 
     @staticmethod
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        need_dx, _, need_dbias, _ = ctx.needs_input_grad
-        dx, _, dbias = linear_bwd(dy, x, weight, need_dx, False, need_dbias)
+        need_dx, need_dweight, need_dbias = ctx.needs_input_grad[:3]
+        out = None
+        if ctx.queue is None and is_plain(dy) and not torch.is_grad_enabled():
+            out = ctx.place(ctx.weight)
+        at_once = need_dweight and ctx.queue is None and out is None
+        needed = (need_dx, at_once, need_dbias)
+        if _is_ours(x, weight):  # may be asked for what only the op knows: batches of dy
+            refuse_double_backward("linear")
+            grads = _linear_bwd(dy, x, weight, *needed)
+        else:
+            grads = linear_bwd(dy, x, weight, *needed)
+        dx, dweight, dbias = (grad if need else None for grad, need in zip(grads, needed))
         rows, x_rows = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
-        ctx.queue.later(ctx.weight, lambda out: matmul(rows.t(), x_rows, out=out))
-        return dx if need_dx else None, None, dbias if need_dbias else None, None
+        if ctx.queue is not None:
+            ctx.queue.later(ctx.weight, lambda out: matmul(rows.t(), x_rows, out=out))
+        elif out is not None:
+            dweight = matmul(rows.t(), x_rows, out=out)
+        return dx, dweight, dbias, None, None
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -285,15 +298,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             f"linear: expected bias [F] with weight [F, C], got bias={list(bias.shape)} "
             f"weight={list(weight.shape)}; pass one bias for each row of weight"
         )
-    queue = queue_for(weight)
-    if queue is not None:
-        y: Tensor = _WeightLater.apply(x, weight, bias, queue)
+    queue, place = queue_for(weight), place_for(weight)
+    if queue is not None or place is not None:
+        y: Tensor = _WeightElsewhere.apply(x, weight, bias, queue, place)
         return y
     return _at_once(x, weight, bias)
 
 
+def _is_ours(x: Tensor, weight: Tensor) -> bool:
+    return use_gemm(x, x.numel() // max(1, x.shape[-1]), *weight.shape)
+
+
 def _at_once(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    rows = x.numel() // max(1, x.shape[-1])
-    if use_gemm(x, rows, *weight.shape):
-        return _linear(x, weight, bias)
-    return F.linear(x, weight, bias)
+    return _linear(x, weight, bias) if _is_ours(x, weight) else F.linear(x, weight, bias)

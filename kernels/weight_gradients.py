@@ -1,4 +1,4 @@
-"""Weight gradients of linear layers that are computed after a backward, not in it.
+"""Weight gradients of linear layers: when they are computed, and where they are written.
 
     dx = dy @ weight          in the backward: the layer before waits for it
     dweight = dy.T @ x        by whoever take()s it: nobody waits for it but the optimizer
@@ -9,6 +9,11 @@ and x are kept. What is computed, and its bits, are those of a backward in one p
 
 A layer asks for the queue when its forward runs, in the thread that calls it, and keeps it for its
 backward, which autograd may run in a thread of its own.
+
+[Note: places] In a backward in one piece the product is written where the gradient is kept, if
+somebody offers such memory: weight.fastpar_place, a function of the weight that returns it, or None
+where a gradient is there already. Autograd hands the gradient on as ever, hooks see it, and who
+offered the memory finds it there instead of copying it.
 """
 
 from __future__ import annotations
@@ -19,6 +24,9 @@ from collections.abc import Callable, Collection, Iterator
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+
+from fastpar.kernels.op import in_transform
 
 _here = threading.local()
 
@@ -64,3 +72,13 @@ def queue_for(weight: Tensor) -> WeightGradients | None:
     if queue is None or torch.is_autocast_enabled(weight.device.type):
         return None
     return queue if weight.requires_grad and weight in queue.params else None
+
+
+def place_for(weight: Tensor) -> Callable[[Tensor], Tensor | None] | None:
+    """What offers memory for this weight's gradient, in a forward that runs here; None: nobody."""
+    if torch.compiler.is_compiling() or not (weight.requires_grad and torch.is_grad_enabled()):
+        return None
+    place: Callable[[Tensor], Tensor | None] | None = getattr(weight, "fastpar_place", None)
+    if place is None or in_transform() or forward_ad._current_level >= 0:
+        return None
+    return None if torch.is_autocast_enabled(weight.device.type) else place

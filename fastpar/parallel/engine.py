@@ -51,6 +51,7 @@ class Engine:
         report: StepReport of the last step, None before it.
         tp_report: what is split along tp, and why; print it.
         tree_ms: the host's time in the fixed sums of the last step.
+        graph_task: autograd's number of the backward that runs, or stopped; -1: none.
     """
 
     paused = False  # its hooks do nothing; see replay.py
@@ -85,7 +86,7 @@ class Engine:
 
         self.phase = StepPhase.EMPTY
         self._before_backward = StepPhase.EMPTY  # the phase that a backward found
-        self._graph_task = -1  # autograd's number of the backward that runs, or stopped
+        self.graph_task = -1
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # that have stepped
         self._spent: weakref.WeakSet[Any] = weakref.WeakSet()  # those that need new gradients
         self._again = False  # one more steps with the same gradients
@@ -119,7 +120,7 @@ class Engine:
         if self.paused:
             return
         task = torch._C._current_graph_task_id()
-        if task != self._graph_task:
+        if task != self.graph_task:
             self.begin_backward(task, fired)
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
@@ -127,10 +128,10 @@ class Engine:
         """A backward begins: autograd's of this number, or one that is replayed."""
         refuse_nested_backward()
         self.reducer.check_rests(self.mesh.rank)
-        stopped = self._graph_task != -1  # an earlier backward, before it sent anything
+        stopped = self.graph_task != -1  # an earlier backward, before it sent anything
         self._forget_cleared(fired)
         self.reducer.reset()
-        self._graph_task = task
+        self.graph_task = task
         self._before_backward = self.phase
         self._enter(StepPhase.BACKWARD)
         self.log.timer.begin()
@@ -153,7 +154,7 @@ class Engine:
 
     def end_backward(self) -> None:
         """All gradients of a backward are there."""
-        self._graph_task = -1
+        self.graph_task = -1
         self._enter(StepPhase.LOCAL)
         if self.gathers is not None:
             self.gathers.end_backward()
@@ -184,7 +185,7 @@ class Engine:
 
     def _resume_if_stopped(self) -> None:
         """A backward that stopped has changed nothing: the phase before it holds."""
-        stopped = torch._C._current_graph_task_id() != self._graph_task
+        stopped = torch._C._current_graph_task_id() != self.graph_task
         if stopped and self.phase is StepPhase.BACKWARD:
             self.phase = self._before_backward
 

@@ -27,6 +27,7 @@ from fastpar.parallel.control import prove_together
 from fastpar.parallel.debug import Debug, InputCheck
 from fastpar.parallel.engine import Engine
 from fastpar.parallel.shards import Shards, guard_state_dicts
+from fastpar.parallel.split_backward import Places
 from fastpar.parallel.stages import STAGES, Settings, Stage
 from fastpar.parallel.units import find_units, unit_of_parameters
 from fastpar.patching.tp_plan import Plan, Planned, plan_for, use_tokens
@@ -165,6 +166,7 @@ def parallelize(
     shards = _make_shards(model, mesh, settings, groups, modules, fill, poison=debug.poison)
     engine = Engine(shards, modules, control, debug)
     engine.tp_report = report
+    Places.offer(engine)
     guard_optimizers(engine)
     if shards.shares:
         guard_state_dicts(model, shards)

@@ -6,12 +6,15 @@
                          backward of the engine
 
 So all of a micro-batch's gradients come to the engine at once, in the order of the micro-batches.
+
+In a backward in one piece such weights' gradients are computed where the buckets keep them: Places.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,6 +23,8 @@ from torch import Tensor, nn
 
 from fastpar.kernels.weight_gradients import WeightGradients
 from fastpar.parallel.engine import Engine
+from fastpar.parallel.stages import StepPhase
+from fastpar.parallel.units import Hook, NotCopied
 
 
 class SplitBackward:
@@ -114,3 +119,55 @@ class SplitBackward:
 
 def _made(grad: Tensor) -> Callable[[Tensor | None], Tensor]:
     return lambda _: grad
+
+
+class Places(NotCopied):
+    """Offers the memory of the buckets to layers' backward passes; see weight_gradients.py.
+
+    Where it is None, take() copies or adds: a second gradient of a weight, one of another dtype.
+    Not to who may keep what he is given: hooks of others, torch.autograd.grad.
+    """
+
+    def __init__(self, engine: Engine | None = None) -> None:
+        self._engine = None if engine is None else weakref.ref(engine)
+        self._task = -1
+        self._given: set[tuple[int, int]] = set()  # bucket and position, in this backward
+
+    @classmethod
+    def offer(cls, engine: Engine) -> None:
+        """To all weights whose gradients the buckets keep in their dtype."""
+        places = cls(engine)
+        for bucket in engine.buckets:
+            for p in bucket.params if bucket.grad_dtype == bucket.spec.dtype else ():
+                p.fastpar_place = places  # type: ignore[attr-defined]
+
+    def __call__(self, weight: Tensor) -> Tensor | None:
+        engine = None if self._engine is None else self._engine()
+        if engine is None or engine.paused or engine.phase is not StepPhase.BACKWARD:
+            return None
+        task = torch._C._current_graph_task_id()
+        if task != engine.graph_task:
+            return None
+        if task != self._task:
+            self._task = task
+            self._given.clear()
+        hooks = weight._backward_hooks or {}
+        bucket, position = engine.shards.places[weight]  # type: ignore[index]
+        if (bucket.spec.index, position) in self._given or bucket.is_sent or not _fires(weight):
+            return None
+        if not all(isinstance(hook, Hook) for hook in hooks.values()):
+            return None
+        place = bucket.room_for(position)
+        if place is None:
+            return None
+        self._given.add((bucket.spec.index, position))
+        return place.view_as(place)  # autograd keeps it as p.grad if nobody else has it
+
+
+def _fires(weight: Tensor) -> bool:
+    """Whether this backward gives weight a .grad."""
+    try:
+        accumulate = torch.autograd.graph.get_gradient_edge(weight).node
+        return torch._C._will_engine_execute_node(accumulate)
+    except RuntimeError:  # torch.autograd.grad of a leaf
+        return False
