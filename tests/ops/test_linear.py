@@ -160,3 +160,28 @@ def test_errors():
         linear(x, torch.ones(4, 5))
     with pytest.raises(ValueError, match=r"expected bias \[F\] .* got bias=\[3\] weight=\[4, 3\]"):
         linear(x, torch.ones(4, 3), torch.ones(3))
+
+
+def test_a_gradient_is_written_where_a_place_is_offered():
+    """See weight_gradients.py."""
+    x, weight, bias = make(5, 12, 7)
+    asked, place = [], torch.zeros_like(weight)
+
+    def offer(w):
+        asked.append(w)
+        return place.view_as(place)
+
+    weight.fastpar_place = offer
+    (got,) = torch.autograd.grad(linear(x, weight, bias).sum(), weight)
+    assert got.data_ptr() == place.data_ptr()
+    (expected,) = torch.autograd.grad(F.linear(x, weight, bias).sum(), weight)
+    assert torch.equal(place, expected)
+    assert len(asked) == 1
+    with torch.autocast("cpu"):
+        torch.autograd.grad(linear(x, weight, bias).sum(), weight)
+    (first,) = torch.autograd.grad(linear(x, weight, bias).square().sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), weight)
+    (plain,) = torch.autograd.grad(F.linear(x, weight, bias).square().sum(), x, create_graph=True)
+    assert torch.equal(second, torch.autograd.grad(plain.sum(), weight)[0])
+    assert torch.func.grad(lambda w: linear(x, w, bias).sum())(weight).shape == weight.shape
+    assert len(asked) == 2  # once in either backward that makes no graph
