@@ -55,7 +55,8 @@ class Rank:
     """One rank; public methods are the worker's commands."""
 
     def __init__(self, trial: Trial, rank: int) -> None:
-        self.trial, self.times = trial, []
+        self.trial = trial
+        self.times: list[Timed] = []  # of the last step
         mesh = Mesh(pp=trial.world_size, device="cpu")
         self.model = parallelize(GPT(CONFIG, seed=0), mesh, pp_schedule=trial.schedule)
         self.group = mesh.new_group("pp")
@@ -70,12 +71,12 @@ class Rank:
             end = perf_counter()
             self.times.append((op, begin, end, end - begin - meter.waited_s + waited))
 
-        PipelineStep.do = timed  # type: ignore[method-assign]  # of this process
+        PipelineStep.do = timed  # type: ignore[assignment, method-assign]  # of this process
 
     def step(self) -> list[Timed]:
         """The operations of one step."""
         torch.distributed.barrier(self.group)
-        self.times: list[Timed] = []
+        self.times = []
         idx = torch.zeros(self.trial.micro_batches, CONFIG.block_size, dtype=torch.int64)
         pipeline_step(self.model, idx, idx, micro_batches=self.trial.micro_batches)
         self.model.zero_grad()

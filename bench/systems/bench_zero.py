@@ -81,10 +81,11 @@ class Trial:
     threads: int = 1
     device: str = "cpu"
     settings: Settings = field(default_factory=Settings)
+    rows: int = WORLD_SIZE  # sequences of a step, over all ranks
 
     @property
     def tokens_per_step(self) -> int:
-        return WORLD_SIZE * self.config.block_size
+        return self.rows * self.config.block_size
 
 
 def trial_of(name: str, config: GPTConfig, folder: str) -> Trial:
@@ -93,13 +94,15 @@ def trial_of(name: str, config: GPTConfig, folder: str) -> Trial:
     return Trial(name, config, folder)
 
 
-def batch(config: GPTConfig, step: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
-    """This rank's sequences of the step's WORLD_SIZE ones."""
+def batch(
+    config: GPTConfig, step: int, rank: int, world_size: int, rows: int = WORLD_SIZE
+) -> tuple[Tensor, Tensor]:
+    """This rank's sequences of the step's `rows` ones."""
     generator = torch.Generator().manual_seed(step)
-    shape = (WORLD_SIZE, config.block_size + 1)
+    shape = (rows, config.block_size + 1)
     tokens = torch.randint(config.vocab_size, shape, generator=generator)
-    rows = WORLD_SIZE // world_size
-    tokens = tokens[rank * rows : (rank + 1) * rows]
+    mine = rows // world_size
+    tokens = tokens[rank * mine : (rank + 1) * mine]
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
@@ -140,7 +143,7 @@ class Reference:
         optimizer = adamw_of(model, self.trial.settings)
         losses = []
         for step in range(GATE_STEPS):
-            loss = model(*batch(self.trial.config, step, 0, 1))
+            loss = model(*batch(self.trial.config, step, 0, 1, self.trial.rows))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -170,7 +173,8 @@ class Rank:
         return build(trial.name.removesuffix(STOCK), lambda: model_of(trial), trial.settings)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        return batch(self.trial.config, step, self.rank, self.trial.world_size)
+        trial = self.trial
+        return batch(trial.config, step, self.rank, trial.world_size, trial.rows)
 
     def steps(self, first: int, count: int) -> dict[str, list]:
         """Steps first .. first + count - 1: ms and loss of each, and what the engine reports."""
@@ -237,6 +241,7 @@ class Entry:
     def __init__(self, trial: Trial, reference: dict[str, float], make: type[Rank] = Rank):
         self.trial = trial
         self.ms: list[float] = []
+        self.losses: list[float] = []  # of timed steps, as means over the ranks
         self.notes: dict[str, Any] = {}
         self.peak_bytes: int | None = None
         self.refused: str | None = None
@@ -261,6 +266,7 @@ class Entry:
             self.refuse(error)
             return
         self.ms += [max(step) for step in zip(*(a["ms"] for a in answers))]
+        self.losses += [statistics.fmean(step) for step in zip(*(a["losses"] for a in answers))]
         for report in (a["reports"][-1] for a in answers):
             for name, value in report.items():
                 self.notes.setdefault(name, []).append(value)
@@ -331,6 +337,9 @@ def run_group(
         for turn in range(rounds):
             for entry in (base, *entries):
                 entry.turn(GATE_STEPS + turn, 1)
+        for entry in entries:  # base did these steps in its first turns
+            pairs = zip(entry.losses, base.losses)
+            entry.notes["loss_difference"] = max((abs(a - b) / b for a, b in pairs), default=0.0)
     finally:
         for entry in entries:
             entry.close()

@@ -1,0 +1,228 @@
+"""Pipeline stages by torch, DeepSpeed and fastpar behind one door: build(name, ...).
+
+All train the same stock.py model, and fastpar its own too. One sequence is a micro-batch; layers
+are cut into equal numbers.
+
+torch: PipelineStage with Schedule1F1B and its fused AdamW. It has no tied tables: the first and the
+last stage have a copy each, whose gradients are added up after the schedule, by hand.
+DeepSpeed: PipelineModule with a TiedLayerSpec. fastpar: pipeline_step; the stock model says by
+pipeline_parts() where it may be cut, and computes with torch's own operations, so that what differs
+is the runtime. Its table's gradients of both stages are added up by the engine.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bench.peers import engines, stock
+from fastpar.comm.mesh import gather_objects
+from fastpar.compare.strategies import Contender, Settings, adamw_of, import_deepspeed
+from fastpar.config.config import GPTConfig
+from fastpar.kernels import backend
+from fastpar.models.gpt import GPT
+
+TORCH, DEEPSPEED = "torch Schedule1F1B", "DeepSpeed pipeline"
+STOCK, OWN = "fastpar PP, stock model", "fastpar PP"
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    """The mean cross-entropy."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class Stage(nn.Module):
+    """Some layers of a stock.GPT under its names, and what the first and the last stage add."""
+
+    def __init__(self, model: stock.GPT, layers: range) -> None:
+        super().__init__()
+        self.first, self.last = layers.start == 0, layers.stop == len(model.h)
+        self.h = nn.ModuleDict({str(layer): model.h[layer] for layer in layers})
+        if self.first or self.last:
+            self.wte = model.wte
+        if self.first:
+            self.wpe = model.wpe
+        if self.last:
+            self.ln_f = model.ln_f
+
+    def forward(self, x: Tensor) -> Tensor:
+        """idx [B, T] or the stream [B, T, C] -> the stream or logits."""
+        if self.first:
+            x = self.wte(x) + self.wpe(torch.arange(x.shape[1]))
+        for block in self.h.values():
+            x = block(x)
+        return F.linear(self.ln_f(x), self.wte.weight) if self.last else x
+
+
+class Declared(stock.GPT):
+    """A stock.GPT that tells fastpar where it may be cut."""
+
+    def pipeline_parts(self) -> list[tuple[str, ...]]:
+        return [("wte", "wpe"), *((f"h.{i}",) for i in range(len(self.h))), ("ln_f", "wte")]
+
+    def new_stream(self, idx: Tensor) -> Tensor:
+        return torch.empty(*idx.shape, self.config.n_embd)
+
+    def draw_keys(self, count: int, device: torch.device) -> None:
+        return None
+
+    def forward(
+        self,
+        idx: Tensor,
+        targets: Tensor | None = None,
+        *,
+        parts: range | None = None,
+        stream: Tensor | None = None,
+        **_: Any,
+    ) -> Tensor:
+        n_layer = len(self.h)
+        parts = range(n_layer + 2) if parts is None else parts
+        x = stream
+        if x is None:
+            x = self.wte(idx) + self.wpe(torch.arange(idx.shape[1]))
+        for layer in range(max(parts.start - 1, 0), min(parts.stop - 1, n_layer)):
+            x = self.h[layer](x)
+        if n_layer + 1 not in parts:
+            return x
+        assert targets is not None
+        return loss_of(F.linear(self.ln_f(x), self.wte.weight), targets)
+
+
+def model_of(config: GPTConfig, kind: type[stock.GPT] = stock.GPT) -> stock.GPT:
+    """The weights that fastpar.GPT has with seed 0."""
+    return kind(config).load_fastpar(GPT(config, seed=0).state_dict())
+
+
+class _Pipeline(Contender):
+    """Every rank is a stage and is given all rows."""
+
+    dp_rank, dp_size = 0, 1
+
+    def __init__(self, name: str, model: nn.Module, optimizer: Any, settings: Settings) -> None:
+        super().__init__(name, model, optimizer, settings)
+        self.dp_rank, self.dp_size = 0, 1
+
+    def own_weights(self) -> dict[str, Tensor]:
+        """Of this stage, by stock.py's names."""
+        return {name: p.detach() for name, p in self.model.named_parameters()}
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        for theirs in reversed(gather_objects(self.own_weights())):
+            yield from theirs.items()
+
+
+class _Torch(_Pipeline):
+    def __init__(self, name: str, config: GPTConfig, settings: Settings) -> None:
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B  # slow to import
+
+        rank, size = dist.get_rank(), dist.get_world_size()
+        ends = [config.n_layer * r // size for r in range(size + 1)]
+        model = Stage(model_of(config), range(ends[rank], ends[rank + 1]))
+        super().__init__(name, model, adamw_of(model, settings), settings)
+        self.ends, _ = dist.new_subgroups_by_enumeration(
+            [[0, size - 1], *([r] for r in range(1, size - 1))]
+        )
+        stage = PipelineStage(model, rank, size, torch.device(settings.device))
+        self.schedule = Schedule1F1B(stage, settings.grad_accum_steps, loss_fn=loss_of)
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        model: Any = self.model
+        losses: list[Tensor] = []
+        if model.first:
+            self.schedule.step(x)
+        elif model.last:
+            self.schedule.step(target=y, losses=losses)
+        else:
+            self.schedule.step()
+        if model.first or model.last:
+            dist.all_reduce(model.wte.weight.grad, group=self.ends)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        loss = (
+            torch.stack(losses).double().mean().detach()
+            if losses
+            else torch.zeros((), dtype=torch.float64)
+        )
+        dist.broadcast(loss, dist.get_world_size() - 1)
+        return loss
+
+
+class _Table(nn.Embedding):
+    def logits(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+class _Positions(nn.Embedding):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(torch.arange(x.shape[1]))
+
+
+class _DeepSpeed(_Pipeline):
+    def __init__(self, name: str, config: GPTConfig, settings: Settings) -> None:
+        deepspeed = import_deepspeed(settings.device)
+        if not deepspeed.comm.is_initialized():
+            deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
+        pipe = importlib.import_module("deepspeed.pipe")
+        table = config.vocab_size, config.n_embd
+        layers = [
+            pipe.TiedLayerSpec("table", _Table, *table),
+            pipe.LayerSpec(_Positions, config.block_size, config.n_embd),
+            *(pipe.LayerSpec(stock.Block, config) for _ in range(config.n_layer)),
+            pipe.LayerSpec(nn.LayerNorm, config.n_embd, eps=config.layer_norm_eps),
+            pipe.TiedLayerSpec("table", _Table, *table, forward_fn=_Table.logits),
+        ]
+        net = pipe.PipelineModule(
+            layers, num_stages=dist.get_world_size(), loss_fn=loss_of, partition_method="type:Block"
+        )
+        self.names = {"1": "wpe", str(config.n_layer + 2): "ln_f", "tied_modules.table": "wte"}
+        self.names |= {str(i + 2): f"h.{i}" for i in range(config.n_layer)}
+        start = model_of(config).state_dict()
+        with torch.no_grad():
+            for own, p in net.named_parameters():
+                p.copy_(start[self.stock_name(own)])
+        options = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": settings.grad_accum_steps,
+            "zero_allow_untested_optimizer": True,
+            "steps_per_print": 10**9,
+        }
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            engine, *_ = deepspeed.initialize(
+                model=net, optimizer=adamw_of(net, settings), config=options
+            )
+        super().__init__(name, engine, None, settings)
+
+    def stock_name(self, own: str) -> str:
+        """The name that stock.py has for a parameter."""
+        found = next(layer for layer in self.names if own.startswith(f"{layer}."))
+        return self.names[found] + own.removeprefix(found)
+
+    def own_weights(self) -> dict[str, Tensor]:
+        engine: Any = self.model
+        named = engine.module.named_parameters()
+        return {self.stock_name(name): p.detach() for name, p in named}
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        engine: Any = self.model
+        return engine.train_batch(iter(zip(x.split(1), y.split(1)))).detach()
+
+
+def build(name: str, config: GPTConfig, settings: Settings) -> Contender:
+    """The contender, on this rank; of other names as bench.peers.engines. Ranks: all."""
+    if name == TORCH:
+        return _Torch(name, config, settings)
+    if name == DEEPSPEED:
+        return _DeepSpeed(name, config, settings)
+    if name == STOCK:
+        backend.choice = "torch"  # its products too
+        return engines.build(OWN, lambda: model_of(config, Declared), settings)
+    own = name.startswith("fastpar")
+    return engines.build(name, lambda: GPT(config, seed=0) if own else model_of(config), settings)

@@ -1,0 +1,127 @@
+"""Pipeline stages on one host and behind a link: torch's and DeepSpeed's beside fastpar's.
+
+Two CPU ranks with one thread each train eight sequences a step: the mini preset, and 12 layers of
+384. Pipelines take a sequence as a micro-batch; one process, dp=2 and tp=2 compute all rows of a
+rank at once. bench/peers/pipeline.py says what is compared. torch's schedule stays for a whole
+case; others come a few at a time, and steps take turns. The gate is bench_zero.py's: weights and
+loss after two steps against one process in fp64; `loss_difference` is the largest of all timed
+steps from torch's, of the loss.
+
+Then GPT-2 124M's shape in two network namespaces (bench/systems/links.py) that 1 Gbit/s join:
+pp=2, dp=2 and tp=2, all over gloo. Without such namespaces these rows are missing.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from bench.harness import Bench
+from bench.peers import pipeline
+from bench.peers.engines import SINGLE, Contender
+from bench.peers.pipeline import DEEPSPEED, OWN, STOCK, TORCH
+from bench.systems import bench_zero
+from bench.systems.bench_zero import GATE_STEPS, Entry, Reference, Trial, run_group
+from bench.systems.links import Link, NoLinkError, Ranks
+from bench.systems.worker import Worker
+from fastpar.compare.strategies import Settings
+from fastpar.config.config import GPTConfig
+from fastpar.doctor.clocks import Timing
+
+LOSS_BOUND = 1e-5
+TIME_LIMIT_S = {"cpu": 900, "cuda": 10}
+ROWS, MBIT = 8, 1000
+MINI = GPTConfig.preset("mini", vocab_size=4096)
+CONFIGS = {"mini": MINI, "12 layers of 384": replace(MINI, n_layer=12, n_head=6, n_embd=384)}
+GPT2 = GPTConfig(12, 12, 768, 256, 50304, dropout=0.0)
+QUICK = GPTConfig(2, 2, 32, 32, 256, dropout=0.0)
+GROUPS = ((STOCK, DEEPSPEED), (OWN, "fastpar ZeRO-0"), ("fastpar TP", SINGLE))
+LINKED = (OWN, "fastpar ZeRO-0", "fastpar TP")
+
+
+def trial_of(name: str, config: GPTConfig, folder: str, transport: str = "auto") -> Trial:
+    """One that trains ROWS sequences a step."""
+    own = {"transport": transport} if name.startswith("fastpar") else {}
+    piped = name in (TORCH, DEEPSPEED)
+    settings = Settings(grad_accum_steps=ROWS if piped else 1, fastpar=own)
+    ranks = 1 if name == SINGLE else 2
+    return Trial(name, config, folder, ranks, 2 // ranks, settings=settings, rows=ROWS)
+
+
+class Rank(bench_zero.Rank):
+    """One rank; public methods are the worker's commands."""
+
+    def build(self) -> Contender:
+        return pipeline.build(self.trial.name, self.trial.config, self.trial.settings)
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        made = self.contender
+        return bench_zero.batch(self.trial.config, step, made.dp_rank, made.dp_size, ROWS)
+
+
+class LinkedRank(Rank):
+    """A rank in a network namespace."""
+
+    def __init__(self, trial: Trial) -> None:
+        super().__init__(trial, int(os.environ["RANK"]))
+
+
+def behind_link(bench: Bench, config: GPTConfig, n_steps: int) -> None:
+    """Steps of each of LINKED, one after another: memory does not hold all.
+
+    A row is refused whose losses are not those of the first to a rounding.
+    """
+    size = "quick" if bench.quick else "GPT-2 124M"
+    case = f"{size} T={config.block_size} B={ROWS}, 2 ranks, {MBIT} Mbit/s"
+    expected: list[float] = []
+    base_ms = 0.0
+    with Link(MBIT) as link:
+        for name in LINKED:
+            trial = trial_of(name, config, "", transport="torch")
+            with Ranks(link, f"{__name__}:LinkedRank", trial, timeout_s=400) as ranks:
+                row = bench.row(case, "step", name, torch.float32)
+                row.threads = trial.threads
+                row.peak_bytes = max(ranks.call("peak_bytes"))
+                before = link.sent_bytes()
+                answers = ranks.call("steps", GATE_STEPS, n_steps, timeout_s=400)
+                sent = max(now - then for then, now in zip(before, link.sent_bytes()))
+            ms = [max(step) for step in zip(*(a["ms"] for a in answers))]
+            losses = [statistics.fmean(step) for step in zip(*(a["losses"] for a in answers))]
+            expected, base_ms = expected or losses, base_ms or statistics.median(ms)
+            apart = max(abs(a - b) / b for a, b in zip(losses, expected))
+            if apart > LOSS_BOUND:
+                row.refused = f"losses differ from those of {LINKED[0]} by {apart:.1e}"
+            row.median_ms, row.p20_ms, row.p80_ms, row.runs = Timing.of(ms)
+            row.tokens_per_s = 1e3 * trial.tokens_per_step / row.median_ms
+            row.baseline, row.speedup = LINKED[0], base_ms / row.median_ms
+            row.notes = {"ranks": 2, "sent_mb": sent / n_steps / 1e6, "loss_difference": apart}
+            bench.add(row)
+
+
+def run(bench: Bench) -> None:
+    """Case after case; a group's rows are kept as soon as it is done."""
+    configs, rounds = ({"quick": QUICK}, 2) if bench.quick else (CONFIGS, 5)
+    with tempfile.TemporaryDirectory() as folder:
+        for size, config in configs.items():
+            title = f"{size} T={config.block_size} B={ROWS}, 2 ranks"
+            if bench.only not in title:
+                continue
+            with Worker(trial_of(SINGLE, config, folder), make=Reference) as worker:
+                (reference,) = worker.call("write")
+            base = Entry(trial_of(TORCH, config, folder), reference, Rank)
+            try:
+                for group in GROUPS:
+                    trials = [trial_of(name, config, folder) for name in group]
+                    run_group(bench, title, base, trials, reference, rounds, Rank)
+            finally:
+                base.close()
+    if bench.only in f"{MBIT} Mbit/s":
+        try:
+            behind_link(bench, QUICK if bench.quick else GPT2, 1 if bench.quick else 3)
+        except NoLinkError as error:
+            print(f"no rows behind a link: {error}")
