@@ -191,6 +191,7 @@ class _DeepSpeed(_Pipeline):
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": settings.grad_accum_steps,
             "zero_allow_untested_optimizer": True,
+            "gradient_clipping": 0.0,  # its default is 1.0
             "steps_per_print": 10**9,
         }
         with warnings.catch_warnings():

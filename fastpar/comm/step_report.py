@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.handles import Handle, started
-from fastpar.comm.watchdog import activity
+from fastpar.comm.watchdog import in_place
 
 _HASH = (1 << 61) - 1
 _KEPT = 8  # steps on a GPU whose events may still be ahead of the host
@@ -179,10 +179,9 @@ class CollectiveLog:
     @contextlib.contextmanager
     def naming(self, action: str, bucket: int) -> Iterator[None]:
         """Errors inside, and the watchdog, say what this rank was doing to which bucket."""
-        here = activity()
-        outer, here.place = here.place, (action, bucket)
         try:
-            yield
+            with in_place(f"{action} bucket", bucket):
+                yield
         except RuntimeError as error:
             if str(error).startswith("Engine:"):
                 raise
@@ -191,5 +190,3 @@ class CollectiveLog:
                 f"while {action} bucket {bucket} of step {self.n_reductions} ({error}); "
                 "another rank stopped or skipped a collective: its own message says why"
             ) from error
-        finally:
-            here.place = outer

@@ -50,7 +50,7 @@ class Activity:
 
     Attributes:
         step: of the training, None as long as it has none.
-        place: (action, bucket) of the engine around what it waits for, or None.
+        place: (words, number) of what it waits for, or None: a bucket, a micro-batch.
         op: the collective that it waits for, or None; waits: how often it has waited.
     """
 
@@ -97,6 +97,17 @@ def on_stream(stream: Any, op: str, start: Any, end: Any) -> None:
     if _streams is not None:
         entry = (activity().place, op, start, end)
         _streams.setdefault(stream, deque(maxlen=_RECENT)).append(entry)
+
+
+@contextlib.contextmanager
+def in_place(what: str, number: int) -> Iterator[None]:
+    """Around what waits for a bucket or a micro-batch."""
+    here = activity()
+    outer, here.place = here.place, (what, number)
+    try:
+        yield
+    finally:
+        here.place = outer
 
 
 @contextlib.contextmanager
@@ -406,11 +417,11 @@ def _progress(beat: dict[str, Any]) -> tuple[int, int]:
 
 
 def _where(beat: dict[str, Any]) -> str:
-    """Step, bucket and collective in words."""
+    """Step, bucket or micro-batch, and collective in words."""
     step, place, op = beat["step"], beat["place"], beat["op"]
     words = "no step yet" if step is None else f"step {step}"
     if place is not None:
-        words += f", {place[0]} bucket {place[1]}"
+        words += f", {place[0]} {place[1]}"
     return words + (f" ({op})" if op is not None else ", outside of collectives")
 
 

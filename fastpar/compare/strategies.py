@@ -237,7 +237,8 @@ class _Pipeline(_Fastpar):
         )
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        mine = dict(super().weights())
+        # A view would be sent with all of its buffer.
+        mine = {name: w.clone() for name, w in super().weights()}
         for theirs in gather_objects(mine, self.engine.mesh.group("pp")):
             yield from theirs.items()
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpar.comm.handles import Handle, started
+from fastpar.comm.watchdog import in_place
 from fastpar.parallel.engine import Engine, engine_of
 from fastpar.parallel.split_backward import SplitBackward
 from fastpar.pipeline.schedules import RULES, Kind, Op, Schedule, make_schedule
@@ -276,7 +277,9 @@ class PipelineStep:
         if op not in self.posted:
             return None
         x, handle = self.posted.pop(op)
-        handle.wait()
+        what = "activations" if op.kind is Kind.FORWARD else "the gradient"
+        with in_place(f"receiving {what} for stage {stage} of micro-batch", op.micro):
+            handle.wait()
         return x
 
     def _post(self, op: Op | None) -> None:

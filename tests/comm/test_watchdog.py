@@ -101,7 +101,7 @@ def computes(step):
 
 def test_who_waits_for_nobody_is_named_with_its_stack(ranks):
     three = ranks(3)
-    three.start(0, waits(7, place=("waiting for", 2)))
+    three.start(0, waits(7, place=("waiting for bucket", 2)))
     three.start(1, computes(6))
     three.start(2, waits(7, "all_gather"))
     began = time.monotonic()
@@ -140,7 +140,7 @@ def test_nobody_is_named_as_long_as_nobody_waits_too_long(ranks):
 
 def test_a_heartbeat_that_stands_still(ranks):
     two = ranks(2)
-    two.start(1, waits(4, "reduce_scatter", ("waiting for", 3)))
+    two.start(1, waits(4, "reduce_scatter", ("waiting for bucket", 3)))
     time.sleep(0.3)
     dog = two.dogs[1]
     dog._store = None  # it beats no more
@@ -248,14 +248,14 @@ def test_a_device_that_is_in_a_collective():
     assert watchdog._streams is None
     dog = Watchdog(0, 2, timeout_s=100.0, store=dist.HashStore())
     with dog:
-        activity().place = ("waiting for", 4)
+        activity().place = ("waiting for bucket", 4)
         on_stream("stream", "all_reduce", *past[2:])
         assert dog._now() is None
         on_stream("stream", "all_gather", *now[2:])
         activity().place = None
         on_stream("stream", "all_reduce", *later[2:])
         key, place, op = dog._now()
-        assert (place, op) == (("waiting for", 4), "all_gather")
+        assert (place, op) == (("waiting for bucket", 4), "all_gather")
         assert dog._now()[0] == key
 
 

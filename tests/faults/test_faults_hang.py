@@ -37,6 +37,8 @@ SLOW = [
     (3, 0, GLOO),
     (3, 2, SHM),
     (4, 3, (*GLOO, "--tp=2", "--zero=3")),
+    (2, 0, (*SHM, "--pp=2", "--schedule=zb-v", "--n-layer=2")),
+    (4, 3, (*GLOO, "--pp=2", "--zero=3")),
 ]
 
 
@@ -44,6 +46,7 @@ SLOW = [
     ("nproc", "victim", "options"),
     [
         (2, 1, (*SHM, "--zero=3")),
+        (2, 1, (*GLOO, "--pp=2")),
         *(pytest.param(*cell, marks=pytest.mark.slow) for cell in SLOW),
     ],
 )
@@ -71,7 +74,8 @@ def test_all_others_name_a_stopped_rank_in_time(here, start, nproc, victim, opti
         found = re.search(
             rf"timeout=4s, got rank={victim} without a sign of life for \d.\d s \(stopped, dead or "
             rf"cut off\), last seen in step (\d+)\b.*; rank {rank} has waited \d.\d s: step (\d+)"
-            r"(, [\w' ]+ bucket \d+)? \((all_gather|all_reduce|reduce_scatter)\); this rank ends, "
+            r"(, [\w' ]+ (?:bucket|micro-batch) \d+)? \((all_gather|all_reduce|reduce_scatter|recv)"
+            r"\); this rank ends, "
             rf"and the run can go on .*\n  last stack of rank {victim}, innermost last:\n",
             said,
         )
