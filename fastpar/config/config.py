@@ -107,7 +107,7 @@ class TrainConfig(TrainFlags):
     def __post_init__(self) -> None:
         values = self.settings()
         check_at_least("train", values, _AT_LEAST)
-        for name in ("lr", "bucket_mb"):
+        for name in ("lr", "muon_lr", "bucket_mb"):
             if values[name] is not None and not 0.0 < values[name] < math.inf:
                 raise ValueError(
                     f"train: expected {name} > 0, got {name}={values[name]}; set {option(name)}"
@@ -138,8 +138,8 @@ class TrainConfig(TrainFlags):
         if pp > 1 and (self.optim.optimizer == "adafactor" or self.system.compile):
             setting = "compile=True" if self.system.compile else "optimizer=adafactor"
             raise ValueError(
-                f"train: expected adamw and no compile with pp > 1, got {setting} with pp={pp}; "
-                "leave one of them out"
+                f"train: expected adamw or muon and no compile with pp > 1, got {setting} with "
+                f"pp={pp}; leave one of them out"
             )
         if self.optim.moment_dtype == "int8" and tp > 1:
             raise ValueError(
@@ -246,11 +246,12 @@ def check_storage(optim: OptimSettings, dtype: str) -> None:
         dtype: fp32, bf16, fp16, or auto where it is not known yet.
     """
     rounding, masters = optim.stochastic_rounding, optim.master_weights
-    if optim.optimizer == "adafactor" and (rounding or optim.moment_dtype != "fp32"):
+    if optim.optimizer != "adamw" and (rounding or optim.moment_dtype != "fp32"):
         name = "stochastic_rounding" if rounding else "moment_dtype"
         raise ValueError(
-            f"train: expected {name}={False if rounding else 'fp32'} with optimizer=adafactor, got "
-            f"{name}={getattr(optim, name)}; use --optimizer adamw, or leave {option(name)} out"
+            f"train: expected {name}={False if rounding else 'fp32'} with optimizer="
+            f"{optim.optimizer}, got {name}={getattr(optim, name)}; use --optimizer adamw, or "
+            f"leave {option(name)} out"
         )
     if rounding and masters != "auto":
         raise ValueError(

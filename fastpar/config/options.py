@@ -64,29 +64,31 @@ class DataSettings(TextSettings):
     """Text and batches."""
 
     micro_batch_size: int | None = None
-    """Sequences a rank computes at once; unset: as many as fit 16384 tokens."""
+    """Sequences computed at once; unset: up to 16384 tokens."""
     grad_accum_steps: int | None = None
-    """Micro-batches a rank and step; unset: batch-size / (nproc / tp / pp * micro-batch-size)."""
+    """Micro-batches a rank and step; unset: as many as needed."""
 
 
 @dataclass(frozen=True)
 class OptimSettings:
     """The optimizer and its schedule: linear warm-up, then a cosine from lr to min-lr."""
 
-    optimizer: Literal["adamw", "adafactor"] = "adamw"
-    """adafactor: no first moments, and of the second only means of rows and columns."""
+    optimizer: Literal["adamw", "adafactor", "muon"] = "adamw"
+    """adafactor: no first moments; muon: for the blocks' matrices, adamw for all else."""
     master_weights: Literal["auto", "full", "remainder"] = "auto"
     """What 16-bit weights keep beside them: fp32 copies, or (bf16) just the 16 bits they lack."""
     moment_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
-    """Format of adamw's moments; bf16 and int8 are rounded stochastically."""
+    """Of adamw's moments; bf16 and int8 are rounded at random."""
     stochastic_rounding: bool = False
     """Train bf16 weights without more bits, by adamw, rounding up or down at random."""
     lr: float = 2.5e-3
-    """Peak learning rate; of adafactor relative to each matrix: 0.02 to 0.05."""
+    """Peak learning rate; of adafactor relative, near 0.03."""
+    muon_lr: float = 0.02
+    """Peak learning rate of muon's matrices."""
     min_lr: float | None = None
     """Learning rate of the last step; unset: lr / 10."""
     warmup_steps: int | None = None
-    """Steps of warm-up; unset: a tenth of max-steps, 1000 at most."""
+    """Steps of warm-up; unset: max-steps / 10, at most 1000."""
     weight_decay: float = 0.1
     """Decay of matrices; biases and norms have none."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -108,7 +110,7 @@ class RunSettings:
     name: str | None = None
     """Name of the run; unset: size and text."""
     resume: bool = False
-    """Go on with the run in --out, with its own settings where none are given."""
+    """Go on with the run in --out; flags change its settings."""
     auto_resume: bool = False
     """Go on with the run in --out if there is one, else start it; so is a start by a restart."""
     seed: int = 1
@@ -122,7 +124,7 @@ class RunSettings:
     keep_last: int = 2
     """Checkpoints that are kept; 0: all."""
     keep_every: int = 0
-    """Checkpoints of every so many steps are kept for good, beside keep-last; 0: none."""
+    """Steps between checkpoints that stay for good; 0: none."""
 
 
 @dataclass(frozen=True)
@@ -152,20 +154,20 @@ class ParallelSettings:
     tp: int = 1
     """Neighbouring ranks that split each layer."""
     pp: int = 1
-    """Ranks that each have some of the layers; micro-batches go through them one behind another."""
+    """Ranks that each have some of the layers, as a pipeline."""
     schedule: Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"] = "1f1b"
-    """Order of a pipeline's work: 1f1b holds pp micro-batches at once, gpipe all of them; the
-    others wait less: interleaved by more messages, zb-h1 and zb-v by a backward in two halves."""
+    """Order of a pipeline's work: 1f1b holds pp micro-batches at once, gpipe all; others wait
+    less: interleaved by more messages, zb-h1 and zb-v by a backward in two halves."""
     chunks: int | None = None
     """Stages on each rank with schedule interleaved; unset: 2."""
     pp_split: str = "auto"
     """Layers of each stage of a pipeline, such as 8,4; auto: by cost, the output layer counted."""
     sequence_parallel: bool = True
-    """They share out the tokens, too, where layers are not split."""
+    """They share out tokens, too, where layers are not split."""
     zero_stage: Annotated[Literal[0, 1, 2, 3], for_tyro(lambda c: c.arg(aliases=["--zero"]))] = 0
     """Ranks share 0: nothing, 1: the optimizer's state, 2: and gradients, 3: and weights."""
     shard_size: int | None = None
-    """Ranks that share one copy, if there are to be several copies; unset: all."""
+    """Ranks that share one of several copies; unset: all."""
     accumulate: Literal["auto", "shard", "full"] = "auto"
     """Reduce each micro-batch's gradients, or their full sum once; auto: full at 0 and 1."""
     grad_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
@@ -177,7 +179,7 @@ class ParallelSettings:
     transport: Literal["auto", "shm", "torch"] = "auto"
     """auto: shared memory between CPU ranks of one host, else gloo or NCCL."""
     bucket_mb: float | None = None
-    """Gradients of one collective, in MB; unset: chosen by the number of ranks."""
+    """MB of gradients a collective; unset: by number of ranks."""
 
 
 @dataclass(frozen=True)
@@ -195,11 +197,11 @@ class FaultSettings:
     max_rollbacks: int = 3
     """Times to go back before giving up."""
     check_replicas_every: int = 0
-    """Steps between two comparisons of what ranks should have alike, bit by bit; 0: never."""
+    """Steps between bitwise comparisons of ranks; 0: never."""
     timeout: str = "30m"
-    """A rank that another waits for longer than this is reported: 300s, 30m, 1h."""
+    """Report a rank that another waits longer for: 300s, 1h."""
     max_restarts: int = 0
-    """Times that --nproc ranks are started again from the last checkpoint after one died."""
+    """Times to start --nproc ranks again after one died."""
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,11 @@ class GPTBuckets:
         """Shapes of the parameters with two dimensions."""
         return tuple(shape for shape in self.shapes if len(shape) == 2)
 
+    @property
+    def hidden(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the blocks' matrices, which muon_groups() finds."""
+        return self.matrices[(self.first or self.last) + self.first :]
+
     @functools.cached_property
     def arrival(self) -> tuple[int, ...]:
         """The bucket of each parameter, in the order in which backward makes the gradients."""

@@ -102,6 +102,8 @@ def predict_states(workload: Workload, setup: Setup, parts: RankParts | None = N
         state += 2 * 4 / _MOMENT_BLOCK * elements
     if setup.optimizer == "adafactor":  # means of rows and columns
         state += 4 * sum(map(sum, buckets.matrices)) * elements / buckets.elements
+    if setup.optimizer == "muon":  # one momentum, not two moments
+        state -= 4 * sum(map(math.prod, buckets.hidden)) / (n if stage else 1)
     return Memory(
         parameters=round(setup.weight_bytes * (shard if stage == 3 else whole)),
         gradients=round(setup.grad_bytes * (shard if stage >= 2 else whole)),

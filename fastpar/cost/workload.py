@@ -129,8 +129,11 @@ class Setup:
 
     @property
     def state_bytes(self) -> float:
-        """Bytes of optimizer state for an element: moments and what 16-bit weights lack."""
-        moments = 2 * BYTES[self.moment_dtype] if self.optimizer == "adamw" else 0
+        """Bytes of optimizer state for an element: moments and what 16-bit weights lack.
+
+        Of muon's matrices 4 less: see predict_states().
+        """
+        moments = 2 * BYTES[self.moment_dtype] if self.optimizer != "adafactor" else 0
         return moments + {"none": 0, "full": 4, "remainder": 2}[self.master_weights]
 
     @classmethod

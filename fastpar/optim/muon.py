@@ -374,7 +374,9 @@ def muon_groups(model: nn.Module) -> list[dict[str, Any]]:
         outputs, inputs = _whole_shape(weight)[:: -1 if transposed else 1]
         kinds[weight] = (3 if outputs == 3 * inputs else 1), transposed
     trained = [p for p in names if p.requires_grad]
-    if not any(p in kinds for p in trained):
+    engine = engine_of_parameter(trained[0]) if trained else None
+    in_stage = engine is not None and engine.shards.stages is not None  # it may have no layer
+    if not in_stage and not any(p in kinds for p in trained):
         raise ValueError(
             f"muon_groups: expected linear layers in a list of blocks, got {type(model).__name__} "
             "without; make groups yourself, with adamw=True for what is no hidden matrix"

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastpar.config.config import TrainConfig
 from fastpar.config.options import OptimSettings
 from fastpar.optim.adafactor import Adafactor
 from fastpar.optim.adamw import AdamW
+from fastpar.optim.muon import Muon, muon_groups
 from fastpar.sharding.layout import parameter_names
 
 _MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
@@ -36,8 +38,21 @@ def make_optimizer(
         seed: of stochastic rounding.
     """
     masters = _masters(settings, dtype)
-    groups = param_groups(model, settings.weight_decay)
     limit = settings.max_grad_norm or math.inf  # infinity measures
+    if settings.optimizer == "muon":
+        return Muon(
+            muon_groups(model),
+            lr=settings.muon_lr,
+            weight_decay=settings.weight_decay,
+            adamw={
+                "lr": settings.lr,
+                "betas": settings.betas,
+                "weight_decay": settings.weight_decay,
+            },
+            master_weights=masters,
+            max_grad_norm=limit,
+        )
+    groups = param_groups(model, settings.weight_decay)
     if settings.optimizer == "adafactor":
         # As in the paper: max(mean, eps) instead would act on gradients as small as a clipped
         # model's are.
@@ -68,12 +83,24 @@ def describe_storage(settings: OptimSettings, dtype: torch.dtype) -> str:
     if settings.stochastic_rounding:
         masters = "none, rounded stochastically"
     moments = "rows and columns" if settings.optimizer == "adafactor" else settings.moment_dtype
+    moments += ", of matrices one" if settings.optimizer == "muon" else ""
     return f"{settings.optimizer}, master weights {masters}, moments {moments}"
 
 
 def _masters(settings: OptimSettings, dtype: torch.dtype) -> bool | str:
     masters = dtype != torch.float32 and not settings.stochastic_rounding
     return "remainder" if masters and settings.master_weights == "remainder" else masters
+
+
+def set_lr(optimizer: torch.optim.Optimizer, step: int, config: TrainConfig) -> float:
+    """Gives every group its learning rate of a step; returns that of --lr."""
+    peak, run = config.optim.lr, {"warmup_steps": config.warmup_steps}
+    run["max_steps"] = config.run.max_steps
+    lr = cosine_lr(step, lr=peak, min_lr=config.min_lr, **run)
+    for group in optimizer.param_groups:
+        is_muon = not group.get("adamw", True)
+        group["lr"] = config.optim.muon_lr * (lr / peak) if is_muon else lr
+    return lr
 
 
 def cosine_lr(step: int, *, lr: float, min_lr: float, warmup_steps: int, max_steps: int) -> float:

@@ -58,7 +58,7 @@ from fastpar.kernels import keep_freed_memory, make_key
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import load_hf
 from fastpar.optim.loss_scale import DynamicLossScale
-from fastpar.optim.schedule import cosine_lr
+from fastpar.optim.schedule import set_lr
 from fastpar.parallel.control import broadcast_text, prove_together
 from fastpar.parallel.engine import engine_of
 from fastpar.parallel.pipeline import pipeline_step
@@ -324,15 +324,7 @@ class Trainer:
                 whole.append((x, y, key))
         if whole:
             loss += self._through_stages(whole, scale)
-        lr = cosine_lr(
-            self.step,
-            lr=config.optim.lr,
-            min_lr=config.min_lr,
-            warmup_steps=config.warmup_steps,
-            max_steps=config.run.max_steps,
-        )
-        for group in optimizer.param_groups:
-            group["lr"] = lr
+        lr = set_lr(optimizer, self.step, config)
         if scale is not None or skips:
             optimizer.grad_scale = scale or 1.0  # see guards.py: an update that is left out
         requests = to_device(torch.tensor(self._requests(), dtype=torch.float64), mesh.device)

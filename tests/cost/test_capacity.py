@@ -21,6 +21,7 @@ from fastpar.testing import run_ranks
 
 GPT2 = PRESETS["gpt2"]
 N = count_parameters(GPT2)
+HIDDEN = 12 * GPT2.n_layer * GPT2.n_embd**2  # in matrices of blocks
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -56,6 +57,8 @@ def test_parameters_are_counted_without_a_model(shape):
         (1, "bf16", {"master_weights": "remainder", "moment_dtype": "bf16"}, (2, 4, 6)),
         (1, "bf16", {"stochastic_rounding": True, "moment_dtype": "int8"}, (2, 4, 2)),
         (1, "fp16", {"optimizer": "adafactor"}, (2, 4, 4)),
+        (1, "fp32", {"optimizer": "muon"}, (4, 4, 8 - 4 * HIDDEN / N)),
+        (8, "bf16", {"optimizer": "muon", "zero": 1}, (2, 4, 1.5 - HIDDEN / N / 2)),
     ],
 )
 def test_bytes_of_a_rank(ranks, dtype, changes, expected):

@@ -6,10 +6,17 @@ import pytest
 import torch
 from torch import nn
 
+from fastpar.config.config import TrainConfig
 from fastpar.config.options import OptimSettings
 from fastpar.optim.adafactor import Adafactor
 from fastpar.optim.adamw import AdamW
-from fastpar.optim.schedule import cosine_lr, describe_storage, make_optimizer, param_groups
+from fastpar.optim.schedule import (
+    cosine_lr,
+    describe_storage,
+    make_optimizer,
+    param_groups,
+    set_lr,
+)
 
 
 def test_param_groups_decay_matrices_only_and_tied_ones_once():
@@ -61,10 +68,28 @@ def test_settings_choose_what_the_optimizer_keeps(dtype, settings, entries):
         assert optimizer.param_groups[0]["add_eps"]
 
 
+def test_muon_and_its_learning_rates():
+    config = TrainConfig().replace(
+        {"optimizer": "muon", "muon_lr": 0.5, "lr": 0.25, "weight_decay": 0.125, "max_steps": 20}
+    )
+    model = nn.ModuleDict({"wte": nn.Embedding(5, 3), "h": nn.ModuleList([nn.Linear(3, 3)])})
+    optimizer = make_optimizer(model, config.optim, dtype=torch.bfloat16, seed=7)
+    assert optimizer.max_grad_norm == 1.0
+    assert optimizer.master_weights
+    groups = {(g["adamw"], g["weight_decay"]): g for g in optimizer.param_groups}
+    assert set(groups) == {(True, 0.125), (True, 0.0), (False, 0.125)}
+    assert groups[True, 0.0]["betas"] == (0.9, 0.95)
+    for step, part in ((0, 0.5), (2, 1.0), (20, 0.1)):
+        assert set_lr(optimizer, step, config) == 0.25 * part
+        rates = {(g["adamw"], g["lr"]) for g in optimizer.param_groups}
+        assert rates == {(True, 0.25 * part), (False, 0.5 * part)}
+
+
 def test_no_limit_still_measures_the_norm():
-    for name in ("adamw", "adafactor"):
+    for name in ("adamw", "adafactor", "muon"):
         settings = OptimSettings(optimizer=name, max_grad_norm=0)
-        optimizer = make_optimizer(nn.Linear(2, 2), settings, dtype=torch.float32, seed=0)
+        model = nn.Sequential(nn.Linear(2, 2))
+        optimizer = make_optimizer(model, settings, dtype=torch.float32, seed=0)
         assert optimizer.max_grad_norm == math.inf
 
 
@@ -84,6 +109,7 @@ def test_no_limit_still_measures_the_norm():
             "adamw, master weights none, rounded stochastically, moments bf16",
         ),
         (torch.float32, {"optimizer": "adafactor"}, "adafactor, master weights none, moments row"),
+        (torch.float32, {"optimizer": "muon"}, "muon, master weights none, moments fp32, of mat"),
     ],
 )
 def test_storage_in_words(dtype, settings, words):

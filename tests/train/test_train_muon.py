@@ -1,0 +1,69 @@
+"""The trainer with Muon: the bits of one process at every layout, resume across layouts."""
+
+import pytest
+from train_runs import TINY, bits, curve, forget_after
+
+from fastpar.comm.mesh import Mesh
+from fastpar.config.config import TrainConfig
+from fastpar.testing import run_ranks
+from fastpar.train.trainer import Trainer
+
+RUN = {**TINY, "n_layer": 3, "micro_batch_size": 2, "max_steps": 4, "eval_every": 4}
+RUN |= {"save_every": 2, "deterministic": True, "optimizer": "muon"}
+
+
+def rank(changes):
+    """One rank of a run; its exit status."""
+    config = TrainConfig().replace({**RUN, **changes})
+    parallel = config.parallel
+    return Trainer(config, Mesh(tp=parallel.tp, pp=parallel.pp, device="cpu")).run()
+
+
+def run(out, ranks, **changes):
+    """All ranks, as threads."""
+    assert run_ranks(rank, ranks, {"out": out, **changes}) == [0] * ranks
+
+
+def losses(out):
+    return [row["loss"] for row in curve(out) if "loss" in row]
+
+
+def test_the_bits_of_one_process(here):
+    """Also where a stage of a pipeline has no layer, so nothing that Muon steps."""
+    run("alone", 1)
+    for i, (ranks, changes) in enumerate(
+        [
+            (2, {}),
+            (2, {"zero_stage": 3}),
+            (4, {"zero_stage": 2, "shard_size": 2}),
+            (2, {"pp": 2, "pp_split": "0,3", "zero_stage": 1}),
+        ]
+    ):
+        run(f"r{i}", ranks, **changes)
+        assert bits(f"r{i}", 4) == bits("alone", 4), changes
+        assert losses(f"r{i}") == losses("alone"), changes
+    run("tp", 2, tp=2, zero_stage=1)  # forward sums in another order there
+    assert losses("tp") == pytest.approx(losses("alone"), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [
+        ((2, {"zero_stage": 3}), (1, {})),
+        ((2, {"pp": 2}), (2, {"zero_stage": 2})),
+        pytest.param((1, {}), (2, {"pp": 2, "zero_stage": 1}), marks=pytest.mark.slow),
+    ],
+)
+def test_resumes_at_another_layout(here, saved, resumed):
+    run("whole", 1)
+    run("cut", saved[0], **saved[1])
+    forget_after("cut", 2)
+    run("cut", resumed[0], **{"pp": 1, "zero_stage": 0, **resumed[1], "resume": True})
+    assert bits("cut", 4) == bits("whole", 4)
+
+
+def test_another_optimizers_checkpoint_is_refused(here):
+    run("cut", 1, optimizer="adamw")
+    forget_after("cut", 2)
+    with pytest.raises(ValueError, match="momentum_buffer"):
+        rank({"out": "cut", "resume": True})
