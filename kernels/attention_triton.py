@@ -289,9 +289,9 @@ def descriptor(x: Tensor, block: int, block_d: int) -> TensorDescriptor:
 
 def tma_reads(x: Tensor) -> bool:
     """Whether a descriptor can hold x [B, T, H, D]: 16-byte steps and address, no broadcast."""
-    size = x.element_size()
-    steps = all(s * size % 16 == 0 and s > 0 for s in x.stride()[:3])
-    return steps and x.data_ptr() % 16 == 0 and x.numel() > 0
+    b, t, h, _ = x.stride()
+    apart = min(b, t, h) > 0 and (b | t | h) * x.element_size() % 16 == 0  # a size is a power of 2
+    return apart and x.data_ptr() % 16 == 0 and x.numel() > 0
 
 
 def mask_source(key: Tensor | None, bits: Tensor | None, device: torch.device) -> Tensor | None:
@@ -325,12 +325,12 @@ def attention_fwd(
     varlen, fp32 = cu_seqlens is not None, q.dtype == torch.float32
     block_d = max(16, next_power_of_2(D))
     config = get_config(arch, "fwd", block_d, variant_for(threshold > 0, fp32, bits))
-    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    o = torch.empty_like(q, memory_format=torch.contiguous_format)
     if varlen:
         q, k, v = q[None], k[None], v[None]
     B, T, H, _ = q.shape
     Tk, group = k.shape[1], H // k.shape[2]
-    lse = torch.empty((H, T) if varlen else (B, H, T), dtype=torch.float32, device=q.device)
+    lse = q.new_empty(*((H, T) if varlen else (B, H, T)), dtype=torch.float32)
     n = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     tiles = T // config.block_q + n if varlen else cdiv(T, config.block_q) * n
     drawn = threshold > 0 and bits is None

@@ -232,8 +232,8 @@ def use_triton(op: str, x: Tensor) -> bool:
         RuntimeError: x is a CUDA tensor and Triton is not installed; FASTPAR_BACKEND=triton and x
             is of another dtype or device, or on the CPU without Triton's interpreter.
     """
-    cuda = x.device.type == "cuda"
-    if choice in ("torch", "cpp") or not (cuda or choice == "triton"):
+    cuda = x.is_cuda
+    if choice != "triton" and not (cuda and choice == "auto"):
         return False
     able = x.dtype in DTYPE_CODES
     if choice == "triton":

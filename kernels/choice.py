@@ -77,8 +77,13 @@ _trying: dict[str, str] = {}  # op -> OWN | STOCK while it is tried; also of aut
 
 def case_of(op: str, x: Tensor) -> Case:
     """The class of a call with tensors like x."""
+    return Case(*_key_of(op, x))
+
+
+def _key_of(op: str, x: Tensor) -> tuple[str, str, torch.dtype, int]:
+    """What a Case is made of, and equal to: made in every call."""
     op = _PARTS.get(op, op)
-    return Case(x.device.type, op, x.dtype, 0 if op in _FLAT or not x.dim() else int(x.shape[-1]))
+    return x.device.type, op, x.dtype, 0 if op in _FLAT or not x.dim() else int(x.shape[-1])
 
 
 @contextmanager
@@ -112,9 +117,9 @@ def may_run(op: str, x: Tensor) -> bool:
         return _trying.get(_PARTS.get(op, op), OWN) != STOCK
     if not proofs and not x.is_cuda:
         return True
-    case = case_of(op, x)
-    proof = proofs.get(case)
+    proof = proofs.get(_key_of(op, x))  # type: ignore[call-overload]
     if proof is None:
+        case = case_of(op, x)
         if not x.is_cuda or not is_real(x):
             return True
         if torch.cuda.is_current_stream_capturing():
@@ -153,15 +158,15 @@ def refuse_wrong(op: str, x: Tensor, variable: str) -> None:
     """
     if _trying or not (proofs or x.is_cuda):
         return
-    case = case_of(op, x)
-    if case not in proofs and x.is_cuda and is_real(x):
+    proof = proofs.get(_key_of(op, x))  # type: ignore[call-overload]
+    if proof is None and x.is_cuda and is_real(x):
+        case = case_of(op, x)
         known = importlib.import_module(PROVER).known_proof(case)
-        proofs[case] = Proof(OWN) if known is None else known  # forced: not tried
-    proof = proofs.get(case)
+        proof = proofs[case] = Proof(OWN) if known is None else known  # forced: not tried
     if proof is not None and proof.wrong:
         raise RuntimeError(
             f"{op}: expected a kernel that passed its proof under {variable}, got one that failed "
-            f"for {case}: {proof.wrong}; unset {variable}, or run `fastpar doctor "
+            f"for {case_of(op, x)}: {proof.wrong}; unset {variable}, or run `fastpar doctor "
             "--again` after an update of the driver, torch or Triton"
         )
 

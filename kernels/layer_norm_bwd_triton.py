@@ -337,9 +337,9 @@ def layer_norm_bwd(
     """(dtotal, dx, dweight, dbias, dx_bias); see fastpar.kernels.layer_norm."""
     shape, C = x.shape, x.shape[-1]
     n = x.numel() // C
-    dsum = torch.empty(shape, dtype=x.dtype, device=x.device)
+    dsum = torch.empty_like(x, memory_format=torch.contiguous_format)
     writes_dx = key is not None or x_dtype != x.dtype
-    dx = torch.empty(shape if writes_dx else 0, dtype=x_dtype, device=x.device)
+    dx = torch.empty_like(dsum if writes_dx else dsum.new_empty(0), dtype=x_dtype)
     dweight = x.new_empty(C, dtype=weight.dtype)
     dbias = x.new_empty(0 if bias_dtype is None else C, dtype=bias_dtype or torch.float32)
     dx_bias = x.new_empty(0 if x_bias_dtype is None else C, dtype=x_bias_dtype or torch.float32)
@@ -383,7 +383,7 @@ def layer_norm_bwd(
             SIDE=wide.side,
             num_warps=wide.num_warps,
         )
-    partials = x.new_empty((len(sums), programs, C), dtype=torch.float32)
+    partials = x.new_empty(len(sums), programs, C, dtype=torch.float32)
     launch(
         _layer_norm_bwd_kernel,
         (programs, blocks),

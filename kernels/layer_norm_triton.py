@@ -273,7 +273,7 @@ def layer_norm_fwd(
     shape, C = x.shape, x.shape[-1]
     n = x.numel() // C
     dtype = x.dtype if residual is None else residual.dtype
-    y = torch.empty(shape, dtype=dtype, device=x.device)
+    y = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     total = x.new_empty(0, dtype=dtype) if residual is None else torch.empty_like(y)
     mean = x.new_empty(0 if rms else n, dtype=torch.float32)
     rstd = x.new_empty(n, dtype=torch.float32)

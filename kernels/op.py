@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn import Parameter
 
 from fastpar.kernels.backend import FLOATS
 
@@ -58,15 +59,14 @@ class Op:
             return self._with_care(args)
         needs_grad = False
         for a in args:
-            if isinstance(a, Tensor):
-                if (
-                    type(a) not in _PLAIN
-                    or not (a.is_cpu or a.is_cuda)
-                    or not _has_storage(a)
-                    or a.is_neg()
-                ):
+            kind = type(a)
+            if kind is Tensor or kind is Parameter:
+                if not (a.is_cuda or a.is_cpu) or not _has_storage(a) or a.is_neg():
                     return self._with_care(args)
-                needs_grad = needs_grad or a.requires_grad
+                if a.requires_grad:
+                    needs_grad = True
+            elif kind not in _NUMBERS and isinstance(a, Tensor):
+                return self._with_care(args)
         if needs_grad and self.apply is not None and torch.is_grad_enabled():
             return self.apply(*args)
         return (self.overload if torch.autograd._profiler_enabled() else self.run)(*args)
@@ -132,7 +132,8 @@ class Op:
         raise RuntimeError(_one_backward(_stem(self.name), "a derivative of its gradient"))
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+_PLAIN = (Tensor, Parameter)
+_NUMBERS = frozenset((type(None), bool, int, float))
 _has_storage = torch._C._has_storage  # not of a sparse tensor, nor of torch's wrappers
 
 
@@ -252,7 +253,9 @@ def define_autograd(
         return type(op.name, (torch.autograd.Function,), methods)
 
     _library.impl(op.name, function(through_dispatcher).apply, "Autograd")
-    op.apply = function(eager).apply
+    # Without what Function.apply looks for first: transforms, and the wrappers that they leave,
+    # which __call__ has found already.
+    op.apply = super(torch.autograd.Function, function(eager)).apply
     op.setup_context, op.backward = setup_of_transform, backward_of_transform
 
 

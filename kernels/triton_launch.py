@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import operator
 import threading
 from collections.abc import Callable, Iterator
@@ -184,10 +185,13 @@ def _getter(places: list[int]) -> Any:
     return lambda args: tuple(args[i] for i in places)
 
 
+_numbers = itertools.count()
+
+
 @functools.cache
 def _places(types: tuple[type, ...]) -> tuple[Any, ...]:
-    """Getters of the tensors, descriptors and other values that a key is made of; a number with a
-    fraction is none, as nothing is specialized by it."""
+    """A number for these types, and getters of the tensors, descriptors and other values that a key
+    is made of; a number with a fraction is none, as nothing is specialized by it."""
     kinds: list[list[int]] = [[], [], []]
     for i, kind in enumerate(types):
         if issubclass(kind, Tensor):
@@ -196,18 +200,19 @@ def _places(types: tuple[type, ...]) -> tuple[Any, ...]:
             kinds[1].append(i)
         elif kind is not float:
             kinds[2].append(i)
-    return tuple(map(_getter, kinds))
+    return next(_numbers), *map(_getter, kinds)
 
 
 def _key_of(kernel: Any, device: int, args: tuple, kwargs: dict[str, Any]) -> _Key:
     """See [Note: launches again]."""
-    types = tuple(map(type, args))
-    tensors, descriptors, values = _places(types)
+    number, tensors, descriptors, values = _places(tuple(map(type, args)))
+    given = tensors(args) if tensors else ()
     return (
         kernel.fn,  # the kernel's own hash is one of its source
         device,
-        types,
-        tensors and tuple([(t.dtype, t.data_ptr() % 16 == 0) for t in tensors(args)]),
+        number,
+        tuple([t.dtype for t in given]),
+        tuple([t.data_ptr() % 16 == 0 for t in given]),
         descriptors and tuple([(d.base.dtype, *d.block_shape) for d in descriptors(args)]),
         values and values(args),
         tuple(kwargs),
@@ -239,13 +244,16 @@ def _keep(kernel: Any, key: _Key, compiled: Any, args: tuple, kwargs: dict[str, 
         _known[key] = compiled, run, function, compiled.packed_metadata, constants
 
 
-def _launch_here(kernel: Any, grid: tuple[int, ...], args: tuple, kwargs: dict[str, Any]) -> None:
-    """A launch on the current device."""
+def _launch_here(
+    kernel: Any, grid: tuple[int, ...], args: tuple, kwargs: dict[str, Any], device: int | None
+) -> None:
+    """A launch on the current device, a GPU of this index."""
     if type(kernel) is not JITFunction or _is_watched(kernel):  # interpreted: no JITFunction
         kernel[grid](*args, **kwargs)
         return
     active = driver.active
-    device = active.get_current_device()
+    if device is None:
+        device = active.get_current_device()
     key = _key_of(kernel, device, args, kwargs)
     known = _known.get(key)
     if known is None:
@@ -275,9 +283,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> Non
     device = _device(args)
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            _launch_here(kernel, grid, args, kwargs)
+            _launch_here(kernel, grid, args, kwargs, device.index)
     else:
-        _launch_here(kernel, grid, args, kwargs)
+        _launch_here(kernel, grid, args, kwargs, device.index)
 
 
 def cdiv(a: int, b: int) -> int:

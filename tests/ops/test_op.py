@@ -317,3 +317,13 @@ def test_the_kernels_of_a_gpu_get_plain_tensors_too(triton_device):
         y = case.op(x, *case.tensors[1:])
         (got,) = torch.autograd.grad(y, x, torch.stack([dy, dy]), is_grads_batched=True)
         same(name, got, [expected[1], expected[1]])
+
+
+def test_a_tensor_that_a_transform_has_left_behind():
+    """torch.func's wrapper outlives the call that made it; Function.apply would unwrap it."""
+    left, weight = [], torch.ones(8, requires_grad=True)
+    torch.func.grad(lambda x: left.append(x) or x.sum())(torch.arange(16.0).view(2, 8))
+    y = kernels.layer_norm(left[0], weight)
+    assert torch.equal(y, kernels.layer_norm(torch.arange(16.0).view(2, 8), weight))
+    y.square().sum().backward()
+    assert weight.grad.abs().sum() > 0
