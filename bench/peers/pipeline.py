@@ -1,7 +1,7 @@
 """Pipeline stages by torch, DeepSpeed and fastpar behind one door: build(name, ...).
 
-All train the same stock.py model, and fastpar its own too. One sequence is a micro-batch; layers
-are cut into equal numbers.
+All train the same stock.py model, and fastpar its own too. One sequence is a micro-batch. torch and
+fastpar cut the layers alike, by the flops of their parts, DeepSpeed by its default, parameters.
 
 torch: PipelineStage with Schedule1F1B and its fused AdamW. It has no tied tables: the first and the
 last stage have a copy each, whose gradients are added up after the schedule, by hand.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from fastpar.compare.strategies import Contender, Settings, adamw_of, import_dee
 from fastpar.config.config import GPTConfig
 from fastpar.kernels import backend
 from fastpar.models.gpt import GPT
+from fastpar.pipeline.split import cut
 
 TORCH, DEEPSPEED = "torch Schedule1F1B", "DeepSpeed pipeline"
 STOCK, OWN = "fastpar PP, stock model", "fastpar PP"
@@ -66,6 +68,9 @@ class Declared(stock.GPT):
 
     def pipeline_parts(self) -> list[tuple[str, ...]]:
         return [("wte", "wpe"), *((f"h.{i}",) for i in range(len(self.h))), ("ln_f", "wte")]
+
+    def pipeline_costs(self) -> list[float]:
+        return self.config.part_flops()
 
     def new_stream(self, idx: Tensor) -> Tensor:
         return torch.empty(*idx.shape, self.config.n_embd)
@@ -123,7 +128,7 @@ class _Torch(_Pipeline):
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B  # slow to import
 
         rank, size = dist.get_rank(), dist.get_world_size()
-        ends = [config.n_layer * r // size for r in range(size + 1)]
+        ends = [0, *accumulate(cut(config.part_flops(), size))]
         model = Stage(model_of(config), range(ends[rank], ends[rank + 1]))
         super().__init__(name, model, adamw_of(model, settings), settings)
         self.ends, _ = dist.new_subgroups_by_enumeration(
@@ -178,9 +183,7 @@ class _DeepSpeed(_Pipeline):
             pipe.LayerSpec(nn.LayerNorm, config.n_embd, eps=config.layer_norm_eps),
             pipe.TiedLayerSpec("table", _Table, *table, forward_fn=_Table.logits),
         ]
-        net = pipe.PipelineModule(
-            layers, num_stages=dist.get_world_size(), loss_fn=loss_of, partition_method="type:Block"
-        )
+        net = pipe.PipelineModule(layers, num_stages=dist.get_world_size(), loss_fn=loss_of)
         self.names = {"1": "wpe", str(config.n_layer + 2): "ln_f", "tied_modules.table": "wte"}
         self.names |= {str(i + 2): f"h.{i}" for i in range(config.n_layer)}
         start = model_of(config).state_dict()

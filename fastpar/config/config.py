@@ -73,6 +73,12 @@ class GPTConfig:
         """Whether tp can split the layers: heads are padded, the MLP's features are not."""
         return tp <= self.n_head and 4 * self.n_embd % tp == 0
 
+    def part_flops(self) -> list[float]:
+        """Of a token's forward, by part that a pipeline may cut apart: embedding, layers, head."""
+        c = self.n_embd
+        layer = 24.0 * c * c + 4.0 * self.block_size * c
+        return [0.0, *[layer] * self.n_layer, 2.0 * self.vocab_size * c]
+
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> GPTConfig:
         """The named entry of PRESETS, with single fields replaced by `overrides`."""

@@ -120,16 +120,12 @@ def bucket_mb_of(setup: Setup) -> float:
 def stages_of(parallel: ParallelSettings, shape: GPTConfig) -> list[int] | None:
     """Layers of each stage of a pipeline; None without one.
 
-    By flops of a token's forward: 24 C^2 + 4 T C of a layer, 2 V C of the output layer.
+    By flops of a token's forward.
     """
     given = pp_split(parallel)
     if parallel.pp == 1 or given is not None:
         return None if parallel.pp == 1 else given
-    c = shape.n_embd
-    layer, head = 24 * c * c + 4 * shape.block_size * c, 2 * shape.vocab_size * c
-    return cut(
-        [0.0, *[float(layer)] * shape.n_layer, float(head)], parallel.pp * pp_chunks(parallel)
-    )
+    return cut(shape.part_flops(), parallel.pp * pp_chunks(parallel))
 
 
 class RankParts(NamedTuple):

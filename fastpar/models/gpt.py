@@ -317,6 +317,10 @@ class GPT(nn.Module):
         layers = [(f"h.{layer}",) for layer in range(len(self.h))]
         return [("wte", "wpe"), *layers, ("ln_f", "wte")]
 
+    def pipeline_costs(self) -> list[float]:
+        """Of each part, in flops: what stages are balanced by."""
+        return self.config.part_flops()
+
     def new_stream(self, idx: Tensor) -> Tensor:
         """Memory for the residual stream of idx[B, T] between two parts."""
         batch, time = idx.shape[0], idx.shape[1] + self._padding(idx)

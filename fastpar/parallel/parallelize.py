@@ -121,8 +121,9 @@ def parallelize(
             model or its plan can. engine_of(model).tp_report says what was chosen.
         tp_overlap: chunks in which their tokens are gathered and scattered beside products, or
             "symmetric": through symmetric memory; None: one (see fastpar/comm/overlap.py).
-        pp_split: layers on each pipeline stage; None: equal numbers, the last stage, which has the
-            head, the fewest. Training steps are those of fastpar.pipeline_step.
+        pp_split: layers on each pipeline stage; None: so that the slowest stage has as little to do
+            as possible, by the model's pipeline_costs(), or equal numbers. Training steps are those
+            of fastpar.pipeline_step.
         pp_schedule, pp_chunks: the schedule whose placement the stages have: "interleaved" gives
             each rank pp_chunks of them (2), "zb-v" two in the shape of a V, any other one.
     Returns:

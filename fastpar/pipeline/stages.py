@@ -33,6 +33,7 @@ from fastpar.comm.collectives import Collectives
 from fastpar.comm.handles import started
 from fastpar.comm.mesh import Mesh, ranks_along
 from fastpar.pipeline.schedules import Schedule, make_schedule
+from fastpar.pipeline.split import cut
 from fastpar.sharding.layout import parameter_names
 
 
@@ -114,7 +115,8 @@ def cut_stages(
     """Leave in the model what this rank's stages run; None with pp=1. Ranks: all.
 
     Args:
-        split: layers on each stage; None: see equal_split().
+        split: layers on each stage; None: by the costs of the parts, see equal_split() for a model
+            without pipeline_costs().
         name, chunks: of the schedule that places the stages.
     Raises:
         ValueError: a model that does not declare its parts; a split that is not one of its layers;
@@ -137,6 +139,9 @@ def cut_stages(
     schedule = make_schedule(name, n_ranks, 1, chunks, caller="parallelize")
     names, n_stages = declared(), schedule.stages
     n_layers = len(names) - 2
+    costs = getattr(model, "pipeline_costs", None)
+    if split is None and costs is not None and n_stages <= len(names):
+        split = cut(costs(), n_stages)
     counts = equal_split(n_layers, n_stages) if split is None else list(split)
     if len(counts) != n_stages or min(counts) < 0 or sum(counts) != n_layers:
         raise ValueError(

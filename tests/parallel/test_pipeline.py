@@ -310,6 +310,18 @@ def test_ranks_are_connected_before_the_first_step(schedule, monkeypatch):
         assert before == after
 
 
+def test_stages_are_cut_by_what_their_parts_cost():
+    def rank(vocab_size, **options):
+        model = GPT(GPTConfig(**{**vars(CONFIG), "n_layer": 4, "vocab_size": vocab_size}))
+        parallelize(model, Mesh(pp=2, device="cpu"), **options)
+        return engine_of(model).shards.stages.parts[0]
+
+    assert run_ranks(rank, 2, 97) == [range(0, 3), range(3, 6)]
+    assert run_ranks(rank, 2, 600) == [range(0, 4), range(4, 6)]
+    assert run_ranks(rank, 2, 2000) == [range(0, 5), range(5, 6)]
+    assert run_ranks(lambda: rank(2000, pp_split=[1, 3]), 2) == [range(0, 2), range(2, 6)]
+
+
 def test_a_cut_that_cannot_be_is_refused():
     def build(model, **options):
         with pytest.raises(ValueError, match=r"parallelize: expected") as caught:
