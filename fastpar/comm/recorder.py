@@ -36,6 +36,7 @@ from fastpar.comm.watchdog import on_this_gpu
 
 _NAMESPACES = ("c10d", "_c10d_functional")  # of torch's collectives
 COMPUTE, REDUCE, GATHER, TP, WAIT = "compute", "reduce", "gather", "tp", "wait"
+PP = "pp"  # messages between the stages of a pipeline
 CONTROL = "control"  # exchanges of a few numbers
 HOST = "host"  # of a GPU: what the CPU is at while it enqueues
 LOOK_S = 0.001

@@ -187,7 +187,7 @@ class PipelineStep:
             for p in self._summed_each_time():
                 hooks.callback(p.register_hook(self._joined).remove)
             for op, following in zip(ops, [*ops[1:], None]):
-                received = self._received(op)
+                received = self.receive(op)
                 self._post(following)
                 self.do(op, received, final=op in final)
         for handle in self.sent:
@@ -268,7 +268,8 @@ class PipelineStep:
 
     # Messages
 
-    def _received(self, op: Op) -> Tensor | None:
+    def receive(self, op: Op) -> Tensor | None:
+        """What an operation works on, once it is there; None: what this rank has anyway."""
         stage = self.schedule.stage_of(self.rank, op.chunk)
         found = self.here.pop((op.kind is Kind.FORWARD, stage, op.micro), None)
         if found is not None and op.kind is not Kind.WEIGHT_GRADIENT:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from fastpar.comm.recorder import COMPUTE, CONTROL, GATHER, HOST, REDUCE, TP
+from fastpar.comm.recorder import COMPUTE, CONTROL, GATHER, HOST, PP, REDUCE, TP
 from fastpar.kernels.backend import WITH_CPP
 from fastpar.profile.trace import COMMUNICATION, INPUT, OPTIMIZER
 from fastpar.profile.verdict import Measured, percent
@@ -149,9 +149,22 @@ def _reduce_waits(m: Measured, why: str) -> Iterator[str]:
         )
 
 
+def _stage_waits(m: Measured, why: str) -> Iterator[str]:
+    setup = m.setup
+    why += " other stages of the pipeline"
+    if setup.grad_accum_steps < 4 * setup.pp and setup.micro_batch_size > 1:
+        half = setup.micro_batch_size // 2
+        yield f"{why}: --micro-batch-size {half} gives them more, smaller micro-batches."
+    elif setup.schedule not in ("zb-v", "interleaved"):
+        yield f"{why}: --schedule zb-v has two stages a rank and waits less."
+    else:
+        yield f"{why}: a larger --batch-size has more micro-batches; --pp-split moves layers."
+
+
 _WAITS: dict[str, Callable[[Measured, str], Iterator[str]]] = {
     CONTROL: _control_waits,
     TP: _tp_waits,
+    PP: _stage_waits,
     GATHER: _gather_waits,
     REDUCE: _reduce_waits,
 }

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from fastpar.comm.mesh import gather_objects
-from fastpar.comm.recorder import COMPUTE, GATHER, HOST, REDUCE, TP, Span
+from fastpar.comm.mesh import gather_objects, ranks_along
+from fastpar.comm.recorder import COMPUTE, GATHER, HOST, PP, REDUCE, TP, WAIT, Span, busy_ms, window
 from fastpar.config.config import TrainConfig
 from fastpar.config.settings import check_at_least
 from fastpar.profile.step_profile import WARM_UP, measure, title_of
 from fastpar.profile.timeline_picture import draw
-from fastpar.profile.verdict import Measured
+from fastpar.profile.verdict import Measured, percent
 from fastpar.train.launch import is_rank, launch
 from fastpar.train.run_lock import RUNS
 from fastpar.train.trainer import Trainer, train
@@ -118,15 +118,49 @@ def _run(trainer: Trainer, options: ProfileOptions) -> int:
         print("\n".join(["", *report.lines()]))
         on_gpu = mesh.device.type == "cuda"
         step = _median_step(steps)
-        shown = [own[step] for own in everyone[: 1 if on_gpu else _SHOWN_RANKS]]
-        lines = [title_of(trainer), _caption(report.measured, len(everyone))]
-        panels = {f"rank {rank}": spans for rank, spans in enumerate(shown)}
+        lines, found = [title_of(trainer), _caption(report.measured, len(everyone))], {}
+        panels = {name: everyone[r][step] for name, r in _lanes(trainer, len(everyone)).items()}
+        piped = trainer.engine.shards.stages is not None
+        if piped:
+            waits = [waited_for_stages(spans) for spans in panels.values()]
+            found = {"bubble": sum(waits) / len(waits), "bubble_of_ranks": waits}
+            lines.append(_bubble_line(waits))
+            print(f"\n{lines[-1]}")
+        shown = dict(list(panels.items())[: 1 if on_gpu and not piped else _SHOWN_RANKS])
         if options.picture:
-            draw(panels, lines, out / "timeline.png", _rows(shown))
-        (out / "profile.json").write_text(json.dumps(report.as_json(), indent=1) + "\n")
+            draw(shown, lines, out / "timeline.png", _rows(list(shown.values())))
+        (out / "profile.json").write_text(json.dumps(report.as_json() | found, indent=1) + "\n")
         print(f"\n{out}: {', '.join(sorted(p.name for p in out.iterdir()))}", flush=True)
     mesh.close()
     return 0
+
+
+def _lanes(trainer: Trainer, n_ranks: int) -> dict[str, int]:
+    """What is drawn: title -> rank. Of pipelines the first one, by stages."""
+    stages = trainer.engine.shards.stages
+    if stages is None:
+        return {f"rank {rank}": rank for rank in range(n_ranks)}
+    found, schedule = {}, stages.schedule
+    for place, rank in enumerate(ranks_along(trainer.mesh.sizes, ["pp"])[0]):
+        own = [str(schedule.stage_of(place, chunk)) for chunk in range(schedule.chunks)]
+        found[f"rank {rank}, stage{'s' * (len(own) > 1)} {', '.join(own)}"] = rank
+    return found
+
+
+def waited_for_stages(spans: Sequence[Span]) -> float:
+    """The part of a step in which a stage of a pipeline waited for a message of another."""
+    end = max((s.end_ms for s in spans if s.row in (HOST, COMPUTE)), default=0.0)
+    waits = [s for s in spans if s.row == WAIT]
+    ms = busy_ms([s for s in waits if s.name == PP], [WAIT])
+    of_gpu = (s for s in waits if s.name == "nccl")  # of any collective: which one, its bar says
+    ms += sum(busy_ms(window(spans, s.begin_ms, s.end_ms), [PP]) for s in of_gpu)
+    return ms / end if end else 0.0
+
+
+def _bubble_line(waits: Sequence[float]) -> str:
+    each = ", ".join(percent(wait) for wait in waits)
+    mean = percent(sum(waits) / len(waits))
+    return f"Bubble: stages wait for messages of others {mean} of the step (by rank: {each})."
 
 
 def _median_step(steps: Sequence[Sequence[Span]]) -> int:
@@ -143,4 +177,4 @@ def _caption(measured: Measured, ranks: int) -> str:
 def _rows(panels: Sequence[Sequence[Span]]) -> list[str]:
     """Lanes for which there is something to show."""
     found = {span.row for spans in panels for span in spans}
-    return [row for row in (HOST, COMPUTE, REDUCE, GATHER, TP) if row in found]
+    return [row for row in (HOST, COMPUTE, REDUCE, GATHER, TP, PP) if row in found]

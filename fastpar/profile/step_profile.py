@@ -7,7 +7,8 @@ the step and the trace the rest.
 
 [Note: phases from outside] A step is cut where the trainer fetches a batch, calls its model, has
 its loss, and calls its optimizer; the trainer knows nothing of it. Backward ends where the next of
-these begins.
+these begins. The stage of a pipeline is cut where it turns to its next operation: what it waits for
+then is a part of that.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from fastpar.comm.recorder import (
     CONTROL,
     GATHER,
     HOST,
+    PP,
     REDUCE,
     TP,
     WAIT,
@@ -49,6 +51,8 @@ from fastpar.cost.workload import Setup, Workload
 from fastpar.doctor.clocks import synchronize
 from fastpar.kernels import backend
 from fastpar.measure.ceilings import measure_ceilings
+from fastpar.parallel.pipeline import PipelineStep
+from fastpar.pipeline.schedules import Kind, Op
 from fastpar.profile.report import Report
 from fastpar.profile.trace import (
     BACKWARD,
@@ -125,6 +129,11 @@ def marked(trainer: Trainer, marks: Marks) -> Iterator[None]:
         marks.phase(OPTIMIZER)
         return update(*args, **options)
 
+    def marked_receive(step: PipelineStep, op: Op) -> Any:
+        marks.phase(FORWARD if op.kind is Kind.FORWARD else BACKWARD)
+        return receive(step, op)
+
+    receive, PipelineStep.receive = PipelineStep.receive, marked_receive  # type: ignore[assignment, method-assign]
     trainer.forward, trainer.optimizer.step = marked_forward, marked_update  # type: ignore[method-assign]
     trainer_module.sample_batch = marked_fetch
     try:
@@ -132,6 +141,7 @@ def marked(trainer: Trainer, marks: Marks) -> Iterator[None]:
     finally:
         trainer.forward, trainer.optimizer.step = forward, update  # type: ignore[method-assign]
         trainer_module.sample_batch = fetch
+        PipelineStep.receive = receive  # type: ignore[method-assign]
 
 
 def measure(
@@ -165,7 +175,8 @@ def measure(
     workload = Workload(replace(trainer.model.config, block_size=trainer.block_size), rows)
     setup = _setup(trainer)
     work = ops_of(workload, setup)
-    needed = work_of(work)
+    # What one stage of a pipeline has to do is not known here: that of a mean rank is.
+    needed = work_of(work) if trainer.engine.shards.stages is None else {}
     phases = [
         p._replace(flops=needed[p.name][0], bytes=needed[p.name][1]) if p.name in needed else p
         for p in phases
@@ -191,6 +202,9 @@ def _watch(trainer: Trainer, marks: Marks) -> None:
         (groups.reduce, groups.copies, engine.control_group), REDUCE
     )
     rows |= {groups.gather: GATHER, tp: TP}
+    stages = engine.shards.stages
+    if stages is not None:
+        rows |= dict.fromkeys((*stages.links.values(), stages.pair), PP)
     for group, row in rows.items():
         if group is not None:
             marks.watch(group, row)
@@ -289,7 +303,7 @@ def _setup(trainer: Trainer) -> Setup:
 
 def _situation(trainer: Trainer, spans: Sequence[Span], steps: int, trace: TraceTimes) -> Situation:
     config, mesh, engine = trainer.config, trainer.mesh, trainer.engine
-    waited = dict.fromkeys((REDUCE, GATHER, TP, CONTROL), 0.0)
+    waited = dict.fromkeys((REDUCE, GATHER, TP, PP, CONTROL), 0.0)
     on_gpu = mesh.device.type == "cuda"
     if on_gpu:
         moving_ms = busy_ms(trace.spans, [REDUCE, GATHER])
@@ -298,7 +312,8 @@ def _situation(trainer: Trainer, spans: Sequence[Span], steps: int, trace: Trace
         moving_ms = busy_ms(spans, [REDUCE, GATHER, TP]) / steps
         for span in spans:
             if span.row == WAIT:
-                kind = CONTROL if 0 < span.size_bytes < CONTROL_BYTES else span.name
+                small = span.name != PP and 0 < span.size_bytes < CONTROL_BYTES
+                kind = CONTROL if small else span.name
                 waited[kind] += (span.end_ms - span.begin_ms) / steps
     sizes = [b.spec.numel * b.grad_dtype.itemsize / 1e6 for b in engine.buckets]
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fastpar.comm.recorder import COMPUTE, GATHER, HOST, REDUCE, TP, WAIT, Span, busy_ms
+from fastpar.comm.recorder import COMPUTE, GATHER, HOST, PP, REDUCE, TP, WAIT, Span, busy_ms
 from fastpar.files.packages import import_package
 
 COLOURS = {  # Okabe and Ito
@@ -18,6 +18,7 @@ COLOURS = {  # Okabe and Ito
     REDUCE: "#E69F00",
     GATHER: "#CC79A7",
     TP: "#000000",
+    PP: "#999999",
     WAIT: "#D55E00",
 }
 LINE_LENGTH = 170  # that fits below the picture
@@ -79,7 +80,7 @@ def draw(
         axes.spines[["top", "right"]].set_visible(False)
     all_axes[-1].set_xlabel("ms since the step began", fontsize=8)
     all_axes[-1].set_xlim(left=0)
-    names = {WAIT: "waits for communication", TP: "tp exchange"}
+    names = {WAIT: "waits for communication", TP: "tp exchange", PP: "message of a stage"}
     drawn = {s.name if s.row in (HOST, COMPUTE) else s.row for p in panels.values() for s in p}
     keys = [make_patch(color=c, label=names.get(n, n)) for n, c in COLOURS.items() if n in drawn]
     if drawn & {REDUCE, GATHER, TP}:

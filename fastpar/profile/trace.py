@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from fastpar.comm.recorder import COMPUTE, GATHER, HOST, REDUCE, WAIT, Span, window
+from fastpar.comm.recorder import COMPUTE, GATHER, HOST, PP, REDUCE, WAIT, Span, window
 
 INPUT, FORWARD, BACKWARD, OPTIMIZER = PHASES = ("input", "forward", "backward", "optimizer")
 MEMORY, COMMUNICATION = "memory", "communication"
@@ -196,7 +196,8 @@ def _on_gpu(found: list[dict[str, Any]], ranges: Sequence[_Range], steps: int) -
             begin, end = event["ts"], event["ts"] + event["dur"]
             intervals.append((kind, begin, end))
             if kind == COMMUNICATION:
-                row = GATHER if "gather" in event["name"].lower() else REDUCE
+                kernel = event["name"].lower()
+                row = GATHER if "gather" in kernel else PP if "sendrecv" in kernel else REDUCE
                 spans.append(_span(row, row, begin, end))
             else:
                 spans.append(_span(COMPUTE, r.phase, begin, end))

@@ -57,7 +57,7 @@ class Phase(NamedTuple):
 class Situation:
     """What was seen of the run beside its phases.
 
-    waited_ms: REDUCE, GATHER, TP, CONTROL -> ms of a step; moving_ms: in which any exchange was
+    waited_ms: REDUCE, GATHER, TP, PP, CONTROL -> ms of a step; moving_ms: in which any exchange was
         under way. bucket_mb: of gradients, the mean over the buckets.
     forced_backend: FASTPAR_BACKEND, "" for auto, "none" without the compiled module.
     idle_cores: of this host, that no rank may use.

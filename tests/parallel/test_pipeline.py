@@ -246,7 +246,7 @@ def test_pipeline_bits_of_pairs():
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"])
 def test_held_micro_batches_and_messages_are_those_of_the_simulator(schedule, monkeypatch):
     cell, many = Cell(pp=2, schedule=schedule), 8
-    original = pipeline.PipelineStep._received
+    original = pipeline.PipelineStep.receive
 
     def received(step, op):
         live = len({*step.held, *step.halves})
@@ -268,7 +268,7 @@ def test_held_micro_batches_and_messages_are_those_of_the_simulator(schedule, mo
         pipeline_step(model, idx, idx, micro_batches=many)
         return engine_of(model).most_held, sent
 
-    monkeypatch.setattr(pipeline.PipelineStep, "_received", received)
+    monkeypatch.setattr(pipeline.PipelineStep, "receive", received)
     order = make_schedule(schedule, cell.pp, many)
     held = held_of(schedule, cell.pp, many, order.chunks)
     stream = T * CONFIG.n_embd * 4  # bytes of one row

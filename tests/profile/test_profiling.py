@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fastpar.cli import main
-from fastpar.comm.recorder import COMPUTE, GATHER, HOST, WAIT, Span
+from fastpar.comm.recorder import COMPUTE, GATHER, HOST, PP, WAIT, Span
 from fastpar.measure.ceilings import Ceilings
 from fastpar.profile import profile as profiling
 from fastpar.profile import step_profile
@@ -74,6 +74,41 @@ def test_two_ranks_tell_of_their_exchanges(here):
     assert found["sent_bytes"] >= 4 * found["n_parameters"]  # half of gradients and of weights
     assert sum(found["waited_ms"].values()) > 0
     assert Path("p/timeline.png").stat().st_size > 5000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_stages_are_lanes_and_the_bubble_is_a_number(here, capfd, schedule):
+    flags = f"--steps 2 --out p --nproc 2 --pp 2 --schedule {schedule} --micro-batch-size 1"
+    assert profile(flags) == 0
+    found = json.loads(Path("p/profile.json").read_text())
+    waits = found["bubble_of_ranks"]
+    assert len(waits) == 2
+    assert all(0 < wait < 1 for wait in waits)
+    assert found["bubble"] == pytest.approx(sum(waits) / 2)
+    assert found["phases"][1]["name"] == FORWARD
+    assert all(phase["ms"] > 0 for phase in found["phases"])
+    assert "Bubble: stages wait for messages of others " in capfd.readouterr().out
+    assert Path("p/timeline.png").stat().st_size > 5000
+
+
+def test_waits_of_a_stage_are_for_messages_alone():
+    step = [
+        Span(COMPUTE, FORWARD, 0.0, 100.0),
+        Span(WAIT, PP, 10.0, 20.0),
+        Span(WAIT, GATHER, 30.0, 50.0),
+        Span(PP, "recv", 5.0, 90.0),
+    ]
+    assert profiling.waited_for_stages(step) == 0.1
+    gpu = [
+        Span(HOST, FORWARD, 0.0, 100.0),
+        Span(WAIT, "nccl", 10.0, 20.0),  # in it a message, the rest of it a reduction
+        Span(WAIT, "nccl", 40.0, 50.0),
+        Span(PP, PP, 0.0, 14.0),
+        Span(PP, PP, 12.0, 15.0),
+    ]
+    assert profiling.waited_for_stages(gpu) == 0.05
+    assert profiling.waited_for_stages([]) == 0.0
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import pytest
 
-from fastpar.comm.recorder import COMPUTE, CONTROL, GATHER, HOST, REDUCE, TP
+from fastpar.comm.recorder import COMPUTE, CONTROL, GATHER, HOST, PP, REDUCE, TP
 from fastpar.config.config import GPTConfig
 from fastpar.cost.operations import Op
 from fastpar.cost.workload import Setup, Workload
@@ -136,6 +136,15 @@ CASES = {
     "gloo": (exposed(REDUCE, transport="gloo"), "--transport auto uses shared memory"),
     "uneven": (exposed(CONTROL), "20.0 ms a step wait for the slowest rank"),
     "tp": (exposed(TP, tp=2), "inside of layers: --tp 1 with a higher --zero stage"),
+    "pp, few micro-batches": (
+        exposed(PP, pp=2, micro_batch_size=4, grad_accum_steps=4),
+        "wait for other stages of the pipeline: --micro-batch-size 2 gives them more",
+    ),
+    "pp, 1f1b": (exposed(PP, pp=2, micro_batch_size=1, grad_accum_steps=4), "--schedule zb-v has"),
+    "pp, zb-v": (
+        exposed(PP, pp=2, micro_batch_size=1, grad_accum_steps=4, schedule="zb-v", chunks=2),
+        "a larger --batch-size has more micro-batches; --pp-split moves layers",
+    ),
     "gather 3": (
         exposed(GATHER, zero_stage=3),
         "wait for gathered weights: --zero 2 keeps them whole, for 249 MB more a rank",
