@@ -123,6 +123,11 @@ class TrainConfig(TrainFlags):
                 f"train: expected 0 <= betas < 1, got betas={self.optim.betas}; "
                 "GPT-2 is trained with 0.9 0.95"
             )
+        if not 0.0 < self.optim.lr_decay_fraction <= 1.0:
+            raise ValueError(
+                "train: expected 0 < lr_decay_fraction <= 1, got lr_decay_fraction="
+                f"{self.optim.lr_decay_fraction}; 0.4 is usual"
+            )
         if self.optim.min_lr is not None and self.optim.min_lr > self.optim.lr:
             raise ValueError(
                 f"train: expected min_lr <= lr={self.optim.lr}, got min_lr={self.optim.min_lr}; "
@@ -225,7 +230,9 @@ class TrainConfig(TrainFlags):
 
     @property
     def min_lr(self) -> float:
-        return self.optim.lr / 10 if self.optim.min_lr is None else self.optim.min_lr
+        if self.optim.min_lr is not None:
+            return self.optim.min_lr
+        return self.optim.lr / 10 if self.optim.lr_schedule == "cosine" else 0.0
 
     @property
     def warmup_steps(self) -> int:

@@ -71,7 +71,7 @@ class DataSettings(TextSettings):
 
 @dataclass(frozen=True)
 class OptimSettings:
-    """The optimizer and its schedule: linear warm-up, then a cosine from lr to min-lr."""
+    """The optimizer and its schedule: linear warm-up to lr, then down to min-lr."""
 
     optimizer: Literal["adamw", "adafactor", "muon"] = "adamw"
     """adafactor: no first moments; muon: for the blocks' matrices, adamw for all else."""
@@ -86,11 +86,17 @@ class OptimSettings:
     muon_lr: float = 0.02
     """Peak learning rate of muon's matrices."""
     min_lr: float | None = None
-    """Learning rate of the last step; unset: lr / 10."""
+    """Learning rate at the end; unset: lr / 10 of a cosine, else 0."""
+    lr_schedule: Literal["cosine", "wsd", "linear"] = "cosine"
+    """The way down: half a cosine; flat, then a line (wsd); a line from warm-up on."""
+    lr_decay_fraction: float = 0.4
+    """Part of max-steps in which wsd's learning rate falls."""
     warmup_steps: int | None = None
     """Steps of warm-up; unset: max-steps / 10, at most 1000."""
     weight_decay: float = 0.1
     """Decay of matrices; biases and norms have none."""
+    decay_follows_lr: bool = False
+    """Weight decay rises and falls with the learning rate, once more."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay rates of adamw's two moments."""
     max_grad_norm: float = 1.0

@@ -82,7 +82,8 @@ def describe_storage(settings: OptimSettings, dtype: torch.dtype) -> str:
     masters = kept if isinstance(kept, str) else "full" if kept else "none"
     if settings.stochastic_rounding:
         masters = "none, rounded stochastically"
-    moments = "rows and columns" if settings.optimizer == "adafactor" else settings.moment_dtype
+    rows = settings.optimizer == "adafactor"
+    moments = "rows and columns" if rows else str(settings.moment_dtype)
     moments += ", of matrices one" if settings.optimizer == "muon" else ""
     return f"{settings.optimizer}, master weights {masters}, moments {moments}"
 
@@ -93,14 +94,28 @@ def _masters(settings: OptimSettings, dtype: torch.dtype) -> bool | str:
 
 
 def set_lr(optimizer: torch.optim.Optimizer, step: int, config: TrainConfig) -> float:
-    """Gives every group its learning rate of a step; returns that of --lr."""
-    peak, run = config.optim.lr, {"warmup_steps": config.warmup_steps}
-    run["max_steps"] = config.run.max_steps
-    lr = cosine_lr(step, lr=peak, min_lr=config.min_lr, **run)
+    """Gives every group its learning rate and weight decay of a step; returns --lr's rate."""
+    settings, peak = config.optim, config.optim.lr
+    lr = scheduled_lr(step, config)
+    decay = settings.weight_decay * (lr / peak if settings.decay_follows_lr else 1.0)
     for group in optimizer.param_groups:
         is_muon = not group.get("adamw", True)
-        group["lr"] = config.optim.muon_lr * (lr / peak) if is_muon else lr
+        group["lr"] = settings.muon_lr * (lr / peak) if is_muon else lr
+        # Not from the group: a checkpoint's may have fallen to 0.
+        group["weight_decay"] = decay if group["params"][0].dim() >= 2 else 0.0
     return lr
+
+
+def scheduled_lr(step: int, config: TrainConfig) -> float:
+    """Learning rate of a step as the settings of a run say; from max_steps on it is min_lr."""
+    settings, max_steps, warmup = config.optim, config.run.max_steps, config.warmup_steps
+    lr, low = settings.lr, config.min_lr
+    if settings.lr_schedule == "cosine" or step < warmup:
+        return cosine_lr(step, lr=lr, min_lr=low, warmup_steps=warmup, max_steps=max_steps)
+    falls = max_steps - warmup
+    if settings.lr_schedule == "wsd":
+        falls = min(falls, round(settings.lr_decay_fraction * max_steps))
+    return low + (lr - low) * min(1.0, max(0, max_steps - step) / max(1, falls))
 
 
 def cosine_lr(step: int, *, lr: float, min_lr: float, warmup_steps: int, max_steps: int) -> float:

@@ -112,6 +112,8 @@ def test_settings_have_one_name_each_and_go_there_and_back():
          r"expected stochastic_rounding=False with optimizer=adafactor, got .*leave --stoch"),
         ({"optimizer": "muon", "moment_dtype": "bf16"},
          r"expected moment_dtype=fp32 with optimizer=muon, got moment_dtype=bf16; use --opt"),
+        ({"lr_schedule": "step"}, r"one of cosine, wsd, linear for lr_schedule in f.toml, got lr"),
+        ({"lr_decay_fraction": 0.0}, r"expected 0 < lr_decay_fraction <= 1, got lr_decay_f"),
         ({"muon_lr": 0.0}, r"train: expected muon_lr > 0, got muon_lr=0.0; set --muon-lr"),
         ({"stochastic_rounding": True, "master_weights": "full"},
          r"stochastic_rounding or master_weights, got both: master_weights=full; leave one of"),

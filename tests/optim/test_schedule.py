@@ -15,6 +15,7 @@ from fastpar.optim.schedule import (
     describe_storage,
     make_optimizer,
     param_groups,
+    scheduled_lr,
     set_lr,
 )
 
@@ -83,6 +84,39 @@ def test_muon_and_its_learning_rates():
         assert set_lr(optimizer, step, config) == 0.25 * part
         rates = {(g["adamw"], g["lr"]) for g in optimizer.param_groups}
         assert rates == {(True, 0.25 * part), (False, 0.5 * part)}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "changes", "expected"),
+    [
+        ("linear", {}, {0: 0.5, 2: 1.0, 6: 0.5, 9: 0.125, 10: 0.0, 99: 0.0}),
+        ("linear", {"min_lr": 0.5}, {0: 0.5, 2: 1.0, 6: 0.75, 10: 0.5}),
+        ("wsd", {}, {1: 1.0, 2: 1.0, 6: 1.0, 7: 0.75, 8: 0.5, 10: 0.0}),
+        ("wsd", {"lr_decay_fraction": 1.0}, {0: 0.5, 2: 1.0, 6: 0.5, 10: 0.0}),
+        ("wsd", {"lr_decay_fraction": 0.01}, {2: 1.0, 9: 1.0, 10: 0.0}),
+        ("cosine", {"min_lr": 0.0}, {0: 0.5, 2: 1.0, 6: 0.5, 10: 0.0}),
+        ("cosine", {}, {10: 0.1}),
+    ],
+)
+def test_schedules(schedule, changes, expected):
+    changes = {"lr": 1.0, "max_steps": 10, "warmup_steps": 2, **changes}
+    config = TrainConfig().replace({"lr_schedule": schedule, **changes})
+    assert {step: scheduled_lr(step, config) for step in expected} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_weight_decay_that_follows_the_learning_rate(name):
+    """Back from 0, too, where a longer run goes on from a checkpoint."""
+    settings = {"optimizer": name, "lr": 0.5, "weight_decay": 0.25, "lr_schedule": "linear"}
+    config = TrainConfig().replace({**settings, "max_steps": 8, "warmup_steps": 0})
+    model = nn.Sequential(nn.Linear(2, 2))
+    optimizer = make_optimizer(model, config.optim, dtype=torch.float32, seed=0)
+    follows = config.replace({"decay_follows_lr": True})
+    for step, decay in ((0, 0.25), (4, 0.125), (8, 0.0), (2, 0.1875)):
+        set_lr(optimizer, step, follows)
+        assert [g["weight_decay"] for g in optimizer.param_groups] == [decay, 0.0]
+        set_lr(optimizer, step, config)
+        assert [g["weight_decay"] for g in optimizer.param_groups] == [0.25, 0.0]
 
 
 def test_no_limit_still_measures_the_norm():
