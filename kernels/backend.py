@@ -56,7 +56,10 @@ OPS = {
         "torch, triton: gelu_triton.py between; cublasLt's epilogues where proven faster",
     ),
     "embedding": ("torch; cpp: dropout_cpu.cpp", "triton: embedding_triton.py"),
-    "linear": ("{gemm} (fp32); torch (16 bits)", "torch"),
+    "linear": (
+        "{gemm} (fp32); torch (16 bits)",
+        "torch; dbias by cublasLt's epilogue where proven faster",
+    ),
     "cross_entropy": ("cpp: cross_entropy_cpu.cpp", "triton: cross_entropy_triton.py"),
     "cross_entropy_shard": ("cpp: cross_entropy_cpu.cpp", "triton: cross_entropy_shard_triton.py"),
     "cross_entropy_shard_grad": (

@@ -3,7 +3,8 @@
     y = x @ weight.T + bias
     dx = dy @ weight,  dweight = dy.T @ x,  dbias = sum of dy over the rows
 
-On CUDA, and in 16 bits, these are torch's own GEMMs. In fp32 on CPU torch calls MKL, which uses
+On CUDA, and in 16 bits, these are torch's own GEMMs; on CUDA dbias comes out of dweight's product
+where a proof allows it, [Note: epilogues]. In fp32 on CPU torch calls MKL, which uses
 AVX-512 on Intel machines only. On other makers' AVX-512 machines the products are our own
 (csrc/gemm_cpu.cpp): on one EPYC 9005 core, at GPT-2's shapes, 190 to 220 Gflop/s against MKL's 100.
 oneDNN, which torch also has, is as fast but allocates every result and sums in one long chain, so
@@ -240,24 +241,26 @@ def _backward(ctx, dy):
 define_autograd(_linear, _setup_context, _backward)
 
 
-class _WeightElsewhere(torch.autograd.Function):
-    """The same layer, whose weight's gradient waits or has a place; see weight_gradients.py."""
+class _OwnBackward(torch.autograd.Function):
+    """The same layer, whose weight's gradient waits, has a place (weight_gradients.py), or comes
+    with the bias's out of one product (fused; [Note: epilogues])."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, queue, place):
+    def forward(ctx, x, weight, bias, queue, place, fused):
         ctx.save_for_backward(x, weight)
-        ctx.queue, ctx.place, ctx.weight = queue, place, weight
+        ctx.queue, ctx.place, ctx.weight, ctx.fused = queue, place, weight, fused
         return _at_once(x, weight, bias)
 
     @staticmethod
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
         need_dx, need_dweight, need_dbias = ctx.needs_input_grad[:3]
-        out = None
-        if ctx.queue is None and is_plain(dy) and not torch.is_grad_enabled():
-            out = ctx.place(ctx.weight)
-        at_once = need_dweight and ctx.queue is None and out is None
-        needed = (need_dx, at_once, need_dbias)
+        out, fused = None, False
+        if ctx.queue is None and need_dweight and is_plain(dy) and not torch.is_grad_enabled():
+            fused = ctx.fused and need_dbias
+            out = None if fused or ctx.place is None else ctx.place(ctx.weight)
+        at_once = need_dweight and ctx.queue is None and out is None and not fused
+        needed = (need_dx, at_once, need_dbias and not fused)
         if _is_ours(x, weight):  # may be asked for what only the op knows: batches of dy
             refuse_double_backward("linear")
             grads = _linear_bwd(dy, x, weight, *needed)
@@ -269,7 +272,10 @@ class _WeightElsewhere(torch.autograd.Function):
             ctx.queue.later(ctx.weight, lambda out: matmul(rows.t(), x_rows, out=out))
         elif out is not None:
             dweight = matmul(rows.t(), x_rows, out=out)
-        return dx, dweight, dbias, None, None
+        elif fused:
+            dbias = x.new_empty(weight.shape[0])
+            dweight = matmul_lt(rows.contiguous().t(), x_rows, BGRADB, dbias)
+        return dx, dweight, dbias, None, None, None
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -299,10 +305,18 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             f"weight={list(weight.shape)}; pass one bias for each row of weight"
         )
     queue, place = queue_for(weight), place_for(weight)
-    if queue is not None or place is not None:
-        y: Tensor = _WeightElsewhere.apply(x, weight, bias, queue, place)
+    fused = bias is not None and _is_fused(x, weight, bias)
+    if queue is not None or place is not None or fused:
+        y: Tensor = _OwnBackward.apply(x, weight, bias, queue, place, fused)
         return y
     return _at_once(x, weight, bias)
+
+
+def _is_fused(x: Tensor, weight: Tensor, bias: Tensor) -> bool:
+    """Whether the gradients of weight and bias come out of one product."""
+    if not (bias.requires_grad and weight.requires_grad and torch.is_grad_enabled()):
+        return False
+    return not torch.is_autocast_enabled(x.device.type) and use_epilogues("linear", x, weight, bias)
 
 
 def _is_ours(x: Tensor, weight: Tensor) -> bool:

@@ -103,7 +103,13 @@ class Outcome:
     refused: dict[str, str] = field(default_factory=dict)
 
 
-GAINS = {"attention": 6.0, "attention_masked": 1.0, "gelu_mlp": 3.5, "layer_norm": 0.1}
+GAINS = {
+    "attention": 6.0,
+    "attention_masked": 1.0,
+    "gelu_mlp": 3.5,
+    "linear": 0.3,
+    "layer_norm": 0.1,
+}
 # (gain, kernel, head dim, variant); GPT-2 has 64. fwd is direction 0.
 ATTENTION_TILES = (
     (2.0, "bwd_dkdv", 64, "plain"), (1.5, "bwd_dq", 64, "plain"), (1.0, "fwd", 64, "plain"),

@@ -244,7 +244,7 @@ def cases_of_model(
     if device == "cuda":  # on a CPU it is torch's
         model["embedding"] = C
         if tp == 1 and not why_no_epilogues():
-            model["gelu_mlp"] = C
+            model["gelu_mlp"] = model["linear"] = C
     flat = ("adamw_step_", "global_norm", "pack_", "unpack_", "accumulate_", "sum_shards")
     return [
         *(Case(device, op, dtype, size) for op, size in model.items()),

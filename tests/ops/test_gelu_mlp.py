@@ -1,4 +1,5 @@
-"""gelu_mlp: the same as its three ops, and by cublasLt's epilogues on a cublasLt for CPU tensors.
+"""gelu_mlp: the same as its three ops, and by cublasLt's epilogues on a cublasLt for CPU tensors;
+linear's bias gradient by one of them.
 
 tests/support/fake_cublaslt.cpp stands for the library, with the numbers and rules of its manual: so
 csrc/linear_lt.cpp is what runs, descriptors, transposes and leading dimensions included.
@@ -23,7 +24,7 @@ from fastpar.kernels.backend import DTYPE_CODES
 from fastpar.kernels.choice import OWN, STOCK, Case
 from fastpar.kernels.gelu_mlp import _gelu_mlp, _gelu_mlp_bwd
 from fastpar.kernels.linear import GELU_AUX_BIAS
-from fastpar.kernels.reference import gelu_mlp_ref
+from fastpar.kernels.reference import gelu_mlp_ref, linear_ref
 from fastpar.kernels.weight_gradients import WeightGradients
 from fastpar.models.gpt import GPT
 from fastpar.testing import assert_matches_oracle
@@ -206,6 +207,7 @@ def test_same_bits_twice_and_for_strided_gradients(lt):
 
 def test_what_epilogues_cannot_serve_goes_by_the_three_ops(lt, monkeypatch):
     before = lt.fake_calls()
+    monkeypatch.setattr(sys.modules["fastpar.kernels.linear"], "_is_fused", lambda *t: False)
     bf16 = torch.bfloat16
     x, *rest = make((8, 8), 16, 8, bf16)
     for inputs in (
@@ -267,16 +269,50 @@ def test_a_gpts_mlps_go_by_epilogues(lt):
     before = lt.fake_calls()
     loss = model(idx, idx)
     (loss[-1] if isinstance(loss, tuple) else loss).backward()
-    assert lt.fake_calls() == before + 2 * 3
+    assert lt.fake_calls() == before + 2 * (3 + 1)  # the last for c_attn's bias
+
+
+@pytest.mark.usefixtures("poisoned")
+@sweep("dtype", [torch.bfloat16, torch.float16])
+@sweep(("shape", "out"), [((33, 16), 64), ((1, 8), 8), ((2, 5, 24), 40)])
+def test_a_linear_layers_bias_gradient_comes_with_its_weights(lt, shape, out, dtype):
+    inputs = make(shape, out, 8, dtype)[:3]
+    before = lt.fake_calls()
+    assert_matches_oracle(linear, linear_ref, inputs, eager=F.linear)
+    assert lt.fake_calls() == before + 1
+    x, weight, bias = inputs
+    y = linear(x, weight, bias)
+    assert torch.equal(y, F.linear(x, weight, bias))
+    dy = torch.randn(*reversed(y.shape)).to(dtype).permute(*reversed(range(y.dim())))
+    grads = torch.autograd.grad(y, inputs[1:], dy, retain_graph=True)
+    assert all(map(torch.equal, grads, torch.autograd.grad(y, inputs[1:], dy.contiguous())))
+
+
+def test_linear_layers_that_go_without_the_epilogue(lt):
+    x, weight, bias, *_ = make((16, 8), 24, 8, torch.bfloat16)
+    before = lt.fake_calls()
+    for some in ((x, weight), (x, weight.detach(), bias), (x, weight, bias.detach())):
+        linear(*some).sum().backward()
+    torch.autograd.grad(linear(x, weight, bias).sum(), x, create_graph=True)
+    queue = WeightGradients({weight})
+    with queue.collect():
+        linear(x, weight, bias).sum().backward()
+    assert [p for p, _ in queue.take()] == [weight]
+    with torch.no_grad():
+        linear(x, weight, bias)
+    with torch.autocast("cpu", torch.bfloat16):
+        linear(x, weight, bias).sum().backward()
+    assert lt.fake_calls() == before
 
 
 # The proof
 
 
-def test_a_right_library_is_proven(lt, monkeypatch):
+@pytest.mark.parametrize("op", ["gelu_mlp", "linear"])
+def test_a_right_library_is_proven(lt, monkeypatch, op):
     monkeypatch.setattr(trial, "SECONDS", 0.01)
     before = lt.fake_calls()
-    proof = trial.prove(HALF, rows=64)
+    proof = trial.prove(HALF._replace(op=op), rows=64)
     assert proof.wrong == ""
     assert min(*proof.own_ms, *proof.instead_ms, *proof.stock_ms) > 0
     assert lt.fake_calls() > before
