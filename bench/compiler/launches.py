@@ -2,6 +2,7 @@
 
     python -m bench launches                    a table, for 124M in bf16 with fp32 master weights
     python -m bench launches --write LABEL      and its rows: bench/results/launches/LABEL.json
+    python -m bench launches --epilogues        where cublasLt's epilogues are proven (linear.py)
 
 [Note: what is counted] A step of the trainer's engine and optimizer runs on a CPU under a dispatch
 mode that sees each of its ops. An op of torch is one launch, unless it only makes a view or takes
@@ -21,8 +22,10 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -109,28 +112,39 @@ def _launches(func: Any, name: str, args: Any, result: Any) -> int:
     return int(not (name in NO_KERNEL or is_view or empty))
 
 
+def _product(a: Tensor, b: Tensor, *epilogue: Any) -> Tensor:
+    """In matmul_lt's place: one launch, whatever its epilogue computes."""
+    return a @ b
+
+
 @contextmanager
-def as_on_a_gpu() -> Iterator[None]:
-    """Triton's kernels are recorded, and gradients brought into buckets, as on a GPU."""
-    before, on_cpu = (backend.choice, backend.recording), WAIT_BYTES["cpu"]
-    backend.choice, backend.recording = "triton", True
-    WAIT_BYTES["cpu"] = WAIT_BYTES["cuda"]
-    try:
+def as_on_a_gpu(epilogues: bool = False) -> Iterator[None]:
+    """Triton's kernels are recorded, and gradients brought into buckets, as on a GPU; epilogues:
+    one on which cublasLt's are proven."""
+    with ExitStack() as stack:
+        stack.enter_context(patch.multiple(backend, choice="triton", recording=True))
+        stack.enter_context(patch.dict(WAIT_BYTES, cpu=WAIT_BYTES["cuda"]))
+        names = {"matmul_lt": _product, "use_epilogues": lambda *call: True}
+        for name in ("linear", "gelu_mlp") if epilogues else ():
+            module = import_module(f"fastpar.kernels.{name}")  # the function hides it
+            stack.enter_context(patch.multiple(module, **names))
+        if epilogues:  # the mode that counts watches all tensors
+            linear = import_module("fastpar.kernels.linear")
+            stack.enter_context(patch.object(linear, "is_plain", lambda x: True))
         yield
-    finally:
-        backend.choice, backend.recording = before
-        WAIT_BYTES["cpu"] = on_cpu
 
 
-def count(config: GPTConfig, tokens: int = 64) -> Counter[tuple[str, str]]:
+def count(
+    config: GPTConfig, tokens: int = 64, *, epilogues: bool = False
+) -> Counter[tuple[str, str]]:
     """The launches of one step in its steady state, by part and kernel."""
     model = GPT(config).to(torch.bfloat16)
-    with as_on_a_gpu():
+    with as_on_a_gpu(epilogues):
         parallelize(model, Mesh(device="cpu"), grad_dtype=torch.float32)
     opt = AdamW(model.parameters(), lr=1e-4, master_weights=True, max_grad_norm=1.0)
     ids = torch.zeros(1, tokens, dtype=torch.int64)
     for counted in (False, True):
-        with as_on_a_gpu(), Launches() as mode:
+        with as_on_a_gpu(epilogues), Launches() as mode:
             loss = model(ids, ids)
             mode.part = "backward"
             loss.backward()
@@ -142,10 +156,11 @@ def count(config: GPTConfig, tokens: int = 64) -> Counter[tuple[str, str]]:
     raise AssertionError
 
 
-def row(config: GPTConfig) -> dict[str, Any]:
+def row(config: GPTConfig, *, epilogues: bool = False) -> dict[str, Any]:
     """Launches of a step: all, by part, a layer's by part, and by part and kernel."""
-    whole = count(config)
-    half = count(GPTConfig(**{**vars(config), "n_layer": config.n_layer // 2}))
+    whole = count(config, epilogues=epilogues)
+    fewer = GPTConfig(**{**vars(config), "n_layer": config.n_layer // 2})
+    half = count(fewer, epilogues=epilogues)
     layers = config.n_layer - config.n_layer // 2
     of = {part: sum(n for (p, _), n in whole.items() if p == part) for part in PARTS}
     less = {part: sum(n for (p, _), n in half.items() if p == part) for part in PARTS}
@@ -163,8 +178,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--model", default="gpt2", help="a preset of GPTConfig")
     parser.add_argument("--write", metavar="LABEL", help="the name of a result file")
+    parser.add_argument("--epilogues", action="store_true", help="as if they were proven")
     args = parser.parse_args(argv)
-    found = row(GPTConfig.preset(args.model))
+    found = row(GPTConfig.preset(args.model), epilogues=args.epilogues)
     print(f"{found['launches']} launches a step of {args.model}, bf16 with fp32 master weights")
     for part in PARTS:
         print(f"{part:<9} {found['parts'][part]:>4}, a layer {found['layer'][part]:g}")

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton", reason="needs triton")
 
-from bench.compiler.launches import Launches, as_on_a_gpu, row
+from bench.compiler.launches import Launches, as_on_a_gpu, count, row
 from fastpar.config.config import GPTConfig
 from fastpar.kernels import bias_gelu
 
@@ -31,9 +31,23 @@ def test_our_ops_launch_what_a_gpu_would_run():
     assert {"_bias_gelu_bwd_kernel", "_bias_gelu_bwd_dbias_kernel"} <= kernels
 
 
+SMALL = {"n_head": 2, "n_embd": 128, "vocab_size": 512, "block_size": 64}
+
+
 @pytest.mark.slow
-def test_a_layer_has_as_many_launches_as_it_should():
-    sizes = {"n_head": 2, "n_embd": 128, "vocab_size": 512, "block_size": 64}
-    found = row(GPTConfig(n_layer=4, **sizes))
-    assert found["layer"]["forward"] == 8
-    assert found["layer"]["backward"] <= 18.5  # of 30, 12 copied one gradient each
+@pytest.mark.parametrize(
+    ("epilogues", "forward", "backward"),
+    [(False, 8, 18.5), (True, 7, 15)],  # of 30, 12 copied one gradient each
+)
+def test_a_layer_has_as_many_launches_as_it_should(epilogues, forward, backward):
+    found = row(GPTConfig(n_layer=4, **SMALL), epilogues=epilogues)
+    assert found["layer"]["forward"] == forward
+    assert found["layer"]["backward"] <= backward
+
+
+@pytest.mark.slow
+def test_a_step_of_twelve_layers_has_at_most_380_launches():
+    found = count(GPTConfig(n_layer=12, **SMALL))
+    assert found.total() <= 380
+    for kernel in ("_attention_fwd_kernel", "_bias_gelu_fwd_kernel"):
+        assert found["forward", kernel] == 12
