@@ -72,6 +72,8 @@ class ExportCommand(_OfWeights):
     """Folder to make."""
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """Convert the weights, from fp32 masters where there are some; unset: the same bytes."""
+    ema: bool = False
+    """The weights' average, of a run with --ema."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -450,7 +452,7 @@ def _export(arguments: list[str]) -> int:
 
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
     source, to = _weights("export", command.folder), Path(command.to)
-    names = export_weights(source, to, dtypes[command.dtype], say=_note)
+    names = export_weights(source, to, dtypes[command.dtype], say=_note, average=command.ema)
     print(f"{command.to}: {', '.join(names)}")
     return 0
 

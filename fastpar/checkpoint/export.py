@@ -36,6 +36,8 @@ def export_weights(
     to: Path,
     dtype: torch.dtype | None = None,
     say: Callable[[str], None] | None = None,
+    *,
+    average: bool = False,
 ) -> list[str]:
     """Write what transformers loads of a checkpoint, another folder of transformers, or ckpt.pt.
 
@@ -45,10 +47,12 @@ def export_weights(
         dtype: of the weights; None leaves their bytes as they are. Where it is another one than
             that of the parameters, their fp32 masters are converted if the optimizer has them.
         say: takes a line on what a ckpt.pt lacks; a warning by default.
+        average: write the weights' average, which fastpar train --ema has saved.
     Returns:
         The names of the files.
     Raises:
-        ValueError: the folder exists; the source is damaged; a value that dtype cannot hold.
+        ValueError: the folder exists; the source is damaged; a value that dtype cannot hold; no
+            average was saved.
     """
     if os.path.lexists(to):
         raise ValueError(
@@ -57,17 +61,29 @@ def export_weights(
     temporary = to.with_name(f".{to.name}.{os.getpid()}.tmp")
     try:
         if source.is_file():
+            if average:
+                raise _no_average(source)
             save_hf(load_nanogpt(source, dtype=dtype, say=say), temporary)
         else:
-            _export_folder(source, temporary, dtype)
+            _export_folder(source, temporary, dtype, average)
         os.replace(temporary, to)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return sorted(os.listdir(to))
 
 
-def _export_folder(source: Path, to: Path, dtype: torch.dtype | None) -> None:
+def _no_average(source: Path) -> ValueError:
+    return ValueError(
+        f"fastpar export: expected averages of weights with --ema, got none in {source}; leave "
+        "--ema out, or train with --ema 0.999"
+    )
+
+
+def _export_folder(source: Path, to: Path, dtype: torch.dtype | None, average: bool) -> None:
     manifest = verify_weights(source) or list_plain_tensors(source)
+    states = by_key(manifest.optimizer)
+    if average and not any(key.endswith("/average") for key in states):
+        raise _no_average(source)
     config = read_object(source / CONFIG, links=True) if (source / CONFIG).exists() else {}
     to.mkdir(parents=True)
     for name in _texts(source, manifest):
@@ -75,18 +91,17 @@ def _export_folder(source: Path, to: Path, dtype: torch.dtype | None) -> None:
     files: dict[str, list[TensorEntry]] = {}
     for tensor in manifest.weights:
         files.setdefault(tensor.file, []).append(tensor)
-    if dtype is None:
+    if dtype is None and not average:
         for name in files:
             shutil.copyfile(source / name, to / name)
         return
-    states = by_key(manifest.optimizer)
     with TensorReader(source, manifest) as reader:
         for name, tensors in files.items():
             specs = {t.key: Spec(_target(t, dtype), t.shape) for t in tensors}
             with TensorFile(to / name, specs, {"format": "pt"}) as file:
                 for tensor in tensors:
-                    file.write(tensor.key, _converted(reader, tensor, states, dtype))
-    if config:
+                    file.write(tensor.key, _converted(reader, tensor, states, dtype, average))
+    if config and dtype is not None:
         config.pop("dtype", None)  # how newer versions of transformers call it
         _write(to / CONFIG, {**config, "torch_dtype": DTYPES[dtype]})
     if len(files) > 1:
@@ -102,24 +117,30 @@ def _texts(source: Path, manifest: Manifest) -> list[str]:
     return sorted(manifest.files.keys() - tensors - {STATE})
 
 
-def _target(tensor: TensorEntry, dtype: torch.dtype) -> torch.dtype:
+def _target(tensor: TensorEntry, dtype: torch.dtype | None) -> torch.dtype:
     stored = STORED[tensor.dtype]
-    return stored if not stored.is_floating_point or tensor.key.endswith(MASKS) else dtype
+    return (
+        stored
+        if dtype is None or not stored.is_floating_point or tensor.key.endswith(MASKS)
+        else dtype
+    )
 
 
 def _converted(
     reader: TensorReader,
     tensor: TensorEntry,
     states: dict[str, list[TensorEntry]],
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
+    average: bool,
 ) -> Tensor:
     """A weight's values in another dtype, from the fp32 master where there is one."""
     target, value = _target(tensor, dtype), reader.read([tensor])
-    if target == value.dtype:
+    if target == value.dtype and not average:
         return value
     gpt = reader.manifest.model == GPT_MODEL  # states have its names and layouts
     name = tensor.key.removeprefix(PREFIX) if gpt else tensor.key
-    for entry, join in (("master_weight", _take), ("master_remainder", master_join)):
+    masters = (("master_weight", _take), ("master_remainder", master_join))
+    for entry, join in (("average", _take),) if average else masters:
         if f"{name}/{entry}" in states:
             state = reader.read(states[f"{name}/{entry}"])
             if gpt:  # as transformers stores the parameter: without padding, transposed
@@ -128,7 +149,7 @@ def _converted(
     converted = value.to(target)
     if not bool((converted.isfinite() | ~value.isfinite()).all()):
         raise ValueError(
-            f"fastpar export: expected values that {DTYPES[dtype]} holds, got "
+            f"fastpar export: expected values that {DTYPES[target]} holds, got "
             f"{tensor.key} with {float(value.abs().max()):.4g}; use --dtype bf16 or fp32"
         )
     return converted

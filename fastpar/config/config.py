@@ -123,6 +123,10 @@ class TrainConfig(TrainFlags):
                 f"train: expected 0 <= betas < 1, got betas={self.optim.betas}; "
                 "GPT-2 is trained with 0.9 0.95"
             )
+        if self.optim.ema is not None and not 0.0 < self.optim.ema < 1.0:
+            raise ValueError(
+                f"train: expected 0 < ema < 1, got ema={self.optim.ema}; 0.999 is usual"
+            )
         if not 0.0 < self.optim.lr_decay_fraction <= 1.0:
             raise ValueError(
                 "train: expected 0 < lr_decay_fraction <= 1, got lr_decay_fraction="

@@ -99,6 +99,8 @@ class OptimSettings:
     """Weight decay rises and falls with the learning rate, once more."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay rates of adamw's two moments."""
+    ema: float | None = None
+    """Average the weights, keeping so much a step, such as 0.999."""
     max_grad_norm: float = 1.0
     """Clip the gradient's global norm to this; 0: no clipping."""
 

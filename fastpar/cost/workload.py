@@ -95,6 +95,7 @@ class Setup:
     reduce_dtype: str = "fp32"
     master_weights: str = "full"
     moment_dtype: str = "fp32"
+    ema: float | None = None
     device_type: str = "cuda"
     transport: str = "nccl"
 
@@ -129,11 +130,12 @@ class Setup:
 
     @property
     def state_bytes(self) -> float:
-        """Bytes of optimizer state for an element: moments and what 16-bit weights lack.
+        """Bytes of optimizer state for an element: moments, average, what 16-bit weights lack.
 
         Of muon's matrices 4 less: see predict_states().
         """
         moments = 2 * BYTES[self.moment_dtype] if self.optimizer != "adafactor" else 0
+        moments += 4 if self.ema else 0
         return moments + {"none": 0, "full": 4, "remainder": 2}[self.master_weights]
 
     @classmethod

@@ -219,7 +219,7 @@ class Adafactor(EngineOptimizer):
 
     def entry_shapes(self, p: Tensor) -> dict[str, torch.Size]:
         """The whole shape of every entry that a parameter's state may have."""
-        names = ("step", *_moments(p), "exp_avg", "master_weight", "master_remainder")
+        names = ("step", *_moments(p), "exp_avg", "master_weight", "master_remainder", "average")
         return {name: _shape(name, p) for name in names}
 
     def _required(self, p: Tensor, group: dict[str, Any]) -> list[list[tuple[str, ...]]]:

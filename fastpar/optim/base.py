@@ -34,7 +34,7 @@ from fastpar.kernels.global_norm import (
     norm_from_bins,
 )
 from fastpar.optim.checks import check_plain, check_same_groups, number, where
-from fastpar.optim.state import add_master, cut_entry, load_step, master_entry
+from fastpar.optim.state import add_master, cut_entry, kept_entries, master_entry
 from fastpar.parallel.engine import Engine, engine_of_parameter
 
 
@@ -368,7 +368,7 @@ class EngineOptimizer(torch.optim.Optimizer):
             ValueError: a master that is not this parameter's.
         """
         moments = self._convert_moments(saved, p, group, copy=copy)
-        state = {**({"step": load_step(saved["step"])} if "step" in saved else {}), **moments}
+        state: dict[str, Any] = {**kept_entries(saved, p), **moments}
         caller = f"{type(self).__name__}.load_state_dict"
         add_master(state, p, self.master_weights, saved, caller=caller, where=where)
         return state

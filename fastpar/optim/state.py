@@ -11,6 +11,7 @@ The entries of one parameter's state, by the optimizer's options:
     master_weight                         fp32, of a 16-bit parameter
     master_remainder                      int16, the low half of the master of a bf16 parameter
     momentum_buffer, row_second_moment    of Muon; the second is whole on every rank
+    average                               fp32, of the weights; see average.py
 
 Parameters of a sharded engine have the same entries of this rank's piece alone, in one dimension;
 pieces begin at multiples of 256 elements. state_dict() puts the pieces together (whole_entry) and
@@ -165,6 +166,15 @@ def load_step(saved: Any) -> Tensor:
     return saved.detach().to("cpu", dtype, copy=True)
 
 
+def kept_entries(saved: dict[str, Any], p: Tensor) -> dict[str, Tensor]:
+    """Copies of the saved entries that no optimizer converts: its count, the weights' average."""
+    found = {"step": load_step(saved["step"])} if "step" in saved else {}
+    if "average" in saved:
+        wide = torch.promote_types(p.dtype, torch.float32)
+        found["average"] = _like(saved["average"], p, wide)
+    return found
+
+
 def moment_names(amsgrad: bool) -> tuple[str, ...]:
     """torch's names of the moments."""
     return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if amsgrad else ("exp_avg", "exp_avg_sq")
@@ -173,7 +183,7 @@ def moment_names(amsgrad: bool) -> tuple[str, ...]:
 ENTRIES = (
     *moment_names(True),
     *(f"{name}_{part}" for name in moment_names(False) for part in ("codes", "scale")),
-    *("master_weight", "master_remainder", "momentum_buffer"),
+    *("master_weight", "master_remainder", "momentum_buffer", "average"),
 )
 
 

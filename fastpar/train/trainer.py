@@ -57,6 +57,7 @@ from fastpar.files.step_folders import checkpoint_folder
 from fastpar.kernels import keep_freed_memory, make_key
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import load_hf
+from fastpar.optim.average import AveragedWeights, forget_average
 from fastpar.optim.loss_scale import DynamicLossScale
 from fastpar.optim.schedule import set_lr
 from fastpar.parallel.control import broadcast_text, prove_together
@@ -163,6 +164,8 @@ class Trainer:
         self.optimizer = set_up(
             self.model, mesh, config, dtype=dtype, grad_accum_steps=self.grad_accum_steps
         )
+        ema = config.optim.ema
+        self.average = None if ema is None else AveragedWeights(self.optimizer, ema)
         self.engine = engine_of(self.model)
         self._facts = facts_of(config, self.engine, model.config, dtype, self.block_size, batch)
         self.loss_scale = DynamicLossScale() if dtype == torch.float16 else None
@@ -186,6 +189,8 @@ class Trainer:
 
     def _load(self, checkpoint: Path) -> None:
         state = load_checkpoint(checkpoint, model=self.model, optimizer=self.optimizer)
+        if self.average is None:
+            forget_average(self.optimizer)
         if state["dtype"] != self.dtype_name:
             self.changed = f"changed  format of weights {state['dtype']} -> {self.dtype_name}"
         if state["data"] != digest(self.data):
@@ -330,6 +335,8 @@ class Trainer:
         requests = to_device(torch.tensor(self._requests(), dtype=torch.float64), mesh.device)
         self.engine.contribute(torch.cat(((loss / mesh.world_size).reshape(1), requests)))
         optimizer.step()
+        if self.average is not None:
+            self.average.update(self.step)
         optimizer.zero_grad()
         taken = self.next_sample, self.next_sample + samples
         self.step += 1
@@ -378,7 +385,8 @@ class Trainer:
     def validate(self) -> None:
         """Mean loss over the first eval_batches * batch_size windows of the validation tokens."""
         per_batch = self.mesh.dp_size * self.grad_accum_steps
-        loss = validation_loss(
+        loss_now = partial(
+            validation_loss,
             self.model,
             self.engine,
             self.data.val,
@@ -386,8 +394,14 @@ class Trainer:
             block_size=self.block_size,
             n_batches=self.config.run.eval_batches * per_batch,
         )
+        loss = loss_now()
         self.val = (self.step, loss)
-        self.journal.note(self.step, f"validation loss {loss:.4f}", val_loss=loss)
+        text, more = f"validation loss {loss:.4f}", {"val_loss": loss}
+        if self.average is not None and self.step:
+            with self.average.in_the_model():
+                more["ema_val_loss"] = loss_now()
+            text += f", of the average {more['ema_val_loss']:.4f}"
+        self.journal.note(self.step, text, **more)
         self.journal.start_clock()
 
     def save(self) -> None:

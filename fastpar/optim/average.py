@@ -1,0 +1,86 @@
+"""A running average of the weights, an entry of the optimizer's state: shared out and saved so.
+
+[Note: single roundings] As in muon.py: an average has the same bits however it is cut.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastpar.optim.base import EngineOptimizer
+from fastpar.optim.state import values_of
+from fastpar.parallel.engine import Engine, engine_of_parameter
+
+AVERAGE = "average"
+
+
+class AveragedWeights:
+    """The exponential moving average of an optimizer's weights, in fp32.
+
+    Args:
+        factor: what the average keeps of itself in a step; less at first, when it is young:
+            (1 + step) / (10 + step).
+    Memory: 4 bytes for each element that this rank steps.
+    """
+
+    def __init__(self, optimizer: EngineOptimizer, factor: float) -> None:
+        self.optimizer, self.factor = optimizer, factor
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """After so many steps."""
+        factor = min(self.factor, (1 + step) / (10 + step))
+        for _, piece, state, _ in self._pieces():
+            values = values_of(piece, state)
+            if AVERAGE not in state:
+                wide = torch.promote_types(values.dtype, torch.float32)
+                state[AVERAGE] = values.detach().to(wide, copy=True)
+            else:
+                state[AVERAGE].mul_(factor).add_(values * (1.0 - factor))
+
+    @contextlib.contextmanager
+    def in_the_model(self) -> Iterator[None]:
+        """Within, the model has the averages as weights. Ranks: all.
+
+        Memory: a copy of what this rank steps, and one whole parameter.
+        """
+        kept = {p: piece.detach().clone() for p, piece, _, _ in self._pieces()}
+        self._write({p: state[AVERAGE] for p, _, state, _ in self._pieces()})
+        try:
+            yield
+        finally:
+            self._write(kept)
+
+    @torch.no_grad()
+    def _write(self, values: dict[Tensor, Tensor]) -> None:
+        for engine in self.optimizer.engines():
+            engine.shards.begin_writes()
+        for p, piece, _, of in self._pieces():
+            if of is None:
+                piece.copy_(values[p])
+                continue
+            shards = of.shards
+            whole = shards.full(values[p], p)
+            if shards.declared is not None:
+                place = {"tp": of.mesh.tp_rank}
+                whole = shards.declared.placement(p).cut(whole, place)
+            shards.write(p, whole)  # type: ignore[arg-type]
+
+    def _pieces(self) -> Iterator[tuple[Tensor, Tensor, dict[str, Any], Engine | None]]:
+        """Each parameter that has been stepped, and this rank's elements of it."""
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                engine, state = engine_of_parameter(p), self.optimizer.state.get(p)
+                if state:
+                    yield p, p if engine is None else engine.shards.piece(p).param, state, engine
+
+
+def forget_average(optimizer: EngineOptimizer) -> None:
+    """Drop the averages that a checkpoint had, where nobody moves them on."""
+    for state in optimizer.state.values():
+        state.pop(AVERAGE, None)
