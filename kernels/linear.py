@@ -267,12 +267,14 @@ class _OwnBackward(torch.autograd.Function):
         else:
             grads = linear_bwd(dy, x, weight, *needed)
         dx, dweight, dbias = (grad if need else None for grad, need in zip(grads, needed))
+        if ctx.queue is None and out is None and not fused:
+            return dx, dweight, dbias, None, None, None
         rows, x_rows = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
         if ctx.queue is not None:
             ctx.queue.later(ctx.weight, lambda out: matmul(rows.t(), x_rows, out=out))
         elif out is not None:
             dweight = matmul(rows.t(), x_rows, out=out)
-        elif fused:
+        else:
             dbias = x.new_empty(weight.shape[0])
             dweight = matmul_lt(rows.contiguous().t(), x_rows, BGRADB, dbias)
         return dx, dweight, dbias, None, None, None

@@ -1,5 +1,7 @@
 """linear against its oracle, on both GEMM libraries."""
 
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -185,3 +187,31 @@ def test_a_gradient_is_written_where_a_place_is_offered():
     assert torch.equal(second, torch.autograd.grad(plain.sum(), weight)[0])
     assert torch.func.grad(lambda w: linear(x, w, bias).sum())(weight).shape == weight.shape
     assert len(asked) == 2  # once in either backward that makes no graph
+
+
+def test_a_place_where_the_products_are_our_own(monkeypatch):
+    """On a CPU without AVX-512 too: torch's product in ours' place."""
+
+    def product(a, b, out, bias, accumulate):
+        assert not accumulate
+        torch.mm(a, b, out=out) if bias is None else torch.addmm(bias, a, b, out=out)
+
+    module = sys.modules["fastpar.kernels.linear"]  # the function hides it
+    monkeypatch.setattr(module, "use_gemm", lambda *call: True)
+    monkeypatch.setattr(module, "_gemm", product)
+    x, weight, bias = make(5, 12, 7)
+    plain = torch.autograd.grad(linear(x, weight, bias).sum(), (x, weight, bias))
+    place = torch.zeros_like(weight)
+    weight.fastpar_place = lambda w: place.view_as(place)
+    found = torch.autograd.grad(linear(x, weight, bias).sum(), (x, weight, bias))
+    assert all(map(torch.equal, found, plain))
+    assert torch.equal(place, plain[1])
+    y, dy = linear(x, weight, bias), torch.randn(3, 5, 7)
+    place.fill_(3.0)
+    many = torch.autograd.grad(y, (x, weight, bias), dy, is_grads_batched=True, retain_graph=True)
+    assert bool((place == 3.0).all())
+    for i in range(3):
+        one = torch.autograd.grad(y, (x, weight, bias), dy[i], retain_graph=True)
+        assert all(torch.equal(a[i], b) for a, b in zip(many, one))
+    with pytest.raises(RuntimeError, match="linear: expected one backward, got create_graph"):
+        torch.autograd.grad(y.sum(), weight, create_graph=True)
