@@ -124,7 +124,7 @@ def as_on_a_gpu(epilogues: bool = False) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patch.multiple(backend, choice="triton", recording=True))
         stack.enter_context(patch.dict(WAIT_BYTES, cpu=WAIT_BYTES["cuda"]))
-        names = {"matmul_lt": _product, "use_epilogues": lambda *call: True}
+        names: dict[str, Any] = {"matmul_lt": _product, "use_epilogues": lambda *call: True}
         for name in ("linear", "gelu_mlp") if epilogues else ():
             module = import_module(f"fastpar.kernels.{name}")  # the function hides it
             stack.enter_context(patch.multiple(module, **names))
