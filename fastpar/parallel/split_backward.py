@@ -26,6 +26,10 @@ from fastpar.parallel.engine import Engine
 from fastpar.parallel.stages import StepPhase
 from fastpar.parallel.units import Hook, NotCopied
 
+# Of weights that are offered a place, by type of device. The layer's own backward costs the host more
+# than torch's (100 us on a slow core): on a GPU a copy must be large to be worth that. Not measured.
+LEAST_BYTES = {"cuda": 32 << 20, "cpu": 0}
+
 
 class SplitBackward:
     """Of one micro-batch and one chunk of a pipeline's rank.
@@ -135,11 +139,14 @@ class Places(NotCopied):
 
     @classmethod
     def offer(cls, engine: Engine) -> None:
-        """To all weights whose gradients the buckets keep in their dtype."""
+        """To all weights of LEAST_BYTES whose gradients the buckets keep in their dtype."""
         places = cls(engine)
         for bucket in engine.buckets:
-            for p in bucket.params if bucket.grad_dtype == bucket.spec.dtype else ():
-                p.fastpar_place = places  # type: ignore[attr-defined]
+            least = LEAST_BYTES.get(bucket.device.type, 0)
+            for p, slot in zip(bucket.params, bucket.slots):
+                n_bytes = slot.spec.numel * bucket.spec.dtype.itemsize
+                if bucket.grad_dtype == bucket.spec.dtype and n_bytes >= least:
+                    p.fastpar_place = places  # type: ignore[attr-defined]
 
     def __call__(self, weight: Tensor) -> Tensor | None:
         engine = None if self._engine is None else self._engine()

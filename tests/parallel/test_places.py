@@ -11,6 +11,7 @@ from fastpar import GPT, GPTConfig, Mesh, engine_of, parallelize
 from fastpar.kernels import linear, make_key
 from fastpar.nn.recompute import recompute
 from fastpar.parallel.bucket import BucketState
+from fastpar.parallel.split_backward import LEAST_BYTES
 from fastpar.testing import run_ranks
 
 SIZES = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 8, "vocab_size": 30, "dropout": 0.1}
@@ -139,3 +140,12 @@ def test_a_copy_of_a_model_writes_into_its_own_gradients():
     model(x).backward()
     assert torch.equal(model.weight.grad, twin.weight.grad)
     assert model.weight.grad.data_ptr() != twin.weight.grad.data_ptr()
+
+
+def test_on_a_gpu_only_large_weights_are_offered_a_place(monkeypatch):
+    monkeypatch.setitem(LEAST_BYTES, "cpu", LEAST_BYTES["cuda"])
+    assert not hasattr(managed(Layer()).weight, "fastpar_place")
+    monkeypatch.setitem(LEAST_BYTES, "cpu", 6 * 6 * 4)
+    model = managed(Layer())
+    assert hasattr(model.weight, "fastpar_place")
+    assert not hasattr(model.scale, "fastpar_place")
