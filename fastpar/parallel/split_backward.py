@@ -26,8 +26,9 @@ from fastpar.parallel.engine import Engine
 from fastpar.parallel.stages import StepPhase
 from fastpar.parallel.units import Hook, NotCopied
 
-# Of weights that are offered a place, by type of device. The layer's own backward costs the host more
-# than torch's (100 us on a slow core): on a GPU a copy must be large to be worth that. Not measured.
+# Of weights that are offered a place, by type of device. The layer's own backward costs the host
+# more than torch's (100 us on a slow core): on a GPU a copy must be large to be worth that, an
+# estimate that nobody has measured.
 LEAST_BYTES = {"cuda": 32 << 20, "cpu": 0}
 
 
