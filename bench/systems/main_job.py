@@ -6,7 +6,7 @@
 
 Steps of a recipe are so many that all take as much CPU time as 2000 steps of adamw on a quiet
 machine; beside the loss stands the CPU time that the run really took, ranks together, so that a
-busy machine tells on nothing but the wait. Rows go to bench/results/main_job/, added to those there.
+busy machine tells on nothing but the wait. Rows are added to bench/results/main_job/rows.jsonl.
 """
 
 from __future__ import annotations
