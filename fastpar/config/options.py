@@ -1,7 +1,7 @@
 """The settings of a run by group: names, types, defaults, and under each field its help.
 
-Each class is a group of `fastpar train --help`. The defaults are the run of `make train`: minutes
-on two CPU cores. What the values must be is in config.py.
+Each class is a group of `fastpar train --help`. The defaults are a run of minutes on two CPU
+cores; `make train` adds a recipe of its own. What the values must be is in config.py.
 """
 
 from __future__ import annotations
