@@ -22,6 +22,7 @@ from fastpar.testing import run_ranks
 GPT2 = PRESETS["gpt2"]
 N = count_parameters(GPT2)
 HIDDEN = 12 * GPT2.n_layer * GPT2.n_embd**2  # in matrices of blocks
+MUON = {"optimizer": "muon"}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -58,6 +59,7 @@ def test_parameters_are_counted_without_a_model(shape):
         (1, "bf16", {"stochastic_rounding": True, "moment_dtype": "int8"}, (2, 4, 2)),
         (1, "fp16", {"optimizer": "adafactor"}, (2, 4, 4)),
         (1, "fp32", {"optimizer": "muon"}, (4, 4, 8 - 4 * HIDDEN / N)),
+        (8, "fp32", {"ema": 0.999, "zero": 1}, (4, 4, 1.5)),
         (8, "bf16", {"optimizer": "muon", "zero": 1}, (2, 4, 1.5 - HIDDEN / N / 2)),
     ],
 )
@@ -77,8 +79,8 @@ def test_bytes_of_a_rank(ranks, dtype, changes, expected):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_real_rank_has_no_less(stage, dtype):
+@pytest.mark.parametrize(("dtype", "changes"), [("fp32", {}), ("bf16", {}), ("bf16", MUON)])
+def test_a_real_rank_has_no_less(stage, dtype, changes):
     """What is refused could not have worked: nothing is counted that is not there."""
     shape = GPTConfig(n_layer=1, n_head=2, n_embd=64, block_size=8, vocab_size=512, dropout=0.0)
     real = DTYPES[dtype]
@@ -87,7 +89,7 @@ def test_a_real_rank_has_no_less(stage, dtype):
         mesh = Mesh(device="cpu")
         model = GPT(shape).to(real)
         parallelize(model, mesh, zero_stage=stage, grad_dtype=torch.float32)
-        config = TrainConfig()
+        config = TrainConfig().replace(changes)
         optimizer = make_optimizer(model, config.optim, dtype=real, seed=1)
         idx = torch.zeros(1, 8, dtype=torch.int64)
         model(idx, idx).backward()
@@ -99,7 +101,7 @@ def test_a_real_rank_has_no_less(stage, dtype):
         return states, sum(engine_of(model).memory().values())
 
     found = run_ranks(of_rank, 2)
-    expected = bytes_per_rank(shape, setup_of(2, dtype, zero=stage))
+    expected = bytes_per_rank(shape, setup_of(2, dtype, zero=stage, **changes))
     # Pieces end at multiples of 256 elements: of all ranks together nothing is missing.
     assert sum(states for states, _ in found) >= 2 * expected["optimizer"]
     others = sum(other for _, other in found)
