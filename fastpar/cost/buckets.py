@@ -19,7 +19,6 @@ from fastpar.config.options import ParallelSettings
 from fastpar.cost.workload import Setup, Workload, vocabulary_rows
 from fastpar.pipeline.schedules import stage_of
 from fastpar.pipeline.split import cut
-from fastpar.pipeline.stages import equal_split
 from fastpar.sharding.layout import ALIGN, Layout, ParamSpec, build_layout, default_bucket_mb
 
 FIRST_BUCKET_MB = 1.0  # parallelize()'s default
@@ -125,7 +124,7 @@ def stages_of(parallel: ParallelSettings, shape: GPTConfig) -> list[int] | None:
     given = pp_split(parallel)
     if parallel.pp == 1 or given is not None:
         return None if parallel.pp == 1 else given
-    return cut(shape.part_flops(), parallel.pp * pp_chunks(parallel))
+    return list(_cut(shape, parallel.pp * pp_chunks(parallel)))
 
 
 class RankParts(NamedTuple):
@@ -136,16 +135,21 @@ class RankParts(NamedTuple):
     last: bool
 
 
-def stage_layers(n_layer: int, setup: Setup) -> Sequence[int]:
+def stage_layers(shape: GPTConfig, setup: Setup) -> Sequence[int]:
     """Layers on each of the stages."""
-    return setup.pp_split or equal_split(n_layer, setup.pp * setup.chunks)
+    return setup.pp_split or _cut(shape, setup.pp * setup.chunks)
+
+
+@functools.lru_cache(4096)
+def _cut(shape: GPTConfig, n_stages: int) -> tuple[int, ...]:
+    return tuple(cut(shape.part_flops(), n_stages))
 
 
 def parts_of(workload: Workload, setup: Setup) -> tuple[RankParts, ...]:
     """What each rank of a pipeline has."""
     if setup.pp == 1:
         return (RankParts((workload.shape.n_layer,), True, True),)
-    split = tuple(stage_layers(workload.shape.n_layer, setup))
+    split = tuple(stage_layers(workload.shape, setup))
     return _rank_parts(setup.schedule, setup.pp, setup.chunks, split)
 
 

@@ -28,6 +28,11 @@ split where tp divides them. All in bytes of the weights' format.
 
 and mean and rstd of each norm and attention's row statistics (lse), in fp32.
 
+[Note: a pipeline's rank] keeps what its schedule holds: of each micro-batch and chunk the blocks'
+activations, what was received and what was sent on, and where the head is its input's gradient,
+the norm's output and dweight; besides the gradient that the running backward was given, and the
+message that is received ahead.
+
 On a GPU the same holds, but a chunk's logits go, dx and dweight are always scaled, and attention
 keeps one number of a row instead of two. Not predicted: what StepMemory does not measure either
 (transports' own buffers), and scratch of oneDNN's products (bf16 on a CPU).
@@ -45,7 +50,8 @@ from fastpar.cost.gradient_flow import GradientFlow, gradient_flow
 from fastpar.cost.workload import Setup, Workload, vocabulary_rows
 from fastpar.kernels.linear_cross_entropy import default_chunk_rows
 from fastpar.optim.adafactor import BATCH
-from fastpar.pipeline.simulator import held_of
+from fastpar.pipeline.schedules import SPLIT
+from fastpar.pipeline.simulator import Held, held_of
 
 _RNG_STATE = 5056  # torch's generator on the CPU, saved with each recomputed block
 # cuBLAS's workspace on Hopper, from torch's allocator (a quarter on older GPUs), which the threads
@@ -124,10 +130,13 @@ def predict_memory(workload: Workload, setup: Setup) -> Memory:
 def predict_ranks(workload: Workload, setup: Setup) -> list[Memory]:
     """predict_memory() of each rank of a pipeline; with pp=1 of the one there is."""
     what = setup.schedule, setup.pp, setup.grad_accum_steps, setup.chunks
-    held = held_of(*what) if setup.pp > 1 else [(1,)]
+    moments = held_of(*what) if setup.pp > 1 else [[Held(0, (1,), (0,))]]
     return [
-        _Peak(workload, setup, parts, counts).memory()
-        for parts, counts in zip(parts_of(workload, setup), held)
+        max(
+            (_Peak(workload, setup, parts, held).memory() for held in several),
+            key=lambda memory: memory.total,
+        )
+        for parts, several in zip(parts_of(workload, setup), moments)
     ]
 
 
@@ -158,12 +167,10 @@ class _Peak:
     """The moments where the peak can be; see the top of the file.
 
     Args:
-        parts: of the rank; held: micro-batches whose activations each of its chunks keeps.
+        parts: of the rank; held: micro-batches that each of its chunks keeps.
     """
 
-    def __init__(
-        self, workload: Workload, setup: Setup, parts: RankParts, held: tuple[int, ...]
-    ) -> None:
+    def __init__(self, workload: Workload, setup: Setup, parts: RankParts, held: Held) -> None:
         shape, tp = workload.shape, setup.tp
         self.workload, self.setup, self.parts = workload, setup, parts
         self.head, self.buckets = parts.last, buckets_of(workload, setup, parts)
@@ -187,8 +194,24 @@ class _Peak:
         self.batch = 16 * self.n  # idx and targets
         self.flow = self._gradient_flow()
         # What the other micro-batches of a pipeline keep meanwhile.
-        self.others = sum(n * self._kept(layers) for n, layers in zip(held, parts.layers))
-        self.others -= self._kept(self.layers)
+        self.chunk = held.chunk
+        self.others = self._others(held)
+
+    def _others(self, now: Held) -> float:
+        """Kept by a pipeline beside the blocks in backward; see [Note: a pipeline's rank]."""
+        if self.setup.pp == 1:
+            return 0.0
+        parts, held, last = self.parts, now.held, len(now.held) - 1
+        kept = 0.0
+        for n, waiting, layers in zip(held, now.waiting, parts.layers):
+            kept += (n - waiting) * self._kept(layers) + waiting * self._waits(layers)
+        for chunk, n in enumerate(held):
+            ends = 2 - (parts.first and chunk == 0) - (parts.last and chunk == last)
+            kept += n * ends * self.a
+        ends = self.head and now.chunk == last  # the loss has no gradient to be given
+        kept += self.a * (2 - ends)
+        kept += (held[-1] - ends) * (2 * self.a + 4 * self.table) * self.head
+        return kept - self._kept(parts.layers[now.chunk])
 
     def _gradient_flow(self) -> GradientFlow:
         setup, stage = self.setup, self.setup.stage
@@ -217,9 +240,9 @@ class _Peak:
 
     def _moments(self) -> Iterator[_Moment]:
         yield from self._blocks()
-        if self.parts.first:
+        if self.parts.first and self.chunk == 0:
             yield from self._embedding()
-        if self.head:
+        if self.head and self.chunk == len(self.parts.layers) - 1:
             yield self._loss()
             yield self._dweight()
         if self.setup.optimizer == "adafactor":
@@ -236,6 +259,10 @@ class _Peak:
         if self.mode != "none" and not self.on_gpu:
             one += _RNG_STATE
         return one * layers - (self.a if self.mode == "full" else 0)
+
+    def _waits(self, layers: int) -> float:
+        """Of so many blocks: inputs of products and gradients of outputs; see split_backward.py."""
+        return (4 * self.a + 4 * self.heads + 8 * self.split) * layers
 
     @property
     def _workspace(self) -> float:
@@ -259,7 +286,7 @@ class _Peak:
 
     def _loss(self) -> _Moment:
         # The last norm's sum and output and statistics.
-        kept = self._kept(self.layers) + 2 * self.a + self.statistics + self.batch
+        kept = self._kept(self.parts.layers[-1]) + 2 * self.a + self.statistics + self.batch
         dweight = 4 * self.table
         loss = self._workspace + self.whole + dweight + 4 * self.n
         if self.sp:
@@ -270,7 +297,7 @@ class _Peak:
         return _Moment(kept + self.others, loss, self.flow.at_loss + self._gathered(1))
 
     def _dweight(self) -> _Moment:
-        kept = self._kept(self.layers) + self.a + self.statistics + self.batch
+        kept = self._kept(self.parts.layers[-1]) + self.a + self.statistics + self.batch
         loss = self._standing + self.whole + 4 * self.table
         summed = self.whole if self.setup.tp > 1 else 0.0
         if self.on_gpu or self.setup.grad_accum_steps > 1:  # dx and dweight are scaled
@@ -314,8 +341,10 @@ class _Peak:
         n_units = len(self.buckets.units) - 1
         for backward, pairs in zip(self._block(), self.flow.in_blocks):
             for layers, alive in pairs:
+                layers = min(layers, self.parts.layers[self.chunk])
                 ahead = min(2, math.ceil(layers * n_units / self.layers))
-                kept = self._kept(layers) + backward - self.weight + self.batch + self.others
+                kept = self._kept(layers) + backward - self.weight + self.batch
+                kept += self.others
                 buckets = self.weight + alive + self._gathered(ahead)
                 yield _Moment(kept, self._waiting(), buckets)
 
@@ -323,6 +352,9 @@ class _Peak:
         """Its backward; its gradient is copied into the bucket; the bucket is sent."""
         table, gathered = self.item * self.table, self._gathered(0)
         activations = self.res + self.batch + (self.whole if self.sp else 0.0)
+        activations += self.others
+        if self.setup.schedule in SPLIT:  # the weights' gradients are still to come
+            activations += self._waits(self.parts.layers[0])
         made, sums = self.flow.at_embedding + gathered, 0.0
         if self.item == 2 and not self.on_gpu:  # rows that occur are added up in fp32
             sums = 4 * min(self.n, self.rows) * self.width

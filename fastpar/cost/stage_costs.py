@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 
+from fastpar.config.config import GPTConfig
 from fastpar.cost.buckets import stage_layers
 from fastpar.cost.operations import Op
 from fastpar.cost.workload import Setup
@@ -39,15 +40,7 @@ class PassCosts:
         share = setup.pp / setup.grad_accum_steps / count
         return {kind: self.seconds[part, kind] * share for kind in (F, I, W)}
 
-    def parts(self, n_layer: int, setup: Setup) -> list[float]:
-        """Seconds of each part of the model for a micro-batch; see split.cut()."""
-        whole = {
-            part: sum(self.of_part(setup, part, count).values())
-            for part, count in (("embedding", 1), ("layers", n_layer), ("head", 1))
-        }
-        return [whole["embedding"], *[whole["layers"]] * n_layer, whole["head"]]
-
-    def bubble_s(self, n_layer: int, setup: Setup, waited_s: float, message_s: float) -> float:
+    def bubble_s(self, shape: GPTConfig, setup: Setup, waited_s: float, message_s: float) -> float:
         """What the makespan has more than the work of a mean rank.
 
         Args:
@@ -58,9 +51,9 @@ class PassCosts:
             self.seconds["layers", kind] += waited_s / 2  # type: ignore[assignment]
         first, each, last = (
             self.of_part(setup, part, count)
-            for part, count in (("embedding", 1), ("layers", n_layer), ("head", 1))
+            for part, count in (("embedding", 1), ("layers", shape.n_layer), ("head", 1))
         )
-        counts = stage_layers(n_layer, setup)
+        counts = stage_layers(shape, setup)
         end = len(counts) - 1
         stages = {
             kind: tuple(

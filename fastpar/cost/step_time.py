@@ -101,7 +101,7 @@ def time_of(
         waited = exposed["tp"] + sum(
             rates.comm_s(c) * c.count for c in comms if c.kind == "send" and not c.under
         )
-        parts["bubble"] = kinds.bubble_s(workload.shape.n_layer, setup, waited, message_s)
+        parts["bubble"] = kinds.bubble_s(workload.shape, setup, waited, message_s)
     parts["other"] = rates.overhead_s(workload, setup)
     step_s = sum(parts.values())
     tokens_per_s, peak, mfu = workload.tokens_per_step / step_s, rates.peak_flops, None

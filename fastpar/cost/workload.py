@@ -68,7 +68,7 @@ class Setup:
     Attributes:
         pp: ranks of a pipeline. schedule, chunks: see pipeline/schedules.py; the micro-batches are
             those of grad_accum_steps.
-        pp_split: layers on each of the pp * chunks stages; None: equal numbers.
+        pp_split: layers on each of the pp * chunks stages; None: by their flops.
         bucket_mb: None: the runtime's default.
         master_weights: "none", "full" or "remainder".
         device_type: "cuda" or "cpu".

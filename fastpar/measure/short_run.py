@@ -19,6 +19,7 @@ from fastpar.data.batches import sample_batch
 from fastpar.kernels import make_key
 from fastpar.models.gpt import GPT
 from fastpar.parallel.engine import engine_of
+from fastpar.parallel.pipeline import pipeline_step
 from fastpar.train.journal import to_device
 from fastpar.train.start import set_up
 
@@ -29,7 +30,7 @@ class ShortRun:
     """The model of a workload, set up on the ranks, and steps of it.
 
     Args:
-        mesh: of setup.world_size ranks, with setup.tp.
+        mesh: of setup.world_size ranks, with setup.tp and setup.pp.
     Ranks: all.
     """
 
@@ -52,8 +53,10 @@ class ShortRun:
         """One optimizer step, like Trainer.train_step()."""
         workload, setup, mesh = self.workload, self.setup, self.mesh
         self.model.train()
+        many, piped = setup.grad_accum_steps, self.engine.shards.stages is not None
         loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
-        for j in range(setup.grad_accum_steps):
+        batches = []
+        for j in range(many):
             first = self._next + (j * mesh.dp_size + mesh.dp_rank) * setup.micro_batch_size
             x, y = sample_batch(
                 self._tokens,
@@ -64,9 +67,16 @@ class ShortRun:
                 device=mesh.device,
             )
             key = to_device(make_key(SEED, first), mesh.device)
-            part = self.model(x, y, rng_key=key) / setup.grad_accum_steps
+            if piped:  # its stages take all at once
+                batches.append((x, y, key))
+                continue
+            part = self.model(x, y, rng_key=key) / many
             part.backward()
             loss += part.detach()
+        if piped:
+            x, y, keys = zip(*batches)
+            rows = torch.cat(x), torch.cat(y)
+            loss += pipeline_step(self.model, *rows, micro_batches=many, rng_keys=keys)
         self.engine.contribute(loss.reshape(1))
         self.optimizer.step()
         self.optimizer.zero_grad()

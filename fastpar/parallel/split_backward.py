@@ -76,9 +76,9 @@ class SplitBackward:
             alone = mine and len(computes) == 1 and p not in kept
             grad = computes[0](bucket.room_for(position) if alone else None)
             for compute in computes[1:]:
-                grad = grad + compute(None)
+                grad.add_(compute(None))
             if p in kept:
-                grad = kept.pop(p) + grad
+                grad = kept.pop(p).add_(grad)
             if not mine:
                 kept[p] = grad
             elif bucket.take(position, grad):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -183,11 +184,40 @@ def _messages(schedule: Schedule, sender: int, receiver: int) -> tuple[list, lis
     return sides
 
 
+class Held(NamedTuple):
+    """What a rank holds during a backward.
+
+    Attributes:
+        chunk: whose backward it is.
+        held: micro-batches of each chunk; waiting: those among them that wait for W.
+    """
+
+    chunk: int
+    held: tuple[int, ...]
+    waiting: tuple[int, ...]
+
+
 @functools.lru_cache(4096)
-def held_of(schedule: str, pp: int, micro_batches: int, chunks: int) -> list[tuple[int, ...]]:
-    """The most micro-batches that each rank's chunks hold; see Simulated.peaks."""
+def held_of(schedule: str, pp: int, micro_batches: int, chunks: int) -> list[list[Held]]:
+    """Of each rank and chunk: moments at which it holds more of something than at any other."""
     few = micro_batches
     if schedule != "gpipe":  # which holds all
         few = min(micro_batches, ENOUGH * pp + micro_batches % pp)
-    ones = [1.0] * (pp * chunks)
-    return simulate(make_schedule(schedule, pp, few, chunks), Costs(ones, ones, ones)).peaks
+    return [_most_held(ops, chunks) for ops in make_schedule(schedule, pp, few, chunks).ops]
+
+
+def _most_held(ops: Sequence[Op], chunks: int) -> list[Held]:
+    held, waiting, found = [0] * chunks, [0] * chunks, dict[Held, None]()
+    for op in ops:
+        held[op.chunk] += op.kind is Kind.FORWARD
+        waiting[op.chunk] += op.kind is Kind.INPUT_GRADIENT
+        if op.kind is not Kind.FORWARD:
+            found[Held(op.chunk, tuple(held), tuple(waiting))] = None
+        waiting[op.chunk] -= op.kind is Kind.WEIGHT_GRADIENT
+        held[op.chunk] -= op.kind in FINISHES
+
+    def within(a: Held, b: Held) -> bool:
+        less = map(operator.le, a.held + a.waiting, b.held + b.waiting)
+        return a != b and a.chunk == b.chunk and all(less)
+
+    return [a for a in found if not any(within(a, b) for b in found)]

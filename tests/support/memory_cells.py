@@ -44,4 +44,4 @@ def measure(workload, setup, mesh):
 def measure_all(cells):
     """The peak of every cell, on this rank of a process group that fits them all."""
     torch.set_num_threads(1)
-    return [measure(one, s, Mesh(tp=s.tp, device="cpu")) for one, s in cells]
+    return [measure(one, s, Mesh(tp=s.tp, pp=s.pp, device="cpu")) for one, s in cells]
