@@ -23,6 +23,7 @@ NOT_OPS = {
     "plan",
     "nodes",
     "bubble",
+    "pp",
 }
 ZERO_TARGETS = {"DDP": 1.2, "FSDP2": 1.6, "DeepSpeed": 1.6}  # of every stage of fastpar
 
@@ -385,6 +386,22 @@ def bubble_table(rows: Sequence[Row]) -> str:
     return table(head, lines)
 
 
+def pp_table(rows: Sequence[Row]) -> str:
+    """Pipelines of others beside fastpar's, and other ways to split the same step."""
+    lines = []
+    for row in (row for row in rows if row.bench == "pp"):
+        what = [f"{row.case}: {row.variant}", f"{row.notes.get('ranks', 1)} x {row.threads}"]
+        if row.refused:
+            lines.append([*what, f"refused: {row.refused}", *[""] * 5])
+            continue
+        apart, sent = row.notes.get("loss_difference"), row.notes.get("sent_mb")
+        cells = [number(row.median_ms), number(row.tokens_per_s), times(row.speedup)]
+        cells += [megabytes(row), "" if apart is None else f"{apart:.0e}", number(sent)]
+        lines.append([*what, *cells])
+    head = ["case: contender", "ranks x threads", "ms", "tokens/s", "against the case's first"]
+    return table([*head, "peak MB", "loss differs by", "MB sent a step"], lines)
+
+
 def summary(rows: Sequence[Row]) -> str:
     """For the console: a line for each case and direction with all its variants that took time."""
     rows, lines = [row for row in rows if row.refused or row.median_ms is not None], []
@@ -421,4 +438,5 @@ TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
     "plan": plan_table,
     "nodes": nodes_table,
     "bubble": bubble_table,
+    "pp": pp_table,
 }

@@ -74,8 +74,8 @@ class ShortRun:
             part.backward()
             loss += part.detach()
         if piped:
-            x, y, keys = zip(*batches)
-            rows = torch.cat(x), torch.cat(y)
+            xs, ys, keys = zip(*batches)
+            rows = torch.cat(xs), torch.cat(ys)
             loss += pipeline_step(self.model, *rows, micro_batches=many, rng_keys=keys)
         self.engine.contribute(loss.reshape(1))
         self.optimizer.step()

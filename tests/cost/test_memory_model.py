@@ -5,11 +5,11 @@ import itertools
 import time
 
 import pytest
-from memory_cells import measure, measure_all, setup, workload
+from memory_cells import measure, measure_alive, measure_all, setup, workload
 
 from fastpar.comm.mesh import Mesh
 from fastpar.config.config import GPTConfig
-from fastpar.cost.memory_model import Memory, predict_memory, predict_states
+from fastpar.cost.memory_model import Memory, predict_memory, predict_ranks, predict_states
 from fastpar.cost.workload import Setup, Workload
 from fastpar.testing import run_ranks
 
@@ -291,6 +291,47 @@ def test_a_pipeline_keeps_as_many_micro_batches_as_stages():
     assert b.activations == pytest.approx(
         a.activations, rel=0.2
     )  # a quarter of the layers, 4 times
+
+
+PIPELINES = [
+    # ranks, stage, schedule, vocabulary, dropout
+    (2, 0, "1f1b", 4096, 0.0),
+    (2, 0, "zb-v", 512, 0.1),
+    (2, 0, "1f1b", 512, 0.1),
+    (2, 0, "gpipe", 4096, 0.0),
+    (2, 0, "interleaved", 4096, 0.0),
+    (2, 0, "zb-h1", 4096, 0.0),
+    (2, 0, "zb-v", 4096, 0.0),
+    (4, 0, "1f1b", 4096, 0.0),
+    (4, 0, "interleaved", 512, 0.1),
+    (4, 0, "zb-h1", 4096, 0.0),
+    (4, 3, "1f1b", 4096, 0.0),
+    (4, 1, "interleaved", 512, 0.0),
+    (4, 2, "1f1b", 4096, 0.1),
+]
+
+
+@pytest.mark.parametrize(
+    "cell", [*PIPELINES[:2], *(pytest.param(c, marks=pytest.mark.slow) for c in PIPELINES[2:])]
+)
+def test_a_stage_is_predicted_within_three_percent(cell):
+    ranks, stage, schedule, vocab, dropout = cell
+    pp = ranks // 2 if stage else ranks
+    one = workload(n_layer=8, vocab=vocab, dropout=dropout, batch=16 * ranks // pp)
+    s = setup(
+        world_size=ranks,
+        pp=pp,
+        schedule=schedule,
+        chunks=1 + (schedule in ("interleaved", "zb-v")),
+        zero_stage=stage,
+        micro_batch_size=2,
+        grad_accum_steps=8,
+    )
+    peaks = run_ranks(measure_alive, ranks, one, s, backend="gloo", timeout_s=300)
+    found = [max(peaks[i * ranks // pp : (i + 1) * ranks // pp]) for i in range(pp)]
+    predicted = [memory.total for memory in predict_ranks(one, s)]
+    assert max(predicted) == pytest.approx(max(found), rel=0.03)
+    assert predicted == pytest.approx(found, rel=0.06)
 
 
 def test_shown_in_a_line():

@@ -64,14 +64,15 @@ def test_bubble_of_the_textbook(p, m, v):
     """(p - 1) / m of the time that a stage works; in turns with v parts each, 1 / v of that."""
     shape = replace(SHAPE, n_layer=p * v)
     schedule = "interleaved" if v > 1 else "1f1b"
-    pipe = Setup(p, pp=p, schedule=schedule, chunks=v, grad_accum_steps=m)
+    split = (1,) * (p * v)
+    pipe = Setup(p, pp=p, pp_split=split, schedule=schedule, chunks=v, grad_accum_steps=m)
     time = predict(pipe, Layers(send=0.0), shape)
     working = sum(time.parts[k] for k in ("forward", "backward", "recompute", "loss"))
     assert time.bubble_s == pytest.approx((p - 1) / (m * v) * working, rel=1e-3)
 
 
 def test_the_slowest_stage_and_messages_are_in_the_bubble():
-    pipe = Setup(4, pp=4, grad_accum_steps=64)
+    pipe = Setup(4, pp=4, pp_split=(1, 1, 1, 1), grad_accum_steps=64)
     equal, slow = predict(pipe, Fixed(send=0.0)), predict(pipe, Fixed(send=1.0))
     assert slow.bubble_s - equal.bubble_s >= 6  # the first micro-batch's 3 messages, there and back
     uneven = predict(replace(pipe, pp_split=(1, 0, 2, 1)), Fixed(send=0.0))
