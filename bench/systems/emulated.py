@@ -434,7 +434,13 @@ class EmulatedMesh(Mesh):
     """
 
     def __init__(
-        self, world_size: int, rank: int = 0, *, tp: int = 1, device: torch.device | str = "cpu"
+        self,
+        world_size: int,
+        rank: int = 0,
+        *,
+        tp: int = 1,
+        pp: int = 1,
+        device: torch.device | str = "cpu",
     ) -> None:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -444,7 +450,7 @@ class EmulatedMesh(Mesh):
                 "torch.distributed; close the other mesh first"
             )
         dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-        super().__init__(tp=tp, device=device)
+        super().__init__(tp=tp, pp=pp, device=device)
 
     def check_same(self, caller: str, lines: Any) -> None:
         """Nobody to differ from."""

@@ -124,19 +124,31 @@ def predict_memory(workload: Workload, setup: Setup) -> Memory:
     the first and the last one share counted on both ranks, and the micro-batches that its
     schedule holds.
     """
-    return max(predict_ranks(workload, setup), key=lambda memory: memory.total)
+    cases = {(parts, held) for parts, several in _stages(workload, setup) for held in several}
+    fullest = [
+        (parts, a)
+        for parts, a in cases
+        if not any(other == parts and a.within(b) for other, b in cases)
+    ]
+    found = (_Peak(workload, setup, parts, held).memory() for parts, held in fullest)
+    return max(found, key=lambda memory: memory.total)
+
+
+def _stages(workload: Workload, setup: Setup) -> Iterator[tuple[RankParts, list[Held]]]:
+    """What each rank of a pipeline has, and what it holds."""
+    what = setup.schedule, setup.pp, setup.grad_accum_steps, setup.chunks
+    moments = held_of(*what) if setup.pp > 1 else [[Held(0, (1,), (0,))]]
+    yield from zip(parts_of(workload, setup), moments)
 
 
 def predict_ranks(workload: Workload, setup: Setup) -> list[Memory]:
     """predict_memory() of each rank of a pipeline; with pp=1 of the one there is."""
-    what = setup.schedule, setup.pp, setup.grad_accum_steps, setup.chunks
-    moments = held_of(*what) if setup.pp > 1 else [[Held(0, (1,), (0,))]]
     return [
         max(
             (_Peak(workload, setup, parts, held).memory() for held in several),
             key=lambda memory: memory.total,
         )
-        for parts, several in zip(parts_of(workload, setup), moments)
+        for parts, several in _stages(workload, setup)
     ]
 
 

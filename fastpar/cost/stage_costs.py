@@ -9,8 +9,8 @@ from fastpar.config.config import GPTConfig
 from fastpar.cost.buckets import stage_layers
 from fastpar.cost.operations import Op
 from fastpar.cost.workload import Setup
-from fastpar.pipeline.schedules import Kind, make_schedule
-from fastpar.pipeline.simulator import ENOUGH, Costs, simulate
+from fastpar.pipeline.schedules import Kind
+from fastpar.pipeline.simulator import ENOUGH, Costs, time_of
 
 F, I, W = Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT  # noqa: E741
 
@@ -76,5 +76,5 @@ def makespan_of(
 ) -> float:
     """See simulate(); costs are tuples."""
     few = min(micro_batches, ENOUGH * pp + micro_batches % pp)
-    found = simulate(make_schedule(schedule, pp, few, chunks), costs, message=message)
-    return found.makespan + (micro_batches - few) * max(found.busy) / few
+    makespan, busiest = time_of(schedule, pp, few, chunks, costs, message)
+    return makespan + (micro_batches - few) * busiest / few

@@ -49,15 +49,20 @@ class StepTime:
     mfu: float | None
 
 
-def predict_step(workload: Workload, setup: Setup, rates: Rates) -> StepTime:
+def predict_step(
+    workload: Workload, setup: Setup, rates: Rates, *, bubble: bool = True
+) -> StepTime:
     """The time of a step.
 
+    Args:
+        bubble: False: without the waiting of a pipeline's stages, which takes a simulation.
     Raises:
         ValueError: a batch that is not dp * micro_batch_size * grad_accum_steps; ranks that tp and
             pp do not divide.
     """
     check(workload, setup)
-    return time_of(workload, setup, rates, ops_of(workload, setup), comm_ops_of(workload, setup))
+    ops, comms = ops_of(workload, setup), comm_ops_of(workload, setup)
+    return time_of(workload, setup, rates, ops, comms, bubble=bubble)
 
 
 def check(workload: Workload, setup: Setup) -> None:
@@ -79,11 +84,17 @@ def check(workload: Workload, setup: Setup) -> None:
 
 
 def time_of(
-    workload: Workload, setup: Setup, rates: Rates, ops: Iterable[Op], comms: Iterable[CommOp]
+    workload: Workload,
+    setup: Setup,
+    rates: Rates,
+    ops: Iterable[Op],
+    comms: Iterable[CommOp],
+    *,
+    bubble: bool = True,
 ) -> StepTime:
     """The time of a step that consists of these operations and this communication."""
     parts, column_s = dict.fromkeys(_PARTS, 0.0), 0.0
-    kinds = PassCosts() if setup.pp > 1 else None
+    kinds = PassCosts() if setup.pp > 1 and bubble else None
     for op in ops:
         seconds = rates.op_s(op) * op.count
         parts[op.name if op.name in _PARTS else op.direction] += seconds

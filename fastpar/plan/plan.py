@@ -26,8 +26,9 @@ from fastpar.cost.operations import Rates, comm_ops_of
 from fastpar.cost.step_time import cost_per_billion_tokens
 from fastpar.cost.workload import Setup, Workload, default_accumulate
 from fastpar.data.tokenizer import GPT2_VOCABULARY, name_for
+from fastpar.plan.estimate import Estimate
 from fastpar.plan.search import (
-    Estimate,
+    ALIKE,
     families,
     possible_batches,
     refused,
@@ -282,13 +283,43 @@ def _nothing_fits(plan: Plan) -> str:
 
 def layout_text(setup: Setup) -> str:
     """A layout in words: dp 4 x tp 2, ZeRO-3 in groups of 8."""
-    axes = [f"{name} {n}" for name, n in (("dp", setup.dp), ("tp", setup.tp)) if n > 1]
+    sizes = (("dp", setup.dp), ("tp", setup.tp), ("pp", setup.pp))
+    axes = [f"{name} {n}" for name, n in sizes if n > 1]
     text = " x ".join(axes) or ("one GPU" if setup.device_type == "cuda" else "one rank")
     if setup.dp > 1:
         text += f", ZeRO-{setup.zero_stage}"
     if setup.shard_size is not None:
         text += f" in groups of {setup.shard_size}"
+    if setup.pp > 1:
+        text += f", {setup.schedule}" + f" of {setup.chunks} chunks" * (setup.chunks > 1)
     return text
+
+
+def stages_text(estimates: Sequence[Estimate]) -> str:
+    """Whether pipeline stages are worth it, in a sentence."""
+    winner, piped = estimates[0], estimates[0].setup.pp > 1
+    others = (e for e in estimates if e.time is not None and (e.setup.pp > 1) != piped)
+    other = next(others, None)
+    assert winner.time is not None
+    if other is None or other.time is None:
+        if piped:
+            return f"{winner.setup.pp}: without stages nothing fits"
+        return "none: no pipeline fits and is within half of the fastest step"
+    slower = other.time.step_s / winner.time.step_s - 1
+    name = layout_text(other.setup)
+    if not piped:
+        if slower <= ALIKE:
+            return f"none: the best pipeline, {name}, is as fast and less simple"
+        waits = other.time.bubble_s / other.time.step_s
+        return (
+            f"none: the best pipeline, {name}, is {slower:.1%} slower; its stages wait {waits:.1%}"
+        )
+    exposed = 1e3 * (other.time.exposed_s - winner.time.exposed_s)
+    waits = winner.time.bubble_s / winner.time.step_s
+    return (
+        f"{winner.setup.pp}: the best without, {name}, is {slower:.1%} slower and waits "
+        f"{exposed:.3g} ms more for communication; stages wait {waits:.1%} of the step"
+    )
 
 
 def report(plan: Plan) -> str:
@@ -309,7 +340,7 @@ def report(plan: Plan) -> str:
         "",
     ]
     head = ["layout", "micro-batch", "recompute", "memory", "step ms", "tokens/s", "MFU"]
-    rows = [[*head, "exposed ms", "$ / 1e9 tokens"]]
+    rows = [[*head, "exposed ms", "bubble", "$ / 1e9 tokens"]]
     rows += [_row(plan, estimate) for estimate in fitting[: command.top]]
     lines += _columns(rows)
     if plan.rates.peak_flops is not None:
@@ -321,7 +352,15 @@ def report(plan: Plan) -> str:
     why = [f"  {name}: {why_not(e, winner, plan.limit_bytes)}" for name, e in losers.items()]
     assert winner.time is not None
     parts = [f"{k} {s * 1e3:.3g} ms" for k, s in winner.time.parts.items() if s > 0]
-    lines += ["", "why not", *why, "", f"memory   {winner.memory}", f"time     {', '.join(parts)}"]
+    lines += [
+        "",
+        "why not",
+        *why,
+        "",
+        f"stages   {stages_text(estimates)}",
+        f"memory   {winner.memory}",
+        f"time     {', '.join(parts)}",
+    ]
     sent = nic_bytes(plan, winner.setup)
     if sent:
         lines.append(
@@ -372,6 +411,7 @@ def _row(plan: Plan, estimate: Estimate) -> list[str]:
         f"{time.tokens_per_s:,.0f}",
         "" if time.mfu is None else f"{time.mfu:.1%}",
         f"{time.exposed_s * 1e3:.3g}",
+        f"{time.bubble_s / time.step_s:.1%}" if setup.pp > 1 else "",
         f"{cost:,.2f}",
     ]
 

@@ -6,47 +6,20 @@ run's settings, which check themselves. What does not fit is kept, to say by how
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count, takewhile
 from typing import Any
 
-from fastpar.cost.memory_model import Memory, predict_memory
+from fastpar.cost.memory_model import predict_memory
 from fastpar.cost.operations import Rates
-from fastpar.cost.step_time import StepTime, predict_step
+from fastpar.cost.step_time import predict_step
 from fastpar.cost.workload import Setup, Workload, default_accumulate
+from fastpar.plan.estimate import MAX_MICRO_BATCH_TOKENS, Estimate, divisors, tp_sizes
+from fastpar.plan.pipelines import search_pipelines
 
-MAX_MICRO_BATCH_TOKENS = 131072  # of a rank: matrices of more rows are no faster
 CHECKPOINTING = ("none", "selective", "full")
 ALIKE = 0.01  # a smaller share of a step's time the model cannot tell apart
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A layout and what it would cost; time is None where it does not fit."""
-
-    setup: Setup
-    memory: Memory
-    time: StepTime | None
-
-    @property
-    def family(self) -> tuple[int, int, int]:
-        """What people compare: tp, stage, ranks that share a copy."""
-        return self.setup.tp, self.setup.zero_stage, self.setup.n_shards
-
-
-def divisors(n: int) -> list[int]:
-    """In rising order."""
-    small = [k for k in range(1, int(n**0.5) + 1) if n % k == 0]
-    return small + [n // k for k in reversed(small) if k * k != n]
-
-
-def tp_sizes(workload: Workload, template: Setup, per_node: int) -> list[int]:
-    """Those whose ranks share a node: across nodes every layer would wait for the network."""
-    world = template.world_size
-    in_node = math.gcd(world, min(world, per_node))
-    return [tp for tp in divisors(in_node) if workload.shape.splits_by(tp)]
 
 
 def splits(workload: Workload, template: Setup, per_node: int) -> Iterator[Setup]:
@@ -79,7 +52,8 @@ def search(
     """The best of each way to cut and to keep, fastest first; those that do not fit come last.
 
     For each split and checkpointing mode the micro-batch is the fastest that fits. Of those that
-    are alike in speed the simplest comes first: least tp, lowest stage, least recomputation.
+    are alike in speed the simplest comes first: fewest stages, least tp, lowest ZeRO stage, least
+    recomputation.
 
     Args:
         template: world size, formats, device and transport of all candidates.
@@ -110,6 +84,17 @@ def search(
             if best is not None:
                 found.append(best)
     found.sort(key=_rank)
+    fastest_s = found[0].time.step_s if found and found[0].time else float("inf")
+    found += search_pipelines(
+        workload,
+        template,
+        rates=rates,
+        limit_bytes=limit_bytes,
+        per_node=per_node,
+        checkpointing=checkpointing,
+        fastest_s=fastest_s,
+    )
+    found.sort(key=_rank)
     if found and found[0].time is not None:
         enough = (1 + ALIKE) * found[0].time.step_s
         alike = [e for e in found if e.time is not None and e.time.step_s <= enough]
@@ -122,7 +107,8 @@ def search(
 def _complexity(estimate: Estimate) -> tuple[Any, ...]:
     setup = estimate.setup
     mode = CHECKPOINTING.index(setup.activation_checkpointing)
-    return setup.tp, setup.zero_stage, setup.shard_size is not None, mode, _rank(estimate)
+    chunks = setup.pp * setup.chunks
+    return chunks, setup.tp, setup.zero_stage, setup.shard_size is not None, mode, _rank(estimate)
 
 
 def _rank(estimate: Estimate) -> tuple[float, float]:
@@ -132,7 +118,7 @@ def _rank(estimate: Estimate) -> tuple[float, float]:
 
 def families(estimates: Iterable[Estimate]) -> list[Estimate]:
     """The first of each family."""
-    first: dict[tuple[int, int, int], Estimate] = {}
+    first: dict[tuple[int, ...], Estimate] = {}
     for estimate in estimates:
         first.setdefault(estimate.family, estimate)
     return list(first.values())

@@ -69,8 +69,8 @@ def test_the_command_is_the_layout_that_won(words, capsys, tmp_path):
     assert stored["shape"] == vars(shape)
     assert config.system.nproc == winner["world_size"]
     assert config.text.batch_size == batch
-    dp = winner["world_size"] // winner["tp"]
-    assert derive_batch(config.text, shape.block_size, dp) == (
+    dp = winner["world_size"] // (winner["tp"] * winner["pp"])
+    assert derive_batch(config.text, shape.block_size, dp, winner["pp"]) == (
         winner["micro_batch_size"],
         winner["grad_accum_steps"],
     )
@@ -111,7 +111,7 @@ def test_64_gpus_on_8_nodes_by_their_links(capsys, tmp_path):
         assert max(row["tp"] for row in layouts) <= 8
         plain = next(
             row for row in layouts
-            if (row["tp"], row["zero_stage"], row["accumulate"]) == (1, 0, "full")
+            if (row["tp"], row["pp"], row["zero_stage"], row["accumulate"]) == (1, 1, 0, "full")
         )  # fmt: skip
         sent = 124439808 * 4 * 2 / adapters  # an fp32 all-reduce: at most both ways all of it
         assert 0.85 * sent < plain["nic_bytes"] < 1.02 * sent
@@ -190,8 +190,8 @@ def test_words_for_layouts():
         ),
         ("--price -1", r"plan: expected price >= 0, got price=-1"),
         (
-            "--gpus 5 --batch-size 7",
-            r"got batch_size=7 with gpus=5; use --batch-size 5 or 10 or 15",
+            "--gpus 13 --batch-size 7",  # more than the layers, so no pipeline either
+            r"got batch_size=7 with gpus=13; use --batch-size 13 or 26",
         ),
         ("--gpu v100 --dtype bf16", r"expected fp16 or fp32 on v100.*got dtype=bf16"),
         ("--gpu cpu --dtype fp16 --gpus 1", r"expected dtype fp32 or bf16 on the CPU"),

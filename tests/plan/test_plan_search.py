@@ -85,7 +85,8 @@ def test_every_split_divides_what_it_cuts():
 
 def test_a_batch_that_no_split_divides_leaves_nothing():
     workload = replace(GPT2, batch_size=7)
-    assert found(workload, world=5) == []
+    assert found(workload, world=13) == []
+    assert {e.setup.pp for e in found(workload, world=5)} == {5}
     assert possible_batches(workload, Setup(world_size=5), 8) == [5, 10, 15]
 
 

@@ -1,0 +1,44 @@
+"""What the search for a layout is made of: an estimate, and the numbers that divide others."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from fastpar.cost.memory_model import Memory
+from fastpar.cost.step_time import StepTime
+from fastpar.cost.workload import Setup, Workload
+
+MAX_MICRO_BATCH_TOKENS = 131072  # of a rank: matrices of more rows are no faster
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A layout and what it would cost; time is None where it does not fit."""
+
+    setup: Setup
+    memory: Memory
+    time: StepTime | None
+
+    @property
+    def family(self) -> tuple[int, ...]:
+        """What people compare: tp, pp, stage, ranks that share a copy."""
+        return self.family_of(self.setup)
+
+    @staticmethod
+    def family_of(setup: Setup) -> tuple[int, ...]:
+        """See family."""
+        return setup.tp, setup.pp, setup.zero_stage, setup.n_shards
+
+
+def divisors(n: int) -> list[int]:
+    """In rising order."""
+    small = [k for k in range(1, int(n**0.5) + 1) if n % k == 0]
+    return small + [n // k for k in reversed(small) if k * k != n]
+
+
+def tp_sizes(workload: Workload, template: Setup, per_node: int) -> list[int]:
+    """Those whose ranks share a node: across nodes every layer would wait for the network."""
+    world = template.world_size
+    in_node = math.gcd(world, min(world, per_node))
+    return [tp for tp in divisors(in_node) if workload.shape.splits_by(tp)]

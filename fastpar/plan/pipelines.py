@@ -1,0 +1,103 @@
+"""Layouts with pipeline stages: far too many to simulate, so those go first that could be fastest.
+
+Every (tp, pp, stage, micro-batch, recomputation, schedule, chunks) has a bound that costs next to
+nothing: the step without its bubble, and the least bubble that its schedule can have. In the order
+of these bounds layouts are simulated, until no bound is below what has been found. What is left out
+could not win: see test_the_bounds_leave_out_no_winner.
+
+Stages 2 and 3 are not among them: with pipelines they reduce, or keep whole, the gradients of each
+micro-batch. `fastpar train` takes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from fastpar.cost.memory_model import predict_memory
+from fastpar.cost.operations import Rates
+from fastpar.cost.step_time import StepTime, predict_step
+from fastpar.cost.workload import Setup, Workload, default_accumulate
+from fastpar.plan.estimate import MAX_MICRO_BATCH_TOKENS, Estimate, divisors, tp_sizes
+
+MOST_STAGES = 64
+SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-h1", 1), ("zb-v", 2))
+SHOWN = 1.5  # times the fastest step: slower pipelines are of no interest
+SURE = 0.9  # of a bubble's formula, which is exact for equal stages
+
+
+def pipeline_splits(workload: Workload, template: Setup, per_node: int) -> Iterator[Setup]:
+    """Every (tp, pp, stage) that divides what it has to."""
+    for tp in tp_sizes(workload, template, per_node):
+        if tp > 1 and template.moment_dtype == "int8":
+            continue
+        for pp in divisors(template.world_size // tp):
+            dp = template.world_size // (tp * pp)
+            if not 1 < pp <= min(MOST_STAGES, workload.shape.n_layer) or workload.batch_size % dp:
+                continue
+            sp = workload.seq_len % tp == 0
+            base = replace(template, tp=tp, pp=pp, sequence_parallel=sp)
+            for stage in (0, 1)[: 1 + (dp > 1)]:
+                yield replace(base, zero_stage=stage, accumulate=default_accumulate(stage))
+
+
+def least_bubble_s(setup: Setup, time: StepTime) -> float:
+    """Seconds that ranks wait at least, of a step whose time is known but for that."""
+    working = sum(time.parts[name] for name in ("forward", "backward", "recompute", "loss"))
+    fill = (setup.pp - 1) * working / setup.grad_accum_steps
+    part = {"zb-h1": 0.25, "zb-v": 0.0}.get(setup.schedule, 1 / setup.chunks)
+    return SURE * fill * part
+
+
+def search_pipelines(
+    workload: Workload,
+    template: Setup,
+    *,
+    rates: Rates,
+    limit_bytes: float,
+    per_node: int,
+    checkpointing: Iterable[str],
+    fastest_s: float,
+) -> list[Estimate]:
+    """The best of each way to cut that is not much slower than the fastest.
+
+    Args:
+        fastest_s: a step of the best layout without stages; the others: as search().
+    """
+    bounds = []
+    for split in pipeline_splits(workload, template, per_node):
+        rows = workload.batch_size // split.dp
+        for micro in divisors(rows):
+            if micro > 1 and micro * workload.seq_len > MAX_MICRO_BATCH_TOKENS:
+                break
+            for mode in checkpointing:
+                setup = replace(
+                    split,
+                    micro_batch_size=micro,
+                    grad_accum_steps=rows // micro,
+                    activation_checkpointing=mode,
+                )
+                times: dict[bool, StepTime] = {}
+                for schedule, chunks in SCHEDULES:
+                    if split.pp * chunks > min(MOST_STAGES, workload.shape.n_layer):
+                        continue
+                    one, in_v = replace(setup, schedule=schedule, chunks=chunks), schedule == "zb-v"
+                    if in_v not in times:  # a V has one tied table, so nothing to add up
+                        times[in_v] = predict_step(workload, one, rates, bubble=False)
+                    bound = times[in_v].step_s + least_bubble_s(one, times[in_v])
+                    bounds.append((bound, one))
+    found: dict[tuple, Estimate] = {}
+    for bound, setup in sorted(bounds, key=lambda pair: pair[0]):
+        if bound > SHOWN * fastest_s:
+            break
+        known = found.get(Estimate.family_of(setup))
+        if known is not None and known.time is not None and known.time.step_s <= bound:
+            continue
+        memory = predict_memory(workload, setup)
+        if memory.total > limit_bytes:
+            continue
+        time = predict_step(workload, setup, rates)
+        fastest_s = min(fastest_s, time.step_s)
+        if known is None or known.time is None or time.step_s < known.time.step_s:
+            found[Estimate.family_of(setup)] = Estimate(setup, memory, time)
+    return list(found.values())
