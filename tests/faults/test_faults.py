@@ -37,6 +37,8 @@ from fastpar.train.metrics import read_metrics
         pytest.param(0, ["--zero=3"], marks=pytest.mark.slow),
         pytest.param(0, ["--tp=2"], marks=pytest.mark.slow),
         pytest.param(1, ["--tp=2", "--transport=torch"], marks=pytest.mark.slow),
+        pytest.param(0, ["--pp=2", "--schedule=zb-h1"], marks=pytest.mark.slow),
+        pytest.param(1, ["--pp=2", "--transport=torch"], marks=pytest.mark.slow),
     ],
 )
 def test_killed_rank_stops_the_others(here, start, victim, options):
