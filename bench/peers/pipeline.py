@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -32,7 +33,7 @@ from fastpar.models.gpt import GPT
 from fastpar.pipeline.split import cut
 
 TORCH, DEEPSPEED = "torch Schedule1F1B", "DeepSpeed pipeline"
-STOCK, OWN = "fastpar PP, stock model", "fastpar PP"
+STOCK, OWN, IN_V = "fastpar PP, stock model", "fastpar PP", "fastpar PP, zb-v"
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
@@ -228,5 +229,8 @@ def build(name: str, config: GPTConfig, settings: Settings) -> Contender:
     if name == STOCK:
         backend.choice = "torch"  # its products too
         return engines.build(OWN, lambda: model_of(config, Declared), settings)
+    if name == IN_V:
+        settings = replace(settings, fastpar={**settings.fastpar, "pp_schedule": "zb-v"})
+        return engines.build(OWN, lambda: GPT(config, seed=0), settings)
     own = name.startswith("fastpar")
     return engines.build(name, lambda: GPT(config, seed=0) if own else model_of(config), settings)

@@ -8,7 +8,8 @@ loss after two steps against one process in fp64; `loss_difference` is the large
 steps from torch's, of the loss.
 
 Then GPT-2 124M's shape in two network namespaces (bench/systems/links.py) that 1 Gbit/s join:
-pp=2, dp=2 and tp=2, all over gloo. Without such namespaces these rows are missing.
+pp=2 by 1F1B and by zb-v (which has both ends of the tied table on one rank), dp=2 and tp=2, all over
+gloo. Without such namespaces these rows are missing.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor
 from bench.harness import Bench
 from bench.peers import pipeline
 from bench.peers.engines import SINGLE, Contender
-from bench.peers.pipeline import DEEPSPEED, OWN, STOCK, TORCH
+from bench.peers.pipeline import DEEPSPEED, IN_V, OWN, STOCK, TORCH
 from bench.systems import bench_zero
 from bench.systems.bench_zero import GATE_STEPS, Entry, Reference, Trial, run_group
 from bench.systems.links import Link, NoLinkError, Ranks
@@ -41,7 +42,7 @@ CONFIGS = {"mini": MINI, "12 layers of 384": replace(MINI, n_layer=12, n_head=6,
 GPT2 = GPTConfig(12, 12, 768, 256, 50304, dropout=0.0)
 QUICK = GPTConfig(2, 2, 32, 32, 256, dropout=0.0)
 GROUPS = ((STOCK, DEEPSPEED), (OWN, "fastpar ZeRO-0"), ("fastpar TP", SINGLE))
-LINKED = (OWN, "fastpar ZeRO-0", "fastpar TP")
+LINKED = (OWN, IN_V, "fastpar ZeRO-0", "fastpar TP")
 
 
 def trial_of(name: str, config: GPTConfig, folder: str, transport: str = "auto") -> Trial:
