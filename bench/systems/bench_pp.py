@@ -7,8 +7,8 @@ case; others come a few at a time, and steps take turns. The gate is bench_zero.
 loss after two steps against one process in fp64; `loss_difference` is the largest of all timed
 steps from torch's, of the loss.
 
-Then GPT-2 124M's shape in two network namespaces (bench/systems/links.py) that 1 Gbit/s join:
-pp=2 by 1F1B and by zb-v (which has both ends of the tied table on one rank), dp=2 and tp=2, all over
+Then GPT-2 124M's shape in two network namespaces (bench/systems/links.py) that 1 Gbit/s join: pp=2
+by 1F1B and by zb-v, which has both ends of the tied table on one rank, dp=2 and tp=2, all over
 gloo. Without such namespaces these rows are missing.
 """
 
