@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt
 BUILD_INPUTS := pyproject.toml setup.py .ci/constraints.txt $(wildcard csrc/*)
 ARGS ?=
-# What `make train` learns fastest with (bench/systems/main_job.py); RECIPE= for settings of your own, in --config or --resume.
+# What `make train` learned best with so far (bench/systems/main_job.py); RECIPE= for settings of your own, in --config or --resume.
 RECIPE ?= --optimizer muon --lr-schedule linear --batch-size 16 --max-steps 764
 WORKERS ?= -n logical --maxprocesses 4 --dist worksteal
 TORCH_INDEX ?=
@@ -27,7 +27,7 @@ EMULATED = @echo "== set-up: csrc/ with its CUDA kernels compiled for the CPU"; 
 
 .PHONY: train test test-slow bench report lint aot cuda-check gpu clean
 
-train: $(VENV)/train.done  ## train GPT-2 on the text that ships with a dependency, two ranks, 3 to 6 minutes on two cores
+train: $(VENV)/train.done  ## train GPT-2 on the text that ships with a dependency, two ranks, 5 to 8 minutes on two cores
 	$(BIN)/fastpar train --nproc 2 $(RECIPE) $(ARGS)
 
 test: $(VENV)/dev.done  ## the default tests, about 10 minutes on two cores; ROOM=parallel: one room's
