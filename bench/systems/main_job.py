@@ -3,10 +3,13 @@
     python -m bench.systems.main_job                        every recipe, seed 1: half an hour each
     python -m bench.systems.main_job muon --seeds 1 2 3     some of them, more seeds
     python -m bench.systems.main_job --steps-divided-by 5   shorter runs of the same shape
+    python -m bench.systems.main_job muon --set muon_lr=0.04 n_layer=3        with other settings
 
 Steps of a recipe are so many that all take as much CPU time as 2000 steps of adamw on a quiet
-machine; beside the loss stands the CPU time that the run really took, ranks together, so that a
-busy machine tells on nothing but the wait. Rows are added to bench/results/main_job/rows.jsonl.
+machine; beside the loss, which is that of the whole validation text, stands the CPU time that the
+run really took, so that a busy machine tells on nothing but the wait. A run is one process of one
+thread; `make train` has two ranks, and their losses to rounding. Rows are added to
+bench/results/main_job/rows.jsonl.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ RECIPES: dict[str, dict[str, Any]] = {
     "muon, 8": {"max_steps": 1200, "batch_size": 8, "optimizer": "muon", "lr_schedule": "linear"},
     "muon, 16": {"max_steps": 764, "batch_size": 16, "optimizer": "muon", "lr_schedule": "linear"},
 }
-COMMON = {"nproc": 2, "eval_every": 0, "save_every": 0, "num_samples": 0, "device": "cpu"}
+COMMON = {"threads": 1, "eval_every": 0, "save_every": 0, "num_samples": 0, "device": "cpu"}
+COMMON["eval_batches"] = 1000  # more than there are
 
 
 def train_once(settings: dict[str, Any], seed: int) -> dict[str, Any]:
@@ -57,6 +61,13 @@ def train_once(settings: dict[str, Any], seed: int) -> dict[str, Any]:
     }
 
 
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text  # a word
+
+
 def keep(row: dict[str, Any], folder: Path) -> None:
     """Add a row to the file of the results."""
     path = folder / "rows.jsonl"
@@ -71,19 +82,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("words", nargs="*", help="recipes that have one of these in their name")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1])
     parser.add_argument("--steps-divided-by", type=int, default=1, metavar="N")
+    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE")
     parser.add_argument("--into", type=Path, default=RESULTS / "main_job")
     args = parser.parse_args(argv)
     names = [n for n in RECIPES if not args.words or any(word in n for word in args.words)]
     if not names:
         parser.error(f"expected words of {', '.join(RECIPES)}, got {' '.join(args.words)}")
+    try:
+        given = {name: _value(text) for name, text in (each.split("=", 1) for each in args.set)}
+        TrainConfig().replace(given, "--set")
+    except ValueError as error:
+        parser.error(str(error))
     about, (code, dirty) = machine("cpu"), commit()
     for seed in args.seeds:
         for name in names:
-            recipe = dict(RECIPES[name])
+            recipe = {**RECIPES[name], **given}
             recipe["max_steps"] = max(1, recipe["max_steps"] // args.steps_divided_by)
-            row = {"recipe": name, "seed": seed, **train_once(recipe, seed)}
+            row = {"recipe": ", ".join((name, *args.set)), "seed": seed}
+            row |= train_once(recipe, seed)
             keep({**row, "machine": about, "commit": code, "dirty": dirty}, args.into)
-            print(f"{name}, seed {seed}: {row['bits_per_byte']} bits a byte, {row['cpu_s']} CPU s")
+            says = f"{row['bits_per_byte']} bits a byte, {row['cpu_s']} CPU s"
+            print(f"{row['recipe']}, seed {seed}: {says}", flush=True)
     return 0
 
 

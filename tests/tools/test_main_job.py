@@ -16,12 +16,15 @@ def test_a_row(tmp_path, monkeypatch):
     monkeypatch.setitem(main_job.RECIPES, "muon, 16", {**main_job.RECIPES["muon, 16"], **small})
     into = tmp_path / "rows"
     arguments = ["muon, 16", "--steps-divided-by", "3", "--into", str(into)]
+    arguments += ["--set", "muon_lr=0.04", "lr_schedule=wsd"]
     for seeds in (["1"], ["2"]):
         assert main_job.main([*arguments, "--seeds", *seeds]) == 0
     rows = [json.loads(line) for line in (into / "rows.jsonl").read_text().splitlines()]
     assert [row["seed"] for row in rows] == [1, 2]
     for row in rows:
+        assert row["recipe"] == "muon, 16, muon_lr=0.04, lr_schedule=wsd"
         assert row["settings"]["max_steps"] == 3
+        assert row["settings"]["muon_lr"] == 0.04
         assert row["tokens"] == 3 * 16 * 16
         assert row["bits_per_byte"] == pytest.approx(row["val_loss"] / 0.6931472, rel=1e-3)
         assert row["cpu_s"] >= 1
@@ -33,3 +36,9 @@ def test_an_unknown_recipe(capsys):
     with pytest.raises(SystemExit, match="2"):
         main_job.main(["sgd"])
     assert "expected words of adamw, 8, adamw, 8, linear" in capsys.readouterr().err
+
+
+def test_an_unknown_setting(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main_job.main(["--set", "muon_rl=1"])
+    assert "did you mean muon_lr?" in capsys.readouterr().err
