@@ -285,12 +285,19 @@ def _setup_context(ctx, inputs, output):
         ctx.save_for_backward(dx, dweight, factor)
 
 
-def scaled(grad: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
-    """grad * by, as dtype; grad itself where that is the same (on CPU, where looking is free)."""
+def scaled(grad: Tensor, by: Tensor, dtype: torch.dtype, *, saved: bool = False) -> Tensor:
+    """grad * by, as dtype; grad itself where that is the same (on CPU, where looking is free).
+
+    saved: a backward calls with what it has saved: without retain_graph it is not read again, and
+    the result is written there.
+    """
     if by.device.type == "cpu" and is_plain(by) and by.item() == 1.0:
         return grad.to(dtype)
-    if grad.dtype == dtype or not (is_plain(grad) and is_plain(by)):
+    if not (is_plain(grad) and is_plain(by)):
         return (grad * by).to(dtype)
+    if grad.dtype == dtype:
+        saved = saved and not torch._C._autograd._get_current_graph_task_keep_graph()
+        return grad.mul_(by) if saved else grad * by
     # Rounded as it is written: no product of dweight's size in fp32 besides dweight.
     return torch.mul(grad, by, out=torch.empty_like(grad, dtype=dtype))
 
@@ -304,13 +311,13 @@ def _backward(ctx, dloss, *_):
     else:
         dx, dweight, factor = ctx.saved_tensors
         by = dloss * factor
-    grad_x = scaled(dx, by, dx.dtype) if ctx.need_dx else None
+    grad_x = scaled(dx, by, dx.dtype, saved=True) if ctx.need_dx else None
     grad_weight = None
     if ctx.weight_grad is not None:
         refuse_batch("linear_cross_entropy", "weight_grad", by)
         add_gradient_(ctx.weight_grad, dweight, by)
     elif ctx.need_dweight:
-        grad_weight = scaled(dweight, by, ctx.dtype)
+        grad_weight = scaled(dweight, by, ctx.dtype, saved=True)
     return grad_x, grad_weight, *[None] * 10
 
 

@@ -33,7 +33,13 @@ from fastpar.models.gpt import GPT
 from fastpar.pipeline.split import cut
 
 TORCH, DEEPSPEED = "torch Schedule1F1B", "DeepSpeed pipeline"
-STOCK, OWN, IN_V = "fastpar PP, stock model", "fastpar PP", "fastpar PP, zb-v"
+STOCK, OWN = "fastpar PP, stock model", "fastpar PP"
+# (schedule, sequences of a micro-batch)
+VARIANTS = {
+    "fastpar PP, 2 rows": ("1f1b", 2),
+    "fastpar PP, zb-v": ("zb-v", 1),
+    "fastpar PP, zb-v, 2 rows": ("zb-v", 2),
+}
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
@@ -229,8 +235,10 @@ def build(name: str, config: GPTConfig, settings: Settings) -> Contender:
     if name == STOCK:
         backend.choice = "torch"  # its products too
         return engines.build(OWN, lambda: model_of(config, Declared), settings)
-    if name == IN_V:
-        settings = replace(settings, fastpar={**settings.fastpar, "pp_schedule": "zb-v"})
+    if name in VARIANTS:
+        schedule, rows = VARIANTS[name]
+        options = {**settings.fastpar, "pp_schedule": schedule}
+        settings = replace(settings, fastpar=options, micro_rows=rows)
         return engines.build(OWN, lambda: GPT(config, seed=0), settings)
     own = name.startswith("fastpar")
     return engines.build(name, lambda: GPT(config, seed=0) if own else model_of(config), settings)

@@ -25,7 +25,8 @@ from torch import Tensor
 from bench.harness import Bench
 from bench.peers import pipeline
 from bench.peers.engines import SINGLE, Contender
-from bench.peers.pipeline import DEEPSPEED, IN_V, OWN, STOCK, TORCH
+from bench.peers.pipeline import DEEPSPEED, OWN, STOCK, TORCH, VARIANTS
+from bench.records import Row
 from bench.systems import bench_zero
 from bench.systems.bench_zero import GATE_STEPS, Entry, Reference, Trial, run_group
 from bench.systems.links import Link, NoLinkError, Ranks
@@ -42,7 +43,7 @@ CONFIGS = {"mini": MINI, "12 layers of 384": replace(MINI, n_layer=12, n_head=6,
 GPT2 = GPTConfig(12, 12, 768, 256, 50304, dropout=0.0)
 QUICK = GPTConfig(2, 2, 32, 32, 256, dropout=0.0)
 GROUPS = ((STOCK, DEEPSPEED), (OWN, "fastpar ZeRO-0"), ("fastpar TP", SINGLE))
-LINKED = (OWN, IN_V, "fastpar ZeRO-0", "fastpar TP")
+LINKED = (OWN, *VARIANTS, "fastpar TP")
 
 
 def trial_of(name: str, config: GPTConfig, folder: str, transport: str = "auto") -> Trial:
@@ -72,36 +73,55 @@ class LinkedRank(Rank):
         super().__init__(trial, int(os.environ["RANK"]))
 
 
-def behind_link(bench: Bench, config: GPTConfig, n_steps: int) -> None:
-    """Steps of each of LINKED, one after another: memory does not hold all.
+class Linked:
+    """One that trains in two namespaces, a step at a time."""
 
-    A row is refused whose losses are not those of the first to a rounding.
-    """
+    def __init__(self, link: Link, name: str, config: GPTConfig) -> None:
+        self.link, self.trial = link, trial_of(name, config, "", transport="torch")
+        self.ms: list[float] = []
+        self.losses: list[float] = []
+        self.sent = 0
+        self.ranks = Ranks(link, f"{__name__}:LinkedRank", self.trial, timeout_s=400)
+
+    def step(self) -> None:
+        """Batches are those of every other's steps."""
+        before = self.link.sent_bytes()
+        answers = self.ranks.call("steps", GATE_STEPS + len(self.ms), 1, timeout_s=400)
+        self.sent += max(now - then for then, now in zip(before, self.link.sent_bytes()))
+        self.ms.append(max(a["ms"][0] for a in answers))
+        self.losses.append(statistics.fmean(a["losses"][0] for a in answers))
+
+    def row(self, bench: Bench, case: str, base: Linked, base_ms: list[float]) -> Row:
+        """Its times but that of its first step, beside those of base; refused if losses differ."""
+        row = bench.row(case, "step", self.trial.name, torch.float32)
+        row.threads, row.peak_bytes = self.trial.threads, max(self.ranks.call("peak_bytes"))
+        apart = max(abs(a - b) / b for a, b in zip(self.losses, base.losses))
+        if apart > LOSS_BOUND:
+            row.refused = f"losses differ from those of {base.trial.name} by {apart:.1e}"
+        row.median_ms, row.p20_ms, row.p80_ms, row.runs = Timing.of(self.ms[1:])
+        row.tokens_per_s = 1e3 * self.trial.tokens_per_step / row.median_ms
+        row.baseline = base.trial.name
+        row.speedup = statistics.median(a / b for a, b in zip(base_ms, self.ms[1:]))
+        sent_mb = self.sent / len(self.ms) / 1e6
+        row.notes = {"ranks": 2, "sent_mb": sent_mb, "loss_difference": apart}
+        return row
+
+
+def behind_link(bench: Bench, config: GPTConfig, turns: int) -> None:
+    """Steps of data parallelism and of each of LINKED in turn, two at a time in memory."""
     size = "quick" if bench.quick else "GPT-2 124M"
     case = f"{size} T={config.block_size} B={ROWS}, 2 ranks, {MBIT} Mbit/s"
-    expected: list[float] = []
-    base_ms = 0.0
     with Link(MBIT) as link:
-        for name in LINKED:
-            trial = trial_of(name, config, "", transport="torch")
-            with Ranks(link, f"{__name__}:LinkedRank", trial, timeout_s=400) as ranks:
-                row = bench.row(case, "step", name, torch.float32)
-                row.threads = trial.threads
-                row.peak_bytes = max(ranks.call("peak_bytes"))
-                before = link.sent_bytes()
-                answers = ranks.call("steps", GATE_STEPS, n_steps, timeout_s=400)
-                sent = max(now - then for then, now in zip(before, link.sent_bytes()))
-            ms = [max(step) for step in zip(*(a["ms"] for a in answers))]
-            losses = [statistics.fmean(step) for step in zip(*(a["losses"] for a in answers))]
-            expected, base_ms = expected or losses, base_ms or statistics.median(ms)
-            apart = max(abs(a - b) / b for a, b in zip(losses, expected))
-            if apart > LOSS_BOUND:
-                row.refused = f"losses differ from those of {LINKED[0]} by {apart:.1e}"
-            row.median_ms, row.p20_ms, row.p80_ms, row.runs = Timing.of(ms)
-            row.tokens_per_s = 1e3 * trial.tokens_per_step / row.median_ms
-            row.baseline, row.speedup = LINKED[0], base_ms / row.median_ms
-            row.notes = {"ranks": 2, "sent_mb": sent / n_steps / 1e6, "loss_difference": apart}
-            bench.add(row)
+        base = Linked(link, "fastpar ZeRO-0", config)
+        with base.ranks:
+            for name in LINKED:
+                other = Linked(link, name, config)
+                with other.ranks:
+                    for _ in range(turns + 1):
+                        base.step()
+                        other.step()
+                    bench.add(other.row(bench, case, base, base.ms[-turns:]))
+            bench.add(base.row(bench, case, base, base.ms[1:]))
 
 
 def run(bench: Bench) -> None:

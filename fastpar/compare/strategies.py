@@ -47,6 +47,7 @@ class Settings:
     max_grad_norm: the gradient's norm is clipped to it and known; None: neither.
     exact_norm: torch's norm is summed in fp64: its sum in fp32 is off by some 1e-6 of it on a CPU.
     grad_accum_steps: micro-batches of a step of train_step().
+    micro_rows: sequences of a pipeline's micro-batch.
     fastpar: further arguments of fastpar.parallelize.
     """
 
@@ -59,6 +60,7 @@ class Settings:
     max_grad_norm: float | None = None
     exact_norm: bool = False
     grad_accum_steps: int = 1
+    micro_rows: int = 1
     fastpar: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -224,7 +226,7 @@ class _Pipeline(_Fastpar):
     """Each rank has some of the layers; the micro-batches of a step follow one another."""
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
-        loss = pipeline_step(self.model, x, y, micro_batches=len(x))
+        loss = pipeline_step(self.model, x, y, micro_batches=len(x) // self.settings.micro_rows)
         self._update()
         return loss
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from fastpar.comm.fixed_sum import PairwiseSum
 from fastpar.parallel.bucket_parameters import Absent, BucketGroups, BucketParameters
 from fastpar.parallel.copies import WaitingCopies
-from fastpar.parallel.stages import BUCKET_PHASES, BucketPhase, Settings, checked
+from fastpar.parallel.stages import BUCKET_PHASES, SENT, BucketPhase, Settings, checked
 from fastpar.sharding.layout import Bucket, Layout
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -92,11 +92,6 @@ class BucketState(BucketParameters):
         """Change the phase; raises RuntimeError where it cannot follow the present one."""
         self.phase = checked(f"bucket {self.spec.index}", self.phase, phase, BUCKET_PHASES)
 
-    @property
-    def is_sent(self) -> bool:
-        """Whether its gradients of this backward have left."""
-        return self.phase in (BucketPhase.IN_FLIGHT, BucketPhase.REDUCED)
-
     def rest(self) -> None:
         """The backward, or the reduction, is over."""
         if self.phase is not BucketPhase.IDLE:
@@ -136,7 +131,7 @@ class BucketState(BucketParameters):
 
     def take(self, position: int, given: Tensor | None = None) -> bool:
         """Bring a parameter's .grad, or a given gradient, into the bucket; returns taken()."""
-        if self.is_sent:
+        if self.phase in SENT:
             raise RuntimeError(
                 "Engine: expected one gradient per backward for parameter "
                 f"'{self.name(position)}', got another after bucket {self.spec.index} was sent "
@@ -159,6 +154,15 @@ class BucketState(BucketParameters):
                 self._copies.take(grad, view, add=position in self.has)
             p.grad = None
         return self.taken(position)
+
+    def added(self, position: int) -> bool:
+        """Whether autograd has added a gradient here itself: of later micro-batches at stage 0."""
+        view = None if self.stage.shards or self._main else self.grad_views[position]
+        waits = self.phase is BucketPhase.COLLECTING and len(self._awaited) > 1
+        if not waits or position not in self.has or self.params[position].grad is not view:
+            return False
+        self._awaited.discard(position)
+        return True
 
     def room_for(self, position: int) -> Tensor | None:
         """Where a gradient can be computed; None where take() has to add it, or to cast it."""

@@ -107,6 +107,8 @@ class Engine:
     def _on_grad(self, p: nn.Parameter) -> None:
         """Post-accumulate hook: the gradient of p is final for this backward."""
         bucket, position = self.shards.places[p]
+        if self.graph_task == torch._C._current_graph_task_id() and bucket.added(position):
+            return
         if p.data_ptr() != bucket.views[position].data_ptr():
             self.shards.check()
         self.before_unit_backward(fired=p)

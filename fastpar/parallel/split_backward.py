@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from fastpar.kernels.weight_gradients import WeightGradients
 from fastpar.parallel.engine import Engine
-from fastpar.parallel.stages import StepPhase
+from fastpar.parallel.stages import SENT, StepPhase
 from fastpar.parallel.units import Hook, NotCopied
 
 # Of weights that are offered a place, by type of device. The layer's own backward costs the host
@@ -161,7 +161,11 @@ class Places(NotCopied):
             self._given.clear()
         hooks = weight._backward_hooks or {}
         bucket, position = engine.shards.places[weight]  # type: ignore[index]
-        if (bucket.spec.index, position) in self._given or bucket.is_sent or not _fires(weight):
+        if (
+            (bucket.spec.index, position) in self._given
+            or bucket.phase in SENT
+            or not _fires(weight)
+        ):
             return None
         if not all(isinstance(hook, Hook) for hook in hooks.values()):
             return None

@@ -93,6 +93,7 @@ BUCKET_PHASES = {
     BucketPhase.IN_FLIGHT: frozenset({BucketPhase.REDUCED}),
     BucketPhase.REDUCED: frozenset({BucketPhase.IDLE}),
 }
+SENT = BucketPhase.IN_FLIGHT, BucketPhase.REDUCED  # its gradients of this backward have left
 
 
 @dataclass(frozen=True)

@@ -177,7 +177,9 @@ def _backward(ctx, dloss, *_):
     dx, dweight, factor = ctx.saved_tensors
     by = dloss * factor
     grad_x = _sum_dx_op(dx, by, ctx.number) if ctx.need_dx else None
-    grad_weight = scaled(dweight, by, ctx.dtype) if ctx.need_dweight else None
+    grad_weight = None
+    if ctx.need_dweight:
+        grad_weight = scaled(dweight, by, ctx.dtype, saved=True)
     return grad_x, grad_weight, *[None] * 8
 
 

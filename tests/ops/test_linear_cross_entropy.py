@@ -480,3 +480,18 @@ def test_gradients_are_scaled_without_a_product_in_fp32_and_keep_their_bits(monk
     found = scaled(dweight, by, torch.bfloat16)
     assert outs == [torch.bfloat16]
     assert torch.equal(found, (dweight * by).to(torch.bfloat16))
+
+
+def test_the_weights_gradient_is_made_where_it_was_saved_unless_the_graph_is_kept():
+    """Two tensors of its size would be alive: 154 MB each at GPT-2's table."""
+    x, weight = torch.randn(6, 8), torch.randn(20, 8, requires_grad=True)
+    loss = linear_cross_entropy(x, weight, torch.arange(6))
+    saved = loss.grad_fn.saved_tensors[1]
+    assert saved.shape == weight.shape
+    before = saved.clone()
+    (kept,) = torch.autograd.grad(loss / 3, weight, retain_graph=True)
+    assert torch.equal(saved, before)
+    assert torch.equal(kept, before * (torch.ones(()) / 3))
+    (again,) = torch.autograd.grad(loss / 3, weight)
+    assert torch.equal(again, kept)
+    assert again.data_ptr() == saved.data_ptr()
