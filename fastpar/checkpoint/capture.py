@@ -179,7 +179,7 @@ class Capture:
     # Weights
 
     def _weights(self) -> Iterator[Item]:
-        mesh: Any = None if self.engine is None else self.engine.mesh
+        mesh: Any = None if self.engine is None else self.engine.shards.mesh
         for tensor in self._each_whole():
             found = self._writer.get(id(tensor))
             if found is None:

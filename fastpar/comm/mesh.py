@@ -56,8 +56,8 @@ class Mesh:
         tp: ranks along the tensor-parallel axis, neighbours, which split each layer.
         replicas: copies of a model whose state is sharded along dp (hybrid sharding).
         pp: stages of a pipeline; see fastpar.pipeline_step.
-        cp, ep: ranks along the axes of parts of sequences, and experts. parallelize() does not run
-            them yet, and says so.
+        cp: ranks that share every sequence, neighbours but for tp; they read the same batches.
+        ep: ranks along the axis of experts. parallelize() does not run it yet, and says so.
         device: where this rank computes; None takes cuda:LOCAL_RANK if there is a GPU, or the CPU.
         timeout_s: after this long without its peers a collective fails instead of hanging.
     Attributes:

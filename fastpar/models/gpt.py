@@ -25,6 +25,10 @@ and delta are this rank's part of the tokens, [N/tp, C], and what needs the whol
 shape by Tokens. A batch that the ranks do not divide is padded behind its last position, where
 attention does not look and targets do not count.
 
+[Note: context parallel] With cp a rank has N/cp consecutive tokens of the batch, of which the ranks
+of tp then share out theirs; Tokens says which. Attention sees all of them
+(context/sequences.py); a loss is that of the whole batch.
+
 [Note: pipeline] One tensor goes from a stage to the next: x + dropout(delta), as the norm behind it
 would store it. The sender has that from the norm's own op, whose norm it drops; the receiver adds
 zeros in it. So the sums of forward and backward are rounded where one process rounds them
@@ -42,6 +46,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastpar.config.config import VOCAB_MULTIPLE, GPTConfig
+from fastpar.context.sequences import (
+    ContextParallel,
+    first_of,
+    gather_tokens,
+    sum_of_parts,
+    to_heads,
+    to_tokens,
+)
 from fastpar.kernels import (
     Rng,
     attention_qkvpacked,
@@ -61,7 +73,7 @@ from fastpar.tensor.vocabulary import vocab_embedding, vocab_linear, vocab_linea
 
 
 class Tokens(NamedTuple):
-    """The tokens of a batch [B, T] that a rank has under sequence parallelism."""
+    """The tokens of a batch [B, T] that a rank has under sequence or context parallelism."""
 
     batch: int
     time: int
@@ -116,6 +128,7 @@ class Attention(nn.Module):
     """Causal self-attention, without c_proj's bias: the norm that follows adds it."""
 
     tp: TensorParallel | None = None
+    cp: ContextParallel | None = None
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -141,17 +154,24 @@ class Attention(nn.Module):
     @property
     def first_head(self) -> int:
         """The first of this rank's heads."""
-        return 0 if self.tp is None else self.tp.rank * -(-self.n_head // self.tp.size)
+        of_tp = self.n_head if self.tp is None else -(-self.n_head // self.tp.size)
+        first = 0 if self.tp is None else self.tp.rank * of_tp
+        return first if self.cp is None else first + self.cp.first_head(of_tp)
 
     def forward(self, y: Tensor, tokens: Tokens | None = None, **dropout: Any) -> Tensor:
         qkv = column_linear(y, self.c_attn.weight, self.c_attn.bias, self.tp)  # [B, T, 3*C/tp]
-        if tokens is not None:
-            qkv = qkv.view(tokens.batch, tokens.time, -1)
         qkv = qkv.unflatten(-1, (3, -1, self.head_dim))  # [B, T, 3, H/tp, D]
-        o = attention_qkvpacked(qkv, causal=True, **dropout).flatten(2)  # [B, T, C/tp]
+        heads = qkv.shape[-2]
+        if self.cp is not None:
+            qkv = to_heads(qkv, self.cp)
+        if tokens is not None:
+            qkv = qkv.unflatten(0, (tokens.batch, tokens.time))
+        o = attention_qkvpacked(qkv, causal=True, **dropout)  # [B, T, H/tp, D]
         if tokens is not None:
             o = o.flatten(0, 1)
-        return row_linear(o, self.c_proj.weight, tp=self.tp)  # [B, T, C]
+        if self.cp is not None:
+            o = to_tokens(o[:, None], heads, self.cp)[:, 0]
+        return row_linear(o.flatten(-2), self.c_proj.weight, tp=self.tp)  # [B, T, C]
 
 
 class MLP(nn.Module):
@@ -226,6 +246,7 @@ class GPT(nn.Module):
     """
 
     tp: TensorParallel | None = None
+    cp: ContextParallel | None = None
 
     def __init__(self, config: GPTConfig, *, seed: int = 0):
         super().__init__()
@@ -251,6 +272,11 @@ class GPT(nn.Module):
         here = {name for name, _ in self.named_parameters()}  # of this stage of a pipeline
         return {name: state for name, state in states.items() if name in here}
 
+    def context_parallel(self, cp: ContextParallel | None) -> None:
+        """Sequences are shared out over these ranks; None: they are not."""
+        for module in (self, *(m for m in self.modules() if isinstance(m, Attention))):
+            module.cp = cp
+
     def forward(
         self,
         idx: Tensor,
@@ -267,7 +293,8 @@ class GPT(nn.Module):
             idx: [B, T] int64 token ids in [0, vocab_size), 1 <= T <= block_size.
             targets: [B, T] int64; -100 marks positions without a loss.
             rng_key: key of the dropout masks (kernels.make_key); without one, a model in training
-                mode draws it from torch's default generator, with tp from that of tp's first rank.
+                mode draws it from torch's default generator, with tp or cp from that of its first
+                rank.
                 Without effect in eval mode.
             reduction: of the loss: "mean" over the valid targets or "sum".
             parts: run these of pipeline_parts() only; stream: what the parts before them returned.
@@ -289,6 +316,10 @@ class GPT(nn.Module):
             rng_key = draw_key(idx.device)
             if self.tp is not None:  # whose generators need not be those of one process
                 rng_key = gather(rng_key[None], 0, self.tp, partial=False)[0]
+            if self.cp is not None:
+                rng_key = first_of(rng_key, self.cp)
+        if self.cp is not None:  # before it is padded, perhaps beyond the context
+            self._check_ids(idx, self.config.block_size)
         length, behind = idx.shape[-1], self._padding(idx)
         if behind:
             idx = F.pad(idx, (0, behind))
@@ -298,19 +329,31 @@ class GPT(nn.Module):
             return x
         if targets is None:
             logits = self.logits(x)
+            if self.cp is not None:
+                logits = gather_tokens(logits, self.cp)
             return logits.view(*idx.shape, -1)[:, :length]
-        weight, vocab_size = self.wte.weight, self.config.vocab_size
+        if self.cp is None:
+            return self._loss(x, targets, reduction)
+        total = self._loss(x, self.cp.slice(targets), "sum")
+        if reduction == "mean":
+            total = total / (targets != -100).sum()
+        return sum_of_parts(total, self.cp)
+
+    def _loss(self, x: Tensor, targets: Tensor, reduction: str) -> Tensor:
+        options: dict[str, Any] = {"vocab_size": self.config.vocab_size, "reduction": reduction}
         if self.tp is not None:
-            return vocab_linear_cross_entropy(
-                x, weight, targets, self.tp, vocab_size=vocab_size, reduction=reduction
-            )
-        return linear_cross_entropy(x, weight, targets, vocab_size=vocab_size, reduction=reduction)
+            return vocab_linear_cross_entropy(x, self.wte.weight, targets, self.tp, **options)
+        return linear_cross_entropy(x, self.wte.weight, targets, **options)
+
+    @property
+    def _shares(self) -> int:
+        """Ranks that share out the tokens of a batch between layers."""
+        of_tp = self.tp.size if self.tp is not None and self.tp.sequence_parallel else 1
+        return of_tp * (1 if self.cp is None else self.cp.size)
 
     def _padding(self, idx: Tensor) -> int:
         """Positions to add, see [Note: tensor parallel]."""
-        if self.tp is None or not self.tp.sequence_parallel or idx.numel() % self.tp.size == 0:
-            return 0
-        return -idx.shape[-1] % self.tp.size
+        return -idx.shape[-1] % self._shares if idx.numel() % self._shares else 0
 
     def pipeline_parts(self) -> list[tuple[str, ...]]:
         """The modules of each part that a pipeline may cut apart: embedding, layers, head."""
@@ -325,8 +368,8 @@ class GPT(nn.Module):
         """Memory for the residual stream of idx[B, T] between two parts."""
         batch, time = idx.shape[0], idx.shape[1] + self._padding(idx)
         shape: tuple[int, ...] = (batch, time)
-        if self.tp is not None and self.tp.sequence_parallel:
-            shape = (batch * time // self.tp.size,)
+        if self._shares > 1:
+            shape = (batch * time // self._shares,)
         return next(self.parameters()).new_empty(*shape, self.config.n_embd)
 
     def draw_keys(self, count: int, device: torch.device) -> Tensor | None:
@@ -344,10 +387,11 @@ class GPT(nn.Module):
     ) -> Tensor:
         """[B, T] token ids -> [B, T, C], the head's input; dropout only when rng_key is given.
 
-        Under sequence parallelism [N/tp, C], this rank's tokens. parts, stream: as in forward();
-        see [Note: pipeline].
+        Under sequence and context parallelism this rank's tokens, [N/(cp*tp), C]. parts, stream: as
+        in forward(); see [Note: pipeline].
         """
-        self._check_ids(idx)
+        spare = 0 if self.cp is None else self._shares - 1
+        self._check_ids(idx, self.config.block_size + spare)
         tokens = self._tokens(*idx.shape)
         p, n_layer = self.config.dropout, len(self.h)
         parts = range(n_layer + 2) if parts is None else parts
@@ -366,20 +410,27 @@ class GPT(nn.Module):
         return residual_layer_norm(delta, x, x.new_ones(x.shape[-1]), **mask)[1]
 
     def _tokens(self, batch: int, time: int) -> Tokens | None:
-        if self.tp is None or not self.tp.sequence_parallel:
+        if self._shares == 1:
             return None
-        return Tokens(batch, time, self.tp.rank * (batch * time // self.tp.size))
+        part = 0 if self.cp is None else self.cp.rank
+        if self.tp is not None and self.tp.sequence_parallel:
+            part = part * self.tp.size + self.tp.rank
+        return Tokens(batch, time, part * (batch * time // self._shares))
 
     def _embed(self, idx: Tensor, tokens: Tokens | None, mask: dict[str, Any]) -> Tensor:
         wte, wpe = self.wte.weight, self.wpe.weight
-        if self.tp is None:
+        if self._shares == 1 and self.tp is None:
             return embedding(idx, wte, wpe, **mask)
-        x = vocab_embedding(idx, wte, self.tp)
+        if self.cp is not None:
+            idx = self.cp.slice(idx)[None]
+        x = embedding(idx, wte) if self.tp is None else vocab_embedding(idx, wte, self.tp)
         if tokens is None:
             x = x + wpe[: idx.shape[1]]
         else:
+            x = x.view(-1, x.shape[-1])
             mine = torch.arange(tokens.first, tokens.first + x.shape[0], device=idx.device)
-            x = x + embedding(mine[None] % tokens.time, wpe)[0]
+            places = (mine % tokens.time).clamp(max=len(wpe) - 1)  # of padding, perhaps, behind it
+            x = x + embedding(places[None], wpe)[0]
         return dropout(x, mask["dropout_p"], mask["rng"]) if mask else x
 
     def logits(self, x: Tensor) -> Tensor:
@@ -403,14 +454,14 @@ class GPT(nn.Module):
         c = self.config
         return 6 * self.num_parameters() + 12 * c.n_layer * c.block_size * c.n_embd
 
-    def _check_ids(self, idx: Tensor) -> None:
+    def _check_ids(self, idx: Tensor, longest: int) -> None:
         config = self.config
         if idx.dim() != 2 or idx.dtype != torch.int64:
             raise ValueError(
                 f"GPT: expected idx as int64 [B, T], got idx.shape={list(idx.shape)}, "
                 f"idx.dtype={idx.dtype}; add the batch dimension or convert with .long()"
             )
-        if not 1 <= idx.shape[1] <= config.block_size:
+        if not 1 <= idx.shape[1] <= longest:
             raise ValueError(
                 f"GPT: expected 1 <= T <= block_size={config.block_size}, got T={idx.shape[1]}; "
                 "crop the context or build the model with a larger block_size"

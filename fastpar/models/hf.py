@@ -45,11 +45,13 @@ _SUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 def check_whole(caller: str, model: GPT) -> None:
-    """Refuse a model that tp ranks split, or that a pipeline has cut."""
+    """Refuse a model that tp ranks split, a pipeline has cut, or that needs its peers along cp."""
     if any(isinstance(part, Absent) for part in model.modules()):
         got = "cut into stages"
     elif model.tp is not None:
         got = f"with tp={model.tp.size}"
+    elif model.cp is not None and caller == "generate":
+        got = f"with cp={model.cp.size}"
     else:
         return
     raise ValueError(

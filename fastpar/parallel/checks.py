@@ -25,12 +25,11 @@ from fastpar.parallel.stages import STAGES, Settings
 
 def check_axes(mesh: Mesh) -> None:
     """Refuse axes of a mesh that no code runs yet."""
-    for axis, what in {"cp": "context", "ep": "expert"}.items():
-        if mesh.size(axis) > 1:
-            raise ValueError(
-                f"parallelize: expected {axis}=1, got {axis}={mesh.size(axis)}; {what} parallelism "
-                f"is not run yet: leave {axis} out of Mesh"
-            )
+    if mesh.size("ep") > 1:
+        raise ValueError(
+            f"parallelize: expected ep=1, got ep={mesh.size('ep')}; expert parallelism is not run "
+            "yet: leave ep out of Mesh"
+        )
 
 
 def check_arguments(model: nn.Module, dp: int, options: Mapping[str, Any]) -> None:

@@ -124,14 +124,14 @@ class Delays:
 
 
 class InputCheck:
-    """Compares what the ranks of a tp group give to their parts of one model.
+    """Compares what the ranks of a tp or cp group give to their parts of one model.
 
     Args:
-        group: of these ranks.
+        group: of these ranks; axis: along which they lie.
     """
 
-    def __init__(self, group: Collectives) -> None:
-        self.group = group
+    def __init__(self, group: Collectives, axis: str = "tp") -> None:
+        self.group, self.axis = group, axis
 
     def attach(self, model: nn.Module) -> None:
         """From now on before each forward, as long as somebody keeps this object."""
@@ -155,9 +155,9 @@ class InputCheck:
             return
         found = self._unlike(lines) or self._first(named, raw)
         raise RuntimeError(
-            "parallelize: expected the same inputs on all ranks of a tp group, got a difference in "
-            f"argument {found}; give them the same batch: choose it by mesh.dp_rank, not by "
-            "mesh.rank"
+            f"parallelize: expected the same inputs on all ranks of a {self.axis} group, got a "
+            f"difference in argument {found}; give them the same batch: choose it by mesh.dp_rank, "
+            "not by mesh.rank"
         )
 
     def _unlike(self, lines: Sequence[str]) -> str | None:
@@ -172,7 +172,7 @@ class InputCheck:
         if rank < 0:
             return None
         name = (mine if first == "nothing" else first).split(":")[0]
-        return f"'{name}' on tp rank {rank}: {mine} where rank 0 has {first}"
+        return f"'{name}' on {self.axis} rank {rank}: {mine} where rank 0 has {first}"
 
     def _first(self, named: Sequence[tuple[str, Tensor]], raw: Sequence[Tensor]) -> str:
         """The first element that differs from that of rank 0."""
@@ -188,7 +188,7 @@ class InputCheck:
         )
         name, x = named[i]
         index = [int(n) for n in torch.unravel_index(torch.tensor(element), x.shape)]
-        return f"'{name}' first at index {index} on tp rank {rank}"
+        return f"'{name}' first at index {index} on {self.axis} rank {rank}"
 
     def _gather(self, x: Tensor) -> Tensor:
         """[W, *x.shape]: the tensors of all ranks, on the host."""

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpar.comm.collectives import Collectives
+from fastpar.comm.mesh import Mesh
 from fastpar.comm.step_report import StepReport
 from fastpar.parallel.control import Control
 from fastpar.parallel.debug import Debug, InputCheck, check_replicas
@@ -44,6 +45,7 @@ class Engine:
     Args:
         units: modules that are gathered together, the root's first; see units.py.
         control_group: of all ranks of the mesh, None if there is one.
+        mesh: as parallelize() was given it; that of the shards has cp among dp.
     Attributes:
         shards: the buckets and parameters, as this rank has them.
         shares: whether a rank has less than whole parameters, or gradients of less.
@@ -61,10 +63,11 @@ class Engine:
         shards: Shards,
         units: list[list[nn.Module]],
         control_group: Collectives | None,
+        mesh: Mesh,
         debug: Debug,
     ) -> None:
         self.shards, self.settings, self.stage = shards, shards.settings, shards.stage
-        self.mesh, self.control_group, self.debug = shards.mesh, control_group, debug
+        self.mesh, self.control_group, self.debug = mesh, control_group, debug
         self.log, self.buckets, self.declared = shards.log, shards.buckets, shards.declared
         self.shares = shards.shares
         on_cpu = self.mesh.device.type == "cpu"
@@ -79,7 +82,7 @@ class Engine:
         where = self.mesh.rank_in("pp"), self.mesh.size("pp")
         self.control = Control(control_group, n_params, copy, self.mesh.device, *where)
         self.micro_batches = MicroBatches(self.settings.accumulate, self.settings.grad_accum_steps)
-        self.input_check: InputCheck | None = None
+        self.input_checks: list[InputCheck] = []
         self.report: StepReport | None = None
         self.tp_report = ""
         self.tree_ms = 0.0
@@ -152,7 +155,7 @@ class Engine:
             bucket.begin_backward(stopped=stopped, skipped=bucket.spec.unit in skipped or others)
             if self.settings.deterministic and not others:
                 bucket.set_aside(anew=bucket in written)
-        self.reducer.begin_backward(self._active, sends=last and self.mesh.dp_size > 1)
+        self.reducer.begin_backward(self._active, sends=last and self.shards.mesh.dp_size > 1)
 
     def end_backward(self) -> None:
         """All gradients of a backward are there."""

@@ -13,6 +13,7 @@ from fastpar.comm.collectives import Collectives
 from fastpar.comm.mesh import AXES, Mesh
 from fastpar.comm.overlap import check_overlap, choose_overlap
 from fastpar.comm.transport import make_collectives
+from fastpar.context.sequences import check_method, mesh_of_gradients, share_sequences
 from fastpar.parallel.bucket import BucketState
 from fastpar.parallel.bucket_parameters import BucketGroups
 from fastpar.parallel.checks import (
@@ -74,6 +75,7 @@ def parallelize(
     pp_split: Sequence[int] | None = None,
     pp_schedule: str = "1f1b",
     pp_chunks: int | None = None,
+    cp_method: str = "heads",
 ) -> nn.Module:
     """Make the ranks of mesh train model together; an ordinary training loop stays as it was.
 
@@ -126,6 +128,8 @@ def parallelize(
             of fastpar.pipeline_step.
         pp_schedule, pp_chunks: the schedule whose placement the stages have: "interleaved" gives
             each rank pp_chunks of them (2), "zb-v" two in the shape of a V, any other one.
+        cp_method: how ranks of cp attend tokens of the others: "heads" exchanges all tokens of
+            some heads (fastpar/context). The ranks get the same batches and return the same loss.
     Returns:
         The same module (of a model on the meta device, with new parameters).
     Ranks: all, with the same model and arguments.
@@ -142,6 +146,8 @@ def parallelize(
     options = {name: value for name, value in locals().items() if name not in _NO_OPTIONS}
     options["tp_plan"] = dict(tp_plan) if isinstance(tp_plan, Mapping) else tp_plan
     check_axes(mesh)
+    check_method(cp_method)
+    given, mesh = mesh, mesh_of_gradients(mesh)
     check_arguments(model, mesh.dp_size, options)
     check_overlap(tp_overlap, sequence_parallel is not False)
     check_parameters(parameter_names(model), mesh.device, materialize is not None)
@@ -150,9 +156,12 @@ def parallelize(
     mesh.check_same("parallelize", [*lines, *inventory(model)])
     prove_together(mesh)
     debug = debug or Debug()
-    cut = cut_stages(model, mesh, pp_split, pp_schedule, pp_chunks)
     maker = GroupMaker(mesh, transport, collectives, deterministic=deterministic, debug=debug)
+    context = share_sequences(model, given, maker.make)
+    cut = cut_stages(model, mesh, pp_split, pp_schedule, pp_chunks)
     declared, report = _split_along_tp(model, mesh, maker, tp_plan, sequence_parallel, tp_overlap)
+    if context is not None:
+        model.context_parallel(context)  # type: ignore[operator]
     n_shards = 1 if zero_stage == 0 else shard_size or mesh.size("dp")
     stage = STAGES[zero_stage if n_shards > 1 else 0]
     groups, control = maker.of_engine(stage, n_shards)
@@ -165,15 +174,17 @@ def parallelize(
     modules = find_units(model, units, merge_bytes=first_bucket_mb * 2**20, apart=apart)
     fill = _Fill(parameter_names(model), materialize, declared, stages)
     shards = _make_shards(model, mesh, settings, groups, modules, fill, poison=debug.poison)
-    engine = Engine(shards, modules, control, debug)
+    engine = Engine(shards, modules, control, given, debug)
     engine.tp_report = report
     Places.offer(engine)
     guard_optimizers(engine)
     if shards.shares:
         guard_state_dicts(model, shards)
-    if declared is not None and debug.check_inputs:
-        engine.input_check = InputCheck(declared.tp.group)
-        engine.input_check.attach(model)
+    of_axes = {"tp": declared and declared.tp, "cp": context}
+    for axis, share in of_axes.items() if debug.check_inputs else ():
+        if share is not None:
+            engine.input_checks.append(InputCheck(share.group, axis))
+            engine.input_checks[-1].attach(model)
     return model
 
 

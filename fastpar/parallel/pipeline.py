@@ -48,7 +48,7 @@ def pipeline_step(
 
     Args:
         model: went through parallelize().
-        idx, targets: [B, T] of this rank's dp place, the same on all of its stages.
+        idx, targets: [B, T] of this rank's dp place, the same on all of its stages, tp and cp.
         micro_batches: equal slices of B that go through the stages one behind another.
         schedule: a name of fastpar/pipeline/schedules.py whose stages are where parallelize() has
             put them: "gpipe", "1f1b" and "zb-h1" agree on that; None: the one that it was given.
@@ -72,7 +72,7 @@ def pipeline_step(
     gpt: Any = model
     keys = gpt.draw_keys(many, idx.device) if rng_keys is None else torch.stack([*rng_keys])
     if rng_keys is None and keys is not None:
-        engine.mesh.broadcast_([keys], "pp", "tp")
+        engine.mesh.broadcast_([keys], "pp", "cp", "tp")
     each = [None] * many if keys is None else list(keys)
     return PipelineStep(
         gpt, engine, ops, idx.chunk(many), targets.chunk(many), each, reduction, target

@@ -471,7 +471,7 @@ def test_an_unknown_axis_is_named():
         Mesh().size("data")
 
 
-@pytest.mark.parametrize("axis", ["cp", "ep"])
+@pytest.mark.parametrize("axis", ["ep"])
 def test_parallelize_refuses_axes_that_it_does_not_run(axis):
     def rank():
         parallelize(torch.nn.Linear(2, 2), Mesh(**{axis: 2}))

@@ -78,12 +78,16 @@ class Cell:
     vocab_size: int = V
     n_head: int = HEADS
     head_dim: int = C // HEADS
+    # Nor does it cp; test_cp_matrix.py does not.
+    cp: int = 1
+    method: str = "heads"
 
     def __str__(self) -> str:
         hsdp = f"of{self.shard_size}" if self.shard_size else ""
         words = [f"tp{self.tp}-dp{self.dp}{hsdp}-zero{self.stage}", self.model, self.precision]
         words += [n for n in ("sequence", "dropout", "clip", "deterministic") if getattr(self, n)]
         words += [w for w in (self.accum, self.recompute) if w not in ("once", "none")]
+        words += [f"cp{self.cp}-{self.method}"] * (self.cp > 1)
         return "-".join(words)
 
     @property
@@ -313,7 +317,7 @@ class Loop:
 
 def train(cell: Cell, options: dict[str, Any] | None = None) -> dict[str, Any]:
     """This rank's run of a cell. Every rank starts from other weights, which rank 0 replaces."""
-    mesh = Mesh(dp=cell.dp, tp=cell.tp, device="cpu")
+    mesh = Mesh(dp=cell.dp, tp=cell.tp, cp=cell.cp, device="cpu")
     n_accum, accumulate, grad_accum_steps, no_sync = ACCUM[cell.accum]
     model = build(cell, seed=mesh.rank)
     half = DTYPES[cell.precision].itemsize == 2
@@ -330,6 +334,7 @@ def train(cell: Cell, options: dict[str, Any] | None = None) -> dict[str, Any]:
             "grad_accum_steps": grad_accum_steps,
             "deterministic": cell.deterministic,
             "sequence_parallel": cell.sequence,
+            "cp_method": cell.method,
             **(options or {}),
         },
     )
@@ -448,15 +453,18 @@ def bounds(cell: Cell) -> dict[Any, float]:
 
 def run(cell: Cell, *, backend: str = "threads", **options: Any) -> list[dict[str, Any]]:
     """The results of all ranks of a cell."""
-    return run_ranks(train, cell.tp * cell.dp, cell, options, backend=backend, timeout_s=60.0)
+    return run_ranks(
+        train, cell.tp * cell.cp * cell.dp, cell, options, backend=backend, timeout_s=60.0
+    )
 
 
 def joined(cell: Cell, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Losses of the global batch on every rank, from those of the ranks' micro-batches."""
-    firsts = [results[dp * cell.tp]["losses"] for dp in range(cell.dp)]
+    alike = cell.tp * cell.cp
+    firsts = [results[dp * alike]["losses"] for dp in range(cell.dp)]
     losses = [sum(of_step) / cell.dp for of_step in zip(*firsts)]
     for rank, result in enumerate(results):
-        assert result["losses"] == firsts[rank // cell.tp], f"rank {rank}: loss along tp"
+        assert result["losses"] == firsts[rank // alike], f"rank {rank}: loss along tp and cp"
     return [{**result, "losses": losses} for result in results]
 
 

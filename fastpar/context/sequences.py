@@ -1,0 +1,266 @@
+"""Sequences that the ranks of the axis cp share out, and attention over all of them.
+
+Each rank has N/cp of a batch's N = B*T tokens, consecutive ones. All that works token by token
+needs nothing else. Attention does: to_heads() gives a rank all tokens of some of the heads, and
+to_tokens() takes the result back (Ulysses):
+
+    q, k, v [N/cp, 3, H, D]  -> to_heads ->  [N, 3, H/cp, D]  -> attention ->  [N, 1, H/cp, D]
+                                                      -> to_tokens ->  [N/cp, 1, H, D]
+
+Heads do not see each other, so every row of attention has the bits of one process, its dropout
+among them. Backward is the same two exchanges the other way.
+
+[Note: padded exchange] cp need not divide the heads: those that pad are zeros, which attention
+turns into zeros; nobody reads them. A batch is padded behind its last position, where attention
+does not look and targets do not count.
+
+[Note: one loss] The ranks of cp are given the same batch and return the same loss, that of all its
+tokens, as the ranks of tp do. Towards parameters a rank's gradient is its own tokens' part, and cp
+belongs to the data axes, over which the engine takes the mean: so what is summed here hands back cp
+times its gradient. No loop, count of tokens or learning rate has to know of cp.
+
+[Note: handles] As in tensor/functional.py, an op is given the number of the ContextParallel.
+
+Source: Jacobs et al. 2023, arXiv 2309.14509
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastpar.comm.collectives import Collectives
+from fastpar.comm.mesh import Mesh
+from fastpar.kernels.op import define_autograd, define_op, refuse_double_backward
+
+METHODS = ("heads",)
+_DEVICES = ("CPU", "CUDA")
+_numbers = itertools.count(1)
+_handles: weakref.WeakValueDictionary[int, ContextParallel] = weakref.WeakValueDictionary()
+
+
+class ContextParallel:
+    """One rank's place in the axis cp. Made by parallelize(), kept by the modules that use it.
+
+    Args:
+        group: of the ranks along cp.
+    Attributes:
+        rank, size: along cp.
+        number: names it in calls of ops.
+    """
+
+    def __init__(self, group: Collectives) -> None:
+        self.group, self.rank, self.size = group, group.rank, group.world_size
+        self.number = next(_numbers)
+        _handles[self.number] = self
+
+    def __deepcopy__(self, memo: dict) -> ContextParallel:
+        return self
+
+    def __reduce__(self) -> tuple:
+        raise RuntimeError(
+            "ContextParallel: expected a model's state_dict() to be saved, got the model itself on "
+            f"rank {self.rank} of {self.size}; save model.state_dict()"
+        )
+
+    def first_head(self, heads: int) -> int:
+        """The first that this rank attends, of so many."""
+        return self.rank * -(-heads // self.size)
+
+    def slice(self, x: Tensor) -> Tensor:
+        """This rank's tokens of all of them, [B, T] -> [N/cp]."""
+        return x.flatten().chunk(self.size)[self.rank]
+
+
+def _of(number: int) -> ContextParallel:
+    cp = _handles.get(number)
+    assert cp is not None, "the model keeps it"
+    return cp
+
+
+def check_method(method: str) -> None:
+    """Refuse a way to attend that there is not."""
+    if method not in METHODS:
+        raise ValueError(
+            f"parallelize: expected cp_method of {', '.join(METHODS)}, got cp_method={method!r}; "
+            "choose one of these"
+        )
+
+
+def mesh_of_gradients(mesh: Mesh) -> Mesh:
+    """The same ranks as gradients see them: those along cp, too, are along dp.
+
+    They have the same weights and compute other tokens. It shares the groups of the mesh.
+    """
+    other, sizes = copy.copy(mesh), mesh.sizes
+    vars(other)["sizes"] = {**sizes, "dp": sizes["dp"] * sizes["cp"], "cp": 1}
+    return other
+
+
+def share_sequences(
+    model: nn.Module, mesh: Mesh, make: Callable[[Any, str], Collectives]
+) -> ContextParallel | None:
+    """The place of this rank along cp, for model.context_parallel(); None with cp=1. Ranks: all.
+
+    Args:
+        model: has that method, which keeps the ContextParallel.
+        make: collectives of a process group for a role.
+    Raises:
+        ValueError: a model that cannot be told its positions, or has too few heads.
+    """
+    size = mesh.size("cp")
+    if size == 1:
+        return None
+    if not callable(getattr(model, "context_parallel", None)):
+        raise ValueError(
+            f"parallelize: expected a model with context_parallel() for cp={size}, which is told "
+            f"the positions of its tokens, got {type(model).__name__}; load its weights into a "
+            "fastpar.GPT (fastpar train --init-from), or use tp, which shares out tokens between "
+            "layers"
+        )
+    shape: Any = model.config
+    most = -(-shape.n_head // mesh.tp_size)
+    if size > most:
+        raise ValueError(
+            f"parallelize: expected cp of at most the {most} heads that tp={mesh.tp_size} leaves a "
+            f"rank, got cp={size}; attention is exchanged by heads: choose one of cp=1 to {most}"
+        )
+    return ContextParallel(make(mesh.new_group("cp"), "cp"))
+
+
+# Exchanges
+
+
+def _to_heads(x: Tensor, number: int) -> Tensor:
+    """[n, K, H, D] of this rank's tokens -> [cp * n, K, H/cp, D], all tokens of its heads."""
+    cp = _of(number)
+    mine = -(-x.shape[2] // cp.size)
+    x = F.pad(x, (0, 0, 0, mine * cp.size - x.shape[2]))
+    sent = x.unflatten(2, (cp.size, mine)).movedim(2, 0).contiguous()
+    out = torch.empty_like(sent)
+    cp.group.all_to_all(out.view(-1), sent.view(-1))
+    return out.flatten(0, 1)
+
+
+def _to_tokens(x: Tensor, heads: int, number: int) -> Tensor:
+    """The way back: [cp * n, K, H/cp, D] -> [n, K, heads, D]."""
+    cp = _of(number)
+    sent = x.unflatten(0, (cp.size, -1)).contiguous()
+    out = torch.empty_like(sent)
+    cp.group.all_to_all(out.view(-1), sent.view(-1))
+    return out.movedim(0, 2).flatten(2, 3)[:, :, :heads].contiguous()
+
+
+def _sum(x: Tensor, number: int) -> Tensor:
+    total = x.clone()
+    _of(number).group.all_reduce(total.view(-1))
+    return total
+
+
+def _gather(x: Tensor, number: int) -> Tensor:
+    return _of(number).group.gathered(x).flatten(0, 1)
+
+
+def _heads_fake(x: Tensor, number: int) -> Tensor:
+    size = _of(number).size
+    return x.new_empty(x.shape[0] * size, x.shape[1], -(-x.shape[2] // size), x.shape[3])
+
+
+_to_heads_op = define_op(
+    "cp_to_heads(Tensor x, int cp) -> Tensor", _to_heads, _heads_fake, _DEVICES
+)
+_to_tokens_op = define_op(
+    "cp_to_tokens(Tensor x, SymInt heads, int cp) -> Tensor",
+    _to_tokens,
+    lambda x, heads, number: x.new_empty(
+        x.shape[0] // _of(number).size, x.shape[1], heads, x.shape[3]
+    ),
+    _DEVICES,
+)
+_sum_op = define_op(
+    "cp_sum(Tensor x, int cp) -> Tensor", _sum, lambda x, number: torch.empty_like(x), _DEVICES
+)
+_gather_op = define_op(
+    "cp_gather(Tensor x, int cp) -> Tensor",
+    _gather,
+    lambda x, number: x.new_empty(x.shape[0] * _of(number).size, *x.shape[1:]),
+    _DEVICES,
+)
+
+
+def _keep_heads(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.heads, ctx.number = inputs[0].shape[2], inputs[-1]
+
+
+def _keep_number(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.number = inputs[-1]
+
+
+def _backward(of: Callable[[Any, Tensor], Tensor], n_inputs: int) -> Callable[..., Any]:
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        refuse_double_backward("context_parallel")
+        return of(ctx, grad), *[None] * (n_inputs - 1)
+
+    return backward
+
+
+def _own_part(ctx: Any, grad: Tensor) -> Tensor:
+    cp = _of(ctx.number)
+    return grad.chunk(cp.size)[cp.rank] * cp.size
+
+
+define_autograd(
+    _to_heads_op, _keep_heads, _backward(lambda c, g: _to_tokens_op(g, c.heads, c.number), 2)
+)
+define_autograd(_to_tokens_op, _keep_number, _backward(lambda c, g: _to_heads_op(g, c.number), 3))
+define_autograd(_sum_op, _keep_number, _backward(lambda c, g: g * _of(c.number).size, 2))
+define_autograd(_gather_op, _keep_number, _backward(_own_part, 2))
+
+
+def to_heads(x: Tensor, cp: ContextParallel) -> Tensor:
+    """All tokens of this rank's heads, from its tokens of all heads; see the top of the file.
+
+    Args:
+        x: [N/cp, K, H, D].
+    Returns:
+        [N, K, H/cp, D], H rounded up to a multiple of cp.
+    Ranks: all of cp. Wire: (cp - 1) / cp of x, forward and backward.
+    """
+    return _to_heads_op(x, cp.number)
+
+
+def to_tokens(x: Tensor, heads: int, cp: ContextParallel) -> Tensor:
+    """All heads of this rank's tokens, from all tokens of its heads: to_heads() the other way.
+
+    Args:
+        x: [N, K, H/cp, D]; heads: H.
+    Returns:
+        [N/cp, K, H, D].
+    Ranks: all of cp. Wire: (cp - 1) / cp of x, forward and backward.
+    """
+    return _to_tokens_op(x, heads, cp.number)
+
+
+def sum_of_parts(x: Tensor, cp: ContextParallel) -> Tensor:
+    """The sum of every rank's part of a loss; see [Note: one loss]. Ranks: all of cp."""
+    return _sum_op(x, cp.number)
+
+
+def gather_tokens(x: Tensor, cp: ContextParallel) -> Tensor:
+    """[N/cp, ...] of this rank's tokens -> [N, ...], on every rank, which all do the same with it.
+
+    Ranks: all of cp. Wire: (cp - 1) times x.
+    """
+    return _gather_op(x, cp.number)
+
+
+def first_of(x: Tensor, cp: ContextParallel) -> Tensor:
+    """The x of the first rank. Ranks: all of cp."""
+    return _gather_op(x[None], cp.number)[0]

@@ -1,0 +1,162 @@
+"""The matrix of context parallelism: every mesh, stage and option is the run of one process.
+
+tp_cells.py has the cells and the run that they are compared with. Four heads and six positions, of
+which some of these cp divide neither.
+"""
+
+import functools
+import itertools
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from cells import few, slow
+from tp_cells import Cell, assert_same_run, batch, build, run
+
+from fastpar.comm.mesh import Mesh
+from fastpar.nn.recompute import recompute
+from fastpar.parallel.engine import engine_of
+from fastpar.parallel.parallelize import parallelize
+from fastpar.testing import run_ranks
+
+AXES = {
+    "cp": (2, 3, 4),
+    "tp": (1, 2),
+    "dp": (1, 2),
+    "stage": (0, 1, 2, 3),
+    "sequence": (True, False),
+    "dropout": (True, False),
+    "clip": (True, False),
+    "accum": ("once", "shard", "full"),
+    "recompute": ("none", "full", "selective"),
+    "precision": ("fp64", "fp32"),
+    "time": (6, 5),
+}
+
+
+@functools.cache
+def all_cells():
+    """Of the product of AXES some hundred, and the few of these that have every pair of values."""
+    every = list(itertools.product(*AXES.values()))
+    random.Random(0).shuffle(every)
+    left = [Cell(**dict(zip(AXES, values))) for values in every]
+    left = [c for c in left if c.cp * c.tp <= 4 and (c.tp > 1 or c.sequence)]
+    quick = few(left[:900], pairs, lambda c: (c.tp * c.dp * c.cp) ** 0.5)
+    return [*quick, *(slow(c) for c in left[:150] if c not in quick)]
+
+
+def pairs(cell):
+    return set(itertools.combinations([(n, getattr(cell, n)) for n in AXES], 2))
+
+
+@pytest.mark.parametrize("cell", all_cells(), ids=str)
+def test_cell(cell):
+    assert_same_run(cell, run(cell))
+
+
+@pytest.mark.parametrize(
+    ("cell", "transport"),
+    [
+        (Cell(1, 1, 3, cp=2, dropout=True, clip=True), "torch"),
+        slow(Cell(1, 2, 2, cp=2, dropout=True), "shm"),
+        slow(Cell(2, 1, 1, cp=2, dropout=True), "torch"),
+        slow(Cell(1, 1, 0, cp=3, time=5), "torch"),
+    ],
+    ids=str,
+)
+def test_processes(cell, transport):
+    assert_same_run(cell, run(cell, backend="gloo", transport=transport))
+
+
+# Deterministic mode
+
+
+@pytest.mark.parametrize(
+    ("cp", "dp", "stage", "accum"),
+    [
+        (2, 1, 3, "shard_4"),
+        (2, 4, 0, "once"),
+        *(
+            slow(2, dp, stage, accum)
+            for dp, accum in ((2, "shard"), (4, "once"))
+            for stage in (1, 2)
+        ),
+        slow(4, 2, 3, "shard"),
+    ],
+)
+def test_the_same_bits_at_every_stage_and_cut_into_dp_ranks(cp, dp, stage, accum):
+    """Sums over a sequence's pieces are another order than one process has, but a fixed one."""
+    cell = Cell(1, 4, 0, cp=cp, dropout=True, clip=True, deterministic=True, precision="fp32")
+    cell = replace(cell, dp=1, accum="shard_4")
+    expected = run(cell)[0]
+    for result in run(replace(cell, dp=dp, stage=stage, accum=accum)):
+        assert result["norms"] == expected["norms"]
+        for name, p in expected["parameters"].items():
+            assert torch.equal(result["parameters"][name], p), name
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_recomputation_changes_no_bit(mode):
+    cell = Cell(1, 1, 0, cp=2, dropout=True, precision="fp32", deterministic=True)
+    [stored, *_], [again, *_] = run(cell), run(replace(cell, recompute=mode))
+    assert again["losses"] == stored["losses"]
+    for name, p in stored["parameters"].items():
+        assert torch.equal(again["parameters"][name], p), name
+
+
+# What is sent
+
+
+@pytest.mark.parametrize(("cp", "heads"), [(2, 4), (3, 4), (4, 4), (3, 6)])
+def test_bytes_of_a_layer_are_those_of_the_formula(cp, heads):
+    """8 (cp - 1) / cp^2 of B*T*C elements, both ways, of the heads as they are padded."""
+    padded = -(-heads // cp) * cp
+    cell = Cell(1, 1, 0, cp=cp, n_head=heads, time=12, precision="fp32")
+    for sent in run_ranks(functools.partial(count_bytes, cell), cp):
+        layers, units = 2, 4 * 12 * padded * cell.head_dim * 4
+        assert sent["all_to_all"] * cp**2 == layers * 8 * (cp - 1) * units
+
+
+def count_bytes(cell):
+    mesh = Mesh(cp=cell.cp)
+    model = build(cell, 0)
+    parallelize(model, mesh)
+    sent = Counter()
+
+    def observer(group, op, n_bytes, begin):
+        of_others = (cell.cp - 1) / cell.cp
+        sent[op] += n_bytes * of_others
+        return begin()
+
+    model.cp.group.observers = (observer,)
+    model(*batch(cell, 0)).backward()
+    return sent
+
+
+def test_selective_recomputation_sends_nothing_again():
+    """Full does: both blocks' forward once more."""
+    cell = Cell(1, 1, 0, cp=2, dropout=True)
+    none, selective, full = (
+        run_ranks(functools.partial(count_collectives, replace(cell, recompute=mode)), 2)[0]
+        for mode in ("none", "selective", "full")
+    )
+    assert selective == none
+    assert full == none + Counter({"all_to_all": 4})
+
+
+def count_collectives(cell):
+    model = build(cell, 0)
+    parallelize(model, Mesh(cp=cell.cp))
+    recompute(model, cell.recompute)
+    seen = Counter()
+
+    def observer(group, op, n_bytes, begin):
+        seen[op] += 1
+        return begin()
+
+    engine_of(model)
+    model.cp.group.observers = (observer,)
+    model(*batch(cell, 0)).backward()
+    return seen
