@@ -274,8 +274,10 @@ class GPT(nn.Module):
 
     def context_parallel(self, cp: ContextParallel | None) -> None:
         """Sequences are shared out over these ranks; None: they are not."""
-        for module in (self, *(m for m in self.modules() if isinstance(m, Attention))):
-            module.cp = cp
+        self.cp = cp
+        for module in self.modules():
+            if isinstance(module, Attention):
+                module.cp = cp
 
     def forward(
         self,

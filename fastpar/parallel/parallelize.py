@@ -180,9 +180,10 @@ def parallelize(
     guard_optimizers(engine)
     if shards.shares:
         guard_state_dicts(model, shards)
-    of_axes = {"tp": declared and declared.tp, "cp": context}
-    for axis, share in of_axes.items() if debug.check_inputs else ():
+    of_tp = None if declared is None else declared.tp
+    for share in (of_tp, context) if debug.check_inputs else ():
         if share is not None:
+            axis = "cp" if share is context else "tp"
             engine.input_checks.append(InputCheck(share.group, axis))
             engine.input_checks[-1].attach(model)
     return model

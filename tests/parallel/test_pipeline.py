@@ -36,6 +36,7 @@ class Cell:
     dropout: float = 0.0
     clip: bool = False
     shared: tuple[int, int] | None = None  # layers with one weight
+    cp: int = 1
 
 
 def batches(dp: int):
@@ -65,7 +66,7 @@ def adamw(cell: Cell, model: GPT) -> AdamW:
 def train(cell: Cell, deterministic: bool):
     """(losses, parameters of this stage, norms) after some steps."""
     wide = torch.float32 if cell.precision == "bf16" else None
-    mesh = Mesh(pp=cell.pp, dp=cell.dp, tp=cell.tp, device="cpu")
+    mesh = Mesh(pp=cell.pp, dp=cell.dp, tp=cell.tp, cp=cell.cp, device="cpu")
     model = gpt(cell)
     parallelize(
         model,
@@ -132,7 +133,7 @@ def one_process(cell: Cell, deterministic: bool):
 
 
 def compare(cell: Cell, deterministic: bool) -> None:
-    world = cell.pp * cell.dp * cell.tp
+    world = cell.pp * cell.dp * cell.tp * cell.cp
     expected = run_ranks(one_process, 1, cell, deterministic)[0]
     names = set()
     for losses, state, norms, dp_rank in run_ranks(train, world, cell, deterministic):
@@ -183,6 +184,8 @@ def grid() -> list[Cell]:
         Cell(tp=2, schedule="zb-v"),
         Cell(pp=3, schedule="zb-h1"),
         Cell(dp=2, stage=3, schedule="interleaved"),
+        Cell(cp=2, stage=2, schedule="zb-h1", dropout=0.2, clip=True),
+        Cell(cp=2, schedule="zb-v"),
     ],
     ids=str,
 )
