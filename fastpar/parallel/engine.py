@@ -45,7 +45,7 @@ class Engine:
     Args:
         units: modules that are gathered together, the root's first; see units.py.
         control_group: of all ranks of the mesh, None if there is one.
-        mesh: as parallelize() was given it; that of the shards has cp among dp.
+        mesh: the user's; that of the shards has cp among dp.
     Attributes:
         shards: the buckets and parameters, as this rank has them.
         shares: whether a rank has less than whole parameters, or gradients of less.
@@ -68,6 +68,7 @@ class Engine:
     ) -> None:
         self.shards, self.settings, self.stage = shards, shards.settings, shards.stage
         self.mesh, self.control_group, self.debug = mesh, control_group, debug
+        self.input_checks: list[InputCheck] = []
         self.log, self.buckets, self.declared = shards.log, shards.buckets, shards.declared
         self.shares = shards.shares
         on_cpu = self.mesh.device.type == "cpu"
@@ -82,11 +83,9 @@ class Engine:
         where = self.mesh.rank_in("pp"), self.mesh.size("pp")
         self.control = Control(control_group, n_params, copy, self.mesh.device, *where)
         self.micro_batches = MicroBatches(self.settings.accumulate, self.settings.grad_accum_steps)
-        self.input_checks: list[InputCheck] = []
         self.report: StepReport | None = None
         self.tp_report = ""
         self.tree_ms = 0.0
-
         self.phase = StepPhase.EMPTY
         self._before_backward = StepPhase.EMPTY  # the phase that a backward found
         self.graph_task = -1
