@@ -26,8 +26,29 @@ SHOWN = 1.5  # times the fastest step: slower pipelines are of no interest
 SURE = 0.9  # of a bubble's formula, which is exact for equal stages
 
 
-def pipeline_splits(workload: Workload, template: Setup, per_node: int) -> Iterator[Setup]:
-    """Every (tp, pp, stage) that divides what it has to."""
+def check_stages(workload: Workload, world_size: int, stages: int | None) -> int | None:
+    """stages, if ranks and layers can be cut so; None: any number.
+
+    Raises:
+        ValueError: more than the layers, or a number that the ranks do not divide.
+    """
+    if stages is None or stages == 1:
+        return stages
+    most = min(MOST_STAGES, workload.shape.n_layer)
+    near = [n for n in divisors(world_size) if n <= most]
+    if not 1 <= stages <= most or world_size % stages:
+        raise ValueError(
+            f"plan: expected pp to divide the {world_size} ranks and to be at most {most}, of "
+            f"{workload.shape.n_layer} layers, got pp={stages}; use --pp "
+            + " or ".join(map(str, near[-3:]))
+        )
+    return stages
+
+
+def pipeline_splits(
+    workload: Workload, template: Setup, per_node: int, stages: int | None = None
+) -> Iterator[Setup]:
+    """Every (tp, pp, stage) that divides what it has to; stages: of this pp alone."""
     for tp in tp_sizes(workload, template, per_node):
         if tp > 1 and template.moment_dtype == "int8":
             continue
@@ -36,6 +57,8 @@ def pipeline_splits(workload: Workload, template: Setup, per_node: int) -> Itera
             if not 1 < pp <= min(MOST_STAGES, workload.shape.n_layer) or workload.batch_size % dp:
                 continue
             sp = workload.seq_len % tp == 0
+            if stages not in (None, pp):
+                continue
             base = replace(template, tp=tp, pp=pp, sequence_parallel=sp)
             for stage in (0, 1)[: 1 + (dp > 1)]:
                 yield replace(base, zero_stage=stage, accumulate=default_accumulate(stage))
@@ -58,14 +81,16 @@ def search_pipelines(
     per_node: int,
     checkpointing: Iterable[str],
     fastest_s: float,
+    stages: int | None = None,
 ) -> list[Estimate]:
     """The best of each way to cut that is not much slower than the fastest.
 
     Args:
-        fastest_s: a step of the best layout without stages; the others: as search().
+        fastest_s: a step of the best layout without stages, inf for none.
+        stages: of this pp alone, whatever its time and memory; the others: as search().
     """
     bounds = []
-    for split in pipeline_splits(workload, template, per_node):
+    for split in pipeline_splits(workload, template, per_node, stages):
         rows = workload.batch_size // split.dp
         for micro in divisors(rows):
             if micro > 1 and micro * workload.seq_len > MAX_MICRO_BATCH_TOKENS:
@@ -95,6 +120,9 @@ def search_pipelines(
             continue
         memory = predict_memory(workload, setup)
         if memory.total > limit_bytes:
+            least = known is None or (known.time is None and memory.total < known.memory.total)
+            if stages is not None and least:
+                found[Estimate.family_of(setup)] = Estimate(setup, memory, None)
             continue
         time = predict_step(workload, setup, rates)
         fastest_s = min(fastest_s, time.step_s)

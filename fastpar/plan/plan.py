@@ -27,6 +27,7 @@ from fastpar.cost.step_time import cost_per_billion_tokens
 from fastpar.cost.workload import Setup, Workload, default_accumulate
 from fastpar.data.tokenizer import GPT2_VOCABULARY, name_for
 from fastpar.plan.estimate import Estimate
+from fastpar.plan.pipelines import check_stages
 from fastpar.plan.search import (
     ALIKE,
     families,
@@ -76,6 +77,8 @@ class PlanCommand:
     """How many of them; of cpu: ranks."""
     gpus_per_node: int | None = None
     """In one machine; unset: as they are usually sold."""
+    pp: int | None = None
+    """Pipeline stages; unset: what is best."""
     link: str | None = None
     """Between those of a machine: nvlink3, nvlink4, pcie4, ...; unset: as usual."""
     inter_link: str | None = None
@@ -156,7 +159,14 @@ def make_plan(command: PlanCommand) -> Plan:
     links = command.link, command.inter_link
     cluster = Cluster.of(device, command.gpus, command.gpus_per_node, *links)
     limit = usable_bytes(cluster) * (1 - command.headroom)
-    find = partial(search, workload, template, limit_bytes=limit, per_node=cluster.per_node)
+    find = partial(
+        search,
+        workload,
+        template,
+        limit_bytes=limit,
+        per_node=cluster.per_node,
+        stages=check_stages(workload, command.gpus, command.pp),
+    )
     rates: Rates = DatasheetRates(cluster, template)
     rates_text = (
         f"data sheet of {device.name}; in this way published runs on A100 and H100 are "
@@ -273,6 +283,8 @@ def _nothing_fits(plan: Plan) -> str:
     )
     if least.memory.total <= whole:
         ways.insert(0, "--headroom 0 (nothing stays free)")
+    if command.pp is not None:
+        ways.insert(0, "no --pp, which compares all layouts")
     return (
         f"plan: expected a model that fits into {limit / 1e9:,.1f} GB a rank ({whole / 1e9:,.1f} "
         f"GB less a headroom of {command.headroom:.0%}), got {plan.workload.n_parameters:,} "
@@ -357,7 +369,7 @@ def report(plan: Plan) -> str:
         "why not",
         *why,
         "",
-        f"stages   {stages_text(estimates)}",
+        f"stages   {stages_text(estimates) if command.pp is None else f'{command.pp}, by --pp'}",
         f"memory   {winner.memory}",
         f"time     {', '.join(parts)}",
     ]

@@ -48,6 +48,7 @@ def search(
     limit_bytes: float,
     per_node: int,
     checkpointing: Iterable[str] = CHECKPOINTING,
+    stages: int | None = None,
 ) -> list[Estimate]:
     """The best of each way to cut and to keep, fastest first; those that do not fit come last.
 
@@ -59,9 +60,10 @@ def search(
         template: world size, formats, device and transport of all candidates.
         limit_bytes: of a rank's memory.
         per_node: ranks on a node.
+        stages: of a pipeline, 1: none; None: what is best.
     """
     found = []
-    for split in splits(workload, template, per_node):
+    for split in splits(workload, template, per_node) if stages in (None, 1) else ():
         rows = workload.batch_size // split.dp
         for mode in checkpointing:
             best: Estimate | None = None
@@ -93,6 +95,7 @@ def search(
         per_node=per_node,
         checkpointing=checkpointing,
         fastest_s=fastest_s,
+        stages=stages,
     )
     found.sort(key=_rank)
     if found and found[0].time is not None:

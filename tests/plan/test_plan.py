@@ -196,6 +196,15 @@ def test_words_for_layouts():
         ("--gpu v100 --dtype bf16", r"expected fp16 or fp32 on v100.*got dtype=bf16"),
         ("--gpu cpu --dtype fp16 --gpus 1", r"expected dtype fp32 or bf16 on the CPU"),
         (
+            "--gpus 6 --pp 4",
+            r"pp to divide the 6 ranks and .* 12, of 12 layers, got pp=4; use --pp 2",
+        ),
+        ("--gpus 24 --pp 24", r"to be at most 12, of 12 layers, got pp=24; use --pp 6 or 8 or 12"),
+        (
+            "--n-layer 96 --n-embd 12288 --n-head 96 --gpus 8 --pp 4",
+            r"fits into .* on .*pp 4, .* take [34]\d\d\.\d GB .*; use no --pp, which",
+        ),
+        (
             "--model gpt2-xl --gpus 1 --gpu 4090 --n-layer 96",
             r"plan: expected a model that fits into 2\d\.\d GB a rank .*, got .*; use .*--gpus \d",
         ),
@@ -215,6 +224,17 @@ def test_its_own_error_is_that_of_the_published_runs(capsys):
     worst = max(abs(predict(row)[1] / row.reported - 1) for row in published())
     assert worst <= plan.PUBLISHED_ERROR < worst + 0.02
     assert f"errors up to {plan.PUBLISHED_ERROR:.0%}" in run(capsys, "--gpus", "1")
+
+
+def test_stages_can_be_asked_for(capsys, tmp_path):
+    """Each layout has that many, however slow; 1: none has stages."""
+    for pp in (1, 4):
+        path = tmp_path / f"{pp}.json"
+        out = run(capsys, "--gpus", "8", "--pp", f"{pp}", "--json", f"{path}")
+        layouts = json.loads(path.read_text())["layouts"]
+        assert {layout["pp"] for layout in layouts} == {pp}
+        assert f"stages   {pp}, by --pp" in out
+        assert ("--pp 4" in out.splitlines()[-1]) == (pp == 4)
 
 
 SMALL = "--n-layer 2 --n-embd 96 --n-head 12 --seq-len 24 --vocab-size 300 --batch-size 48"

@@ -25,6 +25,12 @@ def test_within_a_fifth_of_reported(row):
     assert abs(fraction / row.reported - 1) < TOLERANCE
 
 
+def test_what_interleaving_gained_is_what_the_schedules_say():
+    reported, predicted = published.schedules()
+    assert reported == 1.28
+    assert abs(predicted / reported - 1) < 0.05
+
+
 def test_rows_are_as_their_sources_have_them():
     """Sizes by the parameters they give; the batch is whole micro-batches; fractions as printed."""
     assert len(ROWS) == 10 + 8 + 2 + 6
