@@ -23,6 +23,7 @@ import math
 from typing import Any, NamedTuple
 
 from fastpar.cost.devices import Cluster
+from fastpar.cost.matrix_updates import STEPS
 from fastpar.cost.network import Network
 from fastpar.cost.operations import CommOp, Op
 from fastpar.cost.workload import BYTES, Setup, Workload
@@ -118,6 +119,11 @@ class DatasheetRates:
             seconds = op.bytes / self._stream
             for product in ((n, width, vocab), (n, vocab, width), (vocab, n, width)):
                 seconds += self._product_s(*product)
+        elif name == "orthogonalize":
+            short, long = op.shape
+            products = (short, long, short), (short, short, short), (short, short, long)
+            seconds = STEPS * sum(self._product_s(*product) for product in products)
+            launches = 4 * STEPS
         elif name == "attention":
             speed = self._generation.attention[direction == "backward"]
             speed *= self._generation.reached * self._peak

@@ -9,8 +9,8 @@ goes. The peak of the latter is at one of six moments, and the largest of them i
                 weight's gradient; the head's gradient waits for the embedding's; at stages 2 and 3
                 whole gradients on their way, at stage 3 two gathered units
     embedding   backward of the embedding, whose gradient is as large as the head's
-    update      Adafactor's: the updates of a batch of matrices, copies of what is rounded (AdamW's
-                kernel needs nothing)
+    update      Adafactor's: the updates of a batch of matrices, copies of what is rounded; Muon's:
+                matrices on their way and one's products (AdamW's kernel needs nothing)
     between     nothing: what stays
 
 Which block it is depends on what shrinks faster towards the first one: activations, or the room for
@@ -47,6 +47,7 @@ from typing import NamedTuple
 
 from fastpar.cost.buckets import GPTBuckets, RankParts, bucket_mb_of, buckets_of, parts_of
 from fastpar.cost.gradient_flow import GradientFlow, gradient_flow
+from fastpar.cost.matrix_updates import product_bytes, updates_of
 from fastpar.cost.workload import Setup, Workload, vocabulary_rows
 from fastpar.kernels.linear_cross_entropy import default_chunk_rows
 from fastpar.optim.adafactor import BATCH
@@ -260,6 +261,9 @@ class _Peak:
         if self.setup.optimizer == "adafactor":
             scratch = _adafactor_scratch(self.setup, self.buckets)
             yield _Moment(0.0, self._standing, 0.0, scratch)
+        if self.setup.optimizer == "muon":
+            matrices = updates_of(self.workload.shape, self.buckets, self.setup)
+            yield _Moment(0.0, self._standing, 0.0, matrices.room(product_bytes(self.setup)))
 
     def _kept(self, layers: int) -> float:
         """Kept by so many blocks; see [Note: what a layer keeps]."""

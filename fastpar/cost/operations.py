@@ -19,12 +19,21 @@ from typing import Any, NamedTuple, Protocol
 
 from fastpar.config.config import GPTConfig
 from fastpar.cost.buckets import buckets_of
+from fastpar.cost.matrix_updates import (
+    STEPS,
+    MatrixUpdates,
+    product_bytes,
+    product_flops,
+    updates_of,
+)
 from fastpar.cost.workload import Setup, Workload, vocabulary_rows
 from fastpar.kernels.global_norm import NORM_WORDS
 from fastpar.kernels.linear_cross_entropy import default_chunk_rows
 
 _CONTROL_WORDS = 5 + NORM_WORDS  # see control.py
 _BITS = 62  # of a word, for what parameters took part
+
+UPDATES = ("optimizer", "orthogonalize", "matrix_update")  # once a step, after the passes
 
 
 class Op(NamedTuple):
@@ -39,8 +48,10 @@ class Op(NamedTuple):
         loss           (N, C, V): linear_cross_entropy, whose forward computes the gradients too;
                        backward scales them
         optimizer      (elements,): norm and update of so many elements
+        orthogonalize  (short, long): muon's product of a matrix with these sides
+        matrix_update  (elements,): what else muon does to so many elements of matrices
         copy           (bytes,): read and written, of gradients into buckets
-    direction: "forward" or "backward" ("forward" for optimizer, "backward" for copy), and
+    direction: "forward" or "backward" ("forward" of updates, "backward" for copy), and
         "recompute": what forward does, done again in backward.
     flops, bytes: of one of them; what must move through memory at least.
     """
@@ -61,13 +72,14 @@ class Op(NamedTuple):
 class CommOp(NamedTuple):
     """One kind of communication of a rank, `count` times in a step.
 
-    kind: all_reduce, reduce_scatter, all_gather, broadcast or send.
+    kind: all_reduce, reduce_scatter, all_gather, all_to_all, broadcast or send.
     axis: "dp", "shard", "copies" (of shards), "tp", "pp" or "control".
-    bytes: of the whole tensor (of all_gather: gathered; of reduce_scatter: before it).
+    bytes: of the whole tensor (of all_gather: gathered; of reduce_scatter: before it; of
+        all_to_all: of the rank that sends most, with what it keeps if all parts are alike).
     ranks: of the group; stride: distance of neighbours in the group, in global ranks.
-    under: what can hide it: "forward", "backward", "schedule" (a pipeline's other operations) or ""
-        (nothing: the rank waits). Along tp the product beside it, else the pass of the
-        micro-batches that communicate.
+    under: what can hide it: "forward", "backward", "update" (products of other matrices),
+        "schedule" (a pipeline's other operations) or "" (nothing: the rank waits). Along tp the
+        product beside it, else the pass of the micro-batches that communicate.
     """
 
     kind: str
@@ -203,7 +215,23 @@ def _updates(workload: Workload, setup: Setup) -> tuple[Op, ...]:
         ops.append(Op("copy", (added,), "backward", 0.0, float(added), n_micro - n_first))
     mine = -(-local // setup.n_shards)
     of_element = 2 * setup.grad_bytes + 2 * setup.weight_bytes + 2 * setup.state_bytes
+    if setup.optimizer == "muon":
+        matrices = updates_of(workload.shape, buckets_of(workload, setup), setup)
+        mine -= matrices.elements
+        ops += _matrix_updates(matrices, setup)
     return *ops, Op("optimizer", (mine,), "forward", 15.0 * mine, mine * of_element, 1)
+
+
+def _matrix_updates(matrices: MatrixUpdates, setup: Setup) -> Iterator[Op]:
+    """The products of the rank that has most of them, and what is done element by element."""
+    item = product_bytes(setup)
+    for (short, long), count in matrices.jobs.items():
+        flops = STEPS * product_flops(short, long)
+        moved = float(STEPS * item * (4 * short * long + 5 * short * short))
+        yield Op("orthogonalize", (short, long), "forward", flops, moved, count)
+    # Gradient, momentum and update are gone through 25 times by torch's operations.
+    moved, flops = 25.0 * 4 * matrices.elements, 12.0 * matrices.elements
+    yield Op("matrix_update", (matrices.elements,), "forward", flops, moved, 1)
 
 
 # Communication
@@ -216,6 +244,8 @@ def comm_ops_of(workload: Workload, setup: Setup) -> tuple[CommOp, ...]:
         found += _gradients_and_weights(workload, setup)
     if setup.tp > 1:
         found += _along_tp(workload, setup)
+    if setup.optimizer == "muon":
+        found += _to_homes(workload, setup)
     if setup.pp > 1:
         found += _along_pp(workload, setup)
     if setup.world_size > 1:
@@ -248,6 +278,19 @@ def _gradients_and_weights(workload: Workload, setup: Setup) -> Iterator[CommOp]
     for (numel, under), count in gathered.items() if stage else ():
         n_bytes = float(numel * setup.weight_bytes)
         yield CommOp("all_gather", "shard", n_bytes, shards, tp, count, under)
+
+
+def _to_homes(workload: Workload, setup: Setup) -> Iterator[CommOp]:
+    """Muon's matrices to their homes and back: of the rank that sends most."""
+    matrices = updates_of(workload.shape, buckets_of(workload, setup), setup)
+    item, along = product_bytes(setup), "shard" if setup.stage else "dp"
+    for axis, ranks, stride, sent, count in (
+        (along, matrices.n_dp, setup.tp, max(s.dp for s in matrices.sent), matrices.messages.dp),
+        ("tp", setup.tp, 1, max(s.tp for s in matrices.sent), matrices.messages.tp),
+    ):
+        if count:
+            n_bytes = float(item * sent) * ranks / (ranks - 1) / count
+            yield CommOp("all_to_all", axis, n_bytes, ranks, stride, count, "update")
 
 
 def _along_tp(workload: Workload, setup: Setup) -> Iterator[CommOp]:

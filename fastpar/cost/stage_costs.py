@@ -7,7 +7,7 @@ from collections import Counter
 
 from fastpar.config.config import GPTConfig
 from fastpar.cost.buckets import stage_layers
-from fastpar.cost.operations import Op
+from fastpar.cost.operations import UPDATES, Op
 from fastpar.cost.workload import Setup
 from fastpar.pipeline.schedules import Kind
 from fastpar.pipeline.simulator import ENOUGH, Costs, time_of
@@ -23,7 +23,7 @@ class PassCosts:
 
     def add(self, op: Op, seconds: float) -> None:
         """All operations like this one."""
-        if op.name == "optimizer":
+        if op.name in UPDATES:
             return
         part = {"embedding": "embedding", "loss": "head"}.get(op.name, "layers")
         if op.direction == "forward":

@@ -3,7 +3,8 @@
 [Note: what hides] Communication that is `under` a pass hides, as far as the machine's overlap lets
 it, in the compute time of the micro-batches that it has: sums of accumulate="full" have the last
 backward, gathers of stages 1 and 2 the first forward, others all. What is under nothing, like the
-last bucket, the rank waits for. Along tp only the products of column layers run beside it.
+last bucket, the rank waits for. Along tp only the products of column layers run beside it, beside
+muon's exchanges only its products.
 [Note: bubble] Parts are those of a pipeline's mean rank; the bubble is the rest of the makespan of
 its schedule, which pipeline/simulator.py goes through with each stage's costs. Also in it are the
 time that messages take, and what the slowest stage has to do more than the mean.
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 
 from fastpar.config.settings import check_at_least
 from fastpar.cost.devices import Cluster
-from fastpar.cost.operations import CommOp, Op, Rates, comm_ops_of, ops_of
+from fastpar.cost.operations import UPDATES, CommOp, Op, Rates, comm_ops_of, ops_of
 from fastpar.cost.stage_costs import PassCosts
 from fastpar.cost.workload import Setup, Workload
 
@@ -93,18 +94,21 @@ def time_of(
     bubble: bool = True,
 ) -> StepTime:
     """The time of a step that consists of these operations and this communication."""
-    parts, column_s = dict.fromkeys(_PARTS, 0.0), 0.0
+    parts, column_s, products_s = dict.fromkeys(_PARTS, 0.0), 0.0, 0.0
     kinds = PassCosts() if setup.pp > 1 and bubble else None
     for op in ops:
         seconds = rates.op_s(op) * op.count
-        parts[op.name if op.name in _PARTS else op.direction] += seconds
+        name = "optimizer" if op.name in UPDATES else op.name
+        parts[name if name in _PARTS else op.direction] += seconds
+        if op.name == "orthogonalize":
+            products_s += seconds
         if kinds:
             kinds.add(op, seconds)
         if op.name == "matmul" and op.direction == "backward":
             column_s += seconds * _COLUMN_SHARE
     compute_s = sum(parts.values())
     comms = list(comms)
-    comm_s, exposed = _exposed(setup, rates, comms, parts, column_s)
+    comm_s, exposed = _exposed(setup, rates, comms, parts, (column_s, products_s))
     parts.update(exposed)
     parts["bubble"] = 0.0
     if kinds:
@@ -123,12 +127,19 @@ def time_of(
 
 
 def _exposed(
-    setup: Setup, rates: Rates, comms: Iterable[CommOp], parts: dict[str, float], column_s: float
+    setup: Setup,
+    rates: Rates,
+    comms: Iterable[CommOp],
+    parts: dict[str, float],
+    rooms: tuple[float, float],
 ) -> tuple[float, dict[str, float]]:
-    """(all communication, what of it is waited for by part); see [Note: what hides]."""
+    """(all communication, what of it is waited for by part); see [Note: what hides].
+
+    rooms: seconds of products of column layers, and of muon's.
+    """
     n_micro, overlap = setup.grad_accum_steps, rates.overlap
     exposed = dict.fromkeys(_EXPOSED, 0.0)
-    total = along_tp = 0.0
+    total = along_tp = homes = 0.0
     once, each = {"forward": 0.0, "backward": 0.0}, {"forward": 0.0, "backward": 0.0}
     for comm in comms:
         seconds = rates.comm_s(comm) * comm.count
@@ -137,13 +148,16 @@ def _exposed(
             continue
         if not comm.under:
             exposed[comm.axis if comm.axis in _EXPOSED else "dp"] += seconds
+        elif comm.under == "update":
+            homes += seconds
         elif comm.axis == "tp":
             along_tp += seconds
         else:
             gathers = comm.kind == "all_gather"
             always = setup.zero_stage == 3 if gathers else setup.accumulate == "shard"
             (each if always else once)[comm.under] += seconds
-    exposed["tp"] += max(0.0, along_tp - overlap * column_s)
+    exposed["tp"] += max(0.0, along_tp - overlap * rooms[0])
+    exposed["dp"] += max(0.0, homes - overlap * rooms[1])
     windows = {"forward": parts["forward"], "backward": parts["backward"] + parts["recompute"]}
     for name, window in windows.items():
         room, usual = overlap * window / n_micro, each[name] / n_micro

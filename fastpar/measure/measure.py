@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import gc
 import itertools
 import os
@@ -49,6 +50,7 @@ from fastpar.cost.measured_rates import (
 from fastpar.cost.operations import CommOp, comm_ops_of, ops_of
 from fastpar.cost.workload import Setup, Workload
 from fastpar.doctor.clocks import stopwatch
+from fastpar.kernels.orthogonalize import orthogonalize
 from fastpar.measure.op_chain import Chain
 from fastpar.measure.rank_pool import Rank, RankPool
 from fastpar.measure.short_run import ShortRun, slowest
@@ -263,6 +265,10 @@ def _run_chain(
         for update in updates:
             key = "optimizer", (update.elements,), "forward"
             times[key] = [_seconds(update.optimizer.step, device)]
+        for op in ops_of(workload, setup):
+            if op.name == "orthogonalize":
+                call = functools.partial(orthogonalize, torch.randn(op.shape, device=device))
+                times[op.name, op.shape, "forward"] = [_seconds(call, device)]
         if count:
             for key, values in times.items():
                 found[key].append(statistics.fmean(values))

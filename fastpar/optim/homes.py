@@ -15,6 +15,7 @@ result is sent while the next matrix is computed.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -46,10 +47,10 @@ class _Message(NamedTuple):
 
 def assign(costs: Sequence[float], ranks: int) -> list[int]:
     """A rank for each job: the longest first, to the rank with least to do (Graham 1969)."""
-    loads, places = [0.0] * ranks, [0] * len(costs)
+    loads, places = [(0.0, rank) for rank in range(ranks)], [0] * len(costs)
     for job in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        places[job] = min(range(ranks), key=lambda r: (loads[r], r))
-        loads[places[job]] += costs[job]
+        load, places[job] = loads[0]
+        heapq.heapreplace(loads, (load + costs[job], places[job]))
     return places
 
 
@@ -91,17 +92,18 @@ class Homes:
         """(parameter, this rank's piece of its result, [R] numbers) of every matrix.
 
         Args:
-            pieces: what this rank has of each matrix, of one dtype.
+            pieces: what this rank has of each matrix, of one dtype; taken out one after another.
         Ranks: all of the engine's mesh, with the same parameters.
         """
-        self.sent_bytes, self._like = 0, next(iter(pieces.values()))
+        self.sent_bytes, self._like = 0, next(iter(pieces.values())).new_empty(0)
         given = [[p for p in batch if p in pieces] for batch in self.batches]
         incoming = [self._gather(batch, pieces, i) for i, batch in enumerate(given)]
         outgoing = []
         for i, batch in enumerate(given):
-            whole = self._join(batch, self._whole_along_dp(batch, pieces, incoming[i]), i)
-            results = {p: compute(p, x) for p, x in whole.items()}
+            whole = self._join(batch, self._whole_along_dp(batch, pieces, incoming), i)
+            results = {p: compute(p, whole.pop(p)) for p in list(whole)}
             message = self._send_slices(batch, results, i)
+            del results
             if self.n_tp == 1:
                 message = self._send_pieces(batch, self._slices(batch, message), i)
             outgoing.append(message)
@@ -132,17 +134,20 @@ class Homes:
     def _gather(self, batch: list[Tensor], pieces: dict[Tensor, Tensor], tag: int) -> Any:
         if not self.sharded:
             return None
-        parts = [[pieces[p] for p in batch if self.home[p].dp == rank] for rank in range(self.n_dp)]
+        parts = [
+            [pieces.pop(p) for p in batch if self.home[p].dp == rank] for rank in range(self.n_dp)
+        ]
         mine = self._in_column(batch)
         sizes = [sum(self._size(p, rank) for p in mine) for rank in range(self.n_dp)]
         return self._launch(self.dp, parts, sizes, tag)
 
     def _whole_along_dp(
-        self, batch: list[Tensor], pieces: dict[Tensor, Tensor], message: _Message | None
+        self, batch: list[Tensor], pieces: dict[Tensor, Tensor], incoming: list[_Message | None]
     ) -> dict[Tensor, Tensor]:
-        mine = self._in_column(batch)
+        mine, message = self._in_column(batch), incoming.pop(0)
         if message is None:
-            return {p: pieces[p].reshape(p.shape) for p in mine}
+            given = {p: pieces.pop(p) for p in batch}
+            return {p: given[p].reshape(p.shape) for p in mine}
         parts = _split(message, [[self._size(p, rank) for p in mine] for rank in range(self.n_dp)])
         return {p: torch.cat([row[i] for row in parts]).view(p.shape) for i, p in enumerate(mine)}
 
@@ -225,7 +230,7 @@ class Homes:
     ) -> _Message:
         """Begin to send parts[r] to rank r, and to receive sizes[r] elements from it."""
         flat = [x.reshape(-1) for part in parts for x in part]
-        x = torch.cat(flat) if flat else self._like.new_empty(0)
+        x = torch.cat(flat) if flat else self._like
         if group is None:
             return _Message(x, None, x)
         counts = [sum(t.numel() for t in part) for part in parts]

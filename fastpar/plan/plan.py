@@ -17,9 +17,11 @@ from typing import Literal
 
 from fastpar.config.config import PRESETS, GPTConfig, TrainConfig
 from fastpar.config.settings import check_at_least, option
+from fastpar.cost.buckets import buckets_of
 from fastpar.cost.capacity import host_memory
 from fastpar.cost.datasheet import DatasheetRates
 from fastpar.cost.devices import Cluster, Device, device_table, find_device, larger_device
+from fastpar.cost.matrix_updates import updates_text
 from fastpar.cost.measured_rates import gpu_name
 from fastpar.cost.network import Network
 from fastpar.cost.operations import Rates, comm_ops_of
@@ -85,6 +87,8 @@ class PlanCommand:
     """Between machines: ib-hdr, ib-ndr, ethernet-100, ...; unset: as usual."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Format of weights and activations; auto: bf16 where the device has it."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """Like fastpar train's."""
     master_weights: Literal["auto", "full", "remainder"] = "auto"
     """Like fastpar train's."""
     moment_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
@@ -249,7 +253,7 @@ def _template(command: PlanCommand, device: Device) -> Setup:
     # What the run would be, storage and all: contradictions are refused as there.
     config = TrainConfig().replace(
         {"master_weights": command.master_weights, "moment_dtype": command.moment_dtype,
-         "dtype": dtype},
+         "optimizer": command.optimizer, "dtype": dtype},
         "plan",
     )  # fmt: skip
     return Setup.of(
@@ -373,6 +377,9 @@ def report(plan: Plan) -> str:
         f"memory   {winner.memory}",
         f"time     {', '.join(parts)}",
     ]
+    if winner.setup.optimizer == "muon":
+        buckets = buckets_of(workload, winner.setup)
+        lines.append(f"muon     {updates_text(shape, buckets, winner.setup)}")
     sent = nic_bytes(plan, winner.setup)
     if sent:
         lines.append(

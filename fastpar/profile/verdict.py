@@ -15,12 +15,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from fastpar.cost.operations import Op
+from fastpar.cost.operations import UPDATES, Op
 from fastpar.cost.workload import Setup, Workload
 from fastpar.measure.ceilings import Ceilings
 from fastpar.profile.trace import BACKWARD, COMMUNICATION, FORWARD, INPUT, KINDS, OPTIMIZER
 
-PRODUCTS = ("matmul", "attention", "loss")  # of work.Op: limited by arithmetic
+PRODUCTS = ("matmul", "attention", "loss", "orthogonalize")  # of work.Op: limited by arithmetic
 
 
 class Phase(NamedTuple):
@@ -129,7 +129,7 @@ def work_of(ops: Iterable[Op]) -> dict[str, tuple[float, float]]:
     found = {FORWARD: (0.0, 0.0), BACKWARD: (0.0, 0.0), OPTIMIZER: (0.0, 0.0)}
     for op in ops:
         phase = FORWARD if op.direction == "forward" else BACKWARD
-        phase = OPTIMIZER if op.name == "optimizer" else phase
+        phase = OPTIMIZER if op.name in UPDATES else phase
         flops, moved = found[phase]
         if op.name in PRODUCTS:
             flops += op.flops * op.count
@@ -206,6 +206,8 @@ def verdict(measured: Measured) -> list[str]:
             f"The other operations move {percent(rest)} of what a copy moves, "
             f"{ceilings.copy_gb_per_s:.3g} GB/s a rank."
         )
+    if measured.setup.optimizer == "muon":
+        lines.append(_of_muon(measured))
     moving_ms = measured.situation.moving_ms
     if measured.setup.world_size > 1 and moving_ms:
         hidden = max(0.0, 1 - shares[COMMUNICATION] * measured.step_ms / moving_ms)
@@ -215,3 +217,13 @@ def verdict(measured: Measured) -> list[str]:
             f"{measured.setup.transport}), {percent(hidden)} of it behind computation."
         )
     return lines
+
+
+def _of_muon(measured: Measured) -> str:
+    update = measured.phase(OPTIMIZER)
+    return (
+        f"Of the update's {update.ms:.1f} ms products of Newton-Schulz take "
+        f"{update.compute_ms:.1f} ms, what is done element by element {update.memory_ms:.1f}, "
+        f"waits for pieces of matrices {update.communication_ms:.1f}, the host "
+        f"{update.host_ms:.1f}."
+    )

@@ -260,3 +260,14 @@ def test_a_profiled_phase_is_fitted_to_one_without_the_profiler(ms, waited, expe
 
 def test_a_phase_in_which_nothing_was_seen_is_the_hosts():
     assert fitted(Phase(INPUT), 2.0, 0.5) == Phase(INPUT, communication_ms=0.5, host_ms=1.5)
+
+
+def test_the_parts_of_muons_update():
+    phases = (Phase(FORWARD, compute_ms=60.0), Phase(OPTIMIZER, 30.0, 4.0, 5.0, 1.0))
+    found = measured(phases, optimizer="muon")
+    assert verdict(found)[-1] == (
+        "Of the update's 40.0 ms products of Newton-Schulz take 30.0 ms, what is done element by "
+        "element 4.0, waits for pieces of matrices 5.0, the host 1.0."
+    )
+    op = Op("orthogonalize", (4, 8), "forward", 100.0, 10.0, 3)
+    assert work_of([op])[OPTIMIZER] == (300.0, 0.0)
