@@ -42,3 +42,8 @@ def tp_sizes(workload: Workload, template: Setup, per_node: int) -> list[int]:
     world = template.world_size
     in_node = math.gcd(world, min(world, per_node))
     return [tp for tp in divisors(in_node) if workload.shape.splits_by(tp)]
+
+
+def size_text(n_bytes: float) -> str:
+    """Bytes for people."""
+    return f"{n_bytes / 1e9:,.1f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:,.0f} MB"

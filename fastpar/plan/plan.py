@@ -28,7 +28,7 @@ from fastpar.cost.operations import Rates, comm_ops_of
 from fastpar.cost.step_time import cost_per_billion_tokens
 from fastpar.cost.workload import Setup, Workload, default_accumulate
 from fastpar.data.tokenizer import GPT2_VOCABULARY, name_for
-from fastpar.plan.estimate import Estimate
+from fastpar.plan.estimate import Estimate, size_text
 from fastpar.plan.pipelines import check_stages
 from fastpar.plan.search import (
     ALIKE,
@@ -383,7 +383,7 @@ def report(plan: Plan) -> str:
     sent = nic_bytes(plan, winner.setup)
     if sent:
         lines.append(
-            f"network  {_size(sent)} a step leave through each adapter (NIC) of "
+            f"network  {size_text(sent)} a step leave through each adapter (NIC) of "
             f"{plan.cluster.inter.name}"
         )
     return "\n".join([*lines, "", *command_lines(plan, winner.setup)])
@@ -413,10 +413,6 @@ def _recompute(setup: Setup) -> str:
     return "no recomputation" if mode == "none" else f"{mode} recomputation"
 
 
-def _size(n_bytes: float) -> str:
-    return f"{n_bytes / 1e9:,.1f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:,.0f} MB"
-
-
 def _row(plan: Plan, estimate: Estimate) -> list[str]:
     setup, time = estimate.setup, estimate.time
     assert time is not None
@@ -425,7 +421,7 @@ def _row(plan: Plan, estimate: Estimate) -> list[str]:
         layout_text(setup),
         f"{setup.micro_batch_size} x {setup.grad_accum_steps}",
         setup.activation_checkpointing,
-        _size(estimate.memory.total),
+        size_text(estimate.memory.total),
         f"{time.step_s * 1e3:,.4g}",
         f"{time.tokens_per_s:,.0f}",
         "" if time.mfu is None else f"{time.mfu:.1%}",
