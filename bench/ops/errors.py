@@ -42,6 +42,7 @@ from fastpar.doctor.cases import (
     losses,
     mlps,
     norms,
+    orthogonals,
 )
 from fastpar.testing import gpu_arithmetic
 
@@ -117,7 +118,13 @@ def cases(device: str, *, interpreted: bool = False, quick: bool = False) -> lis
         return (
             found
             if interpreted
-            else [*found, *linears(16, ((32, 48),)), *mlps(16, 32), *adamw_steps(1003)]
+            else [
+                *found,
+                *linears(16, ((32, 48),)),
+                *mlps(16, 32),
+                *orthogonals(((24, 32),)),
+                *adamw_steps(1003),
+            ]
         )
     shapes = (
         *((1, 1024, 1024, 2, 2, 64), (1, 1024, 1024, 1, 1, 128), (2, 1, 1, 3, 3, 64)),
@@ -132,6 +139,7 @@ def cases(device: str, *, interpreted: bool = False, quick: bool = False) -> lis
         *dropouts((2, 32, 768), device),
         *linears(256, ((768, 2304), (768, 3072), (3072, 768), (127, 1))),
         *mlps(256, 768),
+        *orthogonals(((768, 768), (3072, 768), (63, 127))),
         *adamw_steps(100_003),
     ]
 

@@ -28,11 +28,13 @@ from fastpar.kernels import (
     linear,
     linear_cross_entropy,
     make_key,
+    orthogonalize,
     reference,
     residual_layer_norm,
     residual_rms_norm,
     rms_norm,
 )
+from fastpar.kernels.orthogonalize import POLAR_EXPRESS
 
 P = 0.1  # of dropout
 LOGIT_STD = 3.0  # a spread like that of a trained model: some tokens are likely
@@ -365,6 +367,30 @@ def linears(rows: int, shapes: tuple[tuple[int, int], ...]) -> Iterator[ErrorCas
 
         shape = f"N={rows} {C}->{out}"
         yield ErrorCase("linear", shape, make, linear, reference.linear_ref, F.linear)
+
+
+def orthogonals(shapes: tuple[tuple[int, int], ...]) -> Iterator[ErrorCase]:
+    """The orthogonal factor of matrices of normal numbers, beside plain products; no gradient."""
+
+    def eager(x: Tensor) -> Tensor:
+        wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
+        y = (wide / wide.norm()).to(x.dtype)
+        y = y.T if x.shape[0] > x.shape[1] else y
+        for a, b, c in POLAR_EXPRESS:
+            gram = y @ y.T
+            y = a * y + (b * gram + c * gram @ gram) @ y
+        return y.T if x.shape[0] > x.shape[1] else y
+
+    for m, n in shapes:
+        yield ErrorCase(
+            "orthogonalize",
+            f"{m}x{n}",
+            lambda draw, shape=(m, n): {"x": draw(*shape)},
+            lambda x: orthogonalize(x, dtype=x.dtype),
+            lambda x: reference.orthogonalize_ref(x.detach(), coefficients=POLAR_EXPRESS),
+            eager,
+            dtypes=(torch.float32, torch.bfloat16),
+        )
 
 
 def dropouts(shape: tuple[int, ...], device: str) -> Iterator[ErrorCase]:

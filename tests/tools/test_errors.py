@@ -111,7 +111,7 @@ def test_every_public_op_is_in_the_ledger():
     } | {  # rounded once: their tests know every bit
         "accumulate_", "dequantize_blockwise", "global_norm", "pack_", "quantize_blockwise",
         "sum_shards", "unpack_",
-    } | {"orthogonalize"}  # fmt: skip  # no gradient; test_orthogonalize.py has its error
+    }  # fmt: skip
     public = {n for n in fastpar.kernels.__all__ if re.match("[a-z]", n)} - apart
     assert {case.op for case in errors.cases("cpu")} == public
     assert {case.op for case in errors.cases("cpu", quick=True)} == public
