@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import re
 import sys
@@ -184,8 +185,9 @@ def _train(arguments: list[str]) -> int:
         config = parse_train(arguments)
         nproc = _ranks_to_start(config)
         if not launch.is_rank():
-            pp = config.parallel.pp
-            derive_batch(config.text, 1, nproc // (config.parallel.tp * pp), pp)
+            parallel = config.parallel
+            together = parallel.tp * parallel.cp * parallel.pp
+            derive_batch(config.text, 1, nproc // together, parallel.pp)
         if not launch.is_rank() and nproc > 1:
             with launch.interrupt_kills():
                 from fastpar.train.run_folder import check_out
@@ -205,10 +207,14 @@ def _train(arguments: list[str]) -> int:
 
 
 def _ranks_to_start(config: TrainConfig) -> int:
-    nproc, tp, pp = config.system.nproc, config.parallel.tp, config.parallel.pp
-    together = tp * pp
+    nproc, parallel = config.system.nproc, config.parallel
+    sizes = {"tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp}
+    together = math.prod(sizes.values())
     if not launch.is_rank() and nproc % together:
-        axes, flags = (f"tp={tp}", "--tp") if pp == 1 else (f"tp * pp = {tp} * {pp}", "--pp, --tp")
+        used = {axis: size for axis, size in sizes.items() if size > 1}
+        equal = "=" if len(used) == 1 else " = "
+        axes = " * ".join(used) + equal + " * ".join(map(str, used.values()))
+        flags = ", ".join(f"--{axis}" for axis in reversed(used))
         raise ValueError(
             f"train: expected nproc to be a multiple of {axes}, got nproc={nproc}; use --nproc "
             f"{-(-nproc // together) * together}, or change {flags}"

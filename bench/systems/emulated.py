@@ -439,6 +439,7 @@ class EmulatedMesh(Mesh):
         rank: int = 0,
         *,
         tp: int = 1,
+        cp: int = 1,
         pp: int = 1,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -450,7 +451,7 @@ class EmulatedMesh(Mesh):
                 "torch.distributed; close the other mesh first"
             )
         dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-        super().__init__(tp=tp, pp=pp, device=device)
+        super().__init__(tp=tp, cp=cp, pp=pp, device=device)
 
     def check_same(self, caller: str, lines: Any) -> None:
         """Nobody to differ from."""

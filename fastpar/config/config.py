@@ -340,7 +340,7 @@ def pp_chunks(parallel: ParallelSettings) -> int:
 
 
 def check_split(parallel: ParallelSettings, shape: GPTConfig) -> None:
-    """Refuse tp and pp that cannot split a model; heads that tp does not divide are padded."""
+    """Refuse tp, cp and pp that cannot split a model; heads that they do not divide are padded."""
     pp, split, chunks = parallel.pp, pp_split(parallel), pp_chunks(parallel)
     stages = f"pp={pp}" if chunks == 1 else f"pp * chunks = {pp} * {chunks}"
     if pp > 1 and pp * chunks > shape.n_layer + 2:
@@ -357,6 +357,12 @@ def check_split(parallel: ParallelSettings, shape: GPTConfig) -> None:
         raise ValueError(
             f"train: expected tp of at most n_head={shape.n_head}, got tp={parallel.tp}; attention "
             "is split by heads: lower --tp"
+        )
+    if parallel.cp > shape.heads_of_rank(parallel.tp):
+        raise ValueError(
+            f"train: expected cp of at most the {shape.heads_of_rank(parallel.tp)} heads that "
+            f"tp={parallel.tp} leaves a rank, got cp={parallel.cp}; attention is exchanged by "
+            "heads: lower --cp"
         )
     if not shape.splits_by(parallel.tp):
         raise ValueError(
@@ -383,7 +389,9 @@ def _settings_by_name() -> dict[str, tuple[str, Any]]:
 
 _AT_LEAST: dict[str, float] = {
     **dict.fromkeys(("batch_size", "micro_batch_size", "grad_accum_steps", "max_steps"), 1),
-    **dict.fromkeys(("eval_batches", "nproc", "threads", "shard_size", "tp", "pp", "chunks"), 1),
+    **dict.fromkeys(
+        ("eval_batches", "nproc", "threads", "shard_size", "tp", "cp", "pp", "chunks"), 1
+    ),
     **dict.fromkeys(("eval_every", "save_every", "keep_last", "warmup_steps", "min_lr"), 0),
     **dict.fromkeys(("weight_decay", "max_grad_norm", "num_samples", "max_new_tokens"), 0),
     **dict.fromkeys(("temperature", "top_k", "keep_every", "loss_spike", "max_rollbacks"), 0),
@@ -396,6 +404,7 @@ _GRAPHED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("device", ("auto", "cuda"), "a CPU has no graphs"),
     ("zero_stage", (0, 1), "gradients or weights that are freed come back at other addresses"),
     ("tp", (1,), "the host takes part in collectives inside of layers"),
+    ("cp", (1,), "the host takes part in the exchanges of attention"),
     ("pp", (1,), "the host sends and receives between stages"),
     ("compile", (False,), "compiled code may be compiled anew"),
     ("activation_checkpointing", ("none",), "the host reads the state of random generators"),
@@ -412,7 +421,7 @@ def derive_batch(
     """(micro_batch_size, grad_accum_steps) with batch_size = dp_size * both.
 
     Args:
-        dp_size: ranks, or groups of tp and pp ranks, that compute different sequences.
+        dp_size: ranks, or groups of tp, cp and pp ranks, that compute different sequences.
         pp: stages of a pipeline, which are the busier the more micro-batches there are.
     Raises:
         ValueError: batch_size has fewer sequences than these, or does not divide.

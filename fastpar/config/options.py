@@ -161,6 +161,8 @@ class ParallelSettings:
 
     tp: int = 1
     """Neighbouring ranks that split each layer."""
+    cp: int = 1
+    """Ranks that share every sequence, for long contexts."""
     pp: int = 1
     """Ranks that each have some of the layers, as a pipeline."""
     schedule: Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"] = "1f1b"

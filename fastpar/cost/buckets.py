@@ -113,7 +113,7 @@ def bucket_mb_of(setup: Setup) -> float:
     """The cap of a bucket."""
     if setup.bucket_mb is not None:
         return setup.bucket_mb
-    return default_bucket_mb(setup.dp, setup.transport if setup.dp > 1 else "none")
+    return default_bucket_mb(setup.data, setup.transport if setup.data > 1 else "none")
 
 
 def stages_of(parallel: ParallelSettings, shape: GPTConfig) -> list[int] | None:

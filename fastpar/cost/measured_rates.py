@@ -73,15 +73,16 @@ def rates_folder() -> Path:
 def overhead_key(setup: Setup) -> str:
     """What the fixed costs depend on."""
     split = f"tp {setup.tp}" + (" sequence" if setup.tp > 1 and setup.sequence_parallel else "")
+    split += f" cp {setup.cp}" * (setup.cp > 1)
     return f"stage {setup.zero_stage}, {split}, {setup.activation_checkpointing}"
 
 
 def comm_key(send: CommOp) -> str:
     """What an exchange's cost depends on beside its bytes.
 
-    Along tp ranks call and wait in one; the engine's other exchanges begin in another thread.
+    Along tp and cp ranks call and wait in one; others begin in another thread.
     """
-    return f"{send.kind}, {send.ranks} ranks" + " at once" * (send.axis == "tp")
+    return f"{send.kind}, {send.ranks} ranks" + " at once" * (send.axis in ("tp", "cp"))
 
 
 @dataclass(eq=False)  # hashable: step_time.py remembers by the object

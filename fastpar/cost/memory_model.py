@@ -190,21 +190,25 @@ class _Peak:
         self.layers, self.mode = self.buckets.n_layers, setup.activation_checkpointing
         self.on_gpu, self.item = setup.device_type == "cuda", setup.weight_bytes
         self.sp = tp > 1 and setup.sequence_parallel
-        self.width, self.n = shape.n_embd, setup.micro_batch_size * workload.seq_len
+        self.width, self.n = shape.n_embd, setup.tokens_of_rank(workload)
         self.whole = self.n * self.width * self.item
         self.split = self.whole / tp
         n_heads = shape.heads_of_rank(tp)
         self.heads = self.n * n_heads * shape.head_dim * self.item
+        # What ranks of cp attend, and on a GPU its o, which c_proj keeps as this rank's tokens.
+        attended = setup.attended_heads(shape)
+        self.padding = self.n * (attended - n_heads) * shape.head_dim * self.item
+        self.again = self.heads + self.padding if self.on_gpu and setup.cp > 1 else 0.0
         self.a = self.split if self.sp else self.whole
         # Mean and rstd of a norm.
         self.statistics = 8 * (self.n / tp if self.sp else self.n)
         # Of a row and head of attention: lse; on the CPU two numbers.
-        self.lse = (4 if self.on_gpu else 8) * self.n * n_heads
+        self.lse = (4 if self.on_gpu else 8) * self.n * attended
         self.res = self.a * (2 if shape.dropout else 1)  # gradients of x and delta: one or two
         self.weight = 4 * self.width**2 / tp * self.item  # the gradient of a block's largest
         self.rows = vocabulary_rows(shape, tp)
         self.table = self.rows * self.width
-        self.batch = 16 * self.n  # idx and targets
+        self.batch = 16 * self.n * setup.cp  # idx and targets
         self.flow = self._gradient_flow()
         # What the other micro-batches of a pipeline keep meanwhile.
         self.chunk = held.chunk
@@ -232,11 +236,11 @@ class _Peak:
         return gradient_flow(
             self.buckets,
             stage=stage,
-            reduces=setup.dp > 1,
+            reduces=setup.data > 1,
             bucket_mb=bucket_mb_of(setup),
             wire_bytes=setup.wire_bytes if setup.wire_bytes != setup.grad_bytes else 0,
             sum_bytes=setup.grad_bytes / setup.n_shards if again and stage else 0.0,
-            copies=setup.n_shards < setup.dp,
+            copies=setup.n_shards < setup.data,
             whole=stage < 2 and setup.grad_accum_steps > 2 if again else setup.grad_accum_steps > 1,
         )
 
@@ -268,7 +272,12 @@ class _Peak:
     def _kept(self, layers: int) -> float:
         """Kept by so many blocks; see [Note: what a layer keeps]."""
         one = {
-            "none": 4 * (self.a + self.heads) + 8 * self.split + 2 * self.statistics + self.lse,
+            "none": 4 * (self.a + self.heads)
+            + 8 * self.split
+            + 2 * self.statistics
+            + self.lse
+            + 3 * self.padding
+            + self.again,
             "selective": 3 * self.a + 4 * (self.heads + self.split) + self.lse,
             "full": 2 * self.a,
         }[self.mode]

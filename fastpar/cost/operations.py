@@ -73,7 +73,7 @@ class CommOp(NamedTuple):
     """One kind of communication of a rank, `count` times in a step.
 
     kind: all_reduce, reduce_scatter, all_gather, all_to_all, broadcast or send.
-    axis: "dp", "shard", "copies" (of shards), "tp", "pp" or "control".
+    axis: "dp", "shard", "copies" (of shards), "tp", "cp", "pp" or "control".
     bytes: of the whole tensor (of all_gather: gathered; of reduce_scatter: before it; of
         all_to_all: of the rank that sends most, with what it keeps if all parts are alike).
     ranks: of the group; stride: distance of neighbours in the group, in global ranks.
@@ -121,7 +121,7 @@ def ops_of(workload: Workload, setup: Setup) -> tuple[Op, ...]:
 
 
 _decides_passes = attrgetter(
-    *("micro_batch_size", "grad_accum_steps", "tp", "pp", "sequence_parallel"),
+    *("micro_batch_size", "grad_accum_steps", "tp", "cp", "pp", "sequence_parallel"),
     *("activation_checkpointing", "weight_bytes", "device_type"),
 )
 
@@ -129,9 +129,9 @@ _decides_passes = attrgetter(
 @functools.lru_cache(4096)
 def _passes(shape: GPTConfig, *decides: Any) -> tuple[Op, ...]:
     """Forward and backward."""
-    micro, n_micro, t, pp, sequence_parallel, mode, item, device = decides
+    micro, n_micro, t, c, pp, sequence_parallel, mode, item, device = decides
     width, seq_len = shape.n_embd, shape.block_size
-    rows = micro * seq_len
+    rows = -(-micro * seq_len // c)
     mine = -(-rows // t) if sequence_parallel else rows
     layers, ends = n_micro * shape.n_layer / pp, n_micro / pp
     vocab, heads = vocabulary_rows(shape, t), shape.heads_of_rank(t)
@@ -140,7 +140,7 @@ def _passes(shape: GPTConfig, *decides: Any) -> tuple[Op, ...]:
     gelu = _elementwise("bias_gelu", (rows, 4 * width // t), 15.0, (2, 3), item)
     cheap = [norm, norm, gelu]
     kept = [
-        _attention(micro, heads, seq_len, shape.head_dim, item),
+        _attention(micro, -(-heads // c), seq_len, shape.head_dim, item),
         _matmul(rows, width, 3 * features, item),
         _matmul(rows, features, width, item),
         _matmul(rows, width, 4 * width // t, item),
@@ -240,12 +240,14 @@ def _matrix_updates(matrices: MatrixUpdates, setup: Setup) -> Iterator[Op]:
 def comm_ops_of(workload: Workload, setup: Setup) -> tuple[CommOp, ...]:
     """What a rank communicates in one optimizer step."""
     found: list[CommOp] = []
-    if setup.dp > 1:
+    if setup.data > 1:
         found += _gradients_and_weights(workload, setup)
     if setup.tp > 1:
         found += _along_tp(workload, setup)
     if setup.optimizer == "muon":
         found += _to_homes(workload, setup)
+    if setup.cp > 1:
+        found += _along_cp(workload, setup)
     if setup.pp > 1:
         found += _along_pp(workload, setup)
     if setup.world_size > 1:
@@ -270,10 +272,10 @@ def _gradients_and_weights(workload: Workload, setup: Setup) -> Iterator[CommOp]
     for (numel, under), count in reduced.items():
         n_bytes = float(numel * setup.wire_bytes)
         if stage == 0:
-            yield CommOp("all_reduce", "dp", n_bytes, setup.dp, tp, count, under)
+            yield CommOp("all_reduce", "dp", n_bytes, setup.data, tp, count, under)
             continue
         yield CommOp("reduce_scatter", "shard", n_bytes, shards, tp, count, under)
-        part, copies = n_bytes / shards, setup.dp // shards
+        part, copies = n_bytes / shards, setup.data // shards
         yield CommOp("all_reduce", "copies", part, copies, tp * shards, count, under)
     for (numel, under), count in gathered.items() if stage else ():
         n_bytes = float(numel * setup.weight_bytes)
@@ -296,7 +298,7 @@ def _to_homes(workload: Workload, setup: Setup) -> Iterator[CommOp]:
 def _along_tp(workload: Workload, setup: Setup) -> Iterator[CommOp]:
     """The exchanges of tensor/functional.py and tensor/vocabulary.py."""
     shape, t, n_micro = workload.shape, setup.tp, setup.grad_accum_steps
-    n, width = setup.micro_batch_size * workload.seq_len, shape.n_embd
+    n, width = setup.tokens_of_rank(workload), shape.n_embd
     whole = float(n * width * setup.weight_bytes)
     layers = -(-shape.n_layer // setup.pp)
     passes = n_micro * layers
@@ -324,10 +326,23 @@ def _along_tp(workload: Workload, setup: Setup) -> Iterator[CommOp]:
     yield comm("all_gather", n_micro * chunks, "", 12.0 * n * t / chunks)
 
 
+def _along_cp(workload: Workload, setup: Setup) -> Iterator[CommOp]:
+    """The exchanges of context/sequences.py, before and after attention; a loss's sum."""
+    shape, n_micro, c = workload.shape, setup.grad_accum_steps, setup.cp
+    of_head = setup.tokens_of_rank(workload) * shape.head_dim * setup.weight_bytes
+    mine = float(of_head * setup.attended_heads(shape))
+    forwards = 1 if setup.activation_checkpointing == "none" else 2
+    passes = n_micro * -(-shape.n_layer // setup.pp) * (forwards + 1)
+    yield CommOp("all_to_all", "cp", 3 * mine, c, setup.tp, passes, "")
+    yield CommOp("all_to_all", "cp", mine, c, setup.tp, passes, "")
+    wide = 8.0 if setup.weight_bytes == 8 else 4.0
+    yield CommOp("all_reduce", "cp", wide, c, setup.tp, n_micro, "")
+
+
 def _along_pp(workload: Workload, setup: Setup) -> Iterator[CommOp]:
     """A stage's output forward, its gradient back; the sum of both copies of the table."""
-    tokens, width = setup.micro_batch_size * workload.seq_len, workload.shape.n_embd
-    stride, t = setup.tp * setup.dp, setup.tp
+    tokens, width = setup.tokens_of_rank(workload), workload.shape.n_embd
+    stride, t = setup.tp * setup.data, setup.tp
     n_bytes = float(tokens * width * setup.weight_bytes) / t
     count = 2 * setup.grad_accum_steps * setup.chunks
     yield CommOp("send", "pp", n_bytes, setup.pp, stride, count, "schedule")

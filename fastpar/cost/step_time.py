@@ -23,7 +23,7 @@ from fastpar.cost.workload import Setup, Workload
 
 _COLUMN_SHARE = 7 / 12  # of a layer's products: 3 + 4 of 12 C**2 are in column layers
 _PARTS = ("forward", "backward", "recompute", "loss", "optimizer")
-_EXPOSED = ("dp", "tp", "pp", "control")
+_EXPOSED = ("dp", "tp", "cp", "pp", "control")
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class StepTime:
         compute_s: of operations.
         comm_s: of communication, hidden or not; exposed_s: what of it the rank waits for.
         bubble_s: waiting for other pipeline stages.
-        parts: forward, backward, recompute, loss, optimizer, exposed communication (dp, tp, pp,
-            control), bubble and other; they add up to step_s.
+        parts: forward, backward, recompute, loss, optimizer, exposed communication (dp, tp, cp,
+            pp, control), bubble and other; they add up to step_s.
         tokens_per_s: of all ranks.
         mfu: None without a known peak.
     """
@@ -68,12 +68,13 @@ def predict_step(
 
 def check(workload: Workload, setup: Setup) -> None:
     """Raise ValueError for what predict_step refuses."""
-    counts = ("world_size", "tp", "pp", "micro_batch_size", "grad_accum_steps")
+    counts = ("world_size", "tp", "cp", "pp", "micro_batch_size", "grad_accum_steps")
     check_at_least("predict_step", vars(setup), dict.fromkeys(counts, 1), "count from 1")
-    if setup.world_size % (setup.tp * setup.pp):
+    if setup.world_size % (setup.tp * setup.cp * setup.pp):
+        axes = "tp * pp" if setup.cp == 1 else "tp * cp * pp"
         raise ValueError(
-            f"predict_step: expected tp * pp to divide world_size={setup.world_size}, got "
-            f"tp * pp={setup.tp * setup.pp}; choose another tp"
+            f"predict_step: expected {axes} to divide world_size={setup.world_size}, got "
+            f"{axes}={setup.tp * setup.cp * setup.pp}; choose another tp"
         )
     rows = setup.dp * setup.micro_batch_size * setup.grad_accum_steps
     if rows != workload.batch_size:

@@ -66,6 +66,7 @@ class Setup:
     none is "auto".
 
     Attributes:
+        cp: ranks that share every sequence, by an exchange of heads.
         pp: ranks of a pipeline. schedule, chunks: see pipeline/schedules.py; the micro-batches are
             those of grad_accum_steps.
         pp_split: layers on each of the pp * chunks stages; None: by their flops.
@@ -98,16 +99,30 @@ class Setup:
     ema: float | None = None
     device_type: str = "cuda"
     transport: str = "nccl"
+    cp: int = 1
 
     @property
     def dp(self) -> int:
-        """Ranks, or groups of tp * pp ranks, that compute different sequences."""
+        """Ranks, or groups of tp * cp * pp ranks, that compute different sequences."""
+        return self.data // self.cp
+
+    @property
+    def data(self) -> int:
+        """Ranks, or groups of tp * pp ranks, that have the same weights and other tokens."""
         return self.world_size // (self.tp * self.pp)
 
     @property
     def n_shards(self) -> int:
         """Ranks that share one copy of what the stage shares out."""
-        return min(self.dp, self.shard_size or self.dp) if self.zero_stage else 1
+        return min(self.data, self.shard_size or self.data) if self.zero_stage else 1
+
+    def tokens_of_rank(self, workload: Workload) -> int:
+        """Of a micro-batch, before tp shares them out."""
+        return -(-self.micro_batch_size * workload.seq_len // self.cp)
+
+    def attended_heads(self, shape: GPTConfig) -> int:
+        """Heads of all tokens that a rank of tp attends with its peers along cp, padding counts."""
+        return -(-shape.heads_of_rank(self.tp) // self.cp) * self.cp
 
     @property
     def stage(self) -> int:

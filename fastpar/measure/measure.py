@@ -368,11 +368,12 @@ def _run_collective(
     whole = group.empty(numel, torch.float32).zero_()
     part = numel // send.ranks
     mine = whole[group.rank * part : (group.rank + 1) * part]
-    later = send.axis != "tp"  # see comm_key()
+    later = send.axis not in ("tp", "cp")  # see comm_key()
     arguments = {
         "reduce_scatter": (mine, whole),
         "all_gather": (whole, mine),
         "broadcast": (whole, 0),
+        "all_to_all": (torch.empty_like(whole), whole),
     }
 
     def exchange() -> None:
@@ -445,7 +446,7 @@ def solve(beyond: Sequence[float]) -> Overhead:
 
 def _run_tiny(rank: Rank, cells: list[Cell], seconds: float) -> list[list[float]]:
     """Seconds of steps of every cell on a rank, in turns."""
-    runs = [ShortRun(workload, setup, rank.mesh(setup.tp)) for workload, setup in cells]
+    runs = [ShortRun(workload, setup, rank.mesh(setup.tp, setup.cp)) for workload, setup in cells]
     found: list[list[float]] = [[] for _ in cells]
     for run in runs:
         run.seconds(3)

@@ -70,14 +70,14 @@ class Rank:
         self.rank, self.world_size, self.threads = rank, world_size, threads
         self.device, self.say = device, say
         self.kept: dict[str, Any] = {}
-        self._meshes: dict[int, Mesh] = {}
+        self._meshes: dict[tuple[int, int], Mesh] = {}
 
-    def mesh(self, tp: int = 1) -> Mesh:
-        """The mesh with this tp. Ranks: all."""
-        if tp not in self._meshes:
+    def mesh(self, tp: int = 1, cp: int = 1) -> Mesh:
+        """The mesh with this tp and cp. Ranks: all."""
+        if (tp, cp) not in self._meshes:
             device = "cpu" if self.device == "cpu" else None
-            self._meshes[tp] = Mesh(tp=tp, device=device, timeout_s=TIMEOUT_S)
-        return self._meshes[tp]
+            self._meshes[tp, cp] = Mesh(tp=tp, cp=cp, device=device, timeout_s=TIMEOUT_S)
+        return self._meshes[tp, cp]
 
     def barrier(self) -> None:
         """Return when every rank is here."""

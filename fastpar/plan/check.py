@@ -234,7 +234,7 @@ def run_cell(
 ) -> tuple[list[float], int]:
     """On a rank: seconds of steps, and the peak of bytes in a further one."""
     release_workspaces()  # those of a larger model before
-    run = ShortRun(workload, setup, rank.mesh(setup.tp))
+    run = ShortRun(workload, setup, rank.mesh(setup.tp, setup.cp))
     run.seconds(WARM_UP)
     rank.barrier()
     start = time.perf_counter()
@@ -244,7 +244,7 @@ def run_cell(
     gc.collect()
     rank.barrier()
     held = held_bytes(run.engine, run.optimizer)
-    with StepMemory(rank.mesh(setup.tp).device, alive_bytes=held) as memory:
+    with StepMemory(rank.mesh(setup.tp, setup.cp).device, alive_bytes=held) as memory:
         run.step()
     del run
     gc.collect()

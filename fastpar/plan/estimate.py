@@ -22,13 +22,13 @@ class Estimate:
 
     @property
     def family(self) -> tuple[int, ...]:
-        """What people compare: tp, pp, stage, ranks that share a copy."""
+        """What people compare: tp, cp, pp, stage, ranks that share a copy."""
         return self.family_of(self.setup)
 
     @staticmethod
     def family_of(setup: Setup) -> tuple[int, ...]:
         """See family."""
-        return setup.tp, setup.pp, setup.zero_stage, setup.n_shards
+        return setup.tp, setup.cp, setup.pp, setup.zero_stage, setup.n_shards
 
 
 def divisors(n: int) -> list[int]:
@@ -47,3 +47,10 @@ def tp_sizes(workload: Workload, template: Setup, per_node: int) -> list[int]:
 def size_text(n_bytes: float) -> str:
     """Bytes for people."""
     return f"{n_bytes / 1e9:,.1f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:,.0f} MB"
+
+
+def cp_sizes(workload: Workload, template: Setup, tp: int, per_node: int) -> list[int]:
+    """Those of ranks that share a node with tp and have heads of their own to attend."""
+    world = template.world_size
+    in_node = math.gcd(world, min(world, per_node)) // tp
+    return [cp for cp in divisors(in_node) if cp <= workload.shape.heads_of_rank(tp)]

@@ -299,10 +299,10 @@ def _nothing_fits(plan: Plan) -> str:
 
 def layout_text(setup: Setup) -> str:
     """A layout in words: dp 4 x tp 2, ZeRO-3 in groups of 8."""
-    sizes = (("dp", setup.dp), ("tp", setup.tp), ("pp", setup.pp))
+    sizes = (("dp", setup.dp), ("tp", setup.tp), ("cp", setup.cp), ("pp", setup.pp))
     axes = [f"{name} {n}" for name, n in sizes if n > 1]
     text = " x ".join(axes) or ("one GPU" if setup.device_type == "cuda" else "one rank")
-    if setup.dp > 1:
+    if setup.data > 1:
         text += f", ZeRO-{setup.zero_stage}"
     if setup.shard_size is not None:
         text += f" in groups of {setup.shard_size}"

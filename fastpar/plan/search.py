@@ -15,7 +15,7 @@ from fastpar.cost.memory_model import predict_memory
 from fastpar.cost.operations import Rates
 from fastpar.cost.step_time import predict_step
 from fastpar.cost.workload import Setup, Workload, default_accumulate
-from fastpar.plan.estimate import MAX_MICRO_BATCH_TOKENS, Estimate, divisors, tp_sizes
+from fastpar.plan.estimate import MAX_MICRO_BATCH_TOKENS, Estimate, cp_sizes, divisors, tp_sizes
 from fastpar.plan.pipelines import search_pipelines
 
 CHECKPOINTING = ("none", "selective", "full")
@@ -23,18 +23,23 @@ ALIKE = 0.01  # a smaller share of a step's time the model cannot tell apart
 
 
 def splits(workload: Workload, template: Setup, per_node: int) -> Iterator[Setup]:
-    """Every (tp, stage, shard size) that divides what it has to, with a micro-batch of 1."""
-    for tp in tp_sizes(workload, template, per_node):
-        dp = template.world_size // tp
-        if workload.batch_size % dp:
+    """Every (tp, cp, stage, shard size) that divides what it has to, with a micro-batch of 1."""
+    pairs = (
+        (t, c)
+        for t in tp_sizes(workload, template, per_node)
+        for c in cp_sizes(workload, template, t, per_node)
+    )
+    for tp, cp in pairs:
+        data = template.world_size // tp
+        if workload.batch_size % (data // cp):
             continue
         if tp > 1 and template.moment_dtype == "int8":
             continue
         sequence_parallel = workload.seq_len % tp == 0
-        base = replace(template, tp=tp, sequence_parallel=sequence_parallel)
+        base = replace(template, tp=tp, cp=cp, sequence_parallel=sequence_parallel)
         in_node = per_node // tp
-        shards = {n for n in (in_node, 8 * in_node) if 1 < n < dp and dp % n == 0}
-        for stage in range(4 if dp > 1 else 1):
+        shards = {n for n in (in_node, 8 * in_node) if 1 < n < data and data % n == 0}
+        for stage in range(4 if data > 1 else 1):
             for shard_size in (None, *sorted(shards)) if stage else (None,):
                 accumulate = default_accumulate(stage)
                 yield replace(base, zero_stage=stage, shard_size=shard_size, accumulate=accumulate)
@@ -53,8 +58,8 @@ def search(
     """The best of each way to cut and to keep, fastest first; those that do not fit come last.
 
     For each split and checkpointing mode the micro-batch is the fastest that fits. Of those that
-    are alike in speed the simplest comes first: fewest stages, least tp, lowest ZeRO stage, least
-    recomputation.
+    are alike in speed the simplest comes first: fewest stages, least cp and tp, lowest ZeRO stage,
+    least recomputation.
 
     Args:
         template: world size, formats, device and transport of all candidates.
@@ -68,7 +73,7 @@ def search(
         for mode in checkpointing:
             best: Estimate | None = None
             for micro in divisors(rows):
-                if micro > 1 and micro * workload.seq_len > MAX_MICRO_BATCH_TOKENS:
+                if micro > 1 and micro * workload.seq_len > MAX_MICRO_BATCH_TOKENS * split.cp:
                     break
                 setup = replace(
                     split,
@@ -111,7 +116,15 @@ def _complexity(estimate: Estimate) -> tuple[Any, ...]:
     setup = estimate.setup
     mode = CHECKPOINTING.index(setup.activation_checkpointing)
     chunks = setup.pp * setup.chunks
-    return chunks, setup.tp, setup.zero_stage, setup.shard_size is not None, mode, _rank(estimate)
+    return (
+        chunks,
+        setup.cp,
+        setup.tp,
+        setup.zero_stage,
+        setup.shard_size is not None,
+        mode,
+        _rank(estimate),
+    )
 
 
 def _rank(estimate: Estimate) -> tuple[float, float]:
@@ -151,8 +164,8 @@ def why_not(loser: Estimate, winner: Estimate, limit_bytes: float) -> str:
 
 def refused(workload: Workload, setup: Setup) -> str | None:
     """Why the runtime would refuse a layout; None: it would not."""
-    if setup.shard_size is not None and setup.dp % setup.shard_size:
-        return f"shard_size={setup.shard_size} does not divide dp={setup.dp}"
+    if setup.shard_size is not None and setup.data % setup.shard_size:
+        return f"shard_size={setup.shard_size} does not divide dp={setup.data}"
     try:
         setup.config(workload)
     except ValueError as error:

@@ -147,15 +147,18 @@ class RunFolder:
             tensorboard=self.path / "tensorboard",
         )
         self.notes: tuple[str, ...] = ()
-        shape, rows, tp, pp = model.config, config.text.batch_size, facts["tp"], facts["pp"]
+        shape, rows = model.config, config.text.batch_size
+        tp, cp, pp = (facts[axis] for axis in ("tp", "cp", "pp"))
         tokens, axes = rows * facts["block_size"], ""
         dp = f"ranks {facts['world_size']}"
-        if tp > 1 or pp > 1:
-            dp = f"dp {facts['world_size'] // (tp * pp)}"
+        if tp * cp * pp > 1:
+            dp = f"dp {facts['world_size'] // (tp * cp * pp)}"
             kind = "sequence parallel" if facts["sequence_parallel"] else "no sequence parallelism"
-            axes = f"{dp}{f' * tp {tp} ({kind})' * (tp > 1)}{f' * pp {pp}' * (pp > 1)}, "
-        heads, padded = shape.n_head, tp * shape.heads_of_rank(tp)
-        padding = f" (padded to {padded} by tp)" if padded > heads else ""
+            axes = f"{dp}{f' * tp {tp} ({kind})' * (tp > 1)}{f' * cp {cp}' * (cp > 1)}"
+            axes += f"{f' * pp {pp}' * (pp > 1)}, "
+        heads, padded = shape.n_head, tp * cp * -(-shape.heads_of_rank(tp) // cp)
+        by = " and ".join(["tp"] * (tp > 1) + ["cp"] * (cp > 1))
+        padding = f" (padded to {padded} by {by})" if padded > heads else ""
         self.header = (
             f"fastpar  {__version__}, torch {torch.__version__}, {facts['device']}, "
             f"ranks {facts['world_size']}, threads a rank {facts['threads']}, {facts['dtype']}",

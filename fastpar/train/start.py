@@ -208,6 +208,7 @@ def facts_of(
         "dtype": next(name for name, known in DTYPES.items() if known == dtype),
         "world_size": mesh.world_size,
         "tp": mesh.tp_size,
+        "cp": mesh.size("cp"),
         "pp": mesh.size("pp"),
         "schedule": config.parallel.schedule,
         "pp_split": stages_of(config.parallel, shape),

@@ -109,6 +109,7 @@ def train(config: TrainConfig, run: Callable[[Trainer], int] | None = None) -> i
     timeout_s = parse_seconds(config.faults.timeout, "timeout")
     mesh = Mesh(
         tp=config.parallel.tp,
+        cp=config.parallel.cp,
         pp=config.parallel.pp,
         device="cpu" if system.device == "cpu" else None,
         timeout_s=timeout_s + MARGIN_S,  # the watchdog speaks first: it knows more
@@ -249,7 +250,7 @@ class Trainer:
     def _finish(self, folder: RunFolder, stop: int) -> None:
         """The end of the run, by rank 0; see [Note: the sample at the end]."""
         model: GPT = self.model
-        if self.engine.shares and stop <= 0:
+        if (self.engine.shares or model.cp is not None) and stop <= 0:
             model = load_hf(checkpoint_folder(folder.path, self.step))
         seconds, val_loss = self.journal.seconds, self.val[1] if self.val else None
         model = model.to(self.mesh.device)

@@ -15,6 +15,7 @@ from fastpar.testing import run_ranks
 
 SHAPES = {
     "balanced": {"n_layer": 4, "width": 128, "tokens": 128, "vocab": 500, "dropout": 0.1},
+    "long": {"n_layer": 4, "width": 128, "tokens": 1024, "vocab": 500, "dropout": 0.1},
     "deep": {"n_layer": 10, "width": 128, "tokens": 64, "vocab": 1000},
     "split": {"n_layer": 4, "width": 256, "tokens": 64, "vocab": 18000},  # wte above a bucket's cap
     "wide": {"n_layer": 2, "width": 192, "tokens": 128, "vocab": 5000, "dropout": 0.1},
@@ -123,6 +124,7 @@ GRID = [
 def name_of(cell):
     shape, s = cell
     kind = f"tp{'-sp' * s.sequence_parallel}" if s.tp > 1 else f"zero{s.zero_stage}"
+    kind += f"-cp{s.cp}" * (s.cp > 1)
     words = [shape, s.world_size, kind, s.activation_checkpointing, s.micro_batch_size, s.dtype]
     return "-".join(map(str, words))
 
@@ -174,6 +176,39 @@ def test_predicted_within_five_percent_in_every_cell(cell):
 def test_predicted_within_five_percent_with_adafactor():
     for cell in ADAFACTOR:
         check(cell, ADAFACTOR)
+
+
+SHARED = [  # sequences over ranks of cp
+    ("long", make(2, 0, 1, True, "none", 1, "fp32", 1, cp=2)),
+    ("balanced", make(2, 3, 1, True, "selective", 8, "fp32", 1, cp=2)),
+    ("wide", make(2, 2, 1, True, "full", 2, "bf16", 2, cp=2)),
+    ("long", make(2, 1, 1, True, "selective", 1, "bf16", 1, cp=2)),
+    ("long", make(3, 0, 1, True, "none", 1, "fp32", 1, cp=3)),  # 4 heads, padded to 6
+    ("long", make(4, 3, 1, True, "none", 2, "fp32", 1, cp=4)),
+    ("long", make(4, 0, 2, True, "none", 1, "fp32", 1, cp=2)),
+    ("long", make(4, 0, 2, False, "full", 1, "fp32", 1, cp=2)),
+]
+
+
+def check_shared(cell, cells):
+    shape, s = cell
+    predicted = predict_memory(workload(**SHAPES[shape]), s)
+    assert predicted.total == pytest.approx(measured(tuple(cells))[cell], rel=0.03), str(predicted)
+
+
+def test_sequences_over_ranks_are_predicted_within_three_percent():
+    for cell in SHARED[:2]:
+        check_shared(cell, SHARED[:2])
+    one = workload(**SHAPES["long"])
+    alone = predict_memory(one, make(1, 0, 1, True, "none", 1, "fp32", 1))
+    shared = predict_memory(one, SHARED[0][1])
+    assert 2 * shared.activations == pytest.approx(alone.activations, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", SHARED, ids=name_of)
+def test_sequences_over_ranks_are_predicted_within_three_percent_in_every_cell(cell):
+    check_shared(cell, SHARED)
 
 
 HYBRID = [

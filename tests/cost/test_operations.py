@@ -28,10 +28,12 @@ def wire(send: CommOp) -> float:
 class Run:
     """A real rank of an emulated mesh, trained for two steps; what it sent in the second."""
 
-    def __init__(self, shape, *, world_size, tp=1, micro=2, n_micro=1, mode="none", **options):
+    def __init__(
+        self, shape, *, world_size, tp=1, cp=1, micro=2, n_micro=1, mode="none", **options
+    ):
         link = Link(None)
         try:
-            with EmulatedMesh(world_size, 0, tp=tp) as mesh:
+            with EmulatedMesh(world_size, 0, tp=tp, cp=cp) as mesh:
                 model = parallelize(GPT(shape), mesh, collectives=emulated(link), **options)
                 recompute(model, mode)
                 optimizer = AdamW(model.parameters())
@@ -209,6 +211,29 @@ def test_exchanges_along_tp(sp, mode):
             key = send.kind, send.bytes
             counted[key] = counted.get(key, 0) + send.count
     assert counted == said
+
+
+@pytest.mark.parametrize(("cp", "tp"), [(2, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_exchanges_along_cp(cp, tp, mode):
+    """Of what is padded too: four heads on three ranks are six."""
+    world = 2 * cp * tp
+    run = Run(SHAPE, world_size=world, cp=cp, tp=tp, mode=mode, n_micro=2, micro=3)
+    setup = setup_of(world_size=world, cp=cp, tp=tp, mode=mode, n_micro=2, micro=3)
+    said, counted = {}, {}
+    for op in run.ops:
+        if op.role == "cp":
+            key = op.kind, float(op.tensor_bytes)
+            said[key] = said.get(key, 0) + 1
+    for send in comm_ops_of(Workload(SHAPE, 12), setup):
+        if send.axis == "cp":
+            counted[send.kind, send.bytes] = send.count
+    assert counted == said
+    heads = -(-4 // (cp * tp)) * cp * tp
+    of_layer = 8 * (cp - 1) / cp**2 * 3 * T * 4 * heads / tp * (C // 4)
+    if mode == "none":
+        sent = sum(n_bytes * n for (kind, n_bytes), n in counted.items() if kind == "all_to_all")
+        assert sent * (cp - 1) / cp == pytest.approx(2 * LAYERS * of_layer)
 
 
 def test_partial_sums_are_of_pieces():

@@ -50,7 +50,8 @@ def built(words, monkeypatch):
     monkeypatch.setattr(start, "parallelize", emulating)
     monkeypatch.setattr(start, "load_data", text_of)
     try:
-        with EmulatedMesh(ranks, 0, tp=config.parallel.tp, pp=config.parallel.pp) as mesh:
+        axes = {axis: getattr(config.parallel, axis) for axis in ("tp", "cp", "pp")}
+        with EmulatedMesh(ranks, 0, **axes) as mesh:
             return config, train.Trainer(config.replace(changes), mesh)
     finally:
         link.close()

@@ -75,7 +75,9 @@ def test_every_split_divides_what_it_cuts():
     seen = list(splits(Workload(PRESETS["gpt2"], 96), Setup(world_size=48), per_node=8))
     assert {s.tp for s in seen} == {1, 2, 4, 8}
     assert {s.zero_stage for s in seen} == {0, 1, 2, 3}
-    assert all(s.shard_size is None or s.dp % s.shard_size == 0 for s in seen)
+    assert all(s.shard_size is None or s.data % s.shard_size == 0 for s in seen)
+    assert {s.tp * s.cp for s in seen} == {1, 2, 4, 8}  # ranks that share a node
+    assert {s.cp for s in seen if s.tp == 2} == {1, 2, 4}  # of which each has six heads
     assert {s.shard_size for s in seen if s.tp == 1} == {None, 8}
     seen = list(splits(Workload(PRESETS["gpt2"], 96), Setup(world_size=48), per_node=12))
     assert {s.tp for s in seen} == {1, 2, 3, 4, 6, 12}
@@ -86,7 +88,7 @@ def test_every_split_divides_what_it_cuts():
 def test_a_batch_that_no_split_divides_leaves_nothing():
     workload = replace(GPT2, batch_size=7)
     assert found(workload, world=13) == []
-    assert {e.setup.pp for e in found(workload, world=5)} == {5}
+    assert {(e.setup.pp, e.setup.cp) for e in found(workload, world=5)} == {(5, 1), (1, 5)}
     assert possible_batches(workload, Setup(world_size=5), 8) == [5, 10, 15]
 
 

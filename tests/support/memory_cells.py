@@ -49,7 +49,7 @@ def measure_alive(workload, setup):
     """
     torch.set_num_threads(1)
     release_workspaces()
-    mesh = Mesh(tp=setup.tp, pp=setup.pp, device="cpu")
+    mesh = Mesh(tp=setup.tp, cp=setup.cp, pp=setup.pp, device="cpu")
     with Alive() as alive:
         run = ShortRun(workload, setup, mesh)
         run.step()
@@ -61,4 +61,4 @@ def measure_alive(workload, setup):
 def measure_all(cells):
     """The peak of every cell, on this rank of a process group that fits them all."""
     torch.set_num_threads(1)
-    return [measure(one, s, Mesh(tp=s.tp, pp=s.pp, device="cpu")) for one, s in cells]
+    return [measure(one, s, Mesh(tp=s.tp, cp=s.cp, pp=s.pp, device="cpu")) for one, s in cells]

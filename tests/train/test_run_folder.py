@@ -19,6 +19,7 @@ FACTS = {
     "dtype": "fp32",
     "world_size": 2,
     "tp": 1,
+    "cp": 1,
     "pp": 1,
     "sequence_parallel": False,
     "threads": 1,
