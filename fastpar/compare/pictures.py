@@ -21,11 +21,11 @@ from fastpar.train.metrics import smoothed
 
 _COLOURS = (
     *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#8B4513"),
-    "#332288",
+    *("#332288", "#BBBB00"),
 )
 _MARKERS = "s^vDPX*<>hdp8H"
 # Those that run on two ranks by default have a colour each; the rest share them.
-_FIRST = ("ddp", "fsdp2", "fsdp2-no-reshard", "dp", "zero1", "zero2", "zero3", "tp", "pp")
+_FIRST = ("ddp", "fsdp2", "fsdp2-no-reshard", "dp", "zero1", "zero2", "zero3", "tp", "cp", "pp")
 _SIZE_INCHES, _DPI = (9.0, 4.4), 110
 _MOST_TICKS = 12
 

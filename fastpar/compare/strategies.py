@@ -332,11 +332,12 @@ def _fastpar(
     *,
     stage: int,
     tp: int = 1,
+    cp: int = 1,
     pp: int = 1,
     hsdp: bool = False,
 ) -> Contender:
     """hsdp: pairs of ranks share one copy, replicas across. pp: see Strategy."""
-    mesh = Mesh(tp=tp, pp=pp or dist.get_world_size(), device=settings.device)
+    mesh = Mesh(tp=tp, cp=cp, pp=pp or dist.get_world_size(), device=settings.device)
     options: dict[str, Any] = {"zero_stage": stage, **settings.fastpar}
     if hsdp:
         if mesh.dp_size < 4 or mesh.dp_size % 2:
@@ -369,7 +370,8 @@ class Strategy:
 
     name: as it is typed; title: in tables of bench. package: what it needs, beside torch.
     ranks: it runs on multiples of these, at least `at_least`; one_rank: on one, whatever there are.
-    tp: ranks that split each layer. pp: stages of a pipeline; 0: every rank is one.
+    tp: ranks that split each layer; cp: that share each sequence. pp: stages of a pipeline; 0:
+    every rank is one.
     """
 
     name: str
@@ -380,11 +382,12 @@ class Strategy:
     at_least: int = 1
     one_rank: bool = False
     tp: int = 1
+    cp: int = 1
     pp: int = 1
 
     def model_ranks(self, nproc: int) -> int:
-        """Ranks that have one model together."""
-        return self.tp * (self.pp or nproc)
+        """Ranks that compute the same sequences together."""
+        return self.tp * self.cp * (self.pp or nproc)
 
     def import_all(self) -> None:
         """What else would be imported in the first step: memory that is no part of training."""
@@ -429,6 +432,7 @@ _ALL = (
         )
         for n in _STAGES
     ),
+    Strategy("cp", "fastpar CP", partial(_fastpar, stage=0, cp=2), at_least=2, ranks=2, cp=2),
     Strategy("pp", "fastpar PP", partial(_fastpar, stage=0, pp=0), at_least=2, pp=0),
     Strategy(
         "dp-pp", "fastpar DP x PP", partial(_fastpar, stage=0, pp=2), at_least=4, ranks=2, pp=2

@@ -174,7 +174,7 @@ def _updates(
 def updates_of(shape: GPTConfig, buckets: GPTBuckets, setup: Setup) -> MatrixUpdates:
     """The matrices of a rank with these buckets."""
     n_shards = setup.n_shards if setup.stage else 1
-    return _updates(shape, buckets, setup.dp, setup.tp, n_shards)
+    return _updates(shape, buckets, setup.data, setup.tp, n_shards)
 
 
 def updates_text(shape: GPTConfig, buckets: GPTBuckets, setup: Setup) -> str:

@@ -106,6 +106,13 @@ def _control_waits(m: Measured, why: str) -> Iterator[str]:
 
 
 def _tp_waits(m: Measured, why: str) -> Iterator[str]:
+    if m.setup.cp > 1:
+        yield (
+            f"{why} exchanges of sequences: --cp {m.setup.cp // 2} with --activation-checkpointing "
+            "full holds as many activations with fewer of them."
+        )
+    if m.setup.tp == 1:
+        return
     yield (
         f"{why} exchanges inside of layers: --tp {m.setup.tp // 2} with a higher --zero stage "
         "splits the memory with less of them."
@@ -115,7 +122,7 @@ def _tp_waits(m: Measured, why: str) -> Iterator[str]:
 def _gather_waits(m: Measured, why: str) -> Iterator[str]:
     setup = m.setup
     if setup.zero_stage == 3:
-        whole = m.workload.n_parameters / setup.tp * setup.weight_bytes * (1 - 1 / setup.dp) / 1e6
+        whole = m.workload.n_parameters / setup.tp * setup.weight_bytes * (1 - 1 / setup.data) / 1e6
         yield (
             f"{why} gathered weights: --zero 2 keeps them whole, for {whole:,.0f} MB more a rank."
         )
@@ -175,8 +182,8 @@ def _update(m: Measured) -> Iterator[str]:
     why = f"The optimizer takes {percent(share)} of the step"
     if share < UPDATE_SHARE:
         pass
-    elif setup.dp > 1 and setup.zero_stage == 0 and setup.optimizer == "adamw":
-        yield f"{why}: --zero 1 gives each of {setup.dp} ranks its part of the update."
+    elif setup.data > 1 and setup.zero_stage == 0 and setup.optimizer == "adamw":
+        yield f"{why}: --zero 1 gives each of {setup.data} ranks its part of the update."
     elif (setup.moment_dtype, setup.optimizer, setup.device_type) == ("fp32", "adamw", "cuda"):
         yield f"{why}: --moment-dtype bf16 moves half the bytes of its moments."
     else:

@@ -201,7 +201,8 @@ def _watch(trainer: Trainer, marks: Marks) -> None:
     rows: dict[Any, str] = dict.fromkeys(
         (groups.reduce, groups.copies, engine.control_group), REDUCE
     )
-    rows |= {groups.gather: GATHER, tp: TP}
+    cp = trainer.model.cp
+    rows |= {groups.gather: GATHER, tp: TP, cp.group if cp is not None else None: TP}
     stages = engine.shards.stages
     if stages is not None:
         rows |= dict.fromkeys((*stages.links.values(), stages.pair), PP)
@@ -326,16 +327,17 @@ def _situation(trainer: Trainer, spans: Sequence[Span], steps: int, trace: Trace
         idle_cores=0 if on_gpu else max(0, idle),
         n_buckets=len(sizes),
         bucket_mb=statistics.mean(sizes),
-        sent_bytes=sent + tp_bytes(spans, mesh.tp_size) / steps,
+        sent_bytes=sent + tp_bytes(spans, mesh.tp_size, mesh.size("cp")) / steps,
         moving_ms=moving_ms,
         waited_ms=waited,
     )
 
 
-def tp_bytes(spans: Sequence[Span], tp: int) -> float:
-    """Sent by this rank in exchanges inside of layers, as rings send them."""
+def tp_bytes(spans: Sequence[Span], tp: int, cp: int = 1) -> float:
+    """Sent by this rank in exchanges inside of layers, as rings send them; along cp as pairs do."""
+    sizes = {"all_to_all": cp}
     return sum(
-        (2 if s.name == "all_reduce" else 1) * (tp - 1) / tp * s.size_bytes
+        (2 if s.name == "all_reduce" else 1) * (1 - 1 / sizes.get(s.name, tp)) * s.size_bytes
         for s in spans
         if s.row == TP
     )

@@ -80,7 +80,7 @@ def draw(
         axes.spines[["top", "right"]].set_visible(False)
     all_axes[-1].set_xlabel("ms since the step began", fontsize=8)
     all_axes[-1].set_xlim(left=0)
-    names = {WAIT: "waits for communication", TP: "tp exchange", PP: "message of a stage"}
+    names = {WAIT: "waits for communication", TP: "tp or cp exchange", PP: "message of a stage"}
     drawn = {s.name if s.row in (HOST, COMPUTE) else s.row for p in panels.values() for s in p}
     keys = [make_patch(color=c, label=names.get(n, n)) for n, c in COLOURS.items() if n in drawn]
     if drawn & {REDUCE, GATHER, TP}:

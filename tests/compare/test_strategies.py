@@ -77,7 +77,7 @@ ON_FOUR = ["hsdp", "tp", "tp-zero1", "tp-zero2", "tp-zero3", "dp-pp"]
 @pytest.mark.parametrize(
     ("ranks", "names", "micro_batches"),
     [
-        (2, ["ddp", "zero2", "tp", "pp"], 2),
+        (2, ["ddp", "zero2", "tp", "cp", "pp"], 2),
         pytest.param(2, ON_TWO, 1, marks=pytest.mark.slow),
         pytest.param(2, ON_TWO, 2, marks=pytest.mark.slow),
         pytest.param(4, ON_FOUR, 1, marks=pytest.mark.slow),

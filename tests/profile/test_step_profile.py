@@ -109,8 +109,9 @@ def test_bytes_of_layers_that_are_split_are_those_of_a_ring():
         Span(TP, "all_gather", 0, 1, 8000),
         Span(REDUCE, "all_reduce", 0, 1, 8000),  # the engine counts these
         Span(WAIT, TP, 0, 1, 8000),
+        Span(TP, "all_to_all", 0, 1, 8000),  # along cp, in pairs
     ]
-    assert tp_bytes(spans, 4) == 2 * 6000 + 6000
+    assert tp_bytes(spans, 4, 2) == 2 * 6000 + 6000 + 4000
 
 
 def test_large_traces_are_compressed(tmp_path, monkeypatch):

@@ -136,6 +136,10 @@ CASES = {
     "gloo": (exposed(REDUCE, transport="gloo"), "--transport auto uses shared memory"),
     "uneven": (exposed(CONTROL), "20.0 ms a step wait for the slowest rank"),
     "tp": (exposed(TP, tp=2), "inside of layers: --tp 1 with a higher --zero stage"),
+    "cp": (
+        exposed(TP, cp=2),
+        "exchanges of sequences: --cp 1 with --activation-checkpointing full",
+    ),
     "pp, few micro-batches": (
         exposed(PP, pp=2, micro_batch_size=4, grad_accum_steps=4),
         "wait for other stages of the pipeline: --micro-batch-size 2 gives them more",
