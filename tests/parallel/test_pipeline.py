@@ -37,6 +37,9 @@ class Cell:
     clip: bool = False
     shared: tuple[int, int] | None = None  # layers with one weight
     cp: int = 1
+    shard_size: int | None = None
+    scale: float | None = None  # of the loss
+    ignored: bool = False  # half of the first row's targets; gradients are divided by what is left
 
 
 def batches(dp: int):
@@ -45,7 +48,20 @@ def batches(dp: int):
     return [torch.randint(0, 97, (dp, B, T + 1), generator=g) for _ in range(STEPS)]
 
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+def data(cell: Cell, batch):
+    """(idx, targets) of the rows of a batch."""
+    x, y = batch[:, :-1].contiguous(), batch[:, 1:].clone()
+    if cell.ignored:
+        y[0, : T // 2] = -100
+    return x, y
+
+
+DTYPES = {
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
 
 
 def gpt(cell: Cell) -> GPT:
@@ -59,13 +75,13 @@ def gpt(cell: Cell) -> GPT:
 
 
 def adamw(cell: Cell, model: GPT) -> AdamW:
-    masters, clip = cell.precision == "bf16", 0.5 if cell.clip else None
+    masters, clip = cell.precision in ("bf16", "fp16"), 0.5 if cell.clip else None
     return AdamW(model.parameters(), lr=1e-2, master_weights=masters, max_grad_norm=clip)
 
 
 def train(cell: Cell, deterministic: bool):
     """(losses, parameters of this stage, norms) after some steps."""
-    wide = torch.float32 if cell.precision == "bf16" else None
+    wide = torch.float32 if cell.precision in ("bf16", "fp16") else None
     mesh = Mesh(pp=cell.pp, dp=cell.dp, tp=cell.tp, cp=cell.cp, device="cpu")
     model = gpt(cell)
     parallelize(
@@ -79,20 +95,30 @@ def train(cell: Cell, deterministic: bool):
         first_bucket_mb=0.001,
         pp_schedule=cell.schedule,
         pp_chunks=cell.chunks,
+        shard_size=cell.shard_size,
     )
     opt = adamw(cell, model)
+    scaled = {}
+    if cell.scale is not None:
+        opt.grad_scale = cell.scale
+        scaled = {"target": lambda loss: loss * cell.scale}
     losses, norms = [], []
     for step, batch in enumerate(batches(cell.dp)):
         mine = batch[mesh.dp_rank]
         first = mesh.dp_rank * MICRO
         keys = [make_key(7, step * 100 + first + i) for i in range(MICRO)]
+        x, y = data(cell, mine)
+        if cell.ignored:
+            engine_of(model).count_tokens((y >= 0).sum())
         loss = pipeline_step(
             model,
-            mine[:, :-1].contiguous(),
-            mine[:, 1:].contiguous(),
+            x,
+            y,
             micro_batches=MICRO,
             schedule=cell.schedule,
             rng_keys=keys,
+            reduction="sum" if cell.ignored else "mean",
+            **scaled,
         )
         losses.append(loss.item())
         opt.step()
@@ -112,19 +138,25 @@ def order(cell: Cell) -> list[tuple[int, int]]:
 def one_process(cell: Cell, deterministic: bool):
     """The same run with all micro-batches of all ranks on one, a whole model, and a plain loop."""
     model = gpt(cell)
-    wide = torch.float32 if cell.precision == "bf16" else None
+    wide = torch.float32 if cell.precision in ("bf16", "fp16") else None
     mesh = Mesh(device="cpu")
     parallelize(model, mesh, deterministic=deterministic, grad_dtype=wide)
     opt = adamw(cell, model)
+    if cell.scale is not None:  # the mean over the ranks is taken after the backward there
+        opt.grad_scale = cell.scale * cell.dp
+    many = 1 if cell.ignored else MICRO
     losses, norms = [], []
     for step, batch in enumerate(batches(cell.dp)):
+        if cell.ignored:
+            counts = [(data(cell, rows)[1] >= 0).sum() for rows in batch]
+            engine_of(model).count_tokens(sum(counts))
         found = torch.zeros(cell.dp, MICRO, dtype=torch.float64)
         for rank, i in order(cell):
-            part = batch[rank].chunk(MICRO)[i]
+            x, y = (each.chunk(MICRO)[i] for each in data(cell, batch[rank]))
             key = make_key(7, step * 100 + rank * MICRO + i)
-            loss = model(part[:, :-1].contiguous(), part[:, 1:].contiguous(), rng_key=key)
-            (loss / (MICRO * cell.dp)).backward()
-            found[rank, i] = loss.detach() / MICRO
+            loss = model(x, y, rng_key=key, reduction="sum" if cell.ignored else "mean") / many
+            (loss * (cell.scale or 1 / (1 if cell.ignored else cell.dp))).backward()
+            found[rank, i] = loss.detach()
         losses.append([sum(each).item() for each in found])
         opt.step()
         norms.append(None if opt.grad_norm is None else opt.grad_norm.item())
@@ -186,6 +218,8 @@ def grid() -> list[Cell]:
         Cell(dp=2, stage=3, schedule="interleaved"),
         Cell(cp=2, stage=2, schedule="zb-h1", dropout=0.2, clip=True),
         Cell(cp=2, schedule="zb-v"),
+        Cell(dp=2, stage=2, schedule="zb-h1", ignored=True, clip=True),
+        Cell(schedule="interleaved", ignored=True, dropout=0.2),
     ],
     ids=str,
 )
@@ -212,6 +246,12 @@ def test_pipeline_of_tensor_parallel_ranks_is_one_process_in_fp64(schedule):
         Cell(dp=2, stage=2, schedule="interleaved", precision="bf16", clip=True),
         Cell(dp=2, stage=3, schedule="zb-v"),
         Cell(dp=2, stage=3, schedule="zb-h1", accumulate="full"),
+        Cell(dp=4, stage=3, shard_size=2, clip=True),
+        Cell(dp=4, stage=1, shard_size=2, schedule="zb-v"),
+        Cell(dp=2, stage=2, precision="fp16", scale=1024.0, clip=True),
+        Cell(schedule="zb-v", precision="fp16", scale=1024.0),
+        Cell(dp=2, stage=1, ignored=True, clip=True),
+        Cell(dp=2, schedule="zb-v", ignored=True),
     ],
     ids=str,
 )
