@@ -293,11 +293,11 @@ def scaled(grad: Tensor, by: Tensor, dtype: torch.dtype, *, saved: bool = False)
     """
     if by.device.type == "cpu" and is_plain(by) and by.item() == 1.0:
         return grad.to(dtype)
-    if not (is_plain(grad) and is_plain(by)):
+    once = saved and not torch._C._autograd._get_current_graph_task_keep_graph()
+    if once and grad.dtype == dtype and type(grad) is Tensor and not in_transform():
+        return grad.mul_(by)
+    if grad.dtype == dtype or not (is_plain(grad) and is_plain(by)):
         return (grad * by).to(dtype)
-    if grad.dtype == dtype:
-        saved = saved and not torch._C._autograd._get_current_graph_task_keep_graph()
-        return grad.mul_(by) if saved else grad * by
     # Rounded as it is written: no product of dweight's size in fp32 besides dweight.
     return torch.mul(grad, by, out=torch.empty_like(grad, dtype=dtype))
 

@@ -4,7 +4,7 @@ A step's memory is what stays (parameters, gradients, the optimizer's state) and
 goes. The peak of the latter is at one of six moments, and the largest of them is predicted:
 
     loss        all activations; the head's input, dx and dweight (in fp32), a chunk's logits
-    dweight     as loss without the logits, while dx and dweight are scaled and cast
+    dweight     as loss without the logits, while dweight is cast
     block       backward of a block: activations up to it, the gradients that its ops hand on, one
                 weight's gradient; the head's gradient waits for the embedding's; at stages 2 and 3
                 whole gradients on their way, at stage 3 two gathered units
@@ -33,7 +33,7 @@ activations, what was received and what was sent on, and where the head is its i
 the norm's output and dweight; besides the gradient that the running backward was given, and the
 message that is received ahead.
 
-On a GPU the same holds, but a chunk's logits go, dx and dweight are always scaled, and attention
+On a GPU the same holds, but a chunk's logits go, and attention
 keeps one number of a row instead of two. Not predicted: what StepMemory does not measure either
 (transports' own buffers), and scratch of oneDNN's products (bf16 on a CPU).
 """
@@ -324,11 +324,8 @@ class _Peak:
     def _dweight(self) -> _Moment:
         kept = self._kept(self.parts.layers[-1]) + self.a + self.statistics + self.batch
         loss = self._standing + self.whole + 4 * self.table
-        summed = self.whole if self.setup.tp > 1 else 0.0
-        if self.on_gpu or self.setup.grad_accum_steps > 1:  # dx and dweight are scaled
-            loss += max(self.whole, summed) + 4 * self.table
-        else:
-            loss += summed
+        if self.setup.tp > 1:
+            loss += self.whole  # the sum of dx; both are scaled where they are
         if self.item == 2:
             loss += self.item * self.table
         return _Moment(kept + self.others, loss, self.flow.at_loss + self._gathered(1))

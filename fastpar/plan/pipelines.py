@@ -5,8 +5,8 @@ nothing: the step without its bubble, and the least bubble that its schedule can
 of these bounds layouts are simulated, until no bound is below what has been found. What is left out
 could not win: see test_the_bounds_leave_out_no_winner.
 
-Stages 2 and 3 are not among them: with pipelines they reduce, or keep whole, the gradients of each
-micro-batch. `fastpar train` takes them.
+ZeRO stages 2 and 3 are among them only where nothing else fits: with pipelines they reduce the
+gradients of each micro-batch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,11 @@ def check_stages(workload: Workload, world_size: int, stages: int | None) -> int
 
 
 def pipeline_splits(
-    workload: Workload, template: Setup, per_node: int, stages: int | None = None
+    workload: Workload,
+    template: Setup,
+    per_node: int,
+    stages: int | None = None,
+    zero_stages: Iterable[int] = (0, 1),
 ) -> Iterator[Setup]:
     """Every (tp, pp, stage) that divides what it has to; stages: of this pp alone."""
     for tp in tp_sizes(workload, template, per_node):
@@ -60,7 +64,7 @@ def pipeline_splits(
             if stages not in (None, pp):
                 continue
             base = replace(template, tp=tp, pp=pp, sequence_parallel=sp)
-            for stage in (0, 1)[: 1 + (dp > 1)]:
+            for stage in zero_stages if dp > 1 else {0}.intersection(zero_stages):
                 yield replace(base, zero_stage=stage, accumulate=default_accumulate(stage))
 
 
@@ -82,6 +86,7 @@ def search_pipelines(
     checkpointing: Iterable[str],
     fastest_s: float,
     stages: int | None = None,
+    zero_stages: Iterable[int] = (0, 1),
 ) -> list[Estimate]:
     """The best of each way to cut that is not much slower than the fastest.
 
@@ -90,7 +95,7 @@ def search_pipelines(
         stages: of this pp alone, whatever its time and memory; the others: as search().
     """
     bounds = []
-    for split in pipeline_splits(workload, template, per_node, stages):
+    for split in pipeline_splits(workload, template, per_node, stages, zero_stages):
         rows = workload.batch_size // split.dp
         for micro in divisors(rows):
             if micro > 1 and micro * workload.seq_len > MAX_MICRO_BATCH_TOKENS:

@@ -92,16 +92,20 @@ def search(
                 found.append(best)
     found.sort(key=_rank)
     fastest_s = found[0].time.step_s if found and found[0].time else float("inf")
-    found += search_pipelines(
-        workload,
-        template,
-        rates=rates,
-        limit_bytes=limit_bytes,
-        per_node=per_node,
-        checkpointing=checkpointing,
-        fastest_s=fastest_s,
-        stages=stages,
-    )
+    for zero_stages in ((0, 1), (2, 3)):
+        found += search_pipelines(
+            workload,
+            template,
+            rates=rates,
+            limit_bytes=limit_bytes,
+            per_node=per_node,
+            checkpointing=checkpointing,
+            fastest_s=fastest_s,
+            stages=stages,
+            zero_stages=zero_stages,
+        )
+        if any(e.time for e in found):
+            break
     found.sort(key=_rank)
     if found and found[0].time is not None:
         enough = (1 + ALIKE) * found[0].time.step_s

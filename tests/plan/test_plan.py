@@ -237,6 +237,14 @@ def test_stages_can_be_asked_for(capsys, tmp_path):
         assert ("--pp 4" in out.splitlines()[-1]) == (pp == 4)
 
 
+def test_stages_of_zero_2_and_3_where_nothing_else_fits(capsys):
+    big = "--n-layer 48 --n-embd 10240 --n-head 64 --gpus 64 --gpu a100 --pp 2 --gpus-per-node 1"
+    assert "dp 32 x pp 2, ZeRO-3, interleaved" in run(capsys, *big.split())
+    small = run(capsys, "--gpus", "8", "--pp", "2")
+    assert "ZeRO-1" in small
+    assert "ZeRO-3" not in small
+
+
 SMALL = "--n-layer 2 --n-embd 96 --n-head 12 --seq-len 24 --vocab-size 300 --batch-size 48"
 
 
