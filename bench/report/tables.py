@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from bench.ops.errors import ErrorRow
 from bench.records import Row
@@ -23,6 +24,7 @@ NOT_OPS = {
     "plan",
     "nodes",
     "bubble",
+    "cp",
     "pp",
 }
 ZERO_TARGETS = {"DDP": 1.2, "FSDP2": 1.6, "DeepSpeed": 1.6}  # of every stage of fastpar
@@ -386,10 +388,10 @@ def bubble_table(rows: Sequence[Row]) -> str:
     return table(head, lines)
 
 
-def pp_table(rows: Sequence[Row]) -> str:
+def pp_table(rows: Sequence[Row], of_bench: str = "pp") -> str:
     """Pipelines of others beside fastpar's, and other ways to split the same step."""
     lines = []
-    for row in (row for row in rows if row.bench == "pp"):
+    for row in (row for row in rows if row.bench == of_bench):
         what = [f"{row.case}: {row.variant}", f"{row.notes.get('ranks', 1)} x {row.threads}"]
         if row.refused:
             lines.append([*what, f"refused: {row.refused}", *[""] * 5])
@@ -439,4 +441,5 @@ TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
     "nodes": nodes_table,
     "bubble": bubble_table,
     "pp": pp_table,
+    "cp": partial(pp_table, of_bench="cp"),
 }

@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import statistics
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -76,12 +77,12 @@ class LinkedRank(Rank):
 class Linked:
     """One that trains in two namespaces, a step at a time."""
 
-    def __init__(self, link: Link, name: str, config: GPTConfig) -> None:
-        self.link, self.trial = link, trial_of(name, config, "", transport="torch")
+    def __init__(self, link: Link, trial: Trial, make: str) -> None:
+        self.link, self.trial = link, trial
         self.ms: list[float] = []
         self.losses: list[float] = []
         self.sent = 0
-        self.ranks = Ranks(link, f"{__name__}:LinkedRank", self.trial, timeout_s=400)
+        self.ranks = Ranks(link, make, trial, timeout_s=400)
 
     def step(self) -> None:
         """Batches are those of every other's steps."""
@@ -111,11 +112,27 @@ def behind_link(bench: Bench, config: GPTConfig, turns: int) -> None:
     """Steps of data parallelism and of each of LINKED in turn, two at a time in memory."""
     size = "quick" if bench.quick else "GPT-2 124M"
     case = f"{size} T={config.block_size} B={ROWS}, 2 ranks, {MBIT} Mbit/s"
+    trials = [trial_of(name, config, "", transport="torch") for name in ("fastpar ZeRO-0", *LINKED)]
+    take_turns(bench, case, trials, turns)
+
+
+def take_turns(
+    bench: Bench,
+    case: str,
+    trials: Sequence[Trial],
+    turns: int,
+    make: str = f"{__name__}:LinkedRank",
+) -> None:
+    """Steps of the first trial and of each other one in turn, in namespaces that a link joins.
+
+    Args:
+        make: a rank of a trial, as module:name.
+    """
     with Link(MBIT) as link:
-        base = Linked(link, "fastpar ZeRO-0", config)
+        base = Linked(link, trials[0], make)
         with base.ranks:
-            for name in LINKED:
-                other = Linked(link, name, config)
+            for trial in trials[1:]:
+                other = Linked(link, trial, make)
                 with other.ranks:
                     for _ in range(turns + 1):
                         base.step()
