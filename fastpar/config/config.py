@@ -9,7 +9,7 @@ import functools
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, get_type_hints
 
 from fastpar.config.options import DataSettings, OptimSettings, ParallelSettings, TrainFlags
@@ -144,6 +144,7 @@ class TrainConfig(TrainFlags):
                 "lower --warmup-steps or raise --max-steps"
             )
         stage, tp, pp = self.parallel.zero_stage, self.parallel.tp, self.parallel.pp
+        check_ramp(self.text, pp)
         if self.optim.optimizer == "adafactor" and (stage or tp > 1):
             raise ValueError(
                 "train: expected zero_stage=0 and tp=1 with optimizer=adafactor, whose means of "
@@ -242,6 +243,17 @@ class TrainConfig(TrainFlags):
     def warmup_steps(self) -> int:
         given = self.optim.warmup_steps
         return min(self.run.max_steps // 10, 1000) if given is None else given
+
+    def micro_batches(self, step: int, most: int) -> int:
+        """How many a rank has in this step, of the most that a step has; see batch_ramp."""
+        text = self.text
+        if text.batch_ramp is None:
+            return most
+        given = text.ramp_steps
+        doublings = (text.batch_size // text.batch_ramp).bit_length() - 1
+        ramp = self.run.max_steps // 5 if given is None else given
+        done = min(doublings, step * doublings // ramp) if ramp else doublings
+        return most >> (doublings - done)
 
     @property
     def accumulate(self) -> str:
@@ -395,13 +407,15 @@ _AT_LEAST: dict[str, float] = {
     **dict.fromkeys(("eval_every", "save_every", "keep_last", "warmup_steps", "min_lr"), 0),
     **dict.fromkeys(("weight_decay", "max_grad_norm", "num_samples", "max_new_tokens"), 0),
     **dict.fromkeys(("temperature", "top_k", "keep_every", "loss_spike", "max_rollbacks"), 0),
-    **dict.fromkeys(("check_replicas_every", "max_restarts"), 0),
+    **dict.fromkeys(("check_replicas_every", "max_restarts", "ramp_steps"), 0),
+    "batch_ramp": 1,
 }
 
 
 # Setting, its values under cuda_graphs, why it has no others.
 _GRAPHED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("device", ("auto", "cuda"), "a CPU has no graphs"),
+    ("batch_ramp", (None,), "they hold a micro-batch's part of the step"),
     ("zero_stage", (0, 1), "gradients or weights that are freed come back at other addresses"),
     ("tp", (1,), "the host takes part in collectives inside of layers"),
     ("cp", (1,), "the host takes part in the exchanges of attention"),
@@ -413,6 +427,27 @@ AUTO_MICRO_BATCH_TOKENS = 16384
 
 
 MICRO_BATCHES_A_STAGE = 4  # where the batch allows it: then 1f1b waits for at most a fifth
+
+
+def check_ramp(settings: DataSettings, pp: int) -> None:
+    """Refuse a first batch that does not become batch_size, and one that a pipeline would have."""
+    rows, first = settings.batch_size, settings.batch_ramp
+    if first is None and settings.ramp_steps is not None:
+        raise ValueError(
+            "train: expected batch_ramp with ramp_steps, got ramp_steps="
+            f"{settings.ramp_steps} alone; set --batch-ramp"
+        )
+    if first is not None and (rows % first or (rows // first).bit_count() != 1):
+        fit = ", ".join(str(rows >> k) for k in range(rows.bit_length()) if rows % (1 << k) == 0)
+        raise ValueError(
+            f"train: expected batch_ramp to become batch_size={rows} by doubling, got batch_ramp="
+            f"{first}; use one of {fit}"
+        )
+    if first is not None and pp > 1:
+        raise ValueError(
+            "train: expected pp=1 with batch_ramp, since stages want as many micro-batches in "
+            f"every step, got pp={pp} batch_ramp={first}; leave one of them out"
+        )
 
 
 def derive_batch(
@@ -427,6 +462,17 @@ def derive_batch(
         ValueError: batch_size has fewer sequences than these, or does not divide.
     """
     rows, micro, accum = settings.batch_size, settings.micro_batch_size, settings.grad_accum_steps
+    if settings.batch_ramp is not None:  # the first steps' micro-batches, then more of them
+        more = rows // settings.batch_ramp
+        if accum is not None and accum % more:
+            raise ValueError(
+                f"train: expected grad_accum_steps to be a multiple of batch_size / batch_ramp = "
+                f"{more}, got grad_accum_steps={accum}; leave --grad-accum-steps out"
+            )
+        first = replace(settings, batch_size=settings.batch_ramp, batch_ramp=None)
+        first = replace(first, grad_accum_steps=accum and accum // more)
+        micro, accum = derive_batch(first, block_size, dp_size, pp)
+        return micro, accum * more
     if rows < dp_size:
         raise ValueError(
             f"train: expected at least one sequence for each of dp={dp_size} (ranks / tp), got "

@@ -67,6 +67,10 @@ class DataSettings(TextSettings):
     """Sequences computed at once; unset: up to 16384 tokens."""
     grad_accum_steps: int | None = None
     """Micro-batches a rank and step; unset: as many as needed."""
+    batch_ramp: int | None = None
+    """Sequences of the first steps; doubled up to batch-size."""
+    ramp_steps: int | None = None
+    """Steps before all have batch-size; unset: max-steps / 5."""
 
 
 @dataclass(frozen=True)

@@ -382,12 +382,16 @@ def orthogonals(shapes: tuple[tuple[int, int], ...]) -> Iterator[ErrorCase]:
         return y.T if x.shape[0] > x.shape[1] else y
 
     for m, n in shapes:
+
+        def make(draw: Draw, shape: tuple[int, int] = (m, n)) -> Inputs:
+            return {"x": draw(*shape)}
+
         yield ErrorCase(
             "orthogonalize",
             f"{m}x{n}",
-            lambda draw, shape=(m, n): {"x": draw(*shape)},
+            make,
             lambda x: orthogonalize(x, dtype=x.dtype),
-            lambda x: reference.orthogonalize_ref(x.detach(), coefficients=POLAR_EXPRESS),
+            lambda x: reference.orthogonalize_ref(x.detach(), coefficients=tuple(POLAR_EXPRESS)),
             eager,
             dtypes=(torch.float32, torch.bfloat16),
         )

@@ -133,7 +133,8 @@ class Journal:
         seconds, self._clock = now - self._clock, now
         if self.folder is None:
             return
-        rate = self.config.text.batch_size * self._facts["block_size"] / max(seconds, 1e-9)
+        first, stop = done.samples
+        rate = (stop - first) * self._facts["block_size"] / max(seconds, 1e-9)
         self._rate = 0.9 * self._rate + 0.1 * rate if self._rate else rate
         rss, peak = memory_mb()
         row: dict[str, Any] = {

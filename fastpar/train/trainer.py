@@ -307,13 +307,14 @@ class Trainer:
         rows, seed = self.micro_batch_size, config.run.seed
         scale = self.loss_scale.scale if self.loss_scale is not None else None
         skips = config.faults.on_nonfinite == "skip"
-        samples = self.grad_accum_steps * mesh.dp_size * rows
+        self.micro_batches = config.micro_batches(self.step, self.grad_accum_steps)
+        samples = self.micro_batches * mesh.dp_size * rows
         self.next_sample = past(self.next_sample, samples, self.skipped_samples)
         in_step(self.step + 1)
         self.model.train()
         loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
         whole: list[tuple[torch.Tensor, ...]] = []  # of a pipeline, which takes all at once
-        for j in range(self.grad_accum_steps):
+        for j in range(self.micro_batches):
             first = self.next_sample + self._number(j) * rows
             x, y = sample_batch(
                 self.data.train,
@@ -354,7 +355,7 @@ class Trainer:
         self, x: torch.Tensor, y: torch.Tensor, key: torch.Tensor, scale: float | None
     ) -> torch.Tensor:
         """Forward and backward; its part of the step's loss. In a CUDA graph scale is a tensor."""
-        part = self.forward(x, y, rng_key=key) / self.grad_accum_steps
+        part = self.forward(x, y, rng_key=key) / self.micro_batches
         self._target(part, scale).backward()
         return part.detach()
 
@@ -380,7 +381,7 @@ class Trainer:
     def _number(self, j: int) -> int:
         """Number in the step of this rank's micro-batch j: see [Note: who takes which samples]."""
         if self.config.accumulate == "full":
-            return self.mesh.dp_rank * self.grad_accum_steps + j
+            return self.mesh.dp_rank * self.micro_batches + j
         return j * self.mesh.dp_size + self.mesh.dp_rank
 
     def validate(self) -> None:
