@@ -345,8 +345,7 @@ class Trainer:
         self.next_sample += samples
         self.tokens += samples * self.block_size
         control = self.engine.contributed
-        assert control is not None
-        assert optimizer.grad_norm is not None
+        assert control is not None and optimizer.grad_norm is not None
         norm = optimizer.grad_norm.double().reshape(1)
         values, ready = to_host(torch.cat((control[:1], norm, control[1:])))
         return Step(self.step, lr, taken, self.tokens, values, ready, scale)
