@@ -146,6 +146,26 @@ def test_logits_are_those_of_all_tokens_and_any_loss_of_them_trains(cp, tp):
             assert (grads[name] - p.grad).abs().max() <= 1e-12 * p.grad.abs().max(), name
 
 
+def means(cp):
+    model = parallelize(gpt(), Mesh(cp=cp))
+    loss = model(*batch())
+    loss.backward()
+    names = {p: n for n, p in model.named_parameters()}
+    return loss.item(), {names[p]: g for p, g in engine_of(model).grads()}
+
+
+@pytest.mark.parametrize("cp", [2, 3])
+def test_a_mean_is_over_the_targets_of_all_slices(cp):
+    """Of which the first slice has fewer."""
+    model = gpt()
+    expected = model(*batch())
+    expected.backward()
+    for loss, grads in run_ranks(means, cp, cp):
+        assert loss == pytest.approx(expected.item(), rel=1e-12)
+        for name, p in model.named_parameters():
+            assert (grads[name] - p.grad).abs().max() <= 1e-12 * p.grad.abs().max(), name
+
+
 def sums(cp, dp, stage):
     """Two steps of losses that are sums; the targets lie in few of the slices."""
     mesh = Mesh(cp=cp, dp=dp)
@@ -173,19 +193,27 @@ def test_losses_that_are_sums_are_divided_once(cp, dp, stage):
 
 
 def drawn_keys(pp):
-    """The masks of keys that nobody gave are those of the first rank's generator."""
-    mesh = Mesh(cp=2, pp=pp)
-    model = parallelize(gpt(dropout=0.3), mesh)
+    """The keys that this rank's layers have got, which nobody gave."""
+    model = parallelize(gpt(dropout=0.3), Mesh(cp=2, pp=pp))
+    features, seen = model.features, []
+
+    def noted(idx, rng_key=None, *parts):
+        seen.append(rng_key.tolist())
+        return features(idx, rng_key, *parts)
+
+    model.features = noted
     if pp > 1:
-        return pipeline_step(model, *batch(), micro_batches=2).item()
-    loss = model(*batch())
-    loss.backward()
-    return loss.item()
+        pipeline_step(model, *batch(), micro_batches=2)
+    else:
+        model(*batch()).backward()
+    return seen
 
 
 @pytest.mark.parametrize("pp", [1, 2])
 def test_keys_that_nobody_gave_are_the_same_on_all_ranks(pp):
-    assert len(set(run_ranks(drawn_keys, 2 * pp, pp))) == 1
+    first, *others = run_ranks(drawn_keys, 2 * pp, pp)
+    assert len(first) == pp
+    assert others == [first] * len(others)
 
 
 def held():
