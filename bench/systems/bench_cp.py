@@ -1,6 +1,6 @@
 """Long sequences on two ranks: context parallel beside tensor and data parallel, and behind a link.
 
-Two CPU ranks with one thread each train two sequences of 4096 tokens a step, 4 layers of 256:
+Two CPU ranks with one thread each train two sequences of 4096 tokens a step, 2 layers of 256:
 cp=2 (an exchange of heads), tp=2 with sequence parallelism, and dp=2, which has a sequence on each
 rank and, unlike the others, cannot train a single one on both. Steps take turns. The gate is
 bench_zero.py's: weights and loss after two steps against one process in fp64.
@@ -30,7 +30,7 @@ from fastpar.config.config import GPTConfig
 
 TIME_LIMIT_S = {"cpu": 900, "cuda": 10}
 ROWS = 2
-CONFIG = GPTConfig(4, 4, 256, 4096, 4096, dropout=0.0)
+CONFIG = GPTConfig(2, 4, 256, 4096, 1024, dropout=0.0)
 QUICK = GPTConfig(2, 2, 32, 64, 256, dropout=0.0)
 BASE, OTHERS = "fastpar TP", ("fastpar CP", "fastpar ZeRO-0")
 
@@ -62,7 +62,7 @@ class LinkedRank(Rank):
 
 def run(bench: Bench) -> None:
     """On one host, then behind the link."""
-    config, rounds = (QUICK, 2) if bench.quick else (CONFIG, 5)
+    config, rounds = (QUICK, 2) if bench.quick else (CONFIG, 3)
     size = "quick" if bench.quick else f"{config.n_layer} layers of {config.n_embd}"
     case = f"{size} T={config.block_size} B={ROWS}, 2 ranks"
     if bench.only in case:
@@ -79,6 +79,6 @@ def run(bench: Bench) -> None:
         trials = [trial_of(name, config, "", transport="torch") for name in (BASE, *OTHERS)]
         try:
             title = f"{case}, {MBIT} Mbit/s"
-            take_turns(bench, title, trials, 1 if bench.quick else 3, f"{__name__}:LinkedRank")
+            take_turns(bench, title, trials, 1 if bench.quick else 2, f"{__name__}:LinkedRank")
         except NoLinkError as error:
             print(f"no rows behind a link: {error}")
