@@ -263,7 +263,7 @@ class Variant:
         rows = batch_size // self.spec.world_size
         if self.data is not None:
             first = step * batch_size + self.rank * rows
-            return sample_batch(
+            x, y = sample_batch(
                 self.data.train,
                 seed=1337,
                 first_sample=first,
@@ -271,6 +271,7 @@ class Variant:
                 block_size=self.spec.config.block_size,
                 device=self.spec.device,
             )
+            return x, y
         generator = torch.Generator().manual_seed(step)
         shape = (batch_size, self.spec.config.block_size + 1)
         tokens = torch.randint(self.spec.config.vocab_size, shape, generator=generator)

@@ -14,6 +14,7 @@ from typing import Any, get_type_hints
 
 from fastpar.config.options import DataSettings, OptimSettings, ParallelSettings, TrainFlags
 from fastpar.config.settings import check_at_least, describe, fits, option, parse_seconds
+from fastpar.config.text_checks import check_packing, check_ramp
 
 VOCAB_MULTIPLE = 128  # rows of wte are padded to this, so that every GEMM of the head is aligned
 
@@ -145,6 +146,7 @@ class TrainConfig(TrainFlags):
             )
         stage, tp, pp = self.parallel.zero_stage, self.parallel.tp, self.parallel.pp
         check_ramp(self.text, pp)
+        check_packing(self.text, self.parallel, compiled=self.system.compile)
         if self.optim.optimizer == "adafactor" and (stage or tp > 1):
             raise ValueError(
                 "train: expected zero_stage=0 and tp=1 with optimizer=adafactor, whose means of "
@@ -415,6 +417,7 @@ _AT_LEAST: dict[str, float] = {
 # Setting, its values under cuda_graphs, why it has no others.
 _GRAPHED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("device", ("auto", "cuda"), "a CPU has no graphs"),
+    ("pack", ("stream",), "rows have any number of documents"),
     ("batch_ramp", (None,), "they hold a micro-batch's part of the step"),
     ("zero_stage", (0, 1), "gradients or weights that are freed come back at other addresses"),
     ("tp", (1,), "the host takes part in collectives inside of layers"),
@@ -427,27 +430,6 @@ AUTO_MICRO_BATCH_TOKENS = 16384
 
 
 MICRO_BATCHES_A_STAGE = 4  # where the batch allows it: then 1f1b waits for at most a fifth
-
-
-def check_ramp(settings: DataSettings, pp: int) -> None:
-    """Refuse a first batch that does not become batch_size, and one that a pipeline would have."""
-    rows, first = settings.batch_size, settings.batch_ramp
-    if first is None and settings.ramp_steps is not None:
-        raise ValueError(
-            "train: expected batch_ramp with ramp_steps, got ramp_steps="
-            f"{settings.ramp_steps} alone; set --batch-ramp"
-        )
-    if first is not None and (rows % first or (rows // first).bit_count() != 1):
-        fit = ", ".join(str(rows >> k) for k in range(rows.bit_length()) if rows % (1 << k) == 0)
-        raise ValueError(
-            f"train: expected batch_ramp to become batch_size={rows} by doubling, got batch_ramp="
-            f"{first}; use one of {fit}"
-        )
-    if first is not None and pp > 1:
-        raise ValueError(
-            "train: expected pp=1 with batch_ramp, since stages want as many micro-batches in "
-            f"every step, got pp={pp} batch_ramp={first}; leave one of them out"
-        )
 
 
 def derive_batch(

@@ -52,7 +52,7 @@ class TextSettings:
     """Text, and how much of it is a step."""
 
     data: str = "bible"
-    """bible, stdlib, a text file or folder, a folder of .bin tokens, or hf:NAME."""
+    """bible, stdlib, path of text or .bin tokens, hf:NAME."""
     tokenizer: str = "auto"
     """bytes, chars, bpe-N (N tokens, learned from the text), gpt2, or a folder; auto: bpe-4096."""
     batch_size: int = 8
@@ -67,6 +67,8 @@ class DataSettings(TextSettings):
     """Sequences computed at once; unset: up to 16384 tokens."""
     grad_accum_steps: int | None = None
     """Micro-batches a rank and step; unset: as many as needed."""
+    pack: Literal["stream", "documents"] = "stream"
+    """documents: from their beginnings, best fit, blind to each other."""
     batch_ramp: int | None = None
     """Sequences of the first steps; doubled up to batch-size."""
     ramp_steps: int | None = None
@@ -84,15 +86,15 @@ class OptimSettings:
     moment_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
     """Of adamw's moments; bf16 and int8 are rounded at random."""
     stochastic_rounding: bool = False
-    """Train bf16 weights without more bits, by adamw, rounding up or down at random."""
+    """Train bf16 weights by adamw alone, rounding at random."""
     lr: float = 2.5e-3
     """Peak learning rate; of adafactor relative, near 0.03."""
     muon_lr: float = 0.02
     """Peak learning rate of muon's matrices."""
     min_lr: float | None = None
-    """Learning rate at the end; unset: lr / 10 of a cosine, else 0."""
+    """At the end; unset: lr / 10 of a cosine, else 0."""
     lr_schedule: Literal["cosine", "wsd", "linear"] = "cosine"
-    """The way down: half a cosine; flat, then a line (wsd); a line from warm-up on."""
+    """Down by half a cosine; late by a line (wsd); by a line."""
     lr_decay_fraction: float = 0.4
     """Part of max-steps in which wsd's learning rate falls."""
     warmup_steps: int | None = None
@@ -203,7 +205,7 @@ class FaultSettings:
     async_save: bool = True
     """Copy the state aside and train on while it is written."""
     save_overlap: Literal["wait", "skip"] = "wait"
-    """A save that is due while one is being written: wait for that one, or skip the new one."""
+    """A save due while one is written waits, or is left out."""
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
     """NaN or inf as loss or gradient: stop, leave the update out, or go back (see loss-spike)."""
     loss_spike: float = 0.0

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from fastpar.data import token_cache
+from fastpar.data.packing import PackedTokens
 from fastpar.data.sources import Shards, Tokens, TokenSource, open_source
 from fastpar.data.token_cache import TextData
 from fastpar.data.tokenizer import IdTokenizer, check_name, learns_from_text, make_tokenizer
@@ -94,28 +95,35 @@ def n_samples_per_epoch(tokens: Tokens, block_size: int) -> int:
 
 
 def sample_batch(
-    tokens: Tokens,
+    tokens: Tokens | PackedTokens,
     *,
     seed: int,
     first_sample: int,
     n_samples: int,
     block_size: int,
     device: str | torch.device = "cpu",
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """Samples first_sample .. first_sample + n_samples - 1 of the endless shuffled series.
 
     Args:
-        tokens: 1-D, uint16 or uint32, more than block_size of them.
+        tokens: 1-D, uint16 or uint32, more than block_size of them; or rows of pack_documents().
         seed: decides offsets and orders; any integer, taken modulo 2**64.
     Returns:
-        x, y: int64 [n_samples, block_size] on device; y is x moved on by one token. The copy to a
-        GPU is asynchronous on the current stream, from pinned memory.
+        x, y: int64 [n_samples, block_size] on device; y is x moved on by one token. Of packed
+        documents also positions, which begin at 0 in each; y is -100 where a row is free. The copy
+        to a GPU is asynchronous on the current stream, from pinned memory.
     Raises:
         ValueError: too few tokens.
     Deterministic: yes, a pure function of its arguments; see [Note: sample order].
     """
+    index = np.arange(first_sample, first_sample + n_samples)
+    if isinstance(tokens, PackedTokens):
+        epoch, position = np.divmod(index, tokens.n_rows)
+        keys = _epoch_keys(seed, epoch)[:-1]
+        rows = _permute(position.astype(np.uint64), tokens.n_rows, keys)
+        return _filled(tokens, rows.tolist(), device)
     n = n_samples_per_epoch(tokens, block_size)
-    epoch, position = np.divmod(np.arange(first_sample, first_sample + n_samples), n)
+    epoch, position = np.divmod(index, n)
     keys = _epoch_keys(seed, epoch)
     offset = keys[-1] % np.uint64(min(block_size, len(tokens) - n * block_size))
     window = _permute(position.astype(np.uint64), n, keys[:-1])
@@ -183,6 +191,20 @@ def _gather(
     if pinned:
         xy = xy.to(device, non_blocking=True)
     return xy[0], xy[1]
+
+
+def _filled(
+    packed: PackedTokens, rows: list[int], device: str | torch.device
+) -> tuple[torch.Tensor, ...]:
+    """Packed rows as inputs, targets and positions."""
+    device = torch.device(device)
+    pinned = device.type == "cuda"
+    found = torch.empty(3, len(rows), packed.block_size, dtype=torch.int64, pin_memory=pinned)
+    for i, row in enumerate(rows):
+        packed.fill(row, *found[:, i].numpy())
+    if pinned:
+        found = found.to(device, non_blocking=True)
+    return found[0], found[1], found[2]
 
 
 def _epoch_keys(seed: int, epoch: np.ndarray) -> np.ndarray:

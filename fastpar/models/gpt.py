@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -55,73 +55,27 @@ from fastpar.context.sequences import (
     to_tokens,
 )
 from fastpar.kernels import (
-    Rng,
     attention_qkvpacked,
     bias_gelu,
     draw_key,
     dropout,
     embedding,
     gelu_mlp,
-    layer_norm,
     linear,
     linear_cross_entropy,
     residual_layer_norm,
 )
+from fastpar.models.parts import (
+    LayerNorm,
+    Tokens,
+    Weights,
+    bounds_of,
+    check_positions,
+    dropout_at,
+)
 from fastpar.sharding.placements import Shard, State
 from fastpar.tensor.functional import TensorParallel, column_linear, gather, row_linear
 from fastpar.tensor.vocabulary import vocab_embedding, vocab_linear, vocab_linear_cross_entropy
-
-
-class Tokens(NamedTuple):
-    """The tokens of a batch [B, T] that a rank has under sequence or context parallelism."""
-
-    batch: int
-    time: int
-    first: int  # in the batch's N = B*T tokens
-
-
-def dropout_at(
-    site: int, p: float, rng_key: Tensor | None, tokens: Tokens | None = None, first_head: int = 0
-) -> dict[str, Any]:
-    """An op's dropout arguments at this site (none without a key); see [Note: dropout sites]."""
-    if rng_key is None:
-        return {}
-    rng = Rng(rng_key, site, first_head=first_head)
-    if tokens is not None:
-        rng = Rng(rng_key, site, first_row=tokens.first, rows=tokens.time)
-    return {"dropout_p": p, "rng": rng}
-
-
-class Weights(nn.Module):
-    """weight[shape] and, unless bias=False, bias[shape[0]]; the ops of fastpar.kernels use them."""
-
-    def __init__(self, *shape: int, bias: bool = True):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(shape))
-        self.bias = nn.Parameter(torch.empty(shape[0])) if bias else None
-
-    def extra_repr(self) -> str:
-        return f"{list(self.weight.shape)}, bias={self.bias is not None}"
-
-
-class LayerNorm(Weights):
-    """The norm of x + dropout(delta + delta_bias), and that sum; see [Note: delayed residual]."""
-
-    def __init__(self, config: GPTConfig):
-        super().__init__(config.n_embd)
-        self.eps = config.layer_norm_eps
-
-    def tensor_parallel(self, tp: TensorParallel) -> dict[str, State]:
-        return {"weight": tp.per_token, "bias": tp.per_token}
-
-    def forward(
-        self, x: Tensor, delta: Tensor | None, delta_bias: Tensor | None = None, **dropout: Any
-    ) -> tuple[Tensor, Tensor]:
-        if delta is None:
-            return layer_norm(x, self.weight, self.bias, self.eps), x
-        return residual_layer_norm(
-            delta, x, self.weight, self.bias, x_bias=delta_bias, eps=self.eps, **dropout
-        )
 
 
 class Attention(nn.Module):
@@ -158,7 +112,13 @@ class Attention(nn.Module):
         first = 0 if self.tp is None else self.tp.rank * of_tp
         return first if self.cp is None else first + self.cp.first_head(of_tp)
 
-    def forward(self, y: Tensor, tokens: Tokens | None = None, **dropout: Any) -> Tensor:
+    def forward(
+        self,
+        y: Tensor,
+        tokens: Tokens | None = None,
+        documents: Tensor | None = None,
+        **dropout: Any,
+    ) -> Tensor:
         qkv = column_linear(y, self.c_attn.weight, self.c_attn.bias, self.tp)  # [B, T, 3*C/tp]
         qkv = qkv.unflatten(-1, (3, -1, self.head_dim))  # [B, T, 3, H/tp, D]
         heads = qkv.shape[-2]
@@ -166,7 +126,11 @@ class Attention(nn.Module):
             qkv = to_heads(qkv, self.cp)
         if tokens is not None:
             qkv = qkv.unflatten(0, (tokens.batch, tokens.time))
-        o = attention_qkvpacked(qkv, causal=True, **dropout)  # [B, T, H/tp, D]
+        if documents is not None:
+            qkv = qkv.flatten(0, 1)
+        o = attention_qkvpacked(qkv, causal=True, cu_seqlens=documents, **dropout)
+        if documents is not None:
+            o = o.unflatten(0, y.shape[:2])  # [B, T, H/tp, D]
         if tokens is not None:
             o = o.flatten(0, 1)
         if self.cp is not None:
@@ -219,18 +183,19 @@ class Block(nn.Module):
         rng_key: Tensor | None = None,
         tokens: Tokens | None = None,
         site: int = 0,
+        documents: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The pair of the layer below -> this one's, [B, T, C] each; delta None: nothing to add.
 
         Dropout is applied exactly when rng_key is given, from this site on: an argument and no
         attribute, or torch.compile would compile every block anew
         (test_one_compiled_block_serves_all_layers). Under sequence parallelism [N/tp, C] each, and
-        tokens says of which batch.
+        tokens says of which batch. documents: cu_seqlens of attention().
         """
         p, attn = self.p, self.attn
         y, x = self.ln_1(x, delta, **dropout_at(site, p, rng_key, tokens))
         heads = dropout_at(site + 1, p, rng_key, first_head=attn.first_head)
-        delta = attn(y, tokens, **heads)
+        delta = attn(y, tokens, documents, **heads)
         y, x = self.ln_2(x, delta, attn.c_proj.bias, **dropout_at(site + 2, p, rng_key, tokens))
         return x, self.mlp(y)
 
@@ -288,6 +253,7 @@ class GPT(nn.Module):
         reduction: Literal["mean", "sum"] = "mean",
         parts: range | None = None,
         stream: Tensor | None = None,
+        positions: Tensor | None = None,
     ) -> Tensor:
         """Loss of `targets`, or logits without them.
 
@@ -300,6 +266,8 @@ class GPT(nn.Module):
                 Without effect in eval mode.
             reduction: of the loss: "mean" over the valid targets or "sum".
             parts: run these of pipeline_parts() only; stream: what the parts before them returned.
+            positions: [B, T] int64, of each token in its document: attention looks at no other, and
+                one begins where it is 0. None: each row is one. Without tp, cp and parts.
         Returns:
             loss: [] fp32 (fp64 for fp64 parameters), or logits: [B, T, V] in the parameters' dtype
                 (no padding). Without the last part: the residual stream for the parts behind.
@@ -326,7 +294,10 @@ class GPT(nn.Module):
         if behind:
             idx = F.pad(idx, (0, behind))
             targets = targets if targets is None else F.pad(targets, (0, behind), value=-100)
-        x = self.features(idx, rng_key, parts, stream)
+        if positions is not None:
+            whole = self.tp is None and self.cp is None and parts is None
+            check_positions(idx, positions, whole=whole)
+        x = self.features(idx, rng_key, parts, stream, positions)
         if parts is not None and len(self.h) + 1 not in parts:
             return x
         if targets is None:
@@ -386,11 +357,12 @@ class GPT(nn.Module):
         rng_key: Tensor | None = None,
         parts: range | None = None,
         stream: Tensor | None = None,
+        positions: Tensor | None = None,
     ) -> Tensor:
         """[B, T] token ids -> [B, T, C], the head's input; dropout only when rng_key is given.
 
-        Under sequence and context parallelism this rank's tokens, [N/(cp*tp), C]. parts, stream: as
-        in forward(); see [Note: pipeline].
+        Under sequence and context parallelism this rank's tokens, [N/(cp*tp), C]. parts, stream,
+        positions: as in forward(); see [Note: pipeline].
         """
         spare = 0 if self.cp is None else self._shares - 1
         self._check_ids(idx, self.config.block_size + spare)
@@ -398,12 +370,14 @@ class GPT(nn.Module):
         p, n_layer = self.config.dropout, len(self.h)
         parts = range(n_layer + 2) if parts is None else parts
         if stream is None:
-            x = self._embed(idx, tokens, dropout_at(0, p, rng_key, tokens))  # [B, T, C]
+            mask = dropout_at(0, p, rng_key, tokens)
+            x = self._embed(idx, tokens, mask, positions)  # [B, T, C]
         else:
             x = stream
         delta = torch.zeros_like(x) if parts.start > 1 else None
+        more = () if positions is None else (bounds_of(positions),)
         for layer in range(max(parts.start - 1, 0), min(parts.stop - 1, n_layer)):
-            x, delta = self.h[layer](x, delta, rng_key, tokens, 3 * layer)
+            x, delta = self.h[layer](x, delta, rng_key, tokens, 3 * layer, *more)
         mask = dropout_at(3 * min(parts.stop - 1, n_layer), p, rng_key, tokens)
         if n_layer + 1 in parts:
             return self.ln_f(x, delta, **mask)[0]
@@ -419,8 +393,17 @@ class GPT(nn.Module):
             part = part * self.tp.size + self.tp.rank
         return Tokens(batch, time, part * (batch * time // self._shares))
 
-    def _embed(self, idx: Tensor, tokens: Tokens | None, mask: dict[str, Any]) -> Tensor:
+    def _embed(
+        self,
+        idx: Tensor,
+        tokens: Tokens | None,
+        mask: dict[str, Any],
+        positions: Tensor | None = None,
+    ) -> Tensor:
         wte, wpe = self.wte.weight, self.wpe.weight
+        if positions is not None:
+            x = embedding(idx, wte) + embedding(positions, wpe)
+            return dropout(x, mask["dropout_p"], mask["rng"]) if mask else x
         if self._shares == 1 and self.tp is None:
             return embedding(idx, wte, wpe, **mask)
         if self.cp is not None:

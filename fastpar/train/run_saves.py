@@ -120,3 +120,8 @@ class RunSaves:
             save_pause_ms=self._pause_ms,
             save_wait_ms=self._waited_ms,
         )
+
+
+def is_due(every: int, step: int) -> bool:
+    """Whether something is done after this step; every 0: never."""
+    return every > 0 and step % every == 0

@@ -23,6 +23,8 @@ from fastpar.config.config import (
 )
 from fastpar.cost.buckets import DTYPES, stages_of
 from fastpar.data.batches import TextData, load_data
+from fastpar.data.packing import PackedTokens, pack_documents
+from fastpar.data.sources import Tokens
 from fastpar.data.token_cache import say
 from fastpar.files.step_folders import checkpoint_folder, list_checkpoints, step_of
 from fastpar.models.gpt import GPT
@@ -177,6 +179,13 @@ def set_up(
     )
     recompute(model, parallel.activation_checkpointing)
     return make_optimizer(model, config.optim, dtype=dtype, seed=config.run.seed)
+
+
+def samples_of(config: TrainConfig, data: TextData, block_size: int) -> Tokens | PackedTokens:
+    """What batches are taken from: the tokens as they stand, or documents in rows."""
+    if config.text.pack == "stream":
+        return data.train
+    return pack_documents(data.train, data.tokenizer.eot, block_size)
 
 
 def digest(data: TextData) -> str:

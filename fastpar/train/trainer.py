@@ -70,7 +70,7 @@ from fastpar.train.journal import Journal, Predictions, Step, to_device, to_host
 from fastpar.train.launch import SIGNALS, catching_save, catching_stop, threads_per_rank
 from fastpar.train.run_folder import TIME_IS_UP, RunFolder, check_out
 from fastpar.train.run_lock import release
-from fastpar.train.run_saves import RunSaves
+from fastpar.train.run_saves import RunSaves, is_due
 from fastpar.train.start import (
     digest,
     facts_of,
@@ -78,6 +78,7 @@ from fastpar.train.start import (
     load_model_and_data,
     newest_of_all,
     pick_dtype,
+    samples_of,
     set_up,
 )
 
@@ -178,7 +179,8 @@ class Trainer:
         if config.system.cuda_graphs:
             self.micro_batch = MicroBatchGraphs(self._micro_batch, self.model, self.engine)
         self.step = self.next_sample = self.tokens = self.rollbacks = 0
-        self.changed = ""  # what config.json does not tell
+        self.samples = samples_of(config, self.data, self.block_size)
+        self.changed = getattr(self.samples, "told", "")  # what config.json does not tell
         self.folder: Path | None = None  # of the run, once rank 0 has made it
         self.val: tuple[int, float] | None = None  # (step, loss) of the last validation
         if checkpoint is not None:
@@ -193,7 +195,7 @@ class Trainer:
         if self.average is None:
             forget_average(self.optimizer)
         if state["dtype"] != self.dtype_name:
-            self.changed = f"changed  format of weights {state['dtype']} -> {self.dtype_name}"
+            self.changed += f"\nchanged  format of weights {state['dtype']} -> {self.dtype_name}"
         if state["data"] != digest(self.data):
             raise ValueError(
                 "train: expected the tokens that the run was started with, got others from data="
@@ -218,7 +220,7 @@ class Trainer:
         """Trains to the end or until something stops it; the exit status. Closes the mesh."""
         self.journal.open(model=self.model, data=self.data, step=self.step, facts=self._facts)
         if self.changed:
-            self.journal.say(self.changed)
+            self.journal.say(self.changed.strip())
         self._open_saves()
         with (
             catching_stop(loud=self.mesh.is_main) as self.stop_signals,
@@ -282,8 +284,8 @@ class Trainer:
         while self.step < run.max_steps and not stop:
             self.pending.append(self.predictions.watched(self.train_step))
             step = self.step
-            compares = _is_due(config.faults.check_replicas_every, step)
-            validates, saves = _is_due(run.eval_every, step), _is_due(run.save_every, step)
+            compares = is_due(config.faults.check_replicas_every, step)
+            validates, saves = is_due(run.eval_every, step), is_due(run.save_every, step)
             last = step == run.max_steps or compares or validates or saves
             stop = self._read(0 if last else self.keep_pending)
             if self.saves.asked:
@@ -316,8 +318,8 @@ class Trainer:
         whole: list[tuple[torch.Tensor, ...]] = []  # of a pipeline, which takes all at once
         for j in range(self.micro_batches):
             first = self.next_sample + self._number(j) * rows
-            x, y = sample_batch(
-                self.data.train,
+            x, y, *documents = sample_batch(
+                self.samples,
                 seed=seed,
                 first_sample=first,
                 n_samples=rows,
@@ -326,7 +328,7 @@ class Trainer:
             )
             key = to_device(make_key(seed, first), mesh.device)
             if self.engine.shards.stages is None:
-                loss += self.micro_batch(x, y, key, scale)
+                loss += self.micro_batch(x, y, key, scale, *documents)
             else:
                 whole.append((x, y, key))
         if whole:
@@ -345,16 +347,18 @@ class Trainer:
         self.next_sample += samples
         self.tokens += samples * self.block_size
         control = self.engine.contributed
-        assert control is not None and optimizer.grad_norm is not None
+        assert control is not None
+        assert optimizer.grad_norm is not None
         norm = optimizer.grad_norm.double().reshape(1)
         values, ready = to_host(torch.cat((control[:1], norm, control[1:])))
         return Step(self.step, lr, taken, self.tokens, values, ready, scale)
 
     def _micro_batch(
-        self, x: torch.Tensor, y: torch.Tensor, key: torch.Tensor, scale: float | None
+        self, x: torch.Tensor, y: torch.Tensor, key: torch.Tensor, scale: Any, *at: torch.Tensor
     ) -> torch.Tensor:
         """Forward and backward; its part of the step's loss. In a CUDA graph scale is a tensor."""
-        part = self.forward(x, y, rng_key=key) / self.micro_batches
+        positions = dict(zip(("positions",), at))
+        part = self.forward(x, y, rng_key=key, **positions) / self.micro_batches
         self._target(part, scale).backward()
         return part.detach()
 
@@ -494,7 +498,3 @@ class Trainer:
             reason=reason,
         )
         self.journal.start_clock()
-
-
-def _is_due(every: int, step: int) -> bool:
-    return every > 0 and step % every == 0

@@ -1,0 +1,87 @@
+"""What GPT's blocks share: weights, the norm, dropout's arguments, documents in a batch."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastpar.config.config import GPTConfig
+from fastpar.kernels import Rng, layer_norm, residual_layer_norm
+from fastpar.sharding.placements import State
+from fastpar.tensor.functional import TensorParallel
+
+
+class Tokens(NamedTuple):
+    """The tokens of a batch [B, T] that a rank has under sequence or context parallelism."""
+
+    batch: int
+    time: int
+    first: int  # in the batch's N = B*T tokens
+
+
+def dropout_at(
+    site: int, p: float, rng_key: Tensor | None, tokens: Tokens | None = None, first_head: int = 0
+) -> dict[str, Any]:
+    """An op's dropout arguments at this site (none without a key); see [Note: dropout sites]."""
+    if rng_key is None:
+        return {}
+    rng = Rng(rng_key, site, first_head=first_head)
+    if tokens is not None:
+        rng = Rng(rng_key, site, first_row=tokens.first, rows=tokens.time)
+    return {"dropout_p": p, "rng": rng}
+
+
+class Weights(nn.Module):
+    """weight[shape] and, unless bias=False, bias[shape[0]]; the ops of fastpar.kernels use them."""
+
+    def __init__(self, *shape: int, bias: bool = True):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape))
+        self.bias = nn.Parameter(torch.empty(shape[0])) if bias else None
+
+    def extra_repr(self) -> str:
+        return f"{list(self.weight.shape)}, bias={self.bias is not None}"
+
+
+class LayerNorm(Weights):
+    """The norm of x + dropout(delta + delta_bias), and that sum; see [Note: delayed residual]."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__(config.n_embd)
+        self.eps = config.layer_norm_eps
+
+    def tensor_parallel(self, tp: TensorParallel) -> dict[str, State]:
+        return {"weight": tp.per_token, "bias": tp.per_token}
+
+    def forward(
+        self, x: Tensor, delta: Tensor | None, delta_bias: Tensor | None = None, **dropout: Any
+    ) -> tuple[Tensor, Tensor]:
+        if delta is None:
+            return layer_norm(x, self.weight, self.bias, self.eps), x
+        return residual_layer_norm(
+            delta, x, self.weight, self.bias, x_bias=delta_bias, eps=self.eps, **dropout
+        )
+
+
+def bounds_of(positions: Tensor) -> Tensor:
+    """cu_seqlens of the rows one after another: where positions are 0, and the end."""
+    starts = (positions.flatten() == 0).nonzero().flatten()
+    return F.pad(starts, (0, 1), value=positions.numel()).int()
+
+
+def check_positions(idx: Tensor, positions: Tensor, *, whole: bool) -> None:
+    """Refuse positions that are none of idx; whole: the model is on one rank."""
+    if not whole:
+        raise ValueError(
+            "GPT: expected positions of documents on one rank's whole model, got them with tp, cp "
+            "or pipeline parts; leave positions out"
+        )
+    if positions.shape != idx.shape or (positions.is_cpu and positions[:, 0].any()):
+        raise ValueError(
+            f"GPT: expected positions of idx's shape {list(idx.shape)}, 0 where a row begins, got "
+            f"positions.shape={list(positions.shape)}, first {positions[:, :1].tolist()}; take "
+            "them from sample_batch"
+        )
