@@ -23,11 +23,10 @@ MESHES = [
 ]
 MORE_MESHES = [
     (4, {"cp": 4}),
-    (4, {"cp": 2, "pp": 2, "grad_accum_steps": 2}),
+    (4, {"cp": 2, "pp": 2, "grad_accum_steps": 4}),
     (4, {"cp": 2, "zero_stage": 1, "accumulate": "shard"}),
     *((4, {"cp": 2, "zero_stage": stage}) for stage in (2, 3)),
     (4, {"cp": 2, "tp": 2, "sequence_parallel": False, "activation_checkpointing": "full"}),
-    (2, {"cp": 2, "optimizer": "adafactor", "lr": 0.03}),
 ]
 
 
