@@ -457,8 +457,8 @@ def derive_batch(
         return micro, accum * more
     if rows < dp_size:
         raise ValueError(
-            f"train: expected at least one sequence for each of dp={dp_size} (ranks / tp), got "
-            f"batch_size={rows}; use fewer ranks or raise --batch-size"
+            f"train: expected at least one sequence for each of dp={dp_size} (ranks / tp / cp / "
+            f"pp), got batch_size={rows}; use fewer ranks or raise --batch-size"
         )
     if micro is None:
         micro = max(1, rows // dp_size // (accum or 1))
@@ -474,8 +474,8 @@ def derive_batch(
             fit = ", ".join(str(n) for n in range(1, rows + 1) if rows % n == 0)
             hint = f"use one of dp={fit}, or change --batch-size"
         raise ValueError(
-            "train: expected batch_size = dp (ranks / tp) * micro_batch_size * grad_accum_steps = "
-            f"{dp_size} * {micro} * {accum} = {dp_size * micro * accum}, got batch_size={rows}; "
-            f"{hint}"
+            "train: expected batch_size = dp (ranks / tp / cp / pp) * micro_batch_size * "
+            f"grad_accum_steps = {dp_size} * {micro} * {accum} = {dp_size * micro * accum}, got "
+            f"batch_size={rows}; {hint}"
         )
     return micro, accum

@@ -66,7 +66,7 @@ def pipeline_step(
             that places stages in another way; an unknown reduction; other targets or keys than one
             a token and one a micro-batch.
     """
-    _check(idx, targets, micro_batches, reduction, rng_keys)
+    _check("pipeline_step", idx, targets, micro_batches, reduction, rng_keys)
     engine, many = engine_of(model), micro_batches
     ops = _schedule(engine, many, schedule)
     gpt: Any = model
@@ -116,7 +116,7 @@ def pipeline_loss(
     Raises:
         ValueError: as pipeline_step.
     """
-    _check(idx, targets, 1, reduction, None)
+    _check("pipeline_loss", idx, targets, 1, reduction, None)
     gpt: Any = model
     engine = engine_of(model)
     schedule = _schedule(engine, 1, None)
@@ -125,6 +125,7 @@ def pipeline_loss(
 
 
 def _check(
+    caller: str,
     idx: Tensor,
     targets: Tensor,
     micro_batches: int,
@@ -134,22 +135,22 @@ def _check(
     """What one stage alone would refuse while the others wait for its message."""
     if micro_batches < 1 or idx.shape[0] % micro_batches:
         raise ValueError(
-            f"pipeline_step: expected micro_batches to divide the {idx.shape[0]} rows of the batch,"
+            f"{caller}: expected micro_batches to divide the {idx.shape[0]} rows of the batch,"
             f" got micro_batches={micro_batches}; choose a divisor"
         )
     if idx.dim() != 2 or targets.shape != idx.shape:
         raise ValueError(
-            "pipeline_step: expected idx [B, T] and targets of its shape, got "
+            f"{caller}: expected idx [B, T] and targets of its shape, got "
             f"idx={list(idx.shape)} targets={list(targets.shape)}; pass one target a token"
         )
     if reduction not in ("mean", "sum"):
         raise ValueError(
-            f"pipeline_step: expected reduction mean or sum, got reduction={reduction!r}; choose "
+            f"{caller}: expected reduction mean or sum, got reduction={reduction!r}; choose "
             "one of these"
         )
     if rng_keys is not None and len(rng_keys) != micro_batches:
         raise ValueError(
-            f"pipeline_step: expected rng_keys for {micro_batches} micro-batches, got "
+            f"{caller}: expected rng_keys for {micro_batches} micro-batches, got "
             f"{len(rng_keys)}; pass one for each, or none"
         )
 

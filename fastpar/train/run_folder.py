@@ -9,6 +9,7 @@ samples.txt      text drawn from the model              run.lock   see run_lock.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -25,7 +26,7 @@ import numpy as np
 import torch
 
 from fastpar._version import __version__
-from fastpar.config.config import TrainConfig
+from fastpar.config.config import GPTConfig, TrainConfig
 from fastpar.data.batches import TextData
 from fastpar.data.tokenizer import IdTokenizer
 from fastpar.files.plain_files import write_text
@@ -171,7 +172,7 @@ class RunFolder:
             f"ranks    {axes}stage {facts['zero_stage']}, shards {facts['n_shards']}, transport "
             f"{facts['transport']}, accumulate {facts['accumulate']}; {facts['storage']}",
             f"run      {self.path}{note}, steps {step} to {config.run.max_steps}",
-            *([_pipeline(facts)] if pp > 1 else []),
+            *([_pipeline(facts, shape)] if pp > 1 else []),
             *(f"changed  {change}" for change in changes),
         )
 
@@ -271,13 +272,14 @@ def make_next_free(path: Path) -> Path:
             candidate = path.with_name(f"{path.name}-{n}")
 
 
-def _pipeline(facts: dict[str, Any]) -> str:
+def _pipeline(facts: dict[str, Any], shape: GPTConfig) -> str:
     """The line on a pipeline's stages, with the part of the time in which a rank waits."""
     split, m = facts["pp_split"], facts["grad_accum_steps"]
     order = make_schedule(facts["schedule"], facts["pp"], m, len(split) // facts["pp"])
-    equal = [1.0] * len(split)
+    ends = [0, *itertools.accumulate([split[0] + 1, *split[1:-1], split[-1] + 1])]
+    flops = [sum(shape.part_flops()[a:b]) for a, b in itertools.pairwise(ends)]
+    bubble = simulate(order, Costs(flops, flops, flops)).bubble
     return (
         f"stages   {' + '.join(map(str, split))} layers, {order.name} over {m} micro-batches: "
-        f"ranks wait for {simulate(order, Costs(equal, equal, equal)).bubble:.0%} of a step if "
-        "stages take equally long"
+        f"ranks wait for {bubble:.0%} of a step, by the floating-point operations of stages"
     )

@@ -191,7 +191,7 @@ def test_batches_are_derived():
 def test_refused_batches():
     with pytest.raises(
         ValueError,
-        match=r"at least one sequence for each of dp=4 \(ranks / tp\), got batch_size=2; use fewer",
+        match=r"for each of dp=4 \(ranks / tp / cp / pp\), got batch_size=2; use fewer",
     ):
         derive_batch(batch(2), 64, 4)
     for settings, ranks, product in (

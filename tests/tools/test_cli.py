@@ -104,7 +104,8 @@ def test_flags_win_over_the_file_over_the_run_over_defaults(here):
         ("train --nproc 4 --batch-size 2", "train: expected at least one sequence for each of dp="),
         (
             "train --nproc 8 --tp 2 --batch-size 3",
-            "train: expected at least one sequence for each of dp=4 (ranks / tp), got batch_size=3",
+            "train: expected at least one sequence for each of dp=4 (ranks / tp / cp / pp), got "
+            "batch_size=3",
         ),
         (
             "train --nproc 6 --tp 4",
