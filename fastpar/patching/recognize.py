@@ -39,7 +39,7 @@ TORCH_CLASSES: dict[type[nn.Module], tuple[type[nn.Module], str]] = {
     nn.GELU: (modules.GELU, "GELU in one pass"),
     nn.Embedding: (modules.Embedding, "deterministic backward without atomics"),
 }
-OURS = ("fastpar.nn.modules", "fastpar.models.gpt")
+OURS = ("fastpar.nn.modules", "fastpar.models.gpt", "fastpar.models.parts")
 
 
 @dataclass

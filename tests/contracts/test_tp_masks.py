@@ -11,9 +11,9 @@ import pytest
 import torch
 from tp_cells import HEADS, LAYERS, Cell, build
 
-import fastpar.models.gpt
 from fastpar.comm.mesh import Mesh
 from fastpar.kernels import make_key
+from fastpar.models import gpt, parts
 from fastpar.nn.recompute import recompute
 from fastpar.parallel.parallelize import parallelize
 from fastpar.testing import run_ranks
@@ -45,10 +45,9 @@ def masks(monkeypatch):
     """list, for each thread: (op, where x is kept) in the order of the calls."""
     found = threading.local()
     for name, show in zip(OPS, (of_attention, of_dropout, of_embedding, of_residual)):
-        op = getattr(fastpar.models.gpt, name)
-        monkeypatch.setattr(
-            fastpar.models.gpt, name, functools.partial(watched, found, name, op, show)
-        )
+        for module in (gpt, parts):
+            if op := getattr(module, name, None):
+                monkeypatch.setattr(module, name, functools.partial(watched, found, name, op, show))
     return found
 
 

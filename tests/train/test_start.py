@@ -135,4 +135,4 @@ def test_a_step_loads_nothing_of_the_planner(tmp_path):
     assert not {room for room, *_ in loaded} & {"measure", "plan", "compare", "profile"}
     cost = {file for room, *rest in loaded if room == "cost" for file in rest}
     at_the_start = {"capacity", "memory_model", "gradient_flow", "buckets", "workload"}
-    assert cost <= {*at_the_start, "step_memory"}
+    assert cost <= {*at_the_start, "matrix_updates", "step_memory"}
