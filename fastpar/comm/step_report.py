@@ -29,6 +29,8 @@ class StepReport:
         comm_ms: the sum over the collectives of how long each took, its peers included.
         exposed_ms: in which this rank (on a GPU its compute stream) did nothing but wait for them.
         wire_bytes: sent by this rank.
+        offload_ms: in which it waited for the host's optimizer step and its copies; in compute_ms
+            neither.
     """
 
     step_ms: float | None
@@ -36,6 +38,7 @@ class StepReport:
     comm_ms: float | None
     exposed_ms: float | None
     wire_bytes: int
+    offload_ms: float | None = 0.0
 
 
 class _Clock:
@@ -65,19 +68,22 @@ class _Step:
     start: _Clock | torch.cuda.Event
     end: _Clock | torch.cuda.Event | None = None
     waits: list = field(default_factory=list)
+    offloads: list = field(default_factory=list)
     handles: list[Handle] = field(default_factory=list)
     wire_bytes: int = 0
 
     def is_over(self) -> bool:
         """Whether every mark has been passed; never waits for one."""
-        marks = [self.end, *(end for _, end in self.waits)]
+        marks = [self.end, *(end for _, end in (*self.waits, *self.offloads))]
         return all(mark is not None and mark.query() for mark in marks)
 
     def report(self) -> StepReport:
         step_ms = self.start.elapsed_time(self.end)  # type: ignore[arg-type]
         exposed_ms = sum(start.elapsed_time(end) for start, end in self.waits)
+        offload_ms = sum(start.elapsed_time(end) for start, end in self.offloads)
         comm_ms = sum(ms for handle in self.handles if (ms := handle.ms) is not None)
-        return StepReport(step_ms, step_ms - exposed_ms, comm_ms, exposed_ms, self.wire_bytes)
+        compute_ms = step_ms - exposed_ms - offload_ms
+        return StepReport(step_ms, compute_ms, comm_ms, exposed_ms, self.wire_bytes, offload_ms)
 
 
 class StepTimer:
@@ -102,14 +108,15 @@ class StepTimer:
             self._early, self._early_bytes = [], 0
 
     @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Around a wait for communication; between two steps it counts for neither."""
+    def waiting(self, *, offload: bool = False) -> Iterator[None]:
+        """Around a wait for communication, or offload; between two steps it counts for neither."""
         start = self._mark()
         try:
             yield
         finally:
             if self._step is not None:
-                self._step.waits.append((start, self._mark()))
+                kind = self._step.offloads if offload else self._step.waits
+                kind.append((start, self._mark()))
 
     def add(self, handle: Handle, wire_bytes: int) -> None:
         """A collective that was started for this step, or for the next one between two."""

@@ -13,18 +13,19 @@ the device too, and the kernel reads them there.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastpar.kernels.adamw import MOMENT_BLOCK, Hyper, adamw_step_
-from fastpar.optim.base import EngineOptimizer, Row, plain, scalar
-from fastpar.optim.checks import check_memory, check_overlap, check_ranges, check_seed, pair
+from fastpar.optim.base import EngineOptimizer, Row, plain
+from fastpar.optim.checks import check_memory, check_overlap, check_ranges, check_seed, pair, scalar
 from fastpar.optim.state import (
     ENTRIES,
     Storage,
@@ -98,6 +99,7 @@ class AdamW(EngineOptimizer):
             model was parallelized after the optimizer was built.
     """
 
+    steps_on_host = True
     _attributes: tuple[str, ...] = ("storage", "seed", "zero_grad_in_step")
     _in_state_dict = frozenset({"seed"})
     _not_in_groups: tuple[str, ...] = (
@@ -206,19 +208,29 @@ class AdamW(EngineOptimizer):
                 )
 
     def _update(self, rows: list[Row], factor: Tensor | None, found: Tensor | None) -> None:
+        for device, batch in self._batches(rows):
+            factor, found = (t if t is None else t.to(device) for t in (factor, found))
+            self._call(batch, device, factor, found)()
+
+    def prepare(self, rows: list[Row], factor: Tensor | None) -> list[Callable[[], object]]:
+        """The kernel calls of a step, with its numbers, for another thread to make; counts it.
+
+        factor: is read by them.
+        """
+        return [self._call(batch, device, factor, None) for device, batch in self._batches(rows)]
+
+    def _batches(self, rows: list[Row]) -> list[tuple[torch.device, list[Row]]]:
         batches: dict[tuple, list[Row]] = {}
         for row in rows:
             group = self.param_groups[row.group]
-            key = (row.param.device, group["maximize"], group["amsgrad"])
+            key = (row.piece.device, group["maximize"], group["amsgrad"])
             batches.setdefault(key, []).append(row)
-        for (device, _, _), batch in batches.items():
-            factor, found = (t if t is None else t.to(device) for t in (factor, found))
-            self._update_batch(batch, device, factor, found)
+        return [(device, batch) for (device, _, _), batch in batches.items()]
 
-    def _update_batch(
+    def _call(
         self, rows: list[Row], device: torch.device, factor: Tensor | None, found: Tensor | None
-    ) -> None:
-        """One kernel call for rows of one device, maximize and amsgrad."""
+    ) -> Callable[[], object]:
+        """The kernel call for rows of one device, maximize and amsgrad; the step is counted."""
         options, storage = self.param_groups[rows[0].group], self.storage
         amsgrad, eight_bit = options["amsgrad"], storage.moment_dtype == torch.uint8
         # Where the kernel reads the counters of a group: see [Note: step counters].
@@ -232,11 +244,13 @@ class AdamW(EngineOptimizer):
             _count(counted, None if found is None else 1.0 - found.ne(0).float())
         numbered = [s["step"] for row, s in zip(rows, states) if not on_device[row.group]]
         owned = [(row, s) for row, s in zip(rows, states) if row.grad.numel()]
+        call: Callable[[], object] = tuple
         if owned:  # a rank may own no element of any of them
             rows, states = zip(*owned)
             hypers, hyper_index = self._hypers(rows, states, on_device, device)
             exp_avg, exp_avg_sq = map(storage.moment_entry, moment_names(amsgrad=False))
-            adamw_step_(
+            call = functools.partial(
+                adamw_step_,
                 [row.piece for row in rows],
                 [row.grad for row in rows],
                 [s[exp_avg] for s in states],
@@ -256,6 +270,7 @@ class AdamW(EngineOptimizer):
             )
         if numbered and (found is None or not found.item()):
             _count(numbered)
+        return call
 
     def _first_indices(self, rows: Sequence[Row]) -> list[int]:
         """Where each piece begins among the random bits, which all parameters share."""

@@ -33,7 +33,14 @@ from fastpar.kernels.global_norm import (
     norm_bins,
     norm_from_bins,
 )
-from fastpar.optim.checks import check_plain, check_same_groups, number, where
+from fastpar.optim.checks import (
+    check_host,
+    check_plain,
+    check_same_groups,
+    number,
+    scalar,
+    where,
+)
 from fastpar.optim.state import add_master, cut_entry, kept_entries, master_entry
 from fastpar.parallel.engine import Engine, engine_of_parameter
 
@@ -86,6 +93,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     """
 
     steps_engines = True  # see fastpar/parallel/checks.py
+    steps_on_host = False  # prepare() has its kernel calls; see fastpar/parallel/offload.py
     master_weights: bool | str = False
     grad_scale: float | Tensor = 1.0
     found_inf: Tensor | None = None
@@ -122,6 +130,7 @@ class EngineOptimizer(torch.optim.Optimizer):
             check_plain(caller, group, len(self.param_groups) - 1)
             self._check_options(group, caller)
             for p in group["params"]:
+                check_host(self, engine_of_parameter(p))
                 self._check_parameter(p, group)
             self._check_memory()
         except ValueError:
@@ -155,6 +164,9 @@ class EngineOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._check_capture()
         engines, rows, factor, found = self.begin_step()
+        for engine in engines:
+            if engine.shards.offload is not None:
+                rows = engine.shards.offload.step(self, rows, factor, found)
         self._update(rows, factor, found)
         for engine in engines:
             engine.after_step()
@@ -252,7 +264,11 @@ class EngineOptimizer(torch.optim.Optimizer):
         if grads is None or not engine.shares:
             engine.exchange(None)
             return None
-        none = torch.zeros(NORM_WORDS, dtype=torch.int64, device=engine.mesh.device)
+        offload, device = engine.shards.offload, engine.mesh.device
+        if offload is not None:
+            mine = {p for group in self.param_groups for p in group["params"]}
+            return engine.exchange(offload.norm_bins(mine))
+        none = torch.zeros(NORM_WORDS, dtype=torch.int64, device=device)
         tensors, counted = [g for g, _ in grads], [c for _, c in grads]
         return engine.exchange(norm_bins(tensors, counted=counted, out=none))
 
@@ -489,12 +505,3 @@ def _norm(
     parts = [b.to(device) for b in (*bins, *map(norm_bins, lists))]
     total = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
     return norm_from_bins(total, max_norm=max_norm, loss_scale=loss_scale)
-
-
-def scalar(value: float | Tensor, device: torch.device) -> float | Tensor:
-    """A number, or an fp32 tensor [] on the device for a kernel to read."""
-    if not isinstance(value, Tensor):
-        return float(value)
-    if value.device.type == "cpu" and (device.type != "cpu" or value.dtype != torch.float32):
-        return value.item()
-    return value.to(device, torch.float32).reshape(())

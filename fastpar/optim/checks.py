@@ -136,3 +136,25 @@ def where(group: dict[str, Any], i: int, position: int) -> str:
     names = group.get("param_names")
     name = f" ('{names[position]}')" if names else ""
     return f"parameter {position} of group {i}{name}"
+
+
+def scalar(value: float | Tensor, device: torch.device) -> float | Tensor:
+    """A number, or an fp32 tensor [] on the device for a kernel to read."""
+    if not isinstance(value, Tensor):
+        return float(value)
+    if value.device.type == "cpu" and (device.type != "cpu" or value.dtype != torch.float32):
+        return value.item()
+    if device.type == "cpu":  # for a kernel that is called later, while a schedule changes it
+        return value.reshape(()).clone()
+    return value.to(device, torch.float32).reshape(())
+
+
+def check_host(optimizer: Any, engine: Any) -> None:
+    """Refuse an optimizer that cannot step where the engine keeps what it steps."""
+    if engine is not None and engine.shards.offload is not None and not optimizer.steps_on_host:
+        name = type(optimizer).__name__
+        raise ValueError(
+            f"{name}: expected an optimizer that steps on the host with offload="
+            f"{engine.settings.offload!r}, got {name}, which computes on whole matrices; use "
+            "fastpar.AdamW, or leave offload out"
+        )

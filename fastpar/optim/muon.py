@@ -185,6 +185,8 @@ class Muon(AdamW):
                 "Muon.step: expected no capture of a CUDA graph, got one; step outside of it"
             )
 
+    steps_on_host = False
+
     def _update(self, rows: list[Row], factor: Tensor | None, found: Tensor | None) -> None:
         groups = self.param_groups
         super()._update([row for row in rows if groups[row.group]["adamw"]], factor, found)

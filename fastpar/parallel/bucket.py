@@ -64,9 +64,7 @@ class BucketState(BucketParameters):
         self.grad: Tensor | None = None
         if not stage.frees_gradients:
             self.grad = self._empty(groups.reduce, spec.numel, self.grad_dtype)
-        self.grad_shard: Tensor | None = None
-        if stage.frees_gradients:
-            self.grad_shard = torch.empty(spec.shard_numel, dtype=self.grad_dtype, device=device)
+        self.grad_shard = self._open_shard() if stage.frees_gradients else None
         self.has: set[int] = set()  # positions with a gradient of this rank in `grad`
         self.seen: set[int] = set()  # since zero_grad(), wherever it is by now
         self._copies = WaitingCopies(device)  # of gradients into `grad`
@@ -107,10 +105,10 @@ class BucketState(BucketParameters):
         if self._piece_views is None or self._piece_views[0] is not self.reduced:
             views = []
             for slot, (start, stop) in zip(self.slots, self.pieces):
-                at = slot.start + start - self._own.start
+                at = slot.start + start - self.own.start
                 place = slice(at, at + stop - start)
                 grad = None if self.reduced is None else self.reduced[place]
-                views.append((self.shard[place], grad, start))
+                views.append((self.stepped[place], grad, start))
             self._piece_views = self.reduced, views  # of a stage >= 2, the same in every step
         return self._piece_views[1][position]
 
@@ -188,7 +186,7 @@ class BucketState(BucketParameters):
         if self.grad is None:
             self.grad = torch.empty(self.spec.numel, dtype=self.grad_dtype, device=self.device)
         elif self.stage.shards and self.reduced is not None and not self.has:
-            in_place = self.reduced.data_ptr() == self.grad[self._own].data_ptr()
+            in_place = self.reduced.data_ptr() == self.grad[self.own].data_ptr()
             self.reduced = self.reduced.clone() if in_place else self.reduced
 
     def fill_missing(self, *, flags: bool) -> list[int]:
@@ -262,10 +260,13 @@ class BucketState(BucketParameters):
         if not self.stage.shards:
             return self.grad
         if not self.stage.frees_gradients:
-            return self.grad[self._own]
-        if self.reduced is None and not self.deterministic:
-            assert self.grad_shard is not None
-            return self.grad_shard
+            return self.grad[self.own]
+        own = self.grad_shard
+        if self.reduced is None and not self.deterministic and own is not None:
+            return own
+        return self._open_shard()
+
+    def _open_shard(self) -> Tensor:
         return torch.empty(self.spec.shard_numel, dtype=self.grad_dtype, device=self.device)
 
     def add_reduced(self, result: Tensor) -> None:
@@ -275,7 +276,9 @@ class BucketState(BucketParameters):
                 self._reductions = PairwiseSum()
             with self._summing():
                 self._reductions.push(result if self.stage.frees_gradients else result.clone())
-                self.reduced = self.grad_shard if self.stage.frees_gradients else result
+                self.reduced = result
+                if self.stage.frees_gradients:
+                    self.reduced = self._open_shard() if self.host else self.grad_shard
                 assert self.reduced is not None
                 if self._reductions.count > 1 or self.stage.frees_gradients:
                     self.reduced.copy_(self._reductions.total())
@@ -479,12 +482,14 @@ class BucketState(BucketParameters):
         slot = self.slots[position]
         whole = slice(slot.start, slot.stop)
         start, stop = self.pieces[position]
-        first = slot.start - self._own.start
+        first = slot.start - self.own.start
         part = slice(first + start, first + stop) if self.stage.shards else whole
         for tree, place in ((self.unreduced, whole), (self._reductions, part)):
             if tree is not None:
                 tree.zero_(place)
         if self.reduced is not None and self.stage.shards:
+            if self.host is not None:
+                self.host.touch(self)
             self.reduced[part].zero_()
 
     def take_tree_ms(self) -> float:

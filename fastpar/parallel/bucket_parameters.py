@@ -52,7 +52,9 @@ class BucketParameters:
         params: its parameters; the slots of the layout in order.
         flat: [P] parameters; without memory while a bucket of stage 3 is freed.
         shard: [S] this rank's slice of the newest parameters.
+        stepped: [S] what an optimizer changes: shard, or its twin on the host.
         live: whether the parameters are views of flat.
+        own: the place of shard in flat; host: see offload.py, None without it.
         groups: over which it travels; device: where it lies.
     """
 
@@ -71,16 +73,18 @@ class BucketParameters:
         self.spec, self.params, self.stage = spec, params, settings.stage
         self.slots = [layout.slots[i] for i in spec.slots]
         self.groups, self.device, self.poison = groups, device, poison
-        self._own = slice(*spec.shard(rank))
+        self.own = slice(*spec.shard(rank))
         self.pieces = [layout.piece(i, rank) for i in spec.slots]
         stage = settings.stage
         # Memory that the peers read without a copy.
         shared = groups.gather if stage.gathers_after_step else None
         self.flat = self._empty(shared, spec.numel, spec.dtype).zero_()
         self.views = [self.flat[s.start : s.stop].view(s.spec.shape) for s in self.slots]
-        self.shard = self.flat[self._own] if stage.shards else self.flat
+        self.shard = self.flat[self.own] if stage.shards else self.flat
         if stage.frees_parameters:
             self.shard = self._empty(groups.gather, spec.shard_numel, spec.dtype)
+        self.stepped = self.shard
+        self.host: Any = None
         self._placeholders = list(self.views)
         self.live = True
         self.gathering: Handle | None = None
@@ -97,7 +101,7 @@ class BucketParameters:
     def attach(self) -> None:
         """The values are in flat, for the first time: parameters become views."""
         if self.stage.frees_parameters:
-            self.shard.copy_(self.flat[self._own])
+            self.shard.copy_(self.flat[self.own])
         for p in self.params:
             p.grad = None
         self.make_live()
@@ -155,7 +159,9 @@ class BucketParameters:
     def save_writes(self) -> None:
         """Somebody wrote into the whole parameters: this rank's slice of them is the truth."""
         if self.stage.frees_parameters:
-            self.shard.copy_(self.flat[self._own])
+            self.shard.copy_(self.flat[self.own])
+        if self.host is not None:
+            self.stepped.copy_(self.shard)
 
     def _nan(self, dtype: torch.dtype) -> Tensor:
         """A new one: somebody may write into that of a parameter with one element."""

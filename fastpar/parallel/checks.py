@@ -8,6 +8,7 @@ frozen there are none to reduce, and only the optimizer that steps it knows of i
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fastpar.comm.mesh import Mesh
 from fastpar.parallel.bucket import DTYPES
+from fastpar.parallel.debug import Debug
 from fastpar.parallel.engine import Engine, engine_of_parameter
 from fastpar.parallel.stages import STAGES, Settings
 
@@ -81,6 +83,36 @@ def check_arguments(model: nn.Module, dp: int, options: Mapping[str, Any]) -> No
                 f"parallelize: expected an integer {name} >= {least}, got {name}={count!r}; "
                 f"{least} is the least"
             )
+
+
+def check_offload(options: Mapping[str, Any], device: torch.device, debug: Debug) -> None:
+    """Refuse offload where there is nothing to gain, or nothing that is shared out."""
+    mode, stage, keep = (options[n] for n in ("offload", "zero_stage", "offload_keep_mb"))
+    if mode not in (None, "optimizer", "parameters"):
+        raise ValueError(
+            "parallelize: expected offload None, 'optimizer' or 'parameters', got "
+            f"offload={mode!r}; 'optimizer' keeps AdamW's state in the host's memory"
+        )
+    if keep and (mode is None or not 0 < keep < math.inf):
+        raise ValueError(
+            f"parallelize: expected offload_keep_mb >= 0 with offload, got offload_keep_mb={keep} "
+            f"and offload={mode!r}; leave it out"
+        )
+    if mode is None:
+        return
+    least = 3 if mode == "parameters" else 1
+    if stage < least:
+        raise ValueError(
+            f"parallelize: expected zero_stage {'3' if least == 3 else '1, 2 or 3'} with offload="
+            f"{mode!r}, got zero_stage={stage}, which keeps whole "
+            f"{'parameters' if least == 3 else 'gradients'} on the GPU; pass zero_stage="
+            f"{max(2, least)}, also for one rank"
+        )
+    if device.type == "cpu" and not debug.bus_gb_s:
+        raise ValueError(
+            f"parallelize: expected a GPU with offload={mode!r}, got device=cpu; it moves the "
+            "optimizer's state from a GPU's memory to its host's: leave it out on a CPU"
+        )
 
 
 def check_deterministic(settings: Settings, named: dict[nn.Parameter, tuple[str, ...]]) -> None:

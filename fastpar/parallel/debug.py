@@ -59,8 +59,10 @@ class Debug:
         seed: of the delays.
         check_inputs: before each forward compare the model's tensor arguments over the ranks of a
             tp group, which must have the same.
+        bus_gb_s: offload without a GPU, over a stand-in for its bus of this speed in each direction
+            (see offload.py); 0: none.
     Raises:
-        ValueError: delay_ms below 0.
+        ValueError: delay_ms or bus_gb_s below 0.
     """
 
     check_replicas: bool = False
@@ -68,12 +70,12 @@ class Debug:
     delay_ms: float = 0.0
     seed: int = 0
     check_inputs: bool = False
+    bus_gb_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.delay_ms < float("inf"):
-            raise ValueError(
-                f"Debug: expected 0 <= delay_ms, got delay_ms={self.delay_ms}; use a few ms"
-            )
+        for name, value in (("delay_ms", self.delay_ms), ("bus_gb_s", self.bus_gb_s)):
+            if not 0 <= value < float("inf"):
+                raise ValueError(f"Debug: expected 0 <= {name}, got {name}={value}; 0 is off")
 
     def delayed(self, collectives: Collectives) -> Collectives:
         """The collectives, late from now on if delay_ms asks for it. Ranks: each for itself."""

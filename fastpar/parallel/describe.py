@@ -25,6 +25,10 @@ def memory(shards: Shards) -> dict[str, int]:
         for kind, x in (("gradients", bucket.grad), ("gradient shards", bucket.grad_shard)):
             if x is not None:
                 kinds[kind] += x.numel() * x.element_size()
+    if shards.offload is not None:
+        kinds |= shards.offload.memory()
+        if shards.offload.mode == "parameters":
+            kinds["parameter shards"] -= kinds["host weights"]
     kinds["partial sums"] = sum(bucket.tree_bytes for bucket in shards.buckets)
     kinds["frozen parameters"] = sum(p.numel() * p.element_size() for p in shards.frozen)
     return kinds
@@ -93,6 +97,7 @@ def describe(shards: Shards, last_unit: int, tree_ms: float) -> str:
         *([] if shards.declared is None else [_tp(shards.declared.tp)]),
         *([] if shards.declared is None else [_tensor_parallel(shards)]),
         *([_cost_of_fixed_sums(shards, tree_ms)] if settings.deterministic else []),
+        *([] if shards.offload is None else [shards.offload.describe()]),
         "memory: " + _mib(memory(shards)),
         "wire per rank and step: " + (_mib(wire_bytes(shards, last_unit)) or "nothing"),
         "bucket  unit  dtype     params      MiB  shard MiB  parameters",

@@ -154,7 +154,8 @@ class Engine:
             bucket.begin_backward(stopped=stopped, skipped=bucket.spec.unit in skipped or others)
             if self.settings.deterministic and not others:
                 bucket.set_aside(anew=bucket in written)
-        self.reducer.begin_backward(self._active, sends=last and self.shards.mesh.dp_size > 1)
+        sends = last and self.buckets[0].groups.reduce is not None
+        self.reducer.begin_backward(self._active, sends=sends, final=self.micro_batches.final)
 
     def end_backward(self) -> None:
         """All gradients of a backward are there."""
@@ -238,6 +239,8 @@ class Engine:
             self._say_begin("a step")
         self.partials.check()
         self.partials.sum()
+        if self.shards.offload is not None:
+            self.shards.offload.send_rest()
 
     def finish(self) -> None:
         """Reduce gradients that only this rank knows, if there are any. Ranks: all."""
@@ -321,7 +324,7 @@ class Engine:
             self.control.doubt()
         between = self.phase in (StepPhase.EMPTY, StepPhase.STEPPED)
         if between and only and self.gathers is not None:
-            self.gathers.launch_stale()
+            self.gathers.launch_early()
 
     def _end_of_gradients(self) -> None:
         """All were zeroed: a step that did not come is forgotten."""
@@ -423,6 +426,7 @@ class Engine:
 
     def grad_of(self, p: Tensor) -> Tensor | None:
         """The gradient of one parameter: p.grad, or p.main_grad where it is valid; of its piece."""
+        self.shards.settle()
         return self.shards.piece(p).grad if p in self.shards.places else p.grad
 
     def grads(self) -> list[tuple[nn.Parameter, Tensor]]:

@@ -96,6 +96,7 @@ class Gathers:
         buckets = [[b for b in shards.buckets if b.spec.unit == i] for i in range(len(units))]
         self._shards, self._listener, self.buckets = shards, listener, buckets
         self.frees, self.prefetch = shards.stage.frees_parameters, shards.settings.prefetch
+        self._waits = shards.settings.offload is not None  # a launch waits for the host's step
         self._passes: defaultdict[tuple[str, object], _Pass] = defaultdict(_Pass)
         self._pass = _Pass()  # between passes: nothing is launched ahead of use
         of_units = [{b.spec.part for b in unit} for unit in buckets]
@@ -140,9 +141,14 @@ class Gathers:
 
     # Stages 1 and 2
 
-    def launch_stale(self) -> None:
-        """Start gathering everything that a step has changed, in the order of use."""
-        for buckets in () if self.frees else self.buckets:
+    def launch_early(self) -> None:
+        """Between a step and a forward: gather what may be gathered already."""
+        if not self._waits:
+            self.launch_stale()
+
+    def launch_stale(self, stop: int | None = None) -> None:
+        """Start gathering what a step has changed, in the order of use, up to a unit."""
+        for buckets in () if self.frees else self.buckets[:stop]:
             for bucket in reversed(buckets):
                 if not bucket.live and bucket.gathering is None:
                     self._shards.launch_gather(bucket)
@@ -187,7 +193,7 @@ class Gathers:
         calls: wait only for what is not owned by parts that will be called.
         """
         if not self.frees:
-            self.launch_stale()
+            self.launch_stale(index + 1 if self._waits else None)
         elif not self._is_live(index) and not self._is_launched(index):
             now = self._pass
             rest = now.recorded[now.next :]
@@ -334,6 +340,7 @@ class Gathers:
         calls = not (in_backward or looked_at or _may_be_compiled(module))
         self.need(index, calls=calls)
         if looked_at and index == ROOT and not self.frees:
+            self.launch_stale()
             for bucket in self._shards.buckets:
                 self._shards.finish_gather(bucket)
 
@@ -374,6 +381,8 @@ class Gathers:
             self._inside.discard(index)
             for bucket in self.buckets[index]:
                 self._shards.finish_gather(bucket)
+            if self._waits and index != ROOT:
+                self.launch_stale(index + 2)  # under what the device has been given
             if index == ROOT:
                 self._depth = max(0, self._depth - 1)  # 0: a pre-hook before ours has failed
                 if self._depth == 0:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.mesh import AXES, Mesh
+from fastpar.comm.one_rank import OneRank
 from fastpar.comm.overlap import check_overlap, choose_overlap
 from fastpar.comm.transport import make_collectives
 from fastpar.context.sequences import check_method, mesh_of_gradients, share_sequences
@@ -21,12 +22,14 @@ from fastpar.parallel.checks import (
     check_axes,
     check_deterministic,
     check_in_place_writers,
+    check_offload,
     check_parameters,
     guard_optimizers,
 )
 from fastpar.parallel.control import prove_together
 from fastpar.parallel.debug import Debug, InputCheck
 from fastpar.parallel.engine import Engine
+from fastpar.parallel.offload import Bus, Offload, SlowBus
 from fastpar.parallel.shards import Shards, guard_state_dicts
 from fastpar.parallel.split_backward import Places
 from fastpar.parallel.stages import STAGES, Settings, Stage
@@ -76,6 +79,8 @@ def parallelize(
     pp_schedule: str = "1f1b",
     pp_chunks: int | None = None,
     cp_method: str = "heads",
+    offload: str | None = None,
+    offload_keep_mb: float = 0.0,
 ) -> nn.Module:
     """Make the ranks of mesh train model together; an ordinary training loop stays as it was.
 
@@ -130,6 +135,10 @@ def parallelize(
             each rank pp_chunks of them (2), "zb-v" two in the shape of a V, any other one.
         cp_method: how ranks of cp attend tokens of the others: "heads" exchanges all tokens of
             some heads (fastpar/context). The ranks get the same batches and return the same loss.
+        offload: "optimizer" keeps AdamW's state in the host's memory, where it is stepped under the
+            next forward (zero_stage 1 to 3; with one rank, too); "parameters" the shards of stage 3
+            too. The same bits as without. Where backward passes add up, pass grad_accum_steps.
+        offload_keep_mb: MiB of that state that stay on the GPU: of what a forward needs first.
     Returns:
         The same module (of a model on the meta device, with new parameters).
     Ranks: all, with the same model and arguments.
@@ -149,6 +158,7 @@ def parallelize(
     check_method(cp_method)
     given, mesh = mesh, mesh_of_gradients(mesh)
     check_arguments(model, mesh.dp_size, options)
+    check_offload(options, given.device, debug or Debug())
     check_overlap(tp_overlap, sequence_parallel is not False)
     check_parameters(parameter_names(model), mesh.device, materialize is not None)
     check_in_place_writers(model, mesh.dp_size)
@@ -163,7 +173,7 @@ def parallelize(
     if context is not None:
         model.context_parallel(context)  # type: ignore[operator]
     n_shards = 1 if zero_stage == 0 else shard_size or mesh.size("dp")
-    stage = STAGES[zero_stage if n_shards > 1 else 0]
+    stage = STAGES[zero_stage if n_shards > 1 or offload else 0]
     groups, control = maker.of_engine(stage, n_shards)
     settings = _settings(options, stage, n_shards, mesh.dp_size, groups)
     check_deterministic(settings, parameter_names(model))
@@ -176,6 +186,11 @@ def parallelize(
     shards = _make_shards(model, mesh, settings, groups, modules, fill, poison=debug.poison)
     engine = Engine(shards, modules, control, given, debug)
     engine.tp_report = report
+    if offload is not None and engine.gathers is not None:
+        bus = SlowBus(debug.bus_gb_s) if debug.bus_gb_s else Bus(mesh.device)
+        order = [bucket for unit in engine.gathers.buckets for bucket in reversed(unit)]
+        poison = debug.poison
+        shards.offload = Offload(shards, order, bus, offload, offload_keep_mb, poison=poison)
     Places.offer(engine)
     guard_optimizers(engine)
     if shards.shares:
@@ -420,10 +435,11 @@ class GroupMaker:
         their shards gathered along dp.
         """
         mesh = self.mesh.with_replicas(self.mesh.dp_size // n_shards)
+        alone = OneRank(mesh.device) if stage.shards and n_shards == 1 else None
         if mesh.world_size == 1:
-            return BucketGroups(), None
+            return BucketGroups(alone, alone), None
         if mesh.dp_size == 1:
-            return BucketGroups(), self.make(mesh.group(*AXES), "control")
+            return BucketGroups(alone, alone), self.make(mesh.group(*AXES), "control")
         whole = self.make(mesh.dp_group, "reduce")
         kind = "shm" if whole.transport == "shm" else self.transport
         # The norm, the flags and the loss are those of all ranks.
@@ -433,6 +449,8 @@ class GroupMaker:
         if not stage.shards:
             return BucketGroups(whole), control
         new = self.factory is None and whole.transport != "shm"  # shared memory only meets in one
+        if alone is not None:
+            return BucketGroups(alone, alone, self.make(mesh.dp_group, "replicate", kind)), control
         gather = self.make(mesh.new_group("dp") if new else mesh.group("dp"), "gather", kind)
         if mesh.size("replicas") == 1:
             return BucketGroups(whole, gather), control

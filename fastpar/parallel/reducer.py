@@ -81,7 +81,7 @@ class Reducer:
     def reset(self) -> None:
         """No backward runs, and nothing is under way."""
         self.n_sent = 0
-        self._sends = self._in_backward = False
+        self._sends = self._in_backward = self._final = False
         self._patient, self._now = True, self._buckets
         self._in_flight: deque[tuple[BucketState, Handle, Tensor]] = deque()
         self._between_copies: list[tuple[BucketState, Handle, Tensor]] = []
@@ -98,9 +98,12 @@ class Reducer:
                 "ranks are out of step: restart from a checkpoint"
             )
 
-    def begin_backward(self, buckets: Sequence[BucketState], *, sends: bool) -> None:
-        """A backward that gives these gradients begins; sends: it reduces."""
+    def begin_backward(
+        self, buckets: Sequence[BucketState], *, sends: bool, final: bool = False
+    ) -> None:
+        """A backward that gives these gradients begins; sends: it reduces; final: for this step."""
         self._sends, self._in_backward, self._now = sends, True, buckets
+        self._final = final
 
     def launch_ready(self) -> None:
         """Launch what may go; see [Note: when a bucket is launched]."""
@@ -184,8 +187,12 @@ class Reducer:
         shared = self._settings.stage.shards
         if bucket.grad is not None and not shared and target is not bucket.grad:
             target = bucket.grad.copy_(target)  # another dtype on the wire
+        if bucket.host is not None:
+            bucket.host.bring_back(bucket)
         bucket.add_reduced(target)
         bucket.enter(BucketPhase.REDUCED)
+        if bucket.host is not None and self._final:
+            bucket.host.send(bucket)
 
     def _finish_alone(self) -> None:
         """Nobody to send to: only the tree over the micro-batches is left."""

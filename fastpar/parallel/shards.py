@@ -46,6 +46,7 @@ class Shards:
     Attributes:
         params: in launch order.
         log: of the collectives of this engine.
+        offload: see offload.py, None without it.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Shards:
         self.declared, self.frozen, self.stages = declared, frozen, stages
         self.model: Callable[[], nn.Module | None] = weakref.ref(model)
         self.log = CollectiveLog(mesh.device, mesh.rank)
+        self.offload: Any = None
         self.params = [p for bucket in buckets for p in bucket.params]
         self.index = {p: i for i, p in enumerate(self.params)}
         self.places = {
@@ -95,7 +97,8 @@ class Shards:
         bucket.allocate()
         self.log.note(1, index)
         with self.log.naming("gathering", index):
-            handle = group.all_gather(bucket.flat, bucket.shard, async_op=True, tag=index)
+            own = bucket.shard if bucket.host is None else bucket.host.values(bucket)
+            handle = group.all_gather(bucket.flat, own, async_op=True, tag=index)
         bucket.gathering = started(handle)
         self.log.add(bucket.gathering, bucket.flat, group, both_ways=False)
 
@@ -157,12 +160,14 @@ class Shards:
     def write(self, p: nn.Parameter, local: Tensor) -> None:
         """Replace a parameter by this rank's slice along tp, the same along dp."""
         bucket, start, stop = self.place(p)
-        if self.stage.frees_parameters:
+        if self.stage.frees_parameters or bucket.host is not None:
             rows = local if local.dim() > 1 else local.reshape(-1)
             row = max(1, rows[:1].numel())  # of a transposed one only this rank's rows are copied
             first = start // row
             rows = rows[first : -(-stop // row)].reshape(-1)
             self.piece(p).param.copy_(rows[start - first * row : stop - first * row])
+            if bucket.shard is not bucket.stepped:
+                bucket.shard.copy_(bucket.stepped)
         if bucket.live:
             p.copy_(local)
 
@@ -242,6 +247,8 @@ class Shards:
     def piece(self, p: Tensor) -> Piece:
         """What this rank owns of a parameter, and its gradient."""
         bucket, position = self.places[p]  # type: ignore[index]
+        if bucket.host is not None:
+            bucket.host.finish(bucket)
         if self.stage.shards:
             return Piece(*bucket.piece(position))
         return Piece(p, bucket.grad_of(position), 0)
@@ -258,8 +265,14 @@ class Shards:
         Wire: the tensor's bytes, padded to equal parts.
         """
         self.check_block(p, block)
+        self.settle()
         local = self._joined(values, p, block) if self.stage.shards else values.clone()
         return local if self.declared is None or block > 1 else self.declared.whole(local, p)
+
+    def settle(self) -> None:
+        """What the host has may be read: no step and no copy of it is under way."""
+        if self.offload is not None:
+            self.offload.settle()
 
     def is_split(self, p: Tensor) -> bool:
         """Whether tp ranks have different parts of p."""
@@ -288,7 +301,8 @@ class Shards:
         group = self.bucket_of(p).groups.gather  # type: ignore[arg-type]
         assert group is not None
         parts = [self._blocks(p, rank, block) for rank in range(group.world_size)]
-        mine = values.new_zeros(max(part.stop - part.start for part in parts))
+        longest = max(part.stop - part.start for part in parts)
+        mine = torch.zeros(longest, dtype=values.dtype, device=group.device)
         mine[: values.numel()] = values.view(-1)
         with self.log.timer.waiting():
             sent = group.gathered(mine.view(torch.uint8)).view(-1)  # no elements: no rows to cast

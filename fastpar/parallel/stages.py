@@ -115,6 +115,8 @@ class Settings:
     grad_accum_steps: int = 1
     prefetch: int = 1
     deterministic: bool = False
+    offload: str | None = None
+    offload_keep_mb: float = 0.0
 
     @property
     def reduces_each(self) -> bool:
@@ -127,11 +129,17 @@ class MicroBatches:
 
     def __init__(self, accumulate: str, grad_accum_steps: int) -> None:
         self._reduced_at = grad_accum_steps if accumulate == "full" else 1
+        self._of_step = grad_accum_steps
         self.begun = 0  # since the last step
         self.told = False  # by begin(): backward passes belong to that one
         self.part: int | None = None  # of the model that it runs; None: all
         self.last = True  # gradients are reduced after this one's backward passes
         self.synchronize = True  # False under no_sync()
+
+    @property
+    def final(self) -> bool:
+        """Whether no other one is expected in this step."""
+        return self.last and (self.told or self.begun >= self._of_step)
 
     @property
     def finished(self) -> int:
