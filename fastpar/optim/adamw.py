@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from fastpar.kernels.adamw import MOMENT_BLOCK, Hyper, adamw_step_
-from fastpar.optim.base import EngineOptimizer, Row, plain
+from fastpar.optim.base import EngineOptimizer, Row
 from fastpar.optim.checks import check_memory, check_overlap, check_ranges, check_seed, pair, scalar
+from fastpar.optim.compiler import plain
 from fastpar.optim.state import (
     ENTRIES,
     Storage,
@@ -213,7 +214,7 @@ class AdamW(EngineOptimizer):
             self._call(batch, device, factor, found)()
 
     def prepare(self, rows: list[Row], factor: Tensor | None) -> list[Callable[[], object]]:
-        """The kernel calls of a step, with its numbers, for another thread to make; counts it.
+        """The calls that make a step with the numbers of now, for another thread.
 
         factor: is read by them.
         """
@@ -230,7 +231,7 @@ class AdamW(EngineOptimizer):
     def _call(
         self, rows: list[Row], device: torch.device, factor: Tensor | None, found: Tensor | None
     ) -> Callable[[], object]:
-        """The kernel call for rows of one device, maximize and amsgrad; the step is counted."""
+        """What steps rows of one device, maximize and amsgrad, by one kernel call."""
         options, storage = self.param_groups[rows[0].group], self.storage
         amsgrad, eight_bit = options["amsgrad"], storage.moment_dtype == torch.uint8
         # Where the kernel reads the counters of a group: see [Note: step counters].
@@ -268,9 +269,13 @@ class AdamW(EngineOptimizer):
                 stochastic_rounding_seed=self.seed if storage.random else None,
                 first_indices=self._first_indices(rows) if storage.random else None,
             )
-        if numbered and (found is None or not found.item()):
-            _count(numbered)
-        return call
+
+        def step() -> None:
+            call()
+            if numbered and (found is None or not found.item()):
+                _count(numbered)
+
+        return step
 
     def _first_indices(self, rows: Sequence[Row]) -> list[int]:
         """Where each piece begins among the random bits, which all parameters share."""

@@ -64,7 +64,7 @@ class BucketState(BucketParameters):
         self.grad: Tensor | None = None
         if not stage.frees_gradients:
             self.grad = self._empty(groups.reduce, spec.numel, self.grad_dtype)
-        self.grad_shard = self._open_shard() if stage.frees_gradients else None
+        self.grad_shard: Tensor | None = self._new_shard() if stage.frees_gradients else None
         self.has: set[int] = set()  # positions with a gradient of this rank in `grad`
         self.seen: set[int] = set()  # since zero_grad(), wherever it is by now
         self._copies = WaitingCopies(device)  # of gradients into `grad`
@@ -245,9 +245,9 @@ class BucketState(BucketParameters):
 
     @contextlib.contextmanager
     def _summing(self) -> Iterator[None]:
-        begin = time.perf_counter()
+        self._tree_ms -= time.perf_counter() * 1e3
         yield
-        self._tree_ms += (time.perf_counter() - begin) * 1e3
+        self._tree_ms += time.perf_counter() * 1e3
 
     def _forget_local(self) -> None:
         self.has.clear()
@@ -261,12 +261,11 @@ class BucketState(BucketParameters):
             return self.grad
         if not self.stage.frees_gradients:
             return self.grad[self.own]
-        own = self.grad_shard
-        if self.reduced is None and not self.deterministic and own is not None:
-            return own
-        return self._open_shard()
+        if self.reduced is None and not self.deterministic and self.grad_shard is not None:
+            return self.grad_shard
+        return self._new_shard()
 
-    def _open_shard(self) -> Tensor:
+    def _new_shard(self) -> Tensor:
         return torch.empty(self.spec.shard_numel, dtype=self.grad_dtype, device=self.device)
 
     def add_reduced(self, result: Tensor) -> None:
@@ -276,9 +275,8 @@ class BucketState(BucketParameters):
                 self._reductions = PairwiseSum()
             with self._summing():
                 self._reductions.push(result if self.stage.frees_gradients else result.clone())
-                self.reduced = result
-                if self.stage.frees_gradients:
-                    self.reduced = self._open_shard() if self.host else self.grad_shard
+                own = self.grad_shard if self.host is None else self._new_shard()
+                self.reduced = own if self.stage.frees_gradients else result
                 assert self.reduced is not None
                 if self._reductions.count > 1 or self.stage.frees_gradients:
                     self.reduced.copy_(self._reductions.total())
@@ -488,9 +486,7 @@ class BucketState(BucketParameters):
             if tree is not None:
                 tree.zero_(place)
         if self.reduced is not None and self.stage.shards:
-            if self.host is not None:
-                self.host.touch(self)
-            self.reduced[part].zero_()
+            self.writable(self.reduced)[part].zero_()
 
     def take_tree_ms(self) -> float:
         """The host's time in fixed sums since the last call."""

@@ -156,6 +156,12 @@ class BucketParameters:
             "dtypes before fastpar.parallelize"
         )
 
+    def writable(self, grads: Tensor) -> Tensor:
+        """The same gradients, where they may lie on the host and be used there."""
+        if self.host is not None:
+            self.host.touch(self)
+        return grads
+
     def save_writes(self) -> None:
         """Somebody wrote into the whole parameters: this rank's slice of them is the truth."""
         if self.stage.frees_parameters:

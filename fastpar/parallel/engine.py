@@ -49,8 +49,7 @@ class Engine:
     Attributes:
         shards: the buckets and parameters, as this rank has them.
         shares: whether a rank has less than whole parameters, or gradients of less.
-        phase: of the step.
-        report: StepReport of the last step, None before it.
+        phase: of the step; report: StepReport of the last one, None before it.
         tp_report: what is split along tp, and why; print it.
         tree_ms: the host's time in the fixed sums of the last step.
         graph_task: autograd's number of the backward that runs, or stopped; -1: none.
@@ -154,8 +153,7 @@ class Engine:
             bucket.begin_backward(stopped=stopped, skipped=bucket.spec.unit in skipped or others)
             if self.settings.deterministic and not others:
                 bucket.set_aside(anew=bucket in written)
-        sends = last and self.buckets[0].groups.reduce is not None
-        self.reducer.begin_backward(self._active, sends=sends, final=self.micro_batches.final)
+        self.reducer.begin_backward(self._active, last=last, final=self.micro_batches.final)
 
     def end_backward(self) -> None:
         """All gradients of a backward are there."""
@@ -239,8 +237,7 @@ class Engine:
             self._say_begin("a step")
         self.partials.check()
         self.partials.sum()
-        if self.shards.offload is not None:
-            self.shards.offload.send_rest()
+        self.shards.send_rest()
 
     def finish(self) -> None:
         """Reduce gradients that only this rank knows, if there are any. Ranks: all."""
@@ -456,13 +453,8 @@ class Engine:
         text = f"zero_stage={self.zero_stage}, tp={self.mesh.tp_size}"
         return text if self.shards.stages is None else f"{text}, pp={self.mesh.size('pp')}"
 
-    @property
-    def wire_bytes_per_step(self) -> int:
-        """Bytes that this rank sends for one backward and step."""
-        return sum(self.wire_bytes().values())
-
     def wire_bytes(self) -> dict[str, int]:
-        """wire_bytes_per_step by kind of collective; see describe.py."""
+        """Bytes that this rank sends for one backward and step, by kind; see describe.py."""
         return wire_bytes(self.shards, self._last_unit())
 
     def memory(self) -> dict[str, int]:

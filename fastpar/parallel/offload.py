@@ -197,6 +197,8 @@ class Offload:
         source, grads = bucket.reduced, self.grads[bucket]
         assert source is not None
         self._bins[bucket] = self._bins_of(bucket, range(len(bucket.params)))
+        if not bucket.stage.frees_gradients:  # the next backward writes there
+            source = source.clone()
         handle = self._down[bucket] = self._bus.down(grads, source)
         bucket.reduced, bucket.grad_shard = grads, None
         self._in_flight.append(handle)
@@ -272,7 +274,7 @@ class Offload:
         """
         places = self._shards.places
         of: dict[BucketState, list[Any]] = {bucket: [] for bucket in self.order}
-        others = []
+        others: list[Any] = []
         for row in rows:
             bucket = places[row.param][0] if row.engine is not None else None
             mine = bucket is not None and row.engine.shards is self._shards

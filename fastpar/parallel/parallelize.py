@@ -435,7 +435,7 @@ class GroupMaker:
         their shards gathered along dp.
         """
         mesh = self.mesh.with_replicas(self.mesh.dp_size // n_shards)
-        alone = OneRank(mesh.device) if stage.shards and n_shards == 1 else None
+        alone = OneRank(mesh.device) if stage.shards and mesh.dp_size == 1 else None
         if mesh.world_size == 1:
             return BucketGroups(alone, alone), None
         if mesh.dp_size == 1:
@@ -449,8 +449,6 @@ class GroupMaker:
         if not stage.shards:
             return BucketGroups(whole), control
         new = self.factory is None and whole.transport != "shm"  # shared memory only meets in one
-        if alone is not None:
-            return BucketGroups(alone, alone, self.make(mesh.dp_group, "replicate", kind)), control
         gather = self.make(mesh.new_group("dp") if new else mesh.group("dp"), "gather", kind)
         if mesh.size("replicas") == 1:
             return BucketGroups(whole, gather), control

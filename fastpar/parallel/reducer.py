@@ -98,12 +98,10 @@ class Reducer:
                 "ranks are out of step: restart from a checkpoint"
             )
 
-    def begin_backward(
-        self, buckets: Sequence[BucketState], *, sends: bool, final: bool = False
-    ) -> None:
-        """A backward that gives these gradients begins; sends: it reduces; final: for this step."""
-        self._sends, self._in_backward, self._now = sends, True, buckets
-        self._final = final
+    def begin_backward(self, buckets: Sequence[BucketState], *, last: bool, final: bool) -> None:
+        """A backward that gives these gradients begins; last: it reduces; final: in this step."""
+        self._sends, self._final = last and self._buckets[0].groups.reduce is not None, final
+        self._in_backward, self._now = True, buckets
 
     def launch_ready(self) -> None:
         """Launch what may go; see [Note: when a bucket is launched]."""

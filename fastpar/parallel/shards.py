@@ -274,6 +274,11 @@ class Shards:
         if self.offload is not None:
             self.offload.settle()
 
+    def send_rest(self) -> None:
+        """Before a step: gradients that the host is to have are on their way to it."""
+        if self.offload is not None:
+            self.offload.send_rest()
+
     def is_split(self, p: Tensor) -> bool:
         """Whether tp ranks have different parts of p."""
         return self.declared is not None and self.declared.is_split(p)
