@@ -147,6 +147,12 @@ class TrainConfig(TrainFlags):
         stage, tp, pp = self.parallel.zero_stage, self.parallel.tp, self.parallel.pp
         check_ramp(self.text, pp)
         check_packing(self.text, self.parallel, compiled=self.system.compile)
+        if self.optim.optimizer != "adamw" and self.parallel.offload != "none":
+            raise ValueError(
+                f"train: expected optimizer=adamw with offload={self.parallel.offload}, got "
+                f"optimizer={self.optim.optimizer}, which computes on whole matrices; leave "
+                "--offload out"
+            )
         if self.optim.optimizer == "adafactor" and (stage or tp > 1):
             raise ValueError(
                 "train: expected zero_stage=0 and tp=1 with optimizer=adafactor, whose means of "
@@ -312,6 +318,13 @@ def check_parallel(parallel: ParallelSettings, dtype: str, *, deterministic: boo
             "train: expected zero_stage 1, 2 or 3 with shard_size, got zero_stage=0 with "
             f"shard_size={parallel.shard_size}; add --zero, or leave --shard-size out"
         )
+    least = {"none": 0, "optimizer": 1, "parameters": 3}[parallel.offload]
+    if parallel.zero_stage < least:
+        raise ValueError(
+            f"train: expected zero_stage {'3' if least == 3 else '1, 2 or 3'} with offload="
+            f"{parallel.offload}, got zero_stage={parallel.zero_stage}; add --zero "
+            f"{max(2, least)}, also for one rank"
+        )
     for name in ("grad_dtype", "reduce_dtype"):
         value = getattr(parallel, name)
         if deterministic and value not in ("auto", "fp32"):
@@ -409,7 +422,7 @@ _AT_LEAST: dict[str, float] = {
     **dict.fromkeys(("eval_every", "save_every", "keep_last", "warmup_steps", "min_lr"), 0),
     **dict.fromkeys(("weight_decay", "max_grad_norm", "num_samples", "max_new_tokens"), 0),
     **dict.fromkeys(("temperature", "top_k", "keep_every", "loss_spike", "max_rollbacks"), 0),
-    **dict.fromkeys(("check_replicas_every", "max_restarts", "ramp_steps"), 0),
+    **dict.fromkeys(("check_replicas_every", "max_restarts", "ramp_steps", "offload_keep_mb"), 0),
     "batch_ramp": 1,
 }
 
@@ -420,6 +433,7 @@ _GRAPHED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("pack", ("stream",), "rows have any number of documents"),
     ("batch_ramp", (None,), "they hold a micro-batch's part of the step"),
     ("zero_stage", (0, 1), "gradients or weights that are freed come back at other addresses"),
+    ("offload", ("none",), "a forward waits for the host's step"),
     ("tp", (1,), "the host takes part in collectives inside of layers"),
     ("cp", (1,), "the host takes part in the exchanges of attention"),
     ("pp", (1,), "the host sends and receives between stages"),

@@ -196,6 +196,10 @@ class ParallelSettings:
     """auto: shared memory between CPU ranks of one host, else gloo or NCCL."""
     bucket_mb: float | None = None
     """MB of gradients a collective; unset: by number of ranks."""
+    offload: Literal["none", "optimizer", "parameters"] = "none"
+    """Keep the optimizer's state in the host's memory, and step there; parameters: weights too."""
+    offload_keep_mb: float = 0.0
+    """MiB of that state that stay on the GPU."""
 
 
 @dataclass(frozen=True)

@@ -290,21 +290,24 @@ class Offload:
         self._busy_s = self._touched = 0.0
         for bucket in self.order:
             if of[bucket]:
-                self._begin(bucket, optimizer.prepare(of[bucket], factor), sent, optimizer)
+                self._begin(
+                    bucket, of[bucket], optimizer.prepare(of[bucket], factor), sent, optimizer
+                )
         return others
 
     def _begin(
         self,
         bucket: BucketState,
+        rows: list[Any],
         calls: list[Callable[[], None]],
         factor: Handle | None,
         optimizer: Any,
     ) -> None:
         ups: list[Handle] = []
-        down, grads = self._down.pop(bucket, None), self.grads[bucket]
-        states = [optimizer.state.get(p, {}).values() for p in bucket.params]
-        state = sum(x.nbytes for each in states for x in each if isinstance(x, Tensor))
-        touched = 2 * bucket.stepped.nbytes + grads.nbytes + 2 * state
+        down = self._down.pop(bucket, None)
+        states = [x for row in rows for x in optimizer.state[row.param].values()]
+        touched = 2 * sum(x.nbytes for x in states if isinstance(x, Tensor))
+        touched += sum(2 * row.piece.nbytes + row.grad.nbytes for row in rows)
 
         def run() -> None:
             self._use_cores()
@@ -315,8 +318,8 @@ class Offload:
             with torch.inference_mode(False), torch.no_grad():
                 for call in calls:
                     call()
-                if self._poison:
-                    grads.fill_(float("nan"))
+                for row in rows if self._poison else ():
+                    row.grad.fill_(float("nan"))
             self._busy_s += time.perf_counter() - begin
             self._touched += touched
             if bucket.shard is not bucket.stepped:

@@ -176,6 +176,8 @@ def set_up(
         pp_split=stages_of(parallel, model.config),
         pp_schedule=parallel.schedule,
         pp_chunks=parallel.chunks,
+        offload=None if parallel.offload == "none" else parallel.offload,
+        offload_keep_mb=parallel.offload_keep_mb,
     )
     recompute(model, parallel.activation_checkpointing)
     return make_optimizer(model, config.optim, dtype=dtype, seed=config.run.seed)
