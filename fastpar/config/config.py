@@ -147,12 +147,6 @@ class TrainConfig(TrainFlags):
         stage, tp, pp = self.parallel.zero_stage, self.parallel.tp, self.parallel.pp
         check_ramp(self.text, pp)
         check_packing(self.text, self.parallel, compiled=self.system.compile)
-        if self.optim.optimizer != "adamw" and self.parallel.offload != "none":
-            raise ValueError(
-                f"train: expected optimizer=adamw with offload={self.parallel.offload}, got "
-                f"optimizer={self.optim.optimizer}, which computes on whole matrices; leave "
-                "--offload out"
-            )
         if self.optim.optimizer == "adafactor" and (stage or tp > 1):
             raise ValueError(
                 "train: expected zero_stage=0 and tp=1 with optimizer=adafactor, whose means of "
@@ -172,6 +166,7 @@ class TrainConfig(TrainFlags):
                 "use --moment-dtype bf16"
             )
         check_storage(self.optim, str(self.system.dtype))
+        check_offload(self.parallel, self.optim.optimizer)
         check_parallel(
             self.parallel, str(self.system.dtype), deterministic=self.system.deterministic
         )
@@ -307,6 +302,22 @@ def check_storage(optim: OptimSettings, dtype: str) -> None:
         )
 
 
+def check_offload(parallel: ParallelSettings, optimizer: str) -> None:
+    """Refuse a host's step of what is not shared out, or of an optimizer that has none."""
+    least = {"none": 0, "optimizer": 1, "parameters": 3}[parallel.offload]
+    if parallel.zero_stage < least:
+        raise ValueError(
+            f"train: expected zero_stage {'3' if least == 3 else '1, 2 or 3'} with offload="
+            f"{parallel.offload}, got zero_stage={parallel.zero_stage}; add --zero "
+            f"{max(2, least)}, also for one rank"
+        )
+    if least and optimizer != "adamw":
+        raise ValueError(
+            f"train: expected optimizer=adamw with offload={parallel.offload}, got optimizer="
+            f"{optimizer}, which computes on whole matrices; leave --offload out"
+        )
+
+
 def check_parallel(parallel: ParallelSettings, dtype: str, *, deterministic: bool) -> None:
     """Refuse shards of nothing, and formats of gradients that do not fit the weights'.
 
@@ -317,13 +328,6 @@ def check_parallel(parallel: ParallelSettings, dtype: str, *, deterministic: boo
         raise ValueError(
             "train: expected zero_stage 1, 2 or 3 with shard_size, got zero_stage=0 with "
             f"shard_size={parallel.shard_size}; add --zero, or leave --shard-size out"
-        )
-    least = {"none": 0, "optimizer": 1, "parameters": 3}[parallel.offload]
-    if parallel.zero_stage < least:
-        raise ValueError(
-            f"train: expected zero_stage {'3' if least == 3 else '1, 2 or 3'} with offload="
-            f"{parallel.offload}, got zero_stage={parallel.zero_stage}; add --zero "
-            f"{max(2, least)}, also for one rank"
         )
     for name in ("grad_dtype", "reduce_dtype"):
         value = getattr(parallel, name)

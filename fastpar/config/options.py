@@ -156,7 +156,7 @@ class SystemSettings:
     compile: bool = False
     """torch.compile the model: a slow start, then faster."""
     cuda_graphs: bool = False
-    """Replay micro-batches as CUDA graphs: pays for small ones."""
+    """Micro-batches as CUDA graphs: pays for small ones."""
     deterministic: bool = False
     """The same bits at every stage and split of a step into dp ranks and micro-batches."""
 
@@ -172,8 +172,8 @@ class ParallelSettings:
     pp: int = 1
     """Ranks that each have some of the layers, as a pipeline."""
     schedule: Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"] = "1f1b"
-    """Order of a pipeline's work: 1f1b holds pp micro-batches at once, gpipe all; others wait
-    less: interleaved by more messages, zb-h1 and zb-v by a backward in two halves."""
+    """Order of a pipeline's work: 1f1b holds pp micro-batches at once, gpipe all; others wait less.
+    """
     chunks: int | None = None
     """Stages on each rank with schedule interleaved; unset: 2."""
     pp_split: str = "auto"
@@ -187,9 +187,9 @@ class ParallelSettings:
     accumulate: Literal["auto", "shard", "full"] = "auto"
     """Reduce each micro-batch's gradients, or their full sum once; auto: full at 0 and 1."""
     grad_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Format in which gradients are kept and summed; auto: fp32."""
+    """Format in which gradients are summed; auto: fp32."""
     reduce_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Format of gradients on the wire; auto: that of grad-dtype."""
+    """Format of gradients on the wire; auto: grad-dtype's."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """Compute blocks again in backward; selective: all but matrix products and attention."""
     transport: Literal["auto", "shm", "torch"] = "auto"

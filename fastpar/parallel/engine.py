@@ -55,7 +55,7 @@ class Engine:
         graph_task: autograd's number of the backward that runs, or stopped; -1: none.
     """
 
-    paused = False  # its hooks do nothing; see replay.py
+    paused = False  # its hooks do nothing; see train/cuda_graphs.py
 
     def __init__(
         self,

@@ -87,7 +87,7 @@ class Gathers:
         listener: hears of passes that begin.
     """
 
-    paused = False  # its hooks do nothing; see replay.py
+    paused = False  # its hooks do nothing; see train/cuda_graphs.py
     part: object = 0  # of the model that runs: each has its own order of gathers
 
     def __init__(

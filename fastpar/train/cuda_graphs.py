@@ -7,7 +7,7 @@ Inputs, the dropout key, the loss scale and the loss are tensors that stay where
 filled before a replay. The first gradients of a step are written, later ones added: two graphs,
 which share their memory, as they never run together and nothing of one outlives it
 (capture_check.py). What the engine's hooks would have told it is told after the replay
-(parallel/replay.py): reductions do not hide under the backward. The memory of activations stays
+(run_replay): reductions do not hide under the backward. The memory of activations stays
 with the graphs between steps.
 
 [Note: before a capture] The region runs twice on a stream of its own, where its gradients are
@@ -17,14 +17,14 @@ Other threads (the watchdog, a save) may go on while one captures: their calls d
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fastpar.parallel.engine import Engine
-from fastpar.parallel.replay import recording, run_replay
 from fastpar.parallel.units import Hook
 from fastpar.train.capture_check import CaptureCheck
 
@@ -156,3 +156,68 @@ def capture(region: Callable[[], None], warm_up: Callable[[], None], pool: Any) 
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         region()
     return graph
+
+
+@contextlib.contextmanager
+def recording(engine: Engine, *, adds: bool | None) -> Iterator[list[nn.Parameter]]:
+    """A forward and backward inside change nothing but gradients.
+
+    Args:
+        adds: gradients are added to what is in the buckets; None: they are dropped.
+    Yields:
+        The parameters that have got a gradient, in that order.
+    """
+    shards, fired = engine.shards, []
+
+    def store(p: Tensor) -> None:
+        bucket, position = shards.places[p]  # type: ignore[index]
+        if adds is not None:
+            view, grad = bucket.grad_views[position], p.grad
+            assert grad is not None
+            view.add_(grad) if adds else view.copy_(grad)
+        p.grad = None
+        fired.append(bucket.params[position])
+
+    owners = [owner for owner in (engine, engine.gathers) if owner is not None]
+    grads = [(p, p.grad) for p in shards.params]
+    handles = [p.register_post_accumulate_grad_hook(store) for p in shards.params]
+    try:
+        for owner in owners:
+            owner.paused = True
+        for p, _ in grads:
+            p.grad = None
+        yield fired
+    finally:
+        for owner in owners:
+            owner.paused = False
+        for handle in handles:
+            handle.remove()
+        for p, grad in grads:
+            p.grad = grad
+
+
+def run_replay(engine: Engine, replay: Callable[[bool], Collection[nn.Parameter]]) -> None:
+    """Tells the engine of a forward and backward that replay does. Ranks: all.
+
+    Args:
+        replay: called with whether gradients are added to those that are there; returns the
+            parameters that it gave one.
+    """
+    if engine.gathers is not None:
+        engine.gathers.replay_forward()
+    engine.begin_backward()
+    for bucket in engine.buckets:
+        bucket.open_grad()
+    adds = any(bucket.has for bucket in engine.buckets)
+    fired = replay(adds)
+    for p in fired:
+        bucket, position = engine.shards.places[p]
+        if adds and position not in bucket.has:
+            raise RuntimeError(
+                "run_replay: expected gradients of all parameters or of none, got none of "
+                f"'{bucket.name(position)}' beside others; zero all of them between steps"
+            )
+        if not bucket.stage.shards:
+            bucket.adopt(position)
+        bucket.taken(position)
+    engine.end_backward()

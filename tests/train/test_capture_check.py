@@ -8,8 +8,8 @@ from pretend_cuda import pretend_cuda
 
 from fastpar import GPT, GPTConfig, Mesh, engine_of, parallelize
 from fastpar.kernels import bias_gelu, make_key
-from fastpar.parallel.replay import recording
 from fastpar.train.capture_check import CaptureCheck
+from fastpar.train.cuda_graphs import recording
 
 kept = []
 outside = torch.ones(4)

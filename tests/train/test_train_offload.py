@@ -1,0 +1,79 @@
+"""The trainer with the optimizer's state on the host: the run without it, also across a resume."""
+
+import functools
+
+import pytest
+from train_runs import TINY, bits, curve, forget_after
+
+from fastpar.comm.mesh import Mesh
+from fastpar.config.config import TrainConfig
+from fastpar.parallel.debug import Debug
+from fastpar.testing import run_ranks
+from fastpar.train import start
+from fastpar.train.trainer import Trainer
+
+FEW = {
+    **TINY,
+    "n_layer": 3,
+    "max_steps": 4,
+    "save_every": 2,
+    "micro_batch_size": 2,
+    "deterministic": True,
+}
+CASES = [
+    (1, {"offload": "optimizer", "zero_stage": 2}),
+    (2, {"offload": "optimizer", "zero_stage": 1, "offload_keep_mb": 0.1}),
+    (2, {"offload": "parameters", "zero_stage": 3, "ema": 0.9}),
+    (2, {"offload": "parameters", "zero_stage": 3, "tp": 2}),
+    (4, {"offload": "optimizer", "zero_stage": 2, "pp": 2, "schedule": "zb-v"}),
+]
+
+
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch):
+    """A bus on a machine without a GPU."""
+    real = start.parallelize
+    debug = Debug(bus_gb_s=1.0, poison=True)
+
+    @functools.wraps(real)
+    def made(*args, **kwargs):
+        return real(*args, **({**kwargs, "debug": debug} if kwargs["offload"] else kwargs))
+
+    monkeypatch.setattr(start, "parallelize", made)
+
+
+def rank(changes):
+    config = TrainConfig().replace({**FEW, **changes})
+    mesh = Mesh(tp=config.parallel.tp, pp=config.parallel.pp, device="cpu")
+    return Trainer(config, mesh).run()
+
+
+def run(out, ranks, **changes):
+    assert run_ranks(rank, ranks, {"out": out, **changes}) == [0] * ranks
+
+
+@pytest.mark.parametrize(("ranks", "changes"), CASES)
+def test_the_bits_of_the_run_without_it(here, ranks, changes):
+    """Losses, norms, validations, weights, moments and averages; dropout and clipping are on."""
+    without = {k: v for k, v in changes.items() if not k.startswith("offload")}
+    run("without", ranks, **without)
+    run("with", ranks, **changes)
+    assert curve("with") == curve("without")
+    for step in (2, 4):
+        assert bits("with", step) == bits("without", step)
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [
+        ((1, {}), (2, {"offload": "parameters", "zero_stage": 3})),
+        ((1, {"offload": "optimizer", "zero_stage": 2}), (2, {"zero_stage": 1})),
+    ],
+)
+def test_resumes_with_and_without(here, saved, resumed):
+    run("alone", 1)
+    run("moved", saved[0], **saved[1])
+    forget_after("moved", 2)
+    run("moved", resumed[0], resume=True, **resumed[1])
+    assert curve("moved") == curve("alone")
+    assert bits("moved", 4) == bits("alone", 4)
