@@ -24,7 +24,8 @@ from bench.systems.nodes import run_on_nodes
 from fastpar.comm.collectives import Collectives
 from fastpar.cost.devices import Cluster
 from fastpar.cost.network import Network, Traffic, hierarchy, pairs, place, ring
-from fastpar.plan.plan import PlanCommand, layout_text, make_plan, nic_bytes
+from fastpar.plan.estimate import layout_text
+from fastpar.plan.plan import PlanCommand, make_plan, nic_bytes
 
 TIME_LIMIT_S = {"cpu": 300, "cuda": 300}
 BEFORE = "all-to-all and a sum (deterministic)"

@@ -185,7 +185,7 @@ class ParallelSettings:
     shard_size: int | None = None
     """Ranks that share one of several copies; unset: all."""
     accumulate: Literal["auto", "shard", "full"] = "auto"
-    """Reduce each micro-batch's gradients, or their full sum once; auto: full at 0 and 1."""
+    """Reduce each micro-batch, or once; auto: full at 0 and 1."""
     grad_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Format in which gradients are summed; auto: fp32."""
     reduce_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
@@ -193,11 +193,11 @@ class ParallelSettings:
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """Compute blocks again in backward; selective: all but matrix products and attention."""
     transport: Literal["auto", "shm", "torch"] = "auto"
-    """auto: shared memory between CPU ranks of one host, else gloo or NCCL."""
+    """auto: shared memory of CPU ranks, else gloo or NCCL."""
     bucket_mb: float | None = None
     """MB of gradients a collective; unset: by number of ranks."""
     offload: Literal["none", "optimizer", "parameters"] = "none"
-    """Keep the optimizer's state in the host's memory, and step there; parameters: weights too."""
+    """The optimizer's state on the host, or weights too."""
     offload_keep_mb: float = 0.0
     """MiB of that state that stay on the GPU."""
 

@@ -88,6 +88,10 @@ class DatasheetRates:
         return self._peak
 
     @property
+    def generation(self) -> str:
+        return self.cluster.device.generation
+
+    @property
     def overlap(self) -> float:
         """Collectives take some of a GPU's multiprocessors and of its memory's bandwidth."""
         return 0.0 if self._kind == "cpu" else 0.8

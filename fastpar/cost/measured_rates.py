@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fastpar.cost.devices import device_of
 from fastpar.cost.operations import CommOp, Op
 from fastpar.cost.workload import Setup, Workload
 from fastpar.doctor.table import cpu_name
@@ -103,6 +104,12 @@ class MeasuredRates:
     sends: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     overheads: dict[str, Overhead] = field(default_factory=dict)
     scaled: set[str] = field(default_factory=set)
+
+    @property
+    def generation(self) -> str:
+        """See Rates."""
+        device = device_of(self.about.get("gpu") or "")
+        return "cpu" if device is None else device.generation
 
     def __str__(self) -> str:
         about = self.about

@@ -51,6 +51,7 @@ from fastpar.cost.matrix_updates import product_bytes, updates_of
 from fastpar.cost.workload import Setup, Workload, vocabulary_rows
 from fastpar.kernels.linear_cross_entropy import default_chunk_rows
 from fastpar.optim.adafactor import BATCH
+from fastpar.parallel.offload import IN_FLIGHT
 from fastpar.pipeline.schedules import SPLIT
 from fastpar.pipeline.simulator import Held, held_of
 
@@ -111,9 +112,13 @@ def predict_states(workload: Workload, setup: Setup, parts: RankParts | None = N
         state += 4 * sum(map(sum, buckets.matrices)) * elements / buckets.elements
     if setup.optimizer == "muon":  # one momentum, not two moments
         state -= 4 * sum(map(math.prod, buckets.hidden)) / (n if stage else 1)
+    weights, grads = shard if stage == 3 else whole, shard if stage >= 2 else whole
+    if setup.offload != "none":  # on the host: state, gradients of a stage that frees them
+        state, grads = min(state, setup.offload_keep_mb * 2**20), grads if stage < 2 else 0
+        weights = 0 if setup.offload == "parameters" else weights
     return Memory(
-        parameters=round(setup.weight_bytes * (shard if stage == 3 else whole)),
-        gradients=round(setup.grad_bytes * (shard if stage >= 2 else whole)),
+        parameters=round(setup.weight_bytes * weights),
+        gradients=round(setup.grad_bytes * grads),
         optimizer=round(state),
     )
 
@@ -236,7 +241,7 @@ class _Peak:
         return gradient_flow(
             self.buckets,
             stage=stage,
-            reduces=setup.data > 1,
+            reduces=setup.data > 1 or setup.offload != "none",
             bucket_mb=bucket_mb_of(setup),
             wire_bytes=setup.wire_bytes if setup.wire_bytes != setup.grad_bytes else 0,
             sum_bytes=setup.grad_bytes / setup.n_shards if again and stage else 0.0,
@@ -251,9 +256,20 @@ class _Peak:
             predict_states(self.workload, self.setup, self.parts),
             activations=round(top.activations),
             loss=round(top.loss),
-            buckets=round(top.buckets) + (_CUBLAS if self.on_gpu else 0),
+            buckets=round(top.buckets + self._going_down) + (_CUBLAS if self.on_gpu else 0),
             update=round(top.update),
         )
+
+    @property
+    def _going_down(self) -> float:
+        """Reduced gradients on their way to the host; those of earlier micro-batches stay."""
+        setup = self.setup
+        if setup.offload == "none":
+            return 0.0
+        whole = self.buckets.grad_bytes * self.buckets.elements / setup.n_shards
+        if setup.grad_accum_steps > 1 and setup.accumulate == "shard":
+            return whole
+        return min(whole, (IN_FLIGHT + 1) * bucket_mb_of(setup) * 2**20 / setup.n_shards)
 
     def _moments(self) -> Iterator[_Moment]:
         yield from self._blocks()

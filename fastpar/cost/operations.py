@@ -111,6 +111,10 @@ class Rates(Protocol):
     def overlap(self) -> float:
         """Fraction of the compute time under which communication hides; 0: cores do both."""
 
+    @property
+    def generation(self) -> str:
+        """Of the device, which tells what host it usually has: a key of host_step.HOSTS."""
+
 
 # Compute
 

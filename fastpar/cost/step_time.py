@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from fastpar.config.settings import check_at_least
 from fastpar.cost.devices import Cluster
+from fastpar.cost.host_step import host_step_s
 from fastpar.cost.operations import UPDATES, CommOp, Op, Rates, comm_ops_of, ops_of
 from fastpar.cost.stage_costs import PassCosts
 from fastpar.cost.workload import Setup, Workload
@@ -35,7 +36,8 @@ class StepTime:
         comm_s: of communication, hidden or not; exposed_s: what of it the rank waits for.
         bubble_s: waiting for other pipeline stages.
         parts: forward, backward, recompute, loss, optimizer, exposed communication (dp, tp, cp,
-            pp, control), bubble and other; they add up to step_s.
+            pp, control), bubble, waiting for the host's step (offload) and other; they add up to
+            step_s.
         tokens_per_s: of all ranks.
         mfu: None without a known peak.
     """
@@ -107,6 +109,13 @@ def time_of(
             kinds.add(op, seconds)
         if op.name == "matmul" and op.direction == "backward":
             column_s += seconds * _COLUMN_SHARE
+    offloads = setup.offload != "none"
+    if offloads:
+        micro = setup.grad_accum_steps
+        backward_s = (parts["backward"] + parts["recompute"] + parts["loss"] * 2 / 3) / micro
+        forward_s = parts["forward"] / micro
+        host = host_step_s(workload, setup, rates.generation, forward_s, backward_s)
+        parts["optimizer"] = 0.0
     compute_s = sum(parts.values())
     comms = list(comms)
     comm_s, exposed = _exposed(setup, rates, comms, parts, (column_s, products_s))
@@ -118,6 +127,8 @@ def time_of(
             rates.comm_s(c) * c.count for c in comms if c.kind == "send" and not c.under
         )
         parts["bubble"] = kinds.bubble_s(workload.shape, setup, waited, message_s)
+    if offloads:
+        parts["offload"] = host
     parts["other"] = rates.overhead_s(workload, setup)
     step_s = sum(parts.values())
     tokens_per_s, peak, mfu = workload.tokens_per_step / step_s, rates.peak_flops, None

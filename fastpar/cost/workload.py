@@ -100,6 +100,8 @@ class Setup:
     device_type: str = "cuda"
     transport: str = "nccl"
     cp: int = 1
+    offload: str = "none"
+    offload_keep_mb: float = 0.0
 
     @property
     def dp(self) -> int:
@@ -126,8 +128,8 @@ class Setup:
 
     @property
     def stage(self) -> int:
-        """The stage in effect: with nobody to share with it is 0."""
-        return self.zero_stage if self.n_shards > 1 else 0
+        """The stage in effect: with nobody to share with it is 0, but with offload."""
+        return self.zero_stage if self.n_shards > 1 or self.offload != "none" else 0
 
     @property
     def weight_bytes(self) -> int:

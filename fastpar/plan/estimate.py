@@ -21,14 +21,14 @@ class Estimate:
     time: StepTime | None
 
     @property
-    def family(self) -> tuple[int, ...]:
-        """What people compare: tp, cp, pp, stage, ranks that share a copy."""
+    def family(self) -> tuple[int | str, ...]:
+        """What people compare: tp, cp, pp, stage, ranks that share a copy, what is offloaded."""
         return self.family_of(self.setup)
 
     @staticmethod
-    def family_of(setup: Setup) -> tuple[int, ...]:
+    def family_of(setup: Setup) -> tuple[int | str, ...]:
         """See family."""
-        return setup.tp, setup.cp, setup.pp, setup.zero_stage, setup.n_shards
+        return setup.tp, setup.cp, setup.pp, setup.zero_stage, setup.n_shards, setup.offload
 
 
 def divisors(n: int) -> list[int]:
@@ -54,3 +54,18 @@ def cp_sizes(workload: Workload, template: Setup, tp: int, per_node: int) -> lis
     world = template.world_size
     in_node = math.gcd(world, min(world, per_node)) // tp
     return [cp for cp in divisors(in_node) if cp <= workload.shape.heads_of_rank(tp)]
+
+
+def layout_text(setup: Setup) -> str:
+    """A layout in words: dp 4 x tp 2, ZeRO-3 in groups of 8."""
+    sizes = (("dp", setup.dp), ("tp", setup.tp), ("cp", setup.cp), ("pp", setup.pp))
+    axes = [f"{name} {n}" for name, n in sizes if n > 1]
+    text = " x ".join(axes) or ("one GPU" if setup.device_type == "cuda" else "one rank")
+    if setup.stage or setup.data > 1:
+        text += f", ZeRO-{setup.zero_stage}"
+    text += "" if setup.offload == "none" else f", {setup.offload} on the host"
+    if setup.shard_size is not None:
+        text += f" in groups of {setup.shard_size}"
+    if setup.pp > 1:
+        text += f", {setup.schedule}" + f" of {setup.chunks} chunks" * (setup.chunks > 1)
+    return text

@@ -21,6 +21,7 @@ from fastpar.cost.buckets import buckets_of
 from fastpar.cost.capacity import host_memory
 from fastpar.cost.datasheet import DatasheetRates
 from fastpar.cost.devices import Cluster, Device, device_table, find_device, larger_device
+from fastpar.cost.host_step import host_bytes
 from fastpar.cost.matrix_updates import updates_text
 from fastpar.cost.measured_rates import gpu_name
 from fastpar.cost.network import Network
@@ -28,7 +29,7 @@ from fastpar.cost.operations import Rates, comm_ops_of
 from fastpar.cost.step_time import cost_per_billion_tokens
 from fastpar.cost.workload import Setup, Workload, default_accumulate
 from fastpar.data.tokenizer import GPT2_VOCABULARY, name_for
-from fastpar.plan.estimate import Estimate, size_text
+from fastpar.plan.estimate import Estimate, layout_text, size_text
 from fastpar.plan.pipelines import check_stages
 from fastpar.plan.search import (
     ALIKE,
@@ -297,20 +298,6 @@ def _nothing_fits(plan: Plan) -> str:
     )
 
 
-def layout_text(setup: Setup) -> str:
-    """A layout in words: dp 4 x tp 2, ZeRO-3 in groups of 8."""
-    sizes = (("dp", setup.dp), ("tp", setup.tp), ("cp", setup.cp), ("pp", setup.pp))
-    axes = [f"{name} {n}" for name, n in sizes if n > 1]
-    text = " x ".join(axes) or ("one GPU" if setup.device_type == "cuda" else "one rank")
-    if setup.data > 1:
-        text += f", ZeRO-{setup.zero_stage}"
-    if setup.shard_size is not None:
-        text += f" in groups of {setup.shard_size}"
-    if setup.pp > 1:
-        text += f", {setup.schedule}" + f" of {setup.chunks} chunks" * (setup.chunks > 1)
-    return text
-
-
 def stages_text(estimates: Sequence[Estimate]) -> str:
     """Whether pipeline stages are worth it, in a sentence."""
     winner, piped = estimates[0], estimates[0].setup.pp > 1
@@ -377,6 +364,8 @@ def report(plan: Plan) -> str:
         f"memory   {winner.memory}",
         f"time     {', '.join(parts)}",
     ]
+    if winner.setup.offload != "none":
+        lines.append(f"host     {size_text(host_bytes(workload, winner.setup))} of memory a rank")
     if winner.setup.optimizer == "muon":
         buckets = buckets_of(workload, winner.setup)
         lines.append(f"muon     {updates_text(shape, buckets, winner.setup)}")
@@ -445,7 +434,7 @@ def flags(plan: Plan, setup: Setup) -> list[str]:
     defaults = {**TrainConfig().settings(), **asdict(PRESETS[model])}
     # Decided in the same way by the trainer itself.
     automatic = {"accumulate": default_accumulate(setup.zero_stage)}
-    automatic |= {"grad_dtype": "fp32", "reduce_dtype": "fp32"}
+    automatic |= {"grad_dtype": "fp32", "reduce_dtype": "fp32", "chunks": 1}
     words = ["--model", model]
     if vocabulary != CPU_VOCABULARY:
         words += ["--tokenizer", name_for(vocabulary)]
@@ -488,6 +477,7 @@ def _write_json(plan: Plan, path: Path) -> None:
                 **asdict(e.setup),
                 "fits": e.time is not None,
                 "nic_bytes": nic_bytes(plan, e.setup),
+                "host_bytes": host_bytes(plan.workload, e.setup) * (e.setup.offload != "none"),
                 "memory_bytes": {**vars(e.memory), "total": e.memory.total},
                 "time": None if e.time is None else asdict(e.time),
             }

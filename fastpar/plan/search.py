@@ -23,7 +23,11 @@ ALIKE = 0.01  # a smaller share of a step's time the model cannot tell apart
 
 
 def splits(workload: Workload, template: Setup, per_node: int) -> Iterator[Setup]:
-    """Every (tp, cp, stage, shard size) that divides what it has to, with a micro-batch of 1."""
+    """Every (tp, cp, stage, shard size) that divides what it has to, with a micro-batch of 1.
+
+    With offload in the template: of the stages that have it.
+    """
+    stages = {"none": range(4), "optimizer": range(2, 4), "parameters": range(3, 4)}
     pairs = (
         (t, c)
         for t in tp_sizes(workload, template, per_node)
@@ -39,7 +43,8 @@ def splits(workload: Workload, template: Setup, per_node: int) -> Iterator[Setup
         base = replace(template, tp=tp, cp=cp, sequence_parallel=sequence_parallel)
         in_node = per_node // tp
         shards = {n for n in (in_node, 8 * in_node) if 1 < n < data and data % n == 0}
-        for stage in range(4 if data > 1 else 1):
+        alone = data == 1 and template.offload == "none"
+        for stage in stages[template.offload][: 1 if alone else None]:
             for shard_size in (None, *sorted(shards)) if stage else (None,):
                 accumulate = default_accumulate(stage)
                 yield replace(base, zero_stage=stage, shard_size=shard_size, accumulate=accumulate)
@@ -59,7 +64,7 @@ def search(
 
     For each split and checkpointing mode the micro-batch is the fastest that fits. Of those that
     are alike in speed the simplest comes first: fewest stages, least cp and tp, lowest ZeRO stage,
-    least recomputation.
+    least recomputation. Offload is looked at where nothing else fits.
 
     Args:
         template: world size, formats, device and transport of all candidates.
@@ -67,8 +72,54 @@ def search(
         per_node: ranks on a node.
         stages: of a pipeline, 1: none; None: what is best.
     """
+    modes = tuple(checkpointing)
+
+    def best_of(offload: str) -> list[Estimate]:
+        given = replace(template, offload=offload)
+        return _search_splits(workload, given, rates, limit_bytes, per_node, modes)
+
+    found = best_of("none") if stages in (None, 1) else []
+    found.sort(key=_rank)
+    fastest_s = found[0].time.step_s if found and found[0].time else float("inf")
+    for zero_stages in ((0, 1), (2, 3)):
+        found += search_pipelines(
+            workload,
+            template,
+            rates=rates,
+            limit_bytes=limit_bytes,
+            per_node=per_node,
+            checkpointing=modes,
+            fastest_s=fastest_s,
+            stages=stages,
+            zero_stages=zero_stages,
+        )
+        if any(e.time for e in found):
+            break
+    if template.device_type == "cuda" and template.optimizer == "adamw" and stages in (None, 1):
+        for offload in ("optimizer", "parameters"):
+            if not any(e.time for e in found):
+                found += best_of(offload)
+    found.sort(key=_rank)
+    if found and found[0].time is not None:
+        enough = (1 + ALIKE) * found[0].time.step_s
+        alike = [e for e in found if e.time is not None and e.time.step_s <= enough]
+        simplest = min(alike, key=_complexity)
+        found.remove(simplest)
+        found.insert(0, simplest)
+    return found
+
+
+def _search_splits(
+    workload: Workload,
+    template: Setup,
+    rates: Rates,
+    limit_bytes: float,
+    per_node: int,
+    checkpointing: Iterable[str],
+) -> list[Estimate]:
+    """search() without stages."""
     found = []
-    for split in splits(workload, template, per_node) if stages in (None, 1) else ():
+    for split in splits(workload, template, per_node):
         rows = workload.batch_size // split.dp
         for mode in checkpointing:
             best: Estimate | None = None
@@ -90,29 +141,6 @@ def search(
                     best = Estimate(setup, memory, time)
             if best is not None:
                 found.append(best)
-    found.sort(key=_rank)
-    fastest_s = found[0].time.step_s if found and found[0].time else float("inf")
-    for zero_stages in ((0, 1), (2, 3)):
-        found += search_pipelines(
-            workload,
-            template,
-            rates=rates,
-            limit_bytes=limit_bytes,
-            per_node=per_node,
-            checkpointing=checkpointing,
-            fastest_s=fastest_s,
-            stages=stages,
-            zero_stages=zero_stages,
-        )
-        if any(e.time for e in found):
-            break
-    found.sort(key=_rank)
-    if found and found[0].time is not None:
-        enough = (1 + ALIKE) * found[0].time.step_s
-        alike = [e for e in found if e.time is not None and e.time.step_s <= enough]
-        simplest = min(alike, key=_complexity)
-        found.remove(simplest)
-        found.insert(0, simplest)
     return found
 
 
@@ -138,7 +166,7 @@ def _rank(estimate: Estimate) -> tuple[float, float]:
 
 def families(estimates: Iterable[Estimate]) -> list[Estimate]:
     """The first of each family."""
-    first: dict[tuple[int, ...], Estimate] = {}
+    first: dict[tuple[int | str, ...], Estimate] = {}
     for estimate in estimates:
         first.setdefault(estimate.family, estimate)
     return list(first.values())

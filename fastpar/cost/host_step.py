@@ -1,0 +1,106 @@
+"""What offload costs: memory of the host, and the time that the device waits for the host's step.
+
+The host steps units in the order in which the next forward needs them (parallel/offload.py), so
+the device waits for a unit only where the host's work on all units before it, and its way up, take
+longer than the forward up to there.
+
+[Note: hosts] of data centre machines, a GPU's share of the memory of both sockets, from the makers'
+sheets: DGX B200 (Xeon 8570, 8 channels of DDR5-5600 each), DGX H100 (Xeon 8480C, DDR5-4800), DGX
+A100 (EPYC 7742, 8 of DDR4-3200), DGX-1 (Xeon E5-2698 v4, 4 of DDR4-2400). `achieved` is the part
+that loops like AdamW's reach.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from fastpar.cost.buckets import buckets_of
+from fastpar.cost.devices import LINKS
+from fastpar.cost.workload import Setup, Workload
+
+ACHIEVED = 0.7
+
+
+class Host(NamedTuple):
+    """A GPU's share of its host: memory's bytes a second, and the link that joins them."""
+
+    bytes_per_s: float
+    link: str
+
+
+HOSTS = {  # by generation of the device
+    "blackwell": Host(716.8e9 / 8, "pcie5"),
+    "hopper": Host(614.4e9 / 8, "pcie5"),
+    "ada": Host(614.4e9 / 8, "pcie4"),
+    "ampere": Host(409.6e9 / 8, "pcie4"),
+    "volta": Host(153.6e9 / 8, "pcie3"),
+    "turing": Host(153.6e9 / 8, "pcie3"),
+}
+
+
+class UnitStep(NamedTuple):
+    """Seconds of one unit: of the host's step, of its way up, of its forward."""
+
+    host_s: float
+    up_s: float
+    forward_s: float
+
+
+def exposed_s(units: Iterable[UnitStep]) -> float:
+    """How long the forward waits for the host, which begins with it."""
+    host = device = waited = 0.0
+    for unit in units:
+        host += unit.host_s
+        wait = max(0.0, host + unit.up_s - device)
+        waited += wait
+        device += wait + unit.forward_s
+    return waited
+
+
+def stepped_elements(workload: Workload, setup: Setup) -> list[float]:
+    """Elements of each unit that this rank's host steps, in the order of a forward."""
+    buckets, kept = buckets_of(workload, setup), setup.offload_keep_mb * 2**20 / 12
+    found = []
+    for n in (units / setup.n_shards for units in buckets.units):
+        found.append(max(0.0, n - kept))
+        kept = max(0.0, kept - n)
+    return found
+
+
+def host_bytes(workload: Workload, setup: Setup) -> int:
+    """Of a rank on its host: state, and what is pinned for the bus."""
+    each = setup.state_bytes + setup.weight_bytes + setup.grad_bytes
+    return round(sum(stepped_elements(workload, setup)) * each)
+
+
+def host_step_s(
+    workload: Workload, setup: Setup, generation: str, forward_s: float, backward_s: float
+) -> float:
+    """What a step waits for the host and the bus.
+
+    Args:
+        generation: of the device.
+        forward_s, backward_s: of one micro-batch.
+    """
+    host = HOSTS.get(generation, HOSTS["hopper"])
+    link = next(link for link in LINKS if link.name == host.link)
+    bus = link.bytes_per_s * link.achieved
+    touched = 2 * (setup.state_bytes + setup.weight_bytes) + setup.grad_bytes
+    elements = stepped_elements(workload, setup)
+    each = forward_s / max(1, len(elements) - 1)
+    units = [
+        UnitStep(
+            n * touched / (ACHIEVED * host.bytes_per_s),
+            n * setup.weight_bytes / bus,
+            each if i else 0.0,
+        )
+        for i, n in enumerate(elements)
+    ]
+    down = sum(elements) * setup.grad_bytes / bus
+    again = 0.0
+    if setup.offload == "parameters":  # gathers of forward and backward read the host's shards
+        once = sum(elements) * setup.weight_bytes / bus
+        again = max(0.0, once - forward_s) + max(0.0, once - backward_s)
+        again *= setup.grad_accum_steps
+    return exposed_s(units) + max(0.0, down - backward_s) + again
