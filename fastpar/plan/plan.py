@@ -433,7 +433,7 @@ def flags(plan: Plan, setup: Setup) -> list[str]:
     model, vocabulary = plan.command.model, plan.workload.shape.vocab_size
     defaults = {**TrainConfig().settings(), **asdict(PRESETS[model])}
     # Decided in the same way by the trainer itself.
-    automatic = {"accumulate": default_accumulate(setup.zero_stage)}
+    automatic: dict[str, object] = {"accumulate": default_accumulate(setup.zero_stage)}
     automatic |= {"grad_dtype": "fp32", "reduce_dtype": "fp32", "chunks": 1}
     words = ["--model", model]
     if vocabulary != CPU_VOCABULARY:
@@ -477,7 +477,9 @@ def _write_json(plan: Plan, path: Path) -> None:
                 **asdict(e.setup),
                 "fits": e.time is not None,
                 "nic_bytes": nic_bytes(plan, e.setup),
-                "host_bytes": host_bytes(plan.workload, e.setup) * (e.setup.offload != "none"),
+                "host_bytes": host_bytes(plan.workload, e.setup)
+                if e.setup.offload != "none"
+                else 0,
                 "memory_bytes": {**vars(e.memory), "total": e.memory.total},
                 "time": None if e.time is None else asdict(e.time),
             }
