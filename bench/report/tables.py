@@ -24,6 +24,7 @@ NOT_OPS = {
     "plan",
     "nodes",
     "bubble",
+    "offload",
     "cp",
     "pp",
 }
@@ -388,6 +389,25 @@ def bubble_table(rows: Sequence[Row]) -> str:
     return table(head, lines)
 
 
+def offload_table(rows: Sequence[Row]) -> str:
+    """What a step waits for the host, measured and by the formula; steps beside DeepSpeed's."""
+    grid, lines = [], []
+    for row in (row for row in rows if row.bench == "offload"):
+        notes = row.notes
+        if row.direction == "exposed":
+            grid.append([row.case, *(number(notes[n]) for n in ("exposed_ms", "formula_ms"))])
+        elif row.refused:
+            lines.append([f"{row.case}: {row.variant}", f"refused: {row.refused}", "", "", ""])
+        else:
+            cells = [number(row.median_ms), number(row.tokens_per_s), times(row.speedup)]
+            waits = notes.get("exposed_ms")
+            cells.append("" if waits is None else number(waits))
+            lines.append([f"{row.case}: {row.variant}", *cells])
+    first = table(["a rank that sleeps", "exposed ms", "formula ms"], grid)
+    head = ["case: contender", "ms", "tokens/s", "against the case's first", "exposed ms"]
+    return f"{first}\n\n{table(head, lines)}"
+
+
 def pp_table(rows: Sequence[Row], of_bench: str = "pp") -> str:
     """Pipelines of others beside fastpar's, and other ways to split the same step."""
     lines = []
@@ -441,5 +461,6 @@ TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
     "nodes": nodes_table,
     "bubble": bubble_table,
     "pp": pp_table,
+    "offload": offload_table,
     "cp": partial(pp_table, of_bench="cp"),
 }

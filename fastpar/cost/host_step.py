@@ -1,8 +1,9 @@
 """What offload costs: memory of the host, and the time that the device waits for the host's step.
 
-The host steps units in the order in which the next forward needs them (parallel/offload.py), so
-the device waits for a unit only where the host's work on all units before it, and its way up, take
-longer than the forward up to there.
+Gradients go down as backward makes them, the last unit's first. The host steps units in the order
+in which the next forward needs them (parallel/offload.py), so the device waits for a unit only
+where the host's work on all units before it, and its way up, take longer than the forward up to
+there. The first unit's gradients are the last to come down.
 
 [Note: hosts] of data centre machines, a GPU's share of the memory of both sockets, from the makers'
 sheets: DGX B200 (Xeon 8570, 8 channels of DDR5-5600 each), DGX H100 (Xeon 8480C, DDR5-4800), DGX
@@ -12,7 +13,7 @@ that loops like AdamW's reach.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from fastpar.cost.buckets import buckets_of
@@ -40,16 +41,23 @@ HOSTS = {  # by generation of the device
 
 
 class UnitStep(NamedTuple):
-    """Seconds of one unit: of the host's step, of its way up, of its forward."""
+    """Seconds of one unit: of the host's step, its ways down and up, its forward and backward."""
 
     host_s: float
+    down_s: float
     up_s: float
     forward_s: float
+    backward_s: float
 
 
-def exposed_s(units: Iterable[UnitStep]) -> float:
-    """How long the forward waits for the host, which begins with it."""
-    host = device = waited = 0.0
+def exposed_s(units: Sequence[UnitStep]) -> float:
+    """How long a step waits for the bus and the host, units in the order of a forward."""
+    bus = backward = 0.0
+    for unit in reversed(units):
+        backward += unit.backward_s
+        bus = max(bus, backward) + unit.down_s
+    device = waited = 0.0
+    host = bus - backward
     for unit in units:
         host += unit.host_s
         wait = max(0.0, host + unit.up_s - device)
@@ -88,19 +96,20 @@ def host_step_s(
     bus = link.bytes_per_s * link.achieved
     touched = 2 * (setup.state_bytes + setup.weight_bytes) + setup.grad_bytes
     elements = stepped_elements(workload, setup)
-    each = forward_s / max(1, len(elements) - 1)
+    blocks = max(1, len(elements) - 1)
     units = [
         UnitStep(
             n * touched / (ACHIEVED * host.bytes_per_s),
+            n * setup.grad_bytes / bus,
             n * setup.weight_bytes / bus,
-            each if i else 0.0,
+            forward_s / blocks if i else 0.0,
+            backward_s / blocks if i else 0.0,
         )
         for i, n in enumerate(elements)
     ]
-    down = sum(elements) * setup.grad_bytes / bus
     again = 0.0
     if setup.offload == "parameters":  # gathers of forward and backward read the host's shards
         once = sum(elements) * setup.weight_bytes / bus
         again = max(0.0, once - forward_s) + max(0.0, once - backward_s)
         again *= setup.grad_accum_steps
-    return exposed_s(units) + max(0.0, down - backward_s) + again
+    return exposed_s(units) + again

@@ -203,7 +203,8 @@ class Offload:
         bucket.reduced, bucket.grad_shard = grads, None
         self._in_flight.append(handle)
         while len(self._in_flight) > IN_FLIGHT:
-            self._bus.arrived(self._in_flight.popleft())
+            with self._shards.log.timer.waiting(offload=True):
+                self._bus.arrived(self._in_flight.popleft())
 
     def send_rest(self) -> None:
         """Before a step: what was not sent when it was reduced."""

@@ -20,24 +20,49 @@ ONE = Setup(zero_stage=2, offload="optimizer", grad_accum_steps=8, accumulate="s
 
 
 def by_events(units):
-    """The same by brute force: the host's queue and the device's, a millisecond at a time."""
-    host_free, ends = 0, []
-    for unit in units:
-        host_free += unit.host_s
-        ends.append(host_free + unit.up_s)
-    now, waited, left = 0, 0, list(units)
-    for unit, there in zip(left, ends):
-        while now < there:
-            now, waited = now + 1, waited + 1
-        now += unit.forward_s
+    """The same by brute force: device, bus and host, a millisecond at a time."""
+    n, now, waited = len(units), 0, 0
+    made = [sum(u.backward_s for u in units[i:]) for i in range(n)]  # when gradients are there
+    end = sum(u.backward_s for u in units)
+    down, up, stepped = (
+        [u.down_s for u in units],
+        [u.up_s for u in units],
+        [u.host_s for u in units],
+    )
+    left = [u.forward_s for u in units]
+    while left:
+        while left and now >= end:  # the forward of units that are there
+            i = n - len(left)
+            if down[i] or stepped[i] or up[i] or left[0]:
+                break
+            left.pop(0)
+        if not left:
+            break
+        i = n - len(left)
+        queue = [j for j in reversed(range(n)) if down[j] and made[j] <= now]
+        work = [j for j in range(n) if stepped[j]]
+        lift = [j for j in range(n) if up[j] and not stepped[j] and not down[j]]
+        if now >= end:
+            waits = down[i] or stepped[i] or up[i]
+            waited += bool(waits)
+            if not waits:
+                left[0] -= 1
+        arrived = not any(down[: work[0] + 1]) if work else False
+        for j in lift:  # ways up do not queue behind one another here: they never meet
+            up[j] -= 1
+        if queue:
+            down[queue[0]] -= 1
+        if arrived and now >= end:
+            stepped[work[0]] -= 1
+        now += 1
     return waited
 
 
 def test_waiting_is_that_of_the_two_queues():
-    for host, up, forward in itertools.product((0, 3, 8), (0, 2), (0, 4, 9)):
-        units = [UnitStep(5, up, 0), *[UnitStep(host, up, forward)] * 4]
-        assert exposed_s(units) == by_events(units)
-    assert exposed_s([UnitStep(0, 0, 5), *[UnitStep(4, 1, 5)] * 10]) == 0
+    for host, down, up, forward in itertools.product((3, 8), (0, 2, 11), (0, 2), (1, 4, 9)):
+        units = [UnitStep(5, down, up, 0, 0), *[UnitStep(host, down, up, forward, 2 * forward)] * 4]
+        assert exposed_s(units) == by_events(units), units
+    assert exposed_s([UnitStep(0, 0, 0, 5, 9), *[UnitStep(4, 1, 1, 5, 9)] * 10]) == 0
 
 
 def test_a_longer_forward_hides_the_host():
@@ -46,7 +71,7 @@ def test_a_longer_forward_hides_the_host():
     first = sum(elements[:2])
     slow = host_step_s(XL, ONE, "hopper", 1e-9, 10.0)
     hidden = host_step_s(XL, ONE, "hopper", 10.0, 10.0)
-    assert hidden == pytest.approx(first / sum(elements) * slow, rel=0.05)
+    assert 1 < hidden / (first / sum(elements) * slow) < 1.3  # and the way down of the root
     kept = replace(ONE, offload_keep_mb=12 * first / 2**20)
     assert host_step_s(XL, kept, "hopper", 10.0, 10.0) < hidden / 10
     assert host_step_s(XL, ONE, "volta", 1e-9, 10.0) > 3 * slow

@@ -1,0 +1,212 @@
+"""Offload over a stand-in bus: how long a step waits, beside the formula; DeepSpeed's beside ours.
+
+Exposed time: a model that is too small to matter, whose blocks sleep in forward and twice as long
+in backward, as does the host in its step, so that cores do not count. The bus is a thread for each
+direction that copies at a given speed (parallel/offload.py). What the step waited, by its report,
+beside cost/host_step.py's exposed_s() of the same sleeps.
+
+Steps: GPT-2's shape on one CPU rank, gradients clipped: fastpar without offload, with it over
+buses of PCIe's speeds, and DeepSpeed's ZeRO-Offload (stage 2, its CPU Adam), which finds the
+"device" in the same memory and copies nothing over a bus. Steps take turns.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import statistics
+from collections.abc import Callable
+from functools import partial
+from time import sleep
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from bench.harness import Bench
+from bench.records import Row, reason
+from fastpar.comm.mesh import Mesh
+from fastpar.compare.strategies import import_deepspeed
+from fastpar.config.config import GPTConfig
+from fastpar.cost.host_step import UnitStep, exposed_s
+from fastpar.doctor.clocks import Timing, steady_ms
+from fastpar.models.gpt import GPT
+from fastpar.optim.adamw import AdamW
+from fastpar.parallel.debug import Debug
+from fastpar.parallel.engine import engine_of
+from fastpar.parallel.parallelize import parallelize
+
+TIME_LIMIT_S = {"cpu": 600, "cuda": 10}
+BLOCKS, WIDTH = 6, 512
+HOST_MS, BUS_MS, FORWARD_MS = 15, (3, 20, 60), (5, 20, 60)  # of a block
+BUSES = {"pcie3": 12.0, "pcie5": 47.0}  # GB/s that large copies reach
+CONFIG = GPTConfig(6, 12, 768, 128, 8192, dropout=0.0)
+QUICK = GPTConfig(2, 2, 32, 16, 64, dropout=0.0)
+ROWS, STEPS, TURNS = 4, 3, 5
+
+
+class _Sleep(torch.autograd.Function):
+    """The work of a block, in both directions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        sleep(2 * ctx.seconds)
+        return grads[0], None
+
+
+class Block(nn.Module):
+    """One weight."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.linear, self.seconds = nn.Linear(WIDTH, WIDTH, bias=False), seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(_Sleep.apply(x, self.seconds))
+
+
+class SlowHost(AdamW):
+    """Sleeps in the host's step of each bucket."""
+
+    seconds = 0.0
+
+    def prepare(self, *args: Any) -> list[Callable[[], object]]:
+        """AdamW's, later."""
+        return [lambda: sleep(self.seconds), *super().prepare(*args)]
+
+
+def waits(bus_s: float, forward_s: float, host_s: float, steps: int) -> tuple[list[float], float]:
+    """(seconds that each step waited, what the formula says)."""
+    model = nn.Sequential(*(Block(forward_s) for _ in range(BLOCKS)))
+    n_bytes = 4 * WIDTH**2
+    parallelize(
+        model,
+        Mesh(device="cpu"),
+        zero_stage=2,
+        offload="optimizer",
+        bucket_mb=n_bytes / 2**20,
+        first_bucket_mb=1e-3,
+        debug=Debug(bus_gb_s=n_bytes / bus_s / 1e9),
+    )
+    optimizer, x, found = SlowHost(model.parameters()), torch.randn(1, WIDTH), []
+    optimizer.seconds = host_s
+    engine = engine_of(model)
+    for _ in range(steps + 2):
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert engine.report is not None
+        found.append((engine.report.offload_ms or 0.0) / 1e3)
+    engine.shards.settle()
+    unit = UnitStep(host_s, bus_s, bus_s, forward_s, 2 * forward_s)
+    return found[2:], exposed_s([unit] * BLOCKS)
+
+
+def exposed(bench: Bench) -> None:
+    """Rows of the grid."""
+    grid = [(0.001, 0.001)] if bench.quick else itertools.product(BUS_MS, FORWARD_MS)
+    for bus_ms, forward_ms in grid:
+        case = f"{BLOCKS} blocks: bus {bus_ms} ms, forward {forward_ms} ms, host {HOST_MS} ms each"
+        if bench.only not in case:
+            continue
+        seconds, formula = waits(bus_ms / 1e3, forward_ms / 1e3, HOST_MS / 1e3, STEPS)
+        row = bench.row(case, "offload", "exposed", torch.float32)
+        measured = statistics.median(seconds)
+        row.notes = {"exposed_ms": 1e3 * measured, "formula_ms": 1e3 * formula}
+        bench.add(row)
+        if not bench.quick:
+            print(case, ", ".join(f"{k} {v:.1f}" for k, v in row.notes.items()))
+
+
+class Contender:
+    """One way to train CONFIG, a step at a time."""
+
+    def __init__(self, name: str, config: GPTConfig) -> None:
+        self.name, self.config, self.n_steps = name, config, 0
+        self.model: Any = GPT(config, seed=0)
+        if name == "deepspeed":
+            deepspeed = import_deepspeed("cpu")
+            os.environ.setdefault("LOCAL_RANK", "0")
+            if not dist.is_initialized():
+                dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+            settings = {
+                "train_micro_batch_size_per_gpu": ROWS,
+                "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+                "gradient_clipping": 1.0,
+                "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            }
+            self.model, *_ = deepspeed.initialize(model=self.model, config=settings)
+            return
+        bus = BUSES.get(name.rpartition(" ")[2])
+        if bus is None:
+            parallelize(self.model, Mesh(device="cpu"))
+        else:
+            options = {"zero_stage": 2, "offload": "optimizer", "debug": Debug(bus_gb_s=bus)}
+            parallelize(self.model, Mesh(device="cpu"), **options)
+        self.optimizer = AdamW(self.model.parameters(), lr=1e-3, max_grad_norm=1.0)
+
+    def step(self) -> float:
+        """The next step's loss."""
+        self.n_steps += 1
+        g = torch.Generator().manual_seed(self.n_steps)
+        x = torch.randint(
+            0, self.config.vocab_size, (ROWS, self.config.block_size + 1), generator=g
+        )
+        loss = self.model(x[:, :-1].contiguous(), x[:, 1:].contiguous())
+        if self.name == "deepspeed":
+            self.model.backward(loss)
+            self.model.step()
+        else:
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return loss.item()
+
+
+def steps(bench: Bench) -> None:
+    """Rows of whole steps, which take turns."""
+    config = QUICK if bench.quick else CONFIG
+    shape = f"{config.n_layer} layers of {config.n_embd}, {ROWS} x {config.block_size} tokens"
+    if bench.only not in shape:
+        return
+    made: list[tuple[Contender, Row, list[float], list[float]]] = []
+    for name in ("deepspeed", "fastpar", *(f"fastpar offload {bus}" for bus in BUSES)):
+        row = bench.row(shape, "step", name, torch.float32)
+        try:
+            made.append((Contender(name, config), row, [], []))
+        except Exception as error:
+            row.refused = reason(error)
+            bench.add(row)
+    for _ in range(1 if bench.quick else TURNS):
+        for contender, _, losses, times_ms in made:
+            kept = partial(_keep, contender, losses)
+            times_ms.append(steady_ms(kept, 1 if bench.quick else STEPS, "cpu"))
+    base = statistics.median(made[0][3])
+    for contender, row, losses, times_ms in made:
+        timing = Timing.of(times_ms)
+        row.median_ms, row.p20_ms, row.p80_ms, row.runs = timing
+        row.tokens_per_s = ROWS * config.block_size / timing.median_ms * 1e3
+        row.baseline, row.speedup = made[0][1].variant, base / timing.median_ms
+        row.notes = {"loss_difference": max(abs(a - b) for a, b in zip(losses, made[0][2]))}
+        if contender.name != "deepspeed":
+            report = engine_of(contender.model).report
+            row.notes["exposed_ms"] = report.offload_ms if report else None
+        bench.add(row)
+
+
+def _keep(contender: Contender, losses: list[float]) -> None:
+    losses.append(contender.step())
+
+
+def run(bench: Bench) -> None:
+    """The grid, then whole steps."""
+    exposed(bench)
+    steps(bench)
