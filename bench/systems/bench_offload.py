@@ -149,7 +149,11 @@ class Contender:
         if bus is None:
             parallelize(self.model, Mesh(device="cpu"))
         else:
-            options = {"zero_stage": 2, "offload": "optimizer", "debug": Debug(bus_gb_s=bus)}
+            options: dict[str, Any] = {
+                "zero_stage": 2,
+                "offload": "optimizer",
+                "debug": Debug(bus_gb_s=bus),
+            }
             parallelize(self.model, Mesh(device="cpu"), **options)
         self.optimizer = AdamW(self.model.parameters(), lr=1e-3, max_grad_norm=1.0)
 

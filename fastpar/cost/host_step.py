@@ -56,11 +56,12 @@ def exposed_s(units: Sequence[UnitStep]) -> float:
     for unit in reversed(units):
         backward += unit.backward_s
         bus = max(bus, backward) + unit.down_s
-    device = waited = 0.0
+    device = waited = there = 0.0
     host = bus - backward
     for unit in units:
         host += unit.host_s
-        wait = max(0.0, host + unit.up_s - device)
+        there = max(host, there) + unit.up_s
+        wait = max(0.0, there - device)
         waited += wait
         device += wait + unit.forward_s
     return waited

@@ -151,6 +151,11 @@ class Reducer:
         self._log.add(handle, wire, group, both_ways=not scatters)
         self._in_flight.append((bucket, handle, target))
         self.n_sent += 1
+        # On their way to the host soon; copies' means are launched in one order on all ranks.
+        while bucket.host is not None and self._in_flight and bucket.groups.copies is None:
+            if not self._in_flight[0][1].is_completed():
+                break
+            self._finish_oldest()
         if self._settings.stage.frees_gradients:
             self._limit_in_flight()
 

@@ -48,7 +48,7 @@ def by_events(units):
             if not waits:
                 left[0] -= 1
         arrived = not any(down[: work[0] + 1]) if work else False
-        for j in lift:  # ways up do not queue behind one another here: they never meet
+        for j in lift[:1]:
             up[j] -= 1
         if queue:
             down[queue[0]] -= 1
