@@ -118,6 +118,12 @@ class TaskThread:
     def put(self, task: Task | Begun) -> None:
         self._tasks.put(task)
 
+    def end(self) -> None:
+        """Return when all that it was given is over; for tasks that wait for no other rank."""
+        self._tasks.put(None)
+        if threading.current_thread() is not self.thread:
+            self.thread.join()
+
 
 def _work(tasks: queue.SimpleQueue) -> None:
     over_at = 0.0

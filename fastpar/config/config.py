@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, get_type_hints
 
+from fastpar.config.combinations import check_offload, check_packing, check_ramp
 from fastpar.config.options import DataSettings, OptimSettings, ParallelSettings, TrainFlags
 from fastpar.config.settings import check_at_least, describe, fits, option, parse_seconds
-from fastpar.config.text_checks import check_packing, check_ramp
 
 VOCAB_MULTIPLE = 128  # rows of wte are padded to this, so that every GEMM of the head is aligned
 
@@ -299,22 +299,6 @@ def check_storage(optim: OptimSettings, dtype: str) -> None:
         raise ValueError(
             "train: expected bf16 weights with master_weights=remainder, got dtype=fp16; use "
             "--master-weights full"
-        )
-
-
-def check_offload(parallel: ParallelSettings, optimizer: str) -> None:
-    """Refuse a host's step of what is not shared out, or of an optimizer that has none."""
-    least = {"none": 0, "optimizer": 1, "parameters": 3}[parallel.offload]
-    if parallel.zero_stage < least:
-        raise ValueError(
-            f"train: expected zero_stage {'3' if least == 3 else '1, 2 or 3'} with offload="
-            f"{parallel.offload}, got zero_stage={parallel.zero_stage}; add --zero "
-            f"{max(2, least)}, also for one rank"
-        )
-    if least and optimizer != "adamw":
-        raise ValueError(
-            f"train: expected optimizer=adamw with offload={parallel.offload}, got optimizer="
-            f"{optimizer}, which computes on whole matrices; leave --offload out"
         )
 
 

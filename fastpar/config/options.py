@@ -200,6 +200,8 @@ class ParallelSettings:
     """The optimizer's state on the host, or weights too."""
     offload_keep_mb: float = 0.0
     """MiB of that state that stay on the GPU."""
+    offload_activations: bool = False
+    """Inputs of recomputed blocks wait for backward on the host."""
 
 
 @dataclass(frozen=True)

@@ -299,6 +299,8 @@ class _Peak:
         }[self.mode]
         if self.mode != "none" and not self.on_gpu:
             one += _RNG_STATE
+        if self.setup.offload_activations:  # the block in backward, the one before it, the last
+            layers = min(layers, 3)
         return one * layers - (self.a if self.mode == "full" else 0)
 
     def _waits(self, layers: int) -> float:

@@ -102,6 +102,7 @@ class Setup:
     cp: int = 1
     offload: str = "none"
     offload_keep_mb: float = 0.0
+    offload_activations: bool = False
 
     @property
     def dp(self) -> int:

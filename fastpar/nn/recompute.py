@@ -26,7 +26,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import fastpar.kernels
 import fastpar.tensor.functional  # noqa: F401 (both define ops that KEPT names)
+from fastpar.comm.bus import Bus
 from fastpar.kernels.weight_gradients import WeightGradients, current_queue
+from fastpar.nn.host_activations import HostActivations
 
 MODES = ("none", "full", "selective")
 
@@ -52,6 +54,7 @@ def recompute(
     *,
     blocks: type[nn.Module] | Iterable[nn.Module] | None = None,
     every: int = 1,
+    offload: Bus | None = None,
 ) -> nn.Module:
     """Make the blocks of model keep less between forward and backward.
 
@@ -61,6 +64,8 @@ def recompute(
             attention, and only the cheap ops between them run again; "none": as without recompute.
         blocks: the modules, or their class; None: the elements of the outermost nn.ModuleLists.
         every: 2 is every second block, and so on (of all blocks that are found, in their order).
+        offload: of mode "full": blocks' inputs wait for backward in the host's memory, at the other
+            end of this bus; see host_activations.py.
     Returns:
         The same module; names of parameters stay. May be called again, and before or after
         fastpar.parallelize, torch's compile() of a block, and fastpar.patch (before recompute).
@@ -75,6 +80,11 @@ def recompute(
         raise ValueError(
             f"recompute: expected a mode of {', '.join(MODES)}, got mode={mode!r}; "
             "choose one of these"
+        )
+    if offload is not None and mode != "full":
+        raise ValueError(
+            f"recompute: expected mode='full' with offload, got mode={mode!r}, whose blocks keep "
+            "more than their inputs; pass mode='full'"
         )
     if every < 1:
         raise ValueError(
@@ -92,9 +102,10 @@ def recompute(
             del module.forward
             if old.inner is not None:
                 module.forward = old.inner
+    keeper = None if offload is None else HostActivations(offload)
     if mode != "none":
         for block in found[::every]:
-            block.forward = Recomputed(block, mode)
+            block.forward = Recomputed(block, mode, keeper)
     return model
 
 
@@ -131,8 +142,8 @@ def _outermost(module: nn.Module, in_list: bool) -> Iterator[nn.Module]:
 class Recomputed:
     """The forward of one block, recomputed in backward; copied and pickled with its block."""
 
-    def __init__(self, block: nn.Module, mode: str) -> None:
-        self.block, self.mode = block, mode
+    def __init__(self, block: nn.Module, mode: str, keeper: HostActivations | None = None) -> None:
+        self.block, self.mode, self.keeper = block, mode, keeper
         self.inner: Callable[..., Any] | None = vars(block).get("forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -149,7 +160,8 @@ class Recomputed:
         queue = current_queue()
         if queue is not None:
             options["context_fn"] = functools.partial(_waiting, queue, options.get("context_fn"))
-        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+        with contextlib.nullcontext() if self.keeper is None else self.keeper.hooks():
+            return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
 
 def _waiting(

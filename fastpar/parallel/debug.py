@@ -60,7 +60,7 @@ class Debug:
         check_inputs: before each forward compare the model's tensor arguments over the ranks of a
             tp group, which must have the same.
         bus_gb_s: offload without a GPU, over a stand-in for its bus of this speed in each direction
-            (see offload.py); 0: none.
+            (see comm/bus.py); 0: none.
     Raises:
         ValueError: delay_ms or bus_gb_s below 0.
     """

@@ -16,16 +16,13 @@ crosses it; masters and moments stay in ordinary memory of the host.
 [Note: several backward passes] Gradients go down when the step's last reduction is over, so
 grad_accum_steps must be told where backward passes add up. Where another comes all the same they
 are brought back: the same bits, but the bus is crossed three times.
-
-[Note: the stand-in] Debug(bus_gb_s=) is the bus of a machine without a GPU: both sides lie in
-the host's memory, and a thread for each direction copies at that speed.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -35,7 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastpar.comm.handles import FutureHandle, Handle, StreamHandle, TaskThread
+from fastpar.comm.bus import Bus
+from fastpar.comm.handles import FutureHandle, Handle, TaskThread
 from fastpar.kernels.global_norm import NORM_WORDS, norm_bins
 from fastpar.parallel.bucket import BucketState
 from fastpar.parallel.shards import Shards
@@ -43,73 +41,6 @@ from fastpar.parallel.shards import Shards
 MODES = ("optimizer", "parameters")
 IN_FLIGHT = 3  # buckets whose gradients may be on their way down
 _STATE_BYTES = 12  # of a parameter: fp32 master and moments
-
-
-def _copy(out: Tensor, x: Tensor) -> None:
-    out.copy_(x, non_blocking=True)
-
-
-class Bus:
-    """Copies between a GPU and its host, a stream for each direction."""
-
-    pins = True
-
-    def __init__(self, device: torch.device) -> None:
-        self._down, self._up = torch.cuda.Stream(device), torch.cuda.Stream(device)
-
-    def down(self, host: Tensor, x: Tensor) -> Handle:
-        """host = x, behind what the current stream has been given; x may be freed at once."""
-        x.record_stream(self._down)
-        return StreamHandle(self._down, lambda: _copy(host, x), (), "offload")
-
-    def up(self, x: Tensor, host: Tensor) -> Handle:
-        """x = host; the current stream waits for it where wait() is called."""
-        return StreamHandle(self._up, lambda: _copy(x, host), (x,), "offload")
-
-    def beside(self) -> contextlib.AbstractContextManager[Any]:
-        """Copies up inside wait for nothing that the device computes."""
-        return torch.cuda.stream(self._up)
-
-    def arrived(self, handle: Handle) -> None:
-        """Return when a copy to the host is there."""
-        while not handle.is_completed():
-            time.sleep(2e-5)
-
-
-class SlowBus(Bus):
-    """See [Note: the stand-in]; gb_s: of each direction."""
-
-    pins = False
-
-    def __init__(self, gb_s: float) -> None:
-        self._rate, self._threads = gb_s * 1e9, (TaskThread(), TaskThread())
-
-    def down(self, host: Tensor, x: Tensor) -> Handle:
-        """As on a GPU."""
-        return self._copy(0, host, x)
-
-    def up(self, x: Tensor, host: Tensor) -> Handle:
-        """As on a GPU."""
-        return self._copy(1, x, host)
-
-    def arrived(self, handle: Handle) -> None:
-        """As on a GPU."""
-        handle.wait()
-
-    def beside(self) -> contextlib.AbstractContextManager[Any]:
-        """As on a GPU."""
-        return contextlib.nullcontext()
-
-    def _copy(self, way: int, out: Tensor, x: Tensor) -> Handle:
-        def copy() -> None:
-            begin = time.perf_counter()
-            with torch.inference_mode(False), torch.no_grad():
-                out.copy_(x)
-            time.sleep(max(0.0, x.nbytes / self._rate - (time.perf_counter() - begin)))
-
-        future: Future = Future()
-        self._threads[way].put((future, copy, (), (out, x)))
-        return FutureHandle("offload", future, self)
 
 
 class Offload:
@@ -149,8 +80,8 @@ class Offload:
         self.order, self.grads = order, dict[BucketState, Tensor]()
         _check_memory(order, shards.mesh.world_size if bus.pins else 1)
         for bucket in order:
-            bucket.stepped = self._pinned(bucket.spec.shard_numel, bucket.spec.dtype)
-            self.grads[bucket] = self._pinned(bucket.spec.shard_numel, bucket.grad_dtype)
+            bucket.stepped = bus.memory(bucket.spec.shard_numel, bucket.spec.dtype)
+            self.grads[bucket] = bus.memory(bucket.spec.shard_numel, bucket.grad_dtype)
             bucket.stepped.copy_(bucket.shard)
             if mode == "parameters":
                 bucket.shard = bucket.stepped
@@ -165,22 +96,14 @@ class Offload:
             or (shards.stages is not None and p in shards.stages.tied)
         }
         self._thread = TaskThread()
+        # A process that ends while the host steps would abort: kernels of other threads run then.
+        weakref.finalize(self, TaskThread.end, self._thread)
         self._down: dict[BucketState, Handle] = {}
         self._in_flight: deque[Handle] = deque()
         self._bins: dict[BucketState, Tensor] = {}
         self._stepping: dict[BucketState, tuple[FutureHandle, list[Handle]]] = {}
         self._threads = 0
         self._busy_s = self._touched = 0.0
-
-    def _pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
-        try:
-            return torch.empty(numel, dtype=dtype, pin_memory=self._bus.pins)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"parallelize: expected {numel * dtype.itemsize / 1e9:.2f} GB of pinned memory on "
-                f"the host for offload, got none ({error}); raise the limit of locked memory "
-                "(ulimit -l), or share the state among more ranks"
-            ) from error
 
     # Gradients
 

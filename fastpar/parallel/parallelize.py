@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastpar.comm.bus import Bus, SlowBus
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.mesh import AXES, Mesh
 from fastpar.comm.one_rank import OneRank
@@ -29,7 +30,7 @@ from fastpar.parallel.checks import (
 from fastpar.parallel.control import prove_together
 from fastpar.parallel.debug import Debug, InputCheck
 from fastpar.parallel.engine import Engine
-from fastpar.parallel.offload import Bus, Offload, SlowBus
+from fastpar.parallel.offload import Offload
 from fastpar.parallel.shards import Shards, guard_state_dicts
 from fastpar.parallel.split_backward import Places
 from fastpar.parallel.stages import STAGES, Settings, Stage

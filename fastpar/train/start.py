@@ -13,6 +13,7 @@ import torch
 
 from fastpar.checkpoint.checkpoint import newest_checkpoint
 from fastpar.checkpoint.weight_sources import load_weights
+from fastpar.comm.bus import bus_of
 from fastpar.comm.mesh import AXES, Mesh
 from fastpar.config.config import (
     GPTConfig,
@@ -179,7 +180,8 @@ def set_up(
         offload=None if parallel.offload == "none" else parallel.offload,
         offload_keep_mb=parallel.offload_keep_mb,
     )
-    recompute(model, parallel.activation_checkpointing)
+    bus = bus_of(mesh.device) if parallel.offload_activations else None
+    recompute(model, parallel.activation_checkpointing, offload=bus)
     return make_optimizer(model, config.optim, dtype=dtype, seed=config.run.seed)
 
 

@@ -19,10 +19,10 @@ from fastpar import (
     muon_groups,
     parallelize,
 )
+from fastpar.comm.bus import SlowBus
 from fastpar.optim.average import AveragedWeights
 from fastpar.parallel import offload
 from fastpar.parallel.debug import Debug
-from fastpar.parallel.offload import SlowBus
 from fastpar.testing import run_ranks
 
 CONFIG = GPTConfig(vocab_size=97, n_layer=3, n_head=2, n_embd=32, block_size=16, dropout=0.1)

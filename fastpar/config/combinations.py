@@ -1,4 +1,4 @@
-"""What is refused of how text becomes steps: ramps of the batch, packed documents."""
+"""What is refused of settings that contradict others: ramps of the batch, packing, offload."""
 
 from __future__ import annotations
 
@@ -34,4 +34,25 @@ def check_packing(settings: DataSettings, parallel: ParallelSettings, *, compile
         raise ValueError(
             "train: expected whole rows and models on each rank with pack=documents, got "
             f"{', '.join(found)}; leave it out, or use --pack stream"
+        )
+
+
+def check_offload(parallel: ParallelSettings, optimizer: str) -> None:
+    """Refuse a host's step of what is not shared out, or of an optimizer that has none."""
+    least = {"none": 0, "optimizer": 1, "parameters": 3}[parallel.offload]
+    if parallel.zero_stage < least:
+        raise ValueError(
+            f"train: expected zero_stage {'3' if least == 3 else '1, 2 or 3'} with offload="
+            f"{parallel.offload}, got zero_stage={parallel.zero_stage}; add --zero "
+            f"{max(2, least)}, also for one rank"
+        )
+    if parallel.offload_activations and parallel.activation_checkpointing != "full":
+        raise ValueError(
+            "train: expected activation_checkpointing=full with offload_activations, got "
+            f"{parallel.activation_checkpointing}; add --activation-checkpointing full"
+        )
+    if least and optimizer != "adamw":
+        raise ValueError(
+            f"train: expected optimizer=adamw with offload={parallel.offload}, got optimizer="
+            f"{optimizer}, which computes on whole matrices; leave --offload out"
         )

@@ -1,0 +1,113 @@
+"""The bus between a GPU and its host, in both directions at once: for what is offloaded.
+
+[Note: the stand-in] Debug(bus_gb_s=) is the bus of a machine without a GPU: both sides lie in
+the host's memory, and a thread for each direction copies at that speed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastpar.comm.handles import FutureHandle, Handle, StreamHandle, TaskThread
+
+
+def _copy(out: Tensor, x: Tensor) -> None:
+    out.copy_(x, non_blocking=True)
+
+
+class Bus:
+    """Copies between a GPU and its host, a stream for each direction."""
+
+    pins = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._down, self._up = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def down(self, host: Tensor, x: Tensor) -> Handle:
+        """host = x, behind what the current stream has been given; x may be freed at once."""
+        x.record_stream(self._down)
+        return StreamHandle(self._down, lambda: _copy(host, x), (), "offload")
+
+    def up(self, x: Tensor, host: Tensor) -> Handle:
+        """x = host; the current stream waits for it where wait() is called."""
+        return StreamHandle(self._up, lambda: _copy(x, host), (x,), "offload")
+
+    def beside(self) -> contextlib.AbstractContextManager[Any]:
+        """Copies up inside wait for nothing that the device computes."""
+        return torch.cuda.stream(self._up)
+
+    def memory(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """[numel] on the host, pinned.
+
+        Raises:
+            RuntimeError: the system has no more of it to give.
+        """
+        try:
+            return torch.empty(numel, dtype=dtype, pin_memory=self.pins)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"parallelize: expected {numel * dtype.itemsize / 1e9:.2f} GB of pinned memory on "
+                f"the host for offload, got none ({error}); raise the limit of locked memory "
+                "(ulimit -l), or share the state among more ranks"
+            ) from error
+
+    def arrived(self, handle: Handle) -> None:
+        """Return when a copy to the host is there."""
+        while not handle.is_completed():
+            time.sleep(2e-5)
+
+
+def bus_of(device: torch.device) -> Bus:
+    """The bus of a GPU.
+
+    Raises:
+        ValueError: a CPU, which has none.
+    """
+    if device.type == "cpu":
+        raise ValueError(
+            "offload: expected a GPU, got device=cpu; it moves what is on a GPU into its host's "
+            "memory: leave it out on a CPU"
+        )
+    return Bus(device)
+
+
+class SlowBus(Bus):
+    """See [Note: the stand-in]; gb_s: of each direction."""
+
+    pins = False
+
+    def __init__(self, gb_s: float) -> None:
+        self._rate, self._threads = gb_s * 1e9, (TaskThread(), TaskThread())
+
+    def down(self, host: Tensor, x: Tensor) -> Handle:
+        """As on a GPU."""
+        return self._copy(0, host, x)
+
+    def up(self, x: Tensor, host: Tensor) -> Handle:
+        """As on a GPU."""
+        return self._copy(1, x, host)
+
+    def arrived(self, handle: Handle) -> None:
+        """As on a GPU."""
+        handle.wait()
+
+    def beside(self) -> contextlib.AbstractContextManager[Any]:
+        """As on a GPU."""
+        return contextlib.nullcontext()
+
+    def _copy(self, way: int, out: Tensor, x: Tensor) -> Handle:
+        def copy() -> None:
+            begin = time.perf_counter()
+            with torch.inference_mode(False), torch.no_grad():
+                out.copy_(x)
+            time.sleep(max(0.0, x.nbytes / self._rate - (time.perf_counter() - begin)))
+
+        future: Future = Future()
+        self._threads[way].put((future, copy, (), (out, x)))
+        return FutureHandle("offload", future, self)
