@@ -91,6 +91,7 @@ def speed(device: str, quick: bool, folder: Path) -> list[Step]:
         Step("profile", profile, 100, 40, shown=r"%|ms"),
         train("1.5B", 170, 60),
         Step("plan", ["-m", "bench", "plan", *rows], 120, 50, shown=r"gpt2|%"),
+        Step("offload", ["-m", "bench", "offload", *rows], 100, 30, shown="fastpar"),
         train("best batch", 120, 20),
     ]
 

@@ -8,6 +8,8 @@ beside cost/host_step.py's exposed_s() of the same sleeps.
 Steps: GPT-2's shape on one CPU rank, gradients clipped: fastpar without offload, with it over
 buses of PCIe's speeds, and DeepSpeed's ZeRO-Offload (stage 2, its CPU Adam), which finds the
 "device" in the same memory and copies nothing over a bus. Steps take turns.
+
+On a GPU: GPT-2 XL in bf16 with and without offload, one after the other, with what each takes.
 """
 
 from __future__ import annotations
@@ -32,17 +34,19 @@ from fastpar.config.config import GPTConfig
 from fastpar.cost.host_step import UnitStep, exposed_s
 from fastpar.doctor.clocks import Timing, steady_ms
 from fastpar.models.gpt import GPT
+from fastpar.nn.recompute import recompute
 from fastpar.optim.adamw import AdamW
 from fastpar.parallel.debug import Debug
 from fastpar.parallel.engine import engine_of
 from fastpar.parallel.parallelize import parallelize
 
-TIME_LIMIT_S = {"cpu": 600, "cuda": 10}
+TIME_LIMIT_S = {"cpu": 600, "cuda": 120}
 BLOCKS, WIDTH = 6, 512
 HOST_MS, BUS_MS, FORWARD_MS = 15, (3, 20, 60), (5, 20, 60)  # of a block
 BUSES = {"pcie3": 12.0, "pcie5": 47.0}  # GB/s that large copies reach
 CONFIG = GPTConfig(6, 12, 768, 128, 8192, dropout=0.0)
 QUICK = GPTConfig(2, 2, 32, 16, 64, dropout=0.0)
+XL = GPTConfig.preset("gpt2-xl", dropout=0.0)
 ROWS, STEPS, TURNS = 4, 3, 5
 
 
@@ -210,7 +214,47 @@ def _keep(contender: Contender, losses: list[float]) -> None:
     losses.append(contender.step())
 
 
+def on_gpu(bench: Bench) -> None:
+    """Rows of XL: milliseconds and the most memory, each contender alone on the GPU."""
+    config, rows = (QUICK, 1) if bench.quick else (XL, 16)
+    case = f"{config.n_layer} layers of {config.n_embd}, {rows} x {config.block_size} tokens"
+    base_ms = None
+    for name in ("fastpar", "fastpar offload") if bench.only in case else ():
+        row = bench.row(case, "step", name, torch.bfloat16)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        try:
+            with torch.device(bench.device):
+                model: Any = GPT(config, seed=0).bfloat16()
+            shared = {"grad_dtype": torch.float32}
+            options = {"zero_stage": 2, "offload": "optimizer"} if "offload" in name else {}
+            parallelize(model, Mesh(device=bench.device), **shared, **options)  # type: ignore[arg-type]
+            recompute(model, "selective")
+            optimizer = AdamW(model.parameters(), lr=1e-4, max_grad_norm=1.0, master_weights=True)
+            x = torch.randint(0, config.vocab_size, (rows, config.block_size), device=bench.device)
+            row.median_ms = steady_ms(partial(_train, model, optimizer, x), 5, bench.device)
+            row.runs, row.peak_bytes = 5, torch.cuda.max_memory_allocated()
+            row.tokens_per_s = x.numel() / row.median_ms * 1e3
+            base_ms = base_ms or row.median_ms
+            row.baseline, row.speedup = "fastpar", base_ms / row.median_ms
+            report = engine_of(model).report
+            row.notes = {"exposed_ms": report.offload_ms if report else None}
+            del model, optimizer, x
+        except Exception as error:
+            row.refused = reason(error)
+        bench.add(row)
+
+
+def _train(model: nn.Module, optimizer: AdamW, x: Tensor) -> None:
+    model(x, x).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def run(bench: Bench) -> None:
-    """The grid, then whole steps."""
+    """The grid, then whole steps; on a GPU XL."""
+    if bench.device == "cuda":
+        on_gpu(bench)
+        return
     exposed(bench)
     steps(bench)

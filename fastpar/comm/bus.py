@@ -84,6 +84,8 @@ class SlowBus(Bus):
 
     def __init__(self, gb_s: float) -> None:
         self._rate, self._threads = gb_s * 1e9, (TaskThread(), TaskThread())
+        for thread in self._threads:
+            thread.end_with(self)
 
     def down(self, host: Tensor, x: Tensor) -> Handle:
         """As on a GPU."""

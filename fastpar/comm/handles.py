@@ -115,14 +115,22 @@ class TaskThread:
         self.thread.start()
         self.stop = weakref.finalize(self, self._tasks.put, None)
 
-    def put(self, task: Task | Begun) -> None:
+    def put(self, task: Task | Begun | None) -> None:
         self._tasks.put(task)
 
-    def end(self) -> None:
-        """Return when all that it was given is over; for tasks that wait for no other rank."""
-        self._tasks.put(None)
-        if threading.current_thread() is not self.thread:
-            self.thread.join()
+    def end_with(self, owner: object) -> None:
+        """End what it was given when the owner is collected, or the process ends.
+
+        For tasks that wait for no other rank: a process that ends while a thread is in a kernel
+        aborts.
+        """
+        weakref.finalize(owner, _end, self)
+
+
+def _end(thread: TaskThread) -> None:
+    thread.put(None)
+    if threading.current_thread() is not thread.thread:
+        thread.thread.join()
 
 
 def _work(tasks: queue.SimpleQueue) -> None:

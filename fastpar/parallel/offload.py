@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import os
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -96,8 +95,7 @@ class Offload:
             or (shards.stages is not None and p in shards.stages.tied)
         }
         self._thread = TaskThread()
-        # A process that ends while the host steps would abort: kernels of other threads run then.
-        weakref.finalize(self, TaskThread.end, self._thread)
+        self._thread.end_with(self)
         self._down: dict[BucketState, Handle] = {}
         self._in_flight: deque[Handle] = deque()
         self._bins: dict[BucketState, Tensor] = {}

@@ -5,6 +5,9 @@ That it is the run without it: tests/contracts/test_offload_matrix.py.
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -311,3 +314,24 @@ def test_ranks_in_threads_keep_their_own_state():
     for (losses, found), (expected, end) in zip(run_ranks(rank, 2), run_ranks(without, 2)):
         assert losses == expected
         same(found, end)
+
+
+SCRIPT = """
+import torch, fastpar
+from fastpar.parallel.debug import Debug
+shape = fastpar.GPTConfig(n_layer=8, n_head=8, n_embd=768, vocab_size=8192, block_size=16)
+model = fastpar.GPT(shape)
+debug = Debug(bus_gb_s=50.0)
+mesh = fastpar.Mesh(device="cpu")
+fastpar.parallelize(model, mesh, zero_stage=2, offload="optimizer", debug=debug)
+optimizer = fastpar.AdamW(model.parameters(), max_grad_norm=1.0)
+x = torch.randint(0, 8192, (1, 16))
+model(x, x).backward()
+optimizer.step()
+"""
+
+
+def test_a_process_may_end_while_the_host_steps():
+    """Threads in a kernel when Python ends would abort it."""
+    run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr

