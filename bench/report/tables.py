@@ -394,7 +394,7 @@ def offload_table(rows: Sequence[Row]) -> str:
     grid, lines = [], []
     for row in (row for row in rows if row.bench == "offload"):
         notes = row.notes
-        if row.direction == "exposed":
+        if row.variant == "exposed":
             grid.append([row.case, *(number(notes[n]) for n in ("exposed_ms", "formula_ms"))])
         elif row.refused:
             lines.append([f"{row.case}: {row.variant}", f"refused: {row.refused}", "", "", ""])
