@@ -158,7 +158,10 @@ def test_an_epoch_is_one_pass_of_the_text(text):
     assert schedule_of(text, epoch_steps=2).comparison.settings["untimed_steps"] == 1
 
 
-def test_the_lines_say_what_comes(text):
+def test_the_lines_say_what_comes(text, monkeypatch):
+    found = strategies.importlib.util.find_spec
+    installed = lambda name: None if name == "deepspeed" else found(name)  # noqa: E731
+    monkeypatch.setattr(strategies.importlib.util, "find_spec", installed)
     schedule = schedule_of(
         text, strategies="single,dp,tp-zero1,deepspeed1", epoch_steps=7, repeats=2
     )
@@ -166,5 +169,5 @@ def test_the_lines_say_what_comes(text):
     assert "compare  single, dp" in said
     assert "skipped  tp-zero1: needs 4 ranks, got 2" in said
     assert "3 epochs of 7 steps" in said
-    assert "6 runs of 21 steps, 2 of them single with other sums; expected: about 0:" in said
+    assert "6 runs of 21 steps, 2 of them single with other sums; expected: about " in said
     assert "single is one rank" in said

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import os
 import re
 import shutil
 import subprocess
@@ -45,7 +46,7 @@ def tracked(pattern: str = "*") -> list[Path]:
     )
     if listed.returncode:
         pytest.skip("not a git checkout: the tracked files are unknown")
-    return [ROOT / p for p in listed.stdout.splitlines() if (ROOT / p).is_file()]
+    return [ROOT / p for p in listed.stdout.splitlines() if os.path.lexists(ROOT / p)]
 
 
 def sources(package: str) -> list[Path]:

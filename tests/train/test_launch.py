@@ -127,7 +127,9 @@ def test_ranks_that_end_well(start, capfd):
     assert capfd.readouterr().err == ""
 
 
-WAIT = "signal.signal(15, lambda *_: sys.exit(143)); print('up', flush=True); time.sleep(60)"
+# In short naps: a signal that comes just before a nap begins is answered after it.
+REST = "[time.sleep(0.05) for _ in range(1200)]"
+WAIT = f"signal.signal(15, lambda *_: sys.exit(143)); print('up', flush=True); {REST}"
 
 
 def test_a_signal_reaches_the_ranks(start):
@@ -145,7 +147,7 @@ def test_a_signal_reaches_the_ranks(start):
 def test_a_save_signal_reaches_the_ranks_and_ends_nothing(start):
     saves = "signal.signal(10, lambda *_: print('saves', flush=True))"
     stops = "signal.signal(15, lambda *_: sys.exit(0))"
-    ranks = start(*[f"{saves}; {stops}; print('up', flush=True); time.sleep(60)"] * 2)
+    ranks = start(*[f"{saves}; {stops}; print('up', flush=True); {REST}"] * 2)
     for rank in ranks:
         assert rank.process.stdout.readline() == b"up\n"
     before = signal.getsignal(signal.SIGUSR1)
