@@ -5,8 +5,8 @@ from __future__ import annotations
 from fastpar.config.options import DataSettings, ParallelSettings
 
 
-def check_ramp(settings: DataSettings, pp: int) -> None:
-    """Refuse a first batch that does not become batch_size, and one that a pipeline would have."""
+def check_ramp(settings: DataSettings) -> None:
+    """Refuse a first batch that does not become batch_size."""
     rows, first = settings.batch_size, settings.batch_ramp
     if first is None and settings.ramp_steps is not None:
         raise ValueError(
@@ -19,20 +19,14 @@ def check_ramp(settings: DataSettings, pp: int) -> None:
             f"train: expected batch_ramp to become batch_size={rows} by doubling, got batch_ramp="
             f"{first}; use one of {fit}"
         )
-    if first is not None and pp > 1:
-        raise ValueError(
-            "train: expected pp=1 with batch_ramp, since stages want as many micro-batches in "
-            f"every step, got pp={pp} batch_ramp={first}; leave one of them out"
-        )
 
 
 def check_packing(settings: DataSettings, parallel: ParallelSettings, *, compiled: bool) -> None:
-    """Refuse packed documents where a rank has not whole rows and a whole model."""
-    several = {"tp": parallel.tp, "pp": parallel.pp, "cp": parallel.cp}
-    found = [f"{name}={n}" for name, n in several.items() if n > 1] + ["compile=True"] * compiled
+    """Refuse packed documents where a rank has not whole rows, and in compiled models."""
+    found = [f"cp={parallel.cp}"] * (parallel.cp > 1) + ["compile=True"] * compiled
     if settings.pack == "documents" and found:
         raise ValueError(
-            "train: expected whole rows and models on each rank with pack=documents, got "
+            "train: expected whole rows on each rank and no compile with pack=documents, got "
             f"{', '.join(found)}; leave it out, or use --pack stream"
         )
 

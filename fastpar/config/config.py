@@ -145,7 +145,7 @@ class TrainConfig(TrainFlags):
                 "lower --warmup-steps or raise --max-steps"
             )
         stage, tp, pp = self.parallel.zero_stage, self.parallel.tp, self.parallel.pp
-        check_ramp(self.text, pp)
+        check_ramp(self.text)
         check_packing(self.text, self.parallel, compiled=self.system.compile)
         if self.optim.optimizer == "adafactor" and (stage or tp > 1):
             raise ValueError(

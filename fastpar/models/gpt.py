@@ -127,18 +127,18 @@ class Attention(nn.Module):
         heads = qkv.shape[-2]
         if self.cp is not None:
             qkv = to_heads(qkv, self.cp)
-        if tokens is not None:
-            qkv = qkv.unflatten(0, (tokens.batch, tokens.time))
         if documents is not None:
-            qkv = qkv.flatten(0, 1)
+            qkv = qkv if tokens is not None else qkv.flatten(0, 1)  # [N, 3, H/tp, D]
+        elif tokens is not None:
+            qkv = qkv.unflatten(0, (tokens.batch, tokens.time))
         if read is None:
             o = attention_qkvpacked(qkv, causal=True, cu_seqlens=documents, **dropout)
         else:
             o = attention(qkv[:, :, 0], *read.add(qkv[:, :, 1], qkv[:, :, 2]), causal=True)
-        if documents is not None:
+        if documents is None:
+            o = o if tokens is None else o.flatten(0, 1)
+        elif tokens is None:
             o = o.unflatten(0, y.shape[:2])  # [B, T, H/tp, D]
-        if tokens is not None:
-            o = o.flatten(0, 1)
         if self.cp is not None:
             o = to_tokens(o[:, None], heads, self.cp)[:, 0]
         return row_linear(o.flatten(-2), self.c_proj.weight, tp=self.tp)  # [B, T, C]
@@ -275,7 +275,7 @@ class GPT(nn.Module):
             reduction: of the loss: "mean" over the valid targets or "sum".
             parts: run these of pipeline_parts() only; stream: what the parts before them returned.
             positions: [B, T] int64, of each token in its document: attention looks at no other, and
-                one begins where it is 0. None: each row is one. Without tp, cp and parts.
+                one begins where it is 0. None: each row is one. Without cp.
         Returns:
             loss: [] fp32 (fp64 for fp64 parameters), or logits: [B, T, V] in the parameters' dtype
                 (no padding). Without the last part: the residual stream for the parts behind.
@@ -298,13 +298,13 @@ class GPT(nn.Module):
                 rng_key = first_of(rng_key, self.cp)
         if self.cp is not None:  # before it is padded, perhaps beyond the context
             self._check_ids(idx, self.config.block_size)
+        if positions is not None:
+            check_positions(idx, positions, cp=self.cp is not None)
         length, behind = idx.shape[-1], self._padding(idx)
         if behind:
             idx = F.pad(idx, (0, behind))
             targets = targets if targets is None else F.pad(targets, (0, behind), value=-100)
-        if positions is not None:
-            whole = self.tp is None and self.cp is None and parts is None
-            check_positions(idx, positions, whole=whole)
+            positions = positions if positions is None else F.pad(positions, (0, behind))
         x = self.features(idx, rng_key, parts, stream, positions)
         if parts is not None and len(self.h) + 1 not in parts:
             return x
@@ -415,20 +415,20 @@ class GPT(nn.Module):
         first: int = 0,
     ) -> Tensor:
         wte, wpe = self.wte.weight, self.wpe.weight
-        if positions is not None:
-            x = embedding(idx, wte) + embedding(positions, wpe)
-            return dropout(x, mask["dropout_p"], mask["rng"]) if mask else x
-        if self._shares == 1 and self.tp is None:
+        if self._shares == 1 and self.tp is None and positions is None:
             return embedding(idx, wte, wpe, first_position=first, **mask)
         if self.cp is not None:
             idx = self.cp.slice(idx)[None]
         x = embedding(idx, wte) if self.tp is None else vocab_embedding(idx, wte, self.tp)
         if tokens is None:
-            x = x + wpe[: idx.shape[1]]
+            x = x + (wpe[: idx.shape[1]] if positions is None else embedding(positions, wpe))
         else:
             x = x.view(-1, x.shape[-1])
-            mine = torch.arange(tokens.first, tokens.first + x.shape[0], device=idx.device)
-            places = (mine % tokens.time).clamp(max=len(wpe) - 1)  # of padding, perhaps, behind it
+            if positions is None:
+                mine = torch.arange(tokens.first, tokens.first + x.shape[0], device=idx.device)
+                places = (mine % tokens.time).clamp(max=len(wpe) - 1)  # of padding behind it
+            else:
+                places = positions.flatten()[tokens.first : tokens.first + x.shape[0]]
             x = x + embedding(places[None], wpe)[0]
         return dropout(x, mask["dropout_p"], mask["rng"]) if mask else x
 

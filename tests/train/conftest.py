@@ -14,3 +14,11 @@ def here(tmp_path, monkeypatch):
     monkeypatch.setattr(run_folder, "plot_loss", lambda rows, path, title: path.touch())
     make_text(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def texts(here):
+    """A folder of documents, some longer than others."""
+    (here / "texts").mkdir()
+    for i, text in enumerate((here / "text.txt").read_text().split("\n")[:90]):
+        (here / "texts" / f"{i}.txt").write_text(text * (1 + i % 4 // 3))

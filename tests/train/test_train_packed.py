@@ -4,6 +4,7 @@ import pytest
 import torch
 from train_runs import TINY, bits, curve, forget_after
 
+from fastpar import AdamW, parallelize, pipeline_step
 from fastpar.comm.mesh import Mesh
 from fastpar.config.config import GPTConfig, TrainConfig
 from fastpar.models.gpt import GPT
@@ -16,19 +17,13 @@ RUN |= {"eval_every": 4, "save_every": 2, "deterministic": True, "tokenizer": "b
 
 def rank(changes):
     config = TrainConfig().replace({**RUN, **changes})
-    return Trainer(config, Mesh(device="cpu")).run()
+    mesh = Mesh(tp=config.parallel.tp, pp=config.parallel.pp, device="cpu")
+    return Trainer(config, mesh).run()
 
 
 def run(out, ranks, **changes):
     """All ranks, as threads."""
     assert run_ranks(rank, ranks, {"out": out, **changes}) == [0] * ranks
-
-
-@pytest.fixture
-def texts(here):
-    (here / "texts").mkdir()
-    for i, text in enumerate((here / "text.txt").read_text().split("\n")[:90]):
-        (here / "texts" / f"{i}.txt").write_text(text * (1 + i % 4 // 3))
 
 
 def test_the_bits_of_one_process_and_after_a_resume(texts, capsys):
@@ -43,9 +38,54 @@ def test_the_bits_of_one_process_and_after_a_resume(texts, capsys):
     forget_after("alone", 2)
     run("alone", 2, zero_stage=1, resume=True)
     assert bits("alone", 4) == expected
+    with pytest.raises(ValueError, match=r"pack=documents, by which .*, got pack=stream; leave"):
+        rank({"out": "alone", "resume": True, "pack": "stream", "max_steps": 6})
     run("stream", 1, pack="stream")
     assert bits("stream", 4) != expected
     assert len([row for row in curve("alone") if "loss" in row]) == 4
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes"),
+    [
+        (2, {"pp": 2, "zero_stage": 2}),
+        (2, {"pp": 2, "schedule": "zb-v", "zero_stage": 3, "activation_checkpointing": "full"}),
+        pytest.param(4, {"pp": 2, "schedule": "gpipe"}, marks=pytest.mark.slow),
+        pytest.param(2, {"pp": 2, "schedule": "interleaved"}, marks=pytest.mark.slow),
+        pytest.param(3, {"pp": 3, "schedule": "zb-h1"}, marks=pytest.mark.slow),
+    ],
+)
+def test_the_bits_of_one_process_through_stages(texts, ranks, changes):
+    """With dropout and clipping, and a batch that grows."""
+    ramp = {"n_layer": 4, "micro_batch_size": 1, "batch_ramp": 2, "ramp_steps": 3, "dropout": 0.1}
+    run("alone", 1, **ramp)
+    run("stages", ranks, **ramp, **changes)
+    assert curve("stages") == curve("alone")
+    assert bits("stages", 4) == bits("alone", 4)
+
+
+def _on_ranks(tp, sequence_parallel):
+    model = GPT(GPTConfig(2, 2, 16, 12, 50, 0.0), seed=3).double()
+    mesh = Mesh(tp=tp, device="cpu")
+    parallelize(model, mesh, sequence_parallel=sequence_parallel, zero_stage=1)
+    torch.manual_seed(0)
+    x, y = torch.randint(50, (2, 3, 11))
+    positions = torch.cat([torch.arange(n) for n in (5, 4, 2)]).repeat(3, 1)
+    loss = model(x, y, positions=positions)
+    loss.backward()
+    optimizer = AdamW(model.parameters(), eps=1.0)
+    optimizer.step()
+    return loss.detach(), {name: p.clone() for name, p in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_split_layers_see_the_same_documents(sequence_parallel):
+    """With sequences that the ranks have to pad."""
+    [(loss, weights)] = run_ranks(_on_ranks, 1, 1, sequence_parallel)
+    for mine, theirs in run_ranks(_on_ranks, 2, 2, sequence_parallel):
+        torch.testing.assert_close(mine, loss, rtol=1e-12, atol=0)
+        for name, w in theirs.items():
+            torch.testing.assert_close(w, weights[name], rtol=1e-12, atol=1e-13)
 
 
 def test_documents_of_a_row_are_as_alone():
@@ -76,11 +116,23 @@ def test_bad_positions():
     for positions in (torch.arange(7)[None], torch.arange(1, 9)[None]):
         with pytest.raises(ValueError, match=r"0 where a row begins, got positions\.shape"):
             model(x, x, positions=positions)
-    with pytest.raises(ValueError, match="one rank's whole model"):
-        model(x, x, positions=torch.arange(8)[None], parts=range(1))
+    parallelize(model, Mesh(device="cpu"))
+    with pytest.raises(ValueError, match=r"positions of idx's shape \[1, 8\], got positions=\[8\]"):
+        pipeline_step(model, x, x, positions=torch.arange(8))
 
 
-@pytest.mark.parametrize("name", ["tp", "pp", "cp", "compile", "cuda_graphs"])
+def _with_cp():
+    model, x = GPT(GPTConfig(1, 2, 16, 8, 50, 0.0)), torch.zeros(1, 8, dtype=torch.int64)
+    parallelize(model, Mesh(cp=2, device="cpu"))
+    with pytest.raises(ValueError, match="that one rank sees whole, got them with cp"):
+        model(x, x, positions=torch.arange(8)[None])
+
+
+def test_bad_positions_with_cp():
+    run_ranks(_with_cp, 2)
+
+
+@pytest.mark.parametrize("name", ["cp", "compile", "cuda_graphs"])
 def test_refused_settings(name):
     changes = {name: True if name in ("compile", "cuda_graphs") else 2, "pack": "documents"}
     with pytest.raises(ValueError, match="pack"):

@@ -57,7 +57,6 @@ def test_micro_batches_of_a_step():
         ({"batch_ramp": 3}, "become batch_size=8 by doubling, got batch_ramp=3; use one of 8, 4,"),
         ({"batch_ramp": 16}, "by doubling, got batch_ramp=16"),
         ({"batch_ramp": 0}, "batch_ramp >= 1, got batch_ramp=0"),
-        ({"batch_ramp": 2, "pp": 2}, "expected pp=1 with batch_ramp.*got pp=2 batch_ramp=2"),
         ({"ramp_steps": 5}, "ramp_steps=5 alone; set --batch-ramp"),
         ({"batch_ramp": 2, "cuda_graphs": True, "device": "cuda"}, "batch_ramp None with cuda"),
     ],
