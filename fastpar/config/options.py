@@ -139,6 +139,8 @@ class RunSettings:
     """Checkpoints that are kept; 0: all."""
     keep_every: int = 0
     """Steps between checkpoints that stay for good; 0: none."""
+    log: Literal["auto", "none", "tensorboard", "wandb"] = "auto"
+    """Curves beside metrics.jsonl; auto: tensorboard if installed."""
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,9 @@ def prove_loss(model: nn.Module, norm: str) -> None:
     if type(head) is not nn.Linear or head.bias is not None:
         raise proof.UnprovenError("has an lm_head that is not an nn.Linear without bias")
     width, positions = head.in_features, proof.LONGEST
-    instead: dict[nn.Module, nn.Module] = {head: nn.Linear(width, ROWS, bias=False)}
+    # Not initialized: that would draw numbers of the run; twin_of draws its weights.
+    rows_of_head = nn.utils.skip_init(nn.Linear, width, ROWS, bias=False)
+    instead: dict[nn.Module, nn.Module] = {head: rows_of_head}
     blocks = model.get_submodule(norm.replace("ln_f", "h"))
     instead |= {block: proof.StandIn("block", width) for block in blocks.children()}
     for name, part in model.named_modules():

@@ -1,4 +1,4 @@
-"""What a run tells: metrics.jsonl and TensorBoard, the progress bar, loss.png, memory, MFU."""
+"""What a run tells: metrics.jsonl, TensorBoard, W&B, the progress bar, loss.png, memory, MFU."""
 
 from __future__ import annotations
 
@@ -49,20 +49,77 @@ def memory_mb() -> tuple[float, float]:
     return peak_mb, peak_mb
 
 
+def check_log(log: str) -> None:
+    """Raises ImportError where what --log asks for is not installed."""
+    if log in ("tensorboard", "wandb"):
+        import_package(log, "train", f" for --log {log}", ", or leave --log out")
+
+
+class _TensorBoard:
+    """Curves of the numbers of each row."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+
+    def write(self, step: int, numbers: dict[str, float]) -> None:
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Wandb:
+    """A run of Weights & Biases; each start of a run of ours is one, all of one group.
+
+    Without a key it is kept in the folder, which wandb sync sends later: nothing asks for one.
+    """
+
+    def __init__(self, folder: Path, step: int, settings: dict[str, Any]) -> None:
+        wandb = import_package("wandb", "train")
+        mode = os.environ.get("WANDB_MODE")
+        if mode is None and not wandb.api.api_key:
+            mode = "offline"
+            print(f"wandb: no key, so curves stay on this machine; wandb sync {folder}/wandb/*")
+        # A step cannot be written twice there: steps that come again are another run's.
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "fastpar"), dir=str(folder), mode=mode,
+            group=folder.name, name=f"{folder.name}, from step {max(step, 0)}", config=settings,
+            settings=wandb.Settings(console="off", silent=True),
+        )  # fmt: skip
+
+    def write(self, step: int, numbers: dict[str, float]) -> None:
+        self._run.log(numbers, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
 class MetricsLog:
-    """metrics.jsonl: one object a training step or validation; TensorBoard too where installed.
+    """metrics.jsonl: one object a training step or validation; curves elsewhere, too.
 
     Args:
         path: of metrics.jsonl; created where it is missing.
         resume_step: rows of later steps, written after the checkpoint that the run goes on from,
             are dropped: those steps come again.
-        tensorboard: folder of the event files; None writes none.
+        log: none; tensorboard or wandb, in the same folder; auto: tensorboard where installed.
+        settings: of the run, shown beside its curves.
     """
 
     def __init__(
-        self, path: str | Path, *, resume_step: int = 0, tensorboard: str | Path | None = None
+        self,
+        path: str | Path,
+        *,
+        resume_step: int = 0,
+        log: str = "none",
+        settings: dict[str, Any] | None = None,
     ) -> None:
-        self.path, self._tensorboard = Path(path), tensorboard
+        self.path, self._settings = Path(path), settings or {}
+        if log == "auto":
+            log = "none" if importlib.util.find_spec("tensorboard") is None else "tensorboard"
+        self._log = log
         self._drop_after(resume_step)
         self._open(resume_step)
 
@@ -72,11 +129,11 @@ class MetricsLog:
 
     def _open(self, resume_step: int) -> None:
         self._file: IO[str] = self.path.open("a", encoding="utf-8")
-        self._board: Any = None
-        if self._tensorboard and importlib.util.find_spec("tensorboard") is not None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._board = SummaryWriter(str(self._tensorboard), purge_step=resume_step + 1)
+        self._board: _TensorBoard | _Wandb | None = None
+        if self._log == "tensorboard":
+            self._board = _TensorBoard(self.path.parent, resume_step)
+        elif self._log == "wandb":
+            self._board = _Wandb(self.path.parent, resume_step, self._settings)
 
     def write(self, row: dict[str, Any]) -> None:
         """Appends a row that has "step"; a value that is not finite is written as null."""
@@ -87,9 +144,8 @@ class MetricsLog:
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
         if self._board is not None:
-            for key, value in row.items():
-                if key != "step" and isinstance(value, (int, float)):
-                    self._board.add_scalar(key, value, row["step"])
+            numbers = {key: v for key, v in row.items() if isinstance(v, (int, float))}
+            self._board.write(numbers.pop("step"), numbers)
 
     def rewind(self, step: int) -> None:
         """Drop the rows of later steps: they come again. After an OSError they are still there."""

@@ -3,7 +3,7 @@
 config.json      settings (fastpar train --resume reads them), model, and each start
 metrics.jsonl    one object a step or validation        loss.png   drawn from it
 checkpoints/     see checkpoint.py                      latest     link to the newest
-tensorboard/     the same numbers, where tensorboard is installed
+tensorboard/     the same numbers, where tensorboard is installed; wandb/ with --log wandb
 samples.txt      text drawn from the model              run.lock   see run_lock.py
 """
 
@@ -34,7 +34,7 @@ from fastpar.files.step_folders import LATEST, list_checkpoints
 from fastpar.models.gpt import GPT
 from fastpar.pipeline.schedules import make_schedule
 from fastpar.pipeline.simulator import Costs, simulate
-from fastpar.train.metrics import MetricsLog, duration, plot_loss, read_metrics
+from fastpar.train.metrics import MetricsLog, check_log, duration, plot_loss, read_metrics
 from fastpar.train.run_lock import RUNS, check_free, hold
 from fastpar.train.sample import sample
 
@@ -45,7 +45,8 @@ FILES = ("config.json", "metrics.jsonl", "checkpoints", "samples.txt", "loss.png
 
 
 def check_out(config: TrainConfig) -> None:
-    """Raises ValueError if --out and --resume do not fit what is on disk."""
+    """Raises ValueError if --out and --resume do not fit what is on disk, see check_log, too."""
+    check_log(config.run.log)
     out, resume = config.run.out, config.run.resume
     if resume and out is None:
         newest = newest_run()
@@ -145,7 +146,8 @@ class RunFolder:
         self.log = MetricsLog(
             self.path / "metrics.jsonl",
             resume_step=-1 if fresh else step,
-            tensorboard=self.path / "tensorboard",
+            log=config.run.log,
+            settings=config.settings(),
         )
         self.notes: tuple[str, ...] = ()
         shape, rows = model.config, config.text.batch_size

@@ -126,6 +126,14 @@ def pair(**options):
     return theirs, ours, report
 
 
+def test_the_proof_of_the_loss_draws_no_numbers_of_the_run():
+    """The batches that a script draws after patching are those that it drew without."""
+    model = GPT()
+    before = torch.get_rng_state()
+    fastpar.patch(model, fused_loss=True)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_the_loss_and_its_gradients_match():
     idx, targets = batch()
     for options in ({}, {"flash": False, "bias": False}):

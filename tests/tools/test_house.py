@@ -94,7 +94,7 @@ def test_every_file_is_in_a_room_and_every_room_says_what_it_is():
     own = {p.stem for p in (ROOT / "fastpar").glob("*.py")}
     assert own == {"__init__", "__main__", "_version", "cli", "testing"}
     rooms = {p.parent.name for p in sources("fastpar") if p.parent != ROOT / "fastpar"}
-    assert rooms == set(ROOMS)
+    assert rooms == {*ROOMS, "examples"}  # scripts, which nothing imports
     for room in ROOMS:
         folder = ROOT / "fastpar" / room
         assert (folder / "README.md").exists(), room

@@ -16,6 +16,7 @@ from fastpar.train import metrics
 from fastpar.train.metrics import (
     MetricsLog,
     Progress,
+    check_log,
     duration,
     mfu,
     plot_loss,
@@ -72,11 +73,39 @@ def test_a_run_that_went_back_writes_later_rows_again(tmp_path):
 
 def test_tensorboard_is_fed_where_it_is_installed(tmp_path):
     pytest.importorskip("tensorboard", reason="tensorboard is optional")
-    log = MetricsLog(tmp_path / "metrics.jsonl", tensorboard=tmp_path / "tb")
+    log = MetricsLog(tmp_path / "metrics.jsonl", log="tensorboard")
     log.write({"step": 1, "loss": 2.5, "grad_norm": None})
     log.write({"step": 1, "skipped_samples": [8, 16], "reason": "words"})  # no curves
     log.close()
-    assert any((tmp_path / "tb").iterdir())
+    assert any((tmp_path / "tensorboard").iterdir())
+
+
+def test_wandb_without_a_key_keeps_its_run_in_the_folder(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("wandb", reason="pip install wandb")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))  # no key of this user's
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.parent.mkdir()
+    log = MetricsLog(path, log="wandb", settings={"lr": 0.5})
+    log.write({"step": 1, "loss": 2.5, "grad_norm": None})
+    log.write({"step": 2, "loss": 2.25})
+    log.rewind(1)  # step 2 comes again: in a run of its own
+    log.write({"step": 2, "loss": 2.0})
+    log.close()
+    kept = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
+    assert len(kept) == 2
+    assert b"loss" in kept[0].read_bytes()
+    assert "wandb: no key, so curves stay on this machine" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_a_missing_package_for_curves_is_named(name, monkeypatch):
+    monkeypatch.setitem(sys.modules, name, None)
+    words = f"train: expected the package {name} for --log {name}, .* run pip install {name}, or"
+    with pytest.raises(ImportError, match=words):
+        check_log(name)
+    check_log("auto")
 
 
 def test_smoothed_is_an_average_from_the_start():

@@ -1,0 +1,38 @@
+"""python fabric_loop.py [--stock]: Lightning Fabric, a patched GPT-2, AdamW that clips itself."""
+
+import sys
+
+import torch
+from lightning_fabric import Fabric
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import fastpar
+
+
+def main(stock: bool = False) -> list[float]:
+    fabric = Fabric(devices=1)
+    fabric.launch()
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 256, "n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 4}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
+    if stock:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    else:
+        fastpar.patch(model, fused_loss=True)
+        optimizer = fastpar.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)
+    model, optimizer = fabric.setup(model, optimizer)
+    tokens = torch.randint(256, (64, 64), generator=torch.Generator().manual_seed(1))
+    losses, loader = [], torch.utils.data.DataLoader(tokens, batch_size=4)
+    for x in fabric.setup_dataloaders(loader):
+        loss = model(input_ids=x, labels=x).loss
+        fabric.backward(loss)
+        if stock:
+            fabric.clip_gradients(model, optimizer, max_norm=1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+if __name__ == "__main__":
+    print(main("--stock" in sys.argv))
