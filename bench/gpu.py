@@ -121,7 +121,7 @@ _MODULE = (
 _OPS = (
     *("ceilings", "adamw", "global_norm", "bucket", "quantize", "attention", "layer_norm"),
     *("linear_cross_entropy", "cross_entropy", "gelu", "embedding", "philox", "linear", "gelu_mlp"),
-    "orthogonalize",
+    *("orthogonalize", "route", "permute", "grouped_linear"),
 )
 
 

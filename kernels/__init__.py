@@ -53,6 +53,7 @@ else:
     from fastpar.kernels.gelu import bias_gelu
     from fastpar.kernels.gelu_mlp import gelu_mlp
     from fastpar.kernels.global_norm import global_norm
+    from fastpar.kernels.grouped_linear import grouped_linear
     from fastpar.kernels.layer_norm import (
         layer_norm,
         residual_layer_norm,
@@ -62,8 +63,10 @@ else:
     from fastpar.kernels.linear import linear
     from fastpar.kernels.linear_cross_entropy import linear_cross_entropy
     from fastpar.kernels.orthogonalize import orthogonalize
+    from fastpar.kernels.permute import combine, permute
     from fastpar.kernels.philox import Rng, draw_key, dropout, keep_mask, make_key, quantize_p
     from fastpar.kernels.quantize import dequantize_blockwise, quantize_blockwise
+    from fastpar.kernels.route import route
 
     __all__ = [
         "Hyper",
@@ -74,6 +77,7 @@ else:
         "attention",
         "attention_qkvpacked",
         "bias_gelu",
+        "combine",
         "cross_entropy",
         "cross_entropy_shard",
         "cross_entropy_shard_grad",
@@ -83,6 +87,7 @@ else:
         "embedding",
         "gelu_mlp",
         "global_norm",
+        "grouped_linear",
         "keep_freed_memory",
         "keep_mask",
         "layer_norm",
@@ -91,11 +96,13 @@ else:
         "make_key",
         "orthogonalize",
         "pack_",
+        "permute",
         "quantize_blockwise",
         "quantize_p",
         "residual_layer_norm",
         "residual_rms_norm",
         "rms_norm",
+        "route",
         "sum_shards",
         "unpack_",
     ]

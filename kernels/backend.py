@@ -79,6 +79,13 @@ OPS = {
     "quantize_blockwise": ("cpp: quantize_cpu.cpp", "cuda: quantize_cuda.cu"),
     "dequantize_blockwise": ("cpp: quantize_cpu.cpp", "cuda: quantize_cuda.cu"),
     "dropout": ("cpp: dropout_cpu.cpp", "triton: philox_triton.py"),
+    "route": ("torch", "torch"),
+    "permute": ("torch", "torch"),
+    "combine": ("torch", "torch"),
+    "grouped_linear": (
+        "{gemm} (fp32) or torch, expert by expert",
+        "torch, expert by expert; its grouped product in bf16 where proven faster",
+    ),
     "orthogonalize": ("products by {gemm} (fp32); torch (others)", "torch"),
 }
 

@@ -32,6 +32,41 @@ def gelu_mlp_ref(
     return linear_ref(bias_gelu_ref(linear_ref(x, weight1, bias1)), weight2, bias2)
 
 
+def route_ref(logits: Tensor, k: int, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Weights and numbers of the k best of each row; of equal ones the lower number."""
+    keys = (logits if bias is None else logits + bias).tolist()
+    chosen = [sorted(range(len(row)), key=lambda e: (-row[e], e))[:k] for row in keys]
+    experts = torch.tensor(chosen, dtype=torch.int64).view(len(keys), k)
+    exps = (logits - logits.amax(-1, keepdim=True).detach()).exp()
+    among = exps.gather(1, experts) if k > 1 else exps
+    return exps.gather(1, experts) / among.sum(-1, keepdim=True), experts
+
+
+def permute_ref(
+    x: Tensor, experts: Tensor, n_expert: int, capacity: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows of x, expert by expert, those of the first `capacity` slots."""
+    flat = experts.flatten()
+    slots = [(flat == e).nonzero().flatten()[:capacity] for e in range(n_expert)]
+    order, counts = torch.cat(slots), torch.tensor([len(s) for s in slots])
+    return x.repeat_interleave(experts.shape[1], 0)[order], order, counts
+
+
+def combine_ref(rows: Tensor, weights: Tensor, order: Tensor) -> Tensor:
+    """The weighted sum of each token's rows, by a matrix of weights."""
+    spread = torch.zeros(weights.numel(), len(order), dtype=rows.dtype)
+    spread[order, torch.arange(len(order))] = 1.0
+    return (spread.view(*weights.shape, -1) * weights.to(rows.dtype)[..., None]).sum(1) @ rows
+
+
+def grouped_linear_ref(x: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
+    """Each row by the weight of its group, row by row."""
+    numbers = torch.arange(counts.numel()) % len(weight)
+    of_row = numbers.repeat_interleave(counts.flatten())
+    y = torch.einsum("mfc,mc->mf", weight[of_row], x)
+    return y if bias is None else y + bias[of_row]
+
+
 def cross_entropy_ref(
     logits: Tensor,
     targets: Tensor,

@@ -37,6 +37,7 @@ from fastpar.doctor.cases import (
     attentions,
     dropouts,
     embeddings,
+    experts,
     gelus,
     linears,
     losses,
@@ -122,6 +123,7 @@ def cases(device: str, *, interpreted: bool = False, quick: bool = False) -> lis
                 *found,
                 *linears(16, ((32, 48),)),
                 *mlps(16, 32),
+                *experts(16, 24),
                 *orthogonals(((24, 32),)),
                 *adamw_steps(1003),
             ]
@@ -139,6 +141,7 @@ def cases(device: str, *, interpreted: bool = False, quick: bool = False) -> lis
         *dropouts((2, 32, 768), device),
         *linears(256, ((768, 2304), (768, 3072), (3072, 768), (127, 1))),
         *mlps(256, 768),
+        *experts(256, 384),
         *orthogonals(((768, 768), (3072, 768), (63, 127))),
         *adamw_steps(100_003),
     ]

@@ -20,20 +20,25 @@ from fastpar.kernels import (
     adamw_step_,
     attention,
     bias_gelu,
+    combine,
     cross_entropy,
     dropout,
     embedding,
     gelu_mlp,
+    grouped_linear,
     layer_norm,
     linear,
     linear_cross_entropy,
     make_key,
     orthogonalize,
+    permute,
     reference,
     residual_layer_norm,
     residual_rms_norm,
     rms_norm,
+    route,
 )
+from fastpar.kernels.backend import wide
 from fastpar.kernels.orthogonalize import POLAR_EXPRESS
 
 P = 0.1  # of dropout
@@ -367,6 +372,52 @@ def linears(rows: int, shapes: tuple[tuple[int, int], ...]) -> Iterator[ErrorCas
 
         shape = f"N={rows} {C}->{out}"
         yield ErrorCase("linear", shape, make, linear, reference.linear_ref, F.linear)
+
+
+def experts(rows: int, C: int) -> Iterator[ErrorCase]:
+    """The ops of 8 experts: their choice, tokens there and back, layers with an empty group."""
+    E, K = 8, 2
+    choices = torch.rand(rows, E, generator=torch.Generator().manual_seed(3)).argsort(-1)[:, :K]
+
+    def eager(x: Tensor, weight: Tensor, bias: Tensor, counts: Tensor) -> Tensor:
+        parts = zip(x.split(counts.tolist()), weight, bias)
+        return torch.cat([F.linear(part, w, b) for part, w, b in parts])
+
+    def mix(x: Tensor, weights: Tensor, order: Tensor) -> Tensor:
+        scaled = x.to(weights.dtype) * weights.flatten()[order, None]
+        mixed = scaled.new_zeros(len(weights), C).index_add(0, order // K, scaled)
+        return mixed.to(x.dtype)
+
+    def sums(draw: Draw) -> Inputs:
+        x, order, _ = permute(draw(rows, C), choices.to(draw(1).device), E)
+        return {"rows": x, "weights": draw(rows, K).abs().to(wide(x.dtype)), "order": order}
+
+    def layers(draw: Draw) -> Inputs:
+        counts = torch.bincount(choices.flatten(), minlength=E)
+        counts[1], counts[0] = 0, counts[0] + counts[1]
+        x, weight = draw(rows * K, C), draw(E, 2 * C, C) * C**-0.5
+        return {"x": x, "weight": weight, "bias": draw(E, 2 * C), "counts": counts}
+
+    yield ErrorCase(
+        "route",
+        f"N={rows} E={E} K={K}",
+        lambda draw: {"logits": draw(rows, E).float()},
+        lambda logits: route(logits, K)[0],
+        lambda logits: reference.route_ref(logits, K)[0],
+        lambda logits: logits.topk(K, -1).values.softmax(-1),
+        dtypes=(torch.float32,),
+    )
+    yield ErrorCase(
+        "permute",
+        f"N={rows} C={C} K={K}",
+        lambda draw: {"x": draw(rows, C), "experts": choices.to(draw(1).device)},
+        lambda x, numbers: permute(x, numbers, E)[0],
+        lambda x, numbers: reference.permute_ref(x, numbers.cpu(), E)[0],
+        lambda x, numbers: x[numbers.flatten().argsort(stable=True) // K],
+    )
+    yield ErrorCase("combine", f"N={rows} C={C} K={K}", sums, combine, reference.combine_ref, mix)
+    calls = grouped_linear, reference.grouped_linear_ref, eager
+    yield ErrorCase("grouped_linear", f"M={rows * K} E={E} {C}->{2 * C}", layers, *calls)
 
 
 def orthogonals(shapes: tuple[tuple[int, int], ...]) -> Iterator[ErrorCase]:

@@ -53,6 +53,22 @@ CASES = {
     ),
     "bias_gelu": (*pair("bias_gelu"), [draw(B, T, C), ROW[0]]),
     "linear": (*pair("linear"), [draw(B, T, C), draw(64, C), draw(64)]),
+    "route": (
+        *[lambda logits, f=f: f(logits, 3)[0] for f in pair("route")],
+        [draw(50, 7)],
+    ),
+    "permute": (
+        *[lambda x, f=f: f(x, torch.arange(24).view(12, 2) % 5, 5)[0] for f in pair("permute")],
+        [draw(12, C)],
+    ),
+    "combine": (
+        *[lambda r, w, f=f: f(r, w, torch.arange(12).flip(0)) for f in pair("combine")],
+        [draw(12, C), draw(6, 2)],
+    ),
+    "grouped_linear": (
+        *[lambda *x, f=f: f(*x, torch.tensor([11, 0, 19])) for f in pair("grouped_linear")],
+        [draw(30, C), draw(3, 64, C), draw(3, 64)],
+    ),
     "embedding": (
         *[lambda w, p, op=op: op(IDS, w, p, **P) for op in pair("embedding")],
         [draw(V, C), draw(T, C)],
