@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fastpar.kernels import backend
 from fastpar.kernels.choice import is_proven, is_real
-from fastpar.kernels.linear import matmul
+from fastpar.kernels.linear import add_matmul_, matmul
 from fastpar.kernels.op import define_autograd, define_op, refuse_double_backward
 
 _DEVICES = ("CPU", "CUDA")
@@ -90,24 +90,23 @@ def grouped_linear_bwd(
     dy = dy.contiguous()
     if use_grouped(x, weight, counts) and not apart:
         return _bwd_grouped(dy, x, weight, counts, need)
-    e_all, f, c = weight.shape
-    sources = counts.numel() // e_all
+    n, sources = len(weight), counts.numel() // len(weight) if apart else 1
     dx = torch.empty_like(x) if need[0] else x.new_empty(0)
-    dweight = x.new_zeros((sources, e_all, f, c) if need[1] else (0,))
-    dbias = x.new_zeros((sources, e_all, f) if need[2] else (0,))
-    for g, (e, rows) in enumerate(_groups(counts, e_all)):
+    dweight = x.new_zeros((sources, *weight.shape) if need[1] else (0,))
+    dbias = x.new_zeros((sources, *weight.shape[:2]) if need[2] else (0,))
+    for g, (e, rows) in enumerate(_groups(counts, n)):
         if rows.stop == rows.start:
             continue
-        source = g // e_all
+        source = g // n if apart else 0
         if need[0]:
             matmul(dy[rows], weight[e], out=dx[rows])
         if need[1]:
-            matmul(dy[rows].t(), x[rows], out=dweight[source, e])
+            add_matmul_(dweight[source, e], dy[rows].t(), x[rows])
         if need[2]:
-            torch.sum(dy[rows], 0, out=dbias[source, e])
+            dbias[source, e] += dy[rows].sum(0)
     if apart:
         return dx, dweight, dbias
-    return dx, *(summed(t) if needed else t for t, needed in zip((dweight, dbias), need[1:]))
+    return dx, *(t[0] if needed else t for t, needed in zip((dweight, dbias), need[1:]))
 
 
 def summed(parts: Tensor) -> Tensor:

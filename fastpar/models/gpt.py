@@ -37,8 +37,6 @@ zeros in it. So the sums of forward and backward are rounded where one process r
 
 from __future__ import annotations
 
-import hashlib
-import math
 from typing import Any, Literal
 
 import torch
@@ -57,15 +55,15 @@ from fastpar.context.sequences import (
 from fastpar.kernels import (
     attention,
     attention_qkvpacked,
-    bias_gelu,
     draw_key,
     dropout,
     embedding,
-    gelu_mlp,
     linear,
     linear_cross_entropy,
     residual_layer_norm,
 )
+from fastpar.models.initial import init_weights
+from fastpar.models.mlp import check_unpadded, losses_of, make_mlp, parameters_of
 from fastpar.models.parts import (
     LayerNorm,
     Tokens,
@@ -144,43 +142,16 @@ class Attention(nn.Module):
         return row_linear(o.flatten(-2), self.c_proj.weight, tp=self.tp)  # [B, T, C]
 
 
-class MLP(nn.Module):
-    """c_proj(gelu(c_fc(y)))."""
-
-    tp: TensorParallel | None = None
-
-    def __init__(self, config: GPTConfig):
-        super().__init__()
-        self.c_fc = Weights(4 * config.n_embd, config.n_embd)
-        self.c_proj = Weights(config.n_embd, 4 * config.n_embd)
-
-    def tensor_parallel(self, tp: TensorParallel) -> dict[str, State]:
-        self.tp = tp
-        return {
-            "c_fc.weight": Shard(0),
-            "c_fc.bias": Shard(0),
-            "c_proj.weight": Shard(1),
-            "c_proj.bias": tp.per_token,
-        }
-
-    def forward(self, y: Tensor) -> Tensor:
-        if self.tp is None:
-            fc, proj = self.c_fc, self.c_proj
-            return gelu_mlp(y, fc.weight, fc.bias, proj.weight, proj.bias)
-        y = bias_gelu(column_linear(y, self.c_fc.weight, tp=self.tp), self.c_fc.bias)  # [..., F/tp]
-        return row_linear(y, self.c_proj.weight, self.c_proj.bias, self.tp)  # [..., C]
-
-
 class Block(nn.Module):
     """One layer; see [Note: delayed residual]."""
 
-    def __init__(self, config: GPTConfig):
+    def __init__(self, config: GPTConfig, mlp: nn.Module):
         super().__init__()
         self.p = config.dropout
         self.ln_1 = LayerNorm(config)
         self.attn = Attention(config)
         self.ln_2 = LayerNorm(config)
-        self.mlp = MLP(config)
+        self.mlp = mlp
 
     def forward(
         self,
@@ -226,9 +197,11 @@ class GPT(nn.Module):
         self.config = config
         self.wte = Weights(config.padded_vocab_size, config.n_embd, bias=False)
         self.wpe = Weights(config.block_size, config.n_embd, bias=False)
-        self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.experts = losses_of(config)
+        mlps = (make_mlp(config, layer, self.experts) for layer in range(config.n_layer))
+        self.h = nn.ModuleList(Block(config, mlp) for mlp in mlps)
         self.ln_f = LayerNorm(config)
-        self._init_weights(seed)
+        init_weights(self, seed)
 
     def tensor_parallel(self, tp: TensorParallel) -> dict[str, State]:
         if tp.sequence_parallel and self.config.block_size % tp.size:
@@ -279,6 +252,7 @@ class GPT(nn.Module):
         Returns:
             loss: [] fp32 (fp64 for fp64 parameters), or logits: [B, T, V] in the parameters' dtype
                 (no padding). Without the last part: the residual stream for the parts behind.
+            The losses of experts are in the gradients alone (fastpar/experts/balance.py).
         Raises:
             ValueError: a shape or dtype that differs from the above; T > block_size; on CPU also a
                 token id outside the vocabulary (on a GPU that is a device-side assert).
@@ -302,6 +276,7 @@ class GPT(nn.Module):
             check_positions(idx, positions, cp=self.cp is not None)
         length, behind = idx.shape[-1], self._padding(idx)
         if behind:
+            check_unpadded(idx, self._shares, self.experts)
             idx = F.pad(idx, (0, behind))
             targets = targets if targets is None else F.pad(targets, (0, behind), value=-100)
             positions = positions if positions is None else F.pad(positions, (0, behind))
@@ -323,8 +298,13 @@ class GPT(nn.Module):
     def _loss(self, x: Tensor, targets: Tensor, reduction: str) -> Tensor:
         options: dict[str, Any] = {"vocab_size": self.config.vocab_size, "reduction": reduction}
         if self.tp is not None:
-            return vocab_linear_cross_entropy(x, self.wte.weight, targets, self.tp, **options)
-        return linear_cross_entropy(x, self.wte.weight, targets, **options)
+            loss = vocab_linear_cross_entropy(x, self.wte.weight, targets, self.tp, **options)
+        else:
+            loss = linear_cross_entropy(x, self.wte.weight, targets, **options)
+        if self.experts is None or not (self.training and torch.is_grad_enabled()):
+            return loss
+        self.experts.check()
+        return self.experts.note_scale(loss, (targets != -100).sum() if reduction == "mean" else 1)
 
     @property
     def _shares(self) -> int:
@@ -441,17 +421,16 @@ class GPT(nn.Module):
 
     def num_parameters(self) -> int:
         """Weights of the published architecture: tied head once, vocabulary padding not counted."""
-        c = self.config
-        layer = 12 * c.n_embd**2 + 13 * c.n_embd
-        return (c.vocab_size + c.block_size + 2) * c.n_embd + c.n_layer * layer
+        return parameters_of(self.config)
 
     def flops_per_token(self) -> int:
         """Model FLOPs of forward + backward a token at T = block_size: 6*P + 12*n_layer*T*C.
 
+        P: of experts those that a token goes to.
         Source: Chowdhery et al. 2022, arXiv 2204.02311, appendix B (attention without its mask).
         """
         c = self.config
-        return 6 * self.num_parameters() + 12 * c.n_layer * c.block_size * c.n_embd
+        return 6 * parameters_of(c, active=True) + 12 * c.n_layer * c.block_size * c.n_embd
 
     def _check_ids(self, idx: Tensor, longest: int) -> None:
         config = self.config
@@ -474,24 +453,3 @@ class GPT(nn.Module):
                 f"GPT: expected token ids in [0, {config.vocab_size}), got "
                 f"id={idx[~valid][0].item()}; encode the text with the model's own tokenizer"
             )
-
-    @torch.no_grad()
-    def _init_weights(self, seed: int) -> None:
-        """Normal(0, 0.02) (wpe 0.01; c_proj 0.02 / sqrt(2 * n_layer)), biases 0, norms 1."""
-        if self.wte.weight.is_meta:
-            return
-        for name, p in self.named_parameters():
-            if name.endswith("bias"):
-                p.zero_()
-            elif ".ln_" in f".{name}":
-                p.fill_(1.0)
-            else:
-                std = 0.01 if name == "wpe.weight" else 0.02
-                if name.endswith("c_proj.weight"):
-                    std /= math.sqrt(2 * self.config.n_layer)
-                digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-                generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little"))
-                rows = self.config.vocab_size if name == "wte.weight" else p.shape[0]
-                values = torch.empty(rows, p.shape[1], dtype=torch.float32, device="cpu")
-                p[:rows] = values.normal_(0.0, std, generator=generator)
-                p[rows:] = 0.0

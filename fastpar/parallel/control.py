@@ -37,6 +37,19 @@ BEGINS = ("a step", "a forward", "a forward without gradients")
 _HEAD = 5  # hashes of two kinds of collectives, backwards, hash of cleared gradients, tokens
 
 
+class Tally(Protocol):
+    """Numbers of a model, which nobody has to contribute: fp64, as many on every rank."""
+
+    def take(self, device: torch.device) -> Tensor:
+        """This rank's of the step; the next step begins."""
+
+    def give(self, total: Tensor) -> None:
+        """The sums over the ranks, of a step, in its exchange."""
+
+    def forget(self) -> None:
+        """The gradients of this step were zeroed."""
+
+
 class Control:
     """Makes, exchanges and reads the words of one engine.
 
@@ -49,6 +62,7 @@ class Control:
     Attributes:
         contributed: fp64 [k], sum over the ranks of what they contributed to the last step.
         token_scale: fp32 [], by which gradients are divided, None if nobody counts tokens.
+        tally: numbers of a model itself that are summed with the others, None without.
     """
 
     def __init__(
@@ -71,6 +85,7 @@ class Control:
         self._late: deque[tuple[Tensor, torch.cuda.Event]] = deque()
         self.contributed: Tensor | None = None
         self.token_scale: Tensor | None = None
+        self.tally: Tally | None = None
 
     def contribute(self, values: Tensor) -> None:
         """Add values to this step's exchange; several calls are concatenated."""
@@ -91,6 +106,8 @@ class Control:
         """Gradients were zeroed, and what was told of them with them; early: before a backward."""
         lost = early and self._tokens is not None
         self._values, self._tokens = [], None
+        if self.tally is not None:
+            self.tally.forget()
         self._doubt = "none after zero_grad(), which dropped what was counted" if lost else ""
 
     def doubt(self) -> None:
@@ -139,6 +156,10 @@ class Control:
         parts = [host[:_HEAD]]
         if isinstance(self._tokens, Tensor):
             parts = [host[: _HEAD - 1], self._tokens.reshape(1).to(self._device, torch.int64)]
+        tally = None if again else self.tally
+        if tally is not None:
+            tallied = tally.take(self._device)
+            self._values.append(tallied)
         zero = bins if bins is not None else host.new_zeros(NORM_WORDS)
         values = torch.cat(self._values) if self._values else host.new_zeros(0).double()
         mine = torch.cat([*parts, zero, host[_HEAD:], values.view(torch.int64)])
@@ -152,7 +173,12 @@ class Control:
         self._rows = rows
         start = _HEAD + NORM_WORDS + len(flags)
         if not keep_values:
-            self.contributed = _sum_rows(rows[:, start:].contiguous().view(torch.float64))
+            total = _sum_rows(rows[:, start:].contiguous().view(torch.float64))
+            if tally is not None:
+                n = tallied.numel()
+                tally.give(total[-n:])
+                total = total[:-n]
+            self.contributed = total
         if not keep_scale:
             self.token_scale = None
         if counted:

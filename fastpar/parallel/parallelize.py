@@ -30,6 +30,7 @@ from fastpar.parallel.checks import (
 from fastpar.parallel.control import prove_together
 from fastpar.parallel.debug import Debug, InputCheck
 from fastpar.parallel.engine import Engine
+from fastpar.parallel.experts import attach_experts
 from fastpar.parallel.offload import Offload
 from fastpar.parallel.shards import Shards, guard_state_dicts
 from fastpar.parallel.split_backward import Places
@@ -187,11 +188,8 @@ def parallelize(
     shards = _make_shards(model, mesh, settings, groups, modules, fill, poison=debug.poison)
     engine = Engine(shards, modules, control, given, debug)
     engine.tp_report = report
-    if offload is not None and engine.gathers is not None:
-        bus = SlowBus(debug.bus_gb_s) if debug.bus_gb_s else Bus(mesh.device)
-        order = [bucket for unit in engine.gathers.buckets for bucket in reversed(unit)]
-        poison = debug.poison
-        shards.offload = Offload(shards, order, bus, offload, offload_keep_mb, poison=poison)
+    _keep_on_host(engine, options, debug)
+    attach_experts(engine, model)
     Places.offer(engine)
     guard_optimizers(engine)
     if shards.shares:
@@ -203,6 +201,17 @@ def parallelize(
             engine.input_checks.append(InputCheck(share.group, axis))
             engine.input_checks[-1].attach(model)
     return model
+
+
+def _keep_on_host(engine: Engine, options: Mapping[str, Any], debug: Debug) -> None:
+    """The optimizer's state lies on the host, where that is asked for; see offload.py."""
+    mode, shards = options["offload"], engine.shards
+    if mode is None or engine.gathers is None:
+        return
+    bus = SlowBus(debug.bus_gb_s) if debug.bus_gb_s else Bus(shards.mesh.device)
+    order = [bucket for unit in engine.gathers.buckets for bucket in reversed(unit)]
+    keep_mb = options["offload_keep_mb"]
+    shards.offload = Offload(shards, order, bus, mode, keep_mb, poison=debug.poison)
 
 
 def _settings(

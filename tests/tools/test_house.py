@@ -19,11 +19,11 @@ TOP_LEVEL = {
 }  # fmt: skip
 # The rooms of fastpar/ from the bottom up: a file imports from its own room and those before it.
 ROOMS = [
-    "config", "files", "doctor", "comm", "sharding", "pipeline", "tensor", "context", "nn",
-    "patching", "parallel", "optim", "models", "checkpoint", "data", "cost", "train", "measure",
-    "plan", "compare", "profile",
+    "config", "files", "doctor", "comm", "sharding", "pipeline", "tensor", "context", "experts",
+    "nn", "patching", "parallel", "optim", "models", "checkpoint", "data", "cost", "train",
+    "measure", "plan", "compare", "profile",
 ]  # fmt: skip
-MOST_FILES = 17  # of a room, __init__.py not counted
+MOST_FILES = 18  # of a room, __init__.py not counted
 LONGEST_FILE, LONGEST_FUNCTION = 500, 80  # lines; lines of code
 BUDGETS = {  # lines of code, of rooms together
     ("comm", "sharding", "pipeline", "tensor", "parallel", "checkpoint"): 10_800,

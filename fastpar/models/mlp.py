@@ -1,0 +1,78 @@
+"""What a GPT's block has behind its attention: an MLP, or experts."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from fastpar.config.config import GPTConfig
+from fastpar.experts.balance import Losses
+from fastpar.experts.mixture import Experts
+from fastpar.kernels import bias_gelu, gelu_mlp
+from fastpar.models.parts import Weights
+from fastpar.sharding.placements import Shard, State
+from fastpar.tensor.functional import TensorParallel, column_linear, row_linear
+
+
+class MLP(nn.Module):
+    """c_proj(gelu(c_fc(y)))."""
+
+    tp: TensorParallel | None = None
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.c_fc = Weights(4 * config.n_embd, config.n_embd)
+        self.c_proj = Weights(config.n_embd, 4 * config.n_embd)
+
+    def tensor_parallel(self, tp: TensorParallel) -> dict[str, State]:
+        self.tp = tp
+        return {
+            "c_fc.weight": Shard(0),
+            "c_fc.bias": Shard(0),
+            "c_proj.weight": Shard(1),
+            "c_proj.bias": tp.per_token,
+        }
+
+    def forward(self, y: Tensor) -> Tensor:
+        if self.tp is None:
+            fc, proj = self.c_fc, self.c_proj
+            return gelu_mlp(y, fc.weight, fc.bias, proj.weight, proj.bias)
+        y = bias_gelu(column_linear(y, self.c_fc.weight, tp=self.tp), self.c_fc.bias)  # [..., F/tp]
+        return row_linear(y, self.c_proj.weight, self.c_proj.bias, self.tp)  # [..., C]
+
+
+def losses_of(config: GPTConfig) -> Losses | None:
+    """What the experts of one model share, None without experts."""
+    if not config.n_expert:
+        return None
+    factors = config.balance_loss, config.router_z_loss, config.balance_rate
+    return Losses(config.expert_layers, config.n_expert, *factors)
+
+
+def make_mlp(config: GPTConfig, layer: int, losses: Losses | None) -> nn.Module:
+    """The MLP of a layer, or its experts."""
+    if losses is None or not config.has_experts(layer):
+        return MLP(config)
+    return Experts(config, losses, layer // config.expert_every)
+
+
+def check_unpadded(idx: Tensor, shares: int, losses: Losses | None) -> None:
+    """Refuse positions that pad a batch: a router would count them, and they would take places."""
+    if losses is not None:
+        raise ValueError(
+            f"GPT: expected B * T divisible by the {shares} ranks that share out tokens, with "
+            f"experts, got idx={list(idx.shape)}; pass sequence_parallel=False to parallelize, or "
+            "another number of tokens"
+        )
+
+
+def parameters_of(config: GPTConfig, *, active: bool = False) -> int:
+    """Weights, the tied head once and the vocabulary's padding not counted.
+
+    active: of experts those that a token goes to.
+    """
+    c, layers = config.n_embd, config.expert_layers
+    attention, mlp = 4 * c * c + 8 * c, 8 * c * c + 5 * c  # each with biases, the first with norms
+    experts = config.top_k if active else config.n_expert
+    sparse = config.n_expert * c + experts * (2 * c * config.hidden + c + config.hidden)
+    stack = config.n_layer * attention + (config.n_layer - layers) * mlp + layers * sparse
+    return (config.vocab_size + config.block_size + 2) * c + stack
