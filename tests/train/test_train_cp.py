@@ -72,9 +72,7 @@ def test_every_mesh_gives_the_curve_of_one_process(here, double, meshes):
         [one] = run_ranks(numbers, 1, of_run)
         found = run_ranks(numbers, ranks, changes)
         assert all(torch.equal(x, found[0]) for x in found), changes
-        # muon's products are of 16 bits on some devices, of fp32 here
-        rtol = 2e-6 if "optimizer" in changes else 1e-12
-        torch.testing.assert_close(found[0], one, rtol=rtol, atol=0)
+        torch.testing.assert_close(found[0], one, rtol=1e-12, atol=0)
 
 
 def test_a_run_goes_on_on_any_mesh(here):
