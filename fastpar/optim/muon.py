@@ -71,6 +71,9 @@ class Muon(AdamW):
     Attributes:
         grad_norm, grad_scale, found_inf, skipped: as in fastpar.AdamW; with a loss scale, step()
             reads on the host whether it overflowed.
+    Gradients: a matrix without any but zeros only decays. One with an entry that is not finite
+        becomes nan as a whole, as in torch.optim.Muon, and others do not unless max_grad_norm clips
+        by the common norm; with grad_scale set (1.0 will do), the step is left out on all ranks.
     Ranks: step() is called by all ranks of the model's mesh.
     State: momentum_buffer as in torch.optim.Muon; row_second_moment; of AdamW's groups AdamW's; of
         16-bit parameters a master. State dicts load both ways where torch has the options.
@@ -164,16 +167,19 @@ class Muon(AdamW):
         if group["adamw"]:
             return
         shape = _whole_shape(p)
+        position = next(i for i, q in enumerate(group["params"]) if q is p)
+        names = group.get("param_names")
+        name = f"'{names[position]}'" if names else f"parameter {position} of its group"
         if len(shape) != 2:
             raise ValueError(
-                f"Muon: expected matrices [M, N], got a parameter of shape={list(shape)}; put it "
-                "into a group with adamw=True, or take fastpar.muon_groups(model)"
+                f"Muon: expected matrices [M, N], got {name} of shape={list(shape)}; put it into a "
+                "group with adamw=True, or take fastpar.muon_groups(model)"
             )
         if group["matrices"] < 1 or shape[int(group["transposed"])] % group["matrices"]:
             raise ValueError(
-                f"Muon: expected matrices to divide the outputs of a parameter of shape="
-                f"{list(shape)}, got matrices={group['matrices']} transposed={group['transposed']};"
-                " correct the option of this group"
+                f"Muon: expected matrices to divide the outputs of {name} of shape={list(shape)}, "
+                f"got matrices={group['matrices']} transposed={group['transposed']}; correct the "
+                "option of this group"
             )
 
     # The step

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from cells import covering
+from cells import covering, sweep
 from torch import nn
 
 import fastpar
@@ -238,13 +238,41 @@ def test_an_overflow_is_skipped_on_every_rank():
     run_ranks(one, 2)
 
 
-def test_zero_gradients_only_decay():
+@sweep("row_beta", [None, 0.9])
+def test_zero_gradients_only_decay(row_beta):
     p = nn.Parameter(torch.randn(6, 5))
     before = p.detach().clone()
-    optimizer = fastpar.Muon([p], lr=0.1, weight_decay=0.5)
+    optimizer = fastpar.Muon([p], lr=0.1, weight_decay=0.5, row_beta=row_beta)
     p.grad = torch.zeros_like(p)
     optimizer.step()
     torch.testing.assert_close(p.detach(), before * 0.95)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_matrix_that_is_not_finite_is_lost_alone(value):
+    """As torch's, and on all ranks; with q, k and v in one parameter, that one of them."""
+
+    def one():
+        mesh = Mesh(2)
+        model = fastpar.parallelize(Bag(), mesh, zero_stage=2, **SMALL)
+        optimizer = muon(model, max_grad_norm=None)
+        grads = gradients(0, mesh.rank)
+        grads["qkv"] = grads["qkv"].clone()
+        grads["qkv"][20, 3] = value if mesh.rank else 0.0
+        model(grads).backward()
+        optimizer.step()
+        return model.state_dict()
+
+    for state in run_ranks(one, 2):
+        lost = {name: ~w.isfinite() for name, w in state.items() if not w.isfinite().all()}
+        assert lost.keys() == {"qkv"}
+        assert [part.all().item() for part in lost["qkv"].chunk(3)] == [False, True, False]
+        assert [part.any().item() for part in lost["qkv"].chunk(3)] == [False, True, False]
+    theirs = nn.Parameter(torch.randn(16, 16))
+    theirs.grad = torch.randn(16, 16)
+    theirs.grad[4, 3] = value
+    torch.optim.Muon([theirs]).step()
+    assert theirs.isnan().all()
 
 
 def test_homes_are_balanced():
@@ -294,9 +322,13 @@ MATRIX, VECTOR = torch.zeros(6, 4), torch.zeros(4)
 @pytest.mark.parametrize(
     ("params", "options", "message"),
     [
-        ([VECTOR], {}, r"matrices \[M, N\], got a parameter of shape=\[4\]; put it into a group"),
+        ([MATRIX, VECTOR], {}, r"\[M, N\], got parameter 1 of its group of shape=\[4\]; put it in"),
         ([torch.zeros(2, 2, 2)], {}, r"shape=\[2, 2, 2\]; .* adamw=True, or take fastpar.muon_gr"),
-        ([MATRIX], {"matrices": 4}, r"divide the outputs .*shape=\[6, 4\], got matrices=4"),
+        (
+            [MATRIX],
+            {"matrices": 4},
+            r"outputs of parameter 0 .*=\[6, 4\], got matrices=4",
+        ),
         ([MATRIX], {"ns_steps": 6}, "1 <= ns_steps <= 5, got ns_steps=6; 5 steps will do"),
         ([MATRIX], {"adjust_lr_fn": "x"}, "'match_rms_adamw', got adjust_lr_fn='x'"),
         ([MATRIX], {"momentum": 1.0}, "0.0 <= momentum < 1.0, got momentum=1.0"),
@@ -308,6 +340,12 @@ MATRIX, VECTOR = torch.zeros(6, 4), torch.zeros(4)
 def test_bad_options(params, options, message):
     with pytest.raises(ValueError, match=message):
         fastpar.Muon([nn.Parameter(p) for p in params], **options)
+
+
+def test_a_wrong_parameter_is_named():
+    named = [("h.0.weight", nn.Parameter(MATRIX)), ("h.0.bias", nn.Parameter(VECTOR))]
+    with pytest.raises(ValueError, match=r"got 'h.0.bias' of shape=\[4\]; put it into a group"):
+        fastpar.Muon(named)
 
 
 def test_another_optimizers_state_is_refused():

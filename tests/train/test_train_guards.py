@@ -110,6 +110,7 @@ MESHES = [
     [
         (inf_loss, *MESHES[0]),
         (nan_grad, *MESHES[1]),
+        (nan_grad, 2, {"zero_stage": 2, "optimizer": "muon"}),
         *(
             pytest.param(how, *MESHES[i], marks=pytest.mark.slow)
             for how in (inf_loss, nan_grad)

@@ -46,6 +46,15 @@ def test_the_bits_of_one_process(here):
     assert losses("tp") == pytest.approx(losses("alone"), rel=1e-6)
 
 
+@pytest.mark.slow
+def test_hundreds_of_steps_have_the_bits_of_one_process(here):
+    long = {"max_steps": 300, "eval_every": 100, "save_every": 0, "ema": 0.99}
+    run("alone", 1, **long)
+    run("shared", 2, zero_stage=3, **long)
+    assert curve("shared") == curve("alone")
+    assert bits("shared", 300) == bits("alone", 300)
+
+
 def test_a_schedule_goes_on_after_a_resume(here):
     """Also the weight decay that follows it."""
     schedule = {"lr_schedule": "wsd", "lr_decay_fraction": 0.75, "decay_follows_lr": True}
