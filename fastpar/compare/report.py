@@ -93,12 +93,21 @@ def conditions(comparison: Comparison) -> list[str]:
         f"{shape['n_embd']}, context {shape['block_size']}, {s['parameters']:,} parameters, fp32, "
         f"no dropout; text {s['data']}, tokenizer {s['tokenizer']}.",
         f"{s['batch_size']} sequences a step over all ranks, {s['epochs']} epochs of "
-        f"{s['epoch_steps']} steps, AdamW, learning rate {s['lr']:g} with warm-up and cosine, "
+        f"{s['epoch_steps']} steps, {_optimizer(s)} with warm-up and cosine, "
         f"gradients clipped to a norm of 1; {s['repeats']} run{'s' * (s['repeats'] > 1)} each, "
         "in fresh processes and turning order.",
         f"{m['device']}, {s['nproc']} rank{'s' * (s['nproc'] > 1)} with {s['threads']} "
         f"thread{'s' * (s['threads'] > 1)} each; {', '.join(versions)}; {m['date']}.",
     ]
+
+
+def _optimizer(s: dict[str, Any]) -> str:
+    rate = f"learning rate {s['lr']:g}"
+    if s.get("optimizer", "adamw") == "adamw":  # earlier results name none
+        return f"AdamW, {rate}"
+    return (
+        f"fastpar.Muon (on every rank of ddp), learning rate {s['muon_lr']:g}, AdamW's {s['lr']:g},"
+    )
 
 
 def notes(comparison: Comparison) -> list[str]:

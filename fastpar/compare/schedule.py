@@ -19,7 +19,7 @@ from fastpar.compare.strategies import SINGLE, STRATEGIES
 from fastpar.compare.worker import Spec
 from fastpar.config.config import AUTO_MICRO_BATCH_TOKENS, GPTConfig, derive_batch
 from fastpar.config.options import DataSettings, ModelSize, TextSettings
-from fastpar.config.settings import check_at_least
+from fastpar.config.settings import check_at_least, option
 from fastpar.cost.workload import count_parameters
 from fastpar.data.batches import TextData, load_data, n_samples_per_epoch, sample_batch
 from fastpar.measure.machine import about_machine
@@ -60,8 +60,13 @@ class CompareCommand:
     """Runs of each strategy; unset: 3, quick 1."""
     quick: bool = False
     """Fewer steps and one run each: under two minutes on two cores."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon: fastpar.Muon for the blocks' matrices, also of single and ddp; fsdp2, ddp-zero and
+    deepspeed have none."""
     lr: float = 2.5e-3
     """Peak learning rate; a warm-up before it, a cosine after it."""
+    muon_lr: float = 0.02
+    """Peak learning rate of muon's matrices."""
     seed: int = 1
     """Fixes weights and batches."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -106,8 +111,12 @@ def check(command: CompareCommand) -> None:
     """
     chosen(command)
     check_at_least("compare", {**vars(command), **vars(command.text)}, _AT_LEAST)
-    if not 0 < command.lr < float("inf"):
-        raise ValueError(f"compare: expected lr > 0, got lr={command.lr}; set --lr")
+    for name in ("lr", "muon_lr"):
+        value = getattr(command, name)
+        if not 0 < value < float("inf"):
+            raise ValueError(
+                f"compare: expected {name} > 0, got {name}={value}; set {option(name)}"
+            )
     rows, nproc = command.text.batch_size, command.nproc
     if rows % nproc:
         raise ValueError(
@@ -129,7 +138,7 @@ def why_not(name: str, command: CompareCommand, shape: GPTConfig, gpus: int | No
         gpus: of this machine; None: ranks are on the CPU.
     """
     strategy = STRATEGIES[name]
-    reason = strategy.why_not(command.nproc)
+    reason = strategy.why_not(command.nproc, command.optimizer)
     heads = max(strategy.tp, strategy.cp)
     if reason is None and (not shape.splits_by(strategy.tp) or shape.n_head < heads):
         reason = f"needs {heads} heads or more, got {shape.n_head}"
@@ -200,7 +209,9 @@ class Schedule:
             "block_size": shape.block_size,
             **lengths,
             "untimed_steps": min(UNTIMED_STEPS, lengths["epoch_steps"] - 1),
+            "optimizer": command.optimizer,
             "lr": command.lr,
+            "muon_lr": command.muon_lr,
             "seed": command.seed,
             "device": device,
             "threads": threads_per_rank(command.threads, command.nproc),
@@ -265,6 +276,7 @@ class Schedule:
             *(f"skipped  {name}: {why}" for name, why in self.comparison.skipped.items()),
             f"model    {s['model']}, {s['parameters']:,} parameters, fp32, no dropout",
             f"data     {self.data.describe()}",
+            *["optim    fastpar.Muon, repeated by ddp's ranks"] * (s["optimizer"] == "muon"),
             f"steps    {s['batch_size']} sequences of {s['block_size']} tokens; {s['epochs']} "
             f"epochs of {s['epoch_steps']} steps, {s['repeats']} runs each",
             f"ranks    {s['nproc']} on {s['device']}, threads of each: {s['threads']}; {SINGLE} is "

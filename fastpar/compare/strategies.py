@@ -1,7 +1,8 @@
 """The ways to train one model on several ranks: torch's, DeepSpeed's and fastpar's, as one table.
 
 build(name, ...) wraps the module that a factory makes, with AdamW of the same hyper-parameters
-(decay on matrices only); each rank computes its own rows, and forward(x, y) is the mean loss.
+(decay on matrices only), or with fastpar.Muon, which a module that is whole on every rank repeats
+there; each rank computes its own rows, and forward(x, y) is the mean loss.
 torch.distributed is initialized before, or there is one rank. The module has its blocks in `.h`;
 a tied head must use the embedding's weight in the root's forward, as fastpar.models.gpt.GPT does,
 so that FSDP2's root unit and ZeRO-3's root module hold it there.
@@ -31,6 +32,7 @@ from torch import Tensor, nn
 
 from fastpar.comm.mesh import Mesh, gather_objects
 from fastpar.optim.adamw import AdamW
+from fastpar.optim.muon import Muon, muon_groups
 from fastpar.parallel.engine import engine_of
 from fastpar.parallel.parallelize import parallelize
 from fastpar.parallel.pipeline import pipeline_step
@@ -44,6 +46,7 @@ class Settings:
     """What all contenders share, and what fastpar alone is given.
 
     bucket_mb: of DDP, of DeepSpeed's stages 1 and 2, and of fastpar; None leaves each its own.
+    optimizer: adamw or muon; muon_lr: of its matrices, where lr is that of all else.
     max_grad_norm: the gradient's norm is clipped to it and known; None: neither.
     exact_norm: torch's norm is summed in fp64: its sum in fp32 is off by some 1e-6 of it on a CPU.
     grad_accum_steps: micro-batches of a step of train_step().
@@ -51,7 +54,9 @@ class Settings:
     fastpar: further arguments of fastpar.parallelize.
     """
 
+    optimizer: str = "adamw"
     lr: float = 6e-4
+    muon_lr: float = 0.02
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-3  # see [Note: comparable updates]
     weight_decay: float = 0.1
@@ -82,6 +87,17 @@ def adamw_of(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
     """torch's fused AdamW over the model's parameters as they are now."""
     groups = decay_groups(model, settings.weight_decay)
     return torch.optim.AdamW(groups, fused=True, **settings.adamw)
+
+
+def muon_of(model: nn.Module, settings: Settings, max_grad_norm: float | None = None) -> Muon:
+    """Muon over the model's matrices and AdamW over the rest."""
+    return Muon(
+        muon_groups(model),
+        lr=settings.muon_lr,
+        weight_decay=settings.weight_decay,
+        adamw={**settings.adamw, "weight_decay": settings.weight_decay},
+        max_grad_norm=max_grad_norm,
+    )
 
 
 class Contender:
@@ -117,8 +133,9 @@ class Contender:
 
     def train_step(self, batches: Sequence[Batch], lr: float) -> Tensor:
         """A step of several micro-batches with clipping; the mean of this rank's losses."""
+        of_muon = self.settings.muon_lr / self.settings.lr
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr if group.get("adamw", True) else lr * of_muon
         loss = self._gradients(batches)
         self._update()
         return loss
@@ -245,9 +262,14 @@ class _Pipeline(_Fastpar):
             yield from theirs.items()
 
 
+def _whole_optimizer(model: nn.Module, settings: Settings) -> Any:
+    """Of a module that is whole on every rank."""
+    return (muon_of if settings.optimizer == "muon" else adamw_of)(model, settings)
+
+
 def _single(name: str, make: ModelFactory, settings: Settings) -> Contender:
     model = make().to(settings.device)
-    made = Contender(name, model, adamw_of(model, settings), settings)
+    made = Contender(name, model, _whole_optimizer(model, settings), settings)
     made.quiet = contextlib.nullcontext
     return made
 
@@ -259,12 +281,12 @@ def _ddp(name: str, make: ModelFactory, settings: Settings, *, zero: bool = Fals
             "start the ranks with torchrun or fastpar.testing.run_ranks"
         )
     options: dict[str, Any] = {"bucket_cap_mb": settings.bucket_mb}
-    model = make().to(settings.device)
-    model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, **options)
+    whole = make().to(settings.device)
+    model = nn.parallel.DistributedDataParallel(whole, gradient_as_bucket_view=True, **options)
     made = Contender(name, model, None, settings)
     made.no_sync = model.no_sync
     if not zero:
-        made.optimizer, made.quiet = adamw_of(model, settings), model.no_sync
+        made.optimizer, made.quiet = _whole_optimizer(whole, settings), model.no_sync
         return made
     from torch.distributed.optim import ZeroRedundancyOptimizer  # slow to import
 
@@ -351,8 +373,12 @@ def _fastpar(
     if settings.grad_accum_steps > 1:
         options["grad_accum_steps"] = settings.grad_accum_steps
     model = parallelize(make().to(settings.device), mesh, **options)
-    groups = decay_groups(model, settings.weight_decay)
-    optimizer = AdamW(groups, max_grad_norm=settings.max_grad_norm, **settings.adamw)
+    optimizer: AdamW
+    if settings.optimizer == "muon":
+        optimizer = muon_of(model, settings, settings.max_grad_norm)
+    else:
+        groups = decay_groups(model, settings.weight_decay)
+        optimizer = AdamW(groups, max_grad_norm=settings.max_grad_norm, **settings.adamw)
     made = (_Fastpar if pp == 1 else _Pipeline)(name, model, optimizer, settings)
     made.dp_rank, made.dp_size = mesh.dp_rank, mesh.dp_size
     return made
@@ -370,8 +396,8 @@ class Strategy:
 
     name: as it is typed; title: in tables of bench. package: what it needs, beside torch.
     ranks: it runs on multiples of these, at least `at_least`; one_rank: on one, whatever there are.
-    tp: ranks that split each layer; cp: that share each sequence. pp: stages of a pipeline; 0:
-    every rank is one.
+    adamw_only: nothing in it steps whole matrices. tp: ranks that split each layer; cp: that share
+    each sequence. pp: stages of a pipeline; 0: every rank is one.
     """
 
     name: str
@@ -381,6 +407,7 @@ class Strategy:
     ranks: int = 1
     at_least: int = 1
     one_rank: bool = False
+    adamw_only: bool = False
     tp: int = 1
     cp: int = 1
     pp: int = 1
@@ -394,8 +421,10 @@ class Strategy:
         for name in _IMPORTS.get(self.package, ()):
             importlib.import_module(name)
 
-    def why_not(self, nproc: int) -> str | None:
+    def why_not(self, nproc: int, optimizer: str = "adamw") -> str | None:
         """Why it cannot run on so many ranks of this machine; None: it can."""
+        if self.adamw_only and optimizer != "adamw":
+            return f"has parts of matrices on each rank, and no {optimizer} for them"
         if nproc < self.at_least:
             return f"needs {self.at_least} ranks, got {nproc}"
         if nproc % self.ranks:
@@ -410,12 +439,16 @@ _STAGES = (1, 2, 3)
 _ALL = (
     Strategy(SINGLE, "one process", _single, "torch", one_rank=True),
     Strategy(DDP, "DDP", _ddp, "torch"),
-    Strategy("ddp-zero", "DDP + ZeRO optimizer", partial(_ddp, zero=True), "torch"),
-    Strategy("fsdp2", "FSDP2", partial(_fsdp2, reshard=True), "torch"),
-    Strategy("fsdp2-no-reshard", "FSDP2, no reshard", partial(_fsdp2, reshard=False), "torch"),
     *(
-        Strategy(f"deepspeed{n}", f"DeepSpeed ZeRO-{n}", partial(_deepspeed, stage=n), "deepspeed")
-        for n in _STAGES
+        Strategy(name, title, make, package, adamw_only=True)
+        for name, title, make, package in (
+            ("ddp-zero", "DDP + ZeRO optimizer", partial(_ddp, zero=True), "torch"),
+            ("fsdp2", "FSDP2", partial(_fsdp2, reshard=True), "torch"),
+            ("fsdp2-no-reshard", "FSDP2, no reshard", partial(_fsdp2, reshard=False), "torch"),
+            ("deepspeed1", "DeepSpeed ZeRO-1", partial(_deepspeed, stage=1), "deepspeed"),
+            ("deepspeed2", "DeepSpeed ZeRO-2", partial(_deepspeed, stage=2), "deepspeed"),
+            ("deepspeed3", "DeepSpeed ZeRO-3", partial(_deepspeed, stage=3), "deepspeed"),
+        )
     ),
     Strategy("dp", "fastpar ZeRO-0", partial(_fastpar, stage=0)),
     *(Strategy(f"zero{n}", f"fastpar ZeRO-{n}", partial(_fastpar, stage=n)) for n in _STAGES),
@@ -452,4 +485,10 @@ def build(name: str, make: ModelFactory, settings: Settings | None = None) -> Co
         raise ValueError(
             f"build: expected one of {', '.join(STRATEGIES)}, got name={name}; choose one of these"
         )
-    return STRATEGIES[name].build(name, make, settings or Settings())
+    strategy, settings = STRATEGIES[name], settings or Settings()
+    if strategy.adamw_only and settings.optimizer != "adamw":
+        raise ValueError(
+            f"build: expected optimizer=adamw for {name}, whose ranks have parts of matrices, got "
+            f"optimizer={settings.optimizer}; choose another strategy"
+        )
+    return strategy.build(name, make, settings)

@@ -125,7 +125,9 @@ class Rank:
             spec.run.strategy,
             lambda: GPT(GPTConfig(**self.settings["shape"]), seed=self.settings["seed"]),
             Settings(
+                optimizer=self.settings["optimizer"],
                 lr=self.settings["lr"],
+                muon_lr=self.settings["muon_lr"],
                 eps=EPS,
                 device=self.device,
                 max_grad_norm=MAX_GRAD_NORM,

@@ -46,6 +46,7 @@ def schedule_of(text, **more):
         ({"batch_size": 0}, r"compare: expected batch_size >= 1, got batch_size=0"),
         ({"threads": 0}, r"compare: expected threads >= 1, got threads=0"),
         ({"lr": 0.0}, r"compare: expected lr > 0, got lr=0\.0; set --lr"),
+        ({"muon_lr": -1.0}, r"compare: expected muon_lr > 0, got muon_lr=-1\.0; set --muon-lr"),
         (
             {"batch_size": 8, "nproc": 3},
             r"compare: expected batch_size to be a multiple of nproc=3, got batch_size=8; use "

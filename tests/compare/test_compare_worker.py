@@ -29,6 +29,7 @@ def spec(tmp_path, monkeypatch):
 def spec_of(data, shape=SHAPE, micro_batch_size=2, grad_accum_steps=2, **more):
     """Five steps in one process, the first two untimed."""
     settings = {"shape": shape, "block_size": shape["block_size"], "batch_size": 4, "lr": 1e-2,
+                "optimizer": "adamw", "muon_lr": 0.02,
                 "epochs": 1, "epoch_steps": 5, "untimed_steps": 2, "seed": 7,
                 "device": "cpu"}  # fmt: skip
     run = Run(SINGLE, 1, 1, 1, micro_batch_size, grad_accum_steps)

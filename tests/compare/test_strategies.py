@@ -33,9 +33,11 @@ def rows_of(step, first, count):
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), None
 
 
-def train(name, micro_batches):
+def train(name, micro_batches, optimizer="adamw"):
     """(loss, norm) of each step with so many micro-batches a rank, and rank 0's weights."""
-    settings = Settings(max_grad_norm=LIMIT, grad_accum_steps=micro_batches)
+    # What rounds the fp32 factor of clipping grows in orthogonalize, by up to its slope of 1000.
+    limit = LIMIT if optimizer == "adamw" else math.inf
+    settings = Settings(optimizer, max_grad_norm=limit, grad_accum_steps=micro_batches)
     made = build(name, make, settings)
     own = ROWS // made.dp_size
     rows = own // micro_batches
@@ -53,12 +55,12 @@ def train(name, micro_batches):
     return found, weights, quiet
 
 
-def on_rank(names, micro_batches):
-    return [train(name, micro_batches) for name in names]
+def on_rank(names, *options):
+    return [train(name, *options) for name in names]
 
 
-def check(answers, names, micro_batches):
-    exact, weights, _ = train("single", micro_batches)
+def check(answers, names, *options):
+    exact, weights, _ = train("single", *options)
     assert exact[0][1] > LIMIT, "clipping is not tried"
     for name, (found, those, quiet) in zip(names, answers):
         for (loss, norm), (true_loss, true_norm) in zip(found, exact):
@@ -75,18 +77,20 @@ ON_FOUR = ["hsdp", "tp", "tp-zero1", "tp-zero2", "tp-zero3", "dp-pp"]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "names", "micro_batches"),
+    ("ranks", "names", "options"),
     [
-        (2, ["ddp", "zero2", "tp", "cp", "pp"], 2),
-        pytest.param(2, ON_TWO, 1, marks=pytest.mark.slow),
-        pytest.param(2, ON_TWO, 2, marks=pytest.mark.slow),
-        pytest.param(4, ON_FOUR, 1, marks=pytest.mark.slow),
+        (2, ["ddp", "zero2", "tp", "cp", "pp"], (2,)),
+        (2, ["ddp", "zero2", "tp", "pp"], (2, "muon")),
+        pytest.param(2, ON_TWO, (1,), marks=pytest.mark.slow),
+        pytest.param(2, ON_TWO, (2,), marks=pytest.mark.slow),
+        pytest.param(4, ON_FOUR, (1,), marks=pytest.mark.slow),
+        pytest.param(4, ON_FOUR, (1, "muon"), marks=pytest.mark.slow),
     ],
 )
-def test_ranks_train_what_one_process_trains(ranks, names, micro_batches):
-    answers = run_ranks(on_rank, ranks, names, micro_batches, backend="gloo", timeout_s=240)
+def test_ranks_train_what_one_process_trains(ranks, names, options):
+    answers = run_ranks(on_rank, ranks, names, *options, backend="gloo", timeout_s=240)
     for one in answers:
-        check(one, names, micro_batches)
+        check(one, names, *options)
 
 
 def test_every_name_has_a_title_of_its_own_and_says_why_it_cannot_run(monkeypatch):
@@ -98,6 +102,9 @@ def test_every_name_has_a_title_of_its_own_and_says_why_it_cannot_run(monkeypatc
     assert STRATEGIES["tp"].why_not(3) == "needs a multiple of 2 ranks, got 3"
     assert STRATEGIES["tp-zero2"].why_not(2) == "needs 4 ranks, got 2"
     assert [n for n in ("single", *ON_TWO) if STRATEGIES[n].why_not(2)] == []
+    without = [n for n in STRATEGIES if "no muon" in (STRATEGIES[n].why_not(4, "muon") or "")]
+    deepspeed = [f"deepspeed{n}" for n in (1, 2, 3)]
+    assert without == ["ddp-zero", "fsdp2", "fsdp2-no-reshard", *deepspeed]
 
 
 def test_decay_is_of_matrices_only():
@@ -113,6 +120,8 @@ def test_the_door_refuses():
         build("x", torch.nn.Identity)
     with pytest.raises(ValueError, match=r"build: expected torch\.distributed to be initialized"):
         build("ddp", lambda: torch.nn.Linear(1, 1))
+    with pytest.raises(ValueError, match=r"=adamw for fsdp2, .* got optimizer=muon; choose"):
+        build("fsdp2", make, Settings("muon"))
     message = r"build: expected 4, 6, 8, \.\.\. ranks for HSDP, got world_size=1; start more ranks"
     with pytest.raises(ValueError, match=message):
         build("hsdp", make)
