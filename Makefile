@@ -25,7 +25,7 @@ EMULATED = @echo "== set-up: csrc/ with its CUDA kernels compiled for the CPU"; 
   FASTPAR_CUDA=emulated $(BIN)/python setup.py -q build_ext --build-lib build/emulated > build/emulated.log 2>&1 || \
   { cat build/emulated.log; exit 1; }
 
-.PHONY: train test test-slow bench report lint aot cuda-check gpu clean
+.PHONY: train test test-slow bench report lint docs aot cuda-check gpu clean
 
 train: $(VENV)/train.done  ## train GPT-2 on the text that ships with a dependency, two ranks, 5 to 8 minutes on two cores
 	$(BIN)/fastpar train --nproc 2 $(RECIPE) $(ARGS)
@@ -49,6 +49,9 @@ lint: $(VENV)/dev.done  ## format, lint, types
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror csrc/*.h csrc/*.c*
 	$(BIN)/python .ci/types.py
+
+docs: $(VENV)/docs.done  ## a site of all guides and the public names: build/docs/site/index.html
+	$(BIN)/python .ci/docs/pages.py
 
 aot: $(VENV)/dev.done build/triton-3.6.done  ## compile every Triton kernel for sm_80 and sm_90, without a GPU: registers, spills, SASS
 	$(BIN)/python -m bench.compiler.aot $(ARGS)
@@ -82,6 +85,11 @@ $(VENV)/train.done: $(VENV)/torch.done $(BUILD_INPUTS)
 $(VENV)/dev.done: $(VENV)/train.done
 	@echo "== set-up: test tools"
 	$(PIP) --no-build-isolation -e '.[dev]' $$(nvidia-smi -L >/dev/null 2>&1 || echo 'triton==3.9.0')
+	touch $@
+
+$(VENV)/docs.done: $(VENV)/train.done
+	@echo "== set-up: what writes the site"
+	$(PIP) --no-build-isolation -e '.[docs]'
 	touch $@
 
 # The oldest Triton that the kernels are compiled with: the one that torch 2.11 comes with.
