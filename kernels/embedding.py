@@ -294,7 +294,7 @@ def embedding(
     rng: Rng | None = None,
     wte_grad: Tensor | None = None,
 ) -> Tensor:
-    """Token plus position embedding: x = dropout(wte[idx] + wpe[first_position:][:T]).
+    """Token plus position embedding: x = dropout(wte[idx] + wpe[f : f + T]), f = first_position.
 
     Args:
         idx: [B, T], int64 or int32, token ids in [0, V).

@@ -70,7 +70,7 @@ def main() -> int:
     (PAGES / "api").mkdir(parents=True)
     (PAGES / "api" / "fastpar.md").write_text(api("fastpar", homes(fastpar.__name__)))
     (PAGES / "api" / "kernels.md").write_text(api("fastpar.kernels", homes(kernels.__name__)))
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-f", str(CONFIG)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(CONFIG)]
     env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}  # a word about versions that are not out yet
     done = subprocess.run(command, cwd=ROOT, env=env).returncode
     if not done:

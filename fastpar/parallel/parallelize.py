@@ -125,7 +125,7 @@ def parallelize(
         debug: a fastpar.parallel.debug.Debug.
         collectives: makes the collectives of (process group, role) instead of the transport.
         tp_plan: what tp ranks split of a model that does not say so itself
-        (fastpar/patching/tp_plan.py);     "gpt2", "nanogpt"; None: one of these where it fits.
+            (fastpar/patching/tp_plan.py); "gpt2", "nanogpt"; None: one of these where it fits.
         sequence_parallel: tp ranks also share out the tokens between split layers; None: where the
             model or its plan can. engine_of(model).tp_report says what was chosen.
         tp_overlap: chunks in which their tokens are gathered and scattered beside products, or
