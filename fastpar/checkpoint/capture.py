@@ -179,14 +179,13 @@ class Capture:
     # Weights
 
     def _weights(self) -> Iterator[Item]:
-        mesh: Any = None if self.engine is None else self.engine.shards.mesh
         for tensor in self._each_whole():
             found = self._writer.get(id(tensor))
             if found is None:
                 continue
             writer, file, weight = found
             value = tensor.detach()
-            if weight.split is not None and mesh.dp_rank == writer // mesh.tp_size:
+            if weight.split and self.engine.shards.joins(tensor, writer):  # type: ignore[union-attr]
                 assert weight.declared is not None
                 value = weight.declared.whole(value, tensor)
             if writer != self._place:

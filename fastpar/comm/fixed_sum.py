@@ -32,7 +32,7 @@ class PairwiseSum:
     def zero_(self, place: slice) -> None:
         """Forget what was added to these elements."""
         for x in self._parts:
-            x[place].zero_()
+            x[..., place].zero_()
 
     def total(self) -> Tensor:
         """A new tensor; the sum can go on."""

@@ -39,7 +39,7 @@ from fastpar.comm.watchdog import waiting
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 AXES = ("pp", "replicas", "dp", "cp", "ep", "tp")  # see [Note: order of the axes]
-DATA_AXES = ("replicas", "dp")  # whose ranks compute different sequences
+DATA_AXES = ("replicas", "dp", "ep")  # whose ranks compute different sequences
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -57,7 +57,8 @@ class Mesh:
         replicas: copies of a model whose state is sharded along dp (hybrid sharding).
         pp: stages of a pipeline; see fastpar.pipeline_step.
         cp: ranks that share every sequence, neighbours but for tp; they read the same batches.
-        ep: ranks along the axis of experts. parallelize() does not run it yet, and says so.
+        ep: of the dp ranks, neighbours that share out the experts; divides dp. Along the axis dp
+            are then dp / ep ranks, which have the same ones.
         device: where this rank computes; None takes cuda:LOCAL_RANK if there is a GPU, or the CPU.
         timeout_s: after this long without its peers a collective fails instead of hanging.
     Attributes:
@@ -66,8 +67,8 @@ class Mesh:
         is_main: whether this is rank 0, the one that prints and writes.
         sizes: ranks along each axis, in the order of AXES.
         place: this rank's number along each axis.
-        dp_size, dp_rank, dp_group: of the ranks that compute different sequences, along replicas
-            and dp together; the group is None when dp_size is 1.
+        dp_size, dp_rank, dp_group: of the ranks that compute different sequences, along replicas,
+            dp and ep together; the group is None when dp_size is 1.
         tp_size, tp_rank, tp_group: of the axis tp, likewise.
         device_mesh: torch's DeviceMesh of the axes that have more than one rank; None with one.
         owns_process_group: whether the process group was made here; close() destroys it then.
@@ -229,7 +230,8 @@ class Mesh:
                 f"replicas={replicas}; choose a divisor"
             )
         other = copy.copy(self)
-        vars(other)["sizes"] = {**self.sizes, "replicas": replicas, "dp": data // replicas}
+        dp = data // replicas // self.sizes["ep"]
+        vars(other)["sizes"] = {**self.sizes, "replicas": replicas, "dp": dp}
         return other
 
     @property
@@ -370,12 +372,20 @@ def _check_sizes(asked: Mapping[str, int | None]) -> None:
 
 def _complete_sizes(asked: Mapping[str, int | None], world_size: int) -> dict[str, int]:
     """The size of each axis, dp's from what the others leave if it is None."""
-    others = math.prod(size for axis, size in asked.items() if axis != "dp" and size is not None)
-    dp = asked["dp"]
-    product = others * (world_size // others if dp is None else dp)
+    apart = {a: n for a, n in asked.items() if a not in ("dp", "ep") and n is not None}
+    others, dp, ep = math.prod(apart.values()), asked["dp"], asked["ep"] or 1
+    ranks = world_size // others if dp is None else dp
+    product = others * ranks
     if product == world_size:
-        return {axis: size or world_size // others for axis, size in asked.items()}
-    named = {a: n for a, n in asked.items() if n is not None and (n > 1 or a == "dp")}
+        if ranks % ep:
+            fit = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
+            raise ValueError(
+                f"Mesh: expected ep to divide dp={ranks}, whose ranks share out the experts, got "
+                f"ep={ep}; choose one of {fit}"
+            )
+        return {**{a: n or 1 for a, n in asked.items()}, "dp": ranks // ep}
+    named = {**apart, "dp": dp}
+    named = {a: named[a] for a in asked if named.get(a) and (named[a] > 1 or a == "dp")}
     got = ", ".join(f"{axis}={size}" for axis, size in named.items())
     if dp is None:
         rule = f"{' * '.join(named)} to divide"

@@ -95,12 +95,14 @@ def check_method(method: str) -> None:
 
 
 def mesh_of_gradients(mesh: Mesh) -> Mesh:
-    """The same ranks as gradients see them: those along cp, too, are along dp.
+    """The same ranks as gradients see them: those along cp and ep, too, are along dp.
 
-    They have the same weights and compute other tokens. It shares the groups of the mesh.
+    They have the same weights, but for experts, and compute other tokens. It shares the groups of
+    the mesh.
     """
     other, sizes = copy.copy(mesh), mesh.sizes
-    vars(other)["sizes"] = {**sizes, "dp": sizes["dp"] * sizes["cp"], "cp": 1}
+    dp = sizes["dp"] * sizes["cp"] * sizes["ep"]
+    vars(other)["sizes"] = {**sizes, "dp": dp, "cp": 1, "ep": 1}
     return other
 
 

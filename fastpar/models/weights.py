@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from fastpar.models.gpt import GPT
 from fastpar.parallel.engine import engine_of_parameter
-from fastpar.sharding.placements import Shard
 from fastpar.tensor.declared import Declared
 
 PREFIX = "transformer."
@@ -42,11 +41,9 @@ class Weight(NamedTuple):
         return math.prod(self.shape) * self.tensor.dtype.itemsize
 
     @property
-    def split(self) -> Shard | None:
-        """How tp ranks share it out."""
-        states = {} if self.declared is None else self.declared.states
-        state = states.get(self.tensor)  # type: ignore[call-overload]
-        return state if isinstance(state, Shard) else None
+    def split(self) -> bool:
+        """Whether ranks of tp or ep share it out."""
+        return self.declared is not None and self.declared.is_split(self.tensor)
 
     def stored(self, whole: Tensor) -> Tensor:
         """The file's tensor, a view of a whole one in the model's layout."""
@@ -56,7 +53,7 @@ class Weight(NamedTuple):
     def local(self, stored: Tensor) -> Tensor:
         """This rank's part of the file's tensor, in the model's layout; 0 pads the vocabulary."""
         values = stored.t() if self.transposed else stored
-        if self.split is not None:
+        if self.split:
             assert self.declared is not None
             return self.declared.cut(values, self.tensor)
         if values.shape == self.whole:

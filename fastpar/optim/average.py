@@ -67,8 +67,7 @@ class AveragedWeights:
             shards = of.shards
             whole = shards.full(values[p], p)
             if shards.declared is not None:
-                place = {"tp": of.mesh.tp_rank}
-                whole = shards.declared.placement(p).cut(whole, place)
+                whole = shards.declared.cut(whole, p)
             shards.write(p, whole)  # type: ignore[arg-type]
 
     def _pieces(self) -> Iterator[tuple[Tensor, Tensor, dict[str, Any], Engine | None]]:

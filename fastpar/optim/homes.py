@@ -73,10 +73,10 @@ class Homes:
         self.extra = dict(zip(params, extra))
         groups = shards.bucket_of(params[0]).groups  # type: ignore[arg-type]
         self.dp = groups.gather if self.sharded else groups.reduce
-        self.tp = None if shards.declared is None else shards.declared.tp.group
+        declared = shards.declared
+        self.tp = None if declared is None or declared.tp is None else declared.tp.group
         self.n_dp, self.n_tp = (1 if g is None else g.world_size for g in (self.dp, self.tp))
-        n_shards = shards.settings.n_shards
-        self.me = Home(mesh.dp_rank % n_shards if self.sharded else mesh.dp_rank, mesh.tp_rank)
+        self.me = Home(0 if self.dp is None else self.dp.rank, mesh.tp_rank)
         places = assign(costs, self.n_dp * self.n_tp)
         self.home = {p: Home(*divmod(place, self.n_tp)) for p, place in zip(params, places)}
         self.batches: list[list[Tensor]] = [
@@ -157,7 +157,7 @@ class Homes:
         declared = self.shards.declared
         if self.tp is None or declared is None:
             return {p: slices[p] for p in mine}
-        split = [p for p in slices if declared.is_split(p)]
+        split = [p for p in slices if declared.along_tp(p)[0].gather_axes]
         parts = [[slices[p] for p in split if self.home[p].tp == t] for t in range(self.n_tp)]
         joined = [p for p in split if self.home[p] == self.me]
         sizes = [sum(p.numel() for p in joined)] * self.n_tp
@@ -166,7 +166,8 @@ class Homes:
         whole = {p: slices[p] for p in mine}
         for i, p in enumerate(joined):
             columns = [row[i].view(p.shape) for row in rows]
-            whole[p] = declared.placement(p).join(columns, declared.whole_shape(p))
+            placement, shape = declared.along_tp(p)
+            whole[p] = placement.join(columns, shape)
         return whole
 
     # And back
@@ -176,7 +177,7 @@ class Homes:
 
         def slice_of(p: Tensor, rank: int) -> Tensor:
             whole = results[p][0]
-            return whole if declared is None else declared.placement(p).cut(whole, {"tp": rank})
+            return whole if declared is None else declared.along_tp(p)[0].cut(whole, {"tp": rank})
 
         parts = [
             [x for p in results for x in (slice_of(p, rank), results[p][1])]

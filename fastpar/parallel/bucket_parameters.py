@@ -54,6 +54,7 @@ class BucketParameters:
         shard: [S] this rank's slice of the newest parameters.
         stepped: [S] what an optimizer changes: shard, or its twin on the host.
         live: whether the parameters are views of flat.
+        rank: among those that share one copy.
         own: the place of shard in flat; host: see offload.py, None without it.
         groups: over which it travels; device: where it lies.
     """
@@ -73,7 +74,7 @@ class BucketParameters:
         self.spec, self.params, self.stage = spec, params, settings.stage
         self.slots = [layout.slots[i] for i in spec.slots]
         self.groups, self.device, self.poison = groups, device, poison
-        self.own = slice(*spec.shard(rank))
+        self.rank, self.own = rank, slice(*spec.shard(rank))
         self.pieces = [layout.piece(i, rank) for i in spec.slots]
         stage = settings.stage
         # Memory that the peers read without a copy.

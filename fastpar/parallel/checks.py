@@ -18,20 +18,10 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fastpar.comm.mesh import Mesh
 from fastpar.parallel.bucket import DTYPES
 from fastpar.parallel.debug import Debug
 from fastpar.parallel.engine import Engine, engine_of_parameter
 from fastpar.parallel.stages import STAGES, Settings
-
-
-def check_axes(mesh: Mesh) -> None:
-    """Refuse axes of a mesh that no code runs yet."""
-    if mesh.size("ep") > 1:
-        raise ValueError(
-            f"parallelize: expected ep=1, got ep={mesh.size('ep')}; expert parallelism is not run "
-            "yet: leave ep out of Mesh"
-        )
 
 
 def check_arguments(model: nn.Module, dp: int, options: Mapping[str, Any]) -> None:

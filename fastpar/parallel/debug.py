@@ -222,7 +222,7 @@ class Held(NamedTuple):
 
     what: str
     start: int  # -1: all elements
-    split: bool  # along tp
+    split: str  # which part of it along tp and ep; "" where it is whole
     values: Tensor
 
 
@@ -277,10 +277,10 @@ def check_replicas(
     with contextlib.nullcontext() if shards.stage.frees_parameters else shards.gathered():
         classes: list[list[Held]] = [[] for _ in range(_CLASSES)]
         for held in _held(shards, optimizer):
-            classes[2 * (held.start < 0) + held.split].append(held)
+            classes[2 * (held.start < 0) + bool(held.split)].append(held)
         sums = [[checksum(held.values).to(mesh.device) for held in each] for each in classes]
     zero = torch.zeros((), dtype=torch.int64, device=mesh.device)
-    said = [[len(each), _key(each, mesh.tp_rank)] for each in classes]
+    said = [[len(each), _key(each)] for each in classes]
     totals = [functools.reduce(lambda a, b: a * _ODD + b, each, zero) for each in sums]
     mine = torch.cat([torch.tensor(said, device=mesh.device), torch.stack(totals)[:, None]], 1)
     found: list[tuple[int, Difference]] = []
@@ -317,9 +317,9 @@ def _held(shards: Shards, optimizer: Any) -> Iterator[Held]:
     frozen = [(p, name) for p, name in shards.frozen.items()]
     for p, name in [*((p, shards.name_of(p)) for p in shards.params), *frozen]:
         if whole or p in shards.frozen:
-            yield Held(f"parameter '{name}'", -1, shards.is_split(p), p)
+            yield Held(f"parameter '{name}'", -1, shards.part_of(p), p)
     for p in shards.params:
-        name, piece, split = shards.name_of(p), shards.piece(p), shards.is_split(p)
+        name, piece, split = shards.name_of(p), shards.piece(p), shards.part_of(p)
         start = piece.start if shards.stage.shards else -1
         if shards.stage.shards:
             yield Held(f"parameter '{name}'", start, split, piece.param)
@@ -329,12 +329,9 @@ def _held(shards: Shards, optimizer: Any) -> Iterator[Held]:
             yield Held(f"{entry} of parameter '{name}'", start, split, value)
 
 
-def _key(held: Sequence[Held], tp_rank: int) -> int:
-    """A hash of what a rank says it holds, a signed word; slices along tp are told apart."""
-    lines = [
-        f"{each.what} {each.start} {each.values.numel()} {tp_rank if each.split else -1}"
-        for each in held
-    ]
+def _key(held: Sequence[Held]) -> int:
+    """A hash of what a rank says it holds, a signed word; slices are told apart."""
+    lines = [f"{each.what} {each.start} {each.values.numel()} {each.split}" for each in held]
     digest = hashlib.sha256("\n".join(lines).encode()).digest()
     return int.from_bytes(digest[:8], "little", signed=True)
 

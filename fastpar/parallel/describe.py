@@ -6,7 +6,9 @@ import math
 
 import torch
 
+from fastpar.parallel.bucket import BucketState
 from fastpar.parallel.shards import Shards
+from fastpar.parallel.stages import Stage
 from fastpar.parallel.units import ROOT
 from fastpar.tensor.functional import TensorParallel
 
@@ -63,16 +65,28 @@ def _partial_bytes(shards: Shards) -> int:
 
 
 def _between_copies(shards: Shards, last_unit: int) -> dict[str, int]:
-    stage, ranks, n_shards = shards.stage, shards.mesh.dp_size, shards.settings.n_shards
+    sent: dict[str, int] = {}
+    for experts, ranks in ((False, shards.mesh.dp_size), (True, shards.mesh.dp_size // shards.ep)):
+        buckets = [bucket for bucket in shards.buckets if bucket.spec.experts == experts]
+        for kind, n in _sent_of(shards.stage, buckets, ranks, last_unit).items():
+            sent[kind] = sent.get(kind, 0) + n
+    return sent
+
+
+def _sent_of(
+    stage: Stage, buckets: list[BucketState], ranks: int, last_unit: int
+) -> dict[str, int]:
+    """Of buckets that so many ranks have."""
     grads = values = kept = 0
-    for bucket in shards.buckets:
+    for bucket in buckets:
         grads += bucket.spec.numel * bucket.wire_dtype.itemsize
         n_bytes = bucket.spec.numel * bucket.spec.dtype.itemsize
         values += n_bytes
         # The root stays from forward to backward, and so does the last unit.
         kept += n_bytes if bucket.spec.unit in (ROOT, last_unit) else 0
-    if ranks == 1:
+    if ranks == 1 or not buckets:
         return {}
+    n_shards = buckets[0].spec.n_shards
     if not stage.shards:
         return {"all-reduce": 2 * (ranks - 1) * grads // ranks}
     sent = {"reduce-scatter": (n_shards - 1) * grads // n_shards}
@@ -89,13 +103,14 @@ def describe(shards: Shards, last_unit: int, tree_ms: float) -> str:
     settings, ranks = shards.settings, shards.mesh.dp_size
     parameters = sum(slot.spec.numel for slot in shards.layout.slots)
     reduce = shards.buckets[0].groups.reduce
+    tp = None if shards.declared is None else shards.declared.tp
     how = f"{reduce.transport} ({reduce.why})" if reduce is not None else "no communication"
     lines = [
         f"engine: stage {shards.stage.number}, dp={ranks}, {settings.n_shards} shards, {how}, "
         f"{parameters:,} trained parameters, {len(shards.buckets)} buckets"
         + (", deterministic" if settings.deterministic else ""),
-        *([] if shards.declared is None else [_tp(shards.declared.tp)]),
-        *([] if shards.declared is None else [_tensor_parallel(shards)]),
+        *([] if tp is None else [_tp(tp), _tensor_parallel(shards, tp)]),
+        *([] if shards.ep == 1 else [_experts(shards)]),
         *([_cost_of_fixed_sums(shards, tree_ms)] if settings.deterministic else []),
         *([] if shards.offload is None else [shards.offload.describe()]),
         "memory: " + _mib(memory(shards)),
@@ -121,12 +136,23 @@ def _tp(tp: TensorParallel) -> str:
     return f"tp={tp.size}: {group.transport} ({group.why}), {tokens}, {tp.overlap}"
 
 
-def _tensor_parallel(shards: Shards) -> str:
+def _experts(shards: Shards) -> str:
+    assert shards.declared is not None
+    group, buckets = shards.declared.groups["ep"], [b for b in shards.buckets if b.spec.experts]
+    whole = sum(math.prod(shards.whole_shape(p)) for b in buckets for p in b.params)
+    ranks = shards.mesh.dp_size // shards.ep
+    return (
+        f"experts: ep={shards.ep}, {group.transport} ({group.why}); of {whole:,} parameters of "
+        f"experts 1/{shards.ep} here, in {len(buckets)} buckets that {ranks} ranks have"
+    )
+
+
+def _tensor_parallel(shards: Shards, tp: TensorParallel) -> str:
     assert shards.declared is not None
     split = sum(map(shards.declared.is_split, shards.params))
     partial = sum(map(shards.declared.is_partial, shards.params))
     whole = sum(math.prod(shards.whole_shape(p)) for p in shards.params)
-    tokens = "split" if shards.declared.tp.sequence_parallel else "on every rank"
+    tokens = "split" if tp.sequence_parallel else "on every rank"
     return (
         f"tensor parallel: tp={shards.mesh.tp_size}, tokens between layers {tokens}; of {whole:,} "
         f"trained parameters {split} tensors are split, {len(shards.params) - split - partial} "

@@ -16,11 +16,9 @@ from fastpar.comm.one_rank import OneRank
 from fastpar.comm.overlap import check_overlap, choose_overlap
 from fastpar.comm.transport import make_collectives
 from fastpar.context.sequences import check_method, mesh_of_gradients, share_sequences
-from fastpar.parallel.bucket import BucketState
 from fastpar.parallel.bucket_parameters import BucketGroups
 from fastpar.parallel.checks import (
     check_arguments,
-    check_axes,
     check_deterministic,
     check_in_place_writers,
     check_offload,
@@ -30,7 +28,13 @@ from fastpar.parallel.checks import (
 from fastpar.parallel.control import prove_together
 from fastpar.parallel.debug import Debug, InputCheck
 from fastpar.parallel.engine import Engine
-from fastpar.parallel.experts import attach_experts
+from fastpar.parallel.experts import (
+    Travel,
+    attach_experts,
+    check_experts,
+    mesh_of_experts,
+    share_experts,
+)
 from fastpar.parallel.offload import Offload
 from fastpar.parallel.shards import Shards, guard_state_dicts
 from fastpar.parallel.split_backward import Places
@@ -156,10 +160,10 @@ def parallelize(
     """
     options = {name: value for name, value in locals().items() if name not in _NO_OPTIONS}
     options["tp_plan"] = dict(tp_plan) if isinstance(tp_plan, Mapping) else tp_plan
-    check_axes(mesh)
     check_method(cp_method)
     given, mesh = mesh, mesh_of_gradients(mesh)
     check_arguments(model, mesh.dp_size, options)
+    check_experts(model, given, options)
     check_offload(options, given.device, debug or Debug())
     check_overlap(tp_overlap, sequence_parallel is not False)
     check_parameters(parameter_names(model), mesh.device, materialize is not None)
@@ -172,11 +176,13 @@ def parallelize(
     context = share_sequences(model, given, maker.make)
     cut = cut_stages(model, mesh, pp_split, pp_schedule, pp_chunks)
     declared, report = _split_along_tp(model, mesh, maker, tp_plan, sequence_parallel, tp_overlap)
+    declared = share_experts(model, given, maker.make, declared)
     if context is not None:
         model.context_parallel(context)  # type: ignore[operator]
     n_shards = 1 if zero_stage == 0 else shard_size or mesh.size("dp")
     stage = STAGES[zero_stage if n_shards > 1 or offload else 0]
     groups, control = maker.of_engine(stage, n_shards)
+    of_experts = maker.of_experts(given, stage, n_shards)
     settings = _settings(options, stage, n_shards, mesh.dp_size, groups)
     check_deterministic(settings, parameter_names(model))
     if materialize is not None:
@@ -185,7 +191,8 @@ def parallelize(
     apart = () if cut is None else cut.starts(model)
     modules = find_units(model, units, merge_bytes=first_bucket_mb * 2**20, apart=apart)
     fill = _Fill(parameter_names(model), materialize, declared, stages)
-    shards = _make_shards(model, mesh, settings, groups, modules, fill, poison=debug.poison)
+    travel = Travel(mesh, given, groups, of_experts, settings, debug.poison)
+    shards = _make_shards(model, travel, modules, fill)
     engine = Engine(shards, modules, control, given, debug)
     engine.tp_report = report
     _keep_on_host(engine, options, debug)
@@ -266,16 +273,10 @@ class _Fill:
 
 
 def _make_shards(
-    model: nn.Module,
-    mesh: Mesh,
-    settings: Settings,
-    groups: BucketGroups,
-    units: list[list[nn.Module]],
-    fill: _Fill,
-    *,
-    poison: bool,
+    model: nn.Module, travel: Travel, units: list[list[nn.Module]], fill: _Fill
 ) -> Shards:
-    """Bring the parameters into buckets, with the values of rank 0."""
+    """Bring the parameters into buckets, with the values of the first rank that has them."""
+    mesh, settings, declared = travel.mesh, travel.settings, fill.declared
     stage, unit_of = settings.stage, unit_of_parameters(units)
     trained = [p for p in fill.named if p.requires_grad]
     stages = fill.stages
@@ -290,37 +291,33 @@ def _make_shards(
         unit_of=[unit_of[p] if stage.shards else min(unit_of[p], 1) for p in trained],
         alone=[i for i, p in enumerate(trained) if stages and p in stages.tied],
         part_of=None if chunk_of is None else [chunk_of[p] for p in trained],
+        experts=[i for i, p in enumerate(trained) if declared and declared.of_experts(p)],
+        ep=travel.given.size("ep"),
         flags=not stage.shards,
     )
     buckets = []
     for spec in layout.buckets:  # one after another: little extra memory
-        bucket = BucketState(
-            layout,
-            spec,
-            [trained[layout.slots[i].registered] for i in spec.slots],
-            settings,
-            groups,
-            rank=mesh.dp_rank % settings.n_shards,
-            device=mesh.device,
-            poison=poison,
-        )
+        params = [trained[layout.slots[i].registered] for i in spec.slots]
+        bucket = travel.bucket(layout, spec, params)
         for view, p in zip(bucket.views, bucket.params):
             fill(p, view)
-        mesh.broadcast_([bucket.flat])
+        travel.share([bucket.flat], experts=spec.experts)
         bucket.attach()
         if stage.frees_parameters:
             bucket.make_stale()
         buckets.append(bucket)
     frozen = {p: names[0] for p, names in fill.named.items() if not p.requires_grad}
     fill.rest(model, frozen)
-    mesh.broadcast_([*frozen, *model.buffers()])
+    apart = [p for p in frozen if declared and declared.of_experts(p)]
+    travel.share([*(p for p in frozen if p not in set(apart)), *model.buffers()])
+    travel.share(apart, experts=True)
     return Shards(
         mesh,
         settings,
         layout,
         buckets,
         frozen=frozen,
-        declared=fill.declared,
+        declared=declared,
         stages=fill.stages,
         model=model,
     )
@@ -451,17 +448,39 @@ class GroupMaker:
         if mesh.dp_size == 1:
             return BucketGroups(alone, alone), self.make(mesh.group(*AXES), "control")
         whole = self.make(mesh.dp_group, "reduce")
-        kind = "shm" if whole.transport == "shm" else self.transport
+        kind = self._like(whole)
         # The norm, the flags and the loss are those of all ranks.
         control = whole
         if mesh.world_size > mesh.dp_size:
             control = self.make(mesh.group(*AXES), "control", kind)
+        return self._roles(mesh, stage, whole), control
+
+    def of_experts(self, given: Mesh, stage: Stage, n_shards: int) -> BucketGroups | None:
+        """The same for experts, None with ep=1. Ranks: all."""
+        if given.size("ep") == 1:
+            return None
+        mesh = mesh_of_experts(given, n_shards)
+        if mesh.size("replicas", "dp") == 1:
+            alone = OneRank(mesh.device)
+            return BucketGroups(alone, alone)
+        whole = self.make(mesh.new_group("replicas", "dp"), "reduce")
+        return self._roles(mesh, stage, whole)
+
+    def _like(self, whole: Collectives) -> str:
+        return "shm" if whole.transport == "shm" else self.transport
+
+    def _roles(self, mesh: Mesh, stage: Stage, whole: Collectives) -> BucketGroups:
+        """A group for each role, of the ranks along replicas and dp; whole: all of these."""
+        kind = self._like(whole)
         if not stage.shards:
-            return BucketGroups(whole), control
+            return BucketGroups(whole)
+        if mesh.size("dp") == 1:  # experts of which each copy is whole
+            alone = OneRank(mesh.device)
+            return BucketGroups(alone, alone, whole)
         new = self.factory is None and whole.transport != "shm"  # shared memory only meets in one
         gather = self.make(mesh.new_group("dp") if new else mesh.group("dp"), "gather", kind)
         if mesh.size("replicas") == 1:
-            return BucketGroups(whole, gather), control
+            return BucketGroups(whole, gather)
         reduce = self.make(mesh.group("dp"), "reduce", kind)
         copies = self.make(mesh.group("replicas"), "replicate", kind)
-        return BucketGroups(reduce, gather, copies), control
+        return BucketGroups(reduce, gather, copies)

@@ -272,10 +272,23 @@ class PipelineStep:
 
             stream.register_post_accumulate_grad_hook(send)
         self._micro = op.micro
+        self._scale_losses(op.micro)
         if op.kind is Kind.BACKWARD:
             torch.autograd.backward(out, grad)
         else:
             self.halves[op[1:]].input_gradient(out, grad)
+
+    def _scale_losses(self, micro: int) -> None:
+        """The scale of experts' losses, which a backward of the loss itself would note."""
+        losses = getattr(self.model, "experts", None)
+        if losses is None:
+            return
+        dtype = torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
+        loss = torch.ones((), dtype=dtype, device=self.loss.device, requires_grad=True)
+        part = loss / len(self.idx) if self.reduction == "mean" else loss
+        (scale,) = torch.autograd.grad(self.target(part), loss)
+        mean = self.reduction == "mean"
+        losses.scale = scale / (self.targets[micro] != -100).sum() if mean else scale
 
     # Messages
 

@@ -220,7 +220,7 @@ class PartialGradients:
     def __init__(self, shards: Shards) -> None:
         self._shards, declared, stages = shards, shards.declared, shards.stages
         self._sums: list[tuple[Collectives, list[nn.Parameter]]] = []
-        if declared is not None:
+        if declared is not None and declared.tp is not None:
             partial = [p for p in shards.params if declared.is_partial(p)]
             self._sums.append((declared.tp.group, partial))
         if stages is not None and stages.pair is not None:

@@ -40,7 +40,7 @@ class Shards:
     Args:
         layout: the places of the parameters in the buckets.
         frozen: parameters that are not trained, by name.
-        declared: the parameters' states along tp, None with tp=1.
+        declared: the parameters' states along tp and ep, None without.
         stages: of a pipeline, None with pp=1.
         model: weakly referred to.
     Attributes:
@@ -187,7 +187,11 @@ class Shards:
         """Whether this rank's piece of p counts in sums over the whole model."""
         if self.stages is not None and self.stages.is_second_copy(p):
             return False
-        return self.declared is None or self.declared.counts(p)
+        if self.declared is None:
+            return True
+        # A copy of the experts is on ep ranks, each with a copy of the rest.
+        again = self.settings.n_shards < self.ep and self.mesh.dp_rank % self.ep
+        return self.declared.counts(p) and (self.declared.of_experts(p) or not again)
 
     def whole_shape(self, p: Tensor) -> torch.Size:
         """The shape of the parameter, over all ranks that share it out."""
@@ -201,7 +205,9 @@ class Shards:
     def copy_of(self, p: Tensor) -> tuple[int, int]:
         """(number of this rank among those that have the same piece of p, how many these are)."""
         mesh, states = self.mesh, {} if self.declared is None else {"tp": self.declared.state(p)}
-        copy, n = (x // self.settings.n_shards for x in (mesh.dp_rank, mesh.dp_size))
+        bucket = self.bucket_of(p)  # type: ignore[arg-type]
+        together = (self.ep if bucket.spec.experts else 1) * bucket.spec.n_shards
+        copy, n = (x // together for x in (mesh.dp_rank, mesh.dp_size))
         placement = Placement(states, {"replicas": n, "tp": mesh.tp_size})
         return placement.copy_of({"replicas": copy, "tp": mesh.tp_rank})
 
@@ -211,7 +217,7 @@ class Shards:
 
     def ranks_of_copy(self) -> range:
         """The ranks that hold one copy of the model with this one."""
-        n_shards, tp = self.settings.n_shards, self.mesh.tp_size
+        n_shards, tp = max(self.settings.n_shards, self.ep), self.mesh.tp_size
         first = self.mesh.dp_rank // n_shards * n_shards
         return range(first * tp, (first + n_shards) * tp)
 
@@ -280,14 +286,21 @@ class Shards:
             self.offload.send_rest()
 
     def is_split(self, p: Tensor) -> bool:
-        """Whether tp ranks have different parts of p."""
+        """Whether ranks of tp or ep have different parts of p."""
         return self.declared is not None and self.declared.is_split(p)
+
+    def part_of(self, p: Tensor) -> str:
+        """Which part of p this rank has along tp and ep, "" where that is all."""
+        if self.declared is None:
+            return ""
+        axes, place = self.declared.placement(p).gather_axes, self.declared.place
+        return ", ".join(f"{axis}={place[axis]}" for axis in axes)
 
     def check_block(self, p: Tensor, block: int) -> None:
         """Raise ValueError for values of several elements of a parameter that tp splits."""
         if block > 1 and self.is_split(p):
             raise ValueError(
-                "Engine: expected values of single elements of a parameter that is split along tp, "
+                "Engine: expected values of single elements of a parameter that ranks share out, "
                 f"got one for {block} of '{self.name_of(p)}'; keep the optimizer's state in fp32 "
                 "or bf16"
             )
@@ -322,8 +335,19 @@ class Shards:
             whole = self.declared.cut(whole, p)
         if not self.stage.shards:
             return whole.clone()
-        rank = self.mesh.dp_rank % self.settings.n_shards
+        rank = self.bucket_of(p).rank  # type: ignore[arg-type]
         return whole.reshape(-1)[self._blocks(p, rank, block)].clone()
+
+    @property
+    def ep(self) -> int:
+        """Ranks that share out the experts."""
+        group = None if self.declared is None else self.declared.groups.get("ep")
+        return 1 if group is None else group.world_size
+
+    def joins(self, p: Tensor, place: int) -> bool:
+        """Whether this rank has a part of what the rank at a place, of all but pp, is to join."""
+        together = self.ep if self.declared is not None and self.declared.of_experts(p) else 1
+        return self.mesh.dp_rank // together == place // self.mesh.tp_size // together
 
     # Checks
 

@@ -196,13 +196,14 @@ def measure(
 def _watch(trainer: Trainer, marks: Marks) -> None:
     """Note every exchange of the engine and of layers that are split."""
     engine = trainer.engine
-    tp = engine.declared.tp.group if engine.declared is not None else None
+    split = {} if engine.declared is None else engine.declared.groups
     groups = engine.buckets[0].groups
     rows: dict[Any, str] = dict.fromkeys(
         (groups.reduce, groups.copies, engine.control_group), REDUCE
     )
     cp = trainer.model.cp
-    rows |= {groups.gather: GATHER, tp: TP, cp.group if cp is not None else None: TP}
+    rows |= {groups.gather: GATHER, cp.group if cp is not None else None: TP}
+    rows |= dict.fromkeys(split.values(), TP)
     stages = engine.shards.stages
     if stages is not None:
         rows |= dict.fromkeys((*stages.links.values(), stages.pair), PP)

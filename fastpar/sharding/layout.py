@@ -69,6 +69,7 @@ class Bucket:
     n_shards: int
     unit: int  # -1 without units
     part: int = 0  # chunk of a pipeline's rank
+    experts: bool = False  # of parameters that the ranks of ep share out
 
     @property
     def shard_numel(self) -> int:
@@ -105,6 +106,8 @@ def build_layout(
     unit_of: Sequence[int] | None = None,
     alone: Container[int] = (),
     part_of: Sequence[int] | None = None,
+    experts: Container[int] = (),
+    ep: int = 1,
     flags: bool = True,
 ) -> Layout:
     """Place parameters, given in registration order, into buckets.
@@ -123,6 +126,8 @@ def build_layout(
         unit_of: the unit of each parameter.
         alone: parameters that have a bucket of their own, the same wherever they are trained.
         part_of: the part of the model that each belongs to; parts share no bucket.
+        experts: parameters that ep ranks have shared out: in buckets of their own, of which each is
+            shared by n_shards / ep ranks.
         flags: whether `used` has room, see the top of the file.
     Raises:
         ValueError: n_shards below 1; a cap that is not above 0.
@@ -140,13 +145,14 @@ def build_layout(
                 "use a large value for one bucket"
             )
     units = [-1] * len(specs) if unit_of is None else unit_of
-    homes = list(zip(units, [0] * len(specs) if part_of is None else part_of))
-    closed: list[tuple[torch.dtype, tuple[int, int], list[int]]] = []
+    parts = [0] * len(specs) if part_of is None else part_of
+    homes = list(zip(units, parts, (i in experts for i in range(len(specs)))))
+    closed: list[tuple[torch.dtype, tuple[int, int, bool], list[int]]] = []
     for dtype in dict.fromkeys(spec.dtype for spec in specs):
         itemsize = (grad_dtype or dtype).itemsize
-        cap, before = first_bucket_bytes, (-1, 0)
-        groups: dict[tuple[int, int], list[int]] = {}  # open, of each unit and part
-        sizes: dict[tuple[int, int], int] = {}  # their bytes
+        cap, before = first_bucket_bytes, (-1, 0, False)
+        groups: dict[tuple[int, int, bool], list[int]] = {}  # open, of each unit and part
+        sizes: dict[tuple[int, int, bool], int] = {}  # their bytes
         for i in reversed(range(len(specs))):
             if specs[i].dtype != dtype:
                 continue
@@ -173,9 +179,10 @@ def build_layout(
         for i in group:
             slots.append(Slot(specs[i], i, index, offset))
             offset = _round_up(offset + specs[i].numel, ALIGN)
-        numel = _round_up(offset + (len(group) if flags else 0), n_shards * ALIGN)
+        ranks = max(1, n_shards // ep) if home[2] else n_shards
+        numel = _round_up(offset + (len(group) if flags else 0), ranks * ALIGN)
         indices = tuple(range(first_slot, len(slots)))
-        buckets.append(Bucket(index, dtype, indices, offset, numel, n_shards, *home))
+        buckets.append(Bucket(index, dtype, indices, offset, numel, ranks, *home))
     return Layout(tuple(slots), tuple(buckets), n_shards)
 
 

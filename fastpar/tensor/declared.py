@@ -1,4 +1,4 @@
-"""The states that a model's parameters have along tp, and what follows from them.
+"""The states that a model's parameters have along tp and ep, and what follows from them.
 
 A module says which states its parameters have, in one of two ways. Names may have dots.
 
@@ -13,31 +13,46 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fastpar.sharding.placements import Placement, Shard, State
+from fastpar.comm.collectives import Collectives
+from fastpar.sharding.placements import Placement, Replicate, Shard, State
 from fastpar.sharding.ranges import Run, runs_of_placement
 from fastpar.tensor.functional import TensorParallel
 
 
 class Declared:
-    """Every parameter's state along tp.
+    """Every parameter's state along tp, and along ep those of experts.
 
     Args:
-        states: of all parameters; shapes: of the whole tensors.
+        tp: the TensorParallel that they are states of, None with tp=1.
+        states: of all parameters, along tp; shapes: of the whole tensors.
     Attributes:
-        tp: the TensorParallel that they are states of.
+        groups: the ranks along each axis, outermost first.
+        experts: the states along ep of parameters that have some.
     """
 
     def __init__(
         self,
-        tp: TensorParallel,
+        tp: TensorParallel | None,
         states: dict[nn.Parameter, State],
         shapes: dict[nn.Parameter, torch.Size],
     ) -> None:
-        self.tp, self.states, self._shapes = tp, states, shapes
+        self.tp, self._states, self._shapes = tp, states, shapes
+        self.groups: dict[str, Collectives] = {} if tp is None else {"tp": tp.group}
+        self.experts: dict[nn.Parameter, State] = {}
+        self._placements: dict[nn.Parameter, Placement] = {}
+
+    def share_out(self, states: dict[nn.Parameter, State], group: Collectives) -> None:
+        """Make each of these this rank's part of it along ep, in place."""
+        self.groups, self.experts = {"ep": group, **self.groups}, states
+        self._placements.clear()
+        for p, state in states.items():
+            assert isinstance(state, Shard)
+            p.data = state.cut(p.detach(), group.rank, group.world_size)
 
     def rename(
         self,
@@ -46,24 +61,41 @@ class Declared:
     ) -> None:
         """The parameters were replaced, in the same order."""
         pairs = list(zip(old, new))
-        self.states = {q: self.states[p] for p, q in pairs}
+        self._states = {q: self._states[p] for p, q in pairs}
+        self.experts = {q: self.experts[p] for p, q in pairs if p in self.experts}
+        self._placements.clear()
         self._shapes = {q: self._shapes[p] for p, q in pairs}
 
     def state(self, p: Tensor) -> State:
         """How one parameter is placed along tp."""
-        return self.states[p]  # type: ignore[index]
+        return self._states[p]  # type: ignore[index]
 
     def whole_shape(self, p: Tensor) -> torch.Size:
         """The shape of the tensor that the ranks share out."""
         return self._shapes[p]  # type: ignore[index]
 
-    def placement(self, p: Tensor) -> Placement:
-        """The placement of one parameter along tp."""
-        return Placement({"tp": self.state(p)}, {"tp": self.tp.size})
+    def placement(self, p: Any) -> Placement:
+        """The placement of one parameter along tp, and along ep if it is of experts."""
+        if p not in self._placements:
+            states = {"tp": self.state(p)}
+            if p in self.experts:
+                states["ep"] = self.experts[p]
+            sizes = {a: g.world_size for a, g in self.groups.items() if a == "tp" or a in states}
+            self._placements[p] = Placement(states, sizes)
+        return self._placements[p]
+
+    @property
+    def place(self) -> dict[str, int]:
+        """This rank's number along each axis."""
+        return {axis: group.rank for axis, group in self.groups.items()}
+
+    def of_experts(self, p: Any) -> bool:
+        """Whether the ranks of ep share p out."""
+        return p in self.experts
 
     def counts(self, p: Tensor) -> bool:
         """Whether this rank's part of p counts in sums over all elements of the model."""
-        return self.placement(p).counts({"tp": self.tp.rank})
+        return self.placement(p).counts(self.place)
 
     def is_split(self, p: Tensor) -> bool:
         """Whether the ranks have different parts of p."""
@@ -75,25 +107,38 @@ class Declared:
 
     def runs(self, p: Tensor) -> list[Run]:
         """Which elements of the whole tensor this rank's part of p holds."""
-        return runs_of_placement(self.placement(p), self.whole_shape(p), {"tp": self.tp.rank})
+        return runs_of_placement(self.placement(p), self.whole_shape(p), self.place)
 
     def cut(self, whole: Tensor, p: Tensor) -> Tensor:
         """This rank's part of a tensor with an element for each of the whole parameter, a copy."""
-        return self.placement(p).cut(whole, {"tp": self.tp.rank})
-
-    def rows(self, local: Tensor, p: Tensor) -> Tensor:
-        """Every rank's part of a tensor, each in p's local shape: [tp, ...]. Ranks: all of tp."""
-        raw = self.tp.group.gathered(local.contiguous().view(-1).view(torch.uint8))
-        return raw.view(local.dtype).view(self.tp.size, *p.shape)
+        return self.placement(p).cut(whole, self.place)
 
     def whole(self, local: Tensor, p: Tensor) -> Tensor:
-        """The whole tensor from every rank's part of it, in p's local shape. Ranks: all of tp.
+        """The whole tensor from every rank's part of it, in p's local shape.
 
-        Wire: the tensor's bytes.
+        Ranks: all of tp, and of ep for experts. Wire: the tensor's bytes.
         """
         if not self.is_split(p):
             return local.clone()
-        return self.placement(p).join(self.rows(local, p).unbind(0), self.whole_shape(p))
+        placement, local = self.placement(p), local.view(p.shape)
+        shapes = placement.local_shapes(self.whole_shape(p))
+        for (state, axis, _), shape in reversed([*zip(placement.shard_steps(), shapes)]):
+            raw = self.groups[axis].gathered(local.contiguous().view(-1).view(torch.uint8))
+            rows = raw.view(local.dtype).view(-1, *local.shape)
+            local = state.join(rows.unbind(0), shape)
+        return local
+
+    def along_tp(self, p: Tensor) -> tuple[Placement, torch.Size]:
+        """The placement along tp alone, and the shape that its ranks share out."""
+        placement, whole = self.placement(p), self.whole_shape(p)
+        if "ep" in placement.states:
+            whole = placement.local_shapes(whole)[1]
+        return Placement({"tp": self.state(p)}, {"tp": placement.sizes.get("tp", 1)}), whole
+
+
+def not_split(named: Mapping[nn.Parameter, tuple[str, ...]]) -> Declared:
+    """All parameters as they are, with tp=1."""
+    return Declared(None, dict.fromkeys(named, Replicate()), {p: p.shape for p in named})
 
 
 def speaker(module: nn.Module) -> Callable[[TensorParallel], dict[str, State]] | None:

@@ -43,6 +43,7 @@ def tp_report(
         left: names of the parameters that have a state by default.
     """
     tp = declared.tp
+    assert tp is not None
     rows: dict[str, Counter[tuple[str, str, str]]] = {kind: Counter() for kind in _KINDS}
     here, whole = Counter[str](), Counter[str]()
     for p, names in named.items():

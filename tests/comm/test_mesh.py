@@ -471,11 +471,20 @@ def test_an_unknown_axis_is_named():
         Mesh().size("data")
 
 
-@pytest.mark.parametrize("axis", ["ep"])
-def test_parallelize_refuses_axes_that_it_does_not_run(axis):
+def test_ranks_of_ep_are_among_those_of_dp():
     def rank():
-        parallelize(torch.nn.Linear(2, 2), Mesh(**{axis: 2}))
+        mesh = Mesh(dp=4, ep=2, tp=2)
+        return mesh.sizes["dp"], mesh.dp_size, mesh.dp_rank, mesh.rank_in("ep"), mesh.tp_rank
 
-    message = rf"parallelize: expected {axis}=1, got {axis}=2; .*leave {axis} out of Mesh"
+    assert run_ranks(rank, 8) == [(2, 4, r // 2, r // 2 % 2, r % 2) for r in range(8)]
+    with pytest.raises(ValueError, match=r"expected ep to divide dp=4, .* got ep=3; .* 1, 2, 4"):
+        run_ranks(lambda: Mesh(ep=3), 4)
+
+
+def test_ep_needs_a_model_with_experts():
+    def rank():
+        parallelize(torch.nn.Linear(2, 2), Mesh(ep=2))
+
+    message = r"expected a fastpar.GPT with experts for ep=2, got Linear without; .* leave ep out"
     with pytest.raises(ValueError, match=message):
         run_ranks(rank, 2)
