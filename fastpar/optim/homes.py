@@ -177,7 +177,10 @@ class Homes:
 
         def slice_of(p: Tensor, rank: int) -> Tensor:
             whole = results[p][0]
-            return whole if declared is None else declared.along_tp(p)[0].cut(whole, {"tp": rank})
+            if declared is None:
+                return whole
+            placement, shape = declared.along_tp(p)
+            return placement.cut(whole.view(shape), {"tp": rank})
 
         parts = [
             [x for p in results for x in (slice_of(p, rank), results[p][1])]

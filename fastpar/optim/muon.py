@@ -33,6 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastpar.experts.mixture import Router
 from fastpar.kernels.orthogonalize import POLAR_EXPRESS, orthogonalize
 from fastpar.nn.modules import is_conv1d
 from fastpar.optim.adamw import AdamW, capturing
@@ -170,10 +171,15 @@ class Muon(AdamW):
         position = next(i for i, q in enumerate(group["params"]) if q is p)
         names = group.get("param_names")
         name = f"'{names[position]}'" if names else f"parameter {position} of its group"
-        if len(shape) != 2:
+        if len(shape) not in (2, 3) or (len(shape) == 3 and group["transposed"]):
             raise ValueError(
                 f"Muon: expected matrices [M, N], got {name} of shape={list(shape)}; put it into a "
                 "group with adamw=True, or take fastpar.muon_groups(model)"
+            )
+        if len(shape) == 3 and len(p) < shape[0] and group["row_beta"] is not None:
+            raise ValueError(
+                "Muon: expected row_beta=None for experts that ranks of ep share out, got row_beta="
+                f"{group['row_beta']}; its state is whole on every rank: leave it out, or use ep=1"
             )
         if group["matrices"] < 1 or shape[int(group["transposed"])] % group["matrices"]:
             raise ValueError(
@@ -199,17 +205,18 @@ class Muon(AdamW):
         mine = [row for row in rows if not groups[row.group]["adamw"]]
         if not mine or (found is not None and found.item()):
             return
-        together: dict[tuple[Engine | None, torch.dtype], list[Row]] = {}
+        together: dict[tuple[Engine | None, torch.dtype, bool], list[Row]] = {}
         for row in mine:
-            together.setdefault((row.engine, _dtype_of_products(row.param)), []).append(row)
-        for (engine, dtype), those in together.items():
+            key = row.engine, _dtype_of_products(row.param), _of_experts(row.param)
+            together.setdefault(key, []).append(row)
+        for (engine, dtype, experts), those in together.items():
             by_param = {row.param: row for row in those}
             pieces = {p: self._moved(row, factor) for p, row in by_param.items()}
             results: Iterable[tuple[Tensor, Tensor, Tensor]]
             if engine is None:
                 results = ((p, *self._result(p, x)) for p, x in pieces.items())
             else:
-                results = self._homes(engine, dtype).run(pieces, self._result)
+                results = self._homes(engine, dtype, experts).run(pieces, self._result)
             for p, update, squares in results:
                 self._apply(by_param[p], update, squares)
 
@@ -221,7 +228,7 @@ class Muon(AdamW):
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(p, dtype=kept, requires_grad=False)
         if group["row_beta"] is not None and "row_second_moment" not in state:
-            rows = _whole_shape(row.param)[int(group["transposed"])]
+            rows = _matrix_shape(row.param)[int(group["transposed"])]
             state["row_second_moment"] = torch.zeros(rows, dtype=wide, device=p.device)
         add_master(state, p, self.master_weights)
         beta = float(group["momentum"])
@@ -238,13 +245,13 @@ class Muon(AdamW):
     def _result(self, p: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
         """The orthogonal factors of a whole parameter, and its rows' squares."""
         group, state = self._group_of(p), self.state[p]
-        x = whole.view(_whole_shape(p))
+        x = whole.view(_matrix_shape(p))
         x = x.t() if group["transposed"] else x
         given = group["ns_coefficients"]
         steps = (given,) * group["ns_steps"] if given else POLAR_EXPRESS[: group["ns_steps"]]
         parts = [
             orthogonalize(part, coefficients=steps, eps=group["eps"], dtype=x.dtype)
-            for part in x.chunk(group["matrices"])
+            for part in x.chunk(self._matrices(p))
         ]
         squares = x.new_empty(0)
         if group["row_beta"] is not None:
@@ -265,9 +272,9 @@ class Muon(AdamW):
             moment.copy_(squares.view(moment.dtype))
         values = values_of(p, state)
         update = update.view(p.shape).to(values.dtype)
-        lr, (m, n) = float(group["lr"]), _whole_shape(row.param)
+        lr, (m, n) = float(group["lr"]), _matrix_shape(row.param)
         m, n = (n, m) if group["transposed"] else (m, n)
-        m //= group["matrices"]
+        m //= self._matrices(row.param)
         match = group["adjust_lr_fn"] == "match_rms_adamw"
         scale = 0.2 * math.sqrt(max(m, n)) if match else math.sqrt(max(1.0, m / n))
         decay = lr * float(group["weight_decay"])
@@ -278,8 +285,11 @@ class Muon(AdamW):
         values.sub_(update * (lr * scale))
         store_values(p, state, values)
 
-    def _homes(self, engine: Engine, dtype: torch.dtype) -> Homes:
-        """Of all matrices of an engine with products of a dtype, made at the first step."""
+    def _homes(self, engine: Engine, dtype: torch.dtype, experts: bool) -> Homes:
+        """Of all matrices of an engine with products of a dtype, made at the first step.
+
+        experts: of those that ranks of ep share out, whose buckets are on fewer ranks.
+        """
         known = self.__dict__.setdefault("_known_homes", {})
         params = [
             p
@@ -287,27 +297,32 @@ class Muon(AdamW):
             if not group["adamw"]
             for p in group["params"]
             if engine_of_parameter(p) is engine and _dtype_of_products(p) == dtype
+            if _of_experts(p) == experts
         ]
-        homes = known.get((engine, dtype))
+        homes = known.get((engine, dtype, experts))
         if homes is None or list(map(id, homes.home)) != list(map(id, params)):
             costs = [self._cost(p) for p in params]
             homes = Homes(engine, params, costs, [self._extra(p) for p in params])
-            known[engine, dtype] = homes
+            known[engine, dtype, experts] = homes
         return homes
 
     def _cost(self, p: Tensor) -> float:
         """Flops of orthogonalize, a step."""
-        rows, columns = _whole_shape(p)
-        matrices = self._group_of(p)["matrices"]
+        rows, columns = _matrix_shape(p)
+        matrices = self._matrices(p)
         short, long = sorted((rows // matrices, columns))
         return float(matrices) * (4 * short * short * long + 2 * short**3)
+
+    def _matrices(self, p: Tensor) -> int:
+        """How many lie one below another in _matrix_shape()."""
+        return int(self._group_of(p)["matrices"]) * (len(p) if p.dim() == 3 else 1)
 
     def _extra(self, p: Tensor) -> int:
         group = self._group_of(p)
         if group["row_beta"] is None:
             return 0
         wide = torch.promote_types(p.dtype, torch.float32)
-        rows = _whole_shape(p)[int(group["transposed"])]
+        rows = _matrix_shape(p)[int(group["transposed"])]
         return rows * wide.itemsize // _dtype_of_products(p).itemsize
 
     # State
@@ -319,7 +334,7 @@ class Muon(AdamW):
         if group["adamw"]:
             return shapes
         whole = _whole_shape(p)
-        rows = torch.Size([whole[int(group["transposed"])]])
+        rows = torch.Size([_matrix_shape(p)[int(group["transposed"])]])
         return {**shapes, "momentum_buffer": whole, "row_second_moment": rows}
 
     def _required(self, p: Tensor, group: dict[str, Any]) -> list[list[tuple[str, ...]]]:
@@ -351,6 +366,19 @@ def _whole_shape(p: Tensor) -> torch.Size:
     return p.shape if engine is None else engine.shards.whole_shape(p)
 
 
+def _of_experts(p: Tensor) -> bool:
+    engine = engine_of_parameter(p)
+    return engine is not None and engine.shards.bucket_of(p).spec.experts  # type: ignore[arg-type]
+
+
+def _matrix_shape(p: Tensor) -> torch.Size:
+    """The matrices of a parameter, one below another; whole along tp, those of this rank of ep."""
+    engine, shape = engine_of_parameter(p), p.shape
+    if engine is not None and engine.declared is not None:
+        shape = engine.declared.along_tp(p)[1]
+    return shape if len(shape) == 2 else torch.Size([shape[0] * shape[1], shape[2]])
+
+
 def _rows_scaled(x: Tensor, by: Tensor) -> Tensor:
     """Rows times numbers, with the norm of x."""
     wide = x.to(by.dtype)
@@ -362,9 +390,9 @@ def _rows_scaled(x: Tensor, by: Tensor) -> Tensor:
 def muon_groups(model: nn.Module) -> list[dict[str, Any]]:
     """A model's trained parameters as groups for fastpar.Muon.
 
-    Matrices of linear layers inside of a list of blocks are Muon's; of those, layers with three
-    times as many outputs as inputs are q, k and v. All others are AdamW's: two dims and more with
-    weight decay, the rest without.
+    Matrices of linear layers inside of a list of blocks are Muon's, each expert's for itself; of
+    those, layers with three times as many outputs as inputs are q, k and v. All others, routers
+    among them, are AdamW's: two dims and more with weight decay, the rest without.
 
     Raises:
         ValueError: a model without linear layers in a list of blocks.
@@ -374,13 +402,16 @@ def muon_groups(model: nn.Module) -> list[dict[str, Any]]:
     embedded = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
-        if weight not in names or weight in embedded or weight.dim() != 2:
+        if weight not in names or weight in embedded or weight.dim() not in (2, 3):
+            continue
+        if isinstance(module, Router):
             continue
         if not any(part.isdecimal() for part in name.split(".")):
             continue
         transposed = is_conv1d(module)
-        outputs, inputs = _whole_shape(weight)[:: -1 if transposed else 1]
-        kinds[weight] = (3 if outputs == 3 * inputs else 1), transposed
+        outputs, inputs = _whole_shape(weight)[-2:][:: -1 if transposed else 1]
+        fused = outputs == 3 * inputs and weight.dim() == 2
+        kinds[weight] = (3 if fused else 1), transposed
     trained = [p for p in names if p.requires_grad]
     engine = engine_of_parameter(trained[0]) if trained else None
     in_stage = engine is not None and engine.shards.stages is not None  # it may have no layer

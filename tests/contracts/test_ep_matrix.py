@@ -9,7 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 from cells import few, slow
-from ep_cells import Cell, assert_same_bits, assert_same_run, run
+from ep_cells import Cell, assert_same_bits, assert_same_run, build, run
+
+import fastpar
 
 AXES = {
     "ep": (1, 2, 4),
@@ -67,8 +69,26 @@ def test_copies_of_shards(cell):
     ],
     ids=str,
 )
-def test_muon_has_a_matrix_for_each_expert(cell):
+def test_muon_at_every_layout(cell):
     assert_same_run(cell, run(cell))
+
+
+def test_muon_has_a_matrix_for_each_expert():
+    """Each is orthogonal by itself, and the router is AdamW's."""
+    model = build(Cell(1))
+    groups = fastpar.muon_groups(model)
+    adamw = {id(p) for g in groups if g.get("adamw") for p in g["params"]}
+    assert id(model.h[0].mlp.router.weight) in adamw
+    opt = fastpar.Muon(groups, lr=1.0, weight_decay=0.0)
+    weight = model.h[0].mlp.c_fc.weight
+    before = weight.detach().clone()
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    opt.step()
+    for moved in (before - weight.detach()) / 2:  # sqrt(64 / 16), of each expert
+        s = torch.linalg.svdvals(moved)
+        assert s.min() > 0.8
+        assert s.max() < 1.2
 
 
 BITS = [
