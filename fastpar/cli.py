@@ -219,6 +219,11 @@ def _ranks_to_start(config: TrainConfig) -> int:
             f"train: expected nproc to be a multiple of {axes}, got nproc={nproc}; use --nproc "
             f"{-(-nproc // together) * together}, or change {flags}"
         )
+    if not launch.is_rank() and nproc // together % parallel.ep:
+        raise ValueError(
+            f"train: expected ep to divide the {nproc // together} data-parallel ranks of nproc="
+            f"{nproc}, got ep={parallel.ep}; use --nproc {together * parallel.ep}, or change --ep"
+        )
     return nproc
 
 

@@ -20,7 +20,7 @@ from fastpar.checkpoint.weight_sources import verify_weights
 from fastpar.files.plain_files import read_object
 from fastpar.files.tensor_file import Spec, TensorFile
 from fastpar.kernels.adamw_storage import master_join
-from fastpar.models.hf import INDEX_FILE, MASKS, index_json, save_hf
+from fastpar.models.hf import EXPERTS, INDEX_FILE, MASKS, check_dense, index_json, save_hf
 from fastpar.models.nanogpt import load_nanogpt
 from fastpar.models.weights import CONV1D, DTYPES, PREFIX
 
@@ -85,6 +85,8 @@ def _export_folder(source: Path, to: Path, dtype: torch.dtype | None, average: b
     if average and not any(key.endswith("/average") for key in states):
         raise _no_average(source)
     config = read_object(source / CONFIG, links=True) if (source / CONFIG).exists() else {}
+    if config.get("model_type") == EXPERTS:
+        check_dense("fastpar export", config.get("n_expert", 1))
     to.mkdir(parents=True)
     for name in _texts(source, manifest):
         shutil.copyfile(source / name, to / name)

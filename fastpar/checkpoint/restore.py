@@ -292,9 +292,12 @@ def _keeps(p: Tensor, engine: Engine | None) -> bool:
     return stop > start
 
 
+_MAY_CHANGE = ("dropout", "expert_capacity", "balance_loss", "router_z_loss", "balance_rate")
+
+
 def _check_config(path: Path, saved: dict[str, Any], config: dict[str, Any]) -> None:
     for name, value in saved.items():
-        if name != "dropout" and config.get(name) != value:
+        if name not in _MAY_CHANGE and config.get(name) != value:
             raise ValueError(
                 f"load_checkpoint: expected the model of {path} with {name}={value}, got "
                 f"{name}={config.get(name)}; resume with the run's own settings, or start a new "

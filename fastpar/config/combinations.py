@@ -1,8 +1,10 @@
-"""What is refused of settings that contradict others: ramps of the batch, packing, offload."""
+"""What is refused of settings that contradict others: ramps, packing, offload, experts."""
 
 from __future__ import annotations
 
-from fastpar.config.options import DataSettings, ParallelSettings
+from typing import Any
+
+from fastpar.config.options import DataSettings, ModelSettings, ParallelSettings
 
 
 def check_ramp(settings: DataSettings) -> None:
@@ -49,4 +51,28 @@ def check_offload(parallel: ParallelSettings, optimizer: str) -> None:
         raise ValueError(
             f"train: expected optimizer=adamw with offload={parallel.offload}, got optimizer="
             f"{optimizer}, which computes on whole matrices; leave --offload out"
+        )
+
+
+def check_experts(shape: ModelSettings, parallel: ParallelSettings, values: dict[str, Any]) -> None:
+    """Refuse ranks of experts that there are not, and what no code runs beside experts."""
+    ep, n_expert = parallel.ep, shape.n_expert
+    if ep > 1 and shape.init_from is None and (n_expert == 0 or n_expert % ep):
+        raise ValueError(
+            f"train: expected n_expert to be a multiple of ep={ep}, got n_expert={n_expert}; "
+            f"set --n-expert {-(-max(n_expert, 1) // ep) * ep}, or change --ep"
+        )
+    others = {
+        "cp": parallel.cp > 1,
+        "offload": parallel.offload != "none",
+        "optimizer": values["optimizer"] == "adafactor",
+        "moment_dtype": values["moment_dtype"] == "int8",
+    }
+    beside = [name for name, found in others.items() if found and ep > 1]
+    beside += ["compile"] * bool(values["compile"] and n_expert)
+    if beside:
+        name = beside[0]
+        raise ValueError(
+            f"train: expected {name} left out with experts (n_expert={n_expert}, ep={ep}), got "
+            f"{name}={values[name]}; drop it, or {'--n-expert' if name == 'compile' else '--ep'}"
         )

@@ -12,7 +12,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, get_type_hints
 
-from fastpar.config.combinations import check_offload, check_packing, check_ramp
+from fastpar.config.combinations import (
+    check_experts,
+    check_offload,
+    check_packing,
+    check_ramp,
+)
 from fastpar.config.model import PRESETS as PRESETS
 from fastpar.config.model import VOCAB_MULTIPLE as VOCAB_MULTIPLE
 from fastpar.config.model import GPTConfig as GPTConfig
@@ -84,6 +89,7 @@ class TrainConfig(TrainFlags):
             )
         check_storage(self.optim, str(self.system.dtype))
         check_offload(self.parallel, self.optim.optimizer)
+        check_experts(self.shape, self.parallel, values)
         check_parallel(
             self.parallel, str(self.system.dtype), deterministic=self.system.deterministic
         )
@@ -151,7 +157,17 @@ class TrainConfig(TrainFlags):
         names = ("n_layer", "n_head", "n_embd", "block_size", "dropout")
         overrides = {n: getattr(self.shape, n) for n in names}
         given = {name: value for name, value in overrides.items() if value is not None}
+        given |= self.expert_settings()
         return GPTConfig.preset(self.shape.model, vocab_size=vocab_size, **given)
+
+    def expert_settings(self) -> dict[str, Any]:
+        """The fields of GPTConfig that say what experts a model has, and what balances them."""
+        shape = self.shape
+        if not shape.n_expert:
+            return {}
+        names = ("n_expert", "expert_every", "expert_hidden", "expert_capacity", "balance_loss")
+        found = {n: getattr(shape, n) for n in (*names, "router_z_loss", "balance_rate")}
+        return {**found, "top_k": shape.expert_top_k}
 
     @property
     def min_lr(self) -> float:
@@ -298,7 +314,7 @@ def check_split(parallel: ParallelSettings, shape: GPTConfig) -> None:
         )
     if not shape.splits_by(parallel.tp):
         raise ValueError(
-            f"train: expected tp to divide the MLP's width of {4 * shape.n_embd}, got "
+            f"train: expected tp to divide the MLP's width of {shape.hidden}, got "
             f"tp={parallel.tp}; change --tp"
         )
     if parallel.sequence_parallel and shape.block_size % parallel.tp:
@@ -322,7 +338,7 @@ def _settings_by_name() -> dict[str, tuple[str, Any]]:
 _AT_LEAST: dict[str, float] = {
     **dict.fromkeys(("batch_size", "micro_batch_size", "grad_accum_steps", "max_steps"), 1),
     **dict.fromkeys(
-        ("eval_batches", "nproc", "threads", "shard_size", "tp", "cp", "pp", "chunks"), 1
+        ("eval_batches", "nproc", "threads", "shard_size", "tp", "cp", "ep", "pp", "chunks"), 1
     ),
     **dict.fromkeys(("eval_every", "save_every", "keep_last", "warmup_steps", "min_lr"), 0),
     **dict.fromkeys(("weight_decay", "max_grad_norm", "num_samples", "max_new_tokens"), 0),
@@ -341,6 +357,7 @@ _GRAPHED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("offload", ("none",), "a forward waits for the host's step"),
     ("tp", (1,), "the host takes part in collectives inside of layers"),
     ("cp", (1,), "the host takes part in the exchanges of attention"),
+    ("n_expert", (0,), "the host reads how many rows each expert has"),
     ("pp", (1,), "the host sends and receives between stages"),
     ("compile", (False,), "compiled code may be compiled anew"),
     ("activation_checkpointing", ("none",), "the host reads the state of random generators"),

@@ -35,6 +35,14 @@ class ModelSize:
     """Width, instead of the size's own."""
     block_size: int | None = None
     """Context in tokens, instead of the size's own."""
+    n_expert: int = 0
+    """Experts in the place of a layer's MLP; 0: none."""
+    expert_top_k: int = 2
+    """Experts that each token goes through."""
+    expert_every: int = 1
+    """Every so many layers have experts."""
+    expert_hidden: int | None = None
+    """Features of an expert; unset: as many as an MLP's, 4 * n-embd."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +52,16 @@ class ModelSettings(ModelSize):
     dropout: float | None = None
     """Dropout probability, instead of the size's own."""
     init_from: str | None = None
-    """Start from these weights (transformers folder, checkpoint, nanoGPT's ckpt.pt); no --model."""
+    """Start from these weights (transformers folder, checkpoint, nanoGPT's ckpt.pt); no --model.
+    With --n-expert each MLP becomes so many equal experts."""
+    expert_capacity: float | None = None
+    """Choices that an expert takes at most, times the mean; unset: all."""
+    balance_loss: float = 0.01
+    """Factor of the loss that balances experts."""
+    router_z_loss: float = 0.0
+    """Factor of the squared logsumexp of their logits."""
+    balance_rate: float = 0.0
+    """Step of a bias that balances them without a loss (then --balance-loss 0)."""
 
 
 @dataclass(frozen=True)
@@ -171,6 +188,8 @@ class ParallelSettings:
     """Neighbouring ranks that split each layer."""
     cp: int = 1
     """Ranks that share every sequence, for long contexts."""
+    ep: int = 1
+    """Data-parallel ranks that share out the experts."""
     pp: int = 1
     """Ranks that each have some of the layers, as a pipeline."""
     schedule: Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"] = "1f1b"

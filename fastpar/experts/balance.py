@@ -155,3 +155,30 @@ def with_losses(
         share: [E], f_e; layer: its number; choice: counted in backward.
     """
     return _WithLosses.apply(logits, share, losses, layer, choice)
+
+
+def sums_of(model: Any, like: Tensor) -> Tensor:
+    """What the experts of a model counted in the last step, flat; nothing of a model without."""
+    losses: Losses | None = model.experts
+    return like.new_empty(0) if losses is None or losses.last is None else losses.last.flatten()
+
+
+def report_of(model: Any, sums: Tensor) -> dict[str, Any]:
+    """What sums_of() a step says, for people: columns of a row of metrics.
+
+    expert_load: share of the choices of each expert, by layer; expert_dropped: of all choices;
+    balance, router_z: a token's mean losses without their factors, over the layers.
+    """
+    losses: Losses | None = model.experts
+    if losses is None or not len(sums):
+        return {}
+    rows, n_expert = sums.view(losses.n_layer, -1), losses.n_expert
+    counts, p = rows[:, :n_expert], rows[:, n_expert : 2 * n_expert]
+    chosen, tokens = (x.sum(1, keepdim=True).clamp(min=1e-9) for x in (counts, p))
+    load = counts / chosen
+    return {
+        "expert_load": [[round(x, 4) for x in row] for row in load.tolist()],
+        "expert_dropped": float(rows[:, -2].sum() / chosen.sum()),
+        "balance": float((n_expert * load * p / tokens).sum(1).mean()),
+        "router_z": float((rows[:, -1:] / tokens).mean()),
+    }

@@ -33,10 +33,15 @@ from fastpar.models.weights import DTYPES, PREFIX, WEIGHTS_FILE, cut_into_files,
 from fastpar.pipeline.stages import Absent
 
 INDEX_FILE = "model.safetensors.index.json"
+EXPERTS = "fastpar-gpt2-experts"  # the model_type of GPTs that transformers does not have
+_EXPERT_FIELDS = (
+    *("n_expert", "top_k", "expert_every", "expert_hidden", "expert_capacity"),
+    *("balance_loss", "router_z_loss", "balance_rate"),
+)
 MASKS = (".attn.bias", ".attn.masked_bias")  # causal masks, stored as buffers by older versions
 # What config.json may have of fields that this model does not follow; None: it may be missing.
 _SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "model_type": ("gpt2",),
+    "model_type": (EXPERTS, "gpt2"),
     "activation_function": (None, "gelu_new"),
     **dict.fromkeys(("scale_attn_weights", "tie_word_embeddings", "is_causal"), (None, True)),
     **dict.fromkeys(("scale_attn_by_inverse_layer_idx", "add_cross_attention"), (None, False)),
@@ -58,6 +63,17 @@ def check_whole(caller: str, model: GPT) -> None:
         f"{caller}: expected a model whose weights are whole on a rank, got one {got}; load_hf() "
         "reads it from a checkpoint of save_checkpoint"
     )
+
+
+def check_dense(caller: str, n_expert: int) -> None:
+    """Refuse to write a model with experts for transformers."""
+    if n_expert:
+        raise ValueError(
+            f"{caller}: expected a GPT-2 that transformers has, got one with n_expert={n_expert}; "
+            "transformers' GPT2LMHeadModel has no experts, and its models with experts have other "
+            "norms, positions and activations: use the checkpoint itself (fastpar sample, fastpar "
+            "train --init-from)"
+        )
 
 
 @torch.no_grad()
@@ -160,7 +176,8 @@ def build_model(
     Raises:
         ValueError: see load_hf and load_hf_tensors.
     """
-    found = {t.dtype for name, t in tensors.items() if not name.endswith(MASKS)}
+    weights = (t for name, t in tensors.items() if not name.endswith(MASKS))
+    found = {t.dtype for t in weights if not (config.n_expert and t.dtype == torch.int64)}
     unknown = [d for d in found if d not in DTYPES]
     if unknown or (dtype is None and len(found) != 1):
         raise ValueError(
@@ -206,9 +223,11 @@ def save_hf(
         bos_token_id, eos_token_id: for transformers' generate(); GPT-2's own are 50256.
     Raises:
         ValueError: the folder holds a model already; max_shard_bytes < 1; a dtype of the
-            parameters that from_pretrained would not keep; a model that tp ranks split.
+            parameters that from_pretrained would not keep; a model that tp ranks split, or with
+            experts.
     """
     check_whole("save_hf", model)
+    check_dense("save_hf", model.config.n_expert)
     folder = Path(folder)
     if (folder / "config.json").exists():
         raise ValueError(
@@ -259,9 +278,11 @@ def config_json(
             f"{caller}: expected parameters of {', '.join(DTYPES.values())}, got "
             f"dtype={dtype}; convert the model with .float() first"
         )
+    experts = {n: getattr(c, n) for n in _EXPERT_FIELDS} if c.n_expert else {}
     return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
+        "architectures": ["FastparGPT" if experts else "GPT2LMHeadModel"],
+        "model_type": EXPERTS if experts else "gpt2",
+        **experts,
         "vocab_size": c.vocab_size,
         "n_positions": c.block_size,
         "n_embd": c.n_embd,
@@ -315,15 +336,28 @@ def read_config(folder: Path, dropout: float | None) -> GPTConfig:
             f"load_hf: expected one dropout rate, got embd_pdrop={rates[0]}, "
             f"attn_pdrop={rates[1]}, resid_pdrop={rates[2]}; choose one with dropout="
         )
-    return GPTConfig(
-        n_layer=raw.get("n_layer", 12),
-        n_head=raw.get("n_head", 12),
-        n_embd=n_embd,
-        block_size=raw.get("n_positions", 1024),
-        vocab_size=raw.get("vocab_size", 50257),
-        dropout=rates[0] if dropout is None else dropout,
-        layer_norm_eps=raw.get("layer_norm_epsilon", 1e-5),
-    )
+    sizes = _sizes(raw, rates[0] if dropout is None else dropout)
+    if raw["model_type"] == EXPERTS:
+        try:
+            return GPTConfig(**sizes, **{n: raw[n] for n in _EXPERT_FIELDS})
+        except (KeyError, TypeError) as error:
+            raise ValueError(
+                f"load_hf: expected the numbers of experts in {folder / 'config.json'}, got "
+                f"{type(error).__name__}: {error}; write the file again"
+            ) from error
+    return GPTConfig(**sizes)
+
+
+def _sizes(raw: Mapping[str, Any], dropout: float) -> dict[str, Any]:
+    return {
+        "n_layer": raw.get("n_layer", 12),
+        "n_head": raw.get("n_head", 12),
+        "n_embd": raw.get("n_embd", 768),
+        "block_size": raw.get("n_positions", 1024),
+        "vocab_size": raw.get("vocab_size", 50257),
+        "dropout": dropout,
+        "layer_norm_eps": raw.get("layer_norm_epsilon", 1e-5),
+    }
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -73,15 +73,15 @@ def list_weights(model: nn.Module) -> list[Weight]:
         whole = p.shape if engine is None else engine.shards.whole_shape(p)
         if declared is not None:  # frozen parameters are split too
             whole = declared.whole_shape(p)
-        transposed = gpt and name.endswith(CONV1D)
+        transposed = gpt and name.endswith(CONV1D) and p.dim() == 2
         shape = tuple(reversed(whole)) if transposed else tuple(whole)
         if isinstance(model, GPT) and name == "wte.weight":
             shape = (model.config.vocab_size, *shape[1:])
         key = PREFIX + name if gpt else name
         weights.append(Weight(name, key, p, whole, shape, transposed, declared))
-    if not gpt:
-        for name, b in _buffers(model):
-            weights.append(Weight(name, name, b, b.shape, tuple(b.shape), False, None))
+    for name, b in _buffers(model):  # of a GPT the counts of its experts
+        key = PREFIX + name if gpt else name
+        weights.append(Weight(name, key, b, b.shape, tuple(b.shape), False, None))
     return weights
 
 

@@ -51,12 +51,17 @@ class Step:
     values: Tensor  # fp64 on the host: loss, grad_norm, then what the loop asked of all ranks
     ready: torch.cuda.Event | None
     scale: float | None
+    of_experts: int = 0  # the last so many of the values
 
     def numbers(self) -> list[float]:
-        """The values; waits for the device."""
+        """The values without those of experts; waits for the device."""
         if self.ready is not None:
             self.ready.synchronize()
-        return self.values.tolist()
+        return self.values[: len(self.values) - self.of_experts].tolist()
+
+    def experts(self) -> Tensor:
+        """What experts counted, after numbers()."""
+        return self.values[len(self.values) - self.of_experts :]
 
 
 class Journal:
@@ -125,7 +130,7 @@ class Journal:
         self._write({"step": self._step, **row, "time_s": self.seconds})
 
     def write_step(
-        self, done: Step, *, loss: float, norm: float, engine: Engine, **more: float
+        self, done: Step, *, loss: float, norm: float, engine: Engine, **more: Any
     ) -> None:
         """A step is done; `more` are further columns of its row."""
         self._step = done.step

@@ -152,6 +152,7 @@ class RunFolder:
         self.notes: tuple[str, ...] = ()
         shape, rows = model.config, config.text.batch_size
         tp, cp, pp = (facts[axis] for axis in ("tp", "cp", "pp"))
+        ep = facts.get("ep", 1)
         tokens, axes = rows * facts["block_size"], ""
         dp = f"ranks {facts['world_size']}"
         if tp * cp * pp > 1:
@@ -159,6 +160,8 @@ class RunFolder:
             kind = "sequence parallel" if facts["sequence_parallel"] else "no sequence parallelism"
             axes = f"{dp}{f' * tp {tp} ({kind})' * (tp > 1)}{f' * cp {cp}' * (cp > 1)}"
             axes += f"{f' * pp {pp}' * (pp > 1)}, "
+        axes += f"experts over {ep} of dp, " * (ep > 1)
+        sparse = f"{shape.n_expert} experts (top {shape.top_k}) in {shape.expert_layers} layers, "
         heads, padded = shape.n_head, tp * cp * -(-shape.heads_of_rank(tp) // cp)
         by = " and ".join(["tp"] * (tp > 1) + ["cp"] * (cp > 1))
         padding = f" (padded to {padded} by {by})" if padded > heads else ""
@@ -166,7 +169,8 @@ class RunFolder:
             f"fastpar  {__version__}, torch {torch.__version__}, {facts['device']}, "
             f"ranks {facts['world_size']}, threads a rank {facts['threads']}, {facts['dtype']}",
             f"model    {size}: {shape.n_layer} layers, {heads} heads{padding}, "
-            f"{shape.n_embd} wide, context {facts['block_size']}, dropout {shape.dropout}, "
+            f"{shape.n_embd} wide, {sparse * bool(shape.n_expert)}context {facts['block_size']}, "
+            f"dropout {shape.dropout}, "
             f"{model.num_parameters():,} parameters",
             f"text     {data.describe()}",
             f"batch    {tokens:,} tokens a step: {rows} sequences = {dp} * micro-batch "
@@ -211,7 +215,8 @@ class RunFolder:
                 lines.append(f"bits per byte of text {bits:.3f}")
         if stopped_by == TIME_IS_UP:
             lines.append(f"the time was up; {go_on}")
-        lines.append(f"weights, as transformers reads them: {self.path / LATEST}")
+        reader = "fastpar alone" if model.config.n_expert else "transformers"
+        lines.append(f"weights, as {reader} reads them: {self.path / LATEST}")
         if (self.path / "tensorboard").is_dir():
             folder = shlex.quote(str(self.path / "tensorboard"))
             lines.append(f"curves: tensorboard --logdir {folder}")

@@ -30,6 +30,7 @@ from fastpar.data.token_cache import say
 from fastpar.files.step_folders import checkpoint_folder, list_checkpoints, step_of
 from fastpar.models.gpt import GPT
 from fastpar.models.nanogpt import tokenizer_of_nanogpt
+from fastpar.models.upcycle import upcycled
 from fastpar.nn.recompute import recompute
 from fastpar.optim.adafactor import Adafactor
 from fastpar.optim.adamw import AdamW
@@ -105,6 +106,8 @@ def load_model_and_data(
             model = load_weights(
                 source, dropout=config.shape.dropout, say=lambda line: say(line, progress)
             )
+            if config.shape.n_expert:
+                model = upcycled(model, config.expert_settings(), seed=config.run.seed)
             check(model.config)
         check_split(config.parallel, model.config)
         block_size = config.shape.block_size or model.config.block_size
@@ -241,6 +244,7 @@ def facts_of(
         "world_size": mesh.world_size,
         "tp": mesh.tp_size,
         "cp": mesh.size("cp"),
+        "ep": mesh.size("ep"),
         "pp": mesh.size("pp"),
         "schedule": config.parallel.schedule,
         "pp_split": stages_of(config.parallel, shape),

@@ -53,6 +53,7 @@ from fastpar.cost.buckets import DTYPES
 from fastpar.cost.capacity import check_ranks
 from fastpar.data.batches import sample_batch
 from fastpar.doctor.doctor import prove_before_training
+from fastpar.experts.balance import report_of, sums_of
 from fastpar.files.step_folders import checkpoint_folder
 from fastpar.kernels import keep_freed_memory, make_key
 from fastpar.models.gpt import GPT
@@ -112,6 +113,7 @@ def train(config: TrainConfig, run: Callable[[Trainer], int] | None = None) -> i
     mesh = Mesh(
         tp=config.parallel.tp,
         cp=config.parallel.cp,
+        ep=config.parallel.ep,
         pp=config.parallel.pp,
         device="cpu" if system.device == "cpu" else None,
         timeout_s=timeout_s + MARGIN_S,  # the watchdog speaks first: it knows more
@@ -342,12 +344,11 @@ class Trainer:
         self.step += 1
         self.next_sample += samples
         self.tokens += samples * self.block_size
-        control = self.engine.contributed
-        assert control is not None
-        assert optimizer.grad_norm is not None
-        norm = optimizer.grad_norm.double().reshape(1)
-        values, ready = to_host(torch.cat((control[:1], norm, control[1:])))
-        return Step(self.step, lr, taken, self.tokens, values, ready, scale)
+        control: Any = self.engine.contributed
+        norm: Any = optimizer.grad_norm
+        counts = sums_of(self.model, control)
+        values = to_host(torch.cat((control[:1], norm.double().reshape(1), control[1:], counts)))
+        return Step(self.step, lr, taken, self.tokens, *values, scale, counts.numel())
 
     def _micro_batch(
         self, x: torch.Tensor, y: torch.Tensor, key: torch.Tensor, scale: Any, *at: torch.Tensor
@@ -448,7 +449,8 @@ class Trainer:
             if self.loss_scale is not None:
                 self.loss_scale.update(not math.isfinite(norm))
             more = {"skipped": self.guards.skipped} if verdict.action == "skip" else {}
-            self.journal.write_step(done, loss=loss, norm=norm, engine=self.engine, **more)
+            row = {"loss": loss, "norm": norm, **more, **report_of(self.model, done.experts())}
+            self.journal.write_step(done, engine=self.engine, **row)
             if more:
                 self.journal.say(f"step {done.step}  {verdict.reason}")
         return stop
