@@ -57,8 +57,7 @@ class Mesh:
         replicas: copies of a model whose state is sharded along dp (hybrid sharding).
         pp: stages of a pipeline; see fastpar.pipeline_step.
         cp: ranks that share every sequence, neighbours but for tp; they read the same batches.
-        ep: of the dp ranks, neighbours that share out the experts; divides dp. Along the axis dp
-            are then dp / ep ranks, which have the same ones.
+        ep: of the dp ranks, neighbours that share out experts; sizes["dp"] is then dp / ep.
         device: where this rank computes; None takes cuda:LOCAL_RANK if there is a GPU, or the CPU.
         timeout_s: after this long without its peers a collective fails instead of hanging.
     Attributes:
@@ -372,20 +371,18 @@ def _check_sizes(asked: Mapping[str, int | None]) -> None:
 
 def _complete_sizes(asked: Mapping[str, int | None], world_size: int) -> dict[str, int]:
     """The size of each axis, dp's from what the others leave if it is None."""
-    apart = {a: n for a, n in asked.items() if a not in ("dp", "ep") and n is not None}
-    others, dp, ep = math.prod(apart.values()), asked["dp"], asked["ep"] or 1
+    dp, ep = asked["dp"], asked["ep"] or 1
+    others = math.prod(n for a, n in asked.items() if a not in ("dp", "ep") and n is not None)
     ranks = world_size // others if dp is None else dp
     product = others * ranks
     if product == world_size:
         if ranks % ep:
-            fit = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
             raise ValueError(
                 f"Mesh: expected ep to divide dp={ranks}, whose ranks share out the experts, got "
-                f"ep={ep}; choose one of {fit}"
+                f"ep={ep}; choose a divisor"
             )
         return {**{a: n or 1 for a, n in asked.items()}, "dp": ranks // ep}
-    named = {**apart, "dp": dp}
-    named = {a: named[a] for a in asked if named.get(a) and (named[a] > 1 or a == "dp")}
+    named = {a: n for a, n in asked.items() if a != "ep" and n and (n > 1 or a == "dp")}
     got = ", ".join(f"{axis}={size}" for axis, size in named.items())
     if dp is None:
         rule = f"{' * '.join(named)} to divide"
