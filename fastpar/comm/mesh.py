@@ -222,15 +222,14 @@ class Mesh:
 
         It shares the groups of this mesh. Ranks: all.
         """
-        data = self.size(*DATA_AXES)
+        data = self.size("replicas", "dp")
         if replicas < 1 or data % replicas:
             raise ValueError(
                 f"Mesh: expected replicas to divide the {data} ranks along replicas and dp, got "
                 f"replicas={replicas}; choose a divisor"
             )
         other = copy.copy(self)
-        dp = data // replicas // self.sizes["ep"]
-        vars(other)["sizes"] = {**self.sizes, "replicas": replicas, "dp": dp}
+        vars(other)["sizes"] = {**self.sizes, "replicas": replicas, "dp": data // replicas}
         return other
 
     @property
@@ -377,10 +376,7 @@ def _complete_sizes(asked: Mapping[str, int | None], world_size: int) -> dict[st
     product = others * ranks
     if product == world_size:
         if ranks % ep:
-            raise ValueError(
-                f"Mesh: expected ep to divide dp={ranks}, whose ranks share out the experts, got "
-                f"ep={ep}; choose a divisor"
-            )
+            raise ValueError(f"Mesh: expected ep to divide dp={ranks}, got ep={ep}; choose another")
         return {**{a: n or 1 for a, n in asked.items()}, "dp": ranks // ep}
     named = {a: n for a, n in asked.items() if a != "ep" and n and (n > 1 or a == "dp")}
     got = ", ".join(f"{axis}={size}" for axis, size in named.items())
