@@ -62,6 +62,7 @@ class Muon(AdamW):
         adjust_lr_fn: "original" (None) scales by sqrt(max(1, m / n)); "match_rms_adamw" by
             0.2 sqrt(max(m, n)), so that a learning rate and decay found for AdamW serve here.
         matrices: how many equal ones a parameter is made of, along its outputs.
+        experts: parameters are stacks [E, M, N], of which each matrix has its own O.
         transposed: weights are [inputs, outputs], as in transformers' Conv1D.
         row_beta: of NorMuon's running mean; None: no such memory.
         cautious: see the module's first lines.
@@ -103,6 +104,7 @@ class Muon(AdamW):
         *,
         matrices: int = 1,
         transposed: bool = False,
+        experts: bool = False,
         row_beta: float | None = None,
         cautious: bool = False,
         momentum_dtype: torch.dtype = torch.float32,
@@ -128,6 +130,7 @@ class Muon(AdamW):
             "adjust_lr_fn": adjust_lr_fn,
             "matrices": matrices,
             "transposed": transposed,
+            "experts": experts,
             "row_beta": row_beta,
             "cautious": cautious,
             "adamw": False,
@@ -171,12 +174,12 @@ class Muon(AdamW):
         position = next(i for i, q in enumerate(group["params"]) if q is p)
         names = group.get("param_names")
         name = f"'{names[position]}'" if names else f"parameter {position} of its group"
-        if len(shape) not in (2, 3) or (len(shape) == 3 and group["transposed"]):
+        if len(shape) != 2 + group["experts"] or (group["experts"] and group["transposed"]):
             raise ValueError(
                 f"Muon: expected matrices [M, N], got {name} of shape={list(shape)}; put it into a "
                 "group with adamw=True, or take fastpar.muon_groups(model)"
             )
-        if len(shape) == 3 and len(p) < shape[0] and group["row_beta"] is not None:
+        if group["experts"] and len(p) < shape[0] and group["row_beta"] is not None:
             raise ValueError(
                 "Muon: expected row_beta=None for experts that ranks of ep share out, got row_beta="
                 f"{group['row_beta']}; its state is whole on every rank: leave it out, or use ep=1"
@@ -425,6 +428,7 @@ def muon_groups(model: nn.Module) -> list[dict[str, Any]]:
         options: dict[str, Any] = {"adamw": True}
         if p in kinds:
             options = {"matrices": kinds[p][0], "transposed": kinds[p][1]}
+            options |= {"experts": True} if p.dim() == 3 else {}
         elif p.dim() < 2:
             options["weight_decay"] = 0.0
         groups.setdefault(tuple(options.items()), {"params": [], **options})["params"].append(p)
