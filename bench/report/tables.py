@@ -81,9 +81,11 @@ def char_table(rows: Sequence[Row]) -> str:
         if row.bench != "train" or not row.case.startswith("char"):
             continue
         if row.refused:
-            lines.append([row.case, row.variant, f"refused: {row.refused}", "", "", "", ""])
+            refusal = f"refused: {row.refused}"
+            lines.append([row.case, row.variant, refusal, "", "", "", "", ""])
             continue
         notes = row.notes
+        alike = notes.get("max_loss_difference")
         lines.append(
             [
                 row.case,
@@ -91,11 +93,20 @@ def char_table(rows: Sequence[Row]) -> str:
                 number(notes["total_s"]),
                 number(row.median_ms),
                 times(row.speedup),
+                times(notes.get("time_ratio")),
                 f"{notes['val_loss']:.4f}",
-                f"{notes.get('max_loss_difference', 0.0):.1e}",
+                f"{alike:.1e}" if alike is not None else "",
             ]
         )
-    head = ["run", "variant", "seconds", "ms a step", "speed-up", "validation loss"]
+    head = [
+        "run",
+        "variant",
+        "seconds",
+        "ms a step",
+        "speed-up of a step",
+        "time",
+        "validation loss",
+    ]
     return table([*head, "largest loss difference in 200 steps"], lines)
 
 

@@ -4,8 +4,8 @@ Plain PyTorch is bench/peers/stock.py, eager and under torch.compile, with fused
 clip_grad_norm_; for two ranks it is DDP with 25 MB buckets. Same weights, batches and threads.
 Variants take turns of a few steps, so that their times are side by side; each lives in processes of
 its own, so that its peak memory is its own. Cases: 6x384 and 12x768 on a CPU, one process and two
-ranks; char, nanoGPT's CPU recipe with its loss curve; on a GPU 124M and 1.5B at one batch size,
-then 124M at each variant's best batch.
+ranks; char, nanoGPT's CPU recipe with its loss curve; muon, fastpar.Muon beside it; on a GPU 124M
+and 1.5B at one batch size, then 124M at each variant's best batch.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ CONFIGS = {
 }
 QUICK = GPTConfig(2, 2, 32, 32, 256, dropout=0.0)
 CHAR_STEPS, CHAR_BATCH, CHAR_SLICE = 2000, 12, 50
+MUON_STEPS = 520  # to at most the loss of eager's CHAR_STEPS
 GPU_CASES = ("124M", "1.5B", "best batch")
 GPU_BATCHES = (8, 16, 32, 64, 128)
 
@@ -63,13 +64,14 @@ def take_turns(
     specs: Mapping[str, Spec],
     *,
     rounds: int,
-    steps: int,
+    steps: int | Mapping[str, int],
     warmup: int,
     val: bool = False,
     timeout_s: float = 900.0,
 ) -> dict[str, Log]:
     """Every variant runs `steps` steps in each of `rounds` rounds; a failure stops only its own."""
     logs = {name: Log() for name in specs}
+    many = steps if isinstance(steps, Mapping) else dict.fromkeys(specs, steps)
     with contextlib.ExitStack() as stack:
         workers: dict[str, Worker] = {}
 
@@ -91,8 +93,12 @@ def take_turns(
 
         each(start)
         for turn in range(rounds):
-            first = warmup + turn * steps
-            each(lambda n, first=first: logs[n].extend(tell(n, "steps", first, steps), timed=True))
+
+            def some(name: str, turn: int = turn) -> None:
+                first, count = warmup + turn * many[name], many[name]
+                logs[name].extend(tell(name, "steps", first, count), timed=True)
+
+            each(some)
 
         def finish(name: str) -> None:
             logs[name].peak_bytes = max(tell(name, "peak_bytes"))
@@ -132,7 +138,8 @@ def to_rows(
 ) -> list[Row]:
     """A row for each variant, compared with the baseline of the same run.
 
-    same_steps: all ran the same steps from the start, so that their losses can be compared.
+    same_steps: all ran the same steps from the start, so that the losses of those with the
+    baseline's schedule can be compared.
     """
     rows = []
     base = logs[baseline]
@@ -158,7 +165,7 @@ def to_rows(
             row.speedup = row.tokens_per_s / 1e3 / ratio
             if base.peak_bytes and log.peak_bytes:
                 row.notes["memory_ratio"] = log.peak_bytes / base.peak_bytes
-            if same_steps:
+            if same_steps and spec.schedule == specs[baseline].schedule:
                 pairs = list(zip(log.losses, base.losses))[:200]
                 row.notes["max_loss_difference"] = max(abs(a - b) for a, b in pairs)
     return rows
@@ -186,8 +193,11 @@ def run_cpu(bench: Bench, name: str) -> None:
     bench.add(*to_rows(bench, f"{title}, 2 ranks", specs, logs, "DDP"))
 
 
-def run_char(bench: Bench) -> None:
-    """nanoGPT's CPU recipe on the characters of the text that fastpar's dependency ships."""
+def run_char(bench: Bench, *, muon: bool = False) -> None:
+    """nanoGPT's CPU recipe on the characters of the text that fastpar's dependency ships.
+
+    muon: fastpar.Muon beside it, with learning rates and a number of steps of its own.
+    """
     from bench.systems.worker import load_text
 
     data = load_text()
@@ -203,17 +213,24 @@ def run_char(bench: Bench) -> None:
         lr=1e-3,
         schedule=(100, CHAR_STEPS, 1e-4),
     )
-    specs = {"eager": stock, "fastpar": replace(stock, kind="fastpar", keep_memory=True)}
-    logs = take_turns(specs, rounds=total // width, steps=width, warmup=0, val=True)
+    ours = replace(stock, kind="fastpar", keep_memory=True)
+    specs, rounds, steps = {"eager": stock, "fastpar": ours}, total // width, {"eager": width}
+    if muon:
+        rates = {"lr": 0.015, "muon_lr": 0.02, "schedule": (MUON_STEPS // 10, MUON_STEPS, 0.0)}
+        specs["fastpar"] = replace(ours, **rates)
+    steps["fastpar"] = MUON_STEPS // rounds if muon and not bench.quick else width
+    logs = take_turns(specs, rounds=rounds, steps=steps, warmup=0, val=True)
     for log in logs.values():
         log.notes |= {
             "text": data.name,
             "characters": data.vocab_size,
             "steps": len(log.ms),
             "total_s": sum(log.ms) / 1e3,
+            "time_ratio": sum(log.ms) / sum(logs["eager"].ms or [1.0]),
             "losses_every_100": [round(loss, 4) for loss in log.losses[::100]],
         }
     title = f"char 4x128 T=64 B={CHAR_BATCH} {total} steps"
+    title += f", Muon {len(logs['fastpar'].ms)}" * muon
     bench.add(*to_rows(bench, title, specs, logs, "eager"))
 
 
@@ -328,6 +345,7 @@ def run(bench: Bench) -> None:
         "6x384": lambda: run_cpu(bench, "6x384"),
         "12x768": lambda: run_cpu(bench, "12x768"),
         "char": lambda: run_char(bench),
+        "muon": lambda: run_char(bench, muon=True),
     }
     if bench.device == "cuda" or (bench.quick and bench.only in GPU_CASES):
         jobs = {name: partial(run_gpu, bench, name) for name in GPU_CASES[:2]}

@@ -33,6 +33,7 @@ from fastpar.doctor.clocks import stopwatch
 from fastpar.kernels import keep_freed_memory
 from fastpar.models.gpt import GPT
 from fastpar.optim.adamw import AdamW
+from fastpar.optim.muon import Muon, muon_groups
 from fastpar.optim.schedule import cosine_lr, param_groups
 from fastpar.parallel.engine import engine_of
 from fastpar.parallel.parallelize import parallelize
@@ -56,6 +57,7 @@ class Spec:
     text: bool = False  # characters of fastpar's text instead of random tokens
     lr: float = 6e-4
     schedule: tuple[int, int, float] | None = None  # warm-up steps, all steps, last lr
+    muon_lr: float | None = None  # fastpar.Muon for the blocks' matrices, both rates down by a line
 
     @property
     def tokens_per_step(self) -> int:
@@ -196,14 +198,12 @@ class Variant:
         model.to(spec.device, torch.bfloat16 if on_gpu else torch.float32)
         mesh = Mesh(device=None if on_gpu else "cpu")
         parallelize(model, mesh, grad_dtype=torch.float32 if on_gpu else None)
-        optimizer = AdamW(
-            param_groups(model, WEIGHT_DECAY),
-            lr=spec.lr,
-            betas=BETAS,
-            max_grad_norm=MAX_GRAD_NORM,
-            master_weights=on_gpu,
-        )
-        return model, optimizer
+        common = {"max_grad_norm": MAX_GRAD_NORM, "master_weights": on_gpu}
+        if spec.muon_lr is not None:
+            adamw = {"lr": spec.lr, "betas": BETAS, "weight_decay": WEIGHT_DECAY}
+            return model, Muon(muon_groups(model), weight_decay=WEIGHT_DECAY, adamw=adamw, **common)
+        groups = param_groups(model, WEIGHT_DECAY)
+        return model, AdamW(groups, lr=spec.lr, betas=BETAS, **common)
 
     def steps(self, first: int, count: int, batch_size: int | None = None) -> dict[str, list]:
         """Run steps first .. first + count - 1; ms of each (CPU) or their mean (GPU), losses.
@@ -235,9 +235,10 @@ class Variant:
         return {"ms": times, "losses": losses, "exposed_comm_ms": exposed}
 
     def _step(self, index: int, x: Tensor, y: Tensor) -> Tensor:
-        lr = self._lr(index)
+        lr, muon_lr = self._lr(index), self.spec.muon_lr
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            is_muon = muon_lr is not None and not group["adamw"]
+            group["lr"] = lr * muon_lr / self.spec.lr if is_muon else lr
         loss = self._loss(x, y)
         loss.backward()
         if self.spec.kind == "stock":
@@ -256,6 +257,9 @@ class Variant:
         if self.spec.schedule is None:
             return self.spec.lr
         warmup, steps, last = self.spec.schedule
+        if self.spec.muon_lr is not None and index >= warmup:
+            left = (steps - index) / (steps - warmup)
+            return last + (self.spec.lr - last) * max(0.0, left)
         return cosine_lr(index, lr=self.spec.lr, min_lr=last, warmup_steps=warmup, max_steps=steps)
 
     def _batch(self, step: int, batch_size: int) -> tuple[Tensor, Tensor]:

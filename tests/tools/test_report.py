@@ -32,7 +32,12 @@ def results(tmp_path):
             case="char 4x128",
             direction="step",
             variant="fastpar",
-            notes={"total_s": 90.25, "val_loss": 1.23456, "max_loss_difference": 2e-6},
+            notes={
+                "total_s": 90.25,
+                "time_ratio": 0.5,
+                "val_loss": 1.23456,
+                "max_loss_difference": 2e-6,
+            },
         ),
     )
     return folder
@@ -60,7 +65,7 @@ def test_report_takes_each_key_from_its_newest_file(results):
 
 def test_report_of_the_char_run(results):
     text = report.render("char-cpu", results)
-    assert "| char 4x128 | fastpar | 90.2 | 2 | 1.00x | 1.2346 | 2.0e-06 |" in text
+    assert "| char 4x128 | fastpar | 90.2 | 2 | 1.00x | 0.50x | 1.2346 | 2.0e-06 |" in text
 
 
 def test_headline_shows_what_passed_beside_the_fastest_other(tmp_path):
