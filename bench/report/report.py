@@ -9,9 +9,9 @@
 
 The documents are README.md, bench/results/README.md, errors/table.md and plan/published.md beside
 it; each has the markers it wants. NAME is headline, or <table>-<device>: train, char, zero, tp,
-overlap, checkpoint, emulated, ops, ceilings, targets, errors, published or one bench (attention,
-...), and cpu or cuda. Rows come from the newest machine of that device; where several of its files
-hold a key, the newest row counts.
+overlap, checkpoint, emulated, ops, ceilings, targets, errors, published, recipes, steps, muon or
+one bench (attention, ...), and cpu or cuda. Rows come from the newest machine of that device; where
+several of its files hold a key, the newest row counts.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from bench.records import (
     machine_line,
     slug,
 )
+from bench.report import learning
 from bench.report.headline import headline_table
 from bench.report.tables import NOT_OPS, TABLES, errors_table, ops_table
 
@@ -88,7 +89,7 @@ def render(name: str, folder: Path) -> str:
     if name == "headline":
         return _headline(folder)
     kind, _, device = name.rpartition("-")
-    known = [*TABLES, "errors", "published", *op_benches()]
+    known = [*TABLES, "errors", "published", *learning.TABLES, *op_benches()]
     if kind not in known or device not in ("cpu", "cuda"):
         raise ValueError(
             f"render: expected one of {', '.join(known)} with -cpu or -cuda, or headline, got "
@@ -96,6 +97,8 @@ def render(name: str, folder: Path) -> str:
         )
     if kind == "published":
         return published.table() + "\n"
+    if kind in learning.TABLES:
+        return learning.table(kind, folder)
     if kind == "errors":
         about, errors = newest(device, folder / "errors", ErrorRow)
         text = errors_table(errors)

@@ -1,0 +1,138 @@
+"""Tables of rows.jsonl files: recipes of the main job, steps to AdamW's loss, Muon's shared step.
+
+[Note: steps to a loss] A learning rate that falls to 0 makes the loss of an unfinished run say
+nothing. So AdamW, at the best learning rate of those that were tried, is compared with runs of Muon
+that were planned shorter and have a fall of their own; seed by seed, where both have that seed.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.records import machine_line
+from fastpar.config.config import TrainConfig
+
+Line = dict[str, Any]  # of a rows.jsonl
+_COMPARED = {"seed", "optimizer", "lr", "muon_lr", "max_steps"}  # all else is the task
+
+
+def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    rows = [head, ["---"] + ["---:"] * (len(head) - 1), *lines]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _grouped(rows: Sequence[Line], without: set[str]) -> list[list[Line]]:
+    """Rows that differ in these settings alone, in the order in which they were measured."""
+    found: dict[str, list[Line]] = defaultdict(list)
+    for row in rows:
+        kept = {name: value for name, value in row["settings"].items() if name not in without}
+        found[json.dumps(kept, sort_keys=True)].append(row)
+    return list(found.values())
+
+
+def _bits(rows: Sequence[Line]) -> list[str]:
+    """Number of seeds; bits a byte, with their range."""
+    values = [row["bits_per_byte"] for row in rows]
+    text = f"{statistics.fmean(values):.3f}"
+    if len(values) > 1:
+        text += f" ({min(values):.3f} to {max(values):.3f})"
+    return [str(len(values)), text]
+
+
+def _mean(rows: Sequence[Line], name: str) -> float:
+    return statistics.fmean(row[name] for row in rows)
+
+
+def recipes_table(rows: Sequence[Line]) -> str:
+    lines = []
+    for some in _grouped(rows, {"seed"}):
+        settings = some[0]["settings"]
+        steps, seconds = f"{settings['max_steps']}", f"{_mean(some, 'cpu_s'):.0f}"
+        words = [w for w in some[0]["recipe"].split(", ") if not w.startswith("max_steps=")]
+        lines.append([", ".join(words), steps, *_bits(some), seconds])
+    return _table(["recipe", "steps", "seeds", "bits a byte", "CPU s"], lines)
+
+
+def steps_table(rows: Sequence[Line]) -> str:
+    """See [Note: steps to a loss]."""
+    lines = []
+    for task in _grouped([r for r in rows if r["settings"].get("lr_schedule")], _COMPARED):
+        runs = _grouped(task, {"seed"})
+        adamw = [some for some in runs if some[0]["settings"].get("optimizer") != "muon"]
+        if len(adamw) < 3:  # not swept
+            continue
+        best = min(adamw, key=lambda some: _mean(some[:1], "bits_per_byte"))
+        goal = {row["seed"]: row["bits_per_byte"] for row in best}
+        steps, seconds = best[0]["settings"]["max_steps"], _mean(best, "cpu_s")
+        for some in [*adamw, *(r for r in runs if r not in adamw)]:
+            config, of_seed = _config(some[0]), {r["seed"]: r["bits_per_byte"] for r in some}
+            if config.run.max_steps > steps:
+                continue
+            common = of_seed.keys() & goal.keys()
+            reached = sum(of_seed[seed] <= goal[seed] for seed in common)
+            is_muon = some not in adamw
+            what = f"{'Muon' if is_muon else 'AdamW'}, lr {config.optim.lr:g}"
+            lines.append(
+                [
+                    _task(config),
+                    f"**{what}**" if some is best else what,
+                    f"{config.run.max_steps}",
+                    f"{config.run.max_steps / steps:.2f}x",
+                    *_bits(some),
+                    f"{reached} of {len(common)}" if is_muon else "",
+                    f"{_mean(some, 'cpu_s') / seconds:.2f}x",
+                ]
+            )
+    head = ["model, batch", "optimizer", "steps", "of AdamW's", "seeds", "bits a byte"]
+    return _table([*head, "seeds that reach AdamW's best", "CPU time"], lines)
+
+
+def _config(row: Line) -> TrainConfig:
+    return TrainConfig().replace(row["settings"])
+
+
+def _task(config: TrainConfig) -> str:
+    shape = config.model_config(vocab_size=1)
+    return f"{shape.n_layer} x {shape.n_embd}, {config.text.batch_size} x {shape.block_size}"
+
+
+def muon_table(rows: Sequence[Line]) -> str:
+    lines = []
+    for row in rows:
+        shape = row["shape"]
+        sent = [a == b for a, b in zip(row["sent_bytes"], row["formula_bytes"])]
+        lines.append(
+            [
+                f"{shape['n_layer']} x {shape['n_embd']}, stage {row['zero_stage']}",
+                str(row["ranks"]),
+                f"{row['sharded_ms']:.0f}",
+                f"{row['repeated_ms']:.0f}",
+                f"{row['ratio']:.3f}x",
+                f"{max(row['sent_bytes']) / 1e6:.1f}, {'equal' if all(sent) else 'NOT equal'}",
+                row["commit"] + " + changes" * row["dirty"],
+            ]
+        )
+    head = ["Muon's step", "ranks", "shared out, ms", "repeated, ms", "ratio"]
+    return _table([*head, "MB sent by the busiest rank, and the formula", "commit"], lines)
+
+
+# Name of a table -> the folder of its rows, what makes it.
+TABLES: dict[str, tuple[str, Callable[[Sequence[Line]], str]]] = {
+    "recipes": ("main_job", recipes_table),
+    "steps": ("main_job", steps_table),
+    "muon": ("muon", muon_table),
+}
+
+
+def table(name: str, results: Path) -> str:
+    """The table, and the machine and commit of its newest row."""
+    folder, make = TABLES[name]
+    text = (results / folder / "rows.jsonl").read_text(encoding="utf-8")
+    rows = [json.loads(line) for line in text.splitlines()]
+    about = max((row["machine"] for row in rows), key=lambda machine: machine["date"])
+    return f"{make(rows)}\n\n{machine_line(about)}.\n"

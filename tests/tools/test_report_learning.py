@@ -1,0 +1,73 @@
+"""Tables of what recipes learned: seeds and spreads, steps to AdamW's loss, Muon's shared step."""
+
+import json
+
+import pytest
+
+from bench.report import report
+from bench.report.learning import recipes_table, steps_table
+
+MACHINE = {"device": "cpu", "cpu": "Test CPU", "cores": 2, "python": "3.11", "torch": "2.13"}
+MACHINE |= {"triton": "", "commit": "abc", "dirty": False, "date": "2026-01-01"}
+
+
+def row(bits, seed=1, cpu_s=100, **settings):
+    settings = {"batch_size": 16, "lr_schedule": "linear", "max_steps": 150, **settings}
+    words = [f"{k}={v}" for k, v in settings.items() if k in ("lr", "max_steps")]
+    return {
+        "recipe": ", ".join(["tried", *words]),
+        "settings": {**settings, "seed": seed},
+        "seed": seed,
+        "bits_per_byte": bits,
+        "cpu_s": cpu_s,
+        "machine": MACHINE,
+    }
+
+
+MUON = {"optimizer": "muon", "max_steps": 75, "lr": 0.02, "cpu_s": 70}
+ROWS = [
+    row(2.0, lr=0.005),
+    row(1.71, lr=0.0025),
+    row(1.75, seed=2, lr=0.0025),
+    row(1.76, seed=3, lr=0.0025),
+    row(1.72, lr=0.001),
+    row(1.70, **MUON),
+    row(1.76, seed=2, **MUON),
+    row(1.60, seed=3, **MUON),
+    row(1.50, optimizer="muon", max_steps=300, lr=0.02),  # longer than AdamW's
+    row(1.0, lr=0.005, batch_size=8),  # a task in which AdamW was not swept
+    row(0.9, optimizer="muon", batch_size=8, max_steps=50),
+]
+
+
+def test_steps_to_adamws_loss_are_counted_by_seed():
+    lines = steps_table(ROWS).splitlines()[2:]
+    assert len(lines) == 4
+    task = "| 4 x 256, 16 x 128 |"
+    tuned = f"{task} **AdamW, lr 0.0025** | 150 | 1.00x | 3 | 1.740 (1.710 to 1.760) |  | 1.00x |"
+    assert tuned in lines
+    muon = f"{task} Muon, lr 0.02 | 75 | 0.50x | 3 | 1.687 (1.600 to 1.760) | 2 of 3 | 0.70x |"
+    assert muon in lines
+
+
+def test_recipes_have_seeds_and_spreads():
+    lines = recipes_table(ROWS).splitlines()[2:]
+    assert "| tried, lr=0.02 | 75 | 3 | 1.687 (1.600 to 1.760) | 70 |" in lines
+    assert "| tried, lr=0.005 | 150 | 1 | 2.000 | 100 |" in lines
+
+
+def test_they_are_written_between_markers(tmp_path):
+    step = {"ranks": 2, "zero_stage": 1, "shape": {"n_layer": 6, "n_embd": 384}, "ratio": 0.5}
+    step |= {"sharded_ms": 1.2, "repeated_ms": 2.4, "commit": "abc", "dirty": True}
+    step |= {"sent_bytes": [1_000_000, 2_000_000], "formula_bytes": [1_000_000, 2_000_001]}
+    for folder, rows in (("main_job", ROWS), ("muon", [{**step, "machine": MACHINE}])):
+        (tmp_path / folder).mkdir()
+        text = "".join(json.dumps(each) + "\n" for each in rows)
+        (tmp_path / folder / "rows.jsonl").write_text(text)
+    text = "<!-- bench:muon-cpu -->\n<!-- /bench:muon-cpu -->"
+    new = report.update(text, tmp_path)
+    expected = "| 6 x 384, stage 1 | 2 | 1 | 2 | 0.500x | 2.0, NOT equal | abc + changes |"
+    assert expected in new
+    assert "CPU: Test CPU, 2 cores" in report.render("steps-cpu", tmp_path)
+    with pytest.raises(ValueError, match=r"recipes, steps, muon, .* got name=stepz-cpu"):
+        report.render("stepz-cpu", tmp_path)
