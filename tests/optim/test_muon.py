@@ -129,6 +129,25 @@ def test_the_bits_of_one_process(stage, dp, tp, dtype, options):
         assert_same(saved["state"], optimizer.state_dict()["state"])
 
 
+@sweep("stage", [0, 1, 2, 3])
+def test_three_ranks_are_one_process_in_fp64(stage):
+    """Whose third is no power of two: sums are rounded otherwise. eps is above what cancels."""
+    smooth = {"adamw": {"eps": 1e-3}}
+
+    def one():
+        mesh = Mesh(3)
+        model = fastpar.parallelize(Bag(torch.float64), mesh, zero_stage=stage, **SMALL)
+        optimizer = muon(model, **smooth)
+        train(model, optimizer, range(4), ranks=6, mesh=mesh)
+        return model.state_dict()
+
+    model = Bag(torch.float64)
+    train(model, muon(model, **smooth), range(4), ranks=6)
+    for state in run_ranks(one, 3):
+        for name, w in model.state_dict().items():
+            torch.testing.assert_close(state[name], w, rtol=1e-12, atol=1e-14)
+
+
 def test_copies_of_shards():
     def one():
         mesh = Mesh(4)
