@@ -113,11 +113,12 @@ def muon_table(rows: Sequence[Line]) -> str:
                 f"{row['sharded_ms']:.0f}",
                 f"{row['repeated_ms']:.0f}",
                 f"{row['ratio']:.3f}x",
+                f"{row['least_ratio']:.3f}x" if "least_ratio" in row else "",
                 f"{max(row['sent_bytes']) / 1e6:.1f}, {'equal' if all(sent) else 'NOT equal'}",
                 row["commit"] + " + changes" * row["dirty"],
             ]
         )
-    head = ["Muon's step", "ranks", "shared out, ms", "repeated, ms", "ratio"]
+    head = ["Muon's step", "ranks", "shared out, ms", "repeated, ms", "ratio", "of the least"]
     return _table([*head, "MB sent by the busiest rank, and the formula", "commit"], lines)
 
 

@@ -58,6 +58,7 @@ def test_recipes_have_seeds_and_spreads():
 
 def test_they_are_written_between_markers(tmp_path):
     step = {"ranks": 2, "zero_stage": 1, "shape": {"n_layer": 6, "n_embd": 384}, "ratio": 0.5}
+    step |= {"least_ratio": 0.45}
     step |= {"sharded_ms": 1.2, "repeated_ms": 2.4, "commit": "abc", "dirty": True}
     step |= {"sent_bytes": [1_000_000, 2_000_000], "formula_bytes": [1_000_000, 2_000_001]}
     for folder, rows in (("main_job", ROWS), ("muon", [{**step, "machine": MACHINE}])):
@@ -66,7 +67,7 @@ def test_they_are_written_between_markers(tmp_path):
         (tmp_path / folder / "rows.jsonl").write_text(text)
     text = "<!-- bench:muon-cpu -->\n<!-- /bench:muon-cpu -->"
     new = report.update(text, tmp_path)
-    expected = "| 6 x 384, stage 1 | 2 | 1 | 2 | 0.500x | 2.0, NOT equal | abc + changes |"
+    expected = "| 6 x 384, stage 1 | 2 | 1 | 2 | 0.500x | 0.450x | 2.0, NOT equal | abc + changes |"
     assert expected in new
     assert "CPU: Test CPU, 2 cores" in report.render("steps-cpu", tmp_path)
     with pytest.raises(ValueError, match=r"recipes, steps, muon, .* got name=stepz-cpu"):
