@@ -35,14 +35,6 @@ class ModelSize:
     """Width, instead of the size's own."""
     block_size: int | None = None
     """Context in tokens, instead of the size's own."""
-    n_expert: int = 0
-    """Experts in the place of a layer's MLP; 0: none."""
-    expert_top_k: int = 2
-    """Experts that each token goes through."""
-    expert_every: int = 1
-    """Every so many layers have experts."""
-    expert_hidden: int | None = None
-    """Features of an expert; unset: as many as an MLP's, 4 * n-embd."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +46,14 @@ class ModelSettings(ModelSize):
     init_from: str | None = None
     """Start from these weights (transformers folder, checkpoint, nanoGPT's ckpt.pt); no --model.
     With --n-expert each MLP becomes so many equal experts."""
+    n_expert: int = 0
+    """Experts in the place of a layer's MLP; 0: none."""
+    expert_top_k: int = 2
+    """Experts that each token goes through."""
+    expert_every: int = 1
+    """Every so many layers have experts."""
+    expert_hidden: int | None = None
+    """Features of an expert; unset: as many as an MLP's, 4 * n-embd."""
     expert_capacity: float | None = None
     """Choices that an expert takes at most, times the mean; unset: all."""
     balance_loss: float = 0.01
