@@ -8,6 +8,7 @@ import pytest
 import torch
 from train_runs import TINY, bits, curve, forget_after
 
+from bench.systems.experts import LAYOUTS, last_loss
 from fastpar.checkpoint.weight_sources import load_weights
 from fastpar.cli import main
 from fastpar.comm.mesh import Mesh
@@ -181,3 +182,14 @@ def test_processes(here):
     subprocess.run(command, check=True)
     run("threads", 2, ep=2, zero_stage=2)
     assert bits("r", 4) == bits("threads", 4)
+
+
+FEW_LAYOUTS = ((1, {}), (2, {"ep": 2, "zero_stage": 3}))
+
+
+@pytest.mark.parametrize("layouts", [FEW_LAYOUTS, pytest.param(LAYOUTS, marks=pytest.mark.slow)])
+def test_the_loss_of_step_10_has_no_spread(here, layouts):
+    """The published matrix, of at least 12 layouts where it is whole."""
+    losses = {last_loss(*layout, data="text.txt") for layout in layouts}
+    assert len(losses) == 1
+    assert len(LAYOUTS) >= 12
