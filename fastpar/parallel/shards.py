@@ -300,7 +300,7 @@ class Shards:
         """Raise ValueError for values of several elements of a parameter that tp splits."""
         if block > 1 and self.is_split(p):
             raise ValueError(
-                "Engine: expected values of single elements of a parameter that ranks share out, "
+                "Engine: expected values of single elements of a parameter that is split, "
                 f"got one for {block} of '{self.name_of(p)}'; keep the optimizer's state in fp32 "
                 "or bf16"
             )
