@@ -16,12 +16,17 @@ namespace {
 
 fastpar::MaskBlock mask_block(int64_t seed, int64_t first_sample, int site, int threshold,
                               int64_t samples, int64_t heads, int64_t rows, int64_t cols,
-                              int64_t first_head, int64_t first_row) {
+                              int64_t first_head, int64_t first_row, int64_t low = 0,
+                              int64_t high = 0) {
   FASTPAR_CHECK(threshold >= 0 && threshold <= 255,
                 "dropout: expected 0 <= threshold <= 255, got threshold=", threshold,
                 "; use quantize_p");
-  return {seed, first_sample, site, threshold, samples, heads, rows, cols, first_head, first_row};
+  return {seed, first_sample, site,       threshold, samples, heads,
+          rows, cols,         first_head, first_row, low,     high};
 }
+
+// (first_row, low, high) of a MaskBlock
+using RowPlace = std::array<int64_t, 3>;
 
 // (data_ptr, batch, row and head strides)
 using Layout = std::array<int64_t, 4>;
@@ -39,11 +44,12 @@ fastpar::AttentionShape attention_shape(const AttentionSizes& s, bool causal, fl
           causal, scale, at<const int32_t>(static_cast<Address>(s[6]))};
 }
 
-// site_head: site << 16 | head of the model that the first head is.
+// site_head: site << 16 | head of the model that the first head is; first_row: row of the mask that
+// the first query has.
 fastpar::MaskBlock attention_mask(int64_t seed, int64_t first_sample, int site_head, int threshold,
-                                  const AttentionSizes& s) {
+                                  int64_t first_row, const AttentionSizes& s) {
   return mask_block(seed, first_sample, site_head >> 16, threshold, s[0], s[3], s[1], s[2],
-                    site_head & 0xffff, 0);
+                    site_head & 0xffff, first_row);
 }
 
 // (n, v, width, stride, grad_stride, scale_stride, ignore_index)
@@ -206,12 +212,13 @@ PYBIND11_MODULE(_C, m) {
       [](Address x, Address residual, Address x_bias, Address weight, Address bias, Address sum,
          Address y, Address mean, Address rstd, int dtype, int64_t n, int64_t c, float eps,
          bool rms, int64_t seed, int64_t first_sample, int site, int threshold, int64_t samples,
-         int64_t heads, int64_t rows, int64_t first_row, int threads) {
+         int64_t heads, int64_t rows, const RowPlace& place, int threads) {
         fastpar::layer_norm_fwd(
             at<const void>(x), at<const void>(residual), at<const float>(x_bias),
             at<const float>(weight), at<const float>(bias), at<void>(sum), at<void>(y),
             at<float>(mean), at<float>(rstd), dtype_of(dtype), n, c, eps, rms,
-            mask_block(seed, first_sample, site, threshold, samples, heads, rows, c, 0, first_row),
+            mask_block(seed, first_sample, site, threshold, samples, heads, rows, c, 0, place[0],
+                       place[1], place[2]),
             threads);
       },
       unlocked);
@@ -220,14 +227,15 @@ PYBIND11_MODULE(_C, m) {
       [](Address dy, Address dsum_out, Address x, Address weight, Address mean, Address rstd,
          Address dsum, Address dx, Address dweight, Address dbias, Address dx_bias, int dtype,
          int64_t n, int64_t c, bool rms, int64_t seed, int64_t first_sample, int site,
-         int threshold, int64_t samples, int64_t heads, int64_t rows, int64_t first_row,
+         int threshold, int64_t samples, int64_t heads, int64_t rows, const RowPlace& place,
          int threads) {
         fastpar::layer_norm_bwd(
             at<const void>(dy), at<const void>(dsum_out), at<const void>(x),
             at<const float>(weight), at<const float>(mean), at<const float>(rstd), at<void>(dsum),
             at<void>(dx), at<float>(dweight), at<float>(dbias), at<float>(dx_bias), dtype_of(dtype),
             n, c, rms,
-            mask_block(seed, first_sample, site, threshold, samples, heads, rows, c, 0, first_row),
+            mask_block(seed, first_sample, site, threshold, samples, heads, rows, c, 0, place[0],
+                       place[1], place[2]),
             threads);
       },
       unlocked);
@@ -235,10 +243,10 @@ PYBIND11_MODULE(_C, m) {
       "attention_fwd",
       [](const Layout& q, const Layout& k, const Layout& v, const Layout& o, Address stats,
          int dtype, const AttentionSizes& s, bool causal, float scale, int64_t seed,
-         int64_t first_sample, int site_head, int threshold, int threads) {
+         int64_t first_sample, int site_head, int threshold, int64_t first_row, int threads) {
         fastpar::attention_fwd(strided(q), strided(k), strided(v), strided(o), at<float>(stats),
                                dtype_of(dtype), attention_shape(s, causal, scale),
-                               attention_mask(seed, first_sample, site_head, threshold, s),
+                               attention_mask(seed, first_sample, site_head, threshold, first_row, s),
                                threads);
       },
       unlocked);
@@ -247,11 +255,11 @@ PYBIND11_MODULE(_C, m) {
       [](const Layout& d_o, const Layout& q, const Layout& k, const Layout& v, Address stats,
          const Layout& dq, const Layout& dk, const Layout& dv, int dtype, const AttentionSizes& s,
          bool causal, float scale, int64_t seed, int64_t first_sample, int site_head, int threshold,
-         int threads) {
+         int64_t first_row, int threads) {
         fastpar::attention_bwd(
             strided(d_o), strided(q), strided(k), strided(v), at<const float>(stats), strided(dq),
             strided(dk), strided(dv), dtype_of(dtype), attention_shape(s, causal, scale),
-            attention_mask(seed, first_sample, site_head, threshold, s), threads);
+            attention_mask(seed, first_sample, site_head, threshold, first_row, s), threads);
       },
       unlocked);
   m.def(

@@ -60,6 +60,7 @@ struct MaskBlock {
   int64_t seed, first_sample;
   int site, threshold;
   int64_t samples, heads, rows, cols, first_head, first_row;
+  int64_t low, high;  // added to the numbers of rows in the first and second half of `rows`
 };
 
 // y = x * 256 / (256 - threshold) where kept, else 0. x and y are [samples, heads, rows, cols] of

@@ -94,7 +94,8 @@ class RowMask {
   // The bytes of row first_row + i of whole [samples * heads * rows].
   const uint8_t* row(int64_t i) {
     const int64_t g = at_.first_row + i, plane = g / at_.rows;
-    return drawn(plane / at_.heads, plane % at_.heads, g % at_.rows, at_.cols);
+    const int64_t r = g % at_.rows, moved = 2 * r < at_.rows ? at_.low : at_.high;
+    return drawn(plane / at_.heads, plane % at_.heads, r + moved, at_.cols);
   }
 
  private:

@@ -33,17 +33,24 @@ Source: Vaswani et al. 2017, arXiv 1706.03762; Dao et al. 2022, arXiv 2205.14135
 from __future__ import annotations
 
 import math
-import operator
 
 import torch
 from torch import Tensor
 
 from fastpar.kernels import _C, attention_peers
 from fastpar.kernels.attention_bits import kept_bits
-from fastpar.kernels.attention_composed import Dropout, Triple, composed_bwd, composed_fwd, sdpa
+from fastpar.kernels.attention_composed import (
+    Dropout,
+    Triple,
+    bounds_of,
+    check_first_row,
+    composed_bwd,
+    composed_fwd,
+    sdpa,
+)
 from fastpar.kernels.backend import DTYPE_CODES, use_cpp, use_triton
 from fastpar.kernels.op import check_float, define_autograd, define_op, refuse_double_backward
-from fastpar.kernels.philox import Rng, check_rng, draw_key, quantize_p, refuse_parts
+from fastpar.kernels.philox import Rng, check_rng, draw_key, quantize_p
 
 MAX_HEAD_DIM = 256
 TRITON_HEAD_DIM = (16, 128, 8)  # from, to, in steps of
@@ -74,7 +81,10 @@ def _arguments(
         B, address = cu_seqlens.shape[0] - 1, cu_seqlens.data_ptr()
     sizes = (B, T, k.shape[-3], H, k.shape[-2], D, address)
     threads = torch.get_num_threads()
-    return sizes, causal, scale, seed, first_sample, drop.site_head, drop.threshold, threads
+    return (
+        *(sizes, causal, scale, seed, first_sample),
+        *(drop.site_head, drop.threshold, drop.first_row, threads),
+    )
 
 
 def _case(threshold: int, cu_seqlens: Tensor | None) -> str:
@@ -130,29 +140,6 @@ def attention_bwd(
     )
 
 
-def _bounds(cu_seqlens: Tensor, total: int) -> list[int]:
-    """Document boundaries; raises ValueError where they do not cut [0, total) into documents."""
-    bounds = cu_seqlens.tolist()
-    if bounds[0] != 0:
-        raise ValueError(
-            f"attention: expected cu_seqlens to start at 0, got cu_seqlens[0]={bounds[0]}; "
-            "it holds the running sum of the documents' lengths, with 0 in front"
-        )
-    if not all(map(operator.lt, bounds, bounds[1:])):
-        i = next(i for i in range(1, len(bounds)) if bounds[i] <= bounds[i - 1])
-        raise ValueError(
-            f"attention: expected cu_seqlens to increase, got cu_seqlens[{i - 1}]={bounds[i - 1]} "
-            f"cu_seqlens[{i}]={bounds[i]}; leave out empty documents"
-        )
-    if bounds[-1] != total:
-        raise ValueError(
-            f"attention: expected cu_seqlens to end at q's total, got "
-            f"cu_seqlens[{len(bounds) - 1}]={bounds[-1]} total={total}; "
-            "the documents' lengths add up to the rows of q"
-        )
-    return bounds
-
-
 def _attention_run(
     q: Tensor,
     k: Tensor | None,
@@ -164,15 +151,16 @@ def _attention_run(
     threshold: int,
     cu_seqlens: Tensor | None,
     bits: Tensor | None = None,
+    first_row: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     op = _case(threshold, cu_seqlens)
     triton = use_triton(op, q)
     bounds = None
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens.contiguous()
-        bounds = None if triton and q.is_cuda else _bounds(cu_seqlens, q.shape[0])
+        bounds = None if triton and q.is_cuda else bounds_of(cu_seqlens, q.shape[0])
     if not q.numel():
-        return _fake(q, k, v, causal, scale, key, site_head, threshold, cu_seqlens, bits)
+        return _fake(q, k, v, causal, scale, key, site_head, threshold, cu_seqlens)
     q, k, v = _split(q, k, v)
     cpp = not triton and use_cpp(op, q)
     if (triton or cpp) and (peer := attention_peers.serving(op, q, k, v, causal, 0)):
@@ -181,9 +169,9 @@ def _attention_run(
         from fastpar.kernels import attention_triton
 
         return attention_triton.attention_fwd(
-            q, k, v, causal, scale, key, site_head, threshold, cu_seqlens, bits
+            q, k, v, causal, scale, key, site_head, threshold, cu_seqlens, bits, first_row
         )
-    drop = Dropout(key, site_head, threshold)
+    drop = Dropout(key, site_head, threshold, first_row or 0)
     if cpp:
         return attention_fwd(q, k, v, causal, scale, drop, cu_seqlens)
     o = composed_fwd((q, k, v), bounds, causal, scale, drop)
@@ -204,6 +192,7 @@ def _attention_bwd_run(
     threshold: int,
     cu_seqlens: Tensor | None,
     bits: Tensor | None = None,
+    first_row: int | None = None,
 ) -> Triple:
     results = _bwd_fake(do, q, k, v)
     inputs = _split(q, k, v)
@@ -213,7 +202,7 @@ def _attention_bwd_run(
     bounds = None
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens.contiguous()
-        bounds = None if triton and q.is_cuda else _bounds(cu_seqlens, q.shape[0])
+        bounds = None if triton and q.is_cuda else bounds_of(cu_seqlens, q.shape[0])
     if do.stride(-1) != 1:
         do = do.contiguous()
     if not do.numel():
@@ -233,10 +222,10 @@ def _attention_bwd_run(
         assert o is not None  # _setup_context keeps it where Triton runs
         attention_bwd_triton.attention_bwd(
             do, *inputs, o, stats, *grads, causal, scale, key, site_head, threshold, cu_seqlens,
-            bits,
+            bits, first_row,
         )  # fmt: skip
     else:
-        drop = Dropout(key, site_head, threshold)
+        drop = Dropout(key, site_head, threshold, first_row or 0)
         if use_cpp(op, q):
             attention_bwd(do, inputs, stats, grads, causal, scale, drop, cu_seqlens)
         else:
@@ -244,7 +233,7 @@ def _attention_bwd_run(
     return results
 
 
-def _fake(q, k, v, causal, scale, key, site_head, threshold, cu_seqlens, bits=None):
+def _fake(q, k, v, causal, scale, key, site_head, threshold, cu_seqlens, *_):
     q, _k, _v = _split(q, k, v)
     op = _case(threshold, cu_seqlens)
     if use_triton(op, q):
@@ -266,7 +255,8 @@ def _bwd_fake(do, q, k, v, *_):
 
 _attention = define_op(
     "attention(Tensor q, Tensor? k, Tensor? v, bool causal, float scale, Tensor? key, "
-    "SymInt site_head, int threshold, Tensor? cu_seqlens, Tensor? bits=None) -> (Tensor, Tensor)",
+    "SymInt site_head, int threshold, Tensor? cu_seqlens, Tensor? bits=None, "
+    "SymInt? first_row=None) -> (Tensor, Tensor)",
     _attention_run,
     _fake,
     ("CPU", "CUDA"),
@@ -274,7 +264,7 @@ _attention = define_op(
 _attention_bwd = define_op(
     "attention_bwd(Tensor do, Tensor q, Tensor? k, Tensor? v, Tensor? o, Tensor stats, "
     "bool causal, float scale, Tensor? key, SymInt site_head, int threshold, Tensor? cu_seqlens, "
-    "Tensor? bits=None) -> (Tensor, Tensor, Tensor)",
+    "Tensor? bits=None, SymInt? first_row=None) -> (Tensor, Tensor, Tensor)",
     _attention_bwd_run,
     _bwd_fake,
     ("CPU", "CUDA"),
@@ -282,20 +272,23 @@ _attention_bwd = define_op(
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, ctx.causal, ctx.scale, key, ctx.site_head, ctx.threshold, cu_seqlens, *bits = inputs
+    q, k, v, ctx.causal, ctx.scale, key, ctx.site_head, ctx.threshold, cu_seqlens, *more = inputs
+    bits, ctx.first_row = *more, *(None, None)[len(more) :]
+    ctx.n_inputs = len(inputs)
     o, stats = output
     op = _case(ctx.threshold, cu_seqlens)
     other = attention_peers.wanted(op, q, 1)
     kept = o if other in attention_peers.PEERS or use_triton(op, q) else None
-    ctx.save_for_backward(q, k, v, kept, stats, key, cu_seqlens, *bits)
+    ctx.save_for_backward(q, k, v, kept, stats, key, cu_seqlens, bits)
 
 
 def _backward(ctx, do, _dstats):
     refuse_double_backward("attention")
-    q, k, v, o, stats, key, cu_seqlens, *bits = ctx.saved_tensors
-    settings = (ctx.causal, ctx.scale, key, ctx.site_head, ctx.threshold, cu_seqlens, *bits)
-    dq, dk, dv = _attention_bwd(do, q, k, v, o, stats, *settings)
-    return dq, *((None, None) if k is None else (dk, dv)), *[None] * (6 + len(bits))
+    q, k, v, o, stats, key, cu_seqlens, bits = ctx.saved_tensors
+    mask = key, ctx.site_head, ctx.threshold
+    more = cu_seqlens, bits, ctx.first_row
+    dq, dk, dv = _attention_bwd(do, q, k, v, o, stats, ctx.causal, ctx.scale, *mask, *more)
+    return dq, *((None, None) if k is None else (dk, dv)), *[None] * (ctx.n_inputs - 3)
 
 
 define_autograd(_attention, _setup_context, _backward, by_products=1)
@@ -407,12 +400,13 @@ def _run(
     if threshold:
         if rng is None:
             rng = Rng(draw_key(q.device), 0)
-        refuse_parts("attention", rng, "first_head")
+        first_row = check_first_row(rng, q, cu_seqlens)
         check_rng(rng, H, q.device)
         mask = rng.key, rng.site_head, threshold
         tk = (q if k is None else k).shape[1]
-        bits = kept_bits(q, tk, causal, *mask) if triton and cu_seqlens is None else None
-        return _attention(q, k, v, causal, scale, *mask, cu_seqlens, bits)[0]
+        whole = cu_seqlens is None and first_row is None
+        bits = kept_bits(q, tk, causal, *mask) if triton and whole else None
+        return _attention(q, k, v, causal, scale, *mask, cu_seqlens, bits, first_row)[0]
     if cu_seqlens is None and not own:
         return sdpa(*_split(q, k, v), causal, scale)
     return _attention(q, k, v, causal, scale, None, 0, 0, cu_seqlens)[0]
@@ -438,8 +432,10 @@ def attention(
         causal: query i sees keys j <= i + Tk - T; see [Note: causal].
         softmax_scale: > 0; D**-0.5 when None.
         dropout_p: of the probabilities; rounded to a multiple of 1/256.
-        rng: key and site of the mask, and the head of the model that q's first is (first_head);
-            None draws a key from torch's default generator.
+        rng: key and site of the mask, the head of the model that q's first is (first_head), and the
+            row of the mask that q's first query has (first_row; not with cu_seqlens): queries that
+            are the last of their keys have first_row=Tk - T in the mask of the whole. None draws a
+            key from torch's default generator.
         cu_seqlens: int32 [n + 1] on q's device, for n documents one after another: then q is
             [total, H, D], k and v are [total, Hkv, D], and document i is rows cu_seqlens[i] to
             cu_seqlens[i + 1]; see [Note: documents].
@@ -447,8 +443,8 @@ def attention(
         o: shape of q, contiguous.
     Raises:
         ValueError: shapes, dtypes or devices that differ from the above; no key; dropout_p outside
-            [0, 1); a key, site or heads that the mask cannot hold; an rng with rows; on the CPU,
-            cu_seqlens that do not increase from 0 to total.
+            [0, 1); a key, site, heads or row that the mask cannot hold; an rng with rows; on the
+            CPU, cu_seqlens that do not increase from 0 to total.
         RuntimeError: a second derivative is asked for (torch's own kernel, which runs under
             FASTPAR_BACKEND=torch without dropout and documents, has one); no Triton on a machine
             with a GPU.

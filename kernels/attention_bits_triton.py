@@ -114,10 +114,10 @@ def _kept(bits_ptr, step, rows, start, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def drop(p, mask_ptr, sample, site_head, rows, start, threshold):
+def drop(p, mask_ptr, sample, site_head, rows, start, threshold, first_row=None):
     """p [R, BLOCK] of these queries and the keys start + tile_order(), with 0 where the mask of
     philox_triton.keep_tile drops. start: a multiple of 16; mask_ptr, site_head: of
-    mask_of_head()."""
+    mask_of_head(); first_row: row of a drawn mask that query 0 has."""
     R: tl.constexpr = p.shape[0]
     BLOCK: tl.constexpr = p.shape[1]
     tl.static_assert(BLOCK <= 128)
@@ -129,6 +129,8 @@ def drop(p, mask_ptr, sample, site_head, rows, start, threshold):
         else:
             keep = _kept(mask_ptr, site_head, rows, start, BLOCK)
     else:
+        if first_row is not None:
+            rows += first_row
         keep = _drawn(mask_ptr, sample, site_head, rows, start, threshold, BLOCK)
     # Given a constant, the compiler selects after rounding p to 16 bits, which takes two more
     # instructions to part and join each pair.

@@ -39,6 +39,7 @@ from fastpar.kernels.attention_bits_triton import drop, mask_of_head, tile_order
 from fastpar.kernels.attention_configs import get_config, variant_for
 from fastpar.kernels.attention_triton import (
     LOG2_E,
+    UNSPECIALIZED,
     aot_variants,
     descriptor,
     find_tile,
@@ -57,7 +58,7 @@ from fastpar.kernels.triton_launch import cdiv, gpu_arch, launch, next_power_of_
 def _dq_tiles(
     dq, sum_p, sum_dp, q, do, lse, norm, delta, k_source, v_source, batch, kv_head, first, low,
     high, n_keys, limit, rows, stride_k_t, stride_v_t, scale, mask_ptr, sample, site_head,
-    threshold,
+    threshold, first_row,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
     DROPOUT: tl.constexpr, MASKED: tl.constexpr, VARLEN: tl.constexpr, FP32: tl.constexpr,
     SUMS: tl.constexpr,
@@ -84,7 +85,7 @@ def _dq_tiles(
         dp = tl.dot(do, v.T, input_precision="ieee")
         kept = p
         if DROPOUT:
-            kept = drop(p, mask_ptr, sample, site_head, rows, start, threshold)
+            kept = drop(p, mask_ptr, sample, site_head, rows, start, threshold, first_row)
         if SUMS:
             sum_p += tl.sum(p, 1)
             sum_dp += tl.sum(kept * dp, 1)
@@ -97,7 +98,7 @@ def _dq_tiles(
     return dq, sum_p, sum_dp
 
 
-@triton.jit(do_not_specialize=["n", "T", "Tk", "H", "group", "section", "site_head", "threshold"])
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "site_head", "threshold", "first_row"])
 def _attention_bwd_dq_kernel(
     do_ptr, q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, delta_ptr, norm_ptr, dq_ptr, mask_ptr, cu_ptr,
     stride_do_b, stride_do_t, stride_do_h,
@@ -107,7 +108,7 @@ def _attention_bwd_dq_kernel(
     stride_dq_b, stride_dq_t, stride_dq_h,
     n,  # samples; documents with cu_seqlens
     T,  # queries of a sample; of all documents
-    Tk, H, group, section, scale, site_head, threshold,
+    Tk, H, group, section, scale, site_head, threshold, first_row,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr, STEPS: tl.constexpr,
     TMA: tl.constexpr, FP32: tl.constexpr,
@@ -151,13 +152,13 @@ def _attention_bwd_dq_kernel(
         dq, sum_p, delta = _dq_tiles(
             dq, sum_p, delta, q, do, lse, norm, delta, k_source, v_source, batch, kv_head, first,
             0, full, n_keys, limit, rows, stride_k_t, stride_v_t, scale * LOG2_E, mask_ptr,
-            sample, site_head, threshold,
+            sample, site_head, threshold, first_row,
             D, BLOCK_D, BLOCK_K, TMA, DROPOUT, False, VARLEN, False, True,
         )  # fmt: skip
         dq, sum_p, delta = _dq_tiles(
             dq, sum_p, delta, q, do, lse, norm, delta, k_source, v_source, batch, kv_head, first,
             full, end, n_keys, limit, rows, stride_k_t, stride_v_t, scale * LOG2_E, mask_ptr,
-            sample, site_head, threshold,
+            sample, site_head, threshold, first_row,
             D, BLOCK_D, BLOCK_K, TMA, DROPOUT, True, VARLEN, False, True,
         )  # fmt: skip
         norm = 1.0 / tl.where(lse < float("inf"), sum_p, 1.0)
@@ -177,12 +178,14 @@ def _attention_bwd_dq_kernel(
     dq, sum_p, _ = _dq_tiles(
         dq, sum_p, delta, q, do, lse, norm, delta, k_source, v_source, batch, kv_head, first,
         0, full, n_keys, limit, rows, stride_k_t, stride_v_t, scale * LOG2_E, mask_ptr, sample,
-        site_head, threshold, D, BLOCK_D, BLOCK_K, TMA, DROPOUT, False, VARLEN, FP32, False,
+        site_head, threshold, first_row, D, BLOCK_D, BLOCK_K, TMA, DROPOUT, False, VARLEN, FP32,
+        False,
     )  # fmt: skip
     dq, sum_p, _ = _dq_tiles(
         dq, sum_p, delta, q, do, lse, norm, delta, k_source, v_source, batch, kv_head, first,
         full, end, n_keys, limit, rows, stride_k_t, stride_v_t, scale * LOG2_E, mask_ptr, sample,
-        site_head, threshold, D, BLOCK_D, BLOCK_K, TMA, DROPOUT, True, VARLEN, FP32, False,
+        site_head, threshold, first_row, D, BLOCK_D, BLOCK_K, TMA, DROPOUT, True, VARLEN, FP32,
+        False,
     )  # fmt: skip
     if DROPOUT:
         scale *= 256.0 / (256 - threshold)
@@ -195,7 +198,7 @@ def _attention_bwd_dq_kernel(
 def _dkdv_tiles(
     dk, dv, k, v, keys, q_source, do_source, lse_head, delta_head, norm_head, batch, head, first,
     low, high, n_rows, behind, stride_q_t, stride_do_t, scale, mask_ptr, sample, site_head,
-    first_key, threshold,
+    first_key, threshold, first_row,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, TMA: tl.constexpr,
     DROPOUT: tl.constexpr, CUT: tl.constexpr, TAIL: tl.constexpr, VARLEN: tl.constexpr,
     FP32: tl.constexpr,
@@ -229,7 +232,7 @@ def _dkdv_tiles(
                 p = tl.where(keys[None, :] <= (rows + behind)[:, None], p, 0.0)
             kept = p
             if DROPOUT:
-                kept = drop(p, mask_ptr, sample, site_head, rows, first_key, threshold)
+                kept = drop(p, mask_ptr, sample, site_head, rows, first_key, threshold, first_row)
             dv = tl.dot(kept.to(do.dtype).T, do, dv, input_precision="ieee")
             dp = tl.dot(do, v.T, input_precision="ieee")
             ds = kept * dp - p * delta[:, None]
@@ -251,7 +254,7 @@ def _dkdv_head(
     dk, dv, k, v, keys, do_ptr, q_ptr, lse_ptr, delta_ptr, norm_ptr, mask_ptr,
     stride_do_b, stride_do_t, stride_do_h, stride_q_b, stride_q_t, stride_q_h,
     sample, batch, head, first, n_rows, behind, first_key, T, Tk, H, scale, site_head, threshold,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    first_row, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr, TMA: tl.constexpr,
     EVEN: tl.constexpr, FP32: tl.constexpr,
 ):  # fmt: skip
@@ -273,17 +276,17 @@ def _dkdv_head(
             dk, dv, k, v, keys, q_source, do_source, lse_ptr + statistics, delta_ptr + statistics,
             norm_ptr + statistics, batch, head, first, low, tl.minimum(full, n_rows), n_rows,
             behind, stride_q_t, stride_do_t, scale, mask_ptr, sample, site_head, first_key,
-            threshold, D, BLOCK_D, BLOCK_Q, TMA, DROPOUT, True, not EVEN, VARLEN, FP32,
+            threshold, first_row, D, BLOCK_D, BLOCK_Q, TMA, DROPOUT, True, not EVEN, VARLEN, FP32,
         )  # fmt: skip
     return _dkdv_tiles(
         dk, dv, k, v, keys, q_source, do_source, lse_ptr + statistics, delta_ptr + statistics,
         norm_ptr + statistics, batch, head, first, full, n_rows, n_rows, behind, stride_q_t,
-        stride_do_t, scale, mask_ptr, sample, site_head, first_key, threshold,
+        stride_do_t, scale, mask_ptr, sample, site_head, first_key, threshold, first_row,
         D, BLOCK_D, BLOCK_Q, TMA, DROPOUT, False, not EVEN, VARLEN, FP32,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["n", "T", "Tk", "H", "group", "section", "site_head", "threshold"])
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "site_head", "threshold", "first_row"])
 def _attention_bwd_dkdv_kernel(
     do_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, norm_ptr, dk_ptr, dv_ptr, mask_ptr, cu_ptr,
     stride_do_b, stride_do_t, stride_do_h,
@@ -292,7 +295,7 @@ def _attention_bwd_dkdv_kernel(
     stride_v_b, stride_v_t, stride_v_h,
     stride_dk_b, stride_dk_t, stride_dk_h,
     stride_dv_b, stride_dv_t, stride_dv_h,
-    n, T, Tk, H, group, section, scale, site_head, threshold,
+    n, T, Tk, H, group, section, scale, site_head, threshold, first_row,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr, STEPS: tl.constexpr,
     TMA: tl.constexpr, FP32: tl.constexpr,
@@ -327,7 +330,7 @@ def _attention_bwd_dkdv_kernel(
                 dk, dv, k, v, keys, do_ptr, q_ptr, lse_ptr, delta_ptr, norm_ptr, mask_ptr,
                 stride_do_b, stride_do_t, stride_do_h, stride_q_b, stride_q_t, stride_q_h,
                 sample, batch, kv_head * group + i, first, n_rows, behind, first_key, T, Tk, H,
-                scale * LOG2_E, site_head, threshold,
+                scale * LOG2_E, site_head, threshold, first_row,
                 D, BLOCK_D, BLOCK_Q, BLOCK_K, CAUSAL, DROPOUT, VARLEN, TMA, EVEN, FP32,
             )  # fmt: skip
     else:
@@ -335,8 +338,8 @@ def _attention_bwd_dkdv_kernel(
             dk, dv, k, v, keys, do_ptr, q_ptr, lse_ptr, delta_ptr, norm_ptr, mask_ptr,
             stride_do_b, stride_do_t, stride_do_h, stride_q_b, stride_q_t, stride_q_h,
             sample, batch, kv_head, first, n_rows, behind, first_key, T, Tk, H,
-            scale * LOG2_E, site_head, threshold, D, BLOCK_D, BLOCK_Q, BLOCK_K, CAUSAL, DROPOUT,
-            VARLEN, TMA, EVEN, FP32,
+            scale * LOG2_E, site_head, threshold, first_row,
+            D, BLOCK_D, BLOCK_Q, BLOCK_K, CAUSAL, DROPOUT, VARLEN, TMA, EVEN, FP32,
         )  # fmt: skip
     if DROPOUT:
         dk *= 256.0 / (256 - threshold)
@@ -365,14 +368,14 @@ def attention_bwd(
     threshold: int,
     cu_seqlens: Tensor | None,
     bits: Tensor | None = None,
+    first_row: int | None = None,
 ) -> None:
-    """Writes dq, dk and dv, maybe parts of one packed tensor; o, lse and bits are the forward's."""
+    """Writes dq, dk and dv, maybe parts of one packed tensor; the rest is as in the forward."""
     arch, D = gpu_arch(q.device), q.shape[-1]
     varlen, fp32 = cu_seqlens is not None, q.dtype == torch.float32
     variant = variant_for(threshold > 0, fp32, bits)
     block_d = max(16, next_power_of_2(D))
-    if do.stride(-1) != 1:
-        do = do.contiguous()
+    do = do if do.stride(-1) == 1 else do.contiguous()
     if varlen:
         do, q, k, v, o, dq, dk, dv = (x[None] for x in (do, q, k, v, o, dq, dk, dv))
     B, T, H, _ = q.shape
@@ -424,6 +427,7 @@ def attention_bwd(
         scale,
         site_head,
         threshold,
+        first_row,
         BLOCK_Q=config.block_q,
         BLOCK_K=config.block_k,
         TMA=tma,
@@ -464,6 +468,7 @@ def attention_bwd(
         scale,
         site_head,
         threshold,
+        first_row,
         BLOCK_Q=config.block_q,
         BLOCK_K=config.block_k,
         TMA=tma,

@@ -10,6 +10,7 @@ same bits. Without dropout and documents torch has a kernel of its own: sdpa().
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastpar.kernels.philox import MAX_HEADS, MaskBlock, dropout_block
+from fastpar.kernels.philox import MAX_HEADS, MaskBlock, Rng, dropout_block, refuse_parts
 
 # A block: scores that fit a CPU's cache; on a GPU launches cost more.
 BLOCK_BYTES = {"cpu": 1 << 19, "cuda": 1 << 27}
@@ -32,6 +33,7 @@ class Dropout(NamedTuple):
     key: Tensor | None
     site_head: int
     threshold: int
+    first_row: int = 0  # of the mask, that of the first query
 
     def block(self, x: Tensor, sample: int, head: int, row: int, out: Tensor) -> Tensor:
         """x [heads, rows, keys] under its part of the mask, in out (which may be x)."""
@@ -39,7 +41,7 @@ class Dropout(NamedTuple):
             return x
         heads, rows, keys = x.shape
         site, first_head = divmod(self.site_head, MAX_HEADS)
-        at = MaskBlock(1, heads, rows, keys, sample, first_head + head, row)
+        at = MaskBlock(1, heads, rows, keys, sample, first_head + head, self.first_row + row)
         return dropout_block(x, self.key, site, self.threshold, at, out)
 
 
@@ -91,6 +93,40 @@ class _Blocks:
             n = q.shape[1]
             scores[..., k.shape[1] - n :].masked_fill_(self.future[:n, :n], float("-inf"))
         torch.softmax(scores, -1, out=out)
+
+
+def bounds_of(cu_seqlens: Tensor, total: int) -> list[int]:
+    """Document boundaries; raises ValueError where they do not cut [0, total) into documents."""
+    bounds = cu_seqlens.tolist()
+    if bounds[0] != 0:
+        raise ValueError(
+            f"attention: expected cu_seqlens to start at 0, got cu_seqlens[0]={bounds[0]}; "
+            "it holds the running sum of the documents' lengths, with 0 in front"
+        )
+    if not all(map(operator.lt, bounds, bounds[1:])):
+        i = next(i for i in range(1, len(bounds)) if bounds[i] <= bounds[i - 1])
+        raise ValueError(
+            f"attention: expected cu_seqlens to increase, got cu_seqlens[{i - 1}]={bounds[i - 1]} "
+            f"cu_seqlens[{i}]={bounds[i]}; leave out empty documents"
+        )
+    if bounds[-1] != total:
+        raise ValueError(
+            f"attention: expected cu_seqlens to end at q's total, got "
+            f"cu_seqlens[{len(bounds) - 1}]={bounds[-1]} total={total}; "
+            "the documents' lengths add up to the rows of q"
+        )
+    return bounds
+
+
+def check_first_row(rng: Rng, q: Tensor, cu_seqlens: Tensor | None) -> int | None:
+    """The mask's row of the first query, None for 0; refuses what no kernel can draw."""
+    refuse_parts("attention", rng, "first_head", *["first_row"] * (cu_seqlens is None))
+    if not 0 <= rng.first_row < (1 << 31) - q.shape[1]:
+        raise ValueError(
+            "attention: expected 0 <= rng.first_row and first_row + T < 2**31, got "
+            f"first_row={rng.first_row} T={q.shape[1]}; count rows from the first of the sample"
+        )
+    return rng.first_row or None
 
 
 def documents(x: Tensor, bounds: Sequence[int] | None) -> Sequence[Tensor]:

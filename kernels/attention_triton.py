@@ -49,6 +49,7 @@ from fastpar.kernels.attention_configs import SECTIONS, get_config, variant_for
 from fastpar.kernels.triton_launch import cdiv, device_key, gpu_arch, launch, next_power_of_2
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+UNSPECIALIZED = ("n", "T", "Tk", "H", "group", "section")  # sizes that change from call to call
 
 
 @triton.jit
@@ -167,7 +168,7 @@ def store_tile(x, to, start, n, stride, order, D: tl.constexpr, BLOCK_D: tl.cons
 @triton.jit
 def _fwd_tiles(
     acc, m, sums, q, k_source, v_source, batch, kv_head, first, low, high, n_keys, limit, rows,
-    stride_k_t, stride_v_t, scale, mask_ptr, sample, site_head, threshold,
+    stride_k_t, stride_v_t, scale, mask_ptr, sample, site_head, threshold, first_row,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
     DROPOUT: tl.constexpr, MASKED: tl.constexpr, VARLEN: tl.constexpr,
 ):  # fmt: skip
@@ -189,7 +190,7 @@ def _fwd_tiles(
         alpha = tl.math.exp2(m - shift)
         sums = sums * alpha + tl.sum(p, 1)
         if DROPOUT:
-            p = drop(p, mask_ptr, sample, site_head, rows, start, threshold)
+            p = drop(p, mask_ptr, sample, site_head, rows, start, threshold, first_row)
         v = load_tile(
             v_source, batch, kv_head, first, start, n_keys, stride_v_t, order,
             D, BLOCK_D, TMA, MASKED, VARLEN,
@@ -199,7 +200,7 @@ def _fwd_tiles(
     return acc, m, sums
 
 
-@triton.jit(do_not_specialize=["n", "T", "Tk", "H", "group", "section", "site_head", "threshold"])
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "site_head", "threshold", "first_row"])
 def _attention_fwd_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, mask_ptr, cu_ptr,
     stride_q_b, stride_q_t, stride_q_h,
@@ -208,6 +209,7 @@ def _attention_fwd_kernel(
     n,  # samples; documents with cu_seqlens
     T,  # queries of a sample; of all documents
     Tk, H, group, section, scale, site_head, threshold,
+    first_row,  # of the mask, that of the first query; None: 0
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, VARLEN: tl.constexpr, STEPS: tl.constexpr,
     TMA: tl.constexpr,
@@ -242,12 +244,12 @@ def _attention_fwd_kernel(
         mask_ptr, site_head = mask_of_head(mask_ptr, site_head, batch, head, H, T, Tk)
     acc, m, sums = _fwd_tiles(
         acc, m, sums, q, k_source, v_source, batch, kv_head, first, 0, full, n_keys, limit, rows,
-        stride_k_t, stride_v_t, scale * LOG2_E, mask_ptr, sample, site_head, threshold,
+        stride_k_t, stride_v_t, scale * LOG2_E, mask_ptr, sample, site_head, threshold, first_row,
         D, BLOCK_D, BLOCK_K, TMA, DROPOUT, False, VARLEN,
     )  # fmt: skip
     acc, m, sums = _fwd_tiles(
         acc, m, sums, q, k_source, v_source, batch, kv_head, first, full, end, n_keys, limit, rows,
-        stride_k_t, stride_v_t, scale * LOG2_E, mask_ptr, sample, site_head, threshold,
+        stride_k_t, stride_v_t, scale * LOG2_E, mask_ptr, sample, site_head, threshold, first_row,
         D, BLOCK_D, BLOCK_K, TMA, DROPOUT, True, VARLEN,
     )  # fmt: skip
 
@@ -316,10 +318,12 @@ def attention_fwd(
     threshold: int,
     cu_seqlens: Tensor | None,
     bits: Tensor | None = None,
+    first_row: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """o, contiguous, and lse: [B, H, T] for q [B, T, H, D], [H, total] for q [total, H, D].
 
-    bits: the mask, where attention_bits.py keeps it; it is drawn without.
+    bits: the mask, where attention_bits.py keeps it; it is drawn without, then its rows are those
+    from first_row on.
     """
     arch, D = gpu_arch(q.device), q.shape[-1]
     varlen, fp32 = cu_seqlens is not None, q.dtype == torch.float32
@@ -357,6 +361,7 @@ def attention_fwd(
         scale,
         site_head,
         threshold,
+        first_row,
         D=D,
         BLOCK_D=block_d,
         BLOCK_Q=config.block_q,
@@ -392,16 +397,17 @@ def aot_variants(run: Callable[..., Any]) -> list[tuple[str, Callable[[], Any]]]
 
     def call(
         dropout: bool = False, causal: bool = True, varlen: bool = False, kept: bool = False,
-        **shape: Any,
+        first_row: int | None = None, **shape: Any,
     ) -> Any:  # fmt: skip
         q, k, v = (x[0] if varlen else x for x in aot_inputs(**shape))
         mask: tuple[Tensor | None, int, int] = (key, 1, 26) if dropout else (None, 0, 0)
         documents, kept_mask = cu if varlen else None, bits if kept else None
-        return lambda: run(q, k, v, causal, 0.125, *mask, documents, kept_mask)
+        return lambda: run(q, k, v, causal, 0.125, *mask, documents, kept_mask, first_row)
 
     return [
         ("D=64 bf16 causal", call()),
         ("D=64 bf16 causal dropout", call(dropout=True)),
+        ("D=64 bf16 causal dropout of later rows", call(dropout=True, first_row=1024)),
         ("D=64 bf16 causal dropout bits", call(dropout=True, kept=True)),
         ("D=128 bf16 causal dropout bits", call(dropout=True, kept=True, D=128)),
         ("D=64 bf16 full", call(causal=False)),

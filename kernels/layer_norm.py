@@ -19,6 +19,8 @@ Source: Ba, Kiros, Hinton 2016, arXiv 1607.06450; Zhang, Sennrich 2019, arXiv 19
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -84,17 +86,17 @@ def _float(vector: Tensor | None, like: Tensor) -> Tensor:
 
 
 def _mask(
-    x: Tensor, key: Tensor | None, site: int, threshold: int, rows: int | None, first_row: int
-) -> tuple[int, ...]:
+    x: Tensor, key: Tensor | None, site: int, threshold: int, rows: int | None, place: Sequence[int]
+) -> tuple:
     """The mask of x's rows, as _C takes it."""
     n = x.numel() // x.shape[-1]
     if key is None:
-        return 0, 0, 0, 0, 1, 1, max(1, n), 0
+        return 0, 0, 0, 0, 1, 1, max(1, n), place
     seed, first_sample = key.tolist()
     if rows is not None:
-        return seed, first_sample, site, threshold, n, 1, rows, first_row
+        return seed, first_sample, site, threshold, n, 1, rows, place
     at = mask_shape(x.shape)
-    return seed, first_sample, site, threshold, at.samples, at.heads, at.rows, 0
+    return seed, first_sample, site, threshold, at.samples, at.heads, at.rows, place
 
 
 def layer_norm_fwd(
@@ -107,7 +109,7 @@ def layer_norm_fwd(
     site: int,
     threshold: int,
     rows: int | None,
-    first_row: int,
+    place: Sequence[int],
     eps: float,
     rms: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -116,7 +118,7 @@ def layer_norm_fwd(
         from fastpar.kernels import layer_norm_triton
 
         return layer_norm_triton.layer_norm_fwd(
-            x, residual, weight, bias, x_bias, key, site, threshold, rows, first_row, eps, rms
+            x, residual, weight, bias, x_bias, key, site, threshold, rows, place, eps, rms
         )
     x = x.contiguous() if residual is None else x.to(residual.dtype).contiguous()
     y = torch.empty_like(x)
@@ -142,7 +144,7 @@ def layer_norm_fwd(
             x.shape[-1],
             eps,
             rms,
-            *_mask(x, key, site, threshold, rows, first_row),
+            *_mask(x, key, site, threshold, rows, place),
             torch.get_num_threads(),
         )
     return y, total, mean, rstd
@@ -159,7 +161,7 @@ def layer_norm_bwd(
     site: int,
     threshold: int,
     rows: int | None,
-    first_row: int,
+    place: Sequence[int],
     x_dtype: torch.dtype,
     bias_dtype: torch.dtype | None,
     x_bias_dtype: torch.dtype | None,
@@ -184,7 +186,7 @@ def layer_norm_bwd(
             site,
             threshold,
             rows,
-            first_row,
+            place,
             x_dtype,
             bias_dtype,
             x_bias_dtype,
@@ -217,7 +219,7 @@ def layer_norm_bwd(
             n,
             C,
             rms,
-            *_mask(x, key, site, threshold, rows, first_row),
+            *_mask(x, key, site, threshold, rows, place),
             torch.get_num_threads(),
         )
     if x_dtype != x.dtype:
@@ -235,7 +237,7 @@ def _rows_like(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-def _fake(x, residual, weight, bias, x_bias, key, site, threshold, rows, first_row, eps, rms):
+def _fake(x, residual, weight, bias, x_bias, key, site, threshold, rows, place, eps, rms):
     n = x.numel() // x.shape[-1]
     mean, rstd = (x.new_empty(m, dtype=torch.float32) for m in (0 if rms else n, n))
     dtype = x.dtype if residual is None else residual.dtype
@@ -256,7 +258,7 @@ def _bwd_fake(dy, dtotal, x, weight, mean, rstd, key, *options):
 
 _layer_norm = define_op(
     "layer_norm(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, Tensor? x_bias, "
-    "Tensor? key, SymInt site, int threshold, SymInt? rows, SymInt first_row, float eps, bool rms)"
+    "Tensor? key, SymInt site, int threshold, SymInt? rows, SymInt[] place, float eps, bool rms)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     layer_norm_fwd,
     _fake,
@@ -264,7 +266,7 @@ _layer_norm = define_op(
 )
 _layer_norm_bwd = define_op(
     "layer_norm_bwd(Tensor dy, Tensor? dtotal, Tensor x, Tensor weight, Tensor mean, Tensor rstd, "
-    "Tensor? key, SymInt site, int threshold, SymInt? rows, SymInt first_row, ScalarType x_dtype, "
+    "Tensor? key, SymInt site, int threshold, SymInt? rows, SymInt[] place, ScalarType x_dtype, "
     "ScalarType? bias_dtype, ScalarType? x_bias_dtype, bool rms)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     layer_norm_bwd,
@@ -334,7 +336,7 @@ def _plain(
     _check(name, x, weight=weight, bias=bias)
     check_eps(name, eps)
     if use_triton(name, x) or use_cpp(name, x):
-        return _layer_norm(x, None, weight, bias, None, None, 0, 0, None, 0, eps, rms)[0]
+        return _layer_norm(x, None, weight, bias, None, None, 0, 0, None, (0, 0, 0), eps, rms)[0]
     return _norm(x, weight, bias, eps, rms)
 
 
@@ -375,12 +377,12 @@ def _after_residual(
     if threshold and rng is None:
         rng = Rng(draw_key(x.device), 0)
     key: Tensor | None = None
-    mask: tuple[int, int, int | None, int] = (0, 0, None, 0)
+    mask: tuple[int, int, int | None, tuple[int, int, int]] = (0, 0, None, (0, 0, 0))
     if threshold and rng is not None:
-        refuse_parts(name, rng, "rows", "first_row")
+        refuse_parts(name, rng, "rows", "first_row", "moved")
         check_rows(name, rng, x.numel() // x.shape[-1])
         check_rng(rng, mask_shape(x.shape).heads, x.device)
-        key, mask = rng.key, (rng.site, threshold, rng.rows, rng.first_row)
+        key, mask = rng.key, (rng.site, threshold, rng.rows, rng.place)
     if use_triton(name, residual) or use_cpp(name, residual):
         y, residual_out, *_ = _layer_norm(x, residual, weight, bias, x_bias, key, *mask, eps, rms)
         return y, residual_out
@@ -445,8 +447,8 @@ def residual_layer_norm(
         weight, bias: [C], dtype of residual or fp32; bias may be None.
         x_bias: [C], dtype of x or fp32: the bias of the linear that made x; None is 0.
         dropout_p: rounded to a multiple of 1/256.
-        rng: key and site of the mask, and which rows of a batch x holds (rows, first_row); None
-            draws a key from torch's default generator.
+        rng: key and site of the mask, and which rows of a batch x holds (rows, first_row,
+            moved); None draws a key from torch's default generator.
     Returns:
         (y, residual_out), both [B, ..., C], dtype of residual. residual_out, mean and rstd ([N],
         fp32) are kept for backward.

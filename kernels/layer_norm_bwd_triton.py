@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fastpar.kernels.layer_norm_configs import TABLE, Config
 from fastpar.kernels.layer_norm_triton import (
+    UNSPECIALIZED,
     Tile,
     drop,
     flat_rows,
@@ -24,6 +25,7 @@ from fastpar.kernels.layer_norm_triton import (
     row_means,
     store_rows,
     tile_of,
+    unless_zero,
 )
 from fastpar.kernels.philox import MaskBlock, mask_shape
 from fastpar.kernels.triton_launch import cdiv, device_key, gpu_arch, launch, sm_count
@@ -115,7 +117,7 @@ def _layer_norm_bwd_rows_kernel(
         tl.store(offset_ptr + rows[:, None], offset, mask=ok)
 
 
-@triton.jit(do_not_specialize=["n", "plane_rows", "heads", "first_row", "site", "threshold"])
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def _layer_norm_bwd_kernel(
     dy_ptr,
     given_ptr,
@@ -136,6 +138,8 @@ def _layer_norm_bwd_kernel(
     plane_rows,
     heads,
     first_row,
+    low,
+    high,
     site,
     threshold,
     scale,
@@ -242,6 +246,8 @@ def _layer_norm_bwd_kernel(
                     scale,
                     rows,
                     first_row,
+                    low,
+                    high,
                     plane_rows,
                     heads,
                     first_col + k * CHUNK,
@@ -328,7 +334,7 @@ def layer_norm_bwd(
     site: int,
     threshold: int,
     sample_rows: int | None,
-    first_row: int,
+    place: Sequence[int],
     x_dtype: torch.dtype,
     bias_dtype: torch.dtype | None,
     x_bias_dtype: torch.dtype | None,
@@ -405,7 +411,7 @@ def layer_norm_bwd(
         n,
         at.rows,
         at.heads,
-        None if sample_rows is None else first_row,
+        *unless_zero(sample_rows, place),
         site,
         threshold,
         256.0 / (256 - threshold),
@@ -445,6 +451,7 @@ def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
         dropout: bool = False,
         rms: bool = False,
         sample_rows: int | None = None,
+        moved: tuple[int, int] = (0, 0),
     ) -> Callable[[], Any]:
         """residual: with x_bias."""
         narrow = x_dtype or dtype
@@ -453,7 +460,7 @@ def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
         key, threshold = (x.new_empty(2, dtype=torch.int64), 26) if dropout else (None, 0)
         given, x_bias = (x, narrow) if residual else (None, None)
         bias = None if rms else dtype
-        options = (key, 1, threshold, sample_rows, 0, narrow, bias, x_bias, rms)
+        options = (key, 1, threshold, sample_rows, (0, *moved), narrow, bias, x_bias, rms)
         return lambda: layer_norm_bwd(x, given, x, weight, rstd, rstd, *options)
 
     f32, f16, bf16 = torch.float32, torch.float16, torch.bfloat16
@@ -470,4 +477,8 @@ def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
         ("bf16 on fp32 1600 residual", call(1600, f32, bf16, residual=True)),
         ("bf16 16384 residual dropout", call(16384, residual=True, dropout=True)),
         ("bf16 768 dropout of rows", call(768, residual=True, dropout=True, sample_rows=1024)),
+        (
+            "bf16 768 dropout of two runs of rows",
+            call(768, residual=True, dropout=True, sample_rows=1024, moved=(1, 2)),
+        ),
     ]

@@ -35,7 +35,7 @@ warp with idle lanes (256 columns are 16 groups for 32 lanes), and no bit moves 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -96,6 +96,8 @@ def drop(
     scale,
     rows,
     first_row,
+    low,
+    high,
     plane_rows,
     heads,
     first_col,
@@ -103,17 +105,20 @@ def drop(
     SIDE: tl.constexpr,
 ):
     """value [ROWS, CHUNK] under the mask; see [Note: mask in registers]. first_row None is 0, and
-    costs no register: backward at C = 16384 has none left."""
+    costs no register: backward at C = 16384 has none left. So do low and high: Rng.moved."""
     ROWS: tl.constexpr = rows.shape[0]
     if first_row is not None:
         rows = rows + first_row
+    inside = rows % plane_rows
+    if low is not None:
+        inside += tl.where(2 * inside < plane_rows, low, high)
     run = first_col // SIDE + tl.arange(0, CHUNK // SIDE)[None, :]
     plane = (rows // plane_rows)[:, None]
     w0, w1, w2, w3 = philox_words(
         key_ptr,
         plane // heads,
         site * 65536 + plane % heads,
-        (rows % plane_rows)[:, None],
+        inside[:, None],
         run // (16 // SIDE),
     )
     if SIDE == 8:
@@ -127,7 +132,10 @@ def drop(
     return tl.where(keep, value * scale, 0.0)
 
 
-@triton.jit(do_not_specialize=["n", "plane_rows", "heads", "first_row", "site", "threshold"])
+UNSPECIALIZED = ("n", "plane_rows", "heads", "first_row", "low", "high", "site", "threshold")
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def _layer_norm_fwd_kernel(
     x_ptr,
     residual_ptr,
@@ -145,6 +153,8 @@ def _layer_norm_fwd_kernel(
     plane_rows,
     heads,
     first_row,
+    low,
+    high,
     site,
     threshold,
     scale,
@@ -178,6 +188,8 @@ def _layer_norm_fwd_kernel(
                     scale,
                     rows,
                     first_row,
+                    low,
+                    high,
                     plane_rows,
                     heads,
                     k * CHUNK,
@@ -251,6 +263,12 @@ def flat_rows(x: Tensor, n: int, C: int) -> Tensor:
     return x if C == 1 or x.stride(1) == 1 else x.contiguous()
 
 
+def unless_zero(sample_rows: int | None, place: Sequence[int]) -> tuple[int | None, ...]:
+    """first_row, low and high as kernels take them: None where nothing is added."""
+    first_row, *moved = place
+    return None if sample_rows is None else first_row, *(moved if any(moved) else (None, None))
+
+
 def _itemsize(*tensors: Tensor | None) -> int:
     return max(t.element_size() for t in tensors if t is not None)
 
@@ -265,7 +283,7 @@ def layer_norm_fwd(
     site: int,
     threshold: int,
     sample_rows: int | None,
-    first_row: int,
+    place: Sequence[int],
     eps: float,
     rms: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -302,7 +320,7 @@ def layer_norm_fwd(
         n,
         at.rows,
         at.heads,
-        None if sample_rows is None else first_row,
+        *unless_zero(sample_rows, place),
         site,
         threshold,
         256.0 / (256 - threshold),
@@ -327,6 +345,7 @@ def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
         dropout: bool = False,
         rms: bool = False,
         sample_rows: int | None = None,
+        moved: tuple[int, int] = (0, 0),
     ) -> Callable[[], Any]:
         """residual: with x_bias."""
         narrow = x_dtype or dtype
@@ -335,7 +354,7 @@ def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
         key, threshold = (x.new_empty(2, dtype=torch.int64), 26) if dropout else (None, 0)
         stream, x_bias = (x.to(dtype), x.new_empty(C)) if residual else (None, None)
         bias = None if rms else weight
-        options = (key, 1, threshold, sample_rows, 0, 1e-5, rms)
+        options = (key, 1, threshold, sample_rows, (0, *moved), 1e-5, rms)
         return lambda: layer_norm_fwd(x, stream, weight, bias, x_bias, *options)
 
     f32, f16, bf16 = torch.float32, torch.float16, torch.bfloat16
@@ -352,4 +371,8 @@ def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
         ("bf16 on fp32 1600 residual", call(1600, f32, bf16, residual=True)),
         ("bf16 16384 residual dropout", call(16384, residual=True, dropout=True)),
         ("bf16 768 dropout of rows", call(768, residual=True, dropout=True, sample_rows=1024)),
+        (
+            "bf16 768 dropout of two runs of rows",
+            call(768, residual=True, dropout=True, sample_rows=1024, moved=(1, 2)),
+        ),
     ]

@@ -51,6 +51,9 @@ class Rng(NamedTuple):
     rows: how many rows make a sample, where x [..., C] is seen as rows [N, C] that may begin and
         end inside one (dropout, residual_layer_norm, residual_rms_norm). None: x is [B, ..., C].
     first_row: with rows: the index of x's first row, counted from the first row of sample key[1].
+        Attention has one without rows: that of its first query in its sample.
+    moved: with rows, an even number of them: what is added to the index in its sample of a row in
+        the first half of these, and in the second. So a rank may have two runs of every sample.
     """
 
     key: Tensor
@@ -58,6 +61,12 @@ class Rng(NamedTuple):
     first_head: int = 0
     first_row: int = 0
     rows: int | None = None
+    moved: tuple[int, int] = (0, 0)
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """What ops are told of the rows: (first_row, *moved)."""
+        return self.first_row, *self.moved
 
     @property
     def site_head(self) -> int:
@@ -164,7 +173,7 @@ def mask_shape(shape: Sequence[int]) -> MaskBlock:
 
 def refuse_parts(op: str, rng: Rng, *allowed: str) -> None:
     """Refuses the fields of rng that choose a part of the mask, but for those that op can draw."""
-    for name in ("first_head", "first_row", "rows"):
+    for name in ("first_head", "first_row", "rows", "moved"):
         value = getattr(rng, name)
         if name not in allowed and value != Rng._field_defaults[name]:
             raise ValueError(
@@ -178,11 +187,16 @@ def check_rows(op: str, rng: Rng, n: int) -> None:
     if rng.rows is None:
         refuse_parts(op, rng, "first_head")
         return
-    refuse_parts(op, rng, "first_row", "rows")
-    if rng.rows < 1:
+    refuse_parts(op, rng, "first_row", "rows", "moved")
+    if rng.rows < 1 or (rng.rows % 2 and any(rng.moved)):
         raise ValueError(
-            f"{op}: expected rng.rows >= 1, got rows={rng.rows}; it is the number of rows of a "
-            "whole sample"
+            f"{op}: expected rng.rows >= 1, even where halves are moved, got rows={rng.rows} "
+            f"moved={rng.moved}; it is the number of rows of a sample that x has"
+        )
+    if min(rng.moved[0], rng.rows // 2 + rng.moved[1]) < 0 or max(rng.moved) >= 1 << 30:
+        raise ValueError(
+            f"{op}: expected rng.moved that leave no row below 0 or above 2**30, got "
+            f"moved={rng.moved} rows={rng.rows}; count rows from the first of the sample"
         )
     if rng.first_row < 0 or rng.first_row + n >= 1 << 31:
         raise ValueError(
@@ -223,20 +237,22 @@ def check_rng(rng: Rng, heads: int, device: torch.device) -> None:
 
 
 def mask_parts(
-    shape: Sequence[int], first_head: int, rows: int | None, first_row: int
+    shape: Sequence[int], first_head: int, rows: int | None, place: Sequence[int]
 ) -> list[MaskBlock]:
     """The mask of an x of this shape as blocks that follow each other in memory: one without rows,
-    else the end of a sample, whole samples, the begin of a sample, as far as x has them."""
+    else the end of a sample, whole samples, the begin of a sample, as far as x has them; halves of
+    samples where those are moved."""
     whole = mask_shape(shape)
     if rows is None:
         return [whole._replace(first_head=first_head)]
     parts, left = [], whole.samples * whole.heads * whole.rows
+    first_row, *moved = place
+    run = rows // 2 if any(moved) else rows
     while left:
         sample, row = divmod(first_row, rows)
-        n = left // rows if row == 0 and left >= rows else 0
-        block = MaskBlock(
-            n or 1, 1, rows if n else min(left, rows - row), whole.cols, sample, 0, row
-        )
+        n = left // rows if row == 0 and left >= rows == run else 0
+        some = rows if n else min(left, run - row % run)
+        block = MaskBlock(n or 1, 1, some, whole.cols, sample, 0, row + moved[row // run])
         parts.append(block)
         left -= block.samples * block.rows
         first_row += block.samples * block.rows
@@ -275,10 +291,10 @@ def dropout_block(
 
 
 def _dropout_run(
-    x: Tensor, key: Tensor, site_head: int, threshold: int, rows: int | None, first_row: int
+    x: Tensor, key: Tensor, site_head: int, threshold: int, rows: int | None, place: Sequence[int]
 ) -> Tensor:
     x, site = x.contiguous(), site_head // MAX_HEADS
-    parts = mask_parts(x.shape, site_head % MAX_HEADS, rows, first_row)
+    parts = mask_parts(x.shape, site_head % MAX_HEADS, rows, place)
     if len(parts) == 1:
         return dropout_block(x, key, site, threshold, parts[0])
     y = torch.empty_like(x)
@@ -294,7 +310,7 @@ def _dropout_fake(x, *_):
 
 
 _dropout = define_op(
-    "dropout(Tensor x, Tensor key, SymInt site_head, int threshold, SymInt? rows, SymInt first_row)"
+    "dropout(Tensor x, Tensor key, SymInt site_head, int threshold, SymInt? rows, SymInt[] place)"
     " -> Tensor",
     _dropout_run,
     _dropout_fake,
@@ -347,14 +363,14 @@ def _keep_mask_run(
     site_head: int,
     threshold: int,
     rows: int | None,
-    first_row: int,
+    place: Sequence[int],
     shape: Sequence[int],
     device: torch.device,
 ) -> Tensor:
     site, first_head = divmod(site_head, MAX_HEADS)
     parts = [
         _keep_block(key, site, threshold, at, device)
-        for at in mask_parts(shape, first_head, rows, first_row)
+        for at in mask_parts(shape, first_head, rows, place)
     ]
     if len(parts) == 1:
         return parts[0].view(shape)
@@ -364,12 +380,12 @@ def _keep_mask_run(
     return keep
 
 
-def _keep_mask_fake(key, site_head, threshold, rows, first_row, shape, device):
+def _keep_mask_fake(key, site_head, threshold, rows, place, shape, device):
     return torch.empty(shape, dtype=torch.bool, device=device)
 
 
 _keep_mask = define_op(
-    "keep_mask(Tensor key, SymInt site_head, int threshold, SymInt? rows, SymInt first_row, "
+    "keep_mask(Tensor key, SymInt site_head, int threshold, SymInt? rows, SymInt[] place, "
     "SymInt[] shape, Device device) -> Tensor",
     _keep_mask_run,
     _keep_mask_fake,
@@ -393,7 +409,7 @@ def keep_mask(rng: Rng, p: float, shape: Sequence[int], device: Any = None) -> T
     whole = mask_shape(shape)
     check_rng(rng, whole.heads, device)
     check_rows("keep_mask", rng, whole.samples * whole.heads * whole.rows)
-    return _keep_mask(rng.key, rng.site_head, threshold, rng.rows, rng.first_row, shape, device)
+    return _keep_mask(rng.key, rng.site_head, threshold, rng.rows, rng.place, shape, device)
 
 
 def dropout(x: Tensor, p: float, rng: Rng | None = None) -> Tensor:
@@ -423,4 +439,4 @@ def dropout(x: Tensor, p: float, rng: Rng | None = None) -> Tensor:
     whole = mask_shape(x.shape)
     check_rng(rng, whole.heads, x.device)
     check_rows("dropout", rng, whole.samples * whole.heads * whole.rows)
-    return _dropout(x, rng.key, rng.site_head, threshold, rng.rows, rng.first_row)
+    return _dropout(x, rng.key, rng.site_head, threshold, rng.rows, rng.place)

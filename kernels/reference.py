@@ -206,17 +206,19 @@ def _keep_ref(seed: int, first_sample: int, site: int, p: float, shape: tuple[in
 
 def keep_mask_ref(rng: tuple, p: float, shape: tuple[int, ...]) -> Tensor:
     """The dropout mask, one Philox call after another; a part of a mask is cut from the whole."""
-    fields: tuple = (*rng, *(0, 0, None)[len(rng) - 2 :])
-    key, site, first_head, first_row, rows = fields
+    fields: tuple = (*rng, *(0, 0, None, (0, 0))[len(rng) - 2 :])
+    key, site, first_head, first_row, rows, moved = fields
     seed, first_sample = key.tolist()
     if rows is not None:
         n = math.prod(shape[:-1])
         samples = -(-(first_row + n) // rows)
-        whole = _keep_ref(seed, first_sample, site, p, (samples, rows, shape[-1]))
-        return whole.flatten(0, 1)[first_row : first_row + n].view(shape)
-    if first_head:
-        heads = (shape[0], first_head + shape[1], *shape[2:])
-        return _keep_ref(seed, first_sample, site, p, heads)[:, first_head:].contiguous()
+        places = [r + moved[2 * r >= rows] for r in range(rows)]
+        whole = _keep_ref(seed, first_sample, site, p, (samples, max(places) + 1, shape[-1]))
+        return whole[:, places].flatten(0, 1)[first_row : first_row + n].view(shape)
+    if first_head or first_row:  # of attention
+        whole = (shape[0], first_head + shape[1], first_row + shape[2], shape[3])
+        keep = _keep_ref(seed, first_sample, site, p, whole)
+        return keep[:, first_head:, first_row:].contiguous()
     return _keep_ref(seed, first_sample, site, p, tuple(shape))
 
 

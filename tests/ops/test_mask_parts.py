@@ -127,6 +127,63 @@ def test_attention_of_heads(form, cut, packed):
             same(a, b[..., start:end, :])
 
 
+@pytest.mark.parametrize("cut", [(3, 2), slow((0, 4))])
+def test_two_runs_of_every_sample(form, cut):
+    """The first and the second half of a rank's rows are runs that lie apart in a sample."""
+    low, high = cut
+    whole_t, n = 10, 2  # rows of a sample; of a run
+    mine = [r + low for r in range(n)] + [r + high for r in range(n, 2 * n)]
+    x, r = (torch.randn(B, whole_t, C, device=form[1]) for _ in range(2))
+    flat = [t[:, mine].reshape(-1, C) for t in (x, r)]
+    ops = [*residual_ops(form[1]), lambda x, r, rng: dropout(x + r, P, rng)]
+    for op in ops:
+        whole = with_grads(lambda x, r, op=op: op(x, r, RNG), x, r)
+        whole = [t[:, mine].reshape(-1, C) for t in whole]
+        for start, end in ((0, 4 * B), (1, 11)):
+            rng = Rng(*RNG[:2], first_row=start, rows=2 * n, moved=cut)
+            got = with_grads(
+                lambda x, r, op=op, rng=rng: op(x, r, rng), *(t[start:end] for t in flat)
+            )
+            for a, b in zip(got, whole):
+                assert torch.equal(a, b[start:end])
+            mask = keep_mask(rng, P, (end - start, C), device=form[1])
+            exact = keep_mask_ref((KEY.cpu(), *rng[1:]), P, (end - start, C))
+            assert torch.equal(mask.cpu(), exact)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    [
+        ((5, 19, 16), torch.float32),
+        *(slow(s, torch.float16) for s in ((64, 128, 16), (1, 70, 64), (63, 150, 24))),
+    ],
+)
+def test_attention_of_the_last_queries(form, sizes, dtype):
+    """Of their keys; first_row says where their rows lie in the mask."""
+    (T, Tk, D), H = sizes, 2
+    q, k, v = torch.randn(3, 2, Tk, H, D, device=form[1]).to(dtype)
+    at = Tk - T
+    whole = with_grads(lambda *x: attention(*x, dropout_p=P, rng=RNG), q, k, v)
+    rng = RNG._replace(first_row=at)
+    o, dq, *_ = with_grads(lambda *x: attention(*x, dropout_p=P, rng=rng), q[:, at:], k, v)
+    same = torch.testing.assert_close if form[0] == "torch" else assert_equal
+    same(o, whole[0][:, at:])
+    same(dq, whole[1][:, at:])
+    first, last = (slice(0, at), RNG), (slice(at, Tk), rng)
+    parts = [
+        with_grads(
+            lambda *x, rng=rng: attention(*x, dropout_p=P, rng=rng),
+            q[:, rows], k[:, : rows.stop], v[:, : rows.stop],
+        )[2:]
+        for rows, rng in (first, last)
+    ]  # fmt: skip
+    for whole_grad, head, tail in zip(whole[2:], *parts):
+        tail[:, :at] += head
+        torch.testing.assert_close(
+            tail, whole_grad, atol=1e-5 if dtype == torch.float32 else 4e-3, rtol=0
+        )
+
+
 def assert_equal(a, b):
     assert torch.equal(a, b)
 
@@ -154,6 +211,10 @@ def test_oracles_know_parts():
     rng = RNG._replace(first_head=9)
     got = attention(q, q, q, dropout_p=P, rng=rng)
     torch.testing.assert_close(got, attention_ref(q, q, q, dropout_p=P, rng=rng))
+    last = RNG._replace(first_row=3)
+    got = attention(q[:, 3:], q, q, dropout_p=P, rng=last)
+    torch.testing.assert_close(got, attention_ref(q, q, q, dropout_p=P, rng=RNG)[:, 3:])
+    torch.testing.assert_close(got, attention_ref(q[:, 3:], q, q, dropout_p=P, rng=last))
     heads = keep_mask(rng, P, (2, 4, 5, 33))
     assert torch.equal(heads, keep_mask_ref(rng, P, (2, 4, 5, 33)))
     assert torch.equal(heads, keep_mask(RNG, P, (2, 13, 5, 33))[:, 9:])
@@ -170,8 +231,8 @@ def test_nothing_is_a_part(form):
 
 
 def test_whole_samples_are_one_block():
-    assert mask_parts((2, 6, 8), 0, 4, 8) == [MaskBlock(3, 1, 4, 8, 2, 0, 0)]
-    assert mask_parts((12, 8), 0, 4, 7) == [
+    assert mask_parts((2, 6, 8), 0, 4, (8, 0, 0)) == [MaskBlock(3, 1, 4, 8, 2, 0, 0)]
+    assert mask_parts((12, 8), 0, 4, (7, 0, 0)) == [
         MaskBlock(1, 1, 1, 8, 1, 0, 3),
         MaskBlock(2, 1, 4, 8, 2, 0, 0),
         MaskBlock(1, 1, 3, 8, 4, 0, 0),
@@ -183,11 +244,12 @@ def test_registration_and_compile():
     x = torch.randn(9, C, requires_grad=True)
     w, key = torch.randn(C, requires_grad=True), make_key(1, 2)
     check, ops = torch.library.opcheck, torch.ops.fastpar
-    check(ops.dropout.default, (x, key, 3 << 16, 26, 4, 2))
-    check(ops.keep_mask.default, (key, 3 << 16, 26, 4, 2, [9, C], torch.device("cpu")))
-    check(ops.layer_norm.default, (x, x.detach(), w, w, w, key, 3, 26, 4, 2, 1e-5, False))
+    check(ops.dropout.default, (x, key, 3 << 16, 26, 4, (2, 0, 0)))
+    check(ops.keep_mask.default, (key, 3 << 16, 26, 4, (2, 0, 0), [9, C], torch.device("cpu")))
+    check(ops.layer_norm.default, (x, x.detach(), w, w, w, key, 3, 26, 4, (2, 0, 0), 1e-5, False))
     q = torch.randn(1, 5, 2, 8, requires_grad=True)
     check(ops.attention.default, (q, q, q, True, 0.5, key, 3 << 16 | 7, 26, None))
+    check(ops.attention.default, (q, q, q, True, 0.5, key, 3 << 16 | 7, 26, None, None, 4))
 
     def f(x, w, q, rows, first):
         rng = Rng(key, 3, first_row=first, rows=rows)
@@ -216,16 +278,35 @@ def test_a_part_of_heads_is_refused_by_norms(op):
             op(x, x, x[0, 0], dropout_p=P, rng=RNG._replace(first_head=1))
 
 
-@sweep("rng", [ROWS, RNG._replace(first_row=2), RNG._replace(rows=0)])
-def test_a_part_of_rows_is_refused_by_attention_and_embedding(rng):
+@sweep("rng", [ROWS, RNG._replace(rows=0), RNG._replace(moved=(1, 2))])
+def test_a_part_of_rows_is_refused_by_attention(rng):
     q = torch.ones(1, 2, 3, 8)
     for x in (q, q.double()):
-        with pytest.raises(
-            ValueError, match=r"attention: expected an rng without (first_row|rows)"
-        ):
+        with pytest.raises(ValueError, match=r"attention: expected an rng without (rows|moved)"):
             attention(x, x, x, dropout_p=P, rng=rng)
+
+
+@sweep("first_row", [-1, 2**31 - 2])
+def test_a_row_beyond_the_mask_is_refused_by_attention(first_row):
+    q, rng = torch.ones(1, 2, 3, 8), RNG._replace(first_row=first_row)
+    message = rf"attention: expected 0 <= rng.first_row .* got first_row={first_row} T=2; count row"
+    with pytest.raises(ValueError, match=message):
+        attention(q, q, q, dropout_p=P, rng=rng)
+
+
+def test_documents_have_no_first_row():
+    q, cu_seqlens = torch.ones(5, 3, 8), torch.tensor([0, 2, 5], dtype=torch.int32)
+    rng = RNG._replace(first_row=2)
+    with pytest.raises(ValueError, match="attention: expected an rng without first_row, got fir"):
+        attention(q, q, q, dropout_p=P, rng=rng, cu_seqlens=cu_seqlens)
+
+
+@sweep("rng", [ROWS, RNG._replace(first_row=2), RNG._replace(rows=0), RNG._replace(moved=(1, 2))])
+def test_a_part_of_rows_is_refused_by_embedding(rng):
     idx = torch.zeros(2, 3, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"embedding: expected an rng without (first_row|rows)"):
+    with pytest.raises(
+        ValueError, match=r"embedding: expected an rng without (first_row|rows|mov)"
+    ):
         embedding(idx, X[0], dropout_p=P, rng=rng)
     with pytest.raises(ValueError, match=r"embedding: expected an rng without first_head, got fir"):
         embedding(idx, X[0], dropout_p=P, rng=RNG._replace(first_head=2))
@@ -234,11 +315,15 @@ def test_a_part_of_rows_is_refused_by_attention_and_embedding(rng):
 @sweep(
     ("rng", "message"),
     [
-        (ROWS._replace(rows=0), r": expected rng.rows >= 1, got rows=0"),
+        (ROWS._replace(rows=0), r": expected rng.rows >= 1, .*got rows=0"),
         (ROWS._replace(first_row=-1), r": expected 0 <= rng.first_row .*got first_row=-1 N=6"),
         (ROWS._replace(first_row=2**31 - 6), r": expected 0 <= .* first_row=2147483642 N=6"),
         (ROWS._replace(first_head=1), r": expected an rng without first_head, got first_head=1"),
         (ROWS._replace(rows=None), r": expected an rng without first_row, got first_row=2"),
+        (ROWS._replace(moved=(1, 2)), r": expected rng.rows >= 1, even where .*got rows=3 moved"),
+        (ROWS._replace(rows=4, moved=(-1, 2)), r": expected rng.moved that leave no row below 0"),
+        (ROWS._replace(rows=4, moved=(1, -3)), r": expected rng.moved that leave .*moved=\(1, -3"),
+        (ROWS._replace(rows=4, moved=(0, 2**30)), r": expected rng.moved that leave .*1073741824"),
     ],
 )
 def test_bad_parts_are_refused(rng, message):

@@ -303,10 +303,12 @@ def test_bad_numbers_are_refused():
 
 def test_registration():
     x = torch.randn(2, 3, 5, requires_grad=True)
-    torch.library.opcheck(torch.ops.fastpar.dropout.default, (x, make_key(1, 2), 3, 26, None, 0))
+    torch.library.opcheck(
+        torch.ops.fastpar.dropout.default, (x, make_key(1, 2), 3, 26, None, (0, 0, 0))
+    )
     torch.library.opcheck(
         torch.ops.fastpar.keep_mask.default,
-        (make_key(1, 2), 3, 26, None, 0, [2, 5], torch.device("cpu")),
+        (make_key(1, 2), 3, 26, None, (0, 0, 0), [2, 5], torch.device("cpu")),
     )
 
 

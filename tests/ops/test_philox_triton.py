@@ -166,10 +166,10 @@ def test_key_on_either_device(triton_device):
 def test_registration(triton_device):
     x = torch.randn(2, 3, 5, device=triton_device, requires_grad=True)
     key = make_key(1, 2, triton_device)
-    torch.library.opcheck(torch.ops.fastpar.dropout.default, (x, key, 3, 26, None, 0))
+    torch.library.opcheck(torch.ops.fastpar.dropout.default, (x, key, 3, 26, None, (0, 0, 0)))
     torch.library.opcheck(
         torch.ops.fastpar.keep_mask.default,
-        (key, 3, 26, None, 0, [2, 5], torch.device(triton_device)),
+        (key, 3, 26, None, (0, 0, 0), [2, 5], torch.device(triton_device)),
     )
 
 
