@@ -23,13 +23,12 @@ def check_ramp(settings: DataSettings) -> None:
         )
 
 
-def check_packing(settings: DataSettings, parallel: ParallelSettings, *, compiled: bool) -> None:
-    """Refuse packed documents where a rank has not whole rows, and in compiled models."""
-    found = [f"cp={parallel.cp}"] * (parallel.cp > 1) + ["compile=True"] * compiled
-    if settings.pack == "documents" and found:
+def check_packing(settings: DataSettings, *, compiled: bool) -> None:
+    """Refuse packed documents in compiled models."""
+    if settings.pack == "documents" and compiled:
         raise ValueError(
-            "train: expected whole rows on each rank and no compile with pack=documents, got "
-            f"{', '.join(found)}; leave it out, or use --pack stream"
+            "train: expected no compile with pack=documents, got compile=True; leave it out, or "
+            "use --pack stream"
         )
 
 

@@ -68,7 +68,7 @@ class TrainConfig(TrainFlags):
             )
         stage, tp, pp = self.parallel.zero_stage, self.parallel.tp, self.parallel.pp
         check_ramp(self.text)
-        check_packing(self.text, self.parallel, compiled=self.system.compile)
+        check_packing(self.text, compiled=self.system.compile)
         if self.optim.optimizer == "adafactor" and (stage or tp > 1):
             raise ValueError(
                 "train: expected zero_stage=0 and tp=1 with optimizer=adafactor, whose means of "
@@ -306,11 +306,12 @@ def check_split(parallel: ParallelSettings, shape: GPTConfig) -> None:
             f"train: expected tp of at most n_head={shape.n_head}, got tp={parallel.tp}; attention "
             "is split by heads: lower --tp"
         )
-    if parallel.cp > shape.heads_of_rank(parallel.tp):
+    by_heads = parallel.cp_method == "heads"
+    if by_heads and parallel.cp > shape.heads_of_rank(parallel.tp):
         raise ValueError(
             f"train: expected cp of at most the {shape.heads_of_rank(parallel.tp)} heads that "
             f"tp={parallel.tp} leaves a rank, got cp={parallel.cp}; attention is exchanged by "
-            "heads: lower --cp"
+            "heads: lower --cp, or add --cp-method keys"
         )
     if not shape.splits_by(parallel.tp):
         raise ValueError(

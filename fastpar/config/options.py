@@ -190,6 +190,8 @@ class ParallelSettings:
     """Ranks that share every sequence, for long contexts."""
     ep: int = 1
     """Data-parallel ranks that share out the experts."""
+    cp_method: Literal["heads", "keys"] = "heads"
+    """heads: ranks of cp exchange heads; keys: they gather keys, and may be more than the heads."""
     pp: int = 1
     """Ranks that each have some of the layers, as a pipeline."""
     schedule: Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"] = "1f1b"

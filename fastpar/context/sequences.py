@@ -1,14 +1,20 @@
 """Sequences that the ranks of the axis cp share out, and attention over all of them.
 
-Each rank has N/cp of a batch's N = B*T tokens, consecutive ones. All that works token by token
-needs nothing else. Attention does: to_heads() gives a rank all tokens of some of the heads, and
-to_tokens() takes the result back (Ulysses):
+Each rank has N/cp of a batch's N = B*T tokens; [Note: chunks] says which. All that works token by
+token needs nothing else. Attention does, in one of two ways. By keys: keys.py. By heads: to_heads()
+gives a rank all tokens of some of the heads, and to_tokens() takes the result back (Ulysses):
 
     q, k, v [N/cp, 3, H, D]  -> to_heads ->  [N, 3, H/cp, D]  -> attention ->  [N, 1, H/cp, D]
                                                       -> to_tokens ->  [N/cp, 1, H, D]
 
 Heads do not see each other, so every row of attention has the bits of one process, its dropout
 among them. Backward is the same two exchanges the other way.
+
+[Note: chunks] A sequence is cut into equal chunks, of which a rank has some, one after another. By
+heads that sequence is the whole batch, row behind row, and rank r has chunk r of cp: consecutive
+tokens. By keys each row is cut into 2 * cp, and rank r has chunks r and 2 * cp - 1 - r, the first
+that are left and the last: under a causal mask a query's work is its place, and every rank has the
+same sum of places. All else that needs to know which tokens a rank has asks ContextParallel.
 
 [Note: padded exchange] cp need not divide the heads: those that pad are zeros, which attention
 turns into zeros; nobody reads them. A batch is padded behind its last position, where attention
@@ -28,6 +34,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -40,7 +47,7 @@ from fastpar.comm.collectives import Collectives
 from fastpar.comm.mesh import Mesh
 from fastpar.kernels.op import define_autograd, define_op, refuse_double_backward
 
-METHODS = ("heads",)
+METHODS = ("heads", "keys")
 _DEVICES = ("CPU", "CUDA")
 _numbers = itertools.count(1)
 _handles: weakref.WeakValueDictionary[int, ContextParallel] = weakref.WeakValueDictionary()
@@ -51,15 +58,26 @@ class ContextParallel:
 
     Args:
         group: of the ranks along cp.
+        method: one of METHODS.
     Attributes:
         rank, size: along cp.
+        n_chunks, chunks: into so many a sequence is cut, and those of this rank.
         number: names it in calls of ops.
     """
 
-    def __init__(self, group: Collectives) -> None:
+    def __init__(self, group: Collectives, method: str = "heads") -> None:
         self.group, self.rank, self.size = group, group.rank, group.world_size
+        self.method, self.by_keys = method, method == "keys"
+        self.n_chunks = 2 * self.size if self.by_keys else self.size
+        self.chunks = self._chunks_of(self.rank)
+        every = [chunk for rank in range(self.size) for chunk in self._chunks_of(rank)]
+        self._of_ranks = every  # the chunks, in the order in which ranks have them
+        self._in_order = sorted(range(self.n_chunks), key=every.__getitem__)
         self.number = next(_numbers)
         _handles[self.number] = self
+
+    def _chunks_of(self, rank: int) -> list[int]:
+        return [rank, self.n_chunks - 1 - rank] if self.by_keys else [rank]
 
     def __deepcopy__(self, memo: dict) -> ContextParallel:
         return self
@@ -72,14 +90,49 @@ class ContextParallel:
 
     def first_head(self, heads: int) -> int:
         """The first that this rank attends, of so many."""
-        return self.rank * -(-heads // self.size)
+        return 0 if self.by_keys else self.rank * -(-heads // self.size)
+
+    def padding(self, batch: int, time: int, shares: int) -> int:
+        """Positions to add to each row so that ranks have equal numbers of its tokens.
+
+        shares: ranks that share out tokens, those of cp among them.
+        """
+        if self.by_keys:
+            return -time % math.lcm(self.n_chunks, shares)
+        return -time % shares if batch * time % shares else 0
+
+    def runs(self, batch: int, time: int) -> tuple[int, int, tuple[int, int]]:
+        """Where this rank's tokens lie: (first, rows, moved) of kernels.Rng."""
+        if not self.by_keys:
+            return self.rank * (batch * time // self.size), time, (0, 0)
+        length = time // self.n_chunks
+        first, second = (chunk * length for chunk in self.chunks)
+        return 0, 2 * length, (first, second - length)
 
     def slice(self, x: Tensor) -> Tensor:
         """This rank's tokens of all of them, [B, T] -> [N/cp]."""
-        return x.flatten().chunk(self.size)[self.rank]
+        return self._cut(x)[:, self.chunks].flatten()
+
+    def of_ranks(self, x: Tensor) -> Tensor:
+        """[B, T, ...] of all tokens -> [cp, N/cp, ...], those of each rank."""
+        parts = self._cut(x)[:, self._of_ranks].unflatten(1, (self.size, -1))
+        return parts.movedim(1, 0).flatten(1, 3)
+
+    def in_order(self, parts: Tensor, batch: int) -> Tensor:
+        """[cp, N/cp, ...] of each rank -> [N, ...], all tokens: of_ranks() the other way."""
+        if not self.by_keys:
+            return parts.flatten(0, 1)
+        chunks = parts.unflatten(1, (batch, len(self.chunks), -1)).movedim(0, 1).flatten(1, 2)
+        return chunks[:, self._in_order].flatten(0, 2)
+
+    def _cut(self, x: Tensor) -> Tensor:
+        """[sequences, chunks, tokens, ...]; see [Note: chunks]."""
+        x = x if self.by_keys else x.flatten(0, 1)[None]
+        return x.unflatten(1, (self.n_chunks, -1))
 
 
-def _of(number: int) -> ContextParallel:
+def context_of(number: int) -> ContextParallel:
+    """The one of this number; see [Note: handles]."""
     cp = _handles.get(number)
     assert cp is not None, "the model keeps it"
     return cp
@@ -107,7 +160,7 @@ def mesh_of_gradients(mesh: Mesh) -> Mesh:
 
 
 def share_sequences(
-    model: nn.Module, mesh: Mesh, make: Callable[[Any, str], Collectives]
+    model: nn.Module, mesh: Mesh, make: Callable[[Any, str], Collectives], method: str = "heads"
 ) -> ContextParallel | None:
     """The place of this rank along cp, for model.context_parallel(); None with cp=1. Ranks: all.
 
@@ -129,12 +182,13 @@ def share_sequences(
         )
     shape: Any = model.config
     most = -(-shape.n_head // mesh.tp_size)
-    if size > most:
+    if size > most and method == "heads":
         raise ValueError(
             f"parallelize: expected cp of at most the {most} heads that tp={mesh.tp_size} leaves a "
-            f"rank, got cp={size}; attention is exchanged by heads: choose one of cp=1 to {most}"
+            f"rank, got cp={size}; attention is exchanged by heads: choose one of cp=1 to {most}, "
+            'or cp_method="keys"'
         )
-    return ContextParallel(make(mesh.new_group("cp"), "cp"))
+    return ContextParallel(make(mesh.new_group("cp"), "cp"), method)
 
 
 # Exchanges
@@ -142,7 +196,7 @@ def share_sequences(
 
 def _to_heads(x: Tensor, number: int) -> Tensor:
     """[n, K, H, D] of this rank's tokens -> [cp * n, K, H/cp, D], all tokens of its heads."""
-    cp = _of(number)
+    cp = context_of(number)
     mine = -(-x.shape[2] // cp.size)
     x = F.pad(x, (0, 0, 0, mine * cp.size - x.shape[2]))
     sent = x.unflatten(2, (cp.size, mine)).movedim(2, 0).contiguous()
@@ -153,7 +207,7 @@ def _to_heads(x: Tensor, number: int) -> Tensor:
 
 def _to_tokens(x: Tensor, heads: int, number: int) -> Tensor:
     """The way back: [cp * n, K, H/cp, D] -> [n, K, heads, D]."""
-    cp = _of(number)
+    cp = context_of(number)
     sent = x.unflatten(0, (cp.size, -1)).contiguous()
     out = torch.empty_like(sent)
     cp.group.all_to_all(out.view(-1), sent.view(-1))
@@ -162,16 +216,17 @@ def _to_tokens(x: Tensor, heads: int, number: int) -> Tensor:
 
 def _sum(x: Tensor, number: int) -> Tensor:
     total = x.clone()
-    _of(number).group.all_reduce(total.view(-1))
+    context_of(number).group.all_reduce(total.view(-1))
     return total
 
 
-def _gather(x: Tensor, number: int) -> Tensor:
-    return _of(number).group.gathered(x).flatten(0, 1)
+def _gather(x: Tensor, batch: int, number: int) -> Tensor:
+    cp = context_of(number)
+    return cp.in_order(cp.group.gathered(x), batch)
 
 
 def _heads_fake(x: Tensor, number: int) -> Tensor:
-    size = _of(number).size
+    size = context_of(number).size
     return x.new_empty(x.shape[0] * size, x.shape[1], -(-x.shape[2] // size), x.shape[3])
 
 
@@ -182,7 +237,7 @@ _to_tokens_op = define_op(
     "cp_to_tokens(Tensor x, SymInt heads, int cp) -> Tensor",
     _to_tokens,
     lambda x, heads, number: x.new_empty(
-        x.shape[0] // _of(number).size, x.shape[1], heads, x.shape[3]
+        x.shape[0] // context_of(number).size, x.shape[1], heads, x.shape[3]
     ),
     _DEVICES,
 )
@@ -190,9 +245,9 @@ _sum_op = define_op(
     "cp_sum(Tensor x, int cp) -> Tensor", _sum, lambda x, number: torch.empty_like(x), _DEVICES
 )
 _gather_op = define_op(
-    "cp_gather(Tensor x, int cp) -> Tensor",
+    "cp_gather(Tensor x, SymInt batch, int cp) -> Tensor",
     _gather,
-    lambda x, number: x.new_empty(x.shape[0] * _of(number).size, *x.shape[1:]),
+    lambda x, batch, number: x.new_empty(x.shape[0] * context_of(number).size, *x.shape[1:]),
     _DEVICES,
 )
 
@@ -213,17 +268,21 @@ def _backward(of: Callable[[Any, Tensor], Tensor], n_inputs: int) -> Callable[..
     return backward
 
 
+def _keep_batch(ctx: Any, inputs: Any, output: Any) -> None:
+    _, ctx.batch, ctx.number = inputs
+
+
 def _own_part(ctx: Any, grad: Tensor) -> Tensor:
-    cp = _of(ctx.number)
-    return grad.chunk(cp.size)[cp.rank] * cp.size
+    cp = context_of(ctx.number)
+    return cp.of_ranks(grad.unflatten(0, (ctx.batch, -1)))[cp.rank] * cp.size
 
 
 define_autograd(
     _to_heads_op, _keep_heads, _backward(lambda c, g: _to_tokens_op(g, c.heads, c.number), 2)
 )
 define_autograd(_to_tokens_op, _keep_number, _backward(lambda c, g: _to_heads_op(g, c.number), 3))
-define_autograd(_sum_op, _keep_number, _backward(lambda c, g: g * _of(c.number).size, 2))
-define_autograd(_gather_op, _keep_number, _backward(_own_part, 2))
+define_autograd(_sum_op, _keep_number, _backward(lambda c, g: g * context_of(c.number).size, 2))
+define_autograd(_gather_op, _keep_batch, _backward(_own_part, 3))
 
 
 def to_heads(x: Tensor, cp: ContextParallel) -> Tensor:
@@ -255,14 +314,16 @@ def sum_of_parts(x: Tensor, cp: ContextParallel) -> Tensor:
     return _sum_op(x, cp.number)
 
 
-def gather_tokens(x: Tensor, cp: ContextParallel) -> Tensor:
+def gather_tokens(x: Tensor, batch: int, cp: ContextParallel) -> Tensor:
     """[N/cp, ...] of this rank's tokens -> [N, ...], on every rank, which all do the same with it.
+
+    batch: rows of these N tokens.
 
     Ranks: all of cp. Wire: (cp - 1) times x.
     """
-    return _gather_op(x, cp.number)
+    return _gather_op(x, batch, cp.number)
 
 
 def first_of(x: Tensor, cp: ContextParallel) -> Tensor:
     """The x of the first rank. Ranks: all of cp."""
-    return _gather_op(x[None], cp.number)[0]
+    return _sum_op(x if cp.rank == 0 else torch.zeros_like(x), cp.number)

@@ -25,9 +25,9 @@ and delta are this rank's part of the tokens, [N/tp, C], and what needs the whol
 shape by Tokens. A batch that the ranks do not divide is padded behind its last position, where
 attention does not look and targets do not count.
 
-[Note: context parallel] With cp a rank has N/cp consecutive tokens of the batch, of which the ranks
-of tp then share out theirs; Tokens says which. Attention sees all of them
-(context/sequences.py); a loss is that of the whole batch.
+[Note: context parallel] With cp a rank has N/cp tokens of the batch, in one run or two of each row,
+of which the ranks of tp then share out theirs; Tokens says which. Attention sees all of them
+(context/); a loss is that of the whole batch.
 
 [Note: pipeline] One tensor goes from a stage to the next: x + dropout(delta), as the norm behind it
 would store it. The sender has that from the norm's own op, whose norm it drops; the receiver adds
@@ -44,6 +44,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastpar.config.config import VOCAB_MULTIPLE, GPTConfig
+from fastpar.context.keys import attend_keys
 from fastpar.context.sequences import (
     ContextParallel,
     first_of,
@@ -71,6 +72,7 @@ from fastpar.models.parts import (
     bounds_of,
     check_positions,
     dropout_at,
+    pad_positions,
 )
 from fastpar.models.reads import LayerRead
 from fastpar.sharding.placements import Shard, State
@@ -123,6 +125,10 @@ class Attention(nn.Module):
         qkv = column_linear(y, self.c_attn.weight, self.c_attn.bias, self.tp)  # [B, T, 3*C/tp]
         qkv = qkv.unflatten(-1, (3, -1, self.head_dim))  # [B, T, 3, H/tp, D]
         heads = qkv.shape[-2]
+        if self.cp is not None and self.cp.by_keys:
+            assert tokens is not None
+            o = attend_keys(qkv, tokens.batch, self.cp, documents=documents, **dropout)
+            return row_linear(o.flatten(-2), self.c_proj.weight, tp=self.tp)
         if self.cp is not None:
             qkv = to_heads(qkv, self.cp)
         if documents is not None:
@@ -248,7 +254,7 @@ class GPT(nn.Module):
             reduction: of the loss: "mean" over the valid targets or "sum".
             parts: run these of pipeline_parts() only; stream: what the parts before them returned.
             positions: [B, T] int64, of each token in its document: attention looks at no other, and
-                one begins where it is 0. None: each row is one. Without cp.
+                one begins where it is 0. None: each row is one.
         Returns:
             loss: [] fp32 (fp64 for fp64 parameters), or logits: [B, T, V] in the parameters' dtype
                 (no padding). Without the last part: the residual stream for the parts behind.
@@ -273,20 +279,20 @@ class GPT(nn.Module):
         if self.cp is not None:  # before it is padded, perhaps beyond the context
             self._check_ids(idx, self.config.block_size)
         if positions is not None:
-            check_positions(idx, positions, cp=self.cp is not None)
+            check_positions(idx, positions, self.config.block_size)
         length, behind = idx.shape[-1], self._padding(idx)
         if behind:
             check_unpadded(idx, self._shares, self.experts)
             idx = F.pad(idx, (0, behind))
             targets = targets if targets is None else F.pad(targets, (0, behind), value=-100)
-            positions = positions if positions is None else F.pad(positions, (0, behind))
+            positions = positions if positions is None else pad_positions(positions, behind)
         x = self.features(idx, rng_key, parts, stream, positions)
         if parts is not None and len(self.h) + 1 not in parts:
             return x
         if targets is None:
             logits = self.logits(x)
             if self.cp is not None:
-                logits = gather_tokens(logits, self.cp)
+                logits = gather_tokens(logits, len(idx), self.cp)
             return logits.view(*idx.shape, -1)[:, :length]
         if self.cp is None:
             return self._loss(x, targets, reduction)
@@ -314,6 +320,8 @@ class GPT(nn.Module):
 
     def _padding(self, idx: Tensor) -> int:
         """Positions to add, see [Note: tensor parallel]."""
+        if self.cp is not None:
+            return self.cp.padding(*idx.shape, self._shares)
         return -idx.shape[-1] % self._shares if idx.numel() % self._shares else 0
 
     def pipeline_parts(self) -> list[tuple[str, ...]]:
@@ -354,7 +362,7 @@ class GPT(nn.Module):
         positions: as in forward(); see [Note: pipeline]. read: of each layer, of the tokens before
         idx, to which those of idx are added; without dropout, tp, cp, parts and positions.
         """
-        spare = 0 if self.cp is None else self._shares - 1
+        spare = 0 if self.cp is None else 2 * self._shares
         self._check_ids(idx, self.config.block_size + spare)
         tokens = self._tokens(*idx.shape)
         p, n_layer = self.config.dropout, len(self.h)
@@ -381,10 +389,10 @@ class GPT(nn.Module):
     def _tokens(self, batch: int, time: int) -> Tokens | None:
         if self._shares == 1:
             return None
-        part = 0 if self.cp is None else self.cp.rank
+        first, *rows = (0, time, (0, 0)) if self.cp is None else self.cp.runs(batch, time)
         if self.tp is not None and self.tp.sequence_parallel:
-            part = part * self.tp.size + self.tp.rank
-        return Tokens(batch, time, part * (batch * time // self._shares))
+            first += self.tp.rank * (batch * time // self._shares)
+        return Tokens(batch, time, first, *rows)
 
     def _embed(
         self,
@@ -397,19 +405,21 @@ class GPT(nn.Module):
         wte, wpe = self.wte.weight, self.wpe.weight
         if self._shares == 1 and self.tp is None and positions is None:
             return embedding(idx, wte, wpe, first_position=first, **mask)
+        spot = 0 if tokens is None else tokens.first  # of this rank's tokens in those of cp
         if self.cp is not None:
             idx = self.cp.slice(idx)[None]
+            positions = positions if positions is None else self.cp.slice(positions)
+            spot -= self.cp.runs(tokens.batch, tokens.time)[0]
         x = embedding(idx, wte) if self.tp is None else vocab_embedding(idx, wte, self.tp)
         if tokens is None:
             x = x + (wpe[: idx.shape[1]] if positions is None else embedding(positions, wpe))
         else:
             x = x.view(-1, x.shape[-1])
             if positions is None:
-                mine = torch.arange(tokens.first, tokens.first + x.shape[0], device=idx.device)
-                places = (mine % tokens.time).clamp(max=len(wpe) - 1)  # of padding behind it
+                places = tokens.places(x.shape[0], idx.device)
             else:
-                places = positions.flatten()[tokens.first : tokens.first + x.shape[0]]
-            x = x + embedding(places[None], wpe)[0]
+                places = positions.flatten()[spot : spot + x.shape[0]]
+            x = x + embedding(places[None].clamp(max=len(wpe) - 1), wpe)[0]  # of padding behind it
         return dropout(x, mask["dropout_p"], mask["rng"]) if mask else x
 
     def logits(self, x: Tensor) -> Tensor:

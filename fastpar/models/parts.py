@@ -19,7 +19,17 @@ class Tokens(NamedTuple):
 
     batch: int
     time: int
-    first: int  # in the batch's N = B*T tokens
+    first: int  # of those that are numbered: `rows` of each of the B samples
+    rows: int
+    moved: tuple[int, int]  # from such a number to a place in the sample: kernels.Rng
+
+    def places(self, n: int, device: torch.device) -> Tensor:
+        """Of this rank's n tokens in their samples, [n]."""
+        numbers = torch.arange(self.first, self.first + n, device=device) % self.rows
+        low, high = self.moved
+        if low == high == 0:
+            return numbers
+        return numbers + torch.where(2 * numbers < self.rows, low, high)
 
 
 def dropout_at(
@@ -30,7 +40,8 @@ def dropout_at(
         return {}
     rng = Rng(rng_key, site, first_head=first_head)
     if tokens is not None:
-        rng = Rng(rng_key, site, first_row=tokens.first, rows=tokens.time)
+        rows, moved = tokens.rows, tokens.moved
+        rng = Rng(rng_key, site, first_row=tokens.first, rows=rows, moved=moved)
     return {"dropout_p": p, "rng": rng}
 
 
@@ -72,12 +83,21 @@ def bounds_of(positions: Tensor) -> Tensor:
     return F.pad(starts, (0, 1), value=positions.numel()).int()
 
 
-def check_positions(idx: Tensor, positions: Tensor, *, cp: bool) -> None:
-    """Refuse positions that are none of idx; cp: ranks share out each row."""
-    if cp:
+def pad_positions(positions: Tensor, behind: int) -> Tensor:
+    """So many more in each row, of its last document: no other one gets another number."""
+    more = torch.arange(1, behind + 1, device=positions.device)
+    return torch.cat([positions, positions[:, -1:] + more], 1)
+
+
+def check_positions(idx: Tensor, positions: Tensor, block_size: int) -> None:
+    """Refuse positions that are none of idx."""
+    fits = (positions < block_size).all()
+    if not positions.is_cpu:  # no wait for the device here
+        torch._assert_async(fits, "GPT: expected documents of at most block_size tokens")
+    elif not fits:
         raise ValueError(
-            "GPT: expected positions of documents in rows that one rank sees whole, got them with "
-            "cp; leave positions out"
+            f"GPT: expected documents of at most block_size={block_size} tokens, got a position of "
+            f"{int(positions.max())}; cut them, as --pack documents does"
         )
     if positions.shape != idx.shape or (positions.is_cpu and positions[:, 0].any()):
         raise ValueError(

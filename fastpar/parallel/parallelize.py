@@ -139,8 +139,9 @@ def parallelize(
             of fastpar.pipeline_step.
         pp_schedule, pp_chunks: the schedule whose placement the stages have: "interleaved" gives
             each rank pp_chunks of them (2), "zb-v" two in the shape of a V, any other one.
-        cp_method: how ranks of cp attend tokens of the others: "heads" exchanges all tokens of
-            some heads (fastpar/context). The ranks get the same batches and return the same loss.
+        cp_method: how ranks of cp attend tokens of the others (fastpar/context): "heads" exchanges
+            all tokens of some heads, "keys" gathers the keys and values of all tokens. The ranks
+            get the same batches and return the same loss.
         offload: "optimizer" keeps AdamW's state in the host's memory, where it is stepped under the
             next forward (zero_stage 1 to 3; with one rank, too); "parameters" the shards of stage 3
             too. The same bits as without. Where backward passes add up, pass grad_accum_steps.
@@ -173,7 +174,7 @@ def parallelize(
     prove_together(mesh)
     debug = debug or Debug()
     maker = GroupMaker(mesh, transport, collectives, deterministic=deterministic, debug=debug)
-    context = share_sequences(model, given, maker.make)
+    context = share_sequences(model, given, maker.make, cp_method)
     cut = cut_stages(model, mesh, pp_split, pp_schedule, pp_chunks)
     declared, report = _split_along_tp(model, mesh, maker, tp_plan, sequence_parallel, tp_overlap)
     declared = share_experts(model, given, maker.make, declared)

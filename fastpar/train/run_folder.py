@@ -157,13 +157,15 @@ class RunFolder:
         dp = f"ranks {facts['world_size']}"
         if tp * cp * pp > 1:
             dp = f"dp {facts['world_size'] // (tp * cp * pp)}"
+            keys = " by keys" if facts["cp_method"] == "keys" else ""
             kind = "sequence parallel" if facts["sequence_parallel"] else "no sequence parallelism"
-            axes = f"{dp}{f' * tp {tp} ({kind})' * (tp > 1)}{f' * cp {cp}' * (cp > 1)}"
+            axes = f"{dp}{f' * tp {tp} ({kind})' * (tp > 1)}{f' * cp {cp}{keys}' * (cp > 1)}"
             axes += f"{f' * pp {pp}' * (pp > 1)}, "
         axes += f"experts over {ep} of dp, " * (ep > 1)
         sparse = f"{shape.n_expert} experts (top {shape.top_k}) in {shape.expert_layers} layers, "
-        heads, padded = shape.n_head, tp * cp * -(-shape.heads_of_rank(tp) // cp)
-        by = " and ".join(["tp"] * (tp > 1) + ["cp"] * (cp > 1))
+        parts = 1 if facts["cp_method"] == "keys" else cp  # that attend different heads
+        heads, padded = shape.n_head, tp * parts * -(-shape.heads_of_rank(tp) // parts)
+        by = " and ".join(["tp"] * (tp > 1) + ["cp"] * (parts > 1))
         padding = f" (padded to {padded} by {by})" if padded > heads else ""
         self.header = (
             f"fastpar  {__version__}, torch {torch.__version__}, {facts['device']}, "

@@ -31,6 +31,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from cells import few
+from packed_rows import positions_of
 from torch import Tensor, nn
 
 from fastpar.comm.mesh import Mesh
@@ -81,11 +82,16 @@ class Cell:
     # Nor does it cp; test_cp_matrix.py does not.
     cp: int = 1
     method: str = "heads"
+    documents: bool = False
 
     def __str__(self) -> str:
         hsdp = f"of{self.shard_size}" if self.shard_size else ""
         words = [f"tp{self.tp}-dp{self.dp}{hsdp}-zero{self.stage}", self.model, self.precision]
-        words += [n for n in ("sequence", "dropout", "clip", "deterministic") if getattr(self, n)]
+        words += [
+            n
+            for n in ("sequence", "dropout", "clip", "deterministic", "documents")
+            if getattr(self, n)
+        ]
         words += [w for w in (self.accum, self.recompute) if w not in ("once", "none")]
         words += [f"cp{self.cp}-{self.method}"] * (self.cp > 1)
         return "-".join(words)
@@ -295,7 +301,7 @@ class Loop:
     def backward(self, step: int, index: int, of: int, share: int) -> float:
         """The loss of a micro-batch, of which a rank has `share`."""
         x, y, key = micro_batch(self.cell, step, index, of)
-        loss = self.model(x, y, rng_key=key)
+        loss = self.model(x, y, rng_key=key, **positions_of(self.cell, x, key))
         scaled = loss / share * self.scale
         if self.dynamic is not None and step == OVERFLOW_STEP and index == of - 1:
             scaled = scaled * float("inf")
@@ -397,7 +403,7 @@ def _plain(cell: Cell, precision: str, parts: int, moved: int) -> dict[str, Any]
 def plain(cell: Cell, precision: str, parts: int = 1, moved: int = 0) -> dict[str, Any]:
     """The run without an engine, which knows nothing of a mesh."""
     asked = {n: getattr(cell, n) for n in ("model", "dropout", "clip", "precision")}
-    sizes = {n: getattr(cell, n) for n in ("time", "vocab_size", "n_head", "head_dim")}
+    sizes = {n: getattr(cell, n) for n in ("time", "vocab_size", "n_head", "head_dim", "documents")}
     dp = cell.samples // 4 * 4  # has as many samples
     return _plain(replace(Cell(), **asked, **sizes, dp=dp), precision, parts, moved)
 
@@ -446,7 +452,7 @@ def _bounds(cell: Cell, precision: str) -> dict[Any, float]:
 
 def bounds(cell: Cell) -> dict[Any, float]:
     """How far from fp64 each value may be."""
-    names = ("model", "dropout", "clip", "precision", "time", "vocab_size", "n_head")
+    names = ("model", "dropout", "clip", "precision", "time", "vocab_size", "n_head", "documents")
     same = {n: getattr(cell, n) for n in names}
     return _bounds(replace(Cell(), **same, dp=cell.samples), cell.precision)
 
