@@ -1,7 +1,7 @@
 """Long sequences on two ranks: context parallel beside tensor and data parallel, and behind a link.
 
 Two CPU ranks with one thread each train two sequences of 4096 tokens a step, 2 layers of 256:
-cp=2 (an exchange of heads), tp=2 with sequence parallelism, and dp=2, which has a sequence on each
+cp=2 by both methods, tp=2 with sequence parallelism, and dp=2, which has a sequence on each
 rank and, unlike the others, cannot train a single one on both. Steps take turns. The gate is
 bench_zero.py's: weights and loss after two steps against one process in fp64.
 
@@ -32,7 +32,7 @@ TIME_LIMIT_S = {"cpu": 900, "cuda": 10}
 ROWS = 2
 CONFIG = GPTConfig(2, 4, 256, 4096, 1024, dropout=0.0)
 QUICK = GPTConfig(2, 2, 32, 64, 256, dropout=0.0)
-BASE, OTHERS = "fastpar TP", ("fastpar CP", "fastpar ZeRO-0")
+BASE, OTHERS = "fastpar TP", ("fastpar CP", "fastpar CP, keys", "fastpar ZeRO-0")
 
 
 def trial_of(name: str, config: GPTConfig, folder: str, transport: str = "auto") -> Trial:

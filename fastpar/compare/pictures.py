@@ -25,7 +25,19 @@ _COLOURS = (
 )
 _MARKERS = "s^vDPX*<>hdp8H"
 # Those that run on two ranks by default have a colour each; the rest share them.
-_FIRST = ("ddp", "fsdp2", "fsdp2-no-reshard", "dp", "zero1", "zero2", "zero3", "tp", "cp", "pp")
+_FIRST = (
+    "ddp",
+    "fsdp2",
+    "fsdp2-no-reshard",
+    "dp",
+    "zero1",
+    "zero2",
+    "zero3",
+    "tp",
+    "cp",
+    "cp-keys",
+    "pp",
+)
 _SIZE_INCHES, _DPI = (9.0, 4.4), 110
 _MOST_TICKS = 12
 

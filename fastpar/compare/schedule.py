@@ -28,7 +28,7 @@ from fastpar.train.metrics import duration
 
 DEFAULT = (  # side by side what does the same: torch's, then fastpar's
     *(SINGLE, "ddp", "dp", "zero1", "fsdp2-no-reshard", "zero2", "fsdp2", "zero3"),
-    *("tp", "tp-zero1", "tp-zero2", "tp-zero3", "cp", "pp", "dp-pp"),
+    *("tp", "tp-zero1", "tp-zero2", "tp-zero3", "cp", "cp-keys", "pp", "dp-pp"),
     *("deepspeed1", "deepspeed2", "deepspeed3"),
 )
 UNTIMED_STEPS = 3
@@ -47,9 +47,9 @@ class CompareCommand:
 
     strategies: str | None = None
     """Names with commas: single, ddp, ddp-zero, fsdp2, fsdp2-no-reshard, dp, zero1, zero2, zero3,
-    hsdp, tp, tp-zero1, tp-zero2, tp-zero3, cp (two share sequences), pp (every rank a stage),
-    dp-pp (two stages), deepspeed1, deepspeed2, deepspeed3; unset: all that run here, but for
-    ddp-zero and hsdp."""
+    hsdp, tp, tp-zero1, tp-zero2, tp-zero3, cp, cp-keys (two share sequences), pp (every rank a
+    stage), dp-pp (two stages), deepspeed1, deepspeed2, deepspeed3; unset: all that run here, but
+    for ddp-zero and hsdp."""
     nproc: int = 2
     """Ranks of every strategy but single, which has one."""
     epochs: int | None = None
@@ -139,7 +139,7 @@ def why_not(name: str, command: CompareCommand, shape: GPTConfig, gpus: int | No
     """
     strategy = STRATEGIES[name]
     reason = strategy.why_not(command.nproc, command.optimizer)
-    heads = max(strategy.tp, strategy.cp)
+    heads = max(strategy.tp, 1 if name == "cp-keys" else strategy.cp)
     if reason is None and (not shape.splits_by(strategy.tp) or shape.n_head < heads):
         reason = f"needs {heads} heads or more, got {shape.n_head}"
     if reason is None and shape.block_size % strategy.tp:

@@ -355,12 +355,13 @@ def _fastpar(
     stage: int,
     tp: int = 1,
     cp: int = 1,
+    cp_method: str = "heads",
     pp: int = 1,
     hsdp: bool = False,
 ) -> Contender:
     """hsdp: pairs of ranks share one copy, replicas across. pp: see Strategy."""
     mesh = Mesh(tp=tp, cp=cp, pp=pp or dist.get_world_size(), device=settings.device)
-    options: dict[str, Any] = {"zero_stage": stage, **settings.fastpar}
+    options: dict[str, Any] = {"zero_stage": stage, "cp_method": cp_method, **settings.fastpar}
     if hsdp:
         if mesh.dp_size < 4 or mesh.dp_size % 2:
             raise ValueError(
@@ -466,6 +467,14 @@ _ALL = (
         for n in _STAGES
     ),
     Strategy("cp", "fastpar CP", partial(_fastpar, stage=0, cp=2), at_least=2, ranks=2, cp=2),
+    Strategy(
+        "cp-keys",
+        "fastpar CP, keys",
+        partial(_fastpar, stage=0, cp=2, cp_method="keys"),
+        at_least=2,
+        ranks=2,
+        cp=2,
+    ),
     Strategy("pp", "fastpar PP", partial(_fastpar, stage=0, pp=0), at_least=2, pp=0),
     Strategy(
         "dp-pp", "fastpar DP x PP", partial(_fastpar, stage=0, pp=2), at_least=4, ranks=2, pp=2

@@ -117,8 +117,10 @@ class _Calls:
         """Some heads, and keys and values of all tokens, [N, 2, heads, D]."""
         for first in range(0, self.heads, self.step):
             heads = slice(first, min(self.heads, first + self.step))
-            parts = self.cp.group.gathered(self.qkv[:, 1:, heads])
-            yield heads, self.cp.in_order(parts, self.batch)
+            yield (
+                heads,
+                self.cp.in_order(self.cp.group.gathered(self.qkv[:, 1:, heads]), self.batch),
+            )
 
     def settings(self, piece: Piece, heads: slice) -> tuple:
         """Arguments of attention and its backward behind the tensors."""

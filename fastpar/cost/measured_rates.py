@@ -74,7 +74,7 @@ def rates_folder() -> Path:
 def overhead_key(setup: Setup) -> str:
     """What the fixed costs depend on."""
     split = f"tp {setup.tp}" + (" sequence" if setup.tp > 1 and setup.sequence_parallel else "")
-    split += f" cp {setup.cp}" * (setup.cp > 1)
+    split += f" cp {setup.cp}{' by keys' * setup.by_keys}" * (setup.cp > 1)
     return f"stage {setup.zero_stage}, {split}, {setup.activation_checkpointing}"
 
 

@@ -203,7 +203,8 @@ class _Peak:
         # What ranks of cp attend, and on a GPU its o, which c_proj keeps as this rank's tokens.
         attended = setup.attended_heads(shape)
         self.padding = self.n * (attended - n_heads) * shape.head_dim * self.item
-        self.again = self.heads + self.padding if self.on_gpu and setup.cp > 1 else 0.0
+        exchanged = self.on_gpu and setup.cp > 1 and not setup.by_keys
+        self.again = self.heads + self.padding if exchanged else 0.0
         self.a = self.split if self.sp else self.whole
         # Mean and rstd of a norm.
         self.statistics = 8 * (self.n / tp if self.sp else self.n)

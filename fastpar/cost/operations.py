@@ -125,7 +125,7 @@ def ops_of(workload: Workload, setup: Setup) -> tuple[Op, ...]:
 
 
 _decides_passes = attrgetter(
-    *("micro_batch_size", "grad_accum_steps", "tp", "cp", "pp", "sequence_parallel"),
+    *("micro_batch_size", "grad_accum_steps", "tp", "cp", "by_keys", "pp", "sequence_parallel"),
     *("activation_checkpointing", "weight_bytes", "device_type"),
 )
 
@@ -133,9 +133,9 @@ _decides_passes = attrgetter(
 @functools.lru_cache(4096)
 def _passes(shape: GPTConfig, *decides: Any) -> tuple[Op, ...]:
     """Forward and backward."""
-    micro, n_micro, t, c, pp, sequence_parallel, mode, item, device = decides
+    micro, n_micro, t, c, by_keys, pp, sequence_parallel, mode, item, device = decides
     width, seq_len = shape.n_embd, shape.block_size
-    rows = -(-micro * seq_len // c)
+    rows = 2 * micro * -(-seq_len // (2 * c)) if by_keys else -(-micro * seq_len // c)
     mine = -(-rows // t) if sequence_parallel else rows
     layers, ends = n_micro * shape.n_layer / pp, n_micro / pp
     vocab, heads = vocabulary_rows(shape, t), shape.heads_of_rank(t)
@@ -144,7 +144,7 @@ def _passes(shape: GPTConfig, *decides: Any) -> tuple[Op, ...]:
     gelu = _elementwise("bias_gelu", (rows, 4 * width // t), 15.0, (2, 3), item)
     cheap = [norm, norm, gelu]
     kept = [
-        _attention(micro, -(-heads // c), seq_len, shape.head_dim, item),
+        _attention(micro, heads if by_keys else -(-heads // c), seq_len, shape.head_dim, item),
         _matmul(rows, width, 3 * features, item),
         _matmul(rows, features, width, item),
         _matmul(rows, width, 4 * width // t, item),
@@ -152,10 +152,11 @@ def _passes(shape: GPTConfig, *decides: Any) -> tuple[Op, ...]:
     ]
     modes = {"none": [], "selective": cheap, "full": cheap + kept}
     found = Counter[Op]()
+    share = {"attention": layers / c if by_keys else layers}  # of it by keys: 1/c of all queries
     for op in (op for pair in cheap + kept for op in pair):
-        found[op] += layers
+        found[op] += share.get(op.name, layers)
     for forward, _ in modes[mode]:
-        found[forward._replace(direction="recompute")] += layers
+        found[forward._replace(direction="recompute")] += share.get(forward.name, layers)
     for op in (*norm, *_loss(rows, width, vocab, item, device)):
         found[op] += ends
     table = float(vocab * width * item)  # of whose gradient most rows are zeros
@@ -331,14 +332,25 @@ def _along_tp(workload: Workload, setup: Setup) -> Iterator[CommOp]:
 
 
 def _along_cp(workload: Workload, setup: Setup) -> Iterator[CommOp]:
-    """The exchanges of context/sequences.py, before and after attention; a loss's sum."""
+    """The exchanges of context/, before and after attention or in it; a loss's sum."""
     shape, n_micro, c = workload.shape, setup.grad_accum_steps, setup.cp
     of_head = setup.tokens_of_rank(workload) * shape.head_dim * setup.weight_bytes
     mine = float(of_head * setup.attended_heads(shape))
-    forwards = 1 if setup.activation_checkpointing == "none" else 2
-    passes = n_micro * -(-shape.n_layer // setup.pp) * (forwards + 1)
-    yield CommOp("all_to_all", "cp", 3 * mine, c, setup.tp, passes, "")
-    yield CommOp("all_to_all", "cp", mine, c, setup.tp, passes, "")
+    layers = n_micro * -(-shape.n_layer // setup.pp)
+    if setup.by_keys:  # keys and values of all tokens, of some heads at a time; their gradients
+        heads, at_once = shape.heads_of_rank(setup.tp), -(-shape.heads_of_rank(setup.tp) // c)
+        again = setup.activation_checkpointing == "full"
+        for some, times in Counter(
+            min(at_once, heads - h) for h in range(0, heads, at_once)
+        ).items():
+            both = 2.0 * of_head * some * c
+            gathers = times * layers * (3 if again else 2)
+            yield CommOp("all_gather", "cp", both, c, setup.tp, gathers, "")
+            yield CommOp("all_to_all", "cp", both, c, setup.tp, times * layers, "")
+    else:
+        passes = layers * (2 if setup.activation_checkpointing == "none" else 3)
+        yield CommOp("all_to_all", "cp", 3 * mine, c, setup.tp, passes, "")
+        yield CommOp("all_to_all", "cp", mine, c, setup.tp, passes, "")
     wide = 8.0 if setup.weight_bytes == 8 else 4.0
     yield CommOp("all_reduce", "cp", wide, c, setup.tp, n_micro, "")
 

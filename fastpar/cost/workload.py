@@ -66,7 +66,7 @@ class Setup:
     none is "auto".
 
     Attributes:
-        cp: ranks that share every sequence, by an exchange of heads.
+        cp: ranks that share every sequence. cp_method: they exchange "heads", or gather "keys".
         pp: ranks of a pipeline. schedule, chunks: see pipeline/schedules.py; the micro-batches are
             those of grad_accum_steps.
         pp_split: layers on each of the pp * chunks stages; None: by their flops.
@@ -100,6 +100,7 @@ class Setup:
     device_type: str = "cuda"
     transport: str = "nccl"
     cp: int = 1
+    cp_method: str = "heads"
     offload: str = "none"
     offload_keep_mb: float = 0.0
     offload_activations: bool = False
@@ -121,11 +122,19 @@ class Setup:
 
     def tokens_of_rank(self, workload: Workload) -> int:
         """Of a micro-batch, before tp shares them out."""
+        if self.by_keys:  # two chunks of each row
+            return 2 * self.micro_batch_size * -(-workload.seq_len // (2 * self.cp))
         return -(-self.micro_batch_size * workload.seq_len // self.cp)
+
+    @property
+    def by_keys(self) -> bool:
+        """Whether ranks of cp attend all heads of their own tokens."""
+        return self.cp > 1 and self.cp_method == "keys"
 
     def attended_heads(self, shape: GPTConfig) -> int:
         """Heads of all tokens that a rank of tp attends with its peers along cp, padding counts."""
-        return -(-shape.heads_of_rank(self.tp) // self.cp) * self.cp
+        heads = shape.heads_of_rank(self.tp)
+        return heads if self.by_keys else -(-heads // self.cp) * self.cp
 
     @property
     def stage(self) -> int:

@@ -91,6 +91,12 @@ def pad_positions(positions: Tensor, behind: int) -> Tensor:
 
 def check_positions(idx: Tensor, positions: Tensor, block_size: int) -> None:
     """Refuse positions that are none of idx."""
+    if positions.shape != idx.shape or (positions.is_cpu and positions[:, 0].any()):
+        raise ValueError(
+            f"GPT: expected positions of idx's shape {list(idx.shape)}, 0 where a row begins, got "
+            f"positions.shape={list(positions.shape)}, first {positions[:, :1].tolist()}; take "
+            "them from sample_batch"
+        )
     fits = (positions < block_size).all()
     if not positions.is_cpu:  # no wait for the device here
         torch._assert_async(fits, "GPT: expected documents of at most block_size tokens")
@@ -98,10 +104,4 @@ def check_positions(idx: Tensor, positions: Tensor, block_size: int) -> None:
         raise ValueError(
             f"GPT: expected documents of at most block_size={block_size} tokens, got a position of "
             f"{int(positions.max())}; cut them, as --pack documents does"
-        )
-    if positions.shape != idx.shape or (positions.is_cpu and positions[:, 0].any()):
-        raise ValueError(
-            f"GPT: expected positions of idx's shape {list(idx.shape)}, 0 where a row begins, got "
-            f"positions.shape={list(positions.shape)}, first {positions[:, :1].tolist()}; take "
-            "them from sample_batch"
         )

@@ -24,8 +24,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+import fastpar.context.keys
 import fastpar.kernels
-import fastpar.tensor.functional  # noqa: F401 (both define ops that KEPT names)
+import fastpar.tensor.functional  # noqa: F401 (these define ops that KEPT names)
 from fastpar.comm.bus import Bus
 from fastpar.kernels.weight_gradients import WeightGradients, current_queue
 from fastpar.nn.host_activations import HostActivations
@@ -34,8 +35,8 @@ MODES = ("none", "full", "selective")
 
 # Matrix products, convolutions and attention: most of a block's time, and outputs no larger than
 # what the cheap ops between them would keep. Of split layers, running again would also be sending
-# again. (Of what ranks of cp exchange, keeping would be keeping q, k, v and o twice.)
-_OURS = ("linear", "column_linear", "row_linear", "attention")
+# again. (Of heads that ranks of cp exchange, keeping would be keeping q, k, v and o twice.)
+_OURS = ("linear", "column_linear", "row_linear", "attention", "cp_attend_keys")
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
 _ATTENTION = (
     *("flash_attention", "flash_attention_for_cpu", "efficient_attention"),

@@ -28,7 +28,8 @@ class Estimate:
     @staticmethod
     def family_of(setup: Setup) -> tuple[int | str, ...]:
         """See family."""
-        return setup.tp, setup.cp, setup.pp, setup.zero_stage, setup.n_shards, setup.offload
+        axes = setup.tp, setup.cp, setup.by_keys, setup.pp
+        return *axes, setup.zero_stage, setup.n_shards, setup.offload
 
 
 def divisors(n: int) -> list[int]:
@@ -49,17 +50,25 @@ def size_text(n_bytes: float) -> str:
     return f"{n_bytes / 1e9:,.1f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:,.0f} MB"
 
 
-def cp_sizes(workload: Workload, template: Setup, tp: int, per_node: int) -> list[int]:
-    """Those of ranks that share a node with tp and have heads of their own to attend."""
-    world = template.world_size
+def cp_sizes(workload: Workload, template: Setup, tp: int, per_node: int) -> list[tuple[int, str]]:
+    """(cp, method) of ranks that share a node with tp and have something of their own to attend.
+
+    Where cp divides the heads, "heads" does the same work and sends 4 / (3 * cp) of what "keys"
+    sends; where it does not, heads are padded, and with fewer than cp there is "keys" alone.
+    """
+    world, heads = template.world_size, workload.shape.heads_of_rank(tp)
     in_node = math.gcd(world, min(world, per_node)) // tp
-    return [cp for cp in divisors(in_node) if cp <= workload.shape.heads_of_rank(tp)]
+    sizes = [cp for cp in divisors(in_node) if 2 * cp <= workload.seq_len]
+    found = [(cp, "heads") for cp in sizes if cp <= heads]
+    return found + [(cp, "keys") for cp in sizes if heads % cp]
 
 
 def layout_text(setup: Setup) -> str:
     """A layout in words: dp 4 x tp 2, ZeRO-3 in groups of 8."""
     sizes = (("dp", setup.dp), ("tp", setup.tp), ("cp", setup.cp), ("pp", setup.pp))
-    axes = [f"{name} {n}" for name, n in sizes if n > 1]
+    axes = [
+        f"{name} {n}" + " by keys" * (name == "cp" and setup.by_keys) for name, n in sizes if n > 1
+    ]
     text = " x ".join(axes) or ("one GPU" if setup.device_type == "cuda" else "one rank")
     if setup.stage or setup.data > 1:
         text += f", ZeRO-{setup.zero_stage}"

@@ -29,18 +29,19 @@ def splits(workload: Workload, template: Setup, per_node: int) -> Iterator[Setup
     """
     stages = {"none": range(4), "optimizer": range(2, 4), "parameters": range(3, 4)}
     pairs = (
-        (t, c)
+        (t, *c)
         for t in tp_sizes(workload, template, per_node)
         for c in cp_sizes(workload, template, t, per_node)
     )
-    for tp, cp in pairs:
+    for tp, cp, method in pairs:
         data = template.world_size // tp
         if workload.batch_size % (data // cp):
             continue
         if tp > 1 and template.moment_dtype == "int8":
             continue
         sequence_parallel = workload.seq_len % tp == 0
-        base = replace(template, tp=tp, cp=cp, sequence_parallel=sequence_parallel)
+        cut = {"tp": tp, "cp": cp, "cp_method": method}
+        base = replace(template, **cut, sequence_parallel=sequence_parallel)
         in_node = per_node // tp
         shards = {n for n in (in_node, 8 * in_node) if 1 < n < data and data % n == 0}
         alone = data == 1 and template.offload == "none"
@@ -151,6 +152,7 @@ def _complexity(estimate: Estimate) -> tuple[Any, ...]:
     return (
         chunks,
         setup.cp,
+        setup.by_keys,
         setup.tp,
         setup.zero_stage,
         setup.shard_size is not None,

@@ -106,7 +106,13 @@ def _control_waits(m: Measured, why: str) -> Iterator[str]:
 
 
 def _tp_waits(m: Measured, why: str) -> Iterator[str]:
-    if m.setup.cp > 1:
+    heads = m.workload.shape.heads_of_rank(m.setup.tp) if m.setup.by_keys else 0
+    if m.setup.cp > 1 and heads and heads % m.setup.cp == 0:
+        yield (
+            f"{why} exchanges of sequences: --cp-method heads sends {4 / (3 * m.setup.cp):.0%} as "
+            "much."
+        )
+    elif m.setup.cp > 1:
         yield (
             f"{why} exchanges of sequences: --cp {m.setup.cp // 2} with --activation-checkpointing "
             "full holds as many activations with fewer of them."

@@ -187,6 +187,12 @@ SHARED = [  # sequences over ranks of cp
     ("long", make(4, 3, 1, True, "none", 2, "fp32", 1, cp=4)),
     ("long", make(4, 0, 2, True, "none", 1, "fp32", 1, cp=2)),
     ("long", make(4, 0, 2, False, "full", 1, "fp32", 1, cp=2)),
+    ("long", make(2, 0, 1, True, "none", 1, "fp32", 1, cp=2, cp_method="keys")),
+    ("balanced", make(2, 3, 1, True, "selective", 8, "fp32", 1, cp=2, cp_method="keys")),
+    ("wide", make(2, 2, 1, True, "full", 2, "bf16", 2, cp=2, cp_method="keys")),
+    ("long", make(2, 1, 1, True, "selective", 1, "bf16", 1, cp=2, cp_method="keys")),
+    ("long", make(4, 3, 1, True, "none", 2, "fp32", 1, cp=4, cp_method="keys")),
+    ("long", make(4, 0, 2, True, "none", 1, "fp32", 1, cp=2, cp_method="keys")),
 ]
 
 

@@ -213,13 +213,15 @@ def test_exchanges_along_tp(sp, mode):
     assert counted == said
 
 
+@pytest.mark.parametrize("method", ["heads", "keys"])
 @pytest.mark.parametrize(("cp", "tp"), [(2, 1), (3, 1), (2, 2)])
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
-def test_exchanges_along_cp(cp, tp, mode):
-    """Of what is padded too: four heads on three ranks are six."""
+def test_exchanges_along_cp(cp, tp, mode, method):
+    """Of what is padded too: by heads four on three ranks are six, by keys the tokens of a row."""
     world = 2 * cp * tp
-    run = Run(SHAPE, world_size=world, cp=cp, tp=tp, mode=mode, n_micro=2, micro=3)
-    setup = setup_of(world_size=world, cp=cp, tp=tp, mode=mode, n_micro=2, micro=3)
+    cut = {"world_size": world, "cp": cp, "cp_method": method, "tp": tp}
+    run = Run(SHAPE, **cut, mode=mode, n_micro=2, micro=3)
+    setup = setup_of(**cut, mode=mode, n_micro=2, micro=3)
     said, counted = {}, {}
     for op in run.ops:
         if op.role == "cp":
@@ -229,6 +231,13 @@ def test_exchanges_along_cp(cp, tp, mode):
         if send.axis == "cp":
             counted[send.kind, send.bytes] = send.count
     assert counted == said
+    if method == "keys":
+        rows = 3 * 2 * cp * -(-T // (2 * cp))
+        of_layer = 6 * (cp - 1) / cp * rows * 4 * (4 // tp) * (C // 4)
+        of_all = counted.items() if mode != "full" else ()
+        sent = sum(n_bytes * n for (kind, n_bytes), n in of_all if kind != "all_reduce")
+        assert not sent or sent * (cp - 1) / cp == pytest.approx(2 * LAYERS * of_layer)
+        return
     heads = -(-4 // (cp * tp)) * cp * tp
     of_layer = 8 * (cp - 1) / cp**2 * 3 * T * 4 * heads / tp * (C // 4)
     if mode == "none":
