@@ -151,6 +151,17 @@ def _attend(qkv: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
     return o, torch.cat(stats)
 
 
+def _scattered_sum(sent: Tensor, cp: ContextParallel) -> Tensor:
+    """[cp, n, ...] of each rank -> the sum of what ranks have sent to this one, in their order."""
+    sent = sent.contiguous()
+    parts = torch.empty_like(sent)
+    cp.group.all_to_all(parts.view(-1), sent.view(-1))
+    own = parts[0].to(_WIDE.get(sent.dtype, sent.dtype))
+    for part in parts[1:]:
+        own = own + part
+    return own
+
+
 def _attend_bwd(do: Tensor, qkv: Tensor, o: Tensor, stats: Tensor, *settings: Any) -> Tensor:
     calls, grad = _Calls(qkv, *settings), torch.empty_like(qkv)
     cp, of_row = calls.cp, stats.numel() // (qkv.shape[0] * calls.heads)
@@ -172,13 +183,11 @@ def _attend_bwd(do: Tensor, qkv: Tensor, o: Tensor, stats: Tensor, *settings: An
             to.copy_(dq)
             for sums, part in zip(total.unbind(1), dkv):
                 piece.of_keys(sums, calls.batch).add_(part)
-        sent = cp.of_ranks(total.unflatten(0, (calls.batch, -1))).to(kv.dtype)
-        parts = torch.empty_like(sent, memory_format=torch.contiguous_format)
-        cp.group.all_to_all(parts.view(-1), sent.contiguous().view(-1))
-        own = parts[0].to(total.dtype)
-        for part in parts[1:]:
-            own = own + part
-        grad[:, 1:, heads] = own
+            del dq, dkv, inputs, part
+        del kv
+        sent = cp.of_ranks(total.to(qkv.dtype).unflatten(0, (calls.batch, -1)))
+        del total
+        grad[:, 1:, heads] = _scattered_sum(sent, cp)
     return grad
 
 

@@ -373,6 +373,11 @@ class _Peak:
         c_proj = again + a + max(4 * split, weight)
         # As c_fc's backward runs, and when its input and gelu's are gone.
         c_fc = again - 4 * split + a + whole + weight + arriving
+        if self.setup.by_keys:  # attention's backward, in units of heads: see context/keys.py
+            sums = 2 if self.item == 2 else 1  # in fp32
+            gathered = 2 + 2 * sums + 2  # keys and values; sums of their gradients; those of a piece
+            attention = again - 8 * split - a + (1 + 3 + gathered) * heads
+            c_fc = max(c_fc, attention)
         # Backward of c_attn: the second norm, the MLP and attention's output are gone.
         c_attn = 3 / 4 * weight * heads / split
         rest = again - 8 * split - heads - a + whole + c_attn + arriving

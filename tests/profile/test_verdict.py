@@ -140,6 +140,7 @@ CASES = {
         exposed(TP, cp=2),
         "exchanges of sequences: --cp 1 with --activation-checkpointing full",
     ),
+    "cp by keys": (exposed(TP, cp=2, cp_method="keys"), "--cp-method heads sends 67% as much"),
     "pp, few micro-batches": (
         exposed(PP, pp=2, micro_batch_size=4, grad_accum_steps=4),
         "wait for other stages of the pipeline: --micro-batch-size 2 gives them more",
