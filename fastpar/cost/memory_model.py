@@ -375,7 +375,7 @@ class _Peak:
         c_fc = again - 4 * split + a + whole + weight + arriving
         if self.setup.by_keys:  # attention's backward, in units of heads: see context/keys.py
             sums = 2 if self.item == 2 else 1  # in fp32
-            gathered = 2 + 2 * sums + 2  # keys and values; sums of their gradients; those of a piece
+            gathered = 2 + 2 * sums + 2  # k and v; the sums of their gradients; those of a piece
             attention = again - 8 * split - a + (1 + 3 + gathered) * heads
             c_fc = max(c_fc, attention)
         # Backward of c_attn: the second norm, the MLP and attention's output are gone.
