@@ -216,9 +216,8 @@ def keep_mask_ref(rng: tuple, p: float, shape: tuple[int, ...]) -> Tensor:
         whole = _keep_ref(seed, first_sample, site, p, (samples, max(places) + 1, shape[-1]))
         return whole[:, places].flatten(0, 1)[first_row : first_row + n].view(shape)
     if first_head or first_row:  # of attention
-        whole = (shape[0], first_head + shape[1], first_row + shape[2], shape[3])
-        keep = _keep_ref(seed, first_sample, site, p, whole)
-        return keep[:, first_head:, first_row:].contiguous()
+        size = (shape[0], first_head + shape[1], first_row + shape[2], shape[3])
+        return _keep_ref(seed, first_sample, site, p, size)[:, first_head:, first_row:].contiguous()
     return _keep_ref(seed, first_sample, site, p, tuple(shape))
 
 
