@@ -32,7 +32,8 @@ of which the ranks of tp then share out theirs; Tokens says which. Attention see
 [Note: pipeline] One tensor goes from a stage to the next: x + dropout(delta), as the norm behind it
 would store it. The sender has that from the norm's own op, whose norm it drops; the receiver adds
 zeros in it. So the sums of forward and backward are rounded where one process rounds them
-(test_pipeline_bits).
+(test_pipeline_bits). With dropout in 16 bits the sender would get delta's gradient from one that is
+rounded already: with `pairs` the receiver's op makes both, and both are sent back.
 """
 
 from __future__ import annotations
@@ -61,7 +62,6 @@ from fastpar.kernels import (
     embedding,
     linear,
     linear_cross_entropy,
-    residual_layer_norm,
 )
 from fastpar.models.initial import init_weights
 from fastpar.models.mlp import check_unpadded, losses_of, make_mlp, parameters_of
@@ -72,7 +72,9 @@ from fastpar.models.parts import (
     bounds_of,
     check_positions,
     dropout_at,
+    hand_on,
     pad_positions,
+    take_over,
 )
 from fastpar.models.reads import LayerRead
 from fastpar.sharding.placements import Shard, State
@@ -240,6 +242,7 @@ class GPT(nn.Module):
         reduction: Literal["mean", "sum"] = "mean",
         parts: range | None = None,
         stream: Tensor | None = None,
+        pairs: bool = False,
         positions: Tensor | None = None,
     ) -> Tensor:
         """Loss of `targets`, or logits without them.
@@ -248,11 +251,11 @@ class GPT(nn.Module):
             idx: [B, T] int64 token ids in [0, vocab_size), 1 <= T <= block_size.
             targets: [B, T] int64; -100 marks positions without a loss.
             rng_key: key of the dropout masks (kernels.make_key); without one, a model in training
-                mode draws it from torch's default generator, with tp or cp from that of its first
-                rank.
+                mode draws it from torch's default generator, of the first rank of tp and cp.
                 Without effect in eval mode.
             reduction: of the loss: "mean" over the valid targets or "sum".
-            parts: run these of pipeline_parts() only; stream: what the parts before them returned.
+            parts: run these of pipeline_parts() only; stream: what the parts before them returned;
+            pairs: a stream behind a layer is [2, ...], see take_over().
             positions: [B, T] int64, of each token in its document: attention looks at no other, and
                 one begins where it is 0. None: each row is one.
         Returns:
@@ -286,7 +289,7 @@ class GPT(nn.Module):
             idx = F.pad(idx, (0, behind))
             targets = targets if targets is None else F.pad(targets, (0, behind), value=-100)
             positions = positions if positions is None else pad_positions(positions, behind)
-        x = self.features(idx, rng_key, parts, stream, positions)
+        x = self.features(idx, rng_key, parts, stream, positions, pairs=pairs)
         if parts is not None and len(self.h) + 1 not in parts:
             return x
         if targets is None:
@@ -336,10 +339,14 @@ class GPT(nn.Module):
     def new_stream(self, idx: Tensor) -> Tensor:
         """Memory for the residual stream of idx[B, T] between two parts."""
         batch, time = idx.shape[0], idx.shape[1] + self._padding(idx)
-        shape: tuple[int, ...] = (batch, time)
-        if self._shares > 1:
-            shape = (batch * time // self._shares,)
+        shape = (batch, time) if self._shares == 1 else (batch * time // self._shares,)
         return next(self.parameters()).new_empty(*shape, self.config.n_embd)
+
+    @property
+    def needs_pairs(self) -> bool:
+        """Whether the bits of one process take pairs."""
+        drops = self.training and self.config.dropout > 0.0
+        return drops and next(self.parameters()).dtype.itemsize == 2
 
     def draw_keys(self, count: int, device: torch.device) -> Tensor | None:
         """Keys of the dropout masks of so many batches, one a row; None: no dropout is applied."""
@@ -355,12 +362,13 @@ class GPT(nn.Module):
         stream: Tensor | None = None,
         positions: Tensor | None = None,
         read: list[LayerRead] | None = None,
+        pairs: bool = False,
     ) -> Tensor:
         """[B, T] token ids -> [B, T, C], the head's input; dropout only when rng_key is given.
 
         Under sequence and context parallelism this rank's tokens, [N/(cp*tp), C]. parts, stream,
-        positions: as in forward(); see [Note: pipeline]. read: of each layer, of the tokens before
-        idx, to which those of idx are added; without dropout, tp, cp, parts and positions.
+        positions, pairs: as in forward(). read: of each layer, of the tokens before idx, to which
+        those of idx are added; without dropout, tp, cp, parts and positions.
         """
         spare = 0 if self.cp is None else 2 * self._shares
         self._check_ids(idx, self.config.block_size + spare)
@@ -373,7 +381,7 @@ class GPT(nn.Module):
             x = self._embed(idx, tokens, mask, positions, first)  # [B, T, C]
         else:
             x = stream
-        delta = torch.zeros_like(x) if parts.start > 1 else None
+        x, delta = take_over(x, pairs=pairs) if parts.start > 1 else (x, None)
         more: tuple[Any, ...] = () if positions is None else (bounds_of(positions),)
         for layer in range(max(parts.start - 1, 0), min(parts.stop - 1, n_layer)):
             if read is not None:
@@ -384,7 +392,7 @@ class GPT(nn.Module):
             return self.ln_f(x, delta, **mask)[0]
         if delta is None:
             return x
-        return residual_layer_norm(delta, x, x.new_ones(x.shape[-1]), **mask)[1]
+        return hand_on(x, delta, mask, pairs=pairs)
 
     def _tokens(self, batch: int, time: int) -> Tokens | None:
         if self._shares == 1:

@@ -77,6 +77,40 @@ class LayerNorm(Weights):
         )
 
 
+class _Pair(torch.autograd.Function):
+    """x + dropout(delta), twice, for the gradients of both."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, delta: Tensor, mask: dict[str, Any]) -> Tensor:
+        total = hand_on(x, delta, mask)
+        return total.expand(2, *total.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None]:
+        return grads[0][0], grads[0][1], None
+
+
+def take_over(stream: Tensor, *, pairs: bool) -> tuple[Tensor, Tensor]:
+    """(x, delta) of what another stage handed on.
+
+    pairs: stream is [2, ...]: the residual stream and zeros. The op that adds them has the mask of
+    the other stage's delta, whose gradient it computes before that of the stream is rounded. The
+    other stage gets both, [2, ...].
+    """
+    if pairs:
+        x, delta = stream.unbind()
+        return x, delta
+    return stream, torch.zeros_like(stream)
+
+
+def hand_on(x: Tensor, delta: Tensor, mask: dict[str, Any], *, pairs: bool = False) -> Tensor:
+    """For take_over() of another stage; see gpt.py, [Note: pipeline]. pairs: [2, ...]."""
+    if pairs:
+        made: Tensor = _Pair.apply(x, delta, mask)
+        return made
+    return residual_layer_norm(delta, x, x.new_ones(x.shape[-1]), **mask)[1]
+
+
 def bounds_of(positions: Tensor) -> Tensor:
     """cu_seqlens of the rows one after another: where positions are 0, and the end."""
     starts = (positions.flatten() == 0).nonzero().flatten()

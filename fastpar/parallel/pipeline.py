@@ -183,6 +183,8 @@ class PipelineStep:
         self.schedule, self.idx, self.targets, self.reduction = schedule, idx, targets, reduction
         self.stages: Stages | None = engine.shards.stages
         self.rank = engine.mesh.rank_in("pp")
+        exact = self.stages is not None and engine.settings.deterministic
+        self.pairs = exact and keys[0] is not None and bool(getattr(model, "needs_pairs", False))
         self.loss = torch.zeros((), dtype=torch.float64, device=idx[0].device)
         self.held: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
         self.halves: dict[tuple[int, int], SplitBackward] = {}
@@ -233,7 +235,10 @@ class PipelineStep:
         given: dict[str, Any] = {}
         stage, micro = self.schedule.stage_of(self.rank, op.chunk), op.micro
         if self.stages is not None:
-            given = {"parts": self.stages.parts[op.chunk], "stream": stream}
+            parts = self.stages.parts[op.chunk]
+            if stream is not None and self._has_pair(parts.start):
+                stream = torch.stack([stream, torch.zeros_like(stream)])
+            given = {"parts": parts, "stream": stream, **({"pairs": True} if self.pairs else {})}
         if stream is not None:
             stream.requires_grad_(torch.is_grad_enabled())
         last = stage == self.schedule.stages - 1
@@ -257,7 +262,8 @@ class PipelineStep:
             self.loss += part.detach()
             out = self.target(part)
         else:
-            self._send(True, out.detach(), stage + 1, micro)
+            sent = out[0] if self._has_pair(given["parts"].stop) else out
+            self._send(True, sent.detach(), stage + 1, micro)
         if torch.is_grad_enabled():
             self.held[op[1:]] = stream, out
 
@@ -292,6 +298,10 @@ class PipelineStep:
 
     # Messages
 
+    def _has_pair(self, part: int) -> bool:
+        """Whether the stream before this part has two gradients: models/parts.py, take_over()."""
+        return self.pairs and part > 1
+
     def receive(self, op: Op) -> Tensor | None:
         """What an operation works on, once it is there; None: what this rank has anyway."""
         stage = self.schedule.stage_of(self.rank, op.chunk)
@@ -320,6 +330,8 @@ class PipelineStep:
             return
         assert self.stages is not None
         x = self.model.new_stream(self.idx[op.micro])
+        if not forward and self._has_pair(self.stages.parts[op.chunk].stop):
+            x = x.new_empty(2, *x.shape)
         group = self.stages.links[forward, self.rank > by]
         tag = stage * len(self.idx) + op.micro
         self.posted[op] = x, started(group.recv(x, by, async_op=True, tag=tag))

@@ -39,6 +39,7 @@ class Cell:
     cp: int = 1
     shard_size: int | None = None
     scale: float | None = None  # of the loss
+    layers: int | None = None
     ignored: bool = False  # half of the first row's targets; gradients are divided by what is left
 
 
@@ -66,7 +67,7 @@ DTYPES = {
 
 def gpt(cell: Cell) -> GPT:
     chunks = chunks_of(cell.schedule, cell.chunks, caller="test")
-    given = {"dropout": cell.dropout, "n_layer": max(3, cell.pp * chunks)}
+    given = {"dropout": cell.dropout, "n_layer": cell.layers or max(3, cell.pp * chunks)}
     model = GPT(GPTConfig(**{**vars(CONFIG), **given})).to(DTYPES[cell.precision])
     if cell.shared is not None:
         first, second = (model.h[i].attn for i in cell.shared)
@@ -184,7 +185,7 @@ def compare(cell: Cell, deterministic: bool) -> None:
 
 
 def grid() -> list[Cell]:
-    """Every cell that promises bits: 16-bit parameters without dropout; see README.md."""
+    """Every cell that promises bits."""
     options = {
         "pp": (2, 3, 4),
         "dp": (1, 2),
@@ -200,12 +201,7 @@ def grid() -> list[Cell]:
         Cell(**dict(zip(options, values)))  # type: ignore[arg-type]
         for values in itertools.product(*options.values())
     ]
-    return [
-        c
-        for c in found
-        if (c.precision == "fp32" or not c.dropout)
-        and (c.chunks is None or c.schedule == "interleaved")
-    ]
+    return [c for c in found if c.chunks is None or c.schedule == "interleaved"]
 
 
 @pytest.mark.parametrize(
@@ -239,6 +235,8 @@ def test_pipeline_of_tensor_parallel_ranks_is_one_process_in_fp64(schedule):
     [
         Cell(clip=True, dropout=0.2),
         Cell(dp=2, stage=2, precision="bf16", clip=True),
+        Cell(pp=3, precision="bf16", dropout=0.2, clip=True),
+        Cell(dp=2, stage=2, schedule="zb-v", precision="bf16", dropout=0.2),
         Cell(dp=2, stage=3, accumulate="full", schedule="gpipe"),
         Cell(schedule="interleaved", clip=True, dropout=0.2),
         Cell(schedule="zb-h1", clip=True, dropout=0.2),
@@ -257,6 +255,31 @@ def test_pipeline_of_tensor_parallel_ranks_is_one_process_in_fp64(schedule):
 )
 def test_pipeline_bits(cell):
     compare(cell, True)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell(tp=2, schedule="interleaved", precision="bf16", dropout=0.2, clip=True),
+        Cell(tp=2, stage=2, dp=2, schedule="zb-v"),
+        Cell(cp=2, precision="bf16", dropout=0.2, clip=True),
+        pytest.param(
+            Cell(tp=2, schedule="zb-h1", stage=3, dp=2, dropout=0.2), marks=pytest.mark.slow
+        ),
+    ],
+    ids=str,
+)
+def test_stages_of_ranks_that_share_a_sum_have_the_bits_of_those_ranks(cell):
+    """Of tp and cp: their sums over ranks are not those of one process, with stages or without."""
+    layers = len(gpt(cell).h)
+    whole = replace(cell, pp=1, schedule="1f1b", chunks=None, layers=layers)
+    there = run_ranks(train, cell.dp * cell.tp * cell.cp, whole, True)
+    expected = {dp_rank: (losses, norms) for losses, _, norms, dp_rank in there}
+    for losses, state, norms, dp_rank in run_ranks(
+        train, cell.pp * cell.dp * cell.tp * cell.cp, replace(cell, layers=layers), True
+    ):
+        assert (losses, norms) == expected[dp_rank]
+        assert all(torch.equal(value, there[0][1][name]) for name, value in state.items())
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
