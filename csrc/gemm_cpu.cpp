@@ -5,12 +5,15 @@
 // C[M, N] is made of tiles of kMr x kNr that live in registers while k runs. k is cut into passes
 // of at most kMaxK. In a pass the smaller of A and B is packed once into a panel that all threads
 // read; the larger is cut into chunks that fit in L2, each packed and multiplied by one thread.
-// Packed, the operands lie in slivers of kMr rows (A) or kNr columns (B), zero-padded, k outermost.
+// Packed, the operands lie in slivers of kMr rows (A) or kNr columns (B), zero-padded, k outermost;
+// a last sliver of A with fewer rows is multiplied by those alone (one of 128 rows has 2: 8 % less).
 // Sums run in registers for kSum products and are then added to the tile: shorter chains round less
 // than one long one. The order of the additions of an element of C depends on K alone, so its bits
 // do not depend on M, N, strides or threads.
 #include <algorithm>
+#include <array>
 #include <stdexcept>
+#include <utility>
 #include <vector>
 
 #include "ops.h"
@@ -115,20 +118,25 @@ FASTPAR_TARGET_AVX512 void pack_sliver(float* to, const float* from, int64_t lan
   }
 }
 
-// C[m, n] = A's sliver @ B's sliver + bias, or += without bias; m <= kMr, n <= kNr.
+// C[M, n] = A's sliver @ B's sliver + bias, or += without bias; M <= kMr, n <= kNr.
+template <int M>
 FASTPAR_TARGET_AVX512 void multiply_slivers(const float* a, const float* b, int64_t k, float* c,
-                                            int64_t ldc, int64_t m, int64_t n, bool accumulate,
+                                            int64_t ldc, int64_t n, bool accumulate,
                                             const float* bias) {
-  __m512 tile[kMr][2];
+  for (int64_t i = 0; i < M; ++i) {  // what is added to, or written, at the end
+    _mm_prefetch(c + i * ldc, _MM_HINT_T0);
+    _mm_prefetch(c + i * ldc + 16, _MM_HINT_T0);
+  }
+  __m512 tile[M][2];
   for (int64_t start = 0; start < k; start += kSum) {
     const int64_t depth = std::min(kSum, k - start);
-    __m512 sum[kMr][2];
+    __m512 sum[M][2];
 #pragma GCC unroll 14
-    for (int i = 0; i < kMr; ++i) sum[i][0] = sum[i][1] = _mm512_setzero_ps();
+    for (int i = 0; i < M; ++i) sum[i][0] = sum[i][1] = _mm512_setzero_ps();
     for (int64_t p = 0; p < depth; ++p, a += kMr, b += kNr) {
       const __m512 left = _mm512_load_ps(b), right = _mm512_load_ps(b + 16);
 #pragma GCC unroll 14
-      for (int i = 0; i < kMr; ++i) {
+      for (int i = 0; i < M; ++i) {
         const __m512 x = _mm512_set1_ps(a[i]);
         sum[i][0] = _mm512_fmadd_ps(x, left, sum[i][0]);
         sum[i][1] = _mm512_fmadd_ps(x, right, sum[i][1]);
@@ -136,10 +144,10 @@ FASTPAR_TARGET_AVX512 void multiply_slivers(const float* a, const float* b, int6
     }
     if (start == 0) {
 #pragma GCC unroll 14
-      for (int i = 0; i < kMr; ++i) tile[i][0] = sum[i][0], tile[i][1] = sum[i][1];
+      for (int i = 0; i < M; ++i) tile[i][0] = sum[i][0], tile[i][1] = sum[i][1];
     } else {
 #pragma GCC unroll 14
-      for (int i = 0; i < kMr; ++i) {
+      for (int i = 0; i < M; ++i) {
         tile[i][0] = _mm512_add_ps(tile[i][0], sum[i][0]);
         tile[i][1] = _mm512_add_ps(tile[i][1], sum[i][1]);
       }
@@ -149,13 +157,23 @@ FASTPAR_TARGET_AVX512 void multiply_slivers(const float* a, const float* b, int6
     const int64_t columns = std::max<int64_t>(0, std::min<int64_t>(16, n - 16 * half));
     const __mmask16 mask = static_cast<__mmask16>((1u << columns) - 1);
     const __m512 add = bias ? _mm512_maskz_loadu_ps(mask, bias + 16 * half) : _mm512_setzero_ps();
-    for (int64_t i = 0; i < m; ++i) {
+    for (int64_t i = 0; i < M; ++i) {
       float* to = c + i * ldc + 16 * half;
       const __m512 before = accumulate ? _mm512_maskz_loadu_ps(mask, to) : add;
       _mm512_mask_storeu_ps(to, mask, _mm512_add_ps(before, tile[i][half]));
     }
   }
 }
+
+using Multiply = void (*)(const float*, const float*, int64_t, float*, int64_t, int64_t, bool,
+                          const float*);
+
+// multiply_slivers of 1 to kMr rows.
+template <int... rows>
+constexpr std::array<Multiply, kMr> by_rows(std::integer_sequence<int, rows...>) {
+  return {multiply_slivers<rows + 1>...};
+}
+constexpr auto kMultiply = by_rows(std::make_integer_sequence<int, kMr>{});
 
 // C[m, n] = or += packed A @ packed B. A is walked in blocks that stay in L2 while B passes by.
 void multiply_packed(const float* a, const float* b, int64_t k, float* c, int64_t ldc, int64_t m,
@@ -165,8 +183,9 @@ void multiply_packed(const float* a, const float* b, int64_t k, float* c, int64_
     const int64_t end = std::min(m, start + block);
     for (int64_t j = 0; j < n; j += kNr) {
       for (int64_t i = start; i < end; i += kMr) {
-        multiply_slivers(a + i * k, b + j * k, k, c + i * ldc + j, ldc, std::min(kMr, m - i),
-                         std::min(kNr, n - j), accumulate, bias ? bias + j : nullptr);
+        const Multiply multiply = kMultiply[std::min(kMr, m - i) - 1];
+        multiply(a + i * k, b + j * k, k, c + i * ldc + j, ldc, std::min(kNr, n - j), accumulate,
+                 bias ? bias + j : nullptr);
       }
     }
   }
