@@ -31,7 +31,9 @@ and mean and rstd of each norm and attention's row statistics (lse), in fp32.
 [Note: a pipeline's rank] keeps what its schedule holds: of each micro-batch and chunk the blocks'
 activations, what was received and what was sent on, and where the head is its input's gradient,
 the norm's output and dweight; besides the gradient that the running backward was given, and the
-message that is received ahead.
+message that is received ahead. A backward in two halves brings nothing into the buckets in the
+first, whose gradients of norms, biases and tables are set aside; in the second bucket after bucket
+is filled while what waits becomes less.
 
 On a GPU the same holds, but a chunk's logits go, and attention
 keeps one number of a row instead of two. Not predicted: what StepMemory does not measure either
@@ -215,9 +217,9 @@ class _Peak:
         self.rows = vocabulary_rows(shape, tp)
         self.table = self.rows * self.width
         self.batch = 16 * self.n * setup.cp  # idx and targets
+        self.chunk, self.splits = held.chunk, setup.schedule in SPLIT and setup.pp > 1
         self.flow = self._gradient_flow()
         # What the other micro-batches of a pipeline keep meanwhile.
-        self.chunk = held.chunk
         self.others = self._others(held)
 
     def _others(self, now: Held) -> float:
@@ -234,20 +236,27 @@ class _Peak:
         ends = self.head and now.chunk == last  # the loss has no gradient to be given
         kept += self.a * (2 - ends)
         kept += (held[-1] - ends) * (2 * self.a + 4 * self.table) * self.head
-        return kept - self._kept(parts.layers[now.chunk])
+        layers = parts.layers[now.chunk]
+        return kept - (self._waits(layers) if self.splits else self._kept(layers))
 
     def _gradient_flow(self) -> GradientFlow:
         setup, stage = self.setup, self.setup.stage
         again = setup.accumulate == "shard" and setup.grad_accum_steps > 1  # adds to a shard
+        whole = stage < 2 and setup.grad_accum_steps > 2 if again else setup.grad_accum_steps > 1
+        buckets, parts = self.buckets, self.parts
+        if not whole and len(parts.layers) > 1:  # a backward is one chunk's
+            first, last = self.chunk == 0, self.chunk == len(parts.layers) - 1
+            one = (parts.layers[self.chunk],), first and parts.first, last and parts.last
+            buckets = buckets_of(self.workload, setup, RankParts(*one))
         return gradient_flow(
-            self.buckets,
+            buckets,
             stage=stage,
             reduces=setup.data > 1 or setup.offload != "none",
             bucket_mb=bucket_mb_of(setup),
             wire_bytes=setup.wire_bytes if setup.wire_bytes != setup.grad_bytes else 0,
             sum_bytes=setup.grad_bytes / setup.n_shards if again and stage else 0.0,
             copies=setup.n_shards < setup.data,
-            whole=stage < 2 and setup.grad_accum_steps > 2 if again else setup.grad_accum_steps > 1,
+            whole=whole,
         )
 
     def memory(self) -> Memory:
@@ -383,7 +392,28 @@ class _Peak:
         rest = again - 8 * split - heads - a + whole + c_attn + arriving
         return start, c_proj, c_fc, rest
 
+    def _halves(self) -> Iterator[_Moment]:
+        """A backward in two halves: gradients reach the buckets in the second one only."""
+        mine, a = self.parts.layers[self.chunk], self.a
+        again = 4 * (a + self.heads) + 8 * self.split + 2 * self.statistics + self.lse
+        again = {"none": 0.0, "selective": 2 * a + 4 * self.split, "full": again}[self.mode]
+        waits = self.head and (self.chunk == len(self.parts.layers) - 1 or self.parts.first)
+        set_aside = self.item * self.table * waits + self._standing
+        for layers in {1, mine}:  # as gelu's backward runs: both sides of it, and their gradients
+            kept = self._kept(layers) + self._waits(mine - layers) + self.others + self.batch
+            kept += again + self.res + 8 * self.split + (self.whole if self.sp else 0.0)
+            yield _Moment(kept, set_aside, self.flow.at_loss + self._gathered(2))
+        first = self.item * self.table * (self.parts.first and self.chunk == 0)
+        for layers, alive in self.flow.in_blocks[0]:
+            kept = self._waits(min(layers, mine)) + self.others + self.batch
+            yield _Moment(kept, max(set_aside, first), self.weight + alive)
+        table = first + self.flow.at_table
+        yield _Moment(self.others + self.batch, self._standing, table)
+
     def _blocks(self) -> Iterator[_Moment]:
+        if self.splits:
+            yield from self._halves()
+            return
         n_units = len(self.buckets.units) - 1
         for backward, pairs in zip(self._block(), self.flow.in_blocks):
             for layers, alive in pairs:
@@ -399,9 +429,10 @@ class _Peak:
         table, gathered = self.item * self.table, self._gathered(0)
         activations = self.res + self.batch + (self.whole if self.sp else 0.0)
         activations += self.others
-        if self.setup.schedule in SPLIT:  # the weights' gradients are still to come
-            activations += self._waits(self.parts.layers[0])
         made, sums = self.flow.at_embedding + gathered, 0.0
+        if self.splits:  # the weights' gradients are still to come
+            activations += self._waits(self.parts.layers[0])
+            made = self.flow.at_loss + gathered
         if self.item == 2 and not self.on_gpu:  # rows that occur are added up in fp32
             sums = 4 * min(self.n, self.rows) * self.width
             yield _Moment(activations + 4 * self.n * self.width, self._waiting(), made + sums)

@@ -69,7 +69,8 @@ class SplitBackward:
         for p, compute in itertools.chain(self._aside, self._queue.take()):
             parts.setdefault(p, []).append(compute)
         self._aside.clear()
-        for p in list(parts):
+        # Bucket by bucket, so that no more of them are open than in a backward in one piece.
+        for p in sorted(parts, key=lambda p: shards.places[p][0].spec.index):  # type: ignore[index]
             computes = parts.pop(p)  # with what it keeps
             bucket, position = shards.places[p]  # type: ignore[index]
             mine = bucket.spec.part == self._chunk
@@ -159,8 +160,10 @@ class Places(NotCopied):
         if task != self._task:
             self._task = task
             self._given.clear()
-        hooks = weight._backward_hooks or {}
         bucket, position = engine.shards.places[weight]  # type: ignore[index]
+        if position in bucket.has:  # take() will add: said first, later micro-batches ask often
+            return None
+        hooks = weight._backward_hooks or {}
         if (
             (bucket.spec.index, position) in self._given
             or bucket.phase in SENT

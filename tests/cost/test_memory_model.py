@@ -335,7 +335,7 @@ def test_a_pipeline_keeps_as_many_micro_batches_as_stages():
 
 
 PIPELINES = [
-    # ranks, stage, schedule, vocabulary, dropout
+    # ranks, stage, schedule, vocabulary, dropout, recomputation
     (2, 0, "1f1b", 4096, 0.0),
     (2, 0, "zb-v", 512, 0.1),
     (2, 0, "1f1b", 512, 0.1),
@@ -349,6 +349,16 @@ PIPELINES = [
     (4, 3, "1f1b", 4096, 0.0),
     (4, 1, "interleaved", 512, 0.0),
     (4, 2, "1f1b", 4096, 0.1),
+    (4, 2, "zb-v", 4096, 0.0),
+    (4, 2, "zb-h1", 4096, 0.0),
+    (4, 3, "zb-v", 512, 0.0),
+    (4, 2, "interleaved", 4096, 0.0),
+    (2, 0, "zb-h1", 4096, 0.0, "full"),
+    (2, 0, "zb-v", 4096, 0.0, "full"),
+    (2, 0, "zb-v", 512, 0.0, "selective"),
+    (2, 0, "zb-h1", 4096, 0.1, "selective"),
+    (2, 0, "interleaved", 4096, 0.0, "full"),
+    (4, 2, "zb-h1", 512, 0.0, "full"),
 ]
 
 
@@ -356,7 +366,7 @@ PIPELINES = [
     "cell", [*PIPELINES[:2], *(pytest.param(c, marks=pytest.mark.slow) for c in PIPELINES[2:])]
 )
 def test_a_stage_is_predicted_within_three_percent(cell):
-    ranks, stage, schedule, vocab, dropout = cell
+    ranks, stage, schedule, vocab, dropout, mode = (*cell, "none")[:6]
     pp = ranks // 2 if stage else ranks
     one = workload(n_layer=8, vocab=vocab, dropout=dropout, batch=16 * ranks // pp)
     s = setup(
@@ -367,6 +377,7 @@ def test_a_stage_is_predicted_within_three_percent(cell):
         zero_stage=stage,
         micro_batch_size=2,
         grad_accum_steps=8,
+        activation_checkpointing=mode,
     )
     peaks = run_ranks(measure_alive, ranks, one, s, backend="gloo", timeout_s=300)
     found = [max(peaks[i * ranks // pp : (i + 1) * ranks // pp]) for i in range(pp)]
