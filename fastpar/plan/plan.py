@@ -29,6 +29,7 @@ from fastpar.cost.operations import Rates, comm_ops_of
 from fastpar.cost.step_time import cost_per_billion_tokens
 from fastpar.cost.workload import Setup, Workload, default_accumulate
 from fastpar.data.tokenizer import GPT2_VOCABULARY, name_for
+from fastpar.pipeline.schedules import chunks_of
 from fastpar.plan.estimate import Estimate, layout_text, size_text
 from fastpar.plan.pipelines import check_stages
 from fastpar.plan.search import (
@@ -434,7 +435,8 @@ def flags(plan: Plan, setup: Setup) -> list[str]:
     defaults = {**TrainConfig().settings(), **asdict(PRESETS[model])}
     # Decided in the same way by the trainer itself.
     automatic: dict[str, object] = {"accumulate": default_accumulate(setup.zero_stage)}
-    automatic |= {"grad_dtype": "fp32", "reduce_dtype": "fp32", "chunks": 1}
+    automatic |= {"grad_dtype": "fp32", "reduce_dtype": "fp32"}
+    automatic["chunks"] = chunks_of(setup.schedule, None, caller="plan")
     words = ["--model", model]
     if vocabulary != CPU_VOCABULARY:
         words += ["--tokenizer", name_for(vocabulary)]
