@@ -184,7 +184,8 @@ class PipelineStep:
         self.stages: Stages | None = engine.shards.stages
         self.rank = engine.mesh.rank_in("pp")
         exact = self.stages is not None and engine.settings.deterministic
-        self.pairs = exact and keys[0] is not None and bool(getattr(model, "needs_pairs", False))
+        drops = options[0].get("rng_key") is not None and getattr(model, "needs_pairs", False)
+        self.pairs = exact and drops
         self.loss = torch.zeros((), dtype=torch.float64, device=idx[0].device)
         self.held: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
         self.halves: dict[tuple[int, int], SplitBackward] = {}
