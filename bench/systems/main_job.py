@@ -33,6 +33,14 @@ RECIPES: dict[str, dict[str, Any]] = {
     "adamw, 8, linear": {"max_steps": 2000, "batch_size": 8, "lr_schedule": "linear"},
     "muon, 8": {"max_steps": 1200, "batch_size": 8, "optimizer": "muon", "lr_schedule": "linear"},
     "muon, 16": {"max_steps": 764, "batch_size": 16, "optimizer": "muon", "lr_schedule": "linear"},
+    "muon, narrow": {
+        "max_steps": 1310,
+        "batch_size": 16,
+        "optimizer": "muon",
+        "lr_schedule": "linear",
+        "lr": 0.015,
+        "n_embd": 192,
+    },
 }
 COMMON = {"threads": 1, "eval_every": 0, "save_every": 0, "num_samples": 0, "device": "cpu"}
 COMMON["eval_batches"] = 1000  # more than there are
