@@ -106,7 +106,7 @@ def grouped_linear_bwd(
             dbias[source, e] += dy[rows].sum(0)
     if apart:
         return dx, dweight, dbias
-    return dx, *(t[0] if needed else t for t, needed in zip((dweight, dbias), need[1:]))
+    return dx, dweight[0] if need[1] else dweight, dbias[0] if need[2] else dbias
 
 
 def summed(parts: Tensor) -> Tensor:

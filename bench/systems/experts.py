@@ -71,7 +71,7 @@ def last_loss(ranks: int, changes: dict[str, Any], **more: Any) -> float:
 def layouts(into: Path) -> int:
     """All of them; the exit status."""
     code, dirty = commit()
-    rows = []
+    rows: list[dict[str, Any]] = []
     for ranks, changes in LAYOUTS:
         loss = last_loss(ranks, changes)
         rows.append({"layout": name_of(ranks, changes), "loss": loss})

@@ -62,16 +62,15 @@ def check_experts(shape: ModelSettings, parallel: ParallelSettings, values: dict
             f"set --n-expert {-(-max(n_expert, 1) // ep) * ep}, or change --ep"
         )
     others = {
-        "cp": parallel.cp > 1,
         "offload": parallel.offload != "none",
         "optimizer": values["optimizer"] == "adafactor",
         "moment_dtype": values["moment_dtype"] == "int8",
     }
     beside = [name for name, found in others.items() if found and ep > 1]
-    beside += ["compile"] * bool(values["compile"] and n_expert)
+    beside += [name for name in ("compile", "cp") if n_expert and values[name] not in (False, 1)]
     if beside:
         name = beside[0]
         raise ValueError(
             f"train: expected {name} left out with experts (n_expert={n_expert}, ep={ep}), got "
-            f"{name}={values[name]}; drop it, or {'--n-expert' if name == 'compile' else '--ep'}"
+            f"{name}={values[name]}; drop it, or {'--ep' if name in others else '--n-expert'}"
         )

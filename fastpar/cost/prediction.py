@@ -40,7 +40,16 @@ def predict(config: TrainConfig, shape: GPTConfig, facts: dict[str, Any]) -> dic
 def workload_of(
     config: TrainConfig, shape: GPTConfig, facts: dict[str, Any]
 ) -> tuple[Workload, Setup]:
-    """What a run trains, and how."""
+    """What a run trains, and how.
+
+    Raises:
+        ValueError: a model with experts.
+    """
+    if shape.n_expert:
+        raise ValueError(
+            f"predict: expected a model without experts, got n_expert={shape.n_expert}; `fastpar "
+            "plan --n-expert` has their memory and exchanges"
+        )
     on_gpu = facts["device"] != "CPU"
     setup = Setup.of(
         config,

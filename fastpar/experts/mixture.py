@@ -152,7 +152,7 @@ class Experts(nn.Module):
             way = Dispatch(counts, self.ep)
             rows, counts = way.to_experts(rows), way.counts
         rows = bias_gelu(grouped_linear(rows, fc.weight, fc.bias, counts))
-        bias = proj.bias
+        bias: Tensor = proj.bias
         if self.tp is not None and self.tp.rank:  # see [Note: tp]
             bias = bias * 0.0
         rows = grouped_linear(rows, proj.weight, bias, counts)

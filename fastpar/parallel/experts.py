@@ -43,6 +43,11 @@ def check_experts(model: nn.Module, mesh: Mesh, options: dict[str, Any]) -> None
     """Refuse ranks of ep that have nothing to share out, or cannot."""
     ep, shard_size = mesh.size("ep"), options["shard_size"]
     losses = getattr(model, "experts", None)
+    if isinstance(losses, Losses) and mesh.size("cp") > 1:
+        raise ValueError(
+            f"parallelize: expected cp=1 with experts, got cp={mesh.size('cp')}; share out either "
+            "sequences or experts: leave cp out of Mesh, or n_expert out of the model"
+        )
     if ep == 1:
         return
     if not isinstance(losses, Losses):
@@ -56,11 +61,6 @@ def check_experts(model: nn.Module, mesh: Mesh, options: dict[str, Any]) -> None
         raise ValueError(
             f"parallelize: expected ep to divide n_expert={losses.n_expert}, got ep={ep}; choose "
             f"one of {fit}"
-        )
-    if mesh.size("cp") > 1:
-        raise ValueError(
-            f"parallelize: expected cp=1 with ep={ep}, got cp={mesh.size('cp')}; share out either "
-            "sequences or experts: leave cp or ep out of Mesh"
         )
     if options["offload"] is not None:
         raise ValueError(

@@ -6,7 +6,6 @@ figures come from cost/memory_model.py and cost/step_time.py; the layouts from s
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from fastpar.config.config import PRESETS, GPTConfig, TrainConfig
-from fastpar.config.settings import check_at_least, option
+from fastpar.config.settings import option
 from fastpar.cost.buckets import buckets_of
 from fastpar.cost.capacity import host_memory
 from fastpar.cost.datasheet import DatasheetRates
@@ -30,7 +29,9 @@ from fastpar.cost.step_time import cost_per_billion_tokens
 from fastpar.cost.workload import Setup, Workload, default_accumulate
 from fastpar.data.tokenizer import GPT2_VOCABULARY, name_for
 from fastpar.pipeline.schedules import chunks_of
+from fastpar.plan.counts import check_counts
 from fastpar.plan.estimate import Estimate, layout_text, size_text
+from fastpar.plan.experts import experts_report
 from fastpar.plan.pipelines import check_stages
 from fastpar.plan.search import (
     ALIKE,
@@ -51,11 +52,6 @@ GPU_RESERVED_BYTES, GPU_USABLE = 1.5e9, 0.96
 CPU_RESERVED_BYTES = 0.5e9
 MOST_MEASURED = 12  # layouts whose operations --measure measures
 
-_AT_LEAST = {
-    **dict.fromkeys(("n_layer", "n_head", "n_embd", "vocab_size", "seq_len", "batch_size"), 1),
-    **{"gpus": 1, "gpus_per_node": 1, "top": 1, "price": 0},
-}
-
 
 @dataclass(frozen=True)
 class PlanCommand:
@@ -69,6 +65,12 @@ class PlanCommand:
     """Attention heads, instead of the size's own."""
     n_embd: int | None = None
     """Width, instead of the size's own."""
+    n_expert: int = 0
+    """Experts in the place of MLPs: memory and exchanges of each ep and stage."""
+    expert_top_k: int = 2
+    """Of a token."""
+    expert_hidden: int | None = None
+    """Features of an expert, instead of 4 * n-embd."""
     vocab_size: int | None = None
     """Tokens of the tokenizer; unset: 50257, on a CPU 4096. Below 256: of characters."""
     seq_len: int | None = None
@@ -144,6 +146,13 @@ def run(command: PlanCommand) -> int:
         from fastpar.plan.check import run_check
 
         return run_check(quick=command.quick)
+    if command.n_expert:
+        check_counts(command)
+        device = find_device(command.gpu)
+        cluster = Cluster.of(device, command.gpus, command.gpus_per_node)
+        limit = usable_bytes(cluster) * (1 - command.headroom)
+        print(experts_report(_workload(command, device), _template(command, device), limit))
+        return 0
     plan = make_plan(command)
     print(report(plan))
     if command.json is not None:
@@ -157,7 +166,7 @@ def make_plan(command: PlanCommand) -> Plan:
     Raises:
         ValueError: as run().
     """
-    _check_counts(command)
+    check_counts(command)
     if command.measure:  # the device that is here; a GPU's own name where there is one
         command = replace(command, gpu=gpu_name() or "cpu")
     device = find_device(command.gpu)
@@ -200,38 +209,15 @@ def make_plan(command: PlanCommand) -> Plan:
     return plan
 
 
-def _check_counts(command: PlanCommand) -> None:
-    check_at_least("plan", vars(command), _AT_LEAST)
-    if not 0 <= command.headroom < 1:
-        raise ValueError(
-            "plan: expected headroom from 0 to below 1, a part of the memory, got headroom="
-            f"{command.headroom}; set --headroom"
-        )
-    if command.vocab_size is not None:
-        try:
-            name_for(command.vocab_size)
-        except ValueError:
-            raise ValueError(
-                "plan: expected a vocab_size that a tokenizer of `fastpar train` has, got "
-                f"vocab_size={command.vocab_size}; the largest is 1000000, set --vocab-size"
-            ) from None
-    if command.model not in PRESETS:
-        near = difflib.get_close_matches(command.model, PRESETS, n=1)
-        hint = (
-            f"did you mean {near[0]}?" if near else "set --n-layer, --n-head, --n-embd for others"
-        )
-        raise ValueError(
-            f"plan: expected model to be one of {', '.join(PRESETS)}, got model={command.model}; "
-            f"{hint}"
-        )
-
-
 def _workload(command: PlanCommand, device: Device) -> Workload:
     on_cpu = device.kind == "cpu"
     vocab = command.vocab_size or (CPU_VOCABULARY if on_cpu else GPT2_VOCABULARY)
     given = {n: getattr(command, n) for n in ("n_layer", "n_head", "n_embd")}
     given["block_size"] = command.seq_len
     overrides = {name: value for name, value in given.items() if value is not None}
+    if command.n_expert:
+        experts = {"top_k": command.expert_top_k, "expert_hidden": command.expert_hidden}
+        overrides |= {"n_expert": command.n_expert, **experts}
     shape = GPTConfig.preset(command.model, vocab_size=vocab, **overrides)
     rows = command.batch_size
     if rows is None:

@@ -162,7 +162,7 @@ def test_a_run_starts_from_a_dense_checkpoint(here):
          "=3, got ep=2; use --nproc 2"),
         (["--n-expert=4", "--expert-capacity=0"], "expert_capacity > 0, got expert_capacity=0.0"),
         (["--n-expert=4", "--ep=2", "--cp=2", "--nproc=4"], "cp left out with experts (n_expert=4, "
-         "ep=2), got cp=2; drop it, or --ep"),
+         "ep=2), got cp=2; drop it, or --n-expert"),
         (["--n-expert=4", "--compile"], "compile left out with experts"),
         (["--n-expert=4", "--cuda-graphs", "--device=cuda"], "n_expert 0 with cuda_graphs"),
     ],
