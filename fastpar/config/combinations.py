@@ -67,7 +67,8 @@ def check_experts(shape: ModelSettings, parallel: ParallelSettings, values: dict
         "moment_dtype": values["moment_dtype"] == "int8",
     }
     beside = [name for name, found in others.items() if found and ep > 1]
-    beside += [name for name in ("compile", "cp") if n_expert and values[name] not in (False, 1)]
+    if n_expert:
+        beside += ["compile"] * bool(values["compile"]) + ["cp"] * (parallel.cp > 1)
     if beside:
         name = beside[0]
         raise ValueError(

@@ -1,0 +1,101 @@
+"""What parallelize() refuses of experts, and what an engine says of them."""
+
+import copy
+
+import pytest
+import torch
+
+import fastpar
+from fastpar.config.config import GPTConfig
+from fastpar.models.gpt import GPT
+from fastpar.testing import run_ranks
+
+SHAPE = GPTConfig(2, 2, 16, 16, 64, dropout=0.0, n_expert=4, top_k=2)
+
+
+def make(mesh, shape=SHAPE, **options):
+    return fastpar.parallelize(GPT(shape), fastpar.Mesh(**mesh), **options)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mesh", "options", "message"),
+    [
+        (3, {"ep": 3}, {}, "ep to divide n_expert=4, got ep=3; choose one of 1, 2, 4"),
+        (2, {"cp": 2}, {}, "cp=1 with experts, got cp=2; .* leave cp out of Mesh"),
+        (2, {"ep": 2}, {"offload": "optimizer", "zero_stage": 2}, "no offload with ep=2, got "),
+        (8, {"ep": 4}, {"zero_stage": 2, "shard_size": 2}, "shard_size to be a multiple of ep=4"),
+    ],
+)
+def test_what_is_refused(ranks, mesh, options, message):
+    with pytest.raises(ValueError, match=f"parallelize: expected {message}"):
+        run_ranks(lambda: make(mesh, **options), ranks)
+
+
+def test_a_dense_model_has_nothing_to_share_out():
+    dense = GPTConfig(2, 2, 16, 16, 64)
+    with pytest.raises(ValueError, match=r"with experts for ep=2, got GPT without; set GPTConfig"):
+        run_ranks(lambda: make({"ep": 2}, dense), 2)
+
+
+def test_tokens_that_sequence_parallelism_would_pad_are_refused():
+    def rank():
+        model = make({"tp": 2}, sequence_parallel=True)
+        model(torch.zeros(1, 15, dtype=torch.int64))
+
+    with pytest.raises(
+        ValueError, match=r"divisible by the 2 ranks .* got idx=\[1, 15\]; pass seq"
+    ):
+        run_ranks(rank, 2)
+
+
+def test_a_model_on_ranks_of_ep_is_saved_by_its_state_dict():
+    def rank():
+        model = make({"ep": 2})
+        assert copy.deepcopy(model.h[0].mlp.ep) is model.h[0].mlp.ep
+        with pytest.raises(RuntimeError, match=r"ExpertParallel: .* save model.state_dict\(\)"):
+            model.h[0].mlp.ep.__reduce__()
+        state = model.state_dict()
+        assert state["h.0.mlp.c_fc.weight"].shape == (4, 64, 16)
+        again = GPT(SHAPE, seed=1)
+        again.load_state_dict(state)
+        model.load_state_dict(again.state_dict())
+
+    run_ranks(rank, 2)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_an_engine_tells_of_experts(stage):
+    def rank():
+        model = make({"ep": 2}, zero_stage=stage)
+        engine = fastpar.engine_of(model)
+        text = engine.describe()
+        assert "experts: ep=2" in text
+        assert "2 ranks have" in text
+        opt = fastpar.AdamW(model.parameters())
+        x = torch.zeros(2, 16, dtype=torch.int64)
+        model(x, x).backward()
+        opt.step()
+        engine.check_replicas(opt)
+        with engine.gathered():
+            own = model.h[0].mlp.c_fc.weight
+            assert own.shape == (2, 64, 16)
+            if engine.mesh.rank == 2:
+                own.data[0, 0, 0] += 1.0  # as rank 0's own experts
+        if stage < 3:
+            with pytest.raises(RuntimeError, match=r"difference .*rank.*c_fc.weight"):
+                engine.check_replicas(opt)
+
+    run_ranks(rank, 4)
+
+
+def test_frozen_experts_stay_what_they_were():
+    def rank():
+        model = GPT(SHAPE, seed=2)
+        whole = model.h[1].mlp.c_fc.weight.detach().clone()
+        model.h[1].mlp.c_fc.weight.requires_grad_(False)
+        mesh = fastpar.Mesh(ep=2)
+        model = fastpar.parallelize(model, mesh, zero_stage=1)
+        mine = 2 * mesh.rank_in("ep")
+        assert torch.equal(model.h[1].mlp.c_fc.weight, whole[mine : mine + 2])
+
+    run_ranks(rank, 4)
