@@ -10,12 +10,12 @@ from fastpar.testing import run_ranks
 CONFIG = GPTConfig(n_layer=2, n_head=3, n_embd=24, block_size=16, vocab_size=301, dropout=0.1)
 
 
-def losses(cp, stage):
+def losses(cp, stage, method):
     mesh = Mesh(cp=cp)
     idx = torch.randint(0, 301, (4, 16), generator=torch.Generator().manual_seed(3))
     found = []
     for compiled in (False, True):
-        model = parallelize(GPT(CONFIG), mesh, zero_stage=stage)
+        model = parallelize(GPT(CONFIG), mesh, zero_stage=stage, cp_method=method)
         optimizer = AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)
         forward = model
         if compiled:
@@ -30,9 +30,10 @@ def losses(cp, stage):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("method", ["heads", "keys"])
 @pytest.mark.parametrize(("cp", "stage"), [(2, 0), (2, 3)])
-def test_a_compiled_model_has_the_losses_of_an_eager_one(cp, stage):
-    results = run_ranks(losses, cp, cp, stage, backend="gloo", timeout_s=300)
+def test_a_compiled_model_has_the_losses_of_an_eager_one(cp, stage, method):
+    results = run_ranks(losses, cp, cp, stage, method, backend="gloo", timeout_s=300)
     for found in results:
         assert found[3:] == pytest.approx(found[:3], rel=1e-6)
         assert found == results[0]
