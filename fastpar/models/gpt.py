@@ -324,7 +324,8 @@ class GPT(nn.Module):
     def _padding(self, idx: Tensor) -> int:
         """Positions to add, see [Note: tensor parallel]."""
         if self.cp is not None:
-            return self.cp.padding(*idx.shape, self._shares)
+            batch, time = idx.shape
+            return self.cp.padding(batch, time, self._shares)
         return -idx.shape[-1] % self._shares if idx.numel() % self._shares else 0
 
     def pipeline_parts(self) -> list[tuple[str, ...]]:
@@ -397,10 +398,12 @@ class GPT(nn.Module):
     def _tokens(self, batch: int, time: int) -> Tokens | None:
         if self._shares == 1:
             return None
-        first, *rows = (0, time, (0, 0)) if self.cp is None else self.cp.runs(batch, time)
+        first, rows, moved = 0, time, (0, 0)
+        if self.cp is not None:
+            first, rows, moved = self.cp.runs(batch, time)
         if self.tp is not None and self.tp.sequence_parallel:
             first += self.tp.rank * (batch * time // self._shares)
-        return Tokens(batch, time, first, *rows)
+        return Tokens(batch, time, first, rows, moved)
 
     def _embed(
         self,
@@ -414,7 +417,7 @@ class GPT(nn.Module):
         if self._shares == 1 and self.tp is None and positions is None:
             return embedding(idx, wte, wpe, first_position=first, **mask)
         spot = 0 if tokens is None else tokens.first  # of this rank's tokens in those of cp
-        if self.cp is not None:
+        if self.cp is not None and tokens is not None:
             idx = self.cp.slice(idx)[None]
             positions = positions if positions is None else self.cp.slice(positions)
             spot -= self.cp.runs(tokens.batch, tokens.time)[0]
