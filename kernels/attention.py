@@ -273,7 +273,8 @@ _attention_bwd = define_op(
 
 def _setup_context(ctx, inputs, output):
     q, k, v, ctx.causal, ctx.scale, key, ctx.site_head, ctx.threshold, cu_seqlens, *more = inputs
-    bits, ctx.first_row = *more, *(None, None)[len(more) :]
+    bits = more[0] if more else None
+    ctx.first_row = more[1] if len(more) > 1 else None
     ctx.n_inputs = len(inputs)
     o, stats = output
     op = _case(ctx.threshold, cu_seqlens)
