@@ -186,7 +186,7 @@ class MeasuredRates:
         of = self.overheads.get(overhead_key(setup)) or self._nearest_overhead(setup)
         if of is None:
             return 0.0
-        micro_batches, layers = setup.grad_accum_steps, workload.shape.n_layer
+        micro_batches, layers = setup.grad_accum_steps, workload.shape.n_layer / setup.pp
         return (
             of.step + micro_batches * (of.micro_batch + layers * of.layer) + layers * of.layer_step
         )

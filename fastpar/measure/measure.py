@@ -23,6 +23,7 @@ import datetime
 import functools
 import gc
 import itertools
+import math
 import os
 import statistics
 import time
@@ -35,6 +36,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fastpar.comm.collectives import Collectives
 from fastpar.comm.transport import make_collectives
 from fastpar.config.config import GPTConfig
 from fastpar.cost.measured_rates import (
@@ -350,40 +352,27 @@ def spaced(low: float, high: float, count: int = 4) -> list[int]:
 def _run_collective(
     rank: Rank, send: CommOp, size: int, transport: str, seconds: float
 ) -> list[float]:
-    """Seconds of one exchange after the other on a rank; every group of so many ranks at once."""
-    groups = rank.kept.setdefault("groups", {})
-    if send.ranks not in groups:
-        rank.mesh()
-        made = [
-            dist.new_group(list(range(first, first + send.ranks)))
-            for first in range(0, rank.world_size, send.ranks)
-        ]
-        groups[send.ranks] = make_collectives(
-            made[rank.rank // send.ranks],
-            device=rank.mesh().device,
-            transport="torch" if transport == "gloo" else "auto",
-        )
-    group = groups[send.ranks]
-    numel = -(-size // 4 // send.ranks) * send.ranks
-    whole = group.empty(numel, torch.float32).zero_()
-    part = numel // send.ranks
-    mine = whole[group.rank * part : (group.rank + 1) * part]
-    later = send.axis not in ("tp", "cp")  # see comm_key()
-    arguments = {
-        "reduce_scatter": (mine, whole),
-        "all_gather": (whole, mine),
-        "broadcast": (whole, 0),
-        "all_to_all": (torch.empty_like(whole), whole),
-    }
+    """Seconds of one exchange after the other on a rank; every group of so many ranks at once.
 
-    def exchange() -> None:
-        call = getattr(group, send.kind)
-        handle = call(*arguments.get(send.kind, (whole,)), async_op=later)
-        if handle is not None:
-            handle.wait()
+    A message is one of two ranks that it goes to and back. Ranks beyond the last group: infinite.
+    """
+    groups = rank.kept.setdefault("groups", {})
+    ranks = 2 if send.kind == "send" else send.ranks
+    device = rank.mesh().device
+    if ranks not in groups:
+        made = [
+            dist.new_group(list(range(first, first + ranks)))
+            for first in range(0, rank.world_size - ranks + 1, ranks)
+        ]
+        transport = "torch" if transport == "gloo" else "auto"
+        mine = [group for i, group in enumerate(made) if i == rank.rank // ranks]
+        groups[ranks] = [make_collectives(g, device=device, transport=transport) for g in mine]
+    exchange = _exchange(groups[ranks][0], send, size) if groups[ranks] else (lambda: None)
+    passes = 2 if send.kind == "send" else 1
 
     def once() -> float:
-        return _seconds(exchange, whole.device)
+        found = _seconds(exchange, device) / passes
+        return found if groups[ranks] else math.inf
 
     rank.barrier()
     guess = rank.of_first(max(once(), once()))  # all do as many
@@ -395,11 +384,43 @@ def _run_collective(
     return found
 
 
+def _exchange(group: Collectives, send: CommOp, size: int) -> Callable[[], None]:
+    """One exchange of so many bytes on this rank."""
+    numel = -(-size // 4 // group.world_size) * group.world_size
+    whole = group.empty(numel, torch.float32).zero_()
+    part = numel // group.world_size
+    mine = whole[group.rank * part : (group.rank + 1) * part]
+    later = send.axis not in ("tp", "cp")  # see comm_key()
+    arguments = {
+        "reduce_scatter": (mine, whole),
+        "all_gather": (whole, mine),
+        "broadcast": (whole, 0),
+        "all_to_all": (torch.empty_like(whole), whole),
+    }
+
+    def exchange() -> None:
+        if send.kind == "send":
+            first, second = (group.send, group.recv)[:: 1 if group.rank == 0 else -1]
+            first(whole, 1 - group.rank)
+            second(whole, 1 - group.rank)
+            return
+        call = getattr(group, send.kind)
+        handle = call(*arguments.get(send.kind, (whole,)), async_op=later)
+        if handle is not None:
+            handle.wait()
+
+    return exchange
+
+
 # Overhead
 
 
 def _tiny_cells(setup: Setup) -> list[Cell]:
-    """(1 or 3 layers) * (1 or 3 micro-batches) of almost nothing, set up in the same way."""
+    """(1 or 3 layers) * (1 or 3 micro-batches) of almost nothing, set up in the same way.
+
+    Without stages, which so few layers do not make: a layer's overhead is that of its rank.
+    """
+    setup = replace(setup, pp=1, pp_split=None, schedule="1f1b", chunks=1)
     heads = 2 * setup.tp
     cells = []
     for layers, micro in itertools.product((1, 3), (1, 3)):

@@ -71,6 +71,24 @@ def test_all_that_several_setups_do_is_measured(tmp_path, monkeypatch):
     check(measure(WORKLOAD, SETUPS[1:], threads=1, seconds=0.5), SETUPS[1:])
 
 
+@pytest.mark.parametrize(
+    ("schedule", "chunks"), [("1f1b", 1), pytest.param("zb-v", 2, marks=pytest.mark.slow)]
+)
+def test_what_stages_do_is_measured(schedule, chunks, tmp_path, monkeypatch):
+    """Messages too, and the overhead by models that have too few layers for stages."""
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    piped = {"pp": 2, "schedule": schedule, "chunks": chunks, "grad_accum_steps": 2}
+    setup = replace(SETUP, micro_batch_size=2, **piped)
+    rates = measure(WORKLOAD, [setup], threads=1, seconds=0.2)
+    assert all(rates.op_s(op) > 0 for op in ops_of(WORKLOAD, setup))
+    sends = [send for send in comm_ops_of(WORKLOAD, setup) if send.axis != "control"]
+    assert all(rates.comm_s(send) > 0 for send in sends)
+    assert predict_step(WORKLOAD, setup, rates).step_s > 0
+    assert "send, 2 ranks" in rates.sends
+    # What goes through a stage's parameters is in proportion to the whole model's.
+    assert {name.split()[0] for name in rates.scaled} <= {"copy", "optimizer"}
+
+
 def test_rates_are_kept_for_later_runs(measured):
     rates, folder = measured
     found = find_rates(device_type="cpu", dtype="fp32", ranks=2, threads=1, dropout=False)

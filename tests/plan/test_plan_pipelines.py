@@ -11,7 +11,7 @@ from fastpar.cost.devices import Cluster
 from fastpar.cost.memory_model import predict_memory
 from fastpar.cost.step_time import predict_step
 from fastpar.cost.workload import Setup, Workload
-from fastpar.pipeline.schedules import RULES, make_schedule
+from fastpar.pipeline.schedules import RULES, chunks_of, make_schedule
 from fastpar.pipeline.simulator import Costs, simulate, time_of
 from fastpar.plan import pipelines
 from fastpar.plan.estimate import divisors
@@ -89,6 +89,8 @@ def test_a_slow_link_makes_stages_and_the_report_says_why():
     assert f" --pp {winner.pp} " in text
     if winner.schedule != "1f1b":
         assert f" --schedule {winner.schedule}" in text
+    usual = chunks_of(winner.schedule, None, caller="test")
+    assert (" --chunks " in text) == (winner.chunks != usual)
     assert f"stages   {winner.pp}: the best without, " in text
     assert "  bubble  " in text
     near = report(make_plan(PlanCommand(gpus=8)))
