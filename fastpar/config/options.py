@@ -175,7 +175,7 @@ class SystemSettings:
     compile: bool = False
     """torch.compile the model: a slow start, then faster."""
     cuda_graphs: bool = False
-    """Micro-batches as CUDA graphs: pays for small ones."""
+    """CUDA graphs of the whole step (one rank, AdamW), or of micro-batches: pays for small ones."""
     deterministic: bool = False
     """The same bits at every stage and split of a step into dp ranks and micro-batches."""
 

@@ -242,7 +242,7 @@ class AdamW(EngineOptimizer):
         states = [self._state(r, on_device[r.group], kept[r.piece.dtype]) for r in rows]
         counted = [s["step"] for row, s in zip(rows, states) if on_device[row.group]]
         if counted:
-            _count(counted, None if found is None else 1.0 - found.ne(0).float())
+            _count(counted, 1.0 if found is None else 1.0 - found.ne(0).float())
         numbered = [s["step"] for row, s in zip(rows, states) if not on_device[row.group]]
         owned = [(row, s) for row, s in zip(rows, states) if row.grad.numel()]
         call: Callable[[], object] = tuple
@@ -389,11 +389,11 @@ class AdamW(EngineOptimizer):
             self.state = mine
 
 
-def _count(counters: list[Tensor], by: Tensor | None = None) -> None:
-    if by is None and not counters[0].is_cpu:
-        torch._foreach_add_(counters, 1.0)
+def _count(counters: list[Tensor], by: Tensor | float = _ONE) -> None:
+    if not isinstance(by, Tensor):
+        torch._foreach_add_(counters, by)
     else:  # a tensor and alpha: for a number, torch makes a tensor of it for each counter
-        torch._foreach_add_(counters, _ONE if by is None else by, alpha=1.0)
+        torch._foreach_add_(counters, by, alpha=1.0)
 
 
 def capturing(device: torch.device) -> bool:

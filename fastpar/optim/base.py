@@ -146,6 +146,17 @@ class EngineOptimizer(torch.optim.Optimizer):
             engine.after_step()
         return loss
 
+    @uncompiled
+    @torch.no_grad()
+    def step_rows(self, rows: list[Row]) -> None:
+        """What the device does in a step, for gradients that no other rank has a part of.
+
+        For whoever captures it: nothing is asked of engines, nor told to them. Sets grad_norm.
+        """
+        engines = list({id(row.engine): row.engine for row in rows if row.engine}.values())
+        factor, found = self._factor(rows, [], engines)
+        self._update(rows, factor, found)
+
     def begin_step(self) -> tuple[list[Engine], list[Row], Tensor | None, Tensor | None]:
         """Finish the engines' reductions and agree with the other ranks on this step.
 

@@ -94,16 +94,24 @@ def _masters(settings: OptimSettings, dtype: torch.dtype) -> bool | str:
 
 
 def set_lr(optimizer: torch.optim.Optimizer, step: int, config: TrainConfig) -> float:
-    """Gives every group its learning rate and weight decay of a step; returns --lr's rate."""
+    """Gives every group its learning rate and weight decay of a step; returns --lr's rate.
+
+    Groups get fp32 numbers, so that a kernel which reads them from a GPU's memory, as a captured
+    step does, makes the same step.
+    """
     settings, peak = config.optim, config.optim.lr
     lr = scheduled_lr(step, config)
     decay = settings.weight_decay * (lr / peak if settings.decay_follows_lr else 1.0)
     for group in optimizer.param_groups:
         is_muon = not group.get("adamw", True)
-        group["lr"] = settings.muon_lr * (lr / peak) if is_muon else lr
+        group["lr"] = _fp32(settings.muon_lr * (lr / peak) if is_muon else lr)
         # Not from the group: a checkpoint's may have fallen to 0.
-        group["weight_decay"] = decay if group["params"][0].dim() >= 2 else 0.0
+        group["weight_decay"] = _fp32(decay) if group["params"][0].dim() >= 2 else 0.0
     return lr
+
+
+def _fp32(number: float) -> float:
+    return torch.tensor(number, dtype=torch.float32).item()
 
 
 def scheduled_lr(step: int, config: TrainConfig) -> float:

@@ -33,6 +33,35 @@ _OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_
 _OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
+class HookCheck:
+    """A replay calls no hooks: those of others than the engine would be lost."""
+
+    def __init__(self, model: nn.Module, engine: Engine) -> None:
+        self._model, self._engine = model, engine
+        self._known = -1  # how many there were when they were looked at
+        self._params = list(model.parameters())
+        self._of_modules = [getattr(m, name) for m in model.modules() for name in _OF_MODULES]
+
+    def refuse(self) -> None:
+        """Raises ValueError where there is one of others."""
+        found = sum(map(len, self._of_modules))  # dicts that modules keep; those of tensors change
+        found += sum(
+            len(getattr(p, name, None) or ()) for p in self._params for name in _OF_TENSORS
+        )
+        if found == self._known:
+            return
+        mine = (self._engine, self._engine.gathers)
+        for name, owner in (*self._model.named_modules(), *self._model.named_parameters()):
+            for hooks in (getattr(owner, a, None) or {} for a in (*_OF_MODULES, *_OF_TENSORS)):
+                if not all(isinstance(h, Hook) and any(map(h.is_of, mine)) for h in hooks.values()):
+                    raise ValueError(
+                        "train: expected no hooks with cuda_graphs, got one of "
+                        f"'{name or type(owner).__name__}', which a replay would not call; remove "
+                        "it, or leave --cuda-graphs out"
+                    )
+        self._known = found
+
+
 class MicroBatchGraphs:
     """Calls of compute(*inputs), which runs a forward and backward of model and returns the loss.
 
@@ -46,7 +75,7 @@ class MicroBatchGraphs:
     """
 
     def __init__(self, compute: Callable[..., Tensor], model: nn.Module, engine: Engine) -> None:
-        _check_device(engine.mesh.device)
+        check_device(engine.mesh.device)
         if engine.stage.frees_gradients:
             raise ValueError(
                 "MicroBatchGraphs: expected zero_stage 0 or 1, got zero_stage="
@@ -55,13 +84,11 @@ class MicroBatchGraphs:
         self._compute, self._model, self._engine = compute, model, engine
         self._shapes: dict[tuple, _Graphs] = {}
         self._pool: Any = None
-        self._hooks = -1  # how many there were when they were looked at
-        self._params = list(model.parameters())
-        self._of_modules = [getattr(m, name) for m in model.modules() for name in _OF_MODULES]
+        self._hooks = HookCheck(model, engine)
 
     def __call__(self, *inputs: Tensor | float | None) -> Tensor:
         """The loss, valid until the next call."""
-        self._refuse_hooks()
+        self._hooks.refuse()
         key = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else type(x) for x in inputs)
         if key not in self._shapes and len(self._shapes) >= _MOST_SHAPES:
             raise ValueError(
@@ -84,25 +111,6 @@ class MicroBatchGraphs:
 
         run_replay(self._engine, replay)
         return graphs.loss
-
-    def _refuse_hooks(self) -> None:
-        """A replay calls no hooks: those of others than the engine would be lost."""
-        found = sum(map(len, self._of_modules))  # dicts that modules keep; those of tensors change
-        found += sum(
-            len(getattr(p, name, None) or ()) for p in self._params for name in _OF_TENSORS
-        )
-        if found == self._hooks:
-            return
-        mine = (self._engine, self._engine.gathers)
-        for name, owner in (*self._model.named_modules(), *self._model.named_parameters()):
-            for hooks in (getattr(owner, a, None) or {} for a in (*_OF_MODULES, *_OF_TENSORS)):
-                if not all(isinstance(h, Hook) and any(map(h.is_of, mine)) for h in hooks.values()):
-                    raise ValueError(
-                        "train: expected no hooks with cuda_graphs, got one of "
-                        f"'{name or type(owner).__name__}', which a replay would not call; remove "
-                        "it, or leave --cuda-graphs out"
-                    )
-        self._hooks = found
 
     def _capture(self, graphs: _Graphs, adds: bool) -> tuple[Callable[[], None], list]:
         fired: list[nn.Parameter] = []
@@ -127,18 +135,20 @@ class _Graphs:
     """The graphs of one shape, and what they read and write."""
 
     def __init__(self, inputs: tuple, device: torch.device) -> None:
-        self.inputs = [None if x is None else _place(x, device) for x in inputs]
+        self.inputs = [None if x is None else place_of(x, device) for x in inputs]
         self.loss = torch.empty((), device=device)
         self.captured: dict[bool, tuple[Callable[[], None], list]] = {}
 
 
-def _place(x: Tensor | float, device: torch.device) -> Tensor:
+def place_of(x: Tensor | float, device: torch.device) -> Tensor:
+    """Memory on the device for an input; a number is given to the region as an fp32 tensor."""
     if isinstance(x, Tensor):
         return torch.empty_like(x, device=device)
     return torch.empty((), device=device)
 
 
-def _check_device(device: torch.device) -> None:
+def check_device(device: torch.device) -> None:
+    """Raises ValueError where there are no graphs."""
     if device.type != "cuda":
         raise ValueError(
             f"train: expected a GPU with cuda_graphs, got device={device}; leave --cuda-graphs out"

@@ -115,7 +115,7 @@ class RunFolder:
         step: steps done; metrics of later ones are dropped, they come again.
         facts: what was chosen for this start: device, dtype, world_size, tp, sequence_parallel,
             threads, block_size, micro_batch_size, grad_accum_steps, zero_stage, n_shards,
-            accumulate, transport, storage.
+            accumulate, transport, storage; graphs, with cuda_graphs.
     Attributes:
         path: of the folder.
         header: lines that say what runs where, every automatic choice among them.
@@ -181,6 +181,7 @@ class RunFolder:
             f"{facts['transport']}, accumulate {facts['accumulate']}; {facts['storage']}",
             f"run      {self.path}{note}, steps {step} to {config.run.max_steps}",
             *([_pipeline(facts, shape)] if pp > 1 else []),
+            *([f"graphs   {facts['graphs']}"] if "graphs" in facts else []),
             *(f"changed  {change}" for change in changes),
         )
 

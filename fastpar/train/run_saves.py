@@ -10,9 +10,11 @@ is reported, and the next one tries again.
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 from fastpar.checkpoint.saver import Result, Saver
+from fastpar.config.config import TrainConfig
 from fastpar.parallel.control import gather_numbers
 from fastpar.parallel.engine import Engine
 from fastpar.train.journal import Journal
@@ -40,9 +42,17 @@ class RunSaves:
         self._prepared = False
         self._waited_ms = self._pause_ms = 0.0
 
-    def open(self, saver: Saver) -> None:
-        """From now on it saves, with this Saver of the run's folder."""
-        self._saver = saver
+    def open(self, folder: Path, config: TrainConfig, **saved: Any) -> None:
+        """From now on it saves to the run's folder; saved: model, optimizer, tokenizer."""
+        run, faults = config.run, config.faults
+        self._saver = Saver(
+            folder,
+            keep_last=run.keep_last,
+            keep_every=run.keep_every,
+            asynchronous=faults.async_save,
+            overlap=faults.save_overlap,
+            **saved,
+        )
 
     def prepare(self) -> None:
         """Memory for the host copy, in the background; best after the first step."""

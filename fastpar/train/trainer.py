@@ -44,7 +44,6 @@ import torch
 from fastpar.checkpoint.checkpoint import rng_state, set_rng_state
 from fastpar.checkpoint.manifest import STATE
 from fastpar.checkpoint.restore import load_checkpoint, naming_damaged_file, read_run_state
-from fastpar.checkpoint.saver import Saver
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.watchdog import MARGIN_S, Watchdog, in_step
 from fastpar.config.config import TrainConfig, derive_batch
@@ -83,6 +82,7 @@ from fastpar.train.start import (
     samples_of,
     set_up,
 )
+from fastpar.train.step_graph import StepGraph, why_micro_batches
 
 STOPS = (*SIGNALS, TIME_IS_UP)  # reasons to stop early
 
@@ -179,8 +179,15 @@ class Trainer:
         self.skipped_samples: list[tuple[int, int]] = []  # ranges that are never taken again
         self.forward: Any = torch.compile(self.model) if config.system.compile else self.model
         self.micro_batch: Callable[..., torch.Tensor] = self._micro_batch
+        self.step_graph: StepGraph | None = None
         if config.system.cuda_graphs:
-            self.micro_batch = MicroBatchGraphs(self._micro_batch, self.model, self.engine)
+            parts = self._micro_batch, self.model, self.engine
+            why = why_micro_batches(self.engine, self.optimizer)
+            if why:
+                self.micro_batch = MicroBatchGraphs(*parts)
+            else:
+                self.step_graph = StepGraph(*parts, self.optimizer)
+            self._facts["graphs"] = f"of a micro-batch, as {why}" if why else "of a whole step"
         self.step = self.next_sample = self.tokens = self.rollbacks = 0
         self.samples = samples_of(config, self.data, self.block_size)
         self.changed = getattr(self.samples, "told", "")  # what config.json does not tell
@@ -258,19 +265,9 @@ class Trainer:
 
     def _open_saves(self) -> None:
         """Checkpoints go to the folder that rank 0 has made."""
-        run, faults = self.config.run, self.config.faults
         self.folder = Path(broadcast_text(self.engine, str(self.journal.path or "")))
-        saver = Saver(
-            self.folder,
-            model=self.model,
-            optimizer=self.optimizer,
-            tokenizer=self.data.tokenizer,
-            keep_last=run.keep_last,
-            keep_every=run.keep_every,
-            asynchronous=faults.async_save,
-            overlap=faults.save_overlap,
-        )
-        self.saves.open(saver)
+        saved = {"model": self.model, "optimizer": self.optimizer}
+        self.saves.open(self.folder, self.config, tokenizer=self.data.tokenizer, **saved)
 
     def _loop(self) -> int:
         """Steps, validations and saves to the end, or to a reason to stop, which is returned."""
@@ -304,7 +301,7 @@ class Trainer:
     def train_step(self) -> Step:
         """One optimizer step; returns without waiting for the device."""
         config, mesh, optimizer = self.config, self.mesh, self.optimizer
-        rows, seed = self.micro_batch_size, config.run.seed
+        graph, rows, seed = self.step_graph, self.micro_batch_size, config.run.seed
         scale = self.loss_scale.scale if self.loss_scale is not None else None
         skips = config.faults.on_nonfinite == "skip"
         self.micro_batches = config.micro_batches(self.step, self.grad_accum_steps)
@@ -313,7 +310,7 @@ class Trainer:
         in_step(self.step + 1)
         self.model.train()
         loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
-        whole: list[tuple[torch.Tensor, ...]] = []  # of a pipeline, which takes all at once
+        whole: list[tuple[torch.Tensor, ...]] = []  # for what takes all at once
         for j in range(self.micro_batches):
             first = self.next_sample + self._number(j) * rows
             x, y, *documents = sample_batch(
@@ -325,18 +322,22 @@ class Trainer:
                 device=mesh.device,
             )
             key = to_device(make_key(seed, first), mesh.device)
-            if self.engine.shards.stages is None:
+            if self.engine.shards.stages is None and graph is None:
                 loss += self.micro_batch(x, y, key, scale, *documents)
             else:
                 whole.append((x, y, key, *documents))
-        if whole:
+        if whole and graph is None:
             loss += self._through_stages(whole, scale)
         lr = set_lr(optimizer, self.step, config)
         if scale is not None or skips:
             optimizer.grad_scale = scale or 1.0  # see guards.py: an update that is left out
         requests = to_device(torch.tensor(self._requests(), dtype=torch.float64), mesh.device)
-        self.engine.contribute(torch.cat(((loss / mesh.world_size).reshape(1), requests)))
-        optimizer.step()
+        loss = loss / mesh.world_size if graph is None else graph(whole, scale)
+        control: Any = torch.cat((loss.reshape(1), requests))
+        if graph is None:
+            self.engine.contribute(control)
+            optimizer.step()
+            control = self.engine.contributed
         if self.average is not None:
             self.average.update(self.step)
         optimizer.zero_grad()
@@ -344,7 +345,6 @@ class Trainer:
         self.step += 1
         self.next_sample += samples
         self.tokens += samples * self.block_size
-        control: Any = self.engine.contributed
         norm: Any = optimizer.grad_norm
         counts = sums_of(self.model, control)
         values = to_host(torch.cat((control[:1], norm.double().reshape(1), control[1:], counts)))

@@ -30,14 +30,28 @@ class _Pretend(TorchFunctionMode):
         return func(*swap, **named)
 
 
+class _Compiled:
+    """In place of the module of csrc/."""
+
+    def __init__(self, names):
+        self.names = names
+
+    def __getattr__(self, name):
+        return lambda *args: self.names.append(name) or 1  # where a number is asked for
+
+
 def _yes(*args):  # a Mock would keep the tensors that it is called with
     return True
 
 
+def _no(*args):
+    return 0
+
+
 @contextlib.contextmanager
 def pretend_cuda():
-    """Yields the names of Triton's kernels that are launched. They are not run: what they would
-    write keeps the bytes that were there."""
+    """Yields the names of Triton's kernels and those of csrc/ that are launched. They are not run:
+    what they would write keeps the bytes that were there."""
     from fastpar.kernels import triton_launch
 
     with (
@@ -47,6 +61,9 @@ def pretend_cuda():
         mock.patch.object(backend, "_allowed", _yes),
         mock.patch.object(backend, "choice", "triton"),
         triton_launch.record(90) as names,
+        mock.patch.object(backend, "cuda_kernels", _Compiled(names)),
+        mock.patch.object(backend, "cuda_stream", _no),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", _no),
         _Pretend(),
     ):
         yield names

@@ -1,15 +1,18 @@
 """What the capture of a CUDA graph forbids is found on a CPU, and a micro-batch has none of it."""
 
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from pretend_cuda import pretend_cuda
 
-from fastpar import GPT, GPTConfig, Mesh, engine_of, parallelize
-from fastpar.kernels import bias_gelu, make_key
+from fastpar import GPT, AdamW, GPTConfig, Mesh, engine_of, parallelize
+from fastpar.kernels import adamw, bias_gelu, make_key
+from fastpar.train import step_graph
 from fastpar.train.capture_check import CaptureCheck
 from fastpar.train.cuda_graphs import recording
+from fastpar.train.step_graph import StepGraph
 
 kept = []
 outside = torch.ones(4)
@@ -103,6 +106,74 @@ def test_a_training_micro_batch_can_be_captured(dropout, adds):
     assert set(fired) == set(model.parameters())
     assert len(launched) > 20  # the way of a GPU
     assert {"_attention_fwd_kernel", "_layer_norm_fwd_kernel"} <= set(launched), launched
+
+
+SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=64, dropout=0.1)
+
+
+def after_two_steps(monkeypatch, dtype=torch.float32, scale=None, **options):
+    """The optimizer of a StepGraph, and its third step of two micro-batches, on a GPU's way."""
+    monkeypatch.setattr(step_graph, "check_device", lambda device: None)
+    monkeypatch.setattr(sys.modules["fastpar.kernels.linear_cross_entropy"], "_MIXED_MM", False)
+    model = parallelize(GPT(SMALL).to(dtype).train(), Mesh(), grad_dtype=torch.float32)
+    optimizer = AdamW(model.parameters(), max_grad_norm=1.0, **options)
+
+    def compute(ids, key, scale):
+        loss = model(ids, ids, rng_key=key) / 2
+        (loss if scale is None else loss * scale).backward()
+        return loss.detach()
+
+    graph = StepGraph(compute, model, engine_of(model), optimizer)
+    batches = [(torch.arange(32).view(2, 16), make_key(1, 2 * j)) for j in range(2)]
+    for _ in range(2):
+        graph(batches, scale)
+
+    def third():
+        with pretend_cuda() as launched:
+            graph(batches, scale)
+        return launched
+
+    return optimizer, third
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale", "options"),
+    [
+        (torch.float32, None, {}),
+        (torch.float16, 4.0, {"master_weights": True}),
+        (torch.bfloat16, None, {"master_weights": "remainder", "moment_dtype": torch.uint8}),
+    ],
+)
+def test_a_whole_step_can_be_captured(monkeypatch, dtype, scale, options):
+    """Under the check: forward, backward, norm and update."""
+    optimizer, third = after_two_steps(monkeypatch, dtype, scale, **options)
+    # Past the dispatcher, which would tell the op that it is on a CPU.
+    monkeypatch.setattr(adamw._adamw_step, "mutates", False)
+    launched = third()
+    assert launched.count("_attention_fwd_kernel") == 4  # of two layers and micro-batches
+    assert launched[-1] == "adamw_step_cuda"
+    assert {"norm_finish_cuda", "_layer_norm_bwd_kernel"} <= set(launched), launched
+    counters = {float(s["step"]) for s in optimizer.state.values()}
+    assert counters == {2.0 if scale else 3.0}, counters  # the flag of an overflow is not written
+
+
+@pytest.mark.parametrize("place", ["global_norm", "adamw_step_", "_count", "torch's AdamW"])
+def test_what_a_step_reads_on_the_host_is_found(monkeypatch, place):
+    from fastpar.optim import adamw as optim
+    from fastpar.optim import base
+
+    _, third = after_two_steps(monkeypatch)
+
+    def reads(*args, **kwargs):
+        x = args[0]
+        return (x[0] if isinstance(x, list) else x).sum().item()
+
+    owner = {"global_norm": base, "adamw_step_": optim, "_count": optim}.get(place)
+    if owner is not None:
+        monkeypatch.setattr(owner, place, reads)
+    where = "adamw" if owner is None else "capture_check"
+    with pytest.raises(RuntimeError, match=rf"reads a value: \w*(item|dense) at .*{where}.py"):
+        third()
 
 
 def test_a_micro_batch_with_a_key_of_the_host_cannot():

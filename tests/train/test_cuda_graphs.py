@@ -1,5 +1,7 @@
 """--cuda-graphs: the same run, bit for bit; what it refuses. A GPU's graphs, and stand-ins."""
 
+import contextlib
+
 import pytest
 import torch
 from train_runs import TINY, curve, make_text
@@ -8,8 +10,9 @@ from fastpar import GPT, AdamW, GPTConfig, Mesh, engine_of, parallelize
 from fastpar.config.config import TrainConfig
 from fastpar.kernels import make_key
 from fastpar.testing import run_ranks
-from fastpar.train import cuda_graphs
+from fastpar.train import cuda_graphs, step_graph
 from fastpar.train.cuda_graphs import MicroBatchGraphs
+from fastpar.train.step_graph import StepGraph
 from fastpar.train.trainer import Trainer
 
 
@@ -31,24 +34,31 @@ def graphs_on_cpu(monkeypatch):
         captured.append(args)
         return Again(*args)
 
-    monkeypatch.setattr(cuda_graphs, "capture", capture)
-    monkeypatch.setattr(cuda_graphs, "_check_device", lambda device: None)
+    for module in (cuda_graphs, step_graph):
+        monkeypatch.setattr(module, "capture", capture)
+        monkeypatch.setattr(module, "check_device", lambda device: None)
+    # A CPU's model looks at token ids; test_capture_check.py has the check, on a GPU's way.
+    monkeypatch.setattr(step_graph, "CaptureCheck", contextlib.nullcontext)
     return captured
 
 
 def rank(out, changes, graphs):
     changes = {**TINY, **changes, "device": "auto", "out": out, "cuda_graphs": graphs}
-    changes |= {"max_steps": 3, "eval_every": 2, "save_every": 0}
+    changes |= {"max_steps": 5, "eval_every": 2, "save_every": 0}
     trainer = Trainer(TrainConfig().replace(changes), Mesh(device="cpu"))
     assert trainer.run() == 0
     return [p.detach().clone() for p in trainer.model.parameters()]
 
 
-CELLS = [  # ranks, settings, graphs of a rank
+CELLS = [  # ranks, settings, graphs of a rank: one rank alone captures whole steps
     (1, {}, 1),
-    (1, {"micro_batch_size": 2}, 2),
+    (1, {"micro_batch_size": 2}, 1),
+    (1, {"micro_batch_size": 2, "ema": 0.9}, 1),
+    (1, {"micro_batch_size": 2, "dtype": "bf16", "on_nonfinite": "skip"}, 1),
+    (1, {"micro_batch_size": 2, "dtype": "bf16", "stochastic_rounding": True}, 1),
+    (1, {"decay_follows_lr": True, "max_grad_norm": 0.0}, 1),
     (1, {"micro_batch_size": 2, "deterministic": True}, 1),
-    (1, {"micro_batch_size": 2, "dtype": "bf16", "on_nonfinite": "skip"}, 2),
+    (1, {"micro_batch_size": 2, "optimizer": "muon"}, 2),
     (2, {"micro_batch_size": 2}, 2),
     (2, {"micro_batch_size": 2, "accumulate": "shard"}, 2),
     (2, {"micro_batch_size": 2, "zero_stage": 1}, 2),
@@ -58,7 +68,7 @@ CELLS = [  # ranks, settings, graphs of a rank
 ]
 
 
-FEW = (3, 6)
+FEW = (2, 3, 10)
 
 
 @pytest.mark.parametrize(
@@ -98,6 +108,53 @@ def graphed(model, **options):
 
 def ids(rows, length=16):
     return torch.arange(rows * length).view(rows, length) % 64
+
+
+def test_a_run_goes_on_with_and_without_graphs(tmp_path, monkeypatch, graphs_on_cpu):
+    """Counters, rates and masters that a graph reads on the device are saved as ever."""
+    monkeypatch.chdir(tmp_path)
+    make_text(tmp_path)
+    settings = {**TINY, "device": "auto", "dtype": "bf16", "max_steps": 6, "save_every": 6}
+    settings |= {"min_lr": TINY["lr"], "warmup_steps": 0}  # the same rates whatever max_steps is
+
+    def go(out, graphs, **changes):
+        config = TrainConfig().replace({**settings, "out": out, "cuda_graphs": graphs, **changes})
+        trainer = Trainer(config, Mesh(device="cpu"))
+        assert trainer.run() == 0
+        return [p.detach().clone() for p in trainer.model.parameters()]
+
+    for out, graphs in (("plain", False), ("graphs", True)):
+        go(out, graphs)
+    expected = go("plain", False, resume=True, max_steps=12)
+    again = go("graphs", True, resume=True, max_steps=11)
+    assert not all(map(torch.equal, again, expected))
+    found = go("graphs", False, resume=True, max_steps=12)
+    assert all(map(torch.equal, found, expected))
+    assert len(graphs_on_cpu) == 2
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes", "said"),
+    [
+        (1, {}, "of a whole step"),
+        (1, {"deterministic": True}, "of a micro-batch, as the host adds micro-batches up in a"),
+        (1, {"optimizer": "adafactor"}, "of a micro-batch, as Adafactor reads its numbers on the"),
+        (2, {"zero_stage": 1}, "of a micro-batch, as the host starts what ranks send"),
+    ],
+)
+def test_a_run_says_what_is_captured(tmp_path, monkeypatch, capfd, ranks, changes, said):
+    monkeypatch.chdir(tmp_path)
+    make_text(tmp_path)
+    for module in (cuda_graphs, step_graph):
+        monkeypatch.setattr(module, "check_device", lambda device: None)
+
+    def start():
+        settings = {**TINY, **changes, "device": "auto", "out": "run", "cuda_graphs": True}
+        trainer = Trainer(TrainConfig().replace(settings), Mesh(device="cpu"))
+        trainer.journal.open(model=trainer.model, data=trainer.data, step=0, facts=trainer._facts)
+
+    run_ranks(start, ranks)
+    assert f"\ngraphs   {said}" in "".join(capfd.readouterr())
 
 
 def test_each_shape_is_captured_once_and_too_many_are_refused(graphs_on_cpu):
@@ -140,7 +197,7 @@ def test_gradients_of_some_parameters_are_refused(graphs_on_cpu):
 def test_no_gpu_and_freed_memory_are_refused(monkeypatch):
     with pytest.raises(ValueError, match=r"expected a GPU with cuda_graphs, got device=cpu"):
         graphed(GPT(SMALL))
-    monkeypatch.setattr(cuda_graphs, "_check_device", lambda device: None)
+    monkeypatch.setattr(cuda_graphs, "check_device", lambda device: None)
     run_ranks(refuse_stage, 2)
 
 
@@ -186,6 +243,97 @@ def train(device, graphs, dtype=torch.float32):
             optimizer.step()
             optimizer.zero_grad()
     return losses, [p.detach().cpu() for p in model.parameters()]
+
+
+def train_steps(device, graphed, dtype=torch.float32, scaled=False):
+    """Parameters, losses and norms of seven steps of two micro-batches each, one an overflow."""
+    torch.manual_seed(0)
+    model = GPT(SMALL).to(device, dtype).train()
+    engine = engine_of(parallelize(model, Mesh(device=device), grad_dtype=torch.float32))
+    masters = dtype != torch.float32
+    optimizer = AdamW(model.parameters(), lr=0.01, master_weights=masters, max_grad_norm=1.0)
+
+    def compute(x, key, scale):
+        loss = model(x, x, rng_key=key)
+        (loss if scale is None else loss * scale).backward()
+        return loss.detach()
+
+    graph = StepGraph(compute, model, engine, optimizer) if graphed else None
+    found = []
+    for step in range(7):
+        scale = None if not scaled else 2.0**127 if step == 4 else 2.0 ** (step % 3)
+        batches = [(ids(2), make_key(1, 4 * step + 2 * j)) for j in range(2)]
+        batches = [tuple(x.to(device) for x in batch) for batch in batches]
+        optimizer.param_groups[0]["lr"] = 2.0**-step
+        if graph is None:
+            loss = torch.zeros((), dtype=torch.float64, device=device)
+            for batch in batches:
+                loss += compute(*batch, scale)
+            if scaled:
+                optimizer.grad_scale = scale
+            optimizer.step()
+        else:
+            loss = graph(batches, scale)
+        optimizer.zero_grad()
+        found += [loss.item(), str(optimizer.grad_norm.item()), optimizer.skipped]
+    counters = {float(s["step"]) for s in optimizer.state.values()}
+    return [*found, counters], [p.detach().cpu() for p in model.parameters()]
+
+
+KINDS = [(torch.float32, False), (torch.bfloat16, True)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "scaled"), KINDS)
+def test_a_step_of_a_gpu_has_the_same_bits(dtype, scaled):
+    plain, values = train_steps("cuda", False, dtype, scaled)
+    again, found = train_steps("cuda", True, dtype, scaled)
+    assert again == plain
+    assert all(map(torch.equal, found, values))
+
+
+@pytest.mark.parametrize(("dtype", "scaled"), KINDS)
+def test_a_step_of_a_stand_in_has_the_same_bits(graphs_on_cpu, dtype, scaled):
+    plain, values = train_steps("cpu", False, dtype, scaled)
+    again, found = train_steps("cpu", True, dtype, scaled)
+    assert plain[-1] == {6.0 if scaled else 7.0}
+    assert again == plain
+    assert all(map(torch.equal, found, values))
+    assert len(graphs_on_cpu) == 1
+
+
+def step_graph_of(model):
+    engine = engine_of(parallelize(model.train(), Mesh()))
+
+    def compute(x, key, scale):
+        loss = model(x, x, rng_key=key)
+        loss.backward()
+        return loss.detach()
+
+    return StepGraph(compute, model, engine, AdamW(model.parameters()))
+
+
+def test_what_a_step_graph_refuses(graphs_on_cpu, monkeypatch):
+    model = GPT(SMALL)
+    graph, key = step_graph_of(model), make_key(1, 0)
+    graph([(ids(2), key)], None)
+    for batches, scale in (
+        ([(ids(1), key)], None),
+        ([(ids(2), key)] * 2, None),
+        ([(ids(2), key)], 1.0),
+    ):
+        with pytest.raises(ValueError, match=r"expected every step like the first one .* pad them"):
+            graph(batches, scale)
+    handle = model.h[1].register_forward_hook(lambda *args: None)
+    with pytest.raises(ValueError, match=r"expected no hooks .* of 'h\.1', which"):
+        graph([(ids(2), key)], None)
+    handle.remove()
+    graph._compute = lambda x, key, scale: torch.zeros(())
+    with pytest.raises(RuntimeError, match=r"expected a gradient of every parameter, got none of"):
+        graph([(ids(2), key)], None)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=r"expected a GPU with cuda_graphs, got device=cpu"):
+        step_graph_of(GPT(SMALL))
 
 
 @pytest.mark.gpu
