@@ -16,10 +16,16 @@ Used where a proof allows it (use_epilogues), with 16-bit tensors on CUDA, by cs
     GELU_AUX_BIAS  aux = a @ b + vector, result gelu(aux), in the tanh form
     DGELU_BGRAD    result (a @ b) * gelu'(aux), vector = its sums over the rows
     BGRADB         result a @ b, vector = the sums of a over its columns
+
+[Note: wide gradients] A 16-bit product is summed in fp32. Where gradients are kept in fp32 the one
+that gives dweight is stored, or added, as it is, instead of being rounded to 16 bits and copied:
+2 + 2 bytes an element less, and no rounding in between (bench/results/errors). Where a proof allows
+it (use_wide), so not under torch.use_deterministic_algorithms: results would depend on the proof.
 """
 
 import functools
 import warnings
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -27,10 +33,12 @@ from torch import Tensor
 
 from fastpar.kernels import _C, backend
 from fastpar.kernels.backend import DTYPE_CODES, has_gemm
-from fastpar.kernels.choice import is_proven, is_real, is_trying
+from fastpar.kernels.choice import is_proven, is_real, is_trying, may_run
 from fastpar.kernels.op import define_autograd, define_op, is_plain, refuse_double_backward
 from fastpar.kernels.weight_gradients import place_for, queue_for
 
+# Whether torch multiplies 16-bit matrices to an fp32 result.
+MIXED_MM = "dtype" in torch.ops.aten.mm.overloads()
 GELU_AUX_BIAS, DGELU_BGRAD, BGRADB = 164, 208, 512  # cublasLtEpilogue_t
 _WORKSPACE_BYTES = 32 << 20  # as NVIDIA recommends for sm_90
 
@@ -85,6 +93,32 @@ def add_matmul_(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
         return out.addmm_(a, b)
     _gemm(a, b, out, None, accumulate=True)
     return out
+
+
+def wide_product(a: Tensor, b: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
+    """a [M, K] @ b [K, N] of 16 bits in fp32, as it is summed; in `out`, or added to it."""
+    if a.device.type == "cpu":  # torch has it on CUDA
+        product = a.float() @ b.float()
+        return product if out is None else out.add_(product) if add else out.copy_(product)
+    if out is None or not add:
+        return torch.mm(a, b, out_dtype=torch.float32, out=out)
+    return torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
+
+
+def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    """dweight [F, C] in fp32 of dy [N, F] and x [N, C], whichever way a proof has chosen."""
+    if may_run("weight_gradient", x):
+        return wide_product(dy.t(), x)
+    return torch.mm(dy.t(), x).float()
+
+
+def use_wide(x: Tensor) -> bool:
+    """Whether gradients in fp32 come straight out of their products; see [Note: wide gradients]."""
+    if x.dtype not in (torch.bfloat16, torch.float16) or backend.choice != "auto":
+        return False
+    if not ((x.is_cuda or backend.cuda_on_cpu) and MIXED_MM and x.numel()):
+        return False
+    return is_real(x) and is_plain(x) and is_proven("weight_gradient", x)
 
 
 @functools.cache
@@ -249,17 +283,18 @@ class _OwnBackward(torch.autograd.Function):
     def forward(ctx, x, weight, bias, queue, place, fused):
         ctx.save_for_backward(x, weight)
         ctx.queue, ctx.place, ctx.weight, ctx.fused = queue, place, weight, fused
+        ctx.wide = queue is not None and use_wide(x)
         return _at_once(x, weight, bias)
 
     @staticmethod
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
         need_dx, need_dweight, need_dbias = ctx.needs_input_grad[:3]
-        out, fused = None, False
+        found, fused = None, False
         if ctx.queue is None and need_dweight and is_plain(dy) and not torch.is_grad_enabled():
             fused = ctx.fused and need_dbias
-            out = None if fused or ctx.place is None else ctx.place(ctx.weight)
-        at_once = need_dweight and ctx.queue is None and out is None and not fused
+            found = None if fused or ctx.place is None else ctx.place(ctx.weight)
+        at_once = need_dweight and ctx.queue is None and found is None and not fused
         needed = (need_dx, at_once, need_dbias and not fused)
         if _is_ours(x, weight):  # may be asked for what only the op knows: batches of dy
             refuse_double_backward("linear")
@@ -267,17 +302,28 @@ class _OwnBackward(torch.autograd.Function):
         else:
             grads = linear_bwd(dy, x, weight, *needed)
         dx, dweight, dbias = (grad if need else None for grad, need in zip(grads, needed))
-        if ctx.queue is None and out is None and not fused:
+        if ctx.queue is None and found is None and not fused:
             return dx, dweight, dbias, None, None, None
         rows, x_rows = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
         if ctx.queue is not None:
-            ctx.queue.later(ctx.weight, lambda out: matmul(rows.t(), x_rows, out=out))
-        elif out is not None:
-            dweight = matmul(rows.t(), x_rows, out=out)
+            ctx.queue.later(ctx.weight, _product_later(rows.t(), x_rows, ctx.wide))
+        elif found is not None:
+            out, add = found
+            if out.dtype == weight.dtype:
+                dweight = matmul(rows.t(), x_rows, out=out)
+            else:
+                wide_product(rows.t(), x_rows, out, add=add)
         else:
             dbias = x.new_empty(weight.shape[0])
             dweight = matmul_lt(rows.contiguous().t(), x_rows, BGRADB, dbias)
         return dx, dweight, dbias, None, None, None
+
+
+def _product_later(a: Tensor, b: Tensor, wide: bool) -> Callable[[Tensor | None], Tensor]:
+    """For WeightGradients.later()."""
+    if wide:
+        return lambda out: wide_product(a, b) if out is None else matmul(a, b, out=out)
+    return lambda out: matmul(a, b, out=out)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -307,6 +353,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             f"weight={list(weight.shape)}; pass one bias for each row of weight"
         )
     queue, place = queue_for(weight), place_for(weight)
+    if place is None and queue is None and use_wide(x):
+        place = place_for(weight, "fastpar_wide_place")
     fused = bias is not None and _is_fused(x, weight, bias)
     if queue is not None or place is not None or fused:
         y: Tensor = _OwnBackward.apply(x, weight, bias, queue, place, fused)

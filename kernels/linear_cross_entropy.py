@@ -57,7 +57,7 @@ from fastpar.kernels.cross_entropy import (
     gradient_scale,
     reduce_losses,
 )
-from fastpar.kernels.linear import add_matmul_, matmul
+from fastpar.kernels.linear import MIXED_MM, add_matmul_, matmul, wide_product
 from fastpar.kernels.op import (
     check_dense,
     define_autograd,
@@ -69,8 +69,6 @@ from fastpar.kernels.op import (
     refuse_double_backward,
 )
 
-# Whether torch multiplies 16-bit matrices to an fp32 result.
-_MIXED_MM = "dtype" in torch.ops.aten.mm.overloads()
 _local = threading.local()  # ranks may be threads of one process: one workspace each
 
 
@@ -155,10 +153,8 @@ def accumulate(dweight: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     """dweight + a @ b in fp32 (fp64 for fp64), in place; None stands for 0; [Note: dweight]."""
     if a.dtype == wide(a.dtype):
         return matmul(a, b) if dweight is None else add_matmul_(dweight, a, b)
-    if a.device.type != "cpu" and _MIXED_MM:
-        if dweight is None:
-            return torch.mm(a, b, out_dtype=torch.float32)
-        return torch.addmm(dweight, a, b, out_dtype=torch.float32, out=dweight)
+    if a.device.type != "cpu" and MIXED_MM:
+        return wide_product(a, b, dweight, add=dweight is not None)
     product = torch.mm(a, b, out=workspace("dweight", a.shape[0], b.shape[1], a))
     return product.float() if dweight is None else dweight.add_(product)
 

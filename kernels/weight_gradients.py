@@ -11,9 +11,12 @@ A layer asks for the queue when its forward runs, in the thread that calls it, a
 backward, which autograd may run in a thread of its own.
 
 [Note: places] In a backward in one piece the product is written where the gradient is kept, if
-somebody offers such memory: weight.fastpar_place, a function of the weight that returns it, or None
-where a gradient is there already. Autograd hands the gradient on as ever, hooks see it, and who
-offered the memory finds it there instead of copying it.
+somebody offers such memory: weight.fastpar_place, a function of the weight that returns it and
+whether the product is to be added to what is there; or None, where the gradient goes the usual way.
+Memory of the weight's dtype holds nothing yet: autograd hands the gradient on as ever, hooks see
+it, and who offered the memory finds it there instead of copying it. Memory in fp32 for a 16-bit
+weight is weight.fastpar_wide_place: the product, which is summed in fp32, goes there without being
+rounded to 16 bits, and autograd gets no gradient. See linear.py, [Note: wide gradients].
 """
 
 from __future__ import annotations
@@ -74,11 +77,14 @@ def queue_for(weight: Tensor) -> WeightGradients | None:
     return queue if weight.requires_grad and weight in queue.params else None
 
 
-def place_for(weight: Tensor) -> Callable[[Tensor], Tensor | None] | None:
+Place = Callable[[Tensor], tuple[Tensor, bool] | None]
+
+
+def place_for(weight: Tensor, name: str = "fastpar_place") -> Place | None:
     """What offers memory for this weight's gradient, in a forward that runs here; None: nobody."""
     if torch.compiler.is_compiling() or not (weight.requires_grad and torch.is_grad_enabled()):
         return None
-    place: Callable[[Tensor], Tensor | None] | None = getattr(weight, "fastpar_place", None)
+    place: Place | None = getattr(weight, name, None)
     if place is None or in_transform() or forward_ad._current_level >= 0:
         return None
     return None if torch.is_autocast_enabled(weight.device.type) else place

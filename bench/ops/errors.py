@@ -45,6 +45,7 @@ from fastpar.doctor.cases import (
     norms,
     orthogonals,
 )
+from fastpar.doctor.proof_cases import weight_gradients
 from fastpar.testing import gpu_arithmetic
 
 FEW = 16
@@ -122,6 +123,7 @@ def cases(device: str, *, interpreted: bool = False, quick: bool = False) -> lis
             else [
                 *found,
                 *linears(16, ((32, 48),)),
+                *weight_gradients(16, ((32, 48),)),
                 *mlps(16, 32),
                 *experts(16, 24),
                 *orthogonals(((24, 32),)),
@@ -140,6 +142,7 @@ def cases(device: str, *, interpreted: bool = False, quick: bool = False) -> lis
         *embeddings(2, 256, (768, 1600), 4096, device),
         *dropouts((2, 32, 768), device),
         *linears(256, ((768, 2304), (768, 3072), (3072, 768), (127, 1))),
+        *weight_gradients(256, ((768, 3072), (3072, 768))),
         *mlps(256, 768),
         *experts(256, 384),
         *orthogonals(((768, 768), (3072, 768), (63, 127))),

@@ -108,6 +108,7 @@ GAINS = {
     "attention_masked": 1.0,
     "gelu_mlp": 3.5,
     "linear": 0.3,
+    "weight_gradient": 0.1,
     "layer_norm": 0.1,
 }
 # (gain, kernel, head dim, variant); GPT-2 has 64. fwd is direction 0.

@@ -25,6 +25,7 @@ from fastpar.doctor.cases import (
 )
 from fastpar.kernels import accumulate_, global_norm, pack_, reference, sum_shards, unpack_
 from fastpar.kernels.backend import wide
+from fastpar.kernels.linear import weight_gradient
 
 
 def flat_ops(numel: int) -> Iterator[ErrorCase]:
@@ -84,6 +85,29 @@ def flat_ops(numel: int) -> Iterator[ErrorCase]:
         yield ErrorCase(op, f"P={numel}", two, ours, ref, ref, outputs)
 
 
+def weight_gradients(rows: int, shapes: tuple[tuple[int, int], ...]) -> Iterator[ErrorCase]:
+    """Of a linear layer of (C, outputs), kept in fp32, beside one rounded to 16 bits first."""
+
+    def product(dy: Tensor, x: Tensor) -> Tensor:
+        return dy.detach().t() @ x.detach()
+
+    for C, out in shapes:
+
+        def make(draw: Draw, C: int = C, out: int = out) -> Inputs:
+            return {"dy": draw(rows, out), "x": draw(rows, C)}
+
+        yield ErrorCase(
+            "weight_gradient",
+            f"N={rows} {C}->{out}",
+            make,
+            lambda dy, x: weight_gradient(dy.detach(), x.detach()),
+            product,
+            lambda dy, x: product(dy, x).float(),
+            ("dweight",),
+            (torch.bfloat16, torch.float16),
+        )
+
+
 def _attention_proofs(n: int, head_dim: int, device: str, *, masked: bool) -> Iterator[ErrorCase]:
     """Plain attention, or attention with dropout or documents; see kernels/attention.py _case."""
     T = min(n, 1024)
@@ -106,6 +130,7 @@ def proof_cases(op: str, size: int, device: str, rows: int) -> list[ErrorCase]:
         "gelu_mlp": lambda n: mlps(n, size),
         "linear": lambda n: linears(n, ((size, 3 * size), (size, 8))),
         "grouped_linear": lambda n: experts(n, size),
+        "weight_gradient": lambda n: weight_gradients(n, ((size, 3 * size), (size, 8))),
         "embedding": lambda n: embeddings(1, n, (size,), 4096, device),
         "attention": lambda n: _attention_proofs(n, size, device, masked=False),
         "attention_masked": lambda n: _attention_proofs(n, size, device, masked=True),

@@ -67,7 +67,7 @@ class BucketState(BucketParameters):
         self.grad_shard: Tensor | None = self._new_shard() if stage.frees_gradients else None
         self.has: set[int] = set()  # positions with a gradient of this rank in `grad`
         self.seen: set[int] = set()  # since zero_grad(), wherever it is by now
-        self._copies = WaitingCopies(device)  # of gradients into `grad`
+        self.copies = WaitingCopies(device)  # of gradients into `grad`
         self.unreduced: PairwiseSum | None = None  # earlier micro-batches that stayed here
         self.reduced: Tensor | None = None
         self._reductions: PairwiseSum | None = None
@@ -81,10 +81,9 @@ class BucketState(BucketParameters):
         self._marked_version = -1  # of `grad`, when mark() was
         self._zeroed = set(range(len(params)))  # positions whose gradient nobody has, on any rank
         self._began_empty = True  # the last backward
-        if not stage.shards:
+        if self._main and not stage.shards:
             for p, view in zip(params, self.grad_views):
-                if self._main:
-                    p.main_grad = view  # type: ignore[attr-defined]
+                p.main_grad = view  # type: ignore[attr-defined]
 
     def enter(self, phase: BucketPhase) -> None:
         """Change the phase; raises RuntimeError where it cannot follow the present one."""
@@ -112,15 +111,14 @@ class BucketState(BucketParameters):
             self._piece_views = self.reduced, views  # of a stage >= 2, the same in every step
         return self._piece_views[1][position]
 
-    # Gradients
-
     @functools.cached_property
     def grad_views(self) -> list[Tensor]:
         """Each parameter's part of `grad`, where it is kept."""
         assert self.grad is not None
         return [self.grad[s.start : s.stop].view(s.spec.shape) for s in self.slots]
 
-    def _grad_view(self, position: int) -> Tensor:
+    def grad_view(self, position: int) -> Tensor:
+        """The part of `grad` that is a parameter's."""
         if not self.stage.frees_gradients:
             return self.grad_views[position]
         assert self.grad is not None
@@ -138,10 +136,11 @@ class BucketState(BucketParameters):
             )
         p = self.params[position]
         grad = p.grad if given is None else given
-        assert grad is not None
+        if grad is None:  # it is in its place: split_backward.py, Places
+            return position in self.has and self.taken(position)
         self.check_grad(position, grad)
         self.open_grad()
-        view = self._grad_view(position)
+        view = self.grad_view(position)
         if not self.stage.shards and not self._main:
             if grad.data_ptr() != view.data_ptr():
                 view.add_(grad) if given is not None and position in self.has else view.copy_(grad)
@@ -149,15 +148,16 @@ class BucketState(BucketParameters):
                 p.grad = view
         else:
             if grad.data_ptr() != view.data_ptr():
-                self._copies.take(grad, view, add=position in self.has)
+                self.copies.take(grad, view, add=position in self.has)
             p.grad = None
         return self.taken(position)
 
     def added(self, position: int) -> bool:
         """Whether autograd has added a gradient here itself: of later micro-batches at stage 0."""
-        view = None if self.stage.shards or self._main else self.grad_views[position]
+        if self.stage.shards or self._main or position not in self.has:
+            return False
         waits = self.phase is BucketPhase.COLLECTING and len(self._awaited) > 1
-        if not waits or position not in self.has or self.params[position].grad is not view:
+        if not waits or self.params[position].grad is not self.grad_views[position]:
             return False
         self._awaited.discard(position)
         return True
@@ -166,7 +166,7 @@ class BucketState(BucketParameters):
         """Where a gradient can be computed; None where take() has to add it, or to cast it."""
         self.open_grad()
         first = position not in self.has and self.grad_dtype == self.spec.dtype
-        return self._grad_view(position) if first else None
+        return self.grad_view(position) if first else None
 
     def taken(self, position: int) -> bool:
         """A gradient is in the bucket; whether it was the last one that the bucket waited for."""
@@ -176,7 +176,7 @@ class BucketState(BucketParameters):
         collecting = self.phase is BucketPhase.COLLECTING
         if collecting and self._awaited:
             return False
-        self._copies.make()
+        self.copies.make()
         if collecting:
             self.enter(BucketPhase.READY)
         return collecting
@@ -191,7 +191,7 @@ class BucketState(BucketParameters):
 
     def fill_missing(self, *, flags: bool) -> list[int]:
         """Zero the places without a gradient and set `used`; returns them. p.grad may be new."""
-        self._copies.make()
+        self.copies.make()
         self.open_grad()
         missing = []
         self._zeroed.clear()
@@ -207,7 +207,7 @@ class BucketState(BucketParameters):
                     p.grad = self.grad_views[position]
                     self.has.add(position)
             if position not in self.has:
-                self._grad_view(position).zero_()
+                self.grad_view(position).zero_()
                 missing.append(position)
         if flags:
             used = self.used()
@@ -345,7 +345,7 @@ class BucketState(BucketParameters):
 
         positions: those of these parameters only.
         """
-        self._copies.make()
+        self.copies.make()
         positions = set(range(len(self.params))) if positions is None else positions
         zero = set()
         if not set_to_none:  # but of what was cleared by hand
@@ -402,7 +402,7 @@ class BucketState(BucketParameters):
 
     def mark(self, *, hidden: bool = True) -> None:
         """Puts placeholders into p.grad, [Note: marks]; not hidden: p.grad is what it should be."""
-        self._copies.make()
+        self.copies.make()
         self._hidden = hidden = hidden or self._main
         everywhere = self.stage.shards and self.reduced is not None
         self._marks.clear()
@@ -446,7 +446,7 @@ class BucketState(BucketParameters):
         Returns:
             Positions that were cleared, and whether every rank had marked them.
         """
-        self._copies.make()
+        self.copies.make()
         cleared = set()
         for position, mark in self._marks.items():
             grad = self.params[position].grad

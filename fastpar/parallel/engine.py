@@ -56,6 +56,7 @@ class Engine:
     """
 
     paused = False  # its hooks do nothing; see train/cuda_graphs.py
+    recorder: Callable[[Tensor], tuple[Tensor, bool] | None] | None = None  # gives places then
 
     def __init__(
         self,
@@ -118,18 +119,21 @@ class Engine:
                 self.gathers.release_bucket(bucket)
             self.reducer.launch_ready()
 
-    def before_unit_backward(self, grad: Tensor | None = None, fired: Tensor | None = None) -> None:
-        """The backward of a unit begins, or a gradient comes: perhaps the first of a backward."""
-        if self.paused:
-            return
+    def before_unit_backward(
+        self, grad: Any = None, fired: Any = None, by_layer: bool = False
+    ) -> None:
+        """The backward of a unit begins, or a gradient comes: perhaps the first of a backward.
+
+        by_layer: a layer's own backward says so.
+        """
         task = torch._C._current_graph_task_id()
-        if task != self.graph_task:
-            self.begin_backward(task, fired)
+        if not self.paused and task != self.graph_task:
+            self.begin_backward(task, fired, by_layer)
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
-    def begin_backward(self, task: int = -1, fired: Tensor | None = None) -> None:
+    def begin_backward(self, task: int = -1, fired: Any = None, by_layer: bool = False) -> None:
         """A backward begins: autograd's of this number, or one that is replayed."""
-        refuse_nested_backward()
+        refuse_nested_backward(besides=int(by_layer))
         self.reducer.check_rests(self.mesh.rank)
         stopped = self.graph_task != -1  # an earlier backward, before it sent anything
         self._forget_cleared(fired)

@@ -22,14 +22,16 @@ import torch
 from torch import Tensor, nn
 
 from fastpar.kernels.weight_gradients import WeightGradients
+from fastpar.parallel.bucket import BucketState
 from fastpar.parallel.engine import Engine
 from fastpar.parallel.stages import SENT, StepPhase
 from fastpar.parallel.units import Hook, NotCopied
 
 # Of weights that are offered a place, by type of device. The layer's own backward costs the host
 # more than torch's (100 us on a slow core): on a GPU a copy must be large to be worth that, an
-# estimate that nobody has measured.
+# estimate that nobody has measured. A wide place also saves a rounding.
 LEAST_BYTES = {"cuda": 32 << 20, "cpu": 0}
+LEAST_WIDE_BYTES = {"cuda": 8 << 20, "cpu": 0}
 
 
 class SplitBackward:
@@ -131,7 +133,8 @@ class Places(NotCopied):
     """Offers the memory of the buckets to layers' backward passes; see weight_gradients.py.
 
     Where it is None, take() copies or adds: a second gradient of a weight, one of another dtype.
-    Not to who may keep what he is given: hooks of others, torch.autograd.grad.
+    Not to who may keep what he is given: hooks of others, torch.autograd.grad. A wide place takes
+    every gradient; in deterministic mode none is offered, as not all layers use them.
     """
 
     def __init__(self, engine: Engine | None = None) -> None:
@@ -141,42 +144,63 @@ class Places(NotCopied):
 
     @classmethod
     def offer(cls, engine: Engine) -> None:
-        """To all weights of LEAST_BYTES whose gradients the buckets keep in their dtype."""
-        places = cls(engine)
+        """To all weights of LEAST_BYTES whose gradients the buckets keep in their dtype, and to
+        those of 16 bits and LEAST_WIDE_BYTES where gradients are fp32."""
+        places, wide = cls(engine), not engine.settings.deterministic
         for bucket in engine.buckets:
-            least = LEAST_BYTES.get(bucket.device.type, 0)
+            kind, own, grad = bucket.device.type, bucket.spec.dtype, bucket.grad_dtype
+            wide_here = wide and own.itemsize == 2 and grad == torch.float32
             for p, slot in zip(bucket.params, bucket.slots):
-                n_bytes = slot.spec.numel * bucket.spec.dtype.itemsize
-                if bucket.grad_dtype == bucket.spec.dtype and n_bytes >= least:
+                n_bytes = slot.spec.numel * own.itemsize
+                if grad == own and n_bytes >= LEAST_BYTES.get(kind, 0):
                     p.fastpar_place = places  # type: ignore[attr-defined]
+                elif wide_here and n_bytes >= LEAST_WIDE_BYTES.get(kind, 0):
+                    p.fastpar_wide_place = places  # type: ignore[attr-defined]
 
-    def __call__(self, weight: Tensor) -> Tensor | None:
+    def __call__(self, weight: Tensor) -> tuple[Tensor, bool] | None:
         engine = None if self._engine is None else self._engine()
-        if engine is None or engine.paused or engine.phase is not StepPhase.BACKWARD:
+        if engine is not None and engine.recorder is not None:
+            return engine.recorder(weight)
+        if engine is None or engine.paused:
             return None
+        bucket, position = engine.shards.places[weight]  # type: ignore[index]
+        hooks, wide = weight._backward_hooks or {}, bucket.grad_dtype != bucket.spec.dtype
+        if position in bucket.has and not wide:
+            return None  # take() will add: said first, later micro-batches ask often
+        if not _fires(weight) or not all(isinstance(hook, Hook) for hook in hooks.values()):
+            return None
+        if wide:  # also the first gradient of a backward, which no hook has told of
+            engine.before_unit_backward(by_layer=True)
         task = torch._C._current_graph_task_id()
-        if task != engine.graph_task:
+        begun = engine.phase is StepPhase.BACKWARD and task == engine.graph_task
+        if not begun or bucket.phase in SENT:
             return None
+        if wide:
+            return _wide_room(bucket, position)
         if task != self._task:
             self._task = task
             self._given.clear()
-        bucket, position = engine.shards.places[weight]  # type: ignore[index]
-        if position in bucket.has:  # take() will add: said first, later micro-batches ask often
-            return None
-        hooks = weight._backward_hooks or {}
-        if (
-            (bucket.spec.index, position) in self._given
-            or bucket.phase in SENT
-            or not _fires(weight)
-        ):
-            return None
-        if not all(isinstance(hook, Hook) for hook in hooks.values()):
+        if (bucket.spec.index, position) in self._given:
             return None
         place = bucket.room_for(position)
         if place is None:
             return None
         self._given.add((bucket.spec.index, position))
-        return place.view_as(place)  # autograd keeps it as p.grad if nobody else has it
+        return place.view_as(place), False  # autograd keeps it as p.grad if nobody else has it
+
+
+def _wide_room(bucket: BucketState, position: int) -> tuple[Tensor, bool]:
+    """Where the caller writes a gradient, or adds it to those that are there: whether he adds.
+
+    From now on it is there. The hook of the parameter, with p.grad = None, says that no other comes
+    (where torch calls it then: otherwise the bucket is sent at the end of the backward).
+    """
+    bucket.copies.make()
+    bucket.open_grad()
+    add = position in bucket.has
+    bucket.has.add(position)
+    bucket.seen.add(position)
+    return bucket.grad_view(position), add
 
 
 def _fires(weight: Tensor) -> bool:

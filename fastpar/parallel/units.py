@@ -71,18 +71,25 @@ eval_frame.set_code_exec_strategy(
 )
 
 
-def inside_backward_of_a_function() -> bool:
-    """Whether this code runs in a backward that an autograd.Function's backward has started."""
+def inside_backward_of_a_function(besides: int = 0) -> bool:
+    """Whether this code runs in a backward that an autograd.Function's backward has started.
+
+    besides: calls of such a backward that do not count, the innermost ones.
+    """
     code = torch.autograd.function.BackwardCFunction.apply.__code__
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not code:
+    while frame is not None:
+        if frame.f_code is code:
+            if not besides:
+                return True
+            besides -= 1
         frame = frame.f_back
-    return frame is not None
+    return False
 
 
-def refuse_nested_backward() -> None:
+def refuse_nested_backward(besides: int = 0) -> None:
     """Raises RuntimeError in a backward that an autograd.Function's backward has started."""
-    if inside_backward_of_a_function():
+    if inside_backward_of_a_function(besides):
         raise RuntimeError(
             "Engine: expected one backward at a time, got a backward inside of a backward, as "
             "reentrant activation checkpoints run it; use checkpoint(..., use_reentrant=False)"

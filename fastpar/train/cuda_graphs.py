@@ -178,13 +178,23 @@ def recording(engine: Engine, *, adds: bool | None) -> Iterator[list[nn.Paramete
         The parameters that have got a gradient, in that order.
     """
     shards, fired = engine.shards, []
+    wide: dict[Tensor, None] = {}  # whose gradients the layers themselves have put in the buckets
+
+    def place(p: Tensor) -> tuple[Tensor, bool] | None:
+        """As split_backward.Places does, for gradients in fp32 of 16-bit weights."""
+        bucket, position = shards.places[p]  # type: ignore[index]
+        if adds is None or bucket.grad_dtype == p.dtype:
+            return None
+        again = p in wide
+        wide[bucket.params[position]] = None
+        return bucket.grad_views[position], adds or again
 
     def store(p: Tensor) -> None:
         bucket, position = shards.places[p]  # type: ignore[index]
-        if adds is not None:
-            view, grad = bucket.grad_views[position], p.grad
-            assert grad is not None
-            view.add_(grad) if adds else view.copy_(grad)
+        grad = p.grad
+        if adds is not None and grad is not None:
+            view = bucket.grad_views[position]
+            view.add_(grad) if adds or p in wide else view.copy_(grad)
         p.grad = None
         fired.append(bucket.params[position])
 
@@ -194,10 +204,13 @@ def recording(engine: Engine, *, adds: bool | None) -> Iterator[list[nn.Paramete
     try:
         for owner in owners:
             owner.paused = True
+        engine.recorder = place
         for p, _ in grads:
             p.grad = None
         yield fired
+        fired.extend(set(wide).difference(fired))  # of a torch whose hooks are not called for them
     finally:
+        engine.recorder = None
         for owner in owners:
             owner.paused = False
         for handle in handles:

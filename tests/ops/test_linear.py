@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from cells import sweep
 
 from fastpar.kernels import _C, backend, linear
+from fastpar.kernels import choice as choice_module
 from fastpar.kernels.linear import _linear, _linear_bwd, add_matmul_, matmul, use_gemm
 from fastpar.kernels.reference import linear_ref
 from fastpar.testing import assert_matches_oracle
@@ -171,7 +172,7 @@ def test_a_gradient_is_written_where_a_place_is_offered():
 
     def offer(w):
         asked.append(w)
-        return place.view_as(place)
+        return place.view_as(place), False
 
     weight.fastpar_place = offer
     (got,) = torch.autograd.grad(linear(x, weight, bias).sum(), weight)
@@ -202,7 +203,7 @@ def test_a_place_where_the_products_are_our_own(monkeypatch):
     x, weight, bias = make(5, 12, 7)
     plain = torch.autograd.grad(linear(x, weight, bias).sum(), (x, weight, bias))
     place = torch.zeros_like(weight)
-    weight.fastpar_place = lambda w: place.view_as(place)
+    weight.fastpar_place = lambda w: (place.view_as(place), False)
     found = torch.autograd.grad(linear(x, weight, bias).sum(), (x, weight, bias))
     assert all(map(torch.equal, found, plain))
     assert torch.equal(place, plain[1])
@@ -215,3 +216,57 @@ def test_a_place_where_the_products_are_our_own(monkeypatch):
         assert all(torch.equal(a[i], b) for a, b in zip(many, one))
     with pytest.raises(RuntimeError, match="linear: expected one backward, got create_graph"):
         torch.autograd.grad(y.sum(), weight, create_graph=True)
+
+
+@pytest.fixture
+def wide(monkeypatch):
+    """Gradients in fp32 come out of their products, as on a GPU where that is proven."""
+    monkeypatch.setattr(sys.modules["fastpar.kernels.linear"], "use_wide", lambda x: True)
+
+
+@pytest.mark.usefixtures("wide")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_wide_gradient_is_not_rounded_to_16_bits(dtype):
+    """Its error against fp64 is that of sums in fp32, a small part of the rounding's."""
+    x, weight, bias = make(256, 48, 32, dtype)
+    dy = torch.randn(256, 32).to(dtype)
+    exact = dy.double().t() @ x.double()
+    linear(x, weight, bias).backward(dy)
+    rounded = (weight.grad.double() - exact).abs().max()
+    asked, place, dx, dbias = [], torch.zeros(32, 48), x.grad, bias.grad
+    x.grad = weight.grad = bias.grad = None
+
+    def offer(w):
+        asked.append(w)
+        return place, len(asked) > 1
+
+    weight.fastpar_wide_place = offer
+    for times in (1, 2):
+        linear(x, weight, bias).backward(dy)
+        assert weight.grad is None
+        assert (place.double() - times * exact).abs().max() < rounded / 100
+    assert asked == [weight, weight]
+    assert torch.equal(x.grad, 2 * dx)
+    assert torch.equal(bias.grad, 2 * dbias)
+    weight.fastpar_wide_place = lambda w: None
+    linear(x, weight, bias).backward(dy)
+    assert (weight.grad.double() - exact).abs().max() == rounded
+
+
+def test_when_gradients_are_wide(monkeypatch):
+    module = sys.modules["fastpar.kernels.linear"]
+    x = torch.ones(2, 8, dtype=torch.bfloat16)
+    assert not module.use_wide(x)  # torch has the product on CUDA alone
+    monkeypatch.setattr(backend, "cuda_on_cpu", True)
+    monkeypatch.setattr(choice_module, "proofs", {})
+    assert module.use_wide(x)
+    assert not module.use_wide(x.float())
+    case = choice_module.case_of("weight_gradient", x)
+    for proof, used in ((choice_module.Proof("torch"), False), (choice_module.Proof("own"), True)):
+        choice_module.proofs[case] = proof
+        assert module.use_wide(x) == used
+    with monkeypatch.context() as strict:
+        strict.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+        assert not module.use_wide(x)
+    monkeypatch.setattr(module, "MIXED_MM", False)
+    assert not module.use_wide(x)

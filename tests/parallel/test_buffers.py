@@ -236,7 +236,7 @@ def test_gradients_wait_to_be_copied_together(stage, wait_bytes, one, several, m
             assert bucket.take(i) == (i == 3)
     assert (copies.one, copies.several) == (one, several)
     for i in range(4):
-        assert (bucket._grad_view(i) == i + 1.0).all()
+        assert (bucket.grad_view(i) == i + 1.0).all()
 
 
 @pytest.mark.parametrize("then", ["mark", "zero", "backward", "missing", "again"])

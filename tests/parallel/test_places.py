@@ -2,12 +2,14 @@
 
 import contextlib
 import copy
+import sys
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from fastpar import GPT, GPTConfig, Mesh, engine_of, parallelize
+from fastpar import GPT, GPTConfig, Mesh, engine_of, parallelize, pipeline_step
 from fastpar.kernels import linear, make_key
 from fastpar.nn.recompute import recompute
 from fastpar.parallel.bucket import BucketState
@@ -23,12 +25,13 @@ def withdraw(model):
     """Nobody offers a place any more."""
     for p in model.parameters():
         vars(p).pop("fastpar_place", None)
+        vars(p).pop("fastpar_wide_place", None)
 
 
 def noting_take(bucket, position, given=None, take=BucketState.take):
     """BucketState.take, which notes the gradients that are in their places before it comes."""
     bucket.open_grad()
-    grad, view = bucket.params[position].grad, bucket._grad_view(position)
+    grad, view = bucket.params[position].grad, bucket.grad_view(position)
     if grad is not None and grad.data_ptr() == view.data_ptr():
         bucket.noted.add(bucket.name(position))
     return take(bucket, position, given)
@@ -149,3 +152,117 @@ def test_on_a_gpu_only_large_weights_are_offered_a_place(monkeypatch):
     model = managed(Layer())
     assert hasattr(model.weight, "fastpar_place")
     assert not hasattr(model.scale, "fastpar_place")
+
+
+def wide_run(stage, how, accumulate, wide, options):
+    """Gradients of a step of two micro-batches, of a bf16 model whose gradients are fp32."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(**SIZES)).bfloat16()
+    if how == "recompute":
+        recompute(model, "full")
+    options = {"zero_stage": stage, "bucket_mb": 0.01, "accumulate": accumulate, **options}
+    model = parallelize(model, Mesh(device="cpu"), grad_dtype=torch.float32, **options)
+    if not wide:
+        withdraw(model)
+    engine, taken = engine_of(model), []
+    for micro in range(2):
+        ids = torch.randint(30, (2, 8), generator=torch.Generator().manual_seed(micro))
+        model(ids, ids, rng_key=make_key(1, micro)).backward()
+        taken.append({n for b in engine.buckets for n in getattr(b, "noted", ())})
+    return {n: g.clone() for n, g in named_grads(engine)}, taken
+
+
+def noting_wide(bucket, position, given=None, take=BucketState.take):
+    """BucketState.take, which notes what autograd gives no gradient of."""
+    if bucket.params[position].grad is None:
+        bucket.noted = {*getattr(bucket, "noted", ()), bucket.name(position)}
+    return take(bucket, position, given)
+
+
+@pytest.fixture
+def wide_products(monkeypatch):
+    module = sys.modules["fastpar.kernels.linear"]  # the function hides it
+    monkeypatch.setattr(module, "use_wide", lambda x: x.dtype == torch.bfloat16)
+    monkeypatch.setattr(BucketState, "take", noting_wide)
+
+
+@pytest.mark.usefixtures("wide_products")
+@pytest.mark.parametrize("accumulate", ["full", "shard"])
+@pytest.mark.parametrize("how", ["plain", "recompute"])
+def test_wide_gradients_are_the_same_at_every_stage(how, accumulate):
+    """Two ranks with the same batches: their mean has the bits of one."""
+    stages = (0, 1) if accumulate == "full" else (2, 3)
+    alone, taken = wide_run(0, how, "full", True, {})
+    assert all(names >= IN_PLACE for names in taken), taken
+    rounded, _ = wide_run(0, how, "full", False, {})
+    for name in alone:
+        same = torch.equal(alone[name], rounded[name])
+        assert same == (name not in IN_PLACE), name
+    for stage in stages:
+        for found, _ in run_ranks(wide_run, 2, stage, how, accumulate, True, {}):
+            assert found.keys() == alone.keys()
+            assert all(torch.equal(found[name], alone[name]) for name in alone), stage
+
+
+@pytest.mark.usefixtures("wide_products")
+def test_deterministic_runs_and_others_dtypes_have_no_wide_places():
+    plain, _ = wide_run(0, "plain", "full", False, {"deterministic": True})
+    found, _ = wide_run(0, "plain", "full", True, {"deterministic": True})
+    assert all(torch.equal(found[name], plain[name]) for name in plain)
+    layer = managed(Layer().bfloat16())  # gradients are bf16
+    assert not hasattr(layer.weight, "fastpar_wide_place")
+    assert hasattr(layer.weight, "fastpar_place")
+
+
+@pytest.mark.usefixtures("wide_products")
+def test_a_wide_weight_that_is_used_twice_and_elsewhere_gets_the_sum():
+    class Elsewhere(Layer):
+        def forward(self, x):
+            return super().forward(x) + (self.weight * 3).sum()
+
+    layer, x = Elsewhere(times=3).bfloat16(), torch.randn(5, 6).bfloat16()
+    exact = copy.deepcopy(layer).double()
+    exact(x.double()).backward()
+    model = managed(layer, grad_dtype=torch.float32)
+    for times in (1, 2):
+        model(x).backward()
+        error = (model.weight.main_grad - times * exact.weight.grad).abs().max()
+        assert error < 0.02 * exact.weight.grad.abs().max(), error
+
+
+@pytest.mark.usefixtures("wide_products")
+def test_a_wide_gradient_in_a_nested_backward_is_refused():
+    model = managed(Layer().bfloat16(), grad_dtype=torch.float32)
+    x = torch.randn(5, 6, dtype=torch.bfloat16, requires_grad=True)
+    loss = checkpoint(lambda x: linear(x, model.weight).sum(), x, use_reentrant=True)
+    with pytest.raises(RuntimeError, match="got a backward inside of a backward"):
+        loss.backward()
+
+
+def stages_run(schedule):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(**{**SIZES, "dropout": 0.0})).bfloat16()
+    options = {"grad_dtype": torch.float32, "pp_schedule": schedule}
+    model = parallelize(model, Mesh(pp=2, device="cpu"), **options)
+    ids = torch.randint(30, (4, 8), generator=torch.Generator().manual_seed(0))
+    pipeline_step(model, ids, ids, micro_batches=2)
+    return {n: g.clone() for n, g in named_grads(engine_of(model))}
+
+
+@pytest.mark.usefixtures("wide_products")
+def test_a_split_backward_has_the_same_wide_gradients():
+    for one, other in zip(run_ranks(stages_run, 2, "1f1b"), run_ranks(stages_run, 2, "zb-h1")):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.usefixtures("wide_products")
+def test_torch_that_calls_no_hook_without_a_gradient(monkeypatch):
+    """Older versions: the bucket is complete at the end of the backward."""
+    monkeypatch.setattr(
+        BucketState, "take", lambda *a: bool(a[0].params[a[1]].grad is not None) and noting_wide(*a)
+    )
+    found, _ = wide_run(0, "plain", "full", True, {})
+    monkeypatch.setattr(BucketState, "take", noting_wide)
+    expected, _ = wide_run(0, "plain", "full", True, {})
+    assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -1,6 +1,8 @@
 """--cuda-graphs: the same run, bit for bit; what it refuses. A GPU's graphs, and stand-ins."""
 
 import contextlib
+import sys
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -293,13 +295,20 @@ def test_a_step_of_a_gpu_has_the_same_bits(dtype, scaled):
 
 
 @pytest.mark.parametrize(("dtype", "scaled"), KINDS)
-def test_a_step_of_a_stand_in_has_the_same_bits(graphs_on_cpu, dtype, scaled):
+def test_a_step_of_a_stand_in_has_the_same_bits(graphs_on_cpu, monkeypatch, dtype, scaled):
+    """In 16 bits with weights' gradients that come out of their products in fp32, as on a GPU."""
+    module = sys.modules["fastpar.kernels.linear"]  # the function hides it
+    products = Mock(side_effect=module.wide_product)
+    monkeypatch.setattr(module, "use_wide", lambda x: x.dtype != torch.float32)
+    monkeypatch.setattr(module, "wide_product", products)
     plain, values = train_steps("cpu", False, dtype, scaled)
     again, found = train_steps("cpu", True, dtype, scaled)
     assert plain[-1] == {6.0 if scaled else 7.0}
     assert again == plain
     assert all(map(torch.equal, found, values))
     assert len(graphs_on_cpu) == 1
+    weights = 4 * SMALL.n_layer if dtype == torch.bfloat16 else 0
+    assert products.call_count == 2 * 7 * 2 * weights  # runs, steps, micro-batches
 
 
 def step_graph_of(model):
