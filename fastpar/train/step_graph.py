@@ -37,8 +37,10 @@ from fastpar.train.journal import to_device
 _CHECKED = 3  # the step that runs under the capture check
 
 
-def why_micro_batches(engine: Engine, optimizer: EngineOptimizer) -> str:
+def why_micro_batches(model: nn.Module, engine: Engine, optimizer: EngineOptimizer) -> str:
     """Why only micro-batches can be captured and not the whole step; "" where the step can."""
+    if getattr(model, "experts", None) is not None:
+        return "the counts of experts go through the exchange of a step"
     if engine.mesh.world_size > 1:
         return "the host starts what ranks send"
     if engine.settings.deterministic:

@@ -182,7 +182,7 @@ class Trainer:
         self.step_graph: StepGraph | None = None
         if config.system.cuda_graphs:
             parts = self._micro_batch, self.model, self.engine
-            why = why_micro_batches(self.engine, self.optimizer)
+            why = why_micro_batches(self.model, self.engine, self.optimizer)
             if why:
                 self.micro_batch = MicroBatchGraphs(*parts)
             else:

@@ -14,7 +14,7 @@ from fastpar.kernels import make_key
 from fastpar.testing import run_ranks
 from fastpar.train import cuda_graphs, step_graph
 from fastpar.train.cuda_graphs import MicroBatchGraphs
-from fastpar.train.step_graph import StepGraph
+from fastpar.train.step_graph import StepGraph, why_micro_batches
 from fastpar.train.trainer import Trainer
 
 
@@ -217,6 +217,8 @@ def refuse_stage():
         ({"tp": 2}, "tp 1 with cuda_graphs"),
         ({"compile": True}, r"compile False .* leave --cuda-graphs out"),
         ({"activation_checkpointing": "full"}, "activation_checkpointing none with cuda_graphs"),
+        ({"offload": "optimizer", "zero_stage": 1}, "offload none with cuda_graphs: .* --offload"),
+        ({"pack": "documents"}, "pack stream with cuda_graphs: rows have any .* --pack"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(changes, why):
@@ -309,6 +311,12 @@ def test_a_step_of_a_stand_in_has_the_same_bits(graphs_on_cpu, monkeypatch, dtyp
     assert len(graphs_on_cpu) == 1
     weights = 4 * SMALL.n_layer if dtype == torch.bfloat16 else 0
     assert products.call_count == 2 * 7 * 2 * weights  # runs, steps, micro-batches
+
+
+def test_experts_have_graphs_of_micro_batches():
+    model = GPT(GPTConfig(**{**vars(SMALL), "n_expert": 2}))
+    engine, optimizer = Mock(), AdamW(model.parameters())
+    assert why_micro_batches(model, engine, optimizer).startswith("the counts of experts")
 
 
 def step_graph_of(model):
