@@ -4,7 +4,9 @@ Shape legend: B batch, T time, C n_embd, H heads, D head dim, F 4*C, V vocabular
 
 [Note: delayed residual] A block hands on (x, delta): the residual stream without its MLP's output,
 and that output. The next norm adds them, so that everywhere in the network the residual add, its
-dropout and the LayerNorm after it are one op (residual_layer_norm).
+dropout and the LayerNorm after it are one op (residual_layer_norm), which also adds the bias of
+attention's last layer. The MLP's stays in its product: its gradient would be summed by the next
+norm before it is rounded to 16 bits, and behind a stage's boundary after that (test_pipeline_bits).
 
 [Note: padded vocabulary] wte has Vp rows, V rounded up to a multiple of 128 for the head's GEMMs.
 Rows [V, Vp) start at 0 and their gradient is exactly 0: no valid id reads them, and
