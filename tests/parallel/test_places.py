@@ -13,7 +13,9 @@ from fastpar import GPT, GPTConfig, Mesh, engine_of, parallelize, pipeline_step
 from fastpar.kernels import linear, make_key
 from fastpar.nn.recompute import recompute
 from fastpar.parallel.bucket import BucketState
+from fastpar.parallel.engine import Engine
 from fastpar.parallel.split_backward import LEAST_BYTES
+from fastpar.parallel.stages import BucketPhase
 from fastpar.testing import run_ranks
 
 SIZES = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 8, "vocab_size": 30, "dropout": 0.1}
@@ -228,6 +230,39 @@ def test_a_wide_weight_that_is_used_twice_and_elsewhere_gets_the_sum():
         model(x).backward()
         error = (model.weight.main_grad - times * exact.weight.grad).abs().max()
         assert error < 0.02 * exact.weight.grad.abs().max(), error
+
+
+def calls_hooks_without_a_gradient():
+    """Whether this torch does."""
+
+    class Nothing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, dy):
+            return dy, None
+
+    weight, called = nn.Parameter(torch.ones(1)), []
+    weight.register_post_accumulate_grad_hook(called.append)
+    Nothing.apply(torch.ones(1, requires_grad=True), weight).backward()
+    return bool(called)
+
+
+@pytest.mark.usefixtures("wide_products")
+def test_buckets_of_wide_gradients_are_sent_under_the_backward(monkeypatch):
+    if not calls_hooks_without_a_gradient():
+        pytest.skip("needs a torch that calls hooks of parameters without a gradient: 2.13 does")
+    late, end = [], Engine.end_backward
+
+    def noting(engine):
+        late.append([b.spec.index for b in engine.buckets if b.phase is BucketPhase.COLLECTING])
+        end(engine)
+
+    monkeypatch.setattr(Engine, "end_backward", noting)
+    run_ranks(wide_run, 2, 2, "plain", "shard", True, {})
+    assert late == [[]] * 4  # of two ranks and micro-batches
 
 
 @pytest.mark.usefixtures("wide_products")
