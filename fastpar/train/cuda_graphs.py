@@ -178,7 +178,7 @@ def recording(engine: Engine, *, adds: bool | None) -> Iterator[list[nn.Paramete
         The parameters that have got a gradient, in that order.
     """
     shards, fired = engine.shards, []
-    wide: dict[Tensor, None] = {}  # whose gradients the layers themselves have put in the buckets
+    wide: dict[nn.Parameter, None] = {}  # whose gradients layers have put in the buckets
 
     def place(p: Tensor) -> tuple[Tensor, bool] | None:
         """As split_backward.Places does, for gradients in fp32 of 16-bit weights."""

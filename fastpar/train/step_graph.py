@@ -67,7 +67,11 @@ class StepGraph:
     """
 
     def __init__(
-        self, compute: Callable[..., Tensor], model: nn.Module, engine: Engine, optimizer: AdamW
+        self,
+        compute: Callable[..., Tensor],
+        model: nn.Module,
+        engine: Engine,
+        optimizer: EngineOptimizer,
     ) -> None:
         self._device = device = engine.mesh.device
         check_device(device)
