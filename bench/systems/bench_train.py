@@ -216,8 +216,8 @@ def run_char(bench: Bench, *, muon: bool = False) -> None:
     ours = replace(stock, kind="fastpar", keep_memory=True)
     specs, rounds, steps = {"eager": stock, "fastpar": ours}, total // width, {"eager": width}
     if muon:
-        rates = {"lr": 0.015, "muon_lr": 0.02, "schedule": (MUON_STEPS // 10, MUON_STEPS, 0.0)}
-        specs["fastpar"] = replace(ours, **rates)
+        schedule = (MUON_STEPS // 10, MUON_STEPS, 0.0)
+        specs["fastpar"] = replace(ours, lr=0.015, muon_lr=0.02, schedule=schedule)
     steps["fastpar"] = MUON_STEPS // rounds if muon and not bench.quick else width
     logs = take_turns(specs, rounds=rounds, steps=steps, warmup=0, val=True)
     for log in logs.values():

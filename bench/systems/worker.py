@@ -198,7 +198,7 @@ class Variant:
         model.to(spec.device, torch.bfloat16 if on_gpu else torch.float32)
         mesh = Mesh(device=None if on_gpu else "cpu")
         parallelize(model, mesh, grad_dtype=torch.float32 if on_gpu else None)
-        common = {"max_grad_norm": MAX_GRAD_NORM, "master_weights": on_gpu}
+        common: dict[str, Any] = {"max_grad_norm": MAX_GRAD_NORM, "master_weights": on_gpu}
         if spec.muon_lr is not None:
             adamw = {"lr": spec.lr, "betas": BETAS, "weight_decay": WEIGHT_DECAY}
             return model, Muon(muon_groups(model), weight_decay=WEIGHT_DECAY, adamw=adamw, **common)
@@ -237,8 +237,8 @@ class Variant:
     def _step(self, index: int, x: Tensor, y: Tensor) -> Tensor:
         lr, muon_lr = self._lr(index), self.spec.muon_lr
         for group in self.optimizer.param_groups:
-            is_muon = muon_lr is not None and not group["adamw"]
-            group["lr"] = lr * muon_lr / self.spec.lr if is_muon else lr
+            of_muon = 1.0 if muon_lr is None or group["adamw"] else muon_lr / self.spec.lr
+            group["lr"] = lr * of_muon
         loss = self._loss(x, y)
         loss.backward()
         if self.spec.kind == "stock":
