@@ -108,6 +108,8 @@ PYBIND11_MODULE(_C, m) {
   fastpar::bind_bucket(m);
   fastpar::bind_shm(m);
   fastpar::bind_global_norm(m);
+  fastpar::bind_launch(m);
+  fastpar::bind_eager(m);
   m.def(
       "gemm",
       [](Address a, int64_t a_row, int64_t a_column, Address b, int64_t b_row, int64_t b_column,

@@ -48,7 +48,7 @@ from fastpar.kernels.attention_composed import (
     composed_fwd,
     sdpa,
 )
-from fastpar.kernels.backend import DTYPE_CODES, use_cpp, use_triton
+from fastpar.kernels.backend import DTYPE_CODES, triton_module, use_cpp, use_triton
 from fastpar.kernels.op import check_float, define_autograd, define_op, refuse_double_backward
 from fastpar.kernels.philox import Rng, check_rng, draw_key, quantize_p
 
@@ -166,8 +166,7 @@ def _attention_run(
     if (triton or cpp) and (peer := attention_peers.serving(op, q, k, v, causal, 0)):
         return attention_peers.forward(peer, q, k, v, causal, scale, base_2=triton)
     if triton:
-        from fastpar.kernels import attention_triton
-
+        attention_triton = triton_module("attention")
         return attention_triton.attention_fwd(
             q, k, v, causal, scale, key, site_head, threshold, cu_seqlens, bits, first_row
         )
@@ -193,10 +192,15 @@ def _attention_bwd_run(
     cu_seqlens: Tensor | None,
     bits: Tensor | None = None,
     first_row: int | None = None,
-) -> Triple:
-    results = _bwd_fake(do, q, k, v)
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """dq, dk and dv; for a packed q its gradient alone."""
     inputs = _split(q, k, v)
-    grads: Triple = results if k is not None else _split(results[0], None, None)
+    dq = _contiguous_like(q)
+    results: tuple[Tensor, Tensor | None, Tensor | None]
+    if k is None or v is None:
+        results, grads = (dq, None, None), _split(dq, None, None)
+    else:
+        results = grads = dq, _contiguous_like(k), _contiguous_like(v)
     op = _case(threshold, cu_seqlens)
     triton = use_triton(op, q)
     bounds = None
@@ -217,8 +221,7 @@ def _attention_bwd_run(
         for grad, value in zip(grads, found):
             grad.copy_(value)
     elif triton:
-        from fastpar.kernels import attention_bwd_triton
-
+        attention_bwd_triton = triton_module("attention_bwd")
         assert o is not None  # _setup_context keeps it where Triton runs
         attention_bwd_triton.attention_bwd(
             do, *inputs, o, stats, *grads, causal, scale, key, site_head, threshold, cu_seqlens,
@@ -246,11 +249,13 @@ def _fake(q, k, v, causal, scale, key, site_head, threshold, cu_seqlens, *_):
 
 def _bwd_fake(do, q, k, v, *_):
     """Gradients of q, k and v, or of the packed q and twice [0]."""
-    dq, dk, dv = (
-        q.new_empty(0) if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        for x in (q, k, v)
-    )
-    return dq, dk, dv
+    if k is None or v is None:
+        return _contiguous_like(q), q.new_empty(0), q.new_empty(0)
+    return _contiguous_like(q), _contiguous_like(k), _contiguous_like(v)
+
+
+def _contiguous_like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 _attention = define_op(
@@ -283,12 +288,13 @@ def _setup_context(ctx, inputs, output):
     ctx.save_for_backward(q, k, v, kept, stats, key, cu_seqlens, bits)
 
 
-def _backward(ctx, do, _dstats):
+def _backward(ctx, do, *_):
     refuse_double_backward("attention")
     q, k, v, o, stats, key, cu_seqlens, bits = ctx.saved_tensors
     mask = key, ctx.site_head, ctx.threshold
     more = cu_seqlens, bits, ctx.first_row
-    dq, dk, dv = _attention_bwd(do, q, k, v, o, stats, ctx.causal, ctx.scale, *mask, *more)
+    run = _attention_bwd.after(do)
+    dq, dk, dv = run(do, q, k, v, o, stats, ctx.causal, ctx.scale, *mask, *more)
     return dq, *((None, None) if k is None else (dk, dv)), *[None] * (ctx.n_inputs - 3)
 
 

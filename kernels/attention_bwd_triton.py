@@ -37,21 +37,19 @@ from torch import Tensor
 
 from fastpar.kernels.attention_bits_triton import drop, mask_of_head, tile_order, unknown_zero
 from fastpar.kernels.attention_configs import get_config, variant_for
+from fastpar.kernels.attention_plans import aligned, bwd_plan, heads_per_section
 from fastpar.kernels.attention_triton import (
     LOG2_E,
     UNSPECIALIZED,
     aot_variants,
-    descriptor,
     find_tile,
     head_ptr,
-    heads_per_section,
     key_range,
     load_tile,
     mask_source,
     store_tile,
-    tma_reads,
 )
-from fastpar.kernels.triton_launch import cdiv, gpu_arch, launch, next_power_of_2
+from fastpar.kernels.triton_launch import Boxed, gpu_arch, launch, next_power_of_2
 
 
 @triton.jit
@@ -371,41 +369,33 @@ def attention_bwd(
     first_row: int | None = None,
 ) -> None:
     """Writes dq, dk and dv, maybe parts of one packed tensor; the rest is as in the forward."""
-    arch, D = gpu_arch(q.device), q.shape[-1]
-    varlen, fp32 = cu_seqlens is not None, q.dtype == torch.float32
-    variant = variant_for(threshold > 0, fp32, bits)
-    block_d = max(16, next_power_of_2(D))
+    arch, dtype = gpu_arch(q.device), q.dtype
+    varlen, fp32, dropout = cu_seqlens is not None, dtype == torch.float32, threshold > 0
     do = do if do.stride(-1) == 1 else do.contiguous()
     if varlen:
         do, q, k, v, o, dq, dk, dv = (x[None] for x in (do, q, k, v, o, dq, dk, dv))
-    B, T, H, _ = q.shape
-    Tk, Hkv = k.shape[1], k.shape[2]
-    n = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    shape, k_shape = q.shape, k.shape
+    n = shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    place = max(16, next_power_of_2(shape[3])), variant_for(dropout, fp32, bits)
+    plan = bwd_plan(
+        shape, k_shape, (do.stride(), q.stride(), k.stride(), v.stride(), dq.stride(),
+        dk.stride(), dv.stride()), dtype, causal, dropout, dropout and bits is None, n, varlen,
+        get_config(arch, "bwd_dq", *place), get_config(arch, "bwd_dkdv", *place),
+        heads_per_section(k_shape, dtype.itemsize, arch),
+    )  # fmt: skip
     delta = torch.empty_like(lse)
     norm = torch.empty_like(lse) if fp32 else delta  # not touched otherwise
     mask = mask_source(key, bits, q.device)
-    drawn = threshold > 0 and bits is None
-    section = heads_per_section(k, 1, arch)
-    constants = {
-        "D": D,
-        "BLOCK_D": block_d,
-        "CAUSAL": causal,
-        "DROPOUT": threshold > 0,
-        "VARLEN": varlen,
-        "FP32": fp32,
-        "STEPS": n.bit_length() if varlen else 0,
-    }
 
-    config = get_config(arch, "bwd_dq", block_d, variant)
-    tma = config.load == "tma" and not drawn and tma_reads(k) and tma_reads(v)
-    tiles = T // config.block_q + n if varlen else cdiv(T, config.block_q) * n
+    k_box, v_box, do_box, q_box = plan.boxes
+    tma = k_box is not None and v_box is not None and aligned(k, v)
     launch(
         _attention_bwd_dq_kernel,
-        (tiles * H,),
+        plan.grids[0],
         do,
         q,
-        descriptor(k, config.block_k, block_d) if tma else k,
-        descriptor(v, config.block_k, block_d) if tma else v,
+        Boxed(k, k_box) if tma else k,
+        Boxed(v, v_box) if tma else v,
         o,
         lse,
         delta,
@@ -413,37 +403,21 @@ def attention_bwd(
         dq,
         mask,
         cu_seqlens,
-        *do.stride()[:3],
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *v.stride()[:3],
-        *dq.stride()[:3],
-        n,
-        T,
-        Tk,
-        H,
-        H // Hkv,
-        section * (H // Hkv),
+        *plan.numbers[0],
         scale,
         site_head,
         threshold,
         first_row,
-        BLOCK_Q=config.block_q,
-        BLOCK_K=config.block_k,
         TMA=tma,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        **constants,
+        **plan.constants[0],
     )
 
-    config = get_config(arch, "bwd_dkdv", block_d, variant)
-    tma = config.load == "tma" and tma_reads(q) and tma_reads(do)
-    tiles = Tk // config.block_k + n if varlen else cdiv(Tk, config.block_k) * n
+    tma = do_box is not None and q_box is not None and aligned(do, q)
     launch(
         _attention_bwd_dkdv_kernel,
-        (tiles * Hkv,),
-        descriptor(do, config.block_q, block_d) if tma else do,
-        descriptor(q, config.block_q, block_d) if tma else q,
+        plan.grids[1],
+        Boxed(do, do_box) if tma else do,
+        Boxed(q, q_box) if tma else q,
         k,
         v,
         lse,
@@ -453,30 +427,13 @@ def attention_bwd(
         dv,
         mask,
         cu_seqlens,
-        *do.stride()[:3],
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *v.stride()[:3],
-        *dk.stride()[:3],
-        *dv.stride()[:3],
-        n,
-        T,
-        Tk,
-        H,
-        H // Hkv,
-        section,
+        *plan.numbers[1],
         scale,
         site_head,
         threshold,
         first_row,
-        BLOCK_Q=config.block_q,
-        BLOCK_K=config.block_k,
         TMA=tma,
-        EVEN=not varlen and T % config.block_q == 0,
-        GROUPED=Hkv != H,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        **constants,
+        **plan.constants[1],
     )
 
 

@@ -47,7 +47,7 @@ def refusal(
         return f"has head dimensions {_HEAD_DIMS}, not {q.shape[-1]}"
     if q.dtype not in _DTYPES:
         return f"takes bfloat16 and float16, not {q.dtype}"
-    from fastpar.kernels.attention_triton import tma_reads
+    from fastpar.kernels.attention_plans import tma_reads
 
     if not all(tma_reads(x) for x in (q, k, v)):
         return "needs addresses and steps of 16 bytes"

@@ -34,7 +34,6 @@ Source: Dao 2023, arXiv 2307.08691.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -42,11 +41,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fastpar.kernels.attention_bits_triton import drop, mask_of_head, tile_order, unknown_zero
-from fastpar.kernels.attention_configs import SECTIONS, get_config, variant_for
-from fastpar.kernels.triton_launch import cdiv, device_key, gpu_arch, launch, next_power_of_2
+from fastpar.kernels.attention_configs import get_config, variant_for
+from fastpar.kernels.attention_plans import aligned, fwd_plan, heads_per_section
+from fastpar.kernels.triton_launch import Boxed, device_key, gpu_arch, launch, next_power_of_2
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 UNSPECIALIZED = ("n", "T", "Tk", "H", "group", "section")  # sizes that change from call to call
@@ -270,41 +269,9 @@ def _attention_fwd_kernel(
     tl.store(lse_head + row + within, lse, mask=row + within < n_rows)
 
 
-@functools.lru_cache(1024)
-def _descriptor_fields(
-    shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, block: int, block_d: int
-) -> dict[str, Any]:
-    """A descriptor's fields, which Triton checks at length, once for tensors of one layout."""
-    B, T, H, D = shape
-    b, t, h, _ = stride
-    base = torch.empty(0, dtype=dtype, device="meta")
-    return vars(TensorDescriptor(base, [B, H, T, D], [b, h, t, 1], [1, 1, block, block_d]))
-
-
-def descriptor(x: Tensor, block: int, block_d: int) -> TensorDescriptor:
-    """x [B, T, H, D] seen as [B, H, T, D] in boxes of [1, 1, block, block_d]; only for an x that
-    tma_reads() accepts."""
-    result = object.__new__(TensorDescriptor)
-    vars(result).update(_descriptor_fields(x.shape, x.stride(), x.dtype, block, block_d), base=x)
-    return result
-
-
-def tma_reads(x: Tensor) -> bool:
-    """Whether a descriptor can hold x [B, T, H, D]: 16-byte steps and address, no broadcast."""
-    b, t, h, _ = x.stride()
-    apart = min(b, t, h) > 0 and (b | t | h) * x.element_size() % 16 == 0  # a size is a power of 2
-    return apart and x.data_ptr() % 16 == 0 and x.numel() > 0
-
-
 def mask_source(key: Tensor | None, bits: Tensor | None, device: torch.device) -> Tensor | None:
     """What kernels know the mask from: its bits, or the key to draw it; None: there is no mask."""
     return bits if bits is not None or key is None else device_key(key, device)
-
-
-def heads_per_section(k: Tensor, group: int, arch: int) -> int:
-    """Query heads whose keys and values fit in L2 together; see [Note: order]."""
-    each = 2 * k.shape[1] * k.shape[3] * k.element_size()
-    return max(1, (SECTIONS.get(arch).megabytes << 20) // each) * group
 
 
 def attention_fwd(
@@ -325,54 +292,40 @@ def attention_fwd(
     bits: the mask, where attention_bits.py keeps it; it is drawn without, then its rows are those
     from first_row on.
     """
-    arch, D = gpu_arch(q.device), q.shape[-1]
-    varlen, fp32 = cu_seqlens is not None, q.dtype == torch.float32
-    block_d = max(16, next_power_of_2(D))
-    config = get_config(arch, "fwd", block_d, variant_for(threshold > 0, fp32, bits))
+    arch, dtype = gpu_arch(q.device), q.dtype
+    varlen, fp32, dropout = cu_seqlens is not None, dtype == torch.float32, threshold > 0
     o = torch.empty_like(q, memory_format=torch.contiguous_format)
     if varlen:
         q, k, v = q[None], k[None], v[None]
-    B, T, H, _ = q.shape
-    Tk, group = k.shape[1], H // k.shape[2]
-    lse = q.new_empty(*((H, T) if varlen else (B, H, T)), dtype=torch.float32)
+    shape, k_shape = q.shape, k.shape
+    B, T, H, D = shape
+    variant = variant_for(dropout, fp32, bits)
+    config = get_config(arch, "fwd", max(16, next_power_of_2(D)), variant)
+    lse = q.new_empty((H, T) if varlen else (B, H, T), dtype=torch.float32)
     n = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    tiles = T // config.block_q + n if varlen else cdiv(T, config.block_q) * n
-    drawn = threshold > 0 and bits is None
-    tma = config.load == "tma" and not drawn and tma_reads(k) and tma_reads(v)
+    plan = fwd_plan(
+        shape, q.stride(), k_shape, k.stride(), v.stride(), dtype, causal, dropout,
+        dropout and bits is None, n, varlen, config,
+        heads_per_section(k_shape, dtype.itemsize, arch),
+    )  # fmt: skip
+    tma = plan.k is not None and plan.v is not None and aligned(k, v)
     launch(
         _attention_fwd_kernel,
-        (tiles * H,),
+        plan.grid,
         q,
-        descriptor(k, config.block_k, block_d) if tma else k,
-        descriptor(v, config.block_k, block_d) if tma else v,
+        Boxed(k, plan.k) if tma else k,
+        Boxed(v, plan.v) if tma else v,
         o,
         lse,
         mask_source(key, bits, q.device),
         cu_seqlens,
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *v.stride()[:3],
-        n,
-        T,
-        Tk,
-        H,
-        group,
-        heads_per_section(k, group, arch),
+        *plan.numbers,
         scale,
         site_head,
         threshold,
         first_row,
-        D=D,
-        BLOCK_D=block_d,
-        BLOCK_Q=config.block_q,
-        BLOCK_K=config.block_k,
-        CAUSAL=causal,
-        DROPOUT=threshold > 0,
-        VARLEN=varlen,
-        STEPS=n.bit_length() if varlen else 0,
         TMA=tma,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        **plan.constants,
     )
     return o, lse
 

@@ -19,6 +19,8 @@ Without the compiled module (installed with FASTPAR_CPP=0) auto is torch, and cp
 `fastpar info` prints what was chosen.
 """
 
+import functools
+import importlib
 import importlib.util
 import os
 import platform
@@ -229,6 +231,12 @@ def cuda_stream(x: Tensor) -> int:
 # fastpar/doctor/warm.py sets it.
 recording = False
 _has_triton: bool = importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def triton_module(name: str) -> Any:
+    """kernels/<name>_triton.py, imported when a kernel of it is first needed."""
+    return importlib.import_module(f"fastpar.kernels.{name}_triton")
 
 
 def _triton_found() -> bool:

@@ -83,7 +83,8 @@ def case_of(op: str, x: Tensor) -> Case:
 def _key_of(op: str, x: Tensor) -> tuple[str, str, torch.dtype, int]:
     """What a Case is made of, and equal to: made in every call."""
     op = _PARTS.get(op, op)
-    return x.device.type, op, x.dtype, 0 if op in _FLAT or not x.dim() else int(x.shape[-1])
+    device = "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type
+    return device, op, x.dtype, 0 if op in _FLAT or not x.dim() else int(x.shape[-1])
 
 
 @contextmanager

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from fastpar.kernels import _C
-from fastpar.kernels.backend import DTYPE_CODES, FLOATS, use_cpp, use_triton, wide
+from fastpar.kernels.backend import DTYPE_CODES, FLOATS, triton_module, use_cpp, use_triton, wide
 from fastpar.kernels.op import (
     check_dense,
     define_autograd,
@@ -204,8 +204,7 @@ def cross_entropy_rows(
     targets [N] contiguous, checked on CPU.
     """
     if use_triton(op, logits):
-        from fastpar.kernels import cross_entropy_triton
-
+        cross_entropy_triton = triton_module("cross_entropy")
         return cross_entropy_triton.cross_entropy_rows(
             logits, targets, grad, vocab_size, ignore_index, label_smoothing, z_loss, scale
         )
@@ -296,8 +295,7 @@ def cross_entropy_bwd(dlogits: Tensor, by: Tensor) -> Tensor:
 def multiply_rows(grad: Tensor, by: Tensor, out: Tensor) -> Tensor:
     """out = grad [N, Vp] * by ([] or [N]); out may be grad."""
     if use_triton("cross_entropy", grad):
-        from fastpar.kernels import cross_entropy_triton
-
+        cross_entropy_triton = triton_module("cross_entropy")
         return cross_entropy_triton.multiply_rows(grad, by, out)
     if out is grad and by.dim() == 0 and by.device.type == "cpu" and by.item() == 1.0:
         return out
@@ -477,5 +475,5 @@ def cross_entropy(
         loss = _attach(logits.view(-1, logits.shape[-1]), loss, factor)
     else:
         rows = logits.reshape(-1, logits.shape[-1])
-        loss, _, _ = _cross_entropy(rows, flat, *options, need_grad)
+        loss = _cross_entropy(rows, flat, *options, need_grad)[0]
     return loss.view(targets.shape) if reduction == "none" else loss

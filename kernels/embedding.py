@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastpar.kernels.backend import FLOATS, use_triton
+from fastpar.kernels.backend import FLOATS, triton_module, use_triton
 from fastpar.kernels.op import (
     check_dense,
     define_autograd,
@@ -63,8 +63,7 @@ def embedding_fwd(
     """x, under its mask when there is a key. wte_grad is for backward only."""
     _check_ids(idx, wte.shape[0])
     if use_triton("embedding", wte):
-        from fastpar.kernels import embedding_triton
-
+        embedding_triton = triton_module("embedding")
         return embedding_triton.embedding_fwd(idx, wte, wpe, first_position, key, site, threshold)
     x = F.embedding(idx, wte)
     if wpe is not None:
@@ -128,8 +127,7 @@ def embedding_bwd(
     """dwte [rows, C] and dwpe [positions, C]; either is [0, C] when its size is given as 0."""
     C = dx.shape[-1]
     if use_triton("embedding", dx):
-        from fastpar.kernels import embedding_triton
-
+        embedding_triton = triton_module("embedding")
         dx, mask = dx.contiguous(), (key, site, threshold)
         dwte = dx.new_zeros(rows, C)
         if rows:
@@ -152,8 +150,7 @@ def embedding_bwd_(
 ) -> Tensor:
     """Adds dwte to wte_grad and returns dwpe as embedding_bwd."""
     if use_triton("embedding", dx):
-        from fastpar.kernels import embedding_triton
-
+        embedding_triton = triton_module("embedding")
         dx, mask = dx.contiguous(), (key, site, threshold)
         embedding_triton.embedding_bwd_wte(dx, idx, *mask, wte_grad, add=True)
         return embedding_triton.embedding_bwd_wpe(dx, idx, *mask, positions, first_position)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastpar.kernels import _C
-from fastpar.kernels.backend import DTYPE_CODES, use_cpp, use_triton
+from fastpar.kernels.backend import DTYPE_CODES, triton_module, use_cpp, use_triton
 from fastpar.kernels.op import check_float, define_autograd, define_op, refuse_double_backward
 
 _FORMS = ("none", "tanh")  # torch's names, by whether it is the tanh form
@@ -76,8 +76,7 @@ def _pre_activation(x: Tensor, bias: Tensor | None) -> Tensor:
 def bias_gelu_fwd(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
     """y = gelu(x + bias), contiguous."""
     if use_triton("bias_gelu", x):
-        from fastpar.kernels import gelu_triton
-
+        gelu_triton = triton_module("gelu")
         return gelu_triton.bias_gelu_fwd(x, bias, tanh)
     if use_cpp("bias_gelu", x) and tanh:
         return _bias_gelu_cpp(x, bias)
@@ -87,8 +86,7 @@ def bias_gelu_fwd(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
 def bias_gelu_bwd(dy: Tensor, x: Tensor, bias: Tensor | None, tanh: bool) -> tuple[Tensor, Tensor]:
     """dx and dbias ([0] fp32 without a bias), contiguous."""
     if use_triton("bias_gelu", x):
-        from fastpar.kernels import gelu_triton
-
+        gelu_triton = triton_module("gelu")
         return gelu_triton.bias_gelu_bwd(dy, x, bias, tanh)
     if use_cpp("bias_gelu", x) and tanh:
         return _bias_gelu_bwd_cpp(dy, x, bias)
@@ -134,7 +132,7 @@ def _setup_context(ctx, inputs, output):
 def _backward(ctx, dy):
     refuse_double_backward("bias_gelu")
     x, bias = ctx.saved_tensors
-    dx, dbias = _bias_gelu_bwd(dy, x, bias, ctx.tanh)
+    dx, dbias = _bias_gelu_bwd.after(dy)(dy, x, bias, ctx.tanh)
     return dx, None if bias is None else dbias, None
 
 

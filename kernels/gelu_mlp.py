@@ -123,7 +123,7 @@ def _weights_later(ctx, dy, need):
     return matmul(du, weight1).view(x.shape) if need[0] else None, None, dbias1, None, None
 
 
-def _backward(ctx, dy, _dh, _du):
+def _backward(ctx, dy, *_):
     refuse_double_backward("gelu_mlp")
     need = list(ctx.needs_input_grad)
     if ctx.queue is not None:

@@ -26,11 +26,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastpar.kernels import _C
-from fastpar.kernels.backend import DTYPE_CODES, use_cpp, use_triton, wide
+from fastpar.kernels.backend import DTYPE_CODES, triton_module, use_cpp, use_triton, wide
+from fastpar.kernels.layer_norm_checks import check, check_residual, is_usual
 from fastpar.kernels.op import (
     check_dense,
     check_eps,
-    check_float,
     define_autograd,
     define_op,
     refuse_double_backward,
@@ -45,37 +45,6 @@ from fastpar.kernels.philox import (
     quantize_p,
     refuse_parts,
 )
-
-MAX_COLUMNS = 16384
-
-
-def _check(name: str, x: Tensor, **vectors: Tensor | None) -> None:
-    """x is [..., C] with 1 <= C <= MAX_COLUMNS; each vector is [C], of x's dtype or fp32."""
-    check_float(name, "x", x)
-    c = x.shape[-1] if x.dim() else 0
-    if not 1 <= c <= MAX_COLUMNS:
-        raise ValueError(
-            f"{name}: expected x of shape [..., C] with 1 <= C <= {MAX_COLUMNS}, got "
-            f"x={list(x.shape)}; normalize narrower rows"
-        )
-    for key, vector in vectors.items():
-        if vector is None:
-            continue
-        if vector.shape != (c,):
-            raise ValueError(
-                f"{name}: expected {key} of shape [C]=[{c}], got {key}={list(vector.shape)}; "
-                "it goes with x's last dimension"
-            )
-        if vector.dtype != x.dtype and vector.dtype != torch.float32:
-            raise ValueError(
-                f"{name}: expected {key} of x's dtype {x.dtype} or float32, got "
-                f"{key}={vector.dtype}; cast one of them"
-            )
-        if vector.device != x.device:
-            raise ValueError(
-                f"{name}: expected {key} on x's device {x.device}, got {key} on {vector.device}; "
-                "move one of them"
-            )
 
 
 def _float(vector: Tensor | None, like: Tensor) -> Tensor:
@@ -112,19 +81,19 @@ def layer_norm_fwd(
     place: Sequence[int],
     eps: float,
     rms: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(y, residual_out, mean, rstd); residual None: residual_out is [0]; rms: mean is [0]."""
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """(y, residual_out, mean, rstd); residual_out only with a residual, mean only without rms."""
     if x.is_cuda or use_triton("layer_norm", x):
-        from fastpar.kernels import layer_norm_triton
-
+        layer_norm_triton = triton_module("layer_norm")
         return layer_norm_triton.layer_norm_fwd(
             x, residual, weight, bias, x_bias, key, site, threshold, rows, place, eps, rms
         )
     x = x.contiguous() if residual is None else x.to(residual.dtype).contiguous()
     y = torch.empty_like(x)
-    total = torch.empty_like(x) if residual is not None else x.new_empty(0)
+    total = None if residual is None else torch.empty_like(x)
     n = x.numel() // x.shape[-1]
-    mean, rstd = (x.new_empty(m, dtype=torch.float32) for m in (0 if rms else n, n))
+    mean = None if rms else x.new_empty(n, dtype=torch.float32)
+    rstd = x.new_empty(n, dtype=torch.float32)
     if n:
         # Named, so that the copies live until the call returns.
         r = None if residual is None else residual.contiguous()
@@ -135,9 +104,9 @@ def layer_norm_fwd(
             xb.data_ptr(),
             w.data_ptr(),
             b.data_ptr(),
-            total.data_ptr(),
+            0 if total is None else total.data_ptr(),
             y.data_ptr(),
-            mean.data_ptr(),
+            0 if mean is None else mean.data_ptr(),
             rstd.data_ptr(),
             DTYPE_CODES[x.dtype],
             n,
@@ -155,7 +124,7 @@ def layer_norm_bwd(
     dtotal: Tensor | None,
     x: Tensor,
     weight: Tensor,
-    mean: Tensor,
+    mean: Tensor | None,
     rstd: Tensor,
     key: Tensor | None,
     site: int,
@@ -166,15 +135,14 @@ def layer_norm_bwd(
     bias_dtype: torch.dtype | None,
     x_bias_dtype: torch.dtype | None,
     rms: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]:
     """(dtotal, dx, dweight, dbias, dx_bias) of the rows x that were normalized.
 
-    dx is [0] where it would equal dtotal (no mask, x_dtype is x's); dbias and dx_bias are [0] for a
+    dx is None where it would equal dtotal (no mask, x_dtype is x's), dbias and dx_bias are for a
     dtype of None.
     """
     if x.is_cuda or use_triton("layer_norm", x):
-        from fastpar.kernels import layer_norm_bwd_triton
-
+        layer_norm_bwd_triton = triton_module("layer_norm_bwd")
         return layer_norm_bwd_triton.layer_norm_bwd(
             dy,
             dtotal,
@@ -196,10 +164,11 @@ def layer_norm_bwd(
     C = x.shape[-1]
     n = x.numel() // C
     dsum = torch.empty_like(x)
-    dx = torch.empty_like(x) if key is not None else x.new_empty(0)
-    dweight, dbias, dx_bias = (
-        x.new_zeros(0 if dtype is None else C, dtype=torch.float32)
-        for dtype in (weight.dtype, bias_dtype, x_bias_dtype)
+    dx = torch.empty_like(x) if key is not None else None
+    dweight = x.new_zeros(C, dtype=torch.float32)
+    dbias, dx_bias = (
+        None if dtype is None else x.new_zeros(C, dtype=torch.float32)
+        for dtype in (bias_dtype, x_bias_dtype)
     )
     if n:
         given, w = None if dtotal is None else dtotal.contiguous(), _float(weight, x)
@@ -208,13 +177,13 @@ def layer_norm_bwd(
             0 if given is None else given.data_ptr(),
             x.data_ptr(),
             w.data_ptr(),
-            mean.data_ptr(),
+            0 if mean is None else mean.data_ptr(),
             rstd.data_ptr(),
             dsum.data_ptr(),
-            dx.data_ptr() if key is not None else 0,
+            0 if dx is None else dx.data_ptr(),
             dweight.data_ptr(),
-            dbias.data_ptr() if bias_dtype is not None else 0,
-            dx_bias.data_ptr() if x_bias_dtype is not None else 0,
+            0 if dbias is None else dbias.data_ptr(),
+            0 if dx_bias is None else dx_bias.data_ptr(),
             DTYPE_CODES[x.dtype],
             n,
             C,
@@ -223,13 +192,13 @@ def layer_norm_bwd(
             torch.get_num_threads(),
         )
     if x_dtype != x.dtype:
-        dx = (dsum if key is None else dx).to(x_dtype)
+        dx = (dsum if dx is None else dx).to(x_dtype)
     return (
         dsum,
         dx,
         dweight.to(weight.dtype),
-        dbias.to(bias_dtype or torch.float32),
-        dx_bias.to(x_bias_dtype or torch.float32),
+        None if dbias is None else dbias.to(bias_dtype),
+        None if dx_bias is None else dx_bias.to(x_bias_dtype),
     )
 
 
@@ -265,7 +234,7 @@ _layer_norm = define_op(
     ("CPU", "CUDA"),
 )
 _layer_norm_bwd = define_op(
-    "layer_norm_bwd(Tensor dy, Tensor? dtotal, Tensor x, Tensor weight, Tensor mean, Tensor rstd, "
+    "layer_norm_bwd(Tensor dy, Tensor? dtotal, Tensor x, Tensor weight, Tensor? mean, Tensor rstd, "
     "Tensor? key, SymInt site, int threshold, SymInt? rows, SymInt[] place, ScalarType x_dtype, "
     "ScalarType? bias_dtype, ScalarType? x_bias_dtype, bool rms)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
@@ -285,12 +254,12 @@ def _setup_context(ctx, inputs, output):
     ctx.x_bias_dtype = None if x_bias is None else x_bias.dtype
 
 
-def _backward(ctx, dy, dtotal, _dmean, _drstd):
+def _backward(ctx, dy, dtotal, *_):
     refuse_double_backward("rms_norm" if ctx.rms else "layer_norm")
     rows, weight, mean, rstd, key = ctx.saved_tensors
     if dy is None:
         dy = torch.zeros_like(rows)
-    dsum, dx, dweight, dbias, dx_bias = _layer_norm_bwd(
+    dsum, dx, dweight, dbias, dx_bias = _layer_norm_bwd.after(dy, dtotal)(
         dy,
         None if ctx.plain else dtotal,
         rows,
@@ -333,7 +302,7 @@ def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, rms: bool)
 def _plain(
     name: str, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, rms: bool
 ) -> Tensor:
-    _check(name, x, weight=weight, bias=bias)
+    check(name, x, weight=weight, bias=bias)
     check_eps(name, eps)
     if use_triton(name, x) or use_cpp(name, x):
         return _layer_norm(x, None, weight, bias, None, None, 0, 0, None, (0, 0, 0), eps, rms)[0]
@@ -353,27 +322,10 @@ def _after_residual(
     rms: bool,
 ) -> tuple[Tensor, Tensor]:
     """(y, residual_out)"""
-    _check(name, residual, weight=weight, bias=bias)
+    if not is_usual(x, residual, weight, bias, x_bias):
+        check_residual(name, x, residual, weight, bias, x_bias)
     check_eps(name, eps)
-    if x.shape != residual.shape:
-        raise ValueError(
-            f"{name}: expected x and residual of one shape, got x={list(x.shape)} "
-            f"residual={list(residual.shape)}; they are added element by element"
-        )
-    narrow = residual.dtype == torch.float32 and x.dtype in (torch.bfloat16, torch.float16)
-    if x.dtype != residual.dtype and not narrow:
-        raise ValueError(
-            f"{name}: expected x of residual's dtype {residual.dtype}, or 16 bits with a float32 "
-            f"residual, got x={x.dtype}; cast one of them"
-        )
-    if x.device != residual.device:
-        raise ValueError(
-            f"{name}: expected x on residual's device {residual.device}, got x on {x.device}; "
-            "move one of them"
-        )
-    if x_bias is not None:
-        _check(name, x, x_bias=x_bias)
-    threshold = quantize_p(dropout_p)
+    threshold = quantize_p(dropout_p) if dropout_p else 0
     if threshold and rng is None:
         rng = Rng(draw_key(x.device), 0)
     key: Tensor | None = None

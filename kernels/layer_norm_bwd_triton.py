@@ -328,7 +328,7 @@ def layer_norm_bwd(
     dtotal: Tensor | None,
     x: Tensor,
     weight: Tensor,
-    mean: Tensor,
+    mean: Tensor | None,
     rstd: Tensor,
     key: Tensor | None,
     site: int,
@@ -339,17 +339,19 @@ def layer_norm_bwd(
     bias_dtype: torch.dtype | None,
     x_bias_dtype: torch.dtype | None,
     rms: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]:
     """(dtotal, dx, dweight, dbias, dx_bias); see fastpar.kernels.layer_norm."""
     shape, C = x.shape, x.shape[-1]
     n = x.numel() // C
     dsum = torch.empty_like(x, memory_format=torch.contiguous_format)
     writes_dx = key is not None or x_dtype != x.dtype
-    dx = torch.empty_like(dsum if writes_dx else dsum.new_empty(0), dtype=x_dtype)
-    dweight = x.new_empty(C, dtype=weight.dtype)
-    dbias = x.new_empty(0 if bias_dtype is None else C, dtype=bias_dtype or torch.float32)
-    dx_bias = x.new_empty(0 if x_bias_dtype is None else C, dtype=x_bias_dtype or torch.float32)
-    sums = [t for t in (dweight, dbias, dx_bias) if t.numel()]
+    dx = torch.empty_like(dsum, dtype=x_dtype) if writes_dx else None
+    mean = None if rms else mean  # the dispatcher's callers have an empty one
+    weight = weight.contiguous()
+    dweight = torch.empty_like(weight)
+    dbias = None if bias_dtype is None else torch.empty_like(weight, dtype=bias_dtype)
+    dx_bias = None if x_bias_dtype is None else torch.empty_like(weight, dtype=x_bias_dtype)
+    sums = [t for t in (dweight, dbias, dx_bias) if t is not None]
     if not n:
         for t in sums:
             t.zero_()
@@ -357,9 +359,8 @@ def layer_norm_bwd(
     at = MaskBlock(n, 1, sample_rows or 1, C)
     if key is not None and sample_rows is None:
         at = mask_shape(shape)
-    dy, x = flat_rows(dy, n, C), flat_rows(x, n, C)
-    given = None if dtotal is None else flat_rows(dtotal, n, C)
-    weight = weight.contiguous()
+    (dy, dy_step), (x, x_step) = flat_rows(dy, n, C), flat_rows(x, n, C)
+    given, given_step = (None, 0) if dtotal is None else flat_rows(dtotal, n, C)
     blocks, how = cdiv(C, _WIDE), TABLE.get(gpu_arch(x.device))
     width = cdiv(C, blocks)
     tile, programs, registers = bwd_tile_of(
@@ -368,7 +369,8 @@ def layer_norm_bwd(
     programs = min(cdiv(n, tile.rows), cdiv(programs * sm_count(x.device), blocks))
     slope = offset = None
     if blocks > 1:
-        slope, offset = (x.new_empty(m, dtype=torch.float32) for m in (n, 0 if rms else n))
+        slope = x.new_empty(n, dtype=torch.float32)
+        offset = None if rms else torch.empty_like(slope)
         wide = tile_of(C, x.element_size(), how.fwd_values, how.num_warps)
         launch(
             _layer_norm_bwd_rows_kernel,
@@ -376,12 +378,12 @@ def layer_norm_bwd(
             dy,
             x,
             weight,
-            None if rms else mean,
+            mean,
             rstd,
             slope,
-            None if rms else offset,
-            dy.stride(0),
-            x.stride(0),
+            offset,
+            dy_step,
+            x_step,
             n,
             C=C,
             CHUNK=wide.chunk,
@@ -397,17 +399,17 @@ def layer_norm_bwd(
         given,
         x,
         weight,
-        None if rms else mean,
+        mean,
         rstd,
         slope,
-        None if rms else offset,
+        offset,
         None if key is None else device_key(key, x.device),
         dsum,
-        dx if writes_dx else None,
+        dx,
         partials,
-        dy.stride(0),
-        0 if given is None else given.stride(0),
-        x.stride(0),
+        dy_step,
+        given_step,
+        x_step,
         n,
         at.rows,
         at.heads,

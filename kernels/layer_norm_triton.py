@@ -257,10 +257,14 @@ def tile_of(C: int, itemsize: int, values: int, least_warps: int) -> Tile:
     return Tile(chunk, num_warps * 32 * side // chunk, side, num_warps)
 
 
-def flat_rows(x: Tensor, n: int, C: int) -> Tensor:
-    """[n, C] with neighbours in a row side by side; a copy only where strides ask for it."""
+def flat_rows(x: Tensor, n: int, C: int) -> tuple[Tensor, int]:
+    """x as n rows of C neighbours, and how far these are apart; a copy only where strides ask for
+    it."""
+    if x.is_contiguous():
+        return x, C
     x = x.reshape(n, C)
-    return x if C == 1 or x.stride(1) == 1 else x.contiguous()
+    x = x if C == 1 or x.stride(1) == 1 else x.contiguous()
+    return x, x.stride(0)
 
 
 def unless_zero(sample_rows: int | None, place: Sequence[int]) -> tuple[int | None, ...]:
@@ -286,22 +290,22 @@ def layer_norm_fwd(
     place: Sequence[int],
     eps: float,
     rms: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
     """(y, residual_out, mean, rstd); see fastpar.kernels.layer_norm."""
     shape, C = x.shape, x.shape[-1]
     n = x.numel() // C
     dtype = x.dtype if residual is None else residual.dtype
     y = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
-    total = x.new_empty(0, dtype=dtype) if residual is None else torch.empty_like(y)
-    mean = x.new_empty(0 if rms else n, dtype=torch.float32)
+    total = None if residual is None else torch.empty_like(y)
+    mean = None if rms else x.new_empty(n, dtype=torch.float32)
     rstd = x.new_empty(n, dtype=torch.float32)
     at = MaskBlock(n, 1, sample_rows or 1, C)
     if key is not None and sample_rows is None:
         at = mask_shape(shape)
     how = TABLE.get(gpu_arch(x.device))
     tile = tile_of(C, _itemsize(x, residual), how.fwd_values, how.num_warps)
-    x = flat_rows(x, n, C)
-    residual = None if residual is None else flat_rows(residual, n, C)
+    x, x_step = flat_rows(x, n, C)
+    residual, residual_step = (None, 0) if residual is None else flat_rows(residual, n, C)
     launch(
         _layer_norm_fwd_kernel,
         (cdiv(n, tile.rows),),
@@ -311,12 +315,12 @@ def layer_norm_fwd(
         None if bias is None else bias.contiguous(),
         None if x_bias is None else x_bias.contiguous(),
         None if key is None else device_key(key, x.device),
-        None if residual is None else total,
+        total,
         y,
-        None if rms else mean,
+        mean,
         rstd,
-        x.stride(0),
-        0 if residual is None else residual.stride(0),
+        x_step,
+        residual_step,
         n,
         at.rows,
         at.heads,

@@ -403,7 +403,7 @@ def linear_cross_entropy(
     if weight_grad is not None:
         refuse_buffer("linear_cross_entropy", "weight_grad")
         _check_weight_grad(weight_grad, weight, grad)
-    loss, _, _, _ = _linear_cross_entropy(
+    loss = _linear_cross_entropy(
         x.reshape(-1, x.shape[-1]),
         weight,
         targets.reshape(-1),
@@ -416,7 +416,7 @@ def linear_cross_entropy(
         grad and (x.requires_grad or in_transform()),
         grad and (weight.requires_grad or in_transform()),
         weight_grad,
-    )
+    )[0]
     return loss.view(targets.shape) if reduction == "none" else loss
 
 

@@ -1,18 +1,20 @@
 """Triton kernels are launched here, recorded for ahead-of-time compilation, and fitted to a GPU.
 
 Every kernel of kernels/<op>_triton.py goes through launch(). On a GPU that is Triton's own launch
-the first time, then the launcher of what it compiled, [Note: launches again]. On CPU tensors
-Triton's interpreter runs the kernel (TRITON_INTERPRET=1, for tests); inside record(arch) nothing
-runs: the kernels, argument types and options that a call would launch on such a GPU are collected,
-which is what `make aot` compiles. So what is checked is what is shipped.
+the first time, then one of our own, [Note: launches again]. On CPU tensors Triton's interpreter
+runs the kernel (TRITON_INTERPRET=1, for tests); inside record(arch) nothing runs: the kernels,
+argument types and options that a call would launch on such a GPU are collected, which is what
+`make aot` compiles. So what is checked is what is shipped.
 
 [Note: launches again] Triton's launch looks at every argument and writes a text of all options to
-find the kernel that it compiled, which takes longer than the rest of a small op. So launch() keeps
-that kernel under a key of everything that Triton specializes by: types, dtypes, whether each
-address is a multiple of 16, the values of integers (finer than Triton: it goes by whether they are
-1 or multiples of 16), constants, options and the device. A known key goes straight to the compiled
-kernel's own launcher, on the current stream. What is unusual goes through Triton: hooks of a
-profiler, TRITON_DEBUG, hooks before a run, a Triton whose launch returns something else.
+find the kernel that it compiled, and looks at every argument again to launch it, which takes longer
+than the rest of a small op. So csrc/bindings_launch.cpp keeps what was launched under a key of
+everything that Triton specializes by: types, dtypes, whether each address is a multiple of 16, the
+values of integers (finer than Triton: it goes by whether they are 1 or multiples of 16), constants,
+options, the device and the driver's context. A known key goes from there to the driver, on the
+current stream. That the compiled kernel takes the parameters that it is given so is read in its own
+code, _plan(). What is unusual goes through Triton: hooks of a profiler, TRITON_DEBUG, hooks before
+a run, clusters, another Triton, and everything where there is no compiled module.
 
 Only the <op>_triton modules import this one, and they are imported when a kernel is first needed:
 `import fastpar.kernels` does not import Triton.
@@ -22,12 +24,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
-import operator
+import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +36,8 @@ from triton import knobs
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from fastpar.kernels import _C
 
 INTERPRETED_ARCH = 90  # which GPU's configurations run under the interpreter
 # Streaming multiprocessors of A100, A10, L40S, H100 and H200, B200, RTX 5090.
@@ -92,10 +95,18 @@ def record(arch: int, sms: int | None = None) -> Iterator[list[Launch]]:
         raise ValueError(f"record: expected arch in {sorted(SMS)}, got arch={arch}; choose one")
     before = _recorder()
     recorder = _local.recorder = _Recorder(arch, sms or SMS[arch])
+    _pause(True)
     try:
         yield recorder.launches
     finally:
+        _pause(False)
         _local.recorder = before
+
+
+def _pause(pause: bool) -> None:
+    """Whether this thread's launches all come to Python."""
+    if _C is not None:
+        _C.pause_launches(pause)
 
 
 def _recorder() -> _Recorder | None:
@@ -165,127 +176,138 @@ def _device(args: tuple) -> torch.device:
     for a in args:
         if isinstance(a, Tensor):
             return a.device
-        if isinstance(a, TensorDescriptor):
+        if isinstance(a, Boxed | TensorDescriptor):
             return a.base.device
     raise AssertionError("a kernel takes a tensor")
 
 
-_Key = tuple[Any, ...]
-_MANY = 8192  # keys; integers that never repeat must not fill the memory
-# key -> (compiled kernel, its launcher, its function, its packed metadata, values of constants)
-_known: dict[_Key, tuple[Any, Callable[..., Any], Any, Any, tuple]] = {}
+class Boxed(NamedTuple):
+    """A tensor that a kernel reads in boxes, by a descriptor: layout without its address."""
+
+    base: Tensor
+    layout: TensorDescriptor
+
+    def descriptor(self) -> TensorDescriptor:
+        result = object.__new__(TensorDescriptor)
+        vars(result).update(vars(self.layout), base=self.base)
+        return result
 
 
-def _getter(places: list[int]) -> Any:
-    """The arguments at these places, as a tuple, or None for no place."""
-    if not places:
+# The driver's numbers of what a descriptor holds (CUtensorMapDataType).
+_BOX_TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
+# Up to here Triton mends a descriptor for some drivers; such a one is left to it.
+_SMALL_BYTES = 128 << 10
+_WIDTHS = {"1": 1, "8": 1, "16": 2, "32": 4, "64": 8}
+
+
+def _parameter_bytes(ptx: str) -> list[int]:
+    """Sizes of a compiled kernel's parameters, read in its code."""
+    entry = ptx[ptx.index(".entry") :]
+    head = entry[: entry.index(")")]
+    found = re.findall(r"\.param(?:\s+\.align\s+\d+)?\s+\.[a-z](\d+)[^,\[]*(?:\[(\d+)\])?", head)
+    return [int(n) if n else int(bits) // 8 for bits, n in found]
+
+
+def _box_plan(tile: Boxed, meta: dict[str, Any]) -> tuple | None:
+    """(type, swizzle, sizes, strides in bytes, strides, box), the last dimension first."""
+    about, itemsize = tile.layout, tile.base.element_size()
+    sizes, strides = about.shape[::-1], about.strides[::-1]
+    reach = sum((n - 1) * step for n, step in zip(sizes, strides)) * itemsize
+    plain = about.padding == "zero" and not getattr(about, "round_f32_to_tf32", False)
+    plain = plain and not meta["fp4_padded"] and not meta.get("is_im2col", False)
+    dtype = _BOX_TYPES.get(tile.base.dtype)
+    if not plain or dtype is None or reach < _SMALL_BYTES:
         return None
-    if len(places) > 1:
-        return operator.itemgetter(*places)
-    return lambda args: tuple(args[i] for i in places)
+    in_bytes = [step * itemsize for step in strides[1:]]
+    return dtype, meta["swizzle"], sizes, in_bytes, strides, meta["block_size"][::-1]
 
 
-_numbers = itertools.count()
+def _plan(kernel: Any, compiled: Any, args: tuple, kwargs: dict[str, Any], device: int) -> Any:
+    """What _C.launch() needs to launch a compiled kernel again; None: it has to go through Triton.
+
+    Checked against the kernel's own code: the parameters that it takes are those that it gets.
+    """
+    about, source = getattr(compiled, "metadata", None), getattr(compiled, "src", None)
+    unusual = ("launch_cooperative_grid", "launch_pdl", "global_scratch_size")
+    if about is None or source is None or getattr(about, "num_ctas", 1) != 1:
+        return None
+    if any(getattr(about, name, 0) for name in (*unusual, "profile_scratch_size")):
+        return None
+    names = [p.name for p in kernel.params]
+    if any(name not in kwargs for name in names[len(args) :]):
+        return None
+    kinds, tiles, sizes = [], [], []
+    metas = iter(getattr(about, "tensordesc_meta", None) or ())
+    for name, value in zip(names, args):
+        kind = source.signature[name]
+        if kind == "constexpr":
+            kinds.append(0)
+        elif isinstance(value, Boxed):
+            meta = next(metas, None)
+            tile = None if meta is None else _box_plan(value, meta)
+            if tile is None:
+                return None
+            kinds.append(2)
+            tiles.append(tile)
+            sizes += [128, *[4] * len(tile[2]), *[8] * len(tile[2])]
+        elif kind.startswith("*") or re.fullmatch("[iu](1|8|16|32|64)|fp32", kind):
+            kinds.append(1)
+            sizes.append(8 if kind.startswith("*") else _WIDTHS[kind.lstrip("iufp")])
+        else:
+            return None
+    if any(source.signature[name] != "constexpr" for name in names[len(args) :]):
+        return None
+    if _parameter_bytes(compiled.asm["ptx"]) != [*sizes, 8, 8]:  # and two for memory to scratch
+        return None
+    threads, stream = 32 * about.num_warps, driver.active.get_current_stream
+    return compiled.function, threads, about.shared, kinds, tiles, stream, device
 
 
-@functools.cache
-def _places(types: tuple[type, ...]) -> tuple[Any, ...]:
-    """A number for these types, and getters of the tensors, descriptors and other values that a key
-    is made of; a number with a fraction is none, as nothing is specialized by it."""
-    kinds: list[list[int]] = [[], [], []]
-    for i, kind in enumerate(types):
-        if issubclass(kind, Tensor):
-            kinds[0].append(i)
-        elif issubclass(kind, TensorDescriptor):
-            kinds[1].append(i)
-        elif kind is not float:
-            kinds[2].append(i)
-    return next(_numbers), *map(_getter, kinds)
+def _through_triton(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> Any:
+    """launch() by Triton; what it compiled, if it ran on what is now the current device."""
+    if 0 in grid:
+        return None
+    kwargs.setdefault("enable_fp_fusion", True)
+    recorder = _recorder()
+    given = tuple([a.descriptor() if type(a) is Boxed else a for a in args])
+    if recorder is not None:
+        recorder.launches.append(_record(kernel, grid, given, kwargs, recorder.arch))
+        return None
+    device = _device(given)
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            launch(kernel, grid, *args, **kwargs)
+        return None
+    return kernel[grid](*given, **kwargs)
 
 
-def _key_of(kernel: Any, device: int, args: tuple, kwargs: dict[str, Any]) -> _Key:
-    """See [Note: launches again]."""
-    number, tensors, descriptors, values = _places(tuple(map(type, args)))
-    given = tensors(args) if tensors else ()
-    return (
-        kernel.fn,  # the kernel's own hash is one of its source
-        device,
-        number,
-        tuple([t.dtype for t in given]),
-        tuple([t.data_ptr() % 16 == 0 for t in given]),
-        descriptors and tuple([(d.base.dtype, *d.block_shape) for d in descriptors(args)]),
-        values and values(args),
-        tuple(kwargs),
-        tuple(kwargs.values()),
-    )
+def _for_the_first_time(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> Any:
+    """launch() by Triton, and what _C.launch() needs to do it again, or None."""
+    compiled = _through_triton(kernel, grid, *args, **kwargs)
+    if compiled is None or type(kernel) is not JITFunction:  # interpreted: no JITFunction
+        return None
+    return _plan(kernel, compiled, args, kwargs, driver.active.get_current_device())
 
 
-def _is_watched(kernel: Any) -> bool:
-    """Whether a launch has to go through Triton: hooks, debugging, another Triton."""
-    settings = knobs.runtime
-    enter, leave = settings.launch_enter_hook, settings.launch_exit_hook
-    return bool(
-        settings.debug
-        or kernel.pre_run_hooks
-        or getattr(enter, "calls", enter)
-        or getattr(leave, "calls", leave)
-        or getattr(settings, "add_stages_inspection_hook", None)
-    )
-
-
-def _keep(kernel: Any, key: _Key, compiled: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Keeps what a launch through Triton compiled, if it is what this file knows how to launch."""
-    rest = [p.name for p in kernel.params[len(args) :]]
-    if hasattr(compiled, "packed_metadata") and all(name in kwargs for name in rest):
-        if len(_known) >= _MANY:
-            _known.clear()
-        constants = tuple(kwargs[name] for name in rest)
-        run, function = compiled.run, compiled.function
-        _known[key] = compiled, run, function, compiled.packed_metadata, constants
-
-
-def _launch_here(
-    kernel: Any, grid: tuple[int, ...], args: tuple, kwargs: dict[str, Any], device: int | None
-) -> None:
-    """A launch on the current device, a GPU of this index."""
-    if type(kernel) is not JITFunction or _is_watched(kernel):  # interpreted: no JITFunction
-        kernel[grid](*args, **kwargs)
-        return
-    active = driver.active
-    if device is None:
-        device = active.get_current_device()
-    key = _key_of(kernel, device, args, kwargs)
-    known = _known.get(key)
-    if known is None:
-        _keep(kernel, key, kernel[grid](*args, **kwargs), args, kwargs)
-        return
-    _, run, function, metadata, constants = known
-    x, y, z = (*grid, 1, 1)[:3]
-    stream = active.get_current_stream(device)
-    run(x, y, z, stream, function, metadata, None, None, None, *args, *constants)
-
-
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
-    """kernel[grid](*args, **kwargs) on the device of its first tensor; nothing for an empty grid.
+def _choose_launch() -> Callable[..., Any]:
+    """launch(kernel, grid, *args, **kwargs): kernel[grid](*args, **kwargs) on the device of its
+    first tensor; nothing for an empty grid.
 
     args are the kernel's run-time parameters in their order, kwargs its constants (BLOCK_C=...) and
     options (num_warps=...). Every kernel gets all of its constants here: no decorator chooses them.
     a * b + c is fused to one rounding unless enable_fp_fusion=False: said here because Triton's
     own default changes between versions.
     """
-    if 0 in grid:
-        return
-    kwargs.setdefault("enable_fp_fusion", True)
-    recorder = _recorder()
-    if recorder is not None:
-        recorder.launches.append(_record(kernel, grid, args, kwargs, recorder.arch))
-        return
-    device = _device(args)
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            _launch_here(kernel, grid, args, kwargs, device.index)
-    else:
-        _launch_here(kernel, grid, args, kwargs, device.index)
+    if _C is None:
+        return _through_triton
+    settings = ("debug", "launch_enter_hook", "launch_exit_hook", "add_stages_inspection_hook")
+    hooks = [name for name in settings if hasattr(knobs.runtime, name)]
+    through = _for_the_first_time, _through_triton
+    _C.prepare_launch(Tensor, torch.nn.Parameter, *through, knobs.runtime, hooks)
+    return _C.launch
+
+
+launch = _choose_launch()
 
 
 def cdiv(a: int, b: int) -> int:

@@ -8,10 +8,13 @@
 which every function succeeds and does nothing. Kernels are compiled for sm_90, their arguments are
 packed and their descriptors filled as on a GPU; none is launched. Tensors lie on the CPU and are
 few rows long, so that allocating them costs what a caching allocator costs; nothing reads them.
-What a GPU adds is not in these times: cuLaunchKernelEx itself (2 to 3 us), and the hand-over of
-backward to autograd's thread. "forward" is the public function without gradients, "recorded" the
-same on inputs that need some, autograd.Function and the end of its graph included; "backward" is
-torch.autograd.grad, its engine included; "launches" is the number of kernels of both directions.
+What a GPU adds is not in these times: cuLaunchKernel itself (2 to 3 us), and the hand-over of
+backward to autograd's thread. The rows "torch: ..." are what PyTorch itself takes for an
+autograd.Function of three inputs that only allocates its results, and for its own ops on the CPU
+with 8 elements, so that computing takes no time. "forward" is the public function without
+gradients, "recorded" the same on inputs that need some, autograd.Function and the end of its graph
+included; "backward" is torch.autograd.grad, its engine included; "launches" is the number of
+kernels of both directions.
 Times are this thread's CPU time, the fastest tenth of many chunks: other processes only add to it.
 """
 
@@ -33,6 +36,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from bench.records import RESULTS, ROOT, machine, machine_line
@@ -66,17 +70,24 @@ _OUTPUTS = {
     "cuPointerGetAttribute": "*(unsigned long *)out = c;",
     "cuStreamIsCapturing": "",
     "cuLaunchKernelEx": "++launches;",
+    "cuLaunchKernel": "++launches;",
+    "cuTensorMapEncodeTiled": "",
 }
 
 
-def build_driver() -> Path:
-    """Compiles the libcuda.so.1 of [Note: no-op driver] for the installed Triton."""
+def build_driver(own: str = "") -> Path:
+    """Compiles the libcuda.so.1 of [Note: no-op driver] for the installed Triton.
+
+    own: source of functions, and a counter of launches, in place of these.
+    """
     import triton.backends.nvidia as nvidia
 
     source = (Path(nvidia.__path__[0]) / "driver.c").read_text()
     names = sorted({*re.findall(r"\bcu[A-Z]\w+", source), *_OUTPUTS})
-    lines = ["long launches;"]
+    lines = ["long launches;"] if not own else [own]
     for name in names:
+        if f" {name}(" in own:
+            continue
         body = _OUTPUTS.get(name, "")
         lines.append(
             f"int {name}(void *out, unsigned long b, unsigned long c) {{{body} return 0;}}"
@@ -90,11 +101,11 @@ def build_driver() -> Path:
 
 
 @contextmanager
-def no_op_driver() -> Iterator[Callable[[], int]]:
+def no_op_driver(own: str = "") -> Iterator[Callable[[], int]]:
     """Triton's CUDA driver over the no-op library; yields a counter of launches."""
     os.environ["TRITON_LIBCUDA_PATH"] = str(FOLDER)
     os.environ["TRITON_CACHE_DIR"] = str(FOLDER / "triton")
-    library = ctypes.CDLL(str(build_driver()), mode=ctypes.RTLD_GLOBAL)
+    library = ctypes.CDLL(str(build_driver(own)), mode=ctypes.RTLD_GLOBAL)
     from triton.backends.driver import GPUDriver
     from triton.backends.nvidia.driver import CudaDriver
     from triton.runtime.driver import driver
@@ -138,6 +149,34 @@ class Case(NamedTuple):
     inputs: tuple[Tensor, ...]
 
 
+class _Nothing(torch.autograd.Function):
+    """What autograd alone takes."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(x, weight, bias)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return tuple(map(torch.empty_like, ctx.saved_tensors))
+
+
+def floor() -> dict[str, Case]:
+    """PyTorch's own part, and its own ops where nothing is to compute."""
+
+    def make(*shape: int) -> Tensor:
+        return torch.randn(*shape).to(torch.bfloat16).requires_grad_()
+
+    x, w, b, q = make(1, 8), make(8), make(8), make(1, 1, 1, 8)
+    return {
+        "torch: empty autograd.Function": Case(lambda: _Nothing.apply(x, w, b), (x, w, b)),
+        "torch: F.layer_norm": Case(lambda: F.layer_norm(x, (8,), w, b), (x, w, b)),
+        "torch: F.gelu(x + bias)": Case(lambda: F.gelu(x + b, approximate="tanh"), (x, b)),
+        "torch: SDPA": Case(lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True), (q,)),
+    }
+
+
 def cases() -> dict[str, Case]:
     """GPT-2's calls in bf16 on 64 rows."""
     bf16 = torch.bfloat16
@@ -147,7 +186,7 @@ def cases() -> dict[str, Case]:
         return torch.randn(*shape).to(bf16).requires_grad_()
 
     x, r, w, b, xb = make(B, T, C), make(B, T, C), make(C), make(C), make(C)
-    u, ub, qkv, logits = make(B, T, 4 * C), make(4 * C), make(B, T, 3, H, 64), make(B * T, 512)
+    u, ub, qkv, logits = make(B, T, 4 * C), make(4 * C), make(2, T, 3, H, 64), make(B * T, 512)
     wte, wpe = make(512, C), make(T, C)
     ids = torch.randint(512, (B, T))
     rng = Rng(make_key(1, 0), 0)
@@ -191,7 +230,7 @@ def backward_of(case: Case) -> Callable[[], Any]:
 def rows(only: str) -> Iterator[dict[str, Any]]:
     """One row a case, by name."""
     with no_op_driver() as launches:
-        for name, case in cases().items():
+        for name, case in (floor() | cases()).items():
             if only and only != name:
                 continue
             backward = backward_of(case)
@@ -209,7 +248,7 @@ def rows(only: str) -> Iterator[dict[str, Any]]:
 def profile(name: str) -> None:
     """cProfile of one case, forward and backward."""
     with no_op_driver():
-        case = cases()[name]
+        case = (floor() | cases())[name]
         backward = backward_of(case)
         for call in (case.call, backward):
             call()
@@ -246,7 +285,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.write:
         path = RESULTS / "host" / f"{args.write}.json"
         path.parent.mkdir(exist_ok=True)
-        about = {"triton": triton.__version__, "torch": torch.__version__, "rows": found}
+        about = {"machine": machine_line(machine("cpu")), "rows": found}
         path.write_text(json.dumps(about, indent=1) + "\n")
     return 0
 

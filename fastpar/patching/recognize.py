@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastpar.kernels.attention import MAX_HEAD_DIM
-from fastpar.kernels.layer_norm import MAX_COLUMNS
+from fastpar.kernels.layer_norm_checks import MAX_COLUMNS
 from fastpar.nn import modules
 from fastpar.nn.modules import embedding_options, is_linear
 from fastpar.patching import fused_gpt2, fused_modules, proof, swap

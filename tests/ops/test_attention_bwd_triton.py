@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="needs triton")
 from test_attention_triton import NO_MASK, RNG, Mask, check, draw, run
 
 from fastpar.kernels import attention_bwd_triton as bwd
-from fastpar.kernels import attention_triton as fwd
+from fastpar.kernels.attention_plans import tma_reads
 
 
 @pytest.mark.parametrize("p", [0.3, pytest.param(0.0, marks=pytest.mark.slow)])
@@ -39,7 +39,7 @@ def test_strides_are_read_and_written_in_place(triton_device):
     }
     for name, (q, k, v) in layouts.items():
         expanded = ones[:1, :1, :1, :1].expand(B, T, H, D)
-        assert fwd.tma_reads(k) == (name != "odd address")
+        assert tma_reads(k) == (name != "odd address")
         for a, b in zip(run(q, k, v, ones if name == "packed" else expanded), want):
             torch.testing.assert_close(a, b, msg=name)
 

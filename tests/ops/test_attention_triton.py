@@ -231,10 +231,10 @@ def test_scores_of_minus_infinity_weigh_nothing(triton_device):
 
 
 def test_a_section_is_of_the_heads_that_fit():
-    k = torch.empty(2, 1024, 3, 64, dtype=torch.bfloat16)  # 256 KB a head
-    assert fwd.heads_per_section(k, 2, 80) == 2 * 64
+    k = (2, 1024, 3, 64), 2  # of bf16: 256 KB a head
+    assert fwd.heads_per_section(*k, 80) == 64
     with SECTIONS.trying((), SECTIONS.kind(1)):
-        assert fwd.heads_per_section(k, 2, 80) == 2 * 4
+        assert fwd.heads_per_section(*k, 80) == 4
     with pytest.raises(ValueError, match="attention_sections: expected 1 to 1024, got megabytes=0"):
         SECTIONS.write(90, (), SECTIONS.kind(0))
 
@@ -245,7 +245,7 @@ def test_heads_by_sections_are_all_computed(triton_device, monkeypatch):
     do = torch.randn_like(inputs[0])
     want = run(*inputs, do)
     for heads in (2,) if triton_device == "cpu" else (2, 5):
-        monkeypatch.setattr(fwd, "heads_per_section", lambda k, group, arch, n=heads: n * group)
+        monkeypatch.setattr(fwd, "heads_per_section", lambda k, itemsize, arch, n=heads: n)
         monkeypatch.setattr(bwd, "heads_per_section", fwd.heads_per_section)
         for a, b in zip(run(*inputs, do), want):
             assert torch.equal(a, b)

@@ -1,0 +1,72 @@
+// How an eager call of an op goes on: kernels/op.py [Note: eager calls]. Looked at from Python each
+// argument takes as long as a small kernel's launch takes here.
+#include <array>
+
+#include "bindings.h"
+
+namespace fastpar {
+namespace {
+
+// What Python gives once; never destroyed, as Python may be gone before.
+struct State {
+  PyObject *tensor, *parameter, *has_storage, *peek_transform;
+  std::array<PyObject*, 2> stack_sizes;  // of modes for dispatch and for functions
+};
+State* state = nullptr;
+PyObject *is_cuda, *is_cpu, *is_neg, *requires_grad;
+
+bool is(PyObject* x, PyObject* type) { return reinterpret_cast<PyObject*>(Py_TYPE(x)) == type; }
+
+py::object checked(PyObject* result) {
+  if (result == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(result);
+}
+
+bool attribute(PyObject* x, PyObject* name) {
+  return checked(PyObject_GetAttr(x, name)).ptr() == Py_True;
+}
+
+bool is_watched() {
+  for (PyObject* size : state->stack_sizes) {
+    if (PyLong_AsLong(checked(PyObject_CallNoArgs(size)).ptr()) != 0) return true;
+  }
+  return !checked(PyObject_CallNoArgs(state->peek_transform)).is_none();
+}
+
+// 0: with care; 1: straight to the implementation; 2: the same, and an input requires a gradient.
+int look_at(const py::tuple& args) {
+  if (is_watched()) return 0;
+  int result = 1;
+  for (const py::handle& handle : args) {
+    PyObject* x = handle.ptr();
+    if (x == Py_None || PyLong_Check(x) || PyFloat_Check(x)) continue;
+    if (PyTuple_Check(x) || PyList_Check(x)) continue;
+    if (is(x, state->tensor) || is(x, state->parameter)) {
+      if (!attribute(x, is_cuda) && !attribute(x, is_cpu)) return 0;
+      if (checked(PyObject_CallOneArg(state->has_storage, x)).ptr() != Py_True) return 0;
+      if (checked(PyObject_CallMethodNoArgs(x, is_neg)).ptr() != Py_False) return 0;
+      if (result == 1 && attribute(x, requires_grad)) result = 2;
+    } else if (PyObject_IsInstance(x, state->tensor) != 0) {
+      return 0;
+    }
+  }
+  return result;
+}
+
+}  // namespace
+
+void bind_eager(py::module_& m) {
+  m.def("prepare_eager", [](py::object tensor, py::object parameter, py::object has_storage,
+                            py::object peek_transform, py::object modes, py::object functions) {
+    const auto keep = [](py::object& x) { return x.release().ptr(); };
+    state = new State{keep(tensor),         keep(parameter), keep(has_storage),
+                      keep(peek_transform), {keep(modes), keep(functions)}};
+    is_cuda = PyUnicode_InternFromString("is_cuda");
+    is_cpu = PyUnicode_InternFromString("is_cpu");
+    is_neg = PyUnicode_InternFromString("is_neg");
+    requires_grad = PyUnicode_InternFromString("requires_grad");
+  });
+  m.def("look_at", &look_at);
+}
+
+}  // namespace fastpar
