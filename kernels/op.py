@@ -119,7 +119,10 @@ class Op:
         def vmap(info, in_dims, *args):
             results = []
             for i in range(info.batch_size):
-                slices = (a if d is None else a.select(d, i) for a, d in zip(args, in_dims))
+                slices = (
+                    a.select(d, i) if isinstance(a, Tensor) and d is not None else a
+                    for a, d in zip(args, in_dims)
+                )
                 results.append(self._transformed.apply(*slices))
             if isinstance(results[0], Tensor):
                 return torch.stack(results), 0
