@@ -197,9 +197,9 @@ def drawn_keys(pp):
     model = parallelize(gpt(dropout=0.3), Mesh(cp=2, pp=pp))
     features, seen = model.features, []
 
-    def noted(idx, rng_key=None, *parts):
+    def noted(idx, rng_key=None, *parts, **options):
         seen.append(rng_key.tolist())
-        return features(idx, rng_key, *parts)
+        return features(idx, rng_key, *parts, **options)
 
     model.features = noted
     if pp > 1:
