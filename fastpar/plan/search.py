@@ -40,8 +40,8 @@ def splits(workload: Workload, template: Setup, per_node: int) -> Iterator[Setup
         if tp > 1 and template.moment_dtype == "int8":
             continue
         sequence_parallel = workload.seq_len % tp == 0
-        cut = {"tp": tp, "cp": cp, "cp_method": method}
-        base = replace(template, **cut, sequence_parallel=sequence_parallel)
+        base = replace(template, tp=tp, cp=cp, cp_method=method)
+        base = replace(base, sequence_parallel=sequence_parallel)
         in_node = per_node // tp
         shards = {n for n in (in_node, 8 * in_node) if 1 < n < data and data % n == 0}
         alone = data == 1 and template.offload == "none"

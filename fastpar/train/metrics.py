@@ -145,7 +145,8 @@ class MetricsLog:
         self._file.flush()
         if self._board is not None:
             numbers = {key: v for key, v in row.items() if isinstance(v, (int, float))}
-            self._board.write(numbers.pop("step"), numbers)
+            del numbers["step"]
+            self._board.write(row["step"], numbers)
 
     def rewind(self, step: int) -> None:
         """Drop the rows of later steps: they come again. After an OSError they are still there."""
