@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fastpar.comm.handles import FutureHandle, Handle, StreamHandle, TaskThread
+from fastpar.comm.host import local_ranks
 
 
 def _copy(out: Tensor, x: Tensor) -> None:
@@ -22,12 +24,18 @@ def _copy(out: Tensor, x: Tensor) -> None:
 
 
 class Bus:
-    """Copies between a GPU and its host, a stream for each direction."""
+    """Copies between a GPU and its host, a stream for each direction.
 
-    pins = True
+    Args:
+        pinned: memory of the host that crosses the bus is locked; else copies take about twice as
+            long, and down the host waits for them.
+    """
 
-    def __init__(self, device: torch.device) -> None:
+    has_gpu = True
+
+    def __init__(self, device: torch.device, *, pinned: bool = True) -> None:
         self._down, self._up = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self.pinned = pinned
 
     def down(self, host: Tensor, x: Tensor) -> Handle:
         """host = x, behind what the current stream has been given; x may be freed at once."""
@@ -38,23 +46,28 @@ class Bus:
         """x = host; the current stream waits for it where wait() is called."""
         return StreamHandle(self._up, lambda: _copy(x, host), (x,), "offload")
 
-    def beside(self) -> contextlib.AbstractContextManager[Any]:
-        """Copies up inside wait for nothing that the device computes."""
+    def behind(self, ups: Sequence[Handle] = ()) -> contextlib.AbstractContextManager[Any]:
+        """What is begun inside follows these copies up, and nothing that the device computes."""
         return torch.cuda.stream(self._up)
 
+    def n_ranks(self, world_size: int) -> int:
+        """Ranks that take memory of this host."""
+        return local_ranks(world_size)
+
     def memory(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """[numel] on the host, pinned.
+        """[numel] on the host.
 
         Raises:
-            RuntimeError: the system has no more of it to give.
+            RuntimeError: it is pinned, and the system has no more of that to give.
         """
         try:
-            return torch.empty(numel, dtype=dtype, pin_memory=self.pins)
+            return torch.empty(numel, dtype=dtype, pin_memory=self.pinned)
         except RuntimeError as error:
             raise RuntimeError(
                 f"parallelize: expected {numel * dtype.itemsize / 1e9:.2f} GB of pinned memory on "
                 f"the host for offload, got none ({error}); raise the limit of locked memory "
-                "(ulimit -l), or share the state among more ranks"
+                "(ulimit -l), share the state among more ranks, or take memory that is not pinned, "
+                "at about half of the speed: offload_pinned=False"
             ) from error
 
     def arrived(self, handle: Handle) -> None:
@@ -63,8 +76,8 @@ class Bus:
             time.sleep(2e-5)
 
 
-def bus_of(device: torch.device) -> Bus:
-    """The bus of a GPU.
+def bus_of(device: torch.device, *, pinned: bool = True) -> Bus:
+    """The bus of a GPU; pinned: see Bus.
 
     Raises:
         ValueError: a CPU, which has none.
@@ -74,13 +87,13 @@ def bus_of(device: torch.device) -> Bus:
             "offload: expected a GPU, got device=cpu; it moves what is on a GPU into its host's "
             "memory: leave it out on a CPU"
         )
-    return Bus(device)
+    return Bus(device, pinned=pinned)
 
 
 class SlowBus(Bus):
     """See [Note: the stand-in]; gb_s: of each direction."""
 
-    pins = False
+    has_gpu = pinned = False
 
     def __init__(self, gb_s: float) -> None:
         self._rate, self._threads = gb_s * 1e9, (TaskThread(), TaskThread())
@@ -99,9 +112,15 @@ class SlowBus(Bus):
         """As on a GPU."""
         handle.wait()
 
-    def beside(self) -> contextlib.AbstractContextManager[Any]:
-        """As on a GPU."""
+    def behind(self, ups: Sequence[Handle] = ()) -> contextlib.AbstractContextManager[Any]:
+        """As on a GPU, but the caller waits."""
+        for up in ups:
+            up.wait()
         return contextlib.nullcontext()
+
+    def n_ranks(self, world_size: int) -> int:
+        """One: ranks are threads of one process, or share a machine with nothing else to do."""
+        return 1
 
     def _copy(self, way: int, out: Tensor, x: Tensor) -> Handle:
         def copy() -> None:

@@ -33,20 +33,26 @@ def check_packing(settings: DataSettings, *, compiled: bool) -> None:
 
 
 def check_offload(parallel: ParallelSettings, optimizer: str) -> None:
-    """Refuse a host's step of what is not shared out, or of an optimizer that has none."""
-    least = {"none": 0, "optimizer": 1, "parameters": 3}[parallel.offload]
-    if parallel.zero_stage < least:
+    """Refuse weights on the host that stay on the GPU, and an optimizer without a host's step."""
+    if parallel.offload == "parameters" and parallel.zero_stage < 3:
         raise ValueError(
-            f"train: expected zero_stage {'3' if least == 3 else '1, 2 or 3'} with offload="
-            f"{parallel.offload}, got zero_stage={parallel.zero_stage}; add --zero "
-            f"{max(2, least)}, also for one rank"
+            "train: expected zero_stage=3 with offload=parameters, got zero_stage="
+            f"{parallel.zero_stage}; add --zero 3, also for one rank, or use --offload optimizer"
         )
     if parallel.offload_activations and parallel.activation_checkpointing != "full":
         raise ValueError(
             "train: expected activation_checkpointing=full with offload_activations, got "
             f"{parallel.activation_checkpointing}; add --activation-checkpointing full"
         )
-    if least and optimizer != "adamw":
+    nothing = parallel.offload == "none" and not parallel.offload_activations
+    for name, default in (("offload_keep_mb", 0), ("offload_pinned", True)):
+        alone = nothing or (name == "offload_keep_mb" and parallel.offload == "none")
+        if alone and getattr(parallel, name) != default:
+            raise ValueError(
+                f"train: expected {name}={default} without offload, got {name}="
+                f"{getattr(parallel, name)}; leave it out, or add --offload optimizer"
+            )
+    if parallel.offload != "none" and optimizer != "adamw":
         raise ValueError(
             f"train: expected optimizer=adamw with offload={parallel.offload}, got optimizer="
             f"{optimizer}, which computes on whole matrices; leave --offload out"

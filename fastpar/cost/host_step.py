@@ -19,6 +19,7 @@ from typing import NamedTuple
 from fastpar.cost.buckets import buckets_of
 from fastpar.cost.devices import LINKS
 from fastpar.cost.workload import Setup, Workload
+from fastpar.parallel.offload import state_bytes
 
 ACHIEVED = 0.7
 
@@ -69,7 +70,8 @@ def exposed_s(units: Sequence[UnitStep]) -> float:
 
 def stepped_elements(workload: Workload, setup: Setup) -> list[float]:
     """Elements of each unit that this rank's host steps, in the order of a forward."""
-    buckets, kept = buckets_of(workload, setup), setup.offload_keep_mb * 2**20 / 12
+    buckets = buckets_of(workload, setup)
+    kept = setup.offload_keep_mb * 2**20 / state_bytes(setup.weight_bytes)
     found = []
     for n in (units / setup.n_shards for units in buckets.units):
         found.append(max(0.0, n - kept))

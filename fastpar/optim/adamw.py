@@ -179,10 +179,15 @@ class AdamW(EngineOptimizer):
     def _check_parameter(self, p: Tensor, group: dict[str, Any]) -> None:
         self.storage.check(p, amsgrad=group["amsgrad"])
         engine = engine_of_parameter(p)
-        if self.zero_grad_in_step and engine is not None and engine.zero_stage:
+        if (
+            self.zero_grad_in_step
+            and engine is not None
+            and (engine.zero_stage or engine.settings.offload)
+        ):
             raise ValueError(
-                "AdamW: expected zero_grad_in_step=False with zero_stage >= 1, got True with "
-                f"zero_stage={engine.zero_stage}; the engine frees gradients itself: leave it out"
+                "AdamW: expected zero_grad_in_step=False with zero_stage >= 1 or offload, got True "
+                f"with zero_stage={engine.zero_stage}, offload={engine.settings.offload}; the "
+                "engine frees gradients itself: leave it out"
             )
 
     def _check_memory(self) -> None:
@@ -373,6 +378,8 @@ class AdamW(EngineOptimizer):
         mine, whole = self.state, {}
         for p in itertools.chain.from_iterable(g["params"] for g in self.param_groups):
             engine = engine_of_parameter(p)
+            if engine is not None:
+                engine.shards.settle()
             if engine is not None and engine.shares:
                 whole[p] = {
                     name: x.cpu() if isinstance(x, Tensor) else x

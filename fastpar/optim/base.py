@@ -246,13 +246,14 @@ class EngineOptimizer(torch.optim.Optimizer):
 
         Of what several ranks have alike one rank's elements count, but an overflow on any.
         """
+        offload, device, bins = engine.shards.offload, engine.mesh.device, None
+        if grads is not None and offload is not None:
+            bins = offload.norm_bins({p for group in self.param_groups for p in group["params"]})
         if grads is None or not engine.shares:
             engine.exchange(None)
-            return None
-        offload, device = engine.shards.offload, engine.mesh.device
-        if offload is not None:
-            mine = {p for group in self.param_groups for p in group["params"]}
-            return engine.exchange(offload.norm_bins(mine))
+            return bins
+        if bins is not None:
+            return engine.exchange(bins)
         none = torch.zeros(NORM_WORDS, dtype=torch.int64, device=device)
         tensors, counted = [g for g, _ in grads], [c for _, c in grads]
         return engine.exchange(norm_bins(tensors, counted=counted, out=none))
@@ -282,7 +283,7 @@ class EngineOptimizer(torch.optim.Optimizer):
             if loss_scale is None:
                 return None, None
             return torch.ones((), device=device) / loss_scale, known
-        whole = [row.grad for row in rows if row.engine is None or not row.engine.shares]
+        whole = [row.grad for row in rows if row.engine is None or not row.engine.steps_pieces]
         max_norm = None if limit == math.inf else limit
         norm = _norm(whole, bins, device, max_norm=max_norm, loss_scale=loss_scale)
         self.grad_norm = norm.norm
@@ -352,7 +353,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     ) -> dict[str, Any]:
         """This rank's part of a saved state, in the form of this optimizer."""
         target, engine = p, engine_of_parameter(p)
-        if engine is not None and engine.shares:
+        if engine is not None and engine.steps_pieces:
             target = engine.shards.piece(p).param.detach()
             saved = {name: cut_entry(name, value, p, engine) for name, value in saved.items()}
         return self._convert(saved, target, group, where=where, copy=True)

@@ -58,7 +58,6 @@ class BucketState(BucketParameters):
         self.phase = BucketPhase.IDLE
         self._awaited = set(range(len(params)))  # positions without a gradient in this backward
         self.deterministic = settings.deterministic
-        self.grad_dtype = settings.grad_dtype or spec.dtype
         self.wire_dtype = settings.reduce_dtype or self.grad_dtype
         self._main = self.grad_dtype != spec.dtype
         self.grad: Tensor | None = None
@@ -111,19 +110,20 @@ class BucketState(BucketParameters):
             self._piece_views = self.reduced, views  # of a stage >= 2, the same in every step
         return self._piece_views[1][position]
 
+    def keep_on_host(self, grads: Tensor) -> None:
+        """Reduced gradients are there, or on their way: those on the device are let go of."""
+        self.reduced, self.grad_shard, self._piece_views = grads, None, None
+
     @functools.cached_property
     def grad_views(self) -> list[Tensor]:
         """Each parameter's part of `grad`, where it is kept."""
-        assert self.grad is not None
-        return [self.grad[s.start : s.stop].view(s.spec.shape) for s in self.slots]
+        return [self.slot_of(self.grad, i) for i in range(len(self.slots))]
 
     def grad_view(self, position: int) -> Tensor:
         """The part of `grad` that is a parameter's."""
         if not self.stage.frees_gradients:
             return self.grad_views[position]
-        assert self.grad is not None
-        slot = self.slots[position]
-        return self.grad[slot.start : slot.stop].view(slot.spec.shape)
+        return self.slot_of(self.grad, position)
 
     def take(self, position: int, given: Tensor | None = None) -> bool:
         """Bring a parameter's .grad, or a given gradient, into the bucket; returns taken()."""
@@ -195,17 +195,8 @@ class BucketState(BucketParameters):
         self.open_grad()
         missing = []
         self._zeroed.clear()
-        for position, p in enumerate(self.params):
-            if not self.stage.shards and not self._main:
-                # By hand between two backward passes, or forgotten by zero_grad() of a module.
-                if p.grad is None:
-                    self.has.discard(position)
-                elif position not in self.has or p.grad.data_ptr() != (
-                    self.grad_views[position].data_ptr()
-                ):
-                    self.grad_views[position].copy_(p.grad)
-                    p.grad = self.grad_views[position]
-                    self.has.add(position)
+        self.take_by_hand()
+        for position in range(len(self.params)):
             if position not in self.has:
                 self.grad_view(position).zero_()
                 missing.append(position)
@@ -216,6 +207,17 @@ class BucketState(BucketParameters):
                 # Deterministic: the gradients of earlier micro-batches lie elsewhere.
                 used[position] = float(self.deterministic and position in self.seen)
         return missing
+
+    def take_by_hand(self) -> None:
+        """Stage 0: p.grad was set by hand, or forgotten by zero_grad() of a module."""
+        for position, p in enumerate(() if self.stage.shards or self._main else self.params):
+            view = self.grad_views[position]
+            if p.grad is None:
+                self.has.discard(position)
+            elif position not in self.has or p.grad.data_ptr() != view.data_ptr():
+                view.copy_(p.grad)
+                p.grad = view
+                self.has.add(position)
 
     def used(self) -> Tensor:
         """Stage 0: one element per parameter, see layout.py."""
@@ -264,9 +266,6 @@ class BucketState(BucketParameters):
         if self.reduced is None and not self.deterministic and self.grad_shard is not None:
             return self.grad_shard
         return self._new_shard()
-
-    def _new_shard(self) -> Tensor:
-        return torch.empty(self.spec.shard_numel, dtype=self.grad_dtype, device=self.device)
 
     def add_reduced(self, result: Tensor) -> None:
         """Take in what target() was given; whole gradients are freed where the stage says so."""

@@ -76,7 +76,7 @@ class BucketParameters:
         self.groups, self.device, self.poison = groups, device, poison
         self.rank, self.own = rank, slice(*spec.shard(rank))
         self.pieces = [layout.piece(i, rank) for i in spec.slots]
-        stage = settings.stage
+        stage, self.grad_dtype = settings.stage, settings.grad_dtype or spec.dtype
         # Memory that the peers read without a copy.
         shared = groups.gather if stage.gathers_after_step else None
         self.flat = self._empty(shared, spec.numel, spec.dtype).zero_()
@@ -98,6 +98,15 @@ class BucketParameters:
     def name(self, position: int) -> str:
         """The first name of the parameter at a position."""
         return self.slots[position].spec.names[0]
+
+    def slot_of(self, whole: Tensor | None, position: int) -> Tensor:
+        """A parameter's part of whole parameters or gradients, in its shape."""
+        assert whole is not None
+        slot = self.slots[position]
+        return whole[slot.start : slot.stop].view(slot.spec.shape)
+
+    def _new_shard(self) -> Tensor:
+        return torch.empty(self.spec.shard_numel, dtype=self.grad_dtype, device=self.device)
 
     def attach(self) -> None:
         """The values are in flat, for the first time: parameters become views."""

@@ -88,20 +88,24 @@ def check_offload(options: Mapping[str, Any], device: torch.device, debug: Debug
             f"parallelize: expected offload_keep_mb >= 0 with offload, got offload_keep_mb={keep} "
             f"and offload={mode!r}; leave it out"
         )
+    if mode is None and not options["offload_pinned"]:
+        raise ValueError(
+            "parallelize: expected offload_pinned=True without offload, got offload_pinned=False; "
+            "leave it out"
+        )
     if mode is None:
         return
-    least = 3 if mode == "parameters" else 1
-    if stage < least:
+    if mode == "parameters" and stage < 3:
         raise ValueError(
-            f"parallelize: expected zero_stage {'3' if least == 3 else '1, 2 or 3'} with offload="
-            f"{mode!r}, got zero_stage={stage}, which keeps whole "
-            f"{'parameters' if least == 3 else 'gradients'} on the GPU; pass zero_stage="
-            f"{max(2, least)}, also for one rank"
+            "parallelize: expected zero_stage=3 with offload='parameters', got zero_stage="
+            f"{stage}, which keeps whole parameters on the GPU; pass zero_stage=3, also for one "
+            "rank, or offload='optimizer'"
         )
     if device.type == "cpu" and not debug.bus_gb_s:
         raise ValueError(
             f"parallelize: expected a GPU with offload={mode!r}, got device=cpu; it moves the "
-            "optimizer's state from a GPU's memory to its host's: leave it out on a CPU"
+            "optimizer's state from a GPU's memory to its host's: leave it out on a CPU, or try it "
+            "there over a stand-in for the bus, debug=Debug(bus_gb_s=12)"
         )
 
 

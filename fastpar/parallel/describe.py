@@ -112,7 +112,7 @@ def describe(shards: Shards, last_unit: int, tree_ms: float) -> str:
         *([] if tp is None else [_tp(tp), _tensor_parallel(shards, tp)]),
         *([] if shards.ep == 1 else [_experts(shards)]),
         *([_cost_of_fixed_sums(shards, tree_ms)] if settings.deterministic else []),
-        *([] if shards.offload is None else [shards.offload.describe()]),
+        *([] if shards.offload is None else [f"offload: {shards.offload.describe()}"]),
         "memory: " + _mib(memory(shards)),
         "wire per rank and step: " + (_mib(wire_bytes(shards, last_unit)) or "nothing"),
         "bucket  unit  dtype     params      MiB  shard MiB  parameters",

@@ -73,7 +73,8 @@ class Engine:
         self.shares = shards.shares
         on_cpu = self.mesh.device.type == "cpu"
         self.reducer = Reducer(shards.buckets, self.settings, self.log, on_cpu=on_cpu)
-        self.gathers = Gathers(units, shards, self) if self.stage.shards else None
+        gathers = self.stage.shards or self.settings.offload is not None
+        self.gathers = Gathers(units, shards, self) if gathers else None
         self.partials = PartialGradients(shards)
         self._last_bucket = shards.buckets[-1].spec.index
         self._active = self.buckets  # those to which a backward gives gradients, or that it sends
@@ -231,7 +232,7 @@ class Engine:
             self.log.timer.begin()
             if self.gathers is not None:
                 self.gathers.participate()
-        for bucket in self.buckets if self.stage.gathers_after_step else ():
+        for bucket in () if self.stage.frees_parameters else self.buckets:
             self.shards.finish_gather(bucket)
         if self._again:
             return
@@ -270,6 +271,11 @@ class Engine:
             return bucket.grad_of(position) is not None
         index = self.shards.index[p]  # type: ignore[index]
         return position in bucket.seen or self.control.used_anywhere(index)
+
+    @property
+    def steps_pieces(self) -> bool:
+        """Whether optimizers step pieces of this rank's, not parameters with their p.grad."""
+        return self.shares or self.shards.offload is not None
 
     @property
     def token_scale(self) -> Tensor | None:

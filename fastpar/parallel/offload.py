@@ -5,13 +5,19 @@
     host       AdamW, bucket by bucket, in the order in which a forward needs them
     forward    weights --up--> device, each unit waits for its own buckets
 
-The optimizer finds pieces of weights and gradients on the host (BucketState.stepped and .reduced),
-so its state is made there, and its kernel for the CPU, which has the bits of that for GPUs, steps
-them. Nothing is stale, nothing is guessed, and clipping and loss scales work as ever.
+The optimizer finds pieces of weights and gradients on the host, so its state is made there, and its
+kernel for the CPU, which has the bits of that for GPUs, steps them. Nothing is stale, nothing is
+guessed, and clipping and loss scales work as ever.
+
+[Note: who waits for whom] The host steps nothing before the device has done all that it was given
+before step(): until then a forward (of an evaluation, say) may read the old weights, on the device
+or over the bus. So a copy up waits for no computation, and a gather that follows it runs in the
+bus's stream, beside the forward that is there already. A forward waits for both at its unit.
 
 [Note: what crosses the bus] Gradients in the dtype in which they are added up, once a step, and
 weights in their own, once a step; offload="parameters": at each gather. What is pinned is what
-crosses it; masters and moments stay in ordinary memory of the host.
+crosses it; masters and moments stay in ordinary memory of the host. At stage 0 gradients stay in
+p.grad, too: what was written there since they went down goes down again before a step.
 
 [Note: several backward passes] Gradients go down when the step's last reduction is over, so
 grad_accum_steps must be told where backward passes add up. Where another comes all the same they
@@ -20,26 +26,23 @@ are brought back: the same bits, but the bus is crossed three times.
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastpar.comm.bus import Bus
-from fastpar.comm.handles import FutureHandle, Handle, TaskThread
+from fastpar.comm.handles import DONE, FutureHandle, Handle, TaskThread, started
+from fastpar.comm.host import HostCores, check_host_memory
 from fastpar.kernels.global_norm import NORM_WORDS, norm_bins
 from fastpar.parallel.bucket import BucketState
 from fastpar.parallel.shards import Shards
 
-MODES = ("optimizer", "parameters")
 IN_FLIGHT = 3  # buckets whose gradients may be on their way down
-_STATE_BYTES = 12  # of a parameter: fp32 master and moments
 
 
 class Offload:
@@ -49,7 +52,8 @@ class Offload:
         order: buckets in the order in which a forward needs them.
         mode: "optimizer", or "parameters" where shards of the weights lie on the host too.
         keep_mb: the first buckets, up to so many MiB of state, stay on the device.
-        poison: gradients on the host are nan once they are used.
+        poison: nan are gradients on the host before they are there and once they are used, and
+            weights on the device until the new ones are there.
     Attributes:
         grads: [S] gradients of each bucket on the host.
     Raises:
@@ -77,7 +81,8 @@ class Offload:
         while (kept := kept + _state_bytes(order[0]) / 2**20) <= keep_mb:
             order.pop(0)
         self.order, self.grads = order, dict[BucketState, Tensor]()
-        _check_memory(order, shards.mesh.world_size if bus.pins else 1)
+        sizes = [(_state_bytes(bucket), _host_bytes(bucket)) for bucket in order]
+        check_host_memory(sizes, bus.n_ranks(shards.mesh.world_size))
         for bucket in order:
             bucket.stepped = bus.memory(bucket.spec.shard_numel, bucket.spec.dtype)
             self.grads[bucket] = bus.memory(bucket.spec.shard_numel, bucket.grad_dtype)
@@ -86,6 +91,8 @@ class Offload:
                 bucket.shard = bucket.stepped
             if bucket.stage.frees_gradients:
                 bucket.grad_shard = None
+            if poison:
+                self.grads[bucket].fill_(float("nan"))
             bucket.host = self
         self._summed_late = {
             bucket
@@ -94,13 +101,15 @@ class Offload:
             if (shards.declared is not None and shards.declared.is_partial(p))
             or (shards.stages is not None and p in shards.stages.tied)
         }
-        self._thread = TaskThread()
+        self._thread, self._cores = TaskThread(), HostCores()
         self._thread.end_with(self)
         self._down: dict[BucketState, Handle] = {}
         self._in_flight: deque[Handle] = deque()
         self._bins: dict[BucketState, Tensor] = {}
-        self._stepping: dict[BucketState, tuple[FutureHandle, list[Handle]]] = {}
-        self._threads = 0
+        self._sent: dict[BucketState, int] = {}  # stage 0: version of the gradients that went down
+        self._stepping: dict[BucketState, FutureHandle] = {}
+        self._ups: dict[BucketState, list[Handle]] = {}  # that nobody has waited for
+        self._reads: dict[BucketState, Handle] = {}  # the last copy of weights that lie here
         self._busy_s = self._touched = 0.0
 
     # Gradients
@@ -108,30 +117,38 @@ class Offload:
     @torch.no_grad()
     def send(self, bucket: BucketState) -> None:
         """Its gradients of this step are final: they go down; the device's memory is free then."""
-        grads = self.grads[bucket]
-        if bucket.reduced is None or bucket.reduced is grads or bucket in self._summed_late:
-            return
-        self._send(bucket)
+        if bucket.reduced is not None and bucket not in self._summed_late:
+            self._send(bucket)
 
     def _send(self, bucket: BucketState) -> None:
-        self.finish(bucket)
         source, grads = bucket.reduced, self.grads[bucket]
-        assert source is not None
+        if not bucket.stage.shards:
+            source = bucket.grad
+            if source is None or self._sent.get(bucket) == source._version:
+                return
+            self._sent[bucket] = source._version
+        if source is None or source is grads:
+            return
+        self.finish(bucket)
         self._bins[bucket] = self._bins_of(bucket, range(len(bucket.params)))
         if not bucket.stage.frees_gradients:  # the next backward writes there
             source = source.clone()
         handle = self._down[bucket] = self._bus.down(grads, source)
-        bucket.reduced, bucket.grad_shard = grads, None
+        if bucket.stage.shards:
+            bucket.keep_on_host(grads)
         self._in_flight.append(handle)
+        del source
         while len(self._in_flight) > IN_FLIGHT:
             with self._shards.log.timer.waiting(offload=True):
                 self._bus.arrived(self._in_flight.popleft())
 
+    @torch.no_grad()
     def send_rest(self) -> None:
-        """Before a step: what was not sent when it was reduced."""
+        """Before a step: what was not sent when it was reduced, or was written by hand since."""
         for bucket in self.order:
-            if bucket.reduced is not None and bucket.reduced is not self.grads[bucket]:
-                self._send(bucket)
+            if not bucket.stage.shards:
+                bucket.take_by_hand()
+            self._send(bucket)
 
     def bring_back(self, bucket: BucketState) -> None:
         """More is added to its gradients: see [Note: several backward passes]."""
@@ -160,10 +177,11 @@ class Offload:
 
     def _bins_of(self, bucket: BucketState, positions: Iterable[int]) -> Tensor:
         """Of some of its gradients, where they are now."""
-        assert bucket.reduced is not None
-        pieces = [(bucket.piece(i)[1], self._shards.counts(bucket.params[i])) for i in positions]
+        grad_of = (lambda i: bucket.piece(i)[1]) if bucket.stage.shards else bucket.grad_of
+        pieces = [(grad_of(i), self._shards.counts(bucket.params[i])) for i in positions]
         found = [(grad, counts) for grad, counts in pieces if grad is not None and grad.numel()]
-        none = torch.zeros(NORM_WORDS, dtype=torch.int64, device=bucket.reduced.device)
+        device = found[0][0].device if found else bucket.device
+        none = torch.zeros(NORM_WORDS, dtype=torch.int64, device=device)
         return norm_bins([g for g, _ in found], counted=[c for _, c in found], out=none)
 
     def norm_bins(self, params: set[Tensor]) -> Tensor:
@@ -176,7 +194,7 @@ class Offload:
         total = torch.zeros(NORM_WORDS, dtype=torch.int64, device=device)
         for bucket in self._shards.buckets:
             mine = [i for i, p in enumerate(bucket.params) if p in params]
-            if bucket.reduced is None or not mine:
+            if not mine or (bucket.reduced is None and bucket.stage.shards):
                 continue
             bins = self._bins.get(bucket)
             if bins is None or len(mine) < len(bucket.params):
@@ -198,17 +216,26 @@ class Offload:
         of: dict[BucketState, list[Any]] = {bucket: [] for bucket in self.order}
         others: list[Any] = []
         for row in rows:
-            bucket = places[row.param][0] if row.engine is not None else None
-            mine = bucket is not None and row.engine.shards is self._shards
-            (of[bucket] if mine and bucket in of else others).append(row)
-        sent = None
-        if factor is not None:
-            host = torch.empty((), dtype=factor.dtype, pin_memory=self._bus.pins)
-            sent, factor = self._bus.down(host, factor), host
+            mine = row.engine is not None and row.engine.shards is self._shards
+            bucket, position = places[row.param] if mine else (None, 0)
+            if bucket not in of:
+                others.append(row)
+                continue
+            if not bucket.stage.shards:  # whose gradients for all others are on the device
+                row = row._replace(grad=bucket.slot_of(self.grads[bucket], position))
+            of[bucket].append(row)
         if found is not None and found.item() != 0:
             for bucket in self.order:
                 self._arrived(bucket)
             return others
+        for bucket in self.order if self._poison else ():
+            if of[bucket] and bucket.shard is not bucket.stepped:
+                bucket.shard.fill_(float("nan"))
+        # Behind all that the device was given: see [Note: who waits for whom].
+        zero = torch.zeros((), device=self._shards.mesh.device)
+        host = self._bus.memory(1, torch.float32).view(())
+        sent = self._bus.down(host, zero if factor is None else factor)
+        factor = None if factor is None else host
         self._busy_s = self._touched = 0.0
         for bucket in self.order:
             if of[bucket]:
@@ -222,18 +249,20 @@ class Offload:
         bucket: BucketState,
         rows: list[Any],
         calls: list[Callable[[], None]],
-        factor: Handle | None,
+        sent: Handle,
         optimizer: Any,
     ) -> None:
         ups: list[Handle] = []
         down = self._down.pop(bucket, None)
+        self._sent.pop(bucket, None)
         states = [x for row in rows for x in optimizer.state[row.param].values()]
         touched = 2 * sum(x.nbytes for x in states if isinstance(x, Tensor))
         touched += sum(2 * row.piece.nbytes + row.grad.nbytes for row in rows)
 
         def run() -> None:
-            self._use_cores()
-            for handle in (down, factor):
+            if self._bus.has_gpu:
+                self._cores.take()
+            for handle in (sent, down):
                 if handle is not None:
                     self._bus.arrived(handle)
             begin = time.perf_counter()
@@ -245,41 +274,52 @@ class Offload:
             self._busy_s += time.perf_counter() - begin
             self._touched += touched
             if bucket.shard is not bucket.stepped:
-                with self._bus.beside():
+                with self._bus.behind():
                     ups.append(self._bus.up(bucket.shard, bucket.stepped))
 
         future: Future = Future()
         self._thread.put((future, run, (), ()))
-        handle = FutureHandle("the host's optimizer step", future, self)
-        self._stepping[bucket] = handle, ups
+        self._ups[bucket] = ups
+        self._stepping[bucket] = FutureHandle("the host's optimizer step", future, self)
+
+    def _await_step(self, bucket: BucketState) -> None:
+        """The host has stepped it; an error of the host's thread is raised here, each time."""
+        if bucket in self._stepping:
+            self._stepping[bucket].wait()
+            del self._stepping[bucket]
+
+    def gather(self, bucket: BucketState) -> Handle:
+        """Begin to make its parameters whole. They are after finish() and this handle's wait()."""
+        group, own, index = bucket.groups.gather, bucket.shard, bucket.spec.index
+        waiting = self._shards.log.timer.waiting
+        if bucket.stage.frees_parameters and own is not bucket.stepped:
+            self.finish(bucket)  # memory of the device that is filled was just made there
+            return started(group.all_gather(bucket.flat, own, async_op=True, tag=index))
+        with waiting(offload=True):
+            self._await_step(bucket)
+        ups = self._ups.setdefault(bucket, [])
+        if own is bucket.stepped:
+            own = bucket.flat[bucket.own]
+            self._reads[bucket] = self._bus.up(own, bucket.stepped)
+            ups.append(self._reads[bucket])
+        if group is None or group.world_size == 1:  # the rank's own is the whole
+            return DONE
+        with waiting(offload=True), self._bus.behind(ups):
+            return started(group.all_gather(bucket.flat, own, async_op=True, tag=index))
 
     def finish(self, bucket: BucketState) -> None:
         """Its new weights are on their way up, which the current stream waits for."""
-        if bucket in self._stepping:
-            handle, ups = self._stepping.pop(bucket)
+        if bucket in self._stepping or self._ups.get(bucket):
             with self._shards.log.timer.waiting(offload=True):
-                handle.wait()
-                for up in ups:
+                self._await_step(bucket)
+                for up in self._ups.pop(bucket):
                     up.wait()
 
-    def values(self, bucket: BucketState) -> Tensor:
-        """Its newest weights on the device: where its slice of the whole is, or its shard."""
+    def write_weights(self, bucket: BucketState) -> None:
+        """Somebody is about to write its weights on the host: no copy reads them any more."""
         self.finish(bucket)
-        if bucket.shard is not bucket.stepped:
-            return bucket.shard
-        part = bucket.flat[bucket.own]
-        with self._shards.log.timer.waiting(offload=True):
-            self._bus.up(part, bucket.stepped).wait()
-        return part
-
-    def _use_cores(self) -> None:
-        """On a GPU's host: the thread of this engine steps on a share of the cores."""
-        if self._threads or not self._bus.pins:
-            return
-        cores = sorted(os.sched_getaffinity(0))
-        local = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        self._threads = max(1, len(cores) // local - 1)
-        torch.set_num_threads(self._threads)
+        if (read := self._reads.pop(bucket, None)) is not None:
+            self._bus.arrived(read)
 
     # Reports
 
@@ -292,47 +332,24 @@ class Offload:
         }
 
     def describe(self) -> str:
-        """One line: what is where, with which threads, and how fast the last step was."""
+        """What is where, with which threads, and how fast the last step was; waits for it."""
+        self.settle()
         rate = f"{self._touched / self._busy_s / 1e9:.1f} GB/s" if self._busy_s else "no step yet"
-        threads = self._threads or torch.get_num_threads()
         return (
-            f"offload: {self.mode} on the host, {len(self.order)} of "
-            f"{len(self._shards.buckets)} buckets, {threads} threads{_numa()}, {rate}"
+            f"{self.mode} on the host, {len(self.order)} of "
+            f"{len(self._shards.buckets)} buckets, {self._cores.describe()}, {rate}"
         )
 
 
 def _state_bytes(bucket: BucketState) -> int:
-    return bucket.spec.shard_numel * _STATE_BYTES
+    return bucket.spec.shard_numel * state_bytes(bucket.spec.dtype.itemsize)
 
 
-def _numa() -> str:
-    """The NUMA node of this thread's cores, where the host tells one."""
-    nodes = Path("/sys/devices/system/node").glob("node[0-9]*/cpulist")
-    mine = os.sched_getaffinity(0)
-    names = [n.parent.name[4:] for n in nodes if mine & _cores(n.read_text().strip())]
-    return f" on NUMA node {', '.join(sorted(names))}" if names else ""
+def _host_bytes(bucket: BucketState) -> int:
+    crosses = bucket.spec.dtype.itemsize + bucket.grad_dtype.itemsize
+    return _state_bytes(bucket) + bucket.spec.shard_numel * crosses
 
 
-def _cores(text: str) -> set[int]:
-    ranges = [part.split("-") for part in text.split(",") if part]
-    return {core for r in ranges for core in range(int(r[0]), int(r[-1]) + 1)}
-
-
-def host_bytes(numel: int, weight: int, gradient: int) -> int:
-    """On the host, of a rank that steps numel elements: fp32 master and moments, what is pinned."""
-    return numel * (_STATE_BYTES + weight + gradient)
-
-
-def _check_memory(order: Sequence[BucketState], ranks: int) -> None:
-    local = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    each = [
-        host_bytes(b.spec.shard_numel, b.spec.dtype.itemsize, b.grad_dtype.itemsize) for b in order
-    ]
-    needed, lines = sum(each) * local, Path("/proc/meminfo").read_text().splitlines()
-    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    if needed > free:
-        raise ValueError(
-            f"parallelize: expected {needed / 1e9:.1f} GB of free memory on the host for offload "
-            f"by {local} ranks, got {free / 1e9:.1f} GB; share the state among more hosts, keep "
-            "some on the GPU (offload_keep_mb), or use bf16 moments"
-        )
+def state_bytes(weight: int) -> int:
+    """Of an element, in AdamW's usual formats: two moments, and a master of what has 16 bits."""
+    return 2 * max(4, weight) + 4 * (weight == 2)

@@ -87,6 +87,7 @@ def parallelize(
     cp_method: str = "heads",
     offload: str | None = None,
     offload_keep_mb: float = 0.0,
+    offload_pinned: bool = True,
 ) -> nn.Module:
     """Make the ranks of mesh train model together; an ordinary training loop stays as it was.
 
@@ -143,9 +144,12 @@ def parallelize(
             all tokens of some heads, "keys" gathers the keys and values of all tokens. The ranks
             get the same batches and return the same loss.
         offload: "optimizer" keeps AdamW's state in the host's memory, where it is stepped under the
-            next forward (zero_stage 1 to 3; with one rank, too); "parameters" the shards of stage 3
-            too. The same bits as without. Where backward passes add up, pass grad_accum_steps.
+            next forward, also of one rank; "parameters" the shards of stage 3 too. The same bits as
+            without. Gradients leave the GPU at stages 2 and 3. Parameters read as nan between a
+            step and a forward. Where backward passes add up, pass grad_accum_steps.
         offload_keep_mb: MiB of that state that stay on the GPU: of what a forward needs first.
+        offload_pinned: False takes memory that the system does not lock for what crosses the bus:
+            where it refuses to, at about half of the speed.
     Returns:
         The same module (of a model on the meta device, with new parameters).
     Ranks: all, with the same model and arguments.
@@ -182,7 +186,7 @@ def parallelize(
         model.context_parallel(context)  # type: ignore[operator]
     n_shards = 1 if zero_stage == 0 else shard_size or mesh.size("dp")
     stage = STAGES[zero_stage if n_shards > 1 or offload else 0]
-    groups, control = maker.of_engine(stage, n_shards)
+    groups, control = maker.of_engine(stage, n_shards, alone=offload is not None)
     of_experts = maker.of_experts(given, stage, n_shards)
     settings = _settings(options, stage, n_shards, mesh.dp_size, groups)
     check_deterministic(settings, parameter_names(model))
@@ -200,7 +204,7 @@ def parallelize(
     attach_experts(engine, model)
     Places.offer(engine)
     guard_optimizers(engine)
-    if shards.shares:
+    if shards.shares or offload is not None:
         guard_state_dicts(model, shards)
     of_tp = None if declared is None else declared.tp
     for share in (of_tp, context) if debug.check_inputs else ():
@@ -216,7 +220,8 @@ def _keep_on_host(engine: Engine, options: Mapping[str, Any], debug: Debug) -> N
     mode, shards = options["offload"], engine.shards
     if mode is None or engine.gathers is None:
         return
-    bus = SlowBus(debug.bus_gb_s) if debug.bus_gb_s else Bus(shards.mesh.device)
+    device, pinned = shards.mesh.device, options["offload_pinned"]
+    bus = SlowBus(debug.bus_gb_s) if debug.bus_gb_s else Bus(device, pinned=pinned)
     order = [bucket for unit in engine.gathers.buckets for bucket in reversed(unit)]
     keep_mb = options["offload_keep_mb"]
     shards.offload = Offload(shards, order, bus, mode, keep_mb, poison=debug.poison)
@@ -280,7 +285,7 @@ def _make_shards(
     mesh, settings, declared = travel.mesh, travel.settings, fill.declared
     stage, unit_of = settings.stage, unit_of_parameters(units)
     trained = [p for p in fill.named if p.requires_grad]
-    stages = fill.stages
+    stages, by_unit = fill.stages, stage.shards or settings.offload is not None
     chunk_of = None if stages is None else stages.chunk_of
     layout = build_layout(
         [ParamSpec(fill.named[p], tuple(p.shape), p.dtype) for p in trained],
@@ -289,7 +294,7 @@ def _make_shards(
         first_bucket_bytes=settings.first_bucket_mb * 2**20,
         grad_dtype=settings.grad_dtype,
         # Embeddings, which are ready last, let no block wait (test_tied_table.py).
-        unit_of=[unit_of[p] if stage.shards else min(unit_of[p], 1) for p in trained],
+        unit_of=[unit_of[p] if by_unit else min(unit_of[p], 1) for p in trained],
         alone=[i for i, p in enumerate(trained) if stages and p in stages.tied],
         part_of=None if chunk_of is None else [chunk_of[p] for p in trained],
         experts=[i for i, p in enumerate(trained) if declared and declared.of_experts(p)],
@@ -434,8 +439,12 @@ class GroupMaker:
         own = shared and self.factory is None
         return self.make(mesh.new_group("tp") if own else mesh.group("tp"), "tp")
 
-    def of_engine(self, stage: Stage, n_shards: int) -> tuple[BucketGroups, Collectives | None]:
+    def of_engine(
+        self, stage: Stage, n_shards: int, *, alone: bool
+    ) -> tuple[BucketGroups, Collectives | None]:
         """What the buckets travel over, and all ranks' group of the control exchange. Ranks: all.
+
+        alone: a rank that reduces with nobody has a group, too.
 
         One group for each role: gather and reduce never queue behind each other.
 
@@ -443,11 +452,11 @@ class GroupMaker:
         their shards gathered along dp.
         """
         mesh = self.mesh.with_replicas(self.mesh.dp_size // n_shards)
-        alone = OneRank(mesh.device) if stage.shards and mesh.dp_size == 1 else None
+        one = OneRank(mesh.device) if alone and mesh.dp_size == 1 else None
         if mesh.world_size == 1:
-            return BucketGroups(alone, alone), None
+            return BucketGroups(one, one), None
         if mesh.dp_size == 1:
-            return BucketGroups(alone, alone), self.make(mesh.group(*AXES), "control")
+            return BucketGroups(one, one), self.make(mesh.group(*AXES), "control")
         whole = self.make(mesh.dp_group, "reduce")
         kind = self._like(whole)
         # The norm, the flags and the loss are those of all ranks.

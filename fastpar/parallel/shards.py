@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastpar.comm.handles import started
+from fastpar.comm.handles import DONE, started
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.step_report import CollectiveLog
 from fastpar.parallel.bucket import BucketState
@@ -93,18 +93,24 @@ class Shards:
     def launch_gather(self, bucket: BucketState) -> None:
         """Start filling a bucket with everybody's slices."""
         group, index = bucket.groups.gather, bucket.spec.index
-        assert group is not None
         bucket.allocate()
         self.log.note(1, index)
         with self.log.naming("gathering", index):
-            own = bucket.shard if bucket.host is None else bucket.host.values(bucket)
-            handle = group.all_gather(bucket.flat, own, async_op=True, tag=index)
+            if bucket.host is not None:
+                handle = bucket.host.gather(bucket)
+            elif group is None:  # stage 0 with offload, of what stays on the device
+                handle = DONE
+            else:
+                handle = group.all_gather(bucket.flat, bucket.shard, async_op=True, tag=index)
         bucket.gathering = started(handle)
-        self.log.add(bucket.gathering, bucket.flat, group, both_ways=False)
+        if group is not None:
+            self.log.add(bucket.gathering, bucket.flat, group, both_ways=False)
 
     def finish_gather(self, bucket: BucketState) -> None:
         """Wait until a bucket is filled: its parameters are whole."""
         if bucket.gathering is not None:
+            if bucket.host is not None:
+                bucket.host.finish(bucket)
             self.log.wait(bucket.gathering, "gathering", bucket.spec.index)
             bucket.gathering = None
             bucket.make_live()
@@ -153,7 +159,7 @@ class Shards:
 
     def begin_writes(self) -> None:
         """Before write(): where whole parameters stay in memory, they are gathered. Ranks: all."""
-        whole = self.stage.gathers_after_step
+        whole = not self.stage.frees_parameters
         self.gather(bucket for bucket in self.buckets if whole or bucket.gathering is not None)
 
     @torch.no_grad()
@@ -165,7 +171,10 @@ class Shards:
             row = max(1, rows[:1].numel())  # of a transposed one only this rank's rows are copied
             first = start // row
             rows = rows[first : -(-stop // row)].reshape(-1)
-            self.piece(p).param.copy_(rows[start - first * row : stop - first * row])
+            if bucket.host is not None:
+                bucket.host.write_weights(bucket)
+            mine = rows[start - first * row : stop - first * row]
+            self.piece(p).param.view(-1).copy_(mine)
             if bucket.shard is not bucket.stepped:
                 bucket.shard.copy_(bucket.stepped)
         if bucket.live:
@@ -257,7 +266,8 @@ class Shards:
             bucket.host.finish(bucket)
         if self.stage.shards:
             return Piece(*bucket.piece(position))
-        return Piece(p, bucket.grad_of(position), 0)
+        values = p if bucket.host is None else bucket.slot_of(bucket.stepped, position)
+        return Piece(values, bucket.grad_of(position), 0)
 
     def full(self, values: Tensor, p: Tensor, *, block: int = 1) -> Tensor:
         """A whole tensor from every rank's part of it. Ranks: all that share the copy.

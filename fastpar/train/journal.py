@@ -79,6 +79,7 @@ class Journal:
         self._facts: dict[str, Any] = {}
         self._step = 0  # the last that was written
         self._full = False  # the disk
+        self._told_host = False  # how fast it steps
         self._rate = 0.0  # tokens/s, smoothed
         self._flops_per_token = 0.0
 
@@ -167,6 +168,9 @@ class Journal:
                 text += f", MFU {used:.0%}"
         self._write(row)
         self._progress.update(done.step, text)
+        if engine.shards.offload is not None and not self._told_host:
+            self._told_host = True
+            self.say(f"offload  {engine.shards.offload.describe()}")
 
     def _write(self, row: dict[str, Any]) -> None:
         if self.folder is not None:
@@ -253,7 +257,8 @@ class Predictions:
 def _costs(engine: Engine) -> dict[str, float | None]:
     """Times of this rank in ms and MB that it sent, in the newest step that is known."""
     report = engine.report
-    names = ("step_ms", "compute_ms", "comm_ms", "exposed_ms")
+    names = ["step_ms", "compute_ms", "comm_ms", "exposed_ms"]
+    names += ["offload_ms"] * (engine.shards.offload is not None)
     costs = {name: None if report is None else getattr(report, name) for name in names}
     return {**costs, "wire_mb": None if report is None else report.wire_bytes / 1e6}
 

@@ -183,8 +183,11 @@ def set_up(
         pp_chunks=parallel.chunks,
         offload=None if parallel.offload == "none" else parallel.offload,
         offload_keep_mb=parallel.offload_keep_mb,
+        offload_pinned=parallel.offload_pinned,
     )
-    bus = bus_of(mesh.device) if parallel.offload_activations else None
+    bus = None
+    if parallel.offload_activations:
+        bus = bus_of(mesh.device, pinned=parallel.offload_pinned)
     recompute(model, parallel.activation_checkpointing, offload=bus)
     return make_optimizer(model, config.optim, dtype=dtype, seed=config.run.seed)
 

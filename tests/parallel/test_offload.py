@@ -5,11 +5,13 @@ That it is the run without it: tests/contracts/test_offload_matrix.py.
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 
 import pytest
 import torch
+from cells import slow
 
 from fastpar import (
     GPT,
@@ -22,7 +24,8 @@ from fastpar import (
     muon_groups,
     parallelize,
 )
-from fastpar.comm.bus import SlowBus
+from fastpar.comm import host
+from fastpar.comm.bus import Bus, SlowBus
 from fastpar.optim.average import AveragedWeights
 from fastpar.parallel import offload
 from fastpar.parallel.debug import Debug
@@ -266,14 +269,27 @@ def refused(**options):
 
 def test_what_is_refused(monkeypatch):
     assert "got device=cpu" in refused(debug=Debug())
-    assert "zero_stage 1, 2 or 3" in refused(stage=0)
-    assert "zero_stage 3 with offload='parameters'" in refused(mode="parameters")
+    assert "zero_stage=3 with offload='parameters', got zero_stage=2" in refused(mode="parameters")
     assert "got offload='disk'" in refused(mode="disk")
     assert "offload_keep_mb below" in refused(offload_keep_mb=1e4)
     assert "got offload_keep_mb=-1" in refused(offload_keep_mb=-1)
     assert "got offload_keep_mb=1 and offload=None" in refused(mode=None, offload_keep_mb=1)
-    monkeypatch.setattr(offload, "_STATE_BYTES", 10**10)
-    assert "GB of free memory on the host" in refused()
+    assert "got offload_pinned=False" in refused(mode=None, offload_pinned=False)
+
+
+def test_a_host_that_is_too_small_says_what_would_fit(monkeypatch):
+    """Of fp32 weights: these and their gradients cross the bus, and two moments stay."""
+    model = made()
+    padded = sum(bucket.spec.numel for bucket in engine_of(model).buckets)
+    monkeypatch.setattr(host, "free_memory", lambda: 16 * padded - 1)
+    said = refused()
+    assert f"expected {16 * padded / 1e9:.3g} GB of free memory on the host" in said
+    assert "offload_keep_mb=1 fits, or share the state among 2 times as many hosts" in said
+    made(offload_keep_mb=0.05)
+    monkeypatch.setattr(host, "free_memory", lambda: 0)
+    assert "GB; share the state" in refused()
+    monkeypatch.setattr(host, "free_memory", lambda: 16 * padded)
+    made()
 
 
 @pytest.mark.parametrize("kind", [Muon, Adafactor])
@@ -292,10 +308,92 @@ def test_pinned_memory_that_the_system_refuses_is_told(monkeypatch):
             raise RuntimeError("CUDA error: OS call failed or operation not supported on this OS")
         return empty(*args, **kwargs)
 
-    monkeypatch.setattr(SlowBus, "pins", None)
+    monkeypatch.setattr(SlowBus, "pinned", None)
     monkeypatch.setattr(torch, "empty", no_pinned)
-    with pytest.raises(RuntimeError, match=r"GB of pinned memory .* \(ulimit -l\)"):
+    with pytest.raises(RuntimeError, match=r"GB of pinned memory .* offload_pinned=False"):
         made()
+
+
+def test_memory_is_pageable_only_if_asked(monkeypatch):
+    given = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(
+        torch, "empty", lambda *args, pin_memory, **kwargs: given.append(pin_memory)
+    )
+    for options in ({}, {"pinned": False}):
+        bus = Bus(torch.device("cpu"), **options)
+        bus.memory(1, torch.float32)
+    assert given == [True, False]
+
+
+FORMATS = {
+    "bf16 remainder": (torch.bfloat16, {"master_weights": "remainder"}),
+    "bf16 remainder, bf16 moments": (
+        torch.bfloat16,
+        {"master_weights": "remainder", "moment_dtype": torch.bfloat16},
+    ),
+    "bf16 rounded by chance, bf16 moments": (
+        torch.bfloat16,
+        {"stochastic_rounding": True, "moment_dtype": torch.bfloat16},
+    ),
+    "fp32, 8-bit moments": (torch.float32, {"moment_dtype": torch.uint8}),
+    "fp32, amsgrad, capturable": (torch.float32, {"amsgrad": True, "capturable": True}),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, slow(2), slow(4)])
+@pytest.mark.parametrize(("dtype", "options"), FORMATS.values(), ids=FORMATS)
+def test_formats_of_the_state(dtype, options, ranks):
+    """Each format of the optimizer's state, at every stage, with clipping: the same bits."""
+    wide = {"grad_dtype": torch.float32} if dtype != torch.float32 else {}
+
+    def run(mode, stage):
+        torch.manual_seed(0)
+        model = made(mode, stage, dtype=dtype, **wide).eval()
+        optimizer = adamw(model, **options)
+        losses = steps(model, optimizer)
+        return losses, final(model, optimizer)
+
+    expected = run_ranks(functools.partial(run, None, 0), ranks)
+    for mode, stage in (*(("optimizer", stage) for stage in range(4)), ("parameters", 3)):
+        found = run_ranks(functools.partial(run, mode, stage), ranks)
+        for (losses, end), (without, state) in zip(found, expected, strict=True):
+            assert losses == without
+            same(end, state)
+
+
+def test_gradients_of_stage_0_may_be_changed_by_hand():
+    """p.grad is the gradient, until step(): torch's clipping, other tensors, None, GradScaler's."""
+
+    def run(mode):
+        torch.manual_seed(0)
+        model = made(mode, 0)
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        params, norms = list(model.parameters()), []
+        for step in range(5):
+            loss_of(model, step).backward()
+            norms.append(torch.nn.utils.clip_grad_norm_(params, 0.3).item())
+            if step == 1:
+                params[0].grad = params[0].grad * 2.0
+                params[3].grad = None
+            if step == 2:
+                optimizer.step()  # twice with the same gradients
+            if step > 2:
+                optimizer.grad_scale, optimizer.found_inf = 2.0, torch.tensor([float(step == 3)])
+            optimizer.step()
+            assert optimizer.skipped == (step == 3)
+            optimizer.zero_grad()
+        return norms, final(model, optimizer)
+
+    norms, expected = run(None)
+    found, state = run("optimizer")
+    assert found == norms
+    same(state, expected)
+
+
+def test_zero_grad_in_step_is_refused():
+    with pytest.raises(ValueError, match="or offload, got True with zero_stage=0, offload=opt"):
+        adamw(made("optimizer", 0), zero_grad_in_step=True)
 
 
 def test_ranks_in_threads_keep_their_own_state():

@@ -1,8 +1,10 @@
 """The trainer with the optimizer's state on the host: the run without it, also across a resume."""
 
 import functools
+import re
 
 import pytest
+from cells import slow
 from train_runs import TINY, bits, curve, forget_after
 
 from fastpar.comm.mesh import Mesh
@@ -10,6 +12,7 @@ from fastpar.config.config import TrainConfig
 from fastpar.parallel.debug import Debug
 from fastpar.testing import run_ranks
 from fastpar.train import start
+from fastpar.train.metrics import read_metrics
 from fastpar.train.trainer import Trainer
 
 FEW = {
@@ -22,9 +25,17 @@ FEW = {
 }
 CASES = [
     (1, {"offload": "optimizer", "zero_stage": 2}),
-    (2, {"offload": "optimizer", "zero_stage": 1, "offload_keep_mb": 0.1}),
+    (2, {"offload": "optimizer", "zero_stage": 1, "offload_keep_mb": 0.05}),
     (2, {"offload": "parameters", "zero_stage": 3, "ema": 0.9}),
     (2, {"offload": "parameters", "zero_stage": 3, "tp": 2}),
+    (1, {"offload": "optimizer"}),
+    (2, {"offload": "optimizer", "grad_accum_steps": 2, "ema": 0.9}),
+    slow(2, {"offload": "optimizer", "tp": 2}),
+    slow(2, {"offload": "optimizer", "pp": 2}),
+    slow(2, {"offload": "optimizer", "zero_stage": 1, "cp": 2}),
+    slow(2, {"offload": "parameters", "zero_stage": 3, "cp": 2, "grad_accum_steps": 2}),
+    slow(4, {"offload": "optimizer", "zero_stage": 2, "shard_size": 2}),
+    slow(4, {"offload": "optimizer", "zero_stage": 2, "tp": 2, "grad_accum_steps": 2}),
     (4, {"offload": "optimizer", "zero_stage": 2, "pp": 2, "schedule": "zb-v"}),
 ]
 
@@ -61,6 +72,19 @@ def test_the_bits_of_the_run_without_it(here, ranks, changes):
     assert curve("with") == curve("without")
     for step in (2, 4):
         assert bits("with", step) == bits("without", step)
+
+
+def test_what_a_run_says_of_the_host(here, capsys):
+    """Threads, node and rate once; in each step's row what it waited, apart from communication."""
+    run("with", 1, offload="optimizer", save_every=0)
+    text = r"offload  optimizer on the host, \d+ of \d+ buckets, \d+ threads.*, [\d.]+ GB/s"
+    assert len(re.findall(text, capsys.readouterr().out)) == 1
+    rows = [row for row in read_metrics("with/metrics.jsonl") if "compute_ms" in row]
+    assert len(rows) == 4
+    for row in rows:
+        parts = row["compute_ms"] + row["exposed_ms"] + row["offload_ms"]
+        assert row["offload_ms"] > 0 or row is rows[0]
+        assert parts == pytest.approx(row["step_ms"])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,150 @@
+"""Streams and events of a GPU that is not there: copies to and from its host run when waited for.
+
+What the device computes runs at once, as on any CPU. A copy that was begun on another stream comes
+at the last moment: when the computing stream waits for it, when the host asks whether it is over,
+or when one that runs follows it. So whoever reads too early reads what was there before.
+`busy` is work that the device was given and has not done: what follows it is not over.
+"""
+
+import contextlib
+import threading
+
+import torch
+
+from fastpar.comm import bus
+
+_lock = threading.RLock()
+_local = threading.local()
+
+
+class Work:
+    def __init__(self, call, after):
+        self.call, self.after, self.done = call, [w for w in after if w is not None], False
+
+    def run(self):
+        """Whether it is over now."""
+        with _lock:
+            if not self.done and all(w.run() for w in self.after):
+                self.call()
+                self.done, self.call, self.after = True, None, []
+            return self.done
+
+
+class Gate(Work):
+    """The device is busy until it is opened."""
+
+    def __init__(self):
+        super().__init__(None, [])
+
+    def run(self):
+        return self.done
+
+
+class FakeStream:
+    def __init__(self, device=None, priority=0):
+        self.device, self.last, self.waits = device, None, []
+
+    def put(self, call):
+        with _lock:
+            self.last = Work(call, [self.last, *self.waits])
+            self.waits = []
+            if self is COMPUTING:
+                self.last.run()
+
+    def wait_stream(self, other):
+        if other is not self:
+            for work in (other.last, *other.waits):
+                self._wait(work)
+
+    def wait_event(self, event):
+        self._wait(event.work)
+
+    def _wait(self, work):
+        if self is COMPUTING and work is not None:
+            assert work.run(), "the device waits for what nobody ends"
+        elif work is not None:
+            self.waits.append(work)
+
+
+class FakeEvent:
+    def __init__(self, enable_timing=False):
+        self.work = None
+
+    def record(self, stream=None):
+        stream = stream or current_stream()
+        stream.put(lambda: None)
+        self.work = stream.last
+
+    def query(self):
+        return self.work is None or self.work.run()
+
+    def elapsed_time(self, end):
+        return 0.0
+
+
+COMPUTING = FakeStream()
+
+
+def current_stream(device=None):
+    return getattr(_local, "current", COMPUTING)
+
+
+@contextlib.contextmanager
+def on(stream):
+    before, _local.current = current_stream(), stream
+    try:
+        yield
+    finally:
+        _local.current = before
+
+
+class FakeBus(bus.Bus):
+    """Bus as it is on a GPU, with pageable memory."""
+
+    has_gpu = False
+
+    def __init__(self, gb_s=None):
+        super().__init__(torch.device("cpu"), pinned=False)
+
+    def behind(self, ups=()):
+        for up in ups:  # collectives of a CPU begin at once
+            assert up.is_completed()
+        return super().behind(ups)
+
+
+@contextlib.contextmanager
+def device_is_busy():
+    """What the computing stream was given before is not done inside."""
+    gate = Gate()
+    COMPUTING.last = gate
+    try:
+        yield
+    finally:
+        gate.done = True
+
+
+def install(monkeypatch):
+    """torch.cuda's streams and events are these from now on, and the stand-in's bus is FakeBus."""
+    from fastpar.comm import handles
+    from fastpar.parallel import parallelize
+
+    def copy(out, x):
+        current_stream().put(lambda: _copied(out, x))
+
+    for name, fake in (
+        ("Stream", FakeStream),
+        ("Event", FakeEvent),
+        ("current_stream", current_stream),
+        ("stream", on),
+    ):
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(bus, "_copy", copy)
+    monkeypatch.setattr(handles, "on_stream", lambda *args: None)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: None)
+    monkeypatch.setattr(parallelize, "SlowBus", FakeBus)
+    COMPUTING.last, COMPUTING.waits = None, []
+
+
+def _copied(out, x):
+    with torch.inference_mode(False), torch.no_grad():
+        out.copy_(x)
