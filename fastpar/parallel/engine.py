@@ -49,6 +49,7 @@ class Engine:
     Attributes:
         shards: the buckets and parameters, as this rank has them.
         shares: whether a rank has less than whole parameters, or gradients of less.
+        steps_pieces: whether optimizers step pieces, or what is on the host, not p with p.grad.
         phase: of the step; report: StepReport of the last one, None before it.
         tp_report: what is split along tp, and why; print it.
         tree_ms: the host's time in the fixed sums of the last step.
@@ -70,10 +71,11 @@ class Engine:
         self.mesh, self.control_group, self.debug = mesh, control_group, debug
         self.input_checks: list[InputCheck] = []
         self.log, self.buckets, self.declared = shards.log, shards.buckets, shards.declared
-        self.shares = shards.shares
+        self.shares, offloads = shards.shares, self.settings.offload is not None
+        self.steps_pieces = self.shares or offloads
         on_cpu = self.mesh.device.type == "cpu"
         self.reducer = Reducer(shards.buckets, self.settings, self.log, on_cpu=on_cpu)
-        gathers = self.stage.shards or self.settings.offload is not None
+        gathers = self.stage.shards or offloads
         self.gathers = Gathers(units, shards, self) if gathers else None
         self.partials = PartialGradients(shards)
         self._last_bucket = shards.buckets[-1].spec.index
@@ -271,11 +273,6 @@ class Engine:
             return bucket.grad_of(position) is not None
         index = self.shards.index[p]  # type: ignore[index]
         return position in bucket.seen or self.control.used_anywhere(index)
-
-    @property
-    def steps_pieces(self) -> bool:
-        """Whether optimizers step pieces of this rank's, not parameters with their p.grad."""
-        return self.shares or self.shards.offload is not None
 
     @property
     def token_scale(self) -> Tensor | None:
