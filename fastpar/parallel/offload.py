@@ -294,6 +294,7 @@ class Offload:
         waiting = self._shards.log.timer.waiting
         if bucket.stage.frees_parameters and own is not bucket.stepped:
             self.finish(bucket)  # memory of the device that is filled was just made there
+            assert group is not None
             return started(group.all_gather(bucket.flat, own, async_op=True, tag=index))
         with waiting(offload=True):
             self._await_step(bucket)

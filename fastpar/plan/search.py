@@ -51,6 +51,12 @@ def splits(workload: Workload, template: Setup, per_node: int) -> Iterator[Setup
                 yield replace(base, zero_stage=stage, shard_size=shard_size, accumulate=accumulate)
 
 
+def offloads(template: Setup) -> tuple[str, ...]:
+    """The kinds of offload that there are for these devices and this optimizer."""
+    able = template.device_type == "cuda" and template.optimizer == "adamw"
+    return ("optimizer", "parameters") if able else ()
+
+
 def search(
     workload: Workload,
     template: Setup,
@@ -96,10 +102,9 @@ def search(
         )
         if any(e.time for e in found):
             break
-    if template.device_type == "cuda" and template.optimizer == "adamw" and stages in (None, 1):
-        for offload in ("optimizer", "parameters"):
-            if not any(e.time for e in found):
-                found += best_of(offload)
+    for offload in offloads(template) if stages in (None, 1) else ():
+        if not any(e.time for e in found):
+            found += best_of(offload)
     found.sort(key=_rank)
     if found and found[0].time is not None:
         enough = (1 + ALIKE) * found[0].time.step_s
@@ -222,13 +227,14 @@ def smallest_changes(
     """
 
     def least(workload: Workload, template: Setup, per_node: int) -> float:
-        """Bytes of the layout that takes the least."""
+        """Bytes of the layout that takes the least, with offload where there is some."""
         template = replace(template, activation_checkpointing="full")
         sizes = [
             predict_memory(
                 workload, replace(split, grad_accum_steps=workload.batch_size // split.dp)
             ).total
-            for split in splits(workload, template, per_node)
+            for offload in ("none", *offloads(template))
+            for split in splits(workload, replace(template, offload=offload), per_node)
         ]
         return min(sizes, default=float("inf"))
 
@@ -240,6 +246,9 @@ def smallest_changes(
                 ways.append(flags)
                 break
 
+    adamw = replace(template, optimizer="adamw")
+    if offloads(adamw) and not offloads(template):
+        add_first([("--optimizer adamw with --offload", workload, adamw, per_node)])
     storage: dict[str, dict[str, Any]] = {"--moment-dtype bf16": {"moment_dtype": "bf16"}}
     if template.dtype == "bf16":
         remainder = {"master_weights": "remainder"}

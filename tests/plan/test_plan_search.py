@@ -11,6 +11,7 @@ from fastpar.cost.workload import Setup, Workload
 from fastpar.plan.search import (
     divisors,
     families,
+    offloads,
     possible_batches,
     refused,
     search,
@@ -173,7 +174,8 @@ def test_the_smallest_changes_that_make_something_fit():
         predict_memory(
             workload, replace(s, grad_accum_steps=64 // s.dp, activation_checkpointing="full")
         ).total
-        for s in splits(workload, template, 2)
+        for offload in ("none", *offloads(template))
+        for s in splits(workload, replace(template, offload=offload), 2)
     )
     asked = []
 
@@ -191,6 +193,21 @@ def test_the_smallest_changes_that_make_something_fit():
         workload, template, limit_bytes=1e8, per_node=2, larger=lambda size: None
     )
     assert not [way for way in ways if way.startswith("--gpu ")]
+    assert "--optimizer adamw with --offload" not in ways
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_offload_is_offered_to_those_who_have_it_not(device):
+    """XL with Muon takes more than 24 GB; AdamW's state may leave the device, where there is one."""
+    template = Setup(optimizer="muon", device_type=device)
+    ways = smallest_changes(
+        Workload(GPTConfig.preset("gpt2-xl"), 64),
+        template,
+        limit_bytes=15e9,
+        per_node=1,
+        larger=lambda size: None,
+    )
+    assert ("--optimizer adamw with --offload" in ways) == (device == "cuda")
 
 
 def test_sixteen_thousand_ranks_and_a_trillion_parameters_within_two_seconds():
