@@ -9,7 +9,8 @@ Steps: GPT-2's shape on one CPU rank, gradients clipped: fastpar without offload
 buses of PCIe's speeds, and DeepSpeed's ZeRO-Offload (stage 2, its CPU Adam), which finds the
 "device" in the same memory and copies nothing over a bus. Steps take turns.
 
-On a GPU: GPT-2 XL in bf16 with and without offload, one after the other, with what each takes.
+On a GPU: GPT-2 XL in bf16 with and without offload, one after the other, with what each takes. A
+quick run on a CPU goes that way, too, with a small model.
 """
 
 from __future__ import annotations
@@ -47,7 +48,12 @@ BUSES = {"pcie3": 12.0, "pcie5": 47.0}  # GB/s that large copies reach
 CONFIG = GPTConfig(6, 12, 768, 128, 8192, dropout=0.0)
 QUICK = GPTConfig(2, 2, 32, 16, 64, dropout=0.0)
 XL = GPTConfig.preset("gpt2-xl", dropout=0.0)
-ROWS, STEPS, TURNS = 4, 3, 5
+ROWS, STEPS, TURNS = (4, 1), 3, 5  # few tokens: the optimizer's step is most of the work
+OPTIONS: dict[str, dict[str, Any]] = {  # of XL
+    "fastpar": {},
+    "fastpar offload": {"zero_stage": 2, "offload": "optimizer"},
+    "fastpar offload parameters": {"zero_stage": 3, "offload": "parameters"},
+}
 
 
 class _Sleep(torch.autograd.Function):
@@ -132,8 +138,8 @@ def exposed(bench: Bench) -> None:
 class Contender:
     """One way to train CONFIG, a step at a time."""
 
-    def __init__(self, name: str, config: GPTConfig) -> None:
-        self.name, self.config, self.n_steps = name, config, 0
+    def __init__(self, name: str, config: GPTConfig, rows: int) -> None:
+        self.name, self.config, self.rows, self.n_steps = name, config, rows, 0
         self.model: Any = GPT(config, seed=0)
         if name == "deepspeed":
             deepspeed = import_deepspeed("cpu")
@@ -142,7 +148,7 @@ class Contender:
                 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
             deepspeed.init_distributed(dist_backend="gloo", verbose=False)
             settings = {
-                "train_micro_batch_size_per_gpu": ROWS,
+                "train_micro_batch_size_per_gpu": rows,
                 "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
                 "gradient_clipping": 1.0,
                 "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
@@ -166,7 +172,7 @@ class Contender:
         self.n_steps += 1
         g = torch.Generator().manual_seed(self.n_steps)
         x = torch.randint(
-            0, self.config.vocab_size, (ROWS, self.config.block_size + 1), generator=g
+            0, self.config.vocab_size, (self.rows, self.config.block_size + 1), generator=g
         )
         loss = self.model(x[:, :-1].contiguous(), x[:, 1:].contiguous())
         if self.name == "deepspeed":
@@ -179,17 +185,17 @@ class Contender:
         return loss.item()
 
 
-def steps(bench: Bench) -> None:
+def steps(bench: Bench, rows: int) -> None:
     """Rows of whole steps, which take turns."""
     config = QUICK if bench.quick else CONFIG
-    shape = f"{config.n_layer} layers of {config.n_embd}, {ROWS} x {config.block_size} tokens"
+    shape = f"{config.n_layer} layers of {config.n_embd}, {rows} x {config.block_size} tokens"
     if bench.only not in shape:
         return
     made: list[tuple[Contender, Row, list[float], list[float]]] = []
     for name in ("deepspeed", "fastpar", *(f"fastpar offload {bus}" for bus in BUSES)):
         row = bench.row(shape, "step", name, torch.float32)
         try:
-            made.append((Contender(name, config), row, [], []))
+            made.append((Contender(name, config, rows), row, [], []))
         except Exception as error:
             row.refused = reason(error)
             bench.add(row)
@@ -201,7 +207,7 @@ def steps(bench: Bench) -> None:
     for contender, row, losses, times_ms in made:
         timing = Timing.of(times_ms)
         row.median_ms, row.p20_ms, row.p80_ms, row.runs = timing
-        row.tokens_per_s = ROWS * config.block_size / timing.median_ms * 1e3
+        row.tokens_per_s = rows * config.block_size / timing.median_ms * 1e3
         row.baseline, row.speedup = made[0][1].variant, base / timing.median_ms
         row.notes = {"loss_difference": max(abs(a - b) for a, b in zip(losses, made[0][2]))}
         if contender.name != "deepspeed":
@@ -217,23 +223,25 @@ def _keep(contender: Contender, losses: list[float]) -> None:
 def on_gpu(bench: Bench) -> None:
     """Rows of XL: milliseconds and the most memory, each contender alone on the GPU."""
     config, rows = (QUICK, 1) if bench.quick else (XL, 16)
+    on_cpu = bench.device == "cpu"
     case = f"{config.n_layer} layers of {config.n_embd}, {rows} x {config.block_size} tokens"
     base_ms = None
-    for name in ("fastpar", "fastpar offload") if bench.only in case else ():
+    for name, options in OPTIONS.items() if bench.only in case else ():
         row = bench.row(case, "step", name, torch.bfloat16)
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+        if not on_cpu:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
         try:
             with torch.device(bench.device):
                 model: Any = GPT(config, seed=0).bfloat16()
-            shared = {"grad_dtype": torch.float32}
-            options = {"zero_stage": 2, "offload": "optimizer"} if "offload" in name else {}
-            parallelize(model, Mesh(device=bench.device), **shared, **options)  # type: ignore[arg-type]
+            shared: dict[str, Any] = {"grad_dtype": torch.float32}
+            shared["debug"] = Debug(bus_gb_s=BUSES["pcie5"]) if on_cpu and options else None
+            parallelize(model, Mesh(device=bench.device), **shared, **options)
             recompute(model, "selective")
             optimizer = AdamW(model.parameters(), lr=1e-4, max_grad_norm=1.0, master_weights=True)
             x = torch.randint(0, config.vocab_size, (rows, config.block_size), device=bench.device)
             row.median_ms = steady_ms(partial(_train, model, optimizer, x), 5, bench.device)
-            row.runs, row.peak_bytes = 5, torch.cuda.max_memory_allocated()
+            row.runs, row.peak_bytes = 5, None if on_cpu else torch.cuda.max_memory_allocated()
             row.tokens_per_s = x.numel() / row.median_ms * 1e3
             base_ms = base_ms or row.median_ms
             row.baseline, row.speedup = "fastpar", base_ms / row.median_ms
@@ -257,4 +265,7 @@ def run(bench: Bench) -> None:
         on_gpu(bench)
         return
     exposed(bench)
-    steps(bench)
+    for rows in ROWS:
+        steps(bench, rows)
+    if bench.quick:
+        on_gpu(bench)

@@ -10,7 +10,7 @@ amount.
 
 [Note: the host copy]
 Each rank allocates it once (pinned where there is a GPU) and uses it for every save, because fresh
-memory costs more than the copy. On a GPU the copies are enqueued on the step's stream, between this
+memory costs more than the copy. With offload it is a copy from host memory. On a GPU the copies are enqueued on the step's stream, between this
 step and the next, so the host does not wait; the writing thread waits for their event.
 """
 
@@ -179,12 +179,11 @@ class Capture:
     # Weights
 
     def _weights(self) -> Iterator[Item]:
-        for tensor in self._each_whole():
+        for tensor, value in self._each_whole():
             found = self._writer.get(id(tensor))
             if found is None:
                 continue
             writer, file, weight = found
-            value = tensor.detach()
             if weight.split and self.engine.shards.joins(tensor, writer):  # type: ignore[union-attr]
                 assert weight.declared is not None
                 value = weight.declared.whole(value, tensor)
@@ -195,15 +194,14 @@ class Capture:
             runs = whole_run(math.prod(weight.shape))
             yield Item(file, weight.key, tensor.dtype, weight.shape, runs, host, weight)
 
-    def _each_whole(self) -> Iterator[Tensor]:
-        """Parameters, whole along dp, and buffers; the same order on every rank."""
-        if self.engine is None:
-            yield from (w.tensor for _, weights in self.files for w in weights)
-            return
-        yield from self.engine.shards.each_whole()
-        known = {id(p) for p in self.engine.shards.params}
+    def _each_whole(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Parameters with their values, whole along dp, and buffers; in one order on all ranks."""
+        known = set()
+        if self.engine is not None:
+            yield from self.engine.shards.each_whole()
+            known = {id(p) for p in self.engine.shards.params}
         for _, weights in self.files:
-            yield from (w.tensor for w in weights if id(w.tensor) not in known)
+            yield from ((w.tensor, w.tensor.detach()) for w in weights if id(w.tensor) not in known)
 
     # The optimizer's state
 

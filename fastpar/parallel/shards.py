@@ -145,15 +145,21 @@ class Shards:
             told = [bucket.take_memory(position, new) for bucket, position, new in moved]
         return [message for message in told if message is not None]
 
-    def each_whole(self) -> Iterator[nn.Parameter]:
-        """Every trained parameter, whole along dp while it is yielded. Ranks: all.
+    def each_whole(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Every trained parameter, with its values whole along dp while it is yielded. Ranks: all.
 
-        At stage 3 one bucket at a time; what is written there is lost.
+        At stage 3 one bucket at a time; what is written there is lost. What a rank has whole on its
+        host is not brought to the device: values lie there.
         """
         for bucket in self.buckets:
             stale = not bucket.live
+            if bucket.host is not None and bucket.spec.n_shards == 1 and self.declared is None:
+                bucket.host.settle([bucket])
+                for i, p in enumerate(bucket.params):
+                    yield p, bucket.slot_of(bucket.stepped, i)
+                continue
             self.gather([bucket])
-            yield from bucket.params
+            yield from ((p, p.detach()) for p in bucket.params)
             if stale and self.stage.frees_parameters:
                 bucket.make_stale()
 

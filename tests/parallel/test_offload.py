@@ -24,6 +24,8 @@ from fastpar import (
     muon_groups,
     parallelize,
 )
+from fastpar.checkpoint.restore import load_checkpoint
+from fastpar.checkpoint.saver import Saver
 from fastpar.comm import host
 from fastpar.comm.bus import Bus, SlowBus
 from fastpar.optim.average import AveragedWeights
@@ -290,6 +292,23 @@ def test_a_host_that_is_too_small_says_what_would_fit(monkeypatch):
     assert "GB; share the state" in refused()
     monkeypatch.setattr(host, "free_memory", lambda: 16 * padded)
     made()
+
+
+@pytest.mark.parametrize(("mode", "stage"), [("optimizer", 2), ("parameters", 3)])
+def test_a_checkpoint_comes_from_the_host(tmp_path, monkeypatch, mode, stage):
+    """Nothing crosses the bus for it: neither down, nor up."""
+    model = made(mode, stage)
+    optimizer = adamw(model)
+    saver = Saver(tmp_path, model=model, optimizer=optimizer, asynchronous=False)
+    steps(model, optimizer, 2)
+    engine_of(model).shards.settle()
+    with monkeypatch.context() as context:
+        context.setattr(SlowBus, "_copy", None)
+        assert saver.save(2, {})
+    other = made(None, 0)
+    again = adamw(other)
+    load_checkpoint(saver.last.path, model=other, optimizer=again)
+    same(final(other, again), final(model, optimizer))
 
 
 @pytest.mark.parametrize("kind", [Muon, Adafactor])

@@ -198,7 +198,7 @@ def test_the_smallest_changes_that_make_something_fit():
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_offload_is_offered_to_those_who_have_it_not(device):
-    """XL with Muon takes more than 24 GB; AdamW's state may leave the device, where there is one."""
+    """XL with Muon takes more than 24 GB; AdamW's state may leave the device."""
     template = Setup(optimizer="muon", device_type=device)
     ways = smallest_changes(
         Workload(GPTConfig.preset("gpt2-xl"), 64),

@@ -1,4 +1,4 @@
-"""`fastpar` as a rank whose host fails in its step: argument 1 is JSON, [rank, "kill" or "raise", n].
+"""`fastpar` as a rank whose host fails: argument 1 is JSON, [rank, "kill" or "raise", n].
 
 In the n-th step of that rank, at the second bucket; over a stand-in for the bus of a GPU.
 """
