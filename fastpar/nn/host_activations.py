@@ -30,6 +30,8 @@ class _Kept:
         self.handle: Handle | None = None
 
     def __del__(self) -> None:
+        if self.handle is not None:  # a backward that stopped: memory is in use until it is there
+            self.handle.wait()
         if self.host is not None:
             self.free.append(self.host)
 

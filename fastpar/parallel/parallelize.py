@@ -440,7 +440,7 @@ class GroupMaker:
         return self.make(mesh.new_group("tp") if own else mesh.group("tp"), "tp")
 
     def of_engine(
-        self, stage: Stage, n_shards: int, *, alone: bool
+        self, stage: Stage, n_shards: int, *, alone: bool = False
     ) -> tuple[BucketGroups, Collectives | None]:
         """What the buckets travel over, and all ranks' group of the control exchange. Ranks: all.
 

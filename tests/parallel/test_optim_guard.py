@@ -158,7 +158,7 @@ def test_adafactor_is_refused(stage):
 @stages
 def test_zeroing_gradients_in_the_step_is_refused(stage):
     with pytest.raises(
-        ValueError, match=rf"zero_grad_in_step=False with zero_stage >= 1, got True .*={stage}; "
+        ValueError, match=rf"zero_stage >= 1 or offload, got True with zero_stage={stage}, "
     ):
         step_with(stage, lambda model: AdamW(model.parameters(), zero_grad_in_step=True))
 
