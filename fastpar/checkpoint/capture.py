@@ -10,8 +10,9 @@ amount.
 
 [Note: the host copy]
 Each rank allocates it once (pinned where there is a GPU) and uses it for every save, because fresh
-memory costs more than the copy. With offload it is a copy from host memory. On a GPU the copies are enqueued on the step's stream, between this
-step and the next, so the host does not wait; the writing thread waits for their event.
+memory costs more than the copy. With offload it is a copy from host memory. On a GPU the copies are
+enqueued on the step's stream, between this step and the next, so the host does not wait; the
+writing thread waits for their event.
 """
 
 from __future__ import annotations
