@@ -197,7 +197,7 @@ class Capture:
 
     def _each_whole(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Parameters with their values, whole along dp, and buffers; in one order on all ranks."""
-        known = set()
+        known: set[int] = set()
         if self.engine is not None:
             yield from self.engine.shards.each_whole()
             known = {id(p) for p in self.engine.shards.params}
