@@ -49,7 +49,7 @@ class Engine:
     Attributes:
         shards: the buckets and parameters, as this rank has them.
         shares: whether a rank has less than whole parameters, or gradients of less.
-        steps_pieces: whether optimizers step pieces, or what is on the host, not p with p.grad.
+        steps_pieces: whether optimizers step pieces, or what the host has, not p with p.grad.
         phase: of the step; report: StepReport of the last one, None before it.
         tp_report: what is split along tp, and why; print it.
         tree_ms: the host's time in the fixed sums of the last step.
@@ -71,12 +71,11 @@ class Engine:
         self.mesh, self.control_group, self.debug = mesh, control_group, debug
         self.input_checks: list[InputCheck] = []
         self.log, self.buckets, self.declared = shards.log, shards.buckets, shards.declared
-        self.shares, offloads = shards.shares, self.settings.offload is not None
-        self.steps_pieces = self.shares or offloads
+        self.shares, offload = shards.shares, self.settings.offload
+        self.steps_pieces = self.shares or offload is not None
         on_cpu = self.mesh.device.type == "cpu"
         self.reducer = Reducer(shards.buckets, self.settings, self.log, on_cpu=on_cpu)
-        gathers = self.stage.shards or offloads
-        self.gathers = Gathers(units, shards, self) if gathers else None
+        self.gathers = Gathers(units, shards, self) if self.stage.shards or offload else None
         self.partials = PartialGradients(shards)
         self._last_bucket = shards.buckets[-1].spec.index
         self._active = self.buckets  # those to which a backward gives gradients, or that it sends
@@ -418,8 +417,7 @@ class Engine:
         Returns:
             A new tensor, the same bits on every rank.
         """
-        naming = self.log.naming("summing scalars after", self._last_bucket)
-        with naming, self.log.timer.waiting():
+        with self.log.naming("summing scalars after", self._last_bucket), self.log.timer.waiting():
             return self.control.sum(values)
 
     # Gradients and parameters
@@ -442,8 +440,7 @@ class Engine:
         shards, found, slots = self.shards, [], self.shards.layout.slots
         for i in sorted(range(len(slots)), key=lambda i: slots[i].registered):
             p = shards.params[i]
-            grad = shards.piece(p).grad
-            if grad is not None:
+            if (grad := shards.piece(p).grad) is not None:
                 found.append((p, shards.full(grad, p) if shards.shares else grad))
         return found
 
