@@ -215,13 +215,13 @@ PYBIND11_MODULE(_C, m) {
          Address y, Address mean, Address rstd, int dtype, int64_t n, int64_t c, float eps,
          bool rms, int64_t seed, int64_t first_sample, int site, int threshold, int64_t samples,
          int64_t heads, int64_t rows, const RowPlace& place, int threads) {
-        fastpar::layer_norm_fwd(
-            at<const void>(x), at<const void>(residual), at<const float>(x_bias),
-            at<const float>(weight), at<const float>(bias), at<void>(sum), at<void>(y),
-            at<float>(mean), at<float>(rstd), dtype_of(dtype), n, c, eps, rms,
-            mask_block(seed, first_sample, site, threshold, samples, heads, rows, c, 0, place[0],
-                       place[1], place[2]),
-            threads);
+        fastpar::layer_norm_fwd(at<const void>(x), at<const void>(residual),
+                                at<const float>(x_bias), at<const float>(weight),
+                                at<const float>(bias), at<void>(sum), at<void>(y), at<float>(mean),
+                                at<float>(rstd), dtype_of(dtype), n, c, eps, rms,
+                                mask_block(seed, first_sample, site, threshold, samples, heads,
+                                           rows, c, 0, place[0], place[1], place[2]),
+                                threads);
       },
       unlocked);
   m.def(
@@ -231,14 +231,14 @@ PYBIND11_MODULE(_C, m) {
          int64_t n, int64_t c, bool rms, int64_t seed, int64_t first_sample, int site,
          int threshold, int64_t samples, int64_t heads, int64_t rows, const RowPlace& place,
          int threads) {
-        fastpar::layer_norm_bwd(
-            at<const void>(dy), at<const void>(dsum_out), at<const void>(x),
-            at<const float>(weight), at<const float>(mean), at<const float>(rstd), at<void>(dsum),
-            at<void>(dx), at<float>(dweight), at<float>(dbias), at<float>(dx_bias), dtype_of(dtype),
-            n, c, rms,
-            mask_block(seed, first_sample, site, threshold, samples, heads, rows, c, 0, place[0],
-                       place[1], place[2]),
-            threads);
+        fastpar::layer_norm_bwd(at<const void>(dy), at<const void>(dsum_out), at<const void>(x),
+                                at<const float>(weight), at<const float>(mean),
+                                at<const float>(rstd), at<void>(dsum), at<void>(dx),
+                                at<float>(dweight), at<float>(dbias), at<float>(dx_bias),
+                                dtype_of(dtype), n, c, rms,
+                                mask_block(seed, first_sample, site, threshold, samples, heads,
+                                           rows, c, 0, place[0], place[1], place[2]),
+                                threads);
       },
       unlocked);
   m.def(
@@ -246,10 +246,10 @@ PYBIND11_MODULE(_C, m) {
       [](const Layout& q, const Layout& k, const Layout& v, const Layout& o, Address stats,
          int dtype, const AttentionSizes& s, bool causal, float scale, int64_t seed,
          int64_t first_sample, int site_head, int threshold, int64_t first_row, int threads) {
-        fastpar::attention_fwd(strided(q), strided(k), strided(v), strided(o), at<float>(stats),
-                               dtype_of(dtype), attention_shape(s, causal, scale),
-                               attention_mask(seed, first_sample, site_head, threshold, first_row, s),
-                               threads);
+        fastpar::attention_fwd(
+            strided(q), strided(k), strided(v), strided(o), at<float>(stats), dtype_of(dtype),
+            attention_shape(s, causal, scale),
+            attention_mask(seed, first_sample, site_head, threshold, first_row, s), threads);
       },
       unlocked);
   m.def(

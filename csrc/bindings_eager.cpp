@@ -59,8 +59,11 @@ void bind_eager(py::module_& m) {
   m.def("prepare_eager", [](py::object tensor, py::object parameter, py::object has_storage,
                             py::object peek_transform, py::object modes, py::object functions) {
     const auto keep = [](py::object& x) { return x.release().ptr(); };
-    state = new State{keep(tensor),         keep(parameter), keep(has_storage),
-                      keep(peek_transform), {keep(modes), keep(functions)}};
+    state = new State{keep(tensor),
+                      keep(parameter),
+                      keep(has_storage),
+                      keep(peek_transform),
+                      {keep(modes), keep(functions)}};
     is_cuda = PyUnicode_InternFromString("is_cuda");
     is_cpu = PyUnicode_InternFromString("is_cpu");
     is_neg = PyUnicode_InternFromString("is_neg");

@@ -1,11 +1,12 @@
 // launch(kernel, grid, *args, **constants): a Triton kernel that was launched before goes to the
 // driver from here; kernels/triton_launch.py [Note: launches again] says what "before" means.
 //
-// [Note: no CUDA header] The driver's library is the one that Triton has loaded. Two of its functions
-// are called, and one that describes tiles of memory; their C interface is stable since CUDA 12.
+// [Note: no CUDA header] The driver's library is the one that Triton has loaded. Two of its
+// functions are called, and one that describes tiles of memory; their C interface is stable since
+// CUDA 12.
 //
-// [Note: names by address] A key holds addresses of Python objects (kernel, dtypes, names, layouts).
-// Its entry owns these objects, so that no other one can come to lie there.
+// [Note: names by address] A key holds addresses of Python objects (kernel, dtypes, names,
+// layouts). Its entry owns these objects, so that no other one can come to lie there.
 #include <dlfcn.h>
 
 #include <array>
@@ -53,8 +54,8 @@ struct Entry {
 
 // What Python gives once; never destroyed, as Python may be gone before.
 struct State {
-  py::object tensor, parameter, first_time, through_triton, settings, data_ptr, dtype, get_device, calls,
-      pre_run_hooks;
+  py::object tensor, parameter, first_time, through_triton, settings, data_ptr, dtype, get_device,
+      calls, pre_run_hooks;
   std::vector<py::object> hooks;
   std::unordered_map<uint64_t, Entry> entries;
 };
@@ -134,8 +135,7 @@ bool read_argument(PyObject* x, Call* call, uint64_t* value) {
   } else if (PyBool_Check(x)) {
     *value = x == Py_True;
     call->key.put('b', x);
-  } else if (PyTuple_Check(x) && PyTuple_GET_SIZE(x) == 2 &&
-             is_tensor(PyTuple_GET_ITEM(x, 0))) {
+  } else if (PyTuple_Check(x) && PyTuple_GET_SIZE(x) == 2 && is_tensor(PyTuple_GET_ITEM(x, 0))) {
     call->key.put('d', PyTuple_GET_ITEM(x, 1));
     return read_tensor(PyTuple_GET_ITEM(x, 0), call, value);
   } else {
@@ -209,10 +209,9 @@ long long size_of(PyObject* grid, Py_ssize_t i) {
 void encode(const Tile& tile, uint64_t address, void* out) {
   constexpr std::array<uint32_t, kMostDims> steps = {1, 1, 1, 1, 1};
   constexpr int kNoInterleave = 0, kPromotion128Bytes = 2, kZeros = 0;
-  const Status status =
-      driver.encode_tile(out, tile.type, tile.rank, at<void>(address), tile.sizes.data(),
-                         tile.strides_bytes.data(), tile.box.data(), steps.data(), kNoInterleave,
-                         tile.swizzle, kPromotion128Bytes, kZeros);
+  const Status status = driver.encode_tile(
+      out, tile.type, tile.rank, at<void>(address), tile.sizes.data(), tile.strides_bytes.data(),
+      tile.box.data(), steps.data(), kNoInterleave, tile.swizzle, kPromotion128Bytes, kZeros);
   if (status != 0) {
     throw std::runtime_error(concat("launch: expected a descriptor of a tile, got error ", status,
                                     " of the driver; set FASTPAR_BACKEND=torch"));
@@ -350,9 +349,9 @@ PyObject* launch_or_raise(PyObject* const* args, Py_ssize_t n, PyObject* names) 
   bool known = false;
   if (readable) {
     const auto found = state->entries.find(call.key.hash());
-    known = found != state->entries.end() &&
-            found->second.key.compare(0, std::string::npos, call.key.bytes.data(),
-                                      call.key.size) == 0;
+    known =
+        found != state->entries.end() &&
+        found->second.key.compare(0, std::string::npos, call.key.bytes.data(), call.key.size) == 0;
     if (known && found->second.function != nullptr && !is_watched(args[0])) {
       launch_again(found->second, call, args[1]);
       return py::none().release().ptr();
@@ -387,16 +386,20 @@ PyMethodDef launch_method = {
 }  // namespace
 
 void bind_launch(py::module_& m) {
-  m.def("prepare_launch", [](py::object tensor, py::object parameter, py::object first_time,
-                             py::object through_triton, py::object settings, std::vector<py::object> hooks) {
-    const auto name = [](const char* text) {
-      return py::reinterpret_steal<py::object>(PyUnicode_InternFromString(text));
-    };
-    if (state == nullptr) state = new State;
-    *state = {tensor, parameter, first_time, through_triton, settings,
-              name("data_ptr"), name("dtype"),  name("get_device"), name("calls"),
-              name("pre_run_hooks"), std::move(hooks), {}};
-  });
+  m.def("prepare_launch",
+        [](py::object tensor, py::object parameter, py::object first_time,
+           py::object through_triton, py::object settings, std::vector<py::object> hooks) {
+          const auto name = [](const char* text) {
+            return py::reinterpret_steal<py::object>(PyUnicode_InternFromString(text));
+          };
+          if (state == nullptr) state = new State;
+          *state = {tensor,           parameter,
+                    first_time,       through_triton,
+                    settings,         name("data_ptr"),
+                    name("dtype"),    name("get_device"),
+                    name("calls"),    name("pre_run_hooks"),
+                    std::move(hooks), {}};
+        });
   m.def("pause_launches", [](bool pause) { paused += pause ? 1 : -1; });
   m.def("known_launches", [] { return state == nullptr ? 0 : state->entries.size(); });
   m.attr("launch") = py::reinterpret_steal<py::object>(PyCFunction_New(&launch_method, nullptr));

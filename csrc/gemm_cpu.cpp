@@ -6,10 +6,10 @@
 // of at most kMaxK. In a pass the smaller of A and B is packed once into a panel that all threads
 // read; the larger is cut into chunks that fit in L2, each packed and multiplied by one thread.
 // Packed, the operands lie in slivers of kMr rows (A) or kNr columns (B), zero-padded, k outermost;
-// a last sliver of A with fewer rows is multiplied by those alone (one of 128 rows has 2: 8 % less).
-// Sums run in registers for kSum products and are then added to the tile: shorter chains round less
-// than one long one. The order of the additions of an element of C depends on K alone, so its bits
-// do not depend on M, N, strides or threads.
+// a last sliver of A with fewer rows is multiplied by those alone (one of 128 rows has 2: 8 %
+// less). Sums run in registers for kSum products and are then added to the tile: shorter chains
+// round less than one long one. The order of the additions of an element of C depends on K alone,
+// so its bits do not depend on M, N, strides or threads.
 #include <algorithm>
 #include <array>
 #include <stdexcept>
