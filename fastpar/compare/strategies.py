@@ -467,13 +467,8 @@ _ALL = (
         for n in _STAGES
     ),
     *(
-        Strategy(
-            name, label, partial(_fastpar, cp=2, stage=0, cp_method=m), at_least=2, ranks=2, cp=2
-        )
-        for name, label, m in (
-            ("cp", "fastpar CP", "heads"),
-            ("cp-keys", "fastpar CP, keys", "keys"),
-        )
+        Strategy(n, about, partial(_fastpar, cp=2, stage=0, cp_method=m), at_least=2, ranks=2, cp=2)
+        for n, about, m in (("cp", "fastpar CP", "heads"), ("cp-keys", "fastpar CP, keys", "keys"))
     ),
     Strategy("pp", "fastpar PP", partial(_fastpar, stage=0, pp=0), at_least=2, pp=0),
     Strategy(
