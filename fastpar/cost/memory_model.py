@@ -230,12 +230,13 @@ class _Peak:
         kept = 0.0
         for n, waiting, layers in zip(held, now.waiting, parts.layers):
             kept += (n - waiting) * self._kept(layers) + waiting * self._waits(layers)
-        for chunk, n in enumerate(held):
+        for chunk, (n, waiting) in enumerate(zip(held, now.waiting)):
             ends = 2 - (parts.first and chunk == 0) - (parts.last and chunk == last)
-            kept += n * ends * self.a
+            kept += (n - waiting) * ends * self.a
         ends = self.head and now.chunk == last  # the loss has no gradient to be given
         kept += self.a * (2 - ends)
-        kept += (held[-1] - ends) * (2 * self.a + 4 * self.table) * self.head
+        forward = held[-1] - max(now.waiting[-1], ends)
+        kept += (forward * 2 * self.a + (held[-1] - ends) * 4 * self.table) * self.head
         layers = parts.layers[now.chunk]
         return kept - (self._waits(layers) if self.splits else self._kept(layers))
 
