@@ -39,7 +39,7 @@ TORCH_CLASSES: dict[type[nn.Module], tuple[type[nn.Module], str]] = {
     nn.GELU: (modules.GELU, "GELU in one pass"),
     nn.Embedding: (modules.Embedding, "deterministic backward without atomics"),
 }
-OURS = ("fastpar.nn.modules", "fastpar.models.gpt", "fastpar.models.parts")
+OURS = ("fastpar.nn.", "fastpar.models.", "fastpar.experts.")  # our own modules
 
 
 @dataclass
@@ -140,7 +140,8 @@ def plan_losses(model: nn.Module) -> dict[nn.Module, Plan]:
     plans: dict[nn.Module, Plan] = {}
     why, found = "", any(_is_gpt2(m, "GPT2LMHeadModel") for m in model.modules())
     for module in model.modules():
-        norm = None if type(module).__module__ in (GPT2, *OURS) else loss_shape(module)
+        known = type(module).__module__.startswith((GPT2, *OURS))
+        norm = None if known else loss_shape(module)
         if isinstance(module, Loss):
             found = True
         elif norm is not None:
@@ -170,7 +171,8 @@ def plan(name: str, module: nn.Module, fused_loss: bool, looks: Looks) -> Plan:
         return f"its {method} was replaced by someone else's"
     if type(module) in TORCH_CLASSES:
         return _plan_torch(module)
-    if type(module).__module__ in OURS and not isinstance(module, modules.CausalSelfAttention):
+    ours = type(module).__module__.startswith(OURS)
+    if ours and not isinstance(module, modules.CausalSelfAttention):
         return None
     found = looks.plan(name, module, fused_loss)
     if isinstance(found, Fused):

@@ -461,7 +461,9 @@ def test_a_network_that_does_not_work_shows_at_the_start(monkeypatch):
         Mesh(tp=2)
 
     monkeypatch.setattr(dist, "all_reduce", all_reduce)  # here: the ranks are threads
-    message = r"Mesh: expected the 2 ranks along replicas, dp to reach each other, got an error on "
+    message = (
+        r"Mesh: expected the 2 ranks along replicas, dp, ep to reach each other, got an error on "
+    )
     with pytest.raises(RuntimeError, match=message + r"rank \d \(no route to host\); check that"):
         run_ranks(rank, 4)
 
