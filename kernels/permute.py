@@ -153,7 +153,7 @@ def _combine_backward(ctx, dy):
     return *(grad if needed else None for grad, needed in zip(grads, need)), None
 
 
-define_autograd(_permute, _permute_setup, _permute_backward, by_products=2)
+define_autograd(_permute, _permute_setup, _permute_backward)
 define_autograd(_combine, _combine_setup, _combine_backward)
 
 

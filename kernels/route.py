@@ -77,7 +77,7 @@ def _backward(ctx, dweights, _):
     return _route_bwd(dweights, *ctx.saved_tensors), None, None
 
 
-define_autograd(_route, _setup_context, _backward, by_products=1)
+define_autograd(_route, _setup_context, _backward)
 
 
 def route(logits: Tensor, k: int, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:

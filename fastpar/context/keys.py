@@ -218,7 +218,7 @@ def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(qkv, key, cu_seqlens, *output)
 
 
-def _backward(ctx: Any, do: Tensor, _dstats: Any) -> tuple:
+def _backward(ctx: Any, do: Tensor, *_: Any) -> tuple:
     refuse_double_backward("context_parallel")
     qkv, key, cu_seqlens, o, stats = ctx.saved_tensors
     mask = key, ctx.site_head, ctx.threshold
