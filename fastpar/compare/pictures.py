@@ -21,7 +21,7 @@ from fastpar.train.metrics import smoothed
 
 _COLOURS = (
     *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#8B4513"),
-    *("#332288", "#BBBB00"),
+    *("#332288", "#BBBB00", "#AA4499"),
 )
 _MARKERS = "s^vDPX*<>hdp8H"
 # Those that run on two ranks by default have a colour each; the rest share them.

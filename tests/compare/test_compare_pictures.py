@@ -127,7 +127,7 @@ def test_no_two_strategies_look_alike():
     assert len(set(looks)) == len(STRATEGIES)
     default = [look(name) for name in DEFAULT if not name.startswith(("deepspeed", "tp-", "dp-"))]
     for part in ("color", "marker"):
-        assert len({style[part] for style in default}) == len(default) == 11
+        assert len({style[part] for style in default}) == len(default) == 12
 
 
 def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch):
