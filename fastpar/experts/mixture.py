@@ -15,6 +15,7 @@ of c_proj's bias, which one rank adds.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -101,6 +102,7 @@ class Experts(nn.Module):
 
     def __init__(self, config: GPTConfig, losses: Losses, number: int) -> None:
         super().__init__()
+        _keep_out_of_graphs()
         self.n_expert, self.capacity = config.n_expert, config.expert_capacity
         self.losses, self.number = losses, number
         self.router = Router(config)
@@ -124,7 +126,6 @@ class Experts(nn.Module):
         names = ("c_fc.weight", "c_fc.bias", "c_proj.weight", "c_proj.bias")
         return dict.fromkeys(names, Shard(0))
 
-    @torch.compiler.disable
     def forward(self, y: Tensor) -> Tensor:
         """[..., C] -> [..., C]; under sequence parallelism this rank's tokens, [N/tp, C]."""
         x, tp = y.reshape(-1, y.shape[-1]), self.tp
@@ -157,3 +158,12 @@ class Experts(nn.Module):
             bias = bias * 0.0
         rows = grouped_linear(rows, proj.weight, bias, counts)
         return rows if way is None else way.to_tokens(rows)
+
+
+@functools.cache
+def _keep_out_of_graphs() -> None:
+    """No torch.compile traces experts, whose sizes depend on the data.
+
+    Not a decorator: that imports torch's compiler, for models without experts, too.
+    """
+    setattr(Experts, "forward", torch.compiler.disable(Experts.forward))  # noqa: B010 mypy

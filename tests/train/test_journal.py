@@ -20,7 +20,7 @@ from fastpar.train.metrics import read_metrics
 
 FACTS = {
     "device": "CPU", "dtype": "fp32", "world_size": 2, "tp": 1,
-    "cp": 1, "pp": 1, "sequence_parallel": False,
+    "cp": 1, "cp_method": "heads", "pp": 1, "sequence_parallel": False,
     "threads": 1, "block_size": 8, "micro_batch_size": 4, "grad_accum_steps": 1, "zero_stage": 0,
     "n_shards": 1, "accumulate": "full", "transport": "shm", "storage": "adamw",
 }  # fmt: skip

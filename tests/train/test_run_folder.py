@@ -20,6 +20,7 @@ FACTS = {
     "world_size": 2,
     "tp": 1,
     "cp": 1,
+    "cp_method": "heads",
     "pp": 1,
     "sequence_parallel": False,
     "threads": 1,
