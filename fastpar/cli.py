@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -59,6 +59,8 @@ class SampleCommand(_OfWeights):
     tokenizer: str | None = None
     """gpt2, bytes, or a folder with a saved one or nanoGPT's meta.pkl; unset: the model's own."""
     sample: SampleSettings = field(default_factory=SampleSettings)
+    interactive: bool = False
+    """Read prompts, a line each, and go on from each at once."""
     seed: int = 0
     """Seed of the random draws."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -373,38 +375,6 @@ def _weights(name: str, given: str | None) -> Path:
     return folder
 
 
-def _tokenizer(named: str | None, source: Path, vocab_size: int) -> Any:
-    """The tokenizer of weights: the one that is named, or theirs."""
-    from fastpar.data import tokenizer as tokenizers
-    from fastpar.models.nanogpt import tokenizer_of_nanogpt
-
-    name = named
-    if name is None and source.is_file():
-        name = tokenizer_of_nanogpt(source, vocab_size)
-        if name is not None:
-            _note(f"tokenizer {name}, as nanoGPT has it; --tokenizer chooses another one")
-    if name is None and (source.is_file() or not tokenizers.has_tokenizer(source)):
-        raise ValueError(
-            f"fastpar sample: expected --tokenizer for the {vocab_size} tokens of {source}, which "
-            "has none, got none; name gpt2, bytes, or a folder with a saved one or the meta.pkl of "
-            "nanoGPT's data"
-        )
-    if name is None:
-        return tokenizers.load_tokenizer(source)
-    if tokenizers.learns_from_text(name):
-        raise ValueError(
-            f"fastpar sample: expected a tokenizer that was saved, got tokenizer={name}, which "
-            "learns from a text; name the folder that it was saved in"
-        )
-    tokenizer = tokenizers.make_tokenizer(name)
-    if tokenizer.vocab_size > vocab_size:
-        raise ValueError(
-            f"fastpar sample: expected a tokenizer of at most the {vocab_size} tokens of {source}, "
-            f"got tokenizer={name} with {tokenizer.vocab_size}; name the one it was trained with"
-        )
-    return tokenizer
-
-
 def _sample(arguments: list[str]) -> int:
     _refuse_old_flags("sample", arguments)
     command = _parse(SampleCommand, arguments, "sample")
@@ -413,10 +383,14 @@ def _sample(arguments: list[str]) -> int:
             "fastpar sample: expected --num-samples >= 1, got num_samples="
             f"{command.sample.num_samples}; leave it out for {SampleSettings().num_samples}"
         )
+    if command.interactive and command.sample.prompt:
+        raise ValueError(
+            "fastpar sample: expected --interactive or --prompt, got both; type the prompts"
+        )
     import torch
 
     from fastpar.checkpoint.weight_sources import load_weights
-    from fastpar.train.sample import sample
+    from fastpar.train.sample import find_tokenizer, sample, typed_prompts
 
     torch.set_num_threads(launch.threads_per_rank(None, 1))
     device = command.device
@@ -424,9 +398,20 @@ def _sample(arguments: list[str]) -> int:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     folder = _weights("sample", command.folder)
     model = load_weights(folder, say=_note)
-    tokenizer = _tokenizer(command.tokenizer, folder, model.config.vocab_size)
-    for piece in sample(model.to(device), tokenizer, command.sample, seed=command.seed):
-        print(piece, end="", flush=True)
+    tokenizer = find_tokenizer(command.tokenizer, folder, model.config.vocab_size, say=_note)
+    model = model.to(device)
+    seed = command.seed
+    prompts = typed_prompts(_note) if command.interactive else [command.sample.prompt]
+    for prompt in prompts:
+        settings = replace(command.sample, prompt=prompt)
+        try:
+            for piece in sample(model, tokenizer, settings, seed=seed, say=_note):
+                print(piece, end="", flush=True)
+        except ValueError as error:
+            if not command.interactive:
+                raise
+            _note(str(error))  # the next prompt may be a better one
+        seed += settings.num_samples
     return 0
 
 

@@ -255,16 +255,20 @@ class FaultSettings:
 class SampleSettings:
     """Texts drawn from the model."""
 
-    prompt: str = ""
-    """Text to go on from; unset: a new line."""
+    prompt: Annotated[tuple[str, ...], for_tyro(lambda c: c.UseAppendAction)] = ()
+    """Text to go on from, again for several; unset: a new line."""
     num_samples: int = 2
-    """Texts; of train 0: none."""
+    """Texts of each prompt; of train 0: none."""
     max_new_tokens: int = 200
     """Tokens of each text."""
     temperature: float = 0.8
     """0: always the likeliest token; 1: as the model says."""
     top_k: int | None = 50
     """Only among the k likeliest tokens; 0: among all."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.prompt, str):  # of a file, or of a run before there were several
+            object.__setattr__(self, "prompt", (self.prompt,) if self.prompt else ())
 
 
 @dataclass(frozen=True)

@@ -101,6 +101,9 @@ def fits(value: Any, hint: Any) -> bool:
         return any(value == arg and type(value) is type(arg) for arg in args)
     if origin in (Union, types.UnionType):
         return any(fits(value, arg) for arg in args)
+    if origin is tuple and args[-1] is Ellipsis:
+        several = value if isinstance(value, (list, tuple)) else [value]
+        return all(fits(v, args[0]) for v in several)
     if origin is tuple:
         items = isinstance(value, (list, tuple)) and len(value) == len(args)
         return items and all(fits(v, arg) for v, arg in zip(value, args))
@@ -114,6 +117,8 @@ def describe(hint: Any) -> str:
     args = [arg for arg in get_args(hint) if arg is not types.NoneType]
     if get_origin(hint) is Literal:
         return "one of " + ", ".join(map(str, args))
+    if get_origin(hint) is tuple and Ellipsis in args:
+        return f"{describe(args[0])} or a list of them"
     if get_origin(hint) is tuple:
         return f"{len(args)} numbers"
     return " or ".join(describe(arg) for arg in args) if args else hint.__name__

@@ -1,17 +1,21 @@
-"""Text from a model: a stream of tokens, and a stream of the characters that they spell."""
+"""Text from a model: which prompts and tokenizer, a stream of tokens, and their characters."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from fastpar.config.options import SampleSettings
+from fastpar.data import tokenizer as tokenizers
 from fastpar.data.tokenizer import Tokenizer
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import check_whole
+from fastpar.models.nanogpt import tokenizer_of_nanogpt
 from fastpar.models.reads import nothing_read
 
 SEPARATOR = "\n" + 40 * "-" + "\n"
@@ -19,12 +23,12 @@ SEPARATOR = "\n" + 40 * "-" + "\n"
 
 def generate(
     model: GPT,
-    idx: Tensor,
+    idx: Tensor | Sequence[Tensor],
     max_new_tokens: int,
     *,
     temperature: float = 1.0,
     top_k: int | None = None,
-    generator: torch.Generator | None = None,
+    generator: torch.Generator | Sequence[torch.Generator] | None = None,
     vocab_size: int | None = None,
 ) -> Iterator[Tensor]:
     """Continues each row of idx token by token, without dropout, as fast as the caller asks.
@@ -33,24 +37,32 @@ def generate(
     the window moves, and with it the positions of all: then each step reads the window anew.
 
     Args:
-        idx: [B, T] int64, T >= 1. The model reads the last block_size tokens at most.
+        idx: [B, T] int64, T >= 1, or B rows [T_b] of lengths of their own. The model reads the
+            last block_size tokens of a row at most. All rows go on from the length of the
+            shortest: those that are longer read their own next token until they have no more.
         max_new_tokens: >= 0.
         temperature: divides the logits; 0 takes the most likely token.
         top_k: draws from the k most likely tokens only.
-        generator: on the CPU, where tokens are drawn whatever the model's device; torch's default
-            one otherwise.
+        generator: on the CPU, where tokens are drawn whatever the model's device, or one for each
+            row; torch's default one otherwise.
         vocab_size: draws from the first so many tokens only, those of a tokenizer that has fewer
             than the model.
     Returns:
-        An iterator of max_new_tokens tensors [B] int64 on idx's device. No token is one of the
-        vocabulary's padding.
+        An iterator of tensors [B] int64 on idx's device, max_new_tokens for each row and -1 before
+        and after them. No token is one of the vocabulary's padding.
     Raises:
         ValueError: an argument outside the above.
     """
     check_whole("generate", model)
-    if idx.dim() != 2 or idx.shape[1] < 1:
+    shapes = [list(row.shape) for row in idx]
+    if isinstance(idx, Tensor) and (idx.dim() != 2 or idx.shape[1] < 1):
         raise ValueError(
             f"generate: expected idx [B, T] with T >= 1, got idx.shape={list(idx.shape)}; "
+            "start from one token at least"
+        )
+    if any(len(shape) != 1 or shape[0] < 1 for shape in shapes):
+        raise ValueError(
+            f"generate: expected rows of one token at least, got shapes={shapes}; "
             "start from one token at least"
         )
     if max_new_tokens < 0:
@@ -67,30 +79,59 @@ def generate(
         raise ValueError(
             f"generate: expected top_k >= 1, got top_k={top_k}; leave it out to draw from all"
         )
+    if isinstance(generator, Sequence) and len(generator) != len(idx):
+        raise ValueError(
+            f"generate: expected one generator, or one for each of {len(idx)} rows, got "
+            f"{len(generator)}; make one for each row"
+        )
+    rows = [row[-model.config.block_size :] for row in idx]
+
+    def draw(logits: Tensor, of_rows: list[int]) -> Tensor:
+        each = isinstance(generator, Sequence)
+        return _draw(
+            logits, temperature, top_k, [generator[i] for i in of_rows] if each else generator
+        )
+
+    if not rows or not max_new_tokens:
+        return iter(())
+    return _tokens(model, rows, max_new_tokens, vocab_size, draw)
+
+
+def _tokens(
+    model: GPT,
+    rows: list[Tensor],
+    max_new_tokens: int,
+    vocab_size: int | None,
+    draw: Callable[[Tensor, list[int]], Tensor],
+) -> Iterator[Tensor]:
+    """generate()'s iterator; draw: logits [N, V] of N rows, and which rows -> tokens [N]."""
     size = model.config.block_size
-
-    def tokens(idx: Tensor) -> Iterator[Tensor]:
-        idx = idx[:, -size:]
-        read = nothing_read(model.config, len(idx), model.wte.weight)
-        new = idx
-        for _ in range(max_new_tokens):
-            with torch.no_grad():
-                x = model.features(new, read=read)
-                logits = model.logits(x[:, -1])[:, :vocab_size].float().cpu()
-                token = _draw(logits, temperature, top_k, generator).to(idx.device)
-                idx = torch.cat((idx, token[:, None]), dim=1)
-                new = idx[:, -1:]
-                if idx.shape[1] > size:  # every token moves to another position: read all anew
-                    new = idx = idx[:, -size:]
-                    for layer in read:
-                        layer.length = 0
-            yield token
-
-    return tokens(idx)
+    first, last = min(map(len, rows)), max(map(len, rows))
+    new = idx = torch.stack([row[:first] for row in rows])
+    read = nothing_read(model.config, len(rows), model.wte.weight)
+    for length in range(first, last + max_new_tokens):
+        with torch.no_grad():
+            logits = model.logits(model.features(new, read=read)[:, -1])
+            logits = logits[:, :vocab_size].float().cpu()
+            grow = [i for i, r in enumerate(rows) if len(r) <= length < len(r) + max_new_tokens]
+            token = torch.full((len(rows),), -1)
+            token[grow] = draw(logits[grow], grow)
+            given = [int(row[length]) if length < len(row) else 0 for row in rows]
+            read_next = token.where(token >= 0, torch.tensor(given)).to(idx.device)
+            idx = torch.cat((idx, read_next[:, None]), dim=1)
+            new = idx[:, -1:]
+            if idx.shape[1] > size:  # every token moves to another position: read all anew
+                new = idx = idx[:, -size:]
+                for layer in read:
+                    layer.length = 0
+        yield token.to(idx.device)
 
 
 def _draw(
-    logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None
+    logits: Tensor,
+    temperature: float,
+    top_k: int | None,
+    generator: torch.Generator | Sequence[torch.Generator] | None,
 ) -> Tensor:
     """logits [B, V] -> tokens [B]."""
     if temperature == 0.0:
@@ -100,7 +141,10 @@ def _draw(
     if top_k is not None:
         kept = logits.topk(min(top_k, logits.shape[-1])).indices
         logits = torch.full_like(logits, -torch.inf).scatter(-1, kept, logits.gather(-1, kept))
-    return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)[:, 0]
+    likely = logits.softmax(dim=-1)
+    if isinstance(generator, Sequence):
+        return torch.cat([torch.multinomial(p, 1, generator=g) for p, g in zip(likely, generator)])
+    return torch.multinomial(likely, 1, generator=generator)[:, 0]
 
 
 def stream_text(tokens: Iterable[int], decode: Callable[[list[int]], str]) -> Iterator[str]:
@@ -125,37 +169,78 @@ def stream_text(tokens: Iterable[int], decode: Callable[[list[int]], str]) -> It
 
 
 def sample(
-    model: GPT, tokenizer: Tokenizer, settings: SampleSettings, *, seed: int = 0
+    model: GPT,
+    tokenizer: Tokenizer,
+    settings: SampleSettings,
+    *,
+    seed: int = 0,
+    say: Callable[[str], None] | None = None,
 ) -> Iterator[str]:
-    """Texts as they are drawn: settings.num_samples times the prompt and the model's continuation.
+    """Texts as they are drawn: for each prompt num_samples times it and the model's continuation.
 
-    Sample i has a generator of its own, seeded by seed + i. Rows that pad a vocabulary beyond the
-    tokenizer's, as nanoGPT's 50304, are never drawn. Without a prompt, free text.
+    Text i has a generator of its own, seeded by seed + i: it does not depend on which others are
+    drawn with it. Neighbours whose lengths differ by at most max_new_tokens are computed at once;
+    the first of them is told as it is drawn, then the others. Rows that pad a vocabulary beyond
+    the tokenizer's, as nanoGPT's 50304, are never drawn. Without a prompt, free text.
 
+    Args:
+        say: is told of a prompt longer than the context.
     Raises:
         ValueError: a prompt without tokens; see generate.
     """
-    prompt = settings.prompt or _free_prompt(tokenizer)
-    ids = tokenizer.encode(prompt)
-    if not ids:
-        raise ValueError(
-            f"sample: expected a prompt of one token at least, got prompt={prompt!r}; "
-            "begin with a newline for free text"
-        )
-    start = torch.tensor([ids], dtype=torch.int64, device=model.wte.weight.device)
-    for i in range(settings.num_samples):
-        tokens = generate(
+    texts: list[tuple[str, Tensor]] = []
+    for prompt in settings.prompt or (_free_prompt(tokenizer),):
+        ids = tokenizer.encode(prompt or _free_prompt(tokenizer))
+        if not ids:
+            raise ValueError(
+                f"sample: expected a prompt of one token at least, got prompt={prompt!r}; "
+                "begin with a newline for free text"
+            )
+        size = model.config.block_size
+        if say and len(ids) > size:
+            say(f"the prompt has {len(ids)} tokens; the model reads the last {size} of them")
+        row = torch.tensor(ids[-size:], dtype=torch.int64, device=model.wte.weight.device)
+        texts += [(prompt, row)] * settings.num_samples
+    done = 0
+    while done < len(texts):
+        group = _neighbours(texts[done:], settings.max_new_tokens)
+        stream = generate(
             model,
-            start,
+            [row for _, row in group],
             settings.max_new_tokens,
             temperature=settings.temperature,
             top_k=settings.top_k or None,
-            generator=torch.Generator("cpu").manual_seed(seed + i),
+            generator=[
+                torch.Generator("cpu").manual_seed(seed + done + i) for i in range(len(group))
+            ],
             vocab_size=tokenizer.vocab_size,
         )
-        yield SEPARATOR * (i > 0) + prompt
-        yield from stream_text(map(int, tokens), tokenizer.decode)
-        yield "\n"
+        rows: list[list[int]] = [[] for _ in group]
+        for i, (prompt, _) in enumerate(group):
+            yield SEPARATOR * (done + i > 0) + prompt
+            yield from stream_text(_row(i, stream, rows), tokenizer.decode)
+            yield "\n"
+        done += len(group)
+
+
+def _neighbours(texts: list[tuple[str, Tensor]], max_new_tokens: int) -> list[tuple[str, Tensor]]:
+    """The first texts whose lengths are so near that computing them at once pays."""
+    for end in range(1, len(texts) + 1):
+        lengths = [len(row) for _, row in texts[:end]]
+        if max(lengths) - min(lengths) > max_new_tokens:
+            return texts[: end - 1]
+    return texts
+
+
+def _row(i: int, stream: Iterator[Tensor], rows: list[list[int]]) -> Iterator[int]:
+    """Tokens of row i of a stream [B], as they come; those of the other rows are kept in rows."""
+    yield from rows[i]
+    told = len(rows[i])
+    for step in stream:
+        for row, token in zip(rows, step.tolist()):
+            row += [token] * (token >= 0)
+        yield from rows[i][told:]
+        told = len(rows[i])
 
 
 def _free_prompt(tokenizer: Tokenizer) -> str:
@@ -164,3 +249,45 @@ def _free_prompt(tokenizer: Tokenizer) -> str:
         if tokenizer.encode("\n"):
             return "\n"
     return tokenizer.decode([0])
+
+
+def find_tokenizer(
+    named: str | None, source: Path, vocab_size: int, *, say: Callable[[str], None]
+) -> Tokenizer:
+    """The tokenizer of weights: the one that is named, or theirs."""
+    name = named
+    if name is None and source.is_file():
+        name = tokenizer_of_nanogpt(source, vocab_size)
+        if name is not None:
+            say(f"tokenizer {name}, as nanoGPT has it; --tokenizer chooses another one")
+    if name is None and (source.is_file() or not tokenizers.has_tokenizer(source)):
+        raise ValueError(
+            f"fastpar sample: expected --tokenizer for the {vocab_size} tokens of {source}, which "
+            "has none, got none; name gpt2, bytes, or a folder with a saved one or the meta.pkl of "
+            "nanoGPT's data"
+        )
+    if name is None:
+        return tokenizers.load_tokenizer(source)
+    if tokenizers.learns_from_text(name):
+        raise ValueError(
+            f"fastpar sample: expected a tokenizer that was saved, got tokenizer={name}, which "
+            "learns from a text; name the folder that it was saved in"
+        )
+    tokenizer = tokenizers.make_tokenizer(name)
+    if tokenizer.vocab_size > vocab_size:
+        raise ValueError(
+            f"fastpar sample: expected a tokenizer of at most the {vocab_size} tokens of {source}, "
+            f"got tokenizer={name} with {tokenizer.vocab_size}; name the one it was trained with"
+        )
+    return tokenizer
+
+
+def typed_prompts(say: Callable[[str], None]) -> Iterator[str]:
+    """Lines of stdin until it ends, asked for where somebody types; an empty one is free text."""
+    asked = sys.stdin.isatty()
+    if asked:
+        say("a prompt a line; an empty one for free text, Ctrl-D to end")
+        import readline  # noqa: F401  keys that edit the line, and earlier lines
+    with contextlib.suppress(EOFError):
+        while True:
+            yield input("> " if asked else "")

@@ -93,6 +93,7 @@ def test_settings_have_one_name_each_and_go_there_and_back():
         ({"max_steps": 1.5}, r"expected int for max_steps in f.toml, got max_steps=1.5"),
         ({"max_steps": True}, r"expected int for max_steps in f.toml, got max_steps=True"),
         ({"betas": [0.9]}, r"expected 2 numbers for betas"),
+        ({"prompt": ["a", 1]}, r"expected str or a list of them for prompt in f.toml, got"),
         ({"dtype": "fp8"}, r"expected one of auto, fp32, bf16, fp16 for dtype"),
         ({"compile": 1}, r"expected bool for compile"),
         ({"max_steps": 0}, r"train: expected max_steps >= 1, got max_steps=0; set --max-steps"),

@@ -1,5 +1,6 @@
 """The command line: what wins over what, one line for a mistake, the small commands."""
 
+import io
 import json
 import os
 import pickle
@@ -338,6 +339,14 @@ def test_train_then_sample_export_and_info(here, capsys, monkeypatch):
     first = capsys.readouterr().out
     assert fastpar(f"sample runs/micro-text/latest {options}") == 0
     assert capsys.readouterr().out == first
+
+    monkeypatch.setattr(sys, "stdin", io.StringIO("god\n\u4e16\nthe\n"))
+    assert fastpar("sample runs/micro-text --interactive --max-new-tokens 3 --num-samples 1") == 0
+    typed = capsys.readouterr().out
+    assert typed.startswith("god")
+    assert "\nthe" in typed
+    assert fastpar("sample runs/micro-text --interactive --prompt god") == 2
+    assert "expected --interactive or --prompt, got both" in capsys.readouterr().err
 
     assert fastpar("export runs/micro-text --to given/away") == 0
     assert sorted(os.listdir("given/away")) == [

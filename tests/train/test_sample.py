@@ -284,3 +284,61 @@ def test_rows_beyond_the_tokenizers_are_never_drawn():
     assert set(text_of(model, "ab", tokenizer, **settings).strip()) == set("abc")
     tokens = tokens_of(model, torch.tensor([[0]]), 40, vocab_size=2, temperature=5.0)
     assert set(tokens[0].tolist()) == {0, 1}
+
+
+def test_rows_of_other_lengths_go_on_as_each_alone(model):
+    """Beyond the context, too; a row's tokens are between entries of -1."""
+    rows = [torch.tensor(row) for row in ([1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11, 12, 13, 14])]
+    generators = [seeded(i) for i in range(3)]
+    together = torch.stack(list(generate(model, rows, 9, generator=generators)), dim=1)
+    assert together.shape == (3, 9 + 7)  # the longest row begins with the context's 8 tokens
+    for i, (row, start) in enumerate(zip(rows, (2, 0, 7))):
+        alone = tokens_of(model, row[None], 9, generator=seeded(i))[0]
+        assert together[i, start : start + 9].tolist() == alone.tolist()
+        assert (together[i, :start] == -1).all()
+        assert (together[i, start + 9 :] == -1).all()
+
+
+def test_several_prompts_give_the_texts_of_each(byte_model):
+    prompts = ("Hi", "Hello you", "H" * 40, "a", "Who are")
+    parts = text_of(byte_model, prompts, num_samples=2).split(SEPARATOR)
+    alone = [
+        text
+        for i, prompt in enumerate(prompts)
+        for text in text_of(byte_model, prompt, num_samples=2, seed=2 * i).split(SEPARATOR)
+    ]
+    assert parts == alone
+    assert len(parts) == 10
+
+
+def test_prompts_of_near_lengths_are_computed_at_once(byte_model, monkeypatch):
+    batches = []
+    features = byte_model.features
+
+    def recorded(idx, read):
+        batches.append(len(idx))
+        return features(idx, read=read)
+
+    monkeypatch.setattr(byte_model, "features", recorded)
+    text_of(byte_model, ("a", "abc", "abcdefgh"), num_samples=1, max_new_tokens=4)
+    assert set(batches[:6]) == {2}  # lengths 1 and 3: 4 + 2 steps
+    assert batches[6:] == [1] * 4
+
+
+def test_a_prompt_beyond_the_context_is_told(byte_model):
+    notes = []
+    settings = SampleSettings(("H" * 9,), num_samples=1, max_new_tokens=1)
+    "".join(sample(byte_model, ByteTokenizer(), settings, say=notes.append))
+    assert notes == ["the prompt has 9 tokens; the model reads the last 8 of them"]
+
+
+@pytest.mark.parametrize(
+    ("idx", "generator", "message"),
+    [
+        ([torch.tensor([1]), torch.tensor([[1]])], None, r"got shapes=\[\[1\], \[1, 1\]\]"),
+        ([torch.tensor([1])] * 2, [seeded()], "one for each of 2 rows, got 1"),
+    ],
+)
+def test_generate_refuses_wrong_rows(model, idx, generator, message):
+    with pytest.raises(ValueError, match=message):
+        generate(model, idx, 3, generator=generator)
