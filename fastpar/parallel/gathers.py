@@ -458,9 +458,10 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 
 def _may_be_compiled(module: nn.Module) -> bool:
     """Whether torch.compile has seen any code, or will see this; see the note on waiting."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return dynamo is not None and (
-        dynamo.counters["frames"]["total"] > 0
+    # None also while another thread imports it.
+    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
+    return counters is not None and (
+        counters["frames"]["total"] > 0
         or any(
             m._compiled_call_impl is not None
             or type(m).__name__ == "OptimizedModule"

@@ -1,6 +1,8 @@
 """torch.compile and the engine: compiled blocks, forwards and models train like plain ones."""
 
 import functools
+import sys
+import types
 
 import pytest
 import torch
@@ -152,3 +154,15 @@ def test_nothing_is_compiled_after_the_second_block():
             (few, *_), (many, compiled, eager) = found[2 * stage :][:2]
             assert few[0] == few[-1] == many[0] == many[-1], (stage, few, many)
             assert compiled == pytest.approx(eager, rel=1e-4), stage
+
+
+def while_it_is_imported():
+    model = parallelize(fill(Net()), Mesh(), zero_stage=3, **SMALL)
+    backward(model, 0)
+
+
+def test_another_thread_may_be_importing_the_compiler(monkeypatch):
+    """Its modules are there, and have nothing in them yet."""
+    name = "torch._dynamo.utils"
+    monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    run_ranks(while_it_is_imported, 2)
