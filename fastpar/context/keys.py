@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastpar.context.sequences import ContextParallel, context_of
+from fastpar.context.sequences import ContextParallel, context_of, to_heads, to_tokens
+from fastpar.kernels import attention_qkvpacked
 from fastpar.kernels.op import define_autograd, define_op, refuse_double_backward
 from fastpar.kernels.philox import Rng, quantize_p
 
@@ -237,13 +238,14 @@ def attend_keys(
     dropout_p: float = 0.0,
     rng: Rng | None = None,
     documents: Tensor | None = None,
+    softmax_scale: float | None = None,
 ) -> Tensor:
     """Causal attention of this rank's tokens over those of all ranks.
 
     Args:
         qkv: [N/cp, 3, H, D], of the tokens that cp, of method "keys", gives this rank.
         batch: rows of the N tokens.
-        dropout_p, rng: as in kernels.attention, of the whole batch.
+        dropout_p, rng, softmax_scale: as in kernels.attention, of the whole batch.
         documents: cu_seqlens of the whole batch, row behind row; each row begins with one. On a GPU
             the host waits to read them.
     Returns:
@@ -254,5 +256,28 @@ def attend_keys(
     """
     threshold = quantize_p(dropout_p)
     key, site = (rng.key, rng.site_head) if threshold and rng is not None else (None, 0)
-    scale = qkv.shape[-1] ** -0.5
+    scale = qkv.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     return _attend_op(qkv, batch, scale, key, site, threshold, documents, cp.number)[0]
+
+
+def attend_rows(
+    qkv: Tensor, cp: ContextParallel, softmax_scale: float | None = None, **dropout: Any
+) -> Tensor:
+    """Causal attention of this rank's tokens of every row over those of all ranks, by its method.
+
+    Args:
+        qkv: [B, T/cp, 3, H, D], of the tokens that cp, which cuts each row, gives this rank.
+        dropout: dropout_p and rng as in kernels.attention, of the whole batch and a rank's heads.
+    Returns:
+        o: [B, T/cp, H, D].
+    Ranks: all of cp.
+    """
+    batch, heads, mine = len(qkv), qkv.shape[-2], qkv.flatten(0, 1)
+    if cp.by_keys:
+        o = attend_keys(mine, batch, cp, softmax_scale=softmax_scale, **dropout)
+        return o.unflatten(0, (batch, -1))
+    parts = to_heads(mine, cp).unflatten(0, (cp.size, -1))
+    whole = cp.in_order(parts, batch).unflatten(0, (batch, -1))  # [B, T, 3, H/cp, D]
+    o = attention_qkvpacked(whole, causal=True, softmax_scale=softmax_scale, **dropout)
+    o = to_tokens(cp.of_ranks(o).flatten(0, 1)[:, None], heads, cp)[:, 0]
+    return o.unflatten(0, (batch, -1))

@@ -14,7 +14,9 @@ among them. Backward is the same two exchanges the other way.
 heads that sequence is the whole batch, row behind row, and rank r has chunk r of cp: consecutive
 tokens. By keys each row is cut into 2 * cp, and rank r has chunks r and 2 * cp - 1 - r, the first
 that are left and the last: under a causal mask a query's work is its place, and every rank has the
-same sum of places. All else that needs to know which tokens a rank has asks ContextParallel.
+same sum of places. Models that take nothing but rows (patching/context.py) have rows cut like that
+by heads, too, with chunks 2 * r and 2 * r + 1. All else that needs to know which tokens a rank has
+asks ContextParallel.
 
 [Note: padded exchange] cp need not divide the heads: those that pad are zeros, which attention
 turns into zeros; nobody reads them. A batch is padded behind its last position, where attention
@@ -59,16 +61,18 @@ class ContextParallel:
     Args:
         group: of the ranks along cp.
         method: one of METHODS.
+        by_row: each row is cut, whatever the method.
     Attributes:
         rank, size: along cp.
         n_chunks, chunks: into so many a sequence is cut, and those of this rank.
         number: names it in calls of ops.
     """
 
-    def __init__(self, group: Collectives, method: str = "heads") -> None:
+    def __init__(self, group: Collectives, method: str = "heads", *, by_row: bool = False) -> None:
         self.group, self.rank, self.size = group, group.rank, group.world_size
         self.method, self.by_keys = method, method == "keys"
-        self.n_chunks = 2 * self.size if self.by_keys else self.size
+        self.by_row = by_row or self.by_keys
+        self.n_chunks = 2 * self.size if self.by_row else self.size
         self.chunks = self._chunks_of(self.rank)
         every = [chunk for rank in range(self.size) for chunk in self._chunks_of(rank)]
         self._of_ranks = every  # the chunks, in the order in which ranks have them
@@ -77,7 +81,9 @@ class ContextParallel:
         _handles[self.number] = self
 
     def _chunks_of(self, rank: int) -> list[int]:
-        return [rank, self.n_chunks - 1 - rank] if self.by_keys else [rank]
+        if self.by_row:
+            return [rank, self.n_chunks - 1 - rank] if self.by_keys else [2 * rank, 2 * rank + 1]
+        return [rank]
 
     def __deepcopy__(self, memo: dict) -> ContextParallel:
         return self
@@ -97,13 +103,13 @@ class ContextParallel:
 
         shares: ranks that share out tokens, those of cp among them.
         """
-        if self.by_keys:
+        if self.by_row:
             return -time % math.lcm(self.n_chunks, shares)
         return -time % shares if batch * time % shares else 0
 
     def runs(self, batch: int, time: int) -> tuple[int, int, tuple[int, int]]:
         """Where this rank's tokens lie: (first, rows, moved) of kernels.Rng."""
-        if not self.by_keys:
+        if not self.by_row:
             return self.rank * (batch * time // self.size), time, (0, 0)
         length = time // self.n_chunks
         first, second = (chunk * length for chunk in self.chunks)
@@ -113,6 +119,10 @@ class ContextParallel:
         """This rank's tokens of all of them, [B, T] -> [N/cp]."""
         return self._cut(x)[:, self.chunks].flatten()
 
+    def slice_rows(self, x: Tensor) -> Tensor:
+        """[B, T, ...] -> [B, T/cp, ...], where each row is cut."""
+        return self._cut(x)[:, self.chunks].flatten(1, 2)
+
     def of_ranks(self, x: Tensor) -> Tensor:
         """[B, T, ...] of all tokens -> [cp, N/cp, ...], those of each rank."""
         parts = self._cut(x)[:, self._of_ranks].unflatten(1, (self.size, -1))
@@ -120,14 +130,14 @@ class ContextParallel:
 
     def in_order(self, parts: Tensor, batch: int) -> Tensor:
         """[cp, N/cp, ...] of each rank -> [N, ...], all tokens: of_ranks() the other way."""
-        if not self.by_keys:
+        if not self.by_row:
             return parts.flatten(0, 1)
         chunks = parts.unflatten(1, (batch, len(self.chunks), -1)).movedim(0, 1).flatten(1, 2)
         return chunks[:, self._in_order].flatten(0, 2)
 
     def _cut(self, x: Tensor) -> Tensor:
         """[sequences, chunks, tokens, ...]; see [Note: chunks]."""
-        x = x if self.by_keys else x.flatten(0, 1)[None]
+        x = x if self.by_row else x.flatten(0, 1)[None]
         return x.unflatten(1, (self.n_chunks, -1))
 
 
@@ -160,26 +170,24 @@ def mesh_of_gradients(mesh: Mesh) -> Mesh:
 
 
 def share_sequences(
-    model: nn.Module, mesh: Mesh, make: Callable[[Any, str], Collectives], method: str = "heads"
+    model: nn.Module,
+    mesh: Mesh,
+    make: Callable[[Any, str], Collectives],
+    method: str = "heads",
+    *,
+    by_row: bool = False,
 ) -> ContextParallel | None:
-    """The place of this rank along cp, for model.context_parallel(); None with cp=1. Ranks: all.
+    """The place of this rank along cp; None with cp=1. Ranks: all.
 
     Args:
-        model: has that method, which keeps the ContextParallel.
         make: collectives of a process group for a role.
+        by_row: see ContextParallel.
     Raises:
-        ValueError: a model that cannot be told its positions, or has too few heads.
+        ValueError: a model that has too few heads.
     """
     size = mesh.size("cp")
     if size == 1:
         return None
-    if not callable(getattr(model, "context_parallel", None)):
-        raise ValueError(
-            f"parallelize: expected a model with context_parallel() for cp={size}, which is told "
-            f"the positions of its tokens, got {type(model).__name__}; load its weights into a "
-            "fastpar.GPT (fastpar train --init-from), or use tp, which shares out tokens between "
-            "layers"
-        )
     shape: Any = model.config
     most = -(-shape.n_head // mesh.tp_size)
     if size > most and method == "heads":
@@ -188,7 +196,7 @@ def share_sequences(
             f"rank, got cp={size}; attention is exchanged by heads: choose one of cp=1 to {most}, "
             'or cp_method="keys"'
         )
-    return ContextParallel(make(mesh.new_group("cp"), "cp"), method)
+    return ContextParallel(make(mesh.new_group("cp"), "cp"), method, by_row=by_row)
 
 
 # Exchanges

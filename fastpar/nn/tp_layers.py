@@ -17,7 +17,9 @@ tensors, and other modules of the plan cut and join the tokens (patching/tp_plan
 
 [Note: masks of a part] What a rank has of a model's tensors gets that part of the masks that one
 process would draw. Of the heads that is Rng's first_head. Of T/tp tokens of each of B samples it is
-no run of rows: where a mask is drawn, residual_norm() goes sample by sample.
+no run of rows: where a mask is drawn, residual_norm() goes sample by sample. Of T/cp tokens it is
+two runs of every sample, which Rng knows. Where torch draws, or a key is drawn, all ranks draw the
+same: their generators have to agree.
 
 Source: Shoeybi et al. 2019, arXiv 1909.08053
 """
@@ -25,6 +27,7 @@ Source: Shoeybi et al. 2019, arXiv 1909.08053
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +35,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastpar.comm.collectives import Collectives
+from fastpar.context.sequences import ContextParallel
 from fastpar.kernels import Rng, draw_key, residual_layer_norm
 from fastpar.nn.modules import (
     Embedding,
@@ -232,11 +237,15 @@ class TokenDropout(Split, nn.Dropout):
     """nn.Dropout of this rank's tokens, [..., T/tp, C]: its part of the mask of all of them.
 
     The whole mask is drawn on every rank: as torch's own it depends on the generator's state, which
-    must stay the same on all ranks of tp.
+    must stay the same on all ranks of tp. Or of cp, of [B, T/cp, C].
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        tp = self.tp
+        tp, cp = self.tp, cp_of(self)
+        if cp is not None and self.training and self.p > 0.0:
+            batch, time, *features = input.shape
+            mask = F.dropout(input.new_ones(batch, time * cp.size, *features), self.p)
+            return input * cp.slice_rows(mask)
         if tp is None or not tp.sequence_parallel or not self.training or self.p == 0.0:
             return super().forward(input)
         shape = list(input.shape)
@@ -322,26 +331,61 @@ def tp_of(part: nn.Module) -> TensorParallel | None:
     return getattr(part, "tp", None)
 
 
+def cp_of(part: nn.Module) -> ContextParallel | None:
+    """What shares out the sequences of a part of a foreign model."""
+    return vars(part).get("_fastpar_cp")
+
+
+def share_rows(part: nn.Module, cp: ContextParallel) -> None:
+    """Tell a part of a foreign model that it gets this rank's tokens of each row."""
+    vars(part)["_fastpar_cp"] = cp
+
+
+def check_generators(group: Collectives, axis: str) -> None:
+    """Refuse ranks whose generators for dropout differ: [Note: masks of a part]. Ranks: all."""
+    states = [torch.get_rng_state()]
+    device = group.device
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    digest = hashlib.sha256(b"".join(bytes(x.tolist()) for x in states)).digest()[:8]
+    mine = torch.tensor([int.from_bytes(digest, "little", signed=True)], device=device)
+    theirs = group.gathered(mine)
+    if not bool((theirs == theirs[0]).all()):
+        raise ValueError(
+            f"parallelize: expected the {group.world_size} ranks of {axis} to have the same torch "
+            "generator for dropout, got other states; call torch.manual_seed(seed + mesh.dp_rank) "
+            "before"
+        )
+
+
 def gives_product(layer: nn.Module) -> bool:
     """Whether a split layer can leave its bias to the op that follows."""
     return isinstance(layer, Row) and layer.tp is not None and not has_hooks(layer)
 
 
-def head_dropout(c_attn: nn.Module, qkv: Tensor, p: float) -> dict[str, Any]:
+def head_dropout(
+    c_attn: nn.Module, qkv: Tensor, p: float, cp: ContextParallel | None = None
+) -> dict[str, Any]:
     """Dropout arguments of attention over the heads that c_attn gives; [Note: masks of a part].
 
     Args:
         qkv: [B, T, 3, H/tp, D].
     """
-    tp = tp_of(c_attn)
-    if tp is None or p == 0.0:
+    tp, heads = tp_of(c_attn), qkv.shape[-2]
+    if p == 0.0 or (tp is None and cp is None):
         return {"dropout_p": p}
-    first_head = tp.rank * qkv.shape[-2]
-    return {"dropout_p": p, "rng": Rng(draw_key(qkv.device), 0, first_head=first_head)}
+    first = 0 if tp is None else tp.rank * heads
+    first += 0 if cp is None else cp.first_head(heads)
+    return {"dropout_p": p, "rng": Rng(draw_key(qkv.device), 0, first_head=first)}
 
 
 def residual_norm(
-    layer: Any, y: Tensor, x: Tensor, norm: tuple[Any, Any, float], p: float
+    layer: Any,
+    y: Tensor,
+    x: Tensor,
+    norm: tuple[Any, Any, float],
+    p: float,
+    cp: ContextParallel | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The norm of x + dropout(layer(y)), and that sum; see [Note: masks of a part].
 
@@ -349,11 +393,16 @@ def residual_norm(
         y: [B, T, C/tp]; x: [B, T, C], under sequence parallelism [B, T/tp, C].
         norm: its weight, bias and eps.
         p: of the dropout.
+        cp: of which x is this rank's part; without tp, where there is dropout.
     """
     weight, bias, eps = norm
     options: dict[str, Any] = {"x_bias": layer.bias, "dropout_p": p, "eps": eps}
     tp = tp_of(layer)
     y = product(layer, y) if tp is None else layer.product(y)
+    if cp is not None and p > 0.0:
+        first, rows, moved = cp.runs(len(x), x.shape[1] * cp.size)
+        rng = Rng(draw_key(x.device), 0, first_row=first, rows=rows, moved=moved)
+        return residual_layer_norm(y, x, weight, bias, rng=rng, **options)
     if tp is None or not tp.sequence_parallel or p == 0.0:
         return residual_layer_norm(y, x, weight, bias, **options)
     key, (batch, mine) = draw_key(x.device), x.shape[:2]

@@ -15,7 +15,7 @@ from fastpar.comm.mesh import AXES, Mesh
 from fastpar.comm.one_rank import OneRank
 from fastpar.comm.overlap import check_overlap, choose_overlap
 from fastpar.comm.transport import make_collectives
-from fastpar.context.sequences import check_method, mesh_of_gradients, share_sequences
+from fastpar.context.sequences import check_method, mesh_of_gradients
 from fastpar.parallel.bucket_parameters import BucketGroups
 from fastpar.parallel.checks import (
     check_arguments,
@@ -40,6 +40,7 @@ from fastpar.parallel.shards import Shards, guard_state_dicts
 from fastpar.parallel.split_backward import Places
 from fastpar.parallel.stages import STAGES, Settings, Stage
 from fastpar.parallel.units import find_units, unit_of_parameters
+from fastpar.patching.context import share_context
 from fastpar.patching.tp_plan import Plan, Planned, plan_for, use_tokens
 from fastpar.pipeline.stages import Stages, cut_stages, make_stages
 from fastpar.sharding.layout import (
@@ -178,12 +179,12 @@ def parallelize(
     prove_together(mesh)
     debug = debug or Debug()
     maker = GroupMaker(mesh, transport, collectives, deterministic=deterministic, debug=debug)
-    context = share_sequences(model, given, maker.make, cp_method)
+    context, take_context = share_context(model, given, maker.make, cp_method)
     cut = cut_stages(model, mesh, pp_split, pp_schedule, pp_chunks)
     declared, report = _split_along_tp(model, mesh, maker, tp_plan, sequence_parallel, tp_overlap)
     declared = share_experts(model, given, maker.make, declared)
     if context is not None:
-        model.context_parallel(context)  # type: ignore[operator]
+        take_context(context)
     n_shards = 1 if zero_stage == 0 else shard_size or mesh.size("dp")
     stage = STAGES[zero_stage if n_shards > 1 or offload else 0]
     groups, control = maker.of_engine(stage, n_shards, alone=offload is not None)

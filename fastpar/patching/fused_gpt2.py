@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fastpar.kernels import linear_cross_entropy
 from fastpar.nn.modules import autocast_dtype, has_hooks, is_plain, project, with_weights
-from fastpar.nn.tp_layers import VocabParallelLinear, tp_of
+from fastpar.nn.tp_layers import VocabParallelLinear, cp_of, tp_of
 from fastpar.patching.fused_modules import MASK_HINT, Attention, is_observed
 from fastpar.patching.swap import SILENT, Swapped, swap_of
 
@@ -18,6 +18,7 @@ HARMLESS = {
     "cache_position", "encoder_attention_mask", "encoder_hidden_states", "num_items_in_batch",
     "output_hidden_states", "position_ids", "return_dict", "use_cache", "attention_mask",
     "layer_past", "past_key_value", "past_key_values", "head_mask", "output_attentions", MASK_HINT,
+    "shift_labels", "ignore_index",
 }  # fmt: skip
 
 
@@ -155,6 +156,10 @@ class Model(Swapped):
         default = getattr(self.config, "output_attentions", False)
         if given.get("output_attentions", default):
             given[MASK_HINT] = "attentions"
+        elif cp_of(self) is not None:
+            # A mask of this rank's tokens would be made, and not looked at; this one is made.
+            given[MASK_HINT] = "causal"
+            given["attention_mask"] = given["position_ids"].new_zeros(1, 1, 1, 1)
         elif given.get("attention_mask") is None and given.get("position_ids") is None:
             # With position_ids transformers looks for several documents in a row.
             given[MASK_HINT] = "causal"

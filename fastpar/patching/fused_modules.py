@@ -2,7 +2,8 @@
 
 [Note: split parts] parallelize() may split the parts, see tp_layers.py: a rank then has some of the
 heads, and draws their part of the masks. A call with dropout in attention that would fall back is
-refused: torch would draw the same mask on every rank, for other heads.
+refused: torch would draw the same mask on every rank, for other heads. Or it gives a rank some of
+the tokens (context.py): then no call falls back, as the module's own forward knows of no others.
 
 [Note: parts that are not called] A swapped module uses the weights of its plain parts directly. A
 part with hooks, a wrapped forward or another class than it had is called instead, and what would
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastpar.context.keys import attend_rows
 from fastpar.kernels import attention_qkvpacked, layer_norm
 from fastpar.kernels.attention import MAX_HEAD_DIM, TRITON_HEAD_DIM
 from fastpar.kernels.backend import use_triton
@@ -31,7 +33,14 @@ from fastpar.nn.modules import (
     project,
     with_weights,
 )
-from fastpar.nn.tp_layers import TokenDropout, gives_product, head_dropout, residual_norm, tp_of
+from fastpar.nn.tp_layers import (
+    TokenDropout,
+    cp_of,
+    gives_product,
+    head_dropout,
+    residual_norm,
+    tp_of,
+)
 from fastpar.patching.swap import SILENT, Swapped
 
 # Set by Model for the attention of its blocks: "causal" (whatever mask comes with it is the causal
@@ -158,6 +167,13 @@ class Attention(Swapped):
         return self.changed(x)
 
     def fall_back(self, reason: str) -> None:
+        cp = cp_of(self)
+        if cp is not None:
+            raise ValueError(
+                f"{type(self).__name__}: expected a call that needs no fallback with cp={cp.size}, "
+                f"whose other tokens only fastpar's attention sees, got {reason}; see "
+                "fastpar.patch's report, or leave cp out of Mesh"
+            )
         if tp_of(self.c_attn) is not None and probs_rate(self, self.option("probs")) > 0.0:
             raise ValueError(
                 f"{type(self).__name__}: expected a call that needs no fallback while dropout "
@@ -177,7 +193,10 @@ class Attention(Swapped):
 
     def fused_attention(self, qkv: Tensor, softmax_scale: float | None = None) -> Tensor:
         """[B, T, 3, H, D] -> [B, T, C]"""
-        dropout = head_dropout(self.c_attn, qkv, probs_rate(self, self.option("probs")))
+        cp = cp_of(self)
+        dropout = head_dropout(self.c_attn, qkv, probs_rate(self, self.option("probs")), cp)
+        if cp is not None:
+            return attend_rows(qkv, cp, softmax_scale, **dropout).flatten(2)
         return attention_qkvpacked(qkv, softmax_scale=softmax_scale, **dropout).flatten(2)
 
     def fused_output(self, y: Tensor, present: Any) -> Any:
@@ -219,7 +238,7 @@ class Block(Swapped):
         y, _ = attn.fused_heads(self.ln_1(x), self._for_attention(given))
         p = resid_rate(attn, attn.option("resid"))
         y, x = with_weights(
-            lambda: residual_norm(attn.c_proj, y, x, norm, p), attn.c_proj, self.ln_2
+            lambda: residual_norm(attn.c_proj, y, x, norm, p, cp_of(attn)), attn.c_proj, self.ln_2
         )
         return x + self.mlp(y)
 

@@ -27,14 +27,12 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -324,7 +322,7 @@ class Planned:
                 "Tokens() if it works on whole features"
             )
         if active:
-            _check_generators(tp)
+            tp_layers.check_generators(tp.group, "tp")
 
 
 def plan_for(model: nn.Module, given: Plan | str | None) -> Planned | None:
@@ -482,19 +480,3 @@ def _dropouts(model: nn.Module) -> Iterator[tuple[str, str, bool]]:
     for name, module in model.named_modules():
         if isinstance(module, _DropoutNd) and module.p > 0:
             yield name, "", any(module is source for source in by_kernel)
-
-
-def _check_generators(tp: TensorParallel) -> None:
-    """Refuses ranks of tp whose generators for dropout differ: [Note: generators]."""
-    states = [torch.get_rng_state()]
-    device = tp.group.device
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    digest = hashlib.sha256(b"".join(bytes(x.tolist()) for x in states)).digest()[:8]
-    mine = torch.tensor([int.from_bytes(digest, "little", signed=True)], device=device)
-    theirs = tp.all_gather(mine, 0)
-    if not bool((theirs == theirs[0]).all()):
-        raise ValueError(
-            f"parallelize: expected the {tp.size} ranks of tp to have the same torch generator for "
-            "dropout, got other states; call torch.manual_seed(seed + mesh.dp_rank) before"
-        )
