@@ -68,16 +68,18 @@ def check_experts(shape: ModelSettings, parallel: ParallelSettings, values: dict
             f"set --n-expert {-(-max(n_expert, 1) // ep) * ep}, or change --ep"
         )
     others = {
-        "offload": parallel.offload != "none",
         "optimizer": values["optimizer"] == "adafactor",
         "moment_dtype": values["moment_dtype"] == "int8",
     }
     beside = [name for name, found in others.items() if found and ep > 1]
-    if n_expert:
-        beside += ["compile"] * bool(values["compile"]) + ["cp"] * (parallel.cp > 1)
     if beside:
         name = beside[0]
         raise ValueError(
-            f"train: expected {name} left out with experts (n_expert={n_expert}, ep={ep}), got "
-            f"{name}={values[name]}; drop it, or {'--ep' if name in others else '--n-expert'}"
+            f"train: expected {name} left out with ep={ep}, got {name}={values[name]}; drop it, or "
+            "--ep"
+        )
+    if n_expert and parallel.cp > 1 and values["expert_capacity"] is not None:
+        raise ValueError(
+            f"train: expected no expert_capacity with cp={parallel.cp}, whose ranks have parts of "
+            f"sequences, got expert_capacity={values['expert_capacity']}; drop one of them"
         )

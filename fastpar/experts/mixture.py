@@ -162,8 +162,9 @@ class Experts(nn.Module):
 
 @functools.cache
 def _keep_out_of_graphs() -> None:
-    """No torch.compile traces experts, whose sizes depend on the data.
+    """No torch.compile traces experts, whose sizes depend on the data, nor what backward notes.
 
-    Not a decorator: that imports torch's compiler, for models without experts, too.
+    Not decorators: that imports torch's compiler, for models without experts, too.
     """
-    setattr(Experts, "forward", torch.compiler.disable(Experts.forward))  # noqa: B010 mypy
+    for kind, name in ((Experts, "forward"), (Losses, "note_scale")):
+        setattr(kind, name, torch.compiler.disable(getattr(kind, name)))

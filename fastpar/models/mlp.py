@@ -60,8 +60,8 @@ def check_unpadded(idx: Tensor, shares: int, losses: Losses | None) -> None:
     if losses is not None:
         raise ValueError(
             f"GPT: expected B * T divisible by the {shares} ranks that share out tokens, with "
-            f"experts, got idx={list(idx.shape)}; pass sequence_parallel=False to parallelize, or "
-            "another number of tokens"
+            f"experts, got idx={list(idx.shape)}; pass another number of tokens (by keys T "
+            "divisible by twice cp), or, with tp, sequence_parallel=False to parallelize"
         )
 
 

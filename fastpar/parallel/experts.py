@@ -43,10 +43,12 @@ def check_experts(model: nn.Module, mesh: Mesh, options: dict[str, Any]) -> None
     """Refuse ranks of ep that have nothing to share out, or cannot."""
     ep, shard_size = mesh.size("ep"), options["shard_size"]
     losses = getattr(model, "experts", None)
-    if isinstance(losses, Losses) and mesh.size("cp") > 1:
+    capacity = model.config.expert_capacity if isinstance(losses, Losses) else None  # type: ignore[union-attr]
+    if capacity is not None and mesh.size("cp") > 1:
         raise ValueError(
-            f"parallelize: expected cp=1 with experts, got cp={mesh.size('cp')}; share out either "
-            "sequences or experts: leave cp out of Mesh, or n_expert out of the model"
+            f"parallelize: expected no expert_capacity with cp={mesh.size('cp')}, whose ranks have "
+            f"parts of sequences and would drop others, got expert_capacity={capacity}; leave one "
+            "of them out"
         )
     if ep == 1:
         return
@@ -61,11 +63,6 @@ def check_experts(model: nn.Module, mesh: Mesh, options: dict[str, Any]) -> None
         raise ValueError(
             f"parallelize: expected ep to divide n_expert={losses.n_expert}, got ep={ep}; choose "
             f"one of {fit}"
-        )
-    if options["offload"] is not None:
-        raise ValueError(
-            f"parallelize: expected no offload with ep={ep}, got offload={options['offload']!r}; "
-            "leave ep out of Mesh, or offload out"
         )
     if options["zero_stage"] and shard_size not in (None, 1) and shard_size % ep:
         raise ValueError(

@@ -294,6 +294,9 @@ class PipelineStep:
         loss = torch.ones((), dtype=dtype, device=self.loss.device, requires_grad=True)
         part = loss / len(self.idx) if self.reduction == "mean" else loss
         (scale,) = torch.autograd.grad(self.target(part), loss)
+        cp: Any = getattr(self.model, "cp", None)
+        if cp is not None:  # as the sum over its ranks hands a gradient back
+            scale = scale * cp.size
         mean = self.reduction == "mean"
         losses.scale = scale / (self.targets[micro] != -100).sum() if mean else scale
 

@@ -125,3 +125,36 @@ def test_a_pipeline_has_them_too():
     expected = one_process(replace(cell, pp=1))
     for result in run(cell):
         assert all(map(torch.equal, result["norms"], expected["norms"]))
+
+
+SEQUENCES = [
+    Cell(1, 1, 2, cp=2, kind="bias"),
+    Cell(2, 2, 0, cp=2, method="keys"),
+    slow(Cell(2, 2, 3, "shard", cp=2)),
+    slow(Cell(2, 2, 1, tp=2, cp=2, method="keys", kind="Switch")),
+    slow(Cell(1, 2, 3, pp=2, cp=2)),
+    slow(Cell(2, 2, 2, pp=2, cp=2, method="keys", recompute="full")),
+    slow(Cell(4, 4, 2, cp=2, recompute="selective", method="keys", kind="all")),
+    slow(Cell(1, 1, 0, cp=4, method="keys", optimizer="muon")),
+    *(slow(Cell(1, 2, stage, accum, cp=2)) for stage in range(4) for accum in ("full", "shard")),
+]
+
+
+@pytest.mark.parametrize("cell", SEQUENCES, ids=str)
+def test_ranks_that_share_out_sequences_too(cell):
+    assert_same_run(cell, run(cell))
+
+
+OFFLOADED = [
+    Cell(2, 2, 2, offload="optimizer"),
+    slow(Cell(4, 4, 3, offload="parameters")),
+    slow(Cell(2, 4, 0, offload="optimizer", kind="bias")),
+    slow(Cell(2, 4, 1, offload="optimizer", deterministic=True, kind="capacity")),
+    slow(Cell(2, 4, 3, offload="parameters", shard_size=2)),
+]
+
+
+@pytest.mark.parametrize("cell", OFFLOADED, ids=str)
+def test_states_on_the_host(cell):
+    """Over a stand-in for the bus."""
+    assert_same_run(cell, run(cell))

@@ -1,6 +1,7 @@
 """What parallelize() refuses of experts, and what an engine says of them."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,14 +22,18 @@ def make(mesh, shape=SHAPE, **options):
     ("ranks", "mesh", "options", "message"),
     [
         (3, {"ep": 3}, {}, "ep to divide n_expert=4, got ep=3; choose one of 1, 2, 4"),
-        (2, {"cp": 2}, {}, "cp=1 with experts, got cp=2; .* leave cp out of Mesh"),
-        (2, {"ep": 2}, {"offload": "optimizer", "zero_stage": 2}, "no offload with ep=2, got "),
         (8, {"ep": 4}, {"zero_stage": 2, "shard_size": 2}, "shard_size to be a multiple of ep=4"),
     ],
 )
 def test_what_is_refused(ranks, mesh, options, message):
     with pytest.raises(ValueError, match=f"parallelize: expected {message}"):
         run_ranks(lambda: make(mesh, **options), ranks)
+
+
+def test_a_capacity_is_of_whole_sequences():
+    shape = replace(SHAPE, expert_capacity=1.0)
+    with pytest.raises(ValueError, match=r"no expert_capacity with cp=2, .*=1.0; leave one of"):
+        run_ranks(lambda: make({"cp": 2}, shape), 2)
 
 
 def test_a_dense_model_has_nothing_to_share_out():
@@ -43,7 +48,7 @@ def test_tokens_that_sequence_parallelism_would_pad_are_refused():
         model(torch.zeros(1, 15, dtype=torch.int64))
 
     with pytest.raises(
-        ValueError, match=r"divisible by the 2 ranks .* got idx=\[1, 15\]; pass seq"
+        ValueError, match=r"divisible by the 2 ranks .* got idx=\[1, 15\]; pass another"
     ):
         run_ranks(rank, 2)
 

@@ -18,6 +18,7 @@ import fastpar
 from fastpar.config.config import GPTConfig
 from fastpar.models.gpt import GPT
 from fastpar.nn.recompute import recompute
+from fastpar.parallel.debug import Debug
 from fastpar.parallel.pipeline import pipeline_step
 from fastpar.testing import run_ranks
 
@@ -41,6 +42,9 @@ class Cell:
     optimizer: str = "adamw"
     shard_size: int | None = None
     n_embd: int = 16
+    cp: int = 1
+    method: str = "heads"
+    offload: str | None = None
 
     KINDS: ClassVar = {
         "balance": {"balance_loss": 0.5, "router_z_loss": 0.02},
@@ -55,7 +59,7 @@ class Cell:
 
     @property
     def ranks(self):
-        return self.dp * self.tp * self.pp
+        return self.dp * self.tp * self.pp * self.cp
 
     @property
     def config(self):
@@ -95,7 +99,7 @@ def optimizer_of(cell, model):
 
 def train(cell):
     """What a rank has after STEPS steps, and saw in between."""
-    mesh = fastpar.Mesh(dp=cell.dp, ep=cell.ep, tp=cell.tp, pp=cell.pp)
+    mesh = fastpar.Mesh(dp=cell.dp, ep=cell.ep, tp=cell.tp, pp=cell.pp, cp=cell.cp)
     model = build(cell)
     here = MICRO // mesh.dp_size
     fastpar.parallelize(
@@ -106,6 +110,9 @@ def train(cell):
         deterministic=cell.deterministic,
         accumulate=cell.accum,
         grad_accum_steps=here,
+        cp_method=cell.method,
+        offload=cell.offload,
+        debug=Debug(bus_gb_s=12.0) if cell.offload else None,
     )
     recompute(model, cell.recompute)
     engine, opt = fastpar.engine_of(model), optimizer_of(cell, model)
@@ -128,11 +135,11 @@ def train(cell):
                 loss.backward()
                 total += loss.detach()
         if cell.pp == 1 and number % 2 == 0:
-            tokens = sum(int((y != -100).sum()) for _, y in data) / mesh.world_size * cell.tp
+            tokens = sum(int((y != -100).sum()) for _, y in data) / mesh.dp_size
             found = engine.grads()
             grads = {shards.name_of(p): (g / tokens).clone() for p, g in found}
             result["grads"].append(grads)
-        engine.contribute(total / cell.tp)
+        engine.contribute(total / cell.tp / cell.cp)
         opt.step()
         tokens = sum(int((y != -100).sum()) for _, y in data)
         result["losses"].append(float(engine.contributed[0]) / tokens)

@@ -48,6 +48,18 @@ MORE = [
 
 
 @pytest.mark.parametrize(
+    "changes", [{"ep": 2, "cp_method": "keys"}, pytest.param({}, marks=pytest.mark.slow)]
+)
+def test_sequences_are_shared_out_too(here, changes):
+    """Their sums have another order than in one process: the losses are equal to rounding."""
+    run("one", 1)
+    run("r", 2 * changes.get("ep", 1), cp=2, zero_stage=2, **changes)
+    rows = [[row for row in curve(name) if "loss" in row] for name in ("r", "one")]
+    for found, want in zip(*rows, strict=True):
+        assert found["loss"] == pytest.approx(want["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
     "meshes", [[(2, {"ep": 2, "zero_stage": 3})], pytest.param(MORE, marks=pytest.mark.slow)]
 )
 def test_every_ep_has_the_bits_of_one_process(here, meshes):
@@ -161,9 +173,10 @@ def test_a_run_starts_from_a_dense_checkpoint(here):
         (["--n-expert=4", "--ep=2", "--nproc=3"], "ep to divide the 3 data-parallel ranks of nproc"
          "=3, got ep=2; use --nproc 2"),
         (["--n-expert=4", "--expert-capacity=0"], "expert_capacity > 0, got expert_capacity=0.0"),
-        (["--n-expert=4", "--ep=2", "--cp=2", "--nproc=4"], "cp left out with experts (n_expert=4, "
-         "ep=2), got cp=2; drop it, or --n-expert"),
-        (["--n-expert=4", "--compile"], "compile left out with experts"),
+        (["--n-expert=4", "--cp=2", "--nproc=2", "--expert-capacity=1"], "no expert_capacity with "
+         "cp=2, whose ranks have parts of sequences, got expert_capacity=1.0; drop one of them"),
+        (["--n-expert=4", "--ep=2", "--nproc=2", "--optimizer=adafactor"], "optimizer left out with"
+         " ep=2, got optimizer=adafactor; drop it, or --ep"),
         (["--n-expert=4", "--cuda-graphs", "--device=cuda"], "n_expert 0 with cuda_graphs"),
     ],
 )  # fmt: skip
