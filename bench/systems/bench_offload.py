@@ -2,12 +2,20 @@
 
 Exposed time: a model that is too small to matter, whose blocks sleep in forward and twice as long
 in backward, as does the host in its step, so that cores do not count. The bus is a thread for each
-direction that copies at a given speed (parallel/offload.py). What the step waited, by its report,
-beside cost/host_step.py's exposed_s() of the same sleeps.
+direction that copies at a given speed (comm/bus.py). What the step waited, by its report, beside
+cost/host_step.py's exposed_s() of the same sleeps. Where the first block's state stays on the
+device, a long forward hides all of it.
 
-Steps: GPT-2's shape on one CPU rank, gradients clipped: fastpar without offload, with it over
-buses of PCIe's speeds, and DeepSpeed's ZeRO-Offload (stage 2, its CPU Adam), which finds the
-"device" in the same memory and copies nothing over a bus. Steps take turns.
+Steps: one CPU rank, gradients clipped: fastpar without offload, with it over buses of PCIe's
+speeds, and DeepSpeed's ZeRO-Offload (stage 2, its CPU Adam), which finds the "device" in the same
+memory and copies nothing over a bus. Steps take turns.
+
+- GPT-2's width, where the host's step takes cores from what would be the device. How much of a step
+  that is depends on its tokens alone. Of GPT-2 XL with 16k tokens on an H100 (45 % of its peak)
+  forward and backward take 1.5 to 3 times what a host of 200 to 400 GB/s needs for its step; here
+  that is so with about 32 tokens.
+- As many weights, and a device with cores of its own: its blocks sleep, forward as long as the
+  host's step takes here.
 
 On a GPU: GPT-2 XL in bf16 with and without offload, one after the other, with what each takes. A
 quick run on a CPU goes that way, too, with a small model.
@@ -15,6 +23,7 @@ quick run on a CPU goes that way, too, with a small model.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 import statistics
@@ -46,9 +55,11 @@ BLOCKS, WIDTH = 6, 512
 HOST_MS, BUS_MS, FORWARD_MS = 15, (3, 20, 60), (5, 20, 60)  # of a block
 BUSES = {"pcie3": 12.0, "pcie5": 47.0}  # GB/s that large copies reach
 CONFIG = GPTConfig(6, 12, 768, 128, 8192, dropout=0.0)
+TOKENS = ((4, 128), (1, 128), (1, 64), (1, 32))  # rows and their length
+ELSEWHERE = (12, 2048, 0.003)  # blocks, their width, seconds of a forward
 QUICK = GPTConfig(2, 2, 32, 16, 64, dropout=0.0)
 XL = GPTConfig.preset("gpt2-xl", dropout=0.0)
-ROWS, STEPS, TURNS = (4, 1), 3, 5  # few tokens: the optimizer's step is most of the work
+STEPS, TURNS = 5, 5
 OPTIONS: dict[str, dict[str, Any]] = {  # of XL
     "fastpar": {},
     "fastpar offload": {"zero_stage": 2, "offload": "optimizer"},
@@ -72,14 +83,14 @@ class _Sleep(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    """One weight."""
+    """One weight, needed when forward begins; its gradient is there when backward ends."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, width: int = WIDTH) -> None:
         super().__init__()
-        self.linear, self.seconds = nn.Linear(WIDTH, WIDTH, bias=False), seconds
+        self.linear, self.seconds = nn.Linear(width, width, bias=False), seconds
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(_Sleep.apply(x, self.seconds))
+        return _Sleep.apply(self.linear(x), self.seconds)
 
 
 class SlowHost(AdamW):
@@ -92,8 +103,10 @@ class SlowHost(AdamW):
         return [lambda: sleep(self.seconds), *super().prepare(*args)]
 
 
-def waits(bus_s: float, forward_s: float, host_s: float, steps: int) -> tuple[list[float], float]:
-    """(seconds that each step waited, what the formula says)."""
+def waits(
+    bus_s: float, forward_s: float, host_s: float, steps: int, kept: bool
+) -> tuple[list[float], float]:
+    """(seconds that each step waited, what the formula says); kept: the first block's state."""
     model = nn.Sequential(*(Block(forward_s) for _ in range(BLOCKS)))
     n_bytes = 4 * WIDTH**2
     parallelize(
@@ -103,6 +116,7 @@ def waits(bus_s: float, forward_s: float, host_s: float, steps: int) -> tuple[li
         offload="optimizer",
         bucket_mb=n_bytes / 2**20,
         first_bucket_mb=1e-3,
+        offload_keep_mb=3 * n_bytes / 2**20 if kept else 0,  # a block has two moments
         debug=Debug(bus_gb_s=n_bytes / bus_s / 1e9),
     )
     optimizer, x, found = SlowHost(model.parameters()), torch.randn(1, WIDTH), []
@@ -116,17 +130,19 @@ def waits(bus_s: float, forward_s: float, host_s: float, steps: int) -> tuple[li
         found.append((engine.report.offload_ms or 0.0) / 1e3)
     engine.shards.settle()
     unit = UnitStep(host_s, bus_s, bus_s, forward_s, 2 * forward_s)
-    return found[2:], exposed_s([unit] * BLOCKS)
+    first = unit._replace(host_s=0, down_s=0, up_s=0) if kept else unit
+    return found[2:], exposed_s([first, *[unit] * (BLOCKS - 1)])
 
 
 def exposed(bench: Bench) -> None:
     """Rows of the grid."""
-    grid = [(0.001, 0.001)] if bench.quick else itertools.product(BUS_MS, FORWARD_MS)
-    for bus_ms, forward_ms in grid:
+    times = [(0.001, 0.001)] if bench.quick else itertools.product(BUS_MS, FORWARD_MS)
+    for kept, (bus_ms, forward_ms) in itertools.product((False, True), list(times)):
         case = f"{BLOCKS} blocks: bus {bus_ms} ms, forward {forward_ms} ms, host {HOST_MS} ms each"
+        case += ", the first stays on the device" if kept else ""
         if bench.only not in case:
             continue
-        seconds, formula = waits(bus_ms / 1e3, forward_ms / 1e3, HOST_MS / 1e3, STEPS)
+        seconds, formula = waits(bus_ms / 1e3, forward_ms / 1e3, HOST_MS / 1e3, STEPS, kept)
         row = bench.row(case, "offload", "exposed", torch.float32)
         measured = statistics.median(seconds)
         row.notes = {"exposed_ms": 1e3 * measured, "formula_ms": 1e3 * formula}
@@ -135,12 +151,25 @@ def exposed(bench: Bench) -> None:
             print(case, ", ".join(f"{k} {v:.1f}" for k, v in row.notes.items()))
 
 
-class Contender:
-    """One way to train CONFIG, a step at a time."""
+class Elsewhere(nn.Module):
+    """As many weights as CONFIG has, on a device that computes with cores of its own."""
 
-    def __init__(self, name: str, config: GPTConfig, rows: int) -> None:
-        self.name, self.config, self.rows, self.n_steps = name, config, rows, 0
-        self.model: Any = GPT(config, seed=0)
+    def __init__(self, blocks: int, width: int, seconds: float) -> None:
+        super().__init__()
+        self.width = width
+        self.blocks = nn.Sequential(*(Block(seconds, width) for _ in range(blocks)))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        given = (x[:, :1] - y[:, :1]).float().expand(-1, self.width)
+        return self.blocks(given).square().mean()
+
+
+class Contender:
+    """One way to train a model that makes a loss of tokens, a step at a time."""
+
+    def __init__(self, name: str, model: nn.Module, rows: int, length: int) -> None:
+        self.name, self.shape, self.n_steps = name, (rows, length + 1), 0
+        self.model: Any = model
         if name == "deepspeed":
             deepspeed = import_deepspeed("cpu")
             os.environ.setdefault("LOCAL_RANK", "0")
@@ -156,24 +185,15 @@ class Contender:
             self.model, *_ = deepspeed.initialize(model=self.model, config=settings)
             return
         bus = BUSES.get(name.rpartition(" ")[2])
-        if bus is None:
-            parallelize(self.model, Mesh(device="cpu"))
-        else:
-            options: dict[str, Any] = {
-                "zero_stage": 2,
-                "offload": "optimizer",
-                "debug": Debug(bus_gb_s=bus),
-            }
-            parallelize(self.model, Mesh(device="cpu"), **options)
+        options: dict[str, Any] = {"zero_stage": 2, "offload": "optimizer"} if bus else {}
+        parallelize(self.model, Mesh(device="cpu"), debug=Debug(bus_gb_s=bus or 0), **options)
         self.optimizer = AdamW(self.model.parameters(), lr=1e-3, max_grad_norm=1.0)
 
     def step(self) -> float:
         """The next step's loss."""
         self.n_steps += 1
         g = torch.Generator().manual_seed(self.n_steps)
-        x = torch.randint(
-            0, self.config.vocab_size, (self.rows, self.config.block_size + 1), generator=g
-        )
+        x = torch.randint(0, 64, self.shape, generator=g)
         loss = self.model(x[:, :-1].contiguous(), x[:, 1:].contiguous())
         if self.name == "deepspeed":
             self.model.backward(loss)
@@ -185,17 +205,15 @@ class Contender:
         return loss.item()
 
 
-def steps(bench: Bench, rows: int) -> None:
+def steps(bench: Bench, case: str, make: Callable[[], nn.Module], rows: int, length: int) -> None:
     """Rows of whole steps, which take turns."""
-    config = QUICK if bench.quick else CONFIG
-    shape = f"{config.n_layer} layers of {config.n_embd}, {rows} x {config.block_size} tokens"
-    if bench.only not in shape:
+    if bench.only not in case:
         return
     made: list[tuple[Contender, Row, list[float], list[float]]] = []
     for name in ("deepspeed", "fastpar", *(f"fastpar offload {bus}" for bus in BUSES)):
-        row = bench.row(shape, "step", name, torch.float32)
+        row = bench.row(case, "step", name, torch.float32)
         try:
-            made.append((Contender(name, config, rows), row, [], []))
+            made.append((Contender(name, make(), rows, length), row, [], []))
         except Exception as error:
             row.refused = reason(error)
             bench.add(row)
@@ -207,7 +225,7 @@ def steps(bench: Bench, rows: int) -> None:
     for contender, row, losses, times_ms in made:
         timing = Timing.of(times_ms)
         row.median_ms, row.p20_ms, row.p80_ms, row.runs = timing
-        row.tokens_per_s = rows * config.block_size / timing.median_ms * 1e3
+        row.tokens_per_s = rows * length / timing.median_ms * 1e3
         row.baseline, row.speedup = made[0][1].variant, base / timing.median_ms
         row.notes = {"loss_difference": max(abs(a - b) for a, b in zip(losses, made[0][2]))}
         if contender.name != "deepspeed":
@@ -265,7 +283,15 @@ def run(bench: Bench) -> None:
         on_gpu(bench)
         return
     exposed(bench)
-    for rows in ROWS:
-        steps(bench, rows)
+    config = QUICK if bench.quick else CONFIG
+    for rows, length in TOKENS[: 1 if bench.quick else None]:
+        length = min(length, config.block_size)
+        shape = f"{config.n_layer} layers of {config.n_embd}, {rows} x {length} tokens"
+        steps(bench, shape, partial(GPT, config, seed=0), rows, length)
+    blocks, width, seconds = (2, 16, 0.001) if bench.quick else ELSEWHERE
+    shape = f"{blocks} matrices of {width}, a device that sleeps {1e3 * blocks * seconds:.0f} ms"
+    torch.manual_seed(0)
+    model = Elsewhere(blocks, width, seconds)
+    steps(bench, f"{shape} in forward", partial(copy.deepcopy, model), 1, 32)
     if bench.quick:
         on_gpu(bench)

@@ -263,6 +263,8 @@ class BucketState(BucketParameters):
             return self.grad
         if not self.stage.frees_gradients:
             return self.grad[self.own]
+        if self.spec.n_shards == 1 and not self.deterministic:  # the mean over one rank
+            return self.grad
         if self.reduced is None and not self.deterministic and self.grad_shard is not None:
             return self.grad_shard
         return self._new_shard()
@@ -291,7 +293,7 @@ class BucketState(BucketParameters):
     def free_grad(self) -> None:
         """The whole gradients have been sent."""
         if self.stage.frees_gradients:
-            if self.poison and self.grad is not None:
+            if self.poison and self.grad is not None and self.spec.n_shards > 1:
                 self.grad.fill_(float("nan"))
             self.grad = None
 
