@@ -29,7 +29,7 @@ import os
 import statistics
 from collections.abc import Callable
 from functools import partial
-from time import sleep
+from time import perf_counter, sleep
 from typing import Any
 
 import torch
@@ -59,7 +59,7 @@ TOKENS = ((4, 128), (1, 128), (1, 64), (1, 32))  # rows and their length
 ELSEWHERE = (12, 2048, 0.003)  # blocks, their width, seconds of a forward
 QUICK = GPTConfig(2, 2, 32, 16, 64, dropout=0.0)
 XL = GPTConfig.preset("gpt2-xl", dropout=0.0)
-STEPS, TURNS = 5, 5
+STEPS, TURNS = 7, 5
 OPTIONS: dict[str, dict[str, Any]] = {  # of XL
     "fastpar": {},
     "fastpar offload": {"zero_stage": 2, "offload": "optimizer"},
@@ -94,13 +94,21 @@ class Block(nn.Module):
 
 
 class SlowHost(AdamW):
-    """Sleeps in the host's step of each bucket."""
+    """Takes so many seconds for the host's step of each bucket."""
 
     seconds = 0.0
 
     def prepare(self, *args: Any) -> list[Callable[[], object]]:
-        """AdamW's, later."""
-        return [lambda: sleep(self.seconds), *super().prepare(*args)]
+        """AdamW's, and a sleep for the rest of the time."""
+        calls = super().prepare(*args)
+
+        def call() -> None:
+            end = perf_counter() + self.seconds
+            for each in calls:
+                each()
+            sleep(max(0.0, end - perf_counter()))
+
+        return [call]
 
 
 def waits(

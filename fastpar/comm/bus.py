@@ -64,10 +64,10 @@ class Bus:
             return torch.empty(numel, dtype=dtype, pin_memory=self.pinned)
         except RuntimeError as error:
             raise RuntimeError(
-                f"parallelize: expected {numel * dtype.itemsize / 1e9:.2f} GB of pinned memory on "
+                f"parallelize: expected {numel * dtype.itemsize / 1e9:.3g} GB of pinned memory on "
                 f"the host for offload, got none ({error}); raise the limit of locked memory "
                 "(ulimit -l), share the state among more ranks, or take memory that is not pinned, "
-                "at about half of the speed: offload_pinned=False"
+                "at about half of the speed: offload_pinned=False, --no-offload-pinned"
             ) from error
 
     def arrived(self, handle: Handle) -> None:

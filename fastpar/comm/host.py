@@ -100,5 +100,5 @@ def check_host_memory(buckets: Sequence[tuple[int, int]], ranks: int) -> None:
             break
     raise ValueError(
         f"parallelize: expected {needed / 1e9:.3g} GB of free memory on the host for offload by "
-        f"{ranks} ranks, got {free / 1e9:.3g} GB; {advice}"
+        f"{ranks} rank{'s' * (ranks > 1)}, got {free / 1e9:.3g} GB; {advice}"
     )

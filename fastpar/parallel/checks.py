@@ -83,10 +83,11 @@ def check_offload(options: Mapping[str, Any], device: torch.device, debug: Debug
             "parallelize: expected offload None, 'optimizer' or 'parameters', got "
             f"offload={mode!r}; 'optimizer' keeps AdamW's state in the host's memory"
         )
-    if keep and (mode is None or not 0 < keep < math.inf):
+    known = isinstance(keep, int | float) and not isinstance(keep, bool) and 0 <= keep < math.inf
+    if not known or (keep and mode is None):
         raise ValueError(
-            f"parallelize: expected offload_keep_mb >= 0 with offload, got offload_keep_mb={keep} "
-            f"and offload={mode!r}; leave it out"
+            f"parallelize: expected a number offload_keep_mb >= 0 with offload, got "
+            f"offload_keep_mb={keep!r} and offload={mode!r}; leave it out"
         )
     if mode is None and not options["offload_pinned"]:
         raise ValueError(

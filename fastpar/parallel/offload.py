@@ -75,7 +75,7 @@ class Offload:
         total = sum(map(_state_bytes, order)) / 2**20
         if keep_mb >= total:
             raise ValueError(
-                f"parallelize: expected offload_keep_mb below {total:.1f}, the MiB of this "
+                f"parallelize: expected offload_keep_mb below {total:.3g}, the MiB of this "
                 f"rank's optimizer state, got {keep_mb:g}; leave offload out to keep all of it"
             )
         while (kept := kept + _state_bytes(order[0]) / 2**20) <= keep_mb:

@@ -249,6 +249,9 @@ def smallest_changes(
     adamw = replace(template, optimizer="adamw")
     if offloads(adamw) and not offloads(template):
         add_first([("--optimizer adamw with --offload", workload, adamw, per_node)])
+    inputs = replace(template, offload_activations=template.device_type == "cuda")
+    flags = "fastpar train --activation-checkpointing full --offload-activations"
+    add_first([(flags, workload, inputs, per_node)])
     storage: dict[str, dict[str, Any]] = {"--moment-dtype bf16": {"moment_dtype": "bf16"}}
     if template.dtype == "bf16":
         remainder = {"master_weights": "remainder"}

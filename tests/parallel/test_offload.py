@@ -263,6 +263,37 @@ def test_gradients_may_be_read_zeroed_and_added_to():
         same(end, expected)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_whole_parameters_are_read_and_written_between_steps(ranks):
+    """gathered(), while the host steps and again before a step, with gradients that wait."""
+
+    def run(mode, stage):
+        model = made(mode, stage).eval()
+        optimizer = adamw(model)
+        shards, found = engine_of(model).shards, []
+
+        def change(factor):
+            with shards.gathered(), torch.no_grad():
+                for p in model.parameters():
+                    found.append(p.clone())
+                    p.mul_(factor)
+
+        for step in range(3):
+            loss_of(model, step, engine_of(model).mesh.dp_rank).backward()
+            change(0.5)
+            optimizer.step()
+            change(1.5)
+            optimizer.zero_grad()
+        return found, final(model, optimizer)
+
+    expected = run_ranks(functools.partial(run, None, 2), ranks)
+    for mode, stage in (*(("optimizer", stage) for stage in range(4)), ("parameters", 3)):
+        found = run_ranks(functools.partial(run, mode, stage), ranks)
+        for (values, end), (without, state) in zip(found, expected, strict=True):
+            assert all(map(torch.equal, values, without))
+            same(end, state)
+
+
 def refused(**options):
     with pytest.raises(ValueError, match=r"^\w+: expected") as error:
         made(**options)
@@ -275,6 +306,10 @@ def test_what_is_refused(monkeypatch):
     assert "got offload='disk'" in refused(mode="disk")
     assert "offload_keep_mb below" in refused(offload_keep_mb=1e4)
     assert "got offload_keep_mb=-1" in refused(offload_keep_mb=-1)
+    assert "a number offload_keep_mb >= 0 with offload, got offload_keep_mb='5'" in refused(
+        offload_keep_mb="5"
+    )
+    assert "got offload_keep_mb=True" in refused(offload_keep_mb=True)
     assert "got offload_keep_mb=1 and offload=None" in refused(mode=None, offload_keep_mb=1)
     assert "got offload_pinned=False" in refused(mode=None, offload_pinned=False)
 

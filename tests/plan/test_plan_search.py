@@ -210,6 +210,21 @@ def test_offload_is_offered_to_those_who_have_it_not(device):
     assert any(way.startswith("--m") for way in ways)
 
 
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_inputs_of_blocks_may_leave_the_device_too(device):
+    """Of a long context they are what does not fit."""
+    workload = Workload(GPTConfig.preset("gpt2-xl", block_size=65536), 1)
+    ways = smallest_changes(
+        workload,
+        Setup(device_type=device),
+        limit_bytes=20e9,
+        per_node=1,
+        larger=lambda size: None,
+    )
+    flags = "fastpar train --activation-checkpointing full --offload-activations"
+    assert (flags in ways) == (device == "cuda")
+
+
 def test_sixteen_thousand_ranks_and_a_trillion_parameters_within_two_seconds():
     shape = GPTConfig(n_layer=128, n_head=160, n_embd=25600, block_size=2048)
     workload = Workload(shape, 16384)

@@ -7,8 +7,11 @@ import pytest
 from cells import slow
 from train_runs import TINY, bits, curve, forget_after
 
+from nan_bus import NanBus
+
 from fastpar.comm.mesh import Mesh
 from fastpar.config.config import TrainConfig
+from fastpar.nn import host_activations
 from fastpar.parallel.debug import Debug
 from fastpar.testing import run_ranks
 from fastpar.train import start
@@ -23,6 +26,7 @@ FEW = {
     "micro_batch_size": 2,
     "deterministic": True,
 }
+ON_THE_HOST = {"offload_activations": True, "activation_checkpointing": "full"}
 CASES = [
     (1, {"offload": "optimizer", "zero_stage": 2}),
     (2, {"offload": "optimizer", "zero_stage": 1, "offload_keep_mb": 0.05}),
@@ -30,6 +34,12 @@ CASES = [
     (2, {"offload": "parameters", "zero_stage": 3, "tp": 2}),
     (1, {"offload": "optimizer"}),
     (2, {"offload": "optimizer", "grad_accum_steps": 2, "ema": 0.9}),
+    (1, {**ON_THE_HOST, "offload": "optimizer", "grad_accum_steps": 4}),
+    slow(1, ON_THE_HOST),
+    slow(2, {**ON_THE_HOST, "zero_stage": 3, "tp": 2}),
+    slow(2, {**ON_THE_HOST, "offload": "parameters", "zero_stage": 3}),
+    slow(2, {**ON_THE_HOST, "pp": 2, "grad_accum_steps": 4}),
+    slow(2, {**ON_THE_HOST, "cp": 2}),
     slow(2, {"offload": "optimizer", "tp": 2}),
     slow(2, {"offload": "optimizer", "pp": 2}),
     slow(2, {"offload": "optimizer", "zero_stage": 1, "cp": 2}),
@@ -51,6 +61,8 @@ def stand_in(monkeypatch):
         return real(*args, **({**kwargs, "debug": debug} if kwargs["offload"] else kwargs))
 
     monkeypatch.setattr(start, "parallelize", made)
+    monkeypatch.setattr(host_activations, "_LEAST_BYTES", 1024)
+    monkeypatch.setattr(start, "bus_of", lambda device, pinned: NanBus(1.0))
 
 
 def rank(changes):
