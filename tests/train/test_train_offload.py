@@ -5,9 +5,8 @@ import re
 
 import pytest
 from cells import slow
-from train_runs import TINY, bits, curve, forget_after
-
 from nan_bus import NanBus
+from train_runs import TINY, bits, curve, forget_after
 
 from fastpar.comm.mesh import Mesh
 from fastpar.config.config import TrainConfig
