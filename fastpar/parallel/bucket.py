@@ -261,10 +261,8 @@ class BucketState(BucketParameters):
         assert self.grad is not None
         if not self.stage.shards:
             return self.grad
-        if not self.stage.frees_gradients:
+        if not self.stage.frees_gradients or (self.spec.n_shards == 1 and not self.deterministic):
             return self.grad[self.own]
-        if self.spec.n_shards == 1 and not self.deterministic:  # the mean over one rank
-            return self.grad
         if self.reduced is None and not self.deterministic and self.grad_shard is not None:
             return self.grad_shard
         return self._new_shard()
