@@ -34,11 +34,11 @@ bool is_watched() {
 }
 
 // 0: with care; 1: straight to the implementation; 2: the same, and an input requires a gradient.
-int look_at(const py::tuple& args) {
+int look_at_each(PyObject* args) {
   if (is_watched()) return 0;
   int result = 1;
-  for (const py::handle& handle : args) {
-    PyObject* x = handle.ptr();
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); ++i) {
+    PyObject* x = PyTuple_GET_ITEM(args, i);
     if (x == Py_None || PyLong_Check(x) || PyFloat_Check(x)) continue;
     if (PyTuple_Check(x) || PyList_Check(x)) continue;
     if (is(x, state->tensor) || is(x, state->parameter)) {
@@ -52,6 +52,22 @@ int look_at(const py::tuple& args) {
   }
   return result;
 }
+
+PyObject* look_at(PyObject*, PyObject* args) {
+  if (!PyTuple_Check(args)) {
+    PyErr_SetString(PyExc_TypeError, "look_at: expected a tuple of arguments");
+    return nullptr;
+  }
+  try {
+    return PyLong_FromLong(look_at_each(args));
+  } catch (py::error_already_set& error) {
+    error.restore();
+  }
+  return nullptr;
+}
+
+PyMethodDef look_at_method = {"look_at", look_at, METH_O,
+                              "How an eager call goes on; kernels/op.py look_at()."};
 
 }  // namespace
 
@@ -69,7 +85,7 @@ void bind_eager(py::module_& m) {
     is_neg = PyUnicode_InternFromString("is_neg");
     requires_grad = PyUnicode_InternFromString("requires_grad");
   });
-  m.def("look_at", &look_at);
+  m.attr("look_at") = py::reinterpret_steal<py::object>(PyCFunction_New(&look_at_method, nullptr));
 }
 
 }  // namespace fastpar

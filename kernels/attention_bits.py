@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastpar.kernels.backend import triton_module
 from fastpar.kernels.config_table import ConfigTable
 from fastpar.kernels.op import define_op
 
@@ -42,10 +43,10 @@ def bits_shape(B: int, H: int, T: int, Tk: int) -> tuple[int, int, int, int]:
 
 
 def _keeps(device: torch.device) -> int:
-    from fastpar.kernels.triton_launch import gpu_arch
-
-    traced_only = device.type == "cuda" and not torch.cuda.is_available()  # by fake tensors
-    return 0 if traced_only else TABLE.get(gpu_arch(device)).kept
+    if device.type == "cuda" and not torch.cuda.is_initialized():  # traced, by fake tensors
+        return 0
+    kept: int = TABLE.get(triton_module("attention").gpu_arch(device)).kept
+    return kept
 
 
 def _fake(*mask: Any) -> Tensor:

@@ -302,7 +302,8 @@ def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, rms: bool)
 def _plain(
     name: str, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, rms: bool
 ) -> Tensor:
-    check(name, x, weight=weight, bias=bias)
+    if not is_usual(x, None, weight, bias):
+        check(name, x, weight=weight, bias=bias)
     check_eps(name, eps)
     if use_triton(name, x) or use_cpp(name, x):
         return _layer_norm(x, None, weight, bias, None, None, 0, 0, None, (0, 0, 0), eps, rms)[0]
@@ -331,10 +332,14 @@ def _after_residual(
     key: Tensor | None = None
     mask: tuple[int, int, int | None, tuple[int, int, int]] = (0, 0, None, (0, 0, 0))
     if threshold and rng is not None:
-        refuse_parts(name, rng, "rows", "first_row", "moved")
-        check_rows(name, rng, x.numel() // x.shape[-1])
-        check_rng(rng, mask_shape(x.shape).heads, x.device)
-        key, mask = rng.key, (rng.site, threshold, rng.rows, rng.place)
+        if rng.is_whole:
+            mask = rng.site, threshold, None, (0, 0, 0)
+        else:
+            refuse_parts(name, rng, "rows", "first_row", "moved")
+            check_rows(name, rng, x.numel() // x.shape[-1])
+            mask = rng.site, threshold, rng.rows, rng.place
+        check_rng(rng, 1 if x.dim() == 3 else mask_shape(x.shape).heads, x.device)
+        key = rng.key
     if use_triton(name, residual) or use_cpp(name, residual):
         y, residual_out, *_ = _layer_norm(x, residual, weight, bias, x_bias, key, *mask, eps, rms)
         return y, residual_out

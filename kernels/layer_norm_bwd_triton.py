@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,12 +23,11 @@ from fastpar.kernels.layer_norm_triton import (
     flat_rows,
     load_rows,
     load_vector,
+    places_of,
     row_means,
     store_rows,
     tile_of,
-    unless_zero,
 )
-from fastpar.kernels.philox import MaskBlock, mask_shape
 from fastpar.kernels.triton_launch import cdiv, device_key, gpu_arch, launch, sm_count
 
 
@@ -323,13 +323,38 @@ def bwd_tile_of(
     return tile, max(1, groups * 4 // tile.num_warps), registers
 
 
+class BwdPlan(NamedTuple):
+    """What the launches get besides tensors, their steps and the mask; see Plan."""
+
+    n: int
+    grid: tuple[int, int]  # programs, parts of wide rows
+    wide: Tile | None  # of the kernel that reads these first
+    places: tuple[int | None, ...]
+    constants: dict[str, Any]
+    sum_grid: tuple[int, int]
+
+
+@functools.lru_cache(4096)
+def _bwd_plan(
+    shape: tuple[int, ...], itemsize: int, bias: bool, x_bias: bool, given: bool, rms: bool,
+    masked: bool, sample_rows: int | None, place: tuple[int, ...], how: Config, sms: int,
+) -> BwdPlan:  # fmt: skip
+    """bias, x_bias: whether their gradients are asked for; given: whether dtotal is."""
+    *rows, C = shape
+    n, sums, blocks = math.prod(rows), 1 + bias + x_bias, cdiv(C, _WIDE)
+    width = cdiv(C, blocks)
+    tile, programs, registers = bwd_tile_of(width, itemsize, sums, 2 + given, rms, how)
+    programs = min(cdiv(n, tile.rows), cdiv(programs * sms, blocks))
+    wide = None if blocks == 1 else tile_of(C, itemsize, how.fwd_values, how.num_warps)
+    constants = {"C": C, "CHUNK": tile.chunk, "K": cdiv(width, tile.chunk), "ROWS": tile.rows}
+    constants |= {"SIDE": tile.side, "DBIAS": bias, "DX_BIAS": x_bias, "maxnreg": registers}
+    constants["num_warps"] = tile.num_warps
+    places = places_of(shape, n, masked, sample_rows, place)
+    return BwdPlan(n, (programs, blocks), wide, places, constants, (cdiv(C, 16), sums))
+
+
 def layer_norm_bwd(
-    dy: Tensor,
-    dtotal: Tensor | None,
-    x: Tensor,
-    weight: Tensor,
-    mean: Tensor | None,
-    rstd: Tensor,
+    dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor,
     key: Tensor | None,
     site: int,
     threshold: int,
@@ -339,10 +364,15 @@ def layer_norm_bwd(
     bias_dtype: torch.dtype | None,
     x_bias_dtype: torch.dtype | None,
     rms: bool,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """(dtotal, dx, dweight, dbias, dx_bias); see fastpar.kernels.layer_norm."""
-    shape, C = x.shape, x.shape[-1]
-    n = x.numel() // C
+    device, C = x.device, x.shape[-1]
+    plan = _bwd_plan(
+        x.shape, x.element_size(), bias_dtype is not None, x_bias_dtype is not None,
+        dtotal is not None, rms, key is not None, sample_rows, tuple(place),
+        TABLE.get(gpu_arch(device)), sm_count(device),
+    )  # fmt: skip
+    n = plan.n
     dsum = torch.empty_like(x, memory_format=torch.contiguous_format)
     writes_dx = key is not None or x_dtype != x.dtype
     dx = torch.empty_like(dsum, dtype=x_dtype) if writes_dx else None
@@ -356,22 +386,12 @@ def layer_norm_bwd(
         for t in sums:
             t.zero_()
         return dsum, dx, dweight, dbias, dx_bias
-    at = MaskBlock(n, 1, sample_rows or 1, C)
-    if key is not None and sample_rows is None:
-        at = mask_shape(shape)
     (dy, dy_step), (x, x_step) = flat_rows(dy, n, C), flat_rows(x, n, C)
     given, given_step = (None, 0) if dtotal is None else flat_rows(dtotal, n, C)
-    blocks, how = cdiv(C, _WIDE), TABLE.get(gpu_arch(x.device))
-    width = cdiv(C, blocks)
-    tile, programs, registers = bwd_tile_of(
-        width, x.element_size(), len(sums), 2 if given is None else 3, rms, how
-    )
-    programs = min(cdiv(n, tile.rows), cdiv(programs * sm_count(x.device), blocks))
-    slope = offset = None
-    if blocks > 1:
+    slope, offset, wide = None, None, plan.wide
+    if wide is not None:
         slope = x.new_empty(n, dtype=torch.float32)
         offset = None if rms else torch.empty_like(slope)
-        wide = tile_of(C, x.element_size(), how.fwd_values, how.num_warps)
         launch(
             _layer_norm_bwd_rows_kernel,
             (cdiv(n, wide.rows),),
@@ -391,10 +411,10 @@ def layer_norm_bwd(
             SIDE=wide.side,
             num_warps=wide.num_warps,
         )
-    partials = x.new_empty(len(sums), programs, C, dtype=torch.float32)
+    partials = rstd.new_empty((len(sums), plan.grid[0], C))
     launch(
         _layer_norm_bwd_kernel,
-        (programs, blocks),
+        plan.grid,
         dy,
         given,
         x,
@@ -403,7 +423,7 @@ def layer_norm_bwd(
         rstd,
         slope,
         offset,
-        None if key is None else device_key(key, x.device),
+        None if key is None else device_key(key, device),
         dsum,
         dx,
         partials,
@@ -411,29 +431,19 @@ def layer_norm_bwd(
         given_step,
         x_step,
         n,
-        at.rows,
-        at.heads,
-        *unless_zero(sample_rows, place),
+        *plan.places,
         site,
         threshold,
         256.0 / (256 - threshold),
-        C=C,
-        CHUNK=tile.chunk,
-        K=cdiv(width, tile.chunk),
-        ROWS=tile.rows,
-        SIDE=tile.side,
-        DBIAS=bias_dtype is not None,
-        DX_BIAS=x_bias_dtype is not None,
-        num_warps=tile.num_warps,
-        maxnreg=registers,
+        **plan.constants,
     )
     launch(
         _layer_norm_bwd_sum_kernel,
-        (cdiv(C, 16), len(sums)),
+        plan.sum_grid,
         partials,
         *sums,
-        *([None] * (3 - len(sums))),
-        programs,
+        *(None, None, None)[len(sums) :],
+        plan.grid[0],
         C=C,
         BLOCK_P=128,
         BLOCK_C=16,

@@ -40,11 +40,13 @@ def check(name: str, x: Tensor, **vectors: Tensor | None) -> None:
             )
 
 
-def is_usual(x: Tensor, residual: Tensor, *vectors: Tensor | None) -> bool:
-    """Whether all are of one dtype and device and of the right shapes: what check_residual looks
-    at one by one is right then."""
+def is_usual(x: Tensor, residual: Tensor | None, *vectors: Tensor | None) -> bool:
+    """Whether all are of one dtype and device and of the right shapes: what check and
+    check_residual look at one by one is right then."""
     dtype, device, shape = x.dtype, x.device, x.shape
-    if residual.dtype != dtype or residual.shape != shape or residual.device != device:
+    if residual is not None and (
+        residual.dtype != dtype or residual.shape != shape or residual.device != device
+    ):
         return False
     row = shape[-1:]
     for v in vectors:

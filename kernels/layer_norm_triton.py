@@ -35,6 +35,7 @@ warp with idle lanes (256 columns are 16 groups for 32 lanes), and no bit moves 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -43,7 +44,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastpar.kernels.layer_norm_configs import TABLE
+from fastpar.kernels.layer_norm_configs import TABLE, Config
 from fastpar.kernels.philox import MaskBlock, mask_shape
 from fastpar.kernels.philox_triton import philox_words
 from fastpar.kernels.triton_launch import cdiv, device_key, gpu_arch, launch, next_power_of_2
@@ -267,14 +268,39 @@ def flat_rows(x: Tensor, n: int, C: int) -> tuple[Tensor, int]:
     return x, x.stride(0)
 
 
-def unless_zero(sample_rows: int | None, place: Sequence[int]) -> tuple[int | None, ...]:
-    """first_row, low and high as kernels take them: None where nothing is added."""
+class Plan(NamedTuple):
+    """What a launch gets besides tensors, their steps and the mask; the same for equal layouts."""
+
+    n: int  # rows
+    grid: tuple[int, ...]
+    places: tuple[int | None, ...]  # plane_rows, heads, first_row, low, high
+    constants: dict[str, Any]
+
+
+def places_of(
+    shape: tuple[int, ...], n: int, masked: bool, sample_rows: int | None, place: Sequence[int]
+) -> tuple[int | None, ...]:
+    """How kernels find the mask's rows; None where nothing is added to them."""
     first_row, *moved = place
-    return None if sample_rows is None else first_row, *(moved if any(moved) else (None, None))
+    at = MaskBlock(n, 1, sample_rows or 1, shape[-1])
+    if masked and sample_rows is None:
+        at = mask_shape(shape)
+    first = None if sample_rows is None else first_row
+    return at.rows, at.heads, first, *(moved if any(moved) else (None, None))
 
 
-def _itemsize(*tensors: Tensor | None) -> int:
-    return max(t.element_size() for t in tensors if t is not None)
+@functools.lru_cache(4096)
+def _fwd_plan(
+    shape: tuple[int, ...], itemsize: int, masked: bool, sample_rows: int | None,
+    place: tuple[int, ...], how: Config,
+) -> Plan:  # fmt: skip
+    C = shape[-1]
+    n = math.prod(shape[:-1])
+    tile = tile_of(C, itemsize, how.fwd_values, how.num_warps)
+    constants = {"C": C, "CHUNK": tile.chunk, "ROWS": tile.rows, "SIDE": tile.side}
+    constants["num_warps"] = tile.num_warps
+    places = places_of(shape, n, masked, sample_rows, place)
+    return Plan(n, (cdiv(n, tile.rows),), places, constants)
 
 
 def layer_norm_fwd(
@@ -292,29 +318,28 @@ def layer_norm_fwd(
     rms: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
     """(y, residual_out, mean, rstd); see fastpar.kernels.layer_norm."""
-    shape, C = x.shape, x.shape[-1]
-    n = x.numel() // C
-    dtype = x.dtype if residual is None else residual.dtype
-    y = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+    device, C = x.device, x.shape[-1]
+    wide = x if residual is None else residual
+    plan = _fwd_plan(
+        x.shape, wide.element_size(), key is not None, sample_rows, tuple(place),
+        TABLE.get(gpu_arch(device)),
+    )  # fmt: skip
+    n = plan.n
+    y = torch.empty_like(wide, memory_format=torch.contiguous_format)
     total = None if residual is None else torch.empty_like(y)
-    mean = None if rms else x.new_empty(n, dtype=torch.float32)
     rstd = x.new_empty(n, dtype=torch.float32)
-    at = MaskBlock(n, 1, sample_rows or 1, C)
-    if key is not None and sample_rows is None:
-        at = mask_shape(shape)
-    how = TABLE.get(gpu_arch(x.device))
-    tile = tile_of(C, _itemsize(x, residual), how.fwd_values, how.num_warps)
+    mean = None if rms else torch.empty_like(rstd)
     x, x_step = flat_rows(x, n, C)
     residual, residual_step = (None, 0) if residual is None else flat_rows(residual, n, C)
     launch(
         _layer_norm_fwd_kernel,
-        (cdiv(n, tile.rows),),
+        plan.grid,
         x,
         residual,
         weight.contiguous(),
         None if bias is None else bias.contiguous(),
         None if x_bias is None else x_bias.contiguous(),
-        None if key is None else device_key(key, x.device),
+        None if key is None else device_key(key, device),
         total,
         y,
         mean,
@@ -322,18 +347,12 @@ def layer_norm_fwd(
         x_step,
         residual_step,
         n,
-        at.rows,
-        at.heads,
-        *unless_zero(sample_rows, place),
+        *plan.places,
         site,
         threshold,
         256.0 / (256 - threshold),
         eps,
-        C=C,
-        CHUNK=tile.chunk,
-        ROWS=tile.rows,
-        SIDE=tile.side,
-        num_warps=tile.num_warps,
+        **plan.constants,
     )
     return y, total, mean, rstd
 

@@ -69,9 +69,17 @@ class Rng(NamedTuple):
         return self.first_row, *self.moved
 
     @property
+    def is_whole(self) -> bool:
+        """Whether no part of a mask is chosen."""
+        return self[2:] == _WHOLE
+
+    @property
     def site_head(self) -> int:
         """Counter word of x's head 0; that of head h is h more."""
         return self.site << 16 | self.first_head
+
+
+_WHOLE = tuple(Rng._field_defaults.values())  # of all fields but key and site
 
 
 class MaskBlock(NamedTuple):
@@ -218,8 +226,10 @@ def check_rng(rng: Rng, heads: int, device: torch.device) -> None:
             f"dropout: expected an int64 key of shape [2], got key={key.dtype} {list(key.shape)}; "
             "use make_key or draw_key"
         )
-    elsewhere = key.device.type != device.type or device.index not in (None, key.device.index)
-    if key.device.type != "cpu" and elsewhere:
+    where = key.device
+    if (where != device and where.type != "cpu") and (
+        where.type != device.type or device.index not in (None, where.index)
+    ):
         raise ValueError(
             f"dropout: expected a key on the CPU or on {device}, got key on {key.device}; "
             "move it with key.to(...)"

@@ -13,8 +13,9 @@ backward to autograd's thread. The rows "torch: ..." are what PyTorch itself tak
 autograd.Function of three inputs that only allocates its results, and for its own ops on the CPU
 with 8 elements, so that computing takes no time. "forward" is the public function without
 gradients, "recorded" the same on inputs that need some, autograd.Function and the end of its graph
-included; "backward" is torch.autograd.grad, its engine included; "launches" is the number of
-kernels of both directions.
+included; "backward" is torch.autograd.grad, its engine included, "one more" what each further call
+adds to such a backward, which is what a call costs in a training step: torch.autograd.grad's own
+Python is paid there once; "launches" is the number of kernels of both directions.
 Times are this thread's CPU time, the fastest tenth of many chunks: other processes only add to it.
 """
 
@@ -56,6 +57,7 @@ from fastpar.kernels import (
 
 FOLDER = ROOT / "build" / "host_time"
 CALLS, CHUNKS = 20, 100
+MORE = 6  # calls that are added to a backward
 
 # Functions whose first parameter is the address of what they return.
 _OUTPUTS = {
@@ -162,6 +164,19 @@ class _Nothing(torch.autograd.Function):
         return tuple(map(torch.empty_like, ctx.saved_tensors))
 
 
+class _Join(torch.autograd.Function):
+    """One output of many, whose gradients are ready."""
+
+    @staticmethod
+    def forward(ctx, *xs):
+        ctx.grads = tuple(map(torch.empty_like, xs))
+        return torch.empty(1)
+
+    @staticmethod
+    def backward(ctx, _):
+        return ctx.grads
+
+
 def floor() -> dict[str, Case]:
     """PyTorch's own part, and its own ops where nothing is to compute."""
 
@@ -219,12 +234,24 @@ def measure(call: Callable[[], Any]) -> float:
     return round(sorted(times)[CHUNKS // 10], 1)
 
 
-def backward_of(case: Case) -> Callable[[], Any]:
-    """Backward alone, again and again over one graph."""
-    out = case.call()
-    outs = [t for t in (out if isinstance(out, tuple) else (out,)) if t.requires_grad]
+def backward_of(*cases: Case) -> Callable[[], Any]:
+    """Backward alone, again and again over one graph: of one call, or of several, joined."""
+    outs = []
+    for case in cases:
+        out = case.call()
+        outs += [t for t in (out if isinstance(out, tuple) else (out,)) if t.requires_grad]
+    if len(cases) > 1:
+        outs = [_Join.apply(*outs)]
+    inputs = [t for case in cases for t in case.inputs]
     grads = [torch.ones_like(t) for t in outs]
-    return lambda: torch.autograd.grad(outs, case.inputs, grads, retain_graph=True)
+    return lambda: torch.autograd.grad(outs, inputs, grads, retain_graph=True)
+
+
+def measure_one_more(name: str) -> float:
+    """Microseconds that a further call, on inputs of its own, adds to a backward."""
+    calls = [(floor() | cases())[name] for _ in range(MORE + 2)]
+    few, many = measure(backward_of(*calls[:2])), measure(backward_of(*calls))
+    return round((many - few) / MORE, 1)
 
 
 def rows(only: str) -> Iterator[dict[str, Any]]:
@@ -242,7 +269,7 @@ def rows(only: str) -> Iterator[dict[str, Any]]:
             with torch.no_grad():
                 row = {"case": name, "forward_us": measure(case.call)}
             row |= {"recorded_us": measure(case.call), "backward_us": measure(backward)}
-            yield row | {"launches": count}
+            yield row | {"one_more_us": measure_one_more(name), "launches": count}
 
 
 def profile(name: str) -> None:
@@ -278,8 +305,8 @@ def main(argv: list[str] | None = None) -> int:
         found.append(row)
         print(
             f"{row['case']:<30} forward {row['forward_us']:6.1f}  recorded "
-            f"{row['recorded_us']:6.1f}  backward {row['backward_us']:6.1f}  "
-            f"launches {row['launches']}",
+            f"{row['recorded_us']:6.1f}  backward {row['backward_us']:6.1f}  one more "
+            f"{row['one_more_us']:6.1f}  launches {row['launches']}",
             flush=True,
         )
     if args.write:
