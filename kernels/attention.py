@@ -217,9 +217,7 @@ def _attention_bwd_run(
         and o is not None
         and (peer := attention_peers.serving(op, *inputs, causal, 1))
     ):
-        found = attention_peers.backward(peer, do, *inputs, o, stats, causal, scale)
-        for grad, value in zip(grads, found):
-            grad.copy_(value)
+        attention_peers.backward(peer, do, *inputs, o, stats, causal, scale, grads)
     elif triton:
         attention_bwd_triton = triton_module("attention_bwd")
         assert o is not None  # _setup_context keeps it where Triton runs

@@ -367,8 +367,12 @@ def attention_bwd(
     cu_seqlens: Tensor | None,
     bits: Tensor | None = None,
     first_row: int | None = None,
+    hopper: bool = False,
 ) -> None:
-    """Writes dq, dk and dv, maybe parts of one packed tensor; the rest is as in the forward."""
+    """Writes dq, dk and dv, maybe parts of one packed tensor; the rest is as in the forward.
+
+    hopper: dk and dv by the kernel of attention_hopper_bwd_triton.py, where that can serve.
+    """
     arch, dtype = gpu_arch(q.device), q.dtype
     varlen, fp32, dropout = cu_seqlens is not None, dtype == torch.float32, threshold > 0
     do = do if do.stride(-1) == 1 else do.contiguous()
@@ -412,6 +416,11 @@ def attention_bwd(
         **plan.constants[0],
     )
 
+    if hopper:
+        from fastpar.kernels.attention_hopper_bwd_triton import attention_hopper_dkdv
+
+        attention_hopper_dkdv(do, q, k, v, lse, delta, dk, dv, scale)
+        return
     tma = do_box is not None and q_box is not None and aligned(do, q)
     launch(
         _attention_bwd_dkdv_kernel,

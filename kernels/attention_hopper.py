@@ -1,7 +1,9 @@
-"""What the Hopper forward of attention (attention_hopper_triton.py) can serve, and its call.
+"""What the Hopper kernels of attention (attention_hopper_triton.py, attention_hopper_bwd_triton.py)
+can serve, and their calls.
 
-It is an alternative to attention_triton.py's forward, with the same o and lse, which the same
-backward takes; attention_peers.py offers it. It has been compiled and emulated, not run on a GPU.
+They are alternatives to attention_triton.py's forward and to attention_bwd_triton.py's dk and dv,
+each with the other's o and lse; attention_peers.py offers them. They have been compiled and
+emulated, not run on a GPU.
 """
 
 from __future__ import annotations
@@ -79,3 +81,42 @@ def attention_forward_hopper(
     from fastpar.kernels.attention_hopper_triton import attention_hopper_fwd
 
     return attention_hopper_fwd(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale)
+
+
+def refusal_of_backward(q: Tensor) -> str:
+    """Why attention_backward_hopper cannot serve what refusal() does not refuse; "" if it can."""
+    if q.shape[-1] != 64:
+        return f"has a backward for head dimension 64, not {q.shape[-1]}"
+    if q.shape[1] % 4:
+        return f"reads statistics of rows by 16 bytes, not T={q.shape[1]} of them"
+    return ""
+
+
+def attention_backward_hopper(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+    dq: Tensor, dk: Tensor, dv: Tensor, scale: float | None = None,
+) -> None:  # fmt: skip
+    """Writes dq, dk and dv of attention_forward_hopper: dq by the same kernel as everywhere.
+
+    Args:
+        do, q, k, v, o: as in the forward, D 64. lse: [B, H, T], fp32, base 2, contiguous.
+        dq, dk, dv: shapes of q, k and v, last dimension contiguous, maybe parts of one tensor.
+        scale: of the scores; 1 / sqrt(D) by default.
+    Raises:
+        RuntimeError: refusal() or refusal_of_backward() says why it cannot serve this call.
+    Deterministic: yes, bitwise.
+    Oracle: fastpar.kernels.reference.attention_ref
+    """
+    why = refusal(q, k, v) or refusal_of_backward(q)
+    if why:
+        raise RuntimeError(
+            f"attention_backward_hopper: expected a call that it can serve, got one that it "
+            f"cannot: it {why}; call attention"
+        )
+    from fastpar.kernels.attention_bwd_triton import attention_bwd
+    from fastpar.kernels.attention_plans import tma_reads
+
+    do = do if tma_reads(do) else do.contiguous()
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    mask = None, 0, 0, None
+    attention_bwd(do, q, k, v, o, lse, dq, dk, dv, True, scale, *mask, hopper=True)

@@ -1,7 +1,7 @@
 """Others' attention kernels behind the op `attention`: forward and backward, each by the fastest.
 
     own        this package's: dropout and documents, too; the same bits on every layout
-    hopper     this package's forward in attention_hopper_triton.py
+    hopper     this package's kernels for sm_90: attention_hopper_triton.py and _bwd_triton.py
     flash      torch's FlashAttention 2
     cudnn      torch's call of cuDNN
     efficient  torch's memory-efficient kernel (fp32, too)
@@ -49,13 +49,16 @@ class Peer(NamedTuple):
         forward: (q, k, v, causal, scale) -> o, lse; all [B, T, H, D], lse [B, H, T], natural.
         backward: (do, q, k, v, o, lse, causal, scale) -> dq, dk, dv; None: it has none.
         device, dtypes, most: what it takes; most: the largest head dimension.
+        in_place: backward takes the own statistics, and dq, dk and dv behind scale, and writes
+            these.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
-    backward: Callable[..., _Three] | None
+    backward: Callable[..., _Three | None] | None
     device: str
     dtypes: tuple[torch.dtype, ...]
     most: int
+    in_place: bool = False
 
 
 def _heads_first(*tensors: Tensor) -> list[Tensor]:
@@ -154,8 +157,12 @@ def _hopper_fwd(q, k, v, causal, scale):
     return o, lse / LOG2_E
 
 
+def _hopper_bwd(do, q, k, v, o, stats, causal, scale, dq, dk, dv) -> None:
+    attention_hopper.attention_backward_hopper(do, q, k, v, o, stats, dq, dk, dv, scale)
+
+
 PEERS = {
-    "hopper": Peer(_hopper_fwd, None, "cuda", _HALF, 128),
+    "hopper": Peer(_hopper_fwd, _hopper_bwd, "cuda", _HALF, 128, in_place=True),
     "flash": Peer(_flash_fwd, _flash_bwd, "cuda", _HALF, 256),
     "cudnn": Peer(_cudnn_fwd, _cudnn_bwd, "cuda", _HALF, 128),
     "efficient": Peer(_efficient_fwd, _efficient_bwd, "cuda", (*_HALF, torch.float32), 256),
@@ -243,6 +250,8 @@ def serving(op: str, q: Tensor, k: Tensor, v: Tensor, causal: bool, direction: i
     name = wanted(op, q, direction)
     if name == OWN or (direction and PEERS[name].backward is None):
         return ""
+    if direction and name == "hopper" and attention_hopper.refusal_of_backward(q):
+        return ""
     why = refusal(name, q, k, v, causal, masked=op != "attention")
     if not asked:
         return "" if why else name
@@ -283,14 +292,18 @@ def forward(
 
 def backward(
     name: str, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, stats: Tensor,
-    causal: bool, scale: float,
-) -> _Three:  # fmt: skip
-    """dq, dk, dv from the statistics of any forward."""
-    lse = to_natural(stats, q)
+    causal: bool, scale: float, grads: _Three,
+) -> None:  # fmt: skip
+    """Writes dq, dk, dv, from the statistics of any forward."""
     run = PEERS[name].backward
     assert run is not None  # choice never names one without
-    dq, dk, dv = run(do, q, k, v, o, lse, causal, scale)
-    return dq, dk, dv
+    if PEERS[name].in_place:
+        run(do, q, k, v, o, stats, causal, scale, *grads)
+        return
+    found = run(do, q, k, v, o, to_natural(stats, q), causal, scale)
+    assert found is not None
+    for grad, value in zip(grads, found, strict=True):
+        grad.copy_(value)
 
 
 def table() -> list[str]:

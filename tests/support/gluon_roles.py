@@ -24,7 +24,8 @@ class Step:
     """what: wait | arrive | expect | load | read | drain. at: a barrier or a buffer, (ring, slot).
 
     number: of a wait its phase, of expect and load bytes, of read how many loads of that ring came
-    before the one it sees, of drain the products that may stay in flight.
+    before the one it sees, of drain the products that may stay in flight. A look is a read by no
+    product: it is over at once.
     """
 
     what: str
@@ -71,6 +72,7 @@ class Shared:
 
     data: torch.Tensor
     at: tuple[int, int]
+    note: Any = None  # the emulator's
 
     @property
     def shape(self):
@@ -81,13 +83,17 @@ class Shared:
         return self.data.dtype
 
     def index(self, i):
-        return Shared(self.data[i], (self.at[0], int(i)))
+        return Shared(self.data[i], (self.at[0], int(i)), self.note)
 
     def reshape(self, shape):
-        return Shared(self.data.view(shape), self.at)
+        return Shared(self.data.view(shape), self.at, self.note)
 
     def permute(self, order):
-        return Shared(self.data.permute(order), self.at)
+        return Shared(self.data.permute(order), self.at, self.note)
+
+    def load(self, layout):
+        self.note(self.at)
+        return self.data.clone()
 
     def store(self, x):
         assert x.dtype == self.dtype
@@ -181,6 +187,7 @@ class _Emulator:
             "fence_async_shared": lambda: None,
             "_load": self.load, "_store": self.store_box,
             "warpgroup_mma": self.product, "warpgroup_mma_wait": self.drain,
+            "warpgroup_mma_init": lambda x: x,
         }  # fmt: skip
 
     def note(self, *step, **fields):
@@ -193,7 +200,8 @@ class _Emulator:
             return SimpleNamespace(
                 index=[Barrier((block.rings, i)) for i in range(shape[0])].__getitem__
             )
-        return Shared(torch.full(shape, float("nan"), dtype=dtype), (block.rings, 0))
+        data = torch.full(shape, float("nan"), dtype=dtype)
+        return Shared(data, (block.rings, 0), self.look)
 
     def init(self, barrier, count):
         barrier.count = barrier.pending = count
@@ -228,6 +236,9 @@ class _Emulator:
         to.data.zero_()
         to.data[inside] = part
         self._change(barrier, 0, -size)
+
+    def look(self, at):
+        self.note("look", reads=((at, self.local.block.holds[at]),))
 
     def store_box(self, box, first, x):
         part, inside = box.clipped(first)
@@ -373,9 +384,12 @@ def explore(roles: list[list[Step]], counts: dict[tuple[int, int], int]) -> int:
             for who, place in enumerate(places)
             if place < len(roles[who])
         ]
-        for n in flying:
-            at, size = reports[n]
-            following.append((places, flying - {n}, changed(state, at, 0, -size)))
+        for at in {reports[n][0] for n in flying}:
+            # All that a barrier waits for at once: before the last has come none may be read.
+            come = {n for n in flying if reports[n][0] == at}
+            size = sum(reports[n][1] for n in come)
+            if size == state[at][1]:
+                following.append((places, flying - come, changed(state, at, 0, -size)))
         possible = [s for s in following if s is not None]
         done = all(place == len(role) for place, role in zip(places, roles))
         assert possible or done, f"deadlock at {[r[p : p + 1] for r, p in zip(roles, places)]}"
