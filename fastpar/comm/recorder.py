@@ -51,6 +51,7 @@ class Span:
     begin_ms: float
     end_ms: float
     size_bytes: int = 0
+    ranks: int = 1  # of the group of an exchange
 
 
 def now_ms() -> float:
@@ -81,10 +82,10 @@ class Recorder:
     def watch(self, collectives: Collectives, row: str) -> None:
         """Note from now on what is done with collectives, as long as the recorder is on."""
 
-        def note(_: Collectives, op: str, n_bytes: int, begin: Callable[[], Handle]) -> Handle:
+        def note(group: Collectives, op: str, n_bytes: int, begin: Callable[[], Handle]) -> Handle:
             if not self.on:
                 return begin()
-            span = Span(row, op, now_ms(), 0.0, n_bytes)
+            span = Span(row, op, now_ms(), 0.0, n_bytes, group.world_size)
             handle = _RecordedHandle(begin(), span, self)
             self._follow(handle)
             return handle
@@ -149,7 +150,7 @@ def window(spans: Sequence[Span], begin_ms: float, end_ms: float) -> list[Span]:
         begin, end = max(span.begin_ms, begin_ms), min(span.end_ms, end_ms)
         if begin < end:
             part = (begin - begin_ms, end - begin_ms)
-            found.append(Span(span.row, span.name, *part, span.size_bytes))
+            found.append(Span(span.row, span.name, *part, span.size_bytes, span.ranks))
     return sorted(found, key=lambda s: s.begin_ms)
 
 

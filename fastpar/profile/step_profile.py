@@ -321,7 +321,6 @@ def _situation(trainer: Trainer, spans: Sequence[Span], steps: int, trace: Trace
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     idle = available_cores() - ranks_here * torch.get_num_threads()
     sent = engine.report.wire_bytes if engine.report is not None else 0
-    cp, by_keys = mesh.size("cp"), config.parallel.cp_method == "keys"
     return Situation(
         compiled=config.system.compile,
         deterministic=config.system.deterministic,
@@ -329,20 +328,17 @@ def _situation(trainer: Trainer, spans: Sequence[Span], steps: int, trace: Trace
         idle_cores=0 if on_gpu else max(0, idle),
         n_buckets=len(sizes),
         bucket_mb=statistics.mean(sizes),
-        sent_bytes=sent + tp_bytes(spans, mesh.tp_size, cp, by_keys=by_keys) / steps,
+        sent_bytes=sent + layer_bytes(spans) / steps,
         moving_ms=moving_ms,
         waited_ms=waited,
     )
 
 
-def tp_bytes(spans: Sequence[Span], tp: int, cp: int = 1, *, by_keys: bool = False) -> float:
-    """Sent by this rank in exchanges inside of layers, as rings send them; along cp as pairs do.
-
-    by_keys: gathers are those of cp, where tp is 1.
-    """
-    sizes = {"all_to_all": cp, **({"all_gather": cp} if by_keys and tp == 1 else {})}
+def layer_bytes(spans: Sequence[Span]) -> float:
+    """Sent by this rank in exchanges inside of layers, along tp, cp and ep, as rings and, all to
+    all, pairs send them."""
     return sum(
-        (2 if s.name == "all_reduce" else 1) * (1 - 1 / sizes.get(s.name, tp)) * s.size_bytes
+        (2 if s.name == "all_reduce" else 1) * (1 - 1 / s.ranks) * s.size_bytes
         for s in spans
         if s.row == TP
     )

@@ -13,12 +13,27 @@ from dataclasses import replace
 import pytest
 import torch
 from cells import few, slow
-from tp_cells import Cell, assert_same_run, batch, build, run
+from packed_rows import positions_of
+from tp_cells import (
+    ACCUM,
+    STEPS,
+    Cell,
+    assert_same_run,
+    batch,
+    build,
+    micro_batch,
+    plain,
+    run,
+    whole_state,
+)
 
 from fastpar.comm.mesh import Mesh
 from fastpar.nn.recompute import recompute
+from fastpar.optim.adamw import AdamW
+from fastpar.optim.schedule import param_groups
 from fastpar.parallel.engine import engine_of
 from fastpar.parallel.parallelize import parallelize
+from fastpar.parallel.pipeline import pipeline_step
 from fastpar.testing import run_ranks
 
 AXES = {
@@ -178,3 +193,75 @@ def count_collectives(cell):
     model.cp.group.observers = (observer,)
     model(*batch(cell, 0)).backward()
     return seen
+
+
+# Stages of a pipeline
+
+
+def staged(cell, pp):
+    """A rank's run of a cell on stages, whose micro-batches are those of accumulation."""
+    mesh, model = Mesh(dp=cell.dp, tp=cell.tp, cp=cell.cp, pp=pp), build(cell, 0)
+    many, sizes = ACCUM[cell.accum][0], {"bucket_mb": 0.01, "first_bucket_mb": 0.003}
+    parallelize(
+        model,
+        mesh,
+        zero_stage=cell.stage,
+        sequence_parallel=cell.sequence,
+        cp_method=cell.method,
+        **sizes,
+    )
+    recompute(model, cell.recompute)
+    limit = 0.25 if cell.clip else float("inf")
+    optimizer = AdamW(param_groups(model, 0.1), lr=2e-2, eps=1e-3, max_grad_norm=limit)
+    losses, norms = [], []
+    for step in range(STEPS):
+        given = [
+            micro_batch(cell, step, mesh.dp_rank * many + j, cell.micro_batches)
+            for j in range(many)
+        ]
+        xs, ys, keys = zip(*given)
+        places = [positions_of(cell, x, key) for x, key in zip(xs, keys)]
+        more = {"positions": torch.cat([p["positions"] for p in places])} if places[0] else {}
+        loss = pipeline_step(
+            model, torch.cat(xs), torch.cat(ys), micro_batches=many, rng_keys=keys, **more
+        )
+        optimizer.step()
+        losses.append(loss.item())
+        norms.append(optimizer.grad_norm.item())
+        optimizer.zero_grad()
+    return mesh.dp_rank, losses, norms, whole_state(model)
+
+
+STAGED = [
+    (2, Cell(1, 1, 2, cp=2, dropout=True, clip=True, accum="full")),
+    (2, Cell(1, 1, 0, cp=2, method="keys", documents=True, accum="full", time=5)),
+    *(
+        slow(2, Cell(tp, dp, stage, cp=cp, method=method, accum="full", **more))
+        for tp, dp, cp, stage, method, more in (
+            (2, 1, 2, 0, "heads", {"dropout": True}),
+            (2, 1, 2, 3, "keys", {"documents": True}),
+            (2, 1, 2, 1, "keys", {"clip": True, "sequence": False}),
+            (1, 1, 3, 0, "keys", {"dropout": True, "recompute": "full"}),
+            (1, 1, 4, 1, "heads", {"recompute": "selective"}),
+            (1, 2, 2, 3, "keys", {"dropout": True, "clip": True}),
+            (1, 2, 2, 2, "heads", {"documents": True, "recompute": "full"}),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("pp", "cell"), STAGED, ids=str)
+def test_stages_of_a_pipeline(pp, cell):
+    expected = plain(cell, "fp64")
+    results = run_ranks(functools.partial(staged, cell, pp), pp * cell.tp * cell.cp * cell.dp)
+    seen = set()
+    for step, want in enumerate(expected["losses"]):
+        found = dict((dp, losses[step]) for dp, losses, _, _ in results)
+        assert sum(found.values()) / cell.dp == pytest.approx(want, rel=1e-12)
+    for _, _, norms, parameters in results:
+        assert norms == pytest.approx(expected["norms"], rel=1e-6)
+        for name, p in parameters.items():
+            want = expected["parameters"][name]
+            assert (p - want).abs().max() <= 1e-12 * want.abs().max(), name
+        seen |= set(parameters)
+    assert seen == set(expected["parameters"])

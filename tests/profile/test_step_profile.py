@@ -12,7 +12,7 @@ from fastpar.comm.mesh import Mesh
 from fastpar.comm.recorder import COMPUTE, GATHER, REDUCE, TP, WAIT, Span, window
 from fastpar.config.config import TrainConfig
 from fastpar.profile import step_profile
-from fastpar.profile.step_profile import Marks, marked, title_of, tp_bytes
+from fastpar.profile.step_profile import Marks, layer_bytes, marked, title_of
 from fastpar.profile.trace import BACKWARD, FORWARD, INPUT, OPTIMIZER, PHASES, TraceTimes
 from fastpar.train import trainer as trainer_module
 from fastpar.train.trainer import Trainer
@@ -105,13 +105,14 @@ def test_phases_of_a_gpu_are_fitted_to_a_step_without_the_profiler(step_ms, comp
 
 def test_bytes_of_layers_that_are_split_are_those_of_a_ring():
     spans = [
-        Span(TP, "all_reduce", 0, 1, 8000),
-        Span(TP, "all_gather", 0, 1, 8000),
-        Span(REDUCE, "all_reduce", 0, 1, 8000),  # the engine counts these
+        Span(TP, "all_reduce", 0, 1, 8000, 4),
+        Span(TP, "all_gather", 0, 1, 8000, 4),
+        Span(TP, "all_gather", 0, 1, 8000, 2),  # keys along cp
+        Span(REDUCE, "all_reduce", 0, 1, 8000, 4),  # the engine counts these
         Span(WAIT, TP, 0, 1, 8000),
-        Span(TP, "all_to_all", 0, 1, 8000),  # along cp, in pairs
+        Span(TP, "all_to_all", 0, 1, 8000, 2),  # along cp, in pairs
     ]
-    assert tp_bytes(spans, 4, 2) == 2 * 6000 + 6000 + 4000
+    assert layer_bytes(spans) == 2 * 6000 + 6000 + 4000 + 4000
 
 
 def test_large_traces_are_compressed(tmp_path, monkeypatch):
