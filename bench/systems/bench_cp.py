@@ -8,7 +8,8 @@ bench_zero.py's: weights and loss after two steps against one process in fp64.
 Then the same in two network namespaces (bench/systems/links.py) that 1 Gbit/s join, over gloo.
 
 torch's own context parallel is missing: on CPUs its attention has no sharding strategy
-(torch 2.13: NotImplementedError of _scaled_dot_product_flash_attention_for_cpu).
+(torch 2.13: NotImplementedError of _scaled_dot_product_flash_attention_for_cpu; with
+SDPBackend.MATH a RuntimeError, "got mixed torch.Tensor and DTensor").
 """
 
 from __future__ import annotations

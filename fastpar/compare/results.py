@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fastpar.compare.strategies import SINGLE
+from fastpar.compare.strategies import SINGLE, STRATEGIES
 
 FORMAT = 1
 BASELINE = "ddp"
@@ -277,8 +277,8 @@ def allowed(comparison: Comparison) -> np.ndarray | None:
 
 
 def judge_losses(comparison: Comparison) -> LossVerdict | None:
-    """Compares all repeats of all strategies; None with fewer than two strategies."""
-    names = comparison.names
+    """Compares all repeats of all dense strategies; None with fewer than two of them."""
+    names = [name for name in comparison.names if not STRATEGIES[name].sparse]
     if len(names) < 2:
         return None
     curves = {name: _curves(comparison.of(name)) for name in names}

@@ -31,6 +31,7 @@ DEFAULT = (  # side by side what does the same: torch's, then fastpar's
     *("tp", "tp-zero1", "tp-zero2", "tp-zero3", "cp", "cp-keys", "pp", "dp-pp"),
     *("deepspeed1", "deepspeed2", "deepspeed3"),
 )
+EXPERTS_LINE = "experts  {n_expert} in each layer, of {expert_hidden} features, top {top_k}"
 UNTIMED_STEPS = 3
 LENGTHS = {"epochs": (3, 2), "epoch_steps": (80, 12), "repeats": (3, 1)}  # in full, and quick
 START_S = 6.0  # of a run's processes, on two cores; only for the expected time
@@ -48,8 +49,13 @@ class CompareCommand:
     strategies: str | None = None
     """Names with commas: single, ddp, ddp-zero, fsdp2, fsdp2-no-reshard, dp, zero1, zero2, zero3,
     hsdp, tp, tp-zero1, tp-zero2, tp-zero3, cp, cp-keys (two share sequences), pp (every rank a
-    stage), dp-pp (two stages), deepspeed1, deepspeed2, deepspeed3; unset: all that run here, but
-    for ddp-zero and hsdp."""
+    stage), dp-pp (two stages), deepspeed1, deepspeed2, deepspeed3, experts (in the place of MLPs,
+    of as many flops a token), ep (which the ranks share out); unset: all that run here, but for
+    ddp-zero, hsdp, experts and ep."""
+    n_expert: int = 8
+    """Of experts and ep: in each layer."""
+    expert_top_k: int = 2
+    """Of these a token's; each has 4 * n_embd / expert_top_k features."""
     nproc: int = 2
     """Ranks of every strategy but single, which has one."""
     epochs: int | None = None
@@ -147,9 +153,30 @@ def why_not(name: str, command: CompareCommand, shape: GPTConfig, gpus: int | No
     ranks, stages = 1 if strategy.one_rank else command.nproc, strategy.pp or command.nproc
     if reason is None and shape.n_layer < stages:
         reason = f"needs {stages} layers or more, got {shape.n_layer}"
+    if reason is None and strategy.ep != 1 and command.n_expert % command.nproc:
+        reason = f"needs a multiple of {command.nproc} experts, got {command.n_expert}"
     if reason is None and gpus is not None and command.device != "cpu" and gpus < ranks:
         reason = f"needs a GPU for each of {ranks} ranks, got {gpus}"
     return reason
+
+
+def experts_of(command: CompareCommand, shape: GPTConfig) -> dict[str, int]:
+    """Fields of GPTConfig of a model with experts that takes as many flops a token as a dense one.
+
+    Raises:
+        ValueError: a top_k that does not divide the features of an MLP, or above n_expert.
+    """
+    top_k = command.expert_top_k
+    if top_k < 1 or 4 * shape.n_embd % top_k:
+        raise ValueError(
+            f"compare: expected expert_top_k to divide the {4 * shape.n_embd} features of an MLP, "
+            f"got expert_top_k={top_k}; set --expert-top-k"
+        )
+    found = {
+        "n_expert": command.n_expert, "top_k": top_k, "expert_hidden": 4 * shape.n_embd // top_k,
+    }  # fmt: skip
+    replace(shape, **found)
+    return found
 
 
 @dataclass
@@ -191,6 +218,7 @@ class Schedule:
             )
         data = load_data(command.text.data, command.text.tokenizer, block_size=shape.block_size)
         shape = replace(shape, vocab_size=data.vocab_size)
+        experts = experts_of(command, shape) if any(STRATEGIES[n].sparse for n in names) else {}
         given = {name: getattr(command, name) for name in LENGTHS}
         lengths = {name: usual[command.quick] for name, usual in LENGTHS.items()}
         lengths |= {name: n for name, n in given.items() if n is not None}
@@ -203,6 +231,7 @@ class Schedule:
             "model": command.shape.model,
             "shape": asdict(shape),
             "parameters": count_parameters(shape),
+            "experts": experts,
             "data": data.name,
             "tokenizer": data.tokenizer.name,
             "batch_size": command.text.batch_size,
@@ -275,6 +304,7 @@ class Schedule:
             f"compare  {', '.join(s['strategies'])}",
             *(f"skipped  {name}: {why}" for name, why in self.comparison.skipped.items()),
             f"model    {s['model']}, {s['parameters']:,} parameters, fp32, no dropout",
+            *(EXPERTS_LINE.format(**experts) for experts in [s["experts"]] if experts),
             f"data     {self.data.describe()}",
             *["optim    fastpar.Muon, repeated by ddp's ranks"] * (s["optimizer"] == "muon"),
             f"steps    {s['batch_size']} sequences of {s['block_size']} tokens; {s['epochs']} "

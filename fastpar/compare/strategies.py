@@ -225,7 +225,7 @@ class _Fastpar(Contender):
         self.grad_norm = self.optimizer.grad_norm
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        if STRATEGIES[self.name].tp > 1:
+        if STRATEGIES[self.name].tp > 1 or STRATEGIES[self.name].ep != 1:
             yield from self.model.state_dict().items()
             return
         with self.engine.gathered():
@@ -356,11 +356,13 @@ def _fastpar(
     tp: int = 1,
     cp: int = 1,
     cp_method: str = "heads",
+    ep: int = 1,
     pp: int = 1,
     hsdp: bool = False,
 ) -> Contender:
-    """hsdp: pairs of ranks share one copy, replicas across. pp: see Strategy."""
-    mesh = Mesh(tp=tp, cp=cp, pp=pp or dist.get_world_size(), device=settings.device)
+    """hsdp: pairs of ranks share one copy, replicas across. ep, pp: see Strategy."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    mesh = Mesh(tp=tp, cp=cp, ep=ep or world, pp=pp or world, device=settings.device)
     options: dict[str, Any] = {"zero_stage": stage, "cp_method": cp_method, **settings.fastpar}
     if hsdp:
         if mesh.dp_size < 4 or mesh.dp_size % 2:
@@ -398,7 +400,8 @@ class Strategy:
     name: as it is typed; title: in tables of bench. package: what it needs, beside torch.
     ranks: it runs on multiples of these, at least `at_least`; one_rank: on one, whatever there are.
     adamw_only: nothing in it steps whole matrices. tp: ranks that split each layer; cp: that share
-    each sequence. pp: stages of a pipeline; 0: every rank is one.
+    each sequence. pp: stages of a pipeline; 0: every rank is one. sparse: it trains the model with
+    experts in the place of MLPs; ep: which so many ranks share out, 0: all.
     """
 
     name: str
@@ -412,6 +415,8 @@ class Strategy:
     tp: int = 1
     cp: int = 1
     pp: int = 1
+    sparse: bool = False
+    ep: int = 1
 
     def model_ranks(self, nproc: int) -> int:
         """Ranks that compute the same sequences together."""
@@ -437,6 +442,7 @@ class Strategy:
 
 SINGLE, DDP = "single", "ddp"
 _STAGES = (1, 2, 3)
+_4: dict[str, Any] = {"at_least": 4, "ranks": 2}
 _ALL = (
     Strategy(SINGLE, "one process", _single, "torch", one_rank=True),
     Strategy(DDP, "DDP", _ddp, "torch"),
@@ -457,12 +463,7 @@ _ALL = (
     Strategy("tp", "fastpar TP", partial(_fastpar, stage=0, tp=2), at_least=2, ranks=2, tp=2),
     *(
         Strategy(
-            f"tp-zero{n}",
-            f"fastpar TP, ZeRO-{n}",
-            partial(_fastpar, stage=n, tp=2),
-            at_least=4,
-            ranks=2,
-            tp=2,
+            f"tp-zero{n}", f"fastpar TP, ZeRO-{n}", partial(_fastpar, stage=n, tp=2), tp=2, **_4
         )
         for n in _STAGES
     ),
@@ -471,9 +472,9 @@ _ALL = (
         for n, about, m in (("cp", "fastpar CP", "heads"), ("cp-keys", "fastpar CP, keys", "keys"))
     ),
     Strategy("pp", "fastpar PP", partial(_fastpar, stage=0, pp=0), at_least=2, pp=0),
-    Strategy(
-        "dp-pp", "fastpar DP x PP", partial(_fastpar, stage=0, pp=2), at_least=4, ranks=2, pp=2
-    ),
+    Strategy("dp-pp", "fastpar DP x PP", partial(_fastpar, stage=0, pp=2), pp=2, **_4),
+    Strategy("experts", "fastpar experts", partial(_fastpar, stage=0), sparse=True),
+    Strategy("ep", "fastpar EP", partial(_fastpar, stage=0, ep=0), at_least=2, sparse=True, ep=0),
 )
 STRATEGIES: dict[str, Strategy] = {strategy.name: strategy for strategy in _ALL}
 

@@ -121,9 +121,10 @@ class Rank:
         self.memory = self.measuring.enter_context(
             StepMemory(torch.device(self.device), alive_bytes=0)
         )
+        shape = self.settings["shape"] | (self.settings["experts"] if self.strategy.sparse else {})
         self.contender: Contender = build(
             spec.run.strategy,
-            lambda: GPT(GPTConfig(**self.settings["shape"]), seed=self.settings["seed"]),
+            lambda: GPT(GPTConfig(**shape), seed=self.settings["seed"]),
             Settings(
                 optimizer=self.settings["optimizer"],
                 lr=self.settings["lr"],
@@ -168,7 +169,7 @@ class Rank:
     @property
     def _within(self) -> bool:
         """Whether ranks have one model together: then the engine does not see all that is sent."""
-        return self.strategy.model_ranks(self.world_size) > 1
+        return self.strategy.model_ranks(self.world_size) > 1 or self.strategy.ep != 1
 
     @contextmanager
     def _counting(self) -> Iterator[None]:

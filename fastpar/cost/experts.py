@@ -16,8 +16,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fastpar.config.config import GPTConfig
+from fastpar.cost.buckets import buckets_of
+from fastpar.cost.operations import elements_of, expert_elements
 from fastpar.cost.workload import Setup, Workload
-from fastpar.models.mlp import parameters_of
 
 
 @dataclass(frozen=True)
@@ -40,17 +41,17 @@ def count_experts(shape: GPTConfig) -> int:
     return shape.expert_layers * shape.n_expert * one
 
 
-def predict_experts(workload: Workload, setup: Setup, ep: int) -> ExpertCosts:
-    """Of the ranks of dp alone: tp, cp and pp are 1 in setup."""
+def predict_experts(workload: Workload, setup: Setup) -> ExpertCosts:
+    """Of a rank of dp, tp and ep: cp and pp are 1 in setup."""
     shape, stage, n = workload.shape, setup.stage, setup.n_shards
-    padding = (shape.padded_vocab_size - shape.vocab_size) * shape.n_embd
-    whole, experts = parameters_of(shape) + padding, count_experts(shape)
-    here, shared = whole - experts + experts / ep, whole / n
+    local, shared = elements_of(workload, setup)
+    whole = sum(expert_elements(shape, setup)) + buckets_of(workload, setup).elements
+    shard, ep = whole / n, setup.ep
     tokens = setup.tokens_of_rank(workload) * setup.grad_accum_steps
     rows = tokens * shape.top_k * shape.expert_layers * (ep - 1) / ep
     return ExpertCosts(
-        parameters=setup.weight_bytes * (shared if stage == 3 else here),
-        gradients=setup.grad_bytes * (shared if stage >= 2 else here),
-        optimizer=setup.state_bytes * (shared if stage else here),
+        parameters=setup.weight_bytes * (shard if stage == 3 else local),
+        gradients=setup.grad_bytes * (shard if stage >= 2 else local),
+        optimizer=setup.state_bytes * shared,
         all_to_all=4 * rows * shape.n_embd * setup.weight_bytes,
     )

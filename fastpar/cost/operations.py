@@ -18,7 +18,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
 from fastpar.config.config import GPTConfig
-from fastpar.cost.buckets import buckets_of
+from fastpar.cost.buckets import bucket_mb_of, buckets_of
 from fastpar.cost.matrix_updates import (
     STEPS,
     MatrixUpdates,
@@ -51,6 +51,7 @@ class Op(NamedTuple):
         orthogonalize  (short, long): muon's product of a matrix with these sides
         matrix_update  (elements,): what else muon does to so many elements of matrices
         copy           (bytes,): read and written, of gradients into buckets
+        permute        (N * top_k, C): rows to experts, or combine, back to tokens
     direction: "forward" or "backward" ("forward" of updates, "backward" for copy), and
         "recompute": what forward does, done again in backward.
     flops, bytes: of one of them; what must move through memory at least.
@@ -73,7 +74,7 @@ class CommOp(NamedTuple):
     """One kind of communication of a rank, `count` times in a step.
 
     kind: all_reduce, reduce_scatter, all_gather, all_to_all, broadcast or send.
-    axis: "dp", "shard", "copies" (of shards), "tp", "cp", "pp" or "control".
+    axis: "dp", "shard", "copies" (of shards), "tp", "cp", "ep", "pp" or "control".
     bytes: of the whole tensor (of all_gather: gathered; of reduce_scatter: before it; of
         all_to_all: of the rank that sends most, with what it keeps if all parts are alike).
     ranks: of the group; stride: distance of neighbours in the group, in global ranks.
@@ -126,14 +127,14 @@ def ops_of(workload: Workload, setup: Setup) -> tuple[Op, ...]:
 
 _decides_passes = attrgetter(
     *("micro_batch_size", "grad_accum_steps", "tp", "cp", "by_keys", "pp", "sequence_parallel"),
-    *("activation_checkpointing", "weight_bytes", "device_type"),
+    *("activation_checkpointing", "weight_bytes", "device_type", "ep"),
 )
 
 
 @functools.lru_cache(4096)
 def _passes(shape: GPTConfig, *decides: Any) -> tuple[Op, ...]:
     """Forward and backward."""
-    micro, n_micro, t, c, by_keys, pp, sequence_parallel, mode, item, device = decides
+    micro, n_micro, t, c, by_keys, pp, sequence_parallel, mode, item, device, ep = decides
     width, seq_len = shape.n_embd, shape.block_size
     rows = 2 * micro * -(-seq_len // (2 * c)) if by_keys else -(-micro * seq_len // c)
     mine = -(-rows // t) if sequence_parallel else rows
@@ -142,21 +143,27 @@ def _passes(shape: GPTConfig, *decides: Any) -> tuple[Op, ...]:
     features = heads * shape.head_dim
     norm = _elementwise("layer_norm", (mine, width), 8.0, (4, 4), item)
     gelu = _elementwise("bias_gelu", (rows, 4 * width // t), 15.0, (2, 3), item)
-    cheap = [norm, norm, gelu]
+    of_experts = layers * shape.expert_layers / shape.n_layer
+    dense = layers - of_experts
+    cheap = [(norm, 2 * layers), (gelu, dense)]
+    attention = _attention(
+        micro, heads if by_keys else -(-heads // c), seq_len, shape.head_dim, item
+    )
     kept = [
-        _attention(micro, heads if by_keys else -(-heads // c), seq_len, shape.head_dim, item),
-        _matmul(rows, width, 3 * features, item),
-        _matmul(rows, features, width, item),
-        _matmul(rows, width, 4 * width // t, item),
-        _matmul(rows, 4 * width // t, width, item),
+        (attention, layers / c if by_keys else layers),  # by keys 1/c of all queries
+        (_matmul(rows, width, 3 * features, item), layers),
+        (_matmul(rows, features, width, item), layers),
+        (_matmul(rows, width, 4 * width // t, item), dense),
+        (_matmul(rows, 4 * width // t, width, item), dense),
+        *((pair, count * of_experts) for pair, count in _experts(shape, rows, t, ep, item)),
     ]
     modes = {"none": [], "selective": cheap, "full": cheap + kept}
     found = Counter[Op]()
-    share = {"attention": layers / c if by_keys else layers}  # of it by keys: 1/c of all queries
-    for op in (op for pair in cheap + kept for op in pair):
-        found[op] += share.get(op.name, layers)
-    for forward, _ in modes[mode]:
-        found[forward._replace(direction="recompute")] += share.get(forward.name, layers)
+    for pair, count in cheap + kept:
+        for op in pair if count else ():
+            found[op] += count
+    for (forward, _), count in modes[mode]:
+        found[forward._replace(direction="recompute")] += count
     for op in (*norm, *_loss(rows, width, vocab, item, device)):
         found[op] += ends
     table = float(vocab * width * item)  # of whose gradient most rows are zeros
@@ -164,6 +171,22 @@ def _passes(shape: GPTConfig, *decides: Any) -> tuple[Op, ...]:
     found[Op("embedding", (rows, width), "forward", 0.0, moved, 1)] = ends
     found[Op("embedding", (rows, width), "backward", 0.0, moved + table, 1)] = ends
     return tuple(op._replace(count=count) for op, count in found.items())
+
+
+def _experts(
+    shape: GPTConfig, rows: int, t: int, ep: int, item: int
+) -> Iterator[tuple[tuple[Op, Op], float]]:
+    """What stands in the place of a layer's MLP, with counts; experts are chosen equally often."""
+    if not shape.n_expert:
+        return
+    width, hidden, sent = shape.n_embd, shape.hidden // t, rows * shape.top_k
+    here = shape.n_expert // ep
+    each = -(-sent * ep // shape.n_expert)
+    yield _matmul(rows, width, shape.n_expert, 4), 1  # in fp32
+    yield _elementwise("permute", (sent, width), 1.0, (2, 2), item), 2
+    yield _matmul(each, width, hidden, item), here
+    yield _elementwise("bias_gelu", (each, hidden), 15.0, (2, 3), item), here
+    yield _matmul(each, hidden, width, item), here
 
 
 def _elementwise(
@@ -211,14 +234,14 @@ def _loss(n: int, width: int, vocab: int, item: int, device: str) -> tuple[Op, O
 
 def _updates(workload: Workload, setup: Setup) -> tuple[Op, ...]:
     """Gradients into their buckets, the update of this rank's elements."""
-    local, n_micro = buckets_of(workload, setup).elements, setup.grad_accum_steps
+    (local, shard), n_micro = elements_of(workload, setup), setup.grad_accum_steps
     n_first = n_micro if setup.accumulate == "shard" else 1
     copied = local * (setup.weight_bytes + setup.grad_bytes)
     added = copied + local * setup.grad_bytes
     ops = [Op("copy", (copied,), "backward", 0.0, float(copied), n_first)]
     if n_first < n_micro:
         ops.append(Op("copy", (added,), "backward", 0.0, float(added), n_micro - n_first))
-    mine = -(-local // setup.n_shards)
+    mine = math.ceil(shard)
     of_element = 2 * setup.grad_bytes + 2 * setup.weight_bytes + 2 * setup.state_bytes
     if setup.optimizer == "muon":
         matrices = updates_of(workload.shape, buckets_of(workload, setup), setup)
@@ -239,6 +262,22 @@ def _matrix_updates(matrices: MatrixUpdates, setup: Setup) -> Iterator[Op]:
     yield Op("matrix_update", (matrices.elements,), "forward", flops, moved, 1)
 
 
+def expert_elements(shape: GPTConfig, setup: Setup) -> tuple[int, int]:
+    """Parameters of the experts of a rank of tp and pp, of all ep; of routers, less their MLPs'."""
+    width, hidden, t = shape.n_embd, shape.hidden // setup.tp, setup.tp
+    layers = -(-shape.expert_layers // setup.pp)
+    experts = layers * shape.n_expert * (2 * width * hidden + hidden + width)
+    return experts, layers * (shape.n_expert * width - (8 * width + 4) * width // t - width)
+
+
+def elements_of(workload: Workload, setup: Setup) -> tuple[int, float]:
+    """Of a rank's parameters: those that it has, those whose state it has."""
+    experts, instead = expert_elements(workload.shape, setup)
+    dense = buckets_of(workload, setup).elements + instead
+    local = dense + experts // setup.ep
+    return local, (dense + experts) / setup.n_shards if setup.stage else local
+
+
 # Communication
 
 
@@ -255,6 +294,8 @@ def comm_ops_of(workload: Workload, setup: Setup) -> tuple[CommOp, ...]:
         found += _along_cp(workload, setup)
     if setup.pp > 1:
         found += _along_pp(workload, setup)
+    if setup.ep > 1:
+        found += _along_ep(workload, setup)
     if setup.world_size > 1:
         n_params = 4 + 12 * -(-workload.shape.n_layer // setup.pp)
         words = _CONTROL_WORDS + -(-n_params // _BITS)
@@ -268,8 +309,11 @@ def _gradients_and_weights(workload: Workload, setup: Setup) -> Iterator[CommOp]
     n_micro, stage, shards, tp = setup.grad_accum_steps, setup.stage, setup.n_shards, setup.tp
     reductions = n_micro if setup.accumulate == "shard" else 1
     reduced, gathered = Counter[tuple[int, str]](), Counter[tuple[int, str]]()
-    for kind, count in buckets_of(workload, setup).kinds.items():
-        numel, passes = kind.padded(shards), count * (n_micro if stage == 3 else 1)
+    buckets = buckets_of(workload, setup)
+    experts, instead = expert_elements(workload.shape, setup)
+    dense = (buckets.elements + instead) / buckets.elements
+    for kind, count in buckets.kinds.items():
+        numel, passes = round(kind.padded(shards) * dense), count * (n_micro if stage == 3 else 1)
         reduced[numel, "" if kind.complete_last else "backward"] += reductions * count
         gathered[numel, "" if kind.root else "forward"] += passes
         if stage == 3 and not (kind.root or kind.last_unit):
@@ -285,6 +329,26 @@ def _gradients_and_weights(workload: Workload, setup: Setup) -> Iterator[CommOp]
     for (numel, under), count in gathered.items() if stage else ():
         n_bytes = float(numel * setup.weight_bytes)
         yield CommOp("all_gather", "shard", n_bytes, shards, tp, count, under)
+    if experts:
+        yield from _of_experts(setup, experts // setup.ep, reductions)
+
+
+def _of_experts(setup: Setup, numel: int, reductions: int) -> Iterator[CommOp]:
+    """Experts' gradients and weights, over the ranks that have the same ones."""
+    stage, stride, ranks = setup.stage, setup.tp * setup.ep, setup.data // setup.ep
+    many = max(1, round(numel * setup.wire_bytes / (bucket_mb_of(setup) * 2**20)))
+    n_bytes = float(numel * setup.wire_bytes) / many
+    shards = max(1, setup.n_shards // setup.ep)
+    if stage == 0:
+        yield CommOp("all_reduce", "dp", n_bytes, ranks, stride, reductions * many, "backward")
+        return
+    yield CommOp("reduce_scatter", "shard", n_bytes, shards, stride, reductions * many, "backward")
+    part, copies = n_bytes / shards, ranks // shards
+    yield CommOp("all_reduce", "copies", part, copies, stride * shards, many, "backward")
+    weights = n_bytes / setup.wire_bytes * setup.weight_bytes
+    for under in ("forward", "backward") if stage == 3 else ("forward",):
+        passes = many * (setup.grad_accum_steps if stage == 3 else 1)
+        yield CommOp("all_gather", "shard", weights, shards, stride, passes, under)
 
 
 def _to_homes(workload: Workload, setup: Setup) -> Iterator[CommOp]:
@@ -366,3 +430,15 @@ def _along_pp(workload: Workload, setup: Setup) -> Iterator[CommOp]:
         return
     table = float(vocabulary_rows(workload.shape, t) * width * setup.wire_bytes)
     yield CommOp("all_reduce", "pp", table, 2, stride * (setup.pp - 1), 1, "")
+
+
+def _along_ep(workload: Workload, setup: Setup) -> Iterator[CommOp]:
+    """Rows to their experts and back, in forward and in backward, and their numbers."""
+    shape, n_micro = workload.shape, setup.grad_accum_steps
+    rows = setup.tokens_of_rank(workload) * shape.top_k
+    n_bytes = float(rows * shape.n_embd * setup.weight_bytes)
+    layers = n_micro * shape.expert_layers / setup.pp
+    forwards = 2 if setup.activation_checkpointing == "full" else 1
+    yield CommOp("all_to_all", "ep", n_bytes, setup.ep, setup.tp, 2 * (forwards + 1) * layers, "")
+    counts = 8.0 * shape.n_expert
+    yield CommOp("all_to_all", "ep", counts, setup.ep, setup.tp, forwards * layers, "")

@@ -24,7 +24,7 @@ from fastpar.cost.workload import Setup, Workload
 
 _COLUMN_SHARE = 7 / 12  # of a layer's products: 3 + 4 of 12 C**2 are in column layers
 _PARTS = ("forward", "backward", "recompute", "loss", "optimizer")
-_EXPOSED = ("dp", "tp", "cp", "pp", "control")
+_EXPOSED = ("dp", "tp", "cp", "ep", "pp", "control")
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class StepTime:
         comm_s: of communication, hidden or not; exposed_s: what of it the rank waits for.
         bubble_s: waiting for other pipeline stages.
         parts: forward, backward, recompute, loss, optimizer, exposed communication (dp, tp, cp,
-            pp, control), bubble, waiting for the host's step (offload) and other; they add up to
-            step_s.
+            ep, pp, control), bubble, waiting for the host's step (offload) and other; they add up
+            to step_s.
         tokens_per_s: of all ranks.
         mfu: None without a known peak.
     """

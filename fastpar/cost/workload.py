@@ -67,6 +67,7 @@ class Setup:
 
     Attributes:
         cp: ranks that share every sequence. cp_method: they exchange "heads", or gather "keys".
+        ep: of the dp ranks, those that share out experts.
         pp: ranks of a pipeline. schedule, chunks: see pipeline/schedules.py; the micro-batches are
             those of grad_accum_steps.
         pp_split: layers on each of the pp * chunks stages; None: by their flops.
@@ -101,6 +102,7 @@ class Setup:
     transport: str = "nccl"
     cp: int = 1
     cp_method: str = "heads"
+    ep: int = 1
     offload: str = "none"
     offload_keep_mb: float = 0.0
     offload_activations: bool = False

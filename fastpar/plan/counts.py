@@ -50,5 +50,5 @@ def check_counts(command: Any) -> None:
     if command.n_expert and beside:
         raise ValueError(
             f"plan: expected no {beside[0].partition('=')[0]} with n_expert={command.n_expert}, "
-            f"whose table is of data-parallel ranks and AdamW, got {beside[0]}; leave it out"
+            f"whose table is of tp, ep, ZeRO and AdamW, got {beside[0]}; leave it out"
         )

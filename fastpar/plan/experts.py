@@ -1,54 +1,79 @@
-"""`fastpar plan --n-expert`: memory and exchanges of every ep and stage; no times are predicted."""
+"""`fastpar plan --n-expert`: memory, exchanges and step time of every tp, ep and stage."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
+from fastpar.config.config import derive_batch
+from fastpar.config.options import DataSettings
+from fastpar.cost.datasheet import DatasheetRates
+from fastpar.cost.devices import Cluster
 from fastpar.cost.experts import ExpertCosts, count_experts, predict_experts
 from fastpar.cost.memory_model import format_bytes
+from fastpar.cost.step_time import StepTime, predict_step
 from fastpar.cost.workload import Setup, Workload
 from fastpar.models.mlp import parameters_of
+from fastpar.plan.estimate import tp_sizes
 
 
-def expert_layouts(workload: Workload, template: Setup) -> list[tuple[int, Setup, ExpertCosts]]:
-    """(ep, setup, costs) of every ep and stage of data-parallel ranks.
+class ExpertLayout(NamedTuple):
+    """One way to share out a model with experts, and what it costs."""
+
+    setup: Setup
+    costs: ExpertCosts
+    time: StepTime
+
+
+def expert_layouts(workload: Workload, template: Setup, cluster: Cluster) -> list[ExpertLayout]:
+    """Of every tp inside of a node, ep and stage, the fastest first.
 
     Raises:
-        ValueError: a batch that the ranks do not divide.
+        ValueError: a batch that no number of data-parallel ranks divides.
     """
-    ranks, n_expert = template.world_size, workload.shape.n_expert
-    if workload.batch_size % ranks:
+    shape, ranks, found = workload.shape, template.world_size, []
+    for tp in tp_sizes(workload, template, cluster.per_node):
+        dp = ranks // tp
+        if workload.batch_size % dp or shape.hidden % tp:
+            continue
+        batch = DataSettings(batch_size=workload.batch_size)
+        micro, accum = derive_batch(batch, shape.block_size, dp)
+        for ep in (n for n in range(1, dp + 1) if dp % n == 0 and shape.n_expert % n == 0):
+            for stage in range(4) if dp > 1 else range(1):
+                sizes = {"micro_batch_size": micro, "grad_accum_steps": accum}
+                setup = replace(template, tp=tp, ep=ep, zero_stage=stage, **sizes)
+                time = predict_step(workload, setup, DatasheetRates(cluster, setup))
+                found.append(ExpertLayout(setup, predict_experts(workload, setup), time))
+    if not found:
         raise ValueError(
             f"plan: expected a batch_size that the {ranks} ranks divide, got batch_size="
             f"{workload.batch_size}; use --batch-size {-(-workload.batch_size // ranks) * ranks}"
         )
-    rows = workload.batch_size // ranks
-    sizes = [ep for ep in range(1, ranks + 1) if ranks % ep == 0 and n_expert % ep == 0]
-    setups = [
-        replace(template, zero_stage=stage, grad_accum_steps=rows)
-        for stage in (range(4) if ranks > 1 else range(1))
-    ]
-    return [(ep, s, predict_experts(workload, s, ep)) for ep in sizes for s in setups]
+    return sorted(found, key=lambda layout: layout.time.step_s)
 
 
-def experts_report(workload: Workload, template: Setup, limit_bytes: float) -> str:
+def experts_report(
+    workload: Workload, template: Setup, cluster: Cluster, limit_bytes: float
+) -> str:
     """A table of them, those that surely do not fit named."""
     shape = workload.shape
     whole, active = parameters_of(shape), parameters_of(shape, active=True)
     lines = [
         f"{whole:,} parameters, of experts {count_experts(shape):,}; a token goes through "
         f"{active:,}",
-        "  ep  zero  weights     gradients   optimizer   all three   all-to-all a rank and step",
+        "  tp  ep  zero  step ms     tokens/s    weights     gradients   optimizer   all three   "
+        "all-to-all a rank and step",
     ]
-    for ep, setup, costs in expert_layouts(workload, template):
+    for setup, costs, time in expert_layouts(workload, template, cluster):
         sizes = (costs.parameters, costs.gradients, costs.optimizer, costs.states)
-        cells = "".join(f"{format_bytes(size):12}" for size in (*sizes, costs.all_to_all))
+        cells = f"{1e3 * time.step_s:<12,.1f}{time.tokens_per_s:<12,.0f}"
+        cells += "".join(f"{format_bytes(size):12}" for size in (*sizes, costs.all_to_all))
         fits = "" if costs.states <= limit_bytes else " does not fit"
-        lines.append(f"{ep:4}  {setup.stage:4}  {cells.rstrip()}{fits}")
+        lines.append(f"{setup.tp:4}{setup.ep:4}  {setup.stage:4}  {cells.rstrip()}{fits}")
     return "\n".join(
         [
             *lines,
-            f"Without activations; of {format_bytes(limit_bytes)} a rank. Where experts are chosen "
-            "equally often. Times of experts are not predicted: fastpar train measures them.",
+            f"Memory without activations; of {format_bytes(limit_bytes)} a rank. Where experts are "
+            "chosen equally often; times by the data sheet, which no run with experts has checked.",
         ]
     )

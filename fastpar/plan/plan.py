@@ -151,7 +151,8 @@ def run(command: PlanCommand) -> int:
         device = find_device(command.gpu)
         cluster = Cluster.of(device, command.gpus, command.gpus_per_node)
         limit = usable_bytes(cluster) * (1 - command.headroom)
-        print(experts_report(_workload(command, device), _template(command, device), limit))
+        workload, template = _workload(command, device), _template(command, device)
+        print(experts_report(workload, template, cluster, limit))
         return 0
     plan = make_plan(command)
     print(report(plan))

@@ -100,3 +100,18 @@ def test_numbers_and_lists():
         *("21,300", "481.2", "48.1", "0.0123", "0"),
     ]
     assert [listed(list(x)) for x in ("a", "ab", "abc")] == ["a", "a and b", "a, b and c"]
+
+
+def test_experts_beside_a_dense_model_at_equal_tokens_and_at_equal_time():
+    """20 steps each; the dense one is twice as fast, and done when the other has done ten."""
+    dense = make_run("dp", step_s=0.1, losses=[4.0 - 0.1 * i for i in range(20)])
+    sparse = make_run("experts", step_s=0.2, losses=[4.0 - 0.12 * i for i in range(20)])
+    text = words_of(dense, sparse)
+    assert "experts has experts in the place of MLPs and takes as many flops a token as dp" in text
+    assert "it trains 0.50 times as fast." in text
+    # Means of the last two of 20 steps: 4 - 0.1 * 18.5, 4 - 0.12 * 18.5; after ten 4 - 0.12 * 8.5.
+    assert "At equal tokens the loss of experts is 1.7800 beside 2.1500, 0.3700 lower (m" in text
+    assert "after 10 steps of experts and 20 of dp, it is 2.9800 beside 2.1500, 0.8300 high" in text
+    assert "All runs have one seed" in text
+    assert "difference of loss between two strategies" not in text  # they are different models
+    assert "experts in the place" not in words_of(dense)

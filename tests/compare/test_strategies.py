@@ -107,6 +107,30 @@ def test_every_name_has_a_title_of_its_own_and_says_why_it_cannot_run(monkeypatc
     assert without == ["ddp-zero", "fsdp2", "fsdp2-no-reshard", *deepspeed]
 
 
+def sparse_on_rank():
+    """Losses and weights of one process with experts, of two, and of two that share them out."""
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 8, "vocab_size": 41}
+    shape = GPTConfig(**sizes, dropout=0.0, n_expert=4, top_k=2, expert_hidden=32)
+    found = []
+    for name in ("experts", "ep"):
+        made = build(name, lambda: GPT(shape, seed=1), Settings(lr=1e-2, max_grad_norm=0.5))
+        idx = torch.arange(4 * 8).view(4, 8) % 41
+        mine = idx.chunk(made.dp_size)[made.dp_rank]
+        losses = [made.train_step([(mine, mine, None)], 1e-2).item() for _ in range(3)]
+        found.append((losses, {n: w.clone() for n, w in made.weights() if w.is_floating_point()}))
+    return found
+
+
+def test_experts_train_alike_however_they_are_shared_out():
+    answers = run_ranks(sparse_on_rank, 2, backend="gloo", timeout_s=120)
+    for (losses, weights), (of_ep, those) in answers:
+        assert of_ep == pytest.approx(losses, rel=1e-5)
+        assert set(weights) == set(those)
+        for name, value in weights.items():
+            torch.testing.assert_close(those[name], value, rtol=0, atol=1e-5, msg=name)
+    assert STRATEGIES["ep"].why_not(1) == "needs 2 ranks, got 1"
+
+
 def test_decay_is_of_matrices_only():
     groups = decay_groups(GPT(TINY), 0.1)
     assert [g["weight_decay"] for g in groups] == [0.1, 0.0]

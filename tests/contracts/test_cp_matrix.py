@@ -256,7 +256,7 @@ def test_stages_of_a_pipeline(pp, cell):
     results = run_ranks(functools.partial(staged, cell, pp), pp * cell.tp * cell.cp * cell.dp)
     seen = set()
     for step, want in enumerate(expected["losses"]):
-        found = dict((dp, losses[step]) for dp, losses, _, _ in results)
+        found = {dp: losses[step] for dp, losses, _, _ in results}
         assert sum(found.values()) / cell.dp == pytest.approx(want, rel=1e-12)
     for _, _, norms, parameters in results:
         assert norms == pytest.approx(expected["norms"], rel=1e-6)

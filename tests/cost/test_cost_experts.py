@@ -1,6 +1,8 @@
 """What experts take and send, beside an engine's own numbers."""
 
 import re
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ import fastpar
 from fastpar.cli import main
 from fastpar.config.config import GPTConfig
 from fastpar.cost.experts import count_experts, predict_experts
+from fastpar.cost.operations import comm_ops_of, ops_of
 from fastpar.cost.workload import Setup, Workload
 from fastpar.models.gpt import GPT
 from fastpar.testing import run_ranks
@@ -41,9 +44,9 @@ def test_states_and_rows_are_those_of_an_engine(ep):
     for stage in range(4):
         setup = Setup(
             **{"world_size": 4, "zero_stage": stage, "micro_batch_size": 3, "dtype": "fp32"},
-            **{"master_weights": "none", "device_type": "cpu", "transport": "shm"},
+            **{"master_weights": "none", "device_type": "cpu", "transport": "shm", "ep": ep},
         )
-        want = predict_experts(Workload(SHAPE, 12), setup, ep)
+        want = predict_experts(Workload(SHAPE, 12), setup)
         for parameters, gradients, state, sent in run_ranks(measured, 4, ep, stage):
             assert parameters == pytest.approx(want.parameters, rel=0.04)
             assert gradients == pytest.approx(want.gradients, rel=0.04)
@@ -54,14 +57,55 @@ def test_states_and_rows_are_those_of_an_engine(ep):
     )
 
 
-def test_plan_shows_every_ep_and_stage(capsys):
-    assert main(["plan", "--n-expert", "8", "--gpus", "4"]) == 0
+def of(ep=1, tp=1, stage=0, shape=SHAPE, **more):
+    setup = Setup(8, tp=tp, ep=ep, zero_stage=stage, **more)
+    return Workload(shape, setup.dp), setup
+
+
+@pytest.mark.parametrize(("ep", "tp"), [(1, 1), (2, 1), (4, 2)])
+def test_a_step_has_the_flops_of_its_tokens(ep, tp):
+    """Top 4 of half of the features: twice the products of an MLP, and the router's."""
+    dense = replace(SHAPE, n_expert=0)
+    router = 6 * SHAPE.n_layer * SHAPE.n_embd * SHAPE.n_expert * 16
+    found, mlps = (
+        sum(op.flops * op.count for op in ops_of(*of(ep, tp, shape=shape)) if op.name == "matmul")
+        for shape in (SHAPE, dense)
+    )
+    of_mlp = 6 * SHAPE.n_layer * 8 * SHAPE.n_embd**2 * 16 / tp
+    assert found - router == mlps + of_mlp
+
+
+def test_rows_travel_and_gradients_of_experts_do_not():
+    """Along ep four all-to-alls a layer, of a token's rows; over dp/ep the experts' gradients."""
+    sent = [c for c in comm_ops_of(*of(4)) if c.axis == "ep" and c.bytes > 1000]
+    assert [(c.kind, c.ranks, c.count) for c in sent] == [("all_to_all", 4, 4 * SHAPE.n_layer)]
+    assert sent[0].bytes == 16 * SHAPE.top_k * SHAPE.n_embd * 2
+    experts = count_experts(SHAPE)
+    reduced = Counter()
+    for ep in (1, 2, 4):
+        for c in comm_ops_of(*of(ep, stage=1)):
+            if c.kind == "reduce_scatter":
+                reduced[ep, c.ranks] += c.bytes * c.count
+    rest = reduced[1, 8] - experts * 4  # attention, routers, tables
+    assert rest > 0
+    for ep in (2, 4):
+        assert reduced[ep, 8 // ep] == pytest.approx(experts // ep * 4)
+        assert reduced[ep, 8] == pytest.approx(rest)
+
+
+def test_plan_shows_every_layout_and_its_time(capsys):
+    assert main(["plan", "--n-expert", "8", "--gpus", "4", "--model", "gpt2"]) == 0
     printed = capsys.readouterr().out
-    rows = [line.split()[:2] for line in printed.splitlines() if line[:4].strip().isdecimal()]
-    assert [row for row in rows if len(row) == 2][:12] == [
-        [str(ep), str(stage)] for ep in (1, 2, 4) for stage in range(4)
-    ]
-    assert "Times of experts are not predicted" in printed
+    rows = [line.split() for line in printed.splitlines() if line[:4].strip().isdecimal()]
+    assert sorted(row[:3] for row in rows) == sorted(
+        [str(tp), str(ep), str(stage)]
+        for tp, eps in ((1, (1, 2, 4)), (2, (1, 2)), (4, (1,)))
+        for ep in eps
+        for stage in (range(4) if tp < 4 else range(1))
+    )
+    times = [float(row[3].replace(",", "")) for row in rows]
+    assert times == sorted(times)
+    assert "times by the data sheet" in printed
 
 
 @pytest.mark.parametrize(
@@ -69,7 +113,7 @@ def test_plan_shows_every_ep_and_stage(capsys):
     [
         (["--pp=2"], "no pp with n_expert=8, .* got pp=2"),
         (["--optimizer=muon"], "no optimizer with n_expert=8, .* got optimizer=muon"),
-        (["--batch-size=3"], "batch_size that the 4 ranks divide, got batch_size=3; .* 4"),
+        (["--gpus=5", "--batch-size=3"], "batch_size that the 5 ranks divide, got batch_size=3"),
         (["--expert-top-k=9"], "top_k of at most n_expert=8, got top_k=9"),
     ],
 )
