@@ -125,9 +125,9 @@ class SharedRows:
         for name, module in _dropouts(self.model):
             convert(module, TokenDropout, name=name)
             share_rows(module, cp)
-        for module in self.model.modules():
-            if isinstance(module, Model | GPT2Attention):
-                share_rows(module, cp)
+        for part in self.model.modules():
+            if isinstance(part, Model | GPT2Attention):
+                share_rows(part, cp)
         self.names = list(inspect.signature(self.model.forward).parameters)
         self.model.register_forward_pre_hook(self.enter, with_kwargs=True)
         self.model.register_forward_hook(self.leave, with_kwargs=True)

@@ -40,8 +40,8 @@ def expert_layouts(workload: Workload, template: Setup, cluster: Cluster) -> lis
         micro, accum = derive_batch(batch, shape.block_size, dp)
         for ep in (n for n in range(1, dp + 1) if dp % n == 0 and shape.n_expert % n == 0):
             for stage in range(4) if dp > 1 else range(1):
-                sizes = {"micro_batch_size": micro, "grad_accum_steps": accum}
-                setup = replace(template, tp=tp, ep=ep, zero_stage=stage, **sizes)
+                setup = replace(template, tp=tp, ep=ep, zero_stage=stage)
+                setup = replace(setup, micro_batch_size=micro, grad_accum_steps=accum)
                 time = predict_step(workload, setup, DatasheetRates(cluster, setup))
                 found.append(ExpertLayout(setup, predict_experts(workload, setup), time))
     if not found:
