@@ -84,7 +84,7 @@ std::vector<const void*> pointers(const Addresses& addresses) {
 }
 
 QuantizeBlocks blocks_of(Address codes, Address scales, int64_t block, int code) {
-  FASTPAR_CHECK(code >= 0 && code <= 2, "_C: expected code 0, 1 or 2, got code=", code,
+  FASTPAR_CHECK(code >= 0 && code <= 3, "_C: expected code 0, 1, 2 or 3, got code=", code,
                 "; use kernels/quantize.py");
   FASTPAR_CHECK(block >= 16 && block <= kMaxQuantizeBlock && (block & (block - 1)) == 0,
                 "_C: expected a power of two from 16 to ", kMaxQuantizeBlock, ", got block=", block,

@@ -219,8 +219,8 @@ struct NormClip {
 // result[3]: norm, factor for gradients, 1 where the norm is not finite and else 0.
 void norm_from_bins(const int64_t* words, const NormClip& clip, float* result);
 
-// Codes of one byte; the numbers are those of kernels/quantize.py.
-enum class Code : int { int8 = 0, e4m3 = 1, e5m2 = 2 };
+// Codes of one byte (int4 too: from -7 to 7); the numbers are those of kernels/quantize.py.
+enum class Code : int { int8 = 0, e4m3 = 1, e5m2 = 2, int4 = 3 };
 
 constexpr int64_t kMaxQuantizeBlock = 4096;
 
@@ -234,8 +234,9 @@ struct QuantizeBlocks {
 };
 
 // to = blocks of x[n] + error[n]; error (float32 or bfloat16, or null) then holds what the codes
-// lost, except in blocks with an inf or nan. seed null: to nearest even; else stochastic with the
-// random bits of (*seed, first_index + i).
+// lost, except in blocks with an inf or nan. error == x: to = blocks of x[n], which then holds what
+// the codes lost, 0 in blocks with an inf or nan. seed null: to nearest even; else stochastic with
+// the random bits of (*seed, first_index + i).
 void quantize_blockwise(const void* x, Dtype x_dtype, void* error, Dtype error_dtype,
                         const QuantizeBlocks& to, int64_t n, const uint64_t* seed,
                         uint64_t first_index, int threads);

@@ -56,16 +56,19 @@ struct Encode {
   }
 };
 
-// error = what v lost; that of a block with an inf or nan stays as it was.
+// error = what v lost; that of a block with an inf or nan stays as it was, or is 0.
 template <class C, class E>
 struct Feedback {
   static FASTPAR_INLINE void run(const float* __restrict v, const uint8_t* __restrict codes,
                                  const float* __restrict scales, E* __restrict error, int64_t n,
-                                 int64_t block) {
+                                 int64_t block, bool keep) {
     for (int64_t first = 0; first < n; first += block) {
       const float scale = scales[first / block];
-      if (magnitude_bits(scale) >= 0x7f800000u) continue;
       const int64_t last = std::min(n, first + block);
+      if (magnitude_bits(scale) >= 0x7f800000u) {
+        if (!keep) std::fill(error + first, error + last, from_float<E>(0.0f));
+        continue;
+      }
       for (int64_t i = first; i < last; ++i) {
         error[i] = from_float<E>(v[i] - C::decode(codes[i]) * scale);
       }
@@ -101,9 +104,17 @@ void quantize_all(const X* x, E* error, const QuantizeBlocks& to, int64_t n, con
     float* scales = to.scales + start / to.block;
     float v[kChunk];
     E* lost = error ? error + start : nullptr;
-    dispatch<Load<X, E>>(target, x + start, static_cast<const E*>(lost), static_cast<float*>(v),
-                         size);
+    const bool in_place = static_cast<const void*>(error) == static_cast<const void*>(x);
     const float* in = v;
+    if constexpr (std::is_same_v<X, float> && std::is_same_v<E, Nothing>) {
+      in = x + start;
+    } else if (in_place) {
+      dispatch<Load<X, Nothing>>(target, x + start, static_cast<const Nothing*>(nullptr),
+                                 static_cast<float*>(v), size);
+    } else {
+      dispatch<Load<X, E>>(target, x + start, static_cast<const E*>(lost), static_cast<float*>(v),
+                           size);
+    }
     if (seed) {
       dispatch<Encode<C, true>>(target, in, codes, scales, size, to.block, key, index);
     } else {
@@ -111,7 +122,7 @@ void quantize_all(const X* x, E* error, const QuantizeBlocks& to, int64_t n, con
     }
     if constexpr (!std::is_same_v<E, Nothing>) {
       dispatch<Feedback<C, E>>(target, in, static_cast<const uint8_t*>(codes),
-                               static_cast<const float*>(scales), lost, size, to.block);
+                               static_cast<const float*>(scales), lost, size, to.block, !in_place);
     }
   }
 }

@@ -72,7 +72,7 @@ __device__ FASTPAR_INLINE void store_all(T* p, int size, bool aligned, const flo
 template <class X>
 __device__ FASTPAR_INLINE void load_sum(const Source& from, int64_t start, int size, float* v) {
   load_all(static_cast<const X*>(from.x) + start, size, from.aligned, v);
-  if (!from.error) return;
+  if (!from.error || from.error == from.x) return;
   float error[kElements];
   if (from.error_is_float) {
     load_all(static_cast<const float*>(from.error) + start, size, from.aligned, error);
@@ -138,7 +138,9 @@ __global__ void __launch_bounds__(kThreads, 2)
         if (i < size) out[i] = static_cast<uint8_t>(codes.word[i / 4] >> (8 * (i % 4)));
       }
     }
-    if (!from.error || !finite) continue;
+    if (!from.error || (!finite && from.error != from.x)) continue;
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) v[i] = finite ? v[i] : 0.0f;
     if (from.error_is_float) {
       store_all(static_cast<float*>(from.error) + start, size, from.aligned, v);
     } else {

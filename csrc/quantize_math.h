@@ -20,8 +20,10 @@ FASTPAR_HOST_DEVICE uint32_t stochastic_whole(float a, uint32_t random) {
   return static_cast<uint32_t>(whole) + (static_cast<int32_t>(random >> 1) < threshold ? 1u : 0u);
 }
 
-struct Int8 {
-  static constexpr float kMax = 127.0f;
+// Whole numbers up to kLargest, one in a byte.
+template <int kLargest>
+struct Whole {
+  static constexpr float kMax = static_cast<float>(kLargest);
 
   // |x| <= kMax
   static FASTPAR_HOST_DEVICE uint8_t nearest(float x) {
@@ -94,6 +96,8 @@ struct Float8 {
   }
 };
 
+using Int8 = Whole<127>;
+using Int4 = Whole<7>;
 using E4m3 = Float8<3, 7, false>;
 using E5m2 = Float8<2, 15, true>;
 
@@ -107,6 +111,8 @@ inline void with_code(Code code, Body body) {
       return body(E4m3{});
     case Code::e5m2:
       return body(E5m2{});
+    case Code::int4:
+      return body(Int4{});
   }
 }
 

@@ -1,15 +1,17 @@
-"""Blockwise 8-bit codes for compressed collectives.
+"""Blockwise codes of 8 or 4 bits for compressed collectives.
 
-Each block of v = x (+ error) has scale = max|v| / q, q = 127 (int8), 448 (float8_e4m3fn) or 57344
-(float8_e5m2), and an element becomes the code of v * (1 / scale), to nearest even or, unbiased, to
-one of its two neighbours at random: the upper one with probability (distance from the lower one) /
-(distance of the two). The random bits are a function of (seed, index) alone, so that a cut at a
-multiple of the block changes nothing. With error feedback the buffer takes what the codes lost and
-gives it back in the next call: sums over calls are those of the inputs.
+Each block of v = x (+ error) has scale = max|v| / q, q = 127 (int8), 7 (int8 with bits=4), 448
+(float8_e4m3fn) or 57344 (float8_e5m2), and an element becomes the code of v * (1 / scale), to
+nearest even or, unbiased, to one of its two neighbours at random: the upper one with probability
+(distance from the lower one) / (distance of the two). The random bits are a function of (seed,
+index) alone, so that a cut at a multiple of the block changes nothing. With error feedback the
+buffer takes what the codes lost and gives it back in the next call: sums over calls are those of
+the inputs.
 
 Scales are at least 2^-126 (smaller blocks lose what lies below that), but that of a block of zeros
 is 0. A block with an inf or nan has that scale and decodes to nan as a whole, so that an overflow
-is seen after the collective too; its error stays as it was, because such a step is skipped.
+is seen after the collective too; its error stays as it was, because such a step is skipped (in
+place it becomes 0).
 The bits are the same for any number of threads, instruction set and device (csrc/quantize_math.h).
 Source: Seide et al. 2014 (error feedback), Interspeech; Micikevicius et al. 2022, arXiv 2209.05433.
 """
@@ -23,8 +25,9 @@ from fastpar.kernels.op import define_op
 
 # The codes' numbers are csrc/quantize_math.h's; then the largest magnitude.
 _CODES = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
-_DTYPES = tuple(_CODES)
-_LARGEST = (127.0, 448.0, 57344.0)
+_INT4 = 3
+_DTYPES = (*_CODES, torch.int8)
+_LARGEST = (127.0, 448.0, 57344.0, 7.0)
 _MIN_BLOCK, _MAX_BLOCK = 16, 4096
 
 
@@ -40,7 +43,7 @@ def _quantize_torch(
         )
     n, largest = x.numel(), _LARGEST[code]
     v = x.flatten().float()
-    if error is not None:
+    if error is not None and error is not x:
         v = v + error.flatten().float()
     rows = torch.nn.functional.pad(v, (0, -n % block)).view(-1, block)
     top = rows.abs().amax(1)  # nan stays
@@ -52,11 +55,12 @@ def _quantize_torch(
     inverse = torch.where(usable, 1 / scales, torch.zeros_like(scales))
     scaled = torch.where(usable[:, None], rows * inverse[:, None], torch.zeros_like(rows))
     scaled = scaled.clamp(-largest, largest)
-    codes = (scaled.round() if code == 0 else scaled).to(_DTYPES[code])
+    codes = (scaled.round() if code in (0, _INT4) else scaled).to(_DTYPES[code])
     if error is not None:
         lost = (rows - codes.float() * scales[:, None]).view(-1)[:n].view_as(error)
         keep = (~scales.isfinite()).repeat_interleave(block)[:n].view_as(error)
-        error.copy_(torch.where(keep, error, lost.to(error.dtype)))
+        kept = torch.zeros_like(error) if error is x else error
+        error.copy_(torch.where(keep, kept, lost.to(error.dtype)))
     return codes.view(-1)[:n].view(x.shape), scales
 
 
@@ -66,7 +70,7 @@ def _quantize(
     cuda = use_cuda("quantize_blockwise", x)
     if not (cuda or use_cpp("quantize_blockwise", x)):
         return _quantize_torch(x, error, code, block, seed)
-    x = x.contiguous()
+    x = x.contiguous()  # error, which may be x, is
     codes, scales = _outputs(x, code, block)
     args = (
         x.data_ptr(),
@@ -141,6 +145,13 @@ _feedback_op = define_op(
     lambda x, error, code, block, *args: _outputs(x, code, block),
     _DEVICES,
 )
+_in_place_op = define_op(
+    "quantize_blockwise_in_place(Tensor(a!) x, int code, int block, int? seed, int first_index) "
+    "-> (Tensor, Tensor)",
+    lambda x, *args: _quantize(x, x, *args),
+    lambda x, code, block, *args: _outputs(x, code, block),
+    _DEVICES,
+)
 _dequantize_op = define_op(
     "dequantize_blockwise(Tensor codes, Tensor scales, int dtype, int block) -> Tensor",
     _dequantize,
@@ -162,6 +173,7 @@ def quantize_blockwise(
     x: Tensor,
     *,
     dtype: torch.dtype = torch.int8,
+    bits: int = 8,
     block: int = 256,
     seed: int | None = None,
     first_index: int = 0,
@@ -172,15 +184,17 @@ def quantize_blockwise(
     Args:
         x: fp32 | bf16 | fp16, any shape; blocks go through x.flatten(), the last may be shorter.
         dtype: torch.int8 | torch.float8_e4m3fn | torch.float8_e5m2.
+        bits: 8; 4 with int8: codes from -7 to 7, which pack_int4 puts two in a byte.
         block: elements that share a scale, a power of two from 16 to 4096.
         seed: None rounds to nearest even; a number from 0 to 2^64 - 1 rounds stochastically with
             the random bits of (seed, first_index + i). Use another one for each step and rank.
         first_index: index of x's first element in the array that x is a part of.
-        error: shape of x, fp32 | bf16, contiguous: added to x, then takes what the codes lost.
+        error: shape of x, fp32 | bf16, contiguous: added to x, then takes what the codes lost. x
+            itself (fp32 or bf16): x then is what the codes lost of it.
     Returns:
         codes: [shape of x] of dtype, and scales: [ceil(x.numel() / block)] fp32.
     Raises:
-        ValueError: another dtype, block, seed or first_index; an error that does not fit x.
+        ValueError: another dtype, bits, block, seed or first_index; an error that does not fit x.
         RuntimeError: seed with FASTPAR_BACKEND=torch.
     Traffic: bytes of x (and twice of error) read and written, 1 + 4 / block bytes per element.
     Deterministic: yes, bitwise, for any number of threads, device, instruction set and any cut at
@@ -194,6 +208,11 @@ def quantize_blockwise(
         raise ValueError(
             f"{op}: expected int8, float8_e4m3fn or float8_e5m2, got dtype={dtype}; choose one"
         )
+    if bits not in (8, 4) or (bits == 4 and dtype != torch.int8):
+        raise ValueError(
+            f"{op}: expected bits=8, or 4 with dtype=torch.int8, got bits={bits} with dtype="
+            f"{dtype}; leave it out"
+        )
     _check_block(op, block)
     if seed is not None and not 0 <= seed < 2**64:
         raise ValueError(f"{op}: expected 0 <= seed < 2**64, got seed={seed}; reduce it")
@@ -204,8 +223,9 @@ def quantize_blockwise(
         )
     if seed is not None and seed >= 2**63:
         seed -= 2**64  # the op's integers are signed
+    code = _INT4 if bits == 4 else _CODES[dtype]
     if error is None:
-        return _quantize_op(x, _CODES[dtype], block, seed, first_index)
+        return _quantize_op(x, code, block, seed, first_index)
     fits = error.shape == x.shape and error.device == x.device and error.is_contiguous()
     if not fits or error.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(
@@ -213,7 +233,22 @@ def quantize_blockwise(
             f"{x.device}, got error={list(error.shape)} {error.dtype} stride={error.stride()} on "
             f"{error.device}; make it with torch.zeros"
         )
-    return _feedback_op(x, error, _CODES[dtype], block, seed, first_index)
+    if error is x:
+        return _in_place_op(x, code, block, seed, first_index)
+    return _feedback_op(x, error, code, block, seed, first_index)
+
+
+def pack_int4(codes: Tensor) -> Tensor:
+    """[n / 2] uint8: two of quantize_blockwise's codes of 4 bits in each byte; n is even."""
+    pairs = codes.view(torch.int16)
+    return ((pairs & 15) | (pairs >> 4 & 240)).to(torch.uint8)
+
+
+def unpack_int4(packed: Tensor) -> Tensor:
+    """[2 * n] int8: the codes that pack_int4 had."""
+    pairs = packed.to(torch.int16)
+    codes = ((pairs & 15) | (pairs << 4 & 3840)).view(torch.int8)
+    return (codes ^ 8).sub_(8)  # the sign
 
 
 @torch.no_grad()

@@ -440,17 +440,15 @@ def quantize_blockwise_ref(
     x: Tensor,
     *,
     dtype: torch.dtype,
+    bits: int = 8,
     block: int = 256,
     seed: int | None = None,
     first_index: int = 0,
     error: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """codes and scales of an fp32 x, block by block, from the table of the codes' values.
-
-    error is updated in place.
-    """
+    """codes and scales of an fp32 x, block by block, by the codes' values; error is updated."""
     if dtype == torch.int8:
-        levels = torch.arange(128, dtype=torch.float32)
+        levels = torch.arange(2 ** (bits - 1), dtype=torch.float32)
     else:
         levels = torch.arange(128, dtype=torch.uint8).view(dtype).float()
         levels = levels[levels.isfinite()]

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastpar.kernels import _C, backend, dequantize_blockwise, quantize_blockwise
+from fastpar.kernels.quantize import pack_int4, unpack_int4
 from fastpar.kernels.reference import dequantize_blockwise_ref, quantize_blockwise_ref
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -70,6 +71,42 @@ def test_matches_the_oracle(dtype, seed, device):
         check(x, dtype, device, block=block, seed=seed, error=torch.randn(9001).bfloat16())
 
 
+@sweep("seed", [None, 5])
+def test_four_bits_match_the_oracle(seed, device):
+    for n, block in ((1, 128), (255, 128), (1003, 16)):
+        x, error = rand(n).to(device), torch.randn(n)
+        mine, theirs = error.to(device, copy=True), error.clone()
+        how = {"dtype": torch.int8, "bits": 4, "block": block, "seed": seed, "first_index": 128}
+        codes, scales = quantize_blockwise(x, error=mine, **how)
+        want, want_scales = quantize_blockwise_ref(x.cpu(), error=theirs, **how)
+        for got, expected in ((codes, want), (scales, want_scales), (mine, theirs)):
+            assert_same(got, expected)
+        assert codes.abs().max() == 7
+        padded = torch.nn.functional.pad(codes, (0, n % 2))
+        packed = pack_int4(padded)
+        assert (packed.dtype, packed.numel()) == (torch.uint8, -(-n // 2))
+        assert_same(unpack_int4(packed), padded)
+    every = torch.arange(-7, 8, dtype=torch.int8, device=device)
+    pairs = torch.cartesian_prod(every, every).view(-1)
+    assert_same(unpack_int4(pack_int4(pairs)), pairs)
+
+
+@sweep("dtype", CODES)
+def test_the_rest_of_x_can_stay_in_x(dtype, device):
+    """The bits of an error of its own that was 0; 0 where a block is not finite."""
+    for x_dtype in FLOATS[:2]:
+        for seed in (None, 4):
+            x = rand(1003, x_dtype, device)
+            x[[300, 700]] = torch.tensor([torch.inf, torch.nan], dtype=x_dtype, device=device)
+            error, rest = torch.zeros_like(x), x.clone()
+            codes, scales = quantize_blockwise(x, dtype=dtype, seed=seed, error=error)
+            got, got_scales = quantize_blockwise(rest, dtype=dtype, seed=seed, error=rest)
+            for a, b in ((got, codes), (got_scales, scales), (rest, error)):
+                assert_same(a, b)
+            assert (rest[256:768] == 0).all()
+            assert rest.any()
+
+
 @sweep("dtype", CODES)
 def test_the_composed_path_has_the_same_bits(dtype, monkeypatch):
     monkeypatch.setattr(backend, "choice", "torch")
@@ -77,6 +114,10 @@ def test_the_composed_path_has_the_same_bits(dtype, monkeypatch):
     check(x, dtype, "cpu", error=torch.randn(1003))
     x[[300, 700]] = torch.tensor([torch.inf, BIG])
     check(x, dtype, "cpu", block=64, error=torch.randn(1003).bfloat16())
+    error, rest = torch.zeros_like(x), x.clone()
+    quantize_blockwise(x, dtype=dtype, error=error)
+    quantize_blockwise(rest, dtype=dtype, error=rest)
+    assert_same(rest, error)
     with pytest.raises(RuntimeError, match="FASTPAR_BACKEND=torch seed=1; unset"):
         quantize_blockwise(x, seed=1)
 
@@ -399,6 +440,11 @@ def test_errors():
     refuses(r"error of shape \[300\] .* got error=\[2\]", quantize_blockwise, x, error=x[:2])
     refuses("got error=.* torch.float16", quantize_blockwise, x, error=x.half())
     refuses("on cpu, got error=.* on meta", quantize_blockwise, x, error=x.to("meta"))
+    refuses(
+        "expected bits=8, or 4 with dtype=torch.int8, got bits=2", quantize_blockwise, x, bits=2
+    )
+    float8 = torch.float8_e5m2
+    refuses("got bits=4 with dtype=torch.float8", quantize_blockwise, x, bits=4, dtype=float8)
     strided = torch.zeros(600)[::2]
     refuses(r"got error=.* stride=\(2,\)", quantize_blockwise, x, error=strided)
     refuses("got codes=torch.float32 out", dequantize_blockwise, x, scales)
@@ -406,8 +452,8 @@ def test_errors():
     refuses(r"2 fp32 scales .* got scales=\[1\]", dequantize_blockwise, codes, scales[:1])
     refuses("got scales=.* torch.float64", dequantize_blockwise, codes, scales.double())
     refuses("got scales=.* on meta", dequantize_blockwise, codes, scales.to("meta"))
-    with pytest.raises(ValueError, match="expected code 0, 1 or 2, got code=3"):
-        _C.dequantize_blockwise(0, 0, 256, 3, 0, 0, 0, 1)
+    with pytest.raises(ValueError, match="expected code 0, 1, 2 or 3, got code=4"):
+        _C.dequantize_blockwise(0, 0, 256, 4, 0, 0, 0, 1)
     with pytest.raises(ValueError, match="a power of two from 16 to 4096, got block=100"):
         _C.dequantize_blockwise(0, 0, 100, 0, 0, 0, 0, 1)
 
