@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -32,6 +33,7 @@ from fastpar.checkpoint.capture import engine_of_model, of_stages, piece_runs
 from fastpar.checkpoint.manifest import STATE, Manifest, TensorEntry, by_key, read_manifest
 from fastpar.checkpoint.tensor_reader import DTYPES, TensorReader
 from fastpar.checkpoint.verify import verify_files
+from fastpar.checkpoint.wire_state import CALLS, FACTOR, PREFIX, error_entry, load_wire_state
 from fastpar.config.config import GPTConfig
 from fastpar.files.plain_files import read_object, shown
 from fastpar.kernels.adamw import master_join, master_split
@@ -190,9 +192,11 @@ class _Plan:
                     f"shape={list(shape)} in {path}; load it into the model that was saved"
                 )
         self._pieces: dict[str, dict[str, list[TensorEntry]]] = {}
+        self._on_wires: dict[str, dict[str, list[TensorEntry]]] = {}
         for key, pieces in by_key(self.manifest.optimizer).items():
             name, _, entry = key.rpartition("/")
-            self._pieces.setdefault(name, {})[entry] = pieces
+            of = self._on_wires if entry.startswith(PREFIX) else self._pieces
+            of.setdefault(name, {})[entry] = pieces
         for name in set(names.values()) - {w.name for w in weights}:  # of other stages
             self._pieces.pop(name, None)
         if optimizer is not None:
@@ -222,6 +226,36 @@ class _Plan:
         with self._reader:
             for weight in self.weights:
                 self._load(weight)
+                if self.optimizer is not None:
+                    self._load_wires(weight)
+
+    def _load_wires(self, weight: Weight) -> None:
+        """What compressed gradients go on from; errors of another layout are dropped, and told."""
+        p, found = weight.tensor, self._on_wires.get(weight.name, {})
+        engine = engine_of_parameter(p)
+        if engine is None or engine.settings.wire_gradients == "fp32":
+            return
+        known = (CALLS, FACTOR, error_entry(engine))
+        mine = {entry: pieces for entry, pieces in found.items() if entry in known}
+        if (
+            engine.mesh.is_main
+            and weight is self.weights[0]
+            and len(found) > len(mine)
+            and error_entry(engine) not in mine
+        ):
+            warnings.warn(
+                "load_checkpoint: what gradients had lost on the wire is dropped: it belongs to "
+                f"other ranks, another stage or other buckets than those that load {self.path}",
+                stacklevel=4,
+            )
+        runs = weight.declared.runs(p) if weight.declared else whole_run(p.numel())
+        values = {
+            entry: self._reader.gather(
+                pieces, whole_run(math.prod(pieces[0].shape)) if entry in (CALLS, FACTOR) else runs
+            )
+            for entry, pieces in mine.items()
+        }
+        load_wire_state(engine, p, values)  # type: ignore[arg-type]
 
     def _load(self, weight: Weight) -> None:
         p = weight.tensor

@@ -45,6 +45,9 @@ class Collectives(ABC):
         transport: "shm" | "gloo" | "nccl" ...; why: the reason for it, for people.
         in_caller: operations run in the thread that calls them, before the call returns.
         observers: each begins the operations in the transport's stead, and may wrap their handles.
+        leaves_rest: reduce_scatter leaves in x, outside of this rank's slice, what it did not send.
+        error: what earlier operations did not send; calls: how many there were; see wires.py.
+        rounds: all_gather gives rounded values, to all ranks the same; see wires.py.
     """
 
     rank: int
@@ -53,6 +56,10 @@ class Collectives(ABC):
     transport: str
     why: str
     in_caller: bool = False
+    leaves_rest: bool = False
+    rounds: bool = False
+    error: Tensor | None = None
+    calls: int = 0
     observers: tuple[Observer, ...] = ()
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -61,6 +68,16 @@ class Collectives(ABC):
         Ranks: all, in the same order with the same sizes.
         """
         return torch.empty(numel, dtype=dtype, device=self.device)
+
+    @property
+    def exact(self) -> Collectives:
+        """The same ranks, with nothing rounded on the way."""
+        return self
+
+    def sent_bytes(self, op: str, n_bytes: int, numel: int) -> int:
+        """What a rank sends, at least: of an operation on so much, whole."""
+        part = n_bytes // self.world_size
+        return part * (self.world_size - 1) * (2 if op == "all_reduce" else 1)
 
     def all_reduce(
         self, x: Tensor, *, mean: bool = False, async_op: bool = False, tag: int = 0

@@ -165,8 +165,8 @@ class CollectiveLog:
 
     def add(self, handle: Handle, x: Tensor, group: Collectives, *, both_ways: bool) -> None:
         """A collective of x is under way; both_ways: an all-reduce."""
-        part = x.numel() * x.element_size() // group.world_size
-        self.timer.add(handle, part * (group.world_size - 1) * (2 if both_ways else 1))
+        op = "all_reduce" if both_ways else "reduce_scatter"
+        self.timer.add(handle, group.sent_bytes(op, x.numel() * x.element_size(), x.numel()))
 
     def wait(
         self, handle: Handle, action: str, bucket: int, timeout_s: float | None = None

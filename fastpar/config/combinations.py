@@ -1,4 +1,4 @@
-"""What is refused of settings that contradict others: ramps, packing, offload, experts."""
+"""What is refused of settings that contradict others: ramps, packing, offload, wires, experts."""
 
 from __future__ import annotations
 
@@ -57,6 +57,48 @@ def check_offload(parallel: ParallelSettings, optimizer: str) -> None:
             f"train: expected optimizer=adamw with offload={parallel.offload}, got optimizer="
             f"{optimizer}, which computes on whole matrices; leave --offload out"
         )
+
+
+def check_wires(parallel: ParallelSettings, *, deterministic: bool) -> None:
+    """Refuse formats on the wire where nothing is sent in them, and beside what they contradict."""
+    gradients, weights = parallel.wire_gradients, parallel.wire_weights
+    keeps, stage = parallel.error_feedback or parallel.error_buffer, parallel.zero_stage
+    if keeps and gradients == "fp32":
+        raise ValueError(
+            "train: expected wire_gradients with error_feedback, got wire_gradients=fp32, which "
+            "loses nothing; add --wire-gradients int8, or leave --error-feedback out"
+        )
+    if parallel.error_feedback and stage > 1 and not parallel.error_buffer:
+        raise ValueError(
+            "train: expected error_buffer with error_feedback at stages 2 and 3, got zero_stage="
+            f"{stage}, which frees the gradients that would keep errors; use --zero 1, where they "
+            "cost nothing, or add --error-buffer, 4 bytes a parameter on every rank"
+        )
+    asked = parallel.error_buffer if stage else keeps
+    if gradients == "powersgd" and (stage > 1 or not asked):
+        needs = "zero_stage 0 or 1" if stage > 1 else "error_buffer" if stage else "error_feedback"
+        raise ValueError(
+            f"train: expected {needs} with wire_gradients=powersgd, got zero_stage={stage}, "
+            f"error_feedback={parallel.error_feedback}, error_buffer={parallel.error_buffer}; it "
+            "needs whole gradients, and 4 bytes a parameter on every rank"
+        )
+    if weights != "none" and stage == 0:
+        raise ValueError(
+            "train: expected zero_stage 1, 2 or 3 with wire_weights, got zero_stage=0, where no "
+            "weights are sent; add --zero, or leave --wire-weights out"
+        )
+    if gradients == "fp32" and weights == "none":
+        return
+    for name, value, found in (
+        ("deterministic", False, deterministic),
+        ("offload", "none", parallel.offload),
+        ("reduce_dtype", "auto", parallel.reduce_dtype),
+    ):
+        if found != value:
+            raise ValueError(
+                f"train: expected {name}={value} with wire_gradients={gradients} and wire_weights="
+                f"{weights}, got {name}={found}; leave one of them out"
+            )
 
 
 def check_experts(shape: ModelSettings, parallel: ParallelSettings, values: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from fastpar.config.combinations import (
     check_offload,
     check_packing,
     check_ramp,
+    check_wires,
 )
 from fastpar.config.model import PRESETS as PRESETS
 from fastpar.config.model import VOCAB_MULTIPLE as VOCAB_MULTIPLE
@@ -93,6 +94,7 @@ class TrainConfig(TrainFlags):
         check_parallel(
             self.parallel, str(self.system.dtype), deterministic=self.system.deterministic
         )
+        check_wires(self.parallel, deterministic=self.system.deterministic)
         self._check_graphs()
         if self.run.name is not None and not re.fullmatch(r"[\w.+-]*\w[\w.+-]*", self.run.name):
             raise ValueError(
@@ -345,7 +347,7 @@ _AT_LEAST: dict[str, float] = {
     **dict.fromkeys(("weight_decay", "max_grad_norm", "num_samples", "max_new_tokens"), 0),
     **dict.fromkeys(("temperature", "top_k", "keep_every", "loss_spike", "max_rollbacks"), 0),
     **dict.fromkeys(("check_replicas_every", "max_restarts", "ramp_steps", "offload_keep_mb"), 0),
-    "batch_ramp": 1,
+    **dict.fromkeys(("batch_ramp", "wire_rank"), 1),
 }
 
 

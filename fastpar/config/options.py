@@ -213,6 +213,16 @@ class ParallelSettings:
     """Format in which gradients are summed; auto: fp32."""
     reduce_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Format of gradients on the wire; auto: grad-dtype's."""
+    wire_gradients: Literal["fp32", "bf16", "int8", "int4", "fp8", "powersgd"] = "fp32"
+    """Send gradients so, rounded without bias, for slow links; fp32: in reduce-dtype."""
+    wire_rank: int = 4
+    """Columns of powersgd's factors of each matrix, at stages 0 and 1."""
+    wire_weights: Literal["none", "bf16", "int8"] = "none"
+    """Gather weights so at stages 1 to 3; forwards compute with what is sent."""
+    error_feedback: bool = False
+    """Add what a gradient lost on the wire to the next; free at stage 1, 4 bytes each at 0."""
+    error_buffer: bool = False
+    """The same at stages 2 and 3, for 4 bytes a parameter on every rank."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """Compute blocks again in backward; selective: all but matrix products and attention."""
     transport: Literal["auto", "shm", "torch"] = "auto"

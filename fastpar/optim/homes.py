@@ -72,7 +72,8 @@ class Homes:
         self.sharded, mesh = shards.stage.shards, shards.mesh
         self.extra = dict(zip(params, extra))
         groups = shards.bucket_of(params[0]).groups  # type: ignore[arg-type]
-        self.dp = groups.gather if self.sharded else groups.reduce
+        dp = groups.gather if self.sharded else groups.reduce
+        self.dp = None if dp is None else dp.exact
         declared = shards.declared
         self.tp = None if declared is None or declared.tp is None else declared.tp.group
         self.n_dp, self.n_tp = (1 if g is None else g.world_size for g in (self.dp, self.tp))

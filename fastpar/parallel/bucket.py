@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastpar.comm.bucket_wires import Unsent
 from fastpar.comm.fixed_sum import PairwiseSum
 from fastpar.parallel.bucket_parameters import Absent, BucketGroups, BucketParameters
 from fastpar.parallel.copies import WaitingCopies
@@ -71,8 +72,9 @@ class BucketState(BucketParameters):
         self.reduced: Tensor | None = None
         self._reductions: PairwiseSum | None = None
         self._tree_ms = 0.0
+        places = [slice(s.start, s.stop) for s in self.slots]
+        self.unsent = Unsent(groups.reduce, self.own, spec.numel, places)
         self._piece_views: tuple[Tensor | None, list] | None = None  # of reduced; of piece()
-        self._absents: dict[int, Absent] = {}  # what marks show, see [Note: marks]
         self._aside = False
         self._marks: dict[int, Tensor] = {}  # see [Note: marks]
         self._hidden = False  # the marks are placeholders
@@ -148,7 +150,7 @@ class BucketState(BucketParameters):
                 p.grad = view
         else:
             if grad.data_ptr() != view.data_ptr():
-                self.copies.take(grad, view, add=position in self.has)
+                self.copies.take(grad, view, add=self.unsent.inside or position in self.has)
             p.grad = None
         return self.taken(position)
 
@@ -165,8 +167,8 @@ class BucketState(BucketParameters):
     def room_for(self, position: int) -> Tensor | None:
         """Where a gradient can be computed; None where take() has to add it, or to cast it."""
         self.open_grad()
-        first = position not in self.has and self.grad_dtype == self.spec.dtype
-        return self.grad_view(position) if first else None
+        first = not self.unsent.inside and position not in self.has
+        return self.grad_view(position) if first and self.grad_dtype == self.spec.dtype else None
 
     def taken(self, position: int) -> bool:
         """A gradient is in the bucket; whether it was the last one that the bucket waited for."""
@@ -188,6 +190,8 @@ class BucketState(BucketParameters):
         elif self.stage.shards and self.reduced is not None and not self.has:
             in_place = self.reduced.data_ptr() == self.grad[self.own].data_ptr()
             self.reduced = self.reduced.clone() if in_place else self.reduced
+        if self.grad is not None and not self.has:
+            self.unsent.open(self.grad)
 
     def fill_missing(self, *, flags: bool) -> list[int]:
         """Zero the places without a gradient and set `used`; returns them. p.grad may be new."""
@@ -196,9 +200,10 @@ class BucketState(BucketParameters):
         missing = []
         self._zeroed.clear()
         self.take_by_hand()
+        self.unsent.fill(self.grad)  # type: ignore[arg-type]
         for position in range(len(self.params)):
             if position not in self.has:
-                self.grad_view(position).zero_()
+                self.unsent.skip(self.grad_view(position))
                 missing.append(position)
         if flags:
             used = self.used()
@@ -286,6 +291,7 @@ class BucketState(BucketParameters):
             self.reduced = self.reduced.add_(result)
         if self.stage.shards:
             self.has.clear()
+        self.unsent.close()
         self.free_grad()
 
     def free_grad(self) -> None:
@@ -361,6 +367,7 @@ class BucketState(BucketParameters):
     def _forget(self, positions: set[int]) -> None:
         """These have no gradient any more; memory is written only where others have one."""
         self._zeroed |= positions
+        self.unsent.drop(self.grad_view(i) for i in positions & self.has)
         self.seen -= positions
         self.has -= positions
         for position in positions:
@@ -423,13 +430,6 @@ class BucketState(BucketParameters):
         same = self.grad is None or self.grad._version == self._version
         return not (self._hidden or same or any(mark.any() for mark in self._marks.values()))
 
-    def _absent(self, position: int) -> Absent:
-        if position not in self._absents:
-            nans = self._nan(self.spec.dtype).expand(self.slots[position].spec.shape)
-            self._absents[position] = Absent.of(nans, "gradient", self.name(position))
-        self._absents[position].zeroed = False
-        return self._absents[position]
-
     def unmark(self) -> None:
         """Before a backward: autograd must find no placeholder; cleared gradients are forgotten."""
         self.forget_cleared()
@@ -469,6 +469,7 @@ class BucketState(BucketParameters):
         """A parameter's gradient is zero from now on."""
         self._zeroed.add(position)
         if self.stage.shards:
+            self.unsent.drop(self.grad_view(i) for i in {position} & self.has)
             self.has.discard(position)
         elif (grad := self.grad_of(position)) is not None:  # or a placeholder, which may be zero
             grad.zero_()

@@ -15,17 +15,19 @@ only its methods refuse: torch's functions on lists (torch._foreach_mul_) still 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from fastpar.comm.bucket_wires import Wires
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.handles import Handle
-from fastpar.parallel.stages import Settings
-from fastpar.sharding.layout import Bucket, Layout
+from fastpar.comm.low_rank import Matrix
+from fastpar.parallel.stages import Settings, Stage
+from fastpar.sharding.layout import Bucket, Layout, Slot
 
 
 @dataclass(frozen=True)
@@ -38,11 +40,31 @@ class BucketGroups:
         reduce: sums gradients: all that have the parameters, or those that share one copy.
         gather: the same ranks as reduce, another group: neither waits for the other.
         copies: the ranks that own the same shard of other copies.
+        again: the same ranks as reduce, for the second half of a compressed all-reduce.
     """
 
     reduce: Collectives | None = None
     gather: Collectives | None = None
     copies: Collectives | None = None
+    again: Collectives | None = None
+
+    def on_wires(
+        self, wires: Wires, spec: Bucket, slots: Sequence[Slot], stage: Stage
+    ) -> BucketGroups:
+        """The same for one bucket, in its formats; slots: of its parameters."""
+        matrices = [
+            Matrix(slice(s.start, s.stop), s.spec.shape[0], s.spec.numel // s.spec.shape[0])
+            for s in slots
+            if len(s.spec.shape) > 1 and s.spec.numel
+        ]
+        index, flags = spec.index, spec.numel - spec.used_start
+        exact, in_place = (0, not stage.frees_gradients) if stage.shards else (flags, False)
+        how = {"again": self.again, "exact": exact, "in_place": in_place, "matrices": matrices}
+        return BucketGroups(
+            wires.sums(self.reduce, index, numel=spec.numel, **how),  # type: ignore[arg-type]
+            wires.gathers(self.gather, spec.dtype),
+            wires.sums(self.copies, index),
+        )
 
 
 class BucketParameters:
@@ -55,6 +77,7 @@ class BucketParameters:
         stepped: [S] what an optimizer changes: shard, or its twin on the host.
         live: whether the parameters are views of flat.
         rank: among those that share one copy.
+        apart: shard has memory of its own.
         own: the place of shard in flat; host: see offload.py, None without it.
         groups: over which it travels; device: where it lies.
     """
@@ -82,12 +105,14 @@ class BucketParameters:
         self.flat = self._empty(shared, spec.numel, spec.dtype).zero_()
         self.views = [self.flat[s.start : s.stop].view(s.spec.shape) for s in self.slots]
         self.shard = self.flat[self.own] if stage.shards else self.flat
-        if stage.frees_parameters:
+        self.apart = stage.frees_parameters or self.rounds
+        if self.apart:
             self.shard = self._empty(groups.gather, spec.shard_numel, spec.dtype)
         self.stepped = self.shard
         self.host: Any = None
         self._placeholders = list(self.views)
-        self.live = True
+        self._absents: dict[int, Absent] = {}  # what marks show, see bucket.py
+        self.live = self.gathered_exact = True
         self.gathering: Handle | None = None
 
     def _empty(self, group: Collectives | None, numel: int, dtype: torch.dtype) -> Tensor:
@@ -110,11 +135,21 @@ class BucketParameters:
 
     def attach(self) -> None:
         """The values are in flat, for the first time: parameters become views."""
-        if self.stage.frees_parameters:
+        if self.apart:
             self.shard.copy_(self.flat[self.own])
         for p in self.params:
             p.grad = None
         self.make_live()
+
+    @property
+    def rounds(self) -> bool:
+        """Whether a forward has other values than those that are stepped."""
+        return self.groups.gather is not None and self.groups.gather.rounds
+
+    @property
+    def exact(self) -> bool:
+        """Whether the values that are stepped are there."""
+        return self.live and self.gathered_exact
 
     def allocate(self) -> None:
         """Memory for all parameters, their values unknown."""
@@ -174,7 +209,7 @@ class BucketParameters:
 
     def save_writes(self) -> None:
         """Somebody wrote into the whole parameters: this rank's slice of them is the truth."""
-        if self.stage.frees_parameters:
+        if self.apart:
             self.shard.copy_(self.flat[self.own])
         if self.host is not None:
             self.stepped.copy_(self.shard)
@@ -182,6 +217,14 @@ class BucketParameters:
     def _nan(self, dtype: torch.dtype) -> Tensor:
         """A new one: somebody may write into that of a parameter with one element."""
         return torch.full((), float("nan"), dtype=dtype, device=self.device)
+
+    def _absent(self, position: int) -> Absent:
+        """What stands for a parameter's gradient."""
+        if position not in self._absents:
+            nans = self._nan(self.spec.dtype).expand(self.slots[position].spec.shape)
+            self._absents[position] = Absent.of(nans, "gradient", self.name(position))
+        self._absents[position].zeroed = False
+        return self._absents[position]
 
     def is_in_place(self, position: int) -> bool:
         """Whether the parameter still uses the bucket's memory, in the same way."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
+import warnings
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -18,6 +19,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from fastpar.comm.bucket_wires import LOW_RANK
+from fastpar.comm.wire_formats import OF_GRADIENTS, OF_WEIGHTS
 from fastpar.parallel.bucket import DTYPES
 from fastpar.parallel.debug import Debug
 from fastpar.parallel.engine import Engine, engine_of_parameter
@@ -108,6 +111,94 @@ def check_offload(options: Mapping[str, Any], device: torch.device, debug: Debug
             "optimizer's state from a GPU's memory to its host's: leave it out on a CPU, or try it "
             "there over a stand-in for the bus, debug=Debug(bus_gb_s=12)"
         )
+
+
+def check_wires(model: nn.Module, options: Mapping[str, Any], dp: int) -> str:
+    """Refuse formats that are not known, or not to be had; returns the transport."""
+    gradients, weights, stage, feedback, transport = (
+        options[n]
+        for n in ("wire_gradients", "wire_weights", "zero_stage", "error_feedback", "transport")
+    )
+    for name, value, known in (
+        ("wire_gradients", gradients, (*OF_GRADIENTS, LOW_RANK)),
+        ("wire_weights", weights, (None, *OF_WEIGHTS)),
+        ("error_feedback", feedback, (False, True, "buffer")),
+    ):
+        if value not in known:
+            raise ValueError(
+                f"parallelize: expected {name} {', '.join(map(repr, known))}, got {name}="
+                f"{value!r}; choose one of these"
+            )
+    if gradients == "fp32" and weights is None:
+        if feedback:
+            raise ValueError(
+                "parallelize: expected wire_gradients other than 'fp32' with error_feedback, got "
+                f"wire_gradients='fp32' and error_feedback={feedback!r}; nothing is lost: leave it "
+                "out"
+            )
+        return transport
+    for name, value in (("deterministic", False), ("offload", None), ("reduce_dtype", None)):
+        if options[name] != value:
+            raise ValueError(
+                f"parallelize: expected {name}={value} with wire formats (wire_gradients="
+                f"{gradients!r}, wire_weights={weights!r}), got {name}={options[name]!r}; "
+                + _BESIDE_WIRES[name]
+            )
+    if weights is not None and stage == 0:
+        raise ValueError(
+            "parallelize: expected zero_stage 1, 2 or 3 with wire_weights, got zero_stage=0 and "
+            f"wire_weights={weights!r}, where no weights are sent; leave it out"
+        )
+    if gradients == LOW_RANK and (stage > 1 or feedback != (True, "buffer")[stage]):
+        needs = "stages 0 and 1" if stage > 1 else f"error_feedback={(True, 'buffer')[stage]!r}"
+        raise ValueError(
+            f"parallelize: expected {needs} with wire_gradients='powersgd', got zero_stage={stage} "
+            f"and error_feedback={feedback!r}; it needs whole gradients and, for what its factors "
+            "leave out, 4 bytes a parameter on every rank, which error_feedback asks for"
+        )
+    rank = options["wire_rank"]
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+        raise ValueError(
+            f"parallelize: expected an integer wire_rank >= 1, got wire_rank={rank!r}; 4 is usual"
+        )
+    if feedback is True and stage > 1:
+        raise ValueError(
+            "parallelize: expected error_feedback='buffer' at stages 2 and 3, got error_feedback="
+            f"True and zero_stage={stage}, which frees the gradients that would keep the errors; "
+            "a buffer costs 4 bytes a parameter on every rank: ask for it, use zero_stage=1, where "
+            "it costs nothing, or leave it out"
+        )
+    dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
+    kept = {options["grad_dtype"] or dtype for dtype in dtypes}
+    in_place = {torch.float16} if feedback is True and stage == 1 else set()
+    for dtype in (kept | dtypes) & {torch.float64} | kept & in_place:
+        raise ValueError(
+            "parallelize: expected gradients in fp32 or bf16 with wire formats (fp16 without "
+            f"error_feedback), got dtype={dtype}; pass grad_dtype=torch.float32 for fp16 parameters"
+        )
+    if transport == "shm" and dp > 1:
+        raise ValueError(
+            "parallelize: expected transport 'auto' or 'torch' with wire formats, got "
+            "transport='shm', whose ranks read each other's memory; nothing is sent there: leave "
+            "the formats out"
+        )
+    if gradients == "int4" and not feedback:
+        warnings.warn(
+            "parallelize: wire_gradients='int4' without error_feedback " + WITHOUT_FEEDBACK,
+            stacklevel=3,
+        )
+    return "torch" if transport == "auto" and dp > 1 else transport
+
+
+_BESIDE_WIRES = {
+    "deterministic": "codes depend on how many ranks there are: leave one of them out",
+    "offload": "leave one of them out",
+    "reduce_dtype": "the format is that of wire_gradients: leave it out",
+}
+WITHOUT_FEEDBACK = (
+    "learned 3.451 bits a byte in 250 steps of a small GPT where fp32 learned 3.406, one seed: see "
+    "Formats on the wire in bench/results/README.md; pass error_feedback, or use 'int8'"
+)
 
 
 def check_deterministic(settings: Settings, named: dict[nn.Parameter, tuple[str, ...]]) -> None:

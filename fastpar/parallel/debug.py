@@ -135,6 +135,14 @@ class InputCheck:
     def __init__(self, group: Collectives, axis: str = "tp") -> None:
         self.group, self.axis = group, axis
 
+    @classmethod
+    def attach_all(cls, engine: Any, model: nn.Module, **shares: Any) -> None:
+        """One for each axis that has ranks, where they are asked for."""
+        for axis, share in shares.items() if engine.debug.check_inputs else ():
+            if share is not None:
+                engine.input_checks.append(cls(share.group, axis))
+                engine.input_checks[-1].attach(model)
+
     def attach(self, model: nn.Module) -> None:
         """From now on before each forward, as long as somebody keeps this object."""
         hook = Hook(weakref.ref(self), "compare")

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from fastpar.comm.collectives import Collectives
 from fastpar.parallel.bucket import BucketState
 from fastpar.parallel.shards import Shards
 from fastpar.parallel.stages import Stage
@@ -19,7 +20,7 @@ def memory(shards: Shards) -> dict[str, int]:
     """Bytes that are alive on this rank, by kind; without the optimizer's state and activations."""
     kinds = dict.fromkeys(("parameters", "parameter shards", "gradients", "gradient shards"), 0)
     for bucket in shards.buckets:
-        if bucket.stage.frees_parameters:  # a storage of its own, empty while the unit is not used
+        if bucket.apart:  # a storage of its own, at stage 3 empty while the unit is not used
             kinds["parameters"] += bucket.flat.untyped_storage().nbytes()
             kinds["parameter shards"] += bucket.shard.nbytes
         else:
@@ -32,6 +33,9 @@ def memory(shards: Shards) -> dict[str, int]:
         if shards.offload.mode == "parameters":
             kinds["parameter shards"] -= kinds["host weights"]
     kinds["partial sums"] = sum(bucket.tree_bytes for bucket in shards.buckets)
+    errors = [b.unsent.buffer for b in shards.buckets if b.unsent.buffer is not None]
+    if errors:
+        kinds["errors on the wire"] = sum(error.nbytes for error in errors)
     kinds["frozen parameters"] = sum(p.numel() * p.element_size() for p in shards.frozen)
     return kinds
 
@@ -77,24 +81,25 @@ def _sent_of(
     stage: Stage, buckets: list[BucketState], ranks: int, last_unit: int
 ) -> dict[str, int]:
     """Of buckets that so many ranks have."""
-    grads = values = kept = 0
-    for bucket in buckets:
-        grads += bucket.spec.numel * bucket.wire_dtype.itemsize
-        n_bytes = bucket.spec.numel * bucket.spec.dtype.itemsize
-        values += n_bytes
+    sent: dict[str, int] = {}
+
+    def add(kind: str, group: Collectives | None, numel: int, dtype: torch.dtype) -> None:
+        op = "all_reduce" if kind.startswith("all-reduce") else "reduce_scatter"
+        if group is not None:
+            n_bytes = group.sent_bytes(op, numel * dtype.itemsize, numel)
+            sent[kind] = sent.get(kind, 0) + n_bytes
+
+    for bucket in buckets if ranks > 1 else ():
+        numel, groups = bucket.spec.numel, bucket.groups
+        if not stage.shards:
+            add("all-reduce", groups.reduce, numel, bucket.wire_dtype)
+            continue
+        add("reduce-scatter", groups.reduce, numel, bucket.wire_dtype)
         # The root stays from forward to backward, and so does the last unit.
-        kept += n_bytes if bucket.spec.unit in (ROOT, last_unit) else 0
-    if ranks == 1 or not buckets:
-        return {}
-    n_shards = buckets[0].spec.n_shards
-    if not stage.shards:
-        return {"all-reduce": 2 * (ranks - 1) * grads // ranks}
-    sent = {"reduce-scatter": (n_shards - 1) * grads // n_shards}
-    gathers = 2 * values - kept if stage.frees_parameters else values
-    sent["all-gather"] = (n_shards - 1) * gathers // n_shards
-    copies = ranks // n_shards
-    if copies > 1:
-        sent["all-reduce of shards"] = 2 * (copies - 1) * (grads // n_shards) // copies
+        stays = not stage.frees_parameters or bucket.spec.unit in (ROOT, last_unit)
+        for _ in range(1 if stays else 2):
+            add("all-gather", groups.gather, numel, bucket.spec.dtype)
+        add("all-reduce of shards", groups.copies, bucket.spec.shard_numel, bucket.wire_dtype)
     return sent
 
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fastpar.comm.bucket_wires import Wires
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.fixed_sum import PairwiseSum
 from fastpar.comm.mesh import Mesh
@@ -207,15 +208,19 @@ class Travel(NamedTuple):
     settings: Settings
     poison: bool
 
-    def bucket(self, layout: Layout, spec: Bucket, params: list[nn.Parameter]) -> BucketState:
+    def bucket(
+        self, layout: Layout, spec: Bucket, params: list[nn.Parameter], wires: Wires
+    ) -> BucketState:
         """A bucket over its ranks."""
         where = {"device": self.mesh.device, "poison": self.poison}
+        stage, slots = self.settings.stage, [layout.slots[i] for i in spec.slots]
         if not spec.experts:
-            rank = self.mesh.dp_rank % spec.n_shards
-            return BucketState(layout, spec, params, self.settings, self.groups, rank=rank, **where)
+            rank, groups = self.mesh.dp_rank % spec.n_shards, self.groups
+            groups = groups.on_wires(wires, spec, slots, stage)
+            return BucketState(layout, spec, params, self.settings, groups, rank=rank, **where)
         assert self.of_experts is not None
         rank, ep = self.given.rank_in(*SAME) % spec.n_shards, self.given.size("ep")
-        groups = self.of_experts
+        groups = self.of_experts.on_wires(wires, spec, slots, stage)
         return ExpertBucket(layout, spec, params, self.settings, groups, ep=ep, rank=rank, **where)
 
     def share(self, tensors: Sequence[Tensor], *, experts: bool = False) -> None:

@@ -28,18 +28,20 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastpar.comm.bus import Bus
+from fastpar.comm.bus import Bus, SlowBus
 from fastpar.comm.handles import DONE, FutureHandle, Handle, TaskThread, started
 from fastpar.comm.host import HostCores, check_host_memory
 from fastpar.kernels.global_norm import NORM_WORDS, norm_bins
 from fastpar.parallel.bucket import BucketState
+from fastpar.parallel.debug import Debug
+from fastpar.parallel.engine import Engine
 from fastpar.parallel.shards import Shards
 
 IN_FLIGHT = 3  # buckets whose gradients may be on their way down
@@ -354,3 +356,15 @@ def _host_bytes(bucket: BucketState) -> int:
 def state_bytes(weight: int) -> int:
     """Of an element, in AdamW's usual formats: two moments, and a master of what has 16 bits."""
     return 2 * max(4, weight) + 4 * (weight == 2)
+
+
+def keep_on_host(engine: Engine, options: Mapping[str, Any], debug: Debug) -> None:
+    """The optimizer's state lies on the host, where that is asked for."""
+    mode, shards = options["offload"], engine.shards
+    if mode is None or engine.gathers is None:
+        return
+    device, pinned = shards.mesh.device, options["offload_pinned"]
+    bus = SlowBus(debug.bus_gb_s) if debug.bus_gb_s else Bus(device, pinned=pinned)
+    order = [bucket for unit in engine.gathers.buckets for bucket in reversed(unit)]
+    keep_mb = options["offload_keep_mb"]
+    shards.offload = Offload(shards, order, bus, mode, keep_mb, poison=debug.poison)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastpar.comm.bus import Bus, SlowBus
+from fastpar.comm.bucket_wires import Wires
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.mesh import AXES, Mesh
 from fastpar.comm.one_rank import OneRank
@@ -23,6 +23,7 @@ from fastpar.parallel.checks import (
     check_in_place_writers,
     check_offload,
     check_parameters,
+    check_wires,
     guard_optimizers,
 )
 from fastpar.parallel.control import prove_together
@@ -35,7 +36,7 @@ from fastpar.parallel.experts import (
     mesh_of_experts,
     share_experts,
 )
-from fastpar.parallel.offload import Offload
+from fastpar.parallel.offload import keep_on_host
 from fastpar.parallel.shards import Shards, guard_state_dicts
 from fastpar.parallel.split_backward import Places
 from fastpar.parallel.stages import STAGES, Settings, Stage
@@ -89,6 +90,10 @@ def parallelize(
     offload: str | None = None,
     offload_keep_mb: float = 0.0,
     offload_pinned: bool = True,
+    wire_gradients: str = "fp32",
+    wire_weights: str | None = None,
+    error_feedback: bool | str = False,
+    wire_rank: int = 4,
 ) -> nn.Module:
     """Make the ranks of mesh train model together; an ordinary training loop stays as it was.
 
@@ -151,6 +156,11 @@ def parallelize(
         offload_keep_mb: MiB of that state that stay on the GPU: of what a forward needs first.
         offload_pinned: False takes memory that the system does not lock for what crosses the bus:
             where it refuses to, at about half of the speed.
+        wire_gradients: "bf16", "int8", "int4" or "fp8": sent so, rounded at random without bias
+            (bf16: to nearest), added up in fp32; see comm/README.md. "fp32": in reduce_dtype;
+            "powersgd": matrices at stages 0 and 1 as two factors of wire_rank columns.
+        wire_weights: "bf16" or "int8": gathered so; all ranks compute with what is sent.
+        error_feedback: True adds what a gradient lost to the next; "buffer" in memory of its own.
     Returns:
         The same module (of a model on the meta device, with new parameters).
     Ranks: all, with the same model and arguments.
@@ -171,6 +181,7 @@ def parallelize(
     check_arguments(model, mesh.dp_size, options)
     check_experts(model, given, options)
     check_offload(options, given.device, debug or Debug())
+    transport = check_wires(model, options, mesh.dp_size)
     check_overlap(tp_overlap, sequence_parallel is not False)
     check_parameters(parameter_names(model), mesh.device, materialize is not None)
     check_in_place_writers(model, mesh.dp_size)
@@ -179,6 +190,7 @@ def parallelize(
     prove_together(mesh)
     debug = debug or Debug()
     maker = GroupMaker(mesh, transport, collectives, deterministic=deterministic, debug=debug)
+    maker.again = wire_gradients != "fp32"
     context, take_context = share_context(model, given, maker.make, cp_method)
     cut = cut_stages(model, mesh, pp_split, pp_schedule, pp_chunks)
     declared, report = _split_along_tp(model, mesh, maker, tp_plan, sequence_parallel, tp_overlap)
@@ -201,31 +213,13 @@ def parallelize(
     shards = _make_shards(model, travel, modules, fill)
     engine = Engine(shards, modules, control, given, debug)
     engine.tp_report = report
-    _keep_on_host(engine, options, debug)
+    keep_on_host(engine, options, debug)
     attach_experts(engine, model)
     Places.offer(engine)
     guard_optimizers(engine)
-    if shards.shares or offload is not None:
-        guard_state_dicts(model, shards)
-    of_tp = None if declared is None else declared.tp
-    for share in (of_tp, context) if debug.check_inputs else ():
-        if share is not None:
-            axis = "cp" if share is context else "tp"
-            engine.input_checks.append(InputCheck(share.group, axis))
-            engine.input_checks[-1].attach(model)
+    guard_state_dicts(model, shards)
+    InputCheck.attach_all(engine, model, tp=declared and declared.tp, cp=context)
     return model
-
-
-def _keep_on_host(engine: Engine, options: Mapping[str, Any], debug: Debug) -> None:
-    """The optimizer's state lies on the host, where that is asked for; see offload.py."""
-    mode, shards = options["offload"], engine.shards
-    if mode is None or engine.gathers is None:
-        return
-    device, pinned = shards.mesh.device, options["offload_pinned"]
-    bus = SlowBus(debug.bus_gb_s) if debug.bus_gb_s else Bus(device, pinned=pinned)
-    order = [bucket for unit in engine.gathers.buckets for bucket in reversed(unit)]
-    keep_mb = options["offload_keep_mb"]
-    shards.offload = Offload(shards, order, bus, mode, keep_mb, poison=debug.poison)
 
 
 def _settings(
@@ -302,15 +296,16 @@ def _make_shards(
         ep=travel.given.size("ep"),
         flags=not stage.shards,
     )
-    buckets = []
+    buckets, how = [], (settings.wire_gradients, settings.wire_weights, settings.error_feedback)
+    wires = Wires(*how, settings.wire_rank, mesh.dp_rank)
     for spec in layout.buckets:  # one after another: little extra memory
         params = [trained[layout.slots[i].registered] for i in spec.slots]
-        bucket = travel.bucket(layout, spec, params)
+        bucket = travel.bucket(layout, spec, params, wires)
         for view, p in zip(bucket.views, bucket.params):
             fill(p, view)
         travel.share([bucket.flat], experts=spec.experts)
         bucket.attach()
-        if stage.frees_parameters:
+        if bucket.apart:
             bucket.make_stale()
         buckets.append(bucket)
     frozen = {p: names[0] for p, names in fill.named.items() if not p.requires_grad}
@@ -405,7 +400,11 @@ class GroupMaker:
     Args:
         transport: of make_collectives; factory: makes collectives of (process group, role) instead.
         deterministic: sums in rank order.
+    Attributes:
+        again: whether to make the groups of this name, see BucketGroups.
     """
+
+    again = False
 
     def __init__(
         self,
@@ -483,12 +482,15 @@ class GroupMaker:
     def _roles(self, mesh: Mesh, stage: Stage, whole: Collectives) -> BucketGroups:
         """A group for each role, of the ranks along replicas and dp; whole: all of these."""
         kind = self._like(whole)
+        new = self.factory is None and whole.transport != "shm"  # shared memory only meets in one
         if not stage.shards:
-            return BucketGroups(whole)
+            if not self.again:
+                return BucketGroups(whole)
+            of = mesh.new_group("replicas", "dp") if new else mesh.group("replicas", "dp")
+            return BucketGroups(whole, again=self.make(of, "gather", kind))
         if mesh.size("dp") == 1:  # experts of which each copy is whole
             alone = OneRank(mesh.device)
             return BucketGroups(alone, alone, whole)
-        new = self.factory is None and whole.transport != "shm"  # shared memory only meets in one
         gather = self.make(mesh.new_group("dp") if new else mesh.group("dp"), "gather", kind)
         if mesh.size("replicas") == 1:
             return BucketGroups(whole, gather)

@@ -82,17 +82,22 @@ class Shards:
     # Gathers
 
     def gather(self, buckets: Iterable[BucketState]) -> None:
-        """Make the parameters of some buckets whole. Ranks: all."""
+        """Make the parameters of some buckets whole, as they are stepped. Ranks: all."""
         buckets = list(buckets)
         for bucket in buckets:
+            if bucket.rounds and not bucket.exact:
+                self.finish_gather(bucket)
+                bucket.make_stale()
             if not bucket.live and bucket.gathering is None:
-                self.launch_gather(bucket)
+                self.launch_gather(bucket, exact=True)
         for bucket in buckets:
             self.finish_gather(bucket)
 
-    def launch_gather(self, bucket: BucketState) -> None:
-        """Start filling a bucket with everybody's slices."""
+    def launch_gather(self, bucket: BucketState, *, exact: bool = False) -> None:
+        """Start filling a bucket with everybody's slices; exact: not as they are for forwards."""
         group, index = bucket.groups.gather, bucket.spec.index
+        group = group.exact if exact and group is not None else group
+        bucket.gathered_exact = exact or not bucket.rounds
         bucket.allocate()
         self.log.note(1, index)
         with self.log.naming("gathering", index):
@@ -125,7 +130,7 @@ class Shards:
         Raises:
             RuntimeError: at the end, for p.data that does not fit; the parameter keeps its values.
         """
-        stale = [bucket for bucket in self.buckets if not bucket.live]
+        stale = [bucket for bucket in self.buckets if not bucket.exact]
         self.gather(stale)
         try:
             yield
@@ -133,8 +138,9 @@ class Shards:
             refused = self._take_new_memory()
             for bucket in self.buckets:
                 bucket.save_writes()
-            for bucket in stale if self.stage.frees_parameters else ():
-                bucket.make_stale()
+            for bucket in stale:
+                if bucket.apart:
+                    bucket.make_stale()
             if refused:
                 raise RuntimeError(refused[0])
 
@@ -152,7 +158,7 @@ class Shards:
         host is not brought to the device: values lie there.
         """
         for bucket in self.buckets:
-            stale = not bucket.live
+            stale = not bucket.exact
             if bucket.host is not None and bucket.spec.n_shards == 1 and self.declared is None:
                 bucket.host.settle([bucket])
                 for i, p in enumerate(bucket.params):
@@ -160,19 +166,22 @@ class Shards:
                 continue
             self.gather([bucket])
             yield from ((p, p.detach()) for p in bucket.params)
-            if stale and self.stage.frees_parameters:
+            if stale and bucket.apart:
                 bucket.make_stale()
 
     def begin_writes(self) -> None:
         """Before write(): where whole parameters stay in memory, they are gathered. Ranks: all."""
-        whole = not self.stage.frees_parameters
-        self.gather(bucket for bucket in self.buckets if whole or bucket.gathering is not None)
+        for bucket in self.buckets:
+            if bucket.rounds:
+                self.finish_gather(bucket)
+                bucket.make_stale()
+        self.gather(b for b in self.buckets if not b.apart or b.gathering is not None)
 
     @torch.no_grad()
     def write(self, p: nn.Parameter, local: Tensor) -> None:
         """Replace a parameter by this rank's slice along tp, the same along dp."""
         bucket, start, stop = self.place(p)
-        if self.stage.frees_parameters or bucket.host is not None:
+        if bucket.apart or bucket.host is not None:
             rows = local if local.dim() > 1 else local.reshape(-1)
             row = max(1, rows[:1].numel())  # of a transposed one only this rank's rows are copied
             first = start // row
@@ -334,6 +343,7 @@ class Shards:
         """full(), but of this rank's slice along tp."""
         group = self.bucket_of(p).groups.gather  # type: ignore[arg-type]
         assert group is not None
+        group = group.exact
         parts = [self._blocks(p, rank, block) for rank in range(group.world_size)]
         longest = max(part.stop - part.start for part in parts)
         mine = torch.zeros(longest, dtype=values.dtype, device=group.device)
@@ -397,6 +407,8 @@ class Shards:
 
 def guard_state_dicts(model: nn.Module, shards: Shards) -> None:
     """From now on they gather, join and cut what the ranks share out. Ranks: all call them."""
+    if not shards.shares and shards.settings.offload is None:
+        return
     guard = _StateDicts(weakref.ref(shards))
     for module in model.modules():
         if next(module.parameters(), None) is not None:

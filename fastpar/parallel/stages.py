@@ -117,6 +117,10 @@ class Settings:
     deterministic: bool = False
     offload: str | None = None
     offload_keep_mb: float = 0.0
+    wire_gradients: str = "fp32"
+    wire_weights: str | None = None
+    error_feedback: bool | str = False
+    wire_rank: int = 4
 
     @property
     def reduces_each(self) -> bool:

@@ -209,7 +209,7 @@ def _watch(trainer: Trainer, marks: Marks) -> None:
         rows |= dict.fromkeys((*stages.links.values(), stages.pair), PP)
     for group, row in rows.items():
         if group is not None:
-            marks.watch(group, row)
+            marks.watch(group.exact, row)
 
 
 def _steps(trainer: Trainer, marks: Marks, count: int) -> tuple[float, list[float]]:

@@ -22,13 +22,19 @@ def maker_of(mesh, transport="torch", factory=None, debug=None, deterministic=Fa
 
 def roles(maker, stage, n_shards):
     groups, control = maker.of_engine(STAGES[stage], n_shards)
-    return {**vars(groups), "control": control}
+    assert (groups.again is not None) == (maker.again and stage == 0)
+    assert groups.again is None or members(groups.again) == members(groups.reduce)
+    found = {**vars(groups), "control": control}
+    del found["again"]
+    return found
 
 
 def groups_of(tp, stage, n_shards):
     maker = maker_of(Mesh(tp=tp))
     of_tp = members(maker.of_tp()) if tp > 1 else None
-    return of_tp, *map(members, roles(maker, stage, n_shards).values())
+    maker.again = tp == 1
+    found = roles(maker, stage, n_shards)
+    return of_tp, *(members(found[name]) for name in ("reduce", "gather", "copies", "control"))
 
 
 ALL = list(range(8))

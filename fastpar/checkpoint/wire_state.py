@@ -1,0 +1,58 @@
+"""What compressed gradients go on from: entries beside the optimizer's, see comm/wires.py.
+
+    PARAMETER/wire_calls                  []     reductions so far: the step of the random bits
+    PARAMETER/wire_factor                 [n, r] of PowerSGD: where the next step starts
+    PARAMETER/wire_error_LAYOUT_RANK      whole  what a rank has not sent of its gradients
+
+Errors belong to a rank and to the cut into buckets, which LAYOUT is a checksum of: a run with
+others drops them, and says so.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from fastpar.comm.low_rank import LowRankSums
+from fastpar.parallel.engine import Engine
+
+PREFIX, CALLS, FACTOR = "wire_", "wire_calls", "wire_factor"
+
+
+def error_entry(engine: Engine) -> str:
+    """The name of this rank's errors."""
+    known: list[object] = [engine.stage.number, engine.mesh.dp_size, engine.settings.n_shards]
+    known += [(b.spec.numel, b.spec.slots) for b in engine.buckets]
+    return f"wire_error_{zlib.crc32(repr(known).encode()):08x}_{engine.mesh.dp_rank}"
+
+
+def wire_state(engine: Engine, p: nn.Parameter) -> Iterator[tuple[str, Tensor]]:
+    """(entry, this rank's values): the calls, and what is left of p where errors are kept."""
+    bucket, position = engine.shards.places[p]
+    group, slot = bucket.groups.reduce, bucket.slots[position]
+    if group is None or engine.settings.wire_gradients == "fp32":
+        return
+    yield CALLS, torch.tensor(float(group.calls))
+    if isinstance(group, LowRankSums) and slot.start in group.factors:
+        yield FACTOR, group.factors[slot.start]
+    lost = bucket.unsent.of(bucket.grad, slice(slot.start, slot.stop))
+    if lost is not None:
+        yield error_entry(engine), lost.view(p.shape)
+
+
+def load_wire_state(engine: Engine, p: nn.Parameter, entries: Mapping[str, Tensor]) -> None:
+    """Go on from what wire_state() had; entries of others are not looked at."""
+    bucket, position = engine.shards.places[p]
+    group, slot = bucket.groups.reduce, bucket.slots[position]
+    if group is not None and CALLS in entries:
+        group.calls = int(entries[CALLS])
+    if isinstance(group, LowRankSums) and FACTOR in entries:
+        mine = group.factors.get(slot.start)
+        if mine is not None and mine.numel() == entries[FACTOR].numel():
+            mine.copy_(entries[FACTOR].view_as(mine))
+    lost = entries.get(error_entry(engine))
+    if lost is not None:
+        bucket.unsent.restore(bucket.grad, slice(slot.start, slot.stop), lost.view(-1))

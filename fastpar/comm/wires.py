@@ -1,0 +1,280 @@
+"""Collectives that send less: another transport's, with messages of wire_formats.py.
+
+    reduce_scatter   each slice for a peer is encoded once; all-to-all; decoded, and added up in
+                     fp32 by the fixed tree (collectives.py, [Note: order of a sum])
+    all_reduce       the same of slices of whole blocks, then the means are encoded and gathered
+    all_gather       encoded once to nearest; what the owner gets is what its peers get
+
+A rank's own slice is not sent, and enters the sum as it is. No sum is encoded twice on its way, as
+it would be in a ring. What is not finite makes its block nan, on every rank.
+
+[Note: errors that are kept] With error feedback what an encoding has lost of x is added to the next
+x of the same bucket: the sums of what was sent and of what is left are those of x. `error` is a
+buffer for it, in which the own slice's place is that of the means (all_reduce). Without a buffer a
+reduce_scatter leaves it in x itself, outside of the own slice (`leaves_rest`), and the bucket adds
+to that (parallel/bucket.py).
+
+[Note: who does it] On a CPU x is encoded in the caller, a thread of all buckets decodes. What the
+thread itself sends, the second half of an all_reduce, goes over a group of its own, so that ranks
+need not agree on how fast their threads are; where there is none the thread does all of it. On a
+GPU both are enqueued on a stream of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastpar.comm.collectives import Collectives
+from fastpar.comm.fixed_sum import sum_rows_in_tree
+from fastpar.comm.handles import (
+    Begun,
+    Call,
+    FutureHandle,
+    Handle,
+    Rest,
+    StreamHandle,
+    TaskThread,
+    run_task,
+    started,
+    through,
+)
+from fastpar.comm.wire_formats import WireFormat
+
+
+class Wire(Collectives):
+    """One bucket's messages over another's transport.
+
+    Args:
+        inner: sends them.
+        worker: ends them, for all buckets of a direction.
+    """
+
+    def __init__(self, inner: Collectives, name: str, worker: Worker) -> None:
+        self.inner, self._worker = inner, worker
+        self.rank, self.world_size, self.device = inner.rank, inner.world_size, inner.device
+        self.transport, self.in_caller = inner.transport, inner.in_caller
+        self.why = f"{inner.why}; {name} on the wire"
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return self.inner.empty(numel, dtype)
+
+    def _run(
+        self, op: str, largest: Tensor, async_op: bool, call: Callable[[], Handle]
+    ) -> Handle | None:
+        """Without observers, which see what is really sent: the inner operations."""
+        handle = call()
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    @property
+    def exact(self) -> Collectives:
+        return self.inner
+
+    def _other(self, *args: Any) -> Handle:
+        raise AssertionError("operations that are not compressed are those of `exact`")
+
+    _all_reduce: Any = _other
+    _reduce_scatter: Any = _other
+    _all_gather: Any = _other
+    _broadcast: Any = _other
+    _all_to_all: Any = _other
+    _send: Any = _other
+    _recv: Any = _other
+
+
+class Worker:
+    """What ends the operations of one direction: a thread, a stream, or the caller."""
+
+    def __init__(self, inner: Collectives) -> None:
+        on_gpu = inner.device.type == "cuda"
+        self._stream = torch.cuda.Stream(inner.device, priority=-1) if on_gpu else None
+        self._thread = None if on_gpu or inner.in_caller else TaskThread()
+
+    def submit(self, op: str, call: Call, *of: Tensor, later: bool = False) -> Handle:
+        """Begin an operation; see [Note: who does it]. later: the thread begins it, too."""
+        if self._stream is not None:
+            return StreamHandle(self._stream, lambda: through(call()), of, op)
+        future: Future = Future()
+        task = (future, functools.partial(_without_graph, call), (), of)
+        if self._thread is None:
+            run_task(task)
+        else:
+            self._thread.put(task if later else Begun(task))
+        return FutureHandle(op, future, self)
+
+
+def _without_graph(call: Call) -> Rest:
+    """Every part of an operation, in whatever thread."""
+    with torch.inference_mode(False), torch.no_grad():
+        rest = call()
+    return None if rest is None else functools.partial(_without_graph, rest)
+
+
+class CompressedSums(Wire):
+    """Gradients.
+
+    Args:
+        again: like inner, for the second half of an all_reduce.
+        exact: so many elements at the end of x of an all_reduce are sent as they are.
+        error: fp32, as long as x: see [Note: errors that are kept].
+        leaves_rest: what is lost is left in x.
+        key: of the random bits: bucket and rank.
+    Attributes:
+        calls: operations so far, the step of the random bits.
+    Wire: per rank (W - 1) / W * bytes of the messages for reduce_scatter, twice for all_reduce.
+    """
+
+    def __init__(
+        self,
+        inner: Collectives,
+        form: WireFormat,
+        worker: Worker,
+        *,
+        again: Collectives | None = None,
+        exact: int = 0,
+        error: Tensor | None = None,
+        leaves_rest: bool = False,
+        key: tuple[int, int] = (0, 0),
+    ) -> None:
+        super().__init__(inner, form.name, worker)
+        self.form = form
+        self._again, self._exact, self.error = again or inner, exact, error
+        self.leaves_rest, self._key, self.calls = leaves_rest, key, 0
+
+    def sent_bytes(self, op: str, n_bytes: int, numel: int) -> int:
+        if op == "reduce_scatter":
+            return (self.world_size - 1) * self.form.nbytes(numel // self.world_size)
+        size = self._slice(numel)
+        return (self.world_size - 1) * (self.form.nbytes(size) + self._gathered_bytes(size))
+
+    def _seed(self, part: int) -> int:
+        """Of the random bits of a call: part 0 of x, 1 of the means."""
+        bucket, rank = self._key
+        return (((self.calls * 2 + part) * 0x100000 + bucket) * 0x100000 + rank) % 2**64
+
+    def _slice(self, numel: int) -> int:
+        """Elements of a slice of an all_reduce: whole blocks."""
+        block = self.form.block or 1
+        return -(-(numel - self._exact) // (self.world_size * block)) * block
+
+    def _gathered_bytes(self, size: int) -> int:
+        return self.form.nbytes(size) + 4 * self._exact
+
+    def _reduce_scatter(self, out: Tensor, x: Tensor, mean: bool, tag: int) -> Handle:
+        call = functools.partial(self._scatter, out.view(-1), x.view(-1), mean, tag)
+        return self._worker.submit("reduce_scatter", call, out, x)
+
+    def _all_reduce(self, x: Tensor, mean: bool, tag: int) -> Handle:
+        call = functools.partial(self._reduce, x.view(-1), mean, tag)
+        return self._worker.submit("all_reduce", call, x, later=self._again is self.inner)
+
+    def _scatter(self, out: Tensor, x: Tensor, mean: bool, tag: int) -> Rest:
+        self.calls += 1
+        ends = [(r * out.numel(), (r + 1) * out.numel()) for r in range(self.world_size)]
+        received = self._exchange(x, ends, self._seed(0), tag)
+        return functools.partial(self._add_up, received, x, ends, out, mean)
+
+    def _exchange(
+        self, x: Tensor, ends: list[tuple[int, int]], seed: int, tag: int
+    ) -> tuple[Handle, Tensor]:
+        """Slices of x to their ranks, encoded; theirs on the way into [W - 1, bytes]."""
+        me, error = self.rank, self.error
+        size = self.form.nbytes(ends[0][1] - ends[0][0])
+        rows = torch.empty(self.world_size - 1, size, dtype=torch.uint8, device=x.device)
+        others = [pair for r, pair in enumerate(ends) if r != me]
+        for row, (start, stop) in zip(rows, others):
+            part = x[start:stop]
+            rest = part if self.leaves_rest else None if error is None else error[start:stop]
+            self.form.encode(part, row, seed=seed, index=start, error=rest)
+        received = torch.empty_like(rows)
+        sizes = [size * (r != me) for r in range(self.world_size)]
+        args = received.view(-1), rows.view(-1), sizes, sizes
+        return started(self.inner.all_to_all(*args, async_op=True, tag=tag)), received
+
+    def _add_up(
+        self,
+        under_way: tuple[Handle, Tensor],
+        x: Tensor,
+        ends: list[tuple[int, int]],
+        out: Tensor,
+        mean: bool,
+    ) -> None:
+        """out = the sum of what the others sent of this rank's slice and its own."""
+        handle, received = under_way
+        handle.wait()
+        start, stop = ends[self.rank]
+        parts = torch.empty(self.world_size, stop - start, device=x.device)
+        rows = iter(received)
+        for r in range(self.world_size):
+            own = r == self.rank
+            parts[r] = x[start:stop] if own else self.form.decode(next(rows), stop - start)
+        sum_rows_in_tree(parts, out, mean)
+
+    def _reduce(self, x: Tensor, mean: bool, tag: int) -> Rest:
+        self.calls += 1
+        n, size, second = x.numel() - self._exact, self._slice(x.numel()), self._seed(1)
+        ends = [(min(r * size, n), min((r + 1) * size, n)) for r in range(self.world_size)]
+        under_way = self._exchange(x, ends, self._seed(0), tag)
+
+        def gather() -> Rest:
+            start, stop = ends[self.rank]
+            total = torch.empty(stop - start, device=x.device)
+            self._add_up(under_way, x, ends, total, mean)
+            own = torch.zeros(self._gathered_bytes(size), dtype=torch.uint8, device=x.device)
+            error = None if self.error is None else self.error[start:stop]
+            self.form.encode(total, own, seed=second, index=start, error=error)
+            own[self.form.nbytes(size) :].view(torch.float32).copy_(x[n:])
+            whole = own.new_empty(self.world_size, own.numel())
+            handle = started(self._again.all_gather(whole.view(-1), own, async_op=True, tag=tag))
+            return functools.partial(spread, handle, whole)
+
+        def spread(handle: Handle, whole: Tensor) -> None:
+            handle.wait()
+            for row, (start, stop) in zip(whole, ends):
+                x[start:stop] = self.form.decode(row, stop - start)
+            tails = whole[:, self.form.nbytes(size) :].contiguous().view(torch.float32)
+            if self._exact:
+                sum_rows_in_tree(tails, x[n:], mean)
+
+        return gather
+
+
+class CompressedGathers(Wire):
+    """Weights.
+
+    Wire: per rank (W - 1) * bytes of its message.
+    """
+
+    rounds = True
+
+    def __init__(self, inner: Collectives, form: WireFormat, worker: Worker) -> None:
+        super().__init__(inner, form.name, worker)
+        self.form = form
+
+    def sent_bytes(self, op: str, n_bytes: int, numel: int) -> int:
+        return (self.world_size - 1) * self.form.nbytes(numel // self.world_size)
+
+    def _all_gather(self, out: Tensor, x: Tensor, tag: int) -> Handle:
+        call = functools.partial(self._gather, out.view(-1), x.view(-1), tag)
+        return self._worker.submit("all_gather", call, out, x)
+
+    def _gather(self, out: Tensor, x: Tensor, tag: int) -> Rest:
+        own = torch.empty(self.form.nbytes(x.numel()), dtype=torch.uint8, device=x.device)
+        self.form.encode(x, own)
+        whole = own.new_empty(self.world_size, own.numel())
+        handle = started(self.inner.all_gather(whole.view(-1), own, async_op=True, tag=tag))
+
+        def rest() -> None:
+            handle.wait()
+            for row, part in zip(whole, out.view(self.world_size, -1)):
+                part.copy_(self.form.decode(row, x.numel(), x.dtype))
+
+        return rest
