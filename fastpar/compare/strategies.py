@@ -3,9 +3,8 @@
 build(name, ...) wraps the module that a factory makes, with AdamW of the same hyper-parameters
 (decay on matrices only), or with fastpar.Muon, which a module that is whole on every rank repeats
 there; each rank computes its own rows, and forward(x, y) is the mean loss.
-torch.distributed is initialized before, or there is one rank. The module has its blocks in `.h`;
-a tied head must use the embedding's weight in the root's forward, as fastpar.models.gpt.GPT does,
-so that FSDP2's root unit and ZeRO-3's root module hold it there.
+torch.distributed is initialized before, or there is one rank. The module has its blocks in `.h`; a
+tied head must use the embedding's weight in the root's forward, where FSDP2 and ZeRO-3 hold it.
 
 [Note: comparable updates] With Adam's usual eps of 1e-8 a weight whose gradient is nothing but
 rounding (the bias of the keys) moves by the whole learning rate in a random direction, in any
@@ -290,8 +289,7 @@ def _ddp(name: str, make: ModelFactory, settings: Settings, *, zero: bool = Fals
         return made
     from torch.distributed.optim import ZeroRedundancyOptimizer  # slow to import
 
-    groups, adamw = decay_groups(model, settings.weight_decay), torch.optim.AdamW
-    # It sends the weights, so that no step is without communication.
+    groups, adamw = decay_groups(model, settings.weight_decay), torch.optim.AdamW  # sends weights
     made.optimizer = ZeroRedundancyOptimizer(groups, adamw, fused=True, **settings.adamw)
     return made
 
@@ -359,11 +357,12 @@ def _fastpar(
     ep: int = 1,
     pp: int = 1,
     hsdp: bool = False,
+    **more: Any,
 ) -> Contender:
-    """hsdp: pairs of ranks share one copy, replicas across. ep, pp: see Strategy."""
+    """hsdp: pairs of ranks share one copy. ep, pp: see Strategy. more: of parallelize."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     mesh = Mesh(tp=tp, cp=cp, ep=ep or world, pp=pp or world, device=settings.device)
-    options: dict[str, Any] = {"zero_stage": stage, "cp_method": cp_method, **settings.fastpar}
+    options: Any = {"zero_stage": stage, "cp_method": cp_method, **more, **settings.fastpar}
     if hsdp:
         if mesh.dp_size < 4 or mesh.dp_size % 2:
             raise ValueError(
@@ -443,6 +442,7 @@ class Strategy:
 SINGLE, DDP = "single", "ddp"
 _STAGES = (1, 2, 3)
 _4: dict[str, Any] = {"at_least": 4, "ranks": 2}
+_INT8: Any = {"wire_gradients": "int8", "wire_weights": "int8"}
 _ALL = (
     Strategy(SINGLE, "one process", _single, "torch", one_rank=True),
     Strategy(DDP, "DDP", _ddp, "torch"),
@@ -459,6 +459,7 @@ _ALL = (
     ),
     Strategy("dp", "fastpar ZeRO-0", partial(_fastpar, stage=0)),
     *(Strategy(f"zero{n}", f"fastpar ZeRO-{n}", partial(_fastpar, stage=n)) for n in _STAGES),
+    Strategy("zero2-int8", "fastpar ZeRO-2, int8 wires", partial(_fastpar, stage=2, **_INT8)),
     Strategy("hsdp", "fastpar HSDP", partial(_fastpar, stage=3, hsdp=True), ranks=2, at_least=4),
     Strategy("tp", "fastpar TP", partial(_fastpar, stage=0, tp=2), at_least=2, ranks=2, tp=2),
     *(

@@ -118,9 +118,11 @@ def predict_states(workload: Workload, setup: Setup, parts: RankParts | None = N
     if setup.offload != "none":  # on the host: state, gradients of a stage that frees them
         state, grads = min(state, setup.offload_keep_mb * 2**20), grads if stage < 2 else 0
         weights = 0 if setup.offload == "parameters" else weights
+    if stage in (1, 2) and setup.code_bytes[1]:  # a rank's own are apart from what is gathered
+        weights += shard
     return Memory(
         parameters=round(setup.weight_bytes * weights),
-        gradients=round(setup.grad_bytes * grads),
+        gradients=round(setup.grad_bytes * grads + setup.error_bytes * whole),
         optimizer=round(state),
     )
 
@@ -254,11 +256,19 @@ class _Peak:
             stage=stage,
             reduces=setup.data > 1 or setup.offload != "none",
             bucket_mb=bucket_mb_of(setup),
-            wire_bytes=setup.wire_bytes if setup.wire_bytes != setup.grad_bytes else 0,
+            wire_bytes=self._message_bytes,
             sum_bytes=setup.grad_bytes / setup.n_shards if again and stage else 0.0,
             copies=setup.n_shards < setup.data,
             whole=whole,
         )
+
+    @property
+    def _message_bytes(self) -> float:
+        """Of an element of a bucket on its way, beside the gradient: messages, decoded ones."""
+        setup = self.setup
+        if setup.code_bytes[0]:
+            return 2 * setup.wire_bytes + 4
+        return setup.wire_bytes if setup.wire_bytes != setup.grad_bytes else 0
 
     def memory(self) -> Memory:
         """What stays, and the largest moment."""

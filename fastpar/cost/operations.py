@@ -17,8 +17,10 @@ from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
+from fastpar.comm.bucket_wires import LOW_RANK
+from fastpar.comm.wire_formats import FORMATS
 from fastpar.config.config import GPTConfig
-from fastpar.cost.buckets import bucket_mb_of, buckets_of
+from fastpar.cost.buckets import GPTBuckets, bucket_mb_of, buckets_of
 from fastpar.cost.matrix_updates import (
     STEPS,
     MatrixUpdates,
@@ -50,9 +52,10 @@ class Op(NamedTuple):
         optimizer      (elements,): norm and update of so many elements
         orthogonalize  (short, long): muon's product of a matrix with these sides
         matrix_update  (elements,): what else muon does to so many elements of matrices
-        copy           (bytes,): read and written, of gradients into buckets
+        copy           (bytes,): read and written, of gradients into buckets and of messages
         permute        (N * top_k, C): rows to experts, or combine, back to tokens
-    direction: "forward" or "backward" ("forward" of updates, "backward" for copy), and
+    direction: "forward" or "backward" ("forward" of updates, "backward" for copy, but of messages
+        with weights), and
         "recompute": what forward does, done again in backward.
     flops, bytes: of one of them; what must move through memory at least.
     """
@@ -241,6 +244,7 @@ def _updates(workload: Workload, setup: Setup) -> tuple[Op, ...]:
     ops = [Op("copy", (copied,), "backward", 0.0, float(copied), n_first)]
     if n_first < n_micro:
         ops.append(Op("copy", (added,), "backward", 0.0, float(added), n_micro - n_first))
+    ops += _codes(local, setup)
     mine = math.ceil(shard)
     of_element = 2 * setup.grad_bytes + 2 * setup.weight_bytes + 2 * setup.state_bytes
     if setup.optimizer == "muon":
@@ -318,16 +322,20 @@ def _gradients_and_weights(workload: Workload, setup: Setup) -> Iterator[CommOp]
         gathered[numel, "" if kind.root else "forward"] += passes
         if stage == 3 and not (kind.root or kind.last_unit):
             gathered[numel, "backward"] += passes
+    if setup.wire_gradients == LOW_RANK:
+        yield from _factors(buckets_of(workload, setup), setup, reductions)
+        reduced.clear()
     for (numel, under), count in reduced.items():
         n_bytes = float(numel * setup.wire_bytes)
-        if stage == 0:
-            yield CommOp("all_reduce", "dp", n_bytes, setup.data, tp, count, under)
-            continue
-        yield CommOp("reduce_scatter", "shard", n_bytes, shards, tp, count, under)
-        part, copies = n_bytes / shards, setup.data // shards
-        yield CommOp("all_reduce", "copies", part, copies, tp * shards, count, under)
+        if stage:
+            scatter = "all_to_all" if setup.wire_gradients in FORMATS else "reduce_scatter"
+            yield CommOp(scatter, "shard", n_bytes, shards, tp, count, under)
+            part, copies = n_bytes / shards, setup.data // shards
+            yield from _sums(setup, "copies", part, copies, tp * shards, count, under)
+        else:
+            yield from _sums(setup, "dp", n_bytes, setup.data, tp, count, under)
     for (numel, under), count in gathered.items() if stage else ():
-        n_bytes = float(numel * setup.weight_bytes)
+        n_bytes = float(numel * setup.gathered_bytes)
         yield CommOp("all_gather", "shard", n_bytes, shards, tp, count, under)
     if experts:
         yield from _of_experts(setup, experts // setup.ep, reductions)
@@ -349,6 +357,36 @@ def _of_experts(setup: Setup, numel: int, reductions: int) -> Iterator[CommOp]:
     for under in ("forward", "backward") if stage == 3 else ("forward",):
         passes = many * (setup.grad_accum_steps if stage == 3 else 1)
         yield CommOp("all_gather", "shard", weights, shards, stride, passes, under)
+
+
+def _factors(buckets: GPTBuckets, setup: Setup, reductions: int) -> Iterator[CommOp]:
+    """Both messages of each bucket, as if they were alike; see comm/low_rank.py."""
+    r, n_buckets = setup.wire_rank, sum(buckets.kinds.values())
+    sides = [(m * n, r * (m + n)) for m, n in buckets.matrices]
+    sent = buckets.elements - sum(whole - min(whole, thin) for whole, thin in sides)
+    n_bytes, tp = 4.0 * sent / (2 * n_buckets), setup.tp
+    for under, count in (("backward", n_buckets - 1), ("", 1)):
+        yield CommOp("all_reduce", "dp", n_bytes, setup.data, tp, 2 * reductions * count, under)
+
+
+def _sums(setup: Setup, axis: str, *of: Any) -> Iterator[CommOp]:
+    """An all-reduce of gradients; compressed, its two halves."""
+    compressed = setup.wire_gradients in FORMATS
+    for kind in ("all_to_all", "all_gather") if compressed else ("all_reduce",):
+        yield CommOp(kind, axis, *of)
+
+
+def _codes(local: int, setup: Setup) -> Iterator[Op]:
+    """Messages of gradients and weights made and read; see comm/wires.py."""
+    micro = setup.grad_accum_steps
+    gradients, weights = (float(local * b) for b in setup.code_bytes)
+    ways = 2 if setup.stage == 0 else 1
+    if gradients and setup.data > 1:
+        times = ways * (micro if setup.accumulate == "shard" else 1)
+        yield Op("copy", (int(gradients),), "backward", 0.0, gradients, times)
+    if weights and setup.n_shards > 1:
+        times = 2 * micro if setup.stage == 3 else 1
+        yield Op("copy", (int(weights),), "forward", 0.0, weights, times)
 
 
 def _to_homes(workload: Workload, setup: Setup) -> Iterator[CommOp]:

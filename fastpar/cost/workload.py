@@ -1,6 +1,6 @@
 """What is predicted: a workload (what is trained) and a setup (one way to train it on ranks).
 
-Arithmetic only: no torch, no ranks. Shape legend as in gpt.py.
+Arithmetic only: no tensors, no ranks. Shape legend as in gpt.py.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from fastpar.comm.bucket_wires import LOW_RANK
+from fastpar.comm.wire_formats import FORMATS
 from fastpar.config.config import VOCAB_MULTIPLE, GPTConfig, TrainConfig, pp_chunks, pp_split
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp64": 8}
@@ -106,6 +108,11 @@ class Setup:
     offload: str = "none"
     offload_keep_mb: float = 0.0
     offload_activations: bool = False
+    wire_gradients: str = "fp32"
+    wire_weights: str = "none"
+    error_feedback: bool = False
+    error_buffer: bool = False
+    wire_rank: int = 4
 
     @property
     def dp(self) -> int:
@@ -153,9 +160,32 @@ class Setup:
         return BYTES[self.grad_dtype]
 
     @property
-    def wire_bytes(self) -> int:
+    def wire_bytes(self) -> float:
         """Bytes of an element of a gradient that is sent."""
-        return BYTES[self.reduce_dtype]
+        form = FORMATS.get(self.wire_gradients)
+        return BYTES[self.reduce_dtype] if form is None else form.bytes_per_element
+
+    @property
+    def gathered_bytes(self) -> float:
+        """Bytes of an element of a weight that is gathered."""
+        form = FORMATS.get(self.wire_weights) if self.stage else None
+        return self.weight_bytes if form is None else min(form.bytes_per_element, self.weight_bytes)
+
+    @property
+    def code_bytes(self) -> tuple[float, float]:
+        """Bytes that making and reading messages moves, of an element of gradients, of weights."""
+        gradients = self.grad_bytes + 2 * self.wire_bytes + 8  # decoded, then added up
+        weights = 2 * self.weight_bytes + 2 * self.gathered_bytes
+        weights *= self.gathered_bytes < self.weight_bytes
+        if self.wire_gradients == LOW_RANK:  # three products of v, its mean, its error
+            return 28.0, weights
+        return (gradients if self.wire_gradients in FORMATS else 0.0), weights
+
+    @property
+    def error_bytes(self) -> int:
+        """Bytes of an element of what gradients lost on the wire, in a buffer."""
+        keeps = self.error_buffer or (self.error_feedback and self.stage == 0)
+        return 4 if keeps and self.data > 1 else 0
 
     @property
     def state_bytes(self) -> float:

@@ -42,6 +42,7 @@ from fastpar.plan.search import (
     smallest_changes,
     why_not,
 )
+from fastpar.plan.wires import wires_text
 
 PUBLISHED_ERROR = 0.12  # of the time of a step, see bench/results/plan/published.md
 TOKENS_PER_STEP = 524288  # of GPT-2's published batch, on GPUs
@@ -363,6 +364,9 @@ def report(plan: Plan) -> str:
             f"network  {size_text(sent)} a step leave through each adapter (NIC) of "
             f"{plan.cluster.inter.name}"
         )
+    wires = wires_text(workload, winner.setup, plan.rates)
+    if wires:
+        lines += ["", "wires", *wires]
     return "\n".join([*lines, "", *command_lines(plan, winner.setup)])
 
 

@@ -10,13 +10,16 @@ from bench.peers.published import predict, published
 from bench.systems.emulated import EmulatedMesh, Link, emulated
 from fastpar import GPT, engine_of, parallelize
 from fastpar.cli import main, parse_train
+from fastpar.comm.wire_formats import FORMATS
 from fastpar.config.config import GPTConfig, derive_batch
 from fastpar.cost.datasheet import DatasheetRates
 from fastpar.cost.devices import Cluster
+from fastpar.cost.step_time import predict_step
 from fastpar.cost.workload import Setup, Workload
 from fastpar.plan import plan
 from fastpar.plan.estimate import layout_text
 from fastpar.plan.plan import Plan, PlanCommand, peak_text
+from fastpar.plan.wires import candidates, codes_s, sent_bytes, wires_text
 
 
 def run(capsys, *words):
@@ -282,3 +285,30 @@ def test_a_layout_that_the_trainer_would_refuse_is_never_printed(monkeypatch):
     monkeypatch.setattr(plan, "refused", lambda workload, setup: "no")
     with pytest.raises(AssertionError, match="no"):
         plan.run(PlanCommand(gpus=1))
+
+
+def test_formats_on_the_wire_are_priced():
+    found = plan.make_plan(
+        PlanCommand(gpu="a100", gpus=2, gpus_per_node=1, inter_link="eth-25", pp=1)
+    )
+    workload, setup, rates = found.workload, found.estimates[0].setup, found.rates
+    lines = {line.split(":")[0].strip(): line for line in wires_text(workload, setup, rates)}
+    assert {f"--wire-gradients {name}" for name in FORMATS} <= lines.keys()
+    for line in lines.values():
+        assert re.search(
+            r"sends [\d.]+ [MG]B a step instead of .*; pays below [\d.,e+]+ Gbit/s", line
+        )
+    plain = sent_bytes(workload, setup)
+    for flag, other in candidates(setup).items():
+        sent = sent_bytes(workload, other)
+        if flag not in lines:
+            assert (flag, sent) == ("--wire-weights bf16", plain)  # as these weights are anyway
+            continue
+        # At the bandwidth of the line, what is saved on the wire is what the codes take.
+        gbit = float(lines[flag].split("below ")[1].split(" Gbit")[0].replace(",", ""))
+        assert 8e-9 * (plain - sent) / gbit == pytest.approx(
+            codes_s(workload, other, rates), rel=2e-3
+        )
+    slow = predict_step(workload, setup, rates).step_s
+    fast = predict_step(workload, candidates(setup)["--wire-gradients int8"], rates).step_s
+    assert fast < slow

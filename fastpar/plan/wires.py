@@ -1,0 +1,57 @@
+"""What formats on the wire would make of a layout: bytes, time, and where they pay."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fastpar.comm.bucket_wires import LOW_RANK
+from fastpar.comm.recorder import ring_bytes
+from fastpar.comm.wire_formats import FORMATS, OF_WEIGHTS
+from fastpar.cost.operations import Rates, comm_ops_of, ops_of
+from fastpar.cost.step_time import predict_step
+from fastpar.cost.workload import Setup, Workload
+from fastpar.plan.estimate import size_text
+
+_AXES = ("dp", "shard", "copies")
+
+
+def candidates(setup: Setup) -> dict[str, Setup]:
+    """The layout with other formats, by their flags."""
+    found = {f"--wire-gradients {n}": replace(setup, wire_gradients=n) for n in FORMATS}
+    if setup.stage < 2:
+        keeps = {"error_feedback": True, "error_buffer": setup.stage == 1}
+        flag = f"--wire-gradients {LOW_RANK}"
+        found[flag] = replace(setup, wire_gradients=LOW_RANK, **keeps)  # type: ignore[arg-type]
+    for name in OF_WEIGHTS if setup.stage else ():
+        found[f"--wire-weights {name}"] = replace(setup, wire_weights=name)
+    return found
+
+
+def sent_bytes(workload: Workload, setup: Setup) -> float:
+    """What a rank sends in a step of gradients and weights."""
+    comms = (c for c in comm_ops_of(workload, setup) if c.axis in _AXES)
+    return sum(c.count * ring_bytes(c.kind, int(c.bytes), c.ranks) for c in comms)
+
+
+def codes_s(workload: Workload, setup: Setup, rates: Rates) -> float:
+    """Seconds of a step in which messages are made and read."""
+    plain = replace(setup, wire_gradients="fp32", wire_weights="none")
+    both = (ops_of(workload, s) for s in (setup, plain))
+    with_codes, without = (sum(rates.op_s(op) * op.count for op in ops) for ops in both)
+    return with_codes - without
+
+
+def wires_text(workload: Workload, setup: Setup, rates: Rates) -> list[str]:
+    """A line for each format: it pays where a rank sends more slowly than it saves bytes."""
+    lines, plain = [], sent_bytes(workload, setup)
+    for flag, other in candidates(setup).items():
+        sent, codes = sent_bytes(workload, other), codes_s(workload, other, rates)
+        if sent >= plain:
+            continue
+        step_ms = predict_step(workload, other, rates).step_s * 1e3
+        pays = 8e-9 * (plain - sent) / codes
+        lines.append(
+            f"  {flag}: a rank sends {size_text(sent)} a step instead of {size_text(plain)}, codes "
+            f"{codes * 1e3:.3g} ms, step {step_ms:,.4g} ms; pays below {pays:,.4g} Gbit/s a rank"
+        )
+    return lines
