@@ -122,11 +122,21 @@ def muon_table(rows: Sequence[Line]) -> str:
     return _table([*head, "MB sent by the busiest rank, and the formula", "commit"], lines)
 
 
+def curves_table(rows: Sequence[Line]) -> str:
+    """Losses after the same steps with each format on the wire."""
+    lines = [
+        [some[0]["format"], str(some[0]["steps"]), *_bits(some)]
+        for some in _grouped(rows, {"seed"})
+    ]
+    return _table(["gradients on the wire", "steps", "seeds", "bits a byte"], lines)
+
+
 # Name of a table -> the folder of its rows, what makes it.
 TABLES: dict[str, tuple[str, Callable[[Sequence[Line]], str]]] = {
     "recipes": ("main_job", recipes_table),
     "steps": ("main_job", steps_table),
     "muon": ("muon", muon_table),
+    "formats": ("wires", curves_table),
 }
 
 

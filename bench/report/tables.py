@@ -27,6 +27,7 @@ NOT_OPS = {
     "offload",
     "cp",
     "pp",
+    "wires",
 }
 ZERO_TARGETS = {"DDP": 1.2, "FSDP2": 1.6, "DeepSpeed": 1.6}  # of every stage of fastpar
 
@@ -217,6 +218,22 @@ def overlap_table(rows: Sequence[Row]) -> str:
     head = ["step on a limited link", "ms", "MB sent", "communication ms", "exposed ms"]
     head += ["exposed, of communication", "waited, of communication"]
     return table([*head, "against DDP", "against FSDP2"], lines)
+
+
+def wires_table(rows: Sequence[Row]) -> str:
+    """Formats on the wire, on slow links."""
+    lines = []
+    for row in (r for r in rows if r.bench == "wires"):
+        what, found = f"{row.case}, {row.variant}", row.notes
+        if row.median_ms is None:
+            lines.append([what, f"refused: {row.refused}", *[""] * 4])
+            continue
+        sent = number(found["sent_bytes"] / 1e6) if "sent_bytes" in found else ""
+        cells = [number(row.median_ms), number(found["tokens_per_s"]), sent]
+        lines.append([what, *cells, number(found.get("exposed_ms")), times(row.speedup)])
+    return table(
+        ["step on a slow link", "ms", "tokens/s", "MB sent", "exposed ms", "against FSDP2"], lines
+    )
 
 
 def by_case(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
@@ -467,6 +484,7 @@ TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
     "emulated": emulated_table,
     "targets": targets_table,
     "overlap": overlap_table,
+    "wires": wires_table,
     "checkpoint": checkpoint_table,
     "plan": plan_table,
     "nodes": nodes_table,

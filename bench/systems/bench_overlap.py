@@ -100,7 +100,12 @@ class Trainer:
             name, model = name.partition(",")[0], self._own
         if variant in DEEPSPEED:
             _without_shared_memory()
-        self.contender = engines.build(name, model, settings)
+        self.contender = self._build(name, settings, model)
+
+    def _build(self, name: str, settings: Any, model: Any) -> Any:
+        from bench.peers import engines
+
+        return engines.build(name, model, settings)
 
     def _own(self) -> nn.Module:
         return GPT(self.config, seed=0)

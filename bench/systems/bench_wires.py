@@ -1,0 +1,190 @@
+"""Formats on the wire beside DDP, its hooks and FSDP2, on a link of 1 Gbit/s and one of 100 Mbit/s.
+
+Two ranks with one thread each, in two network namespaces (bench/systems/links.py), train a GPT-2 of
+25.4 million parameters on few tokens, so that the link decides. Variants take turns; the first step
+of a turn is not timed. exposed_ms is a step's time beyond that of the same step on one process
+alone, sent_bytes is what left the slower end of the link, headers included.
+
+[Note: the gate of formats] All variants see the same batches; their losses may differ from DDP's by
+LOSS_BOUND, and by WIDE_BOUND where gradients or weights are rounded on the way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bench.harness import Bench
+from bench.records import Row, reason
+from bench.systems import bench_overlap as overlap
+from bench.systems.bench_overlap import ALONE, TIMEOUT_S, Log, busy_cores, priority, settled_bytes
+from bench.systems.links import Link, NoLinkError, RankError, Ranks
+from bench.targets import faster, note
+from fastpar.config.config import GPTConfig
+from fastpar.doctor.clocks import Timing
+
+TIME_LIMIT_S = {"cpu": 600, "cuda": 30}
+CONFIG, QUICK = (
+    GPTConfig(8, 8, 512, 64, 512, dropout=0.0),
+    GPTConfig(2, 2, 64, 32, 256, dropout=0.0),
+)
+RATES = (1000, 100)  # Mbit/s
+LOSS_BOUND, WIDE_BOUND = 1e-3, 0.2
+INT8 = {"wire_gradients": "int8", "wire_weights": "int8"}
+OURS: dict[str, tuple[int, dict[str, Any]]] = {
+    "fastpar ZeRO-2": (2, {}),
+    "fastpar ZeRO-2, bf16 both": (2, {"wire_gradients": "bf16", "wire_weights": "bf16"}),
+    "fastpar ZeRO-2, int8 both": (2, INT8),
+    "fastpar ZeRO-3, int8 both": (3, INT8),
+    "fastpar ZeRO-1, int4 fed back, int8 weights": (
+        1,
+        {**INT8, "wire_gradients": "int4", "error_feedback": True},
+    ),
+    "fastpar ZeRO-0, PowerSGD rank 4": (
+        0,
+        {"wire_gradients": "powersgd", "error_feedback": True},
+    ),
+    "fastpar ZeRO-0, int8 fed back": (0, {"wire_gradients": "int8", "error_feedback": True}),
+}
+# torch refuses its bf16 hook on gloo; its PowerSGD hook does not answer there.
+DDP, FP16, LOW_RANK = "DDP", "DDP, fp16 hook", "DDP, PowerSGD hook, rank 4"
+FSDP2 = ("FSDP2", "FSDP2, no reshard")
+VARIANTS = (ALONE, DDP, FP16, LOW_RANK, *FSDP2, *OURS)
+EXACT = (*FSDP2, "fastpar ZeRO-2")
+
+
+class Trainer(overlap.Trainer):
+    """One rank of one variant."""
+
+    def __init__(self, variant: str, config: GPTConfig, batch_size: int) -> None:
+        if variant not in OURS:
+            known = dict.fromkeys((DDP, FP16, LOW_RANK), overlap.DDP)
+            super().__init__(known.get(variant, variant), config, batch_size)
+            self._hook(variant)
+            return
+        stage, options = OURS[variant]
+        self._options = options
+        super().__init__(f"fastpar ZeRO-{stage}", config, batch_size)
+
+    def _build(self, name: str, settings: Any, model: Any) -> Any:
+        extra = getattr(self, "_options", {})
+        settings = replace(settings, fastpar={**settings.fastpar, **extra})
+        return super()._build(name, settings, model)
+
+    def _hook(self, variant: str) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+        model: Any = self.contender.model
+        if variant == FP16:
+            model.register_comm_hook(dist.group.WORLD, default_hooks.fp16_compress_hook)
+        if variant == LOW_RANK:
+            state = powerSGD_hook.PowerSGDState(
+                None, matrix_approximation_rank=4, start_powerSGD_iter=2
+            )
+            model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
+@dataclass
+class Plan:
+    """What is run."""
+
+    title: str
+    config: GPTConfig
+    mbit: int
+    steps: int
+    rounds: int
+    batch_size: int = 1
+    logs: dict[str, Log] = field(default_factory=lambda: {v: Log() for v in VARIANTS})
+
+
+def measure(plan: Plan, link: Link) -> dict[str, Any]:
+    """Every variant in turn; a failure stops only its own. The conditions."""
+    busy = [busy_cores()]
+    link.set_rate(plan.mbit)
+    with contextlib.ExitStack() as stack:
+        ranks: dict[str, Ranks] = {}
+        for turn in range(-1, plan.rounds):
+            for variant, log in plan.logs.items():
+                if log.refused is not None:
+                    continue
+                try:
+                    if turn < 0:
+                        args = "bench.systems.bench_wires:Trainer", variant, plan.config, 1
+                        started = Ranks(link, *args, timeout_s=TIMEOUT_S)
+                        ranks[variant] = stack.enter_context(started)
+                        continue
+                    before, first = settled_bytes(link), turn * (plan.steps + 1)
+                    patience_s = 20.0 if variant == LOW_RANK else TIMEOUT_S
+                    answers = ranks[variant].call("steps", first, plan.steps, timeout_s=patience_s)
+                    sent = max(now - then for now, then in zip(settled_bytes(link), before))
+                    log.extend(answers, sent / (plan.steps + 1))
+                except RankError as error:
+                    log.refused = str(error)
+            busy.append(busy_cores())
+    about = {"busy_cores": statistics.fmean(busy), "priority": priority(), "link_mbit": plan.mbit}
+    return about
+
+
+def judge(logs: dict[str, Log]) -> None:
+    """See [Note: the gate of formats]."""
+    for variant, log in logs.items():
+        if variant == ALONE or log.refused is not None or not logs[DDP].losses:
+            continue
+        bound = LOSS_BOUND if variant in EXACT else WIDE_BOUND
+        off = max(abs(a - b) for a, b in zip(log.losses, logs[DDP].losses))
+        if not off <= bound:
+            log.refused = f"losses: expected those of DDP within {bound:g}, got {off:.2e} off"
+
+
+def to_rows(bench: Bench, plan: Plan, about: dict[str, Any]) -> Sequence[Row]:
+    """A row for each variant."""
+    rows, alone = [], plan.logs[ALONE].ms
+    for variant, log in plan.logs.items():
+        row = bench.row(plan.title, "step", variant, torch.float32, refused=log.refused)
+        row.threads, row.notes = 1, {"ranks": 2, **about}
+        if variant == "fastpar ZeRO-2, int8 both" and plan.mbit == RATES[0] and not bench.quick:
+            row.notes |= note([faster(2.5, *FSDP2)])
+        rows.append(row)
+        if log.refused is not None or not log.ms:
+            continue
+        row.median_ms, row.p20_ms, row.p80_ms, row.runs = timing = Timing.of(log.ms)
+        tokens = 2 * plan.batch_size * plan.config.block_size
+        row.notes["tokens_per_s"] = 1e3 * tokens / timing.median_ms
+        row.notes["cpu_ms"] = statistics.median(log.cpu_ms)
+        if variant == ALONE:
+            continue
+        row.notes["sent_bytes"] = min(log.sent_bytes)
+        row.notes["exposed_ms"] = timing.median_ms - statistics.median(alone)
+        for peer in FSDP2:
+            if plan.logs[peer].refused is None:
+                base = statistics.median(plan.logs[peer].ms)
+                row.baseline, row.speedup = peer, base / timing.median_ms
+                break
+    return rows
+
+
+def run(bench: Bench) -> None:
+    if bench.device != "cpu":
+        return  # the link is between CPU ranks
+    for mbit in RATES:
+        config, steps, rounds = CONFIG, 3 if mbit == RATES[0] else 1, 2 if mbit == RATES[0] else 1
+        title = f"GPT-2 25.4M B=1 T=64 a rank, 2 ranks, {mbit} Mbit/s"
+        if bench.quick:
+            config, steps, rounds, title = QUICK, 1, 1, f"quick GPT-2, 2 ranks, {mbit} Mbit/s"
+        if bench.only not in title:
+            continue
+        plan = Plan(title, config, mbit, steps, rounds)
+        try:
+            with Link(mbit) as link:
+                about = measure(plan, link)
+        except NoLinkError as error:
+            bench.add(bench.row(title, "step", "link", torch.float32, refused=reason(error)))
+            return
+        judge(plan.logs)
+        bench.add(*to_rows(bench, plan, about))
