@@ -144,7 +144,7 @@ def test_record_describes_every_kind_of_argument():
 
 AS_JIT = """
 import json, sys
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/../support"]
 import torch, triton
 from types import SimpleNamespace
 from triton import knobs
