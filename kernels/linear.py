@@ -309,10 +309,12 @@ class _OwnBackward(torch.autograd.Function):
             ctx.queue.later(ctx.weight, _product_later(rows.t(), x_rows, ctx.wide))
         elif found is not None:
             out, add = found
-            if out.dtype == weight.dtype:
-                dweight = matmul(rows.t(), x_rows, out=out)
-            else:
+            if out.dtype != weight.dtype:
                 wide_product(rows.t(), x_rows, out, add=add)
+            elif add:
+                add_matmul_(out, rows.t(), x_rows)
+            else:
+                dweight = matmul(rows.t(), x_rows, out=out)
         else:
             dbias = x.new_empty(weight.shape[0])
             dweight = matmul_lt(rows.contiguous().t(), x_rows, BGRADB, dbias)

@@ -13,10 +13,11 @@ backward, which autograd may run in a thread of its own.
 [Note: places] In a backward in one piece the product is written where the gradient is kept, if
 somebody offers such memory: weight.fastpar_place, a function of the weight that returns it and
 whether the product is to be added to what is there; or None, where the gradient goes the usual way.
-Memory of the weight's dtype holds nothing yet: autograd hands the gradient on as ever, hooks see
-it, and who offered the memory finds it there instead of copying it. Memory in fp32 for a 16-bit
-weight is weight.fastpar_wide_place: the product, which is summed in fp32, goes there without being
-rounded to 16 bits, and autograd gets no gradient. See linear.py, [Note: wide gradients].
+Memory of the weight's dtype that holds nothing yet: autograd hands the gradient on as ever, hooks
+see it, and who offered the memory finds it there instead of copying it; where it is added to,
+autograd gets none. Memory in fp32 for a 16-bit weight is weight.fastpar_wide_place: the product,
+which is summed in fp32, goes there without being rounded to 16 bits, and autograd gets no gradient.
+See linear.py, [Note: wide gradients].
 """
 
 from __future__ import annotations

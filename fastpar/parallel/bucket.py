@@ -154,16 +154,6 @@ class BucketState(BucketParameters):
             p.grad = None
         return self.taken(position)
 
-    def added(self, position: int) -> bool:
-        """Whether autograd has added a gradient here itself: of later micro-batches at stage 0."""
-        if self.stage.shards or self._main or position not in self.has:
-            return False
-        waits = self.phase is BucketPhase.COLLECTING and len(self._awaited) > 1
-        if not waits or self.params[position].grad is not self.grad_views[position]:
-            return False
-        self._awaited.discard(position)
-        return True
-
     def room_for(self, position: int) -> Tensor | None:
         """Where a gradient can be computed; None where take() has to add it, or to cast it."""
         self.open_grad()

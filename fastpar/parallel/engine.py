@@ -57,6 +57,7 @@ class Engine:
     """
 
     paused = False  # its hooks do nothing; see train/cuda_graphs.py
+    adds = False  # gradients are added to those that are there; see split_backward.py
     recorder: Callable[[Tensor], tuple[Tensor, bool] | None] | None = None  # gives places then
 
     def __init__(
@@ -111,8 +112,6 @@ class Engine:
     def _on_grad(self, p: nn.Parameter) -> None:
         """Post-accumulate hook: the gradient of p is final for this backward."""
         bucket, position = self.shards.places[p]
-        if self.graph_task == torch._C._current_graph_task_id() and bucket.added(position):
-            return
         if p.data_ptr() != bucket.views[position].data_ptr():
             self.shards.check()
         self.before_unit_backward(fired=p)

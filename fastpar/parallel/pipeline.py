@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from fastpar.comm.handles import Handle, started
 from fastpar.comm.watchdog import in_place
 from fastpar.parallel.engine import Engine, engine_of
-from fastpar.parallel.split_backward import SplitBackward
+from fastpar.parallel.split_backward import SplitBackward, adding
 from fastpar.pipeline.schedules import RULES, Kind, Op, Schedule, make_schedule
 from fastpar.pipeline.simulator import FINISHES
 from fastpar.pipeline.stages import Stages
@@ -281,7 +281,8 @@ class PipelineStep:
         self._micro = op.micro
         self._scale_losses(op.micro)
         if op.kind is Kind.BACKWARD:
-            torch.autograd.backward(out, grad)
+            with adding(self.engine, op.chunk):
+                torch.autograd.backward(out, grad)
         else:
             self.halves[op[1:]].input_gradient(out, grad)
 

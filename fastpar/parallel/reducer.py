@@ -246,10 +246,11 @@ class PartialGradients:
                 grad = torch.zeros(stop - start, dtype=dtype, device=bucket.device)
             by_dtype.setdefault(dtype, []).append(grad.view(-1))
         for grads in by_dtype.values():
-            packed = torch.cat(grads)
+            packed = torch.cat(grads) if grads[1:] else grads[0]
             shards.log.all_reduce(group, packed, "summing partial gradients after", last)
             for grad, total in zip(grads, packed.split([grad.numel() for grad in grads])):
-                grad.copy_(total)
+                if grads[1:]:
+                    grad.copy_(total)
 
     def split(self) -> None:
         """A backward begins that adds to them; see [Note: partial gradients]."""

@@ -8,6 +8,7 @@
 So all of a micro-batch's gradients come to the engine at once, in the order of the micro-batches.
 
 In a backward in one piece such weights' gradients are computed where the buckets keep them: Places.
+Where autograd adds all of a later micro-batch's gradients there, no hook has work: adding().
 """
 
 from __future__ import annotations
@@ -161,14 +162,18 @@ class Places(NotCopied):
         engine = None if self._engine is None else self._engine()
         if engine is not None and engine.recorder is not None:
             return engine.recorder(weight)
-        if engine is None or engine.paused:
+        if engine is None or (engine.paused and not engine.adds):
             return None
         bucket, position = engine.shards.places[weight]  # type: ignore[index]
         hooks, wide = weight._backward_hooks or {}, bucket.grad_dtype != bucket.spec.dtype
-        if position in bucket.has and not wide:
+        if position in bucket.has and not (wide or engine.adds):
             return None  # take() will add: said first, later micro-batches ask often
         if not _fires(weight) or not all(isinstance(hook, Hook) for hook in hooks.values()):
             return None
+        if engine.adds:
+            after: dict = weight._post_accumulate_grad_hooks or {}  # type: ignore[attr-defined]
+            ours = all(isinstance(hook, Hook) for hook in after.values())
+            return (bucket.grad_views[position], True) if ours else None
         if wide:  # also the first gradient of a backward, which no hook has told of
             engine.before_unit_backward(by_layer=True)
         task = torch._C._current_graph_task_id()
@@ -187,6 +192,27 @@ class Places(NotCopied):
             return None
         self._given.add((bucket.spec.index, position))
         return place.view_as(place), False  # autograd keeps it as p.grad if nobody else has it
+
+
+@contextlib.contextmanager
+def adding(engine: Engine, chunk: int) -> Iterator[None]:
+    """A backward of a chunk inside; not of the last micro-batch: the reductions need its hooks."""
+    shards, before = engine.shards, engine.paused
+    used = shards.params if shards.stages is None else shards.stages.used[chunk]
+    kept = (_is_kept(*shards.places[p]) for p in used if p.requires_grad)
+    engine.adds = not (before or engine.micro_batches.last) and all(kept)
+    engine.paused = before or engine.adds
+    try:
+        yield
+    finally:
+        engine.paused, engine.adds = before, False
+
+
+def _is_kept(bucket: BucketState, position: int) -> bool:
+    """Whether p.grad is where the bucket keeps gradients, and autograd adds to it there."""
+    if bucket.stage.shards or position not in bucket.has:
+        return False
+    return bucket.params[position].grad is bucket.grad_views[position]
 
 
 def _wide_room(bucket: BucketState, position: int) -> tuple[Tensor, bool]:

@@ -190,6 +190,16 @@ def test_a_gradient_is_written_where_a_place_is_offered():
     assert len(asked) == 2  # once in either backward that makes no graph
 
 
+def test_a_gradient_is_added_where_a_place_says_so():
+    x, weight, bias = make(5, 12, 7)
+    (expected,) = torch.autograd.grad(F.linear(x, weight, bias).sum(), weight)
+    place = torch.ones_like(weight)
+    weight.fastpar_place = lambda w: (place, True)
+    linear(x, weight, bias).sum().backward()
+    assert weight.grad is None
+    torch.testing.assert_close(place, 1 + expected)
+
+
 def test_a_place_where_the_products_are_our_own(monkeypatch):
     """On a CPU without AVX-512 too: torch's product in ours' place."""
 

@@ -14,6 +14,7 @@ from fastpar import GPT, Adafactor, AdamW, GPTConfig, Mesh, engine_of, paralleli
 from fastpar.comm.collectives import Collectives
 from fastpar.kernels import make_key
 from fastpar.parallel import pipeline
+from fastpar.parallel.engine import Engine
 from fastpar.pipeline.schedules import chunks_of, make_schedule
 from fastpar.pipeline.simulator import held_of
 from fastpar.testing import run_ranks
@@ -344,6 +345,36 @@ def test_held_micro_batches_and_messages_are_those_of_the_simulator(schedule, mo
         beside = [s + by for s in mine for by in (1, -1) if 0 <= s + by < order.stages]
         away = [s for s in beside if order.owner(s)[0] != here]
         assert sent == [stream] * (many * len(away))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stage", "calls"),
+    [("1f1b", 0, {2}), ("interleaved", 0, {1, 2}), ("1f1b", 1, {MICRO})],
+)
+def test_later_gradients_are_added_without_the_engines_hooks(schedule, stage, calls, monkeypatch):
+    """At stage 0; but of the last backward, which reduces. Hooks of others see every one."""
+    heard, original = [], Engine._on_grad
+
+    def count(engine, p):
+        heard.append(id(p))
+        return original(engine, p)
+
+    monkeypatch.setattr(Engine, "_on_grad", count)
+
+    def rank():
+        model, seen = gpt(Cell(schedule=schedule)), []
+        mesh = Mesh(pp=2, dp=2, device="cpu")
+        parallelize(model, mesh, pp_schedule=schedule, zero_stage=stage)
+        params = engine_of(model).shards.params
+        matrices = [p for p in params if p.dim() == 2]
+        matrices[0].register_hook(seen.append)
+        matrices[-1].register_post_accumulate_grad_hook(seen.append)
+        idx = torch.zeros(MICRO, T, dtype=torch.int64)
+        pipeline_step(model, idx, idx, micro_batches=MICRO)
+        return {heard.count(id(p)) for p in params}, len(seen)
+
+    for each, seen in run_ranks(rank, 4):
+        assert (each, seen) == (calls, 2 * MICRO)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v"])
