@@ -7,9 +7,10 @@ case; others come a few at a time, and steps take turns. The gate is bench_zero.
 loss after two steps against one process in fp64; `loss_difference` is the largest of all timed
 steps from torch's, of the loss.
 
-Then GPT-2 124M's shape in two network namespaces (bench/systems/links.py) that 1 Gbit/s join: pp=2
-by 1F1B and by zb-v, which has both ends of the tied table on one rank, dp=2 and tp=2, all over
-gloo. Without such namespaces these rows are missing.
+Then GPT-2 124M's shape in two network namespaces (bench/systems/links.py) that 1 Gbit/s join, at
+several numbers of tokens a step: pp=2 by 1F1B and by zb-v, which has both ends of the tied table on
+one rank, in micro-batches of one and two sequences, dp=2 and tp=2, all over gloo. dp sends the same
+bytes a step however many tokens it has. Without such namespaces these rows are missing.
 """
 
 from __future__ import annotations
@@ -37,23 +38,25 @@ from fastpar.config.config import GPTConfig
 from fastpar.doctor.clocks import Timing
 
 LOSS_BOUND = 1e-5
-TIME_LIMIT_S = {"cpu": 900, "cuda": 10}
+TIME_LIMIT_S = {"cpu": 3600, "cuda": 10}
 ROWS, MBIT = 8, 1000
 MINI = GPTConfig.preset("mini", vocab_size=4096)
 CONFIGS = {"mini": MINI, "12 layers of 384": replace(MINI, n_layer=12, n_head=6, n_embd=384)}
 GPT2 = GPTConfig(12, 12, 768, 256, 50304, dropout=0.0)
 QUICK = GPTConfig(2, 2, 32, 32, 256, dropout=0.0)
-GROUPS = ((STOCK, DEEPSPEED), (OWN, "fastpar ZeRO-0"), ("fastpar TP", SINGLE))
-LINKED = (OWN, *VARIANTS, "fastpar TP")
+GROUPS = ((STOCK, OWN), (DEEPSPEED, "fastpar ZeRO-0"), ("fastpar TP", SINGLE))
+LINKED = {2: 256, 4: 256, 8: 256, 16: 256}  # sequences a step: their length
 
 
-def trial_of(name: str, config: GPTConfig, folder: str, transport: str = "auto") -> Trial:
-    """One that trains ROWS sequences a step."""
+def trial_of(
+    name: str, config: GPTConfig, folder: str, transport: str = "auto", rows: int = ROWS
+) -> Trial:
+    """One that trains so many sequences a step."""
     own = {"transport": transport} if name.startswith("fastpar") else {}
     piped = name in (TORCH, DEEPSPEED)
-    settings = Settings(grad_accum_steps=ROWS if piped else 1, fastpar=own)
+    settings = Settings(grad_accum_steps=rows if piped else 1, fastpar=own)
     ranks = 1 if name == SINGLE else 2
-    return Trial(name, config, folder, ranks, 2 // ranks, settings=settings, rows=ROWS)
+    return Trial(name, config, folder, ranks, 2 // ranks, settings=settings, rows=rows)
 
 
 class Rank(bench_zero.Rank):
@@ -64,7 +67,8 @@ class Rank(bench_zero.Rank):
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         made = self.contender
-        return bench_zero.batch(self.trial.config, step, made.dp_rank, made.dp_size, ROWS)
+        rows = self.trial.rows
+        return bench_zero.batch(self.trial.config, step, made.dp_rank, made.dp_size, rows)
 
 
 class LinkedRank(Rank):
@@ -108,11 +112,15 @@ class Linked:
         return row
 
 
-def behind_link(bench: Bench, config: GPTConfig, turns: int) -> None:
-    """Steps of data parallelism and of each of LINKED in turn, two at a time in memory."""
+def behind_link(bench: Bench, config: GPTConfig, rows: int, turns: int) -> None:
+    """Steps of data parallelism and of each other one in turn, two at a time in memory."""
     size = "quick" if bench.quick else "GPT-2 124M"
-    case = f"{size} T={config.block_size} B={ROWS}, 2 ranks, {MBIT} Mbit/s"
-    trials = [trial_of(name, config, "", transport="torch") for name in ("fastpar ZeRO-0", *LINKED)]
+    case = f"{size} T={config.block_size} B={rows}, 2 ranks, {MBIT} Mbit/s"
+    if bench.only not in case:
+        return
+    fits = [name for name, (_, micro) in VARIANTS.items() if rows >= 2 * micro]
+    names = ("fastpar ZeRO-0", OWN, *fits, "fastpar TP")
+    trials = [trial_of(name, config, "", transport="torch", rows=rows) for name in names]
     take_turns(bench, case, trials, turns)
 
 
@@ -143,7 +151,7 @@ def take_turns(
 
 def run(bench: Bench) -> None:
     """Case after case; a group's rows are kept as soon as it is done."""
-    configs, rounds = ({"quick": QUICK}, 2) if bench.quick else (CONFIGS, 5)
+    configs, rounds = ({"quick": QUICK}, 2) if bench.quick else (CONFIGS, 15)
     with tempfile.TemporaryDirectory() as folder:
         for size, config in configs.items():
             title = f"{size} T={config.block_size} B={ROWS}, 2 ranks"
@@ -158,8 +166,10 @@ def run(bench: Bench) -> None:
                     run_group(bench, title, base, trials, reference, rounds, Rank)
             finally:
                 base.close()
-    if bench.only in f"{MBIT} Mbit/s":
-        try:
-            behind_link(bench, QUICK if bench.quick else GPT2, 1 if bench.quick else 3)
-        except NoLinkError as error:
-            print(f"no rows behind a link: {error}")
+    linked = {2: QUICK.block_size} if bench.quick else LINKED
+    try:
+        for rows, length in linked.items():
+            config = replace(QUICK if bench.quick else GPT2, block_size=length)
+            behind_link(bench, config, rows, 1 if bench.quick or rows > 8 else 2)
+    except NoLinkError as error:
+        print(f"no rows behind a link: {error}")
