@@ -119,7 +119,7 @@ def behind_link(bench: Bench, config: GPTConfig, rows: int, turns: int) -> None:
     if bench.only not in case:
         return
     fits = [name for name, (_, micro) in VARIANTS.items() if rows >= 2 * micro]
-    names = ("fastpar ZeRO-0", OWN, *fits, "fastpar TP")
+    names = ["fastpar ZeRO-0", OWN, *fits, "fastpar TP"]
     trials = [trial_of(name, config, "", transport="torch", rows=rows) for name in names]
     take_turns(bench, case, trials, turns)
 
