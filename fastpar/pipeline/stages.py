@@ -151,12 +151,13 @@ def cut_stages(
     ends = [0, *(1 + sum(counts[: i + 1]) for i in range(n_stages))]
     ends[-1] = len(names)
     if any(a == b for a, b in itertools.pairwise(ends)):
+        asked = f"pp_split={counts}" if split else f"pp={n_ranks} with {schedule.chunks} chunks"
         raise ValueError(
             f"parallelize: expected every stage between the first and the last to have layers, got "
-            f"pp_split={counts} for {n_layers} layers; choose a smaller pp, fewer chunks, or "
-            "another split"
+            f"{asked} for {n_layers} layers; choose a smaller pp, fewer chunks, or another split"
         )
     _check_shared(model, names, ends)
+    _check_dtypes(model, names)
     values = [t for t in (*model.parameters(), *model.buffers()) if not t.is_meta]
     mesh.broadcast_(values, "pp")
     n_params = len(parameter_names(model))
@@ -185,6 +186,20 @@ def _check_shared(model: nn.Module, names: list[tuple[str, ...]], ends: list[int
                         f"of the first and the last, got '{name}' on stages {found[p]} and {stage};"
                         " keep its layers together by pp_split, or leave pp out"
                     )
+
+
+def _check_dtypes(model: nn.Module, names: list[tuple[str, ...]]) -> None:
+    """Refuse parts whose first matrices differ in dtype: one stage would fail, others wait."""
+    found: dict[torch.dtype, str] = {}
+    for part in names:
+        named = (pair for n in part for pair in model.get_submodule(n).named_parameters(n))
+        for name, p in itertools.islice((pair for pair in named if pair[1].dim() > 1), 1):
+            found.setdefault(p.dtype, name)
+    if len(found) > 1:
+        each = " and ".join(f"{name}={dtype}" for dtype, name in found.items())
+        raise ValueError(
+            f"parallelize: expected pipeline stages of one dtype, got {each}; cast the whole model"
+        )
 
 
 def equal_split(n_layers: int, n_stages: int) -> list[int]:

@@ -427,11 +427,16 @@ def test_a_cut_that_cannot_be_is_refused():
 
     def rank():
         stock = build(torch.nn.Linear(2, 2))
-        return stock, build(GPT(CONFIG), pp_split=[3, 1])
+        mixed = GPT(CONFIG)
+        mixed.h[2].bfloat16()
+        many = {"pp_schedule": "interleaved", "pp_chunks": 3}
+        return stock, build(GPT(CONFIG), pp_split=[3, 1]), build(GPT(CONFIG), **many), build(mixed)
 
-    for stock, split in run_ranks(rank, 2):
+    for stock, split, chunks, mixed in run_ranks(rank, 2):
         assert "expected a model with pipeline_parts() for pp=2, got Linear" in stock
         assert "2 numbers of layers that make 3, got pp_split=[3, 1]" in split
+        assert "to have layers, got pp=2 with 3 chunks for 3 layers; choose a smaller" in chunks
+        assert "of one dtype, got wte.weight=torch.float32 and h.2.attn.c_attn.weight=" in mixed
 
 
 def test_bad_steps_are_refused_and_a_stage_alone_has_no_forward():
