@@ -104,7 +104,7 @@ def render(name: str, folder: Path) -> str:
         text = errors_table(errors)
     else:
         about, rows = newest(device, folder, Row)
-        own = [row for row in rows if row.bench == kind]
+        own = [row for row in rows if row.bench == kind.removesuffix("-link")]
         shown = own or [row for row in rows if row.bench not in NOT_OPS] or rows
         about = of_newest(about, shown)
         text = TABLES[kind](rows) if kind in TABLES else ops_table(own)
