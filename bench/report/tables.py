@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from functools import partial
 
 from bench.ops.errors import ErrorRow
 from bench.records import Row
 from bench.report.checkpoint_table import checkpoint_table
+from bench.report.link_table import pp_link_table
 from bench.report.plan_table import plan_table
 from bench.targets import targets_of
 
@@ -453,25 +453,6 @@ def pp_table(rows: Sequence[Row], of_bench: str = "pp") -> str:
     return table([*head, "peak MB", "loss differs by", "MB sent a step"], lines)
 
 
-def pp_link_table(rows: Sequence[Row], base: str = "fastpar ZeRO-0") -> str:
-    """Steps behind a link by their tokens: milliseconds, and how much faster than dp in turn."""
-    found: dict[tuple[int, int], dict[str, str]] = {}
-    for row in rows:
-        shape = re.search(r"T=(\d+) B=(\d+), .* Mbit/s", row.case)
-        if row.bench == "pp" and shape and row.median_ms:
-            n_rows, length = int(shape[2]), int(shape[1])
-            faster = f" ({times(row.speedup)})" if row.baseline == base != row.variant else ""
-            found.setdefault((n_rows * length, n_rows), {})[row.variant] = (
-                f"{number(row.median_ms)}{faster}"
-            )
-    names = sorted({name for each in found.values() for name in each}, key=lambda n: (n != base, n))
-    lines = [
-        [f"{tokens} in {n_rows} rows", *(each.get(name, "") for name in names)]
-        for (tokens, n_rows), each in sorted(found.items())
-    ]
-    return table(["tokens a step", *names], lines)
-
-
 def summary(rows: Sequence[Row]) -> str:
     """For the console: a line for each case and direction with all its variants that took time."""
     rows, lines = [row for row in rows if row.refused or row.median_ms is not None], []
@@ -510,7 +491,7 @@ TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
     "nodes": nodes_table,
     "bubble": bubble_table,
     "pp": pp_table,
-    "pp-link": pp_link_table,
+    "pp-link": lambda rows: pp_link_table(rows, table, number, times),
     "offload": offload_table,
     "cp": partial(pp_table, of_bench="cp"),
 }
