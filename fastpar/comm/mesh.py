@@ -311,17 +311,17 @@ class Mesh:
         Ranks: all. Wire: the bytes of the tensors, in one collective.
         """
         axes = axes or DATA_AXES
-        tensors = [t for t in tensors if t.numel()]
-        if self.size(*axes) == 1 or not tensors:
+        group = self.group(*axes) if self.size(*axes) > 1 else None  # also with nothing to send
+        if group is None or not (tensors := [t for t in tensors if t.numel()]):
             return
         raw = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in tensors]
         packed = torch.cat(raw) if len(raw) > 1 else raw[0].clone()
         with waiting("broadcast"):
-            dist.broadcast(packed, group=self.group(*axes), group_src=0)
-            if packed.device.type == "cuda":  # the host would go on, and wait where nobody looks
+            dist.broadcast(packed, group=group, group_src=0)
+            if packed.is_cuda:  # the host would go on, and wait where nobody looks
                 torch.cuda.current_stream(packed.device).synchronize()
         for t, part in zip(tensors, packed.split([r.numel() for r in raw])):
-            # clone: a part may start at an address that the wider dtype does not allow
+            # clone: the address of a part may not suit the wider dtype
             t.detach().copy_(part.clone().view(t.dtype).view(t.shape))
 
 

@@ -89,6 +89,7 @@ def share_experts(
             states |= {own[name]: state for name, state in module.expert_parallel(ep).items()}
     values = [p for p in states if not p.is_meta]
     mesh.broadcast_(values, "ep")
+    mesh.group(*SAME)  # of all ranks, though a pipeline stage may have no experts
     declared = not_split(parameter_names(model)) if declared is None else declared
     declared.share_out(states, ep.group)
     return declared

@@ -73,6 +73,16 @@ def test_muon_at_every_layout(cell):
     assert_same_run(cell, run(cell))
 
 
+@pytest.mark.parametrize(
+    "cell",
+    [Cell(2, 4, 1, pp=2, kind="bias"), slow(Cell(2, 4, 3, "shard", pp=2, kind="bias"))],
+    ids=str,
+)
+def test_a_stage_without_experts_makes_the_groups_of_the_others(cell):
+    """Every other layer has experts: all of them are in one of two stages."""
+    assert_same_run(cell, run(cell))
+
+
 def test_muon_has_a_matrix_for_each_expert():
     """Each is orthogonal by itself, and the router is AdamW's."""
     model = build(Cell(1))
