@@ -171,7 +171,7 @@ class Places(NotCopied):
         if not _fires(weight) or not all(isinstance(hook, Hook) for hook in hooks.values()):
             return None
         if engine.adds:
-            after: dict = weight._post_accumulate_grad_hooks or {}  # type: ignore[attr-defined]
+            after: dict = weight._post_accumulate_grad_hooks or {}
             ours = all(isinstance(hook, Hook) for hook in after.values())
             return (bucket.grad_views[position], True) if ours else None
         if wide:  # also the first gradient of a backward, which no hook has told of

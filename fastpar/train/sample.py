@@ -87,10 +87,10 @@ def generate(
     rows = [row[-model.config.block_size :] for row in idx]
 
     def draw(logits: Tensor, of_rows: list[int]) -> Tensor:
-        each = isinstance(generator, Sequence)
-        return _draw(
-            logits, temperature, top_k, [generator[i] for i in of_rows] if each else generator
-        )
+        drawn_by = generator
+        if isinstance(generator, Sequence):
+            drawn_by = [generator[i] for i in of_rows]
+        return _draw(logits, temperature, top_k, drawn_by)
 
     if not rows or not max_new_tokens:
         return iter(())
