@@ -126,7 +126,7 @@ def device_is_busy():
 def install(monkeypatch):
     """torch.cuda's streams and events are these from now on, and the stand-in's bus is FakeBus."""
     from fastpar.comm import handles
-    from fastpar.parallel import parallelize
+    from fastpar.parallel import offload
 
     def copy(out, x):
         current_stream().put(lambda: _copied(out, x))
@@ -141,7 +141,7 @@ def install(monkeypatch):
     monkeypatch.setattr(bus, "_copy", copy)
     monkeypatch.setattr(handles, "on_stream", lambda *args: None)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: None)
-    monkeypatch.setattr(parallelize, "SlowBus", FakeBus)
+    monkeypatch.setattr(offload, "SlowBus", FakeBus)
     COMPUTING.last, COMPUTING.waits = None, []
 
 
