@@ -9,7 +9,7 @@ from test_bench import make_bench
 
 from bench.peers import stock
 from bench.records import load
-from bench.systems import bench_train, worker
+from bench.systems import bench_first_step, bench_train, worker
 from fastpar.config.config import GPTConfig
 from fastpar.models.gpt import GPT
 
@@ -112,3 +112,19 @@ def test_the_gpu_training_bench_runs_on_a_cpu(tmp_path):
     assert set(best) == {"eager", "fastpar", "torch.compile"}
     assert all(r.refused is None for r in rows), [r.refused for r in rows]
     assert len([r for r in rows if " B=" in r.case]) >= 5
+
+
+@pytest.mark.slow
+def test_the_first_step_has_its_parts(tmp_path):
+    """In real processes; DeepSpeed may be missing, which is told."""
+    bench = make_bench(tmp_path, "first_step")
+    bench_first_step.run(bench)
+    _, rows = load(tmp_path / "rows.json")
+    found = {row.variant: row for row in rows}
+    assert set(found) == set(bench_first_step.VARIANTS)
+    for name in ("eager", "torch.compile, cached", "fastpar", "fastpar.patch"):
+        parts = found[name].notes
+        whole = sum(parts[n] for n in ("import_s", "build_s", "first_step_s"))
+        assert found[name].median_ms == pytest.approx(whole * 1e3, rel=1e-3)
+        assert 0 < parts["second_step_s"] < whole
+    assert found["fastpar train"].median_ms > 0

@@ -1,0 +1,403 @@
+"""One small GPT-2 on every layout: is it one run? Beside it torch's and DeepSpeed's layouts.
+
+    python -m bench matrix fastpar    every layout, as threads of this process
+    python -m bench matrix peers      torch's and DeepSpeed's, as processes
+    python -m bench matrix table      the table and the picture, from the rows of both
+
+A layout is a number of ranks and settings of `fastpar train`; its own run of one process has the
+same optimizer and experts and nothing else. Dropout, clipping and gradient accumulation are on; a
+step is 16 sequences in micro-batches of two. Every layout runs in deterministic mode and without.
+The others train bench/peers' plain GPT-2 of the same size on the same text, each beside its own run
+of one process, without dropout and with it. Rows go to bench/results/matrix.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from bench.peers import engines, pipeline, stock, tensor_parallel
+from bench.records import RESULTS, machine, machine_line, reason
+from fastpar.comm.mesh import Mesh
+from fastpar.compare.strategies import STRATEGIES, Contender, Settings
+from fastpar.config.config import GPTConfig, TrainConfig
+from fastpar.data.batches import load_data, sample_batch
+from fastpar.parallel.debug import Debug
+from fastpar.testing import run_ranks
+from fastpar.train import start
+from fastpar.train.metrics import read_metrics
+from fastpar.train.trainer import Trainer
+
+Layout = tuple[int, dict[str, Any]]
+AT = (10, 20)  # steps whose losses are compared
+BATCH, LENGTH = 16, 32
+SETTINGS: dict[str, Any] = {
+    **{"model": "micro", "n_layer": 4, "n_head": 4, "n_embd": 32, "block_size": LENGTH},
+    **{"tokenizer": "bytes", "batch_size": BATCH, "micro_batch_size": 2, "max_steps": AT[-1]},
+    **{"eval_every": 0, "save_every": 0, "num_samples": 0, "eval_batches": 1, "threads": 1},
+    **{"device": "cpu", "lr": 2e-3, "dropout": 0.1, "log": "none"},
+}
+EXPERTS = {"n_expert": 4, "balance_loss": 0.1, "router_z_loss": 0.01, "balance_rate": 0.01}
+LAYOUTS: tuple[Layout, ...] = (
+    (1, {}),
+    *((1, {"activation_checkpointing": kept}) for kept in ("full", "selective")),
+    *((ranks, {"zero_stage": stage}) for ranks in (2, 4, 8) for stage in (0, 1, 2, 3)),
+    *((4, {"zero_stage": stage, "shard_size": 2}) for stage in (2, 3)),
+    *((2, {"zero_stage": stage, "accumulate": "full"}) for stage in (2, 3)),
+    *((2, {"pp": 2, "schedule": s}) for s in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")),
+    *((4, {"pp": 2, "zero_stage": stage}) for stage in (1, 2, 3)),
+    *((4, {"pp": 4}), (8, {"pp": 4, "zero_stage": 1})),
+    (2, {"zero_stage": 2, "offload": "optimizer"}),
+    (4, {"zero_stage": 3, "offload": "parameters", "activation_checkpointing": "full"}),
+    *((ranks, {"cp": ranks, "cp_method": m}) for ranks in (2, 4) for m in ("heads", "keys")),
+    (4, {"cp": 2, "cp_method": "keys", "zero_stage": 3}),
+    *((ranks, {"tp": ranks}) for ranks in (2, 4, 8)),
+    (2, {"tp": 2, "sequence_parallel": False}),
+    (4, {"tp": 2, "zero_stage": 2, "activation_checkpointing": "selective"}),
+    *((8, {"tp": 2, "zero_stage": 3}), (8, {"tp": 2, "cp": 2, "zero_stage": 1})),
+    (8, {"tp": 2, "pp": 2, "zero_stage": 2}),
+    *((ranks, {"optimizer": "muon", "zero_stage": ranks - 1}) for ranks in (1, 2, 4)),
+    *((4, {"optimizer": "muon", **split}) for split in ({"pp": 2}, {"tp": 2}, {"cp": 2})),
+    *((ranks, {"optimizer": "adafactor", "lr": 0.03}) for ranks in (1, 4)),
+    (1, EXPERTS),
+    *((2, {**EXPERTS, "ep": 2, "zero_stage": stage}) for stage in (0, 3)),
+    *((4, {**EXPERTS, "ep": ep, "zero_stage": stage}) for ep, stage in ((4, 1), (2, 2))),
+    (4, {**EXPERTS, "ep": 2, "pp": 2}),
+    (4, {**EXPERTS, "ep": 2, "tp": 2}),
+)
+ANOTHER_RUN = {"optimizer", "lr", *EXPERTS}  # settings that a run of one process has, too
+PUBLISHED = {
+    "who": "torchtitan, published (its issue 3029)",
+    **{"layouts": 18, "lowest": 9.73, "highest": 9.97, "one_process": 9.815},
+}
+
+
+def name_of(ranks: int, changes: dict[str, Any]) -> str:
+    """2 ranks, zero 3, tp 2."""
+    shown = {n: v for n, v in changes.items() if n not in {*EXPERTS, "lr"}}
+    words = [f"{n.removesuffix('_stage').replace('_', ' ')} {v}" for n, v in shown.items()]
+    return ", ".join([f"{ranks} ranks", *["experts"] * ("n_expert" in changes), *words])
+
+
+def reference_of(changes: dict[str, Any]) -> dict[str, Any]:
+    """The settings of its run of one process."""
+    return {n: v for n, v in changes.items() if n in ANOTHER_RUN}
+
+
+def _rank(settings: dict[str, Any]) -> int:
+    config = TrainConfig().replace(settings)
+    axes = {n: getattr(config.parallel, n) for n in ("tp", "cp", "pp", "ep")}
+    return Trainer(config, Mesh(device="cpu", **axes)).run()
+
+
+def losses_of(layout: Layout, **more: Any) -> list[float]:
+    """The training losses of the steps AT."""
+    ranks, changes = layout
+    with tempfile.TemporaryDirectory() as folder, _bus():
+        out = Path(folder) / "run"
+        settings = {**SETTINGS, **changes, **more, "out": str(out)}
+        run_ranks(_rank, ranks, settings, timeout_s=600.0)
+        found = {
+            row["step"]: row["loss"] for row in read_metrics(out / "metrics.jsonl") if "loss" in row
+        }
+    return [float(found[step]) for step in AT]
+
+
+@contextlib.contextmanager
+def _bus() -> Iterator[None]:
+    """A stand-in for the bus between a GPU and its host, for runs with offload."""
+    real = start.parallelize
+
+    @functools.wraps(real)
+    def made(*args: Any, **options: Any) -> Any:
+        debug = {"debug": Debug(bus_gb_s=1.0, poison=True)} if options["offload"] else {}
+        return real(*args, **{**options, **debug})
+
+    with mock.patch.object(start, "parallelize", made):
+        yield
+
+
+def fastpar_rows(layouts: Sequence[Layout] = LAYOUTS, steps: int = AT[-1]) -> list[dict[str, Any]]:
+    """A row for each layout: losses, and those of its run of one process, in both modes."""
+    known: dict[str, list[float]] = {}
+    rows = []
+    for ranks, changes in layouts:
+        row: dict[str, Any] = {"layout": name_of(ranks, changes), "ranks": ranks}
+        row["settings"] = {n: v for n, v in changes.items() if n not in EXPERTS}
+        for mode, deterministic in (("deterministic", True), ("default", False)):
+            key = json.dumps([reference_of(changes), deterministic])
+            if key not in known:
+                one = (1, reference_of(changes))
+                known[key] = losses_of(one, deterministic=deterministic)
+            losses = losses_of((ranks, changes), deterministic=deterministic)
+            row[mode] = {"losses": losses, "one_process": known[key]}
+        print(_line(row["layout"], row["deterministic"], row["default"]), flush=True)
+        rows.append(row)
+    return rows
+
+
+# Others
+
+_STRATEGIES = ("ddp", "fsdp2", "fsdp2-no-reshard", "deepspeed1", "deepspeed2", "deepspeed3")
+DTENSOR = "torch DTensor"
+PEERS: tuple[tuple[str, int], ...] = (
+    *((STRATEGIES[name].title, ranks) for name in _STRATEGIES for ranks in (2, 4)),
+    *((DTENSOR, 2), (DTENSOR, 4)),
+    *((pipeline.TORCH, 2), (pipeline.TORCH, 4), (pipeline.DEEPSPEED, 2)),
+)
+# Their models have no dropout here.
+_WITHOUT_DROPOUT = {DTENSOR}
+
+
+def _contender(title: str, config: GPTConfig, ranks: int) -> Contender:
+    settings = Settings(lr=SETTINGS["lr"], eps=1e-8, grad_accum_steps=1)
+    if title == DTENSOR:
+        way = tensor_parallel.Way(tensor_parallel.TORCH, tp=ranks)
+        made = tensor_parallel.build(way, config, settings)
+        made.dp_rank, made.dp_size = 0, 1  # all ranks compute the same rows
+        return made
+    if title in (pipeline.TORCH, pipeline.DEEPSPEED):
+        return pipeline.build(title, config, replace(settings, grad_accum_steps=BATCH))
+    return engines.build(title, lambda: pipeline.model_of(config, stock.GPT), settings)
+
+
+def _peer_rank(title: str, dropout: float) -> list[float]:
+    """Losses of the global batch at the steps AT."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    data = load_data("bible", "bytes", progress=False)
+    shape = {"n_layer": 4, "n_head": 4, "n_embd": 32, "block_size": LENGTH}
+    config = GPTConfig(**shape, vocab_size=256, dropout=dropout)
+    made = _contender(title, config, ranks)
+    torch.manual_seed(1 + rank)  # of dropout, as nanoGPT seeds its ranks
+    losses = []
+    for step in range(AT[-1]):
+        x, y = sample_batch(
+            data.train, seed=1, first_sample=step * BATCH, n_samples=BATCH, block_size=LENGTH
+        )
+        rows = BATCH // made.dp_size
+        mine = slice(made.dp_rank * rows, (made.dp_rank + 1) * rows)
+        loss = made.step(x[mine], y[mine]).double().reshape(())
+        if made.dp_size > 1:
+            dist.all_reduce(loss)
+        losses.append(float(loss) / made.dp_size)
+    return [losses[step - 1] for step in AT]
+
+
+def peer_rows(peers: Sequence[tuple[str, int]] = PEERS) -> list[dict[str, Any]]:
+    """A row for each: losses without dropout and with it; refused: why it has none."""
+    known: dict[float, list[float]] = {}
+    rows = []
+    for title, ranks in peers:
+        row: dict[str, Any] = {"layout": f"{title}, {ranks} ranks", "ranks": ranks, "who": title}
+        for mode, dropout in (("no dropout", 0.0), ("dropout", SETTINGS["dropout"])):
+            if dropout and title in _WITHOUT_DROPOUT:
+                continue
+            if dropout not in known:
+                known[dropout] = _peer(engines.SINGLE, 1, dropout)
+            try:
+                losses = _peer(title, ranks, dropout)
+            except Exception as error:
+                row["refused"] = reason(error)
+                continue
+            row[mode] = {"losses": losses, "one_process": known[dropout]}
+        print(_line(row["layout"], row.get("no dropout"), row.get("dropout")), flush=True)
+        rows.append(row)
+    return rows
+
+
+def _peer(title: str, ranks: int, dropout: float) -> list[float]:
+    return run_ranks(_peer_rank, ranks, title, dropout, backend="gloo", timeout_s=300.0)[-1]
+
+
+def _line(layout: str, *modes: dict[str, Any] | None) -> str:
+    return f"{layout:60} " + "  ".join(_difference(mode) for mode in modes)
+
+
+def difference(mode: dict[str, Any]) -> float:
+    """The largest distance to the run of one process, over the steps AT."""
+    return max(abs(a - b) for a, b in zip(mode["losses"], mode["one_process"]))
+
+
+def _difference(mode: dict[str, Any] | None) -> str:
+    if mode is None:
+        return "-"
+    found = difference(mode)
+    return f"{found:.1e}" if found else "0"
+
+
+# What is shown
+
+
+def table(folder: Path) -> None:
+    """README.md and matrix.png of the rows in a folder."""
+    own, others = (json.loads((folder / f"{n}.json").read_text()) for n in ("fastpar", "peers"))
+    lines = [
+        "# One run on every layout",
+        "",
+        "Written by `python -m bench matrix table`; how it was run: `bench/systems/matrix.py`.",
+        "The distance is that of the training loss to the run of one process with the same",
+        f"settings, the larger one of steps {AT[0]} and {AT[1]}; 0: both have the same bits.",
+        "",
+        "![Distance of the loss to one process](matrix.png)",
+        "",
+        f"## fastpar: {len(own['rows'])} layouts, dropout 0.1",
+        "",
+        _head("deterministic", "default"),
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for row in own["rows"]:
+        first, last = row["deterministic"]["losses"]
+        far = [_difference(row[mode]) for mode in ("deterministic", "default")]
+        lines.append(f"| {row['layout']} | {first!r} | {last!r} | {far[0]} | {far[1]} |")
+    lines += ["", machine_line(own["machine"]), "", "## torch and DeepSpeed, a plain GPT-2", ""]
+    lines += [
+        "The same size, text and learning rate, without clipping; dropout draws from torch's",
+        "generator, seeded by 1 + rank.",
+        "",
+        _head("no dropout", "dropout 0.1"),
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for row in others["rows"]:
+        mode = row.get("no dropout")
+        first, last = mode["losses"] if mode else ("-", row.get("refused", "-"))
+        far = [_difference(row.get(mode)) for mode in ("no dropout", "dropout")]
+        lines.append(f"| {row['layout']} | {first} | {last} | {far[0]} | {far[1]} |")
+    said = PUBLISHED
+    losses = f"{said['lowest']} to {said['highest']}, one GPU {said['one_process']}"
+    lines += [
+        f"| {said['who']}: {said['layouts']} layouts | {losses} | - | - | {_published():.3f} |",
+        "",
+        f"{machine_line(others['machine'])}; {others['versions']}. torchtitan's row is quoted: a",
+        "larger model on GPUs; it does not say whether dropout was on.",
+    ]
+    (folder / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    _draw(own["rows"], others["rows"], folder / "matrix.png")
+
+
+def _head(*modes: str) -> str:
+    cells = ("layout", *(f"loss at step {step}" for step in AT), *(f"distance, {m}" for m in modes))
+    return f"| {' | '.join(cells)} |"
+
+
+def _published() -> float:
+    return max(
+        PUBLISHED["highest"] - PUBLISHED["one_process"],
+        PUBLISHED["one_process"] - PUBLISHED["lowest"],
+    )
+
+
+def _split_products(row: dict[str, Any]) -> bool:
+    """Whether sums of one product lie on several ranks, whose order cannot be that of one."""
+    settings = row["settings"]
+    return bool({"tp"} & {*settings}) or settings.get("cp", 1) > 1
+
+
+def _draw(own: list[dict[str, Any]], others: list[dict[str, Any]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    from bench.report.pictures import OTHERS, OURS
+
+    whole = [row for row in own if not _split_products(row)]
+    split = [row for row in own if _split_products(row)]
+
+    def of(rows: list[dict[str, Any]], mode: str) -> list[float]:
+        return [difference(row[mode]) for row in rows if mode in row]
+
+    torchs = [row for row in others if not row["who"].startswith("DeepSpeed")]
+    deepspeeds = [row for row in others if row["who"].startswith("DeepSpeed")]
+    groups = [
+        (
+            "fastpar, deterministic: dp, ZeRO, pp,\nep, offload, recompute, Muon",
+            of(whole, "deterministic"),
+        ),
+        ("fastpar, deterministic: with tp or cp", of(split, "deterministic")),
+        ("fastpar, default mode, all", of(own, "default")),
+        ("torch: DDP, FSDP2, DTensor, 1F1B,\nno dropout", of(torchs, "no dropout")),
+        ("DeepSpeed: ZeRO 1 to 3, pipeline,\nno dropout", of(deepspeeds, "no dropout")),
+        ("torch, dropout 0.1", of(torchs, "dropout")),
+        ("DeepSpeed, dropout 0.1", of(deepspeeds, "dropout")),
+        ("torchtitan, its own published\nmatrix of 18 layouts", [_published()]),
+    ]
+    figure, axes = pyplot.subplots(figsize=(8.2, 4.4), layout="constrained")
+    smallest = 1e-8
+    for at, (_label, values) in enumerate(groups):
+        shift = [0.28 * ((i * 7) % 9 - 4) / 4 for i in range(len(values))]
+        places = [max(value, smallest) for value in values]
+        colour = OURS if at < 3 else OTHERS[1]
+        axes.scatter(places, [at + s for s in shift], s=18, color=colour, alpha=0.7, linewidths=0)
+        text = f"{len(values)}"
+        axes.text(1.04, at, text, va="center", fontsize=9, transform=axes.get_yaxis_transform())
+    axes.set_xscale("log")
+    axes.set_xlim(smallest / 2, 1.0)
+    ticks = [smallest, *(10.0**n for n in range(-7, 1))]
+    axes.set_xticks(ticks, ["0", *(f"1e{n}" for n in range(-7, 0)), "1"], fontsize=9)
+    axes.minorticks_off()
+    axes.set_yticks(range(len(groups)), [label for label, _ in groups], fontsize=9)
+    axes.invert_yaxis()
+    axes.grid(axis="x", color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.set_xlabel(
+        "distance of the loss to one process's, after 20 steps; right: layouts", fontsize=9
+    )
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _versions() -> str:
+    from bench.records import version_of
+
+    return ", ".join(f"{n} {version_of(n) or 'none'}" for n in ("torch", "deepspeed"))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; the exit status: 1 if a layout in deterministic mode is another run."""
+    parser = argparse.ArgumentParser(prog="python -m bench matrix", description=__doc__)
+    parser.add_argument("what", choices=("fastpar", "peers", "table"))
+    parser.add_argument("--into", type=Path, default=RESULTS / "matrix")
+    parser.add_argument("--only", default="", help="layouts whose name contains this; shown alone")
+    args = parser.parse_args(argv)
+    if args.what == "table":
+        table(args.into)
+        return 0
+    found: dict[str, Any] = {"machine": machine("cpu"), "steps": AT, "versions": _versions()}
+    if args.what == "fastpar":
+        chosen = [layout for layout in LAYOUTS if args.only in name_of(*layout)]
+        found |= {"settings": SETTINGS, "rows": fastpar_rows(chosen)}
+    else:
+        chosen_peers = [peer for peer in PEERS if args.only in f"{peer[0]}, {peer[1]} ranks"]
+        found |= {"rows": peer_rows(chosen_peers)}
+    if not args.only:
+        args.into.mkdir(parents=True, exist_ok=True)
+        (args.into / f"{args.what}.json").write_text(json.dumps(found, indent=1) + "\n")
+    wrong = [
+        row["layout"]
+        for row in found["rows"]
+        if args.what == "fastpar"
+        and difference(row["deterministic"]) > (1e-5 if _split_products(row) else 0.0)
+    ]
+    print(f"{len(found['rows'])} layouts" + "".join(f"\nanother run: {name}" for name in wrong))
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

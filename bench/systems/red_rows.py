@@ -1,0 +1,491 @@
+"""One step on two ranks beside one process: what is wrong, refused or right, in whose hands.
+
+    python -m bench.systems.red_rows               every program in every way: rows and their table
+    python -m bench.systems.red_rows --only tied   some programs; --way FSDP2: some ways
+
+Rows of what was run replace those of before; another version of DeepSpeed on PYTHONPATH has rows
+of its own.
+
+A program is a model, a loss and what a user does in a step; a way wraps the model as its own guide
+says. With eps far above all gradients AdamW's update is a multiple of the gradient, so the error of
+a step is |w - exact| / |exact - start|, exact being one process in fp64. Where numbers are drawn it
+is the same way on one rank. "Wrong" begins where rounding ends: 1e-3 in fp32, 0.05 in bf16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fastpar
+from bench.peers import pipeline, stock, tensor_parallel
+from bench.records import RESULTS, machine, machine_line, reason, version_of
+from fastpar.compare.strategies import Settings, import_deepspeed
+from fastpar.config.config import GPTConfig
+from fastpar.kernels import make_key
+from fastpar.testing import run_ranks
+
+ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.05}
+EPS = 1e4
+GPT2 = GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=8, vocab_size=32, dropout=0.0)
+Weights = dict[str, Tensor]
+AVERAGED = "unequal targets, means averaged"
+EXACT, TORCH, DEEPSPEED, OURS = "exact", "torch", "DeepSpeed", "fastpar"
+
+
+@dataclass
+class Run:
+    """A model in somebody's hands: what a training loop calls, and its weights whole."""
+
+    module: Any
+    backward: Callable[[Tensor], Any]
+    step: Callable[[], Any]
+    weights: Callable[[], Weights]
+
+
+@dataclass(frozen=True)
+class Way:
+    """kind: whose; wrap(way, model, micro-batches) -> a Run; stage: of ZeRO."""
+
+    name: str
+    kind: str
+    wrap: Callable[[Way, nn.Module, int], Run]
+    stage: int = 0
+    dtype: torch.dtype = torch.float32
+
+    def run(self, model: nn.Module, accumulate: int = 1) -> Run:
+        return self.wrap(self, self.cast(model), accumulate)
+
+    def cast(self, x: Any) -> Any:
+        """In the program's format; exact: its values as fp64."""
+        return x.to(self.dtype).double() if self.kind == EXACT else x.to(self.dtype)
+
+    def adamw(self, make: Any, model: nn.Module) -> Any:
+        gain = 1e3 if self.dtype == torch.bfloat16 else 1.0  # far above what weights round away
+        return make(model.parameters(), lr=EPS * gain, eps=EPS, weight_decay=0.0)
+
+
+def _whole(p: Any) -> Tensor:
+    return (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().double().clone()
+
+
+def _named(model: nn.Module) -> Weights:
+    return {n.removeprefix("module."): _whole(p) for n, p in model.named_parameters()}
+
+
+def plain(way: Way, model: nn.Module, accumulate: int) -> Run:
+    opt = way.adamw(torch.optim.AdamW, model)
+    return Run(model, lambda loss: (loss / accumulate).backward(), opt.step, lambda: _named(model))
+
+
+def ddp(way: Way, model: nn.Module, accumulate: int) -> Run:
+    return plain(way, nn.parallel.DistributedDataParallel(model), accumulate)
+
+
+def fsdp2(way: Way, model: Any, accumulate: int) -> Run:
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    for unit in (*model.h, model):
+        fully_shard(unit, mesh=mesh)
+    return plain(way, model, accumulate)
+
+
+def deepspeed(way: Way, model: nn.Module, accumulate: int) -> Run:
+    package = import_deepspeed("cpu")
+    package.init_distributed(dist_backend="gloo", verbose=False)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": accumulate,
+        "zero_optimization": {"stage": way.stage},
+        "bf16": {"enabled": way.dtype == torch.bfloat16},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "gradient_clipping": 0.0,
+        "steps_per_print": 10**9,
+    }
+    opt = way.adamw(torch.optim.AdamW, model)
+    engine, *_ = package.initialize(model=model, optimizer=opt, config=config)
+
+    def backward(loss: Tensor) -> None:
+        engine.backward(loss)
+        engine.step()  # its guide: after every micro-batch
+
+    def weights() -> Weights:
+        some = list(engine.module.parameters())
+        with package.zero.GatheredParameters(some, enabled=way.stage == 3):
+            return _named(engine.module)
+
+    return Run(engine, backward, lambda: None, weights)
+
+
+def ours(way: Way, model: nn.Module, accumulate: int) -> Run:
+    net = fastpar.parallelize(model, fastpar.Mesh(device="cpu"), zero_stage=way.stage)
+    masters = way.dtype == torch.bfloat16
+    opt = way.adamw(partial(fastpar.AdamW, master_weights=masters), net)
+
+    def weights() -> Weights:
+        with fastpar.engine_of(net).gathered():
+            return _named(net)
+
+    return Run(net, lambda loss: (loss / accumulate).backward(), opt.step, weights)
+
+
+WAYS = (
+    Way("torch DDP", TORCH, ddp),
+    Way("torch FSDP2", TORCH, fsdp2),
+    *(Way(f"DeepSpeed ZeRO-{stage}", DEEPSPEED, deepspeed, stage) for stage in (1, 2, 3)),
+    *(Way(f"fastpar ZeRO-{stage}", OURS, ours, stage) for stage in (0, 2, 3)),
+)
+
+
+def _mine(x: Tensor) -> Tensor:
+    """This rank's rows."""
+    return x.chunk(dist.get_world_size())[dist.get_rank()] if dist.is_initialized() else x
+
+
+def _tokens() -> tuple[Tensor, Tensor]:
+    idx = torch.randint(32, (8, 9))
+    return idx[:, :-1].clone(), idx[:, 1:].clone()
+
+
+# The programs: one step of a model on this rank's rows.
+
+
+class Twice(nn.Module):
+    """A layer that is used twice in a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = nn.ModuleList([nn.Linear(16, 16)])
+        self.head = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.h[0](F.gelu(self.h[0](x)))).square().mean()
+
+
+class Tied(nn.Module):
+    """A table that is embedding and head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(32, 16)
+        self.h = nn.ModuleList([nn.Linear(16, 16)])
+
+    def forward(self, x: Tensor, y: Tensor, reduction: str = "mean") -> Tensor:
+        logits = F.linear(F.gelu(self.h[0](self.wte(x))), self.wte.weight)
+        return F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction=reduction)
+
+
+def used_twice(way: Way) -> Weights:
+    run = way.run(Twice())
+    run.backward(run.module(way.cast(_mine(torch.randn(8, 16)))))
+    run.step()
+    return run.weights()
+
+
+def accumulated(way: Way) -> Weights:
+    run = way.run(Twice(), 4)
+    for x in way.cast(_mine(torch.randn(8, 16))).chunk(4):
+        run.backward(run.module(x))
+    run.step()
+    return run.weights()
+
+
+def tied(way: Way) -> Weights:
+    run = way.run(Tied())
+    x, y = _tokens()
+    run.backward(run.module(_mine(x), _mine(y)))
+    run.step()
+    return run.weights()
+
+
+def _some_targets() -> tuple[Tensor, Tensor]:
+    """Rows of 1 to 8 targets; -100 is none."""
+    x, y = _tokens()
+    for i in range(8):
+        y[i, i + 1 :] = -100
+    return x, y
+
+
+def averaged(way: Way) -> Weights:
+    """The mean of each micro-batch, averaged over micro-batches and ranks, as loops usually do."""
+    if way.kind == EXACT:
+        return counted(way)
+    run = way.run(Tied(), 2)
+    x, y = _some_targets()
+    for part, target in zip(_mine(x).chunk(2), _mine(y).chunk(2)):
+        run.backward(run.module(part, target))
+    run.step()
+    return run.weights()
+
+
+def counted(way: Way) -> Weights:
+    """The mean over all targets of the step: fastpar counts them, elsewhere the loop does."""
+    run = way.run(Tied(), 1 if way.kind in (OURS, EXACT) else 2)
+    x, y = _some_targets()
+    scale = 1.0
+    if way.kind == OURS:
+        fastpar.engine_of(run.module).count_tokens(int((_mine(y) >= 0).sum()))
+    elif way.kind == EXACT:
+        scale = 1.0 / int((y >= 0).sum())
+    else:
+        total = (_mine(y) >= 0).sum()
+        dist.all_reduce(total)
+        scale = 2 * dist.get_world_size() / int(total)  # undoes both means
+    for part, target in zip(_mine(x).chunk(2), _mine(y).chunk(2)):
+        run.backward(run.module(part, target, reduction="sum") * scale)
+    run.step()
+    return run.weights()
+
+
+def dropped(way: Way) -> Weights:
+    """Dropout in two micro-batches: both on one rank, or one on each of two."""
+    parts = 2 // dist.get_world_size()
+    config = GPTConfig(**{**vars(GPT2), "dropout": 0.2})
+    start = fastpar.GPT(config, seed=0)
+    model = start if way.kind == OURS else pipeline.model_of(config, stock.GPT)
+    run = way.run(model, parts)
+    torch.manual_seed(1 + dist.get_rank())
+    x, y = _tokens_of(0)
+    for i, (part, target) in enumerate(zip(_mine(x).chunk(parts), _mine(y).chunk(parts))):
+        first = (dist.get_rank() * parts + i) * len(part)
+        key = {"rng_key": make_key(7, first)} if way.kind == OURS else {}
+        run.backward(run.module(part, target, **key))
+    run.step()
+    return run.weights()
+
+
+def _tokens_of(seed: int) -> tuple[Tensor, Tensor]:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return _tokens()
+
+
+@dataclass(frozen=True)
+class Program:
+    """thread: where it was reported. alone: what is exact is the way itself on one rank."""
+
+    name: str
+    what: Callable[[Way], Weights]
+    dtype: torch.dtype = torch.float32
+    thread: str = ""
+    alone: bool = False
+    ways: tuple[Way, ...] = field(default=WAYS)
+
+
+PROGRAMS = (
+    Program("a layer used twice, bf16", used_twice, torch.bfloat16, "DeepSpeed 8224"),
+    Program("a layer used twice", used_twice),
+    Program("four micro-batches", accumulated, thread="DeepSpeed 7718"),
+    Program("four micro-batches, bf16", accumulated, torch.bfloat16, "DeepSpeed 7718"),
+    Program("a tied table", tied),
+    Program(AVERAGED, averaged, thread="torchtitan 2972"),
+    Program("unequal targets, counted", counted, thread="torchtitan 2972"),
+    Program("dropout on one rank and on two", dropped, thread="pytorch 168058", alone=True),
+)
+
+
+def _rank(what: Callable[[Way], Weights], way: Way) -> Weights:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    return what(way)
+
+
+def _exact(program: Program) -> tuple[Weights, Weights]:
+    """Weights before the step and after it, of one process in fp64."""
+    start: Weights = {}
+
+    def wrap(way: Way, model: nn.Module, accumulate: int) -> Run:
+        start.update(_named(model))
+        return plain(way, model, accumulate)
+
+    torch.manual_seed(0)
+    return start, program.what(Way(EXACT, EXACT, wrap, dtype=program.dtype))
+
+
+def error_of(program: Program, way: Way) -> float:
+    """Of the step on two ranks; raises what the way raises."""
+    way = replace(way, dtype=program.dtype)
+    found = run_ranks(_rank, 2, program.what, way, backend="gloo", timeout_s=180.0)[0]
+    if program.alone:
+        exact = run_ranks(_rank, 1, program.what, way, backend="gloo", timeout_s=180.0)[0]
+        start = {n: _whole(p) for n, p in fastpar.GPT(GPT2, seed=0).named_parameters()}
+    else:
+        start, exact = _exact(program)
+    names = [n for n in exact if n in found]
+    wrong = sum(float((found[n] - exact[n]).square().sum()) for n in names)
+    moved = sum(float((exact[n] - start[n][: len(exact[n])]).square().sum()) for n in names)
+    return (wrong / moved) ** 0.5
+
+
+# Programs of layouts that have ways of their own: (way, figure).
+
+
+def clipped(rank_way: str) -> float:
+    """The norm that clipping sees where two ranks split the layers, relative to one process's."""
+    config = GPTConfig(**{**vars(GPT2), "n_embd": 32})
+    x, y = _tokens_of(0)
+    exact = pipeline.model_of(config, stock.GPT).double()
+    exact(x, y).backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in exact.parameters()])
+    if rank_way == OURS:
+        net = fastpar.parallelize(fastpar.GPT(config, seed=0), fastpar.Mesh(tp=2, device="cpu"))
+        opt = fastpar.AdamW(net.parameters(), lr=0.0, max_grad_norm=1e-2)
+        net(x, y).backward()
+        opt.step()
+        found: Any = opt.grad_norm
+    else:
+        from torch.distributed.tensor.parallel import loss_parallel
+
+        kind = tensor_parallel.Way(tensor_parallel.TORCH)
+        made = tensor_parallel.build(kind, config, Settings())
+        with loss_parallel():
+            made.model(x, y).backward()
+        found = torch.nn.utils.clip_grad_norm_(made.model.parameters(), 1e-2)
+    found = found.full_tensor() if hasattr(found, "full_tensor") else found
+    return float(abs(found - norm) / norm)
+
+
+def tied_stages(rank_way: str) -> float:
+    """How far the two stages' copies of a tied table are apart after a step, over what it moved."""
+    x, y = _tokens_of(0)
+    settings = Settings(lr=EPS, eps=EPS, weight_decay=0.0, grad_accum_steps=8)
+    made: Any = pipeline.build(
+        {TORCH: pipeline.TORCH, DEEPSPEED: pipeline.DEEPSPEED, OURS: pipeline.OWN}[rank_way],
+        GPT2,
+        settings,
+    )
+    if rank_way == TORCH:  # without the sum by hand that bench/peers/pipeline.py adds
+        first = made.model.first
+        made.schedule.step(x) if first else made.schedule.step(target=y, losses=[])
+        made.optimizer.step()
+        table = made.model.wte.weight
+    else:
+        made.step(x, y)
+        named = made.model.module if rank_way == DEEPSPEED else made.model
+        table = next(p for n, p in named.named_parameters() if "wte" in n or "table" in n)
+    copies = [torch.empty_like(table) for _ in range(2)]
+    dist.all_gather(copies, table.detach().contiguous())
+    start = fastpar.GPT(GPT2, seed=0).wte.weight[: len(table)]
+    return float((copies[0] - copies[1]).norm() / (copies[1] - start).norm())
+
+
+LAYOUTS: tuple[tuple[str, Callable[[str], float], str, dict[str, str]], ...] = (
+    (
+        "clipping where ranks split layers",
+        clipped,
+        "",
+        {"torch DTensor": TORCH, "fastpar tp=2": OURS},
+    ),
+    (
+        "a tied table on two pipeline stages",
+        tied_stages,
+        "torchtitan 1524",
+        {
+            "torch Schedule1F1B, as it is": TORCH,
+            "DeepSpeed TiedLayerSpec": DEEPSPEED,
+            "fastpar pp=2": OURS,
+        },
+    ),
+)
+
+
+def _layout_rank(what: Callable[[str], float], rank_way: str) -> float:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    return what(rank_way)
+
+
+def trials() -> Iterator[tuple[str, str, str, float, Callable[[], float]]]:
+    """Program, thread, way, the bound of what is right, and what measures the error."""
+    for program in PROGRAMS:
+        for way in program.ways:
+            measure = partial(error_of, program, way)
+            yield program.name, program.thread, way.name, ROUNDING[program.dtype], measure
+    for name, what, thread, ways in LAYOUTS:
+        for title, kind in ways.items():
+            yield name, thread, title, ROUNDING[torch.float32], partial(_on_two, what, kind)
+
+
+def _on_two(what: Callable[[str], float], kind: str) -> float:
+    return run_ranks(_layout_rank, 2, what, kind, backend="gloo", timeout_s=180.0)[0]
+
+
+def rows(only: str = "", ways: str = "") -> list[dict[str, Any]]:
+    """A row for each program and way."""
+    found = []
+    for program, thread, way, bound, measure in trials():
+        way = way.replace(DEEPSPEED, f"{DEEPSPEED} {version_of('deepspeed') or 'missing'}")
+        if only not in program or ways not in way:
+            continue
+        row: dict[str, Any] = {"program": program, "thread": thread, "way": way}
+        try:
+            row["error"] = measure()
+            row["verdict"] = "right" if row["error"] < bound else "wrong"
+        except Exception as error:
+            row |= {"verdict": "refused", "why": reason(error)}
+        figure = row.get("error", row.get("why"))
+        print(f"{program:36} {way:30} {row['verdict']:8} {figure}", flush=True)
+        found.append(row)
+    return found
+
+
+def table(found: dict[str, Any]) -> str:
+    lines = [
+        "# One step on two ranks: wrong, refused or right",
+        "",
+        "Written by `python -m bench.systems.red_rows`, which has the programs. The figure is the",
+        "error of the step's update against one process in fp64 (dropout: against the same way on",
+        "one rank; clipping: of the norm; stages: between both copies of a table). Means that are",
+        "averaged over unequal targets are wrong in every package, fastpar among them; what its",
+        "`count_tokens` does, a loop elsewhere does itself.",
+        "",
+        "| program | way | verdict | error | reported in |",
+        "| --- | --- | --- | ---: | --- |",
+    ]
+    for row in found["rows"]:
+        figure = f"{row['error']:.1e}" if "error" in row else row["why"]
+        verdict = row["verdict"] if row["verdict"] == "right" else f"**{row['verdict']}**"
+        lines.append(
+            f"| {row['program']} | {row['way']} | {verdict} | {figure} | {row['thread']} |"
+        )
+    return "\n".join([*lines, "", f"{machine_line(found['machine'])}.", ""])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; the exit status: 1 if a way of fastpar is not right."""
+    parser = argparse.ArgumentParser(prog="python -m bench.systems.red_rows", description=__doc__)
+    parser.add_argument("--only", default="", help="programs whose name contains this")
+    parser.add_argument("--way", default="", help="ways whose name contains this")
+    parser.add_argument("--into", type=Path, default=RESULTS / "red_rows")
+    args = parser.parse_args(argv)
+    new = rows(args.only, args.way)
+    file = args.into / "rows.json"
+    old = json.loads(file.read_text())["rows"] if file.exists() else []
+    merged = {(row["program"], row["way"]): row for row in [*old, *new]}
+    names = [program for program, *_ in trials()]
+    in_order = sorted(merged.values(), key=lambda row: names.index(row["program"]))
+    found = {"machine": machine("cpu"), "rows": in_order}
+    args.into.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(found, indent=1) + "\n")
+    (args.into / "README.md").write_text(table(found))
+    own = [row for row in new if row["way"].startswith("fastpar")]
+    return int(any(row["verdict"] != "right" and row["program"] != AVERAGED for row in own))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
