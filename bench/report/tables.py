@@ -25,6 +25,7 @@ NOT_OPS = {
     "plan",
     "nodes",
     "bubble",
+    "first_step",
     "offload",
     "cp",
     "pp",
