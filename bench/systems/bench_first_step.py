@@ -99,9 +99,12 @@ def _patched(device: str) -> Callable[..., Any]:
     import fastpar
 
     def make(shape: dict[str, int]) -> Callable[..., Any]:
-        own = {"n_positions" if n == "block_size" else n: v for n, v in shape.items()}
+        own: dict[str, Any] = {
+            "n_positions" if n == "block_size" else n: v for n, v in shape.items()
+        }
         config = transformers.GPT2Config(vocab_size=VOCAB, bos_token_id=0, eos_token_id=0, **own)
-        model = transformers.GPT2LMHeadModel(config).to(device)
+        model: Any = transformers.GPT2LMHeadModel(config)
+        model.to(device)
         fastpar.patch(model)
         optimizer = fastpar.AdamW(model.parameters(), lr=1e-3)
         return _loop(lambda x, y: model(input_ids=x, labels=y).loss, optimizer)
@@ -167,7 +170,8 @@ def _train(
     command += [*sizes, f"--batch-size={BATCH}", f"--micro-batch-size={BATCH}", "--log", "none"]
     command += ["--max-steps=2", "--eval-batches=1", "--eval-every=0", "--num-samples=0"]
     command += ["--device", device, "--max-grad-norm=0"]
-    begun, marks = time.time(), []
+    begun = time.time()
+    marks: list[float] = []
     process = subprocess.Popen(
         command, env=environment, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     )
