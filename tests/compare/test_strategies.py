@@ -113,7 +113,8 @@ def sparse_on_rank():
     shape = GPTConfig(**sizes, dropout=0.0, n_expert=4, top_k=2, expert_hidden=32)
     found = []
     for name in ("experts", "ep"):
-        made = build(name, lambda: GPT(shape, seed=1), Settings(lr=1e-2, max_grad_norm=0.5))
+        model = lambda: GPT(shape, seed=1).double()  # noqa: E731
+        made = build(name, model, Settings(lr=1e-2, max_grad_norm=0.5))
         idx = torch.arange(4 * 8).view(4, 8) % 41
         mine = idx.chunk(made.dp_size)[made.dp_rank]
         losses = [made.train_step([(mine, mine, None)], 1e-2).item() for _ in range(3)]
@@ -124,10 +125,10 @@ def sparse_on_rank():
 def test_experts_train_alike_however_they_are_shared_out():
     answers = run_ranks(sparse_on_rank, 2, backend="gloo", timeout_s=120)
     for (losses, weights), (of_ep, those) in answers:
-        assert of_ep == pytest.approx(losses, rel=1e-5)
+        assert of_ep == pytest.approx(losses, rel=1e-12)
         assert set(weights) == set(those)
         for name, value in weights.items():
-            torch.testing.assert_close(those[name], value, rtol=0, atol=1e-5, msg=name)
+            torch.testing.assert_close(those[name], value, rtol=0, atol=1e-12, msg=name)
     assert STRATEGIES["ep"].why_not(1) == "needs 2 ranks, got 1"
 
 
