@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import json
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -121,7 +121,7 @@ def _bus() -> Iterator[None]:
     """A stand-in for the bus between a GPU and its host, for runs with offload."""
     real = start.parallelize
 
-    @functools.wraps(real)
+    @wraps(real)
     def made(*args: Any, **options: Any) -> Any:
         debug = {"debug": Debug(bus_gb_s=1.0, poison=True)} if options["offload"] else {}
         return real(*args, **{**options, **debug})
@@ -130,7 +130,7 @@ def _bus() -> Iterator[None]:
         yield
 
 
-def fastpar_rows(layouts: Sequence[Layout] = LAYOUTS, steps: int = AT[-1]) -> list[dict[str, Any]]:
+def fastpar_rows(layouts: Sequence[Layout] = LAYOUTS) -> list[dict[str, Any]]:
     """A row for each layout: losses, and those of its run of one process, in both modes."""
     known: dict[str, list[float]] = {}
     rows = []
@@ -139,18 +139,23 @@ def fastpar_rows(layouts: Sequence[Layout] = LAYOUTS, steps: int = AT[-1]) -> li
         row["settings"] = {n: v for n, v in changes.items() if n not in EXPERTS}
         for mode, deterministic in (("deterministic", True), ("default", False)):
             key = json.dumps([reference_of(changes), deterministic])
-            try:
-                if key not in known:
-                    one = (1, reference_of(changes))
-                    known[key] = losses_of(one, deterministic=deterministic)
-                losses = losses_of((ranks, changes), deterministic=deterministic)
-            except Exception as error:
-                row["refused"] = reason(error)
-                continue
-            row[mode] = {"losses": losses, "one_process": known[key]}
+            run = partial(losses_of, deterministic=deterministic)
+            if key not in known:
+                known[key] = run((1, reference_of(changes)))
+            _measure(row, mode, partial(run, (ranks, changes)), known[key])
         print(_line(row["layout"], row.get("deterministic"), row.get("default")), flush=True)
         rows.append(row)
     return rows
+
+
+def _measure(
+    row: dict[str, Any], mode: str, run: Callable[[], list[float]], one_process: list[float]
+) -> None:
+    """Adds a mode's losses to a row, or why there are none."""
+    try:
+        row[mode] = {"losses": run(), "one_process": one_process}
+    except Exception as error:
+        row["refused"] = reason(error)
 
 
 # Others
@@ -213,12 +218,7 @@ def peer_rows(peers: Sequence[tuple[str, int]] = PEERS) -> list[dict[str, Any]]:
                 continue
             if dropout not in known:
                 known[dropout] = _peer(engines.SINGLE, 1, dropout)
-            try:
-                losses = _peer(title, ranks, dropout)
-            except Exception as error:
-                row["refused"] = reason(error)
-                continue
-            row[mode] = {"losses": losses, "one_process": known[dropout]}
+            _measure(row, mode, partial(_peer, title, ranks, dropout), known[dropout])
         print(_line(row["layout"], row.get("no dropout"), row.get("dropout")), flush=True)
         rows.append(row)
     return rows
