@@ -1,9 +1,9 @@
 """Loss after training with each format on the wire: python -m bench.systems.wire_curves
 
-Four ranks, as threads of one process, train a small GPT on the bytes of the text that ships with a
+Two ranks, as threads of one process, train a small GPT on the bytes of the text that ships with a
 dependency; all else is equal. A row has the loss over fixed sequences of the end of the text, in
 bits a byte. The weights are those that the optimizer has. Rows are added to
-bench/results/wires/rows.jsonl.
+bench/results/wires/rows.jsonl; what is there already is not run again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fastpar.data.sources import TextSource, open_source
 from fastpar.testing import run_ranks
 
 SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 64, "vocab_size": 256}
-RANKS, ROWS, STEPS, LR, VALIDATE = 4, 16, 400, 3e-3, 64
+RANKS, ROWS, STEPS, LR, VALIDATE = 2, 16, 2000, 3e-3, 512
 INT4 = {"wire_gradients": "int4"}
 FORMATS: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -80,6 +80,12 @@ def train(text: torch.Tensor, options: dict[str, Any], seed: int, steps: int) ->
         return whole(rows[:, :-1].contiguous(), rows[:, 1:].contiguous()).item() / math.log(2)
 
 
+def known(folder: Path) -> list[dict[str, Any]]:
+    """The rows that there are."""
+    path = folder / "rows.jsonl"
+    return [json.loads(r) for r in path.read_text().splitlines()] if path.exists() else []
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; the exit status."""
     parser = argparse.ArgumentParser(
@@ -93,10 +99,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     about, (code, dirty) = machine("cpu"), commit()
     text = read_bytes(2_000_000)
     for seed, name in itertools.product(args.seeds, args.formats):
+        cell = {"format": name, "settings": FORMATS[name], "seed": seed, "steps": args.steps}
+        cell |= {"ranks": RANKS, "shape": SHAPE, "rows": ROWS, "validated": VALIDATE}
+        if any(cell.items() <= row.items() for row in known(args.into)):
+            continue
         began = time.process_time()
         found = run_ranks(train, RANKS, text, FORMATS[name], seed, args.steps, timeout_s=900)
-        row = {"format": name, "settings": FORMATS[name], "seed": seed, "steps": args.steps}
-        row |= {"bits_per_byte": round(found[0], 4), "ranks": RANKS, "shape": SHAPE, "rows": ROWS}
+        row = {**cell, "bits_per_byte": round(found[0], 4)}
         row |= {"cpu_s": round(time.process_time() - began), "machine": about}
         keep({**row, "commit": code, "dirty": dirty}, args.into)
         print(json.dumps({k: row[k] for k in ("format", "seed", "bits_per_byte")}), flush=True)
