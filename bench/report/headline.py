@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from bench.records import Row
-from bench.report.tables import number, table, times
+from bench.report.cells import number, table, times
 
 
 class Line(NamedTuple):

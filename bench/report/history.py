@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.records import RESULTS, slug
-from bench.report.tables import table, times
+from bench.report.cells import table, times
 
 DROP = 0.1  # of the speed-up before: more is flagged
 SHOWN = 4  # measurements of a row, the newest ones

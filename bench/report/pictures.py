@@ -13,8 +13,9 @@ from typing import Any
 
 from bench.records import Row, machine_line
 from bench.report import plan_table, roofline
+from bench.report.cells import ASIDE, by_case, is_ours, number
 from bench.report.report import NoResultsError, newest, op_benches
-from bench.report.tables import ASIDE, by_case, is_ours, number, tp_rows, zero_rows
+from bench.report.tables import tp_rows, zero_rows
 from bench.systems import bench_emulated, bench_nodes
 
 # Okabe and Ito's colours first, which the colour-blind can tell apart; fastpar's are warm ones, and

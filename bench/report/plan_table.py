@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.records import Row
+from bench.report.cells import table
 from fastpar.plan.check import Errors
 from fastpar.plan.check_picture import draw_check
 
@@ -35,8 +36,6 @@ def time_error(row: Row) -> float:
 
 def plan_table(rows: Sequence[Row]) -> str:
     """The distribution of the errors; says which layouts are beyond their limit."""
-    from bench.report.tables import table
-
     own = [row for row in rows if row.bench == "plan" and row.median_ms is not None]
     lines = []
     for name, errors in errors_of(own).items() if own else ():

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.records import Row, machine_line
+from bench.report.cells import by_case
 from bench.report.report import of_newest
-from bench.report.tables import NOT_OPS, by_case
+from bench.report.tables import NOT_OPS
 
 ITEM = {"float32": 4, "bfloat16": 2, "float16": 2}
 # FLOPs of an element, by direction. Of layer_norm: mean 1, variance 3, normalized 2, affine 2;

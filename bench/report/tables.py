@@ -7,12 +7,22 @@ from functools import partial
 
 from bench.ops.errors import ErrorRow
 from bench.records import Row
-from bench.report.checkpoint_table import checkpoint_table
-from bench.report.link_table import pp_link_table
+from bench.report.cells import by_case, is_ours, megabytes, number, rate, table, times
 from bench.report.plan_table import plan_table
+from bench.report.system_tables import (
+    bubble_table,
+    checkpoint_table,
+    emulated_table,
+    first_step_table,
+    nodes_table,
+    offload_table,
+    overlap_table,
+    pp_link_table,
+    pp_table,
+    wires_table,
+)
 from bench.targets import targets_of
 
-ASIDE = "fastpar without dropout"  # what a row with dropout is compared with: no result by itself
 NOT_OPS = {
     "train",
     "ceilings",
@@ -32,25 +42,6 @@ NOT_OPS = {
     "wires",
 }
 ZERO_TARGETS = {"DDP": 1.2, "FSDP2": 1.6, "DeepSpeed": 1.6}  # of every stage of fastpar
-
-
-def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Markdown; the first column is text, the others are numbers."""
-    rule = ["---", *["---:"] * (len(head) - 1)]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, rule, *lines))
-
-
-def number(value: float | None, digits: int = 3) -> str:
-    """Three significant digits, plain notation."""
-    if value is None:
-        return ""
-    if value == 0 or abs(value) >= 10 ** (digits - 1):
-        return f"{value:.0f}"
-    return f"{value:.{digits}g}"
-
-
-def times(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}x"
 
 
 def train_table(rows: Sequence[Row]) -> str:
@@ -192,70 +183,6 @@ def tp_table(rows: Sequence[Row]) -> str:
     return table([*head, "peak MB"], lines)
 
 
-def overlap_table(rows: Sequence[Row]) -> str:
-    """Step time on the rate-limited link, and how much of the communication shows in it."""
-    lines = []
-    for (case, _), group in by_case([r for r in rows if r.bench == "overlap"]).items():
-        medians = {row.variant: row.median_ms for row in group}
-        for row in group:
-            what = f"{case}, {row.variant}"
-            if row.median_ms is None:
-                lines.append([what, f"refused: {row.refused}", *[""] * 7])
-                continue
-            notes, fsdp2 = row.notes, medians.get("FSDP2")
-            percent, waited = notes.get("exposed_percent"), notes.get("engine_exposed_ms")
-            lines.append(
-                [
-                    what,
-                    number(row.median_ms),
-                    number(notes["sent_bytes"] / 1e6),
-                    number(notes.get("comm_ms")),
-                    number(notes.get("exposed_ms")),
-                    "" if percent is None else f"{percent:.0f} %",
-                    "" if waited is None else f"{100 * waited / notes['comm_ms']:.0f} %",
-                    times(row.speedup),
-                    times(fsdp2 and fsdp2 / row.median_ms),
-                ]
-            )
-    head = ["step on a limited link", "ms", "MB sent", "communication ms", "exposed ms"]
-    head += ["exposed, of communication", "waited, of communication"]
-    return table([*head, "against DDP", "against FSDP2"], lines)
-
-
-def wires_table(rows: Sequence[Row]) -> str:
-    """Formats on the wire, on slow links."""
-    lines = []
-    for row in (r for r in rows if r.bench == "wires"):
-        what, found = f"{row.case}, {row.variant}", row.notes
-        if row.median_ms is None:
-            lines.append([what, f"refused: {row.refused}", *[""] * 4])
-            continue
-        sent = number(found["sent_bytes"] / 1e6) if "sent_bytes" in found else ""
-        cells = [number(row.median_ms), number(found["tokens_per_s"]), sent]
-        lines.append([what, *cells, number(found.get("exposed_ms")), times(row.speedup)])
-    return table(
-        ["step on a slow link", "ms", "tokens/s", "MB sent", "exposed ms", "against FSDP2"], lines
-    )
-
-
-def by_case(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
-    """(case, direction) -> its variants."""
-    groups: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row.case, row.direction), []).append(row)
-    return groups
-
-
-def is_ours(row: Row) -> bool:
-    return row.variant.startswith("fastpar") and row.variant != ASIDE
-
-
-def rate(row: Row) -> str:
-    if row.tflop_per_s:
-        return f"{number(row.tflop_per_s)} TFLOP/s"
-    return f"{number(row.gb_per_s)} GB/s"
-
-
 def ops_table(rows: Sequence[Row]) -> str:
     """fastpar beside eager and beside the fastest other variant; memory and host time where known.
 
@@ -290,10 +217,6 @@ def ops_table(rows: Sequence[Row]) -> str:
             lines.append(cells)
     head = ["op", "stock ms", "fastest stock ms", "fastpar ms", "against fastest", "rate"]
     return table([*head, "of the ceiling", *extra], lines)
-
-
-def megabytes(row: Row | None) -> str:
-    return "" if row is None or row.peak_bytes is None else number(row.peak_bytes / 1e6)
 
 
 def targets_table(rows: Sequence[Row]) -> str:
@@ -348,112 +271,6 @@ def ceilings_table(rows: Sequence[Row]) -> str:
     return table(["ceiling", "dtype", "ms", "rate"], lines)
 
 
-def emulated_table(rows: Sequence[Row], bench: str = "emulated") -> str:
-    """Steps behind emulated links: what communication takes, and what of it a step waits for."""
-    lines = []
-    for (case, _), group in by_case([r for r in rows if r.bench == bench]).items():
-        base = next((r.median_ms for r in group if r.variant == r.baseline), None)
-        for row in group:
-            if row.refused:
-                lines.append([case, row.variant, f"refused: {row.refused}", "", "", "", "", "", ""])
-            elif row.variant != row.baseline:
-                notes = row.notes
-                lines.append(
-                    [
-                        case,
-                        row.variant,
-                        number(row.median_ms),
-                        number(base),
-                        number(notes["comm_ms"]),
-                        number(notes["exposed_ms"]),
-                        f"{100 * notes['exposed']:.0f} %",
-                        number(notes["wire_mb"]),
-                        number(notes.get("nic_mb")),
-                    ]
-                )
-    head = ["one rank of many", "link", "step ms", "without link", "communication ms"]
-    return table(
-        [*head, "exposed ms", "exposed, of communication", "MB sent", "MB through each NIC"], lines
-    )
-
-
-def nodes_table(rows: Sequence[Row]) -> str:
-    """Bytes through each adapter of 8 nodes of 8 ranks, counted and planned; then planned steps."""
-    own = [row for row in rows if row.bench == "nodes"]
-    lines = []
-    for row in (row for row in own if row.direction == "bytes"):
-        notes = row.notes
-        if row.refused:
-            lines.append([row.case, row.variant, f"refused: {row.refused}", "", "", ""])
-            continue
-        cells = [number(notes[name], 4) for name in ("nic_mb", "planned_mb")]
-        part = f"{notes['nic_mb'] / notes['tensor_mb']:.3f}"
-        lines.append([row.case, row.variant, *cells, part, number(notes["planned_ms"])])
-    size = next((f"{row.notes['tensor_mb']:.2f} MB" for row in own if "tensor_mb" in row.notes), "")
-    head = [f"reduce-scatter of {size}", "as", "counted MB through each NIC", "planned MB"]
-    text = table([*head, "of the tensor", "planned ms"], lines)
-    steps = [
-        [
-            f"{row.case}, {row.variant}",
-            row.notes["layout"],
-            *(number(row.notes[name]) for name in ("nic_mb", "exposed_ms", "planned_ms")),
-        ]
-        for row in own
-        if row.direction == "step"
-    ]
-    head = ["64 x h100, links", "planned layout", "MB through each NIC", "exposed ms", "step ms"]
-    return f"{text}\n\n{table(head, steps)}"
-
-
-def bubble_table(rows: Sequence[Row]) -> str:
-    """The part of all ranks' time in which they wait, by schedule: measured and simulated."""
-    lines = []
-    for row in (row for row in rows if row.bench == "bubble" and not row.refused):
-        notes = row.notes
-        parts = [f"{100 * notes[name]:.1f} %" for name in ("bubble", "simulated")]
-        times_ms = [number(notes[name], 4) for name in ("step_ms", "simulated_ms")]
-        lines.append(
-            [f"{row.case}, {row.variant}", *parts, times(notes["of_simulated"]), *times_ms]
-        )
-    head = ["four processes that sleep", "waiting", "simulated", "ratio", "step ms", "simulated ms"]
-    return table(head, lines)
-
-
-def offload_table(rows: Sequence[Row]) -> str:
-    """What a step waits for the host, measured and by the formula; steps beside DeepSpeed's."""
-    grid, lines = [], []
-    for row in (row for row in rows if row.bench == "offload"):
-        notes = row.notes
-        if row.variant == "exposed":
-            grid.append([row.case, *(number(notes[n]) for n in ("exposed_ms", "formula_ms"))])
-        elif row.refused:
-            lines.append([f"{row.case}: {row.variant}", f"refused: {row.refused}", "", "", ""])
-        else:
-            cells = [number(row.median_ms), number(row.tokens_per_s), times(row.speedup)]
-            waits = notes.get("exposed_ms")
-            cells.append("" if waits is None else number(waits))
-            lines.append([f"{row.case}: {row.variant}", *cells])
-    first = table(["a rank that sleeps", "exposed ms", "formula ms"], grid)
-    head = ["case: contender", "ms", "tokens/s", "against the case's first", "exposed ms"]
-    return f"{first}\n\n{table(head, lines)}"
-
-
-def pp_table(rows: Sequence[Row], of_bench: str = "pp") -> str:
-    """Pipelines of others beside fastpar's, and other ways to split the same step."""
-    lines = []
-    for row in (row for row in rows if row.bench == of_bench):
-        what = [f"{row.case}: {row.variant}", f"{row.notes.get('ranks', 1)} x {row.threads}"]
-        if row.refused:
-            lines.append([*what, f"refused: {row.refused}", *[""] * 5])
-            continue
-        apart, sent = row.notes.get("loss_difference"), row.notes.get("sent_mb")
-        cells = [number(row.median_ms), number(row.tokens_per_s), times(row.speedup)]
-        cells += [megabytes(row), "" if apart is None else f"{apart:.0e}", number(sent)]
-        lines.append([*what, *cells])
-    head = ["case: contender", "ranks x threads", "ms", "tokens/s", "against the case's first"]
-    return table([*head, "peak MB", "loss differs by", "MB sent a step"], lines)
-
-
 def summary(rows: Sequence[Row]) -> str:
     """For the console: a line for each case and direction with all its variants that took time."""
     rows, lines = [row for row in rows if row.refused or row.median_ms is not None], []
@@ -491,8 +308,9 @@ TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
     "plan": plan_table,
     "nodes": nodes_table,
     "bubble": bubble_table,
+    "first_step": first_step_table,
     "pp": pp_table,
-    "pp-link": lambda rows: pp_link_table(rows, table, number, times),
+    "pp-link": pp_link_table,
     "offload": offload_table,
     "cp": partial(pp_table, of_bench="cp"),
 }

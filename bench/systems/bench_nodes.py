@@ -19,7 +19,7 @@ import torch
 
 from bench.harness import Bench
 from bench.records import Row, machine_line
-from bench.report.tables import nodes_table
+from bench.report.system_tables import nodes_table
 from bench.systems.nodes import run_on_nodes
 from fastpar.comm.collectives import Collectives
 from fastpar.cost.devices import Cluster
