@@ -138,10 +138,10 @@ def _check(
     positions: Tensor | None,
 ) -> None:
     """What one stage alone would refuse while the others wait for its message."""
-    if micro_batches < 1 or idx.shape[0] % micro_batches:
+    if not isinstance(micro_batches, int) or micro_batches < 1 or idx.shape[0] % micro_batches:
         raise ValueError(
             f"{caller}: expected micro_batches to divide the {idx.shape[0]} rows of the batch,"
-            f" got micro_batches={micro_batches}; choose a divisor"
+            f" got micro_batches={micro_batches}; choose a whole number that divides them"
         )
     if idx.dim() != 2 or targets.shape != idx.shape:
         raise ValueError(

@@ -443,8 +443,9 @@ def test_bad_steps_are_refused_and_a_stage_alone_has_no_forward():
     def rank():
         model = parallelize(GPT(CONFIG), Mesh(pp=2, device="cpu"))
         idx = torch.zeros(4, T, dtype=torch.int64)
-        with pytest.raises(ValueError, match=r"micro_batches to divide the 4 rows .*=3; choose a"):
-            pipeline_step(model, idx, idx, micro_batches=3)
+        for wrong in (3, 0, 2.0):
+            with pytest.raises(ValueError, match=f"divide the 4 rows .*={wrong}; choose a whole"):
+                pipeline_step(model, idx, idx, micro_batches=wrong)
         with pytest.raises(ValueError, match=r"one of gpipe, 1f1b, .*, got schedule='zb-x'"):
             pipeline_step(model, idx, idx, schedule="zb-x")
         with pytest.raises(
