@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
+from fastpar.comm.host import free_memory, local_ranks
 from fastpar.config.config import GPTConfig, TrainConfig
 from fastpar.cost.buckets import DTYPES, stages_of
-from fastpar.cost.memory_model import format_bytes, predict_states
+from fastpar.cost.memory_model import activations_on_host, format_bytes, predict_states
 from fastpar.cost.workload import Setup, Workload, count_parameters
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -118,6 +119,37 @@ def check_ranks(
     split = None if stages is None else tuple(stages)
     setup = Setup.of(config, dtype=_NAMES[dtype], world_size=ranks, pp_split=split)
     check_capacity(shape, setup, limit_bytes=limit, of_what=whose, sharing=sharing)
+
+
+def check_host_activations(
+    shape: GPTConfig,
+    config: TrainConfig,
+    world_size: int,
+    *,
+    dtype: torch.dtype,
+    batch: tuple[int, int],
+) -> None:
+    """Refuse inputs of blocks that the host has no memory for.
+
+    Args:
+        batch: rows of a micro-batch, micro-batches of a step.
+    Raises:
+        ValueError: says the need and what there is.
+    """
+    rows, many = batch
+    setup = Setup.of(
+        config, dtype=_NAMES[dtype], world_size=world_size, micro_batch_size=rows,
+        grad_accum_steps=many,
+    )  # fmt: skip
+    shape = replace(shape, block_size=config.shape.block_size or shape.block_size)
+    ranks, free = local_ranks(world_size), free_memory()
+    needed = ranks * activations_on_host(Workload(shape, rows), setup)
+    if needed > free:
+        raise ValueError(
+            f"train: expected {format_bytes(needed)} of free memory on the host for "
+            f"offload_activations by {ranks} rank{'s' * (ranks > 1)}, got {format_bytes(free)}; "
+            "lower --micro-batch-size or --block-size, or leave --offload-activations out"
+        )
 
 
 def memory_of(device: torch.device) -> tuple[int, str, int]:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from fastpar.cost.buckets import buckets_of
 from fastpar.cost.devices import LINKS
+from fastpar.cost.memory_model import activations_on_host
 from fastpar.cost.workload import Setup, Workload
 from fastpar.parallel.offload import state_bytes
 
@@ -80,9 +81,10 @@ def stepped_elements(workload: Workload, setup: Setup) -> list[float]:
 
 
 def host_bytes(workload: Workload, setup: Setup) -> int:
-    """Of a rank on its host: state, and what is pinned for the bus."""
+    """Of a rank on its host: state, what is pinned for the bus, inputs of blocks; 0 without."""
     each = setup.state_bytes + setup.weight_bytes + setup.grad_bytes
-    return round(sum(stepped_elements(workload, setup)) * each)
+    stepped = sum(stepped_elements(workload, setup)) if setup.offload != "none" else 0.0
+    return round(stepped * each) + activations_on_host(workload, setup)
 
 
 def host_step_s(

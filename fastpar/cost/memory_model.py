@@ -162,6 +162,21 @@ def predict_ranks(workload: Workload, setup: Setup) -> list[Memory]:
     ]
 
 
+def activations_on_host(workload: Workload, setup: Setup) -> int:
+    """Bytes of blocks' inputs that are pinned on a rank's host; 0 where they stay.
+
+    A block has two inputs, x and delta, the first one of a stage has one; the last of all never
+    leaves (nn/host_activations.py).
+    """
+    most = 0.0
+    for parts, several in _stages(workload, setup) if setup.offload_activations else ():
+        for held in several:
+            layers = zip(held.held, parts.layers)
+            inputs = sum(n * (2 * blocks - 1) for n, blocks in layers if blocks) - 1
+            most = max(most, inputs * _Peak(workload, setup, parts, held).a)
+    return round(most)
+
+
 def _adafactor_scratch(setup: Setup, buckets: GPTBuckets) -> float:
     """The most that a batch of matrices needs; see [Note: batches] in adafactor.py."""
     each, rounded = 4, 0  # bytes of an element of the batch, and of its largest matrix

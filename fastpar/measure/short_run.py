@@ -40,8 +40,8 @@ class ShortRun:
         if setup.transport == "gloo":
             config = config.replace({"transport": "torch"})
         self.model = GPT(workload.shape, seed=SEED).to(mesh.device, dtype)
-        accum = setup.grad_accum_steps
-        self.optimizer = set_up(self.model, mesh, config, dtype=dtype, grad_accum_steps=accum)
+        batch = setup.micro_batch_size, setup.grad_accum_steps
+        self.optimizer = set_up(self.model, mesh, config, dtype=dtype, batch=batch)
         self.engine = engine_of(self.model)
         n_tokens = (max(4 * workload.batch_size, 8) + 1) * workload.seq_len + 1
         vocabulary = workload.shape.vocab_size

@@ -7,6 +7,7 @@ each direction, and the last one never leaves. The same bits as without.
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 
 import torch
@@ -24,7 +25,8 @@ class _Kept:
 
     def __init__(self, x: Tensor, before: _Kept | None, free: list[Tensor]) -> None:
         self.x: Tensor | None = x
-        self.before = before  # the one that backward needs next
+        # The one that backward needs next. Weak: its graph alone keeps it, and its slot.
+        self.before = None if before is None else weakref.ref(before)
         self.device, self.free, self.used = x.device, free, False
         self.host: Tensor | None = None
         self.handle: Handle | None = None
@@ -81,12 +83,15 @@ class HostActivations:
         if kept.host is not None:  # backward is its only owner
             kept.x = None
         kept.used = True
-        ahead, n = kept.before, 0
-        while ahead is not None and n < _AHEAD:
+        before, n = kept.before, 0
+        while before is not None and n < _AHEAD:
+            ahead = before()
+            if ahead is None:  # of a micro-batch whose backward is over
+                break
             if not ahead.used:
                 self._begin(ahead)
                 n += 1
-            ahead = ahead.before
+            before = ahead.before
         return x
 
     def _begin(self, kept: _Kept) -> Tensor:

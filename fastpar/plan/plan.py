@@ -353,8 +353,8 @@ def report(plan: Plan) -> str:
         f"memory   {winner.memory}",
         f"time     {', '.join(parts)}",
     ]
-    if winner.setup.offload != "none":
-        lines.append(f"host     {size_text(host_bytes(workload, winner.setup))} of memory a rank")
+    if on_host := host_bytes(workload, winner.setup):
+        lines.append(f"host     {size_text(on_host)} of memory a rank")
     if winner.setup.optimizer == "muon":
         buckets = buckets_of(workload, winner.setup)
         lines.append(f"muon     {updates_text(shape, buckets, winner.setup)}")
@@ -470,9 +470,7 @@ def _write_json(plan: Plan, path: Path) -> None:
                 **asdict(e.setup),
                 "fits": e.time is not None,
                 "nic_bytes": nic_bytes(plan, e.setup),
-                "host_bytes": host_bytes(plan.workload, e.setup)
-                if e.setup.offload != "none"
-                else 0,
+                "host_bytes": host_bytes(plan.workload, e.setup),
                 "memory_bytes": {**vars(e.memory), "total": e.memory.total},
                 "time": None if e.time is None else asdict(e.time),
             }

@@ -11,7 +11,8 @@ from dataclasses import replace
 from itertools import count, takewhile
 from typing import Any
 
-from fastpar.cost.memory_model import predict_memory
+from fastpar.cost.host_step import host_bytes
+from fastpar.cost.memory_model import format_bytes, predict_memory
 from fastpar.cost.operations import Rates
 from fastpar.cost.step_time import predict_step
 from fastpar.cost.workload import Setup, Workload, default_accumulate
@@ -226,17 +227,19 @@ def smallest_changes(
         larger: bytes -> a kind of device whose ranks have so many, or None.
     """
 
-    def least(workload: Workload, template: Setup, per_node: int) -> float:
+    def smallest(workload: Workload, template: Setup, per_node: int) -> tuple[float, Setup]:
         """Bytes of the layout that takes the least, with offload where there is some."""
         template = replace(template, activation_checkpointing="full")
-        sizes = [
-            predict_memory(
-                workload, replace(split, grad_accum_steps=workload.batch_size // split.dp)
-            ).total
+        layouts = [
+            replace(split, grad_accum_steps=workload.batch_size // split.dp)
             for offload in ("none", *offloads(template))
             for split in splits(workload, replace(template, offload=offload), per_node)
         ]
-        return min(sizes, default=float("inf"))
+        sizes = ((predict_memory(workload, layout).total, layout) for layout in layouts)
+        return min(sizes, key=lambda found: found[0], default=(float("inf"), template))
+
+    def least(workload: Workload, template: Setup, per_node: int) -> float:
+        return smallest(workload, template, per_node)[0]
 
     ways: list[str] = []
 
@@ -250,8 +253,9 @@ def smallest_changes(
     if offloads(adamw) and not offloads(template):
         add_first([("--optimizer adamw with --offload", workload, adamw, per_node)])
     inputs = replace(template, offload_activations=template.device_type == "cuda")
+    on_host = format_bytes(host_bytes(workload, smallest(workload, inputs, per_node)[1]))
     flags = "fastpar train --activation-checkpointing full --offload-activations"
-    add_first([(flags, workload, inputs, per_node)])
+    add_first([(f"{flags}, with {on_host} of a rank's host", workload, inputs, per_node)])
     storage: dict[str, dict[str, Any]] = {"--moment-dtype bf16": {"moment_dtype": "bf16"}}
     if template.dtype == "bf16":
         remainder = {"master_weights": "remainder"}

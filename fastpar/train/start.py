@@ -23,6 +23,7 @@ from fastpar.config.config import (
     check_storage,
 )
 from fastpar.cost.buckets import DTYPES, stages_of
+from fastpar.cost.capacity import check_host_activations
 from fastpar.data.batches import TextData, load_data
 from fastpar.data.packing import PackedTokens, pack_documents
 from fastpar.data.sources import Tokens
@@ -160,9 +161,14 @@ def set_up(
     config: TrainConfig,
     *,
     dtype: torch.dtype,
-    grad_accum_steps: int,
+    batch: tuple[int, int],
 ) -> AdamW | Adafactor:
-    """Makes the engine of a run and recomputation on a model; returns the optimizer. Ranks: all."""
+    """Makes the engine of a run and recomputation on a model; returns the optimizer.
+
+    Args:
+        batch: rows of a micro-batch, micro-batches of a step.
+    Ranks: all.
+    """
     parallel, half = config.parallel, dtype != torch.float32
     parallelize(
         model,
@@ -177,7 +183,7 @@ def set_up(
         error_feedback="buffer" if parallel.error_buffer else parallel.error_feedback,
         wire_rank=parallel.wire_rank,
         accumulate=config.accumulate,
-        grad_accum_steps=grad_accum_steps,
+        grad_accum_steps=batch[1],
         deterministic=config.system.deterministic,
         transport=parallel.transport,
         sequence_parallel=parallel.sequence_parallel,
@@ -191,6 +197,7 @@ def set_up(
     )
     bus = None
     if parallel.offload_activations:
+        check_host_activations(model.config, config, mesh.world_size, dtype=dtype, batch=batch)
         bus = bus_of(mesh.device, pinned=parallel.offload_pinned)
     recompute(model, parallel.activation_checkpointing, offload=bus)
     return make_optimizer(model, config.optim, dtype=dtype, seed=config.run.seed)

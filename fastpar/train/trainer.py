@@ -166,9 +166,7 @@ class Trainer:
             rows=rows,
             compiled=config.system.compile,
         )
-        self.optimizer = set_up(
-            self.model, mesh, config, dtype=dtype, grad_accum_steps=self.grad_accum_steps
-        )
+        self.optimizer = set_up(self.model, mesh, config, dtype=dtype, batch=batch)
         ema = config.optim.ema
         self.average = None if ema is None else AveragedWeights(self.optimizer, ema)
         self.engine = engine_of(self.model)

@@ -10,6 +10,9 @@ from train_runs import TINY, bits, curve, forget_after
 
 from fastpar.comm.mesh import Mesh
 from fastpar.config.config import TrainConfig
+from fastpar.cost import capacity
+from fastpar.cost.memory_model import activations_on_host
+from fastpar.cost.workload import Setup, Workload
 from fastpar.nn import host_activations
 from fastpar.parallel.debug import Debug
 from fastpar.testing import run_ranks
@@ -83,6 +86,46 @@ def test_the_bits_of_the_run_without_it(here, ranks, changes):
     assert curve("with") == curve("without")
     for step in (2, 4):
         assert bits("with", step) == bits("without", step)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes"),
+    [
+        (1, {}),
+        (2, {"tp": 2, "zero_stage": 3}),
+        (2, {"pp": 2, "grad_accum_steps": 4}),
+        (2, {"pp": 2, "grad_accum_steps": 4, "schedule": "gpipe"}),
+    ],
+)
+def test_bytes_of_blocks_inputs_on_the_host(here, ranks, changes):
+    """What was pinned is what the plan says; a host with less is refused before the first step."""
+
+    def one(changes):
+        config = TrainConfig().replace({**FEW, **changes, "max_steps": 1, "save_every": 0})
+        mesh = Mesh(tp=config.parallel.tp, pp=config.parallel.pp, device="cpu")
+        trainer = Trainer(config, mesh)
+        trainer.run()
+        pinned = {
+            keeper: keeper.host_bytes
+            for m in trainer.model.modules()
+            if (keeper := getattr(vars(m).get("forward"), "keeper", None)) is not None
+        }
+        batch = trainer.micro_batch_size, trainer.grad_accum_steps
+        return sum(pinned.values()), config, trainer.model.config, batch
+
+    found = run_ranks(one, ranks, {**ON_THE_HOST, **changes, "out": "run"})
+    pinned, config, shape, (rows, many) = max(found, key=lambda rank: rank[0])
+    setup = Setup.of(
+        config, dtype="fp32", world_size=ranks, micro_batch_size=rows, grad_accum_steps=many
+    )
+    assert pinned == activations_on_host(Workload(shape, rows), setup) > 0
+
+
+def test_a_host_too_small_for_blocks_inputs_is_refused(here, monkeypatch):
+    monkeypatch.setattr(capacity, "free_memory", lambda: 1000)
+    match = r"of free memory on the host for offload_activations by 1 rank, got 0.0 MB; lower"
+    with pytest.raises(ValueError, match=match):
+        rank({**ON_THE_HOST, "out": "run"})
 
 
 def test_what_a_run_says_of_the_host(here, capsys):
