@@ -318,7 +318,8 @@ def assert_matches_oracle(
 def gpu_arithmetic() -> Iterator[None]:
     """Makes Triton's interpreter round as a GPU does, where it does not by itself.
 
-    fp32 -> bf16 is rounded to nearest (the interpreter cuts bits off). Matrix products of bf16 are
+    fp32 -> bf16 or 8 bits is rounded to nearest (the interpreter cuts bits off; of 8 it loses NaN).
+    Matrix products of bf16 are
     products of its values (the interpreter multiplies their bits as integers). Matrix products of
     fp32 are summed in fp64 and rounded once, so that an element has the same bits in tiles of any
     shape, which a GPU's order of sums gives, too (BLAS chooses an order by the shape); kernels that
@@ -328,13 +329,21 @@ def gpu_arithmetic() -> Iterator[None]:
 
     builder: Any = interpreter.InterpreterBuilder
     tl, handle = interpreter.tl, interpreter.TensorHandle
-    cast, dot = builder.cast_impl, builder.create_dot
+    cast, dot, convert = builder.cast_impl, builder.create_dot, builder.create_fp_to_fp
+    eights = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
 
     def cast_impl(self, src, dst_type):
         if (src.dtype.scalar, dst_type.scalar) != (tl.float32, tl.bfloat16):
             return cast(self, src, dst_type)
         rounded = torch.from_numpy(src.data.copy()).bfloat16().view(torch.int16)
         return handle(rounded.numpy().view("uint16"), dst_type.scalar)
+
+    def create_fp_to_fp(self, src, dst_type, rounding_mode):
+        form = eights.get(dst_type.scalar)
+        if form is None or src.dtype.scalar != tl.float32:
+            return convert(self, src, dst_type, rounding_mode)
+        codes = torch.from_numpy(src.data.copy()).to(form).view(torch.uint8)
+        return handle(codes.numpy(), dst_type.scalar)
 
     def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
         if a.dtype.scalar == tl.bfloat16:
@@ -345,7 +354,9 @@ def gpu_arithmetic() -> Iterator[None]:
         return handle(total.astype(d.data.dtype), d.dtype.scalar)
 
     builder.cast_impl, builder.create_dot = cast_impl, create_dot
+    builder.create_fp_to_fp = create_fp_to_fp
     try:
         yield
     finally:
         builder.cast_impl, builder.create_dot = cast, dot
+        builder.create_fp_to_fp = convert

@@ -62,6 +62,7 @@ else:
     )
     from fastpar.kernels.linear import linear
     from fastpar.kernels.linear_cross_entropy import linear_cross_entropy
+    from fastpar.kernels.linear_fp8 import DelayedScales, Fp8
     from fastpar.kernels.orthogonalize import orthogonalize
     from fastpar.kernels.permute import combine, permute
     from fastpar.kernels.philox import Rng, draw_key, dropout, keep_mask, make_key, quantize_p
@@ -69,6 +70,8 @@ else:
     from fastpar.kernels.route import route
 
     __all__ = [
+        "DelayedScales",
+        "Fp8",
         "Hyper",
         "Rng",
         "accumulate_",

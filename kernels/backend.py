@@ -62,6 +62,10 @@ OPS = {
         "{gemm} (fp32); torch (16 bits)",
         "torch; dbias by cublasLt's epilogue where proven faster",
     ),
+    "linear_fp8": (
+        "products by {gemm}, of values rounded by torch (emulate)",
+        "triton: linear_fp8_triton.py (casts, products with blocks); torch's scaled products",
+    ),
     "cross_entropy": ("cpp: cross_entropy_cpu.cpp", "triton: cross_entropy_triton.py"),
     "cross_entropy_shard": ("cpp: cross_entropy_cpu.cpp", "triton: cross_entropy_shard_triton.py"),
     "cross_entropy_shard_grad": (

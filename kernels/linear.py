@@ -23,9 +23,12 @@ that gives dweight is stored, or added, as it is, instead of being rounded to 16
 it (use_wide), so not under torch.use_deterministic_algorithms: results would depend on the proof.
 """
 
+from __future__ import annotations
+
 import functools
 import warnings
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +39,9 @@ from fastpar.kernels.backend import DTYPE_CODES, has_gemm
 from fastpar.kernels.choice import is_proven, is_real, is_trying, may_run
 from fastpar.kernels.op import define_autograd, define_op, is_plain, refuse_double_backward
 from fastpar.kernels.weight_gradients import place_for, queue_for
+
+if TYPE_CHECKING:
+    from fastpar.kernels.linear_fp8 import Fp8
 
 # Whether torch multiplies 16-bit matrices to an fp32 result.
 MIXED_MM = "dtype" in torch.ops.aten.mm.overloads()
@@ -328,17 +334,21 @@ def _product_later(a: Tensor, b: Tensor, wide: bool) -> Callable[[Tensor | None]
     return lambda out: matmul(a, b, out=out)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, fp8: Fp8 | None = None
+) -> Tensor:
     """x @ weight.T + bias, drop-in for F.linear.
 
     Args:
         x: [..., C], any dtype that F.linear takes (fp64 too); strides are free.
         weight: [F, C], dtype of x.
         bias: [F], dtype of x, or None.
+        fp8: round the products' operands to 8 bits so, in forward and backward; linear_fp8.py.
     Returns:
-        y: [..., F]. x and weight are kept for backward.
+        y: [..., F]. x, with fp8 its codes, and weight are kept for backward.
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: shapes that do not fit; fp8 with C or F no multiple of 16, or on a device
+            without such products and without emulate.
         RuntimeError: a second derivative is asked for where the product is our own.
     Traffic: x, weight, bias and y once, if the machine's caches hold what the blocking keeps there.
     Deterministic: yes, bitwise; our own products for any number of threads.
@@ -354,6 +364,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             f"linear: expected bias [F] with weight [F, C], got bias={list(bias.shape)} "
             f"weight={list(weight.shape)}; pass one bias for each row of weight"
         )
+    if fp8 is not None:
+        return fp8.linear(x, weight, bias)
     queue, place = queue_for(weight), place_for(weight)
     if place is None and queue is None and use_wide(x):
         place = place_for(weight, "fastpar_wide_place")

@@ -51,6 +51,8 @@ OTHERS = {  # not in the table of `make aot`; with --others
 ANY_GPU = GPUS | OTHERS
 
 
+EIGHT_BITS = ("f8E4M3FN", "f8E5M2")  # dots of these
+
 # Rules: what is wrong with a row, or None.
 
 
@@ -88,10 +90,17 @@ def atomics(row: Row) -> str | None:
 
 
 def tensor_cores(row: Row) -> str | None:
-    if not set(row["dots"]) & {"bf16", "f16"}:
+    if not set(row["dots"]) & {"bf16", "f16", *EIGHT_BITS}:
         return None  # fp32 products stay exact: FFMA
     wanted = "hgmma" if row["arch"] >= 90 else "hmma"
     return None if row[wanted] else f"tl.dot of {'/'.join(row['dots'])} without {wanted.upper()}"
+
+
+def eight_bits(row: Row) -> str | None:
+    """Triton can turn them into fp16 first, where a GPU's products cannot read them."""
+    if not set(row["dots"]) & set(EIGHT_BITS) or row["e4m3_products"]:
+        return None
+    return "no wgmma, or mma, of e4m3 in the PTX"
 
 
 def products(row: Row) -> str | None:
@@ -127,6 +136,7 @@ RULES: dict[str, Callable[[Row], str | None]] = {
     "grid": grid,
     "atomics": atomics,
     "tensor cores": tensor_cores,
+    "8-bit products": eight_bits,
     "products in flight": products,
     "16-byte loads": wide_loads,
     "16-byte stores": wide_stores,

@@ -18,7 +18,7 @@ COUNTS = (
     "stack_bytes", "spill_instructions", "loop_spills", "shared_bytes", "ctas_per_sm",
     "loop_instructions", "tile_loads", "tile_stores", "wide_loads", "narrow_loads",
     "wide_load_bytes", "narrow_load_bytes", "wide_stores", "narrow_stores", "wide_store_bytes",
-    "narrow_store_bytes", "hmma", "hgmma", "ldgsts", "tma", "mufu", "loop_mufu",
+    "narrow_store_bytes", "hmma", "hgmma", "e4m3_products", "ldgsts", "tma", "mufu", "loop_mufu",
     "overlapped_mufu", "product_writes", "float_atomics",
 )  # fmt: skip
 LEGEND = """\
@@ -27,7 +27,7 @@ instructions, those in the main loop among them, stack. CTA/SM: how many fit by 
 memory and warps. MUFU: exponentials and the like (of those in the main loop, how many run while an
 HGMMA is in flight). Loads and stores: global ones of 16 bytes + narrower ones; in a kernel without
 matrix products those of its main loop, if that loads. Instructions: main loop of whole kernel.
-a / b: the two versions differ."""
+HMMA and HGMMA: also QMMA and QGMMA, of 8-bit floats. a / b: the two versions differ."""
 
 
 def order(row: Row) -> tuple[Any, ...]:
@@ -44,6 +44,8 @@ def _tensor(row: Row) -> str:
     if "dots" not in row or not row["dots"]:
         return ""
     used = [f"{row[k]} {k.upper()}" for k in ("hmma", "hgmma", "utchmma") if row.get(k)]
+    eights = row.get("e4m3_products", 0)
+    used += [f"{eights} of e4m3"] * bool(eights)
     return ", ".join(used) or f"FMA ({'/'.join(row['dots'])})"
 
 

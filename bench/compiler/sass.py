@@ -24,6 +24,11 @@ _COLUMNS = re.compile(r"64x(\d+)x")
 _ATOMIC = re.compile(r"^(?:RED|ATOM|ATOMG|REDG)\.(?:.*\.)?(?:F16|F32|F64|BF16)")
 
 
+# Of tensor cores; those of 8-bit floats begin with a Q.
+WARP_PRODUCTS, GROUP_PRODUCTS = ("HMMA", "QMMA"), ("HGMMA", "QGMMA")
+PRODUCTS = (*WARP_PRODUCTS, *GROUP_PRODUCTS, "UTCHMMA")
+
+
 @dataclass(frozen=True)
 class Instruction:
     opcode: str  # "LDG.E.128"
@@ -112,7 +117,7 @@ def main_loop(code: Sequence[Instruction]) -> Sequence[Instruction]:
     def work(body: Sequence[int]) -> tuple[int, int, int]:
         here = [code[at] for at in body]
         traffic = sum(i.bytes for i in here if i.name in ("LDG", "STG", "LDGSTS"))
-        return count(here, "HMMA", "HGMMA", "UTCHMMA"), traffic, -len(body)
+        return count(here, *PRODUCTS), traffic, -len(body)
 
     busy = [set(body) for body in loops(code) if work(body)[:2] != (0, 0)]
     inner = [sorted(body) for body in busy if not any(other < body for other in busy)]
@@ -170,7 +175,7 @@ def in_flight(code: Sequence[Instruction], name: str) -> tuple[int, int]:
     groups: list[set[int]] = []
     open_group = False
     for i in code:
-        if i.name == "HGMMA":
+        if i.name in GROUP_PRODUCTS:
             if not open_group:
                 groups.append(set())
             groups[-1] |= _held(i)

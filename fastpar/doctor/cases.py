@@ -59,6 +59,7 @@ class ErrorCase:
     eager: Callable[..., Any]
     outputs: tuple[str, ...] = ("y",)
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
+    stock: Callable[..., Any] | None = None  # timed in the place of eager, for other results
 
     def inputs(self, dtype: torch.dtype, device: str) -> Inputs:
         """The same ones in every call, by name; floating-point tensors ask for gradients."""

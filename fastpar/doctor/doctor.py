@@ -231,7 +231,7 @@ def _is_known(table: ProofTable, case: Case, compiled: bool) -> bool:
 
 
 def cases_of_model(
-    device: str, dtype: torch.dtype, config: GPTConfig, *, tp: int = 1
+    device: str, dtype: torch.dtype, config: GPTConfig, *, tp: int = 1, fp8: bool = False
 ) -> list[Case]:
     """What a rank's training step of a GPT calls: the sizes of its part along tp."""
     C, V = config.n_embd, config.padded_vocab_size // tp
@@ -246,10 +246,12 @@ def cases_of_model(
         if tp == 1 and not why_no_epilogues():
             model["gelu_mlp"] = model["linear"] = C
     wide = (C, 4 * C) if device == "cuda" and tp == 1 and MIXED_MM and dtype.itemsize == 2 else ()
+    eight_bits = (C, 4 * C // tp) if fp8 and device == "cuda" and dtype == torch.bfloat16 else ()
     flat = ("adamw_step_", "global_norm", "pack_", "unpack_", "accumulate_", "sum_shards")
     return [
         *(Case(device, op, dtype, size) for op, size in model.items()),
         *(Case(device, "weight_gradient", dtype, size) for size in wide),
+        *(Case(device, "linear_fp8", dtype, size) for size in eight_bits),
         *(Case(device, op, torch.float32, 0) for op in flat),
     ]
 
@@ -262,13 +264,14 @@ def prove_before_training(
     tp: int = 1,
     rows: int = 0,
     compiled: bool = False,
+    fp8: bool = False,
 ) -> None:
     """Proves what a run will call, as far as that is not known; see [Note: when].
 
     compiled: the run compiles its model, so that PyTorch's functions count as torch.compile makes
     them. Ranks: all, with the same arguments.
     """
-    cases = cases_of_model(device, dtype, config, tp=tp)
+    cases = cases_of_model(device, dtype, config, tp=tp, fp8=fp8)
     if device == "cpu" or backend.choice != "auto":
         adopt_known(cases)
     else:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastpar.doctor.cases import (
@@ -23,7 +25,17 @@ from fastpar.doctor.cases import (
     mlps,
     norms,
 )
-from fastpar.kernels import accumulate_, global_norm, pack_, reference, sum_shards, unpack_
+from fastpar.kernels import (
+    Fp8,
+    accumulate_,
+    backend,
+    global_norm,
+    linear,
+    pack_,
+    reference,
+    sum_shards,
+    unpack_,
+)
 from fastpar.kernels.backend import wide
 from fastpar.kernels.linear import weight_gradient
 
@@ -108,6 +120,28 @@ def weight_gradients(rows: int, shapes: tuple[tuple[int, int], ...]) -> Iterator
         )
 
 
+def linears_fp8(rows: int, C: int) -> Iterator[ErrorCase]:
+    """Layers with products in 8 bits, whose oracle is their emulation in fp64; beside bf16."""
+    shapes = ((4 * C, ""), (C, ""), (16, "spread rows"))
+    for scaling, (out, how) in ((s, shape) for s in ("row", "block") for shape in shapes):
+
+        def make(draw: Draw, out: int = out, how: str = how) -> Inputs:
+            x = draw(rows, C)
+            if how:
+                x = x * torch.logspace(-6, 6, rows)[:, None].to(x)
+            return {"x": x, "weight": draw(out, C) * C**-0.5, "bias": draw(out)}
+
+        def own(x: Tensor, w: Tensor, b: Tensor, scaling: str = scaling) -> Tensor:
+            on_cpu = x.is_cpu and not backend.recording
+            return linear(x, w, b, fp8=Fp8(scaling, emulate=on_cpu))  # type: ignore[arg-type]
+
+        emulated = functools.partial(linear, fp8=Fp8(scaling, emulate=True))  # type: ignore[arg-type]
+        shape = f"N={rows} {C}->{out} {scaling} {how}".strip()
+        bf16 = (torch.bfloat16,)
+        calls = own, emulated, emulated
+        yield ErrorCase("linear_fp8", shape, make, *calls, dtypes=bf16, stock=F.linear)
+
+
 def _attention_proofs(n: int, head_dim: int, device: str, *, masked: bool) -> Iterator[ErrorCase]:
     """Plain attention, or attention with dropout or documents; see kernels/attention.py _case."""
     T = min(n, 1024)
@@ -129,6 +163,7 @@ def proof_cases(op: str, size: int, device: str, rows: int) -> list[ErrorCase]:
         "bias_gelu": lambda n: gelus(n, (size,)),
         "gelu_mlp": lambda n: mlps(n, size),
         "linear": lambda n: linears(n, ((size, 3 * size), (size, 8))),
+        "linear_fp8": lambda n: linears_fp8(n, size),
         "grouped_linear": lambda n: experts(n, size),
         "weight_gradient": lambda n: weight_gradients(n, ((size, 3 * size), (size, 8))),
         "embedding": lambda n: embeddings(1, n, (size,), 4096, device),

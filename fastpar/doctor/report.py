@@ -16,6 +16,7 @@ from fastpar.doctor.doctor import adopt, cases_of_model, table_of
 from fastpar.doctor.table import VERSION, row_of
 from fastpar.kernels import backend
 from fastpar.kernels.choice import OWN, Case, Proof
+from fastpar.kernels.linear_fp8 import LEAST_CAPABILITY
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -61,7 +62,8 @@ def doctor(command: DoctorCommand, write: Callable[[str], None] = print) -> int:
         {"cuda": "bf16", "cpu": "fp32"}[device] if command.dtype == "auto" else command.dtype
     ]
     config = GPTConfig.preset(command.model)
-    cases = cases_of_model(device, dtype, config)
+    fp8 = device == "cuda" and torch.cuda.get_device_capability() >= LEAST_CAPABILITY
+    cases = cases_of_model(device, dtype, config, fp8=fp8)
     found: dict[Case, Proof] = {}
     about = table_of(device).about
     write(versions(about))

@@ -165,7 +165,7 @@ def _times(
     own, stock = (functools.partial(trying, case.op, what) for what in (OWN, STOCK))
     ways: dict[str, tuple[Way, Any]] = {OWN: (own, one.fn)}
     ways |= {name: (functools.partial(trying, case.op, name), one.fn) for name in others}
-    ways |= {"instead": (stock, one.fn), "stock": (stock, one.eager)}
+    ways |= {"instead": (stock, one.fn), "stock": (stock, one.stock or one.eager)}
     if compiled:
         from torch._functorch import config  # imports torch's compiler
 

@@ -69,6 +69,7 @@ GOOD = {
     "narrow_stores": 0,
     "wide_store_bytes": 16,
     "narrow_store_bytes": 0,
+    "e4m3_products": 0,
     "hmma": 0,
     "hgmma": 0,
     "ldgsts": 0,
@@ -221,6 +222,7 @@ def test_rows_that_break_no_rule():
     assert rules_broken(MATRIX) == []
     assert rules_broken({**MATRIX, "arch": 80, "hgmma": 0, "hmma": 8}) == []
     assert rules_broken({**MATRIX, "dots": ["f32"], "hgmma": 0}) == []  # exact products
+    assert rules_broken({**MATRIX, "dots": ["f8E5M2"], "e4m3_products": 4}) == []
 
 
 BREAKS = [
@@ -236,6 +238,7 @@ BREAKS = [
     ("products in flight", MATRIX, {"product_writes": 1}),
     ("tensor cores", MATRIX, {"hgmma": 0, "hmma": 8}),  # Ampere's instruction on Hopper
     ("tensor cores", MATRIX, {"arch": 80, "hgmma": 0}),
+    ("8-bit products", MATRIX, {"dots": ["f8E4M3FN"]}),
     ("tensor cores", MATRIX, {"dots": ["f16", "f32"], "hgmma": 0}),
     ("16-byte loads", GOOD, {"narrow_load_bytes": 32}),
     ("16-byte loads", GOOD, {"wide_load_bytes": 0, "wide_loads": 0}),

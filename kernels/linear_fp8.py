@@ -1,0 +1,368 @@
+"""Linear layers whose products are of 8-bit floats, summed in fp32: linear(fp8=).
+
+    y = x8 @ w8.T      dx = dy8 @ w8      dweight = dy.T @ x8, or dy8.T @ x8      dbias = sum of dy
+
+x8 and w8 are e4m3 (largest 448), dy8 is e5m2 (57344). A code stands for code * scale, and scales
+are powers of two, so that scaling rounds nothing and a code's value is exact in bf16. Saved for
+backward: the weight, and x as 8-bit codes with their scales.
+
+[Note: scales] What a scale belongs to decides whether results depend on how a batch and a model are
+cut over ranks:
+    row     a row of a product's operand: a token's features, an output's weights. Tokens may be cut
+            anywhere, features nowhere.
+    block   128 neighbours in a row. Features may be cut at multiples of 128.
+    tensor  all of it, on all ranks. Known only afterwards: DelayedScales has those of the steps
+            before, so values can be beyond the largest code. They become that code and are counted.
+A row's or block's scale is the least 2^k with which its largest value fits, so nothing in it
+overflows. dweight sums over tokens: with scales of rows or blocks their groups would be of tokens,
+as many as a rank happens to have, so there it is a product in the format of x.
+
+[Note: not finite] An infinity or NaN makes its row or block NaN, with a tensor's scale itself: a
+step that overflowed is seen by the norm of its gradients, as without fp8.
+
+[Note: emulation] The codes' values, multiplied in fp32: what a GPU computes but for the order of
+sums. With blocks the halves of a sum over features are added last, so that two ranks that have half
+of the features each, and add up their sums, have the same bits.
+
+Source: Micikevicius et al. 2022, arXiv 2209.05433 (formats, scales of steps before); DeepSeek-AI
+2024, arXiv 2412.19437 (scales of 128 values)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastpar.kernels import backend
+from fastpar.kernels.backend import use_triton, wide
+from fastpar.kernels.linear import matmul
+from fastpar.kernels.op import refuse_double_backward
+from fastpar.kernels.quantize import dequantize_blockwise
+
+BLOCK = 128  # values of a row that share a scale
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+_RUN = 4096  # values that are read at once
+HISTORY = 16  # steps whose largest values make a tensor's scale
+LEAST_CAPABILITY = (8, 9)  # of a GPU with products of 8-bit floats
+X, WEIGHT, DY = range(3)  # a layer's tensors
+_FORMATS = (torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def power_of_two(top: Tensor, largest: float) -> Tensor:
+    """The least 2^k, from 2^-126 on, with top / 2^k <= largest; nan where top is not finite."""
+    bits = (top.float() / largest).view(torch.int32)
+    exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0)
+    scale = (exponent.clamp(1, 254) << 23).view(torch.float32)
+    return torch.where(top < torch.inf, scale, torch.nan)
+
+
+class Codes(NamedTuple):
+    """A matrix in 8 bits: codes[N, K], and a scale for each `group` values of a row.
+
+    scales: fp32, [N, K / group], [] for all; None: codes are the values, which are not rounded.
+    flipped: codes[K, N], where a kernel wrote them, too.
+    """
+
+    codes: Tensor
+    scales: Tensor | None
+    group: int = 0
+    flipped: Tensor | None = None
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """What the codes stand for."""
+        codes, scales = self.codes, self.scales
+        if scales is None:
+            return codes.to(dtype)
+        if codes.is_cpu:  # torch's cast takes five times as long
+            ones = scales.new_ones(-(-codes.numel() // _RUN))
+            numbers = dequantize_blockwise(codes, ones, block=_RUN)
+        else:
+            numbers = codes.float()
+        if not scales.dim() or scales.shape[1] == 1:
+            return numbers.to(wide(dtype)).mul_(scales).to(dtype)
+        scales = scales.repeat_interleave(self.group, 1)[:, : codes.shape[1]]
+        return numbers.to(wide(dtype)).mul_(scales).to(dtype)
+
+    def t(self) -> Codes:
+        """The transpose, which a scale of all values allows."""
+        assert self.scales is None or not self.scales.dim()
+        flipped = self.codes.t() if self.flipped is None else self.flipped
+        return Codes(flipped, self.scales, flipped=self.codes)
+
+
+def round_rows(x: Tensor, dtype: torch.dtype, group: int) -> Codes:
+    """Codes of x[N, K], whose groups of a row have scales of their own."""
+    n, k = x.shape
+    groups = -(-k // group)
+    rows = torch.nn.functional.pad(x, (0, groups * group - k)).view(n, groups, group)
+    rows = rows.to(wide(x.dtype))
+    scales = power_of_two(rows.abs().amax(-1), LARGEST[dtype])
+    codes = (rows / scales[..., None]).to(torch.float32).to(dtype)
+    return Codes(codes.view(n, -1)[:, :k].contiguous(), scales, group)
+
+
+def round_all(x: Tensor, dtype: torch.dtype, scale: Tensor) -> tuple[Codes, Tensor]:
+    """Codes of x with a scale that is given; [2]: its largest value, and how many overflowed."""
+    scaled, largest = x.to(wide(x.dtype)) / scale, LARGEST[dtype]
+    size = scaled.abs()
+    finite = size < torch.inf
+    top, over = torch.where(finite, size, 0.0).amax() * scale, (finite & (size > largest)).sum()
+    clamped = torch.where(finite, scaled.clamp(-largest, largest), torch.nan)
+    return Codes(clamped.float().to(dtype), scale), torch.stack((top, over)).double()
+
+
+class DelayedScales:
+    """Scales of whole tensors, from the largest values of the last steps on all ranks.
+
+    In the first step there are none: it computes without fp8 and notes the values. Backwards note
+    them, so forwards without one (validation, recomputation) change nothing. An engine adds up the
+    notes of all ranks in the exchange of a step (take, give, forget: Tally of parallel/control.py);
+    update() is a step of one process without one.
+
+    Args:
+        layers: how many linear layers there are, counted from 0, also where a rank has some.
+    Attributes:
+        overflows: fp64 [layers, 3], how many values of x, weight, dy overflowed in the last step.
+    """
+
+    def __init__(self, layers: int):
+        self.history = torch.zeros(HISTORY, layers, 3)
+        self.overflows = torch.zeros(layers, 3, dtype=torch.float64)
+        self.steps = 0
+        self._noted: Tensor | None = None  # [2, layers, 3]: largest values, overflows
+        self._scales: Tensor | None = None
+
+    def scale(self, layer: int, which: int, device: torch.device) -> Tensor | None:
+        """fp32 []; None in the first step."""
+        if not self.steps:
+            return None
+        if self._scales is None or self._scales.device != device:
+            tops = self.history.amax(0).to(device)
+            largest = [LARGEST[form] for form in _FORMATS]
+            parts = [power_of_two(top, most) for top, most in zip(tops.unbind(1), largest)]
+            self._scales = torch.stack([torch.where(p > 2.0**-126, p, 1.0) for p in parts], 1)
+        return self._scales[layer, which]
+
+    def note(self, layer: int, which: int, found: Tensor) -> None:
+        """Add a backward's [2] of a tensor: round_all()."""
+        if self._noted is None or self._noted.device != found.device:
+            self._noted = found.new_zeros(2, *self.overflows.shape)
+        top = self._noted[0, layer, which]
+        top.copy_(torch.maximum(top, found[0]))
+        self._noted[1, layer, which] += found[1]
+
+    def take(self, device: torch.device) -> Tensor:
+        """This rank's notes of the step, flat; the next one begins."""
+        noted, self._noted = self._noted, None
+        if noted is None:
+            noted = torch.zeros(2, *self.overflows.shape, dtype=torch.float64, device=device)
+        return noted.flatten()
+
+    def give(self, total: Tensor, rows: Tensor) -> None:
+        """The notes of all ranks, their sum and one row each: the scales of the next step."""
+        tops = rows.unflatten(1, (2, *self.overflows.shape))[:, 0].amax(0)
+        self.history = torch.cat((tops[None].float(), self.history.to(tops.device)[:-1]))
+        self.overflows = total.view(2, *self.overflows.shape)[1]
+        self.steps, self._scales = self.steps + 1, None
+
+    def forget(self) -> None:
+        """The gradients of this step were zeroed."""
+        self._noted = None
+
+    def update(self) -> None:
+        """The end of a step of one process."""
+        mine = self.take(self.history.device)
+        self.give(mine, mine[None])
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint, written between steps."""
+        return {"history": self.history.tolist(), "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """What state_dict() of as many layers was."""
+        self.history = torch.tensor(state["history"], dtype=torch.float32)
+        self.steps, self._noted, self._scales = state["steps"], None, None
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """How linear() rounds the operands of its products to 8 bits.
+
+    Args:
+        scaling: what shares a scale: "row", "block" or "tensor"; see [Note: scales].
+        weight_gradient: "bf16": dy is not rounded in it; "fp8", with tensor, where it is.
+        emulate: compute what a GPU would, on any device: slower than without fp8.
+        scales: of tensor, and layer: which of its layers this is.
+        keeps: x is kept for backward in 8 bits; False: as it is, where others keep it anyway.
+    Raises:
+        ValueError: values that do not fit together.
+    """
+
+    scaling: Literal["row", "block", "tensor"] = "row"
+    weight_gradient: Literal["bf16", "fp8"] = "bf16"
+    emulate: bool = False
+    scales: DelayedScales | None = None
+    layer: int = 0
+    keeps: bool = True
+
+    def __post_init__(self) -> None:
+        if self.scaling not in ("row", "block", "tensor"):
+            raise ValueError(
+                f"Fp8: expected scaling row, block or tensor, got scaling={self.scaling}; choose "
+                "one"
+            )
+        if self.weight_gradient not in (("bf16", "fp8") if self.scaling == "tensor" else ("bf16",)):
+            raise ValueError(
+                "Fp8: expected weight_gradient=bf16, or fp8 with scaling=tensor, got "
+                f"weight_gradient={self.weight_gradient} with scaling={self.scaling}; its sums are "
+                "over tokens, of which a rank has a part"
+            )
+        if (self.scaling == "tensor") != (self.scales is not None):
+            raise ValueError(
+                "Fp8: expected scales with scaling=tensor alone, got scaling="
+                f"{self.scaling} scales={type(self.scales).__name__}; pass DelayedScales(layers), "
+                "one for all layers"
+            )
+
+    def check_split(self, op: str, width: int, tp: int) -> None:
+        """Refuse features cut over tp ranks where scales would depend on the cut."""
+        if self.scaling == "row" or (self.scaling == "block" and width % BLOCK):
+            raise ValueError(
+                f"{op}: expected scaling=tensor, or block with a multiple of {BLOCK} features on "
+                f"each rank, with tp={tp}, got scaling={self.scaling} with {width}; scales would "
+                "depend on tp"
+            )
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """linear(x, weight, bias, fp8=self), of shapes that fit."""
+        self._check(x, weight)
+        y: Tensor = _Linear.apply(x, weight, bias, self)
+        return y
+
+    def _check(self, x: Tensor, weight: Tensor) -> None:
+        if any(n % 16 for n in weight.shape):
+            raise ValueError(
+                "linear: expected widths that are multiples of 16 with fp8, got weight="
+                f"{list(weight.shape)}; leave fp8 out for this layer"
+            )
+        if self.emulate or backend.recording or backend.choice == "triton":
+            return
+        device = f"device={x.device.type}"
+        if x.is_cuda:
+            found = torch.cuda.get_device_capability(x.device)
+            device = f"compute capability {found[0]}.{found[1]}"
+            if found >= LEAST_CAPABILITY and x.dtype == torch.bfloat16:
+                return
+        raise ValueError(
+            "linear: expected bf16 on a GPU of compute capability 8.9 or newer with fp8, got "
+            f"{device} dtype={x.dtype}; pass emulate=True for its numbers at less speed"
+        )
+
+    def _round(self, x: Tensor, which: int, own: bool) -> tuple[Codes, Tensor | None]:
+        """x[N, K] in 8 bits, and what DelayedScales are told of it."""
+        form, scale = _FORMATS[which], None
+        kernels = backend.triton_module("linear_fp8") if own else None
+        if self.scales is not None:
+            scale = self.scales.scale(self.layer, which, x.device)
+            if scale is None:
+                _, found = round_all(x, form, x.new_ones((), dtype=torch.float32))
+                return Codes(x, None), found
+            return (kernels or _HERE).round_all(x, form, scale)
+        group = BLOCK if self.scaling == "block" else x.shape[1]
+        return (kernels or _HERE).round_rows(x, form, group), None
+
+    def _product(self, a: Codes, b: Codes, bias: Tensor | None, like: Tensor, own: bool) -> Tensor:
+        """a[M, K] @ b[N, K].T + bias, in the dtype of `like`."""
+        if a.scales is None or b.scales is None:
+            return matmul(a.codes, b.codes.t(), bias=bias)
+        if not own:
+            y = _emulated(a, b, wide(like.dtype))
+            return (y if bias is None else y.add_(bias)).to(like.dtype)
+        if self.scaling == "block":
+            return backend.triton_module("linear_fp8").block_product(a, b, bias, like.dtype)
+        if backend.recording:
+            return like.new_empty(len(a.codes), len(b.codes))
+        of_rows = a.scales.dim() > 0
+        return torch._scaled_mm(
+            a.codes,
+            b.codes.t(),
+            a.scales,
+            b.scales.t() if of_rows else b.scales,
+            bias=bias,
+            out_dtype=like.dtype,
+        )
+
+
+class _Here:
+    """This file's functions, by the names that linear_fp8_triton.py has."""
+
+    round_rows = staticmethod(round_rows)
+    round_all = staticmethod(round_all)
+
+
+_HERE = _Here()
+
+
+def _emulated(a: Codes, b: Codes, dtype: torch.dtype) -> Tensor:
+    """a[M, K] @ b[N, K].T; see [Note: emulation]."""
+    return _by_halves(a.values(dtype), b.values(dtype), a.group if a.group == BLOCK else 0)
+
+
+def _by_halves(a: Tensor, b: Tensor, block: int) -> Tensor:
+    half = a.shape[1] // 2
+    if not block or half % block or not half:
+        return matmul(a, b.t())
+    low = _by_halves(a[:, :half], b[:, :half], block)
+    return low.add_(_by_halves(a[:, half:], b[:, half:], block))
+
+
+class _Linear(torch.autograd.Function):
+    """The layer; all its tensors are made matrices of rows first."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: Fp8) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        own = not how.emulate and use_triton("linear_fp8", x)
+        x8, found = how._round(rows, X, own)
+        w8, ctx.of_weight = how._round(weight, WEIGHT, own)
+        y = how._product(x8, w8, bias, x, own)
+        ctx.how, ctx.own, ctx.shape, ctx.found, ctx.group = how, own, x.shape, found, x8.group
+        ctx.has_bias = bias is not None
+        if how.keeps and x8.scales is not None:
+            ctx.save_for_backward(weight, x8.codes, x8.scales)
+        else:
+            ctx.save_for_backward(weight, x)
+        return y.view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        refuse_double_backward("linear")
+        how, own = ctx.how, ctx.own
+        weight, x, *scales = ctx.saved_tensors
+        rows = dy.reshape(-1, dy.shape[-1])
+        dy8, found = how._round(rows, DY, own)
+        if how.scales is not None:
+            for which, noted in ((X, ctx.found), (WEIGHT, ctx.of_weight), (DY, found)):
+                how.scales.note(how.layer, which, noted)
+        dx = dweight = dbias = None
+        if ctx.needs_input_grad[0]:
+            if how.scales is None:
+                w8 = how._round(weight.t(), WEIGHT, own)[0]
+            else:
+                w8 = how._round(weight, WEIGHT, own)[0].t()
+            dx = how._product(dy8, w8, None, dy, own).view(ctx.shape)
+        if ctx.needs_input_grad[1]:
+            if scales:
+                x8 = Codes(x, scales[0], ctx.group)
+            else:
+                x8 = how._round(x.reshape(-1, x.shape[-1]), X, own)[0]
+            if how.weight_gradient == "fp8":
+                dweight = how._product(dy8.t(), x8.t(), None, weight, own)
+            else:
+                dweight = matmul(rows.t(), x8.values(dy.dtype))
+        if ctx.has_bias and ctx.needs_input_grad[2]:
+            dbias = rows.sum(0)
+        return dx, dweight, dbias, None

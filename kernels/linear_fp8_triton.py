@@ -1,0 +1,247 @@
+"""8-bit floats in Triton: casts with their scales, and products with a scale for 128 features.
+
+A cast reads x once for a scale that is given (fused: the codes, their transpose, the largest value
+and the count of overflows), or twice, the second time from cache, where scales come from its rows.
+Formulas, formats and what is not finite: linear_fp8.py; the codes and scales have its bits.
+
+A product sums 128 features in the tensor cores, then adds them in fp32 by both operands' scales:
+Hopper's keep about 14 bits of what they sum up themselves. Products with other scales are torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastpar.kernels.linear_fp8 import BLOCK, LARGEST, Codes
+from fastpar.kernels.triton_launch import cdiv, launch
+
+AOT_ARCHS = (89, 90)  # older ones have no such products
+_ROWS = 16  # of a cast's tile
+_TILE = 64  # of one that is transposed, each way
+
+
+@triton.jit
+def _power_of_two(top, LARGEST: tl.constexpr):
+    bits = tl.div_rn(top, LARGEST).to(tl.int32, bitcast=True)
+    exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32)
+    exponent = tl.minimum(tl.maximum(exponent, 1), 254)
+    scale = (exponent << 23).to(tl.float32, bitcast=True)
+    return tl.where(top < float("inf"), scale, float("nan"))
+
+
+@triton.jit
+def _round_rows_kernel(
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    N,
+    K,
+    stride_row,
+    stride_col,
+    GROUP_TILES: tl.constexpr,
+    LARGEST: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    group = tl.program_id(1)
+    cols = group * GROUP_TILES * COLS + tl.arange(0, COLS)
+    x_ptrs = x_ptr + rows[:, None] * stride_row + cols[None, :] * stride_col
+    top = tl.zeros([ROWS], tl.float32)
+    for i in range(GROUP_TILES):
+        inside = (rows < N)[:, None] & (cols + i * COLS < K)[None, :]
+        x = tl.load(x_ptrs + i * COLS * stride_col, mask=inside, other=0.0).to(tl.float32)
+        size = tl.where(x == x, tl.abs(x), float("inf"))
+        top = tl.maximum(top, tl.max(size, 1))
+    scale = _power_of_two(top, LARGEST)
+    inverse = tl.div_rn(1.0, scale)
+    for i in range(GROUP_TILES):
+        inside = (rows < N)[:, None] & (cols + i * COLS < K)[None, :]
+        x = tl.load(x_ptrs + i * COLS * stride_col, mask=inside, other=0.0).to(tl.float32)
+        codes = (x * inverse[:, None]).to(codes_ptr.dtype.element_ty)
+        at = rows[:, None] * K + (cols + i * COLS)[None, :]
+        tl.store(codes_ptr + at, codes, mask=inside)
+    tl.store(scales_ptr + rows * tl.num_programs(1) + group, scale, mask=rows < N)
+
+
+@triton.jit
+def _round_all_kernel(
+    x_ptr,
+    scale_ptr,
+    codes_ptr,
+    flipped_ptr,
+    found_ptr,
+    N,
+    K,
+    LARGEST: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    cols = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = (rows < N)[:, None] & (cols < K)[None, :]
+    x = tl.load(x_ptr + rows[:, None] * K + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+    scaled = x * tl.div_rn(1.0, tl.load(scale_ptr))
+    size = tl.abs(scaled)
+    finite = size < float("inf")
+    clamped = tl.minimum(tl.maximum(scaled, -LARGEST), LARGEST)
+    codes = tl.where(finite, clamped, float("nan")).to(codes_ptr.dtype.element_ty)
+    tl.store(codes_ptr + rows[:, None] * K + cols[None, :], codes, mask=inside)
+    tl.store(
+        flipped_ptr + cols[:, None].to(tl.int64) * N + rows[None, :], tl.trans(codes),
+        mask=(cols < K)[:, None] & (rows < N)[None, :],
+    )  # fmt: skip
+    part = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    programs = tl.num_programs(0) * tl.num_programs(1)
+    tl.store(found_ptr + part, tl.max(tl.where(finite, tl.abs(x), 0.0)))
+    over = tl.sum((finite & (size > LARGEST)).to(tl.float32))
+    tl.store(found_ptr + programs + part, over)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _block_product_kernel(
+    a_ptr,
+    b_ptr,
+    a_scales_ptr,
+    b_scales_ptr,
+    bias_ptr,
+    y_ptr,
+    M,
+    N,
+    K,
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BAND: tl.constexpr,
+):
+    # Bands of BAND rows of tiles, so that neighbouring programs share operands in the L2 cache.
+    tiles_m, tiles_n = tl.cdiv(M, ROWS), tl.cdiv(N, COLS)
+    band = tl.program_id(0) // (BAND * tiles_n)
+    height = tl.minimum(tiles_m - band * BAND, BAND)
+    place = tl.program_id(0) % (BAND * tiles_n)
+    rows = (band * BAND + place % height) * ROWS + tl.arange(0, ROWS)
+    cols = place // height * COLS + tl.arange(0, COLS)
+    # Rows behind the end read others again: nothing of them is stored.
+    at_a, at_b = (rows % M).to(tl.int64), (cols % N).to(tl.int64)
+    ks, blocks = tl.arange(0, BLOCK), tl.cdiv(K, BLOCK)
+    a_ptrs = a_ptr + at_a[:, None] * K + ks[None, :]
+    b_ptrs = b_ptr + at_b[None, :] * K + ks[:, None]
+    a_scales_ptr += at_a * blocks
+    b_scales_ptr += at_b * blocks
+    total = tl.zeros([ROWS, COLS], tl.float32)
+    for i in range(blocks):
+        left = K - i * BLOCK
+        a = tl.load(a_ptrs, mask=(ks < left)[None, :], other=0.0)
+        b = tl.load(b_ptrs, mask=(ks < left)[:, None], other=0.0)
+        of_a, of_b = tl.load(a_scales_ptr + i), tl.load(b_scales_ptr + i)
+        total += tl.dot(a, b) * of_a[:, None] * of_b[None, :]
+        a_ptrs += BLOCK
+        b_ptrs += BLOCK
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+    inside = (rows < M)[:, None] & (cols < N)[None, :]
+    tl.store(
+        y_ptr + rows[:, None].to(tl.int64) * N + cols[None, :],
+        total.to(y_ptr.dtype.element_ty),
+        inside,
+    )
+
+
+def round_rows(x: Tensor, dtype: torch.dtype, group: int) -> Codes:
+    """As linear_fp8.round_rows()."""
+    n, k = x.shape
+    groups = cdiv(k, group)
+    codes = torch.empty(n, k, dtype=dtype, device=x.device)
+    scales = torch.empty(n, groups, dtype=torch.float32, device=x.device)
+    launch(
+        _round_rows_kernel,
+        (cdiv(n, _ROWS), groups),
+        x,
+        codes,
+        scales,
+        n,
+        k,
+        *x.stride(),
+        GROUP_TILES=cdiv(group, BLOCK),
+        LARGEST=LARGEST[dtype],
+        ROWS=_ROWS,
+        COLS=BLOCK,
+        num_warps=4,
+    )
+    return Codes(codes, scales, group)
+
+
+def round_all(x: Tensor, dtype: torch.dtype, scale: Tensor) -> tuple[Codes, Tensor]:
+    """As linear_fp8.round_all(), with the codes' transpose."""
+    n, k = x.shape
+    x = x.contiguous()
+    codes = torch.empty(n, k, dtype=dtype, device=x.device)
+    flipped = torch.empty(k, n, dtype=dtype, device=x.device)
+    grid = cdiv(n, _TILE), cdiv(k, _TILE)
+    found = torch.empty(2, grid[0] * grid[1], dtype=torch.float32, device=x.device)
+    tile: dict[str, Any] = {"LARGEST": LARGEST[dtype], "TILE": _TILE, "num_warps": 4}
+    launch(_round_all_kernel, grid, x, scale, codes, flipped, found, n, k, **tile)
+    noted = torch.stack((found[0].amax().double(), found[1].double().sum()))
+    return Codes(codes, scale, flipped=flipped), noted
+
+
+def block_product(a: Codes, b: Codes, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """a[M, K] @ b[N, K].T + bias [N], both with a scale for each BLOCK features."""
+    (m, k), n = a.codes.shape, b.codes.shape[0]
+    y = torch.empty(m, n, dtype=dtype, device=a.codes.device)
+    rows, cols = 128, 128
+    launch(
+        _block_product_kernel,
+        (cdiv(m, rows) * cdiv(n, cols),),
+        a.codes,
+        b.codes,
+        a.scales,
+        b.scales,
+        a.scales if bias is None else bias.contiguous(),
+        y,
+        m,
+        n,
+        k,
+        HAS_BIAS=bias is not None,
+        ROWS=rows,
+        COLS=cols,
+        BLOCK=BLOCK,
+        BAND=8,
+        num_warps=8,
+        num_stages=3,
+    )
+    return y
+
+
+def aot_calls() -> list[tuple[str, Callable[[], Any]]]:
+    """(label, call on meta tensors) of GPT-2 XL's MLP, for ahead-of-time checks."""
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    n, c, f = 16384, 1600, 6400
+    e4m3, e5m2 = LARGEST
+    scale = empty(dtype=torch.float32)
+
+    def of(rows: int, cols: int, dtype: torch.dtype = e4m3) -> Codes:
+        return round_rows(empty(rows, cols), dtype, BLOCK)
+
+    def product(a: Codes, b: Codes, bias: Tensor | None = None) -> Tensor:
+        return block_product(a, b, bias, torch.bfloat16)
+
+    weight = empty(f, c)
+    return [
+        (f"row e4m3 C={c}", lambda: round_rows(empty(n, c), e4m3, c)),
+        (f"row e5m2 F={f}", lambda: round_rows(empty(n, f), e5m2, f)),
+        (f"row of the transpose e4m3 C={c}", lambda: round_rows(weight.t(), e4m3, f)),
+        (f"tensor e4m3 C={c}", lambda: round_all(empty(n, c), e4m3, scale)),
+        (f"tensor e5m2 F={f}", lambda: round_all(empty(n, f), e5m2, scale)),
+        (f"fwd block e4m3 {c}->{f}", lambda: product(of(n, c), of(f, c), empty(f))),
+        (f"dx block e5m2 {c}->{f}", lambda: product(of(n, f, e5m2), of(c, f))),
+    ]

@@ -1,0 +1,315 @@
+"""linear(fp8=): formats and scales against arithmetic in fp64, layouts, overflow, what is kept."""
+
+import pytest
+import torch
+from cells import sweep
+
+from fastpar.doctor.proof_cases import proof_cases
+from fastpar.doctor.warm import launches_of
+from fastpar.kernels import DelayedScales, Fp8, backend, linear
+from fastpar.kernels.choice import Case
+from fastpar.kernels.linear_fp8 import (
+    BLOCK,
+    DY,
+    LARGEST,
+    WEIGHT,
+    Codes,
+    X,
+    power_of_two,
+    round_all,
+    round_rows,
+)
+
+E4M3, E5M2 = LARGEST
+DIGITS = {E4M3: (3, -6), E5M2: (2, -14)}  # bits of a significand, least exponent
+SCALINGS = ("row", "block", "tensor")
+
+
+def grid(x, form):
+    """x rounded to the format's numbers, nearest even, in fp64; larger ones stay larger."""
+    digits, least = DIGITS[form]
+    exponent = x.double().abs().clamp(min=2.0**-200).log2().floor().clamp(min=least)
+    step = 2.0 ** (exponent - digits)
+    return (x.double() / step).round() * step
+
+
+def rounded(x, form, scaling, top=None):
+    """Values of x[N, K] in fp64, by the definition of its scales."""
+    k = x.shape[1]
+    group = {"row": k, "block": BLOCK, "tensor": k}[scaling]
+    parts = []
+    for part in x.double().split(group, 1):
+        tops = part.abs().amax(1, keepdim=True) if scaling != "tensor" else torch.tensor(top)
+        scale = 2.0 ** (tops / LARGEST[form]).log2().ceil()
+        parts.append(grid(part / scale, form).clamp(-LARGEST[form], LARGEST[form]) * scale)
+    return torch.cat(parts, 1)
+
+
+def make(n=40, c=272, f=144, dtype=torch.float32):
+    x = torch.randn(n, c) * torch.logspace(-3, 3, n)[:, None]
+    inputs = [x, torch.randn(f, c) * 0.02, torch.randn(f)]
+    return [t.to(dtype).requires_grad_() for t in inputs]
+
+
+def layer(scaling, **options):
+    scales = DelayedScales(1) if scaling == "tensor" else None
+    return Fp8(scaling, emulate=True, scales=scales, **options)
+
+
+def settle(how, *step):
+    """A step in which tensors' scales become known."""
+    linear(*(t.detach().requires_grad_() for t in step[:-1]), fp8=how).backward(step[-1])
+    how.scales.update()
+
+
+@sweep("form", [E4M3, E5M2])
+def test_codes_are_the_formats_own_and_scales_the_least_that_fit(form):
+    x = torch.randn(64, 300) * torch.logspace(-30, 30, 64)[:, None]
+    x[3] = 0.0
+    for group in (300, BLOCK):
+        codes = round_rows(x, form, group)
+        assert codes.codes.dtype == form
+        assert codes.scales.shape == (64, -(-300 // group))
+        want = rounded(x, form, "row" if group == 300 else "block")
+        want[3] = 0.0
+        assert torch.equal(codes.values(torch.float64), want)
+        tops = x[:, :group].abs().amax(1)
+        assert (tops / codes.scales[:, 0] <= LARGEST[form]).all()
+        assert (tops / codes.scales[:, 0] > LARGEST[form] / 2).logical_or(tops == 0).all()
+
+
+def test_a_power_of_two_fits_exactly():
+    tops = torch.tensor([448.0, 449.0, 224.0, 0.0, 1e-45, torch.inf, torch.nan])
+    want = torch.tensor([1.0, 2.0, 0.5, 2.0**-126, 2.0**-126])
+    found = power_of_two(tops, 448.0)
+    assert torch.equal(found[:5], want)
+    assert found[5:].isnan().all()
+
+
+@sweep("scaling", SCALINGS)
+def test_products_are_those_of_the_rounded_operands(scaling):
+    for dtype in (torch.float32, torch.bfloat16):
+        x, weight, bias = make(dtype=dtype)
+        dy = torch.randn(40, 144).to(dtype)
+        for of_weight in ("bf16", "fp8") if scaling == "tensor" else ("bf16",):
+            how = layer(scaling, weight_gradient=of_weight)
+            if scaling == "tensor":
+                settle(how, x, weight, bias, dy)
+            for t in (x, weight, bias):
+                t.grad = None
+            y = linear(x, weight, bias, fp8=how)
+            y.backward(dy)
+            tops = [t.detach().abs().max().item() for t in (x, weight, dy)]
+            x8 = rounded(x.detach(), E4M3, scaling, tops[0])
+            w8 = rounded(weight.detach(), E4M3, scaling, tops[1])
+            wt8 = rounded(weight.detach().t(), E4M3, scaling, tops[1])
+            dy8 = rounded(dy, E5M2, scaling, tops[2])
+            of_dweight = dy8 if of_weight == "fp8" else dy.double()
+            wants = (x8 @ w8.t() + bias.double(), dy8 @ wt8.t(), of_dweight.t() @ x8)
+            for got, want in zip((y, x.grad, weight.grad), wants):
+                assert got.dtype == dtype
+                # Of sums of 272 products at most, and of storing them.
+                bound = (want.abs().max() * torch.finfo(dtype).eps * 4).item()
+                assert (got.double() - want).abs().max() <= bound
+            assert torch.equal(bias.grad, dy.sum(0))
+
+
+@sweep("scaling", SCALINGS)
+def test_bits_do_not_depend_on_how_tokens_are_cut(scaling):
+    x, weight, bias = make(c=256, f=256)
+    dy = torch.randn(40, 256)
+    how = layer(scaling)
+    if scaling == "tensor":
+        settle(how, x, weight, bias, dy)
+    whole = linear(x, weight, bias, fp8=how)
+    (dx,) = torch.autograd.grad(whole, x, dy)
+    for cut in (8, 24):
+        parts = []
+        for rows, grad in zip(x.detach().split(cut), dy.split(cut)):
+            rows.requires_grad_()
+            y = linear(rows, weight, bias, fp8=how)
+            parts.append((y, *torch.autograd.grad(y, rows, grad)))
+        ys, dxs = zip(*parts)
+        assert torch.equal(torch.cat(ys), whole)
+        assert torch.equal(torch.cat(dxs), dx)
+
+
+def test_bits_do_not_depend_on_how_features_are_cut_between_blocks():
+    """Two ranks of tp: a column layer's outputs, a row layer's sum of two parts, both backwards."""
+    x, weight, _ = make(n=64, c=512, f=512)
+    dy, how = torch.randn(64, 512), layer("block")
+    y = linear(x, weight, fp8=how)
+    dx, dweight = torch.autograd.grad(y, (x, weight), dy)
+    columns, rows = [], []
+    for part in range(2):
+        half = slice(256 * part, 256 * part + 256)
+        w = weight.detach()[half].requires_grad_()
+        out = linear(x, w, fp8=how)
+        columns.append((out, *torch.autograd.grad(out, (x, w), dy[:, half])))
+        xs, w = (t.detach()[:, half].requires_grad_() for t in (x, weight))
+        out = linear(xs, w, fp8=how)
+        rows.append((out, *torch.autograd.grad(out, (xs, w), dy)))
+    assert torch.equal(torch.cat([c[0] for c in columns], 1), y)
+    assert torch.equal(columns[0][1] + columns[1][1], dx)
+    assert torch.equal(torch.cat([c[2] for c in columns]), dweight)
+    assert torch.equal(rows[0][0] + rows[1][0], y)
+    assert torch.equal(torch.cat([r[1] for r in rows], 1), dx)
+    assert torch.equal(torch.cat([r[2] for r in rows], 1), dweight)
+
+
+def test_what_overflows_becomes_the_largest_code_and_is_counted():
+    x, weight, bias = (t.detach().requires_grad_() for t in make(c=32, f=16))
+    x.data.clamp_(-1, 1)[0, :2] = 1.0
+    dy, how = torch.ones(40, 16), layer("tensor")
+    y = linear(x, weight, bias, fp8=how)
+    y.backward(dy)
+    assert torch.equal(y, linear(x, weight, bias))  # nothing is known in the first step
+    how.scales.update()
+    scale = how.scales.scale(0, X, x.device).item()
+    assert scale == 2.0**-8
+    big = x.detach().clone()
+    big[1, :3], big[2, 0] = -5.0, 448 * scale
+    out = linear(big.requires_grad_(), weight, bias, fp8=how)
+    with torch.no_grad():
+        capped = linear(big.clamp(-448 * scale, 448 * scale), weight, bias, fp8=how)
+    assert torch.equal(out, capped)
+    assert not how.scales.overflows.any()
+    out.backward(dy)
+    how.scales.update()
+    assert how.scales.overflows.tolist() == [[3, 0, 0]]
+    assert how.scales.scale(0, X, x.device).item() == 2.0**-6  # the next step fits
+    assert how.scales.scale(0, DY, x.device).item() == 2.0**-15
+
+
+def test_the_largest_of_the_last_steps_counts():
+    scales = DelayedScales(2)
+    for step in range(18):
+        scales.note(1, X, torch.tensor([448.0 if step == 0 else 7.0, 0.0]).double())
+        scales.note(1, WEIGHT, torch.tensor([0.0, 1.0]).double())
+        scales.update()
+        assert scales.scale(1, X, torch.device("cpu")) == (1.0 if step < 16 else 2.0**-6)
+    assert scales.scale(0, X, torch.device("cpu")) == 1.0
+    assert scales.overflows.tolist() == [[0, 0, 0], [0, 1, 0]]
+    again = DelayedScales(2)
+    again.load_state_dict(scales.state_dict())
+    assert torch.equal(again.history, scales.history)
+    scales.note(1, X, torch.tensor([1.0, 1.0]).double())
+    scales.forget()
+    scales.update()
+    assert not scales.overflows.any()
+
+
+@sweep("scaling", SCALINGS)
+def test_what_is_not_finite_stays_so(scaling):
+    x, weight, bias = make()
+    how = layer(scaling)
+    if scaling == "tensor":
+        settle(how, x, weight, bias, torch.ones(40, 144))
+    for bad in (torch.inf, -torch.inf, torch.nan):
+        broken = x.detach().clone()
+        broken[5, 7] = bad
+        y = linear(broken, weight, bias, fp8=how)
+        assert y[5].isnan().all()
+        assert y[torch.arange(40) != 5].isfinite().all()
+
+
+def kept_bytes(how, x, weight):
+    sizes = []
+
+    def pack(t):
+        if t.data_ptr() != weight.data_ptr():
+            sizes.append((t.data_ptr() != x.data_ptr()) * t.nbytes)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        linear(x, weight, fp8=how)
+    return sum(sizes)
+
+
+def test_x_is_kept_in_8_bits_or_not_at_all():
+    x, weight, _ = make(dtype=torch.bfloat16)
+    assert kept_bytes(layer("row"), x, weight) == 40 * 272 + 40 * 4
+    assert kept_bytes(layer("block"), x, weight) == 40 * 272 + 40 * 3 * 4
+    assert kept_bytes(layer("row", keeps=False), x, weight) == 0
+    dy = torch.randn(40, 144).bfloat16()
+    results = [
+        torch.autograd.grad(linear(x, weight, fp8=layer("row", keeps=keeps)), (x, weight), dy)
+        for keeps in (True, False)
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+def test_what_is_refused(monkeypatch):
+    x, weight, _ = make()
+    with pytest.raises(ValueError, match=r"multiples of 16 with fp8, got weight=\[40, 16\]"):
+        linear(torch.ones(1, 16), torch.ones(40, 16), fp8=layer("row"))
+    with pytest.raises(ValueError, match=r"8\.9 or newer with fp8, got device=cpu dtype=.*emulate"):
+        linear(x, weight, fp8=Fp8())
+    with pytest.raises(ValueError, match="scaling row, block or tensor, got scaling=rows"):
+        Fp8("rows")
+    with pytest.raises(ValueError, match="got weight_gradient=fp8 with scaling=row"):
+        Fp8("row", weight_gradient="fp8")
+    for scaling, scales in (("tensor", None), ("row", DelayedScales(1))):
+        with pytest.raises(ValueError, match=f"scales with scaling=tensor alone, got .*{scaling}"):
+            Fp8(scaling, scales=scales)
+    with pytest.raises(ValueError, match="with tp=2, got scaling=block with 64; scales would dep"):
+        Fp8("block").check_split("column_linear", 64, 2)
+    with pytest.raises(ValueError, match=r"column_linear: .* got scaling=row with 256"):
+        Fp8("row").check_split("column_linear", 256, 2)
+    with pytest.raises(RuntimeError, match="linear: expected one backward"):
+        torch.autograd.grad(linear(x, weight, fp8=layer("row")).sum(), x, create_graph=True)
+
+    class OfGpu(torch.Tensor):
+        is_cuda = True
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    with pytest.raises(ValueError, match=r"got compute capability 8\.6 dtype=torch\.bfloat16"):
+        Fp8()._check(x.bfloat16().as_subclass(OfGpu), weight)
+
+
+def hostile():
+    x = torch.randn(37, 272) * torch.logspace(-30, 30, 37)[:, None]
+    x[3], x[4, 5], x[5, 6], x[6, 7] = 0.0, torch.inf, -torch.inf, torch.nan
+    return x
+
+
+def test_triton_casts_have_the_same_bits(triton_device):
+    x = hostile().to(triton_device)
+    kernels = backend.triton_module("linear_fp8")
+    for form, group, values in ((E4M3, BLOCK, x), (E5M2, 272, x), (E4M3, 37, x.bfloat16().t())):
+        want, got = round_rows(values, form, group), kernels.round_rows(values, form, group)
+        assert torch.equal(got.scales.nan_to_num(), want.scales.nan_to_num())
+        a, b = (c.values(torch.float32).cpu() for c in (got, want))
+        assert torch.equal(a.isnan(), b.isnan())
+        assert torch.equal(a.nan_to_num(), b.nan_to_num())
+    scale = torch.tensor(2.0**-5, device=triton_device)
+    x = torch.where(x.abs() < 1e6, x, 0.0)[:, :144]
+    x[7, 8], x[8, 9] = torch.inf, torch.nan
+    for form in (E4M3, E5M2):
+        (want, told), (got, found) = round_all(x, form, scale), kernels.round_all(x, form, scale)
+        assert torch.equal(found, told)
+        assert told[1] > 0
+        a, b = (c.values(torch.float32).cpu() for c in (got, want))
+        assert torch.equal(a.isnan(), b.isnan())
+        assert torch.equal(a.nan_to_num(), b.nan_to_num())
+        assert torch.equal(got.flipped.view(torch.uint8), got.codes.t().view(torch.uint8))
+
+
+def test_triton_products_with_blocks(triton_device):
+    x, weight, bias = (t.detach().to(triton_device) for t in make(n=130, c=272, f=144))
+    kernels = backend.triton_module("linear_fp8")
+    a, b = round_rows(x, E5M2, BLOCK), round_rows(weight, E4M3, BLOCK)
+    y = kernels.block_product(a, b, bias, torch.float32).cpu()
+    want = (a.values(torch.float64) @ b.values(torch.float64).t()).cpu() + bias.double().cpu()
+    rows = want.abs().amax(1, keepdim=True)
+    assert ((y - want).abs() <= rows * 1e-6).all()
+    assert isinstance(a, Codes)
+
+
+def test_what_a_proof_would_launch_and_multiply():
+    found = launches_of(Case("cuda", "linear_fp8", torch.bfloat16, 256), (90, 132))
+    assert {x.name for x in found} == {"_round_rows_kernel", "_block_product_kernel"}
+    for case in proof_cases("linear_fp8", 256, "cpu", 40):
+        assert case.stock is torch.nn.functional.linear
+        for errors in case.measure(torch.bfloat16, "cpu").values():
+            assert errors.max <= errors.bound
