@@ -125,3 +125,36 @@ def check_experts(shape: ModelSettings, parallel: ParallelSettings, values: dict
             f"train: expected no expert_capacity with cp={parallel.cp}, whose ranks have parts of "
             f"sequences, got expert_capacity={values['expert_capacity']}; drop one of them"
         )
+
+
+def check_outer(
+    who: str, prefix: str, every: int, lr: float, momentum: float, fragments: int, delay: int
+) -> None:
+    """Refuse numbers of an outer optimizer that are out of range, and turns that there are not.
+
+    Args:
+        prefix: of the names in messages.
+    """
+    for name, value, fine, rule, advice in (
+        ("every", every, every >= 1, ">= 1", "these are the steps between two exchanges"),
+        ("lr", lr, 0 < lr <= 2, "in (0, 2]", "1 takes the mean; 0.7 is usual with momentum"),
+        ("momentum", momentum, 0 <= momentum < 1, "in [0, 1)", "0.9 is usual; 0 takes no momentum"),
+        (
+            "fragments",
+            fragments,
+            1 <= fragments <= max(every, 1),
+            f"from 1 to {prefix}every={every}",
+            "each fragment has a step of its own",
+        ),
+        (
+            "delay",
+            delay,
+            0 <= delay < max(every, 1),
+            f"from 0 to {max(every, 1) - 1}, below {prefix}every={every}",
+            "a fragment's exchange ends before its next one begins",
+        ),
+    ):
+        if not fine:
+            raise ValueError(
+                f"{who}: expected {prefix}{name} {rule}, got {prefix}{name}={value}; {advice}"
+            )
