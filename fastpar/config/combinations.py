@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
-from fastpar.config.options import DataSettings, ModelSettings, ParallelSettings
+from fastpar.config.options import DataSettings, ModelSettings, OptimSettings, ParallelSettings
 
 
 def check_ramp(settings: DataSettings) -> None:
@@ -125,6 +126,36 @@ def check_experts(shape: ModelSettings, parallel: ParallelSettings, values: dict
             f"train: expected no expert_capacity with cp={parallel.cp}, whose ranks have parts of "
             f"sequences, got expert_capacity={values['expert_capacity']}; drop one of them"
         )
+
+
+def check_outer_settings(
+    optim: OptimSettings, parallel: ParallelSettings, values: dict[str, Any]
+) -> None:
+    """Refuse replicas that never meet, an outer step of nothing, and what no replica does alone."""
+    every, replicas = optim.outer_every, parallel.replicas
+    if every is None:
+        given = [f for f in fields(optim) if f.name.startswith("outer_")]
+        changed = [f.name for f in given if getattr(optim, f.name) != f.default]
+        if replicas > 1 or changed:
+            name = changed[0] if changed else "replicas"
+            raise ValueError(
+                f"train: expected outer_every with {name}, got {name}={values[name]} alone; add "
+                "--outer-every 50, the steps after which replicas meet"
+            )
+        return
+    numbers = optim.outer_lr, optim.outer_momentum, optim.outer_fragments, optim.outer_delay
+    check_outer("train", "outer_", every, *numbers)
+    for name, allowed, beside in (
+        ("on_nonfinite", ("stop", "skip"), replicas > 1),
+        ("loss_spike", (0,), replicas > 1),
+        ("deterministic", (False,), optim.outer_wire != "fp32"),
+    ):
+        if beside and values[name] not in allowed:
+            raise ValueError(
+                f"train: expected {name} {' or '.join(map(str, allowed))} with replicas={replicas}"
+                f" and outer_wire={optim.outer_wire}, got {name}={values[name]}; leave one of them "
+                "out"
+            )
 
 
 def check_outer(
