@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.low_rank import LowRankSums, Matrix
 from fastpar.comm.wire_formats import FORMATS
-from fastpar.comm.wires import CompressedGathers, CompressedSums, Worker
+from fastpar.comm.wires import CompressedGathers, CompressedSums, NodeSums, Worker
 
 LOW_RANK = "powersgd"
 
@@ -105,10 +106,12 @@ class Wires:
         numel: int = 0,
         in_place: bool = False,
         matrices: Sequence[Matrix] = (),
+        nodes: tuple[Collectives, Collectives] | None = None,
     ) -> Collectives | None:
         """For the gradients of bucket `index`; further arguments as in CompressedSums.
 
-        numel: of a buffer for errors, in_place: they need none. matrices: of the bucket.
+        numel: of a buffer for errors, in_place: they need none. matrices: of the bucket. nodes: as
+        in NodeSums, where each of these has several ranks.
         """
         if inner is None or inner.world_size == 1:
             return inner
@@ -120,7 +123,8 @@ class Wires:
         keep, error = self._feedback, None
         if keep and not in_place and numel:
             error = torch.zeros(numel, device=inner.device)
-        return CompressedSums(
+        make = CompressedSums if nodes is None else functools.partial(NodeSums, nodes=nodes)
+        return make(
             inner,
             self._gradients,
             self._worker(inner),

@@ -68,7 +68,7 @@ class WireFormat:
 
     def _round(self, x: Tensor, message: Tensor, error: Tensor | None) -> None:
         v = x.float() if error is None or error is x else x + error
-        sent = message[: 2 * x.numel()].view(self.dtype)
+        sent = message[: self.dtype.itemsize * x.numel()].view(self.dtype)
         sent.copy_(v)
         if error is not None:
             lost = v - sent
@@ -78,7 +78,7 @@ class WireFormat:
     def decode(self, message: Tensor, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """The n elements that a message holds, as another reads them."""
         if not self.block:
-            return message[: 2 * n].view(self.dtype).to(dtype)
+            return message[: self.dtype.itemsize * n].view(self.dtype).to(dtype)
         start = -(-n // self.block) * 4
         scales = message[:start].view(torch.float32)
         codes = message[start : start + -(-n * self.bits // 8)]

@@ -5,6 +5,9 @@
     all_reduce       the same of slices of whole blocks, then the means are encoded and gathered
     all_gather       encoded once to nearest; what the owner gets is what its peers get
 
+    NodeSums         reduce_scatter in two levels: each node adds up what its ranks have of the
+                     slices for one place in the nodes, encodes that once for each other node
+
 A rank's own slice is not sent, and enters the sum as it is. No sum is encoded twice on its way, as
 it would be in a ring. What is not finite makes its block nan, on every rank.
 
@@ -245,6 +248,92 @@ class CompressedSums(Wire):
                 sum_rows_in_tree(tails, x[n:], mean)
 
         return gather
+
+
+class NodeSums(CompressedSums):
+    """Gradients that are added up in each node first; only for reduce_scatter.
+
+    What a sum has lost is kept at its own place by the rank that has encoded it.
+
+    Args:
+        nodes: the ranks of this node, and those at the same place in each node.
+    Wire: per rank (n - 1) * W / n messages of a slice in a node of n ranks, W / n - 1 between them.
+    """
+
+    def __init__(self, *args: Any, nodes: tuple[Collectives, Collectives], **how: Any) -> None:
+        super().__init__(*args, **how)
+        self._inside, self._between = nodes
+
+    def sent_bytes(self, op: str, n_bytes: int, numel: int) -> int:
+        n, k = self._inside.world_size, self._between.world_size
+        return ((n - 1) * k + k - 1) * self.form.nbytes(numel // self.world_size)
+
+    def _places(self, place: int, size: int) -> list[slice]:
+        """Slices of the ranks at a place, node by node."""
+        ranks = range(place, self.world_size, self._inside.world_size)
+        return [slice(r * size, (r + 1) * size) for r in ranks]
+
+    def _error(self, at: slice) -> Tensor | None:
+        return None if self.error is None else self.error[at]
+
+    def _scatter(self, out: Tensor, x: Tensor, mean: bool, tag: int) -> Rest:
+        self.calls += 1
+        group, size = self._inside, out.numel()
+        message = self.form.nbytes(size)
+        rows = x.new_empty(
+            group.world_size - 1, self._between.world_size, message, dtype=torch.uint8
+        )
+        for row, place in zip(rows, (p for p in range(group.world_size) if p != group.rank)):
+            for part, at in zip(row, self._places(place, size)):
+                values = x[at]
+                rest = values if self.leaves_rest else self._error(at)
+                self.form.encode(values, part, seed=self._seed(0), index=at.start, error=rest)
+        received = torch.empty_like(rows)
+        sizes = [rows[:1].numel() * (p != group.rank) for p in range(group.world_size)]
+        args = received.view(-1), rows.view(-1), sizes, sizes
+        handle = started(group.all_to_all(*args, async_op=True, tag=tag))
+        return functools.partial(self._of_node, handle, received, x, out, mean, tag)
+
+    def _of_node(
+        self, handle: Handle, received: Tensor, x: Tensor, out: Tensor, mean: bool, tag: int
+    ) -> Rest:
+        """Add up what this node has, send each other node its part."""
+        handle.wait()
+        inside, group, size = self._inside, self._between, out.numel()
+        mine = self._places(inside.rank, size)
+        sums = torch.empty(group.world_size, size, device=x.device)
+        parts = torch.empty(inside.world_size, size, device=x.device)
+        for node, at in enumerate(mine):
+            rows = iter(received[:, node])
+            for place in range(inside.world_size):
+                own = place == inside.rank
+                parts[place] = x[at] if own else self.form.decode(next(rows), size)
+            if (error := self._error(at)) is not None:
+                parts[inside.rank] += error
+            sum_rows_in_tree(parts, sums[node], False)
+        message = self.form.nbytes(size)
+        sent = received.new_empty(group.world_size - 1, message)
+        for row, node in zip(sent, (k for k in range(group.world_size) if k != group.rank)):
+            at, total = mine[node], sums[node]
+            rest = x[at] if self.leaves_rest else self._error(at)
+            lost = None if rest is None else total
+            self.form.encode(total, row, seed=self._seed(1), index=at.start, error=lost)
+            if rest is not None:
+                rest.copy_(total)
+        arrived = torch.empty_like(sent)
+        sizes = [message * (k != group.rank) for k in range(group.world_size)]
+        args = arrived.view(-1), sent.view(-1), sizes, sizes
+        second = started(group.all_to_all(*args, async_op=True, tag=tag))
+
+        def add_up() -> None:
+            second.wait()
+            rows = iter(arrived)
+            for node in range(group.world_size):
+                if node != group.rank:
+                    sums[node] = self.form.decode(next(rows), size)
+            sum_rows_in_tree(sums.div_(inside.world_size) if mean else sums, out, mean)
+
+        return add_up
 
 
 class CompressedGathers(Wire):

@@ -120,6 +120,8 @@ def predict_states(workload: Workload, setup: Setup, parts: RankParts | None = N
         weights = 0 if setup.offload == "parameters" else weights
     if stage in (1, 2) and setup.code_bytes[1]:  # a rank's own are apart from what is gathered
         weights += shard
+    if setup.secondary_shards and setup.node_size and n > setup.node_size:
+        weights += whole / setup.node_size
     return Memory(
         parameters=round(setup.weight_bytes * weights),
         gradients=round(setup.grad_bytes * grads + setup.error_bytes * whole),

@@ -312,16 +312,20 @@ def _gradients_and_weights(workload: Workload, setup: Setup) -> Iterator[CommOp]
     """Gradients of each kind of bucket while backward runs, weights before they are used."""
     n_micro, stage, shards, tp = setup.grad_accum_steps, setup.stage, setup.n_shards, setup.tp
     reductions = n_micro if setup.accumulate == "shard" else 1
-    reduced, gathered = Counter[tuple[int, str]](), Counter[tuple[int, str]]()
+    reduced, gathered, again = (Counter[tuple[int, str]]() for _ in range(3))
+    node = setup.node_size or 1
     buckets = buckets_of(workload, setup)
     experts, instead = expert_elements(workload.shape, setup)
     dense = (buckets.elements + instead) / buckets.elements
     for kind, count in buckets.kinds.items():
         numel, passes = round(kind.padded(shards) * dense), count * (n_micro if stage == 3 else 1)
         reduced[numel, "" if kind.complete_last else "backward"] += reductions * count
-        gathered[numel, "" if kind.root else "forward"] += passes
+        inside = setup.secondary_shards
+        gathered[numel, "" if kind.root else "forward"] += count if inside else passes
+        if inside:
+            again[numel, "" if kind.root else "forward"] += passes - count
         if stage == 3 and not (kind.root or kind.last_unit):
-            gathered[numel, "backward"] += passes
+            (again if inside else gathered)[numel, "backward"] += passes
     if setup.wire_gradients == LOW_RANK:
         yield from _factors(buckets_of(workload, setup), setup, reductions)
         reduced.clear()
@@ -329,6 +333,11 @@ def _gradients_and_weights(workload: Workload, setup: Setup) -> Iterator[CommOp]
         n_bytes = float(numel * setup.wire_bytes)
         if stage:
             scatter = "all_to_all" if setup.wire_gradients in FORMATS else "reduce_scatter"
+            if node > 1 and scatter == "all_to_all":  # inside of a node, then between nodes
+                yield CommOp(scatter, "shard", n_bytes, node, tp, count, under)
+                args = n_bytes / node, shards // node, tp * node, count, under
+                yield CommOp(scatter, "shard", *args)
+                continue
             yield CommOp(scatter, "shard", n_bytes, shards, tp, count, under)
             part, copies = n_bytes / shards, setup.data // shards
             yield from _sums(setup, "copies", part, copies, tp * shards, count, under)
@@ -337,6 +346,10 @@ def _gradients_and_weights(workload: Workload, setup: Setup) -> Iterator[CommOp]
     for (numel, under), count in gathered.items() if stage else ():
         n_bytes = float(numel * setup.gathered_bytes)
         yield CommOp("all_gather", "shard", n_bytes, shards, tp, count, under)
+    for (numel, under), count in again.items():
+        yield CommOp(
+            "all_gather", "shard", float(numel * setup.weight_bytes), node, tp, count, under
+        )
     if experts:
         yield from _of_experts(setup, experts // setup.ep, reductions)
 

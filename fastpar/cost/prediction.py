@@ -60,8 +60,7 @@ def workload_of(
         device_type="cuda" if on_gpu else "cpu",
         transport=facts["transport"] if facts["transport"] != "none" else "shm",
     )
-    rows = config.text.batch_size // facts.get("replicas", 1)  # a replica's
-    workload = Workload(replace(shape, block_size=facts["block_size"]), rows)
+    workload = Workload(replace(shape, block_size=facts["block_size"]), config.text.batch_size)
     return workload, replace(setup, zero_stage=facts["zero_stage"])
 
 

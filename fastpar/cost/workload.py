@@ -113,6 +113,8 @@ class Setup:
     error_feedback: bool = False
     error_buffer: bool = False
     wire_rank: int = 4
+    node_size: int | None = None
+    secondary_shards: bool = False
 
     @property
     def dp(self) -> int:

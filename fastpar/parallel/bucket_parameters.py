@@ -11,11 +11,17 @@ A placeholder, of a parameter or of a gradient that was reduced into a shard, re
 what is written there would be lost, copies and files would hold nan without a word, and torch's own
 words are about memory. A parameter is absent by its class, which costs nothing while it is there;
 only its methods refuse: torch's functions on lists (torch._foreach_mul_) still fail in their way.
+
+[Note: secondary shards]
+The ranks of a node together keep what the first gather of a step, over all ranks, has brought: as
+forwards have it, rounded where wire_weights rounds. Later gathers of the step, those of backward
+and of further micro-batches, stay inside of the node. Every rank takes the one or the other way for
+the same gather, because it depends on gathers, steps and writes alone, which all ranks do alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -27,7 +33,11 @@ from fastpar.comm.collectives import Collectives
 from fastpar.comm.handles import Handle
 from fastpar.comm.low_rank import Matrix
 from fastpar.parallel.stages import Settings, Stage
-from fastpar.sharding.layout import Bucket, Layout, Slot
+from fastpar.pipeline.stages import Stages
+from fastpar.sharding.layout import Bucket, Layout, Slot, parameter_names
+from fastpar.tensor.declared import Declared
+
+Materialize = Callable[[str, Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -41,12 +51,16 @@ class BucketGroups:
         gather: the same ranks as reduce, another group: neither waits for the other.
         copies: the ranks that own the same shard of other copies.
         again: the same ranks as reduce, for the second half of a compressed all-reduce.
+        node: of gather's ranks those of this node: [Note: secondary shards].
+        nodes: of reduce's ranks those of this node, and those at the same place in each node.
     """
 
     reduce: Collectives | None = None
     gather: Collectives | None = None
     copies: Collectives | None = None
     again: Collectives | None = None
+    node: Collectives | None = None
+    nodes: tuple[Collectives, Collectives] | None = None
 
     def on_wires(
         self, wires: Wires, spec: Bucket, slots: Sequence[Slot], stage: Stage
@@ -60,10 +74,12 @@ class BucketGroups:
         index, flags = spec.index, spec.numel - spec.used_start
         exact, in_place = (0, not stage.frees_gradients) if stage.shards else (flags, False)
         how = {"again": self.again, "exact": exact, "in_place": in_place, "matrices": matrices}
+        how["nodes"] = self.nodes
         return BucketGroups(
             wires.sums(self.reduce, index, numel=spec.numel, **how),  # type: ignore[arg-type]
             wires.gathers(self.gather, spec.dtype),
             wires.sums(self.copies, index),
+            node=self.node,
         )
 
 
@@ -79,6 +95,7 @@ class BucketParameters:
         rank: among those that share one copy.
         apart: shard has memory of its own.
         own: the place of shard in flat; host: see offload.py, None without it.
+        secondary: [P / ranks of a node], None without; kept: whether it holds this step's weights.
         groups: over which it travels; device: where it lies.
     """
 
@@ -109,6 +126,10 @@ class BucketParameters:
         if self.apart:
             self.shard = self._empty(groups.gather, spec.shard_numel, spec.dtype)
         self.stepped = self.shard
+        node, self.kept = groups.node, False
+        self.secondary: Tensor | None = None
+        if node is not None:
+            self.secondary = self._empty(node, spec.numel // node.world_size, spec.dtype)
         self.host: Any = None
         self._placeholders = list(self.views)
         self._absents: dict[int, Absent] = {}  # what marks show, see bucket.py
@@ -155,6 +176,14 @@ class BucketParameters:
         """Memory for all parameters, their values unknown."""
         if self.stage.frees_parameters and not self.flat.untyped_storage().nbytes():
             self.flat.untyped_storage().resize_(self.spec.numel * self.spec.dtype.itemsize)
+
+    def keep_secondary(self) -> None:
+        """All parameters were gathered over all ranks: see [Note: secondary shards]."""
+        node, mine = self.groups.node, self.secondary
+        if node is None or mine is None or self.kept or (self.rounds and self.gathered_exact):
+            return
+        mine.copy_(self.flat.view(node.world_size, -1)[node.rank])
+        self.kept = True
 
     def make_live(self) -> None:
         """The values are there: parameters are views of them."""
@@ -213,6 +242,7 @@ class BucketParameters:
             self.shard.copy_(self.flat[self.own])
         if self.host is not None:
             self.stepped.copy_(self.shard)
+        self.kept = False
 
     def _nan(self, dtype: torch.dtype) -> Tensor:
         """A new one: somebody may write into that of a parameter with one element."""
@@ -403,3 +433,62 @@ def show(p: nn.Parameter) -> None:
     """The parameter is about to be there."""
     if type(p) is AbsentParameter:
         p.__class__ = nn.Parameter  # type: ignore[assignment]
+
+
+class Fill:
+    """Gives parameters their first values.
+
+    Args:
+        named: all parameters with their names.
+        materialize: where the model was on the meta device; else parameters have their values.
+    """
+
+    def __init__(
+        self,
+        named: dict[nn.Parameter, tuple[str, ...]],
+        materialize: Materialize | None,
+        declared: Declared | None,
+        stages: Stages | None,
+    ) -> None:
+        self.named, self.materialize, self.declared = named, materialize, declared
+        self.stages = stages
+
+    def __call__(self, p: nn.Parameter, memory: Tensor) -> None:
+        """Write the values of p into memory."""
+        if self.materialize is None:
+            memory.copy_(p.detach())
+        elif self.declared is None or not self.declared.is_split(p):
+            self.materialize(self.named[p][0], memory)
+        else:
+            whole = memory.new_empty(self.declared.whole_shape(p))
+            self.materialize(self.named[p][0], whole)
+            memory.copy_(self.declared.cut(whole, p))
+
+    def rest(self, model: nn.Module, frozen: Iterable[nn.Parameter]) -> None:
+        """Values of what is in no bucket."""
+        if self.materialize is None:
+            return
+        for p in frozen:
+            self(p, p.data)
+        for name, buffer in model.named_buffers():
+            self.materialize(name, buffer.data)
+
+
+def allocate_meta(model: nn.Module, device: torch.device, declared: Declared | None) -> None:
+    """Parameters of the meta device -> parameters on device, trained ones without memory yet."""
+    old = parameter_names(model)
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is None:
+                continue
+            if p not in made:
+                shape = torch.empty((), dtype=p.dtype, device=device).expand(p.shape)
+                data = shape if p.requires_grad else torch.empty_like(p, device=device)
+                made[p] = nn.Parameter(data, requires_grad=p.requires_grad)
+            module._parameters[name] = made[p]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+    if declared is not None:
+        declared.rename(old, parameter_names(model))

@@ -113,8 +113,9 @@ def check_offload(options: Mapping[str, Any], device: torch.device, debug: Debug
         )
 
 
-def check_wires(model: nn.Module, options: Mapping[str, Any], dp: int) -> str:
+def check_wires(model: nn.Module, options: Mapping[str, Any], dp: int, ep: int) -> str:
     """Refuse formats that are not known, or not to be had; returns the transport."""
+    _check_nodes(options, dp, ep)
     gradients, weights, stage, feedback, transport = (
         options[n]
         for n in ("wire_gradients", "wire_weights", "zero_stage", "error_feedback", "transport")
@@ -188,6 +189,46 @@ def check_wires(model: nn.Module, options: Mapping[str, Any], dp: int) -> str:
             stacklevel=3,
         )
     return "torch" if transport == "auto" and dp > 1 else transport
+
+
+def _check_nodes(options: Mapping[str, Any], dp: int, ep: int) -> None:
+    """Refuse nodes that are no part of a copy, and nodes or secondary shards without a use."""
+    size, second, stage = (options[n] for n in ("node_size", "secondary_shards", "zero_stage"))
+    compressed = options["wire_gradients"] not in ("fp32", LOW_RANK)
+    if size is None and not second:
+        return
+    shards = options["shard_size"] or dp
+    if (
+        isinstance(size, bool)
+        or not isinstance(size, int)
+        or not 1 < size < shards
+        or shards % size
+    ):
+        raise ValueError(
+            f"parallelize: expected node_size to divide the {shards} ranks that share a copy, "
+            f"above 1 and below {shards}, got node_size={size!r} and secondary_shards={second!r}; "
+            "give the number of these ranks on each node, or leave both out where one node has all"
+        )
+    if second and stage != 3:
+        raise ValueError(
+            f"parallelize: expected zero_stage=3 with secondary_shards, got zero_stage={stage}, "
+            "which keeps whole parameters for backward; leave it out"
+        )
+    if not second and (stage == 0 or not compressed):
+        raise ValueError(
+            "parallelize: expected secondary_shards at stage 3, or wire_gradients 'bf16', 'int8', "
+            f"'int4' or 'fp8' at stages 1 to 3, with node_size={size}, got zero_stage={stage} and "
+            f"wire_gradients={options['wire_gradients']!r}; nothing else asks for nodes"
+        )
+    beside = {"offload": options["offload"], "ep": ep if ep > 1 else None}
+    if compressed and shards < dp:
+        beside["shard_size"] = shards  # copies are averaged between nodes already
+    for name, value in beside.items():
+        if value is not None:
+            raise ValueError(
+                f"parallelize: expected {name} left out with node_size={size}, got {name}="
+                f"{value!r}; leave one of them out"
+            )
 
 
 _BESIDE_WIRES = {

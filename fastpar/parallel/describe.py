@@ -33,6 +33,9 @@ def memory(shards: Shards) -> dict[str, int]:
         if shards.offload.mode == "parameters":
             kinds["parameter shards"] -= kinds["host weights"]
     kinds["partial sums"] = sum(bucket.tree_bytes for bucket in shards.buckets)
+    second = [b.secondary.nbytes for b in shards.buckets if b.secondary is not None]
+    if second:
+        kinds["secondary shards"] = sum(second)
     errors = [b.unsent.buffer for b in shards.buckets if b.unsent.buffer is not None]
     if errors:
         kinds["errors on the wire"] = sum(error.nbytes for error in errors)
@@ -97,7 +100,10 @@ def _sent_of(
         add("reduce-scatter", groups.reduce, numel, bucket.wire_dtype)
         # The root stays from forward to backward, and so does the last unit.
         stays = not stage.frees_parameters or bucket.spec.unit in (ROOT, last_unit)
-        for _ in range(1 if stays else 2):
+        add("all-gather", groups.gather, numel, bucket.spec.dtype)
+        if not stays and groups.node is not None:
+            add("all-gather in the node", groups.node, numel, bucket.spec.dtype)
+        elif not stays:
             add("all-gather", groups.gather, numel, bucket.spec.dtype)
         add("all-reduce of shards", groups.copies, bucket.spec.shard_numel, bucket.wire_dtype)
     return sent

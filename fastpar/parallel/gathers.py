@@ -262,6 +262,8 @@ class Gathers:
     def after_step(self) -> None:
         """All parameters are stale."""
         self._keep = False
+        for bucket in self._shards.buckets:
+            bucket.kept = False
         self.passes_since_step.clear()
         self.entered.clear()
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fastpar.comm.bucket_wires import Wires
-from fastpar.comm.collectives import Collectives, OneRank
+from fastpar.comm.collectives import Collectives
 from fastpar.comm.mesh import AXES, Mesh
+from fastpar.comm.one_rank import OneRank
 from fastpar.comm.overlap import check_overlap, choose_overlap
 from fastpar.comm.transport import make_collectives
 from fastpar.context.sequences import check_method, mesh_of_gradients
-from fastpar.parallel.bucket_parameters import BucketGroups
+from fastpar.parallel.bucket_parameters import BucketGroups, Fill, Materialize, allocate_meta
 from fastpar.parallel.checks import (
     check_arguments,
     check_deterministic,
@@ -42,7 +43,7 @@ from fastpar.parallel.stages import STAGES, Settings, Stage
 from fastpar.parallel.units import find_units, unit_of_parameters
 from fastpar.patching.context import share_context
 from fastpar.patching.tp_plan import Plan, Planned, plan_for, use_tokens
-from fastpar.pipeline.stages import Stages, cut_stages, make_stages
+from fastpar.pipeline.stages import cut_stages, make_stages
 from fastpar.sharding.layout import (
     ParamSpec,
     build_layout,
@@ -55,7 +56,6 @@ from fastpar.tensor.functional import TensorParallel
 from fastpar.tensor.report import tp_report
 
 Factory = Callable[[Any, str], Collectives]
-Materialize = Callable[[str, Tensor], None]
 # Arguments of parallelize() that may differ between ranks, or are compared in another way.
 _NO_OPTIONS = {"model", "mesh", "units", "materialize", "debug", "collectives"}
 
@@ -93,6 +93,8 @@ def parallelize(
     wire_weights: str | None = None,
     error_feedback: bool | str = False,
     wire_rank: int = 4,
+    node_size: int | None = None,
+    secondary_shards: bool = False,
 ) -> nn.Module:
     """Make the ranks of mesh train model together; an ordinary training loop stays as it was.
 
@@ -160,6 +162,10 @@ def parallelize(
             "powersgd": matrices at stages 0 and 1 as two factors of wire_rank columns.
         wire_weights: "bf16" or "int8": gathered so; all ranks compute with what is sent.
         error_feedback: True adds what a gradient lost to the next; "buffer" in memory of its own.
+        node_size: neighbours among the ranks that share a copy, on one machine: wire_gradients are
+            added up there first, and encoded once more for each of the other nodes.
+        secondary_shards: stage 3 keeps 1 / node_size of what its first forward in a step gathered,
+            and gathers inside of the node until weights change; the same bits.
     Returns:
         The same module (of a model on the meta device, with new parameters).
     Ranks: all, with the same model and arguments.
@@ -180,16 +186,14 @@ def parallelize(
     check_arguments(model, mesh.dp_size, options)
     check_experts(model, given, options)
     check_offload(options, given.device, debug or Debug())
-    transport = check_wires(model, options, mesh.dp_size)
+    transport = check_wires(model, options, mesh.dp_size, given.size("ep"))
     check_overlap(tp_overlap, sequence_parallel is not False)
     check_parameters(parameter_names(model), mesh.device, materialize is not None)
     check_in_place_writers(model, mesh.dp_size)
-    lines = [f"{name}={value}" for name, value in options.items()]
-    mesh.check_same("parallelize", [*lines, *inventory(model)])
+    mesh.check_same("parallelize", [*(f"{k}={v}" for k, v in options.items()), *inventory(model)])
     prove_together(mesh)
     debug = debug or Debug()
-    maker = GroupMaker(mesh, transport, collectives, deterministic=deterministic, debug=debug)
-    maker.again = wire_gradients != "fp32"
+    maker = GroupMaker(mesh, transport, collectives, options, debug)
     context, take_context = share_context(model, given, maker.make, cp_method)
     cut = cut_stages(model, mesh, pp_split, pp_schedule, pp_chunks)
     declared, report = _split_along_tp(model, mesh, maker, tp_plan, sequence_parallel, tp_overlap)
@@ -203,11 +207,11 @@ def parallelize(
     settings = _settings(options, stage, n_shards, mesh.dp_size, groups)
     check_deterministic(settings, parameter_names(model))
     if materialize is not None:
-        _allocate_meta(model, mesh.device, declared)
+        allocate_meta(model, mesh.device, declared)
     stages = None if cut is None else make_stages(cut, model, mesh, maker.make)
     apart = () if cut is None else cut.starts(model)
     modules = find_units(model, units, merge_bytes=first_bucket_mb * 2**20, apart=apart)
-    fill = _Fill(parameter_names(model), materialize, declared, stages)
+    fill = Fill(parameter_names(model), materialize, declared, stages)
     travel = Travel(mesh, given, groups, of_experts, settings, debug.poison)
     shards = _make_shards(model, travel, modules, fill)
     engine = Engine(shards, modules, control, given, debug)
@@ -233,47 +237,8 @@ def _settings(
     return dataclasses.replace(settings, bucket_mb=default_bucket_mb(dp, transport))
 
 
-class _Fill:
-    """Gives parameters their first values.
-
-    Args:
-        named: all parameters with their names.
-        materialize: where the model was on the meta device; else parameters have their values.
-    """
-
-    def __init__(
-        self,
-        named: dict[nn.Parameter, tuple[str, ...]],
-        materialize: Materialize | None,
-        declared: Declared | None,
-        stages: Stages | None,
-    ) -> None:
-        self.named, self.materialize, self.declared = named, materialize, declared
-        self.stages = stages
-
-    def __call__(self, p: nn.Parameter, memory: Tensor) -> None:
-        """Write the values of p into memory."""
-        if self.materialize is None:
-            memory.copy_(p.detach())
-        elif self.declared is None or not self.declared.is_split(p):
-            self.materialize(self.named[p][0], memory)
-        else:
-            whole = memory.new_empty(self.declared.whole_shape(p))
-            self.materialize(self.named[p][0], whole)
-            memory.copy_(self.declared.cut(whole, p))
-
-    def rest(self, model: nn.Module, frozen: Iterable[nn.Parameter]) -> None:
-        """Values of what is in no bucket."""
-        if self.materialize is None:
-            return
-        for p in frozen:
-            self(p, p.data)
-        for name, buffer in model.named_buffers():
-            self.materialize(name, buffer.data)
-
-
 def _make_shards(
-    model: nn.Module, travel: Travel, units: list[list[nn.Module]], fill: _Fill
+    model: nn.Module, travel: Travel, units: list[list[nn.Module]], fill: Fill
 ) -> Shards:
     """Bring the parameters into buckets, with the values of the first rank that has them."""
     mesh, settings, declared = travel.mesh, travel.settings, fill.declared
@@ -370,26 +335,6 @@ def _split(model: nn.Module, mesh: Mesh, tp: TensorParallel, planned: Planned | 
         raise
 
 
-def _allocate_meta(model: nn.Module, device: torch.device, declared: Declared | None) -> None:
-    """Parameters of the meta device -> parameters on device, trained ones without memory yet."""
-    old = parameter_names(model)
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        for name, p in module._parameters.items():
-            if p is None:
-                continue
-            if p not in made:
-                shape = torch.empty((), dtype=p.dtype, device=device).expand(p.shape)
-                data = shape if p.requires_grad else torch.empty_like(p, device=device)
-                made[p] = nn.Parameter(data, requires_grad=p.requires_grad)
-            module._parameters[name] = made[p]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = torch.empty_like(buffer, device=device)
-    if declared is not None:
-        declared.rename(old, parameter_names(model))
-
-
 # Process groups
 
 
@@ -398,24 +343,23 @@ class GroupMaker:
 
     Args:
         transport: of make_collectives; factory: makes collectives of (process group, role) instead.
-        deterministic: sums in rank order.
+        options: of parallelize.
     Attributes:
         again: whether to make the groups of this name, see BucketGroups.
     """
-
-    again = False
 
     def __init__(
         self,
         mesh: Mesh,
         transport: str,
         factory: Factory | None,
-        *,
-        deterministic: bool,
+        options: Mapping[str, Any],
         debug: Debug,
     ) -> None:
         self.mesh, self.transport, self.factory = mesh, transport, factory
-        self.deterministic, self.debug = deterministic, debug
+        self.deterministic, self.debug = options["deterministic"], debug
+        self.node_size, self.secondary = options["node_size"], options["secondary_shards"]
+        self.again = options["wire_gradients"] != "fp32"
 
     def make(self, group: Any, role: str, transport: str | None = None) -> Collectives:
         """Collectives of a process group. Ranks: all of the group."""
@@ -491,8 +435,21 @@ class GroupMaker:
             alone = OneRank(mesh.device)
             return BucketGroups(alone, alone, whole)
         gather = self.make(mesh.new_group("dp") if new else mesh.group("dp"), "gather", kind)
+        node, nodes = self._of_nodes(new, kind)
         if mesh.size("replicas") == 1:
-            return BucketGroups(whole, gather)
+            return BucketGroups(whole, gather, node=node, nodes=nodes)
         reduce = self.make(mesh.group("dp"), "reduce", kind)
         copies = self.make(mesh.group("replicas"), "replicate", kind)
-        return BucketGroups(reduce, gather, copies)
+        return BucketGroups(reduce, gather, copies, node=node)
+
+    def _of_nodes(self, new: bool, kind: str) -> tuple[Collectives | None, Any]:
+        """`node` and `nodes` of BucketGroups. Ranks: all."""
+        if self.node_size is None:
+            return None, None
+        mesh = self.mesh.with_replicas(self.mesh.dp_size // self.node_size)
+
+        def of(axis: str, role: str) -> Collectives:
+            return self.make(mesh.new_group(axis) if new else mesh.group(axis), role, kind)
+
+        node = of("dp", "gather") if self.secondary else None
+        return node, (of("dp", "reduce"), of("replicas", "replicate")) if self.again else None

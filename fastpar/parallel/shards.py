@@ -95,7 +95,9 @@ class Shards:
 
     def launch_gather(self, bucket: BucketState, *, exact: bool = False) -> None:
         """Start filling a bucket with everybody's slices; exact: not as they are for forwards."""
-        group, index = bucket.groups.gather, bucket.spec.index
+        group, own, index = bucket.groups.gather, bucket.shard, bucket.spec.index
+        if bucket.kept and bucket.secondary is not None and not exact:
+            group, own = bucket.groups.node, bucket.secondary
         group = group.exact if exact and group is not None else group
         bucket.gathered_exact = exact or not bucket.rounds
         bucket.allocate()
@@ -106,7 +108,7 @@ class Shards:
             elif group is None:  # stage 0 with offload, of what stays on the device
                 handle = DONE
             else:
-                handle = group.all_gather(bucket.flat, bucket.shard, async_op=True, tag=index)
+                handle = group.all_gather(bucket.flat, own, async_op=True, tag=index)
         bucket.gathering = started(handle)
         if group is not None:
             self.log.add(bucket.gathering, bucket.flat, group, both_ways=False)
@@ -118,6 +120,7 @@ class Shards:
                 bucket.host.finish(bucket)
             self.log.wait(bucket.gathering, "gathering", bucket.spec.index)
             bucket.gathering = None
+            bucket.keep_secondary()
             bucket.make_live()
 
     @contextlib.contextmanager
@@ -181,6 +184,7 @@ class Shards:
     def write(self, p: nn.Parameter, local: Tensor) -> None:
         """Replace a parameter by this rank's slice along tp, the same along dp."""
         bucket, start, stop = self.place(p)
+        bucket.kept = False
         if bucket.apart or bucket.host is not None:
             rows = local if local.dim() > 1 else local.reshape(-1)
             row = max(1, rows[:1].numel())  # of a transposed one only this rank's rows are copied

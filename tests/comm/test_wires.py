@@ -4,12 +4,13 @@ import functools
 import math
 
 import torch
+import torch.distributed as dist
 from cells import covering, sweep
 
 from fastpar.comm.bucket_wires import Unsent
 from fastpar.comm.torch_collectives import TorchCollectives
 from fastpar.comm.wire_formats import FORMATS
-from fastpar.comm.wires import CompressedGathers, CompressedSums, Worker
+from fastpar.comm.wires import CompressedGathers, CompressedSums, NodeSums, Worker
 from fastpar.testing import run_ranks
 
 SIZES = (0, 1, 63, 127, 128, 255, 256, 257, 1000)
@@ -135,6 +136,43 @@ def test_what_was_sent_and_what_is_left_are_the_gradients(name):
     plain = run_ranks(sums, ranks, name, n, steps, 0, False)
     lost = sum(got[0].double() for got in plain[0][0]) * ranks - true
     assert (sent - true).norm() < 0.7 * lost.norm()
+
+
+def node_sums(name, n, steps, in_place):
+    """What two nodes of two ranks get in each step, and what is left with this rank."""
+    rank = dist.get_rank()
+    pairs = [dist.new_subgroups_by_enumeration(g)[0] for g in ([[0, 1], [2, 3]], [[0, 2], [1, 3]])]
+    nodes = tuple(map(TorchCollectives, pairs))
+    kept = None if in_place else torch.zeros(n)
+    how = {"error": kept, "leaves_rest": in_place, "key": (0, rank)}
+    inner = TorchCollectives()
+    wire = NodeSums(inner, FORMATS[name], Worker(inner), nodes=nodes, **how)
+    own, x, got = slice(rank * n // 4, (rank + 1) * n // 4), torch.zeros(n), []
+    for step in range(steps):
+        x[own] = 0.0
+        x = x + values(rank, n, step) if in_place else values(rank, n, step)
+        out = torch.empty(n // 4)
+        wire.reduce_scatter(out, x, mean=True)
+        got.append(out)
+    left = x if in_place else kept
+    left[own] = 0.0
+    return got, left, wire.sent_bytes("reduce_scatter", 4 * n, n)
+
+
+@covering(1, ("name", list(FORMATS)), ("in_place", [True, False]))
+def test_what_two_levels_sent_and_left_are_the_gradients(name, in_place):
+    """As above; a sum of a node is encoded again, and what that loses stays with its rank."""
+    n, steps, ranks = 1024, 20, 4
+    found, again = (run_ranks(node_sums, ranks, name, n, steps, in_place) for _ in range(2))
+    true = sum(values(r, n, s).double() for r in range(ranks) for s in range(steps))
+    sent = torch.cat([sum(out.double() for out in got) for got, *_ in found]) * ranks
+    left = sum(rest.double() for _, rest, _ in found)
+    bound = 8 * ranks * steps * 2.0**-24 * 4
+    assert (sent + left - true).abs().max() <= bound
+    assert left.any()
+    for (got, _, n_bytes), (other, *_) in zip(found, again):
+        assert all(map(torch.equal, got, other))
+        assert n_bytes == 3 * FORMATS[name].nbytes(n // ranks)  # 2 in the node, 1 between nodes
 
 
 def broken(name):

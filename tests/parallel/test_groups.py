@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fastpar.comm.collectives import OneRank
 from fastpar.comm.mesh import Mesh
+from fastpar.comm.one_rank import OneRank
 from fastpar.parallel.debug import Debug, Delays
 from fastpar.parallel.parallelize import GroupMaker
 from fastpar.parallel.stages import STAGES
@@ -17,7 +17,9 @@ def members(collectives):
 
 
 def maker_of(mesh, transport="torch", factory=None, debug=None, deterministic=False):
-    return GroupMaker(mesh, transport, factory, deterministic=deterministic, debug=debug or Debug())
+    options = {"deterministic": deterministic, "node_size": None, "secondary_shards": False}
+    options["wire_gradients"] = "fp32"
+    return GroupMaker(mesh, transport, factory, options, debug or Debug())
 
 
 def roles(maker, stage, n_shards):

@@ -1,0 +1,173 @@
+"""Formats on the wire in every other layout: tp, pp, cp, ep, recomputation, accumulation, compile.
+
+With a format that loses nothing a run has the bits of the same layout without formats: every
+gradient that is sent arrives, at its place, once. With real ones two runs are alike.
+"""
+
+import pytest
+import torch
+from cells import covering, slow, sweep
+from test_wired_engine import distance, same
+
+import fastpar
+from fastpar.comm.wire_formats import FORMATS, WireFormat
+from fastpar.config.config import GPTConfig, TrainConfig
+from fastpar.nn.recompute import recompute
+from fastpar.parallel.debug import Debug
+from fastpar.testing import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+LOSSLESS = WireFormat("int8", torch.float32, 32)
+STEPS = 2
+# Layout -> ranks, axes, further options.
+LAYOUTS = {
+    "tp": (4, {"tp": 2}, {}),
+    "tokens shared out": (4, {"tp": 2}, {"sequence_parallel": True}),
+    "pp": (4, {"pp": 2}, {}),
+    "pp, zb-v": (4, {"pp": 2}, {"pp_schedule": "zb-v"}),
+    "cp": (2, {"cp": 2}, {}),
+    "cp by keys": (2, {"cp": 2}, {"cp_method": "keys"}),
+    "ep": (4, {"ep": 2}, {}),
+    "tp and cp": (4, {"tp": 2, "cp": 2}, {"cp_method": "keys"}),
+    "recomputation": (2, {}, {}),
+    "accumulation": (2, {}, {"grad_accum_steps": 2}),
+    "accumulation, whole": (2, {}, {"grad_accum_steps": 2, "accumulate": "full"}),
+    "copies": (4, {"replicas": 2}, {"shard_size": 2}),
+}
+WIRES = {
+    "int8": {"wire_gradients": "int8"},
+    "int4, fed back": {"wire_gradients": "int4", "error_feedback": True},
+    "fp8, int8": {"wire_gradients": "fp8", "wire_weights": "int8"},
+    "PowerSGD": {"wire_gradients": "powersgd", "wire_rank": 2, "error_feedback": True},
+}
+
+
+def rows(step, mesh):
+    tokens = torch.randint(64, (8, 17), generator=torch.Generator().manual_seed(step))
+    n = 8 // mesh.dp_size
+    mine = tokens[mesh.dp_rank * n :][:n]
+    return mine[:, :-1].contiguous(), mine[:, 1:].contiguous()
+
+
+def train(layout, stage, wire):
+    """This rank's whole weights, and the bytes that were sent and announced."""
+    _, axes, options = LAYOUTS[layout]
+    mesh, options = fastpar.Mesh(**axes), {**options, **wire}
+    schedule, micro = options.get("pp_schedule", "1f1b"), options.get("grad_accum_steps", 1)
+    if options.get("error_feedback") and stage > int(wire["wire_gradients"] != "powersgd"):
+        options["error_feedback"] = "buffer"
+    shape = {"n_expert": 4, "top_k": 2} if "ep" in axes else {}
+    n_layer = 4 if "pp" in axes else 2
+    model = fastpar.GPT(GPTConfig(n_layer, 2, 40, 16, 64, dropout=0.0, **shape), seed=0)
+    if layout == "recomputation":
+        recompute(model, "full")
+    small = {"bucket_mb": 0.02, "first_bucket_mb": 0.01}
+    model = fastpar.parallelize(model, mesh, zero_stage=stage, **small, **options)
+    optimizer = fastpar.AdamW(model.parameters(), lr=1e-2, eps=1e-3, max_grad_norm=1.0)
+    engine = fastpar.engine_of(model)
+    for step in range(STEPS):
+        for part in range(micro):
+            x, y = rows(step * micro + part, mesh)
+            if "pp" in axes:
+                fastpar.pipeline_step(model, x, y, micro_batches=2, schedule=schedule)
+            else:
+                model(x, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.check_replicas(optimizer)
+    found = {name: p.clone() for name, p in model.state_dict().items() if p.is_floating_point()}
+    return found, engine.report.wire_bytes
+
+
+def start(layout):
+    shape = {"n_expert": 4, "top_k": 2} if "ep" in LAYOUTS[layout][1] else {}
+    n_layer = 4 if "pp" in LAYOUTS[layout][1] else 2
+    return fastpar.GPT(GPTConfig(n_layer, 2, 40, 16, 64, dropout=0.0, **shape), seed=0)
+
+
+@covering(1, ("layout", list(LAYOUTS)), ("stage", [0, 1, 2, 3]))
+def test_what_loses_nothing_changes_no_bit(layout, stage, monkeypatch):
+    stage = stage or int(layout == "copies")
+    plain = run_ranks(train, LAYOUTS[layout][0], layout, stage, {})
+    monkeypatch.setitem(FORMATS, "int8", LOSSLESS)
+    wired = run_ranks(train, LAYOUTS[layout][0], layout, stage, WIRES["int8"])
+    for (a, _), (b, _) in zip(plain, wired):
+        assert same(a, b)
+
+
+@covering(1, ("layout", list(LAYOUTS)), ("stage", [0, 1]))
+def test_factors_of_full_rank_are_the_gradients(layout, stage):
+    """Matrices that are not larger than their factors travel whole, beside the others' errors."""
+    ranks, _, options = LAYOUTS[layout]
+    if (stage == 0 and "shard_size" in options) or "grad_accum_steps" in options:
+        stage = 1
+    full = {**WIRES["PowerSGD"], "wire_rank": 64}
+    plain, wired = (run_ranks(train, ranks, layout, stage, o) for o in ({}, full))
+    for (a, _), (b, _) in zip(plain, wired):
+        assert distance(a, b) < 1e-5 * distance(a, start(layout).state_dict())
+
+
+@covering(1, ("layout", list(LAYOUTS)), ("stage", [0, 1, 2, 3]), ("wire", list(WIRES)))
+def test_two_runs_are_alike_and_near_the_one_without(layout, stage, wire):
+    if "PowerSGD" in wire and stage > 1:
+        stage -= 2
+    options = dict(WIRES[wire])
+    if stage == 0:
+        options.pop("wire_weights", None)
+    ranks = LAYOUTS[layout][0]
+    one, two, plain = (run_ranks(train, ranks, layout, stage, o) for o in (options, options, {}))
+    begin = start(layout).state_dict()
+    for (a, sent), (b, _), (c, usual) in zip(one, two, plain):
+        assert same(a, b)
+        assert sent < usual
+        far = 0.6 if "PowerSGD" not in wire else 1.0  # two columns of a matrix say little of it
+        assert 0 < distance(a, c) < far * distance(c, begin)
+
+
+def compiled(stage, wire):
+    """A run with every block compiled; in processes, because dynamo's state belongs to one."""
+    torch._dynamo.reset()
+    mesh = fastpar.Mesh()
+    model = fastpar.parallelize(start("tp"), mesh, zero_stage=stage, bucket_mb=0.02, **wire)
+    for block in model.h:
+        block.compile(backend="aot_eager")
+    optimizer = fastpar.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    for step in range(STEPS):
+        model(*rows(step, mesh)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.clone() for name, p in model.state_dict().items()}
+
+
+def plainly(stage, wire):
+    """The same without torch.compile."""
+    block, original = torch.nn.Module.compile, None
+    torch.nn.Module.compile = lambda *args, **kwargs: original
+    try:
+        return compiled(stage, wire)
+    finally:
+        torch.nn.Module.compile = block
+
+
+@pytest.mark.parametrize("stage", [slow(1), slow(3)])
+def test_compiled_blocks_send_the_same(stage):
+    """aot_eager computes as eager does: the codes, and so the bits, are the same."""
+    wire = WIRES["fp8, int8"]
+    one, two = (run_ranks(each, 2, stage, wire, backend="gloo") for each in (compiled, plainly))
+    for a, b in zip(one, two):
+        assert same(a, b)
+
+
+def refused(options):
+    debug = Debug(bus_gb_s=12)
+    fastpar.parallelize(start("tp"), fastpar.Mesh(), zero_stage=3, debug=debug, **options)
+
+
+@sweep("mode", ["optimizer", "parameters"])
+def test_not_beside_offload(mode):
+    with pytest.raises(
+        ValueError, match=f"expected offload=None with wire .* got offload='{mode}'"
+    ):
+        run_ranks(refused, 2, {**WIRES["int8"], "offload": mode})
+    with pytest.raises(ValueError, match=f"expected offload=none with wire_g.* got offload={mode}"):
+        TrainConfig().replace({**WIRES["int8"], "offload": mode, "zero_stage": 3})
