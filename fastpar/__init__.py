@@ -33,6 +33,7 @@ _PUBLIC = {
     "optim.adafactor": ("Adafactor",),
     "optim.adamw": ("AdamW",),
     "optim.muon": ("Muon", "muon_groups"),
+    "outer.outer": ("Outer",),
     "parallel.engine": ("engine_of",),
     "parallel.parallelize": ("parallelize",),
     "parallel.pipeline": ("pipeline_step",),

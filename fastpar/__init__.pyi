@@ -22,6 +22,7 @@ from fastpar.optim.adafactor import Adafactor as Adafactor
 from fastpar.optim.adamw import AdamW as AdamW
 from fastpar.optim.muon import Muon as Muon
 from fastpar.optim.muon import muon_groups as muon_groups
+from fastpar.outer.outer import Outer as Outer
 from fastpar.parallel.engine import engine_of as engine_of
 from fastpar.parallel.parallelize import parallelize as parallelize
 from fastpar.parallel.pipeline import pipeline_step as pipeline_step

@@ -188,7 +188,7 @@ def _train(arguments: list[str]) -> int:
         nproc = _ranks_to_start(config)
         if not launch.is_rank():
             parallel = config.parallel
-            together = parallel.tp * parallel.cp * parallel.pp
+            together = parallel.tp * parallel.cp * parallel.pp  # replicas differ in their samples
             derive_batch(config.text, 1, nproc // together, parallel.pp)
         if not launch.is_rank() and nproc > 1:
             with launch.interrupt_kills():
@@ -210,7 +210,7 @@ def _train(arguments: list[str]) -> int:
 
 def _ranks_to_start(config: TrainConfig) -> int:
     nproc, parallel = config.system.nproc, config.parallel
-    sizes = {"tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp}
+    sizes = {"replicas": parallel.replicas, "tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp}
     together = math.prod(sizes.values())
     if not launch.is_rank() and nproc % together:
         used = {axis: size for axis, size in sizes.items() if size > 1}

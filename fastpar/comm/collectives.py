@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fastpar.comm.handles import Handle, overlap
+from fastpar.comm.handles import DONE, Handle, overlap
 from fastpar.comm.watchdog import count_call
 
 SUMMABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64)
@@ -262,3 +262,44 @@ class Collectives(ABC):
                 f"{op}: expected 0 <= {name} < {self.world_size}, got {name}={rank}; "
                 f"name {'another' if other else 'a'} rank of the group"
             )
+
+
+class OneRank(Collectives):
+    """A group of one rank: every operation is a copy, or nothing, in the current stream.
+
+    For an engine that shares out what it has with nobody: see fastpar/parallel/offload.py.
+    """
+
+    rank, world_size, in_caller = 0, 1, True
+    transport, why = "none", "one rank"
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def _all_reduce(self, x: Tensor, mean: bool, tag: int) -> Handle:
+        return DONE
+
+    def _reduce_scatter(self, out: Tensor, x: Tensor, mean: bool, tag: int) -> Handle:
+        return self._copied(out, x)
+
+    def _all_gather(self, out: Tensor, x: Tensor, tag: int) -> Handle:
+        return self._copied(out, x)
+
+    def _broadcast(self, x: Tensor, src: int, tag: int) -> Handle:
+        return DONE
+
+    def _all_to_all(
+        self, out: Tensor, x: Tensor, out_sizes: list[int], x_sizes: list[int], tag: int
+    ) -> Handle:
+        return self._copied(out, x)
+
+    def _send(self, x: Tensor, dst: int, tag: int) -> Handle:
+        raise AssertionError("there is no other rank")
+
+    def _recv(self, out: Tensor, src: int, tag: int) -> Handle:
+        raise AssertionError("there is no other rank")
+
+    def _copied(self, out: Tensor, x: Tensor) -> Handle:
+        if out.data_ptr() != x.data_ptr():
+            out.copy_(x)
+        return DONE

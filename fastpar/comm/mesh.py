@@ -15,17 +15,14 @@ sharded model (replicas) are far apart, because they exchange each gradient once
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import hashlib
 import itertools
 import math
 import os
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from time import monotonic, sleep
 from typing import Any
 
 import torch
@@ -33,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from fastpar.comm.start import initialize, read_environment
 from fastpar.comm.watchdog import waiting
 
 # torch 2.13 warns about the old name.
@@ -40,7 +38,6 @@ all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_in
 
 AXES = ("pp", "replicas", "dp", "cp", "ep", "tp")  # see [Note: order of the axes]
 DATA_AXES = ("replicas", "dp", "ep")  # whose ranks compute different sequences
-_ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -54,7 +51,8 @@ class Mesh:
     Args:
         dp: ranks along the data-parallel axis; None takes all that the other axes leave.
         tp: ranks along the tensor-parallel axis, neighbours, which split each layer.
-        replicas: copies of a model whose state is sharded along dp (hybrid sharding).
+        replicas: that train apart between the meetings of fastpar.Outer, each on as many ranks: the
+            mesh is that of one replica.
         pp: stages of a pipeline; see fastpar.pipeline_step.
         cp: ranks that share every sequence, neighbours but for tp; they read the same batches.
         ep: of the dp ranks, neighbours that share out experts; sizes["dp"] is then dp / ep.
@@ -62,8 +60,10 @@ class Mesh:
         timeout_s: after this long without its peers a collective fails instead of hanging.
     Attributes:
         device: where this rank computes.
-        world_size, rank: over all axes.
+        world_size, rank: over all axes, in this replica.
         is_main: whether this is rank 0, the one that prints and writes.
+        replica, replicas: the number of this rank's replica, and how many there are.
+        store: which all replicas share; None without others.
         sizes: ranks along each axis, in the order of AXES.
         place: this rank's number along each axis.
         dp_size, dp_rank, dp_group: of the ranks that compute different sequences, along replicas,
@@ -77,7 +77,8 @@ class Mesh:
     Ranks: every rank constructs it, before any other collective.
     Raises:
         ValueError: an axis below 1, or a product of the axes different from the world size;
-            incomplete or malformed environment; a LOCAL_RANK without a GPU of its own.
+            replicas that do not divide it; incomplete or malformed environment; a LOCAL_RANK
+            without a GPU of its own.
         RuntimeError: the other ranks could not be reached.
     """
 
@@ -88,6 +89,10 @@ class Mesh:
     owns_process_group: bool
     timeout_s: float
     start: str
+    replica: int
+    replicas: int
+    store: dist.Store | None
+    _together: bool  # all replicas are in the default process group
     _groups: dict[tuple[int, ...], dist.ProcessGroup]  # by the ranks of this rank's group
 
     def __init__(
@@ -102,24 +107,32 @@ class Mesh:
         device: torch.device | str | None = None,
         timeout_s: float = 1800.0,
     ) -> None:
-        asked = {"pp": pp, "replicas": replicas, "dp": dp, "cp": cp, "ep": ep, "tp": tp}
-        _check_sizes(asked)
+        asked = {"pp": pp, "replicas": 1, "dp": dp, "cp": cp, "ep": ep, "tp": tp}
+        _check_sizes({**asked, "replicas": replicas})
         if not timeout_s > 0:
             raise ValueError(
                 f"Mesh: expected timeout_s > 0, got timeout_s={timeout_s}; "
                 "give the seconds after which a silent peer counts as dead"
             )
-        if dist.is_available() and dist.is_initialized():
-            rank, world_size, owns = dist.get_rank(), dist.get_world_size(), False
+        together = dist.is_available() and dist.is_initialized()
+        if together:
+            rank, world_size = dist.get_rank(), dist.get_world_size()
             picked = _pick_device(device, dist.get_backend(), rank)
         else:
-            rank, world_size, local_rank = _read_environment(os.environ)
-            picked, owns = _pick_device(device, None, local_rank), world_size > 1
+            rank, world_size, local_rank = read_environment(os.environ)
+            picked = _pick_device(device, None, local_rank)
+        replica, rank, world_size = _in_replica(rank, world_size, replicas)
+        owns = not together and world_size > 1
         # Before any connection: wrong sizes fail at once and on every rank.
         sizes = _complete_sizes(asked, world_size)
         if picked.type == "cuda":
             torch.cuda.init()  # so that threads know by is_initialized() that there is a choice
             torch.cuda.set_device(picked)
+        start, store = "", None
+        if together and replicas > 1:
+            store = dist.distributed_c10d._get_default_store()
+        elif owns or replicas > 1:
+            start, store = initialize(rank, world_size, picked, timeout_s, (replica, replicas))
         vars(self).update(
             device=picked,
             world_size=world_size,
@@ -127,7 +140,11 @@ class Mesh:
             sizes=sizes,
             owns_process_group=owns,
             timeout_s=timeout_s,
-            start=_initialize(rank, world_size, picked, timeout_s) if owns else "",
+            start=start,
+            replica=replica,
+            replicas=replicas,
+            store=store,
+            _together=together and replicas > 1,
             _groups={},
         )
         for axes in (AXES, DATA_AXES, ("tp",)):
@@ -171,7 +188,7 @@ class Mesh:
         ranks = ranks_along(self.sizes, axes)
         mine = next(tuple(members) for members in ranks if self.rank in members)
         if mine not in self._groups:
-            if len(mine) == self.world_size:
+            if len(mine) == self.world_size and not self._together:
                 self._set_default_timeout()
                 self._groups[mine] = self._connect(dist.distributed_c10d._get_default_group(), axes)
             else:
@@ -188,11 +205,17 @@ class Mesh:
         nccl = self.device.type == "cuda" and "nccl" in dist.get_backend_config()
         with waiting("making a group"):
             group, _ = dist.new_subgroups_by_enumeration(
-                ranks_along(self.sizes, axes),
+                self.ranks_along(*axes),
                 timeout=timedelta(seconds=self.timeout_s),
                 backend="nccl" if nccl else None,
             )
         return self._connect(group, axes)
+
+    def ranks_along(self, *axes: str) -> list[list[int]]:
+        """All ranks of the default process group in groups: those of one differ along axes only."""
+        others = range(self.replicas) if self._together else [0]
+        groups = ranks_along(self.sizes, axes)
+        return [[i * self.world_size + rank for rank in group] for i in others for group in groups]
 
     def _connect(self, group: dist.ProcessGroup, axes: Sequence[str]) -> dist.ProcessGroup:
         """A first collective: a network that does not work shows now, and NCCL connects now.
@@ -262,7 +285,9 @@ class Mesh:
         axes = [axis for axis in AXES if self.sizes[axis] > 1]
         if not axes:
             return None
-        grid = torch.arange(self.world_size).view([self.sizes[axis] for axis in axes])
+        first = self.replica * self.world_size * self._together
+        ranks = torch.arange(first, first + self.world_size)
+        grid = ranks.view([self.sizes[axis] for axis in axes])
         groups: Any = [self.group(axis) for axis in axes]
         return DeviceMesh.from_group(
             groups if len(axes) > 1 else groups[0],
@@ -292,10 +317,10 @@ class Mesh:
         mine = torch.tensor([int.from_bytes(digest, "little", signed=True)], device=self.device)
         hashes = mine.new_empty(self.world_size)
         with waiting("comparing settings"):
-            all_gather(hashes, mine)
+            all_gather(hashes, mine, group=self.group(*AXES))
             if bool((hashes == hashes[0]).all()):
                 return
-            everyone = gather_objects(list(lines))
+            everyone = gather_objects(list(lines), self.group(*AXES))
         rank, line, expected = first_difference(everyone)
         raise ValueError(
             f"{caller}: expected the same on every rank, got '{line}' on rank {rank} where rank 0 "
@@ -354,6 +379,17 @@ def ranks_along(sizes: Mapping[str, int], axes: Sequence[str]) -> list[list[int]
     return grid.reshape(-1, math.prod(sizes[axis] for axis in set(axes))).tolist()
 
 
+def _in_replica(rank: int, world_size: int, replicas: int) -> tuple[int, int, int]:
+    """(number of the replica, rank in it, ranks of it)."""
+    if world_size % replicas:
+        raise ValueError(
+            f"Mesh: expected replicas to divide the number of ranks, got replicas={replicas} with "
+            f"world_size={world_size}; start a multiple of {replicas} ranks, as many for each"
+        )
+    size = world_size // replicas
+    return rank // size, rank % size, size
+
+
 def _check_sizes(asked: Mapping[str, int | None]) -> None:
     for axis, size in asked.items():
         if size is None and axis == "dp":
@@ -392,34 +428,6 @@ def _complete_sizes(asked: Mapping[str, int | None], world_size: int) -> dict[st
     )
 
 
-def _read_environment(environment: Mapping[str, str]) -> tuple[int, int, int]:
-    """(rank, world_size, local_rank) as torchrun sets them; a plain process is rank 0 of 1."""
-    if "RANK" not in environment and "WORLD_SIZE" not in environment:
-        return 0, 1, 0
-    missing = [name for name in _ENVIRONMENT if name not in environment]
-    if missing:
-        raise ValueError(
-            f"Mesh: expected torchrun's environment, got no {missing[0]}; start with "
-            "`torchrun --nproc-per-node N ...`, or unset RANK and WORLD_SIZE for one process"
-        )
-    numbers = {}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        text = environment.get(name, environment["RANK"])
-        if not text.isdecimal():
-            raise ValueError(
-                f"Mesh: expected an integer in the environment, got {name}={text}; "
-                "start with torchrun, which sets it"
-            )
-        numbers[name] = int(text)
-    rank, world_size = numbers["RANK"], numbers["WORLD_SIZE"]
-    if rank >= world_size:
-        raise ValueError(
-            f"Mesh: expected RANK below WORLD_SIZE={world_size}, got RANK={rank}; "
-            "start with torchrun, which sets both"
-        )
-    return rank, world_size, numbers["LOCAL_RANK"]
-
-
 def _pick_device(
     device: torch.device | str | None, backend: str | None, local_rank: int
 ) -> torch.device:
@@ -441,60 +449,3 @@ def _pick_device(
             f"{count} GPUs; start at most {count} ranks here, or use device='cpu'"
         )
     return torch.device("cuda", local_rank)
-
-
-def _initialize(rank: int, world_size: int, device: torch.device, timeout_s: float) -> str:
-    """Make the default process group from the environment; the name of this start of the ranks."""
-    on_gpu = device.type == "cuda"
-    name = ""
-    there: dict[str, Any] = {}
-    try:
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
-            store, name = _meet(rank, world_size, timeout_s)
-            there = {"store": store, "rank": rank, "world_size": world_size}
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",  # small objects travel as CPU tensors
-            timeout=timedelta(seconds=timeout_s),
-            device_id=device if on_gpu else None,
-            **there,
-        )
-        return name
-    except (RuntimeError, ValueError) as error:
-        with contextlib.suppress(Exception):
-            dist.destroy_process_group()
-        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        raise RuntimeError(
-            f"Mesh: expected {world_size} ranks to meet at {address}, got an error on rank {rank} "
-            f"({error}); check that every rank runs and can reach this address"
-        ) from error
-
-
-def _meet(rank: int, world_size: int, timeout_s: float) -> tuple[dist.Store, str]:
-    """The launcher's store, for this start of the ranks alone, and the name of the start.
-
-    torchrun starts failed ranks again with the same store, in which they would find the addresses
-    of those before: gloo then connects to ports where nobody listens, now and then. The count of
-    restarts tells starts apart on one host only. So rank 0 makes a name, and tells it to each rank
-    under a number that only this process can have drawn (test_a_store_that_was_used_before).
-    """
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    timeout = timedelta(seconds=timeout_s)
-    store = dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
-    mine, deadline = uuid.uuid4().hex, monotonic() + timeout_s
-    if rank:
-        store.set(f"fastpar/here/{rank}", mine)
-        name = store.get(f"fastpar/name/{mine}").decode()
-        store.add(f"fastpar/ready/{name}", 1)
-        return dist.PrefixStore(f"fastpar/start/{name}", store), name
-    told: dict[int, str] = {}
-    while store.add(f"fastpar/ready/{mine}", 0) < world_size - 1:
-        for other in range(1, world_size):
-            key = f"fastpar/here/{other}"
-            number = store.get(key).decode() if store.check([key]) else None
-            if number is not None and told.get(other) != number:
-                store.set(f"fastpar/name/{number}", mine)
-                told[other] = number
-        if monotonic() > deadline:
-            raise RuntimeError(f"{world_size - 1} other ranks have not come in {timeout_s:g} s")
-        sleep(0.01)
-    return dist.PrefixStore(f"fastpar/start/{mine}", store), mine

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
-from fastpar.config.options import DataSettings, ModelSettings, ParallelSettings
+from fastpar.config.options import DataSettings, ModelSettings, OptimSettings, ParallelSettings
 
 
 def check_ramp(settings: DataSettings) -> None:
@@ -143,3 +144,66 @@ def check_experts(shape: ModelSettings, parallel: ParallelSettings, values: dict
             f"train: expected no expert_capacity with cp={parallel.cp}, whose ranks have parts of "
             f"sequences, got expert_capacity={values['expert_capacity']}; drop one of them"
         )
+
+
+def check_outer_settings(
+    optim: OptimSettings, parallel: ParallelSettings, values: dict[str, Any]
+) -> None:
+    """Refuse replicas that never meet, an outer step of nothing, and what no replica does alone."""
+    every, replicas = optim.outer_every, parallel.replicas
+    if every is None:
+        given = [f for f in fields(optim) if f.name.startswith("outer_")]
+        changed = [f.name for f in given if getattr(optim, f.name) != f.default]
+        if replicas > 1 or changed:
+            name = changed[0] if changed else "replicas"
+            raise ValueError(
+                f"train: expected outer_every with {name}, got {name}={values[name]} alone; add "
+                "--outer-every 50, the steps after which replicas meet"
+            )
+        return
+    numbers = optim.outer_lr, optim.outer_momentum, optim.outer_fragments, optim.outer_delay
+    check_outer("train", "outer_", every, *numbers)
+    for name, allowed, beside in (
+        ("on_nonfinite", ("stop", "skip"), replicas > 1),
+        ("loss_spike", (0,), replicas > 1),
+        ("deterministic", (False,), optim.outer_wire != "fp32"),
+    ):
+        if beside and values[name] not in allowed:
+            raise ValueError(
+                f"train: expected {name} {' or '.join(map(str, allowed))} with replicas={replicas}"
+                f" and outer_wire={optim.outer_wire}, got {name}={values[name]}; leave one of them "
+                "out"
+            )
+
+
+def check_outer(
+    who: str, prefix: str, every: int, lr: float, momentum: float, fragments: int, delay: int
+) -> None:
+    """Refuse numbers of an outer optimizer that are out of range, and turns that there are not.
+
+    Args:
+        prefix: of the names in messages.
+    """
+    for name, value, fine, rule, advice in (
+        ("every", every, every >= 1, ">= 1", "these are the steps between two exchanges"),
+        ("lr", lr, 0 < lr <= 2, "in (0, 2]", "1 takes the mean; 0.7 is usual with momentum"),
+        ("momentum", momentum, 0 <= momentum < 1, "in [0, 1)", "0.9 is usual; 0 takes no momentum"),
+        (
+            "fragments",
+            fragments,
+            1 <= fragments <= max(every, 1),
+            f"from 1 to {prefix}every={every}",
+            "each fragment has a step of its own",
+        ),
+        (
+            "delay",
+            delay,
+            0 <= delay < max(every, 1),
+            f"from 0 to {max(every, 1) - 1}, below {prefix}every={every}",
+            "a fragment's exchange ends before its next one begins",
+        ),
+    ):
+        if not fine:
+            raise ValueError(
+                f"{who}: expected {prefix}{name} {rule}, got {prefix}{name}={value}; {advice}"
+            )

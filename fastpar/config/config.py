@@ -16,6 +16,7 @@ from fastpar.config.combinations import (
     check_experts,
     check_nodes,
     check_offload,
+    check_outer_settings,
     check_packing,
     check_ramp,
     check_wires,
@@ -95,6 +96,7 @@ class TrainConfig(TrainFlags):
         check_parallel(
             self.parallel, str(self.system.dtype), deterministic=self.system.deterministic
         )
+        check_outer_settings(self.optim, self.parallel, values)
         check_wires(self.parallel, deterministic=self.system.deterministic)
         check_nodes(self.parallel)
         self._check_graphs()
@@ -349,7 +351,7 @@ _AT_LEAST: dict[str, float] = {
     **dict.fromkeys(("weight_decay", "max_grad_norm", "num_samples", "max_new_tokens"), 0),
     **dict.fromkeys(("temperature", "top_k", "keep_every", "loss_spike", "max_rollbacks"), 0),
     **dict.fromkeys(("check_replicas_every", "max_restarts", "ramp_steps", "offload_keep_mb"), 0),
-    **dict.fromkeys(("batch_ramp", "wire_rank"), 1),
+    **dict.fromkeys(("batch_ramp", "wire_rank", "replicas"), 1),
     "node_size": 2,
 }
 
@@ -360,6 +362,7 @@ _GRAPHED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("pack", ("stream",), "rows have any number of documents"),
     ("batch_ramp", (None,), "they hold a micro-batch's part of the step"),
     ("zero_stage", (0, 1), "gradients or weights that are freed come back at other addresses"),
+    ("outer_every", (None,), "the outer step is no part of them"),
     ("offload", ("none",), "a forward waits for the host's step"),
     ("tp", (1,), "the host takes part in collectives inside of layers"),
     ("cp", (1,), "the host takes part in the exchanges of attention"),

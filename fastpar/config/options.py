@@ -124,6 +124,18 @@ class OptimSettings:
     """Decay rates of adamw's two moments."""
     ema: float | None = None
     """Average the weights, keeping so much a step, such as 0.999."""
+    outer_every: int | None = None
+    """Steps between two steps of an outer optimizer, for which replicas meet: 30 to 500."""
+    outer_lr: float = 0.7
+    """Its learning rate; 1 with outer-momentum 0 averages weights: local SGD."""
+    outer_momentum: float = 0.9
+    """Its Nesterov momentum."""
+    outer_fragments: int = 1
+    """Parts of the weights, each with a step of its own among outer-every."""
+    outer_delay: int = 0
+    """Steps under which replicas exchange a part, before they use it."""
+    outer_wire: Literal["fp32", "bf16", "int8", "int4", "fp8"] = "fp32"
+    """Exchange differences so, with what they lose added to the next; fp32: weights."""
     max_grad_norm: float = 1.0
     """Clip the gradient's global norm to this; 0: no clipping."""
 
@@ -201,6 +213,8 @@ class ParallelSettings:
     """Stages on each rank with schedule interleaved; unset: 2."""
     pp_split: str = "auto"
     """Layers of each stage of a pipeline, such as 8,4; auto: by cost, the output layer counted."""
+    replicas: int = 1
+    """Parts of the ranks that train apart and meet every outer-every steps."""
     sequence_parallel: bool = True
     """They share out tokens, too, where layers are not split."""
     zero_stage: Annotated[Literal[0, 1, 2, 3], for_tyro(lambda c: c.arg(aliases=["--zero"]))] = 0

@@ -60,7 +60,8 @@ def workload_of(
         device_type="cuda" if on_gpu else "cpu",
         transport=facts["transport"] if facts["transport"] != "none" else "shm",
     )
-    workload = Workload(replace(shape, block_size=facts["block_size"]), config.text.batch_size)
+    rows = config.text.batch_size // facts.get("replicas", 1)  # a replica's
+    workload = Workload(replace(shape, block_size=facts["block_size"]), rows)
     return workload, replace(setup, zero_stage=facts["zero_stage"])
 
 

@@ -29,6 +29,7 @@ from fastpar.optim.base import EngineOptimizer, Row
 from fastpar.optim.checks import check_ranges, pair
 from fastpar.optim.state import (
     HALF,
+    OF_WEIGHTS,
     add_master,
     check_master_weights,
     new_step,
@@ -219,7 +220,8 @@ class Adafactor(EngineOptimizer):
 
     def entry_shapes(self, p: Tensor) -> dict[str, torch.Size]:
         """The whole shape of every entry that a parameter's state may have."""
-        names = ("step", *_moments(p), "exp_avg", "master_weight", "master_remainder", "average")
+        masters = ("master_weight", "master_remainder")
+        names = ("step", *_moments(p), "exp_avg", *masters, *OF_WEIGHTS)
         return {name: _shape(name, p) for name in names}
 
     def _required(self, p: Tensor, group: dict[str, Any]) -> list[list[tuple[str, ...]]]:

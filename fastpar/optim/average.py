@@ -50,25 +50,11 @@ class AveragedWeights:
         Memory: a copy of what this rank steps, and one whole parameter.
         """
         kept = {p: piece.detach().clone() for p, piece, _, _ in self._pieces()}
-        self._write({p: state[AVERAGE] for p, _, state, _ in self._pieces()})
+        write_pieces(self.optimizer, {p: state[AVERAGE] for p, _, state, _ in self._pieces()})
         try:
             yield
         finally:
-            self._write(kept)
-
-    @torch.no_grad()
-    def _write(self, values: dict[Tensor, Tensor]) -> None:
-        for engine in self.optimizer.engines():
-            engine.shards.begin_writes()
-        for p, piece, _, of in self._pieces():
-            if of is None:
-                piece.copy_(values[p])
-                continue
-            shards = of.shards
-            whole = shards.full(values[p], p)
-            if shards.declared is not None:
-                whole = shards.declared.cut(whole, p)
-            shards.write(p, whole)  # type: ignore[arg-type]
+            write_pieces(self.optimizer, kept)
 
     def _pieces(self) -> Iterator[tuple[Tensor, Tensor, dict[str, Any], Engine | None]]:
         """Each parameter that has been stepped, and this rank's elements of it."""
@@ -77,6 +63,25 @@ class AveragedWeights:
                 engine, state = engine_of_parameter(p), self.optimizer.state.get(p)
                 if state:
                     yield p, p if engine is None else engine.shards.piece(p).param, state, engine
+
+
+@torch.no_grad()
+def write_pieces(optimizer: torch.optim.Optimizer, values: dict[Tensor, Tensor]) -> None:
+    """Replace parameters by what the ranks have of them, each its piece. Ranks: all.
+
+    Memory: one whole parameter.
+    """
+    found = {p: engine_of_parameter(p) for p in values}
+    for engine in {id(e): e for e in found.values() if e is not None}.values():
+        engine.shards.begin_writes()
+    for p, of in found.items():
+        if of is None:
+            p.copy_(values[p])
+            continue
+        whole = of.shards.full(values[p], p)
+        if of.shards.declared is not None:
+            whole = of.shards.declared.cut(whole, p)
+        of.shards.write(p, whole)  # type: ignore[arg-type]
 
 
 def forget_average(optimizer: EngineOptimizer) -> None:

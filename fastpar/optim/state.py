@@ -12,6 +12,8 @@ The entries of one parameter's state, by the optimizer's options:
     master_remainder                      int16, the low half of the master of a bf16 parameter
     momentum_buffer, row_second_moment    of Muon; the second is whole on every rank
     average                               fp32, of the weights; see average.py
+    outer_weight, outer_momentum          fp32, of replicas that meet; outer_steps, since they
+                                          began; see fastpar/outer/outer.py
 
 Parameters of a sharded engine have the same entries of this rank's piece alone, in one dimension;
 pieces begin at multiples of 256 elements. state_dict() puts the pieces together (whole_entry) and
@@ -167,12 +169,10 @@ def load_step(saved: Any) -> Tensor:
 
 
 def kept_entries(saved: dict[str, Any], p: Tensor) -> dict[str, Tensor]:
-    """Copies of the saved entries that no optimizer converts: its count, the weights' average."""
-    found = {"step": load_step(saved["step"])} if "step" in saved else {}
-    if "average" in saved:
-        wide = torch.promote_types(p.dtype, torch.float32)
-        found["average"] = _like(saved["average"], p, wide)
-    return found
+    """Copies of the saved entries that no optimizer converts: counts, what is of the weights."""
+    found = {name: load_step(saved[name]) for name in ("step", "outer_steps") if name in saved}
+    wide = torch.promote_types(p.dtype, torch.float32)
+    return found | {name: _like(saved[name], p, wide) for name in OF_WEIGHTS if name in saved}
 
 
 def moment_names(amsgrad: bool) -> tuple[str, ...]:
@@ -180,10 +180,11 @@ def moment_names(amsgrad: bool) -> tuple[str, ...]:
     return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if amsgrad else ("exp_avg", "exp_avg_sq")
 
 
+OF_WEIGHTS = ("average", "outer_weight", "outer_momentum")
 ENTRIES = (
     *moment_names(True),
     *(f"{name}_{part}" for name in moment_names(False) for part in ("codes", "scale")),
-    *("master_weight", "master_remainder", "momentum_buffer", "average"),
+    *("master_weight", "master_remainder", "momentum_buffer", *OF_WEIGHTS),
 )
 
 

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from fastpar.comm.bucket_wires import Wires
-from fastpar.comm.collectives import Collectives
+from fastpar.comm.collectives import Collectives, OneRank
 from fastpar.comm.mesh import AXES, Mesh
-from fastpar.comm.one_rank import OneRank
 from fastpar.comm.overlap import check_overlap, choose_overlap
 from fastpar.comm.transport import make_collectives
 from fastpar.context.sequences import check_method, mesh_of_gradients

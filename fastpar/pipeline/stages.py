@@ -31,7 +31,7 @@ from torch import nn
 
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.handles import started
-from fastpar.comm.mesh import Mesh, ranks_along
+from fastpar.comm.mesh import Mesh
 from fastpar.pipeline.schedules import Schedule, make_schedule
 from fastpar.pipeline.split import cut
 from fastpar.sharding.layout import parameter_names
@@ -223,7 +223,7 @@ def make_stages(
     tied = dict.fromkeys(p for p in shared if p.requires_grad)
     pair = None
     if owners[0] != owners[-1]:
-        lines = ranks_along(mesh.sizes, ["pp"])
+        lines = mesh.ranks_along("pp")
         groups = [part for line in lines for part in (line[:: len(line) - 1], line[1:-1]) if part]
         ends, _ = dist.new_subgroups_by_enumeration(
             groups, timeout=timedelta(seconds=mesh.timeout_s)

@@ -161,6 +161,9 @@ class RunFolder:
             kind = "sequence parallel" if facts["sequence_parallel"] else "no sequence parallelism"
             axes = f"{dp}{f' * tp {tp} ({kind})' * (tp > 1)}{f' * cp {cp}{keys}' * (cp > 1)}"
             axes += f"{f' * pp {pp}' * (pp > 1)}, "
+        n, every = facts.get("replicas", 1), config.optim.outer_every
+        if every is not None:
+            axes = f"replicas {n}, which meet every {every} steps, of {axes}"
         axes += f"experts over {ep} of dp, " * (ep > 1)
         sparse = f"{shape.n_expert} experts (top {shape.top_k}) in {shape.expert_layers} layers, "
         parts = 1 if facts["cp_method"] == "keys" else cp  # that attend different heads
@@ -175,7 +178,8 @@ class RunFolder:
             f"dropout {shape.dropout}, "
             f"{model.num_parameters():,} parameters",
             f"text     {data.describe()}",
-            f"batch    {tokens:,} tokens a step: {rows} sequences = {dp} * micro-batch "
+            f"batch    {tokens:,} tokens a step: {rows} sequences = {f'replicas {n} * ' * (n > 1)}"
+            f"{dp} * micro-batch "
             f"{facts['micro_batch_size']} * accumulation {facts['grad_accum_steps']}",
             f"ranks    {axes}stage {facts['zero_stage']}, shards {facts['n_shards']}, transport "
             f"{facts['transport']}, accumulate {facts['accumulate']}; {facts['storage']}",

@@ -264,6 +264,7 @@ def facts_of(
         "ep": mesh.size("ep"),
         "cp_method": config.parallel.cp_method,
         "pp": mesh.size("pp"),
+        "replicas": mesh.replicas,
         "schedule": config.parallel.schedule,
         "pp_split": stages_of(config.parallel, shape),
         "sequence_parallel": mesh.tp_size > 1 and config.parallel.sequence_parallel,

@@ -31,7 +31,14 @@ from fastpar.optim.adamw import AdamW
 from fastpar.optim.base import EngineOptimizer, Row
 from fastpar.parallel.engine import Engine
 from fastpar.train.capture_check import CaptureCheck
-from fastpar.train.cuda_graphs import HookCheck, capture, check_device, place_of, recording
+from fastpar.train.cuda_graphs import (
+    HookCheck,
+    MicroBatchGraphs,
+    capture,
+    check_device,
+    place_of,
+    recording,
+)
 from fastpar.train.journal import to_device
 
 _CHECKED = 3  # the step that runs under the capture check
@@ -48,6 +55,17 @@ def why_micro_batches(model: nn.Module, engine: Engine, optimizer: EngineOptimiz
     if type(optimizer) is not AdamW:
         return f"{type(optimizer).__name__} reads its numbers on the host"
     return ""
+
+
+def captured(
+    compute: Callable[..., Tensor], model: nn.Module, engine: Engine, optimizer: EngineOptimizer
+) -> tuple[Callable[..., Tensor], StepGraph | None, str]:
+    """(what computes a micro-batch, the graph of whole steps if they can be captured, in words)."""
+    why = why_micro_batches(model, engine, optimizer)
+    if why:
+        return MicroBatchGraphs(compute, model, engine), None, f"of a micro-batch, as {why}"
+    graph = StepGraph(compute, model, engine, optimizer)  # type: ignore[arg-type]
+    return compute, graph, "of a whole step"
 
 
 class StepGraph:

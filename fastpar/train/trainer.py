@@ -63,7 +63,7 @@ from fastpar.optim.schedule import set_lr
 from fastpar.parallel.control import broadcast_text, prove_together
 from fastpar.parallel.engine import engine_of
 from fastpar.parallel.pipeline import pipeline_step
-from fastpar.train.cuda_graphs import MicroBatchGraphs
+from fastpar.train import replicas
 from fastpar.train.evaluate import validation_loss
 from fastpar.train.guards import Guards, merged, past, poison
 from fastpar.train.journal import Journal, Predictions, Step, to_device, to_host
@@ -75,14 +75,13 @@ from fastpar.train.start import (
     check_samples,
     digest,
     facts_of,
-    find_checkpoint,
     load_model_and_data,
     newest_of_all,
     pick_dtype,
     samples_of,
     set_up,
 )
-from fastpar.train.step_graph import StepGraph, why_micro_batches
+from fastpar.train.step_graph import StepGraph, captured
 
 STOPS = (*SIGNALS, TIME_IS_UP)  # reasons to stop early
 
@@ -115,6 +114,7 @@ def train(config: TrainConfig, run: Callable[[Trainer], int] | None = None) -> i
         cp=config.parallel.cp,
         ep=config.parallel.ep,
         pp=config.parallel.pp,
+        replicas=config.parallel.replicas,
         device="cpu" if system.device == "cpu" else None,
         timeout_s=timeout_s + MARGIN_S,  # the watchdog speaks first: it knows more
     )
@@ -140,9 +140,9 @@ class Trainer:
     """One rank of a run: all that its settings describe, and the loop. See the notes above."""
 
     def __init__(self, config: TrainConfig, mesh: Mesh) -> None:
-        self.config, self.mesh = config, mesh
+        self.config, self.mesh = config, mesh = replicas.in_own_folder(config, mesh), mesh
         self.journal = Journal(config, mesh)
-        checkpoint = find_checkpoint(config, mesh)
+        checkpoint = replicas.checkpoint_of(config, mesh)
         state = read_run_state(checkpoint) if checkpoint is not None else None
         self.dtype_name = pick_dtype(config, mesh, state)
         dtype = DTYPES[self.dtype_name]
@@ -153,7 +153,8 @@ class Trainer:
         model, self.block_size, self.data = load_model_and_data(
             config, state, progress=mesh.is_main, check=check
         )
-        batch = derive_batch(config.text, self.block_size, mesh.dp_size, mesh.size("pp"))
+        self.ways, self.place = replicas.data_ranks(mesh)
+        batch = derive_batch(config.text, self.block_size, self.ways, mesh.size("pp"))
         self.micro_batch_size, self.grad_accum_steps = batch
         self.model = model.to(mesh.device, dtype)
         rows = self.micro_batch_size * self.block_size
@@ -168,6 +169,7 @@ class Trainer:
         )
         self.optimizer = set_up(self.model, mesh, config, dtype=dtype, batch=batch)
         ema = config.optim.ema
+        self.outer = replicas.make_outer(self)
         self.average = None if ema is None else AveragedWeights(self.optimizer, ema)
         self.engine = engine_of(self.model)
         self._facts = facts_of(config, self.engine, model.config, dtype, self.block_size, batch)
@@ -179,13 +181,8 @@ class Trainer:
         self.micro_batch: Callable[..., torch.Tensor] = self._micro_batch
         self.step_graph: StepGraph | None = None
         if config.system.cuda_graphs:
-            parts = self._micro_batch, self.model, self.engine
-            why = why_micro_batches(self.model, self.engine, self.optimizer)
-            if why:
-                self.micro_batch = MicroBatchGraphs(*parts)
-            else:
-                self.step_graph = StepGraph(*parts, self.optimizer)
-            self._facts["graphs"] = f"of a micro-batch, as {why}" if why else "of a whole step"
+            parts = self._micro_batch, self.model, self.engine, self.optimizer
+            self.micro_batch, self.step_graph, self._facts["graphs"] = captured(*parts)
         self.step = self.next_sample = self.tokens = self.rollbacks = 0
         self.samples = samples_of(config, self.data, self.block_size)
         self.changed = getattr(self.samples, "told", "")  # what config.json does not tell
@@ -225,6 +222,7 @@ class Trainer:
         if self.changed:
             self.journal.say(self.changed.strip())
         self._open_saves()
+        replicas.meet(self)
         with (
             catching_stop(loud=self.mesh.is_main) as self.stop_signals,
             catching_save() as self.saves.signals,
@@ -245,6 +243,8 @@ class Trainer:
                     f"train: expected a checkpoint of the last step, got none of step {self.step}; "
                     "make room, then --resume from the one before"
                 )
+        if self.outer is not None:
+            self.outer.close()
         self.predictions.tell(self.journal, self.config, self.model.config, self._facts)
         self.journal.close()
         self.mesh.close()  # what follows is rank 0's alone
@@ -303,7 +303,7 @@ class Trainer:
         scale = self.loss_scale.scale if self.loss_scale is not None else None
         skips = config.faults.on_nonfinite == "skip"
         self.micro_batches = config.micro_batches(self.step, self.grad_accum_steps)
-        samples = self.micro_batches * mesh.dp_size * rows
+        samples = self.micro_batches * self.ways * rows
         self.next_sample = past(self.next_sample, samples, self.skipped_samples)
         in_step(self.step + 1)
         self.model.train()
@@ -380,12 +380,12 @@ class Trainer:
     def _number(self, j: int) -> int:
         """Number in the step of this rank's micro-batch j: see [Note: who takes which samples]."""
         if self.config.accumulate == "full":
-            return self.mesh.dp_rank * self.micro_batches + j
-        return j * self.mesh.dp_size + self.mesh.dp_rank
+            return self.place * self.micro_batches + j
+        return j * self.ways + self.place
 
     def validate(self) -> None:
         """Mean loss over the first eval_batches * batch_size windows of the validation tokens."""
-        per_batch = self.mesh.dp_size * self.grad_accum_steps
+        per_batch = self.ways * self.grad_accum_steps
         loss_now = partial(
             validation_loss,
             self.model,

@@ -416,7 +416,7 @@ def test_groups_along_any_axes(counts, axes):
 
 
 def coordinates():
-    mesh = Mesh(pp=2, replicas=2, tp=2)
+    mesh = Mesh(pp=2, tp=2).with_replicas(2)
     for axes in itertools.combinations(AXES, 2):
         assert mesh.size(*axes) == dist.get_world_size(mesh.group(*axes))
         assert mesh.rank_in(*axes) == dist.get_rank(mesh.group(*axes))

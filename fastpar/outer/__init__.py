@@ -1,0 +1,1 @@
+"""Replicas that train apart and average their weights now and then."""

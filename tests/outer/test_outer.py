@@ -1,0 +1,270 @@
+"""outer.py: what replicas that train apart have in common with runs that do not."""
+
+from functools import partial
+
+import pytest
+import torch
+from cells import covering, sweep
+from test_engine import SMALL, Net, batch
+
+from fastpar import AdamW, Mesh, Muon, Outer, engine_of, muon_groups, parallelize
+from fastpar.testing import run_ranks
+
+AS_IT_IS = {"lr": 1.0, "momentum": 0.0}
+
+
+@pytest.fixture(autouse=True)
+def _on_this_machine(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
+def adamw(model, **options):
+    return AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0, **options)
+
+
+def muon(model, **options):
+    return Muon(muon_groups(model), lr=0.02, adamw={"lr": 1e-2}, **options)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def train(model, opt, steps, first=0, data=lambda i: i):
+    """Training steps on batches of numbers that data gives."""
+    for i in range(first, first + steps):
+        logits = model(batch(data(i)))
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch(data(i)).flatten()).backward()
+        opt.step()
+        opt.zero_grad()
+
+
+def weights(model):
+    with engine_of(model).gathered():
+        return [p.detach().clone() for p in model.parameters()]
+
+
+def run(mesh, steps, make=adamw, data=lambda i: i, dtype=None, options=None, **outer):
+    """The weights of this rank after some steps with an outer optimizer, without if not given."""
+    model = parallelize(Net().to(dtype), mesh, **SMALL, **(options or {}))
+    opt = make(model)
+    listening = Outer(opt, **outer) if outer else None
+    train(model, opt, steps, data=data)
+    return weights(model), listening
+
+
+def same(found, expected):
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@covering(
+    1,
+    ("stage", [0, 1, 2, 3]),
+    (
+        "turns",
+        [{"every": 3}, {"every": 4, "fragments": 3}, {"every": 4, "fragments": 2, "delay": 3}],
+    ),
+    ("make", [adamw, muon]),
+    ("masters", [False, True]),
+)
+def test_one_replica_with_the_mean_alone_is_the_inner_run(stage, turns, make, masters):
+    """Bit for bit, at every stage."""
+    dtype = torch.bfloat16 if masters else torch.float32
+
+    def rank():
+        optimizer = partial(make, master_weights=masters)
+        how = {"make": optimizer, "dtype": dtype, "options": {"zero_stage": stage}}
+        found, _ = run(Mesh(), 9, **how, **turns, **AS_IT_IS)
+        return same(found, run(Mesh(), 9, **how)[0])
+
+    assert run_ranks(rank, 2) == [True, True]
+
+
+@covering(
+    1,
+    ("stage", [0, 1, 2, 3]),
+    ("turns", [{"every": 3}, {"every": 4, "fragments": 3, "delay": 2}]),
+)
+def test_replicas_with_equal_data_are_the_inner_run(stage, turns):
+    """Two replicas of two ranks each, by the bits of two ranks."""
+    options = {"zero_stage": stage}
+
+    def replicas():
+        found, outer = run(Mesh(replicas=2), 9, options=options, **turns, **AS_IT_IS)
+        return found, outer.members, outer.sent_bytes
+
+    def alone():
+        return run(Mesh(), 9, options=options)[0]
+
+    expected = run_ranks(alone, 2)[0]
+    for found, members, sent in run_ranks(replicas, 4, timeout_s=30):
+        assert same(found, expected)
+        assert members == [0, 1]
+        assert sent > 0
+
+
+def test_a_mean_after_every_step_of_sgd_is_data_parallel():
+    """To rounding: the mean of weights is the weight less the mean of gradients."""
+
+    def replicas():
+        mesh = Mesh(replicas=4)
+        return run(mesh, 6, sgd, data=lambda i: 4 * i + mesh.replica, every=1, **AS_IT_IS)[0]
+
+    def together():
+        mesh = Mesh()
+        return run(mesh, 6, sgd, data=lambda i: 4 * i + mesh.dp_rank)[0]
+
+    expected = run_ranks(together, 4)[0]
+    for found in run_ranks(replicas, 4, timeout_s=30):
+        for mine, theirs in zip(found, expected, strict=True):
+            # Six steps and as many means of weights below 1, each a few roundings.
+            assert (mine - theirs).abs().max() < 6 * 8 * 2**-24
+
+
+def diloco(n, steps, every, lr, momentum):
+    """The weights of n replicas by the formula, in one process."""
+    models = [Net() for _ in range(n)]
+    opts = [AdamW(m.parameters(), lr=1e-2, max_grad_norm=1.0) for m in models]
+    at = [p.detach().clone() for p in models[0].parameters()]
+    kept = [torch.zeros_like(p) for p in at]
+    for step in range(steps):
+        for m, (model, opt) in enumerate(zip(models, opts, strict=True)):
+            train(model, opt, 1, n * step + m)
+        if (step + 1) % every:
+            continue
+        with torch.no_grad():
+            for i, replicas in enumerate(zip(*(m.parameters() for m in models), strict=True)):
+                delta = at[i] - sum(replicas) / n
+                kept[i] = momentum * kept[i] + delta
+                at[i] = at[i] - lr * (delta + momentum * kept[i])
+                for p in replicas:
+                    p.copy_(at[i])
+    return [p.detach() for p in models[0].parameters()]
+
+
+@sweep("n", [1, 2, 3])
+def test_the_outer_step_is_diloco(n):
+    """Nesterov's momentum on the mean of the differences, and what M = 1 makes of it (Snoo)."""
+
+    def rank():
+        mesh = Mesh(replicas=n)
+        data = lambda i: n * i + mesh.replica  # noqa: E731
+        return run(mesh, 8, data=data, every=4, lr=0.7, momentum=0.9)[0]
+
+    expected = diloco(n, 8, 4, 0.7, 0.9)
+    for found in run_ranks(rank, n):
+        for mine, theirs in zip(found, expected, strict=True):
+            # The second outer step is of Adam's updates, which a rounding of weights changes.
+            assert (mine - theirs).abs().max() < 2e-5
+
+
+@sweep("turns", [{"every": 3}, {"every": 4, "fragments": 2, "delay": 2}])
+def test_a_run_goes_on_from_its_state(turns):
+    """Of the inner optimizer, in which the outer state is; without it, it begins at the weights."""
+
+    def halves():
+        model = Net()
+        opt = adamw(model)
+        Outer(opt, **turns)
+        train(model, opt, 5)
+        state = {"model": model.state_dict(), "opt": opt.state_dict()}
+        other = Net(seed=7)
+        second = adamw(other)
+        outer = Outer(second, **turns)
+        other.load_state_dict(state["model"])
+        second.load_state_dict(state["opt"])
+        train(other, second, 6, 5)
+        assert outer.steps == 11
+        return list(other.parameters())
+
+    whole = Net()
+    opt = adamw(whole)
+    Outer(opt, **turns)
+    train(whole, opt, 11)
+    if "delay" not in turns:  # what is under way is not saved
+        assert same(halves(), list(whole.parameters()))
+    else:
+        halves()
+
+
+@sweep("form", ["bf16", "int8", "int4", "fp8"])
+def test_compressed_differences(form):
+    """All replicas get the same weights; fewer bytes."""
+
+    def replicas(wire):
+        mesh = Mesh(replicas=2)
+        data = lambda i: 2 * i + mesh.replica  # noqa: E731
+        found, outer = run(mesh, 12, data=data, every=2, wire=wire, **AS_IT_IS)
+        return found, outer.sent_bytes
+
+    exact, compressed = (run_ranks(replicas, 2, wire) for wire in ("fp32", form))
+    assert same(compressed[0][0], compressed[1][0])
+    ratio = exact[0][1] / compressed[0][1]
+    assert ratio >= {"bf16": 1.9, "int8": 3.0, "int4": 4.0, "fp8": 3.0}[form]  # padded to blocks
+    largest = max((a - b).abs().max() for a, b in zip(exact[0][0], compressed[0][0], strict=True))
+    # Differences of two steps are at most 0.02 an element: codes of 4 bits keep a seventh of them.
+    assert 0 < largest < 0.02
+
+
+@sweep(
+    ["outer", "message"],
+    [
+        ({"every": 0}, r"Outer: expected every >= 1, got every=0; these are the steps"),
+        ({"every": 4, "fragments": 5}, r"expected fragments from 1 to every=4, got fragments=5"),
+        ({"every": 4, "fragments": 0}, r"expected fragments from 1 to every=4, got fragments=0"),
+        ({"every": 4, "delay": 4}, r"expected delay from 0 to 3, below every=4, got delay=4"),
+        ({"every": 4, "lr": 0.0}, r"expected lr in \(0, 2\], got lr=0.0; 1 takes the mean"),
+        ({"every": 4, "momentum": 1.0}, r"expected momentum in \[0, 1\), got momentum=1.0"),
+        ({"every": 4, "wire": "int2"}, r"expected wire to be one of fp32, bf16.*got wire=int2"),
+        ({"every": 90, "fragments": 90}, r"at most as many fragments as the 11 parameters"),
+    ],
+)
+def test_bad_numbers(outer, message):
+    with pytest.raises(ValueError, match=message):
+        Outer(adamw(Net()), **outer)
+
+
+def test_one_optimizer_of_two_engines():
+    both = [parallelize(Net(seed=s), Mesh()) for s in (0, 1)]
+    opt = AdamW([p for model in both for p in model.parameters()])
+    with pytest.raises(ValueError, match=r"expected one engine, .* got 2 engines; build one"):
+        Outer(opt, every=2)
+
+
+def test_replicas_that_do_not_divide_the_ranks():
+    def rank():
+        with pytest.raises(
+            ValueError,
+            match=r"Mesh: expected replicas to divide the number of ranks, got replicas=3 with "
+            r"world_size=4; start a multiple of 3",
+        ):
+            Mesh(replicas=3)
+        with pytest.raises(ValueError, match=r"expected replicas to be a positive integer"):
+            Mesh(replicas=0)
+
+    run_ranks(rank, 4)
+
+
+def test_a_replica_alone():
+    """The other one does not come: an error after the mesh's time-out."""
+
+    def rank():
+        mesh = Mesh(replicas=2, timeout_s=0.3)
+        if mesh.replica == 0:
+            opt = adamw(parallelize(Net(), mesh))
+            with pytest.raises(
+                RuntimeError, match=r"expected 2 replicas, got 1 of 2 ranks within 0.3 s; start ev"
+            ):
+                Outer(opt, every=2).meet()
+
+    run_ranks(rank, 2)
+
+
+def test_replicas_with_other_settings():
+    def rank():
+        mesh = Mesh(replicas=2)
+        opt = adamw(parallelize(Net(), mesh))
+        with pytest.raises(ValueError, match=r"expected the same on every replica, got '[23] 0.7 "):
+            Outer(opt, every=2 + mesh.replica).meet()
+
+    run_ranks(rank, 2)

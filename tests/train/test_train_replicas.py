@@ -1,0 +1,113 @@
+"""--replicas, --outer-every: runs of replicas, their samples and folders, other numbers of them."""
+
+import pytest
+import torch
+from train_runs import TINY, bits, curve, forget_after
+
+from fastpar.checkpoint.weight_sources import load_weights
+from fastpar.comm.mesh import Mesh
+from fastpar.config.config import TrainConfig
+from fastpar.files.step_folders import checkpoint_folder
+from fastpar.testing import run_ranks
+from fastpar.train.metrics import read_metrics
+from fastpar.train.trainer import Trainer
+
+RUN = {**TINY, "micro_batch_size": 2, "max_steps": 6, "eval_every": 6, "save_every": 1}
+MEAN = {"outer_lr": 1.0, "outer_momentum": 0.0}
+EVERY = {"outer_every": 3}
+
+
+@pytest.fixture(autouse=True)
+def _on_this_machine(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
+def rank(changes):
+    """One rank of a run; its exit status."""
+    config = TrainConfig().replace({**RUN, **changes})
+    return Trainer(config, Mesh(replicas=config.parallel.replicas, device="cpu")).run()
+
+
+def run(out, ranks=1, **changes):
+    """All ranks, as threads."""
+    assert run_ranks(rank, ranks, {"out": out, **changes}) == [0] * ranks
+
+
+def test_one_replica_with_the_mean_alone(here):
+    run("alone")
+    run("mean", **EVERY, **MEAN)
+    assert curve("mean") == curve("alone")
+    run("snoo", **EVERY)
+    assert curve("snoo") != curve("alone")
+
+
+@pytest.mark.parametrize(
+    "turns", [{}, {"outer_fragments": 3, "outer_wire": "bf16"}], ids=["whole", "parts"]
+)
+def test_two_replicas_of_two_ranks_go_on(here, turns):
+    """From their own inner state, and with the samples that nobody has had."""
+    outer = {"replicas": 2, "zero_stage": 2, "outer_every": 3, **turns}
+    run("whole", 4, **outer)
+    run("cut", 4, **outer)
+    for folder in ("cut", "cut/replica_1"):
+        forget_after(folder, 2 if not turns else 3)
+    run("cut", 4, **outer, resume=True)
+    for folder in ("", "/replica_1"):
+        if not turns:
+            assert bits(f"cut{folder}", 6) == bits(f"whole{folder}", 6)
+        rows = [row for row in curve(f"cut{folder}") if "tokens" in row]
+        assert [row["tokens"] for row in rows] == [n * 8 * 16 for n in range(1, 7)]
+    assert bits("whole", 5) != bits("whole/replica_1", 5)
+    first, second = (
+        load_weights(checkpoint_folder(f, 6)).parameters() for f in ("whole", "whole/replica_1")
+    )
+    alike = all(map(torch.equal, first, second))
+    assert alike == (not turns)  # they have just met
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 4), (0, 2)])
+def test_another_number_of_replicas(here, before, after):
+    """0: a run without an outer step, which ends with post-local averaging."""
+    run("run", max(1, before), **(EVERY if before else {}), replicas=max(1, before))
+    run("run", after, **EVERY, replicas=after, resume=True, max_steps=9, eval_every=9)
+    losses = [row["loss"] for row in read_metrics("run/metrics.jsonl") if "loss" in row]
+    assert len(losses) == 9
+    assert losses[8] < losses[0]
+    for i in range(1, after):
+        assert bits(f"run/replica_{i}", 9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"outer_every": 0}, r"train: expected outer_every >= 1, got outer_every=0; these are"),
+        (
+            {"outer_fragments": 2},
+            r"expected outer_every with outer_fragments, got outer_fragments=2",
+        ),
+        (
+            {"replicas": 2},
+            r"expected outer_every with replicas, got replicas=2 alone; add --outer-e",
+        ),
+        (
+            {"outer_every": 4, "outer_fragments": 5},
+            r"expected outer_fragments from 1 to outer_every=4, got outer_fragments=5; each frag",
+        ),
+        (
+            {"outer_every": 4, "replicas": 2, "on_nonfinite": "rollback"},
+            r"expected on_nonfinite stop or skip with replicas=2 .* got on_nonfinite=rollback; le",
+        ),
+        (
+            {"outer_every": 4, "outer_wire": "int8", "deterministic": True},
+            r"expected deterministic False with replicas=1 and outer_wire=int8, got deterministic=",
+        ),
+        (
+            {"outer_every": 4, "cuda_graphs": True, "device": "cuda"},
+            r"expected outer_every None with cuda_graphs: the outer step is no part of them, got o",
+        ),
+        ({"replicas": 0, "outer_every": 4}, r"expected replicas >= 1, got replicas=0"),
+    ],
+)
+def test_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        TrainConfig().replace(changes)
