@@ -62,6 +62,7 @@ def check_offload(parallel: ParallelSettings, optimizer: str) -> None:
 
 def check_wires(parallel: ParallelSettings, *, deterministic: bool) -> None:
     """Refuse formats on the wire where nothing is sent in them, and beside what they contradict."""
+    _check_nodes(parallel)
     gradients, weights = parallel.wire_gradients, parallel.wire_weights
     keeps, stage = parallel.error_feedback or parallel.error_buffer, parallel.zero_stage
     if keeps and gradients == "fp32":
@@ -102,7 +103,7 @@ def check_wires(parallel: ParallelSettings, *, deterministic: bool) -> None:
             )
 
 
-def check_nodes(parallel: ParallelSettings) -> None:
+def _check_nodes(parallel: ParallelSettings) -> None:
     """Refuse nodes that nothing asks for."""
     size, second, stage = parallel.node_size, parallel.secondary_shards, parallel.zero_stage
     sends = parallel.wire_gradients not in ("fp32", "powersgd") and stage > 0

@@ -14,7 +14,6 @@ from typing import Any, get_type_hints
 
 from fastpar.config.combinations import (
     check_experts,
-    check_nodes,
     check_offload,
     check_outer_settings,
     check_packing,
@@ -98,7 +97,6 @@ class TrainConfig(TrainFlags):
         )
         check_outer_settings(self.optim, self.parallel, values)
         check_wires(self.parallel, deterministic=self.system.deterministic)
-        check_nodes(self.parallel)
         self._check_graphs()
         if self.run.name is not None and not re.fullmatch(r"[\w.+-]*\w[\w.+-]*", self.run.name):
             raise ValueError(
