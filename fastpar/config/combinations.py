@@ -1,11 +1,19 @@
-"""What is refused of settings that contradict others: ramps, packing, offload, wires, experts."""
+"""What is refused of settings that contradict others: ramps, packing, offload, fp8, wires,
+experts."""
 
 from __future__ import annotations
 
 from dataclasses import fields
 from typing import Any
 
-from fastpar.config.options import DataSettings, ModelSettings, OptimSettings, ParallelSettings
+from fastpar.config.model import GPTConfig
+from fastpar.config.options import (
+    DataSettings,
+    ModelSettings,
+    OptimSettings,
+    ParallelSettings,
+    SystemSettings,
+)
 
 
 def check_ramp(settings: DataSettings) -> None:
@@ -57,6 +65,56 @@ def check_offload(parallel: ParallelSettings, optimizer: str) -> None:
         raise ValueError(
             f"train: expected optimizer=adamw with offload={parallel.offload}, got optimizer="
             f"{optimizer}, which computes on whole matrices; leave --offload out"
+        )
+
+
+def check_fp8(system: SystemSettings, shape: ModelSettings, parallel: ParallelSettings) -> None:
+    """Refuse how fp8 is computed where it is not, and what no code runs beside it."""
+    for name, default in (("scaling", "row"), ("weight_gradient", "bf16"), ("emulate", False)):
+        value = getattr(system, f"fp8_{name}")
+        if system.fp8 == "none" and value != default:
+            raise ValueError(
+                f"train: expected fp8 with fp8_{name}, got fp8=none fp8_{name}={value}; add --fp8 "
+                "mlp, or leave it out"
+            )
+    if system.fp8_weight_gradient == "fp8" and system.fp8_scaling != "tensor":
+        raise ValueError(
+            "train: expected fp8_scaling=tensor with fp8_weight_gradient=fp8, got fp8_scaling="
+            f"{system.fp8_scaling}; sums over tokens need one scale for all ranks"
+        )
+    beside: dict[str, tuple[bool, Any]] = {
+        "n_expert": (shape.n_expert > 0, shape.n_expert),
+        "compile": (system.compile, True),
+        "cuda_graphs": (system.cuda_graphs, True),
+        "activation_checkpointing": (parallel.activation_checkpointing == "selective", "selective"),
+        "schedule": (parallel.pp > 1 and parallel.schedule.startswith("zb"), parallel.schedule),
+    }
+    for name, (found, value) in beside.items():
+        if found and system.fp8 != "none":
+            raise ValueError(
+                f"train: expected {name} left out or another with fp8={system.fp8}, got {name}="
+                f"{value}; it does not know these products: change it, or drop --fp8"
+            )
+
+
+def check_fp8_widths(system: SystemSettings, tp: int, shape: GPTConfig) -> None:
+    """Refuse widths that products of 8-bit floats, or their scales on ranks of tp, do not have."""
+    if system.fp8 == "none":
+        return
+    width = shape.n_embd
+    if width % 16:
+        raise ValueError(
+            f"train: expected n_embd to be a multiple of 16 with fp8, got n_embd={width}; drop "
+            "--fp8, or change --n-embd"
+        )
+    if tp == 1 or system.fp8_scaling == "tensor":
+        return
+    least = width if system.fp8 == "all" else 4 * width
+    if system.fp8_scaling == "row" or least % (128 * tp):
+        raise ValueError(
+            f"train: expected fp8_scaling=tensor, or block with {128 * tp} dividing the {least} "
+            f"features that tp={tp} splits, got fp8_scaling={system.fp8_scaling}; scales would "
+            "depend on tp"
         )
 
 

@@ -14,6 +14,8 @@ from typing import Any, get_type_hints
 
 from fastpar.config.combinations import (
     check_experts,
+    check_fp8,
+    check_fp8_widths,
     check_offload,
     check_outer_settings,
     check_packing,
@@ -92,6 +94,7 @@ class TrainConfig(TrainFlags):
         check_storage(self.optim, str(self.system.dtype))
         check_offload(self.parallel, self.optim.optimizer)
         check_experts(self.shape, self.parallel, values)
+        check_fp8(self.system, self.shape, self.parallel)
         check_parallel(
             self.parallel, str(self.system.dtype), deterministic=self.system.deterministic
         )
@@ -115,7 +118,9 @@ class TrainConfig(TrainFlags):
             )
         if self.shape.init_from is None:
             # Sizes are refused before the text is read.
-            check_split(self.parallel, self.model_config(vocab_size=1))
+            shape = self.model_config(vocab_size=1)
+            check_split(self.parallel, shape)
+            check_fp8_widths(self.system, self.parallel.tp, shape)
 
     def _check_graphs(self) -> None:
         """Refuse what a CUDA graph of a micro-batch cannot hold."""

@@ -180,6 +180,14 @@ class SystemSettings:
     """Where to compute; auto: cuda where there is one."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Format of weights and activations (fp32 main copies); auto: fp32 on cpu, bf16 on cuda."""
+    fp8: Literal["none", "mlp", "all"] = "none"
+    """Products in 8-bit floats, of MLPs or of all layers of blocks: bf16, GPUs from sm_89 on."""
+    fp8_scaling: Literal["row", "block", "tensor"] = "row"
+    """What shares a scale: rows; 128 features (with tp); tensors, by their last 16 steps."""
+    fp8_weight_gradient: Literal["bf16", "fp8"] = "bf16"
+    """With fp8-scaling tensor: weights' gradients by such products, too."""
+    fp8_emulate: bool = False
+    """Compute fp8's numbers on any device, slower than without."""
     nproc: int = 1
     """Ranks to start on this machine."""
     threads: int | None = None

@@ -70,7 +70,7 @@ class Losses:
             sums = torch.zeros(self.n_layer, width, dtype=torch.float64, device=device)
         return sums.flatten()
 
-    def give(self, total: Tensor) -> None:
+    def give(self, total: Tensor, rows: Tensor) -> None:
         """The sums of all ranks: the counts of the next step."""
         self.last = total.view(self.n_layer, -1)
         for number, layer in self.layers.items():

@@ -57,6 +57,7 @@ from fastpar.context.sequences import (
     to_tokens,
 )
 from fastpar.kernels import (
+    DelayedScales,
     attention,
     attention_qkvpacked,
     draw_key,
@@ -126,13 +127,14 @@ class Attention(nn.Module):
         read: LayerRead | None = None,
         **dropout: Any,
     ) -> Tensor:
-        qkv = column_linear(y, self.c_attn.weight, self.c_attn.bias, self.tp)  # [B, T, 3*C/tp]
+        c_attn, fp8 = self.c_attn, self.c_proj.fp8
+        qkv = column_linear(y, c_attn.weight, c_attn.bias, self.tp, c_attn.fp8)  # [B, T, 3*C/tp]
         qkv = qkv.unflatten(-1, (3, -1, self.head_dim))  # [B, T, 3, H/tp, D]
         heads = qkv.shape[-2]
         if self.cp is not None and self.cp.by_keys:
             assert tokens is not None
             o = attend_keys(qkv, tokens.batch, self.cp, documents=documents, **dropout)
-            return row_linear(o.flatten(-2), self.c_proj.weight, tp=self.tp)
+            return row_linear(o.flatten(-2), self.c_proj.weight, tp=self.tp, fp8=fp8)
         if self.cp is not None:
             qkv = to_heads(qkv, self.cp)
         if documents is not None:
@@ -149,7 +151,7 @@ class Attention(nn.Module):
             o = o.unflatten(0, y.shape[:2])  # [B, T, H/tp, D]
         if self.cp is not None:
             o = to_tokens(o[:, None], heads, self.cp)[:, 0]
-        return row_linear(o.flatten(-2), self.c_proj.weight, tp=self.tp)  # [B, T, C]
+        return row_linear(o.flatten(-2), self.c_proj.weight, tp=self.tp, fp8=fp8)  # [B, T, C]
 
 
 class Block(nn.Module):
@@ -201,6 +203,7 @@ class GPT(nn.Module):
 
     tp: TensorParallel | None = None
     cp: ContextParallel | None = None
+    fp8_scales: DelayedScales | None = None  # of fp8.py
 
     def __init__(self, config: GPTConfig, *, seed: int = 0):
         super().__init__()

@@ -33,11 +33,12 @@ class MLP(nn.Module):
         }
 
     def forward(self, y: Tensor) -> Tensor:
-        if self.tp is None:
-            fc, proj = self.c_fc, self.c_proj
+        fc, proj = self.c_fc, self.c_proj
+        if self.tp is None and fc.fp8 is None:
             return gelu_mlp(y, fc.weight, fc.bias, proj.weight, proj.bias)
-        y = bias_gelu(column_linear(y, self.c_fc.weight, tp=self.tp), self.c_fc.bias)  # [..., F/tp]
-        return row_linear(y, self.c_proj.weight, self.c_proj.bias, self.tp)  # [..., C]
+        y = column_linear(y, fc.weight, tp=self.tp, fp8=fc.fp8)
+        y = bias_gelu(y, fc.bias)  # [..., F/tp]
+        return row_linear(y, proj.weight, proj.bias, self.tp, fp8=proj.fp8)  # [..., C]
 
 
 def losses_of(config: GPTConfig) -> Losses | None:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastpar.config.config import GPTConfig
-from fastpar.kernels import Rng, layer_norm, residual_layer_norm
+from fastpar.kernels import Fp8, Rng, layer_norm, residual_layer_norm
 from fastpar.sharding.placements import State
 from fastpar.tensor.functional import TensorParallel
 
@@ -47,6 +47,8 @@ def dropout_at(
 
 class Weights(nn.Module):
     """weight[shape] and, unless bias=False, bias[shape[0]]; the ops of fastpar.kernels use them."""
+
+    fp8: Fp8 | None = None  # of products with the weight: fp8.py
 
     def __init__(self, *shape: int, bias: bool = True):
         super().__init__()

@@ -43,8 +43,8 @@ class Tally(Protocol):
     def take(self, device: torch.device) -> Tensor:
         """This rank's of the step; the next step begins."""
 
-    def give(self, total: Tensor) -> None:
-        """The sums over the ranks, of a step, in its exchange."""
+    def give(self, total: Tensor, rows: Tensor) -> None:
+        """The sums over the ranks, and those of each, of a step, in its exchange."""
 
     def forget(self) -> None:
         """The gradients of this step were zeroed."""
@@ -173,10 +173,11 @@ class Control:
         self._rows = rows
         start = _HEAD + NORM_WORDS + len(flags)
         if not keep_values:
-            total = _sum_rows(rows[:, start:].contiguous().view(torch.float64))
+            given = rows[:, start:].contiguous().view(torch.float64)
+            total = _sum_rows(given)
             if tally is not None:
                 n = tallied.numel()
-                tally.give(total[-n:])
+                tally.give(total[-n:], given[:, -n:])
                 total = total[:-n]
             self.contributed = total
         if not keep_scale:

@@ -28,6 +28,7 @@ from fastpar.comm.mesh import Mesh
 from fastpar.experts.balance import Losses
 from fastpar.experts.exchange import ExpertParallel
 from fastpar.experts.mixture import Experts
+from fastpar.kernels import DelayedScales
 from fastpar.kernels.grouped_linear import summed
 from fastpar.parallel.bucket import BucketState
 from fastpar.parallel.bucket_parameters import BucketGroups
@@ -109,10 +110,12 @@ def mesh_of_experts(mesh: Mesh, n_shards: int) -> Mesh:
 
 
 def attach_experts(engine: Engine, model: nn.Module) -> None:
-    """The counts of a model's experts are summed in each step's exchange."""
+    """The counts of a model's experts, or what its delayed scales are of, are exchanged by step."""
     losses = getattr(model, "experts", None)
     if isinstance(losses, Losses):
         losses.attached, engine.control.tally = True, losses
+    elif isinstance(scales := getattr(model, "fp8_scales", None), DelayedScales):
+        engine.control.tally = scales
 
 
 class ExpertBucket(BucketState):

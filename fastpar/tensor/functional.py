@@ -42,7 +42,7 @@ from torch import Tensor
 from fastpar.comm.collectives import Collectives
 from fastpar.comm.handles import Handle
 from fastpar.comm.overlap import Overlap
-from fastpar.kernels import linear
+from fastpar.kernels import Fp8, linear
 from fastpar.kernels.linear import matmul
 from fastpar.kernels.op import define_autograd, define_op, refuse_double_backward
 from fastpar.kernels.weight_gradients import queue_for
@@ -398,7 +398,11 @@ define_autograd(_row, _setup_context, _backward_of(_row_bwd, "row_linear", 0))
 
 
 def column_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, tp: TensorParallel | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    tp: TensorParallel | None = None,
+    fp8: Fp8 | None = None,
 ) -> Tensor:
     """This rank's features of x @ weight.T + bias; see the top of the file.
 
@@ -406,6 +410,7 @@ def column_linear(
         x: [..., C]; under sequence parallelism this rank's tokens, [N/tp, C].
         weight: [F/tp, C]; bias: [F/tp].
         tp: None: the plain linear.
+        fp8: as linear's; the gathered x is kept, and nothing is under way beside the products.
     Returns:
         y: [..., F/tp], of all tokens.
     Ranks: all of tp.
@@ -415,13 +420,21 @@ def column_linear(
         ValueError: shapes that do not fit.
     """
     if tp is None:
-        return linear(x, weight, bias)
+        return linear(x, weight, bias, fp8=fp8)
     _check_linear("column_linear", x, weight, bias)
+    if fp8 is not None:
+        fp8.check_split("column_linear", weight.shape[0], tp.size)
+        whole = gather(x, x.dim() - 2, tp, partial=True) if tp.sequence_parallel else None
+        return linear(copy_to(x, tp) if whole is None else whole, weight, bias, fp8=fp8)
     return _column(x, weight, bias, tp.number)
 
 
 def row_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, tp: TensorParallel | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    tp: TensorParallel | None = None,
+    fp8: Fp8 | None = None,
 ) -> Tensor:
     """The sum over the ranks of x @ weight.T, and the bias once; see the top of the file.
 
@@ -429,6 +442,7 @@ def row_linear(
         x: [..., F/tp], of all tokens.
         weight: [C, F/tp]; bias: [C].
         tp: None: the plain linear.
+        fp8: as linear's.
     Returns:
         y: [..., C]; under sequence parallelism of this rank's tokens, [N/tp, C].
     Ranks: all of tp.
@@ -438,10 +452,16 @@ def row_linear(
         ValueError: shapes that do not fit; tokens that the ranks do not divide.
     """
     if tp is None:
-        return linear(x, weight, bias)
+        return linear(x, weight, bias, fp8=fp8)
     _check_linear("row_linear", x, weight, bias)
     if tp.sequence_parallel:
         _check_slices("row_linear", x, x.dim() - 2, tp)
+    if fp8 is not None:
+        fp8.check_split("row_linear", weight.shape[1], tp.size)
+        y = linear(x, weight, fp8=fp8)
+        sp = tp.sequence_parallel
+        y = scatter(y, y.dim() - 2, tp, partial=True) if sp else reduce_from(y, tp)
+        return y if bias is None else y + bias
     return _row(x, weight, bias, tp.number)
 
 

@@ -18,6 +18,7 @@ from fastpar.comm.mesh import AXES, Mesh
 from fastpar.config.config import (
     GPTConfig,
     TrainConfig,
+    check_fp8_widths,
     check_parallel,
     check_split,
     check_storage,
@@ -29,6 +30,8 @@ from fastpar.data.packing import PackedTokens, pack_documents
 from fastpar.data.sources import Tokens
 from fastpar.data.token_cache import say
 from fastpar.files.step_folders import checkpoint_folder, list_checkpoints, step_of
+from fastpar.kernels.linear_fp8 import LEAST_CAPABILITY
+from fastpar.models.fp8 import use_fp8
 from fastpar.models.gpt import GPT
 from fastpar.models.nanogpt import tokenizer_of_nanogpt
 from fastpar.models.upcycle import upcycled
@@ -111,6 +114,7 @@ def load_model_and_data(
                 model = upcycled(model, config.expert_settings(), seed=config.run.seed)
             check(model.config)
         check_split(config.parallel, model.config)
+        check_fp8_widths(config.system, config.parallel.tp, model.config)
         block_size = config.shape.block_size or model.config.block_size
         if block_size > model.config.block_size:
             raise ValueError(
@@ -147,9 +151,27 @@ def pick_dtype(config: TrainConfig, mesh: Mesh, state: dict[str, Any] | None) ->
             "train: expected dtype fp32 or bf16 on the CPU, got dtype=fp16; use --dtype bf16"
         )
     name = "fp32" if name == "auto" else name
+    _check_fp8(config, mesh, name)
     check_storage(config.optim, name)
     check_parallel(config.parallel, name, deterministic=config.system.deterministic)
     return name
+
+
+def _check_fp8(config: TrainConfig, mesh: Mesh, dtype: str) -> None:
+    """Refuse fp8 on a device, or for weights, that have no such products."""
+    system, found = config.system, f"device={mesh.device.type}"
+    if system.fp8 == "none" or system.fp8_emulate:
+        return
+    if mesh.device.type == "cuda":
+        capability = torch.cuda.get_device_capability(mesh.device)
+        if capability >= LEAST_CAPABILITY and dtype == "bf16":
+            return
+        found = f"compute capability {capability[0]}.{capability[1]}"
+    raise ValueError(
+        "train: expected bf16 weights on a GPU of compute capability 8.9 or newer with fp8="
+        f"{system.fp8}, got {found} dtype={dtype}; drop --fp8, or add --fp8-emulate for its "
+        "numbers at less speed"
+    )
 
 
 _DIGEST_TOKENS = 1 << 16
@@ -169,7 +191,14 @@ def set_up(
         batch: rows of a micro-batch, micro-batches of a step.
     Ranks: all.
     """
-    parallel, half = config.parallel, dtype != torch.float32
+    parallel, half, system = config.parallel, dtype != torch.float32, config.system
+    use_fp8(
+        model,
+        system.fp8,
+        scaling=system.fp8_scaling,
+        weight_gradient=system.fp8_weight_gradient,
+        emulate=system.fp8_emulate,
+    )
     parallelize(
         model,
         mesh,

@@ -52,9 +52,9 @@ from fastpar.cost.buckets import DTYPES
 from fastpar.cost.capacity import check_ranks
 from fastpar.data.batches import sample_batch
 from fastpar.doctor.doctor import prove_before_training
-from fastpar.experts.balance import report_of, sums_of
 from fastpar.files.step_folders import checkpoint_folder
 from fastpar.kernels import keep_freed_memory, make_key
+from fastpar.models.fp8 import numbers_of, report_of, restore_scales, saved_scales
 from fastpar.models.gpt import GPT
 from fastpar.models.hf import load_hf
 from fastpar.optim.average import AveragedWeights, forget_average
@@ -157,15 +157,15 @@ class Trainer:
         batch = derive_batch(config.text, self.block_size, self.ways, mesh.size("pp"))
         self.micro_batch_size, self.grad_accum_steps = batch
         self.model = model.to(mesh.device, dtype)
-        rows = self.micro_batch_size * self.block_size
         prove_together(mesh)
         prove_before_training(
             mesh.device.type,
             dtype,
             self.model.config,
             tp=mesh.tp_size,
-            rows=rows,
+            rows=self.micro_batch_size * self.block_size,
             compiled=config.system.compile,
+            fp8=config.system.fp8 != "none" and not config.system.fp8_emulate,
         )
         self.optimizer = set_up(self.model, mesh, config, dtype=dtype, batch=batch)
         ema = config.optim.ema
@@ -210,6 +210,7 @@ class Trainer:
         self.step = state["step"]
         self.next_sample, self.tokens = state["next_sample"], state["tokens"]
         set_rng_state(state["rng"])
+        restore_scales(self.model, state)
         if self.loss_scale is not None and state["loss_scale"] is not None:
             self.loss_scale.load_state_dict(state["loss_scale"])
         if "guards" in state:  # earlier versions had none
@@ -344,7 +345,7 @@ class Trainer:
         self.next_sample += samples
         self.tokens += samples * self.block_size
         norm: Any = optimizer.grad_norm
-        counts = sums_of(self.model, control)
+        counts = numbers_of(self.model, control)
         values = to_host(torch.cat((control[:1], norm.double().reshape(1), control[1:], counts)))
         return Step(self.step, lr, taken, self.tokens, *values, scale, counts.numel())
 
@@ -418,6 +419,7 @@ class Trainer:
             "pack": self.config.text.pack,
             "world_size": self.mesh.world_size,
             "guards": self.guards.state_dict(),
+            "fp8": saved_scales(self.model),
             "skipped_samples": self.skipped_samples,
             "settings_sha256": hashlib.sha256(settings.encode()).hexdigest(),
         }
