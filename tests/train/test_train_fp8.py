@@ -1,0 +1,125 @@
+"""fastpar train --fp8: the same bits on every layout, a resume with its scales, what is refused."""
+
+import json
+
+import pytest
+import torch
+from train_runs import TINY, bits, curve, forget_after
+
+from fastpar.checkpoint.restore import read_run_state
+from fastpar.cli import main
+from fastpar.comm.mesh import Mesh
+from fastpar.config.config import TrainConfig
+from fastpar.files.step_folders import checkpoint_folder
+from fastpar.testing import run_ranks
+from fastpar.train.metrics import read_metrics
+from fastpar.train.start import pick_dtype
+from fastpar.train.trainer import Trainer
+
+FEW = {
+    **TINY, "n_layer": 2, "micro_batch_size": 2, "max_steps": 4, "save_every": 2,
+    "deterministic": True, "fp8": "all", "fp8_emulate": True,
+}  # fmt: skip
+DELAYED = {"fp8_scaling": "tensor", "fp8_weight_gradient": "fp8"}
+
+
+def rank(changes):
+    config = TrainConfig().replace({**FEW, **changes})
+    return Trainer(config, Mesh(pp=config.parallel.pp, device="cpu")).run()
+
+
+def run(out, ranks, **changes):
+    """All ranks, as threads."""
+    assert run_ranks(rank, ranks, {"out": out, **changes}) == [0] * ranks
+
+
+LAYOUTS = [
+    (2, {"zero_stage": 3}),
+    (4, {"zero_stage": 1, "accumulate": "shard", "micro_batch_size": 2}),
+    (2, {"pp": 2}),
+    (2, {"zero_stage": 2, "activation_checkpointing": "full"}),
+]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{}, DELAYED, pytest.param({"fp8_scaling": "block", "dtype": "bf16"}, marks=pytest.mark.slow)],
+)
+def test_every_layout_has_the_bits_of_one_process(here, how):
+    run("one", 1, **how)
+    run("plain", 1, fp8="none", fp8_emulate=False)
+    assert curve("plain") != curve("one")
+    for i, (ranks, changes) in enumerate(LAYOUTS):
+        run(f"r{i}", ranks, **how, **changes)
+        assert curve(f"r{i}") == curve("one"), changes
+        assert bits(f"r{i}", 4) == bits("one", 4), changes
+
+
+def test_a_run_goes_on_with_its_scales_on_another_layout(here):
+    run("whole", 1, save_every=1, **DELAYED)
+    run("cut", 2, zero_stage=2, save_every=1, **DELAYED)
+    for step, (ranks, changes) in enumerate([(2, {"zero_stage": 3}), (1, {})], 1):
+        forget_after("cut", step)
+        run("cut", ranks, save_every=1, resume=True, **DELAYED, **changes)
+    assert curve("cut") == curve("whole")
+    assert bits("cut", 4) == bits("whole", 4)
+    state = read_run_state(checkpoint_folder("cut", 4))
+    assert state["fp8"] == read_run_state(checkpoint_folder("whole", 4))["fp8"]
+    tops = torch.tensor(state["fp8"]["history"])
+    assert tops.shape == (16, 8, 3)
+    assert (tops[:4] > 0).all()
+    assert not tops[4:].any()
+
+
+def test_metrics_say_how_much_overflowed(here):
+    run("r", 2, lr=0.3, max_steps=6, save_every=0, **DELAYED)
+    rows = [row for row in read_metrics("r/metrics.jsonl") if "loss" in row]
+    assert rows[0]["fp8_overflows"] == 0  # nothing is rounded yet
+    assert sum(row["fp8_overflows"] for row in rows) > 0  # such a rate makes weights grow
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"fp8": "none"}, "expected fp8 with fp8_emulate, got fp8=none fp8_emulate=True"),
+        ({"fp8_weight_gradient": "fp8"}, "expected fp8_scaling=tensor with fp8_weight_gradient"),
+        ({"n_expert": 2}, "expected n_expert left out or another with fp8=all, got n_expert=2"),
+        ({"compile": True}, "expected compile left out .* with fp8=all, got compile=True"),
+        ({"cuda_graphs": True, "device": "auto"}, "expected cuda_graphs left out .* with fp8=all"),
+        ({"activation_checkpointing": "selective"}, "expected activation_checkpointing left out"),
+        ({"pp": 2, "schedule": "zb-h1"}, "expected schedule left out .*, got schedule=zb-h1"),
+        ({"n_embd": 24}, "expected n_embd to be a multiple of 16 with fp8, got n_embd=24"),
+        ({"tp": 2}, "expected fp8_scaling=tensor, or block with 256 dividing the 16 features"),
+        ({"tp": 2, "fp8_scaling": "block"}, "got fp8_scaling=block; scales would depend on tp"),
+    ],
+)
+def test_settings_that_are_refused(changes, said):
+    changes = {"deterministic": False, **changes}
+    with pytest.raises(ValueError, match=f"train: .*{said}"):
+        TrainConfig().replace({**FEW, **changes})
+
+
+def test_tp_with_whole_blocks_is_taken():
+    for changes in ({"fp8_scaling": "block", "n_embd": 256}, {"fp8_scaling": "tensor"}):
+        TrainConfig().replace({**FEW, "tp": 2, **changes})
+    changes = {"fp8": "mlp", "fp8_scaling": "block", "n_embd": 64, "tp": 2}
+    TrainConfig().replace({**FEW, **changes})
+
+
+def test_devices_that_are_refused(here, capsys, monkeypatch):
+    flags = [f"--{k.replace('_', '-')}={v}" for k, v in TINY.items() if k != "out"]
+    assert main(["train", *flags, "--fp8", "mlp", "--out", "r"]) == 2
+    said = capsys.readouterr().err
+    assert "newer with fp8=mlp, got device=cpu dtype=fp32; drop --fp8, or add --fp8-emul" in said
+    assert not (here / "r").exists()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    mesh = type("OfGpus", (), {"device": torch.device("cuda")})
+    config = TrainConfig().replace({"fp8": "mlp"})
+    with pytest.raises(ValueError, match=r"got compute capability 8\.6 dtype=bf16"):
+        pick_dtype(config, mesh, None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert pick_dtype(config, mesh, None) == "bf16"
+    with pytest.raises(ValueError, match=r"got compute capability 9\.0 dtype=fp32"):
+        pick_dtype(config.replace({"dtype": "fp32"}), mesh, None)
+    assert json.dumps(config.settings())  # what config.json holds
