@@ -125,13 +125,14 @@ class DelayedScales:
     Args:
         layers: how many linear layers there are, counted from 0, also where a rank has some.
     Attributes:
+        averaged: ranks whose gradients are averaged: what dy is times that of one process.
         overflows: fp64 [layers, 3], how many values of x, weight, dy overflowed in the last step.
     """
 
     def __init__(self, layers: int):
         self.history = torch.zeros(HISTORY, layers, 3)
         self.overflows = torch.zeros(layers, 3, dtype=torch.float64)
-        self.steps = 0
+        self.steps, self.averaged = 0, 1
         self._noted: Tensor | None = None  # [2, layers, 3]: largest values, overflows
         self._scales: Tensor | None = None
 
@@ -142,6 +143,7 @@ class DelayedScales:
         if self._scales is None or self._scales.device != device:
             tops = self.history.amax(0).to(device)
             largest = [LARGEST[form] for form in _FORMATS]
+            tops[:, DY] *= self.averaged
             parts = [power_of_two(top, most) for top, most in zip(tops.unbind(1), largest)]
             self._scales = torch.stack([torch.where(p > 2.0**-126, p, 1.0) for p in parts], 1)
         return self._scales[layer, which]
@@ -164,6 +166,7 @@ class DelayedScales:
     def give(self, total: Tensor, rows: Tensor) -> None:
         """The notes of all ranks, their sum and one row each: the scales of the next step."""
         tops = rows.unflatten(1, (2, *self.overflows.shape))[:, 0].amax(0)
+        tops[:, DY] /= self.averaged
         self.history = torch.cat((tops[None].float(), self.history.to(tops.device)[:-1]))
         self.overflows = total.view(2, *self.overflows.shape)[1]
         self.steps, self._scales = self.steps + 1, None

@@ -94,7 +94,7 @@ class TrainConfig(TrainFlags):
         check_storage(self.optim, str(self.system.dtype))
         check_offload(self.parallel, self.optim.optimizer)
         check_experts(self.shape, self.parallel, values)
-        check_fp8(self.system, self.shape, self.parallel)
+        self._check_fp8()
         check_parallel(
             self.parallel, str(self.system.dtype), deterministic=self.system.deterministic
         )
@@ -118,9 +118,12 @@ class TrainConfig(TrainFlags):
             )
         if self.shape.init_from is None:
             # Sizes are refused before the text is read.
-            shape = self.model_config(vocab_size=1)
-            check_split(self.parallel, shape)
-            check_fp8_widths(self.system, self.parallel.tp, shape)
+            check_split(self.parallel, self.model_config(vocab_size=1))
+
+    def _check_fp8(self) -> None:
+        check_fp8(self.system, self.shape, self.parallel)
+        if self.system.fp8 != "none" and self.shape.init_from is None:
+            check_fp8_widths(self.system, self.parallel.tp, self.model_config(vocab_size=1))
 
     def _check_graphs(self) -> None:
         """Refuse what a CUDA graph of a micro-batch cannot hold."""

@@ -115,7 +115,7 @@ def attach_experts(engine: Engine, model: nn.Module) -> None:
     if isinstance(losses, Losses):
         losses.attached, engine.control.tally = True, losses
     elif isinstance(scales := getattr(model, "fp8_scales", None), DelayedScales):
-        engine.control.tally = scales
+        engine.control.tally, scales.averaged = scales, engine.mesh.size(*SAME)
 
 
 class ExpertBucket(BucketState):
