@@ -94,13 +94,12 @@ class TrainConfig(TrainFlags):
         check_storage(self.optim, str(self.system.dtype))
         check_offload(self.parallel, self.optim.optimizer)
         check_experts(self.shape, self.parallel, values)
-        self._check_fp8()
         check_parallel(
             self.parallel, str(self.system.dtype), deterministic=self.system.deterministic
         )
         check_outer_settings(self.optim, self.parallel, values)
         check_wires(self.parallel, deterministic=self.system.deterministic)
-        self._check_graphs()
+        self._check_system()
         if self.run.name is not None and not re.fullmatch(r"[\w.+-]*\w[\w.+-]*", self.run.name):
             raise ValueError(
                 f"train: expected name of letters, digits and . _ + -, got name={self.run.name!r}; "
@@ -120,13 +119,11 @@ class TrainConfig(TrainFlags):
             # Sizes are refused before the text is read.
             check_split(self.parallel, self.model_config(vocab_size=1))
 
-    def _check_fp8(self) -> None:
+    def _check_system(self) -> None:
+        """Refuse fp8 where it is not computed, and what a CUDA graph cannot hold."""
         check_fp8(self.system, self.shape, self.parallel)
         if self.system.fp8 != "none" and self.shape.init_from is None:
             check_fp8_widths(self.system, self.parallel.tp, self.model_config(vocab_size=1))
-
-    def _check_graphs(self) -> None:
-        """Refuse what a CUDA graph of a micro-batch cannot hold."""
         for name, allowed, why in _GRAPHED if self.system.cuda_graphs else ():
             value = self.settings()[name]
             if value not in allowed:
