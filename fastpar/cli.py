@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import math
 import os
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from fastpar._version import __version__
+from fastpar.config.combinations import check_synchronous
 from fastpar.config.config import TrainConfig, derive_batch, setting_name
 from fastpar.config.options import SampleSettings, TrainFlags, for_tyro
 from fastpar.config.settings import WRONG_PATH, option, parse_seconds, read_settings
@@ -172,6 +174,10 @@ def _missing_memory(error: Exception) -> str:
 
 def _parse(command: Any, arguments: list[str], name: str, default: Any = None) -> Any:
     """The dataclass from flags, by tyro, which ends the process with status 2 on a mistake."""
+    words = [word for argument in arguments for word in argument.split("=", 1)]
+    for flag, value in itertools.pairwise(words):
+        if flag == "--schedule":
+            check_synchronous(f"fastpar {name}", "schedule", value, "--schedule 1f1b")
     tyro = import_package("tyro", f"fastpar {name}")
     return tyro.cli(
         command,

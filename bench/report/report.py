@@ -41,7 +41,10 @@ from bench.report.tables import NOT_OPS, TABLES, errors_table, ops_table
 MARKER = re.compile(r"<!-- bench:([\w-]+) -->\n(.*?)<!-- /bench:\1 -->", re.DOTALL)
 DOCUMENTS = [
     ROOT / "README.md",
-    *(RESULTS / name for name in ("README.md", "errors/table.md", "plan/published.md")),
+    *(
+        RESULTS / name
+        for name in ("README.md", "errors/table.md", "plan/published.md", "parameter_server.md")
+    ),
 ]
 OPENING = re.compile(r"<!-- bench:([\w-]+) -->")
 

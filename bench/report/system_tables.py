@@ -56,6 +56,24 @@ def wires_table(rows: Sequence[Row]) -> str:
     )
 
 
+def ps_table(rows: Sequence[Row]) -> str:
+    """Parameter servers beside all-reduce."""
+    lines = []
+    for row in (r for r in rows if r.bench == "ps"):
+        what, found = f"{row.case}: {row.variant}", row.notes
+        if row.median_ms is None:
+            lines.append([what, f"refused: {row.refused}", *[""] * 5])
+            continue
+        sent = [number(found[name] / 1e6) for name in ("sent_bytes", "worker_bytes")]
+        late = f"{found['staleness']:.1f}" if "staleness" in found else ""
+        loss = f"{found['bits_per_byte']:.3f}"
+        lines.append(
+            [what, number(row.median_ms), number(found["tokens_per_s"]), *sent, late, loss]
+        )
+    head = ["step", "ms", "tokens/s", "MB sent by the busiest", "by a worker", "staleness"]
+    return table([*head, "bits a byte"], lines)
+
+
 def emulated_table(rows: Sequence[Row], bench: str = "emulated") -> str:
     """Steps behind emulated links: what communication takes, and what of it a step waits for."""
     lines = []

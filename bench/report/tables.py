@@ -19,6 +19,7 @@ from bench.report.system_tables import (
     overlap_table,
     pp_link_table,
     pp_table,
+    ps_table,
     wires_table,
 )
 from bench.targets import targets_of
@@ -40,6 +41,7 @@ NOT_OPS = {
     "cp",
     "pp",
     "wires",
+    "ps",
 }
 ZERO_TARGETS = {"DDP": 1.2, "FSDP2": 1.6, "DeepSpeed": 1.6}  # of every stage of fastpar
 
@@ -304,6 +306,7 @@ TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
     "targets": targets_table,
     "overlap": overlap_table,
     "wires": wires_table,
+    "ps": ps_table,
     "checkpoint": checkpoint_table,
     "plan": plan_table,
     "nodes": nodes_table,

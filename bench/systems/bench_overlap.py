@@ -99,7 +99,7 @@ class Trainer:
         if variant == OWN:
             name, model = name.partition(",")[0], self._own
         if variant in DEEPSPEED:
-            _without_shared_memory()
+            without_shared_memory()
         self.contender = self._build(name, settings, model)
 
     def _build(self, name: str, settings: Any, model: Any) -> Any:
@@ -170,7 +170,7 @@ class Trainer:
             optimizer.zero_grad()
 
 
-def _without_shared_memory() -> None:
+def without_shared_memory() -> None:
     """DeepSpeed would compile an operator by which ranks of one host pass the link by."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     with contextlib.suppress(ImportError):  # build() says that it is not installed

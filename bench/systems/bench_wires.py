@@ -52,11 +52,15 @@ OURS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "fastpar ZeRO-0, int8 fed back": (0, {"wire_gradients": "int8", "error_feedback": True}),
 }
-# torch refuses its bf16 hook on gloo; its PowerSGD hook does not answer there.
-DDP, FP16, LOW_RANK = "DDP", "DDP, fp16 hook", "DDP, PowerSGD hook, rank 4"
+# torch refuses its bf16 hook on gloo. Its PowerSGD hook starts the second message of a bucket in a
+# callback: with several buckets ranks start them in different orders, and gloo mixes them up.
+DDP, FP16, BF16 = "DDP", "DDP, fp16 hook", "DDP, bf16 hook"
+LOW_RANK = "DDP, PowerSGD hook, rank 4, one bucket"
+ZERO_PP = "DeepSpeed ZeRO++, weights and gradients quantized"
+DEEPSPEED = ("DeepSpeed ZeRO-2", "DeepSpeed ZeRO-3", ZERO_PP)
 FSDP2 = ("FSDP2", "FSDP2, no reshard")
-VARIANTS = (ALONE, DDP, FP16, LOW_RANK, *FSDP2, *OURS)
-EXACT = (*FSDP2, "fastpar ZeRO-2")
+VARIANTS = (ALONE, DDP, FP16, BF16, LOW_RANK, *FSDP2, *DEEPSPEED, *OURS)
+EXACT = (*FSDP2, *DEEPSPEED[:2], "fastpar ZeRO-2")
 
 
 class Trainer(overlap.Trainer):
@@ -64,25 +68,35 @@ class Trainer(overlap.Trainer):
 
     def __init__(self, variant: str, config: GPTConfig, batch_size: int) -> None:
         if variant not in OURS:
-            known = dict.fromkeys((DDP, FP16, LOW_RANK), overlap.DDP)
+            self._options = {"bucket_mb": 1000.0} if variant == LOW_RANK else {}
+            if variant in DEEPSPEED:
+                overlap.without_shared_memory()
+            if variant == ZERO_PP:
+                names = "zero_quantized_weights", "zero_quantized_gradients"
+                self._options = {"deepspeed": dict.fromkeys(names, True)}
+            known = dict.fromkeys((DDP, FP16, BF16, LOW_RANK), overlap.DDP)
+            known[ZERO_PP] = DEEPSPEED[1]
             super().__init__(known.get(variant, variant), config, batch_size)
-            self._hook(variant)
+            if variant in (FP16, BF16, LOW_RANK):
+                self._hook(variant)
             return
         stage, options = OURS[variant]
         self._options = options
         super().__init__(f"fastpar ZeRO-{stage}", config, batch_size)
 
     def _build(self, name: str, settings: Any, model: Any) -> Any:
-        extra = getattr(self, "_options", {})
-        settings = replace(settings, fastpar={**settings.fastpar, **extra})
+        extra = dict(self._options)
+        given = {name: extra.pop(name) for name in ("bucket_mb", "deepspeed") if name in extra}
+        settings = replace(settings, fastpar={**settings.fastpar, **extra}, **given)
         return super()._build(name, settings, model)
 
     def _hook(self, variant: str) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
         model: Any = self.contender.model
-        if variant == FP16:
-            model.register_comm_hook(dist.group.WORLD, default_hooks.fp16_compress_hook)
+        hooks = {FP16: default_hooks.fp16_compress_hook, BF16: default_hooks.bf16_compress_hook}
+        if variant in hooks:
+            model.register_comm_hook(dist.group.WORLD, hooks[variant])
         if variant == LOW_RANK:
             state = powerSGD_hook.PowerSGDState(
                 None, matrix_approximation_rank=4, start_powerSGD_iter=2
@@ -120,8 +134,7 @@ def measure(plan: Plan, link: Link) -> dict[str, Any]:
                         ranks[variant] = stack.enter_context(started)
                         continue
                     before, first = settled_bytes(link), turn * (plan.steps + 1)
-                    patience_s = 20.0 if variant == LOW_RANK else TIMEOUT_S
-                    answers = ranks[variant].call("steps", first, plan.steps, timeout_s=patience_s)
+                    answers = ranks[variant].call("steps", first, plan.steps, timeout_s=TIMEOUT_S)
                     sent = max(now - then for now, then in zip(settled_bytes(link), before))
                     log.extend(answers, sent / (plan.steps + 1))
                 except RankError as error:

@@ -17,6 +17,7 @@ from typing import Literal
 from fastpar.compare.results import Comparison, Run
 from fastpar.compare.strategies import SINGLE, STRATEGIES
 from fastpar.compare.worker import Spec
+from fastpar.config.combinations import check_synchronous
 from fastpar.config.config import AUTO_MICRO_BATCH_TOKENS, GPTConfig, derive_batch
 from fastpar.config.options import DataSettings, ModelSize, TextSettings
 from fastpar.config.settings import check_at_least, option
@@ -95,6 +96,7 @@ def chosen(command: CompareCommand) -> list[str]:
         return list(DEFAULT)
     names = [name.strip() for name in command.strategies.split(",") if name.strip()]
     for name in names:
+        check_synchronous("compare", "strategy", name, "zero1, a server that all ranks share")
         if name not in STRATEGIES:
             near = difflib.get_close_matches(name, STRATEGIES, n=1)
             raise ValueError(

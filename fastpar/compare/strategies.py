@@ -49,8 +49,7 @@ class Settings:
     max_grad_norm: the gradient's norm is clipped to it and known; None: neither.
     exact_norm: torch's norm is summed in fp64: its sum in fp32 is off by some 1e-6 of it on a CPU.
     grad_accum_steps: micro-batches of a step of train_step().
-    micro_rows: sequences of a pipeline's micro-batch.
-    fastpar: further arguments of fastpar.parallelize.
+    micro_rows: of a pipeline's micro-batch. fastpar, deepspeed: further arguments of each.
     """
 
     optimizer: str = "adamw"
@@ -66,6 +65,7 @@ class Settings:
     grad_accum_steps: int = 1
     micro_rows: int = 1
     fastpar: Mapping[str, Any] = field(default_factory=dict)
+    deepspeed: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def adamw(self) -> dict[str, Any]:
@@ -310,7 +310,7 @@ def _deepspeed(name: str, make: ModelFactory, settings: Settings, *, stage: int)
     if not deepspeed.comm.is_initialized():
         deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
     model = make().to(settings.device)
-    zero: dict[str, Any] = {"stage": stage, "overlap_comm": True}
+    zero: dict[str, Any] = {"stage": stage, "overlap_comm": True, **settings.deepspeed}
     if settings.bucket_mb is not None:
         zero["reduce_bucket_size"] = int(settings.bucket_mb * 2**20 / 4)  # elements
     config = {

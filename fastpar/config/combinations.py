@@ -3,6 +3,7 @@ experts."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from typing import Any
 
@@ -266,3 +267,16 @@ def check_outer(
             raise ValueError(
                 f"{who}: expected {prefix}{name} {rule}, got {prefix}{name}={value}; {advice}"
             )
+
+
+_STALE = re.compile("async|hogwild|parameter.?server|ps$|pipedream", re.IGNORECASE)
+
+
+def check_synchronous(caller: str, what: str, value: str, instead: str) -> None:
+    """Refuse names of ways to train in which gradients change other weights than their own."""
+    if _STALE.match(value):
+        raise ValueError(
+            f"{caller}: expected a {what} whose gradients are those of the weights that they "
+            f"change, got {what}={value!r}; use {instead}: servers, asynchronous training and "
+            "stale pipelines were measured, see bench/results/parameter_server.md"
+        )

@@ -26,7 +26,7 @@ from fastpar.comm.handles import Handle, started
 from fastpar.comm.watchdog import in_place
 from fastpar.parallel.engine import Engine, engine_of
 from fastpar.parallel.split_backward import SplitBackward, adding
-from fastpar.pipeline.schedules import RULES, Kind, Op, Schedule, make_schedule
+from fastpar.pipeline.schedules import Kind, Op, Schedule, check_name, make_schedule
 from fastpar.pipeline.simulator import FINISHES
 from fastpar.pipeline.stages import Stages
 
@@ -86,11 +86,8 @@ def pipeline_step(
 def _schedule(engine: Engine, micro_batches: int, name: str | None) -> Schedule:
     """Who does what, in which order."""
     stages = engine.shards.stages
-    if name is not None and name not in RULES:
-        raise ValueError(
-            f"pipeline_step: expected schedule to be one of {', '.join(RULES)}, got "
-            f"schedule={name!r}; choose one of these"
-        )
+    if name is not None:
+        check_name(name, caller="pipeline_step")
     if stages is None:
         return make_schedule("1f1b", 1, micro_batches)
     placed, name = stages.schedule, name or stages.schedule.name

@@ -22,6 +22,8 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from fastpar.config.combinations import check_synchronous
+
 
 class Kind(enum.Enum):
     """What is done to a micro-batch by a chunk."""
@@ -159,17 +161,23 @@ SPLIT = ("zb-h1", "zb-v")
 CHUNKS = {"interleaved": range(1, 65), "zb-v": range(2, 3)}  # of others: one
 
 
+def check_name(name: str, *, caller: str) -> None:
+    """Refuse an unknown schedule, and those of stale weights."""
+    check_synchronous(caller, "schedule", name, "'1f1b', PipeDream's order with a flush")
+    if name not in RULES:
+        raise ValueError(
+            f"{caller}: expected schedule to be one of {', '.join(RULES)}, got "
+            f"schedule={name!r}; choose one of these"
+        )
+
+
 def chunks_of(name: str, chunks: int | None, *, caller: str) -> int:
     """The chunks on each rank; None: the fewest that make the schedule differ from 1f1b.
 
     Raises:
         ValueError: an unknown schedule; chunks that it does not take.
     """
-    if name not in RULES:
-        raise ValueError(
-            f"{caller}: expected schedule to be one of {', '.join(RULES)}, got "
-            f"schedule={name!r}; choose one of these"
-        )
+    check_name(name, caller=caller)
     taken = CHUNKS.get(name, range(1, 2))
     if chunks is None:
         return 2 if 2 in taken else 1

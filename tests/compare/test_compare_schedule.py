@@ -38,6 +38,11 @@ def schedule_of(text, **more):
     [
         ({"strategies": "dp,zero4"}, r"got strategy=zero4; did you mean zero3\?"),
         ({"strategies": "horovod"}, r"got strategy=horovod; choose of these"),
+        (
+            {"strategies": "dp,async"},
+            r"got strategy='async'; use zero1, .*results/parameter_server",
+        ),
+        ({"strategies": "parameter-server"}, r"whose gradients are those of the weights that they"),
         ({"strategies": ","}, r"compare: expected names with commas, got strategies=','; leave"),
         ({"nproc": 0}, r"compare: expected nproc >= 1, got nproc=0; set --nproc"),
         ({"epochs": 0}, r"compare: expected epochs >= 1, got epochs=0; set --epochs"),

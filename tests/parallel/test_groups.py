@@ -27,7 +27,8 @@ def roles(maker, stage, n_shards):
     assert (groups.again is not None) == (maker.again and stage == 0)
     assert groups.again is None or members(groups.again) == members(groups.reduce)
     found = {**vars(groups), "control": control}
-    del found["again"]
+    for name in ("again", "node", "nodes"):
+        del found[name]
     return found
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fastpar.pipeline.schedules import CHUNKS, RULES, Kind, Op, make_schedule
+from fastpar.pipeline.schedules import CHUNKS, RULES, Kind, Op, chunks_of, make_schedule
 from fastpar.pipeline.simulator import Costs, check, simulate
 
 
@@ -137,3 +137,9 @@ def test_messages_in_another_order_on_the_two_sides_are_found():
 def test_bad_input(arguments, message):
     with pytest.raises(ValueError, match=message):
         make_schedule(*arguments)
+
+
+def test_stale_schedules_are_refused_with_their_page():
+    for name in ("pipedream", "PipeDream-2BW", "async-1f1b"):
+        with pytest.raises(ValueError, match=r"use '1f1b'.* see bench/results/parameter_serv"):
+            chunks_of(name, None, caller="parallelize")

@@ -56,7 +56,7 @@ def test_help_fits_a_reader(capsys, monkeypatch):
     for flag in ("--model", "--data", "--max-steps", "--micro-batch-size", "--lr", "--nproc"):
         assert f" {flag} " in out
     text = out[out.index("usage: fastpar train") :].splitlines()
-    assert len(text) < 220
+    assert len(text) < 240
     assert max(map(len, text)) <= 100
     for name in TrainConfig().settings():  # every setting has a flag and a word of help
         flag = "--" + name.replace("_", "-")
@@ -182,6 +182,18 @@ def test_flags_win_over_the_file_over_the_run_over_defaults(here):
         (
             "export . --to a",
             "fastpar export: expected a run with checkpoints, a checkpoint or a folder of trans",
+        ),
+        (
+            "train --schedule=pipedream",
+            "fastpar train: expected a schedule whose gradients are those of the weights that ",
+        ),
+        (
+            "train --wire-gradients powersgd --error-buffer --zero 3",
+            "train: expected zero_stage 0 or 1 with wire_gradients=powersgd, got zero_stage=3",
+        ),
+        (
+            "train --nproc 2 --zero 3 --node-size 2",
+            "train: expected secondary_shards at stage 3, or wire_gradients bf16",
         ),
         ("info now", "fastpar info: expected no options, got now; leave them out"),
     ],
