@@ -30,7 +30,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -441,6 +441,7 @@ class EmulatedMesh(Mesh):
         tp: int = 1,
         cp: int = 1,
         pp: int = 1,
+        tp_grid: Sequence[int] | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -451,7 +452,7 @@ class EmulatedMesh(Mesh):
                 "torch.distributed; close the other mesh first"
             )
         dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-        super().__init__(tp=tp, cp=cp, pp=pp, device=device)
+        super().__init__(tp=tp, cp=cp, pp=pp, tp_grid=tp_grid, device=device)
 
     def check_same(self, caller: str, lines: Any) -> None:
         """Nobody to differ from."""

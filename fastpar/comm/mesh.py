@@ -32,12 +32,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fastpar.comm.start import initialize, read_environment
 from fastpar.comm.watchdog import waiting
+from fastpar.config.axes import (
+    AXES,
+    DATA_AXES,
+    TP_AXES,
+    check_sizes,
+    complete_sizes,
+    ranks_along,
+    sizes_of_grid,
+)
 
 # torch 2.13 warns about the old name.
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-AXES = ("pp", "replicas", "dp", "cp", "ep", "tp")  # see [Note: order of the axes]
-DATA_AXES = ("replicas", "dp", "ep")  # whose ranks compute different sequences
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -51,6 +57,8 @@ class Mesh:
     Args:
         dp: ranks along the data-parallel axis; None takes all that the other axes leave.
         tp: ranks along the tensor-parallel axis, neighbours, which split each layer.
+        tp_grid: (rows, columns) or (rows, columns, depth) of ranks that split each layer on a grid,
+            in place of tp (config/axes.py, [Note: grid]); sizes["tp"] is then the columns.
         replicas: that train apart between the meetings of fastpar.Outer, each on as many ranks: the
             mesh is that of one replica.
         pp: stages of a pipeline; see fastpar.pipeline_step.
@@ -68,7 +76,8 @@ class Mesh:
         place: this rank's number along each axis.
         dp_size, dp_rank, dp_group: of the ranks that compute different sequences, along replicas,
             dp and ep together; the group is None when dp_size is 1.
-        tp_size, tp_rank, tp_group: of the axis tp, likewise.
+        tp_size, tp_rank, tp_group: of the ranks that split each layer, along rows and tp, likewise.
+        tp_grid: as it was given.
         device_mesh: torch's DeviceMesh of the axes that have more than one rank; None with one.
         owns_process_group: whether the process group was made here; close() destroys it then.
         timeout_s: after so many seconds a collective whose peers are silent fails.
@@ -88,6 +97,7 @@ class Mesh:
     sizes: Mapping[str, int]
     owns_process_group: bool
     timeout_s: float
+    tp_grid: tuple[int, ...] | None
     start: str
     replica: int
     replicas: int
@@ -104,11 +114,14 @@ class Mesh:
         pp: int = 1,
         cp: int = 1,
         ep: int = 1,
+        tp_grid: Sequence[int] | None = None,
         device: torch.device | str | None = None,
         timeout_s: float = 1800.0,
     ) -> None:
         asked = {"pp": pp, "replicas": 1, "dp": dp, "cp": cp, "ep": ep, "tp": tp}
-        _check_sizes({**asked, "replicas": replicas})
+        check_sizes({**asked, "replicas": replicas})
+        asked |= sizes_of_grid(tp_grid, asked)
+        asked = {axis: asked[axis] for axis in AXES}
         if not timeout_s > 0:
             raise ValueError(
                 f"Mesh: expected timeout_s > 0, got timeout_s={timeout_s}; "
@@ -124,7 +137,7 @@ class Mesh:
         replica, rank, world_size = _in_replica(rank, world_size, replicas)
         owns = not together and world_size > 1
         # Before any connection: wrong sizes fail at once and on every rank.
-        sizes = _complete_sizes(asked, world_size)
+        sizes = complete_sizes(asked, world_size)
         if picked.type == "cuda":
             torch.cuda.init()  # so that threads know by is_initialized() that there is a choice
             torch.cuda.set_device(picked)
@@ -140,6 +153,7 @@ class Mesh:
             sizes=sizes,
             owns_process_group=owns,
             timeout_s=timeout_s,
+            tp_grid=None if tp_grid is None else tuple(tp_grid),
             start=start,
             replica=replica,
             replicas=replicas,
@@ -147,7 +161,7 @@ class Mesh:
             _together=together and replicas > 1,
             _groups={},
         )
-        for axes in (AXES, DATA_AXES, ("tp",)):
+        for axes in (AXES, DATA_AXES, TP_AXES):
             if self.size(*axes) > 1:
                 self.group(*axes)
 
@@ -269,15 +283,15 @@ class Mesh:
 
     @property
     def tp_size(self) -> int:
-        return self.size("tp")
+        return self.size(*TP_AXES)
 
     @property
     def tp_rank(self) -> int:
-        return self.rank_in("tp")
+        return self.rank_in(*TP_AXES)
 
     @property
     def tp_group(self) -> dist.ProcessGroup | None:
-        return self.group("tp") if self.tp_size > 1 else None
+        return self.group(*TP_AXES) if self.tp_size > 1 else None
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
@@ -367,18 +381,6 @@ def first_difference(everyone: Sequence[Sequence[str]]) -> tuple[int, str, str]:
     return -1, "", ""
 
 
-def ranks_along(sizes: Mapping[str, int], axes: Sequence[str]) -> list[list[int]]:
-    """All ranks of a mesh in groups: those of one group differ along these axes only.
-
-    Args:
-        sizes: ranks along each axis, outermost first.
-    """
-    dims = [dim for dim, axis in enumerate(sizes) if axis in axes]
-    grid = torch.arange(math.prod(sizes.values())).view(*sizes.values())
-    grid = grid.movedim(dims, list(range(-len(dims), 0)))
-    return grid.reshape(-1, math.prod(sizes[axis] for axis in set(axes))).tolist()
-
-
 def _in_replica(rank: int, world_size: int, replicas: int) -> tuple[int, int, int]:
     """(number of the replica, rank in it, ranks of it)."""
     if world_size % replicas:
@@ -388,44 +390,6 @@ def _in_replica(rank: int, world_size: int, replicas: int) -> tuple[int, int, in
         )
     size = world_size // replicas
     return rank // size, rank % size, size
-
-
-def _check_sizes(asked: Mapping[str, int | None]) -> None:
-    for axis, size in asked.items():
-        if size is None and axis == "dp":
-            continue
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            way_out = {"dp": "use every rank", "tp": "split no model"}.get(
-                axis, "have one rank there"
-            )
-            raise ValueError(
-                f"Mesh: expected {axis} to be a positive integer{' or None' * (axis == 'dp')}, "
-                f"got {axis}={size}; leave {axis} out to {way_out}"
-            )
-
-
-def _complete_sizes(asked: Mapping[str, int | None], world_size: int) -> dict[str, int]:
-    """The size of each axis, dp's from what the others leave if it is None."""
-    dp, ep = asked["dp"], asked["ep"] or 1
-    others = math.prod(n for a, n in asked.items() if a not in ("dp", "ep") and n is not None)
-    ranks = world_size // others if dp is None else dp
-    product = others * ranks
-    if product == world_size:
-        if ranks % ep:
-            raise ValueError(f"Mesh: expected ep to divide dp={ranks}, got ep={ep}; choose another")
-        return {**{a: n or 1 for a, n in asked.items()}, "dp": ranks // ep}
-    named = {a: n for a, n in asked.items() if a != "ep" and n and (n > 1 or a == "dp")}
-    got = ", ".join(f"{axis}={size}" for axis, size in named.items())
-    if dp is None:
-        rule = f"{' * '.join(named)} to divide"
-        way_out = f"start a multiple of {others} ranks"
-    else:
-        rule = f"{' * '.join(named)} equal to"
-        way_out = f"start {product} ranks (torchrun --nproc-per-node {product}) or leave dp out"
-    raise ValueError(
-        f"Mesh: expected {rule} the number of ranks, got {got} with "
-        f"world_size={world_size}; {way_out}"
-    )
 
 
 def _pick_device(

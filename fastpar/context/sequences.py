@@ -158,14 +158,14 @@ def check_method(method: str) -> None:
 
 
 def mesh_of_gradients(mesh: Mesh) -> Mesh:
-    """The same ranks as gradients see them: those along cp and ep, too, are along dp.
+    """The same ranks as gradients see them: those along cp, ep and depth, too, are along dp.
 
     They have the same weights, but for experts, and compute other tokens. It shares the groups of
     the mesh.
     """
     other, sizes = copy.copy(mesh), mesh.sizes
-    dp = sizes["dp"] * sizes["cp"] * sizes["ep"]
-    vars(other)["sizes"] = {**sizes, "dp": dp, "cp": 1, "ep": 1}
+    dp = sizes["dp"] * sizes["cp"] * sizes["ep"] * sizes["depth"]
+    vars(other)["sizes"] = {**sizes, "dp": dp, "cp": 1, "ep": 1, "depth": 1}
     return other
 
 

@@ -82,6 +82,7 @@ from fastpar.models.parts import (
 from fastpar.models.reads import LayerRead
 from fastpar.sharding.placements import Shard, State
 from fastpar.tensor.functional import TensorParallel, column_linear, gather, row_linear
+from fastpar.tensor.grid import Grid, grid_dropout
 from fastpar.tensor.vocabulary import vocab_embedding, vocab_linear, vocab_linear_cross_entropy
 
 
@@ -204,6 +205,7 @@ class GPT(nn.Module):
     tp: TensorParallel | None = None
     cp: ContextParallel | None = None
     fp8_scales: DelayedScales | None = None  # of fp8.py
+    splits_on_grid = True  # what its modules say along tp is enough for tensor/grid.py
 
     def __init__(self, config: GPTConfig, *, seed: int = 0):
         super().__init__()
@@ -288,6 +290,11 @@ class GPT(nn.Module):
             self._check_ids(idx, self.config.block_size)
         if positions is not None:
             check_positions(idx, positions, self.config.block_size)
+        grid, every = self._grid, targets
+        if grid is not None:
+            grid.check_batch(idx, positions)
+            rng_key = None if rng_key is None else grid.key(rng_key, len(idx))
+            idx, targets = (t if t is None else grid.batch.slice(t, 0) for t in (idx, targets))
         length, behind = idx.shape[-1], self._padding(idx)
         if behind:
             check_unpadded(idx, self._shares, self.experts)
@@ -301,13 +308,14 @@ class GPT(nn.Module):
             logits = self.logits(x)
             if self.cp is not None:
                 logits = gather_tokens(logits, len(idx), self.cp)
-            return logits.view(*idx.shape, -1)[:, :length]
-        if self.cp is None:
+            logits = logits.view(*idx.shape, -1)[:, :length]
+            return logits if grid is None else grid.whole_batch(logits)
+        if self.cp is None and grid is None:
             return self._loss(x, targets, reduction)
-        total = self._loss(x, self.cp.slice(targets), "sum")
+        total = self._loss(x, targets if self.cp is None else self.cp.slice(targets), "sum")
         if reduction == "mean":
-            total = total / (targets != -100).sum()
-        return sum_of_parts(total, self.cp)
+            total = total / (every != -100).sum()
+        return sum_of_parts(total, self.cp) if grid is None else grid.sum_of_parts(total)
 
     def _loss(self, x: Tensor, targets: Tensor, reduction: str) -> Tensor:
         options: dict[str, Any] = {"vocab_size": self.config.vocab_size, "reduction": reduction}
@@ -319,6 +327,10 @@ class GPT(nn.Module):
             return loss
         self.experts.check()
         return self.experts.note_scale(loss, (targets != -100).sum() if reduction == "mean" else 1)
+
+    @property
+    def _grid(self) -> Grid | None:
+        return self.tp if isinstance(self.tp, Grid) else None
 
     @property
     def _shares(self) -> int:
@@ -436,6 +448,8 @@ class GPT(nn.Module):
             else:
                 places = positions.flatten()[spot : spot + x.shape[0]]
             x = x + embedding(places[None].clamp(max=len(wpe) - 1), wpe)[0]  # of padding behind it
+        if self._grid is not None:
+            return grid_dropout(x, self._grid, **mask)
         return dropout(x, mask["dropout_p"], mask["rng"]) if mask else x
 
     def logits(self, x: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from fastpar.config.config import GPTConfig
 from fastpar.kernels import Fp8, Rng, layer_norm, residual_layer_norm
 from fastpar.sharding.placements import State
 from fastpar.tensor.functional import TensorParallel
+from fastpar.tensor.grid import Grid, grid_norm
 
 
 class Tokens(NamedTuple):
@@ -66,12 +67,18 @@ class LayerNorm(Weights):
         super().__init__(config.n_embd)
         self.eps = config.layer_norm_eps
 
+    tp: TensorParallel | None = None
+
     def tensor_parallel(self, tp: TensorParallel) -> dict[str, State]:
+        self.tp = tp
         return {"weight": tp.per_token, "bias": tp.per_token}
 
     def forward(
         self, x: Tensor, delta: Tensor | None, delta_bias: Tensor | None = None, **dropout: Any
     ) -> tuple[Tensor, Tensor]:
+        if isinstance(self.tp, Grid):
+            options: dict[str, Any] = {"x_bias": delta_bias, "eps": self.eps, **dropout}
+            return grid_norm(x, delta, self.weight, self.bias, self.tp, **options)
         if delta is None:
             return layer_norm(x, self.weight, self.bias, self.eps), x
         return residual_layer_norm(

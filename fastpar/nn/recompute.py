@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import fastpar.context.keys
 import fastpar.kernels
-import fastpar.tensor.functional  # noqa: F401 (these define ops that KEPT names)
+import fastpar.tensor.grid  # noqa: F401 (these define ops that KEPT names)
 from fastpar.comm.bus import Bus
 from fastpar.kernels.weight_gradients import WeightGradients, current_queue
 from fastpar.nn.host_activations import HostActivations
@@ -36,7 +36,7 @@ MODES = ("none", "full", "selective")
 # Matrix products, convolutions and attention: most of a block's time, and outputs no larger than
 # what the cheap ops between them would keep. Of split layers, running again would also be sending
 # again. (Of heads that ranks of cp exchange, keeping would be keeping q, k, v and o twice.)
-_OURS = ("linear", "column_linear", "row_linear", "attention", "cp_attend_keys")
+_OURS = ("linear", "column_linear", "row_linear", "grid_linear", "attention", "cp_attend_keys")
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
 _ATTENTION = (
     *("flash_attention", "flash_attention_for_cpu", "efficient_attention"),

@@ -75,6 +75,11 @@ class Homes:
         dp = groups.gather if self.sharded else groups.reduce
         self.dp = None if dp is None else dp.exact
         declared = shards.declared
+        if mesh.tp_grid is not None:
+            raise ValueError(
+                "Muon: expected matrices that one axis splits, got tp_grid="
+                f"{'x'.join(map(str, mesh.tp_grid))}; use fastpar.AdamW, or Mesh(tp=)"
+            )
         self.tp = None if declared is None or declared.tp is None else declared.tp.group
         self.n_dp, self.n_tp = (1 if g is None else g.world_size for g in (self.dp, self.tp))
         self.me = Home(0 if self.dp is None else self.dp.rank, mesh.tp_rank)

@@ -137,7 +137,8 @@ class InputCheck:
 
     @classmethod
     def attach_all(cls, engine: Any, model: nn.Module, **shares: Any) -> None:
-        """One for each axis that has ranks, where they are asked for."""
+        """One for each axis that has ranks, where they are asked for; of a grid for both."""
+        shares["rows"] = getattr(shares.get("tp"), "batch", None)
         for axis, share in shares.items() if engine.debug.check_inputs else ():
             if share is not None:
                 engine.input_checks.append(cls(share.group, axis))

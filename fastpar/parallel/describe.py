@@ -63,12 +63,13 @@ def _partial_bytes(shards: Shards) -> int:
     """Bytes of the sum along tp; see reducer.py."""
     if shards.declared is None:
         return 0
-    ranks, sizes = shards.mesh.tp_size, dict[torch.dtype, int]()
+    sizes = dict[tuple[int, torch.dtype], int]()
     for p in shards.params:
-        if shards.declared.is_partial(p):
+        for axis in shards.declared.placement(p).reduce_axes:
             bucket, start, stop = shards.place(p)
-            sizes[bucket.grad_dtype] = sizes.get(bucket.grad_dtype, 0) + stop - start
-    return sum(n * dtype.itemsize // ranks * (ranks - 1) * 2 for dtype, n in sizes.items())
+            key = shards.declared.groups[axis].world_size, bucket.grad_dtype
+            sizes[key] = sizes.get(key, 0) + stop - start
+    return sum(n * dtype.itemsize // ranks * (ranks - 1) * 2 for (ranks, dtype), n in sizes.items())
 
 
 def _between_copies(shards: Shards, last_unit: int) -> dict[str, int]:
@@ -142,9 +143,8 @@ def describe(shards: Shards, last_unit: int, tree_ms: float) -> str:
 
 
 def _tp(tp: TensorParallel) -> str:
-    tokens = "sequence parallel" if tp.sequence_parallel else "whole sequences"
     group = tp.group
-    return f"tp={tp.size}: {group.transport} ({group.why}), {tokens}, {tp.overlap}"
+    return f"{tp.label}: {group.transport} ({group.why}), {tp.tokens}, {tp.overlap}"
 
 
 def _experts(shards: Shards) -> str:
@@ -161,12 +161,13 @@ def _experts(shards: Shards) -> str:
 def _tensor_parallel(shards: Shards, tp: TensorParallel) -> str:
     assert shards.declared is not None
     split = sum(map(shards.declared.is_split, shards.params))
-    partial = sum(map(shards.declared.is_partial, shards.params))
+    rest = [p for p in shards.params if not shards.declared.is_split(p)]
+    partial = sum(map(shards.declared.is_partial, rest))
     whole = sum(math.prod(shards.whole_shape(p)) for p in shards.params)
-    tokens = "split" if tp.sequence_parallel else "on every rank"
+    tokens = "on every rank" if tp.shared_dim is None else "split"
     return (
-        f"tensor parallel: tp={shards.mesh.tp_size}, tokens between layers {tokens}; of {whole:,} "
-        f"trained parameters {split} tensors are split, {len(shards.params) - split - partial} "
+        f"tensor parallel: {tp.label}, tokens between layers {tokens}; of {whole:,} "
+        f"trained parameters {split} tensors are split, {len(rest) - partial} "
         f"replicated, {partial} partial"
     )
 

@@ -11,9 +11,10 @@ from torch import nn
 
 from fastpar.comm.bucket_wires import Wires
 from fastpar.comm.collectives import Collectives, OneRank
-from fastpar.comm.mesh import AXES, Mesh
+from fastpar.comm.mesh import Mesh
 from fastpar.comm.overlap import check_overlap, choose_overlap
 from fastpar.comm.transport import make_collectives
+from fastpar.config.axes import AXES, TP_AXES
 from fastpar.context.sequences import check_method, mesh_of_gradients
 from fastpar.parallel.bucket_parameters import BucketGroups, Fill, Materialize, allocate_meta
 from fastpar.parallel.checks import (
@@ -52,6 +53,7 @@ from fastpar.sharding.layout import (
 )
 from fastpar.tensor.declared import Declared, find_states, split_parameters
 from fastpar.tensor.functional import TensorParallel
+from fastpar.tensor.grid import make_grid
 from fastpar.tensor.report import tp_report
 
 Factory = Callable[[Any, str], Collectives]
@@ -195,7 +197,7 @@ def parallelize(
     maker = GroupMaker(mesh, transport, collectives, options, debug)
     context, take_context = share_context(model, given, maker.make, cp_method)
     cut = cut_stages(model, mesh, pp_split, pp_schedule, pp_chunks)
-    declared, report = _split_along_tp(model, mesh, maker, tp_plan, sequence_parallel, tp_overlap)
+    declared, report = _split_along_tp(model, given, maker, options)
     declared = share_experts(model, given, maker.make, declared)
     if context is not None:
         take_context(context)
@@ -289,31 +291,30 @@ def _make_shards(
 
 
 def _split_along_tp(
-    model: nn.Module,
-    mesh: Mesh,
-    maker: GroupMaker,
-    tp_plan: Plan | str | None,
-    sequence_parallel: bool | None,
-    tp_overlap: int | str | None,
+    model: nn.Module, mesh: Mesh, maker: GroupMaker, options: Mapping[str, Any]
 ) -> tuple[Declared | None, str]:
     """What each rank of tp keeps of the model, and a report of it. Ranks: all."""
-    planned = plan_for(model, tp_plan)
-    tokens = use_tokens(planned, sequence_parallel)
-    if mesh.tp_size == 1:
+    planned = plan_for(model, options["tp_plan"])
+    tokens = use_tokens(planned, options["sequence_parallel"])
+    if mesh.tp_grid is None and mesh.tp_size == 1:
         return None, "tensor parallelism: tp=1, nothing is split"
-    group = maker.of_tp()
-    overlap = choose_overlap(tp_overlap, group, sequence_parallel=tokens)
-    tp = TensorParallel(group, sequence_parallel=tokens, overlap=overlap)
+    if mesh.tp_grid is not None:
+        tp: TensorParallel = make_grid(model, mesh, maker.make, options)
+    else:
+        group = maker.of_tp()
+        overlap = choose_overlap(options["tp_overlap"], group, sequence_parallel=tokens)
+        tp = TensorParallel(group, sequence_parallel=tokens, overlap=overlap)
     declared = _split(model, mesh, tp, planned)
     by = "declared by its modules" if planned is None else planned.why
-    left = planned.left if planned else ()
-    return declared, tp_report(declared, parameter_names(model), by, left)
+    return declared, tp_report(
+        declared, parameter_names(model), by, planned.left if planned else ()
+    )
 
 
 def _split(model: nn.Module, mesh: Mesh, tp: TensorParallel, planned: Planned | None) -> Declared:
     """Each rank of tp keeps its part of the model."""
     # Before modules are told of tp: buffers that they make then may be those of a slice.
-    mesh.broadcast_([buffer for buffer in model.buffers() if not buffer.is_meta], "tp")
+    mesh.broadcast_([buffer for buffer in model.buffers() if not buffer.is_meta], *TP_AXES)
     named = parameter_names(model)
     if planned is not None:
         planned.check(tp)
@@ -324,7 +325,7 @@ def _split(model: nn.Module, mesh: Mesh, tp: TensorParallel, planned: Planned | 
         states = find_states(model, tp)
         if planned is not None:
             planned.add_states(states, named, tp)
-        return split_parameters(named, states, tp, lambda tensors: mesh.broadcast_(tensors, "tp"))
+        return split_parameters(named, states, tp, lambda values: mesh.broadcast_(values, *TP_AXES))
     except BaseException:
         if planned is not None:
             planned.undo()

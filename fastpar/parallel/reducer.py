@@ -221,8 +221,9 @@ class PartialGradients:
         self._shards, declared, stages = shards, shards.declared, shards.stages
         self._sums: list[tuple[Collectives, list[nn.Parameter]]] = []
         if declared is not None and declared.tp is not None:
-            partial = [p for p in shards.params if declared.is_partial(p)]
-            self._sums.append((declared.tp.group, partial))
+            for axis, group in declared.tp.groups.items():
+                axes_of = {p: declared.placement(p).reduce_axes for p in shards.params}
+                self._sums.append((group, [p for p in shards.params if axis in axes_of[p]]))
         if stages is not None and stages.pair is not None:
             self._sums.append((stages.pair, list(stages.tied)))
         self._summed = False

@@ -232,12 +232,15 @@ class Shards:
 
     def copy_of(self, p: Tensor) -> tuple[int, int]:
         """(number of this rank among those that have the same piece of p, how many these are)."""
-        mesh, states = self.mesh, {} if self.declared is None else {"tp": self.declared.state(p)}
+        mesh, declared = self.mesh, self.declared
         bucket = self.bucket_of(p)  # type: ignore[arg-type]
         together = (self.ep if bucket.spec.experts else 1) * bucket.spec.n_shards
         copy, n = (x // together for x in (mesh.dp_rank, mesh.dp_size))
-        placement = Placement(states, {"replicas": n, "tp": mesh.tp_size})
-        return placement.copy_of({"replicas": copy, "tp": mesh.tp_rank})
+        if declared is None:
+            return copy, n
+        sizes = {a: g.world_size for a, g in declared.groups.items() if a != "ep"}
+        placement = Placement(declared.states(p), {"replicas": n, **sizes})
+        return placement.copy_of({**declared.place, "replicas": copy})
 
     def bucket_of(self, p: nn.Parameter) -> BucketState:
         """The bucket of a parameter."""

@@ -1,4 +1,4 @@
-"""The states that a model's parameters have along tp and ep, and what follows from them.
+"""The states that a model's parameters have along tp (and rows) and ep, and what follows from them.
 
 A module says which states its parameters have, in one of two ways. Names may have dots.
 
@@ -25,11 +25,11 @@ from fastpar.tensor.functional import TensorParallel
 
 
 class Declared:
-    """Every parameter's state along tp, and along ep those of experts.
+    """Every parameter's state along tp, on a grid along rows too, and along ep those of experts.
 
     Args:
         tp: the TensorParallel that they are states of, None with tp=1.
-        states: of all parameters, along tp; shapes: of the whole tensors.
+        states: of all parameters, by axis but for ep; shapes: of the whole tensors.
     Attributes:
         groups: the ranks along each axis, outermost first.
         experts: the states along ep of parameters that have some.
@@ -38,11 +38,11 @@ class Declared:
     def __init__(
         self,
         tp: TensorParallel | None,
-        states: dict[nn.Parameter, State],
+        states: dict[nn.Parameter, Mapping[str, State]],
         shapes: dict[nn.Parameter, torch.Size],
     ) -> None:
         self.tp, self._states, self._shapes = tp, states, shapes
-        self.groups: dict[str, Collectives] = {} if tp is None else {"tp": tp.group}
+        self.groups: dict[str, Collectives] = {} if tp is None else tp.groups
         self.experts: dict[nn.Parameter, State] = {}
         self._placements: dict[nn.Parameter, Placement] = {}
 
@@ -66,8 +66,8 @@ class Declared:
         self._placements.clear()
         self._shapes = {q: self._shapes[p] for p, q in pairs}
 
-    def state(self, p: Tensor) -> State:
-        """How one parameter is placed along tp."""
+    def states(self, p: Tensor) -> Mapping[str, State]:
+        """How one parameter is placed along tp, and rows."""
         return self._states[p]  # type: ignore[index]
 
     def whole_shape(self, p: Tensor) -> torch.Size:
@@ -77,10 +77,10 @@ class Declared:
     def placement(self, p: Any) -> Placement:
         """The placement of one parameter along tp, and along ep if it is of experts."""
         if p not in self._placements:
-            states = {"tp": self.state(p)}
+            states = dict(self.states(p))
             if p in self.experts:
                 states["ep"] = self.experts[p]
-            sizes = {a: g.world_size for a, g in self.groups.items() if a == "tp" or a in states}
+            sizes = {a: g.world_size for a, g in self.groups.items() if a in states}
             self._placements[p] = Placement(states, sizes)
         return self._placements[p]
 
@@ -133,12 +133,12 @@ class Declared:
         placement, whole = self.placement(p), self.whole_shape(p)
         if "ep" in placement.states:
             whole = placement.local_shapes(whole)[1]
-        return Placement({"tp": self.state(p)}, {"tp": placement.sizes.get("tp", 1)}), whole
+        return Placement(self.states(p), {"tp": placement.sizes.get("tp", 1)}), whole
 
 
 def not_split(named: Mapping[nn.Parameter, tuple[str, ...]]) -> Declared:
     """All parameters as they are, with tp=1."""
-    return Declared(None, dict.fromkeys(named, Replicate()), {p: p.shape for p in named})
+    return Declared(None, {p: {"tp": Replicate()} for p in named}, {p: p.shape for p in named})
 
 
 def speaker(module: nn.Module) -> Callable[[TensorParallel], dict[str, State]] | None:
@@ -201,28 +201,28 @@ def split_parameters(
         ValueError: a parameter without a state; one that does not split as its state says. Nothing
             is changed then.
     """
-    shapes = {}
+    placed: dict[nn.Parameter, Mapping[str, State]] = {}
     for p, names in named.items():
         if p not in states:
             raise ValueError(
-                f"parallelize: expected a declared state for every parameter with tp={tp.size}, "
+                f"parallelize: expected a declared state for every parameter with {tp.label}, "
                 f"got none for '{names[0]}'; name it in tp_plan, or in its module's tp_states: "
                 "Shard, Replicate or Partial"
             )
-        state = states[p]
-        if isinstance(state, Shard):
-            try:
-                state.local_shape(p.shape, tp.size)
-            except ValueError as error:
-                raise ValueError(
-                    f"parallelize: expected tp={tp.size} to split parameter '{names[0]}' of shape "
-                    f"{list(p.shape)} as {state}, got: {error}; choose another tp, or Replicate()"
-                ) from None
-        shapes[p] = p.shape
+        placed[p] = tp.states_of(states[p], p.dim())
+    declared = Declared(tp, placed, {p: p.shape for p in named})
+    for p, names in named.items():
+        try:
+            declared.placement(p).local_shapes(p.shape)
+        except ValueError as error:
+            raise ValueError(
+                f"parallelize: expected {tp.label} to split parameter '{names[0]}' of shape "
+                f"{list(p.shape)} as {states[p]}, got: {error}; choose another "
+                f"{tp.label.split('=')[0]}, or Replicate()"
+            ) from None
     for p in named:
         if not p.is_meta:
             share([p.detach()])
-        state = states[p]
-        if isinstance(state, Shard):
-            p.data = state.cut(p.detach(), tp.rank, tp.size)
-    return Declared(tp, states, shapes)
+        if declared.is_split(p):
+            p.data = declared.cut(p.detach(), p)
+    return declared

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -63,20 +63,37 @@ class TensorParallel:
         rank, size: along tp.
         number: names it in calls of ops.
         per_token: the state of a parameter that is used token by token, outside of split layers.
+        groups: the ranks along each axis that splits layers, outermost first.
+        label, tokens: what it is, and who has which tokens between layers, for people.
     """
+
+    # Along which dim ranks share out what is between layers; None: they do not.
+    shared_dim: int | None
+    on_grid: Callable[..., Tensor] | None = None  # Grid's split layers
 
     def __init__(
         self, group: Collectives, *, sequence_parallel: bool = True, overlap: Overlap | None = None
     ) -> None:
         self.group, self.sequence_parallel = group, sequence_parallel
+        self.shared_dim = 0 if sequence_parallel else None
         self.overlap = overlap or Overlap(group)
         self.rank, self.size = group.rank, group.world_size
+        self.groups, self.label = {"tp": group}, f"tp={self.size}"
+        self.tokens = "sequence parallel" if sequence_parallel else "whole sequences"
         self.number = next(_numbers)
         _handles[self.number] = self
 
     @property
     def per_token(self) -> State:
         return Partial() if self.sequence_parallel else Replicate()
+
+    def states_of(self, state: State, dims: int) -> Mapping[str, State]:
+        """By axis, of a parameter that a module declares to have this state."""
+        return {"tp": state}
+
+    def table(self, weight: Tensor) -> Tensor:
+        """This rank's rows of a vocabulary, with all features."""
+        return weight
 
     def __deepcopy__(self, memo: dict) -> TensorParallel:
         return self  # a copy of a split model is split, too
@@ -421,6 +438,8 @@ def column_linear(
     """
     if tp is None:
         return linear(x, weight, bias, fp8=fp8)
+    if tp.on_grid is not None:
+        return tp.on_grid(x, weight, bias, fp8, column=True)
     _check_linear("column_linear", x, weight, bias)
     if fp8 is not None:
         fp8.check_split("column_linear", weight.shape[0], tp.size)
@@ -453,6 +472,8 @@ def row_linear(
     """
     if tp is None:
         return linear(x, weight, bias, fp8=fp8)
+    if tp.on_grid is not None:
+        return tp.on_grid(x, weight, bias, fp8, column=False)
     _check_linear("row_linear", x, weight, bias)
     if tp.sequence_parallel:
         _check_slices("row_linear", x, x.dim() - 2, tp)

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 
 from torch import nn
 
-from fastpar.sharding.placements import Partial, Shard, State
+from fastpar.sharding.placements import Shard, State
 from fastpar.tensor.declared import Declared
 
 _MIB = 2**20
@@ -20,13 +20,13 @@ _KINDS = {
 }
 
 
-def _short(state: State) -> str:
+def _short(axis: str, state: State, *, grid: bool) -> str:
     """Without what is as usual, and nothing of what the title says."""
     if not isinstance(state, Shard):
-        return ""
+        return f"{axis}: {type(state).__name__}" * grid
     groups = f", groups={state.groups}" if state.groups > 1 else ""
     padded = f", pad_to={state.pad_to}" if state.pad_to else ""
-    return f"Shard({state.dim}{groups}{padded})"
+    return f"{axis}: " * grid + f"Shard({state.dim}{groups}{padded})"
 
 
 def tp_report(
@@ -47,17 +47,19 @@ def tp_report(
     rows: dict[str, Counter[tuple[str, str, str]]] = {kind: Counter() for kind in _KINDS}
     here, whole = Counter[str](), Counter[str]()
     for p, names in named.items():
-        state, shape = declared.state(p), declared.whole_shape(p)
-        split = isinstance(state, Shard)
-        kind = "split" if split else "partial" if isinstance(state, Partial) else "replicated"
+        states, shape = declared.states(p), declared.whole_shape(p)
+        split, partial = declared.is_split(p), declared.is_partial(p)
+        kind = "split" if split else "partial" if partial else "replicated"
         kind = "left" if names[0] in left else kind
         name = " = ".join(dict.fromkeys(re.sub(r"\b\d+\b", "*", x) for x in names))
         sizes = f"{list(shape)}" + (f" -> {list(p.shape)}" if split else "")
-        rows[kind][name, sizes, _short(state)] += 1
+        short = [_short(axis, s, grid=len(states) > 1) for axis, s in states.items()]
+        rows[kind][name, sizes, ", ".join(filter(None, short))] += 1
         here[kind] += p.numel() * p.element_size()
         whole[kind] += shape.numel() * p.element_size()
-    on = "on" if tp.sequence_parallel else "off"
-    lines = [f"tensor parallelism: tp={tp.size}, sequence parallelism {on}, {why}"]
+    how = f"sequence parallelism {'on' if tp.sequence_parallel else 'off'}"
+    how = tp.tokens if tp.shared_dim == -1 else how
+    lines = [f"tensor parallelism: {tp.label}, {how}, {why}"]
     for kind, title in _KINDS.items():
         if not rows[kind]:
             continue

@@ -46,13 +46,14 @@ def vocab_embedding(idx: Tensor, weight: Tensor, tp: TensorParallel) -> Tensor:
     Raises:
         ValueError: ranks that do not divide the tokens.
     """
+    weight = tp.table(weight)
     rows = weight.shape[0]
     local = idx - tp.rank * rows
     here = (local >= 0) & (local < rows)
     x = embedding(local.where(here, 0), weight) * here[..., None]
-    if tp.sequence_parallel:
-        return scatter(x.flatten(0, 1), 0, tp, partial=True)
-    return reduce_from(x, tp)
+    if tp.shared_dim is None:
+        return reduce_from(x, tp)
+    return scatter(x.flatten(0, 1) if tp.sequence_parallel else x, tp.shared_dim, tp, partial=True)
 
 
 def vocab_linear(x: Tensor, weight: Tensor, tp: TensorParallel) -> Tensor:
@@ -65,8 +66,11 @@ def vocab_linear(x: Tensor, weight: Tensor, tp: TensorParallel) -> Tensor:
         logits: [..., Vp], [N, Vp] under sequence parallelism.
     Ranks: all of tp.
     """
-    x = gather(x, -2, tp, partial=True) if tp.sequence_parallel else copy_to(x, tp)
-    return gather(linear(x, weight), -1, tp, partial=False)
+    if tp.shared_dim is None:
+        x = copy_to(x, tp)
+    else:
+        x = gather(x, -2 if tp.sequence_parallel else tp.shared_dim, tp, partial=True)
+    return gather(linear(x, tp.table(weight)), -1, tp, partial=False)
 
 
 def _loss_fwd(
@@ -84,8 +88,8 @@ def _loss_fwd(
     """(loss, this rank's part of dx, dweight in fp32, the factor that both still lack)."""
     tp = handle_of(number)
     n, first = targets.shape[0], tp.rank * weight.shape[0]
-    if tp.sequence_parallel:
-        x = tp.all_gather(x, 0)
+    if tp.shared_dim is not None:
+        x = tp.all_gather(x, tp.shared_dim)
     x, targets = x.contiguous(), targets.contiguous()
     op = "vocab_linear_cross_entropy"
     count = count_targets(op, targets, vocab_size, ignore_index)
@@ -128,7 +132,7 @@ def _loss_fake(x, weight, targets, *options):
     need_dx, need_dweight = options[4:6]
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     rows = targets.shape[0]
-    dx = x.new_empty((rows, x.shape[1]) if need_dx else (0,))
+    dx = x.new_empty((rows, weight.shape[1]) if need_dx else (0,))
     dweight = weight.new_empty(weight.shape if need_dweight else (0,), dtype=wide)
     return x.new_empty((), dtype=wide), dx, dweight, x.new_empty((), dtype=wide)
 
@@ -147,12 +151,14 @@ def _sum_dx(dx: Tensor, by: Tensor, number: int) -> Tensor:
     """dx of this rank's tokens from every rank's part of it."""
     tp = handle_of(number)
     dx = scaled(dx, by, dx.dtype)
-    return tp.reduce_scatter(dx, 0) if tp.sequence_parallel else tp.all_reduce(dx)
+    return tp.all_reduce(dx) if tp.shared_dim is None else tp.reduce_scatter(dx, tp.shared_dim)
 
 
 def _sum_dx_fake(dx, by, number):
-    tp = handle_of(number)
-    return dx.new_empty(dx.shape[0] // (tp.size if tp.sequence_parallel else 1), dx.shape[1])
+    tp, shape = handle_of(number), list(dx.shape)
+    if tp.shared_dim is not None:
+        shape[tp.shared_dim] //= tp.size
+    return dx.new_empty(shape)
 
 
 _sum_dx_op = define_op(
@@ -221,7 +227,9 @@ def vocab_linear_cross_entropy(
             "; compute losses of single rows from vocab_linear's logits"
         )
     rows = x.numel() // max(1, x.shape[-1]) * (tp.size if tp.sequence_parallel else 1)
-    if weight.dim() != 2 or x.shape[-1] != weight.shape[1] or targets.numel() != rows:
+    width = x.shape[-1] * (tp.size if tp.shared_dim == -1 else 1)
+    weight = tp.table(weight)
+    if weight.dim() != 2 or width != weight.shape[1] or targets.numel() != rows:
         raise ValueError(
             "vocab_linear_cross_entropy: expected x [..., C], weight [Vp/tp, C] and a target for "
             f"each of {rows} tokens, got x={list(x.shape)} weight={list(weight.shape)} "

@@ -403,7 +403,7 @@ def test_every_group_has_the_time_out_of_the_mesh():
 # Any axes
 
 
-@given(st.lists(st.integers(1, 3), min_size=6, max_size=6), st.sets(st.sampled_from(AXES)))
+@given(st.lists(st.integers(1, 3), min_size=8, max_size=8), st.sets(st.sampled_from(AXES)))
 def test_groups_along_any_axes(counts, axes):
     """Against the definition: ranks are in one group if their other coordinates agree."""
     sizes = dict(zip(AXES, counts))
@@ -481,6 +481,38 @@ def test_ranks_of_ep_are_among_those_of_dp():
     assert run_ranks(rank, 8) == [(2, 4, r // 2, r // 2 % 2, r % 2) for r in range(8)]
     with pytest.raises(ValueError, match=r"expected ep to divide dp=4, got ep=3; choose another"):
         run_ranks(lambda: Mesh(ep=3), 4)
+
+
+def test_a_grid_is_rows_of_tp():
+    def rank():
+        mesh = Mesh(tp_grid=(2, 2, 2), dp=2)
+        place = tuple(mesh.place[axis] for axis in ("dp", "depth", "rows", "tp"))
+        return place, mesh.tp_size, mesh.tp_rank, mesh.dp_size, mesh.dp_rank
+
+    expected = [
+        ((r // 8, r // 4 % 2, r // 2 % 2, r % 2), 4, r % 4, 2, r // 8)  # depth reads one batch
+        for r in range(16)
+    ]
+    assert run_ranks(rank, 16) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(
+            ({"tp_grid": grid}, r"tp_grid of two or three positive integers, .* pass \(2, 2\), or")
+            for grid in ((2,), (1, 1), (0, 2), (2, 2, 2, 2), "2x2", (2, True), 4)
+        ),
+        *(
+            ({"tp_grid": (2, 1), axis: 2}, rf"no {axis} beside tp_grid, got .*{axis}=2; leave one")
+            for axis in ("tp", "cp", "ep", "pp")
+        ),
+        ({"tp_grid": (2, 2)}, r"expected rows \* tp to divide the number of ranks, got .*size=2;"),
+    ],
+)
+def test_what_is_no_grid(options, message):
+    with pytest.raises(ValueError, match=message):
+        run_ranks(lambda: Mesh(**options), 2)
 
 
 def test_ep_needs_a_model_with_experts():

@@ -83,6 +83,7 @@ class Cell:
     cp: int = 1
     method: str = "heads"
     documents: bool = False
+    grid: tuple[int, ...] | None = None  # test_grid_matrix.py: in place of tp
 
     def __str__(self) -> str:
         hsdp = f"of{self.shard_size}" if self.shard_size else ""
@@ -94,6 +95,8 @@ class Cell:
         ]
         words += [w for w in (self.accum, self.recompute) if w not in ("once", "none")]
         words += [f"cp{self.cp}-{self.method}"] * (self.cp > 1)
+        if self.grid is not None:
+            words[0] = f"grid{'x'.join(map(str, self.grid))}-dp{self.dp}-zero{self.stage}"
         return "-".join(words)
 
     @property
@@ -323,7 +326,8 @@ class Loop:
 
 def train(cell: Cell, options: dict[str, Any] | None = None) -> dict[str, Any]:
     """This rank's run of a cell. Every rank starts from other weights, which rank 0 replaces."""
-    mesh = Mesh(dp=cell.dp, tp=cell.tp, cp=cell.cp, device="cpu")
+    split: dict[str, Any] = {"tp": cell.tp} if cell.grid is None else {"tp_grid": cell.grid}
+    mesh = Mesh(dp=cell.dp, cp=cell.cp, device="cpu", **split)
     n_accum, accumulate, grad_accum_steps, no_sync = ACCUM[cell.accum]
     model = build(cell, seed=mesh.rank)
     half = DTYPES[cell.precision].itemsize == 2
@@ -339,7 +343,7 @@ def train(cell: Cell, options: dict[str, Any] | None = None) -> dict[str, Any]:
             "accumulate": accumulate,
             "grad_accum_steps": grad_accum_steps,
             "deterministic": cell.deterministic,
-            "sequence_parallel": cell.sequence,
+            "sequence_parallel": cell.sequence if cell.grid is None else None,
             "cp_method": cell.method,
             **(options or {}),
         },

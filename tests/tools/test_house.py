@@ -26,7 +26,7 @@ ROOMS = [
 MOST_FILES = 18  # of a room, __init__.py not counted
 LONGEST_FILE, LONGEST_FUNCTION = 500, 80  # lines; lines of code
 BUDGETS = {  # lines of code, of rooms together
-    ("comm", "sharding", "pipeline", "tensor", "parallel", "checkpoint"): 10_340,
+    ("comm", "sharding", "pipeline", "tensor", "parallel", "checkpoint"): 10_690,
     ("cost", "measure", "plan", "compare", "profile"): 7_200,
     ("", *ROOMS): 31_680,
 }

@@ -1,0 +1,101 @@
+"""The axes of a mesh and the ranks along each: arithmetic only.
+
+[Note: grid] tp_grid=(r, c) puts the ranks of tensor parallelism in r rows and c columns: the axis
+tp is then a row of c ranks, and rows has the r rows. A third number, depth, is how many such grids
+have the same weights and share out a batch. See fastpar/tensor/grid.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+AXES = (
+    "pp",
+    "replicas",
+    "dp",
+    "cp",
+    "ep",
+    "depth",
+    "rows",
+    "tp",
+)  # mesh.py, [Note: order of the axes]
+DATA_AXES = ("replicas", "dp", "ep")  # whose ranks compute different sequences
+TP_AXES = ("rows", "tp")  # whose ranks split each layer
+
+
+def sizes_of_grid(grid: Any, asked: Mapping[str, int | None]) -> dict[str, int]:
+    """Ranks along depth, rows and tp; see [Note: grid]. Without a grid, tp as it was asked for."""
+    if grid is None:
+        return {"depth": 1, "rows": 1}
+    numbers = tuple(grid) if isinstance(grid, Sequence) and not isinstance(grid, str) else ()
+    fits = all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in numbers)
+    if len(numbers) not in (2, 3) or not fits or math.prod(numbers) == 1:
+        raise ValueError(
+            "Mesh: expected tp_grid of two or three positive integers, rows, columns and depth, "
+            f"for two ranks or more, got tp_grid={grid!r}; pass (2, 2), or leave tp_grid out"
+        )
+    for axis in ("tp", "cp", "ep", "pp"):
+        if asked[axis] != 1:
+            raise ValueError(
+                f"Mesh: expected no {axis} beside tp_grid, got tp_grid={numbers} "
+                f"{axis}={asked[axis]}; leave one of them out"
+                + " (the grid has the ranks of tp)"
+                * (axis == "tp")
+            )
+    rows, columns, depth = (*numbers, 1)[:3]
+    return {"depth": depth, "rows": rows, "tp": columns}
+
+
+def ranks_along(sizes: Mapping[str, int], axes: Sequence[str]) -> list[list[int]]:
+    """All ranks of a mesh in groups: those of one group differ along these axes only.
+
+    Args:
+        sizes: ranks along each axis, outermost first.
+    """
+    dims = [dim for dim, axis in enumerate(sizes) if axis in axes]
+    grid = torch.arange(math.prod(sizes.values())).view(*sizes.values())
+    grid = grid.movedim(dims, list(range(-len(dims), 0)))
+    return grid.reshape(-1, math.prod(sizes[axis] for axis in set(axes))).tolist()
+
+
+def check_sizes(asked: Mapping[str, int | None]) -> None:
+    """Refuse numbers of ranks below 1."""
+    for axis, size in asked.items():
+        if size is None and axis == "dp":
+            continue
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            way_out = {"dp": "use every rank", "tp": "split no model"}.get(
+                axis, "have one rank there"
+            )
+            raise ValueError(
+                f"Mesh: expected {axis} to be a positive integer{' or None' * (axis == 'dp')}, "
+                f"got {axis}={size}; leave {axis} out to {way_out}"
+            )
+
+
+def complete_sizes(asked: Mapping[str, int | None], world_size: int) -> dict[str, int]:
+    """The size of each axis, dp's from what the others leave if it is None."""
+    dp, ep = asked["dp"], asked["ep"] or 1
+    others = math.prod(n for a, n in asked.items() if a not in ("dp", "ep") and n is not None)
+    ranks = world_size // others if dp is None else dp
+    product = others * ranks
+    if product == world_size:
+        if ranks % ep:
+            raise ValueError(f"Mesh: expected ep to divide dp={ranks}, got ep={ep}; choose another")
+        return {**{a: n or 1 for a, n in asked.items()}, "dp": ranks // ep}
+    named = {a: n for a, n in asked.items() if a != "ep" and n and (n > 1 or a == "dp")}
+    got = ", ".join(f"{axis}={size}" for axis, size in named.items())
+    if dp is None:
+        rule = f"{' * '.join(named)} to divide"
+        way_out = f"start a multiple of {others} ranks"
+    else:
+        rule = f"{' * '.join(named)} equal to"
+        way_out = f"start {product} ranks (torchrun --nproc-per-node {product}) or leave dp out"
+    raise ValueError(
+        f"Mesh: expected {rule} the number of ranks, got {got} with "
+        f"world_size={world_size}; {way_out}"
+    )
