@@ -102,7 +102,7 @@ def expected(grid, mode):
     forward = table + along(c, scatter) + layer * LAYERS + norm
     forward += table + along(c, gather) + of_rows + sum_of_loss
     back = along(c, scatter) + weight(vocabulary, "reduce_scatter") + norm
-    again = layer if mode == "full" else []
+    again = {"none": [], "selective": norm * 2, "full": layer}[mode]  # of norms, also selective
     back += (again + layer_back) * LAYERS + along(c, gather) + weight(vocabulary, "reduce_scatter")
     # Positions; weight and bias of norms; biases.
     partial = (T * C + (4 * LAYERS + 2) * C + LAYERS * 9 * C) // c

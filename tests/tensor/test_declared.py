@@ -144,7 +144,7 @@ def splits_a_model():
             p.copy_(torch.randn(p.shape, generator=generator))
     declared = split(model, tp, mesh)
     for (name, p), whole in zip(model.named_parameters(), first.parameters()):
-        state = declared.state(p)
+        state = declared.states(p)["tp"]
         expected = whole
         if isinstance(state, Shard):
             expected = state.cut(whole.detach(), mesh.tp_rank, 2)
@@ -233,15 +233,15 @@ def test_renamed_parameters_keep_their_states():
         old, new = Model(), Model()
         declared = Declared(
             one_rank(),
-            find_states(old, one_rank()),
+            {p: {"tp": state} for p, state in find_states(old, one_rank()).items()},
             {p: torch.Size([i]) for i, p in enumerate(old.parameters())},
         )
-        before = [declared.state(p) for p in old.parameters()]
+        before = [declared.states(p)["tp"] for p in old.parameters()]
         declared.rename(parameter_names(old), parameter_names(new))
-        assert [declared.state(p) for p in new.parameters()] == before
+        assert [declared.states(p)["tp"] for p in new.parameters()] == before
         assert [list(declared.whole_shape(p)) for p in new.parameters()] == [[i] for i in range(6)]
         with pytest.raises(KeyError):
-            declared.state(next(old.parameters()))
+            declared.states(next(old.parameters()))
 
     run_ranks(rank, 1)
 
@@ -260,7 +260,7 @@ def test_every_parameter_of_gpt_is_declared(sequence_parallel):
         model = gpt()
         parallelize(model, Mesh(tp=4), sequence_parallel=sequence_parallel)
         declared = engine_of(model).declared
-        return {name: declared.state(p) for name, p in model.named_parameters()}
+        return {name: declared.states(p)["tp"] for name, p in model.named_parameters()}
 
     per_token = Partial() if sequence_parallel else Replicate()
     attention, mlp = ("h.0.attn.c_attn", "h.0.attn.c_proj"), ("h.0.mlp.c_fc", "h.0.mlp.c_proj")
