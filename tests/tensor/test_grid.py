@@ -14,7 +14,7 @@ from torch import nn
 from fastpar import GPT, AdamW, GPTConfig, Mesh, Muon, engine_of, parallelize
 from fastpar.checkpoint.checkpoint import save_checkpoint, verify_checkpoint
 from fastpar.checkpoint.restore import load_checkpoint
-from fastpar.comm.one_rank import OneRank
+from fastpar.comm.collectives import OneRank
 from fastpar.kernels import make_key
 from fastpar.kernels.reference import layer_norm_ref
 from fastpar.models.fp8 import use_fp8
