@@ -29,7 +29,7 @@ from fastpar import GPT, AdamW, Mesh, parallelize
 from fastpar.config.config import GPTConfig
 from fastpar.models.fp8 import use_fp8
 
-SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 32, "vocab_size": 256}
+SHAPE = {"n_layer": 1, "n_head": 2, "n_embd": 64, "block_size": 32, "vocab_size": 256}
 ROWS, STEPS, LR, VALIDATE, EVERY = 4, 2000, 3e-3, 512, 100
 KINDS: dict[str, dict[str, Any]] = {
     "bf16": {"layers": "none"},
