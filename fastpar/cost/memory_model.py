@@ -26,6 +26,10 @@ split where tp divides them. All in bytes of the weights' format.
     selective   3 a + 4 heads + 4 split: both inputs' sum, outputs of c_proj; qkv, o; fc
     full        2 a: x and delta (the first block has no delta)
 
+fp8: what linear layers get (none: y of both norms and gelu, or of the second norm and gelu for the
+MLP) is kept as a byte an element and its scales, of all tokens; o as it is. Backward then makes a
+layer's values again, and codes of its gradient.
+
 and mean and rstd of each norm and attention's row statistics (lse), in fp32.
 
 [Note: a pipeline's rank] keeps what its schedule holds: of each micro-batch and chunk the blocks'
@@ -52,6 +56,7 @@ from fastpar.cost.gradient_flow import GradientFlow, gradient_flow
 from fastpar.cost.matrix_updates import product_bytes, updates_of
 from fastpar.cost.workload import Setup, Workload, vocabulary_rows
 from fastpar.kernels.linear_cross_entropy import default_chunk_rows
+from fastpar.kernels.linear_fp8 import BLOCK
 from fastpar.optim.adafactor import BATCH
 from fastpar.parallel.offload import IN_FLIGHT
 from fastpar.pipeline.schedules import SPLIT
@@ -323,6 +328,17 @@ class _Peak:
             matrices = updates_of(self.workload.shape, self.buckets, self.setup)
             yield _Moment(0.0, self._standing, 0.0, matrices.room(product_bytes(self.setup)))
 
+    def _eight_bits(self) -> float:
+        """What a block keeps less with fp8."""
+        setup, c = self.setup, self.width
+        if setup.fp8 == "none" or self.mode != "none":
+            return 0.0
+        per_row = {"row": lambda k: 4, "block": lambda k: 4 * -(-k // BLOCK), "tensor": lambda k: 0}
+        scale, hidden = per_row[setup.fp8_scaling], 4 * c // setup.tp
+        norms = 2 if setup.fp8 == "all" else 1
+        codes = norms * self.n * (c + scale(c)) + self.n * (hidden + scale(hidden))
+        return norms * self.a + 4 * self.split - codes
+
     def _kept(self, layers: int) -> float:
         """Kept by so many blocks; see [Note: what a layer keeps]."""
         one = {
@@ -335,6 +351,7 @@ class _Peak:
             "selective": 3 * self.a + 4 * (self.heads + self.split) + self.lse,
             "full": 2 * self.a,
         }[self.mode]
+        one -= self._eight_bits()
         if self.mode != "none" and not self.on_gpu:
             one += _RNG_STATE
         if self.setup.offload_activations:  # the block in backward, the one before it, the last
@@ -418,6 +435,9 @@ class _Peak:
         # Backward of c_attn: the second norm, the MLP and attention's output are gone.
         c_attn = 3 / 4 * weight * heads / split
         rest = again - 8 * split - heads - a + whole + c_attn + arriving
+        if self.setup.fp8 != "none":  # values of gelu's output; codes of c_fc's gradient
+            start, c_proj = start + 4 * split, c_proj + 4 * split
+            c_fc += whole + 4 * split / self.item
         return start, c_proj, c_fc, rest
 
     def _halves(self) -> Iterator[_Moment]:

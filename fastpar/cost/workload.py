@@ -115,6 +115,9 @@ class Setup:
     wire_rank: int = 4
     node_size: int | None = None
     secondary_shards: bool = False
+    fp8: str = "none"
+    fp8_scaling: str = "row"
+    fp8_emulate: bool = False
 
     @property
     def dp(self) -> int:

@@ -44,6 +44,7 @@ def check_counts(command: Any) -> None:
         "pp": command.pp,
         "json": command.json,
         "measure": command.measure or None,
+        "fp8": None if command.fp8 == "none" else command.fp8,
         "optimizer": None if command.optimizer == "adamw" else command.optimizer,
     }
     beside = [f"{name}={value}" for name, value in given.items() if value is not None]

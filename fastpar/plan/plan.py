@@ -32,6 +32,7 @@ from fastpar.pipeline.schedules import chunks_of
 from fastpar.plan.counts import check_counts
 from fastpar.plan.estimate import Estimate, layout_text, size_text
 from fastpar.plan.experts import experts_report
+from fastpar.plan.fp8 import check_fp8, fp8_text
 from fastpar.plan.pipelines import check_stages
 from fastpar.plan.search import (
     ALIKE,
@@ -98,6 +99,8 @@ class PlanCommand:
     """Like fastpar train's."""
     moment_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
     """Like fastpar train's."""
+    fp8: Literal["none", "mlp", "all"] = "none"
+    """Products in 8-bit floats like fastpar train's; refused where they do not pay."""
     price: float | None = None
     """Dollars for a GPU and hour; unset: a usual price."""
     headroom: float = 0.1
@@ -206,6 +209,7 @@ def make_plan(command: PlanCommand) -> Plan:
         )
     if estimates[0].time is None:
         raise ValueError(_nothing_fits(plan))
+    check_fp8(workload, estimates[0].setup, rates, command.gpu)
     problem = refused(workload, estimates[0].setup)
     assert problem is None, problem
     return plan
@@ -243,7 +247,7 @@ def _template(command: PlanCommand, device: Device) -> Setup:
     # What the run would be, storage and all: contradictions are refused as there.
     config = TrainConfig().replace(
         {"master_weights": command.master_weights, "moment_dtype": command.moment_dtype,
-         "optimizer": command.optimizer, "dtype": dtype},
+         "optimizer": command.optimizer, "dtype": dtype, "fp8": command.fp8},
         "plan",
     )  # fmt: skip
     return Setup.of(
@@ -364,6 +368,9 @@ def report(plan: Plan) -> str:
             f"network  {size_text(sent)} a step leave through each adapter (NIC) of "
             f"{plan.cluster.inter.name}"
         )
+    eights = fp8_text(workload, winner.setup, plan.rates)
+    if eights:
+        lines += ["", "fp8", *eights]
     wires = wires_text(workload, winner.setup, plan.rates)
     if wires:
         lines += ["", "wires", *wires]
