@@ -1,12 +1,13 @@
-"""Blockwise 8-bit codes of a gradient bucket, and back.
+"""Blockwise codes of a gradient bucket in 8 and 4 bits, and back.
 
-"eager" is the same arithmetic in plain torch, rounded to nearest: it has no stochastic rounding to
-compare with, so that "fastpar seeded" and "fastpar error feedback" stand beside it with more work.
+"eager" is the same arithmetic in plain torch: rounded to nearest, at random with torch's own random
+numbers ("seeded"), and with what was lost added to the next ("error feedback"). It neither takes
+blocks that are not finite apart nor packs 4 bits, as "fastpar" does not either.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,65 +16,90 @@ from bench.harness import Bench, Case, short
 from fastpar.kernels import dequantize_blockwise, quantize_blockwise
 from fastpar.kernels.reference import dequantize_blockwise_ref
 
-TIME_LIMIT_S = {"cpu": 120, "cuda": 40}
-BLOCK = 256
+TIME_LIMIT_S = {"cpu": 300, "cuda": 60}
+WAYS = ("", "seeded", "error feedback")
 
 
-def eager_codes(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    blocks = x.view(-1, BLOCK).float()
-    top = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
+class Form(NamedTuple):
+    """Of the codes."""
+
+    name: str
+    dtype: torch.dtype
+    bits: int
+    block: int
+
+    @property
+    def how(self) -> dict[str, Any]:
+        return {"dtype": self.dtype, "bits": self.bits, "block": self.block}
+
+
+INT8, FP8, INT4 = (
+    Form("int8", torch.int8, 8, 256),
+    Form("float8_e4m3fn", torch.float8_e4m3fn, 8, 256),
+    Form("int4", torch.int8, 4, 128),
+)
+
+
+def eager_codes(x: Tensor, form: Form, way: str, error: Tensor) -> tuple[Tensor, Tensor]:
+    v = x + error if way == "error feedback" else x
+    blocks = v.view(-1, form.block)
+    whole = form.dtype == torch.int8
+    top = float(2 ** (form.bits - 1) - 1) if whole else torch.finfo(form.dtype).max
     scales = blocks.abs().amax(1) / top
     codes = blocks / scales[:, None]
-    codes = codes.round() if dtype == torch.int8 else codes
-    return codes.to(dtype).view(x.shape), scales
+    if whole:
+        codes = (codes + torch.rand_like(codes)).floor() if way else codes.round()
+    elif way:  # up to the next level, by chance
+        exponent = codes.abs().clamp(min=2.0**-6).log2().floor()
+        level = (exponent - 3).exp2()
+        codes = (codes / level + torch.rand_like(codes)).floor() * level
+    codes = codes.to(form.dtype)
+    if way == "error feedback":
+        error.copy_(v - (codes.float() * scales[:, None]).view(x.shape))
+    return codes.view(x.shape), scales
 
 
 def eager_values(codes: Tensor, scales: Tensor) -> Tensor:
-    return (codes.view(-1, BLOCK).float() * scales[:, None]).view(codes.shape)
+    return (codes.view(len(scales), -1).float() * scales[:, None]).view(codes.shape)
 
 
-def quantize_case(n: int, dtype: torch.dtype, device: str) -> Case:
+def quantize_case(n: int, form: Form, way: str, device: str) -> Case:
     def make_inputs(generator: torch.Generator, small: bool) -> tuple[Tensor, ...]:
-        size = 16 * BLOCK if small else n
+        size = 16 * form.block if small else n
         x, error = (torch.randn(size, generator=generator, device=device) for _ in range(2))
         return x, error * 1e-3
 
+    def own(x: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
+        seed, kept = 1 if way else None, error if way == "error feedback" else None
+        return quantize_blockwise(x, **form.how, seed=seed, error=kept)
+
+    each = 13 if way == "error feedback" else 5
     return Case(
-        f"quantize {str(dtype).removeprefix('torch.')} {short(n)}",
+        f"quantize {form.name} {short(n)}{f', {way}' if way else ''}",
         make_inputs,
-        {
-            "eager": lambda x, error: eager_codes(x, dtype),
-            "fastpar": lambda x, error: quantize_blockwise(x, dtype=dtype, block=BLOCK),
-            "fastpar seeded": lambda x, error: quantize_blockwise(
-                x, dtype=dtype, block=BLOCK, seed=1
-            ),
-            "fastpar error feedback": lambda x, error: quantize_blockwise(
-                x, dtype=dtype, block=BLOCK, seed=1, error=error
-            ),
-        },
+        {"eager": lambda x, error: eager_codes(x, form, way, error), "fastpar": own},
         None,
         torch.float32,
-        bytes_moved={"call": n * (5 + 4 / BLOCK)},
-        own_bytes={"fastpar error feedback": n * (13 + 4 / BLOCK)},
+        bytes_moved={"call": n * (each + 4 / form.block)},
         directions=("call",),
-        check=lambda variant: check(variant, dtype, device),
+        check=lambda variant: check(variant, form, way, device),
     )
 
 
-def check(variant: str, dtype: torch.dtype, device: str) -> None:
+def check(variant: str, form: Form, way: str, device: str) -> None:
     """The values of the codes are within one level of x (half a level to nearest)."""
     if not variant.startswith("fastpar"):
         return
     generator = torch.Generator(device).manual_seed(5)
-    x = torch.randn(64 * BLOCK, generator=generator, device=device)
+    x = torch.randn(64 * form.block, generator=generator, device=device)
     error = torch.zeros_like(x)
-    how: dict[str, Any] = {} if variant == "fastpar" else {"seed": 1}
-    if variant.endswith("feedback"):
+    how: dict[str, Any] = {"seed": 1} if way else {}
+    if way == "error feedback":
         how["error"] = error
-    codes, scales = quantize_blockwise(x, dtype=dtype, block=BLOCK, **how)
+    codes, scales = quantize_blockwise(x, **form.how, **how)
     values = eager_values(codes, scales)
-    level = level_of(codes.float(), dtype).view(-1, BLOCK) * scales[:, None]
-    share = 0.5 if variant == "fastpar" else 1.0
+    level = level_of(codes.float(), form.dtype).view(-1, form.block) * scales[:, None]
+    share = 1.0 if way else 0.5
     # A tie may be off by the rounding of x / scale.
     bound = level.view(-1) * (share + 64 * torch.finfo(torch.float32).eps)
     off = (values - x).abs()
@@ -91,30 +117,28 @@ def level_of(codes: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.ldexp(torch.full_like(codes, info.eps), exponent)
 
 
-def dequantize_case(n: int, device: str) -> Case:
+def dequantize_case(n: int, form: Form, device: str) -> Case:
     def make_inputs(generator: torch.Generator, small: bool) -> tuple[Tensor, ...]:
-        size = 16 * BLOCK if small else n
-        codes = torch.randint(
-            -127, 128, (size,), generator=generator, device=device, dtype=torch.int8
-        )
-        return codes, torch.rand(size // BLOCK, generator=generator, device=device)
+        size = 16 * form.block if small else n
+        x = torch.randn(size, generator=generator, device=device)
+        return quantize_blockwise(x, **form.how)
 
     return Case(
-        f"dequantize int8 {short(n)}",
+        f"dequantize {form.name} {short(n)}",
         make_inputs,
         {
             "eager": eager_values,
-            "fastpar": lambda codes, scales: dequantize_blockwise(codes, scales, block=BLOCK),
+            "fastpar": lambda codes, scales: dequantize_blockwise(codes, scales, block=form.block),
         },
-        lambda codes, scales: dequantize_blockwise_ref(codes, scales, block=BLOCK),
+        lambda codes, scales: dequantize_blockwise_ref(codes, scales, block=form.block),
         torch.float32,
-        bytes_moved={"call": n * (5 + 4 / BLOCK)},
+        bytes_moved={"call": n * (5 + 4 / form.block)},
         directions=("call",),
     )
 
 
 def run(bench: Bench) -> None:
-    n = BLOCK * (100 if bench.quick else 100_000)  # a bucket of 100 MB
-    dtypes = (torch.int8, torch.float8_e4m3fn)
-    cases = [quantize_case(n, dtype, bench.device) for dtype in dtypes]
-    bench.run([*cases, dequantize_case(n, bench.device)])
+    n = INT8.block * (100 if bench.quick else 100_000)  # a bucket of 100 MB
+    for form in (INT8, FP8, INT4):
+        cases = [quantize_case(n, form, way, bench.device) for way in WAYS]
+        bench.run([*cases, dequantize_case(n, form, bench.device)])
