@@ -49,12 +49,18 @@ from fastpar.config.config import GPTConfig
 from fastpar.doctor.clocks import Timing
 
 TIME_LIMIT_S = {"cpu": 900, "cuda": 30}
-MBIT, TIMEOUT_S, PORT, LR, ROWS = 1000, 120.0, 29400, 2e-3, 4
+MBIT, TIMEOUT_S, PORT, LR, ROWS, WARMUP = 1000, 120.0, 29400, 1e-3, 4, 20
 CONFIG, STEPS = GPTConfig(4, 4, 192, 64, 256, dropout=0.0), 80
 QUICK, QUICK_STEPS = GPTConfig(1, 2, 32, 16, 256, dropout=0.0), 2
 ALL_REDUCE, SHARDED = "all-reduce", "sharded servers (ZeRO-1)"
 CENTRAL, ASYNC = "central server", "asynchronous server"
 VARIANTS = (ALL_REDUCE, SHARDED, CENTRAL, ASYNC)
+
+
+def warm_up(optimizer: AdamW, rounds: float) -> None:
+    """The learning rate after so many gradients of every worker."""
+    for group in optimizer.param_groups:
+        group["lr"] = LR * min(1.0, (rounds + 1) / WARMUP)
 
 
 def receive(connection: socket.socket, x: Tensor) -> None:
@@ -138,6 +144,7 @@ class Server:
                 with self.lock:
                     self.staleness.append(self.version - seen)
                     self.weights.grad = grad
+                    warm_up(self.optimizer, self.version // self.workers)
                     self.optimizer.step()
                     self.version += 1
                     seen, values = self.version, self.weights.detach().clone()
@@ -229,6 +236,8 @@ class Trainer:
             self._pull()
         for number in range(steps):
             begins.append(time.perf_counter())
+            if variant != ASYNC:
+                warm_up(self.optimizer, number)
             step(*self._batch(number))
         begins.append(time.perf_counter())
         if variant == CENTRAL:
