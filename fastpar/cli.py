@@ -129,6 +129,8 @@ def _leave(error: Exception) -> int:
     missing = _missing_memory(error)
     if launch.is_rank() and launch.lost_peer(error):
         status, line = launch.LOST_PEER, f"rank {os.environ['RANK']} stops: another rank is gone"
+    elif launch.is_rank() and launch.NOBODY_LIVES in str(error):
+        status, line = launch.ALONE, str(error)
     elif _WRITTEN_FOR_USERS.match(str(error)):
         line = str(error)
     elif missing:
@@ -208,6 +210,7 @@ def _train(arguments: list[str]) -> int:
                 max_restarts=config.faults.max_restarts,
                 out=config.run.out,
                 timeout_s=parse_seconds(config.faults.timeout, "timeout"),
+                replicas=config.parallel.replicas,
             )
         with launch.interrupt_kills():
             from fastpar.train.trainer import train

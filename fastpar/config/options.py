@@ -283,8 +283,10 @@ class FaultSettings:
     """Steps between bitwise comparisons of ranks; 0: never."""
     timeout: str = "30m"
     """Report a rank that another waits longer for: 300s, 1h."""
+    replica_timeout: str = "10s"
+    """Replicas go on without one that is silent for so long; it may come back."""
     max_restarts: int = 0
-    """Times to start --nproc ranks again after one died."""
+    """Times to start --nproc ranks again after one died; of --replicas those of its own."""
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,16 @@ from fastpar.outer.peers import Peers
 
 T = TypeVar("T")
 POLL_S = 0.01
+_ROOT = "fastpar/outer"
 OPEN = "open"  # the replicas have begun
+ENDED = "ended"  # a replica has come to its end
 LATEST = "latest"  # exchange that counted
+
+
+def bury(store: dist.Store, replica: int, ranks: int) -> None:
+    """A replica is known to be dead: nobody need wait until its ranks were silent for long."""
+    for rank in range(ranks):
+        store.delete_key(f"{_ROOT}/beat/{replica}/{rank}")
 
 
 class Meeting:
@@ -57,7 +65,7 @@ class Meeting:
     def __init__(self, mesh: Mesh, silent_s: float) -> None:
         self.mesh, self.silent_s = mesh, silent_s
         self.replica, self.replicas = mesh.replica, mesh.replicas
-        self.store: Any = mesh.store and dist.PrefixStore("fastpar/outer", mesh.store)
+        self.store: Any = mesh.store and dist.PrefixStore(_ROOT, mesh.store)
         self._me = uuid.uuid4().hex
         self._seen: dict[str, tuple[bytes, float]] = {}  # beat -> its value, and since when
         self._names: tuple[str, ...] = ()
@@ -234,8 +242,10 @@ class Meeting:
         self._stop = end
         weakref.finalize(self, stop.set)
 
-    def leave(self) -> None:
-        """The others go on without this replica; it may come back as a copy."""
+    def leave(self, *, ended: bool = False) -> None:
+        """The others go on without this replica; it may come back as a copy, if they do."""
+        if ended and self.store is not None:
+            self.store.set(ENDED, "yes")
         self._stop()
         self._stop = lambda: None
         self._drop_group()
@@ -288,11 +298,25 @@ class Meeting:
     def become_copy(self) -> dict[str, Any]:
         """The state of another replica, which has given it. Ranks: all of a replica."""
         self.store.set(self._key("ask"), self._me)
-        given = self._until(lambda: self.store.check([f"given/{self._me}"]))
-        if not given:
+        given, alone = f"given/{self._me}", time.monotonic() + 2 * self.silent_s
+
+        def answered() -> bool:
+            nonlocal alone
+            if any(self._lives(m) for m in self._all()):
+                alone = time.monotonic() + 2 * self.silent_s
+            over = time.monotonic() > alone or self.store.check([ENDED])
+            return self.store.check([given]) or over
+
+        self._until(answered, forever=True)
+        if not self.store.check([given]) and self.store.check([ENDED]):
             raise RuntimeError(
-                f"Outer: expected another replica to give a copy within {self.mesh.timeout_s:g} s, "
-                "got none; the others have ended, or have no exchange in this time"
+                f"Outer: expected another replica to give replica {self.replica} a copy, got none: "
+                "they have ended; there is nothing left to do"
+            )
+        if not self.store.check([given]):
+            raise RuntimeError(
+                f"Outer: expected another replica to give replica {self.replica} a copy, "
+                "got none of them lives; start all of them again, from their checkpoints"
             )
         store = dist.PrefixStore(f"copy/{self._me}", self.store)
         peer = Peers(store, 1, 2, self.mesh.timeout_s)

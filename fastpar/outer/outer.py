@@ -177,11 +177,11 @@ class Outer:
         return told
 
     def close(self) -> None:
-        """The others go on without this replica."""
+        """This replica has come to its end."""
         if self._thread is not None:
             self._thread.shutdown()
         if self._meeting is not None:
-            self._meeting.leave()
+            self._meeting.leave(ended=True)
 
     # The steps of the inner optimizer
 

@@ -15,6 +15,8 @@ A rank that does not answer (reaper.py says how that is seen) is killed SILENT_S
 the launcher or, when that is dead, by its reaper; without a stop, after the run's --timeout: if all
 ranks stand still, no watchdog speaks. What was ignored at the start (SIGHUP under nohup) stays
 ignored in launcher and ranks.
+A replica (--replicas) that lost a rank is killed and started again alone, as often as
+--max-restarts says, then left out; the others go on. All start again if none of them is left.
 torchrun kills ranks 30 s after it told them to stop; when it is killed itself, its ranks go on. It
 dies of SIGHUP under nohup unless TORCHELASTIC_SIGNALS_TO_HANDLE=SIGTERM,SIGINT is set.
 """
@@ -49,6 +51,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # to save and stop
 SAVE_SIGNAL = signal.SIGUSR1  # save now, and go on
 STOPPED = tuple(128 + number for number in SIGNALS)  # as a shell counts
 LOST_PEER = 3  # exit status of a rank that failed because another one was gone
+ALONE = 4  # of a rank whose replica found no other one that lives: all start again
+NOBODY_LIVES = "got none of them lives"  # in its error
 FAILED, USER_MISTAKE = 1, 2
 _LAUNCHER = "FASTPAR_LAUNCHER"  # in the ranks' environment: pid of the launcher
 _HEARTBEAT = "FASTPAR_HEARTBEAT"  # file that a rank touches as long as it answers
@@ -112,6 +116,7 @@ class _Rank:
     number: int
     process: subprocess.Popen
     folder: Path
+    replica: int = 0
     code: int | None = None
     ended: float = 0.0
     killed: bool = False  # by the launcher, because another rank had failed
@@ -218,6 +223,7 @@ def launch(
     max_restarts: int = 0,
     out: str | None = None,
     timeout_s: float = float("inf"),
+    replicas: int = 1,
 ) -> int:
     """Runs `python -m fastpar ARGUMENTS` as nproc ranks of one process group on this machine.
 
@@ -226,6 +232,7 @@ def launch(
         max_restarts: times that all ranks are started again after one failed.
         out: folder of the run, None if rank 0 chooses it.
         timeout_s: of the ranks' watchdogs; one that does not answer for longer is killed.
+        replicas: parts of the ranks; a failed one is started again alone.
     Returns:
         The exit status: 0, 2 for a user's mistake, 128 + signal when stopped by one, 1 when a rank
         failed; then one line on stderr has named the rank and its reason.
@@ -233,7 +240,8 @@ def launch(
     name = f"fastpar-{os.urandom(16).hex()}"
     for restart in range(max_restarts + 1):
         start = {"TORCHELASTIC_RUN_ID": name, "TORCHELASTIC_RESTART_COUNT": str(restart)}
-        status, cause = _run_ranks(arguments, nproc, threads, start, timeout_s)
+        alone = (replicas, max_restarts) if replicas > 1 else ()
+        status, cause = _run_ranks(arguments, nproc, threads, start, timeout_s, *alone)
         if status != FAILED:
             break
         after = "all ranks stopped"
@@ -258,8 +266,13 @@ def _run_ranks(
     threads: int | None,
     start: Mapping[str, str],
     timeout_s: float,
+    replicas: int = 1,
+    restarts: int = 0,
 ) -> tuple[int, str]:
-    """One start of all ranks; its exit status, and if that is FAILED the cause."""
+    """One start of all ranks; its exit status, and if that is FAILED the cause.
+
+    restarts: of single replicas.
+    """
     with interrupt_kills():
         import torch.distributed as dist
 
@@ -267,17 +280,39 @@ def _run_ranks(
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     logs = Path(tempfile.mkdtemp(prefix="fastpar_"))
     ranks: list[_Rank] = []
+
+    def started(number: int, count: int) -> _Rank:
+        own = rank_environment(number, nproc, store.port, threads_per_rank(threads, nproc))
+        again = {"TORCHELASTIC_RESTART_COUNT": str(count)} if count else {}
+        folder = logs / (f"{number}.{count}" if count else str(number))
+        rank = _start_rank(number, arguments, {**own, **start, **again}, folder)
+        rank.replica = number * replicas // nproc
+        tell(f"{rank.process.pid} {rank.folder / 'heartbeat'}\n")
+        return rank
+
+    def start_again(mine: list[_Rank]) -> list[_Rank]:
+        nonlocal count
+        from fastpar.outer.meeting import bury
+
+        bury(store, mine[0].replica, len(mine))
+        _, cause = _report(mine, [])
+        replica, left = mine[0].replica, restarts - count
+        after = f"starts again, of {left} times" if left > 0 else "is left out"
+        print(f"fastpar: {cause}; replica {replica} {after}", file=sys.stderr, flush=True)
+        if left <= 0:
+            return []
+        count += 1
+        return [started(rank.number, count) for rank in mine]
+
+    count = 0
     # SAVE_SIGNAL is ignored by the ranks, too, until they can save.
     with _handlers({SAVE_SIGNAL: signal.SIG_IGN}), _reaper(logs) as tell:
         try:
             for number in range(nproc):
-                own = rank_environment(number, nproc, store.port, threads_per_rank(threads, nproc))
-                rank = _start_rank(number, arguments, {**own, **start}, logs / str(number))
-                ranks.append(rank)
-                tell(f"{rank.process.pid} {rank.folder / 'heartbeat'}\n")
+                ranks.append(started(number, 0))
             with _forwarding_signals(ranks) as signals:
-                _watch(ranks, signals, timeout_s)
-                return _report(ranks, signals)
+                _watch(ranks, signals, timeout_s, start_again if replicas > 1 else None)
+                return _report(_that_ended(ranks), signals)
         finally:
             for rank in ranks:
                 if rank.process.poll() is None:
@@ -348,11 +383,20 @@ def rank_environment(rank: int, nproc: int, port: int, threads: int) -> dict[str
     return environment
 
 
-def _watch(ranks: Sequence[_Rank], signals: Sequence[int], timeout_s: float = float("inf")) -> None:
-    """Until every rank has ended; see [Note: who stops whom]."""
+def _watch(
+    ranks: list[_Rank],
+    signals: Sequence[int],
+    timeout_s: float = float("inf"),
+    start_again: Callable[[list[_Rank]], list[_Rank]] | None = None,
+) -> None:
+    """Until every rank has ended; see [Note: who stops whom].
+
+    Args:
+        start_again: new ranks in the place of those of a replica that failed, or none.
+    """
     from fastpar.comm.watchdog import MARGIN_S
 
-    deadline = float("inf")
+    deadlines = dict.fromkeys((rank.replica for rank in ranks), float("inf"))
     silences = {rank.number: reaper.Silence(rank.folder / "heartbeat") for rank in ranks}
     while running := [rank for rank in ranks if rank.code is None]:
         # The watchdogs of other ranks speak first: they know more.
@@ -361,16 +405,40 @@ def _watch(ranks: Sequence[_Rank], signals: Sequence[int], timeout_s: float = fl
             rank.code, rank.ended = rank.process.poll(), time.monotonic()
             silent_s = silences[rank.number].seconds()
             if rank.failed:
-                deadline = min(deadline, rank.ended + GRACE_S)
+                of_all = rank.code in (USER_MISTAKE, ALONE)
+                for replica in deadlines if of_all else [rank.replica]:
+                    deadlines[replica] = min(deadlines[replica], rank.ended + GRACE_S)
             elif rank.code is not None:
                 continue
-            elif time.monotonic() > deadline or len(signals) > 1:
+            elif time.monotonic() > deadlines[rank.replica] or len(signals) > 1:
                 rank.killed = True
                 reaper.kill(rank.process.pid)
             elif silent_s > limit:
                 rank.silent_s = silent_s
                 reaper.kill(rank.process.pid)
+        for replica in list(deadlines) if start_again is not None and not signals else ():
+            mine = [rank for rank in ranks if rank.replica == replica]
+            others = [rank for rank in ranks if rank.replica != replica and not rank.failed]
+            fails = any(rank.failed for rank in mine)
+            if not fails or any(rank.code is None for rank in mine) or not others:
+                continue
+            if any(rank.code in (USER_MISTAKE, ALONE) for rank in mine):
+                continue
+            assert start_again is not None
+            fresh = start_again(mine)
+            deadlines[replica] = float("inf")
+            for rank in fresh:
+                ranks[rank.number] = rank
+                silences[rank.number] = reaper.Silence(rank.folder / "heartbeat")
+            if not fresh:
+                del deadlines[replica]
         time.sleep(POLL_S)
+
+
+def _that_ended(ranks: Sequence[_Rank]) -> Sequence[_Rank]:
+    """Those of the replicas that came to the end, if there are any; else all."""
+    failed = {rank.replica for rank in ranks if rank.failed}
+    return [rank for rank in ranks if rank.replica not in failed] or ranks
 
 
 def _report(ranks: Sequence[_Rank], signals: Sequence[int]) -> tuple[int, str]:

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from fastpar.comm.mesh import Mesh
 from fastpar.config.config import TrainConfig
+from fastpar.config.settings import parse_seconds
 from fastpar.optim.base import EngineOptimizer
 from fastpar.outer.outer import Outer
 from fastpar.train.journal import Journal
@@ -84,6 +85,7 @@ def make_outer(trainer: Trainer) -> Outer | None:
         fragments=optim.outer_fragments,
         delay=optim.outer_delay,
         wire=optim.outer_wire,
+        silent_s=parse_seconds(trainer.config.faults.replica_timeout, "replica_timeout"),
         tell=lambda: {"progress": _progress(trainer)},
     )
 
@@ -100,7 +102,7 @@ def meet(trainer: Trainer) -> None:
     if told is not None:
         trainer.step, trainer.next_sample, trainer.tokens = map(int, told["progress"])
         text = f"replica {mesh.replica} goes on from here, as a copy of another"
-        trainer.journal.note(trainer.step, text)
+        trainer.journal.note(trainer.step, text, joined=trainer.step)
 
 
 def _progress(trainer: Trainer) -> list[int]:

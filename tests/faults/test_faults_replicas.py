@@ -1,0 +1,92 @@
+"""Replicas that are killed: the others go on, those that come back are copies, the loss is that of
+runs to which nothing happened."""
+
+import os
+import random
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from fault_runs import FASTPAR, TRAIN, finish, ranks_of
+
+from fastpar.train.metrics import read_metrics
+
+SHORT = ("--max-steps=500", "--outer-every=5", "--outer-lr=1", "--outer-momentum=0")
+LONG = ("--max-steps=1200", *SHORT[1:])
+
+
+def command(out, *options, ranks=2):
+    return [*FASTPAR, *TRAIN, f"--nproc={ranks}", "--replicas=2", f"--out={out}", *options]
+
+
+def last_loss(out):
+    return [row["val_loss"] for row in read_metrics(f"{out}/metrics.jsonl") if "val_loss" in row][
+        -1
+    ]
+
+
+def kill(launcher, rank):
+    """kill -9 of a rank that lives, if there is one."""
+    pid = ranks_of(launcher.pid).get(rank)
+    if pid is not None:
+        os.kill(pid, signal.SIGKILL)
+    return pid is not None
+
+
+def steps_of(out):
+    file = Path(out) / "metrics.jsonl"
+    rows = read_metrics(file) if file.exists() else []
+    return max((row["step"] for row in rows), default=0)
+
+
+def joined(out):
+    """Steps at which a replica went on as a copy of another."""
+    return [row["joined"] for row in read_metrics(f"{out}/metrics.jsonl") if "joined" in row]
+
+
+def wait_for(launcher, out, step, seconds=120):
+    deadline = time.monotonic() + seconds
+    while steps_of(out) < step and launcher.poll() is None:
+        assert time.monotonic() < deadline, f"{out} stands at step {steps_of(out)}"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("restarts", [0, 2])
+def test_a_killed_replica_leaves_the_run_going(here, start, restarts):
+    launcher = start(*command("r", *SHORT, f"--max-restarts={restarts}"))
+    wait_for(launcher, "r", 60)
+    assert kill(launcher, 1)
+    status, _, err = finish(launcher)
+    assert status == 0, err
+    after = "starts again, of 2 times" if restarts else "is left out"
+    assert re.search(rf"fastpar: rank 1 \(pid \d+\) died of SIGKILL.*; replica 1 {after}", err)
+    assert steps_of("r") == 500
+    if restarts:
+        assert steps_of("r/replica_1") == 500
+        assert joined("r/replica_1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_random_kills(here, start, seed):
+    """Five of a run, of either replica, at any moment; the loss is within that of other seeds."""
+    losses = []
+    for other in (1, 2, 3):
+        launcher = start(*command(f"whole{other}", *LONG, f"--seed={other}"))
+        assert finish(launcher, 200)[0] == 0
+        losses.append(last_loss(f"whole{other}"))
+    rng = random.Random(seed)
+    launcher = start(*command("r", *LONG, "--save-every=100", "--max-restarts=8", "--seed=1"))
+    wait_for(launcher, "r", 20)
+    kills = 0
+    while kills < 5 and launcher.poll() is None:
+        time.sleep(rng.uniform(0.0, 4.0))
+        kills += kill(launcher, rng.randrange(2))
+    status, _, err = finish(launcher, 200)
+    assert status == 0, err
+    assert kills == 5
+    spread = max(losses) - min(losses)
+    print(f"kills {kills}, loss {last_loss('r'):.4f}, others {losses}, {err}")
+    assert min(losses) - spread < last_loss("r") < max(losses) + spread
