@@ -278,7 +278,7 @@ def allowed(comparison: Comparison) -> np.ndarray | None:
 
 def judge_losses(comparison: Comparison) -> LossVerdict | None:
     """Compares all repeats of all dense strategies; None with fewer than two of them."""
-    names = [name for name in comparison.names if not STRATEGIES[name].sparse]
+    names = [name for name in comparison.names if not STRATEGIES[name].other_run]
     if len(names) < 2:
         return None
     curves = {name: _curves(comparison.of(name)) for name in names}

@@ -49,10 +49,11 @@ class CompareCommand:
 
     strategies: str | None = None
     """Names with commas: single, ddp, ddp-zero, fsdp2, fsdp2-no-reshard, dp, zero1, zero2, zero3,
-    hsdp, tp, tp-zero1, tp-zero2, tp-zero3, cp, cp-keys (two share sequences), pp (every rank a
-    stage), dp-pp (two stages), deepspeed1, deepspeed2, deepspeed3, experts (in the place of MLPs,
-    of as many flops a token), ep (which the ranks share out); unset: all that run here, but for
-    ddp-zero, hsdp, experts and ep."""
+    zero2-int8, diloco (ranks that meet every 20 steps), hsdp, tp, tp-zero1, tp-zero2, tp-zero3, cp,
+    cp-keys (two share sequences), pp (every rank a stage), dp-pp (two stages), deepspeed1,
+    deepspeed2, deepspeed3, experts (in the place of MLPs, of as many flops a token), ep (which the
+    ranks share out); unset: all that run here, but for ddp-zero, zero2-int8, diloco, hsdp, experts
+    and ep."""
     n_expert: int = 8
     """Of experts and ep: in each layer."""
     expert_top_k: int = 2

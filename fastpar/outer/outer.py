@@ -24,6 +24,7 @@ own; without these entries (a run without Outer) the loaded weights are those th
 from __future__ import annotations
 
 import json
+import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -98,6 +99,7 @@ class Outer:
     Attributes:
         steps: inner steps so far, of checkpoints too.
         sent_bytes: by this rank, to other replicas.
+        waited_s: for other replicas, so far.
         members: replicas that took part in the last exchange.
     Ranks: all of all replicas, at the same steps. A replica may die, or join: see meeting.py.
     Wire: 2 * (M - 1) / M * P values in `every` steps, P being what this rank steps.
@@ -136,6 +138,7 @@ class Outer:
         self.engine: Engine | None = next(iter(engines.values()), None)
         self._count = new_step()  # an entry of the state of each parameter
         self._met = self._started = False
+        self.waited_s = 0.0
         mesh = None if self.engine is None else self.engine.mesh
         self._meeting = None if mesh is None else Meeting(mesh, silent_s)
         self._settings = f"{every} {lr} {momentum} {fragments} {delay} {wire}"
@@ -219,7 +222,9 @@ class Outer:
         sent = torch.cat([v.reshape(-1).to(fragment.weight) for v in self._values(fragment)])
         mean: Future = Future()
         if self._thread is None:
+            began = time.perf_counter()
             mean.set_result(self._mean(fragment, sent, number))
+            self.waited_s += time.perf_counter() - began
         else:
             mean = self._thread.submit(self._mean, fragment, sent, number)
         exchange = _Exchange(self.steps + self.delay, due, sent, mean)
@@ -262,7 +267,9 @@ class Outer:
 
     def _merge(self, exchange: _Exchange) -> None:
         """The outer step of a fragment, whose exchange is over."""
+        began = time.perf_counter()
         fragment, mean = self._fragments[exchange.fragment], exchange.mean.result()
+        self.waited_s += time.perf_counter() - began
         weight, momentum = fragment.weight, fragment.momentum
         delta = weight - mean
         momentum.mul_(self.mu).add_(delta)

@@ -34,6 +34,7 @@ from fastpar.plan.estimate import Estimate, layout_text, size_text
 from fastpar.plan.experts import experts_report
 from fastpar.plan.fp8 import check_fp8, fp8_text
 from fastpar.plan.pipelines import check_stages
+from fastpar.plan.replicas import replicas_text
 from fastpar.plan.search import (
     ALIKE,
     families,
@@ -374,6 +375,10 @@ def report(plan: Plan) -> str:
     wires = wires_text(workload, winner.setup, plan.rates)
     if wires:
         lines += ["", "wires", *wires]
+    nodes = plan.cluster.n_devices // plan.cluster.per_node
+    replicas = replicas_text(workload, winner.setup, plan.rates, nodes)
+    if replicas:
+        lines += ["", "replicas, with a loss curve of their own", *replicas]
     return "\n".join([*lines, "", *command_lines(plan, winner.setup)])
 
 

@@ -132,6 +132,28 @@ def test_experts_train_alike_however_they_are_shared_out():
     assert STRATEGIES["ep"].why_not(1) == "needs 2 ranks, got 1"
 
 
+def apart_on_rank():
+    """Weights of a rank that trains apart, before and after it meets the other one."""
+    made = build("diloco", lambda: GPT(TINY, seed=1), Settings(lr=1e-2, max_grad_norm=0.5))
+    idx = torch.arange(4 * 8).view(4, 8) % 41
+    mine, found = idx.chunk(made.dp_size)[made.dp_rank], []
+    for step in range(20):
+        made.train_step([(mine, mine, None)], 1e-2)
+        if step > 17:
+            found.append(torch.cat([w.flatten() for _, w in made.weights()]))
+    return made.dp_rank, found, made.report()["wire_bytes"]
+
+
+def test_ranks_that_train_apart(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    first, second = run_ranks(apart_on_rank, 2)
+    assert (first[0], second[0]) == (0, 1)
+    assert not first[1][0].equal(second[1][0])
+    assert first[1][1].equal(second[1][1])
+    assert first[2] == pytest.approx(first[1][0].numel() * 4 / 20, rel=0.01)
+    assert STRATEGIES["diloco"].why_not(1) == "needs 2 ranks, got 1"
+
+
 def test_decay_is_of_matrices_only():
     groups = decay_groups(GPT(TINY), 0.1)
     assert [g["weight_decay"] for g in groups] == [0.1, 0.0]
