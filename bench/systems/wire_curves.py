@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from bench.records import RESULTS, commit, machine
 from bench.systems.main_job import keep
-from fastpar import GPT, AdamW, Mesh, engine_of, parallelize
+from fastpar import GPT, AdamW, Mesh, Outer, engine_of, parallelize
 from fastpar.config.config import GPTConfig
 from fastpar.data.sources import TextSource, open_source
 from fastpar.testing import run_ranks
@@ -42,6 +42,9 @@ FORMATS: dict[str, dict[str, Any]] = {
     "fp8": {"wire_gradients": "fp8"},
     "PowerSGD, rank 4": {"wire_gradients": "powersgd", "error_feedback": "buffer"},
     "int8, weights too": {"wire_gradients": "int8", "wire_weights": "int8"},
+    "DiLoCo, every 10": {"outer": {"every": 10}},
+    "DiLoCo, every 50": {"outer": {"every": 50}},
+    "DiLoCo, every 200": {"outer": {"every": 200}},
 }
 
 
@@ -59,8 +62,13 @@ def train(text: torch.Tensor, options: dict[str, Any], seed: int, steps: int) ->
     config, rank = GPTConfig(**SHAPE, dropout=0.0), dist.get_rank()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = parallelize(GPT(config, seed=seed), Mesh(device="cpu"), zero_stage=1, **options)
+        outer, ranks = options.get("outer"), dist.get_world_size()
+        mesh = Mesh(replicas=ranks if outer else 1, device="cpu")
+        options = {name: value for name, value in options.items() if name != "outer"}
+        model = parallelize(GPT(config, seed=seed), mesh, zero_stage=1, **options)
     optimizer = AdamW(model.parameters(), lr=LR, max_grad_norm=1.0)
+    if outer:  # each rank is a replica; after the last step they have just met
+        Outer(optimizer, **outer)
     time_, held = config.block_size, VALIDATE * (config.block_size + 1)
     generator = torch.Generator().manual_seed(seed)
     offsets = torch.arange(time_ + 1)
