@@ -15,6 +15,7 @@ from fastpar.config.options import (
     ParallelSettings,
     SystemSettings,
 )
+from fastpar.config.settings import parse_seconds
 
 
 def check_ramp(settings: DataSettings) -> None:
@@ -211,6 +212,7 @@ def check_outer_settings(
 ) -> None:
     """Refuse replicas that never meet, an outer step of nothing, and what no replica does alone."""
     every, replicas = optim.outer_every, parallel.replicas
+    parse_seconds(values["replica_timeout"], "replica_timeout")
     if every is None:
         given = [f for f in fields(optim) if f.name.startswith("outer_")]
         changed = [f.name for f in given if getattr(optim, f.name) != f.default]

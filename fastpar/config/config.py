@@ -108,7 +108,6 @@ class TrainConfig(TrainFlags):
         if self.run.max_time is not None:
             parse_seconds(self.run.max_time)
         parse_seconds(self.faults.timeout, "timeout")
-        parse_seconds(self.faults.replica_timeout, "replica_timeout")
         goes_back = self.faults.on_nonfinite == "rollback" or self.faults.loss_spike > 0
         if goes_back and not self.run.save_every:
             name = "loss_spike" if self.faults.loss_spike > 0 else "on_nonfinite"

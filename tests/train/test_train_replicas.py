@@ -105,6 +105,7 @@ def test_another_number_of_replicas(here, before, after):
             {"outer_every": 4, "cuda_graphs": True, "device": "cuda"},
             r"expected outer_every None with cuda_graphs: the outer step is no part of them, got o",
         ),
+        ({"replica_timeout": "soon"}, r"expected a time such as 300s.* got replica_timeout=soon"),
         ({"replicas": 0, "outer_every": 4}, r"expected replicas >= 1, got replicas=0"),
     ],
 )
