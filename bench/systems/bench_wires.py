@@ -1,8 +1,9 @@
 """Formats on the wire beside DDP, its hooks and FSDP2, on a link of 1 Gbit/s and one of 100 Mbit/s.
 
 Two ranks with one thread each, in two network namespaces (bench/systems/links.py), train a GPT-2 of
-25.4 million parameters on few tokens, so that the link decides. Variants take turns; the first step
-of a turn is not timed. exposed_ms is a step's time beyond that of the same step on one process
+25.4 million parameters on few tokens, so that the link decides. One variant runs after the other
+(two processes take 1 GB), in groups that each have one process alone and DDP; the first step is not
+timed. exposed_ms is a step's time beyond that of the same step on one process
 alone, sent_bytes is what left the slower end of the link, headers included.
 
 [Note: the gate of formats] All variants see the same batches; their losses may differ from DDP's by
@@ -11,10 +12,10 @@ LOSS_BOUND, and by WIDE_BOUND where gradients or weights are rounded on the way.
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -59,7 +60,11 @@ LOW_RANK = "DDP, PowerSGD hook, rank 4, one bucket"
 ZERO_PP = "DeepSpeed ZeRO++, weights and gradients quantized"
 DEEPSPEED = ("DeepSpeed ZeRO-2", "DeepSpeed ZeRO-3", ZERO_PP)
 FSDP2 = ("FSDP2", "FSDP2, no reshard")
-VARIANTS = (ALONE, DDP, FP16, BF16, LOW_RANK, *FSDP2, *DEEPSPEED, *OURS)
+GROUPS = {
+    "torch": (ALONE, DDP, FP16, BF16, LOW_RANK, *FSDP2),
+    "DeepSpeed": (ALONE, DDP, FSDP2[0], *DEEPSPEED),
+    "fastpar": (ALONE, DDP, FSDP2[0], *OURS),
+}
 EXACT = (*FSDP2, *DEEPSPEED[:2], "fastpar ZeRO-2")
 
 
@@ -112,34 +117,25 @@ class Plan:
     config: GPTConfig
     mbit: int
     steps: int
-    rounds: int
+    logs: dict[str, Log]
     batch_size: int = 1
-    logs: dict[str, Log] = field(default_factory=lambda: {v: Log() for v in VARIANTS})
 
 
 def measure(plan: Plan, link: Link) -> dict[str, Any]:
     """Every variant in turn; a failure stops only its own. The conditions."""
     busy = [busy_cores()]
     link.set_rate(plan.mbit)
-    with contextlib.ExitStack() as stack:
-        ranks: dict[str, Ranks] = {}
-        for turn in range(-1, plan.rounds):
-            for variant, log in plan.logs.items():
-                if log.refused is not None:
-                    continue
-                try:
-                    if turn < 0:
-                        args = "bench.systems.bench_wires:Trainer", variant, plan.config, 1
-                        started = Ranks(link, *args, timeout_s=TIMEOUT_S)
-                        ranks[variant] = stack.enter_context(started)
-                        continue
-                    before, first = settled_bytes(link), turn * (plan.steps + 1)
-                    answers = ranks[variant].call("steps", first, plan.steps, timeout_s=TIMEOUT_S)
-                    sent = max(now - then for now, then in zip(settled_bytes(link), before))
-                    log.extend(answers, sent / (plan.steps + 1))
-                except RankError as error:
-                    log.refused = str(error)
-            busy.append(busy_cores())
+    for variant, log in plan.logs.items():
+        args = "bench.systems.bench_wires:Trainer", variant, plan.config, 1
+        try:
+            with Ranks(link, *args, timeout_s=TIMEOUT_S) as ranks:
+                before = settled_bytes(link)
+                answers = ranks.call("steps", 0, plan.steps, timeout_s=TIMEOUT_S)
+                sent = max(now - then for now, then in zip(settled_bytes(link), before))
+                log.extend(answers, sent / (plan.steps + 1))
+        except RankError as error:
+            log.refused = str(error)
+    busy.append(busy_cores())
     about = {"busy_cores": statistics.fmean(busy), "priority": priority(), "link_mbit": plan.mbit}
     return about
 
@@ -173,8 +169,9 @@ def to_rows(bench: Bench, plan: Plan, about: dict[str, Any]) -> Sequence[Row]:
         if variant == ALONE:
             continue
         row.notes["sent_bytes"] = min(log.sent_bytes)
-        row.notes["exposed_ms"] = timing.median_ms - statistics.median(alone)
-        for peer in FSDP2:
+        if alone:
+            row.notes["exposed_ms"] = timing.median_ms - statistics.median(alone)
+        for peer in (peer for peer in FSDP2 if peer in plan.logs):
             if plan.logs[peer].refused is None:
                 base = statistics.median(plan.logs[peer].ms)
                 row.baseline, row.speedup = peer, base / timing.median_ms
@@ -185,14 +182,14 @@ def to_rows(bench: Bench, plan: Plan, about: dict[str, Any]) -> Sequence[Row]:
 def run(bench: Bench) -> None:
     if bench.device != "cpu":
         return  # the link is between CPU ranks
-    for mbit in RATES:
-        config, steps, rounds = CONFIG, 3 if mbit == RATES[0] else 1, 2 if mbit == RATES[0] else 1
+    for mbit, group in itertools.product(RATES, GROUPS):
+        config, steps = CONFIG, 5 if mbit == RATES[0] else 1
         title = f"GPT-2 25.4M B=1 T=64 a rank, 2 ranks, {mbit} Mbit/s"
         if bench.quick:
-            config, steps, rounds, title = QUICK, 1, 1, f"quick GPT-2, 2 ranks, {mbit} Mbit/s"
-        if bench.only not in title:
+            config, steps, title = QUICK, 1, f"quick GPT-2, 2 ranks, {mbit} Mbit/s"
+        if bench.only not in f"{title}, {group}":
             continue
-        plan = Plan(title, config, mbit, steps, rounds)
+        plan = Plan(title, config, mbit, steps, {v: Log() for v in GROUPS[group]})
         try:
             with Link(mbit) as link:
                 about = measure(plan, link)
