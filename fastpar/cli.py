@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from fastpar._version import __version__
+from fastpar.config.axes import ranks_of_batch, ranks_of_samples
 from fastpar.config.combinations import check_synchronous
 from fastpar.config.config import TrainConfig, derive_batch, setting_name
 from fastpar.config.options import SampleSettings, TrainFlags, for_tyro
@@ -196,8 +197,9 @@ def _train(arguments: list[str]) -> int:
         nproc = _ranks_to_start(config)
         if not launch.is_rank():
             parallel = config.parallel
-            together = parallel.tp * parallel.cp * parallel.pp  # replicas differ in their samples
-            derive_batch(config.text, 1, nproc // together, parallel.pp)
+            together = math.prod(ranks_of_batch(parallel).values())  # replicas have other samples
+            share = ranks_of_samples(parallel)
+            derive_batch(config.text, 1, nproc // together, parallel.pp, share)
         if not launch.is_rank() and nproc > 1:
             with launch.interrupt_kills():
                 from fastpar.train.run_folder import check_out
@@ -219,13 +221,13 @@ def _train(arguments: list[str]) -> int:
 
 def _ranks_to_start(config: TrainConfig) -> int:
     nproc, parallel = config.system.nproc, config.parallel
-    sizes = {"replicas": parallel.replicas, "tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp}
+    sizes = {"replicas": parallel.replicas, **ranks_of_batch(parallel)}
     together = math.prod(sizes.values())
     if not launch.is_rank() and nproc % together:
         used = {axis: size for axis, size in sizes.items() if size > 1}
         equal = "=" if len(used) == 1 else " = "
         axes = " * ".join(used) + equal + " * ".join(map(str, used.values()))
-        flags = ", ".join(f"--{axis}" for axis in reversed(used))
+        flags = ", ".join(option(axis) for axis in reversed(used))
         raise ValueError(
             f"train: expected nproc to be a multiple of {axes}, got nproc={nproc}; use --nproc "
             f"{-(-nproc // together) * together}, or change {flags}"

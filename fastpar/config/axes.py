@@ -7,11 +7,13 @@ have the same weights and share out a batch. See fastpar/tensor/grid.py.
 
 from __future__ import annotations
 
+import itertools
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
+from fastpar.config.options import ParallelSettings
 
 AXES = (
     "pp",
@@ -25,6 +27,37 @@ AXES = (
 )  # mesh.py, [Note: order of the axes]
 DATA_AXES = ("replicas", "dp", "ep")  # whose ranks compute different sequences
 TP_AXES = ("rows", "tp")  # whose ranks split each layer
+
+
+def parse_grid(text: str) -> tuple[int, ...] | None:
+    """(rows, columns), with depth if it is there, of a setting; None without a grid."""
+    if text == "none":
+        return None
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", text):
+        raise ValueError(
+            "train: expected tp_grid as ROWSxCOLUMNS or ROWSxCOLUMNSxDEPTH of ranks, got tp_grid="
+            f"{text}; write --tp-grid 2x2"
+        )
+    return tuple(map(int, text.split("x")))
+
+
+def axes_of(parallel: ParallelSettings) -> dict[str, Any]:
+    """The arguments of Mesh that settings stand for."""
+    sizes = {axis: getattr(parallel, axis) for axis in ("tp", "cp", "ep", "pp", "replicas")}
+    return {**sizes, "tp_grid": parse_grid(parallel.tp_grid)}
+
+
+def ranks_of_batch(parallel: ParallelSettings) -> dict[str, int]:
+    """Ranks that are given the same batch, by the setting that says how many."""
+    grid = parse_grid(parallel.tp_grid)
+    split = {"tp": parallel.tp} if grid is None else {"tp_grid": math.prod(grid)}
+    return {**split, "cp": parallel.cp, "pp": parallel.pp}
+
+
+def ranks_of_samples(parallel: ParallelSettings) -> int:
+    """Ranks that share out the samples of a micro-batch."""
+    rows, _, depth = (*(parse_grid(parallel.tp_grid) or (1, 1)), 1)[:3]
+    return rows * depth
 
 
 def sizes_of_grid(grid: Any, asked: Mapping[str, int | None]) -> dict[str, int]:
@@ -56,10 +89,11 @@ def ranks_along(sizes: Mapping[str, int], axes: Sequence[str]) -> list[list[int]
     Args:
         sizes: ranks along each axis, outermost first.
     """
-    dims = [dim for dim, axis in enumerate(sizes) if axis in axes]
-    grid = torch.arange(math.prod(sizes.values())).view(*sizes.values())
-    grid = grid.movedim(dims, list(range(-len(dims), 0)))
-    return grid.reshape(-1, math.prod(sizes[axis] for axis in set(axes))).tolist()
+    groups: dict[tuple[int, ...], list[int]] = {}  # by the places along the other axes
+    for rank, place in enumerate(itertools.product(*map(range, sizes.values()))):
+        others = tuple(at for axis, at in zip(sizes, place) if axis not in axes)
+        groups.setdefault(others, []).append(rank)
+    return list(groups.values())
 
 
 def check_sizes(asked: Mapping[str, int | None]) -> None:

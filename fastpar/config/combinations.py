@@ -7,6 +7,7 @@ import re
 from dataclasses import fields
 from typing import Any
 
+from fastpar.config.axes import parse_grid, sizes_of_grid
 from fastpar.config.model import GPTConfig
 from fastpar.config.options import (
     DataSettings,
@@ -16,6 +17,46 @@ from fastpar.config.options import (
     SystemSettings,
 )
 from fastpar.config.settings import parse_seconds
+
+
+def check_grid(parallel: ParallelSettings, values: dict[str, Any]) -> None:
+    """Refuse what does not run on a grid of ranks."""
+    grid = parse_grid(parallel.tp_grid)
+    if grid is None:
+        return
+    sizes_of_grid(grid, values)
+    for name, usual in (
+        *(("n_expert", 0), ("optimizer", "adamw"), ("compile", False), ("cuda_graphs", False)),
+        *(("sequence_parallel", True), ("offload", "none"), ("offload_activations", False)),
+        *(("pack", "stream"), ("fp8", "none"), ("replicas", 1), ("node_size", None)),
+        *(("secondary_shards", False),),
+    ):
+        if values[name] != usual:
+            raise ValueError(
+                f"train: expected {name}={usual} with tp_grid={parallel.tp_grid}, got {name}="
+                f"{values[name]}; leave one of them out"
+            )
+    if values["moment_dtype"] == "int8":
+        raise ValueError(
+            "train: expected moment_dtype fp32 or bf16 with tp_grid, got moment_dtype=int8 with "
+            f"tp_grid={parallel.tp_grid}; blocks of 8-bit numbers make no checkpoint there: use "
+            "--moment-dtype bf16"
+        )
+
+
+def check_grid_widths(parallel: ParallelSettings, shape: GPTConfig) -> None:
+    """Refuse a grid that does not divide a model's width, or has more columns than heads."""
+    rows, columns = (parse_grid(parallel.tp_grid) or (1, 1))[:2]
+    if shape.n_embd % rows or shape.n_embd % columns:
+        raise ValueError(
+            f"train: expected rows and columns of tp_grid to divide n_embd={shape.n_embd}, got "
+            f"tp_grid={parallel.tp_grid}; change --tp-grid"
+        )
+    if columns > shape.n_head:
+        raise ValueError(
+            f"train: expected at most n_head={shape.n_head} columns, which split the heads, got "
+            f"tp_grid={parallel.tp_grid}; change --tp-grid"
+        )
 
 
 def check_ramp(settings: DataSettings) -> None:

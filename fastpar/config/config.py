@@ -16,6 +16,8 @@ from fastpar.config.combinations import (
     check_experts,
     check_fp8,
     check_fp8_widths,
+    check_grid,
+    check_grid_widths,
     check_offload,
     check_outer_settings,
     check_packing,
@@ -94,6 +96,7 @@ class TrainConfig(TrainFlags):
         check_storage(self.optim, str(self.system.dtype))
         check_offload(self.parallel, self.optim.optimizer)
         check_experts(self.shape, self.parallel, values)
+        check_grid(self.parallel, values)
         check_parallel(
             self.parallel, str(self.system.dtype), deterministic=self.system.deterministic
         )
@@ -322,6 +325,7 @@ def check_split(parallel: ParallelSettings, shape: GPTConfig) -> None:
             f"tp={parallel.tp} leaves a rank, got cp={parallel.cp}; attention is exchanged by "
             "heads: lower --cp, or add --cp-method keys"
         )
+    check_grid_widths(parallel, shape)
     if not shape.splits_by(parallel.tp):
         raise ValueError(
             f"train: expected tp to divide the MLP's width of {shape.hidden}, got "
@@ -381,13 +385,14 @@ MICRO_BATCHES_A_STAGE = 4  # where the batch allows it: then 1f1b waits for at m
 
 
 def derive_batch(
-    settings: DataSettings, block_size: int, dp_size: int, pp: int = 1
+    settings: DataSettings, block_size: int, dp_size: int, pp: int = 1, share: int = 1
 ) -> tuple[int, int]:
     """(micro_batch_size, grad_accum_steps) with batch_size = dp_size * both.
 
     Args:
         dp_size: ranks, or groups of tp, cp and pp ranks, that compute different sequences.
         pp: stages of a pipeline, which are the busier the more micro-batches there are.
+        share: ranks that share out the samples of a micro-batch, the rows and depth of a grid.
     Raises:
         ValueError: batch_size has fewer sequences than these, or does not divide.
     """
@@ -401,7 +406,7 @@ def derive_batch(
             )
         first = replace(settings, batch_size=settings.batch_ramp, batch_ramp=None)
         first = replace(first, grad_accum_steps=accum and accum // more)
-        micro, accum = derive_batch(first, block_size, dp_size, pp)
+        micro, accum = derive_batch(first, block_size, dp_size, pp, share)
         return micro, accum * more
     if rows < dp_size:
         raise ValueError(
@@ -413,7 +418,14 @@ def derive_batch(
         limit = micro if accum else max(1, AUTO_MICRO_BATCH_TOKENS // block_size)
         if pp > 1 and not accum:
             limit = min(limit, max(1, micro // (MICRO_BATCHES_A_STAGE * pp)))
-        micro = max(m for m in range(1, min(micro, limit) + 1) if micro % m == 0)
+        fit = [m for m in range(1, min(micro, max(limit, share)) + 1) if micro % m == 0]
+        micro = max([m for m in fit if m % share == 0] or fit)
+    if micro % share:
+        raise ValueError(
+            f"train: expected micro_batch_size as a multiple of the {share} rows and depth of "
+            f"tp_grid, which share out its samples, got micro_batch_size={micro}; change "
+            "--micro-batch-size, --batch-size or --tp-grid"
+        )
     if accum is None:
         accum = max(1, rows // (dp_size * micro))
     if rows != dp_size * micro * accum:

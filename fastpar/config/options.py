@@ -206,6 +206,8 @@ class ParallelSettings:
 
     tp: int = 1
     """Neighbouring ranks that split each layer."""
+    tp_grid: str = "none"
+    """Rows x columns (x depth) of ranks that split each layer both ways, in place of tp: 2x2."""
     cp: int = 1
     """Ranks that share every sequence, for long contexts."""
     ep: int = 1

@@ -176,7 +176,7 @@ def buckets_of(workload: Workload, setup: Setup, parts: RankParts | None = None)
         sum(parts.layers),
         parts.first,
         parts.last,
-        setup.tp,
+        (setup.tp, setup.rows if setup.tp_grid != "none" else 0),
         setup.dtype,
         setup.grad_dtype,
         setup.stage > 0,
@@ -190,20 +190,21 @@ def _buckets(
     n_layers: int,
     first: bool,
     last: bool,
-    tp: int,
+    split: tuple[int, int],
     dtype: str,
     grad_dtype: str,
     by_unit: bool,
     bucket_mb: float,
 ) -> GPTBuckets:
     dtypes, width = (DTYPES[dtype], DTYPES[grad_dtype]), shape.n_embd
-    block = tuple(_block_shapes(shape, tp))
+    tp, rows = split
+    least, block = width // tp if rows else width, tuple(_block_shapes(shape, tp, rows))
     # parallelize() merges neighbouring units up to the cap of the first bucket.
     block_bytes = sum(map(math.prod, block)) * dtypes[0].itemsize
     merged = max(1, int(FIRST_BUCKET_MB * 2**20) // block_bytes)
-    embeddings = ((vocabulary_rows(shape, tp), width),) * (first or last)
-    embeddings += ((shape.block_size, width),) * first
-    norm = ((width,), (width,)) * last
+    embeddings = ((vocabulary_rows(shape, tp), width // (rows or 1)),) * (first or last)
+    embeddings += ((shape.block_size, least),) * first
+    norm = ((least,), (least,)) * last
     shapes = (*embeddings, *block * n_layers, *norm)
     units = [1 + by_unit * (layer // merged) for layer in range(n_layers) for _ in block]
     layout = build_layout(
@@ -217,11 +218,15 @@ def _buckets(
     return GPTBuckets(shapes, layout, n_layers, first, last, dtypes[1].itemsize)
 
 
-def _block_shapes(shape: GPTConfig, tp: int) -> Iterable[tuple[int, ...]]:
-    """Shapes of a block's parameters, in registration order: norm, attention, norm, MLP."""
+def _block_shapes(shape: GPTConfig, tp: int, rows: int) -> Iterable[tuple[int, ...]]:
+    """Shapes of a block's parameters, in registration order: norm, attention, norm, MLP.
+
+    rows: of a grid, which cut matrices too; columns cut all else. 0: there is none.
+    """
     width = shape.n_embd
     attention, hidden = shape.heads_of_rank(tp) * shape.head_dim, 4 * width // tp
-    yield from ((width,), (width,))
-    yield from ((3 * attention, width), (3 * attention,), (width, attention), (width,))
-    yield from ((width,), (width,))
-    yield from ((hidden, width), (hidden,), (width, hidden), (width,))
+    one, by_row = (width // tp, width // rows) if rows else (width, width)
+    yield from ((one,), (one,))
+    yield from ((3 * attention, by_row), (3 * attention,), (by_row, attention), (one,))
+    yield from ((one,), (one,))
+    yield from ((hidden, by_row), (hidden,), (by_row, hidden), (one,))

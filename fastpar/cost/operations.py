@@ -21,6 +21,7 @@ from fastpar.comm.bucket_wires import LOW_RANK
 from fastpar.comm.wire_formats import FORMATS
 from fastpar.config.config import GPTConfig
 from fastpar.cost.buckets import GPTBuckets, bucket_mb_of, buckets_of
+from fastpar.cost.grid import along_grid
 from fastpar.cost.matrix_updates import (
     STEPS,
     MatrixUpdates,
@@ -129,7 +130,7 @@ def ops_of(workload: Workload, setup: Setup) -> tuple[Op, ...]:
 
 
 _decides_passes = attrgetter(
-    *("micro_batch_size", "grad_accum_steps", "tp", "cp", "by_keys", "pp", "sequence_parallel"),
+    *("samples_of_rank", "grad_accum_steps", "tp", "cp", "by_keys", "pp", "sequence_parallel"),
     *("activation_checkpointing", "weight_bytes", "device_type", "ep"),
 )
 
@@ -290,7 +291,9 @@ def comm_ops_of(workload: Workload, setup: Setup) -> tuple[CommOp, ...]:
     found: list[CommOp] = []
     if setup.data > 1:
         found += _gradients_and_weights(workload, setup)
-    if setup.tp > 1:
+    if setup.tp_grid != "none":
+        found += (CommOp(*comm) for comm in along_grid(workload, setup))
+    elif setup.tp > 1:
         found += _along_tp(workload, setup)
     if setup.optimizer == "muon":
         found += _to_homes(workload, setup)

@@ -10,6 +10,7 @@ from typing import Any
 
 from fastpar.comm.bucket_wires import LOW_RANK
 from fastpar.comm.wire_formats import FORMATS
+from fastpar.config.axes import parse_grid
 from fastpar.config.config import VOCAB_MULTIPLE, GPTConfig, TrainConfig, pp_chunks, pp_split
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp64": 8}
@@ -81,6 +82,7 @@ class Setup:
 
     world_size: int = 1
     tp: int = 1
+    tp_grid: str = "none"
     pp: int = 1
     schedule: str = "1f1b"
     chunks: int = 1
@@ -122,12 +124,27 @@ class Setup:
     @property
     def dp(self) -> int:
         """Ranks, or groups of tp * cp * pp ranks, that compute different sequences."""
-        return self.data // self.cp
+        return self.data // (self.cp * self.depth)
 
     @property
     def data(self) -> int:
         """Ranks, or groups of tp * pp ranks, that have the same weights and other tokens."""
-        return self.world_size // (self.tp * self.pp)
+        return self.world_size // (self.tp * self.rows * self.pp)
+
+    @property
+    def rows(self) -> int:
+        """Of the grid of ranks, whose columns are tp; 1 without one."""
+        return (parse_grid(self.tp_grid) or (1,))[0]
+
+    @property
+    def depth(self) -> int:
+        """Grids that share out a batch."""
+        return (*(parse_grid(self.tp_grid) or (1, 1)), 1)[2]
+
+    @property
+    def samples_of_rank(self) -> int:
+        """Of a micro-batch; rows and depth of a grid share them out."""
+        return max(1, self.micro_batch_size // (self.rows * self.depth))
 
     @property
     def n_shards(self) -> int:
@@ -138,7 +155,7 @@ class Setup:
         """Of a micro-batch, before tp shares them out."""
         if self.by_keys:  # two chunks of each row
             return 2 * self.micro_batch_size * -(-workload.seq_len // (2 * self.cp))
-        return -(-self.micro_batch_size * workload.seq_len // self.cp)
+        return -(-self.micro_batch_size * workload.seq_len // (self.cp * self.rows * self.depth))
 
     @property
     def by_keys(self) -> bool:
@@ -210,7 +227,7 @@ class Setup:
             dtype: format of its weights: fp32, bf16 or fp16.
             in_effect: fields that are not what the settings say, or that they leave open.
         """
-        names = {field.name for field in fields(cls)}
+        names, grid = {field.name for field in fields(cls)}, parse_grid(config.parallel.tp_grid)
         values = {name: value for name, value in config.settings().items() if name in names}
         if BYTES[dtype] > 2 or config.optim.stochastic_rounding:
             values["master_weights"] = "none"
@@ -222,6 +239,7 @@ class Setup:
             values["grad_dtype"] = "fp32"
         if values["reduce_dtype"] == "auto":
             values["reduce_dtype"] = values["grad_dtype"]
+        values["tp"] = config.parallel.tp if grid is None else grid[1]
         split = pp_split(config.parallel)
         values["pp_split"] = split and tuple(split)
         values["chunks"] = pp_chunks(config.parallel)
@@ -233,6 +251,7 @@ class Setup:
         """The same as settings of `fastpar train`."""
         known = TrainConfig().settings().keys() - {"transport"}
         values = {**asdict(workload.shape), **asdict(self), "batch_size": workload.batch_size}
+        values["tp"] = self.tp if self.tp_grid == "none" else 1
         values["pp_split"] = ",".join(map(str, self.pp_split or ())) or "auto"
         if self.master_weights != "remainder":
             values["master_weights"] = "auto"

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from fastpar._version import __version__
+from fastpar.config.axes import parse_grid
 from fastpar.config.config import GPTConfig, TrainConfig
 from fastpar.data.batches import TextData
 from fastpar.data.tokenizer import IdTokenizer
@@ -155,7 +156,12 @@ class RunFolder:
         ep = facts.get("ep", 1)
         tokens, axes = rows * facts["block_size"], ""
         dp = f"ranks {facts['world_size']}"
-        if tp * cp * pp > 1:
+        grid = parse_grid(facts.get("tp_grid", "none"))
+        if grid is not None:
+            dp = f"dp {facts['world_size'] // math.prod(grid)}"
+            axes = f"{dp} * grid {facts['tp_grid']} (samples by rows, features by columns), "
+            tp = grid[1]
+        elif tp * cp * pp > 1:
             dp = f"dp {facts['world_size'] // (tp * cp * pp)}"
             keys = " by keys" if facts["cp_method"] == "keys" else ""
             kind = "sequence parallel" if facts["sequence_parallel"] else "no sequence parallelism"

@@ -217,7 +217,7 @@ def set_up(
         grad_accum_steps=batch[1],
         deterministic=config.system.deterministic,
         transport=parallel.transport,
-        sequence_parallel=parallel.sequence_parallel,
+        sequence_parallel=parallel.sequence_parallel if mesh.tp_grid is None else None,
         cp_method=parallel.cp_method,
         pp_split=stages_of(parallel, model.config),
         pp_schedule=parallel.schedule,
@@ -289,6 +289,7 @@ def facts_of(
         "dtype": next(name for name, known in DTYPES.items() if known == dtype),
         "world_size": mesh.world_size,
         "tp": mesh.tp_size,
+        "tp_grid": config.parallel.tp_grid,
         "cp": mesh.size("cp"),
         "ep": mesh.size("ep"),
         "cp_method": config.parallel.cp_method,
@@ -296,7 +297,9 @@ def facts_of(
         "replicas": mesh.replicas,
         "schedule": config.parallel.schedule,
         "pp_split": stages_of(config.parallel, shape),
-        "sequence_parallel": mesh.tp_size > 1 and config.parallel.sequence_parallel,
+        "sequence_parallel": (
+            mesh.tp_size > 1 and mesh.tp_grid is None and config.parallel.sequence_parallel
+        ),
         "threads": torch.get_num_threads(),
         "block_size": block_size,
         "micro_batch_size": batch[0],

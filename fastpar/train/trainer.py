@@ -46,6 +46,7 @@ from fastpar.checkpoint.manifest import STATE
 from fastpar.checkpoint.restore import load_checkpoint, naming_damaged_file, read_run_state
 from fastpar.comm.mesh import Mesh
 from fastpar.comm.watchdog import MARGIN_S, Watchdog, in_step
+from fastpar.config.axes import axes_of
 from fastpar.config.config import TrainConfig, derive_batch
 from fastpar.config.settings import parse_seconds
 from fastpar.cost.buckets import DTYPES
@@ -110,11 +111,7 @@ def train(config: TrainConfig, run: Callable[[Trainer], int] | None = None) -> i
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
     timeout_s = parse_seconds(config.faults.timeout, "timeout")
     mesh = Mesh(
-        tp=config.parallel.tp,
-        cp=config.parallel.cp,
-        ep=config.parallel.ep,
-        pp=config.parallel.pp,
-        replicas=config.parallel.replicas,
+        **axes_of(config.parallel),
         device="cpu" if system.device == "cpu" else None,
         timeout_s=timeout_s + MARGIN_S,  # the watchdog speaks first: it knows more
     )
@@ -154,7 +151,9 @@ class Trainer:
             config, state, progress=mesh.is_main, check=check
         )
         self.ways, self.place = replicas.data_ranks(mesh)
-        batch = derive_batch(config.text, self.block_size, self.ways, mesh.size("pp"))
+        batch = derive_batch(
+            config.text, self.block_size, self.ways, mesh.size("pp"), mesh.size("depth", "rows")
+        )
         self.micro_batch_size, self.grad_accum_steps = batch
         self.model = model.to(mesh.device, dtype)
         prove_together(mesh)
@@ -162,7 +161,7 @@ class Trainer:
             mesh.device.type,
             dtype,
             self.model.config,
-            tp=mesh.tp_size,
+            tp=mesh.size("tp"),
             rows=self.micro_batch_size * self.block_size,
             compiled=config.system.compile,
             fp8=config.system.fp8 != "none" and not config.system.fp8_emulate,
