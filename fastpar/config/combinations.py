@@ -19,6 +19,12 @@ from fastpar.config.options import (
 from fastpar.config.settings import parse_seconds
 
 
+def check_axes(shape: ModelSettings, parallel: ParallelSettings, values: dict[str, Any]) -> None:
+    """Refuse ranks of experts and grids that there cannot be, and what does not run beside them."""
+    check_experts(shape, parallel, values)
+    check_grid(parallel, values)
+
+
 def check_grid(parallel: ParallelSettings, values: dict[str, Any]) -> None:
     """Refuse what does not run on a grid of ranks."""
     grid = parse_grid(parallel.tp_grid)

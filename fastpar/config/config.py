@@ -13,10 +13,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, get_type_hints
 
 from fastpar.config.combinations import (
-    check_experts,
+    check_axes,
     check_fp8,
     check_fp8_widths,
-    check_grid,
     check_grid_widths,
     check_offload,
     check_outer_settings,
@@ -95,8 +94,7 @@ class TrainConfig(TrainFlags):
             )
         check_storage(self.optim, str(self.system.dtype))
         check_offload(self.parallel, self.optim.optimizer)
-        check_experts(self.shape, self.parallel, values)
-        check_grid(self.parallel, values)
+        check_axes(self.shape, self.parallel, values)
         check_parallel(
             self.parallel, str(self.system.dtype), deterministic=self.system.deterministic
         )
