@@ -168,17 +168,20 @@ def test_what_overflows_becomes_the_largest_code_and_is_counted():
     scale = how.scales.scale(0, X, x.device).item()
     assert scale == 2.0**-8
     big = x.detach().clone()
-    big[1, :3], big[2, 0] = -5.0, 448 * scale
+    big[1, :3], big[2, 0] = torch.tensor([-5.0, 5.0, -1.8]), 448 * scale
     out = linear(big.requires_grad_(), weight, bias, fp8=how)
     with torch.no_grad():
         capped = linear(big.clamp(-448 * scale, 448 * scale), weight, bias, fp8=how)
     assert torch.equal(out, capped)
     assert not how.scales.overflows.any()
-    out.backward(dy)
+    (largest,) = torch.autograd.grad(out, big, 1.75 * dy, retain_graph=True)
+    how.scales.forget()
+    out.backward(4 * dy)  # scale 2^-15
     how.scales.update()
-    assert how.scales.overflows.tolist() == [[3, 0, 0]]
+    assert how.scales.overflows.tolist() == [[3, 0, 640]]
+    assert torch.equal(big.grad, largest)
     assert how.scales.scale(0, X, x.device).item() == 2.0**-6  # the next step fits
-    assert how.scales.scale(0, DY, x.device).item() == 2.0**-15
+    assert how.scales.scale(0, DY, x.device).item() == 2.0**-13
 
 
 def test_the_largest_of_the_last_steps_counts():
