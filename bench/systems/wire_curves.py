@@ -67,7 +67,7 @@ def train(text: torch.Tensor, options: dict[str, Any], seed: int, steps: int) ->
         options = {name: value for name, value in options.items() if name != "outer"}
         model = parallelize(GPT(config, seed=seed), mesh, zero_stage=1, **options)
     optimizer = AdamW(model.parameters(), lr=LR, max_grad_norm=1.0)
-    if outer:  # each rank is a replica; after the last step they have just met
+    if outer:  # each rank is a replica; the loss is the first one's
         Outer(optimizer, **outer)
     time_, held = config.block_size, VALIDATE * (config.block_size + 1)
     generator = torch.Generator().manual_seed(seed)

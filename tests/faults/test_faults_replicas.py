@@ -14,7 +14,7 @@ from fault_runs import FASTPAR, TRAIN, finish, ranks_of
 from fastpar.train.metrics import read_metrics
 
 SHORT = ("--max-steps=500", "--outer-every=5", "--outer-lr=1", "--outer-momentum=0")
-LONG = ("--max-steps=2000", *SHORT[1:])
+LONG = ("--max-steps=800", *SHORT[1:])
 
 
 def command(out, *options, ranks=2):
@@ -68,18 +68,17 @@ def test_a_killed_replica_leaves_the_run_going(here, start, restarts):
         assert joined("r/replica_1")
 
 
-def killed(start, out, n, rng):
-    """The loss of a run, of which a replica is killed n times at any moment, either of them."""
+def killed(start, out, rng):
+    """A run, of which either replica is killed at any moment, at most five times: loss, kills."""
     launcher = start(*command(out, *LONG, "--save-every=100", "--max-restarts=8", "--seed=1"))
     wait_for(launcher, out, 20)
     kills = 0
-    while kills < n:
+    while kills < 5 and launcher.poll() is None:
         time.sleep(rng.uniform(0.0, 2.0))
         kills += kill(launcher, rng.randrange(2))
-        assert launcher.poll() is None, (kills, finish(launcher))
     status, _, err = finish(launcher, 300)
     assert status == 0, err
-    return last_loss(out)
+    return last_loss(out), kills
 
 
 @pytest.mark.slow
@@ -91,7 +90,11 @@ def test_twenty_random_kills(here, start):
         launcher = start(*command(f"whole{seed}", *LONG, f"--seed={seed}"))
         assert finish(launcher, 300)[0] == 0
         losses.append(last_loss(f"whole{seed}"))
-    found = [killed(start, f"r{seed}", 5, random.Random(seed)) for seed in range(4)]
+    rng, found, kills = random.Random(0), [], 0
+    while kills < 20:
+        loss, n = killed(start, f"r{len(found)}", rng)
+        found.append(loss)
+        kills += n
     spread = max(losses) - min(losses)
-    print(f"undisturbed {losses}, after five kills each {found}")
+    print(f"undisturbed {losses}, after {kills} kills {found}")
     assert all(min(losses) - spread < loss < max(losses) + spread for loss in found)
