@@ -8,6 +8,7 @@ from cells import covering, sweep
 from test_engine import SMALL, Net, batch
 
 from fastpar import AdamW, Mesh, Muon, Outer, engine_of, muon_groups, parallelize
+from fastpar.parallel.debug import Debug
 from fastpar.testing import run_ranks
 
 AS_IT_IS = {"lr": 1.0, "momentum": 0.0}
@@ -101,6 +102,24 @@ def test_replicas_with_equal_data_are_the_inner_run(stage, turns):
         assert same(found, expected)
         assert members == [0, 1]
         assert sent > 0
+
+
+@covering(1, ("stage", [0, 2, 3]), ("offload", ["optimizer", "parameters"]))
+def test_state_on_the_host(stage, offload):
+    """The outer step is one of what lies there: the bits of the run without offload."""
+    kept = {"zero_stage": stage}
+    offload = offload if stage == 3 else "optimizer"
+    away = {**kept, "offload": offload, "debug": Debug(bus_gb_s=12)}
+    how = {"every": 3, "lr": 0.7, "momentum": 0.9}
+
+    def replicas(options):
+        mesh = Mesh(replicas=2)
+        data = lambda i: 2 * i + mesh.replica  # noqa: E731
+        return run(mesh, 8, data=data, options=options, **how)[0]
+
+    expected = run_ranks(replicas, 4, kept, timeout_s=30)
+    for found, plain in zip(run_ranks(replicas, 4, away, timeout_s=30), expected, strict=True):
+        assert same(found, plain)
 
 
 def test_a_mean_after_every_step_of_sgd_is_data_parallel():

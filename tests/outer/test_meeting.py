@@ -1,0 +1,133 @@
+"""meeting.py: replicas that go, come back as copies, are too late, or are alone."""
+
+import pytest
+import torch
+from test_engine import SMALL, Net
+from test_outer import adamw, train, weights
+
+from fastpar import Mesh, Outer, parallelize
+from fastpar.testing import run_ranks
+
+STEPS = 12
+
+
+@pytest.fixture(autouse=True)
+def _on_this_machine(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
+def replica(mesh, tell=dict, **options):
+    model = parallelize(Net(), mesh, zero_stage=2, **SMALL)
+    opt = adamw(model)
+    return model, opt, Outer(opt, every=2, silent_s=5.0, tell=tell, **options)
+
+
+def own(mesh):
+    return lambda i: 2 * i + mesh.replica
+
+
+@pytest.mark.parametrize("options", [{}, {"fragments": 2, "delay": 1}])
+def test_one_goes_and_comes_back_as_a_copy(options):
+    """Two replicas of two ranks: the second has nothing left of itself, and meets the first again
+    with its weights, moments and outer state."""
+
+    def rank():
+        mesh = Mesh(replicas=2)
+        model, opt, outer = replica(mesh, tell=lambda: {"step": outer.steps}, **options)
+        if mesh.replica == 0:
+            alone = []
+            for step in range(STEPS):
+                train(model, opt, 1, step, own(mesh))
+                alone.append(outer.members)
+                if step == 4:  # until the other one asks
+                    store = outer._meeting.store
+                    store.wait([f"ask/1/{r}" for r in range(2)])
+            assert [0, 1] in alone
+            assert [0] in alone
+            assert alone[-1] == [0, 1]
+        else:
+            train(model, opt, 3, 0, own(mesh))
+            outer._meeting.leave()
+            outer._meeting.store.wait(["copies may be asked for"])
+            mesh = Mesh(replicas=2)
+            model, opt, outer = replica(mesh, **options)
+            told = outer.meet()
+            assert told["step"] == outer.steps >= 6
+            train(model, opt, STEPS - outer.steps, outer.steps, own(mesh))
+        state = opt.state_dict()["state"]
+        return weights(model), [s["outer_weight"] for s in state.values()], outer.steps
+
+    def both():
+        torch.distributed.distributed_c10d._get_default_store().set(
+            "fastpar/outer/copies may be asked for", "yes"
+        )
+        return rank()
+
+    first, _, second, _ = run_ranks(both, 4, timeout_s=60)
+    assert first[2] == second[2] == STEPS
+    for mine, theirs in zip(first[1], second[1], strict=True):
+        assert torch.equal(mine, theirs)
+    if not options:  # the last step was a meeting of all weights
+        for mine, theirs in zip(first[0], second[0], strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def test_one_that_was_silent_for_too_long():
+    """The others have gone on without it, and it must not use what it has."""
+
+    def rank():
+        mesh = Mesh(replicas=2)
+        model, opt, outer = replica(mesh)
+        outer.meet()
+        if mesh.replica == 0:
+            train(model, opt, 4, 0, own(mesh))
+            assert outer.members == [0]
+            outer._meeting.store.set("went on", "yes")
+            return
+        outer._meeting.leave()
+        outer._meeting.store.wait(["went on"])
+        with pytest.raises(
+            RuntimeError, match=r"expected every replica to beat within silent_s=5, got none of re"
+        ):
+            train(model, opt, 2, 0, own(mesh))
+
+    run_ranks(rank, 2, timeout_s=30)
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_nobody_to_be_a_copy_of(ended):
+    def rank():
+        mesh = Mesh(replicas=2)
+        outer = replica(mesh)[2]
+        outer.meet()
+        if mesh.replica == 0:
+            outer._meeting.leave(ended=ended)
+            outer._meeting.store.set("left", "yes")
+            return
+        outer._meeting.leave()
+        outer._meeting.store.wait(["left"])
+        late = Outer(adamw(parallelize(Net(), Mesh(replicas=2))), every=2, silent_s=0.1)
+        message = "got none: they have ended" if ended else "got none of them lives; start all"
+        with pytest.raises(RuntimeError, match=rf"give replica 1 a copy, {message}"):
+            late.meet()
+
+    run_ranks(rank, 2, timeout_s=30)
+
+
+def test_one_that_is_behind_becomes_a_copy():
+    """Replicas start from checkpoints of different steps: the newest counts."""
+
+    def rank():
+        mesh = Mesh(replicas=2)
+        model, opt, outer = replica(mesh)
+        if mesh.replica == 0:
+            opt.state.clear()
+            outer._count.fill_(4.0)
+        told = outer.meet()
+        assert (told is None) == (mesh.replica == 0)
+        train(model, opt, 12 - outer.steps, outer.steps, own(mesh))
+        return outer.steps, weights(model)
+
+    first, second = run_ranks(rank, 2, timeout_s=30)
+    assert first[0] == second[0] == 12
+    assert all(torch.equal(a, b) for a, b in zip(first[1], second[1], strict=True))
