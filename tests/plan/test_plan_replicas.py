@@ -1,6 +1,7 @@
 """What `fastpar plan` says of replicas that train apart."""
 
 import re
+from dataclasses import replace
 
 import pytest
 from cells import sweep
@@ -60,4 +61,11 @@ def test_bytes_and_where_they_pay(nodes):
         saved = 4 * 124.4e6 * (1 - 1 / every)
         assert pays == pytest.approx(8 * saved / (outer_ms * 1e-3) / 1e9, rel=0.2)
     assert sent == sorted(sent, reverse=True)
+    # What a replica of two ranks sends inside is on the same link of one machine only.
+    four, rows = replace(setup, world_size=4), Workload(SHAPE, 4)
+    pays = [
+        float(re.search(r"below ([\d.,e+]+)", line)[1].replace(",", ""))
+        for line in (replicas_text(rows, four, rates, 1)[0], replicas_text(rows, four, rates, 2)[0])
+    ]
+    assert pays[0] < 0.5 * pays[1]
     assert replicas_text(Workload(SHAPE, 3), setup, rates, nodes) == []
