@@ -124,10 +124,11 @@ def muon_table(rows: Sequence[Line]) -> str:
 
 def curves_table(rows: Sequence[Line]) -> str:
     """Losses after the same steps with each format on the wire."""
-    lines = [
-        [some[0]["format"], str(some[0]["steps"]), *_bits(some)]
-        for some in _grouped(rows, {"seed"})
-    ]
+    lines = []
+    for some in _grouped(rows, {"seed"}):
+        for run in dict.fromkeys((row["steps"], row["ranks"]) for row in some):
+            alike = [row for row in some if (row["steps"], row["ranks"]) == run]
+            lines.append([alike[0]["format"], f"{run[0]} on {run[1]} ranks", *_bits(alike)])
     return _table(["gradients on the wire", "steps", "seeds", "bits a byte"], lines)
 
 
