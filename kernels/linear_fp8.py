@@ -266,16 +266,17 @@ class Fp8:
 
     def _round(self, x: Tensor, which: int, own: bool) -> tuple[Codes, Tensor | None]:
         """x[N, K] in 8 bits, and what DelayedScales are told of it."""
-        form, scale = _FORMATS[which], None
-        kernels = backend.triton_module("linear_fp8") if own else None
+        form = _FORMATS[which]
+        kernels: Any = backend.triton_module("linear_fp8") if own else _HERE
         if self.scales is not None:
             scale = self.scales.scale(self.layer, which, x.device)
             if scale is None:
                 _, found = round_all(x, form, x.new_ones((), dtype=torch.float32))
                 return Codes(x, None), found
-            return (kernels or _HERE).round_all(x, form, scale)
+            codes, told = kernels.round_all(x, form, scale)
+            return codes, told
         group = BLOCK if self.scaling == "block" else x.shape[1]
-        return (kernels or _HERE).round_rows(x, form, group), None
+        return kernels.round_rows(x, form, group), None
 
     def _product(self, a: Codes, b: Codes, bias: Tensor | None, like: Tensor, own: bool) -> Tensor:
         """a[M, K] @ b[N, K].T + bias, in the dtype of `like`."""
@@ -285,7 +286,8 @@ class Fp8:
             y = _emulated(a, b, wide(like.dtype))
             return (y if bias is None else y.add_(bias)).to(like.dtype)
         if self.scaling == "block":
-            return backend.triton_module("linear_fp8").block_product(a, b, bias, like.dtype)
+            made: Tensor = backend.triton_module("linear_fp8").block_product(a, b, bias, like.dtype)
+            return made
         if backend.recording:
             return like.new_empty(len(a.codes), len(b.codes))
         of_rows = a.scales.dim() > 0

@@ -52,7 +52,8 @@ def train(text: torch.Tensor, options: dict[str, Any], seed: int, steps: int) ->
     optimizer = AdamW(model.parameters(), lr=LR, max_grad_norm=1.0, master_weights=True)
     length, held = config.block_size, VALIDATE * (config.block_size + 1)
     generator = torch.Generator().manual_seed(seed)
-    offsets, losses, overflows = torch.arange(length + 1), [], 0
+    losses: list[float] = []
+    offsets, overflows = torch.arange(length + 1), 0
     for step in range(steps):
         starts = torch.randint(len(text) - held - length - 1, (ROWS, 1), generator=generator)
         rows = text[starts + offsets]

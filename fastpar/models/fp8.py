@@ -10,7 +10,7 @@ from fastpar.experts import balance
 from fastpar.kernels import DelayedScales, Fp8
 from fastpar.models.gpt import GPT
 
-LAYERS = {"none": (), "mlp": ("mlp.c_fc", "mlp.c_proj")}
+LAYERS: dict[str, tuple[str, ...]] = {"none": (), "mlp": ("mlp.c_fc", "mlp.c_proj")}
 LAYERS["all"] = ("attn.c_attn", "attn.c_proj", *LAYERS["mlp"])
 
 
