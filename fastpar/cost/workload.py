@@ -82,7 +82,6 @@ class Setup:
 
     world_size: int = 1
     tp: int = 1
-    tp_grid: str = "none"
     pp: int = 1
     schedule: str = "1f1b"
     chunks: int = 1
@@ -120,6 +119,7 @@ class Setup:
     fp8: str = "none"
     fp8_scaling: str = "row"
     fp8_emulate: bool = False
+    tp_grid: str = "none"
 
     @property
     def dp(self) -> int:

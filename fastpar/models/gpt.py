@@ -294,7 +294,8 @@ class GPT(nn.Module):
         if grid is not None:
             grid.check_batch(idx, positions)
             rng_key = None if rng_key is None else grid.key(rng_key, len(idx))
-            idx, targets = (t if t is None else grid.batch.slice(t, 0) for t in (idx, targets))
+            idx = grid.batch.slice(idx, 0)
+            targets = targets if targets is None else grid.batch.slice(targets, 0)
         length, behind = idx.shape[-1], self._padding(idx)
         if behind:
             check_unpadded(idx, self._shares, self.experts)
@@ -314,8 +315,12 @@ class GPT(nn.Module):
             return self._loss(x, targets, reduction)
         total = self._loss(x, targets if self.cp is None else self.cp.slice(targets), "sum")
         if reduction == "mean":
+            assert every is not None
             total = total / (every != -100).sum()
-        return sum_of_parts(total, self.cp) if grid is None else grid.sum_of_parts(total)
+        if grid is not None:
+            return grid.sum_of_parts(total)
+        assert self.cp is not None
+        return sum_of_parts(total, self.cp)
 
     def _loss(self, x: Tensor, targets: Tensor, reduction: str) -> Tensor:
         options: dict[str, Any] = {"vocab_size": self.config.vocab_size, "reduction": reduction}

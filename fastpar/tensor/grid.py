@@ -408,7 +408,7 @@ def grid_norm(
     x: Tensor,
     delta: Tensor | None,
     weight: Tensor,
-    bias: Tensor,
+    bias: Tensor | None,
     grid: Grid,
     *,
     x_bias: Tensor | None = None,
@@ -425,4 +425,5 @@ def grid_norm(
     if delta is not None:
         delta = delta if x_bias is None else delta + x_bias
         x = x + grid_dropout(delta, grid, **dropout)
+    assert bias is not None, "GPT's norms have one"
     return _norm(x, weight, bias, eps, grid.number)[0], x
