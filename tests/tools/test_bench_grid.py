@@ -11,7 +11,7 @@ def test_a_row_is_counted_as_the_formula_says(monkeypatch):
     assert row["of_layers_bytes"] == pytest.approx(row["formula_bytes"], rel=0.01)
     assert row["held_bytes"] == pytest.approx(row["held_formula_bytes"], rel=0.03)
     monkeypatch.setattr(grid, "sent", lambda comm: 0.5 * comm.bytes)
-    with pytest.raises(AssertionError, match="bench grid: .* counted .*, by formula"):
+    with pytest.raises(AssertionError, match=r"bench grid: .* counted .*, by formula"):
         grid.measured(layout)
 
 
