@@ -228,7 +228,7 @@ def _fastpar(
     """hsdp: pairs of ranks share one copy. ep, pp: see Strategy. apart: every rank is a
     replica, which meets the others after so many steps. more: of parallelize."""
     world = dist.get_world_size() if dist.is_initialized() else 1
-    axes = {"tp": tp, "cp": cp, "ep": ep or world, "pp": pp or world}
+    axes: Any = {"tp": tp, "cp": cp, "ep": ep or world, "pp": pp or world}
     mesh = Mesh(**axes, replicas=world if apart else 1, device=settings.device)
     options: Any = {"zero_stage": stage, "cp_method": cp_method, **more, **settings.fastpar}
     if hsdp:

@@ -416,8 +416,8 @@ def derive_batch(
         limit = micro if accum else max(1, AUTO_MICRO_BATCH_TOKENS // block_size)
         if pp > 1 and not accum:
             limit = min(limit, max(1, micro // (MICRO_BATCHES_A_STAGE * pp)))
-        fit = [m for m in range(1, min(micro, max(limit, share)) + 1) if micro % m == 0]
-        micro = max([m for m in fit if m % share == 0] or fit)
+        sizes = [m for m in range(1, min(micro, max(limit, share)) + 1) if micro % m == 0]
+        micro = max([m for m in sizes if m % share == 0] or sizes)
     if micro % share:
         raise ValueError(
             f"train: expected micro_batch_size as a multiple of the {share} rows and depth of "

@@ -84,7 +84,7 @@ class Grid(TensorParallel):
         """[V/c, C/r] -> [V/c, C]: all features of this column's rows of a vocabulary."""
         return gather(weight, 1, self.down, partial=True)
 
-    def on_grid(  # type: ignore[override]
+    def on_grid(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, fp8: Any, *, column: bool
     ) -> Tensor:
         """column_linear() and row_linear()."""
