@@ -98,8 +98,9 @@ class _Fastpar(Contender):
         values["live_bytes"] = sum(self.engine.memory().values())
         if self.outer is not None and self.outer.steps:  # the mean of a step
             steps = self.outer.steps
-            values["wire_bytes"] += self.outer.sent_bytes / steps
-            values["exposed_ms"] += self.outer.waited_s * 1e3 / steps
+            values["wire_bytes"] = (values["wire_bytes"] or 0) + self.outer.sent_bytes / steps
+            exposed = values["exposed_ms"] or 0.0
+            values["exposed_ms"] = exposed + self.outer.waited_s * 1e3 / steps
         return {n: v for n, v in values.items() if v is not None}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,7 +35,7 @@ class Peers(Collectives):
     def __init__(self, store: dist.Store, rank: int, world_size: int, timeout_s: float) -> None:
         self.rank, self.world_size, self.device = rank, world_size, torch.device("cpu")
         wait = timedelta(seconds=min(CONNECT_S, timeout_s))
-        self._group = dist.ProcessGroupGloo(store, rank, world_size, wait)
+        self._group: Any = dist.ProcessGroupGloo(store, rank, world_size, wait)
         self._group.set_timeout(timedelta(seconds=timeout_s))
         self.sent = 0
 

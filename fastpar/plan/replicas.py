@@ -40,7 +40,7 @@ def replicas_text(workload: Workload, setup: Setup, rates: Rates, nodes: int) ->
     _, stepped = elements_of(rows, one)
     inside, step_s = sent_bytes(rows, one), predict_step(rows, one, rates).step_s
     meeting = CommOp("all_reduce", "replicas", 4.0 * stepped, n, one.world_size, 1, "")
-    moved = OUTER_BYTES * stepped
+    moved = int(OUTER_BYTES * stepped)
     outer_s = rates.op_s(Op("copy", (moved,), "backward", 0.0, float(moved), 1))
     for every in EVERY:
         between = ring_bytes("all_reduce", int(4 * stepped), n) / every

@@ -281,6 +281,8 @@ def _run_ranks(
     logs = Path(tempfile.mkdtemp(prefix="fastpar_"))
     ranks: list[_Rank] = []
 
+    count = 0  # of restarts
+
     def started(number: int, count: int) -> _Rank:
         own = rank_environment(number, nproc, store.port, threads_per_rank(threads, nproc))
         again = {"TORCHELASTIC_RESTART_COUNT": str(count)} if count else {}
@@ -304,7 +306,6 @@ def _run_ranks(
         count += 1
         return [started(rank.number, count) for rank in mine]
 
-    count = 0
     # SAVE_SIGNAL is ignored by the ranks, too, until they can save.
     with _handlers({SAVE_SIGNAL: signal.SIG_IGN}), _reaper(logs) as tell:
         try:

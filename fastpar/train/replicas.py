@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from fastpar.comm.mesh import Mesh
 from fastpar.config.config import TrainConfig
 from fastpar.config.settings import parse_seconds
-from fastpar.optim.base import EngineOptimizer
 from fastpar.outer.outer import Outer
 from fastpar.train.journal import Journal
 from fastpar.train.run_lock import hold
@@ -28,7 +27,7 @@ class Trainer(Protocol):
 
     config: TrainConfig
     mesh: Mesh
-    optimizer: EngineOptimizer
+    optimizer: Any
     outer: Outer | None
     journal: Journal
     folder: Path | None

@@ -64,7 +64,7 @@ def captured(
     why = why_micro_batches(model, engine, optimizer)
     if why:
         return MicroBatchGraphs(compute, model, engine), None, f"of a micro-batch, as {why}"
-    graph = StepGraph(compute, model, engine, optimizer)  # type: ignore[arg-type]
+    graph = StepGraph(compute, model, engine, optimizer)
     return compute, graph, "of a whole step"
 
 
