@@ -73,7 +73,7 @@ class Trainer(overlap.Trainer):
 
     def __init__(self, variant: str, config: GPTConfig, batch_size: int) -> None:
         if variant not in OURS:
-            self._options = {"bucket_mb": 1000.0} if variant == LOW_RANK else {}
+            self._options: dict[str, Any] = {"bucket_mb": 1000.0} if variant == LOW_RANK else {}
             if variant in DEEPSPEED:
                 overlap.without_shared_memory()
             if variant == ZERO_PP:

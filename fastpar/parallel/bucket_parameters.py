@@ -73,10 +73,10 @@ class BucketGroups:
         ]
         index, flags = spec.index, spec.numel - spec.used_start
         exact, in_place = (0, not stage.frees_gradients) if stage.shards else (flags, False)
-        how = {"again": self.again, "exact": exact, "in_place": in_place, "matrices": matrices}
-        how["nodes"] = self.nodes
+        how: dict[str, Any] = {"again": self.again, "exact": exact, "in_place": in_place}
+        how |= {"matrices": matrices, "nodes": self.nodes}
         return BucketGroups(
-            wires.sums(self.reduce, index, numel=spec.numel, **how),  # type: ignore[arg-type]
+            wires.sums(self.reduce, index, numel=spec.numel, **how),
             wires.gathers(self.gather, spec.dtype),
             wires.sums(self.copies, index),
             node=self.node,
