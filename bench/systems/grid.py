@@ -51,7 +51,10 @@ def sent(comm: CommOp) -> float:
 
 
 def setup_of(ranks: int, layout: dict[str, Any], batch: int = B, dtype: str = "fp32") -> Setup:
-    formats = {"dtype": dtype, "master_weights": "full" if dtype == "bf16" else "none"}
+    formats: dict[str, Any] = {
+        "dtype": dtype,
+        "master_weights": "full" if dtype == "bf16" else "none",
+    }
     setup = Setup(world_size=ranks, device_type="cpu", transport="shm", **formats, **layout)
     return Setup(**{**vars(setup), "micro_batch_size": batch // setup.dp})
 
