@@ -237,9 +237,9 @@ _BESIDE_WIRES = {
     "reduce_dtype": "the format is that of wire_gradients: leave it out",
 }
 WITHOUT_FEEDBACK = (
-    "learned 3.451 bits a byte in 250 steps of a small GPT on 4 ranks where fp32 learned 3.406, one "
-    "seed, and 2.857 in 500 steps on 2 ranks where fp32 learned 2.876, two seeds, which differ by "
-    "as much: see Formats on the wire in bench/results/README.md; pass error_feedback, or use "
+    "learned 3.451 bits a byte in 250 steps of a small GPT on 4 ranks where fp32 learned 3.406, "
+    "one seed, and 2.857 in 500 steps on 2 ranks where fp32 learned 2.876, two seeds, which differ "
+    "by as much: see Formats on the wire in bench/results/README.md; pass error_feedback, or use "
     "'int8'"
 )
 
