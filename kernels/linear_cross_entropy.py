@@ -290,8 +290,10 @@ def scaled(grad: Tensor, by: Tensor, dtype: torch.dtype, *, saved: bool = False)
     if by.device.type == "cpu" and is_plain(by) and by.item() == 1.0:
         return grad.to(dtype)
     once = saved and not torch._C._autograd._get_current_graph_task_keep_graph()
-    if once and grad.dtype == dtype and type(grad) is Tensor and not in_transform():
-        return grad.mul_(by)
+    # On a CPU torch.mul(out=) of another dtype would compute in a temporary of grad's size.
+    here = grad.dtype == dtype or grad.device.type == "cpu"
+    if once and here and type(grad) is Tensor and not in_transform():
+        return grad.mul_(by).to(dtype)
     if grad.dtype == dtype or not (is_plain(grad) and is_plain(by)):
         return (grad * by).to(dtype)
     # Rounded as it is written: no product of dweight's size in fp32 besides dweight.

@@ -47,6 +47,7 @@ class Op:
         self.run, self.fake = run, fake
         self.name = overload.name().split("::")[1]
         self.apply: Callable[..., Any] | None = None
+        self._dtypes: dict[tuple, list[torch.dtype]] = {}  # of outputs, by kinds of arguments
         self.mutates = overload._schema.is_mutable
         self.takes_lists = any(str(a.type) == "List[Tensor]" for a in overload._schema.arguments)
         self.setup_context: Callable[..., None] = lambda ctx, inputs, output: None
@@ -74,7 +75,13 @@ class Op:
         """What run(*args) returned, with the empty tensors that it left out."""
         if not isinstance(result, tuple) or all(x is not None for x in result):
             return result
-        return tuple(e if x is None else x for x, e in zip(result, self.fake(*args)))
+        key = tuple(_kind(a) for a in args)
+        dtypes = self._dtypes.get(key)
+        if dtypes is None:  # of tensors without memory: outputs may be large
+            given = (a.to("meta") if isinstance(a, Tensor) else a for a in args)
+            dtypes = self._dtypes[key] = [x.dtype for x in self.fake(*given)]
+        like = next(a for a in args if isinstance(a, Tensor))
+        return tuple(like.new_empty(0, dtype=d) if x is None else x for x, d in zip(result, dtypes))
 
     def _with_care(self, args: tuple) -> Any:
         """A call that is not eager on plain tensors; see the notes above."""
@@ -138,6 +145,13 @@ class Op:
 
     def _no_backward(self, ctx: Any, *grads: Any) -> Any:
         raise RuntimeError(_one_backward(_stem(self.name), "a derivative of its gradient"))
+
+
+def _kind(a: Any) -> Any:
+    """Of an argument, what decides about the dtypes of outputs."""
+    if isinstance(a, Tensor):
+        return a.dtype
+    return a if a is None or isinstance(a, torch.dtype | bool) else type(a)
 
 
 _PLAIN = (Tensor, Parameter)

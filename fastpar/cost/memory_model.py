@@ -237,7 +237,10 @@ class _Peak:
         # Of a row and head of attention: lse; on the CPU two numbers.
         self.lse = (4 if self.on_gpu else 8) * self.n * attended
         self.res = self.a * (2 if shape.dropout else 1)  # gradients of x and delta: one or two
-        self.weight = 4 * self.width**2 / tp * self.item  # the gradient of a block's largest
+        # The gradient of a block's largest weight; a linear layer's own backward on a CPU computes
+        # it in its bucket (parallel/split_backward.py).
+        in_bucket = not self.on_gpu and tp == 1 and setup.grad_bytes == setup.weight_bytes
+        self.weight = 0.0 if in_bucket else 4 * self.width**2 / tp * self.item
         self.rows = vocabulary_rows(shape, tp)
         self.table = self.rows * self.width
         self.batch = 16 * self.n * setup.cp  # idx and targets

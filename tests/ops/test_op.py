@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fastpar import kernels
+from fastpar.cost.step_memory import StepMemory
 from fastpar.kernels import Rng, make_key
 
 RNG = Rng(make_key(3, 0), 1)
@@ -327,3 +328,16 @@ def test_a_tensor_that_a_transform_has_left_behind():
     assert torch.equal(y, kernels.layer_norm(torch.arange(16.0).view(2, 8), weight))
     y.square().sum().backward()
     assert weight.grad.abs().sum() > 0
+
+
+def test_outputs_that_are_left_out_cost_no_memory():
+    """Through the dispatcher they are empty tensors; dx would be as large as x."""
+    x, weight = torch.randn(64, 128), torch.ones(128)
+    _, _, mean, rstd = torch.ops.fastpar.layer_norm(
+        x, None, weight, weight, None, None, 0, 0, None, [0, 0, 0], 1e-5, False
+    )
+    options = (None, 0, 0, None, [0, 0, 0], x.dtype, None, None, False)
+    with StepMemory(x.device, alive_bytes=0) as memory:
+        given = torch.ops.fastpar.layer_norm_bwd(x, None, x, weight, mean, rstd, *options)
+        assert [g.numel() for g in given] == [x.numel(), 0, 128, 0, 0]
+    assert memory.peak_bytes == 4 * (x.numel() + 128)
