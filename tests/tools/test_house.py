@@ -14,8 +14,8 @@ from code_lines import lines_by_room, long_functions
 ROOT = Path(__file__).resolve().parents[2]
 TOP_LEVEL = {
     ".ci", ".clang-format", ".gitignore", ".pre-commit-config.yaml", "CHANGELOG.md",
-    "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "bench", "csrc", "fastpar", "kernels",
-    "pyproject.toml", "setup.py", "tests",
+    "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "bench", "csrc",
+    "fastpar", "kernels", "pyproject.toml", "setup.py", "tests",
 }  # fmt: skip
 # The rooms of fastpar/ from the bottom up: a file imports from its own room and those before it.
 ROOMS = [

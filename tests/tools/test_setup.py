@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import fastpar
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -32,6 +34,27 @@ def test_no_compiler_is_one_line(tmp_path):
     assert not done.stdout
     done = setup_py("describe_build", FASTPAR_CPP="no")
     assert "setup.py: expected 0 or 1, got FASTPAR_CPP=no" in done.stderr
+
+
+def test_an_old_setuptools_is_one_line(tmp_path):
+    """As a new environment of Python 3.10 has it."""
+    (tmp_path / "setuptools").mkdir()
+    (tmp_path / "setuptools" / "__init__.py").write_text(
+        "__version__ = '65.5.0'\nCommand = Extension = setup = object\n"
+    )
+    (tmp_path / "setuptools" / "command").mkdir()
+    for name in ("build_ext", "build_py"):
+        (tmp_path / "setuptools" / "command" / f"{name}.py").write_text(f"class {name}: pass\n")
+    done = setup_py("build_ext", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1
+    match = "setup.py: expected setuptools >= 77, got 65.5.0; type pip install 'setuptools>=77'\n"
+    assert done.stderr == match
+
+
+def test_the_version_is_the_same_everywhere():
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {fastpar.__version__}\n" in citation
+    assert f"\n## [{fastpar.__version__}] - " in (ROOT / "CHANGELOG.md").read_text()
 
 
 @pytest.fixture
