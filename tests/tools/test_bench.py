@@ -266,10 +266,10 @@ def test_shm_rows_are_of_the_slowest_rank_and_say_who_cannot(tmp_path):
     assert rows["fastpar copied"].refused == "RuntimeError: x"
 
 
-@pytest.mark.parametrize("variant", ["fastpar", "fastpar seeded", "fastpar error feedback"])
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-def test_quantize_check_sees_a_wrong_code(variant, dtype, monkeypatch):
-    bench_quantize.check(variant, dtype, "cpu")
+@pytest.mark.parametrize("way", bench_quantize.WAYS)
+@pytest.mark.parametrize("form", [bench_quantize.INT8, bench_quantize.FP8, bench_quantize.INT4])
+def test_quantize_check_sees_a_wrong_code(form, way, monkeypatch):
+    bench_quantize.check("fastpar", form, way, "cpu")
     right = bench_quantize.quantize_blockwise
 
     def one_level_off(x, **how):
@@ -279,7 +279,7 @@ def test_quantize_check_sees_a_wrong_code(variant, dtype, monkeypatch):
 
     monkeypatch.setattr(bench_quantize, "quantize_blockwise", one_level_off)
     with pytest.raises(AssertionError, match="codes: expected errors within"):
-        bench_quantize.check(variant, dtype, "cpu")
+        bench_quantize.check("fastpar", form, way, "cpu")
 
 
 def test_in_place_variants_are_judged_on_copies(tmp_path):
