@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fastpar.comm import handles, mesh, torch_collectives, watchdog
+from fastpar.comm.start import initialize
 from fastpar.comm.torch_collectives import TorchCollectives
 from fastpar.tensor.functional import TensorParallel
 
@@ -159,7 +160,7 @@ def test_the_default_group_has_gloo_for_objects(monkeypatch):
         (gpu, "cpu:gloo,cuda:nccl", gpu),
         (torch.device("cpu"), "gloo", None),
     ]:
-        mesh._initialize(0, 2, device, 30.0)
+        initialize(0, 2, device, 30.0)
         told, options = asked.pop()
         assert (told, options["device_id"]) == (backend, bound)
 
