@@ -76,7 +76,14 @@ def test_a_taken_folder_is_refused(tmp_path):
 def test_names_come_once_in_the_order_given():
     assert chosen(CompareCommand(strategies="tp, dp,tp,")) == ["tp", "dp"]
     assert chosen(CompareCommand()) == list(DEFAULT)
-    assert set(STRATEGIES) - set(DEFAULT) == {"ddp-zero", "hsdp", "experts", "ep", "zero2-int8"}
+    assert set(STRATEGIES) - set(DEFAULT) == {
+        "ddp-zero",
+        "hsdp",
+        "experts",
+        "ep",
+        "zero2-int8",
+        "diloco",
+    }
 
 
 def test_what_does_the_same_stands_side_by_side():

@@ -1,8 +1,7 @@
 """Muon's homes on paper: what really travels, memory within 3 %, products by hand."""
 
-import memory_cells
 import pytest
-from memory_cells import setup, workload
+from memory_cells import measure_all, setup, workload
 
 from fastpar.comm.mesh import Mesh
 from fastpar.config.config import GPTConfig
@@ -85,8 +84,9 @@ def test_memory_within_three_percent(cell):
     s = setup(world_size=ranks, zero_stage=stage, tp=tp, optimizer="muon", shard_size=shard_size)
     predicted = predict_memory(one, s)
     assert predicted.update or stage > 1, str(predicted)
-    measured = run_ranks(memory_cells.measure_alive, ranks, one, s, backend="gloo", timeout_s=300)
-    assert predicted.total == pytest.approx(max(measured), rel=0.03), str(predicted)
+    # Not measure_alive, whose mode keeps weights' gradients out of their places in buckets.
+    measured = run_ranks(measure_all, ranks, [(one, s)], backend="gloo", timeout_s=300)
+    assert predicted.total == pytest.approx(max(measured)[0], rel=0.03), str(predicted)
 
 
 def test_products_are_done_once():

@@ -52,7 +52,7 @@ def test_one_goes_and_comes_back_as_a_copy(options):
             mesh = Mesh(replicas=2)
             model, opt, outer = replica(mesh, **options)
             told = outer.meet()
-            assert told["step"] == outer.steps >= 6
+            assert told["step"] == outer.steps > 3
             train(model, opt, STEPS - outer.steps, outer.steps, own(mesh))
         state = opt.state_dict()["state"]
         return weights(model), [s["outer_weight"] for s in state.values()], outer.steps
