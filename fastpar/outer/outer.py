@@ -24,11 +24,12 @@ own; without these entries (a run without Outer) the loaded weights are those th
 from __future__ import annotations
 
 import json
+import threading
 import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -144,7 +145,7 @@ class Outer:
         self._settings = f"{every} {lr} {momentum} {fragments} {delay} {wire}"
         self._fragments = self._cut(params, fragments)
         self._pending: deque[_Exchange] = deque()
-        self._thread = ThreadPoolExecutor(1) if delay else None
+        self._last: Future[Tensor] | None = None  # exchange that runs under the next steps
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
 
@@ -181,8 +182,8 @@ class Outer:
 
     def close(self) -> None:
         """This replica has come to its end."""
-        if self._thread is not None:
-            self._thread.shutdown()
+        if self._last is not None:
+            wait([self._last])
         if self._meeting is not None:
             self._meeting.leave(ended=True)
 
@@ -220,18 +221,29 @@ class Outer:
             return
         fragment, number = self._fragments[due], self._number() - 1
         sent = torch.cat([v.reshape(-1).to(fragment.weight) for v in self._values(fragment)])
-        mean: Future = Future()
-        if self._thread is None:
+        mean: Future[Tensor] = Future()
+        if not self.delay:
             began = time.perf_counter()
             mean.set_result(self._mean(fragment, sent, number))
             self.waited_s += time.perf_counter() - began
         else:
-            mean = self._thread.submit(self._mean, fragment, sent, number)
+            given = (self._last, mean, fragment, sent, number)
+            # A daemon: a process that ends does not wait for other replicas.
+            threading.Thread(target=self._mean_after, args=given, daemon=True).start()
+            self._last = mean
         exchange = _Exchange(self.steps + self.delay, due, sent, mean)
         if self.delay:
             self._pending.append(exchange)
         else:
             self._merge(exchange)
+
+    def _mean_after(self, before: Future[Tensor] | None, mean: Future[Tensor], *of: Any) -> None:
+        if before is not None:
+            wait([before])
+        try:
+            mean.set_result(self._mean(*of))
+        except BaseException as error:
+            mean.set_exception(error)
 
     def _mean(self, fragment: Fragment, sent: Tensor, number: int) -> Tensor:
         """Of the replicas' weights."""
