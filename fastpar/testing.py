@@ -137,7 +137,9 @@ def _run_threads(
             threaded.ProcessLocalGroup.exception_handle(error)  # wakes the ranks that wait for us
         finally:
             if dist.is_initialized():
-                dist.destroy_process_group()
+                # The threads' world of torch 2.11 has no list of communicators, which this reads.
+                with contextlib.suppress(AttributeError):
+                    dist.destroy_process_group()
 
     threads = [threading.Thread(target=worker, args=(o,), daemon=True) for o in outcomes]
     try:
