@@ -59,11 +59,12 @@ def test_every_layout_has_the_bits_of_one_process(here, how):
 
 
 def test_values_of_a_sequence_that_ranks_share_are_those_of_one_process(here):
-    """Sums have another order with cp, so scales' values are equal to rounding."""
+    """Sums have another order with cp: the largest values differ by a few roundings in fp32."""
     run("one", 1, dropout=0.0, **DELAYED)
     run("r", 2, cp=2, dropout=0.0, **DELAYED)
     tops = [read_run_state(checkpoint_folder(n, 4))["fp8"]["history"] for n in ("one", "r")]
-    torch.testing.assert_close(*map(torch.tensor, tops), rtol=0.05, atol=0.0)
+    rounding = 8 * torch.finfo(torch.float32).eps
+    torch.testing.assert_close(*map(torch.tensor, tops), rtol=rounding, atol=0.0)
 
 
 def test_a_run_goes_on_with_its_scales_on_another_layout(here):
