@@ -2,8 +2,8 @@
 
 Two ranks, as threads of one process, train a small GPT on the bytes of the text that ships with a
 dependency; all else is equal. A row has the loss over fixed sequences of the end of the text, in
-bits a byte. The weights are those that the optimizer has. Rows are added to
-bench/results/wires/rows.jsonl; what is there already is not run again.
+bits a byte, at 20 moments of the run. The weights are those that the optimizer has. Rows are added
+to bench/results/wires/rows.jsonl; what is there already is not run again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fastpar.data.sources import TextSource, open_source
 from fastpar.testing import run_ranks
 
 SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 64, "vocab_size": 256}
-RANKS, ROWS, STEPS, LR, VALIDATE = 2, 16, 2000, 3e-3, 512
+RANKS, ROWS, STEPS, LR, VALIDATE, EVALS = 2, 16, 2000, 3e-3, 512, 20
 INT4 = {"wire_gradients": "int4"}
 FORMATS: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -56,8 +56,8 @@ def read_bytes(n: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(whole[:n]), dtype=torch.uint8).long()
 
 
-def train(text: torch.Tensor, options: dict[str, Any], seed: int, steps: int) -> float:
-    """The last loss in bits a byte, on one of the ranks."""
+def train(text: torch.Tensor, options: dict[str, Any], seed: int, steps: int) -> list[list[float]]:
+    """[step, loss in bits a byte] of EVALS moments, the last step among them."""
     torch.set_num_threads(1)
     config, rank = GPTConfig(**SHAPE, dropout=0.0), dist.get_rank()
     with warnings.catch_warnings():
@@ -72,20 +72,29 @@ def train(text: torch.Tensor, options: dict[str, Any], seed: int, steps: int) ->
     time_, held = config.block_size, VALIDATE * (config.block_size + 1)
     generator = torch.Generator().manual_seed(seed)
     offsets = torch.arange(time_ + 1)
-    for step in range(steps):
+    curve: list[list[float]] = []
+    for step in range(1, steps + 1):
         starts = torch.randint(len(text) - held - time_ - 1, (ROWS,), generator=generator)
         rows = text[starts[rank :: dist.get_world_size(), None] + offsets]
         for group in optimizer.param_groups:
-            group["lr"] = LR * min(1.0, (step + 1) / 20, 2 * (1 - step / steps))
+            group["lr"] = LR * min(1.0, step / 20, 2 * (1 - (step - 1) / steps))
         model(rows[:, :-1].contiguous(), rows[:, 1:].contiguous()).backward()
         optimizer.step()
         optimizer.zero_grad()
-    rows = text[-held:].view(VALIDATE, -1)
+        if step % max(1, steps // EVALS) == 0:
+            curve.append([step, validation(model, config, text[-held:].view(VALIDATE, -1))])
+    return curve
+
+
+def validation(model: torch.nn.Module, config: GPTConfig, rows: torch.Tensor) -> float:
+    """The loss of rows in bits a byte, by the weights that the optimizer has."""
     with engine_of(model).gathered(), torch.no_grad():
+        if dist.get_rank():
+            return math.nan
         whole = GPT(config)
         whole.load_state_dict({name: p.clone() for name, p in model.state_dict().items()})
-    with torch.no_grad():
-        return whole(rows[:, :-1].contiguous(), rows[:, 1:].contiguous()).item() / math.log(2)
+        loss = whole(rows[:, :-1].contiguous(), rows[:, 1:].contiguous()).item()
+    return round(loss / math.log(2), 4)
 
 
 def known(folder: Path) -> list[dict[str, Any]]:
@@ -113,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             continue
         began = time.process_time()
         found = run_ranks(train, RANKS, text, FORMATS[name], seed, args.steps, timeout_s=900)
-        row = {**cell, "bits_per_byte": round(found[0], 4)}
+        row = {**cell, "bits_per_byte": found[0][-1][1], "curve": found[0]}
         row |= {"cpu_s": round(time.process_time() - began), "machine": about}
         keep({**row, "commit": code, "dirty": dirty}, args.into)
         print(json.dumps({k: row[k] for k in ("format", "seed", "bits_per_byte")}), flush=True)
