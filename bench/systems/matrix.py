@@ -7,6 +7,8 @@
 A layout is a number of ranks and settings of `fastpar train`; its own run of one process has the
 same optimizer and experts and nothing else. Dropout, clipping and gradient accumulation are on; a
 step is 16 sequences in micro-batches of two. Every layout runs in deterministic mode and without.
+Numbers rounded on the wire and replicas that meet rarely are another run by design: theirs run
+twice, in default mode, and must repeat themselves to the bit.
 The others train bench/peers' plain GPT-2 of the same size on the same text, each beside its own run
 of one process, without dropout and with it. Rows go to bench/results/matrix.
 """
@@ -33,6 +35,7 @@ from bench.peers import engines, pipeline, stock, tensor_parallel
 from bench.records import RESULTS, machine, machine_line, reason
 from fastpar.comm.mesh import Mesh
 from fastpar.compare.strategies import STRATEGIES, Contender, Settings
+from fastpar.config.axes import axes_of
 from fastpar.config.config import GPTConfig, TrainConfig
 from fastpar.data.batches import load_data, sample_batch
 from fastpar.parallel.debug import Debug
@@ -50,6 +53,7 @@ SETTINGS: dict[str, Any] = {
     **{"eval_every": 0, "save_every": 0, "num_samples": 0, "eval_batches": 1, "threads": 1},
     **{"device": "cpu", "lr": 2e-3, "dropout": 0.1, "log": "none"},
 }
+ALONE = {"outer_every": 5, "outer_lr": 1.0, "outer_momentum": 0.0}  # one replica: a plain run
 EXPERTS = {"n_expert": 4, "balance_loss": 0.1, "router_z_loss": 0.01, "balance_rate": 0.01}
 LAYOUTS: tuple[Layout, ...] = (
     (1, {}),
@@ -77,6 +81,19 @@ LAYOUTS: tuple[Layout, ...] = (
     *((4, {**EXPERTS, "ep": ep, "zero_stage": stage}) for ep, stage in ((4, 1), (2, 2))),
     (4, {**EXPERTS, "ep": 2, "pp": 2}),
     (4, {**EXPERTS, "ep": 2, "tp": 2}),
+    *((ranks, {"tp_grid": grid}) for ranks, grid in ((2, "2x1"), (2, "1x2"), (4, "2x2"))),
+    (8, {"tp_grid": "2x2x2", "micro_batch_size": 4}),
+    (8, {"tp_grid": "2x2", "zero_stage": 3}),
+    (4, {"zero_stage": 3, "node_size": 2, "secondary_shards": True}),
+    *((2, {**ALONE, "zero_stage": stage}) for stage in (0, 2)),
+)
+_INT8, _FED_BACK = {"wire_gradients": "int8"}, ("int4", "powersgd")
+BY_DESIGN: tuple[Layout, ...] = (
+    (4, {"wire_gradients": "bf16", "zero_stage": 2}),
+    *((4, {**_INT8, "zero_stage": stage}) for stage in (0, 2)),
+    (4, {**_INT8, "zero_stage": 3, "wire_weights": "int8"}),
+    *((4, {"wire_gradients": w, "zero_stage": 1, "error_feedback": True}) for w in _FED_BACK),
+    *((2, {"replicas": 2, "outer_every": every}) for every in (1, 5)),
 )
 ANOTHER_RUN = {"optimizer", "lr", *EXPERTS}  # settings that a run of one process has, too
 PUBLISHED: dict[str, Any] = {
@@ -99,8 +116,7 @@ def reference_of(changes: dict[str, Any]) -> dict[str, Any]:
 
 def _rank(settings: dict[str, Any]) -> int:
     config = TrainConfig().replace(settings)
-    axes = {n: getattr(config.parallel, n) for n in ("tp", "cp", "pp", "ep")}
-    return Trainer(config, Mesh(device="cpu", **axes)).run()
+    return Trainer(config, Mesh(device="cpu", **axes_of(config.parallel))).run()
 
 
 def losses_of(layout: Layout, **more: Any) -> list[float]:
@@ -148,12 +164,26 @@ def fastpar_rows(layouts: Sequence[Layout] = LAYOUTS) -> list[dict[str, Any]]:
     return rows
 
 
+def by_design_rows(layouts: Sequence[Layout] = BY_DESIGN) -> list[dict[str, Any]]:
+    """A row for each: losses, those of a second run, and those of one process."""
+    one_process = losses_of((1, {}), deterministic=False)
+    rows = []
+    for ranks, changes in layouts:
+        row: dict[str, Any] = {"layout": name_of(ranks, changes), "ranks": ranks}
+        run = partial(losses_of, (ranks, changes), deterministic=False)
+        _measure(row, "default", run, one_process)
+        _measure(row, "again", run, row.get("default", {}).get("losses", []))
+        print(_line(row["layout"], row.get("default"), row.get("again")), flush=True)
+        rows.append(row)
+    return rows
+
+
 def _measure(
-    row: dict[str, Any], mode: str, run: Callable[[], list[float]], one_process: list[float]
+    row: dict[str, Any], mode: str, run: Callable[[], list[float]], beside: list[float]
 ) -> None:
     """Adds a mode's losses to a row, or why there are none."""
     try:
-        row[mode] = {"losses": run(), "one_process": one_process}
+        row[mode] = {"losses": run(), "beside": beside}
     except Exception as error:
         row["refused"] = reason(error)
 
@@ -233,8 +263,8 @@ def _line(layout: str, *modes: dict[str, Any] | None) -> str:
 
 
 def difference(mode: dict[str, Any]) -> float:
-    """The largest distance to the run of one process, over the steps AT."""
-    return max(abs(a - b) for a, b in zip(mode["losses"], mode["one_process"]))
+    """The largest distance to the run beside it, over the steps AT."""
+    return max(abs(a - b) for a, b in zip(mode["losses"], mode["beside"], strict=True))
 
 
 def _difference(mode: dict[str, Any] | None) -> str:
@@ -266,6 +296,15 @@ def table(folder: Path) -> None:
     ]
     for row in own["rows"]:
         lines.append(_cells(row, "deterministic", "default"))
+    lines += [
+        "",
+        "Another run by design, in default mode: numbers rounded on the wire, replicas that meet",
+        "rarely. Each ran twice.",
+        "",
+        _head("default", "to its second run"),
+        "| --- | ---: | ---: | ---: | ---: |",
+        *(_cells(row, "default", "again") for row in own["by_design"]),
+    ]
     lines += ["", machine_line(own["machine"]), "", "## torch and DeepSpeed, a plain GPT-2", ""]
     lines += [
         "The same size, text and learning rate, without clipping; dropout draws from torch's",
@@ -285,7 +324,7 @@ def table(folder: Path) -> None:
         "larger model on GPUs; it does not say whether dropout was on.",
     ]
     (folder / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    _draw(own["rows"], others["rows"], folder / "matrix.png")
+    _draw(own, others["rows"], folder / "matrix.png")
 
 
 def _head(*modes: str) -> str:
@@ -309,17 +348,18 @@ def _published() -> float:
 
 def _split_products(row: dict[str, Any]) -> bool:
     """Whether sums of one product lie on several ranks, whose order cannot be that of one."""
-    settings = row["settings"]
-    return bool({"tp"} & {*settings}) or settings.get("cp", 1) > 1
+    return bool({"tp", "cp", "tp_grid"} & {*row["settings"]})
 
 
 def _wrong(row: dict[str, Any]) -> bool:
-    """Whether a layout of fastpar did not run, or is another run in deterministic mode."""
+    """Whether it did not run, is another run in deterministic mode, or does not repeat itself."""
+    if "again" in row:
+        return difference(row["again"]) > 0
     bound = 1e-5 if _split_products(row) else 0.0
     return "refused" in row or difference(row["deterministic"]) > bound
 
 
-def _draw(own: list[dict[str, Any]], others: list[dict[str, Any]], path: Path) -> None:
+def _draw(found: dict[str, Any], others: list[dict[str, Any]], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -327,6 +367,7 @@ def _draw(own: list[dict[str, Any]], others: list[dict[str, Any]], path: Path) -
 
     from bench.report.pictures import OTHERS, OURS
 
+    own = found["rows"]
     whole = [row for row in own if not _split_products(row)]
     split = [row for row in own if _split_products(row)]
 
@@ -340,8 +381,9 @@ def _draw(own: list[dict[str, Any]], others: list[dict[str, Any]], path: Path) -
             "fastpar, dropout 0.1, deterministic:\ndp, ZeRO, pp, ep, offload, Muon",
             of(whole, "deterministic"),
         ),
-        ("the same with tp or cp", of(split, "deterministic")),
+        ("the same with tp, grids or cp", of(split, "deterministic")),
         ("all of them, default mode", of(own, "default")),
+        ("rounded on the wire, replicas:\nother runs by design", of(found["by_design"], "default")),
         ("torch: DDP, FSDP2, DTensor, 1F1B,\nno dropout", of(torchs, "no dropout")),
         ("DeepSpeed: ZeRO 1 to 3, pipeline,\nno dropout", of(deepspeeds, "no dropout")),
         ("torch, dropout 0.1", of(torchs, "dropout")),
@@ -354,7 +396,7 @@ def _draw(own: list[dict[str, Any]], others: list[dict[str, Any]], path: Path) -
         few = len(values) == 1
         shift = [0.28 * ((i * 7) % 9 - 4) / 4 * (not few) for i in range(len(values))]
         places = [max(value, smallest) for value in values]
-        colour = OURS if at < 3 else OTHERS[1]
+        colour = OURS if at < 4 else OTHERS[1]
         axes.scatter(places, [at + s for s in shift], s=18, color=colour, alpha=0.7, linewidths=0)
         text = f"{PUBLISHED['layouts'] if few else len(values)}"
         axes.text(1.04, at, text, va="center", fontsize=9, transform=axes.get_yaxis_transform())
@@ -395,14 +437,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     found: dict[str, Any] = {"machine": machine("cpu"), "steps": AT, "versions": _versions()}
     if args.what == "fastpar":
         chosen = [layout for layout in LAYOUTS if args.only in name_of(*layout)]
+        designed = [layout for layout in BY_DESIGN if args.only in name_of(*layout)]
         found |= {"settings": SETTINGS, "rows": fastpar_rows(chosen)}
+        found |= {"by_design": by_design_rows(designed) if designed else []}
     else:
         chosen_peers = [peer for peer in PEERS if args.only in f"{peer[0]}, {peer[1]} ranks"]
         found |= {"rows": peer_rows(chosen_peers)}
     if not args.only:
         args.into.mkdir(parents=True, exist_ok=True)
         (args.into / f"{args.what}.json").write_text(json.dumps(found, indent=1) + "\n")
-    wrong = [row["layout"] for row in found["rows"] if args.what == "fastpar" and _wrong(row)]
+    ours = args.what == "fastpar"
+    wrong = [r["layout"] for r in found["rows"] + found.get("by_design", []) if ours and _wrong(r)]
     print(f"{len(found['rows'])} layouts" + "".join(f"\nanother run: {name}" for name in wrong))
     return int(bool(wrong))
 

@@ -50,22 +50,33 @@ def test_another_run_is_an_error(short, monkeypatch, capsys, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_rounded_numbers_on_the_wire_make_another_run_that_repeats_itself(short):
+    (row,) = matrix.by_design_rows([(2, {"wire_gradients": "int8"})])
+    assert 0 < matrix.difference(row["default"]) < 0.1
+    assert matrix.difference(row["again"]) == 0.0
+    assert not matrix._wrong(row)
+    row["again"]["beside"] = row["default"]["beside"]
+    assert matrix._wrong(row)
+
+
 def test_the_table_and_the_picture(tmp_path):
-    mode = {"losses": [4.5, 3.5], "one_process": [4.5, 3.25]}
+    mode = {"losses": [4.5, 3.5], "beside": [4.5, 3.25]}
     machine = {
         "device": "cpu", "cpu": "one", "cores": 2, "torch": "2", "triton": None, "commit": "abc",
         "dirty": False, "date": "today",
     }  # fmt: skip
-    same = {"losses": [4.5, 3.5], "one_process": [4.5, 3.5]}
+    same = {"losses": [4.5, 3.5], "beside": [4.5, 3.5]}
     own = {"layout": "2 ranks, tp 2", "settings": {"tp": 2}, "deterministic": same, "default": mode}
     other = {"layout": "DDP, 2 ranks", "who": "DDP", "no dropout": same, "dropout": mode}
     refused = {"layout": "FSDP2, 2 ranks", "who": "FSDP2", "refused": "no such thing"}
+    designed = {"layout": "2 ranks, int8", "default": mode, "again": same}
     for name, rows in (("fastpar", [own]), ("peers", [other, refused])):
-        found = {"machine": machine, "versions": "torch 2", "rows": rows}
+        found = {"machine": machine, "versions": "torch 2", "rows": rows, "by_design": [designed]}
         (tmp_path / f"{name}.json").write_text(json.dumps(found))
     matrix.main(["table", "--into", str(tmp_path)])
     text = (tmp_path / "README.md").read_text()
     assert "| 2 ranks, tp 2 | 4.5 | 3.5 | 0 | 2.5e-01 |" in text
+    assert "| 2 ranks, int8 | 4.5 | 3.5 | 2.5e-01 | 0 |" in text
     assert "| DDP, 2 ranks | 4.5 | 3.5 | 0 | 2.5e-01 |" in text
     assert "| FSDP2, 2 ranks | - | no such thing | - | - |" in text
     assert "0.155" in text
