@@ -17,13 +17,18 @@ know of ep.
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastpar.comm.collectives import Collectives
-from fastpar.kernels.op import refuse_double_backward
+from fastpar.kernels.op import define_autograd, define_op, refuse_double_backward
+
+_numbers = itertools.count(1)
+_places: weakref.WeakValueDictionary[int, ExpertParallel] = weakref.WeakValueDictionary()
 
 
 class ExpertParallel:
@@ -33,12 +38,14 @@ class ExpertParallel:
         group: of the ranks along ep.
     Attributes:
         rank, size: along ep.
+        number: names it in calls of ops, so that selective recomputation keeps what was received.
         sent_bytes: of rows and their gradients, to other ranks, since somebody set it to 0.
     """
 
     def __init__(self, group: Collectives) -> None:
         self.group, self.rank, self.size = group, group.rank, group.world_size
-        self.sent_bytes = 0
+        self.sent_bytes, self.number = 0, next(_numbers)
+        _places[self.number] = self
 
     def __deepcopy__(self, memo: dict) -> ExpertParallel:
         return self
@@ -65,21 +72,36 @@ class ExpertParallel:
         return out
 
 
-class _Exchange(torch.autograd.Function):
-    """all_to_all; the gradient goes back the same way, times a factor."""
+def _all_to_all(x: Tensor, sent: list[int], got: list[int], factor: float, ep: int) -> Tensor:
+    return _places[ep].all_to_all(x, sent, got)
 
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, ep: ExpertParallel, sent: list[int], got: list[int], factor: float
-    ) -> Tensor:
-        ctx.given = ep, got, sent, factor
-        return ep.all_to_all(x, sent, got)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        refuse_double_backward("expert_parallel")
-        ep, sent, got, factor = ctx.given
-        return ep.all_to_all(grad * factor, sent, got), None, None, None, None
+_DEVICES = ("CPU", "CUDA")
+_counts_op = define_op(
+    "ep_counts(Tensor counts, int ep) -> Tensor",
+    lambda counts, ep: _places[ep].counts(counts),
+    lambda counts, ep: torch.empty_like(counts).view(_places[ep].size, -1),
+    _DEVICES,
+)
+_exchange_op = define_op(  # factor: of the gradient, which goes back the same way
+    "ep_exchange(Tensor x, int[] sent, int[] got, float factor, int ep) -> Tensor",
+    _all_to_all,
+    lambda x, sent, got, factor, ep: x.new_empty(sum(got), x.shape[1]),
+    _DEVICES,
+)
+
+
+def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    _, *ctx.given = inputs
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple:
+    refuse_double_backward("expert_parallel")
+    sent, got, factor, ep = ctx.given
+    return _exchange_op(grad * factor, got, sent, 1.0, ep), None, None, None, None
+
+
+define_autograd(_exchange_op, _setup_context, _backward)
 
 
 class Dispatch:
@@ -92,14 +114,14 @@ class Dispatch:
     """
 
     def __init__(self, counts: Tensor, ep: ExpertParallel) -> None:
-        self.ep, self.counts = ep, ep.counts(counts)
+        self.ep, self.counts = ep, _counts_op(counts, ep.number)
         both = torch.stack((counts.view(ep.size, -1).sum(1), self.counts.sum(1)))
         self._sent, self._received = both.tolist()
 
     def to_experts(self, rows: Tensor) -> Tensor:
         """Ranks: all of ep. Wire: the rows of other ranks' experts, forward and backward."""
-        return _Exchange.apply(rows, self.ep, self._sent, self._received, float(self.ep.size))
+        return _exchange_op(rows, self._sent, self._received, float(self.ep.size), self.ep.number)
 
     def to_tokens(self, rows: Tensor) -> Tensor:
         """The way back."""
-        return _Exchange.apply(rows, self.ep, self._received, self._sent, 1.0 / self.ep.size)
+        return _exchange_op(rows, self._received, self._sent, 1.0 / self.ep.size, self.ep.number)

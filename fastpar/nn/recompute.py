@@ -25,6 +25,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import fastpar.context.keys
+import fastpar.experts.exchange
 import fastpar.kernels
 import fastpar.tensor.grid  # noqa: F401 (these define ops that KEPT names)
 from fastpar.comm.bus import Bus
@@ -36,7 +37,10 @@ MODES = ("none", "full", "selective")
 # Matrix products, convolutions and attention: most of a block's time, and outputs no larger than
 # what the cheap ops between them would keep. Of split layers, running again would also be sending
 # again. (Of heads that ranks of cp exchange, keeping would be keeping q, k, v and o twice.)
-_OURS = ("linear", "column_linear", "row_linear", "grid_linear", "attention", "cp_attend_keys")
+_OURS = (
+    *("linear", "column_linear", "row_linear", "grid_linear", "grouped_linear"),
+    *("attention", "cp_attend_keys", "ep_counts", "ep_exchange"),
+)
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
 _ATTENTION = (
     *("flash_attention", "flash_attention_for_cpu", "efficient_attention"),

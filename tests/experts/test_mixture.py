@@ -1,15 +1,19 @@
 """Experts of one process against a dense fp64 oracle that computes all of them and masks."""
 
+from collections import Counter
+
 import pytest
 import torch
 from cells import sweep
 from dense_experts import step
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastpar
 from fastpar.config.config import GPTConfig
 from fastpar.experts.balance import Losses
 from fastpar.models.gpt import GPT
 from fastpar.nn.recompute import recompute
+from fastpar.testing import run_ranks
 
 V, T = 41, 8
 BASE = {
@@ -108,6 +112,35 @@ def test_recomputed_blocks_count_once(mode):
     model, config = make(balance_rate=0.05, expert_capacity=1.0)
     model = recompute(fastpar.parallelize(model, fastpar.Mesh()), mode)
     losses_and_gradients(model, config, batches(2, 2))
+
+
+class Ops(TorchDispatchMode):
+    """Counts what runs of experts' products and exchanges."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.found[func.name().removeprefix("fastpar::")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def ops_in_backward(mode):
+    model, config = make()
+    model = recompute(fastpar.parallelize(model, fastpar.Mesh(ep=2)), mode)
+    loss = model(*batches(1, 1)[0][0])
+    with Ops() as ops:
+        loss.backward()
+    names = ("grouped_linear", "grouped_linear_bwd", "ep_counts", "ep_exchange")
+    return [ops.found[name] // config.n_layer for name in names]
+
+
+def test_selective_recomputation_neither_multiplies_nor_sends_again():
+    """A layer has two products, and in backward two exchanges of its own."""
+    assert run_ranks(ops_in_backward, 2, "none") == [[0, 2, 0, 2]] * 2
+    assert run_ranks(ops_in_backward, 2, "selective") == [[0, 2, 0, 2]] * 2
+    assert run_ranks(ops_in_backward, 2, "full") == [[2, 2, 1, 4]] * 2
 
 
 def test_all_tokens_on_one_and_none_on_the_others():
