@@ -8,7 +8,17 @@ Of P parameters X are of experts. With ep ranks sharing these out, n ranks shari
     3        P/n               P/n               P/n
 
 A token's row goes to K experts and back, in forward and in backward: 4 K C (ep - 1) / ep elements a
-layer, where experts are chosen equally often.
+layer, where experts are chosen equally often; with all activations recomputed 6 of them.
+
+[Note: what a layer keeps] Of a token, in the place of an MLP, in the weights' format (of
+the rest see memory_model.py):
+
+    none        K (2 C + 2 F/tp): permuted rows, c_fc's output, GELU's, what came back
+    selective   K (C + F/tp): outputs of c_fc and c_proj; with ep what was received, twice K C more
+    full        nothing more than a dense block
+
+and the router's: logits and weights in fp32, the choices and (none) their order in int64, and
+(none) x of all tokens in fp32 in the place of the norm's output.
 """
 
 from __future__ import annotations
@@ -17,22 +27,25 @@ from dataclasses import dataclass
 
 from fastpar.config.config import GPTConfig
 from fastpar.cost.buckets import buckets_of
+from fastpar.cost.memory_model import kept_by_blocks
 from fastpar.cost.operations import elements_of, expert_elements
 from fastpar.cost.workload import Setup, Workload
 
 
 @dataclass(frozen=True)
 class ExpertCosts:
-    """Bytes of one rank: what stays between steps, and what it sends to experts in a step."""
+    """Bytes of one rank: what stays between steps, what its blocks keep of a micro-batch until
+    backward, and what it sends to experts in a step."""
 
     parameters: float
     gradients: float
     optimizer: float
+    activations: float
     all_to_all: float
 
     @property
-    def states(self) -> float:
-        return self.parameters + self.gradients + self.optimizer
+    def memory(self) -> float:
+        return self.parameters + self.gradients + self.optimizer + self.activations
 
 
 def count_experts(shape: GPTConfig) -> int:
@@ -49,9 +62,29 @@ def predict_experts(workload: Workload, setup: Setup) -> ExpertCosts:
     shard, ep = whole / n, setup.ep
     tokens = setup.tokens_of_rank(workload) * setup.grad_accum_steps
     rows = tokens * shape.top_k * shape.expert_layers * (ep - 1) / ep
+    times = 6 if setup.activation_checkpointing == "full" else 4
     return ExpertCosts(
         parameters=setup.weight_bytes * (shard if stage == 3 else local),
         gradients=setup.grad_bytes * (shard if stage >= 2 else local),
         optimizer=setup.state_bytes * shared,
-        all_to_all=4 * rows * shape.n_embd * setup.weight_bytes,
+        activations=_activations(workload, setup),
+        all_to_all=times * rows * shape.n_embd * setup.weight_bytes,
     )
+
+
+def _activations(workload: Workload, setup: Setup) -> float:
+    """See [Note: what a layer keeps]."""
+    shape, tp, k, item = workload.shape, setup.tp, workload.shape.top_k, setup.weight_bytes
+    width, hidden, n = shape.n_embd, shape.hidden / tp, setup.tokens_of_rank(workload)
+    shared = tp if setup.sequence_parallel else 1
+    choices = 8 * k
+    if setup.activation_checkpointing == "full":
+        more = choices
+    elif setup.activation_checkpointing == "selective":
+        received = 2 * (setup.ep > 1)
+        rows = k * ((1 + received) * width + hidden) - 4 * width / tp
+        more = item * rows + 4 * shape.n_expert + choices
+    else:
+        rows = k * (2 * width + 2 * hidden) - 8 * width / tp - width / shared
+        more = item * rows + 4 * width + 4 * (shape.n_expert + k) + 2 * choices
+    return kept_by_blocks(workload, setup) + n * more * shape.expert_layers

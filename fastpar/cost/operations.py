@@ -159,8 +159,9 @@ def _passes(shape: GPTConfig, *decides: Any) -> tuple[Op, ...]:
         (_matmul(rows, features, width, item), layers),
         (_matmul(rows, width, 4 * width // t, item), dense),
         (_matmul(rows, 4 * width // t, width, item), dense),
-        *((pair, count * of_experts) for pair, count in _experts(shape, rows, t, ep, item)),
     ]
+    for pair, count in _experts(shape, rows, t, ep, item):
+        (kept if pair[0].name == "matmul" else cheap).append((pair, count * of_experts))
     modes = {"none": [], "selective": cheap, "full": cheap + kept}
     found = Counter[Op]()
     for pair, count in cheap + kept:

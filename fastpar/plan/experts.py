@@ -15,6 +15,7 @@ from fastpar.cost.step_time import StepTime, predict_step
 from fastpar.cost.workload import Setup, Workload
 from fastpar.models.mlp import parameters_of
 from fastpar.plan.estimate import tp_sizes
+from fastpar.plan.search import CHECKPOINTING
 
 
 class ExpertLayout(NamedTuple):
@@ -25,8 +26,10 @@ class ExpertLayout(NamedTuple):
     time: StepTime
 
 
-def expert_layouts(workload: Workload, template: Setup, cluster: Cluster) -> list[ExpertLayout]:
-    """Of every tp inside of a node, ep and stage, the fastest first.
+def expert_layouts(
+    workload: Workload, template: Setup, cluster: Cluster, limit_bytes: float
+) -> list[ExpertLayout]:
+    """Of every tp inside of a node, ep and stage, the fastest first; recomputing as little as fits.
 
     Raises:
         ValueError: a batch that no number of data-parallel ranks divides.
@@ -42,8 +45,13 @@ def expert_layouts(workload: Workload, template: Setup, cluster: Cluster) -> lis
             for stage in range(4) if dp > 1 else range(1):
                 setup = replace(template, tp=tp, ep=ep, zero_stage=stage)
                 setup = replace(setup, micro_batch_size=micro, grad_accum_steps=accum)
+                for mode in CHECKPOINTING:
+                    setup = replace(setup, activation_checkpointing=mode)
+                    costs = predict_experts(workload, setup)
+                    if costs.memory <= limit_bytes:
+                        break
                 time = predict_step(workload, setup, DatasheetRates(cluster, setup))
-                found.append(ExpertLayout(setup, predict_experts(workload, setup), time))
+                found.append(ExpertLayout(setup, costs, time))
     if not found:
         raise ValueError(
             f"plan: expected a batch_size that the {ranks} ranks divide, got batch_size="
@@ -58,22 +66,28 @@ def experts_report(
     """A table of them, those that surely do not fit named."""
     shape = workload.shape
     whole, active = parameters_of(shape), parameters_of(shape, active=True)
+    names = ("weights", "gradients", "optimizer", "activations", "all four", "all-to-all")
     lines = [
         f"{whole:,} parameters, of experts {count_experts(shape):,}; a token goes through "
         f"{active:,}",
-        "  tp  ep  zero  step ms     tokens/s    weights     gradients   optimizer   all three   "
-        "all-to-all a rank and step",
+        "  tp  ep  zero  recomputed  step ms     tokens/s    "
+        + "".join(f"{name:12}" for name in names).rstrip(),
     ]
-    for setup, costs, time in expert_layouts(workload, template, cluster):
-        sizes = (costs.parameters, costs.gradients, costs.optimizer, costs.states)
+    for setup, costs, time in expert_layouts(workload, template, cluster, limit_bytes):
+        sizes = (costs.parameters, costs.gradients, costs.optimizer, costs.activations)
         cells = f"{1e3 * time.step_s:<12,.1f}{time.tokens_per_s:<12,.0f}"
-        cells += "".join(f"{format_bytes(size):12}" for size in (*sizes, costs.all_to_all))
-        fits = "" if costs.states <= limit_bytes else " does not fit"
-        lines.append(f"{setup.tp:4}{setup.ep:4}  {setup.stage:4}  {cells.rstrip()}{fits}")
+        cells += "".join(
+            f"{format_bytes(size):12}" for size in (*sizes, costs.memory, costs.all_to_all)
+        )
+        mode = f"{setup.activation_checkpointing:12}"
+        fits = "" if costs.memory <= limit_bytes else " does not fit"
+        lines.append(f"{setup.tp:4}{setup.ep:4}  {setup.stage:4}  {mode}{cells.rstrip()}{fits}")
     return "\n".join(
         [
             *lines,
-            f"Memory without activations; of {format_bytes(limit_bytes)} a rank. Where experts are "
-            "chosen equally often; times by the data sheet, which no run with experts has checked.",
+            f"Of {format_bytes(limit_bytes)} a rank; activations are those that forward keeps, "
+            "what backward needs for a moment comes on top; all-to-all: sent by a rank in a step. "
+            "Where experts are chosen equally often; times by the data sheet, which no run with "
+            "experts has checked.",
         ]
     )

@@ -1,5 +1,6 @@
 """What experts take and send, beside an engine's own numbers."""
 
+import gc
 import re
 from collections import Counter
 from dataclasses import replace
@@ -10,10 +11,14 @@ import torch
 import fastpar
 from fastpar.cli import main
 from fastpar.config.config import GPTConfig
+from fastpar.cost.devices import Cluster, find_device
 from fastpar.cost.experts import count_experts, predict_experts
 from fastpar.cost.operations import comm_ops_of, ops_of
+from fastpar.cost.step_memory import StepMemory
 from fastpar.cost.workload import Setup, Workload
 from fastpar.models.gpt import GPT
+from fastpar.nn.recompute import recompute
+from fastpar.plan.experts import expert_layouts
 from fastpar.testing import run_ranks
 
 SHAPE = GPTConfig(2, 2, 128, 16, 256, dropout=0.0, n_expert=4, top_k=4, expert_hidden=256)
@@ -55,6 +60,46 @@ def test_states_and_rows_are_those_of_an_engine(ep):
     assert count_experts(SHAPE) == sum(
         p.numel() for n, p in GPT(SHAPE).named_parameters() if "mlp.c_" in n
     )
+
+
+def kept_bytes(shape, setup):
+    """What is left of a forward until backward, on this rank."""
+    mesh = fastpar.Mesh(ep=setup.ep, tp=setup.tp, device="cpu")
+    model = GPT(shape, seed=1).to(torch.bfloat16 if setup.dtype == "bf16" else torch.float32)
+    model = fastpar.parallelize(model, mesh, sequence_parallel=setup.sequence_parallel)
+    model = recompute(model, setup.activation_checkpointing)
+    x = torch.randint(0, shape.vocab_size, (setup.micro_batch_size, shape.block_size))
+    model(x, x).backward()
+    gc.collect()
+    with StepMemory(mesh.device, alive_bytes=0) as memory:
+        loss = model(x, x)  # kept alive
+    assert loss.isfinite()
+    return memory.left_bytes
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    ("dtype", "ep", "tp", "shared"),
+    [
+        *(("fp32", 1, 1, True), ("bf16", 1, 1, True), ("fp32", 2, 1, True)),
+        *(("fp32", 1, 2, False), ("bf16", 1, 2, True)),
+    ],
+)
+def test_activations_are_those_of_a_forward(mode, dtype, ep, tp, shared):
+    """Of two blocks: what a model of three keeps more than one of one."""
+    setup = Setup(
+        **{"world_size": ep * tp, "ep": ep, "tp": tp, "sequence_parallel": shared, "dtype": dtype},
+        **{"micro_batch_size": 8, "activation_checkpointing": mode, "master_weights": "none"},
+        **{"device_type": "cpu", "transport": "shm"},
+    )
+    sizes = []
+    for layers in (3, 1):
+        shape = GPTConfig(layers, 2, 64, 32, 256, dropout=0.0, n_expert=4, expert_hidden=96)
+        shape = replace(shape, top_k=4)  # all are chosen equally often
+        want = predict_experts(Workload(shape, 8 * ep), setup).activations
+        sizes.append((max(run_ranks(kept_bytes, ep * tp, shape, setup)), want))
+    (three, want_three), (one, want_one) = sizes
+    assert three - one == pytest.approx(want_three - want_one, rel=0.03)
 
 
 def of(ep=1, tp=1, stage=0, shape=SHAPE, **more):
@@ -103,9 +148,25 @@ def test_plan_shows_every_layout_and_its_time(capsys):
         for ep in eps
         for stage in (range(4) if tp < 4 else range(1))
     )
-    times = [float(row[3].replace(",", "")) for row in rows]
+    times = [float(row[4].replace(",", "")) for row in rows]
     assert times == sorted(times)
     assert "times by the data sheet" in printed
+
+
+def test_plan_recomputes_as_little_as_fits():
+    workload, setup = of(shape=replace(SHAPE, n_layer=12), micro_batch_size=1)
+    cluster = Cluster.of(find_device("h100"), 8)
+    first, *_ = expert_layouts(workload, setup, cluster, 1e12)
+    assert first.setup.activation_checkpointing == "none"
+    least = replace(first.setup, activation_checkpointing="full")
+    modes = []
+    for limit in (predict_experts(workload, least).memory, 1.0):
+        found = expert_layouts(workload, setup, cluster, limit)
+        modes.append({layout.setup.activation_checkpointing for layout in found})
+        same = [x for x in found if x.setup.tp == 1 and x.setup.ep == first.setup.ep]
+        assert all(x.time.step_s >= first.time.step_s for x in same)
+    assert "full" in modes[0]
+    assert modes[1] == {"full"}
 
 
 @pytest.mark.parametrize(
